@@ -1,0 +1,92 @@
+# `make demo` and `make test` need nothing but Python >= 3.10: they create .venv and install into it.
+#
+#   PYTHON=...    use this interpreter as it is: create and install nothing
+#   OFFLINE=1     the same with the ambient python3, for a machine without a network
+#   TORCH=...     pip requirement for torch, in place of the choice tools/setup.sh makes
+#   BENCH=...     which benchmark `make bench` runs, and BENCH_ARGS its options
+
+SHELL := bash
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+export NO_MKDOCS_2_WARNING := 1
+
+VENV ?= .venv
+BENCH ?= lightning-decode
+PYTEST_ARGS ?= -n auto --maxprocesses 8
+
+IMPORTABLE := import sys, importlib.util as u; \
+  sys.exit(not all(map(u.find_spec, ("cutlass", "torch", "tvm_ffi", "pytest", "cute_attn.cache"))))
+
+# On a GPU machine the check often runs in an image that already holds everything.
+ifeq ($(MAKECMDGOALS)$(PYTHON)$(wildcard $(VENV)),gpu-check)
+  ifeq ($(shell python3 -c '$(IMPORTABLE)' 2>/dev/null && echo yes),yes)
+    PYTHON := python3
+  endif
+endif
+
+ifdef OFFLINE
+  PYTHON ?= python3
+  installed = register
+else ifdef PYTHON
+  installed =
+else
+  PYTHON := $(VENV)/bin/python
+  installed = $(VENV)/.installed-$(1)
+endif
+
+.PHONY: help demo test test-full lint typecheck format docs bench gpu-check clean register
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+demo: $(call installed,base) ## set up, then run and check every operator (without a GPU: compile it)
+	$(PYTHON) examples/quickstart.py
+
+test: $(call installed,test) ## set up, then run the tests; those that need a GPU skip without one
+	$(PYTHON) -m pytest $(PYTEST_ARGS) -m "not slow"
+
+test-full: $(call installed,test) ## the tests with the full sweeps and more random examples
+	HYPOTHESIS_PROFILE=full $(PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: $(call installed,lint) ## ruff, mypy, and the docs with their links
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(MAKE) --no-print-directory typecheck
+	$(PYTHON) -m mkdocs build --strict --quiet
+
+# mypy resolves modules by directory, and cache/ is cute_attn.cache only once installed: give it a
+# tree of links in which it is.
+typecheck: $(call installed,lint) ## mypy on cute_attn and cache
+	@rm -rf build/mypy && mkdir -p build/mypy/cute_attn
+	@ln -s $(addprefix ../../../,$(wildcard cute_attn/*)) ../../../cache build/mypy/cute_attn
+	MYPYPATH=build/mypy $(PYTHON) -m mypy --package cute_attn
+
+format: $(call installed,lint) ## rewrite the sources as ruff wants them
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+docs: $(call installed,lint) ## build the documentation into site/
+	$(PYTHON) -m mkdocs build --strict
+
+bench: $(call installed,bench) ## run one benchmark: make bench BENCH=lightning-decode
+	$(PYTHON) -m cute_attn.bench $(BENCH) $(BENCH_ARGS)
+
+gpu-check: $(call installed,test) ## everything that needs a GPU: its tests, then short benchmarks
+	$(PYTHON) -m cute_attn.bench gpu-check
+
+clean: ## remove what the targets above made, .venv included
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find cute_attn cache tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# cute_attn.cache lies in cache/, so that even an offline checkout has to be made known to python.
+register:
+	@$(PYTHON) -c 'import cute_attn.cache' 2>/dev/null || \
+	  $(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+
+$(VENV)/.installed-base: extras =
+$(VENV)/.installed-test: extras = test
+$(VENV)/.installed-lint: extras = test lint docs
+$(VENV)/.installed-bench: extras = bench
+$(VENV)/.installed-%: pyproject.toml tools/setup.sh
+	TORCH='$(TORCH)' tools/setup.sh $(VENV) $(extras)
+	@touch $@

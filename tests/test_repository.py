@@ -1,0 +1,231 @@
+"""What a release depends on besides the code: packaging, truthful documents, and rooms."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cute_attn
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def package_files() -> dict[str, Path]:
+    """Path inside an installed package -> file here, for every file that belongs to one."""
+    files = {}
+    for source, package in (("cute_attn", "cute_attn"), ("cache", "cute_attn/cache")):
+        for path in (ROOT / source).rglob("*"):
+            if path.is_file() and path.suffix != ".pyc":
+                files[f"{package}/{path.relative_to(ROOT / source).as_posix()}"] = path
+    return files
+
+
+# ---- packaging
+
+
+def test_every_package_is_listed() -> None:
+    on_disk = {
+        name.removesuffix("/__init__.py").replace("/", ".")
+        for name in package_files()
+        if name.endswith("/__init__.py")
+    }
+    listed = PYPROJECT["tool"]["setuptools"]["packages"]
+    assert listed == sorted(listed)
+    assert set(listed) == on_disk
+
+
+def test_python_folders_are_packages() -> None:
+    """A folder of modules without `__init__.py` works from a checkout and is missing in a wheel."""
+    folders = {path.parent for path in package_files().values() if path.suffix == ".py"}
+    assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from an sdist built from a copy of the checkout, so that both are complete."""
+    work = tmp_path_factory.mktemp("release")
+    checkout = work / "checkout"
+    checkout.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    for name in ("cute_attn", "cache"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(work)!r})"
+    subprocess.run([sys.executable, "-c", build_sdist], cwd=checkout, check=True)
+    (sdist,) = work.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert any(name.endswith("/LICENSE") for name in archive.getnames())
+    build_wheel = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([sys.executable, "-m", *build_wheel, str(sdist)], cwd=work, check=True)
+    (built,) = work.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == set(package_files())
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_wheel_imports(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import cute_attn, cute_attn.cache as c; print(cute_attn.__file__, c.__file__, sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    package = tmp_path / "cute_attn"
+    expected = [str(package / "__init__.py"), str(package / "cache" / "__init__.py")]
+    assert done.stdout.splitlines() == expected
+
+
+def test_changelog_names_the_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[?({re.escape(cute_attn.__version__)}|Unreleased)\b", changelog, re.M)
+
+
+# ---- documents
+
+
+def test_documented_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    used = {
+        (document.name, target)
+        for document in DOCUMENTS
+        for target in re.findall(r"(?:`|^|&& )make ([a-z][a-z-]*)", document.read_text(), re.M)
+    }
+    assert ("README.md", "demo") in used
+    assert {(name, target) for name, target in used if target not in targets} == set()
+
+
+def test_links_of_the_top_documents_resolve() -> None:
+    """mkdocs checks the links inside docs/; these files lie outside it."""
+    broken = [
+        (document.name, link)
+        for document in ROOT.glob("*.md")
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text())
+        if "://" not in link and not (ROOT / link).exists()
+    ]
+    assert broken == []
+
+
+def test_environment_variables_are_documented() -> None:
+    variable = re.compile(r"\bCUTE_ATTN_[A-Z_]*[A-Z]\b")
+    read = {
+        name
+        for path in package_files().values()
+        if path.suffix == ".py"
+        for name in variable.findall(path.read_text())
+    }
+    page = (ROOT / "docs/environment.md").read_text()
+    documented = set(re.findall(r"^\| `(CUTE_ATTN_[A-Z_]+)`", page, re.M))
+    assert documented == read
+
+
+def test_no_package_registry_is_named() -> None:
+    """Where packages come from is the business of whoever installs them."""
+    registries = [
+        ".".join(host)
+        for host in (
+            ("pypi", "org"),
+            ("pythonhosted", "org"),
+            ("download", "pytorch", "org"),
+            ("pypi", "nvidia", "com"),
+            ("anaconda", "org"),
+            ("npmjs", "org"),
+        )
+    ]
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    named = [
+        (name, host)
+        for name in listing.stdout.decode().split("\0")
+        if name and (ROOT / name).is_file()
+        for host in registries
+        if host in (ROOT / name).read_bytes().decode(errors="replace")
+    ]
+    assert named == []
+
+
+# ---- rooms: which may import which (docs/design.md)
+
+FORBIDDEN = {
+    "cache": {"cute_attn", "torch"},
+    "cute_attn/kernels": {
+        "torch",
+        "cute_attn.bench",
+        "cute_attn.cache",
+        "cute_attn.launch",
+        "cute_attn.ops",
+        "cute_attn.reference",
+    },
+    "cute_attn/launch.py": {"cutlass", "cute_attn.bench", "cute_attn.ops", "cute_attn.reference"},
+    "cute_attn/ops": {"cutlass", "cute_attn.bench", "cute_attn.reference"},
+    "cute_attn/reference": {
+        "cutlass",
+        "tvm_ffi",
+        "cute_attn.bench",
+        "cute_attn.cache",
+        "cute_attn.kernels",
+        "cute_attn.launch",
+        "cute_attn.ops",
+    },
+}
+
+
+def imports(name: str, path: Path) -> set[str]:
+    """The modules that an installed file imports anywhere in its text, as absolute names."""
+    package = name.split("/")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_rooms_import_in_one_direction(room: str) -> None:
+    files = {
+        name: path
+        for name, path in package_files().items()
+        if path.suffix == ".py" and path.is_relative_to(ROOT / room)
+    }
+    assert files
+    wrong = {
+        (name, module)
+        for name, path in files.items()
+        for module in imports(name, path)
+        for forbidden in FORBIDDEN[room]
+        if module == forbidden or module.startswith(f"{forbidden}.")
+        if not (room == "cache" and module.startswith("cute_attn.cache"))
+    }
+    assert wrong == set()
