@@ -60,7 +60,7 @@ driver_cuda_major() {
 
 # uv knows where PyTorch's builds for each kind of machine are; pip only sees the default one.
 uv_install_torch() {
-  command -v uv >/dev/null || "$python" -m pip install --quiet uv 2>/dev/null || return 1
+  command -v uv >/dev/null || "$python" -m pip install -qq uv 2>/dev/null || return 1
   PATH=$PATH:$venv/bin uv pip install --quiet --python "$python" --torch-backend="$1" "$2"
 }
 
@@ -84,9 +84,9 @@ install_torch() {
   fi
 }
 
-[[ -x $venv/bin/python ]] || create_venv
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || create_venv
 python=$venv/bin/python
-pip_install=("$python" -m pip install --quiet)
+pip_install=("$python" -m pip install -qq)
 cuda_major=$(driver_cuda_major)
 
 install_torch
