@@ -9,6 +9,7 @@ SHELL := bash
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
+export DISABLE_MKDOCS_2_WARNING := true
 
 VENV ?= .venv
 BENCH ?= lightning-decode
