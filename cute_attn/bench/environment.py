@@ -1,0 +1,122 @@
+"""Where a number was measured: hardware, software and command line."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+# distribution names of what the numbers depend on; those not installed are left out
+PACKAGES = ("cute-attn", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
+PEERS = ("fla-core", "flash-linear-attention", "flash-attn-4")
+
+# options of the command line that change where results go, not what they are
+OUTPUT_OPTIONS = ("--out", "--json", "--commit")
+
+
+def slug(text: str) -> str:
+    """`text` as part of a file name: lower case letters, digits and single dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def version_of(distribution: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def describe(argv: Sequence[str], *, commit: str | None = None) -> dict[str, str | int | float | bool | None]:
+    """The environment of a report: plain values, those that do not apply left out.
+
+    Args:
+        argv: arguments after `python -m cute_attn.bench`.
+        commit: the source's commit where the checkout carries no git history.
+    """
+    facts: dict[str, str | int | float | bool | None] = {
+        **_gpu(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in (*PACKAGES, *PEERS)},
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit or _commit(),
+        "command": command_line(argv),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """The command that repeats the measurement, without the options that say where to write."""
+    kept: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if name not in OUTPUT_OPTIONS:
+            kept.append(argument)
+        elif not equals:
+            next(arguments, None)
+    return shlex.join(["python", "-m", "cute_attn.bench", *kept])
+
+
+def _gpu() -> dict[str, str | int | None]:
+    if "torch" not in sys.modules:
+        return {}  # a benchmark of the CPU side did not load it, and must not pay for it
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "gpu_sms": properties.multi_processor_count,
+        "gpu_l2_mib": properties.L2_cache_size // 2**20,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _driver_version() -> str | None:
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return None
+    query = [nvidia_smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else None
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _commit() -> str | None:
+    git = shutil.which("git")
+    if git is None:
+        return None
+    root = Path(__file__).resolve().parent
+
+    def ask(*words: str) -> str | None:
+        done = subprocess.run(
+            [git, "-C", str(root), *words], capture_output=True, text=True, timeout=30, check=False
+        )
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = ask("rev-parse", "--short=12", "HEAD")
+    if commit and ask("status", "--porcelain", "--untracked-files=no"):
+        commit += " with local changes"
+    return commit

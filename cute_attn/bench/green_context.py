@@ -1,0 +1,102 @@
+"""A part of the GPU: a CUDA green context with a given number of SMs.
+
+Work belongs to a green context through its stream, not through the context that is current: the
+code under test may select its device (and with it the primary context) on every launch, and stays
+inside the partition all the same. So the benchmark runs on a stream created in the green context.
+`visible_sms` counts the SMs that a kernel really reaches, which proves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class GreenContextError(RuntimeError):
+    """The driver refused a step of creating the green context; the message names both."""
+
+
+@contextmanager
+def sm_partition(num_sms: int, device: int = 0, *, driver: Any = None) -> Iterator[tuple[int, int]]:
+    """A green context on `device` with at least `num_sms` SMs.
+
+    The driver rounds the count up to its granularity: 78 becomes 80 on Hopper.
+
+    Yields:
+        (handle of a stream inside the context, number of SMs it got).
+
+    Raises:
+        GreenContextError: the driver has no green contexts, or fewer SMs than asked for.
+    """
+    if driver is None:
+        from cuda.bindings import driver
+
+    def checked(name: str, *args: Any) -> Any:
+        error, *results = getattr(driver, name)(*args)
+        if int(error) != 0:
+            raise GreenContextError(f"{name} failed: {getattr(error, 'name', error)}")
+        return results[0] if len(results) == 1 else tuple(results)
+
+    checked("cuInit", 0)
+    sm = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    handle = checked("cuDeviceGet", device)
+    everything = checked("cuDeviceGetDevResource", handle, sm)
+    if num_sms > everything.sm.smCount:
+        raise GreenContextError(f"{num_sms} SMs asked for, the GPU has {everything.sm.smCount}")
+    groups, _, _ = checked("cuDevSmResourceSplitByCount", 1, everything, 0, num_sms)
+    description = checked("cuDevResourceGenerateDesc", [groups[0]], 1)
+    context = checked(
+        "cuGreenCtxCreate",
+        description,
+        handle,
+        driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM,
+    )
+    try:
+        granted = checked("cuGreenCtxGetDevResource", context, sm).sm.smCount
+        stream = checked(
+            "cuGreenCtxStreamCreate", context, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0
+        )
+        try:
+            yield int(stream), int(granted)
+        finally:
+            checked("cuStreamSynchronize", stream)
+            checked("cuStreamDestroy", stream)
+    finally:
+        checked("cuGreenCtxDestroy", context)
+
+
+@contextmanager
+def torch_sm_partition(num_sms: int) -> Iterator[int]:
+    """Run the torch, Triton and TVM-FFI work of the `with` block on part of the current GPU.
+
+    Yields:
+        the number of SMs of the partition, `num_sms` rounded up to the driver's granularity.
+    """
+    import torch
+
+    torch.cuda.init()
+    device = torch.cuda.current_device()
+    torch.cuda.synchronize()  # also makes the primary context current, which the driver asks for
+    with sm_partition(num_sms, device) as (handle, granted):
+        stream = torch.cuda.ExternalStream(handle, device=device)
+        with torch.cuda.stream(stream):
+            yield granted
+            torch.cuda.synchronize()
+
+
+def visible_sms(*, graph: bool) -> int:
+    """How many different SMs a kernel on the current stream lands on, eagerly or from a graph."""
+    import torch
+
+    from ._smid_kernel import BLOCKS, record_smid
+    from .timing import CudaDevice
+
+    seen = torch.full((BLOCKS,), -1, dtype=torch.int32, device="cuda")
+
+    def launch() -> None:
+        record_smid[(BLOCKS,)](seen)
+
+    (CudaDevice().capture(launch) if graph else launch)()
+    torch.cuda.synchronize()
+    return int(torch.unique(seen).numel())

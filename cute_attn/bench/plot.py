@@ -1,0 +1,59 @@
+"""Pictures of a report, if matplotlib is installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .report import Plot, Report
+
+
+def draw(report: Report, path: Path) -> Path | None:
+    """Draw all plots of `report` side by side into the PNG at `path`.
+
+    Returns:
+        `path`, or None if there is nothing to draw or matplotlib is not installed (which is said
+        on stderr: the JSON holds all that a later `render` needs).
+    """
+    if not report.plots or not report.rows:
+        return None
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("matplotlib is not installed: no plot", file=sys.stderr)
+        return None
+    figure = Figure(figsize=(6.4 * len(report.plots), 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, plot in enumerate(report.plots):
+        _draw_one(figure.add_subplot(1, len(report.plots), index + 1), report, plot)
+    environment = report.environment
+    figure.suptitle(f"{environment.get('gpu') or environment.get('cpu')}, {environment.get('date')}")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _draw_one(axes: Any, report: Report, plot: Plot) -> None:
+    rows = [r for r in report.rows if all(r[key] == value for key, value in plot.where.items())]
+    for column in plot.ys:
+        points = [(row[plot.x], row[column]) for row in rows if row[column] is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=column)
+    for label, value in plot.lines.items():
+        axes.axhline(value, linestyle="--", linewidth=1, color="black", label=label)
+    if plot.log_x:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({row[plot.x] for row in rows})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=60)
+        axes.minorticks_off()
+    if plot.log_y:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_title(plot.title)
+    axes.set_xlabel(plot.x)
+    axes.set_ylabel(plot.y_label)
+    axes.grid(alpha=0.3)
+    axes.legend()

@@ -1,0 +1,289 @@
+"""The result of a benchmark, and its forms: terminal table, JSON, Markdown (the plot is in `plot`).
+
+JSON is the form that is kept; `Report.from_dict` reads it back, so that Markdown and plots can be
+made again elsewhere, from the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Union
+
+from .environment import slug
+
+Scalar = Union[str, int, float, bool, None]  # noqa: UP007  (evaluated at run time on 3.10)
+Row = dict[str, Scalar]
+
+SCHEMA = 1
+
+# A fractional number without its unit in its column's name is refused. `share`, `speedup` and
+# `error` are pure numbers; a table whose rows differ in unit has a `unit` column instead.
+UNIT_SUFFIXES = ("_ns", "_us", "_ms", "_s", "_gbps", "_tflops", "_pct", "_ratio", "_mib", "_error")
+UNIT_PREFIXES = ("share_of_", "speedup_vs_")
+
+
+class ReportError(ValueError):
+    """A report that would mislead or not read back: the message names the place."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One question that the benchmark answers; `passed` is None if it could not be asked."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+    @property
+    def mark(self) -> str:
+        return {True: "met", False: "MISSED", None: "not asked"}[self.passed]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What to draw: columns `ys` over column `x`, one line each, for the rows that `where` selects.
+
+    Attributes:
+        lines: a horizontal line at each value, by label.
+    """
+
+    x: str
+    ys: tuple[str, ...]
+    title: str
+    y_label: str
+    where: Mapping[str, Scalar] = field(default_factory=dict)
+    lines: Mapping[str, float] = field(default_factory=dict)
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass
+class Report:
+    """A benchmark's numbers and all that is needed to understand and repeat them.
+
+    Attributes:
+        benchmark: name on the command line.
+        title: one line, what was measured.
+        environment: see `environment.describe`.
+        parameters: the benchmark's own settings.
+        roofline: ceilings measured in the same run, units in the names.
+        rows: the table; all rows have the same keys, units in the names.
+        verdicts, notes, plots: as their names say.
+        parts: reports of which this one is the summary.
+        succeeded: False if the run itself failed, whatever its numbers say.
+    """
+
+    benchmark: str
+    title: str
+    environment: Row
+    parameters: dict[str, Any] = field(default_factory=dict)
+    roofline: dict[str, float | None] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    plots: list[Plot] = field(default_factory=list)
+    parts: list[Report] = field(default_factory=list)
+    succeeded: bool = True
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self.rows[0]) if self.rows else []
+
+    @property
+    def stem(self) -> str:
+        """File name without suffix: benchmark, GPU (or CPU) and date."""
+        machine = self.environment.get("gpu") or self.environment.get("cpu") or "unknown"
+        date = str(self.environment.get("date", ""))[:10]
+        return "-".join(part for part in (self.benchmark, slug(str(machine)), date) if part)
+
+    def validate(self) -> None:
+        """Check the table.
+
+        Raises:
+            ReportError: rows of different columns, a value that is no scalar, NaN or infinity, or
+                a fractional number without a unit.
+        """
+        for index, row in enumerate(self.rows):
+            where = f"{self.benchmark}, row {index}"
+            if list(row) != self.columns:
+                raise ReportError(f"{where}: columns {list(row)}, the first row has {self.columns}")
+            for name, value in row.items():
+                if value is not None and not isinstance(value, (str, int, float)):
+                    raise ReportError(f"{where}: {name} is a {type(value).__name__}, not a scalar")
+                if isinstance(value, float):
+                    if not math.isfinite(value):
+                        raise ReportError(f"{where}: {name} is {value}")
+                    if not _has_unit(name, self.columns):
+                        raise ReportError(f"{where}: column {name} has no unit in its name")
+        for name in (column for plot in self.plots for column in (plot.x, *plot.ys)):
+            if self.rows and name not in self.columns:
+                raise ReportError(f"{self.benchmark}: a plot of {name}, which is no column")
+        for part in self.parts:
+            part.validate()
+
+    def to_dict(self) -> dict[str, Any]:
+        self.validate()
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Report:
+        """Read back what `to_dict` gave.
+
+        Raises:
+            ReportError: another schema version, or fields missing or unknown.
+        """
+        if document.get("schema", SCHEMA) != SCHEMA:
+            raise ReportError(f"schema {document['schema']}, this version reads {SCHEMA}")
+        fields = {name: value for name, value in document.items() if name != "schema"}
+        try:
+            fields["verdicts"] = [Verdict(**verdict) for verdict in fields["verdicts"]]
+            fields["plots"] = [Plot(**{**plot, "ys": tuple(plot["ys"])}) for plot in fields["plots"]]
+            fields["parts"] = [cls.from_dict(part) for part in fields["parts"]]
+            report = cls(**fields)
+        except (KeyError, TypeError) as error:
+            raise ReportError(f"not a benchmark report: {error}") from error
+        report.validate()
+        return report
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        return cls.from_dict(json.loads(text))
+
+    def to_markdown(self, plot: str | None = None) -> str:
+        """The report as a Markdown page; `plot` is the address of its picture."""
+        lines = [f"# {self.title}", "", *self._body("##"), ""]
+        if plot is not None:
+            lines += [f"![{self.title}]({plot})", ""]
+        for part in self.parts:
+            lines += [f"## {part.title}", "", *part._body("###"), ""]
+        return "\n".join(lines).rstrip() + "\n"
+
+    def _body(self, heading: str) -> list[str]:
+        lines: list[str] = []
+        if command := self.environment.get("command"):
+            lines += [f"`{command}`", ""]
+        if self.rows:
+            lines += [*markdown_table(self.columns, self.rows), ""]
+        if self.verdicts:
+            lines += [f"{heading} Targets", ""]
+            lines += [f"- {v.mark}: {v.name} ({v.detail})" for v in self.verdicts]
+            lines += [""]
+        if self.notes:
+            lines += [*(f"- {note}" for note in self.notes), ""]
+        for title, values in (
+            ("Ceilings in this run", self.roofline),
+            ("Parameters", self.parameters),
+            ("Environment", self.environment),
+        ):
+            shown = {k: v for k, v in values.items() if v is not None and k != "command"}
+            if shown:
+                lines += [f"{heading} {title}", ""]
+                lines += [f"- {key}: {format_value(value)}" for key, value in shown.items()]
+                lines += [""]
+        return lines[:-1]
+
+    def print(self) -> None:
+        """The report on the terminal: a rich table, or plain text where rich is not installed."""
+        print(f"\n{self.title}")
+        for part in self.parts:
+            part.print()
+        print_table(self.benchmark, self.columns, self.rows)
+        if self.roofline:
+            print("ceilings: " + ", ".join(f"{k} {format_value(v)}" for k, v in _known(self.roofline)))
+        for verdict in self.verdicts:
+            print(f"[{verdict.mark}] {verdict.name}: {verdict.detail}")
+        for note in self.notes:
+            print(f"note: {note}")
+
+
+def _known(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    return ((key, value) for key, value in values.items() if value is not None)
+
+
+def _has_unit(column: str, columns: Sequence[str]) -> bool:
+    return column.endswith(UNIT_SUFFIXES) or column.startswith(UNIT_PREFIXES) or "unit" in columns
+
+
+def format_value(value: object) -> str:
+    """A cell: floats to four significant digits, but never fewer than all integer ones."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(format_value(item) for item in value)
+    return str(value)
+
+
+def _is_numeric(column: str, rows: Sequence[Row]) -> bool:
+    values = [row[column] for row in rows if row[column] is not None]
+    return bool(values) and all(isinstance(v, (int, float)) for v in values)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Lines of a Markdown table, numbers to the right."""
+    rules = ["---:" if _is_numeric(column, rows) else "---" for column in columns]
+    cells = [[format_value(row[c]).replace("|", "\\|") for c in columns] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in (list(columns), rules, *cells)]
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """A table of aligned columns in plain text."""
+    cells = [list(columns), *([format_value(row[c]) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    right = [_is_numeric(column, rows) for column in columns]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in cells
+    )
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    if not rows:
+        return
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(plain_table(columns, rows))
+        return
+    console = Console()
+    if not console.is_terminal:
+        # Never wrap a cell because a log or a pipe claims to be 80 columns wide.
+        console = Console(width=10_000, no_color=True)
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="right" if _is_numeric(column, rows) else "left")
+    for row in rows:
+        table.add_row(*(format_value(row[column]) for column in columns))
+    console.print(table)
+
+
+def write_report(report: Report, directory: Path) -> list[Path]:
+    """Write JSON, Markdown and, if it has plots and matplotlib is there, a PNG; their paths.
+
+    Raises:
+        ReportError: see `Report.validate`; nothing is written.
+    """
+    from .plot import draw
+
+    text = report.to_json()
+    directory.mkdir(parents=True, exist_ok=True)
+    json_path = directory / f"{report.stem}.json"
+    json_path.write_text(text)
+    picture = draw(report, directory / f"{report.stem}.png")
+    markdown_path = directory / f"{report.stem}.md"
+    markdown_path.write_text(report.to_markdown(picture.name if picture else None))
+    return [json_path, markdown_path, *([picture] if picture else [])]

@@ -1,0 +1,140 @@
+"""Lightning Attention decode: one tile of the recurrent state per block, held in registers.
+
+Per token and head, with S the state seen as V rows of K:
+
+    S <- exp(-decay) * S + v k^T            o = softmax_scale * S q
+
+A call reads and writes the state once, and everything else is a hundredth of that, so the kernel
+is a copy with arithmetic in the middle: every thread issues all of its loads before the first
+use, and the blocks resident on an SM hide each other's latency.
+
+    block (tile of V, head, sequence)
+      load      the tile of the slot's state, 16 bytes an access
+      replay    (drafts) the accepted tokens of the previous call, then store the state
+      token     for each of the T tokens: decay, rank-1 update, o = S q
+      store     the tile, in place
+
+Runs on sm_80 and newer. No shared memory in "vk"; num_warps * tile_v floats in "kv".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
+
+from .arguments import fake_args
+from .spec import VECTOR_BYTES, DecodeSpec
+from .tile import StateTile
+
+
+class LightningDecode:
+    """The kernel for one DecodeSpec; see the module's docstring."""
+
+    def __init__(self, spec: DecodeSpec):
+        self.spec = spec
+        self.tile = StateTile(spec)
+        self.state_dtype = self.tile.state_dtype
+
+    def fake_args(self) -> tuple[Any, ...]:
+        return fake_args(self.spec)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        state: cute.Tensor,
+        decay: cute.Tensor,
+        state_indices: cute.Tensor | None,
+        draft_k: cute.Tensor | None,
+        draft_v: cute.Tensor | None,
+        num_accepted: cute.Tensor | None,
+        softmax_scale: cutlass.Float32,
+        num_blocks: cutlass.Int32,
+        stream: Any,
+    ) -> None:
+        batch, heads = q.shape[0], state.shape[1]
+        self.kernel(
+            q, k, v, o, state, decay, state_indices, draft_k, draft_v, num_accepted, softmax_scale
+        ).launch(
+            grid=[self.spec.head_dim_v // self.spec.tile_v, heads, batch],
+            block=[self.spec.num_threads, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        state: cute.Tensor,
+        decay: cute.Tensor,
+        state_indices: cute.Tensor | None,
+        draft_k: cute.Tensor | None,
+        draft_v: cute.Tensor | None,
+        num_accepted: cute.Tensor | None,
+        softmax_scale: cutlass.Float32,
+    ) -> None:
+        tile_index, head, sequence = cute.arch.block_idx()
+        slot = sequence
+        valid = cutlass.Boolean(True)
+        if cutlass.const_expr(self.spec.indexed):
+            # A negative index is a padded row. One past the pool is a caller's bug that must not
+            # become a write to somebody else's memory; it is treated alike.
+            slot = state_indices[sequence]
+            valid = slot >= 0 and slot < state.shape[0]
+
+        if valid:
+            part = self.tile.thread_part(state[slot, head, None, None], tile_index)
+            stored = cute.make_rmem_tensor(part.shape, self.state_dtype)
+            cute.copy(self.load_atom(), part, stored)
+            factor = cute.math.exp(-decay[head])
+            s = cute.make_rmem_tensor(part.shape, cutlass.Float32)
+
+            if cutlass.const_expr(self.spec.replay):
+                s.store(stored.load().to(cutlass.Float32))
+                self.tile.replay(
+                    s, factor, draft_k, draft_v, num_accepted, sequence, slot, head, tile_index
+                )
+                # Only what was accepted is committed; the new tokens are drafts themselves.
+                stored.store(s.load().to(self.state_dtype))
+                cute.copy(self.store_atom(), stored, part)
+                self.tile.tokens(s, factor, q, k, v, o, softmax_scale, sequence, head, tile_index)
+            elif cutlass.const_expr(self.spec.multi_token):
+                s.store(stored.load().to(cutlass.Float32))
+                self.tile.tokens(s, factor, q, k, v, o, softmax_scale, sequence, head, tile_index)
+                stored.store(s.load().to(self.state_dtype))
+                cute.copy(self.store_atom(), stored, part)
+            else:
+                # q, k and v are on their way before the state is waited for.
+                q_frag = self.tile.along_k(q[sequence, head, None])
+                k_frag = self.tile.along_k(k[sequence, head, None])
+                v_frag = self.tile.along_v(v[sequence, head, None], tile_index)
+                s.store(stored.load().to(cutlass.Float32))
+                self.tile.update(s, factor, k_frag, v_frag)
+                stored.store(s.load().to(self.state_dtype))
+                cute.copy(self.store_atom(), stored, part)
+                self.tile.output(s, q_frag, o[sequence, head, None], softmax_scale, tile_index)
+        else:
+            self.tile.zeros(o, sequence, head, tile_index)
+
+    # -- copies -----------------------------------------------------------------------------
+
+    def load_atom(self) -> cute.CopyAtom:
+        mode = LoadCacheMode.STREAMING if self.spec.streaming else LoadCacheMode.ALWAYS
+        return cute.make_copy_atom(
+            CopyG2ROp(), self.state_dtype, num_bits_per_copy=8 * VECTOR_BYTES, load_cache_mode=mode
+        )
+
+    def store_atom(self) -> cute.CopyAtom:
+        mode = StoreCacheMode.STREAMING if self.spec.streaming else StoreCacheMode.WRITE_BACK
+        return cute.make_copy_atom(
+            CopyR2GOp(), self.state_dtype, num_bits_per_copy=8 * VECTOR_BYTES, store_cache_mode=mode
+        )

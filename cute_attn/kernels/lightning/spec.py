@@ -1,0 +1,161 @@
+"""Specs of the Lightning Attention decode kernels. Importing this loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..common.spec import Spec
+
+DTYPES = ("bfloat16", "float16", "float32")
+STATE_DTYPES = ("float32", "bfloat16")
+STATE_LAYOUTS = ("vk", "kv")
+HEAD_DIMS = (64, 128, 256)
+
+WARP_SIZE = 32
+VECTOR_BYTES = 16  # the widest access of one thread
+MAX_SMEM_BYTES = 227 * 1024  # of a block on sm_90 and sm_100
+
+
+@dataclass(frozen=True)
+class DecodeSpec(Spec):
+    """All that the register kernel (`decode`) has compiled in.
+
+    The first group is the operator's: what the caller's tensors are. The second is the tuning
+    that `heuristics` picks; any legal choice computes the same function.
+
+    Attributes:
+        dtype: of q, k, v and o.
+        state_dtype: of the recurrent state in memory; arithmetic is float32 in any case.
+        head_dim_k, head_dim_v: K and V.
+        state_layout: "vk" (K contiguous) or "kv" (V contiguous).
+        multi_token: tensors are [B, T, H, D] and T is an argument; otherwise [B, H, D].
+        indexed: a state_indices argument picks each sequence's slot.
+        replay: draft records and accepted counts come with the call (see the operator).
+        aligned: rows of q, k and v start on 16-byte boundaries, and are read in vectors.
+        tile_v: columns of V in a tile.
+        num_warps: warps of a block.
+        lanes_per_row: lanes of a warp across one row of the tile.
+        streaming: loads and stores of the state carry the streaming (evict-first) hint.
+
+    Raises:
+        TypeError: a field that is not plain.
+        ValueError: a combination without a kernel; the message names the field.
+    """
+
+    dtype: str
+    state_dtype: str
+    head_dim_k: int
+    head_dim_v: int
+    state_layout: str
+    multi_token: bool
+    indexed: bool
+    replay: bool
+    aligned: bool
+
+    tile_v: int
+    num_warps: int
+    lanes_per_row: int
+    streaming: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("state_dtype", STATE_DTYPES),
+            ("head_dim_k", HEAD_DIMS),
+            ("head_dim_v", HEAD_DIMS),
+            ("state_layout", STATE_LAYOUTS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {allowed}")
+        if self.replay and not (self.multi_token and self.indexed):
+            raise ValueError("replay needs multi_token and indexed")
+        if self.head_dim_v % self.tile_v:
+            raise ValueError(f"tile_v is {self.tile_v}, must divide head_dim_v={self.head_dim_v}")
+        if WARP_SIZE % self.lanes_per_row:
+            raise ValueError(f"lanes_per_row is {self.lanes_per_row}, must divide {WARP_SIZE}")
+        rows, columns = self.tile_shape
+        if columns % (self.vector * self.lanes_per_row):
+            raise ValueError(
+                f"lanes_per_row is {self.lanes_per_row}: rows of {columns} {self.state_dtype} do "
+                f"not divide into {VECTOR_BYTES}-byte vectors over so many lanes"
+            )
+        if rows % (self.warps_per_tile * self.rows_per_step):
+            raise ValueError(
+                f"{rows} rows do not divide over {self.warps_per_tile} warps in steps of "
+                f"{self.rows_per_step}"
+            )
+
+    @property
+    def vector(self) -> int:
+        """State elements in one access of one thread."""
+        return VECTOR_BYTES // (4 if self.state_dtype == "float32" else 2)
+
+    @property
+    def warps_per_tile(self) -> int:
+        return self.num_warps
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """(rows, columns) of a tile, columns contiguous in memory."""
+        if self.state_layout == "vk":
+            return self.tile_v, self.head_dim_k
+        return self.head_dim_k, self.tile_v
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that a warp covers with one access."""
+        return WARP_SIZE // self.lanes_per_row
+
+    @property
+    def thread_shape(self) -> tuple[int, int, int]:
+        """(vector, rows, vectors per row) of the tile that one thread holds."""
+        rows, columns = self.tile_shape
+        return (
+            self.vector,
+            rows // (self.warps_per_tile * self.rows_per_step),
+            columns // (self.vector * self.lanes_per_row),
+        )
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_SIZE
+
+
+@dataclass(frozen=True)
+class BulkDecodeSpec(DecodeSpec):
+    """All that the bulk-copy kernel (`sm90_decode_bulk`) has compiled in.
+
+    A tile belongs to one warp here, and must be contiguous in memory: layout "vk" only.
+
+    Attributes:
+        num_stages: tiles that a warp keeps in shared memory.
+    """
+
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.state_layout != "vk":
+            raise ValueError(f"state_layout is {self.state_layout!r}, bulk copies need 'vk'")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages is {self.num_stages}, must be at least 2")
+        if self.smem_bytes > MAX_SMEM_BYTES:
+            raise ValueError(
+                f"{self.num_warps} warps of {self.num_stages} stages of {self.tile_bytes} bytes "
+                f"need {self.smem_bytes} bytes of shared memory, at most {MAX_SMEM_BYTES}"
+            )
+
+    @property
+    def warps_per_tile(self) -> int:
+        return 1
+
+    @property
+    def tile_bytes(self) -> int:
+        rows, columns = self.tile_shape
+        return rows * columns * VECTOR_BYTES // self.vector
+
+    @property
+    def smem_bytes(self) -> int:
+        """Tiles and one mbarrier for each."""
+        return self.num_warps * self.num_stages * (self.tile_bytes + 8)
