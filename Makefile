@@ -2,7 +2,8 @@
 #
 #   PYTHON=...    use this interpreter as it is: create and install nothing
 #   OFFLINE=1     the same with the ambient python3, for a machine without a network
-#   TORCH=...     pip requirement for torch, in place of the choice tools/setup.sh makes
+#   TORCH=...     pip requirement for torch, and BASE_PYTHON=... the interpreter to make .venv from,
+#                 in place of what tools/setup.sh chooses
 #   BENCH=...     which benchmark `make bench` runs, and BENCH_ARGS its options
 
 SHELL := bash
@@ -89,5 +90,5 @@ $(VENV)/.installed-test: extras = test
 $(VENV)/.installed-lint: extras = test lint docs
 $(VENV)/.installed-bench: extras = bench
 $(VENV)/.installed-%: pyproject.toml tools/setup.sh
-	TORCH='$(TORCH)' tools/setup.sh $(VENV) $(extras)
+	tools/setup.sh $(VENV) $(extras)
 	@touch $@

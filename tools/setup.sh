@@ -29,7 +29,7 @@ find_python() {
     fi
   done
   die "cute-attn needs Python 3.10 or later and found none (tried ${BASE_PYTHON:-python3, python3.10 to python3.13})." \
-    "Install one, or name it: make $venv BASE_PYTHON=/path/to/python3"
+    "Install one, or name it with BASE_PYTHON=/path/to/python3."
 }
 
 create_venv() {
