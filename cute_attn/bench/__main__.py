@@ -7,12 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .registry import Benchmark, Unavailable, discover, require_gpu
+from .registry import EXIT_UNAVAILABLE, Benchmark, Unavailable, discover, require_gpu
 from .report import Report, write_report
 
 DEFAULT_OUT = Path("docs/benchmarks")
-
-EXIT_UNAVAILABLE = 3
 
 
 def build_parser(benchmarks: dict[str, Benchmark]) -> argparse.ArgumentParser:

@@ -216,11 +216,14 @@ def _reference(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     outs, states = [], []
     for start in range(0, case.batch, CHUNK):
         part = slice(start, start + CHUNK)
-        q, k, v, state = (
-            x[part].double() for x in (inputs.q, inputs.k, inputs.v, inputs.state)
-        )
+        q, k, v, state = (x[part].double() for x in (inputs.q, inputs.k, inputs.v, inputs.state))
         out, new_state = lightning_attn_decode_reference(
-            q, k, v, state, inputs.decay.double(), softmax_scale=inputs.softmax_scale,
+            q,
+            k,
+            v,
+            state,
+            inputs.decay.double(),
+            softmax_scale=inputs.softmax_scale,
             state_layout=case.state_layout,
         )
         outs.append(out)

@@ -1,4 +1,4 @@
-"""A Triton kernel that records which SM each block ran on. Needs Triton, hence a file of its own."""
+"""A Triton kernel that records which SM each block ran on; a file of its own as it needs Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 BLOCKS = 8192  # many waves over any GPU, so that every SM in reach gets some
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def record_smid(out):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     # Enough work that a block outlives the launch of the next, or few SMs would take all of them.

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Union
+
+Facts = dict[str, Union[str, int, float, bool, None]]  # noqa: UP007  (evaluated on 3.10)
 
 # distribution names of what the numbers depend on; those not installed are left out
 PACKAGES = ("cute-attn", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
@@ -35,14 +38,14 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def describe(argv: Sequence[str], *, commit: str | None = None) -> dict[str, str | int | float | bool | None]:
+def describe(argv: Sequence[str], *, commit: str | None = None) -> Facts:
     """The environment of a report: plain values, those that do not apply left out.
 
     Args:
         argv: arguments after `python -m cute_attn.bench`.
         commit: the source's commit where the checkout carries no git history.
     """
-    facts: dict[str, str | int | float | bool | None] = {
+    facts: Facts = {
         **_gpu(),
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
@@ -68,7 +71,7 @@ def command_line(argv: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "cute_attn.bench", *kept])
 
 
-def _gpu() -> dict[str, str | int | None]:
+def _gpu() -> Facts:
     if "torch" not in sys.modules:
         return {}  # a benchmark of the CPU side did not load it, and must not pay for it
     import torch

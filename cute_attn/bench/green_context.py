@@ -8,6 +8,7 @@ inside the partition all the same. So the benchmark runs on a stream created in 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,7 @@ def sm_partition(num_sms: int, device: int = 0, *, driver: Any = None) -> Iterat
         GreenContextError: the driver has no green contexts, or fewer SMs than asked for.
     """
     if driver is None:
-        from cuda.bindings import driver
+        driver = importlib.import_module("cuda.bindings.driver")
 
     def checked(name: str, *args: Any) -> Any:
         error, *results = getattr(driver, name)(*args)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .environment import describe
@@ -18,7 +20,7 @@ from .progress import track
 from .registry import Benchmark, GpuCheckStage
 from .report import Plot, Report, Row, Verdict
 from .roofline import Roofline, gbps, measure_roofline
-from .timing import FLUSHES, MODES, Flush, Mode, Timing, first_drop, time_cuda_interleaved
+from .timing import FLUSHES, MODES, Call, Flush, Mode, Timing, first_drop, time_cuda_interleaved
 
 if TYPE_CHECKING:
     from ._lightning_problem import Case
@@ -154,10 +156,10 @@ def _time_contenders(
         inputs = make_inputs(case, SEED)
         source = torch.randn(case.min_bytes // 8, dtype=torch.float32, device="cuda")
         target = torch.empty_like(source)
-        contenders = {
+        contenders: dict[str, Call] = {
             "ours": ours(case, inputs),
             "fla": fla(case, inputs),
-            "copy": lambda target=target, source=source: target.copy_(source),
+            "copy": partial(target.copy_, source),
         }
         for mode, flush in settings:
             timings = time_cuda_interleaved(contenders, mode=mode, flush=flush, rep_ms=rep_ms)
@@ -280,7 +282,7 @@ def _monotone(rows: Sequence[Row], how: str) -> Verdict:
     if len(rows) < 2:
         return Verdict(name, None, "needs two batches")
     drop = first_drop(times, spreads)
-    steps = [(after / before - 1, i) for i, (before, after) in enumerate(zip(rates, rates[1:], strict=False))]
+    steps = [(after / before - 1, i) for i, (before, after) in enumerate(pairwise(rates))]
     worst, at = min(steps)
     between = f"from batch {rows[at]['batch']} to {rows[at + 1]['batch']}"
     detail = f"smallest step of GB/s is {worst:+.1%}, {between}"

@@ -91,9 +91,7 @@ class Kernel:
         if total == 0:
             return []
         shares = [(reason, value / total) for reason, value in cycles.items()]
-        return sorted(
-            (item for item in shares if item[0] != "selected"), key=lambda item: -item[1]
-        )
+        return sorted((item for item in shares if item[0] != "selected"), key=lambda item: -item[1])
 
 
 def find_ncu() -> str:
@@ -104,8 +102,8 @@ def find_ncu() -> str:
     """
     if found := shutil.which("ncu"):
         return found
-    places = [Path("/usr/local/cuda/bin/ncu"), *sorted(Path("/opt/nvidia").glob("nsight-compute/*/ncu"))]
-    for place in reversed(places):  # the newest Nsight Compute first
+    installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
+    for place in (*installed, Path("/usr/local/cuda/bin/ncu")):  # the newest first
         if place.is_file():
             return str(place)
     raise Unavailable("needs Nsight Compute's ncu, on PATH or under /opt/nvidia/nsight-compute")
@@ -120,7 +118,9 @@ def name_pattern(word: str) -> str:
     return f"regex:{''.join(letters)}"
 
 
-def command(ncu: str, log: Path, kernel_word: str, launches: int, program: Sequence[str]) -> list[str]:
+def command(
+    ncu: str, log: Path, kernel_word: str, launches: int, program: Sequence[str]
+) -> list[str]:
     """The ncu command line; the program starts and stops the profiler itself."""
     return [
         ncu,
@@ -188,7 +188,8 @@ def parse(lines: Iterable[str]) -> list[Kernel]:
             value = _number(text)
             if "__" in name and value is not None:
                 metrics[name] = (value, unit)
-        kernels.append(Kernel(cells["Kernel Name"], cells["Block Size"], cells["Grid Size"], metrics))
+        launch = (cells["Kernel Name"], cells["Block Size"], cells["Grid Size"])
+        kernels.append(Kernel(*launch, metrics))
     return kernels
 
 

@@ -29,8 +29,8 @@ def draw(report: Report, path: Path) -> Path | None:
     FigureCanvasAgg(figure)
     for index, plot in enumerate(report.plots):
         _draw_one(figure.add_subplot(1, len(report.plots), index + 1), report, plot)
-    environment = report.environment
-    figure.suptitle(f"{environment.get('gpu') or environment.get('cpu')}, {environment.get('date')}")
+    facts = report.environment
+    figure.suptitle(f"{facts.get('gpu') or facts.get('cpu')}, {facts.get('date')}")
     figure.savefig(path, dpi=120)
     return path
 
@@ -45,8 +45,8 @@ def _draw_one(axes: Any, report: Report, plot: Plot) -> None:
         axes.axhline(value, linestyle="--", linewidth=1, color="black", label=label)
     if plot.log_x:
         axes.set_xscale("log", base=2)
-        ticks = sorted({row[plot.x] for row in rows})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=60)
+        ticks = sorted({float(row[plot.x] or 0) for row in rows})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=60)
         axes.minorticks_off()
     if plot.log_y:
         axes.set_yscale("log")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from .report import Report
 
+EXIT_UNAVAILABLE = 3  # of the command, for Unavailable
+
 
 class Unavailable(RuntimeError):
     """This machine cannot run the benchmark: no GPU, a tool or package is missing."""

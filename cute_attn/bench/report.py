@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Union
@@ -144,7 +144,9 @@ class Report:
         fields = {name: value for name, value in document.items() if name != "schema"}
         try:
             fields["verdicts"] = [Verdict(**verdict) for verdict in fields["verdicts"]]
-            fields["plots"] = [Plot(**{**plot, "ys": tuple(plot["ys"])}) for plot in fields["plots"]]
+            fields["plots"] = [
+                Plot(**{**plot, "ys": tuple(plot["ys"])}) for plot in fields["plots"]
+            ]
             fields["parts"] = [cls.from_dict(part) for part in fields["parts"]]
             report = cls(**fields)
         except (KeyError, TypeError) as error:
@@ -196,15 +198,12 @@ class Report:
             part.print()
         print_table(self.benchmark, self.columns, self.rows)
         if self.roofline:
-            print("ceilings: " + ", ".join(f"{k} {format_value(v)}" for k, v in _known(self.roofline)))
+            known = (f"{k} {format_value(v)}" for k, v in self.roofline.items() if v is not None)
+            print("ceilings: " + ", ".join(known))
         for verdict in self.verdicts:
             print(f"[{verdict.mark}] {verdict.name}: {verdict.detail}")
         for note in self.notes:
             print(f"note: {note}")
-
-
-def _known(values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    return ((key, value) for key, value in values.items() if value is not None)
 
 
 def _has_unit(column: str, columns: Sequence[str]) -> bool:

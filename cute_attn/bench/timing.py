@@ -122,7 +122,7 @@ class CudaDevice:
             return lambda: None
         buffer = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
         if flush == "zero":
-            return buffer.zero_
+            return lambda: buffer.zero_()
         total = torch.empty((), dtype=torch.float32, device="cuda")
         return lambda: torch.sum(buffer, dim=0, out=total)
 

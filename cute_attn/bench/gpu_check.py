@@ -1,0 +1,209 @@
+"""Everything that needs a GPU, in one offline command of at most eight minutes.
+
+First the GPU tests, then the short form of each benchmark that asks for it by `gpu_check`.
+Each stage is a process of its own with a time limit, so that neither a hang nor a crash of the
+driver's context takes the others along. The table comes last; the JSON holds all parts' reports.
+
+The exit code is 0 only if all tests passed and every benchmark ran to its end. A benchmark that
+says it cannot run on this machine (no ncu, say) is reported and does not fail the check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from .environment import describe
+from .registry import EXIT_UNAVAILABLE, Benchmark, Unavailable, discover
+from .report import Report, ReportError, Row
+
+TOTAL_LIMIT_S = 465.0  # of the eight minutes, leaving some for start-up and the report
+TEST_LIMIT_S = 200.0
+TESTS = Path("tests/gpu")
+KILL_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A process of the check; `result` is the file that it writes, JUnit XML or a report's JSON."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    result: Path
+
+    @property
+    def is_tests(self) -> bool:
+        return self.result.suffix == ".xml"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended: its exit code, or None if it was cut at its limit."""
+
+    returncode: int | None
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--limit", type=float, default=TOTAL_LIMIT_S, help="seconds for everything")
+    parser.add_argument("--test-limit", type=float, default=TEST_LIMIT_S, help="seconds for tests")
+    parser.add_argument(
+        "--tests", type=Path, default=TESTS, help="tests to run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="STAGE", help="stages to run, by a part of their name"
+    )
+
+
+def stages(
+    benchmarks: Sequence[Benchmark], tests: Path, test_limit_s: float, directory: Path
+) -> list[Stage]:
+    """The stages in order; what they write goes to `directory`."""
+    results = directory / "tests.xml"
+    found = [
+        Stage(
+            "tests",
+            (
+                sys.executable, "-m", "pytest", str(tests), "-m", "gpu", "-q", "--tb=short",
+                "-p", "no:cacheprovider", f"--junitxml={results}",
+            ),
+            test_limit_s,
+            results,
+        )
+    ]  # fmt: skip
+    for benchmark in benchmarks:
+        for stage in benchmark.gpu_check:
+            result = directory / f"{len(found)}.json"
+            command = (
+                sys.executable, "-m", "cute_attn.bench", benchmark.name, "--short",
+                *stage.arguments, "--print-only", "--json", str(result),
+            )  # fmt: skip
+            name = " ".join((benchmark.name, *stage.arguments))
+            found.append(Stage(name, command, stage.limit_s, result))
+    return found
+
+
+def run(args: argparse.Namespace) -> Report:
+    start = time.monotonic()
+    if not args.tests.exists():
+        raise Unavailable(f"no tests at {args.tests}: run this in a checkout's root")
+    rows: list[Row] = []
+    parts: list[Report] = []
+    with tempfile.TemporaryDirectory() as directory:
+        todo = stages(list(discover().values()), args.tests, args.test_limit, Path(directory))
+        if args.only:
+            todo = [s for s in todo if any(part in s.name for part in args.only)]
+            if not todo:
+                raise Unavailable(f"no stage named {' or '.join(args.only)}")
+        for stage in todo:
+            limit_s = min(stage.limit_s, args.limit - (time.monotonic() - start))
+            print(f"\n=== {stage.name} (at most {max(limit_s, 0):.0f} s)", flush=True)
+            outcome = run_limited(stage.command, limit_s)
+            row, part = judge(stage, outcome, limit_s)
+            print(f"=== {stage.name}: {row['result']}, {row['detail']}", flush=True)
+            rows.append(row)
+            if part is not None:
+                parts.append(part)
+    import torch  # noqa: F401  (so that the environment names the GPU)
+
+    return Report(
+        benchmark="gpu-check",
+        title="GPU check",
+        environment=describe(args.argv, commit=args.commit),
+        rows=rows,
+        parts=parts,
+        succeeded=all(row["result"] in ("passed", "ran", "unavailable") for row in rows),
+    )
+
+
+def run_limited(command: Sequence[str], limit_s: float) -> Outcome:
+    """Run a command with the caller's output; after `limit_s` seconds, end it and its children."""
+    start = time.monotonic()
+    if limit_s <= 0:
+        return Outcome(None, 0.0)
+    # A session of its own, so that the children (ncu's, pytest's) can be ended with it.
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        process.wait(limit_s)
+        cut = False
+    except subprocess.TimeoutExpired:
+        cut = True
+    finally:
+        if process.poll() is None:
+            _end_group(process)
+    return Outcome(None if cut else process.returncode, time.monotonic() - start)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_GRACE_S)
+            return
+
+
+def judge(stage: Stage, outcome: Outcome, limit_s: float) -> tuple[Row, Report | None]:
+    """The summary line of a stage, and its report if it is a benchmark that wrote one."""
+    part = None
+    if outcome.returncode is None:
+        result, detail = "cut", f"not done after {limit_s:.0f} s" if limit_s > 0 else "no time left"
+    elif outcome.returncode == EXIT_UNAVAILABLE and not stage.is_tests:
+        result, detail = "unavailable", "cannot run on this machine, see above"
+    elif stage.is_tests:
+        result, detail = _judge_tests(stage.result, outcome.returncode)
+    else:
+        result, detail, part = _judge_benchmark(stage.result, outcome.returncode)
+    row: Row = {"stage": stage.name, "result": result, "time_s": outcome.seconds, "detail": detail}
+    return row, part
+
+
+def _judge_tests(results: Path, returncode: int) -> tuple[str, str]:
+    """("passed" or "failed", the counts). A run in which no test passed proves nothing: failed."""
+    try:
+        suites = ElementTree.parse(results).getroot().iter("testsuite")
+        counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+        for suite in suites:
+            for name in counts:
+                counts[name] += int(suite.get(name, 0))
+    except (OSError, ElementTree.ParseError) as error:
+        return "failed", f"pytest exited with {returncode} and left no results: {error}"
+    broken = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - broken - counts["skipped"]
+    detail = f"{passed} passed, {broken} failed, {counts['skipped']} skipped"
+    return ("passed" if returncode == 0 and passed > 0 else "failed"), detail
+
+
+def _judge_benchmark(result: Path, returncode: int) -> tuple[str, str, Report | None]:
+    if returncode != 0:
+        return "failed", f"exited with {returncode}", None
+    try:
+        report = Report.from_json(result.read_text())
+    except (OSError, ValueError, ReportError) as error:
+        return "failed", f"left no readable report: {error}", None
+    asked = [verdict for verdict in report.verdicts if verdict.passed is not None]
+    met = sum(1 for verdict in asked if verdict.passed)
+    missed = [verdict.name for verdict in asked if not verdict.passed]
+    detail = f"{met} of {len(asked)} targets met" if asked else f"{len(report.rows)} rows"
+    if missed:
+        detail += f"; missed: {'; '.join(missed)}"
+    return "ran", detail, report
+
+
+BENCHMARK = Benchmark(
+    name="gpu-check",
+    summary="everything that needs a GPU: its tests, then short benchmarks",
+    run=run,
+    add_arguments=add_arguments,
+)

@@ -1,0 +1,70 @@
+"""Host time of one launch: the public operator and the layers under it, beside torch.mul.
+
+Nothing waits for the device inside a batch of calls, so that this is what a decode step costs the
+Python thread, and bounds how many kernels a second an eager loop can launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from .environment import describe
+from .registry import Benchmark, GpuCheckStage
+from .report import Report, Row, Verdict
+from .timing import time_host
+
+SEED = 20261120
+BASELINE = "torch.mul(a, 2.0, out=b)"
+PUBLIC = "cute_attn.lightning_attn_decode(..., out=o)"
+TARGET_RATIO = 1.0  # of the public call to the baseline
+
+
+def run(args: argparse.Namespace) -> Report:
+    import torch
+
+    from ._lightning_problem import Case, launch_paths, make_inputs
+
+    case = Case(batch=1, heads=8, head_dim_k=64, head_dim_v=64)  # the device must not lag behind
+    a = torch.randn(1024, device="cuda")
+    b = torch.empty_like(a)
+    paths = {
+        BASELINE: lambda: torch.mul(a, 2.0, out=b),
+        **launch_paths(case, make_inputs(case, SEED), public_name=PUBLIC),
+    }
+    calls, batches = (100, 30) if args.short else (200, 200)
+    timings = time_host(paths, calls=calls, batches=batches, synchronize=torch.cuda.synchronize)
+    baseline_us = timings[BASELINE].median_us
+    rows: list[Row] = [
+        {
+            "call": name,
+            "host_us": timing.median_us,
+            "p20_us": timing.p20_us,
+            "p80_us": timing.p80_us,
+            "min_us": timing.min_us,
+            "to_torch_mul_ratio": timing.median_us / baseline_us,
+        }
+        for name, timing in timings.items()
+    ]
+    ratio = timings[PUBLIC].median_us / baseline_us
+    return Report(
+        benchmark="launch-overhead",
+        title="Host time of one launch",
+        environment=describe(args.argv, commit=args.commit),
+        parameters={"calls_per_batch": calls, "batches": batches},
+        rows=rows,
+        verdicts=[
+            Verdict(
+                f"the public call costs at most {TARGET_RATIO:g}x of {BASELINE}",
+                ratio <= TARGET_RATIO,
+                f"{ratio:.2f}x",
+            )
+        ],
+    )
+
+
+BENCHMARK = Benchmark(
+    name="launch-overhead",
+    summary="host time of a launch, by layer, beside torch.mul",
+    run=run,
+    gpu_check=(GpuCheckStage((), 40),),
+)
