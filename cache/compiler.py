@@ -1,0 +1,161 @@
+"""The only module that uses the compiler. It is imported on a miss, never on a hit."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+import shlex
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from . import cubin, linker
+from .entry import FUNCTION, LIBRARY, OBJECT, PTX, Built
+from .errors import CompileError
+from .key import KernelDef, KeyDescription
+from .log import logger, warn_once
+
+# The compiler's state (MLIR context, options, dump paths) is one per process.
+_one_at_a_time = threading.Lock()
+
+# The host code of a kernel is compiled for the CPU at hand unless told otherwise. These are the
+# baselines that every 64-bit server CPU has, so that an entry works beyond the machine it was built on.
+_HOST_BASELINE = {
+    "x86_64": ("x86-64-v2", ("+sse4.2", "+popcnt", "+cx16")),
+    "aarch64": ("generic", ("+neon",)),
+}
+
+# The most that a compilation has been seen to write (PTX, cubin, object and shared object).
+_SCRATCH_BYTES = 16 * 2**20
+
+
+def compile_kernel(
+    kernel: KernelDef, spec: object, key: KeyDescription, directory: Path | None
+) -> tuple[Built | None, Callable[..., Any]]:
+    """Compile a kernel; return what to store, and the function as it is in this process.
+
+    ``directory`` is where to put intermediate files; without one, a temporary directory is found.
+    Where nothing at all can be written there is nothing to store, and the function remains.
+
+    Raises CompileError, from whatever the compiler or the kernel's own code raised.
+    """
+    with _one_at_a_time, _scratch(directory) as scratch:
+        started = time.perf_counter()
+        try:
+            compiled = _run_compiler(kernel, spec, key.arch, scratch)
+        except Exception as error:
+            raise CompileError(
+                f"{kernel.name} does not compile for {key.arch}: {type(error).__name__}: {error}\n"
+                f"{key.text}"
+            ) from error
+        if scratch is None:
+            return None, compiled
+        files = _export(compiled, scratch)
+        seconds = time.perf_counter() - started
+        uses = cubin.kernel_uses(compiled.artifacts.CUBIN, _ptxas_log(scratch))
+        return Built(key, files, uses, seconds), compiled
+
+
+def _run_compiler(kernel: KernelDef, spec: object, arch: str, scratch: Path | None) -> Any:
+    try:
+        import cutlass.cute as cute
+    except ImportError as error:
+        raise ImportError(
+            f"a kernel has to be compiled, and nvidia-cutlass-dsl cannot be imported ({error})"
+        ) from error
+    module, _, attribute = kernel.target.partition(":")
+    target = importlib.import_module(module)
+    for name in attribute.split("."):
+        target = getattr(target, name)
+    instance = target(spec)
+    options = ["--enable-tvm-ffi", f"--gpu-arch {arch}"]
+    if scratch is not None:
+        # "remarks{ptx}" has ptxas say what it spills, in the file rather than on stderr.
+        options += ["--keep-ptx", "--keep-cubin", f"--dump-dir {shlex.quote(str(scratch))}"]
+        options += [f"--remark-output {shlex.quote(str(scratch / 'remarks'))}", "remarks{ptx}"]
+    if kernel.options:
+        options.append(kernel.options)
+    return cute.compile(instance, *instance.fake_args(), options=" ".join(options))
+
+
+def _export(compiled: Any, scratch: Path) -> dict[str, bytes]:
+    _use_baseline_cpu(compiled.ir_module)
+    object_file, library = scratch / OBJECT, scratch / LIBRARY
+    compiled.export_to_c(str(object_file), function_name=FUNCTION)
+    files = {OBJECT: object_file.read_bytes(), PTX: compiled.artifacts.PTX.encode()}
+    if linker.link(object_file, library):
+        files[LIBRARY] = library.read_bytes()
+    return files
+
+
+def _use_baseline_cpu(module: Any) -> None:
+    """Have the host functions of an MLIR module compiled for the machine's baseline CPU."""
+    from cutlass._mlir import ir
+
+    baseline = _HOST_BASELINE.get(platform.machine())
+    if baseline is None:
+        return
+    cpu, features = baseline
+    listed = ", ".join(f'"{feature}"' for feature in features)
+    with module.context:
+        target_features = ir.Attribute.parse(f"#llvm.target_features<[{listed}]>")
+        for operation in module.body.operations:
+            function = operation.operation
+            if function.name == "llvm.func" and len(function.regions[0].blocks) > 0:
+                function.attributes["target_cpu"] = ir.StringAttr.get(cpu)
+                function.attributes["target_features"] = target_features
+
+
+def _ptxas_log(scratch: Path) -> str:
+    """What ptxas said, from the file of remarks."""
+    try:
+        return (scratch / "remarks").read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+@contextlib.contextmanager
+def _scratch(preferred: Path | None) -> Iterator[Path | None]:
+    """A directory with room for a compilation: under ``preferred``, else a temporary one, or None."""
+    for parent in (preferred, *_temporary_directories()):
+        if parent is None:
+            continue
+        try:
+            path = Path(tempfile.mkdtemp(prefix="cute_attn-", dir=parent))
+        except OSError as error:
+            logger.debug("no scratch directory in %s: %s", parent, error)
+            continue
+        try:
+            if _has_room(path):
+                yield path
+                return
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+    warn_once("scratch", "no directory with %d MiB of room to compile in", _SCRATCH_BYTES >> 20)
+    yield None
+
+
+def _temporary_directories() -> list[Path]:
+    try:
+        return [Path(tempfile.gettempdir()), Path("/dev/shm")]
+    except FileNotFoundError:  # no temporary directory can be written to
+        return [Path("/dev/shm")]
+
+
+def _has_room(directory: Path) -> bool:
+    """Whether a compilation's files fit. Tried, since quotas and limits show no other way."""
+    probe = directory / "probe"
+    try:
+        with open(probe, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _SCRATCH_BYTES)
+        probe.unlink()
+    except OSError as error:
+        logger.debug("no room in %s: %s", directory, error)
+        return False
+    return True

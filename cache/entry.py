@@ -1,0 +1,233 @@
+"""One entry: a directory with a kernel's files and ``meta.json``, checked before anything is used.
+
+``meta.json`` holds the key, field by field, the size and SHA-256 of every file, how long the
+kernel took to compile, and what each device kernel uses. It also holds a checksum of itself, and
+its key must have the digest that the directory is named for: so a flipped bit anywhere, a
+truncated file and an entry that belongs to another key are all found out.
+
+An entry is native code. Its directory and files must belong to the current user (in a prebuilt
+directory, root will do) and be writable by nobody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .cubin import KernelUse
+from .errors import CacheError
+from .key import KeyDescription
+from .locks import LockState, try_lock
+
+META = "meta.json"
+OBJECT = "kernel.o"
+LIBRARY = "kernel.so"
+PTX = "kernel.ptx"
+USES = "uses"
+"""One byte for each process that loaded the entry; its modification time is the last use."""
+
+FUNCTION = "k"
+"""The name under which every kernel is exported: its symbol is ``__tvm_ffi_k``."""
+
+_SCHEMA = 1
+
+
+class DamagedEntry(CacheError):
+    """The files of an entry are not what was published."""
+
+
+class RefusedEntry(CacheError):
+    """A directory or file could have been written by somebody else."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled kernel in memory, as the compiler hands it over."""
+
+    key: KeyDescription
+    files: Mapping[str, bytes]
+    kernels: tuple[KernelUse, ...]
+    compile_seconds: float
+
+    def meta(self) -> dict[str, Any]:
+        content = {
+            "schema": _SCHEMA,
+            "digest": self.key.digest,
+            "key": self.key.to_json(),
+            "files": {
+                name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+                for name, data in sorted(self.files.items())
+            },
+            "compile_seconds": round(self.compile_seconds, 3),
+            "kernels": [asdict(kernel) for kernel in self.kernels],
+        }
+        return {**content, "checksum": _checksum(content)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry on disk whose ``meta.json`` has been checked.
+
+    Holds a shared lock on the entry until :meth:`close`: eviction passes it by.
+    """
+
+    directory: Path
+    key: KeyDescription
+    meta: Mapping[str, Any]
+    kernels: tuple[KernelUse, ...]
+    owners: frozenset[int]
+    _lock_fd: int = field(repr=False)
+
+    @property
+    def digest(self) -> str:
+        return self.key.digest
+
+    @property
+    def size(self) -> int:
+        """Bytes in all listed files."""
+        return sum(int(item["size"]) for item in self.meta["files"].values())
+
+    def has(self, name: str) -> bool:
+        return name in self.meta["files"]
+
+    def read(self, name: str) -> bytes:
+        """The content of a file, after comparing it with its SHA-256.
+
+        Raises DamagedEntry or RefusedEntry, and CacheError if the entry has no such file.
+        """
+        if not self.has(name):
+            raise CacheError(f"{self.directory} has no {name}")
+        expected = self.meta["files"][name]
+        data = _read_checked(self.directory / name, self.owners)
+        if len(data) != expected["size"]:
+            raise DamagedEntry(
+                f"{self.directory / name} has {len(data)} bytes instead of {expected['size']}"
+            )
+        if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+            raise DamagedEntry(f"{self.directory / name} does not have the SHA-256 it was stored with")
+        return data
+
+    def verify(self) -> None:
+        """Read every file. Raises DamagedEntry or RefusedEntry."""
+        for name in self.meta["files"]:
+            self.read(name)
+
+    def record_use(self) -> None:
+        """Count one use. One byte in append mode: it needs no lock, and may fail without harm."""
+        try:
+            fd = os.open(
+                self.directory / USES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600
+            )
+        except OSError:
+            return  # a read-only directory, or an entry evicted meanwhile
+        try:
+            os.write(fd, b".")
+        except OSError:
+            pass  # a full disk
+        finally:
+            os.close(fd)
+
+    def uses(self) -> tuple[int, float]:
+        """How many processes loaded the entry, and when the last one did."""
+        try:
+            status = os.stat(self.directory / USES, follow_symlinks=False)
+        except OSError:
+            return 0, os.stat(self.directory, follow_symlinks=False).st_mtime
+        return status.st_size, status.st_mtime
+
+    def close(self) -> None:
+        """Let go of the lock. The entry must not be used afterwards."""
+        os.close(self._lock_fd)
+
+
+def open_entry(directory: Path, digest: str, owners: frozenset[int]) -> Entry:
+    """Open the entry ``digest`` in ``directory``, checking all but the content of its files.
+
+    Raises FileNotFoundError if it is not there, DamagedEntry, RefusedEntry, or OSError if it
+    cannot be read.
+    """
+    check_ownership(directory, owners)
+    path = directory / META
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        os.stat(directory)  # FileNotFoundError if the entry has gone meanwhile: that is a miss
+        raise DamagedEntry(f"{directory} has no {META}") from None
+    try:
+        _refuse_strangers(path, os.fstat(fd), owners)
+        if try_lock(fd, shared=True) is LockState.HELD_ELSEWHERE:
+            raise FileNotFoundError(f"{directory} is being evicted")
+        meta, key, kernels = _parse_meta(path, _read_all(fd))
+        if key.digest != digest:
+            raise DamagedEntry(f"{directory} holds an entry that belongs at {key.digest}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return Entry(directory, key, meta, kernels, owners, fd)
+
+
+def check_ownership(path: Path, owners: frozenset[int]) -> None:
+    """Raise RefusedEntry if somebody outside ``owners`` owns ``path`` or may write to it."""
+    _refuse_strangers(path, os.stat(path, follow_symlinks=False), owners)
+
+
+def _refuse_strangers(path: Path, status: os.stat_result, owners: frozenset[int]) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISLNK(status.st_mode):
+        problem = "is a symbolic link"
+    elif status.st_uid not in owners:
+        problem = f"belongs to uid {status.st_uid}, not to " + " or ".join(map(str, sorted(owners)))
+    elif mode & 0o022:
+        problem = "can be written by others"
+    else:
+        return
+    raise RefusedEntry(
+        f"{path} {problem} (owner uid {status.st_uid}, mode {mode:04o}): compiled kernels are native "
+        "code, and are loaded only from where nobody else can have put them. Make it yours with "
+        "chown and chmod go-w, or choose another directory with CUTE_ATTN_CACHE_DIR"
+    )
+
+
+def _read_checked(path: Path, owners: frozenset[int]) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise DamagedEntry(f"{path} is missing") from None
+    try:
+        _refuse_strangers(path, os.fstat(fd), owners)
+        return _read_all(fd)
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int) -> bytes:
+    with open(fd, "rb", closefd=False) as file:
+        return file.read()
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _parse_meta(
+    path: Path, data: bytes
+) -> tuple[dict[str, Any], KeyDescription, tuple[KernelUse, ...]]:
+    try:
+        meta = json.loads(data)
+        checksum = meta.pop("checksum")
+        if checksum != _checksum(meta):
+            raise DamagedEntry(f"{path} does not have the checksum it was stored with")
+        if meta["schema"] != _SCHEMA:
+            raise DamagedEntry(f"{path} has schema {meta['schema']}, not {_SCHEMA}")
+        key = KeyDescription.from_json(meta["key"])
+        kernels = tuple(KernelUse(**kernel) for kernel in meta["kernels"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedEntry(f"{path} cannot be read: {error}") from error
+    return meta, key, kernels

@@ -1,0 +1,15 @@
+"""What the cache raises. Every message names the key, and the path if there is one."""
+
+from __future__ import annotations
+
+
+class CacheError(RuntimeError):
+    """The cache cannot do what was asked of it."""
+
+
+class CompileError(CacheError):
+    """A kernel does not compile, or there is no compiler to compile it with."""
+
+
+class FrozenCacheMiss(CacheError):
+    """A kernel would have to be compiled after :func:`freeze`."""

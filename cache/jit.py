@@ -1,0 +1,430 @@
+"""From a request for a kernel to a function: memory, prebuilt directories, the user's, the compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from . import fingerprint, settings, toolchain
+from .arch import check_arch, current_arch
+from .entry import Built, DamagedEntry, Entry, RefusedEntry
+from .errors import CacheError, FrozenCacheMiss
+from .key import KernelDef, KeyDescription, describe
+from .loader import IncompatibleEntry, load
+from .log import logger, warn_once
+from .store import Store
+
+_Function = Callable[..., Any]
+_Result = TypeVar("_Result")
+
+_functions: dict[tuple[KernelDef, Any, str], _Function] = {}
+_functions_by_digest: dict[str, tuple[KeyDescription, _Function]] = {}
+_lock = threading.Lock()
+_digest_locks: dict[str, threading.Lock] = {}
+_frozen = False
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the cache has done in this process since it started, or since :func:`reset_stats`.
+
+    Look-ups in memory are not counted: that path takes no lock and writes nothing.
+    """
+
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    disk_hits: int = 0
+    prebuilt_hits: int = 0
+    waits: int = 0
+    quarantined: int = 0
+    memory_only: int = 0
+    failures: int = 0
+    evicted: int = 0
+
+
+_stats = Stats()
+
+
+def stats() -> Stats:
+    """A snapshot of the counters."""
+    return _stats
+
+
+def reset_stats() -> None:
+    """Set the counters to zero."""
+    global _stats
+    with _lock:
+        _stats = Stats()
+
+
+def count(**increments: float) -> None:
+    """Add to the counters."""
+    global _stats
+    with _lock:
+        _stats = dataclasses.replace(
+            _stats, **{name: getattr(_stats, name) + n for name, n in increments.items()}
+        )
+
+
+def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> _Function:
+    """The compiled function of a kernel: a TVM-FFI function, called with tensors and numbers.
+
+    It is looked for in memory, in the directories of ``CUTE_ATTN_PREBUILT``, and in the user's
+    cache directory; else it is compiled, and stored there. Safe to call from many threads.
+
+    Args:
+        kernel: what to build.
+        spec: a frozen dataclass of plain values (see :func:`spec <cute_attn.cache.spec>`).
+        arch: such as ``"sm_90a"``; by default :func:`current_arch`.
+
+    Raises:
+        TypeError: the specialisation holds something that is not plain.
+        CompileError: the kernel does not compile.
+        FrozenCacheMiss: it would have to be compiled after :func:`freeze`.
+        CacheError: no device and no arch, or no runtime library.
+    """
+    if arch is None:
+        arch = current_arch()
+    try:
+        return _functions[kernel, spec, arch]
+    except KeyError:
+        return _get_missing(kernel, spec, arch)
+
+
+def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> _Function:
+    key = describe(kernel, spec, check_arch(arch))
+    with _digest_lock(key.digest):
+        known = _functions_by_digest.get(key.digest)
+        function = known[1] if known else _load_or_compile(kernel, spec, key)
+        with _lock:
+            _functions_by_digest[key.digest] = (key, function)
+            _functions[kernel, spec, arch] = function
+    return function
+
+
+def _load_or_compile(kernel: KernelDef, spec: Any, key: KeyDescription) -> _Function:
+    found = obtain(kernel, spec, key, load)
+    return found.function if isinstance(found, Unstored) else found
+
+
+def compile(kernel: KernelDef, spec: Any, arch: str | None = None) -> Entry | Built:
+    """Make sure that a kernel is compiled, without loading it; return its entry.
+
+    The entry (``directory``, ``key``, ``kernels``, ``read("kernel.ptx")``) is one of those that
+    :func:`get` would load, with all its files verified, or a new one. Where nothing can be stored
+    it is a :class:`Built`, which has the same in memory, and no directory.
+
+    Needs no GPU if ``arch`` is given. Arguments and exceptions are those of :func:`get`.
+    """
+    key = describe(kernel, spec, check_arch(arch or current_arch()))
+    found = obtain(kernel, spec, key, verified)
+    if not isinstance(found, Unstored):
+        return found
+    if found.built is None:
+        raise CacheError(f"{kernel.name} was compiled, but there is no directory to write it to")
+    return found.built
+
+
+def verified(entry: Entry) -> Entry:
+    """The entry itself, after reading all its files. Raises DamagedEntry or RefusedEntry."""
+    entry.verify()
+    return entry
+
+
+def _digest_lock(digest: str) -> threading.Lock:
+    with _lock:
+        return _digest_locks.setdefault(digest, threading.Lock())
+
+
+def clear_memory() -> None:
+    """Forget the functions in memory, and what was read of sources and installed versions.
+
+    What is on disk stays. Functions that callers hold remain valid.
+    """
+    with _lock:
+        _functions.clear()
+        _functions_by_digest.clear()
+    fingerprint.source_digests.cache_clear()
+    toolchain.forget()
+
+
+def freeze() -> None:
+    """From now on a kernel that would have to be compiled raises :class:`FrozenCacheMiss`.
+
+    A server calls this when it starts to serve. What is on disk can still be loaded, which takes
+    milliseconds.
+    """
+    global _frozen
+    _frozen = True
+
+
+def unfreeze() -> None:
+    """Undo :func:`freeze`."""
+    global _frozen
+    _frozen = False
+
+
+def is_frozen() -> bool:
+    """Whether :func:`freeze` is in force."""
+    return _frozen
+
+
+# -- the slow path
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where to look for entries, and where to put new ones."""
+
+    prebuilt: tuple[Store, ...]
+    store: Store | None
+
+    @classmethod
+    def from_environment(cls) -> Places:
+        """``CUTE_ATTN_PREBUILT`` and the user's cache directory."""
+        paths = settings.prebuilt_directories()
+        return cls(tuple(Store(path, read_only=True) for path in paths), _user_store())
+
+    def all(self) -> tuple[Store, ...]:
+        return (*self.prebuilt, self.store) if self.store else self.prebuilt
+
+
+def _user_store() -> Store | None:
+    directory = settings.cache_directory()
+    if directory is not None:
+        return Store(directory)
+    warn_once(
+        "no home",
+        "no home directory, and CUTE_ATTN_CACHE_DIR is not set: compiled kernels stay in memory",
+    )
+    return None
+
+
+@dataclass(frozen=True)
+class Unstored:
+    """A kernel that was compiled and could not be stored."""
+
+    built: Built | None
+    function: _Function
+
+
+def obtain(
+    kernel: KernelDef,
+    spec: Any,
+    key: KeyDescription,
+    use: Callable[[Entry], _Result],
+    places: Places | None = None,
+) -> _Result | Unstored:
+    """``use`` of the kernel's entry, which is looked for, and compiled if need be.
+
+    ``use`` raises DamagedEntry or RefusedEntry for an entry that must not be used.
+    """
+    places = places or Places.from_environment()
+    for prebuilt in places.prebuilt:
+        try:
+            result = _find(prebuilt, key, use)
+        except (DamagedEntry, RefusedEntry) as problem:
+            warn_once(f"prebuilt {problem}", "passed over: %s", problem)
+            continue
+        if result is not None:
+            count(prebuilt_hits=1)
+            return result
+    store = places.store
+    if store is None:
+        return _compile(kernel, spec, key, None)
+
+    def find_intact() -> _Result | None:
+        try:
+            return _find(store, key, use)
+        except (DamagedEntry, RefusedEntry):
+            return None  # dealt with under the lock
+
+    result = find_intact()
+    if result is not None:
+        count(disk_hits=1)
+        return result
+    _refuse_if_frozen(key, places)
+
+    def published() -> bool:
+        nonlocal result
+        result = find_intact()
+        return result is not None
+
+    started = time.perf_counter()
+    with store.compiling(key.digest, published):
+        if result is None:
+            try:
+                result = _find(store, key, use)
+            except (DamagedEntry, RefusedEntry) as problem:
+                _put_aside(store, key.digest, problem)
+        if result is not None:
+            count(waits=1, disk_hits=1)
+            seconds = time.perf_counter() - started
+            logger.info("another process compiled %s; waited %.2f s", key.kernel, seconds)
+            return result
+        unstored = _compile(kernel, spec, key, store)
+        return _store(store, kernel, unstored, use)
+
+
+def _find(store: Store, key: KeyDescription, use: Callable[[Entry], _Result]) -> _Result | None:
+    """``use`` of the entry for a key, or None if the store has none."""
+    for digest in _candidates(store, key):
+        started = time.perf_counter()
+        try:
+            entry = store.open(digest)
+        except OSError as error:
+            warn_once(f"unreadable {store.root}", "%s cannot be read: %s", store.root, error)
+            return None
+        if entry is None:
+            continue
+        try:
+            result = use(entry)
+        except IncompatibleEntry as problem:
+            entry.close()
+            warn_once(f"incompatible {entry.directory}", "%s", problem)
+            continue
+        except BaseException:
+            entry.close()
+            raise
+        # The entry stays open, and so locked against eviction, as long as the process lives.
+        if not store.read_only:
+            entry.record_use()
+        milliseconds = 1e3 * (time.perf_counter() - started)
+        logger.info(
+            "hit: %s for %s from %s in %.1f ms",
+            entry.key.kernel,
+            entry.key.arch,
+            entry.directory,
+            milliseconds,
+        )
+        return result
+    return None
+
+
+def _candidates(store: Store, key: KeyDescription) -> Iterator[str]:
+    """The digests under which a store may hold the kernel.
+
+    With a compiler installed that is one. Without, the version (and perhaps the CUDA flavour) of
+    the compiler is unknown, and every entry that agrees in all other fields may do: first those
+    built with the version of the runtime library, then the newest.
+    """
+    if not key.is_open:
+        yield key.digest
+        return
+    preferred = toolchain.runtime_version()
+    matching = [entry.key for entry in store.entries() if key.admits(entry.key)]
+    matching.sort(key=lambda k: (k.dsl == preferred, _version_tuple(k.dsl or "")), reverse=True)
+    for found in matching:
+        yield found.digest
+
+
+def _version_tuple(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def _put_aside(store: Store, digest: str, problem: CacheError) -> None:
+    """Report a damaged or refused entry, and move it out of the way if that is possible."""
+    try:
+        moved_to = store.quarantine(digest)
+    except (OSError, RefusedEntry) as error:
+        warn_once(f"damaged {problem}", "%s; it cannot be moved aside: %s", problem, error)
+        return
+    if moved_to is not None:
+        count(quarantined=1)
+        logger.warning("%s; moved to %s", problem, moved_to)
+
+
+def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | None) -> Unstored:
+    from . import compiler  # elftools, and later the compiler: not for a hit
+
+    _refuse_if_frozen(key, Places.from_environment())
+    logger.info("compiling %s %s for %s", key.kernel, key.specialisation, key.arch)
+    with contextlib.ExitStack() as stack:
+        scratch = None
+        if store is not None:
+            with contextlib.suppress(OSError, RefusedEntry):  # _store reports it
+                scratch = stack.enter_context(store.staging())
+        try:
+            built, function = compiler.compile_kernel(kernel, spec, key, scratch)
+        except CacheError:
+            count(failures=1)
+            raise
+    if built is None:
+        count(compiles=1, memory_only=1)
+        return Unstored(None, function)
+    count(compiles=1, compile_seconds=built.compile_seconds, memory_only=int(store is None))
+    uses = (f"{use.registers} registers, {use.spills} bytes spilled" for use in built.kernels)
+    logger.info(
+        "compiled %s %s for %s in %.2f s (%s), key %s",
+        key.kernel,
+        key.specialisation,
+        key.arch,
+        built.compile_seconds,
+        "; ".join(uses),
+        key.digest[:12],
+    )
+    return Unstored(built, function)
+
+
+def _store(
+    store: Store, kernel: KernelDef, unstored: Unstored, use: Callable[[Entry], _Result]
+) -> _Result | Unstored:
+    """Publish what was compiled, and ``use`` the entry; if that fails, what is in memory has to do."""
+    if unstored.built is None:
+        return unstored
+    key = unstored.built.key
+    try:
+        if _sources_changed(kernel, key):
+            raise CacheError("its sources changed while this process ran: restart to store it")
+        store.publish(unstored.built)
+        entry = store.open(key.digest)
+        if entry is None:
+            raise CacheError("another process removed it at once")
+        result = use(entry)
+        evicted = store.evict(settings.max_bytes(), keep=key.digest)
+        count(evicted=evicted.entries)
+        store.sweep()
+    except (OSError, CacheError) as error:
+        count(memory_only=1)
+        warn_once(
+            f"unstored {store.root}",
+            "%s stays in memory, and will be compiled again by the next process: %s",
+            key.kernel,
+            error,
+        )
+        return unstored
+    return result
+
+
+def _sources_changed(kernel: KernelDef, key: KeyDescription) -> bool:
+    """Whether a source file was edited between making the key and compiling."""
+    return fingerprint.read_source_digests(kernel.module, kernel.source_package) != key.sources
+
+
+def _refuse_if_frozen(key: KeyDescription, places: Places) -> None:
+    if _frozen:
+        raise FrozenCacheMiss(_describe_miss(key, places))
+
+
+def _describe_miss(key: KeyDescription, places: Places, shown: int = 3) -> str:
+    known = {digest: found for digest, (found, _) in _functions_by_digest.items()}
+    for store in places.all():
+        known.update((entry.digest, entry.key) for entry in store.entries())
+    nearest = sorted(
+        (found for found in known.values() if found.kernel == key.kernel),
+        key=lambda found: len(key.differences(found)),
+    )
+    lines = [
+        f"{key.kernel} {key.specialisation} for {key.arch} is in no cache, and the cache is frozen.",
+        f"key {key.digest}",
+    ]
+    for found in nearest[:shown]:
+        lines.append(f"nearest {found.digest[:12]} differs in {'; '.join(key.differences(found))}")
+    if not nearest:
+        lines.append(f"no entry of {key.kernel} exists")
+    return "\n".join(lines)

@@ -1,0 +1,264 @@
+"""What a kernel is called: the description of everything that decides its code, and its SHA-256.
+
+The description is text that people can read and compare::
+
+    kernel: lightning_decode
+    target: cute_attn.kernels.lightning.decode:LightningDecode
+    spec: DecodeSpec
+    spec.dtype: torch.bfloat16
+    spec.head_dim: 128
+    arch: sm_90a
+    ...
+
+Two specialisations have the same text only if they are the same, type by type: ``True``, ``1``
+and ``1.0`` are three different values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_):
+        return lambda decorator: decorator
+
+
+_Class = TypeVar("_Class", bound=type)
+_FORMAT = "cute kernel key 1"
+
+
+@dataclass(frozen=True)
+class KernelDef:
+    """A kernel that the cache can build.
+
+    Attributes:
+        name: what people call it; shown in logs, tables and errors.
+        target: ``"package.module:Class"``. The module is imported only to compile; then
+            ``k = Class(spec)`` is compiled for the arguments ``k.fake_args()``, the last of which
+            is ``make_fake_stream(use_tvm_ffi_env_stream=True)``.
+        options: further options for ``cute.compile``.
+        package: the package whose sources count as the kernel's; by default the first component
+            of ``target``.
+    """
+
+    name: str
+    target: str
+    options: str = ""
+    package: str = ""
+
+    def __post_init__(self) -> None:
+        module, separator, attribute = self.target.partition(":")
+        if not (self.name and module and separator and attribute):
+            raise ValueError(
+                f"KernelDef needs a name and a target 'package.module:Class', got "
+                f"name={self.name!r}, target={self.target!r}"
+            )
+        # Hashed once: a KernelDef is looked up at every call of an operator.
+        values = (self.name, self.target, self.options, self.package)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def source_package(self) -> str:
+        return self.package or self.module.partition(".")[0]
+
+
+def canonical_text(value: object, where: str) -> str:
+    """The one text of a plain value.
+
+    Raises TypeError, naming ``where``, for anything but int, bool, str, float, None, enum members,
+    torch.dtype and tuples of them: above all for a tensor, whose hash is its identity, so that a
+    key made from it would never match.
+    """
+    kind = type(value)  # not isinstance: numpy.float64 is a float whose repr is another
+    if value is None or kind is bool or kind is int:
+        return repr(value)
+    if kind is str:
+        return json.dumps(value)
+    if kind is float:
+        if math.isnan(value):  # type: ignore[arg-type]
+            raise TypeError(f"{where} is NaN, which equals nothing, so its key would never match")
+        return repr(value)
+    if kind is tuple:
+        items = [canonical_text(v, f"{where}[{i}]") for i, v in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+        return "(" + "".join(item + ", " for item in items).rstrip(" ") + ")"
+    if isinstance(value, enum.Enum):
+        return f"{kind.__qualname__}.{value.name}={canonical_text(value.value, where)}"
+    if (kind.__module__, kind.__name__) == ("torch", "dtype"):
+        return str(value)
+    raise TypeError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}: a specialisation holds only int, "
+        "bool, str, float, None, enum members, torch.dtype and tuples of them"
+    )
+
+
+def spec_items(spec: object) -> tuple[tuple[str, str], ...]:
+    """The fields of a specialisation, each with its canonical text.
+
+    Raises TypeError if ``spec`` is not an instance of a frozen dataclass, or holds a value that
+    is not plain.
+    """
+    kind = type(spec)
+    if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(f"a specialisation is an instance of a frozen dataclass, not {kind}")
+    fields = dataclasses.fields(kind)
+    return tuple(
+        (f.name, canonical_text(getattr(spec, f.name), f"{kind.__qualname__}.{f.name}"))
+        for f in fields
+    )
+
+
+@dataclass_transform(frozen_default=True)
+def spec(cls: _Class) -> _Class:
+    """Make a class a specialisation: a frozen dataclass made for keys.
+
+    Beyond ``dataclass(frozen=True)``, which the cache takes as well:
+
+    - a value that is not plain raises TypeError when the instance is made, not at its first use;
+    - its hash is computed once, which makes the look-up of a warm kernel faster;
+    - equality tells ``True`` from ``1`` and ``1`` from ``1.0``, as the key on disk does.
+    """
+    own_checks = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        if own_checks is not None:
+            own_checks(self)
+        identity = spec_items(self)
+        object.__setattr__(self, "_identity", identity)
+        object.__setattr__(self, "_hash", hash((type(self), identity)))
+
+    def __hash__(self: Any) -> int:
+        return self._hash  # type: ignore[no-any-return]
+
+    def __eq__(self: Any, other: Any) -> bool:
+        return self is other or (type(other) is type(self) and self._identity == other._identity)
+
+    for method in (__post_init__, __hash__, __eq__):
+        setattr(cls, method.__name__, method)
+    return dataclass(frozen=True, eq=False)(cls)
+
+
+@dataclass(frozen=True)
+class KeyDescription:
+    """Everything that decides a kernel's code, field by field.
+
+    ``dsl`` and ``cuda`` are None where no compiler is installed to name them: such a description
+    is *open*, and stands for every key that agrees with it in all other fields.
+    """
+
+    kernel: str
+    target: str
+    spec_class: str
+    spec: tuple[tuple[str, str], ...]
+    arch: str
+    options: str
+    dsl: str | None
+    cuda: str | None
+    tvm_ffi: str
+    platform: str
+    sources: tuple[tuple[str, str], ...]
+
+    @property
+    def is_open(self) -> bool:
+        return self.dsl is None or self.cuda is None
+
+    def lines(self) -> dict[str, str]:
+        """The fields by name, in the order of the text."""
+        return {
+            "kernel": self.kernel,
+            "target": self.target,
+            "spec": self.spec_class,
+            **{f"spec.{name}": value for name, value in self.spec},
+            "arch": self.arch,
+            "options": self.options,
+            "dsl": self.dsl or "any",
+            "cuda": self.cuda or "any",
+            "tvm_ffi": self.tvm_ffi,
+            "platform": self.platform,
+            **{f"source {module}": sha256 for module, sha256 in self.sources},
+        }
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The canonical description."""
+        return "".join(f"{name}: {value}\n" for name, value in {"key": _FORMAT, **self.lines()}.items())
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The SHA-256 of the text, in hexadecimal: the name of the entry."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def specialisation(self) -> str:
+        """``DecodeSpec(dtype=torch.bfloat16, head_dim=128)``."""
+        return f"{self.spec_class}({', '.join(f'{name}={value}' for name, value in self.spec)})"
+
+    def admits(self, other: KeyDescription) -> bool:
+        """Whether ``other`` agrees with this description in every field that this one knows."""
+        return (
+            dataclasses.replace(
+                other,
+                dsl=other.dsl if self.dsl is not None else None,
+                cuda=other.cuda if self.cuda is not None else None,
+            )
+            == self
+        )
+
+    def differences(self, other: KeyDescription) -> list[str]:
+        """The fields in which ``other`` differs, each as ``"name: here, there in other"``."""
+        mine, theirs = self.lines(), other.lines()
+        return [
+            f"{name}: {mine.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name) and "any" not in (mine.get(name), theirs.get(name))
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "spec": dict(self.spec), "sources": dict(self.sources)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> KeyDescription:
+        """The inverse of :meth:`to_json`. Raises KeyError, TypeError or AttributeError if it is none."""
+        fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        for name in ("spec", "sources"):
+            fields[name] = tuple((str(k), str(v)) for k, v in fields[name].items())
+        return cls(**fields)
+
+
+def describe(kernel: KernelDef, spec: object, arch: str) -> KeyDescription:
+    """The key of a kernel for an architecture such as ``"sm_90a"``. Imports no kernel code.
+
+    Raises TypeError if ``spec`` is not a frozen dataclass of plain values, and CacheError if the
+    kernel's sources are not to be found.
+    """
+    from . import fingerprint, toolchain
+
+    return KeyDescription(
+        kernel=kernel.name,
+        target=kernel.target,
+        spec_class=type(spec).__qualname__,
+        spec=spec_items(spec),
+        arch=arch,
+        options=toolchain.compile_options(kernel.options),
+        dsl=toolchain.dsl_version(),
+        cuda=toolchain.cuda_flavour(),
+        tvm_ffi=toolchain.tvm_ffi_abi(),
+        platform=toolchain.host_platform(),
+        sources=fingerprint.source_digests(kernel.module, kernel.source_package),
+    )

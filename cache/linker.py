@@ -1,0 +1,46 @@
+"""Turning the compiler's object file into a shared object, where the machine has a linker."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from .log import logger, warn_once
+
+
+def _commands() -> list[list[str]]:
+    """The linkers to try: the user's compiler, the usual ones, and the bare linkers."""
+    drivers = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    commands = [[name, "-nostdlib"] for name in drivers if name and shutil.which(name)]
+    return commands + [[name] for name in ("ld", "ld.lld") if shutil.which(name)]
+
+
+def link(object_file: Path, library: Path) -> bool:
+    """Link ``object_file`` into ``library``. False, with one warning, if no linker can do it.
+
+    No library is linked in, so that the result runs with any C library: the symbols that it
+    lacks are in libtvm_ffi and in the DSL's runtime, which are loaded before it.
+    """
+    failures = []
+    for command in _commands():
+        arguments = [*command, "-shared", "-o", str(library), str(object_file)]
+        try:
+            done = subprocess.run(
+                arguments, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            failures.append(f"{command[0]}: {error}")
+            continue
+        if done.returncode == 0:
+            logger.debug("linked by %s", command[0])
+            return True
+        failures.append(f"{command[0]}: {done.stderr.strip()}")
+    warn_once(
+        "linker",
+        "no linker (%s): kernels are kept as object files, and loading one takes the compiler's "
+        "own loader, which is slower and needs nvidia-cutlass-dsl",
+        "; ".join(failures) or "none of $CC, cc, gcc, clang, ld, ld.lld found",
+    )
+    return False

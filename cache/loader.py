@@ -1,0 +1,114 @@
+"""From the checked bytes of an entry to a function, without the compiler.
+
+The bytes that were compared with their SHA-256 are the bytes that are loaded: they are copied into
+an anonymous file in memory, sealed, and opened from there. So nothing that happens to the
+entry on disk afterwards (eviction, damage, truncation by another client of a network file system)
+reaches a loaded kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from . import toolchain
+from .entry import FUNCTION, LIBRARY, OBJECT, Entry
+from .errors import CacheError
+from .log import logger
+
+
+class IncompatibleEntry(CacheError):
+    """An intact entry that the libraries on this machine cannot run."""
+
+
+def load(entry: Entry) -> Callable[..., Any]:
+    """The function of an entry.
+
+    Raises DamagedEntry or RefusedEntry if its file is not what was stored, IncompatibleEntry if it
+    does not fit the libraries here, CacheError if the runtime library is missing.
+    """
+    if entry.has(LIBRARY):
+        return _load_library(entry, entry.read(LIBRARY))
+    return _load_object(entry, entry.read(OBJECT))
+
+
+def _load_library(entry: Entry, image: bytes) -> Callable[..., Any]:
+    import tvm_ffi  # brings libtvm_ffi.so with it
+
+    runtime = _open_runtime_library()
+    # The descriptor stays open. The dynamic loader takes a path that it has seen before for the
+    # library that it has already loaded, and a closed descriptor's number is soon used again.
+    fd = _file_in_memory(image, entry.key.kernel)
+    try:
+        # ctypes resolves all symbols at once, so that what is missing shows here, not in a launch.
+        library = ctypes.CDLL(f"/proc/self/fd/{fd}", mode=os.RTLD_LOCAL)
+    except OSError as error:
+        os.close(fd)
+        raise IncompatibleEntry(
+            f"{entry.directory} (built with nvidia-cutlass-dsl {entry.key.dsl}, {entry.key.cuda}) "
+            f"cannot be loaded with {runtime}: {error}"
+        ) from None
+    symbol = getattr(library, f"__tvm_ffi_{FUNCTION}")
+    address = ctypes.cast(symbol, ctypes.c_void_p).value
+    assert address is not None
+    return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=library)
+
+
+def _load_object(entry: Entry, image: bytes) -> Callable[..., Any]:
+    """Load an object file that was never linked, with the compiler's own loader."""
+    logger.info(
+        "%s has no %s (no linker where it was built): loading %s with the compiler's loader",
+        entry.directory,
+        LIBRARY,
+        OBJECT,
+    )
+    try:
+        from cutlass.cute.runtime import load_module
+    except ImportError as error:
+        raise IncompatibleEntry(
+            f"{entry.directory} holds only {OBJECT}, which takes nvidia-cutlass-dsl to load, and that "
+            f"cannot be imported ({error}): build it on a machine with a linker"
+        ) from error
+    fd = _file_in_memory(image, entry.key.kernel)
+    try:
+        module = load_module(f"/proc/self/fd/{fd}", enable_tvm_ffi=True)
+    finally:
+        os.close(fd)
+    function: Callable[..., Any] = module[FUNCTION]
+    return function
+
+
+@functools.lru_cache(maxsize=None)
+def _open_runtime_library() -> str:
+    """Make the DSL's runtime visible to the kernels loaded later; return its path."""
+    path = str(toolchain.runtime_library().path)
+    try:
+        ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
+    except OSError as error:
+        raise CacheError(f"the runtime library {path} cannot be loaded: {error}") from None
+    return path
+
+
+def _file_in_memory(content: bytes, name: str) -> int:
+    """A descriptor of a new file that holds ``content``; sealed if the system can do that."""
+    try:
+        fd = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+            _write_all(fd, content)
+        return fd
+    _write_all(fd, content)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)

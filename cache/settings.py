@@ -1,0 +1,55 @@
+"""The environment variables of the cache, read at each miss and never on the warm path.
+
+``CUTE_ATTN_ARCH`` is read by ``arch`` and ``CUTE_ATTN_RUNTIME_LIBRARY`` by ``toolchain``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from .errors import CacheError
+
+DEFAULT_MAX_BYTES = 5 * 2**30
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def cache_directory() -> Path | None:
+    """``CUTE_ATTN_CACHE_DIR``, else the platform's cache directory; None if the user has no home."""
+    chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
+    if chosen:
+        return Path(chosen).absolute()
+    import platformdirs  # 6 ms, and not needed where the variable is set
+
+    default = Path(platformdirs.user_cache_dir("cute_attn", appauthor=False))
+    # With neither HOME nor a passwd entry the answer is a relative "~/.cache/cute_attn".
+    return default if default.is_absolute() else None
+
+
+def prebuilt_directories() -> list[Path]:
+    """The directories in ``CUTE_ATTN_PREBUILT``, in order of preference."""
+    listed = os.environ.get("CUTE_ATTN_PREBUILT", "").split(os.pathsep)
+    return [Path(item).absolute() for item in listed if item]
+
+
+def parse_bytes(text: str) -> int:
+    """``"500M"``, ``"5 GiB"`` or ``"1234"`` as a number of bytes (units are powers of 1024).
+
+    Raises ValueError for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: write for example 500M or 5GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def max_bytes() -> int:
+    """``CUTE_ATTN_CACHE_MAX_BYTES``, by default 5 GiB."""
+    text = os.environ.get("CUTE_ATTN_CACHE_MAX_BYTES", "")
+    if not text:
+        return DEFAULT_MAX_BYTES
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise CacheError(f"CUTE_ATTN_CACHE_MAX_BYTES: {error}") from None

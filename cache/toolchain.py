@@ -1,0 +1,174 @@
+"""What a compiled kernel depends on besides its sources, found without importing the compiler.
+
+Where the compiler is not installed (a server image with prebuilt kernels), its version is unknown
+and the key is *open*: an entry matches by all the other fields, and what decides is whether the
+runtime library at hand defines every symbol that the entry needs, which loading checks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CacheError
+
+RUNTIME_LIBRARY_NAME = "libcute_dsl_runtime.so"
+
+# Settings of the DSL's environment that change the code it emits. The architecture is not among
+# them: it is always given as an option.
+_CODE_CHANGING_VARIABLES = (
+    "AUTO_M2S",
+    "COMPILER_BACKEND",
+    "COMPILER_OPT",
+    "DEBUG",
+    "DRYRUN",
+    "ENABLE_ASSERTIONS",
+    "ENABLE_PYIR",
+    "LINEINFO",
+    "LOC_TRACEBACKS",
+    "TOLERATE_M2M",
+)
+
+
+@dataclass(frozen=True)
+class RuntimeLibrary:
+    """``libcute_dsl_runtime.so``, which every compiled kernel calls into."""
+
+    path: Path
+    cuda: str | None
+    """``"cu12"`` or ``"cu13"``, as the path says; None if it does not."""
+
+
+def compile_options(kernel_options: str) -> str:
+    """A kernel's own options, followed by the DSL's environment variables that change its code."""
+    variables = (f"CUTE_DSL_{name}" for name in _CODE_CHANGING_VARIABLES)
+    settings = [f"{name}={os.environ[name]}" for name in variables if os.environ.get(name)]
+    return " ".join([*kernel_options.split(), *settings])
+
+
+def _installed_version(distribution: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.lru_cache(maxsize=None)
+def dsl_version() -> str | None:
+    """The version of the installed compiler, or None if there is none."""
+    return _installed_version("nvidia-cutlass-dsl")
+
+
+@functools.lru_cache(maxsize=None)
+def runtime_version() -> str | None:
+    """The version of the runtime library, as far as an installed distribution tells it."""
+    cuda = runtime_library().cuda
+    version = _installed_version(f"nvidia-cutlass-dsl-libs-{cuda}") if cuda else None
+    return version or dsl_version()
+
+
+@functools.lru_cache(maxsize=None)
+def cuda_flavour() -> str | None:
+    """``"cu12"`` or ``"cu13"``: the toolkit that the compiler emits code with; None if unknown."""
+    flavours = _installed_flavours()
+    if dsl_version() is not None and flavours:
+        return _chosen_flavour(flavours)
+    try:
+        return runtime_library().cuda
+    except CacheError:
+        return None
+
+
+@functools.lru_cache(maxsize=None)
+def tvm_ffi_abi() -> str:
+    """The version of the TVM-FFI ABI: its releases 0.1.x share one."""
+    version = _installed_version("apache-tvm-ffi")
+    if version is None:
+        raise CacheError("apache-tvm-ffi is not installed: compiled kernels are called through it")
+    return ".".join(version.split(".")[:2])
+
+
+@functools.lru_cache(maxsize=None)
+def host_platform() -> str:
+    """Operating system, machine and C library: ``"linux-x86_64-glibc"``.
+
+    No version of the C library: an object refers to no symbol of it. No CPU model: objects are
+    compiled for the machine's baseline (see ``compiler``).
+    """
+    libc = platform.libc_ver()[0] or "libc"
+    return f"{sys.platform}-{platform.machine()}-{libc}"
+
+
+def _installed_flavours() -> dict[int, Path]:
+    """CUDA major version -> runtime library, for each that the wheels have installed."""
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    found: dict[int, Path] = {}
+    for root in spec.submodule_search_locations or () if spec else ():
+        for path in Path(root).glob(f"cu*/lib/{RUNTIME_LIBRARY_NAME}"):
+            match = re.fullmatch(r"cu(\d+)", path.parts[-3])
+            if match:
+                found[int(match[1])] = path
+    return found
+
+
+def _chosen_flavour(flavours: dict[int, Path]) -> str:
+    """The flavour that the DSL takes: the newest that the driver supports, or the newest of all."""
+    driver = _driver_cuda_major() if len(flavours) > 1 else None
+    usable = [major for major in flavours if driver is None or major <= driver]
+    return f"cu{max(usable or flavours)}"
+
+
+def _driver_cuda_major() -> int | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000
+
+
+@functools.lru_cache(maxsize=None)
+def runtime_library() -> RuntimeLibrary:
+    """The runtime library: ``CUTE_ATTN_RUNTIME_LIBRARY``, else the installed wheel's.
+
+    Raises CacheError if there is none.
+    """
+    chosen = os.environ.get("CUTE_ATTN_RUNTIME_LIBRARY", "")
+    if chosen:
+        path = Path(chosen).absolute()
+        if not path.is_file():
+            raise CacheError(f"CUTE_ATTN_RUNTIME_LIBRARY={chosen}: there is no such file")
+        named = [part for part in path.parts if re.fullmatch(r"cu\d+", part)]
+        return RuntimeLibrary(path, named[-1] if named else None)
+    flavours = _installed_flavours()
+    if not flavours:
+        raise CacheError(
+            f"{RUNTIME_LIBRARY_NAME} not found: install nvidia-cutlass-dsl-libs-cu12 (or -cu13), or "
+            "name the file in CUTE_ATTN_RUNTIME_LIBRARY"
+        )
+    cuda = _chosen_flavour(flavours)
+    return RuntimeLibrary(flavours[int(cuda[2:])], cuda)
+
+
+def forget() -> None:
+    """Look again at the environment: for tests, and after installing a package."""
+    for function in (
+        dsl_version,
+        runtime_version,
+        cuda_flavour,
+        tvm_ffi_abi,
+        host_platform,
+        runtime_library,
+    ):
+        function.cache_clear()
