@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from .registry import Unavailable
+
+DEVICE = "cuda"
 
 CHUNK = 32  # sequences of the float64 reference at a time: its state takes twice the memory
 
@@ -39,8 +42,8 @@ class Case:
     @property
     def min_bytes(self) -> int:
         """Bytes that any implementation must move: the state twice, q, k, v, o and decay once."""
-        element = getattr(torch, self.dtype).itemsize
-        state_element = getattr(torch, self.state_dtype).itemsize
+        element: int = getattr(torch, self.dtype).itemsize
+        state_element: int = getattr(torch, self.state_dtype).itemsize
         state = self.batch * self.heads * self.head_dim_k * self.head_dim_v * state_element
         tokens = self.batch * self.tokens * self.heads
         qkvo = tokens * (2 * self.head_dim_k + 2 * self.head_dim_v) * element
@@ -60,6 +63,10 @@ class Inputs:
     out: torch.Tensor
 
     @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q, self.k, self.v
+
+    @property
     def softmax_scale(self) -> float:
         return float(self.case.head_dim_k**-0.5)
 
@@ -75,17 +82,17 @@ def as_kv(case: Case, state: torch.Tensor) -> torch.Tensor:
     return state if case.state_layout == "kv" else state.transpose(-1, -2)
 
 
-def make_inputs(case: Case, seed: int, device: str = "cuda") -> Inputs:
+def make_inputs(case: Case, seed: int) -> Inputs:
     """Fresh random inputs: standard normal, k scaled so that the state stays of order one."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
     tokens = (case.tokens,) if case.tokens > 1 else ()
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device) * scale
+        return torch.randn(shape, generator=generator, device=DEVICE) * scale
 
     leading = (case.batch, *tokens, case.heads)
-    heads = torch.arange(1, case.heads + 1, dtype=torch.float32, device=device)
+    heads = torch.arange(1, case.heads + 1, dtype=torch.float32, device=DEVICE)
     return Inputs(
         case=case,
         q=normal(*leading, case.head_dim_k).to(dtype),
@@ -93,7 +100,7 @@ def make_inputs(case: Case, seed: int, device: str = "cuda") -> Inputs:
         v=normal(*leading, case.head_dim_v).to(dtype),
         state=normal(*case.state_shape).to(getattr(torch, case.state_dtype)),
         decay=torch.exp2(-8.0 * heads / case.heads),  # the ALiBi-like slopes of Lightning models
-        out=torch.full((*leading, case.head_dim_v), float("nan"), dtype=dtype, device=device),
+        out=torch.full((*leading, case.head_dim_v), float("nan"), dtype=dtype, device=DEVICE),
     )
 
 
@@ -131,8 +138,7 @@ def fla(case: Case, inputs: Inputs) -> Callable[[], tuple[torch.Tensor, torch.Te
     except ImportError as error:
         raise Unavailable(f"flash-linear-attention cannot be imported: {error}") from error
 
-    with_tokens = (lambda x: x) if case.tokens > 1 else (lambda x: x.unsqueeze(1))
-    q, k, v = (with_tokens(x) for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (x.view(case.batch, case.tokens, case.heads, -1) for x in inputs.qkv)
     state, g_gamma = inputs.state_as_kv(), -inputs.decay
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,6 +154,29 @@ def fla(case: Case, inputs: Inputs) -> Callable[[], tuple[torch.Tensor, torch.Te
         return result
 
     return call
+
+
+def copy(case: Case) -> Callable[[], torch.Tensor]:
+    """A plain copy, within device memory, of as many bytes as the case must move."""
+    source = torch.randn(case.min_bytes // 2 // 4, device=DEVICE)
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def variants(case: Case, inputs: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
+    """A call per tuning candidate of the kernel for this case and GPU, by its description."""
+    from cute_attn import cache
+    from cute_attn.kernels.lightning.heuristics import candidate_configs
+
+    return {
+        str(config): ours(case, inputs, config=config)
+        for config in candidate_configs(
+            cache.current_arch(),
+            head_dim_k=case.head_dim_k,
+            head_dim_v=case.head_dim_v,
+            state_dtype=case.state_dtype,
+            state_layout=case.state_layout,
+        )
+    }
 
 
 @dataclass(frozen=True)
@@ -171,13 +200,13 @@ class Disagreement(AssertionError):
     """A contender does not compute the operator; its time would mean nothing."""
 
 
-def check_agreement(case: Case, seed: int, device: str = "cuda") -> dict[str, Agreement]:
+def check_agreement(case: Case, seed: int) -> dict[str, Agreement]:
     """Compare ours and FLA with the float64 reference on fresh random inputs.
 
     Raises:
         Disagreement: NaN or an error over its bound; the message holds all four numbers.
     """
-    inputs = make_inputs(case, seed, device)
+    inputs = make_inputs(case, seed)
     expected_out, expected_state = _reference(case, inputs)  # before ours updates the state
     fla_out, fla_state = fla(case, inputs)()
     ours(case, inputs)()
@@ -213,16 +242,15 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _reference(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, state as [B, H, K, V]) in float64, chunk by chunk."""
+    from cute_attn.reference.lightning import lightning_attn_decode_reference
+
     outs, states = [], []
     for start in range(0, case.batch, CHUNK):
         part = slice(start, start + CHUNK)
-        q, k, v, state = (x[part].double() for x in (inputs.q, inputs.k, inputs.v, inputs.state))
         out, new_state = lightning_attn_decode_reference(
-            q,
-            k,
-            v,
-            state,
-            inputs.decay.double(),
+            *(x[part] for x in inputs.qkv),
+            inputs.state[part],
+            inputs.decay,
             softmax_scale=inputs.softmax_scale,
             state_layout=case.state_layout,
         )

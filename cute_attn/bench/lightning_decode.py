@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -138,7 +137,7 @@ def _time_contenders(
 ) -> tuple[list[Row], list[str]]:
     import torch
 
-    from ._lightning_problem import check_agreement, fla, fla_tuning, make_inputs, ours
+    from ._lightning_problem import check_agreement, copy, fla, fla_tuning, make_inputs, ours
 
     # FLA tunes once a process, for whichever batch comes first: let it be the one that it is
     # judged on, not the smallest.
@@ -154,17 +153,15 @@ def _time_contenders(
                 key = f"{name} {what}"
                 worst[key] = max(worst.get(key, 0.0), getattr(agreement, f"{what}_error"))
         inputs = make_inputs(case, SEED)
-        source = torch.randn(case.min_bytes // 8, dtype=torch.float32, device="cuda")
-        target = torch.empty_like(source)
         contenders: dict[str, Call] = {
             "ours": ours(case, inputs),
             "fla": fla(case, inputs),
-            "copy": partial(target.copy_, source),
+            "copy": copy(case),
         }
         for mode, flush in settings:
             timings = time_cuda_interleaved(contenders, mode=mode, flush=flush, rep_ms=rep_ms)
             rows.append(_row(case, mode, flush, timings, roofline))
-        del inputs, contenders, source, target
+        del inputs, contenders
         torch.cuda.empty_cache()
     errors = ", ".join(f"{name} {error:.2e}" for name, error in worst.items())
     return rows, [

@@ -207,7 +207,11 @@ class Report:
 
 
 def _has_unit(column: str, columns: Sequence[str]) -> bool:
-    return column.endswith(UNIT_SUFFIXES) or column.startswith(UNIT_PREFIXES) or "unit" in columns
+    return (
+        f"_{column}".endswith(UNIT_SUFFIXES)
+        or column.startswith(UNIT_PREFIXES)
+        or "unit" in columns
+    )
 
 
 def format_value(value: object) -> str:

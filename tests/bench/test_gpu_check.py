@@ -1,0 +1,168 @@
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cute_attn.bench import gpu_check
+from cute_attn.bench.__main__ import main
+from cute_attn.bench.gpu_check import Outcome, Stage, judge, run_limited, stages
+from cute_attn.bench.registry import EXIT_UNAVAILABLE, discover
+from cute_attn.bench.report import Report, Verdict
+
+ENVIRONMENT = {"gpu": "G", "date": "2026-11-20"}
+
+
+def junit(tests, failures=0, errors=0, skipped=0):
+    return (
+        f'<testsuites><testsuite tests="{tests}" failures="{failures}" errors="{errors}" '
+        f'skipped="{skipped}"/></testsuites>'
+    )
+
+
+@pytest.mark.parametrize(
+    ("xml", "returncode", "result", "detail"),
+    [
+        (junit(12, skipped=2), 0, "passed", "10 passed, 0 failed, 2 skipped"),
+        (junit(12, failures=1, errors=1), 1, "failed", "10 passed, 2 failed, 0 skipped"),
+        (junit(3, skipped=3), 0, "failed", "0 passed, 0 failed, 3 skipped"),
+        (junit(0), 5, "failed", "0 passed, 0 failed, 0 skipped"),
+        (junit(4), 3, "failed", "4 passed, 0 failed, 0 skipped"),  # a crash after the tests
+        ("<cut", 1, "failed", "pytest exited with 1 and left no results"),
+    ],
+)
+def test_judging_tests(tmp_path, xml, returncode, result, detail):
+    results = tmp_path / "tests.xml"
+    results.write_text(xml)
+    row, part = judge(Stage("tests", (), 10, results), Outcome(returncode, 1.5), 10)
+    assert (row["result"], row["time_s"], part) == (result, 1.5, None)
+    assert str(row["detail"]).startswith(detail)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "text", "result", "detail"),
+    [
+        (Outcome(0, 1.0), None, "ran", "1 of 2 targets met; missed: b"),
+        (Outcome(0, 1.0), "{}", "failed", "left no readable report"),
+        (Outcome(1, 1.0), None, "failed", "exited with 1"),
+        (Outcome(-9, 1.0), None, "failed", "exited with -9"),
+        (Outcome(None, 1.0), None, "cut", "not done after 10 s"),
+        (Outcome(EXIT_UNAVAILABLE, 1.0), None, "unavailable", "cannot run"),
+    ],
+)
+def test_judging_benchmarks(tmp_path, outcome, text, result, detail):
+    verdicts = [Verdict("a", True, ""), Verdict("b", False, ""), Verdict("c", None, "")]
+    report = Report("toy", "Toy", ENVIRONMENT, verdicts=verdicts)
+    path = tmp_path / "1.json"
+    path.write_text(report.to_json() if text is None else text)
+    row, part = judge(Stage("toy", (), 10, path), outcome, 10)
+    assert row["result"] == result
+    assert str(row["detail"]).startswith(detail)
+    assert (part == report) is (result == "ran")
+
+
+def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
+    found = stages(list(discover().values()), Path("tests/gpu"), 200.0, tmp_path)
+    assert found[0].is_tests
+    assert [s.name for s in found[1:]] == [
+        "cache --repeats 5",
+        "launch-overhead",
+        "lightning-decode",
+        "lightning-decode --sms 78 --mode graph",
+        "lightning-decode-ncu",
+    ]
+    assert all("--short" in s.command for s in found[1:])
+    assert len({s.result for s in found}) == len(found)
+
+
+def test_a_command_that_ends_in_time():
+    outcome = run_limited([sys.executable, "-c", "raise SystemExit(7)"], 60)
+    assert outcome.returncode == 7
+
+
+def test_a_command_is_cut_with_its_children(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    outcome = run_limited([sys.executable, "-c", code], 3)
+    assert outcome.returncode is None
+    assert outcome.seconds < 30
+    pid = int(pid_file.read_text())
+    for _ in range(100):
+        if not is_running(pid):
+            break
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_no_time_left_is_said_and_nothing_runs(tmp_path):
+    outcome = run_limited(["no-such-command"], 0)
+    row, _ = judge(Stage("toy", (), 10, tmp_path / "x.json"), outcome, 0)
+    assert (row["result"], row["detail"]) == ("cut", "no time left")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The check itself needs no GPU, what it starts does."""
+    monkeypatch.setattr("cute_attn.bench.__main__.require_gpu", lambda: None)
+
+
+def run_check(tmp_path, monkeypatch, test_code, benchmark_code):
+    """The whole command, with a toy test file and a toy benchmark for its stages."""
+    test_file = tmp_path / "test_toy.py"
+    test_file.write_text(test_code)
+    real = gpu_check.stages
+
+    def toy_stages(benchmarks, tests, limit_s, directory):
+        result = directory / "toy.json"
+        tests_stage = real([], tests, limit_s, directory)[0]
+        command = (sys.executable, "-c", benchmark_code, str(result))
+        return [tests_stage, Stage("toy", command, 60, result)]
+
+    monkeypatch.setattr(gpu_check, "stages", toy_stages)
+    out = tmp_path / "out.json"
+    argv = ["gpu-check", "--tests", str(test_file), "--print-only", "--json", str(out)]
+    return main(argv), json.loads(out.read_text())
+
+
+PASSING = "import pytest\n@pytest.mark.gpu\ndef test_toy(): pass\n"
+FAILING = "import pytest\n@pytest.mark.gpu\ndef test_toy(): assert False\n"
+REPORTING = (
+    "import sys, pathlib; from cute_attn.bench.report import Report; "
+    "pathlib.Path(sys.argv[1]).write_text("
+    f"Report('toy', 'Toy', {ENVIRONMENT!r}, rows=[{{'n': 1}}]).to_json())"
+)
+
+
+def test_a_check_that_passes(tmp_path, monkeypatch, on_a_gpu):
+    code, report = run_check(tmp_path, monkeypatch, PASSING, REPORTING)
+    assert code == 0
+    assert [row["result"] for row in report["rows"]] == ["passed", "ran"]
+    assert report["parts"][0]["rows"] == [{"n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("test_code", "benchmark_code", "results"),
+    [
+        (FAILING, REPORTING, ["failed", "ran"]),
+        (PASSING, "raise RuntimeError('no')", ["passed", "failed"]),
+    ],
+)
+def test_a_check_that_fails(tmp_path, monkeypatch, on_a_gpu, test_code, benchmark_code, results):
+    code, report = run_check(tmp_path, monkeypatch, test_code, benchmark_code)
+    assert code == 1
+    assert [row["result"] for row in report["rows"]] == results
