@@ -5,14 +5,21 @@ Imports torch, so the benchmark modules import it only when they run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .registry import Unavailable
+
+if TYPE_CHECKING:
+    from cute_attn.cache import KernelDef
+    from cute_attn.kernels.lightning.spec import DecodeSpec
 
 DEVICE = "cuda"
 
@@ -104,7 +111,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     )
 
 
-def ours(case: Case, inputs: Inputs, **options: Any) -> Callable[[], torch.Tensor]:
+def ours(case: Case, inputs: Inputs) -> Callable[[], torch.Tensor]:
     """A call of the public operator; it updates `inputs.state` and `inputs.out` in place."""
     from cute_attn import lightning_attn_decode
 
@@ -118,7 +125,6 @@ def ours(case: Case, inputs: Inputs, **options: Any) -> Callable[[], torch.Tenso
             softmax_scale=inputs.softmax_scale,
             out=inputs.out,
             state_layout=case.state_layout,
-            **options,
         )
 
     return call
@@ -162,20 +168,105 @@ def copy(case: Case) -> Callable[[], torch.Tensor]:
     return partial(torch.empty_like(source).copy_, source)
 
 
-def variants(case: Case, inputs: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
-    """A call per tuning candidate of the kernel for this case and GPU, by its description."""
-    from cute_attn import cache
-    from cute_attn.kernels.lightning.heuristics import candidate_configs
+def bare(function: Callable[..., None], inputs: Inputs) -> Callable[[], None]:
+    """A call of the compiled function; the order is that of `kernels.lightning.arguments`."""
+    return partial(
+        function,
+        *inputs.qkv,
+        inputs.out,
+        inputs.state,
+        inputs.decay,
+        *(None,) * 4,  # state_indices, draft_k, draft_v, num_accepted
+        inputs.softmax_scale,
+    )
 
+
+def plan(case: Case, arch: str) -> tuple[KernelDef, DecodeSpec]:
+    """The kernel and Spec that the operator uses for this case."""
+    from cute_attn.ops.lightning import plan_decode
+
+    ((kernel, spec),) = plan_decode(
+        arch,
+        dtype=case.dtype,
+        state_dtype=case.state_dtype,
+        head_dim_k=case.head_dim_k,
+        head_dim_v=case.head_dim_v,
+        state_layout=case.state_layout,
+        multi_token=case.tokens > 1,
+        indexed=False,
+    )
+    return kernel, spec
+
+
+def candidates(spec: DecodeSpec, vary: Mapping[str, Sequence[int | str]]) -> dict[str, DecodeSpec]:
+    """`spec` itself as "chosen", and every other legal Spec with fields as in `vary`, by name.
+
+    Raises:
+        TypeError: a name in `vary` is no field of the Spec.
+    """
+    found = {"chosen": spec}
+    for values in itertools.product(*vary.values()):
+        fields: dict[str, Any] = dict(zip(vary, values, strict=True))
+        try:
+            candidate = dataclasses.replace(spec, **fields)
+        except ValueError:
+            continue  # this combination has no kernel
+        if candidate not in found.values():
+            found[" ".join(f"{name}={value}" for name, value in fields.items())] = candidate
+    return found
+
+
+def variants(
+    case: Case, inputs: Inputs, vary: Mapping[str, Sequence[int | str]]
+) -> tuple[dict[str, Callable[[], None]], list[str]]:
+    """(a bare call for each of the case's `candidates`, the names of those that do not compile).
+
+    Raises:
+        Disagreement: a candidate that compiles is wrong.
+    """
+    from cute_attn import cache
+
+    arch = cache.current_arch()
+    kernel, spec = plan(case, arch)
+    specs = candidates(spec, vary)
+    with contextlib.suppress(cache.CompileError):  # raised again below, by name
+        cache.warmup([(kernel, candidate) for candidate in specs.values()], arch=arch)
+
+    def compiled(candidate: DecodeSpec) -> Callable[..., None] | None:
+        try:
+            return cache.get(kernel, candidate, arch)
+        except cache.CompileError:
+            return None
+
+    functions = {name: compiled(candidate) for name, candidate in specs.items()}
+    calls = {name: bare(f, inputs) for name, f in functions.items() if f is not None}
+    expected, initial = _reference(case, inputs), inputs.state.clone()
+    for name, call in calls.items():
+        inputs.state.copy_(initial)
+        inputs.out.fill_(float("nan"))
+        call()
+        actual = (inputs.out, as_kv(case, inputs.state))
+        _hold(name, case, compare(case, actual, inputs.state.dtype, expected))
+    return calls, [name for name, f in functions.items() if f is None]
+
+
+def launch_paths(case: Case, inputs: Inputs, public_name: str) -> dict[str, Callable[[], object]]:
+    """The ways to launch the operator, from the public call down to the compiled function."""
+    from cute_attn import cache, lightning_attn_decode
+
+    arch = cache.current_arch()
+    slots = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
+    arguments = (*inputs.qkv, inputs.state, inputs.decay)
+    scale = inputs.softmax_scale
+    public = partial(lightning_attn_decode, *arguments, softmax_scale=scale)
     return {
-        str(config): ours(case, inputs, config=config)
-        for config in candidate_configs(
-            cache.current_arch(),
-            head_dim_k=case.head_dim_k,
-            head_dim_v=case.head_dim_v,
-            state_dtype=case.state_dtype,
-            state_layout=case.state_layout,
-        )
+        public_name: partial(public, out=inputs.out),
+        "the same with state_indices": partial(public, out=inputs.out, state_indices=slots),
+        "the same without out": public,
+        "torch.ops.cute_attn.lightning_attn_decode": partial(
+            torch.ops.cute_attn.lightning_attn_decode, *arguments, inputs.out, scale
+        ),
+        "compiled TVM-FFI function": bare(cache.get(*plan(case, arch), arch), inputs),
     }
 
 
@@ -207,27 +298,39 @@ def check_agreement(case: Case, seed: int) -> dict[str, Agreement]:
         Disagreement: NaN or an error over its bound; the message holds all four numbers.
     """
     inputs = make_inputs(case, seed)
-    expected_out, expected_state = _reference(case, inputs)  # before ours updates the state
+    expected = _reference(case, inputs)  # before ours updates the state
     fla_out, fla_state = fla(case, inputs)()
     ours(case, inputs)()
-
-    def compare(out: torch.Tensor, state: torch.Tensor, stored: torch.dtype) -> Agreement:
-        sums = case.tokens * case.head_dim_k * torch.finfo(torch.float32).eps
-        return Agreement(
-            relative_error(out.reshape(expected_out.shape), expected_out),
-            relative_error(state, expected_state),
-            torch.finfo(out.dtype).eps / 2 + sums,
-            torch.finfo(stored).eps / 2 + sums,
-        )
-
+    ours_result = (inputs.out, as_kv(case, inputs.state))
     found = {
-        "ours": compare(inputs.out, as_kv(case, inputs.state), inputs.state.dtype),
-        "fla": compare(fla_out, fla_state, fla_state.dtype),
+        "ours": compare(case, ours_result, inputs.state.dtype, expected),
+        "fla": compare(case, (fla_out, fla_state), fla_state.dtype, expected),
     }
     for name, agreement in found.items():
-        if not agreement.holds:
-            raise Disagreement(f"{name} against the float64 reference at {case}: {agreement}")
+        _hold(name, case, agreement)
     return found
+
+
+def _hold(name: str, case: Case, agreement: Agreement) -> None:
+    if not agreement.holds:
+        raise Disagreement(f"{name} against the float64 reference at {case}: {agreement}")
+
+
+def compare(
+    case: Case,
+    actual: tuple[torch.Tensor, torch.Tensor],
+    state_dtype: torch.dtype,
+    expected: tuple[torch.Tensor, torch.Tensor],
+) -> Agreement:
+    """Errors of (output, state [B, H, K, V]), the latter kept in memory as `state_dtype`."""
+    (out, state), (expected_out, expected_state) = actual, expected
+    sums = case.tokens * case.head_dim_k * torch.finfo(torch.float32).eps
+    return Agreement(
+        relative_error(out.reshape(expected_out.shape), expected_out),
+        relative_error(state, expected_state),
+        torch.finfo(out.dtype).eps / 2 + sums,
+        torch.finfo(state_dtype).eps / 2 + sums,
+    )
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -248,7 +351,9 @@ def _reference(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     for start in range(0, case.batch, CHUNK):
         part = slice(start, start + CHUNK)
         out, new_state = lightning_attn_decode_reference(
-            *(x[part] for x in inputs.qkv),
+            inputs.q[part],
+            inputs.k[part],
+            inputs.v[part],
             inputs.state[part],
             inputs.decay,
             softmax_scale=inputs.softmax_scale,

@@ -3,13 +3,13 @@
 Every batch size is first checked against the float64 reference, then timed: this package, FLA's
 `fused_recurrent_fwd`, and a plain copy of as many bytes as the call must move, in turns in one
 loop (see `timing`). `--sms N` does all of it, the ceilings included, inside a CUDA green context.
-`--variants` times the kernel's tuning candidates instead.
+`--variants tile_v=8,16,32 num_warps=4,8` times kernels of other tuning beside the chosen one.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -46,7 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--flush", nargs="+", default=["zero"], choices=FLUSHES)
     parser.add_argument("--sms", type=int, help="run on so many SMs, in a CUDA green context")
-    parser.add_argument("--variants", action="store_true", help="time the tuning candidates")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        type=_vary,
+        metavar="FIELD=A,B",
+        help="time kernels whose Spec has these values, in all combinations that are legal",
+    )
+
+
+def _vary(text: str) -> tuple[str, list[int | str]]:
+    """ "tile_v=8,16" -> ("tile_v", [8, 16]): a field of the Spec and its values."""
+    name, equals, values = text.partition("=")
+    if not equals or not values:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIELD=VALUE,VALUE")
+    return name, [int(value) if value.isdigit() else value for value in values.split(",")]
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -70,8 +84,11 @@ def run(args: argparse.Namespace) -> Report:
     settings = [(mode, flush) for mode in args.mode for flush in args.flush]
     with _partition(args.sms) as partition:
         roofline = measure_roofline(flush=args.flush[0], matmul=not args.short, rep_ms=rep_ms)
-        measure = _time_variants if args.variants else _time_contenders
-        rows, notes = measure(cases, settings, roofline, rep_ms)
+        if args.variants:
+            vary = dict(args.variants)
+            rows, notes = _time_variants(cases, settings, roofline, rep_ms, vary)
+        else:
+            rows, notes = _time_contenders(cases, settings, roofline, rep_ms)
     report = Report(
         benchmark="lightning-decode"
         + ("-variants" if args.variants else "")
@@ -201,13 +218,15 @@ def _time_variants(
     settings: Sequence[tuple[Mode, Flush]],
     roofline: Roofline,
     rep_ms: float,
+    vary: Mapping[str, Sequence[int | str]],
 ) -> tuple[list[Row], list[str]]:
     """Time each tuning candidate; the candidates of a batch take turns in one loop."""
     from ._lightning_problem import make_inputs, variants
 
     rows: list[Row] = []
+    refused: list[str] = []
     for case in track(cases, "lightning-decode --variants"):
-        candidates = variants(case, make_inputs(case, SEED))
+        candidates, refused = variants(case, make_inputs(case, SEED), vary)
         for mode, flush in settings:
             timings = time_cuda_interleaved(candidates, mode=mode, flush=flush, rep_ms=rep_ms)
             for name, timing in sorted(timings.items(), key=lambda item: item[1].median_us):
@@ -225,7 +244,10 @@ def _time_variants(
                         "share_of_copy": rate / roofline.copy_gbps,
                     }
                 )
-    return rows, []
+    notes = ["bare calls of the compiled functions, each checked, the fastest first"]
+    if refused:
+        notes.append(f"do not compile: {'; '.join(refused)}")
+    return rows, notes
 
 
 def verdicts(rows: Sequence[Row], *, standard: bool, partition: bool) -> list[Verdict]:

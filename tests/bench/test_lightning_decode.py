@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_attn.bench import _lightning_problem as problem
-from cute_attn.bench import lightning_decode
+from cute_attn.bench import launch_overhead, lightning_decode
 from cute_attn.bench.__main__ import main
 from cute_attn.bench.lightning_decode import verdicts
 from cute_attn.bench.registry import Unavailable
@@ -268,15 +268,114 @@ def test_the_partition_is_part_of_the_report(fake_gpu, monkeypatch, tmp_path):
 
 
 def test_variants_are_ranked_by_batch(fake_gpu, monkeypatch, tmp_path):
-    def variants(case, inputs):
+    def variants(case, inputs, vary):
+        assert vary == {"tile_v": [8, 16], "cache_hint": ["none"]}
         call = problem.ours(case, inputs)
-        return {"slow": call, "ours": call}
+        return {"slow": call, "ours": call}, ["tile_v=16"]
 
     monkeypatch.setattr(problem, "variants", variants)
-    argv = ["lightning-decode", "--variants", "--mode", "graph", "--batches", "1", "2"]
-    assert main([*argv, "--heads", "2", "--out", str(tmp_path)]) == 0
+    argv = ["lightning-decode", "--variants", "tile_v=8,16", "cache_hint=none", "--mode", "graph"]
+    argv += ["--batches", "1", "2", "--heads", "2", "--out", str(tmp_path)]
+    assert main(argv) == 0
     report = json.loads(next(tmp_path.glob("lightning-decode-variants-*.json")).read_text())
     assert [(r["batch"], r["config"]) for r in report["rows"]] == [
         (1, "ours"), (1, "slow"), (2, "ours"), (2, "slow"),
     ]  # fmt: skip
     assert report["verdicts"] == []
+    assert "do not compile: tile_v=16" in report["notes"]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_variants_are_checked_before_they_are_timed(monkeypatch, wrong):
+    from cute_attn import cache
+
+    case = problem.Case(batch=2, **SMALL)
+    chosen = problem.plan(case, "sm_90a")[1]
+
+    def get(kernel, spec, arch):
+        if spec.num_warps == 1 and spec != chosen:
+            raise cache.CompileError("no registers left")
+
+        def function(q, k, v, out, state, decay, *_):
+            scale = case.head_dim_k**-0.5 * (1.01 if wrong else 1.0)
+            plain_ours(q, k, v, state, decay, softmax_scale=scale, out=out, state_layout="vk")
+
+        return function
+
+    monkeypatch.setattr(cache, "current_arch", lambda: "sm_90a")
+    monkeypatch.setattr(cache, "get", get)
+    monkeypatch.setattr(cache, "warmup", lambda requests, arch: None, raising=False)
+    inputs = problem.make_inputs(case, 5)
+    vary = {"num_warps": [1, 2]}
+    if wrong:
+        with pytest.raises(problem.Disagreement, match="chosen against"):
+            problem.variants(case, inputs, vary)
+    else:
+        calls, refused = problem.variants(case, inputs, vary)
+        assert list(calls) == ["chosen", "num_warps=2"]
+        assert refused == ["num_warps=1"]
+
+
+def test_candidates_are_the_legal_combinations_and_the_chosen_spec():
+    _, spec = problem.plan(problem.Case(batch=1), "sm_90a")
+    fields = ["tile_v", "num_warps", "lanes_per_row"]
+    found = problem.candidates(spec, {"tile_v": [spec.tile_v, 3], "num_warps": [1, 2]})
+    assert found.pop("chosen") == spec
+    assert found  # tile_v=3 divides no head dimension, so only spec.tile_v is left
+    for name, candidate in found.items():
+        assert name == f"tile_v={spec.tile_v} num_warps={candidate.num_warps}"
+    with pytest.raises(TypeError):
+        problem.candidates(spec, {"no_such_field": [1]})
+    assert {getattr(spec, field) for field in fields}
+
+
+@pytest.mark.parametrize("text", ["tile_v", "tile_v="])
+def test_a_variant_without_values_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["lightning-decode", "--variants", text])
+    assert "FIELD=VALUE" in capsys.readouterr().err
+
+
+def test_launch_paths_hand_over_the_documented_arguments(monkeypatch):
+    """The order of the bare call's arguments is that of the kernel's own signature."""
+    import inspect
+
+    from cute_attn.kernels.lightning.decode import LightningDecode
+
+    case = problem.Case(batch=1, **SMALL)
+    inputs = problem.make_inputs(case, 1)
+    seen = []
+    problem.bare(lambda *args: seen.extend(args), inputs)()
+    names = list(inspect.signature(LightningDecode.__call__).parameters)[1:]
+    given = dict(zip(names, seen, strict=False))
+    assert given["softmax_scale"] == inputs.softmax_scale
+    expected = {"q": "q", "k": "k", "v": "v", "o": "out", "state": "state", "decay": "decay"}
+    for parameter, attribute in expected.items():
+        assert given[parameter] is getattr(inputs, attribute)
+    rest = ("state_indices", "draft_k", "draft_v", "num_accepted")
+    assert [given[name] for name in rest] == [None] * 4
+
+
+def test_launch_overhead_compares_with_torch_mul(monkeypatch, tmp_path):
+    def fake_time_host(fns, *, calls, batches, synchronize):
+        durations = dict.fromkeys(fns, 6.0) | {launch_overhead.BASELINE: 7.5, "bare": 4.5}
+        return {name: Timing.from_samples([us] * batches) for name, us in durations.items()}
+
+    monkeypatch.setattr(launch_overhead, "time_host", fake_time_host)
+    monkeypatch.setattr(
+        problem,
+        "launch_paths",
+        lambda case, inputs, public_name: dict.fromkeys((public_name, "bare")),
+    )
+    monkeypatch.setattr(torch, "randn", cpu_randn(torch.randn))
+    monkeypatch.setattr("cute_attn.bench.__main__.require_gpu", lambda: None)
+    assert main(["launch-overhead", "--short", "--out", str(tmp_path)]) == 0
+    report = json.loads(next(tmp_path.glob("launch-overhead-*.json")).read_text())
+    ratios = {r["call"]: r["to_torch_mul_ratio"] for r in report["rows"]}
+    assert ratios[launch_overhead.PUBLIC] == pytest.approx(0.8)
+    assert ratios["bare"] == pytest.approx(0.6)
+    assert report["verdicts"][0]["passed"] is True
+
+
+def cpu_randn(real):
+    return lambda *shape, **options: real(*shape, **{**options, "device": "cpu"})
