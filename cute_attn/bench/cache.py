@@ -234,13 +234,16 @@ def _rows(
             "median": quantile(values, 0.5) if values else None,
             "p20": quantile(values, 0.2) if values else None,
             "p80": quantile(values, 0.8) if values else None,
-            "unit": unit if values else "not installed",
+            "unit": unit,
             "samples": len(values),
         }
 
     def column(kind: str, *names: str) -> list[float]:
         return [sum(sample[name] for name in names) for sample in samples.get(kind, ())]
 
+    peer_unit = "ms"
+    if not samples.get("peer"):
+        peer_unit = "does not import here" if "peer" in samples else "not installed"
     both = ("torch_ms", "after_ms")
     return [
         row("import torch", column("torch", "torch_ms"), "ms"),
@@ -248,7 +251,7 @@ def _rows(
         row("import cute_attn, after torch", column("cute_attn", "after_ms"), "ms"),
         row("ready, warm disk cache, after torch", column("ready", "ready_ms"), "ms"),
         row("ready, empty disk cache, after torch", [cold["ready_ms"]], "ms"),
-        row(f"{PEER_IMPORT}, after torch", column("peer", "after_ms"), "ms"),
+        row(f"{PEER_IMPORT}, after torch", column("peer", "after_ms"), peer_unit),
         row("warm look-up in process", lookup_ns, "ns"),
         row("race for one key, each process", [result["ready_ms"] for result in race], "ms"),
         row("race for one key, compiles of all", [sum(r["compiles"] for r in race)], "compiles"),
