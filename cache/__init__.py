@@ -1,11 +1,15 @@
 """A cache of compiled CuTe DSL kernels: bytes, keys, locks and loading. It knows no kernel.
 
-A kernel is named by a :class:`KernelDef` and specialised by a frozen dataclass; :func:`get` returns
-its compiled function. A hit needs neither the compiler nor a linker, only the DSL's runtime library.
+A kernel is named by a :class:`KernelDef` and specialised by a frozen dataclass; :func:`get`
+returns its compiled function. A hit needs neither the compiler nor a linker, only the DSL's
+runtime library.
 See ``python -m cute_attn.cache --help`` for the command line.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .arch import current_arch
 from .entry import Built, Entry
@@ -13,7 +17,7 @@ from .errors import CacheError, CompileError, FrozenCacheMiss
 from .jit import (
     Stats,
     clear_memory,
-    compile,
+    compile,  # noqa: A004 (cache.compile is what it does)
     freeze,
     get,
     is_frozen,
@@ -24,6 +28,11 @@ from .jit import (
 from .key import KernelDef, KeyDescription, describe, spec
 from .log import configure_from_environment
 
+if TYPE_CHECKING:
+    from .warm import WarmupReport, warmup
+
+_LAZY = {"WarmupReport": "warm", "warmup": "warm"}  # name -> module; not for a hit
+
 __all__ = [
     "Built",
     "CacheError",
@@ -33,6 +42,7 @@ __all__ = [
     "KernelDef",
     "KeyDescription",
     "Stats",
+    "WarmupReport",
     "clear_memory",
     "compile",
     "current_arch",
@@ -44,6 +54,16 @@ __all__ = [
     "spec",
     "stats",
     "unfreeze",
+    "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
 
 configure_from_environment()

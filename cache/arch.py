@@ -44,7 +44,7 @@ def current_arch(device: int | None = None) -> str:
     return _chosen_arch() or _device_arch(_current_device() if device is None else device)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _chosen_arch() -> str:
     chosen = os.environ.get("CUTE_ATTN_ARCH", "").strip()
     return check_arch(chosen) if chosen else ""
@@ -57,7 +57,7 @@ def _current_device() -> int:
     return 0
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _device_arch(device: int) -> str:
     how_to_go_on = "pass arch=, for example arch='sm_90a', or set CUTE_ATTN_ARCH"
     try:

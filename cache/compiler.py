@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import platform
@@ -24,8 +25,8 @@ from .log import logger, warn_once
 # The compiler's state (MLIR context, options, dump paths) is one per process.
 _one_at_a_time = threading.Lock()
 
-# The host code of a kernel is compiled for the CPU at hand unless told otherwise. These are the
-# baselines that every 64-bit server CPU has, so that an entry works beyond the machine it was built on.
+# The host code of a kernel is compiled for the CPU at hand unless told otherwise. These baselines
+# every 64-bit server CPU has, so that an entry works beyond the machine that it was built on.
 _HOST_BASELINE = {
     "x86_64": ("x86-64-v2", ("+sse4.2", "+popcnt", "+cx16")),
     "aarch64": ("generic", ("+neon",)),
@@ -46,42 +47,44 @@ def compile_kernel(
     Raises CompileError, from whatever the compiler or the kernel's own code raised.
     """
     with _one_at_a_time, _scratch(directory) as scratch:
-        started = time.perf_counter()
         try:
-            compiled = _run_compiler(kernel, spec, key.arch, scratch)
+            compile_function, target = _import(kernel)
+            started = time.perf_counter()
+            instance = target(spec)
+            compiled = compile_function(
+                instance, *instance.fake_args(), options=_options(kernel, key.arch, scratch)
+            )
+            files = _export(compiled, scratch) if scratch is not None else {}
         except Exception as error:
             raise CompileError(
-                f"{kernel.name} does not compile for {key.arch}: {type(error).__name__}: {error}\n"
-                f"{key.text}"
+                f"{kernel.name} {key.specialisation} does not compile for {key.arch} "
+                f"(key {key.digest[:12]}): {type(error).__name__}: {error}"
             ) from error
+        seconds = time.perf_counter() - started
         if scratch is None:
             return None, compiled
-        files = _export(compiled, scratch)
-        seconds = time.perf_counter() - started
         uses = cubin.kernel_uses(compiled.artifacts.CUBIN, _ptxas_log(scratch))
         return Built(key, files, uses, seconds), compiled
 
 
-def _run_compiler(kernel: KernelDef, spec: object, arch: str, scratch: Path | None) -> Any:
+def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
+    """``cutlass.cute.compile`` and the kernel's class."""
     try:
-        import cutlass.cute as cute
+        cute: Any = importlib.import_module("cutlass.cute")
     except ImportError as error:
-        raise ImportError(
-            f"a kernel has to be compiled, and nvidia-cutlass-dsl cannot be imported ({error})"
-        ) from error
-    module, _, attribute = kernel.target.partition(":")
-    target = importlib.import_module(module)
-    for name in attribute.split("."):
-        target = getattr(target, name)
-    instance = target(spec)
+        raise ImportError(f"nvidia-cutlass-dsl cannot be imported ({error})") from error
+    _, _, attribute = kernel.target.partition(":")
+    module: Any = importlib.import_module(kernel.module)
+    return cute.compile, functools.reduce(getattr, attribute.split("."), module)
+
+
+def _options(kernel: KernelDef, arch: str, scratch: Path | None) -> str:
     options = ["--enable-tvm-ffi", f"--gpu-arch {arch}"]
     if scratch is not None:
         # "remarks{ptx}" has ptxas say what it spills, in the file rather than on stderr.
         options += ["--keep-ptx", "--keep-cubin", f"--dump-dir {shlex.quote(str(scratch))}"]
         options += [f"--remark-output {shlex.quote(str(scratch / 'remarks'))}", "remarks{ptx}"]
-    if kernel.options:
-        options.append(kernel.options)
-    return cute.compile(instance, *instance.fake_args(), options=" ".join(options))
+    return " ".join([*options, kernel.options])
 
 
 def _export(compiled: Any, scratch: Path) -> dict[str, bytes]:
@@ -122,7 +125,7 @@ def _ptxas_log(scratch: Path) -> str:
 
 @contextlib.contextmanager
 def _scratch(preferred: Path | None) -> Iterator[Path | None]:
-    """A directory with room for a compilation: under ``preferred``, else a temporary one, or None."""
+    """A directory with room to compile in: under ``preferred``, else a temporary one, or None."""
     for parent in (preferred, *_temporary_directories()):
         if parent is None:
             continue
@@ -152,7 +155,7 @@ def _has_room(directory: Path) -> bool:
     """Whether a compilation's files fit. Tried, since quotas and limits show no other way."""
     probe = directory / "probe"
     try:
-        with open(probe, "wb") as file:
+        with probe.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, _SCRATCH_BYTES)
         probe.unlink()
     except OSError as error:

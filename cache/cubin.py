@@ -9,8 +9,7 @@ from __future__ import annotations
 import io
 import re
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # Attributes in a cubin's .nv.info section: (format, attribute) and then the size of the value.
 _HAS_SIZED_VALUE = 0x04  # EIFMT_SVAL; the other formats hold a value of two bytes in place
@@ -25,8 +24,7 @@ _PTXAS_FUNCTION = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class KernelUse:
+class KernelUse(NamedTuple):
     """What one device kernel uses, per thread or per block.
 
     Attributes:

@@ -16,7 +16,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Built:
                 for name, data in sorted(self.files.items())
             },
             "compile_seconds": round(self.compile_seconds, 3),
-            "kernels": [asdict(kernel) for kernel in self.kernels],
+            "kernels": [kernel._asdict() for kernel in self.kernels],
         }
         return {**content, "checksum": _checksum(content)}
 
@@ -110,7 +110,9 @@ class Entry:
                 f"{self.directory / name} has {len(data)} bytes instead of {expected['size']}"
             )
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-            raise DamagedEntry(f"{self.directory / name} does not have the SHA-256 it was stored with")
+            raise DamagedEntry(
+                f"{self.directory / name} does not have the SHA-256 of its meta.json"
+            )
         return data
 
     def verify(self) -> None:
@@ -136,9 +138,9 @@ class Entry:
     def uses(self) -> tuple[int, float]:
         """How many processes loaded the entry, and when the last one did."""
         try:
-            status = os.stat(self.directory / USES, follow_symlinks=False)
+            status = (self.directory / USES).lstat()
         except OSError:
-            return 0, os.stat(self.directory, follow_symlinks=False).st_mtime
+            return 0, self.directory.lstat().st_mtime
         return status.st_size, status.st_mtime
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ def open_entry(directory: Path, digest: str, owners: frozenset[int]) -> Entry:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        os.stat(directory)  # FileNotFoundError if the entry has gone meanwhile: that is a miss
+        directory.lstat()  # FileNotFoundError if the entry has gone meanwhile: that is a miss
         raise DamagedEntry(f"{directory} has no {META}") from None
     try:
         _refuse_strangers(path, os.fstat(fd), owners)
@@ -174,7 +176,7 @@ def open_entry(directory: Path, digest: str, owners: frozenset[int]) -> Entry:
 
 def check_ownership(path: Path, owners: frozenset[int]) -> None:
     """Raise RefusedEntry if somebody outside ``owners`` owns ``path`` or may write to it."""
-    _refuse_strangers(path, os.stat(path, follow_symlinks=False), owners)
+    _refuse_strangers(path, path.lstat(), owners)
 
 
 def _refuse_strangers(path: Path, status: os.stat_result, owners: frozenset[int]) -> None:
@@ -188,9 +190,9 @@ def _refuse_strangers(path: Path, status: os.stat_result, owners: frozenset[int]
     else:
         return
     raise RefusedEntry(
-        f"{path} {problem} (owner uid {status.st_uid}, mode {mode:04o}): compiled kernels are native "
-        "code, and are loaded only from where nobody else can have put them. Make it yours with "
-        "chown and chmod go-w, or choose another directory with CUTE_ATTN_CACHE_DIR"
+        f"{path} {problem} (owner uid {status.st_uid}, mode {mode:04o}): compiled kernels are "
+        "native code, and are loaded only from where nobody else can have put them. Make it yours "
+        "with chown and chmod go-w, or choose another directory with CUTE_ATTN_CACHE_DIR"
     )
 
 

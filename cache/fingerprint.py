@@ -1,4 +1,4 @@
-"""Which sources a kernel is built from, and their SHA-256: found by reading imports, not by running.
+"""Which sources a kernel is built from, and their SHA-256: found by reading, not by running.
 
 Starting from the kernel's module, every import of a module of the same package is followed:
 at module level, inside functions and inside conditions, except under ``if TYPE_CHECKING``.
@@ -18,14 +18,14 @@ import functools
 import hashlib
 import importlib.util
 import sys
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import NamedTuple
 
 from .errors import CacheError
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """One module's file: where it is, and what it says."""
 
     module: str
@@ -66,8 +66,7 @@ class _Package:
             # A namespace package has modules but no text; an extension module has neither.
             return _Source(module, is_package, search, "", b"") if is_package else None
         try:
-            with open(spec.origin, "rb") as file:
-                text = file.read()
+            text = Path(spec.origin).read_bytes()
         except OSError:
             return None
         return _Source(module, is_package, search, spec.origin, text)
@@ -194,14 +193,14 @@ def _closure(module: str, package: _Package) -> dict[str, _Source]:
 
 
 def read_source_digests(module: str, package: str) -> tuple[tuple[str, str], ...]:
-    """The modules that ``module`` is built from within ``package``, each with its file's SHA-256."""
+    """The modules that ``module`` is built from within ``package``, with their files' SHA-256."""
     return tuple(
         (name, hashlib.sha256(source.text).hexdigest())
         for name, source in sorted(_closure(module, _Package(package)).items())
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def source_digests(module: str, package: str) -> tuple[tuple[str, str], ...]:
     """:func:`read_source_digests`, read once per process, as the modules themselves are."""
     return read_source_digests(module, package)

@@ -1,14 +1,12 @@
-"""From a request for a kernel to a function: memory, prebuilt directories, the user's, the compiler."""
+"""From a request to a function: memory, prebuilt directories, the user's own, the compiler."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from . import fingerprint, settings, toolchain
 from .arch import check_arch, current_arch
@@ -29,8 +27,7 @@ _digest_locks: dict[str, threading.Lock] = {}
 _frozen = False
 
 
-@dataclass(frozen=True)
-class Stats:
+class Stats(NamedTuple):
     """What the cache has done in this process since it started, or since :func:`reset_stats`.
 
     Look-ups in memory are not counted: that path takes no lock and writes nothing.
@@ -66,8 +63,8 @@ def count(**increments: float) -> None:
     """Add to the counters."""
     global _stats
     with _lock:
-        _stats = dataclasses.replace(
-            _stats, **{name: getattr(_stats, name) + n for name, n in increments.items()}
+        _stats = _stats._replace(
+            **{name: getattr(_stats, name) + n for name, n in increments.items()}
         )
 
 
@@ -112,7 +109,9 @@ def _load_or_compile(kernel: KernelDef, spec: Any, key: KeyDescription) -> _Func
     return found.function if isinstance(found, Unstored) else found
 
 
-def compile(kernel: KernelDef, spec: Any, arch: str | None = None) -> Entry | Built:
+def compile(  # noqa: A001 (cache.compile is what it does)
+    kernel: KernelDef, spec: Any, arch: str | None = None
+) -> Entry | Built:
     """Make sure that a kernel is compiled, without loading it; return its entry.
 
     The entry (``directory``, ``key``, ``kernels``, ``read("kernel.ptx")``) is one of those that
@@ -128,6 +127,20 @@ def compile(kernel: KernelDef, spec: Any, arch: str | None = None) -> Entry | Bu
     if found.built is None:
         raise CacheError(f"{kernel.name} was compiled, but there is no directory to write it to")
     return found.built
+
+
+def is_cached(key: KeyDescription, places: Places) -> bool:
+    """Whether the kernel is in memory or on disk (where it may yet turn out to be damaged)."""
+    if key.digest in _functions_by_digest:
+        return True
+    for store in places.all():
+        for digest in _candidates(store, key):
+            with contextlib.suppress(CacheError, OSError):
+                entry = store.open(digest)
+                if entry is not None:
+                    entry.close()
+                    return True
+    return False
 
 
 def verified(entry: Entry) -> Entry:
@@ -177,8 +190,7 @@ def is_frozen() -> bool:
 # -- the slow path
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """Where to look for entries, and where to put new ones."""
 
     prebuilt: tuple[Store, ...]
@@ -205,8 +217,7 @@ def _user_store() -> Store | None:
     return None
 
 
-@dataclass(frozen=True)
-class Unstored:
+class Unstored(NamedTuple):
     """A kernel that was compiled and could not be stored."""
 
     built: Built | None
@@ -248,7 +259,7 @@ def obtain(
     if result is not None:
         count(disk_hits=1)
         return result
-    _refuse_if_frozen(key, places)
+    refuse_if_frozen(key, places)
 
     def published() -> bool:
         nonlocal result
@@ -342,7 +353,7 @@ def _put_aside(store: Store, digest: str, problem: CacheError) -> None:
 def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | None) -> Unstored:
     from . import compiler  # elftools, and later the compiler: not for a hit
 
-    _refuse_if_frozen(key, Places.from_environment())
+    refuse_if_frozen(key, Places.from_environment())
     logger.info("compiling %s %s for %s", key.kernel, key.specialisation, key.arch)
     with contextlib.ExitStack() as stack:
         scratch = None
@@ -374,7 +385,7 @@ def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | N
 def _store(
     store: Store, kernel: KernelDef, unstored: Unstored, use: Callable[[Entry], _Result]
 ) -> _Result | Unstored:
-    """Publish what was compiled, and ``use`` the entry; if that fails, what is in memory has to do."""
+    """Publish what was compiled, and ``use`` the entry; failing that, keep what is in memory."""
     if unstored.built is None:
         return unstored
     key = unstored.built.key
@@ -406,7 +417,8 @@ def _sources_changed(kernel: KernelDef, key: KeyDescription) -> bool:
     return fingerprint.read_source_digests(kernel.module, kernel.source_package) != key.sources
 
 
-def _refuse_if_frozen(key: KeyDescription, places: Places) -> None:
+def refuse_if_frozen(key: KeyDescription, places: Places) -> None:
+    """Raise FrozenCacheMiss if :func:`freeze` is in force."""
     if _frozen:
         raise FrozenCacheMiss(_describe_miss(key, places))
 
@@ -420,11 +432,14 @@ def _describe_miss(key: KeyDescription, places: Places, shown: int = 3) -> str:
         key=lambda found: len(key.differences(found)),
     )
     lines = [
-        f"{key.kernel} {key.specialisation} for {key.arch} is in no cache, and the cache is frozen.",
+        f"{key.kernel} {key.specialisation} for {key.arch} is in no cache, and compiling it is "
+        "forbidden since cache.freeze()",
         f"key {key.digest}",
     ]
-    for found in nearest[:shown]:
-        lines.append(f"nearest {found.digest[:12]} differs in {'; '.join(key.differences(found))}")
+    lines += [
+        f"nearest key {found.digest[:12]} differs in {'; '.join(key.differences(found))}"
+        for found in nearest[:shown]
+    ]
     if not nearest:
         lines.append(f"no entry of {key.kernel} exists")
     return "\n".join(lines)

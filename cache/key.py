@@ -151,7 +151,8 @@ def spec(cls: _Class) -> _Class:
 
     for method in (__post_init__, __hash__, __eq__):
         setattr(cls, method.__name__, method)
-    return dataclass(frozen=True, eq=False)(cls)
+    made: _Class = dataclass(frozen=True, eq=False)(cls)  # type: ignore[assignment]
+    return made
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,8 @@ class KeyDescription:
     @functools.cached_property
     def text(self) -> str:
         """The canonical description."""
-        return "".join(f"{name}: {value}\n" for name, value in {"key": _FORMAT, **self.lines()}.items())
+        lines = {"key": _FORMAT, **self.lines()}
+        return "".join(f"{name}: {value}\n" for name, value in lines.items())
 
     @functools.cached_property
     def digest(self) -> str:
@@ -223,18 +225,22 @@ class KeyDescription:
     def differences(self, other: KeyDescription) -> list[str]:
         """The fields in which ``other`` differs, each as ``"name: here, there in other"``."""
         mine, theirs = self.lines(), other.lines()
-        return [
-            f"{name}: {mine.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
-            for name in {**mine, **theirs}
-            if mine.get(name) != theirs.get(name) and "any" not in (mine.get(name), theirs.get(name))
-        ]
+        found = []
+        for name in {**mine, **theirs}:
+            here, there = mine.get(name, "absent"), theirs.get(name, "absent")
+            if here != there and "any" not in (here, there):
+                found.append(f"{name}: {here} here, {there} there")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "spec": dict(self.spec), "sources": dict(self.sources)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> KeyDescription:
-        """The inverse of :meth:`to_json`. Raises KeyError, TypeError or AttributeError if it is none."""
+        """The inverse of :meth:`to_json`.
+
+        Raises KeyError, TypeError or AttributeError for anything else.
+        """
         fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
         for name in ("spec", "sources"):
             fields[name] = tuple((str(k), str(v)) for k, v in fields[name].items())

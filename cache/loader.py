@@ -56,7 +56,10 @@ def _load_library(entry: Entry, image: bytes) -> Callable[..., Any]:
     symbol = getattr(library, f"__tvm_ffi_{FUNCTION}")
     address = ctypes.cast(symbol, ctypes.c_void_p).value
     assert address is not None
-    return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=library)
+    function: Callable[..., Any] = tvm_ffi.Function.__from_extern_c__(
+        address, keep_alive_object=library
+    )
+    return function
 
 
 def _load_object(entry: Entry, image: bytes) -> Callable[..., Any]:
@@ -71,8 +74,8 @@ def _load_object(entry: Entry, image: bytes) -> Callable[..., Any]:
         from cutlass.cute.runtime import load_module
     except ImportError as error:
         raise IncompatibleEntry(
-            f"{entry.directory} holds only {OBJECT}, which takes nvidia-cutlass-dsl to load, and that "
-            f"cannot be imported ({error}): build it on a machine with a linker"
+            f"{entry.directory} holds only {OBJECT}, which takes nvidia-cutlass-dsl to load, and "
+            f"that cannot be imported ({error}): build it on a machine with a linker"
         ) from error
     fd = _file_in_memory(image, entry.key.kernel)
     try:
@@ -83,7 +86,7 @@ def _load_object(entry: Entry, image: bytes) -> Callable[..., Any]:
     return function
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _open_runtime_library() -> str:
     """Make the DSL's runtime visible to the kernels loaded later; return its path."""
     path = str(toolchain.runtime_library().path)

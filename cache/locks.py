@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 _HELD_ELSEWHERE = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _NOT_SUPPORTED = {
@@ -69,7 +70,7 @@ def try_lock_file(path: os.PathLike[str]) -> Iterator[LockState]:
 def _is_at(fd: int, path: os.PathLike[str]) -> bool:
     opened = os.fstat(fd)
     try:
-        named = os.stat(path, follow_symlinks=False)
+        named = Path(path).lstat()
     except FileNotFoundError:
         return False
     return (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino)

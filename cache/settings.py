@@ -16,7 +16,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def cache_directory() -> Path | None:
-    """``CUTE_ATTN_CACHE_DIR``, else the platform's cache directory; None if the user has no home."""
+    """``CUTE_ATTN_CACHE_DIR``, else the platform's; None if the user has no home directory."""
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
     if chosen:
         return Path(chosen).absolute()

@@ -22,13 +22,13 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .entry import META, Built, DamagedEntry, Entry, RefusedEntry, check_ownership, open_entry
 from .errors import CacheError
 from .locks import LockState, try_lock, try_lock_file
-from .log import logger, warn_once
+from .log import logger
 
 _LAYOUT = "v1"
 _POLL_SECONDS = 0.02
@@ -37,8 +37,7 @@ _LONGEST_WAIT_SECONDS = 600.0  # then compile all the same: publication is atomi
 _UNLOCKABLE_LEFTOVER_SECONDS = 24 * 3600.0  # where locks do not work, age has to do
 
 
-@dataclass(frozen=True)
-class Evicted:
+class Evicted(NamedTuple):
     """What :meth:`Store.evict` removed."""
 
     entries: int
@@ -50,11 +49,13 @@ class Store:
 
     Args:
         root: the directory; made when the first entry is published.
-        read_only: a prebuilt directory. It may belong to root; nothing in it is locked or changed.
+        read_only: a prebuilt directory. It may belong to root, and nothing in it is changed.
+        public: what is published here can be read by every user, as a prebuilt directory is.
     """
 
-    def __init__(self, root: Path, *, read_only: bool = False) -> None:
+    def __init__(self, root: Path, *, read_only: bool = False, public: bool = False) -> None:
         self.root = root
+        self._directory_mode, self._file_mode = (0o755, 0o644) if public else (0o700, 0o600)
         self.read_only = read_only
         user = os.geteuid()
         self._owners = frozenset({user, 0}) if read_only else frozenset({user})
@@ -142,11 +143,12 @@ class Store:
             directory.mkdir(0o700)
             meta = json.dumps(built.meta(), indent=1).encode()
             for name, data in {**built.files, META: meta}.items():
-                _write_synced(directory / name, data)
+                _write_synced(directory / name, data, self._file_mode)
+            directory.chmod(self._directory_mode)
             _sync_directory(directory)
             self._make_directory(final.parent.name)
             try:
-                os.rename(directory, final)
+                directory.rename(final)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -155,17 +157,21 @@ class Store:
         return final
 
     def _make_directory(self, name: str) -> Path:
-        if not self.root.exists():
-            # Parents keep the user's umask, as ~/.cache would; the root itself is private.
-            self.root.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                self.root.mkdir(0o700)
-        self.check_root()
         path = self._base / name
+        if not self.root.exists():
+            # Parents are made with the user's umask, as ~/.cache would be; the root is private.
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            self._make_one_directory(self.root)
+        self.check_root()
         for directory in (self._base, path):
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir(0o700)
+            self._make_one_directory(directory)
         return path
+
+    def _make_one_directory(self, path: Path) -> None:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(0o700)
+            if self._directory_mode != 0o700:
+                path.chmod(self._directory_mode)
 
     # -- one process at a time
 
@@ -216,7 +222,7 @@ class Store:
         """
         path = self._make_directory("quarantine") / f"{digest}-{secrets.token_hex(4)}"
         try:
-            os.rename(self.entry_path(digest), path)
+            self.entry_path(digest).rename(path)
         except FileNotFoundError:
             return None
         return path
@@ -235,7 +241,7 @@ class Store:
         lock = path.with_suffix(".lock")
         with contextlib.suppress(OSError), try_lock_file(lock) as state:
             if state is LockState.UNSUPPORTED:
-                age = time.time() - os.stat(path).st_mtime
+                age = time.time() - path.lstat().st_mtime
                 if age < _UNLOCKABLE_LEFTOVER_SECONDS:
                     return False
             elif state is LockState.HELD_ELSEWHERE:
@@ -246,7 +252,7 @@ class Store:
         return False
 
     def evict(self, max_bytes: int, keep: str = "") -> Evicted:
-        """Remove quarantined, then least recently used entries, until the rest fits in ``max_bytes``.
+        """Remove quarantined, then least recently used entries, until all fits in ``max_bytes``.
 
         Entries that a process has loaded are passed by, and so is the entry ``keep``.
         """
@@ -287,7 +293,7 @@ class Store:
                 return False
             try:
                 staging = stack.enter_context(self.staging())
-                os.rename(path, staging / "evicted")
+                path.rename(staging / "evicted")
             except FileNotFoundError:
                 return False
             except (OSError, RefusedEntry) as error:
@@ -298,17 +304,25 @@ class Store:
     def clear(self) -> Evicted:
         """Delete every entry that is not in use, the quarantine, and what dead processes left."""
         removed = self.evict(max_bytes=-1)
+        self.tidy()
+        return removed
+
+    def tidy(self) -> None:
+        """Delete the quarantine, what dead processes left, and the locks that nobody holds."""
         shutil.rmtree(self._base / "quarantine", ignore_errors=True)
         self.sweep()
         for lock in (self._base / "locks").glob("*.lock"):
             with contextlib.suppress(OSError), try_lock_file(lock) as state:
                 if state is LockState.TAKEN:
                     lock.unlink()
-        return removed
+        for name in ("locks", "staging"):
+            with contextlib.suppress(OSError):  # not empty: in use
+                (self._base / name).rmdir()
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "xb", opener=lambda p, flags: os.open(p, flags, 0o600)) as file:
+def _write_synced(path: Path, data: bytes, mode: int) -> None:
+    with path.open("xb") as file:
+        os.fchmod(file.fileno(), mode)
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -319,7 +333,7 @@ def _sync_directory(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF):  # directories cannot be synced everywhere
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems cannot sync one
             raise
     finally:
         os.close(fd)
@@ -330,7 +344,7 @@ def _tree_size(directory: Path) -> tuple[int, float]:
     size = 0
     last_use = 0.0
     with contextlib.suppress(OSError):
-        last_use = os.stat(directory).st_mtime
+        last_use = directory.lstat().st_mtime
         for item in os.scandir(directory):
             status = item.stat(follow_symlinks=False)
             size += status.st_size

@@ -14,8 +14,8 @@ import os
 import platform
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import CacheError
 
@@ -37,8 +37,7 @@ _CODE_CHANGING_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
-class RuntimeLibrary:
+class RuntimeLibrary(NamedTuple):
     """``libcute_dsl_runtime.so``, which every compiled kernel calls into."""
 
     path: Path
@@ -62,13 +61,13 @@ def _installed_version(distribution: str) -> str | None:
         return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def dsl_version() -> str | None:
     """The version of the installed compiler, or None if there is none."""
     return _installed_version("nvidia-cutlass-dsl")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def runtime_version() -> str | None:
     """The version of the runtime library, as far as an installed distribution tells it."""
     cuda = runtime_library().cuda
@@ -76,7 +75,7 @@ def runtime_version() -> str | None:
     return version or dsl_version()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cuda_flavour() -> str | None:
     """``"cu12"`` or ``"cu13"``: the toolkit that the compiler emits code with; None if unknown."""
     flavours = _installed_flavours()
@@ -88,7 +87,7 @@ def cuda_flavour() -> str | None:
         return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tvm_ffi_abi() -> str:
     """The version of the TVM-FFI ABI: its releases 0.1.x share one."""
     version = _installed_version("apache-tvm-ffi")
@@ -97,7 +96,7 @@ def tvm_ffi_abi() -> str:
     return ".".join(version.split(".")[:2])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def host_platform() -> str:
     """Operating system, machine and C library: ``"linux-x86_64-glibc"``.
 
@@ -138,7 +137,7 @@ def _driver_cuda_major() -> int | None:
     return version.value // 1000
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def runtime_library() -> RuntimeLibrary:
     """The runtime library: ``CUTE_ATTN_RUNTIME_LIBRARY``, else the installed wheel's.
 
@@ -154,8 +153,8 @@ def runtime_library() -> RuntimeLibrary:
     flavours = _installed_flavours()
     if not flavours:
         raise CacheError(
-            f"{RUNTIME_LIBRARY_NAME} not found: install nvidia-cutlass-dsl-libs-cu12 (or -cu13), or "
-            "name the file in CUTE_ATTN_RUNTIME_LIBRARY"
+            f"{RUNTIME_LIBRARY_NAME} not found: install nvidia-cutlass-dsl-libs-cu12 (or -cu13), "
+            "or name the file in CUTE_ATTN_RUNTIME_LIBRARY"
         )
     cuda = _chosen_flavour(flavours)
     return RuntimeLibrary(flavours[int(cuda[2:])], cuda)

@@ -1,4 +1,4 @@
-"""Two small kernels that the cache's tests compile, load and call."""
+"""Small kernels that the cache's tests compile, load and call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from toy_specs import ScaleSpec
+from toy_specs import ScaleSpec, SumSpec
 
 _THREADS = 128
 
@@ -36,3 +36,35 @@ class Scale:
         i = block * _THREADS + thread
         if i < cute.size(x):
             y[i] = x[i] * self.spec.factor
+
+
+class Sum(Scale):
+    """A sum over products of ``terms`` values held at once: with many of them, some spill."""
+
+    def __init__(self, spec: SumSpec) -> None:
+        self.spec = spec
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
+        # 1024 threads share 65536 registers: 64 for each.
+        self.kernel(x, y).launch(grid=[1, 1, 1], block=[1024, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        held = cute.make_rmem_tensor((self.spec.terms,), cutlass.Float32)
+        for j in cutlass.range_constexpr(self.spec.terms):
+            held[j] = x[thread + j * 1024]
+        total = cutlass.Float32(0.0)
+        for j in cutlass.range_constexpr(self.spec.terms):
+            for i in cutlass.range_constexpr(self.spec.terms):
+                total = total * held[j] + held[i]
+        y[thread] = total
+
+
+class Broken(Scale):
+    """Does not compile."""
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        y[0] = x[0] * self.spec.no_such_field

@@ -1,10 +1,27 @@
-"""Specialisations of the toy kernels, apart from them: importing this does not import cutlass."""
+"""Specialisations of the toy kernels, and a plan. Apart from them: this does not import cutlass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_attn.cache import KernelDef
+
 
 @dataclass(frozen=True)
 class ScaleSpec:
     factor: float = 2.0
+
+
+@dataclass(frozen=True)
+class SumSpec:
+    terms: int = 4
+
+
+SCALE = KernelDef("scale", "toy_kernels:Scale")
+SUM = KernelDef("sum", "toy_kernels:Sum")
+BROKEN = KernelDef("broken", "toy_kernels:Broken")
+
+
+def plan_scale(arch: str, *, factors: list[float]) -> list[tuple[KernelDef, ScaleSpec]]:
+    """As an operator's plan: from the parameters in a TOML file to kernels."""
+    return [(SCALE, ScaleSpec(factor)) for factor in factors]

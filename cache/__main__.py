@@ -1,0 +1,305 @@
+"""The command line: ``python -m cute_attn.cache``.
+
+Exit status: 0 if all is well; 1 if something is damaged, refused, missing or did not compile; 2 for
+arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import jit, settings
+from .arch import check_arch
+from .entry import Entry
+from .errors import CacheError
+from .specfile import read_plans, requests
+from .store import Store
+from .warm import compile_all, unique_jobs
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        return status
+    except CacheError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cute_attn.cache",
+        description="Look after the cache of compiled kernels, and build prebuilt ones.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary)
+        sub.set_defaults(run=run)
+        return sub
+
+    command("path", _path, "print the user's cache directory")
+    listing = command("ls", _list, "list all entries, in the user's and the prebuilt directories")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    info = command("info", _info, "show everything about one entry")
+    info.add_argument("key", metavar="KEY", help="a digest, or its first characters")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    verify = command("verify", _verify, "compare every file with its SHA-256")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    prune = command("prune", _prune, "remove least recently used entries, and leftovers")
+    prune.add_argument(
+        "--max-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="what may remain, such as 500M (default: CUTE_ATTN_CACHE_MAX_BYTES, or 5 GiB)",
+    )
+    command("clear", _clear, "remove all entries that no process has loaded")
+    build = command("build", _build, "compile the kernels that a file asks for into a directory")
+    build.add_argument("spec", metavar="SPEC.toml", type=Path)
+    build.add_argument(
+        "--arch", required=True, type=_architectures, help="such as sm_90a,sm_100a", metavar="ARCHS"
+    )
+    build.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="for CUTE_ATTN_PREBUILT"
+    )
+    build.add_argument("-j", "--jobs", type=int, metavar="N", help="processes (default: all CPUs)")
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return settings.parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _architectures(text: str) -> list[str]:
+    try:
+        return [check_arch(item.strip()) for item in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# -- commands
+
+
+def _path(_: argparse.Namespace) -> int:
+    print(_user_store().root)
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    rows = [_summary(entry) for store in _stores() for entry in store.entries()]
+    rows.sort(key=lambda row: (row["kernel"], row["specialisation"], row["arch"]))
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    columns = ("key", "kernel", "specialisation", "arch", "size", "age", "hits")
+    now = time.time()
+    _print_table(
+        columns,
+        (
+            (
+                row["key"][:12],
+                row["kernel"],
+                row["specialisation"],
+                row["arch"],
+                _readable_size(row["bytes"]),
+                _readable_age(now - row["last_use"]),
+                str(row["hits"]),
+            )
+            for row in rows
+        ),
+    )
+    total = sum(row["bytes"] for row in rows)
+    print(f"{len(rows)} entries, {_readable_size(total)}")
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    with contextlib.closing(_find(options.key)) as entry:
+        hits, last_use = entry.uses()
+        everything = {
+            "path": str(entry.directory),
+            **entry.meta,
+            "hits": hits,
+            "last_use": last_use,
+        }
+        if options.json:
+            print(json.dumps(everything, indent=1))
+            return 0
+        print(f"path: {entry.directory}\ndigest: {entry.digest}\n{entry.key.text}", end="")
+        print(f"compile time: {entry.meta['compile_seconds']:.2f} s")
+        print(f"hits: {hits}, last use {_readable_age(time.time() - last_use)} ago")
+        for name, file in entry.meta["files"].items():
+            print(f"file {name}: {file['size']} bytes, SHA-256 {file['sha256']}")
+        for use in entry.kernels:
+            print(
+                f"kernel {use.name}: {use.registers} registers, {use.spills} bytes spilled, "
+                f"{use.stack} bytes of stack, {use.static_shared} bytes of static shared memory"
+            )
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    rows = []
+    for store in _stores():
+        for digest in store.digests():
+            problem = None
+            try:
+                entry = store.open(digest)
+                if entry is None:
+                    continue  # evicted meanwhile
+                with contextlib.closing(entry):
+                    entry.verify()
+            except (CacheError, OSError) as error:
+                problem = str(error)
+            rows.append({"path": str(store.entry_path(digest)), "key": digest, "problem": problem})
+    damaged = [row for row in rows if row["problem"]]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        for row in damaged:
+            print(row["problem"])
+        print(f"{len(rows) - len(damaged)} entries intact, {len(damaged)} damaged or refused")
+    return 1 if damaged else 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    store = _user_store()
+    limit = settings.max_bytes() if options.max_bytes is None else options.max_bytes
+    leftovers = store.sweep()
+    evicted = store.evict(limit)
+    print(
+        f"removed {evicted.entries} entries, {_readable_size(evicted.bytes)}, "
+        f"and {leftovers} leftovers of dead processes"
+    )
+    return 0
+
+
+def _clear(_: argparse.Namespace) -> int:
+    removed = _user_store().clear()
+    print(f"removed {removed.entries} entries, {_readable_size(removed.bytes)}")
+    return 0
+
+
+def _build(options: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    work = unique_jobs(requests(read_plans(options.spec), options.arch))
+    store = Store(options.out.absolute(), public=True)
+    outcome = compile_all(work, store, jobs=options.jobs)
+    store.tidy()
+    rows = []
+    for key in outcome.stored:
+        entry = store.open(key.digest)
+        if entry is None:
+            raise CacheError(f"{store.entry_path(key.digest)} was removed while building")
+        with contextlib.closing(entry):
+            rows += [
+                (
+                    key.kernel,
+                    key.specialisation,
+                    key.arch,
+                    str(use.registers),
+                    "?" if use.spills is None else str(use.spills),
+                    str(use.static_shared),
+                    f"{entry.meta['compile_seconds']:.2f} s",
+                    _readable_size(entry.size),
+                )
+                for use in entry.kernels
+            ]
+    columns = ("kernel", "specialisation", "arch", "registers", "spilled bytes", "static smem")
+    _print_table((*columns, "compile time", "size"), sorted(rows))
+    seconds = time.perf_counter() - started
+    print(f"{len(outcome.stored)} of {len(work)} kernels in {store.root}, {seconds:.1f} s")
+    for failure in outcome.failures:
+        print(f"error: {failure.message}", file=sys.stderr)
+    return 1 if outcome.failures else 0
+
+
+# -- helpers
+
+
+def _user_store() -> Store:
+    directory = settings.cache_directory()
+    if directory is None:
+        raise CacheError("no home directory, and CUTE_ATTN_CACHE_DIR is not set")
+    return Store(directory)
+
+
+def _stores() -> Iterable[Store]:
+    return jit.Places.from_environment().all()
+
+
+def _find(prefix: str) -> Entry:
+    """The entry whose digest begins with ``prefix``; of several copies, the one that is used."""
+    found: dict[str, Store] = {}
+    for store in _stores():
+        for digest in store.digests():
+            if digest.startswith(prefix):
+                found.setdefault(digest, store)
+    if len(found) != 1:
+        raise CacheError(
+            f"{len(found)} entries have a key that begins with {prefix!r}"
+            + "".join(f"\n{digest}" for digest in sorted(found))
+        )
+    ((digest, store),) = found.items()
+    entry = store.open(digest)
+    if entry is None:
+        raise CacheError(f"{digest} has just been removed")
+    return entry
+
+
+def _summary(entry: Entry) -> dict[str, Any]:
+    hits, last_use = entry.uses()
+    return {
+        "key": entry.digest,
+        "kernel": entry.key.kernel,
+        "specialisation": entry.key.specialisation,
+        "arch": entry.key.arch,
+        "bytes": entry.size,
+        "last_use": last_use,
+        "hits": hits,
+        "path": str(entry.directory),
+    }
+
+
+def _print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 250  # a pipe has no width, and grep wants whole rows
+    console.print(table, markup=False)
+
+
+def _readable_size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _readable_age(seconds: float) -> str:
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

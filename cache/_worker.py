@@ -1,0 +1,45 @@
+"""A process that compiles kernels for :func:`cute_attn.cache.warmup`.
+
+Reads one JSON request a line from stdin, writes one JSON answer a line to what was stdout when it
+began, and ends when stdin does. Not multiprocessing: that would import the main module of a
+server again, and hand over its state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .jit import Places, Unstored, obtain, stats, verified
+from .key import describe
+from .store import Store
+from .wire import decode_request
+
+
+def main() -> None:
+    """Serve requests until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what kernels and compilers print goes to stderr
+    for line in sys.stdin:
+        answers.write(json.dumps(_answer(json.loads(line))) + "\n")
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    compiles = stats().compiles
+    try:
+        kernel, spec = decode_request(request)
+        key = describe(kernel, spec, request["arch"])
+        places = Places((), Store(Path(request["root"])))
+        found = obtain(kernel, spec, key, verified, places)
+    except Exception as error:  # one kernel's failure is an answer, whatever it is
+        return {"error": str(error) or type(error).__name__}
+    if isinstance(found, Unstored):
+        return {"error": f"{key.kernel} {key.digest[:12]} could not be stored in {request['root']}"}
+    found.close()
+    return {
+        "compiled": stats().compiles > compiles,
+        "compile_seconds": found.meta["compile_seconds"],
+    }

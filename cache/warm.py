@@ -1,0 +1,321 @@
+"""Compiling many kernels before they are needed, in parallel; one failure loses no other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from . import jit
+from .arch import check_arch, current_arch
+from .entry import Entry
+from .errors import CacheError, CompileError
+from .key import KernelDef, KeyDescription, describe
+from .log import logger
+from .store import Store
+from .wire import NotPortable, encode_request
+
+_MOST_JOBS_BY_DEFAULT = 16  # a compiler process takes 1 GB or so
+
+
+class Failure(NamedTuple):
+    """A kernel that did not compile."""
+
+    key: KeyDescription
+    message: str
+
+
+class WarmupReport(NamedTuple):
+    """What :func:`warmup` did.
+
+    Attributes:
+        kernels: how many different kernels were asked for.
+        compiled: the keys of those that this call compiled.
+        found: how many were in memory or on disk already.
+        failures: those that failed.
+        seconds: how long it took altogether.
+    """
+
+    kernels: int
+    compiled: tuple[KeyDescription, ...]
+    found: int
+    failures: tuple[Failure, ...]
+    seconds: float
+
+
+class WarmupError(CompileError):
+    """Some kernels failed; all others are ready. ``report`` says which."""
+
+    def __init__(self, report: WarmupReport) -> None:
+        self.report = report
+        messages = (f"- {failure.message.strip()}" for failure in report.failures)
+        title = f"{len(report.failures)} of {report.kernels} kernels failed:"
+        super().__init__("\n".join([title, *messages]))
+
+
+class Job(NamedTuple):
+    """One kernel to make ready."""
+
+    kernel: KernelDef
+    spec: Any
+    key: KeyDescription
+
+
+def warmup(
+    requests: Iterable[tuple[KernelDef, Any]],
+    *,
+    arch: str | None = None,
+    jobs: int | None = None,
+    progress: bool | None = None,
+) -> WarmupReport:
+    """Load what is cached of a list of kernels, compile the rest in parallel, and load that.
+
+    Afterwards every kernel is in memory, and :func:`cute_attn.cache.freeze` can be called.
+
+    Args:
+        requests: pairs of kernel and specialisation; doubles are dropped.
+        arch: by default :func:`cute_attn.cache.current_arch`.
+        jobs: how many processes compile at once; by default one per CPU, and at most 16. With 1,
+            or if there is one kernel to compile, this process compiles.
+        progress: show a progress bar on stderr; by default if that is a terminal.
+
+    Raises:
+        CompileError: at the end, if kernels failed, naming each (attribute ``report``).
+        TypeError, CacheError: as :func:`cute_attn.cache.get`.
+    """
+    arch = check_arch(arch or current_arch())
+    work = unique_jobs((kernel, spec, arch) for kernel, spec in requests)
+    places = jit.Places.from_environment()
+    started = time.perf_counter()
+    missing = [job for job in work if not jit.is_cached(job.key, places)]
+    if missing:
+        jit.refuse_if_frozen(missing[0].key, places)
+    outcome = Outcome()
+    if missing and places.store is not None:
+        outcome = compile_all(missing, places.store, jobs=jobs, progress=progress)
+    # Loads what the workers stored, and compiles here what they could not.
+    failures = list(outcome.failures)
+    failed = {failure.key for failure in failures}
+    for job in work:
+        if job.key not in failed:
+            try:
+                jit.get(job.kernel, job.spec, arch)
+            except CacheError as error:
+                failures.append(Failure(job.key, str(error)))
+    report = WarmupReport(
+        kernels=len(work),
+        compiled=tuple(job.key for job in missing if job.key not in {f.key for f in failures}),
+        found=len(work) - len(missing),
+        failures=tuple(failures),
+        seconds=time.perf_counter() - started,
+    )
+    logger.info(
+        "warmed up %d kernels in %.2f s: %d found, %d compiled, %d failed",
+        report.kernels,
+        report.seconds,
+        report.found,
+        len(report.compiled),
+        len(failures),
+    )
+    if failures:
+        raise WarmupError(report)
+    return report
+
+
+def unique_jobs(requests: Iterable[tuple[KernelDef, Any, str]]) -> list[Job]:
+    """The jobs for (kernel, specialisation, arch), each key once, in the order given."""
+    jobs: dict[str, Job] = {}
+    for kernel, spec, arch in requests:
+        key = describe(kernel, spec, arch)
+        jobs.setdefault(key.digest, Job(kernel, spec, key))
+    return list(jobs.values())
+
+
+class Outcome(NamedTuple):
+    """What :func:`compile_all` did."""
+
+    stored: tuple[KeyDescription, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+
+def compile_all(
+    work: list[Job], store: Store, *, jobs: int | None = None, progress: bool | None = None
+) -> Outcome:
+    """Compile kernels into ``store`` in ``jobs`` processes; a kernel that fails raises nothing."""
+    portable, local = [], []
+    for job in work:
+        request = _portable_request(job)
+        if request is None:
+            local.append(job)
+        else:
+            portable.append((job, request))
+    default_jobs = min(len(os.sched_getaffinity(0)), _MOST_JOBS_BY_DEFAULT)
+    workers = min(jobs or default_jobs, len(portable))
+    if workers <= 1:
+        local, portable = [*local, *(job for job, _ in portable)], []
+    stored: list[KeyDescription] = []
+    failures: list[Failure] = []
+    with _progress_bar(len(work), progress) as advance:
+
+        def done(job: Job, error: str | None) -> None:
+            if error is None:
+                stored.append(job.key)
+            else:
+                failures.append(Failure(job.key, error))
+            advance(f"{job.key.kernel} {job.key.arch}")
+
+        if portable:
+            _run_workers(workers, portable, store, done)
+        for job in local:
+            done(job, _compile_here(job, store))
+    return Outcome(tuple(stored), tuple(failures))
+
+
+def _portable_request(job: Job) -> dict[str, Any] | None:
+    try:
+        return encode_request(job.kernel, job.spec)
+    except NotPortable as error:
+        logger.info("%s cannot be imported elsewhere: compiling it in this process", error)
+        return None
+
+
+def _compile_here(job: Job, store: Store) -> str | None:
+    """Compile in this process; the error, if any."""
+    try:
+        found = jit.obtain(*job, jit.verified, jit.Places((), store))
+    except CacheError as error:
+        return str(error)
+    if isinstance(found, Entry):
+        found.close()
+        return None
+    return f"{_name(job.key)} could not be stored in {store.root}"
+
+
+# -- worker processes
+
+
+def _run_workers(
+    number: int,
+    work: list[tuple[Job, dict[str, Any]]],
+    store: Store,
+    done: Callable[[Job, str | None], None],
+) -> None:
+    pending: queue.SimpleQueue[tuple[Job, dict[str, Any]]] = queue.SimpleQueue()
+    for item in work:
+        pending.put(item)
+    finished: queue.SimpleQueue[tuple[Job, str | None] | None] = queue.SimpleQueue()
+
+    def feed_one_worker() -> None:
+        worker: _Worker | None = None
+        try:
+            while True:
+                try:
+                    job, request = pending.get_nowait()
+                except queue.Empty:
+                    return
+                worker = worker or _Worker()
+                answer = worker.ask({**request, "arch": job.key.arch, "root": str(store.root)})
+                if answer is None:  # killed, or crashed in the compiler: the next job gets another
+                    code = worker.close()
+                    worker = None
+                    finished.put((job, f"{_name(job.key)}: its process ended with status {code}"))
+                elif "error" in answer:
+                    finished.put((job, answer["error"]))
+                else:
+                    _account(job.key, answer)
+                    finished.put((job, None))
+        finally:
+            if worker is not None:
+                worker.close()
+            finished.put(None)
+
+    threads = [threading.Thread(target=feed_one_worker, daemon=True) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    running = number
+    while running:
+        result = finished.get()
+        if result is None:
+            running -= 1
+        else:
+            done(*result)
+
+
+def _name(key: KeyDescription) -> str:
+    return f"{key.kernel} {key.specialisation} for {key.arch} (key {key.digest[:12]})"
+
+
+def _account(key: KeyDescription, answer: dict[str, Any]) -> None:
+    if not answer["compiled"]:
+        jit.count(waits=1)
+        return
+    jit.count(compiles=1, compile_seconds=answer["compile_seconds"])
+    logger.info("compiled %s in %.2f s, in another process", _name(key), answer["compile_seconds"])
+
+
+class _Worker:
+    """A process that runs :mod:`cute_attn.cache._worker`."""
+
+    def __init__(self) -> None:
+        # The same sys.path, however this process came by it, so that the same modules are found.
+        program = (
+            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+            f"from {__package__}._worker import main; main()"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CUTE_ATTN_LOG": ""},  # its compilations are logged here
+        )
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Its answer; None if it died instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            return None
+        answer: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
+        return answer
+
+    def close(self) -> int:
+        """Let it end; its exit status."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+        return self._process.returncode
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, show: bool | None) -> Iterator[Callable[[str], None]]:
+    """A function to call with a label whenever one of ``total`` steps is done."""
+    if not (sys.stderr.isatty() if show is None else show):
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("compiling kernels", total=total)
+
+        def advance(label: str) -> None:
+            bar.update(task, advance=1, description=f"compiled {label}")
+
+        yield advance

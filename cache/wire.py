@@ -1,0 +1,75 @@
+"""Kernel requests as JSON, for worker processes. Plain values only, so no pickle is needed.
+
+A specialisation travels as the name of its class and its fields; numbers, strings and None as
+JSON has them, and the rest as a list that begins with its kind: ``["tuple", ...]``,
+``["float", "0x1.8p+0"]``, ``["dtype", "bfloat16"]``, ``["enum", class, name]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import importlib
+from typing import Any
+
+from .key import KernelDef
+
+
+class NotPortable(Exception):
+    """A class that another process could not import: defined in ``__main__`` or in a function."""
+
+
+def encode_request(kernel: KernelDef, spec: Any) -> dict[str, Any]:
+    """Raises NotPortable if the specialisation, or the kernel, lives where nobody can import it."""
+    if kernel.module == "__main__":
+        raise NotPortable(kernel.target)
+    return {
+        "kernel": dataclasses.asdict(kernel),
+        "class": _class_name(type(spec)),
+        "fields": {f.name: _encode(getattr(spec, f.name)) for f in dataclasses.fields(spec)},
+    }
+
+
+def decode_request(request: dict[str, Any]) -> tuple[KernelDef, Any]:
+    """The inverse of :func:`encode_request`; imports the module of the specialisation."""
+    cls = _find_class(request["class"])
+    given = {f.name for f in dataclasses.fields(cls) if f.init}
+    fields = {name: _decode(v) for name, v in request["fields"].items() if name in given}
+    return KernelDef(**request["kernel"]), cls(**fields)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return ["enum", _class_name(type(value)), value.name]
+    if type(value) is tuple:
+        return ["tuple", *map(_encode, value)]
+    if type(value) is float:
+        return ["float", value.hex()]
+    if type(value) in (bool, int, str) or value is None:
+        return value
+    return ["dtype", str(value).removeprefix("torch.")]  # key.canonical_text knows nothing else
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *rest = value
+    if kind == "tuple":
+        return tuple(map(_decode, rest))
+    if kind == "float":
+        return float.fromhex(rest[0])
+    if kind == "enum":
+        return _find_class(rest[0])[rest[1]]
+    return getattr(importlib.import_module("torch"), rest[0])
+
+
+def _class_name(cls: type) -> str:
+    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
+        raise NotPortable(f"{cls.__module__}.{cls.__qualname__}")
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _find_class(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
