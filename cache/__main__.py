@@ -17,6 +17,7 @@ from typing import Any
 
 from . import jit, settings
 from .arch import check_arch
+from .cubin import KernelUse
 from .entry import Entry
 from .errors import CacheError
 from .specfile import read_plans, requests
@@ -145,7 +146,8 @@ def _info(options: argparse.Namespace) -> int:
         for use in entry.kernels:
             print(
                 f"kernel {use.name}: {use.registers} registers, {use.spills} bytes spilled, "
-                f"{use.stack} bytes of stack, {use.static_shared} bytes of static shared memory"
+                f"{use.stack} bytes of stack, shared memory {use.static_shared} bytes static, "
+                f"{'computed' if use.dynamic_shared is None else use.dynamic_shared} dynamic"
             )
     return 0
 
@@ -211,13 +213,13 @@ def _build(options: argparse.Namespace) -> int:
                     key.arch,
                     str(use.registers),
                     "?" if use.spills is None else str(use.spills),
-                    str(use.static_shared),
+                    _shared_memory(use),
                     f"{entry.meta['compile_seconds']:.2f} s",
                     _readable_size(entry.size),
                 )
                 for use in entry.kernels
             ]
-    columns = ("kernel", "specialisation", "arch", "registers", "spilled bytes", "static smem")
+    columns = ("kernel", "specialisation", "arch", "registers", "spilled bytes", "smem")
     _print_table((*columns, "compile time", "size"), sorted(rows))
     seconds = time.perf_counter() - started
     print(f"{len(outcome.stored)} of {len(work)} kernels in {store.root}, {seconds:.1f} s")
@@ -271,6 +273,12 @@ def _summary(entry: Entry) -> dict[str, Any]:
         "hits": hits,
         "path": str(entry.directory),
     }
+
+
+def _shared_memory(use: KernelUse) -> str:
+    if use.dynamic_shared is None:
+        return f"{use.static_shared}+?"
+    return str(use.static_shared + use.dynamic_shared)
 
 
 def _print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:

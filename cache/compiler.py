@@ -63,7 +63,9 @@ def compile_kernel(
         seconds = time.perf_counter() - started
         if scratch is None:
             return None, compiled
-        uses = cubin.kernel_uses(compiled.artifacts.CUBIN, _ptxas_log(scratch))
+        uses = cubin.kernel_uses(
+            compiled.artifacts.CUBIN, _ptxas_log(scratch), str(compiled.ir_module)
+        )
         return Built(key, files, uses, seconds), compiled
 
 

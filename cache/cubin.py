@@ -1,7 +1,8 @@
 """What each device kernel uses: registers, stack, shared memory and spills.
 
 Registers, stack and static shared memory are read from the cubin. Spills are not in it: a stack
-may be a spill or an array that the program indexes, so they are taken from what ptxas says.
+may be a spill or an array that the program indexes, so they are taken from what ptxas says. Nor is
+dynamic shared memory, which is an argument of the launch: it is read from the host code.
 """
 
 from __future__ import annotations
@@ -23,6 +24,17 @@ _PTXAS_FUNCTION = re.compile(
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
 )
 
+# The third field of cudaLaunchConfig_t is the dynamic shared memory. Each launch fills one in, and
+# then names its kernel.
+_HOST_CODE = re.compile(
+    r"(?P<constant>%\w+) = llvm\.mlir\.constant\((?P<value>\d+) : i64\)"
+    r"|(?P<field>%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, "
+    r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
+    r"|llvm\.store (?P<stored>%\w+), (?P<place>%\w+) : i64"
+    r"|llvm\.mlir\.addressof @kernels_(?P<kernel>\w+) :"
+    r"|@(?P<launch>_cudaLaunchKernelEx)\("
+)
+
 
 class KernelUse(NamedTuple):
     """What one device kernel uses, per thread or per block.
@@ -33,8 +45,8 @@ class KernelUse(NamedTuple):
         spill_stores: bytes of registers written to memory, per thread; None if ptxas did not say.
         spill_loads: bytes read back.
         stack: bytes of stack frame, per thread.
-        static_shared: bytes of shared memory that the code reserves, per block. What a launch
-            adds to it is no property of the code.
+        static_shared: bytes of shared memory that the code reserves, per block.
+        dynamic_shared: bytes that the launch adds to it; None if the host code computes them.
     """
 
     name: str
@@ -43,6 +55,7 @@ class KernelUse(NamedTuple):
     spill_loads: int | None
     stack: int
     static_shared: int
+    dynamic_shared: int | None
 
     @property
     def spills(self) -> int | None:
@@ -52,8 +65,14 @@ class KernelUse(NamedTuple):
         return self.spill_stores + self.spill_loads
 
 
-def kernel_uses(cubin: bytes, ptxas_log: str) -> tuple[KernelUse, ...]:
-    """The kernels of a cubin, in the order of their names."""
+def kernel_uses(cubin: bytes, ptxas_log: str, host_code: str) -> tuple[KernelUse, ...]:
+    """The kernels of a cubin, in the order of their names.
+
+    Args:
+        cubin: the ELF file.
+        ptxas_log: what ``ptxas -v`` printed.
+        host_code: the text of the MLIR module, in the LLVM dialect, that launches them.
+    """
     from elftools.elf.elffile import ELFFile  # 60 ms, and only a compilation needs it
 
     elf = ELFFile(io.BytesIO(cubin))
@@ -69,6 +88,7 @@ def kernel_uses(cubin: bytes, ptxas_log: str) -> tuple[KernelUse, ...]:
         pairs = [struct.unpack("<II", value) for kind, value in attributes if kind == attribute]
         return {symbols.get_symbol(index).name: number for index, number in pairs}
 
+    dynamic_shared = _dynamic_shared_memory(host_code)
     registers, frames = of_symbol(_REGISTER_COUNT), of_symbol(_FRAME_SIZE)
     found = []
     for name in sorted(registers):
@@ -84,6 +104,7 @@ def kernel_uses(cubin: bytes, ptxas_log: str) -> tuple[KernelUse, ...]:
                 spill_loads=loads,
                 stack=frames.get(name, 0),
                 static_shared=shared["sh_size"] if shared is not None else 0,
+                dynamic_shared=dynamic_shared.get(name),
             )
         )
     return tuple(found)
@@ -98,4 +119,25 @@ def _sized_attributes(info: bytes) -> list[tuple[int, bytes]]:
         if form == _HAS_SIZED_VALUE:
             found.append((attribute, info[offset : offset + size]))
             offset += size
+    return found
+
+
+def _dynamic_shared_memory(host_code: str) -> dict[str, int | None]:
+    """The most dynamic shared memory that each kernel is launched with; None if not a constant."""
+    found: dict[str, int | None] = {}
+    constants: dict[str, int] = {}
+    field = kernel = ""
+    size: int | None = None
+    for match in _HOST_CODE.finditer(host_code):
+        if match["constant"]:
+            constants[match["constant"]] = int(match["value"])
+        elif match["field"]:
+            field = match["field"]
+        elif match["stored"] and match["place"] == field:
+            size = constants.get(match["stored"])
+        elif match["kernel"]:
+            kernel = match["kernel"]
+        elif match["launch"] and kernel:
+            before = found.get(kernel, 0)
+            found[kernel] = None if size is None or before is None else max(size, before)
     return found

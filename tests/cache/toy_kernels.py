@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -60,6 +59,33 @@ class Sum(Scale):
             for i in cutlass.range_constexpr(self.spec.terms):
                 total = total * held[j] + held[i]
         y[thread] = total
+
+
+class Reverse(Scale):
+    """Reverses each 128 values through shared memory; two device kernels, run one after another."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
+        blocks = cute.size(x) // _THREADS
+        self.kernel(x, y).launch(grid=[blocks, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+        self.tail(x, y).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], smem=4096, stream=stream)
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        memory = cutlass.utils.SmemAllocator()
+        held = memory.allocate_tensor(cutlass.Float32, cute.make_layout(_THREADS), 16)
+        held[thread] = x[block * _THREADS + thread]
+        cute.arch.sync_threads()
+        y[block * _THREADS + thread] = held[_THREADS - 1 - thread]
+
+    @cute.kernel
+    def tail(self, x: cute.Tensor, y: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        i = cute.size(x) // _THREADS * _THREADS + thread
+        if i < cute.size(x):
+            y[i] = x[i]
 
 
 class Broken(Scale):

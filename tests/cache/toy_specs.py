@@ -19,6 +19,7 @@ class SumSpec:
 
 SCALE = KernelDef("scale", "toy_kernels:Scale")
 SUM = KernelDef("sum", "toy_kernels:Sum")
+REVERSE = KernelDef("reverse", "toy_kernels:Reverse")
 BROKEN = KernelDef("broken", "toy_kernels:Broken")
 
 
