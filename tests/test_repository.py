@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import shutil
@@ -120,6 +121,30 @@ def test_documented_make_targets_exist() -> None:
     }
     assert ("README.md", "demo") in used
     assert {(name, target) for name, target in used if target not in targets} == set()
+
+
+def examples() -> list[tuple[str, str]]:
+    """(document, source) of every Python example."""
+    return [
+        (document.name, source)
+        for document in DOCUMENTS
+        for source in re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)
+    ]
+
+
+def test_examples_import_what_exists() -> None:
+    missing = []
+    for document, source in examples():
+        for node in ast.walk(ast.parse(source, filename=document)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cute_attn"):
+                module = importlib.import_module(node.module or "")
+                missing += [
+                    (document, node.module, alias.name)
+                    for alias in node.names
+                    if not hasattr(module, alias.name)
+                ]
+    assert "README.md" in dict(examples())
+    assert missing == []
 
 
 def test_links_of_the_top_documents_resolve() -> None:
