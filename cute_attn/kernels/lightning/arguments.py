@@ -9,7 +9,7 @@
     draft_v       [N, S, H, V]
     num_accepted  [B]              int32
     softmax_scale float32
-    num_blocks    int32                              blocks that a persistent kernel launches
+    num_blocks    int32                              only of a persistent kernel: blocks to launch
     (stream: the environment's)
 
 Sizes and strides are arguments, so that none of them recompiles; the compiled host code checks
@@ -69,6 +69,6 @@ def fake_args(spec: DecodeSpec) -> tuple[Any, ...]:
         rows((slots, records, heads, spec.head_dim_v), spec.aligned) if spec.replay else None,
         vector(cutlass.Int32, batch) if spec.replay else None,
         cutlass.Float32(1.0),
-        cutlass.Int32(1),
+        *((cutlass.Int32(1),) if spec.persistent else ()),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

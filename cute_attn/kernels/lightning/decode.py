@@ -14,7 +14,8 @@ use, and the blocks resident on an SM hide each other's latency.
       token     for each of the T tokens: decay, rank-1 update, o = S q
       store     the tile, in place
 
-Runs on sm_80 and newer. No shared memory in "vk"; num_warps * tile_v floats in "kv".
+Runs on sm_80 and newer. Shared memory holds sums only: tile_v floats in "vk", num_warps * tile_v in
+"kv".
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ class LightningDecode:
         draft_v: cute.Tensor | None,
         num_accepted: cute.Tensor | None,
         softmax_scale: cutlass.Float32,
-        num_blocks: cutlass.Int32,
         stream: Any,
     ) -> None:
         batch, heads = q.shape[0], state.shape[1]

@@ -11,9 +11,26 @@ STATE_DTYPES = ("float32", "bfloat16")
 STATE_LAYOUTS = ("vk", "kv")
 HEAD_DIMS = (64, 128, 256)
 
+ALLOWED: dict[str, tuple[object, ...]] = {
+    "dtype": DTYPES,
+    "state_dtype": STATE_DTYPES,
+    "head_dim_k": HEAD_DIMS,
+    "head_dim_v": HEAD_DIMS,
+    "state_layout": STATE_LAYOUTS,
+}
+
 WARP_SIZE = 32
 VECTOR_BYTES = 16  # the widest access of one thread
+PIPELINES = (("bulk", "bulk"), ("bulk", "vector"), ("cp_async", "vector"))  # load, write-back
 MAX_SMEM_BYTES = 227 * 1024  # of a block on sm_90 and sm_100
+
+
+def check_operator(**fields: object) -> None:
+    """Raise ValueError for a value that no kernel serves, naming the field."""
+    for name, value in fields.items():
+        allowed = ALLOWED.get(name)
+        if allowed is not None and value not in allowed:
+            raise ValueError(f"{name} is {value!r}, must be one of {allowed}")
 
 
 @dataclass(frozen=True)
@@ -57,19 +74,19 @@ class DecodeSpec(Spec):
     lanes_per_row: int
     streaming: bool
 
+    persistent = False  # one block a tile, not a loop over tiles
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, allowed in (
-            ("dtype", DTYPES),
-            ("state_dtype", STATE_DTYPES),
-            ("head_dim_k", HEAD_DIMS),
-            ("head_dim_v", HEAD_DIMS),
-            ("state_layout", STATE_LAYOUTS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {allowed}")
-        if self.replay and not (self.multi_token and self.indexed):
-            raise ValueError("replay needs multi_token and indexed")
+        check_operator(
+            dtype=self.dtype,
+            state_dtype=self.state_dtype,
+            head_dim_k=self.head_dim_k,
+            head_dim_v=self.head_dim_v,
+            state_layout=self.state_layout,
+        )
+        if self.replay and not self.multi_token:
+            raise ValueError("replay needs multi_token: drafts come as [B, T, H, D]")
         if self.head_dim_v % self.tile_v:
             raise ValueError(f"tile_v is {self.tile_v}, must divide head_dim_v={self.head_dim_v}")
         if WARP_SIZE % self.lanes_per_row:
@@ -123,21 +140,31 @@ class DecodeSpec(Spec):
 
 
 @dataclass(frozen=True)
-class BulkDecodeSpec(DecodeSpec):
-    """All that the bulk-copy kernel (`sm90_decode_bulk`) has compiled in.
+class PipelinedDecodeSpec(DecodeSpec):
+    """All that the pipelined kernel (`decode_pipelined`) has compiled in.
 
     A tile belongs to one warp here, and must be contiguous in memory: layout "vk" only.
 
     Attributes:
         num_stages: tiles that a warp keeps in shared memory.
+        load: "bulk" (cp.async.bulk, sm_90 and newer) or "cp_async" (16 bytes a lane).
+        write_back: "bulk" from shared memory, or "vector" from registers.
     """
 
     num_stages: int
+    load: str
+    write_back: str
+
+    persistent = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.state_layout != "vk":
-            raise ValueError(f"state_layout is {self.state_layout!r}, bulk copies need 'vk'")
+            raise ValueError(f"state_layout is {self.state_layout!r}, a pipeline needs 'vk'")
+        if (self.load, self.write_back) not in PIPELINES:
+            raise ValueError(
+                f"load={self.load!r} with write_back={self.write_back!r}, allowed: {PIPELINES}"
+            )
         if self.num_stages < 2:
             raise ValueError(f"num_stages is {self.num_stages}, must be at least 2")
         if self.smem_bytes > MAX_SMEM_BYTES:

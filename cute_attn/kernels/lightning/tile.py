@@ -195,11 +195,25 @@ class StateTile:
         sharing = max(1, self.lanes_per_row // self.rows)
         lane_in_row = lane % self.lanes_per_row
         first = (lane_in_row // sharing) * len(sums)
-        base = tile_index * self.tile_v + warp * self.rows_per_warp
-        if lane_in_row % sharing == 0:
-            for r in cutlass.range_constexpr(len(sums)):
-                row = (first + r) * self.rows_per_step + lane // self.lanes_per_row
-                o[base + row] = (sums[r] * softmax_scale).to(self.dtype)
+        base = warp * self.rows_per_warp + lane // self.lanes_per_row
+        start = tile_index * self.tile_v
+        if cutlass.const_expr(self.num_warps == 1):
+            if lane_in_row % sharing == 0:
+                for r in cutlass.range_constexpr(len(sums)):
+                    row = start + base + (first + r) * self.rows_per_step
+                    o[row] = (sums[r] * softmax_scale).to(self.dtype)
+        else:
+            # Through shared memory, since two bytes a warp would be a partial sector each.
+            collected = self.allocate(self.tile_v)
+            if lane_in_row % sharing == 0:
+                for r in cutlass.range_constexpr(len(sums)):
+                    collected[base + (first + r) * self.rows_per_step] = sums[r]
+            cute.arch.sync_threads()
+            thread = warp * WARP_SIZE + lane
+            if thread < self.tile_v:
+                o[start + thread] = (collected[thread] * softmax_scale).to(self.dtype)
+            if cutlass.const_expr(self.multi_token):
+                cute.arch.sync_threads()  # the next token reuses `collected`
 
     @cute.jit
     def output_kv(
@@ -214,10 +228,7 @@ class StateTile:
         warp, lane = self.warp_and_lane()
         thread = warp * WARP_SIZE + lane
         _, column = self.first_row_and_column()
-        smem = cutlass.utils.SmemAllocator()
-        partial = smem.allocate_tensor(
-            cutlass.Float32, cute.make_layout((self.tile_v, self.num_warps)), 16
-        )
+        partial = self.allocate((self.tile_v, self.num_warps))
         for j in cutlass.range_constexpr(self.vectors):
             for i in cutlass.range_constexpr(self.vector):
                 total = cutlass.Float32(0.0)
@@ -235,7 +246,14 @@ class StateTile:
             for w in cutlass.range_constexpr(self.num_warps):
                 total += partial[thread, w]
             o[tile_index * self.tile_v + thread] = (total * softmax_scale).to(self.dtype)
-        cute.arch.sync_threads()  # the next token reuses `partial`
+        if cutlass.const_expr(self.multi_token):
+            cute.arch.sync_threads()  # the next token reuses `partial`
+
+    def allocate(self, shape: Any) -> cute.Tensor:
+        """Shared memory for sums that cross warps."""
+        return cutlass.utils.SmemAllocator().allocate_tensor(
+            cutlass.Float32, cute.make_layout(shape), 16
+        )
 
     @cute.jit
     def replay(
@@ -273,12 +291,21 @@ class StateTile:
         tile_index: cutlass.Int32,
     ) -> None:
         """Advance s by the call's T tokens, with the output after each."""
-        for t in cutlass.range(q.shape[1]):
-            q_frag = self.along_k(q[sequence, t, head, None])
-            k_frag = self.along_k(k[sequence, t, head, None])
-            v_frag = self.along_v(v[sequence, t, head, None], tile_index)
+        last = q.shape[1] - 1
+        q_frag = self.along_k(q[sequence, 0, head, None])
+        k_frag = self.along_k(k[sequence, 0, head, None])
+        v_frag = self.along_v(v[sequence, 0, head, None], tile_index)
+        for t in cutlass.range(last + 1):
+            # The next token's rows are on their way while this one is computed.
+            following = cutlass.min(t + 1, last)
+            q_next = self.along_k(q[sequence, following, head, None])
+            k_next = self.along_k(k[sequence, following, head, None])
+            v_next = self.along_v(v[sequence, following, head, None], tile_index)
             self.update(s, factor, k_frag, v_frag)
             self.output(s, q_frag, o[sequence, t, head, None], softmax_scale, tile_index)
+            q_frag.store(q_next.load())
+            k_frag.store(k_next.load())
+            v_frag.store(v_next.load())
 
     @cute.jit
     def zeros(

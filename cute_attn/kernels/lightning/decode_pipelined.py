@@ -1,17 +1,18 @@
-"""Lightning Attention decode with bulk copies: every warp is a pipeline of its own.
+"""Lightning Attention decode through shared memory: every warp is a pipeline of its own.
 
-The same function as `decode`, for sm_90 and newer. A tile (tile_v rows of K, contiguous in
-memory) travels global -> shared -> registers -> shared -> global by `cp.async.bulk`, one
-instruction each way, while the warp works on another tile. No warp waits for another: a warp has
-its own ring of `num_stages` tiles, its own mbarriers, and its own share of the tiles, dealt out
-round robin over a persistent grid.
+The same function as `decode`. A tile (tile_v rows of K, contiguous in memory) is on its way into
+shared memory while the warp works on another. No warp waits for another: a warp has its own ring
+of `num_stages` tiles, and its own share of the tiles, dealt out round robin over a persistent grid.
 
-    warp, lane 0     load    tile i + num_stages - 1 into the stage that tile i - 1 has left
-    warp             wait    for tile i
-                     compute in registers, write back to the stage
-    warp, lane 0     store   tile i from its stage
+    start      the load of tile i + num_stages - 1, into the stage that tile i - 1 has left
+    wait       for tile i
+    compute    in registers
+    write back tile i, from registers or through its stage
 
-Shared memory: num_warps * num_stages * (tile bytes + one mbarrier); checked in BulkDecodeSpec.
+`load="bulk"` moves a tile with one `cp.async.bulk` by lane 0 and an mbarrier a stage (sm_90 and
+newer); "cp_async" has every lane fetch what it will use itself, so that the lanes never meet.
+
+Shared memory: num_warps * num_stages * (tile bytes + one mbarrier); checked in the Spec.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from .arguments import fake_args
-from .spec import WARP_SIZE, BulkDecodeSpec
+from .spec import VECTOR_BYTES, WARP_SIZE, PipelinedDecodeSpec
 from .tile import StateTile
 
 
-class Sm90LightningDecodeBulk:
-    """The kernel for one BulkDecodeSpec; see the module's docstring."""
+class LightningDecodePipelined:
+    """The kernel for one PipelinedDecodeSpec; see the module's docstring."""
 
-    def __init__(self, spec: BulkDecodeSpec):
+    def __init__(self, spec: PipelinedDecodeSpec):
         self.spec = spec
         self.tile = StateTile(spec)
         self.state_dtype = self.tile.state_dtype
         self.num_stages = spec.num_stages
+        self.bulk_load = spec.load == "bulk"
+        self.bulk_write_back = spec.write_back == "bulk"
         self.tiles_per_head = spec.head_dim_v // spec.tile_v
         self.tile_elements = spec.tile_v * spec.head_dim_k
 
@@ -97,81 +100,81 @@ class Sm90LightningDecodeBulk:
         barriers = smem.allocate_array(cutlass.Int64, num_warps * stages)
         tile_loaded = barriers + warp * stages
 
-        if lane == 0:
-            for s in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(tile_loaded + s, 1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_warp()
+        if cutlass.const_expr(self.bulk_load):
+            if lane == 0:
+                for i in cutlass.range_constexpr(stages):
+                    cute.arch.mbarrier_init(tile_loaded + i, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
 
         num_tiles = self.tiles_per_head * state.shape[1] * q.shape[0]
         first = block * num_warps + warp
         step = blocks * num_warps
         mine = (num_tiles - first + step - 1) // step  # at most 0 when there is none
 
-        if lane == 0:
-            for i in cutlass.range_constexpr(stages - 1):
-                if i < mine:
-                    self.load(
-                        state, state_indices, first + i * step, ring[None, i, warp], tile_loaded + i
-                    )
+        for i in cutlass.range_constexpr(stages - 1):
+            self.start_load(
+                i, mine, first + i * step, state, state_indices, ring[None, i, warp],
+                tile_loaded + i, lane,
+            )  # fmt: skip
 
         for i in cutlass.range(mine):
             stage = i % stages
             tile_index, head, sequence, slot, valid = self.locate(
                 first + i * step, state, state_indices
             )
+            buffer = ring[None, stage, warp]
             if valid:
-                buffer = ring[None, stage, warp]
                 part = self.tile.thread_part(buffer, cutlass.Int32(0))
+                target = self.tile.thread_part(state[slot, head, None, None], tile_index)
                 stored = cute.make_rmem_tensor(part.shape, self.state_dtype)
                 s = cute.make_rmem_tensor(part.shape, cutlass.Float32)
                 factor = cute.math.exp(-decay[head])
                 if cutlass.const_expr(self.spec.multi_token):
-                    cute.arch.mbarrier_wait(tile_loaded + stage, (i // stages) & 1)
+                    self.wait_load(tile_loaded + stage, i)
                     cute.autovec_copy(part, stored)
                     s.store(stored.load().to(cutlass.Float32))
                     if cutlass.const_expr(self.spec.replay):
                         self.tile.replay(
                             s, factor, draft_k, draft_v, num_accepted, sequence, slot, head,
                             tile_index,
-                        )
-                        self.store(s, stored, part, state, slot, head, tile_index, buffer, lane)
+                        )  # fmt: skip
+                        self.write_back(s, stored, part, target, buffer, lane)
                     self.tile.tokens(
                         s, factor, q, k, v, o, softmax_scale, sequence, head, tile_index
                     )
                     if cutlass.const_expr(not self.spec.replay):
-                        self.store(s, stored, part, state, slot, head, tile_index, buffer, lane)
+                        self.write_back(s, stored, part, target, buffer, lane)
                 else:
                     # q, k and v are on their way while the tile is waited for.
                     q_frag = self.tile.along_k(q[sequence, head, None])
                     k_frag = self.tile.along_k(k[sequence, head, None])
                     v_frag = self.tile.along_v(v[sequence, head, None], tile_index)
-                    cute.arch.mbarrier_wait(tile_loaded + stage, (i // stages) & 1)
+                    self.wait_load(tile_loaded + stage, i)
                     cute.autovec_copy(part, stored)
                     s.store(stored.load().to(cutlass.Float32))
                     self.tile.update(s, factor, k_frag, v_frag)
-                    self.store(s, stored, part, state, slot, head, tile_index, buffer, lane)
+                    self.write_back(s, stored, part, target, buffer, lane)
                     self.tile.output(s, q_frag, o[sequence, head, None], softmax_scale, tile_index)
             else:
-                cute.arch.mbarrier_wait(tile_loaded + stage, (i // stages) & 1)
+                self.wait_load(tile_loaded + stage, i)
                 self.tile.zeros(o, sequence, head, tile_index)
-                if lane == 0:
+                if cutlass.const_expr(self.bulk_write_back):
                     cute.arch.cp_async_bulk_commit_group()  # an empty one: a group for every tile
 
             following = i + stages - 1
-            if lane == 0 and following < mine:
+            if cutlass.const_expr(self.bulk_write_back):
                 # Its stage held tile i - 1: wait until that store, not the latest, has read it.
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
-                refill = following % stages
-                self.load(
-                    state,
-                    state_indices,
-                    first + following * step,
-                    ring[None, refill, warp],
-                    tile_loaded + refill,
-                )
+            if cutlass.const_expr(self.bulk_load):
+                cute.arch.sync_warp()  # every lane has read tile i - 1
+            refill = following % stages
+            self.start_load(
+                following, mine, first + following * step, state, state_indices,
+                ring[None, refill, warp], tile_loaded + refill, lane,
+            )  # fmt: skip
 
-        if lane == 0:
+        if cutlass.const_expr(self.bulk_write_back):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -193,56 +196,72 @@ class Sm90LightningDecodeBulk:
         return tile_index, head, sequence, slot, valid
 
     @cute.jit
-    def load(
+    def start_load(
         self,
+        i: cutlass.Int32,
+        mine: cutlass.Int32,
+        index: cutlass.Int32,
         state: cute.Tensor,
         state_indices: cute.Tensor | None,
-        index: cutlass.Int32,
         buffer: cute.Tensor,
         loaded: cute.Pointer,
+        lane: cutlass.Int32,
     ) -> None:
-        """Start the copy of a tile into its stage. One lane only."""
-        tile_index, head, _, slot, valid = self.locate(index, state, state_indices)
-        if valid:
-            cute.arch.mbarrier_arrive_and_expect_tx(loaded, self.spec.tile_bytes)
-            atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.state_dtype)
-            cute.copy(
-                atom, self.global_tile(state, slot, head, tile_index), buffer, mbar_ptr=loaded
-            )
-        else:
-            cute.arch.mbarrier_arrive(loaded)
+        """Start the copy of this warp's tile number i, if there is one, into its stage."""
+        if i < mine:
+            tile_index, head, _, slot, valid = self.locate(index, state, state_indices)
+            if cutlass.const_expr(self.bulk_load):
+                if lane == 0:
+                    if valid:
+                        cute.arch.mbarrier_arrive_and_expect_tx(loaded, self.spec.tile_bytes)
+                        matrix = state[slot, head, None, None]
+                        start = (matrix.iterator + tile_index * self.tile_elements).align(16)
+                        source = cute.make_tensor(start, cute.make_layout((self.tile_elements,)))
+                        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.state_dtype)
+                        cute.copy(atom, source, buffer, mbar_ptr=loaded)
+                    else:
+                        cute.arch.mbarrier_arrive(loaded)
+            else:
+                if valid:
+                    atom = cute.make_copy_atom(
+                        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL),
+                        self.state_dtype,
+                        num_bits_per_copy=8 * VECTOR_BYTES,
+                    )
+                    source = self.tile.thread_part(state[slot, head, None, None], tile_index)
+                    cute.copy(atom, source, self.tile.thread_part(buffer, cutlass.Int32(0)))
+        if cutlass.const_expr(not self.bulk_load):
+            cute.arch.cp_async_commit_group()  # also where there was nothing: one for every tile
 
     @cute.jit
-    def store(
+    def wait_load(self, loaded: cute.Pointer, i: cutlass.Int32) -> None:
+        """Wait until this warp's tile number i has arrived."""
+        if cutlass.const_expr(self.bulk_load):
+            cute.arch.mbarrier_wait(loaded, (i // self.num_stages) & 1)
+        else:
+            cute.arch.cp_async_wait_group(self.num_stages - 2)
+
+    @cute.jit
+    def write_back(
         self,
         s: cute.Tensor,
         stored: cute.Tensor,
         part: cute.Tensor,
-        state: cute.Tensor,
-        slot: cutlass.Int32,
-        head: cutlass.Int32,
-        tile_index: cutlass.Int32,
+        target: cute.Tensor,
         buffer: cute.Tensor,
         lane: cutlass.Int32,
     ) -> None:
-        """Write s into its stage, and start the copy of the stage to global memory."""
+        """Store s to global memory, through its stage or straight from the registers."""
         stored.store(s.load().to(self.state_dtype))
-        cute.autovec_copy(stored, part)
-        cute.arch.fence_proxy("async.shared", space="cta")  # before the copy engine reads it
-        cute.arch.sync_warp()
-        if lane == 0:
-            atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.state_dtype)
-            cute.copy(atom, buffer, self.global_tile(state, slot, head, tile_index))
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def global_tile(
-        self,
-        state: cute.Tensor,
-        slot: cutlass.Int32,
-        head: cutlass.Int32,
-        tile_index: cutlass.Int32,
-    ) -> cute.Tensor:
-        matrix = state[slot, head, None, None]
-        start = (matrix.iterator + tile_index * self.tile_elements).align(16)
-        return cute.make_tensor(start, cute.make_layout((self.tile_elements,)))
+        if cutlass.const_expr(self.bulk_write_back):
+            cute.autovec_copy(stored, part)
+            cute.arch.fence_proxy("async.shared", space="cta")  # the copy engine reads it next
+            cute.arch.sync_warp()
+            if lane == 0:
+                atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.state_dtype)
+                # Lane 0 holds the first elements of the tile, so its target is the tile's start.
+                tile = cute.make_tensor(target.iterator, cute.make_layout((self.tile_elements,)))
+                cute.copy(atom, buffer, tile)
+            cute.arch.cp_async_bulk_commit_group()  # groups are a lane's own: empty but for lane 0
+        else:
+            cute.autovec_copy(stored, target)

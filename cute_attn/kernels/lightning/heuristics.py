@@ -1,0 +1,95 @@
+"""Which tuning the Lightning decode kernel gets. The evidence is in
+docs/kernels/lightning_decode.md; `python -m cute_attn.bench lightning-decode --variants` repeats
+it.
+
+One rule serves every batch size, so that no dispatch switches as a batch grows. It sets how much
+of the state a thread holds, in 16-byte vectors:
+
+    one token a call      2    at most 32 registers, so that an SM holds its full 2048 threads
+    few SMs (H20)         4    each SM must issue for more of the memory's bandwidth
+    several tokens        8    rows share loads of q and k, whose arithmetic starts to count
+                          (4 for a bfloat16 state, whose vectors are twice as long)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .spec import VECTOR_BYTES, WARP_SIZE
+
+TILE_BYTES = 16 * 1024  # of the state in float32, to a block in layout "vk"
+TILE_V_KV = 64  # whole 128-byte lines of a row, in layout "kv"
+MAX_WARPS = 32
+FEW_SMS = 100  # an H20 has 78 for the bandwidth of an H200, which has 132
+
+
+def decode_config(
+    *,
+    state_dtype: str,
+    head_dim_k: int,
+    head_dim_v: int,
+    state_layout: str,
+    multi_token: bool,
+    num_sms: int,
+) -> dict[str, Any]:
+    """The tuning fields of a DecodeSpec for these tensors on a GPU with `num_sms` SMs."""
+    vector = VECTOR_BYTES // (4 if state_dtype == "float32" else 2)
+    few_sms = num_sms < FEW_SMS and not multi_token
+    vectors = 32 // vector if multi_token else 4 if few_sms else 2
+    if state_layout == "vk":
+        row_vectors = head_dim_k // vector
+        lanes_per_row = min(WARP_SIZE, row_vectors // 2 if few_sms else row_vectors)
+        tile_v = min(head_dim_v, TILE_BYTES // 4 // head_dim_k)
+    else:
+        tile_v = TILE_V_KV
+        lanes_per_row = tile_v // vector
+    accesses = tile_v * head_dim_k // (vector * WARP_SIZE)  # of one warp each
+    return {
+        "tile_v": tile_v,
+        "num_warps": min(MAX_WARPS, max(1, accesses // vectors)),
+        "lanes_per_row": lanes_per_row,
+        "streaming": False,
+    }
+
+
+def candidate_configs(head_dim_k: int = 128, head_dim_v: int = 128) -> list[dict[str, Any]]:
+    """Tunings worth measuring against each other for a float32 state in layout "vk". The
+    first is the register kernel's, with "num_stages" the pipelined kernel's."""
+    del head_dim_v
+    lanes = min(WARP_SIZE, head_dim_k // 4)
+    register = [
+        {"tile_v": tile_v, "num_warps": num_warps, "lanes_per_row": lanes_per_row}
+        for tile_v, num_warps, lanes_per_row in (
+            (4, 1, lanes),
+            (16, 4, lanes),
+            (16, 8, lanes),
+            (32, 4, lanes),
+            (32, 8, lanes),
+            (32, 8, lanes // 2),
+            (32, 16, lanes),
+            (32, 16, lanes // 2),
+            (64, 8, lanes),
+            (64, 16, lanes),
+            (64, 32, lanes),
+        )
+    ]
+    register += [config | {"streaming": True} for config in register if config["tile_v"] == 32]
+    pipelined = [
+        {
+            "tile_v": tile_v,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "lanes_per_row": lanes,
+            "load": load,
+            "write_back": write_back,
+        }
+        for load, write_back in (("bulk", "bulk"), ("bulk", "vector"), ("cp_async", "vector"))
+        for tile_v, num_warps, num_stages in (
+            (4, 16, 3),
+            (8, 4, 4),
+            (8, 8, 3),
+            (16, 4, 3),
+            (32, 4, 3),
+        )
+    ]
+    return [{"streaming": False} | config for config in register + pipelined]
