@@ -23,7 +23,7 @@ from typing import Any
 from .cubin import KernelUse
 from .errors import CacheError
 from .key import KeyDescription
-from .locks import LockState, try_lock
+from .locks import LockState, is_at, try_lock
 
 META = "meta.json"
 OBJECT = "kernel.o"
@@ -163,7 +163,8 @@ def open_entry(directory: Path, digest: str, owners: frozenset[int]) -> Entry:
         raise DamagedEntry(f"{directory} has no {META}") from None
     try:
         _refuse_strangers(path, os.fstat(fd), owners)
-        if try_lock(fd, shared=True) is LockState.HELD_ELSEWHERE:
+        # Under the lock, and if it is the lock of what is there now, the entry stays.
+        if try_lock(fd, shared=True) is LockState.HELD_ELSEWHERE or not is_at(fd, path):
             raise FileNotFoundError(f"{directory} is being evicted")
         meta, key, kernels = _parse_meta(path, _read_all(fd))
         if key.digest != digest:

@@ -81,10 +81,16 @@ def _find_top_level(module: str) -> ModuleSpec | None:
 
 def _find_spec(module: str, search: tuple[str, ...]) -> ModuleSpec | None:
     """importlib.util.find_spec, except that it does not import the parent package."""
-    for finder in sys.meta_path:
-        spec = finder.find_spec(module, search)
-        if spec is not None:
-            return spec
+    try:
+        for finder in sys.meta_path:
+            spec = finder.find_spec(module, search)
+            if spec is not None:
+                return spec
+    except KeyError:  # a namespace package: to list its parts, Python looks for the parent module
+        spec = ModuleSpec(module, None, is_package=True)
+        last = module.rpartition(".")[2]
+        spec.submodule_search_locations = [f"{directory}/{last}" for directory in search]
+        return spec
     return None
 
 

@@ -60,14 +60,15 @@ def try_lock_file(path: os.PathLike[str]) -> Iterator[LockState]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         state = try_lock(fd)
-        if state is LockState.TAKEN and not _is_at(fd, path):
+        if state is LockState.TAKEN and not is_at(fd, path):
             state = LockState.HELD_ELSEWHERE
         yield state
     finally:
         os.close(fd)
 
 
-def _is_at(fd: int, path: os.PathLike[str]) -> bool:
+def is_at(fd: int, path: os.PathLike[str]) -> bool:
+    """Whether ``path`` still names the open file."""
     opened = os.fstat(fd)
     try:
         named = Path(path).lstat()

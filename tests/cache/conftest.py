@@ -1,0 +1,100 @@
+"""Fixtures of the cache's tests: a directory apart, entries to damage, processes to kill."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))  # the toy kernels, importable by name in every process
+
+from cache_processes import Process, start  # noqa: E402
+from toy_specs import SCALE, ScaleSpec  # noqa: E402
+
+from cute_attn import cache  # noqa: E402
+from cute_attn.cache import arch, log  # noqa: E402
+from cute_attn.cache.store import Store  # noqa: E402
+
+ARCH = "sm_90a"
+
+
+def forget_everything() -> None:
+    """Bring the cache's state in this process back to that of a new one."""
+    cache.clear_memory()
+    cache.unfreeze()
+    cache.reset_stats()
+    log.forget_reports()
+    arch.forget()
+
+
+@pytest.fixture(autouse=True)
+def new_process() -> Iterator[None]:
+    """Every test begins, and leaves the others, as if nothing had been loaded."""
+    forget_everything()
+    yield
+    forget_everything()
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty user cache directory, in force."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def compiled_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory that holds the kernel ``SCALE`` for ``ScaleSpec()`` and ``ARCH``."""
+    path = tmp_path_factory.mktemp("compiled") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUTE_ATTN_CACHE_DIR", str(path))
+        cache.compile(SCALE, ScaleSpec(), ARCH)
+    return path
+
+
+@pytest.fixture
+def filled_root(root: Path, compiled_root: Path) -> Path:
+    """A user cache directory, in force, with a copy of the compiled entry."""
+    shutil.copytree(compiled_root, root)
+    return root
+
+
+@pytest.fixture
+def entry_path(filled_root: Path) -> Path:
+    """The one entry of ``filled_root``."""
+    store = Store(filled_root)
+    (digest,) = store.digests()
+    return store.entry_path(digest)
+
+
+@pytest.fixture
+def run(root: Path) -> Iterator[Callable[..., Process]]:
+    """Start a Python process that uses ``root``; killed at the end of the test if it still runs."""
+    started: list[Process] = []
+
+    def start_and_keep(program: str, **environment: str | None) -> Process:
+        process = start(program, {"CUTE_ATTN_CACHE_DIR": str(root), **environment})
+        started.append(process)
+        return process
+
+    yield start_and_keep
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with 64 KiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=64k,mode=700 tmpfs {mount}") != 0:
+        pytest.skip("cannot mount a tmpfs here")
+    yield mount
+    os.system(f"umount -l {mount}")
