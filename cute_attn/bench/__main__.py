@@ -18,6 +18,7 @@ def build_parser(benchmarks: dict[str, Benchmark]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", metavar="NAME")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--short", action="store_true", help="fewer sizes and repetitions")
+    common.add_argument("--tag", default="", help="part of the names of the files written")
     common.add_argument("--commit", help="the source's commit, where there is no git history")
     _add_output_options(common)
     for benchmark in benchmarks.values():
@@ -29,7 +30,9 @@ def build_parser(benchmarks: dict[str, Benchmark]) -> argparse.ArgumentParser:
                 parents=[common],
             )
         )
-    render = commands.add_parser("render", help="Markdown and plot again, from a report's JSON")
+    render = commands.add_parser(
+        "render", help="Markdown and plots again, from the JSON of a report and its parts"
+    )
     render.add_argument("file", type=Path)
     _add_output_options(render)
     return parser
@@ -56,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.name == "render":
         report = Report.from_json(args.file.read_text())
+        for part in report.parts if not args.print_only else ():
+            write_report(part, args.out)
     else:
         benchmark = benchmarks[args.name]
         args.argv = list(argv)
@@ -66,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Unavailable as reason:
             print(f"{args.name}: {reason}", file=sys.stderr)
             return EXIT_UNAVAILABLE
+        report.tag = "-".join(word for word in ("short" * args.short, args.tag) if word)
     _deliver(report, args)
     return 0 if report.succeeded else 1
 

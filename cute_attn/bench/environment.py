@@ -22,7 +22,7 @@ PACKAGES = ("cute-attn", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ff
 PEERS = ("fla-core", "flash-linear-attention", "flash-attn-4")
 
 # options of the command line that change where results go, not what they are
-OUTPUT_OPTIONS = ("--out", "--json", "--commit")
+OUTPUT_OPTIONS = ("--out", "--json", "--tag", "--commit")
 
 
 def slug(text: str) -> str:

@@ -67,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def stages(
-    benchmarks: Sequence[Benchmark], tests: Path, test_limit_s: float, directory: Path
+    benchmarks: Sequence[Benchmark],
+    tests: Path,
+    test_limit_s: float,
+    directory: Path,
+    commit: str | None = None,
 ) -> list[Stage]:
     """The stages in order; what they write goes to `directory`."""
     results = directory / "tests.xml"
@@ -88,6 +92,7 @@ def stages(
             command = (
                 sys.executable, "-m", "cute_attn.bench", benchmark.name, "--short",
                 *stage.arguments, "--print-only", "--json", str(result),
+                *(("--commit", commit) if commit else ()),
             )  # fmt: skip
             name = " ".join((benchmark.name, *stage.arguments))
             found.append(Stage(name, command, stage.limit_s, result))
@@ -101,7 +106,8 @@ def run(args: argparse.Namespace) -> Report:
     rows: list[Row] = []
     parts: list[Report] = []
     with tempfile.TemporaryDirectory() as directory:
-        todo = stages(list(discover().values()), args.tests, args.test_limit, Path(directory))
+        everything = list(discover().values())
+        todo = stages(everything, args.tests, args.test_limit, Path(directory), args.commit)
         if args.only:
             todo = [s for s in todo if any(part in s.name for part in args.only)]
             if not todo:

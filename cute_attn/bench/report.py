@@ -75,6 +75,7 @@ class Report:
         verdicts, notes, plots: as their names say.
         parts: reports of which this one is the summary.
         succeeded: False if the run itself failed, whatever its numbers say.
+        tag: part of the file names, to keep runs apart that would share one.
     """
 
     benchmark: str
@@ -88,6 +89,7 @@ class Report:
     plots: list[Plot] = field(default_factory=list)
     parts: list[Report] = field(default_factory=list)
     succeeded: bool = True
+    tag: str = ""
 
     @property
     def columns(self) -> list[str]:
@@ -95,10 +97,11 @@ class Report:
 
     @property
     def stem(self) -> str:
-        """File name without suffix: benchmark, GPU (or CPU) and date."""
+        """File name without suffix: benchmark, tag, GPU (or CPU) and date."""
         machine = self.environment.get("gpu") or self.environment.get("cpu") or "unknown"
         date = str(self.environment.get("date", ""))[:10]
-        return "-".join(part for part in (self.benchmark, slug(str(machine)), date) if part)
+        parts = (self.benchmark, slug(self.tag), slug(str(machine)), date)
+        return "-".join(part for part in parts if part)
 
     def validate(self) -> None:
         """Check the table.

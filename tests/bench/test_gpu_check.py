@@ -74,6 +74,9 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
         "lightning-decode-ncu",
     ]
     assert all("--short" in s.command for s in found[1:])
+    assert not any("--commit" in s.command for s in found)
+    named = stages(list(discover().values()), Path("tests/gpu"), 200.0, tmp_path, "abc")
+    assert all(s.command[-2:] == ("--commit", "abc") for s in named[1:])
     assert len({s.result for s in found}) == len(found)
 
 
@@ -127,7 +130,7 @@ def run_check(tmp_path, monkeypatch, test_code, benchmark_code):
     test_file.write_text(test_code)
     real = gpu_check.stages
 
-    def toy_stages(benchmarks, tests, limit_s, directory):
+    def toy_stages(benchmarks, tests, limit_s, directory, commit):
         result = directory / "toy.json"
         tests_stage = real([], tests, limit_s, directory)[0]
         command = (sys.executable, "-c", benchmark_code, str(result))

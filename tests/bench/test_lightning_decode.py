@@ -219,7 +219,7 @@ def test_the_whole_benchmark(fake_gpu, tmp_path, capsys):
         "--flush", "zero", "read", "--out", str(tmp_path), "--commit", "abc",
     ]  # fmt: skip
     assert main(argv) == 0
-    report = json.loads(next(tmp_path.glob("lightning-decode-*.json")).read_text())
+    report = json.loads(next(tmp_path.glob("lightning-decode-short-*.json")).read_text())
     assert [(r["batch"], r["mode"], r["flush"]) for r in report["rows"]] == [
         (batch, mode, flush)
         for batch in (1, 3)

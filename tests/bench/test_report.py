@@ -157,10 +157,11 @@ def test_no_plot_without_matplotlib(tmp_path, monkeypatch, capsys):
 
 def test_render_makes_the_files_again(tmp_path, capsys):
     source = tmp_path / "in.json"
-    source.write_text(make_report().to_json())
+    source.write_text(make_report(parts=[make_report(benchmark="part", tag="kv")]).to_json())
     assert main(["render", str(source), "--out", str(tmp_path / "out")]) == 0
     again = tmp_path / "out" / "toy-nvidia-h100-80gb-2026-11-20.json"
     assert again.read_text() == source.read_text()
+    assert (tmp_path / "out" / "part-kv-nvidia-h100-80gb-2026-11-20.md").exists()
     assert f"wrote {again}" in capsys.readouterr().out
 
 
