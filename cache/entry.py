@@ -11,6 +11,7 @@ directory, root will do) and be writable by nobody else.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -157,12 +158,11 @@ def open_entry(directory: Path, digest: str, owners: frozenset[int]) -> Entry:
     check_ownership(directory, owners)
     path = directory / META
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = _open_checked(path, owners)
     except FileNotFoundError:
         directory.lstat()  # FileNotFoundError if the entry has gone meanwhile: that is a miss
         raise DamagedEntry(f"{directory} has no {META}") from None
     try:
-        _refuse_strangers(path, os.fstat(fd), owners)
         # Under the lock, and if it is the lock of what is there now, the entry stays.
         if try_lock(fd, shared=True) is LockState.HELD_ELSEWHERE or not is_at(fd, path):
             raise FileNotFoundError(f"{directory} is being evicted")
@@ -197,20 +197,31 @@ def _refuse_strangers(path: Path, status: os.stat_result, owners: frozenset[int]
     )
 
 
-def _read_checked(path: Path, owners: frozenset[int]) -> bytes:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise DamagedEntry(f"{path} is missing") from None
+def _open_checked(path: Path, owners: frozenset[int]) -> int:
+    """A descriptor of a file that nobody outside ``owners`` can have written."""
+    _refuse_strangers(path, path.lstat(), owners)  # for the message: opening a link just fails
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         _refuse_strangers(path, os.fstat(fd), owners)
-        return _read_all(fd)
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    return fd
+
+
+def _read_checked(path: Path, owners: frozenset[int]) -> bytes:
+    try:
+        fd = _open_checked(path, owners)
+        with os.fdopen(fd, "rb") as file:
+            return file.read()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # this process's trouble, not the file's
+        raise DamagedEntry(f"{path} cannot be read: {error}") from error
 
 
 def _read_all(fd: int) -> bytes:
-    with open(fd, "rb", closefd=False) as file:
+    with os.fdopen(fd, "rb", closefd=False) as file:
         return file.read()
 
 

@@ -342,7 +342,9 @@ def _put_aside(store: Store, digest: str, problem: CacheError) -> None:
     """Report a damaged or refused entry, and move it out of the way if that is possible."""
     try:
         moved_to = store.quarantine(digest)
-    except (OSError, RefusedEntry) as error:
+    except RefusedEntry:
+        return  # of the whole store; it is reported when the kernel cannot be stored
+    except OSError as error:
         warn_once(f"damaged {problem}", "%s; it cannot be moved aside: %s", problem, error)
         return
     if moved_to is not None:

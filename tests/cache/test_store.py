@@ -1,0 +1,281 @@
+"""The store: publication, eviction and leftovers."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ARCH
+from toy_specs import SCALE, ScaleSpec
+
+from cute_attn import cache
+from cute_attn.cache import store as store_module
+from cute_attn.cache.entry import Built, Entry
+from cute_attn.cache.locks import LockState, try_lock, try_lock_file
+from cute_attn.cache.store import Store
+
+
+@pytest.fixture
+def builds(compiled_root: Path) -> Iterator[list[Built]]:
+    """Six kernels to publish: the compiled one under different keys."""
+    store = Store(compiled_root)
+    (digest,) = store.digests()
+    entry = store.open(digest)
+    assert entry is not None
+    files = {name: entry.read(name) for name in entry.meta["files"]}
+    keys = [cache.describe(SCALE, ScaleSpec(float(n)), ARCH) for n in range(6)]
+    yield [Built(key, files, entry.kernels, 0.5) for key in keys]
+    entry.close()
+
+
+def opened(store: Store, built: Built) -> Entry:
+    entry = store.open(built.key.digest)
+    assert entry is not None
+    return entry
+
+
+def test_a_published_entry_reads_back(root: Path, builds: list[Built]) -> None:
+    store = Store(root)
+    path = store.publish(builds[0])
+    assert path == root / "v1" / builds[0].key.digest[:2] / builds[0].key.digest
+    entry = opened(store, builds[0])
+    entry.verify()
+    assert entry.key == builds[0].key
+    assert entry.kernels == builds[0].kernels
+    assert entry.meta["compile_seconds"] == 0.5
+    assert {name: entry.read(name) for name in entry.meta["files"]} == builds[0].files
+    entry.close()
+
+
+def test_everything_in_the_users_directory_is_private(root: Path, builds: list[Built]) -> None:
+    os.umask(os.umask(0o000))
+    Store(root).publish(builds[0])
+    for path in [root, *root.rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022])
+def test_a_built_directory_can_be_read_by_every_user(
+    root: Path, builds: list[Built], umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        store = Store(root, public=True)
+        store.publish(builds[0])
+        store.tidy()
+    finally:
+        os.umask(before)
+    for path in [root, *root.rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
+
+
+def test_the_first_of_two_publishers_wins(root: Path, builds: list[Built]) -> None:
+    store = Store(root)
+    store.publish(builds[0])
+    second = Built(builds[0].key, {"kernel.o": b"other"}, (), 9.0)
+    store.publish(second)
+    entry = opened(store, builds[0])
+    assert entry.meta["compile_seconds"] == 0.5
+    entry.close()
+    assert list((root / "v1" / "staging").iterdir()) == []
+
+
+def test_a_link_to_the_root_is_followed(root: Path, tmp_path: Path, builds: list[Built]) -> None:
+    (tmp_path / "link").symlink_to(root)
+    Store(root).publish(builds[0])
+    opened(Store(tmp_path / "link"), builds[0]).close()
+
+
+# -- eviction
+
+
+def use_at(store: Store, built: Built, moment: float) -> None:
+    """Make ``moment`` the last use of an entry."""
+    path = store.entry_path(built.key.digest)
+    for item in [*path.iterdir(), path]:
+        os.utime(item, (moment, moment))
+
+
+def test_the_least_recently_used_go_first(root: Path, builds: list[Built]) -> None:
+    store = Store(root)
+    now = time.time()
+    for age, built in enumerate(builds):
+        store.publish(built)
+        use_at(store, built, now - age)
+    size = store_module._tree_size(store.entry_path(builds[0].key.digest))[0]
+    evicted = store.evict(max_bytes=int(2.5 * size))
+    assert evicted.entries == 4
+    assert set(store.digests()) == {built.key.digest for built in builds[:2]}
+    assert list((root / "v1" / "staging").iterdir()) == []
+
+
+def test_using_an_entry_makes_it_recent(root: Path, builds: list[Built]) -> None:
+    store = Store(root)
+    for built in builds[:2]:
+        store.publish(built)
+        use_at(store, built, time.time() - 1000)
+    entry = opened(store, builds[1])
+    entry.record_use()
+    hits, last_use = entry.uses()
+    assert hits == 1
+    assert last_use > time.time() - 100
+    entry.close()
+    size = store_module._tree_size(store.entry_path(builds[0].key.digest))[0]
+    store.evict(max_bytes=int(1.5 * size))
+    assert store.digests() == [builds[1].key.digest]
+
+
+def test_hits_are_counted_by_get(filled_root: Path, entry_path: Path) -> None:
+    for _ in range(3):
+        cache.clear_memory()
+        cache.get(SCALE, ScaleSpec(), ARCH)
+    assert (entry_path / "uses").stat().st_size == 3
+
+
+def test_an_entry_in_use_is_never_evicted(root: Path, builds: list[Built]) -> None:
+    store = Store(root)
+    for built in builds[:3]:
+        store.publish(built)
+        use_at(store, built, 0.0)
+    used = opened(store, builds[1])
+    evicted = store.evict(max_bytes=0)
+    assert evicted.entries == 2
+    assert store.digests() == [builds[1].key.digest]
+    used.verify()
+    used.close()
+    assert store.evict(max_bytes=0).entries == 1
+
+
+@pytest.mark.parametrize("skewed", [0.0, time.time() + 1e8], ids=["1970", "future"])
+def test_a_skewed_clock_costs_at_most_an_eviction(
+    root: Path, builds: list[Built], skewed: float
+) -> None:
+    store = Store(root)
+    for built in builds[:3]:
+        store.publish(built)
+    use_at(store, builds[0], skewed)
+    opened(store, builds[0]).close()
+    size = store_module._tree_size(store.entry_path(builds[0].key.digest))[0]
+    store.evict(max_bytes=int(1.5 * size))
+    assert len(store.digests()) == 1
+    store.evict(max_bytes=0)
+    assert store.digests() == []
+
+
+def test_publishing_evicts(
+    filled_root: Path, entry_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_CACHE_MAX_BYTES", "40K")
+    cache.get(SCALE, ScaleSpec(3.0), ARCH)
+    assert cache.stats().evicted == 1
+    assert not entry_path.exists()
+    cache.clear_memory()
+    cache.get(SCALE, ScaleSpec(3.0), ARCH)
+    assert cache.stats().compiles == 1
+
+
+def test_quarantined_entries_are_evicted_before_useful_ones(
+    root: Path, builds: list[Built]
+) -> None:
+    store = Store(root)
+    for built in builds[:3]:
+        store.publish(built)
+    size = store_module._tree_size(store.entry_path(builds[0].key.digest))[0]
+    store.quarantine(builds[0].key.digest)
+    store.evict(max_bytes=int(2.5 * size))
+    assert len(store.digests()) == 2
+    assert list((root / "v1" / "quarantine").iterdir()) == []
+
+
+def test_clear_leaves_nothing_but_what_is_in_use(root: Path, builds: list[Built]) -> None:
+    store = Store(root)
+    for built in builds[:3]:
+        store.publish(built)
+    store.quarantine(builds[0].key.digest)
+    with store.compiling(builds[4].key.digest, lambda: False):
+        pass
+    used = opened(store, builds[1])
+    assert store.clear().entries == 1
+    assert store.digests() == [builds[1].key.digest]
+    assert all(len(path.name) == 2 for path in (root / "v1").iterdir())
+    used.close()
+
+
+# -- leftovers
+
+
+def test_leftovers_of_the_dead_are_swept_whatever_their_age(root: Path) -> None:
+    store = Store(root)
+    with store.staging() as path:
+        staging = path.parent
+    for name, moment in (("dead", 0.0), ("from-the-future", time.time() + 1e8)):
+        (staging / name).mkdir()
+        (staging / name / "half").write_bytes(b"half a file")
+        (staging / f"{name}.lock").touch()
+        os.utime(staging / name, (moment, moment))
+    (staging / "without-a-lock").mkdir()
+    (staging / "lock-only.lock").touch()
+    with store.staging() as alive:
+        os.utime(alive, (0.0, 0.0))
+        assert store.sweep() == 4
+        assert sorted(item.name for item in staging.iterdir()) == [
+            alive.name,
+            f"{alive.name}.lock",
+        ]
+    assert list(staging.iterdir()) == []
+
+
+# -- locks
+
+
+def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with try_lock_file(path) as first, try_lock_file(path) as second:
+        assert first is LockState.TAKEN
+        assert second is LockState.HELD_ELSEWHERE
+    with try_lock_file(path) as third:
+        assert third is LockState.TAKEN
+
+
+def test_the_lock_of_a_file_deleted_meanwhile_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    real = fcntl.flock
+
+    def delete_first(fd: int, operation: int) -> None:
+        path.unlink()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", delete_first)
+    with try_lock_file(path) as state:
+        assert state is LockState.HELD_ELSEWHERE
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_where_locks_do_not_work_kernels_are_compiled_and_stored_all_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def unsupported(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with (root.parent / "file").open("w") as file:
+        assert try_lock(file.fileno()) is LockState.UNSUPPORTED
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    cache.clear_memory()
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert cache.stats().compiles == cache.stats().disk_hits == 1
+    staging = root / "v1" / "staging"
+    (staging / "young").mkdir()
+    (staging / "old").mkdir()
+    os.utime(staging / "old", (0.0, 0.0))
+    Store(root).sweep()
+    assert [item.name for item in staging.iterdir() if item.is_dir()] == ["young"]
+    shutil.rmtree(staging)
