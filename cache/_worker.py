@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .jit import Places, Unstored, obtain, stats, verified
+from .entry import Built
+from .jit import Places, obtain, stats, verified
 from .key import describe
 from .store import Store
 from .wire import decode_request
@@ -36,7 +37,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         found = obtain(kernel, spec, key, verified, places)
     except Exception as error:  # one kernel's failure is an answer, whatever it is
         return {"error": str(error) or type(error).__name__}
-    if isinstance(found, Unstored):
+    if isinstance(found, Built):
         return {"error": f"{key.kernel} {key.digest[:12]} could not be stored in {request['root']}"}
     found.close()
     return {

@@ -20,7 +20,7 @@ from . import cubin, linker
 from .entry import FUNCTION, LIBRARY, OBJECT, PTX, Built
 from .errors import CompileError
 from .key import KernelDef, KeyDescription
-from .log import logger, warn_once
+from .log import logger
 
 # The compiler's state (MLIR context, options, dump paths) is one per process.
 _one_at_a_time = threading.Lock()
@@ -38,11 +38,11 @@ _SCRATCH_BYTES = 16 * 2**20
 
 def compile_kernel(
     kernel: KernelDef, spec: object, key: KeyDescription, directory: Path | None
-) -> tuple[Built | None, Callable[..., Any]]:
-    """Compile a kernel; return what to store, and the function as it is in this process.
+) -> Built:
+    """Compile a kernel.
 
     ``directory`` is where to put intermediate files; without one, a temporary directory is found.
-    Where nothing at all can be written there is nothing to store, and the function remains.
+    Where nothing at all can be written, the result is only an object file in memory.
 
     Raises CompileError, from whatever the compiler or the kernel's own code raised.
     """
@@ -54,19 +54,22 @@ def compile_kernel(
             compiled = compile_function(
                 instance, *instance.fake_args(), options=_options(kernel, key.arch, scratch)
             )
-            files = _export(compiled, scratch) if scratch is not None else {}
+            _use_baseline_cpu(compiled.ir_module)
+            if scratch is None:
+                files = {OBJECT: _export_to_memory(compiled)}
+            else:
+                files = _export(compiled, scratch)
         except Exception as error:
             raise CompileError(
                 f"{kernel.name} {key.specialisation} does not compile for {key.arch} "
                 f"(key {key.digest[:12]}): {type(error).__name__}: {error}"
             ) from error
         seconds = time.perf_counter() - started
-        if scratch is None:
-            return None, compiled
-        uses = cubin.kernel_uses(
-            compiled.artifacts.CUBIN, _ptxas_log(scratch), str(compiled.ir_module)
-        )
-        return Built(key, files, uses, seconds), compiled
+        uses: tuple[cubin.KernelUse, ...] = ()
+        if scratch is not None:
+            code, log = compiled.artifacts.CUBIN, _ptxas_log(scratch)
+            uses = cubin.kernel_uses(code, log, str(compiled.ir_module))
+        return Built(key, files, uses, seconds)
 
 
 def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
@@ -89,8 +92,14 @@ def _options(kernel: KernelDef, arch: str, scratch: Path | None) -> str:
     return " ".join([*options, kernel.options])
 
 
+def _export_to_memory(compiled: Any) -> bytes:
+    fd = os.memfd_create(OBJECT)
+    with os.fdopen(fd, "rb") as file:
+        compiled.export_to_c(f"/proc/self/fd/{fd}", function_name=FUNCTION)
+        return file.read()
+
+
 def _export(compiled: Any, scratch: Path) -> dict[str, bytes]:
-    _use_baseline_cpu(compiled.ir_module)
     object_file, library = scratch / OBJECT, scratch / LIBRARY
     compiled.export_to_c(str(object_file), function_name=FUNCTION)
     files = {OBJECT: object_file.read_bytes(), PTX: compiled.artifacts.PTX.encode()}
@@ -142,7 +151,6 @@ def _scratch(preferred: Path | None) -> Iterator[Path | None]:
                 return
         finally:
             shutil.rmtree(path, ignore_errors=True)
-    warn_once("scratch", "no directory with %d MiB of room to compile in", _SCRATCH_BYTES >> 20)
     yield None
 
 

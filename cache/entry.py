@@ -12,6 +12,7 @@ directory, root will do) and be writable by nobody else.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -49,15 +50,34 @@ class RefusedEntry(CacheError):
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled kernel in memory, as the compiler hands it over."""
+    """A compiled kernel in memory, as the compiler hands it over.
+
+    Has all that an :class:`Entry` has for those who use it, but no directory.
+    """
 
     key: KeyDescription
     files: Mapping[str, bytes]
     kernels: tuple[KernelUse, ...]
     compile_seconds: float
+    directory: None = None
 
-    def meta(self) -> dict[str, Any]:
-        content = {
+    @property
+    def digest(self) -> str:
+        return self.key.digest
+
+    def has(self, name: str) -> bool:
+        return name in self.files
+
+    def read(self, name: str) -> bytes:
+        """The content of a file. Raises CacheError if there is no such file."""
+        if name not in self.files:
+            raise CacheError(f"{self.key.kernel} was compiled without {name}")
+        return self.files[name]
+
+    @functools.cached_property
+    def meta(self) -> Mapping[str, Any]:
+        """What ``meta.json`` says, but for its own checksum."""
+        return {
             "schema": _SCHEMA,
             "digest": self.key.digest,
             "key": self.key.to_json(),
@@ -68,7 +88,10 @@ class Built:
             "compile_seconds": round(self.compile_seconds, 3),
             "kernels": [kernel._asdict() for kernel in self.kernels],
         }
-        return {**content, "checksum": _checksum(content)}
+
+    def meta_file(self) -> bytes:
+        """The content of ``meta.json``."""
+        return json.dumps({**self.meta, "checksum": _checksum(self.meta)}, indent=1).encode()
 
 
 @dataclass(frozen=True)

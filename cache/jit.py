@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from . import fingerprint, settings, toolchain
 from .arch import check_arch, current_arch
-from .entry import Built, DamagedEntry, Entry, RefusedEntry
+from .entry import PTX, Built, DamagedEntry, Entry, RefusedEntry
 from .errors import CacheError, FrozenCacheMiss
 from .key import KernelDef, KeyDescription, describe
 from .loader import IncompatibleEntry, load
@@ -19,6 +19,7 @@ from .store import Store
 
 _Function = Callable[..., Any]
 _Result = TypeVar("_Result")
+_Use = Callable[[Entry | Built], _Result]
 
 _functions: dict[tuple[KernelDef, Any, str], _Function] = {}
 _functions_by_digest: dict[str, tuple[KeyDescription, _Function]] = {}
@@ -97,16 +98,11 @@ def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> _Function:
     key = describe(kernel, spec, check_arch(arch))
     with _digest_lock(key.digest):
         known = _functions_by_digest.get(key.digest)
-        function = known[1] if known else _load_or_compile(kernel, spec, key)
+        function = known[1] if known else obtain(kernel, spec, key, load)
         with _lock:
             _functions_by_digest[key.digest] = (key, function)
             _functions[kernel, spec, arch] = function
     return function
-
-
-def _load_or_compile(kernel: KernelDef, spec: Any, key: KeyDescription) -> _Function:
-    found = obtain(kernel, spec, key, load)
-    return found.function if isinstance(found, Unstored) else found
 
 
 def compile(  # noqa: A001 (cache.compile is what it does)
@@ -116,17 +112,12 @@ def compile(  # noqa: A001 (cache.compile is what it does)
 
     The entry (``directory``, ``key``, ``kernels``, ``read("kernel.ptx")``) is one of those that
     :func:`get` would load, with all its files verified, or a new one. Where nothing can be stored
-    it is a :class:`Built`, which has the same in memory, and no directory.
+    it is a :class:`Built`, which has the same in memory, and None for a directory.
 
     Needs no GPU if ``arch`` is given. Arguments and exceptions are those of :func:`get`.
     """
     key = describe(kernel, spec, check_arch(arch or current_arch()))
-    found = obtain(kernel, spec, key, verified)
-    if not isinstance(found, Unstored):
-        return found
-    if found.built is None:
-        raise CacheError(f"{kernel.name} was compiled, but there is no directory to write it to")
-    return found.built
+    return obtain(kernel, spec, key, verified)
 
 
 def is_cached(key: KeyDescription, places: Places) -> bool:
@@ -143,9 +134,10 @@ def is_cached(key: KeyDescription, places: Places) -> bool:
     return False
 
 
-def verified(entry: Entry) -> Entry:
+def verified(entry: Entry | Built) -> Entry | Built:
     """The entry itself, after reading all its files. Raises DamagedEntry or RefusedEntry."""
-    entry.verify()
+    if isinstance(entry, Entry):
+        entry.verify()
     return entry
 
 
@@ -217,23 +209,17 @@ def _user_store() -> Store | None:
     return None
 
 
-class Unstored(NamedTuple):
-    """A kernel that was compiled and could not be stored."""
-
-    built: Built | None
-    function: _Function
-
-
 def obtain(
     kernel: KernelDef,
     spec: Any,
     key: KeyDescription,
-    use: Callable[[Entry], _Result],
+    use: _Use[_Result],
     places: Places | None = None,
-) -> _Result | Unstored:
+) -> _Result:
     """``use`` of the kernel's entry, which is looked for, and compiled if need be.
 
-    ``use`` raises DamagedEntry or RefusedEntry for an entry that must not be used.
+    ``use`` raises DamagedEntry or RefusedEntry for an entry that must not be used. If the compiled
+    kernel cannot be stored, it is called with what is in memory.
     """
     places = places or Places.from_environment()
     for prebuilt in places.prebuilt:
@@ -247,7 +233,10 @@ def obtain(
             return result
     store = places.store
     if store is None:
-        return _compile(kernel, spec, key, None)
+        refuse_if_frozen(key, places)
+        built = _compile(kernel, spec, key, None)
+        count(memory_only=1)
+        return use(built)
 
     def find_intact() -> _Result | None:
         try:
@@ -278,11 +267,11 @@ def obtain(
             seconds = time.perf_counter() - started
             logger.info("another process compiled %s; waited %.2f s", key.kernel, seconds)
             return result
-        unstored = _compile(kernel, spec, key, store)
-        return _store(store, kernel, unstored, use)
+        built = _compile(kernel, spec, key, store)
+        return _store(store, kernel, built, use)
 
 
-def _find(store: Store, key: KeyDescription, use: Callable[[Entry], _Result]) -> _Result | None:
+def _find(store: Store, key: KeyDescription, use: _Use[_Result]) -> _Result | None:
     """``use`` of the entry for a key, or None if the store has none."""
     for digest in _candidates(store, key):
         started = time.perf_counter()
@@ -352,10 +341,9 @@ def _put_aside(store: Store, digest: str, problem: CacheError) -> None:
         logger.warning("%s; moved to %s", problem, moved_to)
 
 
-def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | None) -> Unstored:
-    from . import compiler  # elftools, and later the compiler: not for a hit
+def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | None) -> Built:
+    from . import compiler  # not for a hit
 
-    refuse_if_frozen(key, Places.from_environment())
     logger.info("compiling %s %s for %s", key.kernel, key.specialisation, key.arch)
     with contextlib.ExitStack() as stack:
         scratch = None
@@ -363,14 +351,11 @@ def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | N
             with contextlib.suppress(OSError, RefusedEntry):  # _store reports it
                 scratch = stack.enter_context(store.staging())
         try:
-            built, function = compiler.compile_kernel(kernel, spec, key, scratch)
+            built = compiler.compile_kernel(kernel, spec, key, scratch)
         except CacheError:
             count(failures=1)
             raise
-    if built is None:
-        count(compiles=1, memory_only=1)
-        return Unstored(None, function)
-    count(compiles=1, compile_seconds=built.compile_seconds, memory_only=int(store is None))
+    count(compiles=1, compile_seconds=built.compile_seconds)
     uses = (f"{use.registers} registers, {use.spills} bytes spilled" for use in built.kernels)
     logger.info(
         "compiled %s %s for %s in %.2f s (%s), key %s",
@@ -381,36 +366,33 @@ def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | N
         "; ".join(uses),
         key.digest[:12],
     )
-    return Unstored(built, function)
+    return built
 
 
-def _store(
-    store: Store, kernel: KernelDef, unstored: Unstored, use: Callable[[Entry], _Result]
-) -> _Result | Unstored:
-    """Publish what was compiled, and ``use`` the entry; failing that, keep what is in memory."""
-    if unstored.built is None:
-        return unstored
-    key = unstored.built.key
+def _store(store: Store, kernel: KernelDef, built: Built, use: _Use[_Result]) -> _Result:
+    """Publish what was compiled, and ``use`` the entry; failing that, what is in memory."""
     try:
-        if _sources_changed(kernel, key):
-            raise CacheError("its sources changed while this process ran: restart to store it")
-        store.publish(unstored.built)
-        entry = store.open(key.digest)
+        if PTX not in built.files:
+            raise CacheError("no directory has room to compile in")
+        if _sources_changed(kernel, built.key):
+            raise CacheError("its sources changed while it was compiled")
+        store.publish(built)
+        entry = store.open(built.digest)
         if entry is None:
             raise CacheError("another process removed it at once")
         result = use(entry)
-        evicted = store.evict(settings.max_bytes(), keep=key.digest)
+        evicted = store.evict(settings.max_bytes(), keep=built.digest)
         count(evicted=evicted.entries)
         store.sweep()
     except (OSError, CacheError) as error:
         count(memory_only=1)
         warn_once(
             f"unstored {store.root}",
-            "%s stays in memory, and will be compiled again by the next process: %s",
-            key.kernel,
+            "%s stays in memory, and the next process will compile it again: %s",
+            built.key.kernel,
             error,
         )
-        return unstored
+        return use(built)
     return result
 
 

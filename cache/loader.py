@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import toolchain
-from .entry import FUNCTION, LIBRARY, OBJECT, Entry
+from .entry import FUNCTION, LIBRARY, OBJECT, Built, Entry
 from .errors import CacheError
 from .log import logger
 
@@ -26,8 +26,8 @@ class IncompatibleEntry(CacheError):
     """An intact entry that the libraries on this machine cannot run."""
 
 
-def load(entry: Entry) -> Callable[..., Any]:
-    """The function of an entry.
+def load(entry: Entry | Built) -> Callable[..., Any]:
+    """The function of an entry, or of a kernel just compiled.
 
     Raises DamagedEntry or RefusedEntry if its file is not what was stored, IncompatibleEntry if it
     does not fit the libraries here, CacheError if the runtime library is missing.
@@ -37,7 +37,7 @@ def load(entry: Entry) -> Callable[..., Any]:
     return _load_object(entry, entry.read(OBJECT))
 
 
-def _load_library(entry: Entry, image: bytes) -> Callable[..., Any]:
+def _load_library(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
     import tvm_ffi  # brings libtvm_ffi.so with it
 
     runtime = _open_runtime_library()
@@ -50,7 +50,7 @@ def _load_library(entry: Entry, image: bytes) -> Callable[..., Any]:
     except OSError as error:
         os.close(fd)
         raise IncompatibleEntry(
-            f"{entry.directory} (built with nvidia-cutlass-dsl {entry.key.dsl}, {entry.key.cuda}) "
+            f"{_where(entry)} (built with nvidia-cutlass-dsl {entry.key.dsl}, {entry.key.cuda}) "
             f"cannot be loaded with {runtime}: {error}"
         ) from None
     symbol = getattr(library, f"__tvm_ffi_{FUNCTION}")
@@ -62,11 +62,11 @@ def _load_library(entry: Entry, image: bytes) -> Callable[..., Any]:
     return function
 
 
-def _load_object(entry: Entry, image: bytes) -> Callable[..., Any]:
+def _load_object(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
     """Load an object file that was never linked, with the compiler's own loader."""
     logger.info(
         "%s has no %s (no linker where it was built): loading %s with the compiler's loader",
-        entry.directory,
+        _where(entry),
         LIBRARY,
         OBJECT,
     )
@@ -74,7 +74,7 @@ def _load_object(entry: Entry, image: bytes) -> Callable[..., Any]:
         from cutlass.cute.runtime import load_module
     except ImportError as error:
         raise IncompatibleEntry(
-            f"{entry.directory} holds only {OBJECT}, which takes nvidia-cutlass-dsl to load, and "
+            f"{_where(entry)} holds only {OBJECT}, which takes nvidia-cutlass-dsl to load, and "
             f"that cannot be imported ({error}): build it on a machine with a linker"
         ) from error
     fd = _file_in_memory(image, entry.key.kernel)
@@ -84,6 +84,10 @@ def _load_object(entry: Entry, image: bytes) -> Callable[..., Any]:
         os.close(fd)
     function: Callable[..., Any] = module[FUNCTION]
     return function
+
+
+def _where(entry: Entry | Built) -> str:
+    return str(entry.directory or f"{entry.key.kernel}, key {entry.digest[:12]},")
 
 
 @functools.cache

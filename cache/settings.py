@@ -22,9 +22,11 @@ def cache_directory() -> Path | None:
         return Path(chosen).absolute()
     import platformdirs  # 6 ms, and not needed where the variable is set
 
-    default = Path(platformdirs.user_cache_dir("cute_attn", appauthor=False))
-    # With neither HOME nor a passwd entry the answer is a relative "~/.cache/cute_attn".
-    return default if default.is_absolute() else None
+    try:
+        default = Path(platformdirs.user_cache_dir("cute_attn", appauthor=False))
+    except RuntimeError:  # neither HOME nor a passwd entry
+        return None
+    return default if default.is_absolute() else None  # older versions: "~/.cache/cute_attn"
 
 
 def prebuilt_directories() -> list[Path]:

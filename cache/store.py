@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import secrets
 import shutil
@@ -141,8 +140,7 @@ class Store:
         with self.staging() as staging:
             directory = staging / "entry"
             directory.mkdir(0o700)
-            meta = json.dumps(built.meta(), indent=1).encode()
-            for name, data in {**built.files, META: meta}.items():
+            for name, data in {**built.files, META: built.meta_file()}.items():
                 _write_synced(directory / name, data, self._file_mode)
             directory.chmod(self._directory_mode)
             _sync_directory(directory)

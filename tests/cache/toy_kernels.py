@@ -74,7 +74,7 @@ class Reverse(Scale):
     def kernel(self, x: cute.Tensor, y: cute.Tensor):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        memory = cutlass.utils.SmemAllocator()
+        memory = cutlass.memory.SmemAllocator()
         held = memory.allocate_tensor(cutlass.Float32, cute.make_layout(_THREADS), 16)
         held[thread] = x[block * _THREADS + thread]
         cute.arch.sync_threads()

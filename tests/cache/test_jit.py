@@ -1,0 +1,421 @@
+"""Getting a kernel: where it is looked for, what is counted and logged, and what cannot stop it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import sys
+import threading
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cache_processes import Process
+from conftest import ARCH, forget_everything
+from toy_specs import BROKEN, REVERSE, SCALE, SUM, ScaleSpec, SumSpec
+
+from cute_attn import cache
+from cute_attn.cache import arch, compiler, jit, linker, settings
+from cute_attn.cache import store as store_module
+from cute_attn.cache.store import Store
+
+
+def is_the_kernel(function: Callable[..., Any]) -> bool:
+    """Call it with tensors that it must refuse: its host code runs, and there is no GPU here."""
+    with pytest.raises((ValueError, TypeError), match="device"):
+        function(torch.zeros(3), torch.zeros(3))
+    return True
+
+
+def test_a_kernel_is_compiled_once_stored_and_loaded(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="cute_attn")
+    first = cache.get(SCALE, ScaleSpec(), ARCH)
+    assert is_the_kernel(first)
+    assert cache.get(SCALE, ScaleSpec(), ARCH) is first
+    assert cache.stats().compiles == 1
+    assert cache.stats().compile_seconds > 0
+    assert cache.stats().memory_only == 0
+    key = cache.describe(SCALE, ScaleSpec(), ARCH)
+    assert Store(root).digests() == [key.digest]
+    assert re.search(
+        r"compiled scale ScaleSpec\(factor=2\.0\) for sm_90a in \d+\.\d\d s \(\d+ registers, "
+        rf"0 bytes spilled\), key {key.digest[:12]}",
+        caplog.text,
+    )
+
+    caplog.clear()
+    forget_everything()
+    assert is_the_kernel(cache.get(SCALE, ScaleSpec(), ARCH))
+    assert cache.stats() == cache.Stats(disk_hits=1)
+    assert f"hit: scale for {ARCH} from {root}" in caplog.text
+
+
+def test_prebuilt_directories_come_first_in_their_order(
+    root: Path, compiled_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(compiled_root, tmp_path / "image")
+    monkeypatch.setenv("CUTE_ATTN_PREBUILT", f"{tmp_path / 'none'}:{tmp_path / 'image'}:{root}")
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert cache.stats() == cache.Stats(prebuilt_hits=1)
+    assert not root.exists()
+    assert not list((tmp_path / "image").rglob("uses"))
+
+
+def test_threads_asking_for_one_kernel_compile_it_once(root: Path) -> None:
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(cache.get(SCALE, ScaleSpec(), ARCH)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+    assert cache.stats().compiles == 1
+
+
+def test_a_warm_look_up_takes_at_most_a_microsecond(filled_root: Path) -> None:
+    @cache.spec
+    class Cached:
+        factor: float = 2.0
+
+    spec = Cached()
+    cache.get(SCALE, spec, ARCH)
+    seconds = min(timeit.repeat(lambda: cache.get(SCALE, spec, ARCH), number=10_000, repeat=20))
+    assert seconds / 10_000 < 1e-6
+
+
+def test_a_kernel_that_does_not_compile_is_a_compile_error_each_time(root: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(cache.CompileError, match=r"broken ScaleSpec.*no_such_field"):
+            cache.get(BROKEN, ScaleSpec(), ARCH)
+    assert cache.stats().failures == 2
+    assert Store(root).digests() == []
+    assert list((root / "v1" / "staging").iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", ["hopper", "sm90", "90a", "", "SM_90"])
+def test_an_arch_that_makes_no_sense_is_a_value_error(root: Path, wrong: str) -> None:
+    with pytest.raises(ValueError, match="sm_90a"):
+        cache.get(SCALE, ScaleSpec(), wrong)
+
+
+# -- compile()
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+def test_compile_builds_for_any_arch_without_a_gpu(root: Path, target: str) -> None:
+    entry = cache.compile(SCALE, ScaleSpec(), target)
+    assert f".target {target}".encode() in entry.read("kernel.ptx")
+    (use,) = entry.kernels
+    assert use.registers > 0
+    assert use.spills == use.stack == 0
+    again = cache.compile(SCALE, ScaleSpec(), target)
+    assert again.directory == entry.directory
+    assert cache.stats().compiles == 1
+
+
+def test_spills_are_those_that_ptxas_reports(root: Path) -> None:
+    (few,) = cache.compile(SUM, SumSpec(terms=4), ARCH).kernels
+    assert few.spills == few.stack == 0
+    (many,) = cache.compile(SUM, SumSpec(terms=96), ARCH).kernels
+    assert many.registers == 64
+    assert many.spill_stores is not None
+    assert many.spill_stores > 0
+    assert many.spill_loads is not None
+    assert many.spill_loads > 0
+    assert many.stack >= many.spill_stores
+
+
+def test_shared_memory_is_that_of_the_code_and_of_the_launch(root: Path) -> None:
+    reverse, tail = cache.compile(REVERSE, ScaleSpec(), "sm_80").kernels
+    assert "kernel" in reverse.name
+    assert "tail" in tail.name
+    assert (reverse.static_shared, reverse.dynamic_shared) == (0, 512)  # 128 floats
+    assert (tail.static_shared, tail.dynamic_shared) == (0, 4096)  # asked for at the launch
+
+
+def test_host_code_runs_on_any_cpu_of_its_kind(root: Path) -> None:
+    """The compiler would use what this machine's CPU has, such as AVX, unless told not to."""
+    objdump = shutil.which("objdump")
+    if objdump is None or os.uname().machine != "x86_64":
+        pytest.skip("needs objdump, on x86-64")
+    entry = cache.compile(SCALE, ScaleSpec(), ARCH)
+    assert entry.directory is not None
+    listing = os.popen(f"{objdump} -d --no-show-raw-insn {entry.directory}/kernel.so").read()
+    assert len(re.findall(r"\bmov\w*\s", listing)) > 100
+    assert not re.findall(r"%[yz]mm\d+", listing)
+    assert not re.findall(r"^\s+\w+:\s+v\w+", listing, re.MULTILINE)
+
+
+def test_compiling_leaves_nothing_in_the_working_directory(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert list((tmp_path / "work").iterdir()) == []
+    assert list((root / "v1" / "staging").iterdir()) == []
+
+
+def test_a_kernel_edited_while_it_is_compiled_is_not_stored(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    original = compiler._export
+
+    def edit_meanwhile(*args: Any) -> Any:
+        digests = (("toy_kernels", "0" * 64),)
+        monkeypatch.setattr(jit.fingerprint, "read_source_digests", lambda *_: digests)
+        return original(*args)
+
+    monkeypatch.setattr(compiler, "_export", edit_meanwhile)
+    assert is_the_kernel(cache.get(SCALE, ScaleSpec(), ARCH))
+    assert cache.stats().memory_only == 1
+    assert Store(root).digests() == []
+    assert "sources changed" in caplog.text
+
+
+# -- freeze()
+
+
+def test_a_frozen_cache_serves_what_it_has(filled_root: Path) -> None:
+    cache.freeze()
+    assert cache.is_frozen()
+    assert is_the_kernel(cache.get(SCALE, ScaleSpec(), ARCH))
+    cache.unfreeze()
+    assert not cache.is_frozen()
+
+
+def test_a_miss_of_a_frozen_cache_names_the_key_and_its_nearest(filled_root: Path) -> None:
+    cache.freeze()
+    key = cache.describe(SCALE, ScaleSpec(3.0), ARCH)
+    present = cache.describe(SCALE, ScaleSpec(), ARCH)
+    with pytest.raises(cache.FrozenCacheMiss) as miss:
+        cache.get(SCALE, ScaleSpec(3.0), ARCH)
+    assert str(miss.value).splitlines() == [
+        "scale ScaleSpec(factor=3.0) for sm_90a is in no cache, and compiling it is forbidden "
+        "since cache.freeze()",
+        f"key {key.digest}",
+        f"nearest key {present.digest[:12]} differs in spec.factor: 3.0 here, 2.0 there",
+    ]
+    with pytest.raises(cache.FrozenCacheMiss, match="no entry of sum exists"):
+        cache.compile(SUM, SumSpec(), ARCH)
+    assert cache.stats().compiles == 0
+
+
+def test_the_nearest_keys_are_sorted_by_how_much_differs(filled_root: Path) -> None:
+    cache.get(SCALE, ScaleSpec(2.0), ARCH)
+    cache.freeze()
+    with pytest.raises(cache.FrozenCacheMiss) as miss:
+        cache.get(SCALE, ScaleSpec(3.0), "sm_100a")
+    (line,) = str(miss.value).splitlines()[2:]
+    assert "spec.factor: 3.0 here, 2.0 there; arch: sm_100a here, sm_90a there" in line
+
+
+# -- a kernel runs whatever becomes of the disk
+
+
+def runs_from_memory_with_one_warning(caplog: pytest.LogCaptureFixture, expected: str) -> None:
+    for factor in (5.0, 6.0):
+        assert is_the_kernel(cache.get(SCALE, ScaleSpec(factor), ARCH))
+    assert cache.stats().memory_only == cache.stats().compiles == 2
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == 1, warnings
+    assert expected in warnings[0]
+
+
+def test_no_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for variable in ("CUTE_ATTN_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no passwd entry either
+    assert settings.cache_directory() is None
+    runs_from_memory_with_one_warning(caplog, "no home directory")
+
+
+def test_a_full_disk(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(small_disk))
+    (small_disk / "filler").write_bytes(b"x" * 40_000)
+    runs_from_memory_with_one_warning(caplog, os.strerror(errno.ENOSPC))
+    assert Store(small_disk).digests() == []
+    (small_disk / "filler").unlink()
+    cache.get(SCALE, ScaleSpec(7.0), ARCH)  # and once there is room again, it is stored
+    assert len(Store(small_disk).digests()) == 1
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_file(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = store_module._write_synced
+
+    def half(path: Path, data: bytes, mode: int) -> None:
+        original(path, data[: len(data) // 2], mode)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(store_module, "_write_synced", half)
+    runs_from_memory_with_one_warning(caplog, os.strerror(errno.ENOSPC))
+    assert Store(root).digests() == []
+    assert list((root / "v1" / "staging").iterdir()) == []
+
+
+def test_a_read_only_file_system(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(small_disk / "cache"))
+    assert os.system(f"mount -o remount,ro {small_disk}") == 0
+    runs_from_memory_with_one_warning(caplog, os.strerror(errno.EROFS))
+
+
+def test_a_directory_without_write_permission(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    parent = Path("/tmp") / f"cute_attn-test-{os.getpid()}"
+    parent.mkdir()
+    try:
+        os.chown(parent, 65534, 65534)
+        parent.chmod(0o500)
+        monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(parent))
+        cache.get(SCALE, ScaleSpec(4.0), ARCH)  # imports, while allowed to, what compiling needs
+        forget_everything()
+        caplog.clear()
+        os.seteuid(65534)
+        runs_from_memory_with_one_warning(caplog, os.strerror(errno.EACCES))
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(parent)
+
+
+def test_a_file_in_place_of_the_directory(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root.write_text("not a directory")
+    runs_from_memory_with_one_warning(caplog, str(root))
+
+
+def test_nowhere_to_write_at_all(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "_has_room", lambda directory: False)
+    runs_from_memory_with_one_warning(caplog, "no directory has room to compile in")
+    built = cache.compile(SCALE, ScaleSpec(8.0), ARCH)
+    assert built.directory is None
+    assert built.has("kernel.o")
+    with pytest.raises(cache.CacheError, match=r"without kernel\.ptx"):
+        built.read("kernel.ptx")
+
+
+# -- no linker
+
+
+def test_without_a_linker_the_object_is_stored_and_loaded_by_the_compilers_loader(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(linker.shutil, "which", lambda name: None)
+    caplog.set_level(logging.INFO, logger="cute_attn")
+    entry = cache.compile(SCALE, ScaleSpec(), ARCH)
+    assert set(entry.meta["files"]) == {"kernel.o", "kernel.ptx"}  # type: ignore[union-attr]
+    assert is_the_kernel(cache.get(SCALE, ScaleSpec(), ARCH))
+    assert "no linker" in caplog.text
+    assert "with the compiler's loader" in caplog.text
+    assert cache.stats().compiles == cache.stats().disk_hits == 1
+
+
+def test_a_linker_that_fails_is_as_good_as_none(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(linker, "_commands", lambda: [["false"], ["/no/such/linker"]])
+    entry = cache.compile(SCALE, ScaleSpec(), ARCH)
+    assert not entry.has("kernel.so")
+    assert "/no/such/linker" in caplog.text
+
+
+# -- settings
+
+
+def test_current_arch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_ATTN_ARCH", "sm_100a")
+    assert cache.current_arch() == "sm_100a"
+    arch.forget()
+    monkeypatch.setenv("CUTE_ATTN_ARCH", "blackwell")
+    with pytest.raises(ValueError, match="blackwell"):
+        cache.current_arch()
+
+
+def test_current_arch_without_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(name: str, *args: Any, **kwargs: Any) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.delenv("CUTE_ATTN_ARCH", raising=False)
+    monkeypatch.setattr(arch.ctypes, "CDLL", no_driver)
+    with pytest.raises(cache.CacheError, match=r"libcuda\.so\.1.*pass arch=.*CUTE_ATTN_ARCH"):
+        cache.current_arch()
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((10, 3), "sm_103a"),
+        ((12, 0), "sm_120a"),
+    ],
+)
+def test_arch_of_capability(capability: tuple[int, int], expected: str) -> None:
+    assert arch.arch_of_capability(*capability) == expected
+
+
+def test_gpus_before_ampere_are_not_supported() -> None:
+    with pytest.raises(NotImplementedError, match=r"7\.5"):
+        arch.arch_of_capability(7, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("123", 123), ("500M", 500 * 2**20), ("5 GiB", 5 * 2**30), ("1.5k", 1536), ("2TB", 2**41)],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert settings.parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "5 GX", "1e9"])
+def test_sizes_that_are_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="500M"):
+        settings.parse_bytes(text)
+    if text:
+        monkeypatch.setenv("CUTE_ATTN_CACHE_MAX_BYTES", text)
+        with pytest.raises(cache.CacheError, match="CUTE_ATTN_CACHE_MAX_BYTES"):
+            settings.max_bytes()
+
+
+def test_log_level_from_the_environment(run: Callable[..., Process], compiled_root: Path) -> None:
+    program = "cache.get(SCALE, ScaleSpec(), 'sm_90a'); tell()"
+    where = {"CUTE_ATTN_CACHE_DIR": str(compiled_root)}
+    assert "INFO: hit: scale" in run(program, CUTE_ATTN_LOG="info", **where).result()["stderr"]
+    assert run(program, CUTE_ATTN_LOG=None, **where).result()["stderr"] == ""
+    assert "choose from" in run(program, CUTE_ATTN_LOG="loud", **where).result()["stderr"]
+
+
+def test_importing_the_cache_imports_nothing_heavy(run: Callable[..., Process]) -> None:
+    program = "tell(modules=sorted(sys.modules))"
+    modules = set(run(program).result()["modules"])
+    heavy = {"cutlass", "tvm_ffi", "rich", "platformdirs", "elftools", "numpy"}
+    assert not heavy & modules
+    assert sys.modules.keys() >= {"cute_attn.cache.jit"}
