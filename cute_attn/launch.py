@@ -21,6 +21,12 @@ LIGHTNING_DECODE = KernelDef(
     name="lightning_decode", target="cute_attn.kernels.lightning.decode:LightningDecode"
 )
 
+# Measured beside it, and chosen nowhere: see docs/kernels/lightning_decode.md.
+LIGHTNING_DECODE_PIPELINED = KernelDef(
+    name="lightning_decode_pipelined",
+    target="cute_attn.kernels.lightning.decode_pipelined:LightningDecodePipelined",
+)
+
 Request = tuple[KernelDef, Any]  # a kernel and its Spec
 
 

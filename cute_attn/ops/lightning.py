@@ -124,6 +124,11 @@ def lightning_attn_decode(
             num_accepted_tokens, draft_k, draft_v,
         )  # fmt: skip
 
+    if not _is_compiling():  # where it is, the fake implementation checks while it is traced
+        _validate_metadata(
+            q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
+            num_accepted_tokens, draft_k, draft_v,
+        )  # fmt: skip
     _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)

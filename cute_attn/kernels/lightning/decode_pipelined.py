@@ -1,8 +1,9 @@
 """Lightning Attention decode through shared memory: every warp is a pipeline of its own.
 
-The same function as `decode`. A tile (tile_v rows of K, contiguous in memory) is on its way into
-shared memory while the warp works on another. No warp waits for another: a warp has its own ring
-of `num_stages` tiles, and its own share of the tiles, dealt out round robin over a persistent grid.
+The same function as `decode`, for one token a call. A tile (tile_v rows of K, contiguous in
+memory) is on its way into shared memory while the warp works on another. No warp waits for
+another: a warp has its own ring of `num_stages` tiles, and its own share of the tiles, dealt out
+round robin over a persistent grid.
 
     start      the load of tile i + num_stages - 1, into the stage that tile i - 1 has left
     wait       for tile i
@@ -118,7 +119,7 @@ class LightningDecodePipelined:
                 tile_loaded + i, lane,
             )  # fmt: skip
 
-        for i in cutlass.range(mine):
+        for i in cutlass.range(mine, unroll=1):
             stage = i % stages
             tile_index, head, sequence, slot, valid = self.locate(
                 first + i * step, state, state_indices
@@ -130,32 +131,16 @@ class LightningDecodePipelined:
                 stored = cute.make_rmem_tensor(part.shape, self.state_dtype)
                 s = cute.make_rmem_tensor(part.shape, cutlass.Float32)
                 factor = cute.math.exp(-decay[head])
-                if cutlass.const_expr(self.spec.multi_token):
-                    self.wait_load(tile_loaded + stage, i)
-                    cute.autovec_copy(part, stored)
-                    s.store(stored.load().to(cutlass.Float32))
-                    if cutlass.const_expr(self.spec.replay):
-                        self.tile.replay(
-                            s, factor, draft_k, draft_v, num_accepted, sequence, slot, head,
-                            tile_index,
-                        )  # fmt: skip
-                        self.write_back(s, stored, part, target, buffer, lane)
-                    self.tile.tokens(
-                        s, factor, q, k, v, o, softmax_scale, sequence, head, tile_index
-                    )
-                    if cutlass.const_expr(not self.spec.replay):
-                        self.write_back(s, stored, part, target, buffer, lane)
-                else:
-                    # q, k and v are on their way while the tile is waited for.
-                    q_frag = self.tile.along_k(q[sequence, head, None])
-                    k_frag = self.tile.along_k(k[sequence, head, None])
-                    v_frag = self.tile.along_v(v[sequence, head, None], tile_index)
-                    self.wait_load(tile_loaded + stage, i)
-                    cute.autovec_copy(part, stored)
-                    s.store(stored.load().to(cutlass.Float32))
-                    self.tile.update(s, factor, k_frag, v_frag)
-                    self.write_back(s, stored, part, target, buffer, lane)
-                    self.tile.output(s, q_frag, o[sequence, head, None], softmax_scale, tile_index)
+                # q, k and v are on their way while the tile is waited for.
+                q_frag = self.tile.along_k(q[sequence, head, None])
+                k_frag = self.tile.along_k(k[sequence, head, None])
+                v_frag = self.tile.along_v(v[sequence, head, None], tile_index)
+                self.wait_load(tile_loaded + stage, i)
+                cute.autovec_copy(part, stored)
+                s.store(stored.load().to(cutlass.Float32))
+                self.tile.update(s, factor, k_frag, v_frag)
+                self.write_back(s, stored, part, target, buffer, lane)
+                self.tile.output(s, q_frag, o[sequence, head, None], softmax_scale, tile_index)
             else:
                 self.wait_load(tile_loaded + stage, i)
                 self.tile.zeros(o, sequence, head, tile_index)

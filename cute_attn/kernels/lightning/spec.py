@@ -143,7 +143,8 @@ class DecodeSpec(Spec):
 class PipelinedDecodeSpec(DecodeSpec):
     """All that the pipelined kernel (`decode_pipelined`) has compiled in.
 
-    A tile belongs to one warp here, and must be contiguous in memory: layout "vk" only.
+    A tile belongs to one warp here, and must be contiguous in memory: layout "vk" only. One token
+    a call.
 
     Attributes:
         num_stages: tiles that a warp keeps in shared memory.
@@ -161,6 +162,8 @@ class PipelinedDecodeSpec(DecodeSpec):
         super().__post_init__()
         if self.state_layout != "vk":
             raise ValueError(f"state_layout is {self.state_layout!r}, a pipeline needs 'vk'")
+        if self.multi_token:
+            raise ValueError("multi_token is True, a pipeline takes one token a call")
         if (self.load, self.write_back) not in PIPELINES:
             raise ValueError(
                 f"load={self.load!r} with write_back={self.write_back!r}, allowed: {PIPELINES}"

@@ -271,7 +271,7 @@ class StateTile:
         """Advance s by the accepted tokens among the slot's draft records."""
         # An accepted count is data from outside: never read past the records.
         accepted = cutlass.min(num_accepted[sequence], draft_k.shape[1])
-        for i in cutlass.range(accepted):
+        for i in cutlass.range(accepted, unroll=1):
             k_frag = self.along_k(draft_k[slot, i, head, None])
             v_frag = self.along_v(draft_v[slot, i, head, None], tile_index)
             self.update(s, factor, k_frag, v_frag)
@@ -295,7 +295,7 @@ class StateTile:
         q_frag = self.along_k(q[sequence, 0, head, None])
         k_frag = self.along_k(k[sequence, 0, head, None])
         v_frag = self.along_v(v[sequence, 0, head, None], tile_index)
-        for t in cutlass.range(last + 1):
+        for t in cutlass.range(last + 1, unroll=1):
             # The next token's rows are on their way while this one is computed.
             following = cutlass.min(t + 1, last)
             q_next = self.along_k(q[sequence, following, head, None])
@@ -317,7 +317,7 @@ class StateTile:
     ) -> None:
         """The output of a padded row."""
         if cutlass.const_expr(self.multi_token):
-            for t in cutlass.range(o.shape[1]):
+            for t in cutlass.range(o.shape[1], unroll=1):
                 self.store_zeros(o[sequence, t, head, None], tile_index)
         else:
             self.store_zeros(o[sequence, head, None], tile_index)
