@@ -33,7 +33,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         kernel, spec = decode_request(request)
         key = describe(kernel, spec, request["arch"])
-        places = Places((), Store(Path(request["root"])))
+        places = Places((), Store(Path(request["root"]), public=request["public"]))
         found = obtain(kernel, spec, key, verified, places)
     except Exception as error:  # one kernel's failure is an answer, whatever it is
         return {"error": str(error) or type(error).__name__}

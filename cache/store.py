@@ -56,6 +56,7 @@ class Store:
         self.root = root
         self._directory_mode, self._file_mode = (0o755, 0o644) if public else (0o700, 0o600)
         self.read_only = read_only
+        self.public = public
         user = os.geteuid()
         self._owners = frozenset({user, 0}) if read_only else frozenset({user})
         self._base = root / _LAYOUT

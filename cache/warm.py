@@ -212,6 +212,8 @@ def _run_workers(
         pending.put(item)
     finished: queue.SimpleQueue[tuple[Job, str | None] | None] = queue.SimpleQueue()
 
+    where = {"root": str(store.root), "public": store.public}
+
     def feed_one_worker() -> None:
         worker: _Worker | None = None
         try:
@@ -221,7 +223,7 @@ def _run_workers(
                 except queue.Empty:
                     return
                 worker = worker or _Worker()
-                answer = worker.ask({**request, "arch": job.key.arch, "root": str(store.root)})
+                answer = worker.ask({**request, **where, "arch": job.key.arch})
                 if answer is None:  # killed, or crashed in the compiler: the next job gets another
                     code = worker.close()
                     worker = None

@@ -26,3 +26,8 @@ BROKEN = KernelDef("broken", "toy_kernels:Broken")
 def plan_scale(arch: str, *, factors: list[float]) -> list[tuple[KernelDef, ScaleSpec]]:
     """As an operator's plan: from the parameters in a TOML file to kernels."""
     return [(SCALE, ScaleSpec(factor)) for factor in factors]
+
+
+def plan_broken(arch: str) -> list[tuple[KernelDef, ScaleSpec]]:
+    """A plan for a kernel that does not compile."""
+    return [(BROKEN, ScaleSpec())]

@@ -1,0 +1,191 @@
+"""``python -m cute_attn.cache``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ARCH
+from toy_specs import SCALE, ScaleSpec
+
+from cute_attn import cache
+from cute_attn.cache.__main__ import main
+from cute_attn.cache.store import Store
+
+Capture = pytest.CaptureFixture[str]
+
+SPEC = """
+[[operator]]
+plan = "toy_specs:plan_scale"
+factors = [2.0, 3.0, 2.0]
+"""
+
+
+@pytest.fixture
+def spec_file(tmp_path: Path) -> Path:
+    path = tmp_path / "spec.toml"
+    path.write_text(SPEC)
+    return path
+
+
+def test_path(root: Path, capsys: Capture) -> None:
+    assert main(["path"]) == 0
+    assert capsys.readouterr().out == f"{root}\n"
+
+
+def test_path_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(cache.jit.settings, "cache_directory", lambda: None)
+    assert main(["path"]) == 1
+    assert "no home directory" in capsys.readouterr().err
+
+
+def test_ls(filled_root: Path, entry_path: Path, capsys: Capture) -> None:
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert main(["ls"]) == 0
+    shown = capsys.readouterr().out
+    for text in (entry_path.name[:12], "scale", "ScaleSpec(factor=2.0)", ARCH, "KiB", "1 entries"):
+        assert text in shown
+    assert main(["ls", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["key"] == entry_path.name
+    assert row["path"] == str(entry_path)
+    assert row["hits"] == 1
+    assert row["bytes"] > 1000
+
+
+def test_ls_of_nothing(root: Path, capsys: Capture) -> None:
+    assert main(["ls", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_info(filled_root: Path, entry_path: Path, capsys: Capture) -> None:
+    assert main(["info", entry_path.name[:8]]) == 0
+    shown = capsys.readouterr().out
+    key = cache.describe(SCALE, ScaleSpec(), ARCH)
+    assert key.text in shown
+    assert str(entry_path) in shown
+    assert "0 bytes spilled" in shown
+    assert main(["info", entry_path.name, "--json"]) == 0
+    everything = json.loads(capsys.readouterr().out)
+    assert everything["key"] == key.to_json()
+    assert everything["kernels"][0]["spill_stores"] == 0
+
+
+@pytest.mark.parametrize("prefix", ["", "zz"])
+def test_info_of_no_or_many_keys(filled_root: Path, prefix: str, capsys: Capture) -> None:
+    cache.compile(SCALE, ScaleSpec(3.0), ARCH)
+    assert main(["info", prefix]) == 1
+    assert "entries have a key that begins with" in capsys.readouterr().err
+
+
+def test_verify(filled_root: Path, entry_path: Path, capsys: Capture) -> None:
+    assert main(["verify"]) == 0
+    assert "1 entries intact, 0 damaged" in capsys.readouterr().out
+    with (entry_path / "kernel.ptx").open("ab") as file:
+        file.write(b"!")
+    assert main(["verify"]) == 1
+    assert str(entry_path / "kernel.ptx") in capsys.readouterr().out
+    assert main(["verify", "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["key"] == entry_path.name
+    assert "kernel.ptx" in row["problem"]
+
+
+def test_prune(filled_root: Path, entry_path: Path, capsys: Capture) -> None:
+    assert main(["prune"]) == 0
+    assert "removed 0 entries" in capsys.readouterr().out
+    assert entry_path.exists()
+    assert main(["prune", "--max-bytes", "1K"]) == 0
+    assert "removed 1 entries" in capsys.readouterr().out
+    assert not entry_path.exists()
+    with pytest.raises(SystemExit) as wrong:
+        main(["prune", "--max-bytes", "lots"])
+    assert wrong.value.code == 2
+
+
+def test_clear(filled_root: Path, entry_path: Path, capsys: Capture) -> None:
+    assert main(["clear"]) == 0
+    assert not entry_path.exists()
+    assert "removed 1 entries" in capsys.readouterr().out
+
+
+def test_build_makes_a_directory_that_a_server_can_use(
+    root: Path,
+    spec_file: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "image"
+    assert main(["build", str(spec_file), "--arch", "sm_90a,sm_100a", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "4 of 4 kernels" in shown
+    for text in ("ScaleSpec(factor=3.0)", "sm_90a", "sm_100a", "registers", "spilled bytes", " s "):
+        assert text in shown
+    assert not root.exists()
+    assert {path.name for path in (out / "v1").iterdir()} == {d[:2] for d in Store(out).digests()}
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in out.rglob("*"))
+    monkeypatch.setenv("CUTE_ATTN_PREBUILT", str(out))
+    cache.clear_memory()
+    cache.reset_stats()
+    cache.freeze()
+    for arch in ("sm_90a", "sm_100a"):
+        cache.get(SCALE, ScaleSpec(3.0), arch)
+    assert cache.stats() == cache.Stats(prebuilt_hits=2)
+
+
+def test_build_says_what_failed_and_builds_the_rest(
+    root: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(SPEC + '[[operator]]\nplan = "toy_specs:plan_broken"\n')
+    out = tmp_path / "image"
+    assert main(["build", str(path), "--arch", ARCH, "--out", str(out), "-j", "1"]) == 1
+    captured = capsys.readouterr()
+    assert "2 of 3 kernels" in captured.out
+    assert "broken ScaleSpec(factor=2.0)" in captured.err
+    assert len(Store(out).digests()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", r"no \[\[operator\]\]"),
+        ("not toml", "spec.toml"),
+        ("[[operator]]\nplan = 'nowhere'", "has no plan"),
+        ("[[operator]]\nplan = 'no_such_module:plan'", "no_such_module"),
+        ("[[operator]]\nplan = 'toy_specs:no_such_plan'", "no_such_plan"),
+        ("[[operator]]\nplan = 'toy_specs:plan_scale'\nfactor = 1.0", "factor=1.0"),
+    ],
+)
+def test_build_of_a_file_that_makes_no_sense(
+    root: Path, tmp_path: Path, capsys: Capture, text: str, problem: str
+) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    assert main(["build", str(path), "--arch", ARCH, "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert problem.replace("\\", "") in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_build_for_an_arch_that_makes_no_sense(spec_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as wrong:
+        main(["build", str(spec_file), "--arch", "hopper", "--out", str(tmp_path)])
+    assert wrong.value.code == 2
+
+
+def test_the_module_runs(filled_root: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cute_attn.cache", "verify"],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "1 entries intact" in done.stdout

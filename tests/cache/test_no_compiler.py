@@ -1,0 +1,256 @@
+"""A server image: prebuilt kernels, the runtime library, and no compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_processes import Process
+from conftest import ARCH
+from toy_specs import SCALE, ScaleSpec
+
+from cute_attn import cache
+from cute_attn.cache import toolchain
+from cute_attn.cache.entry import META, open_entry
+from cute_attn.cache.store import Store
+
+Run = Callable[..., Process]
+
+# Importing the compiler raises, as does anything of MLIR.
+FORBID = """
+import importlib.abc
+class Forbid(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cutlass", "mlir", "iket", "nvidia_cutlass_dsl") :
+            raise ImportError(f"{name} is forbidden")
+sys.meta_path.insert(0, Forbid())
+"""
+
+# Neither are the packages there, nor what says that they are installed.
+UNINSTALL = (
+    FORBID
+    + """
+from importlib import metadata
+installed = metadata.version
+def version(name):
+    if name.startswith("nvidia-cutlass-dsl"):
+        raise metadata.PackageNotFoundError(name)
+    return installed(name)
+metadata.version = version
+import importlib.util
+find_spec = importlib.util.find_spec
+def find(name, *args):
+    return None if name == "nvidia_cutlass_dsl" else find_spec(name, *args)
+importlib.util.find_spec = find
+"""
+)
+
+GET = """
+function = cache.get(SCALE, ScaleSpec(), "sm_90a")
+try:
+    function(1, 2)
+except Exception as error:
+    refusal = str(error)
+compiler = [name for name in sys.modules if name.split(".")[0] in ("cutlass", "mlir")]
+tell(compiler=compiler, refusal=refusal, **cache.stats()._asdict())
+"""
+
+
+@pytest.fixture
+def runtime_library() -> str:
+    return str(toolchain.runtime_library().path)
+
+
+@pytest.fixture
+def prebuilt(compiled_root: Path, tmp_path: Path) -> Path:
+    shutil.copytree(compiled_root, tmp_path / "prebuilt")
+    return tmp_path / "prebuilt"
+
+
+def rebuild_with(root: Path, **changes: Any) -> None:
+    """Publish the entry in ``root`` again under a changed key, in place of the original."""
+    import dataclasses
+
+    from cute_attn.cache.entry import Built
+
+    store = Store(root)
+    (digest,) = store.digests()
+    entry = store.open(digest)
+    assert entry is not None
+    files = {name: entry.read(name) for name in entry.meta["files"]}
+    key = dataclasses.replace(entry.key, **changes)
+    entry.close()
+    store.remove(digest)
+    store.publish(Built(key, files, entry.kernels, 1.0))
+
+
+def test_a_hit_imports_nothing_of_the_compiler(run: Run, filled_root: Path) -> None:
+    result = run(
+        "\nfrom importlib import metadata, util\n"
+        + FORBID.replace(', "nvidia_cutlass_dsl"', "")
+        + GET
+    ).result()
+    assert result["disk_hits"] == 1
+    assert result["compiler"] == []
+    assert "Mismatched type on argument #0" in result["refusal"]  # the kernel's own host code
+
+
+@pytest.mark.parametrize("where", ["user", "prebuilt"])
+def test_without_an_installed_compiler_an_entry_matches_by_all_that_is_known(
+    run: Run, compiled_root: Path, root: Path, prebuilt: Path, where: str, runtime_library: str
+) -> None:
+    if where == "user":
+        shutil.copytree(compiled_root, root)
+    result = run(
+        UNINSTALL + GET,
+        CUTE_ATTN_RUNTIME_LIBRARY=runtime_library,
+        CUTE_ATTN_PREBUILT=str(prebuilt) if where == "prebuilt" else None,
+    ).result()
+    assert (result["disk_hits"], result["prebuilt_hits"]) == ((1, 0) if where == "user" else (0, 1))
+    assert result["compiles"] == 0
+    assert result["compiler"] == []
+    assert "Mismatched type on argument #0" in result["refusal"]
+
+
+def test_without_a_compiler_the_version_that_an_entry_was_built_with_does_not_matter(
+    run: Run, prebuilt: Path, runtime_library: str
+) -> None:
+    rebuild_with(prebuilt, dsl="4.99.0")
+    environment = {
+        "CUTE_ATTN_RUNTIME_LIBRARY": runtime_library,
+        "CUTE_ATTN_PREBUILT": str(prebuilt),
+    }
+    assert run(UNINSTALL + GET, **environment).result()["prebuilt_hits"] == 1
+    frozen = "cache.freeze()\n"
+    assert run(UNINSTALL + frozen + GET, **environment).result()["prebuilt_hits"] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arch": "sm_100a"},
+        {"options": "--opt-level 1"},
+        {"tvm_ffi": "9.9"},
+        {"platform": "linux-vax-glibc"},
+        {"sources": (("toy_kernels", "0" * 64),)},
+        {"spec": (("factor", "3.0"),)},
+        {"cuda": "cu99"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_without_a_compiler_all_else_matters(
+    run: Run, prebuilt: Path, runtime_library: str, change: dict[str, Any]
+) -> None:
+    rebuild_with(prebuilt, **change)
+    program = """
+try:
+    cache.get(SCALE, ScaleSpec(), "sm_90a")
+except cache.CompileError as error:
+    tell(error=str(error))
+"""
+    result = run(
+        UNINSTALL + program,
+        CUTE_ATTN_RUNTIME_LIBRARY=runtime_library,
+        CUTE_ATTN_PREBUILT=str(prebuilt),
+    ).result()
+    assert "nvidia-cutlass-dsl cannot be imported" in result["error"]
+
+
+def test_an_entry_that_the_runtime_library_cannot_serve_is_not_used(
+    run: Run, prebuilt: Path, tmp_path: Path
+) -> None:
+    """A library without the symbols: loading fails at once, and not at the first launch."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path / "cu12" / "libcute_dsl_runtime.so"
+    library.parent.mkdir()
+    assert os.system(f"echo 'int nothing;' | cc -shared -x c - -o {library}") == 0
+    program = """
+try:
+    cache.get(SCALE, ScaleSpec(), "sm_90a")
+except cache.CompileError as error:
+    tell(error=str(error))
+"""
+    result = run(
+        UNINSTALL + program,
+        CUTE_ATTN_RUNTIME_LIBRARY=str(library),
+        CUTE_ATTN_PREBUILT=str(prebuilt),
+    ).result()
+    assert f"cannot be loaded with {library}: " in result["stderr"]
+    assert "undefined symbol" in result["stderr"]
+
+
+def test_a_missing_runtime_library_says_what_to_install(run: Run, filled_root: Path) -> None:
+    program = """
+try:
+    cache.get(SCALE, ScaleSpec(), "sm_90a")
+except cache.CacheError as error:
+    tell(error=str(error))
+"""
+    result = run(UNINSTALL + program).result()
+    assert "install nvidia-cutlass-dsl-libs-cu12" in result["error"]
+    assert "CUTE_ATTN_RUNTIME_LIBRARY" in result["error"]
+    result = run(program, CUTE_ATTN_RUNTIME_LIBRARY="/no/such/file.so").result()
+    assert "/no/such/file.so: there is no such file" in result["error"]
+
+
+def test_what_is_known_of_the_toolchain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert toolchain.dsl_version() == toolchain.runtime_version()
+    assert toolchain.cuda_flavour() in ("cu12", "cu13")
+    assert toolchain.tvm_ffi_abi() == "0.1"
+    library = tmp_path / "opt" / "cu13" / "lib" / "runtime.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setenv("CUTE_ATTN_RUNTIME_LIBRARY", str(library))
+    toolchain.forget()
+    assert toolchain.runtime_library() == toolchain.RuntimeLibrary(library, "cu13")
+
+
+@pytest.mark.parametrize(
+    ("installed", "driver", "expected"),
+    [
+        ((12,), None, "cu12"),
+        ((12,), 13, "cu12"),
+        ((12, 13), None, "cu13"),
+        ((12, 13), 12, "cu12"),
+        ((12, 13), 13, "cu13"),
+        ((12, 13), 14, "cu13"),
+    ],
+)
+def test_of_two_cuda_flavours_the_one_that_the_compiler_takes(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[int, ...], driver: int | None, expected: str
+) -> None:
+    flavours = {major: Path(f"/cu{major}/lib/libcute_dsl_runtime.so") for major in installed}
+    monkeypatch.setattr(toolchain, "_installed_flavours", lambda: flavours)
+    monkeypatch.setattr(toolchain, "_driver_cuda_major", lambda: driver)
+    toolchain.forget()
+    assert toolchain.cuda_flavour() == expected
+    assert toolchain.runtime_library().path == flavours[int(expected[2:])]
+
+
+def test_a_prebuilt_entry_says_what_it_was_built_with(prebuilt: Path) -> None:
+    (meta_path,) = prebuilt.glob(f"v1/??/*/{META}")
+    meta = json.loads(meta_path.read_text())
+    key = cache.describe(SCALE, ScaleSpec(), ARCH)
+    assert meta["key"] == key.to_json()
+    assert meta["digest"] == key.digest
+    assert set(meta["files"]) == {"kernel.o", "kernel.so", "kernel.ptx"}
+    assert meta["compile_seconds"] > 0
+    (kernel,) = meta["kernels"]
+    assert set(kernel) == {
+        "name",
+        "registers",
+        "spill_stores",
+        "spill_loads",
+        "stack",
+        "static_shared",
+        "dynamic_shared",
+    }
+    entry = open_entry(meta_path.parent, key.digest, frozenset({os.geteuid()}))
+    assert entry.kernels[0].name == kernel["name"]
+    entry.close()

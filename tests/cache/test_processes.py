@@ -1,0 +1,224 @@
+"""Many processes, and processes killed at the worst of moments."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cache_processes import Process
+from conftest import ARCH
+from toy_specs import SCALE, ScaleSpec
+
+from cute_attn import cache
+from cute_attn.cache.store import Store
+
+Run = Callable[..., Process]
+
+GET = "cache.get(SCALE, ScaleSpec(), 'sm_90a')\ntell(**cache.stats()._asdict())\n"
+
+
+def check_nothing_is_left(root: Path) -> None:
+    """The next process gets its kernel at once, and afterwards only intact entries remain."""
+    started = time.monotonic()
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert time.monotonic() - started < 10  # a compilation, but no wait for a dead process
+    store = Store(root)
+    for digest in store.digests():
+        entry = store.open(digest)
+        assert entry is not None
+        entry.verify()
+        entry.close()
+    store.sweep()
+    for directory in ("staging", "quarantine"):
+        leftovers = root / "v1" / directory
+        assert not leftovers.exists() or list(leftovers.iterdir()) == []
+
+
+def test_sixteen_processes_compile_a_kernel_once(run: Run, root: Path, tmp_path: Path) -> None:
+    program = f"""
+while not pathlib.Path({str(tmp_path / "go")!r}).exists():
+    time.sleep(0.05)
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+tell(cutlass="cutlass" in sys.modules, **cache.stats()._asdict())
+"""
+    processes = [run(program) for _ in range(16)]
+    (tmp_path / "go").touch()
+    results = [process.result() for process in processes]
+    assert sum(result["compiles"] for result in results) == 1
+    assert sum(result["disk_hits"] for result in results) == 15
+    assert (
+        sum(result["cutlass"] for result in results) == 1
+    )  # who waits does not import the compiler
+    assert all(result["memory_only"] == result["quarantined"] == 0 for result in results)
+    (digest,) = Store(root).digests()
+    assert (Store(root).entry_path(digest) / "uses").stat().st_size == 15
+
+
+def test_different_kernels_compile_at_the_same_time(run: Run) -> None:
+    first = run("""
+from cute_attn.cache import compiler
+stop_at(compiler, "_export")
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+""")
+    assert first.hear() == {"reached": "_export"}
+    second = run("cache.get(SCALE, ScaleSpec(3.0), 'sm_90a')\ntell(**cache.stats()._asdict())")
+    assert second.result()["compiles"] == 1
+
+
+COMPILE_AND_STOP = """
+from cute_attn.cache import compiler, entry, loader, store
+stop_at({module}, {name!r}, call={call})
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        ("compiler", "_options", 1),
+        ("compiler", "_export", 1),
+        ("store", "_write_synced", 1),
+        ("store", "_write_synced", 3),
+        ("store", "_sync_directory", 1),  # written, not yet renamed
+        ("store", "_sync_directory", 2),  # renamed, not yet synced
+        ("loader", "_file_in_memory", 1),
+    ],
+)
+def test_a_process_killed_while_it_compiles_stores_or_loads_leaves_nothing(
+    run: Run, root: Path, module: str, name: str, call: int
+) -> None:
+    victim = run(COMPILE_AND_STOP.format(module=module, name=name, call=call))
+    assert victim.hear() == {"reached": name}
+    victim.kill()
+    check_nothing_is_left(root)
+
+
+def test_a_waiting_process_takes_over_from_one_that_is_killed(run: Run, root: Path) -> None:
+    victim = run(COMPILE_AND_STOP.format(module="compiler", name="_export", call=1))
+    victim.hear()
+    waiter = run(GET, CUTE_ATTN_LOG="info")
+    time.sleep(1.5)  # it has begun to wait, or will find the lock free
+    victim.kill()
+    result = waiter.result(timeout=30)
+    assert result["compiles"] == 1
+    check_nothing_is_left(root)
+
+
+def test_a_process_killed_in_the_middle_of_a_file_leaves_nothing(run: Run, root: Path) -> None:
+    victim = run("""
+from cute_attn.cache import store
+def write_half(path, data, mode):
+    path.write_bytes(data[: len(data) // 2])
+    if path.name == "kernel.so":
+        tell(reached="half")
+        time.sleep(1000)
+store._write_synced = write_half
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+""")
+    victim.hear()
+    assert len(list((root / "v1" / "staging").rglob("kernel.so"))) == 1
+    victim.kill()
+    check_nothing_is_left(root)
+
+
+@pytest.mark.parametrize("method", ["evict(0)", "clear()"])
+def test_a_process_killed_while_it_removes_an_entry_leaves_nothing(
+    run: Run, filled_root: Path, entry_path: Path, method: str
+) -> None:
+    victim = run(f"""
+from cute_attn.cache import store
+stop_at(store.shutil, "rmtree")
+store.Store(pathlib.Path({str(filled_root)!r})).{method}
+""")
+    assert victim.hear() == {"reached": "rmtree"}
+    victim.kill()
+    assert not entry_path.exists()
+    check_nothing_is_left(filled_root)
+
+
+def test_a_process_killed_during_quarantine_leaves_nothing_that_is_loaded(
+    run: Run, filled_root: Path, entry_path: Path
+) -> None:
+    (entry_path / "kernel.so").write_bytes(b"damaged")
+    victim = run("""
+from cute_attn.cache import compiler
+stop_at(compiler, "compile_kernel")
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+""")
+    victim.hear()
+    victim.kill()
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert cache.stats().compiles == 1
+    assert cache.stats().quarantined == 0  # the victim had done that already
+    assert len(list((filled_root / "v1" / "quarantine").iterdir())) == 1
+
+
+CHURN = """
+import random
+from cute_attn.cache.entry import Built
+from cute_attn.cache.store import Store
+
+store = Store(pathlib.Path(os.environ["CUTE_ATTN_CACHE_DIR"]))
+keys = [cache.describe(SCALE, ScaleSpec(float(n)), "sm_90a") for n in range(4)]
+files = {"kernel.o": b"o" * 300_000, "kernel.ptx": b"p" * 100_000}
+
+def publish():
+    key = random.choice(keys)
+    with store.compiling(key.digest, lambda: store.entry_path(key.digest).is_dir()):
+        store.publish(Built(key, files, (), 0.0))
+
+def read():
+    entry = store.open(random.choice(keys).digest)
+    if entry is not None:
+        entry.verify()
+        entry.record_use()
+        entry.close()
+
+def churn(actions, seconds):
+    end = time.monotonic() + seconds
+    done = 0
+    while time.monotonic() < end:
+        random.choice(actions)()
+        done += 1
+    return done
+"""
+
+
+def test_reading_publishing_and_evicting_at_once_never_shows_a_damaged_entry(
+    run: Run, root: Path
+) -> None:
+    evict = "[lambda: store.evict(900_000), store.sweep]"
+    programs = ["[read]", "[read]", "[publish]", "[publish, read]", evict]
+    processes = [run(CHURN + f"tell(done=churn({actions}, 4.0))") for actions in programs]
+    for process in processes:
+        result = process.result()
+        assert result["done"] > 10
+        assert result["stderr"] == ""
+
+
+def test_processes_killed_at_random_leave_nothing(run: Run, root: Path) -> None:
+    """No entry is ever half there, no lock is ever stuck, and no leftover survives a sweep."""
+    chance = random.Random(0)
+    program = (
+        CHURN + "tell(started=True)\nchurn([publish, publish, read, lambda: store.evict(0)], 60)"
+    )
+    for _ in range(4):
+        victims = [run(program) for _ in range(4)]
+        for victim in victims:
+            victim.hear()
+        for victim in victims:
+            time.sleep(chance.uniform(0.0, 0.1))
+            victim.kill()
+        store = Store(root)
+        for digest in store.digests():
+            entry = store.open(digest)
+            assert entry is not None
+            entry.verify()
+            entry.close()
+            with store.compiling(digest, lambda: pytest.fail("waited for a dead process")):
+                pass
+        store.sweep()
+        assert list((root / "v1" / "staging").iterdir()) == []

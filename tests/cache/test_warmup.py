@@ -1,0 +1,210 @@
+"""Warming up: in parallel, without doubles, and without losing kernels to one that fails."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cache_processes import HERE, Process
+from conftest import ARCH
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_specs import BROKEN, SCALE, ScaleSpec
+
+from cute_attn import cache
+from cute_attn.cache import warm
+from cute_attn.cache.store import Store
+from cute_attn.cache.warm import WarmupError
+from cute_attn.cache.wire import NotPortable, decode_request, encode_request
+
+MANY = [(SCALE, ScaleSpec(float(n))) for n in range(3)]
+
+
+def test_what_is_missing_is_compiled_and_everything_is_loaded(filled_root: Path) -> None:
+    requests = [*MANY, *MANY, (SCALE, ScaleSpec(2.0))]
+    report = cache.warmup(iter(requests), arch=ARCH, jobs=1, progress=False)
+    assert report.kernels == 3
+    assert report.found == 1
+    assert [key.spec for key in report.compiled] == [(("factor", "0.0"),), (("factor", "1.0"),)]
+    assert report.failures == ()
+    assert cache.stats().compiles == 2
+    cache.freeze()
+    before = cache.stats()
+    for kernel, spec in requests:
+        cache.get(kernel, spec, ARCH)
+    assert cache.stats() == before  # all from memory
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_one_failure_loses_no_other_kernel(root: Path, jobs: int) -> None:
+    requests = [(BROKEN, ScaleSpec(1.0)), (SCALE, ScaleSpec(2.0)), (BROKEN, ScaleSpec(3.0))]
+    with pytest.raises(cache.CompileError) as failure:
+        cache.warmup(requests, arch=ARCH, jobs=jobs, progress=False)
+    message = str(failure.value)
+    assert message.startswith("2 of 3 kernels failed:")
+    assert message.count("no_such_field") == 2
+    assert "broken ScaleSpec(factor=1.0)" in message
+    assert "broken ScaleSpec(factor=3.0)" in message
+    assert isinstance(failure.value, WarmupError)
+    report = failure.value.report
+    assert [key.kernel for key in report.compiled] == ["scale"]
+    assert {failed.key.spec for failed in report.failures} == {
+        (("factor", "1.0"),),
+        (("factor", "3.0"),),
+    }
+    assert cache.stats().compiles == 1
+    assert cache.stats().compile_seconds > 0
+    cache.freeze()
+    cache.get(SCALE, ScaleSpec(2.0), ARCH)
+
+
+def test_a_process_that_dies_loses_only_its_kernel(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = warm._Worker.ask
+    asked: list[Any] = []
+
+    def die_at_the_first(worker: warm._Worker, request: dict[str, Any]) -> Any:
+        asked.append(request)
+        if len(asked) == 1:
+            worker._process.send_signal(signal.SIGKILL)
+            worker._process.wait()
+        return original(worker, request)
+
+    monkeypatch.setattr(warm._Worker, "ask", die_at_the_first)
+    with pytest.raises(cache.CompileError, match=f"ended with status -{int(signal.SIGKILL)}") as e:
+        cache.warmup(MANY, arch=ARCH, jobs=2, progress=False)
+    assert len(e.value.report.compiled) == 2  # type: ignore[attr-defined]
+    assert len(Store(root).digests()) == 2
+
+
+def test_a_frozen_cache_is_not_warmed_up(root: Path) -> None:
+    cache.freeze()
+    with pytest.raises(cache.FrozenCacheMiss):
+        cache.warmup(MANY, arch=ARCH)
+
+
+def test_what_only_this_process_can_import_is_compiled_here(root: Path) -> None:
+    @dataclass(frozen=True)
+    class Inner:
+        factor: float
+
+    requests = [(SCALE, Inner(1.0)), (SCALE, Inner(2.0))]
+    report = cache.warmup(requests, arch=ARCH, jobs=2, progress=False)
+    assert len(report.compiled) == 2
+    assert cache.stats().compiles == 2
+
+
+def test_without_a_directory_everything_is_compiled_into_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache.jit.settings, "cache_directory", lambda: None)
+    report = cache.warmup(MANY, arch=ARCH, jobs=2, progress=False)
+    assert report.kernels == 3
+    assert cache.stats().memory_only == 3
+
+
+def test_the_progress_bar_shows_on_stderr(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.warmup(MANY[:1], arch=ARCH, jobs=1, progress=True)
+    captured = capsys.readouterr()
+    assert "1/1" in captured.err
+    assert captured.out == ""
+
+
+def test_a_server_is_not_run_again_by_its_workers(root: Path, tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(
+        "from cute_attn import cache\n"
+        "from toy_specs import *\n"
+        "print('serving')\n"
+        "cache.warmup([(SCALE, ScaleSpec(float(n))) for n in range(2)], arch='sm_90a', jobs=2)\n"
+        "print(cache.stats().compiles)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["serving", "2"]
+
+
+# -- requests as JSON
+
+
+class Mask(enum.Enum):
+    CAUSAL = 1
+
+
+@dataclass(frozen=True)
+class WireSpec:
+    value: Any
+
+
+values = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False),
+        st.text(),
+        st.just(Mask.CAUSAL),
+        st.sampled_from([torch.bfloat16, torch.float8_e4m3fn]),
+    ),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+    max_leaves=6,
+)
+
+
+@given(value=values)
+def test_a_request_arrives_as_it_was_sent(value: Any) -> None:
+    sys.modules.setdefault(WireSpec.__module__, sys.modules[__name__])
+    sent = json.loads(json.dumps(encode_request(SCALE, WireSpec(value))))
+    kernel, spec = decode_request(sent)
+    assert kernel == SCALE
+    assert cache.describe(kernel, spec, ARCH) == cache.describe(SCALE, WireSpec(value), ARCH)
+
+
+def test_a_class_that_nobody_else_can_import_is_not_sent() -> None:
+    @dataclass(frozen=True)
+    class Inner:
+        pass
+
+    with pytest.raises(NotPortable, match="Inner"):
+        encode_request(SCALE, Inner())
+    with pytest.raises(NotPortable, match="__main__"):
+        encode_request(cache.KernelDef("k", "__main__:K"), ScaleSpec())
+
+
+def test_a_worker_ends_with_the_process_that_started_it(
+    run: Callable[..., Process], root: Path
+) -> None:
+    parent = run("""
+from cute_attn.cache import warm
+worker = warm._Worker()
+tell(pid=worker._process.pid)
+time.sleep(1000)
+""")
+    pid = parent.hear()["pid"]
+    parent.kill()
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":  # dead, and nobody has asked for its status yet
+            return
+        time.sleep(0.1)
+    pytest.fail(f"worker {pid} still runs")
