@@ -195,6 +195,7 @@ _launchers: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
 
 _is_compiling = torch.compiler.is_compiling
 _dispatch_mode_depth = torch._C._len_torch_dispatch_stack
+_increment_version = torch.autograd.graph.increment_version
 _MAX_REMEMBERED = 4096
 
 
@@ -219,7 +220,8 @@ def _make_launcher(
         draft_k: Tensor | None,
         draft_v: Tensor | None,
     ) -> Tensor:
-        if torch.is_grad_enabled():
+        tracked = torch.is_grad_enabled()
+        if tracked:
             _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
         try:
             if out is None:
@@ -255,6 +257,11 @@ def _make_launcher(
                 # From now on these shapes take the kernel that any alignment suits.
                 return _prepare(key, *arguments, aligned=False)(*arguments)
             raise
+        if tracked:
+            # An operator that saved these for its backward must see that they have changed.
+            for written in (state, out):
+                if not written.is_inference():
+                    _increment_version(written)
         return out
 
     return launcher

@@ -64,7 +64,7 @@ class LightningDecode:
         ).launch(
             grid=[self.spec.head_dim_v // self.spec.tile_v, heads, batch],
             block=[self.spec.num_threads, 1, 1],
-            # The tokens' loop needs its registers: no more blocks on an SM than leave room for them.
+            # The tokens' loop needs its registers more than the SM needs blocks.
             min_blocks_per_mp=1 if self.spec.multi_token else 0,
             stream=stream,
         )

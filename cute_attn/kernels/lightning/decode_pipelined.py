@@ -94,7 +94,7 @@ class LightningDecodePipelined:
         lane = thread % WARP_SIZE
         num_warps, stages = self.spec.num_warps, self.num_stages
 
-        smem = cutlass.utils.SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         ring = smem.allocate_tensor(
             self.state_dtype, cute.make_layout((self.tile_elements, stages, num_warps)), 128
         )

@@ -251,7 +251,7 @@ class StateTile:
 
     def allocate(self, shape: Any) -> cute.Tensor:
         """Shared memory for sums that cross warps."""
-        return cutlass.utils.SmemAllocator().allocate_tensor(
+        return cutlass.memory.SmemAllocator().allocate_tensor(
             cutlass.Float32, cute.make_layout(shape), 16
         )
 
