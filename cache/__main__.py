@@ -17,8 +17,7 @@ from typing import Any
 
 from . import jit, settings
 from .arch import check_arch
-from .cubin import KernelUse
-from .entry import Entry
+from .entry import Entry, KernelUse
 from .errors import CacheError
 from .specfile import read_plans, requests
 from .store import Store

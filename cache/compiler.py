@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cubin, linker
-from .entry import FUNCTION, LIBRARY, OBJECT, PTX, Built
+from .entry import FUNCTION, LIBRARY, OBJECT, PTX, Built, KernelUse
 from .errors import CompileError
 from .key import KernelDef, KeyDescription
 from .log import logger
@@ -65,7 +65,7 @@ def compile_kernel(
                 f"(key {key.digest[:12]}): {type(error).__name__}: {error}"
             ) from error
         seconds = time.perf_counter() - started
-        uses: tuple[cubin.KernelUse, ...] = ()
+        uses: tuple[KernelUse, ...] = ()
         if scratch is not None:
             code, log = compiled.artifacts.CUBIN, _ptxas_log(scratch)
             uses = cubin.kernel_uses(code, log, str(compiled.ir_module))

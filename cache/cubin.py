@@ -10,7 +10,9 @@ from __future__ import annotations
 import io
 import re
 import struct
-from typing import Any, NamedTuple
+from typing import Any
+
+from .entry import KernelUse
 
 # Attributes in a cubin's .nv.info section: (format, attribute) and then the size of the value.
 _HAS_SIZED_VALUE = 0x04  # EIFMT_SVAL; the other formats hold a value of two bytes in place
@@ -34,35 +36,6 @@ _HOST_CODE = re.compile(
     r"|llvm\.mlir\.addressof @kernels_(?P<kernel>\w+) :"
     r"|@(?P<launch>_cudaLaunchKernelEx)\("
 )
-
-
-class KernelUse(NamedTuple):
-    """What one device kernel uses, per thread or per block.
-
-    Attributes:
-        name: its symbol.
-        registers: per thread.
-        spill_stores: bytes of registers written to memory, per thread; None if ptxas did not say.
-        spill_loads: bytes read back.
-        stack: bytes of stack frame, per thread.
-        static_shared: bytes of shared memory that the code reserves, per block.
-        dynamic_shared: bytes that the launch adds to it; None if the host code computes them.
-    """
-
-    name: str
-    registers: int
-    spill_stores: int | None
-    spill_loads: int | None
-    stack: int
-    static_shared: int
-    dynamic_shared: int | None
-
-    @property
-    def spills(self) -> int | None:
-        """Bytes spilled, stores and loads together; None if unknown."""
-        if self.spill_stores is None or self.spill_loads is None:
-            return None
-        return self.spill_stores + self.spill_loads
 
 
 def kernel_uses(cubin: bytes, ptxas_log: str, host_code: str) -> tuple[KernelUse, ...]:

@@ -17,12 +17,12 @@ import hashlib
 import json
 import os
 import stat
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .cubin import KernelUse
 from .errors import CacheError
 from .key import KeyDescription
 from .locks import LockState, is_at, try_lock
@@ -46,6 +46,35 @@ class DamagedEntry(CacheError):
 
 class RefusedEntry(CacheError):
     """A directory or file could have been written by somebody else."""
+
+
+class KernelUse(NamedTuple):
+    """What one device kernel uses, per thread or per block.
+
+    Attributes:
+        name: its symbol.
+        registers: per thread.
+        spill_stores: bytes of registers written to memory, per thread; None if ptxas did not say.
+        spill_loads: bytes read back.
+        stack: bytes of stack frame, per thread.
+        static_shared: bytes of shared memory that the code reserves, per block.
+        dynamic_shared: bytes that the launch adds to it; None if the host code computes them.
+    """
+
+    name: str
+    registers: int
+    spill_stores: int | None
+    spill_loads: int | None
+    stack: int
+    static_shared: int
+    dynamic_shared: int | None
+
+    @property
+    def spills(self) -> int | None:
+        """Bytes spilled, stores and loads together; None if unknown."""
+        if self.spill_stores is None or self.spill_loads is None:
+            return None
+        return self.spill_stores + self.spill_loads
 
 
 @dataclass(frozen=True)
@@ -98,7 +127,8 @@ class Built:
 class Entry:
     """An entry on disk whose ``meta.json`` has been checked.
 
-    Holds a shared lock on the entry until :meth:`close`: eviction passes it by.
+    Holds a shared lock on the entry until :meth:`close`, or until nothing refers to this object:
+    eviction passes it by.
     """
 
     directory: Path
@@ -107,6 +137,9 @@ class Entry:
     kernels: tuple[KernelUse, ...]
     owners: frozenset[int]
     _lock_fd: int = field(repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_release", weakref.finalize(self, os.close, self._lock_fd))
 
     @property
     def digest(self) -> str:
@@ -169,7 +202,7 @@ class Entry:
 
     def close(self) -> None:
         """Let go of the lock. The entry must not be used afterwards."""
-        os.close(self._lock_fd)
+        self._release()  # type: ignore[attr-defined]
 
 
 def open_entry(directory: Path, digest: str, owners: frozenset[int]) -> Entry:

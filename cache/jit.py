@@ -24,6 +24,8 @@ _Use = Callable[[Entry | Built], _Result]
 _functions: dict[tuple[KernelDef, Any, str], _Function] = {}
 _functions_by_digest: dict[str, tuple[KeyDescription, _Function]] = {}
 _lock = threading.Lock()
+# Each is locked against eviction as long as this process lives.
+_entries_in_use: list[Entry] = []
 _digest_locks: dict[str, threading.Lock] = {}
 _frozen = False
 
@@ -98,7 +100,7 @@ def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> _Function:
     key = describe(kernel, spec, check_arch(arch))
     with _digest_lock(key.digest):
         known = _functions_by_digest.get(key.digest)
-        function = known[1] if known else obtain(kernel, spec, key, load)
+        function = known[1] if known else obtain(kernel, spec, key, _load_for_good)
         with _lock:
             _functions_by_digest[key.digest] = (key, function)
             _functions[kernel, spec, arch] = function
@@ -139,6 +141,13 @@ def verified(entry: Entry | Built) -> Entry | Built:
     if isinstance(entry, Entry):
         entry.verify()
     return entry
+
+
+def _load_for_good(entry: Entry | Built) -> _Function:
+    function = load(entry)
+    if isinstance(entry, Entry):
+        _entries_in_use.append(entry)
+    return function
 
 
 def _digest_lock(digest: str) -> threading.Lock:
@@ -291,7 +300,6 @@ def _find(store: Store, key: KeyDescription, use: _Use[_Result]) -> _Result | No
         except BaseException:
             entry.close()
             raise
-        # The entry stays open, and so locked against eviction, as long as the process lives.
         if not store.read_only:
             entry.record_use()
         milliseconds = 1e3 * (time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Reading a file that says which kernels a server needs, for ``python -m cute_attn.cache build``.
+"""Reading a file that says which kernels a server needs, to build or to warm them up.
 
 ::
 
@@ -14,6 +14,7 @@ specialisation; all other keys are its parameters. What they mean is the operato
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,14 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, Any]]:
+    """The kernels that a file asks for, with their specialisations for ``arch``.
+
+    Raises CacheError, naming the file or the plan, if it cannot be read or planned.
+    """
+    return [(kernel, spec) for kernel, spec, _ in requests(read_plans(Path(path)), [arch])]
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:

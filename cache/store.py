@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -119,7 +118,7 @@ class Store:
         with contextlib.ExitStack() as stack:
             state = LockState.HELD_ELSEWHERE
             while state is LockState.HELD_ELSEWHERE:  # a sweep was faster: it will delete that lock
-                path = parent / f"{os.getpid()}-{secrets.token_hex(8)}"
+                path = parent / f"{os.getpid()}-{os.urandom(8).hex()}"
                 lock = path.with_suffix(".lock")
                 state = stack.enter_context(try_lock_file(lock))
             # Locked before the directory exists: one without a live lock is a leftover.
@@ -219,7 +218,7 @@ class Store:
         Call it while holding the key's lock, and after finding the entry damaged under that lock:
         otherwise it may be another process's new entry.
         """
-        path = self._make_directory("quarantine") / f"{digest}-{secrets.token_hex(4)}"
+        path = self._make_directory("quarantine") / f"{digest}-{os.urandom(4).hex()}"
         try:
             self.entry_path(digest).rename(path)
         except FileNotFoundError:

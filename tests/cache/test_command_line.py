@@ -174,6 +174,11 @@ def test_build_of_a_file_that_makes_no_sense(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_can_be_planned_without_the_command_line(spec_file: Path) -> None:
+    planned = cache.plan_file(str(spec_file), ARCH)
+    assert planned == [(SCALE, ScaleSpec(2.0)), (SCALE, ScaleSpec(3.0)), (SCALE, ScaleSpec(2.0))]
+
+
 def test_build_for_an_arch_that_makes_no_sense(spec_file: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as wrong:
         main(["build", str(spec_file), "--arch", "hopper", "--out", str(tmp_path)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import shutil
 import time
@@ -150,6 +151,24 @@ def test_an_entry_in_use_is_never_evicted(root: Path, builds: list[Built]) -> No
     used.verify()
     used.close()
     assert store.evict(max_bytes=0).entries == 1
+
+
+def test_what_this_process_has_loaded_is_in_use_until_it_ends(
+    filled_root: Path, entry_path: Path
+) -> None:
+    function = cache.get(SCALE, ScaleSpec(), ARCH)
+    cache.clear_memory()
+    del function
+    gc.collect()
+    assert Store(filled_root).evict(max_bytes=0).entries == 0
+
+
+def test_an_entry_that_nobody_refers_to_is_not_in_use(filled_root: Path, entry_path: Path) -> None:
+    entry = cache.compile(SCALE, ScaleSpec(), ARCH)
+    assert Store(filled_root).evict(max_bytes=0).entries == 0
+    del entry
+    gc.collect()
+    assert Store(filled_root).evict(max_bytes=0).entries == 1
 
 
 @pytest.mark.parametrize("skewed", [0.0, time.time() + 1e8], ids=["1970", "future"])

@@ -1,0 +1,57 @@
+"""How long a warm cache takes, in processes of their own; docs/benchmarks has the full figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cache_processes import start
+
+
+def fastest(program: str, environment: dict[str, str | None], runs: int = 5) -> dict[str, float]:
+    """The least of each time that ``program`` tells, over several processes."""
+    told = [start(program, environment, torch=True).result() for _ in range(runs)]
+    return {name: min(facts[name] for facts in told) for name in told[0] if name != "stderr"}
+
+
+@pytest.fixture
+def compiled_python(tmp_path: Path) -> dict[str, str | None]:
+    """Have Python keep its bytecode, as an installed package has it, even if told not to."""
+    return {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": str(tmp_path / "pycache")}
+
+
+def test_from_torch_to_a_callable_kernel(
+    filled_root: Path, compiled_python: dict[str, str | None]
+) -> None:
+    # The prelude of the processes imports the cache: do it again, from the beginning.
+    program = """
+import torch
+for name in [name for name in sys.modules if name.split(".")[0] in ("cute_attn", "toy_specs")]:
+    del sys.modules[name]
+begun = time.perf_counter()
+from cute_attn import cache
+imported = time.perf_counter()
+from toy_specs import SCALE, ScaleSpec
+function = cache.get(SCALE, ScaleSpec(), "sm_90a")
+ready = time.perf_counter()
+assert cache.stats().disk_hits == 1
+assert "cutlass" not in sys.modules
+tell(import_ms=1e3 * (imported - begun), ready_ms=1e3 * (ready - begun))
+"""
+    times = fastest(program, {"CUTE_ATTN_CACHE_DIR": str(filled_root), **compiled_python})
+    assert times["ready_ms"] < 150
+    assert times["import_ms"] < 50
+
+
+def test_a_hit_needs_few_system_calls(filled_root: Path) -> None:
+    """A network file system makes each one slow: no directory is listed, no entry but one read."""
+    program = """
+opened = []
+sys.addaudithook(lambda event, args: opened.append((event, str(args[0])))
+                 if event in ("open", "os.listdir", "os.scandir") else None)
+root = os.environ["CUTE_ATTN_CACHE_DIR"]
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+tell(events=[(event, os.path.basename(path)) for event, path in opened if path.startswith(root)])
+"""
+    events = start(program, {"CUTE_ATTN_CACHE_DIR": str(filled_root)}).result()["events"]
+    assert events == [["open", "meta.json"], ["open", "kernel.so"], ["open", "uses"]]
