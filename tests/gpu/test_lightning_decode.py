@@ -430,8 +430,8 @@ def test_after_a_good_call_bad_ones_are_still_explained():
         run(bad({"k": torch.zeros(3, 1, 128, device=DEVICE).bfloat16()}))
     with pytest.raises(ValueError, match=r"decay has shape \[3\], must be \[2\]"):
         run(bad({"decay": torch.zeros(3, device=DEVICE)}))
+    strided = torch.zeros(3, 2, 128, 256, device=DEVICE)[..., :128]
     with pytest.raises(ValueError, match="state has strides"):
-        strided = torch.zeros(3, 2, 128, 256, device=DEVICE)[..., :128]
         cute_attn.lightning_attn_decode(**bad({"state": strided}))
     with pytest.raises(ValueError, match="must be contiguous"):
         run(bad({"q": torch.zeros(3, 2, 256, device=DEVICE).bfloat16()[..., ::2]}))
