@@ -11,7 +11,7 @@ through the registered operator `torch.ops.cute_attn.lightning_attn_decode`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,24 +103,23 @@ def lightning_attn_decode(
     """
     if type(q) is Tensor and not _is_compiling() and not _dispatch_mode_depth():
         try:
-            launcher = _launchers.get(
-                (
-                    q.shape,
-                    v.shape,
-                    q.dtype,
-                    state.dtype,
-                    q.get_device(),
-                    state_layout,
-                    state_indices is None,
-                    num_accepted_tokens is None,
-                )
-            )
-        except (AttributeError, TypeError):  # not tensors: _decode says which
-            launcher = None
-        if launcher is None:
-            launcher = _decode
-        return launcher(
-            q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
+            ready = _ready[
+                q.shape,
+                v.shape,
+                q.dtype,
+                state.dtype,
+                q.get_device(),
+                state_layout,
+                state_indices is None,
+                num_accepted_tokens is None,
+            ]
+        except (KeyError, AttributeError, TypeError):  # new, or not even tensors
+            return _first_call(
+                q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
+                num_accepted_tokens, draft_k, draft_v,
+            )  # fmt: skip
+        return _launch(
+            ready, q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
             num_accepted_tokens, draft_k, draft_v,
         )  # fmt: skip
 
@@ -169,7 +168,7 @@ def plan_decode(
         TypeError, ValueError: no kernel is specialised so; the message names the parameter.
     """
     del arch
-    tensors = {
+    tensors: dict[str, Any] = {
         "state_dtype": state_dtype,
         "head_dim_k": head_dim_k,
         "head_dim_v": head_dim_v,
@@ -188,83 +187,24 @@ def plan_decode(
     return [(launch.LIGHTNING_DECODE, spec)]
 
 
-# -- the warm path ----------------------------------------------------------------------------
-
-# Everything a launcher is chosen by -> the launcher. Grows with the distinct shapes of a process.
-_launchers: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+# -- launching ----------------------------------------------------------------------------------
 
 _is_compiling = torch.compiler.is_compiling
 _dispatch_mode_depth = torch._C._len_torch_dispatch_stack
+_is_grad_enabled = torch.is_grad_enabled
 _increment_version = torch.autograd.graph.increment_version
-_MAX_REMEMBERED = 4096
 
 
-def _make_launcher(
-    key: tuple[Any, ...], function: Callable[..., None], default_scale: float, aligned: bool
-) -> Callable[..., Tensor]:
-    """A launcher for calls whose shapes and dtypes are known to be good."""
-    # Pointers for which `out` was seen not to overlap: a server's buffers come back every step.
-    disjoint: set[tuple[int, ...]] = set()
+class _Ready(NamedTuple):
+    """A loaded kernel, for calls with the shapes and dtypes of its key in `_ready`."""
 
-    def launcher(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Tensor,
-        decay: Tensor,
-        out: Tensor | None,
-        softmax_scale: float | None,
-        state_indices: Tensor | None,
-        state_layout: str,
-        num_accepted_tokens: Tensor | None,
-        draft_k: Tensor | None,
-        draft_v: Tensor | None,
-    ) -> Tensor:
-        tracked = torch.is_grad_enabled()
-        if tracked:
-            _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
-        try:
-            if out is None:
-                out = torch.empty_like(v)
-            else:
-                pointers = (out.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr())
-                if pointers not in disjoint:
-                    _check_overlap(out, q=q, k=k, v=v, state=state)
-                    if len(disjoint) >= _MAX_REMEMBERED:
-                        disjoint.clear()
-                    disjoint.add(pointers)
-            function(
-                q,
-                k,
-                v,
-                out,
-                state,
-                decay,
-                state_indices,
-                draft_k,
-                draft_v,
-                num_accepted_tokens,
-                default_scale if softmax_scale is None else softmax_scale,
-            )
-        except Exception:
-            # The compiled host code refused the arguments: say why in terms of the operator.
-            arguments = (
-                q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
-                num_accepted_tokens, draft_k, draft_v,
-            )  # fmt: skip
-            _validate(*arguments)
-            if aligned and not _rows_aligned(q, k, v, draft_k, draft_v):
-                # From now on these shapes take the kernel that any alignment suits.
-                return _prepare(key, *arguments, aligned=False)(*arguments)
-            raise
-        if tracked:
-            # An operator that saved these for its backward must see that they have changed.
-            for written in (state, out):
-                if not written.is_inference():
-                    _increment_version(written)
-        return out
+    function: Callable[..., None]
+    default_scale: float
+    aligned: bool
 
-    return launcher
+
+# Everything that a kernel is chosen by -> the kernel. Grows with the distinct shapes of a process.
+_ready: dict[tuple[Any, ...], _Ready] = {}
 
 
 def _key(
@@ -275,7 +215,7 @@ def _key(
     state_indices: Tensor | None,
     num_accepted_tokens: Tensor | None,
 ) -> tuple[Any, ...]:
-    """The key of `_launchers`, as `lightning_attn_decode` writes it out."""
+    """The key of `_ready`, as `lightning_attn_decode` writes it out."""
     return (
         q.shape,
         v.shape,
@@ -288,26 +228,72 @@ def _key(
     )
 
 
-# -- the first call of a shape ------------------------------------------------------------------
+def _launch(
+    ready: _Ready,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    decay: Tensor,
+    out: Tensor | None,
+    softmax_scale: float | None,
+    state_indices: Tensor | None,
+    state_layout: str,
+    num_accepted_tokens: Tensor | None,
+    draft_k: Tensor | None,
+    draft_v: Tensor | None,
+) -> Tensor:
+    """Call the kernel, whose host code checks every argument before it launches."""
+    function, default_scale, aligned = ready
+    o = torch.empty_like(v) if out is None else out
+    tracked = _is_grad_enabled()
+    if tracked:
+        _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
+    try:
+        function(
+            q,
+            k,
+            v,
+            o,
+            state,
+            decay,
+            state_indices,
+            draft_k,
+            draft_v,
+            num_accepted_tokens,
+            default_scale if softmax_scale is None else softmax_scale,
+        )
+    except Exception:
+        # Refused: say why in the operator's words.
+        arguments = (
+            q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
+            num_accepted_tokens, draft_k, draft_v,
+        )  # fmt: skip
+        _validate(*arguments)
+        if aligned and not _rows_aligned(q, k, v, draft_k, draft_v):
+            # From now on these shapes take the kernel that any alignment suits.
+            return _launch(_prepare(*arguments, aligned=False), *arguments)
+        raise
+    if tracked:
+        # An operator that saved these for its backward must see that they have changed.
+        _increment_version([x for x in (state, o) if not x.is_inference()])
+    return o
 
 
-def _decode(*arguments: Any) -> Tensor:
-    """Validate, choose and load the kernel, remember the launcher, and call it."""
+def _first_call(*arguments: Any) -> Tensor:
+    """Validate, load the kernel and remember it, and call it."""
     (
-        q, k, v, state, decay, out, _, state_indices, state_layout,
-        num_accepted_tokens, draft_k, draft_v,
+        q, k, v, state, decay, out, _, _, _, _, draft_k, draft_v,
     ) = arguments  # fmt: skip
     _validate(*arguments)
     _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
     if v.numel() == 0:
         return torch.empty_like(v) if out is None else out
-    key = _key(q, v, state, state_layout, state_indices, num_accepted_tokens)
     aligned = _rows_aligned(q, k, v, draft_k, draft_v)
-    return _prepare(key, *arguments, aligned=aligned)(*arguments)
+    return _launch(_prepare(*arguments, aligned=aligned), *arguments)
 
 
 def _prepare(
-    key: tuple[Any, ...],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -322,9 +308,10 @@ def _prepare(
     draft_v: Tensor | None,
     *,
     aligned: bool,
-) -> Callable[..., Tensor]:
-    """Load the kernel for these arguments, and remember its launcher under `key`."""
-    arch = launch.arch_of(q.get_device())
+) -> _Ready:
+    """Load the kernel for these arguments, and remember it."""
+    device = q.get_device()
+    arch = launch.arch_of(device)
     ((kernel, spec),) = plan_decode(
         arch,
         dtype=_DTYPE_NAMES[q.dtype],
@@ -336,23 +323,23 @@ def _prepare(
         indexed=state_indices is not None,
         replay=num_accepted_tokens is not None,
         aligned=aligned,
-        num_sms=torch.cuda.get_device_properties(q.get_device()).multi_processor_count,
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
-    function = launch.get(kernel, spec, arch)
-    launcher = _make_launcher(key, function, q.shape[-1] ** -0.5, aligned)
-    _launchers[key] = launcher
-    return launcher
+    ready = _Ready(launch.get(kernel, spec, arch), q.shape[-1] ** -0.5, aligned)
+    _ready[_key(q, v, state, state_layout, state_indices, num_accepted_tokens)] = ready
+    return ready
 
 
 # -- checks -------------------------------------------------------------------------------------
 
 
 def _refuse_autograd(*tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise NotImplementedError(
-            "lightning_attn_decode has no backward: call it under torch.no_grad() or "
-            "torch.inference_mode(), or detach its arguments"
-        )
+    for x in tensors:
+        if x is not None and x.requires_grad and _is_grad_enabled():
+            raise NotImplementedError(
+                "lightning_attn_decode has no backward: call it under torch.no_grad() or "
+                "torch.inference_mode(), or detach its arguments"
+            )
 
 
 def _validate(
@@ -565,11 +552,15 @@ def _operator(
     draft_k: Tensor | None = None,
     draft_v: Tensor | None = None,
 ) -> None:
-    key = _key(q, v, state, state_layout, state_indices, num_accepted_tokens)
-    _launchers.get(key, _decode)(
+    arguments = (
         q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
         num_accepted_tokens, draft_k, draft_v,
     )  # fmt: skip
+    ready = _ready.get(_key(q, v, state, state_layout, state_indices, num_accepted_tokens))
+    if ready is None:
+        _first_call(*arguments)
+    else:
+        _launch(ready, *arguments)
 
 
 def _fake(
