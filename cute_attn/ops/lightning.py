@@ -247,7 +247,14 @@ def _launch(
     function, default_scale, aligned = ready
     o = torch.empty_like(v) if out is None else out
     tracked = _is_grad_enabled()
-    if tracked:
+    if tracked and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or state.requires_grad
+        or decay.requires_grad
+        or draft_k is not None
+    ):
         _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
     try:
         function(
@@ -276,7 +283,7 @@ def _launch(
         raise
     if tracked:
         # An operator that saved these for its backward must see that they have changed.
-        _increment_version([x for x in (state, o) if not x.is_inference()])
+        _increment_version((state, o))
     return o
 
 
