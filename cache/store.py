@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .entry import META, Built, DamagedEntry, Entry, RefusedEntry, check_ownership, open_entry
+from .entry import META, USES, Built, Entry, RefusedEntry, check_ownership, open_entry
 from .errors import CacheError
 from .locks import LockState, try_lock, try_lock_file
 from .log import logger
@@ -32,6 +32,7 @@ _LAYOUT = "v1"
 _POLL_SECONDS = 0.02
 _SLOWEST_POLL_SECONDS = 0.25
 _LONGEST_WAIT_SECONDS = 600.0  # then compile all the same: publication is atomic
+_TOLERATED_SKEW_SECONDS = 3600.0
 _UNLOCKABLE_LEFTOVER_SECONDS = 24 * 3600.0  # where locks do not work, age has to do
 
 
@@ -254,25 +255,24 @@ class Store:
 
         Entries that a process has loaded are passed by, and so is the entry ``keep``.
         """
-        sizes = {digest: _tree_size(self.entry_path(digest)) for digest in self.digests()}
+        found = {digest: self.entry_path(digest) for digest in self.digests()}
+        sizes = {digest: _tree_size(path) for digest, path in found.items()}
         quarantine = self._base / "quarantine"
-        excess = sum(size for size, _ in sizes.values()) - max_bytes
+        excess = sum(sizes.values()) - max_bytes
         removed = freed = 0
         with contextlib.suppress(OSError):
-            damaged = [(Path(item), _tree_size(Path(item))[0]) for item in os.scandir(quarantine)]
+            damaged = [(Path(item), _tree_size(Path(item))) for item in os.scandir(quarantine)]
             excess += sum(size for _, size in damaged)
             while damaged and freed < excess:  # of use to nobody but who looks into the damage
                 path, size = damaged.pop()
                 shutil.rmtree(path, ignore_errors=True)
                 freed += size
-        # A last use in the future, by a skewed clock, counts as one of this moment.
-        now = time.time()
-        for digest, (size, _) in sorted(sizes.items(), key=lambda item: min(item[1][1], now)):
+        for digest in sorted(found, key=lambda digest: _last_use(found[digest])):
             if freed >= excess:
                 break
             if digest != keep and self.remove(digest):
                 removed += 1
-                freed += size
+                freed += sizes[digest]
         return Evicted(removed, freed)
 
     def remove(self, digest: str) -> bool:
@@ -337,17 +337,18 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _tree_size(directory: Path) -> tuple[int, float]:
-    """The bytes in a directory's files, and when it was last used."""
-    size = 0
-    last_use = 0.0
+def _tree_size(directory: Path) -> int:
+    """The bytes in a directory's files."""
     with contextlib.suppress(OSError):
-        last_use = directory.lstat().st_mtime
-        for item in os.scandir(directory):
-            status = item.stat(follow_symlinks=False)
-            size += status.st_size
-            last_use = max(last_use, status.st_mtime)
-    return size, last_use
+        return sum(item.stat(follow_symlinks=False).st_size for item in os.scandir(directory))
+    return 0
 
 
-__all__ = ["DamagedEntry", "Evicted", "RefusedEntry", "Store"]
+def _last_use(directory: Path) -> float:
+    """When an entry was last loaded, or else published; 0 if that is unknown."""
+    for path in (directory / USES, directory):
+        with contextlib.suppress(OSError):
+            moment = path.lstat().st_mtime
+            # A clock that runs ahead would keep the entry for as long as it is ahead.
+            return moment if moment < time.time() + _TOLERATED_SKEW_SECONDS else 0.0
+    return 0.0

@@ -1,8 +1,8 @@
 """Kernel requests as JSON, for worker processes. Plain values only, so no pickle is needed.
 
-A specialisation travels as the name of its class and its fields; numbers, strings and None as
-JSON has them, and the rest as a list that begins with its kind: ``["tuple", ...]``,
-``["float", "0x1.8p+0"]``, ``["dtype", "bfloat16"]``, ``["enum", class, name]``.
+A specialisation travels as the name of its class and its fields: numbers (which JSON as Python
+writes it keeps exactly, int or float), strings and None as they are, and the rest as a list that
+begins with its kind: ``["tuple", ...]``, ``["dtype", "bfloat16"]``, ``["enum", class, name]``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def _encode(value: Any) -> Any:
         return ["enum", _class_name(type(value)), value.name]
     if type(value) is tuple:
         return ["tuple", *map(_encode, value)]
-    if type(value) is float:
-        return ["float", value.hex()]
-    if type(value) in (bool, int, str) or value is None:
+    if type(value) in (bool, int, float, str) or value is None:
         return value
     return ["dtype", str(value).removeprefix("torch.")]  # key.canonical_text knows nothing else
 
@@ -57,8 +55,6 @@ def _decode(value: Any) -> Any:
     kind, *rest = value
     if kind == "tuple":
         return tuple(map(_decode, rest))
-    if kind == "float":
-        return float.fromhex(rest[0])
     if kind == "enum":
         return _find_class(rest[0])[rest[1]]
     return getattr(importlib.import_module("torch"), rest[0])

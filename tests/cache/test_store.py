@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,26 @@ def test_the_first_of_two_publishers_wins(root: Path, builds: list[Built]) -> No
     assert list((root / "v1" / "staging").iterdir()) == []
 
 
+def test_an_entry_appears_complete(
+    root: Path, builds: list[Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(root)
+    final = store.entry_path(builds[0].key.digest)
+    seen: list[bool] = []
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        """Look at the entry before each operation on a file."""
+        if event.startswith(("open", "os.")) and watching and final.exists():
+            watching.clear()
+            seen.append(sorted(os.listdir(final)) == sorted([*builds[0].files, "meta.json"]))
+
+    watching = [True]
+    sys.addaudithook(watch)  # it cannot be removed: ``watching`` ends it
+    store.publish(builds[0])
+    watching.clear()
+    assert seen == [True]
+
+
 def test_a_link_to_the_root_is_followed(root: Path, tmp_path: Path, builds: list[Built]) -> None:
     (tmp_path / "link").symlink_to(root)
     Store(root).publish(builds[0])
@@ -109,7 +130,7 @@ def test_the_least_recently_used_go_first(root: Path, builds: list[Built]) -> No
     for age, built in enumerate(builds):
         store.publish(built)
         use_at(store, built, now - age)
-    size = store_module._tree_size(store.entry_path(builds[0].key.digest))[0]
+    size = store_module._tree_size(store.entry_path(builds[0].key.digest))
     evicted = store.evict(max_bytes=int(2.5 * size))
     assert evicted.entries == 4
     assert set(store.digests()) == {built.key.digest for built in builds[:2]}
@@ -127,7 +148,7 @@ def test_using_an_entry_makes_it_recent(root: Path, builds: list[Built]) -> None
     assert hits == 1
     assert last_use > time.time() - 100
     entry.close()
-    size = store_module._tree_size(store.entry_path(builds[0].key.digest))[0]
+    size = store_module._tree_size(store.entry_path(builds[0].key.digest))
     store.evict(max_bytes=int(1.5 * size))
     assert store.digests() == [builds[1].key.digest]
 
@@ -179,12 +200,18 @@ def test_a_skewed_clock_costs_at_most_an_eviction(
     for built in builds[:3]:
         store.publish(built)
     use_at(store, builds[0], skewed)
-    opened(store, builds[0]).close()
-    size = store_module._tree_size(store.entry_path(builds[0].key.digest))[0]
+    size = store_module._tree_size(store.entry_path(builds[0].key.digest))
+    store.evict(max_bytes=int(2.5 * size))
+    assert set(store.digests()) == {built.key.digest for built in builds[1:3]}
+    store.publish(builds[0])
+    use_at(store, builds[0], skewed)
+    entry = opened(store, builds[0])
+    entry.record_use()  # by a process whose clock is right
+    entry.close()
+    for built in builds[1:3]:
+        use_at(store, built, time.time() - 100)
     store.evict(max_bytes=int(1.5 * size))
-    assert len(store.digests()) == 1
-    store.evict(max_bytes=0)
-    assert store.digests() == []
+    assert store.digests() == [builds[0].key.digest]
 
 
 def test_publishing_evicts(
@@ -205,7 +232,7 @@ def test_quarantined_entries_are_evicted_before_useful_ones(
     store = Store(root)
     for built in builds[:3]:
         store.publish(built)
-    size = store_module._tree_size(store.entry_path(builds[0].key.digest))[0]
+    size = store_module._tree_size(store.entry_path(builds[0].key.digest))
     store.quarantine(builds[0].key.digest)
     store.evict(max_bytes=int(2.5 * size))
     assert len(store.digests()) == 2

@@ -133,12 +133,13 @@ def test_a_server_is_not_run_again_by_its_workers(root: Path, tmp_path: Path) ->
     )
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": str(HERE), "CUTE_ATTN_LOG": "info"},
         capture_output=True,
         text=True,
         check=True,
     )
     assert done.stdout.split() == ["serving", "2"]
+    assert done.stderr.count("INFO: compiled scale") == 2
 
 
 # -- requests as JSON
