@@ -80,6 +80,18 @@ def test_imports_are_followed(package: Package, statement: str, expected: set[st
     assert "pkg" not in sys.modules
 
 
+def test_a_name_that_hides_a_module_counts_with_the_module(package: Package) -> None:
+    package(
+        {
+            "__init__.py": "",
+            "kernel.py": "from .common import softmax",
+            "common/__init__.py": "def softmax(): ...",
+            "common/softmax.py": "",
+        }
+    )
+    assert modules("pkg.kernel") == {"pkg.kernel", "pkg.common", "pkg.common.softmax"}
+
+
 def test_imports_are_followed_through_modules_and_in_circles(package: Package) -> None:
     package(
         {
