@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 
+REGISTERS_PER_SM = 65536  # of every architecture since Kepler
+
 CHUNK = 32  # sequences of the float64 reference at a time: its state takes twice the memory
 
 
@@ -111,9 +113,17 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     )
 
 
-def ours(case: Case, inputs: Inputs) -> Callable[[], torch.Tensor]:
-    """A call of the public operator; it updates `inputs.state` and `inputs.out` in place."""
-    from cute_attn import lightning_attn_decode
+def ours(case: Case, inputs: Inputs, num_sms: int | None = None) -> Callable[[], object]:
+    """A call of the public operator; it updates `inputs.state` and `inputs.out` in place.
+
+    On part of a GPU, which the operator cannot see, `num_sms` picks the kernel that a GPU of that
+    size gets.
+    """
+    from cute_attn import cache, lightning_attn_decode
+
+    if num_sms is not None:
+        arch = cache.current_arch()
+        return bare(cache.get(*plan(case, arch, num_sms), arch), inputs)
 
     def call() -> torch.Tensor:
         return lightning_attn_decode(
@@ -168,7 +178,7 @@ def copy(case: Case) -> Callable[[], torch.Tensor]:
     return partial(torch.empty_like(source).copy_, source)
 
 
-def bare(function: Callable[..., None], inputs: Inputs) -> Callable[[], None]:
+def bare(function: Callable[..., None], inputs: Inputs) -> Callable[..., None]:
     """A call of the compiled function; the order is that of `kernels.lightning.arguments`."""
     return partial(
         function,
@@ -181,12 +191,15 @@ def bare(function: Callable[..., None], inputs: Inputs) -> Callable[[], None]:
     )
 
 
-def plan(case: Case, arch: str) -> tuple[KernelDef, DecodeSpec]:
-    """The kernel and Spec that the operator uses for this case."""
+def plan(case: Case, arch: str, num_sms: int | None = None) -> tuple[KernelDef, DecodeSpec]:
+    """The kernel and Spec that the operator uses for this case, on a GPU of `num_sms` SMs."""
     from cute_attn.ops.lightning import plan_decode
 
+    if num_sms is None:
+        num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     ((kernel, spec),) = plan_decode(
         arch,
+        num_sms=num_sms,
         dtype=case.dtype,
         state_dtype=case.state_dtype,
         head_dim_k=case.head_dim_k,
@@ -198,26 +211,49 @@ def plan(case: Case, arch: str) -> tuple[KernelDef, DecodeSpec]:
     return kernel, spec
 
 
-def candidates(spec: DecodeSpec, vary: Mapping[str, Sequence[int | str]]) -> dict[str, DecodeSpec]:
-    """`spec` itself as "chosen", and every other legal Spec with fields as in `vary`, by name.
+Candidate = tuple["KernelDef", "DecodeSpec"]
+
+
+def candidates(
+    kernel: KernelDef, spec: DecodeSpec, vary: Mapping[str, Sequence[int | str]]
+) -> dict[str, Candidate]:
+    """What to time against each other, by name: "chosen" is (kernel, spec) itself.
+
+    The others have fields as in `vary`, in all combinations that are legal. If `vary` is empty
+    they are the tunings that the package itself compares, the pipelined kernel's included.
 
     Raises:
         TypeError: a name in `vary` is no field of the Spec.
     """
-    found = {"chosen": spec}
-    for values in itertools.product(*vary.values()):
-        fields: dict[str, Any] = dict(zip(vary, values, strict=True))
+    from cute_attn.kernels.lightning.heuristics import candidate_configs
+    from cute_attn.kernels.lightning.spec import PipelinedDecodeSpec
+    from cute_attn.launch import LIGHTNING_DECODE_PIPELINED
+
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    configs: list[dict[str, Any]]
+    if vary:
+        configs = [
+            dict(zip(vary, values, strict=True)) for values in itertools.product(*vary.values())
+        ]
+    else:
+        configs = candidate_configs(spec.head_dim_k)
+    found: dict[str, Candidate] = {"chosen": (kernel, spec)}
+    for config in configs:
         try:
-            candidate = dataclasses.replace(spec, **fields)
+            candidate: Candidate = (
+                (LIGHTNING_DECODE_PIPELINED, PipelinedDecodeSpec(**(fields | config)))
+                if "num_stages" in config
+                else (kernel, dataclasses.replace(spec, **config))
+            )
         except ValueError:
             continue  # this combination has no kernel
         if candidate not in found.values():
-            found[" ".join(f"{name}={value}" for name, value in fields.items())] = candidate
+            found[" ".join(f"{name}={value}" for name, value in config.items())] = candidate
     return found
 
 
 def variants(
-    case: Case, inputs: Inputs, vary: Mapping[str, Sequence[int | str]]
+    case: Case, inputs: Inputs, vary: Mapping[str, Sequence[int | str]], num_sms: int | None
 ) -> tuple[dict[str, Callable[[], None]], list[str]]:
     """(a bare call for each of the case's `candidates`, the names of those that do not compile).
 
@@ -227,19 +263,24 @@ def variants(
     from cute_attn import cache
 
     arch = cache.current_arch()
-    kernel, spec = plan(case, arch)
-    specs = candidates(spec, vary)
+    specs = candidates(*plan(case, arch, num_sms), vary)
     with contextlib.suppress(cache.CompileError):  # raised again below, by name
-        cache.warmup([(kernel, candidate) for candidate in specs.values()], arch=arch)
+        cache.warmup(specs.values(), arch=arch)
 
-    def compiled(candidate: DecodeSpec) -> Callable[..., None] | None:
+    calls: dict[str, Callable[[], None]] = {}
+    refused = []
+    for name, (kernel, spec) in specs.items():
         try:
-            return cache.get(kernel, candidate, arch)
+            function = cache.get(kernel, spec, arch)
         except cache.CompileError:
-            return None
-
-    functions = {name: compiled(candidate) for name, candidate in specs.items()}
-    calls = {name: bare(f, inputs) for name, f in functions.items() if f is not None}
+            refused.append(name)
+            continue
+        if spec.persistent:
+            (use,) = cache.compile(kernel, spec, arch).kernels
+            blocks = _resident_blocks(spec, use.registers, num_sms)
+            calls[name] = partial(bare(function, inputs), blocks)
+        else:
+            calls[name] = bare(function, inputs)
     expected, initial = _reference(case, inputs), inputs.state.clone()
     for name, call in calls.items():
         inputs.state.copy_(initial)
@@ -247,7 +288,18 @@ def variants(
         call()
         actual = (inputs.out, as_kv(case, inputs.state))
         _hold(name, case, compare(case, actual, inputs.state.dtype, expected))
-    return calls, [name for name, f in functions.items() if f is None]
+    return calls, refused
+
+
+def _resident_blocks(spec: Any, registers: int, num_sms: int | None) -> int:
+    """Blocks of a persistent kernel that the GPU, or `num_sms` of its SMs, holds at once."""
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    per_sm = min(
+        gpu.shared_memory_per_multiprocessor // (spec.smem_bytes + 1024),  # 1 KiB is the system's
+        gpu.max_threads_per_multi_processor // spec.num_threads,
+        REGISTERS_PER_SM // (-(-registers // 8) * 8 * spec.num_threads),
+    )
+    return int(max(1, per_sm) * (num_sms or gpu.multi_processor_count))
 
 
 def launch_paths(case: Case, inputs: Inputs, public_name: str) -> dict[str, Callable[[], object]]:
@@ -291,7 +343,7 @@ class Disagreement(AssertionError):
     """A contender does not compute the operator; its time would mean nothing."""
 
 
-def check_agreement(case: Case, seed: int) -> dict[str, Agreement]:
+def check_agreement(case: Case, seed: int, num_sms: int | None = None) -> dict[str, Agreement]:
     """Compare ours and FLA with the float64 reference on fresh random inputs.
 
     Raises:
@@ -300,7 +352,7 @@ def check_agreement(case: Case, seed: int) -> dict[str, Agreement]:
     inputs = make_inputs(case, seed)
     expected = _reference(case, inputs)  # before ours updates the state
     fla_out, fla_state = fla(case, inputs)()
-    ours(case, inputs)()
+    ours(case, inputs, num_sms)()
     ours_result = (inputs.out, as_kv(case, inputs.state))
     found = {
         "ours": compare(case, ours_result, inputs.state.dtype, expected),

@@ -3,7 +3,8 @@
 Every batch size is first checked against the float64 reference, then timed: this package, FLA's
 `fused_recurrent_fwd`, and a plain copy of as many bytes as the call must move, in turns in one
 loop (see `timing`). `--sms N` does all of it, the ceilings included, inside a CUDA green context.
-`--variants tile_v=8,16,32 num_warps=4,8` times kernels of other tuning beside the chosen one.
+`--variants` times kernels of other tuning beside the chosen one: those that the choice was made
+from, or, with `--variants tile_v=8,16,32 num_warps=4,8`, all combinations of such fields.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sms", type=int, help="run on so many SMs, in a CUDA green context")
     parser.add_argument(
         "--variants",
-        nargs="+",
+        nargs="*",
         type=_vary,
         metavar="FIELD=A,B",
-        help="time kernels whose Spec has these values, in all combinations that are legal",
+        help="time other tunings: the package's candidates, or these values in all combinations",
     )
 
 
@@ -81,17 +82,24 @@ def run(args: argparse.Namespace) -> Report:
         for batch in sorted(batches)
     ]
     rep_ms = 30.0 if args.short else 100.0
-    settings = [(mode, flush) for mode in args.mode for flush in args.flush]
+    settings = [
+        (mode, flush)
+        for mode in args.mode
+        for flush in args.flush
+        if mode != "do_bench" or flush == "zero"
+    ]
+    tuning = args.variants is not None
     with _partition(args.sms) as partition:
         roofline = measure_roofline(flush=args.flush[0], matmul=not args.short, rep_ms=rep_ms)
-        if args.variants:
+        sms = partition.get("sms")
+        if tuning:
             vary = dict(args.variants)
-            rows, notes = _time_variants(cases, settings, roofline, rep_ms, vary)
+            rows, notes = _time_variants(cases, settings, roofline, rep_ms, sms, vary)
         else:
-            rows, notes = _time_contenders(cases, settings, roofline, rep_ms)
+            rows, notes = _time_contenders(cases, settings, roofline, rep_ms, sms)
     report = Report(
         benchmark="lightning-decode"
-        + ("-variants" if args.variants else "")
+        + ("-variants" if tuning else "")
         + (f"-{partition['sms']}sms" if partition else ""),
         title=_title(cases[0], partition.get("sms")),
         environment=describe(args.argv, commit=args.commit),
@@ -110,7 +118,7 @@ def run(args: argparse.Namespace) -> Report:
         rows=rows,
         notes=notes,
     )
-    if not args.variants:
+    if not tuning:
         report.verdicts = verdicts(rows, standard=_is_standard(cases[0]), partition=bool(partition))
         report.plots = _plots(rows, roofline)
     return report
@@ -151,6 +159,7 @@ def _time_contenders(
     settings: Sequence[tuple[Mode, Flush]],
     roofline: Roofline,
     rep_ms: float,
+    sms: int | None,
 ) -> tuple[list[Row], list[str]]:
     import torch
 
@@ -165,13 +174,13 @@ def _time_contenders(
     rows: list[Row] = []
     worst: dict[str, float] = {}
     for case in track(cases, "lightning-decode"):
-        for name, agreement in check_agreement(case, SEED + case.batch).items():
+        for name, agreement in check_agreement(case, SEED + case.batch, sms).items():
             for what in ("output", "state"):
                 key = f"{name} {what}"
                 worst[key] = max(worst.get(key, 0.0), getattr(agreement, f"{what}_error"))
         inputs = make_inputs(case, SEED)
         contenders: dict[str, Call] = {
-            "ours": ours(case, inputs),
+            "ours": ours(case, inputs, sms),
             "fla": fla(case, inputs),
             "copy": copy(case),
         }
@@ -218,6 +227,7 @@ def _time_variants(
     settings: Sequence[tuple[Mode, Flush]],
     roofline: Roofline,
     rep_ms: float,
+    sms: int | None,
     vary: Mapping[str, Sequence[int | str]],
 ) -> tuple[list[Row], list[str]]:
     """Time each tuning candidate; the candidates of a batch take turns in one loop."""
@@ -226,7 +236,7 @@ def _time_variants(
     rows: list[Row] = []
     refused: list[str] = []
     for case in track(cases, "lightning-decode --variants"):
-        candidates, refused = variants(case, make_inputs(case, SEED), vary)
+        candidates, refused = variants(case, make_inputs(case, SEED), vary, sms)
         for mode, flush in settings:
             timings = time_cuda_interleaved(candidates, mode=mode, flush=flush, rep_ms=rep_ms)
             for name, timing in sorted(timings.items(), key=lambda item: item[1].median_us):
@@ -269,7 +279,7 @@ def verdicts(rows: Sequence[Row], *, standard: bool, partition: bool) -> list[Ve
             ]
         elif standard:
             for row in chosen:
-                if row["batch"] in SMALL_BATCHES:
+                if row["batch"] in SMALL_BATCHES and mode == "do_bench":  # a call, host included
                     found.append(_at_least(row, "speedup_vs_fla", SMALL_SPEEDUP, how))
                 if row["batch"] in LARGE_BATCHES:
                     found.append(_at_least(row, "share_of_copy", LARGE_SHARE, how))

@@ -5,11 +5,13 @@ before each call: a decode step finds its state in device memory, never in a cac
 previous step of the same layer filled. Functions that are compared are timed in turns within one
 loop, so that a change of clocks or temperature meets all of them.
 
-Two modes:
+Three modes:
 
-- `eager`: the call as Python makes it. The flush is queued before it and hides up to its own
-  duration (about 0.1 ms) of launch cost; what lies beyond that is in the time, as it is in
-  `triton.testing.do_bench`.
+- `do_bench`: `triton.testing.do_bench`, one function after the other. The flush is queued before
+  the call and hides up to its own duration (about 0.1 ms) of the host's work; a call that costs the
+  host more is timed with what lies beyond, as an eager caller would wait for it.
+- `eager`: the same, but in turns, so that the longer calls leave the host time to run ahead: the
+  device's time alone, launch gaps included.
 - `graph`: the call captured once in a CUDA graph, and the replay timed. This is what an inference
   server runs. A replay costs the same few microseconds whatever it holds.
 
@@ -30,9 +32,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-Mode = Literal["eager", "graph"]
+Mode = Literal["do_bench", "eager", "graph"]
 Flush = Literal["zero", "read", "none"]
-MODES: tuple[Mode, ...] = ("eager", "graph")
+MODES: tuple[Mode, ...] = ("do_bench", "eager", "graph")
 FLUSHES: tuple[Flush, ...] = ("zero", "read", "none")
 
 # Several times the L2 of any GPU supported here (H100 50 MB, B200 126 MB).
@@ -98,6 +100,7 @@ class Device(Protocol):
     def synchronize(self) -> None: ...
     def flusher(self, flush: Flush) -> Call: ...
     def capture(self, fn: Call) -> Call: ...
+    def do_bench(self, fn: Call, warmup_ms: float, rep_ms: float) -> list[float]: ...
 
 
 class CudaDevice:
@@ -142,6 +145,13 @@ class CudaDevice:
         replay: Call = graph.replay
         return replay
 
+    def do_bench(self, fn: Call, warmup_ms: float, rep_ms: float) -> list[float]:
+        """All samples of `triton.testing.do_bench`, in microseconds."""
+        from triton.testing import do_bench
+
+        times_ms = do_bench(fn, warmup=warmup_ms, rep=rep_ms, return_mode="all")
+        return [time_ms * 1e3 for time_ms in times_ms]
+
 
 def time_cuda(
     fn: Call,
@@ -180,6 +190,13 @@ def time_cuda_interleaved(
     if not fns:
         raise ValueError("no functions to time")
     device = CudaDevice() if device is None else device
+    if mode == "do_bench":
+        if flush != "zero":
+            raise ValueError(f"flush is {flush!r}, do_bench has its own: 'zero'")
+        return {
+            name: Timing.from_samples(device.do_bench(fn, warmup_ms, rep_ms))
+            for name, fn in fns.items()
+        }
     calls = {name: device.capture(fn) if mode == "graph" else fn for name, fn in fns.items()}
     flush_l2 = device.flusher(flush)
 

@@ -147,10 +147,20 @@ def outcome(rows, **kwargs):
 
 
 def test_verdicts_on_the_whole_gpu():
-    found = outcome([row(1, 10), row(8, 41), row(32, 90), row(64, 180), row(128, 350, share=0.96)])
+    times = [(1, 10), (8, 41), (32, 90), (64, 180)]
+    rows = [
+        made
+        for mode in ("do_bench", "graph")
+        for made in (*(row(*t, mode=mode) for t in times), row(128, 350, share=0.96, mode=mode))
+    ]
+    found = outcome(rows)
     assert {name: verdict.passed for name, verdict in found.items()} == {
-        "batch 1: speedup_vs_fla at least 5 (graph, flush zero)": True,
-        "batch 8: speedup_vs_fla at least 5 (graph, flush zero)": False,
+        # a call's time, host included, is what do_bench sees
+        "batch 1: speedup_vs_fla at least 5 (do_bench, flush zero)": True,
+        "batch 8: speedup_vs_fla at least 5 (do_bench, flush zero)": False,
+        "batch 64: share_of_copy at least 0.97 (do_bench, flush zero)": True,
+        "batch 128: share_of_copy at least 0.97 (do_bench, flush zero)": False,
+        "time grows with the batch (do_bench, flush zero)": True,
         "batch 64: share_of_copy at least 0.97 (graph, flush zero)": True,
         "batch 128: share_of_copy at least 0.97 (graph, flush zero)": False,
         "time grows with the batch (graph, flush zero)": True,
@@ -223,8 +233,13 @@ def test_the_whole_benchmark(fake_gpu, tmp_path, capsys):
     assert [(r["batch"], r["mode"], r["flush"]) for r in report["rows"]] == [
         (batch, mode, flush)
         for batch in (1, 3)
-        for mode in ("eager", "graph")
-        for flush in ("zero", "read")
+        for mode, flush in (
+            ("do_bench", "zero"),  # which has no other flush
+            ("eager", "zero"),
+            ("eager", "read"),
+            ("graph", "zero"),
+            ("graph", "read"),
+        )
     ]
     first = report["rows"][0]
     assert first["time_us"] == pytest.approx(10.1)
@@ -260,21 +275,31 @@ def test_the_partition_is_part_of_the_report(fake_gpu, monkeypatch, tmp_path):
 
     monkeypatch.setattr(green_context, "torch_sm_partition", partition)
     monkeypatch.setattr(green_context, "visible_sms", lambda *, graph: 80)
+    asked = []
+
+    def few_sms(case, inputs, num_sms):
+        asked.append(num_sms)
+        return whole_gpu(case, inputs)
+
+    whole_gpu = problem.ours
+    monkeypatch.setattr(problem, "ours", few_sms)
     argv = ["lightning-decode", "--sms", "78", "--batches", "1", "--heads", "2"]
     assert main([*argv, "--out", str(tmp_path)]) == 0
+    assert set(asked) == {80}
     report = json.loads(next(tmp_path.glob("lightning-decode-80sms-*.json")).read_text())
     assert report["title"].endswith("on 80 SMs")
     assert report["parameters"]["partition_sms_seen_graph"] == 80
 
 
 def test_variants_are_ranked_by_batch(fake_gpu, monkeypatch, tmp_path):
-    def variants(case, inputs, vary):
-        assert vary == {"tile_v": [8, 16], "cache_hint": ["none"]}
+    def variants(case, inputs, vary, num_sms):
+        assert vary == {"tile_v": [8, 16], "streaming": [0]}
+        assert num_sms is None
         call = problem.ours(case, inputs)
         return {"slow": call, "ours": call}, ["tile_v=16"]
 
     monkeypatch.setattr(problem, "variants", variants)
-    argv = ["lightning-decode", "--variants", "tile_v=8,16", "cache_hint=none", "--mode", "graph"]
+    argv = ["lightning-decode", "--variants", "tile_v=8,16", "streaming=0", "--mode", "graph"]
     argv += ["--batches", "1", "2", "--heads", "2", "--out", str(tmp_path)]
     assert main(argv) == 0
     report = json.loads(next(tmp_path.glob("lightning-decode-variants-*.json")).read_text())
@@ -290,7 +315,7 @@ def test_variants_are_checked_before_they_are_timed(monkeypatch, wrong):
     from cute_attn import cache
 
     case = problem.Case(batch=2, **SMALL)
-    chosen = problem.plan(case, "sm_90a")[1]
+    chosen = problem.plan(case, "sm_90a", 132)[1]
 
     def get(kernel, spec, arch):
         if spec.num_warps == 1 and spec != chosen:
@@ -309,24 +334,32 @@ def test_variants_are_checked_before_they_are_timed(monkeypatch, wrong):
     vary = {"num_warps": [1, 2]}
     if wrong:
         with pytest.raises(problem.Disagreement, match="chosen against"):
-            problem.variants(case, inputs, vary)
+            problem.variants(case, inputs, vary, 132)
     else:
-        calls, refused = problem.variants(case, inputs, vary)
+        calls, refused = problem.variants(case, inputs, vary, 132)
         assert list(calls) == ["chosen", "num_warps=2"]
         assert refused == ["num_warps=1"]
 
 
 def test_candidates_are_the_legal_combinations_and_the_chosen_spec():
-    _, spec = problem.plan(problem.Case(batch=1), "sm_90a")
-    fields = ["tile_v", "num_warps", "lanes_per_row"]
-    found = problem.candidates(spec, {"tile_v": [spec.tile_v, 3], "num_warps": [1, 2]})
-    assert found.pop("chosen") == spec
+    kernel, spec = problem.plan(problem.Case(batch=1), "sm_90a", 132)
+    found = problem.candidates(kernel, spec, {"tile_v": [spec.tile_v, 3], "num_warps": [1, 2]})
+    assert found.pop("chosen") == (kernel, spec)
     assert found  # tile_v=3 divides no head dimension, so only spec.tile_v is left
-    for name, candidate in found.items():
+    for name, (_, candidate) in found.items():
         assert name == f"tile_v={spec.tile_v} num_warps={candidate.num_warps}"
     with pytest.raises(TypeError):
-        problem.candidates(spec, {"no_such_field": [1]})
-    assert {getattr(spec, field) for field in fields}
+        problem.candidates(kernel, spec, {"no_such_field": [1]})
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_packages_own_candidates_are_of_both_kernels(dim):
+    case = problem.Case(batch=1, head_dim_k=dim, head_dim_v=dim)
+    found = problem.candidates(*problem.plan(case, "sm_90a", 132), {})
+    kernels = {kernel.name for kernel, _ in found.values()}
+    assert kernels == {"lightning_decode", "lightning_decode_pipelined"}
+    loads = {spec.load for _, spec in found.values() if spec.persistent}
+    assert loads == {"bulk", "cp_async"}
 
 
 @pytest.mark.parametrize("text", ["tile_v", "tile_v="])
@@ -371,6 +404,7 @@ def test_launch_overhead_compares_with_torch_mul(monkeypatch, tmp_path):
     monkeypatch.setattr("cute_attn.bench.__main__.require_gpu", lambda: None)
     assert main(["launch-overhead", "--short", "--out", str(tmp_path)]) == 0
     report = json.loads(next(tmp_path.glob("launch-overhead-*.json")).read_text())
+    assert {r["grad_mode"] for r in report["rows"]} == {"inference", "grad"}
     ratios = {r["call"]: r["to_torch_mul_ratio"] for r in report["rows"]}
     assert ratios[launch_overhead.PUBLIC] == pytest.approx(0.8)
     assert ratios["bare"] == pytest.approx(0.6)
