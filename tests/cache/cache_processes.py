@@ -71,12 +71,17 @@ class Process:
         self._popen.communicate()
 
 
+def python_path() -> str:
+    """``PYTHONPATH`` for a process that imports the toy kernels."""
+    return os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def start(program: str, environment: dict[str, str | None], *, torch: bool = False) -> Process:
     """Run ``program`` after a prelude that imports the cache and the toy kernels' names.
 
     A variable that is None in ``environment`` is unset.
     """
-    variables = {**os.environ, "PYTHONPATH": str(HERE), **environment}
+    variables = {**os.environ, "PYTHONPATH": python_path(), **environment}
     source = ("" if torch else _WITHOUT_TORCH) + _PRELUDE + program
     return Process(
         subprocess.Popen(

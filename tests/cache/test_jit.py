@@ -125,10 +125,11 @@ def test_compile_builds_for_any_arch_without_a_gpu(root: Path, target: str) -> N
     assert cache.stats().compiles == 1
 
 
+@pytest.mark.filterwarnings("ignore:This static loop has")
 def test_spills_are_those_that_ptxas_reports(root: Path) -> None:
     (few,) = cache.compile(SUM, SumSpec(terms=4), ARCH).kernels
     assert few.spills == few.stack == 0
-    (many,) = cache.compile(SUM, SumSpec(terms=64), ARCH).kernels
+    (many,) = cache.compile(SUM, SumSpec(terms=72), ARCH).kernels
     assert many.registers == 64
     assert many.spill_stores is not None
     assert many.spill_stores > 0

@@ -167,7 +167,7 @@ def test_an_entry_that_the_runtime_library_cannot_serve_is_not_used(
     """A library without the symbols: loading fails at once, and not at the first launch."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
-    library = tmp_path / "cu12" / "libcute_dsl_runtime.so"
+    library = tmp_path / str(toolchain.cuda_flavour()) / "libcute_dsl_runtime.so"
     library.parent.mkdir()
     assert os.system(f"echo 'int nothing;' | cc -shared -x c - -o {library}") == 0
     program = """

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from cache_processes import HERE, Process
+from cache_processes import Process, python_path
 from conftest import ARCH
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,7 +133,7 @@ def test_a_server_is_not_run_again_by_its_workers(root: Path, tmp_path: Path) ->
     )
     done = subprocess.run(
         [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(HERE), "CUTE_ATTN_LOG": "info"},
+        env={**os.environ, "PYTHONPATH": python_path(), "CUTE_ATTN_LOG": "info"},
         capture_output=True,
         text=True,
         check=True,
