@@ -289,7 +289,7 @@ def _print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         table.add_row(*row)
     console = Console()
     if not console.is_terminal:
-        console.width = 250  # a pipe has no width, and grep wants whole rows
+        console.width = 10_000  # a pipe has no width, and grep wants whole rows
     console.print(table, markup=False)
 
 

@@ -135,7 +135,7 @@ def test_spills_are_those_that_ptxas_reports(root: Path) -> None:
     assert many.spill_stores > 0
     assert many.spill_loads is not None
     assert many.spill_loads > 0
-    assert many.stack >= many.spill_stores
+    assert many.stack > 0
 
 
 def test_shared_memory_is_that_of_the_code_and_of_the_launch(root: Path) -> None:
