@@ -308,15 +308,18 @@ def launch_paths(case: Case, inputs: Inputs, public_name: str) -> dict[str, Call
 
     arch = cache.current_arch()
     slots = torch.arange(case.batch, dtype=torch.int32, device=DEVICE)
-    arguments = (*inputs.qkv, inputs.state, inputs.decay)
     scale = inputs.softmax_scale
-    public = partial(lightning_attn_decode, *arguments, softmax_scale=scale)
+    q, k, v = inputs.qkv
+    state, decay, out = inputs.state, inputs.decay, inputs.out
+    decode, operator = lightning_attn_decode, torch.ops.cute_attn.lightning_attn_decode
     return {
-        public_name: partial(public, out=inputs.out),
-        "the same with state_indices": partial(public, out=inputs.out, state_indices=slots),
-        "the same without out": public,
-        "torch.ops.cute_attn.lightning_attn_decode": partial(
-            torch.ops.cute_attn.lightning_attn_decode, *arguments, inputs.out, scale
+        public_name: lambda: decode(q, k, v, state, decay, softmax_scale=scale, out=out),
+        "the same with state_indices": lambda: decode(
+            q, k, v, state, decay, softmax_scale=scale, out=out, state_indices=slots
+        ),
+        "the same without out": lambda: decode(q, k, v, state, decay, softmax_scale=scale),
+        "torch.ops.cute_attn.lightning_attn_decode": lambda: operator(
+            q, k, v, state, decay, out, scale
         ),
         "compiled TVM-FFI function": bare(cache.get(*plan(case, arch), arch), inputs),
     }

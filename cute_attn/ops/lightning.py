@@ -11,7 +11,7 @@ through the registered operator `torch.ops.cute_attn.lightning_attn_decode`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ def lightning_attn_decode(
     """
     if type(q) is Tensor and not _is_compiling() and not _dispatch_mode_depth():
         try:
-            ready = _ready[
+            function, default_scale = _ready[
                 q.shape,
                 v.shape,
                 q.dtype,
@@ -118,10 +118,32 @@ def lightning_attn_decode(
                 q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
                 num_accepted_tokens, draft_k, draft_v,
             )  # fmt: skip
-        return _launch(
-            ready, q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
-            num_accepted_tokens, draft_k, draft_v,
-        )  # fmt: skip
+        tracked = _is_grad_enabled()
+        if tracked:
+            _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
+        o = torch.empty_like(v) if out is None else out
+        try:
+            function(
+                q,
+                k,
+                v,
+                o,
+                state,
+                decay,
+                state_indices,
+                draft_k,
+                draft_v,
+                num_accepted_tokens,
+                default_scale if softmax_scale is None else softmax_scale,
+            )
+        except Exception as error:
+            return _refused(
+                error, q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
+                num_accepted_tokens, draft_k, draft_v,
+            )  # fmt: skip
+        if tracked:
+            _increment_version((state, o))
+        return o
 
     if not _is_compiling():  # where it is, the fake implementation checks while it is traced
         _validate_metadata(
@@ -192,19 +214,13 @@ def plan_decode(
 _is_compiling = torch.compiler.is_compiling
 _dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
+# An operator that saved the state for its backward must see that it has changed.
 _increment_version = torch.autograd.graph.increment_version
 
 
-class _Ready(NamedTuple):
-    """A loaded kernel, for calls with the shapes and dtypes of its key in `_ready`."""
-
-    function: Callable[..., None]
-    default_scale: float
-    aligned: bool
-
-
-# Everything that a kernel is chosen by -> the kernel. Grows with the distinct shapes of a process.
-_ready: dict[tuple[Any, ...], _Ready] = {}
+# Everything that a kernel is chosen by -> the loaded kernel and the default of softmax_scale. Grows
+# with the distinct shapes of a process.
+_ready: dict[tuple[Any, ...], tuple[Callable[..., None], float]] = {}
 
 
 def _key(
@@ -228,76 +244,36 @@ def _key(
     )
 
 
-def _launch(
-    ready: _Ready,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    decay: Tensor,
-    out: Tensor | None,
-    softmax_scale: float | None,
-    state_indices: Tensor | None,
-    state_layout: str,
-    num_accepted_tokens: Tensor | None,
-    draft_k: Tensor | None,
-    draft_v: Tensor | None,
-) -> Tensor:
-    """Call the kernel, whose host code checks every argument before it launches."""
-    function, default_scale, aligned = ready
+def _first_call(*arguments: Any) -> Tensor:
+    """Validate, load the kernel and remember it, and call it."""
+    (
+        q, k, v, state, decay, out, softmax_scale, state_indices, _,
+        num_accepted_tokens, draft_k, draft_v,
+    ) = arguments  # fmt: skip
+    _validate(*arguments)
+    _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
     o = torch.empty_like(v) if out is None else out
-    tracked = _is_grad_enabled()
-    if tracked and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or state.requires_grad
-        or decay.requires_grad
-        or draft_k is not None
-    ):
-        _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
-    try:
-        function(
-            q,
-            k,
-            v,
-            o,
-            state,
-            decay,
-            state_indices,
-            draft_k,
-            draft_v,
-            num_accepted_tokens,
-            default_scale if softmax_scale is None else softmax_scale,
-        )
-    except Exception:
-        # Refused: say why in the operator's words.
-        arguments = (
-            q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
-            num_accepted_tokens, draft_k, draft_v,
-        )  # fmt: skip
-        _validate(*arguments)
-        if aligned and not _rows_aligned(q, k, v, draft_k, draft_v):
-            # From now on these shapes take the kernel that any alignment suits.
-            return _launch(_prepare(*arguments, aligned=False), *arguments)
-        raise
-    if tracked:
-        # An operator that saved these for its backward must see that they have changed.
+    if v.numel() == 0:
+        return o
+    aligned = _rows_aligned(q, k, v, draft_k, draft_v)
+    function, default_scale = _prepare(*arguments, aligned=aligned)
+    function(
+        q, k, v, o, state, decay, state_indices, draft_k, draft_v, num_accepted_tokens,
+        default_scale if softmax_scale is None else softmax_scale,
+    )  # fmt: skip
+    if _is_grad_enabled():
         _increment_version((state, o))
     return o
 
 
-def _first_call(*arguments: Any) -> Tensor:
-    """Validate, load the kernel and remember it, and call it."""
-    (
-        q, k, v, state, decay, out, _, _, _, _, draft_k, draft_v,
-    ) = arguments  # fmt: skip
+def _refused(error: Exception, *arguments: Any) -> Tensor:
+    """The compiled host code would not launch: say why in the operator's words, or mend it."""
+    q, k, v, *_, draft_k, draft_v = arguments
     _validate(*arguments)
-    _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
-    if v.numel() == 0:
-        return torch.empty_like(v) if out is None else out
-    aligned = _rows_aligned(q, k, v, draft_k, draft_v)
-    return _launch(_prepare(*arguments, aligned=aligned), *arguments)
+    if _rows_aligned(q, k, v, draft_k, draft_v):
+        raise error
+    # From now on these shapes take the kernel that any alignment suits.
+    return _first_call(*arguments)
 
 
 def _prepare(
@@ -315,7 +291,7 @@ def _prepare(
     draft_v: Tensor | None,
     *,
     aligned: bool,
-) -> _Ready:
+) -> tuple[Callable[..., None], float]:
     """Load the kernel for these arguments, and remember it."""
     device = q.get_device()
     arch = launch.arch_of(device)
@@ -332,7 +308,7 @@ def _prepare(
         aligned=aligned,
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
     )
-    ready = _Ready(launch.get(kernel, spec, arch), q.shape[-1] ** -0.5, aligned)
+    ready = launch.get(kernel, spec, arch), q.shape[-1] ** -0.5
     _ready[_key(q, v, state, state_layout, state_indices, num_accepted_tokens)] = ready
     return ready
 
@@ -566,8 +542,17 @@ def _operator(
     ready = _ready.get(_key(q, v, state, state_layout, state_indices, num_accepted_tokens))
     if ready is None:
         _first_call(*arguments)
-    else:
-        _launch(ready, *arguments)
+        return
+    function, default_scale = ready
+    try:
+        function(
+            q, k, v, out, state, decay, state_indices, draft_k, draft_v, num_accepted_tokens,
+            default_scale if softmax_scale is None else softmax_scale,
+        )  # fmt: skip
+    except Exception as error:
+        _refused(error, *arguments)
+    if _is_grad_enabled():
+        _increment_version((state, out))
 
 
 def _fake(

@@ -66,8 +66,8 @@ class LightningDecode:
         ).launch(
             grid=[self.spec.head_dim_v // self.spec.tile_v, heads, batch],
             block=[self.spec.num_threads, 1, 1],
-            # The tokens' loop needs its registers more than the SM needs blocks.
-            min_blocks_per_mp=1 if self.spec.multi_token else 0,
+            # Left alone, ptxas for sm_80 trades spills for occupancy in the loop over tokens.
+            min_blocks_per_mp=1 if self.spec.multi_token and not self.tile.state_is_vk else 0,
             stream=stream,
         )
 
