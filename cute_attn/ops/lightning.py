@@ -1,10 +1,10 @@
 """Lightning Attention decode: the operator.
 
 `lightning_attn_decode` is called once a layer and token, so its warm path is kept to what it
-must do: one look-up of a launcher by the arguments' shapes and dtypes, and the call. Everything
-that the look-up does not pin down (strides, the other tensors' shapes, dtypes and devices) is
-checked by the compiled host code before it launches; when that refuses, `_validate` says why in
-terms of the arguments. Under torch.compile, FakeTensor and other dispatch modes the same call goes
+must do: one look-up of the loaded kernel, and the call. Everything that the look-up does not pin
+down (sizes, strides, the other tensors' dtypes and devices, overlaps) is checked by the compiled
+host code before it launches; when that refuses, `_validate` says why in terms of the arguments.
+Under torch.compile, FakeTensor and other dispatch modes the same call goes
 through the registered operator `torch.ops.cute_attn.lightning_attn_decode`.
 """
 
@@ -119,7 +119,14 @@ def lightning_attn_decode(
                 num_accepted_tokens, draft_k, draft_v,
             )  # fmt: skip
         tracked = _is_grad_enabled()
-        if tracked:
+        if tracked and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or state.requires_grad
+            or decay.requires_grad
+            or draft_k is not None
+        ):
             _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
         o = torch.empty_like(v) if out is None else out
         try:
@@ -215,11 +222,11 @@ _is_compiling = torch.compiler.is_compiling
 _dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
 # An operator that saved the state for its backward must see that it has changed.
-_increment_version = torch.autograd.graph.increment_version
+_increment_version = torch._C._increment_version
 
 
-# Everything that a kernel is chosen by -> the loaded kernel and the default of softmax_scale. Grows
-# with the distinct shapes of a process.
+# Everything that a kernel is chosen by -> the loaded kernel and the default of softmax_scale. Whole
+# shapes rather than the head dimensions alone, because they cost a third of the time to get.
 _ready: dict[tuple[Any, ...], tuple[Callable[..., None], float]] = {}
 
 
@@ -270,9 +277,9 @@ def _refused(error: Exception, *arguments: Any) -> Tensor:
     """The compiled host code would not launch: say why in the operator's words, or mend it."""
     q, k, v, *_, draft_k, draft_v = arguments
     _validate(*arguments)
-    if _rows_aligned(q, k, v, draft_k, draft_v):
+    if v.numel() and _rows_aligned(q, k, v, draft_k, draft_v):
         raise error
-    # From now on these shapes take the kernel that any alignment suits.
+    # Nothing to do, or rows off their alignment: from now on the kernel that any alignment suits.
     return _first_call(*arguments)
 
 

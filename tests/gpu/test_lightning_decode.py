@@ -6,7 +6,9 @@ arithmetic, whose results are rounded to the same dtypes as ours.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
 import cute_attn
+import cute_attn.cache
+from cute_attn.ops.lightning import plan_decode
 from cute_attn.reference.lightning import lightning_attn_decode_reference
 
 DEVICE = "cuda"
@@ -94,8 +98,53 @@ class Case:
         return args
 
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+# What is compiled in: the full sweep draws from all of it, the usual one from every pair of K and V
+# with the rest in turns, so that the kernels can be compiled beforehand, in parallel.
+EVERYTHING = list(product(HEAD_DIMS, HEAD_DIMS, DTYPES, STATE_DTYPES, ("vk", "kv")))
+SOME = [
+    (k, v, DTYPES[(i + i // 3) % 3], STATE_DTYPES[i % 2], ("vk", "kv")[i // 2 % 2])
+    for i, (k, v) in enumerate(product(HEAD_DIMS, HEAD_DIMS))
+] + [
+    (k, v, DTYPES[i % 3], STATE_DTYPES[(i + 1) % 2], ("kv", "vk")[i // 2 % 2])
+    for i, (k, v) in enumerate(product(HEAD_DIMS, HEAD_DIMS))
+]
+FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_beforehand() -> None:
+    """Compile what the usual sweep can draw with all cores, rather than one at a time."""
+    names = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+    sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    arch = cute_attn.cache.current_arch()
+    cute_attn.warmup(
+        request
+        for k, v, dtype, state_dtype, layout in SOME
+        for multi_token, replay in ((False, False), (True, False), (True, True))
+        for indexed in (False, True)
+        for aligned in (False, True)
+        for request in plan_decode(
+            arch,
+            dtype=names[dtype],
+            state_dtype=names[state_dtype],
+            head_dim_k=k,
+            head_dim_v=v,
+            state_layout=layout,
+            multi_token=multi_token,
+            replay=replay,
+            indexed=indexed,
+            aligned=aligned,
+            num_sms=sms,
+        )
+    )
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
+    k, v, dtype, state_dtype, layout = draw(st.sampled_from(EVERYTHING if FULL else SOME))
     batch = draw(st.integers(1, 9))
     tokens = draw(st.none() | st.integers(1, 5))
     slots = draw(st.none() | st.integers(batch, batch + 5))
@@ -103,11 +152,11 @@ def cases(draw: st.DrawFn) -> Case:
         batch=batch,
         tokens=tokens,
         heads=draw(st.integers(1, 5)),
-        head_dim_k=draw(st.sampled_from(HEAD_DIMS)),
-        head_dim_v=draw(st.sampled_from(HEAD_DIMS)),
-        dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
-        state_dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        layout=draw(st.sampled_from(["vk", "kv"])),
+        head_dim_k=k,
+        head_dim_v=v,
+        dtype=dtype,
+        state_dtype=state_dtype,
+        layout=layout,
         slots=slots,
         padded=0 if slots is None else draw(st.integers(0, batch)),
         records=None if tokens is None else draw(st.none() | st.integers(1, 5)),
@@ -294,6 +343,33 @@ def test_an_empty_batch_is_no_work():
     o, state = run(args)
     assert o.shape == (0, 2, 128)
     assert torch.equal(state, args["state"])
+
+
+def test_no_tokens_are_refused_on_the_warm_path_too():
+    args = Case(tokens=2).inputs()
+    run(args)
+    with pytest.raises(ValueError, match="T is 0"):
+        run(args | {name: args[name][:, :0] for name in ("q", "k", "v", "out")})
+
+
+def test_too_many_sequences_are_refused_on_the_warm_path_too():
+    args = Case(slots=3).inputs()
+    run(args)
+    for name in ("q", "k", "v", "out"):
+        args[name] = args[name][:1].expand(70000, -1, -1).clone()
+    args["state_indices"] = torch.full((70000,), -1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="70000 sequences, at most 65535"):
+        run(args)
+
+
+def test_a_refused_call_leaves_no_error_behind():
+    args = Case().inputs()
+    run(args)
+    with pytest.raises(ValueError, match="out overlaps v"):
+        cute_attn.lightning_attn_decode(**(args | {"out": args["v"]}))
+    torch.cuda.synchronize()
+    assert float(torch.ones(3, device=DEVICE).sum()) == 3
+    assert_agrees(args, *run(args))
 
 
 def test_a_pool_of_more_than_2_to_the_31_elements():

@@ -76,8 +76,7 @@ def fake_args(spec: DecodeSpec) -> tuple[Any, ...]:
 
 def overlaps(o: cute.Tensor, *inputs: cute.Tensor) -> Any:
     """Whether the memory that o spans meets that of an input. For host code, where it costs
-    nanoseconds: a call that must be refused launches no blocks, which the driver answers with an
-    error before anything has run."""
+    nanoseconds."""
     start, end = _span(o)
     found = cutlass.Boolean(False)
     for x in inputs:

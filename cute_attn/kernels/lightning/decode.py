@@ -59,8 +59,12 @@ class LightningDecode:
         stream: Any,
     ) -> None:
         batch, heads = q.shape[0], state.shape[1]
+        # What must not run gets no blocks: the driver refuses that, and the operator says why.
         if overlaps(o, q, k, v, state):
             heads = 0
+        if cutlass.const_expr(self.spec.multi_token):
+            if q.shape[1] == 0:
+                heads = 0
         self.kernel(
             q, k, v, o, state, decay, state_indices, draft_k, draft_v, num_accepted, softmax_scale
         ).launch(
