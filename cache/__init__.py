@@ -1,9 +1,9 @@
 """A cache of compiled CuTe DSL kernels: bytes, keys, locks and loading. It knows no kernel.
 
-A kernel is named by a :class:`KernelDef` and specialised by a frozen dataclass; :func:`get`
+A kernel is named by a `KernelDef` and specialised by a frozen dataclass; `get`
 returns its compiled function. A hit needs neither the compiler nor a linker, only the DSL's
 runtime library.
-See ``python -m cute_attn.cache --help`` for the command line.
+See `python -m cute_attn.cache --help` for the command line.
 """
 
 from __future__ import annotations

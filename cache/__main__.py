@@ -1,4 +1,4 @@
-"""The command line: ``python -m cute_attn.cache``.
+"""The command line: `python -m cute_attn.cache`.
 
 Exit status: 0 if all is well; 1 if something is damaged, refused, missing or did not compile; 2 for
 arguments that make no sense.
@@ -242,7 +242,7 @@ def _stores() -> Iterable[Store]:
 
 
 def _find(prefix: str) -> Entry:
-    """The entry whose digest begins with ``prefix``; of several copies, the one that is used."""
+    """The entry whose digest begins with `prefix`; of several copies, the one that is used."""
     found: dict[str, Store] = {}
     for store in _stores():
         for digest in store.digests():

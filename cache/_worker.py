@@ -1,4 +1,4 @@
-"""A process that compiles kernels for :func:`cute_attn.cache.warmup`.
+"""A process that compiles kernels for `cute_attn.cache.warmup`.
 
 Reads one JSON request a line from stdin, writes one JSON answer a line to what was stdout when it
 began, and ends when stdin does. Not multiprocessing: that would import the main module of a

@@ -1,4 +1,4 @@
-"""The architecture to build for: of the current device, unless ``CUTE_ATTN_ARCH`` names one."""
+"""The architecture to build for: of the current device, unless `CUTE_ATTN_ARCH` names one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPUTE_CAPABILITY_MINOR = 76
 
 
 def arch_of_capability(major: int, minor: int) -> str:
-    """``(9, 0)`` -> ``"sm_90a"``. Raises NotImplementedError below compute capability 8.0."""
+    """`(9, 0)` -> `"sm_90a"`. Raises NotImplementedError below compute capability 8.0."""
     if major < 8:
         raise NotImplementedError(
             f"compute capability {major}.{minor} is not supported: 8.0 (Ampere) is the oldest"
@@ -26,16 +26,16 @@ def arch_of_capability(major: int, minor: int) -> str:
 
 
 def check_arch(arch: str) -> str:
-    """``arch`` itself. Raises ValueError unless it is written like ``sm_90a``."""
+    """`arch` itself. Raises ValueError unless it is written like `sm_90a`."""
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise ValueError(f"{arch!r} is not an architecture: write for example sm_90a or sm_100a")
     return arch
 
 
 def current_arch(device: int | None = None) -> str:
-    """The architecture of CUDA device ``device``, such as ``"sm_90a"``.
+    """The architecture of CUDA device `device`, such as `"sm_90a"`.
 
-    ``CUTE_ATTN_ARCH``, read once, goes before any device. The default device is torch's current
+    `CUTE_ATTN_ARCH`, read once, goes before any device. The default device is torch's current
     one if torch is loaded and has initialised CUDA, else device 0.
 
     Raises CacheError if there is no driver or no device, NotImplementedError for a GPU older than
@@ -82,6 +82,6 @@ def _device_arch(device: int) -> str:
 
 
 def forget() -> None:
-    """Read ``CUTE_ATTN_ARCH`` and the devices again: for tests."""
+    """Read `CUTE_ATTN_ARCH` and the devices again: for tests."""
     _chosen_arch.cache_clear()
     _device_arch.cache_clear()

@@ -41,7 +41,7 @@ def compile_kernel(
 ) -> Built:
     """Compile a kernel.
 
-    ``directory`` is where to put intermediate files; without one, a temporary directory is found.
+    `directory` is where to put intermediate files; without one, a temporary directory is found.
     Where nothing at all can be written, the result is only an object file in memory.
 
     Raises CompileError, from whatever the compiler or the kernel's own code raised.
@@ -73,7 +73,7 @@ def compile_kernel(
 
 
 def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
-    """``cutlass.cute.compile`` and the kernel's class."""
+    """`cutlass.cute.compile` and the kernel's class."""
     try:
         cute: Any = importlib.import_module("cutlass.cute")
     except ImportError as error:
@@ -136,7 +136,7 @@ def _ptxas_log(scratch: Path) -> str:
 
 @contextlib.contextmanager
 def _scratch(preferred: Path | None) -> Iterator[Path | None]:
-    """A directory with room to compile in: under ``preferred``, else a temporary one, or None."""
+    """A directory with room to compile in: under `preferred`, else a temporary one, or None."""
     for parent in (preferred, *_temporary_directories()):
         if parent is None:
             continue

@@ -43,7 +43,7 @@ def kernel_uses(cubin: bytes, ptxas_log: str, host_code: str) -> tuple[KernelUse
 
     Args:
         cubin: the ELF file.
-        ptxas_log: what ``ptxas -v`` printed.
+        ptxas_log: what `ptxas -v` printed.
         host_code: the text of the MLIR module, in the LLVM dialect, that launches them.
     """
     from elftools.elf.elffile import ELFFile  # 60 ms, and only a compilation needs it

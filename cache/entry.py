@@ -1,6 +1,6 @@
-"""One entry: a directory with a kernel's files and ``meta.json``, checked before anything is used.
+"""One entry: a directory with a kernel's files and `meta.json`, checked before anything is used.
 
-``meta.json`` holds the key, field by field, the size and SHA-256 of every file, how long the
+`meta.json` holds the key, field by field, the size and SHA-256 of every file, how long the
 kernel took to compile, and what each device kernel uses. It also holds a checksum of itself, and
 its key must have the digest that the directory is named for: so a flipped bit anywhere, a
 truncated file and an entry that belongs to another key are all found out.
@@ -35,7 +35,7 @@ USES = "uses"
 """One byte for each process that loaded the entry; its modification time is the last use."""
 
 FUNCTION = "k"
-"""The name under which every kernel is exported: its symbol is ``__tvm_ffi_k``."""
+"""The name under which every kernel is exported: its symbol is `__tvm_ffi_k`."""
 
 _SCHEMA = 1
 
@@ -81,7 +81,7 @@ class KernelUse(NamedTuple):
 class Built:
     """A compiled kernel in memory, as the compiler hands it over.
 
-    Has all that an :class:`Entry` has for those who use it, but no directory.
+    Has all that an `Entry` has for those who use it, but no directory.
     """
 
     key: KeyDescription
@@ -105,7 +105,7 @@ class Built:
 
     @functools.cached_property
     def meta(self) -> Mapping[str, Any]:
-        """What ``meta.json`` says, but for its own checksum."""
+        """What `meta.json` says, but for its own checksum."""
         return {
             "schema": _SCHEMA,
             "digest": self.key.digest,
@@ -119,15 +119,15 @@ class Built:
         }
 
     def meta_file(self) -> bytes:
-        """The content of ``meta.json``."""
+        """The content of `meta.json`."""
         return json.dumps({**self.meta, "checksum": _checksum(self.meta)}, indent=1).encode()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry on disk whose ``meta.json`` has been checked.
+    """An entry on disk whose `meta.json` has been checked.
 
-    Holds a shared lock on the entry until :meth:`close`, or until nothing refers to this object:
+    Holds a shared lock on the entry until `close`, or until nothing refers to this object:
     eviction passes it by.
     """
 
@@ -206,7 +206,7 @@ class Entry:
 
 
 def open_entry(directory: Path, digest: str, owners: frozenset[int]) -> Entry:
-    """Open the entry ``digest`` in ``directory``, checking all but the content of its files.
+    """Open the entry `digest` in `directory`, checking all but the content of its files.
 
     Raises FileNotFoundError if it is not there, DamagedEntry, RefusedEntry, or OSError if it
     cannot be read.
@@ -232,7 +232,7 @@ def open_entry(directory: Path, digest: str, owners: frozenset[int]) -> Entry:
 
 
 def check_ownership(path: Path, owners: frozenset[int]) -> None:
-    """Raise RefusedEntry if somebody outside ``owners`` owns ``path`` or may write to it."""
+    """Raise RefusedEntry if somebody outside `owners` owns `path` or may write to it."""
     _refuse_strangers(path, path.lstat(), owners)
 
 
@@ -254,7 +254,7 @@ def _refuse_strangers(path: Path, status: os.stat_result, owners: frozenset[int]
 
 
 def _open_checked(path: Path, owners: frozenset[int]) -> int:
-    """A descriptor of a file that nobody outside ``owners`` can have written."""
+    """A descriptor of a file that nobody outside `owners` can have written."""
     _refuse_strangers(path, path.lstat(), owners)  # for the message: opening a link just fails
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

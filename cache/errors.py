@@ -12,4 +12,4 @@ class CompileError(CacheError):
 
 
 class FrozenCacheMiss(CacheError):
-    """A kernel would have to be compiled after :func:`freeze`."""
+    """A kernel would have to be compiled after `freeze`."""

@@ -1,12 +1,12 @@
 """Which sources a kernel is built from, and their SHA-256: found by reading, not by running.
 
 Starting from the kernel's module, every import of a module of the same package is followed:
-at module level, inside functions and inside conditions, except under ``if TYPE_CHECKING``.
-A package's ``__init__`` counts only where something is taken from it: ``from package.sub import
-name`` counts ``package/sub/__init__.py`` if that file binds ``name`` (or ``*`` is imported, or
-``name`` is no module), otherwise the module ``package.sub.name``. ``import package.sub.module``
-binds ``package``, through which all is reachable, so it counts every ``__init__`` on the way;
-``import package.sub.module as m`` does not. Imports by a computed name cannot be seen.
+at module level, inside functions and inside conditions, except under `if TYPE_CHECKING`.
+A package's `__init__` counts only where something is taken from it: `from package.sub import
+name` counts `package/sub/__init__.py` if that file binds `name` (or `*` is imported, or
+`name` is no module), otherwise the module `package.sub.name`. `import package.sub.module`
+binds `package`, through which all is reachable, so it counts every `__init__` on the way;
+`import package.sub.module as m` does not. Imports by a computed name cannot be seen.
 
 So a key changes with what a kernel can execute, and not with documentation or another kernel.
 """
@@ -132,7 +132,7 @@ def _bound_names(tree: ast.Module) -> set[str]:
 
 
 def _imported_modules(source: _Source, tree: ast.Module, package: _Package) -> set[str]:
-    """The modules of ``package`` that ``source`` takes something from."""
+    """The modules of `package` that `source` takes something from."""
     found: set[str] = set()
     for node in _executed_nodes(tree):
         if isinstance(node, ast.Import):
@@ -199,7 +199,7 @@ def _closure(module: str, package: _Package) -> dict[str, _Source]:
 
 
 def read_source_digests(module: str, package: str) -> tuple[tuple[str, str], ...]:
-    """The modules that ``module`` is built from within ``package``, with their files' SHA-256."""
+    """The modules that `module` is built from within `package`, with their files' SHA-256."""
     return tuple(
         (name, hashlib.sha256(source.text).hexdigest())
         for name, source in sorted(_closure(module, _Package(package)).items())
@@ -208,5 +208,5 @@ def read_source_digests(module: str, package: str) -> tuple[tuple[str, str], ...
 
 @functools.cache
 def source_digests(module: str, package: str) -> tuple[tuple[str, str], ...]:
-    """:func:`read_source_digests`, read once per process, as the modules themselves are."""
+    """`read_source_digests`, read once per process, as the modules themselves are."""
     return read_source_digests(module, package)

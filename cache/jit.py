@@ -31,7 +31,7 @@ _frozen = False
 
 
 class Stats(NamedTuple):
-    """What the cache has done in this process since it started, or since :func:`reset_stats`.
+    """What the cache has done in this process since it started, or since `reset_stats`.
 
     Look-ups in memory are not counted: that path takes no lock and writes nothing.
     """
@@ -74,18 +74,18 @@ def count(**increments: float) -> None:
 def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> _Function:
     """The compiled function of a kernel: a TVM-FFI function, called with tensors and numbers.
 
-    It is looked for in memory, in the directories of ``CUTE_ATTN_PREBUILT``, and in the user's
+    It is looked for in memory, in the directories of `CUTE_ATTN_PREBUILT`, and in the user's
     cache directory; else it is compiled, and stored there. Safe to call from many threads.
 
     Args:
         kernel: what to build.
-        spec: a frozen dataclass of plain values (see :func:`spec <cute_attn.cache.spec>`).
-        arch: such as ``"sm_90a"``; by default :func:`current_arch`.
+        spec: a frozen dataclass of plain values (see `cute_attn.cache.spec`).
+        arch: such as `"sm_90a"`; by default `current_arch`.
 
     Raises:
         TypeError: the specialisation holds something that is not plain.
         CompileError: the kernel does not compile.
-        FrozenCacheMiss: it would have to be compiled after :func:`freeze`.
+        FrozenCacheMiss: it would have to be compiled after `freeze`.
         CacheError: no device and no arch, or no runtime library.
     """
     if arch is None:
@@ -112,11 +112,11 @@ def compile(  # noqa: A001 (cache.compile is what it does)
 ) -> Entry | Built:
     """Make sure that a kernel is compiled, without loading it; return its entry.
 
-    The entry (``directory``, ``key``, ``kernels``, ``read("kernel.ptx")``) is one of those that
-    :func:`get` would load, with all its files verified, or a new one. Where nothing can be stored
-    it is a :class:`Built`, which has the same in memory, and None for a directory.
+    The entry (`directory`, `key`, `kernels`, `read("kernel.ptx")`) is one of those that
+    `get` would load, with all its files verified, or a new one. Where nothing can be stored
+    it is a `Built`, which has the same in memory, and None for a directory.
 
-    Needs no GPU if ``arch`` is given. Arguments and exceptions are those of :func:`get`.
+    Needs no GPU if `arch` is given. Arguments and exceptions are those of `get`.
     """
     key = describe(kernel, spec, check_arch(arch or current_arch()))
     return obtain(kernel, spec, key, verified)
@@ -168,7 +168,7 @@ def clear_memory() -> None:
 
 
 def freeze() -> None:
-    """From now on a kernel that would have to be compiled raises :class:`FrozenCacheMiss`.
+    """From now on a kernel that would have to be compiled raises `FrozenCacheMiss`.
 
     A server calls this when it starts to serve. What is on disk can still be loaded, which takes
     milliseconds.
@@ -178,13 +178,13 @@ def freeze() -> None:
 
 
 def unfreeze() -> None:
-    """Undo :func:`freeze`."""
+    """Undo `freeze`."""
     global _frozen
     _frozen = False
 
 
 def is_frozen() -> bool:
-    """Whether :func:`freeze` is in force."""
+    """Whether `freeze` is in force."""
     return _frozen
 
 
@@ -199,7 +199,7 @@ class Places(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> Places:
-        """``CUTE_ATTN_PREBUILT`` and the user's cache directory."""
+        """`CUTE_ATTN_PREBUILT` and the user's cache directory."""
         paths = settings.prebuilt_directories()
         return cls(tuple(Store(path, read_only=True) for path in paths), _user_store())
 
@@ -225,9 +225,9 @@ def obtain(
     use: _Use[_Result],
     places: Places | None = None,
 ) -> _Result:
-    """``use`` of the kernel's entry, which is looked for, and compiled if need be.
+    """`use` of the kernel's entry, which is looked for, and compiled if need be.
 
-    ``use`` raises DamagedEntry or RefusedEntry for an entry that must not be used. If the compiled
+    `use` raises DamagedEntry or RefusedEntry for an entry that must not be used. If the compiled
     kernel cannot be stored, it is called with what is in memory.
     """
     places = places or Places.from_environment()
@@ -281,7 +281,7 @@ def obtain(
 
 
 def _find(store: Store, key: KeyDescription, use: _Use[_Result]) -> _Result | None:
-    """``use`` of the entry for a key, or None if the store has none."""
+    """`use` of the entry for a key, or None if the store has none."""
     for digest in _candidates(store, key):
         started = time.perf_counter()
         try:
@@ -378,7 +378,7 @@ def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | N
 
 
 def _store(store: Store, kernel: KernelDef, built: Built, use: _Use[_Result]) -> _Result:
-    """Publish what was compiled, and ``use`` the entry; failing that, what is in memory."""
+    """Publish what was compiled, and `use` the entry; failing that, what is in memory."""
     try:
         if PTX not in built.files:
             raise CacheError("no directory has room to compile in")
@@ -410,7 +410,7 @@ def _sources_changed(kernel: KernelDef, key: KeyDescription) -> bool:
 
 
 def refuse_if_frozen(key: KeyDescription, places: Places) -> None:
-    """Raise FrozenCacheMiss if :func:`freeze` is in force."""
+    """Raise FrozenCacheMiss if `freeze` is in force."""
     if _frozen:
         raise FrozenCacheMiss(_describe_miss(key, places))
 

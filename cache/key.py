@@ -1,6 +1,6 @@
 """What a kernel is called: the description of everything that decides its code, and its SHA-256.
 
-The description is text that people can read and compare::
+The description is text that people can read and compare:
 
     kernel: lightning_decode
     target: cute_attn.kernels.lightning.decode:LightningDecode
@@ -10,8 +10,8 @@ The description is text that people can read and compare::
     arch: sm_90a
     ...
 
-Two specialisations have the same text only if they are the same, type by type: ``True``, ``1``
-and ``1.0`` are three different values.
+Two specialisations have the same text only if they are the same, type by type: `True`, `1`
+and `1.0` are three different values.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class KernelDef:
 
     Attributes:
         name: what people call it; shown in logs, tables and errors.
-        target: ``"package.module:Class"``. The module is imported only to compile; then
-            ``k = Class(spec)`` is compiled for the arguments ``k.fake_args()``, the last of which
-            is ``make_fake_stream(use_tvm_ffi_env_stream=True)``.
-        options: further options for ``cute.compile``.
+        target: `"package.module:Class"`. The module is imported only to compile; then
+            `k = Class(spec)` is compiled for the arguments `k.fake_args()`, the last of which
+            is `make_fake_stream(use_tvm_ffi_env_stream=True)`.
+        options: further options for `cute.compile`.
         package: the package whose sources count as the kernel's; by default the first component
-            of ``target``.
+            of `target`.
     """
 
     name: str
@@ -82,7 +82,7 @@ class KernelDef:
 def canonical_text(value: object, where: str) -> str:
     """The one text of a plain value.
 
-    Raises TypeError, naming ``where``, for anything but int, bool, str, float, None, enum members,
+    Raises TypeError, naming `where`, for anything but int, bool, str, float, None, enum members,
     torch.dtype and tuples of them: above all for a tensor, whose hash is its identity, so that a
     key made from it would never match.
     """
@@ -111,7 +111,7 @@ def canonical_text(value: object, where: str) -> str:
 def spec_items(spec: object) -> tuple[tuple[str, str], ...]:
     """The fields of a specialisation, each with its canonical text.
 
-    Raises TypeError if ``spec`` is not an instance of a frozen dataclass, or holds a value that
+    Raises TypeError if `spec` is not an instance of a frozen dataclass, or holds a value that
     is not plain.
     """
     kind = type(spec)
@@ -128,11 +128,11 @@ def spec_items(spec: object) -> tuple[tuple[str, str], ...]:
 def spec(cls: _Class) -> _Class:
     """Make a class a specialisation: a frozen dataclass made for keys.
 
-    Beyond ``dataclass(frozen=True)``, which the cache takes as well:
+    Beyond `dataclass(frozen=True)`, which the cache takes as well:
 
     - a value that is not plain raises TypeError when the instance is made, not at its first use;
     - its hash is computed once, which makes the look-up of a warm kernel faster;
-    - equality tells ``True`` from ``1`` and ``1`` from ``1.0``, as the key on disk does.
+    - equality tells `True` from `1` and `1` from `1.0`, as the key on disk does.
     """
     own_checks = getattr(cls, "__post_init__", None)
 
@@ -159,7 +159,7 @@ def spec(cls: _Class) -> _Class:
 class KeyDescription:
     """Everything that decides a kernel's code, field by field.
 
-    ``dsl`` and ``cuda`` are None where no compiler is installed to name them: such a description
+    `dsl` and `cuda` are None where no compiler is installed to name them: such a description
     is *open*, and stands for every key that agrees with it in all other fields.
     """
 
@@ -208,11 +208,11 @@ class KeyDescription:
 
     @property
     def specialisation(self) -> str:
-        """``DecodeSpec(dtype=torch.bfloat16, head_dim=128)``."""
+        """`DecodeSpec(dtype=torch.bfloat16, head_dim=128)`."""
         return f"{self.spec_class}({', '.join(f'{name}={value}' for name, value in self.spec)})"
 
     def admits(self, other: KeyDescription) -> bool:
-        """Whether ``other`` agrees with this description in every field that this one knows."""
+        """Whether `other` agrees with this description in every field that this one knows."""
         return (
             dataclasses.replace(
                 other,
@@ -223,7 +223,7 @@ class KeyDescription:
         )
 
     def differences(self, other: KeyDescription) -> list[str]:
-        """The fields in which ``other`` differs, each as ``"name: here, there in other"``."""
+        """The fields in which `other` differs, each as `"name: here, there in other"`."""
         mine, theirs = self.lines(), other.lines()
         found = []
         for name in {**mine, **theirs}:
@@ -237,7 +237,7 @@ class KeyDescription:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> KeyDescription:
-        """The inverse of :meth:`to_json`.
+        """The inverse of `to_json`.
 
         Raises KeyError, TypeError or AttributeError for anything else.
         """
@@ -248,9 +248,9 @@ class KeyDescription:
 
 
 def describe(kernel: KernelDef, spec: object, arch: str) -> KeyDescription:
-    """The key of a kernel for an architecture such as ``"sm_90a"``. Imports no kernel code.
+    """The key of a kernel for an architecture such as `"sm_90a"`. Imports no kernel code.
 
-    Raises TypeError if ``spec`` is not a frozen dataclass of plain values, and CacheError if the
+    Raises TypeError if `spec` is not a frozen dataclass of plain values, and CacheError if the
     kernel's sources are not to be found.
     """
     from . import fingerprint, toolchain

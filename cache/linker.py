@@ -18,7 +18,7 @@ def _commands() -> list[list[str]]:
 
 
 def link(object_file: Path, library: Path) -> bool:
-    """Link ``object_file`` into ``library``. False, with one warning, if no linker can do it.
+    """Link `object_file` into `library`. False, with one warning, if no linker can do it.
 
     No library is linked in, so that the result runs with any C library: the symbols that it
     lacks are in libtvm_ffi and in the DSL's runtime, which are loaded before it.

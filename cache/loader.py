@@ -102,7 +102,7 @@ def _open_runtime_library() -> str:
 
 
 def _file_in_memory(content: bytes, name: str) -> int:
-    """A descriptor of a new file that holds ``content``; sealed if the system can do that."""
+    """A descriptor of a new file that holds `content`; sealed if the system can do that."""
     try:
         fd = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError):

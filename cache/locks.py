@@ -1,6 +1,6 @@
 """Advisory locks that end with the process that holds them.
 
-``flock`` and nothing else: the kernel (on NFS, the lock server) lets go of a lock when its holder
+`flock` and nothing else: the kernel (on NFS, the lock server) lets go of a lock when its holder
 dies, whatever kills it. A lock made of a file's existence would outlive its holder; that is why
 a library that falls back to such locks where flock is missing is of no use here. Where flock is not
 supported the answer is UNSUPPORTED, and the cache does without: publication is atomic anyway,
@@ -52,10 +52,10 @@ def try_lock(fd: int, *, shared: bool = False) -> LockState:
 
 @contextlib.contextmanager
 def try_lock_file(path: os.PathLike[str]) -> Iterator[LockState]:
-    """Take the exclusive lock of the file ``path``, which is created if need be.
+    """Take the exclusive lock of the file `path`, which is created if need be.
 
     The file may be deleted only by who holds its lock: then whoever takes the lock of a file that
-    is no longer at ``path`` holds nothing, and is told HELD_ELSEWHERE, which means try again.
+    is no longer at `path` holds nothing, and is told HELD_ELSEWHERE, which means try again.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -68,7 +68,7 @@ def try_lock_file(path: os.PathLike[str]) -> Iterator[LockState]:
 
 
 def is_at(fd: int, path: os.PathLike[str]) -> bool:
-    """Whether ``path`` still names the open file."""
+    """Whether `path` still names the open file."""
     opened = os.fstat(fd)
     try:
         named = Path(path).lstat()

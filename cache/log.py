@@ -1,4 +1,4 @@
-"""The cache's logger, and the switch ``CUTE_ATTN_LOG`` that makes it visible."""
+"""The cache's logger, and the switch `CUTE_ATTN_LOG` that makes it visible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _reported_lock = threading.Lock()
 
 
 def configure_from_environment() -> None:
-    """Show the package's log on stderr at the level that ``CUTE_ATTN_LOG`` names.
+    """Show the package's log on stderr at the level that `CUTE_ATTN_LOG` names.
 
     An application that sets up logging by itself leaves the variable unset.
     """
@@ -36,7 +36,7 @@ def configure_from_environment() -> None:
 
 
 def warn_once(topic: str, message: str, *args: object) -> None:
-    """Log a warning the first time that this process meets ``topic``."""
+    """Log a warning the first time that this process meets `topic`."""
     with _reported_lock:
         if topic in _reported:
             return

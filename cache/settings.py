@@ -1,6 +1,6 @@
 """The environment variables of the cache, read at each miss and never on the warm path.
 
-``CUTE_ATTN_ARCH`` is read by ``arch`` and ``CUTE_ATTN_RUNTIME_LIBRARY`` by ``toolchain``.
+`CUTE_ATTN_ARCH` is read by `arch` and `CUTE_ATTN_RUNTIME_LIBRARY` by `toolchain`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def cache_directory() -> Path | None:
-    """``CUTE_ATTN_CACHE_DIR``, else the platform's; None if the user has no home directory."""
+    """`CUTE_ATTN_CACHE_DIR`, else the platform's; None if the user has no home directory."""
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
     if chosen:
         return Path(chosen).absolute()
@@ -30,13 +30,13 @@ def cache_directory() -> Path | None:
 
 
 def prebuilt_directories() -> list[Path]:
-    """The directories in ``CUTE_ATTN_PREBUILT``, in order of preference."""
+    """The directories in `CUTE_ATTN_PREBUILT`, in order of preference."""
     listed = os.environ.get("CUTE_ATTN_PREBUILT", "").split(os.pathsep)
     return [Path(item).absolute() for item in listed if item]
 
 
 def parse_bytes(text: str) -> int:
-    """``"500M"``, ``"5 GiB"`` or ``"1234"`` as a number of bytes (units are powers of 1024).
+    """`"500M"`, `"5 GiB"` or `"1234"` as a number of bytes (units are powers of 1024).
 
     Raises ValueError for anything else.
     """
@@ -47,7 +47,7 @@ def parse_bytes(text: str) -> int:
 
 
 def max_bytes() -> int:
-    """``CUTE_ATTN_CACHE_MAX_BYTES``, by default 5 GiB."""
+    """`CUTE_ATTN_CACHE_MAX_BYTES`, by default 5 GiB."""
     text = os.environ.get("CUTE_ATTN_CACHE_MAX_BYTES", "")
     if not text:
         return DEFAULT_MAX_BYTES

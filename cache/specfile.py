@@ -1,13 +1,11 @@
 """Reading a file that says which kernels a server needs, to build or to warm them up.
 
-::
-
     [[operator]]
     plan = "cute_attn.ops.lightning:plan_decode"
     dtype = "bfloat16"
     head_dim_k = 128
 
-``plan`` names a function ``plan(arch, **parameters)`` that returns pairs of KernelDef and
+`plan` names a function `plan(arch, **parameters)` that returns pairs of KernelDef and
 specialisation; all other keys are its parameters. What they mean is the operator's business.
 """
 
@@ -30,7 +28,7 @@ else:
 
 
 def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, Any]]:
-    """The kernels that a file asks for, with their specialisations for ``arch``.
+    """The kernels that a file asks for, with their specialisations for `arch`.
 
     Raises CacheError, naming the file or the plan, if it cannot be read or planned.
     """
@@ -38,7 +36,7 @@ def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, 
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """The ``[[operator]]`` tables of a file. Raises CacheError if it is not such a file."""
+    """The `[[operator]]` tables of a file. Raises CacheError if it is not such a file."""
     try:
         with path.open("rb") as file:
             document = tomllib.load(file)

@@ -1,14 +1,14 @@
 """A directory of entries that many processes, users and machines' clocks can be careless with.
 
-Layout, below a root of mode 0700::
+Layout, below a root of mode 0700:
 
-    v1/ab/abcd.../      an entry (see ``entry``), named for its key's digest
+    v1/ab/abcd.../      an entry (see entry.py), named for its key's digest
     v1/locks/           one lock file per key being compiled
     v1/staging/         what is being written, evicted or put aside, each with a lock file
     v1/quarantine/      damaged entries, moved out of the way
 
 An entry appears by one rename of a complete and synced directory, and disappears by one rename: no
-reader ever sees half of it, on NFS neither. Whatever a killed process leaves lies in ``staging``,
+reader ever sees half of it, on NFS neither. Whatever a killed process leaves lies in `staging`,
 from which nothing is loaded; it is removed once nobody holds its lock.
 """
 
@@ -37,7 +37,7 @@ _UNLOCKABLE_LEFTOVER_SECONDS = 24 * 3600.0  # where locks do not work, age has t
 
 
 class Evicted(NamedTuple):
-    """What :meth:`Store.evict` removed."""
+    """What `Store.evict` removed."""
 
     entries: int
     bytes: int
@@ -176,7 +176,7 @@ class Store:
 
     @contextlib.contextmanager
     def compiling(self, digest: str, published: Callable[[], bool]) -> Iterator[None]:
-        """Hold a key's lock, or wait until another process has ``published`` what it is for.
+        """Hold a key's lock, or wait until another process has `published` what it is for.
 
         Where the store cannot be written to, or locks do not work, nothing is held.
         """
@@ -197,7 +197,7 @@ class Store:
             yield
 
     def _take_compile_lock(self, digest: str, held: contextlib.ExitStack) -> bool:
-        """Whether to go on: with the lock in ``held``, or without one where locks are no use."""
+        """Whether to go on: with the lock in `held`, or without one where locks are no use."""
         attempt = contextlib.ExitStack()
         try:
             path = self._make_directory("locks") / f"{digest}.lock"
@@ -227,7 +227,7 @@ class Store:
         return path
 
     def sweep(self) -> int:
-        """Remove what dead processes left in ``staging``; return how much."""
+        """Remove what dead processes left in `staging`; return how much."""
         swept = 0
         staging = self._base / "staging"
         with contextlib.suppress(OSError):
@@ -251,9 +251,9 @@ class Store:
         return False
 
     def evict(self, max_bytes: int, keep: str = "") -> Evicted:
-        """Remove quarantined, then least recently used entries, until all fits in ``max_bytes``.
+        """Remove quarantined, then least recently used entries, until all fits in `max_bytes`.
 
-        Entries that a process has loaded are passed by, and so is the entry ``keep``.
+        Entries that a process has loaded are passed by, and so is the entry `keep`.
         """
         found = {digest: self.entry_path(digest) for digest in self.digests()}
         sizes = {digest: _tree_size(path) for digest, path in found.items()}

@@ -38,11 +38,11 @@ _CODE_CHANGING_VARIABLES = (
 
 
 class RuntimeLibrary(NamedTuple):
-    """``libcute_dsl_runtime.so``, which every compiled kernel calls into."""
+    """`libcute_dsl_runtime.so`, which every compiled kernel calls into."""
 
     path: Path
     cuda: str | None
-    """``"cu12"`` or ``"cu13"``, as the path says; None if it does not."""
+    """`"cu12"` or `"cu13"`, as the path says; None if it does not."""
 
 
 def compile_options(kernel_options: str) -> str:
@@ -77,7 +77,7 @@ def runtime_version() -> str | None:
 
 @functools.cache
 def cuda_flavour() -> str | None:
-    """``"cu12"`` or ``"cu13"``: the toolkit that the compiler emits code with; None if unknown."""
+    """`"cu12"` or `"cu13"`: the toolkit that the compiler emits code with; None if unknown."""
     flavours = _installed_flavours()
     if dsl_version() is not None and flavours:
         return _chosen_flavour(flavours)
@@ -98,10 +98,10 @@ def tvm_ffi_abi() -> str:
 
 @functools.cache
 def host_platform() -> str:
-    """Operating system, machine and C library: ``"linux-x86_64-glibc"``.
+    """Operating system, machine and C library: `"linux-x86_64-glibc"`.
 
     No version of the C library: an object refers to no symbol of it. No CPU model: objects are
-    compiled for the machine's baseline (see ``compiler``).
+    compiled for the machine's baseline (see `compiler`).
     """
     libc = platform.libc_ver()[0] or "libc"
     return f"{sys.platform}-{platform.machine()}-{libc}"
@@ -139,7 +139,7 @@ def _driver_cuda_major() -> int | None:
 
 @functools.cache
 def runtime_library() -> RuntimeLibrary:
-    """The runtime library: ``CUTE_ATTN_RUNTIME_LIBRARY``, else the installed wheel's.
+    """The runtime library: `CUTE_ATTN_RUNTIME_LIBRARY`, else the installed wheel's.
 
     Raises CacheError if there is none.
     """

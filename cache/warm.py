@@ -33,7 +33,7 @@ class Failure(NamedTuple):
 
 
 class WarmupReport(NamedTuple):
-    """What :func:`warmup` did.
+    """What `warmup` did.
 
     Attributes:
         kernels: how many different kernels were asked for.
@@ -51,7 +51,7 @@ class WarmupReport(NamedTuple):
 
 
 class WarmupError(CompileError):
-    """Some kernels failed; all others are ready. ``report`` says which."""
+    """Some kernels failed; all others are ready. `report` says which."""
 
     def __init__(self, report: WarmupReport) -> None:
         self.report = report
@@ -77,18 +77,18 @@ def warmup(
 ) -> WarmupReport:
     """Load what is cached of a list of kernels, compile the rest in parallel, and load that.
 
-    Afterwards every kernel is in memory, and :func:`cute_attn.cache.freeze` can be called.
+    Afterwards every kernel is in memory, and `cute_attn.cache.freeze` can be called.
 
     Args:
         requests: pairs of kernel and specialisation; doubles are dropped.
-        arch: by default :func:`cute_attn.cache.current_arch`.
+        arch: by default `cute_attn.cache.current_arch`.
         jobs: how many processes compile at once; by default one per CPU, and at most 16. With 1,
             or if there is one kernel to compile, this process compiles.
         progress: show a progress bar on stderr; by default if that is a terminal.
 
     Raises:
-        CompileError: at the end, if kernels failed, naming each (attribute ``report``).
-        TypeError, CacheError: as :func:`cute_attn.cache.get`.
+        CompileError: at the end, if kernels failed, naming each (attribute `report`).
+        TypeError, CacheError: as `cute_attn.cache.get`.
     """
     arch = check_arch(arch or current_arch())
     work = unique_jobs((kernel, spec, arch) for kernel, spec in requests)
@@ -139,7 +139,7 @@ def unique_jobs(requests: Iterable[tuple[KernelDef, Any, str]]) -> list[Job]:
 
 
 class Outcome(NamedTuple):
-    """What :func:`compile_all` did."""
+    """What `compile_all` did."""
 
     stored: tuple[KeyDescription, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -148,7 +148,7 @@ class Outcome(NamedTuple):
 def compile_all(
     work: list[Job], store: Store, *, jobs: int | None = None, progress: bool | None = None
 ) -> Outcome:
-    """Compile kernels into ``store`` in ``jobs`` processes; a kernel that fails raises nothing."""
+    """Compile kernels into `store` in `jobs` processes; a kernel that fails raises nothing."""
     portable, local = [], []
     for job in work:
         request = _portable_request(job)
@@ -263,7 +263,7 @@ def _account(key: KeyDescription, answer: dict[str, Any]) -> None:
 
 
 class _Worker:
-    """A process that runs :mod:`cute_attn.cache._worker`."""
+    """A process that runs `cute_attn.cache._worker`."""
 
     def __init__(self) -> None:
         # The same sys.path, however this process came by it, so that the same modules are found.
@@ -301,7 +301,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def _progress_bar(total: int, show: bool | None) -> Iterator[Callable[[str], None]]:
-    """A function to call with a label whenever one of ``total`` steps is done."""
+    """A function to call with a label whenever one of `total` steps is done."""
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda _: None
         return

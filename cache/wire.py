@@ -2,7 +2,7 @@
 
 A specialisation travels as the name of its class and its fields: numbers (which JSON as Python
 writes it keeps exactly, int or float), strings and None as they are, and the rest as a list that
-begins with its kind: ``["tuple", ...]``, ``["dtype", "bfloat16"]``, ``["enum", class, name]``.
+begins with its kind: `["tuple", ...]`, `["dtype", "bfloat16"]`, `["enum", class, name]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .key import KernelDef
 
 
 class NotPortable(Exception):
-    """A class that another process could not import: defined in ``__main__`` or in a function."""
+    """A class that another process could not import: defined in `__main__` or in a function."""
 
 
 def encode_request(kernel: KernelDef, spec: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def encode_request(kernel: KernelDef, spec: Any) -> dict[str, Any]:
 
 
 def decode_request(request: dict[str, Any]) -> tuple[KernelDef, Any]:
-    """The inverse of :func:`encode_request`; imports the module of the specialisation."""
+    """The inverse of `encode_request`; imports the module of the specialisation."""
     cls = _find_class(request["class"])
     given = {f.name for f in dataclasses.fields(cls) if f.init}
     fields = {name: _decode(v) for name, v in request["fields"].items() if name in given}
