@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .spec import VECTOR_BYTES, WARP_SIZE
+from .spec import PIPELINES, VECTOR_BYTES, WARP_SIZE
 
 TILE_BYTES = 16 * 1024  # of the state in float32, to a block in layout "vk"
 TILE_V_KV = 64  # whole 128-byte lines of a row, in layout "kv"
@@ -52,10 +52,9 @@ def decode_config(
     }
 
 
-def candidate_configs(head_dim_k: int = 128, head_dim_v: int = 128) -> list[dict[str, Any]]:
-    """Tunings worth measuring against each other for a float32 state in layout "vk". The
-    first is the register kernel's, with "num_stages" the pipelined kernel's."""
-    del head_dim_v
+def candidate_configs(head_dim_k: int = 128) -> list[dict[str, Any]]:
+    """Tunings worth measuring against each other for a float32 state in layout "vk": of the
+    register kernel and, those with "num_stages", of the pipelined kernel."""
     lanes = min(WARP_SIZE, head_dim_k // 4)
     register = [
         {"tile_v": tile_v, "num_warps": num_warps, "lanes_per_row": lanes_per_row}
@@ -83,7 +82,7 @@ def candidate_configs(head_dim_k: int = 128, head_dim_v: int = 128) -> list[dict
             "load": load,
             "write_back": write_back,
         }
-        for load, write_back in (("bulk", "bulk"), ("bulk", "vector"), ("cp_async", "vector"))
+        for load, write_back in PIPELINES
         for tile_v, num_warps, num_stages in (
             (4, 16, 3),
             (8, 4, 4),
