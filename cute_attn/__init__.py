@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .launch import warmup
+    from .launch import emulated, warmup
     from .ops.lightning import lightning_attn_decode
 
 # public name -> module that defines it
 _EXPORTS = {
+    "emulated": "cute_attn.launch",
     "lightning_attn_decode": "cute_attn.ops.lightning",
     "warmup": "cute_attn.launch",
 }
 
-__all__ = ["__version__", "lightning_attn_decode", "warmup"]
+__all__ = ["__version__", "emulated", "lightning_attn_decode", "warmup"]
 
 
 def __getattr__(name: str) -> Any:

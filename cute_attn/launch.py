@@ -7,15 +7,21 @@ only when something has to be compiled.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import cache
 from .cache import KernelDef
 
 if TYPE_CHECKING:
+    import torch
+
     from .cache import WarmupReport
+    from .emulator import Emulator
 
 LIGHTNING_DECODE = KernelDef(
     name="lightning_decode", target="cute_attn.kernels.lightning.decode:LightningDecode"
@@ -40,6 +46,15 @@ def get(kernel: KernelDef, spec: Any, arch: str) -> Callable[..., Any]:
     return cache.get(kernel, spec, arch)
 
 
+def get_for(device: torch.device, kernel: KernelDef, spec: Any) -> Callable[..., Any]:
+    """The function of `kernel` for tensors on `device`: emulated for those on the CPU."""
+    if device.type != "cpu":
+        return get(kernel, spec, arch_of(device.index))
+    emulation = current_emulation()
+    assert emulation is not None, "checked by check_device"
+    return emulation.function(kernel, spec)
+
+
 def arch_of(device_index: int) -> str:
     """The architecture to compile for on a CUDA device, such as "sm_90a".
 
@@ -47,6 +62,27 @@ def arch_of(device_index: int) -> str:
         NotImplementedError: a device older than sm_80.
     """
     return cache.current_arch(device_index)
+
+
+def arch_for(device: torch.device) -> str:
+    """The architecture of the kernels for tensors on `device`."""
+    emulation = current_emulation() if device.type == "cpu" else None
+    return emulation.arch if emulation else arch_of(device.index)
+
+
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of the device, or of the GPU that the emulator stands for."""
+    if device.type == "cpu":
+        return 132
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def check_device(name: str, device: torch.device) -> None:
+    """Raises ValueError unless kernels can run on tensors of `device`: CUDA, or emulated."""
+    if device.type != "cuda" and not (device.type == "cpu" and current_emulation()):
+        raise ValueError(f"{name} is on {device}, must be on a CUDA device")
 
 
 def warmup(
@@ -71,3 +107,72 @@ def warmup(
     if isinstance(requests, str | os.PathLike):
         requests = cache.plan_file(requests, arch or cache.current_arch())
     return cache.warmup(requests, arch=arch, jobs=jobs, progress=progress)
+
+
+# -- emulation ----------------------------------------------------------------------------------
+
+DEFAULT_EMULATED_ARCH = "sm_90a"
+
+
+class Emulation:
+    """What operators on CPU tensors run on: an emulator, and the architecture it stands for."""
+
+    def __init__(self, emulator: Emulator, arch: str) -> None:
+        self.emulator = emulator
+        self.arch = arch
+        self._functions: dict[tuple[KernelDef, Any], Callable[..., Any]] = {}
+
+    def function(self, kernel: KernelDef, spec: Any) -> Callable[..., Any]:
+        """A kernel's function in the emulator, from the object and PTX that the cache holds."""
+        key = kernel, spec
+        if key not in self._functions:
+            self._functions[key] = self.emulator.load(cache.compile(kernel, spec, arch=self.arch))
+        return self._functions[key]
+
+
+_emulation: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar(
+    "cute_attn_emulation", default=None
+)
+
+
+@functools.cache
+def _emulation_of_environment() -> Emulation | None:
+    if os.environ.get("CUTE_ATTN_EMULATE", "").strip() in ("", "0"):
+        return None
+    from .emulator import Emulator
+
+    return Emulation(Emulator(), os.environ.get("CUTE_ATTN_ARCH") or DEFAULT_EMULATED_ARCH)
+
+
+def current_emulation() -> Emulation | None:
+    """What CPU tensors run on: `emulated()`'s, else that of CUTE_ATTN_EMULATE=1, else None."""
+    return _emulation.get() or _emulation_of_environment()
+
+
+@contextlib.contextmanager
+def emulated(arch: str | None = None, emulator: Emulator | None = None) -> Iterator[Emulator]:
+    """Within it, operators take CPU tensors and run their kernels in an emulator.
+
+        with cute_attn.emulated("sm_100a") as emulator:
+            o = cute_attn.lightning_attn_decode(q, k, v, state, decay)
+        print(emulator.report)
+
+    `CUTE_ATTN_EMULATE=1` does the same for a whole process.
+
+    Args:
+        arch: to emulate: "sm_80", "sm_90a", "sm_100a" ...; None is `CUTE_ATTN_ARCH`, else
+            "sm_90a".
+        emulator: to run on; None makes one with every check on.
+
+    Raises:
+        cute_attn.emulator.EmulatorUnavailable: there is no C compiler to build the emulator with.
+    """
+    from .emulator import Emulator
+
+    emulator = emulator or Emulator()
+    chosen = arch or os.environ.get("CUTE_ATTN_ARCH") or DEFAULT_EMULATED_ARCH
+    token = _emulation.set(Emulation(emulator, chosen))
+    try:
+        yield emulator
+    finally:
+        _emulation.reset(token)

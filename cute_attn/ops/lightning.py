@@ -299,11 +299,9 @@ def _prepare(
     *,
     aligned: bool,
 ) -> tuple[Callable[..., None], float]:
-    """Load the kernel for these arguments, and remember it."""
-    device = q.get_device()
-    arch = launch.arch_of(device)
+    """Load the kernel for these arguments, and remember it if they are on a GPU."""
     ((kernel, spec),) = plan_decode(
-        arch,
+        launch.arch_for(q.device),
         dtype=_DTYPE_NAMES[q.dtype],
         state_dtype=_DTYPE_NAMES[state.dtype],
         head_dim_k=q.shape[-1],
@@ -313,10 +311,11 @@ def _prepare(
         indexed=state_indices is not None,
         replay=num_accepted_tokens is not None,
         aligned=aligned,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_sms=launch.num_sms(q.device),
     )
-    ready = launch.get(kernel, spec, arch), q.shape[-1] ** -0.5
-    _ready[_key(q, v, state, state_layout, state_indices, num_accepted_tokens)] = ready
+    ready = launch.get_for(q.device, kernel, spec), q.shape[-1] ** -0.5
+    if q.is_cuda:  # which emulator runs a CPU tensor depends on where the call is made
+        _ready[_key(q, v, state, state_layout, state_indices, num_accepted_tokens)] = ready
     return ready
 
 
@@ -351,8 +350,7 @@ def _validate(
         q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
         num_accepted_tokens, draft_k, draft_v,
     )  # fmt: skip
-    if q.device.type != "cuda":
-        raise ValueError(f"q is on {q.device}, must be on a CUDA device")
+    launch.check_device("q", q.device)
     if state.data_ptr() % VECTOR_BYTES:
         raise ValueError(
             f"state starts at address {state.data_ptr():#x}, must be {VECTOR_BYTES}-byte aligned"

@@ -1,0 +1,31 @@
+"""A functional emulator of compiled kernels: it runs their PTX without a GPU, and checks it.
+
+    from cute_attn.emulator import Emulator
+
+    emulator = Emulator()
+    function = emulator.load(compiled)   # what cute.compile returned
+    function(q, k, v, o)                 # CPU torch tensors, changed in place
+    print(emulator.report)
+
+docs/emulator.md says what it models, what it checks, and how it was validated.
+"""
+
+from __future__ import annotations
+
+from .build import EmulatorUnavailable
+from .emulator import EmulatedFunction, Emulator, Names
+from .program import PtxError
+from .forms import UnsupportedInstruction
+from .report import Finding, FindingsError, Report
+
+__all__ = [
+    "EmulatedFunction",
+    "Emulator",
+    "EmulatorUnavailable",
+    "Finding",
+    "FindingsError",
+    "Names",
+    "PtxError",
+    "Report",
+    "UnsupportedInstruction",
+]

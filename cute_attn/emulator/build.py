@@ -1,0 +1,212 @@
+"""Building the engine: C sources of this package, compiled on first use and kept in the cache.
+
+    <cache>/emulator/<digest>/integer.o ...    an object file, by what it was made of
+    <cache>/emulator/<digest>/engine.so        the library, by the objects in it
+
+The cache's root is that of `cute_attn.cache`. Every file appears by one rename, complete.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from cute_attn.cache.entry import check_ownership
+from cute_attn.cache.settings import cache_directory
+
+ENGINE = Path(__file__).parent / "engine"
+
+directory: Path | None = None
+"""Where to build, instead of the cache."""
+
+# No contraction: the engine says itself where it fuses. Overflow wraps, as in PTX.
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv")
+_NATIVE = "-march=native"
+_TIMEOUT_SECONDS = 900
+
+
+class EmulatorUnavailable(RuntimeError):
+    """The engine cannot be built here."""
+
+
+class Compiler(NamedTuple):
+    """A C compiler that has been seen to work."""
+
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    identity: str
+    """Its version, and the processor if code for that one processor is asked for."""
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_TIMEOUT_SECONDS,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    lines = re.findall(r"^(?:flags|Features|model name|CPU part)\s*:.*$", text, re.MULTILINE)
+    return "\n".join(sorted(set(lines)))
+
+
+@functools.cache
+def compiler() -> Compiler:
+    """`$CC`, or the first of cc, gcc and clang that compiles an empty file.
+
+    Raises:
+        EmulatorUnavailable: there is none.
+    """
+    failures = []
+    for text in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        command = tuple(shlex.split(text))
+        if not command or shutil.which(command[0]) is None:
+            continue
+        check = [*command, *_FLAGS, "-x", "c", "-fsyntax-only", os.devnull]
+        try:
+            version = _run([*command, "--version"]).stdout
+            native = _run([*check, _NATIVE]).returncode == 0
+            done = _run(check)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            failures.append(f"{text}: {error}")
+            continue
+        if done.returncode == 0:
+            flags = (*_FLAGS, _NATIVE) if native else _FLAGS
+            identity = f"{version}\n{platform.machine()}\n{_processor() if native else ''}"
+            return Compiler(command, flags, identity)
+        failures.append(f"{text}: {done.stderr.strip()}")
+    raise EmulatorUnavailable(
+        "the emulator is written in C and compiled on first use, and there is no C compiler here "
+        f"({'; '.join(failures) or 'none of $CC, cc, gcc, clang found'}). Install gcc (Debian: "
+        "apt install gcc; Fedora: dnf install gcc) or clang, or set CC"
+    )
+
+
+@functools.cache
+def _root() -> Path:
+    """The directory of all that is built: a temporary one if the cache cannot be written."""
+    cache = cache_directory()
+    root = directory or (cache / "emulator" if cache is not None else None)
+    if root is not None:
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(root, os.W_OK):
+                check_ownership(root, frozenset({os.geteuid()}))
+                return root
+        except OSError:
+            pass
+    scratch = tempfile.mkdtemp(prefix="cute-attn-emulator-")
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    return Path(scratch)
+
+
+def _digest(*parts: bytes | str) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return total.hexdigest()[:32]
+
+
+def _make(target: Path, arguments: Sequence[str]) -> Path:
+    """Run the compiler to make `target`, unless it is there. Others may be at it as well."""
+    if target.exists():
+        check_ownership(target, frozenset({os.geteuid()}))
+        return target
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    fd, scratch = tempfile.mkstemp(prefix=".", suffix=target.suffix, dir=target.parent)
+    os.close(fd)
+    try:
+        command = [*compiler().command, *arguments, "-o", scratch]
+        try:
+            done = _run(command)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise EmulatorUnavailable(f"{shlex.join(command)}: {error}") from None
+        if done.returncode != 0:
+            raise EmulatorUnavailable(
+                f"the emulator's engine cannot be built here:\n{shlex.join(command)}\n"
+                f"{done.stderr.strip()[:4000]}"
+            )
+        os.replace(scratch, target)  # noqa: PTH105 - names, not paths
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return target
+
+
+def _object_target(source: Path) -> Path:
+    """Where the object file of a source belongs."""
+    found = compiler()
+    headers = sorted(source.parent.glob("*.h"))
+    digest = _digest(
+        " ".join(found.flags),
+        found.identity,
+        source.read_bytes(),
+        *(header.name.encode() + b"\0" + header.read_bytes() for header in headers),
+    )
+    return _root() / digest / f"{source.stem}.o"
+
+
+def object_file(source: Path) -> Path:
+    """The object file of a C source; the headers beside it count as part of it.
+
+    Raises:
+        EmulatorUnavailable: there is no compiler, or it fails.
+    """
+    return _make(_object_target(source), [*compiler().flags, "-c", str(source)])
+
+
+def link(library: Path, inputs: Iterable[Path], flags: Sequence[str] = ()) -> Path:
+    """Link object files into a shared library at `library`.
+
+    Raises:
+        EmulatorUnavailable: there is no compiler, or it fails.
+    """
+    return _make(library, ["-shared", *flags, *map(str, inputs), "-lm"])
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Processes that need the same library wait for the first, where locks work."""
+    with (_root() / "lock").open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def engine_library() -> Path:
+    """The engine as a shared library, built if it is not in the cache.
+
+    Raises:
+        EmulatorUnavailable: there is no compiler, or it fails.
+    """
+    sources = sorted(ENGINE.glob("*.c"), key=lambda path: -path.stat().st_size)
+    objects = sorted(_object_target(source) for source in sources)
+    library = _root() / _digest(*map(str, objects)) / "engine.so"
+    if not library.exists():
+        with _one_at_a_time(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            list(pool.map(object_file, sources))
+    return link(library, objects, ["-Wl,--no-undefined"])

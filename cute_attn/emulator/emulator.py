@@ -1,0 +1,309 @@
+"""The emulator: run a compiled function on CPU tensors, and see what its kernels do."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import machine, trace
+from .host import HostFunction, Launch, tensors_in
+from .program import Program
+from .report import Finding, FindingsError, LaunchRecord, Report
+
+SCHEDULES = ("fair", "random", "adversarial")
+_OBJECT, _PTX = "kernel.o", "kernel.ptx"  # the files of a cache entry
+_ENTRY_FUNCTION = "k"  # the name its function is exported under
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a kernel calls its barriers, buffers and warps, for reports and traces.
+
+    Attributes:
+        shared: name -> (shared-memory address as the kernel sees it, bytes, bytes of an element);
+            an array of mbarriers has elements of 8 bytes, and shows as `name[2]`.
+        warps: name of a role -> (first warp, last warp).
+    """
+
+    shared: Mapping[str, tuple[int, int, int]]
+    warps: Mapping[str, tuple[int, int]]
+
+
+class Emulator:
+    """Runs compiled kernels without a GPU, and checks what they do.
+
+    Args:
+        num_sms: streaming multiprocessors; each holds one block at a time. At least a cluster's
+            blocks are resident whatever it is.
+        schedule: "fair" runs warps in turn and asynchronous operations at once; "random" chooses
+            warps, and when each asynchronous operation reads and writes, by `seed`;
+            "adversarial" delays every asynchronous effect until nothing else can run.
+        seed: of the random choices; the same seed gives the same run.
+        checks: "all", "none", or the names of some, as in `Emulator.CHECKS`.
+        on_findings: "raise" a FindingsError at the end of a call that had errors, or "collect"
+            them in the report. A deadlock always raises.
+        numerics: "exact" adds up matrix products as tensor cores do; "fast" in plain float32.
+        spurious_cancel: cluster launch control sometimes answers "none left" too early.
+        traced: keep the events that `trace` writes.
+        progress: called as progress(done, total) with the number of clusters, now and then.
+
+    Raises:
+        ValueError: an argument that is not one of those listed.
+        EmulatorUnavailable: there is no C compiler to build the engine with.
+    """
+
+    CHECKS: tuple[str, ...] = machine.CHECKS
+
+    def __init__(
+        self,
+        num_sms: int = 4,
+        schedule: str = "fair",
+        seed: int = 0,
+        checks: str | Iterable[str] = "all",
+        *,
+        on_findings: str = "raise",
+        numerics: str = "exact",
+        spurious_cancel: bool = False,
+        traced: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        _one_of("schedule", schedule, SCHEDULES)
+        _one_of("on_findings", on_findings, ("raise", "collect"))
+        _one_of("numerics", numerics, ("exact", "fast"))
+        if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
+            raise ValueError(f"num_sms is {num_sms!r}, must be a positive integer")
+        self.num_sms = num_sms
+        self.report = Report()
+        self._raise = on_findings == "raise"
+        self._progress = progress
+        self._roles: dict[int, str] = {}
+        self._exposed: list[tuple[str, Any]] = []
+        self._trace: list[trace.TraceEvent] | None = [] if traced else None
+        self._machine = machine.Machine(
+            num_sms=num_sms,
+            schedule=SCHEDULES.index(schedule),
+            seed=seed,
+            checks=_checks(checks),
+            numerics=int(numerics == "exact"),
+            spurious_cancel=spurious_cancel,
+            tracing=traced,
+        )
+
+    def load(self, compiled: Any, names: Names | None = None) -> EmulatedFunction:
+        """A function that runs `compiled` here.
+
+        Args:
+            compiled: what `cute.compile` returned, with options "--enable-tvm-ffi --keep-ptx"; or
+                an entry of `cute_attn.cache`, or its directory.
+            names: what its barriers, buffers and warps are called.
+
+        Raises:
+            ValueError: it was compiled without PTX, or the directory holds no entry.
+            UnsupportedInstruction: its PTX has an instruction that the emulator does not know.
+        """
+        image, ptx, function = _parts(compiled)
+        return self.load_object(image, ptx, function, names)
+
+    def load_object(
+        self, image: bytes, ptx: str, function: str = _ENTRY_FUNCTION, names: Names | None = None
+    ) -> EmulatedFunction:
+        """The same for the bytes of an object file, as `export_to_c` writes it, and its PTX.
+
+        Args:
+            function: the name that it was exported under.
+        """
+        return EmulatedFunction(self, image, ptx, function, names)
+
+    def expose(self, tensor: Any, name: str) -> None:
+        """Let kernels touch the memory of a CPU tensor that reaches them as a bare address."""
+        self._exposed.append((name, tensor))
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline so far, for Perfetto or chrome://tracing. Needs `traced=True`."""
+        if self._trace is None:
+            raise ValueError("nothing was traced: make the Emulator with traced=True")
+        trace.write(path, self._trace, self._roles)
+
+    # -- for EmulatedFunction
+
+    def _begin(self, tensors: Sequence[tuple[str, Any]], names: Names | None) -> None:
+        self._machine.clear_regions()
+        for base, size, name in _extents([*tensors, *self._exposed]):
+            self._machine.add_region(base, size, name)
+        self._machine.clear_names()
+        self._roles = {}
+        if names is None:
+            return
+        for name, (address, size, element) in names.shared.items():
+            self._machine.name_shared(address, size, element, name)
+        for name, (first, last) in names.warps.items():
+            self._machine.name_warps(first, last, name)
+            self._roles.update(dict.fromkeys(range(first, last + 1), name))
+
+    def _launch(self, program: Program, launch: Launch) -> None:
+        parameters = _parameter_block(program, launch)
+        started = time.perf_counter()
+        run = self._machine.launch(
+            program,
+            grid=launch.grid,
+            block=launch.block,
+            cluster=launch.cluster,
+            dynamic_shared=launch.dynamic_shared,
+            params=parameters,
+            progress=self._progress,
+        )
+        seconds = time.perf_counter() - started
+        self._account(program, launch, run, seconds)
+        errors = [f for f in run.findings if f.severity == "error"]
+        if errors and (self._raise or run.stopped):
+            raise FindingsError(run.findings)
+
+    def _account(
+        self, program: Program, launch: Launch, run: machine.Run, seconds: float
+    ) -> None:
+        report = self.report
+        instructions = sum(run.by_opcode.values())
+        report.launches.append(
+            LaunchRecord(
+                launch.kernel, launch.grid, launch.block, launch.cluster,
+                launch.dynamic_shared, instructions, seconds,
+            )  # fmt: skip
+        )
+        report.by_opcode.update(run.by_opcode)
+        for warp, count in run.by_warp.items():
+            report.by_warp[self._roles.get(warp, warp)] += count
+        for name, value in run.counters.items():
+            if name.endswith("_bytes"):
+                report.bytes[name.removesuffix("_bytes")] += value
+            else:
+                report.counters[name] += value
+        for kind, (m, n, k), count in run.mma:
+            key = f"{kind} m{m}n{n}k{k}"
+            before = report.mma.get(key, (0, 0))
+            report.mma[key] = (before[0] + count, before[1] + 2 * m * n * k * count)
+        report.findings += run.findings
+        report.output += run.output
+        if self._trace is not None:
+            self._trace += run.events
+
+
+class EmulatedFunction:
+    """A compiled function that runs in an emulator. Made by `Emulator.load`."""
+
+    def __init__(
+        self, emulator: Emulator, image: bytes, ptx: str, function: str, names: Names | None
+    ) -> None:
+        self._emulator = emulator
+        self._names = names
+        self._programs = machine.programs(ptx)
+        self._host = HostFunction(
+            image,
+            function,
+            self._launched,
+            num_sms=emulator.num_sms,
+            capability=_capability(ptx),
+        )
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The symbols of its kernels."""
+        return tuple(self._programs)
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run it. CPU torch tensors stand for CUDA tensors, and are changed in place.
+
+        Raises:
+            FindingsError: a check found an error, see `Emulator`.
+            what the compiled host code raises on arguments that it does not take.
+        """
+        self._emulator._begin(tensors_in(arguments), self._names)
+        self._host(*arguments)
+
+    def _launched(self, launch: Launch) -> None:
+        self._emulator._launch(self._programs[launch.kernel], launch)
+
+
+def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, allowed))}")
+
+
+def _checks(checks: str | Iterable[str]) -> frozenset[str]:
+    if checks == "all":
+        return frozenset(machine.CHECKS)
+    if checks == "none":
+        return frozenset()
+    chosen = frozenset([checks] if isinstance(checks, str) else checks)
+    for name in chosen:
+        _one_of("checks", name, machine.CHECKS)
+    return chosen
+
+
+def _parts(compiled: Any) -> tuple[bytes, str, str]:
+    """Object file, PTX and the function's name in it."""
+    if isinstance(compiled, str | os.PathLike):
+        directory = Path(compiled)
+        missing = [name for name in (_OBJECT, _PTX) if not (directory / name).is_file()]
+        if missing:
+            raise ValueError(f"{directory} holds no {' and no '.join(missing)}")
+        return (
+            (directory / _OBJECT).read_bytes(),
+            (directory / _PTX).read_text(),
+            _ENTRY_FUNCTION,
+        )
+    if hasattr(compiled, "read"):  # an entry of the cache
+        return compiled.read(_OBJECT), compiled.read(_PTX).decode(), _ENTRY_FUNCTION
+    ptx = getattr(getattr(compiled, "artifacts", None), "PTX", None)
+    if not ptx:
+        raise ValueError(
+            f"{compiled!r} carries no PTX: compile it with options='--enable-tvm-ffi --keep-ptx'"
+        )
+    fd = os.memfd_create("function")
+    with os.fdopen(fd, "rb") as file:
+        compiled.export_to_c(f"/proc/self/fd/{fd}", function_name=_ENTRY_FUNCTION)
+        return file.read(), ptx, _ENTRY_FUNCTION
+
+
+def _capability(ptx: str) -> tuple[int, int]:
+    match = re.search(r"^\s*\.target\s+sm_(\d+)(\d)", ptx, re.MULTILINE)
+    if match is None:
+        raise ValueError("the PTX names no target architecture")
+    return int(match[1]), int(match[2])
+
+
+def _parameter_block(program: Program, launch: Launch) -> bytes:
+    """The bytes that the launch's pointers to arguments point at, laid out as the PTX says."""
+    import ctypes
+
+    block = bytearray(program.parameter_bytes)
+    for i, parameter in enumerate(program.parameters):
+        value = ctypes.string_at(launch.arguments[i], parameter.bytes)
+        block[parameter.offset : parameter.offset + parameter.bytes] = value
+    return bytes(block)
+
+
+def _extents(tensors: Sequence[tuple[str, Any]]) -> list[tuple[int, int, str]]:
+    """The memory that each tensor spans: address, bytes, name. Overlapping ones become one."""
+    spans = []
+    for name, tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (last + 1) * tensor.element_size()
+        spans.append((tensor.data_ptr(), size, f"argument {name} {list(tensor.shape)}"))
+    merged: list[tuple[int, int, str]] = []
+    for base, size, name in sorted(spans):
+        if merged and base < merged[-1][0] + merged[-1][1]:
+            start, length, names = merged[-1]
+            merged[-1] = (start, max(length, base + size - start), f"{names} / {name}")
+        else:
+            merged.append((base, size, name))
+    return merged
+
+
+__all__ = ["EmulatedFunction", "Emulator", "Finding", "FindingsError", "Names", "Report"]

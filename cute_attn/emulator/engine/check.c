@@ -1,0 +1,471 @@
+// Happens-before: vector clocks, the marks that accesses leave on memory, and what they reveal.
+#include "engine.h"
+#include <stdio.h>
+
+// A mark is one access to (some bytes of) a word: its epoch, and what it was.
+typedef struct {
+  Clock clock;    // 0: none
+  uint16_t agent;
+  uint8_t bytes;  // of the word, one bit each
+  uint8_t flags;
+  int32_t insn;
+} Mark;
+enum { MARK_ASYNC = 1, MARK_ATOMIC = 2, MARK_TENSOR = 4 };
+
+typedef struct Cell {
+  Mark write, read;
+  int32_t more_reads;  // first node of further reads that are not ordered with each other
+} Cell;
+
+typedef struct { Mark mark; int32_t next; } ReadNode;
+static ReadNode *nodes;
+static int32_t node_count, node_room, free_node;
+
+static int32_t new_node(void) {
+  if (free_node) {
+    int32_t n = free_node;
+    free_node = nodes[n].next;
+    return n;
+  }
+  if (node_count == 0) node_count = 1;  // 0 stands for none
+  if (node_count >= node_room) {
+    node_room = node_room ? node_room * 2 : 4096;
+    nodes = realloc(nodes, sizeof *nodes * node_room);
+  }
+  return node_count++;
+}
+
+void marks_reset(void) { node_count = 0, free_node = 0; }
+
+// --------------------------------------------------------------------------------------- views
+
+View view_new(Emu *e) {
+  Clock *block = calloc((size_t)3 * e->nagents, sizeof(Clock));
+  return (View){block, block + e->nagents, block + 2 * (size_t)e->nagents};
+}
+
+void view_free(View *v) {
+  free(v->vc);
+  *v = (View){0};
+}
+
+void view_clear(Emu *e, View *v) {
+  if (v->vc) memset(v->vc, 0, (size_t)3 * e->nagents * sizeof(Clock));
+}
+
+void view_copy(Emu *e, View *into, const View *from) {
+  size_t used = (size_t)e->agents_used * sizeof(Clock);
+  memcpy(into->vc, from->vc, used);
+  memcpy(into->pvc, from->pvc, used);
+  memcpy(into->tvc, from->tvc, used);
+}
+
+static inline void join(Clock *restrict into, const Clock *restrict from, int n) {
+  for (int i = 0; i < n; i++) into[i] = into[i] > from[i] ? into[i] : from[i];
+}
+
+void view_join(Emu *e, View *into, const View *from) {
+  if (into == from || !from->vc) return;
+  join(into->vc, from->vc, e->agents_used);
+  join(into->pvc, from->pvc, e->agents_used);
+  join(into->tvc, from->tvc, e->agents_used);
+}
+
+static inline void raise_to(Clock *c, Clock value) {
+  if (*c < value) *c = value;
+}
+
+void view_add(View *v, uint32_t agent, Clock clock) {
+  raise_to(&v->vc[agent], clock);
+  raise_to(&v->pvc[agent], clock);
+  raise_to(&v->tvc[agent], clock);
+}
+
+void view_release(Warp *w, View *into) {
+  Emu *e = emu_of(w);
+  if (!into->vc) *into = view_new(e);
+  view_join(e, into, &w->view);
+  raise_to(&into->vc[agent_of(w, AG_GENERIC)], w->agent_clock[AG_GENERIC]);
+  w->agent_clock[AG_GENERIC]++;
+}
+
+void view_acquire(Warp *w, const View *from) {
+  if (from->vc) view_join(emu_of(w), &w->view, from);
+}
+
+// What the warp has seen and done becomes visible to the asynchronous proxy.
+void proxy_fence(Warp *w) {
+  Emu *e = emu_of(w);
+  join(w->view.pvc, w->view.vc, e->agents_used);
+  raise_to(&w->view.pvc[agent_of(w, AG_GENERIC)], w->agent_clock[AG_GENERIC]);
+  w->agent_clock[AG_GENERIC]++;
+}
+
+void tcgen05_fence_after(Warp *w) { join(w->view.tvc, w->view.vc, emu_of(w)->agents_used); }
+
+void tcgen05_fence_before(Warp *w) { (void)w; }
+
+uint32_t new_mbarrier_agent(Emu *e, Clock *start) {
+  *start = 0;
+  if (e->nfree_agents) {
+    *start = e->free_agents[--e->nfree_agents].clock;
+    return e->free_agents[e->nfree_agents].agent;
+  }
+  if (e->agents_used < e->nagents) return (uint32_t)e->agents_used++;
+  return (uint32_t)e->nagents - 1;  // far more than a kernel has: share the last one
+}
+
+void free_mbarrier_agent(Emu *e, uint32_t agent, Clock clock) {
+  if (e->nfree_agents >= e->nagents) return;
+  if (!e->free_agents) e->free_agents = calloc((size_t)e->nagents, sizeof *e->free_agents);
+  e->free_agents[e->nfree_agents].agent = agent;
+  e->free_agents[e->nfree_agents++].clock = clock;
+}
+
+// ------------------------------------------------------------- synchronisation through memory
+
+typedef struct { uintptr_t address; View released; } SyncWord;
+struct SyncTable { SyncWord *words; int count, room; };
+
+static SyncWord *sync_word(Emu *e, const void *address, bool create) {
+  struct SyncTable *t = e->sync;
+  if (!t) e->sync = t = calloc(1, sizeof *t);
+  if (2 * t->count >= t->room) {
+    if (!create && !t->count) return NULL;
+    struct SyncTable old = *t;
+    t->room = old.room ? 2 * old.room : 64;
+    t->words = calloc(t->room, sizeof *t->words);
+    for (int i = 0; i < old.room; i++) {
+      if (!old.words[i].address) continue;
+      unsigned h = (unsigned)(old.words[i].address >> 2) * 2654435761u % (unsigned)t->room;
+      while (t->words[h].address) h = (h + 1) % (unsigned)t->room;
+      t->words[h] = old.words[i];
+    }
+    free(old.words);
+  }
+  uintptr_t a = (uintptr_t)address & ~(uintptr_t)3;
+  unsigned h = (unsigned)(a >> 2) * 2654435761u % (unsigned)t->room;
+  while (t->words[h].address && t->words[h].address != a) h = (h + 1) % (unsigned)t->room;
+  if (!t->words[h].address) {
+    if (!create) return NULL;
+    t->words[h] = (SyncWord){a, view_new(e)};
+    t->count++;
+  }
+  return &t->words[h];
+}
+
+void sync_table_free(Emu *e) {
+  if (!e->sync) return;
+  for (int i = 0; i < e->sync->room; i++)
+    if (e->sync->words[i].address) view_free(&e->sync->words[i].released);
+  free(e->sync->words);
+  free(e->sync);
+  e->sync = NULL;
+}
+
+void sync_read(Warp *w, const void *address, int order) {
+  Emu *e = emu_of(w);
+  if (!checking(e, CK_RACE)) return;
+  SyncWord *s = sync_word(e, address, false);
+  if (!s) return;
+  if (order & 1) {
+    view_acquire(w, &s->released);
+  } else {  // a later fence makes an acquire of it
+    if (!w->fence_acquire.vc) w->fence_acquire = view_new(e);
+    view_join(e, &w->fence_acquire, &s->released);
+  }
+}
+
+void sync_write(Warp *w, const void *address, int order) {
+  Emu *e = emu_of(w);
+  if (!checking(e, CK_RACE)) return;
+  if (order & 2) view_release(w, &sync_word(e, address, true)->released);
+  else if (w->fence_release.vc)  // what an earlier fence has released
+    view_join(e, &sync_word(e, address, true)->released, &w->fence_release);
+}
+
+void memory_fence(Warp *w) {
+  Emu *e = emu_of(w);
+  if (!checking(e, CK_RACE)) return;
+  view_acquire(w, &w->fence_acquire);
+  view_release(w, &w->fence_release);
+}
+
+// -------------------------------------------------------------------------------------- checks
+
+Access access_as(Warp *w, const Insn *I, const char *what, int agent_kind, Clock clock) {
+  return (Access){
+      .view = &w->view, .agent = agent_of(w, agent_kind), .clock = clock,
+      .birth = w->agent_birth[agent_kind], .insn = I, .warp = w, .what = what,
+      .async = agent_kind != AG_GENERIC && agent_kind != AG_CP_ASYNC,
+  };
+}
+
+Access access_of(Warp *w, const Insn *I, const char *what) {
+  return access_as(w, I, what, AG_GENERIC, w->agent_clock[AG_GENERIC]);
+}
+
+// Whether an agent's effects are ordered among themselves: all but bulk copies and mbarriers'.
+static inline bool in_order(const Emu *e, uint32_t agent) {
+  if (agent >= (uint32_t)(e->nslots * e->warps_per_cta * AGENTS_PER_WARP)) return false;
+  uint32_t kind = agent % AGENTS_PER_WARP;
+  return kind != AG_BULK_READ && kind != AG_BULK_WRITE;
+}
+
+static inline bool ordered(const Emu *e, const Access *a, const Mark *m, const Clock *clocks) {
+  if (m->clock <= clocks[m->agent]) return true;
+  return m->agent == a->agent && m->clock >= a->birth && in_order(e, a->agent);
+}
+
+static const char *agent_text(const Emu *e, uint32_t agent) {
+  static const char *const kinds[] = {"", " cp.async", " bulk copy (source)", " bulk copy",
+                                      " wgmma", " tcgen05.mma", " tcgen05.ld", " tcgen05.st"};
+  uint32_t warps = (uint32_t)(e->nslots * e->warps_per_cta);
+  if (agent >= warps * AGENTS_PER_WARP) return "a copy that signals an mbarrier";
+  uint32_t slot = agent / AGENTS_PER_WARP;
+  return text("SM %u warp %u%s", slot / (uint32_t)e->warps_per_cta,
+              slot % (uint32_t)e->warps_per_cta, kinds[agent % AGENTS_PER_WARP]);
+}
+
+typedef struct {
+  const Access *access;
+  Emu *e;
+  const char *space;  // "shared memory", "TMEM" ...
+  const Cta *cta;     // shared memory and TMEM: whose
+  const Region *region;
+} Context;
+
+static const char *place(const Context *c, uint64_t word) {
+  if (c->region)
+    return text("%s+%llu", c->region->name, (unsigned long long)(word * 4));
+  if (c->space[0] == 'T')
+    return text("TMEM lane %llu column %llu of CTA %u", (unsigned long long)(word / 512),
+                (unsigned long long)(word % 512), c->cta->linear);
+  return text("%s of CTA %u", address_name(c->cta, (uint32_t)word * 4), c->cta->linear);
+}
+
+static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, bool writes) {
+  const Access *a = c->access;
+  const Insn *other = &c->e->program->code[m->insn];
+  const char *kind = wrote ? (writes ? "write after write" : "read after write")
+                           : "write after read";
+  bool seen = m->clock <= a->view->vc[m->agent];
+  if (seen && a->tensor) {
+    finding_with(a->warp, a->insn, other, CK_TCGEN05, SEV_NOTE,
+                 "%s on %s: %s after %s, ordered by a barrier but without "
+                 "tcgen05.fence::after_thread_sync behind it",
+                 kind, place(c, word), a->what, agent_text(c->e, m->agent));
+  } else if (seen) {
+    finding_with(a->warp, a->insn, other, CK_PROXY, SEV_ERROR,
+                 "%s on %s: %s through the asynchronous proxy after a generic write by %s, "
+                 "without fence.proxy.async between them",
+                 kind, place(c, word), a->what, agent_text(c->e, m->agent));
+  } else {
+    finding_with(a->warp, a->insn, other, CK_RACE, SEV_ERROR,
+                 "%s on %s: %s is not ordered after the access by %s", kind, place(c, word),
+                 a->what, agent_text(c->e, m->agent));
+  }
+}
+
+// Clocks that a new access must find a mark of an earlier one in.
+static inline const Clock *clocks_for(const Access *a, const Mark *m, bool wrote, bool tmem) {
+  if (tmem && a->tensor && checking(emu_of(a->warp), CK_TCGEN05)) return a->view->tvc;
+  if (wrote && a->async && !(m->flags & MARK_ASYNC) && checking(emu_of(a->warp), CK_PROXY))
+    return a->view->pvc;
+  return a->view->vc;
+}
+
+static inline void compare(const Context *c, uint64_t word, const Mark *m, uint8_t bytes,
+                           bool wrote, bool writes) {
+  const Access *a = c->access;
+  if (!m->clock || !(m->bytes & bytes)) return;
+  if (a->atomic && m->flags & MARK_ATOMIC) return;
+  if (ordered(c->e, a, m, clocks_for(a, m, wrote, c->space[0] == 'T'))) return;
+  report(c, word, m, wrote, writes);
+}
+
+static inline Mark mark_of(const Emu *e, const Access *a, uint8_t bytes) {
+  return (Mark){.clock = a->clock, .agent = (uint16_t)a->agent, .bytes = bytes,
+                .flags = (uint8_t)((a->async ? MARK_ASYNC : 0) | (a->atomic ? MARK_ATOMIC : 0) |
+                                   (a->tensor ? MARK_TENSOR : 0)),
+                .insn = (int32_t)(a->insn - e->program->code)};
+}
+
+static inline bool same_epoch(const Mark *m, const Mark *n) {
+  return m->clock == n->clock && m->agent == n->agent && m->flags == n->flags;
+}
+
+static void add_read(const Context *c, Cell *cell, Mark m) {
+  const Access *a = c->access;
+  if (!cell->read.clock || cell->read.agent == m.agent ||
+      cell->read.clock <= a->view->vc[cell->read.agent]) {
+    if (same_epoch(&cell->read, &m)) m.bytes |= cell->read.bytes;
+    cell->read = m;
+    return;
+  }
+  int length = 0;
+  for (int32_t n = cell->more_reads; n; n = nodes[n].next, length++) {
+    Mark *old = &nodes[n].mark;
+    if (old->agent == m.agent || old->clock <= a->view->vc[old->agent]) {
+      if (same_epoch(old, &m)) m.bytes |= old->bytes;
+      *old = m;
+      return;
+    }
+  }
+  if (length >= 16) {  // forgetting one can only hide a race, never invent one
+    nodes[cell->more_reads].mark = m;
+    return;
+  }
+  int32_t n = new_node();
+  nodes[n] = (ReadNode){m, cell->more_reads};
+  cell->more_reads = n;
+}
+
+static inline void touch(const Context *c, Cell *cell, uint64_t word, uint8_t bytes, bool writes,
+                         const Mark *m) {
+  if (!(cell->write.clock == m->clock && cell->write.agent == m->agent &&
+        in_order(c->e, m->agent)))
+    compare(c, word, &cell->write, bytes, true, writes);
+  if (!writes) {
+    if (same_epoch(&cell->read, m) && (cell->read.bytes & bytes) == bytes) return;
+    Mark mine = *m;
+    mine.bytes = bytes;
+    add_read(c, cell, mine);
+    return;
+  }
+  if (cell->read.clock) {
+    compare(c, word, &cell->read, bytes, false, true);
+    cell->read.clock = 0;
+  }
+  for (int32_t n = cell->more_reads; n;) {
+    compare(c, word, &nodes[n].mark, bytes, false, true);
+    int32_t next = nodes[n].next;
+    nodes[n].next = free_node;
+    free_node = n;
+    n = next;
+  }
+  cell->more_reads = 0;
+  uint8_t before = same_epoch(&cell->write, m) ? cell->write.bytes : 0;
+  cell->write = *m;
+  cell->write.bytes = bytes | before;
+}
+
+// Bytes [first, first + count) of memory whose words have `cells`.
+static void touch_bytes(const Context *c, Cell *cells, uint64_t first, uint64_t count, bool writes) {
+  Mark m = mark_of(c->e, c->access, 15);
+  uint64_t last = first + count - 1;
+  for (uint64_t word = first / 4; word <= last / 4; word++) {
+    uint8_t bytes = 15;
+    if (word == first / 4) bytes &= (uint8_t)(15 << first % 4);
+    if (word == last / 4) bytes &= (uint8_t)(15 >> (3 - last % 4));
+    touch(c, &cells[word], word, bytes, writes, &m);
+  }
+}
+
+static bool races_checked(const Emu *e) {
+  return (e->checks & (1ull << CK_RACE | 1ull << CK_PROXY)) != 0;
+}
+
+static void shared_access(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes, bool writes) {
+  if (!bytes || !races_checked(cta->emu)) return;
+  if (!cta->shared_cells) cta->shared_cells = calloc(cta->shared_bytes / 4 + 1, sizeof(Cell));
+  Context c = {a, cta->emu, "shared memory", cta, NULL};
+  touch_bytes(&c, cta->shared_cells, offset, bytes, writes);
+}
+
+void shared_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
+  if (bytes && checking(cta->emu, CK_UNINITIALISED)) {
+    const uint8_t *hole = memchr(cta->shared_init + offset, 0, bytes);
+    if (hole)
+      finding(a->warp, a->insn, CK_UNINITIALISED, SEV_ERROR,
+              "%s reads %s of CTA %u, which nothing has written", a->what,
+              address_name(cta, (uint32_t)(hole - cta->shared_init)), cta->linear);
+  }
+  shared_access(a, cta, offset, bytes, false);
+}
+
+void shared_write(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
+  shared_mark_initialised(cta, offset, bytes);
+  shared_access(a, cta, offset, bytes, true);
+}
+
+void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes) {
+  memset(cta->shared_init + offset, 1, bytes);
+}
+
+static Region *region_at(Emu *e, uint64_t address) {
+  static int hint;
+  if (hint < e->nregions && address - e->regions[hint].base < e->regions[hint].size)
+    return &e->regions[hint];
+  int low = 0, high = e->nregions;
+  while (low < high) {
+    int middle = (low + high) / 2;
+    if (e->regions[middle].base <= address) low = middle + 1;
+    else high = middle;
+  }
+  if (!low || address - e->regions[low - 1].base >= e->regions[low - 1].size) return NULL;
+  hint = low - 1;
+  return &e->regions[hint];
+}
+
+static void global_access(const Access *a, const void *p, uint64_t bytes, bool writes) {
+  Emu *e = emu_of(a->warp);
+  if (!bytes) return;
+  Region *r = region_at(e, (uint64_t)p);
+  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has said so
+  uint64_t first = (uint64_t)p - r->base;
+  if (r->initialised) {
+    if (writes) memset(r->initialised + first, 1, bytes);
+    else if (checking(e, CK_UNINITIALISED) && memchr(r->initialised + first, 0, bytes))
+      finding(a->warp, a->insn, CK_UNINITIALISED, SEV_ERROR,
+              "%s reads %s+%llu, which nothing has written", a->what, r->name,
+              (unsigned long long)first);
+  }
+  if (!races_checked(e)) return;
+  // Words count from an aligned address, whatever the region's own base is.
+  uint64_t skew = r->base % 4;
+  if (!r->cells) r->cells = calloc((r->size + skew) / 4 + 1, sizeof(Cell));
+  Context c = {a, e, "global memory", NULL, r};
+  touch_bytes(&c, r->cells, first + skew, bytes, writes);
+}
+
+void global_read(const Access *a, const void *p, uint64_t bytes) { global_access(a, p, bytes, false); }
+void global_write(const Access *a, const void *p, uint64_t bytes) { global_access(a, p, bytes, true); }
+
+#define TMEM_COLUMNS 512
+#define TMEM_WORDS (128 * TMEM_COLUMNS)
+
+static void tmem_access(const Access *a, Cta *cta, int lane, int column, int lanes, int columns,
+                        bool writes) {
+  Emu *e = cta->emu;
+  if (!cta->tmem_init) cta->tmem_init = calloc(TMEM_WORDS, 1);
+  bool uninitialised = false, races = races_checked(e);
+  if (races && !cta->tmem_cells) cta->tmem_cells = calloc(TMEM_WORDS, sizeof(Cell));
+  Context c = {a, e, "TMEM", cta, NULL};
+  Mark m = mark_of(e, a, 15);
+  for (int l = lane; l < lane + lanes; l++) {
+    uint64_t row = (uint64_t)l * TMEM_COLUMNS + (uint64_t)column;
+    if (writes) memset(cta->tmem_init + row, 1, (size_t)columns);
+    else uninitialised |= memchr(cta->tmem_init + row, 0, (size_t)columns) != NULL;
+    if (!races) continue;
+    for (uint64_t word = row; word < row + (uint64_t)columns; word++)
+      touch(&c, &cta->tmem_cells[word], word, 15, writes, &m);
+  }
+  if (uninitialised && checking(e, CK_UNINITIALISED))
+    finding(a->warp, a->insn, CK_UNINITIALISED, SEV_ERROR,
+            "%s reads TMEM of CTA %u, lanes %d to %d, columns %d to %d, parts of which nothing has "
+            "written", a->what, cta->linear, lane, lane + lanes - 1, column, column + columns - 1);
+}
+
+void tmem_read(const Access *a, Cta *cta, int lane, int column, int lanes, int columns) {
+  tmem_access(a, cta, lane, column, lanes, columns, false);
+}
+
+void tmem_write(const Access *a, Cta *cta, int lane, int column, int lanes, int columns) {
+  tmem_access(a, cta, lane, column, lanes, columns, true);
+}
+
+void tmem_forget(Cta *cta, int column, int columns) {
+  if (!cta->tmem_init) return;
+  for (int l = 0; l < 128; l++) memset(cta->tmem_init + l * TMEM_COLUMNS + column, 0, (size_t)columns);
+}

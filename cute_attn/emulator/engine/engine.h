@@ -1,0 +1,622 @@
+// What the parts of the emulator share: program, machine state, and the services of core.c and
+// check.c. An instruction's meaning is written once, in the family file that registers its form.
+#ifndef CUTE_ATTN_ENGINE_H
+#define CUTE_ATTN_ENGINE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint32_t Mask;   // one bit a lane
+typedef uint32_t Clock;  // a component of a vector clock
+
+#define ALL_LANES 0xFFFFFFFFu
+#define FOR_LANES(l) for (int l = 0; l < 32; l++)
+#define FOR_SET(l, mask) for (int l = 0; l < 32; l++) if ((mask) >> l & 1)
+
+typedef struct Emu Emu;
+typedef struct Cta Cta;
+typedef struct Cluster Cluster;
+typedef struct Warp Warp;
+typedef struct Insn Insn;
+typedef struct AsyncOp AsyncOp;
+typedef struct Mbarrier Mbarrier;
+
+// ------------------------------------------------------------------------------------ program
+//
+// A form is a pattern of opcode and modifiers, with the operands it takes:
+//   "add{.rn|rz|rm|rp}{.ftz}{.sat}.f32", "d32 s32 s32"
+// .x       literal
+// {.a|b}   optional: one of these may stand here
+// (.a|b)   one of these must stand here
+// #        a decimal number, inside a literal: ".m64n#k16"
+// Every {} and () group, and every #, fills one entry of Insn.mod, in order of appearance: 0 for
+// absent, the 1-based index of the alternative, or the number itself.
+//
+// Operands, in the order in which PTX writes them; Insn.op has one entry for each token:
+//   d32 s32    destination, source in a register of at most 32 bits (b8..b32, f16, f16x2, f32)
+//   d64 s64 d128 s128   the same for wider ones;  dp sp   predicates (sp may be negated: op.neg)
+//   dx sx      a register of any width: look at op.bits
+//   d32l ...   the suffix l: a list in braces, or one alone; op.count elements at list_of(w, op)
+//   d32p       "d|p": TWO entries, the register and the predicate (K_NONE where there is none)
+//   a          address "[reg+imm]", "[symbol+imm]" or "[imm]"
+//   T          tensor address "[desc, {c0, c1 ...}]": TWO entries, an address and a list s32l
+//   i          immediate;  L   label (op.imm is the index of the instruction it marks)
+//   F          name of a function (op.imm: index in Emu.strings)
+//   a suffix ? marks an operand that may be missing: its entry is then K_NONE
+// A destination written "_" is K_NONE as well.
+typedef enum {
+  K_NONE, K_REG, K_PRED, K_IMM, K_LIST,
+  K_SREG,        // special register: op.reg is an SR_ value
+  K_ADDRESS,     // base (op.sub: K_REG, K_IMM or K_xxx_SYM) plus op.imm
+  K_SHARED_SYM,  // offset op.imm in the CTA's shared memory
+  K_LOCAL_SYM,   // offset op.imm in the thread's local memory
+  K_PARAM_SYM,   // offset op.imm in the kernel's parameters
+} OperandKind;
+
+typedef struct {
+  uint8_t kind, bits, neg, sub;
+  int32_t count;  // of a list
+  int32_t reg;    // word offset in Warp.regs; of a list: index in Program.operands
+  int32_t id;     // number of the register, for Warp.defined
+  uint64_t imm;
+} Operand;  // 24 bytes; Python packs it as "<BBBBiiiQ"
+
+// What an instruction returns.
+enum {
+  DONE,   // go on with the next one
+  JUMP,   // the instruction has set the program counters itself
+  BLOCK,  // come back to it later: it called wait_for(); Warp.step tells how far it had come
+};
+typedef int (*Exec)(Warp *w, const Insn *I, Mask m);
+
+typedef struct { const char *pattern, *operands; Exec exec; unsigned flags; } Form;
+enum {
+  // The handler is called even when no lane's guard holds.
+  F_ALWAYS = 1,
+  // .sync.aligned: the engine makes sure that all live lanes of the warp arrive together.
+  F_ALIGNED = 2,
+  // Sources may be undefined without a finding: the handler propagates it (mov, selp).
+  F_PROPAGATE = 4,
+  // Ends a time slice: other warps see the effect (barriers, fences, exit).
+  F_YIELD = 8,
+};
+
+struct Insn {
+  Exec exec;
+  const Operand *op;
+  int32_t guard;      // word offset of the guard predicate in Warp.regs, or -1
+  int32_t guard_id;
+  uint8_t guard_neg, nops;
+  uint16_t flags;
+  int16_t mod[12];
+  int32_t form, line;         // index of the form; line of the PTX text
+  int32_t file, source_line;  // of .loc; -1 where there is none
+  int32_t opcode;             // index of the opcode's text in Program.opcodes
+};
+
+typedef struct {
+  Insn *code; int ncode;
+  Operand *operands; int noperands;
+  int nregs, reg_words;      // registers, and 32-bit words a warp needs for them
+  int local_bytes, param_bytes, static_shared;
+  int reqntid, maxnreg;      // 0 where not given
+  int arch;                  // 80, 90, 100 ...
+  const char *name;
+} Program;
+
+// Special registers (op.reg of K_SREG). The order is that of SPECIAL_REGISTERS in program.py.
+enum {
+  SR_TID_X, SR_TID_Y, SR_TID_Z, SR_NTID_X, SR_NTID_Y, SR_NTID_Z,
+  SR_CTAID_X, SR_CTAID_Y, SR_CTAID_Z, SR_NCTAID_X, SR_NCTAID_Y, SR_NCTAID_Z,
+  SR_CLUSTERID_X, SR_CLUSTERID_Y, SR_CLUSTERID_Z,
+  SR_NCLUSTERID_X, SR_NCLUSTERID_Y, SR_NCLUSTERID_Z,
+  SR_CLUSTER_CTAID_X, SR_CLUSTER_CTAID_Y, SR_CLUSTER_CTAID_Z,
+  SR_CLUSTER_NCTAID_X, SR_CLUSTER_NCTAID_Y, SR_CLUSTER_NCTAID_Z,
+  SR_CLUSTER_CTARANK, SR_CLUSTER_NCTARANK, SR_IS_EXPLICIT_CLUSTER,
+  SR_LANEID, SR_WARPID, SR_NWARPID, SR_SMID, SR_NSMID, SR_GRIDID,
+  SR_LANEMASK_EQ, SR_LANEMASK_LE, SR_LANEMASK_LT, SR_LANEMASK_GE, SR_LANEMASK_GT,
+  SR_CLOCK, SR_CLOCK_HI, SR_CLOCK64, SR_GLOBALTIMER, SR_GLOBALTIMER_LO, SR_GLOBALTIMER_HI,
+  SR_DYNAMIC_SMEM_SIZE, SR_TOTAL_SMEM_SIZE, SR_AGGR_SMEM_SIZE, SR_COUNT
+};
+
+// ------------------------------------------------------------------------------------- memory
+//
+// Global addresses (and those of parameters and of module variables) are host pointers.
+// A shared address is 32 bits: rank of the CTA in its cluster << 24 | offset, where offset counts
+// from SHARED_BASE, as on hardware (whose first KiB is the system's). Generic addresses of shared
+// and local memory carry a tag in the top byte.
+#define SHARED_BASE 1024u
+#define SHARED_RANK_SHIFT 24
+#define SHARED_TAG (0x11ull << 56)
+#define LOCAL_TAG (0x22ull << 56)
+#define TAG_MASK (0xFFull << 56)
+
+typedef enum { SP_GENERIC, SP_GLOBAL, SP_SHARED, SP_LOCAL, SP_PARAM, SP_CONST } Space;
+
+typedef struct { uint64_t base, size; const char *name; uint8_t *initialised; struct Cell *cells;
+                 bool writable; } Region;
+
+// --------------------------------------------------------------------------- happens-before
+//
+// Every ordered sequence of effects is an agent with a component in all vector clocks: the
+// threads of a warp (AG_GENERIC), each of a warp's asynchronous queues, and each mbarrier (its
+// clock counts completed phases: what a copy that signals it has written is known to whoever has
+// observed that phase).
+enum {
+  AG_GENERIC,
+  AG_CP_ASYNC,    // cp.async of the warp: clock = number of the operation
+  AG_BULK_READ,   // sources of bulk copies: clock = number of the bulk group
+  AG_BULK_WRITE,  // their destinations
+  AG_WGMMA,       // clock = number of the wgmma group
+  AG_TC,          // tcgen05.mma, cp, shift: executed in the order of issue
+  AG_TMEM_LD, AG_TMEM_ST,
+  AGENTS_PER_WARP
+};
+#define MBARRIERS_PER_CTA 128  // agents set aside for them in each CTA slot
+
+typedef struct {
+  Clock *vc;   // what is ordered before the next effect
+  Clock *pvc;  // of that, what the asynchronous proxy sees as well (proxy fences)
+  Clock *tvc;  // of that, what tcgen05 operations are ordered after (tcgen05 fences)
+} View;
+
+// What an access is checked against, and the mark that it leaves. `view` is what is ordered
+// before it; (agent, clock) is the epoch that it gets.
+typedef struct {
+  const View *view;
+  uint32_t agent;
+  Clock clock, birth;  // effects of the same agent since `birth` are in order by themselves
+  uint8_t async;       // through the asynchronous proxy (TMA, wgmma, tcgen05)
+  uint8_t tensor;      // a tcgen05 operation: ordered by view->tvc on TMEM
+  uint8_t atomic;      // a strong or atomic operation: does not race with others of its kind
+  const Insn *insn;
+  Warp *warp;          // who issued it; for messages
+  const char *what;    // "TMA load", "store" ...; for messages
+} Access;
+
+// Checks, as bits of Emu.checks; the names of findings are CHECK_NAMES in core.c, same order.
+enum {
+  CK_DEADLOCK, CK_RACE, CK_PROXY, CK_TCGEN05, CK_UNINITIALISED, CK_BOUNDS, CK_ALIGNMENT,
+  CK_DESCRIPTOR, CK_BARRIER, CK_TMEM, CK_EXIT, CK_REGISTERS, CK_SYNC, CK_WGMMA, CK_CLUSTER,
+  CK_ASSERT, CK_COUNTERS, CK_COUNT
+};
+enum { SEV_ERROR, SEV_NOTE };
+
+// ------------------------------------------------------------------------------ machine state
+
+#define MAX_WARPS 32
+#define MAX_NAMED_BARRIERS 16
+
+// What a warp or a group of its lanes waits for; for reports.
+typedef enum {
+  WAIT_NONE, WAIT_MBARRIER, WAIT_NAMED_BARRIER, WAIT_CLUSTER_BARRIER, WAIT_CONVERGENCE,
+  WAIT_CP_ASYNC, WAIT_BULK_GROUP, WAIT_WGMMA, WAIT_TMEM_ALLOC, WAIT_TCGEN05, WAIT_REGISTERS,
+  WAIT_MEMORY, WAIT_SLEEP
+} WaitKind;
+
+// Lanes of a warp that share a program counter.
+typedef struct {
+  Mask mask;
+  int32_t pc;
+  int32_t step;          // progress inside a blocking instruction; 0 when it starts
+  uint64_t note[2];      // for the blocking instruction, while it blocks
+  WaitKind wait;         // WAIT_NONE: can run
+  uint64_t wait_object;  // address of the barrier, number of the group ...
+  uint64_t wait_detail;  // phase awaited ...
+  bool timed_wait;       // may give up (try_wait): woken when nothing else can run
+  bool timed_out;        // set by the scheduler when it gave up
+  uint64_t wait_since;
+} Group;
+
+struct Mbarrier {
+  uint32_t offset;       // in shared memory, without rank and base
+  bool valid;
+  int32_t expected;      // arrivals a phase
+  int32_t pending;       // arrivals still missing in the current phase
+  int64_t tx;            // bytes still to come
+  Clock phase;           // completed phases since init
+  Clock clock;           // completed phases ever (the agent's clock)
+  uint32_t agent;
+  View next;             // what completes with the current phase
+  View done;             // what the completed phases have published
+  Clock init_clock;      // of the initialisation, an event of the barrier's own agent
+  int init_warp;
+  const Insn *init_insn;
+};
+
+typedef struct {
+  int expected, arrived;   // threads
+  uint64_t generation;
+  uint32_t warps;          // that have arrived, one bit a warp
+  View next, done;
+  const Insn *first;       // that arrived in this generation
+  Mask gathered[MAX_WARPS];  // lanes that have come to an unaligned barrier
+  int threads, true_threads;
+  bool red;
+} NamedBarrier;
+
+struct Warp {
+  Cta *cta;
+  int index;               // in the CTA
+  int slot;                // in the machine: number of the warp's agents / AGENTS_PER_WARP
+  Mask live;               // lanes that have not exited
+  int ngroups, current;    // groups[current] is executing
+  Group groups[32];
+  uint32_t *regs;          // word offsets of Operand.reg
+  Mask *defined;           // a register, by Operand.id: lanes whose value is defined
+  AsyncOp **pending;       // a register: the operation still to write it, or NULL
+  int npending;            // registers with one
+  uint8_t *local;          // 32 x local_bytes
+  uint8_t *local_init;     // same layout: 1 where written
+  Mask carry;              // of add.cc and its kind
+  int32_t *unfenced;       // a register: set when written since the last wgmma.fence (NULL: off)
+  View view, fence_release, fence_acquire;   // the latter two: check.c, for fences
+  Clock agent_clock[AGENTS_PER_WARP], agent_birth[AGENTS_PER_WARP];
+  // asynchronous queues of the warp
+  uint64_t cp_issued, cp_done, cp_committed[64]; int cp_groups;       // cp.async
+  uint64_t bulk_group;                                                 // being filled, from 1 on
+  uint64_t wgmma_group;
+  int registers;           // of each thread (setmaxnreg)
+  uint64_t executed;       // warp-instructions
+  uint64_t sync_epoch;     // counts warp-level synchronisations
+  Mask cluster_arrived, cluster_unwaited;
+  int register_changes;
+  struct Copies *copies;   // copy.c
+  struct Wgmma *wgmma;     // wgmma.c: its wgmmas in flight
+  bool exited;
+};
+
+struct Cta {
+  Emu *emu;
+  Cluster *cluster;
+  int rank;                // in the cluster
+  uint32_t id[3], linear;
+  int slot;                // SM
+  int nwarps, nthreads, live_warps;
+  Warp *warps;
+  uint8_t *shared;         // shared_bytes
+  uint32_t shared_bytes;   // static and dynamic; offset 0 is address SHARED_BASE
+  uint8_t *shared_init;    // a byte each: 1 where written
+  struct Cell *shared_cells;  // one a word
+  NamedBarrier bars[MAX_NAMED_BARRIERS];
+  Mbarrier *mbarriers; int nmbarriers;   // looked up by find_mbarrier
+  int16_t *mbarrier_at;    // index by offset / 8, or -1
+  struct Tmem *tmem;       // tcgen05.c
+  struct Cell *tmem_cells; uint8_t *tmem_init;   // check.c: [128][512]
+  int register_pool;       // registers left of the SM's, per setmaxnreg
+  bool cancel_failed_seen;
+  bool exited;
+};
+
+struct Cluster {
+  Emu *emu;
+  uint32_t id[3], linear;
+  int nctas; Cta *ctas[16];
+  // barrier.cluster
+  int arrived, live_threads; uint64_t generation; View next, done;
+  bool cancel_refused;
+  bool exited;
+};
+
+// ------------------------------------------------------------------------- asynchronous work
+//
+// An operation runs in stages (say: read the source, write the destination and signal). When each
+// stage runs is the schedule's choice; operations with the same `queue` (not 0) run a stage only
+// after all earlier ones of that queue have run it. Free what `data` holds in `release`.
+struct AsyncOp {
+  AsyncOp *next, *previous;
+  uint64_t number, queue;
+  const char *what;
+  int stage, stages;
+  void (*run)(AsyncOp *op, int stage);
+  void (*release)(AsyncOp *op);   // NULL: data is one malloc block, or NULL
+  Emu *emu; Cta *cta; Warp *warp; const Insn *insn;
+  View view;                      // of the issuer, when it was issued (a copy)
+  Access access;                  // prepared: view, agent, clock, async = 1, insn, warp, what
+  uint64_t issued;
+  void *data;
+  int holders;                    // registers that are pending on it: it is kept as long
+  bool finished;
+  bool on_demand;                 // run by force() alone, never by the schedule
+};
+
+typedef struct { uint64_t start, end; int32_t kind, cta, warp, insn; uint64_t object, detail; } Event;
+
+struct Emu {
+  Program *program;
+  const char **strings; int nstrings;
+  // options
+  uint64_t checks;                 // 1 << CK_...
+  int schedule;                    // 0 fair, 1 random, 2 adversarial
+  int num_sms, slice;
+  uint64_t seed, rng;
+  bool spurious_cancel, tracing;
+  int numerics;                    // of tensor cores: 0 fast float, 1 bit-accurate
+  int max_findings;
+  // launch
+  uint32_t grid[3], block[3], cluster_dim[3];
+  uint32_t dynamic_shared;
+  uint8_t *params;
+  // machine
+  int warps_per_cta, nslots;
+  int nagents, agents_used;               // room for, and so far handed out
+  struct { uint32_t agent; Clock clock; } *free_agents; int nfree_agents;
+  Cluster **clusters; int nclusters;      // resident
+  uint64_t next_cluster, total_clusters;  // work distributor; order in cluster_order
+  uint32_t *cluster_order;
+  uint64_t pending_clusters;              // not launched and not cancelled
+  Region *regions; int nregions;
+  AsyncOp *async_first, *async_last; uint64_t async_count, async_number;
+  uint64_t time;                          // warp-instructions so far
+  uint64_t progress;                      // counts effects that others may wait for
+  bool stop;                              // set by a fatal finding
+  // counters
+  uint64_t *executed;                     // by instruction
+  uint64_t counters[64];
+  uint64_t warp_executed[MAX_WARPS];      // by the warp's index in its CTA
+  struct { const char *kind; int m, n, k; uint64_t count; } mma[64];
+  struct Findings *findings;
+  struct SyncTable *sync;                 // release/acquire on memory words (check.c)
+  struct Trace *trace;
+  struct Output *output;                  // of printf
+  Clock *slot_clocks;                     // where each slot's agents stand
+};
+enum {  // Emu.counters; names are COUNTER_NAMES in core.c, same order
+  CT_GLOBAL_LOAD, CT_GLOBAL_STORE, CT_SHARED_LOAD, CT_SHARED_STORE, CT_LOCAL, CT_CP_ASYNC,
+  CT_TMA_LOAD, CT_TMA_STORE, CT_TMA_REDUCE, CT_BULK, CT_DSMEM, CT_TMEM_LOAD, CT_TMEM_STORE,
+  CT_TMEM_CP, CT_ATOMICS,                                        // bytes
+  CT_BANK_WAVEFRONTS, CT_BANK_IDEAL, CT_GLOBAL_SECTORS, CT_GLOBAL_IDEAL,
+  CT_MMA_SYNC_FLOPS, CT_WGMMA_FLOPS, CT_TCGEN05_FLOPS, CT_ASYNC_OPS, CT_BARRIER_PHASES, CT_COUNT
+};
+
+static inline Emu *emu_of(Warp *w) { return w->cta->emu; }
+static inline bool checking(const Emu *e, int check) { return e->checks >> check & 1; }
+
+// ---------------------------------------------------------------------------- operands (inline)
+//
+// Sources come as 32 lanes: straight from the register file, or in `buffer` for anything else.
+// 16-bit values stand zero-extended in 32-bit lanes. A read of an undefined lane is a finding
+// (undefined_read), as is one of a register that an asynchronous operation has still to write.
+
+void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes);   // core.c
+void pending_read(Warp *w, const Insn *I, const Operand *o);                 // core.c
+void pending_write(Warp *w, const Insn *I, const Operand *o);                // core.c
+uint64_t special_register(Warp *w, int sr, int lane);                        // core.c
+uint64_t operand_constant(Warp *w, const Operand *o);   // core.c: K_IMM and symbols
+
+static inline Group *group_of(Warp *w) { return &w->groups[w->current]; }
+static inline const Operand *list_of(Warp *w, const Operand *o) {
+  return o->kind == K_LIST ? &emu_of(w)->program->operands[o->reg] : o;
+}
+static inline int count_of(const Operand *o) {
+  return o->kind == K_LIST ? o->count : o->kind != K_NONE;
+}
+static inline void check_read(Warp *w, const Insn *I, const Operand *o, Mask m) {
+  if (__builtin_expect(w->npending != 0, 0) && w->pending[o->id]) pending_read(w, I, o);
+  Mask bad = m & ~w->defined[o->id];
+  if (__builtin_expect(bad != 0, 0) && !(I->flags & F_PROPAGATE)) undefined_read(w, I, o, bad);
+}
+static inline const uint32_t *src32_of(Warp *w, const Insn *I, const Operand *o, Mask m,
+                                       uint32_t buffer[32]) {
+  if (o->kind == K_REG) { check_read(w, I, o, m); return w->regs + o->reg; }
+  if (o->kind == K_SREG) FOR_LANES(l) buffer[l] = (uint32_t)special_register(w, o->reg, l);
+  else { uint32_t v = (uint32_t)operand_constant(w, o); FOR_LANES(l) buffer[l] = v; }
+  return buffer;
+}
+static inline const uint64_t *src64_of(Warp *w, const Insn *I, const Operand *o, Mask m,
+                                       uint64_t buffer[32]) {
+  if (o->kind == K_REG && o->bits == 64) {
+    check_read(w, I, o, m);
+    return (const uint64_t *)(w->regs + o->reg);
+  }
+  if (o->kind == K_REG) {  // a narrower register, zero-extended
+    check_read(w, I, o, m);
+    FOR_LANES(l) buffer[l] = w->regs[o->reg + l];
+  } else if (o->kind == K_SREG) FOR_LANES(l) buffer[l] = special_register(w, o->reg, l);
+  else { uint64_t v = operand_constant(w, o); FOR_LANES(l) buffer[l] = v; }
+  return buffer;
+}
+static inline Mask srcp_of(Warp *w, const Insn *I, const Operand *o, Mask m) {
+  Mask v = 0;
+  if (o->kind == K_PRED) {
+    Mask bad = m & ~w->defined[o->id];
+    if (__builtin_expect(bad != 0, 0) && !(I->flags & F_PROPAGATE)) undefined_read(w, I, o, bad);
+    v = w->regs[o->reg];
+  } else if (o->kind == K_SREG) {
+    FOR_LANES(l) v |= (Mask)(special_register(w, o->reg, l) != 0) << l;
+  } else if (o->kind != K_NONE) v = o->imm ? ALL_LANES : 0;
+  return o->neg ? ~v : v;
+}
+#define SRC32(k) (src32_of(w, I, &I->op[k], m, (uint32_t[32]){0}))
+#define SRC64(k) (src64_of(w, I, &I->op[k], m, (uint64_t[32]){0}))
+#define SRCP(k) (srcp_of(w, I, &I->op[k], m))
+
+static inline void note_write(Warp *w, const Insn *I, const Operand *o, Mask m) {
+  if (__builtin_expect(w->npending != 0, 0) && w->pending[o->id]) pending_write(w, I, o);
+  w->defined[o->id] |= m;
+  if (__builtin_expect(w->unfenced != NULL, 0)) w->unfenced[o->id] = 1;
+}
+static inline void put32_of(Warp *w, const Insn *I, const Operand *o, Mask m, const uint32_t *v) {
+  if (o->kind != K_REG) return;
+  note_write(w, I, o, m);
+  uint32_t *d = w->regs + o->reg;
+  if (o->bits == 64) {  // relaxed widths: zero-extend
+    uint64_t *d64 = (uint64_t *)d;
+    FOR_SET(l, m) d64[l] = v[l];
+  } else if (m == ALL_LANES) memcpy(d, v, 128);
+  else FOR_LANES(l) d[l] = (m >> l & 1) ? v[l] : d[l];
+}
+static inline void put64_of(Warp *w, const Insn *I, const Operand *o, Mask m, const uint64_t *v) {
+  if (o->kind != K_REG) return;
+  note_write(w, I, o, m);
+  if (o->bits != 64) { FOR_SET(l, m) w->regs[o->reg + l] = (uint32_t)v[l]; return; }
+  uint64_t *d = (uint64_t *)(w->regs + o->reg);
+  if (m == ALL_LANES) memcpy(d, v, 256);
+  else FOR_LANES(l) d[l] = (m >> l & 1) ? v[l] : d[l];
+}
+static inline void putp_of(Warp *w, const Insn *I, const Operand *o, Mask m, Mask v) {
+  (void)I;
+  if (o->kind != K_PRED) return;
+  w->regs[o->reg] = (w->regs[o->reg] & ~m) | (v & m);
+  w->defined[o->id] |= m;
+}
+#define PUT32(k, v) put32_of(w, I, &I->op[k], m, v)
+#define PUT64(k, v) put64_of(w, I, &I->op[k], m, v)
+#define PUTP(k, v) putp_of(w, I, &I->op[k], m, v)
+// 128-bit registers: 4 words a lane, lane l's at regs[reg + 4*l].
+static inline uint32_t *reg128(Warp *w, const Operand *o) { return w->regs + o->reg; }
+// For F_PROPAGATE: lanes in which a source is defined.
+static inline Mask defined_in(Warp *w, const Operand *o) {
+  return o->kind == K_REG || o->kind == K_PRED ? w->defined[o->id] : ALL_LANES;
+}
+static inline void set_defined(Warp *w, const Operand *o, Mask m, Mask defined) {
+  if (o->kind == K_REG || o->kind == K_PRED)
+    w->defined[o->id] = (w->defined[o->id] & ~m) | (defined & m);
+}
+// The address an `a` operand stands for, per lane, as the instruction's state space writes it
+// (shared: 32 bits with rank; local: offset; generic and global: 64 bits).
+void addresses_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint64_t out[32]);  // core.c
+
+// ------------------------------------------------------------------------- services of core.c
+
+// Report. `check` is a CK_ value; the text needs no position, which is added. A finding with the
+// same check, instruction and `other` is counted, not repeated.
+void finding(Warp *w, const Insn *I, int check, int severity, const char *format, ...)
+    __attribute__((format(printf, 5, 6)));
+void finding_with(Warp *w, const Insn *I, const Insn *other, int check, int severity,
+                  const char *format, ...) __attribute__((format(printf, 6, 7)));
+// Report, and end the launch after this instruction: state is beyond repair.
+void fatal(Warp *w, const Insn *I, int check, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
+// printf into a static ring of buffers, for parts of messages.
+const char *text(const char *format, ...) __attribute__((format(printf, 1, 2)));
+const char *where(const Insn *I);         // "PTX line 123 (kernel.py:45)"
+const char *warp_name(const Warp *w);     // "CTA 3 (rank 1 of cluster 1) warp 5"
+const char *address_name(const Cta *cta, uint32_t shared_offset);  // "s_full[1]" or "shared+0x40"
+
+// Block the current group: `return wait_for(...)`. The handler runs again, with the same
+// Group.step and note, whenever something may have changed.
+int wait_for(Warp *w, WaitKind kind, uint64_t object, uint64_t detail);
+// True if all `members` that live are in the current group (m: lanes executing). Otherwise the
+// handler must `return wait_for(w, WAIT_CONVERGENCE, members, 0)`; the engine reports it if they
+// never come.
+bool converged(Warp *w, Mask m, Mask members);
+void exit_lanes(Warp *w, Mask m);
+static inline void progress(Emu *e) { e->progress++; }
+// check.c: an agent for an mbarrier, and the clock that it starts from; and back again.
+uint32_t new_mbarrier_agent(Emu *e, Clock *start);
+void free_mbarrier_agent(Emu *e, uint32_t agent, Clock clock);
+uint32_t emu_random(Emu *e, uint32_t below);   // deterministic in the seed
+bool live_cta(const Cta *cta);
+
+// Asynchronous operations. new_async copies the warp's view and prepares op->access with
+// `agent_kind` (an AG_ value of warp w) at `clock`; set run, stages, queue and data, then submit.
+AsyncOp *new_async(Warp *w, const Insn *I, const char *what, int agent_kind, Clock clock);
+void submit(AsyncOp *op);
+// Run what is left of an operation, and of those before it in its queue, now.
+void force(AsyncOp *op);
+static inline uint32_t agent_of(const Warp *w, int kind) {
+  return (uint32_t)w->slot * AGENTS_PER_WARP + kind;
+}
+static inline uint64_t queue_of(const Warp *w, int kind) { return 1 + agent_of(w, kind); }
+// Mark register o as written by op until done; done writes it with put32_of beforehand.
+void set_pending(Warp *w, const Operand *o, AsyncOp *op);
+void clear_pending(Warp *w, const Operand *o);
+
+// Count a matrix instruction of the whole M x N x K shape (a warp's share of wgmma: M = 16).
+void count_mma(Emu *e, const char *kind, int m, int n, int k);
+
+// Trace: an interval on a row. kind: 0 wait, 1 async operation, 2 MMA, 3 instant.
+void trace_event(Emu *e, int kind, const Warp *w, const Insn *I, uint64_t start, uint64_t end,
+                 uint64_t object, uint64_t detail);
+
+// --------------------------------------------------------------------------- memory (memory.c)
+
+// CTA and offset that a shared address means, seen from w's CTA; NULL if there is none.
+Cta *shared_target(Warp *w, uint32_t address, uint32_t *offset);
+// Host pointers for `bytes` at an address, or NULL after a finding (bounds, alignment).
+// `I` names the culprit in messages. offset counts from the start of the CTA's shared memory.
+uint8_t *shared_pointer(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32_t bytes,
+                        uint32_t alignment);
+uint8_t *global_pointer(Warp *w, const Insn *I, uint64_t address, uint64_t bytes,
+                        uint32_t alignment, bool write);
+// What a generic address points to. For SP_SHARED *cta and *offset are set.
+Space classify(Warp *w, uint64_t generic, Cta **cta, uint32_t *offset);
+static inline uint32_t shared_address(const Cta *cta, uint32_t offset) {
+  return (uint32_t)cta->rank << SHARED_RANK_SHIFT | (offset + SHARED_BASE);
+}
+
+// ------------------------------------------------------------------- happens-before (check.c)
+//
+// Each returns quickly when its checks are off. Addresses of shared memory are (cta, offset).
+
+Access access_of(Warp *w, const Insn *I, const char *what);   // a generic access, now
+Access access_as(Warp *w, const Insn *I, const char *what, int agent_kind, Clock clock);
+void shared_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
+void shared_write(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
+void global_read(const Access *a, const void *p, uint64_t bytes);
+void global_write(const Access *a, const void *p, uint64_t bytes);
+// TMEM of a CTA: `lanes` x `columns` words from (lane, column).
+void tmem_read(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
+void tmem_write(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
+void tmem_forget(Cta *cta, int column, int columns);  // freed: contents are undefined
+
+View view_new(Emu *e);
+void view_free(View *v);
+void view_clear(Emu *e, View *v);
+void view_copy(Emu *e, View *into, const View *from);
+void view_join(Emu *e, View *into, const View *from);
+// Component-wise maximum of one agent, in all three clocks.
+void view_add(View *v, uint32_t agent, Clock clock);
+// A release by the warp ends its current epoch: joins w's view and own clock into `into`, then
+// ticks. An acquire joins `from` into w's view.
+void view_release(Warp *w, View *into);
+void view_acquire(Warp *w, const View *from);
+void proxy_fence(Warp *w);                 // fence.proxy.async, mbarrier_init fence: pvc = vc
+void tcgen05_fence_after(Warp *w);         // tvc = vc
+void tcgen05_fence_before(Warp *w);
+// Synchronisation through memory words (flags, semaphores): call on strong accesses.
+// order: 0 relaxed/volatile, 1 acquire, 2 release, 3 acq_rel / seq_cst.
+void sync_read(Warp *w, const void *host_address, int order);
+void sync_write(Warp *w, const void *host_address, int order);
+void memory_fence(Warp *w);                // fence.acq_rel / fence.sc / membar
+// Words kept for initialisation (also used by copies): mark without a race check.
+void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes);
+
+// ------------------------------------------------------------------------ mbarriers (barrier.c)
+
+// The mbarrier at an offset, or NULL after a CK_BARRIER finding (not initialised, outside).
+Mbarrier *find_mbarrier(Warp *w, const Insn *I, Cta *cta, uint32_t offset);
+void mbarrier_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count);
+void mbarrier_expect_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes);
+// For asynchronous operations: `from` is published with the phase. The epoch to stamp on what is
+// written before a complete_tx is (b->agent, b->clock + 1).
+void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes,
+                          const View *from);
+void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count,
+                           const View *from, uint32_t agent, Clock clock);
+
+// ------------------------------------------------------------------------------- tcgen05.c
+void tmem_new(Cta *cta);
+void tmem_delete(Cta *cta);        // reports what is still allocated
+// ------------------------------------------------------------------------------- CLC (barrier.c)
+// The work distributor's side: cancel a cluster not yet launched; false: none left.
+bool cancel_cluster(Emu *e, uint32_t id[3]);   // core.c
+
+// -------------------------------------------------------------- what core.c asks of the families
+int call_external(Warp *w, const Insn *I, Mask m, const char *name, const Operand *arguments,
+                  int count, const Operand *result);   // memory.c: vprintf, __assertfail
+const char *output_text(Emu *e);                       // memory.c
+void output_clear(Emu *e);                             // memory.c
+void copies_at_exit(Warp *w, Mask lanes);              // copy.c: reports unfinished copies
+void wgmma_at_exit(Warp *w);                           // wgmma.c
+void mbarriers_at_exit(Cta *cta);                      // barrier.c
+
+// ---------------------------------------------------------------------- forms of each family file
+extern const Form FORMS_CONTROL[], FORMS_INTEGER[], FORMS_FLOAT[], FORMS_CONVERT[], FORMS_WARP[],
+    FORMS_BARRIER[], FORMS_MEMORY[], FORMS_COPY[], FORMS_MMA[], FORMS_WGMMA[], FORMS_TCGEN05[];
+
+#endif

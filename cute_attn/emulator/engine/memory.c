@@ -1,0 +1,1305 @@
+// Memory: ld, st, ldu, atom and red in all state spaces, address conversions, cache hints, and the
+// external functions vprintf and __assertfail.
+#include "scalar.h"
+#include <stdio.h>
+
+#define RANK_MASK ((1u << SHARED_RANK_SHIFT) - 1)
+#define MAX_ACCESS 32  // bytes a lane, of one instruction
+#define SECTOR 32
+#define BANKS 32
+
+static int first_lane(Mask m) { return __builtin_ctz(m); }
+static int lanes_in(Mask m) { return __builtin_popcount(m); }
+
+// ---------------------------------------------------------------------- regions of global memory
+
+// The region that holds an address, or else the nearest one below it (`*below`).
+static const Region *region_at(const Emu *e, uint64_t address, int *below) {
+  static int hint;
+  if (hint < e->nregions && address - e->regions[hint].base < e->regions[hint].size)
+    return &e->regions[hint];
+  int low = 0, high = e->nregions;
+  while (low < high) {
+    int middle = (low + high) / 2;
+    if (e->regions[middle].base <= address) low = middle + 1;
+    else high = middle;
+  }
+  if (below) *below = low - 1;
+  if (!low || address - e->regions[low - 1].base >= e->regions[low - 1].size) return NULL;
+  hint = low - 1;
+  return &e->regions[hint];
+}
+
+static uint64_t region_end(const Region *r) { return r->base + r->size; }
+
+static bool in_parameters(const Emu *e, uint64_t address, uint64_t bytes) {
+  uint64_t size = (uint64_t)e->program->param_bytes, at = address - (uint64_t)e->params;
+  return at < size && bytes <= size - at;
+}
+
+// An address in words, by the tensor that it lies in or next to.
+static const char *global_place(const Emu *e, uint64_t address, uint64_t bytes) {
+  typedef unsigned long long ull;
+  if ((address & TAG_MASK) == SHARED_TAG) return "a generic address of shared memory";
+  if ((address & TAG_MASK) == LOCAL_TAG) return "a generic address of local memory";
+  if (address < 65536) return text("a null pointer plus %llu", (ull)address);
+  int below = -1;
+  const Region *r = region_at(e, address, &below), *above = NULL;
+  if (r && address + bytes <= region_end(r))
+    return text("%s+%llu", r->name, (ull)(address - r->base));
+  if (r)
+    return text("%s+%llu, of which the last %llu bytes lie past its end (%llu bytes)", r->name,
+                (ull)(address - r->base), (ull)(address + bytes - region_end(r)), (ull)r->size);
+  if (below >= 0) r = &e->regions[below];
+  if (below + 1 < e->nregions) above = &e->regions[below + 1];
+  if (above && (!r || above->base - address < address - region_end(r)))
+    return text("%llu bytes before %s (%llu bytes)", (ull)(above->base - address), above->name,
+                (ull)above->size);
+  if (r)
+    return text("%llu bytes past the end of %s (%llu bytes)", (ull)(address - region_end(r)),
+                r->name, (ull)r->size);
+  return "outside of all tensors: the kernel has none";
+}
+
+static bool global_legal(Warp *w, const Insn *I, int lane, uint64_t address, uint64_t bytes,
+                         uint32_t alignment, bool write) {
+  const Emu *e = emu_of(w);
+  const char *verb = write ? "writes" : "reads", *by = lane < 0 ? "" : text("lane %d ", lane);
+  const Region *r = region_at(e, address, NULL);
+  bool inside = r ? bytes <= region_end(r) - address : !write && in_parameters(e, address, bytes);
+  if (!inside) {
+    finding(w, I, CK_BOUNDS, SEV_ERROR, "%s%s %llu bytes of global memory at 0x%llx: %s", by, verb,
+            (unsigned long long)bytes, (unsigned long long)address,
+            global_place(e, address, bytes));
+    return false;
+  }
+  if (write && !r->writable) {
+    finding(w, I, CK_BOUNDS, SEV_ERROR, "%swrites %s, which is read-only", by,
+            global_place(e, address, bytes));
+    return false;
+  }
+  if (alignment > 1 && address % alignment) {
+    finding(w, I, CK_ALIGNMENT, SEV_ERROR, "%s%s %s at 0x%llx, which is not a multiple of %u", by,
+            verb, global_place(e, address, bytes), (unsigned long long)address, alignment);
+    return false;
+  }
+  return true;
+}
+
+uint8_t *global_pointer(Warp *w, const Insn *I, uint64_t address, uint64_t bytes,
+                        uint32_t alignment, bool write) {
+  return global_legal(w, I, -1, address, bytes, alignment, write) ? (uint8_t *)address : NULL;
+}
+
+// ------------------------------------------------------------------------------- shared memory
+
+Cta *shared_target(Warp *w, uint32_t address, uint32_t *offset) {
+  const Cluster *k = w->cta->cluster;
+  uint32_t rank = address >> SHARED_RANK_SHIFT;
+  *offset = (address & RANK_MASK) - SHARED_BASE;
+  return rank < (uint32_t)k->nctas ? k->ctas[rank] : NULL;
+}
+
+static bool shared_legal(Warp *w, const Insn *I, int lane, const Cta *cta, uint32_t offset,
+                         uint32_t bytes, uint32_t alignment) {
+  const char *by = lane < 0 ? "" : text("lane %d ", lane);
+  uint32_t size = cta->shared_bytes;
+  if (offset > size || bytes > size - offset) {
+    int64_t past = (int64_t)(int32_t)offset + bytes - size;
+    finding(w, I, CK_BOUNDS, SEV_ERROR,
+            "%saccesses %u bytes at shared address 0x%x: %s the %u bytes of shared memory that "
+            "CTA %u has", by, bytes, offset + SHARED_BASE,
+            (int32_t)offset < 0 ? "before" : text("%lld bytes past", (long long)past), size,
+            cta->linear);
+    return false;
+  }
+  if (alignment > 1 && (offset + SHARED_BASE) % alignment) {
+    finding(w, I, CK_ALIGNMENT, SEV_ERROR,
+            "%saccesses %u bytes of %s at shared address 0x%x, which is not a multiple of %u", by,
+            bytes, address_name(cta, offset), offset + SHARED_BASE, alignment);
+    return false;
+  }
+  return true;
+}
+
+// Shared memory of a CTA lives as long as the CTA does.
+static void check_alive(Warp *w, const Insn *I, const Cta *cta) {
+  if (cta != w->cta && !live_cta(cta))
+    finding(w, I, CK_CLUSTER, SEV_ERROR,
+            "accesses shared memory of CTA %u (rank %d of the cluster), which has exited: a "
+            "cluster barrier before its exit is missing", cta->linear, cta->rank);
+}
+
+uint8_t *shared_pointer(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32_t bytes,
+                        uint32_t alignment) {
+  check_alive(w, I, cta);
+  return shared_legal(w, I, -1, cta, offset, bytes, alignment) ? cta->shared + offset : NULL;
+}
+
+Space classify(Warp *w, uint64_t generic, Cta **cta, uint32_t *offset) {
+  switch (generic & TAG_MASK) {
+    case SHARED_TAG:
+      *cta = shared_target(w, (uint32_t)generic, offset);
+      return SP_SHARED;
+    case LOCAL_TAG:
+      *offset = (uint32_t)generic;
+      return SP_LOCAL;
+    default: return in_parameters(emu_of(w), generic, 1) ? SP_PARAM : SP_GLOBAL;
+  }
+}
+
+// ---------------------------------------------------------------- lanes of an access, in batches
+//
+// A batch is the lanes of an instruction that access the same memory: global memory, the shared
+// memory of one CTA, or local memory. Lane l accesses origin + at[l]; lanes outside of `m` repeat
+// the first one's address, so that loops may run over all of them.
+
+typedef struct {
+  Space space;
+  Cta *cta;         // of shared memory; at[] are then offsets
+  bool one_region;  // of global memory: it may be looked at in longer runs
+  uint8_t *origin;
+  uint64_t at[32];
+  Mask m;
+} Batch;
+
+typedef struct {
+  Warp *w;
+  const Insn *I;
+  Space space;
+  Mask left, dropped;  // lanes not yet seen; lanes without memory behind their address
+  uint32_t bytes;      // a lane
+  bool write;
+  bool own_cta;        // the state space is .shared::cta
+  uint64_t a[32];
+} Cursor;
+
+static uint8_t *host_of(const Batch *b, int lane) { return b->origin + b->at[lane]; }
+
+static Mask lanes_like(const uint64_t a[32], Mask m, int shift, uint64_t value) {
+  Mask same = 0;
+  FOR_LANES(l) same |= (Mask)(a[l] >> shift == value) << l;
+  return same & m;
+}
+
+// Smallest and largest address, and all bits that are set in any of them.
+typedef struct { uint64_t low, high, bits; } Range;
+static Range range_of(const uint64_t a[32]) {
+  Range r = {a[0], a[0], 0};
+  FOR_LANES(l) {
+    r.low = a[l] < r.low ? a[l] : r.low;
+    r.high = a[l] > r.high ? a[l] : r.high;
+    r.bits |= a[l];
+  }
+  return r;
+}
+
+static void fill(Batch *b, const uint64_t a[32], Mask m, uint64_t minus) {
+  uint64_t instead = a[first_lane(m)] - minus;
+  FOR_LANES(l) b->at[l] = m >> l & 1 ? a[l] - minus : instead;
+  b->m = m;
+}
+
+static void keep_only(Batch *b, Mask good) {
+  b->m = good;
+  if (!good) return;
+  uint64_t instead = b->at[first_lane(good)];
+  FOR_LANES(l) if (!(good >> l & 1)) b->at[l] = instead;
+}
+
+static void batch_global(Cursor *c, Batch *b, Mask lanes) {
+  const Emu *e = emu_of(c->w);
+  *b = (Batch){.space = SP_GLOBAL, .one_region = true};
+  fill(b, c->a, lanes, 0);
+  Range r = range_of(b->at);
+  const Region *region = region_at(e, r.low, NULL);
+  if (region && r.high - region->base < region->size && c->bytes <= region_end(region) - r.high &&
+      (region->writable || !c->write) && r.bits % c->bytes == 0)
+    return;
+  b->one_region = false;
+  Mask good = 0;
+  FOR_SET(l, lanes)
+    good |= (Mask)global_legal(c->w, c->I, l, b->at[l], c->bytes, c->bytes, c->write) << l;
+  keep_only(b, good);
+}
+
+static void batch_shared(Cursor *c, Batch *b, Mask lanes) {
+  uint32_t address = (uint32_t)c->a[first_lane(lanes)], offset;
+  Cta *cta = shared_target(c->w, address, &offset);
+  b->m = 0;
+  if (!cta) {
+    finding(c->w, c->I, CK_CLUSTER, SEV_ERROR,
+            "shared address 0x%x is of rank %u, but the cluster has %d CTAs", address,
+            address >> SHARED_RANK_SHIFT, c->w->cta->cluster->nctas);
+    return;
+  }
+  if (c->own_cta && cta != c->w->cta)
+    finding(c->w, c->I, CK_CLUSTER, SEV_ERROR,
+            "state space .shared::cta, but address 0x%x is in the shared memory of CTA rank %d; "
+            "the warp's own is rank %d", address, cta->rank, c->w->cta->rank);
+  check_alive(c->w, c->I, cta);
+  *b = (Batch){.space = SP_SHARED, .cta = cta, .origin = cta->shared};
+  uint64_t high = c->a[first_lane(lanes)] & ~(uint64_t)RANK_MASK;
+  fill(b, c->a, lanes, high + SHARED_BASE);
+  Range r = range_of(b->at);
+  if (r.high < cta->shared_bytes && c->bytes <= cta->shared_bytes - r.high &&
+      r.bits % c->bytes == 0)
+    return;
+  Mask good = 0;
+  FOR_SET(l, lanes)
+    good |= (Mask)shared_legal(c->w, c->I, l, cta, (uint32_t)b->at[l], c->bytes, c->bytes) << l;
+  keep_only(b, good);
+}
+
+static void batch_local(Cursor *c, Batch *b, Mask lanes) {
+  Warp *w = c->w;
+  uint32_t size = (uint32_t)emu_of(w)->program->local_bytes;
+  *b = (Batch){.space = SP_LOCAL, .origin = w->local};
+  Mask good = 0;
+  FOR_SET(l, lanes) {
+    uint32_t offset = (uint32_t)c->a[l];
+    b->at[l] = offset + (uint64_t)l * size;
+    if (offset > size || c->bytes > size - offset)
+      finding(w, c->I, CK_BOUNDS, SEV_ERROR,
+              "lane %d accesses %u bytes of local memory at %u, but a thread has %u bytes", l,
+              c->bytes, offset, size);
+    else if (offset % c->bytes)
+      finding(w, c->I, CK_ALIGNMENT, SEV_ERROR,
+              "lane %d accesses local memory at %u, which is not a multiple of %u", l, offset,
+              c->bytes);
+    else good |= 1u << l;
+  }
+  keep_only(b, good);
+}
+
+static void batch_parameters(Cursor *c, Batch *b, Mask lanes) {
+  const Emu *e = emu_of(c->w);
+  *b = (Batch){.space = SP_PARAM};
+  fill(b, c->a, lanes, 0);
+  Mask good = 0;
+  FOR_SET(l, lanes) {
+    uint64_t at = b->at[l] - (uint64_t)e->params;
+    if (c->write)
+      finding(c->w, c->I, CK_BOUNDS, SEV_ERROR, "writes the kernel's parameters");
+    else if (!in_parameters(e, b->at[l], c->bytes))
+      finding(c->w, c->I, CK_BOUNDS, SEV_ERROR,
+              "lane %d reads %u bytes at %lld of the kernel's parameters, which have %d bytes", l,
+              c->bytes, (long long)at, e->program->param_bytes);
+    else if (at % c->bytes)
+      finding(c->w, c->I, CK_ALIGNMENT, SEV_ERROR,
+              "lane %d reads parameters at %lld, which is not a multiple of %u", l, (long long)at,
+              c->bytes);
+    else good |= 1u << l;
+  }
+  keep_only(b, good);
+}
+
+// The next lanes that can be served together. False: all have been.
+static bool next_batch(Cursor *c, Batch *b) {
+  while (c->left) {
+    uint64_t address = c->a[first_lane(c->left)];
+    Space space = c->space;
+    Mask lanes = c->left;
+    if (space == SP_GENERIC) {
+      uint64_t tag = address & TAG_MASK;
+      lanes = lanes_like(c->a, lanes, 56, tag >> 56);
+      space = tag == SHARED_TAG ? SP_SHARED : tag == LOCAL_TAG ? SP_LOCAL : SP_GLOBAL;
+    }
+    if (space == SP_SHARED)
+      lanes = lanes_like(c->a, lanes, SHARED_RANK_SHIFT, address >> SHARED_RANK_SHIFT);
+    switch (space) {
+      case SP_SHARED: batch_shared(c, b, lanes); break;
+      case SP_LOCAL: batch_local(c, b, lanes); break;
+      case SP_PARAM: batch_parameters(c, b, lanes); break;
+      default: batch_global(c, b, lanes);
+    }
+    c->left &= ~lanes;
+    c->dropped |= lanes & ~b->m;
+    if (b->m) return true;
+  }
+  return false;
+}
+
+// Which memory an address operand of ld.param and st.param means: the kernel's parameters, or
+// those of a call, which live in local memory.
+static Space parameter_space(Warp *w, const Operand *o, uint64_t address) {
+  if (o->sub == K_LOCAL_SYM) return SP_LOCAL;
+  if (o->sub == K_REG && address < (uint64_t)emu_of(w)->program->local_bytes) return SP_LOCAL;
+  return SP_PARAM;
+}
+
+static void start(Cursor *c, Warp *w, const Insn *I, const Operand *address, Mask m, Space space,
+                  uint32_t bytes, bool write) {
+  c->w = w, c->I = I, c->space = space, c->left = m, c->dropped = 0;
+  c->bytes = bytes, c->write = write, c->own_cta = false;
+  addresses_of(w, I, address, m, c->a);
+  if (space == SP_SHARED) FOR_LANES(l) c->a[l] = (uint32_t)c->a[l];
+  if (space == SP_PARAM) c->space = parameter_space(w, address, c->a[first_lane(m)]);
+  if (space == SP_CONST) c->space = SP_GLOBAL;
+}
+
+// --------------------------------------------------------------------------- checks and counters
+
+// What the lanes touch, in ascending order without gaps and repetitions.
+typedef struct {
+  int count, distinct;  // runs; different addresses
+  struct { uint64_t start, bytes; } run[32];
+} Runs;
+
+static int sorted(uint64_t out[32], const Batch *b) {
+  int n = 0;
+  FOR_SET(l, b->m) {
+    int i = n++;
+    for (; i > 0 && out[i - 1] > b->at[l]; i--) out[i] = out[i - 1];
+    out[i] = b->at[l];
+  }
+  return n;
+}
+
+static void find_runs(Runs *r, const Batch *b, uint32_t bytes) {
+  uint64_t a[32];
+  int n = sorted(a, b);
+  r->count = r->distinct = 0;
+  for (int i = 0; i < n; i++) {
+    if (i && a[i] == a[i - 1]) continue;
+    r->distinct++;
+    int last = r->count - 1;
+    bool joins = i && a[i] == r->run[last].start + r->run[last].bytes;
+    if (joins && (b->space == SP_SHARED || b->one_region)) {
+      r->run[last].bytes += bytes;
+    } else {
+      r->run[r->count].start = a[i];
+      r->run[r->count++].bytes = bytes;
+    }
+  }
+}
+
+// Shared memory serves 32 words of different banks at a time; 8 and 16 bytes a lane go by half
+// and quarter warps.
+static void count_banks(Emu *e, const Batch *b, uint32_t bytes) {
+  int lanes = bytes <= 4 ? 32 : 128 / (int)bytes, words = bytes <= 4 ? 1 : (int)bytes / 4;
+  for (int group = 0; group < 32; group += lanes) {
+    uint32_t word[BANKS][32];
+    int used[BANKS] = {0}, most = 0;
+    for (int l = group; l < group + lanes; l++) {
+      if (!(b->m >> l & 1)) continue;
+      for (int k = 0; k < words; k++) {
+        uint32_t at = (uint32_t)(b->at[l] / 4) + (uint32_t)k, bank = at % BANKS;
+        int i = 0;
+        while (i < used[bank] && word[bank][i] != at) i++;
+        if (i < used[bank]) continue;
+        word[bank][used[bank]++] = at;
+        most = used[bank] > most ? used[bank] : most;
+      }
+    }
+    e->counters[CT_BANK_WAVEFRONTS] += (uint64_t)most;
+    e->counters[CT_BANK_IDEAL] += most > 0;
+  }
+}
+
+static void count_sectors(Emu *e, const Runs *r, uint32_t bytes) {
+  uint64_t next = 0;
+  for (int i = 0; i < r->count; i++) {
+    uint64_t from = r->run[i].start / SECTOR;
+    uint64_t past = (r->run[i].start + r->run[i].bytes + SECTOR - 1) / SECTOR;
+    if (from < next) from = next;
+    e->counters[CT_GLOBAL_SECTORS] += past - from;
+    next = past;
+  }
+  e->counters[CT_GLOBAL_IDEAL] += ((uint64_t)r->distinct * bytes + SECTOR - 1) / SECTOR;
+}
+
+static void count_bytes(Warp *w, const Batch *b, uint32_t bytes, int global, int shared) {
+  uint64_t total = (uint64_t)lanes_in(b->m) * bytes;
+  uint64_t *counters = emu_of(w)->counters;
+  switch (b->space) {
+    case SP_GLOBAL: counters[global] += total; break;
+    case SP_SHARED: counters[b->cta == w->cta ? shared : CT_DSMEM] += total; break;
+    case SP_LOCAL: counters[CT_LOCAL] += total; break;
+    default: break;
+  }
+}
+
+// A barrier object is opaque: a store over it is a corrupted barrier.
+static void check_barriers(Warp *w, const Insn *I, const Cta *cta, uint64_t start, uint64_t bytes) {
+  for (uint64_t i = start / 8; i <= (start + bytes - 1) / 8; i++) {
+    if (cta->mbarrier_at[i] < 0 || !cta->mbarriers[cta->mbarrier_at[i]].valid) continue;
+    finding(w, I, CK_BARRIER, SEV_ERROR,
+            "overwrites the mbarrier %s of CTA %u, which is in use (mbarrier.inval it first)",
+            address_name(cta, (uint32_t)i * 8), cta->linear);
+    return;
+  }
+}
+
+// The values of lanes that store to the same place: one of them stays, unspecified which.
+static void check_conflicts(Warp *w, const Insn *I, const Batch *b, const uint8_t *values,
+                            uint32_t bytes) {
+  FOR_SET(l, b->m)
+    for (int k = 0; k < l; k++) {
+      if (!(b->m >> k & 1) || b->at[k] != b->at[l]) continue;
+      if (!memcmp(values + k * MAX_ACCESS, values + l * MAX_ACCESS, bytes)) continue;
+      finding(w, I, CK_RACE, SEV_ERROR,
+              "lanes %d and %d store different values to the same address, %s; which of them stays "
+              "is not defined", k, l,
+              b->space == SP_SHARED ? address_name(b->cta, (uint32_t)b->at[l])
+                                    : global_place(emu_of(w), b->at[l], bytes));
+      return;
+    }
+}
+
+enum { READS = 1, WRITES = 2 };
+
+// Report an access to the happens-before checker and count its wavefronts or sectors. Returns
+// the number of different addresses, or 0 where nothing asked for it.
+static int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int kind,
+                    const Access *access) {
+  Emu *e = emu_of(w);
+  const uint64_t wanted = 1ull << CK_RACE | 1ull << CK_PROXY | 1ull << CK_UNINITIALISED |
+                          1ull << CK_COUNTERS | 1ull << CK_BARRIER;
+  if (b->space != SP_GLOBAL && b->space != SP_SHARED) return 0;
+  if (!(e->checks & wanted)) {  // what a launch has written stays known for the next one
+    if (b->space == SP_GLOBAL && kind & WRITES)
+      FOR_SET(l, b->m) global_write(access, host_of(b, l), bytes);
+    return 0;
+  }
+  Runs r;
+  find_runs(&r, b, bytes);
+  for (int i = 0; i < r.count; i++) {
+    uint64_t at = r.run[i].start, n = r.run[i].bytes;
+    if (b->space == SP_SHARED) {
+      if (kind & READS) shared_read(access, b->cta, (uint32_t)at, (uint32_t)n);
+      if (kind & WRITES) {
+        if (b->cta->nmbarriers) check_barriers(w, I, b->cta, at, n);
+        shared_write(access, b->cta, (uint32_t)at, (uint32_t)n);
+      }
+    } else {
+      if (kind & READS) global_read(access, (void *)at, n);
+      if (kind & WRITES) global_write(access, (void *)at, n);
+    }
+  }
+  if (checking(e, CK_COUNTERS)) {
+    if (b->space == SP_SHARED) count_banks(e, b, bytes);
+    else count_sectors(e, &r, bytes);
+  }
+  return r.distinct;
+}
+
+// Synchronisation through the words that a strong operation reads or writes.
+static void synchronise(Warp *w, const Batch *b, int order,
+                        void (*with)(Warp *, const void *, int)) {
+  if (b->space != SP_GLOBAL && b->space != SP_SHARED) return;
+  const uint8_t *last = NULL;
+  FOR_SET(l, b->m) {
+    if (host_of(b, l) != last) with(w, host_of(b, l), order);
+    last = host_of(b, l);
+  }
+}
+
+// ---------------------------------------------------------------------------------- operands
+
+typedef struct { uint8_t bytes; bool is_signed; } Type;
+#define TYPES "(.b8|b16|b32|b64|b128|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64)"
+static const Type TYPE[] = {{1, 0}, {2, 0}, {4, 0}, {8, 0}, {16, 0}, {1, 0}, {2, 0}, {4, 0},
+                            {8, 0}, {1, 1}, {2, 1}, {4, 1}, {8, 1}, {4, 0}, {8, 0}};
+
+// A source as bytes: lane l's value starts at data + l * stride.
+typedef struct { const uint8_t *data; int stride; } Values;
+
+static Values values_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint32_t bytes,
+                        uint64_t buffer[64]) {
+  if (o->kind == K_REG && o->bits >= 8 * bytes) {
+    check_read(w, I, o, m);
+    int stride = o->bits == 128 ? 16 : o->bits == 64 ? 8 : 4;
+    return (Values){(const uint8_t *)(w->regs + o->reg), stride};
+  }
+  uint64_t low[32];
+  const uint64_t *v = src64_of(w, I, o, m, low);
+  int stride = bytes == 16 ? 16 : 8;
+  FOR_LANES(l) {
+    if (stride == 16) buffer[2 * l] = v[l], buffer[2 * l + 1] = 0;
+    else buffer[l] = v[l];
+  }
+  return (Values){(const uint8_t *)buffer, stride};
+}
+
+#define FETCH(type) ({ type v_; memcpy(&v_, origin + at[l], sizeof v_); v_; })
+
+// Write a destination from origin + at[l], extended to the register's width.
+static void put_from(Warp *w, const Insn *I, const Operand *o, Mask m, Type t,
+                     const uint8_t *origin, const uint64_t at[32]) {
+  if (o->kind != K_REG) return;
+  if (t.bytes == 16) {
+    note_write(w, I, o, m);
+    FOR_SET(l, m) memcpy(reg128(w, o) + 4 * l, origin + at[l], o->bits / 8);
+    return;
+  }
+  if (t.bytes == 8 || (t.is_signed && o->bits == 64)) {
+    uint64_t v[32];
+    switch (t.bytes) {
+      case 8: FOR_LANES(l) v[l] = FETCH(uint64_t); break;
+      case 4: FOR_LANES(l) v[l] = (uint64_t)FETCH(int32_t); break;
+      case 2: FOR_LANES(l) v[l] = (uint64_t)FETCH(int16_t); break;
+      default: FOR_LANES(l) v[l] = (uint64_t)FETCH(int8_t);
+    }
+    put64_of(w, I, o, m, v);
+    return;
+  }
+  uint32_t v[32];
+  switch (t.bytes) {
+    case 4: FOR_LANES(l) v[l] = FETCH(uint32_t); break;
+    case 2: FOR_LANES(l) v[l] = t.is_signed ? (uint32_t)FETCH(int16_t) : FETCH(uint16_t); break;
+    default: FOR_LANES(l) v[l] = t.is_signed ? (uint32_t)FETCH(int8_t) : FETCH(uint8_t);
+  }
+  if (o->bits < 32) FOR_LANES(l) v[l] &= (1u << o->bits) - 1;
+  put32_of(w, I, o, m, v);
+}
+
+static void put_zero(Warp *w, const Insn *I, const Operand *o, Mask m, Type t) {
+  static const uint8_t zeros[16];
+  static const uint64_t at[32];
+  put_from(w, I, o, m, t, zeros, at);
+}
+
+// The elements of a vector instruction, or its one operand; 0 after a fatal finding.
+static int elements_of(Warp *w, const Insn *I, const Operand *o, int vector, Type t) {
+  int n = vector ? 1 << vector : 1;
+  if (count_of(o) == n || (n == 1 && o->kind == K_NONE)) {
+    if (n * t.bytes <= MAX_ACCESS) return n;
+    fatal(w, I, CK_BOUNDS, "a vector of %d elements of %d bytes is wider than %d bytes", n,
+          t.bytes, MAX_ACCESS);
+  } else {
+    fatal(w, I, CK_BOUNDS, "a vector of %d elements, but %d registers are given", n, count_of(o));
+  }
+  return 0;
+}
+
+// A cache policy is read like any operand, and then ignored.
+static void read_policy(Warp *w, const Insn *I, const Operand *o, Mask m) {
+  if (o->kind == K_REG) check_read(w, I, o, m);
+}
+
+// ---------------------------------------------------------------------------------- ld and ldu
+
+// Modifiers: semantics and scope, state space, cache operator, .nc, L1 and L2 priorities, cache
+// hint, prefetch size, vector, type.
+#define PRIORITIES                                                                           \
+  "{.L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|L1::no_allocate}" \
+  "{.L2::evict_normal|L2::evict_first|L2::evict_last}"
+#define LD_SEMANTICS                                                            \
+  "{.weak|volatile|relaxed.cta|relaxed.cluster|relaxed.gpu|relaxed.sys"         \
+  "|acquire.cta|acquire.cluster|acquire.gpu|acquire.sys|mmio.relaxed.sys}"
+#define LD_CACHE "{.ca|cg|cs|lu|cv}{.nc}" PRIORITIES "{.L2::cache_hint}{.L2::64B|L2::128B|L2::256B}"
+#define VECTOR "{.v2|v4|v8}"
+enum { LD_SEM, LD_SPACE, LD_VECTOR = 8, LD_TYPE };
+enum { SEM_WEAK = 1, SEM_RELAXED = 3, SEM_ORDERED = 7, SEM_MMIO = 11 };
+
+static bool is_strong(int semantics) { return semantics > SEM_WEAK; }
+static bool is_ordered(int semantics) { return semantics >= SEM_ORDERED && semantics < SEM_MMIO; }
+
+// Local memory holds what registers would: what it has not been given is undefined there too.
+static Mask undefined_local(Warp *w, const Batch *b, uint32_t at, uint32_t bytes) {
+  Mask bad = 0;
+  FOR_SET(l, b->m)
+    if (memchr(w->local_init + b->at[l] + at, 0, bytes)) bad |= 1u << l;
+  return bad;
+}
+
+static int load(Warp *w, const Insn *I, Mask m, Space space, int semantics, int vector, Type t) {
+  int n = elements_of(w, I, &I->op[0], vector, t);
+  if (!n) return DONE;
+  const Operand *d = list_of(w, &I->op[0]);
+  uint32_t bytes = (uint32_t)n * t.bytes;
+  Cursor c;
+  Batch b;
+  start(&c, w, I, &I->op[1], m, space, bytes, false);
+  c.own_cta = space == SP_SHARED && I->mod[LD_SPACE] < 3;
+  read_policy(w, I, &I->op[2], m);
+  while (next_batch(&c, &b)) {
+    Access access = access_of(w, I, "load");
+    access.atomic = is_strong(semantics);
+    announce(w, I, &b, bytes, READS, &access);
+    count_bytes(w, &b, bytes, CT_GLOBAL_LOAD, CT_SHARED_LOAD);
+    for (int k = 0; k < n; k++) {
+      uint32_t at = (uint32_t)k * t.bytes;
+      put_from(w, I, &d[k], b.m, t, b.origin + at, b.at);
+      if (b.space == SP_LOCAL)
+        set_defined(w, &d[k], b.m, ~undefined_local(w, &b, at, t.bytes));
+    }
+    if (is_strong(semantics)) synchronise(w, &b, is_ordered(semantics) ? 1 : 0, sync_read);
+  }
+  if (c.dropped)
+    for (int k = 0; k < n; k++) put_zero(w, I, &d[k], c.dropped, t);
+  return DONE;
+}
+
+// Generic forms name no space, so their later modifiers come one place earlier.
+#define NO_SPACE(space) ((space) == SP_GENERIC)
+#define LOAD(name, space)                                                       \
+  static int name(Warp *w, const Insn *I, Mask m) {                             \
+    const int16_t *mod = I->mod - NO_SPACE(space);                              \
+    return load(w, I, m, space, I->mod[LD_SEM], mod[LD_VECTOR], TYPE[mod[LD_TYPE] - 1]); \
+  }
+LOAD(exec_ld_generic, SP_GENERIC)
+LOAD(exec_ld_global, SP_GLOBAL)
+LOAD(exec_ld_shared, SP_SHARED)
+LOAD(exec_ld_local, SP_LOCAL)
+LOAD(exec_ld_param, SP_PARAM)
+LOAD(exec_ld_const, SP_CONST)
+
+// ldu: space, vector, type.
+static int exec_ldu(Warp *w, const Insn *I, Mask m) {
+  return load(w, I, m, I->mod[0] ? SP_GLOBAL : SP_GENERIC, 0, I->mod[1], TYPE[I->mod[2] - 1]);
+}
+
+// ------------------------------------------------------------------------------------------ st
+
+#define ST_SEMANTICS                                                            \
+  "{.weak|volatile|relaxed.cta|relaxed.cluster|relaxed.gpu|relaxed.sys"         \
+  "|release.cta|release.cluster|release.gpu|release.sys|mmio.relaxed.sys}"
+#define ST_CACHE "{.wb|cg|cs|wt}" PRIORITIES "{.L2::cache_hint}"
+enum { ST_SEM, ST_SPACE, ST_VECTOR = 6, ST_TYPE };
+
+static void store_element(const Batch *b, uint32_t at, Values v, uint32_t bytes) {
+  uint8_t *origin = b->origin + at;
+  switch (bytes) {
+    case 4: FOR_SET(l, b->m) memcpy(origin + b->at[l], v.data + l * v.stride, 4); break;
+    case 8: FOR_SET(l, b->m) memcpy(origin + b->at[l], v.data + l * v.stride, 8); break;
+    default: FOR_SET(l, b->m) memcpy(origin + b->at[l], v.data + l * v.stride, bytes);
+  }
+}
+
+static void gather(uint8_t *out, Mask m, const Values *v, int n, uint32_t bytes) {
+  FOR_SET(l, m)
+    for (int k = 0; k < n; k++)
+      memcpy(out + l * MAX_ACCESS + (uint32_t)k * bytes, v[k].data + l * v[k].stride, bytes);
+}
+
+static int store(Warp *w, const Insn *I, Mask m, Space space) {
+  const int16_t *mod = I->mod - NO_SPACE(space);
+  Type t = TYPE[mod[ST_TYPE] - 1];
+  int semantics = I->mod[ST_SEM], n = elements_of(w, I, &I->op[1], mod[ST_VECTOR], t);
+  if (!n) return DONE;
+  const Operand *s = list_of(w, &I->op[1]);
+  uint32_t bytes = (uint32_t)n * t.bytes;
+  Values v[8];
+  uint64_t buffers[8][64];
+  for (int k = 0; k < n; k++) v[k] = values_of(w, I, &s[k], m, t.bytes, buffers[k]);
+  Cursor c;
+  Batch b;
+  start(&c, w, I, &I->op[0], m, space, bytes, true);
+  c.own_cta = space == SP_SHARED && I->mod[ST_SPACE] < 3;
+  read_policy(w, I, &I->op[2], m);
+  while (next_batch(&c, &b)) {
+    Access access = access_of(w, I, "store");
+    access.atomic = is_strong(semantics);
+    int distinct = announce(w, I, &b, bytes, WRITES, &access);
+    if (distinct && distinct < lanes_in(b.m) && !access.atomic && checking(emu_of(w), CK_RACE)) {
+      uint8_t all[32 * MAX_ACCESS];
+      gather(all, b.m, v, n, t.bytes);
+      check_conflicts(w, I, &b, all, bytes);
+    }
+    count_bytes(w, &b, bytes, CT_GLOBAL_STORE, CT_SHARED_STORE);
+    if (is_strong(semantics)) synchronise(w, &b, is_ordered(semantics) ? 2 : 0, sync_write);
+    for (int k = 0; k < n; k++) {
+      uint32_t at = (uint32_t)k * t.bytes;
+      store_element(&b, at, v[k], t.bytes);
+      if (b.space != SP_LOCAL) continue;
+      Mask defined = I->flags & F_PROPAGATE ? defined_in(w, &s[k]) : ALL_LANES;
+      FOR_SET(l, b.m) memset(w->local_init + b.at[l] + at, defined >> l & 1, t.bytes);
+    }
+    if (b.space != SP_LOCAL) progress(emu_of(w));
+  }
+  return DONE;
+}
+
+#define STORE(name, space)                                                      \
+  static int name(Warp *w, const Insn *I, Mask m) { return store(w, I, m, space); }
+STORE(exec_st_generic, SP_GENERIC)
+STORE(exec_st_global, SP_GLOBAL)
+STORE(exec_st_shared, SP_SHARED)
+STORE(exec_st_local, SP_LOCAL)
+STORE(exec_st_param, SP_PARAM)
+
+// st.bulk: zeros over a range of shared memory.
+static int exec_st_bulk(Warp *w, const Insn *I, Mask m) {
+  const uint64_t *size = SRC64(1);
+  uint64_t a[32];
+  addresses_of(w, I, &I->op[0], m, a);
+  FOR_SET(l, m) {
+    uint32_t offset;
+    bool is_generic = !I->mod[1];
+    Cta *cta = shared_target(w, (uint32_t)a[l], &offset);
+    if (!cta || (is_generic && (a[l] & TAG_MASK) != SHARED_TAG)) {
+      finding(w, I, CK_BOUNDS, SEV_ERROR, "lane %d: 0x%llx is not in shared memory", l,
+              (unsigned long long)a[l]);
+      continue;
+    }
+    if (size[l] % 8 || size[l] > 1u << 24) {
+      finding(w, I, CK_BOUNDS, SEV_ERROR, "lane %d: %llu bytes, which is not a multiple of 8 up to "
+              "16 MiB", l, (unsigned long long)size[l]);
+      continue;
+    }
+    uint32_t bytes = (uint32_t)size[l];
+    uint8_t *p = shared_pointer(w, I, cta, offset, bytes, 8);
+    if (!p || !bytes) continue;
+    Access access = access_of(w, I, "bulk store");
+    if (cta->nmbarriers) check_barriers(w, I, cta, offset, bytes);
+    shared_write(&access, cta, offset, bytes);
+    memset(p, 0, bytes);
+    emu_of(w)->counters[cta == w->cta ? CT_SHARED_STORE : CT_DSMEM] += bytes;
+    progress(emu_of(w));
+  }
+  return DONE;
+}
+
+// ------------------------------------------------------------------------------ atom and red
+
+// Replaces what is at `at`; b and c are the operands.
+typedef void (*Combine)(void *at, const void *b, const void *c);
+
+// `parts` operations of `bytes` on each register: two for the packed types.
+typedef struct { Combine global, shared; uint8_t bytes, parts; } Atomic;
+
+#define COMBINE(name, type, result)                                             \
+  static void name(void *at, const void *pb, const void *pc) {                  \
+    type x, b, c;                                                               \
+    memcpy(&x, at, sizeof x), memcpy(&b, pb, sizeof b), memcpy(&c, pc, sizeof c); \
+    (void)c;                                                                    \
+    x = (type)(result);                                                         \
+    memcpy(at, &x, sizeof x);                                                   \
+  }
+
+// Sums in f32, of which f16 and bf16 have less than half the precision: rounding twice is right.
+static uint32_t sum_f32(uint32_t x, uint32_t y) { return canonical(as_float(x) + as_float(y)); }
+static uint32_t f32_of_bf16(uint32_t v) { return v << 16; }
+
+// Minimum and maximum of f16 and bf16 codes: -0 below +0, a number rather than a NaN.
+static uint16_t extreme(uint16_t x, uint16_t y, uint16_t infinity, bool smaller) {
+  bool nan_x = (x & 0x7FFF) > infinity, nan_y = (y & 0x7FFF) > infinity;
+  if (nan_x || nan_y) return nan_x && nan_y ? NAN16 : nan_x ? y : x;
+  int32_t key_x = x & 0x8000 ? -(x & 0x7FFF) - 1 : x, key_y = y & 0x8000 ? -(y & 0x7FFF) - 1 : y;
+  return (key_x < key_y) == smaller ? x : y;
+}
+
+#define INFINITY_F16 0x7C00
+#define INFINITY_BF16 0x7F80
+
+COMBINE(and_32, uint32_t, x & b)
+COMBINE(and_64, uint64_t, x & b)
+COMBINE(or_32, uint32_t, x | b)
+COMBINE(or_64, uint64_t, x | b)
+COMBINE(xor_32, uint32_t, x ^ b)
+COMBINE(xor_64, uint64_t, x ^ b)
+COMBINE(exch_32, uint32_t, b)
+COMBINE(exch_64, uint64_t, b)
+COMBINE(exch_128, unsigned __int128, b)
+COMBINE(cas_16, uint16_t, x == b ? c : x)
+COMBINE(cas_32, uint32_t, x == b ? c : x)
+COMBINE(cas_64, uint64_t, x == b ? c : x)
+COMBINE(cas_128, unsigned __int128, x == b ? c : x)
+COMBINE(add_32, uint32_t, x + b)
+COMBINE(add_64, uint64_t, x + b)
+COMBINE(inc_32, uint32_t, x >= b ? 0 : x + 1)
+COMBINE(dec_32, uint32_t, x == 0 || x > b ? b : x - 1)
+COMBINE(min_u32, uint32_t, x < b ? x : b)
+COMBINE(min_s32, int32_t, x < b ? x : b)
+COMBINE(min_u64, uint64_t, x < b ? x : b)
+COMBINE(min_s64, int64_t, x < b ? x : b)
+COMBINE(max_u32, uint32_t, x > b ? x : b)
+COMBINE(max_s32, int32_t, x > b ? x : b)
+COMBINE(max_u64, uint64_t, x > b ? x : b)
+COMBINE(max_s64, int64_t, x > b ? x : b)
+COMBINE(add_f32, uint32_t, sum_f32(x, b))
+COMBINE(add_ftz_f32, uint32_t, flushed(sum_f32(flushed(x), flushed(b))))
+COMBINE(add_f64, double, x + b)
+COMBINE(add_f16, uint16_t, f16_of(sum_f32(f32_of_f16(x), f32_of_f16(b))))
+COMBINE(add_bf16, uint16_t, bf16_of(sum_f32(f32_of_bf16(x), f32_of_bf16(b))))
+COMBINE(min_f16, uint16_t, extreme(x, b, INFINITY_F16, true))
+COMBINE(max_f16, uint16_t, extreme(x, b, INFINITY_F16, false))
+COMBINE(min_bf16, uint16_t, extreme(x, b, INFINITY_BF16, true))
+COMBINE(max_bf16, uint16_t, extreme(x, b, INFINITY_BF16, false))
+
+// Modifiers: semantics, scope, space, operation, cache hint, then (vector and) type.
+#define SCOPE "{.cta|cluster|gpu|sys}"
+#define ATOM "atom{.relaxed|acquire|release|acq_rel}" SCOPE
+#define RED "red{.relaxed|release}" SCOPE
+#define ANY_SPACE "{.global|shared|shared::cta|shared::cluster}"
+#define HINT "{.L2::cache_hint}"
+enum { AT_SEM, AT_SCOPE, AT_SPACE, AT_OPERATION, AT_HINT, AT_TYPE };
+enum { AT_VECTOR = AT_TYPE, AT_VECTOR_TYPE };
+
+// One lane's share of the instruction: `n` registers at consecutive places. Whether it changes
+// anything.
+static bool combine_lane(const Atomic *op, bool shared, uint8_t *at, const Values *b,
+                         const Values *c, int n, int lane) {
+  uint8_t before[MAX_ACCESS];
+  uint32_t bytes = (uint32_t)op->bytes * op->parts;
+  memcpy(before, at, bytes * (uint32_t)n);
+  Combine combine = shared ? op->shared : op->global;
+  for (int k = 0; k < n; k++)
+    for (uint32_t part = 0; part < bytes; part += op->bytes) {
+      const uint8_t *operand = b[k].data + lane * b[k].stride + part;
+      combine(at + (uint32_t)k * bytes + part, operand,
+              c ? c->data + lane * c->stride + part : operand);
+    }
+  return memcmp(before, at, bytes * (uint32_t)n) != 0;
+}
+
+static const Operand *destination_of(const Insn *I) {  // of atom; red has none
+  return I->op[0].kind == K_ADDRESS ? NULL : &I->op[0];
+}
+
+static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, bool swaps) {
+  Emu *e = emu_of(w);
+  const Operand *d = destination_of(I), *o = &I->op[d != NULL];
+  Type t = {(uint8_t)(op->bytes * op->parts), false};
+  int n = elements_of(w, I, &o[1], vector, t);
+  if (!n || (d && !elements_of(w, I, d, vector, t))) return DONE;
+  const Operand *s = list_of(w, &o[1]);
+  Values b[8], c;
+  uint64_t buffers[9][64];
+  for (int k = 0; k < n; k++) b[k] = values_of(w, I, &s[k], m, t.bytes, buffers[k]);
+  if (swaps) c = values_of(w, I, &o[2], m, t.bytes, buffers[8]);
+  read_policy(w, I, &o[2 + swaps], m);
+
+  static const int ATOM_ORDER[] = {0, 0, 1, 2, 3}, RED_ORDER[] = {0, 0, 2};
+  int order = (d ? ATOM_ORDER : RED_ORDER)[I->mod[AT_SEM]], space = I->mod[AT_SPACE];
+  uint32_t bytes = (uint32_t)n * t.bytes;
+  // An exchange whose result is not wanted does not read.
+  bool blind = (op->global == exch_32 || op->global == exch_64 || op->global == exch_128) &&
+               (!d || d->kind == K_NONE);
+  Cursor cursor;
+  Batch batch;
+  start(&cursor, w, I, o, m, !space ? SP_GENERIC : space == 1 ? SP_GLOBAL : SP_SHARED, bytes, true);
+  cursor.own_cta = space == 2 || space == 3;
+  uint8_t old[32][MAX_ACCESS];
+  memset(old, 0, sizeof old);
+  while (next_batch(&cursor, &batch)) {
+    if (batch.space == SP_LOCAL) {
+      finding(w, I, CK_BOUNDS, SEV_ERROR, "an atomic operation on local memory");
+      continue;
+    }
+    Access access = access_of(w, I, "atomic operation");
+    access.atomic = 1;
+    announce(w, I, &batch, bytes, blind ? WRITES : READS | WRITES, &access);
+    e->counters[CT_ATOMICS] += (uint64_t)lanes_in(batch.m) * bytes;
+    synchronise(w, &batch, order, sync_write);
+    bool changed = false;
+    FOR_SET(l, batch.m) {
+      memcpy(old[l], host_of(&batch, l), bytes);
+      changed |= combine_lane(op, batch.space == SP_SHARED, host_of(&batch, l), b,
+                              swaps ? &c : NULL, n, l);
+    }
+    synchronise(w, &batch, order, sync_read);
+    if (changed) progress(e);
+  }
+  if (!d) return DONE;
+  uint64_t at[32];
+  FOR_LANES(l) at[l] = (uint64_t)l * MAX_ACCESS;
+  d = list_of(w, d);
+  for (int k = 0; k < n; k++) put_from(w, I, &d[k], m, t, old[0] + k * t.bytes, at);
+  return DONE;
+}
+
+#define PLAIN(combine, bytes) {combine, combine, bytes, 1}
+#define PACKED(combine, bytes) {combine, combine, bytes, 2}
+// The operations of a form, by alternative of the operation and of the type.
+#define ATOMICS(name, types, vector, type, swaps, ...)                          \
+  static int name(Warp *w, const Insn *I, Mask m) {                             \
+    static const Atomic table[][types] = {__VA_ARGS__};                         \
+    return atomic(w, I, m, &table[I->mod[AT_OPERATION] - 1][I->mod[type] - 1], vector, swaps); \
+  }
+ATOMICS(exec_atom_logic, 2, 0, AT_TYPE, false, {PLAIN(and_32, 4), PLAIN(and_64, 8)},
+        {PLAIN(or_32, 4), PLAIN(or_64, 8)}, {PLAIN(xor_32, 4), PLAIN(xor_64, 8)})
+ATOMICS(exec_atom_exch, 3, 0, AT_TYPE, false,
+        {PLAIN(exch_32, 4), PLAIN(exch_64, 8), PLAIN(exch_128, 16)})
+ATOMICS(exec_atom_cas, 4, 0, AT_TYPE, true,
+        {PLAIN(cas_16, 2), PLAIN(cas_32, 4), PLAIN(cas_64, 8), PLAIN(cas_128, 16)})
+ATOMICS(exec_atom_add, 6, 0, AT_TYPE, false,
+        {PLAIN(add_32, 4), PLAIN(add_32, 4), PLAIN(add_64, 8), PLAIN(add_64, 8),
+         {add_ftz_f32, add_f32, 4, 1}, PLAIN(add_f64, 8)})
+ATOMICS(exec_atom_step, 1, 0, AT_TYPE, false, {PLAIN(inc_32, 4)}, {PLAIN(dec_32, 4)})
+ATOMICS(exec_atom_extreme, 4, 0, AT_TYPE, false,
+        {PLAIN(min_u32, 4), PLAIN(min_s32, 4), PLAIN(min_u64, 8), PLAIN(min_s64, 8)},
+        {PLAIN(max_u32, 4), PLAIN(max_s32, 4), PLAIN(max_u64, 8), PLAIN(max_s64, 8)})
+#define HALF_TYPES(name) {PLAIN(name##_f16, 2), PLAIN(name##_bf16, 2)}
+#define PACKED_TYPES(name) {PACKED(name##_f16, 2), PACKED(name##_bf16, 2)}
+ATOMICS(exec_atom_half, 2, 0, AT_TYPE, false, HALF_TYPES(add))
+ATOMICS(exec_atom_packed, 2, 0, AT_TYPE, false, PACKED_TYPES(add))
+ATOMICS(exec_atom_vector, 1, I->mod[AT_VECTOR], AT_VECTOR_TYPE, false,
+        {{add_ftz_f32, add_f32, 4, 1}})
+ATOMICS(exec_atom_vector_half, 2, I->mod[AT_VECTOR], AT_VECTOR_TYPE, false, HALF_TYPES(add),
+        HALF_TYPES(min), HALF_TYPES(max))
+ATOMICS(exec_atom_vector_packed, 2, I->mod[AT_VECTOR], AT_VECTOR_TYPE, false, PACKED_TYPES(add),
+        PACKED_TYPES(min), PACKED_TYPES(max))
+
+// ---------------------------------------------------------------------- address conversions
+
+// The state spaces of cvta and isspacep, in the order of their patterns.
+enum { TO_CONST = 1, TO_GLOBAL, TO_LOCAL, TO_SHARED, TO_SHARED_CTA, TO_SHARED_CLUSTER, TO_PARAM };
+#define ADDRESS_SPACES "(.const|global|local|shared|shared::cta|shared::cluster|param|param::entry)"
+
+static uint64_t tag_of(int space) {
+  if (space == TO_LOCAL) return LOCAL_TAG;
+  return space >= TO_SHARED && space <= TO_SHARED_CLUSTER ? SHARED_TAG : 0;
+}
+
+static int exec_cvta(Warp *w, const Insn *I, Mask m) {  // to generic
+  const uint64_t *a = SRC64(1);
+  uint64_t r[32], tag = tag_of(I->mod[0]);
+  FOR_LANES(l) r[l] = tag ? tag | (uint32_t)a[l] : a[l];
+  PUT64(0, r);
+  return DONE;
+}
+
+static int exec_cvta_to(Warp *w, const Insn *I, Mask m) {
+  const uint64_t *a = SRC64(1);
+  uint64_t r[32], tag = tag_of(I->mod[0]);
+  FOR_LANES(l) r[l] = tag ? (uint32_t)a[l] : a[l];
+  PUT64(0, r);
+  return DONE;
+}
+
+static bool lies_in(Warp *w, uint64_t address, int space) {
+  Cta *cta = NULL;
+  uint32_t offset;
+  Space found = classify(w, address, &cta, &offset);
+  switch (space) {
+    // The windows of constants and parameters are parts of global memory.
+    case TO_GLOBAL: return found == SP_GLOBAL || found == SP_PARAM;
+    case TO_LOCAL: return found == SP_LOCAL;
+    case TO_SHARED: case TO_SHARED_CTA: return found == SP_SHARED && cta == w->cta;
+    case TO_SHARED_CLUSTER: return found == SP_SHARED && cta;
+    case TO_CONST: return false;
+    default: return found == SP_PARAM;
+  }
+}
+
+static int exec_isspacep(Warp *w, const Insn *I, Mask m) {
+  const uint64_t *a = SRC64(1);
+  Mask r = 0;
+  FOR_SET(l, m) r |= (Mask)lies_in(w, a[l], I->mod[0]) << l;
+  PUTP(0, r);
+  return DONE;
+}
+
+// ------------------------------------------------------------------------------------- caches
+
+// Hints change nothing; their address only has to be a defined value.
+static int exec_hint(Warp *w, const Insn *I, Mask m) {
+  uint64_t a[32];
+  addresses_of(w, I, &I->op[0], m, a);
+  return DONE;
+}
+
+#define LINE 128
+
+static int exec_applypriority(Warp *w, const Insn *I, Mask m) {
+  uint64_t a[32];
+  addresses_of(w, I, &I->op[0], m, a);
+  FOR_SET(l, m) global_legal(w, I, l, a[l], LINE, LINE, false);
+  return DONE;
+}
+
+// The contents of discarded lines are undefined until they are written again.
+static int exec_discard(Warp *w, const Insn *I, Mask m) {
+  Emu *e = emu_of(w);
+  uint64_t a[32];
+  addresses_of(w, I, &I->op[0], m, a);
+  FOR_SET(l, m) {
+    if (!global_legal(w, I, l, a[l], LINE, LINE, true)) continue;
+    Access access = access_of(w, I, "discard");
+    global_write(&access, (void *)a[l], LINE);
+    Region *r = (Region *)region_at(e, a[l], NULL);
+    if (!r->initialised) {
+      r->initialised = malloc(r->size);
+      memset(r->initialised, 1, r->size);
+    }
+    memset(r->initialised + (a[l] - r->base), 0, LINE);
+  }
+  return DONE;
+}
+
+// A policy's bits are opaque: these name the primary priority.
+static int put_policy(Warp *w, const Insn *I, Mask m, int primary) {
+  uint64_t r[32];
+  FOR_LANES(l) r[l] = 0x10F0000000000000ull | (uint64_t)primary << 57;
+  PUT64(0, r);
+  return DONE;
+}
+
+static int exec_policy_fractional(Warp *w, const Insn *I, Mask m) {
+  return put_policy(w, I, m, I->mod[0]);
+}
+
+static int exec_policy_range(Warp *w, const Insn *I, Mask m) {
+  uint64_t a[32];
+  addresses_of(w, I, &I->op[1], m, a);
+  (void)SRC32(2), (void)SRC32(3);
+  return put_policy(w, I, m, I->mod[1]);
+}
+
+static int exec_policy_cvt(Warp *w, const Insn *I, Mask m) {
+  (void)SRC64(1);
+  return put_policy(w, I, m, 0);
+}
+
+// ------------------------------------------------------------------------- external functions
+
+struct Output { char *text; size_t used, room; };
+
+const char *output_text(Emu *e) { return e->output ? e->output->text : ""; }
+
+void output_clear(Emu *e) {
+  if (!e->output) return;
+  free(e->output->text);
+  free(e->output);
+  e->output = NULL;
+}
+
+static void append(Emu *e, const char *part, size_t length) {
+  if (!e->output) e->output = calloc(1, sizeof *e->output);
+  struct Output *o = e->output;
+  if (o->used + length + 1 > o->room) {
+    o->room = 2 * (o->used + length + 1) + 256;
+    o->text = realloc(o->text, o->room);
+  }
+  memcpy(o->text + o->used, part, length);
+  o->used += length;
+  o->text[o->used] = 0;
+}
+
+// Memory of one lane behind a generic address: how many bytes may be read there.
+static const uint8_t *readable(Warp *w, int lane, uint64_t address, uint64_t *bytes) {
+  const Emu *e = emu_of(w);
+  Cta *cta = NULL;
+  uint32_t offset = 0, local = (uint32_t)e->program->local_bytes;
+  *bytes = 0;
+  switch (classify(w, address, &cta, &offset)) {
+    case SP_LOCAL:
+      if (offset < local) *bytes = local - offset;
+      return w->local + (size_t)lane * local + offset;
+    case SP_SHARED:
+      if (!cta || offset >= cta->shared_bytes) return NULL;
+      *bytes = cta->shared_bytes - offset;
+      return cta->shared + offset;
+    case SP_PARAM:
+      *bytes = (uint64_t)e->params + (uint64_t)e->program->param_bytes - address;
+      return (const uint8_t *)address;
+    default: {
+      const Region *r = region_at(e, address, NULL);
+      if (r) *bytes = region_end(r) - address;
+      return (const uint8_t *)address;
+    }
+  }
+}
+
+// A copy of a string in emulated memory, to be freed.
+static char *string_at(Warp *w, int lane, uint64_t address) {
+  uint64_t bytes;
+  const uint8_t *p = readable(w, lane, address, &bytes);
+  if (!bytes || !memchr(p, 0, bytes)) return strdup("(bad string)");
+  return strdup((const char *)p);
+}
+
+typedef struct {
+  Warp *w;
+  const Insn *I;
+  int lane;
+  uint64_t next;  // generic address of the next argument
+} VarArgs;
+
+// Variable arguments lie one after the other, each aligned to its size.
+static uint64_t next_argument(VarArgs *v, uint32_t size) {
+  uint64_t value = 0, bytes;
+  v->next = (v->next + size - 1) & ~(uint64_t)(size - 1);
+  const uint8_t *p = readable(v->w, v->lane, v->next, &bytes);
+  if (bytes < size)
+    finding(v->w, v->I, CK_BOUNDS, SEV_ERROR,
+            "printf reads an argument at 0x%llx, outside of memory", (unsigned long long)v->next);
+  else memcpy(&value, p, size);
+  v->next += size;
+  return value;
+}
+
+// Append one conversion; `spec` is the text between % and the length modifier.
+static void print_value(VarArgs *v, const char *spec, const char *length, char conversion) {
+  char format[64], out[512];
+  bool wide = length[0] && strchr("ljztq", length[0]);
+  int printed = 0;
+  if (strchr("di", conversion) || strchr("uoxX", conversion)) {
+    uint64_t raw = next_argument(v, wide ? 8 : 4);
+    bool is_signed = strchr("di", conversion) != NULL;
+    if (!wide && is_signed) raw = (uint64_t)(int64_t)(int32_t)raw;
+    if (!strcmp(length, "h")) raw = is_signed ? (uint64_t)(int16_t)raw : (uint16_t)raw;
+    if (!strcmp(length, "hh")) raw = is_signed ? (uint64_t)(int8_t)raw : (uint8_t)raw;
+    snprintf(format, sizeof format, "%%%sll%c", spec, conversion);
+    printed = snprintf(out, sizeof out, format, (unsigned long long)raw);
+  } else if (strchr("fFeEgGaA", conversion)) {
+    snprintf(format, sizeof format, "%%%s%c", spec, conversion);
+    printed = snprintf(out, sizeof out, format, as_double(next_argument(v, 8)));
+  } else if (conversion == 'c') {
+    snprintf(format, sizeof format, "%%%sc", spec);
+    printed = snprintf(out, sizeof out, format, (int)next_argument(v, 4));
+  } else if (conversion == 'p') {
+    snprintf(format, sizeof format, "%%#%sllx", spec);
+    printed = snprintf(out, sizeof out, format, (unsigned long long)next_argument(v, 8));
+  } else if (conversion == 's') {
+    char *string = string_at(v->w, v->lane, next_argument(v, 8));
+    if (!*spec) {
+      append(emu_of(v->w), string, strlen(string));
+    } else {
+      snprintf(format, sizeof format, "%%%ss", spec);
+      printed = snprintf(out, sizeof out, format, string);
+    }
+    free(string);
+  } else {
+    printed = snprintf(out, sizeof out, "%%%s%s%c", spec, length, conversion);
+  }
+  if (printed >= (int)sizeof out) printed = sizeof out - 1;
+  if (printed > 0) append(emu_of(v->w), out, (size_t)printed);
+}
+
+// The specification that starts behind a %; returns what follows it.
+static const char *print_conversion(VarArgs *v, const char *at) {
+  char spec[48], length[3] = "";
+  size_t n = 0;
+  while (*at && strchr("-+ #0123456789.*", *at) && n < 32) {
+    if (*at == '*') n += (size_t)snprintf(spec + n, 12, "%d", (int32_t)next_argument(v, 4));
+    else spec[n++] = *at;
+    at++;
+  }
+  spec[n] = 0;
+  for (n = 0; *at && strchr("hlLqjzt", *at); at++)
+    if (n < 2) length[n++] = *at, length[n] = 0;
+  if (!*at) return at;
+  print_value(v, spec, length, *at);
+  return at + 1;
+}
+
+// Returns the number of conversions.
+static uint32_t print_formatted(Warp *w, const Insn *I, int lane, uint64_t format,
+                                uint64_t arguments) {
+  uint32_t count = 0;
+  VarArgs v = {w, I, lane, arguments};
+  char *string = string_at(w, lane, format);
+  for (const char *at = string; *at;) {
+    size_t plain = strcspn(at, "%");
+    append(emu_of(w), at, plain);
+    at += plain;
+    if (at[0] == '%' && at[1] == '%') {
+      append(emu_of(w), "%", 1);
+      at += 2;
+    } else if (*at == '%') {
+      at = print_conversion(&v, at + 1);
+      count++;
+    }
+  }
+  free(string);
+  return count;
+}
+
+// The k-th argument of a call: in the memory of call parameters, or in a register.
+static uint64_t argument(Warp *w, const Insn *I, int lane, const Operand *o, uint32_t size) {
+  uint64_t buffer[32];
+  if (o->kind != K_LOCAL_SYM) return src64_of(w, I, o, 1u << lane, buffer)[lane];
+  uint64_t value = 0;
+  uint32_t local = (uint32_t)emu_of(w)->program->local_bytes;
+  if (o->imm + size <= local) memcpy(&value, w->local + (size_t)lane * local + o->imm, size);
+  return value;
+}
+
+static void put_result(Warp *w, const Insn *I, Mask m, const Operand *o, const uint32_t r[32]) {
+  uint32_t local = (uint32_t)emu_of(w)->program->local_bytes;
+  if (o->kind == K_REG) put32_of(w, I, o, m, r);
+  if (o->kind != K_LOCAL_SYM || o->imm + 4 > local) return;
+  FOR_SET(l, m) {
+    size_t at = (size_t)l * local + o->imm;
+    memcpy(w->local + at, &r[l], 4);
+    memset(w->local_init + at, 1, 4);
+  }
+}
+
+static void call_printf(Warp *w, const Insn *I, Mask m, const Operand *arguments,
+                        const Operand *result) {
+  uint32_t r[32] = {0};
+  FOR_SET(l, m)
+    r[l] = print_formatted(w, I, l, argument(w, I, l, &arguments[0], 8),
+                           argument(w, I, l, &arguments[1], 8));
+  put_result(w, I, m, result, r);
+}
+
+static void call_assertfail(Warp *w, const Insn *I, Mask m, const Operand *arguments) {
+  int l = first_lane(m);
+  char *part[3];  // message, file, function
+  for (int k = 0; k < 3; k++)
+    part[k] = string_at(w, l, argument(w, I, l, &arguments[k == 2 ? 3 : k], 8));
+  fatal(w, I, CK_ASSERT, "assertion failed in lanes 0x%08x: %s (%s:%u, %s)", m, part[0], part[1],
+        (uint32_t)argument(w, I, l, &arguments[2], 4), part[2]);
+  for (int k = 0; k < 3; k++) free(part[k]);
+}
+
+int call_external(Warp *w, const Insn *I, Mask m, const char *name, const Operand *arguments,
+                  int count, const Operand *result) {
+  if (!strcmp(name, "vprintf") && count == 2) call_printf(w, I, m, arguments, result);
+  else if (!strcmp(name, "__assertfail") && count >= 4) call_assertfail(w, I, m, arguments);
+  else fatal(w, I, CK_ASSERT, "call of '%s' with %d arguments, which is not emulated", name, count);
+  return DONE;
+}
+
+// ---------------------------------------------------------------------------------------- forms
+
+#define LD(space, handler) {"ld" LD_SEMANTICS space LD_CACHE VECTOR TYPES, "dxl a s64?", handler, 0}
+#define ST(space, handler, flags) \
+  {"st" ST_SEMANTICS space ST_CACHE VECTOR TYPES, "a sxl s64?", handler, flags}
+#define BOTH(spaces, rest, operands, handler)                        \
+  {ATOM spaces rest, "dx " operands " s64?", handler, 0},            \
+  {RED spaces rest, operands " s64?", handler, 0}
+#define BOTH_VECTOR(rest, handler)                                   \
+  {ATOM "{.global}" rest, "dxl a sxl s64?", handler, 0},             \
+  {RED "{.global}" rest, "a sxl s64?", handler, 0}
+#define PRIMARY "(.L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged)"
+#define SECONDARY "{.L2::evict_first|L2::evict_unchanged}"
+
+const Form FORMS_MEMORY[] = {
+    LD("", exec_ld_generic),
+    LD("(.global)", exec_ld_global),
+    LD("(.shared|shared::cta|shared::cluster)", exec_ld_shared),
+    LD("(.local)", exec_ld_local),
+    LD("(.param|param::entry|param::func)", exec_ld_param),
+    LD("(.const)", exec_ld_const),
+    {"ldu{.global}" "{.v2|v4}" TYPES, "dxl a", exec_ldu, 0},
+
+    ST("", exec_st_generic, 0),
+    ST("(.global)", exec_st_global, 0),
+    ST("(.shared|shared::cta|shared::cluster)", exec_st_shared, 0),
+    ST("(.local)", exec_st_local, F_PROPAGATE),
+    ST("(.param|param::func)", exec_st_param, F_PROPAGATE),
+    {"st.bulk{.weak}{.shared::cta}", "a s64 i", exec_st_bulk, 0},
+
+    BOTH(ANY_SPACE, "(.and|or|xor)" HINT "(.b32|b64)", "a sx", exec_atom_logic),
+    BOTH(ANY_SPACE, "(.add)" HINT "(.u32|s32|u64|s64|f32|f64)", "a sx", exec_atom_add),
+    BOTH(ANY_SPACE, "(.inc|dec)" HINT "(.u32)", "a sx", exec_atom_step),
+    BOTH(ANY_SPACE, "(.min|max)" HINT "(.u32|s32|u64|s64)", "a sx", exec_atom_extreme),
+    BOTH(ANY_SPACE, "(.add).noftz" HINT "(.f16|bf16)", "a sx", exec_atom_half),
+    BOTH(ANY_SPACE, "(.add).noftz" HINT "(.f16x2|bf16x2)", "a sx", exec_atom_packed),
+    {ATOM ANY_SPACE "(.exch)" HINT "(.b32|b64|b128)", "dx a sx s64?", exec_atom_exch, 0},
+    {ATOM ANY_SPACE "(.cas)" HINT "(.b16|b32|b64|b128)", "dx a sx sx s64?", exec_atom_cas, 0},
+    BOTH_VECTOR("(.add)" HINT "(.v2|v4)(.f32)", exec_atom_vector),
+    BOTH_VECTOR("(.add|min|max).noftz" HINT "(.v2|v4|v8)(.f16|bf16)", exec_atom_vector_half),
+    BOTH_VECTOR("(.add|min|max).noftz" HINT "(.v2|v4)(.f16x2|bf16x2)", exec_atom_vector_packed),
+
+    {"cvta" ADDRESS_SPACES ".u64", "d64 s64", exec_cvta, 0},
+    {"cvta.to" ADDRESS_SPACES ".u64", "d64 s64", exec_cvta_to, 0},
+    {"isspacep" ADDRESS_SPACES, "dp s64", exec_isspacep, 0},
+
+    {"prefetch{.global|local}(.L1|L2)", "a", exec_hint, 0},
+    {"prefetch.global(.L2::evict_last|L2::evict_normal)", "a", exec_hint, 0},
+    {"prefetchu.L1", "a", exec_hint, 0},
+    {"applypriority{.global}.L2::evict_normal", "a i", exec_applypriority, 0},
+    {"discard{.global}.L2", "a i", exec_discard, 0},
+    {"createpolicy.fractional" PRIMARY SECONDARY ".b64", "d64 s32?", exec_policy_fractional, 0},
+    {"createpolicy.range{.global}" PRIMARY SECONDARY ".b64", "d64 a s32 s32", exec_policy_range, 0},
+    {"createpolicy.cvt.L2.b64", "d64 s64", exec_policy_cvt, 0},
+    {0},
+};

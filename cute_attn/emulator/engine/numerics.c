@@ -1,0 +1,530 @@
+// The arithmetic of tensor cores. See numerics.h for the model; its parameters are in RULES.
+#include "numerics.h"
+
+#include <math.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+typedef float v8f __attribute__((vector_size(32)));
+typedef int32_t v8i __attribute__((vector_size(32)));
+typedef int16_t v8s __attribute__((vector_size(16)));
+typedef int32_t v4i __attribute__((vector_size(16)));
+typedef float v4f __attribute__((vector_size(16)));
+typedef double v4d __attribute__((vector_size(32)));
+typedef int64_t v4l __attribute__((vector_size(32)));
+
+// ------------------------------------------------------------------------------------- formats
+
+typedef struct { int exponent_bits, mantissa_bits, bias; bool inf, nan_all_ones; } SmallFloat;
+static const SmallFloat SMALL[FT_COUNT] = {
+  [FT_E4M3] = {4, 3, 7, false, true}, [FT_E5M2] = {5, 2, 15, true, false},
+  [FT_E3M2] = {3, 2, 3, false, false}, [FT_E2M3] = {2, 3, 1, false, false},
+  [FT_E2M1] = {2, 1, 1, false, false},
+};
+static float small_tables[FT_COUNT][256];
+
+static float small_value(const SmallFloat *s, unsigned bits) {
+  unsigned mantissa = bits & ((1u << s->mantissa_bits) - 1);
+  unsigned exponent = bits >> s->mantissa_bits & ((1u << s->exponent_bits) - 1);
+  unsigned top = (1u << s->exponent_bits) - 1;
+  float sign = bits >> (s->mantissa_bits + s->exponent_bits) & 1 ? -1.0f : 1.0f;
+  if (s->inf && exponent == top) return mantissa ? NAN : sign * INFINITY;
+  if (s->nan_all_ones && exponent == top && mantissa == (1u << s->mantissa_bits) - 1) return NAN;
+  if (exponent == 0) return sign * ldexpf(mantissa, 1 - s->bias - s->mantissa_bits);
+  return sign * ldexpf(mantissa | 1u << s->mantissa_bits,
+                       (int)exponent - s->bias - s->mantissa_bits);
+}
+
+static const float *small_table(FloatType type) {
+  static bool ready;
+  if (!ready) {
+    for (int t = FT_E4M3; t <= FT_E2M1; t++)
+      for (unsigned i = 0; i < 256; i++) small_tables[t][i] = small_value(&SMALL[t], i);
+    for (unsigned i = 0; i < 256; i++) {
+      small_tables[FT_UE8M0][i] = i == 255 ? NAN : ldexpf(1.0f, (int)i - 127);
+      small_tables[FT_UE4M3][i] = small_value(&SMALL[FT_E4M3], i & 0x7F);
+    }
+    ready = true;
+  }
+  return small_tables[type];
+}
+
+static inline float from_bits(uint32_t bits) {
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+static inline uint32_t bits_of(float f) {
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  return bits;
+}
+
+static inline float half_to_float(uint16_t h) {
+  // The scaling makes subnormals normal; infinities and NaNs need their exponent set.
+  float f = from_bits((uint32_t)(h & 0x7FFF) << 13) * 0x1p112f;
+  uint32_t bits = bits_of(f) | ((h & 0x7C00) == 0x7C00 ? 0x7F800000u : 0);
+  return from_bits(bits | (uint32_t)(h & 0x8000) << 16);
+}
+float half_value(uint16_t bits) { return half_to_float(bits); }
+
+uint16_t half_of(float value) {
+  uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
+  if (magnitude > 0x7F800000) return TENSOR_NAN_F16;
+  if (magnitude >= 0x477FF000) return sign | 0x7C00;            // 65520 and more
+  if (magnitude < 0x38800000) {                                 // below 2^-14
+    float units = from_bits(magnitude) * 0x1p24f;
+    return sign | (uint16_t)lrintf(units);
+  }
+  uint32_t rounded = magnitude + 0xFFF + (magnitude >> 13 & 1);
+  return sign | (uint16_t)((rounded - 0x38000000) >> 13);
+}
+
+void decode_floats(FloatType type, const void *raw, int count, float *out) {
+  const uint16_t *h = raw;
+  const uint32_t *word = raw;
+  const uint8_t *byte = raw;
+  switch (type) {
+    case FT_F16: for (int i = 0; i < count; i++) out[i] = half_to_float(h[i]); break;
+    case FT_BF16: for (int i = 0; i < count; i++) out[i] = from_bits((uint32_t)h[i] << 16); break;
+    case FT_TF32: for (int i = 0; i < count; i++) out[i] = from_bits(word[i] & ~0x1FFFu); break;
+    case FT_F32: memcpy(out, raw, (size_t)count * 4); break;
+    default: {
+      const float *table = small_table(type);
+      for (int i = 0; i < count; i++) out[i] = table[byte[i]];
+    }
+  }
+}
+
+void decode_fp4(const uint8_t *raw, int count, float *out) {
+  const float *table = small_table(FT_E2M1);
+  for (int i = 0; i < count; i++) out[i] = table[raw[i / 2] >> (i & 1) * 4 & 15];
+}
+
+// --------------------------------------------------------------------------------------- rules
+
+// What is known of each generation. A rule holds from its architecture on, until a later rule for
+// the same unit and operands.
+enum { OPERAND_HALF, OPERAND_TF32, OPERAND_FP8, OPERAND_SCALED, OPERAND_SCALED_FP4 };
+typedef struct { int arch; MmaUnit unit; int operand, block_k, fraction_bits, result_bits; } Rule;
+static const Rule RULES[] = {
+  {80, UNIT_MMA, OPERAND_HALF, 8, 24, 23},
+  {80, UNIT_MMA, OPERAND_TF32, 4, 24, 23},
+  {89, UNIT_MMA, OPERAND_FP8, 16, 13, 13},
+  {90, UNIT_MMA, OPERAND_HALF, 16, 25, 23},
+  {90, UNIT_MMA, OPERAND_TF32, 8, 25, 23},
+  {90, UNIT_WGMMA, OPERAND_HALF, 16, 25, 23},
+  {90, UNIT_WGMMA, OPERAND_TF32, 8, 25, 23},
+  {90, UNIT_WGMMA, OPERAND_FP8, 32, 13, 13},
+  {100, UNIT_TCGEN05, OPERAND_HALF, 16, 25, 23},
+  {100, UNIT_TCGEN05, OPERAND_TF32, 8, 25, 23},
+  {100, UNIT_TCGEN05, OPERAND_FP8, 32, 25, 23},
+  {100, UNIT_TCGEN05, OPERAND_SCALED, 32, 25, 23},
+  {100, UNIT_TCGEN05, OPERAND_SCALED_FP4, 64, 35, 23},
+  {120, UNIT_MMA, OPERAND_FP8, 32, 25, 23},
+  {120, UNIT_MMA, OPERAND_SCALED, 32, 25, 23},
+  {120, UNIT_MMA, OPERAND_SCALED_FP4, 64, 35, 23},
+};
+static const int MIN_EXPONENT[FT_COUNT] = {
+  [FT_F16] = -14, [FT_BF16] = -126, [FT_TF32] = -126, [FT_F32] = -126,
+  [FT_E4M3] = -6, [FT_E5M2] = -14, [FT_E3M2] = -2, [FT_E2M3] = 0, [FT_E2M1] = 0,
+};
+
+static int operand_class(FloatType a, BlockScale scaled) {
+  if (scaled) return scaled == SCALED_MXF4 ? OPERAND_SCALED_FP4 : OPERAND_SCALED;
+  if (a == FT_F16 || a == FT_BF16) return OPERAND_HALF;
+  return a == FT_TF32 ? OPERAND_TF32 : OPERAND_FP8;
+}
+
+Numerics numerics_of(const Emu *e, MmaUnit unit, FloatType a, FloatType b, bool f16_accumulator,
+                     BlockScale scaled) {
+  int operand = operand_class(a, scaled);
+  const Rule *rule = NULL, *any = NULL;
+  for (size_t i = 0; i < sizeof RULES / sizeof *RULES; i++) {
+    if (RULES[i].unit != unit || RULES[i].operand != operand) continue;
+    any = &RULES[i];
+    if (RULES[i].arch <= e->program->arch) rule = any;
+  }
+  if (!rule) rule = any ? any : &RULES[0];
+  return (Numerics){
+    .exact = e->numerics != 0, .block_k = rule->block_k, .fraction_bits = rule->fraction_bits,
+    .result_bits = rule->result_bits, .f16_result = f16_accumulator,
+    .min_exponent_a = MIN_EXPONENT[a], .min_exponent_b = MIN_EXPONENT[b],
+    .scale_group = operand == OPERAND_SCALED_FP4 ? 16 : 0,
+  };
+}
+
+// ------------------------------------------------------------------------------------- scratch
+
+// Working arrays, kept from call to call.
+static void *scratch(int slot, size_t bytes) {
+  static struct { void *p; size_t size; } kept[8];
+  if (kept[slot].size < bytes) {
+    free(kept[slot].p);
+    kept[slot].size = (bytes + 4095) & ~(size_t)4095;
+    kept[slot].p = aligned_alloc(64, kept[slot].size);
+  }
+  return kept[slot].p;
+}
+
+// out[k][column] for k0 <= k < k0 + K of B, columns padded with zeros to a multiple of 8.
+static float *transposed(const float *B, int N, int ldb, int k0, int K, int padded) {
+  float *out = scratch(0, (size_t)padded * K * sizeof(float));
+  for (int k = 0; k < K; k++)
+    for (int n = N; n < padded; n++) out[k * padded + n] = 0;
+  for (int n = 0; n < N; n++)
+    for (int k = 0; k < K; k++) out[k * padded + n] = B[(size_t)n * ldb + k0 + k];
+  return out;
+}
+
+// ----------------------------------------------------------------------- plain floating point
+
+static void float_row(int K, int padded, const float *a, const float *bt, int n0, float *d,
+                      int columns, bool accumulate) {
+  v8f sum[4] = {{0}};
+  int vectors = (columns + 7) / 8;
+  for (int k = 0; k < K; k++) {
+    const float *b = bt + (size_t)k * padded + n0;
+    for (int v = 0; v < 4; v++)
+      if (v < vectors) sum[v] += a[k] * *(const v8f *)(b + 8 * v);
+  }
+  const float *flat = (const float *)sum;
+  for (int n = 0; n < columns; n++) d[n] = accumulate ? d[n] + flat[n] : flat[n];
+}
+
+static void float_tile(const Numerics *num, int M, int N, int K, const float *A, const float *B,
+                       float *D, bool accumulate) {
+  int padded = (N + 7) & ~7;
+  const float *bt = transposed(B, N, K, 0, K, padded);
+  for (int n0 = 0; n0 < N; n0 += 32) {
+    int columns = N - n0 < 32 ? N - n0 : 32;
+    for (int m = 0; m < M; m++)
+      float_row(K, padded, A + (size_t)m * K, bt, n0, D + (size_t)m * N + n0, columns, accumulate);
+  }
+  if (num->f16_result)
+    for (int i = 0; i < M * N; i++) D[i] = half_to_float(half_of(D[i]));
+}
+
+// --------------------------------------------------------------------------- one element, exact
+
+static inline double power_of_two(int e) {   // -1022 <= e <= 1023
+  uint64_t bits = (uint64_t)(e + 1023) << 52;
+  double d;
+  memcpy(&d, &bits, 8);
+  return d;
+}
+static inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+
+#define NO_EXPONENT (-2000)  // of zero: never the largest
+#define BAD_EXPONENT 12000   // of what the vector path leaves to exact_element
+
+static inline int exponent_of(float x, int lowest) {
+  uint32_t bits = bits_of(x) & 0x7FFFFFFF;
+  if (!bits) return NO_EXPONENT;
+  int e = (int)(bits >> 23) - 127;
+  return e < lowest ? lowest : e;
+}
+
+// The sign of a result that has become zero is lost.
+static inline float positive_zero(float x) { return x == 0 ? 0 : x; }
+
+// An exact value as the accumulator's format holds it.
+static float rounded(const Numerics *num, double v) {
+  if (v == 0) return 0;
+  if (num->f16_result) {
+    // To f32 with the lost bits gathered in the last one, so that rounding again is right.
+    uint64_t bits;
+    memcpy(&bits, &v, 8);
+    uint64_t lost = bits & 0x1FFFFFFF;
+    bits = (bits & ~(uint64_t)0x1FFFFFFF) | (lost ? 0x20000000 : 0);
+    memcpy(&v, &bits, 8);
+    return positive_zero(half_to_float(half_of((float)v)));
+  }
+  int e = ilogb(v);
+  if (e < -126) e = -126;
+  double units = trunc(v * power_of_two(num->result_bits - e));
+  return positive_zero((float)(units * power_of_two(e - num->result_bits)));
+}
+
+// One element of one block. `shift`: of the block's scale factors.
+static float exact_element(const Numerics *num, int K, const float *a, const float *b, float c,
+                           int shift) {
+  int largest = exponent_of(c, num->f16_result ? -14 : -126);
+  if (largest < -126) largest = -126;
+  double plain = c;
+  for (int k = 0; k < K; k++) {
+    plain += (double)a[k] * b[k];
+    int e = exponent_of(a[k], num->min_exponent_a) + exponent_of(b[k], num->min_exponent_b);
+    if (a[k] != 0 && b[k] != 0 && e + shift > largest) largest = e + shift;
+  }
+  if (!isfinite(plain)) return isnan(plain) ? from_bits(TENSOR_NAN_F32) : (float)plain;
+  int64_t total = (int64_t)(c * power_of_two(num->fraction_bits - largest));
+  double unit = power_of_two(clamp(num->fraction_bits + shift - largest, -700, 700));
+  for (int k = 0; k < K; k++) total += (int64_t)((double)a[k] * b[k] * unit);
+  return rounded(num, (double)total * power_of_two(largest - num->fraction_bits));
+}
+
+// ------------------------------------------------------------------------------- blocks, exact
+//
+// Eight columns at a time. Products are formed in f32, where they are exact as long as their
+// factors stay between 2^-50 and 2^60; smaller factors are left out, and elements for which that
+// could matter are done again by exact_element.
+
+#define SMALLEST (-50)
+#define LARGEST 60
+
+typedef struct {
+  const Numerics *num;
+  int K, padded;
+  const float *bt;           // K x padded
+  const int16_t *eb;         // exponents of bt
+  const int16_t *column_top, *column_small;  // largest exponent; largest of those left out
+  const int16_t *shift;      // of the columns' scale factors
+} Block;
+
+static inline v8s max8(v8s a, v8s b) {
+#ifdef __SSE2__
+  return (v8s)_mm_max_epi16((__m128i)a, (__m128i)b);
+#else
+  v8s less = a < b;
+  return (b & less) | (a & ~less);
+#endif
+}
+static inline v8i max8i(v8i a, v8i b) {
+  v8i less = a < b;
+  return (b & less) | (a & ~less);
+}
+static inline v8i min8i(v8i a, v8i b) {
+  v8i less = a < b;
+  return (a & less) | (b & ~less);
+}
+
+// Exponents of n values, a multiple of 8; those left out become 0. Returns the largest in *top and
+// the largest left out in *small when they are per row (stride 0), else per column.
+static void take_exponents(float *x, int16_t *e, int n, int lowest, int16_t *top, int16_t *small,
+                           int stride) {
+  for (int i = 0; i < n; i++) {
+    int32_t bits = (int32_t)(bits_of(x[i]) & 0x7FFFFFFF);
+    int32_t v = (bits >> 23) - 127;
+    bool usual = v >= SMALLEST && v <= LARGEST;
+    v = v < lowest ? lowest : v;
+    v = bits == 0 ? NO_EXPONENT : v;
+    e[i] = (int16_t)v;
+    // Too large for the vector path: as if something enormous were left out.
+    int16_t left = v > LARGEST ? BAD_EXPONENT : usual ? 2 * NO_EXPONENT : v;
+    int16_t *t = top + i * stride, *s = small + i * stride;
+    *t = *t > v ? *t : v;
+    *s = *s > left ? *s : left;
+    x[i] = usual ? x[i] : 0;
+  }
+}
+
+typedef struct { v4d total; v4l bits; } Half;
+
+// Four of the eight sums: the exact total, and its value rounded to f32 (as double's bits).
+static inline Half finish(const Numerics *num, v4i sum, v4i high, v4f c, v4i exponent) {
+  v4l e = __builtin_convertvector(exponent, v4l);
+  v4d up = (v4d)((1023 + num->fraction_bits - e) << 52);
+  v4d down = (v4d)((1023 - num->fraction_bits + e) << 52);
+  v4d cut = __builtin_convertvector(
+      __builtin_convertvector(__builtin_convertvector(c, v4d) * up, v4i), v4d);
+  Half h;
+  h.total = __builtin_convertvector(sum, v4d) + __builtin_convertvector(high, v4d) + cut;
+  h.bits = (v4l)(h.total * down);
+  v4l lost_mask = (v4l){0} + (((int64_t)1 << (52 - num->result_bits)) - 1);
+  if (num->f16_result) {
+    lost_mask = (v4l){0} + 0x1FFFFFFF;
+    v4l lost = (h.bits & lost_mask) != 0;
+    h.bits = (h.bits & ~lost_mask) | (lost & 0x20000000);
+  } else h.bits &= ~lost_mask;
+  return h;
+}
+
+static inline v4i low4(v8i x) { return (v4i){x[0], x[1], x[2], x[3]}; }
+static inline v4i high4(v8i x) { return (v4i){x[4], x[5], x[6], x[7]}; }
+
+// Adds one block to eight columns of a row. Returns the columns to do again, one bit each.
+static unsigned exact_eight(const Block *b, int n0, const float *a, const int16_t *ea, int row_top,
+                            int row_small, int row_shift, float *c) {
+  const Numerics *num = b->num;
+  const int F = num->fraction_bits;
+  v8s top = (v8s){0} + (int16_t)(2 * NO_EXPONENT);
+  for (int k = 0; k < b->K; k++)
+    top = max8(top, *(const v8s *)(b->eb + (size_t)k * b->padded + n0) + ea[k]);
+  v8f c8;
+  memcpy(&c8, c, sizeof c8);
+  v8i c_bits = (v8i)c8 & 0x7FFFFFFF;
+  v8i ec = (c_bits >> 23) - 127;
+  v8i c_bad = ec > 127, c_zero = c_bits == 0;
+  ec = max8i(ec, (v8i){0} + (num->f16_result ? -14 : -126));
+  ec = (ec & ~c_zero & ~c_bad) | (c_zero & -126);
+  v8i shift = __builtin_convertvector(*(const v8s *)(b->shift + n0), v8i) + row_shift;
+  v8i e = max8i(__builtin_convertvector(top, v8i) + shift, ec);
+
+  v8i biased = min8i(max8i(127 + F + shift - e, (v8i){0} + 1), (v8i){0} + 254);
+  v8f scale = (v8f)(biased << 23);
+  v8i sum = {0}, high = {0};
+  int first = b->K < 16 ? b->K : 16;
+  const float *column = b->bt + n0;
+  for (int k = 0; k < first; k++, column += b->padded)
+    sum += __builtin_convertvector(a[k] * *(const v8f *)column * scale, v8i);
+  for (int k = first; k < b->K; k++, column += b->padded)   // apart: 32 terms may not fit
+    high += __builtin_convertvector(a[k] * *(const v8f *)column * scale, v8i);
+
+  v8i safe = min8i(max8i(e, (v8i){0} - 900), (v8i){0} + 900);
+  Half l = finish(num, low4(sum), low4(high), (v4f){c[0], c[1], c[2], c[3]}, low4(safe));
+  Half h = finish(num, high4(sum), high4(high), (v4f){c[4], c[5], c[6], c[7]}, high4(safe));
+  v4i zero_l = __builtin_convertvector(l.total == 0, v4i);
+  v4i zero_h = __builtin_convertvector(h.total == 0, v4i);
+  v8i zero = {zero_l[0], zero_l[1], zero_l[2], zero_l[3],
+              zero_h[0], zero_h[1], zero_h[2], zero_h[3]};
+
+  v8i c_small = __builtin_convertvector(*(const v8s *)(b->column_small + n0), v8i) + row_top;
+  v8i r_small = __builtin_convertvector(*(const v8s *)(b->column_top + n0), v8i) + row_small;
+  v8i limit = max8i(c_small, r_small) + shift + F + 3;
+  // Left out with effect, not finite, or a result that may be subnormal.
+  v8i again = (e < limit) | c_bad | ((e < F - 126) & ~zero);
+  unsigned mask = 0;
+  for (int i = 0; i < 8; i++) mask |= (again[i] & 1u) << i;
+  v4f out_l = __builtin_convertvector((v4d)l.bits, v4f);
+  v4f out_h = __builtin_convertvector((v4d)h.bits, v4f);
+  float out[8];
+  memcpy(out, &out_l, 16);
+  memcpy(out + 4, &out_h, 16);
+  if (num->f16_result)
+    for (int i = 0; i < 8; i++) out[i] = positive_zero(half_to_float(half_of(out[i])));
+  for (int i = 0; i < 8; i++) c[i] = mask >> i & 1 ? c[i] : out[i];
+  return mask;
+}
+
+static inline int scale_exponent(float s) {
+  return s == 0 || !isfinite(s) ? 0 : ilogbf(s);
+}
+
+// One block of K products for the whole tile. sa, sb: exponents of the scale factors, by row.
+static void exact_block(const Numerics *num, int M, int N, int ld, int k0, int K, const float *A,
+                        const float *B, const int16_t *sa, const int16_t *sb, float *D) {
+  int padded = (N + 7) & ~7;
+  float *bt = transposed(B, N, ld, k0, K, padded);
+  int16_t *eb = scratch(1, (size_t)padded * K * 2);
+  int16_t *column = scratch(2, (size_t)padded * 3 * 2);
+  int16_t *top = column, *small = column + padded, *shift = column + 2 * padded;
+  for (int n = 0; n < padded; n++) {
+    top[n] = small[n] = 2 * NO_EXPONENT;
+    shift[n] = sb && n < N ? sb[n] : 0;
+  }
+  for (int k = 0; k < K; k++)
+    take_exponents(bt + (size_t)k * padded, eb + (size_t)k * padded, padded, num->min_exponent_b,
+                   top, small, 1);
+  Block block = {num, K, padded, bt, eb, top, small, shift};
+  float row[64];
+  int16_t er[64];
+  for (int m = 0; m < M; m++) {
+    const float *a = A + (size_t)m * ld + k0;
+    memcpy(row, a, (size_t)K * 4);
+    int16_t row_top = 2 * NO_EXPONENT, row_small = 2 * NO_EXPONENT;
+    take_exponents(row, er, K, num->min_exponent_a, &row_top, &row_small, 0);
+    int row_shift = sa ? sa[m] : 0;
+    float *d = D + (size_t)m * N;
+    for (int n0 = 0; n0 < N; n0 += 8) {
+      int columns = N - n0 < 8 ? N - n0 : 8;
+      float c[8] = {0};
+      memcpy(c, d + n0, (size_t)columns * 4);
+      unsigned again = exact_eight(&block, n0, row, er, row_top, row_small, row_shift, c);
+      memcpy(d + n0, c, (size_t)columns * 4);
+      for (; __builtin_expect(again != 0, 0); again &= again - 1) {
+        int n = n0 + __builtin_ctz(again);
+        if (n < N)
+          d[n] = exact_element(num, K, a, B + (size_t)n * ld + k0, d[n], row_shift + shift[n]);
+      }
+    }
+  }
+}
+
+void mma_tile(const Numerics *num, int M, int N, int K, const float *A, const float *B, float *D,
+              bool accumulate) {
+  if (!num->exact) { float_tile(num, M, N, K, A, B, D, accumulate); return; }
+  if (!accumulate) memset(D, 0, (size_t)M * N * sizeof *D);
+  for (int k = 0; k < K; k += num->block_k)
+    exact_block(num, M, N, K, k, K - k < num->block_k ? K - k : num->block_k, A, B, NULL, NULL, D);
+}
+
+// -------------------------------------------------------------------------------- block scaling
+
+// Rows of X (rows x K) times their scale factors.
+static float *prescaled(int slot, const float *X, const float *scale, int rows, int K, int vector) {
+  float *out = scratch(slot, (size_t)rows * K * sizeof(float));
+  for (int i = 0; i < rows * K; i++) out[i] = X[i] * scale[i / vector];
+  return out;
+}
+
+// fp4 with scale factors: `scale_group` products are summed exactly, times the significands of the
+// scale factors; the exponents of the latter decide how these sums are aligned.
+static float grouped_element(const Numerics *num, int K, const float *a, const float *b,
+                             const float *sa, const float *sb, int vector, float c) {
+  double part[64];
+  int exponent[64], groups = 0, largest = exponent_of(c, -126);
+  if (largest < -126) largest = -126;
+  double plain = c;
+  for (int k = 0; k < K; k += num->scale_group, groups++) {
+    float fa = sa[k / vector], fb = sb[k / vector];
+    double sum = 0;
+    for (int i = 0; i < num->scale_group; i++) sum += (double)a[k + i] * b[k + i];
+    plain += sum * fa * fb + 0 * fa * fb;
+    exponent[groups] = scale_exponent(fa) + scale_exponent(fb);
+    part[groups] = sum * fa * fb * power_of_two(-exponent[groups]);
+    if (exponent[groups] > largest) largest = exponent[groups];
+  }
+  if (!isfinite(plain)) return isnan(plain) ? from_bits(TENSOR_NAN_F32) : (float)plain;
+  int64_t total = (int64_t)(c * power_of_two(num->fraction_bits - largest));
+  for (int g = 0; g < groups; g++)
+    total += (int64_t)(part[g] * power_of_two(clamp(num->fraction_bits + exponent[g] - largest,
+                                                    -700, 700)));
+  return rounded(num, (double)total * power_of_two(largest - num->fraction_bits));
+}
+
+static void scale_exponents(const float *scale, int rows, int per_row, int at, int16_t *out) {
+  for (int i = 0; i < rows; i++) out[i] = (int16_t)scale_exponent(scale[i * per_row + at]);
+}
+
+// Rows or columns whose scale factor is NaN give NaN.
+static void spread_nan(int M, int N, int per_row, int at, const float *sa, const float *sb,
+                       float *D) {
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++)
+      if (isnan(sa[m * per_row + at]) || isnan(sb[n * per_row + at]))
+        D[m * N + n] = from_bits(TENSOR_NAN_F32);
+}
+
+void mma_tile_scaled(const Numerics *num, int M, int N, int K, const float *A, const float *B,
+                     const float *scale_a, const float *scale_b, int vector, float *D,
+                     bool accumulate) {
+  if (!num->exact) {
+    const float *a = prescaled(3, A, scale_a, M, K, vector);
+    const float *b = prescaled(4, B, scale_b, N, K, vector);
+    float_tile(num, M, N, K, a, b, D, accumulate);
+    return;
+  }
+  if (!accumulate) memset(D, 0, (size_t)M * N * sizeof *D);
+  int per_row = K / vector;
+  if (num->scale_group) {
+    for (int k = 0; k < K; k += num->block_k) {
+      int length = K - k < num->block_k ? K - k : num->block_k;
+      for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++)
+          D[m * N + n] = grouped_element(
+              num, length, A + (size_t)m * K + k, B + (size_t)n * K + k,
+              scale_a + m * per_row + k / vector, scale_b + n * per_row + k / vector, vector,
+              D[m * N + n]);
+    }
+    return;
+  }
+  int16_t *sa = scratch(5, (size_t)(M + N) * 2), *sb = sa + M;
+  for (int k = 0; k < K; k += vector) {
+    scale_exponents(scale_a, M, per_row, k / vector, sa);
+    scale_exponents(scale_b, N, per_row, k / vector, sb);
+    exact_block(num, M, N, K, k, vector, A, B, sa, sb, D);
+    spread_nan(M, N, per_row, k / vector, scale_a, scale_b, D);
+  }
+}

@@ -1,0 +1,139 @@
+// Helpers of the scalar families (integer.c, float.c, convert.c): operands as arrays of lanes,
+// masks from comparisons, and the floating-point formats.
+#ifndef CUTE_ATTN_SCALAR_H
+#define CUTE_ATTN_SCALAR_H
+
+#include "engine.h"
+#include <fenv.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+// Operand k as 32 lanes called `name`. Unlike SRC32 this does not clear the buffer first.
+#define LANES32(name, k) \
+  uint32_t name##_store[32]; \
+  const uint32_t *name = src32_of(w, I, &I->op[k], m, name##_store)
+#define LANES64(name, k) \
+  uint64_t name##_store[32]; \
+  const uint64_t *name = src64_of(w, I, &I->op[k], m, name##_store)
+
+// The lanes whose word is not 0; the words are 0 or all ones.
+static inline Mask mask_of(const uint32_t r[32]) {
+  Mask v = 0;
+#ifdef __AVX2__
+  for (int i = 0; i < 4; i++) {
+    __m256i x = _mm256_loadu_si256((const __m256i *)(r + 8 * i));
+    v |= (Mask)_mm256_movemask_ps(_mm256_castsi256_ps(x)) << (8 * i);
+  }
+#else
+  FOR_LANES(l) v |= (r[l] & 1) << l;
+#endif
+  return v;
+}
+
+// ------------------------------------------------------------------------------------- bits
+
+ALWAYS_INLINE float as_float(uint32_t v) { union { uint32_t u; float f; } x = {.u = v}; return x.f; }
+ALWAYS_INLINE uint32_t float_bits(float v) { union { float f; uint32_t u; } x = {.f = v}; return x.u; }
+ALWAYS_INLINE double as_double(uint64_t v) { union { uint64_t u; double f; } x = {.u = v}; return x.f; }
+ALWAYS_INLINE uint64_t double_bits(double v) { union { double f; uint64_t u; } x = {.f = v}; return x.u; }
+
+#define NAN32 0x7FFFFFFFu
+#define NAN16 0x7FFFu
+#define NAN64 0xFFF8000000000000ull
+
+// The result of f32 arithmetic: any NaN becomes the canonical one.
+ALWAYS_INLINE uint32_t canonical(float v) { return v == v ? float_bits(v) : NAN32; }
+ALWAYS_INLINE uint32_t flushed(uint32_t v) { return v & 0x7F800000 ? v : v & 0x80000000; }
+ALWAYS_INLINE uint32_t saturated(uint32_t v) {  // to [0, 1]; NaN and -0 give +0
+  return (int32_t)v <= 0 || v > 0x7F800000 ? 0 : v > 0x3F800000 ? 0x3F800000 : v;
+}
+
+// ---------------------------------------------------------------------------------- rounding
+//
+// The values are those of the group {.rn|rz|rm|rp} of a pattern; absent means nearest.
+enum { RN = 1, RZ, RM, RP, RNA, RS };
+
+// Set the rounding of the host for what follows, up to round_nearest().
+static inline void round_as(int mode) {
+  static const int modes[] = {FE_TONEAREST, FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
+  if (mode > RN) fesetround(modes[mode]);
+}
+static inline void round_nearest(int mode) { if (mode > RN) fesetround(FE_TONEAREST); }
+// Keeps arithmetic on the data behind these pointers on its side of a change of rounding: the
+// compiler does not know that the two depend on each other.
+#define BARRIER4(a, b, c, d) __asm__ volatile("" : : "r"(a), "r"(b), "r"(c), "r"(d) : "memory")
+
+// x + y rounded to odd: rounding it again, to at most 51 bits in any direction, gives what
+// rounding the exact sum would.
+ALWAYS_INLINE double add_odd(double x, double y) {
+  double s = x + y, t = s - x, error = (x - (s - t)) + (y - t);
+  uint64_t bits = double_bits(s);
+  int inexact = (error > 0) | (error < 0);
+  uint64_t step = (error > 0) == (s > 0) ? 1 : (uint64_t)-1;
+  return as_double(bits + (inexact & ~(int)bits & 1 ? step : 0));
+}
+
+// ----------------------------------------------------------------------------------- formats
+
+typedef struct {
+  int mantissa, bias, bits;
+  uint32_t infinity, max, nan;  // codes; without an infinity, overflow gives max
+} Format;
+static const Format F16 = {10, 15, 16, 0x7C00, 0x7BFF, NAN16};
+static const Format BF16 = {7, 127, 16, 0x7F80, 0x7F7F, NAN16};
+static const Format F32 = {23, 127, 32, 0x7F800000, 0x7F7FFFFF, NAN32};
+
+// A double in another format. `random` has its bits just below the last one kept (32 of them).
+ALWAYS_INLINE uint32_t narrow_random(double value, const Format *f, int mode, bool finite,
+                                     uint32_t random) {
+  uint64_t d = double_bits(value), a = d & ~(1ull << 63);
+  uint32_t negative = d >> 63, sign = negative << (f->bits - 1);
+  int e = (int)(a >> 52);
+  int target = e - 1023 + f->bias, lost = 52 - f->mantissa + (target < 1 ? 1 - target : 0);
+  target = target < 1 ? 1 : target;
+  lost = lost > 62 ? 62 : lost;
+  uint64_t all = (1ull << lost) - 1, half = 1ull << (lost - 1);
+  uint64_t s = (a & 0xFFFFFFFFFFFFFull) | (e ? 1ull << 52 : 0);
+  bool away = mode == (negative ? RM : RP);
+  uint64_t add = mode <= RN    ? half - 1 + (s >> lost & 1)
+                 : away        ? all
+                 : mode == RNA ? half
+                 : mode == RS  ? lost > 32 ? (uint64_t)random << (lost - 32) : random >> (32 - lost)
+                               : 0;
+  uint64_t code = ((s + add) >> lost) + ((uint64_t)(target - 1) << f->mantissa);
+  uint32_t overflow = !finite && (mode <= RN || away || mode >= RNA) ? f->infinity : f->max;
+  uint32_t r = code > f->max ? overflow : (uint32_t)code;
+  if (e == 0x7FF) {
+    if (a << 12) return f->nan;
+    r = finite ? f->max : f->infinity;
+  }
+  return sign | r;
+}
+ALWAYS_INLINE uint32_t narrow(double value, const Format *f, int mode) {
+  return narrow_random(value, f, mode, false, 0);
+}
+
+// f32 to f16 and bf16, to nearest: forms that vectorise.
+ALWAYS_INLINE uint32_t f16_of(uint32_t v) {
+  uint32_t a = v & 0x7FFFFFFF, sign = v >> 16 & 0x8000;
+  uint32_t normal = (a + 0xFFF + (a >> 13 & 1) - (112u << 23)) >> 13;
+  uint32_t small = float_bits(as_float(a) + 0.5f) - 0x3F000000;  // 0.5 has f16's smallest ulp
+  uint32_t r = a < 0x38800000 ? small : a >= 0x477FF000 ? 0x7C00 : normal;
+  return a > 0x7F800000 ? NAN16 : sign | r;
+}
+ALWAYS_INLINE uint32_t bf16_of(uint32_t v) {
+  uint32_t r = (v + 0x7FFF + (v >> 16 & 1)) >> 16;
+  return (v & 0x7FFFFFFF) > 0x7F800000 ? NAN16 : r;
+}
+// f16 in the low half to f32, exactly; NaN payloads shifted along.
+ALWAYS_INLINE uint32_t f32_of_f16(uint32_t h) {
+  uint32_t a = (h & 0x7FFF) << 13;
+  uint32_t r = float_bits(as_float(a) * 0x1p112f);
+  r = a >= 0x0F800000 ? a | 0x7F800000 : r;
+  return r | (h & 0x8000) << 16;
+}
+
+#endif

@@ -1,0 +1,602 @@
+// wgmma: asynchronous matrix multiplication by warpgroups of four warps.
+//
+// Each warp computes its 16 of the 64 rows as an operation of its own. The hardware starts when
+// all four warps have arrived: so the operations of the first three are kept back, and that of the
+// last one runs them all. What a warp has waited for has been done by all four.
+#include "engine.h"
+#include "numerics.h"
+
+#define GROUPS 64          // commit groups remembered
+#define K_BYTES 32         // of a row of A or B: the same for all types
+#define MAX_N 256
+
+typedef enum { OPERANDS_FLOAT, OPERANDS_INT, OPERANDS_BIT } OperandKindOf;
+
+typedef struct Multiply {
+  AsyncOp *op;
+  struct Multiply *next;   // of this warp, not yet run
+  uint64_t number;         // of the warp's wgmmas, from 1
+  const char *kind;
+  OperandKindOf operands;
+  FloatType a_type, b_type;
+  int n, k;
+  bool f16_result, saturate, a_signed, b_signed;
+  bool accumulate, negate_a, negate_b, mn_major_a, mn_major_b, a_in_registers;
+  bool last;               // the warp was the last of its warpgroup to issue it
+  uint64_t a_descriptor, b_descriptor;
+  uint8_t a[16 * K_BYTES]; // of registers
+} Multiply;
+
+typedef struct { int32_t id; uint64_t group; const Insn *insn; } HeldRegister;
+
+struct Wgmma {
+  uint64_t issued, done;          // wgmmas
+  uint64_t group_end[GROUPS];     // `issued` when the group was committed
+  const Insn *latest;
+  Multiply *first_waiting, *last_waiting;
+  int held; HeldRegister registers[256];  // of A, read by wgmmas in flight
+};
+
+static struct Wgmma *state_of(Warp *w) {
+  if (!w->wgmma) w->wgmma = calloc(1, sizeof *w->wgmma);
+  return w->wgmma;
+}
+
+// Registers written since the last wgmma.fence; before the first one, all of them.
+static int32_t *unfenced_of(Warp *w) {
+  int nregs = emu_of(w)->program->nregs;
+  if (!w->unfenced) {
+    w->unfenced = malloc(sizeof(int32_t) * (size_t)(nregs + 1));
+    for (int i = 0; i <= nregs; i++) w->unfenced[i] = 1;
+  }
+  return w->unfenced;
+}
+
+static int first_peer(const Warp *w) { return w->index & ~3; }
+static int end_of_peers(const Warp *w) {
+  int end = first_peer(w) + 4;
+  return end < w->cta->nwarps ? end : w->cta->nwarps;
+}
+#define FOR_PEERS(p, w) \
+  for (Warp *p = &(w)->cta->warps[first_peer(w)]; p < &(w)->cta->warps[end_of_peers(w)]; p++)
+
+static Clock clock_of(const Warp *w, uint64_t group) {
+  return w->agent_birth[AG_WGMMA] + (Clock)(group - 1);
+}
+
+// --------------------------------------------------------------------------- matrix descriptors
+
+typedef struct { uint32_t start, leading, stride, base; int chunks; } Descriptor;
+
+// `chunks`: 16-byte columns of the swizzling pattern; 1: none.
+static Descriptor descriptor_of(uint64_t d) {
+  static const int chunks[] = {1, 8, 4, 2};
+  return (Descriptor){.start = (uint32_t)(d & 0x3FFF) << 4,
+                      .leading = (uint32_t)(d >> 16 & 0x3FFF) << 4,
+                      .stride = (uint32_t)(d >> 32 & 0x3FFF) << 4,
+                      .base = (uint32_t)(d >> 49 & 7), .chunks = chunks[d >> 62]};
+}
+
+// Shared address (18 bits) of 16 bytes. K-major: of `row`, 0 or 1 along K. MN-major: of the eight
+// rows from 8 * major on, at `minor` along K.
+static uint32_t chunk_address(const Descriptor *d, bool mn_major, int major, int minor) {
+  uint32_t a = d->start, width = 16u * (uint32_t)d->chunks;
+  if (mn_major) {
+    if (d->chunks == 1)
+      a += minor % 8 * 16 + minor / 8 * d->leading + (uint32_t)major * d->stride;
+    else
+      a += minor % 8 * width + minor / 8 * d->stride +
+           (uint32_t)(major % d->chunks) * 16 + (uint32_t)(major / d->chunks) * d->leading;
+  } else {
+    a += (uint32_t)(major / 8) * d->stride + (uint32_t)(major % 8) * width +
+         (uint32_t)minor * (d->chunks == 1 ? d->leading : 16);
+  }
+  uint32_t line = (a >> 7) - d->base;
+  return (a ^ (line & (uint32_t)(d->chunks - 1)) << 4) & 0x3FFFF;
+}
+
+// Complain about a descriptor that cannot mean what it says. `rows`: M or N.
+static void check_descriptor(Warp *w, const Insn *I, const char *which, uint64_t bits,
+                             bool mn_major, int rows) {
+  uint64_t reserved = bits & 0x3FF1C000C000C000ull;
+  if (reserved)
+    finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
+            "descriptor of %s is 0x%016llx: reserved bits 0x%llx are set (an address or offset "
+            "not cut to 18 bits, or a descriptor of another architecture)", which,
+            (unsigned long long)bits, (unsigned long long)reserved);
+  Descriptor d = descriptor_of(bits);
+  if (d.chunks == 1) return;
+  int first = (int)(d.start >> 4) & (d.chunks - 1), used = mn_major ? rows / 8 : 2;
+  if (used > d.chunks) used = d.chunks;
+  if (first + used > d.chunks)
+    finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
+            "descriptor of %s starts at 0x%x, %d bytes into a line of its %d-byte swizzle; the %d "
+            "bytes along %s that it needs cross the end of that line", which, d.start, 16 * first,
+            16 * d.chunks, 16 * used, mn_major ? "M or N" : "K");
+}
+
+// ------------------------------------------------------------------------------- reading operands
+
+static const uint8_t *chunk_pointer(const Access *a, uint32_t address, bool check) {
+  Cta *cta = a->warp->cta;
+  uint32_t offset = address - SHARED_BASE;
+  static const uint8_t nothing[16];
+  if (__builtin_expect(offset > cta->shared_bytes || offset + 16 > cta->shared_bytes, 0)) {
+    const uint8_t *p = shared_pointer(a->warp, a->insn, cta, offset, 16, 16);
+    return p ? p : nothing;
+  }
+  if (check) shared_read(a, cta, offset, 16);
+  return cta->shared + offset;
+}
+
+// Rows first .. first + rows of an operand, each with its 32 bytes of K together. Of every four
+// groups of eight rows, those in the mask `check` are checked for races.
+static void read_rows(const Access *a, uint64_t bits, bool mn_major, int first, int rows,
+                      unsigned check, uint8_t *out) {
+  Descriptor d = descriptor_of(bits);
+  for (int r = first; r < first + rows; r += 8) {
+    bool checked = check >> (r / 8 & 3) & 1;
+    if (mn_major) {
+      for (int k = 0; k < 16; k++) {
+        uint16_t column[8];
+        memcpy(column, chunk_pointer(a, chunk_address(&d, true, r / 8, k), checked), 16);
+        if (out)
+          for (int i = 0; i < 8; i++)
+            memcpy(out + (r - first + i) * K_BYTES + 2 * k, &column[i], 2);
+      }
+    } else {
+      for (int i = 0; i < 16; i++) {
+        const uint8_t *p = chunk_pointer(a, chunk_address(&d, false, r + i / 2, i & 1), checked);
+        if (out) memcpy(out + (r - first + i / 2) * K_BYTES + (i & 1) * 16, p, 16);
+      }
+    }
+  }
+}
+
+static void check_rows(const Access *a, uint64_t bits, bool mn_major, int rows, unsigned check) {
+  for (int r = 0; r < rows; r += 8)
+    if (check >> (r / 8 & 3) & 1) read_rows(a, bits, mn_major, r, 8, check, NULL);
+}
+
+// ------------------------------------------------------------------------------------ arithmetic
+
+static void flip_signs(float *x, int count) {
+  for (int i = 0; i < count; i++) x[i] = -x[i];
+}
+
+// Accumulators of lane 4g + t: registers 4j + 2h and 4j + 2h + 1 hold columns 8j + 2t and
+// 8j + 2t + 1 of row g + 8h; with f16, register 2j + h holds both.
+static void read_accumulators(Warp *w, const Multiply *x, float *D) {
+  const Operand *d = list_of(w, &x->op->insn->op[0]);
+  for (int j = 0; j < x->n / 8; j++)
+    for (int h = 0; h < 2; h++)
+      for (int c = 0; c < 2; c++) {
+        const Operand *o = &d[x->f16_result ? 2 * j + h : 4 * j + 2 * h + c];
+        const uint32_t *v = w->regs + o->reg;
+        float *row = D + 8 * h * x->n + 8 * j + c;
+        if (o->kind != K_REG) FOR_LANES(l) row[l / 4 * x->n + l % 4 * 2] = 0;
+        else if (x->f16_result)
+          FOR_LANES(l) row[l / 4 * x->n + l % 4 * 2] = half_value((uint16_t)(v[l] >> 16 * c));
+        else FOR_LANES(l) memcpy(&row[l / 4 * x->n + l % 4 * 2], &v[l], 4);
+      }
+}
+
+static void write_accumulators(Warp *w, const Multiply *x, const float *D) {
+  const Operand *d = list_of(w, &x->op->insn->op[0]);
+  for (int j = 0; j < x->n / 8; j++)
+    for (int h = 0; h < 2; h++)
+      for (int c = 0; c < 2; c++) {
+        const Operand *o = &d[x->f16_result ? 2 * j + h : 4 * j + 2 * h + c];
+        uint32_t *v = w->regs + o->reg;
+        const float *row = D + 8 * h * x->n + 8 * j + c;
+        if (o->kind != K_REG) continue;
+        if (x->f16_result)
+          FOR_LANES(l) {
+            uint32_t half = half_of(row[l / 4 * x->n + l % 4 * 2]);
+            v[l] = c ? (v[l] & 0xFFFF) | half << 16 : half;
+          }
+        else FOR_LANES(l) memcpy(&v[l], &row[l / 4 * x->n + l % 4 * 2], 4);
+      }
+}
+
+static int32_t saturated(int64_t v) {
+  return v > INT32_MAX ? INT32_MAX : v < INT32_MIN ? INT32_MIN : (int32_t)v;
+}
+
+static void widen(const uint8_t *in, int count, bool is_signed, int16_t *out) {
+  for (int i = 0; i < count; i++) out[i] = is_signed ? (int8_t)in[i] : in[i];
+}
+
+static void multiply_integers(const Multiply *x, const uint8_t *a, const uint8_t *b, int32_t *D) {
+  static int16_t A[16 * K_BYTES], B[MAX_N * K_BYTES];
+  widen(a, 16 * K_BYTES, x->a_signed, A);
+  widen(b, x->n * K_BYTES, x->b_signed, B);
+  for (int i = 0; i < 16 * x->n; i++) {
+    const int16_t *p = A + i / x->n * K_BYTES, *q = B + i % x->n * K_BYTES;
+    int32_t sum = 0;
+    for (int k = 0; k < K_BYTES; k++) sum += p[k] * q[k];
+    int32_t c = x->accumulate ? D[i] : 0;
+    D[i] = x->saturate ? saturated((int64_t)c + sum) : (int32_t)((uint32_t)c + (uint32_t)sum);
+  }
+}
+
+static void multiply_bits(const Multiply *x, const uint8_t *a, const uint8_t *b, int32_t *D) {
+  for (int i = 0; i < 16 * x->n; i++) {
+    int32_t sum = x->accumulate ? D[i] : 0;
+    for (int k = 0; k < K_BYTES; k++)
+      sum += __builtin_popcount(a[i / x->n * K_BYTES + k] & b[i % x->n * K_BYTES + k]);
+    D[i] = sum;
+  }
+}
+
+// B as the last warp to arrive has read it: the others use it while it runs them.
+typedef struct { bool valid; uint64_t descriptor; uint8_t rows[MAX_N * K_BYTES];
+                 float values[MAX_N * K_BYTES]; } SharedB;
+static SharedB shared_b;
+
+static void read_b(const Multiply *x, unsigned check) {
+  const Access *access = &x->op->access;
+  if (shared_b.valid && shared_b.descriptor == x->b_descriptor) {
+    check_rows(access, x->b_descriptor, x->mn_major_b, x->n, check);
+    return;
+  }
+  read_rows(access, x->b_descriptor, x->mn_major_b, 0, x->n, check, shared_b.rows);
+  shared_b.descriptor = x->b_descriptor;
+  if (x->operands == OPERANDS_FLOAT) {
+    decode_floats(x->b_type, shared_b.rows, x->n * x->k, shared_b.values);
+    if (x->negate_b) flip_signs(shared_b.values, x->n * x->k);
+  }
+}
+
+static void run_part(Multiply *x) {
+  Warp *w = x->op->warp;
+  static float A[16 * K_BYTES], D[16 * MAX_N];
+  uint8_t a[16 * K_BYTES];
+  const uint8_t *a_rows = x->a_in_registers ? x->a : a;
+  // All four warps read the same B: each checks a quarter, in turn.
+  read_b(x, 1u << (((unsigned)w->index + 1 + (unsigned)x->number) & 3));
+  if (!x->a_in_registers)
+    read_rows(&x->op->access, x->a_descriptor, x->mn_major_a, w->index % 4 * 16, 16, 15, a);
+  if (x->accumulate) read_accumulators(w, x, D);
+  if (x->operands == OPERANDS_INT)
+    multiply_integers(x, a_rows, shared_b.rows, (int32_t *)D);
+  else if (x->operands == OPERANDS_BIT)
+    multiply_bits(x, a_rows, shared_b.rows, (int32_t *)D);
+  else {
+    decode_floats(x->a_type, a_rows, 16 * x->k, A);
+    if (x->negate_a) flip_signs(A, 16 * x->k);
+    Numerics n = numerics_of(x->op->emu, UNIT_WGMMA, x->a_type, x->b_type, x->f16_result,
+                             SCALED_NONE);
+    mma_tile(&n, 16, x->n, x->k, A, shared_b.values, D, x->accumulate);
+  }
+  write_accumulators(w, x, D);
+}
+
+// The wgmma that warp w has still to run first, if it is the one of this number.
+static Multiply *waiting(Warp *w, uint64_t number) {
+  Multiply *x = w->wgmma ? w->wgmma->first_waiting : NULL;
+  return x && x->number == number ? x : NULL;
+}
+
+static void run_multiply(AsyncOp *op, int stage) {
+  (void)stage;
+  Multiply *x = op->data;
+  Warp *w = op->warp;
+  struct Wgmma *s = w->wgmma;
+  s->first_waiting = x->next;
+  if (!x->next) s->last_waiting = NULL;
+  s->done = x->number;
+  run_part(x);
+  if (!x->last) return;
+  shared_b.valid = true;
+  FOR_PEERS(peer, w) {
+    Multiply *y = waiting(peer, x->number);
+    if (!y) continue;
+    if (y->b_descriptor != x->b_descriptor || y->n != x->n || y->operands != x->operands ||
+        y->b_type != x->b_type || y->mn_major_b != x->mn_major_b || y->negate_b != x->negate_b) {
+      finding_with(w, op->insn, y->op->insn, CK_WGMMA, SEV_ERROR,
+                   "the warps of a warpgroup disagree: warp %d has B descriptor 0x%016llx and N "
+                   "%d, warp %d 0x%016llx and N %d", w->index,
+                   (unsigned long long)x->b_descriptor, x->n, peer->index,
+                   (unsigned long long)y->b_descriptor, y->n);
+      shared_b.valid = false;
+    }
+    force(y->op);
+  }
+  shared_b.valid = false;
+}
+
+// --------------------------------------------------------------------------------------- issuing
+
+static void check_fenced(Warp *w, const Insn *I, const Operand *o, const char *what) {
+  if (o->kind != K_REG || !w->unfenced[o->id]) return;
+  finding(w, I, CK_WGMMA, SEV_ERROR,
+          "register %d (%s) was written after the last wgmma.fence: the wgmma may use its old "
+          "value", o->id, what);
+  w->unfenced[o->id] = 0;
+}
+
+// A wgmma in flight owns register o: another may only go on with the same accumulators.
+static void check_chain(Warp *w, const Insn *I, const Multiply *x, const Operand *o) {
+  if (!w->npending || o->kind != K_REG || !w->pending[o->id]) return;
+  AsyncOp *op = w->pending[o->id];
+  if (op->access.agent != agent_of(w, AG_WGMMA)) {
+    pending_write(w, I, o);
+    return;
+  }
+  const Multiply *y = op->data;
+  if (y->n != x->n || y->f16_result != x->f16_result || y->operands != x->operands)
+    finding_with(w, I, op->insn, CK_WGMMA, SEV_ERROR,
+                 "accumulates into a register of a wgmma in flight with another shape (N %d, "
+                 "then %d): wgmma.wait_group is missing", y->n, x->n);
+}
+
+static void take_accumulators(Warp *w, const Insn *I, Mask m, Multiply *x) {
+  const Operand *d = list_of(w, &I->op[0]);
+  int count = x->f16_result ? x->n / 4 : x->n / 2;
+  for (int i = 0; i < count; i++) {
+    if (d[i].kind != K_REG) continue;
+    check_chain(w, I, x, &d[i]);
+    check_fenced(w, I, &d[i], "accumulator");
+    Mask bad = m & ~w->defined[d[i].id];
+    if (x->accumulate && bad) undefined_read(w, I, &d[i], bad);
+    w->defined[d[i].id] = ALL_LANES;
+    set_pending(w, &d[i], x->op);
+  }
+}
+
+static void hold_register(struct Wgmma *s, int32_t id, uint64_t group, const Insn *I) {
+  int i = 0;
+  while (i < s->held && s->registers[i].id != id) i++;
+  if (i == (int)(sizeof s->registers / sizeof *s->registers)) return;
+  if (i == s->held) s->held++;
+  s->registers[i] = (HeldRegister){id, group, I};
+}
+
+// A in registers: copied now, though the hardware reads it later; see release_registers.
+static void take_a_registers(Warp *w, const Insn *I, Mask m, Multiply *x) {
+  const Operand *list = list_of(w, &I->op[1]);
+  struct Wgmma *s = w->wgmma;
+  for (int r = 0; r < 4 && r < count_of(&I->op[1]); r++) {
+    uint32_t buffer[32];
+    const uint32_t *v = src32_of(w, I, &list[r], m, buffer);
+    FOR_LANES(l) memcpy(x->a + (l / 4 + r % 2 * 8) * K_BYTES + l % 4 * 4 + r / 2 * 16, &v[l], 4);
+    check_fenced(w, I, &list[r], "operand A");
+    if (list[r].kind == K_REG) hold_register(s, list[r].id, w->wgmma_group, I);
+  }
+}
+
+// Registers of A that were overwritten while a wgmma was reading them. Those of groups up to
+// `group` are not read any more.
+static void release_registers(Warp *w, const Insn *I, uint64_t group) {
+  struct Wgmma *s = w->wgmma;
+  int kept = 0;
+  for (int i = 0; i < s->held; i++) {
+    HeldRegister *h = &s->registers[i];
+    if (w->unfenced[h->id]) {
+      finding_with(w, h->insn, I, CK_WGMMA, SEV_ERROR,
+                   "register %d of operand A was overwritten while the wgmma was in flight: "
+                   "wgmma.wait_group has to come first", h->id);
+      continue;
+    }
+    if (h->group > group) s->registers[kept++] = *h;
+  }
+  s->held = kept;
+}
+
+static uint64_t uniform_descriptor(Warp *w, const Insn *I, Mask m, int k, const char *which) {
+  const uint64_t *v = SRC64(k);
+  int lane = __builtin_ctz(m);
+  FOR_SET(l, m) if (v[l] != v[lane]) {
+    finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
+            "descriptor of %s differs between lanes: 0x%016llx in lane %d, 0x%016llx in lane %d",
+            which, (unsigned long long)v[lane], lane, (unsigned long long)v[l], l);
+    break;
+  }
+  return v[lane];
+}
+
+static bool scale_d(Warp *w, const Insn *I, Mask m) {
+  Mask p = SRCP(3) & m;
+  if (p && p != m)
+    finding(w, I, CK_WGMMA, SEV_ERROR,
+            "scale-d is true in lanes 0x%08x only: it must be the same in the whole warpgroup", p);
+  return p >> __builtin_ctz(m) & 1;
+}
+
+static bool last_to_issue(Warp *w, uint64_t number) {
+  FOR_PEERS(peer, w)
+    if (peer != w && !peer->exited && (!peer->wgmma || peer->wgmma->issued < number)) return false;
+  return true;
+}
+
+static bool sensible(Warp *w, const Insn *I, const Multiply *x) {
+  int registers = x->f16_result ? x->n / 4 : x->n / 2;
+  if (x->n < 8 || x->n > MAX_N || x->n % 8 || count_of(&I->op[0]) != registers) {
+    fatal(w, I, CK_WGMMA, "N %d and %d accumulator registers do not go together", x->n,
+          count_of(&I->op[0]));
+    return false;
+  }
+  return true;
+}
+
+// Operands of all forms: D, A, B, scale-d, then immediates.
+static int issue(Warp *w, const Insn *I, Mask m, Multiply x) {
+  Emu *e = emu_of(w);
+  if (m != ALL_LANES)
+    finding(w, I, CK_SYNC, SEV_ERROR,
+            "needs all 32 lanes of the warp, but only 0x%08x execute it", m);
+  if (!sensible(w, I, &x)) return DONE;
+  struct Wgmma *s = state_of(w);
+  unfenced_of(w);
+  if (w->cta->nwarps < first_peer(w) + 4)
+    finding(w, I, CK_WGMMA, SEV_ERROR,
+            "warp %d has no complete warpgroup: the CTA has only %d warps", w->index,
+            w->cta->nwarps);
+  x.accumulate = scale_d(w, I, m);
+  x.a_in_registers = I->op[1].kind == K_LIST;
+  x.b_descriptor = uniform_descriptor(w, I, m, 2, "B");
+  check_descriptor(w, I, "B", x.b_descriptor, x.mn_major_b, x.n);
+  if (!x.a_in_registers) {
+    x.a_descriptor = uniform_descriptor(w, I, m, 1, "A");
+    check_descriptor(w, I, "A", x.a_descriptor, x.mn_major_a, 64);
+  } else take_a_registers(w, I, m, &x);
+
+  AsyncOp *op = new_async(w, I, "wgmma", AG_WGMMA, clock_of(w, w->wgmma_group));
+  x.op = op;
+  x.number = ++s->issued;
+  x.last = last_to_issue(w, x.number);
+  Multiply *data = malloc(sizeof *data);
+  *data = x;
+  op->data = data;
+  op->run = run_multiply;
+  op->queue = queue_of(w, AG_WGMMA);
+  op->on_demand = !x.last;
+  take_accumulators(w, I, m, data);
+  if (s->last_waiting) s->last_waiting->next = data;
+  else s->first_waiting = data;
+  s->last_waiting = data;
+  s->latest = I;
+  e->counters[CT_WGMMA_FLOPS] += (uint64_t)(2 * 16 * x.n * x.k);
+  e->counters[CT_ASYNC_OPS]++;
+  count_mma(e, x.kind, 16, x.n, x.k);
+  submit(op);
+  progress(e);
+  return DONE;
+}
+
+// An immediate of 1 or -1.
+static bool negative(Warp *w, const Insn *I, int k) {
+  int64_t v = (int64_t)(int32_t)I->op[k].imm;
+  if (v != 1 && v != -1)
+    finding(w, I, CK_WGMMA, SEV_ERROR, "imm-scale is %lld: it must be 1 or -1", (long long)v);
+  return v == -1;
+}
+
+// Float operands: scale-a and scale-b follow scale-d; 16-bit ones then have trans-a (unless A is
+// in registers) and trans-b.
+static int issue_float(Warp *w, const Insn *I, Mask m, Multiply x) {
+  x.negate_a = negative(w, I, 4);
+  x.negate_b = negative(w, I, 5);
+  if (x.k == 16) {
+    bool registers = I->op[1].kind == K_LIST;
+    x.mn_major_a = !registers && I->op[6].imm;
+    x.mn_major_b = I->op[registers ? 6 : 7].imm;
+  }
+  return issue(w, I, m, x);
+}
+
+static int exec_f16(Warp *w, const Insn *I, Mask m) {
+  return issue_float(w, I, m, (Multiply){.kind = "wgmma f16", .a_type = FT_F16, .b_type = FT_F16,
+                                         .n = I->mod[0], .k = 16, .f16_result = I->mod[1] == 2});
+}
+static int exec_bf16(Warp *w, const Insn *I, Mask m) {
+  return issue_float(w, I, m, (Multiply){.kind = "wgmma bf16", .a_type = FT_BF16,
+                                         .b_type = FT_BF16, .n = I->mod[0], .k = 16});
+}
+static int exec_tf32(Warp *w, const Insn *I, Mask m) {
+  return issue_float(w, I, m, (Multiply){.kind = "wgmma tf32", .a_type = FT_TF32,
+                                         .b_type = FT_TF32, .n = I->mod[0], .k = 8});
+}
+static int exec_fp8(Warp *w, const Insn *I, Mask m) {
+  static const FloatType types[] = {0, FT_E4M3, FT_E5M2};
+  return issue_float(w, I, m, (Multiply){.kind = "wgmma fp8", .a_type = types[I->mod[2]],
+                                         .b_type = types[I->mod[3]], .n = I->mod[0], .k = 32,
+                                         .f16_result = I->mod[1] == 2});
+}
+static int exec_int8(Warp *w, const Insn *I, Mask m) {
+  return issue(w, I, m, (Multiply){.kind = "wgmma int8", .operands = OPERANDS_INT,
+                                   .n = I->mod[0], .k = 32, .saturate = I->mod[1],
+                                   .a_signed = I->mod[2] == 1, .b_signed = I->mod[3] == 1});
+}
+static int exec_b1(Warp *w, const Insn *I, Mask m) {
+  return issue(w, I, m, (Multiply){.kind = "wgmma b1", .operands = OPERANDS_BIT,
+                                   .n = I->mod[0], .k = 256});
+}
+
+// -------------------------------------------------------------------------------- fence and groups
+
+static int exec_fence(Warp *w, const Insn *I, Mask m) {
+  (void)m;
+  state_of(w);
+  unfenced_of(w);
+  release_registers(w, I, 0);
+  memset(w->unfenced, 0, sizeof(int32_t) * (size_t)(emu_of(w)->program->nregs + 1));
+  return DONE;
+}
+
+static int exec_commit(Warp *w, const Insn *I, Mask m) {
+  (void)I, (void)m;
+  struct Wgmma *s = state_of(w);
+  s->group_end[w->wgmma_group % GROUPS] = s->issued;
+  w->wgmma_group++;
+  w->agent_clock[AG_WGMMA]++;
+  return DONE;
+}
+
+static void finish_registers(Warp *w, const Insn *I, uint64_t group) {
+  if (w->unfenced) release_registers(w, I, group);
+  int nregs = emu_of(w)->program->nregs;
+  uint32_t agent = agent_of(w, AG_WGMMA);
+  Clock clock = clock_of(w, group);
+  for (int i = 0; i < nregs && w->npending; i++) {
+    AsyncOp *op = w->pending[i];
+    if (op && op->access.agent == agent && op->access.clock <= clock)
+      clear_pending(w, &(Operand){.kind = K_REG, .id = i});
+  }
+}
+
+static int exec_wait(Warp *w, const Insn *I, Mask m) {
+  (void)m;
+  struct Wgmma *s = state_of(w);
+  uint64_t left = I->op[0].imm;
+  if (left + 1 >= w->wgmma_group) return DONE;
+  uint64_t group = w->wgmma_group - 1 - left;
+  uint64_t oldest = w->wgmma_group > GROUPS ? w->wgmma_group - GROUPS : 1;
+  if (group < oldest) return DONE;  // waited for long ago, in all likelihood
+  uint64_t end = s->group_end[group % GROUPS];
+  FOR_PEERS(peer, w)
+    if (!peer->exited && (peer->wgmma ? peer->wgmma->issued : 0) < end)
+      return wait_for(w, WAIT_WGMMA, group, end);
+  FOR_PEERS(peer, w) {
+    struct Wgmma *p = peer->wgmma;
+    while (p && p->first_waiting && p->first_waiting->number <= end) force(p->first_waiting->op);
+    if (p) view_add(&w->view, agent_of(peer, AG_WGMMA), clock_of(peer, group));
+  }
+  finish_registers(w, I, group);
+  return DONE;
+}
+
+void wgmma_at_exit(Warp *w) {
+  struct Wgmma *s = w->wgmma;
+  if (!s || !s->issued) return;
+  uint64_t committed = w->wgmma_group > 1 ? s->group_end[(w->wgmma_group - 1) % GROUPS] : 0;
+  bool open = false;
+  for (int i = 0; w->npending && i < emu_of(w)->program->nregs; i++)
+    open |= w->pending[i] && w->pending[i]->access.agent == agent_of(w, AG_WGMMA);
+  if (open || committed < s->issued)
+    finding(w, s->latest, CK_EXIT, SEV_ERROR,
+            "the warp exits with a wgmma %s", committed < s->issued
+                ? "that no wgmma.commit_group follows" : "that it has not waited for");
+  while (s->first_waiting) force(s->first_waiting->op);
+}
+
+#define BOTH(pattern, descriptors, registers, exec)   \
+  {pattern, descriptors, exec, F_ALIGNED}, {pattern, registers, exec, F_ALIGNED}
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n#"
+#define FP8 "(.e4m3|e5m2)"
+#define INT8 "(.s8|u8)"
+
+const Form FORMS_WGMMA[] = {
+  BOTH(WGMMA "k16(.f32|f16).f16.f16", "d32l s64 s64 sp i i i i", "d32l s32l s64 sp i i i",
+       exec_f16),
+  BOTH(WGMMA "k16.f32.bf16.bf16", "d32l s64 s64 sp i i i i", "d32l s32l s64 sp i i i", exec_bf16),
+  BOTH(WGMMA "k8.f32.tf32.tf32", "d32l s64 s64 sp i i", "d32l s32l s64 sp i i", exec_tf32),
+  BOTH(WGMMA "k32(.f32|f16)" FP8 FP8, "d32l s64 s64 sp i i", "d32l s32l s64 sp i i", exec_fp8),
+  BOTH(WGMMA "k32{.satfinite}.s32" INT8 INT8, "d32l s64 s64 sp", "d32l s32l s64 sp", exec_int8),
+  BOTH(WGMMA "k256.s32.b1.b1.and.popc", "d32l s64 s64 sp", "d32l s32l s64 sp", exec_b1),
+  {"wgmma.fence.sync.aligned", "", exec_fence, F_ALIGNED},
+  {"wgmma.commit_group.sync.aligned", "", exec_commit, F_ALIGNED},
+  {"wgmma.wait_group.sync.aligned", "i", exec_wait, F_ALIGNED | F_YIELD},
+  {0},
+};

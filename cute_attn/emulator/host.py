@@ -1,0 +1,217 @@
+"""The host side of a compiled function, run without a GPU.
+
+A compiled function is host code (argument checks, TMA descriptors, grid, launch) around device
+code. Its object file is linked with a stand-in for the CUDA runtime, `runtime/cuda.c`, so that the
+real host code runs and each launch arrives here, as a `Launch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import build
+
+_STAND_IN = Path(__file__).parent / "runtime" / "cuda.c"
+_HOOK = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.POINTER(ctypes.c_void_p),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel launch as the host code asked for it.
+
+    Attributes:
+        kernel: the symbol.
+        grid, block, cluster: sizes in x, y and z.
+        dynamic_shared: bytes.
+        arguments: addresses of the kernel's arguments, in order.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_shared: int
+    arguments: Any
+
+
+class HostFunction:
+    """A compiled function whose launches go to `on_launch`.
+
+    Args:
+        image: its object file, as `export_to_c` writes it.
+        name: the name under which it was exported.
+        on_launch: called for each launch. What it raises is raised by the call.
+        num_sms, capability: what the host code hears of the device.
+    """
+
+    def __init__(
+        self,
+        image: bytes,
+        name: str,
+        on_launch: Callable[[Launch], None],
+        *,
+        num_sms: int,
+        capability: tuple[int, int],
+    ) -> None:
+        import tvm_ffi  # brings the libtvm_ffi.so that the object needs
+
+        self._on_launch = on_launch
+        self._error: BaseException | None = None
+        self._hook = _HOOK(self._launched)
+        self._library = _link(image)
+        self._library.emulator_set_hook(self._hook, num_sms, *capability)
+        address = ctypes.cast(getattr(self._library, f"__tvm_ffi_{name}"), ctypes.c_void_p).value
+        assert address is not None
+        self._function = tvm_ffi.Function.__from_extern_c__(
+            address, keep_alive_object=self._library
+        )
+
+    def _launched(self, kernel: bytes, dims: Any, arguments: Any) -> int:
+        try:
+            sizes = dims[:10]
+            self._on_launch(
+                Launch(
+                    kernel.decode(), tuple(sizes[0:3]), tuple(sizes[3:6]), tuple(sizes[6:9]),
+                    sizes[9], arguments,
+                )  # fmt: skip
+            )
+        except BaseException as error:  # it must cross the host code, which knows no exceptions
+            self._error = error
+            return 1
+        return 0
+
+    def __call__(self, *arguments: Any) -> None:
+        self._error = None
+        keep: list[_AsCuda] = []  # until the call is over: the host code has bare pointers
+        given = [_as_device(argument, keep) for argument in arguments]
+        try:
+            self._function(*given)
+        except Exception:
+            if self._error is None:
+                raise
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+_serial = itertools.count()
+
+
+def _link(image: bytes) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory(prefix="cute_attn-") as scratch:
+        object_file = Path(scratch) / "function.o"
+        object_file.write_bytes(image)
+        # The dynamic loader knows a library by its file, so that each gets a name of its own.
+        library = Path(scratch) / f"function-{os.getpid()}-{next(_serial)}.so"
+        build.link(library, [object_file, build.object_file(_STAND_IN)])
+        return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+
+
+# -- tensors ------------------------------------------------------------------------------------
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = (
+        ("tensor", _DLTensor),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+_CUDA = 2  # kDLCUDA
+# The codes of the DLPack specification.
+_CODES = {
+    "bool": (6, 8), "uint8": (1, 8), "uint16": (1, 16), "uint32": (1, 32), "uint64": (1, 64),
+    "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64),
+    "float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16),
+    "float8_e4m3fn": (10, 8), "float8_e5m2": (12, 8), "float8_e8m0fnu": (14, 8),
+    "float4_e2m1fn_x2": (17, 4),
+}  # fmt: skip
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+class _AsCuda:
+    """A CPU tensor that says, by DLPack, that its memory is a CUDA device's."""
+
+    def __init__(self, tensor: Any) -> None:
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name not in _CODES:
+            raise TypeError(f"a tensor of {tensor.dtype} cannot be handed to an emulated kernel")
+        code, bits = _CODES[name]
+        shape, strides, lanes = list(tensor.shape), list(tensor.stride()), 1
+        if name == "float4_e2m1fn_x2":
+            lanes = 2
+        ndim = len(shape)
+        self._tensor = tensor
+        self._shape = (ctypes.c_int64 * max(ndim, 1))(*shape)
+        self._strides = (ctypes.c_int64 * max(ndim, 1))(*strides)
+        self._managed = _DLManagedTensor(
+            _DLTensor(
+                tensor.data_ptr(), _DLDevice(_CUDA, 0), ndim, code, bits, lanes,
+                self._shape, self._strides, 0,
+            )  # fmt: skip
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA, 0
+
+    def __dlpack__(self, **_: Any) -> object:
+        return _new_capsule(ctypes.addressof(self._managed), b"dltensor", None)
+
+
+def _as_device(argument: Any, keep: list[_AsCuda]) -> Any:
+    """An argument as the compiled function expects it: CPU torch tensors become CUDA ones."""
+    import torch
+    import tvm_ffi
+
+    if isinstance(argument, torch.Tensor):
+        keep.append(_AsCuda(argument))
+        return tvm_ffi.from_dlpack(keep[-1])
+    if isinstance(argument, tuple | list):
+        return tuple(_as_device(element, keep) for element in argument)
+    return argument
+
+
+def tensors_in(arguments: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The torch tensors among arguments, in nested tuples too, each with where it stands."""
+    import torch
+
+    found: list[tuple[str, Any]] = []
+    for i, argument in enumerate(arguments):
+        if isinstance(argument, torch.Tensor):
+            found.append((str(i), argument))
+        elif isinstance(argument, tuple | list):
+            found += [(f"{i}.{where}", tensor) for where, tensor in tensors_in(argument)]
+    return found

@@ -1,0 +1,152 @@
+"""What an emulator has seen: launches, instructions, bytes, matrix operations, findings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that the kernel does wrong.
+
+    Attributes:
+        check: which check found it, such as "race"; `CHECKS` lists them.
+        severity: "error", or "note" for what is wrong by the specification and yet works on
+            hardware as compiled today.
+        message: what happened, in words.
+        kernel: the kernel's symbol.
+        line, ptx: the instruction's line in the PTX text, and the line itself.
+        source: "file:line" of the Python source, where the PTX has line information.
+        other_line, other_ptx, other_source: of the instruction it conflicts with, if there is one.
+        cta, warp: who executed it (linear block index, index in the block).
+        count: how often the same instruction was found out.
+    """
+
+    check: str
+    severity: str
+    message: str
+    kernel: str
+    line: int | None = None
+    ptx: str = ""
+    source: str | None = None
+    other_line: int | None = None
+    other_ptx: str = ""
+    other_source: str | None = None
+    cta: int | None = None
+    warp: int | None = None
+    count: int = 1
+
+    def __str__(self) -> str:
+        lines = [f"{self.check} ({self.severity}): {self.message}"]
+        who = f"CTA {self.cta} warp {self.warp}, " if self.warp is not None else ""
+        if self.line is not None:
+            lines.append(f"  at {who}{_place(self.line, self.source)}: {self.ptx}")
+        if self.other_line is not None:
+            lines.append(f"  with {_place(self.other_line, self.other_source)}: {self.other_ptx}")
+        if self.count > 1:
+            lines.append(f"  {self.count} times")
+        return "\n".join(lines)
+
+
+def _place(line: int, source: str | None) -> str:
+    return f"PTX line {line}" + (f" ({source})" if source else "")
+
+
+class FindingsError(RuntimeError):
+    """A launch with findings of severity "error".
+
+    Attributes:
+        findings: all of them, notes included.
+    """
+
+    def __init__(self, findings: list[Finding]) -> None:
+        self.findings = findings
+        errors = [str(f) for f in findings if f.severity == "error"]
+        super().__init__(f"{len(errors)} findings:\n" + "\n".join(errors))
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """One launch.
+
+    Attributes:
+        kernel: symbol; grid, block, cluster: sizes in x, y, z.
+        dynamic_shared: bytes.
+        instructions: warp-instructions executed.
+        seconds: wall time of the emulation.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_shared: int
+    instructions: int
+    seconds: float
+
+
+@dataclass
+class Report:
+    """The sum over all launches of an emulator.
+
+    Attributes:
+        launches: in order.
+        by_opcode: warp-instructions by opcode with its modifiers.
+        by_warp: warp-instructions by the warp's index in its block, or its role's name.
+        bytes: bytes moved, by path ("tma_load", "shared_store" ...).
+        mma: matrix instructions and their floating-point operations, by kind and shape:
+            `mma["wgmma bf16 m64n128k16"] == (count, flops)`.
+        counters: the engine's other counters, such as shared-memory wavefronts and their ideal.
+        findings: as reported, each once per pair of instructions.
+        output: what the kernels printed.
+    """
+
+    launches: list[LaunchRecord] = field(default_factory=list)
+    by_opcode: Counter[str] = field(default_factory=Counter)
+    by_warp: Counter[int | str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    mma: dict[str, tuple[int, int]] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    output: str = ""
+
+    @property
+    def instructions(self) -> int:
+        """Warp-instructions executed."""
+        return sum(launch.instructions for launch in self.launches)
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [f for f in self.findings if f.severity == "error"]
+
+    @property
+    def bank_conflicts(self) -> float:
+        """Shared-memory wavefronts over the fewest that the same accesses can take; 1 is best."""
+        return self._over_ideal("shared_wavefronts")
+
+    @property
+    def uncoalesced(self) -> float:
+        """32-byte sectors of global memory touched, over the fewest for the same bytes."""
+        return self._over_ideal("global_sectors")
+
+    def _over_ideal(self, name: str) -> float:
+        ideal = self.counters[f"{name}_ideal"]
+        return self.counters[name] / ideal if ideal else 1.0
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.launches)} launches, {self.instructions} warp-instructions"]
+        for launch in self.launches:
+            lines.append(
+                f"  {launch.kernel[:60]} grid {launch.grid} block {launch.block} "
+                f"cluster {launch.cluster}: {launch.instructions} in {launch.seconds:.2f} s"
+            )
+        lines += [f"  {count:>12} {opcode}" for opcode, count in self.by_opcode.most_common(20)]
+        lines += [f"  {count:>12} bytes {path}" for path, count in sorted(self.bytes.items())]
+        lines += [f"  {n:>12} {kind}: {flops} flop" for kind, (n, flops) in self.mma.items()]
+        lines.append(
+            f"shared memory: {self.bank_conflicts:.2f} x the ideal wavefronts; global memory: "
+            f"{self.uncoalesced:.2f} x the ideal sectors"
+        )
+        lines += [str(finding) for finding in self.findings] or ["no findings"]
+        return "\n".join(lines)

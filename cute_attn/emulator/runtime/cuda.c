@@ -1,0 +1,144 @@
+// A stand-in for the CUDA runtime: what a compiled function's host code calls, without a GPU.
+// It is linked with the function's object file. Launches go to the hook that host.py sets;
+// everything else is answered as a healthy device would.
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+extern int TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message);
+
+typedef struct {
+  uint32_t id, padding;
+  union {
+    uint32_t dims[3];
+    int32_t value;
+    uint8_t bytes[64];
+  } value;
+} Attribute;
+
+typedef struct {
+  uint32_t grid[3], block[3];
+  size_t dynamic_shared;
+  void *stream;
+  const Attribute *attributes;
+  uint32_t count;
+} Configuration;
+
+enum { SUCCESS = 0, OUT_OF_MEMORY = 2, LAUNCH_FAILURE = 719 };
+enum { ATTRIBUTE_CLUSTER = 4 };
+enum {  // of the device
+  MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, SHARED_MEMORY_LIMIT = 97
+};
+#define SHARED_BYTES 232448  // what one block may have on sm_90 and sm_100
+
+// kernel, grid + block + cluster + dynamic shared memory, pointers to the arguments; 0 if it ran
+typedef int (*Hook)(const char *kernel, const uint32_t *dims, void **arguments);
+static Hook hook;
+static int device_values[4];  // number of SMs, major, minor, shared memory
+
+void emulator_set_hook(Hook h, int num_sms, int major, int minor) {
+  hook = h;
+  device_values[0] = num_sms;
+  device_values[1] = major;
+  device_values[2] = minor;
+}
+
+int _cudaLaunchKernelEx(const Configuration *c, const char *kernel, void **arguments) {
+  uint32_t dims[10];
+  for (int i = 0; i < 3; i++) {
+    dims[i] = c->grid[i];
+    dims[3 + i] = c->block[i];
+    dims[6 + i] = 1;
+  }
+  dims[9] = (uint32_t)c->dynamic_shared;
+  for (uint32_t a = 0; a < c->count; a++)
+    for (int i = 0; i < 3 && c->attributes[a].id == ATTRIBUTE_CLUSTER; i++)
+      dims[6 + i] = c->attributes[a].value.dims[i];
+  for (int i = 0; i < 6; i++)
+    if (!dims[i]) return 1;  // invalid value, as on a device
+  return hook && hook(kernel, dims, arguments) == 0 ? SUCCESS : LAUNCH_FAILURE;
+}
+
+// A library is its image, and a kernel its name: a copy, since the caller's lies on its stack.
+int _cudaLibraryLoadData(void **library, const void *image) {
+  *library = (void *)image;
+  return SUCCESS;
+}
+
+int _cudaLibraryGetKernel(const char **kernel, void *library, const char *name) {
+  (void)library;
+  *kernel = strdup(name);
+  return *kernel ? SUCCESS : OUT_OF_MEMORY;
+}
+
+int _cudaGetDevice(int *device) {
+  *device = 0;
+  return SUCCESS;
+}
+
+int _cudaSetDevice(int device) {
+  (void)device;
+  return SUCCESS;
+}
+
+int _cudaGetDeviceCount(int *count) {
+  *count = 1;
+  return SUCCESS;
+}
+
+int _cudaDeviceGetAttribute(int *value, int attribute, int device) {
+  (void)device;
+  switch (attribute) {
+    case MULTIPROCESSORS: *value = device_values[0]; break;
+    case MAJOR: *value = device_values[1]; break;
+    case MINOR: *value = device_values[2]; break;
+    case SHARED_MEMORY_LIMIT: *value = SHARED_BYTES; break;
+    default: *value = 1;
+  }
+  return SUCCESS;
+}
+
+int _cudaFuncSetAttribute(const void *function, int attribute, int value) {
+  (void)function, (void)attribute, (void)value;
+  return SUCCESS;
+}
+
+int _cudaKernelSetAttributeForDevice(const void *kernel, int attribute, int value, int device) {
+  (void)kernel, (void)attribute, (void)value, (void)device;
+  return SUCCESS;
+}
+
+int _cuKernelGetAttribute(int *value, int attribute, const void *kernel, int device) {
+  (void)attribute, (void)kernel, (void)device;
+  *value = 0;
+  return SUCCESS;
+}
+
+int _cudaStreamSynchronize(void *stream) {
+  (void)stream;
+  return SUCCESS;
+}
+
+typedef int (*Init)(void **handle);
+typedef int (*LoadToDevice)(void **handle, int device);
+typedef void (*OnError)(int error);
+
+int cuda_dialect_init_library_once(void **handle, Init init, LoadToDevice load, OnError on_error) {
+  (void)on_error;
+  if (*handle) return SUCCESS;
+  void *made = NULL;
+  int error = init(&made);
+  if (!error) error = load(&made, 0);
+  if (!error) *handle = made ? made : (void *)1;
+  return error;
+}
+
+int cuda_dialect_unload_library_once(void **handle) {
+  *handle = NULL;
+  return SUCCESS;
+}
+
+void CuteDSLRT_TVMFFISetRaisedCudaError(int error) {
+  (void)error;
+  TVMFFIErrorSetRaisedFromCStr("RuntimeError", "the emulated launch failed");
+}

@@ -1,0 +1,196 @@
+"""FlashAttention-4: its forward and backward, dense and varlen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .common import Request, offsets, request
+
+if TYPE_CHECKING:
+    from .recording import Recorder
+
+PEER = "flash_attention_4"
+PACKAGE = "flash_attn"
+
+
+def forward(
+    *,
+    arch: str,
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    causal: bool = False,
+    heads: int = 2,
+    qhead_per_kvhead: int = 1,
+    batch: int = 1,
+    seqlen_q: int = 256,
+    seqlen_k: int | None = None,
+    seqlens_q: Sequence[int] | None = None,
+    seqlens_k: Sequence[int] | None = None,
+    dtype: str = "bfloat16",
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    learnable_sink: bool = False,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    lse: bool = True,
+    clc: bool = False,
+    two_cta: bool = True,
+    num_sms: int | None = None,
+) -> Request:
+    """out and lse from q, k, v.
+
+    Args:
+        heads: of q; k and v have heads / qhead_per_kvhead.
+        seqlens_q, seqlens_k: lengths of the sequences of a varlen batch, in place of batch,
+            seqlen_q and seqlen_k. Tensors are then [total, heads, head_dim].
+        dtype: of q, k and v: "bfloat16", "float16", or "float8_e4m3fn" with descale factors.
+        window: keys to the left and right of the diagonal that a query sees; None is all.
+        num_splits: partial results along the keys, combined by a second kernel.
+        clc, two_cta: what the environment variables FA_CLC and FA_DISABLE_2CTA choose.
+    """
+    options = _tensors(locals())
+    return request(PEER, "forward", arch, num_sms, options)
+
+
+def backward(
+    *,
+    arch: str,
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    causal: bool = False,
+    heads: int = 2,
+    qhead_per_kvhead: int = 1,
+    batch: int = 1,
+    seqlen_q: int = 256,
+    seqlen_k: int | None = None,
+    seqlens_q: Sequence[int] | None = None,
+    seqlens_k: Sequence[int] | None = None,
+    dtype: str = "bfloat16",
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    deterministic: bool = False,
+    two_cta: bool = True,
+    num_sms: int | None = None,
+) -> Request:
+    """dq, dk and dv from q, k, v, out, dout and lse. Arguments as those of `forward`.
+
+    Calls, in order: preprocess, the main function (one kernel, or two at head_dim 256 on sm_100a),
+    then one postprocess for dq and, with GQA, for dk and dv.
+    """
+    options = _tensors(locals())
+    return request(PEER, "backward", arch, num_sms, options)
+
+
+def _tensors(given: dict[str, Any]) -> dict[str, Any]:
+    """The options of a request, checked."""
+    options = {n: v for n, v in given.items() if n not in ("arch", "num_sms")}
+    for name in ("seqlens_q", "seqlens_k"):
+        if options[name] is not None:
+            options[name] = tuple(options[name])
+    q, k = options["seqlens_q"], options["seqlens_k"]
+    if k is not None and (q is None or len(q) != len(k)):
+        raise ValueError(f"seqlens_q is {q}, seqlens_k is {k}: not of the same sequences")
+    if options["heads"] % options["qhead_per_kvhead"]:
+        raise ValueError("heads is not a multiple of qhead_per_kvhead")
+    return options
+
+
+# -- in the capturing process ---------------------------------------------------------------------
+
+
+def _interface(two_cta: bool, clc: bool = False) -> Any:
+    from flash_attn.cute import interface, utils
+
+    # Otherwise it compiles without calling.
+    interface.is_fake_mode = lambda: False
+    utils._fa_clc_enabled = clc
+    utils._fa_disable_2cta_enabled = not two_cta
+    return interface
+
+
+class _Shapes:
+    """Of the tensors of a request."""
+
+    def __init__(self, o: dict[str, Any]):
+        head_dim_v = o["head_dim_v"] or o["head_dim"]
+        heads_k = o["heads"] // o["qhead_per_kvhead"]
+        self.varlen = o["seqlens_q"] is not None
+        q: tuple[int, ...] = (o["batch"], o["seqlen_q"])
+        k: tuple[int, ...] = (o["batch"], o["seqlen_k"] or o["seqlen_q"])
+        self.lse: tuple[int, ...] = (o["batch"], o["heads"], o["seqlen_q"])
+        if self.varlen:
+            q, k = (sum(o["seqlens_q"]),), (sum(o["seqlens_k"] or o["seqlens_q"]),)
+            self.lse = (o["heads"], *q)
+        self.q = (*q, o["heads"], o["head_dim"])
+        self.k = (*k, heads_k, o["head_dim"])
+        self.v = (*k, heads_k, head_dim_v)
+        self.out = (*q, o["heads"], head_dim_v)
+        self.descale = (len(o["seqlens_q"]) if self.varlen else o["batch"], heads_k)
+
+
+def _varlen(r: Recorder, o: dict[str, Any]) -> dict[str, Any]:
+    if o["seqlens_q"] is None:
+        return {}
+    result: dict[str, Any] = {}
+    for side in "qk":
+        lengths = o[f"seqlens_{side}"] or o["seqlens_q"]
+        starts = offsets(lengths)
+        name = f"cu_seqlens_{side}"
+        result[name] = r.input(name, (len(starts),), "int32", values=starts)
+        result[f"max_seqlen_{side}"] = max(lengths)
+    return result
+
+
+def _forward(r: Recorder, **o: Any) -> None:
+    interface = _interface(o["two_cta"], o["clc"])
+    shapes, dtype = _Shapes(o), o["dtype"]
+    fp8 = dtype.startswith("float8")
+    keywords: dict[str, Any] = _varlen(r, o)
+    q, k, v = (r.input(n, getattr(shapes, n), dtype) for n in "qkv")
+    if fp8:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            keywords[name] = r.input(name, shapes.descale, "float32")
+    if o["learnable_sink"]:
+        keywords["learnable_sink"] = r.input("learnable_sink", (o["heads"],), "bfloat16")
+    if o["lse"]:
+        keywords["lse"] = r.output("lse", shapes.lse, "float32")
+    interface._flash_attn_fwd(
+        q,
+        k,
+        v,
+        out=r.output("out", shapes.out, "bfloat16" if fp8 else dtype),
+        causal=o["causal"],
+        softcap=o["softcap"],
+        window_size_left=o["window"][0],
+        window_size_right=o["window"][1],
+        num_splits=o["num_splits"],
+        pack_gqa=o["pack_gqa"],
+        **keywords,
+    )
+
+
+def _backward(r: Recorder, **o: Any) -> None:
+    interface = _interface(o["two_cta"])
+    shapes, dtype = _Shapes(o), o["dtype"]
+    keywords = _varlen(r, o)
+    tensors = [
+        r.input(name, getattr(shapes, shape), dtype)
+        for name, shape in (("q", "q"), ("k", "k"), ("v", "v"), ("out", "out"), ("dout", "out"))
+    ]
+    interface._flash_attn_bwd(
+        *tensors,
+        r.input("lse", shapes.lse, "float32"),
+        dq=r.output("dq", shapes.q, dtype),
+        dk=r.output("dk", shapes.k, dtype),
+        dv=r.output("dv", shapes.v, dtype),
+        causal=o["causal"],
+        softcap=o["softcap"] or 0.0,
+        window_size_left=o["window"][0],
+        window_size_right=o["window"][1],
+        deterministic=o["deterministic"],
+        **keywords,
+    )
+
+
+FRONT_ENDS = {"forward": _forward, "backward": _backward}

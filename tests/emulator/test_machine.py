@@ -1,0 +1,383 @@
+"""Small kernels, written in PTX, through the whole machine."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_attn.emulator import machine
+from cute_attn.emulator.machine import Buffer, Run, run_ptx
+from cute_attn.emulator.ptx import PtxError
+
+REGISTERS = """
+    .reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<19>; .reg .b64 %rd<19>; .reg .f32 %f<9>;
+"""
+
+
+def module(body: str, *, parameters: str = ".param .u64 out", before: str = "") -> str:
+    return f""".version 8.8
+.target sm_90a
+.address_size 64
+.file 1 "kernel.py"
+{before}
+.visible .entry k({parameters})
+{{
+{REGISTERS}
+{body}
+    ret;
+}}
+"""
+
+
+THREAD = """
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, %ntid.x;
+    mad.lo.s32 %r4, %r2, %r3, %r1;
+"""
+
+
+def store(value: str, kind: str = "u32") -> str:
+    """Store a register at out[%r4]."""
+    return f"""
+    ld.param.u64 %rd1, [out];
+    mul.wide.u32 %rd2, %r4, 4;
+    add.s64 %rd3, %rd1, %rd2;
+    st.global.{kind} [%rd3], {value};
+"""
+
+
+def computed(body: str, threads: int = 32, blocks: int = 1, **options: Any) -> np.ndarray:
+    """What every thread leaves in %r10."""
+    out = np.zeros(threads * blocks, np.uint32)
+    parts = {name: options.pop(name) for name in ("before",) if name in options}
+    text = module(THREAD + body + store("%r10"), **parts)
+    run = run_ptx(text, grid=blocks, block=threads, args=[Buffer(out, False)], **options)
+    assert run.findings == []
+    assert not run.stopped
+    return out
+
+
+def test_vector_add() -> None:
+    body = (
+        THREAD
+        + """
+    ld.param.u32 %r5, [n];
+    setp.ge.s32 %p1, %r4, %r5;
+    @%p1 bra DONE;
+    mul.wide.s32 %rd4, %r4, 4;
+    ld.param.u64 %rd5, [x];
+    ld.param.u64 %rd6, [y];
+    add.s64 %rd5, %rd5, %rd4;
+    add.s64 %rd6, %rd6, %rd4;
+    ld.global.f32 %f1, [%rd5];
+    ld.global.f32 %f2, [%rd6];
+    ld.param.f32 %f3, [scale];
+    fma.rn.f32 %f4, %f1, %f3, %f2;
+"""
+        + store("%f4", "f32")
+        + "DONE:"
+    )
+    parameters = ".param .u64 x, .param .u64 y, .param .u64 out, .param .u32 n, .param .f32 scale"
+    x = np.arange(1000, dtype=np.float32)
+    y = np.linspace(0, 1, 1000, dtype=np.float32)
+    out = np.zeros_like(x)
+    args = [Buffer(x, writable=False), y, Buffer(out, initialised=False), 1000, 0.5]
+    run = run_ptx(module(body, parameters=parameters), grid=8, block=128, args=args)
+    assert run.findings == []
+    np.testing.assert_array_equal(out, x * np.float32(0.5) + y)
+    assert run.counters["global_load_bytes"] == 8000
+    assert run.counters["global_store_bytes"] == 4000
+    assert run.by_opcode["fma.rn.f32"] == 32
+    assert sum(run.by_instruction) == sum(run.by_opcode.values()) == sum(run.by_warp.values())
+
+
+def test_divergence_and_reconvergence() -> None:
+    out = computed(
+        """
+        and.b32 %r5, %r1, 3;
+        mov.u32 %r10, 0;
+        setp.eq.s32 %p1, %r5, 0;
+        @%p1 bra A;
+        setp.eq.s32 %p2, %r5, 1;
+        @%p2 bra B;
+        @!%p2 mov.u32 %r10, 30;
+        bra END;
+        A: mov.u32 %r10, 10;
+        bra END;
+        B: mov.u32 %r10, 20;
+        END: add.s32 %r10, %r10, %r5;
+        bar.warp.sync -1;
+        """,
+        threads=40,  # the last warp is not full
+    )
+    expected = [(10, 21, 32, 33)[i % 4] for i in range(40)]
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("schedule", [0, 1, 2])
+def test_loops(schedule: int) -> None:
+    out = computed(
+        """
+        mov.u32 %r10, 0; mov.u32 %r6, 0;
+        LOOP: add.s32 %r10, %r10, %r6;
+        add.s32 %r6, %r6, 1;
+        setp.le.s32 %p1, %r6, %r1;
+        @%p1 bra LOOP;
+        """,
+        threads=64,
+        blocks=3,
+        schedule=schedule,
+        seed=7,
+    )
+    assert out.tolist() == [i * (i + 1) // 2 for i in range(64)] * 3
+
+
+def test_shared_memory_static_and_dynamic() -> None:
+    body = """
+        mov.u32 %r5, tile;
+        shl.b32 %r6, %r1, 2;
+        add.s32 %r7, %r5, %r6;
+        st.shared.u32 [%r7], %r4;
+        mov.u32 %r8, dynamic;
+        add.s32 %r8, %r8, %r6;
+        st.shared.u32 [%r8+16], %r1;
+        bar.sync 0;
+        xor.b32 %r9, %r1, 127;
+        shl.b32 %r9, %r9, 2;
+        add.s32 %r7, %r5, %r9;
+        ld.shared.u32 %r10, [%r7];
+        ld.shared.u32 %r11, [%r8+16];
+        mad.lo.u32 %r10, %r11, 1000, %r10;
+    """
+    before = ".shared .align 4 .b8 tile[512]; .extern .shared .align 16 .b8 dynamic[];"
+    out = computed(body, threads=128, blocks=2, before=before, dynamic_shared=16 + 512)
+    expected = [1000 * t + 128 * c + (t ^ 127) for c in range(2) for t in range(128)]
+    assert out.tolist() == expected
+
+
+def test_local_memory_and_variables() -> None:
+    out = computed(
+        """
+        { .local .align 8 .b8 depot[16]; .reg .b64 %SPL;
+          mov.b64 %SPL, depot;
+          st.local.u32 [%SPL+4], %r1;
+          ld.local.u32 %r10, [%SPL+4]; }
+        mov.u64 %rd4, table;
+        ld.global.u32 %r11, [%rd4+4];
+        ld.const.u32 %r12, [offset];
+        add.s32 %r10, %r10, %r11;
+        add.s32 %r10, %r10, %r12;
+        """,
+        before=".global .u32 table[3] = {5, 600, 7}; .const .u32 offset = 0x1000;",
+    )
+    assert out.tolist() == [i + 600 + 4096 for i in range(32)]
+
+
+def test_indirect_branch() -> None:
+    out = computed(
+        """
+        and.b32 %r5, %r1, 1;
+        list: .branchtargets EVEN, ODD;
+        brx.idx %r5, list;
+        EVEN: mov.u32 %r10, 100; bra END;
+        ODD: mov.u32 %r10, 200;
+        END:
+        """
+    )
+    assert out.tolist() == [100, 200] * 16
+
+
+def test_device_function() -> None:
+    out = computed(
+        """
+        { .param .b32 a; .param .b32 b; st.param.b32 [a], %r1;
+          call.uni (b), twice, (a); ld.param.b32 %r10, [b]; }
+        """,
+        before=""".func (.param .b32 result) twice(.param .b32 x)
+        { .reg .b32 %r<3>; .reg .pred %p<2>;
+          ld.param.b32 %r1, [x];
+          setp.lt.u32 %p1, %r1, 4;
+          add.s32 %r2, %r1, %r1;
+          st.param.b32 [result], %r2;
+          @%p1 ret;
+          add.s32 %r2, %r2, 1;
+          st.param.b32 [result], %r2;
+          ret; }""",
+    )
+    assert out.tolist() == [2 * i + (i >= 4) for i in range(32)]
+
+
+def test_printf() -> None:
+    text = module(
+        """
+        mov.u32 %r1, %tid.x;
+        setp.ne.u32 %p1, %r1, 0;
+        @%p1 bra END;
+        { .local .align 8 .b8 arguments[8];
+        mov.u32 %r2, 42;
+        st.local.u32 [arguments], %r2;
+        mov.b64 %rd1, arguments;
+        cvta.local.u64 %rd2, %rd1;
+        mov.b64 %rd3, format;
+        cvta.global.u64 %rd4, %rd3;
+        .param .b64 param0; .param .b64 param1; .param .b32 retval0;
+        st.param.b64 [param0], %rd4;
+        st.param.b64 [param1], %rd2;
+        call.uni (retval0), vprintf, (param0, param1);
+        ld.param.b32 %r3, [retval0]; }
+        END:
+        """,
+        parameters="",
+        before="""
+        .extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);
+        .global .align 1 .b8 format[] = "answer %d\\n";""",
+    )
+    run = run_ptx(text)
+    assert run.findings == []
+    assert run.output == "answer 42\n"
+
+
+# ---- findings
+
+
+def one_finding(run: Run, check: str) -> Any:
+    assert [finding.check for finding in run.findings] == [check], run.findings
+    return run.findings[0]
+
+
+def test_a_finding_names_line_and_source() -> None:
+    out = np.zeros(32, np.uint32)
+    text = module(THREAD + ".loc 1 17 3\nadd.s32 %r10, %r11, 1;" + store("%r10"))
+    found = one_finding(run_ptx(text, args=[out]), "uninitialised")
+    assert found.ptx == "add.s32 %r10, %r11, 1;"
+    assert found.source == "kernel.py:17"
+    assert found.line is not None
+    assert text.splitlines()[found.line - 1] == "add.s32 %r10, %r11, 1;"
+    assert "register %r11" in found.message
+    assert (found.cta, found.warp, found.kernel) == (0, 0, "k")
+
+
+def test_checks_can_be_switched_off() -> None:
+    out = np.zeros(32, np.uint32)
+    text = module(THREAD + "add.s32 %r10, %r11, 1;" + store("%r10"))
+    assert run_ptx(text, args=[out], checks=["race"]).findings == []
+
+
+def test_bounds() -> None:
+    out = np.zeros(16, np.uint32)
+    run = run_ptx(module(THREAD + store("%r4")), args=[Buffer(out, name="the result")])
+    found = one_finding(run, "out-of-bounds")
+    assert "the result" in found.message
+    assert out.tolist() == list(range(16))
+
+
+def test_read_only_memory() -> None:
+    out = np.zeros(32, np.uint32)
+    run = run_ptx(module(THREAD + store("%r4")), args=[Buffer(out, writable=False)])
+    assert run.errors
+    assert not out.any()
+
+
+def test_uninitialised_memory() -> None:
+    out = np.zeros(32, np.uint32)
+    text = module(
+        "ld.param.u64 %rd1, [out]; ld.global.u32 %r1, [%rd1]; st.global.u32 [%rd1+4], %r1;"
+    )
+    run = run_ptx(text, args=[Buffer(out, initialised=False)], block=1)
+    assert {finding.check for finding in run.findings} == {"uninitialised"}
+
+
+def test_a_bad_launch() -> None:
+    run = run_ptx(module("", parameters=""), block=2000)
+    assert run.stopped
+    assert run.errors
+
+
+def test_deadlock() -> None:
+    body = THREAD + "setp.ge.u32 %p1, %r1, 32; @%p1 bra.uni END; bar.sync 1, 64; END:"
+    run = run_ptx(module(body, parameters=""), block=64)
+    assert run.stopped
+    assert {finding.check for finding in run.errors} == {"deadlock"}
+
+
+# ---- the interface
+
+
+def test_arguments() -> None:
+    text = module(
+        """
+        ld.param.u64 %rd1, [out];
+        ld.param.u8 %rs1, [small];
+        ld.param.f64 %rd2, [wide];
+        ld.param.u32 %r1, [block+8];
+        cvt.u32.u16 %r2, %rs1;
+        st.global.u32 [%rd1], %r2;
+        st.global.b64 [%rd1+8], %rd2;
+        st.global.u32 [%rd1+16], %r1;
+        """,
+        parameters=".param .u64 out, .param .u8 small, .param .f64 wide, "
+        ".param .align 16 .b8 block[12]",
+    )
+    out = bytearray(24)
+    run = run_ptx(text, args=[out, -1, 2.5, struct.pack("<3I", 1, 2, 3)], block=1)
+    assert run.findings == []
+    assert struct.unpack("<I4xdI4x", out) == (255, 2.5, 3)
+    with pytest.raises(ValueError, match="takes 4 parameters"):
+        run_ptx(text, args=[out])
+    with pytest.raises(ValueError, match="12"):
+        run_ptx(text, args=[out, 0, 0.0, b"short"])
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    out = torch.zeros(64, dtype=torch.int32)[::2]
+    body = THREAD + "shl.b32 %r4, %r4, 1;" + store("%r1")
+    assert run_ptx(module(body), args=[out]).findings == []
+    assert out.tolist() == list(range(32))
+
+
+def test_progress_can_end_a_launch() -> None:
+    program = machine.programs(module("mov.u32 %r1, 1;", parameters=""))["k"]
+    calls: list[tuple[int, int]] = []
+    runner = machine.Machine(num_sms=1)
+    runner.launch(program, (5000,), (32,), progress=lambda done, total: calls.append((done, total)))
+    assert all(total == 5000 for _, total in calls)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    if calls:
+        with pytest.raises(KeyboardInterrupt):
+            runner.launch(program, (5000,), (32,), progress=stop)
+
+
+def test_a_machine_runs_many_launches() -> None:
+    text = module(
+        "mov.u64 %rd1, counter; ld.global.u32 %r1, [%rd1]; add.s32 %r1, %r1, 1;"
+        "st.global.u32 [%rd1], %r1; ld.param.u64 %rd2, [out]; st.global.u32 [%rd2], %r1;",
+        before=".global .u32 counter = 40;",
+    )
+    out = np.zeros(1, np.uint32)
+    program = machine.programs(text)["k"]
+    runner = machine.Machine()
+    runner.add_region(out.ctypes.data, 4, "out")
+    for _ in range(2):
+        run = runner.launch(program, block=(1,), params=struct.pack("<Q", out.ctypes.data))
+        assert run.findings == []
+        assert run.by_opcode["add.s32"] == 1
+    assert out[0] == 42
+
+
+def test_unknown_instructions() -> None:
+    with pytest.raises(PtxError, match=r"unsupported instruction: 'add.foo.f32'.*PTX line \d+"):
+        run_ptx(module("add.foo.f32 %f1, %f2, %f3;", parameters=""))
+
+
+def test_the_engine_agrees_on_the_enumerations() -> None:
+    found = machine.engine()  # asserts on names of checks and special registers
+    assert len(set(found.counters)) == len(found.counters) > 0
+    assert len({form.family for form in found.forms.forms}) == 11
