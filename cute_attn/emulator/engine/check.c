@@ -2,13 +2,12 @@
 #include "engine.h"
 #include <stdio.h>
 
-// A mark is one access to (some bytes of) a word: its epoch, and what it was.
+// A mark is one access to a cell, or to parts of it: its epoch, and what it was.
 typedef struct {
-  Clock clock;    // 0: none
+  Clock clock;     // 0: none
   uint16_t agent;
-  uint8_t bytes;  // of the word, one bit each
-  uint8_t flags;
-  int32_t insn;
+  uint16_t parts;  // bytes of a word, lanes of a group in TMEM: one bit each
+  uint32_t insn : 28, flags : 4;
 } Mark;
 enum { MARK_ASYNC = 1, MARK_ATOMIC = 2, MARK_TENSOR = 4 };
 
@@ -16,6 +15,11 @@ typedef struct Cell {
   Mark write, read;
   int32_t more_reads;  // first node of further reads that are not ordered with each other
 } Cell;
+
+// TMEM: all accesses are by whole groups of lanes, but for a few odd ones, which `parts` covers.
+#define TMEM_COLUMNS 512
+#define TMEM_GROUP 16
+#define TMEM_CELLS (128 / TMEM_GROUP * TMEM_COLUMNS)
 
 typedef struct { Mark mark; int32_t next; } ReadNode;
 static ReadNode *nodes;
@@ -239,8 +243,9 @@ static const char *place(const Context *c, uint64_t word) {
   if (c->region)
     return text("%s+%llu", c->region->name, (unsigned long long)(word * 4));
   if (c->space[0] == 'T')
-    return text("TMEM lane %llu column %llu of CTA %u", (unsigned long long)(word / 512),
-                (unsigned long long)(word % 512), c->cta->linear);
+    return text("TMEM column %llu of CTA %u, lanes from %llu on",
+                (unsigned long long)(word % TMEM_COLUMNS), c->cta->linear,
+                (unsigned long long)(word / TMEM_COLUMNS * TMEM_GROUP));
   return text("%s of CTA %u", address_name(c->cta, (uint32_t)word * 4), c->cta->linear);
 }
 
@@ -250,7 +255,7 @@ static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, b
   const char *kind = wrote ? (writes ? "write after write" : "read after write")
                            : "write after read";
   bool seen = m->clock <= a->view->vc[m->agent];
-  if (seen && a->tensor) {
+  if (seen && a->tensor && c->space[0] == 'T') {
     finding_with(a->warp, a->insn, other, CK_TCGEN05, SEV_NOTE,
                  "%s on %s: %s after %s, ordered by a barrier but without "
                  "tcgen05.fence::after_thread_sync behind it",
@@ -275,20 +280,20 @@ static inline const Clock *clocks_for(const Access *a, const Mark *m, bool wrote
   return a->view->vc;
 }
 
-static inline void compare(const Context *c, uint64_t word, const Mark *m, uint8_t bytes,
+static inline void compare(const Context *c, uint64_t word, const Mark *m, uint16_t parts,
                            bool wrote, bool writes) {
   const Access *a = c->access;
-  if (!m->clock || !(m->bytes & bytes)) return;
+  if (!m->clock || !(m->parts & parts)) return;
   if (a->atomic && m->flags & MARK_ATOMIC) return;
   if (ordered(c->e, a, m, clocks_for(a, m, wrote, c->space[0] == 'T'))) return;
   report(c, word, m, wrote, writes);
 }
 
-static inline Mark mark_of(const Emu *e, const Access *a, uint8_t bytes) {
-  return (Mark){.clock = a->clock, .agent = (uint16_t)a->agent, .bytes = bytes,
-                .flags = (uint8_t)((a->async ? MARK_ASYNC : 0) | (a->atomic ? MARK_ATOMIC : 0) |
+static inline Mark mark_of(const Emu *e, const Access *a, uint16_t parts) {
+  return (Mark){.clock = a->clock, .agent = (uint16_t)a->agent, .parts = parts,
+                .flags = (unsigned)((a->async ? MARK_ASYNC : 0) | (a->atomic ? MARK_ATOMIC : 0) |
                                    (a->tensor ? MARK_TENSOR : 0)),
-                .insn = (int32_t)(a->insn - e->program->code)};
+                .insn = (unsigned)(a->insn - e->program->code)};
 }
 
 static inline bool same_epoch(const Mark *m, const Mark *n) {
@@ -299,7 +304,7 @@ static void add_read(const Context *c, Cell *cell, Mark m) {
   const Access *a = c->access;
   if (!cell->read.clock || cell->read.agent == m.agent ||
       cell->read.clock <= a->view->vc[cell->read.agent]) {
-    if (same_epoch(&cell->read, &m)) m.bytes |= cell->read.bytes;
+    if (same_epoch(&cell->read, &m)) m.parts |= cell->read.parts;
     cell->read = m;
     return;
   }
@@ -307,7 +312,7 @@ static void add_read(const Context *c, Cell *cell, Mark m) {
   for (int32_t n = cell->more_reads; n; n = nodes[n].next, length++) {
     Mark *old = &nodes[n].mark;
     if (old->agent == m.agent || old->clock <= a->view->vc[old->agent]) {
-      if (same_epoch(old, &m)) m.bytes |= old->bytes;
+      if (same_epoch(old, &m)) m.parts |= old->parts;
       *old = m;
       return;
     }
@@ -321,33 +326,33 @@ static void add_read(const Context *c, Cell *cell, Mark m) {
   cell->more_reads = n;
 }
 
-static inline void touch(const Context *c, Cell *cell, uint64_t word, uint8_t bytes, bool writes,
+static inline void touch(const Context *c, Cell *cell, uint64_t word, uint16_t parts, bool writes,
                          const Mark *m) {
   if (!(cell->write.clock == m->clock && cell->write.agent == m->agent &&
         in_order(c->e, m->agent)))
-    compare(c, word, &cell->write, bytes, true, writes);
+    compare(c, word, &cell->write, parts, true, writes);
   if (!writes) {
-    if (same_epoch(&cell->read, m) && (cell->read.bytes & bytes) == bytes) return;
+    if (same_epoch(&cell->read, m) && (cell->read.parts & parts) == parts) return;
     Mark mine = *m;
-    mine.bytes = bytes;
+    mine.parts = parts;
     add_read(c, cell, mine);
     return;
   }
   if (cell->read.clock) {
-    compare(c, word, &cell->read, bytes, false, true);
+    compare(c, word, &cell->read, parts, false, true);
     cell->read.clock = 0;
   }
   for (int32_t n = cell->more_reads; n;) {
-    compare(c, word, &nodes[n].mark, bytes, false, true);
+    compare(c, word, &nodes[n].mark, parts, false, true);
     int32_t next = nodes[n].next;
     nodes[n].next = free_node;
     free_node = n;
     n = next;
   }
   cell->more_reads = 0;
-  uint8_t before = same_epoch(&cell->write, m) ? cell->write.bytes : 0;
+  uint16_t before = same_epoch(&cell->write, m) ? cell->write.parts : 0;
   cell->write = *m;
-  cell->write.bytes = bytes | before;
+  cell->write.parts = parts | before;
 }
 
 // Bytes [first, first + count) of memory whose words have `cells`.
@@ -355,9 +360,9 @@ static void touch_bytes(const Context *c, Cell *cells, uint64_t first, uint64_t 
   Mark m = mark_of(c->e, c->access, 15);
   uint64_t last = first + count - 1;
   for (uint64_t word = first / 4; word <= last / 4; word++) {
-    uint8_t bytes = 15;
-    if (word == first / 4) bytes &= (uint8_t)(15 << first % 4);
-    if (word == last / 4) bytes &= (uint8_t)(15 >> (3 - last % 4));
+    uint16_t bytes = 15;
+    if (word == first / 4) bytes &= (uint16_t)(15 << first % 4);
+    if (word == last / 4) bytes &= (uint16_t)(15 >> (3 - last % 4));
     touch(c, &cells[word], word, bytes, writes, &m);
   }
 }
@@ -432,26 +437,43 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
 void global_read(const Access *a, const void *p, uint64_t bytes) { global_access(a, p, bytes, false); }
 void global_write(const Access *a, const void *p, uint64_t bytes) { global_access(a, p, bytes, true); }
 
-#define TMEM_COLUMNS 512
-#define TMEM_WORDS (128 * TMEM_COLUMNS)
+// The lanes of [first, end) that are in the group of `first`, as bits; *next is where others begin.
+static uint16_t group_lanes(int first, int end, int *next) {
+  int limit = (first / TMEM_GROUP + 1) * TMEM_GROUP;
+  *next = limit < end ? limit : end;
+  return (uint16_t)(((1u << (*next - first)) - 1) << first % TMEM_GROUP);
+}
+
+bool tmem_initialised(const Cta *cta, int lane, int column, int lanes, int columns) {
+  if (!cta->tmem_init) return false;
+  for (int first = lane, next; first < lane + lanes; first = next) {
+    uint16_t parts = group_lanes(first, lane + lanes, &next);
+    const uint16_t *row = cta->tmem_init + first / TMEM_GROUP * TMEM_COLUMNS;
+    for (int c = column; c < column + columns; c++)
+      if (parts & ~row[c]) return false;
+  }
+  return true;
+}
 
 static void tmem_access(const Access *a, Cta *cta, int lane, int column, int lanes, int columns,
                         bool writes) {
   Emu *e = cta->emu;
-  if (!cta->tmem_init) cta->tmem_init = calloc(TMEM_WORDS, 1);
-  bool uninitialised = false, races = races_checked(e);
-  if (races && !cta->tmem_cells) cta->tmem_cells = calloc(TMEM_WORDS, sizeof(Cell));
+  if (!cta->tmem_init) cta->tmem_init = calloc(TMEM_CELLS, sizeof *cta->tmem_init);
+  bool races = races_checked(e);
+  if (races && !cta->tmem_cells) cta->tmem_cells = calloc(TMEM_CELLS, sizeof(Cell));
   Context c = {a, e, "TMEM", cta, NULL};
-  Mark m = mark_of(e, a, 15);
-  for (int l = lane; l < lane + lanes; l++) {
-    uint64_t row = (uint64_t)l * TMEM_COLUMNS + (uint64_t)column;
-    if (writes) memset(cta->tmem_init + row, 1, (size_t)columns);
-    else uninitialised |= memchr(cta->tmem_init + row, 0, (size_t)columns) != NULL;
-    if (!races) continue;
-    for (uint64_t word = row; word < row + (uint64_t)columns; word++)
-      touch(&c, &cta->tmem_cells[word], word, 15, writes, &m);
+  Mark m = mark_of(e, a, 0);
+  unsigned missing = 0;
+  for (int first = lane, next; first < lane + lanes; first = next) {
+    uint16_t parts = group_lanes(first, lane + lanes, &next);
+    uint64_t row = (uint64_t)(first / TMEM_GROUP * TMEM_COLUMNS);
+    for (uint64_t cell = row + (uint64_t)column; cell < row + (uint64_t)(column + columns); cell++) {
+      if (writes) cta->tmem_init[cell] |= parts;
+      else missing |= parts & ~cta->tmem_init[cell];
+      if (races) touch(&c, &cta->tmem_cells[cell], cell, parts, writes, &m);
+    }
   }
-  if (uninitialised && checking(e, CK_UNINITIALISED))
+  if (missing && checking(e, CK_UNINITIALISED))
     finding(a->warp, a->insn, CK_UNINITIALISED, SEV_ERROR,
             "%s reads TMEM of CTA %u, lanes %d to %d, columns %d to %d, parts of which nothing has "
             "written", a->what, cta->linear, lane, lane + lanes - 1, column, column + columns - 1);
@@ -467,5 +489,7 @@ void tmem_write(const Access *a, Cta *cta, int lane, int column, int lanes, int 
 
 void tmem_forget(Cta *cta, int column, int columns) {
   if (!cta->tmem_init) return;
-  for (int l = 0; l < 128; l++) memset(cta->tmem_init + l * TMEM_COLUMNS + column, 0, (size_t)columns);
+  for (int group = 0; group < TMEM_CELLS / TMEM_COLUMNS; group++)
+    memset(cta->tmem_init + group * TMEM_COLUMNS + column, 0,
+           (size_t)columns * sizeof *cta->tmem_init);
 }

@@ -291,10 +291,15 @@ static bool combine(Reduction op, ElementType type, uint8_t *to, const uint8_t *
     case TY_U32: INTEGERS(uint32_t)
     case TY_S32: if (op == OP_INC || op == OP_DEC) return false; INTEGERS(int32_t)
     case TY_U64: if (op == OP_INC || op == OP_DEC) return false; INTEGERS(uint64_t)
-    case TY_S64: if (op == OP_INC || op == OP_DEC) return false; INTEGERS(int64_t)
+    case TY_S64:
+      if (op == OP_INC || op == OP_DEC || op == OP_ADD) return false;
+      INTEGERS(int64_t)
     case TY_F16: HALVES(f32_of_f16, f16_of)
     case TY_BF16: HALVES(f32_of_bf16, bf16_of)
-    case TY_F32: case TY_F32_FTZ:  // atomics on global memory flush subnormals
+    case TY_F32:
+      if (op == OP_ADD) EACH(uint32_t, canonical(as_float(a) + as_float(b)))
+      return op == OP_ADD;
+    case TY_F32_FTZ:
       if (op == OP_ADD) EACH(uint32_t, add_flushed(a, b))
       return op == OP_ADD;
     case TY_F64:
@@ -310,7 +315,8 @@ static bool combine(Reduction op, ElementType type, uint8_t *to, const uint8_t *
 // ones behind them, the DSL's host code leaves them undefined: nothing depends on them.)
 //   words 0, 1  global address
 //   word 2      bit 0: im2col; 1: set by the DSL, not by the driver; 4-6: rank - 1;
-//               7-10: element type as .elemtype counts them, but TF32 is F32 with bit 16 set;
+//               7-10: element type as .elemtype counts them, but TF32 is F32 with bit 16 set, and
+//               the packed types come behind BF16;
 //               11-12: interleave; 13-14: swizzle; 15: fill with NaN; 17-18: L2 promotion;
 //               19-20: swizzle atomicity; 21: a hint for large tensors
 //   words 3-6   strides of dimensions 1 to 4 in units of 16 bytes, bits 0-31
@@ -330,17 +336,33 @@ typedef struct {
   int swizzle;                  // 0 none, 1: 32 bytes, 2: 64 bytes, 3: 128 bytes
   int atomicity;                // of the latter: 0: 16 bytes, 1: 32, 2: 32 and 8-byte flip, 3: 64
   bool nan_fill, im2col;
-  uint64_t size[5], stride[5];  // elements; bytes
-  int box[5], step[5];          // elements; step: the element strides
+  uint64_t size[5], stride[5];  // elements (innermost: units); bytes
+  int box[5], step[5];          // the same; step: the element strides
   int lower[3], upper[3], pixels;  // im2col
-  uint32_t element;             // bytes
+  int unit;                     // elements of a unit: 1, of packed types more
+  uint32_t bytes, spread;       // of a unit in global and in shared memory
   uint32_t inner, pitch, rows;  // of the box in shared memory: bytes of a row, to the next; rows
 } TensorMap;
 
-static const uint8_t ELEMENT_BYTES[TY_COUNT] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};
-static const char *const ELEMENT_NAMES[TY_COUNT] = {"u8",  "u16",  "u32",     "s32", "u64",
-                                                    "s64", "f16",  "f32",     "f32.ftz", "f64",
-                                                    "bf16", "tf32", "tf32.ftz"};
+static const struct { const char *name; uint8_t unit, bytes, spread; } ELEMENTS[TY_COUNT] = {
+    {"u8", 1, 1, 1},        {"u16", 1, 2, 2},          {"u32", 1, 4, 4},
+    {"s32", 1, 4, 4},       {"u64", 1, 8, 8},          {"s64", 1, 8, 8},
+    {"f16", 1, 2, 2},       {"f32", 1, 4, 4},          {"f32.ftz", 1, 4, 4},
+    {"f64", 1, 8, 8},       {"bf16", 1, 2, 2},         {"tf32", 1, 4, 4},
+    {"tf32.ftz", 1, 4, 4},  {"b4x16", 2, 1, 1},        {"b4x16_p64", 16, 8, 16},
+    {"b6x16_p32", 16, 12, 16},
+};
+static const char *element_name(ElementType type) {
+  return type < TY_COUNT ? ELEMENTS[type].name : "?";
+}
+
+static int element_type(uint32_t flags) {
+  uint32_t code = flags >> 7 & 15;
+  if (flags >> 16 & 1)
+    return code == TY_F32 ? TY_TF32 : code == TY_F32_FTZ ? TY_TF32_FTZ : TY_COUNT;
+  if (code > TY_BF16) code += TY_B4X16 - TY_BF16 - 1;
+  return code < TY_COUNT ? (int)code : TY_COUNT;
+}
 
 static int32_t signed_bits(uint32_t word, int first, int count) {
   return (int32_t)(word << (32 - first - count)) >> (32 - count);
@@ -356,8 +378,8 @@ static void decode_corners(TensorMap *t, uint32_t word) {
 
 // False for what is no tensor map at all, or none of a kind known here.
 static bool decode(TensorMap *t, const uint32_t words[16]) {
-  uint32_t flags = words[2], type = flags >> 7 & 15;
-  if (flags >> 16 & 1) type = type == TY_F32 ? TY_TF32 : type == TY_F32_FTZ ? TY_TF32_FTZ : 15;
+  uint32_t flags = words[2];
+  int type = element_type(flags);
   *t = (TensorMap){
       .address = words[0] | (uint64_t)words[1] << 32, .rank = (int)(flags >> 4 & 7) + 1,
       .type = (ElementType)type, .im2col = flags & 1, .interleave = (int)(flags >> 11 & 3),
@@ -366,8 +388,10 @@ static bool decode(TensorMap *t, const uint32_t words[16]) {
   };
   if (flags & 12 || t->rank > 5 || type >= TY_COUNT || t->interleave == 3) return false;
   if (t->im2col && t->rank < 3) return false;
-  t->element = ELEMENT_BYTES[type];
-  t->stride[0] = t->element;
+  t->unit = ELEMENTS[type].unit;
+  t->bytes = ELEMENTS[type].bytes;
+  t->spread = ELEMENTS[type].spread;
+  t->stride[0] = t->bytes;
   for (int d = 0; d < t->rank; d++) {
     t->size[d] = (uint64_t)words[8 + d] + 1;
     t->box[d] = (int)(d ? words[14] >> 8 * (d - 1) & 255 : words[13] >> 24) + 1;
@@ -379,7 +403,9 @@ static bool decode(TensorMap *t, const uint32_t words[16]) {
     t->rows = (uint32_t)t->pixels;
     decode_corners(t, words[14]);
   }
-  t->inner = (uint32_t)t->box[0] * t->element;
+  t->size[0] /= (uint32_t)t->unit;
+  t->box[0] /= t->unit;
+  t->inner = (uint32_t)t->box[0] * t->spread;
   t->pitch = t->swizzle ? 16u << t->swizzle : t->inner;
   return true;
 }
@@ -395,8 +421,7 @@ static const char *map_fault(const TensorMap *t) {
     return text("a row of the box has %u bytes, but the swizzle spans %u", t->inner, t->pitch);
   if (t->atomicity && t->swizzle != 3)
     return text("swizzle atomicity %d goes with the swizzle of 128 bytes alone", t->atomicity);
-  if (t->interleave && (t->rank < 3 || (t->interleave == 2 && t->swizzle != 1)))
-    return "interleaving takes a rank of 3 or more, that of 32 bytes the swizzle of 32 bytes";
+  if (t->interleave && t->rank < 3) return "interleaving takes a rank of 3 or more";
   for (int d = 1; d < t->rank; d++)
     if (t->size[d] > 1 && t->stride[d] == 0)
       return text("dimension %d has %llu elements and stride 0", d,
@@ -495,6 +520,17 @@ typedef struct {
   uint32_t place, bytes;
 } Runs;
 
+// What a load makes of F32 elements of a TF32 tensor map: rounded to nearest.
+static void round_to_tf32(uint8_t *elements, uint32_t bytes) {
+  for (uint32_t i = 0; i < bytes; i += 4) {
+    uint32_t v;
+    memcpy(&v, elements + i, 4);
+    bool nan = (v & 0x7FFFFFFF) > 0x7F800000;
+    v = nan ? 0x7FFFE000 : (v + 0xFFF + (v >> 13 & 1)) & ~0x1FFFu;
+    memcpy(elements + i, &v, 4);
+  }
+}
+
 static void end_run(Runs *r) {
   if (!r->bytes) return;
   AsyncOp *op = r->op;
@@ -503,6 +539,8 @@ static void end_run(Runs *r) {
   if (p && !r->writes) {
     global_read(&op->access, p, r->bytes);
     memcpy(box, p, r->bytes);
+    ElementType type = r->copy->map.type;
+    if (type == TY_TF32 || type == TY_TF32_FTZ) round_to_tf32(box, r->bytes);
   } else if (p) {
     global_write(&op->access, p, r->bytes);
     if (r->copy->op == OP_COPY) memcpy(p, box, r->bytes);
@@ -522,7 +560,18 @@ static void add_run(Runs *r, uint64_t address, uint32_t place, uint32_t bytes) {
   r->bytes = bytes;
 }
 
-// One row of the box: the elements from (x, at[1], at[2] ...) on, as far as they exist.
+// Units of a packed type that lie apart in shared memory; loads alone.
+static void add_units(Runs *r, const TensorMap *t, uint64_t address, uint32_t place, uint32_t count) {
+  AsyncOp *op = r->op;
+  const uint8_t *p = global_pointer(op->warp, op->insn, address, count * t->bytes, 1, false);
+  if (!p) return;
+  global_read(&op->access, p, count * t->bytes);
+  for (uint32_t i = 0; i < count; i++)
+    memcpy(r->copy->buffer + place + i * t->spread, p + i * t->bytes, t->bytes);
+}
+
+// One row of the box: the elements from (x, at[1], at[2] ...) on, as far as they exist. Stores do
+// not cut the 16 bytes in which a row ends.
 static void add_row(Runs *r, const TensorMap *t, int64_t x, const int64_t at[5], uint32_t row) {
   uint64_t address = t->address;
   for (int d = 1; d < t->rank; d++) {
@@ -532,8 +581,11 @@ static void add_row(Runs *r, const TensorMap *t, int64_t x, const int64_t at[5],
   int64_t first = x < 0 ? -x : 0, last = t->box[0];
   if ((int64_t)t->size[0] - x < last) last = (int64_t)t->size[0] - x;
   if (first >= last) return;
-  add_run(r, address + (uint64_t)(x + first) * t->element,
-          row * t->inner + (uint32_t)first * t->element, (uint32_t)(last - first) * t->element);
+  address += (uint64_t)(x + first) * t->bytes;
+  uint32_t place = row * t->inner + (uint32_t)first * t->spread;
+  uint32_t bytes = (uint32_t)(last - first) * t->bytes;
+  if (t->spread != t->bytes) add_units(r, t, address, place, (uint32_t)(last - first));
+  else add_run(r, address, place, r->writes ? (bytes + 15) & ~15u : bytes);
 }
 
 static void tile_rows(Runs *r, const TensorMap *t, const int32_t *start) {
@@ -582,24 +634,11 @@ static void move_tensor(AsyncOp *op, Copy *c, bool writes) {
   end_run(&r);
 }
 
-// What a load makes of the elements: TF32 rounds to nearest.
-static void convert_elements(Copy *c) {
-  if (c->map.type != TY_TF32 && c->map.type != TY_TF32_FTZ) return;
-  for (uint32_t i = 0; i + 4 <= c->buffered; i += 4) {
-    uint32_t v;
-    memcpy(&v, c->buffer + i, 4);
-    bool nan = (v & 0x7FFFFFFF) > 0x7F800000;
-    v = nan ? 0x7FFFE000 : (v + 0xFFF + (v >> 13 & 1)) & ~0x1FFFu;
-    memcpy(c->buffer + i, &v, 4);
-  }
-}
-
 static void read_tensor(AsyncOp *op, Copy *c) {
   memset(c->buffer, 0, c->buffered);
   if (c->map.nan_fill)  // the same bytes whatever the type
     for (uint32_t i = 0; i < c->buffered; i += 2) memcpy(c->buffer + i, &(uint16_t){0x7FF7}, 2);
   move_tensor(op, c, false);
-  convert_elements(c);
 }
 
 // ---- shared memory: all of a box, or a linear range
@@ -941,7 +980,7 @@ static const ElementType REDUCED[] = {TY_COUNT, TY_U32, TY_S32, TY_U64, TY_S64, 
 static bool reducible(Warp *w, const Insn *I, Reduction op, ElementType type) {
   if (combine(op, type, NULL, NULL, 0)) return true;
   fatal(w, I, CK_DESCRIPTOR, "there is no such reduction of elements of type %s",
-        type < TY_COUNT ? ELEMENT_NAMES[type] : "?");
+        element_name(type));
   return false;
 }
 
@@ -1057,12 +1096,14 @@ static bool tensor_use(Warp *w, const Insn *I, Copy *c, int dimensions) {
             t->box[1]);
     return false;
   }
-  if ((int64_t)c->at[0] * t->element % 16) {
+  int64_t units = t->spread != t->bytes ? 128 : (int64_t)t->unit * 16 / t->bytes;
+  if (c->at[0] % units) {
     finding(w, I, CK_ALIGNMENT, SEV_ERROR,
-            "the innermost coordinate %d is at byte %lld of a row, not a multiple of 16", c->at[0],
-            (long long)c->at[0] * t->element);
+            "the innermost coordinate %d is not a multiple of %lld (16 bytes of %s)", c->at[0],
+            (long long)units, element_name(t->type));
     return false;
   }
+  c->at[0] /= t->unit;
   return true;
 }
 
@@ -1166,6 +1207,26 @@ static int exec_im2col_multicast(Warp *w, const Insn *I, Mask m) {
   return load_im2col(w, I, m, SRC32(5), pair_of(I, 7));
 }
 
+// What loads allow and stores do not: hardware stops at these.
+static bool storable(Warp *w, const Insn *I, const Copy *c) {
+  const TensorMap *t = &c->map;
+  for (int d = 0; d < t->rank && c->mode != MODE_GATHER; d++) {
+    if (c->at[d] >= 0) continue;
+    finding(w, I, CK_BOUNDS, SEV_ERROR,
+            "coordinate %d is %d: stores and reductions take no negative ones", d, c->at[d]);
+    return false;
+  }
+  for (int i = 0; i < t->rank - 2 && t->im2col; i++) {
+    if (!t->lower[i] && !t->upper[i]) continue;
+    finding(w, I, CK_DESCRIPTOR, SEV_ERROR, "an im2col store with a pixel box unlike its tensor");
+    return false;
+  }
+  if (t->spread == t->bytes) return true;
+  finding(w, I, CK_DESCRIPTOR, SEV_ERROR, "elements of type %s are loaded only",
+          element_name(t->type));
+  return false;
+}
+
 static int store_tensor(Warp *w, const Insn *I, Mask m, Reduction op, int modifier) {
   Coordinates to;
   uint64_t from[32];
@@ -1188,7 +1249,7 @@ static int store_tensor(Warp *w, const Insn *I, Mask m, Reduction op, int modifi
     c->from_offset = offset;
     c->op = op;
     c->type = c->map.type;
-    if (op != OP_COPY && !reducible(w, I, op, c->type)) {
+    if (!storable(w, I, c) || (op != OP_COPY && !reducible(w, I, op, c->type))) {
       free(c->buffer);
       free(c);
       continue;
@@ -1329,7 +1390,7 @@ static int exec_replace_size(Warp *w, const Insn *I, Mask m) {
 
 static int exec_replace_mode(Warp *w, const Insn *I, Mask m) {
   static const struct { int first, count, values; } FIELDS[] = {
-      [FIELD_RANK] = {4, 3, 5}, [FIELD_ELEMTYPE] = {7, 4, 13}, [FIELD_INTERLEAVE] = {11, 2, 3},
+      [FIELD_RANK] = {4, 3, 5}, [FIELD_ELEMTYPE] = {7, 4, TY_COUNT}, [FIELD_INTERLEAVE] = {11, 2, 3},
       [FIELD_SWIZZLE] = {13, 2, 4}, [FIELD_ATOMICITY] = {19, 2, 4}, [FIELD_FILL] = {15, 1, 2},
   };
   uint64_t address[32];
@@ -1347,7 +1408,10 @@ static int exec_replace_mode(Warp *w, const Insn *I, Mask m) {
     if (!map_memory(w, I, I->mod[1], address[l], &at)) continue;
     if (field == FIELD_ELEMTYPE) {
       set_bits(&at.words[2], 16, 1, v == TY_TF32 || v == TY_TF32_FTZ);
-      v = v == TY_TF32 ? TY_F32 : v == TY_TF32_FTZ ? TY_F32_FTZ : v;
+      v = v == TY_TF32       ? TY_F32
+          : v == TY_TF32_FTZ ? TY_F32_FTZ
+          : v >= TY_B4X16    ? v - TY_B4X16 + TY_BF16 + 1
+                             : v;
     }
     set_bits(&at.words[2], FIELDS[field].first, FIELDS[field].count, v);
     map_written(w, I, &at, 2);
@@ -1594,40 +1658,40 @@ const Form FORMS_COPY[] = {
     {"cp.async.wait_all", "", exec_cp_async_wait_all, 0},
     {"cp.async.mbarrier.arrive{.noinc}{.shared|shared::cta}.b64", "a", exec_cp_async_arrive, 0},
 
-    {"cp.async.bulk" TO_SHARED ".global" BYTES HINT, "a a s32 a s64?", exec_bulk_load, 0},
+    {"cp.async.bulk" TO_SHARED ".global" BYTES HINT, "a a s32 a s64?", exec_bulk_load, F_UNIFORM},
     {"cp.async.bulk" TO_SHARED ".global" BYTES ".multicast::cluster" HINT, "a a s32 a s32 s64?",
-     exec_bulk_multicast, 0},
-    {"cp.async.bulk.shared::cluster.shared::cta" BYTES, "a a s32 a", exec_bulk_between, 0},
-    {"cp.async.bulk.global.shared::cta.bulk_group" HINT, "a a s32 s64?", exec_bulk_store, 0},
+     exec_bulk_multicast, F_UNIFORM},
+    {"cp.async.bulk.shared::cluster.shared::cta" BYTES, "a a s32 a", exec_bulk_between, F_UNIFORM},
+    {"cp.async.bulk.global.shared::cta.bulk_group" HINT, "a a s32 s64?", exec_bulk_store, F_UNIFORM},
     {"cp.async.bulk.global.shared::cta.bulk_group" HINT ".cp_mask", "a a s32 s64? s32",
-     exec_bulk_store_masked, 0},
-    {"cp.async.bulk.prefetch.L2.global" HINT, "a s32 s64?", exec_bulk_prefetch, 0},
+     exec_bulk_store_masked, F_UNIFORM},
+    {"cp.async.bulk.prefetch.L2.global" HINT, "a s32 s64?", exec_bulk_prefetch, F_UNIFORM},
     {"cp.async.bulk.commit_group", "", exec_bulk_commit, 0},
     {"cp.async.bulk.wait_group{.read}", "i", exec_bulk_wait, 0},
     {"cp.reduce.async.bulk.global.shared::cta.bulk_group" HINT REDUCTIONS REDUCED_TYPES,
-     "a a s32 s64?", exec_reduce_global, 0},
+     "a a s32 s64?", exec_reduce_global, F_UNIFORM},
     {"cp.reduce.async.bulk.global.shared::cta.bulk_group" HINT ".add.noftz(.f16|bf16)",
-     "a a s32 s64?", exec_reduce_global_noftz, 0},
+     "a a s32 s64?", exec_reduce_global_noftz, F_UNIFORM},
     {"cp.reduce.async.bulk.shared::cluster.shared::cta" BYTES REDUCTIONS REDUCED_TYPES,
-     "a a s32 a", exec_reduce_shared, 0},
+     "a a s32 a", exec_reduce_shared, F_UNIFORM},
 
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global{.tile|tile::gather4}" BYTES CTA_GROUP
-     HINT CTA_GROUP, "a T a s64?", exec_tensor_load, 0},
+     HINT CTA_GROUP, "a T a s64?", exec_tensor_load, F_UNIFORM},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global{.tile|tile::gather4}" BYTES CTA_GROUP
-     ".multicast::cluster" CTA_GROUP HINT CTA_GROUP, "a T a s32 s64?", exec_tensor_multicast, 0},
+     ".multicast::cluster" CTA_GROUP HINT CTA_GROUP, "a T a s32 s64?", exec_tensor_multicast, F_UNIFORM},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global(.im2col)" BYTES CTA_GROUP HINT
-     CTA_GROUP, "a T a s32l s64?", exec_im2col_load, 0},
+     CTA_GROUP, "a T a s32l s64?", exec_im2col_load, F_UNIFORM},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global(.im2col)" BYTES CTA_GROUP
      ".multicast::cluster" CTA_GROUP HINT CTA_GROUP, "a T a s32l s32 s64?", exec_im2col_multicast,
-     0},
+     F_UNIFORM},
     {"cp.async.bulk.tensor.#d.global.shared::cta{.tile|tile::scatter4|im2col_no_offs}.bulk_group"
-     HINT, "T a s64?", exec_tensor_store, 0},
+     HINT, "T a s64?", exec_tensor_store, F_UNIFORM},
     {"cp.reduce.async.bulk.tensor.#d.global.shared::cta" REDUCTIONS
-     "{.tile|tile::scatter4|im2col_no_offs}.bulk_group" HINT, "T a s64?", exec_tensor_reduce, 0},
+     "{.tile|tile::scatter4|im2col_no_offs}.bulk_group" HINT, "T a s64?", exec_tensor_reduce, F_UNIFORM},
     {"cp.async.bulk.prefetch.tensor.#d.L2.global{.tile|tile::gather4}" HINT, "T s64?",
-     exec_tensor_prefetch, 0},
+     exec_tensor_prefetch, F_UNIFORM},
     {"cp.async.bulk.prefetch.tensor.#d.L2.global.im2col" HINT, "T s32l s64?", exec_im2col_prefetch,
-     0},
+     F_UNIFORM},
     {"prefetch{.param|const}.tensormap", "a", exec_prefetch_tensormap, 0},
 
     {"tensormap.replace.tile.global_address" SPACE ".b1024.b64", "a s64", exec_replace_address, 0},

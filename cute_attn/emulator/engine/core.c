@@ -453,6 +453,7 @@ static bool is_wgmma(const AsyncOp *op) {
   return op->access.agent == agent_of(op->warp, AG_WGMMA);
 }
 
+// Wait for the operation that owns a register, as the assembler's code would, and free all of its.
 static void complete_pending(Warp *w, const Operand *o) {
   AsyncOp *op = w->pending[o->id];
   uint32_t agent = op->access.agent;
@@ -461,6 +462,10 @@ static void complete_pending(Warp *w, const Operand *o) {
   force(op);
   view_add(&w->view, agent, clock);
   clear_pending(w, o);
+  const Operand *results = list_of(w, &op->insn->op[0]);
+  for (int i = 0; i < count_of(&op->insn->op[0]); i++)
+    if (results[i].kind == K_REG && w->npending && w->pending[results[i].id] == op)
+      clear_pending(w, &results[i]);
   if (--op->holders == 0 && op->finished) free_async(op);
 }
 
@@ -470,9 +475,9 @@ void pending_read(Warp *w, const Insn *I, const Operand *o) {
     finding_with(w, I, op->insn, CK_WGMMA, SEV_ERROR,
                  "reads a register that a wgmma still owns: wgmma.wait_group is missing");
   else
-    finding_with(w, I, op->insn, CK_TCGEN05, SEV_NOTE,
-                 "reads a register that %s still writes, without tcgen05.wait::ld: it works only "
-                 "because the assembler waits by itself", op->what);
+    finding(w, op->insn, CK_TCGEN05, SEV_NOTE,
+            "its registers are read (%s) without tcgen05.wait::ld: it works only because the "
+            "assembler waits by itself", where(I));
   complete_pending(w, o);
 }
 
@@ -552,7 +557,7 @@ static void add_group(Warp *w, Mask mask, int32_t pc) {
 
 static void remove_group(Warp *w, int i) {
   w->groups[i] = w->groups[--w->ngroups];
-  if (w->current == w->ngroups) w->current = i;
+  if (w->current >= w->ngroups) w->current = i < w->ngroups ? i : 0;
 }
 
 // Join groups at the same program counter, and choose which one goes on. False: none can.
@@ -701,6 +706,47 @@ static bool aligned_ready(Warp *w, const Insn *I, Mask m) {
   return true;
 }
 
+static Mask same_words(const uint32_t *words, int size, int lane, Mask m) {
+  Mask same = 0;
+  FOR_SET(l, m) {
+    bool equal = true;
+    for (int i = 0; i < size; i++) equal &= words[l * size + i] == words[lane * size + i];
+    same |= (Mask)equal << l;
+  }
+  return same;
+}
+
+// Lanes of m in which an operand is the same as in `lane`.
+static Mask same_operand(Warp *w, const Operand *o, int lane, Mask m) {
+  if (o->kind == K_REG || (o->kind == K_ADDRESS && o->sub == K_REG))
+    return same_words(w->regs + o->reg, o->bits == 128 ? 4 : o->bits == 64 ? 2 : 1, lane, m);
+  if (o->kind == K_PRED) {
+    Mask p = w->regs[o->reg];
+    return m & (p >> lane & 1 ? p : ~p);
+  }
+  if (o->kind == K_LIST)
+    for (int i = 0; i < o->count; i++) m &= same_operand(w, &list_of(w, o)[i], lane, m);
+  return m;
+}
+
+// One lane for each different set of operands. By the ISA every thread issues an operation of its
+// own; what the assembler makes of it issues one for the warp.
+static Mask issuing_lanes(Warp *w, const Insn *I, Mask m) {
+  Mask left = m, chosen = 0;
+  while (left) {
+    int lane = __builtin_ctz(left);
+    Mask same = left;
+    for (int i = 0; i < I->nops; i++) same &= same_operand(w, &I->op[i], lane, same);
+    chosen |= 1u << lane;
+    left &= ~(same | 1u << lane);
+  }
+  if (chosen != m)
+    finding(w, I, CK_SYNC, SEV_NOTE,
+            "%d lanes execute it with the same operands: each would issue it, by the ISA; the "
+            "assembler makes one operation of it", __builtin_popcount(m));
+  return chosen;
+}
+
 static void end_wait(Emu *e, Warp *w, Group *g, const Insn *I) {
   if (g->wait_since)
     trace_event(e, 0, w, I, g->wait_since - 1, e->time, g->wait_object, g->wait_detail);
@@ -735,7 +781,7 @@ static int run_slice(Emu *e, Warp *w, int budget) {
       if (I->flags & F_ALIGNED && !aligned_ready(w, I, m))
         result = wait_for(w, WAIT_CONVERGENCE, w->live & ~g->mask, 0);
       else
-        result = I->exec(w, I, m);
+        result = I->exec(w, I, I->flags & F_UNIFORM && m & (m - 1) ? issuing_lanes(w, I, m) : m);
     }
     if (result == BLOCK) continue;
     done++;
@@ -821,7 +867,6 @@ static Cta *new_cta(Cluster *cluster, int rank, int slot, const uint32_t id[3]) 
   memset(c->mbarrier_at, 0xFF, sizeof(int16_t) * (c->shared_bytes / 8 + 1));
   c->warps = calloc((size_t)c->nwarps, sizeof(Warp));
   for (int i = 0; i < c->nwarps; i++) new_warp(c, i);
-  c->register_pool = 65536 - c->warps[0].registers * 32 * c->nwarps;
   tmem_new(c);
   return c;
 }
@@ -836,7 +881,6 @@ static void free_cta(Cta *c) {
   }
   for (int i = 0; i < MAX_NAMED_BARRIERS; i++) {
     view_free(&c->bars[i].next);
-    view_free(&c->bars[i].done);
   }
   free(c->mbarriers);
   free(c->mbarrier_at);

@@ -82,6 +82,8 @@ enum {
   F_PROPAGATE = 4,
   // Ends a time slice: other warps see the effect (barriers, fences, exit).
   F_YIELD = 8,
+  // Issued on the uniform datapath: lanes with the same operands issue one operation together.
+  F_UNIFORM = 16,
 };
 
 struct Insn {
@@ -231,11 +233,12 @@ typedef struct {
   int expected, arrived;   // threads
   uint64_t generation;
   uint32_t warps;          // that have arrived, one bit a warp
-  View next, done;
+  View next;
   const Insn *first;       // that arrived in this generation
   Mask gathered[MAX_WARPS];  // lanes that have come to an unaligned barrier
   int threads, true_threads;
   bool red;
+  bool all;                // no thread count was given: exited warps do not count
 } NamedBarrier;
 
 struct Warp {
@@ -285,7 +288,7 @@ struct Cta {
   Mbarrier *mbarriers; int nmbarriers;   // looked up by find_mbarrier
   int16_t *mbarrier_at;    // index by offset / 8, or -1
   struct Tmem *tmem;       // tcgen05.c
-  struct Cell *tmem_cells; uint8_t *tmem_init;   // check.c: [128][512]
+  struct Cell *tmem_cells; uint16_t *tmem_init;  // check.c: [groups of 16 lanes][columns]
   int register_pool;       // registers left of the SM's, per setmaxnreg
   bool cancel_failed_seen;
   bool exited;
@@ -470,7 +473,8 @@ static inline void putp_of(Warp *w, const Insn *I, const Operand *o, Mask m, Mas
 static inline uint32_t *reg128(Warp *w, const Operand *o) { return w->regs + o->reg; }
 // For F_PROPAGATE: lanes in which a source is defined.
 static inline Mask defined_in(Warp *w, const Operand *o) {
-  return o->kind == K_REG || o->kind == K_PRED ? w->defined[o->id] : ALL_LANES;
+  if (o->kind != K_REG && o->kind != K_PRED) return ALL_LANES;
+  return w->npending && w->pending[o->id] ? ALL_LANES : w->defined[o->id];
 }
 static inline void set_defined(Warp *w, const Operand *o, Mask m, Mask defined) {
   if (o->kind == K_REG || o->kind == K_PRED)
@@ -563,6 +567,7 @@ void global_write(const Access *a, const void *p, uint64_t bytes);
 void tmem_read(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
 void tmem_write(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
 void tmem_forget(Cta *cta, int column, int columns);  // freed: contents are undefined
+bool tmem_initialised(const Cta *cta, int lane, int column, int lanes, int columns);
 
 View view_new(Emu *e);
 void view_free(View *v);

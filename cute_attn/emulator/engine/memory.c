@@ -333,6 +333,8 @@ static void start(Cursor *c, Warp *w, const Insn *I, const Operand *address, Mas
   c->w = w, c->I = I, c->space = space, c->left = m, c->dropped = 0;
   c->bytes = bytes, c->write = write, c->own_cta = false;
   addresses_of(w, I, address, m, c->a);
+  if (I->flags & F_PROPAGATE && address->sub == K_REG && m & ~w->defined[address->id])
+    undefined_read(w, I, address, m & ~w->defined[address->id]);  // that is for the data alone
   if (space == SP_SHARED) FOR_LANES(l) c->a[l] = (uint32_t)c->a[l];
   if (space == SP_PARAM) c->space = parameter_space(w, address, c->a[first_lane(m)]);
   if (space == SP_CONST) c->space = SP_GLOBAL;
@@ -561,12 +563,11 @@ static void put_zero(Warp *w, const Insn *I, const Operand *o, Mask m, Type t) {
 }
 
 // The elements of a vector instruction, or its one operand; 0 after a fatal finding.
-static int elements_of(Warp *w, const Insn *I, const Operand *o, int vector, Type t) {
+static int elements_of(Warp *w, const Insn *I, const Operand *o, Space space, int vector, Type t) {
   int n = vector ? 1 << vector : 1;
   if (count_of(o) == n || (n == 1 && o->kind == K_NONE)) {
-    if (n * t.bytes <= MAX_ACCESS) return n;
-    fatal(w, I, CK_BOUNDS, "a vector of %d elements of %d bytes is wider than %d bytes", n,
-          t.bytes, MAX_ACCESS);
+    if (n * t.bytes <= (space == SP_GLOBAL ? MAX_ACCESS : MAX_ACCESS / 2)) return n;
+    fatal(w, I, CK_BOUNDS, "%d elements of %d bytes are wider than any access", n, t.bytes);
   } else {
     fatal(w, I, CK_BOUNDS, "a vector of %d elements, but %d registers are given", n, count_of(o));
   }
@@ -605,7 +606,7 @@ static Mask undefined_local(Warp *w, const Batch *b, uint32_t at, uint32_t bytes
 }
 
 static int load(Warp *w, const Insn *I, Mask m, Space space, int semantics, int vector, Type t) {
-  int n = elements_of(w, I, &I->op[0], vector, t);
+  int n = elements_of(w, I, &I->op[0], space, vector, t);
   if (!n) return DONE;
   const Operand *d = list_of(w, &I->op[0]);
   uint32_t bytes = (uint32_t)n * t.bytes;
@@ -677,7 +678,7 @@ static void gather(uint8_t *out, Mask m, const Values *v, int n, uint32_t bytes)
 static int store(Warp *w, const Insn *I, Mask m, Space space) {
   const int16_t *mod = I->mod - NO_SPACE(space);
   Type t = TYPE[mod[ST_TYPE] - 1];
-  int semantics = I->mod[ST_SEM], n = elements_of(w, I, &I->op[1], mod[ST_VECTOR], t);
+  int n = elements_of(w, I, &I->op[1], space, mod[ST_VECTOR], t), semantics = I->mod[ST_SEM];
   if (!n) return DONE;
   const Operand *s = list_of(w, &I->op[1]);
   uint32_t bytes = (uint32_t)n * t.bytes;
@@ -853,8 +854,8 @@ static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, 
   Emu *e = emu_of(w);
   const Operand *d = destination_of(I), *o = &I->op[d != NULL];
   Type t = {(uint8_t)(op->bytes * op->parts), false};
-  int n = elements_of(w, I, &o[1], vector, t);
-  if (!n || (d && !elements_of(w, I, d, vector, t))) return DONE;
+  int n = elements_of(w, I, &o[1], SP_GLOBAL, vector, t);
+  if (!n || (d && !elements_of(w, I, d, SP_GLOBAL, vector, t))) return DONE;
   const Operand *s = list_of(w, &o[1]);
   Values b[8], c;
   uint64_t buffers[9][64];
@@ -915,9 +916,9 @@ ATOMICS(exec_atom_exch, 3, 0, AT_TYPE, false,
         {PLAIN(exch_32, 4), PLAIN(exch_64, 8), PLAIN(exch_128, 16)})
 ATOMICS(exec_atom_cas, 4, 0, AT_TYPE, true,
         {PLAIN(cas_16, 2), PLAIN(cas_32, 4), PLAIN(cas_64, 8), PLAIN(cas_128, 16)})
-ATOMICS(exec_atom_add, 6, 0, AT_TYPE, false,
-        {PLAIN(add_32, 4), PLAIN(add_32, 4), PLAIN(add_64, 8), PLAIN(add_64, 8),
-         {add_ftz_f32, add_f32, 4, 1}, PLAIN(add_f64, 8)})
+ATOMICS(exec_atom_add, 5, 0, AT_TYPE, false,
+        {PLAIN(add_32, 4), PLAIN(add_32, 4), PLAIN(add_64, 8), {add_ftz_f32, add_f32, 4, 1},
+         PLAIN(add_f64, 8)})
 ATOMICS(exec_atom_step, 1, 0, AT_TYPE, false, {PLAIN(inc_32, 4)}, {PLAIN(dec_32, 4)})
 ATOMICS(exec_atom_extreme, 4, 0, AT_TYPE, false,
         {PLAIN(min_u32, 4), PLAIN(min_s32, 4), PLAIN(min_u64, 8), PLAIN(min_s64, 8)},
@@ -1249,9 +1250,10 @@ int call_external(Warp *w, const Insn *I, Mask m, const char *name, const Operan
 
 // ---------------------------------------------------------------------------------------- forms
 
-#define LD(space, handler) {"ld" LD_SEMANTICS space LD_CACHE VECTOR TYPES, "dxl a s64?", handler, 0}
-#define ST(space, handler, flags) \
-  {"st" ST_SEMANTICS space ST_CACHE VECTOR TYPES, "a sxl s64?", handler, flags}
+#define LD(semantics, space, handler) \
+  {"ld" semantics space LD_CACHE VECTOR TYPES, "dxl a s64?", handler, 0}
+#define ST(semantics, space, handler, flags) \
+  {"st" semantics space ST_CACHE VECTOR TYPES, "a sxl s64?", handler, flags}
 #define BOTH(spaces, rest, operands, handler)                        \
   {ATOM spaces rest, "dx " operands " s64?", handler, 0},            \
   {RED spaces rest, operands " s64?", handler, 0}
@@ -1262,23 +1264,23 @@ int call_external(Warp *w, const Insn *I, Mask m, const char *name, const Operan
 #define SECONDARY "{.L2::evict_first|L2::evict_unchanged}"
 
 const Form FORMS_MEMORY[] = {
-    LD("", exec_ld_generic),
-    LD("(.global)", exec_ld_global),
-    LD("(.shared|shared::cta|shared::cluster)", exec_ld_shared),
-    LD("(.local)", exec_ld_local),
-    LD("(.param|param::entry|param::func)", exec_ld_param),
-    LD("(.const)", exec_ld_const),
-    {"ldu{.global}" "{.v2|v4}" TYPES, "dxl a", exec_ldu, 0},
+    LD(LD_SEMANTICS, "", exec_ld_generic),
+    LD(LD_SEMANTICS, "(.global)", exec_ld_global),
+    LD(LD_SEMANTICS, "(.shared|shared::cta|shared::cluster)", exec_ld_shared),
+    LD("{.weak}", "(.local)", exec_ld_local),
+    LD("{.weak}", "(.param|param::entry|param::func)", exec_ld_param),
+    LD("{.weak}", "(.const)", exec_ld_const),
+    {"ldu{.global}" VECTOR TYPES, "dxl a", exec_ldu, 0},
 
-    ST("", exec_st_generic, 0),
-    ST("(.global)", exec_st_global, 0),
-    ST("(.shared|shared::cta|shared::cluster)", exec_st_shared, 0),
-    ST("(.local)", exec_st_local, F_PROPAGATE),
-    ST("(.param|param::func)", exec_st_param, F_PROPAGATE),
+    ST(ST_SEMANTICS, "", exec_st_generic, 0),
+    ST(ST_SEMANTICS, "(.global)", exec_st_global, 0),
+    ST(ST_SEMANTICS, "(.shared|shared::cta|shared::cluster)", exec_st_shared, 0),
+    ST("{.weak}", "(.local)", exec_st_local, F_PROPAGATE),
+    ST("{.weak}", "(.param|param::func)", exec_st_param, F_PROPAGATE),
     {"st.bulk{.weak}{.shared::cta}", "a s64 i", exec_st_bulk, 0},
 
     BOTH(ANY_SPACE, "(.and|or|xor)" HINT "(.b32|b64)", "a sx", exec_atom_logic),
-    BOTH(ANY_SPACE, "(.add)" HINT "(.u32|s32|u64|s64|f32|f64)", "a sx", exec_atom_add),
+    BOTH(ANY_SPACE, "(.add)" HINT "(.u32|s32|u64|f32|f64)", "a sx", exec_atom_add),
     BOTH(ANY_SPACE, "(.inc|dec)" HINT "(.u32)", "a sx", exec_atom_step),
     BOTH(ANY_SPACE, "(.min|max)" HINT "(.u32|s32|u64|s64)", "a sx", exec_atom_extreme),
     BOTH(ANY_SPACE, "(.add).noftz" HINT "(.f16|bf16)", "a sx", exec_atom_half),
@@ -1294,7 +1296,7 @@ const Form FORMS_MEMORY[] = {
     {"isspacep" ADDRESS_SPACES, "dp s64", exec_isspacep, 0},
 
     {"prefetch{.global|local}(.L1|L2)", "a", exec_hint, 0},
-    {"prefetch.global(.L2::evict_last|L2::evict_normal)", "a", exec_hint, 0},
+    {"prefetch{.global}(.L2::evict_last|L2::evict_normal)", "a", exec_hint, 0},
     {"prefetchu.L1", "a", exec_hint, 0},
     {"applypriority{.global}.L2::evict_normal", "a i", exec_applypriority, 0},
     {"discard{.global}.L2", "a i", exec_discard, 0},

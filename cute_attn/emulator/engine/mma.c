@@ -318,6 +318,7 @@ static void fp8_through_half(const Emu *e, int K, const float *A, const float *B
   mma_tile(&n, 16, 8, K, a, b, sum, false);
   for (int i = 0; i < 16 * 8; i++) {
     D[i] += sum[i];
+    if (isnan(D[i])) memcpy(&D[i], &(uint32_t){TENSOR_NAN_F32}, 4);
     if (f16_result) D[i] = half_value(half_of(D[i]));
   }
 }

@@ -3,16 +3,12 @@
 
 #include <math.h>
 #ifdef __SSE2__
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 typedef float v8f __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));
 typedef int16_t v8s __attribute__((vector_size(16)));
-typedef int32_t v4i __attribute__((vector_size(16)));
-typedef float v4f __attribute__((vector_size(16)));
-typedef double v4d __attribute__((vector_size(32)));
-typedef int64_t v4l __attribute__((vector_size(32)));
 
 // ------------------------------------------------------------------------------------- formats
 
@@ -193,10 +189,10 @@ static void float_row(int K, int padded, const float *a, const float *bt, int n0
   for (int n = 0; n < columns; n++) d[n] = accumulate ? d[n] + flat[n] : flat[n];
 }
 
-static void float_tile(const Numerics *num, int M, int N, int K, const float *A, const float *B,
+// bt: B transposed.
+static void float_tile(const Numerics *num, int M, int N, int K, const float *A, const float *bt,
                        float *D, bool accumulate) {
   int padded = (N + 7) & ~7;
-  const float *bt = transposed(B, N, K, 0, K, padded);
   for (int n0 = 0; n0 < N; n0 += 32) {
     int columns = N - n0 < 32 ? N - n0 : 32;
     for (int m = 0; m < M; m++)
@@ -217,6 +213,7 @@ static inline double power_of_two(int e) {   // -1022 <= e <= 1023
 static inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
 #define NO_EXPONENT (-2000)  // of zero: never the largest
+#define LOWEST (-133)        // exponent of the alignment when all else is zero or smaller
 #define BAD_EXPONENT 12000   // of what the vector path leaves to exact_element
 
 static inline int exponent_of(float x, int lowest) {
@@ -251,7 +248,7 @@ static float rounded(const Numerics *num, double v) {
 static float exact_element(const Numerics *num, int K, const float *a, const float *b, float c,
                            int shift) {
   int largest = exponent_of(c, num->f16_result ? -14 : -126);
-  if (largest < -126) largest = -126;
+  if (largest < LOWEST) largest = LOWEST;
   double plain = c;
   for (int k = 0; k < K; k++) {
     plain += (double)a[k] * b[k];
@@ -271,6 +268,7 @@ static float exact_element(const Numerics *num, int K, const float *a, const flo
 // factors stay between 2^-50 and 2^60; smaller factors are left out, and elements for which that
 // could matter are done again by exact_element.
 
+#define MAX_BLOCK 64
 #define SMALLEST (-50)
 #define LARGEST 60
 
@@ -300,57 +298,72 @@ static inline v8i min8i(v8i a, v8i b) {
   return (a & less) | (b & ~less);
 }
 
-// Exponents of n values, a multiple of 8; those left out become 0. Returns the largest in *top and
-// the largest left out in *small when they are per row (stride 0), else per column.
-static void take_exponents(float *x, int16_t *e, int n, int lowest, int16_t *top, int16_t *small,
-                           int stride) {
-  for (int i = 0; i < n; i++) {
-    int32_t bits = (int32_t)(bits_of(x[i]) & 0x7FFFFFFF);
-    int32_t v = (bits >> 23) - 127;
-    bool usual = v >= SMALLEST && v <= LARGEST;
-    v = v < lowest ? lowest : v;
-    v = bits == 0 ? NO_EXPONENT : v;
-    e[i] = (int16_t)v;
-    // Too large for the vector path: as if something enormous were left out.
-    int16_t left = v > LARGEST ? BAD_EXPONENT : usual ? 2 * NO_EXPONENT : v;
-    int16_t *t = top + i * stride, *s = small + i * stride;
-    *t = *t > v ? *t : v;
-    *s = *s > left ? *s : left;
-    x[i] = usual ? x[i] : 0;
-  }
+// Exponents of eight values. Those that are left out become 0; their exponents go into *left.
+static inline v8s take_exponents(float *x, int lowest, v8s *left) {
+  v8i bits = *(v8i *)x & 0x7FFFFFFF;
+  v8i e = (bits >> 23) - 127;
+  v8i large = e > LARGEST, usual = (e >= SMALLEST) & ~large, zero = bits == 0;
+  e = max8i(e, (v8i){0} + lowest);
+  e = (e & ~zero) | (zero & NO_EXPONENT);
+  // Too large for the vector path: as if something enormous had been left out.
+  v8i out = (large & BAD_EXPONENT) | (usual & (2 * NO_EXPONENT)) | (e & ~large & ~usual);
+  *left = __builtin_convertvector(out, v8s);
+  *(v8i *)x &= usual;
+  return __builtin_convertvector(e, v8s);
 }
 
-typedef struct { v4d total; v4l bits; } Half;
-
-// Four of the eight sums: the exact total, and its value rounded to f32 (as double's bits).
-static inline Half finish(const Numerics *num, v4i sum, v4i high, v4f c, v4i exponent) {
-  v4l e = __builtin_convertvector(exponent, v4l);
-  v4d up = (v4d)((1023 + num->fraction_bits - e) << 52);
-  v4d down = (v4d)((1023 - num->fraction_bits + e) << 52);
-  v4d cut = __builtin_convertvector(
-      __builtin_convertvector(__builtin_convertvector(c, v4d) * up, v4i), v4d);
-  Half h;
-  h.total = __builtin_convertvector(sum, v4d) + __builtin_convertvector(high, v4d) + cut;
-  h.bits = (v4l)(h.total * down);
-  v4l lost_mask = (v4l){0} + (((int64_t)1 << (52 - num->result_bits)) - 1);
-  if (num->f16_result) {
-    lost_mask = (v4l){0} + 0x1FFFFFFF;
-    v4l lost = (h.bits & lost_mask) != 0;
-    h.bits = (h.bits & ~lost_mask) | (lost & 0x20000000);
-  } else h.bits &= ~lost_mask;
-  return h;
+static int16_t largest_of(v8s v) {
+  int16_t largest = v[0];
+  for (int i = 1; i < 8; i++) largest = v[i] > largest ? v[i] : largest;
+  return largest;
 }
 
-static inline v4i low4(v8i x) { return (v4i){x[0], x[1], x[2], x[3]}; }
-static inline v4i high4(v8i x) { return (v4i){x[4], x[5], x[6], x[7]}; }
+static inline unsigned mask_of(v8i v) {
+#ifdef __AVX__
+  return (unsigned)_mm256_movemask_ps((__m256)v);
+#else
+  unsigned mask = 0;
+  for (int i = 0; i < 8; i++) mask |= (v[i] & 1u) << i;
+  return mask;
+#endif
+}
 
-// Adds one block to eight columns of a row. Returns the columns to do again, one bit each.
-static unsigned exact_eight(const Block *b, int n0, const float *a, const int16_t *ea, int row_top,
-                            int row_small, int row_shift, float *c) {
+static inline v8f through_half(v8f x) {
+#ifdef __F16C__
+  return (v8f)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < 8; i++) x[i] = half_to_float(half_of(x[i]));
+  return x;
+#endif
+}
+
+// An integer times 2^exponent, in f32 (or f16) as the hardware rounds it. Lanes whose result is
+// not a normal number are set in *again.
+static inline v8f rounded8(const Numerics *num, v8i total, v8i exponent, v8i *again) {
+  v8i sign = total >> 31, zero = total == 0;
+  v8i magnitude = (total ^ sign) - sign;
+  v8i bits = (v8i)__builtin_convertvector(magnitude, v8f);  // to nearest: undo rounding up
+  v8i back = __builtin_convertvector((v8f)bits, v8i);
+  bits += (back > magnitude) | (back < 0);
+  if (num->f16_result)  // what is lost is gathered in the last bit
+    bits |= (__builtin_convertvector((v8f)bits, v8i) != magnitude) & 1;
+  else bits &= ~((1 << (23 - num->result_bits)) - 1);
+  v8i field = (bits >> 23) + exponent;
+  *again |= ((field < 1) | (field > 254) | (magnitude < 0)) & ~zero;
+  v8f value = (v8f)((bits + (exponent << 23)) & ~zero);
+  if (num->f16_result) value = through_half(value);
+  return (v8f)((v8i)value | (sign & (int32_t)0x80000000 & ((v8i)value != 0)));
+}
+
+// Adds one block of K products to eight columns of a row. Returns the columns to do again, one bit
+// each.
+static inline __attribute__((always_inline)) unsigned exact_eight(
+    const Block *b, int K, int n0, const float *a, const int16_t *ea, int row_top, int row_small,
+    int row_shift, float *c) {
   const Numerics *num = b->num;
   const int F = num->fraction_bits;
   v8s top = (v8s){0} + (int16_t)(2 * NO_EXPONENT);
-  for (int k = 0; k < b->K; k++)
+  for (int k = 0; k < K; k++)
     top = max8(top, *(const v8s *)(b->eb + (size_t)k * b->padded + n0) + ea[k]);
   v8f c8;
   memcpy(&c8, c, sizeof c8);
@@ -358,96 +371,144 @@ static unsigned exact_eight(const Block *b, int n0, const float *a, const int16_
   v8i ec = (c_bits >> 23) - 127;
   v8i c_bad = ec > 127, c_zero = c_bits == 0;
   ec = max8i(ec, (v8i){0} + (num->f16_result ? -14 : -126));
-  ec = (ec & ~c_zero & ~c_bad) | (c_zero & -126);
+  ec = (ec & ~c_zero & ~c_bad) | (c_zero & LOWEST);
   v8i shift = __builtin_convertvector(*(const v8s *)(b->shift + n0), v8i) + row_shift;
   v8i e = max8i(__builtin_convertvector(top, v8i) + shift, ec);
 
-  v8i biased = min8i(max8i(127 + F + shift - e, (v8i){0} + 1), (v8i){0} + 254);
-  v8f scale = (v8f)(biased << 23);
+  v8i field = min8i(max8i(127 + F + shift - e, (v8i){0} + 1), (v8i){0} + 254);
+  v8f scale = (v8f)(field << 23);
   v8i sum = {0}, high = {0};
-  int first = b->K < 16 ? b->K : 16;
+  int first = K < 16 ? K : 16;
   const float *column = b->bt + n0;
   for (int k = 0; k < first; k++, column += b->padded)
     sum += __builtin_convertvector(a[k] * *(const v8f *)column * scale, v8i);
-  for (int k = first; k < b->K; k++, column += b->padded)   // apart: 32 terms may not fit
+  for (int k = first; k < K; k++, column += b->padded)   // apart: 32 terms may not fit
     high += __builtin_convertvector(a[k] * *(const v8f *)column * scale, v8i);
-
-  v8i safe = min8i(max8i(e, (v8i){0} - 900), (v8i){0} + 900);
-  Half l = finish(num, low4(sum), low4(high), (v4f){c[0], c[1], c[2], c[3]}, low4(safe));
-  Half h = finish(num, high4(sum), high4(high), (v4f){c[4], c[5], c[6], c[7]}, high4(safe));
-  v4i zero_l = __builtin_convertvector(l.total == 0, v4i);
-  v4i zero_h = __builtin_convertvector(h.total == 0, v4i);
-  v8i zero = {zero_l[0], zero_l[1], zero_l[2], zero_l[3],
-              zero_h[0], zero_h[1], zero_h[2], zero_h[3]};
+  field = min8i(max8i(127 + F - e, (v8i){0} + 1), (v8i){0} + 254);
+  high += __builtin_convertvector((v8f)((v8i)c8 & ~c_bad) * (v8f)(field << 23), v8i);
+  v8i total = sum + high;
+  v8i again = (((sum ^ total) & (high ^ total)) < 0) | c_bad;
 
   v8i c_small = __builtin_convertvector(*(const v8s *)(b->column_small + n0), v8i) + row_top;
   v8i r_small = __builtin_convertvector(*(const v8s *)(b->column_top + n0), v8i) + row_small;
   v8i limit = max8i(c_small, r_small) + shift + F + 3;
-  // Left out with effect, not finite, or a result that may be subnormal.
-  v8i again = (e < limit) | c_bad | ((e < F - 126) & ~zero);
-  unsigned mask = 0;
-  for (int i = 0; i < 8; i++) mask |= (again[i] & 1u) << i;
-  v4f out_l = __builtin_convertvector((v4d)l.bits, v4f);
-  v4f out_h = __builtin_convertvector((v4d)h.bits, v4f);
-  float out[8];
-  memcpy(out, &out_l, 16);
-  memcpy(out + 4, &out_h, 16);
-  if (num->f16_result)
-    for (int i = 0; i < 8; i++) out[i] = positive_zero(half_to_float(half_of(out[i])));
-  for (int i = 0; i < 8; i++) c[i] = mask >> i & 1 ? c[i] : out[i];
-  return mask;
+  // What was left out has an effect, or the scale was out of range.
+  again |= (e < limit) | ((e < F - 126) & ~((total == 0) & c_zero));
+  v8f out = rounded8(num, total, e - F, &again);
+  out = (v8f)(((v8i)out & ~again) | ((v8i)c8 & again));
+  memcpy(c, &out, sizeof out);
+  return mask_of(again);
+}
+
+// The same with the usual lengths known to the compiler.
+static unsigned exact_columns(const Block *b, int n0, const float *a, const int16_t *ea,
+                              int row_top, int row_small, int row_shift, float *c) {
+  switch (b->K) {
+    case 16: return exact_eight(b, 16, n0, a, ea, row_top, row_small, row_shift, c);
+    case 32: return exact_eight(b, 32, n0, a, ea, row_top, row_small, row_shift, c);
+    default: return exact_eight(b, b->K, n0, a, ea, row_top, row_small, row_shift, c);
+  }
 }
 
 static inline int scale_exponent(float s) {
   return s == 0 || !isfinite(s) ? 0 : ilogbf(s);
 }
 
-// One block of K products for the whole tile. sa, sb: exponents of the scale factors, by row.
-static void exact_block(const Numerics *num, int M, int N, int ld, int k0, int K, const float *A,
-                        const float *B, const int16_t *sa, const int16_t *sb, float *D) {
+// B, made ready for exact_eight: columns n0 .. n0 + K of its rows.
+static Block prepare(const Numerics *num, int N, int ld, int k0, int K, const float *B,
+                     const int16_t *scale) {
   int padded = (N + 7) & ~7;
   float *bt = transposed(B, N, ld, k0, K, padded);
   int16_t *eb = scratch(1, (size_t)padded * K * 2);
-  int16_t *column = scratch(2, (size_t)padded * 3 * 2);
-  int16_t *top = column, *small = column + padded, *shift = column + 2 * padded;
-  for (int n = 0; n < padded; n++) {
-    top[n] = small[n] = 2 * NO_EXPONENT;
-    shift[n] = sb && n < N ? sb[n] : 0;
+  int16_t *top = scratch(2, (size_t)padded * 3 * 2);
+  int16_t *small = top + padded, *shift = small + padded;
+  for (int n = 0; n < padded; n++) shift[n] = scale && n < N ? scale[n] : 0;
+  for (int n = 0; n < padded; n += 8) {
+    v8s column_top = (v8s){0} + (int16_t)(2 * NO_EXPONENT), column_small = column_top;
+    for (int k = 0; k < K; k++) {
+      v8s left;
+      v8s e = take_exponents(bt + (size_t)k * padded + n, num->min_exponent_b, &left);
+      memcpy(eb + (size_t)k * padded + n, &e, sizeof e);
+      column_top = max8(column_top, e);
+      column_small = max8(column_small, left);
+    }
+    memcpy(top + n, &column_top, sizeof column_top);
+    memcpy(small + n, &column_small, sizeof column_small);
   }
-  for (int k = 0; k < K; k++)
-    take_exponents(bt + (size_t)k * padded, eb + (size_t)k * padded, padded, num->min_exponent_b,
-                   top, small, 1);
-  Block block = {num, K, padded, bt, eb, top, small, shift};
-  float row[64];
-  int16_t er[64];
+  return (Block){num, K, padded, bt, eb, top, small, shift};
+}
+
+// A prepared block for the whole tile. sa: exponents of A's scale factors, by row.
+static void exact_block(const Block *block, int M, int N, int ld, int k0, const float *A,
+                        const float *B, const int16_t *sa, float *D) {
+  const Numerics *num = block->num;
+  int K = block->K;
+  float row[MAX_BLOCK] __attribute__((aligned(32)));
+  int16_t er[MAX_BLOCK] __attribute__((aligned(16)));
   for (int m = 0; m < M; m++) {
     const float *a = A + (size_t)m * ld + k0;
+    memset(row, 0, sizeof row);
     memcpy(row, a, (size_t)K * 4);
-    int16_t row_top = 2 * NO_EXPONENT, row_small = 2 * NO_EXPONENT;
-    take_exponents(row, er, K, num->min_exponent_a, &row_top, &row_small, 0);
-    int row_shift = sa ? sa[m] : 0;
+    v8s top = (v8s){0} + (int16_t)(2 * NO_EXPONENT), small = top;
+    for (int k = 0; k < K; k += 8) {
+      v8s left, e = take_exponents(row + k, num->min_exponent_a, &left);
+      memcpy(er + k, &e, sizeof e);
+      top = max8(top, e);
+      small = max8(small, left);
+    }
+    int row_top = largest_of(top), row_small = largest_of(small), row_shift = sa ? sa[m] : 0;
     float *d = D + (size_t)m * N;
     for (int n0 = 0; n0 < N; n0 += 8) {
       int columns = N - n0 < 8 ? N - n0 : 8;
       float c[8] = {0};
       memcpy(c, d + n0, (size_t)columns * 4);
-      unsigned again = exact_eight(&block, n0, row, er, row_top, row_small, row_shift, c);
+      unsigned again = exact_columns(block, n0, row, er, row_top, row_small, row_shift, c);
       memcpy(d + n0, c, (size_t)columns * 4);
       for (; __builtin_expect(again != 0, 0); again &= again - 1) {
         int n = n0 + __builtin_ctz(again);
         if (n < N)
-          d[n] = exact_element(num, K, a, B + (size_t)n * ld + k0, d[n], row_shift + shift[n]);
+          d[n] = exact_element(num, K, a, B + (size_t)n * ld + k0, d[n],
+                               row_shift + block->shift[n]);
       }
     }
   }
 }
 
+// What the last call of mma_tile left in the scratch arrays, if its K was one block.
+static struct { Numerics num; Block block; const float *B; int N, K; bool exact; } latest;
+
 void mma_tile(const Numerics *num, int M, int N, int K, const float *A, const float *B, float *D,
               bool accumulate) {
-  if (!num->exact) { float_tile(num, M, N, K, A, B, D, accumulate); return; }
-  if (!accumulate) memset(D, 0, (size_t)M * N * sizeof *D);
-  for (int k = 0; k < K; k += num->block_k)
-    exact_block(num, M, N, K, k, K - k < num->block_k ? K - k : num->block_k, A, B, NULL, NULL, D);
+  latest.B = NULL;
+  if (!num->exact) {
+    int padded = (N + 7) & ~7;
+    const float *bt = transposed(B, N, K, 0, K, padded);
+    float_tile(num, M, N, K, A, bt, D, accumulate);
+    latest.block = (Block){.padded = padded, .bt = bt};
+  } else {
+    if (!accumulate) memset(D, 0, (size_t)M * N * sizeof *D);
+    for (int k = 0; k < K; k += num->block_k) {
+      Block block = prepare(num, N, K, k, K - k < num->block_k ? K - k : num->block_k, B, NULL);
+      exact_block(&block, M, N, K, k, A, B, NULL, D);
+      latest.block = block;
+    }
+    if (K > num->block_k) return;
+  }
+  latest.num = *num;
+  latest.block.num = &latest.num;
+  latest.B = B, latest.N = N, latest.K = K, latest.exact = num->exact;
+}
+
+void mma_tile_again(const Numerics *num, int M, int N, int K, const float *A, const float *B,
+                    float *D, bool accumulate) {
+  if (latest.B != B || latest.N != N || latest.K != K || latest.exact != num->exact) {
+    mma_tile(num, M, N, K, A, B, D, accumulate);
+  } else if (!num->exact) {
+    float_tile(num, M, N, K, A, latest.block.bt, D, accumulate);
+  } else {
+    if (!accumulate) memset(D, 0, (size_t)M * N * sizeof *D);
+    exact_block(&latest.block, M, N, K, 0, A, B, NULL, D);
+  }
 }
 
 // -------------------------------------------------------------------------------- block scaling
@@ -465,7 +526,7 @@ static float grouped_element(const Numerics *num, int K, const float *a, const f
                              const float *sa, const float *sb, int vector, float c) {
   double part[64];
   int exponent[64], groups = 0, largest = exponent_of(c, -126);
-  if (largest < -126) largest = -126;
+  if (largest < LOWEST) largest = LOWEST;
   double plain = c;
   for (int k = 0; k < K; k += num->scale_group, groups++) {
     float fa = sa[k / vector], fb = sb[k / vector];
@@ -500,10 +561,11 @@ static void spread_nan(int M, int N, int per_row, int at, const float *sa, const
 void mma_tile_scaled(const Numerics *num, int M, int N, int K, const float *A, const float *B,
                      const float *scale_a, const float *scale_b, int vector, float *D,
                      bool accumulate) {
+  latest.B = NULL;
   if (!num->exact) {
     const float *a = prescaled(3, A, scale_a, M, K, vector);
     const float *b = prescaled(4, B, scale_b, N, K, vector);
-    float_tile(num, M, N, K, a, b, D, accumulate);
+    float_tile(num, M, N, K, a, transposed(b, N, K, 0, K, (N + 7) & ~7), D, accumulate);
     return;
   }
   if (!accumulate) memset(D, 0, (size_t)M * N * sizeof *D);
@@ -524,7 +586,8 @@ void mma_tile_scaled(const Numerics *num, int M, int N, int K, const float *A, c
   for (int k = 0; k < K; k += vector) {
     scale_exponents(scale_a, M, per_row, k / vector, sa);
     scale_exponents(scale_b, N, per_row, k / vector, sb);
-    exact_block(num, M, N, K, k, vector, A, B, sa, sb, D);
+    Block block = prepare(num, N, K, k, vector, B, sb);
+    exact_block(&block, M, N, K, k, A, B, sa, D);
     spread_nan(M, N, per_row, k / vector, scale_a, scale_b, D);
   }
 }

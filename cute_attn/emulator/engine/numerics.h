@@ -41,7 +41,11 @@ Numerics numerics_of(const Emu *e, MmaUnit unit, FloatType a, FloatType b, bool 
 void mma_tile(const Numerics *n, int M, int N, int K, const float *A, const float *B, float *D,
               bool accumulate);
 
-// The same with scale factors: each run of `vector` elements along K of row m of A is scaled by
+// The same, faster if the last call had the same B: same address, unchanged, same N and K.
+void mma_tile_again(const Numerics *n, int M, int N, int K, const float *A, const float *B,
+                    float *D, bool accumulate);
+
+// mma_tile with scale factors: each run of `vector` elements along K of row m of A is scaled by
 // scale_a[m * (K / vector) + k / vector], of row n of B by scale_b alike (values as f32).
 void mma_tile_scaled(const Numerics *n, int M, int N, int K, const float *A, const float *B,
                      const float *scale_a, const float *scale_b, int vector, float *D,

@@ -3,6 +3,10 @@
 #ifndef CUTE_ATTN_SCALAR_H
 #define CUTE_ATTN_SCALAR_H
 
+// Nobody looks at the host's exception flags; to preserve them would keep loops from being
+// vectorised.
+#pragma GCC optimize("no-trapping-math")
+
 #include "engine.h"
 #include <fenv.h>
 #ifdef __AVX2__

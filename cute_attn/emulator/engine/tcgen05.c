@@ -799,6 +799,7 @@ typedef struct {
   int scale_a_id, scale_b_id;
   FloatType scale_type;
   uint32_t disabled[8];     // lanes of D, CTA by CTA
+  uint64_t zero_columns;    // descriptor of the mask of columns of B, of .ws
 } Mma;
 
 // Where the rows of D (and of A) lie in the TMEM of one CTA: `folds` groups of columns stand
@@ -822,7 +823,7 @@ static inline int blocks_of(const Layout *l) { return l->half ? 4 : 1; }
 static inline int block_rows(const Layout *l) { return l->half ? 16 : l->rows; }
 
 static _Alignas(64) float a_tile[128 * 64], b_tile[256 * 64], d_tile[128 * 256];
-static _Alignas(64) uint8_t a_raw[128][K_BYTES], b_raw[256][K_BYTES];
+static _Alignas(64) uint8_t a_raw[128][K_BYTES], b_raw[256 + 64][K_BYTES];
 static float a_scales[128 * 4], b_scales[256 * 4];
 
 // 16 elements of 4 bits in 8 bytes, or of 6 bits in 12, out of the 16 bytes that hold them.
@@ -880,13 +881,6 @@ static void load_a_from_tmem(const AsyncOp *op, const Mma *m, Cta *cta, const La
   if (m->shift_a) memmove(a_raw[0], a_raw[1], (size_t)(l->rows - 1) * K_BYTES);
 }
 
-static bool tmem_complete(const Cta *cta, int lane, int column, int lanes, int columns) {
-  if (!cta->tmem_init) return false;
-  for (int r = lane; r < lane + lanes; r++)
-    if (memchr(cta->tmem_init + r * COLUMNS + column, 0, (size_t)columns)) return false;
-  return true;
-}
-
 // D into d_tile. A read of what the same operation goes on to write needs no mark of its own.
 static bool load_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, int fold) {
   int column = (int)(m->d & 0xFFFF), n = l->columns;
@@ -895,7 +889,7 @@ static bool load_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, i
     if (!check_block(&op->access, cta, "D of tcgen05.mma", lane, column, block_rows(l), n))
       return false;
     if (!m->accumulate) continue;
-    if (!tmem_complete(cta, lane, column, block_rows(l), n))
+    if (!tmem_initialised(cta, lane, column, block_rows(l), n))
       tmem_read(&op->access, cta, lane, column, block_rows(l), n);
     for (int r = 0; r < block_rows(l); r++) {
       const uint32_t *from = &cta->tmem->words[lane + r][column];
@@ -1012,6 +1006,31 @@ static void multiply(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l,
   }
 }
 
+// Columns of B that count as 0: spans of `use` and `skip` columns alternate.
+static void clear_columns(const Mma *m) {
+  if (!(m->zero_columns >> 39 & 1)) return;
+  int parts = LANES / m->M, size = m->N / parts;
+  int spans[2] = {(int)(m->zero_columns >> 48 & 255) + 1, (int)(m->zero_columns >> 40 & 255) + 1};
+  for (int p = 0; p < parts; p++) {
+    int skip = m->zero_columns >> (32 + p) & 1;
+    int left = spans[skip], start = (int)(m->zero_columns >> 8 * p & 255);
+    for (int n = -start; n < size; n++, left--) {
+      if (!left) skip = !skip, left = spans[skip];
+      if (n >= 0 && skip) memset(b_raw[p * size + n], 0, K_BYTES);
+    }
+  }
+}
+
+static void load_b(const AsyncOp *op, const Mma *m, Cta **ctas, int n) {
+  int rows = m->N / n, shift = (int)(m->zero_columns >> 56 & 63);
+  for (int c = 0; c < n; c++)
+    gather(&op->access, ctas[c], &m->b_matrix, "B of tcgen05.mma", m->transpose_b, rows + shift,
+           KINDS[m->kind].element, b_raw + c * rows);
+  if (!m->weight_stationary) return;
+  if (shift) memmove(b_raw[0], b_raw[shift], (size_t)rows * K_BYTES);
+  clear_columns(m);
+}
+
 static void run_mma(AsyncOp *op, int stage) {
   (void)stage;
   const Mma *m = op->data;
@@ -1021,9 +1040,7 @@ static void run_mma(AsyncOp *op, int stage) {
   Layout l = layout_of(m);
   int size = KINDS[m->kind].element;
   bool integers = m->kind == KIND_I8;
-  for (int c = 0; c < n; c++)
-    gather(&op->access, ctas[c], &m->b_matrix, "B of tcgen05.mma", m->transpose_b, m->N / n, size,
-           b_raw + c * (m->N / n));
+  load_b(op, m, ctas, n);
   if (!integers) decode(m, m->b_type, false, m->negate_b, m->N, b_raw, b_tile);
   Numerics numerics = {0};
   if (!integers)
@@ -1329,19 +1346,13 @@ static int exec_mma_scaled(Warp *w, const Insn *I, Mask m) {
 
 static int exec_mma_ws(Warp *w, const Insn *I, Mask m) {
   if (!begin_mma(w, I, m, 1)) return DONE;
-  uint64_t buffers[3][32], zeros[32];
+  uint64_t buffers[3][32], zeros[32] = {0};
   MmaOperands o = mma_operands(w, I, m, 4, buffers);
-  if (I->op[5].kind != K_NONE) {
-    const uint64_t *mask = src64_of(w, I, &I->op[5], m, zeros);
-    FOR_SET(l, m) if (mask[l] && !(mask[l] >> 39 & 1)) {
-      fatal(w, I, CK_DESCRIPTOR, "zero-column mask descriptor 0x%llx: these are not supported",
-            (unsigned long long)mask[l]);
-      return DONE;
-    }
+  const uint64_t *mask = I->op[5].kind == K_NONE ? zeros : src64_of(w, I, &I->op[5], m, zeros);
+  FOR_SET(l, m) {
+    Mma mma = {.kind = I->mod[0], .group = 1, .weight_stationary = true, .zero_columns = mask[l]};
+    issue_mma(w, I, l, &o, mma, I->mod[1]);
   }
-  FOR_SET(l, m)
-    issue_mma(w, I, l, &o, (Mma){.kind = I->mod[0], .group = 1, .weight_stationary = true},
-              I->mod[1]);
   return DONE;
 }
 
@@ -1603,8 +1614,8 @@ const Form FORMS_TCGEN05[] = {
     {MMA_WS, "a a s64 s32 sp s64?", exec_mma_ws, 0},
     {"tcgen05.cp" GROUP "(.128x256b|.4x256b|.128x128b|.64x128b.warpx2::02_13|"
      ".64x128b.warpx2::01_23|.32x128b.warpx4){.b8x16.b6x16_p32|.b8x16.b4x16_p64}",
-     "a s64", exec_cp, 0},
-    {"tcgen05.shift" GROUP ".down", "a", exec_shift, 0},
+     "a s64", exec_cp, F_UNIFORM},
+    {"tcgen05.shift" GROUP ".down", "a", exec_shift, F_UNIFORM},
     {"tcgen05.commit" GROUP ".mbarrier::arrive::one{.shared::cluster}{.multicast::cluster}.b64",
-     "a s32?", exec_commit, 0},
+     "a s32?", exec_commit, F_UNIFORM},
     {0}};

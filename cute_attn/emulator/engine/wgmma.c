@@ -60,6 +60,8 @@ static int end_of_peers(const Warp *w) {
 #define FOR_PEERS(p, w) \
   for (Warp *p = &(w)->cta->warps[first_peer(w)]; p < &(w)->cta->warps[end_of_peers(w)]; p++)
 
+static uint64_t issued_by(const Warp *w) { return w->wgmma ? w->wgmma->issued : 0; }
+
 static Clock clock_of(const Warp *w, uint64_t group) {
   return w->agent_birth[AG_WGMMA] + (Clock)(group - 1);
 }
@@ -165,38 +167,48 @@ static void flip_signs(float *x, int count) {
 }
 
 // Accumulators of lane 4g + t: registers 4j + 2h and 4j + 2h + 1 hold columns 8j + 2t and
-// 8j + 2t + 1 of row g + 8h; with f16, register 2j + h holds both.
+// 8j + 2t + 1 of row g + 8h; with f16, register 2j + h holds both. D is 16 x n.
 static void read_accumulators(Warp *w, const Multiply *x, float *D) {
+  static const uint32_t zeros[32];
   const Operand *d = list_of(w, &x->op->insn->op[0]);
-  for (int j = 0; j < x->n / 8; j++)
-    for (int h = 0; h < 2; h++)
-      for (int c = 0; c < 2; c++) {
-        const Operand *o = &d[x->f16_result ? 2 * j + h : 4 * j + 2 * h + c];
-        const uint32_t *v = w->regs + o->reg;
-        float *row = D + 8 * h * x->n + 8 * j + c;
-        if (o->kind != K_REG) FOR_LANES(l) row[l / 4 * x->n + l % 4 * 2] = 0;
-        else if (x->f16_result)
-          FOR_LANES(l) row[l / 4 * x->n + l % 4 * 2] = half_value((uint16_t)(v[l] >> 16 * c));
-        else FOR_LANES(l) memcpy(&row[l / 4 * x->n + l % 4 * 2], &v[l], 4);
+  for (int pair = 0; pair < x->n / 4; pair++) {
+    float *block = D + pair % 2 * 8 * x->n + pair / 2 * 8;
+    const Operand *o = &d[x->f16_result ? pair : 2 * pair];
+    const uint32_t *u = o->kind == K_REG ? w->regs + o->reg : zeros, *v = zeros;
+    if (!x->f16_result && o[1].kind == K_REG) v = w->regs + o[1].reg;
+    for (int g = 0; g < 8; g++)
+      for (int t = 0; t < 4; t++) {
+        float *to = block + g * x->n + 2 * t;
+        if (x->f16_result) {
+          to[0] = half_value((uint16_t)u[4 * g + t]);
+          to[1] = half_value((uint16_t)(u[4 * g + t] >> 16));
+        } else {
+          memcpy(&to[0], &u[4 * g + t], 4);
+          memcpy(&to[1], &v[4 * g + t], 4);
+        }
       }
+  }
 }
 
 static void write_accumulators(Warp *w, const Multiply *x, const float *D) {
+  static uint32_t nowhere[32];
   const Operand *d = list_of(w, &x->op->insn->op[0]);
-  for (int j = 0; j < x->n / 8; j++)
-    for (int h = 0; h < 2; h++)
-      for (int c = 0; c < 2; c++) {
-        const Operand *o = &d[x->f16_result ? 2 * j + h : 4 * j + 2 * h + c];
-        uint32_t *v = w->regs + o->reg;
-        const float *row = D + 8 * h * x->n + 8 * j + c;
-        if (o->kind != K_REG) continue;
+  for (int pair = 0; pair < x->n / 4; pair++) {
+    const float *block = D + pair % 2 * 8 * x->n + pair / 2 * 8;
+    const Operand *o = &d[x->f16_result ? pair : 2 * pair];
+    uint32_t *u = o->kind == K_REG ? w->regs + o->reg : nowhere, *v = nowhere;
+    if (!x->f16_result && o[1].kind == K_REG) v = w->regs + o[1].reg;
+    for (int g = 0; g < 8; g++)
+      for (int t = 0; t < 4; t++) {
+        const float *from = block + g * x->n + 2 * t;
         if (x->f16_result)
-          FOR_LANES(l) {
-            uint32_t half = half_of(row[l / 4 * x->n + l % 4 * 2]);
-            v[l] = c ? (v[l] & 0xFFFF) | half << 16 : half;
-          }
-        else FOR_LANES(l) memcpy(&v[l], &row[l / 4 * x->n + l % 4 * 2], 4);
+          u[4 * g + t] = half_of(from[0]) | (uint32_t)half_of(from[1]) << 16;
+        else {
+          memcpy(&u[4 * g + t], &from[0], 4);
+          memcpy(&v[4 * g + t], &from[1], 4);
+        }
       }
+  }
 }
 
 static int32_t saturated(int64_t v) {
@@ -267,7 +279,8 @@ static void run_part(Multiply *x) {
     if (x->negate_a) flip_signs(A, 16 * x->k);
     Numerics n = numerics_of(x->op->emu, UNIT_WGMMA, x->a_type, x->b_type, x->f16_result,
                              SCALED_NONE);
-    mma_tile(&n, 16, x->n, x->k, A, shared_b.values, D, x->accumulate);
+    (shared_b.valid ? mma_tile_again : mma_tile)(&n, 16, x->n, x->k, A, shared_b.values, D,
+                                                 x->accumulate);
   }
   write_accumulators(w, x, D);
 }
@@ -406,7 +419,7 @@ static bool scale_d(Warp *w, const Insn *I, Mask m) {
 
 static bool last_to_issue(Warp *w, uint64_t number) {
   FOR_PEERS(peer, w)
-    if (peer != w && !peer->exited && (!peer->wgmma || peer->wgmma->issued < number)) return false;
+    if (peer != w && !peer->exited && issued_by(peer) < number) return false;
   return true;
 }
 
@@ -556,10 +569,13 @@ static int exec_wait(Warp *w, const Insn *I, Mask m) {
   if (group < oldest) return DONE;  // waited for long ago, in all likelihood
   uint64_t end = s->group_end[group % GROUPS];
   FOR_PEERS(peer, w)
-    if (!peer->exited && (peer->wgmma ? peer->wgmma->issued : 0) < end)
-      return wait_for(w, WAIT_WGMMA, group, end);
+    if (!peer->exited && issued_by(peer) < end) return wait_for(w, WAIT_WGMMA, group, end);
   FOR_PEERS(peer, w) {
     struct Wgmma *p = peer->wgmma;
+    if (issued_by(peer) < end)
+      finding_with(w, s->latest, I, CK_WGMMA, SEV_ERROR,
+                   "warp %d of the warpgroup has exited without executing it: all four must",
+                   peer->index);
     while (p && p->first_waiting && p->first_waiting->number <= end) force(p->first_waiting->op);
     if (p) view_add(&w->view, agent_of(peer, AG_WGMMA), clock_of(peer, group));
   }
