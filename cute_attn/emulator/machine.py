@@ -312,7 +312,14 @@ class Machine:
 
         `progress(done, total)` is called with numbers of clusters now and then; what it raises
         ends the launch and is raised here.
+
+        Raises:
+            ValueError: the kernel was compiled for other sizes, so that a driver would refuse too.
         """
+        for directive, sizes in (("reqntid", block), ("reqnctapercluster", cluster)):
+            required = program.kernel.directive(directive)
+            if required and _three(required) != _three(sizes):
+                raise ValueError(f"{program.name} has .{directive} {required}: {tuple(sizes)}")
         library, handle = self._library, self._handle
         library.emu_findings_clear(handle)
         library.emu_counters_clear(handle)

@@ -297,6 +297,13 @@ def test_a_bad_launch() -> None:
     assert run.errors
 
 
+def test_required_sizes() -> None:
+    text = module("", parameters="").replace("k()", "k() .reqntid 64, 1, 1")
+    assert not run_ptx(text, block=64).stopped
+    with pytest.raises(ValueError, match="reqntid"):
+        run_ptx(text, block=(32, 2))
+
+
 def test_deadlock() -> None:
     run = run_ptx(module("bar.sync 1, 96;", parameters=""), block=64)
     assert run.stopped

@@ -46,7 +46,8 @@ static uint32_t uniform(Warp *w, const Insn *I, int k, Mask m, const char *name)
 
 // ------------------------------------------------------------------------------- named barriers
 //
-// A warp arrives once all of its live lanes have come; the counts are in units of whole warps.
+// A warp arrives once all of its live lanes have come; the counts are in units of whole warps. It
+// may do so more than once in a generation (bar.arrive, then bar.sync): arrivals are only counted.
 // The warp that completes a generation hands the result to the groups that wait for it, which
 // carry the barrier and the generation in note[0].
 
@@ -128,10 +129,6 @@ static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool all
     finding_with(w, I, b->first, CK_BARRIER, SEV_ERROR,
                  "named barrier %d: .red and .sync or .arrive are mixed in one generation (%s)", id,
                  where(b->first));
-  if (b->warps >> w->index & 1)
-    finding_with(w, I, b->first, CK_BARRIER, SEV_ERROR,
-                 "warp %d arrives again at named barrier %d, which has not completed since its last "
-                 "arrival: %d of %d threads are there", w->index, id, b->arrived, b->expected);
 }
 
 // All live lanes of the warp have come: it arrives. Groups of its lanes that gathered go on.

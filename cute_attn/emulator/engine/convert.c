@@ -58,7 +58,8 @@ static void put_extended(Warp *w, const Insn *I, Mask m, const uint32_t *v, bool
 
 // Into [LOWEST, HIGHEST] of d, from a value v of any integer type.
 #define CLAMPED(d, v) \
-  ((v) < 0 ? LOWEST_##d == 0 || (int64_t)(v) < (int64_t)LOWEST_##d ? (T_##d)LOWEST_##d : (T_##d)(v) \
+  ((v) < 0 ? LOWEST_##d == 0 || (int64_t)(v) < (int64_t)LOWEST_##d ? (T_##d)LOWEST_##d \
+                                                                  : (T_##d)(v) \
            : (uint64_t)(v) > (uint64_t)HIGHEST_##d ? (T_##d)HIGHEST_##d : (T_##d)(v))
 // What the lanes of sources and results are called, by width.
 #define SOURCE_32(name) LOW_WORDS(name, 1)
@@ -158,7 +159,8 @@ HANDLER(integer_from_float) {
   if (width == 64) { PUT64(0, r); return DONE; }
   uint32_t r32[32];
   FOR_LANES(l) r32[l] = (uint32_t)r[l];
-  if (is_signed && width < 32) FOR_LANES(l) r32[l] = (uint32_t)((int32_t)(r32[l] << (32 - width)) >> (32 - width));
+  if (is_signed && width < 32)
+    FOR_LANES(l) r32[l] = (uint32_t)((int32_t)(r32[l] << (32 - width)) >> (32 - width));
   put_extended(w, I, m, r32, is_signed);
   return DONE;
 }
@@ -253,7 +255,8 @@ HANDLER(f16x2_from_f32) {
 // becomes the largest number.
 static const Format E4M3 = {3, 7, 8, 0x7E, 0x7E, 0x7F}, E5M2 = {2, 15, 8, 0x7C, 0x7B, 0x7F},
                     E2M3 = {3, 1, 6, 0x1F, 0x1F, 0x1F}, E3M2 = {2, 3, 6, 0x1F, 0x1F, 0x1F},
-                    E2M1 = {1, 1, 4, 0x7, 0x7, 0x7}, TF32 = {10, 127, 19, 0x3FC00, 0x3FBFF, 0x3FFFF};
+                    E2M1 = {1, 1, 4, 0x7, 0x7, 0x7},
+                    TF32 = {10, 127, 19, 0x3FC00, 0x3FBFF, 0x3FFFF};
 
 typedef struct { int mode; bool finite, relu; } Rounding;
 static uint32_t rounded(double v, const Format *f, Rounding how, uint32_t random) {
@@ -387,7 +390,8 @@ HANDLER(ue8m0_from_bf16x2) {
   LANES32(a, 1); uint32_t r[32];
   bool up = I->mod[0] == 2, finite = I->mod[1];
   FOR_LANES(l)
-    r[l] = exponent_code(a[l] & 0xFFFF0000, up, finite) << 8 | exponent_code(a[l] << 16, up, finite);
+    r[l] = exponent_code(a[l] & 0xFFFF0000, up, finite) << 8 |
+           exponent_code(a[l] << 16, up, finite);
   PUT32(0, r); return DONE;
 }
 ALWAYS_INLINE uint32_t power_bf16(uint32_t e) {

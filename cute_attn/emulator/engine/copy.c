@@ -212,7 +212,10 @@ static int exec_cp_async_arrive(Warp *w, const Insn *I, Mask m) {
     Cta *cta = shared_target(w, (uint32_t)address[l], &offset);
     Mbarrier *b = cta ? find_mbarrier(w, I, cta, offset) : NULL;
     if (!b) continue;
-    if (!counted) b->pending++;
+    if (!counted) {  // one arrival more is awaited, and comes with the copies
+      b->pending++;
+      mbarrier_expect_tx(w, I, cta, b, 0);
+    }
     int i = 0;
     while (i < a->count && (a->at[i].cta != cta || a->at[i].offset != offset)) i++;
     if (i == a->count) a->at[a->count++].cta = cta;
@@ -803,7 +806,8 @@ static void submit_store(Warp *w, const Insn *I, Copy *c, int lane, const char *
 
 // ---- destinations and barriers
 
-// The CTAs that a copy into shared memory goes to, and the barriers that it signals.
+// The CTAs that a copy into shared memory goes to, and the barriers that it signals, which must
+// be there by now.
 // `multicast`: mask of CTAs, or -1. `pair`: cta_group::2, whose barrier may be in the other CTA of
 // the destination's pair; with multicast its rank's parity tells which CTA of each pair.
 static bool set_targets(Warp *w, const Insn *I, Copy *c, uint32_t to, uint32_t barrier,
@@ -828,6 +832,7 @@ static bool set_targets(Warp *w, const Insn *I, Copy *c, uint32_t to, uint32_t b
       finding(w, I, CK_CLUSTER, SEV_ERROR,
               "the destination is in the CTA of rank %d, its mbarrier in that of rank %d%s",
               cta->rank, signalled->rank, pair ? ", which is not of the same pair" : "");
+    (void)find_mbarrier(w, I, signalled, offset);
     c->targets[0] = cta;
     c->signalled[0] = signalled;
     c->ntargets = 1;
@@ -841,7 +846,8 @@ static bool set_targets(Warp *w, const Insn *I, Copy *c, uint32_t to, uint32_t b
     if (!(multicast >> r & 1)) continue;
     int other = pair ? (r & ~1) | (signalled->rank & 1) : r;
     c->targets[c->ntargets] = k->ctas[r];
-    c->signalled[c->ntargets++] = k->ctas[other < k->nctas ? other : r];
+    c->signalled[c->ntargets] = k->ctas[other < k->nctas ? other : r];
+    (void)find_mbarrier(w, I, c->signalled[c->ntargets++], offset);
   }
   return c->ntargets > 0;
 }

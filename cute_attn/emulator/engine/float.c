@@ -196,10 +196,12 @@ HALF(tanh, 1, half_tanh, bf16x2, true, true, 0)
 // -------------------------------------------------------------------------- minimum, maximum
 //
 // On codes of any format, shifted to the top of 32 bits, as ordered integers: -0 < +0.
-ALWAYS_INLINE int32_t ordered(uint32_t v) { return (int32_t)(v ^ ((uint32_t)((int32_t)v >> 31) >> 1)); }
+ALWAYS_INLINE int32_t ordered(uint32_t v) {
+  return (int32_t)(v ^ ((uint32_t)((int32_t)v >> 31) >> 1));
+}
 ALWAYS_INLINE uint32_t larger(uint32_t x, uint32_t y) { return ordered(x) > ordered(y) ? x : y; }
 ALWAYS_INLINE uint32_t smaller(uint32_t x, uint32_t y) { return ordered(x) < ordered(y) ? x : y; }
-// With the rules for NaN: `nan` is the canonical one, `infinity` the largest magnitude that is none.
+// With the rules for NaN: `nan` is the canonical one, `infinity` the largest magnitude of the rest.
 ALWAYS_INLINE uint32_t extreme(uint32_t x, uint32_t y, bool max, bool keep_nan, uint32_t infinity,
                                uint32_t nan) {
   bool nx = (x & 0x7FFFFFFF) > infinity, ny = (y & 0x7FFFFFFF) > infinity;
@@ -208,6 +210,8 @@ ALWAYS_INLINE uint32_t extreme(uint32_t x, uint32_t y, bool max, bool keep_nan, 
   return (keep_nan ? nx | ny : nx & ny) ? nan : r;
 }
 #define EXTREME32(x, y, max, keep_nan) extreme(x, y, max, keep_nan, 0x7F800000, NAN32)
+#define EXTREME32_OF_3(x, y, z, max, keep_nan) \
+  EXTREME32(EXTREME32(x, y, max, keep_nan), z, max, keep_nan)
 
 // The common case has a loop of its own. mod: ftz, NaN, xorsign.abs
 #define EXTREMES(name, is_max) \
@@ -231,9 +235,9 @@ ALWAYS_INLINE uint32_t extreme(uint32_t x, uint32_t y, bool max, bool keep_nan, 
     } \
     uint32_t keep = I->mod[2] ? 0x7FFFFFFF : ~0u; \
     if (I->mod[1]) FOR_LANES(l) \
-      r[l] = EXTREME32(EXTREME32(a[l] & keep, b[l] & keep, is_max, true), c[l] & keep, is_max, true); \
+      r[l] = EXTREME32_OF_3(a[l] & keep, b[l] & keep, c[l] & keep, is_max, true); \
     else FOR_LANES(l) \
-      r[l] = EXTREME32(EXTREME32(a[l] & keep, b[l] & keep, is_max, false), c[l] & keep, is_max, false); \
+      r[l] = EXTREME32_OF_3(a[l] & keep, b[l] & keep, c[l] & keep, is_max, false); \
     PUT32(0, r); return DONE; \
   } \
   HANDLER(name##_half) { return half_extreme(w, I, m, is_max); } \
@@ -242,7 +246,8 @@ ALWAYS_INLINE uint32_t extreme(uint32_t x, uint32_t y, bool max, bool keep_nan, 
     FOR_LANES(l) { \
       double x = as_double(a[l]), y = as_double(b[l]); \
       bool first = x == y ? (a[l] >> 63 < b[l] >> 63) == is_max : (x > y) == is_max; \
-      r[l] = x != x && y != y ? b[l] | 1ull << 51 : x != x ? b[l] : y != y ? a[l] : first ? a[l] : b[l]; \
+      uint64_t number = x != x ? b[l] : y != y ? a[l] : first ? a[l] : b[l]; \
+      r[l] = x != x && y != y ? b[l] | 1ull << 51 : number; \
     } \
     PUT64(0, r); return DONE; \
   }

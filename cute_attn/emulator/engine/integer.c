@@ -101,7 +101,9 @@ WIDTHS(PLAIN)
   BINARY(max_##t, t, x > y ? x : y)
 ALL_TYPES(BY_SIGN)
 
-#define OF_SIGNED(t) UNARY(abs_##t, t, (x < 0 ? 0 - (U_##t)x : (U_##t)x)) UNARY(neg_##t, t, 0 - (U_##t)x)
+#define OF_SIGNED(t) \
+  UNARY(abs_##t, t, (x < 0 ? 0 - (U_##t)x : (U_##t)x)) \
+  UNARY(neg_##t, t, 0 - (U_##t)x)
 OF_SIGNED(s16) OF_SIGNED(s32) OF_SIGNED(s64)
 
 // Products of 16- and 32-bit values in full.
@@ -279,10 +281,11 @@ ALWAYS_INLINE uint64_t extracted(uint64_t v, uint32_t position, uint32_t length,
                                  bool is_signed) {
   position &= 255, length &= 255;
   if (length == 0) return 0;
-  uint32_t top = position + length - 1 < (uint32_t)bits - 1 ? position + length - 1 : (uint32_t)bits - 1;
+  uint32_t width = (uint32_t)bits, end = position + length;
+  uint32_t top = end < width ? end - 1 : width - 1;
   bool fill = is_signed && v >> top & 1;
-  uint64_t field = position >= (uint32_t)bits ? 0 : v >> position;
-  uint32_t got = position >= (uint32_t)bits ? 0 : (uint32_t)bits - position;
+  uint64_t field = position < width ? v >> position : 0;
+  uint32_t got = position < width ? width - position : 0;
   got = got < length ? got : length;
   uint64_t keep = got > 63 ? ~0ull : (1ull << got) - 1;
   return (field & keep) | (fill ? ~keep : 0);

@@ -553,6 +553,10 @@ static int exec_mma_b1(Warp *w, const Insn *I, Mask m) {
 #define SMALL "(.e4m3|e5m2|e3m2|e2m3|e2m1)"
 #define SHARED "{.shared|shared::cta}"
 #define SCALED_OPERANDS "d32l s32l s32l s32l s32 s32l s32 s32l"
+// The kind may stand before the shape.
+#define SCALED(shape, kind, types, exec)                                          \
+  {"mma.sync.aligned" shape kind types, SCALED_OPERANDS, exec, F_ALIGNED},        \
+  {"mma.sync.aligned" kind shape types, SCALED_OPERANDS, exec, F_ALIGNED}
 
 const Form FORMS_MMA[] = {
   {"ldmatrix.sync.aligned.m8n8(.x1|x2|x4){.trans}" SHARED ".b16", "d32l a", exec_ldmatrix,
@@ -578,12 +582,12 @@ const Form FORMS_MMA[] = {
    "d32l s32l s32l s32l", exec_mma_fp8, F_ALIGNED},
   {"mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4(.f16|f32)" SMALL SMALL "(.f16|f32)",
    "d32l s32l s32l s32l", exec_mma_f8f6f4, F_ALIGNED},
-  {"mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale{.scale_vec::1X}.f32" SMALL SMALL
-   ".f32.ue8m0", SCALED_OPERANDS, exec_mma_mxf8f6f4, F_ALIGNED},
-  {"mma.sync.aligned.m16n8k64.row.col.kind::mxf4.block_scale{.scale_vec::2X}.f32.e2m1.e2m1.f32"
-   ".ue8m0", SCALED_OPERANDS, exec_mma_mxf4, F_ALIGNED},
-  {"mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale(.scale_vec::2X|scale_vec::4X)"
-   ".f32.e2m1.e2m1.f32(.ue8m0|ue4m3)", SCALED_OPERANDS, exec_mma_mxf4nvf4, F_ALIGNED},
+  SCALED(".m16n8k32.row.col", ".kind::mxf8f6f4.block_scale{.scale_vec::1X}",
+         ".f32" SMALL SMALL ".f32.ue8m0", exec_mma_mxf8f6f4),
+  SCALED(".m16n8k64.row.col", ".kind::mxf4.block_scale{.scale_vec::2X}",
+         ".f32.e2m1.e2m1.f32.ue8m0", exec_mma_mxf4),
+  SCALED(".m16n8k64.row.col", ".kind::mxf4nvf4.block_scale(.scale_vec::2X|scale_vec::4X)",
+         ".f32.e2m1.e2m1.f32(.ue8m0|ue4m3)", exec_mma_mxf4nvf4),
   {"mma.sync.aligned(.m8n8k4|m16n8k4|m16n8k8|m16n8k16).row.col{.rn|rz|rm|rp}.f64.f64.f64.f64",
    "d64l s64l s64l s64l", exec_mma_f64, F_ALIGNED},
   {"mma.sync.aligned(.m8n8k16|m16n8k16|m16n8k32).row.col{.satfinite}.s32(.u8|s8)(.u8|s8).s32",

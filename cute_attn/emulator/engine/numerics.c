@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #endif
 
+// Without AVX these are passed in memory; only within this file.
+#pragma GCC diagnostic ignored "-Wpsabi"
 typedef float v8f __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));
 typedef int16_t v8s __attribute__((vector_size(16)));
@@ -393,7 +395,7 @@ static inline __attribute__((always_inline)) unsigned exact_eight(
   v8i r_small = __builtin_convertvector(*(const v8s *)(b->column_top + n0), v8i) + row_small;
   v8i limit = max8i(c_small, r_small) + shift + F + 3;
   // What was left out has an effect, or the scale was out of range.
-  again |= (e < limit) | ((e < F - 126) & ~((total == 0) & c_zero));
+  again |= (e < limit) | (e > F + 120) | ((e < F - 126) & ~((total == 0) & c_zero));
   v8f out = rounded8(num, total, e - F, &again);
   out = (v8f)(((v8i)out & ~again) | ((v8i)c8 & again));
   memcpy(c, &out, sizeof out);

@@ -39,10 +39,12 @@ static inline Mask mask_of(const uint32_t r[32]) {
 
 // ------------------------------------------------------------------------------------- bits
 
-ALWAYS_INLINE float as_float(uint32_t v) { union { uint32_t u; float f; } x = {.u = v}; return x.f; }
-ALWAYS_INLINE uint32_t float_bits(float v) { union { float f; uint32_t u; } x = {.f = v}; return x.u; }
-ALWAYS_INLINE double as_double(uint64_t v) { union { uint64_t u; double f; } x = {.u = v}; return x.f; }
-ALWAYS_INLINE uint64_t double_bits(double v) { union { double f; uint64_t u; } x = {.f = v}; return x.u; }
+#define REINTERPRET(name, From, To) \
+  ALWAYS_INLINE To name(From v) { union { From from; To to; } x = {.from = v}; return x.to; }
+REINTERPRET(as_float, uint32_t, float)
+REINTERPRET(float_bits, float, uint32_t)
+REINTERPRET(as_double, uint64_t, double)
+REINTERPRET(double_bits, double, uint64_t)
 
 #define NAN32 0x7FFFFFFFu
 #define NAN16 0x7FFFu

@@ -265,8 +265,8 @@ static void run_part(Multiply *x) {
   static float A[16 * K_BYTES], D[16 * MAX_N];
   uint8_t a[16 * K_BYTES];
   const uint8_t *a_rows = x->a_in_registers ? x->a : a;
-  // All four warps read the same B: each checks a quarter, in turn.
-  read_b(x, 1u << (((unsigned)w->index + 1 + (unsigned)x->number) & 3));
+  // All four warps read the same B: each checks a quarter, another one for each step along K.
+  read_b(x, 1u << (((unsigned)w->index + 1 + (unsigned)(x->b_descriptor >> 1)) & 3));
   if (!x->a_in_registers)
     read_rows(&x->op->access, x->a_descriptor, x->mn_major_a, w->index % 4 * 16, 16, 15, a);
   if (x->accumulate) read_accumulators(w, x, D);
