@@ -41,7 +41,7 @@ endif
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
-demo: $(call installed,base) ## set up, then run and check every operator (without a GPU: compile it)
+demo: $(call installed,base) ## set up, then run and check every operator (without a GPU: emulated)
 	$(PYTHON) examples/quickstart.py
 
 test: $(call installed,test) ## set up, then run the tests; those that need a GPU skip without one

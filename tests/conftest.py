@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -44,6 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["CUTE_ATTN_CACHE_DIR"] = directory
 
 
+@pytest.fixture(scope="session", autouse=True)
+def engine_directory() -> None:
+    """The emulator's engine is built once for all test runs: its file is named for its sources."""
+    from cute_attn.emulator import build
+
+    build.directory = Path(__file__).parents[1] / "build" / "emulator"
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     directory = config.stash.get(_cache_directory, None)
     if directory is not None:
@@ -60,6 +71,31 @@ def why_no_gpu() -> str | None:
     if torch.version.cuda is None:
         return "needs a GPU, and this is a CPU build of torch"
     return None if torch.cuda.is_available() else "needs a GPU, and torch finds none"
+
+
+EMULATED_ARCHS = ("sm_90a", "sm_100a")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`@pytest.mark.everywhere`: once a GPU, and once an architecture in the emulator."""
+    if metafunc.definition.get_closest_marker("everywhere"):
+        emulated = [pytest.param("cpu", id=arch) for arch in EMULATED_ARCHS]
+        metafunc.parametrize("device", [*emulated, pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Where a test that runs everywhere is given "cpu", its operators run in the emulator."""
+    parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    with contextlib.ExitStack() as stack:
+        if item.get_closest_marker("everywhere") and parameters["device"] == "cpu":
+            import cute_attn
+            from cute_attn.emulator import Emulator
+
+            arch = next(arch for arch in EMULATED_ARCHS if arch in item.callspec.id.split("-"))
+            emulator = Emulator(schedule="random", seed=0)
+            stack.enter_context(cute_attn.emulated(arch, emulator))
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

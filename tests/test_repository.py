@@ -201,10 +201,20 @@ def test_no_package_registry_is_named() -> None:
 
 FORBIDDEN = {
     "cache": {"cute_attn", "torch"},
+    "cute_attn/emulator": {
+        "cutlass",
+        "cute_attn.bench",
+        "cute_attn.cache",
+        "cute_attn.kernels",
+        "cute_attn.launch",
+        "cute_attn.ops",
+        "cute_attn.reference",
+    },
     "cute_attn/kernels": {
         "torch",
         "cute_attn.bench",
         "cute_attn.cache",
+        "cute_attn.emulator",
         "cute_attn.launch",
         "cute_attn.ops",
         "cute_attn.reference",

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from .build import EmulatorUnavailable
 from .emulator import EmulatedFunction, Emulator, Names
-from .program import PtxError
 from .forms import UnsupportedInstruction
+from .ptx import PtxError
 from .report import Finding, FindingsError, Report
 
 __all__ = [

@@ -3,7 +3,8 @@
     <cache>/emulator/<digest>/integer.o ...    an object file, by what it was made of
     <cache>/emulator/<digest>/engine.so        the library, by the objects in it
 
-The cache's root is that of `cute_attn.cache`. Every file appears by one rename, complete.
+The root is where `cute_attn.cache` keeps its kernels: `CUTE_ATTN_CACHE_DIR`, else the user's cache
+directory. Every file appears by one rename, complete.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
-
-from cute_attn.cache.entry import check_ownership
-from cute_attn.cache.settings import cache_directory
 
 ENGINE = Path(__file__).parent / "engine"
 
@@ -105,16 +104,42 @@ def compiler() -> Compiler:
     )
 
 
+def _cache_directory() -> Path | None:
+    """The kernel cache's directory; None if the user has no home directory."""
+    chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
+    if chosen:
+        return Path(chosen).absolute()
+    import platformdirs
+
+    try:
+        default = Path(platformdirs.user_cache_dir("cute_attn", appauthor=False))
+    except RuntimeError:  # neither HOME nor a passwd entry
+        return None
+    return default if default.is_absolute() else None
+
+
+def _check_ownership(path: Path) -> None:
+    """Raise unless only the current user can have written `path`: it is native code."""
+    status = path.lstat()
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o022:
+        raise EmulatorUnavailable(
+            f"{path} (owner uid {status.st_uid}, mode {mode:04o}) is a link, or others than uid "
+            f"{os.geteuid()} can write it, so that it is not loaded: make it yours with chown and "
+            "chmod go-w, or choose another directory with CUTE_ATTN_CACHE_DIR"
+        )
+
+
 @functools.cache
 def _root() -> Path:
     """The directory of all that is built: a temporary one if the cache cannot be written."""
-    cache = cache_directory()
+    cache = _cache_directory()
     root = directory or (cache / "emulator" if cache is not None else None)
     if root is not None:
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(root, os.W_OK):
-                check_ownership(root, frozenset({os.geteuid()}))
+                _check_ownership(root)
                 return root
         except OSError:
             pass
@@ -135,7 +160,7 @@ def _digest(*parts: bytes | str) -> str:
 def _make(target: Path, arguments: Sequence[str]) -> Path:
     """Run the compiler to make `target`, unless it is there. Others may be at it as well."""
     if target.exists():
-        check_ownership(target, frozenset({os.geteuid()}))
+        _check_ownership(target)
         return target
     target.parent.mkdir(mode=0o700, exist_ok=True)
     fd, scratch = tempfile.mkstemp(prefix=".", suffix=target.suffix, dir=target.parent)
@@ -189,7 +214,8 @@ def link(library: Path, inputs: Iterable[Path], flags: Sequence[str] = ()) -> Pa
     Raises:
         EmulatorUnavailable: there is no compiler, or it fails.
     """
-    return _make(library, ["-shared", *flags, *map(str, inputs), "-lm"])
+    # Symbols bind inside: others of the same names, of the real runtime, may be loaded already.
+    return _make(library, ["-shared", "-Wl,-Bsymbolic", *flags, *map(str, inputs), "-lm"])
 
 
 @contextlib.contextmanager

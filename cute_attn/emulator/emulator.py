@@ -75,10 +75,11 @@ class Emulator:
         _one_of("schedule", schedule, SCHEDULES)
         _one_of("on_findings", on_findings, ("raise", "collect"))
         _one_of("numerics", numerics, ("exact", "fast"))
-        if isinstance(num_sms, bool) or not isinstance(num_sms, int) or num_sms < 1:
+        if type(num_sms) is not int or num_sms < 1:
             raise ValueError(f"num_sms is {num_sms!r}, must be a positive integer")
         self.num_sms = num_sms
         self.report = Report()
+        self._seed = seed
         self._raise = on_findings == "raise"
         self._progress = progress
         self._roles: dict[int, str] = {}
@@ -147,6 +148,8 @@ class Emulator:
 
     def _launch(self, program: Program, launch: Launch) -> None:
         parameters = _parameter_block(program, launch)
+        # Each launch makes other random choices, so that one may find what another missed.
+        self._machine.reseed(self._seed + len(self.report.launches))
         started = time.perf_counter()
         run = self._machine.launch(
             program,
@@ -163,16 +166,19 @@ class Emulator:
         if errors and (self._raise or run.stopped):
             raise FindingsError(run.findings)
 
-    def _account(
-        self, program: Program, launch: Launch, run: machine.Run, seconds: float
-    ) -> None:
+    def _account(self, program: Program, launch: Launch, run: machine.Run, seconds: float) -> None:
         report = self.report
         instructions = sum(run.by_opcode.values())
         report.launches.append(
             LaunchRecord(
-                launch.kernel, launch.grid, launch.block, launch.cluster,
-                launch.dynamic_shared, instructions, seconds,
-            )  # fmt: skip
+                launch.kernel,
+                launch.grid,
+                launch.block,
+                launch.cluster,
+                launch.dynamic_shared,
+                instructions,
+                seconds,
+            )
         )
         report.by_opcode.update(run.by_opcode)
         for warp, count in run.by_warp.items():

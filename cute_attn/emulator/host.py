@@ -68,7 +68,7 @@ class HostFunction:
         import tvm_ffi  # brings the libtvm_ffi.so that the object needs
 
         self._on_launch = on_launch
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []  # of the launches of the call under way
         self._hook = _HOOK(self._launched)
         self._library = _link(image)
         self._library.emulator_set_hook(self._hook, num_sms, *capability)
@@ -83,27 +83,30 @@ class HostFunction:
             sizes = dims[:10]
             self._on_launch(
                 Launch(
-                    kernel.decode(), tuple(sizes[0:3]), tuple(sizes[3:6]), tuple(sizes[6:9]),
-                    sizes[9], arguments,
-                )  # fmt: skip
+                    kernel.decode(),
+                    tuple(sizes[0:3]),
+                    tuple(sizes[3:6]),
+                    tuple(sizes[6:9]),
+                    sizes[9],
+                    arguments,
+                )
             )
         except BaseException as error:  # it must cross the host code, which knows no exceptions
-            self._error = error
+            self._errors.append(error)
             return 1
         return 0
 
     def __call__(self, *arguments: Any) -> None:
-        self._error = None
+        self._errors.clear()
         keep: list[_AsCuda] = []  # until the call is over: the host code has bare pointers
         given = [_as_device(argument, keep) for argument in arguments]
         try:
             self._function(*given)
         except Exception:
-            if self._error is None:
+            if not self._errors:
                 raise
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._errors:
+            raise self._errors.pop()
 
 
 _serial = itertools.count()
@@ -179,9 +182,16 @@ class _AsCuda:
         self._strides = (ctypes.c_int64 * max(ndim, 1))(*strides)
         self._managed = _DLManagedTensor(
             _DLTensor(
-                tensor.data_ptr(), _DLDevice(_CUDA, 0), ndim, code, bits, lanes,
-                self._shape, self._strides, 0,
-            )  # fmt: skip
+                tensor.data_ptr(),
+                _DLDevice(_CUDA, 0),
+                ndim,
+                code,
+                bits,
+                lanes,
+                self._shape,
+                self._strides,
+                0,
+            )
         )
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -276,6 +276,10 @@ class Machine:
         for name, value in options.items():
             self._library.emu_set(self._handle, name.encode(), value)
 
+    def reseed(self, seed: int) -> None:
+        """Choose the random choices of the next launch."""
+        self._library.emu_set(self._handle, b"seed", seed)
+
     def add_region(
         self, base: int, size: int, name: str, *, initialised: bool = True, writable: bool = True
     ) -> None:

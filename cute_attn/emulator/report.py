@@ -136,13 +136,15 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{len(self.launches)} launches, {self.instructions} warp-instructions"]
-        for launch in self.launches:
-            lines.append(
-                f"  {launch.kernel[:60]} grid {launch.grid} block {launch.block} "
-                f"cluster {launch.cluster}: {launch.instructions} in {launch.seconds:.2f} s"
-            )
+        lines += [
+            f"  {launch.kernel[:60]} grid {launch.grid} block {launch.block} "
+            f"cluster {launch.cluster}: {launch.instructions} in {launch.seconds:.2f} s"
+            for launch in self.launches
+        ]
         lines += [f"  {count:>12} {opcode}" for opcode, count in self.by_opcode.most_common(20)]
-        lines += [f"  {count:>12} bytes {path}" for path, count in sorted(self.bytes.items())]
+        lines += [
+            f"  {count:>12} bytes {path}" for path, count in sorted(self.bytes.items()) if count
+        ]
         lines += [f"  {n:>12} {kind}: {flops} flop" for kind, (n, flops) in self.mma.items()]
         lines.append(
             f"shared memory: {self.bank_conflicts:.2f} x the ideal wavefronts; global memory: "

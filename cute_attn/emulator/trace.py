@@ -35,7 +35,9 @@ class TraceEvent:
     detail: dict[str, Any]
 
 
-def write(path: str | os.PathLike[str], events: Iterable[TraceEvent], roles: dict[int, str]) -> None:
+def write(
+    path: str | os.PathLike[str], events: Iterable[TraceEvent], roles: dict[int, str]
+) -> None:
     """Write `events` as JSON: a process a CTA, a thread a warp; copies and MMAs as async slices."""
     rows: set[tuple[int, int]] = set()
     out: list[dict[str, Any]] = []
@@ -43,15 +45,13 @@ def write(path: str | os.PathLike[str], events: Iterable[TraceEvent], roles: dic
         rows.add((event.cta, event.warp))
         common = {"name": event.name, "cat": event.kind, "pid": event.cta, "tid": event.warp}
         if event.kind in ("async", "mma"):
-            out.append(
-                {**common, "ph": "b", "id": number, "ts": event.start, "args": event.detail}
-            )
+            out.append({**common, "ph": "b", "id": number, "ts": event.start, "args": event.detail})
             out.append({**common, "ph": "e", "id": number, "ts": event.end})
         else:
+            duration = event.end - event.start
             out.append(
-                {**common, "ph": "X", "ts": event.start, "dur": event.end - event.start,
-                 "args": event.detail}
-            )  # fmt: skip
+                {**common, "ph": "X", "ts": event.start, "dur": duration, "args": event.detail}
+            )
     for cta, warp in sorted(rows):
         role = roles.get(warp)
         name = f"warp {warp}" + (f": {role}" if role else "")

@@ -105,9 +105,6 @@ static int thread_count(Warp *w, const Insn *I, int k, Mask m, int kind, bool *a
   if (count == 0 || count % 32)
     finding(w, I, CK_BARRIER, SEV_ERROR,
             "thread count %u: it must be a positive multiple of 32", count);
-  if (count > (uint32_t)all)
-    finding(w, I, CK_BARRIER, SEV_ERROR, "thread count %u, but the CTA has %d warps, which make up "
-            "%d threads: the barrier cannot complete", count, w->cta->nwarps, all);
   return count ? (int)((count + 31) / 32 * 32) : 32;
 }
 
@@ -459,7 +456,7 @@ void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int co
 void mbarriers_at_exit(Cta *cta) {
   for (int i = 0; i < cta->nmbarriers; i++) {
     Mbarrier *b = &cta->mbarriers[i];
-    if (!b->valid || b->tx == 0) continue;
+    if (!b->valid || b->tx >= 0) continue;
     finding(&cta->warps[b->init_warp], b->init_insn, CK_BARRIER, SEV_ERROR,
             "the CTA exits while %s is %lld bytes %s in phase %u",
             address_name(cta, b->offset), (long long)(b->tx > 0 ? b->tx : -b->tx),

@@ -495,14 +495,18 @@ struct Copy {
   uint8_t *buffer;
 };
 
+static void drop_copy(Copy *c) {
+  free(c->buffer);
+  free(c);
+}
+
 static void release_copy(AsyncOp *op) {
   Copy *c = op->data;
   if (c->link) {
     *c->link = c->next;
     if (c->next) c->next->link = c->link;
   }
-  free(c->buffer);
-  free(c);
+  drop_copy(c);
 }
 
 static Copy *new_copy(uint32_t buffered) {
@@ -564,7 +568,8 @@ static void add_run(Runs *r, uint64_t address, uint32_t place, uint32_t bytes) {
 }
 
 // Units of a packed type that lie apart in shared memory; loads alone.
-static void add_units(Runs *r, const TensorMap *t, uint64_t address, uint32_t place, uint32_t count) {
+static void add_units(Runs *r, const TensorMap *t, uint64_t address, uint32_t place,
+                      uint32_t count) {
   AsyncOp *op = r->op;
   const uint8_t *p = global_pointer(op->warp, op->insn, address, count * t->bytes, 1, false);
   if (!p) return;
@@ -852,6 +857,15 @@ static bool set_targets(Warp *w, const Insn *I, Copy *c, uint32_t to, uint32_t b
   return c->ntargets > 0;
 }
 
+// Offset of a source in the CTA's own shared memory.
+static bool own_shared(Warp *w, const Insn *I, uint64_t address, uint32_t *offset) {
+  if (shared_target(w, (uint32_t)address, offset) == w->cta) return true;
+  finding(w, I, CK_CLUSTER, SEV_ERROR,
+          "the source is .shared::cta, but its address 0x%x is not of this CTA",
+          (uint32_t)address);
+  return false;
+}
+
 static bool linear_size(Warp *w, const Insn *I, uint32_t bytes) {
   if (bytes % 16 == 0) return true;
   finding(w, I, CK_ALIGNMENT, SEV_ERROR, "a bulk copy of %u bytes, not a multiple of 16", bytes);
@@ -883,8 +897,7 @@ static int load_linear(Warp *w, const Insn *I, Mask m, const uint32_t *masks) {
                     masks ? (int)(masks[l] & 0xFFFF) : -1, I->mod[0] == 2, false)) {
       submit_load(w, I, c, "bulk copy to shared memory", CT_BULK);
     } else {
-      free(c->buffer);
-      free(c);
+      drop_copy(c);
     }
   }
   return DONE;
@@ -908,16 +921,9 @@ static int shared_to_shared(Warp *w, const Insn *I, Mask m, Reduction op, Elemen
   const uint32_t *bytes = SRC32(2);
   FOR_SET(l, m) {
     uint32_t offset;
-    Cta *source = shared_target(w, (uint32_t)from[l], &offset);
-    if (!linear_size(w, I, bytes[l])) continue;
-    if (source != w->cta) {
-      finding(w, I, CK_CLUSTER, SEV_ERROR,
-              "the source is .shared::cta, but its address 0x%x is not of this CTA",
-              (uint32_t)from[l]);
-      continue;
-    }
+    if (!linear_size(w, I, bytes[l]) || !own_shared(w, I, from[l], &offset)) continue;
     Copy *c = new_copy(bytes[l]);
-    c->from = source;
+    c->from = w->cta;
     c->from_offset = offset;
     c->bytes = bytes[l];
     c->op = op;
@@ -926,8 +932,7 @@ static int shared_to_shared(Warp *w, const Insn *I, Mask m, Reduction op, Elemen
       submit_load(w, I, c, op == OP_COPY ? "bulk copy between CTAs" : "bulk reduction into a CTA",
                   CT_DSMEM);
     } else {
-      free(c->buffer);
-      free(c);
+      drop_copy(c);
     }
   }
   return DONE;
@@ -945,16 +950,9 @@ static int store_linear(Warp *w, const Insn *I, Mask m, Reduction op, ElementTyp
   const uint32_t *bytes = SRC32(2);
   FOR_SET(l, m) {
     uint32_t offset;
-    Cta *source = shared_target(w, (uint32_t)from[l], &offset);
-    if (!linear_size(w, I, bytes[l])) continue;
-    if (source != w->cta) {
-      finding(w, I, CK_CLUSTER, SEV_ERROR,
-              "the source is .shared::cta, but its address 0x%x is not of this CTA",
-              (uint32_t)from[l]);
-      continue;
-    }
+    if (!linear_size(w, I, bytes[l]) || !own_shared(w, I, from[l], &offset)) continue;
     Copy *c = new_copy(bytes[l]);
-    c->from = source;
+    c->from = w->cta;
     c->from_offset = offset;
     c->global = to[l];
     c->bytes = bytes[l];
@@ -1143,8 +1141,7 @@ static Copy *tensor_copy(Warp *w, const Insn *I, const Coordinates *from, int la
   if (from->count != expected)
     fatal(w, I, CK_DESCRIPTOR, "%d coordinates, where %d are wanted", from->count, expected);
   else if (tensor_use(w, I, c, dimensions)) return c;
-  free(c->buffer);
-  free(c);
+  drop_copy(c);
   return NULL;
 }
 
@@ -1165,8 +1162,7 @@ static int load_tensor(Warp *w, const Insn *I, Mask m, TensorMode mode, const in
                     masks ? (int)(masks[l] & 0xFFFF) : -1, I->mod[2] == 2, pair)) {
       submit_load(w, I, c, "TMA load", CT_TMA_LOAD);
     } else {
-      free(c->buffer);
-      free(c);
+      drop_copy(c);
     }
   }
   return DONE;
@@ -1242,22 +1238,15 @@ static int store_tensor(Warp *w, const Insn *I, Mask m, Reduction op, int modifi
   TensorMode mode = modifier == 3 ? MODE_IM2COL : tile_mode(modifier);
   FOR_SET(l, m) {
     uint32_t offset;
-    Cta *source = shared_target(w, (uint32_t)from[l], &offset);
-    if (source != w->cta) {
-      finding(w, I, CK_CLUSTER, SEV_ERROR,
-              "the source is .shared::cta, but its address 0x%x is not of this CTA",
-              (uint32_t)from[l]);
-      continue;
-    }
+    if (!own_shared(w, I, from[l], &offset)) continue;
     Copy *c = tensor_copy(w, I, &to, l, mode, I->mod[0]);
     if (!c) continue;
-    c->from = source;
+    c->from = w->cta;
     c->from_offset = offset;
     c->op = op;
     c->type = c->map.type;
     if (!storable(w, I, c) || (op != OP_COPY && !reducible(w, I, op, c->type))) {
-      free(c->buffer);
-      free(c);
+      drop_copy(c);
       continue;
     }
     submit_store(w, I, c, l, op == OP_COPY ? "TMA store" : "TMA reduction",
@@ -1279,8 +1268,7 @@ static int prefetch_tensor(Warp *w, const Insn *I, Mask m, TensorMode mode) {
   FOR_SET(l, m) {
     Copy *c = tensor_copy(w, I, &from, l, mode, I->mod[0]);
     if (!c) continue;
-    free(c->buffer);
-    free(c);
+    drop_copy(c);
   }
   return DONE;
 }
@@ -1396,7 +1384,8 @@ static int exec_replace_size(Warp *w, const Insn *I, Mask m) {
 
 static int exec_replace_mode(Warp *w, const Insn *I, Mask m) {
   static const struct { int first, count, values; } FIELDS[] = {
-      [FIELD_RANK] = {4, 3, 5}, [FIELD_ELEMTYPE] = {7, 4, TY_COUNT}, [FIELD_INTERLEAVE] = {11, 2, 3},
+      [FIELD_RANK] = {4, 3, 5},        [FIELD_ELEMTYPE] = {7, 4, TY_COUNT},
+      [FIELD_INTERLEAVE] = {11, 2, 3},
       [FIELD_SWIZZLE] = {13, 2, 4}, [FIELD_ATOMICITY] = {19, 2, 4}, [FIELD_FILL] = {15, 1, 2},
   };
   uint64_t address[32];
@@ -1668,7 +1657,8 @@ const Form FORMS_COPY[] = {
     {"cp.async.bulk" TO_SHARED ".global" BYTES ".multicast::cluster" HINT, "a a s32 a s32 s64?",
      exec_bulk_multicast, F_UNIFORM},
     {"cp.async.bulk.shared::cluster.shared::cta" BYTES, "a a s32 a", exec_bulk_between, F_UNIFORM},
-    {"cp.async.bulk.global.shared::cta.bulk_group" HINT, "a a s32 s64?", exec_bulk_store, F_UNIFORM},
+    {"cp.async.bulk.global.shared::cta.bulk_group" HINT, "a a s32 s64?", exec_bulk_store,
+     F_UNIFORM},
     {"cp.async.bulk.global.shared::cta.bulk_group" HINT ".cp_mask", "a a s32 s64? s32",
      exec_bulk_store_masked, F_UNIFORM},
     {"cp.async.bulk.prefetch.L2.global" HINT, "a s32 s64?", exec_bulk_prefetch, F_UNIFORM},
@@ -1684,7 +1674,8 @@ const Form FORMS_COPY[] = {
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global{.tile|tile::gather4}" BYTES CTA_GROUP
      HINT CTA_GROUP, "a T a s64?", exec_tensor_load, F_UNIFORM},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global{.tile|tile::gather4}" BYTES CTA_GROUP
-     ".multicast::cluster" CTA_GROUP HINT CTA_GROUP, "a T a s32 s64?", exec_tensor_multicast, F_UNIFORM},
+     ".multicast::cluster" CTA_GROUP HINT CTA_GROUP, "a T a s32 s64?", exec_tensor_multicast,
+     F_UNIFORM},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global(.im2col)" BYTES CTA_GROUP HINT
      CTA_GROUP, "a T a s32l s64?", exec_im2col_load, F_UNIFORM},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global(.im2col)" BYTES CTA_GROUP
@@ -1693,7 +1684,8 @@ const Form FORMS_COPY[] = {
     {"cp.async.bulk.tensor.#d.global.shared::cta{.tile|tile::scatter4|im2col_no_offs}.bulk_group"
      HINT, "T a s64?", exec_tensor_store, F_UNIFORM},
     {"cp.reduce.async.bulk.tensor.#d.global.shared::cta" REDUCTIONS
-     "{.tile|tile::scatter4|im2col_no_offs}.bulk_group" HINT, "T a s64?", exec_tensor_reduce, F_UNIFORM},
+     "{.tile|tile::scatter4|im2col_no_offs}.bulk_group" HINT, "T a s64?", exec_tensor_reduce,
+     F_UNIFORM},
     {"cp.async.bulk.prefetch.tensor.#d.L2.global{.tile|tile::gather4}" HINT, "T s64?",
      exec_tensor_prefetch, F_UNIFORM},
     {"cp.async.bulk.prefetch.tensor.#d.L2.global.im2col" HINT, "T s32l s64?", exec_im2col_prefetch,

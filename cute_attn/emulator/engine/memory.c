@@ -449,7 +449,15 @@ static void check_conflicts(Warp *w, const Insn *I, const Batch *b, const uint8_
     }
 }
 
+// What an instruction does. One that both reads and writes is checked for races as a write, which
+// finds at least what a read would.
 enum { READS = 1, WRITES = 2 };
+
+static bool all_written(const Emu *e, const Batch *b, uint64_t start, uint64_t bytes) {
+  if (b->space == SP_SHARED) return !memchr(b->cta->shared_init + start, 0, bytes);
+  const Region *r = region_at(e, start, NULL);
+  return !r || !r->initialised || !memchr(r->initialised + (start - r->base), 0, bytes);
+}
 
 // Report an access to the happens-before checker and count its wavefronts or sectors. Returns
 // the number of different addresses, or 0 where nothing asked for it.
@@ -468,14 +476,15 @@ static int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int 
   find_runs(&r, b, bytes);
   for (int i = 0; i < r.count; i++) {
     uint64_t at = r.run[i].start, n = r.run[i].bytes;
+    bool reads = kind == READS || (kind & READS && !all_written(e, b, at, n));
     if (b->space == SP_SHARED) {
-      if (kind & READS) shared_read(access, b->cta, (uint32_t)at, (uint32_t)n);
+      if (reads) shared_read(access, b->cta, (uint32_t)at, (uint32_t)n);
       if (kind & WRITES) {
         if (b->cta->nmbarriers) check_barriers(w, I, b->cta, at, n);
         shared_write(access, b->cta, (uint32_t)at, (uint32_t)n);
       }
     } else {
-      if (kind & READS) global_read(access, (void *)at, n);
+      if (reads) global_read(access, (void *)at, n);
       if (kind & WRITES) global_write(access, (void *)at, n);
     }
   }

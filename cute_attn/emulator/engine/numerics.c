@@ -188,7 +188,10 @@ static void float_row(int K, int padded, const float *a, const float *bt, int n0
       if (v < vectors) sum[v] += a[k] * *(const v8f *)(b + 8 * v);
   }
   const float *flat = (const float *)sum;
-  for (int n = 0; n < columns; n++) d[n] = accumulate ? d[n] + flat[n] : flat[n];
+  for (int n = 0; n < columns; n++) {
+    float x = accumulate ? d[n] + flat[n] : flat[n];
+    d[n] = x == x ? x : from_bits(TENSOR_NAN_F32);
+  }
 }
 
 // bt: B transposed.

@@ -10,14 +10,14 @@
 #define K_BYTES 32         // of a row of A or B: the same for all types
 #define MAX_N 256
 
-typedef enum { OPERANDS_FLOAT, OPERANDS_INT, OPERANDS_BIT } OperandKindOf;
+typedef enum { OPERANDS_FLOAT, OPERANDS_INT, OPERANDS_BIT } OperandClass;
 
 typedef struct Multiply {
   AsyncOp *op;
   struct Multiply *next;   // of this warp, not yet run
   uint64_t number;         // of the warp's wgmmas, from 1
   const char *kind;
-  OperandKindOf operands;
+  OperandClass operands;
   FloatType a_type, b_type;
   int n, k;
   bool f16_result, saturate, a_signed, b_signed;

@@ -47,9 +47,7 @@ class Driver:
         shared: int = 0,
     ) -> None:  # fmt: skip
         function = ctypes.c_void_p()
-        self._check(
-            self._cuda.cuModuleGetFunction(ctypes.byref(function), library, name.encode())
-        )
+        self._check(self._cuda.cuModuleGetFunction(ctypes.byref(function), library, name.encode()))
         values = [ctypes.c_uint64(p) for p in pointers]
         arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
