@@ -210,15 +210,10 @@ Access access_of(Warp *w, const Insn *I, const char *what) {
 }
 
 // Whether an agent's effects are ordered among themselves: all but bulk copies and mbarriers'.
-static inline bool in_order(const Emu *e, uint32_t agent) {
+static bool in_order(const Emu *e, uint32_t agent) {
   if (agent >= (uint32_t)(e->nslots * e->warps_per_cta * AGENTS_PER_WARP)) return false;
   uint32_t kind = agent % AGENTS_PER_WARP;
   return kind != AG_BULK_READ && kind != AG_BULK_WRITE;
-}
-
-static inline bool ordered(const Emu *e, const Access *a, const Mark *m, const Clock *clocks) {
-  if (m->clock <= clocks[m->agent]) return true;
-  return m->agent == a->agent && m->clock >= a->birth && in_order(e, a->agent);
 }
 
 static const char *agent_text(const Emu *e, uint32_t agent) {
@@ -237,7 +232,28 @@ typedef struct {
   const char *space;  // "shared memory", "TMEM" ...
   const Cta *cta;     // shared memory and TMEM: whose
   const Region *region;
+  // What makes the check of a word short: the clocks in which an earlier access must be found, for
+  // writes through the generic proxy and for all others, and the accessor's own effects.
+  const Clock *generic_writes, *others;
+  uint32_t own_agent;  // or an impossible one, where its effects are in no order
+  Clock birth;
 } Context;
+
+static bool in_order(const Emu *e, uint32_t agent);
+
+static Context context(const Access *a, Emu *e, const char *space, const Cta *cta,
+                       const Region *region) {
+  bool tmem = space[0] == 'T';
+  const Clock *all = tmem && a->tensor && checking(e, CK_TCGEN05) ? a->view->tvc : a->view->vc;
+  bool proxies = !tmem && a->async && checking(e, CK_PROXY);
+  return (Context){a, e, space, cta, region, proxies ? a->view->pvc : all, all,
+                   in_order(e, a->agent) ? a->agent : UINT32_MAX, a->birth};
+}
+
+static inline bool ordered(const Context *c, const Mark *m, bool wrote) {
+  const Clock *clocks = wrote && !(m->flags & MARK_ASYNC) ? c->generic_writes : c->others;
+  return m->clock <= clocks[m->agent] || (m->agent == c->own_agent && m->clock >= c->birth);
+}
 
 static const char *place(const Context *c, uint64_t word) {
   if (c->region)
@@ -272,20 +288,11 @@ static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, b
   }
 }
 
-// Clocks that a new access must find a mark of an earlier one in.
-static inline const Clock *clocks_for(const Access *a, const Mark *m, bool wrote, bool tmem) {
-  if (tmem && a->tensor && checking(emu_of(a->warp), CK_TCGEN05)) return a->view->tvc;
-  if (wrote && a->async && !(m->flags & MARK_ASYNC) && checking(emu_of(a->warp), CK_PROXY))
-    return a->view->pvc;
-  return a->view->vc;
-}
-
-static inline void compare(const Context *c, uint64_t word, const Mark *m, uint16_t parts,
-                           bool wrote, bool writes) {
-  const Access *a = c->access;
-  if (!m->clock || !(m->parts & parts)) return;
-  if (a->atomic && m->flags & MARK_ATOMIC) return;
-  if (ordered(c->e, a, m, clocks_for(a, m, wrote, c->space[0] == 'T'))) return;
+// An access meets an earlier one that is not ordered before it: a race, unless they touch different
+// parts of the word, or both are atomic.
+static __attribute__((noinline)) void collide(const Context *c, uint64_t word, const Mark *m,
+                                              uint16_t parts, bool wrote, bool writes) {
+  if (!(m->parts & parts) || (c->access->atomic && m->flags & MARK_ATOMIC)) return;
   report(c, word, m, wrote, writes);
 }
 
@@ -326,45 +333,47 @@ static void add_read(const Context *c, Cell *cell, Mark m) {
   cell->more_reads = n;
 }
 
-static inline void touch(const Context *c, Cell *cell, uint64_t word, uint16_t parts, bool writes,
-                         const Mark *m) {
-  if (!(cell->write.clock == m->clock && cell->write.agent == m->agent &&
-        in_order(c->e, m->agent)))
-    compare(c, word, &cell->write, parts, true, writes);
-  if (!writes) {
-    if (same_epoch(&cell->read, m) && (cell->read.parts & parts) == parts) return;
-    Mark mine = *m;
-    mine.parts = parts;
-    add_read(c, cell, mine);
-    return;
-  }
-  if (cell->read.clock) {
-    compare(c, word, &cell->read, parts, false, true);
-    cell->read.clock = 0;
-  }
+static __attribute__((noinline)) void drop_reads(const Context *c, Cell *cell, uint64_t word,
+                                                 uint16_t parts) {
   for (int32_t n = cell->more_reads; n;) {
-    compare(c, word, &nodes[n].mark, parts, false, true);
+    if (!ordered(c, &nodes[n].mark, false)) collide(c, word, &nodes[n].mark, parts, false, true);
     int32_t next = nodes[n].next;
     nodes[n].next = free_node;
     free_node = n;
     n = next;
   }
   cell->more_reads = 0;
-  uint16_t before = same_epoch(&cell->write, m) ? cell->write.parts : 0;
-  cell->write = *m;
-  cell->write.parts = parts | before;
+}
+
+static inline void touch(const Context *c, Cell *cell, uint64_t word, uint16_t parts, bool writes,
+                         const Mark *m) {
+  if (!ordered(c, &cell->write, true)) collide(c, word, &cell->write, parts, true, writes);
+  Mark mine = *m;
+  mine.parts = parts;
+  if (!writes) {
+    if (!same_epoch(&cell->read, m) || (cell->read.parts & parts) != parts) add_read(c, cell, mine);
+    return;
+  }
+  if (!ordered(c, &cell->read, false)) collide(c, word, &cell->read, parts, false, true);
+  cell->read.clock = 0;
+  if (cell->more_reads) drop_reads(c, cell, word, parts);
+  if (same_epoch(&cell->write, m)) mine.parts |= cell->write.parts;
+  cell->write = mine;
 }
 
 // Bytes [first, first + count) of memory whose words have `cells`.
 static void touch_bytes(const Context *c, Cell *cells, uint64_t first, uint64_t count, bool writes) {
   Mark m = mark_of(c->e, c->access, 15);
-  uint64_t last = first + count - 1;
-  for (uint64_t word = first / 4; word <= last / 4; word++) {
-    uint16_t bytes = 15;
-    if (word == first / 4) bytes &= (uint16_t)(15 << first % 4);
-    if (word == last / 4) bytes &= (uint16_t)(15 >> (3 - last % 4));
-    touch(c, &cells[word], word, bytes, writes, &m);
+  uint64_t word = first / 4, last = (first + count - 1) / 4;
+  uint16_t head = (uint16_t)(15 << first % 4 & 15), tail = 15 >> (3 - (first + count - 1) % 4);
+  if (word == last) {
+    touch(c, &cells[word], word, head & tail, writes, &m);
+    return;
   }
+  touch(c, &cells[word], word, head, writes, &m);
+  if (writes) for (word++; word < last; word++) touch(c, &cells[word], word, 15, true, &m);
+  else for (word++; word < last; word++) touch(c, &cells[word], word, 15, false, &m);
+  touch(c, &cells[last], last, tail, writes, &m);
 }
 
 static bool races_checked(const Emu *e) {
@@ -374,7 +383,7 @@ static bool races_checked(const Emu *e) {
 static void shared_access(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes, bool writes) {
   if (!bytes || !races_checked(cta->emu)) return;
   if (!cta->shared_cells) cta->shared_cells = calloc(cta->shared_bytes / 4 + 1, sizeof(Cell));
-  Context c = {a, cta->emu, "shared memory", cta, NULL};
+  Context c = context(a, cta->emu, "shared memory", cta, NULL);
   touch_bytes(&c, cta->shared_cells, offset, bytes, writes);
 }
 
@@ -430,7 +439,7 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   // Words count from an aligned address, whatever the region's own base is.
   uint64_t skew = r->base % 4;
   if (!r->cells) r->cells = calloc((r->size + skew) / 4 + 1, sizeof(Cell));
-  Context c = {a, e, "global memory", NULL, r};
+  Context c = context(a, e, "global memory", NULL, r);
   touch_bytes(&c, r->cells, first + skew, bytes, writes);
 }
 
@@ -461,7 +470,7 @@ static void tmem_access(const Access *a, Cta *cta, int lane, int column, int lan
   if (!cta->tmem_init) cta->tmem_init = calloc(TMEM_CELLS, sizeof *cta->tmem_init);
   bool races = races_checked(e);
   if (races && !cta->tmem_cells) cta->tmem_cells = calloc(TMEM_CELLS, sizeof(Cell));
-  Context c = {a, e, "TMEM", cta, NULL};
+  Context c = context(a, e, "TMEM", cta, NULL);
   Mark m = mark_of(e, a, 0);
   unsigned missing = 0;
   for (int first = lane, next; first < lane + lanes; first = next) {
