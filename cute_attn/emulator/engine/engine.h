@@ -219,6 +219,7 @@ struct Mbarrier {
   int32_t expected;      // arrivals a phase
   int32_t pending;       // arrivals still missing in the current phase
   int64_t tx;            // bytes still to come
+  int64_t received;      // that have come in the current phase
   Clock phase;           // completed phases since init
   Clock clock;           // completed phases ever (the agent's clock)
   uint32_t agent;

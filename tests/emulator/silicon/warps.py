@@ -154,8 +154,8 @@ def _divergent() -> Iterator[Case]:
         "control: uneven loops",
         "control",
         head + "mov.b32 y, 0; and.b32 n, x, 31;\n"
-        "loop: setp.eq.u32 c, n, 0; @c bra out; mad.lo.u32 y, y, 3, n; sub.u32 n, n, 1; bra loop;\n"
-        "out: bar.warp.sync 0xFFFFFFFF; shfl.sync.bfly.b32 n, y, 1, 31, 0xFFFFFFFF;\n"
+        "loop: setp.eq.u32 c, n, 0; @c bra done; mad.lo.u32 y, y, 3, n; sub.u32 n, n, 1; bra loop;\n"
+        "done: bar.warp.sync 0xFFFFFFFF; shfl.sync.bfly.b32 n, y, 1, 31, 0xFFFFFFFF;\n"
         "add.u32 y, y, n;" + tail,
         given,
         wanted,

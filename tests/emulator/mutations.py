@@ -1,0 +1,236 @@
+"""Working kernels with a call of each, and edits of their PTX that plant bugs.
+
+A kernel is recorded once: its real host code runs, and every launch is kept with its parameters and
+the memory it found. `Recorded.run` then plays one launch again, of the same PTX or of a changed one.
+
+An edit keeps the number of lines, so that a line of the changed text is the same line of the
+original; lines count from 1. An instruction that is taken out leaves a comment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cute_attn.emulator import machine
+from cute_attn.emulator.host import HostFunction, Launch
+from cute_attn.emulator.machine import Machine, Run
+from cute_attn.emulator.program import Program
+
+SCHEDULES = ("fair", "random", "adversarial")
+
+
+# -- PTX text -------------------------------------------------------------------------------------
+
+
+class Ptx:
+    """A text of PTX and its lines; every edit gives another one."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.lines = text.split("\n")
+
+    def __getitem__(self, line: int) -> str:
+        return self.lines[line - 1]
+
+    def all(self, pattern: str, first: int = 1, last: int | None = None) -> list[int]:
+        """Lines from `first` to `last` with a match of `pattern` in them, comments apart."""
+        search = re.compile(pattern).search
+        end = len(self.lines) if last is None else last
+        return [n for n in range(first, end + 1) if search(self[n].split("//")[0])]
+
+    def one(self, pattern: str, first: int = 1, last: int | None = None, nth: int = 0) -> int:
+        """The nth of these lines, which must exist."""
+        found = self.all(pattern, first, last)
+        assert found, f"no line matches {pattern!r}"
+        return found[nth]
+
+    def before(self, pattern: str, line: int) -> int:
+        """The last line before `line` that matches."""
+        return self.one(pattern, 1, line - 1, -1)
+
+    def after(self, pattern: str, line: int) -> int:
+        """The first line after `line` that matches."""
+        return self.one(pattern, line + 1)
+
+    def label(self, name: str) -> int:
+        """The line of a label."""
+        return self.one(rf"^\s*{re.escape(name)}:")
+
+    def with_line(self, line: int, text: str) -> Ptx:
+        assert "\n" not in text and text != self[line], text
+        return Ptx("\n".join([*self.lines[: line - 1], text, *self.lines[line:]]))
+
+    def drop(self, *lines: int) -> Ptx:
+        """Without these instructions. A wait for an mbarrier is answered with "complete"."""
+        changed = self
+        for line in lines:
+            wait = re.match(r"\s*mbarrier\.\w+_wait\S*\s+([%\w]+)\s*,", self[line])
+            instead = f"setp.eq.u32 {wait[1]}, 0, 0; " if wait else ""
+            changed = changed.with_line(line, f"{instead}// dropped: {self[line].strip()}")
+        return changed
+
+    def double(self, line: int) -> Ptx:
+        """With an instruction a second time, on the same line."""
+        return self.with_line(line, f"{self[line]} {self[line].strip()}")
+
+    def swap(self, line: int, pattern: str, replacement: str) -> Ptx:
+        """With something in a line replaced; the pattern must match once."""
+        text, count = re.subn(pattern, replacement, self[line])
+        assert count == 1, f"{count} matches of {pattern!r} in {self[line]!r}"
+        return self.with_line(line, text)
+
+    def insert(self, line: int, text: str, *, behind: bool = False) -> Ptx:
+        """With more instructions in front of those of a line, or behind them."""
+        parts = (self[line], text) if behind else (text, self[line].strip())
+        return self.with_line(line, " ".join(parts))
+
+    def changed_operand(self, line: int, operand: str, opcode: str, by: int) -> Ptx:
+        """With a 32-bit operand of one instruction replaced by `opcode operand, by`."""
+        pattern = re.escape(operand) + r"(?!\w)"
+        head, tail = self[line][: _code_start(self[line])], self[line][_code_start(self[line]) :]
+        changed, count = re.subn(pattern, "planted", tail)
+        assert count == 1, f"{count} operands {operand!r} in {self[line]!r}"
+        return self.with_line(
+            line,
+            f"{{ .reg .b32 planted; {opcode} planted, {operand}, {by}; {head}{changed.strip()} }}",
+        )
+
+
+def _code_start(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+# -- kernels that work ----------------------------------------------------------------------------
+
+Span = tuple[int, int, str]  # address, bytes, name
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    spans: tuple[Span, ...]
+    content: tuple[bytes, ...]
+
+    @classmethod
+    def take(cls, spans: Sequence[Span]) -> _Snapshot:
+        return cls(tuple(spans), tuple(ctypes.string_at(base, size) for base, size, _ in spans))
+
+    def restore(self) -> None:
+        for (base, size, _), content in zip(self.spans, self.content, strict=True):
+            ctypes.memmove(base, content, size)
+
+
+@dataclass
+class Recorded:
+    """One launch of a kernel that works.
+
+    Attributes:
+        text: the PTX of its module; kernel: its symbol there.
+        spans: the global memory that it may touch.
+        num_sms: of the machines that run it.
+    """
+
+    text: str
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_shared: int
+    parameters: bytes
+    spans: tuple[Span, ...]
+    num_sms: int = 4
+    _before: _Snapshot | None = None
+    _keep: list[Any] = field(default_factory=list)
+
+    def program(self, text: str | None = None) -> Program:
+        return machine.programs(self.text if text is None else text)[self.kernel]
+
+    def run(self, program: Program, **options: Any) -> Run:
+        """Play the launch with this program, on the memory that the real one found."""
+        assert self._before is not None
+        self._before.restore()
+        emulator = Machine(num_sms=self.num_sms, **options)
+        for base, size, name in self.spans:
+            emulator.add_region(base, size, name)
+        return emulator.launch(
+            program, self.grid, self.block, self.cluster, self.dynamic_shared, self.parameters
+        )
+
+    def content(self) -> list[bytes]:
+        """What the memory holds after a run."""
+        return [ctypes.string_at(base, size) for base, size, _ in self.spans]
+
+
+def record(
+    image: bytes,
+    text: str,
+    arguments: Sequence[Any],
+    spans: Sequence[Span],
+    *,
+    function: str = "k",
+    num_sms: int = 4,
+) -> list[Recorded]:
+    """Run a compiled function, and keep its launches.
+
+    Args:
+        image, text: its object file and PTX.
+        arguments: of the call; CPU tensors stand for CUDA ones.
+        spans: the memory that its kernels may touch.
+    """
+    programs = machine.programs(text)
+    kept: list[Recorded] = []
+
+    def launched(launch: Launch) -> None:
+        program = programs[launch.kernel]
+        block = bytearray(program.parameter_bytes)
+        for i, parameter in enumerate(program.parameters):
+            value = ctypes.string_at(launch.arguments[i], parameter.bytes)
+            block[parameter.offset : parameter.offset + parameter.bytes] = value
+        recorded = Recorded(
+            text,
+            launch.kernel,
+            launch.grid,
+            launch.block,
+            launch.cluster,
+            launch.dynamic_shared,
+            bytes(block),
+            tuple(spans),
+            num_sms,
+            _Snapshot.take(spans),
+            [arguments],
+        )
+        kept.append(recorded)
+        run = recorded.run(program, checks=())
+        assert not run.stopped, run.findings
+
+    target = re.search(r"^\s*\.target\s+sm_(\d+)(\d)", text, re.MULTILINE)
+    assert target is not None
+    capability = (int(target[1]), int(target[2]))
+    host = HostFunction(image, function, launched, num_sms=num_sms, capability=capability)
+    host(*arguments)
+    return kept
+
+
+def record_capture(captured: Any) -> Iterator[Recorded]:
+    """The launches of all calls of a capture of a peer's, in order."""
+    memory = captured.materialise(captured.random_inputs(0))
+    spans = [(*memory.address(name), name) for name in captured.buffers]
+    for call in captured.calls:
+        for recorded in record(
+            call.function.object_file.read_bytes(),
+            call.function.ptx,
+            memory.arguments(call),
+            spans,
+        ):
+            recorded._keep.append(memory)
+            yield recorded
+
+
+# -- planted bugs ---------------------------------------------------------------------------------
+
+SEEDS = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]  # schedule, seed
+
+Plant = Callable[[Ptx], tuple[Ptx, Sequence[int]]]

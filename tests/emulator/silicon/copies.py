@@ -1,0 +1,536 @@
+"""Cases of asynchronous copies: cp.async, bulk copies and tensor copies, with reductions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .cases import Case, Part
+from .tensormaps import ELEMENT_BYTES, TensorMap, extent, packed
+
+_FAMILY = "copy"
+_THREADS = 128
+_BARRIER = (
+    ".reg .b64 s, q, x, y, pol; .reg .b32 m, n, w, bar; .reg .pred c, first;\n"
+    "mov.b32 bar, smem; add.u32 m, bar, 1024; setp.eq.u32 first, %t, 0;\n"
+    "@first mbarrier.init.shared::cta.b64 [bar], 1;\n"
+    "@first fence.mbarrier_init.release.cluster;\n"
+)
+_WAIT = "wait: mbarrier.try_wait.parity.shared::cta.b64 c, [bar], 0; @!c bra wait;\n"
+_REDUCTIONS = [
+    *(f"add.{kind}" for kind in ("u32", "s32", "u64", "f32", "f64", "noftz.f16", "noftz.bf16")),
+    *(f"{op}.{kind}" for op in ("min", "max") for kind in ("u32", "s32", "u64", "s64", "f16",
+                                                           "bf16")),
+    *(f"{op}.b{n}" for op in ("and", "or", "xor") for n in (32, 64)),
+    "inc.u32", "dec.u32",
+]  # fmt: skip
+
+
+def cases() -> list[Case]:
+    return [
+        *_cp_async(), *_bulk(), *_bulk_reductions(), *_clusters(), *_tensor_loads(),
+        *_tensor_stores(), *_tensor_reductions(), *_im2col(), *_replaced(),
+    ]  # fmt: skip
+
+
+def _fill(size: int, source: str | None = None, start: int = 1024) -> str:
+    """Shared memory from `start` on: from an address, or 0xAA; with all threads, then a fence."""
+    number = abs(hash_of(f"{size} {source} {start}"))
+    value = f"ld.global.v2.b64 {{x, y}}, [s];" if source else (
+        "mov.b64 x, 0xAAAAAAAAAAAAAAAA; mov.b64 y, x;"
+    )  # fmt: skip
+    return (
+        f"mad.wide.u32 s, %t, 16, {source or '%in'}; mov.b32 n, smem; add.u32 n, n, {start}; "
+        "mad.lo.u32 n, %t, 16, n; mul.lo.u32 w, %t, 16;\n"
+        f"fill{number}: setp.ge.u32 c, w, {size}; @c bra filled{number};\n"
+        f"{value} st.shared.v2.b64 [n], {{x, y}}; add.s64 s, s, {16 * _THREADS};\n"
+        f"add.u32 n, n, {16 * _THREADS}; add.u32 w, w, {16 * _THREADS}; bra fill{number};\n"
+        f"filled{number}: fence.proxy.async; bar.sync 0;\n"
+    )
+
+
+def hash_of(text: str) -> int:
+    """A number for labels, the same in every run."""
+    return sum(ord(c) * (i + 1) for i, c in enumerate(text))
+
+
+def _dump(size: int, to: str = "%out", start: int = 1024) -> str:
+    """Shared memory from `start` on, to an address."""
+    return (
+        f"mad.wide.u32 q, %t, 16, {to}; mov.b32 n, smem; add.u32 n, n, {start}; "
+        "mad.lo.u32 n, %t, 16, n; mul.lo.u32 w, %t, 16;\n"
+        f"dump: setp.ge.u32 c, w, {size}; @c bra dumped;\n"
+        f"ld.shared.v2.b64 {{x, y}}, [n]; st.global.v2.b64 [q], {{x, y}}; "
+        f"add.s64 q, q, {16 * _THREADS};\n"
+        f"add.u32 n, n, {16 * _THREADS}; add.u32 w, w, {16 * _THREADS}; bra dump;\n"
+        "dumped:\n"
+    )
+
+
+def _copy(size: int) -> str:
+    """The input buffer to the output buffer, by all threads, seen by the asynchronous proxy."""
+    return (
+        "mad.wide.u32 s, %t, 16, %in; mad.wide.u32 q, %t, 16, %out; mul.lo.u32 w, %t, 16;\n"
+        f"copy: setp.ge.u32 c, w, {size}; @c bra copied;\n"
+        "ld.global.v2.b64 {x, y}, [s]; st.global.v2.b64 [q], {x, y};\n"
+        f"add.s64 s, s, {16 * _THREADS}; add.s64 q, q, {16 * _THREADS}; "
+        f"add.u32 w, w, {16 * _THREADS}; bra copy;\n"
+        "copied: fence.proxy.async; bar.sync 0;\n"
+    )
+
+
+def _case(
+    name: str, body: str, given: Sequence[Part], wanted: int, *, shared: int = 16384,
+    **rest: object,
+) -> Case:  # fmt: skip
+    return Case(
+        name,
+        _FAMILY,
+        body,
+        tuple(given),
+        (Part("u1", wanted),),
+        threads=_THREADS,
+        shared=shared,
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+# ---- cp.async
+
+
+def _cp_async() -> Iterator[Case]:
+    size = 16 * _THREADS
+    texts = [f"cp.async.ca.shared.global [n], [s], {n};" for n in (4, 8, 16)]
+    texts += [
+        "cp.async.cg.shared::cta.global [n], [s], 16;",
+        "cp.async.cg.shared.global.L2::128B [n], [s], 16;",
+        "cp.async.ca.shared.global.L2::256B [n], [s], 8;",
+        "cp.async.cg.shared.global.L2::64B [n], [s], 16, r;",
+        "cp.async.ca.shared.global.L2::cache_hint [n], [s], 4, pol;",
+        "cp.async.cg.shared.global.L2::cache_hint [n], [s], 16, r, pol;",
+    ]
+    texts += [f"cp.async.ca.shared.global [n], [s], {n}, r;" for n in (4, 8, 16)]
+    texts += [f"cp.async.ca.shared.global [n], [s], {n}, p;" for n in (4, 8, 16)]
+    texts += ["cp.async.cg.shared.global [n], [s], 16, !p;"]
+    for number, text in enumerate(texts):
+        width = next(n for n in (16, 8, 4) if f"[s], {n}" in text)
+        yield _case(
+            f"{text.split()[0]} {number}",
+            _BARRIER + _fill(size)
+            + "createpolicy.fractional.L2::evict_first.b64 pol, 1.0;\n"
+            ".reg .b32 r; .reg .pred p; mad.wide.u32 s, %t, 16, %in; mad.lo.u32 n, %t, 16, m;\n"
+            f"rem.u32 r, %t, {width + 1}; and.b32 w, %t, 1; setp.eq.u32 p, w, 0;\n"
+            f"{text} cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;\n" + _dump(size),
+            [Part("raw8", size)],
+            size,
+        )  # fmt: skip
+    yield _case(
+        "cp.async.wait_all",
+        _BARRIER + _fill(size)
+        + "mad.wide.u32 s, %t, 16, %in; mad.lo.u32 n, %t, 16, m;\n"
+        "cp.async.ca.shared.global [n], [s], 4; cp.async.commit_group;\n"
+        "cp.async.ca.shared.global [n+8], [s+8], 4; cp.async.wait_group 1;\n"
+        "cp.async.wait_all; bar.sync 0;\n" + _dump(size),
+        [Part("raw8", size)],
+        size,
+    )  # fmt: skip
+    for noinc, count in (("", 1), (".noinc", _THREADS)):
+        yield _case(
+            f"cp.async.mbarrier.arrive{noinc}.shared.b64",
+            _BARRIER.replace("[bar], 1;", f"[bar], {count};") + _fill(size)
+            + "mad.wide.u32 s, %t, 16, %in; mad.lo.u32 n, %t, 16, m;\n"
+            "cp.async.cg.shared.global [n], [s], 16;\n"
+            f"cp.async.mbarrier.arrive{noinc}.shared::cta.b64 [bar];\n"
+            + ("bar.sync 0; @first mbarrier.arrive.shared::cta.b64 _, [bar];\n" if count == 1
+               else "")
+            + _WAIT + _dump(size),
+            [Part("raw8", size)],
+            size,
+        )  # fmt: skip
+
+
+# ---- bulk copies
+
+
+def _bulk() -> Iterator[Case]:
+    for size, hint in itertools.product((16, 48, 1024, 4096), ("", ".L2::cache_hint")):
+        policy = ", pol" if hint else ""
+        head = _BARRIER + "createpolicy.fractional.L2::evict_last.b64 pol, 1.0;\n"
+        for space in ("shared::cluster", "shared::cta"):
+            if space == "shared::cta" and size != 48:
+                continue
+            yield _case(
+                f"cp.async.bulk.{space}.global{hint} {size}",
+                head + _fill(4096)
+                + f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {size};\n"
+                f"@first cp.async.bulk.{space}.global.mbarrier::complete_tx::bytes{hint} "
+                f"[m], [%in+32], {size}, [bar]{policy};\n" + _WAIT + _dump(4096),
+                [Part("raw8", 4224)],
+                4096,
+            )  # fmt: skip
+        yield _case(
+            f"cp.async.bulk.global.shared::cta{hint} {size}",
+            head + _fill(4096, "%in")
+            + f"@first cp.async.bulk.global.shared::cta.bulk_group{hint} [%out+16], [m+16], "
+            f"{size - 16 or 16}{policy};\n"
+            "@first cp.async.bulk.commit_group; @first cp.async.bulk.wait_group.read 0;\n"
+            "@first cp.async.bulk.wait_group 0;\n",
+            [Part("raw8", 4096)],
+            4224,
+        )  # fmt: skip
+
+
+def _width(kind: str) -> int:
+    return 2 if kind in ("f16", "bf16") else int(kind[1:]) // 8
+
+
+def _bulk_reductions() -> Iterator[Case]:
+    for operation in _REDUCTIONS:
+        kind = operation.split(".")[-1]
+        size = 1024
+        operands = [Part(f"b{8 * _width(kind)}", size // _width(kind))] * 2
+        yield _case(
+            f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation}",
+            _BARRIER + _copy(size) + f"add.s64 pol, %in, {size};\n" + _fill(size, "pol")
+            + f"@first cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation} "
+            f"[%out], [m], {size};\n"
+            "@first cp.async.bulk.commit_group; @first cp.async.bulk.wait_group 0;\n",
+            operands,
+            size,
+        )  # fmt: skip
+    for operation in ("add.u32", "add.s32", "add.u64", "inc.u32", "dec.u32", "min.u32", "min.s32",
+                      "max.u32", "max.s32", "and.b32", "or.b32", "xor.b32"):  # fmt: skip
+        width = _width(operation.split(".")[-1])
+        size = 1024
+        yield _case(
+            f"cp.reduce.async.bulk.shared::cluster.shared::cta.{operation}",
+            _BARRIER + f"add.s64 pol, %in, {size};\n" + _fill(size, "pol", 4096)
+            + _fill(size, "%in")
+            + f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {size};\n"
+            "@first cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes."
+            f"{operation} [m], [m+3072], {size}, [bar];\n" + _WAIT + _dump(size),
+            [Part(f"b{8 * width}", size // width)] * 2,
+            size,
+        )  # fmt: skip
+
+
+def _clusters() -> Iterator[Case]:
+    sync = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
+    ranks = (
+        ".reg .b32 me, you, there, half; mov.u32 me, %cluster_ctarank; xor.b32 you, me, 1;\n"
+        "mad.wide.u32 pol, me, 2048, %out;\n"
+    )
+    tail = _dump(2048, "pol") + sync
+    yield _case(
+        "cp.async.bulk.shared::cluster.shared::cta",
+        _BARRIER + ranks + "mad.wide.u32 x, me, 2048, %in;\n" + _fill(2048, "x", 4096)
+        + _fill(2048)
+        + "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 1024;\n" + sync
+        + "mapa.shared::cluster.u32 there, m, you; mapa.shared::cluster.u32 half, bar, you;\n"
+        "@first cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "[there+512], [m+3072], 1024, [half];\n" + _WAIT + tail,
+        [Part("raw8", 4096)],
+        4096, blocks=2, cluster=2,
+    )  # fmt: skip
+    yield _case(
+        "cp.async.bulk.shared::cluster.global.multicast::cluster",
+        _BARRIER + ranks + _fill(2048)
+        + "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 1024;\n" + sync
+        + ".reg .b16 mask; mov.b16 mask, 3; mad.wide.u32 s, me, 1024, %in; "
+        "mad.lo.u32 there, me, 512, m;\n"
+        "@first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [there], [s], 512, [bar], mask;\n" + _WAIT + tail,
+        [Part("raw8", 4096)],
+        4096, blocks=2, cluster=2,
+    )  # fmt: skip
+    tensor_map = packed("u8", (64, 64), (32, 16), swizzle=32)
+    yield _case(
+        "cp.async.bulk.tensor.2d multicast",
+        _BARRIER + ranks + _fill(2048)
+        + "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 1024;\n" + sync
+        + ".reg .b16 mask; mov.b16 mask, 3; mov.b64 s, map0; cvta.param.u64 s, s; "
+        "mad.lo.u32 there, me, 512, m; mul.lo.u32 you, me, 16;\n"
+        "@first cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [there], [s, {you, 7}], [bar], mask;\n" + _WAIT + tail,
+        [Part("raw8", 4096)],
+        4096, blocks=2, cluster=2, maps=(tensor_map,),
+    )  # fmt: skip
+
+
+# ---- tensor copies
+
+
+def _kind_of(element: str) -> str:
+    return f"b{8 * ELEMENT_BYTES[element]}" if ELEMENT_BYTES[element] > 1 else "raw8"
+
+
+def _source(tensor_map: TensorMap) -> Part:
+    return Part(_kind_of(tensor_map.element), extent(tensor_map) // ELEMENT_BYTES[tensor_map.element])
+
+
+def _places(tensor_map: TensorMap) -> list[tuple[int, ...]]:
+    """Coordinates: inside, across the low edge, across the high one, far outside."""
+    sizes, box = tensor_map.sizes, tensor_map.box
+    rank = len(sizes)
+    high = tuple(max(0, n - b // 2 - 1) for n, b in zip(sizes, box, strict=True))
+    return [
+        (0,) * rank,
+        tuple(-1 - i for i in range(rank)),
+        high,
+        (3, *high[1:-1], -1)[:rank] if rank > 1 else (-3,),
+        (sizes[0] + 5, *(0,) * (rank - 1)),
+    ]
+
+
+def _describe(m: TensorMap) -> str:
+    words = [m.element, "x".join(map(str, m.sizes)), "box", "x".join(map(str, m.box))]
+    if m.steps:
+        words += ["steps", "x".join(map(str, m.steps))]
+    if m.interleave:
+        words.append(f"interleaved {m.interleave}B")
+    if m.swizzle:
+        words.append(f"swizzle {m.swizzle}B")
+    if m.nan_fill:
+        words.append("NaN")
+    return " ".join(words)
+
+
+def _coordinates(place: Sequence[int]) -> str:
+    return "{" + ", ".join(map(str, place)) + "}"
+
+
+def _tile_bytes(tensor_map: TensorMap) -> int:
+    """Bytes in shared memory: with element strides fewer elements than the box spans."""
+    total = ELEMENT_BYTES[tensor_map.element]
+    steps = tensor_map.steps or (1,) * tensor_map.rank
+    for i, (n, step) in enumerate(zip(tensor_map.box, steps, strict=True)):
+        total *= -(-n // step) if i or tensor_map.interleave == 0 else n
+    return total
+
+
+def _load(tensor_map: TensorMap, *, start: int = 0, note: str = "") -> Case:
+    tile = _tile_bytes(tensor_map)
+    room = -(-(tile + start) // 1024) * 1024
+    places = _places(tensor_map)
+    while room * len(places) > 40000:
+        places.pop(0)
+    body = _BARRIER + _fill(room * len(places))
+    body += "mov.b64 s, map0; cvta.param.u64 s, s; @first prefetch.tensormap [s];\n"
+    body += (
+        f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {tile * len(places)};\n"
+    )
+    for i, place in enumerate(places):
+        body += (
+            f"@first cp.async.bulk.tensor.{tensor_map.rank}d.shared::cluster.global.tile"
+            f".mbarrier::complete_tx::bytes [m+{room * i + start}], "
+            f"[s, {_coordinates(place)}], [bar];\n"
+        )
+    size = room * len(places)
+    return _case(
+        f"tensor load {_describe(tensor_map)}{note}", body + _WAIT + _dump(size),
+        [_source(tensor_map)], size, shared=1024 + size, maps=(tensor_map,),
+    )  # fmt: skip
+
+
+def _load_maps() -> Iterator[TensorMap]:
+    floats = ("f16", "bf16", "f32", "f64", "f32ftz", "tf32", "tf32ftz")
+    for element in ELEMENT_BYTES:
+        width = ELEMENT_BYTES[element]
+        for nan in (False, True) if element in floats else (False,):
+            yield packed(element, (160 // width, 6), (64 // width, 4), nan_fill=nan)
+    for rank in range(1, 6):
+        sizes, box = (40, 9, 7, 5, 4)[:rank], (16, 4, 3, 2, 2)[:rank]
+        for swizzle in (0, 32, 64):
+            yield packed("u16", sizes, box, swizzle=swizzle if swizzle >= 32 else 0)
+    for swizzle, inner, rows in itertools.product((32, 64, 128), (16, 32, 48, 64, 128), (8, 11)):
+        if inner <= swizzle:
+            yield packed("u8", (144, 20), (inner, rows), swizzle=swizzle)
+    yield packed("u8", (144, 20, 3), (128, 7, 2), swizzle=128)
+    yield packed("u32", (40, 20, 3), (32, 3, 3), swizzle=128)
+    yield packed("u64", (20, 20), (16, 8), swizzle=128, promotion=256)
+    for steps in ((1, 2), (1, 3), (2, 1), (2, 2), (3, 2)):
+        yield packed("u32", (40, 20), (16, 8), steps=steps)
+        yield packed("u32", (40, 20), (16, 8), steps=steps, swizzle=64)
+    yield packed("u16", (40, 9, 7, 6), (16, 4, 3, 4), steps=(1, 1, 3, 2))
+    for interleave in (16, 32):
+        yield TensorMap(
+            "u8", (interleave, 12, 10, 3), (interleave, interleave * 12, interleave * 120),
+            (interleave, 8, 4, 2), interleave=interleave, swizzle=32 if interleave == 32 else 0,
+        )  # fmt: skip
+        yield TensorMap(
+            "u16", (24, 12, 10), (480, 5760), (interleave // 2, 8, 4), interleave=interleave,
+            swizzle=32 if interleave == 32 else 0,
+        )  # fmt: skip
+    yield TensorMap("u16", (40, 5, 3), (160, 32 * 30), (32, 4, 2))  # gaps in the tensor
+    yield TensorMap("u16", (40, 5, 3), (0, 80), (32, 4, 2))  # a dimension that repeats
+    yield packed("u8", (400,), (256,))
+    yield packed("u32", (300, 2), (256, 1))
+
+
+def _tensor_loads() -> Iterator[Case]:
+    seen = set()
+    for tensor_map in _load_maps():
+        if tensor_map not in seen:
+            seen.add(tensor_map)
+            yield _load(tensor_map)
+    for start, swizzle in itertools.product((128, 256, 640), (32, 64, 128)):
+        plain = packed("u8", (144, 20), (swizzle, 9), swizzle=swizzle)
+        yield _load(plain, start=start, note=f" at {start}")
+
+
+def _store_maps() -> Iterator[TensorMap]:
+    for element in ("u8", "u16", "f32", "f64", "f32ftz", "tf32", "tf32ftz", "f16"):
+        width = ELEMENT_BYTES[element]
+        yield packed(element, (160 // width, 6), (64 // width, 4))
+    for rank in range(1, 6):
+        yield packed("u16", (40, 9, 7, 5, 4)[:rank], (16, 4, 3, 2, 2)[:rank])
+    for swizzle, inner in itertools.product((32, 64, 128), (32, 64, 128)):
+        if inner <= swizzle:
+            yield packed("u8", (144, 20), (inner, 11), swizzle=swizzle)
+    yield packed("u32", (40, 20), (16, 8), steps=(1, 2))
+    yield packed("u32", (40, 20), (16, 8), steps=(2, 1))
+    yield TensorMap(
+        "u8", (16, 12, 10, 3), (192, 16 * 120, 16 * 360), (16, 8, 4, 2), interleave=16
+    )
+
+
+def _store(tensor_map: TensorMap, operation: str = "") -> Case:
+    tensor_map = replace(tensor_map, buffer="out")
+    tile = _tile_bytes(tensor_map)
+    room = -(-tile // 1024) * 1024
+    total = -(-extent(tensor_map) // 128) * 128
+    places = _places(tensor_map)
+    body = _BARRIER
+    given = [Part(_kind_of(tensor_map.element), total // ELEMENT_BYTES[tensor_map.element])]
+    if operation:
+        body += _copy(total)
+        places = places[2:4]
+    given.append(Part(_kind_of(tensor_map.element), room // ELEMENT_BYTES[tensor_map.element]))
+    body += f"add.s64 pol, %in, {total};\n" + _fill(room, "pol")
+    body += "mov.b64 s, map0; cvta.param.u64 s, s;\n"
+    head = "cp.reduce.async" if operation else "cp.async"
+    for place in places:
+        body += (
+            f"@first {head}.bulk.tensor.{tensor_map.rank}d.global.shared::cta"
+            f"{operation}.tile.bulk_group [s, {_coordinates(place)}], [m];\n"
+            "@first cp.async.bulk.commit_group; @first cp.async.bulk.wait_group 0;\n"
+        )
+    return _case(
+        f"tensor {'reduce' + operation if operation else 'store'} {_describe(tensor_map)}", body,
+        given, total, shared=1024 + room, maps=(tensor_map,),
+    )  # fmt: skip
+
+
+def _tensor_stores() -> Iterator[Case]:
+    for tensor_map in _store_maps():
+        yield _store(tensor_map)
+
+
+def _tensor_reductions() -> Iterator[Case]:
+    types = {
+        ".add": ("u32", "s32", "u64", "f32", "f64", "f16", "bf16", "f32ftz", "tf32"),
+        ".min": ("u32", "s32", "u64", "s64", "f16", "bf16"),
+        ".max": ("u32", "s32", "u64", "s64", "f16", "bf16"),
+        ".inc": ("u32",), ".dec": ("u32",), ".and": ("u32", "u64"), ".or": ("u32", "u64"),
+        ".xor": ("u32", "s64"),
+    }  # fmt: skip
+    for operation, elements in types.items():
+        for element in elements:
+            width = ELEMENT_BYTES[element]
+            yield _store(packed(element, (160 // width, 6), (64 // width, 4)), operation)
+
+
+def _im2col() -> Iterator[Case]:
+    choices = [
+        (packed("u16", (16, 10, 9, 3), (16, 24), corners=((0, 0), (0, 0))), (0, 0, 0, 0), (0, 0)),
+        (packed("u16", (16, 10, 9, 3), (16, 24), corners=((-1, -1), (-1, -1))), (0, 3, 4, 0),
+         (2, 1)),
+        (packed("u16", (16, 10, 9, 3), (8, 40), corners=((-1, -2), (1, 0)), steps=(1, 2, 1, 1)),
+         (8, 0, -1, 1), (1, 0)),
+        (packed("u8", (32, 10, 3), (32, 12), corners=((-1,), (-1,)), swizzle=32), (0, 4, 1), (1,)),
+        (packed("u8", (64, 5, 4, 6, 2), (64, 30), corners=((0, 0, 0), (-1, -1, -1)), swizzle=64),
+         (0, 1, 1, 1, 0), (1, 0, 1)),
+    ]  # fmt: skip
+    for number, (tensor_map, place, shifts) in enumerate(choices):
+        tile = ELEMENT_BYTES[tensor_map.element] * tensor_map.box[0] * tensor_map.box[1]
+        room = -(-tile // 1024) * 1024
+        body = _BARRIER + _fill(room) + "mov.b64 s, map0; cvta.param.u64 s, s;\n"
+        body += f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {tile};\n"
+        halves = ", ".join(f"o{i}" for i in range(len(shifts)))
+        body += f".reg .b16 {halves};\n"
+        body += "".join(f"mov.b16 o{i}, {n};\n" for i, n in enumerate(shifts))
+        body += (
+            f"@first cp.async.bulk.tensor.{tensor_map.rank}d.shared::cluster.global.im2col"
+            f".mbarrier::complete_tx::bytes [m], [s, {_coordinates(place)}], [bar], "
+            f"{{{halves}}};\n"
+        )
+        yield _case(
+            f"tensor load im2col {number}", body + _WAIT + _dump(room), [_source(tensor_map)], room,
+            shared=1024 + room, maps=(tensor_map,),
+        )  # fmt: skip
+
+
+# ---- tensor maps that the kernel changes
+
+
+def _replaced() -> Iterator[Case]:
+    plain = packed("f16", (64, 33, 17), (16, 5, 3))
+    mine = (
+        _BARRIER + "mov.b64 s, map0; cvta.param.u64 s, s; setp.lt.u32 c, %t, 8;\n"
+        "mad.wide.u32 s, %t, 16, s; mad.lo.u32 n, %t, 16, m;\n"
+        "@c ld.v2.b64 {x, y}, [s]; @c st.shared.v2.b64 [n], {x, y}; bar.sync 0;\n"
+    )
+    address = "mov.b64 x, 0x123456789000;\n" + (
+        "@first tensormap.replace.tile.global_address.shared::cta.b1024.b64 [m], x;\n"
+    )
+    changes = {
+        "rank": ("b32", "", ("0", "3", "4")),
+        "box_dim": ("b32", "1", ("7", "200")),
+        "global_dim": ("b32", "2", ("18", "100000")),
+        "global_stride": ("b64", "1", ("4096", "1048592")),
+        "element_stride": ("b32", "1", ("2", "6")),
+        "elemtype": ("b32", "", tuple(map(str, range(13)))),
+        "interleave_layout": ("b32", "", ("0", "1", "2")),
+        "swizzle_mode": ("b32", "", ("0", "1", "2", "3")),
+        "fill_mode": ("b32", "", ("0", "1")),
+    }
+    for field, (kind, ordinal, values) in changes.items():
+        for value in values:
+            where = f" {ordinal}," if ordinal else ""
+            opcode = f"tensormap.replace.tile.{field}.shared::cta.b1024.{kind}"
+            yield _case(
+                f"{opcode} {value}", mine + address + f"@first {opcode} [m],{where} {value};\n"
+                "bar.sync 0;\n" + _dump(128), [Part("raw8", extent(plain))], 128, maps=(plain,),
+            )  # fmt: skip
+    for field, ordinals, value in (
+        ("box_dim", (0, 1, 2, 3, 4), "9"), ("global_dim", (0, 1, 3, 4), "77"),
+        ("element_stride", (0, 2, 3, 4), "3"), ("global_stride", (0, 2, 3), "65536"),
+    ):  # fmt: skip
+        kind = "b64" if field == "global_stride" else "b32"
+        for ordinal in ordinals:
+            opcode = f"tensormap.replace.tile.{field}.shared::cta.b1024.{kind}"
+            yield _case(
+                f"{opcode} {ordinal}: {value}",
+                mine + address + f"@first {opcode} [m], {ordinal}, {value};\nbar.sync 0;\n"
+                + _dump(128), [Part("raw8", extent(plain))], 128, maps=(plain,),
+            )  # fmt: skip
+    flat = packed("u8", (64, 16), (32, 8))
+    yield _case(
+        "tensormap.cp_fenceproxy",
+        mine + "mov.b64 x, %in; cvta.global.u64 x, x; add.s64 x, x, 128;\n"
+        "@first tensormap.replace.tile.global_address.shared::cta.b1024.b64 [m], x;\n"
+        "@first tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [m], 0, 48;\n"
+        "bar.warp.sync 0xFFFFFFFF; setp.lt.u32 c, %t, 32; add.s64 q, %out, 1024;\n"
+        "@!c bra made;\n"
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
+        "[q], [m], 128;\n"
+        "made: bar.sync 0; cvta.global.u64 q, q;\n"
+        "@first fence.proxy.tensormap::generic.acquire.gpu [q], 128;\n"
+        "fence.proxy.async; bar.sync 0;\n"
+        "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;\n"
+        "@first cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[m+1024], [q, {32, 3}], [bar];\n" + _WAIT + _dump(256, start=2048)
+        + "setp.lt.u32 c, %t, 16; mad.wide.u32 q, %t, 8, %out; @c st.global.b64 [q+1024], 0;\n",
+        [Part("raw8", 2048)], 1152, maps=(flat,),
+    )  # fmt: skip
