@@ -47,7 +47,8 @@ class Emulator:
         checks: "all", "none", or the names of some, as in `Emulator.CHECKS`.
         on_findings: "raise" a FindingsError at the end of a call that had errors, or "collect"
             them in the report. A deadlock always raises.
-        numerics: "exact" adds up matrix products as tensor cores do; "fast" in plain float32.
+        numerics: "exact" adds up matrix products as tensor cores do, bit for bit; "fast" in plain
+            float32. None: exact if anything is checked, since without checks speed is wanted.
         spurious_cancel: cluster launch control sometimes answers "none left" too early.
         traced: keep the events that `trace` writes.
         progress: called as progress(done, total) with the number of clusters, now and then.
@@ -67,16 +68,19 @@ class Emulator:
         checks: str | Iterable[str] = "all",
         *,
         on_findings: str = "raise",
-        numerics: str = "exact",
+        numerics: str | None = None,
         spurious_cancel: bool = False,
         traced: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         _one_of("schedule", schedule, SCHEDULES)
         _one_of("on_findings", on_findings, ("raise", "collect"))
-        _one_of("numerics", numerics, ("exact", "fast"))
+        _one_of("numerics", numerics, (None, "exact", "fast"))
         if type(num_sms) is not int or num_sms < 1:
             raise ValueError(f"num_sms is {num_sms!r}, must be a positive integer")
+        chosen = _checks(checks)
+        if numerics is None:
+            numerics = "exact" if chosen else "fast"
         self.num_sms = num_sms
         self.report = Report()
         self._seed = seed
@@ -89,7 +93,7 @@ class Emulator:
             num_sms=num_sms,
             schedule=SCHEDULES.index(schedule),
             seed=seed,
-            checks=_checks(checks),
+            checks=chosen,
             numerics=int(numerics == "exact"),
             spurious_cancel=spurious_cancel,
             tracing=traced,

@@ -47,9 +47,7 @@ class _Script:
 
     def case(self, name: str) -> Case:
         body = "\n".join([*self.lines, "mbarrier.inval.shared::cta.b64 [a];", "over:"])
-        return Case(
-            name, _FAMILY, body, (), (Part("u4", self.count),), threads=32, shared=1024
-        )
+        return Case(name, _FAMILY, body, (), (Part("u4", self.count),), threads=32, shared=1024)
 
 
 def _sequences() -> Iterator[Case]:
@@ -192,7 +190,8 @@ def _clusters() -> Iterator[Case]:
     yield Case(
         "cluster: remote arrivals",
         _FAMILY,
-        head + "@first mbarrier.init.shared::cta.b64 [a], 64; fence.mbarrier_init.release.cluster;\n"
+        head
+        + "@first mbarrier.init.shared::cta.b64 [a], 64; fence.mbarrier_init.release.cluster;\n"
         + sync
         + "mad.lo.u32 n, %t, 4, b; st.shared::cluster.b32 [n+64], %g;\n"
         "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [b];\n"
@@ -251,9 +250,7 @@ def _clusters() -> Iterator[Case]:
             f"@first mbarrier.arrive.expect_tx.shared::cta.b64 s, [a], {64 * size};\n"
             f"mad.wide.u32 p, %g, {size}, %in; ld.global.{register} v, [p];\n"
             f"ld.global.{register} w, [p+{128 * size}]; mad.lo.u32 n, %t, {size}, a;\n"
-            f"st.shared.{register} [n+64], v;\n"
-            + sync
-            + f"mad.lo.u32 n, %t, {size}, b;\n"
+            f"st.shared.{register} [n+64], v;\n" + sync + f"mad.lo.u32 n, %t, {size}, b;\n"
             f"red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.{op} "
             "[n+64], w, [b];\n"
             "wait: mbarrier.try_wait.parity.shared::cta.b64 c, [a], 0; @!c bra wait;\n"
@@ -276,7 +273,9 @@ def _fences() -> Iterator[Case]:
         for scope in ("cta", "cluster", "gpu", "sys")
     ]
     fences += [f"membar.{scope};" for scope in ("cta", "gl", "sys")]
-    fences += [f"fence.proxy.async{s};" for s in ("", ".global", ".shared::cta", ".shared::cluster")]
+    fences += [
+        f"fence.proxy.async{s};" for s in ("", ".global", ".shared::cta", ".shared::cluster")
+    ]
     fences += [
         "fence.proxy.alias;", "fence.mbarrier_init.release.cluster;",
         "fence.acquire.sync_restrict::shared::cluster.cluster;",
@@ -284,8 +283,8 @@ def _fences() -> Iterator[Case]:
         "fence.proxy.tensormap::generic.release.gpu;",
         "fence.proxy.tensormap::generic.acquire.gpu [%in], 128;",
         "nanosleep.u32 20;", "bar.warp.sync 0xFFFFFFFF;", "bar.sync 0;", "bar.cta.sync 3, 256;",
-        "barrier.cta.sync.aligned 4;", "barrier.sync 5, 256;", "setmaxnreg.dec.sync.aligned.u32 32;",
-        "setmaxnreg.inc.sync.aligned.u32 64;",
+        "barrier.cta.sync.aligned 4;", "barrier.sync 5, 256;",
+        "setmaxnreg.dec.sync.aligned.u32 32; setmaxnreg.inc.sync.aligned.u32 40;",
         "griddepcontrol.wait;", "griddepcontrol.launch_dependents;", "prefetch.global.L2 [%in];",
         "prefetch.global.L1 [%in];", "prefetch.global.L2::evict_last [%in];",
         "prefetch.global.L2::evict_normal [%in];", "prefetchu.L1 [%in];",

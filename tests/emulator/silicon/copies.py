@@ -17,7 +17,11 @@ _BARRIER = (
     "@first mbarrier.init.shared::cta.b64 [bar], 1;\n"
     "@first fence.mbarrier_init.release.cluster;\n"
 )
-_WAIT = "wait: mbarrier.try_wait.parity.shared::cta.b64 c, [bar], 0; @!c bra wait;\n"
+_WAIT = (
+    ".reg .b32 tries; mov.b32 tries, 0;\n"
+    "wait: mbarrier.try_wait.parity.shared::cta.b64 c, [bar], 0; @c bra passed;\n"
+    "add.u32 tries, tries, 1; setp.lt.u32 c, tries, 2000; @c bra wait; trap;\npassed:\n"
+)
 _REDUCTIONS = [
     *(f"add.{kind}" for kind in ("u32", "s32", "u64", "f32", "f64", "noftz.f16", "noftz.bf16")),
     *(f"{op}.{kind}" for op in ("min", "max") for kind in ("u32", "s32", "u64", "s64", "f16",
@@ -37,7 +41,7 @@ def cases() -> list[Case]:
 def _fill(size: int, source: str | None = None, start: int = 1024) -> str:
     """Shared memory from `start` on: from an address, or 0xAA; with all threads, then a fence."""
     number = abs(hash_of(f"{size} {source} {start}"))
-    value = f"ld.global.v2.b64 {{x, y}}, [s];" if source else (
+    value = "ld.global.v2.b64 {x, y}, [s];" if source else (
         "mov.b64 x, 0xAAAAAAAAAAAAAAAA; mov.b64 y, x;"
     )  # fmt: skip
     return (
@@ -266,7 +270,9 @@ def _kind_of(element: str) -> str:
 
 
 def _source(tensor_map: TensorMap) -> Part:
-    return Part(_kind_of(tensor_map.element), extent(tensor_map) // ELEMENT_BYTES[tensor_map.element])
+    return Part(
+        _kind_of(tensor_map.element), extent(tensor_map) // ELEMENT_BYTES[tensor_map.element]
+    )
 
 
 def _places(tensor_map: TensorMap) -> list[tuple[int, ...]]:
@@ -285,6 +291,8 @@ def _places(tensor_map: TensorMap) -> list[tuple[int, ...]]:
 
 def _describe(m: TensorMap) -> str:
     words = [m.element, "x".join(map(str, m.sizes)), "box", "x".join(map(str, m.box))]
+    if m.strides != packed(m.element, m.sizes, m.box).strides:
+        words += ["strides", "x".join(map(str, m.strides))]
     if m.steps:
         words += ["steps", "x".join(map(str, m.steps))]
     if m.interleave:
@@ -317,9 +325,7 @@ def _load(tensor_map: TensorMap, *, start: int = 0, note: str = "") -> Case:
         places.pop(0)
     body = _BARRIER + _fill(room * len(places))
     body += "mov.b64 s, map0; cvta.param.u64 s, s; @first prefetch.tensormap [s];\n"
-    body += (
-        f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {tile * len(places)};\n"
-    )
+    body += f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {tile * len(places)};\n"
     for i, place in enumerate(places):
         body += (
             f"@first cp.async.bulk.tensor.{tensor_map.rank}d.shared::cluster.global.tile"
@@ -390,9 +396,7 @@ def _store_maps() -> Iterator[TensorMap]:
             yield packed("u8", (144, 20), (inner, 11), swizzle=swizzle)
     yield packed("u32", (40, 20), (16, 8), steps=(1, 2))
     yield packed("u32", (40, 20), (16, 8), steps=(2, 1))
-    yield TensorMap(
-        "u8", (16, 12, 10, 3), (192, 16 * 120, 16 * 360), (16, 8, 4, 2), interleave=16
-    )
+    yield TensorMap("u8", (16, 12, 10, 3), (192, 16 * 120, 16 * 360), (16, 8, 4, 2), interleave=16)
 
 
 def _store(tensor_map: TensorMap, operation: str = "") -> Case:
@@ -481,7 +485,8 @@ def _replaced() -> Iterator[Case]:
         "mad.wide.u32 s, %t, 16, s; mad.lo.u32 n, %t, 16, m;\n"
         "@c ld.v2.b64 {x, y}, [s]; @c st.shared.v2.b64 [n], {x, y}; bar.sync 0;\n"
     )
-    address = "mov.b64 x, 0x123456789000;\n" + (
+    address = (
+        "mov.b64 x, 0x123456789000;\n"
         "@first tensormap.replace.tile.global_address.shared::cta.b1024.b64 [m], x;\n"
     )
     changes = {

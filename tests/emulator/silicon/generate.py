@@ -206,9 +206,7 @@ def candidates(form: Form) -> Iterator[tuple[tuple[str, ...], list[Instruction]]
 def by_form(ptxas: Path, arch: str) -> list[Instruction]:
     """Cases of all scalar forms."""
     forms = [f for f in machine.engine().forms.forms if f.family in _FAMILIES]
-    wanted = {
-        (form.index, pieces): ways for form in forms for pieces, ways in candidates(form)
-    }
+    wanted = {(form.index, pieces): ways for form in forms for pieces, ways in candidates(form)}
     found: dict[tuple[int, tuple[str, ...]], Instruction] = {}
     for attempt in range(max(map(len, wanted.values()))):
         keys = [k for k, w in wanted.items() if k not in found and attempt < len(w)]
@@ -306,9 +304,7 @@ def wide_conversions() -> Iterator[Instruction]:
         )
     for source, destination in itertools.product(("u32", "s32", "s8"), ("u64", "s64")):
         opcode = f"cvt.{destination}.{source}"
-        yield Instruction(
-            f"{opcode} wide", f"{opcode} %o0, %i0;", ("b64",), ("b32",), "convert"
-        )
+        yield Instruction(f"{opcode} wide", f"{opcode} %o0, %i0;", ("b64",), ("b32",), "convert")
 
 
 def immediates() -> Iterator[Instruction]:

@@ -39,8 +39,9 @@ def _load_store() -> Iterator[Case]:
         f"ld.global.v2.b64 {{x, y}}, [s+{i}]; st.shared.v2.b64 [n+{i}], {{x, y}};\n"
         for i in (0, 16, 32, 48)
     )
-    for count, trans, kind in itertools.product((1, 2, 4), ("", ".trans"), ("shared",
-                                                                           "shared::cta", "")):
+    for count, trans, kind in itertools.product(
+        (1, 2, 4), ("", ".trans"), ("shared", "shared::cta", "")
+    ):
         if not kind and (count, trans) != (4, ""):
             continue
         registers = "{" + ", ".join(f"r{i}" for i in range(count)) + "}"
@@ -303,8 +304,10 @@ class _Wgmma:
             a = _fragment(fragment) if self.registers else "da"
             tail = "" if self.d == "s32" else f", {self.negate[0]}, {self.negate[1]}"
             if _BITS[self.a] == 16:
-                tail += f", {self.major[1]}" if self.registers else (
-                    f", {self.major[0]}, {self.major[1]}"
+                tail += (
+                    f", {self.major[1]}"
+                    if self.registers
+                    else (f", {self.major[0]}, {self.major[1]}")
                 )
             lines.append(f"{self.opcode} {_fragment(ds)}, {a}, db, add{tail};")
         lines.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")

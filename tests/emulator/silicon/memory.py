@@ -64,9 +64,7 @@ def _load(opcode: str, place: str, kind: str, width: int, count: int) -> Case:
     address = "m" if place.startswith("shared") else "a"
     body = _head() + _PLACES[place] + f"\n.reg .{register} {', '.join(names)};\n"
     body += f"{opcode}.{kind} {into}, [{address}];\n"
-    body += "\n".join(
-        f"st.global.{register} [q+{width // 8 * i}], v{i};" for i in range(count)
-    )
+    body += "\n".join(f"st.global.{register} [q+{width // 8 * i}], v{i};" for i in range(count))
     return _case(f"{opcode}.{kind} to b{width} {place}".strip(), body)
 
 
@@ -244,8 +242,10 @@ def _atomic(opcode: str, place: str, operation: str, *, red: bool = False) -> Ca
         body += " cvta.global.u64 a, a;\n" if not place else "\n"
     address = "m" if place == "shared" else "a"
     operands = "z, y" if operation.startswith("cas") else "y"
-    body += f"{opcode} [{address}], {operands};\n" if red else (
-        f"{opcode} r, [{address}], {operands};\nst.global.{register} [q+{offset}], r;\n"
+    body += (
+        f"{opcode} [{address}], {operands};\n"
+        if red
+        else (f"{opcode} r, [{address}], {operands};\nst.global.{register} [q+{offset}], r;\n")
     )
     if shared:
         body += f"ld.shared.{register} x, [m]; st.global.{register} [q], x;\n"
@@ -277,9 +277,7 @@ def _vector_atomics(operation: str, count: int, kind: str) -> Iterator[Case]:
         body += f"ld.global.{register} x{i}, [s+{size * i}]; "
         body += f"st.global.{register} [q+{size * i}], x{i};\n"
     span = -(-size * count * _THREADS // 128) * 128
-    body += "".join(
-        f"ld.global.{register} x{i}, [s+{span + size * i}];\n" for i in range(count)
-    )
+    body += "".join(f"ld.global.{register} x{i}, [s+{span + size * i}];\n" for i in range(count))
     words = operation.split(".")
     for head in ("atom", "red"):
         opcode = f"{head}.global.{words[0]}"
@@ -316,13 +314,15 @@ def _contended() -> Iterator[Case]:
                 f".reg .b64 a, s; .reg .b32 m, n; .reg .{register} x; .reg .pred c;\n"
                 f"mad.wide.u32 s, %t, {int(register[1:]) // 8}, %in;\n"
                 f"ld.global.{register} x, [s]; and.b32 n, %t, 24; {base}\n"
-                f"setp.eq.u32 c, n, %t; @c st.{place}.{register} [{address}], {start}; bar.sync 0;\n"
+                f"setp.eq.u32 c, n, %t; @c st.{place}.{register} [{address}], {start};\n"
+                "bar.sync 0; "
                 f"red.{place}.{operation} [{address}], x;\n"
             )
             if place == "shared":
                 body += (
                     f"bar.sync 0; cvt.u64.u32 a, n; add.s64 a, a, %out; "
-                    f"ld.shared.{register} x, [m]; st.global.{register} [a], x;"
+                    f"ld.shared.{register} x, [m]; setp.eq.u32 c, n, %t; "
+                    f"@c st.global.{register} [a], x;"
                 )
             yield Case(
                 f"red.{place}.{operation} contended",

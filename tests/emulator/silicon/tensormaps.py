@@ -58,9 +58,7 @@ class TensorMap:
         return total
 
 
-def packed(
-    element: str, sizes: tuple[int, ...], box: tuple[int, ...], **rest: object
-) -> TensorMap:
+def packed(element: str, sizes: tuple[int, ...], box: tuple[int, ...], **rest: object) -> TensorMap:
     """A map of a tensor without gaps, but for rows padded to 16 bytes."""
     strides, stride = [], ELEMENT_BYTES[element]
     for n in sizes[:-1]:
@@ -170,6 +168,6 @@ def descriptors() -> list[TensorMap]:
         )  # fmt: skip
     for rank, corner in itertools.product((3, 4, 5), (0, -1, 2)):
         lower, upper = (corner,) * (rank - 2), (-corner - 1,) * (rank - 2)
-        found.append(packed("f16", (64, 20, 18, 16, 3)[: rank - 1] + (4,), (32, 16),
+        found.append(packed("f16", (*(64, 20, 18, 16, 3)[: rank - 1], 4), (32, 16),
                             corners=(lower, upper)))  # fmt: skip
     return found

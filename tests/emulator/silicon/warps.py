@@ -17,9 +17,7 @@ def cases() -> list[Case]:
     return single + list(_divergent()) + list(_block_reductions()) + list(_special_registers())
 
 
-def _one(
-    name: str, text: str, outputs: tuple[str, ...], inputs: tuple[str, ...]
-) -> Instruction:
+def _one(name: str, text: str, outputs: tuple[str, ...], inputs: tuple[str, ...]) -> Instruction:
     return Instruction(name, text, outputs, inputs, _FAMILY)
 
 
@@ -154,7 +152,8 @@ def _divergent() -> Iterator[Case]:
         "control: uneven loops",
         "control",
         head + "mov.b32 y, 0; and.b32 n, x, 31;\n"
-        "loop: setp.eq.u32 c, n, 0; @c bra done; mad.lo.u32 y, y, 3, n; sub.u32 n, n, 1; bra loop;\n"
+        "loop: setp.eq.u32 c, n, 0; @c bra done; mad.lo.u32 y, y, 3, n; "
+        "sub.u32 n, n, 1; bra loop;\n"
         "done: bar.warp.sync 0xFFFFFFFF; shfl.sync.bfly.b32 n, y, 1, 31, 0xFFFFFFFF;\n"
         "add.u32 y, y, n;" + tail,
         given,
@@ -184,11 +183,14 @@ def _divergent() -> Iterator[Case]:
         "control: call",
         "control",
         head + "and.b32 n, x, 7; setp.gt.u32 c, n, 3; mov.b32 y, 5;\n"
-        "@c call.uni (y), f$K, (x, n);\n" + tail,
+        "@!c bra past;\n{ .param .b32 p0, p1, r0;\n"
+        "st.param.b32 [p0], x; st.param.b32 [p1], n; call (r0), f$K, (p0, p1); "
+        "ld.param.b32 y, [r0]; }\npast:\n" + tail,
         given,
         wanted,
-        header=".func (.reg .b32 r) f$K(.reg .b32 a, .reg .b32 b)\n"
-        "{ mad.lo.u32 r, a, b, 7; ret; }",
+        header=".func (.param .b32 r) f$K(.param .b32 a, .param .b32 b)\n"
+        "{ .reg .b32 x, y; ld.param.b32 x, [a]; ld.param.b32 y, [b]; mad.lo.u32 x, x, y, 7; "
+        "st.param.b32 [r], x; ret; }",
     )
     yield Case(
         "control: exit of some",
@@ -237,7 +239,7 @@ def _block_reductions() -> Iterator[Case]:
                     )
 
 
-_REGISTERS = (
+_REGISTERS = (  # noqa: SIM905 - a list would take a line for each
     "%tid.x %tid.y %tid.z %ntid.x %ntid.y %ntid.z %ctaid.x %ctaid.y %ctaid.z %nctaid.x %nctaid.y "
     "%nctaid.z %clusterid.x %clusterid.y %clusterid.z %nclusterid.x %nclusterid.y %nclusterid.z "
     "%cluster_ctaid.x %cluster_ctaid.y %cluster_ctaid.z %cluster_nctaid.x %cluster_nctaid.y "
@@ -247,11 +249,11 @@ _REGISTERS = (
 
 
 def _special_registers() -> Iterator[Case]:
-    for blocks, cluster, shared in ((2, 1, 0), (4, 2, 2048), (4, 4, 100)):
+    for blocks, cluster, shared in ((2, 1, 0), (4, 2, 2048), (4, 4, 300)):
         n = 64 * blocks
         body = ".reg .b32 x; .reg .b64 q; mad.wide.u32 q, %g, 4, %out;\n"
         if shared:
-            body += "mov.b32 x, smem; st.shared.b32 [x], x;\n"
+            body += "mov.b32 x, smem; mad.lo.u32 x, %t, 4, x; st.shared.b32 [x], x;\n"
         for i, name in enumerate(_REGISTERS):
             body += f"mov.u32 x, {name}; st.global.b32 [q+{4 * n * i}], x;\n"
         body += (
