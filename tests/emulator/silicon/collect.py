@@ -121,7 +121,7 @@ def run_group(numbers: Sequence[int], folder: Path) -> dict[int, Any]:
         if not left:
             break
         target = folder / f"{numbers[0]}_{attempt}.pickle"
-        words = _child(["--worker", target.name, *map(str, left)], target)
+        words = _child(["--worker", target.name, "--numbers", ",".join(map(str, left))], target)
         before = len(found)
         found.update(_read(target))
         left = [n for n in left if n not in found]
@@ -174,13 +174,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases with this in their name or family")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("numbers", nargs="*", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--numbers", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker == "describe":
         describe(options.out / options.worker)
         return
     if options.worker:
-        work(options.numbers, options.out / options.worker)
+        work([int(n) for n in options.numbers.split(",")], options.out / options.worker)
         return
     start = time.monotonic()
     cases = load()
