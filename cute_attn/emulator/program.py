@@ -438,7 +438,7 @@ class _Lowering:
             end,
             self.static_shared,
             threads if self.kernel.directive("reqntid") else 0,
-            (self.kernel.directive("maxnreg") or (0,))[0],
+            self._most_registers(),
             self.module.arch,
         )
         return Program(
@@ -494,6 +494,23 @@ class _Lowering:
         frame.positions.append(len(items))
         for scope in frame.values:
             self.boundaries.update(frame.positions[index] for index in scope.labels.values())
+
+    def _most_registers(self) -> int:
+        """At most how many registers a thread has at launch; 0 is as many as there are.
+
+        The assembler gives a kernel no more than its warps ever ask for.
+        """
+        limits = list(self.kernel.directive("maxnreg"))
+        increases = [
+            operand.value
+            for item in self.items
+            if item.opcode.startswith("setmaxnreg.inc")
+            for operand in item.instruction.operands
+            if isinstance(operand, Immediate)
+        ]
+        if increases:
+            limits.append(int(max(increases)))
+        return min(limits, default=0)
 
     def _located(self, error: PtxError, instruction: Instruction) -> PtxError:
         source = self.module.source(instruction.location)

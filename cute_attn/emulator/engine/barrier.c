@@ -1,6 +1,7 @@
 // Barriers: named barriers of a CTA, the cluster's barrier, mbarriers; fences; setmaxnreg; the
 // address arithmetic of clusters; cluster launch control.
 #include "engine.h"
+#include <stdio.h>
 
 // Happens-before is only kept up to date when something looks at it.
 static bool ordering(const Emu *e) {
@@ -83,6 +84,7 @@ static void complete_named(Cta *cta, int id) {
   }
   b->generation++;
   b->arrived = b->threads = b->true_threads = 0;
+  b->warps_before = b->warps;
   b->warps = 0;
   view_clear(cta->emu, &b->next);
   cta->emu->counters[CT_BARRIER_PHASES]++;
@@ -384,12 +386,77 @@ static void complete_phase(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
   progress(e);
 }
 
+// -- who has signalled an mbarrier
+
+static void note_signal(Warp *w, const Insn *I, Mbarrier *b) {
+  int i = b->nsignals - 1;
+  while (i >= 0 && (b->signals[i].insn != I || b->signals[i].cta != w->cta)) i--;
+  Signal s = {.insn = I, .cta = w->cta, .rank = w->cta->rank, .phase = b->phase};
+  if (i >= 0 && b->signals[i].phase == b->phase) s.warps = b->signals[i].warps;
+  s.warps |= 1u << w->index;
+  if (i < 0 && b->nsignals < SIGNALS) i = b->nsignals++;
+  else if (i < 0) i = 0;  // forget the oldest
+  if (i == b->nsignals - 1) {
+    b->signals[i] = s;
+    return;
+  }
+  memmove(&b->signals[i], &b->signals[i + 1], sizeof s * (size_t)(b->nsignals - 1 - i));
+  b->signals[b->nsignals - 1] = s;
+}
+
+// The instruction behind the latest signal, for findings to refer to.
+static const Insn *last_signal(const Mbarrier *b) {
+  return b->nsignals ? b->signals[b->nsignals - 1].insn : b->init_insn;
+}
+
+const char *warps_text(uint32_t warps) {
+  char out[256];
+  size_t n = 0;
+  for (int i = 0, end; i < MAX_WARPS; i = end) {
+    for (end = i + 1; end < MAX_WARPS && warps >> i & 1 && warps >> end & 1;) end++;
+    if (!(warps >> i & 1) || n > sizeof out - 16) continue;
+    n += (size_t)snprintf(out + n, sizeof out - n, "%s%d", n ? ", " : "", i);
+    if (end > i + 1)
+      n += (size_t)snprintf(out + n, sizeof out - n, "%s%d", end > i + 2 ? " to " : ", ", end - 1);
+  }
+  out[n] = 0;
+  return text("warp%s %s", warps & (warps - 1) ? "s" : "", out);
+}
+
+// Signals of the current phase, or of those before it; the number of them.
+static int list_signals(FILE *out, const Cta *cta, const Mbarrier *b, bool current) {
+  int n = 0;
+  for (int i = 0; i < b->nsignals; i++) {
+    const Signal *s = &b->signals[i];
+    if ((s->phase == b->phase) != current) continue;
+    fprintf(out, "%s%s", n++ ? ", " : "", warps_text(s->warps));
+    if (s->cta != cta) fprintf(out, " of CTA rank %d", s->rank);
+    fprintf(out, " at %s", where(s->insn));
+    if (!current) fprintf(out, " (phase %u)", s->phase);
+  }
+  return n;
+}
+
+const char *mbarrier_history(const Cta *cta, const Mbarrier *b) {
+  char buffer[1024] = "";
+  FILE *out = fmemopen(buffer, sizeof buffer - 1, "w");
+  if (!b->nsignals) fprintf(out, "nothing has signalled it yet");
+  else {
+    fprintf(out, "signalled in this phase by ");
+    if (!list_signals(out, cta, b, true)) fprintf(out, "nothing");
+    fprintf(out, "; last before it by ");
+    if (!list_signals(out, cta, b, false)) fprintf(out, "nothing");
+  }
+  fclose(out);
+  return text("%s", buffer);
+}
+
 // After a change of the counts.
 static void settle(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
   if (b->pending == 0 && b->tx == 0) {
     complete_phase(w, I, cta, b);
   } else if (b->pending == 0 && b->tx < 0) {
-    finding_with(w, I, b->init_insn, CK_BARRIER, SEV_ERROR,
+    finding_with(w, I, b->expect_insn ? b->expect_insn : b->init_insn, CK_BARRIER, SEV_ERROR,
                  "all %d arrivals of phase %u of %s are in, but %lld bytes more have been "
                  "completed than expected", b->expected, b->phase, mbarrier_name(w, cta, b->offset),
                  -(long long)b->tx);
@@ -399,19 +466,25 @@ static void settle(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
 
 static void take_arrivals(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count) {
   if (count > b->pending) {
-    finding_with(w, I, b->init_insn, CK_BARRIER, SEV_ERROR,
-                 "%d arrivals at %s, but %d of the %d of phase %u are pending (and %lld bytes)",
+    finding_with(w, I, last_signal(b), CK_BARRIER, SEV_ERROR,
+                 "%d arrivals at %s, but %d of the %d of phase %u are pending (and %lld bytes): %s",
                  count, mbarrier_name(w, cta, b->offset), b->pending, b->expected, b->phase,
-                 (long long)b->tx);
+                 (long long)b->tx, mbarrier_history(cta, b));
     count = b->pending;
   }
+  note_signal(w, I, b);
   b->pending -= count;
   settle(w, I, cta, b);
 }
 
 static void add_bytes(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes) {
   b->tx += bytes;
-  if (bytes < 0) b->received -= bytes;
+  if (bytes >= 0) {
+    b->expect_insn = I;
+  } else {
+    b->received -= bytes;
+    note_signal(w, I, b);
+  }
   if (b->tx > COUNT_LIMIT || b->tx < -COUNT_LIMIT)
     finding_with(w, I, b->init_insn, CK_BARRIER, SEV_ERROR,
                  "the transaction count of %s becomes %lld, beyond the limit of %d",
@@ -553,6 +626,8 @@ static void initialise(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32
   b->init_clock = ++b->clock;
   b->init_insn = I;
   b->init_warp = w->index;
+  b->nsignals = 0;
+  b->expect_insn = NULL;
   view_clear(cta->emu, &b->next);
   view_clear(cta->emu, &b->done);
   // The asynchronous proxy learns of it by a fence.
@@ -717,9 +792,10 @@ static Mask complete_lanes(Warp *w, const Insn *I, Mask m, const Target *t, Mbar
 static bool missed_a_phase(Warp *w, const Insn *I, const Target *t, const Mbarrier *b) {
   Clock since = b->phase - (Clock)group_of(w)->note[1];
   if (since < 2) return false;
-  finding_with(w, I, b->init_insn, CK_BARRIER, SEV_ERROR,
+  finding_with(w, I, last_signal(b), CK_BARRIER, SEV_ERROR,
                "%u more phases of %s have completed while this thread waited for one of them: "
-               "nothing made them wait for it", since, mbarrier_name(w, t->cta, b->offset));
+               "nothing made them wait for it; %s", since, mbarrier_name(w, t->cta, b->offset),
+               mbarrier_history(t->cta, b));
   return true;
 }
 

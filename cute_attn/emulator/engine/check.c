@@ -281,6 +281,10 @@ static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, b
                  "%s on %s: %s through the asynchronous proxy after a generic write by %s, "
                  "without fence.proxy.async between them",
                  kind, place(c, word), a->what, agent_text(c->e, m->agent));
+  } else if (wrote && writes && a->unchanged && a->unchanged(a->data)) {
+    finding_with(a->warp, a->insn, other, CK_RACE, SEV_NOTE,
+                 "%s on %s: %s is not ordered after the access by %s, but both write the same value",
+                 kind, place(c, word), a->what, agent_text(c->e, m->agent));
   } else {
     finding_with(a->warp, a->insn, other, CK_RACE, SEV_ERROR,
                  "%s on %s: %s is not ordered after the access by %s", kind, place(c, word),
@@ -388,7 +392,7 @@ static void shared_access(const Access *a, Cta *cta, uint32_t offset, uint32_t b
 }
 
 void shared_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
-  if (bytes && checking(cta->emu, CK_UNINITIALISED)) {
+  if (bytes && !a->lazy && checking(cta->emu, CK_UNINITIALISED)) {
     const uint8_t *hole = memchr(cta->shared_init + offset, 0, bytes);
     if (hole)
       finding(a->warp, a->insn, CK_UNINITIALISED, SEV_ERROR,

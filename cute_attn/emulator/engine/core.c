@@ -82,11 +82,27 @@ typedef struct {
   int32_t nregs, reg_words, local_bytes, param_bytes, static_shared, reqntid, maxnreg, arch;
 } ProgramHeader;
 
+// How many entries of Insn.op a form's destinations take: they come first.
+static uint8_t destinations(const Form *form) {
+  uint8_t n = 0;
+  for (const char *token = form->operands; *token == 'd';) {
+    size_t length = strcspn(token, " ");
+    n += length > 2 && token[length - 1] == 'p' ? 2 : 1;  // "d32p", "dpp": a pair
+    token += length + strspn(token + length, " ");
+  }
+  return n;
+}
+
+static bool is_arithmetic(const char *family) {
+  return !strcmp(family, "integer") || !strcmp(family, "float") || !strcmp(family, "convert");
+}
+
 Program *emu_program_new(const InsnRecord *records, int n, const Operand *operands, int noperands,
                          const ProgramHeader *h, const char *name) {
   int nforms = emu_form_count();
   const Form **forms = malloc(sizeof *forms * (size_t)nforms);
-  for (int i = 0; i < nforms; i++) forms[i] = form_at(i, NULL);
+  const char **families = malloc(sizeof *families * (size_t)nforms);
+  for (int i = 0; i < nforms; i++) forms[i] = form_at(i, &families[i]);
   Program *p = calloc(1, sizeof *p);
   *p = (Program){
       .code = calloc((size_t)n + 1, sizeof(Insn)), .ncode = n,
@@ -104,8 +120,11 @@ Program *emu_program_new(const InsnRecord *records, int n, const Operand *operan
                 .form = r->form, .line = r->line, .file = r->file,
                 .source_line = r->source_line, .opcode = r->opcode};
     memcpy(I->mod, r->mod, sizeof I->mod);
+    I->ndest = destinations(forms[r->form]);
+    if (is_arithmetic(families[r->form])) I->flags |= F_PURE;
   }
   free(forms);
+  free(families);
   return p;
 }
 
@@ -134,7 +153,7 @@ struct Findings {
 };
 
 const char *text(const char *format, ...) {
-  static char ring[16][512];
+  static char ring[16][1280];
   static int next;
   char *buffer = ring[next++ % 16];
   va_list arguments;
@@ -233,10 +252,25 @@ static void machine_finding(Emu *e, int check, const char *format, ...) {
   va_end(arguments);
 }
 
-void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
-  finding(w, I, CK_UNINITIALISED, SEV_ERROR,
-          "reads register %d, which has no value in lanes 0x%08x", o->id, lanes);
+static void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
+  int32_t origin = w->origin[o->id];
+  if (origin >= 0)
+    finding_with(w, I, &emu_of(w)->program->code[origin], CK_UNINITIALISED, SEV_ERROR,
+                 "depends on register %d, in lanes 0x%08x, whose value comes from memory that nothing "
+                 "has written", o->id, lanes);
+  else
+    finding(w, I, CK_UNINITIALISED, SEV_ERROR,
+            "reads register %d, which has no value in lanes 0x%08x", o->id, lanes);
   w->defined[o->id] |= lanes;  // said once
+}
+
+void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
+  if (I->flags & F_PURE) {  // it matters once something else depends on it
+    w->tainted |= lanes;
+    w->taint_origin = w->origin[o->id];
+  } else {
+    report_undefined(w, I, o, lanes);
+  }
 }
 
 // ------------------------------------------------------------------------------------ trace
@@ -747,6 +781,15 @@ static Mask issuing_lanes(Warp *w, const Insn *I, Mask m) {
   return chosen;
 }
 
+// The results of arithmetic on undefined values are undefined.
+static void spread_taint(Warp *w, const Insn *I) {
+  for (int i = 0; i < I->ndest; i++) {
+    const Operand *results = list_of(w, &I->op[i]);
+    for (int k = 0; k < count_of(&I->op[i]); k++) set_defined(w, &results[k], w->tainted, 0);
+  }
+  w->tainted = 0;
+}
+
 static void end_wait(Emu *e, Warp *w, Group *g, const Insn *I) {
   if (g->wait_since)
     trace_event(e, 0, w, I, g->wait_since - 1, e->time, g->wait_object, g->wait_detail);
@@ -772,7 +815,7 @@ static int run_slice(Emu *e, Warp *w, int budget) {
       Mask p = w->regs[I->guard], bad = m & ~w->defined[I->guard_id];
       if (__builtin_expect(bad != 0, 0)) {
         Operand o = {.id = I->guard_id};
-        undefined_read(w, I, &o, bad);
+        report_undefined(w, I, &o, bad);
       }
       m &= I->guard_neg ? ~p : p;
     }
@@ -784,6 +827,7 @@ static int run_slice(Emu *e, Warp *w, int budget) {
         result = I->exec(w, I, I->flags & F_UNIFORM && m & (m - 1) ? issuing_lanes(w, I, m) : m);
     }
     if (result == BLOCK) continue;
+    if (__builtin_expect(w->tainted != 0, 0)) spread_taint(w, I);
     done++;
     e->time++;
     w->executed++;
@@ -814,6 +858,8 @@ static void new_warp(Cta *c, int index) {
   size_t words = (size_t)p->reg_words + 8;
   w->regs = aligned_alloc(64, (words * 4 + 63) & ~(size_t)63);
   w->defined = zeroed(sizeof(Mask) * (size_t)(p->nregs + 1));
+  w->origin = malloc(sizeof(int32_t) * (size_t)(p->nregs + 1));
+  memset(w->origin, 0xFF, sizeof(int32_t) * (size_t)(p->nregs + 1));
   w->local = zeroed((size_t)p->local_bytes * 32);
   w->local_init = zeroed((size_t)p->local_bytes * 32);
   w->view = view_new(e);
@@ -825,7 +871,8 @@ static void new_warp(Cta *c, int index) {
     w->agent_clock[k] = w->agent_birth[k] = clocks[k] + 1;
   }
   w->bulk_group = w->wgmma_group = 1;
-  w->registers = p->maxnreg ? p->maxnreg : 65536 / c->nthreads / 8 * 8;
+  w->registers = 65536 / c->nthreads / 8 * 8;
+  if (p->maxnreg && w->registers > p->maxnreg) w->registers = p->maxnreg;
   if (w->registers > 255) w->registers = 255;
 }
 
@@ -837,6 +884,7 @@ static void free_warp(Warp *w) {
     for (int i = 0; i < e->program->nregs; i++) clear_pending(w, &(Operand){.id = i});
   free(w->regs);
   free(w->defined);
+  free(w->origin);
   free(w->pending);
   free(w->local);
   free(w->local_init);
@@ -956,28 +1004,38 @@ static const char *const WAIT_NAMES[] = {
     "bulk group", "wgmma group", "TMEM columns", "tcgen05 operations", "registers", "memory",
     "a sleep"};
 
+// The CTA and offset of the mbarrier that a group waits for.
+static const Cta *awaited_mbarrier(const Warp *w, const Group *g, uint32_t *offset) {
+  uint32_t address = (uint32_t)g->wait_object, rank = address >> SHARED_RANK_SHIFT;
+  *offset = (address & ((1u << SHARED_RANK_SHIFT) - 1)) - SHARED_BASE;
+  const Cluster *k = w->cta->cluster;
+  return rank < (uint32_t)k->nctas ? k->ctas[rank] : w->cta;
+}
+
+static const Mbarrier *mbarrier_in(const Cta *c, uint32_t offset) {
+  for (int i = 0; i < c->nmbarriers; i++)
+    if (c->mbarriers[i].offset == offset && c->mbarriers[i].valid) return &c->mbarriers[i];
+  return NULL;
+}
+
 static const char *wait_text(const Warp *w, const Group *g) {
   switch (g->wait) {
     case WAIT_MBARRIER: {
-      uint32_t address = (uint32_t)g->wait_object;
-      uint32_t offset = (address & ((1u << SHARED_RANK_SHIFT) - 1)) - SHARED_BASE;
-      const Cta *c = w->cta;
-      if (address >> SHARED_RANK_SHIFT < (uint32_t)c->cluster->nctas)
-        c = c->cluster->ctas[address >> SHARED_RANK_SHIFT];
-      for (int i = 0; i < c->nmbarriers; i++) {
-        const Mbarrier *b = &c->mbarriers[i];
-        if (b->offset != offset || !b->valid) continue;
-        return text("waits for phase parity %llu of %s; its current phase is %u (parity %u), with "
-                    "%d of %d arrivals and %lld bytes missing",
-                    (unsigned long long)g->wait_detail & 1, address_name(c, offset), b->phase,
-                    b->phase & 1, b->pending, b->expected, (long long)b->tx);
-      }
-      return text("waits for %s, which is not a valid mbarrier", address_name(c, offset));
+      uint32_t offset;
+      const Cta *c = awaited_mbarrier(w, g, &offset);
+      const char *name = address_name(c, offset);
+      if (c != w->cta) name = text("%s of CTA %u", name, c->linear);
+      if (!mbarrier_in(c, offset)) return text("waits for %s, which is not a valid mbarrier", name);
+      return text("waits for the end of a phase of parity %llu of %s",
+                  (unsigned long long)g->wait_detail & 1, name);
     }
     case WAIT_NAMED_BARRIER: {
       const NamedBarrier *b = &w->cta->bars[g->wait_object % MAX_NAMED_BARRIERS];
-      return text("waits at named barrier %llu: %d of %d threads have arrived (warps 0x%x)",
-                  (unsigned long long)g->wait_object, b->arrived, b->expected, b->warps);
+      uint32_t missing = b->warps_before & ~b->warps;
+      return text("waits at named barrier %llu: %d of %d threads have arrived, of %s, first at %s%s%s",
+                  (unsigned long long)g->wait_object, b->arrived, b->expected,
+                  warps_text(b->warps), where(b->first),
+                  missing ? "; the last time also " : "", missing ? warps_text(missing) : "");
     }
     case WAIT_CLUSTER_BARRIER:
       return text("waits at the cluster barrier: %d of %d live threads have arrived",
@@ -989,6 +1047,42 @@ static const char *wait_text(const Warp *w, const Group *g) {
       return text("waits for %s (%llu, %llu)", WAIT_NAMES[g->wait],
                   (unsigned long long)g->wait_object, (unsigned long long)g->wait_detail);
   }
+}
+
+static int list_warps(Emu *e, Warp **warps) {
+  int n = 0;
+  for (int k = 0; k < e->nclusters; k++)
+    for (int c = 0; e->clusters[k] && c < e->clusters[k]->nctas; c++) {
+      Cta *cta = e->clusters[k]->ctas[c];
+      for (int i = 0; i < cta->nwarps; i++)
+        if (!cta->warps[i].exited) warps[n++] = &cta->warps[i];
+    }
+  return n;
+}
+
+// Each mbarrier that somebody waits for, once: what it lacks, and who has signalled it.
+static void list_mbarriers(FILE *out, Emu *e) {
+  const Mbarrier *listed[64];
+  int count = 0;
+  Warp **warps = malloc(sizeof *warps * (size_t)(e->nslots * e->warps_per_cta + 1));
+  int n = list_warps(e, warps);
+  for (int i = 0; i < n; i++)
+    for (int g = 0; g < warps[i]->ngroups && count < 64; g++) {
+      const Group *group = &warps[i]->groups[g];
+      if (group->wait != WAIT_MBARRIER) continue;
+      uint32_t offset;
+      const Cta *c = awaited_mbarrier(warps[i], group, &offset);
+      const Mbarrier *b = mbarrier_in(c, offset);
+      int k = 0;
+      while (k < count && listed[k] != b) k++;
+      if (!b || k < count) continue;
+      listed[count++] = b;
+      fprintf(out, "\n  %s of CTA %u, initialised at %s: in phase %u (parity %u) %d of %d arrivals "
+              "and %lld bytes are missing; %s", address_name(c, offset), c->linear,
+              where(b->init_insn), b->phase, b->phase & 1, b->pending, b->expected,
+              (long long)b->tx, mbarrier_history(c, b));
+    }
+  free(warps);
 }
 
 static void report_deadlock(Emu *e, const char *title) {
@@ -1003,8 +1097,10 @@ static void report_deadlock(Emu *e, const char *title) {
     if (!e->clusters[k]) continue;
     for (int c = 0; c < resident; c++) {
       Cta *cta = e->clusters[k]->ctas[c];
+      uint32_t exited = 0;
       for (int i = 0; i < cta->nwarps; i++) {
         Warp *w = &cta->warps[i];
+        exited |= (uint32_t)w->exited << i;
         for (int g = 0; g < w->ngroups && !w->exited; g++) {
           const Insn *I = &e->program->code[w->groups[g].pc];
           if (!first) first = w, at = I;
@@ -1012,9 +1108,11 @@ static void report_deadlock(Emu *e, const char *title) {
             fprintf(out, "\n  %s, %s: %s", warp_name(w), where(I), wait_text(w, &w->groups[g]));
         }
       }
+      if (exited) fprintf(out, "\n  CTA %u: %s exited", cta->linear, warps_text(exited));
     }
   }
   if (listed > 128) fprintf(out, "\n  and %d more", listed - 128);
+  list_mbarriers(out, e);
   if (e->next_cluster < e->total_clusters)
     fprintf(out, "\n  %llu clusters have not been launched yet",
             (unsigned long long)(e->total_clusters - e->next_cluster));
@@ -1047,17 +1145,6 @@ static void fill_slots(Emu *e) {
     if (e->clusters[k] && e->clusters[k]->exited) retire_cluster(e, k);
     if (!e->clusters[k] && e->next_cluster < e->total_clusters) launch_cluster(e, k * size);
   }
-}
-
-static int list_warps(Emu *e, Warp **warps) {
-  int n = 0;
-  for (int k = 0; k < e->nclusters; k++)
-    for (int c = 0; e->clusters[k] && c < e->clusters[k]->nctas; c++) {
-      Cta *cta = e->clusters[k]->ctas[c];
-      for (int i = 0; i < cta->nwarps; i++)
-        if (!cta->warps[i].exited) warps[n++] = &cta->warps[i];
-    }
-  return n;
 }
 
 // One pass over the resident warps in the schedule's order; whether anything ran.

@@ -84,6 +84,8 @@ enum {
   F_YIELD = 8,
   // Issued on the uniform datapath: lanes with the same operands issue one operation together.
   F_UNIFORM = 16,
+  // Arithmetic: what it makes of an undefined value is undefined, and no finding. Set by core.c.
+  F_PURE = 32,
 };
 
 struct Insn {
@@ -93,6 +95,7 @@ struct Insn {
   int32_t guard_id;
   uint8_t guard_neg, nops;
   uint16_t flags;
+  uint8_t ndest;      // its first operands, which it writes
   int16_t mod[12];
   int32_t form, line;         // index of the form; line of the PTX text
   int32_t file, source_line;  // of .loc; -1 where there is none
@@ -173,10 +176,14 @@ typedef struct {
   Clock clock, birth;  // effects of the same agent since `birth` are in order by themselves
   uint8_t async;       // through the asynchronous proxy (TMA, wgmma, tcgen05)
   uint8_t tensor;      // a tcgen05 operation: ordered by view->tvc on TMEM
+  uint8_t lazy;        // what nothing has written is left to whoever depends on it
   uint8_t atomic;      // a strong or atomic operation: does not race with others of its kind
   const Insn *insn;
   Warp *warp;          // who issued it; for messages
   const char *what;    // "TMA load", "store" ...; for messages
+  // Of a store whose data are not in memory yet: whether memory holds them already. NULL: unknown.
+  bool (*unchanged)(const void *data);
+  const void *data;
 } Access;
 
 // Checks, as bits of Emu.checks; the names of findings are CHECK_NAMES in core.c, same order.
@@ -213,6 +220,16 @@ typedef struct {
   uint64_t wait_since;
 } Group;
 
+// An instruction that has arrived at an mbarrier or completed bytes of it; for reports.
+#define SIGNALS 8
+typedef struct {
+  const Insn *insn;
+  const Cta *cta;        // whose; only compared
+  int rank;
+  uint32_t warps;        // one bit a warp
+  Clock phase;           // the latest in which it did
+} Signal;
+
 struct Mbarrier {
   uint32_t offset;       // in shared memory, without rank and base
   bool valid;
@@ -228,12 +245,16 @@ struct Mbarrier {
   Clock init_clock;      // of the initialisation, an event of the barrier's own agent
   int init_warp;
   const Insn *init_insn;
+  const Insn *expect_insn;  // the latest to expect bytes
+  int nsignals;
+  Signal signals[SIGNALS];  // the latest last
 };
 
 typedef struct {
   int expected, arrived;   // threads
   uint64_t generation;
   uint32_t warps;          // that have arrived, one bit a warp
+  uint32_t warps_before;   // that did in the last generation
   View next;
   const Insn *first;       // that arrived in this generation
   Mask gathered[MAX_WARPS];  // lanes that have come to an unaligned barrier
@@ -256,6 +277,9 @@ struct Warp {
   uint8_t *local;          // 32 x local_bytes
   uint8_t *local_init;     // same layout: 1 where written
   Mask carry;              // of add.cc and its kind
+  Mask tainted;            // lanes in which the current instruction has read an undefined value
+  int32_t taint_origin;    // the instruction that the value comes from, or -1
+  int32_t *origin;         // the same for each register that is not defined
   int32_t *unfenced;       // a register: set when written since the last wgmma.fence (NULL: off)
   View view, fence_release, fence_acquire;   // the latter two: check.c, for fences
   Clock agent_clock[AGENTS_PER_WARP], agent_birth[AGENTS_PER_WARP];
@@ -401,7 +425,9 @@ static inline int count_of(const Operand *o) {
 static inline void check_read(Warp *w, const Insn *I, const Operand *o, Mask m) {
   if (__builtin_expect(w->npending != 0, 0) && w->pending[o->id]) pending_read(w, I, o);
   Mask bad = m & ~w->defined[o->id];
-  if (__builtin_expect(bad != 0, 0) && !(I->flags & F_PROPAGATE)) undefined_read(w, I, o, bad);
+  if (__builtin_expect(bad == 0, 1)) return;
+  if (I->flags & F_PROPAGATE) w->taint_origin = w->origin[o->id];
+  else undefined_read(w, I, o, bad);
 }
 static inline const uint32_t *src32_of(Warp *w, const Insn *I, const Operand *o, Mask m,
                                        uint32_t buffer[32]) {
@@ -478,8 +504,9 @@ static inline Mask defined_in(Warp *w, const Operand *o) {
   return w->npending && w->pending[o->id] ? ALL_LANES : w->defined[o->id];
 }
 static inline void set_defined(Warp *w, const Operand *o, Mask m, Mask defined) {
-  if (o->kind == K_REG || o->kind == K_PRED)
-    w->defined[o->id] = (w->defined[o->id] & ~m) | (defined & m);
+  if (o->kind != K_REG && o->kind != K_PRED) return;
+  w->defined[o->id] = (w->defined[o->id] & ~m) | (defined & m);
+  if (__builtin_expect((m & ~defined) != 0, 0)) w->origin[o->id] = w->taint_origin;
 }
 // The address an `a` operand stands for, per lane, as the instruction's state space writes it
 // (shared: 32 bits with rank; local: offset; generic and global: 64 bits).
@@ -604,6 +631,9 @@ void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t
                           const View *from);
 void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count,
                            const View *from, uint32_t agent, Clock clock);
+// Who has signalled it, and when; for reports.
+const char *mbarrier_history(const Cta *cta, const Mbarrier *b);
+const char *warps_text(uint32_t warps);   // "warps 0, 4 to 7"
 
 // ------------------------------------------------------------------------------- tcgen05.c
 void tmem_new(Cta *cta);

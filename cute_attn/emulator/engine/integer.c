@@ -276,22 +276,23 @@ ALWAYS_INLINE uint32_t extended(uint32_t v, uint32_t width, bool clamp, bool is_
 }
 BINARY(szext_b32, u32, extended(x, y, I->mod[0] == 1, I->mod[1] == 2))
 
-// Fields: position and length are the low bytes of 32-bit operands.
+// Fields: position and length are the low bytes of 32-bit operands for 32-bit values; 64-bit fields
+// are made of shifts, which look at all of the operands.
 ALWAYS_INLINE uint64_t extracted(uint64_t v, uint32_t position, uint32_t length, int bits,
                                  bool is_signed) {
-  position &= 255, length &= 255;
+  if (bits == 32) position &= 255, length &= 255;
   if (length == 0) return 0;
-  uint32_t width = (uint32_t)bits, end = position + length;
-  uint32_t top = end < width ? end - 1 : width - 1;
+  uint32_t width = (uint32_t)bits, got = position < width ? width - position : 0;
+  uint32_t top = length < got ? position + length - 1 : width - 1;
   bool fill = is_signed && v >> top & 1;
   uint64_t field = position < width ? v >> position : 0;
-  uint32_t got = position < width ? width - position : 0;
   got = got < length ? got : length;
   uint64_t keep = got > 63 ? ~0ull : (1ull << got) - 1;
   return (field & keep) | (fill ? ~keep : 0);
 }
-ALWAYS_INLINE uint64_t inserted(uint64_t v, uint64_t into, uint32_t position, uint32_t length) {
-  position &= 255, length &= 255;
+ALWAYS_INLINE uint64_t inserted(uint64_t v, uint64_t into, uint32_t position, uint32_t length,
+                                int bits) {
+  if (bits == 32) position &= 255, length &= 255;
   if (length == 0 || position > 63) return into;
   uint64_t field = (length > 63 ? ~0ull : (1ull << length) - 1) << position;
   return (into & ~field) | (v << position & field);
@@ -307,7 +308,7 @@ FIELDS(u32) FIELDS(s32) FIELDS(u64) FIELDS(s64)
 #define INSERT(t) \
   HANDLER(bfi_##t) { \
     LANES(t, a, 1); LANES(t, b, 2); LANES32(c, 3); LANES32(d, 4); WORD(t) r[32]; \
-    FOR_LANES(l) r[l] = (WORD(t))inserted(a[l], b[l], c[l], d[l]); \
+    FOR_LANES(l) r[l] = (WORD(t))inserted(a[l], b[l], c[l], d[l], BITS_##t); \
     Mask defined = defined_in(w, &I->op[1]) | defined_in(w, &I->op[2]); \
     PUT(t, 0, r); set_defined(w, &I->op[0], m, defined); return DONE; \
   }
@@ -393,8 +394,18 @@ HANDLER(lop3_predicate) {  // operands: d p a b c table q
 
 #define PREDICATE(name, expr) \
   HANDLER(name) { Mask x = SRCP(1), y = SRCP(2); PUTP(0, expr); return DONE; }
-PREDICATE(and_pred, x & y)
-PREDICATE(or_pred, x | y)
+// One operand may decide the result, whatever the other is.
+#define DECIDED(name, expr, decides) \
+  HANDLER(name) { \
+    Mask x = SRCP(1), y = SRCP(2); \
+    Mask known_x = defined_in(w, &I->op[1]), known_y = defined_in(w, &I->op[2]); \
+    Mask known = (known_x & known_y) | (known_x & decides(x)) | (known_y & decides(y)); \
+    PUTP(0, expr); set_defined(w, &I->op[0], m, known); return DONE; \
+  }
+#define IF_TRUE(p) (p)
+#define IF_FALSE(p) (~(p))
+DECIDED(and_pred, x & y, IF_FALSE)
+DECIDED(or_pred, x | y, IF_TRUE)
 PREDICATE(xor_pred, x ^ y)
 HANDLER(not_pred) { PUTP(0, ~SRCP(1)); return DONE; }
 HANDLER(mov_pred) {
@@ -702,7 +713,7 @@ const Form FORMS_INTEGER[] = {
   {"lop3(.or|and).b32", "d32p s32 s32 s32 i sp", lop3_predicate, 0},
   FORMS_BITS("and", and), FORMS_BITS("or", or), FORMS_BITS("xor", xor),
   FORMS_BITS_UNARY("not", not), FORMS_BITS_UNARY("cnot", cnot),
-  {"and.pred", "dp sp sp", and_pred, 0}, {"or.pred", "dp sp sp", or_pred, 0},
+  {"and.pred", "dp sp sp", and_pred, F_PROPAGATE}, {"or.pred", "dp sp sp", or_pred, F_PROPAGATE},
   {"xor.pred", "dp sp sp", xor_pred, 0}, {"not.pred", "dp sp", not_pred, 0},
 
   COMPARE_FORM("(.b16|u16)", u16, "s32"), COMPARE_FORM(".s16", s16, "s32"),

@@ -606,11 +606,13 @@ enum { SEM_WEAK = 1, SEM_RELAXED = 3, SEM_ORDERED = 7, SEM_MMIO = 11 };
 static bool is_strong(int semantics) { return semantics > SEM_WEAK; }
 static bool is_ordered(int semantics) { return semantics >= SEM_ORDERED && semantics < SEM_MMIO; }
 
-// Local memory holds what registers would: what it has not been given is undefined there too.
-static Mask undefined_local(Warp *w, const Batch *b, uint32_t at, uint32_t bytes) {
+// Lanes that load what nothing has written: their registers are as undefined, and a finding once
+// anything depends on them.
+static Mask undefined_lanes(Warp *w, const Batch *b, uint32_t at, uint32_t bytes) {
+  const uint8_t *written = b->space == SP_LOCAL ? w->local_init : b->cta->shared_init;
   Mask bad = 0;
   FOR_SET(l, b->m)
-    if (memchr(w->local_init + b->at[l] + at, 0, bytes)) bad |= 1u << l;
+    if (memchr(written + b->at[l] + at, 0, bytes)) bad |= 1u << l;
   return bad;
 }
 
@@ -627,13 +629,16 @@ static int load(Warp *w, const Insn *I, Mask m, Space space, int semantics, int 
   while (next_batch(&c, &b)) {
     Access access = access_of(w, I, "load");
     access.atomic = is_strong(semantics);
+    access.lazy = true;
     announce(w, I, &b, bytes, READS, &access);
     count_bytes(w, &b, bytes, CT_GLOBAL_LOAD, CT_SHARED_LOAD);
     for (int k = 0; k < n; k++) {
       uint32_t at = (uint32_t)k * t.bytes;
       put_from(w, I, &d[k], b.m, t, b.origin + at, b.at);
-      if (b.space == SP_LOCAL)
-        set_defined(w, &d[k], b.m, ~undefined_local(w, &b, at, t.bytes));
+      if ((b.space != SP_LOCAL && b.space != SP_SHARED) || !checking(emu_of(w), CK_UNINITIALISED))
+        continue;
+      w->taint_origin = (int32_t)(I - emu_of(w)->program->code);
+      set_defined(w, &d[k], b.m, ~undefined_lanes(w, &b, at, t.bytes));
     }
     if (is_strong(semantics)) synchronise(w, &b, is_ordered(semantics) ? 1 : 0, sync_read);
   }
@@ -684,6 +689,19 @@ static void gather(uint8_t *out, Mask m, const Values *v, int n, uint32_t bytes)
       memcpy(out + l * MAX_ACCESS + (uint32_t)k * bytes, v[k].data + l * v[k].stride, bytes);
 }
 
+// What a batch of a store is about to write.
+typedef struct { const Batch *batch; const Values *values; int n; uint32_t bytes; } Stored;
+
+static bool already_there(const void *data) {
+  const Stored *s = data;
+  FOR_SET(l, s->batch->m)
+    for (int k = 0; k < s->n; k++)
+      if (memcmp(host_of(s->batch, l) + (uint32_t)k * s->bytes,
+                 s->values[k].data + l * s->values[k].stride, s->bytes))
+        return false;
+  return true;
+}
+
 static int store(Warp *w, const Insn *I, Mask m, Space space) {
   const int16_t *mod = I->mod - NO_SPACE(space);
   Type t = TYPE[mod[ST_TYPE] - 1];
@@ -702,6 +720,8 @@ static int store(Warp *w, const Insn *I, Mask m, Space space) {
   while (next_batch(&c, &b)) {
     Access access = access_of(w, I, "store");
     access.atomic = is_strong(semantics);
+    access.unchanged = already_there;
+    access.data = &(Stored){&b, v, n, t.bytes};
     int distinct = announce(w, I, &b, bytes, WRITES, &access);
     if (distinct && distinct < lanes_in(b.m) && !access.atomic && checking(emu_of(w), CK_RACE)) {
       uint8_t all[32 * MAX_ACCESS];

@@ -651,18 +651,6 @@ static bool matrix_of(Warp *w, const Insn *I, uint64_t descriptor, const char *n
   return true;
 }
 
-// The pattern repeats at multiples of 8 rows; elsewhere the base offset has to say so.
-static void check_alignment(Warp *w, const Insn *I, const Matrix *m, const char *name) {
-  uint32_t mask = m->swizzle == SWIZZLE_128B ? 7 : m->swizzle == SWIZZLE_64B ? 3
-                  : m->swizzle == SWIZZLE_32B ? 1 : 0;
-  uint32_t phase = m->start >> 7 & mask;
-  if (phase != (m->base & mask))
-    finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
-            "%s starts at shared address 0x%x, which is not where the pattern of %d-byte swizzling "
-            "starts (a multiple of %d), and the base offset is %u", name, m->start, m->width,
-            8 * m->width, m->base);
-}
-
 static inline uint32_t swizzled(const Matrix *m, uint32_t a) {
   uint32_t phase = (a >> 7) - m->base;
   switch (m->swizzle) {
@@ -1148,7 +1136,6 @@ static bool read_descriptor(Warp *w, const Insn *I, uint32_t d, Mma *m) {
 
 static void check_major(Warp *w, const Insn *I, const Mma *m, const Matrix *matrix, bool transposed,
                         FloatType type, int rows, const char *name) {
-  check_alignment(w, I, matrix, name);
   if (!transposed) return;
   bool wide_atoms = matrix->swizzle == SWIZZLE_128B_32B;
   if (KINDS[m->kind].element == 1 && bits_of(type) < 8)
@@ -1436,7 +1423,6 @@ static int exec_cp(Warp *w, const Insn *I, Mask m) {
     Copy c = {.shape = I->mod[1], .group = group, .address = (uint32_t)address[l] & 0x3FFFFFFF,
               .bits = I->mod[2] == 1 ? 6 : I->mod[2] == 2 ? 4 : 8};
     if (!matrix_of(w, I, descriptor[l], "the source of tcgen05.cp", &c.matrix)) continue;
-    check_alignment(w, I, &c.matrix, "the source of tcgen05.cp");
     Copy *data = malloc(sizeof c);
     *data = c;
     issue(w, I, "tcgen05.cp", l, data, run_copy);

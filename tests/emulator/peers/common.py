@@ -288,12 +288,14 @@ class Memory:
             raise KeyError(f"no buffers {sorted(unknown)}; there are {sorted(captured.buffers)}")
         self._whole: dict[str, torch.Tensor] = {}
         self._bytes: dict[str, torch.Tensor] = {}
+        self._views: dict[str, TensorArgument] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         for name, buffer in captured.buffers.items():
             whole = torch.full((buffer.size + 3 * GUARD,), POISON, dtype=torch.uint8)
             start = GUARD + -whole.data_ptr() % GUARD
             self._whole[name] = whole
             self._bytes[name] = whole[start : start + buffer.size]
+            self._views[name] = buffer.view
             tensor = self.tensors[name] = self.view(buffer.view)
             if name in overrides:
                 _override(name, tensor, overrides[name])
@@ -329,6 +331,16 @@ class Memory:
             return argument
 
         return [value(argument) for argument in call.arguments]
+
+    def move(self, device: str) -> None:
+        """Move all buffers to a device, as they are."""
+        for name, old in self._bytes.items():
+            whole = torch.full_like(self._whole[name], POISON, device=device)
+            start = GUARD + -whole.data_ptr() % GUARD
+            self._whole[name] = whole
+            self._bytes[name] = whole[start : start + old.numel()]
+            self._bytes[name].copy_(old)
+            self.tensors[name] = self.view(self._views[name])
 
     def overwritten_guards(self) -> list[str]:
         """Names of the buffers with a changed byte just before or after them."""
@@ -379,7 +391,7 @@ def capture_all(directory: str | os.PathLike[str], requests: Iterable[Request]) 
             ]
         if errors:
             raise CaptureError("\n\n".join(errors))
-    return [_read(root, paths[r], r) for r in requests]
+    return [read(root, paths[r], r) for r in requests]
 
 
 def _run(root: Path, arch: str, num_sms: int, group: Mapping[str, Request]) -> list[str]:
@@ -469,7 +481,7 @@ def decode(value: Any) -> Argument:
     return plain
 
 
-def _read(root: Path, path: Path, r: Request) -> Captured:
+def read(root: Path, path: Path, r: Request) -> Captured:
     stored = json.loads(path.read_text())
 
     def function(digest: str) -> CompiledFunction:

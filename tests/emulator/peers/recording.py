@@ -6,8 +6,10 @@ Nothing here may be imported by the tests: it patches torch and the compiler.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import inspect
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -293,6 +295,24 @@ class _Compile:
     def __call__(self, *args: Any, options: str = "", **kwargs: Any) -> Compiled:
         function = self._compile(*args, options=f"{options} --keep-ptx", **kwargs)
         return Compiled(function, args, kwargs)
+
+
+def import_without_triton() -> None:
+    """Import quack where triton, which its unused autotuner needs, is not installed.
+
+    CPU builds of torch come without it. Nobody else is to take the stand-in for the real one.
+    """
+    if importlib.util.find_spec("triton") is not None or importlib.util.find_spec("quack") is None:
+        return
+    importlib.import_module("torch._dynamo")  # it looks for triton as well
+    triton: Any = types.ModuleType("triton")
+    cache = types.SimpleNamespace(FileCacheManager=object)
+    triton.runtime = types.SimpleNamespace(cache=cache)
+    sys.modules["triton"] = triton
+    try:
+        importlib.import_module("quack")
+    finally:
+        del sys.modules["triton"]
 
 
 def patch(arch: str, num_sms: int) -> None:

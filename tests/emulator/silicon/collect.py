@@ -1,6 +1,6 @@
 """Run every case on the GPU at hand; write all results to OUT/results.npz.
 
-    python -m tests.emulator.silicon.collect OUT [--only TEXT] [--workers N]
+    cd tests/emulator && python -m silicon.collect OUT [--only TEXT] [--workers N]
 
 It needs numpy and the driver's libcuda. Groups of cases run in processes of their own: a case that
 fails or hangs costs its process, which is started again behind it.
@@ -29,7 +29,7 @@ from .driver import Driver
 
 _GROUP = 40
 _PATIENCE = 25  # seconds without a result
-_HERE = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[__spec__.name.count(".")]  # where `-m` finds this
 
 
 # ---- in a process of its own
@@ -96,7 +96,7 @@ def _child(arguments: Sequence[str], target: Path) -> str:
     """Run this module as a worker; nothing if it ended well, else why not."""
     command = [sys.executable, "-m", __spec__.name, str(target.parent), *arguments]
     process = subprocess.Popen(
-        command, cwd=_HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     size, since = -1, time.monotonic()
     while process.poll() is None:

@@ -1,0 +1,45 @@
+"""Whole sm_90a kernels of peers: the emulator against results recorded on an H100."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn.emulator import Emulator
+
+from . import whole_kernels
+from .peers import capture_all, missing
+
+DIRECTORY = Path(__file__).parents[2] / "build" / "peers"
+
+
+@pytest.mark.parametrize("name", whole_kernels.CASES)
+def test_agrees_with_the_gpu(name: str):
+    case = whole_kernels.CASES[name]
+    if reason := missing(case.request.peer):
+        pytest.skip(reason)
+    (captured,) = capture_all(DIRECTORY, [case.request])
+    given = whole_kernels.inputs(case, captured)
+    recorded = np.load(whole_kernels.RESULTS)
+    assert whole_kernels.digest(given) == recorded[f"{name}|digest"], "other inputs than recorded"
+    memory = captured.materialise(given)
+    emulator = Emulator()
+    for call in captured.calls:
+        image = call.function.object_file.read_bytes()
+        emulator.load_object(image, call.function.ptx)(*memory.arguments(call))
+    assert memory.overwritten_guards() == []
+    for buffer, ours in whole_kernels.outputs(captured, memory).items():
+        theirs = recorded[f"{name}|{buffer}"]
+        if case.bitwise:
+            assert np.array_equal(ours, theirs), buffer
+            continue
+        dtype = memory.tensors[buffer].dtype
+        emulated, exact = (torch.from_numpy(x).view(dtype).double() for x in (ours, theirs))
+        assert torch.equal(emulated.isfinite(), exact.isfinite())
+        finite = exact.isfinite()
+        difference = (emulated - exact)[finite].norm() / exact[finite].norm()
+        # Approximations such as ex2 differ in their last bit, and the results then as well.
+        assert difference <= torch.finfo(dtype).eps, f"{buffer}: {difference:.2e}"
