@@ -56,9 +56,16 @@ class Ptx:
         """The first line after `line` that matches."""
         return self.one(pattern, line + 1)
 
-    def label(self, name: str) -> int:
-        """The line of a label."""
-        return self.one(rf"^\s*{re.escape(name)}:")
+    def marked(self, name: str) -> list[int]:
+        """Lines with the mark `// @name`."""
+        found = [n for n, text in enumerate(self.lines, 1) if text.endswith(f"// @{name}")]
+        assert found, f"no line is marked {name!r}"
+        return found
+
+    def mark(self, name: str) -> int:
+        """The only line with a mark."""
+        (line,) = self.marked(name)
+        return line
 
     def with_line(self, line: int, text: str) -> Ptx:
         assert "\n" not in text and text != self[line], text
@@ -75,7 +82,7 @@ class Ptx:
 
     def double(self, line: int) -> Ptx:
         """With an instruction a second time, on the same line."""
-        return self.with_line(line, f"{self[line]} {self[line].strip()}")
+        return self.with_line(line, f"{self[line].split('//')[0]} {self[line].strip()}")
 
     def swap(self, line: int, pattern: str, replacement: str) -> Ptx:
         """With something in a line replaced; the pattern must match once."""
@@ -85,23 +92,21 @@ class Ptx:
 
     def insert(self, line: int, text: str, *, behind: bool = False) -> Ptx:
         """With more instructions in front of those of a line, or behind them."""
-        parts = (self[line], text) if behind else (text, self[line].strip())
-        return self.with_line(line, " ".join(parts))
+        code, slashes, comment = self[line].partition("//")
+        parts = (code, text) if behind else (text, code)
+        return self.with_line(line, " ".join(parts) + slashes + comment)
 
     def changed_operand(self, line: int, operand: str, opcode: str, by: int) -> Ptx:
         """With a 32-bit operand of one instruction replaced by `opcode operand, by`."""
         pattern = re.escape(operand) + r"(?!\w)"
-        head, tail = self[line][: _code_start(self[line])], self[line][_code_start(self[line]) :]
-        changed, count = re.subn(pattern, "planted", tail)
+        code, slashes, comment = self[line].partition("//")
+        changed, count = re.subn(pattern, "planted", code)
         assert count == 1, f"{count} operands {operand!r} in {self[line]!r}"
         return self.with_line(
             line,
-            f"{{ .reg .b32 planted; {opcode} planted, {operand}, {by}; {head}{changed.strip()} }}",
+            f"{{ .reg .b32 planted; {opcode} planted, {operand}, {by}; {changed} }}"
+            f"{slashes}{comment}",
         )
-
-
-def _code_start(text: str) -> int:
-    return len(text) - len(text.lstrip())
 
 
 # -- kernels that work ----------------------------------------------------------------------------

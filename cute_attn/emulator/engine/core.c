@@ -256,8 +256,8 @@ static void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lane
   int32_t origin = w->origin[o->id];
   if (origin >= 0)
     finding_with(w, I, &emu_of(w)->program->code[origin], CK_UNINITIALISED, SEV_ERROR,
-                 "depends on register %d, in lanes 0x%08x, whose value comes from memory that nothing "
-                 "has written", o->id, lanes);
+                 "depends on register %d, lanes 0x%08x, and so on what the other instruction reads, "
+                 "which nothing has written", o->id, lanes);
   else
     finding(w, I, CK_UNINITIALISED, SEV_ERROR,
             "reads register %d, which has no value in lanes 0x%08x", o->id, lanes);
@@ -267,7 +267,8 @@ static void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lane
 void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
   if (I->flags & F_PURE) {  // it matters once something else depends on it
     w->tainted |= lanes;
-    w->taint_origin = w->origin[o->id];
+    w->taint_origin = w->origin[o->id] >= 0 ? w->origin[o->id]
+                                            : (int32_t)(I - emu_of(w)->program->code);
   } else {
     report_undefined(w, I, o, lanes);
   }
