@@ -118,7 +118,7 @@ def _flash_attention(scratch: Path, short: bool) -> list[tuple[str, int, Call]]:
     requests = [
         peers.flash_attention_4.forward(arch="sm_100a", head_dim=256, seqlen_q=n) for n in lengths
     ]
-    calls = []
+    calls: list[tuple[str, int, Call]] = []
     for n, captured in zip(lengths, peers.capture_all(scratch, requests), strict=True):
         (step,) = captured.calls
         image, ptx = Path(step.function.object_file).read_bytes(), step.function.ptx

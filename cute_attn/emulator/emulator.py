@@ -238,7 +238,7 @@ class EmulatedFunction:
         self._emulator._launch(self._programs[launch.kernel], launch)
 
 
-def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+def _one_of(name: str, value: object, allowed: Sequence[str | None]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}, must be one of {', '.join(map(repr, allowed))}")
 

@@ -115,7 +115,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (_POINTER, _INT, ctypes.POINTER(_STRING), ctypes.POINTER(ctypes.c_int32)),
     ),
     "emu_events": (_INT, (_POINTER, ctypes.POINTER(ctypes.POINTER(_Event)))),
+    "emu_events_clear": (None, (_POINTER,)),
     "emu_output": (_STRING, (_POINTER,)),
+    "emu_output_clear": (None, (_POINTER,)),
+    "emu_wait_name": (_STRING, (_INT,)),
 }
 
 
@@ -144,6 +147,7 @@ class Engine:
             ]
         )
         self.counters = _names(library.emu_counter_name)
+        self.waits = _names(library.emu_wait_name)
         assert _names(library.emu_check_name) == CHECKS
         assert _names(library.emu_special_register_name) == SPECIAL_REGISTERS
 
@@ -262,6 +266,7 @@ class Machine:
         self._handle = self._library.emu_new()
         self._finalizer = weakref.finalize(self, self._library.emu_free, self._handle)
         self._regions: list[tuple[int, int, str, bool, bool]] = []
+        self._shared_names: list[tuple[int, int, int, str]] = []
         options = {
             "num_sms": num_sms,
             "schedule": schedule,
@@ -292,6 +297,7 @@ class Machine:
 
     def name_shared(self, address: int, size: int, element: int, name: str) -> None:
         """Name a buffer or array of barriers in shared memory, by the address kernels see."""
+        self._shared_names.append((address, size, element, name))
         self._library.emu_name_shared(self._handle, address, size, element, name.encode())
 
     def name_warps(self, first: int, last: int, name: str) -> None:
@@ -300,6 +306,7 @@ class Machine:
 
     def clear_names(self) -> None:
         """Forget all names."""
+        self._shared_names.clear()
         self._library.emu_names_clear(self._handle)
 
     def launch(
@@ -327,6 +334,8 @@ class Machine:
         library, handle = self._library, self._handle
         library.emu_findings_clear(handle)
         library.emu_counters_clear(handle)
+        library.emu_events_clear(handle)
+        library.emu_output_clear(handle)
         library.emu_regions_clear(handle)
         variables = ((*region[:3], True, region[3]) for region in program.memory.regions())
         for base, size, name, initialised, writable in (*self._regions, *variables):
@@ -404,6 +413,15 @@ class Machine:
             )
         return found
 
+    def _wait_name(self, kind: str, place: int) -> str:
+        if kind != "mbarrier":
+            return f"{kind} {place}" if kind == "named barrier" else kind
+        offset = place & 0xFFFFFF  # without the CTA's rank
+        for address, size, element, name in self._shared_names:
+            if 0 <= offset - address < size:
+                return f"{name}[{(offset - address) // element}]" if element else name
+        return f"mbarrier {place:#x}"
+
     def _events(self, program: Program) -> list[TraceEvent]:
         pointer = ctypes.POINTER(_Event)()
         count = self._library.emu_events(self._handle, ctypes.byref(pointer))
@@ -413,11 +431,14 @@ class Machine:
             detail: dict[str, Any] = {"object": event.object, "detail": event.detail}
             if line is not None:
                 detail |= {"line": line, "ptx": ptx, "source": source}
-            opcode = program.opcode(event.insn) if event.insn >= 0 else ""
+            name = program.opcode(event.insn) if event.insn >= 0 else ""
+            if _EVENT_KINDS[event.kind] == "wait":  # what for is in the lowest byte
+                name = self._wait_name(self._engine.waits[event.detail & 255], event.object)
+                detail["detail"] = event.detail >> 8
             found.append(
                 TraceEvent(
                     _EVENT_KINDS[event.kind],
-                    opcode,
+                    name,
                     event.cta,
                     event.warp,
                     event.start,

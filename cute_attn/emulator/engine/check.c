@@ -93,8 +93,14 @@ void view_release(Warp *w, View *into) {
   w->agent_clock[AG_GENERIC]++;
 }
 
+// What comes from others is ordered before this thread's next tcgen05 operation by a fence only.
 void view_acquire(Warp *w, const View *from) {
-  if (from->vc) view_join(emu_of(w), &w->view, from);
+  if (!from->vc) return;
+  Emu *e = emu_of(w);
+  join(w->view.vc, from->vc, e->agents_used);
+  join(w->view.pvc, from->pvc, e->agents_used);
+  for (uint32_t own = agent_of(w, 0); own < agent_of(w, AGENTS_PER_WARP); own++)
+    raise_to(&w->view.tvc[own], from->tvc[own]);
 }
 
 // What the warp has seen and done becomes visible to the asynchronous proxy.

@@ -146,6 +146,7 @@ typedef struct {
 struct Findings {
   Finding *list;
   int count, room;
+  int severity_count[2];  // each limited by itself: notes do not crowd out errors
   struct { uint32_t offset, bytes, element; char *name; } *shared;
   int nshared;
   struct { int first, last; char *name; } *warps;
@@ -208,7 +209,8 @@ static void record(Emu *e, Warp *w, const Insn *I, const Insn *other, int check,
       return;
     }
   }
-  if (f->count >= e->max_findings) return;
+  if (f->severity_count[severity] >= e->max_findings && !e->stop) return;  // stop: the last word
+  f->severity_count[severity]++;
   if (f->count == f->room) {
     f->room = f->room ? 2 * f->room : 16;
     f->list = realloc(f->list, sizeof *f->list * (size_t)f->room);
@@ -239,15 +241,16 @@ void fatal(Warp *w, const Insn *I, int check, const char *format, ...) {
   va_start(arguments, format);
   Emu *e = emu_of(w);
   e->checks |= 1ull << check;  // what ends a launch is always said
+  e->stop = true;
   record(e, w, I, NULL, check, SEV_ERROR, format, arguments);
   va_end(arguments);
-  e->stop = true;
 }
 
 static void machine_finding(Emu *e, int check, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
   e->checks |= 1ull << check;
+  e->stop = true;
   record(e, NULL, NULL, NULL, check, SEV_ERROR, format, arguments);
   va_end(arguments);
 }
@@ -559,7 +562,7 @@ static void run_some_async(Emu *e) {
 int wait_for(Warp *w, WaitKind kind, uint64_t object, uint64_t detail) {
   Group *g = group_of(w);
   if (!g->wait_since) g->wait_since = emu_of(w)->time + 1;
-  g->wait = kind;
+  g->wait = g->waited = kind;
   g->wait_object = object;
   g->wait_detail = detail;
   return BLOCK;
@@ -793,7 +796,8 @@ static void spread_taint(Warp *w, const Insn *I) {
 
 static void end_wait(Emu *e, Warp *w, Group *g, const Insn *I) {
   if (g->wait_since)
-    trace_event(e, 0, w, I, g->wait_since - 1, e->time, g->wait_object, g->wait_detail);
+    trace_event(e, 0, w, I, g->wait_since - 1, e->time, g->wait_object,
+                g->wait_detail << 8 | (uint64_t)g->waited);
   g->step = 0;
   g->wait_since = 0;
   g->timed_wait = g->timed_out = false;
@@ -1318,6 +1322,7 @@ Emu *emu_new(void) {
 void emu_findings_clear(Emu *e) {
   for (int i = 0; i < e->findings->count; i++) free(e->findings->list[i].message);
   e->findings->count = 0;
+  memset(e->findings->severity_count, 0, sizeof e->findings->severity_count);
 }
 
 void emu_names_clear(Emu *e) {
@@ -1427,8 +1432,15 @@ uint64_t emu_mma(Emu *e, int i, const char **kind, int32_t shape[3]) {
   shape[0] = e->mma[i].m, shape[1] = e->mma[i].n, shape[2] = e->mma[i].k;
   return e->mma[i].count;
 }
+void emu_events_clear(Emu *e) {
+  if (e->trace) e->trace->count = 0;
+}
 int emu_events(Emu *e, const Event **out) {
   *out = e->trace ? e->trace->events : NULL;
   return e->trace ? e->trace->count : 0;
 }
 const char *emu_output(Emu *e) { return output_text(e); }
+void emu_output_clear(Emu *e) { output_clear(e); }
+const char *emu_wait_name(int i) {
+  return i < (int)(sizeof WAIT_NAMES / sizeof *WAIT_NAMES) ? WAIT_NAMES[i] : NULL;
+}

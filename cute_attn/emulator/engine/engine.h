@@ -213,6 +213,7 @@ typedef struct {
   int32_t step;          // progress inside a blocking instruction; 0 when it starts
   uint64_t note[2];      // for the blocking instruction, while it blocks
   WaitKind wait;         // WAIT_NONE: can run
+  WaitKind waited;       // what it last waited for
   uint64_t wait_object;  // address of the barrier, number of the group ...
   uint64_t wait_detail;  // phase awaited ...
   bool timed_wait;       // may give up (try_wait): woken when nothing else can run
