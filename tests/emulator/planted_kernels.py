@@ -421,8 +421,8 @@ HISTOGRAM = Small(
     block=64,
 )
 
-# The two blocks of a cluster: each writes into the other's shared memory, then arrives at the
-# other's mbarrier, and reads its own.
+# The two blocks of a cluster: each writes into the other's shared memory, arrives at the other's
+# mbarrier, reads its own, and then the other's again.
 CLUSTER = Small(
     module(
         f"""
@@ -445,6 +445,8 @@ CLUSTER = Small(
     @!%p2 bra WAIT;
     add.s32 %r6, %bars, %r3;
     ld.shared.u32 %r7, [%r6+128]; // @read
+    ld.shared::cluster.u32 %r9, [%r4+128]; // @read_back
+    sub.s32 %r9, %r9, %r5; add.s32 %r7, %r7, %r9;
     mad.lo.s32 %r8, %cta, 32, %lane;
     mul.wide.u32 %rd3, %r8, 4; add.s64 %rd2, %rd2, %rd3;
     st.global.u32 [%rd2], %r7; // @store

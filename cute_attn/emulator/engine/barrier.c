@@ -404,9 +404,11 @@ static void note_signal(Warp *w, const Insn *I, Mbarrier *b) {
   b->signals[b->nsignals - 1] = s;
 }
 
-// The instruction behind the latest signal, for findings to refer to.
-static const Insn *last_signal(const Mbarrier *b) {
-  return b->nsignals ? b->signals[b->nsignals - 1].insn : b->init_insn;
+// The instruction behind the latest signal but `I` itself, for findings to refer to.
+static const Insn *last_signal(const Mbarrier *b, const Insn *I) {
+  for (int i = b->nsignals - 1; i >= 0; i--)
+    if (b->signals[i].insn != I) return b->signals[i].insn;
+  return b->init_insn;
 }
 
 const char *warps_text(uint32_t warps) {
@@ -456,7 +458,8 @@ static void settle(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
   if (b->pending == 0 && b->tx == 0) {
     complete_phase(w, I, cta, b);
   } else if (b->pending == 0 && b->tx < 0) {
-    finding_with(w, I, b->expect_insn ? b->expect_insn : b->init_insn, CK_BARRIER, SEV_ERROR,
+    const Insn *other = b->expect_insn && b->expect_insn != I ? b->expect_insn : last_signal(b, I);
+    finding_with(w, I, other, CK_BARRIER, SEV_ERROR,
                  "all %d arrivals of phase %u of %s are in, but %lld bytes more have been "
                  "completed than expected", b->expected, b->phase, mbarrier_name(w, cta, b->offset),
                  -(long long)b->tx);
@@ -466,7 +469,7 @@ static void settle(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
 
 static void take_arrivals(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count) {
   if (count > b->pending) {
-    finding_with(w, I, last_signal(b), CK_BARRIER, SEV_ERROR,
+    finding_with(w, I, last_signal(b, I), CK_BARRIER, SEV_ERROR,
                  "%d arrivals at %s, but %d of the %d of phase %u are pending (and %lld bytes): %s",
                  count, mbarrier_name(w, cta, b->offset), b->pending, b->expected, b->phase,
                  (long long)b->tx, mbarrier_history(cta, b));
@@ -558,7 +561,9 @@ static bool resolve(Warp *w, const Insn *I, uint64_t address, int space, Target 
     t->cta = shared_target(w, (uint32_t)address, &t->offset);
   }
   if (!t->cta) {
-    finding(w, I, CK_BARRIER, SEV_ERROR, "address 0x%llx is not in the shared memory of the "
+    bool shared = space != SPACE_GENERIC || (address & TAG_MASK) == SHARED_TAG;
+    finding(w, I, shared ? CK_CLUSTER : CK_BARRIER, SEV_ERROR,
+            "address 0x%llx is not in the shared memory of the "
             "cluster", (unsigned long long)address);
     return false;
   }
@@ -792,7 +797,7 @@ static Mask complete_lanes(Warp *w, const Insn *I, Mask m, const Target *t, Mbar
 static bool missed_a_phase(Warp *w, const Insn *I, const Target *t, const Mbarrier *b) {
   Clock since = b->phase - (Clock)group_of(w)->note[1];
   if (since < 2) return false;
-  finding_with(w, I, last_signal(b), CK_BARRIER, SEV_ERROR,
+  finding_with(w, I, last_signal(b, I), CK_BARRIER, SEV_ERROR,
                "%u more phases of %s have completed while this thread waited for one of them: "
                "nothing made them wait for it; %s", since, mbarrier_name(w, t->cta, b->offset),
                mbarrier_history(t->cta, b));
@@ -961,13 +966,18 @@ static int exec_setmaxnreg(Warp *w, const Insn *I, Mask m) {
 
 #define RANK_MASK (0xFFull << SHARED_RANK_SHIFT)
 
+// An address of a rank that is not there is a finding where it is used; here it is noted.
 static void check_rank(Warp *w, const Insn *I, Mask m, const uint32_t *rank) {
   FOR_SET(l, m) {
     if (rank[l] < (uint32_t)w->cta->cluster->nctas) continue;
-    finding(w, I, CK_CLUSTER, SEV_ERROR, "CTA rank %u, but the cluster has %d CTAs", rank[l],
-            w->cta->cluster->nctas);
+    finding(w, I, CK_CLUSTER, SEV_NOTE, "lane %d: CTA rank %u, but the cluster has %d CTAs", l,
+            rank[l], w->cta->cluster->nctas);
     return;
   }
+}
+
+static uint32_t rank_bits(uint32_t rank) {
+  return (rank < 0xFF ? rank : 0xFF) << SHARED_RANK_SHIFT;
 }
 
 static void check_generic_shared(Warp *w, const Insn *I, Mask m, const uint64_t *address) {
@@ -983,7 +993,7 @@ static int exec_mapa32(Warp *w, const Insn *I, Mask m) {
   const uint32_t *a = SRC32(1), *rank = SRC32(2);
   check_rank(w, I, m, rank);
   uint32_t v[32];
-  FOR_LANES(l) v[l] = (a[l] & ~(uint32_t)RANK_MASK) | rank[l] << SHARED_RANK_SHIFT;
+  FOR_LANES(l) v[l] = (a[l] & ~(uint32_t)RANK_MASK) | rank_bits(rank[l]);
   PUT32(0, v);
   return DONE;
 }
@@ -994,7 +1004,7 @@ static int exec_mapa64(Warp *w, const Insn *I, Mask m) {
   check_rank(w, I, m, rank);
   if (I->mod[0] == 0) check_generic_shared(w, I, m, a);
   uint64_t v[32];
-  FOR_LANES(l) v[l] = (a[l] & ~RANK_MASK) | (uint64_t)(rank[l] & 0xFF) << SHARED_RANK_SHIFT;
+  FOR_LANES(l) v[l] = (a[l] & ~RANK_MASK) | rank_bits(rank[l]);
   PUT64(0, v);
   return DONE;
 }

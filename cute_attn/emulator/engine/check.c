@@ -271,6 +271,21 @@ static const char *place(const Context *c, uint64_t word) {
   return text("%s of CTA %u", address_name(c->cta, (uint32_t)word * 4), c->cta->linear);
 }
 
+// A kernel that has no tcgen05.fence::after_thread_sync at all is told so once.
+static bool wants_fence(Emu *e) {
+  if (e->tcgen05_fences == -1) {
+    e->tcgen05_fences = tcgen05_fences(e->program);
+    if (!e->tcgen05_fences) e->tcgen05_fences = -2;
+    return true;
+  }
+  return e->tcgen05_fences > 0;
+}
+
+static const uint8_t *host_word(const Context *c, uint64_t word) {
+  if (!c->region) return c->cta->shared + word * 4;
+  return (const uint8_t *)c->region->base - c->region->base % 4 + word * 4;
+}
+
 static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, bool writes) {
   const Access *a = c->access;
   const Insn *other = &c->e->program->code[m->insn];
@@ -278,16 +293,18 @@ static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, b
                            : "write after read";
   bool seen = m->clock <= a->view->vc[m->agent];
   if (seen && a->tensor && c->space[0] == 'T') {
-    finding_with(a->warp, a->insn, other, CK_TCGEN05, SEV_NOTE,
-                 "%s on %s: %s after %s, ordered by a barrier but without "
-                 "tcgen05.fence::after_thread_sync behind it",
-                 kind, place(c, word), a->what, agent_text(c->e, m->agent));
+    if (wants_fence(c->e))
+      finding(a->warp, a->insn, CK_TCGEN05, SEV_NOTE,  // one for the instruction that lacks it
+              "%s on %s: %s after %s (%s), ordered by a barrier but without "
+              "tcgen05.fence::after_thread_sync behind it%s",
+              kind, place(c, word), a->what, agent_text(c->e, m->agent), where(other),
+              c->e->tcgen05_fences < 0 ? "; the kernel has no such fence" : "");
   } else if (seen) {
     finding_with(a->warp, a->insn, other, CK_PROXY, SEV_ERROR,
                  "%s on %s: %s through the asynchronous proxy after a generic write by %s, "
                  "without fence.proxy.async between them",
                  kind, place(c, word), a->what, agent_text(c->e, m->agent));
-  } else if (wrote && writes && a->unchanged && a->unchanged(a->data)) {
+  } else if (wrote && writes && a->unchanged && a->unchanged(a->data, host_word(c, word))) {
     finding_with(a->warp, a->insn, other, CK_RACE, SEV_NOTE,
                  "%s on %s: %s is not ordered after the access by %s, but both write the same value",
                  kind, place(c, word), a->what, agent_text(c->e, m->agent));
@@ -511,4 +528,45 @@ void tmem_forget(Cta *cta, int column, int columns) {
   for (int group = 0; group < TMEM_CELLS / TMEM_COLUMNS; group++)
     memset(cta->tmem_init + group * TMEM_COLUMNS + column, 0,
            (size_t)columns * sizeof *cta->tmem_init);
+}
+
+// ----------------------------------------------------------------------------------------- exit
+//
+// The last warp of a CTA exits: what others have done to its shared memory has to be ordered before.
+
+static bool seen_by_all(const Cta *cta, const Mark *m) {
+  for (int i = 0; i < cta->nwarps; i++)
+    if (m->clock <= cta->warps[i].view.vc[m->agent]) return true;
+  return false;
+}
+
+static void check_at_exit(Warp *w, const Insn *I, uint64_t word, const Mark *m, bool wrote) {
+  Cta *cta = w->cta;
+  Emu *e = cta->emu;
+  if (!m->clock) return;
+  uint32_t slot = m->agent / AGENTS_PER_WARP / (uint32_t)e->warps_per_cta;
+  bool copy = slot >= (uint32_t)e->nslots;  // it signals an mbarrier
+  if ((!copy && slot == (uint32_t)cta->slot) || seen_by_all(cta, m)) return;
+  const Insn *other = &e->program->code[m->insn];
+  const char *name = address_name(cta, (uint32_t)word * 4);
+  if (copy)
+    finding_with(w, I, other, CK_EXIT, SEV_ERROR,
+                 "the CTA exits, and none of its warps has waited for the copy %s %s",
+                 wrote ? "to" : "from", name);
+  else
+    finding_with(w, I, other, CK_CLUSTER, SEV_ERROR,
+                 "the CTA exits, and that is not ordered after the access to %s by %s", name,
+                 agent_text(e, m->agent));
+}
+
+void accesses_at_exit(Warp *w, const Insn *I) {
+  Cta *cta = w->cta;
+  if (!cta->shared_cells || !checking(cta->emu, CK_EXIT) || !races_checked(cta->emu)) return;
+  for (uint64_t word = 0; word < cta->shared_bytes / 4; word++) {
+    const Cell *c = &cta->shared_cells[word];
+    check_at_exit(w, I, word, &c->write, true);
+    check_at_exit(w, I, word, &c->read, false);
+    for (int32_t n = c->more_reads; n; n = nodes[n].next)
+      check_at_exit(w, I, word, &nodes[n].mark, false);
+  }
 }

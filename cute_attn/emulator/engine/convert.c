@@ -98,7 +98,9 @@ FROM_ALL(u32, 32) FROM_ALL(s32, 32) FROM_ALL(u64, 64) FROM_ALL(s64, 64)
 enum { TY_F16 = 1, TY_BF16, TY_F32, TY_F64 };
 enum { TY_U8 = 1, TY_U16, TY_U32, TY_U64, TY_S8, TY_S16, TY_S32, TY_S64 };
 
-// The values of a floating-point source, exactly. Only f32 is ever flushed.
+// The values of a floating-point source, exactly. Only f32 is ever flushed, by a multiplication
+// that makes any NaN canonical.
+ALWAYS_INLINE bool nan_f32(uint32_t v) { return (v & 0x7FFFFFFF) > 0x7F800000; }
 static void load_float(Warp *w, const Insn *I, Mask m, int type, bool ftz, double v[32]) {
   if (type == TY_F64) {
     LANES64(a, 1);
@@ -106,12 +108,19 @@ static void load_float(Warp *w, const Insn *I, Mask m, int type, bool ftz, doubl
     return;
   }
   LOW_WORDS(a, 1);
-  if (type == TY_F32) FOR_LANES(l) v[l] = as_float(ftz ? flushed(a[l]) : a[l]);
+  if (type == TY_F32)
+    FOR_LANES(l) v[l] = as_float(!ftz ? a[l] : nan_f32(a[l]) ? NAN32 : flushed(a[l]));
   else if (type == TY_BF16) FOR_LANES(l) v[l] = as_float(a[l] << 16);
   else FOR_LANES(l) v[l] = as_float(f32_of_f16(a[l] & 0xFFFF));
 }
-// Round and store in a type.
-static void store_float(Warp *w, const Insn *I, Mask m, int type, int mode, bool ftz,
+// A NaN made quiet, with its sign and what there is room for of its payload.
+static uint32_t narrow_nan(double v, const Format *f) {
+  uint64_t bits = double_bits(v) >> (52 - f->mantissa);
+  uint32_t sign = (uint32_t)signbit(v) << (f->bits - 1), quiet = 1u << (f->mantissa - 1);
+  return sign | f->infinity | quiet | ((uint32_t)bits & ((1u << f->mantissa) - 1));
+}
+// Round and store in a type. NaN becomes the canonical one, but not that of a double.
+static void store_float(Warp *w, const Insn *I, Mask m, int type, int from, int mode, bool ftz,
                         const double v[32]) {
   static const Format *formats[] = {NULL, &F16, &BF16, &F32};
   if (type == TY_F64) {
@@ -123,8 +132,8 @@ static void store_float(Warp *w, const Insn *I, Mask m, int type, int mode, bool
   const Format *f = formats[type];
   uint32_t r[32];
   FOR_LANES(l) {
-    r[l] = narrow(v[l], f, mode);
-    if (ftz && type == TY_F32) r[l] = flushed(r[l]);
+    r[l] = from == TY_F64 && v[l] != v[l] ? narrow_nan(v[l], f) : narrow(v[l], f, mode);
+    if (ftz && type == TY_F32 && tiny(v[l], f, mode)) r[l] &= 0x80000000;
   }
   PUT32(0, r);
 }
@@ -202,7 +211,7 @@ HANDLER(float_from_integer) {
     FOR_LANES(l) if (a[l] == 0) v[l] = 0;
   } else FOR_LANES(l) v[l] = odd_double(a[l], is_signed);
   if (I->mod[2]) FOR_LANES(l) v[l] = saturated_double(v[l]);
-  store_float(w, I, m, type, mode, I->mod[1], v);
+  store_float(w, I, m, type, 0, mode, I->mod[1], v);
   return DONE;
 }
 // mod: rounding (5 to 8: to an integer), ftz, sat, relu, satfinite, type, type of the source
@@ -210,7 +219,7 @@ HANDLER(float_from_float) {
   int mode = I->mod[0], type = I->mod[5], from = I->mod[6];
   bool ftz = I->mod[1], finite = I->mod[4];
   double v[32];
-  load_float(w, I, m, from, ftz, v);
+  load_float(w, I, m, from, ftz && type != TY_F16, v);  // to f16 it is without effect
   if (mode > RP) { FOR_LANES(l) v[l] = rounded_to_integer(v[l], mode - RP); mode = RN; }
   if (I->mod[2]) FOR_LANES(l) v[l] = saturated_double(v[l]);
   if (I->mod[3]) FOR_LANES(l) v[l] = v[l] <= 0 ? 0 : v[l];
@@ -218,7 +227,7 @@ HANDLER(float_from_float) {
     double most = type == TY_F16 ? 65504 : 0x1.FEp127;
     if (fabs(v[l]) > most) v[l] = copysign(most, v[l]);
   }
-  store_float(w, I, m, type, mode, ftz, v);
+  store_float(w, I, m, type, from, mode, ftz, v);
   return DONE;
 }
 
@@ -356,10 +365,7 @@ HANDLER(four_from_f32_random) {
 HANDLER(tf32_from_f32) {
   LANES32(a, 1); uint32_t r[32];
   Rounding how = {I->mod[0], I->mod[1], I->mod[2]};
-  FOR_LANES(l) {
-    uint32_t code = rounded(as_float(a[l]), &TF32, how, 0);
-    r[l] = code == TF32.nan ? NAN32 : code << 13;
-  }
+  FOR_LANES(l) r[l] = rounded(as_float(a[l]), &TF32, how, 0) << 13;
   PUT32(0, r); return DONE;
 }
 // Rounding with ties away is done in integers, with what that means for NaN. mod: satfinite
@@ -438,7 +444,7 @@ const Form FORMS_CONVERT[] = {
   {"cvt.rn.f16x2.f32", "d32 s32 s32", f16x2_from_f32, 0},
   {"cvt.rn.bf16.f32", "d32 s32", bf16_from_f32, 0},
   {"cvt.rn.f16.f32", "d32 s32", f16_from_f32, 0},
-  {"cvt.f32.bf16", "d32 s32", f32_from_bf16, 0},
+  {"cvt{.rn|rz|rm|rp}.f32.bf16", "d32 s32", f32_from_bf16, 0},
   {"cvt.f32.f16", "d32 s32", f32_from_f16, 0},
   {"cvt.f32.f32", "d32 s32", same_f32, 0}, {"cvt.f64.f64", "d64 s64", same_f64, 0},
   {"cvt.rn.f32.s32", "d32 sx", f32_from_s32, 0},

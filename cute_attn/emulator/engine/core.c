@@ -8,6 +8,7 @@
 void marks_reset(void);             // check.c
 void sync_table_free(Emu *e);       // check.c
 
+#define SPIN_INSTRUCTIONS 50000ull        // without progress, before asynchronous effects come
 #define LIVELOCK_INSTRUCTIONS 20000000ull  // without progress, before it is called a livelock
 #define STARVATION_SHIFT 14  // every 2^14 instructions a divergent warp changes which lanes go first
 
@@ -201,10 +202,11 @@ static void record(Emu *e, Warp *w, const Insn *I, const Insn *other, int check,
   if (!checking(e, check)) return;
   struct Findings *f = e->findings;
   int insn = I ? (int)(I - e->program->code) : -1;
+  if (insn >= e->program->ncode) insn = e->program->ncode - 1;  // behind the last one: it exits
   int other_insn = other ? (int)(other - e->program->code) : -1;
   for (int i = 0; i < f->count; i++) {
     Finding *x = &f->list[i];
-    if (x->check == check && x->insn == insn && x->other == other_insn) {
+    if (x->check == check && x->severity == severity && x->insn == insn && x->other == other_insn) {
       x->count++;
       return;
     }
@@ -635,6 +637,8 @@ static void warp_exits(Warp *w) {
 void exit_lanes(Warp *w, Mask m) {
   Cta *c = w->cta;
   copies_at_exit(w, m);
+  if (w->live == m && c->live_warps == 1)
+    accesses_at_exit(w, &c->emu->program->code[group_of(w)->pc]);
   w->live &= ~m;
   c->cluster->live_threads -= __builtin_popcount(m);
   for (int i = w->ngroups - 1; i >= 0; i--) {
@@ -1048,6 +1052,10 @@ static const char *wait_text(const Warp *w, const Group *g) {
     case WAIT_CONVERGENCE:
       return text("lanes 0x%08x wait for lanes 0x%08x to reach the same instruction", g->mask,
                   (uint32_t)g->wait_object);
+    case WAIT_REGISTERS:
+      return text("waits for %llu registers more, of which %llu are free: other warps have to give "
+                  "theirs back", (unsigned long long)g->wait_object,
+                  (unsigned long long)g->wait_detail);
     default:
       return text("waits for %s (%llu, %llu)", WAIT_NAMES[g->wait],
                   (unsigned long long)g->wait_object, (unsigned long long)g->wait_detail);
@@ -1193,6 +1201,8 @@ static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
     bool ran = run_pass(e, warps, n);
     if (e->stop) break;
     if (e->progress != last_progress) last_progress = e->progress, progress_time = e->time;
+    // Warps that spin on memory leave the machine no rest: what they wait for may be asynchronous.
+    if (e->async_count && e->time - progress_time > SPIN_INSTRUCTIONS) run_some_async(e);
     if (e->time - progress_time > LIVELOCK_INSTRUCTIONS) {
       report_deadlock(e, "livelock: warps spin, but nothing that they could wait for changes");
       break;
@@ -1291,6 +1301,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   free(e->executed);
   e->executed = calloc((size_t)p->ncode + 1, sizeof(uint64_t));
   e->stop = false;
+  e->tcgen05_fences = -1;
   e->rng = e->seed * 0x9E3779B97F4A7C15ull + 0x1234567;
   if (!e->rng) e->rng = 1;
   for (int i = 0; i < 8; i++) emu_random(e, 2);

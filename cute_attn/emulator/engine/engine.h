@@ -181,8 +181,8 @@ typedef struct {
   const Insn *insn;
   Warp *warp;          // who issued it; for messages
   const char *what;    // "TMA load", "store" ...; for messages
-  // Of a store whose data are not in memory yet: whether memory holds them already. NULL: unknown.
-  bool (*unchanged)(const void *data);
+  // Of a store whose data are not in memory yet: whether the word there will stay what it is.
+  bool (*unchanged)(const void *data, const uint8_t *word);
   const void *data;
 } Access;
 
@@ -363,6 +363,7 @@ struct Emu {
   int num_sms, slice;
   uint64_t seed, rng;
   bool spurious_cancel, tracing;
+  int tcgen05_fences;     // instructions of the program; -1: not counted yet, -2: none, and said so
   int numerics;                    // of tensor cores: 0 fast float, 1 bit-accurate
   int max_findings;
   // launch
@@ -612,11 +613,14 @@ void view_acquire(Warp *w, const View *from);
 void proxy_fence(Warp *w);                 // fence.proxy.async, mbarrier_init fence: pvc = vc
 void tcgen05_fence_after(Warp *w);         // tvc = vc
 void tcgen05_fence_before(Warp *w);
+int tcgen05_fences(const Program *p);      // tcgen05.c: how many fence::after_thread_sync it has
 // Synchronisation through memory words (flags, semaphores): call on strong accesses.
 // order: 0 relaxed/volatile, 1 acquire, 2 release, 3 acq_rel / seq_cst.
 void sync_read(Warp *w, const void *host_address, int order);
 void sync_write(Warp *w, const void *host_address, int order);
 void memory_fence(Warp *w);                // fence.acq_rel / fence.sc / membar
+// The last warp of a CTA is about to exit by instruction I.
+void accesses_at_exit(Warp *w, const Insn *I);
 // Words kept for initialisation (also used by copies): mark without a race check.
 void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes);
 

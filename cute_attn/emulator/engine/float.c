@@ -1,27 +1,32 @@
 // Floating-point arithmetic: f32, f32x2, f64, f16, bf16 and their pairs, and the approximations.
-#include "scalar.h"
+#include "approximations.h"
 #include <math.h>
 
 #define HANDLER(name) static int name(Warp *w, const Insn *I, Mask m)
 
 // ------------------------------------------------------------------- f32 and f32x2 arithmetic
 //
-// A kernel computes n = 32 (f32) or 64 (f32x2) results as bits.
+// A kernel computes n = 32 (f32) or 64 (f32x2) results as bits; `wide` gives one of them in double,
+// exactly or rounded to odd (a quotient: near enough to compare it with a power of two).
 typedef void Kernel(int n, const float *restrict a, const float *restrict b,
                     const float *restrict c, uint32_t *restrict r);
-#define KERNEL(name, expr) \
-  ALWAYS_INLINE void name(int n, const float *restrict a, const float *restrict b, \
-                          const float *restrict c, uint32_t *restrict r) { \
+typedef double Wide(double x, double y, double z);
+#define KERNEL(name, expr, wide_expr) \
+  ALWAYS_INLINE void name##_kernel(int n, const float *restrict a, const float *restrict b, \
+                                   const float *restrict c, uint32_t *restrict r) { \
     (void)b; (void)c; \
     for (int i = 0; i < n; i++) { float x = a[i]; r[i] = canonical(expr); } \
+  } \
+  static double name##_wide(double x, double y, double z) { \
+    (void)y; (void)z; return wide_expr; \
   }
-KERNEL(add_kernel, x + b[i])
-KERNEL(sub_kernel, x - b[i])
-KERNEL(mul_kernel, x * b[i])
-KERNEL(fma_kernel, __builtin_fmaf(x, b[i], c[i]))
-KERNEL(div_kernel, x / b[i])
-KERNEL(rcp_kernel, 1.0f / x)
-KERNEL(sqrt_kernel, __builtin_sqrtf(x))
+KERNEL(add, x + b[i], x + y)
+KERNEL(sub, x - b[i], x - y)
+KERNEL(mul, x * b[i], x * y)
+KERNEL(fma, __builtin_fmaf(x, b[i], c[i]), add_odd(x * y, z))
+KERNEL(div, x / b[i], x / y)
+KERNEL(rcp, 1.0f / x, 1.0 / x)
+KERNEL(sqrt, __builtin_sqrtf(x), x)
 
 static void flush_all(int n, const uint32_t *a, uint32_t *r) {
   for (int i = 0; i < n; i++) r[i] = flushed(a[i]);
@@ -29,7 +34,22 @@ static void flush_all(int n, const uint32_t *a, uint32_t *r) {
 static void saturate_all(int n, uint32_t *r) {
   for (int i = 0; i < n; i++) r[i] = saturated(r[i]);
 }
-ALWAYS_INLINE void run_kernel(Kernel *kernel, int n, int mode, bool ftz, bool sat,
+// Results are flushed if they are tiny after rounding to 24 bits whatever the exponent: some of
+// those that became the smallest normal number, too.
+static void flush_results(Wide *wide, int n, int mode, const uint32_t *a, const uint32_t *b,
+                          const uint32_t *c, uint32_t *r) {
+  uint32_t smallest = 0;
+  for (int i = 0; i < n; i++) {
+    smallest |= (r[i] & 0x7FFFFFFF) == 0x00800000;
+    r[i] = flushed(r[i]);
+  }
+  if (smallest)
+    for (int i = 0; i < n; i++)
+      if ((r[i] & 0x7FFFFFFF) == 0x00800000 &&
+          tiny(wide(as_float(a[i]), as_float(b[i]), as_float(c[i])), &F32, mode))
+        r[i] &= 0x80000000;
+}
+ALWAYS_INLINE void run_kernel(Kernel *kernel, Wide *wide, int n, int mode, bool ftz, bool sat,
                               const uint32_t *a, const uint32_t *b, const uint32_t *c,
                               uint32_t *r) {
   uint32_t fa[64], fb[64], fc[64];
@@ -44,9 +64,11 @@ ALWAYS_INLINE void run_kernel(Kernel *kernel, int n, int mode, bool ftz, bool sa
     BARRIER4(a, b, c, r);
     round_nearest(mode);
   } else kernel(n, (const float *)a, (const float *)b, (const float *)c, r);
-  if (__builtin_expect(ftz, 0)) flush_all(n, r, r);
+  if (__builtin_expect(ftz, 0)) flush_results(wide, n, mode, a, b, c, r);
   if (__builtin_expect(sat, 0)) saturate_all(n, r);
 }
+#define RUN(name, n, mode, ftz, sat, a, b, c, r) \
+  run_kernel(name##_kernel, name##_wide, n, mode, ftz, sat, a, b, c, r)
 
 #define ALIAS32(name, other) const uint32_t *name = other
 #define ALIAS64(name, other) const uint64_t *name = other
@@ -56,43 +78,43 @@ ALWAYS_INLINE void run_kernel(Kernel *kernel, int n, int mode, bool ftz, bool sa
 #define SOURCES_3(W) LANES##W(a, 1); LANES##W(b, 2); LANES##W(c, 3)
 
 // mod: rounding, ftz, sat
-#define SINGLE(name, arity, kernel) \
+#define SINGLE(name, arity) \
   HANDLER(name##_f32) { \
     SOURCES_##arity(32); uint32_t r[32]; \
-    run_kernel(kernel, 32, I->mod[0], I->mod[1], I->mod[2], a, b, c, r); \
+    RUN(name, 32, I->mod[0], I->mod[1], I->mod[2], a, b, c, r); \
     PUT32(0, r); return DONE; \
   }
-#define PAIR(name, arity, kernel) \
+#define PAIR(name, arity) \
   HANDLER(name##_f32x2) { \
     SOURCES_##arity(64); uint64_t r[32]; \
-    run_kernel(kernel, 64, I->mod[0], I->mod[1], false, (const uint32_t *)a, \
-               (const uint32_t *)b, (const uint32_t *)c, (uint32_t *)r); \
+    RUN(name, 64, I->mod[0], I->mod[1], false, (const uint32_t *)a, (const uint32_t *)b, \
+        (const uint32_t *)c, (uint32_t *)r); \
     PUT64(0, r); return DONE; \
   }
-SINGLE(add, 2, add_kernel) PAIR(add, 2, add_kernel)
-SINGLE(sub, 2, sub_kernel) PAIR(sub, 2, sub_kernel)
-SINGLE(mul, 2, mul_kernel) PAIR(mul, 2, mul_kernel)
-SINGLE(fma, 3, fma_kernel) PAIR(fma, 3, fma_kernel)
-SINGLE(div, 2, div_kernel)
-SINGLE(rcp, 1, rcp_kernel)
-SINGLE(sqrt, 1, sqrt_kernel)
+SINGLE(add, 2) PAIR(add, 2)
+SINGLE(sub, 2) PAIR(sub, 2)
+SINGLE(mul, 2) PAIR(mul, 2)
+SINGLE(fma, 3) PAIR(fma, 3)
+SINGLE(div, 2)
+SINGLE(rcp, 1)
+SINGLE(sqrt, 1)
 
 // Sums and products of f16 or bf16 with f32. mod: rounding, sat, type (1 f16, 2 bf16).
 static void widen(int n, bool bf16, const uint32_t *a, uint32_t *r) {
   if (bf16) for (int i = 0; i < n; i++) r[i] = a[i] << 16;
   else for (int i = 0; i < n; i++) r[i] = f32_of_f16(a[i] & 0xFFFF);
 }
-#define MIXED(name, arity, kernel) \
+#define MIXED(name, arity) \
   HANDLER(name##_mixed) { \
     SOURCES_##arity(32); uint32_t r[32], wa[32], wb[32]; \
     widen(32, I->mod[2] == 2, a, wa); \
     if (arity == 3) { widen(32, I->mod[2] == 2, b, wb); b = wb; } \
-    run_kernel(kernel, 32, I->mod[0], false, I->mod[1], wa, b, c, r); \
+    RUN(name, 32, I->mod[0], false, I->mod[1], wa, b, c, r); \
     PUT32(0, r); return DONE; \
   }
-MIXED(add, 2, add_kernel)
-MIXED(sub, 2, sub_kernel)
-MIXED(fma, 3, fma_kernel)
+MIXED(add, 2)
+MIXED(sub, 2)
+MIXED(fma, 3)
 
 // ---------------------------------------------------------------------------- f16 and bf16
 //
@@ -110,8 +132,6 @@ HALF_KERNEL(half_add, add_odd(x, b[i]))
 HALF_KERNEL(half_sub, add_odd(x, -b[i]))
 HALF_KERNEL(half_mul, x * b[i])
 HALF_KERNEL(half_fma, add_odd(x * b[i], c[i]))
-HALF_KERNEL(half_ex2, exp2(x))
-HALF_KERNEL(half_tanh, tanh(x))
 
 // Codes of the elements of a register, and back.
 static void split(bool pair, const uint32_t *a, uint32_t *r) {
@@ -133,8 +153,8 @@ static void to_doubles(int n, bool bf16, const uint32_t *codes, double *r) {
   widen(n, bf16, codes, bits);
   for (int i = 0; i < n; i++) r[i] = as_float(bits[i]);
 }
-// The tensor map's mark of an element outside the tensor, when it asks for zeros from fma.oob.
-#define OOB_NAN 0x7FFEu   // in both formats
+// The NaN of elements outside a tensor, if its map asks for it; fma.oob does not mind the sign.
+#define OOB_NAN 0x7FF7u   // in both formats
 enum { H_FTZ = 1, H_SAT = 2, H_RELU = 4, H_OOB = 8 };
 
 static int half_operation(Warp *w, const Insn *I, Mask m, HalfKernel *kernel, int arity, bool bf16,
@@ -155,9 +175,10 @@ static int half_operation(Warp *w, const Insn *I, Mask m, HalfKernel *kernel, in
     bool nan = y[i] != y[i];
     if (flags & H_SAT) result[i] = nan || y[i] <= 0 ? 0 : y[i] > 1 ? narrow(1, f, RN) : result[i];
     if (flags & H_RELU && !nan && result[i] & 0x8000) result[i] = 0;
-    if (flags & H_OOB && (codes[0][i] == OOB_NAN || codes[1][i] == OOB_NAN)) result[i] = 0;
+    if (flags & H_OOB && ((codes[0][i] & 0x7FFF) == OOB_NAN || (codes[1][i] & 0x7FFF) == OOB_NAN))
+      result[i] = 0;
+    if (flags & H_FTZ && tiny(y[i], f, RN)) result[i] &= 0x8000;
   }
-  if (flags & H_FTZ) flush_halves(n, bf16, result);
   join(pair, result, r);
   PUT32(0, r); return DONE;
 }
@@ -183,16 +204,6 @@ HALF(fma_oob, 3, half_fma, f16, false, false, HALF_OOB_FLAGS)
 HALF(fma_oob, 3, half_fma, f16x2, false, true, HALF_OOB_FLAGS)
 HALF(fma_oob, 3, half_fma, bf16, true, false, HALF_OOB_FLAGS)
 HALF(fma_oob, 3, half_fma, bf16x2, true, true, HALF_OOB_FLAGS)
-// approximations: correctly rounded
-HALF(ex2, 1, half_ex2, f16, false, false, 0)
-HALF(ex2, 1, half_ex2, f16x2, false, true, 0)
-HALF(ex2, 1, half_ex2, bf16, true, false, H_FTZ)
-HALF(ex2, 1, half_ex2, bf16x2, true, true, H_FTZ)
-HALF(tanh, 1, half_tanh, f16, false, false, 0)
-HALF(tanh, 1, half_tanh, f16x2, false, true, 0)
-HALF(tanh, 1, half_tanh, bf16, true, false, 0)
-HALF(tanh, 1, half_tanh, bf16x2, true, true, 0)
-
 // -------------------------------------------------------------------------- minimum, maximum
 //
 // On codes of any format, shifted to the top of 32 bits, as ordered integers: -0 < +0.
@@ -285,7 +296,10 @@ EXTREMES(max, true)
   } \
   HANDLER(name##_f64) { \
     LANES64(a, 1); uint64_t r[32], sign = 1ull << 63; \
-    FOR_LANES(l) { uint64_t v = a[l]; r[l] = expr; } \
+    FOR_LANES(l) { \
+      uint64_t v = a[l]; \
+      r[l] = (v & ~sign) > 0x7FFull << 52 ? v | 1ull << 51 : (expr); \
+    } \
     PUT64(0, r); return DONE; \
   } \
   /* mod: ftz, type (f16 f16x2 bf16 bf16x2) */ \
@@ -318,22 +332,24 @@ HANDLER(copysign_f64) {
 
 // ---------------------------------------------------------------------------------------- f64
 
-// A NaN among the operands comes out quiet, the first one first.
-#define DOUBLE_LOOP(expr) \
-  FOR_LANES(l) { \
-    double x = as_double(a[l]), y = as_double(b[l]), z = as_double(c[l]), v; \
-    (void)y; (void)z; \
-    v = expr; \
-    uint64_t quiet = 1ull << 51; \
-    r[l] = v == v ? double_bits(v) : x != x ? a[l] | quiet : y != y ? b[l] | quiet \
-           : z != z ? c[l] | quiet : NAN64; \
-  }
-#define DOUBLE(name, arity, expr) \
+// A NaN among the operands comes out quiet, its sign and payload kept: of several that of the
+// second operand, else of the third.
+ALWAYS_INLINE uint64_t double_result(double v, uint64_t a, uint64_t b, uint64_t c) {
+  uint64_t infinity = 0x7FFull << 52, magnitude = ~(1ull << 63), quiet = 1ull << 51;
+  return v == v ? double_bits(v) : (b & magnitude) > infinity ? b | quiet
+         : (c & magnitude) > infinity ? c | quiet : (a & magnitude) > infinity ? a | quiet : NAN64;
+}
+#define DOUBLE(name, arity, expr) DOUBLE_OF(name, arity, expr, a, b)
+#define DOUBLE_OF(name, arity, expr, first, second) \
   HANDLER(name##_f64) { \
     SOURCES_##arity(64); uint64_t r[32]; int mode = I->mod[0]; \
     round_as(mode); \
     BARRIER4(a, b, c, r); \
-    DOUBLE_LOOP(expr) \
+    FOR_LANES(l) { \
+      double x = as_double(a[l]), y = as_double(b[l]), z = as_double(c[l]); \
+      (void)y; (void)z; \
+      r[l] = double_result(expr, first[l], second[l], c[l]); \
+    } \
     BARRIER4(a, b, c, r); \
     round_nearest(mode); \
     PUT64(0, r); return DONE; \
@@ -342,109 +358,116 @@ DOUBLE(add, 2, x + y)
 DOUBLE(sub, 2, x - y)
 DOUBLE(mul, 2, x * y)
 DOUBLE(fma, 3, __builtin_fma(x, y, z))
-DOUBLE(div, 2, x / y)
+DOUBLE_OF(div, 2, x / y, b, a)  // of NaN, that of the dividend
 DOUBLE(rcp, 1, 1.0 / x)
 DOUBLE(sqrt, 1, __builtin_sqrt(x))
-// Of the approximations of double, the hardware looks at the upper halves only. mod: none
-#define GROSS(name, expr) \
-  HANDLER(name##_approx_f64) { \
-    LANES64(a, 1); uint64_t r[32]; \
-    FOR_LANES(l) { \
-      double x = as_double(a[l] & 0xFFFFFFFF00000000); \
-      if (fabs(x) < 0x1p-1022) x = copysign(0, x); \
-      double v = expr; \
-      if (fabs(v) < 0x1p-1022) v = copysign(0, v); \
-      r[l] = v == v ? double_bits(v) & 0xFFFFFFFF00000000 : NAN64; \
-    } \
-    PUT64(0, r); return DONE; \
-  }
-GROSS(rcp, 1.0 / x)
-GROSS(rsqrt, 1.0 / sqrt(x))
-HANDLER(rsqrt_f64) {
-  LANES64(a, 1); uint64_t r[32];
-  FOR_LANES(l) {
-    double v = 1.0 / sqrt(as_double(a[l]));
-    r[l] = v == v ? double_bits(v) : NAN64;
-  }
-  PUT64(0, r); return DONE;
-}
 
 // ----------------------------------------------------------------------------- approximations
 //
-// The value itself, rounded once from double; the hardware's differs in the last bits.
-
-// 2^x, relative error below 1e-13 before rounding: a polynomial for 2^f - 1 on [-1/2, 1/2].
-ALWAYS_INLINE double exponential(double x) {
-  x = x < -1000 ? -1000 : x > 1000 ? 1000 : x;  // f32 has long gone to 0 or infinity
-  double shifted = x + 0x1.8p52, f = x - (shifted - 0x1.8p52);
-  double p = 0x1.b63880a30e9ffp-24;
-  p = p * f + 0x1.63d136366db24p-20;
-  p = p * f + 0x1.ffcb9515a8016p-17;
-  p = p * f + 0x1.4308ac85aa947p-13;
-  p = p * f + 0x1.5d87fe86fe88ep-10;
-  p = p * f + 0x1.3b2ab7181b755p-7;
-  p = p * f + 0x1.c6b08d7047e52p-5;
-  p = p * f + 0x1.ebfbdff823cedp-3;
-  p = p * f + 0x1.62e42fefa39efp-1;
-  p = p * f + 1.0;
-  return as_double(double_bits(p) + (double_bits(shifted) << 52));
-}
-HANDLER(ex2_f32) {  // mod: ftz
-  LANES32(a, 1); uint32_t r[32], f[32];
-  if (I->mod[0]) flush_all(32, a, f); else memcpy(f, a, 128);
-  FOR_LANES(l) r[l] = float_bits((float)exponential((double)as_float(f[l])));
-  FOR_LANES(l) r[l] = (f[l] & 0x7FFFFFFF) > 0x7F800000 ? NAN32 : r[l];
-  if (I->mod[0]) flush_all(32, r, r);
-  PUT32(0, r); return DONE;
-}
-
-// The hardware first multiplies by the f32 nearest to 1 / (2 pi), cutting off the product, and
-// takes the result for a number of turns: that is what large arguments lose. Small ones are
-// flushed.
-#define TWO_PI 6.283185307179586476925
-static double turns(double x) {
-  double t = x * (double)0.15915494667125701904f;
-  t = as_float(flushed(narrow(t, &F32, RZ)));
-  return t - rint(t);
-}
-// The others. mod: ftz
-#define APPROXIMATE(name, expr) \
+// As ptxas builds them of the special function unit: without .ftz, what that would flush is scaled.
+// mod: ftz
+#define APPROXIMATE(name, condition, argument, result) \
   HANDLER(name##_approx_f32) { \
-    LANES32(a, 1); uint32_t r[32], f[32]; \
-    if (I->mod[0]) flush_all(32, a, f); else memcpy(f, a, 128); \
-    FOR_LANES(l) { double x = as_float(f[l]); r[l] = canonical((float)(expr)); } \
-    if (I->mod[0]) flush_all(32, r, r); \
+    LANES32(a, 1); uint32_t r[32]; \
+    if (I->mod[0]) FOR_LANES(l) r[l] = mufu_##name(a[l]); \
+    else FOR_LANES(l) { \
+      float x = as_float(a[l]); \
+      bool scaled = condition; \
+      float y = as_float(mufu_##name(float_bits(scaled ? argument : x))); \
+      r[l] = canonical(scaled ? result : y); \
+    } \
     PUT32(0, r); return DONE; \
   }
-APPROXIMATE(lg2, log2(x))
-APPROXIMATE(sin, sin(turns(x) * TWO_PI))
-APPROXIMATE(cos, cos(turns(x) * TWO_PI))
-APPROXIMATE(rcp, 1.0 / x)
-APPROXIMATE(sqrt, __builtin_sqrt(x))
-APPROXIMATE(rsqrt, 1.0 / __builtin_sqrt(x))
+#define SMALL (__builtin_fabsf(x) < 0x1p-126f)
+#define LARGE(x) (__builtin_fabsf(x) > 0x1p126f)
+APPROXIMATE(ex2, x < -126, x * 0.5f, y * y)
+APPROXIMATE(lg2, SMALL, x * 0x1p24f, y - 24)
+APPROXIMATE(sqrt, SMALL, x * 0x1p24f, y * 0x1p-12f)
+APPROXIMATE(rsq, SMALL, x * 0x1p24f, y * 0x1p12f)
+APPROXIMATE(rcp, SMALL | LARGE(x), x * (LARGE(x) ? 0.25f : 0x1p24f),
+            y * (LARGE(x) ? 0.25f : 0x1p24f))
+// The unit takes angles in turns: the argument times the f32 near 1 / (2 pi), cut off.
+ALWAYS_INLINE uint32_t turns(uint32_t x) {
+  double t = (double)as_float(x) * 0x1.45f306p-3;
+  return float_bits((float)as_double(double_bits(t) & ~0x1FFFFFFFull));
+}
+#define ANGLE(name, cosine) \
+  HANDLER(name##_approx_f32) { \
+    LANES32(a, 1); uint32_t r[32]; \
+    FOR_LANES(l) r[l] = mufu_sin(turns(a[l]), cosine); \
+    PUT32(0, r); return DONE; \
+  }
+ANGLE(sin, false)
+ANGLE(cos, true)
 HANDLER(tanh_f32) {
   LANES32(a, 1); uint32_t r[32];
-  FOR_LANES(l) r[l] = canonical((float)tanh(as_float(a[l])));
+  FOR_LANES(l) r[l] = mufu_tanh(a[l]);
   PUT32(0, r); return DONE;
 }
-// a * (1 / b): beyond 2^126 the reciprocal is 0. mod: ftz
-HANDLER(div_approx_f32) {
-  LANES32(a, 1); LANES32(b, 2); uint32_t r[32], fa[32], fb[32];
-  if (I->mod[0]) { flush_all(32, a, fa), flush_all(32, b, fb); a = fa, b = fb; }
-  FOR_LANES(l) {
-    float x = as_float(a[l]), y = as_float(b[l]);
-    uint32_t sign = (a[l] ^ b[l]) & 0x80000000, magnitude = b[l] & 0x7FFFFFFF;
-    bool large = magnitude > 0x7E800000 && magnitude < 0x7F800000;
-    float v = large ? x * as_float(sign ^ (a[l] & 0x80000000)) : x / y;
-    r[l] = canonical(v);
+// Those of 16 bits cut the result off once more.
+#define HALF_APPROXIMATE(name, type, bf16, pair) \
+  HANDLER(name##_##type) { \
+    LANES32(a, 1); uint32_t codes[64], x[64], r[32]; \
+    int n = pair ? 64 : 32; \
+    split(pair, a, codes); \
+    widen(n, bf16, codes, x); \
+    for (int i = 0; i < n; i++) x[i] = mufu_##name(x[i]); \
+    for (int i = 0; i < n; i++) \
+      codes[i] = bf16 || x[i] == NAN32 ? x[i] >> 16 \
+                 : x[i] >> 31 == 0 && x[i] >= 0x47800000 ? F16.infinity \
+                 : narrow(as_float(x[i]), &F16, RZ); \
+    join(pair, codes, r); \
+    PUT32(0, r); return DONE; \
   }
-  if (I->mod[0]) flush_all(32, r, r);
+#define HALF_APPROXIMATE_ALL(name) \
+  HALF_APPROXIMATE(name, f16, false, false) HALF_APPROXIMATE(name, f16x2, false, true) \
+  HALF_APPROXIMATE(name, bf16, true, false) HALF_APPROXIMATE(name, bf16x2, true, true)
+HALF_APPROXIMATE_ALL(ex2)
+HALF_APPROXIMATE_ALL(tanh)
+
+// Quotients are products with a reciprocal; those of .full are right beyond 2^126, too. mod: ftz
+static int divide(Warp *w, const Insn *I, Mask m, bool full) {
+  LANES32(a, 1); LANES32(b, 2); uint32_t r[32], x[32], y[32], scale[32];
+  bool ftz = I->mod[0];
+  FOR_LANES(l) {
+    float v = as_float(b[l]);
+    bool small = !ftz && __builtin_fabsf(v) < 0x1p-126f;
+    scale[l] = float_bits(full && LARGE(v) ? 0.25f : small ? 0x1p24f : 1);
+  }
+  RUN(mul, 32, RN, ftz, false, a, scale, a, x);
+  RUN(mul, 32, RN, ftz, false, b, scale, b, y);
+  FOR_LANES(l) y[l] = mufu_rcp(y[l]);
+  RUN(mul, 32, RN, ftz, false, x, y, x, r);
   PUT32(0, r); return DONE;
 }
-HANDLER(div_full_f32) {  // mod: ftz
-  LANES32(a, 1); LANES32(b, 2); uint32_t r[32];
-  run_kernel(div_kernel, 32, RN, I->mod[0], false, a, b, a, r);
-  PUT32(0, r); return DONE;
+HANDLER(div_approx_f32) { return divide(w, I, m, false); }
+HANDLER(div_full_f32) { return divide(w, I, m, true); }
+
+// Of double, the upper halves only.
+#define UPPER(name) \
+  HANDLER(name##_approx_f64) { \
+    LANES64(a, 1); uint64_t r[32]; \
+    FOR_LANES(l) r[l] = (uint64_t)mufu_##name##64((uint32_t)(a[l] >> 32)) << 32; \
+    PUT64(0, r); return DONE; \
+  }
+UPPER(rcp)
+UPPER(rsq)
+// Refined once from there.
+ALWAYS_INLINE double refined_rsqrt(double x) {
+  double y = as_double((uint64_t)mufu_rsq64((uint32_t)(double_bits(x) >> 32)) << 32);
+  double e = __builtin_fma(x, -(y * y), 1.0);
+  return __builtin_fma(__builtin_fma(e, 0.375, 0.5), y * e, y);
+}
+HANDLER(rsqrt_f64) {
+  LANES64(a, 1); uint64_t r[32];
+  FOR_LANES(l) {
+    double x = as_double(a[l]);
+    double v = !(x > 0) || x == INFINITY ? 1 / __builtin_sqrt(x)
+               : x < 0x1p-1022           ? refined_rsqrt(x * 0x1p54) * 0x1p27
+                                         : refined_rsqrt(x);
+    r[l] = double_result(v, a[l], a[l], a[l]);
+  }
+  PUT64(0, r); return DONE;
 }
 
 // ------------------------------------------------------------------------------- comparisons
@@ -617,11 +640,11 @@ const Form FORMS_FLOAT[] = {
   {"sqrt(.rn|rz|rm|rp){.ftz}.f32", S32_1, sqrt_f32, 0},
   {"sqrt(.rn|rz|rm|rp).f64", S64_1, sqrt_f64, 0},
   {"rsqrt.approx.f64", S64_1, rsqrt_f64, 0},
-  {"rsqrt.approx.ftz.f64", S64_1, rsqrt_approx_f64, 0},
-  FORM_APPROXIMATE(ex2, ex2_f32), FORM_APPROXIMATE(lg2, lg2_approx_f32),
+  {"rsqrt.approx.ftz.f64", S64_1, rsq_approx_f64, 0},
+  FORM_APPROXIMATE(ex2, ex2_approx_f32), FORM_APPROXIMATE(lg2, lg2_approx_f32),
   FORM_APPROXIMATE(sin, sin_approx_f32), FORM_APPROXIMATE(cos, cos_approx_f32),
   FORM_APPROXIMATE(rcp, rcp_approx_f32), FORM_APPROXIMATE(sqrt, sqrt_approx_f32),
-  FORM_APPROXIMATE(rsqrt, rsqrt_approx_f32),
+  FORM_APPROXIMATE(rsqrt, rsq_approx_f32),
   {"ex2.approx.f16", S32_1, ex2_f16, 0}, {"ex2.approx.f16x2", S32_1, ex2_f16x2, 0},
   {"ex2.approx.ftz.bf16", S32_1, ex2_bf16, 0}, {"ex2.approx.ftz.bf16x2", S32_1, ex2_bf16x2, 0},
   {"tanh.approx.f32", S32_1, tanh_f32, 0},

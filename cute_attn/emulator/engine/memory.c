@@ -692,14 +692,28 @@ static void gather(uint8_t *out, Mask m, const Values *v, int n, uint32_t bytes)
 // What a batch of a store is about to write.
 typedef struct { const Batch *batch; const Values *values; int n; uint32_t bytes; } Stored;
 
-static bool already_there(const void *data) {
+static bool already_there(const void *data, const uint8_t *word) {
   const Stored *s = data;
   FOR_SET(l, s->batch->m)
-    for (int k = 0; k < s->n; k++)
-      if (memcmp(host_of(s->batch, l) + (uint32_t)k * s->bytes,
-                 s->values[k].data + l * s->values[k].stride, s->bytes))
+    for (int k = 0; k < s->n; k++) {
+      const uint8_t *at = host_of(s->batch, l) + (uint32_t)k * s->bytes;
+      if (at < word + 4 && word < at + s->bytes &&
+          memcmp(at, s->values[k].data + l * s->values[k].stride, s->bytes))
         return false;
+    }
   return true;
+}
+
+// Undefined values make local and shared memory undefined; anywhere else they have an effect.
+static void note_definedness(Warp *w, const Insn *I, const Batch *b, const Operand *value,
+                             uint32_t at, uint32_t bytes) {
+  Mask defined = I->flags & F_PROPAGATE ? defined_in(w, value) : ALL_LANES;
+  if (b->space == SP_LOCAL) {
+    FOR_SET(l, b->m) memset(w->local_init + b->at[l] + at, defined >> l & 1, bytes);
+  } else if (b->m & ~defined) {
+    if (b->space != SP_SHARED) undefined_read(w, I, value, b->m & ~defined);
+    else FOR_SET(l, b->m & ~defined) memset(b->cta->shared_init + b->at[l] + at, 0, bytes);
+  }
 }
 
 static int store(Warp *w, const Insn *I, Mask m, Space space) {
@@ -733,9 +747,7 @@ static int store(Warp *w, const Insn *I, Mask m, Space space) {
     for (int k = 0; k < n; k++) {
       uint32_t at = (uint32_t)k * t.bytes;
       store_element(&b, at, v[k], t.bytes);
-      if (b.space != SP_LOCAL) continue;
-      Mask defined = I->flags & F_PROPAGATE ? defined_in(w, &s[k]) : ALL_LANES;
-      FOR_SET(l, b.m) memset(w->local_init + b.at[l] + at, defined >> l & 1, t.bytes);
+      note_definedness(w, I, &b, &s[k], at, t.bytes);
     }
     if (b.space != SP_LOCAL) progress(emu_of(w));
   }
@@ -802,6 +814,14 @@ typedef struct { Combine global, shared; uint8_t bytes, parts; } Atomic;
 // Sums in f32, of which f16 and bf16 have less than half the precision: rounding twice is right.
 static uint32_t sum_f32(uint32_t x, uint32_t y) { return canonical(as_float(x) + as_float(y)); }
 static uint32_t f32_of_bf16(uint32_t v) { return v << 16; }
+// In f64 a NaN among the operands is the result: in shared memory quiet and rather what was there,
+// in global memory as it is and rather the operand.
+#define QUIET64 (1ull << 51)
+static bool nan_f64(uint64_t v) { return (v & ~(1ull << 63)) > 0x7FFull << 52; }
+static uint64_t sum_f64(uint64_t x, uint64_t y, uint64_t nan) {
+  double v = as_double(x) + as_double(y);
+  return v == v ? double_bits(v) : nan_f64(x) || nan_f64(y) ? nan : NAN64;
+}
 
 // Minimum and maximum of f16 and bf16 codes: -0 below +0, a number rather than a NaN.
 static uint16_t extreme(uint16_t x, uint16_t y, uint16_t infinity, bool smaller) {
@@ -841,7 +861,8 @@ COMBINE(max_u64, uint64_t, x > b ? x : b)
 COMBINE(max_s64, int64_t, x > b ? x : b)
 COMBINE(add_f32, uint32_t, sum_f32(x, b))
 COMBINE(add_ftz_f32, uint32_t, flushed(sum_f32(flushed(x), flushed(b))))
-COMBINE(add_f64, double, x + b)
+COMBINE(add_f64, uint64_t, sum_f64(x, b, nan_f64(x) ? x | QUIET64 : b | QUIET64))
+COMBINE(add_f64_global, uint64_t, sum_f64(x, b, nan_f64(b) ? b : x))
 COMBINE(add_f16, uint16_t, f16_of(sum_f32(f32_of_f16(x), f32_of_f16(b))))
 COMBINE(add_bf16, uint16_t, bf16_of(sum_f32(f32_of_bf16(x), f32_of_bf16(b))))
 COMBINE(min_f16, uint16_t, extreme(x, b, INFINITY_F16, true))
@@ -947,7 +968,7 @@ ATOMICS(exec_atom_cas, 4, 0, AT_TYPE, true,
         {PLAIN(cas_16, 2), PLAIN(cas_32, 4), PLAIN(cas_64, 8), PLAIN(cas_128, 16)})
 ATOMICS(exec_atom_add, 5, 0, AT_TYPE, false,
         {PLAIN(add_32, 4), PLAIN(add_32, 4), PLAIN(add_64, 8), {add_ftz_f32, add_f32, 4, 1},
-         PLAIN(add_f64, 8)})
+         {add_f64_global, add_f64, 8, 1}})
 ATOMICS(exec_atom_step, 1, 0, AT_TYPE, false, {PLAIN(inc_32, 4)}, {PLAIN(dec_32, 4)})
 ATOMICS(exec_atom_extreme, 4, 0, AT_TYPE, false,
         {PLAIN(min_u32, 4), PLAIN(min_s32, 4), PLAIN(min_u64, 8), PLAIN(min_s64, 8)},
@@ -1301,9 +1322,9 @@ const Form FORMS_MEMORY[] = {
     LD("{.weak}", "(.const)", exec_ld_const),
     {"ldu{.global}" VECTOR TYPES, "dxl a", exec_ldu, 0},
 
-    ST(ST_SEMANTICS, "", exec_st_generic, 0),
+    ST(ST_SEMANTICS, "", exec_st_generic, F_PROPAGATE),
     ST(ST_SEMANTICS, "(.global)", exec_st_global, 0),
-    ST(ST_SEMANTICS, "(.shared|shared::cta|shared::cluster)", exec_st_shared, 0),
+    ST(ST_SEMANTICS, "(.shared|shared::cta|shared::cluster)", exec_st_shared, F_PROPAGATE),
     ST("{.weak}", "(.local)", exec_st_local, F_PROPAGATE),
     ST("{.weak}", "(.param|param::func)", exec_st_param, F_PROPAGATE),
     {"st.bulk{.weak}{.shared::cta}", "a s64 i", exec_st_bulk, 0},

@@ -48,14 +48,16 @@ static void count_rows(Warp *w, const uint64_t *address, int rows) {
 }
 
 // Matrix rows as they stand in memory, from the addresses of the first `rows` lanes. `bytes`:
-// how many of the 16 hold data.
+// how many of the 16 hold data. `known`, where it is given, gets 1 for each byte with a value.
 static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool generic, int rows,
-                      int bytes, uint8_t out[32][16]) {
+                      int bytes, uint8_t out[32][16], uint8_t known[32][16]) {
   Mask lanes = m & (rows == 32 ? ALL_LANES : (1u << rows) - 1);
   uint64_t address[32] = {0};
   addresses_of(w, I, o, lanes, address);
   Access a = access_of(w, I, "ldmatrix");
+  a.lazy = known != NULL;
   memset(out, 0, 32 * 16);
+  if (known) memset(known, 1, 32 * 16);
   FOR_SET(l, lanes) {
     Cta *cta;
     uint32_t offset;
@@ -63,6 +65,7 @@ static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool gen
     if (!p) continue;
     shared_read(&a, cta, offset, (uint32_t)bytes);
     memcpy(out[l], p, (size_t)bytes);
+    if (known) memcpy(known[l], cta->shared_init + offset, (size_t)bytes);
   }
   emu_of(w)->counters[CT_SHARED_LOAD] += (uint64_t)rows * 16;
   count_rows(w, address, rows);
@@ -70,23 +73,33 @@ static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool gen
 
 static int matrices(int modifier) { return 1 << (modifier - 1); }  // .x1 .x2 .x4
 
+// What each lane gets of an 8 x 8 matrix of 16-bit elements.
+static void fragment(uint8_t x[8][16], bool transposed, uint32_t v[32]) {
+  FOR_LANES(l) {
+    int g = l / 4, t = l % 4;
+    if (!transposed) v[l] = word_at(&x[g][4 * t]);
+    else v[l] = (word_at(&x[2 * t][g / 2 * 4]) >> (g & 1) * 16 & 0xFFFF) |
+                word_at(&x[2 * t + 1][g / 2 * 4]) >> (g & 1) * 16 << 16;
+  }
+}
+
 static int exec_ldmatrix(Warp *w, const Insn *I, Mask m) {
   int count = matrices(I->mod[0]);
-  bool transposed = I->mod[1];
-  uint8_t rows[32][16];
+  bool transposed = I->mod[1], checked = checking(emu_of(w), CK_UNINITIALISED);
+  uint8_t rows[32][16], known[32][16];
   whole_warp(w, I, m);
-  load_rows(w, I, m, &I->op[1], !I->mod[2], 8 * count, 16, rows);
+  load_rows(w, I, m, &I->op[1], !I->mod[2], 8 * count, 16, rows, checked ? known : NULL);
   const Operand *d = list_of(w, &I->op[0]);
   for (int i = 0; i < count && i < count_of(&I->op[0]); i++) {
-    uint8_t (*x)[16] = rows + 8 * i;
     uint32_t v[32];
-    FOR_LANES(l) {
-      int g = l / 4, t = l % 4;
-      if (!transposed) v[l] = word_at(&x[g][4 * t]);
-      else v[l] = (word_at(&x[2 * t][g / 2 * 4]) >> (g & 1) * 16 & 0xFFFF) |
-                  word_at(&x[2 * t + 1][g / 2 * 4]) >> (g & 1) * 16 << 16;
-    }
+    fragment(rows + 8 * i, transposed, v);
     put32_of(w, I, &d[i], m, v);
+    if (!checked) continue;
+    Mask defined = 0;
+    fragment(known + 8 * i, transposed, v);
+    FOR_LANES(l) defined |= (Mask)(v[l] == 0x01010101) << l;
+    w->taint_origin = (int32_t)(I - emu_of(w)->program->code);
+    set_defined(w, &d[i], m, defined);
   }
   return DONE;
 }
@@ -110,7 +123,7 @@ static int exec_ldmatrix_m8n16(Warp *w, const Insn *I, Mask m) {
   int count = matrices(I->mod[0]), bits = packed_bits(I->mod[2]);
   uint8_t rows[32][16];
   whole_warp(w, I, m);
-  load_rows(w, I, m, &I->op[1], !I->mod[1], 8 * count, 2 * bits, rows);
+  load_rows(w, I, m, &I->op[1], !I->mod[1], 8 * count, 2 * bits, rows, NULL);
   unpack_rows(rows, bits);
   const Operand *d = list_of(w, &I->op[0]);
   for (int i = 0; i < count && i < count_of(&I->op[0]); i++) {
@@ -126,7 +139,7 @@ static int load_m16n16(Warp *w, const Insn *I, Mask m, bool generic, int bits) {
   int count = matrices(I->mod[0]);
   uint8_t rows[32][16];
   whole_warp(w, I, m);
-  load_rows(w, I, m, &I->op[1], generic, 16 * count, 2 * bits, rows);
+  load_rows(w, I, m, &I->op[1], generic, 16 * count, 2 * bits, rows, NULL);
   if (bits < 8) unpack_rows(rows, bits);
   const Operand *d = list_of(w, &I->op[0]);
   for (int i = 0; i < 2 * count && i < count_of(&I->op[0]); i++) {
@@ -149,10 +162,12 @@ static int exec_ldmatrix_m16n16(Warp *w, const Insn *I, Mask m) {
 }
 
 static void store_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool generic, int rows,
-                       uint8_t in[32][16]) {
+                       uint8_t in[32][16], uint8_t known[32][16]) {
   Mask lanes = m & (rows == 32 ? ALL_LANES : (1u << rows) - 1);
   uint64_t address[32] = {0};
   addresses_of(w, I, o, lanes, address);
+  if (I->flags & F_PROPAGATE && o->sub == K_REG && lanes & ~w->defined[o->id])
+    undefined_read(w, I, o, lanes & ~w->defined[o->id]);  // the flag is for the data alone
   Access a = access_of(w, I, "stmatrix");
   FOR_SET(l, lanes) {
     Cta *cta;
@@ -161,32 +176,42 @@ static void store_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool ge
     if (!p) continue;
     shared_write(&a, cta, offset, 16);
     memcpy(p, in[l], 16);
+    if (known) memcpy(cta->shared_init + offset, known[l], 16);
   }
   emu_of(w)->counters[CT_SHARED_STORE] += (uint64_t)rows * 16;
   count_rows(w, address, rows);
   progress(emu_of(w));
 }
 
+// The reverse of fragment().
+static void place_fragment(uint8_t x[8][16], bool transposed, const uint32_t *v) {
+  FOR_LANES(l) {
+    int g = l / 4, t = l % 4;
+    if (!transposed) memcpy(&x[g][4 * t], &v[l], 4);
+    else {
+      memcpy(&x[2 * t][2 * g], &v[l], 2);
+      memcpy(&x[2 * t + 1][2 * g], (const char *)&v[l] + 2, 2);
+    }
+  }
+}
+
 static int exec_stmatrix(Warp *w, const Insn *I, Mask m) {
   int count = matrices(I->mod[0]);
   bool transposed = I->mod[1];
-  uint8_t rows[32][16] = {{0}};
+  uint8_t rows[32][16] = {{0}}, known[32][16];
+  Mask undefined = 0;
   whole_warp(w, I, m);
+  memset(known, 1, sizeof known);
   const Operand *s = list_of(w, &I->op[1]);
   for (int i = 0; i < count && i < count_of(&I->op[1]); i++) {
-    uint8_t (*x)[16] = rows + 8 * i;
-    uint32_t buffer[32];
-    const uint32_t *v = src32_of(w, I, &s[i], m, buffer);
-    FOR_LANES(l) {
-      int g = l / 4, t = l % 4;
-      if (!transposed) memcpy(&x[g][4 * t], &v[l], 4);
-      else {
-        memcpy(&x[2 * t][2 * g], &v[l], 2);
-        memcpy(&x[2 * t + 1][2 * g], (const char *)&v[l] + 2, 2);
-      }
-    }
+    uint32_t buffer[32], are[32];
+    place_fragment(rows + 8 * i, transposed, src32_of(w, I, &s[i], m, buffer));
+    Mask defined = defined_in(w, &s[i]);
+    undefined |= ~defined;
+    FOR_LANES(l) are[l] = defined >> l & 1 ? 0x01010101 : 0;
+    place_fragment(known + 8 * i, transposed, are);
   }
-  store_rows(w, I, m, &I->op[0], !I->mod[2], 8 * count, rows);
+  store_rows(w, I, m, &I->op[0], !I->mod[2], 8 * count, rows, undefined ? known : NULL);
   return DONE;
 }
 
@@ -203,7 +228,7 @@ static int exec_stmatrix_b8(Warp *w, const Insn *I, Mask m) {
       for (int j = 0; j < 4; j++)
         rows[8 * i + l % 4 * 2 + j % 2][l / 4 + j / 2 * 8] = (uint8_t)(v[l] >> 8 * j);
   }
-  store_rows(w, I, m, &I->op[0], !I->mod[1], 8 * count, rows);
+  store_rows(w, I, m, &I->op[0], !I->mod[1], 8 * count, rows, NULL);
   return DONE;
 }
 
@@ -330,6 +355,37 @@ typedef struct {
   bool f16_c, f16_d;
 } FloatMma;
 
+// Lanes with an undefined value in the registers of a fragment that `chosen` names, one bit each.
+static Mask undefined_in(Warp *w, const Operand *o, unsigned chosen) {
+  const Operand *list = list_of(w, o);
+  Mask bad = 0;
+  for (int r = 0; r < count_of(o); r++)
+    if (chosen >> r & 1) bad |= ~defined_in(w, &list[r]);
+  return bad;
+}
+
+static unsigned fours(Mask lanes) {  // which rows of four lanes are meant, one bit each
+  unsigned rows = 0;
+  for (int g = 0; g < 8; g++) rows |= (unsigned)((lanes >> 4 * g & 15) != 0) << g;
+  return rows;
+}
+
+// An undefined element of A makes its row of D undefined, one of B its column, one of C its own.
+static void spread_undefined(Warp *w, const Insn *I, Mask m, const FloatMma *f, const Mask c[4]) {
+  const Operand *d = list_of(w, &I->op[0]);
+  unsigned low = fours(undefined_in(w, &I->op[1], 0x55)), high =
+      fours(undefined_in(w, &I->op[1], 0xAA)), columns = fours(undefined_in(w, &I->op[2], 0xFF));
+  for (int r = 0; r < count_of(&I->op[0]); r++) {
+    Mask bad = 0;
+    FOR_LANES(l) {
+      unsigned mine = f->f16_d ? 3u << l % 4 * 2 : 1u << (l % 4 * 2 + r % 2);
+      unsigned rows = (f->f16_d ? r : r / 2) ? high : low;
+      bad |= (Mask)(rows >> l / 4 & 1 || columns & mine) << l;
+    }
+    set_defined(w, &d[r], m, ~(bad | c[r]));
+  }
+}
+
 static int float_mma(Warp *w, const Insn *I, Mask m, const FloatMma *f) {
   Emu *e = emu_of(w);
   uint8_t rows[16 * MAX_K_BYTES];
@@ -349,8 +405,19 @@ static int float_mma(Warp *w, const Insn *I, Mask m, const FloatMma *f) {
     Numerics n = numerics_of(e, UNIT_MMA, f->a, f->b, f->f16_d, SCALED_NONE);
     mma_tile(&n, 16, 8, f->k, A, B, D, true);
   }
+  // D may be C: what is undefined has to be known before it is written.
+  Mask undefined[4] = {0};
+  const Operand *c = list_of(w, &I->op[3]);
+  for (int r = 0; r < 4 && r < count_of(&I->op[3]); r++) {
+    int first = f->f16_c == f->f16_d ? r : f->f16_c ? 2 * r : r / 2;
+    undefined[first % 4] |= ~defined_in(w, &c[r]);
+    if (f->f16_c && !f->f16_d) undefined[first + 1] |= ~defined_in(w, &c[r]);
+  }
+  Mask any = undefined_in(w, &I->op[1], 0xFF) | undefined_in(w, &I->op[2], 0xFF) | undefined[0] |
+             undefined[1] | undefined[2] | undefined[3];
   if (f->f16_d) scatter_halves(w, I, m, &I->op[0], 16, D);
   else scatter_words(w, I, m, &I->op[0], 16, (uint32_t *)D);
+  if (any) spread_undefined(w, I, m, f, undefined);
   finish_count(w, f->kind, 16, f->k);
   return DONE;
 }
@@ -568,20 +635,20 @@ const Form FORMS_MMA[] = {
   {"ldmatrix.sync.aligned.m8n16(.x1|x2|x4)" SHARED ".b8x16(.b6x16_p32|b4x16_p64)", "d32l a",
    exec_ldmatrix_m8n16, F_ALIGNED},
   {"stmatrix.sync.aligned.m8n8(.x1|x2|x4){.trans}" SHARED ".b16", "a s32l", exec_stmatrix,
-   F_ALIGNED},
+   F_ALIGNED | F_PROPAGATE},
   {"stmatrix.sync.aligned.m16n8(.x1|x2|x4).trans" SHARED ".b8", "a s32l", exec_stmatrix_b8,
    F_ALIGNED},
   {"movmatrix.sync.aligned.m8n8.trans.b16", "d32 s32", exec_movmatrix, F_ALIGNED},
   {"mma.sync.aligned(.m16n8k8|m16n8k16).row.col(.f16|f32).f16.f16(.f16|f32)",
-   "d32l s32l s32l s32l", exec_mma_f16, F_ALIGNED},
+   "d32l s32l s32l s32l", exec_mma_f16, F_ALIGNED | F_PROPAGATE},
   {"mma.sync.aligned(.m16n8k8|m16n8k16).row.col.f32.bf16.bf16.f32", "d32l s32l s32l s32l",
-   exec_mma_bf16, F_ALIGNED},
+   exec_mma_bf16, F_ALIGNED | F_PROPAGATE},
   {"mma.sync.aligned(.m16n8k4|m16n8k8).row.col.f32.tf32.tf32.f32", "d32l s32l s32l s32l",
-   exec_mma_tf32, F_ALIGNED},
+   exec_mma_tf32, F_ALIGNED | F_PROPAGATE},
   {"mma.sync.aligned(.m16n8k16|m16n8k32).row.col(.f16|f32)" FP8 FP8 "(.f16|f32)",
-   "d32l s32l s32l s32l", exec_mma_fp8, F_ALIGNED},
+   "d32l s32l s32l s32l", exec_mma_fp8, F_ALIGNED | F_PROPAGATE},
   {"mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4(.f16|f32)" SMALL SMALL "(.f16|f32)",
-   "d32l s32l s32l s32l", exec_mma_f8f6f4, F_ALIGNED},
+   "d32l s32l s32l s32l", exec_mma_f8f6f4, F_ALIGNED | F_PROPAGATE},
   SCALED(".m16n8k32.row.col", ".kind::mxf8f6f4.block_scale{.scale_vec::1X}",
          ".f32" SMALL SMALL ".f32.ue8m0", exec_mma_mxf8f6f4),
   SCALED(".m16n8k64.row.col", ".kind::mxf4.block_scale{.scale_vec::2X}",

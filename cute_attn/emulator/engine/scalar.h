@@ -122,6 +122,17 @@ ALWAYS_INLINE uint32_t narrow(double value, const Format *f, int mode) {
   return narrow_random(value, f, mode, false, 0);
 }
 
+// Whether v, exact or rounded to odd, is below the smallest normal number once it is rounded to the
+// bits of f, whatever the exponent: that is what .ftz flushes.
+ALWAYS_INLINE bool tiny(double v, const Format *f, int mode) {
+  int exponent = 1023 + 1 - f->bias;
+  double a = __builtin_fabs(v), smallest = as_double((uint64_t)exponent << 52);
+  double ulp = as_double((uint64_t)(exponent - f->mantissa - 1) << 52);
+  return mode <= RN                   ? a < smallest - ulp / 2
+         : mode == (v < 0 ? RM : RP) ? a <= smallest - ulp
+                                       : a < smallest;
+}
+
 // f32 to f16 and bf16, to nearest: forms that vectorise.
 ALWAYS_INLINE uint32_t f16_of(uint32_t v) {
   uint32_t a = v & 0x7FFFFFFF, sign = v >> 16 & 0x8000;

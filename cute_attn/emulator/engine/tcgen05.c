@@ -615,6 +615,12 @@ static int exec_fence(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
+int tcgen05_fences(const Program *p) {
+  int n = 0;
+  for (int i = 0; i < p->ncode; i++) n += p->code[i].exec == exec_fence && p->code[i].mod[0] == 2;
+  return n;
+}
+
 // ------------------------------------------------------------------ matrices in shared memory
 
 enum { SWIZZLE_NONE = 0, SWIZZLE_128B_32B = 1, SWIZZLE_128B = 2, SWIZZLE_64B = 4, SWIZZLE_32B = 6 };

@@ -1,0 +1,288 @@
+"""Kernels of other packages that are right on hardware: here too, and with nothing to report.
+
+Each runs with all checks on. Its results must have no more than twice the error of a plain
+computation in the same data types, and no finding may be an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_attn.emulator import Emulator, Report
+
+from . import peer_results
+from .peers import Captured, CaptureError, Request, capture_all, missing
+from .peers.flash_attention_4 import backward, forward
+from .peers.quack_kernels import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    gemm,
+    norm_backward,
+    norm_forward,
+    softmax_backward,
+    softmax_forward,
+    topk_backward,
+    topk_forward,
+)
+
+DIRECTORY = Path(__file__).parents[2] / "build" / "peers"
+SM90, SM100, SM120 = "sm_90a", "sm_100a", "sm_120a"
+SCHEDULES = [("random", 1), ("random", 2), ("adversarial", 0)]
+
+# Findings that are the kernel's, by the function and the start of the message.
+KNOWN = {
+    # The last releases of K and dS are signalled to the peer CTA, which does not wait for them.
+    "backward": "tcgen05.commit signals an mbarrier of CTA rank",
+}
+
+
+def uneven(**options: Any) -> dict[str, Any]:
+    return {"heads": 1, "causal": True, "seqlen_q": 200, "seqlen_k": 333} | options
+
+
+def attention(arch: str, head_dim: int, both: list[dict[str, Any]]) -> list[Request]:
+    return [
+        f(arch=arch, head_dim=head_dim, **options) for options in both for f in (forward, backward)
+    ]
+
+
+GROUPED = {"heads": 4, "qhead_per_kvhead": 2, "causal": True, "seqlen_q": 130}
+VARLEN = {"causal": True, "seqlens_q": (100, 60, 1), "seqlens_k": (130, 60, 77)}
+
+QUICK = [
+    *attention(SM90, 64, [uneven()]),
+    *attention(SM100, 64, [uneven()]),
+    *attention(SM90, 128, [uneven()]),
+    *attention(SM100, 128, [uneven()]),
+    *attention(SM90, 256, [uneven()]),
+    *attention(SM100, 256, [uneven()]),
+    gemm(arch=SM90, m=200, n=136, c=True),
+    gemm(arch=SM100, m=512, tile=(256, 128), cluster=(2, 1), scheduler="dynamic", num_sms=4),
+    gemm(arch=SM90, dtype="float8_e4m3fn", cluster=(2, 1)),
+    gemm(arch=SM100, m=128, n=128, k=256, block_scaled="nvfp4"),
+    norm_forward(arch=SM90, m=2, n=32768),
+    softmax_forward(arch=SM90),
+    cross_entropy_forward(arch=SM90, dx=True),
+    topk_forward(arch=SM90),
+]
+
+ATTENTION = [
+    *(
+        request
+        for arch in (SM90, SM100)
+        for head_dim in (64, 128, 256)
+        for request in (
+            *attention(
+                arch, head_dim, [{"heads": 1, "seqlen_q": 128, "seqlen_k": 256}, GROUPED, VARLEN]
+            ),
+            backward(arch=arch, head_dim=head_dim, deterministic=True, causal=True, seqlen_q=200),
+        )
+    ),
+    *(
+        request
+        for arch in (SM90, SM100)
+        for head_dim in (64, 128)
+        for request in (
+            *attention(
+                arch,
+                head_dim,
+                [
+                    {"heads": 1, "window": (64, 0), "seqlen_q": 300},
+                    {"heads": 1, "window": (30, 50), "seqlen_q": 300, "seqlen_k": 350},
+                    {"heads": 1, "softcap": 10.0, "causal": True, "seqlen_q": 150},
+                ],
+            ),
+            forward(
+                arch=arch,
+                head_dim=head_dim,
+                heads=8,
+                qhead_per_kvhead=8,
+                pack_gqa=True,
+                seqlen_q=5,
+                seqlen_k=300,
+                causal=True,
+            ),
+            forward(arch=arch, head_dim=head_dim, learnable_sink=True, causal=True, seqlen_q=150),
+            backward(
+                arch=arch,
+                head_dim=head_dim,
+                qhead_per_kvhead=2,
+                deterministic=True,
+                causal=True,
+                seqlen_q=200,
+            ),
+        )
+    ),
+    *(
+        request
+        for arch in (SM90, SM100)
+        for request in (
+            *attention(arch, 192, [{"head_dim_v": 128, "heads": 1, "causal": True}]),
+            *attention(arch, 128, [{"heads": 1, "seqlen_q": 300, "seqlen_k": 200, "causal": True}]),
+            *attention(arch, 96, [{"heads": 1, "seqlen_q": 200}]),
+            forward(arch=arch, dtype="float16", heads=1, seqlen_q=150),
+        )
+    ),
+    *(forward(arch=SM100, head_dim=d, num_splits=3, seqlen_q=64, seqlen_k=600) for d in (64, 128)),
+    *(forward(arch=SM100, head_dim=d, dtype="float8_e4m3fn", **uneven()) for d in (64, 128)),
+    *(
+        request
+        for head_dim in (64, 128)
+        for request in (
+            forward(arch=SM100, head_dim=head_dim, heads=4, clc=True, causal=True, seqlen_q=400),
+            forward(arch=SM100, head_dim=head_dim, heads=4, clc=True, seqlens_q=(100, 300, 20)),
+            *attention(SM100, head_dim, [{"heads": 1, "two_cta": False}]),
+            *attention(
+                SM120, head_dim, [uneven(), {"seqlens_q": (100, 60)}, GROUPED | {"causal": False}]
+            ),
+            forward(arch="sm_80", head_dim=head_dim, **uneven()),
+        )
+    ),
+]
+
+GEMMS = [
+    *(
+        request
+        for arch in (SM90, SM100)
+        for request in (
+            gemm(arch=arch, cluster=(2, 1), m=512),
+            gemm(arch=arch, dtype="float8_e4m3fn"),
+            gemm(arch=arch, a_major="m", b_major="n"),
+            gemm(arch=arch, c=True, bias=True, alpha=0.5, beta=2.0),
+            gemm(arch=arch, seqlens_m=(100, 60, 200), n=128),
+        )
+    ),
+    gemm(arch=SM100, scheduler="dynamic", m=512, num_sms=4),
+    gemm(arch=SM90, pingpong=True, tile=(64, 128)),
+    gemm(arch=SM100, m=512, tile=(256, 128), cluster=(2, 1)),
+    gemm(arch=SM100, m=128, n=128, k=256, block_scaled="mxfp8_e4m3"),
+    gemm(arch=SM100, m=128, n=128, k=256, block_scaled="mxfp4"),
+    gemm(arch=SM100, tile=(256, 128), cluster=(2, 1), k=256, block_scaled="nvfp4"),
+]
+
+ROWS = [
+    request
+    for arch in (SM90, SM100)
+    for request in (
+        norm_forward(arch=arch, m=3, n=1000, residual=True, bias=True),
+        norm_forward(arch=arch, layernorm=True),
+        norm_backward(arch=arch),
+        norm_backward(arch=arch, layernorm=True),
+        softmax_forward(arch=arch, m=2, n=40000),
+        softmax_backward(arch=arch),
+        cross_entropy_forward(arch=arch, m=2, n=40000),
+        cross_entropy_backward(arch=arch),
+        topk_forward(arch=arch, k=8, softmax=True),
+        topk_backward(arch=arch),
+        topk_backward(arch=arch, softmax=True),
+    )
+]
+
+SLOW = [*ATTENTION, *GEMMS, *ROWS]
+
+
+def parameters(quick: list[Request], slow: list[Request]) -> list[Any]:
+    return [
+        *(pytest.param(r, id=r.name) for r in quick),
+        *(pytest.param(r, id=r.name, marks=pytest.mark.slow) for r in slow),
+    ]
+
+
+@pytest.fixture
+def captured(kernel: Request, request: pytest.FixtureRequest) -> Captured:
+    """The kernel's capture. All of an architecture that the session needs are made together."""
+    if reason := missing(kernel.peer):
+        pytest.skip(reason)
+    needed = {
+        item.callspec.params["kernel"]: None
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and hasattr(item, "callspec")
+        and isinstance(item.callspec.params.get("kernel"), Request)
+    }
+    directory = DIRECTORY / kernel.arch
+    try:
+        capture_all(
+            directory, [r for r in needed if (r.peer, r.arch) == (kernel.peer, kernel.arch)]
+        )
+    except CaptureError as error:  # perhaps of another one
+        if kernel.name in str(error):
+            raise
+    return kernel.capture(directory)
+
+
+def check(captured: Captured, **options: Any) -> Report:
+    """Run it, and compare; the report."""
+    given = peer_results.inputs(captured)
+    memory = captured.materialise(given)
+    emulator = Emulator(on_findings="collect", **options)
+    for call in captured.calls:
+        image = call.function.object_file.read_bytes()
+        emulator.load_object(image, call.function.ptx)(*memory.arguments(call))
+    report = emulator.report
+    known = KNOWN.get(captured.request.function)
+    errors = [f for f in report.errors if known is None or not f.message.startswith(known)]
+    assert not errors, "\n".join(map(str, errors))
+    assert memory.overwritten_guards() == []
+    results = peer_results.results(captured, memory.tensors)
+    for name, (exact, plain) in peer_results.expected(captured, given).items():
+        ours, theirs = (peer_results.error(x, exact) for x in (results[name], plain))
+        assert ours <= 2 * theirs + 1e-6, f"{name}: error {ours}, plain computation {theirs}"
+    return report
+
+
+@pytest.mark.parametrize("kernel", parameters(QUICK, SLOW))
+def test_agrees_and_is_clean(captured: Captured) -> None:
+    check(captured)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: "-".join(map(str, s)))
+@pytest.mark.parametrize("kernel", parameters([*QUICK[2:12:3], *QUICK[12:14]], [*QUICK, *SLOW]))
+def test_agrees_on_other_schedules(captured: Captured, schedule: tuple[str, int]) -> None:
+    check(captured, schedule=schedule[0], seed=schedule[1])
+
+
+def flops(report: Report) -> int:
+    return sum(n for _, n in report.mma.values())
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(f, id=f.name)
+        for f in (
+            forward(arch=SM90, heads=1, seqlen_q=256, seqlen_k=256),
+            forward(arch=SM100, heads=1, seqlen_q=256, seqlen_k=256),
+        )
+    ],
+)
+def test_counts_of_attention(captured: Captured) -> None:
+    report = check(captured)
+    elements = 256 * 128
+    assert flops(report) == 2 * 2 * 256 * elements
+    assert report.bytes["tma_store"] == 2 * elements
+    assert report.bytes["tma_load"] % (2 * elements) == 0
+    assert report.bytes["tma_load"] >= 3 * 2 * elements
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(g, id=g.name)
+        for g in (
+            gemm(arch=SM90, m=256, n=128, k=192),
+            gemm(arch=SM100, m=256, n=128, k=192),
+            gemm(arch=SM100, m=256, n=128, k=192, tile=(256, 128), cluster=(2, 1)),
+        )
+    ],
+)
+def test_counts_of_a_gemm(captured: Captured) -> None:
+    report = check(captured)
+    assert flops(report) == 2 * 256 * 128 * 192
+    assert report.bytes["tma_store"] == 2 * 256 * 128
+    two_ctas = dict(captured.request.options)["cluster"] == (2, 1)
+    tiles_of_b = 1 if two_ctas else 2
+    assert report.bytes["tma_load"] == 2 * 192 * (256 + tiles_of_b * 128)
