@@ -100,7 +100,8 @@ PIPELINE = Small(
 
     LOAD:
     shl.b32 %r4, %r2, 3; add.s32 %r4, %bars, %r4;
-    shl.b32 %r5, %r2, 8; add.s32 %r5, %r5, %bars; add.s32 %r5, %r5, 1024;
+    mul.lo.u32 %r5, %r2, 256; // @stage
+    add.s32 %r5, %r5, %bars; add.s32 %r5, %r5, 1024;
     xor.b32 %r6, %r3, 1;
     {wait("EMPTY", "[%r4+16]", "%r6", "empty_wait")}
     mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r4], 256; // @expect
@@ -117,7 +118,8 @@ PIPELINE = Small(
 
     CONSUMER:
     shl.b32 %r4, %r2, 3; add.s32 %r4, %bars, %r4;
-    shl.b32 %r5, %r2, 8; add.s32 %r5, %r5, %bars; add.s32 %r5, %r5, 1024;
+    mul.lo.u32 %r5, %r2, 256; // @consumer_stage
+    add.s32 %r5, %r5, %bars; add.s32 %r5, %r5, 1024;
     shl.b32 %r7, %lane, 3; add.s32 %r5, %r5, %r7;
     {wait("FULL", "[%r4]", "%r3", "full_wait")}
     ld.shared.v2.u32 {{%r8, %r9}}, [%r5]; // @read
@@ -271,7 +273,7 @@ CROSSED = Small(
     @%p1 bra SECOND;
     mbarrier.arrive.shared::cta.b64 _, [%bars]; // @arrive_a
     {wait("A", "[%bars+8]", "0", "wait_b")}
-    bra OUT;
+    bra OUT; // @waited_b
     SECOND:
     {wait("B", "[%bars]", "0", "wait_a")}
     mbarrier.arrive.shared::cta.b64 _, [%bars+8]; // @arrive_b
@@ -387,7 +389,7 @@ FLAG = Small(
     SPIN:
     ld.acquire.gpu.global.u32 %r1, [%rd4]; // @look
     setp.eq.u32 %p2, %r1, 0;
-    @%p2 bra SPIN;
+    @%p2 bra SPIN; // @again
     SEEN:
     bar.sync 0; // @seen
     ld.global.u32 %r2, [%rd1]; // @read
@@ -425,7 +427,7 @@ HISTOGRAM = Small(
 # mbarrier, reads its own, and then the other's again.
 CLUSTER = Small(
     module(
-        f"""
+        """
     ld.param.u64 %rd2, [out];
     mov.u32 %rank, %cluster_ctarank; xor.b32 %r1, %rank, 1; mov.u32 %bars, dynamic;
     setp.ne.u32 %p1, %thread, 0;
@@ -567,7 +569,7 @@ WGMMA = Small(
     lambda: [WGMMA_VALUES, Buffer(np.zeros((64, 8), np.float32), initialised=False)],
     WGMMA_SUM,
     block=128,
-    dynamic_shared=2304,
+    dynamic_shared=1 << 14,  # more than is used, so that a wrong descriptor stays inside
 )
 
 TCGEN05_VALUES, TCGEN05_SUM = matrices(128, 16, 1)
@@ -612,7 +614,7 @@ TCGEN05 = Small(
     or.b64 %rd10, %rd10, {6 << 61 | 1 << 46 | 256 >> 4 << 32 | 1 << 16:#x}; // @a_descriptor
     add.s64 %rd11, %rd10, {4096 >> 4}; // @b_descriptor
     mov.u32 %r6, {1 << 4 | 16 >> 3 << 17 | 128 >> 4 << 24:#x}; // @instruction_descriptor
-    setp.ne.u32 %p3, %thread, 0;
+    setp.ne.u32 %p3, %thread, 0; // @issuer
     @%p3 bra ISSUED;
     setp.ne.u32 %p4, %r4, %r4;
     tcgen05.mma.cta_group::1.kind::f16 [%r4], %rd10, %rd11, %r6, %p4; // @mma
@@ -659,5 +661,5 @@ TCGEN05 = Small(
     lambda: [TCGEN05_VALUES, Buffer(np.zeros((128, 16), np.float32), initialised=False)],
     3 * TCGEN05_SUM,
     block=128,
-    dynamic_shared=1024 + 4096 + 512,
+    dynamic_shared=1 << 15,  # as above
 )

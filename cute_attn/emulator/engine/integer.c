@@ -157,7 +157,8 @@ BINARY(max_s16x2, u32, HALVES(int16_t, MORE))
 BINARY(min_relu_s16x2, u32, HALVES(int16_t, LESS_RELU))
 BINARY(max_relu_s16x2, u32, HALVES(int16_t, MORE_RELU))
 
-// Extended precision: the carry, or the borrow, of each lane in Warp.carry.
+// Extended precision: the carry of each lane in Warp.carry. To subtract is to add the complement:
+// no borrow is a carry, as mixtures of addc and subc show.
 #define CARRIED(name, t, arity, with_carry, sum, carry_out) \
   HANDLER(name) { \
     LANES(t, a, 1); LANES(t, b, 2); LANES(t, c, arity); \
@@ -177,8 +178,8 @@ BINARY(max_relu_s16x2, u32, HALVES(int16_t, MORE_RELU))
 #define EXTENDED(t) \
   CARRIED(add_cc_##t, t, 2, 0, (D_##t)x + y + cin, OVER(t)) \
   CARRIED(addc_##t, t, 2, 1, (D_##t)x + y + cin, OVER(t)) \
-  CARRIED(sub_cc_##t, t, 2, 0, (D_##t)x - y - cin, OVER(t)) \
-  CARRIED(subc_##t, t, 2, 1, (D_##t)x - y - cin, OVER(t)) \
+  CARRIED(sub_cc_##t, t, 2, 0, (D_##t)x + (U_##t)~y + 1 + cin, OVER(t)) \
+  CARRIED(subc_##t, t, 2, 1, (D_##t)x + (U_##t)~y + cin, OVER(t)) \
   CARRIED(mad_lo_cc_##t, t, 3, 0, (D_##t)(U_##t)(x * y) + z + cin, OVER(t)) \
   CARRIED(madc_lo_##t, t, 3, 1, (D_##t)(U_##t)(x * y) + z + cin, OVER(t)) \
   CARRIED(mad_hi_cc_##t, t, 3, 0, (D_##t)(U_##t)HIGH(t) + z + cin, OVER(t)) \

@@ -179,7 +179,7 @@ def _clusters() -> Iterator[Case]:
         "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;\n"
         "@first atom.relaxed.cluster.shared::cluster.exch.b32 r, [b], 3;\n"
         "st.global.b32 [q+512], r;\n"
-        "barrier.cluster.arrive.relaxed; barrier.cluster.wait;\n",
+        "barrier.cluster.arrive.relaxed; barrier.cluster.wait;\n" + sync,
         (),
         (Part("u4", 64 * 2 * 2),),
         threads=64,
