@@ -573,7 +573,6 @@ def address(p: Ptx, line: int) -> str:
     return found[0]
 
 
-
 def wait_before(p: Ptx, line: int) -> list[int]:
     """The wait for an mbarrier nearest before a line: its loop, and the look before it."""
     loop = p.before(LOOP, line)
@@ -962,7 +961,12 @@ def _(p: Ptx) -> Planted:
 @whole("gemm sm_90", "cluster barrier dropped", "barrier")
 def _(p: Ptx) -> Planted:
     lines = [*p.all(r"barrier\.cluster\.arrive"), *p.all(r"barrier\.cluster\.wait")]
-    return p.drop(*lines), [*p.all(TRY), *p.all(r"mbarrier\.arrive"), *p.all(LOAD), *p.all("st.async")]
+    return p.drop(*lines), [
+        *p.all(TRY),
+        *p.all(r"mbarrier\.arrive"),
+        *p.all(LOAD),
+        *p.all("st.async"),
+    ]
 
 
 @whole("gemm sm_90", "wait before a load dropped", "race")

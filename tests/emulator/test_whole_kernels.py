@@ -33,7 +33,7 @@ def test_agrees_with_the_gpu(name: str):
     assert memory.overwritten_guards() == []
     for buffer, ours in whole_kernels.outputs(captured, memory).items():
         theirs = recorded[f"{name}|{buffer}"]
-        if case.bitwise:
+        if buffer not in case.loose:
             assert np.array_equal(ours, theirs), buffer
             continue
         dtype = memory.tensors[buffer].dtype
@@ -41,5 +41,4 @@ def test_agrees_with_the_gpu(name: str):
         assert torch.equal(emulated.isfinite(), exact.isfinite())
         finite = exact.isfinite()
         difference = (emulated - exact)[finite].norm() / exact[finite].norm()
-        # Approximations such as ex2 differ in their last bit, and the results then as well.
         assert difference <= torch.finfo(dtype).eps, f"{buffer}: {difference:.2e}"

@@ -34,12 +34,13 @@ class Case:
     """A kernel and how closely emulator and GPU have to agree.
 
     Attributes:
-        bitwise: sums and products alone, in an order that the kernel fixes.
+        loose: outputs that may differ in the last bit. The assembler fuses mul.f32 and add.f32,
+            which have no rounding modifier, as it likes; all others are equal bit for bit.
     """
 
     name: str
     request: Request
-    bitwise: bool
+    loose: tuple[str, ...] = ()
 
 
 def _cases() -> list[Case]:
@@ -50,19 +51,19 @@ def _cases() -> list[Case]:
     gqa: dict[str, Any] = small | {"heads": 2, "qhead_per_kvhead": 2, "seqlen_q": 96}
     rows: dict[str, Any] = {"arch": ARCH, "m": 3, "n": 1024}
     return [
-        Case("gemm bf16", gemm(**shape), True),
-        Case("gemm f16 to f32", gemm(**shape, dtype="float16", out_dtype="float32"), True),
-        Case("gemm fp8", gemm(**shape, dtype="float8_e4m3fn"), True),
-        Case("gemm bf16, m and n major", gemm(**shape, a_major="m", b_major="n"), True),
-        Case("gemm bf16, pingpong, cluster", gemm(**shape, pingpong=True, cluster=(1, 2)), True),
-        Case("gemm alpha beta c", gemm(**shape, alpha=0.5, beta=2.0, c=True), True),
-        Case("attention hd64", forward(head_dim=64, **small), False),
-        Case("attention hd128 causal", forward(head_dim=128, causal=True, **gqa), False),
-        Case("attention hd256 causal", forward(head_dim=256, causal=True, **small), False),
-        Case("attention backward hd64 causal", backward(head_dim=64, causal=True, **small), False),
-        Case("attention backward hd128", backward(head_dim=128, **gqa), False),
-        Case("rmsnorm", quack_kernels.norm_forward(**rows), False),
-        Case("softmax", quack_kernels.softmax_forward(**rows), False),
+        Case("gemm bf16", gemm(**shape)),
+        Case("gemm f16 to f32", gemm(**shape, dtype="float16", out_dtype="float32")),
+        Case("gemm fp8", gemm(**shape, dtype="float8_e4m3fn")),
+        Case("gemm bf16, m and n major", gemm(**shape, a_major="m", b_major="n")),
+        Case("gemm bf16, pingpong, cluster", gemm(**shape, pingpong=True, cluster=(1, 2))),
+        Case("gemm alpha beta c", gemm(**shape, alpha=0.5, beta=2.0, c=True)),
+        Case("attention hd64", forward(head_dim=64, **small), ("lse",)),
+        Case("attention hd128 causal", forward(head_dim=128, causal=True, **gqa), ("lse",)),
+        Case("attention hd256 causal", forward(head_dim=256, causal=True, **small), ("lse",)),
+        Case("attention backward hd64 causal", backward(head_dim=64, causal=True, **small)),
+        Case("attention backward hd128", backward(head_dim=128, **gqa), ("dv",)),
+        Case("rmsnorm", quack_kernels.norm_forward(**rows)),
+        Case("softmax", quack_kernels.softmax_forward(**rows)),
     ]
 
 
