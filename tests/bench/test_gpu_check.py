@@ -68,6 +68,7 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     assert found[0].is_tests
     assert [s.name for s in found[1:]] == [
         "cache --repeats 3",
+        "emulator",
         "launch-overhead",
         "lightning-decode",
         "lightning-decode --sms 78 --mode graph",

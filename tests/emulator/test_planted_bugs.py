@@ -607,10 +607,11 @@ def _(p: Ptx) -> Planted:
     return p.drop(p.one(LOOP, last=wait_before(p, first)[0] - 1, nth=-1)), [first]
 
 
-@whole("forward sm_90", "parity of the wait for Q wrong", "deadlock")
+@whole("forward sm_90", "parity of the wait for Q wrong", "deadlock race")
 def _(p: Ptx) -> Planted:
-    line = p.one(LOOP, last=wait_before(p, p.one(WGMMA))[0] - 1, nth=-1)
-    return p.changed_operand(line, operand(p, line), "xor.b32", 1), [line]
+    first = p.one(WGMMA)
+    line = p.one(LOOP, last=wait_before(p, first)[0] - 1, nth=-1)
+    return p.changed_operand(line, operand(p, line), "xor.b32", 1), [line, first]
 
 
 @whole("forward sm_90", "wgmma.fence dropped", "wgmma")
@@ -696,10 +697,10 @@ def _(p: Ptx) -> Planted:
     return p.drop(p.before(r"bar\.sync", store)), [store]
 
 
-@whole("forward sm_90", "bar.arrive with too few threads", "barrier")
+@whole("forward sm_90", "bar.arrive with too few threads", "barrier deadlock")
 def _(p: Ptx) -> Planted:
     line = p.one(r"bar\.arrive\s+1, 416")
-    return p.swap(line, "416", "384"), [line]
+    return p.swap(line, "416", "384"), [line, p.after(r"bar\.sync\s+1, 416", line)]
 
 
 @whole("forward sm_90", "bar.arrive dropped", "deadlock")
@@ -727,7 +728,7 @@ def _(p: Ptx) -> Planted:
 
 @whole("forward sm_90", "mbarrier.init with too few arrivals", "barrier race")
 def _(p: Ptx) -> Planted:
-    line = p.one(r"mov\.b32\s+%r\d+, 12;")  # warps that release a stage
+    line = p.one(r"mov\.b32\s+%r\d+, 12;", nth=1)  # warps that release a stage of K
     return p.swap(line, "12;", "6;"), [*p.all(RELEASE), *p.all(LOAD)]
 
 
@@ -764,10 +765,10 @@ def _(p: Ptx) -> Planted:
     ]
 
 
-@whole("forward sm_100", "commit of S doubled", "barrier deadlock")
+@whole("forward sm_100", "commit of S doubled", "barrier deadlock race")
 def _(p: Ptx) -> Planted:
     line = p.one(COMMIT_MMA)
-    return p.double(line), [line]
+    return p.double(line), [line, *p.all(MMA)]
 
 
 @whole("forward sm_100", "commit that releases K dropped", "deadlock")
@@ -812,7 +813,7 @@ def _(p: Ptx) -> Planted:
     return p.drop(line), p.all(TMEM_STORE, last=line)
 
 
-@whole("forward sm_100", "stores of P dropped", "uninitialised race")
+@whole("forward sm_100", "stores of P dropped", "value")  # S is still there
 def _(p: Ptx) -> Planted:
     return p.drop(*p.all(TMEM_STORE)), p.all(MMA)
 
@@ -836,8 +837,8 @@ def _(p: Ptx) -> Planted:
 
 @whole("forward sm_100", "barrier for the row scale dropped", "race uninitialised")
 def _(p: Ptx) -> Planted:
-    load = p.after(r"^\s*ld\.shared\.b32", p.one(r"mbarrier\.arrive.*\+216\]"))
-    return p.drop(p.before(r"bar\.sync", load)), [load]
+    line = next(n for n in p.all(r"bar\.sync\s+%r\d+, 64") if "ld.shared.b32" in p[n + 1])
+    return p.drop(line), [line + 1]
 
 
 @whole("forward sm_100", "barrier before the dealloc dropped", "race")
@@ -857,10 +858,10 @@ def _(p: Ptx) -> Planted:
     return p.changed_operand(line, operand(p, line), "shr.u32", 1), [line]
 
 
-@whole("forward sm_100", "barrier behind the alloc dropped", "race uninitialised")
+@whole("forward sm_100", "barrier behind the alloc dropped", "deadlock race uninitialised")
 def _(p: Ptx) -> Planted:
     line = p.after(r"barrier\.sync", p.one(r"setmaxnreg\.inc"))
-    return p.drop(line), p.all(TMEM_LOAD)
+    return p.drop(line), [*p.all(TMEM_LOAD), *p.all(r"barrier\.sync")]
 
 
 @whole("forward sm_100", "setmaxnreg.dec dropped", "deadlock")
@@ -1016,7 +1017,7 @@ def _(p: Ptx) -> Planted:
     return p.drop(p.one(COMMIT_MMA, nth=-1)), [p.before(LOOP, p.one(TMEM_LOAD))]
 
 
-@whole("gemm sm_100", "commit of a stage doubled", "barrier race")
+@whole("gemm sm_100", "commit of a stage doubled", "barrier race deadlock")
 def _(p: Ptx) -> Planted:
     line = p.one(COMMIT_MMA)
     return p.double(line), [line, *p.all(LOAD)]
@@ -1104,7 +1105,7 @@ def _(p: Ptx) -> Planted:
     return p.drop(p.one(TRY)), p.all(r"^\s*ld\.shared")
 
 
-@whole("lightning bulk", "parity wrong", "deadlock race")
+@whole("lightning bulk", "parity wrong", "deadlock race uninitialised")
 def _(p: Ptx) -> Planted:
     line = p.one(TRY)
     return p.changed_operand(line, operand(p, line), "xor.b32", 1), [

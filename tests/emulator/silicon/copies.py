@@ -20,8 +20,10 @@ _BARRIER = (
 _WAIT = (
     ".reg .b32 tries; mov.b32 tries, 0;\n"
     "wait: mbarrier.try_wait.parity.shared::cta.b64 c, [bar], 0; @c bra passed;\n"
-    "add.u32 tries, tries, 1; setp.lt.u32 c, tries, 2000; @c bra wait; trap;\npassed:\n"
+    "add.u32 tries, tries, 1; setp.lt.u32 c, tries, 200; @c bra wait;\n"
+    "passed: setp.lt.u32 c, tries, 200; selp.b32 tries, 1, 0, c;\n"
 )
+"""Until the barrier's phase is over, or it has been long; `tries` is then 1 or 0."""
 _REDUCTIONS = [
     *(f"add.{kind}" for kind in ("u32", "s32", "u64", "f32", "f64", "noftz.f16", "noftz.bf16")),
     *(f"{op}.{kind}" for op in ("min", "max") for kind in ("u32", "s32", "u64", "s64", "f16",
@@ -88,12 +90,16 @@ def _case(
     name: str, body: str, given: Sequence[Part], wanted: int, *, shared: int = 16384,
     **rest: object,
 ) -> Case:  # fmt: skip
+    parts = [Part("u1", wanted)]
+    if _WAIT in body:
+        body += f"@first st.global.b32 [%out+{-(-wanted // 128) * 128}], tries;\n"
+        parts.append(Part("u4", 1))
     return Case(
         name,
         _FAMILY,
         body,
         tuple(given),
-        (Part("u1", wanted),),
+        tuple(parts),
         threads=_THREADS,
         shared=shared,
         **rest,  # type: ignore[arg-type]
@@ -203,20 +209,6 @@ def _bulk_reductions() -> Iterator[Case]:
             operands,
             size,
         )  # fmt: skip
-    for operation in ("add.u32", "add.s32", "add.u64", "inc.u32", "dec.u32", "min.u32", "min.s32",
-                      "max.u32", "max.s32", "and.b32", "or.b32", "xor.b32"):  # fmt: skip
-        width = _width(operation.split(".")[-1])
-        size = 1024
-        yield _case(
-            f"cp.reduce.async.bulk.shared::cluster.shared::cta.{operation}",
-            _BARRIER + f"add.s64 pol, %in, {size};\n" + _fill(size, "pol", 4096)
-            + _fill(size, "%in")
-            + f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {size};\n"
-            "@first cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes."
-            f"{operation} [m], [m+3072], {size}, [bar];\n" + _WAIT + _dump(size),
-            [Part(f"b{8 * width}", size // width)] * 2,
-            size,
-        )  # fmt: skip
 
 
 def _clusters() -> Iterator[Case]:
@@ -237,6 +229,26 @@ def _clusters() -> Iterator[Case]:
         [Part("raw8", 4096)],
         4096, blocks=2, cluster=2,
     )  # fmt: skip
+    for operation, peer in itertools.product(
+        ("add.u32", "add.s32", "add.u64", "inc.u32", "dec.u32", "min.u32", "min.s32", "max.u32",
+         "max.s32", "and.b32", "or.b32", "xor.b32"), ("me", "you"),
+    ):  # fmt: skip
+        if peer == "me" and operation != "add.u32":
+            continue
+        width = _width(operation.split(".")[-1])
+        yield _case(
+            f"cp.reduce.async.bulk.shared::cluster.shared::cta.{operation} {peer}",
+            _BARRIER + ranks + "mad.wide.u32 x, me, 2048, %in;\n" + _fill(2048, "x", 4096)
+            + "add.s64 pol, %in, 4096; mad.wide.u32 x, me, 2048, pol;\n" + _fill(2048, "x")
+            + "mad.wide.u32 pol, me, 2048, %out;\n"
+            "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 1024;\n" + sync
+            + f"mapa.shared::cluster.u32 there, m, {peer}; "
+            f"mapa.shared::cluster.u32 half, bar, {peer};\n"
+            "@first cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes."
+            f"{operation} [there+512], [m+3072], 1024, [half];\n" + _WAIT + tail,
+            [Part(f"b{8 * width}", 4096 // width)] * 2,
+            4096, blocks=2, cluster=2,
+        )  # fmt: skip
     yield _case(
         "cp.async.bulk.shared::cluster.global.multicast::cluster",
         _BARRIER + ranks + _fill(2048)
@@ -276,16 +288,23 @@ def _source(tensor_map: TensorMap) -> Part:
 
 
 def _places(tensor_map: TensorMap) -> list[tuple[int, ...]]:
-    """Coordinates: inside, across the low edge, across the high one, far outside."""
+    """Coordinates: inside, across the low edge, across the high one, far outside.
+
+    Those of the innermost dimension are multiples of 16 bytes.
+    """
     sizes, box = tensor_map.sizes, tensor_map.box
     rank = len(sizes)
-    high = tuple(max(0, n - b // 2 - 1) for n, b in zip(sizes, box, strict=True))
+    unit = max(1, 16 // ELEMENT_BYTES[tensor_map.element])
+    high = [max(0, n - b // 2 - 1) for n, b in zip(sizes, box, strict=True)]
+    high[0] = high[0] // unit * unit
+    low = [-1 - i for i in range(rank)]
+    low[0] = -unit
     return [
         (0,) * rank,
-        tuple(-1 - i for i in range(rank)),
-        high,
-        (3, *high[1:-1], -1)[:rank] if rank > 1 else (-3,),
-        (sizes[0] + 5, *(0,) * (rank - 1)),
+        tuple(low),
+        tuple(high),
+        (unit, *high[1:-1], -1) if rank > 1 else (-2 * unit,),
+        (-(-sizes[0] // unit) * unit, *(0,) * (rank - 1)),
     ]
 
 
@@ -317,12 +336,19 @@ def _tile_bytes(tensor_map: TensorMap) -> int:
     return total
 
 
-def _load(tensor_map: TensorMap, *, start: int = 0, note: str = "") -> Case:
+def _room(tensor_map: TensorMap) -> int:
+    """Bytes of shared memory to set aside for a tile: as if its rows were a swizzle span each."""
+    inner = ELEMENT_BYTES[tensor_map.element] * tensor_map.box[0]
+    padded = tensor_map.box_bytes // inner * max(inner, tensor_map.swizzle)
+    return -(-padded // 1024) * 1024
+
+
+def _load(
+    tensor_map: TensorMap, places: Sequence[tuple[int, ...]], *, start: int = 0, note: str = ""
+) -> Case:
     tile = _tile_bytes(tensor_map)
-    room = -(-(tile + start) // 1024) * 1024
-    places = _places(tensor_map)
-    while room * len(places) > 40000:
-        places.pop(0)
+    room = _room(tensor_map) + (1024 if start else 0)
+    places = places[-(40000 // room) :]
     body = _BARRIER + _fill(room * len(places))
     body += "mov.b64 s, map0; cvta.param.u64 s, s; @first prefetch.tensormap [s];\n"
     body += f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {tile * len(places)};\n"
@@ -359,30 +385,32 @@ def _load_maps() -> Iterator[TensorMap]:
         yield packed("u32", (40, 20), (16, 8), steps=steps)
         yield packed("u32", (40, 20), (16, 8), steps=steps, swizzle=64)
     yield packed("u16", (40, 9, 7, 6), (16, 4, 3, 4), steps=(1, 1, 3, 2))
-    for interleave in (16, 32):
-        yield TensorMap(
-            "u8", (interleave, 12, 10, 3), (interleave, interleave * 12, interleave * 120),
-            (interleave, 8, 4, 2), interleave=interleave, swizzle=32 if interleave == 32 else 0,
-        )  # fmt: skip
-        yield TensorMap(
-            "u16", (24, 12, 10), (480, 5760), (interleave // 2, 8, 4), interleave=interleave,
-            swizzle=32 if interleave == 32 else 0,
-        )  # fmt: skip
     yield TensorMap("u16", (40, 5, 3), (160, 32 * 30), (32, 4, 2))  # gaps in the tensor
     yield TensorMap("u16", (40, 5, 3), (0, 80), (32, 4, 2))  # a dimension that repeats
     yield packed("u8", (400,), (256,))
     yield packed("u32", (300, 2), (256, 1))
 
 
+_SINGLES = (
+    (0, 0), (8, 0), (-8, 0), (-32, 0), (0, -2), (0, -4), (72, 5), (80, 0), (88, 9), (1, 0), (4, 1),
+    (-1, 0), (79, 0), (2, 5),
+)  # fmt: skip
+"""Coordinates to try one by one in a tensor of 80 x 6 halves with a box of 32 x 4."""
+
+
 def _tensor_loads() -> Iterator[Case]:
-    seen = set()
-    for tensor_map in _load_maps():
-        if tensor_map not in seen:
-            seen.add(tensor_map)
-            yield _load(tensor_map)
+    for tensor_map in dict.fromkeys(_load_maps()):
+        yield _load(tensor_map, _places(tensor_map))
     for start, swizzle in itertools.product((128, 256, 640), (32, 64, 128)):
         plain = packed("u8", (144, 20), (swizzle, 9), swizzle=swizzle)
-        yield _load(plain, start=start, note=f" at {start}")
+        yield _load(plain, _places(plain), start=start, note=f" at {start}")
+    for swizzle, place in itertools.product((0, 64), _SINGLES):
+        plain = packed("u16", (80, 6), (32, 4), swizzle=swizzle)
+        yield _load(plain, [place], note=f" one {place}")
+    for element, first in (("u8", 8), ("u8", 3), ("u32", 1), ("u32", 2), ("f64", 1), ("f64", -1)):
+        plain = packed(element, (160 // ELEMENT_BYTES[element], 6), (64 // ELEMENT_BYTES[element],
+                                                                     4))  # fmt: skip
+        yield _load(plain, [(first, 1)], note=f" one {first}")
 
 
 def _store_maps() -> Iterator[TensorMap]:
@@ -396,20 +424,18 @@ def _store_maps() -> Iterator[TensorMap]:
             yield packed("u8", (144, 20), (inner, 11), swizzle=swizzle)
     yield packed("u32", (40, 20), (16, 8), steps=(1, 2))
     yield packed("u32", (40, 20), (16, 8), steps=(2, 1))
-    yield TensorMap("u8", (16, 12, 10, 3), (192, 16 * 120, 16 * 360), (16, 8, 4, 2), interleave=16)
 
 
-def _store(tensor_map: TensorMap, operation: str = "") -> Case:
+def _store(
+    tensor_map: TensorMap, places: Sequence[tuple[int, ...]], operation: str = "", note: str = ""
+) -> Case:
     tensor_map = replace(tensor_map, buffer="out")
-    tile = _tile_bytes(tensor_map)
-    room = -(-tile // 1024) * 1024
+    room = _room(tensor_map)
     total = -(-extent(tensor_map) // 128) * 128
-    places = _places(tensor_map)
     body = _BARRIER
     given = [Part(_kind_of(tensor_map.element), total // ELEMENT_BYTES[tensor_map.element])]
     if operation:
         body += _copy(total)
-        places = places[2:4]
     given.append(Part(_kind_of(tensor_map.element), room // ELEMENT_BYTES[tensor_map.element]))
     body += f"add.s64 pol, %in, {total};\n" + _fill(room, "pol")
     body += "mov.b64 s, map0; cvta.param.u64 s, s;\n"
@@ -421,14 +447,18 @@ def _store(tensor_map: TensorMap, operation: str = "") -> Case:
             "@first cp.async.bulk.commit_group; @first cp.async.bulk.wait_group 0;\n"
         )
     return _case(
-        f"tensor {'reduce' + operation if operation else 'store'} {_describe(tensor_map)}", body,
+        f"tensor {'reduce' + operation if operation else 'store'} {_describe(tensor_map)}{note}",
+        body,
         given, total, shared=1024 + room, maps=(tensor_map,),
     )  # fmt: skip
 
 
 def _tensor_stores() -> Iterator[Case]:
     for tensor_map in _store_maps():
-        yield _store(tensor_map)
+        yield _store(tensor_map, _places(tensor_map))
+    for swizzle, place in itertools.product((0, 64), _SINGLES):
+        plain = packed("u16", (80, 6), (32, 4), swizzle=swizzle)
+        yield _store(plain, [place], note=f" one {place}")
 
 
 def _tensor_reductions() -> Iterator[Case]:
@@ -442,7 +472,8 @@ def _tensor_reductions() -> Iterator[Case]:
     for operation, elements in types.items():
         for element in elements:
             width = ELEMENT_BYTES[element]
-            yield _store(packed(element, (160 // width, 6), (64 // width, 4)), operation)
+            plain = packed(element, (160 // width, 6), (64 // width, 4))
+            yield _store(plain, _places(plain)[2:4], operation)
 
 
 def _im2col() -> Iterator[Case]:
