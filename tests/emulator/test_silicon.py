@@ -34,7 +34,7 @@ PARTS = 40
 
 
 def cases(part: int) -> list[Case]:
-    """Those that ran on the GPU. It refused some tile stores and reductions; see docs/emulator.md."""
+    """Those that ran on the GPU, which refused others (docs/emulator.md)."""
     index, _ = unpack()
     ran = [c for c in load() if c.name in index["cases"]]
     return [c for c in ran if zlib.crc32(c.name.encode()) % PARTS == part]
