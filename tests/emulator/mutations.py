@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,6 @@ from cute_attn.emulator import machine
 from cute_attn.emulator.host import HostFunction, Launch
 from cute_attn.emulator.machine import Machine, Run
 from cute_attn.emulator.program import Program
-
-SCHEDULES = ("fair", "random", "adversarial")
-
 
 # -- PTX text -------------------------------------------------------------------------------------
 
@@ -232,10 +229,3 @@ def record_capture(captured: Any) -> Iterator[Recorded]:
         ):
             recorded._keep.append(memory)
             yield recorded
-
-
-# -- planted bugs ---------------------------------------------------------------------------------
-
-SEEDS = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]  # schedule, seed
-
-Plant = Callable[[Ptx], tuple[Ptx, Sequence[int]]]

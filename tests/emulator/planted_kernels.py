@@ -389,7 +389,7 @@ FLAG = Small(
     SPIN:
     ld.acquire.gpu.global.u32 %r1, [%rd4]; // @look
     setp.eq.u32 %p2, %r1, 0;
-    @%p2 bra SPIN; // @again
+    @%p2 bra SPIN;
     SEEN:
     bar.sync 0; // @seen
     ld.global.u32 %r2, [%rd1]; // @read

@@ -294,7 +294,7 @@ SMALL_BUGS = [
     bug("PIPELINE", "copy signals another stage", "deadlock", changed(
         "copy", r"\[%r4\]", "[%r4+8]"
     ), "copy"),
-    bug("PIPELINE", "full parity wrong", "race deadlock", flipped("full_wait", "%r3"),
+    bug("PIPELINE", "full parity wrong", "race deadlock uninitialised", flipped("full_wait", "%r3"),
         "read full_wait"),
     bug("PIPELINE", "empty parity wrong", "deadlock", flipped("empty_wait", "%r6"), "empty_wait"),
     bug("PIPELINE", "producer wraps early", "deadlock", changed("wrap", ", 2;", ", 1;"),
@@ -430,7 +430,9 @@ SMALL_BUGS = [
         "read write"),
     bug("FLAG", "no barrier before the flag", "race", dropped("written"), "read write"),
     bug("FLAG", "no barrier behind the flag", "race uninitialised", dropped("seen"), "read write"),
-    bug("FLAG", "flag looked at once", "race uninitialised", dropped("again"), "read write"),
+    bug("FLAG", "flag not looked at", "race uninitialised", changed(
+        "look", r"ld\.acquire.*;", "mov.u32 %r1, 1;"
+    ), "read write"),
     bug("HISTOGRAM", "plain accesses for atomics", "race", changed(
         "count", r"red\.global\.add\.u32 \[%rd2\], %r2;",
         "ld.global.u32 %r3, [%rd2]; add.s32 %r3, %r3, %r2; st.global.u32 [%rd2], %r3;",
@@ -607,7 +609,7 @@ def _(p: Ptx) -> Planted:
     return p.drop(p.one(LOOP, last=wait_before(p, first)[0] - 1, nth=-1)), [first]
 
 
-@whole("forward sm_90", "parity of the wait for Q wrong", "deadlock race")
+@whole("forward sm_90", "parity of the wait for Q wrong", "deadlock race uninitialised")
 def _(p: Ptx) -> Planted:
     first = p.one(WGMMA)
     line = p.one(LOOP, last=wait_before(p, first)[0] - 1, nth=-1)
@@ -655,7 +657,7 @@ def _(p: Ptx) -> Planted:
     return p.drop(wait).insert(p.one(rf"^{re.escape(label[1])}:") + 1, text), p.all(WGMMA)
 
 
-@whole("forward sm_90", "release of V doubled", "barrier race")
+@whole("forward sm_90", "release of V doubled", "barrier race deadlock")
 def _(p: Ptx) -> Planted:
     line = p.after(RELEASE, p.one(r"wgmma\.wait_group\S*\s+0", nth=1))
     return p.double(line), [line, *p.all(LOAD)]
@@ -726,7 +728,7 @@ def _(p: Ptx) -> Planted:
     return p.drop(p.one(r"bar\.sync\s+0;")), [*p.all(TRY), *p.all(r"mbarrier\.arrive")]
 
 
-@whole("forward sm_90", "mbarrier.init with too few arrivals", "barrier race")
+@whole("forward sm_90", "mbarrier.init with too few arrivals", "barrier race deadlock")
 def _(p: Ptx) -> Planted:
     line = p.one(r"mov\.b32\s+%r\d+, 12;", nth=1)  # warps that release a stage of K
     return p.swap(line, "12;", "6;"), [*p.all(RELEASE), *p.all(LOAD)]
