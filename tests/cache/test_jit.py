@@ -406,9 +406,9 @@ def test_sizes_that_are_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None
             settings.max_bytes()
 
 
-def test_log_level_from_the_environment(run: Callable[..., Process], compiled_root: Path) -> None:
+def test_log_level_from_the_environment(run: Callable[..., Process], filled_root: Path) -> None:
     program = "cache.get(SCALE, ScaleSpec(), 'sm_90a'); tell()"
-    where = {"CUTE_ATTN_CACHE_DIR": str(compiled_root)}
+    where = {"CUTE_ATTN_CACHE_DIR": str(filled_root)}
     assert "INFO: hit: scale" in run(program, CUTE_ATTN_LOG="info", **where).result()["stderr"]
     assert run(program, CUTE_ATTN_LOG=None, **where).result()["stderr"] == ""
     assert "choose from" in run(program, CUTE_ATTN_LOG="loud", **where).result()["stderr"]
