@@ -1,0 +1,75 @@
+"""Specs of the softmax attention kernels. Importing this loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..common.spec import Spec
+
+DTYPES = ("bfloat16", "float16")
+SCHEDULERS = ("single", "static", "clc")
+SINK_DTYPES = ("bfloat16", "float16", "float32")
+
+TILE_M = 256  # rows of a cluster's tile: two CTAs of 128
+TILE_N = 128  # keys of a K/V tile
+MAX_PACKED_HEADS = 128  # rows of one CTA
+
+
+@dataclass(frozen=True)
+class Hd256ForwardSpec(Spec):
+    """All that the SM100 forward for head_dim 256 has compiled in.
+
+    Attributes:
+        dtype: of q, k, v and o.
+        scheduler: "single" (a cluster a tile), "static" (persistent, strided) or "clc"
+            (persistent, tiles taken from the hardware's queue).
+        packed_heads: query heads of one K/V head that share the rows of a tile; a power of two
+            that divides the number of query heads for each K/V head. 1: rows are tokens.
+        window_left, window_right: a bound on the visible keys left or right of the diagonal
+            is among the arguments. Causal is window_right with a bound of 0.
+        softcap: scores go through softcap * tanh(score / softcap).
+        sink_dtype: of the learnable sink, or None for none.
+        varlen_q, varlen_k: q (and o, lse), or k and v, are packed sequences, with cu_seqlens.
+        seqused_q, seqused_k: how much of each sequence counts comes as an argument.
+        lse: the log-sum-exp is written.
+
+    Raises:
+        TypeError: a field that is not plain.
+        ValueError: a field with a value that no kernel serves, naming it.
+    """
+
+    dtype: str
+    scheduler: str
+    packed_heads: int
+    window_left: bool
+    window_right: bool
+    softcap: bool
+    sink_dtype: str | None
+    varlen_q: bool
+    varlen_k: bool
+    seqused_q: bool
+    seqused_k: bool
+    lse: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        allowed = {
+            "dtype": DTYPES,
+            "scheduler": SCHEDULERS,
+            "sink_dtype": (None, *SINK_DTYPES),
+            "packed_heads": tuple(2**n for n in range(8)),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {values}")
+        if self.seqused_q and not self.varlen_q:
+            raise ValueError("seqused_q is True, it needs varlen_q")
+
+    @property
+    def ragged_q(self) -> bool:
+        """A sequence's rows may be followed by memory that is not its own."""
+        return self.varlen_q
+
+    @property
+    def ragged_k(self) -> bool:
+        return self.varlen_k or self.seqused_k
