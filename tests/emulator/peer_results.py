@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .peers import Captured, attention_reference, quack_kernels
+from .peers import Captured, attention_reference, flash_attention_4, quack_kernels
 
 
 class Expected(NamedTuple):
@@ -96,6 +96,12 @@ def _dequantised(given: Tensors, name: str) -> torch.Tensor:
 
 def _attend(options: dict[str, Any], given: Tensors) -> dict[str, Expected]:
     q, k, v = (_dequantised(given, name) for name in "qkv")
+    if options["page_size"] is not None:
+        seqlen_k = options["seqlen_k"] or options["seqlen_q"]
+        table = torch.tensor(
+            flash_attention_4.page_table(options["batch"], seqlen_k, options["page_size"])
+        )
+        k, v = (pages[table].flatten(1, 2)[:, :seqlen_k] for pages in (k, v))
     sink = given.get("learnable_sink")
     exact = attention_reference.forward(q, k, v, **_attention(options), learnable_sink=sink)
     kept = given["q"].dtype  # of the probabilities

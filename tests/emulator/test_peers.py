@@ -32,12 +32,6 @@ DIRECTORY = Path(__file__).parents[2] / "build" / "peers"
 SM90, SM100, SM120 = "sm_90a", "sm_100a", "sm_120a"
 SCHEDULES = [("random", 1), ("random", 2), ("adversarial", 0)]
 
-# Findings that are the kernel's, by the function and the start of the message.
-KNOWN = {
-    # The last releases of K and dS are signalled to the peer CTA, which does not wait for them.
-    "backward": "tcgen05.commit signals an mbarrier of CTA rank",
-}
-
 
 def uneven(**options: Any) -> dict[str, Any]:
     return {"heads": 1, "causal": True, "seqlen_q": 200, "seqlen_k": 333} | options
@@ -51,6 +45,7 @@ def attention(arch: str, head_dim: int, both: list[dict[str, Any]]) -> list[Requ
 
 GROUPED = {"heads": 4, "qhead_per_kvhead": 2, "causal": True, "seqlen_q": 130}
 VARLEN = {"causal": True, "seqlens_q": (100, 60, 1), "seqlens_k": (130, 60, 77)}
+PAGED = {"batch": 2, "causal": True, "seqlen_q": 150, "seqlen_k": 300}
 
 QUICK = [
     *attention(SM90, 64, [uneven()]),
@@ -126,6 +121,12 @@ ATTENTION = [
             forward(arch=arch, dtype="float16", heads=1, seqlen_q=150),
         )
     ),
+    *(
+        forward(arch=arch, head_dim=head_dim, page_size=page_size, **PAGED)
+        for arch in (SM90, SM100)
+        for head_dim in (64, 128, 256)
+        for page_size in (16, 64, 128)  # of a tile: by TMA; of less: gathered with cp.async
+    ),
     *(forward(arch=SM100, head_dim=d, num_splits=3, seqlen_q=64, seqlen_k=600) for d in (64, 128)),
     *(forward(arch=SM100, head_dim=d, dtype="float8_e4m3fn", **uneven()) for d in (64, 128)),
     *(
@@ -146,7 +147,7 @@ ATTENTION = [
 GEMMS = [
     *(
         request
-        for arch in (SM90, SM100)
+        for arch in (SM90, SM100, SM120)
         for request in (
             gemm(arch=arch, cluster=(2, 1), m=512),
             gemm(arch=arch, scheduler="dynamic", m=512, num_sms=4),
@@ -154,12 +155,23 @@ GEMMS = [
             gemm(arch=arch, a_major="m", b_major="n"),
             gemm(arch=arch, c=True, bias=True, alpha=0.5, beta=2.0),
             gemm(arch=arch, seqlens_m=(100, 60, 200), n=128),
+            gemm(arch=arch, k=512, split_k=2),
+        )
+    ),
+    *(
+        request
+        for arch in (SM100, SM120)
+        for request in (
+            gemm(arch=arch, m=128, n=128, k=256, block_scaled="mxfp8_e4m3"),
+            gemm(arch=arch, m=128, n=128, k=256, block_scaled="mxfp4"),
         )
     ),
     gemm(arch=SM90, pingpong=True, tile=(64, 128)),
+    gemm(arch=SM120, pingpong=True),
+    gemm(arch=SM120, scheduler="none", m=200, n=136),
+    gemm(arch=SM120, m=128, n=128, k=256, block_scaled="nvfp4"),
     gemm(arch=SM100, m=512, tile=(256, 128), cluster=(2, 1)),
-    gemm(arch=SM100, m=128, n=128, k=256, block_scaled="mxfp8_e4m3"),
-    gemm(arch=SM100, m=128, n=128, k=256, block_scaled="mxfp4"),
+    gemm(arch=SM100, k=512, split_k=3, tile=(256, 128), cluster=(2, 1)),
     gemm(arch=SM100, tile=(256, 128), cluster=(2, 1), k=256, block_scaled="nvfp4"),
 ]
 

@@ -10,6 +10,7 @@ void sync_table_free(Emu *e);       // check.c
 
 #define SPIN_INSTRUCTIONS 50000ull        // without progress, before asynchronous effects come
 #define LIVELOCK_INSTRUCTIONS 20000000ull  // without progress, before it is called a livelock
+#define ASTRAY_INSTRUCTIONS 5000000ull  // on made-up values, before a launch is given up
 #define STARVATION_SHIFT 14  // every 2^14 instructions a divergent warp changes which lanes go first
 
 // ------------------------------------------------------------------------------------- names
@@ -197,8 +198,15 @@ const char *address_name(const Cta *cta, uint32_t offset) {
   return text("shared memory at 0x%x", address);
 }
 
+// Errors behind which the launch goes on with values that no kernel has computed: the access was
+// left out, or read what is not there. Loops may then never end.
+#define MAKES_UP_VALUES                                                                     \
+  (1ull << CK_BOUNDS | 1ull << CK_ALIGNMENT | 1ull << CK_UNINITIALISED | 1ull << CK_DESCRIPTOR | \
+   1ull << CK_CLUSTER | 1ull << CK_TMEM)
+
 static void record(Emu *e, Warp *w, const Insn *I, const Insn *other, int check, int severity,
                    const char *format, va_list arguments) {
+  if (severity == SEV_ERROR && MAKES_UP_VALUES >> check & 1 && !e->astray) e->astray = e->time + 1;
   if (!checking(e, check)) return;
   struct Findings *f = e->findings;
   int insn = I ? (int)(I - e->program->code) : -1;
@@ -628,6 +636,7 @@ static void warp_exits(Warp *w) {
   c->live_warps--;
   if (c->live_warps == 0) {
     c->exited = true;
+    if (c->emu->astray) c->emu->astray = c->emu->time + 1;  // it still gets on
     bool all = true;
     for (int i = 0; i < c->cluster->nctas; i++) all &= c->cluster->ctas[i]->exited;
     c->cluster->exited = all;
@@ -1207,6 +1216,10 @@ static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
       report_deadlock(e, "livelock: warps spin, but nothing that they could wait for changes");
       break;
     }
+    if (e->astray && e->time > e->astray + ASTRAY_INSTRUCTIONS) {
+      report_deadlock(e, "no end in sight: since an error made up values, no block has finished");
+      break;
+    }
     if (report && e->time >= next_report) {
       next_report = e->time + 500000;
       if (report(e->next_cluster, e->total_clusters)) e->stop = true;
@@ -1301,6 +1314,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   free(e->executed);
   e->executed = calloc((size_t)p->ncode + 1, sizeof(uint64_t));
   e->stop = false;
+  e->astray = 0;
   e->tcgen05_fences = -1;
   e->rng = e->seed * 0x9E3779B97F4A7C15ull + 0x1234567;
   if (!e->rng) e->rng = 1;

@@ -382,6 +382,7 @@ struct Emu {
   AsyncOp *async_first, *async_last; uint64_t async_count, async_number;
   uint64_t time;                          // warp-instructions so far
   uint64_t progress;                      // counts effects that others may wait for
+  uint64_t astray;                        // core.c: since when it may run on made-up values; 0: not
   bool stop;                              // set by a fatal finding
   // counters
   uint64_t *executed;                     // by instruction

@@ -467,7 +467,7 @@ static void gather_scales(Warp *w, const Insn *I, Mask m, const Operand *data,
             "multiple of %d below 4, the thread below %u", byte, thread, per_row, per_row, threads);
     byte = thread = 0;
   }
-  const uint32_t *v = src32_of(w, I, data, m, buffer);
+  const uint32_t *v = src32_of(w, I, list_of(w, data), m, buffer);
   for (int r = 0; r < rows; r++) {
     uint32_t word = v[rows == 16 ? r % 8 * 4 + 2 * thread + r / 8 : r * 4 + thread];
     uint8_t factors[4];
@@ -619,7 +619,7 @@ static int exec_mma_b1(Warp *w, const Insn *I, Mask m) {
 #define FP8 "(.e4m3|e5m2)"
 #define SMALL "(.e4m3|e5m2|e3m2|e2m3|e2m1)"
 #define SHARED "{.shared|shared::cta}"
-#define SCALED_OPERANDS "d32l s32l s32l s32l s32 s32l s32 s32l"
+#define SCALED_OPERANDS "d32l s32l s32l s32l s32l s32l s32l s32l"  // peers write {scale}
 // The kind may stand before the shape.
 #define SCALED(shape, kind, types, exec)                                          \
   {"mma.sync.aligned" shape kind types, SCALED_OPERANDS, exec, F_ALIGNED},        \

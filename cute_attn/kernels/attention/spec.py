@@ -8,7 +8,7 @@ from ..common.spec import Spec
 
 DTYPES = ("bfloat16", "float16")
 SCHEDULERS = ("single", "static", "clc")
-SINK_DTYPES = ("bfloat16", "float16", "float32")
+SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 
 TILE_M = 256  # rows of a cluster's tile: two CTAs of 128
 TILE_N = 128  # keys of a K/V tile
@@ -28,7 +28,7 @@ class Hd256ForwardSpec(Spec):
         window_left, window_right: a bound on the visible keys left or right of the diagonal
             is among the arguments. Causal is window_right with a bound of 0.
         softcap: scores go through softcap * tanh(score / softcap).
-        sink_dtype: of the learnable sink, or None for none.
+        sink_dtype: of the learnable sink, or "none".
         varlen_q, varlen_k: q (and o, lse), or k and v, are packed sequences, with cu_seqlens.
         seqused_q, seqused_k: how much of each sequence counts comes as an argument.
         lse: the log-sum-exp is written.
@@ -44,7 +44,7 @@ class Hd256ForwardSpec(Spec):
     window_left: bool
     window_right: bool
     softcap: bool
-    sink_dtype: str | None
+    sink_dtype: str
     varlen_q: bool
     varlen_k: bool
     seqused_q: bool
@@ -56,7 +56,7 @@ class Hd256ForwardSpec(Spec):
         allowed = {
             "dtype": DTYPES,
             "scheduler": SCHEDULERS,
-            "sink_dtype": (None, *SINK_DTYPES),
+            "sink_dtype": SINK_DTYPES,
             "packed_heads": tuple(2**n for n in range(8)),
         }
         for name, values in allowed.items():

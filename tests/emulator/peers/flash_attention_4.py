@@ -36,6 +36,7 @@ def forward(
     lse: bool = True,
     clc: bool = False,
     two_cta: bool = True,
+    page_size: int | None = None,
     num_sms: int | None = None,
 ) -> Request:
     """out and lse from q, k, v.
@@ -48,6 +49,8 @@ def forward(
         window: keys to the left and right of the diagonal that a query sees; None is all.
         num_splits: partial results along the keys, combined by a second kernel.
         clc, two_cta: what the environment variables FA_CLC and FA_DISABLE_2CTA choose.
+        page_size: rows of a page. k and v are then [pages, page_size, heads, head_dim], with the
+            pages of each sequence in `page_table`.
     """
     options = _tensors(locals())
     return request(PEER, "forward", arch, num_sms, options)
@@ -82,6 +85,15 @@ def backward(
     return request(PEER, "backward", arch, num_sms, options)
 
 
+def page_table(batch: int, seqlen_k: int, page_size: int) -> tuple[tuple[int, ...], ...]:
+    """For each sequence its pages, in order. No page comes twice, and page 0 belongs to nobody."""
+    pages = -(-seqlen_k // page_size)
+    return tuple(
+        tuple(batch * pages - (page * batch + sequence) for page in range(pages))
+        for sequence in range(batch)
+    )
+
+
 def _tensors(given: dict[str, Any]) -> dict[str, Any]:
     """The options of a request, checked."""
     options = {n: v for n, v in given.items() if n not in ("arch", "num_sms")}
@@ -91,6 +103,8 @@ def _tensors(given: dict[str, Any]) -> dict[str, Any]:
     q, k = options["seqlens_q"], options["seqlens_k"]
     if k is not None and (q is None or len(q) != len(k)):
         raise ValueError(f"seqlens_q is {q}, seqlens_k is {k}: not of the same sequences")
+    if q is not None and options.get("page_size") is not None:
+        raise ValueError("paged, and varlen: a sequence's length is then seqlen_k")
     if options["heads"] % options["qhead_per_kvhead"]:
         raise ValueError("heads is not a multiple of qhead_per_kvhead")
     return options
@@ -122,6 +136,9 @@ class _Shapes:
         if self.varlen:
             q, k = (sum(o["seqlens_q"]),), (sum(o["seqlens_k"] or o["seqlens_q"]),)
             self.lse = (o["heads"], *q)
+        if o.get("page_size") is not None:
+            table = page_table(o["batch"], k[1], o["page_size"])
+            k = (sum(map(len, table)) + 1, o["page_size"])
         self.q = (*q, o["heads"], o["head_dim"])
         self.k = (*k, heads_k, o["head_dim"])
         self.v = (*k, heads_k, head_dim_v)
@@ -151,6 +168,13 @@ def _forward(r: Recorder, **o: Any) -> None:
     if fp8:
         for name in ("q_descale", "k_descale", "v_descale"):
             keywords[name] = r.input(name, shapes.descale, "float32")
+    if o["page_size"] is not None:
+        seqlen_k = o["seqlen_k"] or o["seqlen_q"]
+        table = page_table(o["batch"], seqlen_k, o["page_size"])
+        shape = (len(table), len(table[0]))
+        keywords["page_table"] = r.input("page_table", shape, "int32", values=table)
+        used = (seqlen_k,) * o["batch"]
+        keywords["seqused_k"] = r.input("seqused_k", (o["batch"],), "int32", values=used)
     if o["learnable_sink"]:
         keywords["learnable_sink"] = r.input("learnable_sink", (o["heads"],), "bfloat16")
     if o["lse"]:
