@@ -311,6 +311,49 @@ def test_deadlock() -> None:
     assert "deadlock" in {finding.check for finding in run.errors}
 
 
+@pytest.mark.parametrize("checks", [None, ()])
+def test_a_loop_that_ends_by_a_made_up_value_is_given_up(checks: tuple[str, ...] | None) -> None:
+    """It makes progress all the time, so that it is no livelock."""
+    text = module("""
+        ld.param.u64 %rd1, [out];
+        mov.u32 %r1, 0;
+        LOOP:
+        ld.global.u32 %r2, [%rd1+4096];
+        add.s32 %r1, %r1, 1;
+        st.global.u32 [%rd1], %r1;
+        setp.ne.u32 %p1, %r2, 12345;
+        @%p1 bra LOOP;
+    """)
+    options = {} if checks is None else {"checks": checks}
+    run = run_ptx(text, block=1, args=[Buffer(np.zeros(1, np.uint32), False)], **options)
+    assert run.stopped
+    (given_up,) = (finding for finding in run.errors if finding.check == "deadlock")
+    assert "no end in sight" in given_up.message
+    if checks is None:
+        assert "out-of-bounds" in {finding.check for finding in run.errors}
+
+
+def test_errors_that_make_up_values_end_no_launch_that_gets_on() -> None:
+    """Each block reads what is not there, and then counts: all together longer than one may."""
+    text = module(
+        THREAD
+        + """
+        ld.param.u64 %rd1, [out];
+        ld.global.u32 %r5, [%rd1+4096];
+        mov.u32 %r6, 0;
+        LOOP:
+        add.s32 %r6, %r6, 1;
+        setp.ne.u32 %p1, %r6, 200000;
+        @%p1 bra LOOP;
+        """
+        + store("%r6")
+    )
+    out = np.zeros(8, np.uint32)
+    run = run_ptx(text, grid=8, block=1, args=[Buffer(out, False)], num_sms=1)
+    assert not run.stopped and {finding.check for finding in run.errors} == {"out-of-bounds"}
+    assert (out == 200000).all() and sum(run.by_opcode.values()) > 4_000_000
+
+
 # ---- the interface
 
 

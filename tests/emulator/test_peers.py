@@ -6,12 +6,13 @@ computation in the same data types, and no finding may be an error.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cute_attn.emulator import Emulator, Report
+from cute_attn.emulator import Emulator, Finding, Report
 
 from . import peer_results
 from .peers import Captured, CaptureError, Request, capture_all, missing
@@ -196,10 +197,21 @@ ROWS = [
 SLOW = [*ATTENTION, *GEMMS, *ROWS]
 
 
+# By cluster launch control, whose answers may come early.
+CLC = [
+    gemm(arch=SM100, scheduler="dynamic", m=512, num_sms=4),
+    gemm(arch=SM100, m=512, tile=(256, 128), cluster=(2, 1), scheduler="dynamic", num_sms=4),
+    gemm(arch=SM120, scheduler="dynamic", m=512, num_sms=4),
+    forward(arch=SM100, head_dim=64, heads=4, clc=True, seqlens_q=(100, 300, 20)),
+    forward(arch=SM100, head_dim=128, heads=4, clc=True, causal=True, seqlen_q=400),
+]
+
+
 def parameters(quick: list[Request], slow: list[Request]) -> list[Any]:
+    rest = [r for r in dict.fromkeys(slow) if r not in quick]
     return [
         *(pytest.param(r, id=r.name) for r in quick),
-        *(pytest.param(r, id=r.name, marks=pytest.mark.slow) for r in slow),
+        *(pytest.param(r, id=r.name, marks=pytest.mark.slow) for r in rest),
     ]
 
 
@@ -228,6 +240,27 @@ def captured(kernel: Request, request: pytest.FixtureRequest) -> Captured:
     return kernel.capture(directory)
 
 
+def is_known(captured: Captured, finding: Finding) -> bool:
+    """Whether a finding is a bug of the kernel, see docs/emulator.md.
+
+    FlashAttention-4's backward for two CTAs on sm_100a, head dimension 128: the last two releases, of
+    Kt and dS, are signalled to the peer CTA as well, which does not wait for them before it exits.
+    """
+    options = dict(captured.request.options)
+    which = (captured.request.peer, captured.request.function, captured.request.arch)
+    if which != ("flash_attention_4", "backward", SM100) or options["head_dim"] != 128:
+        return False
+    main = captured.calls[1].function
+    lines = enumerate(main.ptx.split("\n"), 1)
+    releases = [n for n, text in lines if re.search(r"tcgen05\.commit.*multicast", text)]
+    return (
+        finding.kernel in main.entries
+        and finding.check == "exit"
+        and finding.line in releases[-2:]
+        and finding.message.startswith("tcgen05.commit signals an mbarrier of CTA rank 1")
+    )
+
+
 def check(captured: Captured, **options: Any) -> Report:
     """Run it, and compare; the report."""
     given = peer_results.inputs(captured)
@@ -240,8 +273,9 @@ def check(captured: Captured, **options: Any) -> Report:
         image = call.function.object_file.read_bytes()
         emulator.load_object(image, call.function.ptx)(*memory.arguments(call))
     report = emulator.report
-    known = KNOWN.get(captured.request.function)
-    errors = [f for f in report.errors if known is None or not f.message.startswith(known)]
+    errors = report.errors
+    if options.get("schedule") == "adversarial":  # no other one shows it
+        errors = [f for f in errors if not is_known(captured, f)]
     assert not errors, "\n".join(map(str, errors))
     assert memory.overwritten_guards() == []
     results = peer_results.results(captured, memory.tensors)
@@ -260,6 +294,23 @@ def test_agrees_and_is_clean(captured: Captured) -> None:
 @pytest.mark.parametrize("kernel", parameters([*QUICK[2:12:3], *QUICK[12:14]], [*QUICK, *SLOW]))
 def test_agrees_on_other_schedules(captured: Captured, schedule: tuple[str, int]) -> None:
     check(captured, schedule=schedule[0], seed=schedule[1])
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    parameters([r for r in QUICK if r.function == "backward" and r.arch == SM100][1:2], []),
+)
+def test_the_known_bug_is_still_there(captured: Captured) -> None:
+    report = check(captured, schedule="adversarial", seed=0)
+    assert report.errors and all(is_known(captured, finding) for finding in report.errors)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kernel", parameters(CLC[1:2], CLC))
+def test_survives_early_answers_of_cluster_launch_control(captured: Captured, seed: int) -> None:
+    """Some clusters then stop before the others, which have to do what is left."""
+    schedule = ("fair", "random", "random", "adversarial")[seed]
+    check(captured, schedule=schedule, seed=seed, spurious_cancel=True)
 
 
 def flops(report: Report) -> int:

@@ -271,6 +271,19 @@ SKIP_ARRIVE = """setp.eq.u32 %p9, %rank, 0; @%p9 bra SKIP; barrier.cluster.arriv
     """.strip()
 HELD = "@%p7 mov.u32 %r9, 5; bar.sync %r9, 128;"
 
+
+def relaxed(p: Ptx) -> Ptx:
+    """No bug: the barrier behind tcgen05.st as relaxed operations on an mbarrier. The fences of
+    tcgen05 on both sides order what they do not."""
+    return p.swap(p.mark("init_other"), ", 1;", ", 128;").swap(
+        p.mark("stored"),
+        r"bar\.sync 0;",
+        "mbarrier.arrive.relaxed.cta.shared::cta.b64 _, [%bars+8]; STORED: "
+        "mbarrier.try_wait.parity.relaxed.cta.shared::cta.b64 %p9, [%bars+8], 0; "
+        "@!%p9 bra STORED;",
+    )
+
+
 SMALL_BUGS = [
     # mbarriers and bulk copies
     bug("PIPELINE", "full wait dropped", "race uninitialised", dropped("full_wait"), "read"),
@@ -506,6 +519,14 @@ SMALL_BUGS = [
         severity="note"),
     bug("TCGEN05", "fence after a barrier dropped", "tcgen05-sync", dropped("fence_after2"), "mma2",
         severity="note"),
+    bug("TCGEN05", "fence before a barrier dropped", "tcgen05-sync", dropped("fence_before"),
+        "mma2 st", severity="note"),
+    bug("TCGEN05", "fence before a relaxed arrival dropped", "race", both(
+        relaxed, dropped("fence_before")
+    ), "mma2 st"),
+    bug("TCGEN05", "fence behind a relaxed wait dropped", "race", both(
+        relaxed, dropped("fence_after2")
+    ), "mma2 st"),
     bug("TCGEN05", "dealloc dropped", "tmem", dropped("dealloc"), "alloc"),
     bug("TCGEN05", "dealloc early", "tmem", both(
         dropped("dealloc"), inserted("stored", DEALLOC, behind=True)
@@ -1197,6 +1218,24 @@ def test_the_kernel_is_clean(kernel: str) -> None:
     for schedule, seed in SEEDS:
         done, right = run(schedule, seed)
         assert done.errors == [] and right, (schedule, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_kernel_is_clean_on_more_seeds(kernel: str) -> None:
+    _, launch = kernel_of(kernel)
+    run = launch(None)
+    for schedule, seed in MORE_SEEDS:
+        done, right = run(schedule, seed)
+        assert done.errors == [] and right, (schedule, seed)
+
+
+def test_fences_of_tcgen05_order_what_relaxed_operations_do_not() -> None:
+    ptx, launch = kernel_of("TCGEN05")
+    run = launch(relaxed(ptx).text)
+    for schedule, seed in SEEDS:
+        done, right = run(schedule, seed)
+        assert done.findings == [] and right, (schedule, seed)
 
 
 def check(bug: Bug, seeds: Iterable[tuple[int, int]]) -> None:

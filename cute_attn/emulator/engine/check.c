@@ -88,7 +88,9 @@ void view_add(View *v, uint32_t agent, Clock clock) {
 void view_release(Warp *w, View *into) {
   Emu *e = emu_of(w);
   if (!into->vc) *into = view_new(e);
-  view_join(e, into, &w->view);
+  join(into->vc, w->view.vc, e->agents_used);
+  join(into->pvc, w->view.pvc, e->agents_used);
+  join(into->tvc, w->fenced, e->agents_used);
   raise_to(&into->vc[agent_of(w, AG_GENERIC)], w->agent_clock[AG_GENERIC]);
   w->agent_clock[AG_GENERIC]++;
 }
@@ -99,6 +101,7 @@ void view_acquire(Warp *w, const View *from) {
   Emu *e = emu_of(w);
   join(w->view.vc, from->vc, e->agents_used);
   join(w->view.pvc, from->pvc, e->agents_used);
+  join(w->fenced, from->tvc, e->agents_used);
   for (uint32_t own = agent_of(w, 0); own < agent_of(w, AGENTS_PER_WARP); own++)
     raise_to(&w->view.tvc[own], from->tvc[own]);
 }
@@ -111,9 +114,25 @@ void proxy_fence(Warp *w) {
   w->agent_clock[AG_GENERIC]++;
 }
 
-void tcgen05_fence_after(Warp *w) { join(w->view.tvc, w->view.vc, emu_of(w)->agents_used); }
+static bool is_tensor_agent(const Emu *e, uint32_t agent) {
+  return agent < (uint32_t)(e->nslots * e->warps_per_cta * AGENTS_PER_WARP) &&
+         agent % AGENTS_PER_WARP >= AG_TC;
+}
 
-void tcgen05_fence_before(Warp *w) { (void)w; }
+// Relaxed arrivals and waits are enough between these two fences: hence fence_release, _acquire.
+void tcgen05_fence_before(Warp *w) {
+  Emu *e = emu_of(w);
+  join(w->fenced, w->view.vc, e->agents_used);
+  if (!w->fence_release.vc) w->fence_release = view_new(e);
+  join(w->fence_release.tvc, w->fenced, e->agents_used);
+}
+
+void tcgen05_fence_after(Warp *w) {
+  Emu *e = emu_of(w);
+  if (w->fence_acquire.vc) join(w->fenced, w->fence_acquire.tvc, e->agents_used);
+  for (uint32_t i = 0; i < (uint32_t)e->agents_used; i++)
+    raise_to(&w->view.tvc[i], is_tensor_agent(e, i) ? w->fenced[i] : w->view.vc[i]);
+}
 
 uint32_t new_mbarrier_agent(Emu *e, Clock *start) {
   *start = 0;
@@ -271,14 +290,36 @@ static const char *place(const Context *c, uint64_t word) {
   return text("%s of CTA %u", address_name(c->cta, (uint32_t)word * 4), c->cta->linear);
 }
 
-// A kernel that has no tcgen05.fence::after_thread_sync at all is told so once.
-static bool wants_fence(Emu *e) {
-  if (e->tcgen05_fences == -1) {
-    e->tcgen05_fences = tcgen05_fences(e->program);
-    if (!e->tcgen05_fences) e->tcgen05_fences = -2;
+// A kernel that has no tcgen05.fence::before_thread_sync, or ::after_, at all is told so once.
+static bool wants_fence(Emu *e, int after) {
+  int *n = &e->tcgen05_fences[after];
+  if (*n == -1) {
+    *n = tcgen05_fences(e->program, after);
+    if (!*n) *n = -2;
     return true;
   }
-  return e->tcgen05_fences > 0;
+  return *n > 0;
+}
+
+static void report_fence(const Context *c, uint64_t word, const Mark *m, const char *kind) {
+  const Access *a = c->access;
+  const Insn *other = &c->e->program->code[m->insn];
+  const char *none = "; the kernel has no such fence";
+  if (a->warp->fenced[m->agent] < m->clock && is_tensor_agent(c->e, m->agent)) {
+    if (wants_fence(c->e, 0))
+      finding_with(a->warp, a->insn, other, CK_TCGEN05, SEV_NOTE,
+                   "%s on %s: %s after %s, ordered by a barrier but without "
+                   "tcgen05.fence::before_thread_sync before it%s",
+                   kind, place(c, word), a->what, agent_text(c->e, m->agent),
+                   c->e->tcgen05_fences[0] < 0 ? none : "");
+    if (c->e->tcgen05_fences[1] >= 0) return;  // the other one may well be there
+  }
+  if (wants_fence(c->e, 1))
+    finding(a->warp, a->insn, CK_TCGEN05, SEV_NOTE,  // one for the instruction that lacks it
+            "%s on %s: %s after %s (%s), ordered by a barrier but without "
+            "tcgen05.fence::after_thread_sync behind it%s",
+            kind, place(c, word), a->what, agent_text(c->e, m->agent), where(other),
+            c->e->tcgen05_fences[1] < 0 ? none : "");
 }
 
 static const uint8_t *host_word(const Context *c, uint64_t word) {
@@ -293,12 +334,7 @@ static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, b
                            : "write after read";
   bool seen = m->clock <= a->view->vc[m->agent];
   if (seen && a->tensor && c->space[0] == 'T') {
-    if (wants_fence(c->e))
-      finding(a->warp, a->insn, CK_TCGEN05, SEV_NOTE,  // one for the instruction that lacks it
-              "%s on %s: %s after %s (%s), ordered by a barrier but without "
-              "tcgen05.fence::after_thread_sync behind it%s",
-              kind, place(c, word), a->what, agent_text(c->e, m->agent), where(other),
-              c->e->tcgen05_fences < 0 ? "; the kernel has no such fence" : "");
+    report_fence(c, word, m, kind);
   } else if (seen) {
     finding_with(a->warp, a->insn, other, CK_PROXY, SEV_ERROR,
                  "%s on %s: %s through the asynchronous proxy after a generic write by %s, "

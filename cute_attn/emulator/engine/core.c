@@ -10,7 +10,7 @@ void sync_table_free(Emu *e);       // check.c
 
 #define SPIN_INSTRUCTIONS 50000ull        // without progress, before asynchronous effects come
 #define LIVELOCK_INSTRUCTIONS 20000000ull  // without progress, before it is called a livelock
-#define ASTRAY_INSTRUCTIONS 5000000ull  // on made-up values, before a launch is given up
+#define ASTRAY_INSTRUCTIONS 2000000ull  // on made-up values, before a launch is given up
 #define STARVATION_SHIFT 14  // every 2^14 instructions a divergent warp changes which lanes go first
 
 // ------------------------------------------------------------------------------------- names
@@ -881,6 +881,7 @@ static void new_warp(Cta *c, int index) {
   w->local = zeroed((size_t)p->local_bytes * 32);
   w->local_init = zeroed((size_t)p->local_bytes * 32);
   w->view = view_new(e);
+  w->fenced = zeroed(sizeof(Clock) * (size_t)e->nagents);
   // Epochs go on where the slot's previous warp left off, which this one does not order.
   static const Clock first = 1;
   Clock *clocks = e->slot_clocks + (size_t)w->slot * AGENTS_PER_WARP;
@@ -910,6 +911,7 @@ static void free_warp(Warp *w) {
   free(w->copies);
   free(w->wgmma);
   view_free(&w->view);
+  free(w->fenced);
   view_free(&w->fence_release);
   view_free(&w->fence_acquire);
 }
@@ -1038,6 +1040,8 @@ static const Mbarrier *mbarrier_in(const Cta *c, uint32_t offset) {
 
 static const char *wait_text(const Warp *w, const Group *g) {
   switch (g->wait) {
+    case WAIT_NONE:
+      return "runs";
     case WAIT_MBARRIER: {
       uint32_t offset;
       const Cta *c = awaited_mbarrier(w, g, &offset);
@@ -1050,6 +1054,8 @@ static const char *wait_text(const Warp *w, const Group *g) {
     case WAIT_NAMED_BARRIER: {
       const NamedBarrier *b = &w->cta->bars[g->wait_object % MAX_NAMED_BARRIERS];
       uint32_t missing = b->warps_before & ~b->warps;
+      if (!b->warps)  // complete: the warp has only not been run since
+        return text("goes on from named barrier %llu", (unsigned long long)g->wait_object);
       return text("waits at named barrier %llu: %d of %d threads have arrived, of %s, first at %s%s%s",
                   (unsigned long long)g->wait_object, b->arrived, b->expected,
                   warps_text(b->warps), where(b->first),
@@ -1315,7 +1321,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   e->executed = calloc((size_t)p->ncode + 1, sizeof(uint64_t));
   e->stop = false;
   e->astray = 0;
-  e->tcgen05_fences = -1;
+  e->tcgen05_fences[0] = e->tcgen05_fences[1] = -1;
   e->rng = e->seed * 0x9E3779B97F4A7C15ull + 0x1234567;
   if (!e->rng) e->rng = 1;
   for (int i = 0; i < 8; i++) emu_random(e, 2);

@@ -165,7 +165,9 @@ enum {
 typedef struct {
   Clock *vc;   // what is ordered before the next effect
   Clock *pvc;  // of that, what the asynchronous proxy sees as well (proxy fences)
-  Clock *tvc;  // of that, what tcgen05 operations are ordered after (tcgen05 fences)
+  // Of vc, what tcgen05 operations are ordered after (tcgen05 fences). Of a view that is released:
+  // what tcgen05.fence::before_thread_sync or a commit has prepared for the fence on the other side.
+  Clock *tvc;
 } View;
 
 // What an access is checked against, and the mark that it leaves. `view` is what is ordered
@@ -283,6 +285,7 @@ struct Warp {
   int32_t *origin;         // the same for each register that is not defined
   int32_t *unfenced;       // a register: set when written since the last wgmma.fence (NULL: off)
   View view, fence_release, fence_acquire;   // the latter two: check.c, for fences
+  Clock *fenced;           // of view.vc, what tcgen05.fence::before_thread_sync has been behind
   Clock agent_clock[AGENTS_PER_WARP], agent_birth[AGENTS_PER_WARP];
   // asynchronous queues of the warp
   uint64_t cp_issued, cp_done, cp_committed[64]; int cp_groups;       // cp.async
@@ -363,7 +366,7 @@ struct Emu {
   int num_sms, slice;
   uint64_t seed, rng;
   bool spurious_cancel, tracing;
-  int tcgen05_fences;     // instructions of the program; -1: not counted yet, -2: none, and said so
+  int tcgen05_fences[2];  // before and after: how many; -1: not counted yet, -2: none, and said so
   int numerics;                    // of tensor cores: 0 fast float, 1 bit-accurate
   int max_findings;
   // launch
@@ -612,9 +615,9 @@ void view_add(View *v, uint32_t agent, Clock clock);
 void view_release(Warp *w, View *into);
 void view_acquire(Warp *w, const View *from);
 void proxy_fence(Warp *w);                 // fence.proxy.async, mbarrier_init fence: pvc = vc
-void tcgen05_fence_after(Warp *w);         // tvc = vc
-void tcgen05_fence_before(Warp *w);
-int tcgen05_fences(const Program *p);      // tcgen05.c: how many fence::after_thread_sync it has
+void tcgen05_fence_after(Warp *w);         // tvc = what has been fenced before
+void tcgen05_fence_before(Warp *w);        // fenced = vc
+int tcgen05_fences(const Program *p, int after);  // tcgen05.c: how many of these fences it has
 // Synchronisation through memory words (flags, semaphores): call on strong accesses.
 // order: 0 relaxed/volatile, 1 acquire, 2 release, 3 acq_rel / seq_cst.
 void sync_read(Warp *w, const void *host_address, int order);

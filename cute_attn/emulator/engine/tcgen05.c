@@ -610,14 +610,16 @@ static int exec_wait_st(Warp *w, const Insn *I, Mask m) {
 
 static int exec_fence(Warp *w, const Insn *I, Mask m) {
   (void)m;
+  if (!checking(emu_of(w), CK_RACE)) return DONE;
   if (I->mod[0] == 1) tcgen05_fence_before(w);
   else tcgen05_fence_after(w);
   return DONE;
 }
 
-int tcgen05_fences(const Program *p) {
+int tcgen05_fences(const Program *p, int after) {
   int n = 0;
-  for (int i = 0; i < p->ncode; i++) n += p->code[i].exec == exec_fence && p->code[i].mod[0] == 2;
+  for (int i = 0; i < p->ncode; i++)
+    n += p->code[i].exec == exec_fence && p->code[i].mod[0] == 1 + after;
   return n;
 }
 
