@@ -1,0 +1,1151 @@
+"""Softmax attention forward at head_dim 256 for SM100: clusters of two CTAs, MMAs across both.
+
+A cluster works on a tile of 256 query rows and walks over the visible keys, 128 at a time, from
+the last to the first. Each CTA holds 128 of the rows, and loads half of the keys (K) and half
+of the head dimensions (V): the MMAs of cta_group::2 read both halves.
+
+    S = Q K^T        256 x 128, K = 256    Q and K in shared memory, S in tensor memory
+    P = 2^(c S - m)  in place of S         c = softmax_scale * log2(e), m the row's (late) maximum
+    O = O a + P V    256 x 256, K = 128    P and O in tensor memory, V in shared memory
+
+The maximum m is only moved when it has grown by more than 2^RESCALE_THRESHOLD, so that O is rarely
+rescaled (by a); sums follow the same m, so that the result is exact. Half of the exponentials run
+on the FMA units (`common.exp2`): the special function unit would need half of the MMAs' time.
+
+    warps    role         what a tile goes through
+    8        load         Q, then K_0, K_1, V_0, K_2, V_1, ... by TMA
+    9        mma          S_0, S_1, O += P_0 V_0, S_2, O += P_1 V_1, ... (CTA 0 issues for both)
+    0-3      softmax      a row a thread: S -> P, and the row's maximum and sum
+    4-7      correction   rescales O where a maximum moved; at the end O / sum -> shared memory
+    10       store        O by TMA
+    11       scheduler    publishes the tiles that all of the others work on
+
+The tables `HANDOVERS`, `smem_bytes` and `TMEM` below are the pipeline, and the budgets.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ..common.carried import Carried
+from ..common.exp2 import exp2_pair
+from ..common.handovers import (
+    Barriers,
+    Handover,
+    Handovers,
+    tcgen05_fence_after,
+    tcgen05_fence_before,
+)
+from ..common.tile_scheduler import CLC_RESPONSE_BYTES, SCHEDULERS, TileMap
+from .spec import TILE_M, TILE_N, Hd256ForwardSpec
+
+DTYPE = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+}
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+INF = float("inf")
+
+HEAD_DIM = 256
+CTAS = 2
+BOTH_CTAS = 0b11
+ROWS = TILE_M // CTAS  # of a CTA's tile
+KEYS = TILE_N // CTAS  # of K that a CTA loads
+DIMS = HEAD_DIM // CTAS  # of V that a CTA loads
+BOX = 64  # columns of a TMA box: 128 bytes, the width of the swizzle
+WARP = 32
+
+KV_STAGES = 4
+S_STAGES = 2
+O_STAGES = 2  # boxes of O on their way out
+WORK_STAGES = 2
+WORK_WORDS = 8
+
+# Softmax.
+RESCALE_THRESHOLD = 8.0  # log2 of the growth of the maximum that is let pass: P stays below 2^8
+FRAGMENT = 32  # columns of a row that are loaded and stored at once
+EX2_EMU_FREQ, EX2_EMU_RES = 4, 3  # of 4 columns, taken as pairs: one pair on the FMA units
+
+# Columns of tensor memory. P lies on the S that it comes from.
+TMEM_S, TMEM_O, TMEM_COLUMNS = 0, S_STAGES * TILE_N, 512
+assert TMEM_O + HEAD_DIM == TMEM_COLUMNS
+
+# Warps.
+SOFTMAX, CORRECTION = range(0, 4), range(4, 8)
+LOAD, MMA, STORE, SCHEDULER = 8, 9, 10, 11
+NUM_WARPS = 12
+WORKERS = NUM_WARPS - 1  # all but the scheduler
+
+# Registers of a thread: 384 threads start with 168, and trade.
+SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 240, 168, 96
+assert SOFTMAX_REGISTERS + CORRECTION_REGISTERS + OTHER_REGISTERS <= 3 * 168
+
+# In the order of a tile's life. Counts: Q and work by tiles, O boxes by boxes, all others by K/V
+# tiles (K and V of one share the ring, two uses).
+HANDOVERS = (
+    Handover("work_full", WORK_STAGES, 1, "scheduler -> all: the next tile"),
+    Handover("work_empty", WORK_STAGES, WORKERS, "all -> scheduler: read"),
+    Handover("q_full", 1, 1, "load of both CTAs -> mma of CTA 0"),
+    Handover("q_empty", 1, 1, "mma -> load: the tile's last S is done"),
+    Handover("kv_full", KV_STAGES, 1, "load of both CTAs -> mma of CTA 0"),
+    Handover("kv_empty", KV_STAGES, 1, "mma -> load"),
+    Handover("s_full", S_STAGES, 1, "mma -> softmax"),
+    Handover("scale_full", S_STAGES, len(SOFTMAX), "softmax -> correction: factors for O"),
+    Handover("o_ready", S_STAGES, CTAS * len(CORRECTION), "correction of both CTAs -> mma: add to O"),
+    Handover("p_full", S_STAGES, CTAS * len(SOFTMAX), "softmax of both CTAs -> mma"),
+    Handover("pv_done", S_STAGES, 1, "mma -> correction: P V has been added to O"),
+    Handover("sum_full", 2, len(SOFTMAX), "softmax -> correction: what to divide O by"),
+    Handover("o_staged", O_STAGES, len(CORRECTION), "correction -> store"),
+    Handover("o_stored", O_STAGES, 1, "store -> correction"),
+)
+
+Q_BYTES = ROWS * HEAD_DIM * 2
+KV_BYTES = KEYS * HEAD_DIM * 2
+O_BYTES = ROWS * BOX * 2
+assert KV_BYTES == TILE_N * DIMS * 2, "K and V share a ring"
+MAX_SMEM_BYTES = 227 * 1024
+SMEM_ALIGNMENT = 1024  # of a buffer with a 128-byte swizzle
+
+
+@dataclass(frozen=True)
+class Storage(Carried):
+    """Pointers to a CTA's shared memory."""
+
+    q: cute.Pointer  # boxes of (128 rows, 64)
+    kv: cute.Pointer  # the ring: boxes of (64 keys, 64) for K, (128 keys, 64) for V
+    o: cute.Pointer  # boxes of (128 rows, 64)
+    scale: cute.Pointer  # of O's rows, by stage of S
+    inverse_sum: cute.Pointer  # of rows, for two tiles
+    work: cute.Pointer
+    clc_response: cute.Pointer
+    barriers: cute.Pointer
+    tmem_address: cute.Pointer
+
+
+class Sm100Hd256Forward:
+    """The kernel for one Hd256ForwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Hd256ForwardSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.scheduler = SCHEDULERS[spec.scheduler]
+        self.handovers = Handovers(*HANDOVERS, *self.scheduler.handovers)
+        self.packed = spec.packed_heads
+        self.tokens = ROWS // self.packed  # in a CTA's rows
+        self.masked = spec.window_left or spec.window_right
+        if self.smem_bytes > MAX_SMEM_BYTES:
+            raise ValueError(f"{self.smem_bytes} bytes of shared memory, at most {MAX_SMEM_BYTES}")
+
+    @property
+    def smem_bytes(self) -> int:
+        buffers = Q_BYTES + KV_STAGES * KV_BYTES + O_STAGES * O_BYTES
+        small = (
+            4 * ROWS * (S_STAGES + 2)  # factors and sums
+            + 4 * WORK_WORDS * WORK_STAGES
+            + self.handovers.nbytes
+            + CLC_RESPONSE_BYTES
+            + 16  # tensor memory's address
+        )
+        return buffers + small
+
+    def allocate(self) -> Storage:
+        """On the device: the buffers, in the order of `smem_bytes`."""
+        smem = cutlass.utils.SmemAllocator()
+
+        def buffer(element: Any, count: int, alignment: int) -> Any:
+            return smem.allocate_array(element, count, byte_alignment=alignment)
+
+        return Storage(
+            q=buffer(self.dtype, Q_BYTES // 2, SMEM_ALIGNMENT),
+            kv=buffer(self.dtype, KV_STAGES * KV_BYTES // 2, SMEM_ALIGNMENT),
+            o=buffer(self.dtype, O_STAGES * O_BYTES // 2, SMEM_ALIGNMENT),
+            scale=buffer(Float32, S_STAGES * ROWS, 16),
+            inverse_sum=buffer(Float32, 2 * ROWS, 16),
+            work=buffer(Int32, WORK_STAGES * WORK_WORDS, 16),
+            clc_response=buffer(Int32, CLC_RESPONSE_BYTES // 4, 16),
+            barriers=buffer(Int64, self.handovers.count, 16),
+            tmem_address=buffer(Int32, 1, 16),
+        )
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Stand-ins for the arguments of `__call__`, in order."""
+        spec = self.spec
+        batch, heads, kv_heads = (cute.sym_int() for _ in range(3))
+        seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
+        bounds = cute.sym_int()
+
+        def rows(packed: bool, seqlen: Any, heads: Any) -> Any:
+            shape = (seqlen, heads, HEAD_DIM) if packed else (batch, seqlen, heads, HEAD_DIM)
+            strides = (cute.sym_int64(divisibility=8) for _ in shape[:-1])
+            return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
+
+        def vector(element: Any, length: Any) -> Any:
+            return make_fake_tensor(element, (length,), (1,), assumed_align=4)
+
+        lse = None
+        if spec.lse:
+            shape = (heads, seqlen_q) if spec.varlen_q else (batch, heads, seqlen_q)
+            strides = tuple(cute.sym_int64() for _ in shape)
+            lse = make_fake_tensor(Float32, shape, strides, assumed_align=4)
+        sink = None
+        if spec.sink_dtype != "none":
+            element = DTYPE[spec.sink_dtype]
+            sink = make_fake_tensor(element, (heads,), (1,), assumed_align=element.width // 8)
+        return (
+            rows(spec.varlen_q, seqlen_q, heads),
+            rows(spec.varlen_k, seqlen_k, kv_heads),
+            rows(spec.varlen_k, seqlen_k, kv_heads),
+            rows(spec.varlen_q, seqlen_q, heads),
+            lse,
+            sink,
+            vector(Int32, bounds) if spec.varlen_q else None,
+            vector(Int32, bounds) if spec.varlen_k else None,
+            vector(Int32, batch) if spec.seqused_q else None,
+            vector(Int32, batch) if spec.seqused_k else None,
+            Float32(1.0),
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_clusters: Int32,
+        stream: Any,
+    ) -> None:
+        spec = self.spec
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        if cutlass.const_expr(spec.varlen_q):
+            batch = cu_seqlens_q.shape[0] - 1
+        else:
+            batch = q.shape[0]
+        seqlen_k = k.shape[-3]
+
+        qk_mma = sm100.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
+            tcgen05.CtaGroup.TWO, (TILE_M, TILE_N),
+        )  # fmt: skip
+        pv_mma = sm100.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
+            tcgen05.CtaGroup.TWO, (TILE_M, HEAD_DIM), tcgen05.OperandSource.TMEM,
+        )  # fmt: skip
+
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        q_copy = self.box_copy(load, self.query_rows(q), ROWS)
+        k_copy = self.box_copy(load, self.key_rows(k, KEYS), KEYS)
+        v_copy = self.box_copy(load, self.key_rows(v, TILE_N), TILE_N)
+        o_copy = self.box_copy(store, self.query_rows(o), ROWS)
+
+        # K and V of so many heads stay in the L2 cache while their blocks of rows are worked on.
+        head_bytes = Int64(seqlen_k) * (2 * 2 * HEAD_DIM)
+        heads_at_once = cutlass.max(Int32(1), Int32(32 * 1024 * 1024 // (head_bytes + 1)))
+        tiles = TileMap(
+            tile_rows=TILE_M,
+            rows_per_token=self.packed,
+            longest_last=spec.window_right,
+            heads=heads // self.packed,
+            batch=batch,
+            seqlen_q=q.shape[-3],
+            heads_at_once=cutlass.min(heads_at_once, heads // self.packed * batch),
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_q=seqused_q,
+        )
+        num_tiles = tiles.count(q.shape[-3])
+
+        if cutlass.const_expr(spec.softcap):
+            score_scale, scale_log2 = softmax_scale / softcap, softcap * LOG2_E
+        else:
+            score_scale, scale_log2 = Float32(1.0), softmax_scale * LOG2_E
+
+        self.kernel(
+            qk_mma, pv_mma,
+            *q_copy, *k_copy, *v_copy, *o_copy,
+            lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            score_scale, scale_log2, window_left, window_right,
+            heads, kv_heads, batch, q.shape[-3], seqlen_k, tiles.heads_at_once, num_tiles,
+        ).launch(
+            grid=[CTAS * self.scheduler.clusters(num_tiles, num_clusters), 1, 1],
+            block=[NUM_WARPS * WARP, 1, 1],
+            cluster=[CTAS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    # A tensor as TMA sees it: (rows of a tile, head_dim, then what picks the sequence and the
+    # head). Rows of a sequence among others are addressed as (i, j) -> row i + j - size of i, so
+    # that those past the sequence's end have an i past its size: loads see 0 there, and stores leave
+    # them alone, whoever's they are.
+
+    def query_rows(self, x: cute.Tensor) -> cute.Tensor:
+        """q or o: ((packed heads, tokens), head_dim, [first token,] heads, [batch])."""
+        *outer, tokens, heads, _ = x.shape
+        *outer_strides, token, head, one = x.stride
+        heads_mode, heads_stride = heads // self.packed, head * self.packed
+        if self.spec.ragged_q:
+            start = x.iterator - token * self.tokens
+            return cute.make_tensor(
+                start,
+                cute.make_layout(
+                    ((self.packed, self.tokens), HEAD_DIM, tokens + 1, heads_mode),
+                    stride=((head, token), one, token, heads_stride),
+                ),
+            )
+        return cute.make_tensor(
+            x.iterator,
+            cute.make_layout(
+                ((self.packed, tokens), HEAD_DIM, heads_mode, *outer),
+                stride=((head, token), one, heads_stride, *outer_strides),
+            ),
+        )
+
+    def key_rows(self, x: cute.Tensor, rows: int) -> cute.Tensor:
+        """k or v, in boxes of so many rows: (tokens, head_dim, [first token,] heads, [batch])."""
+        *outer, tokens, heads, _ = x.shape
+        *outer_strides, token, head, one = x.stride
+        if self.spec.ragged_k:
+            return cute.make_tensor(
+                x.iterator - token * rows,
+                cute.make_layout(
+                    (rows, HEAD_DIM, tokens + 1, heads, *outer),
+                    stride=(token, one, token, head, *outer_strides),
+                ),
+            )
+        return cute.make_tensor(
+            x.iterator,
+            cute.make_layout(
+                (tokens, HEAD_DIM, heads, *outer), stride=(token, one, head, *outer_strides)
+            ),
+        )
+
+    def box_layout(self, rows: int, *more: tuple[int, int]) -> Any:
+        """Boxes of (rows, 64) in shared memory, swizzled; `more` are further (size, stride)s."""
+        shape = (rows, BOX, *(size for size, _ in more))
+        stride = (BOX, 1, *(step for _, step in more))
+        return cute.make_composed_layout(
+            cute.make_swizzle(3, 4, 3), 0, cute.make_layout(shape, stride=stride)
+        )
+
+    def box_copy(self, op: Any, x: cute.Tensor, rows: int) -> Any:
+        return cpasync.make_tiled_tma_atom(op, x, self.box_layout(rows), (rows, BOX))
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        q_tma: cute.CopyAtom,
+        q: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        o_tma: cute.CopyAtom,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        score_scale: Float32,
+        scale_log2: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_at_once: Int32,
+        num_tiles: Int32,
+    ) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        storage = self.allocate()
+        barriers = self.handovers.at(storage.barriers)
+
+        if warp == LOAD:
+            for tma in (q_tma, k_tma, v_tma, o_tma):
+                cpasync.prefetch_descriptor(tma)
+            with cute.arch.elect_one():
+                barriers.init()
+            cute.arch.mbarrier_init_fence()
+        if warp == MMA:
+            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem_address, is_two_cta=True)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
+            tcgen05_fence_before()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        tcgen05_fence_after()
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+
+        # S, of stage 0, and O, as a CTA sees them: (rows, columns).
+        s_shape = qk_mma.get_slice(0).partition_shape_C((TILE_M, TILE_N))
+        s = qk_mma.make_fragment_C(s_shape)
+        s = cute.make_tensor(tmem + TMEM_S, s.layout)
+        o_shape = pv_mma.get_slice(0).partition_shape_C((TILE_M, HEAD_DIM))
+        o_acc = pv_mma.make_fragment_C(o_shape)
+        o_acc = cute.make_tensor(tmem + TMEM_O, o_acc.layout)
+
+        work = cute.make_tensor(storage.work, cute.make_layout((WORK_WORDS, WORK_STAGES)))
+        scale = cute.make_tensor(storage.scale, cute.make_layout((ROWS, S_STAGES)))
+        inverse_sum = cute.make_tensor(storage.inverse_sum, cute.make_layout((ROWS, 2)))
+        window = (window_left, window_right)
+
+        if warp == SCHEDULER:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            tiles = TileMap(
+                tile_rows=TILE_M,
+                rows_per_token=self.packed,
+                longest_last=self.spec.window_right,
+                heads=heads // self.packed,
+                batch=batch,
+                seqlen_q=seqlen_q,
+                heads_at_once=heads_at_once,
+                cu_seqlens_q=cu_seqlens_q,
+                seqused_q=seqused_q,
+            )
+            scheduler = self.scheduler(
+                num_tiles, Int32(0), barriers, storage.clc_response
+            )
+            self.scheduler_warp(
+                scheduler, tiles, barriers, work, heads, kv_heads, seqlen_k,
+                cu_seqlens_q, cu_seqlens_k, seqused_k,
+            )  # fmt: skip
+        if warp == LOAD:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            self.load_warp(
+                q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window, cta
+            )
+        if warp == MMA:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, work, window, cta)
+        if warp == STORE:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            self.store_warp(o_tma, o, storage, barriers, work, cta)
+        if warp < SOFTMAX.stop:
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            self.softmax_warps(
+                s, scale, inverse_sum, lse, sink, barriers, work, window, cta, score_scale,
+                scale_log2,
+            )  # fmt: skip
+        if warp >= CORRECTION.start and warp < CORRECTION.stop:
+            cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
+            self.correction_warps(o_acc, scale, inverse_sum, storage, barriers, work, window)
+
+        # A CTA stays while the other may still signal its barriers, or read its shared memory.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp == MMA:
+            cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS, is_two_cta=True)
+
+    # -- device: which tile -------------------------------------------------------------------
+
+    @cute.jit
+    def scheduler_warp(
+        self,
+        scheduler: Any,
+        tiles: TileMap,
+        barriers: Barriers,
+        work: cute.Tensor,
+        heads: Int32,
+        kv_heads: Int32,
+        seqlen_k: Int32,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+    ) -> None:
+        """Publish the place of one tile after the other, then that there are no more."""
+        published = Int32(0)
+        requests = Int32(0)
+        tile = scheduler.initial_work_tile()
+        while tile >= 0:
+            exists, block, head, sequence = tiles.locate(tile)
+            if exists:
+                q_start = Int32(0)
+                if cutlass.const_expr(self.spec.varlen_q):
+                    q_start = cu_seqlens_q[sequence]
+                k_start = Int32(0)
+                k_length = seqlen_k
+                if cutlass.const_expr(self.spec.varlen_k):
+                    k_start = cu_seqlens_k[sequence]
+                    k_length = cu_seqlens_k[sequence + 1] - k_start
+                if cutlass.const_expr(self.spec.seqused_k):
+                    k_length = seqused_k[sequence]
+                kv_head = head * self.packed // (heads // kv_heads)
+                self.publish(
+                    work, barriers, published,
+                    (block, head, kv_head, sequence, q_start, tiles.seqlen(sequence), k_start,
+                     k_length),
+                )  # fmt: skip
+                published += 1
+            scheduler.prefetch_next_work(requests)
+            tile = scheduler.advance_to_next_work(tile, requests)
+            requests += 1
+        self.publish(work, barriers, published, (Int32(-1),))
+        scheduler.producer_tail(requests)
+
+    @cute.jit
+    def publish(self, work: cute.Tensor, barriers: Barriers, n: Int32, words: Any) -> None:
+        barriers.wait_previous("work_empty", n)
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(len(words)):
+                work[i, n % WORK_STAGES] = words[i]
+            barriers.arrive("work_full", n)
+
+    @cute.jit
+    def next_work(self, work: cute.Tensor, barriers: Barriers, n: Int32) -> Any:
+        """(block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k); block is -1
+        after the last. Heads of q are counted in packs; starts are rows of packed sequences."""
+        barriers.wait("work_full", n)
+        words = cute.make_rmem_tensor((WORK_WORDS,), Int32)
+        cute.autovec_copy(work[None, n % WORK_STAGES], words)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            barriers.arrive("work_empty", n)
+        return tuple(words[i] for i in range(WORK_WORDS))
+
+    def visible_tiles(self, block: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
+        """(first, end) of the K/V tiles that some row of the cluster's tile sees."""
+        return self.tiles_seen(block * TILE_M, TILE_M, seqlen_q, seqlen_k, window)
+
+    def tiles_seen(
+        self, first_row: Any, rows: int, seqlen_q: Any, seqlen_k: Any, window: Any
+    ) -> Any:
+        left, right = window
+        shift = seqlen_k - seqlen_q  # of the diagonal, which ends in the bottom right corner
+        end = seqlen_k
+        if self.spec.window_right:
+            last = cutlass.min((first_row + rows - 1) // self.packed, seqlen_q - 1)
+            end = cutlass.min(end, last + shift + right + 1)
+        first = Int32(0)
+        if self.spec.window_left:
+            first = cutlass.max(first, first_row // self.packed + shift - left)
+        end = cutlass.max(end, 0)
+        first_tile = first // TILE_N
+        end_tile = (end + (TILE_N - 1)) // TILE_N
+        return first_tile, cutlass.max(end_tile, first_tile)
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        q_tma: cute.CopyAtom,
+        q: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        storage: Storage,
+        barriers: Barriers,
+        work: cute.Tensor,
+        window: Any,
+        cta: Int32,
+    ) -> None:
+        """Q of each tile, then the K/V tiles from the last to the first, each CTA its half."""
+        boxes = HEAD_DIM // BOX
+        q_smem = self.boxes(storage.q, ROWS, (boxes, ROWS * BOX), (1, Q_BYTES // 2))
+        k_smem = self.boxes(
+            storage.kv, KEYS, (boxes, KEYS * BOX), (KV_STAGES, KV_BYTES // 2)
+        )
+        v_smem = self.boxes(
+            storage.kv, TILE_N, (DIMS // BOX, TILE_N * BOX), (KV_STAGES, KV_BYTES // 2)
+        )
+        tile = Int32(0)
+        loaded_q = Int32(0)
+        n = Int32(0)  # uses of the ring
+        block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k = self.next_work(
+            work, barriers, tile
+        )
+        while block >= 0:
+            first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
+            if first < end:
+                barriers.wait_previous("q_empty", loaded_q)
+                self.expect(barriers, "q_full", loaded_q, Q_BYTES, cta)
+                rows = self.query_box(q, CTAS * block + cta, head, sequence, q_start, seqlen_q)
+                self.load(q_tma, rows, q_smem, barriers, "q_full", loaded_q)
+                loaded_q += 1
+                for i in cutlass.range(end - first + 1, unroll=1):
+                    if i < end - first:
+                        barriers.wait_previous("kv_empty", n)
+                        self.expect(barriers, "kv_full", n, KV_BYTES, cta)
+                        keys = self.key_box(
+                            k, KEYS, CTAS * (end - 1 - i) + cta, kv_head, sequence, k_start, seqlen_k
+                        )
+                        self.load(k_tma, keys, k_smem, barriers, "kv_full", n)
+                        n += 1
+                    if i > 0:
+                        barriers.wait_previous("kv_empty", n)
+                        self.expect(barriers, "kv_full", n, KV_BYTES, cta)
+                        values = self.key_box(
+                            v, TILE_N, end - i, kv_head, sequence, k_start, seqlen_k
+                        )
+                        values = cute.domain_offset((0, cta * DIMS), values)
+                        self.load(v_tma, values, v_smem, barriers, "kv_full", n)
+                        n += 1
+            tile += 1
+            block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k = self.next_work(
+                work, barriers, tile
+            )
+
+    @cute.jit
+    def expect(
+        self, barriers: Barriers, name: cutlass.Constexpr, n: Int32, nbytes: int, cta: Int32
+    ) -> None:
+        """CTA 0, whose barrier it is, expects the bytes of both."""
+        if cta == 0:
+            with cute.arch.elect_one():
+                barriers.expect(name, n, CTAS * nbytes)
+
+    @cute.jit
+    def load(
+        self,
+        tma: cute.CopyAtom,
+        rows: cute.Tensor,
+        smem: cute.Tensor,
+        barriers: Barriers,
+        name: cutlass.Constexpr,
+        n: Int32,
+    ) -> None:
+        """Rows to a stage of shared memory, box by box."""
+        boxes = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
+        source, to = self.partition(tma, boxes, smem)
+        stages = cute.size(smem, mode=[3])
+        for box in cutlass.range_constexpr(cute.size(smem, mode=[2])):
+            cute.copy(
+                tma, source[None, box], to[None, box, n % stages],
+                tma_bar_ptr=barriers.pointer(name, n),
+            )  # fmt: skip
+
+    def boxes(self, buffer: cute.Pointer, rows: int, *more: tuple[int, int]) -> cute.Tensor:
+        return self.swizzled(buffer, self.box_layout(rows, *more))
+
+    def swizzled(self, buffer: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
+        return cute.make_tensor(cute.recast_ptr(buffer, layout.inner), layout.outer)
+
+    def partition(self, tma: cute.CopyAtom, rows: cute.Tensor, smem: cute.Tensor) -> Any:
+        """(global, shared) boxes for cute.copy: (box, boxes of a row, ...)."""
+        to, source = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(rows, 0, 2)
+        )
+        return source, to
+
+    def query_box(
+        self, x: Any, box: Any, head: Any, sequence: Any, start: Any, seqlen: Any
+    ) -> cute.Tensor:
+        """The box-th 128 rows of a sequence in q or o: (128, 256)."""
+        if self.spec.ragged_q:
+            token = box * self.tokens
+            valid = cutlass.min(cutlass.max(seqlen - token, 0), self.tokens)
+            x = cute.domain_offset(
+                ((0, self.tokens - valid), 0), x[None, None, start + token + valid, head]
+            )
+            return cute.local_tile(x, (ROWS, HEAD_DIM), (0, 0))
+        return cute.local_tile(x[None, None, head, sequence], (ROWS, HEAD_DIM), (box, 0))
+
+    def key_box(
+        self, x: Any, rows: int, box: Any, head: Any, sequence: Any, start: Any, seqlen: Any
+    ) -> cute.Tensor:
+        """The box-th `rows` keys of a sequence in k or v: (rows, 256)."""
+        if self.spec.ragged_k:
+            token = box * rows
+            valid = cutlass.min(cutlass.max(seqlen - token, 0), rows)
+            coord = (start + token + valid, head)
+            if not self.spec.varlen_k:
+                coord = (*coord, sequence)
+            x = cute.domain_offset((rows - valid, 0), x[(None, None, *coord)])
+            return cute.local_tile(x, (rows, HEAD_DIM), (0, 0))
+        return cute.local_tile(x[None, None, head, sequence], (rows, HEAD_DIM), (box, 0))
+
+    # -- device: MMA --------------------------------------------------------------------------
+
+    @cute.jit
+    def mma_warp(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        storage: Storage,
+        s: cute.Tensor,
+        o_acc: cute.Tensor,
+        barriers: Barriers,
+        work: cute.Tensor,
+        window: Any,
+        cta: Int32,
+    ) -> None:
+        """S of the next K/V tile before O of this one, so that softmax has the time of an MMA."""
+        q_layout = sm100.make_smem_layout_a(qk_mma, (TILE_M, TILE_N, HEAD_DIM), self.dtype, 1)
+        k_layout = sm100.make_smem_layout_b(
+            qk_mma, (TILE_M, TILE_N, HEAD_DIM), self.dtype, KV_STAGES
+        )
+        v_layout = sm100.make_smem_layout_b(
+            pv_mma, (TILE_M, HEAD_DIM, TILE_N), self.dtype, KV_STAGES
+        )
+        p_layout = sm100.make_smem_layout_a(pv_mma, (TILE_M, HEAD_DIM, TILE_N), self.dtype, 1)
+        q_frag = qk_mma.make_fragment_A(self.swizzled(storage.q, q_layout))
+        k_frag = qk_mma.make_fragment_B(self.swizzled(storage.kv, k_layout))
+        v_frag = pv_mma.make_fragment_B(self.swizzled(storage.kv, v_layout))
+        p_frag = pv_mma.get_slice(0).make_fragment_A(cute.make_tensor(s.iterator, p_layout.outer))
+
+        tile = Int32(0)
+        loaded_q = Int32(0)
+        n = Int32(0)  # uses of the ring
+        issued = Int32(0)  # K/V tiles whose S has been issued
+        added = Int32(0)  # K/V tiles whose P V has been
+        block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
+        while block >= 0:
+            first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
+            if first < end and cta == 0:
+                barriers.wait("q_full", loaded_q)
+                for i in cutlass.range(end - first + 1, unroll=1):
+                    if i < end - first:
+                        barriers.wait("kv_full", n)
+                        # S of this stage two tiles ago has become P, and the P V that reads it
+                        # has been issued: MMAs run in order.
+                        tcgen05_fence_after()
+                        self.issue_qk(qk_mma, s, q_frag, k_frag, issued, n)
+                        self.commit(barriers, "kv_empty", n)
+                        self.commit(barriers, "s_full", issued)
+                        n += 1
+                        issued += 1
+                        if i == end - first - 1:
+                            self.commit(barriers, "q_empty", loaded_q)
+                    if i > 0:
+                        barriers.wait("kv_full", n)
+                        barriers.wait("o_ready", added)
+                        barriers.wait("p_full", added)
+                        tcgen05_fence_after()
+                        self.issue_pv(pv_mma, o_acc, p_frag, v_frag, added, n, i > 1)
+                        self.commit(barriers, "kv_empty", n)
+                        self.commit(barriers, "pv_done", added)
+                        n += 1
+                        added += 1
+                loaded_q += 1
+            tile += 1
+            block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
+
+    @cute.jit
+    def issue_qk(
+        self,
+        mma: cute.TiledMma,
+        s: cute.Tensor,
+        q_frag: cute.Tensor,
+        k_frag: cute.Tensor,
+        issued: Int32,
+        n: Int32,
+    ) -> None:
+        s = cute.make_tensor(s.iterator + TILE_N * (issued % S_STAGES), s.layout)
+        mma.set(tcgen05.Field.ACCUMULATE, False)
+        for step in cutlass.range_constexpr(cute.size(q_frag, mode=[2])):
+            cute.gemm(
+                mma, s, q_frag[None, None, step, 0], k_frag[None, None, step, n % KV_STAGES], s
+            )
+            mma.set(tcgen05.Field.ACCUMULATE, True)
+
+    @cute.jit
+    def issue_pv(
+        self,
+        mma: cute.TiledMma,
+        o_acc: cute.Tensor,
+        p_frag: cute.Tensor,
+        v_frag: cute.Tensor,
+        added: Int32,
+        n: Int32,
+        accumulate: Boolean,
+    ) -> None:
+        # Two values of P in a column of tensor memory.
+        p = cute.make_tensor(p_frag.iterator + 2 * TILE_N * (added % S_STAGES), p_frag.layout)
+        mma.set(tcgen05.Field.ACCUMULATE, accumulate)
+        for step in cutlass.range_constexpr(cute.size(v_frag, mode=[2])):
+            cute.gemm(
+                mma, o_acc, p[None, None, step, 0], v_frag[None, None, step, n % KV_STAGES], o_acc
+            )
+            mma.set(tcgen05.Field.ACCUMULATE, True)
+
+    def commit(self, barriers: Barriers, name: str, n: Any) -> None:
+        """Hand over in both CTAs when the MMAs issued so far are done."""
+        with cute.arch.elect_one():
+            tcgen05.commit(barriers.pointer(name, n), BOTH_CTAS, tcgen05.CtaGroup.TWO)
+
+    # -- device: softmax ----------------------------------------------------------------------
+
+    @cute.jit
+    def softmax_warps(
+        self,
+        s: cute.Tensor,
+        scale: cute.Tensor,
+        inverse_sum: cute.Tensor,
+        lse: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        barriers: Barriers,
+        work: cute.Tensor,
+        window: Any,
+        cta: Int32,
+        score_scale: Float32,
+        scale_log2: Float32,
+    ) -> None:
+        """A thread has a row of S, and writes P over it."""
+        row = cute.arch.thread_idx()[0] % ROWS
+        s_rows = s[(None, None), 0, 0]
+        load = tcgen05.make_tmem_copy(
+            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), s_rows
+        ).get_slice(row)
+        s_from = load.partition_S(s_rows)
+        values_shape = load.partition_D(cute.make_identity_tensor((ROWS, TILE_N))).shape
+        p_rows = cute.make_tensor(
+            s_rows.iterator, cute.composition(s_rows.layout, cute.make_layout((ROWS, TILE_N // 2)))
+        )
+        store = tcgen05.make_tmem_copy(
+            cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // 2)), Float32),
+            p_rows,
+        ).get_slice(row)
+        p_to = store.partition_D(p_rows)
+        words_shape = store.partition_S(cute.make_identity_tensor((ROWS, TILE_N // 2))).shape
+
+        tile = Int32(0)
+        sums = Int32(0)
+        n = Int32(0)  # K/V tiles
+        block, head, _, sequence, q_start, seqlen_q, _, seqlen_k = self.next_work(
+            work, barriers, tile
+        )
+        while block >= 0:
+            first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
+            packed_row = (CTAS * block + cta) * ROWS + row
+            token = packed_row // self.packed
+            low, high = self.visible_keys(token, seqlen_q, seqlen_k, window)
+            # Tiles that every row of this CTA sees whole need no mask.
+            whole_first, whole_end = self.whole_tiles(
+                (CTAS * block + cta) * ROWS, seqlen_q, seqlen_k, window
+            )
+            maximum = Float32(-INF)
+            total = Float32(0.0)
+            for i in cutlass.range(end - first, unroll=1):
+                key_tile = end - 1 - i
+                barriers.wait("s_full", n)
+                tcgen05_fence_after()
+                column = TILE_N * (n % S_STAGES)
+                values = cute.make_rmem_tensor(values_shape, Float32)
+                cute.copy(load, cute.make_tensor(s_from.iterator + column, s_from.layout), values)
+                cute.arch.fence_view_async_tmem_load()
+                if cutlass.const_expr(self.spec.softcap):
+                    for j in cutlass.range_constexpr(TILE_N):
+                        values[j] = cute.math.tanh(values[j] * score_scale, fastmath=True)
+                if key_tile < whole_first or key_tile >= whole_end:
+                    self.mask(values, low - key_tile * TILE_N, high - key_tile * TILE_N)
+
+                previous = maximum
+                maximum, used = self.move_maximum(values, previous, scale_log2)
+                factor = cute.math.exp2((previous - used) * scale_log2, fastmath=True)
+                if previous == maximum:
+                    factor = Float32(1.0)
+                scale[row, n % S_STAGES] = factor
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    barriers.arrive("scale_full", n)
+
+                words = cute.make_rmem_tensor(words_shape, Float32)
+                tile_sum = self.exponentiate(values, words, scale_log2, -used * scale_log2)
+                cute.copy(store, words, cute.make_tensor(p_to.iterator + column, p_to.layout))
+                cute.arch.fence_view_async_tmem_store()
+                tcgen05_fence_before()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    barriers.arrive_at(0, "p_full", n)
+                total = total * factor + tile_sum
+                n += 1
+
+            # What O is divided by, and the log-sum-exp; in base 2 up to the end.
+            head_of_q = head * self.packed + packed_row % self.packed
+            level = maximum * scale_log2
+            if cutlass.const_expr(sink is not None):
+                sink_log2 = Float32(0.0)
+                if token < seqlen_q:
+                    sink_log2 = Float32(sink[head_of_q]) * LOG2_E
+                higher = cute.arch.fmax(level, sink_log2, nan=True)
+                base = higher
+                if higher == -INF:
+                    base = Float32(0.0)
+                if total > 0.0 or total != total:
+                    total *= cute.math.exp2(level - base, fastmath=True)
+                ratio = Float32(0.0)
+                if maximum != -INF:
+                    ratio = cute.math.exp2(level - base, fastmath=True)
+                whole = total + cute.math.exp2(sink_log2 - base, fastmath=True)
+                inverse = Float32(0.0)
+                if whole != 0.0:
+                    inverse = ratio / whole
+                log_sum = (base + cute.math.log2(whole, fastmath=True)) * LN_2
+            else:
+                inverse = Float32(0.0)
+                log_sum = Float32(-INF)
+                if total != 0.0:
+                    inverse = Float32(1.0) / total
+                    log_sum = (level + cute.math.log2(total, fastmath=True)) * LN_2
+            inverse_sum[row, sums % 2] = inverse
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                barriers.arrive("sum_full", sums)
+            sums += 1
+            if cutlass.const_expr(lse is not None):
+                if token < seqlen_q:
+                    if cutlass.const_expr(self.spec.varlen_q):
+                        lse[head_of_q, q_start + token] = log_sum
+                    else:
+                        lse[sequence, head_of_q, token] = log_sum
+            tile += 1
+            block, head, _, sequence, q_start, seqlen_q, _, seqlen_k = self.next_work(
+                work, barriers, tile
+            )
+
+    def visible_keys(self, token: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
+        """[low, high) of the keys that a token sees."""
+        left, right = window
+        diagonal = token + seqlen_k - seqlen_q
+        low, high = Int32(0), seqlen_k
+        if self.spec.window_right:
+            high = cutlass.min(high, diagonal + right + 1)
+        if self.spec.window_left:
+            low = diagonal - left
+        return low, high
+
+    def whole_tiles(self, first_row: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
+        """[first, end) of the K/V tiles all of whose keys are seen by all of the CTA's rows."""
+        low, _ = self.visible_keys(
+            (first_row + ROWS - 1) // self.packed, seqlen_q, seqlen_k, window
+        )
+        _, high = self.visible_keys(first_row // self.packed, seqlen_q, seqlen_k, window)
+        return (cutlass.max(low, 0) + (TILE_N - 1)) // TILE_N, cutlass.max(high, 0) // TILE_N
+
+    @cute.jit
+    def mask(self, values: cute.Tensor, low: Int32, high: Int32) -> None:
+        """-inf in the columns outside of [low, high)."""
+        for j in cutlass.range_constexpr(TILE_N):
+            visible = j < high
+            if cutlass.const_expr(self.spec.window_left):
+                visible = visible and j >= low
+            values[j] = values[j] if visible else Float32(-INF)
+
+    @cute.jit
+    def move_maximum(
+        self, values: cute.Tensor, previous: Float32, scale_log2: Float32
+    ) -> tuple[Float32, Float32]:
+        """(the maximum to go on with, the same or 0 where that is -inf). NaN where a score is."""
+        chains = [values[j] for j in range(4)]
+        for j in cutlass.range_constexpr(4, TILE_N):
+            chains[j % 4] = cute.arch.fmax(chains[j % 4], values[j], nan=True)
+        highest = cute.arch.fmax(
+            cute.arch.fmax(chains[0], chains[1], nan=True),
+            cute.arch.fmax(chains[2], chains[3], nan=True),
+            nan=True,
+        )
+        highest = cute.arch.fmax(highest, previous, nan=True)
+        maximum = highest
+        if (highest - previous) * scale_log2 <= RESCALE_THRESHOLD:
+            maximum = previous
+        used = maximum
+        if maximum == -INF:
+            used = Float32(0.0)
+        return maximum, used
+
+    @cute.jit
+    def exponentiate(
+        self, values: cute.Tensor, words: cute.Tensor, scale_log2: Float32, offset: Float32
+    ) -> Float32:
+        """words <- P = 2 ** (values * scale_log2 + offset), two in a word; its sum."""
+        p = cute.make_tensor(
+            cute.recast_ptr(words.iterator, dtype=self.dtype), cute.make_layout(TILE_N)
+        )
+        sums = [(Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))]
+        for fragment in cutlass.range_constexpr(TILE_N // FRAGMENT):
+            last = fragment == TILE_N // FRAGMENT - 1
+            floats = cute.make_rmem_tensor((FRAGMENT,), Float32)
+            for j in cutlass.range_constexpr(0, FRAGMENT, 2):
+                at = fragment * FRAGMENT + j
+                x, y = cute.arch.fma_packed_f32x2(
+                    (values[at], values[at + 1]), (scale_log2, scale_log2), (offset, offset)
+                )
+                if cutlass.const_expr(j % EX2_EMU_FREQ < EX2_EMU_FREQ - EX2_EMU_RES or last):
+                    x, y = cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)
+                else:
+                    x, y = exp2_pair(x, y)
+                floats[j], floats[j + 1] = x, y
+                sums[j // 2 % 2] = cute.arch.add_packed_f32x2(sums[j // 2 % 2], (x, y))
+            part = cute.make_tensor(p.iterator + fragment * FRAGMENT, cute.make_layout(FRAGMENT))
+            part.store(floats.load().to(self.dtype))
+        both = cute.arch.add_packed_f32x2(sums[0], sums[1])
+        return both[0] + both[1]
+
+    # -- device: correction -------------------------------------------------------------------
+
+    @cute.jit
+    def correction_warps(
+        self,
+        o_acc: cute.Tensor,
+        scale: cute.Tensor,
+        inverse_sum: cute.Tensor,
+        storage: Storage,
+        barriers: Barriers,
+        work: cute.Tensor,
+        window: Any,
+    ) -> None:
+        """A thread has a row of O: rescale it where its maximum moved, and at the end divide it."""
+        row = cute.arch.thread_idx()[0] % ROWS
+        o_rows = cute.composition(o_acc[(None, None), 0, 0], cute.make_layout((ROWS, FRAGMENT)))
+        load = tcgen05.make_tmem_copy(
+            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), o_rows
+        ).get_slice(row)
+        store = tcgen05.make_tmem_copy(
+            cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), o_rows
+        ).get_slice(row)
+        o_from, o_to = load.partition_S(o_rows), store.partition_D(o_rows)
+        shape = load.partition_D(cute.make_identity_tensor((ROWS, FRAGMENT))).shape
+        o_smem = self.boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
+
+        tile = Int32(0)
+        sums = Int32(0)
+        n = Int32(0)  # K/V tiles
+        staged = Int32(0)  # boxes of O
+        block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
+        while block >= 0:
+            first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
+            for i in cutlass.range(end - first, unroll=1):
+                barriers.wait("scale_full", n)
+                factor = scale[row, n % S_STAGES]
+                if i > 0:
+                    if cute.arch.vote_any_sync(factor != 1.0):
+                        barriers.wait("pv_done", n - 1)
+                        tcgen05_fence_after()
+                        for part in cutlass.range_constexpr(HEAD_DIM // FRAGMENT):
+                            values = cute.make_rmem_tensor(shape, Float32)
+                            at = part * FRAGMENT
+                            cute.copy(
+                                load, cute.make_tensor(o_from.iterator + at, o_from.layout), values
+                            )
+                            cute.arch.fence_view_async_tmem_load()
+                            self.multiply(values, factor)
+                            cute.copy(
+                                store, values, cute.make_tensor(o_to.iterator + at, o_to.layout)
+                            )
+                        cute.arch.fence_view_async_tmem_store()
+                        tcgen05_fence_before()
+                # For a tile's first: O has been read by the previous tile's end.
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    barriers.arrive_at(0, "o_ready", n)
+                n += 1
+
+            barriers.wait("sum_full", sums)
+            inverse = inverse_sum[row, sums % 2]
+            sums += 1
+            if first < end:
+                barriers.wait("pv_done", n - 1)
+                tcgen05_fence_after()
+            for box in cutlass.range_constexpr(HEAD_DIM // BOX):
+                barriers.wait_previous("o_stored", staged)
+                for half in cutlass.range_constexpr(BOX // FRAGMENT):
+                    values = cute.make_rmem_tensor(shape, Float32)
+                    if first < end:
+                        at = box * BOX + half * FRAGMENT
+                        cute.copy(
+                            load, cute.make_tensor(o_from.iterator + at, o_from.layout), values
+                        )
+                        cute.arch.fence_view_async_tmem_load()
+                    if inverse == 0.0:  # no visible key; O may hold anything
+                        values.fill(0.0)
+                    self.multiply(values, inverse)
+                    rounded = cute.make_rmem_tensor((FRAGMENT,), self.dtype)
+                    rounded.store(values.load().to(self.dtype).reshape((FRAGMENT,)))
+                    self.stage(rounded, o_smem[row, None, staged % O_STAGES], half)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    barriers.arrive("o_staged", staged)
+                staged += 1
+            tcgen05_fence_before()
+            tile += 1
+            block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
+
+    @cute.jit
+    def multiply(self, values: cute.Tensor, factor: Float32) -> None:
+        for j in cutlass.range_constexpr(0, FRAGMENT, 2):
+            values[j], values[j + 1] = cute.arch.mul_packed_f32x2(
+                (values[j], values[j + 1]), (factor, factor)
+            )
+
+    @cute.jit
+    def stage(self, rounded: cute.Tensor, smem_row: cute.Tensor, half: cutlass.Constexpr) -> None:
+        """Half of a row of a box to shared memory, 16 bytes at once."""
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128
+        )
+        chunks = cute.logical_divide(smem_row, cute.make_layout(8))
+        source = cute.logical_divide(rounded, cute.make_layout(8))
+        for c in cutlass.range_constexpr(FRAGMENT // 8):
+            cute.copy(atom, source[None, c], chunks[None, half * (FRAGMENT // 8) + c])
+
+    # -- device: store ------------------------------------------------------------------------
+
+    @cute.jit
+    def store_warp(
+        self,
+        o_tma: cute.CopyAtom,
+        o: cute.Tensor,
+        storage: Storage,
+        barriers: Barriers,
+        work: cute.Tensor,
+        cta: Int32,
+    ) -> None:
+        o_smem = self.boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
+        tile = Int32(0)
+        stored = Int32(0)
+        block, head, _, sequence, q_start, seqlen_q, _, _ = self.next_work(work, barriers, tile)
+        while block >= 0:
+            rows = self.query_box(o, CTAS * block + cta, head, sequence, q_start, seqlen_q)
+            boxes = cute.local_tile(rows, (ROWS, BOX), (0, None))
+            o_to, o_from = self.partition(o_tma, boxes, o_smem)
+            for box in cutlass.range_constexpr(HEAD_DIM // BOX):
+                barriers.wait("o_staged", stored)
+                cute.copy(o_tma, o_from[None, stored % O_STAGES], o_to[None, box])
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                with cute.arch.elect_one():
+                    barriers.arrive("o_stored", stored)
+                stored += 1
+            tile += 1
+            block, head, _, sequence, q_start, seqlen_q, _, _ = self.next_work(
+                work, barriers, tile
+            )
+        cute.arch.cp_async_bulk_wait_group(0)

@@ -1,0 +1,33 @@
+"""Objects that hold run-time values, and may be used inside run-time loops and branches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import cutlass
+
+
+def _values(x: Any) -> list[Any]:
+    return list(cutlass.extract_mlir_values(x)) if _is_dynamic(x) else []
+
+
+def _is_dynamic(x: Any) -> bool:
+    return hasattr(x, "__extract_mlir_values__")
+
+
+class Carried:
+    """Base of classes whose attributes may be run-time values: the DSL rebuilds an instance from
+    them wherever control flow joins. Other attributes stay what they are."""
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return [value for x in vars(self).values() for value in _values(x)]
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Any:
+        rebuilt = copy.copy(self)
+        values = list(values)
+        for name, x in vars(self).items():
+            if count := len(_values(x)):
+                taken, values = values[:count], values[count:]
+                object.__setattr__(rebuilt, name, cutlass.new_from_mlir_values(x, taken))
+        return rebuilt

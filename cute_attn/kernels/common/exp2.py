@@ -1,0 +1,47 @@
+"""2 ** x on the FMA units, for pairs of float32: what the special function unit has no time for.
+
+With x = n + f, n the floor of x and 0 <= f < 1: 2 ** x = 2 ** n * 2 ** f. Adding 1.5 * 2 ** 23
+rounding down leaves n in the low bits of the sum; a cubic gives 2 ** f; and n is added to the
+exponent of that as an integer. (The split is the classic one; its use in attention is
+FlashAttention-4's.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+ROUND_DOWN = 1.5 * 2.0**23
+
+# 1 + c1 f + c2 f^2 + c3 f^3: the smallest maximum of the relative error to 2 ** f on [0, 1) among
+# the cubics that are exact at 0, found by linear programming; 8.55e-5.
+CUBIC = (1.0, 0.695115093, 0.227651764, 0.0770610215)
+MAX_RELATIVE_ERROR = 8.8e-5  # with the rounding of float32
+
+SMALLEST = -127.0  # below, the result is 0
+
+
+@cute.jit
+def exp2_pair(x: Float32, y: Float32) -> tuple[Float32, Float32]:
+    """(2 ** x, 2 ** y) for x, y < 128, relative error at most 8.8e-5.
+
+    Exact at integers; 0 at -inf and below -127, where float32 ends. A NaN gives any value: who may
+    meet one has to notice it elsewhere.
+    """
+    pair = (cute.arch.fmax(x, SMALLEST), cute.arch.fmax(y, SMALLEST))
+    shifted = cute.arch.add_packed_f32x2(pair, (ROUND_DOWN, ROUND_DOWN), rnd="rm")
+    floor = cute.arch.sub_packed_f32x2(shifted, (ROUND_DOWN, ROUND_DOWN))
+    fraction = cute.arch.sub_packed_f32x2(pair, floor)
+    power = (Float32(CUBIC[3]), Float32(CUBIC[3]))
+    for c in (CUBIC[2], CUBIC[1], CUBIC[0]):
+        power = cute.arch.fma_packed_f32x2(power, fraction, (c, c))
+    return _add_exponent(power[0], shifted[0]), _add_exponent(power[1], shifted[1])
+
+
+def _add_exponent(power: Any, shifted: Any) -> Any:
+    """power * 2 ** n, where n stands in the low bits of `shifted`."""
+    bits = cutlass.Int32(power.bitcast(Int32)) + (cutlass.Int32(shifted.bitcast(Int32)) << 23)
+    return bits.bitcast(Float32)
