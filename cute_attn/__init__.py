@@ -13,16 +13,29 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .launch import emulated, warmup
+    from .ops.attention import flash_attn_func, flash_attn_varlen_func
     from .ops.lightning import lightning_attn_decode
+    from .settings import reload_settings
 
 # public name -> module that defines it
 _EXPORTS = {
     "emulated": "cute_attn.launch",
+    "flash_attn_func": "cute_attn.ops.attention",
+    "flash_attn_varlen_func": "cute_attn.ops.attention",
     "lightning_attn_decode": "cute_attn.ops.lightning",
+    "reload_settings": "cute_attn.settings",
     "warmup": "cute_attn.launch",
 }
 
-__all__ = ["__version__", "emulated", "lightning_attn_decode", "warmup"]
+__all__ = [
+    "__version__",
+    "emulated",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "lightning_attn_decode",
+    "reload_settings",
+    "warmup",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,6 +33,10 @@ LIGHTNING_DECODE_PIPELINED = KernelDef(
     target="cute_attn.kernels.lightning.decode_pipelined:LightningDecodePipelined",
 )
 
+HD256_FORWARD = KernelDef(
+    name="hd256_forward", target="cute_attn.kernels.attention.sm100_hd256_fwd:Sm100Hd256Forward"
+)
+
 Request = tuple[KernelDef, Any]  # a kernel and its Spec
 
 
@@ -71,9 +75,10 @@ def arch_for(device: torch.device) -> str:
 
 
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of the device, or of the GPU that the emulator stands for."""
-    if device.type == "cpu":
-        return 132
+    """Streaming multiprocessors of the device, or of the emulator that stands for one."""
+    emulation = current_emulation() if device.type == "cpu" else None
+    if emulation:
+        return emulation.emulator.num_sms
     import torch
 
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

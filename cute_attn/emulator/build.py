@@ -205,7 +205,12 @@ def object_file(source: Path) -> Path:
 
 
 def _compile(source: Path, target: Path) -> Path:
-    return _make(target, [*compiler().flags, "-c", str(source)])
+    there = target.exists()
+    made = _make(target, [*compiler().flags, "-c", str(source)])
+    if not there and _object_target(source) != target:  # edited meanwhile: not what its name says
+        made.unlink(missing_ok=True)
+        raise EmulatorUnavailable(f"{source}, or a header, has changed while it was compiled")
+    return made
 
 
 def link(library: Path, inputs: Iterable[Path], flags: Sequence[str] = ()) -> Path:

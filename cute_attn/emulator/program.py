@@ -163,7 +163,8 @@ def immediate_bits(constant: Immediate, kind: str, bits: int) -> int:
     """A constant as 64 bits, as an instruction of type `kind` and operands of `bits` takes it.
 
     Integers are extended by their sign, except those of 16 bits, which like all values of 16 bits
-    are extended by zeros. Floats are converted to the type of the instruction.
+    are extended by zeros. Floats are converted to the type of the instruction, but for 0f...: an
+    f64 instruction takes its 32 bits as the lower ones of its operand, as the assembler does.
     """
     value = constant.value
     if constant.kind == "int":
@@ -173,14 +174,12 @@ def immediate_bits(constant: Immediate, kind: str, bits: int) -> int:
         return _nan_bits(value, constant.kind, bits if kind.startswith("f") else None)
     if kind in ("f16", "bf16"):
         return _half_bits(value, kind)
-    if kind == "f64" or (bits == 64 and constant.kind == "f64"):
+    if constant.kind == "f64" and (kind == "f64" or bits == 64):
         return _pack_float("d", value)
     return _pack_float("f", value)
 
 
 def _nan_bits(value: int, written: str, bits: int | None) -> int:
-    if written == "f32" and bits == 64:
-        return (value >> 31) << 63 | 0x7FF << 52 | (value & 0x7FFFFF) << 29
     if written == "f64" and bits == 32:
         return (value >> 63) << 31 | 0x7F800000 | (value >> 29 & 0x7FFFFF or 1 << 22)
     return value

@@ -36,6 +36,7 @@ _DTYPE_NAMES = {
     torch.float32: "float32",
 }
 _MAX_GRID_YZ = 65535  # sequences and heads are grid dimensions
+_EMULATED_SMS = 132  # an emulator's handful of SMs says nothing of the GPU that it stands for
 
 
 def lightning_attn_decode(
@@ -311,7 +312,7 @@ def _prepare(
         indexed=state_indices is not None,
         replay=num_accepted_tokens is not None,
         aligned=aligned,
-        num_sms=launch.num_sms(q.device),
+        num_sms=launch.num_sms(q.device) if q.is_cuda else _EMULATED_SMS,
     )
     ready = launch.get_for(q.device, kernel, spec), q.shape[-1] ** -0.5
     if q.is_cuda:  # which emulator runs a CPU tensor depends on where the call is made

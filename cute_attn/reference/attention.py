@@ -69,15 +69,16 @@ def attention_reference(
     lse_rows = torch.full(q.shape[:-1], math.nan, dtype=dtype, device=q.device)
     for sequence in sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
         index_q, rows_q, index_k, rows_k = sequence
-        at_q = (rows_q,) if index_q is None else (index_q, rows_q)
-        at_k = (rows_k,) if index_k is None else (index_k, rows_k)
-        mask = visible(q[at_q].shape[0], k[at_k].shape[0], causal, window_size).to(q.device)
+        o_b, lse_b = (x if index_q is None else x[index_q] for x in (o, lse_rows))
+        q_b = (q if index_q is None else q[index_q])[rows_q]
+        k_b, v_b = ((x if index_k is None else x[index_k])[rows_k] for x in (k, v))
+        mask = visible(q_b.shape[0], k_b.shape[0], causal, window_size).to(q.device)
         for head in range(heads):
             sink = None if learnable_sink is None else learnable_sink[head].to(dtype)
-            o[(*at_q, head)], lse_rows[(*at_q, head)] = _one_head(
-                q[at_q][:, head].to(dtype),
-                k[at_k][:, head // group].to(dtype),
-                v[at_k][:, head // group].to(dtype),
+            o_b[rows_q, head], lse_b[rows_q, head] = _one_head(
+                q_b[:, head].to(dtype),
+                k_b[:, head // group].to(dtype),
+                v_b[:, head // group].to(dtype),
                 mask,
                 scale,
                 softcap,

@@ -75,6 +75,16 @@ void view_join(Emu *e, View *into, const View *from) {
   join(into->tvc, from->tvc, e->agents_used);
 }
 
+// After relaxed waits a tcgen05.fence::after_thread_sync orders tcgen05 operations, and nothing else,
+// before the thread's own: that counts where those alone matter (dealloc, exit).
+View view_with_fenced(Warp *w) {
+  Emu *e = emu_of(w);
+  View v = view_new(e);
+  view_copy(e, &v, &w->view);
+  join(v.vc, v.tvc, e->agents_used);
+  return v;
+}
+
 static inline void raise_to(Clock *c, Clock value) {
   if (*c < value) *c = value;
 }
@@ -470,25 +480,10 @@ void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes) {
   memset(cta->shared_init + offset, 1, bytes);
 }
 
-static Region *region_at(Emu *e, uint64_t address) {
-  static int hint;
-  if (hint < e->nregions && address - e->regions[hint].base < e->regions[hint].size)
-    return &e->regions[hint];
-  int low = 0, high = e->nregions;
-  while (low < high) {
-    int middle = (low + high) / 2;
-    if (e->regions[middle].base <= address) low = middle + 1;
-    else high = middle;
-  }
-  if (!low || address - e->regions[low - 1].base >= e->regions[low - 1].size) return NULL;
-  hint = low - 1;
-  return &e->regions[hint];
-}
-
 static void global_access(const Access *a, const void *p, uint64_t bytes, bool writes) {
   Emu *e = emu_of(a->warp);
   if (!bytes) return;
-  Region *r = region_at(e, (uint64_t)p);
+  Region *r = region_at(e, (uint64_t)p, NULL);
   if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has said so
   uint64_t first = (uint64_t)p - r->base;
   if (r->initialised) {
@@ -572,7 +567,9 @@ void tmem_forget(Cta *cta, int column, int columns) {
 
 static bool seen_by_all(const Cta *cta, const Mark *m) {
   for (int i = 0; i < cta->nwarps; i++)
-    if (m->clock <= cta->warps[i].view.vc[m->agent]) return true;
+    if (m->clock <= cta->warps[i].view.vc[m->agent] ||
+        m->clock <= cta->warps[i].view.tvc[m->agent])
+      return true;
   return false;
 }
 

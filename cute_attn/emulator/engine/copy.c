@@ -287,6 +287,9 @@ static uint32_t add_flushed(uint32_t a, uint32_t b) {
   return flushed(canonical(as_float(flushed(a)) + as_float(flushed(b))));
 }
 
+// A NaN stays as it is, signalling or not; that of `from` comes first.
+static double add_doubles(double a, double b) { return isnan(b) ? b : isnan(a) ? a : a + b; }
+
 // to = to op from, element by element; false: there is no such reduction.
 static bool combine(Reduction op, ElementType type, uint8_t *to, const uint8_t *from,
                     uint32_t bytes) {
@@ -299,14 +302,14 @@ static bool combine(Reduction op, ElementType type, uint8_t *to, const uint8_t *
       INTEGERS(int64_t)
     case TY_F16: HALVES(f32_of_f16, f16_of)
     case TY_BF16: HALVES(f32_of_bf16, bf16_of)
-    case TY_F32:
+    case TY_F32: case TY_TF32:
       if (op == OP_ADD) EACH(uint32_t, canonical(as_float(a) + as_float(b)))
       return op == OP_ADD;
     case TY_F32_FTZ:
       if (op == OP_ADD) EACH(uint32_t, add_flushed(a, b))
       return op == OP_ADD;
     case TY_F64:
-      if (op == OP_ADD) EACH(double, a + b)
+      if (op == OP_ADD) EACH(double, add_doubles(a, b))
       return op == OP_ADD;
     default: return false;
   }
@@ -425,10 +428,6 @@ static const char *map_fault(const TensorMap *t) {
   if (t->atomicity && t->swizzle != 3)
     return text("swizzle atomicity %d goes with the swizzle of 128 bytes alone", t->atomicity);
   if (t->interleave && t->rank < 3) return "interleaving takes a rank of 3 or more";
-  for (int d = 1; d < t->rank; d++)
-    if (t->size[d] > 1 && t->stride[d] == 0)
-      return text("dimension %d has %llu elements and stride 0", d,
-                  (unsigned long long)t->size[d]);
   return NULL;
 }
 
@@ -1209,7 +1208,7 @@ static int exec_im2col_multicast(Warp *w, const Insn *I, Mask m) {
   return load_im2col(w, I, m, SRC32(5), pair_of(I, 7));
 }
 
-// What loads allow and stores do not: hardware stops at these.
+// What loads allow and stores do not: hardware stops at these, but for the last.
 static bool storable(Warp *w, const Insn *I, const Copy *c) {
   const TensorMap *t = &c->map;
   for (int d = 0; d < t->rank && c->mode != MODE_GATHER; d++) {
@@ -1223,10 +1222,16 @@ static bool storable(Warp *w, const Insn *I, const Copy *c) {
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR, "an im2col store with a pixel box unlike its tensor");
     return false;
   }
-  if (t->spread == t->bytes) return true;
-  finding(w, I, CK_DESCRIPTOR, SEV_ERROR, "elements of type %s are loaded only",
-          element_name(t->type));
-  return false;
+  if (t->spread != t->bytes) {
+    finding(w, I, CK_DESCRIPTOR, SEV_ERROR, "elements of type %s are loaded only",
+            element_name(t->type));
+    return false;
+  }
+  for (int d = 1; d < t->rank && c->op == OP_COPY; d++)
+    if (t->stride[d] == 0 && t->box[d] > t->step[d] && t->size[d] > 1)
+      finding(w, I, CK_RACE, SEV_ERROR,
+              "dimension %d has stride 0: the rows of the box are all stored at one address", d);
+  return true;
 }
 
 static int store_tensor(Warp *w, const Insn *I, Mask m, Reduction op, int modifier) {
@@ -1316,10 +1321,25 @@ static bool map_memory(Warp *w, const Insn *I, int space, uint64_t address, MapM
   return at->words != NULL;
 }
 
-static void map_written(Warp *w, const Insn *I, const MapMemory *at, int word) {
+static bool unchanged_map(const void *data, const uint8_t *word) {
+  return !memcmp(data, word, 4);
+}
+
+// Set a word of a map. `v`: what it will be.
+static void map_write(Warp *w, const Insn *I, const MapMemory *at, int word, uint32_t v) {
   Access a = access_of(w, I, "tensormap.replace");
+  a.unchanged = unchanged_map;
+  a.data = &v;
   if (at->cta) shared_write(&a, at->cta, at->offset + 4 * (uint32_t)word, 4);
   else global_write(&a, at->words + word, 4);
+  at->words[word] = v;
+}
+
+static void map_write_bits(Warp *w, const Insn *I, const MapMemory *at, int word, int first,
+                           int count, uint32_t value) {
+  uint32_t v = at->words[word];
+  set_bits(&v, first, count, value);
+  map_write(w, I, at, word, v);
 }
 
 static int exec_replace_address(Warp *w, const Insn *I, Mask m) {
@@ -1329,10 +1349,7 @@ static int exec_replace_address(Warp *w, const Insn *I, Mask m) {
   FOR_SET(l, m) {
     MapMemory at;
     if (!map_memory(w, I, I->mod[0], address[l], &at)) continue;
-    for (int i = 0; i < 2; i++) {
-      at.words[i] = (uint32_t)(value[l] >> 32 * i);
-      map_written(w, I, &at, i);
-    }
+    for (int i = 0; i < 2; i++) map_write(w, I, &at, i, (uint32_t)(value[l] >> 32 * i));
   }
   return DONE;
 }
@@ -1351,10 +1368,8 @@ static int exec_replace_stride(Warp *w, const Insn *I, Mask m) {
       continue;
     }
     if (!map_memory(w, I, I->mod[0], address[l], &at)) continue;
-    at.words[3 + dimension] = (uint32_t)(value[l] >> 4);
-    set_bits(&at.words[7], 4 * dimension, 4, (uint32_t)(value[l] >> 36));
-    map_written(w, I, &at, 3 + dimension);
-    map_written(w, I, &at, 7);
+    map_write(w, I, &at, 3 + dimension, (uint32_t)(value[l] >> 4));
+    map_write_bits(w, I, &at, 7, 4 * dimension, 4, (uint32_t)(value[l] >> 36));
   }
   return DONE;
 }
@@ -1374,10 +1389,9 @@ static int exec_replace_size(Warp *w, const Insn *I, Mask m) {
     }
     if (!map_memory(w, I, I->mod[1], address[l], &at)) continue;
     int word = field == FIELD_SIZE ? 8 + d : field == FIELD_STEP || d == 0 ? 13 : 14;
-    if (field == FIELD_SIZE) at.words[word] = value[l] - 1;
-    else if (field == FIELD_STEP) set_bits(&at.words[word], 3 * d, 3, value[l] - 1);
-    else set_bits(&at.words[word], d ? 8 * (d - 1) : 24, 8, value[l] - 1);
-    map_written(w, I, &at, word);
+    if (field == FIELD_SIZE) map_write(w, I, &at, word, value[l] - 1);
+    else if (field == FIELD_STEP) map_write_bits(w, I, &at, word, 3 * d, 3, value[l] - 1);
+    else map_write_bits(w, I, &at, word, d ? 8 * (d - 1) : 24, 8, value[l] - 1);
   }
   return DONE;
 }
@@ -1402,14 +1416,13 @@ static int exec_replace_mode(Warp *w, const Insn *I, Mask m) {
     }
     if (!map_memory(w, I, I->mod[1], address[l], &at)) continue;
     if (field == FIELD_ELEMTYPE) {
-      set_bits(&at.words[2], 16, 1, v == TY_TF32 || v == TY_TF32_FTZ);
+      map_write_bits(w, I, &at, 2, 16, 1, v == TY_TF32 || v == TY_TF32_FTZ);
       v = v == TY_TF32       ? TY_F32
           : v == TY_TF32_FTZ ? TY_F32_FTZ
           : v >= TY_B4X16    ? v - TY_B4X16 + TY_BF16 + 1
                              : v;
     }
-    set_bits(&at.words[2], FIELDS[field].first, FIELDS[field].count, v);
-    map_written(w, I, &at, 2);
+    map_write_bits(w, I, &at, 2, FIELDS[field].first, FIELDS[field].count, v);
   }
   return DONE;
 }

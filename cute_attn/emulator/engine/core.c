@@ -395,7 +395,8 @@ uint64_t special_register(Warp *w, int sr, int lane) {
     case SR_CLOCK_HI: case SR_GLOBALTIMER_HI: return e->time >> 32;
     case SR_CLOCK64: case SR_GLOBALTIMER: return e->time;
     case SR_DYNAMIC_SMEM_SIZE: return e->dynamic_shared;
-    case SR_TOTAL_SMEM_SIZE: case SR_AGGR_SMEM_SIZE: return c->shared_bytes;
+    case SR_TOTAL_SMEM_SIZE: return (c->shared_bytes + 127) & ~127u;  // as it is allocated
+    case SR_AGGR_SMEM_SIZE: return c->shared_bytes + 1024;            // with the system's part
     default: return 0;  // %gridid
   }
 }
@@ -1308,6 +1309,9 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   e->nclusters = e->num_sms / (int)size > 0 ? e->num_sms / (int)size : 1;
   e->total_clusters = (uint64_t)e->grid[0] * e->grid[1] * e->grid[2] / size;
   if ((uint64_t)e->nclusters > e->total_clusters) e->nclusters = (int)e->total_clusters;
+  // A mark has 16 bits for its agent, which is enough for 170 SMs with blocks of 1024 threads.
+  int agents_per_slot = e->warps_per_cta * AGENTS_PER_WARP + MBARRIERS_PER_CTA;
+  while (e->nclusters > 1 && e->nclusters * (int)size * agents_per_slot > 0xFFF0) e->nclusters--;
   e->nslots = e->nclusters * (int)size;
   e->agents_used = e->nslots * e->warps_per_cta * AGENTS_PER_WARP;
   e->nagents = (e->agents_used + e->nslots * MBARRIERS_PER_CTA + 7) & ~7;

@@ -595,6 +595,8 @@ Access access_of(Warp *w, const Insn *I, const char *what);   // a generic acces
 Access access_as(Warp *w, const Insn *I, const char *what, int agent_kind, Clock clock);
 void shared_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
 void shared_write(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
+// The region that holds an address, or NULL and the nearest one below it (`below` may be NULL).
+Region *region_at(const Emu *e, uint64_t address, int *below);
 void global_read(const Access *a, const void *p, uint64_t bytes);
 void global_write(const Access *a, const void *p, uint64_t bytes);
 // TMEM of a CTA: `lanes` x `columns` words from (lane, column).
@@ -607,6 +609,7 @@ View view_new(Emu *e);
 void view_free(View *v);
 void view_clear(Emu *e, View *v);
 void view_copy(Emu *e, View *into, const View *from);
+View view_with_fenced(Warp *w);  // a copy, with what only tcgen05 fences order
 void view_join(Emu *e, View *into, const View *from);
 // Component-wise maximum of one agent, in all three clocks.
 void view_add(View *v, uint32_t agent, Clock clock);

@@ -14,7 +14,7 @@ static int lanes_in(Mask m) { return __builtin_popcount(m); }
 // ---------------------------------------------------------------------- regions of global memory
 
 // The region that holds an address, or else the nearest one below it (`*below`).
-static const Region *region_at(const Emu *e, uint64_t address, int *below) {
+Region *region_at(const Emu *e, uint64_t address, int *below) {
   static int hint;
   if (hint < e->nregions && address - e->regions[hint].base < e->regions[hint].size)
     return &e->regions[hint];
@@ -716,10 +716,9 @@ static void note_definedness(Warp *w, const Insn *I, const Batch *b, const Opera
   }
 }
 
-static int store(Warp *w, const Insn *I, Mask m, Space space) {
-  const int16_t *mod = I->mod - NO_SPACE(space);
-  Type t = TYPE[mod[ST_TYPE] - 1];
-  int n = elements_of(w, I, &I->op[1], space, mod[ST_VECTOR], t), semantics = I->mod[ST_SEM];
+static int store_as(Warp *w, const Insn *I, Mask m, Space space, int semantics, int vector,
+                    Type t) {
+  int n = elements_of(w, I, &I->op[1], space, vector, t);
   if (!n) return DONE;
   const Operand *s = list_of(w, &I->op[1]);
   uint32_t bytes = (uint32_t)n * t.bytes;
@@ -752,6 +751,19 @@ static int store(Warp *w, const Insn *I, Mask m, Space space) {
     if (b.space != SP_LOCAL) progress(emu_of(w));
   }
   return DONE;
+}
+
+static int store(Warp *w, const Insn *I, Mask m, Space space) {
+  const int16_t *mod = I->mod - NO_SPACE(space);
+  return store_as(w, I, m, space, I->mod[ST_SEM], mod[ST_VECTOR], TYPE[mod[ST_TYPE] - 1]);
+}
+
+// st.async to global memory: a store that releases. It may take effect at any later time; here it
+// does at once.
+static int exec_st_async_release(Warp *w, const Insn *I, Mask m) {
+  static const uint8_t bytes[] = {2, 4, 8, 2, 4, 8, 2, 4, 8, 4, 8};
+  Type t = {bytes[I->mod[3] - 1], false};
+  return store_as(w, I, m, I->mod[2] ? SP_GLOBAL : SP_GENERIC, SEM_ORDERED, 0, t);
 }
 
 #define STORE(name, space)                                                      \
@@ -900,7 +912,13 @@ static const Operand *destination_of(const Insn *I) {  // of atom; red has none
   return I->op[0].kind == K_ADDRESS ? NULL : &I->op[0];
 }
 
-static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, bool swaps) {
+static int order_of(const Insn *I) {
+  static const int atom[] = {0, 0, 1, 2, 3}, red[] = {0, 0, 2};
+  return (destination_of(I) ? atom : red)[I->mod[AT_SEM]];
+}
+
+static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, bool swaps,
+                  int order) {
   Emu *e = emu_of(w);
   const Operand *d = destination_of(I), *o = &I->op[d != NULL];
   Type t = {(uint8_t)(op->bytes * op->parts), false};
@@ -913,8 +931,7 @@ static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, 
   if (swaps) c = values_of(w, I, &o[2], m, t.bytes, buffers[8]);
   read_policy(w, I, &o[2 + swaps], m);
 
-  static const int ATOM_ORDER[] = {0, 0, 1, 2, 3}, RED_ORDER[] = {0, 0, 2};
-  int order = (d ? ATOM_ORDER : RED_ORDER)[I->mod[AT_SEM]], space = I->mod[AT_SPACE];
+  int space = I->mod[AT_SPACE];
   uint32_t bytes = (uint32_t)n * t.bytes;
   // An exchange whose result is not wanted does not read.
   bool blind = (op->global == exch_32 || op->global == exch_64 || op->global == exch_128) &&
@@ -955,11 +972,15 @@ static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, 
 #define PLAIN(combine, bytes) {combine, combine, bytes, 1}
 #define PACKED(combine, bytes) {combine, combine, bytes, 2}
 // The operations of a form, by alternative of the operation and of the type.
-#define ATOMICS(name, types, vector, type, swaps, ...)                          \
-  static int name(Warp *w, const Insn *I, Mask m) {                             \
-    static const Atomic table[][types] = {__VA_ARGS__};                         \
-    return atomic(w, I, m, &table[I->mod[AT_OPERATION] - 1][I->mod[type] - 1], vector, swaps); \
+#define ATOMICS_AS(order, name, types, vector, type, swaps, ...)                        \
+  static int name(Warp *w, const Insn *I, Mask m) {                                     \
+    static const Atomic table[][types] = {__VA_ARGS__};                                 \
+    const Atomic *op = &table[I->mod[AT_OPERATION] - 1][I->mod[type] - 1];              \
+    return atomic(w, I, m, op, vector, swaps, order);                                   \
   }
+#define ATOMICS(...) ATOMICS_AS(order_of(I), __VA_ARGS__)
+// red.async on global memory has no cache hint, and always releases; see exec_st_async_release.
+#define RELEASING(name, types, ...) ATOMICS_AS(2, name, types, 0, AT_HINT, false, __VA_ARGS__)
 ATOMICS(exec_atom_logic, 2, 0, AT_TYPE, false, {PLAIN(and_32, 4), PLAIN(and_64, 8)},
         {PLAIN(or_32, 4), PLAIN(or_64, 8)}, {PLAIN(xor_32, 4), PLAIN(xor_64, 8)})
 ATOMICS(exec_atom_exch, 3, 0, AT_TYPE, false,
@@ -983,6 +1004,15 @@ ATOMICS(exec_atom_vector_half, 2, I->mod[AT_VECTOR], AT_VECTOR_TYPE, false, HALF
         HALF_TYPES(min), HALF_TYPES(max))
 ATOMICS(exec_atom_vector_packed, 2, I->mod[AT_VECTOR], AT_VECTOR_TYPE, false, PACKED_TYPES(add),
         PACKED_TYPES(min), PACKED_TYPES(max))
+
+RELEASING(exec_red_async_logic, 2, {PLAIN(and_32, 4), PLAIN(and_64, 8)},
+          {PLAIN(or_32, 4), PLAIN(or_64, 8)}, {PLAIN(xor_32, 4), PLAIN(xor_64, 8)})
+RELEASING(exec_red_async_add, 4,
+          {PLAIN(add_32, 4), PLAIN(add_32, 4), PLAIN(add_64, 8), PLAIN(add_64, 8)})
+RELEASING(exec_red_async_step, 1, {PLAIN(inc_32, 4)}, {PLAIN(dec_32, 4)})
+RELEASING(exec_red_async_extreme, 4,
+          {PLAIN(min_u32, 4), PLAIN(min_s32, 4), PLAIN(min_u64, 8), PLAIN(min_s64, 8)},
+          {PLAIN(max_u32, 4), PLAIN(max_s32, 4), PLAIN(max_u64, 8), PLAIN(max_s64, 8)})
 
 // ---------------------------------------------------------------------- address conversions
 
@@ -1061,7 +1091,7 @@ static int exec_discard(Warp *w, const Insn *I, Mask m) {
     if (!global_legal(w, I, l, a[l], LINE, LINE, true)) continue;
     Access access = access_of(w, I, "discard");
     global_write(&access, (void *)a[l], LINE);
-    Region *r = (Region *)region_at(e, a[l], NULL);
+    Region *r = region_at(e, a[l], NULL);
     if (!r->initialised) {
       r->initialised = malloc(r->size);
       memset(r->initialised, 1, r->size);
@@ -1310,6 +1340,7 @@ int call_external(Warp *w, const Insn *I, Mask m, const char *name, const Operan
 #define BOTH_VECTOR(rest, handler)                                   \
   {ATOM "{.global}" rest, "dxl a sxl s64?", handler, 0},             \
   {RED "{.global}" rest, "a sxl s64?", handler, 0}
+#define ASYNC_RELEASE "(.release|mmio.release)(.gpu|sys){.global}"
 #define PRIMARY "(.L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged)"
 #define SECONDARY "{.L2::evict_first|L2::evict_unchanged}"
 
@@ -1320,7 +1351,7 @@ const Form FORMS_MEMORY[] = {
     LD("{.weak}", "(.local)", exec_ld_local),
     LD("{.weak}", "(.param|param::entry|param::func)", exec_ld_param),
     LD("{.weak}", "(.const)", exec_ld_const),
-    {"ldu{.global}" VECTOR TYPES, "dxl a", exec_ldu, 0},
+    {"ldu{.global}" VECTOR TYPES, "dxl a s64?", exec_ldu, 0},  // no policy, but load() looks
 
     ST(ST_SEMANTICS, "", exec_st_generic, F_PROPAGATE),
     ST(ST_SEMANTICS, "(.global)", exec_st_global, 0),
@@ -1328,6 +1359,12 @@ const Form FORMS_MEMORY[] = {
     ST("{.weak}", "(.local)", exec_st_local, F_PROPAGATE),
     ST("{.weak}", "(.param|param::func)", exec_st_param, F_PROPAGATE),
     {"st.bulk{.weak}{.shared::cta}", "a s64 i", exec_st_bulk, 0},
+    {"st.async" ASYNC_RELEASE "(.b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64)", "a sx",
+     exec_st_async_release, 0},
+    {"red.async" ASYNC_RELEASE "(.and|or|xor)(.b32|b64)", "a sx", exec_red_async_logic, 0},
+    {"red.async" ASYNC_RELEASE "(.add)(.u32|s32|u64|s64)", "a sx", exec_red_async_add, 0},
+    {"red.async" ASYNC_RELEASE "(.inc|dec)(.u32)", "a sx", exec_red_async_step, 0},
+    {"red.async" ASYNC_RELEASE "(.min|max)(.u32|s32|u64|s64)", "a sx", exec_red_async_extreme, 0},
 
     BOTH(ANY_SPACE, "(.and|or|xor)" HINT "(.b32|b64)", "a sx", exec_atom_logic),
     BOTH(ANY_SPACE, "(.add)" HINT "(.u32|s32|u64|f32|f64)", "a sx", exec_atom_add),

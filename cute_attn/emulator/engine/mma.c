@@ -547,7 +547,8 @@ static int exec_mma_f64(Warp *w, const Insn *I, Mask m) {
       const double *a = A + (l / 4 + r / 2 * 8) * K, *b = B + (l % 4 * 2 + r % 2) * K;
       volatile double sum;   // the rounding mode is not the compiler's business
       memcpy((void *)&sum, &out[r][l], 8);
-      for (int k = 0; k < K; k++) sum = fma(a[k], b[k], sum);
+      for (int k = 0; k < K; k++)  // of NaNs that of B comes first, then the sum's, then A's
+        sum = isnan(sum) && !isnan(b[k]) ? sum + 0.0 : fma(a[k], b[k], sum);
       memcpy(&out[r][l], (void *)&sum, 8);
     }
   fesetround(FE_TONEAREST);

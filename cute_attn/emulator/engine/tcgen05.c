@@ -217,7 +217,10 @@ static void deallocate(Warp *w, const Insn *I, Cta *cta, uint32_t address, int c
                  first * SLICE, t->slices[first].columns);
   int held = t->slices[first].columns;
   Access a = access_of(w, I, "tcgen05.dealloc");
+  View seen = view_with_fenced(w);
+  a.view = &seen;
   tmem_write(&a, cta, 0, first * SLICE, LANES, held);
+  view_free(&seen);
   tmem_forget(cta, first * SLICE, held);
   for (int s = first; s < first + held / SLICE; s++)
     t->slices[s].used = false, t->slices[s].freed = true;
@@ -337,8 +340,9 @@ static bool cells_of(Warp *w, const Insn *I, Mask m, const Operand *address, int
   addresses_of(w, I, address, m, addresses);
   uint32_t a = (uint32_t)addresses[__builtin_ctz(m)];
   FOR_SET(l, m) if ((uint32_t)addresses[l] != a) {
-    finding(w, I, CK_TCGEN05, SEV_ERROR,
-            "%s: the lanes of the warp give different addresses (0x%x and 0x%x)", what, a,
+    finding(w, I, CK_TCGEN05, SEV_NOTE,
+            "%s: the lanes of the warp give different addresses (0x%x and 0x%x): it works only "
+            "because the assembler takes that of the first lane", what, a,
             (uint32_t)addresses[l]);
     break;
   }
@@ -1068,7 +1072,7 @@ static bool bad_shape(const Mma *m) {
   if (m->weight_stationary)
     return (m->M != 32 && m->M != 64 && m->M != 128) || (m->N != 64 && m->N != 128 && m->N != 256);
   bool rows = m->M == 128 || (m->group == 1 ? m->M == 64 && !m->vectors : m->M == 256);
-  int step = m->group == 2 || (m->M == 128 && !m->vectors) ? 16 : 8;
+  int step = m->group == 2 || (m->kind == KIND_I8 && m->N > 32) ? 16 : 8;
   return !rows || m->N < step || m->N > 256 || m->N % step;
 }
 

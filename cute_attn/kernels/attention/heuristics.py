@@ -7,8 +7,8 @@ reads more; but rows that are heads cost a division each where a mask or an addr
 It is used where it at least halves the tiles, which is where a head fills at most half of one.
 
 The scheduler is the caller's. "single" (a cluster for each tile, none persistent) is never chosen:
-what would choose it is the number of tiles, and a kernel that changes with the size of a batch is one
-more to compile while serving.
+what would choose it is the number of tiles, and a kernel that changes with the size of a batch is
+one more to compile while serving.
 """
 
 from __future__ import annotations

@@ -1023,7 +1023,7 @@ class Sm100Hd256Forward:
     ) -> None:
         """A thread has a row of O: rescale it where its maximum moved, and at the end divide it."""
         row = cute.arch.thread_idx()[0] % ROWS
-        o_rows = cute.composition(o_acc[(None, None), 0, 0], cute.make_layout((ROWS, FRAGMENT)))
+        o_rows = cute.composition(o_acc[(None, None), 0, 0], cute.make_layout((ROWS, BOX)))
         load = tcgen05.make_tmem_copy(
             cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), o_rows
         ).get_slice(row)
@@ -1031,7 +1031,7 @@ class Sm100Hd256Forward:
             cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), o_rows
         ).get_slice(row)
         o_from, o_to = load.partition_S(o_rows), store.partition_D(o_rows)
-        shape = load.partition_D(cute.make_identity_tensor((ROWS, FRAGMENT))).shape
+        shape = load.partition_D(cute.make_identity_tensor((ROWS, BOX))).shape
         o_smem = self.boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
 
         tile = Int32(0)
@@ -1048,9 +1048,9 @@ class Sm100Hd256Forward:
                     if cute.arch.vote_any_sync(factor != 1.0):
                         barriers.wait("pv_done", n - 1)
                         tcgen05_fence_after()
-                        for part in cutlass.range_constexpr(HEAD_DIM // FRAGMENT):
+                        for box in cutlass.range(HEAD_DIM // BOX, unroll=1):
+                            at = box * BOX
                             values = cute.make_rmem_tensor(shape, Float32)
-                            at = part * FRAGMENT
                             cute.copy(
                                 load, cute.make_tensor(o_from.iterator + at, o_from.layout), values
                             )
@@ -1073,22 +1073,19 @@ class Sm100Hd256Forward:
             if first < end:
                 barriers.wait("pv_done", n - 1)
                 tcgen05_fence_after()
-            for box in cutlass.range_constexpr(HEAD_DIM // BOX):
+            for box in cutlass.range(HEAD_DIM // BOX, unroll=1):
+                values = cute.make_rmem_tensor(shape, Float32)
+                if first < end:
+                    at = box * BOX
+                    cute.copy(load, cute.make_tensor(o_from.iterator + at, o_from.layout), values)
+                    cute.arch.fence_view_async_tmem_load()
+                if inverse == 0.0:  # no visible key; O may hold anything
+                    values.fill(0.0)
+                self.multiply(values, inverse)
+                rounded = cute.make_rmem_tensor((BOX,), self.dtype)
+                rounded.store(values.load().to(self.dtype).reshape((BOX,)))
                 barriers.wait_previous("o_stored", staged)
-                for half in cutlass.range_constexpr(BOX // FRAGMENT):
-                    values = cute.make_rmem_tensor(shape, Float32)
-                    if first < end:
-                        at = box * BOX + half * FRAGMENT
-                        cute.copy(
-                            load, cute.make_tensor(o_from.iterator + at, o_from.layout), values
-                        )
-                        cute.arch.fence_view_async_tmem_load()
-                    if inverse == 0.0:  # no visible key; O may hold anything
-                        values.fill(0.0)
-                    self.multiply(values, inverse)
-                    rounded = cute.make_rmem_tensor((FRAGMENT,), self.dtype)
-                    rounded.store(values.load().to(self.dtype).reshape((FRAGMENT,)))
-                    self.stage(rounded, o_smem[row, None, staged % O_STAGES], half)
+                self.stage(rounded, o_smem[row, None, staged % O_STAGES])
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -1100,21 +1097,21 @@ class Sm100Hd256Forward:
 
     @cute.jit
     def multiply(self, values: cute.Tensor, factor: Float32) -> None:
-        for j in cutlass.range_constexpr(0, FRAGMENT, 2):
+        for j in cutlass.range_constexpr(0, BOX, 2):
             values[j], values[j + 1] = cute.arch.mul_packed_f32x2(
                 (values[j], values[j + 1]), (factor, factor)
             )
 
     @cute.jit
-    def stage(self, rounded: cute.Tensor, smem_row: cute.Tensor, half: cutlass.Constexpr) -> None:
-        """Half of a row of a box to shared memory, 16 bytes at once."""
+    def stage(self, rounded: cute.Tensor, smem_row: cute.Tensor) -> None:
+        """A row of a box to shared memory, 16 bytes at once."""
         atom = cute.make_copy_atom(
             cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128
         )
         chunks = cute.logical_divide(smem_row, cute.make_layout(8))
         source = cute.logical_divide(rounded, cute.make_layout(8))
-        for c in cutlass.range_constexpr(FRAGMENT // 8):
-            cute.copy(atom, source[None, c], chunks[None, half * (FRAGMENT // 8) + c])
+        for c in cutlass.range_constexpr(BOX // 8):
+            cute.copy(atom, source[None, c], chunks[None, c])
 
     # -- device: store ------------------------------------------------------------------------
 
@@ -1138,14 +1135,15 @@ class Sm100Hd256Forward:
             o_to, o_from = self.partition(o_tma, boxes, o_smem)
             for box in cutlass.range_constexpr(HEAD_DIM // BOX):
                 barriers.wait("o_staged", stored)
-                cute.copy(o_tma, o_from[None, stored % O_STAGES], o_to[None, box])
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
                 with cute.arch.elect_one():
+                    cute.copy(o_tma, o_from[None, stored % O_STAGES], o_to[None, box])
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
                     barriers.arrive("o_stored", stored)
                 stored += 1
             tile += 1
             block, head, _, sequence, q_start, seqlen_q, _, _ = self.next_work(
                 work, barriers, tile
             )
-        cute.arch.cp_async_bulk_wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)

@@ -124,6 +124,25 @@ def _sequences() -> Iterator[Case]:
     s.do("mbarrier.arrive.expect_tx.b64 s, [q], 0;").pending().parities()
     yield s.case("mbarrier: generic addresses")
 
+    s = _Script().do("mbarrier.init.shared.b64 [a], 6;")
+    s.do("mbarrier.arrive.relaxed.cta.shared::cta.b64 s, [a];").pending().parities()
+    s.do("mbarrier.arrive.relaxed.cluster.shared.b64 s, [a];").pending()
+    s.do("mbarrier.arrive_drop.noComplete.release.cta.shared.b64 s, [a], 1;").pending()
+    s.do("mbarrier.arrive_drop.relaxed.cluster.shared::cta.b64 s, [a];").pending()
+    s.do("mbarrier.arrive_drop.release.cta.shared::cluster.b64 _, [a];").parities()
+    s.do("mbarrier.expect_tx.relaxed.cluster.shared::cluster.b64 [a], 96;")
+    s.do("mbarrier.expect_tx.relaxed.cta.shared.b64 [a], 32;")
+    s.do("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [a], 16;").parities()
+    s.do("mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [a], 128;").parities()
+    s.do("mbarrier.complete_tx.shared.b64 [a], 16;").parities()
+    for how in ("", ".acquire.cta", ".acquire.cluster", ".relaxed.cta", ".relaxed.cluster"):
+        for wait in ("test_wait", "try_wait"):
+            s.test(f"mbarrier.{wait}{how}.shared.b64 c, [a], s;")
+            for parity in (0, 1):
+                s.test(f"mbarrier.{wait}.parity{how}.shared.b64 c, [a], {parity};")
+    s.do("mbarrier.arrive.shared.b64 s, [a], 3;").pending().parities()
+    yield s.case("mbarrier: semantics and scopes")
+
     yield Case(
         "mbarrier: all threads",
         _FAMILY,
@@ -179,7 +198,9 @@ def _clusters() -> Iterator[Case]:
         "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;\n"
         "@first atom.relaxed.cluster.shared::cluster.exch.b32 r, [b], 3;\n"
         "st.global.b32 [q+512], r;\n"
-        "barrier.cluster.arrive.relaxed; barrier.cluster.wait;\n" + sync,
+        "barrier.cluster.arrive.relaxed; barrier.cluster.wait;\n"
+        "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;\n"
+        "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;\n" + sync,
         (),
         (Part("u4", 64 * 2 * 2),),
         threads=64,
@@ -205,7 +226,8 @@ def _clusters() -> Iterator[Case]:
         shared=1024,
     )
     for kind, width, vector in (("b32", 4, 1), ("b64", 8, 1), ("b32", 4, 2), ("b32", 4, 4),
-                                ("s64", 8, 2), ("f32", 4, 4)):  # fmt: skip
+                                ("s64", 8, 2), ("f32", 4, 4), ("u32", 4, 1), ("s32", 4, 2),
+                                ("u64", 8, 1), ("f64", 8, 2)):  # fmt: skip
         size = width * vector
         suffix = {1: "", 2: ".v2", 4: ".v4"}[vector]
         register = f"b{8 * width}"
@@ -279,9 +301,15 @@ def _fences() -> Iterator[Case]:
     fences += [
         "fence.proxy.alias;", "fence.mbarrier_init.release.cluster;",
         "fence.acquire.sync_restrict::shared::cluster.cluster;",
+        "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;",
+        "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;",
+        "membar.proxy.alias;",
         "fence.release.sync_restrict::shared::cta.cluster;",
-        "fence.proxy.tensormap::generic.release.gpu;",
-        "fence.proxy.tensormap::generic.acquire.gpu [%in], 128;",
+        *(f"fence.proxy.tensormap::generic.release.{s};" for s in ("cta", "cluster", "gpu", "sys")),
+        *(
+            f"fence.proxy.tensormap::generic.acquire.{s} [%in], 128;"
+            for s in ("cta", "cluster", "gpu", "sys")
+        ),
         "nanosleep.u32 20;", "bar.warp.sync 0xFFFFFFFF;", "bar.sync 0;", "bar.cta.sync 3, 256;",
         "barrier.cta.sync.aligned 4;", "barrier.sync 5, 256;",
         "setmaxnreg.dec.sync.aligned.u32 32; setmaxnreg.inc.sync.aligned.u32 40;",
@@ -289,7 +317,7 @@ def _fences() -> Iterator[Case]:
         "prefetch.global.L1 [%in];", "prefetch.global.L2::evict_last [%in];",
         "prefetch.global.L2::evict_normal [%in];", "prefetchu.L1 [%in];",
         "applypriority.global.L2::evict_normal [%in], 128;", "pmevent 1;",
-        "cp.async.bulk.prefetch.L2.global [%in], 64;", "wgmma.fence.sync.aligned;",
+        "wgmma.fence.sync.aligned;",
         "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;",
     ]  # fmt: skip
     for fence in fences:

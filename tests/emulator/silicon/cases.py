@@ -42,6 +42,7 @@ class Case:
         wanted: likewise of the output buffer, with numpy's names of types. It is filled with 0xFF.
         header: PTX at module level.
         ulps: type of the results ("f32", "f16" ...) if they are approximations.
+        refused: it is illegal: the GPU stops, and the emulator has to report an error.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Case:
     maps: tuple[TensorMap, ...] = ()
     block: bool = False
     ulps: str = ""
+    refused: bool = False
 
     @property
     def seed(self) -> int:
@@ -70,6 +72,13 @@ class Case:
             data = np.ascontiguousarray(make(part.kind, part.count, rng)).view(np.uint8)
             pieces += [data, np.zeros(-len(data) % _ALIGNMENT, np.uint8)]
         return np.concatenate(pieces) if pieces else np.zeros(_ALIGNMENT, np.uint8)
+
+    @property
+    def checksum(self) -> int:
+        """Of what runs: the input, the kernel and its launch."""
+        shape = self.threads, self.blocks, self.cluster, self.shared, self.maps
+        text = f"{_kernel(self, 0)}{shape}".encode()
+        return zlib.crc32(text, zlib.crc32(self.input().tobytes()))
 
     @property
     def output_bytes(self) -> int:
@@ -198,7 +207,7 @@ def kernel_name(number: int) -> str:
 def module(cases: Sequence[Case], first: int = 0, target: str = "sm_90a") -> str:
     """PTX with one kernel a case, numbered from `first`."""
     head = [
-        f".version 8.6\n.target {target}\n.address_size 64",
+        f".version 8.7\n.target {target}\n.address_size 64",
         ".extern .shared .align 1024 .b8 smem[];",
     ]
     for number, case in enumerate(cases, first):

@@ -9,13 +9,13 @@ fails or hangs costs its process, which is started again behind it.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -148,17 +148,18 @@ def _read(target: Path) -> dict[int, Any]:
 def save(target: Path, cases: Sequence[Case], results: dict[int, Any], about: Any) -> None:
     """One array of bytes, and an index of it as JSON."""
     device, maps = about
-    index: dict[str, Any] = {**device, "cases": {}, "failures": {}}
+    today = datetime.date.today().isoformat()
+    index: dict[str, Any] = {**device, "date": today, "cases": {}, "failures": {}}
     blobs: list[np.ndarray] = []
     for number, case in enumerate(cases):
         result = results.get(number, "not run")
         if number not in results:
             continue
         if isinstance(result, str):
-            index["failures"][case.name] = result
+            index["failures"][case.name] = [case.checksum, result]
             continue
         output, encoded = result
-        index["cases"][case.name] = [zlib.crc32(case.input().tobytes()), output.nbytes, encoded]
+        index["cases"][case.name] = [case.checksum, output.nbytes, encoded]
         blobs.append(output)
     index["descriptors"] = [data.hex() if len(data) == 128 else data.decode() for data in maps]
     np.savez_compressed(
@@ -185,7 +186,9 @@ def main() -> None:
     start = time.monotonic()
     cases = load()
     chosen = [n for n, c in enumerate(cases) if options.only in c.name or options.only == c.family]
-    groups = [chosen[i : i + _GROUP] for i in range(0, len(chosen), _GROUP)]
+    legal = [n for n in chosen if not cases[n].refused]
+    groups = [[n] for n in chosen if cases[n].refused]  # each of these ends its process
+    groups += [legal[i : i + _GROUP] for i in range(0, len(legal), _GROUP)]
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         words = _child(["--worker", "describe"], Path(folder) / "describe")

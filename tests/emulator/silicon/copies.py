@@ -24,6 +24,8 @@ _WAIT = (
     "passed: setp.lt.u32 c, tries, 200; selp.b32 tries, 1, 0, c;\n"
 )
 """Until the barrier's phase is over, or it has been long; `tries` is then 1 or 0."""
+_POLICY = "createpolicy.fractional.L2::evict_first.b64 pol, 1.0;\n"
+_HINT = {False: "", True: ".L2::cache_hint"}
 _REDUCTIONS = [
     *(f"add.{kind}" for kind in ("u32", "s32", "u64", "f32", "f64", "noftz.f16", "noftz.bf16")),
     *(f"{op}.{kind}" for op in ("min", "max") for kind in ("u32", "s32", "u64", "s64", "f16",
@@ -36,7 +38,8 @@ _REDUCTIONS = [
 def cases() -> list[Case]:
     return [
         *_cp_async(), *_bulk(), *_bulk_reductions(), *_clusters(), *_tensor_loads(),
-        *_tensor_stores(), *_tensor_reductions(), *_im2col(), *_replaced(),
+        *_tensor_stores(), *_tensor_reductions(), *_im2col(), *_prefetches(), *_replaced(),
+        *_replaced_in_global(),
     ]  # fmt: skip
 
 
@@ -119,6 +122,10 @@ def _cp_async() -> Iterator[Case]:
         "cp.async.cg.shared.global.L2::64B [n], [s], 16, r;",
         "cp.async.ca.shared.global.L2::cache_hint [n], [s], 4, pol;",
         "cp.async.cg.shared.global.L2::cache_hint [n], [s], 16, r, pol;",
+        "cp.async.ca.shared.global.L2::cache_hint [n], [s], 8, p, pol;",
+        "cp.async.cg.shared::cta.global.L2::cache_hint.L2::128B [n], [s], 16, !p, pol;",
+        "cp.async.cg.shared::cta.global.L2::cache_hint.L2::256B [n], [s], 16, pol;",
+        "cp.async.ca.shared::cta.global.L2::64B [n], [s], 8, p;",
     ]
     texts += [f"cp.async.ca.shared.global [n], [s], {n}, r;" for n in (4, 8, 16)]
     texts += [f"cp.async.ca.shared.global [n], [s], {n}, p;" for n in (4, 8, 16)]
@@ -198,17 +205,29 @@ def _width(kind: str) -> int:
 def _bulk_reductions() -> Iterator[Case]:
     for operation in _REDUCTIONS:
         kind = operation.split(".")[-1]
-        size = 1024
-        operands = [Part(f"b{8 * _width(kind)}", size // _width(kind))] * 2
-        yield _case(
-            f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation}",
-            _BARRIER + _copy(size) + f"add.s64 pol, %in, {size};\n" + _fill(size, "pol")
-            + f"@first cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation} "
-            f"[%out], [m], {size};\n"
-            "@first cp.async.bulk.commit_group; @first cp.async.bulk.wait_group 0;\n",
-            operands,
-            size,
-        )  # fmt: skip
+        yield _bulk_reduction(operation, f"b{8 * _width(kind)}")
+    for operation in ("add.u32", "add.noftz.bf16"):
+        yield _bulk_reduction(operation, f"b{8 * _width(operation.split('.')[-1])}", hint=True)
+    yield _bulk_reduction("add.f64", "nan64")
+    for operation in ("add.f16", "add.bf16"):
+        yield _bulk_reduction(operation.replace(".", ".noftz."), "nan16")
+    yield _bulk_reduction("add.f32", "nan32")
+    for operation in ("min.f16", "max.bf16"):
+        yield _bulk_reduction(operation, "nan16")
+
+
+def _bulk_reduction(operation: str, given: str, *, hint: bool = False) -> Case:
+    size, width = 1024, _width(operation.split(".")[-1])
+    opcode = f"cp.reduce.async.bulk.global.shared::cta.bulk_group{_HINT[hint]}.{operation}"
+    return _case(
+        opcode + (f" {given}" if given.startswith("nan") else ""),
+        _BARRIER + _copy(size) + f"add.s64 pol, %in, {size};\n" + _fill(size, "pol")
+        + (_POLICY if hint else "")
+        + f"@first {opcode} [%out], [m], {size}{', pol' if hint else ''};\n"
+        "@first cp.async.bulk.commit_group; @first cp.async.bulk.wait_group 0;\n",
+        [Part(given, size // width)] * 2,
+        size,
+    )  # fmt: skip
 
 
 def _clusters() -> Iterator[Case]:
@@ -249,28 +268,51 @@ def _clusters() -> Iterator[Case]:
             [Part(f"b{8 * width}", 4096 // width)] * 2,
             4096, blocks=2, cluster=2,
         )  # fmt: skip
+    for hint in (False, True):
+        policy = ", pol" if hint else ""
+        words = " with a cache hint" if hint else ""
+        # pol is the address of the output until then
+        start = _BARRIER + ranks + _fill(2048) + (
+            ".reg .b64 to; mov.b64 to, pol; " + _POLICY if hint else ""
+        )  # fmt: skip
+        end = _WAIT + (_dump(2048, "to") + sync if hint else tail)
+        yield _case(
+            f"cp.async.bulk.shared::cluster.global.multicast::cluster{words}",
+            start
+            + "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 1024;\n" + sync
+            + ".reg .b16 mask; mov.b16 mask, 3; mad.wide.u32 s, me, 1024, %in; "
+            "mad.lo.u32 there, me, 512, m;\n"
+            "@first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            f".multicast::cluster{_HINT[hint]} [there], [s], 512, [bar], mask{policy};\n" + end,
+            [Part("raw8", 4096)],
+            4096, blocks=2, cluster=2,
+        )  # fmt: skip
+        tensor_map = packed("u8", (64, 64), (32, 16), swizzle=32)
+        yield _case(
+            f"cp.async.bulk.tensor.2d multicast{words}",
+            start
+            + "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 1024;\n" + sync
+            + ".reg .b16 mask; mov.b16 mask, 3; mov.b64 s, map0; cvta.param.u64 s, s; "
+            "mad.lo.u32 there, me, 512, m; mul.lo.u32 you, me, 16;\n"
+            "@first cp.async.bulk.tensor.2d.shared::cluster.global.tile"
+            f".mbarrier::complete_tx::bytes.multicast::cluster{_HINT[hint]} "
+            f"[there], [s, {{you, 7}}], [bar], mask{policy};\n" + end,
+            [Part("raw8", 4096)],
+            4096, blocks=2, cluster=2, maps=(tensor_map,),
+        )  # fmt: skip
+    image = packed("u16", (16, 10, 9, 3), (16, 16), corners=((-1, -1), (-1, -1)))
     yield _case(
-        "cp.async.bulk.shared::cluster.global.multicast::cluster",
-        _BARRIER + ranks + _fill(2048)
-        + "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 1024;\n" + sync
-        + ".reg .b16 mask; mov.b16 mask, 3; mad.wide.u32 s, me, 1024, %in; "
-        "mad.lo.u32 there, me, 512, m;\n"
-        "@first cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [there], [s], 512, [bar], mask;\n" + _WAIT + tail,
-        [Part("raw8", 4096)],
-        4096, blocks=2, cluster=2,
-    )  # fmt: skip
-    tensor_map = packed("u8", (64, 64), (32, 16), swizzle=32)
-    yield _case(
-        "cp.async.bulk.tensor.2d multicast",
+        "cp.async.bulk.tensor.4d.im2col multicast",
         _BARRIER + ranks + _fill(2048)
         + "@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 1024;\n" + sync
         + ".reg .b16 mask; mov.b16 mask, 3; mov.b64 s, map0; cvta.param.u64 s, s; "
-        "mad.lo.u32 there, me, 512, m; mul.lo.u32 you, me, 16;\n"
-        "@first cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [there], [s, {you, 7}], [bar], mask;\n" + _WAIT + tail,
-        [Part("raw8", 4096)],
-        4096, blocks=2, cluster=2, maps=(tensor_map,),
+        "mad.lo.u32 there, me, 512, m; mul.lo.u32 you, me, 3; .reg .b16 o0, o1; "
+        "mov.b16 o0, 1; mov.b16 o1, 2;\n"
+        "@first cp.async.bulk.tensor.4d.shared::cluster.global.im2col"
+        ".mbarrier::complete_tx::bytes.multicast::cluster "
+        "[there], [s, {0, you, 4, 1}], [bar], {o0, o1}, mask;\n" + _WAIT + tail,
+        [_source(image)],
+        4096, blocks=2, cluster=2, maps=(image,),
     )  # fmt: skip
 
 
@@ -287,6 +329,11 @@ def _source(tensor_map: TensorMap) -> Part:
     )
 
 
+def _unit(tensor_map: TensorMap) -> int:
+    """Elements in 16 bytes: innermost coordinates are multiples of it."""
+    return max(1, 16 // ELEMENT_BYTES[tensor_map.element])
+
+
 def _places(tensor_map: TensorMap) -> list[tuple[int, ...]]:
     """Coordinates: inside, across the low edge, across the high one, far outside.
 
@@ -294,7 +341,7 @@ def _places(tensor_map: TensorMap) -> list[tuple[int, ...]]:
     """
     sizes, box = tensor_map.sizes, tensor_map.box
     rank = len(sizes)
-    unit = max(1, 16 // ELEMENT_BYTES[tensor_map.element])
+    unit = _unit(tensor_map)
     high = [max(0, n - b // 2 - 1) for n, b in zip(sizes, box, strict=True)]
     high[0] = high[0] // unit * unit
     low = [-1 - i for i in range(rank)]
@@ -306,6 +353,15 @@ def _places(tensor_map: TensorMap) -> list[tuple[int, ...]]:
         (unit, *high[1:-1], -1) if rank > 1 else (-2 * unit,),
         (-(-sizes[0] // unit) * unit, *(0,) * (rank - 1)),
     ]
+
+
+def _stored_places(tensor_map: TensorMap) -> list[tuple[int, ...]]:
+    """Coordinates that stores and reductions may have, which are not negative."""
+    unit = _unit(tensor_map)
+    found = _places(tensor_map)
+    inside = (unit, *(1 for _ in tensor_map.sizes[1:]))
+    beyond = (0, *tensor_map.sizes[1:]) if tensor_map.rank > 1 else (unit * 1000,)
+    return [found[0], inside, found[2], found[4], beyond]
 
 
 def _describe(m: TensorMap) -> str:
@@ -328,11 +384,14 @@ def _coordinates(place: Sequence[int]) -> str:
 
 
 def _tile_bytes(tensor_map: TensorMap) -> int:
-    """Bytes in shared memory: with element strides fewer elements than the box spans."""
+    """Bytes in shared memory: with element strides fewer rows than the box spans.
+
+    TMA ignores the element stride of the innermost dimension.
+    """
     total = ELEMENT_BYTES[tensor_map.element]
     steps = tensor_map.steps or (1,) * tensor_map.rank
     for i, (n, step) in enumerate(zip(tensor_map.box, steps, strict=True)):
-        total *= -(-n // step) if i or tensor_map.interleave == 0 else n
+        total *= -(-n // step) if i else n
     return total
 
 
@@ -344,24 +403,28 @@ def _room(tensor_map: TensorMap) -> int:
 
 
 def _load(
-    tensor_map: TensorMap, places: Sequence[tuple[int, ...]], *, start: int = 0, note: str = ""
-) -> Case:
+    tensor_map: TensorMap, places: Sequence[tuple[int, ...]], *, start: int = 0, note: str = "",
+    space: str = "shared::cluster", hint: bool = False,
+) -> Case:  # fmt: skip
     tile = _tile_bytes(tensor_map)
     room = _room(tensor_map) + (1024 if start else 0)
     places = places[-(40000 // room) :]
     body = _BARRIER + _fill(room * len(places))
     body += "mov.b64 s, map0; cvta.param.u64 s, s; @first prefetch.tensormap [s];\n"
+    body += _POLICY if hint else ""
     body += f"@first mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {tile * len(places)};\n"
     for i, place in enumerate(places):
         body += (
-            f"@first cp.async.bulk.tensor.{tensor_map.rank}d.shared::cluster.global.tile"
-            f".mbarrier::complete_tx::bytes [m+{room * i + start}], "
-            f"[s, {_coordinates(place)}], [bar];\n"
+            f"@first cp.async.bulk.tensor.{tensor_map.rank}d.{space}.global.tile"
+            f".mbarrier::complete_tx::bytes{_HINT[hint]} [m+{room * i + start}], "
+            f"[s, {_coordinates(place)}], [bar]{', pol' if hint else ''};\n"
         )
+    unit = _unit(tensor_map)
     size = room * len(places)
     return _case(
         f"tensor load {_describe(tensor_map)}{note}", body + _WAIT + _dump(size),
         [_source(tensor_map)], size, shared=1024 + size, maps=(tensor_map,),
+        refused=any(place[0] % unit for place in places),
     )  # fmt: skip
 
 
@@ -396,6 +459,14 @@ _SINGLES = (
     (-1, 0), (79, 0), (2, 5),
 )  # fmt: skip
 """Coordinates to try one by one in a tensor of 80 x 6 halves with a box of 32 x 4."""
+_UNALIGNED = (("u8", 8), ("u8", 3), ("u32", 1), ("u32", 2), ("f64", 1), ("f64", -1))
+"""Innermost coordinates that are not at a multiple of 16 bytes."""
+
+
+def _small(element: str) -> TensorMap:
+    """6 rows of 160 bytes, in boxes of 4 rows of 64."""
+    width = ELEMENT_BYTES[element]
+    return packed(element, (160 // width, 6), (64 // width, 4))
 
 
 def _tensor_loads() -> Iterator[Case]:
@@ -407,16 +478,19 @@ def _tensor_loads() -> Iterator[Case]:
     for swizzle, place in itertools.product((0, 64), _SINGLES):
         plain = packed("u16", (80, 6), (32, 4), swizzle=swizzle)
         yield _load(plain, [place], note=f" one {place}")
-    for element, first in (("u8", 8), ("u8", 3), ("u32", 1), ("u32", 2), ("f64", 1), ("f64", -1)):
-        plain = packed(element, (160 // ELEMENT_BYTES[element], 6), (64 // ELEMENT_BYTES[element],
-                                                                     4))  # fmt: skip
-        yield _load(plain, [(first, 1)], note=f" one {first}")
+    for element, first in _UNALIGNED:
+        yield _load(_small(element), [(first, 1)], note=f" one {first}")
+    plain = packed("u16", (80, 6), (32, 4), swizzle=64)
+    yield _load(plain, _places(plain), hint=True, note=" with a cache hint")
+    yield _load(plain, _places(plain), space="shared::cta", note=" to shared::cta")
 
 
 def _store_maps() -> Iterator[TensorMap]:
-    for element in ("u8", "u16", "f32", "f64", "f32ftz", "tf32", "tf32ftz", "f16"):
+    for element in ELEMENT_BYTES:
+        yield _small(element)
+    for element in ("u8", "f16", "f32"):  # rows that end within 16 bytes
         width = ELEMENT_BYTES[element]
-        yield packed(element, (160 // width, 6), (64 // width, 4))
+        yield packed(element, (148 // width, 6), (64 // width, 4))
     for rank in range(1, 6):
         yield packed("u16", (40, 9, 7, 5, 4)[:rank], (16, 4, 3, 2, 2)[:rank])
     for swizzle, inner in itertools.product((32, 64, 128), (32, 64, 128)):
@@ -424,11 +498,17 @@ def _store_maps() -> Iterator[TensorMap]:
             yield packed("u8", (144, 20), (inner, 11), swizzle=swizzle)
     yield packed("u32", (40, 20), (16, 8), steps=(1, 2))
     yield packed("u32", (40, 20), (16, 8), steps=(2, 1))
+    yield packed("u32", (40, 20), (16, 8), steps=(3, 2), swizzle=64)
+    yield packed("u16", (40, 9, 7, 6), (16, 4, 3, 4), steps=(1, 1, 3, 2))
+    yield packed("u8", (144, 20, 3), (128, 7, 2), swizzle=128)
+    yield packed("u8", (400,), (256,))
+    yield TensorMap("u16", (40, 5, 3), (160, 32 * 30), (32, 4, 2))  # gaps in the tensor
 
 
 def _store(
-    tensor_map: TensorMap, places: Sequence[tuple[int, ...]], operation: str = "", note: str = ""
-) -> Case:
+    tensor_map: TensorMap, places: Sequence[tuple[int, ...]], operation: str = "", note: str = "",
+    *, mode: str = ".tile", hint: bool = False, refused: bool = False,
+) -> Case:  # fmt: skip
     tensor_map = replace(tensor_map, buffer="out")
     room = _room(tensor_map)
     total = -(-extent(tensor_map) // 128) * 128
@@ -439,31 +519,45 @@ def _store(
     given.append(Part(_kind_of(tensor_map.element), room // ELEMENT_BYTES[tensor_map.element]))
     body += f"add.s64 pol, %in, {total};\n" + _fill(room, "pol")
     body += "mov.b64 s, map0; cvta.param.u64 s, s;\n"
+    body += _POLICY if hint else ""
     head = "cp.reduce.async" if operation else "cp.async"
     for place in places:
         body += (
             f"@first {head}.bulk.tensor.{tensor_map.rank}d.global.shared::cta"
-            f"{operation}.tile.bulk_group [s, {_coordinates(place)}], [m];\n"
+            f"{operation}{mode}.bulk_group{_HINT[hint]} [s, {_coordinates(place)}], [m]"
+            f"{', pol' if hint else ''};\n"
             "@first cp.async.bulk.commit_group; @first cp.async.bulk.wait_group 0;\n"
         )
     return _case(
         f"tensor {'reduce' + operation if operation else 'store'} {_describe(tensor_map)}{note}",
         body,
         given, total, shared=1024 + room, maps=(tensor_map,),
+        refused=refused or any(p[0] % _unit(tensor_map) or min(p) < 0 for p in places),
     )  # fmt: skip
 
 
 def _tensor_stores() -> Iterator[Case]:
-    for tensor_map in _store_maps():
-        yield _store(tensor_map, _places(tensor_map))
+    for tensor_map in dict.fromkeys(_store_maps()):
+        yield _store(tensor_map, _stored_places(tensor_map))
     for swizzle, place in itertools.product((0, 64), _SINGLES):
         plain = packed("u16", (80, 6), (32, 4), swizzle=swizzle)
         yield _store(plain, [place], note=f" one {place}")
+    for element, first in _UNALIGNED:
+        yield _store(_small(element), [(first, 1)], note=f" one {first}")
+    plain = packed("u16", (80, 6), (32, 4), swizzle=64)
+    yield _store(plain, _stored_places(plain), hint=True, note=" with a cache hint")
+    for operation in ("", ".add"):
+        image = packed("u16", (16, 10, 9, 3), (16, 24), corners=((0, 0), (0, 0)))
+        for place in ((0, 0, 0, 0), (0, 3, 4, 1), (0, 9, 8, 2)):
+            yield _store(image, [place], operation, f" im2col {place}", mode=".im2col_no_offs")
+    image = packed("u16", (16, 10, 9, 3), (16, 24), corners=((-1, -1), (-1, -1)))
+    yield _store(image, [(0, 3, 4, 1)], note=" im2col corners", mode=".im2col_no_offs",
+                 refused=True)  # fmt: skip
 
 
 def _tensor_reductions() -> Iterator[Case]:
     types = {
-        ".add": ("u32", "s32", "u64", "f32", "f64", "f16", "bf16", "f32ftz", "tf32"),
+        ".add": ("u32", "s32", "u64", "f32", "f64", "f16", "bf16", "f32ftz"),
         ".min": ("u32", "s32", "u64", "s64", "f16", "bf16"),
         ".max": ("u32", "s32", "u64", "s64", "f16", "bf16"),
         ".inc": ("u32",), ".dec": ("u32",), ".and": ("u32", "u64"), ".or": ("u32", "u64"),
@@ -471,9 +565,17 @@ def _tensor_reductions() -> Iterator[Case]:
     }  # fmt: skip
     for operation, elements in types.items():
         for element in elements:
-            width = ELEMENT_BYTES[element]
-            plain = packed(element, (160 // width, 6), (64 // width, 4))
-            yield _store(plain, _places(plain)[2:4], operation)
+            plain = _small(element)
+            yield _store(plain, _stored_places(plain), operation)
+    plain = packed("f16", (144, 20), (64, 11), swizzle=128)
+    yield _store(plain, _stored_places(plain), ".add")
+    yield _store(plain, _stored_places(plain), ".add", " with a cache hint", hint=True)
+    plain = packed("f32", (37, 9, 3), (16, 4, 2), steps=(1, 2, 1))
+    yield _store(plain, _stored_places(plain), ".add")
+    for operation, element in ((".add", "s64"), (".add", "u8"), (".add", "tf32"), (".min", "f32"),
+                               (".inc", "s32"), (".and", "f16")):  # fmt: skip
+        yield _store(_small(element), [(0, 1)], operation, refused=True)
+    yield _store(_small("f16"), [(-8, 1)], ".add", " one (-8, 1)")
 
 
 def _im2col() -> Iterator[Case]:
@@ -503,6 +605,42 @@ def _im2col() -> Iterator[Case]:
         yield _case(
             f"tensor load im2col {number}", body + _WAIT + _dump(room), [_source(tensor_map)], room,
             shared=1024 + room, maps=(tensor_map,),
+        )  # fmt: skip
+
+
+def _prefetches() -> Iterator[Case]:
+    """They have no result, but for whether they are known."""
+    image = packed("u16", (16, 10, 9, 3), (16, 24), corners=((-1, -1), (-1, -1)))
+    flat = packed("u16", (80, 6), (32, 4))
+    for hint in (False, True):
+        policy = ", pol" if hint else ""
+        for tensor_map, text in (
+            (flat, f"cp.async.bulk.prefetch.tensor.2d.L2.global.tile{_HINT[hint]} "
+                   f"[s, {{8, 1}}]{policy};"),
+            (image, f"cp.async.bulk.prefetch.tensor.4d.L2.global.im2col{_HINT[hint]} "
+                    f"[s, {{0, 3, 4, 0}}], {{o, o}}{policy};"),
+            (flat, f"cp.async.bulk.prefetch.L2.global{_HINT[hint]} [%in], 64{policy};"),
+        ):  # fmt: skip
+            yield replace(
+                _case(
+                    text.split()[0],
+                    f"{_BARRIER}mov.b64 s, map0; cvta.param.u64 s, s; .reg .b16 o; "
+                    f"mov.b16 o, 1;\n{_POLICY}@first {text}\n"
+                    "mad.wide.u32 q, %t, 4, %out; st.global.b32 [q], %t;\n",
+                    [_source(tensor_map)], 512, maps=(tensor_map,),
+                ),
+                family="hint",
+            )  # fmt: skip
+    for space in ("param", "const"):
+        yield replace(
+            _case(
+                f"prefetch.{space}.tensormap",
+                f"{_BARRIER}mov.b64 s, {'map0' if space == 'param' else 'held$K'};\n"
+                f"@first prefetch.{space}.tensormap [s];\n"
+                "mad.wide.u32 q, %t, 4, %out; st.global.b32 [q], %t;\n",
+                [_source(flat)], 512, maps=(flat,), header=".const .align 64 .b8 held$K[128];",
+            ),
+            family="hint",
         )  # fmt: skip
 
 
@@ -570,3 +708,28 @@ def _replaced() -> Iterator[Case]:
         + "setp.lt.u32 c, %t, 16; mad.wide.u32 q, %t, 8, %out; @c st.global.b64 [q+1024], 0;\n",
         [Part("raw8", 2048)], 1152, maps=(flat,),
     )  # fmt: skip
+
+
+def _replaced_in_global() -> Iterator[Case]:
+    """The same instructions on a map in global memory: as it lies in the input, changed."""
+    changes = (
+        ("global_address", "b64", "", "0x123456789000"), ("global_stride", "b64", " 0,", "65536"),
+        ("box_dim", "b32", " 1,", "9"), ("global_dim", "b32", " 2,", "77"),
+        ("element_stride", "b32", " 3,", "3"), ("rank", "b32", "", "4"),
+        ("elemtype", "b32", "", "9"), ("interleave_layout", "b32", "", "0"),
+        ("swizzle_mode", "b32", "", "3"), ("fill_mode", "b32", "", "1"),
+    )  # fmt: skip
+    for field, kind, ordinal, value in changes:
+        opcode = f"tensormap.replace.tile.{field}.global.b1024.{kind}"
+        value = value if kind == "b32" else "x"
+        given = next(v for f, _, _, v in changes if f == field)
+        yield _case(
+            f"{opcode} {given}",
+            _BARRIER + "mov.b64 s, map0; cvta.param.u64 s, s; setp.lt.u32 c, %t, 8;\n"
+            "mad.wide.u32 s, %t, 16, s; mad.wide.u32 q, %t, 16, %out;\n"
+            "@c ld.v2.b64 {x, y}, [s]; @c st.global.v2.b64 [q], {x, y}; bar.sync 0;\n"
+            "mov.b64 x, 0x123456789000;\n"
+            "@first tensormap.replace.tile.global_address.global.b1024.b64 [%out], x;\n"
+            f"mov.b64 x, {given};\n@first {opcode} [%out],{ordinal} {value};\n",
+            [Part("raw8", 128)], 128, maps=(packed("f16", (64, 33, 17, 5), (16, 5, 3, 2)),),
+        )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
 import shutil
 import subprocess
 import tempfile
@@ -39,11 +40,15 @@ class Driver:
             raise RuntimeError(f"{name} ({code}) {log.decode(errors='replace')[:500]}".strip())
 
     def describe(self) -> dict[str, str]:
-        """Name of the device and version of the driver."""
+        """Name of the device, the CUDA version that the driver has, and its own."""
         name, version = ctypes.create_string_buffer(100), ctypes.c_int()
         self._check(self._cuda.cuDeviceGetName(name, 100, self._device))
         self._check(self._cuda.cuDriverGetVersion(ctypes.byref(version)))
-        return {"device": name.value.decode(), "driver": str(version.value)}
+        found = {"device": name.value.decode(), "cuda": str(version.value)}
+        about = Path("/proc/driver/nvidia/version")
+        if about.exists() and (words := re.search(r"\d{3}\.\d+\.\d+", about.read_text())):
+            found["driver"] = words[0]
+        return found
 
     def load(self, ptx: str) -> ctypes.c_void_p:
         """A module; assembled by the driver, or by a ptxas if there is one and the driver can't."""

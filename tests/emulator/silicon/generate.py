@@ -269,6 +269,16 @@ def moves() -> Iterator[Instruction]:
             (whole,), "integer",
         )  # fmt: skip
     yield Instruction(
+        "mov.b16 pack 2",
+        "{ .reg .b8 a, b; cvt.u8.u16 a, %i0; cvt.u8.u16 b, %i1; mov.b16 %o0, {a, b}; }",
+        ("b16",), ("b16", "b16"), "integer",
+    )  # fmt: skip
+    yield Instruction(
+        "mov.b16 unpack 2",
+        "{ .reg .b8 a, b; mov.b16 {a, b}, %i0; cvt.u16.u8 %o0, a; cvt.s16.s8 %o1, b; }",
+        ("b16", "b16"), ("b16",), "integer",
+    )  # fmt: skip
+    yield Instruction(
         "mov.b64 unpack sink", "mov.b64 {_, %o0}, %i0;", ("b32",), ("b64",), "integer"
     )
     yield Instruction(

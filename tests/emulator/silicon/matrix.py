@@ -20,9 +20,14 @@ def cases() -> list[Case]:
 
 
 def _elements(kind: str, sort: str, count: int) -> Part:
-    """`count` elements; integers narrower than a byte, and all of the sort "raw", as bits."""
+    """`count` elements; integers narrower than a byte, and all of the sort "raw", as bits.
+
+    Of the sort "nan" many are NaNs.
+    """
     if sort == "raw" or kind in ("s4", "u4", "b1", "s8", "u8"):
         return Part("raw8", count * _BITS[kind] // 8)
+    if sort == "nan":
+        return Part(f"nan{_BITS[kind]}", count)
     return Part(f"{kind}/{sort}", count)
 
 
@@ -154,8 +159,6 @@ def _mma_floats() -> Iterator[Case]:
     ]
     for a, b, ks, accumulators in kinds:
         for k, accumulator in itertools.product(ks, accumulators):
-            if a[0] == "e" and (accumulator == "f16" or k == 16):
-                continue  # not for sm_90
             for sort in _MMA_SORTS:
                 if a[0] == "e" and a != b and sort not in ("normal", "special", "probe2"):
                     continue
@@ -176,6 +179,11 @@ def _mma_doubles() -> Iterator[Case]:
                     f"mma.sync.aligned.m{m}n{n}k{k}.row.col{rounding}.f64.f64.f64.f64", shape,
                     ("f64",) * 4, _sorts_of(sort), sort, warps=1,
                 )  # fmt: skip
+        m, n, k = shape
+        yield _mma(
+            f"mma.sync.aligned.m{m}n{n}k{k}.row.col.f64.f64.f64.f64", shape, ("f64",) * 4,
+            ("nan",) * 3, "NaNs", warps=1,
+        )  # fmt: skip
 
 
 def _mma_integers() -> Iterator[Case]:
@@ -227,7 +235,7 @@ class _Wgmma:
         k = 256 // _BITS[self.a]
         saturate = ".satfinite" if self.satfinite else ""
         head = f"wgmma.mma_async.sync.aligned.m64n{self.n}k{k}{saturate}"
-        return f"{head}.{self.d}.{self.a}.{self.b}"
+        return f"{head}.{self.d}.{self.a}.{self.b}{'.and.popc' if self.a == 'b1' else ''}"
 
     def case(self) -> Case:
         words = [self.opcode, self.sort, "RS" if self.registers else "SS"]
@@ -355,6 +363,8 @@ def _wgmma_choices() -> Iterator[_Wgmma]:
         (a, b, d)
         for a, b, d in itertools.product(("e4m3", "e5m2"), ("e4m3", "e5m2"), ("f16", "f32"))
     ]
+    for registers, n in ((False, 8), (True, 8), (False, 64), (True, 128)):
+        yield _Wgmma("b1", "b1", "s32", n, "raw", registers, scale=(0, 1))
     integers = [(a, b, "s32") for a, b in itertools.product(("s8", "u8"), repeat=2)]
     for kinds in floats:
         for sort in _MMA_SORTS:

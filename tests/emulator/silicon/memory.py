@@ -30,7 +30,7 @@ _PLACES = {
 def cases() -> list[Case]:
     return [
         *_loads(), *_stores(), *_atomics(), *_contended(), *_parameters(), *_variables(),
-        *_addresses(), *_policies(),
+        *_addresses(), *_policies(), _discarded(),
     ]  # fmt: skip
 
 
@@ -109,6 +109,23 @@ def _loads() -> Iterator[Case]:
         _head() + ".reg .b32 v, w, c, d; ldu.global.v4.u32 {v, w, c, d}, [%in];\n"
         "st.global.v4.b32 [q], {d, c, w, v};",
     )
+    for kind, count in (("u8", 1), ("s16", 1), ("b32", 1), ("f64", 1), ("b64", 2), ("f32", 2)):
+        for place in ("global", ""):
+            opcode = f"ldu{'.global' if place else ''}{f'.v{count}' if count > 1 else ''}"
+            yield _load(opcode, place, kind, max(16, 8 * _SIZES[kind]), count)
+    for words, kind in (("ld.volatile", "u32"), ("ld.relaxed.gpu", "b64"), ("ld.acquire.sys", "s8"),
+                        ("ld.weak", "f32"), ("ld.L1::no_allocate", "b32")):  # fmt: skip
+        width = max(16, 8 * _SIZES[kind])
+        yield _load(words, "", kind, width, 1)
+        if "L1" not in words:
+            yield _load(words, "generic shared", kind, width, 1)
+    for words in ("ld.acquire.cta.global", "ld.relaxed.cluster.global", "ld.acquire.cluster.global",
+                  "ld.relaxed.sys.global", "ld.global.L1::evict_unchanged",
+                  "ld.global.L1::evict_normal", "ld.global.L2::64B"):  # fmt: skip
+        yield _load(words, "global", "u16", 32, 1)
+    for words in ("ld.acquire.cluster.shared::cluster", "ld.relaxed.gpu.shared::cta",
+                  "ld.acquire.gpu.shared::cta"):  # fmt: skip
+        yield _load(words, "shared", "b32", 32, 1)
 
 
 def _stores() -> Iterator[Case]:
@@ -194,6 +211,22 @@ def _atomics() -> Iterator[Case]:
     for words in ("atom.relaxed.cta.shared::cta", "atom.acq_rel.cluster.shared::cluster"):
         yield _atomic(f"{words}.add.u32", "shared", "add.u32")
     yield _atomic("red.release.gpu.global.add.u32", "global", "add.u32", red=True)
+    scopes = ("relaxed.cta", "acquire.cluster", "release.gpu", "acq_rel.sys")
+    for words, operation in itertools.product(
+        scopes, ("or.b32", "exch.b64", "cas.b32", "max.s64", "inc.u32", "add.noftz.f16x2")
+    ):
+        yield _atomic(f"atom.{words}.global.{operation}", "global", operation)
+        if not words.startswith("acq") and not operation.startswith(("exch", "cas")):
+            yield _atomic(f"red.{words}.global.{operation}", "global", operation, red=True)
+    for operation in ("and.b64", "cas.b64", "exch.b32", "min.u32", "dec.u32", "add.f32"):
+        yield _atomic(f"atom.acq_rel.cta.shared::cta.{operation}", "shared", operation)
+    for operation in ("add.f64", "add.f32", "add.noftz.f16", "add.noftz.bf16"):
+        yield _atomic(f"atom.global.{operation}", "global", operation, kind="nan")
+        yield _atomic(f"red.global.{operation}", "global", operation, red=True, kind="nan")
+    for operation in ("add.u32", "or.b32", "exch.b64", "min.s32", "add.noftz.bf16x2"):
+        yield _atomic(f"atom.global.{operation}", "global", operation, hint=True)
+        if not operation.startswith(("exch", "cas")):
+            yield _atomic(f"red.global.{operation}", "global", operation, red=True, hint=True)
     for operation, count in itertools.product(("add.noftz", "min.noftz", "max.noftz"), (2, 4, 8)):
         for kind in ("f16", "bf16", "f16x2", "bf16x2"):
             if count * (4 if kind.endswith("x2") else 2) <= 16:
@@ -218,13 +251,20 @@ def _atomics() -> Iterator[Case]:
             )
 
 
-def _atomic(opcode: str, place: str, operation: str, *, red: bool = False) -> Case:
+def _atomic(
+    opcode: str, place: str, operation: str, *, red: bool = False, kind: str = "",
+    hint: bool = False,
+) -> Case:  # fmt: skip
+    note = f" {kind}" if kind else " with a cache hint" if hint else ""
     register = _REGISTER[operation.split(".")[-1]]
     size = int(register[1:]) // 8
     offset = -(-size // 4) * 4
-    kind = register if operation.split(".")[0] != "cas" else f"small{max(8 * size, 32)}"
-    if size == 2:
-        kind = "b16" if operation != "cas.b16" else "raw16"
+    if kind:
+        kind += str(8 * size)
+    elif operation.startswith("cas"):
+        kind = "raw16" if size == 2 else f"small{8 * size}"
+    else:
+        kind = register
     shared = place in ("shared", "generic shared")
     body = (
         f".reg .b64 a, s, q; .reg .b32 m; .reg .{register} x, y, z, r; .reg .pred c;\n"
@@ -242,6 +282,11 @@ def _atomic(opcode: str, place: str, operation: str, *, red: bool = False) -> Ca
         body += " cvta.global.u64 a, a;\n" if not place else "\n"
     address = "m" if place == "shared" else "a"
     operands = "z, y" if operation.startswith("cas") else "y"
+    if hint:
+        body += ".reg .b64 pol; createpolicy.fractional.L2::evict_first.b64 pol, 1.0;\n"
+        operands += ", pol"
+        words = opcode.split(".")
+        opcode = ".".join([*words[:-1], "L2::cache_hint", words[-1]])
     body += (
         f"{opcode} [{address}], {operands};\n"
         if red
@@ -250,7 +295,7 @@ def _atomic(opcode: str, place: str, operation: str, *, red: bool = False) -> Ca
     if shared:
         body += f"ld.shared.{register} x, [m]; st.global.{register} [q], x;\n"
     return Case(
-        f"{opcode} {place}".strip(),
+        f"{opcode} {place}{note}".strip(),
         _FAMILY,
         body,
         (Part(kind, _ATOMIC_THREADS),) * 3,
@@ -371,6 +416,15 @@ def _parameters() -> Iterator[Case]:
     )
 
 
+def _discarded() -> Case:
+    """What is discarded is undefined until it is written again."""
+    return _case(
+        "discard.global.L2",
+        _head() + ".reg .pred c; setp.eq.u32 c, %t, 0; @c discard.global.L2 [%out], 128;\n"
+        "bar.sync 0; st.global.v2.b64 [q], {y, x};",
+    )
+
+
 def _variables() -> Iterator[Case]:
     header = (
         ".const .align 16 .b8 table$K[16] = {1, 2, 3, 250, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14};\n"
@@ -461,6 +515,12 @@ def _policies() -> Iterator[Case]:
     texts = [f"createpolicy.fractional.L2::{p}.b64 x, 0.5;" for p in primary]
     texts += [f"createpolicy.fractional.L2::{p}.L2::evict_unchanged.b64 x;" for p in primary]
     texts += ["createpolicy.range.global.L2::evict_last.L2::evict_first.b64 x, [%in], 512, 1024;"]
+    texts += [
+        f"createpolicy.range.global.L2::{p}.L2::evict_unchanged.b64 x, [%in], 512, 1024;"
+        for p in primary[1:]
+    ]
+    texts += ["createpolicy.fractional.L2::evict_last.L2::evict_first.b64 x, 0.25;"]
+    texts += ["createpolicy.fractional.L2::evict_last.b64 x; createpolicy.cvt.L2.b64 x, x;"]
     for number, text in enumerate(texts):
         opcode = text.split()[0]
         yield _case(

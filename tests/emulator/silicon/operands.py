@@ -114,6 +114,19 @@ def _f16x2_range(n: int, rng: Random) -> np.ndarray:
     return _f16_range(2 * n, rng).view(np.uint32)
 
 
+def _with_nans(
+    n: int, rng: Random, dtype: type, plain: np.ndarray, mantissa: int, special: np.ndarray
+) -> np.ndarray:
+    """Many NaNs, quiet and signalling, of both signs; infinities; plain numbers."""
+    bits = np.dtype(dtype).itemsize * 8
+    sign = rng.integers(0, 2, n).astype(np.uint64) << np.uint64(bits - 1)
+    infinity = np.uint64((1 << bits - 1) - (1 << mantissa))
+    payload = _raw(n, rng) % np.uint64(1 << mantissa - 1) | np.uint64(1)
+    quiet = infinity | np.uint64(1 << mantissa - 1) | payload | sign
+    kinds = [quiet, infinity | payload | sign, infinity | sign, plain, rng.choice(special, n)]
+    return _mixture(rng, kinds, dtype)
+
+
 def _pick(*values: int, dtype: type = np.uint32) -> Callable[[int, Random], np.ndarray]:
     return lambda n, rng: rng.choice(np.array(values, dtype), n)
 
@@ -130,6 +143,11 @@ _PLAIN: dict[str, Callable[[int, Random], np.ndarray]] = {
     "raw16": lambda n, rng: _raw(n, rng).astype(np.uint16),
     "raw32": lambda n, rng: _raw(n, rng).astype(np.uint32),
     "raw64": _raw,
+    "nan16": lambda n, rng: _with_nans(n, rng, np.uint16, _halves(rng, n), 10, _F16),
+    "nan32": lambda n, rng: _with_nans(n, rng, np.uint32, _floats(rng, n), 23, _F32),
+    "nan64": lambda n, rng: _with_nans(
+        n, rng, np.uint64, rng.standard_normal(n).view(np.uint64), 52, _F64
+    ),
     "zero8": lambda n, rng: np.zeros(n, np.uint8),
     "few32": _pick(7, 8, 0xFFFFFFFF),
     "few64": _pick(7, 8, 7 << 32, dtype=np.uint64),

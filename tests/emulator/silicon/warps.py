@@ -227,7 +227,26 @@ def _block_reductions() -> Iterator[Case]:
                 given,
                 wanted,
             )
+            yield Case(
+                f"{kind}.arrive{suffix}",
+                "barrier",
+                head
+                + "mov.b32 y, smem; mad.lo.u32 y, %t, 4, y; @!e bra taker;\n"
+                f"st.shared.b32 [y], x; {kind}.arrive{suffix} 4, 256; mov.b32 y, 77; bra over;\n"
+                f"taker: {kind}.sync{suffix} 4, 256; xor.b32 y, y, 512; ld.shared.b32 y, [y];\n"
+                f"over: {tail}",
+                given,
+                wanted,
+                shared=1024,
+            )
             for op in ("and", "or"):
+                yield Case(
+                    f"{red}.{op}{suffix}.pred whole block",
+                    "barrier",
+                    head + f"{red}.{op}{suffix}.pred d, 2, !c; selp.b32 y, 1, 0, d;\n" + tail,
+                    given,
+                    wanted,
+                )
                 for what, test in (("data", "c"), ("true", "e"), ("all", "!d")):
                     yield Case(
                         f"{red}.{op}{suffix}.pred {what}",
