@@ -102,10 +102,14 @@ HANDOVERS = (
     Handover("kv_empty", KV_STAGES, 1, "mma -> load"),
     Handover("s_full", S_STAGES, 1, "mma -> softmax"),
     Handover("scale_full", S_STAGES, len(SOFTMAX), "softmax -> correction: factors for O"),
-    Handover("o_ready", S_STAGES, CTAS * len(CORRECTION), "correction of both CTAs -> mma: add to O"),
+    Handover(
+        "o_ready", S_STAGES, CTAS * len(CORRECTION), "correction of both CTAs -> mma: add to O"
+    ),
     Handover("p_full", S_STAGES, CTAS * len(SOFTMAX), "softmax of both CTAs -> mma"),
     Handover("pv_done", S_STAGES, 1, "mma -> correction: P V has been added to O"),
     Handover("sum_full", 2, len(SOFTMAX), "softmax -> correction: what to divide O by"),
+    # S paces softmax, but for tiles that see no key.
+    Handover("sum_read", 2, len(CORRECTION), "correction -> softmax"),
     Handover("o_staged", O_STAGES, len(CORRECTION), "correction -> store"),
     Handover("o_stored", O_STAGES, 1, "store -> correction"),
 )
@@ -438,18 +442,14 @@ class Sm100Hd256Forward:
                 cu_seqlens_q=cu_seqlens_q,
                 seqused_q=seqused_q,
             )
-            scheduler = self.scheduler(
-                num_tiles, Int32(0), barriers, storage.clc_response
-            )
+            scheduler = self.scheduler(num_tiles, Int32(0), barriers, storage.clc_response)
             self.scheduler_warp(
                 scheduler, tiles, barriers, work, heads, kv_heads, seqlen_k,
                 cu_seqlens_q, cu_seqlens_k, seqused_k,
             )  # fmt: skip
         if warp == LOAD:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            self.load_warp(
-                q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window, cta
-            )
+            self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window, cta)
         if warp == MMA:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, work, window, cta)
@@ -579,9 +579,7 @@ class Sm100Hd256Forward:
         """Q of each tile, then the K/V tiles from the last to the first, each CTA its half."""
         boxes = HEAD_DIM // BOX
         q_smem = self.boxes(storage.q, ROWS, (boxes, ROWS * BOX), (1, Q_BYTES // 2))
-        k_smem = self.boxes(
-            storage.kv, KEYS, (boxes, KEYS * BOX), (KV_STAGES, KV_BYTES // 2)
-        )
+        k_smem = self.boxes(storage.kv, KEYS, (boxes, KEYS * BOX), (KV_STAGES, KV_BYTES // 2))
         v_smem = self.boxes(
             storage.kv, TILE_N, (DIMS // BOX, TILE_N * BOX), (KV_STAGES, KV_BYTES // 2)
         )
@@ -604,7 +602,13 @@ class Sm100Hd256Forward:
                         barriers.wait_previous("kv_empty", n)
                         self.expect(barriers, "kv_full", n, KV_BYTES, cta)
                         keys = self.key_box(
-                            k, KEYS, CTAS * (end - 1 - i) + cta, kv_head, sequence, k_start, seqlen_k
+                            k,
+                            KEYS,
+                            CTAS * (end - 1 - i) + cta,
+                            kv_head,
+                            sequence,
+                            k_start,
+                            seqlen_k,
                         )
                         self.load(k_tma, keys, k_smem, barriers, "kv_full", n)
                         n += 1
@@ -898,12 +902,8 @@ class Sm100Hd256Forward:
                 base = higher
                 if higher == -INF:
                     base = Float32(0.0)
-                if total > 0.0 or total != total:
-                    total *= cute.math.exp2(level - base, fastmath=True)
-                ratio = Float32(0.0)
-                if maximum != -INF:
-                    ratio = cute.math.exp2(level - base, fastmath=True)
-                whole = total + cute.math.exp2(sink_log2 - base, fastmath=True)
+                ratio = cute.math.exp2(level - base, fastmath=True)
+                whole = total * ratio + cute.math.exp2(sink_log2 - base, fastmath=True)
                 inverse = Float32(0.0)
                 if whole != 0.0:
                     inverse = ratio / whole
@@ -914,6 +914,7 @@ class Sm100Hd256Forward:
                 if total != 0.0:
                     inverse = Float32(1.0) / total
                     log_sum = (level + cute.math.log2(total, fastmath=True)) * LN_2
+            barriers.wait_previous("sum_read", sums)
             inverse_sum[row, sums % 2] = inverse
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -1069,6 +1070,9 @@ class Sm100Hd256Forward:
 
             barriers.wait("sum_full", sums)
             inverse = inverse_sum[row, sums % 2]
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                barriers.arrive("sum_read", sums)
             sums += 1
             if first < end:
                 barriers.wait("pv_done", n - 1)
@@ -1105,9 +1109,7 @@ class Sm100Hd256Forward:
     @cute.jit
     def stage(self, rounded: cute.Tensor, smem_row: cute.Tensor) -> None:
         """A row of a box to shared memory, 16 bytes at once."""
-        atom = cute.make_copy_atom(
-            cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128
-        )
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
         chunks = cute.logical_divide(smem_row, cute.make_layout(8))
         source = cute.logical_divide(rounded, cute.make_layout(8))
         for c in cutlass.range_constexpr(BOX // 8):
@@ -1142,8 +1144,6 @@ class Sm100Hd256Forward:
                     barriers.arrive("o_stored", stored)
                 stored += 1
             tile += 1
-            block, head, _, sequence, q_start, seqlen_q, _, _ = self.next_work(
-                work, barriers, tile
-            )
+            block, head, _, sequence, q_start, seqlen_q, _, _ = self.next_work(work, barriers, tile)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
