@@ -673,7 +673,7 @@ def _check_shapes(
             )
         if x.shape[-3] >= _MAX_SEQLEN:
             raise ValueError(f"{name} has {x.shape[-3]} rows, must be fewer than {_MAX_SEQLEN}")
-    head_dim = q.shape[-1]
+    head_dim = int(q.shape[-1])
     if head_dim not in _KERNELS:
         raise NotImplementedError(
             f"head_dim of q is {head_dim}, there are kernels for: {tuple(_KERNELS)}"
@@ -704,7 +704,10 @@ def _check_shapes(
         raise NotImplementedError(
             "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
         )
-    tiles = heads * (q.shape[-3] * (1 if "cu_seqlens_q" in lengths else batch) // TILE_M + batch)
+    if "cu_seqlens_q" in lengths:  # at most
+        tiles = heads * (q.shape[0] // TILE_M + batch)
+    else:
+        tiles = heads * batch * -(-q.shape[1] // TILE_M)
     if tiles >= _MAX_TILES:
         raise ValueError(
             f"q has {batch} sequences of {heads} heads, {tiles} tiles of {TILE_M} rows: fewer than "
