@@ -85,6 +85,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "emu_check_name": (_STRING, (_INT,)),
     "emu_counter_name": (_STRING, (_INT,)),
     "emu_special_register_name": (_STRING, (_INT,)),
+    "emu_tensor_map": (_INT, (_STRING, ctypes.POINTER(ctypes.c_int64))),
     "emu_program_new": (_POINTER, (_STRING, _INT, _STRING, _INT, _STRING, _STRING)),
     "emu_program_free": (None, (_POINTER,)),
     "emu_new": (_POINTER, ()),

@@ -367,6 +367,11 @@ class Program:
         """Size of the block of parameters."""
         return self.header[3]
 
+    @property
+    def forms(self) -> tuple[int, ...]:
+        """The index of the form that executes each instruction."""
+        return tuple(record[0] for record in _INSTRUCTION.iter_unpack(self.records))
+
     def opcode(self, instruction: int) -> str:
         """The opcode of an instruction, with its modifiers."""
         return self.opcodes[self.opcode_numbers[instruction]]

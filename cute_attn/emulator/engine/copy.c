@@ -298,14 +298,14 @@ static bool combine(Reduction op, ElementType type, uint8_t *to, const uint8_t *
     case TY_S32: if (op == OP_INC || op == OP_DEC) return false; INTEGERS(int32_t)
     case TY_U64: if (op == OP_INC || op == OP_DEC) return false; INTEGERS(uint64_t)
     case TY_S64:
-      if (op == OP_INC || op == OP_DEC || op == OP_ADD) return false;
+      if (op != OP_MIN && op != OP_MAX) return false;
       INTEGERS(int64_t)
     case TY_F16: HALVES(f32_of_f16, f16_of)
     case TY_BF16: HALVES(f32_of_bf16, bf16_of)
     case TY_F32: case TY_TF32:
       if (op == OP_ADD) EACH(uint32_t, canonical(as_float(a) + as_float(b)))
       return op == OP_ADD;
-    case TY_F32_FTZ:
+    case TY_F32_FTZ: case TY_TF32_FTZ:
       if (op == OP_ADD) EACH(uint32_t, add_flushed(a, b))
       return op == OP_ADD;
     case TY_F64:
@@ -414,6 +414,29 @@ static bool decode(TensorMap *t, const uint32_t words[16]) {
   t->inner = (uint32_t)t->box[0] * t->spread;
   t->pitch = t->swizzle ? 16u << t->swizzle : t->inner;
   return true;
+}
+
+enum { MAP_FIELDS = 34 };
+
+// What is read out of a tensor map, for comparisons: address, rank, type, im2col, interleave,
+// swizzle, fill, pixels; sizes, strides, box sizes, element strides (5 each); lower and upper
+// corners (3 each). False: it is none.
+int emu_tensor_map(const char *map, int64_t out[MAP_FIELDS]) {
+  uint32_t words[16];
+  TensorMap t;
+  memcpy(words, map, sizeof words);
+  if (!decode(&t, words)) return 0;
+  int64_t head[] = {(int64_t)t.address, t.rank, t.type, t.im2col, t.interleave, t.swizzle,
+                    t.nan_fill, t.pixels};
+  memcpy(out, head, sizeof head);
+  for (int d = 0; d < 5; d++) {
+    out[8 + d] = (int64_t)t.size[d];
+    out[13 + d] = (int64_t)t.stride[d];
+    out[18 + d] = t.box[d];
+    out[23 + d] = t.step[d];
+  }
+  for (int i = 0; i < 3; i++) out[28 + i] = t.lower[i], out[31 + i] = t.upper[i];
+  return 1;
 }
 
 // What is wrong with a tensor map whatever it is used for; NULL: nothing.

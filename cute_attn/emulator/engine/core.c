@@ -876,6 +876,7 @@ static void new_warp(Cta *c, int index) {
   add_group(w, w->live, 0);
   size_t words = (size_t)p->reg_words + 8;
   w->regs = aligned_alloc(64, (words * 4 + 63) & ~(size_t)63);
+  memset(w->regs, 0xFF, words * 4);  // NaN, and the same in every run
   w->defined = zeroed(sizeof(Mask) * (size_t)(p->nregs + 1));
   w->origin = malloc(sizeof(int32_t) * (size_t)(p->nregs + 1));
   memset(w->origin, 0xFF, sizeof(int32_t) * (size_t)(p->nregs + 1));

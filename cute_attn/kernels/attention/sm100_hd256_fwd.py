@@ -33,8 +33,10 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import T
 
 from ..common.carried import Carried
 from ..common.exp2 import exp2_pair
@@ -135,6 +137,20 @@ class Storage(Carried):
     clc_response: cute.Pointer
     barriers: cute.Pointer
     tmem_address: cute.Pointer
+
+
+def cta_rank() -> Any:
+    """Rank in the cluster. Read anew where it is used: kept, it would be spilled."""
+    rank = llvm.inline_asm(
+        T.i32(),
+        [],
+        "mov.u32 $0, %cluster_ctarank;",
+        "=r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return cute.arch.make_warp_uniform(Int32(rank))
 
 
 class Sm100Hd256Forward:
@@ -308,8 +324,8 @@ class Sm100Hd256Forward:
 
     # A tensor as TMA sees it: (rows of a tile, head_dim, then what picks the sequence and the
     # head). Rows of a sequence among others are addressed as (i, j) -> row i + j - size of i, so
-    # that those past the sequence's end have an i past its size: loads see 0 there, and stores leave
-    # them alone, whoever's they are.
+    # that those past the sequence's end have an i past its size: loads see 0 there, and stores
+    # leave them alone, whoever's they are.
 
     def query_rows(self, x: cute.Tensor) -> cute.Tensor:
         """q or o: ((packed heads, tokens), head_dim, [first token,] heads, [batch])."""
@@ -397,7 +413,6 @@ class Sm100Hd256Forward:
         num_tiles: Int32,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         storage = self.allocate()
         barriers = self.handovers.at(storage.barriers)
 
@@ -449,18 +464,17 @@ class Sm100Hd256Forward:
             )  # fmt: skip
         if warp == LOAD:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window, cta)
+            self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window)
         if warp == MMA:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, work, window, cta)
+            self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, work, window)
         if warp == STORE:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            self.store_warp(o_tma, o, storage, barriers, work, cta)
+            self.store_warp(o_tma, o, storage, barriers, work)
         if warp < SOFTMAX.stop:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.softmax_warps(
-                s, scale, inverse_sum, lse, sink, barriers, work, window, cta, score_scale,
-                scale_log2,
+                s, scale, inverse_sum, lse, sink, barriers, work, window, score_scale, scale_log2,
             )  # fmt: skip
         if warp >= CORRECTION.start and warp < CORRECTION.stop:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
@@ -574,7 +588,6 @@ class Sm100Hd256Forward:
         barriers: Barriers,
         work: cute.Tensor,
         window: Any,
-        cta: Int32,
     ) -> None:
         """Q of each tile, then the K/V tiles from the last to the first, each CTA its half."""
         boxes = HEAD_DIM // BOX
@@ -590,6 +603,7 @@ class Sm100Hd256Forward:
             work, barriers, tile
         )
         while block >= 0:
+            cta = cta_rank()
             first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
             if first < end:
                 barriers.wait_previous("q_empty", loaded_q)
@@ -708,7 +722,6 @@ class Sm100Hd256Forward:
         barriers: Barriers,
         work: cute.Tensor,
         window: Any,
-        cta: Int32,
     ) -> None:
         """S of the next K/V tile before O of this one, so that softmax has the time of an MMA."""
         q_layout = sm100.make_smem_layout_a(qk_mma, (TILE_M, TILE_N, HEAD_DIM), self.dtype, 1)
@@ -732,7 +745,7 @@ class Sm100Hd256Forward:
         block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
         while block >= 0:
             first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
-            if first < end and cta == 0:
+            if first < end and cta_rank() == 0:
                 barriers.wait("q_full", loaded_q)
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
@@ -817,7 +830,6 @@ class Sm100Hd256Forward:
         barriers: Barriers,
         work: cute.Tensor,
         window: Any,
-        cta: Int32,
         score_scale: Float32,
         scale_log2: Float32,
     ) -> None:
@@ -847,13 +859,12 @@ class Sm100Hd256Forward:
         )
         while block >= 0:
             first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
-            packed_row = (CTAS * block + cta) * ROWS + row
+            first_row = (CTAS * block + cta_rank()) * ROWS
+            packed_row = first_row + row
             token = packed_row // self.packed
             low, high = self.visible_keys(token, seqlen_q, seqlen_k, window)
             # Tiles that every row of this CTA sees whole need no mask.
-            whole_first, whole_end = self.whole_tiles(
-                (CTAS * block + cta) * ROWS, seqlen_q, seqlen_k, window
-            )
+            whole_first, whole_end = self.whole_tiles(first_row, seqlen_q, seqlen_k, window)
             maximum = Float32(-INF)
             total = Float32(0.0)
             for i in cutlass.range(end - first, unroll=1):
@@ -1125,14 +1136,13 @@ class Sm100Hd256Forward:
         storage: Storage,
         barriers: Barriers,
         work: cute.Tensor,
-        cta: Int32,
     ) -> None:
         o_smem = self.boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
         tile = Int32(0)
         stored = Int32(0)
         block, head, _, sequence, q_start, seqlen_q, _, _ = self.next_work(work, barriers, tile)
         while block >= 0:
-            rows = self.query_box(o, CTAS * block + cta, head, sequence, q_start, seqlen_q)
+            rows = self.query_box(o, CTAS * block + cta_rank(), head, sequence, q_start, seqlen_q)
             boxes = cute.local_tile(rows, (ROWS, BOX), (0, None))
             o_to, o_from = self.partition(o_tma, boxes, o_smem)
             for box in cutlass.range_constexpr(HEAD_DIM // BOX):

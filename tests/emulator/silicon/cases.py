@@ -187,10 +187,10 @@ def load_scalar() -> list[Instruction]:
 @functools.cache
 def load() -> tuple[Case, ...]:
     """All cases."""
-    from . import barriers, copies, matrix, memory, warps
+    from . import barriers, copies, illegal, matrix, memory, warps
 
     found = [instruction.case() for instruction in load_scalar()]
-    for module in (warps, memory, matrix, barriers, copies):
+    for module in (warps, memory, matrix, barriers, copies, illegal):
         found += module.cases()
     names = [case.name for case in found]
     assert len(set(names)) == len(names), sorted({n for n in names if names.count(n) > 1})

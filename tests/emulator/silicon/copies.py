@@ -547,7 +547,7 @@ def _tensor_stores() -> Iterator[Case]:
     plain = packed("u16", (80, 6), (32, 4), swizzle=64)
     yield _store(plain, _stored_places(plain), hint=True, note=" with a cache hint")
     for operation in ("", ".add"):
-        image = packed("u16", (16, 10, 9, 3), (16, 24), corners=((0, 0), (0, 0)))
+        image = packed("f16", (16, 10, 9, 3), (16, 24), corners=((0, 0), (0, 0)))
         for place in ((0, 0, 0, 0), (0, 3, 4, 1), (0, 9, 8, 2)):
             yield _store(image, [place], operation, f" im2col {place}", mode=".im2col_no_offs")
     image = packed("u16", (16, 10, 9, 3), (16, 24), corners=((-1, -1), (-1, -1)))
@@ -555,26 +555,30 @@ def _tensor_stores() -> Iterator[Case]:
                  refused=True)  # fmt: skip
 
 
+_REDUCIBLE = {
+    "add": ("u32", "s32", "u64", "f32", "f64", "f16", "bf16", "f32ftz", "tf32", "tf32ftz"),
+    "min": ("u32", "s32", "u64", "s64", "f16", "bf16"),
+    "max": ("u32", "s32", "u64", "s64", "f16", "bf16"),
+    "inc": ("u32",), "dec": ("u32",),
+    "and": ("u32", "s32", "u64"), "or": ("u32", "s32", "u64"), "xor": ("u32", "s32", "u64"),
+}  # fmt: skip
+"""The types that each tensor reduction takes."""
+
+
 def _tensor_reductions() -> Iterator[Case]:
-    types = {
-        ".add": ("u32", "s32", "u64", "f32", "f64", "f16", "bf16", "f32ftz"),
-        ".min": ("u32", "s32", "u64", "s64", "f16", "bf16"),
-        ".max": ("u32", "s32", "u64", "s64", "f16", "bf16"),
-        ".inc": ("u32",), ".dec": ("u32",), ".and": ("u32", "u64"), ".or": ("u32", "u64"),
-        ".xor": ("u32", "s64"),
-    }  # fmt: skip
-    for operation, elements in types.items():
-        for element in elements:
+    for operation, elements in _REDUCIBLE.items():
+        for element in ELEMENT_BYTES:
             plain = _small(element)
-            yield _store(plain, _stored_places(plain), operation)
+            legal = element in elements
+            places = _stored_places(plain) if legal else [(0, 1)]
+            yield _store(plain, places, f".{operation}", refused=not legal)
     plain = packed("f16", (144, 20), (64, 11), swizzle=128)
     yield _store(plain, _stored_places(plain), ".add")
     yield _store(plain, _stored_places(plain), ".add", " with a cache hint", hint=True)
     plain = packed("f32", (37, 9, 3), (16, 4, 2), steps=(1, 2, 1))
     yield _store(plain, _stored_places(plain), ".add")
-    for operation, element in ((".add", "s64"), (".add", "u8"), (".add", "tf32"), (".min", "f32"),
-                               (".inc", "s32"), (".and", "f16")):  # fmt: skip
-        yield _store(_small(element), [(0, 1)], operation, refused=True)
+    repeats = TensorMap("u32", (40, 5, 3), (0, 160), (32, 4, 2))  # rows that add up
+    yield _store(repeats, [(0, 0, 0), (4, 1, 1)], ".add")
     yield _store(_small("f16"), [(-8, 1)], ".add", " one (-8, 1)")
 
 

@@ -171,3 +171,38 @@ def descriptors() -> list[TensorMap]:
         found.append(packed("f16", (*(64, 20, 18, 16, 3)[: rank - 1], 4), (32, 16),
                             corners=(lower, upper)))  # fmt: skip
     return found
+
+
+# ---- the encoding, as found out: what the emulator reads is compared with this and the driver's
+
+_CODES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f32ftz", "f64", "bf16")
+
+
+def encode(m: TensorMap, address: int) -> bytes:
+    """The first 64 bytes of what the driver makes of a map; zeros behind them."""
+    code, rounded = m.element, m.element.startswith("tf32")
+    code = code.replace("tf32", "f32")
+    words = [0] * 32
+    words[0], words[1] = address & 0xFFFFFFFF, address >> 32
+    words[2] = (
+        (m.corners is not None) | (m.rank - 1) << 4 | _CODES.index(code) << 7
+        | INTERLEAVES.index(m.interleave) << 11 | SWIZZLES.index(m.swizzle) << 13
+        | m.nan_fill << 15 | rounded << 16 | PROMOTIONS.index(m.promotion) << 17
+    )  # fmt: skip
+    for d, stride in enumerate(m.strides):
+        words[3 + d] = stride >> 4 & 0xFFFFFFFF
+        words[7] |= stride >> 36 << 4 * d
+    for d, size in enumerate(m.sizes):
+        words[8 + d] = size - 1
+        words[13] |= ((m.steps[d] if m.steps else 1) - 1) << 3 * d
+    words[13] |= m.box[0] - 1 << 24
+    if m.corners is None:
+        for d, size in enumerate(m.box[1:]):
+            words[14] |= size - 1 << 8 * d
+    else:
+        bits = {1: 16, 2: 8, 3: 5}[m.rank - 2]
+        for half, corner in enumerate(m.corners):
+            for d, place in enumerate(corner):
+                words[14] |= (place & (1 << bits) - 1) << 16 * half + bits * d
+        words[15] = m.box[1] - 1
+    return b"".join(word.to_bytes(4, "little") for word in words)

@@ -230,8 +230,7 @@ def _block_reductions() -> Iterator[Case]:
             yield Case(
                 f"{kind}.arrive{suffix}",
                 "barrier",
-                head
-                + "mov.b32 y, smem; mad.lo.u32 y, %t, 4, y; @!e bra taker;\n"
+                head + "mov.b32 y, smem; mad.lo.u32 y, %t, 4, y; @!e bra taker;\n"
                 f"st.shared.b32 [y], x; {kind}.arrive{suffix} 4, 256; mov.b32 y, 77; bra over;\n"
                 f"taker: {kind}.sync{suffix} 4, 256; xor.b32 y, y, 512; ld.shared.b32 y, [y];\n"
                 f"over: {tail}",
