@@ -1,0 +1,231 @@
+"""Instructions and rules that kernels beyond the peers brought up, each with a result worked out by
+hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cute_attn.emulator.machine import Buffer, Run, run_ptx
+
+REGISTERS = """
+    .reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<70>; .reg .b64 %rd<19>; .reg .f32 %f<9>;
+    .reg .b32 %thread; .reg .b32 %warp; .reg .b32 %lane;
+    mov.u32 %thread, %tid.x; shr.u32 %warp, %thread, 5; and.b32 %lane, %thread, 31;
+"""
+
+
+def module(body: str, target: str = "sm_100a") -> str:
+    return f""".version 8.8
+.target {target}
+.address_size 64
+.extern .shared .align 1024 .b8 dynamic[];
+.visible .entry k(.param .u64 x, .param .u64 out)
+{{
+{REGISTERS}
+    ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [out];
+{body}
+    ret;
+}}
+"""
+
+
+def notes(run: Run, check: str) -> list[str]:
+    return [f.message for f in run.findings if f.check == check and f.severity == "note"]
+
+
+# ---- asynchronous stores and reductions to global memory
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    ["st.async.release.gpu.global.b32", "st.async.mmio.release.sys.u32"],
+)
+def test_an_asynchronous_store_to_global_memory(instruction: str) -> None:
+    body = f"""
+    mul.wide.u32 %rd3, %thread, 4; add.s64 %rd4, %rd1, %rd3; add.s64 %rd5, %rd2, %rd3;
+    ld.global.u32 %r1, [%rd4];
+    {instruction} [%rd5], %r1;
+"""
+    x, out = np.arange(32, dtype=np.uint32) * 3 + 1, np.zeros(32, np.uint32)
+    run = run_ptx(module(body), args=[x, Buffer(out, initialised=False)])
+    assert run.findings == []
+    assert out.tolist() == x.tolist()
+
+
+REDUCTIONS = [  # of 1 to 32 (times 2^32 for 64 bits, to see both halves), into what is there
+    ("add.u32", np.uint32(7), 528 + 7),
+    ("add.s64", np.uint64(7), (528 << 32) + 7),
+    ("min.u32", np.uint32(20), 1),
+    ("max.s64", np.uint64(5), 32 << 32),
+    ("and.b32", np.uint32(0xFF), 0),
+    ("or.b64", np.uint64(1), (63 << 32) + 1),
+    ("xor.b32", np.uint32(3), 35),  # of 1 to 32: only 32 is left over
+    ("inc.u32", np.uint32(0), 2),  # all with the bound 5: 0 to 5 and again, 32 times
+]
+
+
+@pytest.mark.parametrize(("operation", "start", "expected"), REDUCTIONS)
+def test_an_asynchronous_reduction_on_global_memory(
+    operation: str, start: np.uint32 | np.uint64, expected: int
+) -> None:
+    value = "5" if operation == "inc.u32" else "%rd3" if operation.endswith("64") else "%r1"
+    body = f"""
+    add.u32 %r1, %thread, 1; cvt.u64.u32 %rd3, %r1; shl.b64 %rd3, %rd3, 32;
+    red.async.release.gpu.global.{operation} [%rd2], {value};
+"""
+    out = np.array([start])
+    run = run_ptx(module(body), args=[np.zeros(1, np.uint32), out])
+    assert run.findings == []
+    assert int(out[0]) == expected
+
+
+def test_an_asynchronous_store_releases() -> None:
+    """Another block sees what was stored before it."""
+    body = """
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra CONSUMER;
+    st.global.u32 [%rd1], 42;
+    mov.u32 %r2, 1;
+    st.async.release.gpu.global.u32 [%rd1+4], %r2;
+    bra END;
+CONSUMER:
+    ld.acquire.gpu.global.u32 %r2, [%rd1+4];
+    setp.ne.u32 %p2, %r2, 1;
+    @%p2 bra CONSUMER;
+    ld.global.u32 %r3, [%rd1];
+    st.global.u32 [%rd2], %r3;
+END:
+"""
+    for schedule in range(3):
+        x, out = np.zeros(2, np.uint32), np.zeros(1, np.uint32)
+        run = run_ptx(module(body), grid=2, block=1, args=[x, out], schedule=schedule)
+        assert run.findings == []
+        assert out[0] == 42
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "st.async.relaxed.gpu.global.b32",
+        "st.async.release.cta.global.b32",
+        "st.async.release.gpu.b8",
+    ],
+)
+def test_what_ptxas_refuses_too(instruction: str) -> None:
+    with pytest.raises(Exception, match="unsupported"):
+        run_ptx(module(f"{instruction} [%rd2], %r1;"), args=[0, 0])
+
+
+# ---- tcgen05
+
+
+def product(m: int, n: int, *, wait: str = "", address: str = "add.s32 %r8, %r4, %r7;") -> str:
+    """D = A B^T of ones, K = 16, so that D is 16; `n` columns of it to out, and TMEM freed by a
+    warp that has waited as `wait` says."""
+    registers = ", ".join(f"%r{20 + i}" for i in range(n))
+    stores = "".join(f"    st.global.b32 [%rd3+{4 * i}], %r{20 + i};\n" for i in range(n))
+    return module(f"""
+    mov.u32 %r1, dynamic; add.s32 %r2, %r1, 1024;
+    setp.ne.u32 %p1, %warp, 0; setp.ne.u32 %p3, %thread, 0;
+    @%p1 bra ALLOCATED;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+16], 32;
+    @%p3 bra ALLOCATED;
+    mbarrier.init.shared::cta.b64 [%r1], 1;
+    fence.mbarrier_init.release.cluster;
+ALLOCATED:
+    // A and B are the same rows: 16 elements of 1.0 each, as 8 x 16-byte units
+    shl.b32 %r3, %thread, 5; add.s32 %r3, %r3, %r2; mov.u32 %r5, 0x3C003C00;
+    st.shared.v4.b32 [%r3], {{%r5, %r5, %r5, %r5}};
+    st.shared.v4.b32 [%r3+16], {{%r5, %r5, %r5, %r5}};
+    fence.proxy.async.shared::cta;
+    tcgen05.fence::before_thread_sync;
+    bar.sync 0;
+    tcgen05.fence::after_thread_sync;
+    ld.shared.u32 %r4, [%r1+16];
+    shr.u32 %r5, %r2, 4; cvt.u64.u32 %rd10, %r5;
+    or.b64 %rd10, %rd10, {1 << 46 | 256 >> 4 << 32 | (128 >> 4) << 16:#x};
+    mov.u32 %r6, {1 << 4 | n >> 3 << 17 | m >> 4 << 24:#x};
+    @%p3 bra ISSUED;
+    setp.ne.u32 %p4, %r4, %r4;
+    tcgen05.mma.cta_group::1.kind::f16 [%r4], %rd10, %rd10, %r6, %p4;
+    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];
+ISSUED:
+    mbarrier.try_wait.parity{wait}.shared::cta.b64 %p5, [%r1], 0;
+    @!%p5 bra ISSUED;
+    tcgen05.fence::after_thread_sync;
+    shl.b32 %r7, %warp, 21; {address}
+    tcgen05.ld.sync.aligned.32x32b.x{n}.b32 {{{registers}}}, [%r8];
+    tcgen05.wait::ld.sync.aligned;
+    tcgen05.fence::before_thread_sync;
+    bar.sync 0;
+    @%p1 bra FREED;
+    tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r4, 32;
+FREED:
+    mul.wide.u32 %rd3, %thread, {4 * n}; add.s64 %rd3, %rd2, %rd3;
+{stores}""")
+
+
+def run_product(text: str, n: int, schedule: int = 0) -> tuple[Run, np.ndarray]:
+    out = np.zeros((128, n), np.float32)
+    run = run_ptx(
+        text,
+        block=128,
+        args=[np.zeros(1, np.uint32), Buffer(out, initialised=False)],
+        dynamic_shared=1 << 13,
+        schedule=schedule,
+    )
+    return run, out
+
+
+@pytest.mark.parametrize("n", [8, 16])
+def test_128_rows_take_columns_in_steps_of_8(n: int) -> None:
+    run, out = run_product(product(128, n), n)
+    assert run.findings == []
+    assert (out == 16).all()
+
+
+@pytest.mark.parametrize("schedule", range(3))
+def test_relaxed_waits_and_tcgen05_fences_order_the_freeing(schedule: int) -> None:
+    run, out = run_product(product(128, 8, wait=".relaxed.cta"), 8, schedule)
+    assert run.findings == []
+    assert (out == 16).all()
+
+
+def test_relaxed_waits_without_a_fence_do_not() -> None:
+    text = product(128, 8, wait=".relaxed.cta")
+    head, fence, tail = text.rpartition("    tcgen05.fence::after_thread_sync;\n")
+    assert fence
+    run, _ = run_product(head + tail, 8)
+    assert {f.check for f in run.errors} == {"race"}
+
+
+def test_addresses_that_differ_between_lanes_are_noted() -> None:
+    address = "shl.b32 %r9, %lane, 16; add.s32 %r8, %r4, %r7; add.s32 %r8, %r8, %r9;"
+    run, out = run_product(product(128, 8, address=address), 8)
+    assert run.errors == []
+    assert any("different addresses (0x" in m for m in notes(run, "tcgen05-sync"))
+    assert (out == 16).all()
+
+
+# ---- tensor maps made on device
+
+
+@pytest.mark.parametrize(("value", "severity"), [("64", "note"), ("%r1", "error")])
+def test_warps_that_write_the_same_into_a_tensor_map(value: str, severity: str) -> None:
+    body = f"""
+    setp.ne.u32 %p1, %lane, 0;
+    @%p1 bra END;
+    add.u32 %r1, %warp, 5; mov.u32 %r2, {value};
+    tensormap.replace.tile.global_dim.global.b1024.b32 [%rd2], 1, %r2;
+END:
+"""
+    memory = np.zeros(64, np.uint32)
+    out = memory[(-memory.ctypes.data % 128) // 4 :][:32]
+    run = run_ptx(module(body), block=64, args=[np.zeros(1, np.uint32), out])
+    assert [(f.check, f.severity) for f in run.findings] == [("race", severity)]
+    if severity == "note":
+        assert out.nonzero()[0].tolist() == [9]  # the word of the size of dimension 1
+        assert out[9] == 63
