@@ -3,10 +3,18 @@ hand."""
 
 from __future__ import annotations
 
+import ctypes
+import struct
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from cute_attn.emulator import build, host
 from cute_attn.emulator.machine import Buffer, Run, run_ptx
+
+from .silicon.tensormaps import INTERLEAVES, PROMOTIONS, SWIZZLES, TYPES
+from .test_silicon import driver_maps
 
 REGISTERS = """
     .reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<70>; .reg .b64 %rd<19>; .reg .f32 %f<9>;
@@ -229,3 +237,40 @@ END:
     if severity == "note":
         assert out.nonzero()[0].tolist() == [9]  # the word of the size of dimension 1
         assert out[9] == 63
+
+
+# ---- host code
+
+
+def test_the_stand_in_makes_tensor_maps_as_the_driver_does(tmp_path: Path) -> None:
+    """But for a hint in word 2, and what lies behind the 16 words."""
+    import tvm_ffi  # noqa: F401 - brings a symbol that the stand-in needs
+
+    library = build.link(tmp_path / "runtime.so", [build.object_file(host._STAND_IN)])
+    encode = ctypes.CDLL(str(library))._cuTensorMapEncodeTiled
+    seen = 0
+    for m, address, expected in driver_maps():
+        if m.corners is not None:
+            continue
+        seen += 1
+        words, rank = (ctypes.c_uint32 * 32)(), m.rank
+        failed = encode(
+            words,
+            TYPES.index(m.element),
+            rank,
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*m.sizes),
+            (ctypes.c_uint64 * max(rank - 1, 1))(*m.strides),
+            (ctypes.c_uint32 * rank)(*m.box),
+            (ctypes.c_uint32 * rank)(*(m.steps or (1,) * rank)),
+            INTERLEAVES.index(m.interleave),
+            SWIZZLES.index(m.swizzle),
+            PROMOTIONS.index(m.promotion),
+            int(m.nan_fill),
+        )
+        assert not failed, m
+        hint = 1 << 21
+        made, right = list(words[:16]), list(struct.unpack("<16I", expected[:64]))
+        assert made[2] & ~hint == right[2] & ~hint, m
+        assert made[:2] + made[3:] == right[:2] + right[3:], m
+    assert seen > 400

@@ -3,6 +3,8 @@
 // everything else is answered as a healthy device would.
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 extern int TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message);
@@ -117,6 +119,43 @@ int _cuKernelGetAttribute(int *value, int attribute, const void *kernel, int dev
 int _cudaStreamSynchronize(void *stream) {
   (void)stream;
   return SUCCESS;
+}
+
+// The first 16 words of a tensor map, as engine/copy.c describes them; element types and swizzles
+// are in the driver's order, and the sizes that it refuses are left to the engine's checks.
+int _cuTensorMapEncodeTiled(uint32_t *map, uint32_t type, uint32_t rank, const void *address,
+                            const uint64_t *sizes, const uint64_t *strides, const uint32_t *box,
+                            const uint32_t *steps, uint32_t interleave, uint32_t swizzle,
+                            uint32_t promotion, uint32_t fill) {
+  enum { ROUNDED = 1 << 16 };
+  static const uint32_t types[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 7 | ROUNDED >> 7,
+                                   8 | ROUNDED >> 7, 11, 12, 13};
+  static const uint32_t swizzles[] = {0, 1, 2, 3, 3 | 1 << 6, 3 | 2 << 6, 3 | 3 << 6};
+  uint64_t at = (uint64_t)(uintptr_t)address;
+  if (rank - 1 > 4 || type > 15 || swizzle > 6 || at % 16) return 1;  // invalid value
+  memset(map, 0, 128);
+  map[0] = (uint32_t)at, map[1] = (uint32_t)(at >> 32);
+  map[2] = (rank - 1) << 4 | types[type] << 7 | interleave << 11 | swizzles[swizzle] << 13 |
+           fill << 15 | promotion << 17;
+  for (uint32_t d = 0; d < rank; d++) {
+    map[8 + d] = (uint32_t)(sizes[d] - 1);
+    map[13] |= (steps[d] - 1) << 3 * d;
+    if (d == 0) {
+      map[13] |= (box[0] - 1) << 24;
+      continue;
+    }
+    uint64_t stride = strides[d - 1] >> 4;
+    map[2 + d] = (uint32_t)stride;
+    map[7] |= (uint32_t)(stride >> 32) << 4 * (d - 1);
+    map[14] |= (box[d] - 1) << 8 * (d - 1);
+  }
+  return SUCCESS;
+}
+
+void cuda_dialect_assert_success(int error) {
+  if (!error) return;
+  fprintf(stderr, "the host code asserts success, but a call gave CUDA error %d\n", error);
+  abort();
 }
 
 typedef int (*Init)(void **handle);
