@@ -67,6 +67,7 @@ KEYS = TILE_N // CTAS  # of K that a CTA loads
 DIMS = HEAD_DIM // CTAS  # of V that a CTA loads
 BOX = 64  # columns of a TMA box: 128 bytes, the width of the swizzle
 WARP = 32
+LOG_TILE_N = TILE_N.bit_length() - 1
 
 KV_STAGES = 4
 S_STAGES = 2
@@ -162,6 +163,7 @@ class Sm100Hd256Forward:
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.handovers = Handovers(*HANDOVERS, *self.scheduler.handovers)
         self.packed = spec.packed_heads
+        self.log_packed = self.packed.bit_length() - 1
         self.tokens = ROWS // self.packed  # in a CTA's rows
         self.masked = spec.window_left or spec.window_right
         if self.smem_bytes > MAX_SMEM_BYTES:
@@ -429,7 +431,8 @@ class Sm100Hd256Forward:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         tcgen05_fence_after()
-        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address)
+        # All columns are ours, so that the address is known, and takes no register.
+        tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
 
         # S, of stage 0, and O, as a CTA sees them: (rows, columns).
         s_shape = qk_mma.get_slice(0).partition_shape_C((TILE_M, TILE_N))
@@ -537,7 +540,7 @@ class Sm100Hd256Forward:
         barriers.wait_previous("work_empty", n)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(words)):
-                work[i, n % WORK_STAGES] = words[i]
+                work[i, n & (WORK_STAGES - 1)] = words[i]
             barriers.arrive("work_full", n)
 
     @cute.jit
@@ -546,7 +549,7 @@ class Sm100Hd256Forward:
         after the last. Heads of q are counted in packs; starts are rows of packed sequences."""
         barriers.wait("work_full", n)
         words = cute.make_rmem_tensor((WORK_WORDS,), Int32)
-        cute.autovec_copy(work[None, n % WORK_STAGES], words)
+        cute.autovec_copy(work[None, n & (WORK_STAGES - 1)], words)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             barriers.arrive("work_empty", n)
@@ -563,14 +566,14 @@ class Sm100Hd256Forward:
         shift = seqlen_k - seqlen_q  # of the diagonal, which ends in the bottom right corner
         end = seqlen_k
         if self.spec.window_right:
-            last = cutlass.min((first_row + rows - 1) // self.packed, seqlen_q - 1)
+            last = cutlass.min((first_row + rows - 1) >> self.log_packed, seqlen_q - 1)
             end = cutlass.min(end, last + shift + right + 1)
         first = Int32(0)
         if self.spec.window_left:
-            first = cutlass.max(first, first_row // self.packed + shift - left)
+            first = cutlass.max(first, (first_row >> self.log_packed) + shift - left)
         end = cutlass.max(end, 0)
-        first_tile = first // TILE_N
-        end_tile = (end + (TILE_N - 1)) // TILE_N
+        first_tile = first >> LOG_TILE_N
+        end_tile = (end + (TILE_N - 1)) >> LOG_TILE_N
         return first_tile, cutlass.max(end_tile, first_tile)
 
     # -- device: load -------------------------------------------------------------------------
@@ -665,7 +668,7 @@ class Sm100Hd256Forward:
         stages = cute.size(smem, mode=[3])
         for box in cutlass.range_constexpr(cute.size(smem, mode=[2])):
             cute.copy(
-                tma, source[None, box], to[None, box, n % stages],
+                tma, source[None, box], to[None, box, n & (stages - 1)],
                 tma_bar_ptr=barriers.pointer(name, n),
             )  # fmt: skip
 
@@ -784,11 +787,11 @@ class Sm100Hd256Forward:
         issued: Int32,
         n: Int32,
     ) -> None:
-        s = cute.make_tensor(s.iterator + TILE_N * (issued % S_STAGES), s.layout)
+        s = cute.make_tensor(s.iterator + TILE_N * ((issued & (S_STAGES - 1))), s.layout)
         mma.set(tcgen05.Field.ACCUMULATE, False)
         for step in cutlass.range_constexpr(cute.size(q_frag, mode=[2])):
             cute.gemm(
-                mma, s, q_frag[None, None, step, 0], k_frag[None, None, step, n % KV_STAGES], s
+                mma, s, q_frag[None, None, step, 0], k_frag[None, None, step, n & (KV_STAGES - 1)], s
             )
             mma.set(tcgen05.Field.ACCUMULATE, True)
 
@@ -804,11 +807,11 @@ class Sm100Hd256Forward:
         accumulate: Boolean,
     ) -> None:
         # Two values of P in a column of tensor memory.
-        p = cute.make_tensor(p_frag.iterator + 2 * TILE_N * (added % S_STAGES), p_frag.layout)
+        p = cute.make_tensor(p_frag.iterator + 2 * TILE_N * ((added & (S_STAGES - 1))), p_frag.layout)
         mma.set(tcgen05.Field.ACCUMULATE, accumulate)
         for step in cutlass.range_constexpr(cute.size(v_frag, mode=[2])):
             cute.gemm(
-                mma, o_acc, p[None, None, step, 0], v_frag[None, None, step, n % KV_STAGES], o_acc
+                mma, o_acc, p[None, None, step, 0], v_frag[None, None, step, n & (KV_STAGES - 1)], o_acc
             )
             mma.set(tcgen05.Field.ACCUMULATE, True)
 
@@ -861,7 +864,7 @@ class Sm100Hd256Forward:
             first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
             first_row = (CTAS * block + cta_rank()) * ROWS
             packed_row = first_row + row
-            token = packed_row // self.packed
+            token = packed_row >> self.log_packed
             low, high = self.visible_keys(token, seqlen_q, seqlen_k, window)
             # Tiles that every row of this CTA sees whole need no mask.
             whole_first, whole_end = self.whole_tiles(first_row, seqlen_q, seqlen_k, window)
@@ -871,7 +874,7 @@ class Sm100Hd256Forward:
                 key_tile = end - 1 - i
                 barriers.wait("s_full", n)
                 tcgen05_fence_after()
-                column = TILE_N * (n % S_STAGES)
+                column = TILE_N * (n & (S_STAGES - 1))
                 values = cute.make_rmem_tensor(values_shape, Float32)
                 cute.copy(load, cute.make_tensor(s_from.iterator + column, s_from.layout), values)
                 cute.arch.fence_view_async_tmem_load()
@@ -886,14 +889,19 @@ class Sm100Hd256Forward:
                 factor = cute.math.exp2((previous - used) * scale_log2, fastmath=True)
                 if previous == maximum:
                     factor = Float32(1.0)
-                scale[row, n % S_STAGES] = factor
+                scale[row, n & (S_STAGES - 1)] = factor
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     barriers.arrive("scale_full", n)
 
-                words = cute.make_rmem_tensor(words_shape, Float32)
-                tile_sum = self.exponentiate(values, words, scale_log2, -used * scale_log2)
-                cute.copy(store, words, cute.make_tensor(p_to.iterator + column, p_to.layout))
+                tile_sum = self.exponentiate(
+                    values,
+                    store,
+                    cute.make_tensor(p_to.iterator + column, p_to.layout),
+                    words_shape,
+                    scale_log2,
+                    -used * scale_log2,
+                )
                 cute.arch.fence_view_async_tmem_store()
                 tcgen05_fence_before()
                 cute.arch.sync_warp()
@@ -903,7 +911,7 @@ class Sm100Hd256Forward:
                 n += 1
 
             # What O is divided by, and the log-sum-exp; in base 2 up to the end.
-            head_of_q = head * self.packed + packed_row % self.packed
+            head_of_q = head * self.packed + (packed_row & (self.packed - 1))
             level = maximum * scale_log2
             if cutlass.const_expr(sink is not None):
                 sink_log2 = Float32(0.0)
@@ -926,7 +934,7 @@ class Sm100Hd256Forward:
                     inverse = Float32(1.0) / total
                     log_sum = (level + cute.math.log2(total, fastmath=True)) * LN_2
             barriers.wait_previous("sum_read", sums)
-            inverse_sum[row, sums % 2] = inverse
+            inverse_sum[row, sums & 1] = inverse
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 barriers.arrive("sum_full", sums)
@@ -956,10 +964,10 @@ class Sm100Hd256Forward:
     def whole_tiles(self, first_row: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
         """[first, end) of the K/V tiles all of whose keys are seen by all of the CTA's rows."""
         low, _ = self.visible_keys(
-            (first_row + ROWS - 1) // self.packed, seqlen_q, seqlen_k, window
+            (first_row + ROWS - 1) >> self.log_packed, seqlen_q, seqlen_k, window
         )
-        _, high = self.visible_keys(first_row // self.packed, seqlen_q, seqlen_k, window)
-        return (cutlass.max(low, 0) + (TILE_N - 1)) // TILE_N, cutlass.max(high, 0) // TILE_N
+        _, high = self.visible_keys(first_row >> self.log_packed, seqlen_q, seqlen_k, window)
+        return (cutlass.max(low, 0) + (TILE_N - 1)) >> LOG_TILE_N, cutlass.max(high, 0) >> LOG_TILE_N
 
     @cute.jit
     def mask(self, values: cute.Tensor, low: Int32, high: Int32) -> None:
@@ -994,13 +1002,17 @@ class Sm100Hd256Forward:
 
     @cute.jit
     def exponentiate(
-        self, values: cute.Tensor, words: cute.Tensor, scale_log2: Float32, offset: Float32
+        self,
+        values: cute.Tensor,
+        store: cute.TiledCopy,
+        to: cute.Tensor,
+        shape: Any,
+        scale_log2: Float32,
+        offset: Float32,
     ) -> Float32:
-        """words <- P = 2 ** (values * scale_log2 + offset), two in a word; its sum."""
-        p = cute.make_tensor(
-            cute.recast_ptr(words.iterator, dtype=self.dtype), cute.make_layout(TILE_N)
-        )
+        """P = 2 ** (values * scale_log2 + offset), two in a word, to tensor memory; its sum."""
         sums = [(Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))]
+        words = cute.make_rmem_tensor(shape, Float32)  # (words of a fragment, 1, fragments)
         for fragment in cutlass.range_constexpr(TILE_N // FRAGMENT):
             last = fragment == TILE_N // FRAGMENT - 1
             floats = cute.make_rmem_tensor((FRAGMENT,), Float32)
@@ -1015,8 +1027,12 @@ class Sm100Hd256Forward:
                     x, y = exp2_pair(x, y)
                 floats[j], floats[j + 1] = x, y
                 sums[j // 2 % 2] = cute.arch.add_packed_f32x2(sums[j // 2 % 2], (x, y))
-            part = cute.make_tensor(p.iterator + fragment * FRAGMENT, cute.make_layout(FRAGMENT))
-            part.store(floats.load().to(self.dtype))
+            part = words[None, None, fragment]
+            pairs = cute.make_tensor(
+                cute.recast_ptr(part.iterator, dtype=self.dtype), cute.make_layout(FRAGMENT)
+            )
+            pairs.store(floats.load().to(self.dtype))
+            cute.copy(store, part, to[None, None, fragment])
         both = cute.arch.add_packed_f32x2(sums[0], sums[1])
         return both[0] + both[1]
 
@@ -1055,7 +1071,7 @@ class Sm100Hd256Forward:
             first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
             for i in cutlass.range(end - first, unroll=1):
                 barriers.wait("scale_full", n)
-                factor = scale[row, n % S_STAGES]
+                factor = scale[row, n & (S_STAGES - 1)]
                 if i > 0:
                     if cute.arch.vote_any_sync(factor != 1.0):
                         barriers.wait("pv_done", n - 1)
@@ -1080,7 +1096,7 @@ class Sm100Hd256Forward:
                 n += 1
 
             barriers.wait("sum_full", sums)
-            inverse = inverse_sum[row, sums % 2]
+            inverse = inverse_sum[row, sums & 1]
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 barriers.arrive("sum_read", sums)
@@ -1100,7 +1116,7 @@ class Sm100Hd256Forward:
                 rounded = cute.make_rmem_tensor((BOX,), self.dtype)
                 rounded.store(values.load().to(self.dtype).reshape((BOX,)))
                 barriers.wait_previous("o_stored", staged)
-                self.stage(rounded, o_smem[row, None, staged % O_STAGES])
+                self.stage(rounded, o_smem[row, None, staged & (O_STAGES - 1)])
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -1148,7 +1164,7 @@ class Sm100Hd256Forward:
             for box in cutlass.range_constexpr(HEAD_DIM // BOX):
                 barriers.wait("o_staged", stored)
                 with cute.arch.elect_one():
-                    cute.copy(o_tma, o_from[None, stored % O_STAGES], o_to[None, box])
+                    cute.copy(o_tma, o_from[None, stored & (O_STAGES - 1)], o_to[None, box])
                     cute.arch.cp_async_bulk_commit_group()
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     barriers.arrive("o_stored", stored)

@@ -98,11 +98,10 @@ class Barriers(Carried):
     def pointer(self, name: str, n: Any) -> cute.Pointer:
         """The barrier of use n."""
         stages = self.handovers[name].stages
-        stage = n % stages if stages > 1 else 0
-        return self.base + self.handovers.offsets[name] + stage
+        return self.base + self.handovers.offsets[name] + (n & (stages - 1))
 
     def phase(self, name: str, n: Any) -> Any:
-        return (Int32(n) // self.handovers[name].stages) & 1
+        return (Int32(n) >> (self.handovers[name].stages.bit_length() - 1)) & 1
 
     def wait(self, name: str, n: Any) -> None:
         """Until use n has been handed over."""

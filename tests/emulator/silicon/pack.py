@@ -24,16 +24,16 @@ from .cases import DATA, load, module
 
 KEPT = DATA / "instructions.xz"
 FORMS = DATA / "forms.json"
-_WHOLE = 4096  # bytes: an output of up to this is kept whole
+_WHOLE = 2048  # bytes: an output of up to this is kept whole
 
 
 def read(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The index of a run, and each case's output buffer by name."""
     stored = np.load(source)
     index = json.loads(stored["index"].tobytes())
-    outputs, at = {}, 0
+    data, outputs, at = stored["data"], {}, 0
     for name, (_, count, _) in index["cases"].items():
-        outputs[name] = stored["data"][at : at + count]
+        outputs[name] = data[at : at + count]
         at += count
     return index, outputs
 

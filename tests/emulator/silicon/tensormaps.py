@@ -133,7 +133,7 @@ def descriptors() -> list[TensorMap]:
             found.append(packed("u32", sizes, box, steps=steps))
             bigger = tuple(n + 77 * (i == d) for i, n in enumerate(sizes))
             found.append(packed("u32", bigger, box))
-            wider = tuple(n + 3 + (d == 0) * 5 * (i == d) for i, n in enumerate(box))
+            wider = tuple(n + (4 if d == 0 else 3) * (i == d) for i, n in enumerate(box))
             found.append(packed("u32", sizes, wider))
     found += [packed("u8", (128, 64, 8), (s or 16, 8, 2), swizzle=s) for s in SWIZZLES]
     found += [packed("u8", (64, 64), (32, 8), promotion=p) for p in PROMOTIONS]
