@@ -110,7 +110,7 @@ _ENGINE_TYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f32ftz"
 
 
 def _expected(m: TensorMap, address: int) -> list[int]:
-    """The fields that emu_tensor_map gives; box sizes of im2col maps are their corners' bits."""
+    """The fields that emu_tensor_map gives."""
 
     def five(values: tuple[int, ...], rest: int = 0) -> list[int]:
         return [*values, *(rest,) * (5 - len(values))]

@@ -432,7 +432,7 @@ int emu_tensor_map(const char *map, int64_t out[MAP_FIELDS]) {
   for (int d = 0; d < 5; d++) {
     out[8 + d] = (int64_t)t.size[d];
     out[13 + d] = (int64_t)t.stride[d];
-    out[18 + d] = t.box[d];
+    out[18 + d] = t.im2col && d ? 0 : t.box[d];  // there the word holds the corners
     out[23 + d] = t.step[d];
   }
   for (int i = 0; i < 3; i++) out[28 + i] = t.lower[i], out[31 + i] = t.upper[i];
