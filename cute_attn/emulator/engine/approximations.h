@@ -196,12 +196,14 @@ ALWAYS_INLINE uint32_t short_square(uint32_t d) {
   for (int i = 2; i < 9; i++) s += -(d >> i & 1) & d >> (18 - i);
   return s;
 }
-ALWAYS_INLINE uint64_t interpolated(const Curve *c, uint32_t segment, uint32_t d) {
-  uint64_t e = c->entries[segment];
+ALWAYS_INLINE uint64_t on_curve(const Curve *c, uint64_t e, uint32_t d) {
   uint64_t v = (e >> 37 << 13) + (uint64_t)(uint32_t)(e >> 17 & 0xFFFFF) * d;
   uint64_t square = (uint64_t)(uint32_t)(e & 0x1FFFF) * (short_square(d) << 1);
   v = (uint64_t)c->bias + (c->falling ? (1ull << 40) - v : v);
   return c->concave ? v - square : v + square;
+}
+ALWAYS_INLINE uint64_t interpolated(const Curve *c, uint32_t segment, uint32_t d) {
+  return on_curve(c, c->entries[segment], d);
 }
 // v / 2^scale in f32, cut off; v < 2^52.
 ALWAYS_INLINE uint32_t cut_off(uint64_t v, int scale) {
@@ -209,81 +211,144 @@ ALWAYS_INLINE uint32_t cut_off(uint64_t v, int scale) {
   return v ? (uint32_t)(double_bits(d) >> 29) - ((896u + scale) << 23) : 0;
 }
 
+// A function is three steps: where on its curve the argument lies, the value there, and the result
+// of that. mufu_<name> takes them for one argument; mufu_<name>s for many, step by step, so that the
+// compiler can make vectors of all but the look-up.
+typedef struct { uint32_t segment, d; } Place;
+#define MUFU(name, curve) \
+  ALWAYS_INLINE uint32_t mufu_##name(uint32_t x) { \
+    Place p = name##_place(x); \
+    return name##_result(x, interpolated(&curve, p.segment, p.d)); \
+  } \
+  static void __attribute__((noinline, unused)) mufu_##name##s(const uint32_t *restrict x, \
+                                                               uint32_t *restrict r, int n) { \
+    for (int first = 0; first < n; first += 32) { \
+      uint32_t segment[32], d[32]; \
+      uint64_t v[32]; \
+      for (int i = 0; i < 32; i++) { \
+        Place p = name##_place(x[first + i]); \
+        segment[i] = p.segment; \
+        d[i] = p.d; \
+      } \
+      for (int i = 0; i < 32; i++) v[i] = curve.entries[segment[i]]; \
+      for (int i = 0; i < 32; i++) v[i] = on_curve(&curve, v[i], d[i]); \
+      for (int i = 0; i < 32; i++) r[first + i] = name##_result(x[first + i], v[i]); \
+    } \
+  }
+
 // The functions. Subnormal arguments and results are flushed. `e` is the biased exponent.
 
-ALWAYS_INLINE uint32_t mufu_rcp(uint32_t x) {
+ALWAYS_INLINE Place rcp_place(uint32_t x) {
+  uint32_t m = x & 0x7FFFFF;
+  return (Place){m >> 16, (m & 0xFFFF) << 1};
+}
+ALWAYS_INLINE uint32_t rcp_result(uint32_t x, uint64_t v) {
   uint32_t sign = x & 0x80000000, a = x ^ sign, m = x & 0x7FFFFF;
   int e = (int)(a >> 23);
-  uint32_t y = (uint32_t)(interpolated(&RCP, m >> 16, (m & 0xFFFF) << 1) >> 17);
+  uint32_t y = (uint32_t)(v >> 17);
   uint32_t r = (uint32_t)(253 - e) * (1u << 23) + (m ? y : 1u << 23);
   r = e >= 253 && (e > 253 || m) ? 0 : e == 0 ? 0x7F800000 : r;
   return a > 0x7F800000 ? NAN32 : sign | r;
 }
-ALWAYS_INLINE uint32_t mufu_rsq(uint32_t x) {
-  uint32_t m = x & 0x7FFFFF, e = x >> 23 & 255, even = ~e & 1;
-  uint32_t y = (uint32_t)(interpolated(&RSQ, even << 6 | m >> 17, m & 0x1FFFF) >> 17);
+MUFU(rcp, RCP)
+
+ALWAYS_INLINE Place root_place(uint32_t x) {
+  return (Place){(~(x >> 23) & 1) << 6 | (x & 0x7FFFFF) >> 17, x & 0x1FFFF};
+}
+#define rsq_place root_place
+#define sqrt_place root_place
+ALWAYS_INLINE uint32_t rsq_result(uint32_t x, uint64_t v) {
+  uint32_t m = x & 0x7FFFFF, e = x >> 23 & 255, even = ~e & 1, y = (uint32_t)(v >> 17);
   uint32_t r = ((379 - e + even) >> 1 << 23) + (m | even ? y : 1u << 23);
   r = e == 0 ? 0x7F800000 | (x & 0x80000000) : x >> 31 ? NAN32 : e == 255 ? 0 : r;
   return (x & 0x7FFFFFFF) > 0x7F800000 ? NAN32 : r;
 }
-ALWAYS_INLINE uint32_t mufu_sqrt(uint32_t x) {
-  uint32_t m = x & 0x7FFFFF, e = x >> 23 & 255, even = ~e & 1;
-  uint32_t y = (uint32_t)(interpolated(&SQRT, even << 6 | m >> 17, m & 0x1FFFF) >> 17);
+MUFU(rsq, RSQ)
+ALWAYS_INLINE uint32_t sqrt_result(uint32_t x, uint64_t v) {
+  uint32_t m = x & 0x7FFFFF, e = x >> 23 & 255, even = ~e & 1, y = (uint32_t)(v >> 17);
   uint32_t r = ((e + 127 - even) >> 1 << 23) + (m | even ? y : 0);
   r = e == 0 ? x & 0x80000000 : x >> 31 ? NAN32 : e == 255 ? 0x7F800000 : r;
   return (x & 0x7FFFFFFF) > 0x7F800000 ? NAN32 : r;
 }
+MUFU(sqrt, SQRT)
+
 // 23 bits of the fraction count; of a negative argument the ones' complement is taken.
-ALWAYS_INLINE uint32_t mufu_ex2(uint32_t x) {
-  uint32_t a = x & 0x7FFFFFFF, m = (x & 0x7FFFFF) | 1u << 23, negative = x >> 31;
-  int e = (int)(a >> 23), shift = e - 127;
+ALWAYS_INLINE uint32_t ex2_fixed(uint32_t x) {
+  uint32_t m = (x & 0x7FFFFF) | 1u << 23, negative = x >> 31;
+  int shift = (int)(x >> 23 & 255) - 127;
   uint32_t right = shift < -31 ? 31 : (uint32_t)-shift, left = shift > 7 ? 7 : (uint32_t)shift;
   uint32_t v = shift < 0 ? m >> (right & 31) : m << (left & 31);
   v ^= -negative;
-  v += negative & ((v & 0x7FFFFF) == 0x7FFFFF);
-  uint32_t y = (uint32_t)(interpolated(&EX2, v >> 17 & 63, v & 0x1FFFF) >> 17);
-  int exponent = 127 + ((int32_t)v >> 23);
-  uint32_t r = ((uint32_t)exponent << 23) + y;
+  return v + (negative & ((v & 0x7FFFFF) == 0x7FFFFF));
+}
+ALWAYS_INLINE Place ex2_place(uint32_t x) {
+  uint32_t v = ex2_fixed(x);
+  return (Place){v >> 17 & 63, v & 0x1FFFF};
+}
+ALWAYS_INLINE uint32_t ex2_result(uint32_t x, uint64_t v) {
+  uint32_t a = x & 0x7FFFFFFF, negative = x >> 31;
+  int exponent = 127 + ((int32_t)ex2_fixed(x) >> 23), shift = (int)(a >> 23) - 127;
+  uint32_t r = ((uint32_t)exponent << 23) + (uint32_t)(v >> 17);
   r = exponent <= 0 ? 0 : exponent >= 255 ? 0x7F800000 : r;
   r = shift > 7 ? negative ? 0 : 0x7F800000 : r;
   return a > 0x7F800000 ? NAN32 : r;
 }
+MUFU(ex2, EX2)
+
 // A sum in fixed point with 36 bits of fraction, and the ones' complement of a negative one.
-ALWAYS_INLINE uint32_t mufu_lg2(uint32_t x) {
-  uint32_t m = x & 0x7FFFFF;
+ALWAYS_INLINE Place lg2_place(uint32_t x) {
+  return (Place){(x & 0x7FFFFF) >> 17, x & 0x1FFFF};
+}
+ALWAYS_INLINE uint32_t lg2_result(uint32_t x, uint64_t f) {
   int e = (int)(x >> 23 & 255);
-  uint64_t f = interpolated(&LG2, m >> 17, m & 0x1FFFF) >> 4;
-  uint64_t v = ((uint64_t)(e - 127) << 36) + f, sign = (uint64_t)-(e < 127);
+  uint64_t v = ((uint64_t)(e - 127) << 36) + (f >> 4), sign = (uint64_t)-(e < 127);
   uint32_t r = cut_off(v ^ sign, 36) | ((uint32_t)sign & 0x80000000);
   r = x == 0x3F800000 ? 0 : e == 0 ? 0xFF800000 : r;
   return (x & 0x7FFFFFFF) > 0x7F800000 || (x >> 31 && e) ? NAN32 : e == 255 ? 0x7F800000 : r;
 }
+MUFU(lg2, LG2)
+
 // The argument in turns, of which 25 bits of fraction count; other quarters than the first are
 // folded by ones' complement.
-ALWAYS_INLINE uint32_t mufu_sin(uint32_t x, bool cosine) {
-  uint32_t a = x & 0x7FFFFFFF, m = (x & 0x7FFFFF) | 1u << 23;
-  int shift = (int)(a >> 23) - 125;
+ALWAYS_INLINE uint32_t quarters(uint32_t x, bool cosine) {
+  uint32_t m = (x & 0x7FFFFF) | 1u << 23;
+  int shift = (int)(x >> 23 & 255) - 125;
   uint32_t right = shift < -31 ? 31 : (uint32_t)-shift, left = shift > 31 ? 31 : (uint32_t)shift;
   uint32_t v = shift < 0 ? m >> (right & 31) : shift > 31 ? 0 : m << (left & 31);
-  v += (uint32_t)cosine << 23;
-  uint32_t quarter = v >> 23, u = v & 0x7FFFFF, odd = quarter & 1;
-  bool top = odd && u == 0;
-  u = odd ? 0x7FFFFF - u : u;
-  uint64_t f = interpolated(&SIN, u >> 17, u & 0x1FFFF);
-  uint32_t r = top ? 0x3F800000 : cut_off(f, 40);
-  r |= (quarter << 30 & 0x80000000) ^ (cosine ? 0 : x & 0x80000000);
+  return v + ((uint32_t)cosine << 23);
+}
+ALWAYS_INLINE Place angle_place(uint32_t x, bool cosine) {
+  uint32_t v = quarters(x, cosine), u = v & 0x7FFFFF;
+  u = v >> 23 & 1 ? 0x7FFFFF - u : u;
+  return (Place){u >> 17, u & 0x1FFFF};
+}
+ALWAYS_INLINE uint32_t angle_result(uint32_t x, uint64_t f, bool cosine) {
+  uint32_t v = quarters(x, cosine), a = x & 0x7FFFFFFF;
+  uint32_t r = (v & 0xFFFFFF) == 0x800000 ? 0x3F800000 : cut_off(f, 40);
+  r |= (v >> 23 << 30 & 0x80000000) ^ (cosine ? 0 : x & 0x80000000);
   return a >= 0x7F800000 ? NAN32 : r;
 }
-ALWAYS_INLINE uint32_t mufu_tanh(uint32_t x) {
-  uint32_t sign = x & 0x80000000, a = x ^ sign;
-  if (a > 0x7F800000) return NAN32;
-  if (a < 0x3B800000) return x;
-  if (a >= 0x41000000) return sign | 0x3F800000;
-  uint32_t e = (a >> 23) - 119, bits = TANH_BITS[e];
-  uint32_t segment = TANH_FIRST[e] + (a >> (23 - bits) & ((1u << bits) - 1));
-  uint64_t f = interpolated(&TANH, segment, a >> (6 - bits) & 0x1FFFF);
-  return sign | cut_off(f, 40);
+ALWAYS_INLINE Place sin_place(uint32_t x) { return angle_place(x, false); }
+ALWAYS_INLINE Place cos_place(uint32_t x) { return angle_place(x, true); }
+ALWAYS_INLINE uint32_t sin_result(uint32_t x, uint64_t f) { return angle_result(x, f, false); }
+ALWAYS_INLINE uint32_t cos_result(uint32_t x, uint64_t f) { return angle_result(x, f, true); }
+MUFU(sin, SIN)
+MUFU(cos, SIN)
+
+ALWAYS_INLINE Place tanh_place(uint32_t x) {
+  uint32_t a = x & 0x7FFFFFFF, e = (a >> 23) - 119;
+  e = e > 10 ? 10 : e;  // of what has a result of its own
+  uint32_t bits = TANH_BITS[e];
+  return (Place){TANH_FIRST[e] + (a >> (23 - bits) & ((1u << bits) - 1)), a >> (6 - bits) & 0x1FFFF};
 }
+ALWAYS_INLINE uint32_t tanh_result(uint32_t x, uint64_t f) {
+  uint32_t sign = x & 0x80000000, a = x ^ sign, r = sign | cut_off(f, 40);
+  r = a >= 0x41000000 ? sign | 0x3F800000 : r;
+  r = a < 0x3B800000 ? x : r;
+  return a > 0x7F800000 ? NAN32 : r;
+}
+MUFU(tanh, TANH)
+
 // Those for double take the upper half of an argument, and give that of a result.
 ALWAYS_INLINE uint32_t mufu_rcp64(uint32_t x) {
   uint32_t sign = x & 0x80000000, a = x ^ sign, m = (x & 0xFFFFF) << 3;

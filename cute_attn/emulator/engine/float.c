@@ -369,12 +369,19 @@ DOUBLE(sqrt, 1, __builtin_sqrt(x))
 #define APPROXIMATE(name, condition, argument, result) \
   HANDLER(name##_approx_f32) { \
     LANES32(a, 1); uint32_t r[32]; \
-    if (I->mod[0]) FOR_LANES(l) r[l] = mufu_##name(a[l]); \
-    else FOR_LANES(l) { \
+    if (I->mod[0]) { \
+      mufu_##name##s(a, r, 32); \
+      PUT32(0, r); return DONE; \
+    } \
+    uint32_t arguments[32]; \
+    FOR_LANES(l) { \
       float x = as_float(a[l]); \
-      bool scaled = condition; \
-      float y = as_float(mufu_##name(float_bits(scaled ? argument : x))); \
-      r[l] = canonical(scaled ? result : y); \
+      arguments[l] = float_bits(condition ? argument : x); \
+    } \
+    mufu_##name##s(arguments, r, 32); \
+    FOR_LANES(l) { \
+      float x = as_float(a[l]), y = as_float(r[l]); \
+      r[l] = canonical(condition ? result : y); \
     } \
     PUT32(0, r); return DONE; \
   }
@@ -391,27 +398,28 @@ ALWAYS_INLINE uint32_t turns(uint32_t x) {
   double t = (double)as_float(x) * 0x1.45f306p-3;
   return float_bits((float)as_double(double_bits(t) & ~0x1FFFFFFFull));
 }
-#define ANGLE(name, cosine) \
+#define ANGLE(name) \
   HANDLER(name##_approx_f32) { \
-    LANES32(a, 1); uint32_t r[32]; \
-    FOR_LANES(l) r[l] = mufu_sin(turns(a[l]), cosine); \
+    LANES32(a, 1); uint32_t r[32], t[32]; \
+    FOR_LANES(l) t[l] = turns(a[l]); \
+    mufu_##name##s(t, r, 32); \
     PUT32(0, r); return DONE; \
   }
-ANGLE(sin, false)
-ANGLE(cos, true)
+ANGLE(sin)
+ANGLE(cos)
 HANDLER(tanh_f32) {
   LANES32(a, 1); uint32_t r[32];
-  FOR_LANES(l) r[l] = mufu_tanh(a[l]);
+  mufu_tanhs(a, r, 32);
   PUT32(0, r); return DONE;
 }
 // Those of 16 bits cut the result off once more.
 #define HALF_APPROXIMATE(name, type, bf16, pair) \
   HANDLER(name##_##type) { \
-    LANES32(a, 1); uint32_t codes[64], x[64], r[32]; \
+    LANES32(a, 1); uint32_t codes[64], arguments[64], x[64], r[32]; \
     int n = pair ? 64 : 32; \
     split(pair, a, codes); \
-    widen(n, bf16, codes, x); \
-    for (int i = 0; i < n; i++) x[i] = mufu_##name(x[i]); \
+    widen(n, bf16, codes, arguments); \
+    mufu_##name##s(arguments, x, n); \
     for (int i = 0; i < n; i++) \
       codes[i] = bf16 || x[i] == NAN32 ? x[i] >> 16 \
                  : x[i] >> 31 == 0 && x[i] >= 0x47800000 ? F16.infinity \
@@ -436,8 +444,9 @@ static int divide(Warp *w, const Insn *I, Mask m, bool full) {
   }
   RUN(mul, 32, RN, ftz, false, a, scale, a, x);
   RUN(mul, 32, RN, ftz, false, b, scale, b, y);
-  FOR_LANES(l) y[l] = mufu_rcp(y[l]);
-  RUN(mul, 32, RN, ftz, false, x, y, x, r);
+  uint32_t reciprocal[32];
+  mufu_rcps(y, reciprocal, 32);
+  RUN(mul, 32, RN, ftz, false, x, reciprocal, x, r);
   PUT32(0, r); return DONE;
 }
 HANDLER(div_approx_f32) { return divide(w, I, m, false); }
