@@ -22,6 +22,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,10 @@ directory: Path | None = None
 # No contraction: the engine says itself where it fuses. Overflow wraps, as in PTX.
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv")
 _NATIVE = "-march=native"
+_KEPT = 4
+"""So many engines stay in the cache, with all that is as new as the oldest of them."""
+_SETTLED_SECONDS = 24 * 60 * 60
+"""What was used within that time may still be in use, and stays whatever else there is."""
 _TIMEOUT_SECONDS = 900
 
 
@@ -201,7 +206,9 @@ def object_file(source: Path) -> Path:
     Raises:
         EmulatorUnavailable: there is no compiler, or it fails.
     """
-    return _compile(source, _object_target(source))
+    made = _compile(source, _object_target(source))
+    _used([made])
+    return made
 
 
 def _compile(source: Path, target: Path) -> Path:
@@ -232,6 +239,35 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
+def _evict(library: Path) -> None:
+    """Drop builds that have not been used for a while, but for those of the newest engines.
+
+    Times of use are those of the directories, which `_used` sets. A process that has loaded a
+    library keeps it, as its file stays until it is unmapped; one that is about to links again what
+    it does not find. Called with the lock held, so that nobody is building here.
+    """
+    builds = []
+    for path in _root().iterdir():
+        with contextlib.suppress(OSError):  # gone, or not ours
+            if re.fullmatch(r"[0-9a-f]{32}", path.name) and path.is_dir():
+                builds.append((path.stat().st_mtime, path))
+    engines = sorted(
+        (when for when, path in builds if (path / library.name).exists()), reverse=True
+    )
+    if len(engines) <= _KEPT:
+        return
+    oldest = min(engines[_KEPT - 1], time.time() - _SETTLED_SECONDS)
+    for when, path in builds:
+        if when < oldest:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _used(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):  # a cache of somebody else's may be read-only
+            os.utime(path.parent)
+
+
 def engine_library() -> Path:
     """The engine as a shared library, built if it is not in the cache.
 
@@ -243,6 +279,11 @@ def engine_library() -> Path:
     objects = sorted(targets)
     library = _root() / _digest(*map(str, objects)) / "engine.so"
     if not library.exists():
-        with _one_at_a_time(), ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            list(pool.map(_compile, sources, targets))
+        with _one_at_a_time():
+            with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+                list(pool.map(_compile, sources, targets))
+            link(library, objects, ["-Wl,--no-undefined"])
+            _used([*objects, library])
+            _evict(library)
+    _used([*objects, library])
     return link(library, objects, ["-Wl,--no-undefined"])

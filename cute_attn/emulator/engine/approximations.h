@@ -211,9 +211,9 @@ ALWAYS_INLINE uint32_t cut_off(uint64_t v, int scale) {
   return v ? (uint32_t)(double_bits(d) >> 29) - ((896u + scale) << 23) : 0;
 }
 
-// A function is three steps: where on its curve the argument lies, the value there, and the result
-// of that. mufu_<name> takes them for one argument; mufu_<name>s for many, step by step, so that the
-// compiler can make vectors of all but the look-up.
+// A function is three steps: where on its curve the argument lies, the value there, and the
+// result of that. mufu_<name> takes them for one argument; mufu_<name>s for many, step by step, so
+// that the compiler can make vectors of all but the look-up.
 typedef struct { uint32_t segment, d; } Place;
 #define MUFU(name, curve) \
   ALWAYS_INLINE uint32_t mufu_##name(uint32_t x) { \
@@ -339,7 +339,8 @@ ALWAYS_INLINE Place tanh_place(uint32_t x) {
   uint32_t a = x & 0x7FFFFFFF, e = (a >> 23) - 119;
   e = e > 10 ? 10 : e;  // of what has a result of its own
   uint32_t bits = TANH_BITS[e];
-  return (Place){TANH_FIRST[e] + (a >> (23 - bits) & ((1u << bits) - 1)), a >> (6 - bits) & 0x1FFFF};
+  uint32_t segment = TANH_FIRST[e] + (a >> (23 - bits) & ((1u << bits) - 1));
+  return (Place){segment, a >> (6 - bits) & 0x1FFFF};
 }
 ALWAYS_INLINE uint32_t tanh_result(uint32_t x, uint64_t f) {
   uint32_t sign = x & 0x80000000, a = x ^ sign, r = sign | cut_off(f, 40);

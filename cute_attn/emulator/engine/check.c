@@ -75,8 +75,8 @@ void view_join(Emu *e, View *into, const View *from) {
   join(into->tvc, from->tvc, e->agents_used);
 }
 
-// After relaxed waits a tcgen05.fence::after_thread_sync orders tcgen05 operations, and nothing else,
-// before the thread's own: that counts where those alone matter (dealloc, exit).
+// After relaxed waits a tcgen05.fence::after_thread_sync orders tcgen05 operations, and nothing
+// else, before the thread's own: that counts where those alone matter (dealloc, exit).
 View view_with_fenced(Warp *w) {
   Emu *e = emu_of(w);
   View v = view_new(e);

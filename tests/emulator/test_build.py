@@ -1,0 +1,66 @@
+"""The cache of built engines."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from cute_attn.emulator import build
+
+DAY = 24 * 60 * 60
+
+
+def a_build(root: Path, number: int, days: float, *files: str) -> Path:
+    """A directory like those of builds, last used some days ago."""
+    directory = root / f"{number:032x}"
+    directory.mkdir()
+    for name in files:
+        (directory / name).touch()
+    when = time.time() - days * DAY
+    os.utime(directory, (when, when))
+    return directory
+
+
+def test_old_engines_go_with_their_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_root", lambda: tmp_path)
+    engines = [a_build(tmp_path, i, 2 * i, "engine.so") for i in range(6)]
+    newest_dropped = 2 * build._KEPT - 1  # an object of the last engine that stays is as new
+    kept = a_build(tmp_path, 10, newest_dropped - 1.5, "copy.o")
+    dropped = a_build(tmp_path, 11, newest_dropped, "copy.o")
+    others = [tmp_path / "lock", tmp_path / "notes"]
+    others[0].touch()
+    others[1].mkdir()
+    os.utime(others[1], (0, 0))
+
+    build._evict(engines[0] / "engine.so")
+
+    assert [path.exists() for path in engines] == [i < build._KEPT for i in range(6)]
+    assert kept.exists()
+    assert not dropped.exists()
+    assert all(path.exists() for path in others)
+
+
+@pytest.mark.parametrize(
+    "days",
+    [
+        [0.9 - 0.1 * i for i in range(8)],  # many, all of them used within a day
+        [10.0 * i for i in range(build._KEPT)],  # old, but few
+    ],
+)
+def test_what_may_be_in_use_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: list[float]
+) -> None:
+    monkeypatch.setattr(build, "_root", lambda: tmp_path)
+    engines = [a_build(tmp_path, i, d, "engine.so") for i, d in enumerate(days)]
+    build._evict(engines[0] / "engine.so")
+    assert all(path.exists() for path in engines)
+
+
+def test_an_engine_that_is_loaded_counts_as_used() -> None:
+    library = build.engine_library()
+    os.utime(library.parent, (0, 0))
+    assert build.engine_library() == library
+    assert time.time() - library.parent.stat().st_mtime < DAY
