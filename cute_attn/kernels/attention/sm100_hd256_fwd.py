@@ -39,7 +39,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import T
 
 from ..common.carried import Carried
-from ..common.exp2 import exp2_pair
+from ..common.exp2 import exp2_pairs
 from ..common.handovers import (
     Barriers,
     Handover,
@@ -152,6 +152,20 @@ def cta_rank() -> Any:
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
     return cute.arch.make_warp_uniform(Int32(rank))
+
+
+def keep_branch() -> None:
+    """Does nothing, but may not be executed unless it is reached: without it, the compiler turns a
+    rare branch into selects that every iteration pays for."""
+    llvm.inline_asm(
+        None,
+        [],
+        "",
+        "",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
 
 
 class Sm100Hd256Forward:
@@ -548,12 +562,21 @@ class Sm100Hd256Forward:
         """(block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k); block is -1
         after the last. Heads of q are counted in packs; starts are rows of packed sequences."""
         barriers.wait("work_full", n)
+        words = self.work_words(work, n)
+        self.release_work(barriers, n)
+        return words
+
+    @cute.jit
+    def work_words(self, work: cute.Tensor, n: Int32) -> Any:
         words = cute.make_rmem_tensor((WORK_WORDS,), Int32)
         cute.autovec_copy(work[None, n & (WORK_STAGES - 1)], words)
+        return tuple(cute.arch.make_warp_uniform(words[i]) for i in range(WORK_WORDS))
+
+    @cute.jit
+    def release_work(self, barriers: Barriers, n: Int32) -> None:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             barriers.arrive("work_empty", n)
-        return tuple(words[i] for i in range(WORK_WORDS))
 
     def visible_tiles(self, block: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
         """(first, end) of the K/V tiles that some row of the cluster's tile sees."""
@@ -787,11 +810,15 @@ class Sm100Hd256Forward:
         issued: Int32,
         n: Int32,
     ) -> None:
-        s = cute.make_tensor(s.iterator + TILE_N * ((issued & (S_STAGES - 1))), s.layout)
+        s = cute.make_tensor(s.iterator + TILE_N * (issued & (S_STAGES - 1)), s.layout)
         mma.set(tcgen05.Field.ACCUMULATE, False)
         for step in cutlass.range_constexpr(cute.size(q_frag, mode=[2])):
             cute.gemm(
-                mma, s, q_frag[None, None, step, 0], k_frag[None, None, step, n & (KV_STAGES - 1)], s
+                mma,
+                s,
+                q_frag[None, None, step, 0],
+                k_frag[None, None, step, n & (KV_STAGES - 1)],
+                s,
             )
             mma.set(tcgen05.Field.ACCUMULATE, True)
 
@@ -807,11 +834,15 @@ class Sm100Hd256Forward:
         accumulate: Boolean,
     ) -> None:
         # Two values of P in a column of tensor memory.
-        p = cute.make_tensor(p_frag.iterator + 2 * TILE_N * ((added & (S_STAGES - 1))), p_frag.layout)
+        p = cute.make_tensor(p_frag.iterator + 2 * TILE_N * (added & (S_STAGES - 1)), p_frag.layout)
         mma.set(tcgen05.Field.ACCUMULATE, accumulate)
         for step in cutlass.range_constexpr(cute.size(v_frag, mode=[2])):
             cute.gemm(
-                mma, o_acc, p[None, None, step, 0], v_frag[None, None, step, n & (KV_STAGES - 1)], o_acc
+                mma,
+                o_acc,
+                p[None, None, step, 0],
+                v_frag[None, None, step, n & (KV_STAGES - 1)],
+                o_acc,
             )
             mma.set(tcgen05.Field.ACCUMULATE, True)
 
@@ -857,15 +888,15 @@ class Sm100Hd256Forward:
         tile = Int32(0)
         sums = Int32(0)
         n = Int32(0)  # K/V tiles
-        block, head, _, sequence, q_start, seqlen_q, _, seqlen_k = self.next_work(
-            work, barriers, tile
-        )
+        # The words that are not needed for now stay in shared memory: registers are short.
+        barriers.wait("work_full", tile)
+        block, _, _, _, _, seqlen_q, _, seqlen_k = self.work_words(work, tile)
         while block >= 0:
             first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
             first_row = (CTAS * block + cta_rank()) * ROWS
-            packed_row = first_row + row
-            token = packed_row >> self.log_packed
-            low, high = self.visible_keys(token, seqlen_q, seqlen_k, window)
+            low, high = self.visible_keys(
+                (first_row + row) >> self.log_packed, seqlen_q, seqlen_k, window
+            )
             # Tiles that every row of this CTA sees whole need no mask.
             whole_first, whole_end = self.whole_tiles(first_row, seqlen_q, seqlen_k, window)
             maximum = Float32(-INF)
@@ -911,6 +942,10 @@ class Sm100Hd256Forward:
                 n += 1
 
             # What O is divided by, and the log-sum-exp; in base 2 up to the end.
+            block, head, _, sequence, q_start, seqlen_q, _, _ = self.work_words(work, tile)
+            self.release_work(barriers, tile)
+            packed_row = (CTAS * block + cta_rank()) * ROWS + row
+            token = packed_row >> self.log_packed
             head_of_q = head * self.packed + (packed_row & (self.packed - 1))
             level = maximum * scale_log2
             if cutlass.const_expr(sink is not None):
@@ -946,9 +981,9 @@ class Sm100Hd256Forward:
                     else:
                         lse[sequence, head_of_q, token] = log_sum
             tile += 1
-            block, head, _, sequence, q_start, seqlen_q, _, seqlen_k = self.next_work(
-                work, barriers, tile
-            )
+            barriers.wait("work_full", tile)
+            block, _, _, _, _, seqlen_q, _, seqlen_k = self.work_words(work, tile)
+        self.release_work(barriers, tile)
 
     def visible_keys(self, token: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
         """[low, high) of the keys that a token sees."""
@@ -967,11 +1002,14 @@ class Sm100Hd256Forward:
             (first_row + ROWS - 1) >> self.log_packed, seqlen_q, seqlen_k, window
         )
         _, high = self.visible_keys(first_row >> self.log_packed, seqlen_q, seqlen_k, window)
-        return (cutlass.max(low, 0) + (TILE_N - 1)) >> LOG_TILE_N, cutlass.max(high, 0) >> LOG_TILE_N
+        return (cutlass.max(low, 0) + (TILE_N - 1)) >> LOG_TILE_N, cutlass.max(
+            high, 0
+        ) >> LOG_TILE_N
 
     @cute.jit
     def mask(self, values: cute.Tensor, low: Int32, high: Int32) -> None:
         """-inf in the columns outside of [low, high)."""
+        keep_branch()
         for j in cutlass.range_constexpr(TILE_N):
             visible = j < high
             if cutlass.const_expr(self.spec.window_left):
@@ -1011,30 +1049,44 @@ class Sm100Hd256Forward:
         offset: Float32,
     ) -> Float32:
         """P = 2 ** (values * scale_log2 + offset), two in a word, to tensor memory; its sum."""
-        sums = [(Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))]
         words = cute.make_rmem_tensor(shape, Float32)  # (words of a fragment, 1, fragments)
+        sums = [(Float32(0.0), Float32(0.0)) for _ in range(4)]
         for fragment in cutlass.range_constexpr(TILE_N // FRAGMENT):
-            last = fragment == TILE_N // FRAGMENT - 1
-            floats = cute.make_rmem_tensor((FRAGMENT,), Float32)
-            for j in cutlass.range_constexpr(0, FRAGMENT, 2):
-                at = fragment * FRAGMENT + j
-                x, y = cute.arch.fma_packed_f32x2(
-                    (values[at], values[at + 1]), (scale_log2, scale_log2), (offset, offset)
+            pairs = [
+                cute.arch.fma_packed_f32x2(
+                    (values[j], values[j + 1]), (scale_log2, scale_log2), (offset, offset)
                 )
-                if cutlass.const_expr(j % EX2_EMU_FREQ < EX2_EMU_FREQ - EX2_EMU_RES or last):
-                    x, y = cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)
-                else:
-                    x, y = exp2_pair(x, y)
-                floats[j], floats[j + 1] = x, y
-                sums[j // 2 % 2] = cute.arch.add_packed_f32x2(sums[j // 2 % 2], (x, y))
+                for j in range(fragment * FRAGMENT, (fragment + 1) * FRAGMENT, 2)
+            ]
+            pairs = self.exp2(pairs, fragment == TILE_N // FRAGMENT - 1)
+            floats = cute.make_rmem_tensor((FRAGMENT,), Float32)
+            for j in cutlass.range_constexpr(FRAGMENT // 2):
+                floats[2 * j], floats[2 * j + 1] = pairs[j]
+                sums[j % 4] = cute.arch.add_packed_f32x2(sums[j % 4], pairs[j])
             part = words[None, None, fragment]
-            pairs = cute.make_tensor(
+            rounded = cute.make_tensor(
                 cute.recast_ptr(part.iterator, dtype=self.dtype), cute.make_layout(FRAGMENT)
             )
-            pairs.store(floats.load().to(self.dtype))
+            rounded.store(floats.load().to(self.dtype))
             cute.copy(store, part, to[None, None, fragment])
-        both = cute.arch.add_packed_f32x2(sums[0], sums[1])
-        return both[0] + both[1]
+        add = cute.arch.add_packed_f32x2
+        x, y = add(add(sums[0], sums[1]), add(sums[2], sums[3]))
+        return x + y
+
+    def exp2(self, pairs: list[Any], last: bool) -> list[Any]:
+        """2 ** x of a fragment: some pairs on the FMA units, but none of the last fragment, on
+        which the MMA waits."""
+        emulated = [
+            j
+            for j in range(len(pairs))
+            if not last and 2 * j % EX2_EMU_FREQ >= EX2_EMU_FREQ - EX2_EMU_RES
+        ]
+        results = dict(zip(emulated, exp2_pairs([pairs[j] for j in emulated]), strict=True))
+        for j in range(len(pairs)):
+            if j not in results:
+                x, y = pairs[j]
+                results[j] = cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)
+        return [results[j] for j in range(len(pairs))]
 
     # -- device: correction -------------------------------------------------------------------
 

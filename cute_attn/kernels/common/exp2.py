@@ -24,21 +24,32 @@ MAX_RELATIVE_ERROR = 8.8e-5  # with the rounding of float32
 SMALLEST = -127.0  # below, the result is 0
 
 
-@cute.jit
-def exp2_pair(x: Float32, y: Float32) -> tuple[Float32, Float32]:
-    """(2 ** x, 2 ** y) for x, y < 128, relative error at most 8.8e-5.
+Pair = tuple[Any, Any]
+
+
+def exp2_pairs(pairs: list[Pair]) -> list[Pair]:
+    """2 ** x of each x < 128 in the pairs, relative error at most 8.8e-5.
 
     Exact at integers; 0 at -inf and below -127, where float32 ends. A NaN gives any value: who may
-    meet one has to notice it elsewhere.
+    meet one has to notice it elsewhere. One step of all pairs comes before the next, because a
+    pair by itself is a chain of eight dependent instructions.
     """
-    pair = (cute.arch.fmax(x, SMALLEST), cute.arch.fmax(y, SMALLEST))
-    shifted = cute.arch.add_packed_f32x2(pair, (ROUND_DOWN, ROUND_DOWN), rnd="rm")
-    floor = cute.arch.sub_packed_f32x2(shifted, (ROUND_DOWN, ROUND_DOWN))
-    fraction = cute.arch.sub_packed_f32x2(pair, floor)
-    power = (Float32(CUBIC[3]), Float32(CUBIC[3]))
+    add, sub = cute.arch.add_packed_f32x2, cute.arch.sub_packed_f32x2
+    shift = (ROUND_DOWN, ROUND_DOWN)
+    pairs = [(cute.arch.fmax(x, SMALLEST), cute.arch.fmax(y, SMALLEST)) for x, y in pairs]
+    shifted = [add(pair, shift, rnd="rm") for pair in pairs]
+    floors = [sub(pair, shift) for pair in shifted]
+    fractions = [sub(pair, floor) for pair, floor in zip(pairs, floors, strict=True)]
+    powers: list[Pair] = [(Float32(CUBIC[3]), Float32(CUBIC[3]))] * len(pairs)
     for c in (CUBIC[2], CUBIC[1], CUBIC[0]):
-        power = cute.arch.fma_packed_f32x2(power, fraction, (c, c))
-    return _add_exponent(power[0], shifted[0]), _add_exponent(power[1], shifted[1])
+        powers = [
+            cute.arch.fma_packed_f32x2(power, fraction, (c, c))
+            for power, fraction in zip(powers, fractions, strict=True)
+        ]
+    return [
+        (_add_exponent(p[0], n[0]), _add_exponent(p[1], n[1]))
+        for p, n in zip(powers, shifted, strict=True)
+    ]
 
 
 def _add_exponent(power: Any, shifted: Any) -> Any:
