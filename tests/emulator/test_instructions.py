@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,12 +242,66 @@ END:
 # ---- host code
 
 
-def test_the_stand_in_makes_tensor_maps_as_the_driver_does(tmp_path: Path) -> None:
-    """But for a hint in word 2, and what lies behind the 16 words."""
+@pytest.fixture(scope="module")
+def encode(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The stand-in's cuTensorMapEncodeTiled."""
     import tvm_ffi  # noqa: F401 - brings a symbol that the stand-in needs
 
-    library = build.link(tmp_path / "runtime.so", [build.object_file(host._STAND_IN)])
-    encode = ctypes.CDLL(str(library))._cuTensorMapEncodeTiled
+    library = tmp_path_factory.mktemp("runtime") / "runtime.so"
+    build.link(library, [build.object_file(host._STAND_IN)])
+    return ctypes.CDLL(str(library))._cuTensorMapEncodeTiled
+
+
+B4X16_P64, B6X16_P32 = 14, 15  # in the driver's order
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(B4X16_P64, 4), (B6X16_P32, 6)])
+def test_a_copy_that_pads_counts_the_bytes_of_global_memory(
+    encode: Any, kind: int, bits: int
+) -> None:
+    """16 elements of 4 (6) bits take 8 (12) bytes there, 16 in shared memory."""
+    rows, row_bytes = 8, 128 * bits // 8
+    x = np.arange(rows * row_bytes + 128, dtype=np.uint8)
+    x = x[-x.ctypes.data % 128 :][: rows * row_bytes]
+    room = np.zeros(64, np.uint32)
+    tensor_map = room[(-room.ctypes.data % 128) // 4 :][:32]
+    failed = encode(
+        ctypes.c_void_p(tensor_map.ctypes.data), kind, 2, ctypes.c_void_p(x.ctypes.data),
+        (ctypes.c_uint64 * 2)(128, rows), (ctypes.c_uint64 * 1)(row_bytes),
+        (ctypes.c_uint32 * 2)(128, rows), (ctypes.c_uint32 * 2)(1, 1), 0, 0, 0, 0,
+    )  # fmt: skip
+    assert not failed
+    body = f"""
+    .reg .b64 %map; ld.param.u64 %map, [map];
+    mov.u32 %r1, dynamic; add.s32 %r2, %r1, 4096; mov.u32 %r3, 0;
+    setp.ne.u32 %p1, %thread, 0;
+    @%p1 bra READY;
+    mbarrier.init.shared::cta.b64 [%r2], 1;
+    fence.mbarrier_init.release.cluster;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], {rows * row_bytes};
+    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+        [%r1], [%map, {{%r3, %r3}}], [%r2];
+READY:
+    bar.sync 0;
+WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0;
+    @!%p2 bra WAIT;
+    // thread t stores the first word of unit t and its last
+    shl.b32 %r4, %thread, 4; add.s32 %r4, %r4, %r1;
+    ld.shared.u32 %r5, [%r4]; ld.shared.u32 %r6, [%r4+{bits * 2 - 4}];
+    mul.wide.u32 %rd3, %thread, 8; add.s64 %rd3, %rd2, %rd3;
+    st.global.v2.u32 [%rd3], {{%r5, %r6}};
+"""
+    text = module(body).replace(".param .u64 out)", ".param .u64 out, .param .u64 map)")
+    out = np.zeros((64, 2), np.uint32)
+    run = run_ptx(text, block=64, args=[x, out, tensor_map], dynamic_shared=8192)
+    assert run.findings == []
+    units = x.reshape(64, 2 * bits).view(np.uint32)
+    assert (out == units[:, [0, -1]]).all()
+
+
+def test_the_stand_in_makes_tensor_maps_as_the_driver_does(encode: Any) -> None:
+    """But for a hint in word 2, and what lies behind the 16 words."""
     index, _ = unpack()
     seen = 0
     for m, text in zip(descriptors(), index["descriptors"], strict=True):

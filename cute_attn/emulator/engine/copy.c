@@ -1157,7 +1157,7 @@ static Copy *tensor_copy(Warp *w, const Insn *I, const Coordinates *from, int la
   c->tensor = true;
   c->map = t;
   c->mode = mode;
-  c->bytes = c->buffered;
+  c->bytes = t.rows * (uint32_t)t.box[0] * t.bytes;  // counted as they lie in global memory
   memcpy(c->at, from->at[lane], sizeof c->at);
   int expected = mode == MODE_GATHER ? 5 : dimensions;
   if (from->count != expected)
