@@ -12,6 +12,7 @@ import pytest
 
 from cute_attn.emulator import machine
 
+from .silicon import copies
 from .silicon.cases import Case, load
 from .silicon.emulate import emulate
 from .silicon.pack import FORMS, Output, digest, forms, unpack
@@ -156,6 +157,15 @@ def test_tensor_maps_are_encoded_as_the_driver_does():
     """The refused cases get theirs from this encoder."""
     for m, address, encoded in driver_maps():
         assert encode(m, address)[:64] == encoded[:64], m
+
+
+def test_rows_stored_at_one_address_are_a_race() -> None:
+    """Loads and reductions of a dimension with stride 0 are fine, and among the cases."""
+    repeats = TensorMap("u32", (40, 5, 3), (0, 160), (32, 4, 2))
+    for operation, expected in (("", {"race"}), (".add", set())):
+        case = copies._store(repeats, [(0, 0, 0)], operation)
+        _, run = emulate(case, [encode(m, 0) for m in case.maps])
+        assert {finding.check for finding in run.errors} == expected
 
 
 # ---- the table of forms
