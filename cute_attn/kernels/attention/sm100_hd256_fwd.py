@@ -886,7 +886,6 @@ class Sm100Hd256Forward:
         words_shape = store.partition_S(cute.make_identity_tensor((ROWS, TILE_N // 2))).shape
 
         tile = Int32(0)
-        sums = Int32(0)
         n = Int32(0)  # K/V tiles
         # The words that are not needed for now stay in shared memory: registers are short.
         barriers.wait("work_full", tile)
@@ -894,9 +893,6 @@ class Sm100Hd256Forward:
         while block >= 0:
             first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
             first_row = (CTAS * block + cta_rank()) * ROWS
-            low, high = self.visible_keys(
-                (first_row + row) >> self.log_packed, seqlen_q, seqlen_k, window
-            )
             # Tiles that every row of this CTA sees whole need no mask.
             whole_first, whole_end = self.whole_tiles(first_row, seqlen_q, seqlen_k, window)
             maximum = Float32(-INF)
@@ -913,7 +909,7 @@ class Sm100Hd256Forward:
                     for j in cutlass.range_constexpr(TILE_N):
                         values[j] = cute.math.tanh(values[j] * score_scale, fastmath=True)
                 if key_tile < whole_first or key_tile >= whole_end:
-                    self.mask(values, low - key_tile * TILE_N, high - key_tile * TILE_N)
+                    self.mask(values, key_tile, row, work, tile, window)
 
                 previous = maximum
                 maximum, used = self.move_maximum(values, previous, scale_log2)
@@ -968,12 +964,11 @@ class Sm100Hd256Forward:
                 if total != 0.0:
                     inverse = Float32(1.0) / total
                     log_sum = (level + cute.math.log2(total, fastmath=True)) * LN_2
-            barriers.wait_previous("sum_read", sums)
-            inverse_sum[row, sums & 1] = inverse
+            barriers.wait_previous("sum_read", tile)
+            inverse_sum[row, tile & 1] = inverse
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                barriers.arrive("sum_full", sums)
-            sums += 1
+                barriers.arrive("sum_full", tile)
             if cutlass.const_expr(lse is not None):
                 if token < seqlen_q:
                     if cutlass.const_expr(self.spec.varlen_q):
@@ -1007,9 +1002,21 @@ class Sm100Hd256Forward:
         ) >> LOG_TILE_N
 
     @cute.jit
-    def mask(self, values: cute.Tensor, low: Int32, high: Int32) -> None:
-        """-inf in the columns outside of [low, high)."""
+    def mask(
+        self,
+        values: cute.Tensor,
+        key_tile: Int32,
+        row: Int32,
+        work: cute.Tensor,
+        tile: Int32,
+        window: Any,
+    ) -> None:
+        """-inf in the columns of keys that the row does not see."""
         keep_branch()
+        block, _, _, _, _, seqlen_q, _, seqlen_k = self.work_words(work, tile)
+        token = (CTAS * block + cta_rank()) * ROWS + row >> self.log_packed
+        low, high = self.visible_keys(token, seqlen_q, seqlen_k, window)
+        low, high = low - key_tile * TILE_N, high - key_tile * TILE_N
         for j in cutlass.range_constexpr(TILE_N):
             visible = j < high
             if cutlass.const_expr(self.spec.window_left):
@@ -1115,7 +1122,6 @@ class Sm100Hd256Forward:
         o_smem = self.boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
 
         tile = Int32(0)
-        sums = Int32(0)
         n = Int32(0)  # K/V tiles
         staged = Int32(0)  # boxes of O
         block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
@@ -1147,12 +1153,11 @@ class Sm100Hd256Forward:
                     barriers.arrive_at(0, "o_ready", n)
                 n += 1
 
-            barriers.wait("sum_full", sums)
-            inverse = inverse_sum[row, sums & 1]
+            barriers.wait("sum_full", tile)
+            inverse = inverse_sum[row, tile & 1]
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                barriers.arrive("sum_read", sums)
-            sums += 1
+                barriers.arrive("sum_read", tile)
             if first < end:
                 barriers.wait("pv_done", n - 1)
                 tcgen05_fence_after()
