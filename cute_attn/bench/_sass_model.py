@@ -1,0 +1,423 @@
+"""What a loop over K/V tiles asks of a Blackwell SM: instructions by kind, clocks by unit.
+
+The warps of an attention kernel have roles. A role's loop over the tiles is found by what it holds;
+one tile's instructions are those of the way through it that a tile in the middle takes: no mask, no
+rescaling, no waiting. Counts over published rates are the clocks for which each unit is busy with a
+tile; the busiest one bounds the kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ._sass_listing import Function, Instruction, Loop
+
+WARP = 32
+SCHEDULERS = 4  # of an SM: each issues an instruction a clock, and has a warp of four to itself
+
+
+class AnalysisError(ValueError):
+    """A kernel whose loops are not as expected: nothing is said rather than something wrong."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What one pass of the loop over K/V tiles does in one CTA.
+
+    Attributes:
+        rows, keys, head_dim: of the CTA's part of S, and of q, k and v.
+        ctas: that share an MMA.
+        score_mma, output_mma: (M, N, K) of the MMAs for S = Q K^T and O += P V, of all CTAs. The
+            first has both operands in shared memory, the second P in tensor memory.
+        loads: TMA loads of a tile.
+        role_warps: warps of each role.
+    """
+
+    rows: int
+    keys: int
+    head_dim: int
+    ctas: int
+    score_mma: tuple[int, int, int]
+    output_mma: tuple[int, int, int]
+    loads: int
+    role_warps: Mapping[str, int]
+
+    @property
+    def flop(self) -> int:
+        """Of a tile in one CTA: two products."""
+        return 2 * 2 * self.rows * self.keys * self.head_dim
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of K and V in one CTA, two bytes an element: the CTAs share them."""
+        return 2 * 2 * self.keys * self.head_dim // self.ctas
+
+
+# Both kernels: clusters of two CTAs with 128 rows each, 128 keys at a time. A TMA box is 128 bytes
+# wide, so that half of the keys (K) come in four, and half of the columns (V) in two.
+HD256_FORWARD = Geometry(
+    rows=128,
+    keys=128,
+    head_dim=256,
+    ctas=2,
+    score_mma=(256, 128, 16),
+    output_mma=(256, 256, 16),
+    loads=6,
+    role_warps={"load": 1, "mma": 1, "softmax": 4, "correction": 4},
+)
+ROLES = tuple(HD256_FORWARD.role_warps)
+
+
+# -- kinds of instructions ------------------------------------------------------------------------
+
+# In this order, the first that matches. The columns of the table of counts.
+KINDS: dict[str, str] = {
+    "mma": r"UTC\w*MMA",
+    "mufu_ex2": r"MUFU\.EX2",
+    "mufu_other": r"MUFU",
+    "packed_fma": r"FFMA2",
+    "packed_add": r"FADD2",
+    "packed_mul": r"FMUL2",
+    "fp32_other": r"FADD|FMUL|FFMA|FMNMX3?|FSEL|FSETP|FSET|FCHK",
+    "convert": r"F2FP|F2F|F2I|I2F|I2FP|FRND",
+    "int_multiply": r"IMAD|IDP",  # its forms .MOV, .U32, .SHL copy and shift
+    "move": r"MOV|CS2R|HFMA2|R2UR|S2R|S2UR",  # HFMA2 with -RZ, RZ loads a constant
+    "uniform": r"U(?!TMA|TC|CGABAR)\w+|LDCU",
+    "tmem_load": r"LDTM",
+    "tmem_store": r"STTM",
+    "shared": r"LDS|STS|ATOMS|LDSM|STSM",
+    "barrier": r"SYNCS|BAR|UTCBAR|UCGABAR_\w+|DEPBAR|WARPSYNC|ELECT|FENCE|MEMBAR|STAS",
+    "tma": r"UTMA\w+",
+    "local": r"LDL|STL",
+    "control": r"BRA|BRX|BSSY|BSYNC|NOP|EXIT|CALL|RET|NANOSLEEP|BREAK|VOTE|VOTEU",
+    "integer": r"\w+",
+}
+_KINDS = {kind: re.compile(rf"(?:{pattern})(?:\.|$)") for kind, pattern in KINDS.items()}
+
+
+def kind(instruction: Instruction) -> str:
+    return next(k for k, pattern in _KINDS.items() if pattern.match(instruction.opcode))
+
+
+# -- rates ----------------------------------------------------------------------------------------
+
+# Of one SM, a clock. Sources:
+#   MMA, MUFU, shared memory: FlashAttention-4 (Zadouri et al., 2026), "feeds and speeds" of B200:
+#     8192 dense bf16 FLOP, 16 MUFU operations, 128 bytes.
+#   fp32, int: CUDA C++ Programming Guide, arithmetic throughput, compute capability 10.0: 128 lanes
+#     for fp32 add, multiply and fma (a packed instruction has two of each lane), 64 for integer
+#     multiplication, comparison, minimum, logic, shifts and conversions.
+#   tensor memory: 57 bytes a clock for a warp of each of the four schedulers, as measured on a B300
+#     for tcgen05.ld .x16 (github.com/ademeure/QuickRunCUDA, "D7"); times 148 SMs that is what
+#     arXiv:2512.02189 gives as 16 TB/s for reading, if one warp of an SM did it, and that paper has
+#     half as much for writing. Its own text says "per SM", which no register file could take.
+MMA_FLOP = 8192
+MUFU_LANES = 16
+FP32_LANES = 128
+INT_LANES = 64
+SHARED_BYTES = 128
+TMEM_READ_BYTES = SCHEDULERS * 57
+TMEM_WRITE_BYTES = TMEM_READ_BYTES / 2
+SMS, BOOST_MHZ = 148, 1965  # B200, at the clock of the published numbers
+
+RATES: dict[str, float | None] = {
+    "mma_flop_per_clock_and_sm": MMA_FLOP,
+    "mufu_per_clock_and_sm": MUFU_LANES,
+    "fp32_lanes_per_clock_and_sm": FP32_LANES,
+    "int_lanes_per_clock_and_sm": INT_LANES,
+    "shared_bytes_per_clock_and_sm": SHARED_BYTES,
+    "tmem_read_bytes_per_clock_and_sm": TMEM_READ_BYTES,
+    "tmem_write_bytes_per_clock_and_sm": TMEM_WRITE_BYTES,
+    "issue_slots_per_clock_and_sm": SCHEDULERS,
+    "sms": SMS,
+    "mhz": BOOST_MHZ,
+}
+PEAK_TFLOPS = MMA_FLOP * SMS * BOOST_MHZ / 1e6
+
+
+# -- roles ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RoleCount:
+    """One warp of a role, one K/V tile. Numbers may be fractions where a loop is unrolled.
+
+    Attributes:
+        kinds: instructions by kind.
+        opcodes: the same by opcode without modifiers.
+        tmem_read, tmem_written, shared: bytes that its own instructions move.
+        schedule: clocks that the compiler's stall counts add up to: how long a warp that has its
+            scheduler to itself takes at least, waiting for nothing. 0 if the listing has no counts.
+    """
+
+    instructions: float
+    kinds: Mapping[str, float]
+    opcodes: Mapping[str, float]
+    tmem_read: float
+    tmem_written: float
+    shared: float
+    schedule: float
+
+
+@dataclass(frozen=True)
+class KernelCount:
+    """A kernel's roles.
+
+    Attributes:
+        rescale: the correction role where it does rescale, a tile; None if it never does.
+        local_accesses: loads and stores of local memory anywhere in the kernel: spills, or arrays.
+    """
+
+    roles: Mapping[str, RoleCount]
+    rescale: RoleCount | None
+    local_accesses: int
+    instructions: int
+
+
+def _is(instruction: Instruction, *opcodes: str) -> bool:
+    return any(instruction.opcode == o or instruction.opcode.startswith(f"{o}.") for o in opcodes)
+
+
+def _is_mma(instruction: Instruction) -> bool:
+    return kind(instruction) == "mma"
+
+
+def _hands_over(instructions: Iterable[Instruction]) -> bool:
+    """Whether they wait for another role, or tell one to go on, as every tile does."""
+    return any(_is(i, "SYNCS", "BAR") for i in instructions)
+
+
+def _columns(instructions: Iterable[Instruction], opcode: str) -> int:
+    return sum(i.width for i in instructions if _is(i, opcode))
+
+
+def count_kernel(function: Function, geometry: Geometry) -> KernelCount:
+    """Find the roles' loops over K/V tiles, and count one tile's instructions in each.
+
+    Raises:
+        AnalysisError: a role without such a loop, or one whose work is no whole number of tiles.
+    """
+    loops = [(loop, function.within(loop)) for loop in function.loops()]
+    tiled = [(loop, body) for loop, body in loops if _hands_over(body)]
+    found: dict[str, RoleCount] = {}
+    rescale = None
+    for role in geometry.role_warps:
+        inner = _innermost([loop for loop, body in tiled if _has_role(role, body)])
+        if not inner:
+            raise AnalysisError(f"{function.name}: no loop of the role {role}")
+        ways = [_way(function, loop, role, geometry) for loop in inner]
+        # Loops with and without a mask are two loops; most tiles need none.
+        loop, chosen = min(zip(inner, ways, strict=True), key=lambda w: w[1].instructions)
+        found[role] = chosen
+        if role == "correction":
+            rescale = _rescaling(function, loop, geometry)
+    local = sum(kind(i) == "local" for i in function.instructions)
+    return KernelCount(found, rescale, local, len(function.instructions))
+
+
+def _has_role(role: str, body: list[Instruction]) -> bool:
+    exponentials = sum(_is(i, "MUFU.EX2") for i in body)
+    if role == "load":
+        return any(_is(i, "UTMALDG") for i in body)
+    if role == "mma":
+        return any(_is_mma(i) for i in body)
+    if role == "softmax":
+        return exponentials >= WARP and any(_is(i, "LDTM") for i in body)
+    assert role == "correction", role
+    # The epilogue reads O as well, but does not write it back.
+    return not exponentials and all(any(_is(i, o) for i in body) for o in ("LDTM", "STTM"))
+
+
+def _innermost(loops: list[Loop]) -> list[Loop]:
+    return [a for a in loops if not any(b.blocks < a.blocks for b in loops)]
+
+
+def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleCount:
+    """A tile in the middle: all of the role's work, and as little of everything else as can be."""
+    if role == "load":
+        blocks = function.path(loop, lambda i: float(_is(i, "UTMALDG")))
+        work = sum(_is(i, "UTMALDG") for i in _of(function, blocks)) / geometry.loads
+    elif role == "mma":
+        blocks = function.path(loop, lambda i: float(_is_mma(i)))
+        flop = sum(mma_flop(i, geometry) for i in _of(function, blocks) if _is_mma(i))
+        work = flop / (geometry.flop * geometry.ctas)
+    elif role == "softmax":
+        blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
+        work = _columns(_of(function, blocks), "LDTM") / geometry.keys
+    else:
+        blocks = function.path(loop, lambda i: 0.0)
+        work = 1
+    if work < 1 or work != int(work):
+        raise AnalysisError(f"{function.name}: the loop of the role {role} does {work:g} tiles")
+    return _count(function, blocks, tiles=int(work))
+
+
+def _rescaling(function: Function, loop: Loop, geometry: Geometry) -> RoleCount | None:
+    """The correction of a tile after which O is rescaled; inner loops count as often as they run."""
+    blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
+    inner = [
+        other.blocks
+        for other in function.loops()
+        if other.blocks < loop.blocks and not _hands_over(function.within(other))
+    ]
+    nested = [b for b in blocks if any(b in body for body in inner)]
+    columns = _columns(_of(function, nested or blocks), "LDTM")
+    if not columns or geometry.head_dim % columns:
+        raise AnalysisError(f"{function.name}: rescaling reads {columns} columns of O at a time")
+    return _count(function, blocks, times=dict.fromkeys(nested, geometry.head_dim // columns))
+
+
+def _of(function: Function, blocks: list[int]) -> list[Instruction]:
+    return [i for block in blocks for i in function.blocks[block]]
+
+
+def _count(
+    function: Function, blocks: list[int], tiles: int = 1, times: Mapping[int, int] | None = None
+) -> RoleCount:
+    kinds: Counter[str] = Counter()
+    opcodes: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for block in blocks:
+        factor = (times or {}).get(block, 1)
+        for instruction in function.blocks[block]:
+            name = kind(instruction)
+            moved = factor * WARP * 4 * instruction.width
+            kinds[name] += factor
+            opcodes[instruction.base] += factor
+            totals["instructions"] += factor
+            totals["schedule"] += factor * (instruction.stall or 0)
+            if name in ("tmem_load", "tmem_store", "shared"):
+                totals[name] += moved
+    return RoleCount(
+        instructions=totals["instructions"] / tiles,
+        kinds={name: kinds[name] / tiles for name in KINDS},
+        opcodes={name: count / tiles for name, count in opcodes.items()},
+        tmem_read=totals["tmem_load"] / tiles,
+        tmem_written=totals["tmem_store"] / tiles,
+        shared=totals["shared"] / tiles,
+        schedule=totals["schedule"] / tiles,
+    )
+
+
+def mma_shape(instruction: Instruction, geometry: Geometry) -> tuple[int, int, int]:
+    """(M, N, K) of an MMA: its first operand says which of the two products it is."""
+    first = instruction.operands.partition("[")[0].strip()
+    shapes = {"gdesc": geometry.score_mma, "tmem": geometry.output_mma}
+    if first not in shapes or ".2CTA" not in instruction.opcode or geometry.ctas != 2:
+        raise AnalysisError(f"an MMA of another kind: {instruction.opcode} {instruction.operands}")
+    return shapes[first]
+
+
+def mma_flop(instruction: Instruction, geometry: Geometry) -> int:
+    """Of all CTAs that share the MMA."""
+    m, n, k = mma_shape(instruction, geometry)
+    return 2 * m * n * k
+
+
+_DESCRIPTOR = re.compile(r"mov\.b32\s+\S*idesc\S*\s*,\s*(0x[0-9a-fA-F]+|\d+)\s*;")
+
+
+def check_shapes(ptx: str, geometry: Geometry) -> bool:
+    """Compare the MMA shapes of `geometry` with the instruction descriptors in the PTX.
+
+    Returns:
+        Whether it holds any as constants; a kernel may compute them.
+
+    Raises:
+        AnalysisError: one is of another shape.
+    """
+    descriptors = [int(text, 0) for text in _DESCRIPTOR.findall(ptx)]
+    for descriptor in descriptors:
+        # PTX ISA, instruction descriptor of kind::f16: N / 8 in bits 17-22, M / 16 in bits 24-28.
+        shape = (descriptor >> 24 & 0x1F) * 16, (descriptor >> 17 & 0x3F) * 8, 16
+        if shape not in (geometry.score_mma, geometry.output_mma):
+            raise AnalysisError(f"an MMA of shape {shape} in the PTX")
+    return bool(descriptors)
+
+
+# -- clocks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """For how many clocks each unit of an SM is busy with one K/V tile, rows x keys in its CTA.
+
+    Attributes:
+        units: by name. "warp: ROLE" is the time that a warp of the role takes by itself.
+        floor: that of the MMAs, which no kernel gets below.
+    """
+
+    units: Mapping[str, float]
+    floor: float = field(repr=False)
+
+    @property
+    def order(self) -> list[str]:
+        """The units, busiest first; the MMA before others that are as busy."""
+        return sorted(self.units, key=lambda unit: (-self.units[unit], unit != "mma"))
+
+    @property
+    def bound(self) -> float:
+        return self.units[self.order[0]]
+
+    @property
+    def share_of_peak(self) -> float:
+        return self.floor / self.bound
+
+
+def clocks(counted: KernelCount, geometry: Geometry, *, rescale: float = 0.0) -> Clocks:
+    """The clocks of a kernel.
+
+    Args:
+        rescale: the share of tiles after which O is rescaled.
+    """
+    mufu = lanes = integer = read = written = shared = 0.0
+    issued: dict[str, float] = {}
+    schedule: dict[str, float] = {}
+    for role, plain in counted.roles.items():
+        parts = [(1.0, plain)]
+        if role == "correction" and counted.rescale is not None:
+            parts = [(1.0 - rescale, plain), (rescale, counted.rescale)]
+        warps = geometry.role_warps[role]
+        issued[role] = sum(w * part.instructions for w, part in parts)
+        schedule[role] = sum(w * part.schedule for w, part in parts)
+        for weight, part in ((w * warps, part) for w, part in parts):
+            kinds = part.kinds
+            packed = kinds["packed_fma"] + kinds["packed_add"] + kinds["packed_mul"]
+            plain_fp32 = sum(part.opcodes.get(o, 0.0) for o in ("FADD", "FMUL", "FFMA", "HFMA2"))
+            mufu += weight * WARP * (kinds["mufu_ex2"] + kinds["mufu_other"])
+            lanes += weight * WARP * (2 * packed + plain_fp32)
+            # The integer multiplier is part of the fp32 pipe, at half of its width.
+            lanes += weight * WARP * kinds["int_multiply"] * FP32_LANES / INT_LANES
+            others = kinds["fp32_other"] - plain_fp32 + part.opcodes.get("HFMA2", 0.0)
+            integer += weight * WARP * (others + kinds["convert"] + kinds["integer"])
+            integer += weight * WARP * part.opcodes.get("MOV", 0.0)
+            read += weight * part.tmem_read
+            written += weight * part.tmem_written
+            shared += weight * part.shared
+    m, n, k = geometry.score_mma
+    score_mmas = geometry.keys * geometry.head_dim // (n * k)
+    score_bytes = score_mmas * 2 * (m // geometry.ctas * k + n // geometry.ctas * k)
+    m, n, k = geometry.output_mma
+    output_mmas = geometry.head_dim * geometry.keys // (n * k)
+    output_bytes = output_mmas * 2 * (n // geometry.ctas * k)
+    shared += geometry.loaded_bytes + score_bytes + output_bytes
+    by_scheduler = [
+        sum(issued[r] for r in issued if geometry.role_warps[r] >= SCHEDULERS),
+        max((issued[r] for r in issued if geometry.role_warps[r] < SCHEDULERS), default=0.0),
+    ]
+    floor = geometry.flop / MMA_FLOP
+    units = {
+        "mma": floor,
+        "mufu": mufu / MUFU_LANES,
+        "fp32": lanes / FP32_LANES,
+        "int": integer / INT_LANES,
+        "issue": sum(by_scheduler),
+        "shared memory": shared / SHARED_BYTES,
+        "tmem read": read / TMEM_READ_BYTES,
+        "tmem write": written / TMEM_WRITE_BYTES,
+        **{f"warp: {role}": time for role, time in schedule.items()},
+    }
+    return Clocks(units, floor)
