@@ -2,6 +2,7 @@
 // maps, st.async and red.async.
 #include "engine.h"
 #include "scalar.h"
+#include <math.h>
 
 // ------------------------------------------------------------------ groups of a thread's copies
 //
