@@ -1,6 +1,7 @@
 // Happens-before: vector clocks, the marks that accesses leave on memory, and what they reveal.
 #include "engine.h"
 #include <stdio.h>
+#include <sys/mman.h>
 
 // A mark is one access to a cell, or to parts of it: its epoch, and what it was.
 typedef struct {
@@ -434,6 +435,15 @@ static inline void touch(const Context *c, Cell *cell, uint64_t word, uint16_t p
   cell->write = mine;
 }
 
+static size_t cells_bytes(const Region *r) {
+  return (size_t)((r->size + r->base % 4) / 4 + 1) * sizeof(Cell);
+}
+
+void region_forget(Region *r) {
+  if (r->cells) munmap(r->cells, cells_bytes(r));
+  r->cells = NULL;
+}
+
 // Bytes [first, first + count) of memory whose words have `cells`.
 static void touch_bytes(const Context *c, Cell *cells, uint64_t first, uint64_t count, bool writes) {
   Mark m = mark_of(c->e, c->access, 15);
@@ -496,7 +506,17 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   if (!races_checked(e)) return;
   // Words count from an aligned address, whatever the region's own base is.
   uint64_t skew = r->base % 4;
-  if (!r->cells) r->cells = calloc((r->size + skew) / 4 + 1, sizeof(Cell));
+  if (!r->cells) {
+    // Of a tensor larger than memory only what is touched may take any.
+    void *cells = mmap(NULL, cells_bytes(r), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (cells == MAP_FAILED) {
+      finding(a->warp, a->insn, CK_RACE, SEV_NOTE, "%s is too large to be checked for races",
+              r->name);
+      return;
+    }
+    r->cells = cells;
+  }
   Context c = context(a, e, "global memory", NULL, r);
   touch_bytes(&c, r->cells, first + skew, bytes, writes);
 }

@@ -1274,8 +1274,7 @@ static void clear_machine(Emu *e) {
   e->clusters = NULL, e->cluster_order = NULL, e->params = NULL, e->slot_clocks = NULL;
   sync_table_free(e);
   for (int i = 0; i < e->nregions; i++) {
-    free(e->regions[i].cells);
-    e->regions[i].cells = NULL;
+    region_forget(&e->regions[i]);
   }
 }
 
@@ -1371,7 +1370,7 @@ void emu_regions_clear(Emu *e) {
   for (int i = 0; i < e->nregions; i++) {
     free((void *)e->regions[i].name);
     free(e->regions[i].initialised);
-    free(e->regions[i].cells);
+    region_forget(&e->regions[i]);
   }
   e->nregions = 0;
 }

@@ -599,6 +599,7 @@ void shared_write(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
 Region *region_at(const Emu *e, uint64_t address, int *below);
 void global_read(const Access *a, const void *p, uint64_t bytes);
 void global_write(const Access *a, const void *p, uint64_t bytes);
+void region_forget(Region *r);  // who accessed it
 // TMEM of a CTA: `lanes` x `columns` words from (lane, column).
 void tmem_read(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
 void tmem_write(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
