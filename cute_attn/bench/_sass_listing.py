@@ -242,7 +242,9 @@ def functions(text: str) -> list[Function]:
         ListingError: there is none, or one branches out of itself.
     """
     found: list[Function] = []
-    name, instructions, labels = "", [], {}
+    name = ""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
 
     def finish() -> None:
         if instructions:

@@ -256,7 +256,7 @@ def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleC
 
 
 def _rescaling(function: Function, loop: Loop, geometry: Geometry) -> RoleCount | None:
-    """The correction of a tile after which O is rescaled; inner loops count as often as they run."""
+    """The correction of a tile after which O is rescaled, inner loops as often as they run."""
     blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
     inner = [
         other.blocks

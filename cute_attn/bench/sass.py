@@ -276,7 +276,7 @@ def find_nvdisasm() -> Path:
             return candidate / "nvdisasm"
     raise Unavailable(
         "needs nvdisasm, of a CUDA toolkit 12.8 or later (on PATH, or in $CUDA_HOME/bin) or of "
-        "triton 3.4 or later (pip install triton), or named by $NVDISASM"
+        "triton 3.6 (the extra bench), or named by $NVDISASM"
     )
 
 
