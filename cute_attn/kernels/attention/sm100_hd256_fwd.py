@@ -1089,7 +1089,9 @@ class Sm100Hd256Forward:
             for j in range(len(pairs))
             if not last and 2 * j % EX2_EMU_FREQ >= EX2_EMU_FREQ - EX2_EMU_RES
         ]
-        results = dict(zip(emulated, exp2_pairs([pairs[j] for j in emulated]), strict=True))
+        results = dict(
+            zip(emulated, exp2_pairs([pairs[j] for j in emulated], bounded=True), strict=True)
+        )
         for j in range(len(pairs)):
             if j not in results:
                 x, y = pairs[j]

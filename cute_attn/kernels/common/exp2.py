@@ -21,21 +21,27 @@ ROUND_DOWN = 1.5 * 2.0**23
 CUBIC = (1.0, 0.695115093, 0.227651764, 0.0770610215)
 MAX_RELATIVE_ERROR = 8.8e-5  # with the rounding of float32
 
-SMALLEST = -127.0  # below, the result is 0
+SMALLEST, LARGEST = -127.0, 128.0  # below, the result is 0; from there on, inf
 
 
 Pair = tuple[Any, Any]
 
 
-def exp2_pairs(pairs: list[Pair]) -> list[Pair]:
-    """2 ** x of each x < 128 in the pairs, relative error at most 8.8e-5.
+def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
+    """2 ** x of each x in the pairs, relative error at most 8.8e-5.
 
-    Exact at integers; 0 at -inf and below -127, where float32 ends. A NaN gives any value: who may
-    meet one has to notice it elsewhere. One step of all pairs comes before the next, because a
-    pair by itself is a chain of eight dependent instructions.
+    Exact at integers; 0 at -inf and up to -127, inf from 128 on; between -127 and -126, where
+    float32 is subnormal, somewhere from 0 to 2 ** -126. A NaN gives any value: who may meet one
+    has to notice it elsewhere. One step of all pairs comes before the next, because a pair by
+    itself is a chain of eight dependent instructions.
+
+    Args:
+        bounded: every x is at most 128, and is not compared with it.
     """
     add, sub = cute.arch.add_packed_f32x2, cute.arch.sub_packed_f32x2
     shift = (ROUND_DOWN, ROUND_DOWN)
+    if not bounded:
+        pairs = [(cute.arch.fmin(x, LARGEST), cute.arch.fmin(y, LARGEST)) for x, y in pairs]
     pairs = [(cute.arch.fmax(x, SMALLEST), cute.arch.fmax(y, SMALLEST)) for x, y in pairs]
     shifted = [add(pair, shift, rnd="rm") for pair in pairs]
     floors = [sub(pair, shift) for pair in shifted]

@@ -1,0 +1,96 @@
+"""The specialisations of the hd256 forward compile for sm_100a, and spill no register."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from cute_attn import cache, launch
+from cute_attn.kernels.attention.spec import DTYPES, SCHEDULERS, SINK_DTYPES, Hd256ForwardSpec
+
+ARCH = "sm_100a"
+BOOLS = (False, True)
+
+EVERYTHING = [
+    {
+        "dtype": dtype,
+        "scheduler": scheduler,
+        "packed_heads": packed_heads,
+        "window_left": window_left,
+        "window_right": window_right,
+        "softcap": softcap,
+        "sink_dtype": sink_dtype,
+        "varlen_q": varlen_q,
+        "varlen_k": varlen_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "lse": lse,
+    }
+    for (
+        dtype, scheduler, packed_heads, window_left, window_right, softcap, sink_dtype,
+        varlen_q, varlen_k, seqused_q, seqused_k, lse,
+    ) in itertools.product(
+        DTYPES, SCHEDULERS, (1, 2, 4, 8, 16, 32, 64, 128), BOOLS, BOOLS, BOOLS, SINK_DTYPES,
+        BOOLS, BOOLS, BOOLS, BOOLS, BOOLS,
+    )
+    if varlen_q or not seqused_q
+]  # fmt: skip
+
+
+def spills(fields: dict[str, Any]) -> int:
+    entry = cache.compile(launch.HD256_FORWARD, Hd256ForwardSpec(**fields), arch=ARCH)
+    return sum(use.spills for use in entry.kernels)
+
+
+# With nothing and with everything there is to compile in.
+PLAIN = min(EVERYTHING, key=lambda fields: [str(fields[name]) for name in sorted(fields)])
+FULL = {
+    "dtype": "float16",
+    "scheduler": "clc",
+    "packed_heads": 8,
+    "window_left": True,
+    "window_right": True,
+    "softcap": True,
+    "sink_dtype": "float32",
+    "varlen_q": True,
+    "varlen_k": True,
+    "seqused_q": True,
+    "seqused_k": True,
+    "lse": True,
+}
+
+
+@pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
+def test_no_spills(fields: dict[str, Any]) -> None:
+    assert spills(fields) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_no_spills_in_a_random_sample(part: int) -> None:
+    """Forty of all the specialisations, others in every run."""
+    drawn = random.sample(EVERYTHING, 10)
+    assert [fields for fields in drawn if spills(fields)] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "float32"),
+        ("scheduler", "dynamic"),
+        ("packed_heads", 3),
+        ("packed_heads", 256),
+        ("sink_dtype", None),
+    ],
+)
+def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=field):
+        Hd256ForwardSpec(**{**PLAIN, field: value})
+
+
+def test_seqused_q_needs_packed_sequences() -> None:
+    with pytest.raises(ValueError, match="varlen_q"):
+        Hd256ForwardSpec(**{**PLAIN, "varlen_q": False, "seqused_q": True})
