@@ -1,0 +1,490 @@
+"""Softmax attention: what its tests draw, run in the emulator, and compare.
+
+The rule for errors: no more than twice the error of the same formula in plain low-precision code,
+whose probabilities and output are rounded to the dtype of q as a kernel has to.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import cute_attn
+from cute_attn.emulator import Emulator, machine
+from cute_attn.launch import Request
+from cute_attn.ops.attention import plan_attention
+from cute_attn.reference.attention import (
+    attention_in_low_precision,
+    attention_reference,
+    sequences,
+)
+
+ARCH = "sm_100a"
+HEAD_DIM = 256
+SHORT = 128  # dense calls with so many queries pack heads; packed sequences follow max_seqlen_q
+FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
+DTYPE_NAMES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    None: None,
+}
+
+# A kernel computes half of its exponentials by a polynomial of this relative error, and so its sums
+# and the logarithm of them: what the polynomial is allowed beside the rounding of float32.
+EXP2_ERROR = 8.8e-5
+
+# A tensor core adds up a score in 16 steps of 16 products, and cuts each sum off at 24 bits.
+SCORE_ERROR = 16 * 2.0**-23
+
+
+# -- what is compiled in
+
+
+@dataclass(frozen=True)
+class Kind:
+    """All that a kernel is specialised by, but for the scheduler.
+
+    window_right stands for a bound to the right: causal is one.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    window_left: bool = False
+    window_right: bool = False
+    softcap: bool = False
+    sink: torch.dtype | None = None
+    varlen_q: bool = False
+    varlen_k: bool = False
+    seqused_q: bool = False
+    seqused_k: bool = False
+    lse: bool = True
+    packed_heads: int = 1
+
+    @property
+    def exists(self) -> bool:
+        return self.varlen_q or not self.seqused_q
+
+    def request(self, scheduler: str) -> Request:
+        (request,) = plan_attention(
+            ARCH,
+            dtype=DTYPE_NAMES[self.dtype],
+            heads=self.packed_heads,
+            heads_k=1,
+            window_left=self.window_left,
+            window_right=self.window_right,
+            softcap=self.softcap,
+            sink=DTYPE_NAMES[self.sink],
+            varlen_q=self.varlen_q,
+            varlen_k=self.varlen_k,
+            seqused_q=self.seqused_q,
+            seqused_k=self.seqused_k,
+            scheduler=scheduler,
+            return_lse=self.lse,
+            short=self.packed_heads > 1,
+        )
+        return request
+
+
+PLAIN = Kind()
+CAUSAL = Kind(window_right=True)
+WINDOW = Kind(window_left=True, window_right=True)
+PACKED_HEADS = Kind(window_right=True, packed_heads=4)
+VARLEN = Kind(window_right=True, varlen_q=True, varlen_k=True)
+CACHE = Kind(  # decode with a KV cache
+    dtype=torch.float16,
+    window_right=True,
+    sink=torch.float32,
+    varlen_q=True,
+    seqused_k=True,
+    packed_heads=2,
+)
+CAPPED = Kind(dtype=torch.float16, window_left=True, softcap=True, sink=torch.bfloat16, lse=False)
+USED = Kind(
+    window_left=True,
+    softcap=True,
+    varlen_q=True,
+    varlen_k=True,
+    seqused_q=True,
+    seqused_k=True,
+    sink=torch.float16,
+)
+
+# The usual sweep draws from these, so that the kernels can be compiled beforehand.
+SOME = [PLAIN, CAUSAL, WINDOW, PACKED_HEADS, VARLEN, CACHE, CAPPED, USED]
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    field.name: (False, True) for field in fields(Kind) if field.type == "bool"
+} | {
+    "dtype": (torch.bfloat16, torch.float16),
+    "sink": (None, torch.bfloat16, torch.float16, torch.float32),
+    "packed_heads": (1, 2, 8, 32, 128),
+}
+
+
+def covering_pairs(seed: int = 0) -> list[Kind]:
+    """Kinds among which every pair of values of two fields occurs, if any kind has it."""
+    generator = random.Random(seed)
+    everything = [
+        kind
+        for values in itertools.product(*VALUES.values())
+        if (kind := Kind(**dict(zip(VALUES, values, strict=True)))).exists
+    ]
+
+    def pairs(kind: Kind) -> set[tuple[Any, ...]]:
+        items = [(name, getattr(kind, name)) for name in VALUES]
+        return set(itertools.combinations(items, 2))
+
+    covered = set().union(*map(pairs, SOME))
+    missing = set().union(*map(pairs, everything)) - covered
+    chosen = list(SOME)
+    while missing:
+        best = max(generator.sample(everything, 200), key=lambda kind: len(pairs(kind) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return list(dict.fromkeys(chosen))
+
+
+KINDS = covering_pairs() if FULL else SOME
+
+
+def compile_kinds(kinds: Sequence[Kind], schedulers: Sequence[str] = ("static", "clc")) -> None:
+    """Into the cache, in parallel: the emulator takes them from there."""
+    cute_attn.warmup(
+        [kind.request(scheduler) for kind in kinds for scheduler in schedulers], arch=ARCH, jobs=2
+    )
+
+
+# -- a problem
+
+
+@dataclass(frozen=True)
+class Case:
+    """What hypothesis draws: a problem of some kind.
+
+    Attributes:
+        lengths_q, lengths_k: of each sequence; without cu_seqlens all are the same.
+        unused_q, unused_k: how many rows of each do not count, with seqused.
+        group: query heads to a head of k.
+        left, right: of window_size; right None and the kind having a bound there is causal.
+        layout: of q, k and v in memory: see `_allocate`.
+        tilt: factor by which scores grow from the last keys to the first: running maxima move.
+        tail: rows behind the last packed sequence that belong to none.
+    """
+
+    kind: Kind = PLAIN
+    lengths_q: tuple[int, ...] = (64,)
+    lengths_k: tuple[int, ...] = (64,)
+    unused_q: tuple[int, ...] = ()
+    unused_k: tuple[int, ...] = ()
+    heads_k: int = 1
+    group: int = 1
+    left: int = 0
+    right: int | None = None
+    scale: float | None = None
+    softcap: float = 1.0
+    layout: str = "contiguous"
+    magnitude: float = 1.0
+    tilt: float = 1.0
+    tail: int = 0
+    seed: int = 0
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths_q)
+
+    @property
+    def heads(self) -> int:
+        return self.heads_k * self.group
+
+    def arguments(self) -> dict[str, Any]:
+        """Of flash_attn_varlen_func, without those that are None; rows of no sequence hold NaN."""
+        kind, dtype = self.kind, self.kind.dtype
+        generator = torch.Generator().manual_seed(self.seed)
+        args: dict[str, Any] = {}
+        for names, lengths, unused, varlen, used, heads in (
+            ("q", self.lengths_q, self.unused_q, kind.varlen_q, kind.seqused_q, self.heads),
+            ("kv", self.lengths_k, self.unused_k, kind.varlen_k, kind.seqused_k, self.heads_k),
+        ):
+            side = names[0]
+            unused = unused or (0,) * self.batch
+            if varlen:
+                offsets = list(itertools.accumulate(lengths, initial=0))
+                args[f"cu_seqlens_{side}"] = torch.tensor(offsets, dtype=torch.int32)
+                shape: tuple[int, ...] = (offsets[-1] + self.tail,)
+            else:
+                shape = (self.batch, lengths[0])
+            if used:
+                counts = [n - m for n, m in zip(lengths, unused, strict=True)]
+                args[f"seqused_{side}"] = torch.tensor(counts, dtype=torch.int32)
+            for name in names:
+                args[name] = _allocate((*shape, heads, HEAD_DIM), dtype, self.layout, side)
+        for at_q, at_k in rows_of(args):
+            for name, at in (("q", at_q), ("k", at_k), ("v", at_k)):
+                view = args[name][at]
+                values = torch.randn(view.shape, generator=generator)
+                if name == "k" and len(view) > 1:
+                    growth = torch.linspace(1.0, self.tilt, len(view)).flip(0)
+                    values *= growth.view(-1, 1, 1)
+                if name != "v":
+                    values *= self.magnitude**0.5
+                view.copy_(values)
+        right = None if self.right is None else self.right
+        args["window_size"] = (
+            self.left if kind.window_left else None,
+            right if kind.window_right else None,
+        )
+        args["causal"] = kind.window_right and self.right is None
+        if kind.sink is not None:
+            args["learnable_sink"] = torch.randn(self.heads, generator=generator).to(kind.sink)
+        if kind.softcap:
+            args["softcap"] = self.softcap
+        if self.scale is not None:
+            args["softmax_scale"] = self.scale
+        if kind.varlen_q:  # no more than a hint: it says which kernel is wanted
+            args["max_seqlen_q"] = 1 if kind.packed_heads > 1 else 10**6
+        args["return_lse"] = kind.lse
+        return args
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, layout: str, side: str) -> torch.Tensor:
+    """A tensor of NaNs, `[..., rows, heads, head_dim]`."""
+    *outer, rows, heads, dim = shape
+    if layout == "contiguous":
+        memory = torch.empty(shape, dtype=dtype)
+    elif layout == "heads_first":
+        memory = torch.empty(*outer, heads, rows, dim, dtype=dtype).transpose(-3, -2)
+    elif layout == "fused":  # a row of a projection holds other heads besides
+        memory = torch.empty(*outer, rows, heads + 3, dim, dtype=dtype)[..., 2 : 2 + heads, :]
+    elif layout == "gapped":
+        memory = torch.empty(*outer, rows, heads, dim + 16, dtype=dtype)[..., 8 : 8 + dim]
+    elif layout == "expanded" and side == "k" and outer:  # one sequence's keys for all
+        memory = torch.empty(1, rows, heads, dim, dtype=dtype).expand(shape)
+    else:
+        memory = torch.empty(shape, dtype=dtype)
+    whole = memory if memory._base is None else memory._base
+    whole.fill_(math.nan)
+    return memory
+
+
+def rows_of(args: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """What to index q (and o), and k and v with, to get each sequence's rows that count."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+    for s in sequences(args["q"], args["k"], *(args.get(name) for name in names)):
+        yield (
+            s.rows_q if s.index_q is None else (s.index_q, s.rows_q),
+            s.rows_k if s.index_k is None else (s.index_k, s.rows_k),
+        )
+
+
+# -- drawing
+
+EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257)
+LAYOUTS = ("contiguous", "heads_first", "fused", "gapped", "expanded")
+MOST_WORK = 12  # pairs of a tile of queries and a tile of keys: each takes some 30 ms
+
+
+@st.composite
+def cases(draw: st.DrawFn, kinds: Sequence[Kind] = tuple(KINDS)) -> Case:
+    kind = draw(st.sampled_from(kinds))
+    varlen = kind.varlen_q or kind.varlen_k
+    batch = draw(st.integers(1, 5 if varlen else 3))
+    lengths = st.sampled_from(EDGES) | st.integers(1, 400)
+    if varlen:
+        lengths = st.just(0) | st.integers(0, 20) | lengths
+    limit_q = 400
+    if kind.packed_heads == 1:
+        group = draw(st.sampled_from((1, 1, 3, 2, 4)))
+        lengths_q = lengths
+        if group % 2 == 0 and not kind.varlen_q:
+            lengths_q = st.integers(SHORT + 1, 300)
+    else:
+        group = kind.packed_heads * (
+            draw(st.sampled_from((1, 1, 3))) if kind.packed_heads < 32 else 1
+        )
+        limit_q = max(1, 600 // kind.packed_heads)
+        if not kind.varlen_q:
+            limit_q = min(limit_q, SHORT)
+        lengths_q = lengths.map(lambda n: min(n, limit_q))
+
+    def side(strategy: st.SearchStrategy[int], ragged: bool) -> tuple[int, ...]:
+        if ragged:
+            return tuple(draw(strategy) for _ in range(batch))
+        return (draw(strategy),) * batch
+
+    sides = side(lengths_q, kind.varlen_q), side(lengths, kind.varlen_k)
+    heads_k = draw(st.integers(1, 2))
+    while work(heads_k * group, kind.packed_heads, *sides) > MOST_WORK:
+        if heads_k > 1:
+            heads_k = 1
+        elif len(sides[0]) > 1:
+            sides = sides[0][1:], sides[1][1:]
+        elif sides[1][0] > 130:
+            sides = sides[0], (sides[1][0] - 128,)
+        else:
+            break
+
+    def unused(lengths: tuple[int, ...], some: bool) -> tuple[int, ...]:
+        return tuple(draw(st.integers(0, n)) if some else 0 for n in lengths)
+
+    bounds = st.sampled_from((0, 1, 63, 64, 127, 128)) | st.integers(0, 300)
+    return Case(
+        kind=kind,
+        lengths_q=sides[0],
+        lengths_k=sides[1],
+        unused_q=unused(sides[0], kind.seqused_q),
+        unused_k=unused(sides[1], kind.seqused_k),
+        heads_k=heads_k,
+        group=group,
+        left=draw(bounds),
+        right=draw(st.none() | bounds),
+        scale=draw(st.none() | st.sampled_from((0.01, 0.25))),
+        softcap=draw(st.sampled_from((0.5, 5.0, 50.0))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        magnitude=draw(st.sampled_from((0.1, 1.0, 4.0))),
+        tilt=draw(st.sampled_from((1.0, 1.0, 8.0, 0.1))),
+        tail=draw(st.sampled_from((0, 0, 1, 70))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def work(heads: int, packed: int, lengths_q: Sequence[int], lengths_k: Sequence[int]) -> int:
+    """Pairs of a tile of queries and a tile of keys."""
+    return sum(
+        heads // packed * -(-n * packed // 256) * max(1, -(-m // 128))
+        for n, m in zip(lengths_q, lengths_k, strict=True)
+    )
+
+
+# -- running
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the emulator is told."""
+
+    num_sms: int = 4
+    schedule: str = "random"
+    seed: int = 0
+    spurious_cancel: bool = False
+
+
+MACHINES = st.builds(
+    Machine,
+    num_sms=st.integers(2, 7),
+    schedule=st.sampled_from(("fair", "random", "adversarial")),
+    seed=st.integers(0, 2**31),
+    spurious_cancel=st.booleans(),
+)
+
+
+@contextmanager
+def kept_programs() -> Iterator[None]:
+    """Lower each kernel once for all machines: none of these has variables of its module's."""
+    original = machine.programs
+    machine.programs = functools.lru_cache(maxsize=256)(original)
+    try:
+        yield
+    finally:
+        machine.programs = original
+
+
+def run(
+    args: dict[str, Any], scheduler: str = "static", on: Machine = Machine(), **changes: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, lse), where no check of the emulator finds anything: not even what would be a note."""
+    args = args | changes
+    varlen = any(name.startswith(("cu_", "seqused_")) for name in args)
+    function = cute_attn.flash_attn_varlen_func if varlen else cute_attn.flash_attn_func
+    emulator = Emulator(
+        num_sms=on.num_sms,
+        schedule=on.schedule,
+        seed=on.seed,
+        spurious_cancel=on.spurious_cancel,
+    )
+    with cute_attn.emulated(ARCH, emulator):
+        result = function(**args, scheduler=scheduler)
+    errors = [f for f in emulator.report.findings if f.severity == "error"]
+    assert not errors, emulator.report
+    return result
+
+
+def valid(args: dict[str, Any], *results: torch.Tensor | None) -> list[torch.Tensor]:
+    """The rows of o and lse that belong to a sequence, one after another: `[rows, heads, ...]`."""
+    return [
+        torch.cat(
+            [
+                (x if x.shape == args["q"].shape else x.transpose(-1, -2))[at]
+                for at, _ in rows_of(args)
+            ]
+        )
+        for x in results
+        if x is not None
+    ]
+
+
+def same(args: dict[str, Any], one: Any, other: Any) -> bool:
+    """Whether two results (o, lse) are the same bit for bit, where they are defined."""
+    pairs = zip(valid(args, *one), valid(args, *other), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+# -- comparing
+
+
+def reference_arguments(args: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: x
+        for name, x in args.items()
+        if name not in ("max_seqlen_q", "max_seqlen_k", "return_lse")
+    }
+
+
+def assert_no_worse(
+    actual: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, floor: float
+) -> None:
+    """The error rule, on the norm over all elements and on the largest.
+
+    Where plain arithmetic happens to be exact, so that its error says nothing (a row with one key
+    has probability 1), `floor` is granted.
+    """
+    assert torch.equal(actual.isnan(), exact.isnan())
+    if exact.numel() == 0:
+        return
+    for order in (2.0, math.inf):
+        ours, theirs, least = (
+            torch.linalg.vector_norm(x.flatten(), order).item()
+            for x in (actual.double() - exact, plain.double() - exact, floor * exact)
+        )
+        assert ours <= max(2 * theirs, least), (
+            f"norm {order}: error {ours:.3e}, plain {theirs:.3e}, floor {least:.3e}"
+        )
+
+
+def assert_agrees(args: dict[str, Any], o: torch.Tensor, lse: torch.Tensor | None) -> None:
+    dtype = args["q"].dtype
+    exact, exact_lse = attention_reference(**reference_arguments(args))
+    plain, plain_lse = attention_in_low_precision(**reference_arguments(args))
+    assert o.shape == args["q"].shape and o.dtype == dtype and o.is_contiguous()
+    # One rounding of a probability.
+    floor = torch.finfo(dtype).eps / 2
+    assert_no_worse(*valid(args, o, plain, exact), floor)
+    if lse is None:
+        return
+    assert lse.shape == exact_lse.shape and lse.dtype == torch.float32
+    ours, theirs, true = valid(args, lse, plain_lse, exact_lse)
+    assert torch.equal(ours.isinf(), true.isinf())
+    finite = true.isfinite()
+    ours_error, plain_error = (((x - true)[finite]).abs() for x in (ours.double(), theirs.double()))
+    if len(ours_error):
+        granted = 2 * plain_error.max() + EXP2_ERROR + SCORE_ERROR * true[finite].abs()
+        assert (ours_error <= granted).all(), (ours_error / granted).max()

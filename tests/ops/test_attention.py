@@ -1,0 +1,450 @@
+"""Attention on sm_100a agrees with the float64 reference, and has exact properties.
+
+All of it runs in the emulator, whose checks must find nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cute_attn
+from cute_attn import launch
+from cute_attn.emulator import Emulator
+from cute_attn.reference.attention import attention_reference
+
+from .attention_cases import (
+    ARCH,
+    CACHE,
+    CAPPED,
+    CAUSAL,
+    EXP2_ERROR,
+    FULL,
+    HEAD_DIM,
+    KINDS,
+    MACHINES,
+    PACKED_HEADS,
+    PLAIN,
+    USED,
+    VARLEN,
+    WINDOW,
+    Case,
+    Kind,
+    Machine,
+    assert_agrees,
+    cases,
+    compile_kinds,
+    kept_programs,
+    reference_arguments,
+    rows_of,
+    run,
+    same,
+    valid,
+)
+
+ADVERSARIAL = Machine(num_sms=2, schedule="adversarial")
+KEYS_AND_VALUES = ("k", "v")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_beforehand() -> Iterator[None]:
+    compile_kinds(KINDS)
+    with kept_programs():
+        yield
+
+
+def examples(few: int, many: int) -> settings:
+    """How many cases a test draws in the usual sweep, and in the full one."""
+    return settings(max_examples=many if FULL else few)
+
+
+def dense_cases(*kinds: Kind, groups: tuple[int, ...] = (1, 3)) -> st.SearchStrategy[Case]:
+    """Of sequences of one length, whose number of heads packs or does not as the kind says."""
+    return st.builds(
+        lambda kind, batch, sq, sk, group, **rest: Case(
+            kind,
+            lengths_q=(min(sq, 128 // kind.packed_heads) if kind.packed_heads > 1 else sq,) * batch,
+            lengths_k=(sk,) * batch,
+            group=group * kind.packed_heads,
+            **rest,
+        ),
+        kind=st.sampled_from(kinds),
+        batch=st.integers(1, 2),
+        sq=st.integers(1, 300),
+        sk=st.integers(1, 300),
+        group=st.sampled_from(groups),
+        left=st.integers(0, 200),
+        tilt=st.sampled_from((1.0, 8.0)),
+        seed=st.integers(0, 2**31),
+    )
+
+
+# -- agreement
+
+
+@examples(16, 400)
+@given(case=cases(), on=MACHINES)
+def test_agrees_with_the_reference_on_both_schedulers(case: Case, on: Machine):
+    args = case.arguments()
+    static = run(args, "static", on)
+    assert_agrees(args, *static)
+    assert same(args, static, run(args, "clc", on))
+
+
+@examples(2, 30)
+@given(case=cases())
+def test_no_schedule_changes_a_bit(case: Case):
+    args = case.arguments()
+    first = run(args, "static", Machine(schedule="fair"))
+    for num_sms, schedule, scheduler in (
+        (2, "adversarial", "static"),
+        (3, "random", "static"),
+        (2, "adversarial", "clc"),
+        (7, "random", "clc"),
+    ):
+        machine = Machine(num_sms=num_sms, schedule=schedule, spurious_cancel=num_sms == 7)
+        assert same(args, first, run(args, scheduler, machine))
+
+
+@examples(2, 30)
+@given(case=cases([PLAIN, WINDOW, VARLEN, CACHE]))
+def test_layouts_are_read_in_place(case: Case):
+    args = replace(case, layout="contiguous").arguments()
+    first = run(args)
+    for layout in ("heads_first", "fused", "gapped"):
+        moved = replace(case, layout=layout).arguments()
+        assert same(args, first, run(moved))
+        for name in ("q", "k", "v"):
+            counted = [torch.equal(args[name][at], moved[name][at]) for at in _rows(args, name)]
+            assert all(counted)
+
+
+def _rows(args: dict[str, Any], name: str) -> list[Any]:
+    return [at[0 if name == "q" else 1] for at in rows_of(args)]
+
+
+# -- what does not matter
+
+
+@examples(4, 40)
+@given(case=dense_cases(CAUSAL, PACKED_HEADS), data=st.data())
+def test_later_tokens_do_not_matter(case: Case, data: st.DataObject):
+    """Neither what they are, nor whether there are any."""
+    case = replace(case, lengths_k=case.lengths_q)
+    args = case.arguments()
+    o, lse = run(args)
+    last = data.draw(st.integers(0, case.lengths_q[0] - 1))
+    changed = dict(args)
+    other = replace(case, seed=case.seed + 1).arguments()
+    for name in ("q", "k", "v"):
+        changed[name] = args[name].clone()
+        changed[name][:, last + 1 :] = other[name][:, last + 1 :]
+    if case.kind == PACKED_HEADS or case.group % 2:  # else it may be short enough to be packed
+        cut = {name: args[name][:, : last + 1] for name in ("q", "k", "v")}
+    for what in (changed, args | cut):
+        again, lse_again = run(what)
+        assert torch.equal(o[:, : last + 1], again[:, : last + 1])
+        assert torch.equal(lse[..., : last + 1], lse_again[..., : last + 1])
+
+
+@examples(4, 40)
+@given(case=dense_cases(PLAIN, CAUSAL, WINDOW, PACKED_HEADS, groups=(1, 3, 5)))
+def test_grouped_heads_are_repeated_heads(case: Case):
+    """Packed into one tile, or not."""
+    args = case.arguments()
+    repeated = {name: args[name].repeat_interleave(case.group, dim=2) for name in KEYS_AND_VALUES}
+    assert same(args, run(args), run(args, **repeated))
+
+
+@examples(3, 40)
+@given(case=cases([VARLEN, USED, CACHE]))
+def test_packed_sequences_are_sequences_alone(case: Case):
+    args = case.arguments()
+    o, lse = run(args)
+    for b in range(case.batch):
+        one = _alone(args, b)
+        o_alone, lse_alone = run(one)
+        (got, got_lse), (expected, expected_lse) = (
+            valid(a, *result)
+            for a, result in (
+                (one, (o_alone, lse_alone)),
+                (one, (o[_span(args, "q", b)], lse[:, _span(args, "q", b)])),
+            )
+        )
+        assert torch.equal(got, expected) and torch.equal(got_lse, expected_lse)
+
+
+def _span(args: dict[str, Any], side: str, b: int) -> slice:
+    offsets = args[f"cu_seqlens_{side}"]
+    return slice(int(offsets[b]), int(offsets[b + 1]))
+
+
+def _alone(args: dict[str, Any], b: int) -> dict[str, Any]:
+    """The call for sequence b by itself, as a batch of one."""
+    one = dict(args)
+    for side, names in (("q", ("q",)), ("k", KEYS_AND_VALUES)):
+        offsets = args.get(f"cu_seqlens_{side}")
+        for name in names:
+            at = slice(b, b + 1) if offsets is None else _span(args, side, b)
+            one[name] = args[name][at]
+        if offsets is not None:
+            span = _span(args, side, b)
+            one[f"cu_seqlens_{side}"] = torch.tensor([0, span.stop - span.start], dtype=torch.int32)
+        if f"seqused_{side}" in args:
+            one[f"seqused_{side}"] = args[f"seqused_{side}"][b : b + 1]
+    return one
+
+
+@examples(2, 40)
+@given(case=cases([VARLEN]))
+def test_packed_sequences_are_dense_sequences(case: Case):
+    """Through the kernel for dense tensors, which has other addresses and other bounds."""
+    case = replace(case, group=3 if case.group > 1 else 1)  # neither kernel packs heads
+    args = case.arguments()
+    o, lse = run(args)
+    for at_q, at_k in rows_of(args):
+        dense = {"q": args["q"][at_q][None]} | {n: args[n][at_k][None] for n in KEYS_AND_VALUES}
+        rest = ("causal", "window_size", "softmax_scale", "return_lse")
+        dense |= {name: args[name] for name in rest if name in args}
+        o_alone, lse_alone = run(dense)
+        assert torch.equal(o[at_q], o_alone[0])
+        assert torch.equal(lse[:, at_q], lse_alone[0])
+
+
+@examples(3, 40)
+@given(case=dense_cases(WINDOW), more=st.integers(0, 2) | st.just(2**30 - 1))
+def test_a_window_as_wide_as_the_sequence_is_none(case: Case, more: int):
+    args = case.arguments()
+    wide = args | {"causal": False}
+    sq, sk = case.lengths_q[0], case.lengths_k[0]
+    window = (min(sk - 1 + more, 2**30 - 1), min(sq - 1 + more, 2**30 - 1))
+    free = run(wide, window_size=(None, None))
+    assert same(args, free, run(wide, window_size=window))
+    causal = run(wide, window_size=(None, None), causal=True)
+    assert same(args, causal, run(wide, window_size=(window[0], 0)))
+
+
+@examples(2, 40)
+@given(case=dense_cases(PLAIN, WINDOW, CAPPED), random=st.randoms(use_true_random=False))
+def test_permuting_the_batch_permutes_the_result(case: Case, random: Any):
+    case = replace(
+        case, lengths_q=case.lengths_q[:1] * 3, lengths_k=(min(case.lengths_k[0], 128),) * 3,
+        group=1,
+    )  # fmt: skip
+    args = case.arguments()
+    order = random.sample(range(3), 3)
+    o, lse = run(args)
+    o_permuted, lse_permuted = run(args, **{name: args[name][order] for name in ("q", "k", "v")})
+    assert torch.equal(o[order], o_permuted)
+    if lse is not None:
+        assert torch.equal(lse[order], lse_permuted)
+
+
+@examples(2, 30)
+@given(case=cases([CACHE, USED]))
+def test_rows_of_no_sequence_do_not_matter(case: Case):
+    """They hold NaN in every other test: here they hold something else."""
+    args = case.arguments()
+    finite = {name: args[name].nan_to_num(3.0) for name in ("q", "k", "v")}
+    assert same(args, run(args), run(args, **finite))
+
+
+# -- what follows from the formula
+
+
+@examples(3, 40)
+@given(
+    case=dense_cases(PLAIN, CAUSAL, WINDOW, PACKED_HEADS), random=st.randoms(use_true_random=False)
+)
+def test_linear_in_v(case: Case, random: Any):
+    args = case.arguments()
+    o, lse = run(args)
+    order = random.sample(range(HEAD_DIM), HEAD_DIM)
+    doubled, lse_doubled = run(args, v=2 * args["v"])
+    permuted, _ = run(args, v=args["v"][..., order])
+    assert torch.equal(doubled, 2 * o) and torch.equal(lse_doubled, lse)
+    assert torch.equal(permuted, o[..., order])
+    first, second = (torch.randint(-8, 9, args["v"].shape).to(o.dtype) for _ in range(2))
+    a, b, both = (run(args, v=v)[0].double() for v in (first, second, first + second))
+    # Each result is rounded once; float32 sums differ by less than a hundredth of that.
+    allowed = 0.505 * torch.finfo(o.dtype).eps * (a.abs() + b.abs() + both.abs()) + 1e-5
+    assert ((a + b - both).abs() <= allowed).all()
+
+
+@examples(3, 40)
+@given(case=cases([CACHE, USED, PLAIN, WINDOW]))
+def test_lse_says_how_much_went_to_the_keys(case: Case):
+    """With v of ones the output is the probabilities' sum: 1 less what the sink takes."""
+    args = case.arguments()
+    args["v"] = torch.where(args["v"].isnan(), args["v"], 1.0)
+    o, lse = valid(args, *run(args))
+    expected = torch.ones(o.shape[:2], dtype=torch.float64)
+    if "learnable_sink" in args:
+        expected -= torch.exp(args["learnable_sink"].double() - lse.double())
+    expected[lse == -math.inf] = 0.0
+    # Each probability is rounded once, and the output once.
+    allowed = torch.finfo(o.dtype).eps + 2 * EXP2_ERROR
+    assert ((o.double() - expected[..., None]).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize(
+    "kind", [PLAIN, CAUSAL, WINDOW, VARLEN], ids=["plain", "causal", "window", "varlen"]
+)
+@pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
+def test_special_values_in_q_and_k_propagate_like_the_reference(kind: Kind, value: float):
+    """-inf in k makes scores of -inf for q > 0; NaN or inf in sight makes the row NaN."""
+    case = Case(kind, lengths_q=(130,), lengths_k=(200,), left=100, seed=5)
+    args = case.arguments()
+    args["q"][..., 0] = args["q"][..., 0].abs() + 0.1
+    token = (0,) if args["k"].dim() == 4 else ()
+    for at in (3, 60, 131, 199):
+        args["k"][(*token, at, 0, 0)] = value
+    if value != -math.inf:
+        args["q"][(*token, 77, 0, 5)] = value
+    o, lse = run(args, on=ADVERSARIAL)
+    exact, exact_lse = attention_reference(**reference_arguments(args))
+    assert torch.equal(o.isnan(), exact.isnan())
+    assert torch.equal(lse.isnan(), exact_lse.isnan())
+    assert not o.isinf().any() and not lse.isinf().any()
+    if value == -math.inf:
+        assert_agrees(args, o, lse)
+
+
+def test_scores_of_minus_infinity_alone_are_no_keys():
+    case = Case(PLAIN, lengths_q=(3,), lengths_k=(150,))
+    args = case.arguments()
+    args["q"].abs_()
+    args["k"][:] = -math.inf
+    o, lse = run(args)
+    assert not o.any()
+    assert (lse == -math.inf).all()
+
+
+def test_special_values_in_v_propagate_like_the_reference():
+    case = Case(PLAIN, lengths_q=(3,), lengths_k=(150,))
+    args = case.arguments()
+    args["v"][0, 4, 0, 7], args["v"][0, 140, 0, 8], args["v"][0, 140, 0, 9] = (
+        math.nan,
+        math.inf,
+        -math.inf,
+    )
+    o, _ = run(args)
+    exact, _ = attention_reference(**reference_arguments(args))
+    for special in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(special(o), special(exact))
+
+
+# -- sizes
+
+
+def test_more_sequences_than_a_warp_has_lanes():
+    lengths = tuple(itertools.islice(itertools.cycle((1, 0, 3, 2, 0, 1)), 75))
+    keys = tuple(1 + n % 5 for n in range(75))
+    case = Case(replace(CACHE), lengths, (5,) * 75, unused_k=tuple(5 - n for n in keys), group=2)
+    args = case.arguments()
+    for scheduler in ("static", "clc"):
+        assert_agrees(args, *run(args, scheduler, Machine(num_sms=6, spurious_cancel=True)))
+
+
+@pytest.mark.parametrize("scheduler", ["static", "clc"])
+def test_many_more_tiles_than_clusters(scheduler: str):
+    case = Case(CAUSAL, lengths_q=(5,) * 5, lengths_k=(7,) * 5, heads_k=7)
+    args = case.arguments()
+    for machine in (ADVERSARIAL, Machine(num_sms=5, spurious_cancel=True)):
+        assert_agrees(args, *run(args, scheduler, machine))
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_tensors_beyond_two_to_the_31_elements(side: str):
+    """Two sequences that lie further apart than 32 bits can say. Memory not touched costs none."""
+    args = Case(PLAIN, lengths_q=(3,) * 2, lengths_k=(140,) * 2).arguments()
+    far = dict(args)
+    for name in ("q",) if side == "q" else KEYS_AND_VALUES:
+        x = args[name]
+        apart = 2**31 + 2**16
+        memory = torch.empty(apart + x[0].numel(), dtype=x.dtype)
+        far[name] = memory.as_strided(x.shape, (apart, *x.stride()[1:]))
+        far[name].copy_(x)
+    assert same(args, run(args), run(far))
+
+
+# -- the operator
+
+
+def test_a_dimension_of_one_element_may_have_any_stride():
+    args = Case(PLAIN, lengths_q=(5,), lengths_k=(7,)).arguments()
+    odd = {
+        name: args[name].as_strided(args[name].shape, (3, HEAD_DIM, 1, 1))
+        for name in ("q", "k", "v")
+    }
+    assert same(args, run(args), run(args, **odd))
+
+
+def test_the_registered_operator_is_well_behaved():
+    args = Case(CAUSAL, lengths_q=(5,), lengths_k=(7,)).arguments()
+    with cute_attn.emulated(ARCH, Emulator()):
+        torch.library.opcheck(
+            torch.ops.cute_attn.flash_attn.default,
+            (args["q"], args["k"], args["v"]),
+            {"causal": True, "return_lse": True},
+        )
+
+
+def test_compiled_code_calls_the_kernel():
+    args = Case(CAUSAL, lengths_q=(5,), lengths_k=(7,)).arguments()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        return cute_attn.flash_attn_func(q, k, v, causal=True, return_lse=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with cute_attn.emulated(ARCH, Emulator()) as emulator:
+        result = compiled(*(args[name] for name in ("q", "k", "v")))
+    assert emulator.report.launches
+    assert same(args, run(args), result)
+
+
+@pytest.mark.parametrize(
+    ("position", "bad"),
+    [
+        (0, torch.zeros(1, 5, 2, 128, dtype=torch.bfloat16)),
+        (0, torch.zeros(1, 5, 2, 260, dtype=torch.bfloat16)[..., :256]),
+        (0, torch.zeros(2561, dtype=torch.bfloat16)[1:].view(1, 5, 2, 256)),
+        (0, torch.zeros(1, 5, 2, 256, dtype=torch.float16)),
+        (0, torch.zeros(5, 2, 256, dtype=torch.bfloat16)),
+        (1, torch.zeros(2, 7, 2, 256, dtype=torch.bfloat16)),
+        (1, torch.zeros(1, 7, 2, 256, dtype=torch.float16)),
+        (2, torch.zeros(1, 8, 2, 256, dtype=torch.bfloat16)),
+        (2, torch.zeros(1, 7, 1, 256, dtype=torch.bfloat16)),
+        (2, torch.zeros(1, 7, 2, 512, dtype=torch.bfloat16)[..., ::2]),
+    ],
+    ids=[
+        "q-head_dim", "q-strides", "q-address", "q-dtype", "q-rank", "k-batch", "k-dtype",
+        "v-rows", "v-heads", "v-strides",
+    ],
+)  # fmt: skip
+def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(
+    position: int, bad: torch.Tensor
+):
+    """On a GPU the operator's own checks run only once it has refused."""
+    kernel, spec = PLAIN.request("static")
+    q, k, v = (torch.zeros(1, n, 2, 256, dtype=torch.bfloat16) for n in (5, 7, 7))
+    tensors = [q, k, v, torch.empty_like(q), torch.empty(1, 2, 5)]
+    numbers = (0.0625, 1.0, 0, 0, 2)
+    with cute_attn.emulated(ARCH, Emulator()) as emulator:
+        emulation = launch.current_emulation()
+        assert emulation is not None
+        function = emulation.function(kernel, spec)
+        function(*tensors, *[None] * 5, *numbers)
+        assert len(emulator.report.launches) == 1
+        tensors[position] = bad
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            function(*tensors, *[None] * 5, *numbers)
+        assert len(emulator.report.launches) == 1
