@@ -220,6 +220,7 @@ FORBIDDEN = {
         "cute_attn.reference",
     },
     "cute_attn/launch.py": {"cutlass", "cute_attn.bench", "cute_attn.ops", "cute_attn.reference"},
+    "cute_attn/settings.py": {"cutlass", "torch", "cute_attn"},
     "cute_attn/ops": {"cutlass", "cute_attn.bench", "cute_attn.reference"},
     "cute_attn/reference": {
         "cutlass",
