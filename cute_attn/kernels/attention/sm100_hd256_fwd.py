@@ -288,15 +288,6 @@ class Sm100Hd256Forward:
             batch = q.shape[0]
         seqlen_k = k.shape[-3]
 
-        qk_mma = sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
-            tcgen05.CtaGroup.TWO, (TILE_M, TILE_N),
-        )  # fmt: skip
-        pv_mma = sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
-            tcgen05.CtaGroup.TWO, (TILE_M, HEAD_DIM), tcgen05.OperandSource.TMEM,
-        )  # fmt: skip
-
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
         q_copy = self.box_copy(load, self.query_rows(q), ROWS)
@@ -326,7 +317,6 @@ class Sm100Hd256Forward:
             score_scale, scale_log2 = Float32(1.0), softmax_scale * LOG2_E
 
         self.kernel(
-            qk_mma, pv_mma,
             *q_copy, *k_copy, *v_copy, *o_copy,
             lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             score_scale, scale_log2, window_left, window_right,
@@ -338,6 +328,19 @@ class Sm100Hd256Forward:
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
+
+    def mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """For S = Q K^T and O += P V. Made in the kernel: as its arguments their flags would be
+        variables, which take registers and instructions."""
+        qk_mma = sm100.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
+            tcgen05.CtaGroup.TWO, (TILE_M, TILE_N),
+        )  # fmt: skip
+        pv_mma = sm100.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
+            tcgen05.CtaGroup.TWO, (TILE_M, HEAD_DIM), tcgen05.OperandSource.TMEM,
+        )  # fmt: skip
+        return qk_mma, pv_mma
 
     # A tensor as TMA sees it: (rows of a tile, head_dim, then what picks the sequence and the
     # head). Rows of a sequence among others are addressed as (i, j) -> row i + j - size of i, so
@@ -401,8 +404,6 @@ class Sm100Hd256Forward:
     @cute.kernel
     def kernel(
         self,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
         q_tma: cute.CopyAtom,
         q: cute.Tensor,
         k_tma: cute.CopyAtom,
@@ -448,6 +449,8 @@ class Sm100Hd256Forward:
         tcgen05_fence_after()
         # All columns are ours, so that the address is known, and takes no register.
         tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
+
+        qk_mma, pv_mma = self.mmas()
 
         # S, of stage 0, and O, as a CTA sees them: (rows, columns).
         s_shape = qk_mma.get_slice(0).partition_shape_C((TILE_M, TILE_N))
