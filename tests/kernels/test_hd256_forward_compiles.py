@@ -68,6 +68,15 @@ def test_no_spills(fields: dict[str, Any]) -> None:
     assert spills(fields) == 0
 
 
+@pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
+def test_the_budget_of_shared_memory_is_what_is_launched(fields: dict[str, Any]) -> None:
+    from cute_attn.kernels.attention.sm100_hd256_fwd import Sm100Hd256Forward
+
+    spec = Hd256ForwardSpec(**fields)
+    (use,) = cache.compile(launch.HD256_FORWARD, spec, arch=ARCH).kernels
+    assert use.dynamic_shared == Sm100Hd256Forward(spec).smem_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_spills_in_a_random_sample(part: int) -> None:

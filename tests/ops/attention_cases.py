@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import cute_attn
 from cute_attn.emulator import Emulator, machine
+from cute_attn.emulator.report import Finding
 from cute_attn.launch import Request
 from cute_attn.ops.attention import plan_attention
 from cute_attn.reference.attention import (
@@ -404,7 +405,7 @@ def kept_programs() -> Iterator[None]:
 def run(
     args: dict[str, Any], scheduler: str = "static", on: Machine = Machine(), **changes: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, lse), where no check of the emulator finds anything: not even what would be a note."""
+    """(o, lse), where no check of the emulator finds anything but what `_is_known` says."""
     args = args | changes
     varlen = any(name.startswith(("cu_", "seqused_")) for name in args)
     function = cute_attn.flash_attn_varlen_func if varlen else cute_attn.flash_attn_func
@@ -416,9 +417,19 @@ def run(
     )
     with cute_attn.emulated(ARCH, emulator):
         result = function(**args, scheduler=scheduler)
-    errors = [f for f in emulator.report.findings if f.severity == "error"]
-    assert not errors, emulator.report
+    assert all(map(_is_known, emulator.report.findings)), emulator.report
     return result
+
+
+def _is_known(finding: Finding) -> bool:
+    """The compiler moves what tcgen05.ld has loaded to other registers before the wait that the
+    kernel has written. The assembler, which tracks those loads, waits there by itself: a note.
+    """
+    return (
+        finding.severity == "note"
+        and finding.check == "tcgen05-sync"
+        and "without tcgen05.wait::ld" in finding.message
+    )
 
 
 def valid(args: dict[str, Any], *results: torch.Tensor | None) -> list[torch.Tensor]:

@@ -8,9 +8,10 @@ of the head dimensions (V): the MMAs of cta_group::2 read both halves.
     P = 2^(c S - m)  in place of S         c = softmax_scale * log2(e), m the row's (late) maximum
     O = O a + P V    256 x 256, K = 128    P and O in tensor memory, V in shared memory
 
-The maximum m is only moved when it has grown by more than 2^RESCALE_THRESHOLD, so that O is rarely
-rescaled (by a); sums follow the same m, so that the result is exact. Half of the exponentials run
-on the FMA units (`common.exp2`): the special function unit would need half of the MMAs' time.
+The maximum m is only moved when it has grown by more than RESCALE_THRESHOLD (in log2), so that O is
+rarely rescaled (by a); sums follow the same m, so that the result is exact. Half of the
+exponentials, but for the last quarter of a tile's, run on the FMA units (`common.exp2`): the
+special function unit alone would need half of the MMAs' time.
 
     warps    role         what a tile goes through
     8        load         Q, then K_0, K_1, V_0, K_2, V_1, ... by TMA
@@ -180,40 +181,72 @@ class Sm100Hd256Forward:
         self.packed = spec.packed_heads
         self.log_packed = self.packed.bit_length() - 1
         self.tokens = ROWS // self.packed  # in a CTA's rows
-        self.masked = spec.window_left or spec.window_right
         if self.smem_bytes > MAX_SMEM_BYTES:
             raise ValueError(f"{self.smem_bytes} bytes of shared memory, at most {MAX_SMEM_BYTES}")
 
     @property
+    def buffers(self) -> dict[str, tuple[Any, int]]:
+        """Shared memory, in order: name -> (element, bytes). See `Storage`."""
+        return {
+            "q": (self.dtype, Q_BYTES),
+            "kv": (self.dtype, KV_STAGES * KV_BYTES),
+            "o": (self.dtype, O_STAGES * O_BYTES),
+            "scale": (Float32, 4 * S_STAGES * ROWS),
+            "inverse_sum": (Float32, 4 * 2 * ROWS),
+            "work": (Int32, 4 * WORK_STAGES * WORK_WORDS),
+            "clc_response": (Int32, CLC_RESPONSE_BYTES),
+            "barriers": (Int64, self.handovers.nbytes),
+            "tmem_address": (Int32, 4),
+        }
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each buffer lies, and where the last one ends ("end")."""
+        offsets, end = {}, 0
+        for name, (_, nbytes) in self.buffers.items():
+            alignment = SMEM_ALIGNMENT if nbytes >= SMEM_ALIGNMENT else 16
+            offsets[name] = -(-end // alignment) * alignment
+            end = offsets[name] + nbytes
+        return offsets | {"end": end}
+
+    @property
     def smem_bytes(self) -> int:
-        buffers = Q_BYTES + KV_STAGES * KV_BYTES + O_STAGES * O_BYTES
-        small = (
-            4 * ROWS * (S_STAGES + 2)  # factors and sums
-            + 4 * WORK_WORDS * WORK_STAGES
-            + self.handovers.nbytes
-            + CLC_RESPONSE_BYTES
-            + 16  # tensor memory's address
-        )
-        return buffers + small
+        return self.offsets["end"]
 
     def allocate(self) -> Storage:
-        """On the device: the buffers, in the order of `smem_bytes`."""
+        """On the device: the buffers."""
         smem = cutlass.utils.SmemAllocator()
-
-        def buffer(element: Any, count: int, alignment: int) -> Any:
-            return smem.allocate_array(element, count, byte_alignment=alignment)
-
         return Storage(
-            q=buffer(self.dtype, Q_BYTES // 2, SMEM_ALIGNMENT),
-            kv=buffer(self.dtype, KV_STAGES * KV_BYTES // 2, SMEM_ALIGNMENT),
-            o=buffer(self.dtype, O_STAGES * O_BYTES // 2, SMEM_ALIGNMENT),
-            scale=buffer(Float32, S_STAGES * ROWS, 16),
-            inverse_sum=buffer(Float32, 2 * ROWS, 16),
-            work=buffer(Int32, WORK_STAGES * WORK_WORDS, 16),
-            clc_response=buffer(Int32, CLC_RESPONSE_BYTES // 4, 16),
-            barriers=buffer(Int64, self.handovers.count, 16),
-            tmem_address=buffer(Int32, 1, 16),
+            **{
+                name: smem.allocate_array(
+                    element,
+                    8 * nbytes // element.width,
+                    byte_alignment=SMEM_ALIGNMENT if nbytes >= SMEM_ALIGNMENT else 16,
+                )
+                for name, (element, nbytes) in self.buffers.items()
+            }
         )
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        """What reports and traces call barriers, buffers and warps: the arguments of the emulator's
+        `Names`. Shared memory begins at address `shared_base`."""
+        items = {"kv": KV_BYTES, "o": O_BYTES, "scale": 4 * ROWS, "inverse_sum": 4 * ROWS}
+        shared = {
+            name: (shared_base + self.offsets[name], nbytes, items.get(name, nbytes))
+            for name, (_, nbytes) in self.buffers.items()
+            if name != "barriers"
+        }
+        return {
+            "shared": shared | self.handovers.names(shared_base + self.offsets["barriers"]),
+            "warps": {
+                "softmax": (SOFTMAX.start, SOFTMAX.stop - 1),
+                "correction": (CORRECTION.start, CORRECTION.stop - 1),
+                "load": (LOAD, LOAD),
+                "mma": (MMA, MMA),
+                "store": (STORE, STORE),
+                "scheduler": (SCHEDULER, SCHEDULER),
+            },
+        }
 
     def fake_args(self) -> tuple[Any, ...]:
         """Stand-ins for the arguments of `__call__`, in order."""
@@ -583,25 +616,20 @@ class Sm100Hd256Forward:
             barriers.arrive("work_empty", n)
 
     def visible_tiles(self, block: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
-        """(first, end) of the K/V tiles that some row of the cluster's tile sees."""
-        return self.tiles_seen(block * TILE_M, TILE_M, seqlen_q, seqlen_k, window)
-
-    def tiles_seen(
-        self, first_row: Any, rows: int, seqlen_q: Any, seqlen_k: Any, window: Any
-    ) -> Any:
+        """[first, end) of the K/V tiles that some row of the cluster's tile sees."""
         left, right = window
         shift = seqlen_k - seqlen_q  # of the diagonal, which ends in the bottom right corner
-        end = seqlen_k
+        first_key, end_key = Int32(0), seqlen_k
         if self.spec.window_right:
-            last = cutlass.min((first_row + rows - 1) >> self.log_packed, seqlen_q - 1)
-            end = cutlass.min(end, last + shift + right + 1)
-        first = Int32(0)
+            last_row = block * TILE_M + (TILE_M - 1)
+            last_token = cutlass.min(last_row >> self.log_packed, seqlen_q - 1)
+            end_key = cutlass.min(end_key, last_token + shift + right + 1)
         if self.spec.window_left:
-            first = cutlass.max(first, (first_row >> self.log_packed) + shift - left)
-        end = cutlass.max(end, 0)
-        first_tile = first >> LOG_TILE_N
-        end_tile = (end + (TILE_N - 1)) >> LOG_TILE_N
-        return first_tile, cutlass.max(end_tile, first_tile)
+            first_token = (block * TILE_M) >> self.log_packed
+            first_key = cutlass.max(first_key, first_token + shift - left)
+        first = first_key >> LOG_TILE_N
+        end = (cutlass.max(end_key, 0) + (TILE_N - 1)) >> LOG_TILE_N
+        return first, cutlass.max(first, end)
 
     # -- device: load -------------------------------------------------------------------------
 
