@@ -210,6 +210,15 @@ FORBIDDEN = {
         "cute_attn.ops",
         "cute_attn.reference",
     },
+    "cute_attn/integrations": {
+        "cutlass",
+        "cute_attn.bench",
+        "cute_attn.cache",
+        "cute_attn.emulator",
+        "cute_attn.kernels",
+        "cute_attn.launch",
+        "cute_attn.reference",
+    },
     "cute_attn/kernels": {
         "torch",
         "cute_attn.bench",
@@ -221,7 +230,12 @@ FORBIDDEN = {
     },
     "cute_attn/launch.py": {"cutlass", "cute_attn.bench", "cute_attn.ops", "cute_attn.reference"},
     "cute_attn/settings.py": {"cutlass", "torch", "cute_attn"},
-    "cute_attn/ops": {"cutlass", "cute_attn.bench", "cute_attn.reference"},
+    "cute_attn/ops": {
+        "cutlass",
+        "cute_attn.bench",
+        "cute_attn.integrations",
+        "cute_attn.reference",
+    },
     "cute_attn/reference": {
         "cutlass",
         "tvm_ffi",

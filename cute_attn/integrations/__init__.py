@@ -1,0 +1,1 @@
+"""Other libraries' doors to the operators. Each module imports its host only when used."""
