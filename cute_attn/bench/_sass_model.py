@@ -317,25 +317,36 @@ def mma_flop(instruction: Instruction, geometry: Geometry) -> int:
     return 2 * m * n * k
 
 
-_DESCRIPTOR = re.compile(r"mov\.b32\s+\S*idesc\S*\s*,\s*(0x[0-9a-fA-F]+|\d+)\s*;")
+_CONSTANT = re.compile(r"mov\.b32\s+(\S+)\s*,\s*(0x[0-9a-fA-F]+|\d+)\s*;")
+_MMA = re.compile(r"tcgen05\.mma\.cta_group::\S+\s+\[[^\]]*\]\s*,\s*([^,]+),[^,]+,\s*([^,\s]+)\s*,")
 
 
 def check_shapes(ptx: str, geometry: Geometry) -> bool:
-    """Compare the MMA shapes of `geometry` with the instruction descriptors in the PTX.
+    """Compare the MMA shapes of `geometry` with the instruction descriptors in a kernel's PTX.
 
     Returns:
-        Whether it holds any as constants; a kernel may compute them.
+        Whether all of them are constants; a kernel may compute them, and is then taken at its word.
 
     Raises:
         AnalysisError: one is of another shape.
     """
-    descriptors = [int(text, 0) for text in _DESCRIPTOR.findall(ptx)]
-    for descriptor in descriptors:
-        # PTX ISA, instruction descriptor of kind::f16: N / 8 in bits 17-22, M / 16 in bits 24-28.
-        shape = (descriptor >> 24 & 0x1F) * 16, (descriptor >> 17 & 0x3F) * 8, 16
-        if shape not in (geometry.score_mma, geometry.output_mma):
-            raise AnalysisError(f"an MMA of shape {shape} in the PTX")
-    return bool(descriptors)
+    constants: dict[str, int] = {}
+    known, mmas = 0, 0
+    for line in ptx.splitlines():
+        if match := _CONSTANT.search(line):
+            constants[match[1]] = int(match[2], 0)
+        elif match := _MMA.search(line):
+            mmas += 1
+            expected = geometry.output_mma if match[1].startswith("[") else geometry.score_mma
+            descriptor = constants.get(match[2])
+            if descriptor is None:
+                continue
+            known += 1
+            # PTX ISA, instruction descriptor of kind::f16: N / 8 in bits 17-22, M / 16 in 24-28.
+            shape = (descriptor >> 24 & 0x1F) * 16, (descriptor >> 17 & 0x3F) * 8, 16
+            if shape != expected:
+                raise AnalysisError(f"an MMA of shape {shape}, not {expected}: {line.strip()}")
+    return 0 < known == mmas
 
 
 # -- clocks ---------------------------------------------------------------------------------------

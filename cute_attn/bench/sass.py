@@ -127,6 +127,7 @@ class Analysed:
     counted: model.KernelCount
     clocks: model.Clocks
     rescaling: model.Clocks  # where every tile moves the maximum
+    shapes_checked: bool  # of the MMAs, by what the PTX says; else they are only presumed
 
 
 # -- programs -------------------------------------------------------------------------------------
@@ -304,13 +305,14 @@ def disassemble(cubin: bytes, nvdisasm: Path) -> str:
 def analyse(program: Program, nvdisasm: Path, geometry: model.Geometry) -> Analysed:
     """Raises AnalysisError where the kernel is not of the expected form."""
     (function,) = listing.functions(disassemble(program.cubin, nvdisasm))
-    model.check_shapes(program.ptx, geometry)
+    checked = model.check_shapes(program.ptx, geometry)
     counted = model.count_kernel(function, geometry)
     return Analysed(
         program,
         counted,
         model.clocks(counted, geometry),
         model.clocks(counted, geometry, rescale=1.0),
+        checked,
     )
 
 
@@ -350,6 +352,9 @@ def run(options: argparse.Namespace) -> Report:
     except ImportError as error:
         notes.append(f"without {THEIRS}: {error}")
     analysed = [analyse(p, nvdisasm, geometry) for p in track(programs, "taking apart")]
+    if presumed := [a.program for a in analysed if not a.shapes_checked]:
+        names = ", ".join(f"{p.kernel} {p.specialisation}" for p in presumed)
+        notes.append(f"the shapes of the MMAs are presumed, not read from the PTX: {names}")
     order = [s.name for s in specialisations]
     analysed.sort(key=lambda a: (order.index(a.program.specialisation), a.program.kernel != OURS))
     environment = describe(options.argv, commit=options.commit)

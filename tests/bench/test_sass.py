@@ -265,12 +265,25 @@ def test_spills_are_seen_wherever_they_are():
     assert model.count_kernel(spilling, HD256_FORWARD).local_accesses == 1
 
 
+SCORE_PTX = """
+\tmov.b32 %r7, 270533776;
+\ttcgen05.mma.cta_group::2.kind::f16.collector::a::discard [%r46], %rd23, %rd4, %r7, {%r1}, %p1;
+"""
+OUTPUT_PTX = """
+\tmov.b32 idesc, 0x10410490;
+\t@leader tcgen05.mma.cta_group::2.kind::f16 [acc], [tmem_a + 0x8], smem_desc_b, idesc, 1;
+"""
+
+
 def test_mma_shapes_are_checked_with_the_ptx():
-    assert not model.check_shapes("or.b32 %r42, %r1575, %r1574;", HD256_FORWARD)
-    assert model.check_shapes("mov.b32 qk_mma_idesc, 0x10200490;", HD256_FORWARD)
-    assert model.check_shapes("mov.b32 idesc, 0x10410490;", HD256_FORWARD)
-    with pytest.raises(AnalysisError, match=r"\(128, 128, 16\)"):
-        model.check_shapes("mov.b32 idesc, 0x8200490;", HD256_FORWARD)
+    assert model.check_shapes(SCORE_PTX + OUTPUT_PTX, HD256_FORWARD)
+    assert not model.check_shapes("", HD256_FORWARD)
+    computed = SCORE_PTX.replace("mov.b32 %r7, 270533776", "or.b32 %r7, %r8, %r9")
+    assert not model.check_shapes(computed + OUTPUT_PTX, HD256_FORWARD)
+    with pytest.raises(AnalysisError, match=r"\(128, 128, 16\), not \(256, 128, 16\)"):
+        model.check_shapes(SCORE_PTX.replace("270533776", "0x8200490"), HD256_FORWARD)
+    with pytest.raises(AnalysisError, match=r"\(256, 128, 16\), not \(256, 256, 16\)"):
+        model.check_shapes(OUTPUT_PTX.replace("0x10410490", "0x10200490"), HD256_FORWARD)
 
 
 # -- the benchmark --------------------------------------------------------------------------------
@@ -320,7 +333,7 @@ def program(kernel, specialisation, **facts):
 def analysed(kernel, specialisation, function=None, **facts):
     counted = model.count_kernel(function or made(), HD256_FORWARD)
     clocks = [model.clocks(counted, HD256_FORWARD, rescale=share) for share in (0.0, 1.0)]
-    return sass.Analysed(program(kernel, specialisation, **facts), counted, *clocks)
+    return sass.Analysed(program(kernel, specialisation, **facts), counted, *clocks, True)
 
 
 def slow():
@@ -380,6 +393,7 @@ def check(specialisations, nvdisasm):
         pytest.skip(str(reason))
     assert missing == []
     found = [sass.analyse(p, nvdisasm, HD256_FORWARD) for p in (*programs, *theirs)]
+    assert all(a.shapes_checked for a in found)
     missed = [v for v in sass.verdicts(found, specialisations) if v.passed is not True]
     assert missed == []
 
