@@ -90,7 +90,7 @@ def dense_cases(*kinds: Kind, groups: tuple[int, ...] = (1, 3)) -> st.SearchStra
 # -- agreement
 
 
-@examples(16, 400)
+@examples(24, 400)
 @given(case=cases(), on=MACHINES)
 def test_agrees_with_the_reference_on_both_schedulers(case: Case, on: Machine):
     args = case.arguments()

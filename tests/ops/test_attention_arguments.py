@@ -463,6 +463,117 @@ def test_plans_that_no_kernel_serves(change: dict[str, Any], message: str):
         plan_attention("sm_100a", **change)
 
 
+# -- the warm path, which on a GPU follows the first call with such tensors
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a function in the place of the loaded kernel for such a call, and forbids the slow path.
+
+    CPU tensors do: this path leaves their device to the compiled host code.
+    """
+
+    def ready(function: Any, **arguments: Any) -> None:
+        monkeypatch.setattr(attention, "_ready", {})
+        monkeypatch.setattr(attention, "_first_call", None)
+        names = inspect.signature(attention._key).parameters
+        defaults = {
+            "window_size": (None, None),
+            "causal": False,
+            "softcap": 0.0,
+            "return_lse": False,
+        }
+        call = defaults | arguments
+        key = attention._key(*(call.get(name) for name in names))
+        attention._ready[key] = (function, 0.0625, 2.5, 7, 0, 66)
+
+    return ready
+
+
+def test_a_warm_call_is_one_look_up(warm: Any):
+    calls: list[Any] = []
+    warm(lambda *arguments: calls.append(arguments), **dense(causal=True, return_lse=True))
+    args = dense(causal=True, return_lse=True)
+    o, lse = cute_attn.flash_attn_func(**args)
+    (given,) = calls
+    tensors = (args["q"], args["k"], args["v"], o, lse)
+    assert all(a is b for a, b in zip(given, tensors, strict=False))
+    assert given[5:] == (None,) * 5 + (0.0625, 2.5, 7, 0, 66)
+    assert lse.shape == (2, 4, 3)
+
+
+def test_lengths_scales_and_forms_of_the_window_do_not_make_a_call_cold(warm: Any):
+    calls: list[Any] = []
+    warm(lambda *arguments: calls.append(arguments), **dense())
+    for change in ({"sq": 100, "sk": 9000}, {"window_size": [None, None]}, {"softmax_scale": 3}):
+        cute_attn.flash_attn_func(**dense(**change))
+    assert [call[10] for call in calls] == [0.0625, 0.0625, 3]
+    warm(lambda *arguments: calls.append(arguments), **varlen())
+    cute_attn.flash_attn_varlen_func(**varlen(sq=60, sk=77, max_seqlen_q=3, max_seqlen_k=1))
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sq": 1000},  # no longer packed
+        {"heads": 8},
+        {"batch": 3},
+        {"k": bf16(3, 5, 2, 256)},
+        {"causal": True},
+        {"window_size": (1, None)},
+        {"softcap": 1.0},
+        {"scheduler": "clc"},
+        {"return_lse": True},
+        {"learnable_sink": torch.zeros(4)},
+        {"dtype": torch.float16},
+        {"sq": 0},
+        {"sk": 0},
+        {"softmax_scale": 0.0},
+        {"softmax_scale": math.nan},
+        {"softmax_scale": "1"},
+        {"q": None},
+        {"window_size": None},
+    ],
+    ids=str,
+)
+def test_what_a_kernel_is_chosen_by_and_checks_of_values_are_not_skipped(
+    warm: Any, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+):
+    warm(lambda *_: pytest.fail("launched"), **dense())
+    slow: list[Any] = []
+    monkeypatch.setattr(attention, "_first_call", lambda *arguments: slow.append(arguments))
+    args = dense(**change)
+    if args["q"] is None:  # goes to the registered operator's checks
+        with pytest.raises(TypeError, match="q must be a torch.Tensor"):
+            cute_attn.flash_attn_func(**args)
+        return
+    cute_attn.flash_attn_func(**args)
+    assert len(slow) == 1
+
+
+def test_a_warm_call_refuses_autograd(warm: Any):
+    warm(lambda *_: pytest.fail("launched"), **dense())
+    args = dense()
+    args["v"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="no backward yet"):
+        cute_attn.flash_attn_func(**args)
+
+
+def test_what_the_host_code_refuses_is_said_in_the_operators_words(warm: Any):
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("Mismatched v.shape[1] on argument #2")
+
+    warm(refuse, **dense())
+    with pytest.raises(ValueError, match=r"v has shape \[2, 6, 2, 256\], must be \[2, 5, 2, 256\]"):
+        cute_attn.flash_attn_func(**dense(v=bf16(2, 6, 2, 256)))
+    with (
+        cute_attn.emulated("sm_100a"),
+        pytest.raises(RuntimeError, match="Mismatched"),  # nothing is wrong that we know of
+    ):
+        cute_attn.flash_attn_func(**dense())
+
+
 # -- FA_CLC
 
 

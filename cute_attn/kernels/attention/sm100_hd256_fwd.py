@@ -58,7 +58,7 @@ DTYPE = {
 }
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 HEAD_DIM = 256
 CTAS = 2
@@ -976,6 +976,8 @@ class Sm100Hd256Forward:
             token = packed_row >> self.log_packed
             head_of_q = head * self.packed + (packed_row & (self.packed - 1))
             level = maximum * scale_log2
+            if maximum == INF:  # inf - inf, which the FMA path for exponentials does not see
+                total = Float32(NAN)
             if cutlass.const_expr(sink is not None):
                 sink_log2 = Float32(0.0)
                 if token < seqlen_q:
