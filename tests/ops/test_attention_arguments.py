@@ -545,7 +545,7 @@ def test_what_a_kernel_is_chosen_by_and_checks_of_values_are_not_skipped(
     monkeypatch.setattr(attention, "_first_call", lambda *arguments: slow.append(arguments))
     args = dense(**change)
     if args["q"] is None:  # goes to the registered operator's checks
-        with pytest.raises(TypeError, match="q must be a torch.Tensor"):
+        with pytest.raises(TypeError, match=r"q must be a torch\.Tensor"):
             cute_attn.flash_attn_func(**args)
         return
     cute_attn.flash_attn_func(**args)
