@@ -201,7 +201,7 @@ def test_listing_the_benchmarks_does_not_import_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
         "cache", "emulator", "gpu-check", "launch-overhead", "lightning-decode",
-        "lightning-decode-ncu",
+        "lightning-decode-ncu", "sass",
     ]  # fmt: skip
 
 
