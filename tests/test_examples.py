@@ -1,0 +1,50 @@
+"""The examples that check themselves, on small problems. (`make demo` runs the quickstart.)"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn.emulator import Emulator
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["Gemma 3, sliding", "Gemma 3, full", "Qwen3-Next"])
+def test_gemma_qwen_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("gemma_qwen_attention")
+    monkeypatch.setattr(example, "PROMPTS", (70, 9))
+    emulator = Emulator(num_sms=2, schedule="random")
+    with cute_attn.emulated("sm_100a", emulator), torch.inference_mode():
+        errors = example.prefill_and_decode(example.KINDS[kind], "cpu")
+    assert set(errors.kernel) == {"prefill", "decode"}
+    assert errors.agree
+    assert len(emulator.report.launches) == 1 + example.STEPS
+
+
+def test_gemma_qwen_attention_notices_a_wrong_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("gemma_qwen_attention")
+    monkeypatch.setattr(example, "PROMPTS", (70, 9))
+    right = cute_attn.flash_attn_varlen_func
+
+    def wrong(window_size: tuple[int, None], **rest: object) -> object:
+        return right(window_size=(window_size[0] + 1, None), **rest)
+
+    monkeypatch.setattr(cute_attn, "flash_attn_varlen_func", wrong)
+    with cute_attn.emulated("sm_100a"), torch.inference_mode():
+        assert not example.prefill_and_decode(example.KINDS["Gemma 3, sliding"], "cpu").agree
