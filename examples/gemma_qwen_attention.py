@@ -5,8 +5,8 @@
 What it shows:
 
 - q, k and v as views of one fused projection, read in place;
-- a KV cache that is longer than what it holds: `seqused_k` says on the device how much is filled, so
-  that a decode step could be captured in a CUDA graph;
+- a KV cache that is longer than what it holds: `seqused_k` says on the device how much is filled,
+  so that a decode step could be captured in a CUDA graph;
 - a prefill of prompts of different lengths, each at the start of its row of the cache;
 - grouped query heads: at decode those of a K/V head share a tile, so that K and V are read once;
 - Gemma 3's sliding windows, whose w counts the query itself: window_size=(w - 1, 0).
