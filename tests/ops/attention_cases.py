@@ -131,7 +131,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 } | {
     "dtype": (torch.bfloat16, torch.float16),
     "sink": (None, torch.bfloat16, torch.float16, torch.float32),
-    "packed_heads": (1, 2, 8, 32, 128),
+    "packed_heads": (1, 2, 8, 32, 64),
 }
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn import launch
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention.spec import MAX_PACKED_HEADS
 from cute_attn.reference.attention import attention_reference
 
 from .attention_cases import (
@@ -352,6 +353,15 @@ def test_more_sequences_than_a_warp_has_lanes():
     args = case.arguments()
     for scheduler in ("static", "clc"):
         assert_agrees(args, *run(args, scheduler, Machine(num_sms=6, spurious_cancel=True)))
+
+
+def test_as_many_heads_in_a_tile_as_there_may_be():
+    """A CTA then has two tokens, and the other CTA's may lie in the next sequence."""
+    kind = Kind(varlen_q=True, packed_heads=MAX_PACKED_HEADS)
+    for lengths in ((1,), (1, 2, 1), (3,)):
+        case = Case(kind, lengths, (5,) * len(lengths), group=MAX_PACKED_HEADS)
+        args = case.arguments()
+        assert_agrees(args, *run(args))
 
 
 @pytest.mark.parametrize("scheduler", ["static", "clc"])

@@ -12,7 +12,9 @@ SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 
 TILE_M = 256  # rows of a cluster's tile: two CTAs of 128
 TILE_N = 128  # keys of a K/V tile
-MAX_PACKED_HEADS = 128  # rows of one CTA
+# A CTA has 128 rows, and two tokens at the least: TMA leaves rows past a packed sequence's end alone
+# by an index past its dimension's size, which a dimension of one token is not given.
+MAX_PACKED_HEADS = 64
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Hd256ForwardSpec(Spec):
             "dtype": DTYPES,
             "scheduler": SCHEDULERS,
             "sink_dtype": SINK_DTYPES,
-            "packed_heads": tuple(2**n for n in range(8)),
+            "packed_heads": tuple(2**n for n in range(7)),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
