@@ -12,8 +12,8 @@ SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 
 TILE_M = 256  # rows of a cluster's tile: two CTAs of 128
 TILE_N = 128  # keys of a K/V tile
-# A CTA has 128 rows, and two tokens at the least: TMA leaves rows past a packed sequence's end alone
-# by an index past its dimension's size, which a dimension of one token is not given.
+# A CTA has 128 rows, and two tokens at the least: TMA leaves rows past a packed sequence's end
+# alone by an index past its dimension's size, which a dimension of one token is not given.
 MAX_PACKED_HEADS = 64
 
 
