@@ -89,9 +89,9 @@ def budgets(chosen: kernel.Sm100Hd256Forward) -> str:
 def filled(page: str, parts: dict[str, str]) -> str:
     """The page with what is between `<!-- name -->` and `<!-- /name -->` replaced."""
     for name, text in parts.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         page, count = re.subn(
-            pattern, lambda m, text=text: m[1] + text + m[2], page, flags=re.DOTALL
+            pattern, lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page, flags=re.DOTALL
         )
         if count != 1:
             raise ValueError(f"the page has {count} places for {name}")
