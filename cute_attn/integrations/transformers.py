@@ -40,9 +40,10 @@ def register(name: str = NAME) -> None:
 
     Serves inference of models whose attention layers have head_dim 256 (Gemma 2 and 3, Qwen3-Next,
     Qwen3.5 ...) in bfloat16 or float16: causal and bidirectional attention, causal sliding windows,
-    softcap, sinks, grouped heads, dynamic and static caches, and padding on either side or
-    in between. A padded query gives 0 where it is causal. With padding k and v are copied in each
-    layer, so that batches without any should come without a mask, as `generate` sees to.
+    softcap, sinks, grouped heads, dynamic and static caches, and padding on either side or in
+    between. A sliding window counts tokens, not padding, as FlashAttention's does; eager attention
+    differs where padding is in between. With padding k and v are copied in each layer, so that
+    batches without any should come without a mask, as `generate` sees to.
 
     Refused, when a model asks for it, with NotImplementedError: gradients, dropout, attention
     weights as an output, masks other than those above (packed sequences, chunks, blocks of images,
