@@ -13,6 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from cute_attn.reference.attention import visible
+
+__all__ = ["Backward", "Forward", "backward", "forward", "visible"]
+
 
 class Forward(NamedTuple):
     """out is shaped as q, with the head_dim of v; lse is [B, H, S], or [H, total] if varlen."""
@@ -28,25 +32,6 @@ class Backward(NamedTuple):
     dk: torch.Tensor
     dv: torch.Tensor
     dpsum: torch.Tensor
-
-
-def visible(
-    seqlen_q: int,
-    seqlen_k: int,
-    causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
-) -> torch.Tensor:
-    """Which keys each query sees: booleans [seqlen_q, seqlen_k]."""
-    left, right = window
-    if causal:
-        right = 0
-    distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
-    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    if left is not None:
-        mask &= distance >= -left
-    if right is not None:
-        mask &= distance <= right
-    return mask
 
 
 def forward(

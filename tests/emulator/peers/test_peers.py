@@ -79,7 +79,7 @@ def test_reference_of_rows_that_see_nothing() -> None:
 
 
 def test_reference_of_a_window_and_a_sink() -> None:
-    mask = attention_reference.visible(2, 5, window=(1, 0))
+    mask = attention_reference.visible(2, 5, window_size=(1, 0))
     assert mask.tolist() == [[False, False, True, True, False], [False, False, False, True, True]]
     q, k, v = (torch.randn(1, 3, 2, 4) for _ in range(3))
     out, lse = attention_reference.forward(q, k, v)
