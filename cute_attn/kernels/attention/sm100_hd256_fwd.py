@@ -91,9 +91,9 @@ LOAD, MMA, STORE, SCHEDULER = 8, 9, 10, 11
 NUM_WARPS = 12
 WORKERS = NUM_WARPS - 1  # all but the scheduler
 
-# Registers of a thread: 384 threads start with 168, and trade.
+# Registers of a thread: 384 threads start with 168; the last warpgroup hands some to softmax.
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 240, 168, 96
-assert SOFTMAX_REGISTERS + CORRECTION_REGISTERS + OTHER_REGISTERS <= 3 * 168
+assert SOFTMAX_REGISTERS + CORRECTION_REGISTERS + OTHER_REGISTERS <= 3 * CORRECTION_REGISTERS
 
 # In the order of a tile's life. Counts: Q and work by tiles, O boxes by boxes, all others by K/V
 # tiles (K and V of one share the ring, two uses).
@@ -498,33 +498,33 @@ class Sm100Hd256Forward:
         inverse_sum = cute.make_tensor(storage.inverse_sum, cute.make_layout((ROWS, 2)))
         window = (window_left, window_right)
 
-        if warp == SCHEDULER:
+        # Registers change hands by whole warpgroups. (Correction gives none, but the assembler has
+        # to be told what each may use.)
+        if warp >= LOAD:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            tiles = TileMap(
-                tile_rows=TILE_M,
-                rows_per_token=self.packed,
-                longest_last=self.spec.window_right,
-                heads=heads // self.packed,
-                batch=batch,
-                seqlen_q=seqlen_q,
-                heads_at_once=heads_at_once,
-                cu_seqlens_q=cu_seqlens_q,
-                seqused_q=seqused_q,
-            )
-            scheduler = self.scheduler(num_tiles, Int32(0), barriers, storage.clc_response)
-            self.scheduler_warp(
-                scheduler, tiles, barriers, work, heads, kv_heads, seqlen_k,
-                cu_seqlens_q, cu_seqlens_k, seqused_k,
-            )  # fmt: skip
-        if warp == LOAD:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window)
-        if warp == MMA:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, work, window)
-        if warp == STORE:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            self.store_warp(o_tma, o, storage, barriers, work)
+            if warp == SCHEDULER:
+                tiles = TileMap(
+                    tile_rows=TILE_M,
+                    rows_per_token=self.packed,
+                    longest_last=self.spec.window_right,
+                    heads=heads // self.packed,
+                    batch=batch,
+                    seqlen_q=seqlen_q,
+                    heads_at_once=heads_at_once,
+                    cu_seqlens_q=cu_seqlens_q,
+                    seqused_q=seqused_q,
+                )
+                scheduler = self.scheduler(num_tiles, Int32(0), barriers, storage.clc_response)
+                self.scheduler_warp(
+                    scheduler, tiles, barriers, work, heads, kv_heads, seqlen_k,
+                    cu_seqlens_q, cu_seqlens_k, seqused_k,
+                )  # fmt: skip
+            if warp == LOAD:
+                self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window)
+            if warp == MMA:
+                self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, work, window)
+            if warp == STORE:
+                self.store_warp(o_tma, o, storage, barriers, work)
         if warp < SOFTMAX.stop:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.softmax_warps(
@@ -979,9 +979,10 @@ class Sm100Hd256Forward:
             if maximum == INF:  # inf - inf, which the FMA path for exponentials does not see
                 total = Float32(NAN)
             if cutlass.const_expr(sink is not None):
-                sink_log2 = Float32(0.0)
+                sink_value = Float32(0.0)
                 if token < seqlen_q:
-                    sink_log2 = Float32(sink[head_of_q]) * LOG2_E
+                    sink_value = Float32(sink[head_of_q])
+                sink_log2 = sink_value * LOG2_E
                 higher = cute.arch.fmax(level, sink_log2, nan=True)
                 base = higher
                 if higher == -INF:
@@ -992,6 +993,8 @@ class Sm100Hd256Forward:
                 if whole != 0.0:
                     inverse = ratio / whole
                 log_sum = (base + cute.math.log2(whole, fastmath=True)) * LN_2
+                if maximum == -INF:
+                    log_sum = sink_value
             else:
                 inverse = Float32(0.0)
                 log_sum = Float32(-INF)
