@@ -519,18 +519,18 @@ class Sm100Hd256Forward:
                     scheduler, tiles, barriers, work, heads, kv_heads, seqlen_k,
                     cu_seqlens_q, cu_seqlens_k, seqused_k,
                 )  # fmt: skip
-            if warp == LOAD:
+            elif warp == LOAD:
                 self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window)
-            if warp == MMA:
+            elif warp == MMA:
                 self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, work, window)
-            if warp == STORE:
+            else:
                 self.store_warp(o_tma, o, storage, barriers, work)
-        if warp < SOFTMAX.stop:
+        elif warp < SOFTMAX.stop:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.softmax_warps(
                 s, scale, inverse_sum, lse, sink, barriers, work, window, score_scale, scale_log2,
             )  # fmt: skip
-        if warp >= CORRECTION.start and warp < CORRECTION.stop:
+        else:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
             self.correction_warps(o_acc, scale, inverse_sum, storage, barriers, work, window)
 
@@ -842,14 +842,16 @@ class Sm100Hd256Forward:
         issued: Int32,
         n: Int32,
     ) -> None:
-        s = cute.make_tensor(s.iterator + TILE_N * (issued & (S_STAGES - 1)), s.layout)
+        stage = n & (KV_STAGES - 1)
+        column = TILE_N * (issued & (S_STAGES - 1))
+        s = cute.make_tensor(s.iterator + column, s.layout)
         mma.set(tcgen05.Field.ACCUMULATE, False)
         for step in cutlass.range_constexpr(cute.size(q_frag, mode=[2])):
             cute.gemm(
                 mma,
                 s,
                 q_frag[None, None, step, 0],
-                k_frag[None, None, step, n & (KV_STAGES - 1)],
+                k_frag[None, None, step, stage],
                 s,
             )
             mma.set(tcgen05.Field.ACCUMULATE, True)
@@ -865,15 +867,17 @@ class Sm100Hd256Forward:
         n: Int32,
         accumulate: Boolean,
     ) -> None:
+        stage = n & (KV_STAGES - 1)
         # Two values of P in a column of tensor memory.
-        p = cute.make_tensor(p_frag.iterator + 2 * TILE_N * (added & (S_STAGES - 1)), p_frag.layout)
+        column = 2 * TILE_N * (added & (S_STAGES - 1))
+        p = cute.make_tensor(p_frag.iterator + column, p_frag.layout)
         mma.set(tcgen05.Field.ACCUMULATE, accumulate)
         for step in cutlass.range_constexpr(cute.size(v_frag, mode=[2])):
             cute.gemm(
                 mma,
                 o_acc,
                 p[None, None, step, 0],
-                v_frag[None, None, step, n & (KV_STAGES - 1)],
+                v_frag[None, None, step, stage],
                 o_acc,
             )
             mma.set(tcgen05.Field.ACCUMULATE, True)
