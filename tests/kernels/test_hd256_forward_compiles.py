@@ -33,7 +33,7 @@ EVERYTHING = [
         dtype, scheduler, packed_heads, window_left, window_right, softcap, sink_dtype,
         varlen_q, varlen_k, seqused_q, seqused_k, lse,
     ) in itertools.product(
-        DTYPES, SCHEDULERS, (1, 2, 4, 8, 16, 32, 64, 128), BOOLS, BOOLS, BOOLS, SINK_DTYPES,
+        DTYPES, SCHEDULERS, (1, 2, 4, 8, 16, 32, 64), BOOLS, BOOLS, BOOLS, SINK_DTYPES,
         BOOLS, BOOLS, BOOLS, BOOLS, BOOLS,
     )
     if varlen_q or not seqused_q
@@ -91,7 +91,7 @@ def test_no_spills_in_a_random_sample(part: int) -> None:
         ("dtype", "float32"),
         ("scheduler", "dynamic"),
         ("packed_heads", 3),
-        ("packed_heads", 256),
+        ("packed_heads", 128),
         ("sink_dtype", None),
     ],
 )
