@@ -40,6 +40,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import T
 
 from ..common.carried import Carried
+from ..common.dtypes import DTYPE
 from ..common.exp2 import exp2_pairs
 from ..common.handovers import (
     Barriers,
@@ -48,14 +49,10 @@ from ..common.handovers import (
     tcgen05_fence_after,
     tcgen05_fence_before,
 )
+from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from ..common.tile_scheduler import CLC_RESPONSE_BYTES, SCHEDULERS, TileMap
 from .spec import TILE_M, TILE_N, Hd256ForwardSpec
 
-DTYPE = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": cutlass.Float32,
-}
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 INF, NAN = float("inf"), float("nan")
@@ -67,7 +64,6 @@ ROWS = TILE_M // CTAS  # of a CTA's tile
 KEYS = TILE_N // CTAS  # of K that a CTA loads
 DIMS = HEAD_DIM // CTAS  # of V that a CTA loads
 BOX = 64  # columns of a TMA box: 128 bytes, the width of the swizzle
-WARP = 32
 LOG_TILE_N = TILE_N.bit_length() - 1
 
 KV_STAGES = 4
@@ -122,7 +118,6 @@ Q_BYTES = ROWS * HEAD_DIM * 2
 KV_BYTES = KEYS * HEAD_DIM * 2
 O_BYTES = ROWS * BOX * 2
 assert KV_BYTES == TILE_N * DIMS * 2, "K and V share a ring"
-MAX_SMEM_BYTES = 227 * 1024
 SMEM_ALIGNMENT = 1024  # of a buffer with a 128-byte swizzle
 
 
@@ -331,17 +326,8 @@ class Sm100Hd256Forward:
         # K and V of so many heads stay in the L2 cache while their blocks of rows are worked on.
         head_bytes = Int64(seqlen_k) * (2 * 2 * HEAD_DIM)
         heads_at_once = cutlass.max(Int32(1), Int32(32 * 1024 * 1024 // (head_bytes + 1)))
-        tiles = TileMap(
-            tile_rows=TILE_M,
-            rows_per_token=self.packed,
-            longest_last=spec.window_right,
-            heads=heads // self.packed,
-            batch=batch,
-            seqlen_q=q.shape[-3],
-            heads_at_once=cutlass.min(heads_at_once, heads // self.packed * batch),
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_q=seqused_q,
-        )
+        heads_at_once = cutlass.min(heads_at_once, heads // self.packed * batch)
+        tiles = self.tile_map(heads, batch, q.shape[-3], heads_at_once, cu_seqlens_q, seqused_q)
         num_tiles = tiles.count(q.shape[-3])
 
         if cutlass.const_expr(spec.softcap):
@@ -353,14 +339,35 @@ class Sm100Hd256Forward:
             *q_copy, *k_copy, *v_copy, *o_copy,
             lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             score_scale, scale_log2, window_left, window_right,
-            heads, kv_heads, batch, q.shape[-3], seqlen_k, tiles.heads_at_once, num_tiles,
+            heads, kv_heads, batch, q.shape[-3], seqlen_k, heads_at_once, num_tiles,
         ).launch(
             grid=[CTAS * self.scheduler.clusters(num_tiles, num_clusters), 1, 1],
-            block=[NUM_WARPS * WARP, 1, 1],
+            block=[NUM_WARPS * WARP_SIZE, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
+
+    def tile_map(
+        self,
+        heads: Any,
+        batch: Any,
+        seqlen_q: Any,
+        heads_at_once: Any,
+        cu_seqlens_q: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+    ) -> TileMap:
+        return TileMap(
+            tile_rows=TILE_M,
+            rows_per_token=self.packed,
+            longest_last=self.spec.window_right,
+            heads=heads // self.packed,
+            batch=batch,
+            seqlen_q=seqlen_q,
+            heads_at_once=heads_at_once,
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_q=seqused_q,
+        )
 
     def mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
         """For S = Q K^T and O += P V. Made in the kernel: as its arguments their flags would be
@@ -503,18 +510,10 @@ class Sm100Hd256Forward:
         if warp >= LOAD:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == SCHEDULER:
-                tiles = TileMap(
-                    tile_rows=TILE_M,
-                    rows_per_token=self.packed,
-                    longest_last=self.spec.window_right,
-                    heads=heads // self.packed,
-                    batch=batch,
-                    seqlen_q=seqlen_q,
-                    heads_at_once=heads_at_once,
-                    cu_seqlens_q=cu_seqlens_q,
-                    seqused_q=seqused_q,
+                tiles = self.tile_map(
+                    heads, batch, seqlen_q, heads_at_once, cu_seqlens_q, seqused_q
                 )
-                scheduler = self.scheduler(num_tiles, Int32(0), barriers, storage.clc_response)
+                scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
                 self.scheduler_warp(
                     scheduler, tiles, barriers, work, heads, kv_heads, seqlen_k,
                     cu_seqlens_q, cu_seqlens_k, seqused_k,
@@ -600,7 +599,7 @@ class Sm100Hd256Forward:
         after the last. Heads of q are counted in packs; starts are rows of packed sequences."""
         barriers.wait("work_full", n)
         words = self.work_words(work, n)
-        self.release_work(barriers, n)
+        barriers.warp_arrives("work_empty", n)
         return words
 
     @cute.jit
@@ -608,12 +607,6 @@ class Sm100Hd256Forward:
         words = cute.make_rmem_tensor((WORK_WORDS,), Int32)
         cute.autovec_copy(work[None, n & (WORK_STAGES - 1)], words)
         return tuple(cute.arch.make_warp_uniform(words[i]) for i in range(WORK_WORDS))
-
-    @cute.jit
-    def release_work(self, barriers: Barriers, n: Int32) -> None:
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            barriers.arrive("work_empty", n)
 
     def visible_tiles(self, block: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
         """[first, end) of the K/V tiles that some row of the cluster's tile sees."""
@@ -953,9 +946,7 @@ class Sm100Hd256Forward:
                 if previous == maximum:
                     factor = Float32(1.0)
                 scale[row, n & (S_STAGES - 1)] = factor
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    barriers.arrive("scale_full", n)
+                barriers.warp_arrives("scale_full", n)
 
                 tile_sum = self.exponentiate(
                     values,
@@ -967,15 +958,13 @@ class Sm100Hd256Forward:
                 )
                 cute.arch.fence_view_async_tmem_store()
                 tcgen05_fence_before()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    barriers.arrive_at(0, "p_full", n)
+                barriers.warp_arrives("p_full", n, cta=0)
                 total = total * factor + tile_sum
                 n += 1
 
             # What O is divided by, and the log-sum-exp; in base 2 up to the end.
             block, head, _, sequence, q_start, seqlen_q, _, _ = self.work_words(work, tile)
-            self.release_work(barriers, tile)
+            barriers.warp_arrives("work_empty", tile)
             packed_row = (CTAS * block + cta_rank()) * ROWS + row
             token = packed_row >> self.log_packed
             head_of_q = head * self.packed + (packed_row & (self.packed - 1))
@@ -1007,9 +996,7 @@ class Sm100Hd256Forward:
                     log_sum = (level + cute.math.log2(total, fastmath=True)) * LN_2
             barriers.wait_previous("sum_read", tile)
             inverse_sum[row, tile & 1] = inverse
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                barriers.arrive("sum_full", tile)
+            barriers.warp_arrives("sum_full", tile)
             if cutlass.const_expr(lse is not None):
                 if token < seqlen_q:
                     if cutlass.const_expr(self.spec.varlen_q):
@@ -1019,7 +1006,7 @@ class Sm100Hd256Forward:
             tile += 1
             barriers.wait("work_full", tile)
             block, _, _, _, _, seqlen_q, _, seqlen_k = self.work_words(work, tile)
-        self.release_work(barriers, tile)
+        barriers.warp_arrives("work_empty", tile)
 
     def visible_keys(self, token: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
         """[low, high) of the keys that a token sees."""
@@ -1038,9 +1025,8 @@ class Sm100Hd256Forward:
             (first_row + ROWS - 1) >> self.log_packed, seqlen_q, seqlen_k, window
         )
         _, high = self.visible_keys(first_row >> self.log_packed, seqlen_q, seqlen_k, window)
-        return (cutlass.max(low, 0) + (TILE_N - 1)) >> LOG_TILE_N, cutlass.max(
-            high, 0
-        ) >> LOG_TILE_N
+        first = (cutlass.max(low, 0) + (TILE_N - 1)) >> LOG_TILE_N
+        return first, cutlass.max(high, 0) >> LOG_TILE_N
 
     @cute.jit
     def mask(
@@ -1191,16 +1177,12 @@ class Sm100Hd256Forward:
                         cute.arch.fence_view_async_tmem_store()
                         tcgen05_fence_before()
                 # For a tile's first: O has been read by the previous tile's end.
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    barriers.arrive_at(0, "o_ready", n)
+                barriers.warp_arrives("o_ready", n, cta=0)
                 n += 1
 
             barriers.wait("sum_full", tile)
             inverse = inverse_sum[row, tile & 1]
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                barriers.arrive("sum_read", tile)
+            barriers.warp_arrives("sum_read", tile)
             if first < end:
                 barriers.wait("pv_done", n - 1)
                 tcgen05_fence_after()
@@ -1218,9 +1200,7 @@ class Sm100Hd256Forward:
                 barriers.wait_previous("o_stored", staged)
                 self.stage(rounded, o_smem[row, None, staged & (O_STAGES - 1)])
                 cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    barriers.arrive("o_staged", staged)
+                barriers.warp_arrives("o_staged", staged)
                 staged += 1
             tcgen05_fence_before()
             tile += 1

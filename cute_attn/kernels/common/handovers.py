@@ -115,9 +115,12 @@ class Barriers(Carried):
         """By every thread that calls it, in its own block."""
         cute.arch.mbarrier_arrive(self.pointer(name, n))
 
-    def arrive_at(self, cta: Any, name: str, n: Any) -> None:
-        """By every thread that calls it, in block `cta` of the cluster."""
-        cute.arch.mbarrier_arrive(self.pointer(name, n), cta)
+    def warp_arrives(self, name: str, n: Any, *, cta: Any = None) -> None:
+        """Once for a whole warp, behind what all of its threads did; in block `cta` of the cluster,
+        or its own."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.pointer(name, n), cta)
 
     def expect(self, name: str, n: Any, nbytes: int) -> None:
         """Arrive, and wait for so many bytes of copies."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+WARP_SIZE = 32
+MAX_SMEM_BYTES = 227 * 1024  # of a block on sm_90 and sm_100
+
 _SCALARS = (bool, int, str)
 
 

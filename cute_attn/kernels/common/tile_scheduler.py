@@ -23,10 +23,10 @@ from cutlass import Boolean, Int32
 
 from .carried import Carried
 from .handovers import Barriers, Handover
+from .spec import WARP_SIZE
 
 NO_TILE = -1
 CLC_RESPONSE_BYTES = 16
-WARP_SIZE = 32
 
 
 def cluster_number() -> Any:
@@ -38,7 +38,7 @@ class SingleTileScheduler(Carried):
 
     handovers: tuple[Handover, ...] = ()
 
-    def __init__(self, num_tiles: Any, num_clusters: Any, barriers: Barriers, response: Any):
+    def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
         pass
 
     @staticmethod
@@ -62,7 +62,7 @@ class SingleTileScheduler(Carried):
 class StaticPersistentScheduler(SingleTileScheduler):
     """As many clusters as fit at once; each takes every `num_clusters`-th tile."""
 
-    def __init__(self, num_tiles: Any, num_clusters: Any, barriers: Barriers, response: Any):
+    def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
         self.num_tiles = num_tiles
 
     @staticmethod
@@ -90,7 +90,7 @@ class ClcScheduler(SingleTileScheduler):
         Handover("clc_read", 1, 2, "scheduler warps of both CTAs -> that of CTA 0, which asks"),
     )
 
-    def __init__(self, num_tiles: Any, num_clusters: Any, barriers: Barriers, response: Any):
+    def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
         self.barriers = barriers
         self.response = response
 
@@ -112,9 +112,7 @@ class ClcScheduler(SingleTileScheduler):
             following = first_cta // cute.arch.cluster_size()
         # The next answer is written by the asynchronous proxy over what has been read here.
         cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            self.barriers.arrive_at(0, "clc_read", n)
+        self.barriers.warp_arrives("clc_read", n, cta=0)
         return following
 
 

@@ -24,8 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from ..common.dtypes import DTYPE
 from .spec import VECTOR_BYTES, DecodeSpec
-from .tile import DTYPE
 
 
 def fake_args(spec: DecodeSpec) -> tuple[Any, ...]:

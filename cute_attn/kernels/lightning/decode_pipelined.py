@@ -24,8 +24,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
+from ..common.spec import WARP_SIZE
 from .arguments import fake_args
-from .spec import VECTOR_BYTES, WARP_SIZE, PipelinedDecodeSpec
+from .spec import VECTOR_BYTES, PipelinedDecodeSpec
 from .tile import StateTile
 
 

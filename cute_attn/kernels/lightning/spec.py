@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.spec import Spec
+from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE, Spec
 
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
@@ -19,10 +19,8 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "state_layout": STATE_LAYOUTS,
 }
 
-WARP_SIZE = 32
 VECTOR_BYTES = 16  # the widest access of one thread
 PIPELINES = (("bulk", "bulk"), ("bulk", "vector"), ("cp_async", "vector"))  # load, write-back
-MAX_SMEM_BYTES = 227 * 1024  # of a block on sm_90 and sm_100
 
 
 def check_operator(**fields: object) -> None:

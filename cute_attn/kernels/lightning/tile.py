@@ -14,14 +14,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from .spec import VECTOR_BYTES, WARP_SIZE, DecodeSpec
-
-DTYPE = {
-    "bfloat16": cutlass.BFloat16,
-    "float16": cutlass.Float16,
-    "float32": cutlass.Float32,
-}
-
+from ..common.dtypes import DTYPE
+from ..common.spec import WARP_SIZE
+from .spec import VECTOR_BYTES, DecodeSpec
 
 MAX_REGISTERS = 200  # of a thread's 255; the rest is for addresses and temporaries
 
