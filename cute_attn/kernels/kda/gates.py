@@ -1,0 +1,61 @@
+"""The gate: from what a layer projects to the base-2 logarithm of a decay.
+
+    -exp(A_log) softplus(g + dt_bias)                    "softplus"
+    lower_bound sigmoid(exp(A_log) (g + dt_bias))        "lower_bound"; exp(A_log) is 1 without A_log
+    g                                                    "none"
+
+in natural logarithms (Kimi Linear, arXiv 2510.26692, and its successors' bounded gate).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from ..common.warp import exp2, log2, reciprocal
+
+LOG2_E = math.log2(math.e)
+# A decay so small that nothing of a state is left; sums of such logarithms stay finite.
+SMALLEST_LOG2_DECAY = -128.0 * LOG2_E
+
+
+def log2_decay(
+    gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any, *, clamp: bool = False
+) -> Any:
+    """Of one element, all in float32.
+
+    Args:
+        rate: exp(A_log), or 1.0 where there is none.
+        bias: dt_bias, or 0.0.
+        clamp: no less than SMALLEST_LOG2_DECAY.
+    """
+    if gate == "none":
+        result = g * Float32(LOG2_E)
+    elif gate == "softplus":
+        # log2(1 + 2^y) = max(y, 0) + log2(1 + 2^-|y|), whose terms stay in range
+        y = (g + bias) * Float32(LOG2_E)
+        magnitude = cute.arch.fmax(y, -y)
+        result = -rate * (cute.arch.fmax(y, Float32(0.0)) + log2(1.0 + exp2(-magnitude)))
+    else:
+        result = Float32(lower_bound) * Float32(LOG2_E) * sigmoid(rate * (g + bias))
+    if clamp:
+        result = cute.arch.fmax(result, Float32(SMALLEST_LOG2_DECAY))
+    return result
+
+
+def sigmoid(x: Any) -> Any:
+    # where 2^-x overflows, its reciprocal is 0
+    return reciprocal(1.0 + exp2(-x * Float32(LOG2_E)))
+
+
+@cute.jit
+def rate_of(A_log: cute.Tensor | None, head: cutlass.Int32) -> Any:
+    """exp(A_log) of a head, or 1."""
+    rate = Float32(1.0)
+    if cutlass.const_expr(A_log is not None):
+        rate = exp2(A_log[head] * LOG2_E)
+    return rate

@@ -1,0 +1,205 @@
+"""Specs of the chunked KDA kernels. Importing this loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..common.spec import Spec
+
+CHUNK = 64  # tokens
+SUB_TILE = 64 * 64  # elements of a sub-tile: 64 rows of 128 bytes, swizzled as TMA does
+
+DTYPES = ("bfloat16", "float16")
+GATE_DTYPES = ("float32", "bfloat16", "float16")
+BETA_DTYPES = ("float32", "bfloat16", "float16")
+HEAD_DIMS = (64, 128)
+GATES = ("none", "softplus", "lower_bound")
+INDEX_DTYPES = ("none", "int32", "int64")
+
+ALLOWED: dict[str, tuple[object, ...]] = {
+    "dtype": DTYPES,
+    "gate_dtype": GATE_DTYPES,
+    "beta_dtype": BETA_DTYPES,
+    "head_dim_k": HEAD_DIMS,
+    "head_dim_v": HEAD_DIMS,
+    "gate": GATES,
+    "index_dtype": INDEX_DTYPES,
+}
+
+# Bytes of shared memory that a block may have.
+SMEM_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448}
+SMALLEST_SMEM_BYTES = 101_376  # sm_86, sm_89, sm_120
+
+
+def smem_bytes(arch: str) -> int:
+    """What a block may have on `arch`, such as "sm_90a"."""
+    return SMEM_BYTES.get(arch.rstrip("af"), SMALLEST_SMEM_BYTES)
+
+
+@dataclass(frozen=True)
+class ChunkSpec(Spec):
+    """What all chunked kernels have compiled in.
+
+    Attributes:
+        dtype: of q, k, v and o, and of what one stage leaves to the next.
+        head_dim_k, head_dim_v: K and V.
+        index_dtype: of cu_seqlens; "none" where sequences are not packed.
+
+    Raises:
+        TypeError: a field that is not plain.
+        ValueError: a value without a kernel; the message names the field.
+    """
+
+    dtype: str
+    head_dim_k: int
+    head_dim_v: int
+    index_dtype: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self)
+
+    @property
+    def varlen(self) -> bool:
+        return self.index_dtype != "none"
+
+
+def check(spec: Spec) -> None:
+    """Raise ValueError for a value that no kernel serves, naming the field."""
+    for name, allowed in ALLOWED.items():
+        value = getattr(spec, name, None)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{name} is {value!r}, must be one of {allowed}")
+
+
+@dataclass(frozen=True)
+class PrepareSpec(ChunkSpec):
+    """The fused path's preparation of chunks (`prepare`).
+
+    Attributes:
+        gate_dtype: of g.
+        beta_dtype: of beta.
+        gate: what g is: "none" (the logarithm of the decay), or the input of a gate: "softplus",
+            "lower_bound" (see `gates`).
+        has_A_log, has_dt_bias: whether the gate has these.
+        l2norm: q and k are normalised.
+        beta_sigmoid: beta is the input of a sigmoid.
+    """
+
+    gate_dtype: str
+    beta_dtype: str
+    gate: str
+    has_A_log: bool
+    has_dt_bias: bool
+    l2norm: bool
+    beta_sigmoid: bool
+
+    @property
+    def elements(self) -> int:
+        """Of the tiles of a chunk and head: kd, qg, kg, Akk, Aqk."""
+        return record_elements(self.head_dim_k)
+
+
+def record_elements(head_dim_k: int) -> int:
+    """Of what `prepare` writes for a chunk and head: kd, qg, kg, Akk Diag(beta), Aqk."""
+    return (3 * (head_dim_k // 64) + 2) * SUB_TILE
+
+
+@dataclass(frozen=True)
+class RecurrenceSpec(ChunkSpec):
+    """The fused path's recurrence over chunks (`recurrence`).
+
+    Attributes:
+        state_v_first: states are [N, HV, V, K] rather than [N, HV, K, V].
+        has_initial_state, has_final_state: whether there are these.
+        tile_v: columns of V of a block.
+        num_stages: chunks in shared memory.
+        products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a).
+    """
+
+    state_v_first: bool
+    has_initial_state: bool
+    has_final_state: bool
+    tile_v: int
+    num_stages: int
+    products: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.products not in ("mma", "wgmma"):
+            raise ValueError(f"products is {self.products!r}, must be 'mma' or 'wgmma'")
+        unit = 64 if self.products == "wgmma" else 16
+        if self.tile_v % unit or self.head_dim_v % self.tile_v:
+            raise ValueError(
+                f"tile_v is {self.tile_v}, must be a multiple of {unit} that divides "
+                f"head_dim_v={self.head_dim_v}"
+            )
+
+
+@dataclass(frozen=True)
+class GateSpec(Spec):
+    """Gate and sum within chunks (`gate_cumsum`): fields as in `PrepareSpec`."""
+
+    head_dim_k: int
+    gate_dtype: str
+    gate: str
+    has_A_log: bool
+    has_dt_bias: bool
+    index_dtype: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self)
+
+    @property
+    def varlen(self) -> bool:
+        return self.index_dtype != "none"
+
+
+@dataclass(frozen=True)
+class L2NormSpec(Spec):
+    """q and k to rows of length 1 (`l2norm`)."""
+
+    dtype: str
+    head_dim_k: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self)
+
+
+@dataclass(frozen=True)
+class IntraSpec(ChunkSpec):
+    """Within chunks (`chunk_intra`): store_qg asks for qg besides."""
+
+    beta_dtype: str
+    store_qg: bool
+
+
+@dataclass(frozen=True)
+class RecomputeSpec(ChunkSpec):
+    """w and u from Akk (`recompute_w_u`); store_qg and store_kg ask for these besides."""
+
+    beta_dtype: str
+    store_qg: bool
+    store_kg: bool
+
+
+@dataclass(frozen=True)
+class DeltaHSpec(ChunkSpec):
+    """States at the start of chunks (`delta_h`); fields as in `RecurrenceSpec`."""
+
+    state_v_first: bool
+    has_initial_state: bool
+    has_final_state: bool
+    store_v_new: bool
+    tile_v: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class OutputSpec(ChunkSpec):
+    """The output of chunks from the states at their starts (`output`)."""
+
+    state_v_first: bool
+    tile_v: int
