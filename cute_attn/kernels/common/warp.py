@@ -227,3 +227,13 @@ def copy_async(shared: Any, source: Any, present: Any) -> None:
     nbytes = Int32(16) if present is True else cutlass.select_(present, Int32(16), Int32(0))
     text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
     _asm(text, [], [Int32(shared), Int64(source), Int32(nbytes)], memory=True)
+
+
+def copy_bulk(shared: Any, source: Any, nbytes: int, barrier: Any) -> None:
+    """`cp.async.bulk` (sm_90 and newer) of contiguous bytes from a 64-bit global address, counted by
+    the mbarrier at a shared address. By one thread; everything aligned to 16 bytes."""
+    text = (
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        f"[$0], [$1], {nbytes}, [$2];"
+    )
+    _asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)

@@ -114,7 +114,8 @@ class RecurrenceSpec(ChunkSpec):
         has_initial_state, has_final_state: whether there are these.
         tile_v: columns of V of a block.
         num_stages: chunks in shared memory.
-        products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a).
+        copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
+        products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a, with bulk copies).
     """
 
     state_v_first: bool
@@ -122,12 +123,17 @@ class RecurrenceSpec(ChunkSpec):
     has_final_state: bool
     tile_v: int
     num_stages: int
+    copies: str
     products: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.products not in ("mma", "wgmma"):
             raise ValueError(f"products is {self.products!r}, must be 'mma' or 'wgmma'")
+        if self.copies not in ("cp_async", "bulk"):
+            raise ValueError(f"copies is {self.copies!r}, must be 'cp_async' or 'bulk'")
+        if self.products == "wgmma" and self.copies != "bulk":
+            raise ValueError("wgmma needs bulk copies: it reads what the async proxy wrote")
         unit = 64 if self.products == "wgmma" else 16
         if self.tile_v % unit or self.head_dim_v % self.tile_v:
             raise ValueError(

@@ -1,0 +1,83 @@
+"""What `kernels.kda.prepare` leaves for `kernels.kda.recurrence`, in PyTorch, and their layouts."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_attn.kernels.kda.spec import CHUNK, record_elements
+from cute_attn.reference import kda
+
+
+def slots(tokens: int, batch: int, cu_seqlens: torch.Tensor | None) -> int:
+    """How many slots there are for chunks."""
+    if cu_seqlens is None:
+        return batch * -(-tokens // CHUNK)
+    return tokens // CHUNK + len(cu_seqlens) - 1
+
+
+def slot_of(chunk: kda.Chunk, tokens: int, cu_seqlens: torch.Tensor | None) -> int:
+    """The slot of one of the reference's chunks."""
+    if cu_seqlens is None:
+        return chunk.sequence * -(-tokens // CHUNK) + chunk.rows.start // CHUNK
+    first = int(cu_seqlens[chunk.sequence])
+    return first // CHUNK + chunk.sequence + (chunk.rows.start - first) // CHUNK
+
+
+def swizzled(x: torch.Tensor) -> torch.Tensor:
+    """`[64, 64]` with the 8 elements of unit u of row r at unit u ^ (r & 7); its own inverse."""
+    rows = torch.arange(64).unsqueeze(1)
+    units = torch.arange(8).unsqueeze(0) ^ (rows & 7)
+    return x.reshape(64, 8, 8)[rows, units].reshape(64, 64)
+
+
+def pack(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """Matrices of 64 rows as sub-tiles of 64 columns, one after the other."""
+    return torch.cat([swizzled(part).flatten() for m in matrices for part in m.split(64, dim=1)])
+
+
+def unpack(record: torch.Tensor, head_dim_k: int) -> dict[str, torch.Tensor]:
+    """The matrices of a chunk and head by name."""
+    widths = {"kd": head_dim_k, "qg": head_dim_k, "kg": head_dim_k, "Akk": 64, "Aqk": 64}
+    parts = iter(record.reshape(-1, 64, 64))
+    return {
+        name: torch.cat([swizzled(next(parts)) for _ in range(width // 64)], dim=1)
+        for name, width in widths.items()
+    }
+
+
+def prepared(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    dtype: torch.dtype,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tiles, decay) in `dtype` and float32, of float64 inputs; g in natural logarithms. Slots that
+    are nobody's hold NaN."""
+    batch, tokens, heads, dim = g.shape
+    scale = dim**-0.5 if scale is None else scale
+    sums = kda.kda_gate_cumsum_reference(g, cu_seqlens=cu_seqlens)
+    v = torch.zeros(batch, tokens, heads, 64, dtype=torch.float64)
+    intra = kda.kda_chunk_intra_reference(q, k, v, sums, beta, scale, cu_seqlens=cu_seqlens)
+    count = slots(tokens, batch, cu_seqlens)
+    tiles = torch.full((count, heads, record_elements(dim)), torch.nan, dtype=torch.float64)
+    decay = torch.full((count, heads, dim), torch.nan, dtype=torch.float64)
+    k_of_value_heads = kda.per_value_head(k, heads)
+    for chunk in kda.chunks(q, cu_seqlens):
+        at = (chunk.batch, chunk.rows)
+        slot = slot_of(chunk, tokens, cu_seqlens)
+        size = chunk.rows.stop - chunk.rows.start
+        for head in range(heads):
+            matrices = [
+                torch.exp2(sums[at][:, head]) * k_of_value_heads[at][:, head],
+                scale * intra.qg[at][:, head],
+                intra.kg[at][:, head],
+                intra.Akk[at][:, head] * torch.nn.functional.pad(beta[at][:, head], (0, 64 - size)),
+                intra.Aqk[at][:, head],
+            ]
+            matrices = [torch.nn.functional.pad(m, (0, 0, 0, 64 - size)) for m in matrices]
+            tiles[slot, head] = pack(matrices)
+            decay[slot, head] = torch.exp2(sums[at][-1, head])
+    return tiles.to(dtype), decay.float()
