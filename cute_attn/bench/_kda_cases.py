@@ -1,0 +1,335 @@
+"""What the KDA benchmarks have in common and that needs no torch: cases, byte counts, targets.
+
+The byte counts are those of docs/kernels/kda.md, stage by stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TypeVar
+
+from .report import Row, Verdict
+from .roofline import Roofline, gbps
+from .timing import Timing
+
+CHUNK = 64
+SEED = 20261121
+LOWER_BOUND = -5.0
+ELEMENT, FLOAT = 2, 4  # bytes: of bfloat16 and float16, of float32
+
+GATES = ("lower_bound", "softplus")
+LENGTHS = ("uniform", "skewed", "random")
+
+# Bytes that a call's tensors, and those that a peer keeps beside them, may take of a GPU's memory.
+MEMORY_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sizes of a call over whole sequences.
+
+    Attributes:
+        heads, heads_v: of q and k, and of v.
+        tokens: of a row of the batch; with packed sequences, of all of them.
+        sequences: how many are packed into the one row; 0 where none are.
+        lengths: of packed sequences: "uniform", "skewed" (the last one has half of the tokens),
+            "random"; "" where none are packed.
+        gate: of `chunk_kda`, from within the kernel.
+    """
+
+    heads: int
+    heads_v: int
+    tokens: int
+    batch: int = 1
+    sequences: int = 0
+    lengths: str = ""
+    gate: str = "lower_bound"
+    head_dim_k: int = 128
+    head_dim_v: int = 128
+
+    @property
+    def rows(self) -> Row:
+        """The columns that tell one case from another."""
+        return {
+            "batch": self.batch,
+            "heads": self.heads,
+            "heads_v": self.heads_v,
+            "tokens": self.tokens,
+            "sequences": self.sequences or self.batch,
+            "lengths": self.lengths or "dense",
+            "gate": self.gate,
+        }
+
+    def __str__(self) -> str:
+        packed = f" in {self.sequences} {self.lengths} sequences" if self.sequences else ""
+        return f"B={self.batch} H={self.heads} HV={self.heads_v} T={self.tokens}{packed}"
+
+    # ---- how many there are
+
+    @property
+    def states(self) -> int:
+        return self.sequences or self.batch
+
+    @property
+    def chunk_heads(self) -> int:
+        """Chunks, one for each value head; packed sequences have a little more than counted."""
+        return self.batch * -(-self.tokens // CHUNK) * self.heads_v
+
+    # ---- bytes of tensors
+
+    @property
+    def qk_bytes(self) -> int:
+        """q or k."""
+        return self.batch * self.tokens * self.heads * self.head_dim_k * ELEMENT
+
+    @property
+    def k_wide(self) -> int:
+        """[B, T, HV, K] of 16 bits: g as a layer gives it, w, kg, qg."""
+        return self.batch * self.tokens * self.heads_v * self.head_dim_k * ELEMENT
+
+    @property
+    def v_wide(self) -> int:
+        """[B, T, HV, V] of 16 bits: v, o, u, v_new."""
+        return self.batch * self.tokens * self.heads_v * self.head_dim_v * ELEMENT
+
+    @property
+    def sums(self) -> int:
+        """G, float32."""
+        return self.k_wide // ELEMENT * FLOAT
+
+    @property
+    def scores(self) -> int:
+        """Aqk or Akk."""
+        return self.batch * self.tokens * self.heads_v * CHUNK * ELEMENT
+
+    @property
+    def beta(self) -> int:
+        return self.batch * self.tokens * self.heads_v * ELEMENT
+
+    @property
+    def state(self) -> int:
+        """All states of all sequences, float32."""
+        return self.states * self.heads_v * self.head_dim_k * self.head_dim_v * FLOAT
+
+    # ---- bytes of stages
+
+    @property
+    def intra_bytes(self) -> int:
+        """`kda_chunk_intra`: q, k, v, G, beta in; Aqk, Akk, w, u, kg out."""
+        read = 2 * self.qk_bytes + self.v_wide + self.sums + 2 * self.beta
+        return read + 2 * self.scores + 2 * self.k_wide + self.v_wide
+
+    @property
+    def recompute_bytes(self) -> int:
+        """`kda_recompute_w_u`: k, v, G, beta, Akk in; w, u, kg out."""
+        read = self.qk_bytes + self.v_wide + self.sums + 2 * self.beta + self.scores
+        return read + 2 * self.k_wide + self.v_wide
+
+    @property
+    def one_kernel_bytes(self) -> int:
+        """`chunk_kda`, were there nothing in between: its inputs and outputs, states too."""
+        read = 2 * self.qk_bytes + self.v_wide + self.k_wide + self.beta
+        return read + self.v_wide + 2 * self.state
+
+    @property
+    def fused_bytes(self) -> int:
+        """`chunk_kda` by its fused path: what lies between its two kernels is written and read."""
+        between = 3 * self.k_wide + 2 * self.scores + self.chunk_heads * self.head_dim_k * FLOAT
+        return self.one_kernel_bytes + 2 * between
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a check of two contenders holds at once, roughly."""
+        given = 2 * self.qk_bytes + self.v_wide + self.sums
+        return given + 3 * (3 * self.k_wide + 2 * self.v_wide + 2 * self.scores + 2 * self.sums)
+
+    # ---- packed sequences
+
+    def sequence_lengths(self, seed: int = SEED) -> list[int]:
+        """Of the packed sequences, at least 1 each."""
+        count, tokens = self.sequences, self.tokens
+        if self.lengths == "uniform":
+            return [tokens // count + (i < tokens % count) for i in range(count)]
+        if self.lengths == "skewed":
+            rest = tokens - tokens // 2
+            return [rest // (count - 1) + (i < rest % (count - 1)) for i in range(count - 1)] + [
+                tokens // 2
+            ]
+        cuts = sorted(random.Random(seed).sample(range(1, tokens), count - 1))
+        return [end - start for start, end in zip([0, *cuts], [*cuts, tokens], strict=True)]
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """The sizes of a decode step: one token of each sequence of a batch."""
+
+    batch: int
+    heads: int
+    heads_v: int
+    head_dim_k: int = 128
+    head_dim_v: int = 128
+
+    @property
+    def min_bytes(self) -> int:
+        """The states twice; q, k, v, g, beta, o, A_log, dt_bias and the indices once."""
+        k, v = self.head_dim_k, self.head_dim_v
+        state = self.heads_v * k * v * FLOAT
+        token = (2 * self.heads * k + self.heads_v * (2 * v + k + 1)) * ELEMENT
+        return self.batch * (2 * state + token + 4) + self.heads_v * (k + 1) * FLOAT
+
+    def __str__(self) -> str:
+        return f"B={self.batch} H={self.heads} HV={self.heads_v}"
+
+
+# ---- choosing
+
+
+_FILTERS = {
+    "B": "batch",
+    "H": "heads",
+    "HV": "heads_v",
+    "T": "tokens",
+    "N": "sequences",
+    "lengths": "lengths",
+    "gate": "gate",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = _FILTERS) -> None:
+    """The options of all KDA benchmarks that time against a peer."""
+    known = {name: _FILTERS[name] for name in names}
+    parser.add_argument(
+        "--only",
+        type=partial(_filter, known),
+        nargs="+",
+        metavar="NAME=VALUE,...",
+        help=f"the cases that fit one of these, such as H=64,T=8192 (names: {', '.join(known)})",
+    )
+    parser.add_argument("--no-peer", action="store_true", help="leave flash-linear-attention out")
+    parser.add_argument(
+        "--peer-jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes that compile the peer's kernels beforehand, so that its autotuner, which "
+        "compiles one configuration after the other, finds them in Triton's cache",
+    )
+
+
+Filter = Mapping[str, object]
+
+
+def _filter(known: Mapping[str, str], text: str) -> Filter:
+    """ "H=64,T=8192" -> {"heads": 64, "tokens": 8192}"""
+    found: dict[str, object] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if name not in known or not equals:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not NAME=VALUE with a name of {', '.join(known)}"
+            )
+        found[known[name]] = int(value) if value.isdigit() else value
+    return found
+
+
+AnyCase = TypeVar("AnyCase", Case, DecodeCase)
+
+
+def chosen(cases: Sequence[AnyCase], only: Sequence[Filter] | None) -> list[AnyCase]:
+    """The cases that a filter fits; those that are not packed have N=0 and lengths=dense."""
+    if not only:
+        return list(cases)
+    return [case for case in cases if any(_fits(case, one) for one in only)]
+
+
+def _fits(case: Case | DecodeCase, one: Filter) -> bool:
+    of_case = {field.name: getattr(case, field.name) for field in fields(case)}
+    of_case["lengths"] = of_case.get("lengths") or "dense"
+    return all(of_case[name] == value for name, value in one.items())
+
+
+def that_fit(cases: Sequence[Case], free_bytes: int) -> tuple[list[Case], list[str]]:
+    """The cases that leave room on the GPU, and a note for each of the others."""
+    fit = [case for case in cases if case.peak_bytes <= MEMORY_SHARE * free_bytes]
+    notes = [
+        f"left out for want of memory: {case} (about {case.peak_bytes / 2**30:.0f} GiB)"
+        for case in cases
+        if case not in fit
+    ]
+    return fit, notes
+
+
+def compiled_peer(
+    kind: str, cases: Sequence[Case], args: argparse.Namespace
+) -> tuple[bool, list[str]]:
+    """Whether to time the peer, once it has compiled and tuned for `cases`; and what to note.
+
+    Its autotuner chooses for the first call of a number of heads, whatever the tokens: so these
+    come first.
+    """
+    from ._kda_problem import compile_peer, freed, peer, warm
+
+    if args.no_peer:
+        return False, ["FLA was left out (--no-peer)"]
+    if peer("fla.ops.kda:chunk_kda") is None:
+        return False, ["FLA was left out: flash-linear-attention cannot be imported"]
+    if args.peer_jobs:
+        print(f"compiling FLA's kernels in {args.peer_jobs} processes", file=sys.stderr, flush=True)
+        compile_peer(kind, [replace(case, tokens=512) for case in cases], args.peer_jobs)
+    for case in cases:
+        start = time.perf_counter()
+        with freed():
+            warm(kind, case)
+        seconds = time.perf_counter() - start
+        print(f"FLA's first call, {case}: {seconds:.1f} s", file=sys.stderr, flush=True)
+    tuned = "; ".join(str(case) for case in cases)
+    return True, [f"FLA's autotuner chose at {tuned}"]
+
+
+# ---- rows and verdicts
+
+
+def timing_columns(
+    timings: Mapping[str, Timing], floor_bytes: int, roofline: Roofline
+) -> dict[str, float | None]:
+    """Ours ("ours"), the peer ("fla", if it was timed), and the time that the bytes take alone."""
+    ours, fla = timings["ours"], timings.get("fla")
+    floor_us = floor_bytes / roofline.copy_gbps / 1e3
+    return {
+        "time_us": ours.median_us,
+        "p20_us": ours.p20_us,
+        "p80_us": ours.p80_us,
+        "fla_us": fla.median_us if fla else None,
+        "roofline_us": floor_us,
+        "gbps": gbps(floor_bytes, ours.median_us),
+        "share_of_roofline": floor_us / ours.median_us,
+        "share_of_roofline_fla": floor_us / fla.median_us if fla else None,
+        "speedup_vs_fla": fla.median_us / ours.median_us if fla else None,
+    }
+
+
+def at_least(what: str, row: Row, column: str, target: float, goal: float | None = None) -> Verdict:
+    """Whether a row's column reaches a target; a goal beyond it is only spoken of."""
+    value = row[column]
+    name = f"{what}: {column} at least {target:g}"
+    if value is None:
+        return Verdict(name, None, "the peer was not timed")
+    assert isinstance(value, (int, float))
+    detail = f"{value:.3f}, {row['time_us']:.1f} us"
+    if row.get("fla_us") is not None:
+        detail += f", FLA {row['fla_us']:.1f} us"
+    if goal is not None:
+        detail += f"; the goal of {goal:g} is {'met' if value >= goal else 'missed'}"
+    return Verdict(name, value >= target, detail)
+
+
+def label(row: Row) -> str:
+    """A case in a verdict's name."""
+    packed = "" if row["lengths"] == "dense" else f" in {row['sequences']} {row['lengths']}"
+    return f"H={row['heads']} HV={row['heads_v']} T={row['tokens']}{packed}"

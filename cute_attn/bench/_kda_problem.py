@@ -1,0 +1,483 @@
+"""Inputs, contenders and agreement checks of the KDA benchmarks.
+
+Imports torch, so the benchmark modules import it only when they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cute_attn.reference import kda as reference
+
+from ._kda_cases import LOWER_BOUND, SEED, Case, DecodeCase
+from .timing import Mode, Timing, time_cuda_interleaved
+
+DEVICE = "cuda"
+DTYPE = torch.bfloat16
+
+Call = Callable[[], Any]
+Arguments = dict[str, Any]
+Results = dict[str, torch.Tensor]
+
+# The error rule (docs/testing.md) is for us. A peer only has to compute the same thing: its error
+# is reported, and refused where it could not be called rounding.
+PEER_MAX_ERROR = 0.05
+
+
+class Disagreement(AssertionError):
+    """A contender does not compute the operator; its time would mean nothing."""
+
+
+# ---- inputs
+
+
+class _Random:
+    """Fresh normal and uniform numbers of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator(device=DEVICE).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, device=DEVICE, dtype=dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        return low + (high - low) * torch.rand(shape, generator=self.generator, device=DEVICE)
+
+
+def gate_parameters(random: _Random, heads_v: int, head_dim_k: int) -> Arguments:
+    """A_log and dt_bias as Kimi Linear's layers start from: rates 1 to 16, steps 0.001 to 0.1."""
+    dt = torch.exp(random.uniform(heads_v * head_dim_k, low=-6.9, high=-2.3))
+    return {
+        "A_log": torch.log(random.uniform(heads_v, low=1.0, high=16.0)),
+        "dt_bias": dt + torch.log(-torch.expm1(-dt)),  # softplus of it is dt
+    }
+
+
+def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
+    """Of `chunk_kda`, ours and the peer's: everything that a layer leaves to the kernels."""
+    random = _Random(seed)
+    shape = (case.batch, case.tokens)
+    arguments: Arguments = {
+        "q": random.normal(*shape, case.heads, case.head_dim_k),
+        "k": random.normal(*shape, case.heads, case.head_dim_k),
+        "v": random.normal(*shape, case.heads_v, case.head_dim_v),
+        "g": random.normal(*shape, case.heads_v, case.head_dim_k),
+        "beta": random.normal(*shape, case.heads_v),
+        "initial_state": random.normal(
+            case.states, case.heads_v, case.head_dim_k, case.head_dim_v, dtype=torch.float32
+        ),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        **gate_parameters(random, case.heads_v, case.head_dim_k),
+    }
+    if case.gate == "lower_bound":
+        arguments |= {"safe_gate": True, "lower_bound": LOWER_BOUND}
+    if case.sequences:
+        lengths = torch.tensor([0, *case.sequence_lengths(seed)])
+        arguments["cu_seqlens_cpu"] = lengths.cumsum(0)
+        arguments["cu_seqlens"] = arguments["cu_seqlens_cpu"].to(DEVICE)
+    return arguments
+
+
+def stage_arguments(case: Case, seed: int = SEED) -> Arguments:
+    """Of `kda_chunk_intra` and `kda_recompute_w_u`: q and k normalised, G summed, beta a factor.
+
+    Akk is unit lower triangular, with elements that an inverse may have.
+    """
+    random = _Random(seed)
+    shape = (case.batch, case.tokens)
+    q, k = (
+        torch.nn.functional.normalize(
+            random.normal(*shape, case.heads, case.head_dim_k, dtype=torch.float32), dim=-1
+        ).to(DTYPE)
+        for _ in range(2)
+    )
+    parameters = gate_parameters(random, case.heads_v, case.head_dim_k)
+    rate = parameters["A_log"].exp()[:, None]
+    bias = parameters["dt_bias"].view(case.heads_v, -1)
+    G = torch.empty(*shape, case.heads_v, case.head_dim_k, device=DEVICE)
+    Akk = torch.empty(*shape, case.heads_v, reference.CHUNK, device=DEVICE, dtype=DTYPE)
+    lower = torch.ones(reference.CHUNK, reference.CHUNK, device=DEVICE).tril(-1)[:, None]
+    one = torch.eye(reference.CHUNK, device=DEVICE)[:, None]
+    for start in range(0, case.tokens, reference.CHUNK):  # by chunks: large cases fill the memory
+        rows = slice(start, min(start + reference.CHUNK, case.tokens))
+        raw = random.normal(*G[:, rows].shape, dtype=torch.float32)
+        gate = LOWER_BOUND * torch.sigmoid(rate * (raw + bias))
+        G[:, rows] = gate.cumsum(1) / math.log(2)
+        values = random.normal(*Akk[:, rows].shape, dtype=torch.float32)
+        size = G[:, rows].shape[1]
+        Akk[:, rows] = (0.1 * values * lower[:size] + one[:size]).to(DTYPE)
+    return {
+        "q": q,
+        "k": k,
+        "v": random.normal(*shape, case.heads_v, case.head_dim_v),
+        "g": G,
+        "beta": random.uniform(*shape, case.heads_v),
+        "Akk": Akk,
+    }
+
+
+def decode_arguments(case: DecodeCase, seed: int = SEED) -> Arguments:
+    """Of `kda_decode`; the state is a pool in an order of its own, `out` is NaN."""
+    random = _Random(seed)
+    k, v = case.head_dim_k, case.head_dim_v
+    slots = torch.randperm(case.batch, generator=random.generator, device=DEVICE)
+    return {
+        "q": random.normal(case.batch, case.heads, k),
+        "k": random.normal(case.batch, case.heads, k),
+        "v": random.normal(case.batch, case.heads_v, v),
+        "g": random.normal(case.batch, case.heads_v, k),
+        "beta": random.normal(case.batch, case.heads_v),
+        "state": random.normal(case.batch, case.heads_v, v, k, dtype=torch.float32),
+        "state_indices": slots.to(torch.int32),
+        "lower_bound": LOWER_BOUND,
+        "out": torch.full((case.batch, case.heads_v, v), torch.nan, device=DEVICE, dtype=DTYPE),
+        **gate_parameters(random, case.heads_v, k),
+    }
+
+
+# ---- contenders
+
+
+def peer(path: str) -> Callable[..., Any] | None:
+    """A function of flash-linear-attention's by module and name, or None without the package."""
+    module, _, name = path.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(__import__(module, fromlist=[name]), name)
+    except ImportError:
+        return None
+    return found
+
+
+def chunk_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
+    """`chunk_kda` of each contender: (o, final state)."""
+    from cute_attn import chunk_kda
+
+    calls: dict[str, Call] = {"ours": lambda: chunk_kda(**arguments)}
+    theirs = peer("fla.ops.kda:chunk_kda") if with_peer else None
+    if theirs is not None:
+        calls["fla"] = lambda: theirs(**arguments)
+    return calls
+
+
+INTRA = ("Aqk", "Akk", "w", "u", "qg", "kg")
+RECOMPUTE = ("w", "u", "qg", "kg")
+
+
+def intra_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
+    """`kda_chunk_intra` of each contender, as `Results`; qg is not asked for."""
+    from cute_attn.ops.kda import kda_chunk_intra
+
+    given = {name: arguments[name] for name in ("q", "k", "v", "g", "beta")}
+    calls: dict[str, Call] = {"ours": lambda: kda_chunk_intra(**given)}
+    theirs = peer("fla.ops.kda.chunk_intra:chunk_kda_fwd_intra") if with_peer else None
+    if theirs is not None:
+        g = given.pop("g")
+        calls["ours"] = lambda: kda_chunk_intra(**given, g=g)
+        scale = given["k"].shape[-1] ** -0.5
+        calls["fla"] = lambda: theirs(**given, gk=g, scale=scale, safe_gate=True)
+    return calls
+
+
+def recompute_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
+    """`kda_recompute_w_u` of each contender, as `Results`; qg is not asked for."""
+    from cute_attn.ops.kda import kda_recompute_w_u
+
+    k, v, g, beta, Akk = (arguments[name] for name in ("k", "v", "g", "beta", "Akk"))
+    calls: dict[str, Call] = {"ours": lambda: kda_recompute_w_u(None, k, v, g, beta, Akk)}
+    theirs = peer("fla.ops.kda.wy_fast:recompute_w_u_fwd") if with_peer else None
+    if theirs is not None:
+        calls["fla"] = lambda: theirs(k=k, v=v, beta=beta, A=Akk, gk=g)
+    return calls
+
+
+def intra_results(name: str, result: Any) -> Results:
+    """The stage's tensors by name; the peer returns them in an order of its own."""
+    order = INTRA if name == "ours" else ("w", "u", "qg", "kg", "Aqk", "Akk")
+    return _named(order, result)
+
+
+def recompute_results(name: str, result: Any) -> Results:
+    del name  # the order is the same
+    return _named(RECOMPUTE, result)
+
+
+def _named(names: Sequence[str], result: Sequence[Any]) -> Results:
+    return {
+        name: x
+        for name, x in zip(names, result, strict=True)
+        if isinstance(x, torch.Tensor) and x.numel()
+    }
+
+
+def decode_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
+    """The step of each contender; the peer's has a state of its own, in its default layout."""
+    from cute_attn import kda_decode
+
+    given = dict(arguments)
+    tensors = [given.pop(name) for name in ("q", "k", "v", "g", "beta", "state")]
+    calls: dict[str, Call] = {"ours": lambda: kda_decode(*tensors, **given)}
+    theirs = peer("fla.ops.kda:fused_recurrent_kda") if with_peer else None
+    if theirs is not None:
+        state = arguments["state"][arguments["state_indices"].long()].transpose(-1, -2).contiguous()
+        tokens = {
+            name: x.unsqueeze(1)
+            for name, x in zip(("q", "k", "v", "g", "beta"), tensors, strict=False)
+        }
+        calls["fla"] = lambda: theirs(
+            **tokens,
+            A_log=arguments["A_log"],
+            dt_bias=arguments["dt_bias"],
+            lower_bound=arguments["lower_bound"],
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+        )
+    return calls
+
+
+# ---- times
+
+
+def time_calls(
+    calls: Mapping[str, Call], mode: Mode, rep_ms: float
+) -> tuple[dict[str, Timing], list[str]]:
+    """Times of the contenders, and notes; a peer that cannot be timed so is left out."""
+    try:
+        return time_cuda_interleaved(calls, mode=mode, rep_ms=rep_ms), []
+    except (RuntimeError, ValueError) as error:
+        if "fla" not in calls or mode != "graph":
+            raise
+        torch.cuda.synchronize()
+        ours = {name: call for name, call in calls.items() if name != "fla"}
+        timings = time_cuda_interleaved(ours, mode=mode, rep_ms=rep_ms)
+        return timings, [f"FLA's call cannot be captured in a graph: {str(error).splitlines()[0]}"]
+
+
+# ---- agreement
+
+
+def some_heads(heads: int, heads_v: int) -> tuple[list[int], list[int]]:
+    """The first and the last head of q and k, and the value heads that read them."""
+    few = sorted({0, heads - 1})
+    group = heads_v // heads
+    return few, [head * group + i for head in few for i in range(group)]
+
+
+def of_heads(arguments: Arguments, heads: int, heads_v: int, dim: int) -> Arguments:
+    """The arguments of a call for `some_heads` alone; `dim` is that of the heads in q."""
+    few, few_v = some_heads(heads, heads_v)
+    cut = dict(arguments)
+    for name in ("q", "k", "v", "g", "beta", "Akk"):
+        if name in cut:
+            cut[name] = cut[name][(slice(None),) * dim + (few if name in "qk" else few_v,)]
+    for name in ("initial_state", "state"):
+        if cut.get(name) is not None:
+            cut[name] = cut[name][:, few_v]
+    if "A_log" in cut:
+        cut["A_log"] = cut["A_log"][few_v]
+        cut["dt_bias"] = cut["dt_bias"].view(heads_v, -1)[few_v]
+    return cut
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """||actual - expected|| / ||expected||"""
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def hold(
+    what: str, actual: Mapping[str, Results], plain: Results, exact: Results
+) -> dict[str, float]:
+    """Relative errors by contender and tensor, "ours o" and so on, if all of them are fit.
+
+    Args:
+        actual: by contender, tensors of `some_heads`.
+        plain, exact: of plain PyTorch, in the dtypes that ours have, and in float64.
+
+    Raises:
+        Disagreement: ours breaks the error rule, a peer computes something else.
+    """
+    errors: dict[str, float] = {}
+    for who, results in actual.items():
+        for name, x in results.items():
+            error = relative_error(x, exact[name])
+            floor = torch.finfo(torch.float32).eps
+            allowed = 2 * relative_error(plain[name].to(x.dtype), exact[name]) + floor
+            if who != "ours":
+                allowed = max(PEER_MAX_ERROR, allowed)
+            errors[f"{who} {name}"] = error
+            if not error <= allowed:  # so that NaN fails
+                raise Disagreement(
+                    f"{who}, {what}: {name} has a relative error of {error:.2e} against the "
+                    f"float64 reference, allowed are {allowed:.2e}"
+                )
+    return errors
+
+
+def _poison(*like: torch.Tensor) -> None:
+    """Leave NaN in the memory that the next tensors of these sizes are likely to get."""
+    held = [torch.full_like(x, torch.nan) for x in like]
+    del held
+
+
+def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> dict[str, float]:
+    """Compare each contender with the float64 reference, on a few heads of all tokens."""
+    few = some_heads(case.heads, case.heads_v)[1]
+    actual: dict[str, Results] = {}
+    for who, call in calls.items():
+        _poison(arguments["v"], arguments["initial_state"])
+        o, final_state = call()[:2]
+        actual[who] = {"o": o[:, :, few], "final_state": final_state[:, few]}
+        del o, final_state
+    cut = of_heads(arguments, case.heads, case.heads_v, 2)
+    for name in ("output_final_state", "cu_seqlens_cpu"):
+        cut.pop(name, None)
+    if "cu_seqlens" in cut:
+        cut["cu_seqlens"] = arguments["cu_seqlens_cpu"]
+
+    def results(**how: Any) -> Results:
+        stages = reference.kda_chunk_reference(**cut, **how)
+        return {"o": stages.o, "final_state": stages.states.final_state}
+
+    plain = results(dtype=torch.float32, stage_dtype=DTYPE)
+    return hold(f"chunk_kda at {case}", actual, plain, results())
+
+
+def check_stage(
+    stage: str, case: Case, arguments: Arguments, calls: Mapping[str, Call]
+) -> dict[str, float]:
+    """The same for "intra" or "recompute"."""
+    few = some_heads(case.heads, case.heads_v)[1]
+    named = {"intra": intra_results, "recompute": recompute_results}[stage]
+    rows = torch.arange(case.tokens, device=DEVICE) % reference.CHUNK
+    columns = torch.arange(reference.CHUNK, device=DEVICE)
+    later = (columns > rows[:, None])[:, None]
+    actual: dict[str, Results] = {}
+    for who, call in calls.items():
+        _poison(arguments["v"], arguments["v"], arguments["Akk"])
+        actual[who] = {name: x[:, :, few] for name, x in named(who, call()).items()}
+        if who != "ours" and "Aqk" in actual[who]:  # what the peer never writes
+            actual[who]["Aqk"] = actual[who]["Aqk"].masked_fill(later, 0)
+    cut = of_heads(arguments, case.heads, case.heads_v, 2)
+
+    def results(**how: Any) -> Results:
+        tensors = (cut[name] for name in ("q", "k", "v", "g", "beta"))
+        if stage == "intra":
+            return reference.kda_chunk_intra_reference(*tensors, **how)._asdict()
+        found = reference.kda_recompute_w_u_reference(*tensors, cut["Akk"], **how)
+        return dict(zip(RECOMPUTE, found, strict=True))
+
+    plain = results(dtype=torch.float32, stage_dtype=DTYPE)
+    return hold(f"{stage} at {case}", actual, plain, results())
+
+
+def check_decode(
+    case: DecodeCase, arguments: Arguments, calls: Mapping[str, Call]
+) -> dict[str, float]:
+    """The same for a decode step; ours leaves its new state in the arguments' pool."""
+    few = some_heads(case.heads, case.heads_v)[1]
+    cut = of_heads(arguments, case.heads, case.heads_v, 1)
+    cut.pop("out")
+    cut["state_indices"] = cut["state_indices"].tolist()
+    cut["state_indices"] = torch.tensor(cut["state_indices"])  # read once a sequence
+
+    def results(**how: Any) -> Results:
+        found = reference.kda_decode_reference(**cut, **how)
+        return {"o": found.o, "state": found.state}
+
+    plain, exact = results(dtype=torch.float32), results()
+    order = arguments["state_indices"].long()
+    actual: dict[str, Results] = {}
+    for who, call in calls.items():
+        result = call()
+        if who == "ours":
+            actual[who] = {"o": arguments["out"][:, few], "state": arguments["state"][:, few]}
+            continue
+        state = torch.empty_like(exact["state"], dtype=torch.float32)
+        state[order] = result[1].transpose(-1, -2)[:, few]
+        actual[who] = {"o": result[0][:, 0, few], "state": state}
+    return hold(f"kda_decode at {case}", actual, plain, exact)
+
+
+def worst_errors(errors: Sequence[Mapping[str, float]]) -> str:
+    """A note: the largest error of each contender's tensors over all cases."""
+    worst: dict[str, float] = {}
+    for case in errors:
+        for name, error in case.items():
+            worst[name] = max(worst.get(name, 0.0), error)
+    listed = ", ".join(f"{name} {error:.2e}" for name, error in worst.items())
+    return (
+        "largest relative error against the float64 reference over all cases, on the first and "
+        f"last head of q and k and the value heads that share them: {listed}"
+    )
+
+
+# ---- the peer's start
+
+
+_WARM = """
+import torch
+from cute_attn.bench._kda_cases import Case
+from cute_attn.bench import _kda_problem as problem
+with torch.no_grad():
+    problem.warm({kind!r}, {case!r})
+"""
+
+
+def warm(kind: str, case: Case) -> None:
+    """Call the peer once, so that it has compiled and tuned."""
+    if kind == "chunk":
+        call = chunk_calls(chunk_arguments(case), with_peer=True).get("fla")
+    else:
+        calls = {"intra": intra_calls, "recompute": recompute_calls}[kind]
+        call = calls(stage_arguments(case), with_peer=True).get("fla")
+    if call is not None:
+        call()
+        torch.cuda.synchronize()
+
+
+def compile_peer(kind: str, cases: Sequence[Case], jobs: int) -> None:
+    """Fill Triton's cache with the peer's kernels for such cases, in so many processes.
+
+    Their timings are made while others run, so what they tune is not kept.
+    """
+    waiting = list(cases)
+    running: list[subprocess.Popen[bytes]] = []
+    env = {**os.environ, "FLA_CACHE_RESULTS": "0"}
+    with contextlib.ExitStack() as stack:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                code = _WARM.format(kind=kind, case=waiting.pop(0))
+                child = stack.enter_context(subprocess.Popen([sys.executable, "-c", code], env=env))
+                running.append(child)
+                stack.callback(_end, child)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running[0].wait(0.5)
+            running = [child for child in running if child.poll() is None]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        child.kill()
+
+
+@contextlib.contextmanager
+def freed() -> Iterator[None]:
+    """Give what a case allocated back to the device afterwards."""
+    try:
+        yield
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,0 +1,181 @@
+"""chunk_kda, whole prompts from raw projections to outputs and final states, against FLA.
+
+Dense and packed sequences; gate, normalisation and sigmoid within the kernels. Each case is checked
+against the float64 reference, then timed: do_bench medians, which is what a call costs, and the
+replay of a CUDA graph, which is the device's part of it. The roofline is the time in which a copy
+moves what the two kernels of the fused path must, see docs/kernels/kda.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from ._kda_cases import (
+    GATES,
+    LENGTHS,
+    Case,
+    add_arguments,
+    at_least,
+    chosen,
+    compiled_peer,
+    label,
+    that_fit,
+    timing_columns,
+)
+from .environment import describe
+from .progress import track
+from .registry import Benchmark, GpuCheckStage
+from .report import Plot, Report, Row, Verdict
+from .roofline import Roofline, measure_roofline
+from .timing import Mode
+
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+HEADS = ((12, 12), (32, 32), (64, 64), (96, 96), (32, 64))  # of q and k, of v
+PACKED_HEADS = ((12, 12), (64, 64), (32, 64))
+PACKED_TOKENS = (8192, 32768)
+SEQUENCES = (8, 20)
+SOFTPLUS_TOKENS = (1024, 8192, 32768)
+MODES: tuple[Mode, ...] = ("do_bench", "graph")
+
+# What `chunk_kda` is held to, from so many tokens on.
+TARGET, GOAL, TARGET_TOKENS = 1.6, 2.0, 4096
+FUSED_TARGET, FUSED_TOKENS, FUSED_HEADS = 2.0, 8192, 64
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
+
+
+def all_cases() -> list[Case]:
+    dense = [Case(heads, heads_v, tokens) for heads, heads_v in HEADS for tokens in TOKENS]
+    packed = [
+        Case(heads, heads_v, tokens, sequences=sequences, lengths=lengths)
+        for heads, heads_v in PACKED_HEADS
+        for tokens in PACKED_TOKENS
+        for sequences in SEQUENCES
+        for lengths in LENGTHS
+    ]
+    softplus = [Case(64, 64, tokens, gate=GATES[1]) for tokens in SOFTPLUS_TOKENS]
+    return dense + packed + softplus
+
+
+def short_cases() -> list[Case]:
+    return [
+        Case(64, 64, 512),
+        Case(64, 64, 8192),
+        Case(32, 64, 4096),
+        Case(64, 64, 8192, sequences=8, lengths="skewed"),
+    ]
+
+
+def run(args: argparse.Namespace) -> Report:
+    import torch
+
+    from ._kda_problem import worst_errors
+
+    cases = chosen(all_cases() if args.only or not args.short else short_cases(), args.only)
+    cases, notes = that_fit(cases, torch.cuda.mem_get_info()[0])
+    rep_ms = 30.0 if args.short else 100.0
+    roofline = measure_roofline(matmul=False, rep_ms=rep_ms)
+    rows: list[Row] = []
+    errors = []
+    with torch.no_grad():
+        with_peer, peer_notes = compiled_peer("chunk", tuning_cases(cases), args)
+        for case in track(cases, "kda-chunk"):
+            found, made, more = time_case(case, with_peer, args.mode, roofline, rep_ms)
+            errors.append(found)
+            rows += made
+            notes += [note for note in more if note not in notes]
+    return Report(
+        benchmark="kda-chunk",
+        title="Kimi Delta Attention, chunked forward, K = V = 128, bfloat16",
+        environment=describe(args.argv, commit=args.commit),
+        parameters={
+            "initial_state": "given",
+            "final_state": "asked for",
+            "state_v_first": False,
+            "rep_ms": rep_ms,
+        },
+        roofline=roofline.to_dict(),
+        rows=rows,
+        verdicts=verdicts(rows),
+        notes=[worst_errors(errors), *peer_notes, *notes],
+        plots=plots(rows),
+    )
+
+
+def tuning_cases(cases: Sequence[Case]) -> list[Case]:
+    """A case for each set of kernels that the peer compiles, the size that it is judged on."""
+    found: dict[tuple[object, ...], Case] = {}
+    for case in cases:
+        kind = (case.heads, case.heads_v, bool(case.sequences), case.gate)
+        best = found.get(kind)
+        if best is None or abs(case.tokens - FUSED_TOKENS) < abs(best.tokens - FUSED_TOKENS):
+            found[kind] = case
+    return list(found.values())
+
+
+def time_case(
+    case: Case, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
+) -> tuple[dict[str, float], list[Row], list[str]]:
+    """(errors, a row for each mode, notes)."""
+    from ._kda_problem import check_chunk, chunk_arguments, chunk_calls, freed, time_calls
+
+    rows: list[Row] = []
+    notes: list[str] = []
+    with freed():
+        arguments = chunk_arguments(case)
+        calls = chunk_calls(arguments, with_peer=with_peer)
+        errors = check_chunk(case, arguments, calls)
+        for mode in modes:
+            timings, more = time_calls(calls, mode, rep_ms)
+            notes += more
+            columns = timing_columns(timings, case.fused_bytes, roofline)
+            least_us = case.one_kernel_bytes / roofline.copy_gbps / 1e3
+            rows.append({**case.rows, "mode": mode, **columns, "inputs_and_outputs_us": least_us})
+        del arguments, calls
+    return errors, rows, notes
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """The targets, by what a call costs."""
+    found = []
+    for row in rows:
+        tokens = row["tokens"]
+        assert isinstance(tokens, int)
+        if row["mode"] != "do_bench" or row["gate"] != GATES[0] or tokens < TARGET_TOKENS:
+            continue
+        found.append(at_least(label(row), row, "speedup_vs_fla", TARGET, GOAL))
+        large = row["heads"] == row["heads_v"] == FUSED_HEADS and tokens == FUSED_TOKENS
+        if large:
+            found.append(at_least(label(row), row, "speedup_vs_fla", FUSED_TARGET))
+    return found
+
+
+def plots(rows: Sequence[Row]) -> list[Plot]:
+    """Time over tokens, for each number of heads of which there are a few dense cases."""
+    found = []
+    for heads, heads_v in HEADS:
+        where = {
+            "heads": heads, "heads_v": heads_v, "lengths": "dense", "gate": GATES[0],
+            "mode": "do_bench",
+        }  # fmt: skip
+        chosen_rows = [row for row in rows if all(row[k] == v for k, v in where.items())]
+        if len(chosen_rows) > 1:
+            ys = ("time_us", "fla_us", "roofline_us")
+            if chosen_rows[0]["fla_us"] is None:
+                ys = ("time_us", "roofline_us")
+            title = f"H={heads} HV={heads_v}"
+            found.append(Plot("tokens", ys, title, "us", where, log_x=True, log_y=True))
+    return found
+
+
+BENCHMARK = Benchmark(
+    name="kda-chunk",
+    summary="chunk_kda forward against FLA and the bytes that it must move",
+    run=run,
+    add_arguments=add_options,
+    gpu_check=(GpuCheckStage(("--no-peer",), 40),),
+)

@@ -1,0 +1,143 @@
+"""kda_decode, one token of each sequence, against FLA's fused_recurrent_kda and the copy bandwidth.
+
+Gate, normalisation and sigmoid inside; the float32 state in place, in a pool that indices point
+into (FLA's has none, and is written anew). Each case is checked against the float64 reference, then
+timed: do_bench medians, which is what a call costs, and the replay of a CUDA graph. The roofline is
+the time in which a copy moves the states twice and the rest once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from ._kda_cases import DecodeCase, add_arguments, at_least, chosen, timing_columns
+from .environment import describe
+from .progress import track
+from .registry import Benchmark, GpuCheckStage
+from .report import Plot, Report, Row, Verdict
+from .roofline import Roofline, measure_roofline
+from .timing import Mode
+
+HEADS = ((64, 64), (32, 64), (8, 64), (64, 128), (32, 128), (8, 128))  # of q and k, of v
+SHORT_HEADS = ((64, 64), (32, 128))
+PLOTTED_HEADS = ((64, 64), (64, 128))
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHORT_BATCHES = (1, 8, 64, 256)
+MODES: tuple[Mode, ...] = ("do_bench", "graph")
+
+SMALL_BATCH, SMALL_SPEEDUP = 8, 4.0  # of a call
+LARGE_BATCH, LARGE_SHARE = 64, 0.97
+SPEEDUP = 1.13
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser, ("B", "H", "HV"))
+    parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
+
+
+def run(args: argparse.Namespace) -> Report:
+    import torch
+
+    from ._kda_problem import peer, worst_errors
+
+    few = args.short and not args.only
+    cases = [
+        DecodeCase(batch, heads, heads_v)
+        for heads, heads_v in (SHORT_HEADS if few else HEADS)
+        for batch in (SHORT_BATCHES if few else BATCHES)
+    ]
+    cases = chosen(cases, args.only)
+    rep_ms = 30.0 if args.short else 100.0
+    roofline = measure_roofline(matmul=False, rep_ms=rep_ms)
+    notes = []
+    with_peer = not args.no_peer and peer("fla.ops.kda:fused_recurrent_kda") is not None
+    if not with_peer:
+        why = "--no-peer" if args.no_peer else "flash-linear-attention cannot be imported"
+        notes.append(f"FLA was left out: {why}")
+    rows: list[Row] = []
+    errors = []
+    with torch.no_grad():
+        for case in track(cases, "kda-decode"):
+            found, made, more = time_case(case, with_peer, args.mode, roofline, rep_ms)
+            errors.append(found)
+            rows += made
+            notes += [note for note in more if note not in notes]
+    return Report(
+        benchmark="kda-decode",
+        title="Kimi Delta Attention, decode, K = V = 128, bfloat16 tokens, float32 state",
+        environment=describe(args.argv, commit=args.commit),
+        parameters={"gate": "lower_bound", "state_indices": "given", "rep_ms": rep_ms},
+        roofline=roofline.to_dict(),
+        rows=rows,
+        verdicts=verdicts(rows),
+        notes=[worst_errors(errors), *notes],
+        plots=plots(rows),
+    )
+
+
+def time_case(
+    case: DecodeCase, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
+) -> tuple[dict[str, float], list[Row], list[str]]:
+    """(errors, a row for each mode, notes)."""
+    from ._kda_problem import check_decode, decode_arguments, decode_calls, freed, time_calls
+
+    rows: list[Row] = []
+    notes: list[str] = []
+    with freed():
+        arguments = decode_arguments(case)
+        calls = decode_calls(arguments, with_peer=with_peer)
+        errors = check_decode(case, arguments, calls)
+        for mode in modes:
+            timings, more = time_calls(calls, mode, rep_ms)
+            notes += more
+            rows.append(
+                {
+                    "batch": case.batch,
+                    "heads": case.heads,
+                    "heads_v": case.heads_v,
+                    "mode": mode,
+                    **timing_columns(timings, case.min_bytes, roofline),
+                }
+            )
+        del arguments, calls
+    return errors, rows, notes
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """A call's time against FLA's; the share of the copy bandwidth as a call and in a graph."""
+    found = []
+    for row in rows:
+        batch = row["batch"]
+        assert isinstance(batch, int)
+        what = f"B={batch} H={row['heads']} HV={row['heads_v']} ({row['mode']})"
+        if batch >= LARGE_BATCH:
+            found.append(at_least(what, row, "share_of_roofline", LARGE_SHARE))
+        if row["mode"] == "do_bench":
+            target = SMALL_SPEEDUP if batch <= SMALL_BATCH else SPEEDUP
+            found.append(at_least(what, row, "speedup_vs_fla", target))
+    return found
+
+
+def plots(rows: Sequence[Row]) -> list[Plot]:
+    found = []
+    for heads, heads_v in PLOTTED_HEADS:
+        for mode in MODES:
+            where = {"heads": heads, "heads_v": heads_v, "mode": mode}
+            chosen_rows = [row for row in rows if all(row[k] == v for k, v in where.items())]
+            if len(chosen_rows) > 1:
+                ys = ("time_us", "fla_us", "roofline_us")
+                if any(row["fla_us"] is None for row in chosen_rows):
+                    ys = ("time_us", "roofline_us")
+                title = f"H={heads} HV={heads_v} ({mode})"
+                found.append(Plot("batch", ys, title, "us", where, log_x=True, log_y=True))
+    return found
+
+
+BENCHMARK = Benchmark(
+    name="kda-decode",
+    summary="kda_decode against FLA and the copy bandwidth",
+    run=run,
+    add_arguments=add_options,
+    gpu_check=(GpuCheckStage(("--no-peer",), 40),),
+)

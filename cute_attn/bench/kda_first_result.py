@@ -1,0 +1,211 @@
+"""How long a fresh process waits for its first KDA result, with cold and with warm caches.
+
+Each program runs in a process of its own: it makes random inputs, waits for the device, and then
+times importing the library, the first call and the first call of another length, the last two
+with the result waited for. Cold: the compiler's caches are empty directories, as on a new machine;
+warm: the same directories, filled by the run before. Ours compiles without timing anything; FLA's
+autotuner times every configuration of every kernel for a number of heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .environment import describe
+from .registry import Benchmark, GpuCheckStage
+from .report import Report, Row, Verdict
+
+LIMIT_S = 420.0
+CALLS = ("chunk_kda", "kda_decode")
+LIBRARIES = {"ours": "cute_attn", "fla": "fla.ops.kda"}
+
+# What may take seconds, with a cold cache, and what nothing, with a warm one.
+COLD_S, WARM_S = 30.0, 1.0
+
+_PROGRAM = """
+import json, sys, time
+import torch
+from cute_attn.bench import _kda_problem as problem
+from cute_attn.bench._kda_cases import Case, DecodeCase
+
+who, call = {who!r}, {call!r}
+if call == "chunk_kda":
+    cases = [Case({heads}, {heads_v}, tokens) for tokens in (4096, 5000)]
+    make, calls = problem.chunk_arguments, problem.chunk_calls
+else:
+    cases = [DecodeCase(batch, {heads}, {heads_v}) for batch in (8, 24)]
+    make, calls = problem.decode_arguments, problem.decode_calls
+inputs = [make(case) for case in cases]
+torch.cuda.synchronize()
+with torch.no_grad():
+    start = time.perf_counter()
+    __import__({library!r})
+    imported = time.perf_counter()
+    seconds = []
+    for arguments in inputs:
+        run = calls(arguments, with_peer=who == "fla")[who]
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - before)
+found = {{"import_s": imported - start, "first_s": seconds[0], "other_size_s": seconds[1]}}
+if who == "ours":
+    from cute_attn import cache
+    found["compiles"] = cache.stats().compiles
+print(json.dumps(found))
+"""
+
+
+class ChildError(RuntimeError):
+    """A measured process failed; the message holds the end of its output."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--heads-v", type=int, default=32)
+    parser.add_argument("--calls", nargs="+", default=list(CALLS), choices=CALLS)
+    parser.add_argument("--no-peer", action="store_true", help="leave flash-linear-attention out")
+    parser.add_argument("--repeats", type=int, help="processes with warm caches, of each kind")
+
+
+def run(args: argparse.Namespace) -> Report:
+    repeats = args.repeats or (1 if args.short else 3)
+    notes = []
+    contenders = ["ours", "fla"]
+    if args.no_peer or importlib.util.find_spec("fla") is None:
+        contenders.remove("fla")
+        why = "--no-peer" if args.no_peer else "flash-linear-attention cannot be imported"
+        notes.append(f"FLA was left out: {why}")
+    rows: list[Row] = []
+    for call in args.calls:
+        for who in contenders:
+            found, note = measure(call, who, args.heads, args.heads_v, repeats)
+            rows += found
+            notes += note
+    return Report(
+        benchmark="kda-first-result",
+        title="Kimi Delta Attention: the time until the first result of a process",
+        environment=describe(args.argv, commit=args.commit),
+        parameters={
+            "heads": args.heads,
+            "heads_v": args.heads_v,
+            "chunk_kda": "B=1, T=4096, then T=5000",
+            "kda_decode": "B=8, then B=24",
+            "repeats_warm": repeats,
+        },
+        rows=rows,
+        verdicts=verdicts(rows),
+        notes=[
+            "torch is imported, and the device in use, before the time starts; what "
+            "cute_attn.bench itself imports of either library counts as imported",
+            *notes,
+        ],
+    )
+
+
+def measure(
+    call: str, who: str, heads: int, heads_v: int, repeats: int
+) -> tuple[list[Row], list[str]]:
+    """A row with cold caches and one with warm ones, the latter's times the least of `repeats`.
+
+    None, and a note, if a process takes longer than LIMIT_S.
+    """
+    code = _PROGRAM.format(call=call, who=who, heads=heads, heads_v=heads_v, library=LIBRARIES[who])
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            env = cold_environment(Path(directory))
+            cold = run_child(code, env)
+            warm = [run_child(code, env) for _ in range(repeats)]
+    except subprocess.TimeoutExpired:
+        return [], [f"{call}, {who}: no result after {LIMIT_S:.0f} s"]
+    best = {name: min(found[name] for found in warm) for name in cold}
+    return [_row(call, who, "cold", cold), _row(call, who, "warm", best)], []
+
+
+def cold_environment(directory: Path) -> dict[str, str]:
+    """Of a process whose compilers keep what they make under `directory`."""
+    ours = directory / "cute_attn"
+    ours.mkdir(mode=0o700)
+    env = {
+        **os.environ,
+        "CUTE_ATTN_CACHE_DIR": str(ours),
+        "TRITON_CACHE_DIR": str(directory / "triton"),
+        "CUDA_CACHE_PATH": str(directory / "cuda"),
+    }
+    env.pop("CUTE_ATTN_PREBUILT", None)
+    return env
+
+
+def run_child(code: str, env: Mapping[str, str]) -> dict[str, Any]:
+    """What the program prints last, read as JSON.
+
+    Raises:
+        ChildError: it failed.
+        subprocess.TimeoutExpired: it took longer than LIMIT_S.
+    """
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    if done.returncode != 0:
+        raise ChildError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _row(call: str, who: str, caches: str, found: Mapping[str, Any]) -> Row:
+    return {
+        "call": call,
+        "library": who,
+        "caches": caches,
+        "import_s": found["import_s"],
+        "first_s": found["first_s"],
+        "other_size_s": found["other_size_s"],
+        "compiles": found.get("compiles"),
+    }
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Seconds at most to compile, nothing from a warm cache, and nothing for another length."""
+    found = []
+    for row in rows:
+        if row["library"] != "ours":
+            continue
+        first, other = row["first_s"], row["other_size_s"]
+        assert isinstance(first, float) and isinstance(other, float)
+        limit = COLD_S if row["caches"] == "cold" else WARM_S
+        name = f"{row['call']}, {row['caches']}"
+        others = [r for r in rows if r["library"] == "fla" and _same_run(r, row)]
+        beside = f"; FLA {others[0]['first_s']:.2f} s" if others else ""
+        found.append(
+            Verdict(
+                f"{name}: first result in at most {limit:g} s",
+                first <= limit,
+                f"{first:.2f} s, {row['compiles']} kernels compiled{beside}",
+            )
+        )
+        found.append(
+            Verdict(f"{name}: another size compiles nothing", other <= WARM_S, f"{other:.4f} s")
+        )
+    return found
+
+
+def _same_run(a: Row, b: Row) -> bool:
+    return a["call"] == b["call"] and a["caches"] == b["caches"]
+
+
+BENCHMARK = Benchmark(
+    name="kda-first-result",
+    summary="time to the first result of a process, ours and FLA's, from cold and warm caches",
+    run=run,
+    add_arguments=add_arguments,
+    gpu_check=(GpuCheckStage(("--no-peer",), 60),),
+)

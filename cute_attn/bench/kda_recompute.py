@@ -1,0 +1,28 @@
+"""kda_recompute_w_u, the part of kda_chunk_intra that a backward pass repeats, against FLA's.
+
+w, u and kg from k, v, the summed gate, beta and the inverse Akk. The roofline is the time in which
+a copy moves what the stage reads and writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ._kda_stage import add_options, run_stage
+from .registry import Benchmark, GpuCheckStage
+from .report import Report
+
+TARGET = 1.3
+
+
+def run(args: argparse.Namespace) -> Report:
+    return run_stage("recompute", "kda_recompute_w_u: w, u and kg", TARGET, args)
+
+
+BENCHMARK = Benchmark(
+    name="kda-recompute",
+    summary="kda_recompute_w_u against FLA and the bytes that it must move",
+    run=run,
+    add_arguments=add_options,
+    gpu_check=(GpuCheckStage(("--no-peer",), 30),),
+)
