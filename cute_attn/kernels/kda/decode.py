@@ -1,0 +1,209 @@
+"""KDA decode: one tile of the recurrent state per block, held in registers.
+
+Per token and value head, with the state a K by V matrix S:
+
+    S <- Diag(decay) S      u = beta (v - S^T k)      S <- S + k u^T      o = scale S^T q
+
+A call reads and writes the state once, and everything else is a fiftieth of that, so the kernel is
+a copy with arithmetic in the middle, as Lightning's is (docs/kernels/kda.md, "Decode").
+
+    block (tile of V, value head, sequence)
+      fetch     the token's q, k, v, g and beta, which wait for nothing
+      load      the tile of the slot's state, 16 bytes an access
+      prepare   norms, gate and sigmoid, once a block, to shared memory; barrier
+      advance   decay, both sums over K in one pass, rank-1 update
+      store     the tile, in place; barrier; the output
+
+With several tokens, the next one is fetched and prepared while one is computed: one barrier a
+token. Of drafted tokens in records the accepted ones come first, and the state is stored after
+them; with a slot for each position it is stored after every token.
+
+Runs on sm_80 and newer. Shared memory: two stages of a token, 7 KiB at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.overlap import overlaps
+from . import decode_arguments
+from .decode_tile import StateTile
+from .decode_tokens import STAGES, Fetched, Token, TokenReader, TokenStage
+from .spec_decode import DecodeSpec
+
+
+class KdaDecode:
+    """The kernel for one DecodeSpec; see the module's docstring.
+
+        q, k           [B, HQK, K] or [B, T, HQK, K]     last dimension contiguous
+        v, o           [B, HV, V] or [B, T, HV, V]
+        g              [B, HV, K] or [B, T, HV, K]
+        beta           [B, HV] or [B, T, HV]             any strides
+        A_log          [HV]
+        dt_bias        [HV * K] or [HV, K]
+        state          [N, HV, V, K] or [N, HV, K, V]    a head's matrix contiguous
+        state_indices  [B] or [B, 1 + S]     int32
+        num_accepted   [B]                   int32
+        record_k       [N, S, HQK, K]                    last dimension contiguous
+        record_g       [N, S, HV, K]
+        record_u       [N, S, HV, V]         float32
+
+    The records of k and g are only read here: all blocks of a head, and of a group of heads, share
+    them. `decode_records` writes them afterwards.
+    """
+
+    def __init__(self, spec: DecodeSpec):
+        self.spec = spec
+        self.tile = StateTile(spec)
+        self.reader = TokenReader(spec)
+        self.replays = spec.slots == "records"
+        self.positions = spec.slots == "positions"
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec = self.spec
+        sizes = decode_arguments.Sizes()
+        step = (sizes.batch, sizes.tokens) if spec.multi_token else (sizes.batch,)
+        slots = cute.sym_int() if spec.indexed else sizes.batch
+        positions = (cute.sym_int(),) if self.positions else ()
+        records = cute.sym_int()
+        of_records: tuple[Any, ...] = (None,) * 3
+        if self.replays:
+            of_records = (
+                decode_arguments.rows(spec.dtype, slots, records, sizes.heads, spec.head_dim_k),
+                decode_arguments.rows(
+                    spec.gate_dtype, slots, records, sizes.heads_v, spec.head_dim_k
+                ),
+                decode_arguments.rows("float32", slots, records, sizes.heads_v, spec.head_dim_v),
+            )
+        return (
+            *decode_arguments.inputs(spec, sizes, step),
+            decode_arguments.rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
+            decode_arguments.states(spec, sizes, slots),
+            decode_arguments.indices(sizes.batch, *positions) if spec.indexed else None,
+            decode_arguments.indices(sizes.batch) if spec.accepted else None,
+            *of_records,
+            Float32(1.0),
+            Float32(1.0),
+            Float32(1.0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        o: cute.Tensor,
+        state: cute.Tensor,
+        state_indices: cute.Tensor | None,
+        num_accepted: cute.Tensor | None,
+        record_k: cute.Tensor | None,
+        record_g: cute.Tensor | None,
+        record_u: cute.Tensor | None,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_scale: Float32,
+        stream: Any,
+    ) -> None:
+        spec = self.spec
+        batch, heads = q.shape[0], cute.size(q, mode=[cute.rank(q) - 2])
+        heads_v = state.shape[1]
+        # What must not run gets no blocks: the driver refuses that, and the operator says why.
+        blocks = heads_v
+        if overlaps(o, q, k, v, g, beta, state) or heads_v % cutlass.max(heads, 1) != 0:
+            blocks = 0
+        if cutlass.const_expr(spec.multi_token):
+            if q.shape[1] == 0:
+                blocks = 0
+        if cutlass.const_expr(spec.dt_bias_dims == 1):
+            if dt_bias.shape[0] != heads_v * spec.head_dim_k:
+                blocks = 0
+        if cutlass.const_expr(self.positions):
+            if q.shape[1] > state_indices.shape[1]:
+                blocks = 0
+        if cutlass.const_expr(self.replays):
+            if q.shape[1] > record_u.shape[1]:
+                blocks = 0
+        group = heads_v // cutlass.max(heads, 1)
+        self.kernel(
+            q, k, v, g, beta, A_log, dt_bias, o, state, state_indices, num_accepted,
+            record_k, record_g, record_u, scale, lower_bound, beta_scale, group,
+        ).launch(
+            grid=[spec.head_dim_v // spec.tile_v, blocks, batch],
+            block=[spec.num_threads, 1, 1],
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        o: cute.Tensor,
+        state: cute.Tensor,
+        state_indices: cute.Tensor | None,
+        num_accepted: cute.Tensor | None,
+        record_k: cute.Tensor | None,
+        record_g: cute.Tensor | None,
+        record_u: cute.Tensor | None,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_scale: Float32,
+        group: Int32,
+    ) -> None:
+        spec = self.spec
+        tile_index, head, sequence = cute.arch.block_idx()
+        head_qk = Int32(cutlass.Uint32(head) // cutlass.Uint32(group))
+        memory = cutlass.memory.SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((STAGES * TokenStage.elements(spec),)), 16
+        )
+        slot = sequence
+        valid = Boolean(True)
+        if cutlass.const_expr(self.positions):
+            slot = state_indices[sequence, self.accepted_position(state_indices, num_accepted)]
+        elif cutlass.const_expr(spec.indexed):
+            slot = state_indices[sequence]
+        if cutlass.const_expr(spec.indexed):
+            # A negative index is padding. One past the pool is a caller's bug that must not become
+            # a write to somebody else's memory; it is treated alike.
+            valid = slot >= 0 and slot < state.shape[0]
+
+        if cutlass.const_expr(not spec.multi_token):
+            fetched = Fetched(spec)
+            token = Token(
+                q[sequence, head_qk, None],
+                k[sequence, head_qk, None],
+                v[sequence, head, None],
+                g[sequence, head, None],
+                cute.domain_offset((sequence, head), beta),
+            )
+            self.reader.fetch(fetched, token, tile_index)
+            gate = self.reader.gate(A_log, dt_bias, lower_bound, head)
+            if valid:
+                stage = TokenStage(spec, memory, record=False)
+                loaded = self.tile.load(state[slot, head, None, None], tile_index)
+                self.reader.prepare(stage, fetched, gate, scale, beta_scale)
+                cute.arch.sync_threads()
+                s = cute.make_rmem_tensor(loaded.shape, Float32)
+                s.store(loaded.load().to(Float32))
+                self.tile.advance(s, stage)
+                self.tile.store(s, state[slot, head, None, None], tile_index)
+                cute.arch.sync_threads()
+                self.reader.write(stage.o, o[sequence, head, None], tile_index)
+            else:
+                self.reader.write_zeros(o[sequence, head, None], tile_index)

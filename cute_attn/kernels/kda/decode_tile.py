@@ -1,0 +1,223 @@
+"""A tile of the KDA state in the registers of a block's warps, and what a token does to it.
+
+A block has `tile_v` columns of V and all of K of one head; a warp has some of these columns, again
+with all of K, so that the sums over K stay within a warp. In memory the tile has rows whose elements
+are contiguous: V rows of K with state_v_first, else K rows of V. One access of a warp covers
+`rows_per_step` rows, every lane with `vector` neighbouring elements of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp
+
+from ..common.dtypes import DTYPE
+from ..common.spec import WARP_SIZE
+from .decode_tokens import TokenStage
+from .spec_decode import VECTOR_BYTES, StepSpec
+
+
+class StateTile:
+    """Who holds what of a tile, and the arithmetic on it. All methods run on the device."""
+
+    def __init__(self, spec: StepSpec):
+        self.spec = spec
+        self.state_dtype = DTYPE[spec.state_dtype]
+        self.vector = spec.vector
+        self.lanes_per_row, self.rows_per_step = spec.lanes_per_row, spec.rows_per_step
+        self.values_of_k, self.values_of_v = spec.values_of_k, spec.values_of_v
+        # (vector, rows, vectors of a row) that one thread holds
+        if spec.state_v_first:
+            self.shape = (self.vector, self.values_of_v, self.values_of_k // self.vector)
+        else:
+            self.shape = (self.vector, self.values_of_k, 1)
+        # Distances of the lanes that share a column of V, from far to near.
+        first = 1 if spec.state_v_first else self.lanes_per_row
+        self.distances = [
+            first << i for i in reversed(range(spec.lanes_of_k.bit_length() - 1))
+        ]
+
+    # -- who holds what ---------------------------------------------------------------------
+
+    def element(self, k: int, v: int) -> tuple[int, int, int]:
+        """Where a thread keeps its k-th index of K and v-th of V."""
+        if self.spec.state_v_first:
+            return k % self.vector, v, k // self.vector
+        return v, k, 0
+
+    def v_in_tile(self, v: Any) -> Any:
+        """The column of the tile that is this thread's v-th."""
+        warp, lane = warp_and_lane()
+        if self.spec.state_v_first:
+            rows_per_warp = self.values_of_v * self.rows_per_step
+            return warp * rows_per_warp + lane // self.lanes_per_row + v * self.rows_per_step
+        return (warp * self.lanes_per_row + lane % self.lanes_per_row) * self.vector + v
+
+    @cute.jit
+    def along_k(self, x: cute.Tensor) -> list[Any]:
+        """Of K float32 in shared memory, those at this thread's indices."""
+        _, lane = warp_and_lane()
+        values = []
+        if cutlass.const_expr(self.spec.state_v_first):
+            stride = self.lanes_per_row * self.vector
+            source = cute.make_tensor(
+                (x.iterator + (lane % self.lanes_per_row) * self.vector).align(VECTOR_BYTES),
+                cute.make_layout((self.vector, self.values_of_k // self.vector), stride=(1, stride)),
+            )
+            loaded = cute.make_rmem_tensor(source.shape, Float32)
+            cute.autovec_copy(source, loaded)
+            for k in cutlass.range_constexpr(self.values_of_k):
+                values.append(loaded[k % self.vector, k // self.vector])
+        else:
+            for k in cutlass.range_constexpr(self.values_of_k):
+                values.append(x[lane // self.lanes_per_row + k * self.rows_per_step])
+        return values
+
+    @cute.jit
+    def in_memory(self, state: cute.Tensor, tile_index: Int32) -> cute.Tensor:
+        """This thread's part of a head's state, as `self.shape`."""
+        _, lane = warp_and_lane()
+        start = tile_index * self.spec.tile_v + self.v_in_tile(0)
+        if cutlass.const_expr(self.spec.state_v_first):
+            pitch = self.spec.head_dim_k
+            offset = start * pitch + (lane % self.lanes_per_row) * self.vector
+        else:
+            pitch = self.spec.head_dim_v
+            offset = (lane // self.lanes_per_row) * pitch + start
+        return cute.make_tensor(
+            (state.iterator + offset).align(VECTOR_BYTES),
+            cute.make_layout(
+                self.shape,
+                stride=(1, self.rows_per_step * pitch, self.lanes_per_row * self.vector),
+            ),
+        )
+
+    # -- copies -----------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, state: cute.Tensor, tile_index: Int32) -> cute.Tensor:
+        """The tile as it is in memory, on its way to registers."""
+        atom = cute.make_copy_atom(
+            CopyG2ROp(), self.state_dtype, num_bits_per_copy=8 * VECTOR_BYTES
+        )
+        loaded = cute.make_rmem_tensor(self.shape, self.state_dtype)
+        cute.copy(atom, self.in_memory(state, tile_index), loaded)
+        return loaded
+
+    @cute.jit
+    def store(self, s: cute.Tensor, state: cute.Tensor, tile_index: Int32) -> None:
+        atom = cute.make_copy_atom(
+            CopyR2GOp(), self.state_dtype, num_bits_per_copy=8 * VECTOR_BYTES
+        )
+        stored = cute.make_rmem_tensor(self.shape, self.state_dtype)
+        stored.store(s.load().to(self.state_dtype))
+        cute.copy(atom, stored, self.in_memory(state, tile_index))
+
+    # -- arithmetic -------------------------------------------------------------------------
+
+    @cute.jit
+    def advance(self, s: cute.Tensor, token: TokenStage) -> None:
+        """One token: s <- Diag(decay) s + k u^T, and its output, o = s^T q, to the stage.
+
+        What k recalls and what q recalls are both taken of the decayed state, in one pass over it:
+        q recalls of the new state what it did of the old, and (k . q) u.
+        """
+        _, lane = warp_and_lane()
+        decay, k, q = (self.along_k(x) for x in (token.decay, token.k, token.q))
+        sums = []
+        for by in (k, q):
+            for v in cutlass.range_constexpr(self.values_of_v):
+                sums.append(Float32(0.0))
+        for n in cutlass.range_constexpr(self.values_of_k):
+            for v in cutlass.range_constexpr(self.values_of_v):
+                at = self.element(n, v)
+                decayed = s[at] * decay[n]
+                s[at] = decayed
+                sums[v] = cute.math.fma(decayed, k[n], sums[v])
+                other = self.values_of_v + v
+                sums[other] = cute.math.fma(decayed, q[n], sums[other])
+
+        # Of the lanes that share columns, the lower half get the sums with k, the others those
+        # with q, of the same columns: `first` and the following ones of this thread's.
+        first, sums = self.sum_over_k(sums, lane)
+        beta, kq = token.scalars[0], token.scalars[1]
+        corrections = []
+        for i in cutlass.range_constexpr(len(sums)):
+            corrections.append(beta * (token.v[self.v_in_tile(first + i)] - sums[i]))
+        outputs = []
+        for i in cutlass.range_constexpr(len(sums)):
+            correction = cute.arch.shuffle_sync_bfly(corrections[i], offset=self.distances[0])
+            outputs.append(cute.math.fma(kq, correction, sums[i]))
+        half = lane & (self.distances[0] | self.idle_lanes)
+        for i in cutlass.range_constexpr(len(sums)):
+            place = self.v_in_tile(first + i)
+            if half == self.distances[0]:
+                token.o[place] = outputs[i]
+            if cutlass.const_expr(token.u is not None):
+                if half == 0:
+                    token.u[place] = corrections[i]
+
+        for v in cutlass.range_constexpr(self.values_of_v):
+            bits, index = self.holder(v)
+            u = cute.arch.shuffle_sync(corrections[index], (lane & ~sum(self.distances)) | bits)
+            for n in cutlass.range_constexpr(self.values_of_k):
+                at = self.element(n, v)
+                s[at] = cute.math.fma(k[n], u, s[at])
+
+    @cute.jit
+    def replay(self, s: cute.Tensor, token: TokenStage) -> None:
+        """`advance` by a token whose u is known, which is where v was."""
+        decay, k = self.along_k(token.decay), self.along_k(token.k)
+        for v in cutlass.range_constexpr(self.values_of_v):
+            u = token.v[self.v_in_tile(v)]
+            for n in cutlass.range_constexpr(self.values_of_k):
+                at = self.element(n, v)
+                s[at] = cute.math.fma(k[n], u, s[at] * decay[n])
+
+    def sum_over_k(self, sums: list[Any], lane: Any) -> tuple[Any, list[Any]]:
+        """Totals over the lanes that share columns, of 2 * values_of_v sums. Lanes trade sums as
+        they halve the problem, until each has its share of the totals, or one that others have
+        too: the index of the first (less values_of_v in the upper half), and the totals."""
+        first = Int32(0)
+        for distance in self.distances:
+            if len(sums) > 1:
+                half = len(sums) // 2
+                upper = (lane & distance) != 0
+                mine = [cutlass.select_(upper, b, a) for a, b in zip(sums[:half], sums[half:])]
+                yours = [cutlass.select_(upper, a, b) for a, b in zip(sums[:half], sums[half:])]
+                if half < self.values_of_v:
+                    first = first + cutlass.select_(upper, Int32(half), Int32(0))
+            else:
+                mine, yours = sums, sums
+            sums = [
+                a + cute.arch.shuffle_sync_bfly(b, offset=distance)
+                for a, b in zip(mine, yours, strict=True)
+            ]
+        return first, sums
+
+    def holder(self, v: int) -> tuple[int, int]:
+        """Where `sum_over_k` leaves the first sum of this thread's v-th column: bits of the lane
+        (of those that `distances` are), and the index among the lane's totals."""
+        bits, size = 0, self.values_of_v
+        for distance in self.distances[1:]:
+            if size > 1:
+                size //= 2
+                bits |= distance if v >= size else 0
+                v -= size if v >= size else 0
+        return bits, v
+
+    @property
+    def idle_lanes(self) -> int:
+        """Bits of the lane that tell lanes with the same totals apart."""
+        halvings = (2 * self.values_of_v).bit_length() - 1
+        return sum(self.distances[halvings:])
+
+
+def warp_and_lane() -> tuple[Any, Any]:
+    thread, _, _ = cute.arch.thread_idx()
+    thread = cutlass.Uint32(thread)
+    return Int32(thread // WARP_SIZE), Int32(thread % WARP_SIZE)

@@ -1,0 +1,215 @@
+"""Specs of the KDA kernels that go token by token. Importing this loads no compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..common.spec import WARP_SIZE, Spec
+
+DTYPES = ("bfloat16", "float16", "float32")
+STATE_DTYPES = ("float32", "bfloat16")
+PARAMETER_DTYPES = ("float32", "bfloat16")
+HEAD_DIMS = (64, 128, 256)
+GATES = ("none", "softplus", "lower_bound")
+SLOTS = ("batch", "indexed", "positions", "records")
+INDEX_DTYPES = ("none", "int32", "int64")
+
+ALLOWED: dict[str, tuple[object, ...]] = {
+    "dtype": DTYPES,
+    "gate_dtype": DTYPES,
+    "beta_dtype": DTYPES,
+    "state_dtype": STATE_DTYPES,
+    "A_log_dtype": ("none", *PARAMETER_DTYPES),
+    "dt_bias_dtype": ("none", *PARAMETER_DTYPES),
+    "dt_bias_dims": (0, 1, 2),
+    "head_dim_k": HEAD_DIMS,
+    "head_dim_v": HEAD_DIMS,
+    "gate": GATES,
+    "slots": SLOTS,
+    "index_dtype": INDEX_DTYPES,
+}
+
+VECTOR_BYTES = 16  # the widest access of one thread
+MAX_REGISTERS = 160  # of a thread's 255, for its part of the state; the rest is for all else
+
+
+def check_operator(**fields: object) -> None:
+    """Raise ValueError for a value that no kernel serves, naming the field."""
+    for name, value in fields.items():
+        allowed = ALLOWED.get(name)
+        if allowed is not None and value not in allowed:
+            raise ValueError(f"{name} is {value!r}, must be one of {allowed}")
+
+
+@dataclass(frozen=True)
+class StepSpec(Spec):
+    """What all kernels that go token by token have compiled in.
+
+    The first group is the operator's: what the caller's tensors are. The second is the tuning
+    that `heuristics_decode` picks; any legal choice computes the same function.
+
+    Attributes:
+        dtype: of q, k, v and o.
+        gate_dtype, beta_dtype: of g and beta.
+        state_dtype: of the state in memory; arithmetic is float32 in any case.
+        A_log_dtype, dt_bias_dtype: of the gate's parameters; "none" where there are none.
+        dt_bias_dims: 1 for [HV * K], 2 for [HV, K], 0 where there is none.
+        head_dim_k, head_dim_v: K and V.
+        state_v_first: states are [N, HV, V, K] (K contiguous) rather than [N, HV, K, V].
+        gate: what g is: "none" (the logarithm of the decay), or the input of a gate: "softplus",
+            "lower_bound" (see `gates`).
+        l2norm: q and k are normalised.
+        beta_sigmoid: beta is the input of a sigmoid.
+        tile_v: columns of V of a block.
+        num_warps: warps of a block. Each has rows of V of its own with state_v_first, and columns
+            of V without; no sum crosses warps.
+        lanes_per_row: lanes of a warp along the contiguous dimension of the state.
+
+    Raises:
+        TypeError: a field that is not plain.
+        ValueError: a combination without a kernel; the message names the field.
+    """
+
+    dtype: str
+    gate_dtype: str
+    beta_dtype: str
+    state_dtype: str
+    A_log_dtype: str
+    dt_bias_dtype: str
+    dt_bias_dims: int
+    head_dim_k: int
+    head_dim_v: int
+    state_v_first: bool
+    gate: str
+    l2norm: bool
+    beta_sigmoid: bool
+
+    tile_v: int
+    num_warps: int
+    lanes_per_row: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_operator(**{name: getattr(self, name, None) for name in ALLOWED if hasattr(self, name)})
+        if self.gate == "none" and (self.A_log_dtype, self.dt_bias_dtype) != ("none", "none"):
+            raise ValueError("A_log_dtype and dt_bias_dtype must be 'none' where gate is 'none'")
+        if self.gate == "softplus" and self.A_log_dtype == "none":
+            raise ValueError("A_log_dtype is 'none', which gate='softplus' has no formula for")
+        if (self.dt_bias_dims == 0) != (self.dt_bias_dtype == "none"):
+            raise ValueError(
+                f"dt_bias_dims is {self.dt_bias_dims} with dt_bias_dtype={self.dt_bias_dtype!r}"
+            )
+        if self.head_dim_v % self.tile_v:
+            raise ValueError(f"tile_v is {self.tile_v}, must divide head_dim_v={self.head_dim_v}")
+        if self.lanes_per_row not in (1, 2, 4, 8, 16, 32) or self.lanes_of_k < 2:
+            raise ValueError(
+                f"lanes_per_row is {self.lanes_per_row}, must be a power of two that leaves at "
+                "least 2 lanes along K"
+            )
+        row = self.vector * self.lanes_per_row
+        if self.state_v_first:
+            fits = self.head_dim_k % row == 0 and (
+                self.tile_v % (self.num_warps * self.rows_per_step) == 0
+            )
+        else:
+            fits = self.tile_v == self.num_warps * row and self.head_dim_k % self.rows_per_step == 0
+        if not fits:
+            raise ValueError(
+                f"a tile of {self.tile_v} columns of V does not divide over {self.num_warps} warps "
+                f"with {self.lanes_per_row} lanes a row"
+            )
+        if self.values_of_v & (self.values_of_v - 1):
+            raise ValueError(f"{self.values_of_v} rows of V a thread, must be a power of two")
+        if self.values_of_k * self.values_of_v > MAX_REGISTERS:
+            raise ValueError(
+                f"tile_v={self.tile_v} over {self.num_warps} warps needs "
+                f"{self.values_of_k * self.values_of_v} registers a thread for the state, more "
+                f"than {MAX_REGISTERS}: use more warps or a smaller tile"
+            )
+
+    @property
+    def vector(self) -> int:
+        """State elements in one access of one thread."""
+        return VECTOR_BYTES // (4 if self.state_dtype == "float32" else 2)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of the state that a warp covers with one access."""
+        return WARP_SIZE // self.lanes_per_row
+
+    @property
+    def lanes_of_k(self) -> int:
+        """Lanes that share a column of V, and sum over K."""
+        return self.lanes_per_row if self.state_v_first else self.rows_per_step
+
+    @property
+    def values_of_k(self) -> int:
+        """Indices of K that a thread holds."""
+        return self.head_dim_k // self.lanes_of_k
+
+    @property
+    def values_of_v(self) -> int:
+        """Indices of V that a thread holds."""
+        if self.state_v_first:
+            return self.tile_v // (self.num_warps * self.rows_per_step)
+        return self.vector
+
+    @property
+    def num_threads(self) -> int:
+        return self.num_warps * WARP_SIZE
+
+
+@dataclass(frozen=True)
+class DecodeSpec(StepSpec):
+    """All that `decode` has compiled in.
+
+    Attributes:
+        multi_token: tensors are [B, T, H, D] and T is an argument; otherwise [B, H, D].
+        slots: where states are: "batch" (sequence b has slot b), "indexed" (an index for each
+            sequence), "positions" (an index for each position of each sequence), or "records" (an
+            index for each sequence or none, and the records of drafted tokens).
+        indexed: with "records": there are indices.
+        accepted: with "positions": there are accepted counts.
+    """
+
+    multi_token: bool
+    slots: str
+    indexed: bool
+    accepted: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.slots in ("positions", "records") and not self.multi_token:
+            raise ValueError(f"slots={self.slots!r} needs multi_token: tokens as [B, T, H, D]")
+        if self.slots != "records" and self.indexed != (self.slots != "batch"):
+            raise ValueError(f"indexed is {self.indexed} with slots={self.slots!r}")
+        if self.accepted != (self.slots == "records") and self.slots != "positions":
+            raise ValueError(f"accepted is {self.accepted} with slots={self.slots!r}")
+
+
+@dataclass(frozen=True)
+class RecordsSpec(Spec):
+    """The copy of drafted k and g into the records (`decode_records`)."""
+
+    dtype: str
+    gate_dtype: str
+    head_dim_k: int
+    indexed: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_operator(dtype=self.dtype, gate_dtype=self.gate_dtype, head_dim_k=self.head_dim_k)
+
+
+@dataclass(frozen=True)
+class RecurrentSpec(StepSpec):
+    """All that `recurrent` has compiled in.
+
+    Attributes:
+        index_dtype: of cu_seqlens; "none" where sequences are not packed.
+        has_initial_state, has_final_state: whether there are these.
+    """
+
+    index_dtype: str
+    has_initial_state: bool
+    has_final_state: bool
