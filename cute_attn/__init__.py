@@ -14,14 +14,18 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .launch import emulated, warmup
     from .ops.attention import flash_attn_func, flash_attn_varlen_func
+    from .ops.kda import chunk_kda, fused_recurrent_kda, kda_decode
     from .ops.lightning import lightning_attn_decode
     from .settings import reload_settings
 
 # public name -> module that defines it
 _EXPORTS = {
+    "chunk_kda": "cute_attn.ops.kda",
     "emulated": "cute_attn.launch",
     "flash_attn_func": "cute_attn.ops.attention",
     "flash_attn_varlen_func": "cute_attn.ops.attention",
+    "fused_recurrent_kda": "cute_attn.ops.kda",
+    "kda_decode": "cute_attn.ops.kda",
     "lightning_attn_decode": "cute_attn.ops.lightning",
     "reload_settings": "cute_attn.settings",
     "warmup": "cute_attn.launch",
@@ -29,9 +33,12 @@ _EXPORTS = {
 
 __all__ = [
     "__version__",
+    "chunk_kda",
     "emulated",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "fused_recurrent_kda",
+    "kda_decode",
     "lightning_attn_decode",
     "reload_settings",
     "warmup",

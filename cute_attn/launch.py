@@ -37,6 +37,31 @@ HD256_FORWARD = KernelDef(
     name="hd256_forward", target="cute_attn.kernels.attention.sm100_hd256_fwd:Sm100Hd256Forward"
 )
 
+# Kimi Delta Attention: the fused path (two kernels), the stages of the modular one, and decode.
+KDA_PREPARE = KernelDef(name="kda_prepare", target="cute_attn.kernels.kda.prepare:KdaPrepare")
+KDA_RECURRENCE = KernelDef(
+    name="kda_recurrence", target="cute_attn.kernels.kda.recurrence:KdaRecurrence"
+)
+KDA_GATE_CUMSUM = KernelDef(
+    name="kda_gate_cumsum", target="cute_attn.kernels.kda.gate_cumsum:KdaGateCumsum"
+)
+KDA_L2NORM = KernelDef(name="kda_l2norm", target="cute_attn.kernels.kda.l2norm:KdaL2Norm")
+KDA_CHUNK_INTRA = KernelDef(
+    name="kda_chunk_intra", target="cute_attn.kernels.kda.chunk_intra:KdaChunkIntra"
+)
+KDA_RECOMPUTE_W_U = KernelDef(
+    name="kda_recompute_w_u", target="cute_attn.kernels.kda.recompute_w_u:KdaRecomputeWU"
+)
+KDA_DELTA_H = KernelDef(name="kda_delta_h", target="cute_attn.kernels.kda.delta_h:KdaDeltaH")
+KDA_OUTPUT = KernelDef(name="kda_output", target="cute_attn.kernels.kda.output:KdaOutput")
+KDA_DECODE = KernelDef(name="kda_decode", target="cute_attn.kernels.kda.decode:KdaDecode")
+KDA_DECODE_RECORDS = KernelDef(
+    name="kda_decode_records", target="cute_attn.kernels.kda.decode_records:KdaDecodeRecords"
+)
+KDA_RECURRENT = KernelDef(
+    name="kda_recurrent", target="cute_attn.kernels.kda.recurrent:KdaRecurrent"
+)
+
 Request = tuple[KernelDef, Any]  # a kernel and its Spec
 
 

@@ -1,0 +1,301 @@
+"""What the KDA operators ask of their arguments: checks, and what a kernel can read in place.
+
+Nothing here reads device memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...kernels.kda.spec import BETA_DTYPES, CHUNK, DTYPES, GATE_DTYPES, HEAD_DIMS
+
+DTYPE_NAMES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+STATE_DTYPES = ("float32", "bfloat16")  # of an initial state: kernels take float32
+INDEX_DTYPES = ("int32", "int64")
+SAFE_LOWER_BOUNDS = (-5.0, 0.0)
+MAX_TOKENS = 2**31 - CHUNK  # positions are int32 in a kernel
+MAX_GRID_YZ = 65535  # heads are a grid dimension
+
+_ALIGNMENT = 16  # bytes: of addresses and strides
+
+is_compiling = torch.compiler.is_compiling
+is_grad_enabled = torch.is_grad_enabled
+
+
+# -- checks -------------------------------------------------------------------------------------
+
+
+def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Tensor]:
+    """Those that are given, which must be tensors on the device of the first."""
+    given = required | {name: x for name, x in optional.items() if x is not None}
+    first, reference = next(iter(required.items()))
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.device != reference.device:
+            raise ValueError(
+                f"{name} is on {x.device}, must be on the device of {first}, {reference.device}"
+            )
+    return given
+
+
+def check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool | int):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """None, or finite in float32."""
+    if value is None:
+        return
+    if not isinstance(value, int | float | torch.SymFloat):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    if not abs(value) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name} is {value}, must be finite in float32")
+
+
+def check_dtype(name: str, x: Tensor, allowed: Sequence[str]) -> None:
+    if DTYPE_NAMES.get(x.dtype) not in allowed:
+        expected = f"one of {tuple(allowed)}" if len(allowed) > 1 else allowed[0]
+        raise TypeError(f"{name} has dtype {x.dtype}, must be {expected}")
+
+
+def check_dtypes(given: dict[str, Tensor], names: Sequence[str]) -> None:
+    """The first of the names must have 16 bits, and the others its dtype."""
+    first = given[names[0]]
+    check_dtype(names[0], first, DTYPES)
+    for name in names[1:]:
+        if name in given and given[name].dtype != first.dtype:
+            raise TypeError(f"{name} has dtype {given[name].dtype}, must be {first.dtype}")
+
+
+def check_gate_and_beta_dtypes(given: dict[str, Tensor]) -> None:
+    check_dtype("g", given["g"], GATE_DTYPES)
+    if "beta" in given:
+        check_dtype("beta", given["beta"], BETA_DTYPES)
+
+
+class Sizes(dict[str, Any]):
+    """What B, T, HQK, HV, K, V and N are."""
+
+    def take(self, name: str, x: Tensor, shape: str) -> None:
+        """Learn from the shape of a tensor, such as "B T HQK K", or refuse one that disagrees."""
+        letters = shape.split()
+        expected = [int(s) if s.isdecimal() else self.get(s) for s in letters]
+        given = list(x.shape)
+        if len(given) != len(letters) or any(
+            size is not None and size != got for size, got in zip(expected, given, strict=True)
+        ):
+            known = [
+                letter if size is None else size
+                for letter, size in zip(letters, expected, strict=True)
+            ]
+            sizes = "[" + ", ".join(map(str, known)) + "]"
+            names = "[" + ", ".join(letters) + "]"
+            raise ValueError(
+                f"{name} has shape {given}, must be {names}"
+                + (f", here {sizes}" if sizes != names else "")
+            )
+        for letter, got in zip(letters, given, strict=True):
+            if not letter.isdecimal():
+                self[letter] = got
+
+    def check_heads(self) -> None:
+        """HV is a multiple of HQK, and no more than a grid can have."""
+        heads_qk, heads_v = self["HQK"], self["HV"]
+        if (heads_qk == 0 and heads_v != 0) or (heads_qk != 0 and heads_v % heads_qk):
+            raise ValueError(
+                f"the head counts do not fit: {heads_v} value heads (HV) must be a multiple of the "
+                f"{heads_qk} query and key heads (HQK)"
+            )
+        self.check_grid()
+
+    def check_grid(self) -> None:
+        if self["HV"] > MAX_GRID_YZ:
+            raise ValueError(f"there are {self['HV']} value heads, must be at most {MAX_GRID_YZ}")
+
+    def check_dims(self) -> None:
+        for letter, of in (("K", "queries and keys"), ("V", "values")):
+            if letter in self and self[letter] not in HEAD_DIMS:
+                raise NotImplementedError(
+                    f"the head dimension of {of} ({letter}) is {self[letter]}, there are kernels "
+                    f"for: {HEAD_DIMS}"
+                )
+
+    def check_sequences(self, cu_seqlens: Tensor | None) -> None:
+        """And learn their number, N."""
+        tokens = self["T"] if cu_seqlens is not None else self["B"] * self["T"]
+        if tokens > MAX_TOKENS:
+            raise ValueError(f"there are {tokens} tokens, must be at most {MAX_TOKENS} in a call")
+        if cu_seqlens is None:
+            self["N"] = self["B"]
+            return
+        check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES)
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+            raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}, must be [N + 1]")
+        if self["B"] != 1:
+            raise ValueError(
+                f"there are {self['B']} batches (B), must be 1 where cu_seqlens is given: its "
+                "sequences are packed one after another in one"
+            )
+        self["N"] = cu_seqlens.shape[0] - 1
+
+    def num_chunks(self, cu_seqlens: Tensor | None) -> Any:
+        """Of a batch: how many there are, or, of packed sequences, how many at most."""
+        if cu_seqlens is None:
+            return (self["T"] + CHUNK - 1) // CHUNK
+        return self["T"] // CHUNK + self["N"]
+
+
+def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any) -> int | None:
+    """The number of chunks, or None where no contents can be looked at.
+
+    Raises:
+        TypeError, ValueError: cu_seqlens_cpu is not what cu_seqlens can be a copy of.
+    """
+    if cu_seqlens_cpu is None:
+        return None
+    if not isinstance(cu_seqlens_cpu, Tensor):
+        raise TypeError(
+            f"cu_seqlens_cpu must be a torch.Tensor, got {type(cu_seqlens_cpu).__name__}"
+        )
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens_cpu is given without cu_seqlens, of which it is the copy")
+    check_dtype("cu_seqlens_cpu", cu_seqlens_cpu, INDEX_DTYPES)
+    if cu_seqlens_cpu.device.type != "cpu":
+        raise ValueError(f"cu_seqlens_cpu is on {cu_seqlens_cpu.device}, must be on cpu")
+    if cu_seqlens_cpu.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"cu_seqlens_cpu has shape {list(cu_seqlens_cpu.shape)}, must be that of cu_seqlens, "
+            f"{list(cu_seqlens.shape)}"
+        )
+    if is_compiling() or isinstance(cu_seqlens_cpu, FakeTensor):
+        return None
+    offsets = cu_seqlens_cpu.tolist()
+    chunks, start = 0, 0
+    for i, end in enumerate(offsets):
+        if end < start:
+            raise ValueError(
+                f"cu_seqlens_cpu[{i}] is {end}, must be at least "
+                + ("0" if i == 0 else f"the offset before it, {start}")
+            )
+        if i:
+            chunks += (end - start + CHUNK - 1) // CHUNK
+        start = end
+    if start > tokens:
+        raise ValueError(f"cu_seqlens_cpu[{i}] is {start}, must be at most T, {tokens}")
+    return chunks
+
+
+def check_state(sizes: Sizes, initial_state: Tensor | None, state_v_first: bool) -> None:
+    if initial_state is not None:
+        check_dtype("initial_state", initial_state, STATE_DTYPES)
+        sizes.take("initial_state", initial_state, "N HV V K" if state_v_first else "N HV K V")
+
+
+def check_gate(
+    given: dict[str, Tensor],
+    sizes: Sizes,
+    use_gate_in_kernel: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+) -> None:
+    """A_log and dt_bias, which count only where the gate is left to the kernel."""
+    if not use_gate_in_kernel:
+        return
+    if "A_log" not in given and lower_bound is None:
+        raise ValueError(
+            "A_log is None, must be given with use_gate_in_kernel unless there is a lower_bound"
+        )
+    if safe_gate:
+        low, high = SAFE_LOWER_BOUNDS
+        if lower_bound is None or not low <= lower_bound < high:
+            raise ValueError(
+                f"lower_bound is {lower_bound}, must be in [{low:g}, {high:g}) with safe_gate and "
+                "use_gate_in_kernel"
+            )
+    for name, letters in (("A_log", ("HV",)), ("dt_bias", ("HV", "K"))):
+        if name not in given:
+            continue
+        x, count = given[name], math.prod(sizes[letter] for letter in letters)
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} has dtype {x.dtype}, must be floating point")
+        if x.numel() != count:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, must have {' * '.join(letters)} = {count} "
+                "elements"
+            )
+
+
+def check_autograd(function: str, *tensors: Any) -> None:
+    if not is_grad_enabled():
+        return
+    for x in tensors:
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise NotImplementedError(
+                f"{function} has no backward yet: call it under torch.no_grad() or "
+                "torch.inference_mode(), or detach its arguments"
+            )
+
+
+# -- what a kernel can read ---------------------------------------------------------------------
+
+
+def readable(x: Tensor) -> Tensor:
+    """x itself where a kernel can read it in place, else a view or a copy that it can: rows
+    contiguous, and the other strides and the address multiples of 16 bytes."""
+    unit = _ALIGNMENT // x.element_size()
+    shape, strides = x.shape, x.stride()
+    fits = True
+    for stride in strides[:-1]:
+        fits = fits and stride % unit == 0
+    if strides[-1] == 1 and x.data_ptr() % _ALIGNMENT == 0:
+        if fits:
+            return x
+        # The stride of a dimension with one element may be anything.
+        if all(n == 1 or s % unit == 0 for n, s in zip(shape[:-1], strides[:-1], strict=True)):
+            mended = [0 if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True)]
+            return x.as_strided(shape, (*mended, 1))
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """x itself where it is contiguous and starts on a 16-byte boundary, else a copy."""
+    if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def readable_state(state: Tensor | None) -> Tensor | None:
+    return None if state is None else contiguous(state.to(torch.float32))
+
+
+def readable_parameter(x: Tensor | None, *shape: int) -> Tensor | None:
+    """A_log or dt_bias, of whatever shape it came in."""
+    if x is None:
+        return None
+    return contiguous(x.to(torch.float32) if x.shape == shape else x.float().reshape(shape))
+
+
+def index_dtype(cu_seqlens: Tensor | None) -> str:
+    return "none" if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype]
+
+
+def gate_kind(use_gate_in_kernel: bool, lower_bound: Any) -> str:
+    """As kernels name it."""
+    if not use_gate_in_kernel:
+        return "none"
+    return "softplus" if lower_bound is None else "lower_bound"

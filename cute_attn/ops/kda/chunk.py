@@ -1,0 +1,749 @@
+"""Kimi Delta Attention over whole sequences: the operator.
+
+`chunk_kda` has two paths, which compute the same function:
+
+    fused      prepare, recurrence                                 the default: half of the bytes
+    modular    gate_cumsum (l2norm), chunk_intra, delta_h, output  where a stage's results are kept
+
+The warm path of the fused one is a look-up of the two loaded kernels, the allocations, and the two
+calls. The look-up pins down all that kernels are chosen by, every number and every flag; the rest
+(lengths, strides, alignment, the other tensors' dtypes and devices) is checked by the compiled host
+code before it launches, and when that refuses, `_check` says why in terms of the arguments.
+
+Nothing here reads device memory or waits for it: a chunk of packed sequences finds its place on the
+device, see `kernels/kda/chunks.py`.
+
+What the forward will save for the backward, once there is one, is what the fused path has anyway:
+
+    q, k, v, g, beta, A_log, dt_bias,    as they were given: norms, gates and sigmoid are
+    initial_state, cu_seqlens            recomputed
+    Aqk, Akk                             `[B, T, HV, 64]` each, in the dtype of k: two of the tiles
+                                         that `prepare` writes, Akk with its columns times beta
+
+G, w, u, qg, kg, h and v_new are recomputed by `kda_gate_cumsum`, `kda_recompute_w_u` and
+`kda_chunk_delta_h`; with disable_recompute they are saved instead, which the modular path can do
+since its stages leave them in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...kernels.kda.heuristics import delta_h_config, fused, output_config, recurrence_config
+from ...kernels.kda.spec import (
+    CHUNK,
+    DeltaHSpec,
+    GateSpec,
+    IntraSpec,
+    L2NormSpec,
+    OutputSpec,
+    PrepareSpec,
+    RecurrenceSpec,
+    record_elements,
+)
+from . import stages
+from .arguments import (
+    DTYPE_NAMES,
+    Sizes,
+    check_autograd,
+    check_dtypes,
+    check_flags,
+    check_gate,
+    check_gate_and_beta_dtypes,
+    check_number,
+    check_offsets_on_the_host,
+    check_state,
+    check_tensors,
+    contiguous,
+    gate_kind,
+    index_dtype,
+    is_compiling,
+    is_grad_enabled,
+    readable,
+    readable_parameter,
+    readable_state,
+)
+
+__all__ = ["chunk_kda", "plan_chunk_kda"]
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """Kimi Delta Attention over sequences, a chunk of 64 tokens at a time.
+
+    With the state of a value head a K by V matrix S, token by token (Kimi Linear, arXiv 2510.26692;
+    by chunks after arXiv 2406.06484):
+
+        S <- Diag(exp(g)) S
+        u  = beta (v - S^T k)
+        S <- S + k u^T
+        o  = scale S^T q
+
+    Arguments, their order and their defaults are those of flash-linear-attention's function of this
+    name, so that a user changes the import.
+
+    Args:
+        q, k: `[B, T, HQK, K]`, bfloat16 or float16; K is 64 or 128. Read in place, as v and g
+            are, where rows are contiguous and all else is 16-byte aligned; copied otherwise.
+        v: `[B, T, HV, V]`, dtype of q; V is 64 or 128. HV is a multiple of HQK, and value head h
+            uses query and key head h // (HV // HQK).
+        g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay (below
+            -128 counts as -128), or with use_gate_in_kernel what they are computed from.
+        beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
+        scale: of q; None is K ** -0.5.
+        initial_state: `[N, HV, K, V]`, float32 (or bfloat16, which is converted); None is 0. N is
+            the number of sequences: B, or as cu_seqlens has it.
+        output_final_state: whether to give the states after the last tokens.
+        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
+        use_gate_in_kernel: the gate is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
+            lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
+        use_beta_sigmoid_in_kernel: beta is the input of a sigmoid.
+        allow_neg_eigval: beta is twice the sigmoid; needs use_beta_sigmoid_in_kernel.
+        safe_gate: a promise that gates are bounded; with use_gate_in_kernel it needs a lower_bound
+            in [-5, 0). It changes no result: gates need no bound here.
+        lower_bound: of the gate; ignored without use_gate_in_kernel.
+        disable_recompute: run stage by stage, so that what the backward pass needs can be kept.
+        return_intermediate_states: give h besides, the state at the start of every chunk. Only
+            under `torch.inference_mode()`.
+        state_v_first: states are `[..., V, K]` rather than `[..., K, V]`.
+        cu_seqlens: `[N + 1]` int32 or int64: sequence n has the tokens from element n up to element
+            n + 1, of which there may be none; B is 1. Not decreasing, at most T; this is not
+            checked, since it would synchronise.
+        cu_seqlens_cpu: the same on the CPU, where it is checked. With it h has exactly as many
+            chunks as there are.
+        A_log: HV numbers of any shape and floating-point dtype; may be left out with a lower_bound.
+        dt_bias: HV * K numbers, likewise; None is 0. Both are ignored without use_gate_in_kernel.
+
+    Returns:
+        (o, final_state), or (o, final_state, h) with return_intermediate_states. o is
+        `[B, T, HV, V]`, dtype of q, contiguous, undefined for tokens of no sequence. final_state is
+        `[N, HV, K, V]` float32, or None unless asked for. h is as `kda_chunk_delta_h` has it.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: head counts that do not fit, wrong shapes, devices or values.
+        NotImplementedError: head dimensions without a kernel, or autograd, which has no backward
+            yet; the message says what there is.
+    """
+    if type(q) is Tensor and not is_compiling() and not _dispatch_mode_depth():
+        if return_intermediate_states:
+            _check_inference_mode()
+        return _forward(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
+            cu_seqlens_cpu, None, A_log, dt_bias,
+        )  # fmt: skip
+
+    num_chunks = None
+    if not is_compiling():  # where it is, the fake implementation checks while it is traced
+        _check(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
+            cu_seqlens_cpu, A_log, dt_bias,
+        )  # fmt: skip
+        num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, q.shape[1])
+    check_autograd("chunk_kda", q, k, v, g, beta, initial_state, A_log, dt_bias)
+    if return_intermediate_states:
+        _check_inference_mode()
+    o, final_state, h = torch.ops.cute_attn.chunk_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
+        disable_recompute, return_intermediate_states, state_v_first, cu_seqlens, num_chunks,
+        A_log, dt_bias,
+    )  # fmt: skip
+    if return_intermediate_states:
+        return o, final_state if output_final_state else None, h
+    return o, final_state if output_final_state else None
+
+
+def plan_chunk_kda(
+    arch: str,
+    *,
+    dtype: str = "bfloat16",
+    gate_dtype: str | None = None,
+    beta_dtype: str | None = None,
+    head_dim_k: int = 128,
+    head_dim_v: int = 128,
+    initial_state: bool = False,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    lower_bound: bool = False,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    index_dtype: str = "none",
+    A_log: bool = True,
+    dt_bias: bool = True,
+) -> list[launch.Request]:
+    """The kernels that `chunk_kda` will use for such arguments, for `cute_attn.warmup` and spec
+    files. Batch, lengths and numbers of heads do not matter.
+
+    Args:
+        arch: such as "sm_90a".
+        dtype: of q, k and v; gate_dtype: of g, beta_dtype: of beta, None being that of q.
+        initial_state, lower_bound, A_log, dt_bias: whether there are these. The last two count
+            only with use_gate_in_kernel.
+        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without.
+        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, disable_recompute, return_intermediate_states,
+            state_v_first: as the operator's.
+
+    Raises:
+        TypeError, ValueError: no kernel is specialised so; the message names the parameter.
+    """
+    gate = gate_kind(use_gate_in_kernel, 0.0 if lower_bound else None)
+    if gate == "softplus" and not A_log:
+        raise ValueError("A_log is False, must be True with use_gate_in_kernel without lower_bound")
+    base: dict[str, Any] = {
+        "dtype": dtype,
+        "head_dim_k": head_dim_k,
+        "head_dim_v": head_dim_v,
+        "index_dtype": index_dtype,
+    }
+    dims = {"arch": arch, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
+    gate_fields: dict[str, Any] = {
+        "gate_dtype": gate_dtype or dtype,
+        "gate": gate,
+        "has_A_log": bool(A_log and use_gate_in_kernel),
+        "has_dt_bias": bool(dt_bias and use_gate_in_kernel),
+    }
+    state_fields: dict[str, Any] = {
+        "state_v_first": bool(state_v_first),
+        "has_initial_state": bool(initial_state),
+        "has_final_state": bool(output_final_state),
+    }
+    if fused(
+        disable_recompute=bool(disable_recompute),
+        return_intermediate_states=bool(return_intermediate_states),
+    ):
+        prepare = PrepareSpec(
+            **base,
+            **gate_fields,
+            beta_dtype=beta_dtype or dtype,
+            l2norm=bool(use_qk_l2norm_in_kernel),
+            beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
+        )
+        recurrence = RecurrenceSpec(**base, **state_fields, **recurrence_config(**dims))
+        return [(launch.KDA_PREPARE, prepare), (launch.KDA_RECURRENCE, recurrence)]
+
+    requests: list[launch.Request] = [
+        (
+            launch.KDA_GATE_CUMSUM,
+            GateSpec(head_dim_k=head_dim_k, index_dtype=index_dtype, **gate_fields),
+        )
+    ]
+    if use_qk_l2norm_in_kernel:
+        requests.append((launch.KDA_L2NORM, L2NormSpec(dtype=dtype, head_dim_k=head_dim_k)))
+    intra = IntraSpec(
+        **base,
+        beta_dtype="float32" if use_beta_sigmoid_in_kernel else beta_dtype or dtype,
+        store_qg=False,
+    )
+    delta_h = DeltaHSpec(**base, **state_fields, store_v_new=True, **delta_h_config(**dims))
+    output = OutputSpec(**base, state_v_first=bool(state_v_first), **output_config(**dims))
+    return [
+        *requests,
+        (launch.KDA_CHUNK_INTRA, intra),
+        (launch.KDA_DELTA_H, delta_h),
+        (launch.KDA_OUTPUT, output),
+    ]
+
+
+# -- launching ----------------------------------------------------------------------------------
+
+_dispatch_mode_depth = torch._C._len_torch_dispatch_stack
+_empty = torch.empty
+
+# The two kernels of the fused path, and what they take at each call beside tensors:
+# (prepare, recurrence, elements of a chunk's tiles, scale, lower bound, factor of beta's sigmoid).
+_Ready = tuple[Callable[..., None], Callable[..., None], int, float, float, float]
+
+# Everything that kernels are chosen by, and every number -> the loaded kernels.
+_ready: dict[tuple[Any, ...], _Ready] = {}
+_MOST_READY = 4096  # scales and bounds are part of the key
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    disable_recompute: bool,
+    return_intermediate_states: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    num_chunks: int | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> Any:
+    """chunk_kda, whose results it gives in the same form; num_chunks may stand for
+    cu_seqlens_cpu."""
+    try:
+        batch, tokens, heads_qk, dim_k = q.shape
+        batch_v, tokens_v, heads, dim_v = v.shape
+        key = (
+            heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(), scale,
+            initial_state is None, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
+            disable_recompute, return_intermediate_states, state_v_first,
+            None if cu_seqlens is None else cu_seqlens.dtype, A_log is None, dt_bias is None,
+        )  # fmt: skip
+        ready = _ready[key]
+        # What no host code of a kernel sees: v beside q, and a state beside cu_seqlens.
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if (
+            batch != batch_v
+            or tokens != tokens_v
+            or not (batch and tokens and sequences)
+            or (cu_seqlens is not None and (batch != 1 or cu_seqlens.dim() != 1))
+            or (initial_state is not None and initial_state.shape[0] != sequences)
+            or cu_seqlens_cpu is not None
+        ):
+            raise KeyError
+    except (KeyError, AttributeError, IndexError, TypeError, ValueError):
+        # new, or with nothing to do, or not even tensors
+        return _first_call(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
+            cu_seqlens_cpu, num_chunks, A_log, dt_bias,
+        )  # fmt: skip
+    if is_grad_enabled():
+        check_autograd("chunk_kda", q, k, v, g, beta, initial_state, A_log, dt_bias)
+    try:
+        if use_gate_in_kernel:
+            if dt_bias is not None and dt_bias.dim() != 2:
+                dt_bias = dt_bias.view(heads, dim_k)
+            if A_log is not None and A_log.dim() != 1:
+                A_log = A_log.view(heads)
+        else:
+            A_log = dt_bias = None
+        return _launch(
+            ready, q, k, v, g, beta, initial_state, output_final_state, state_v_first, cu_seqlens,
+            A_log, dt_bias,
+        )  # fmt: skip
+    except Exception as error:
+        return _refused(
+            error, q, k, v, g, beta, scale, initial_state, output_final_state,
+            use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
+            return_intermediate_states, state_v_first, cu_seqlens, cu_seqlens_cpu, num_chunks,
+            A_log, dt_bias,
+        )  # fmt: skip
+
+
+def _launch(
+    ready: _Ready,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    prepare, recurrence, elements, scale, lower_bound, beta_scale = ready
+    shape = v.shape
+    batch, tokens, heads, dim_v = shape
+    dim_k = q.shape[3]
+    dtype, device = q.dtype, q.device
+    if cu_seqlens is None:
+        sequences = batch
+        slots = batch * ((tokens + CHUNK - 1) // CHUNK)
+    else:
+        sequences = cu_seqlens.shape[0] - 1
+        slots = tokens // CHUNK + sequences
+    tiles = _empty((slots, heads, elements), dtype=dtype, device=device)
+    decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
+    o = _empty(shape, dtype=dtype, device=device)
+    final_state = None
+    if output_final_state:
+        matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
+        final_state = _empty((sequences, heads, *matrix), dtype=torch.float32, device=device)
+    prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, scale, lower_bound, beta_scale)
+    recurrence(v, tiles, decay, o, initial_state, final_state, cu_seqlens)
+    return o, final_state
+
+
+def _first_call(*arguments: Any) -> Any:
+    """Check, load the kernels and remember them, and call them."""
+    (
+        q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, _, lower_bound, disable_recompute,
+        return_intermediate_states, state_v_first, cu_seqlens, cu_seqlens_cpu, num_chunks, A_log,
+        dt_bias,
+    ) = arguments  # fmt: skip
+    sizes = _check_all(*arguments)
+    counted = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, sizes["T"])
+    num_chunks = num_chunks if counted is None else counted
+    check_autograd("chunk_kda", q, k, v, g, beta, initial_state, A_log, dt_bias)
+    if v.numel() == 0 or sizes["N"] == 0:
+        return _no_tokens(
+            sizes, v, initial_state, output_final_state, return_intermediate_states,
+            state_v_first, cu_seqlens, num_chunks,
+        )  # fmt: skip
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    beta_scale = 2.0 if allow_neg_eigval else 1.0
+    if not fused(
+        disable_recompute=bool(disable_recompute),
+        return_intermediate_states=bool(return_intermediate_states),
+    ):
+        G = stages._gate_cumsum(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens)
+        if l2norm:
+            q, k = stages.l2norm(q, k)
+        if use_beta_sigmoid_in_kernel:
+            beta = torch.sigmoid(beta.to(torch.float32))
+            if allow_neg_eigval:
+                beta = beta * beta_scale
+        Aqk, _, w, u, _, kg = stages._chunk_intra(q, k, v, G, beta, scale, cu_seqlens, False)
+        h, v_new, final_state = stages._chunk_delta_h(
+            kg, w, u, G, initial_state, output_final_state, True, state_v_first, cu_seqlens,
+            num_chunks,
+        )  # fmt: skip
+        o = stages._chunk_output(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens)
+        final_state = final_state if output_final_state else None
+        return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    return _launch(
+        _prepare(*arguments),
+        *map(readable, (q, k, v, g)),
+        beta,
+        readable_state(initial_state),
+        output_final_state,
+        state_v_first,
+        None if cu_seqlens is None else contiguous(cu_seqlens),
+        readable_parameter(A_log, sizes["HV"]),
+        readable_parameter(dt_bias, sizes["HV"], sizes["K"]),
+    )
+
+
+def _refused(error: Exception, *arguments: Any) -> Any:
+    """The compiled host code would not launch: say why in the operator's words, or mend it."""
+    q, k, v, g, _, _, initial_state, *_ = arguments
+    *_, cu_seqlens, _, _, A_log, dt_bias = arguments
+    sizes = _check_all(*arguments)
+    mended = (
+        *(readable(x) is not x for x in (q, k, v, g)),
+        readable_state(initial_state) is not initial_state,
+        cu_seqlens is not None and contiguous(cu_seqlens) is not cu_seqlens,
+        readable_parameter(A_log, sizes["HV"]) is not A_log,
+        readable_parameter(dt_bias, sizes["HV"], sizes["K"]) is not dt_bias,
+    )
+    if any(mended):
+        return _first_call(*arguments)
+    raise error
+
+
+def _no_tokens(
+    sizes: Sizes,
+    v: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    return_intermediate_states: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    num_chunks: int | None,
+) -> Any:
+    """What sequences without tokens leave, or no sequences."""
+    o, final_state, h = _outputs(
+        sizes, v, output_final_state, return_intermediate_states, state_v_first, cu_seqlens,
+        num_chunks,
+    )  # fmt: skip
+    if output_final_state:
+        stages.unchanged(final_state, initial_state)
+    kept = final_state if output_final_state else None
+    return (o, kept, h) if return_intermediate_states else (o, kept)
+
+
+def _outputs(
+    sizes: Sizes,
+    v: Tensor,
+    output_final_state: bool,
+    return_intermediate_states: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    num_chunks: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, final_state and h, without elements where they are not asked for."""
+    matrix = (sizes["V"], sizes["K"]) if state_v_first else (sizes["K"], sizes["V"])
+    if num_chunks is None:
+        num_chunks = sizes.num_chunks(cu_seqlens)
+    return (
+        _empty(v.shape, dtype=v.dtype, device=v.device),
+        _empty(
+            (sizes["N"], sizes["HV"], *matrix) if output_final_state else (0,),
+            dtype=torch.float32,
+            device=v.device,
+        ),
+        _empty(
+            (sizes["B"], num_chunks, sizes["HV"], *matrix) if return_intermediate_states else (0,),
+            dtype=v.dtype,
+            device=v.device,
+        ),
+    )
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    disable_recompute: bool,
+    return_intermediate_states: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    num_chunks: int | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> _Ready:
+    """Load the two kernels for these arguments, and remember them if they are on a GPU."""
+    del k, cu_seqlens_cpu, num_chunks
+    heads_qk, dim_k = q.shape[2:]
+    heads, dim_v = v.shape[2:]
+    requests = plan_chunk_kda(
+        launch.arch_for(q.device),
+        dtype=DTYPE_NAMES[q.dtype],
+        gate_dtype=DTYPE_NAMES[g.dtype],
+        beta_dtype=DTYPE_NAMES[beta.dtype],
+        head_dim_k=dim_k,
+        head_dim_v=dim_v,
+        initial_state=initial_state is not None,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        lower_bound=lower_bound is not None,
+        state_v_first=state_v_first,
+        index_dtype=index_dtype(cu_seqlens),
+        A_log=A_log is not None,
+        dt_bias=dt_bias is not None,
+    )
+    prepare, recurrence = (launch.get_for(q.device, *request) for request in requests)
+    ready = (
+        prepare,
+        recurrence,
+        record_elements(dim_k),
+        dim_k**-0.5 if scale is None else float(scale),
+        0.0 if lower_bound is None else float(lower_bound),
+        2.0 if allow_neg_eigval else 1.0,
+    )
+    if q.is_cuda:  # which emulator runs a CPU tensor depends on where the call is made
+        key = (
+            heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(), scale,
+            initial_state is None, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
+            disable_recompute, return_intermediate_states, state_v_first,
+            None if cu_seqlens is None else cu_seqlens.dtype, A_log is None, dt_bias is None,
+        )  # fmt: skip
+        if len(_ready) >= _MOST_READY:
+            _ready.clear()
+        _ready[key] = ready
+    return ready
+
+
+# -- checks -------------------------------------------------------------------------------------
+
+
+def _check_inference_mode() -> None:
+    if not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "return_intermediate_states is True, must be False outside of torch.inference_mode(): "
+            "no gradient goes through these states"
+        )
+
+
+def _check_all(*arguments: Any) -> Sizes:
+    """Raise the documented exception if no kernel can take the arguments of `_forward`."""
+    *most, _, A_log, dt_bias = arguments
+    sizes = _check(*most, A_log, dt_bias)
+    launch.check_device("q", arguments[0].device)
+    return sizes
+
+
+def _check(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: Any,
+    initial_state: Any,
+    output_final_state: Any,
+    use_qk_l2norm_in_kernel: Any,
+    use_gate_in_kernel: Any,
+    use_beta_sigmoid_in_kernel: Any,
+    allow_neg_eigval: Any,
+    safe_gate: Any,
+    lower_bound: Any,
+    disable_recompute: Any,
+    return_intermediate_states: Any,
+    state_v_first: Any,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    A_log: Any,
+    dt_bias: Any,
+) -> Sizes:
+    """The checks that need no memory, and so hold for fake tensors too."""
+    given = check_tensors(
+        {"q": q, "k": k, "v": v, "g": g, "beta": beta},
+        {
+            "initial_state": initial_state,
+            "cu_seqlens": cu_seqlens,
+            "A_log": A_log,
+            "dt_bias": dt_bias,
+        },
+    )
+    check_number("scale", scale)
+    check_number("lower_bound", lower_bound)
+    check_flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+        state_v_first=state_v_first,
+    )
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "allow_neg_eigval is True, must be False without use_beta_sigmoid_in_kernel: a beta "
+            "that is given is used as it is"
+        )
+    if disable_recompute and return_intermediate_states:
+        raise ValueError(
+            "disable_recompute is True, must be False with return_intermediate_states: one is for "
+            "training, the other for inference"
+        )
+    check_dtypes(given, ("q", "k", "v"))
+    check_gate_and_beta_dtypes(given)
+    sizes = Sizes()
+    sizes.take("q", q, "B T HQK K")
+    sizes.take("k", k, "B T HQK K")
+    sizes.take("v", v, "B T HV V")
+    sizes.check_heads()
+    sizes.check_dims()
+    sizes.take("g", g, "B T HV K")
+    sizes.take("beta", beta, "B T HV")
+    sizes.check_sequences(cu_seqlens)
+    check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, sizes["T"])
+    check_state(sizes, initial_state, state_v_first)
+    check_gate(given, sizes, use_gate_in_kernel, safe_gate, lower_bound)
+    return sizes
+
+
+# -- the registered operator --------------------------------------------------------------------
+
+_library = torch.library.Library("cute_attn", "FRAGMENT")
+_library.define(
+    "chunk_kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
+    "Tensor? initial_state=None, bool output_final_state=False, "
+    "bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, "
+    "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, bool safe_gate=False, "
+    "float? lower_bound=None, bool disable_recompute=False, "
+    "bool return_intermediate_states=False, bool state_v_first=False, "
+    "Tensor? cu_seqlens=None, SymInt? num_chunks=None, Tensor? A_log=None, "
+    "Tensor? dt_bias=None) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+_DEFAULTS: tuple[Any, ...] = (
+    None, None, False, False, False, False, False, False, None, False, False, False, None, None,
+    None, None,
+)  # fmt: skip
+
+
+def _operator(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """o, final_state and h, the last two without elements where they are not asked for."""
+    arguments = _bound(*given, **named)
+    *most, num_chunks, A_log, dt_bias = arguments
+    with torch.no_grad():  # whoever calls it by its own name gets no gradient, as its schema says
+        o, final_state, *h = _forward(*most, None, num_chunks, A_log, dt_bias)
+    nothing = o.new_empty(0)
+    return (
+        o,
+        o.new_empty(0, dtype=torch.float32) if final_state is None else final_state,
+        h[0] if h else nothing,
+    )
+
+
+def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = _bound(*given, **named)
+    *most, num_chunks, A_log, dt_bias = arguments
+    sizes = _check(*most, None, A_log, dt_bias)
+    return _outputs(
+        sizes, arguments[2], arguments[7], arguments[15], arguments[16], arguments[17], num_chunks
+    )
+
+
+_NAMES = [argument.name for argument in torch.ops.cute_attn.chunk_kda.default._schema.arguments]
+
+
+def _bound(*given: Any, **named: Any) -> list[Any]:
+    """All arguments of the registered operator, in order."""
+    values: list[Any] = [*given, *_DEFAULTS[len(given) - 5 :]]
+    for name, value in named.items():
+        values[_NAMES.index(name)] = value
+    return values
+
+
+_library.impl("chunk_kda", _operator, "CompositeExplicitAutograd")
+torch.library.register_fake("cute_attn::chunk_kda", _fake, lib=_library)
