@@ -1,0 +1,175 @@
+"""The gate, and its sum from the start of each chunk: G, in base 2 and float32.
+
+Bound by bytes. A thread holds 4 channels of 8 tokens, all loaded before the first is used; the
+chunk's 8 groups of 8 tokens exchange their sums through shared memory. A token's sum depends on no
+later token. The groups' sums are added in two floats: their sum, unlike those within a group, is as
+large as G itself, and an error of its steps would be left in all that follow.
+
+    block (slot of a chunk, value head), 2 K threads
+      load      8 tokens by 4 channels a thread
+      gate      `gates.log2_decay`, and the sum within the group
+      exchange  the groups' sums
+      store     G
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ..common import warp
+from ..common.dtypes import DTYPE
+from .chunks import chunk_place, num_slots
+from .gates import log2_decay, rate_of
+from .spec import CHUNK, GateSpec
+from .tiles import (
+    fake_offsets,
+    fake_rows,
+    load_floats,
+    row_address,
+    row_bytes,
+    slot_and_head,
+)
+
+CHANNELS = 4  # of a thread
+ROWS = 8  # of a thread
+GROUPS = CHUNK // ROWS
+
+
+class KdaGateCumsum:
+    """The kernel for one GateSpec; see the module's docstring."""
+
+    def __init__(self, spec: GateSpec):
+        self.spec = spec
+        self.gate_dtype = DTYPE[spec.gate_dtype]
+        self.threads_a_row = spec.head_dim_k // CHANNELS
+        self.num_threads = GROUPS * self.threads_a_row
+        self.smem_bytes = GROUPS * spec.head_dim_k * 4
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec = self.spec
+        batch, tokens, heads = (cute.sym_int() for _ in range(3))
+        shape = (batch, tokens, heads, spec.head_dim_k)
+        A_log = dt_bias = None
+        if spec.has_A_log:
+            A_log = make_fake_tensor(Float32, (heads,), (1,), assumed_align=4)
+        if spec.has_dt_bias:
+            dt_bias = make_fake_tensor(
+                Float32, (heads, spec.head_dim_k), (spec.head_dim_k, 1), assumed_align=16
+            )
+        return (
+            fake_rows(self.gate_dtype, shape),
+            A_log,
+            dt_bias,
+            fake_offsets(spec.index_dtype),
+            fake_rows(Float32, shape),
+            Float32(0.0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        g: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        out: cute.Tensor,
+        lower_bound: Float32,
+        stream: Any,
+    ) -> None:
+        slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
+        self.kernel(g, A_log, dt_bias, cu_seqlens, out, lower_bound).launch(
+            grid=[slots * g.shape[2], 1, 1],
+            block=[self.num_threads, 1, 1],
+            smem=self.smem_bytes,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        g: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        out: cute.Tensor,
+        lower_bound: Float32,
+    ) -> None:
+        slot, head = slot_and_head(g.shape[2])
+        place = chunk_place(slot, g.shape[1], cu_seqlens)
+        smem = cutlass.memory.SmemAllocator()
+        sums = warp.shared_address(smem.allocate(self.smem_bytes, 16))
+        if place.valid:
+            self.chunk(g, A_log, dt_bias, out, lower_bound, place, head, sums)
+
+    @cute.jit
+    def chunk(
+        self,
+        g: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        out: cute.Tensor,
+        lower_bound: Float32,
+        place: Any,
+        head: Int32,
+        sums: Int32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        shift = self.threads_a_row.bit_length() - 1
+        group = Int32(Uint32(thread) >> shift)
+        channel = (thread & (self.threads_a_row - 1)) * CHANNELS
+        first = group * ROWS
+
+        # A token past the end is read as the last one: it counts only in sums that nobody sees.
+        source = row_address(g, place.batch, place.start, head, channel)
+        pitch = row_bytes(g)
+        rows = []
+        for i in cutlass.range_constexpr(ROWS):
+            row = cutlass.min(first + i, place.length - 1)
+            rows.append(load_floats(self.gate_dtype, source + Int64(row) * pitch, CHANNELS))
+        rate = rate_of(A_log, head)
+        bias = [Float32(0.0)] * CHANNELS
+        if cutlass.const_expr(dt_bias is not None):
+            at = (dt_bias.iterator + (head * self.spec.head_dim_k + channel)).toint()
+            bias = warp.load_global(Float32, at, CHANNELS)
+
+        total = [Float32(0.0)] * CHANNELS
+        for i in cutlass.range_constexpr(ROWS):
+            for j in cutlass.range_constexpr(CHANNELS):
+                total[j] = total[j] + log2_decay(
+                    self.spec.gate, rows[i][j], rate, bias[j], lower_bound, clamp=True
+                )
+            rows[i] = list(total)
+
+        at = sums + channel * 4
+        warp.store_shared(Float32, at + group * (self.spec.head_dim_k * 4), total)
+        cute.arch.sync_threads()
+        before = [(Float32(0.0), Float32(0.0))] * CHANNELS
+        for i in cutlass.range_constexpr(GROUPS - 1):
+            theirs = warp.load_shared(Float32, at + i * self.spec.head_dim_k * 4, CHANNELS)
+            for j in cutlass.range_constexpr(CHANNELS):
+                counted = cutlass.select_(i < group, theirs[j], Float32(0.0))
+                before[j] = add_exactly(before[j], counted)
+
+        target = row_address(out, place.batch, place.start, head, channel)
+        pitch = row_bytes(out)
+        for i in cutlass.range_constexpr(ROWS):
+            if first + i < place.length:
+                warp.store_global(
+                    Float32,
+                    target + Int64(first + i) * pitch,
+                    [high + (low + x) for (high, low), x in zip(before, rows[i], strict=True)],
+                )
+
+
+def add_exactly(total: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
+    """total + x, where `total` is a float and what it lacks; Knuth's sum of two floats."""
+    high, low = total
+    result = high + x
+    of_x = result - high
+    return result, low + ((high - (result - of_x)) + (x - of_x))

@@ -1,0 +1,303 @@
+"""w and u of a chunk from Akk, the inverse that `chunk_intra` has left; qg and kg where asked for.
+
+    w = Akk Diag(beta) (exp2(G) * k)        qg = exp2(G) * q
+    u = Akk Diag(beta) v                    kg = exp2(G_e - G) * k
+
+Bound by bytes: what is computed hides behind the loads of the other blocks of an SM.
+
+    block (slot of a chunk, value head), 4 warps
+      load      Akk and v by cp.async; k, q and G into registers, 4 rows a thread at once
+      scale     beta exp2(G) * k -> shared memory; qg and kg -> global memory
+      w         a warp has 16 rows, and of Akk the blocks up to the diagonal as left operands
+      u         the same with these times beta, rounded: v is an operand as it came
+      store     by way of the warp's rows of Akk, which it has in registers
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common import warp
+from ..common.dtypes import DTYPE
+from ..common.spec import WARP_SIZE
+from .chunks import chunk_place, num_slots
+from .spec import CHUNK, RecomputeSpec
+from .tiles import (
+    FRAGMENT_ROWS,
+    LINE_BYTES,
+    SUB_TILE_BYTES,
+    copy_rows,
+    fake_offsets,
+    fake_rows,
+    fake_strided,
+    load_floats,
+    lower_times,
+    lower_triangle,
+    pack_all,
+    right_offsets,
+    row_address,
+    row_bytes,
+    shared_head,
+    slot_and_head,
+    store_fragments,
+    store_if,
+    thread_and_warp,
+    unpack_all,
+)
+
+NUM_WARPS = CHUNK // FRAGMENT_ROWS
+NUM_THREADS = NUM_WARPS * WARP_SIZE
+CHANNELS = 8  # of a thread, where it scales
+ROWS = 4  # of a thread, loaded at once
+COLUMNS = 64  # of w or u, accumulated at once
+
+
+class KdaRecomputeWU:
+    """The kernel for one RecomputeSpec; see the module's docstring."""
+
+    def __init__(self, spec: RecomputeSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.beta_dtype = DTYPE[spec.beta_dtype]
+        # Shared memory: byte offsets.
+        self.akk = 0
+        self.v = self.akk + SUB_TILE_BYTES
+        self.kd = self.v + spec.head_dim_v // 64 * SUB_TILE_BYTES
+        self.beta = self.kd + spec.head_dim_k // 64 * SUB_TILE_BYTES
+        self.smem_bytes = self.beta + CHUNK * 4
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec, dtype = self.spec, self.dtype
+        batch, tokens, heads_qk, heads = (cute.sym_int() for _ in range(4))
+
+        def rows(heads: Any, columns: int, present: bool = True, element: Any = dtype) -> Any:
+            return fake_rows(element, (batch, tokens, heads, columns)) if present else None
+
+        K, V = spec.head_dim_k, spec.head_dim_v
+        return (
+            rows(heads_qk, K, spec.store_qg),
+            rows(heads_qk, K),
+            rows(heads, V),
+            rows(heads, K, element=Float32),
+            fake_strided(self.beta_dtype, (batch, tokens, heads)),
+            rows(heads, CHUNK),
+            fake_offsets(spec.index_dtype),
+            rows(heads, K),
+            rows(heads, V),
+            rows(heads, K, spec.store_qg),
+            rows(heads, K, spec.store_kg),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor | None,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        Akk: cute.Tensor,
+        cu_seqlens: cute.Tensor | None,
+        w: cute.Tensor,
+        u: cute.Tensor,
+        qg: cute.Tensor | None,
+        kg: cute.Tensor | None,
+        stream: Any,
+    ) -> None:
+        slots = num_slots(v.shape[0], v.shape[1], cu_seqlens)
+        self.kernel(q, k, v, g, beta, Akk, cu_seqlens, w, u, qg, kg).launch(
+            grid=[slots * v.shape[2], 1, 1],
+            block=[NUM_THREADS, 1, 1],
+            smem=self.smem_bytes,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor | None,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        Akk: cute.Tensor,
+        cu_seqlens: cute.Tensor | None,
+        w: cute.Tensor,
+        u: cute.Tensor,
+        qg: cute.Tensor | None,
+        kg: cute.Tensor | None,
+    ) -> None:
+        slot, head = slot_and_head(v.shape[2])
+        place = chunk_place(slot, v.shape[1], cu_seqlens)
+        smem = cutlass.memory.SmemAllocator()
+        base = warp.shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
+        if place.valid:
+            self.load(v, beta, Akk, place, head, base)
+            self.scale(q, k, g, beta, qg, kg, place, head, base)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            self.products(w, u, place, head, base)
+
+    @cute.jit
+    def load(
+        self,
+        v: cute.Tensor,
+        beta: cute.Tensor,
+        Akk: cute.Tensor,
+        place: Any,
+        head: Int32,
+        base: Int32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        at = (place.batch, place.start, head)
+        for x, offset, columns in (
+            (Akk, self.akk, CHUNK),
+            (v, self.v, self.spec.head_dim_v),
+        ):
+            copy_rows(
+                base + offset, row_address(x, *at), row_bytes(x), place.length, columns, NUM_THREADS
+            )
+        cute.arch.cp_async_commit_group()
+        if thread < CHUNK:
+            factor = self.beta_of(beta, place, head, thread)
+            warp.store_shared(Float32, base + self.beta + thread * 4, [factor])
+
+    def beta_of(self, beta: cute.Tensor, place: Any, head: Any, row: Any) -> Any:
+        """Of a row of the chunk; 0 past its end."""
+        token = place.start + cutlass.min(row, place.length - 1)
+        factor = Float32(beta[place.batch, token, head])
+        return cutlass.select_(row < place.length, factor, Float32(0.0))
+
+    @cute.jit
+    def scale(
+        self,
+        q: cute.Tensor | None,
+        k: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        qg: cute.Tensor | None,
+        kg: cute.Tensor | None,
+        place: Any,
+        head: Int32,
+        base: Int32,
+    ) -> None:
+        """beta exp2(G) * k to shared memory, with rows of 0 past the end; qg and kg to global."""
+        spec, dtype = self.spec, self.dtype
+        thread, _, _ = cute.arch.thread_idx()
+        threads_a_row = spec.head_dim_k // CHANNELS
+        step = NUM_THREADS // threads_a_row
+        first = Int32(Uint32(thread) >> (threads_a_row.bit_length() - 1))
+        unit = thread & (threads_a_row - 1)
+        head_qk = shared_head(head, g.shape[2], k.shape[2])
+        column = unit * CHANNELS
+        last = place.length - 1
+
+        g_rows = row_address(g, place.batch, place.start, head, column)
+        k_rows = row_address(k, place.batch, place.start, head_qk, column)
+        if cutlass.const_expr(spec.store_qg):
+            q_rows = row_address(q, place.batch, place.start, head_qk, column)
+            qg_rows = row_address(qg, place.batch, place.start, head, column)
+        if cutlass.const_expr(spec.store_kg):
+            kg_rows = row_address(kg, place.batch, place.start, head, column)
+            g_last = load_floats(Float32, g_rows + Int64(last) * row_bytes(g), CHANNELS)
+        target = base + self.kd + first * LINE_BYTES + (unit >> 3) * SUB_TILE_BYTES
+        target = target + (((unit & 7) ^ (first & 7)) << 4)
+
+        for start in cutlass.range_constexpr(0, CHUNK // step, ROWS):
+            loaded = []
+            for i in cutlass.range_constexpr(start, start + ROWS):
+                row = first + i * step
+                inside = Int64(cutlass.min(row, last))
+                q_row = None
+                if cutlass.const_expr(spec.store_qg):
+                    q_row = warp.load_global(Int32, q_rows + inside * row_bytes(q), CHANNELS // 2)
+                loaded.append(
+                    (
+                        load_floats(Float32, g_rows + inside * row_bytes(g), CHANNELS),
+                        warp.load_global(Int32, k_rows + inside * row_bytes(k), CHANNELS // 2),
+                        self.beta_of(beta, place, head, row),
+                        q_row,
+                    )
+                )
+            for i in cutlass.range_constexpr(start, start + ROWS):
+                row = first + i * step
+                g_row, k_row, factor, q_row = loaded[i - start]
+                k_row = unpack_all(dtype, k_row)
+                decay = [warp.exp2(x) for x in g_row]
+                kd = pack_all(dtype, [factor * d * x for d, x in zip(decay, k_row, strict=True)])
+                warp.store_shared(Int32, target + i * step * LINE_BYTES, kd)
+                if cutlass.const_expr(spec.store_kg):
+                    x = pack_all(
+                        dtype,
+                        [
+                            warp.exp2(e - y) * x
+                            for e, y, x in zip(g_last, g_row, k_row, strict=True)
+                        ],
+                    )
+                    store_if(row < place.length, kg_rows + Int64(row) * row_bytes(kg), x)
+                if cutlass.const_expr(spec.store_qg):
+                    q_row = unpack_all(dtype, q_row)
+                    x = pack_all(dtype, [d * x for d, x in zip(decay, q_row, strict=True)])
+                    store_if(row < place.length, qg_rows + Int64(row) * row_bytes(qg), x)
+
+    @cute.jit
+    def products(
+        self, w: cute.Tensor, u: cute.Tensor, place: Any, head: Int32, base: Int32
+    ) -> None:
+        _, warp_index = thread_and_warp()
+        first_row = warp_index * FRAGMENT_ROWS
+        fragments = lower_triangle(base + self.akk, first_row)
+        self.product(fragments, base + self.kd, w, place, head, base, warp_index)
+        fragments = self.times_beta(fragments, base)
+        self.product(fragments, base + self.v, u, place, head, base, warp_index)
+
+    def times_beta(self, fragments: list[list[Any]], base: Any) -> list[list[Any]]:
+        """Left operands with each column times beta of its token."""
+        lane = cute.arch.lane_idx()
+        at = base + self.beta + ((lane & 3) << 3)
+        scaled = []
+        for step, fragment in enumerate(fragments):
+            registers = []
+            for i, x in enumerate(fragment):
+                if i % 2 == 0:
+                    factors = warp.load_shared(Float32, at + (16 * step + 4 * i) * 4, 2)
+                low, high = warp.unpack(self.dtype, x)
+                registers.append(warp.pack(self.dtype, low * factors[0], high * factors[1]))
+            scaled.append(registers)
+        return scaled
+
+    @cute.jit
+    def product(
+        self,
+        fragments: Any,
+        shared: Int32,
+        out: cute.Tensor,
+        place: Any,
+        head: Int32,
+        base: Int32,
+        warp_index: Int32,
+    ) -> None:
+        """The warp's rows of a triangular matrix times 64 rows in shared memory, to `out`."""
+        first_row = warp_index * FRAGMENT_ROWS
+        scratch = base + self.akk + first_row * LINE_BYTES
+        offsets = right_offsets()
+        target = row_address(out, place.batch, place.start, head)
+        target = target + Int64(first_row) * row_bytes(out)
+        for column in cutlass.range_constexpr(0, out.shape[3], COLUMNS):
+            c = cute.make_rmem_tensor((FRAGMENT_ROWS * COLUMNS // WARP_SIZE,), Float32)
+            c.fill(0.0)
+            lower_times(c, self.dtype, fragments, shared, offsets, column, warp_index)
+            store_fragments(
+                self.dtype,
+                [c[i] for i in range(cute.size(c))],
+                scratch,
+                target + column * 2,
+                row_bytes(out),
+                place.length - first_row,
+            )

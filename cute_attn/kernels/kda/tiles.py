@@ -1,0 +1,242 @@
+"""A chunk's rows in global memory, shared memory and fragments: what the modular kernels share.
+
+In shared memory 64 rows of 16-bit elements are sub-tiles of 64 columns, 8,192 bytes each, in which
+the 16-byte unit u of row r lies at unit u ^ (r & 7): eight rows' units of one column, and one row's
+units, are in different banks. Addresses of rows in global memory are 64-bit integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.runtime import make_fake_tensor
+
+from ..common import warp
+from ..common.spec import WARP_SIZE
+from .spec import CHUNK
+
+UNIT_BYTES = 16  # of a copy, and of the swizzle
+LINE_BYTES = 128  # of a row of a sub-tile
+SUB_TILE_BYTES = CHUNK * LINE_BYTES
+FRAGMENT_ROWS = 16
+
+_INDEX = {"int32": Int32, "int64": Int64}
+
+
+# -- stand-ins
+
+
+def fake_rows(dtype: Any, shape: tuple[Any, ...]) -> Any:
+    """Rows on 16-byte boundaries, any strides but the last."""
+    divisibility = 8 * UNIT_BYTES // dtype.width
+    strides = (cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
+    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=UNIT_BYTES)
+
+
+def fake_strided(dtype: Any, shape: tuple[Any, ...]) -> Any:
+    """Any strides at all."""
+    strides = tuple(cute.sym_int64() for _ in shape)
+    return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)
+
+
+def fake_offsets(index_dtype: str, sequences: Any | None = None) -> Any:
+    """cu_seqlens, or None."""
+    if index_dtype == "none":
+        return None
+    index = _INDEX[index_dtype]
+    return make_fake_tensor(index, (cute.sym_int(),), (1,), assumed_align=index.width // 8)
+
+
+# -- places
+
+
+def slot_and_head(heads: Any) -> tuple[Any, Any]:
+    """Of a block of a grid of slots times heads, a slot's heads next to each other, so that value
+    heads that share q and k read them together."""
+    block, _, _ = cute.arch.block_idx()
+    slot = Uint32(block) // Uint32(heads)
+    return Int32(slot), Int32(Uint32(block) - slot * Uint32(heads))
+
+
+def shared_head(head: Any, heads_v: Any, heads_qk: Any) -> Any:
+    """The query and key head that a value head uses."""
+    return Int32(Uint32(head) // (Uint32(heads_v) // Uint32(heads_qk)))
+
+
+def row_address(x: cute.Tensor, batch: Any, token: Any, head: Any, column: Any = 0) -> Any:
+    """Of an element of x, `[B, T, heads, columns]`."""
+    offset = (
+        Int64(batch) * x.stride[0] + Int64(token) * x.stride[1] + Int64(head) * x.stride[2]
+    ) + column
+    return (x.iterator + offset).toint()
+
+
+def row_bytes(x: cute.Tensor) -> Any:
+    """From one token's row of x to the next one's."""
+    return Int64(x.stride[1]) * (x.element_type.width // 8)
+
+
+def thread_and_warp() -> tuple[Any, Any]:
+    thread, _, _ = cute.arch.thread_idx()
+    return thread, cute.arch.make_warp_uniform(Int32(Uint32(thread) >> 5))
+
+
+# -- elements
+
+
+def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
+    """`count` elements of `dtype` from global memory, 4 or 8, as float32."""
+    if dtype is Float32:
+        values = []
+        for i in range(0, count, 4):
+            values += warp.load_global(Float32, address + 4 * i, 4)
+        return values
+    return unpack_all(dtype, warp.load_global(Int32, address, count // 2))
+
+
+def unpack_all(dtype: Any, registers: Any) -> list[Any]:
+    return [element for x in registers for element in warp.unpack(dtype, x)]
+
+
+def pack_all(dtype: Any, values: Any) -> list[Any]:
+    return [warp.pack(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+# -- rows from global to shared memory
+
+
+def copy_rows(
+    shared: Any, source: Any, pitch: Any, length: Any, columns: int, num_threads: int
+) -> None:
+    """Start copying a chunk's rows of `columns` 16-bit elements by all threads; rows at and past
+    `length` become 0. `source` is the address of the first row, `pitch` the bytes to the next."""
+    thread, _, _ = cute.arch.thread_idx()
+    units = columns * 2 // UNIT_BYTES
+    step = num_threads // units
+    assert step % 8 == 0 and CHUNK % step == 0, "a thread's rows must agree in their swizzle"
+    shift = units.bit_length() - 1
+    row, unit = Int32(Uint32(thread) >> shift), thread & (units - 1)
+    start = source + Int64(row) * pitch + Int64(unit * UNIT_BYTES)
+    target = shared + row * LINE_BYTES + ((unit >> 3) * SUB_TILE_BYTES)
+    target = target + (((unit & 7) ^ (row & 7)) << 4)
+    for i in range(CHUNK // step):
+        warp.copy_async(
+            target + i * step * LINE_BYTES, start + i * step * pitch, row + i * step < length
+        )
+
+
+# -- fragments
+
+
+def left_fragment(shared: Any, first_row: Any, step: int) -> list[Any]:
+    """Rows first_row to first_row + 15, columns 16 step to 16 step + 15, as a left operand."""
+    lane = cute.arch.lane_idx()
+    matrix, r = lane >> 3, lane & 7
+    row = first_row + ((matrix & 1) << 3) + r
+    unit = (2 * step + (matrix >> 1)) ^ r
+    return list(warp.load_matrices(shared + row * LINE_BYTES + (unit << 4)))
+
+
+def lower_triangle(shared: Any, first_row: Any) -> list[list[Any]]:
+    """Rows first_row to first_row + 15 of 64 by 64 as left operands, with 0 above the diagonal,
+    whatever is in memory there."""
+    lane = cute.arch.lane_idx()
+    fragments = []
+    for step in range(CHUNK // 16):
+        fragment = left_fragment(shared, first_row, step)
+        for i in range(4):
+            row = first_row + (lane >> 2) + 8 * (i % 2)
+            col = 16 * step + 8 * (i // 2) + ((lane & 3) << 1)
+            keep = cutlass.select_(col < row, Int32(-1), Int32(0xFFFF))
+            fragment[i] = fragment[i] & cutlass.select_(col > row, Int32(0), keep)
+        fragments.append(fragment)
+    return fragments
+
+
+@cute.jit
+def lower_times(
+    c: cute.Tensor,
+    dtype: cutlass.Constexpr,
+    fragments: Any,
+    shared: Int32,
+    offsets: Any,
+    first_column: cutlass.Constexpr,
+    warp_index: Int32,
+) -> None:
+    """c += a m, accumulators of 16 rows by some columns: `fragments` are the warp's rows of a lower
+    triangular a, m are 64 rows in shared memory, of which columns from first_column on count."""
+    for step in cutlass.range_constexpr(CHUNK // 16):
+        if step <= warp_index:
+            add_product(c, dtype, fragments[step], shared, offsets, step, first_column)
+
+
+def add_product(
+    c: cute.Tensor,
+    dtype: Any,
+    fragment: Any,
+    shared: Any,
+    offsets: Any,
+    step: int,
+    first_column: int,
+) -> None:
+    """c += a m, with `fragment` 16 columns of a, and m 16 rows from row 16 step on."""
+    for j in range(cute.size(c) // 8):
+        b = right_fragments(shared, offsets, step, first_column // 16 + j)
+        for i in range(2):
+            at = 8 * j + 4 * i
+            old = [c[at + n] for n in range(4)]
+            for n, x in enumerate(warp.mma(dtype, old, fragment, b[2 * i : 2 * i + 2])):
+                c[at + n] = x
+
+
+def right_offsets() -> list[Any]:
+    """Where this lane reads for `right_fragments`, for each pair of units of a sub-tile."""
+    lane = cute.arch.lane_idx()
+    matrix, r = lane >> 3, lane & 7
+    row = ((matrix & 1) << 3) + r
+    offset = row * LINE_BYTES + (((matrix >> 1) ^ r) << 4)
+    return [offset ^ (unit << 4) for unit in range(0, 8, 2)]
+
+
+def right_fragments(shared: Any, offsets: list[Any], step: int, pair: int) -> Any:
+    """Rows 16 step to 16 step + 15 as a right operand of which columns are n: those for columns
+    16 pair to 16 pair + 7, and the 8 behind them."""
+    at = offsets[pair % 4] + (pair // 4) * SUB_TILE_BYTES + step * FRAGMENT_ROWS * LINE_BYTES
+    return warp.load_matrices(shared + at, transposed=True)
+
+
+# -- fragments to global memory
+
+
+def store_fragments(
+    dtype: Any, values: list[Any], scratch: Any, target: Any, pitch: Any, length: Any
+) -> None:
+    """16 rows of 64 columns, accumulators of one warp, to global memory in 16-byte pieces, by way
+    of 2,048 bytes of shared memory that are the warp's own. Rows at and past `length` are left out.
+    `target` is the address of the first row."""
+    lane = cute.arch.lane_idx()
+    row, pair = lane >> 2, lane & 3
+    registers = pack_all(dtype, values)
+    cute.arch.sync_warp()
+    for j in range(8):
+        at = scratch + row * LINE_BYTES + ((j ^ row) << 4) + (pair << 2)
+        for half in range(2):
+            warp.store_shared(Int32, at + half * 8 * LINE_BYTES, [registers[2 * j + half]])
+    cute.arch.sync_warp()
+    row, unit = lane >> 3, lane & 7
+    start = target + Int64(row) * pitch + Int64(unit * UNIT_BYTES)
+    step = WARP_SIZE // 8
+    for i in range(FRAGMENT_ROWS // step):
+        at = row + i * step
+        x = warp.load_shared(Int32, scratch + at * LINE_BYTES + ((unit ^ (at & 7)) << 4), 4)
+        store_if(at < length, start + i * step * pitch, x)
+
+
+@cute.jit
+def store_if(condition: cutlass.Boolean, address: Int64, values: Any) -> None:
+    """16 bytes to global memory, where `condition` holds."""
+    if condition:
+        warp.store_global(Int32, address, values)

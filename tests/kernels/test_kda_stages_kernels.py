@@ -1,0 +1,219 @@
+"""The kernels of the modular KDA path, each by itself, in the emulator.
+
+What a kernel reads is what `cute_attn.reference.kda` gives for the stage before it, in the dtypes
+of memory; what it gives is compared with the same stage's reference in float64. The error may be twice
+that of the stage in float32, with its results and the operands of its products rounded as here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import cache, launch
+from cute_attn.emulator import Emulator
+from cute_attn.kernels.kda.spec import GateSpec, L2NormSpec, RecomputeSpec
+from cute_attn.reference import kda
+
+ARCHS = ("sm_90a", "sm_100a")
+MAX_ERROR = 2.0  # times that of plain PyTorch
+REAL = (torch.float64, torch.float32)  # the reference's arithmetic, and plain PyTorch's
+
+# Empty sequences, one token, a chunk less one, a chunk, a chunk and one, and two and a half.
+PACKED = (0, 0, 1, 64, 128, 193, 193, 353)
+
+
+@functools.cache
+def kernel(definition: cache.KernelDef, spec: Any, arch: str) -> Any:
+    return Emulator(schedule="random", seed=3).load(cache.compile(definition, spec, arch=arch))
+
+
+def poisoned(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(tuple(shape), math.nan, dtype=dtype)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def offsets(index_dtype: str) -> torch.Tensor | None:
+    return None if index_dtype == "none" else torch.tensor(PACKED, dtype=torch_dtype(index_dtype))
+
+
+def shape_of(index_dtype: str) -> tuple[int, int]:
+    """B and T. Dense sequences end in a short chunk; packed ones leave tokens behind the last."""
+    return (2, 101) if index_dtype == "none" else (1, PACKED[-1] + 5)
+
+
+def check(name: str, x: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
+    """The error rule, and that nothing was written where the reference says nothing."""
+    exact, plain = exact.double(), plain.to(x.dtype).double()
+    defined = ~exact.isnan()
+    assert torch.equal(~x.isnan(), defined), f"{name}: not where the reference is"
+    error, allowed = ((y.double() - exact)[defined].abs().max() for y in (x, plain))
+    assert error <= MAX_ERROR * allowed, f"{name}: error {error:.2e}, plain PyTorch's {allowed:.2e}"
+
+
+def gates(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Natural logarithms of decays, most near 1, some down to -5, a few that leave nothing."""
+    g = -(torch.rand(shape, generator=generator) ** 6) * 5.0
+    rare = torch.rand(shape, generator=generator) < 0.002
+    return torch.where(rare, torch.tensor(-100.0), g)
+
+
+class Stages:
+    """Inputs of all stages, and what the reference makes of them."""
+
+    def __init__(
+        self,
+        head_dim_k: int,
+        head_dim_v: int,
+        dtype: str,
+        index_dtype: str,
+        beta_dtype: str = "float32",
+        heads_qk: int = 1,
+        heads: int = 2,
+        state_v_first: bool = False,
+        initial_state: bool = True,
+    ) -> None:
+        generator = torch.Generator().manual_seed(11)
+        batch, tokens = shape_of(index_dtype)
+        self.dtype, self.cu_seqlens = torch_dtype(dtype), offsets(index_dtype)
+        self.scale = 0.21
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(batch, tokens, *shape, generator=generator)
+
+        self.q, self.k = (kda.l2norm(random(heads_qk, head_dim_k)).to(self.dtype) for _ in range(2))
+        self.v = random(heads, head_dim_v).to(self.dtype)
+        self.beta = torch.sigmoid(random(heads)).to(torch_dtype(beta_dtype))
+        self.g = kda.kda_gate_cumsum_reference(
+            gates((batch, tokens, heads, head_dim_k), generator), cu_seqlens=self.cu_seqlens
+        ).float()
+        self.intra = self.intra_of()
+
+    def intra_of(self) -> kda.KdaIntra:
+        intra = kda.kda_chunk_intra_reference(
+            self.q,
+            self.k,
+            self.v,
+            self.g,
+            self.beta,
+            self.scale,
+            cu_seqlens=self.cu_seqlens,
+        )
+        return kda.KdaIntra(*(x.to(self.dtype) for x in intra))
+
+
+# -- gate_cumsum
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GateSpec(128, "bfloat16", "softplus", True, True, "none"),
+        GateSpec(64, "float32", "lower_bound", True, False, "int64"),
+        GateSpec(128, "float32", "lower_bound", False, True, "none"),
+        GateSpec(128, "float32", "none", False, False, "int32"),
+    ],
+)
+def test_gate_cumsum(spec: GateSpec, arch: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    batch, tokens = shape_of(spec.index_dtype)
+    heads, cu_seqlens = 3, offsets(spec.index_dtype)
+    shape = (batch, tokens, heads, spec.head_dim_k)
+    g = torch.randn(shape, generator=generator).to(torch_dtype(spec.gate_dtype))
+    if spec.gate == "none":
+        g = gates(shape, generator)
+    A_log = torch.randn(heads, generator=generator) if spec.has_A_log else None
+    dt_bias = None
+    if spec.has_dt_bias:
+        dt_bias = torch.randn(heads, spec.head_dim_k, generator=generator)
+    bound = -5.0
+
+    def reference(dtype: torch.dtype) -> torch.Tensor:
+        decay = g.to(dtype)
+        if spec.gate != "none":
+            lower_bound = bound if spec.gate == "lower_bound" else None
+            decay = kda.log_decay(g, A_log, dt_bias, lower_bound, dtype)
+        return kda.kda_gate_cumsum_reference(decay, cu_seqlens=cu_seqlens, dtype=dtype)
+
+    out = poisoned(shape, torch.float32)
+    kernel(launch.KDA_GATE_CUMSUM, spec, arch)(g, A_log, dt_bias, cu_seqlens, out, bound)
+    check("G", out, reference(torch.float64), reference(torch.float32))
+
+
+@pytest.mark.parametrize("gate", [-1000.0, -math.inf])
+def test_a_gate_that_leaves_nothing_is_a_finite_one(gate: float) -> None:
+    spec = GateSpec(64, "float32", "none", False, False, "none")
+    g = -torch.rand(1, 70, 1, 64, generator=torch.Generator().manual_seed(6))
+    g[0, 20, 0, 3] = gate
+    out = poisoned(g.shape, torch.float32)
+    kernel(launch.KDA_GATE_CUMSUM, spec, "sm_90a")(g, None, None, None, out, 0.0)
+    limited = g.clamp(min=-128.0)
+    check("G", out, *(kda.kda_gate_cumsum_reference(limited, dtype=d) for d in REAL))
+
+
+# -- l2norm
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float16", 64)])
+def test_l2norm(dtype: str, head_dim: int, arch: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    packed = torch.randn(2, 37, 5, 2 * head_dim, generator=generator).to(torch_dtype(dtype))
+    packed[0, 3, 2] = 0.0
+    q, k = packed[..., :head_dim], packed[..., head_dim:].contiguous()
+    q_out, k_out = (poisoned(q.shape, q.dtype) for _ in range(2))
+    kernel(launch.KDA_L2NORM, L2NormSpec(dtype, head_dim), arch)(q, k, q_out, k_out)
+    for name, x, out in (("q", q, q_out), ("k", k, k_out)):
+        check(name, out, *(kda.l2norm(x, d) for d in REAL))
+
+
+# -- recompute_w_u
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RecomputeSpec("bfloat16", 128, 128, "none", "float32", False, True),
+        RecomputeSpec("bfloat16", 128, 64, "int32", "bfloat16", True, True),
+        RecomputeSpec("float16", 64, 128, "int64", "float32", False, False),
+    ],
+)
+def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
+    s = Stages(spec.head_dim_k, spec.head_dim_v, spec.dtype, spec.index_dtype, spec.beta_dtype)
+    w, qg, kg = (poisoned(s.g.shape, s.dtype) for _ in range(3))
+    u = poisoned(s.v.shape, s.dtype)
+    kernel(launch.KDA_RECOMPUTE_W_U, spec, arch)(
+        s.q if spec.store_qg else None,
+        s.k,
+        s.v,
+        s.g,
+        s.beta,
+        s.intra.Akk,
+        s.cu_seqlens,
+        w,
+        u,
+        qg if spec.store_qg else None,
+        kg if spec.store_kg else None,
+    )
+    arguments = (s.q, s.k, s.v, s.g, s.beta, s.intra.Akk)
+    exact = kda.kda_recompute_w_u_reference(*arguments, cu_seqlens=s.cu_seqlens)
+    plain = kda.kda_recompute_w_u_reference(
+        *arguments, cu_seqlens=s.cu_seqlens, dtype=torch.float32, stage_dtype=s.dtype
+    )
+    asked = {"w": True, "u": True, "qg": spec.store_qg, "kg": spec.store_kg}
+    for (name, wanted), x, *expected in zip(
+        asked.items(), (w, u, qg, kg), exact, plain, strict=True
+    ):
+        if wanted:
+            check(name, x, *expected)
