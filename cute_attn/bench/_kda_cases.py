@@ -145,9 +145,10 @@ class Case:
 
     @property
     def peak_bytes(self) -> int:
-        """What a check of two contenders holds at once, roughly."""
+        """What a call takes at most, roughly: its inputs, and what the stages keep (h as G)."""
         given = 2 * self.qk_bytes + self.v_wide + self.sums
-        return given + 3 * (3 * self.k_wide + 2 * self.v_wide + 2 * self.scores + 2 * self.sums)
+        kept = 2 * self.qk_bytes + 2 * self.sums + 2 * self.k_wide + 3 * self.v_wide
+        return given + kept + 3 * self.scores
 
     # ---- packed sequences
 

@@ -53,11 +53,10 @@ class _Random:
 
 
 def gate_parameters(random: _Random, heads_v: int, head_dim_k: int) -> Arguments:
-    """A_log and dt_bias as Kimi Linear's layers start from: rates 1 to 16, steps 0.001 to 0.1."""
-    dt = torch.exp(random.uniform(heads_v * head_dim_k, low=-6.9, high=-2.3))
+    """A_log and dt_bias with which channels forget in anything from one token to hundreds."""
     return {
-        "A_log": torch.log(random.uniform(heads_v, low=1.0, high=16.0)),
-        "dt_bias": dt + torch.log(-torch.expm1(-dt)),  # softplus of it is dt
+        "A_log": torch.log(random.uniform(heads_v, low=0.5, high=2.0)),
+        "dt_bias": random.uniform(heads_v * head_dim_k, low=-6.0, high=0.0),
     }
 
 

@@ -69,6 +69,11 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     assert [s.name for s in found[1:]] == [
         "cache --repeats 3",
         "emulator",
+        "kda-chunk --no-peer",
+        "kda-decode --no-peer",
+        "kda-first-result --no-peer",
+        "kda-intra --no-peer",
+        "kda-recompute --no-peer",
         "launch-overhead",
         "lightning-decode",
         "lightning-decode --sms 78 --mode graph",

@@ -1,0 +1,434 @@
+"""The KDA benchmarks on the CPU: all but the GPU's time is real, and kernels are plain PyTorch."""
+
+import argparse
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from cute_attn.bench import (
+    _kda_cases,
+    _kda_stage,
+    kda_chunk,
+    kda_decode,
+    kda_first_result,
+    kda_intra,
+    kda_recompute,
+)
+from cute_attn.bench import _kda_problem as problem
+from cute_attn.bench.__main__ import main
+from cute_attn.bench._kda_cases import Case, DecodeCase
+from cute_attn.bench.roofline import Roofline
+from cute_attn.bench.timing import Timing
+from cute_attn.reference import kda as reference
+
+DIMS = {"head_dim_k": 64, "head_dim_v": 64}
+SMALL = [
+    Case(2, 4, 70, **DIMS),
+    Case(2, 2, 70, gate="softplus", **DIMS),
+    Case(1, 2, 130, sequences=3, lengths="skewed", **DIMS),
+]
+PLAIN = {"dtype": torch.float32, "stage_dtype": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))
+    monkeypatch.setattr("cute_attn.bench.__main__.require_gpu", lambda: None)
+
+
+# ---- stand-ins for the kernels and for the peer
+
+
+def plain_chunk(*, output_final_state, cu_seqlens_cpu=None, **rest):
+    assert output_final_state
+    stages = reference.kda_chunk_reference(**rest, **PLAIN)
+    return stages.o.to(rest["v"].dtype), stages.states.final_state
+
+
+def plain_intra(q, k, v, g, beta, scale=None):
+    found = reference.kda_chunk_intra_reference(q, k, v, g, beta, scale, **PLAIN)
+    rounded = {name: x.to(k.dtype) for name, x in found._asdict().items()}
+    return reference.KdaIntra(**rounded | {"qg": None})
+
+
+def plain_recompute(q, k, v, g, beta, Akk):
+    assert q is None
+    found = reference.kda_recompute_w_u_reference(k, k, v, g, beta, Akk, **PLAIN)
+    w, u, _, kg = (x.to(k.dtype) for x in found)
+    return w, u, None, kg
+
+
+def plain_decode(q, k, v, g, beta, state, *, out, **rest):
+    found = reference.kda_decode_reference(q, k, v, g, beta, state, **rest, dtype=torch.float32)
+    state.copy_(found.state)
+    return out.copy_(found.o)
+
+
+def fla_intra(q, k, v, gk, beta, scale, safe_gate):
+    """In FLA's order, with rubbish where it writes nothing."""
+    assert safe_gate
+    Aqk, Akk, w, u, qg, kg = plain_intra(q, k, v, gk, beta, scale)
+    rows = torch.arange(q.shape[1]) % 64
+    later = (torch.arange(64) > rows[:, None])[:, None]
+    return w, u, qg, kg, Aqk.masked_fill(later, torch.nan), Akk
+
+
+def fla_recurrent(q, k, v, g, beta, initial_state, output_final_state, **rest):
+    found = reference.kda_reference(
+        q, k, v, g, beta, initial_state=initial_state, **rest, dtype=torch.float32
+    )
+    return found.o.to(v.dtype), found.final_state
+
+
+PEER = {
+    "fla.ops.kda:chunk_kda": plain_chunk,
+    "fla.ops.kda.chunk_intra:chunk_kda_fwd_intra": fla_intra,
+    "fla.ops.kda.wy_fast:recompute_w_u_fwd": lambda k, v, beta, A, gk: plain_recompute(
+        None, k, v, gk, beta, A
+    ),
+    "fla.ops.kda:fused_recurrent_kda": fla_recurrent,
+}
+
+
+def install(monkeypatch, **functions):
+    """Of cute_attn and of cute_attn.ops.kda."""
+    stages = ModuleType("cute_attn.ops.kda")
+    for name, function in functions.items():
+        monkeypatch.setitem(sys.modules["cute_attn"].__dict__, name, function)
+        setattr(stages, name, function)
+    monkeypatch.setitem(sys.modules, "cute_attn.ops.kda", stages)
+
+
+@pytest.fixture
+def contenders(monkeypatch):
+    install(
+        monkeypatch,
+        chunk_kda=plain_chunk,
+        kda_chunk_intra=plain_intra,
+        kda_recompute_w_u=plain_recompute,
+        kda_decode=plain_decode,
+    )
+    monkeypatch.setattr(problem, "peer", PEER.get)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch, contenders):
+    """Times by formula; the contenders run once each, so that they must work."""
+
+    def fake_times(fns, *, mode, rep_ms):
+        for fn in fns.values():
+            fn()
+        us = {"ours": 10.0, "fla": 19.0 if mode == "do_bench" else 12.0}
+        return {name: Timing.from_samples([us[name]] * 3) for name in fns}
+
+    monkeypatch.setattr(problem, "time_cuda_interleaved", fake_times)
+    for module in (kda_chunk, kda_decode, _kda_stage):
+        monkeypatch.setattr(module, "measure_roofline", lambda **_: Roofline(3000.0, 2900.0))
+
+
+# ---- cases
+
+
+def test_byte_counts_are_those_of_the_page():
+    """docs/kernels/kda.md, at B = 1, T = 8192, 64 heads, in MB."""
+    case = Case(64, 64, 8192)
+    states = 2 * case.state
+    assert round(case.intra_bytes / 1e6) == pytest.approx(673 + 537, abs=1)
+    assert round(case.recompute_bytes / 1e6) == pytest.approx(606 + 403, abs=1)
+    # The page has beta in float32 and no states.
+    assert (case.one_kernel_bytes - states) / 1e6 == pytest.approx(539 + 134, abs=2)
+    assert (case.fused_bytes - states) / 1e6 == pytest.approx(1080 + 675, abs=2)
+    assert DecodeCase(64, 64, 64).min_bytes / 64 / 1e6 == pytest.approx(8.47, abs=0.01)
+
+
+@pytest.mark.parametrize("lengths", _kda_cases.LENGTHS)
+@pytest.mark.parametrize(("tokens", "sequences"), [(8192, 8), (32768, 20), (101, 7)])
+def test_packed_sequences_fill_the_row(lengths, tokens, sequences):
+    case = Case(1, 1, tokens, sequences=sequences, lengths=lengths)
+    found = case.sequence_lengths(3)
+    assert len(found) == sequences
+    assert sum(found) == tokens
+    assert min(found) >= 1
+    if lengths == "uniform":
+        assert max(found) - min(found) <= 1
+    if lengths == "skewed":
+        assert found[-1] == tokens // 2
+
+
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [
+        (["T=130"], [2]),
+        (["H=2,HV=2", "N=3"], [1, 2]),
+        (["lengths=dense"], [0, 1]),
+        (["gate=softplus,T=1"], []),
+    ],
+)
+def test_only(only, expected):
+    parser = argparse.ArgumentParser()
+    _kda_cases.add_arguments(parser)
+    args = parser.parse_args(["--only", *only])
+    assert _kda_cases.chosen(SMALL, args.only) == [SMALL[i] for i in expected]
+
+
+def test_a_filter_of_an_unknown_name_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["kda-intra", "--only", "N=8"])
+    assert "'N=8' is not NAME=VALUE" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_left_out_and_named():
+    small, large = Case(64, 128, 512, batch=2), Case(64, 128, 32768, batch=2)
+    fit, (note,) = _kda_cases.that_fit([small, large], 40 * 2**30)
+    assert fit == [small]
+    assert "T=32768" in note
+    assert _kda_cases.that_fit([large], 80 * 2**30) == ([large], [])
+
+
+def test_the_issues_cases_are_all_there():
+    cases = kda_chunk.all_cases()
+    assert len(set(cases)) == len(cases)
+    dense = {(c.heads, c.heads_v, c.tokens) for c in cases if not c.sequences}
+    assert {h for h, hv, _ in dense if h == hv} == {12, 32, 64, 96}
+    assert {t for h, hv, t in dense if (h, hv) == (32, 64)} == {512 * 2**i for i in range(7)}
+    packed = {(c.sequences, c.lengths) for c in cases if c.sequences}
+    assert packed == {(n, how) for n in (8, 20) for how in ("uniform", "skewed", "random")}
+    assert set(kda_chunk.short_cases()) <= set(cases)
+
+
+# ---- agreement
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_chunk_contenders_compute_the_operator(contenders, case):
+    arguments = problem.chunk_arguments(case, 5)
+    errors = problem.check_chunk(case, arguments, problem.chunk_calls(arguments, with_peer=True))
+    assert set(errors) == {"ours o", "ours final_state", "fla o", "fla final_state"}
+    assert all(0 < error < 0.02 for error in errors.values())
+
+
+@pytest.mark.parametrize("stage", ["intra", "recompute"])
+def test_stage_contenders_compute_the_operator(contenders, stage):
+    case = Case(1, 2, 70, batch=2, **DIMS)
+    arguments = problem.stage_arguments(case, 5)
+    make = {"intra": problem.intra_calls, "recompute": problem.recompute_calls}[stage]
+    errors = problem.check_stage(stage, case, arguments, make(arguments, with_peer=True))
+    tensors = {"w", "u", "kg"} | ({"Aqk", "Akk"} if stage == "intra" else set())
+    assert set(errors) == {f"{who} {name}" for who in ("ours", "fla") for name in tensors}
+    assert all(0 < error < 0.02 for error in errors.values())
+
+
+def test_decode_contenders_compute_the_operator(contenders):
+    case = DecodeCase(3, 2, 4, **DIMS)
+    arguments = problem.decode_arguments(case, 5)
+    before = arguments["state"].clone()
+    errors = problem.check_decode(case, arguments, problem.decode_calls(arguments, with_peer=True))
+    assert set(errors) == {"ours o", "ours state", "fla o", "fla state"}
+    assert not torch.equal(before, arguments["state"])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda o, state: o[0, 0, 0, 0].fill_(float("nan")),
+        lambda o, state: o.mul_(1.02),
+        lambda o, state: state[-1].mul_(1.01),
+        lambda o, state: o[:, 64:].copy_(o[:, :-64].clone()),
+    ],
+)
+@pytest.mark.parametrize("who", ["ours", "fla"])
+def test_a_wrong_result_is_never_timed(contenders, monkeypatch, spoil, who):
+    """The peer's may be less exact, and is refused where it computes something else."""
+    case = SMALL[2]
+    arguments = problem.chunk_arguments(case, 5)
+    calls = problem.chunk_calls(arguments, with_peer=True)
+    right = calls[who]
+
+    def wrong():
+        o, state = right()
+        for _ in range(1 if who == "ours" else 40):
+            spoil(o, state)
+        return o, state
+
+    with pytest.raises(problem.Disagreement, match=f"{who}, chunk_kda at B=1 H=1 HV=2 T=130 in 3"):
+        problem.check_chunk(case, arguments, calls | {who: wrong})
+
+
+@pytest.mark.parametrize("name", ["Aqk", "Akk", "kg"])
+def test_a_wrong_stage_is_never_timed(contenders, monkeypatch, name):
+    def wrong(*args, **kwargs):
+        found = plain_intra(*args, **kwargs)
+        getattr(found, name)[0, 63] *= 1.1
+        return found
+
+    install(monkeypatch, kda_chunk_intra=wrong)
+    case = Case(1, 2, 70, **DIMS)
+    arguments = problem.stage_arguments(case, 5)
+    calls = problem.intra_calls(arguments, with_peer=True)
+    with pytest.raises(problem.Disagreement, match=f"ours, intra at .*: {name} has"):
+        problem.check_stage("intra", case, arguments, calls)
+
+
+def test_some_heads_are_the_first_and_the_last():
+    assert problem.some_heads(1, 3) == ([0], [0, 1, 2])
+    assert problem.some_heads(12, 12) == ([0, 11], [0, 11])
+    assert problem.some_heads(32, 64) == ([0, 31], [0, 1, 62, 63])
+
+
+def test_without_the_package_there_is_no_peer(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    assert problem.peer("fla.ops.kda:chunk_kda") is None
+
+
+def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch):
+    def times(fns, *, mode, rep_ms):
+        if "fla" in fns:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return {name: Timing.from_samples([1.0]) for name in fns}
+
+    monkeypatch.setattr(problem, "time_cuda_interleaved", times)
+    calls = {"ours": lambda: None, "fla": lambda: None}
+    timings, (note,) = problem.time_calls(calls, "graph", 10.0)
+    assert set(timings) == {"ours"}
+    assert note.endswith("operation not permitted when stream is capturing")
+    with pytest.raises(RuntimeError):
+        problem.time_calls(calls, "do_bench", 10.0)
+
+
+# ---- the commands
+
+
+def run(tmp_path, *argv):
+    assert main([*argv, "--out", str(tmp_path), "--commit", "abc"]) == 0
+    return json.loads(next(tmp_path.glob("*.json")).read_text())
+
+
+def test_kda_chunk(fake_gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(kda_chunk, "all_cases", lambda: SMALL)
+    monkeypatch.setattr(kda_chunk, "TARGET_TOKENS", 100)
+    report = run(tmp_path, "kda-chunk", "--only", "T=130", "gate=softplus")
+    assert [(r["tokens"], r["mode"]) for r in report["rows"]] == [
+        (70, "do_bench"), (70, "graph"), (130, "do_bench"), (130, "graph"),
+    ]  # fmt: skip
+    row = report["rows"][2]
+    assert (row["heads"], row["heads_v"], row["sequences"], row["lengths"]) == (1, 2, 3, "skewed")
+    assert row["speedup_vs_fla"] == pytest.approx(1.9)
+    assert row["roofline_us"] == pytest.approx(SMALL[2].fused_bytes / 3e6)
+    assert row["share_of_roofline"] == pytest.approx(row["roofline_us"] / 10)
+    (verdict,) = report["verdicts"]
+    assert verdict["passed"] is True
+    assert verdict["name"] == "H=1 HV=2 T=130 in 3 skewed: speedup_vs_fla at least 1.6"
+    assert verdict["detail"].endswith("the goal of 2 is missed")
+    assert "float64" in report["notes"][0]
+    assert "FLA's first call" in capsys.readouterr().err
+
+
+def test_kda_chunk_without_the_peer(fake_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(kda_chunk, "all_cases", lambda: [Case(1, 1, 4096, **DIMS)])
+    report = run(tmp_path, "kda-chunk", "--only", "T=4096", "--no-peer", "--mode", "do_bench")
+    (row,) = report["rows"]
+    assert row["fla_us"] is None
+    (verdict,) = report["verdicts"]
+    assert verdict["passed"] is None
+    assert "FLA was left out (--no-peer)" in report["notes"]
+
+
+def test_the_fused_path_is_held_to_twice_the_peer():
+    row = {
+        **Case(64, 64, 8192).rows, "mode": "do_bench", "time_us": 1000.0, "fla_us": 1900.0,
+        "speedup_vs_fla": 1.9,
+    }  # fmt: skip
+    rows = [row, row | {"tokens": 2048}, row | {"gate": "softplus"}, row | {"mode": "graph"}]
+    assert [(v.name, v.passed) for v in kda_chunk.verdicts(rows)] == [
+        ("H=64 HV=64 T=8192: speedup_vs_fla at least 1.6", True),
+        ("H=64 HV=64 T=8192: speedup_vs_fla at least 2", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "target", "met"),
+    [("intra", kda_intra, 1.5, True), ("recompute", kda_recompute, 1.3, True)],
+)
+def test_kda_stages(fake_gpu, monkeypatch, tmp_path, name, module, target, met):
+    monkeypatch.setattr(_kda_stage, "HEADS", ((1, 1), (1, 2)))
+    monkeypatch.setattr(_kda_stage, "SHORT_TOKENS", (70,))
+    assert target == module.TARGET
+    report = run(tmp_path, f"kda-{name}", "--short")
+    assert [(r["heads"], r["heads_v"], r["tokens"]) for r in report["rows"]] == [
+        (1, 1, 70), (1, 2, 70),
+    ]  # fmt: skip
+    assert [v["passed"] for v in report["verdicts"]] == [met, met]
+    assert f"at least {target}" in report["verdicts"][0]["name"]
+    case = Case(1, 1, 70, batch=2)
+    expected = case.intra_bytes if name == "intra" else case.recompute_bytes
+    assert report["rows"][0]["roofline_us"] == pytest.approx(expected / 3e6)
+
+
+def test_kda_decode(fake_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(kda_decode, "SHORT_HEADS", ((1, 2),))
+    monkeypatch.setattr(kda_decode, "SHORT_BATCHES", (2, 64))
+    report = run(tmp_path, "kda-decode", "--short")
+    assert [(r["batch"], r["mode"]) for r in report["rows"]] == [
+        (2, "do_bench"), (2, "graph"), (64, "do_bench"), (64, "graph"),
+    ]  # fmt: skip
+    assert {v["name"]: v["passed"] for v in report["verdicts"]} == {
+        "B=2 H=1 HV=2 (do_bench): speedup_vs_fla at least 4": False,
+        "B=64 H=1 HV=2 (do_bench): share_of_roofline at least 0.97": False,
+        "B=64 H=1 HV=2 (do_bench): speedup_vs_fla at least 1.13": True,
+        "B=64 H=1 HV=2 (graph): share_of_roofline at least 0.97": False,
+    }
+
+
+def test_the_first_result_from_cold_and_warm_caches(monkeypatch, tmp_path):
+    environments = []
+
+    def child(code, env):
+        compile(code, "child", "exec")
+        environments.append(env)
+        cold = len({e["CUTE_ATTN_CACHE_DIR"] for e in environments}) == len(environments)
+        found = {"import_s": 0.5, "first_s": 8.0 if cold else 0.1, "other_size_s": 0.001}
+        if "who, call = 'ours'" in code:
+            found["compiles"] = 2 if cold else 0
+        return found
+
+    monkeypatch.setattr(kda_first_result, "run_child", child)
+    monkeypatch.setattr(kda_first_result.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(kda_first_result, "measure", each_apart(environments))
+    report = run(tmp_path, "kda-first-result", "--calls", "chunk_kda")
+    assert [(r["library"], r["caches"], r["first_s"]) for r in report["rows"]] == [
+        ("ours", "cold", 8.0), ("ours", "warm", 0.1), ("fla", "cold", 8.0), ("fla", "warm", 0.1),
+    ]  # fmt: skip
+    assert all(v["passed"] for v in report["verdicts"])
+    assert "FLA 8.00 s" in report["verdicts"][0]["detail"]
+
+
+def each_apart(environments):
+    """`measure`, forgetting the processes of the one before."""
+    measure = kda_first_result.measure
+
+    def wrapped(*args):
+        environments.clear()
+        return measure(*args)
+
+    return wrapped
+
+
+def test_a_first_result_that_does_not_come_is_noted(monkeypatch, tmp_path):
+    def child(code, env):
+        raise subprocess.TimeoutExpired("python", kda_first_result.LIMIT_S)
+
+    monkeypatch.setattr(kda_first_result, "run_child", child)
+    report = run(tmp_path, "kda-first-result", "--calls", "kda_decode", "--no-peer")
+    assert report["rows"] == []
+    assert "kda_decode, ours: no result after 420 s" in report["notes"]
+
+
+def test_a_child_that_fails_says_why():
+    with pytest.raises(kda_first_result.ChildError, match=r"exit code 1: .*no such"):
+        kda_first_result.run_child("raise SystemExit('no such thing')", {})
