@@ -33,7 +33,16 @@ from cutlass.cute.runtime import make_fake_stream
 from ..common.overlap import overlaps
 from . import decode_arguments
 from .decode_tile import StateTile
-from .decode_tokens import STAGES, Fetched, Token, TokenReader, TokenStage
+from .decode_tokens import (
+    STAGES,
+    Fetched,
+    Gate,
+    Token,
+    TokenReader,
+    Tokens,
+    TokenStage,
+    stage_of,
+)
 from .spec_decode import DecodeSpec
 
 
@@ -141,6 +150,8 @@ class KdaDecode:
         ).launch(
             grid=[spec.head_dim_v // spec.tile_v, blocks, batch],
             block=[spec.num_threads, 1, 1],
+            min_blocks_per_mp=spec.blocks_per_sm,
+            preferred_smem_carveout=25 if spec.blocks_per_sm else None,
             stream=stream,
         )  # fmt: skip
 
@@ -175,7 +186,9 @@ class KdaDecode:
         slot = sequence
         valid = Boolean(True)
         if cutlass.const_expr(self.positions):
-            slot = state_indices[sequence, self.accepted_position(state_indices, num_accepted)]
+            slot = state_indices[
+                sequence, self.accepted_position(sequence, state_indices, num_accepted)
+            ]
         elif cutlass.const_expr(spec.indexed):
             slot = state_indices[sequence]
         if cutlass.const_expr(spec.indexed):
@@ -207,3 +220,118 @@ class KdaDecode:
                 self.reader.write(stage.o, o[sequence, head, None], tile_index)
             else:
                 self.reader.write_zeros(o[sequence, head, None], tile_index)
+        elif valid:
+            loaded = self.tile.load(state[slot, head, None, None], tile_index)
+            tokens = Tokens(q, k, v, g, beta, sequence, Int32(0), head, head_qk)
+            gate = self.reader.gate(A_log, dt_bias, lower_bound, head)
+            count = Int32(0)
+            if cutlass.const_expr(self.replays):
+                # An accepted count is data from outside: never read past the records.
+                count = cutlass.min(cutlass.max(num_accepted[sequence], 0), record_u.shape[1])
+            fetched = Fetched(spec)
+            total = count + q.shape[1]
+            self.fetch(
+                fetched, tokens, Int32(0), count, record_k, record_g, record_u, slot, tile_index
+            )
+            self.prepare(memory, Int32(0), count, fetched, gate, scale, beta_scale)
+            if total > 1:
+                self.fetch(
+                    fetched, tokens, Int32(1), count, record_k, record_g, record_u, slot, tile_index
+                )
+            s = cute.make_rmem_tensor(loaded.shape, Float32)
+            s.store(loaded.load().to(Float32))
+            cute.arch.sync_threads()
+            for i in cutlass.range(total, unroll=1):
+                # The next token is made ready, and the one after it is on its way.
+                if i + 1 < total:
+                    self.prepare(memory, i + 1, count, fetched, gate, scale, beta_scale)
+                if i + 2 < total:
+                    self.fetch(
+                        fetched, tokens, i + 2, count, record_k, record_g, record_u, slot,
+                        tile_index,
+                    )  # fmt: skip
+                stage = stage_of(spec, memory, i, record=self.replays)
+                if cutlass.const_expr(self.replays):
+                    if i == count:
+                        # Only what was accepted is kept; from here on, tokens are drafts.
+                        self.tile.store(s, state[slot, head, None, None], tile_index)
+                    if i < count:
+                        self.tile.replay(s, stage)
+                    else:
+                        self.tile.advance(s, stage)
+                else:
+                    self.tile.advance(s, stage)
+                    if cutlass.const_expr(self.positions):
+                        place = state_indices[sequence, i]
+                        if place >= 0 and place < state.shape[0]:
+                            self.tile.store(s, state[place, head, None, None], tile_index)
+                cute.arch.sync_threads()
+                if i >= count:
+                    self.reader.write(stage.o, o[sequence, i - count, head, None], tile_index)
+                    if cutlass.const_expr(self.replays):
+                        row = record_u[slot, i - count, head, None]
+                        self.reader.write(stage.u, row, tile_index)
+            if cutlass.const_expr(not self.replays and not self.positions):
+                self.tile.store(s, state[slot, head, None, None], tile_index)
+        else:
+            for t in cutlass.range(q.shape[1], unroll=1):
+                self.reader.write_zeros(o[sequence, t, head, None], tile_index)
+
+    @cute.jit
+    def accepted_position(
+        self, sequence: Int32, state_indices: cute.Tensor, num_accepted: cute.Tensor | None
+    ) -> Int32:
+        """Which of a sequence's slots to start from; a count is data from outside."""
+        position = Int32(0)
+        if cutlass.const_expr(num_accepted is not None):
+            last = state_indices.shape[1] - 1
+            position = cutlass.min(cutlass.max(num_accepted[sequence] - 1, 0), last)
+        return position
+
+    @cute.jit
+    def fetch(
+        self,
+        fetched: Fetched,
+        tokens: Tokens,
+        i: Int32,
+        count: Int32,
+        record_k: cute.Tensor | None,
+        record_g: cute.Tensor | None,
+        record_u: cute.Tensor | None,
+        slot: Int32,
+        tile_index: Int32,
+    ) -> None:
+        """The i-th token, of which the first `count` come from the records."""
+        if cutlass.const_expr(self.replays):
+            if i < count:
+                self.reader.fetch_recorded(
+                    fetched,
+                    record_k[slot, i, tokens.head_qk, None],
+                    record_g[slot, i, tokens.head, None],
+                    record_u[slot, i, tokens.head, None],
+                    tile_index,
+                )
+            else:
+                self.reader.fetch(fetched, tokens.at(i - count), tile_index)
+        else:
+            self.reader.fetch(fetched, tokens.at(i), tile_index)
+
+    @cute.jit
+    def prepare(
+        self,
+        memory: cute.Tensor,
+        i: Int32,
+        count: Int32,
+        fetched: Fetched,
+        gate: Gate,
+        scale: Float32,
+        beta_scale: Float32,
+    ) -> None:
+        stage = stage_of(self.spec, memory, i, record=self.replays)
+        if cutlass.const_expr(self.replays):
+            if i < count:
+                self.reader.prepare_recorded(stage, fetched, gate)
+            else:
+                self.reader.prepare(stage, fetched, gate, scale, beta_scale)
+        else:
+            self.reader.prepare(stage, fetched, gate, scale, beta_scale)

@@ -37,9 +37,7 @@ class StateTile:
             self.shape = (self.vector, self.values_of_k, 1)
         # Distances of the lanes that share a column of V, from far to near.
         first = 1 if spec.state_v_first else self.lanes_per_row
-        self.distances = [
-            first << i for i in reversed(range(spec.lanes_of_k.bit_length() - 1))
-        ]
+        self.distances = [first << i for i in reversed(range(spec.lanes_of_k.bit_length() - 1))]
 
     # -- who holds what ---------------------------------------------------------------------
 
@@ -66,7 +64,9 @@ class StateTile:
             stride = self.lanes_per_row * self.vector
             source = cute.make_tensor(
                 (x.iterator + (lane % self.lanes_per_row) * self.vector).align(VECTOR_BYTES),
-                cute.make_layout((self.vector, self.values_of_k // self.vector), stride=(1, stride)),
+                cute.make_layout(
+                    (self.vector, self.values_of_k // self.vector), stride=(1, stride)
+                ),
             )
             loaded = cute.make_rmem_tensor(source.shape, Float32)
             cute.autovec_copy(source, loaded)

@@ -54,11 +54,47 @@ class TokenStage(Carried):
         return 3 * spec.head_dim_k + 3 * spec.tile_v + 4
 
 
+def stage_of(spec: StepSpec, memory: cute.Tensor, i: Any, *, record: bool) -> TokenStage:
+    """The stage of the i-th token in the memory of all stages."""
+    return TokenStage(
+        spec, cute.domain_offset(((i & (STAGES - 1)) * TokenStage.elements(spec),), memory), record
+    )
+
+
 class Token(Carried):
     """A token's rows in global memory: q, k, v and g of a head, and beta's one element."""
 
     def __init__(self, q: Any, k: Any, v: Any, g: Any, beta: Any):
         self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
+
+
+class Tokens(Carried):
+    """The tokens of a sequence and head, `[B, T, H, D]` from row `batch` and token `start` on."""
+
+    def __init__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        batch: Any,
+        start: Any,
+        head: Any,
+        head_qk: Any,
+    ):
+        self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
+        self.batch, self.start, self.head, self.head_qk = batch, start, head, head_qk
+
+    def at(self, i: Any) -> Token:
+        t = self.start + i
+        return Token(
+            self.q[self.batch, t, self.head_qk, None],
+            self.k[self.batch, t, self.head_qk, None],
+            self.v[self.batch, t, self.head, None],
+            self.g[self.batch, t, self.head, None],
+            cute.domain_offset((self.batch, t, self.head), self.beta),
+        )
 
 
 class Gate(Carried):
@@ -127,7 +163,7 @@ class TokenReader:
             lane = thread % WARP_SIZE
             for i in cutlass.range_constexpr(self.spec.head_dim_k // WARP_SIZE):
                 into.q[i] = token.q[lane + i * WARP_SIZE]
-            into.beta[0] = token.beta[0]
+            into.beta[0] = token.beta.iterator[0]
         self.fetch_v(into.v, token.v, tile_index)
 
     @cute.jit

@@ -30,6 +30,7 @@ def step_config(
             "tile_v": tile_v,
             "num_warps": tile_v // (vector * lanes_per_row),
             "lanes_per_row": lanes_per_row,
+            "blocks_per_sm": 0,
         }
     vectors = 32 // vector if multi_token else 2  # that a thread holds
     accesses = tile_v * head_dim_k // (vector * WARP_SIZE)  # of one warp each
@@ -37,4 +38,5 @@ def step_config(
         "tile_v": tile_v,
         "num_warps": min(MAX_WARPS, max(1, accesses // vectors)),
         "lanes_per_row": min(WARP_SIZE, head_dim_k // vector),
+        "blocks_per_sm": 0,
     }

@@ -64,6 +64,7 @@ class StepSpec(Spec):
         num_warps: warps of a block. Each has rows of V of its own with state_v_first, and columns
             of V without; no sum crosses warps.
         lanes_per_row: lanes of a warp along the contiguous dimension of the state.
+        blocks_per_sm: that the registers of a thread must allow for; 0 leaves it to the compiler.
 
     Raises:
         TypeError: a field that is not plain.
@@ -87,10 +88,11 @@ class StepSpec(Spec):
     tile_v: int
     num_warps: int
     lanes_per_row: int
+    blocks_per_sm: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_operator(**{name: getattr(self, name, None) for name in ALLOWED if hasattr(self, name)})
+        check_operator(**{name: getattr(self, name) for name in ALLOWED if hasattr(self, name)})
         if self.gate == "none" and (self.A_log_dtype, self.dt_bias_dtype) != ("none", "none"):
             raise ValueError("A_log_dtype and dt_bias_dtype must be 'none' where gate is 'none'")
         if self.gate == "softplus" and self.A_log_dtype == "none":

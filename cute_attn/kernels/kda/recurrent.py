@@ -1,0 +1,177 @@
+"""KDA token by token over whole sequences: a tile of the state per block, held in registers.
+
+The arithmetic is that of `decode`; the state is read before a sequence's first token, if at all, and
+written after its last, to another place.
+
+    block (tile of V, value head, sequence)
+      load      the tile of the initial state, or zeros
+      token     fetch, prepare, advance and the output, as in `decode`: one barrier a token
+      store     the tile to the final state
+
+Runs on sm_80 and newer. Shared memory: two stages of a token, 7 KiB at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.overlap import overlaps
+from . import decode_arguments
+from .chunks import num_sequences, sequence_place
+from .decode_tile import StateTile
+from .decode_tokens import STAGES, Fetched, TokenReader, Tokens, TokenStage, stage_of
+from .spec_decode import RecurrentSpec
+
+
+class KdaRecurrent:
+    """The kernel for one RecurrentSpec; see the module's docstring.
+
+        q, k           [B, T, HQK, K]       last dimension contiguous
+        v, o           [B, T, HV, V]
+        g              [B, T, HV, K]
+        beta           [B, T, HV]           any strides
+        A_log          [HV]
+        dt_bias        [HV * K] or [HV, K]
+        initial_state  [N, HV, V, K] or [N, HV, K, V]     a head's matrix contiguous
+        final_state    likewise
+        cu_seqlens     [N + 1]
+    """
+
+    def __init__(self, spec: RecurrentSpec):
+        self.spec = spec
+        self.tile = StateTile(spec)
+        self.reader = TokenReader(spec)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec = self.spec
+        sizes = decode_arguments.Sizes()
+        varlen = spec.index_dtype != "none"
+        sequences = cute.sym_int() if varlen else sizes.batch
+        cu_seqlens = None
+        if varlen:
+            index = {"int32": cutlass.Int32, "int64": cutlass.Int64}[spec.index_dtype]
+            cu_seqlens = decode_arguments.contiguous(index, cute.sym_int())
+        return (
+            *decode_arguments.inputs(spec, sizes, (sizes.batch, sizes.tokens)),
+            decode_arguments.rows(
+                spec.dtype, sizes.batch, sizes.tokens, sizes.heads_v, spec.head_dim_v
+            ),
+            decode_arguments.states(spec, sizes, sequences) if spec.has_initial_state else None,
+            decode_arguments.states(spec, sizes, sequences) if spec.has_final_state else None,
+            cu_seqlens,
+            Float32(1.0),
+            Float32(1.0),
+            Float32(1.0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        o: cute.Tensor,
+        initial_state: cute.Tensor | None,
+        final_state: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_scale: Float32,
+        stream: Any,
+    ) -> None:
+        spec = self.spec
+        heads, heads_v = q.shape[2], v.shape[2]
+        sequences = num_sequences(q.shape[0], cu_seqlens)
+        # What must not run gets no blocks: the driver refuses that, and the operator says why.
+        blocks = heads_v
+        if overlaps(o, q, k, v, g, beta) or heads_v % cutlass.max(heads, 1) != 0:
+            blocks = 0
+        if cutlass.const_expr(spec.dt_bias_dims == 1):
+            if dt_bias.shape[0] != heads_v * spec.head_dim_k:
+                blocks = 0
+        for state in (initial_state, final_state):
+            if cutlass.const_expr(state is not None):
+                if state.shape[0] != sequences:
+                    blocks = 0
+        if cutlass.const_expr(initial_state is not None and final_state is not None):
+            if overlaps(final_state, initial_state):
+                blocks = 0
+        if cutlass.const_expr(cu_seqlens is not None):
+            if q.shape[0] != 1:
+                blocks = 0
+        group = heads_v // cutlass.max(heads, 1)
+        self.kernel(
+            q, k, v, g, beta, A_log, dt_bias, o, initial_state, final_state, cu_seqlens,
+            scale, lower_bound, beta_scale, group,
+        ).launch(
+            grid=[spec.head_dim_v // spec.tile_v, blocks, sequences],
+            block=[spec.num_threads, 1, 1],
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        o: cute.Tensor,
+        initial_state: cute.Tensor | None,
+        final_state: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_scale: Float32,
+        group: Int32,
+    ) -> None:
+        spec = self.spec
+        tile_index, head, sequence = cute.arch.block_idx()
+        head_qk = Int32(cutlass.Uint32(head) // cutlass.Uint32(group))
+        memory = cutlass.memory.SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((STAGES * TokenStage.elements(spec),)), 16
+        )
+        s = cute.make_rmem_tensor(self.tile.shape, Float32)
+        if cutlass.const_expr(initial_state is not None):
+            s.store(self.tile.load(initial_state[sequence, head, None, None], tile_index).load())
+        else:
+            s.fill(0.0)
+        place = sequence_place(sequence, q.shape[1], cu_seqlens)
+        total = place.length
+        tokens = Tokens(q, k, v, g, beta, place.batch, place.start, head, head_qk)
+        gate = self.reader.gate(A_log, dt_bias, lower_bound, head)
+        fetched = Fetched(spec)
+        if total > 0:
+            self.reader.fetch(fetched, tokens.at(0), tile_index)
+            stage = stage_of(spec, memory, Int32(0), record=False)
+            self.reader.prepare(stage, fetched, gate, scale, beta_scale)
+        if total > 1:
+            self.reader.fetch(fetched, tokens.at(1), tile_index)
+        cute.arch.sync_threads()
+        for i in cutlass.range(total, unroll=1):
+            # The next token is made ready, and the one after it is on its way.
+            if i + 1 < total:
+                stage = stage_of(spec, memory, i + 1, record=False)
+                self.reader.prepare(stage, fetched, gate, scale, beta_scale)
+            if i + 2 < total:
+                self.reader.fetch(fetched, tokens.at(i + 2), tile_index)
+            stage = stage_of(spec, memory, i, record=False)
+            self.tile.advance(s, stage)
+            cute.arch.sync_threads()
+            row = o[place.batch, place.start + i, head, None]
+            self.reader.write(stage.o, row, tile_index)
+        if cutlass.const_expr(final_state is not None):
+            self.tile.store(s, final_state[sequence, head, None, None], tile_index)
