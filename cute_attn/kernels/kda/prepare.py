@@ -1,0 +1,319 @@
+"""KDA's preparation of chunks: the first kernel of the fused path.
+
+For every chunk of 64 tokens and value head, what does not depend on the state, as tiles that
+`recurrence` copies into shared memory as they are (see `__call__`).
+
+    block (value head, chunk), 8 warps
+      load      q and k by cp.async; gates and beta to registers
+      gates     the gate, and its sums within sub-chunks of 16 tokens
+      norms     q and k to length 1
+      scores    warps 0 to 3: blocks of Aqk and L below the diagonal, and kd, qg, kg on the way
+                warps 4 to 7: blocks on the diagonal, and their inverses
+      inverse   warps 0 to 3: Aqk to memory
+                warps 4 to 7: a column of blocks each, Akk to memory
+
+Sums of gates are kept within sub-chunks, and decays between sub-chunks multiplied, so that a large
+gate costs the tokens behind it no accuracy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ..common import warp
+from ..common.dtypes import DTYPE
+from ..common.spec import WARP_SIZE
+from .chunks import chunk_place, num_slots
+from .gates import log2_decay, rate_of, sigmoid
+from .inverse import ChunkInverse
+from .scores import (
+    NUM_THREADS,
+    SUB_CHUNK,
+    SUB_CHUNKS,
+    SUB_TILE_BYTES,
+    TILE_ROW_BYTES,
+    tile_unit,
+)
+from .spec import CHUNK, PrepareSpec
+
+HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
+
+
+class KdaPrepare(ChunkInverse):
+    """The kernel for one PrepareSpec; see the module's docstring."""
+
+    def __init__(self, spec: PrepareSpec):
+        super().__init__(spec.dtype, spec.head_dim_k)
+        self.spec = spec
+        self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
+        # Byte offsets in a record, what a chunk and head has in `tiles`.
+        matrix = spec.head_dim_k // 64 * SUB_TILE_BYTES
+        self.kd, self.qg, self.kg = 0, matrix, 2 * matrix
+        self.akk, self.aqk = 3 * matrix, 3 * matrix + SUB_TILE_BYTES
+        assert self.aqk + SUB_TILE_BYTES == 2 * spec.elements
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec = self.spec
+        batch, tokens, heads, heads_qk, slots = (cute.sym_int() for _ in range(5))
+
+        def rows(dtype: Any, heads: Any) -> Any:
+            divisibility = 128 // dtype.width
+            strides = (cute.sym_int64(divisibility=divisibility) for _ in range(3))
+            shape = (batch, tokens, heads, spec.head_dim_k)
+            return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+
+        def contiguous(dtype: Any, shape: tuple[Any, ...], align: int) -> Any:
+            strides: list[Any] = [1]
+            if len(shape) > 1:
+                strides = [shape[-1], 1]
+            if len(shape) > 2:
+                strides = [cute.sym_int64(divisibility=128 // dtype.width), *strides]
+            return make_fake_tensor(dtype, shape, tuple(strides), assumed_align=align)
+
+        index = {"int32": Int32, "int64": Int64}.get(spec.index_dtype)
+        return (
+            rows(self.dtype, heads_qk),
+            rows(self.dtype, heads_qk),
+            rows(self.gate_dtype, heads),
+            make_fake_tensor(
+                self.beta_dtype,
+                (batch, tokens, heads),
+                tuple(cute.sym_int64() for _ in range(3)),
+                assumed_align=self.beta_dtype.width // 8,
+            ),
+            contiguous(Float32, (heads,), 4) if spec.has_A_log else None,
+            contiguous(Float32, (heads, spec.head_dim_k), 16) if spec.has_dt_bias else None,
+            contiguous(index, (cute.sym_int(),), index.width // 8) if index else None,
+            contiguous(self.dtype, (slots, heads, spec.elements), 16),
+            contiguous(Float32, (slots, heads, spec.head_dim_k), 16),
+            Float32(1.0),
+            Float32(1.0),
+            Float32(1.0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        tiles: cute.Tensor,
+        decay: cute.Tensor,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_scale: Float32,
+        stream: Any,
+    ) -> None:
+        """Prepare all chunks. With G the sum of gates (base 2) in a chunk and e its last token,
+
+            kd = exp2(G) * k         K / 64 sub-tiles
+            qg = scale exp2(G) * q   K / 64
+            kg = exp2(G_e - G) * k   K / 64
+            Akk Diag(beta)           1
+            Aqk                      1
+
+        in this order are the record of a chunk and value head in `tiles`. A sub-tile is 64 rows of 64
+        columns; unit u of 8 elements of row r lies at unit u ^ (r & 7). Rows past the chunk's end
+        are 0.
+
+        Args:
+            q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1.
+            g: [B, T, HV, K], likewise.
+            beta: [B, T, HV], any strides.
+            A_log: float32 [HV], or None.
+            dt_bias: float32 [HV, K], or None.
+            cu_seqlens: [N + 1], or None.
+            tiles: [slots, HV, elements] (see `chunks` for slots).
+            decay: float32 [slots, HV, K]: exp2(G_e).
+            lower_bound: of the gate, if it has one.
+            beta_scale: multiplies the sigmoid of beta.
+        """
+        heads = g.shape[2]
+        slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
+        self.kernel(
+            q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, scale, lower_bound, beta_scale
+        ).launch(
+            grid=[heads * slots, 1, 1],
+            block=[NUM_THREADS, 1, 1],
+            smem=self.smem_bytes,
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        tiles: cute.Tensor,
+        decay: cute.Tensor,
+        scale: Float32,
+        lower_bound: Float32,
+        beta_scale: Float32,
+    ) -> None:
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        heads = g.shape[2]
+        # Heads of a group are neighbours, and find q and k in L2.
+        slot = Int32(cutlass.Uint32(block) // cutlass.Uint32(heads))
+        head = block - slot * heads
+        place = chunk_place(slot, g.shape[1], cu_seqlens)
+        smem = warp.shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
+        if place.valid:
+            group = Int32(
+                cutlass.Uint32(head) // (cutlass.Uint32(heads) // cutlass.Uint32(q.shape[2]))
+            )
+            self.start_copy(q, smem + self.q, place, group)
+            self.start_copy(k, smem + self.k, place, group)
+            cute.arch.cp_async_commit_group()
+            self.load_beta(beta, smem, place, head, beta_scale)
+            self.sum_gates(g, A_log, dt_bias, smem, place, head, lower_bound)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+
+            self.normalise(smem, scale, self.spec.l2norm)
+            if thread < self.head_dim_k:
+                decay[slot, head, thread] = warp.exp2(self.finish_tables(smem, thread))
+            cute.arch.sync_threads()
+
+            record = (
+                tiles.iterator + (Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1])
+            ).toint()
+            part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+            if part < SUB_CHUNKS:
+                self.rows(smem, part, scale, record)
+            else:
+                self.diagonals(smem, part - SUB_CHUNKS, scale, record)
+
+    @cute.jit
+    def rows(self, smem: Int32, b: Int32, scale: Float32, record: Int64) -> None:
+        """Warps 0 to 3. Those with few blocks of scores have more of kg."""
+        own = cute.make_rmem_tensor((4 * (SUB_CHUNKS - 1),), Int32)
+        own.fill(0)
+        self.row_blocks(smem, b, scale, record, own)
+        if b == 0:
+            for sub in cutlass.range(SUB_CHUNKS - 1, unroll=1):
+                self.decay_to_end(smem, sub, record)
+        if b == 1:
+            self.decay_to_end(smem, Int32(SUB_CHUNKS - 1), record)
+        cute.arch.sync_threads()
+        self.stage_scores(smem, b, own)
+        cute.arch.sync_warp()
+        self.copy_tile(smem + self.tile_qk, record + self.aqk, b)
+
+    @cute.jit
+    def diagonals(self, smem: Int32, b: Int32, scale: Float32, record: Int64) -> None:
+        """Warps 4 to 7."""
+        self.diagonal_block(smem, b, scale)
+        cute.arch.sync_warp()
+        self.invert_diagonal(smem, b)
+        cute.arch.sync_threads()
+        self.invert_column(smem, b, True)
+        cute.arch.barrier(barrier_id=1, number_of_threads=HALF)
+        self.copy_tile(smem + self.tile_kk, record + self.akk, b)
+
+    # -- gates and beta -----------------------------------------------------------------------
+
+    @cute.jit
+    def load_beta(
+        self, beta: cute.Tensor, smem: Int32, place: Any, head: Int32, beta_scale: Float32
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < CHUNK:
+            x = Float32(0.0)
+            if thread < place.length:
+                x = Float32(beta[place.batch, place.start + thread, head])
+                if cutlass.const_expr(self.spec.beta_sigmoid):
+                    x = beta_scale * sigmoid(x)
+            warp.store_shared(Float32, smem + self.beta + thread * 4, [x])
+
+    @cute.jit
+    def sum_gates(
+        self,
+        g: cute.Tensor,
+        A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None,
+        smem: Int32,
+        place: Any,
+        head: Int32,
+        lower_bound: Float32,
+    ) -> None:
+        """A thread has a sub-chunk's gates of two channels."""
+        thread, _, _ = cute.arch.thread_idx()
+        pairs = self.head_dim_k // 2
+        if thread < pairs * SUB_CHUNKS:
+            sub = thread // pairs
+            pair = thread % pairs
+            rate = rate_of(A_log, head)
+            bias = (Float32(0.0), Float32(0.0))
+            if cutlass.const_expr(dt_bias is not None):
+                bias = (dt_bias[head, 2 * pair], dt_bias[head, 2 * pair + 1])
+            base = (
+                g.iterator
+                + (Int64(place.batch) * g.stride[0] + Int64(head) * g.stride[2])
+                + 2 * pair
+            ).toint()
+            step = g.stride[1] * (self.gate_dtype.width // 8)
+            last = place.length - 1
+            loaded = []
+            for t in cutlass.range_constexpr(SUB_CHUNK):
+                at = cutlass.min(sub * SUB_CHUNK + t, last)
+                loaded.append(self.load_pair(base + Int64(place.start + at) * step))
+            gates = []
+            for t in cutlass.range_constexpr(SUB_CHUNK):
+                present = sub * SUB_CHUNK + t < place.length
+                both = [
+                    log2_decay(self.spec.gate, x, rate, y, lower_bound, clamp=True)
+                    for x, y in zip(loaded[t], bias, strict=True)
+                ]
+                gates.append([cutlass.select_(present, x, Float32(0.0)) for x in both])
+            self.store_sums(smem, pair, sub, gates)
+
+    def load_pair(self, address: Any) -> tuple[Any, Any]:
+        if self.gate_dtype is Float32:
+            return warp.load_global(Float32, address, 2)
+        return warp.unpack(self.gate_dtype, warp.load_global(Int32, address)[0])
+
+    # -- results ------------------------------------------------------------------------------
+
+    def put_decayed(
+        self, out: Any, smem: Any, row: Any, group: Any, part: Any, q: list[Any], k: list[Any],
+        start: Any, scale: Any,
+    ) -> None:  # fmt: skip
+        self.put(out + self.kd, row, group, part, [x * y for x, y in zip(k, start, strict=True)])
+        start = [x * scale for x in start]
+        self.put(out + self.qg, row, group, part, [x * y for x, y in zip(q, start, strict=True)])
+
+    def put_to_end(self, out: Any, row: Any, group: Any, part: Any, k: list[Any]) -> None:
+        self.put(out + self.kg, row, group, part, k)
+
+    def put(self, matrix: Any, row: Any, group: Any, part: Any, values: list[Any]) -> None:
+        """8 channels of a row to a matrix of K / 64 sub-tiles."""
+        unit = ((group & 1) << 2) + part
+        at = (group >> 1) * SUB_TILE_BYTES + tile_unit(row, unit)
+        warp.store_global(Int32, matrix + Int64(at), self.packed(values))
+
+    def copy_tile(self, tile: Any, target: Any, b: Any) -> None:
+        """The 16 rows of sub-chunk b of a sub-tile to memory."""
+        lane = cute.arch.lane_idx()
+        size = SUB_CHUNK * TILE_ROW_BYTES
+        for i in range(size // (WARP_SIZE * 16)):
+            at = b * size + (i * WARP_SIZE + lane) * 16
+            x = warp.load_shared(Int32, tile + at, 4)
+            warp.store_global(Int32, target + Int64(at), x)
