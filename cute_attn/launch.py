@@ -42,6 +42,7 @@ KDA_PREPARE = KernelDef(name="kda_prepare", target="cute_attn.kernels.kda.prepar
 KDA_RECURRENCE = KernelDef(
     name="kda_recurrence", target="cute_attn.kernels.kda.recurrence:KdaRecurrence"
 )
+KDA_SEGMENTS = KernelDef(name="kda_segments", target="cute_attn.kernels.kda.segments:KdaSegments")
 KDA_GATE_CUMSUM = KernelDef(
     name="kda_gate_cumsum", target="cute_attn.kernels.kda.gate_cumsum:KdaGateCumsum"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.spec import RecurrenceSpec
-from cute_attn.launch import KDA_RECURRENCE
+from cute_attn.kernels.kda.spec import CHUNK, RecurrenceSpec, SegmentsSpec
+from cute_attn.launch import KDA_RECURRENCE, KDA_SEGMENTS
 from cute_attn.reference import kda
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -91,20 +92,97 @@ def test_it_continues_a_sequence_of_chunks(
         num_stages=num_stages,
         copies=copies,
         products=products,
+        segments="none",
     )
+    check(spec, arch, x, dtype, state_v_first=v_first, initial=initial)
+
+
+@pytest.mark.parametrize(
+    ("arch", "products"), [("sm_90a", "mma"), ("sm_90a", "wgmma"), ("sm_100a", "mma")]
+)
+@pytest.mark.parametrize(
+    ("lengths", "packed", "dims", "v_first", "initial", "chunks_per_segment"),
+    [
+        ([500], False, (128, 128), False, True, 2),
+        ([130, 130], False, (64, 128), True, False, 1),
+        ([400, 0, 129, 64, 1], True, (128, 64), True, True, 2),
+    ],
+)
+def test_a_sequence_may_be_split(
+    arch: str,
+    products: str,
+    lengths: list[int],
+    packed: bool,
+    dims: tuple[int, int],
+    v_first: bool,
+    initial: bool,
+    chunks_per_segment: int,
+) -> None:
+    dtype = torch.bfloat16
+    x = inputs(lengths, packed, 2, *dims, dtype)
+    spec = RecurrenceSpec(
+        dtype=NAMES[dtype],
+        head_dim_k=dims[0],
+        head_dim_v=dims[1],
+        index_dtype="int64" if packed else "none",
+        state_v_first=v_first,
+        has_initial_state=initial,
+        has_final_state=True,
+        tile_v=64,
+        num_stages=2,
+        copies="bulk",
+        products=products,
+        segments="none",
+    )
+    check(
+        spec, arch, x, dtype,
+        state_v_first=v_first, initial=initial, chunks_per_segment=chunks_per_segment,
+    )  # fmt: skip
+
+
+def check(
+    spec: RecurrenceSpec,
+    arch: str,
+    x: dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    state_v_first: bool,
+    initial: bool,
+    chunks_per_segment: int = 0,
+) -> None:
     tiles, decay = prepared(
         *(x[name].double() for name in ("q", "k", "g", "beta")), x["cu_seqlens"], dtype
     )
-    state = x["initial_state"].transpose(-1, -2) if v_first else x["initial_state"]
+    state = x["initial_state"].transpose(-1, -2) if state_v_first else x["initial_state"]
     state = state.contiguous()
     o = torch.full_like(x["v"], math.nan)
     final_state = torch.full_like(state, math.nan)
-    entry = cache.compile(KDA_RECURRENCE, spec, arch=arch)
-    Emulator().load(entry)(
-        x["v"], tiles, decay, o, state if initial else None, final_state, x["cu_seqlens"]
-    )
+    emulator = Emulator()
 
-    arguments = dict(x, initial_state=state if initial else None, state_v_first=v_first)
+    def run(segments: str, *workspace: Any) -> None:
+        entry = cache.compile(KDA_RECURRENCE, replace(spec, segments=segments), arch=arch)
+        emulator.load(entry)(
+            x["v"], tiles, decay, o, state if initial else None, final_state, x["cu_seqlens"],
+            *workspace,
+        )  # fmt: skip
+
+    if not chunks_per_segment:
+        run("none", None, None, 0, 1)
+    else:
+        tokens, heads = x["v"].shape[1:3]
+        count = -(-tokens // CHUNK) // chunks_per_segment + 1
+        states, transitions = (
+            torch.full((len(state), count, heads, dim, spec.head_dim_k), math.nan)
+            for dim in (spec.head_dim_v, spec.head_dim_k)
+        )
+        run("transitions", states, transitions, chunks_per_segment, count)
+        combine = SegmentsSpec(spec.head_dim_k, spec.head_dim_v, spec.index_dtype)
+        emulator.load(cache.compile(KDA_SEGMENTS, combine, arch=arch))(
+            x["cu_seqlens"], states, transitions, tokens, chunks_per_segment
+        )
+        run("outputs", states, None, chunks_per_segment, count)
+
+    arguments = dict(x, initial_state=state if initial else None, state_v_first=state_v_first)
     exact = kda.kda_reference(**arguments)
     arguments |= {"dtype": torch.float32, "stage_dtype": dtype}
     plain = kda.kda_chunk_reference(**arguments)

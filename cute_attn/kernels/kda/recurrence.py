@@ -21,6 +21,12 @@ and warps share nothing but the chunk's tiles in shared memory.
       update    S
 
 `products="wgmma"` (sm_90a) has the same fragments in the same threads.
+
+One long sequence leaves most SMs idle, so it may be split in segments. What a segment does to the
+state is affine, S' = M S + B, and the recurrence itself finds both: B from a state of 0, M as what
+becomes of the identity where the values are 0. So `segments="transitions"` runs [B | M] through every
+segment but the last, without outputs; `segments` (the kernel) turns that into the states at the
+segments' starts; and `segments="outputs"` runs every segment from its own.
 """
 
 from __future__ import annotations
@@ -60,9 +66,14 @@ class KdaRecurrence:
         self.aqk = self.akk + SUB_TILE_BYTES
         self.v = self.aqk + SUB_TILE_BYTES
         self.decay = self.v + CHUNK * spec.tile_v * 2
+        # What a chunk's record has that is needed: (offset, bytes).
+        self.parts = [(0, self.v)]
+        if spec.segments == "transitions":
+            self.parts = [(self.kd, self.qg - self.kd), (self.kg, self.aqk - self.kg)]
         self.stage_bytes = self.decay + max(1024, spec.head_dim_k * 4)
         assert self.v == record_elements(spec.head_dim_k) * 2
         self.smem_bytes = spec.num_stages * (self.stage_bytes + MBARRIER_BYTES)
+        self.transitions = spec.segments == "transitions"
         self.bulk = spec.copies == "bulk"
         self.wgmma = spec.products == "wgmma"
         # A row of v: whole lines of 128 bytes, or one shorter line.
@@ -110,6 +121,9 @@ class KdaRecurrence:
             make_fake_tensor(index, (cute.sym_int(),), (1,), assumed_align=index.width // 8)
             if index
             else None,
+            *segment_workspace(spec, sequences, heads),
+            Int32(1),
+            Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -123,14 +137,28 @@ class KdaRecurrence:
         initial_state: cute.Tensor | None,
         final_state: cute.Tensor | None,
         cu_seqlens: cute.Tensor | None,
+        segment_states: cute.Tensor | None,
+        segment_transitions: cute.Tensor | None,
+        chunks_per_segment: Int32,
+        num_segments: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(v, tiles, decay, o, initial_state, final_state, cu_seqlens).launch(
-            grid=[
-                self.spec.head_dim_v // self.spec.tile_v,
-                v.shape[2],
-                num_sequences(v.shape[0], cu_seqlens),
-            ],
+        columns = self.spec.head_dim_v + (self.spec.head_dim_k if self.transitions else 0)
+        sequences = num_sequences(v.shape[0], cu_seqlens)
+        self.kernel(
+            v,
+            tiles,
+            decay,
+            o,
+            initial_state,
+            final_state,
+            cu_seqlens,
+            segment_states,
+            segment_transitions,
+            chunks_per_segment,
+            num_segments,
+        ).launch(
+            grid=[columns // self.spec.tile_v, v.shape[2], sequences * num_segments],
             block=[self.num_threads, 1, 1],
             smem=self.smem_bytes,
             min_blocks_per_mp=1,
@@ -147,13 +175,32 @@ class KdaRecurrence:
         initial_state: cute.Tensor | None,
         final_state: cute.Tensor | None,
         cu_seqlens: cute.Tensor | None,
+        segment_states: cute.Tensor | None,
+        segment_transitions: cute.Tensor | None,
+        chunks_per_segment: Int32,
+        num_segments: Int32,
     ) -> None:
         tile, head, sequence = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // WARP_SIZE)
         spec = self.spec
+        segment = Int32(0)
+        if cutlass.const_expr(spec.segments != "none"):
+            segment = sequence % num_segments
+            sequence = sequence // num_segments
         place = sequence_place(sequence, v.shape[1], cu_seqlens)
-        num_chunks = (place.length + (CHUNK - 1)) // CHUNK
+        first = Int32(0)
+        end = (place.length + (CHUNK - 1)) // CHUNK
+        if cutlass.const_expr(spec.segments != "none"):
+            first = segment * chunks_per_segment
+            last = end
+            end = cutlass.min(first + chunks_per_segment, end)
+            if cutlass.const_expr(self.transitions):
+                # Nobody starts where a sequence's last segment ends.
+                end = end if end < last else first
+        tile_start = tile * spec.tile_v
+        column = tile_start + warp_index * 16  # the warp's first
+
         smem = cutlass.memory.SmemAllocator()
         stages = warp.shared_address(smem.allocate(spec.num_stages * self.stage_bytes, 1024))
         loaded = smem.allocate_array(Int64, spec.num_stages)  # mbarriers of bulk copies
@@ -163,25 +210,39 @@ class KdaRecurrence:
                     cute.arch.mbarrier_init(loaded + i, 1)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_threads()
-        tile_start = tile * spec.tile_v
 
         state = cute.make_rmem_tensor((spec.head_dim_k // 2,), Float32)
-        first_v = tile_start + warp_index * 16
-        self.load_state(state, initial_state, sequence, head, first_v)
+        if cutlass.const_expr(spec.segments == "none"):
+            self.load_state(state, initial_state, sequence, head, column)
+        elif cutlass.const_expr(self.transitions):
+            if tile_start >= spec.head_dim_v:
+                self.identity(state, column - spec.head_dim_v)
+                # The first segment starts from what is known.
+                end = end if segment > 0 else first
+            elif segment == 0:
+                self.load_state(state, initial_state, sequence, head, column)
+            else:
+                state.fill(0.0)
+        elif segment == 0:
+            self.load_state(state, initial_state, sequence, head, column)
+        else:
+            starts = segment_states[None, segment - 1, None, None, None]
+            if first < end:
+                self.copy_state(state, starts, sequence, head, column, True, store=False)
 
-        for c in cutlass.range_constexpr(spec.num_stages - 1):
+        for i in cutlass.range_constexpr(spec.num_stages - 1):
             self.load(
-                c, num_chunks, stages + c * self.stage_bytes, loaded + c, v, tiles, decay, place,
+                first + i, end, stages + i * self.stage_bytes, loaded + i, v, tiles, decay, place,
                 head, tile_start,
             )  # fmt: skip
 
         stage = Int32(0)
         phase = Int32(0)
-        for c in cutlass.range(num_chunks, unroll=1):
+        for c in cutlass.range(first, end, unroll=1):
             ahead = stage + (spec.num_stages - 1)
             ahead = ahead - spec.num_stages if ahead >= spec.num_stages else ahead
             if cutlass.const_expr(spec.num_stages == 1):
-                self.load(c, num_chunks, stages, loaded, v, tiles, decay, place, head, tile_start)
+                self.load(c, end, stages, loaded, v, tiles, decay, place, head, tile_start)
                 cute.arch.cp_async_wait_group(0)
             else:
                 cute.arch.cp_async_wait_group(spec.num_stages - 2)
@@ -189,13 +250,13 @@ class KdaRecurrence:
             cute.arch.sync_threads()
             if cutlass.const_expr(spec.num_stages > 1):
                 self.load(
-                    c + spec.num_stages - 1, num_chunks, stages + ahead * self.stage_bytes,
+                    c + spec.num_stages - 1, end, stages + ahead * self.stage_bytes,
                     loaded + ahead, v, tiles, decay, place, head, tile_start,
                 )  # fmt: skip
             if cutlass.const_expr(self.bulk):
                 cute.arch.mbarrier_wait(loaded + stage, phase)
             self.chunk(
-                state, stages + stage * self.stage_bytes, o, place, head, first_v, warp_index, c
+                state, stages + stage * self.stage_bytes, o, place, head, column, warp_index, c
             )
             if cutlass.const_expr(spec.num_stages == 1):
                 cute.arch.sync_threads()
@@ -204,7 +265,21 @@ class KdaRecurrence:
                 stage = Int32(0)
                 phase = phase ^ 1
 
-        self.store_state(state, final_state, sequence, head, first_v)
+        if cutlass.const_expr(self.transitions):
+            if first < end:
+                if tile_start < spec.head_dim_v:
+                    target = segment_states[None, segment, None, None, None]
+                    self.copy_state(state, target, sequence, head, column, True, store=True)
+                else:
+                    target = segment_transitions[None, segment, None, None, None]
+                    at = column - spec.head_dim_v
+                    self.copy_state(state, target, sequence, head, at, False, store=True)
+        elif cutlass.const_expr(spec.segments == "none"):
+            self.store_state(state, final_state, sequence, head, column)
+        elif cutlass.const_expr(spec.has_final_state):
+            # By the segment with the last token, or the first where there is none.
+            if (first < end and end == last) or (last == 0 and segment == 0):
+                self.store_state(state, final_state, sequence, head, column)
 
     # -- a chunk ------------------------------------------------------------------------------
 
@@ -237,15 +312,18 @@ class KdaRecurrence:
             if cutlass.const_expr(self.bulk):
                 if thread == 0:
                     barrier = warp.shared_address(loaded)
-                    cute.arch.mbarrier_arrive_and_expect_tx(loaded, self.v + decay_bytes)
-                    warp.copy_bulk(stage, record, self.v, barrier)
+                    nbytes = sum(size for _, size in self.parts)
+                    cute.arch.mbarrier_arrive_and_expect_tx(loaded, nbytes + decay_bytes)
+                    for offset, size in self.parts:
+                        warp.copy_bulk(stage + offset, record + offset, size, barrier)
                     warp.copy_bulk(stage + self.decay, decays, decay_bytes, barrier)
             else:
-                units = self.v // UNIT_BYTES
-                assert units % self.num_threads == 0
-                for i in cutlass.range_constexpr(units // self.num_threads):
-                    at = (thread + i * self.num_threads) * UNIT_BYTES
-                    warp.copy_async(stage + at, record + at, True)
+                for offset, size in self.parts:
+                    units = size // UNIT_BYTES
+                    assert units % self.num_threads == 0
+                    for i in cutlass.range_constexpr(units // self.num_threads):
+                        at = offset + (thread + i * self.num_threads) * UNIT_BYTES
+                        warp.copy_async(stage + at, record + at, True)
                 if thread < decay_bytes // UNIT_BYTES:
                     at = thread * UNIT_BYTES
                     warp.copy_async(stage + self.decay + at, decays + at, True)
@@ -260,7 +338,7 @@ class KdaRecurrence:
             ).toint()
             for i in cutlass.range_constexpr(CHUNK // rows):
                 at = c * CHUNK + row + i * rows
-                present = at < place.length
+                present = at < place.length and tile_start < spec.head_dim_v
                 token = place.start + (at if present else Int32(0))
                 warp.copy_async(
                     stage + self.v + self.v_offset(row + i * rows, unit),
@@ -286,25 +364,30 @@ class KdaRecurrence:
         # remember: (kd S)^T and (qg S)^T, 16 columns of V by 64 tokens
         s = self.operand(self.values(state))
         recalled = self.times_rows(s, stage + self.kd)
-        output = self.times_rows(s, stage + self.qg)
+        output: list[Any] = []
+        if cutlass.const_expr(not self.transitions):
+            output = self.times_rows(s, stage + self.qg)
 
         # correct
         v_t = self.load_v(stage + self.v, warp_index)
-        recalled = self.done(recalled, pending=1)
+        recalled = self.done(recalled, pending=0 if self.transitions else 1)
         r = self.operand([x - y for x, y in zip(v_t, recalled, strict=True)])
         corrections = self.times_rows(r, stage + self.akk, triangular=True)
 
         # update
         updated = self.decayed(state, stage + self.decay)
-        output = self.done(output, pending=1)
+        if cutlass.const_expr(not self.transitions):
+            output = self.done(output, pending=1)
         v_new = self.operand(self.done(corrections))
         updated = self.times_columns(v_new, stage + self.kg, updated)
 
         # output
-        output = self.times_rows(v_new, stage + self.aqk, triangular=True, c=output)
-        self.assign(state, self.done(updated, pending=1))
-        output = self.done(output)
-        self.store_o(output, stage + self.v, o, place, head, first_v, warp_index, c)
+        if cutlass.const_expr(self.transitions):
+            self.assign(state, self.done(updated))
+        else:
+            output = self.times_rows(v_new, stage + self.aqk, triangular=True, c=output)
+            self.assign(state, self.done(updated, pending=1))
+            self.store_o(self.done(output), stage + self.v, o, place, head, first_v, warp_index, c)
 
     # -- products -----------------------------------------------------------------------------
 
@@ -465,7 +548,8 @@ class KdaRecurrence:
         if cutlass.const_expr(source is None):
             state.fill(0.0)
         else:
-            self.copy_state(state, source, sequence, head, first_v, store=False)
+            v_first = self.spec.state_v_first
+            self.copy_state(state, source, sequence, head, first_v, v_first, store=False)
 
     @cute.jit
     def store_state(
@@ -477,19 +561,46 @@ class KdaRecurrence:
         first_v: Int32,
     ) -> None:
         if cutlass.const_expr(target is not None):
-            self.copy_state(state, target, sequence, head, first_v, store=True)
+            v_first = self.spec.state_v_first
+            self.copy_state(state, target, sequence, head, first_v, v_first, store=True)
+
+    def identity(self, state: cute.Tensor, first_v: Any) -> None:
+        for i in range(cute.size(state)):
+            k, v = self.element(i, first_v)
+            state[i] = Float32(k == v)
 
     def copy_state(
         self, state: cute.Tensor, memory: cute.Tensor, sequence: Any, head: Any, first_v: Any,
-        *, store: bool,
+        v_first: bool, *, store: bool,
     ) -> None:  # fmt: skip
         """Between the warp's part of S^T, as accumulators, and a head's matrix in memory."""
-        lane = cute.arch.lane_idx()
         for i in range(cute.size(state)):
-            k = i // 4 * 8 + 2 * (lane % 4) + i % 2
-            v = first_v + lane // 4 + i % 4 // 2 * 8
-            row, column = (v, k) if self.spec.state_v_first else (k, v)
+            k, v = self.element(i, first_v)
+            row, column = (v, k) if v_first else (k, v)
             if store:
                 memory[sequence, head, row, column] = state[i]
             else:
                 state[i] = memory[sequence, head, row, column]
+
+    def element(self, i: int, first_v: Any) -> tuple[Any, Any]:
+        """(k, v) of an accumulator of S^T."""
+        lane = cute.arch.lane_idx()
+        return i // 4 * 8 + 2 * (lane % 4) + i % 2, first_v + lane // 4 + i % 4 // 2 * 8
+
+
+def segment_workspace(spec: RecurrenceSpec, sequences: Any, heads: Any) -> tuple[Any, Any]:
+    """Stand-ins for segment_states `[N, P, HV, V, K]`, and segment_transitions `[N, P, HV, K, K]`.
+    Of a segment that another follows, the first holds B, and later the state that the other
+    starts from; the second holds M."""
+    if spec.segments == "none":
+        return None, None
+    count = cute.sym_int()
+
+    def matrices(rows: int) -> Any:
+        strides = (cute.sym_int64(divisibility=4) for _ in range(3))
+        shape = (sequences, count, heads, rows, spec.head_dim_k)
+        strides = (*strides, spec.head_dim_k, 1)
+        return make_fake_tensor(Float32, shape, strides, assumed_align=16)
+
+    transitions = matrices(spec.head_dim_k) if spec.segments == "transitions" else None
+    return matrices(spec.head_dim_v), transitions

@@ -116,6 +116,7 @@ class RecurrenceSpec(ChunkSpec):
         num_stages: chunks in shared memory.
         copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
         products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a, with bulk copies).
+        segments: "none", or one of the two passes over split sequences: "transitions", "outputs".
     """
 
     state_v_first: bool
@@ -125,11 +126,20 @@ class RecurrenceSpec(ChunkSpec):
     num_stages: int
     copies: str
     products: str
+    segments: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.products not in ("mma", "wgmma"):
             raise ValueError(f"products is {self.products!r}, must be 'mma' or 'wgmma'")
+        if self.segments not in ("none", "transitions", "outputs"):
+            raise ValueError(
+                f"segments is {self.segments!r}, must be 'none', 'transitions' or 'outputs'"
+            )
+        if self.segments == "transitions" and self.head_dim_k % self.tile_v:
+            raise ValueError(
+                f"tile_v is {self.tile_v}, must divide head_dim_k={self.head_dim_k} too"
+            )
         if self.copies not in ("cp_async", "bulk"):
             raise ValueError(f"copies is {self.copies!r}, must be 'cp_async' or 'bulk'")
         if self.products == "wgmma" and self.copies != "bulk":
@@ -209,3 +219,20 @@ class OutputSpec(ChunkSpec):
 
     state_v_first: bool
     tile_v: int
+
+
+@dataclass(frozen=True)
+class SegmentsSpec(Spec):
+    """The states at which segments start (`segments`)."""
+
+    head_dim_k: int
+    head_dim_v: int
+    index_dtype: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self)
+
+    @property
+    def varlen(self) -> bool:
+        return self.index_dtype != "none"
