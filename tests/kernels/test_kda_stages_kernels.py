@@ -1,8 +1,8 @@
 """The kernels of the modular KDA path, each by itself, in the emulator.
 
 What a kernel reads is what `cute_attn.reference.kda` gives for the stage before it, in the dtypes
-of memory; what it gives is compared with the same stage's reference in float64. The error may be twice
-that of the stage in float32, with its results and the operands of its products rounded as here.
+of memory; what it gives is compared with the same stage's reference in float64. The error may be
+twice that of the stage in float32, its results and the operands of its products rounded as here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from cute_attn import cache, launch
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.spec import GateSpec, L2NormSpec, RecomputeSpec
+from cute_attn.kernels.kda.spec import GateSpec, L2NormSpec, OutputSpec, RecomputeSpec
 from cute_attn.reference import kda
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -80,7 +80,6 @@ class Stages:
         heads_qk: int = 1,
         heads: int = 2,
         state_v_first: bool = False,
-        initial_state: bool = True,
     ) -> None:
         generator = torch.Generator().manual_seed(11)
         batch, tokens = shape_of(index_dtype)
@@ -97,6 +96,10 @@ class Stages:
             gates((batch, tokens, heads, head_dim_k), generator), cu_seqlens=self.cu_seqlens
         ).float()
         self.intra = self.intra_of()
+        sequences = batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        matrix = (head_dim_v, head_dim_k) if state_v_first else (head_dim_k, head_dim_v)
+        self.initial_state = torch.randn(sequences, heads, *matrix, generator=generator)
+        self.state_v_first = state_v_first
 
     def intra_of(self) -> kda.KdaIntra:
         intra = kda.kda_chunk_intra_reference(
@@ -109,6 +112,22 @@ class Stages:
             cu_seqlens=self.cu_seqlens,
         )
         return kda.KdaIntra(*(x.to(self.dtype) for x in intra))
+
+    def states_of(
+        self, initial_state: torch.Tensor | None, dtype: torch.dtype, plain: bool = False
+    ) -> kda.KdaStates:
+        """delta_h's results, `plain` as plain PyTorch has them in this dtype."""
+        return kda.kda_chunk_delta_h_reference(
+            self.intra.kg,
+            self.intra.w,
+            self.intra.u,
+            self.g,
+            initial_state,
+            state_v_first=self.state_v_first,
+            cu_seqlens=self.cu_seqlens,
+            dtype=dtype,
+            stage_dtype=self.dtype if plain else None,
+        )
 
 
 # -- gate_cumsum
@@ -217,3 +236,51 @@ def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
     ):
         if wanted:
             check(name, x, *expected)
+
+
+# -- output
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        OutputSpec("bfloat16", 128, 128, "none", False, 128),
+        OutputSpec("bfloat16", 128, 128, "int64", True, 64),
+        OutputSpec("float16", 64, 128, "int32", True, 128),
+        OutputSpec("float16", 128, 64, "int32", False, 64),
+    ],
+)
+def test_output(spec: OutputSpec, arch: str) -> None:
+    s = Stages(
+        spec.head_dim_k,
+        spec.head_dim_v,
+        spec.dtype,
+        spec.index_dtype,
+        state_v_first=spec.state_v_first,
+    )
+    states = s.states_of(s.initial_state, torch.float64)
+    v_new, h = states.v_new.to(s.dtype), states.h.to(s.dtype).contiguous()
+    # flash-linear-attention leaves what is above the diagonal as it was
+    Aqk = s.intra.Aqk.clone()
+    for chunk in kda.chunks(s.q, s.cu_seqlens):
+        rows = Aqk[chunk.batch, chunk.rows].transpose(0, 1)
+        rows[torch.ones(rows.shape[1:]).triu(1).bool().expand_as(rows)] = math.nan
+    o = poisoned(s.v.shape, s.dtype)
+    kernel(launch.KDA_OUTPUT, spec, arch)(s.q, v_new, s.g, Aqk, h, s.cu_seqlens, o, s.scale)
+
+    def reference(dtype: torch.dtype, stage_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return kda.kda_chunk_output_reference(
+            s.q,
+            v_new,
+            s.g,
+            s.intra.Aqk,
+            h,
+            s.scale,
+            state_v_first=spec.state_v_first,
+            cu_seqlens=s.cu_seqlens,
+            dtype=dtype,
+            stage_dtype=stage_dtype,
+        )
+
+    check("o", o, reference(torch.float64), reference(torch.float32, s.dtype))

@@ -16,6 +16,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from ..common import warp
 from ..common.spec import WARP_SIZE
+from .chunks import CHUNK_SHIFT, sequence_place
 from .spec import CHUNK
 
 UNIT_BYTES = 16  # of a copy, and of the swizzle
@@ -64,6 +65,20 @@ def slot_and_head(heads: Any) -> tuple[Any, Any]:
 def shared_head(head: Any, heads_v: Any, heads_qk: Any) -> Any:
     """The query and key head that a value head uses."""
     return Int32(Uint32(head) // (Uint32(heads_v) // Uint32(heads_qk)))
+
+
+@cute.jit
+def chunks_before(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
+    """How many chunks the packed sequences before `sequence` have: its first one's place in h.
+    Every lane of a warp must call it; each counts some sequences."""
+    count = Int32(0)
+    if cutlass.const_expr(cu_seqlens is not None):
+        for i in cutlass.range(cute.arch.lane_idx(), sequence, WARP_SIZE, unroll=1):
+            place = sequence_place(i, tokens, cu_seqlens)
+            count = count + ((place.length + (CHUNK - 1)) >> CHUNK_SHIFT)
+        for bit in cutlass.range_constexpr(5):
+            count = count + cute.arch.shuffle_sync_bfly(count, offset=1 << bit)
+    return count
 
 
 def row_address(x: cute.Tensor, batch: Any, token: Any, head: Any, column: Any = 0) -> Any:
@@ -201,10 +216,12 @@ def right_offsets() -> list[Any]:
     return [offset ^ (unit << 4) for unit in range(0, 8, 2)]
 
 
-def right_fragments(shared: Any, offsets: list[Any], step: int, pair: int) -> Any:
+def right_fragments(
+    shared: Any, offsets: list[Any], step: int, pair: int, sub_tile_bytes: int = SUB_TILE_BYTES
+) -> Any:
     """Rows 16 step to 16 step + 15 as a right operand of which columns are n: those for columns
     16 pair to 16 pair + 7, and the 8 behind them."""
-    at = offsets[pair % 4] + (pair // 4) * SUB_TILE_BYTES + step * FRAGMENT_ROWS * LINE_BYTES
+    at = offsets[pair % 4] + (pair // 4) * sub_tile_bytes + step * FRAGMENT_ROWS * LINE_BYTES
     return warp.load_matrices(shared + at, transposed=True)
 
 
