@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .spec import record_elements, smem_bytes
+from .spec import CHUNK, record_elements, smem_bytes
+
+MOST_STAGES = 3  # of the recurrence: with more there is nothing left to wait for
+MBARRIER_BYTES = 8
 
 
 def fused(*, disable_recompute: bool, return_intermediate_states: bool) -> bool:
@@ -17,20 +20,28 @@ def fused(*, disable_recompute: bool, return_intermediate_states: bool) -> bool:
 
 
 def recurrence_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of a RecurrenceSpec: the widest tile with two chunks in shared memory."""
-    available = smem_bytes(arch)
-    for tile_v, num_stages in ((64, 2), (32, 2), (64, 1)):
-        chunk = 2 * (record_elements(head_dim_k) + 64 * tile_v)  # with its v
-        operands = 2 * tile_v * (head_dim_k + 64)  # the state, and v_new
-        if num_stages * chunk + operands <= available:
-            break
-    return {"tile_v": tile_v, "num_stages": num_stages, "products": "mma"}
+    """The tuning fields of a RecurrenceSpec: as many chunks in shared memory as help and fit."""
+    del head_dim_v  # a multiple of the tile
+    tile_v = 64
+    stage = 2 * (record_elements(head_dim_k) + CHUNK * tile_v) + max(1024, head_dim_k * 4)
+    num_stages = min(MOST_STAGES, smem_bytes(arch) // (stage + MBARRIER_BYTES))
+    return {
+        "tile_v": tile_v,
+        "num_stages": num_stages,
+        "copies": "bulk" if has_bulk_copies(arch) else "cp_async",
+        "products": "wgmma" if arch == "sm_90a" else "mma",
+        "segments": "none",
+    }
+
+
+def has_bulk_copies(arch: str) -> bool:
+    return int(arch.removeprefix("sm_").rstrip("af")) >= 90
 
 
 def delta_h_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
     """The tuning fields of a DeltaHSpec."""
-    config = recurrence_config(arch=arch, head_dim_k=head_dim_k, head_dim_v=head_dim_v)
-    return {name: config[name] for name in ("tile_v", "num_stages")}
+    del arch, head_dim_k, head_dim_v
+    return {"tile_v": 64, "num_stages": 1}
 
 
 def output_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ STATE_DTYPES = ("float32", "bfloat16")  # of an initial state: kernels take floa
 INDEX_DTYPES = ("int32", "int64")
 SAFE_LOWER_BOUNDS = (-5.0, 0.0)
 MAX_TOKENS = 2**31 - CHUNK  # positions are int32 in a kernel
-MAX_GRID_YZ = 65535  # heads are a grid dimension
+MAX_GRID_YZ = 65535  # heads and sequences are grid dimensions
 
 _ALIGNMENT = 16  # bytes: of addresses and strides
 
@@ -142,16 +142,20 @@ class Sizes(dict[str, Any]):
             raise ValueError(f"there are {tokens} tokens, must be at most {MAX_TOKENS} in a call")
         if cu_seqlens is None:
             self["N"] = self["B"]
-            return
-        check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES)
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-            raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}, must be [N + 1]")
-        if self["B"] != 1:
+        else:
+            check_dtype("cu_seqlens", cu_seqlens, INDEX_DTYPES)
+            if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+                raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}, must be [N + 1]")
+            if self["B"] != 1:
+                raise ValueError(
+                    f"there are {self['B']} batches (B), must be 1 where cu_seqlens is given: its "
+                    "sequences are packed one after another in one"
+                )
+            self["N"] = cu_seqlens.shape[0] - 1
+        if self["N"] > MAX_GRID_YZ:
             raise ValueError(
-                f"there are {self['B']} batches (B), must be 1 where cu_seqlens is given: its "
-                "sequences are packed one after another in one"
+                f"there are {self['N']} sequences, must be at most {MAX_GRID_YZ} in a call"
             )
-        self["N"] = cu_seqlens.shape[0] - 1
 
     def num_chunks(self, cu_seqlens: Tensor | None) -> Any:
         """Of a batch: how many there are, or, of packed sequences, how many at most."""

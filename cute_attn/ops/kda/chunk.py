@@ -407,7 +407,7 @@ def _launch(
         matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
         final_state = _empty((sequences, heads, *matrix), dtype=torch.float32, device=device)
     prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, scale, lower_bound, beta_scale)
-    recurrence(v, tiles, decay, o, initial_state, final_state, cu_seqlens)
+    recurrence(v, tiles, decay, o, initial_state, final_state, cu_seqlens, None, None, 0, 1)
     return o, final_state
 
 

@@ -1,0 +1,719 @@
+"""Bad arguments to chunk_kda and its stages, without a GPU: each gives the documented exception.
+
+The checks run in one order, the device last: CPU tensors reach every one of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cute_attn
+from cute_attn import launch
+from cute_attn.cache.specfile import plan_file
+from cute_attn.ops import kda
+from cute_attn.ops.kda import plan_chunk_kda
+
+MODELS = Path(cute_attn.__file__).parent / "models" / "serving.toml"
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def f32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+def offsets(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def call(
+    batch: int = 2,
+    tokens: int = 5,
+    heads: int = 2,
+    heads_v: int = 4,
+    dim_k: int = 64,
+    dim_v: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    **more: Any,
+) -> dict[str, Any]:
+    """Good arguments of chunk_kda."""
+    return {
+        "q": torch.zeros(batch, tokens, heads, dim_k, dtype=dtype),
+        "k": torch.zeros(batch, tokens, heads, dim_k, dtype=dtype),
+        "v": torch.zeros(batch, tokens, heads_v, dim_v, dtype=dtype),
+        "g": torch.zeros(batch, tokens, heads_v, dim_k, dtype=dtype),
+        "beta": torch.zeros(batch, tokens, heads_v, dtype=dtype),
+        **more,
+    }
+
+
+GATED: dict[str, Any] = {"use_gate_in_kernel": True, "A_log": f32(4)}
+PACKED: dict[str, Any] = {"batch": 1, "cu_seqlens": offsets(0, 2, 2, 5)}
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.float16},
+    {"g": f32(2, 5, 4, 64), "beta": f32(2, 5, 4)},
+    {"heads_v": 2, "dim_k": 128, "dim_v": 64},
+    {"scale": 2, "output_final_state": True},
+    {"scale": -0.5},
+    {"initial_state": f32(2, 4, 64, 128)},
+    {"initial_state": bf16(2, 4, 128, 64), "state_v_first": True},
+    {**GATED, "dt_bias": f32(256)},
+    {**GATED, "A_log": bf16(1, 1, 4, 1), "dt_bias": bf16(4, 64)},
+    {**GATED, "A_log": None, "lower_bound": -20.0},
+    {**GATED, "safe_gate": True, "lower_bound": -5},
+    {"safe_gate": True},
+    {"A_log": f32(3), "dt_bias": f32(1), "lower_bound": 7.0},  # ignored without the gate
+    {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+    {"use_qk_l2norm_in_kernel": True, "disable_recompute": True},
+    PACKED,
+    {**PACKED, "cu_seqlens": offsets(0, 5, dtype=torch.int32)},
+    {**PACKED, "cu_seqlens_cpu": offsets(0, 2, 2, 5), "initial_state": f32(3, 4, 64, 128)},
+    {"q": bf16(2, 5, 2, 128)[..., ::2]},
+    {"tokens": 0},
+    {"batch": 0},
+    {"heads": 0, "heads_v": 0},
+]
+
+
+def name_of(change: dict[str, Any]) -> str:
+    return "-".join(change) or "plain"
+
+
+@pytest.mark.parametrize("change", GOOD, ids=name_of)
+def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict[str, Any]):
+    with pytest.raises(ValueError, match="q is on cpu, must be on a CUDA device"):
+        cute_attn.chunk_kda(**call(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        # not tensors
+        ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
+        ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
+        ({"beta": 0.5}, TypeError, "beta must be a torch.Tensor, got float"),
+        ({"initial_state": 0}, TypeError, "initial_state must be a torch.Tensor, got int"),
+        ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens must be a torch.Tensor, got list"),
+        ({"A_log": 1.0}, TypeError, "A_log must be a torch.Tensor, got float"),
+        # devices
+        ({"v": bf16(2, 5, 4, 128).to("meta")}, ValueError, "v is on meta, must be on the device"),
+        ({"dt_bias": f32(256).to("meta")}, ValueError, "dt_bias is on meta, must be on the device"),
+        ({**PACKED, "cu_seqlens": offsets(0, 5).to("meta")}, ValueError, "cu_seqlens is on meta"),
+        # dtypes
+        ({"dtype": torch.float32}, TypeError, r"q has dtype torch.float32, must be one of \('bf"),
+        ({"k": bf16(2, 5, 2, 64).half()}, TypeError, "k has dtype torch.float16, must be torch.b"),
+        ({"v": f32(2, 5, 4, 128)}, TypeError, "v has dtype torch.float32, must be torch.bfloat16"),
+        ({"g": f32(2, 5, 4, 64).double()}, TypeError, "g has dtype torch.float64, must be one of"),
+        ({"beta": f32(2, 5, 4).int()}, TypeError, "beta has dtype torch.int32, must be one of"),
+        ({"initial_state": f32(2, 4, 64, 128).half()}, TypeError, "initial_state has dtype"),
+        ({**PACKED, "cu_seqlens": f32(3)}, TypeError, "cu_seqlens has dtype torch.float32"),
+        ({**GATED, "A_log": offsets(0, 0, 0, 0)}, TypeError, "A_log has dtype torch.int64"),
+        ({**GATED, "dt_bias": f32(256).int()}, TypeError, "dt_bias has dtype torch.int32, must be"),
+        # numbers
+        ({"scale": "1"}, TypeError, "scale must be a float, got str"),
+        ({"scale": torch.tensor(1.0)}, TypeError, "scale must be a float, got Tensor"),
+        ({"scale": math.nan}, ValueError, "scale is nan, must be finite in float32"),
+        ({"scale": 1e39}, ValueError, r"scale is 1e\+39, must be finite"),
+        ({"lower_bound": "-5"}, TypeError, "lower_bound must be a float, got str"),
+        ({"lower_bound": -math.inf}, ValueError, "lower_bound is -inf, must be finite"),
+        ({"state_v_first": "yes"}, TypeError, "state_v_first must be a bool, got str"),
+        ({"output_final_state": None}, TypeError, "output_final_state must be a bool, got NoneT"),
+        # flags that exclude or need each other
+        ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval is True, must be False without"),
+        ({**GATED, "A_log": None}, ValueError, "A_log is None, must be given with use_gate_in_ke"),
+        ({**GATED, "safe_gate": True}, ValueError, r"lower_bound is None, must be in \[-5, 0\) wi"),
+        ({**GATED, "safe_gate": True, "lower_bound": -5.1}, ValueError, "lower_bound is -5.1, mus"),
+        ({**GATED, "safe_gate": True, "lower_bound": 0.0}, ValueError, "lower_bound is 0.0, must"),
+        # head counts
+        ({"heads_v": 3}, ValueError, "head counts do not fit: 3 value heads .* multiple of the 2"),
+        ({"heads_v": 1}, ValueError, "head counts do not fit: 1 value heads .* multiple of the 2"),
+        ({"heads": 0}, ValueError, "head counts do not fit: 4 value heads .* multiple of the 0"),
+        # shapes
+        ({"q": bf16(5, 2, 64)}, ValueError, r"q has shape \[5, 2, 64\], must be \[B, T, HQK, K\]"),
+        ({"k": bf16(2, 5, 1, 64)}, ValueError, r"k has shape .*, here \[2, 5, 2, 64\]"),
+        ({"k": bf16(2, 5, 2, 128)}, ValueError, r"k has shape .*, here \[2, 5, 2, 64\]"),
+        ({"v": bf16(2, 6, 4, 128)}, ValueError, r"v has shape .*, here \[2, 5, HV, V\]"),
+        ({"v": bf16(2, 5, 512)}, ValueError, r"v has shape .*, here \[2, 5, HV, V\]"),
+        ({"g": bf16(2, 5, 2, 64)}, ValueError, r"g has shape .*, here \[2, 5, 4, 64\]"),
+        ({"g": bf16(2, 5, 4, 128)}, ValueError, r"g has shape .*, here \[2, 5, 4, 64\]"),
+        ({"beta": bf16(2, 5, 2)}, ValueError, r"beta has shape .*, here \[2, 5, 4\]"),
+        ({"beta": bf16(2, 5, 4, 128)}, ValueError, r"beta has shape .*, here \[2, 5, 4\]"),
+        ({"initial_state": f32(2, 4, 128, 64)}, ValueError, r"here \[2, 4, 64, 128\]"),
+        (
+            {"initial_state": f32(2, 4, 64, 128), "state_v_first": True},
+            ValueError,
+            r"initial_state has shape .*, must be \[N, HV, V, K\], here \[2, 4, 128, 64\]",
+        ),
+        ({"initial_state": f32(3, 4, 64, 128)}, ValueError, r"here \[2, 4, 64, 128\]"),
+        ({**PACKED, "initial_state": f32(2, 4, 64, 128)}, ValueError, r"here \[3, 4, 64, 128\]"),
+        ({**GATED, "A_log": f32(2)}, ValueError, r"A_log has shape \[2\], must have HV = 4 elem"),
+        ({**GATED, "dt_bias": f32(64)}, ValueError, r"dt_bias has .* must have HV \* K = 256 elem"),
+        ({"dim_k": 96}, NotImplementedError, r"and keys \(K\) is 96, there are kernels for: "),
+        ({"dim_v": 32}, NotImplementedError, r"of values \(V\) is 32, there are kernels for"),
+        # packed sequences
+        ({"cu_seqlens": offsets(0, 5)}, ValueError, r"there are 2 batches \(B\), must be 1 where"),
+        ({**PACKED, "cu_seqlens": offsets()}, ValueError, r"cu_seqlens has shape \[0\], must be"),
+        ({**PACKED, "cu_seqlens": offsets(0, 5)[None]}, ValueError, r"cu_seqlens has shape \[1, 2"),
+        ({"cu_seqlens_cpu": offsets(0, 5)}, ValueError, "cu_seqlens_cpu is given without cu_seql"),
+        ({**PACKED, "cu_seqlens_cpu": [0, 5]}, TypeError, "cu_seqlens_cpu must be a torch.Tensor"),
+        ({**PACKED, "cu_seqlens_cpu": f32(4)}, TypeError, "cu_seqlens_cpu has dtype torch.float"),
+        (
+            {**PACKED, "cu_seqlens_cpu": offsets(0, 2, 2, 5).to("meta")},
+            ValueError,
+            "cu_seqlens_cpu is on meta, must be on cpu",
+        ),
+        (
+            {**PACKED, "cu_seqlens_cpu": offsets(0, 5)},
+            ValueError,
+            r"cu_seqlens_cpu has shape \[2\], must be that of cu_seqlens, \[4\]",
+        ),
+        (
+            {**PACKED, "cu_seqlens_cpu": offsets(0, 3, 2, 5)},
+            ValueError,
+            r"cu_seqlens_cpu\[2\] is 2, must be at least the offset before it, 3",
+        ),
+        (
+            {**PACKED, "cu_seqlens_cpu": offsets(-1, 2, 2, 5)},
+            ValueError,
+            r"cu_seqlens_cpu\[0\] is -1, must be at least 0",
+        ),
+        (
+            {**PACKED, "cu_seqlens_cpu": offsets(0, 2, 2, 6)},
+            ValueError,
+            r"cu_seqlens_cpu\[3\] is 6, must be at most T, 5",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        cute_attn.chunk_kda(**call(**change))
+
+
+def test_intermediate_states_are_for_inference_mode_and_not_for_training():
+    args = call(return_intermediate_states=True)
+    with pytest.raises(ValueError, match=r"must be False outside of torch\.inference_mode"):
+        cute_attn.chunk_kda(**args)
+    with (
+        torch.inference_mode(),
+        pytest.raises(ValueError, match="disable_recompute is True, must be False with return_int"),
+    ):
+        cute_attn.chunk_kda(**args, disable_recompute=True)
+
+
+def test_sizes_that_a_kernel_cannot_count():
+    one = bf16(1, 1, 1, 64)
+    long = one.expand(2, 2**30, 1, 64)
+    beta = long[..., 0]
+    with pytest.raises(ValueError, match="there are 2147483648 tokens, must be at most 2147483584"):
+        cute_attn.chunk_kda(long, long, long, long, beta)
+    many = one.expand(65536, 1, 1, 64)
+    with pytest.raises(ValueError, match="there are 65536 sequences, must be at most 65535"):
+        cute_attn.chunk_kda(many, many, many, many, many[..., 0])
+    many = one.expand(1, 1, 65536, 64)
+    with pytest.raises(ValueError, match="there are 65536 value heads, must be at most 65535"):
+        cute_attn.chunk_kda(many, many, many, many, many[..., 0])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"])
+def test_autograd_is_refused_before_anything_is_launched(name: str):
+    args = call(**GATED, initial_state=f32(2, 4, 64, 128), dt_bias=f32(256))
+    args[name] = args[name].clone().requires_grad_()
+    with (
+        cute_attn.emulated("sm_90a") as emulator,
+        pytest.raises(NotImplementedError, match="chunk_kda has no backward yet: call it under"),
+    ):
+        cute_attn.chunk_kda(**args)
+    assert not emulator.report.launches
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(NotImplementedError, match="chunk_kda has no backward yet"),
+    ):
+        cute_attn.chunk_kda(**args)
+
+
+# -- stages
+
+
+def intra(**more: Any) -> dict[str, Any]:
+    """Good arguments of kda_chunk_intra."""
+    args = call()
+    return args | {"g": f32(2, 5, 4, 64)} | more
+
+
+def recompute(**more: Any) -> dict[str, Any]:
+    return intra(Akk=bf16(2, 5, 4, 64)) | more
+
+
+def delta_h(**more: Any) -> dict[str, Any]:
+    tokens: dict[str, Any] = {"kg": bf16(2, 5, 4, 64), "w": bf16(2, 5, 4, 64)}
+    return tokens | {"u": bf16(2, 5, 4, 128), "g": f32(2, 5, 4, 64)} | more
+
+
+def output(**more: Any) -> dict[str, Any]:
+    args: dict[str, Any] = {"q": bf16(2, 5, 2, 64), "v_new": bf16(2, 5, 4, 128)}
+    args |= {"g": f32(2, 5, 4, 64), "Aqk": bf16(2, 5, 4, 64), "h": bf16(2, 1, 4, 64, 128)}
+    return args | more
+
+
+def gate(**more: Any) -> dict[str, Any]:
+    return {"g": bf16(2, 5, 4, 64)} | more
+
+
+STAGES: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
+    "kda_gate_cumsum": (kda.kda_gate_cumsum, gate),
+    "kda_chunk_intra": (kda.kda_chunk_intra, intra),
+    "kda_recompute_w_u": (kda.kda_recompute_w_u, recompute),
+    "kda_chunk_delta_h": (kda.kda_chunk_delta_h, delta_h),
+    "kda_chunk_output": (kda.kda_chunk_output, output),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_good_arguments_of_stages_are_refused_for_the_device_alone(stage: str):
+    function, arguments = STAGES[stage]
+    with pytest.raises(ValueError, match="is on cpu, must be on a CUDA device"):
+        function(**arguments())
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "error", "message"),
+    [
+        ("kda_gate_cumsum", {"g": 1}, TypeError, "g must be a torch.Tensor, got int"),
+        ("kda_gate_cumsum", {"g": bf16(5, 4, 64)}, ValueError, r"must be \[B, T, HV, K\]"),
+        ("kda_gate_cumsum", {"g": bf16(1, 5, 4, 32)}, NotImplementedError, r"\(K\) is 32"),
+        ("kda_gate_cumsum", {"use_gate_in_kernel": True}, ValueError, "A_log is None, must be"),
+        ("kda_gate_cumsum", {**GATED, "A_log": f32(5)}, ValueError, "A_log has shape"),
+        ("kda_gate_cumsum", {"cu_seqlens": offsets(0, 5)}, ValueError, "there are 2 batches"),
+        ("kda_chunk_intra", {"q": None}, TypeError, "q must be a torch.Tensor, got NoneType"),
+        ("kda_chunk_intra", {"g": bf16(2, 5, 4, 64)}, TypeError, "g has dtype .*, must be float32"),
+        ("kda_chunk_intra", {"v": bf16(2, 5, 3, 128)}, ValueError, "head counts do not fit"),
+        ("kda_chunk_intra", {"beta": f32(2, 5, 2)}, ValueError, "beta has shape"),
+        ("kda_chunk_intra", {"scale": math.inf}, ValueError, "scale is inf, must be finite"),
+        ("kda_chunk_intra", {"output_qg": "no"}, TypeError, "output_qg must be a bool"),
+        ("kda_recompute_w_u", {"Akk": None}, TypeError, "Akk must be a torch.Tensor"),
+        ("kda_recompute_w_u", {"Akk": bf16(2, 5, 4, 32)}, ValueError, r"must be \[B, T, HV, 64\]"),
+        ("kda_recompute_w_u", {"Akk": f32(2, 5, 4, 64)}, TypeError, "Akk has dtype torch.float32"),
+        ("kda_recompute_w_u", {"q": bf16(2, 5, 4, 64)}, ValueError, "k has shape"),
+        ("kda_chunk_delta_h", {"u": f32(2, 5, 4, 128)}, TypeError, "u has dtype torch.float32"),
+        ("kda_chunk_delta_h", {"w": bf16(2, 5, 4, 128)}, ValueError, "w has shape"),
+        ("kda_chunk_delta_h", {"initial_state": f32(1, 4, 64, 128)}, ValueError, "initial_state"),
+        ("kda_chunk_delta_h", {"cu_seqlens_cpu": offsets(0)}, ValueError, "without cu_seqlens"),
+        ("kda_chunk_output", {"h": bf16(2, 2, 4, 64, 128)}, ValueError, r"here \[2, 1, 4, 64, 12"),
+        ("kda_chunk_output", {"h": bf16(2, 1, 4, 128, 64)}, ValueError, "h has shape"),
+        ("kda_chunk_output", {"h": f32(2, 1, 4, 64, 128)}, TypeError, "h has dtype torch.float32"),
+        ("kda_chunk_output", {"state_v_first": True}, ValueError, r"must be \[B, chunks, HV, V"),
+        ("kda_chunk_output", {"Aqk": bf16(2, 5, 2, 64)}, ValueError, "Aqk has shape"),
+    ],
+)
+def test_bad_arguments_of_stages(
+    stage: str, change: dict[str, Any], error: type[Exception], message: str
+):
+    function, arguments = STAGES[stage]
+    with pytest.raises(error, match=message):
+        function(**arguments(**change))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_refuse_autograd(stage: str):
+    function, arguments = STAGES[stage]
+    args = arguments()
+    args["g"].requires_grad_()
+    with (
+        cute_attn.emulated("sm_90a") as emulator,
+        pytest.raises(NotImplementedError, match=f"{stage} has no backward yet"),
+    ):
+        function(**args)
+    assert not emulator.report.launches
+
+
+# -- nothing to do
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(
+    ("empty", "sequences"),
+    [
+        ({"tokens": 0}, 2),
+        ({"batch": 0}, 0),
+        ({"heads": 0, "heads_v": 0}, 2),
+        ({**PACKED, "tokens": 0, "cu_seqlens": offsets(0, 0, 0, 0)}, 3),
+        ({**PACKED, "cu_seqlens": offsets(0)}, 0),
+    ],
+    ids=["T", "B", "H", "empty-sequences", "no-sequences"],
+)
+@torch.inference_mode()
+def test_no_tokens_leave_the_state_as_it_is(empty: dict[str, Any], sequences: int, state: bool):
+    args = call(**empty)
+    shape = (sequences, args["v"].shape[2], 64, 128)
+    if state:
+        args["initial_state"] = torch.randn(shape)
+    with cute_attn.emulated("sm_90a") as emulator:
+        o, final_state = cute_attn.chunk_kda(**args, output_final_state=True)
+        none = cute_attn.chunk_kda(**args)[1]
+        h = cute_attn.chunk_kda(**args, return_intermediate_states=True)[2]
+    assert not emulator.report.launches
+    assert o.shape == args["v"].shape and o.dtype == torch.bfloat16
+    assert final_state.dtype == torch.float32
+    assert torch.equal(final_state, args.get("initial_state", f32(*shape)))
+    assert final_state is not args.get("initial_state")
+    assert none is None
+    assert h.shape[0] == args["q"].shape[0] and h.shape[2:] == shape[1:]
+
+
+def test_stages_of_no_tokens():
+    with cute_attn.emulated("sm_90a") as emulator:
+        args = {name: x[:, :0] for name, x in delta_h().items()}
+        state = torch.randn(2, 4, 64, 128)
+        h, v_new, final_state = kda.kda_chunk_delta_h(**args, initial_state=state)
+        assert h.shape == (2, 0, 4, 64, 128) and v_new is not None and final_state is None
+        result = kda.kda_chunk_delta_h(**args, initial_state=state, output_final_state=True)
+        assert torch.equal(result.final_state, state)
+        args = {name: x[:, :0] for name, x in recompute().items()}
+        assert kda.kda_recompute_w_u(**args).w.shape == (2, 0, 4, 64)
+    assert not emulator.report.launches
+
+
+# -- under torch's machinery
+
+
+def fake(args: dict[str, Any]) -> dict[str, Any]:
+    """The same with fake CUDA tensors; to be used inside a FakeTensorMode."""
+    return {
+        name: torch.empty_strided(
+            x.shape,
+            x.stride(),
+            dtype=x.dtype,
+            device="cpu" if name == "cu_seqlens_cpu" else "cuda",
+        )
+        if isinstance(x, torch.Tensor)
+        else x
+        for name, x in args.items()
+    }
+
+
+@pytest.mark.parametrize("change", GOOD, ids=name_of)
+@torch.inference_mode()
+def test_fake_tensors_get_the_shapes(change: dict[str, Any]):
+    with FakeTensorMode():
+        args = fake(call(**change))
+        if args.pop("disable_recompute", False):
+            o, final_state = cute_attn.chunk_kda(**args, disable_recompute=True)
+            assert final_state is None and o.shape == args["v"].shape
+        o, final_state, h = cute_attn.chunk_kda(
+            **args | {"output_final_state": True}, return_intermediate_states=True
+        )
+    batch, tokens, heads, dim_v = args["v"].shape
+    assert o.shape == args["v"].shape and o.dtype == args["q"].dtype
+    assert o.device.type == final_state.device.type == h.device.type == "cuda"
+    packed = "cu_seqlens" in args
+    sequences = args["cu_seqlens"].shape[0] - 1 if packed else batch
+    dim_k = args["q"].shape[-1]
+    matrix = (dim_v, dim_k) if args.get("state_v_first") else (dim_k, dim_v)
+    assert final_state.shape == (sequences, heads, *matrix)
+    assert final_state.dtype == torch.float32
+    chunks = tokens // 64 + sequences if packed else -(-tokens // 64)
+    assert h.shape == (batch, chunks, heads, *matrix) and h.dtype == o.dtype
+
+
+def test_fake_tensors_are_checked():
+    with FakeTensorMode():
+        args = fake(call(heads_v=3))
+        with pytest.raises(ValueError, match="head counts do not fit"):
+            cute_attn.chunk_kda(**args)
+        args = fake(intra(beta=f32(2, 5, 3)))
+        with pytest.raises(ValueError, match="beta has shape"):
+            kda.kda_chunk_intra(**args)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_give_fake_tensors_the_shapes_that_real_ones_get(stage: str):
+    function, arguments = STAGES[stage]
+    empty = {name: x[:, :0] if x.dim() == 4 else x for name, x in arguments().items()}
+    for name, x in empty.items():
+        if x.dim() != 4:
+            empty[name] = x[:, :0]
+    with cute_attn.emulated("sm_90a"):
+        real = function(**empty)
+    with FakeTensorMode():
+        faked = function(**fake(empty))
+    pairs = zip(real, faked, strict=True) if isinstance(real, tuple) else [(real, faked)]
+    for one, other in pairs:
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.shape == other.shape and one.dtype == other.dtype
+
+
+def captured(function: Callable[..., Any], *args: Any) -> list[str]:
+    """The operators that torch.compile finds in it, as one graph."""
+    graphs = []
+
+    def capture(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(function, fullgraph=True, backend=capture, dynamic=True)
+    with pytest.raises(ValueError, match="is on cpu"):  # traced, then run on what it is given
+        compiled(*args)
+    (graph,) = graphs
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_compiles_as_one_graph():
+    args = call(**PACKED)
+
+    @torch.no_grad()
+    def layer(q, k, v, g, beta, cu_seqlens, cu_seqlens_cpu):
+        o, state = cute_attn.chunk_kda(
+            q, k, v, g, beta, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+            output_final_state=True,
+        )  # fmt: skip
+        return o * 2, state
+
+    calls = captured(layer, *args.values(), args["cu_seqlens"])
+    assert any("cute_attn.chunk_kda" in target for target in calls), calls
+
+
+def test_stages_compile_as_one_graph():
+    args = intra()
+
+    @torch.no_grad()
+    def layer(q, k, v, g, beta):
+        total = kda.kda_gate_cumsum(g)
+        Aqk, _, w, u, _, kg = kda.kda_chunk_intra(q, k, v, total, beta)
+        h, v_new, _ = kda.kda_chunk_delta_h(kg, w, u, total)
+        return kda.kda_chunk_output(q, v_new, total, Aqk, h)
+
+    calls = captured(layer, *args.values())
+    for name in STAGES:
+        if name != "kda_recompute_w_u":
+            assert any(f"cute_attn.{name}" in target for target in calls), calls
+
+
+def test_schemas_write_nothing():
+    for name in ("chunk_kda", *STAGES):
+        schema = getattr(torch.ops.cute_attn, name).default._schema
+        assert not any(a.alias_info and a.alias_info.is_write for a in schema.arguments)
+
+
+# -- what a kernel is chosen by
+
+
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kernels that calls in the emulator load, which then do nothing, and what they get."""
+    seen: list[Any] = []
+
+    def function(_self: launch.Emulation, kernel: Any, spec: Any) -> Any:
+        seen.append((kernel, spec))
+        return lambda *arguments: seen.append(arguments)
+
+    monkeypatch.setattr(launch.Emulation, "function", function)
+    return seen
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.float16, "g": f32(2, 5, 4, 64), "beta": f32(2, 5, 4)},
+    {"initial_state": f32(2, 4, 64, 128), "output_final_state": True},
+    {"initial_state": f32(2, 4, 128, 64), "state_v_first": True},
+    {**GATED, "dt_bias": f32(256), "use_qk_l2norm_in_kernel": True},
+    {**GATED, "A_log": None, "lower_bound": -4.0, "use_beta_sigmoid_in_kernel": True},
+    {"A_log": f32(4), "dt_bias": f32(256), "lower_bound": -4.0},
+    {**PACKED, "output_final_state": True},
+    {**PACKED, "cu_seqlens": offsets(0, 5, dtype=torch.int32)},
+]
+
+
+@pytest.mark.parametrize("path", ["fused", "modular"])
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+def test_the_plan_names_the_kernels_that_a_call_loads(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], path: str
+):
+    seen = planned(monkeypatch)
+    args = call(**options, disable_recompute=path == "modular")
+    with cute_attn.emulated("sm_90a"):
+        cute_attn.chunk_kda(**args)
+    names = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    packed = args.get("cu_seqlens")
+    requests = plan_chunk_kda(
+        "sm_90a",
+        dtype=names[args["q"].dtype],
+        gate_dtype=names[args["g"].dtype],
+        beta_dtype=names[args["beta"].dtype],
+        head_dim_k=64,
+        head_dim_v=128,
+        index_dtype="none" if packed is None else str(packed.dtype).removeprefix("torch."),
+        **{
+            name: args.get(name) is not None
+            for name in ("initial_state", "lower_bound", "A_log", "dt_bias")
+        },
+        **{
+            name: args[name]
+            for name in (
+                "output_final_state",
+                "use_qk_l2norm_in_kernel",
+                "use_gate_in_kernel",
+                "use_beta_sigmoid_in_kernel",
+                "disable_recompute",
+                "state_v_first",
+            )
+            if name in args
+        },
+    )
+    loaded = [item for item in seen if isinstance(item[0], launch.KernelDef)]
+    assert loaded == requests
+    assert [kernel.name for kernel, _ in requests][-1] == (
+        "kda_recurrence" if path == "fused" else "kda_output"
+    )
+
+
+def test_what_the_fused_kernels_are_given(monkeypatch: pytest.MonkeyPatch):
+    seen = planned(monkeypatch)
+    args = call(
+        **GATED,
+        tokens=130,
+        dt_bias=torch.randn(256),
+        lower_bound=-3.0,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+        initial_state=f32(2, 4, 64, 128),
+        output_final_state=True,
+        scale=0.25,
+    )
+    with cute_attn.emulated("sm_90a"):
+        o, final_state = cute_attn.chunk_kda(**args)
+    _, _, first, second = seen
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, *numbers = first
+    assert q is args["q"] and k is args["k"] and g is args["g"] and beta is args["beta"]
+    assert A_log is args["A_log"] and torch.equal(dt_bias, args["dt_bias"].view(4, 64))
+    assert cu_seqlens is None and numbers == [0.25, -3.0, 2.0]
+    assert tiles.shape == (6, 4, 5 * 64 * 64) and tiles.dtype == torch.bfloat16
+    assert decay.shape == (6, 4, 64) and decay.dtype == torch.float32
+    assert second[0] is args["v"] and second[1] is tiles and second[2] is decay
+    assert second[3] is o and second[4] is args["initial_state"] and second[5] is final_state
+    assert second[6] is None
+    assert final_state.shape == (2, 4, 64, 128)
+
+
+def test_packed_sequences_have_a_slot_each_besides_those_of_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    seen = planned(monkeypatch)
+    args = call(tokens=130, **PACKED, output_final_state=True)
+    with cute_attn.emulated("sm_90a"):
+        _, final_state = cute_attn.chunk_kda(**args)
+    tiles = seen[2][7]
+    assert tiles.shape[0] == 130 // 64 + 3
+    assert seen[2][6] is args["cu_seqlens"] and seen[3][6] is args["cu_seqlens"]
+    assert final_state.shape[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "x"),
+    [
+        ("q", bf16(2, 5, 2, 128)[..., ::2]),
+        ("k", bf16(2, 5, 2, 68)[..., :64]),
+        ("v", bf16(2 * 5 * 4 * 128 + 1)[1:].view(2, 5, 4, 128)),
+        ("g", f32(2, 64, 4, 5).transpose(1, 3)),
+        ("initial_state", f32(2, 4, 128, 64).mT),
+        ("initial_state", bf16(2, 4, 64, 128)),
+        ("A_log", bf16(1, 4, 1)),
+        ("dt_bias", f32(512)[::2]),
+    ],
+    ids=["step", "pitch", "address", "transposed", "state", "state-dtype", "A_log", "dt_bias"],
+)
+def test_what_a_kernel_cannot_read_is_copied(
+    monkeypatch: pytest.MonkeyPatch, name: str, x: torch.Tensor
+):
+    seen = planned(monkeypatch)
+    x.copy_(torch.randn(x.shape))
+    with cute_attn.emulated("sm_90a"):
+        cute_attn.chunk_kda(**call(**GATED) | {name: x})
+    _, _, first, second = seen
+    position = {"q": 0, "k": 1, "g": 2, "A_log": 4, "dt_bias": 5}
+    got = second[0 if name == "v" else 4] if name not in position else first[position[name]]
+    assert got is not x and got.is_contiguous() and got.data_ptr() % 16 == 0
+    assert torch.equal(got.flatten(), x.flatten().to(got.dtype))
+
+
+def test_views_of_a_packed_projection_are_read_in_place(monkeypatch: pytest.MonkeyPatch):
+    seen = planned(monkeypatch)
+    packed = bf16(2, 5, 2 * 2 * 64 + 4 * 128 + 4 * 64 + 4)
+    q, k, v, g, beta = packed.split([128, 128, 512, 256, 4], dim=-1)
+    args = call() | {
+        "q": q.unflatten(-1, (2, 64)),
+        "k": k.unflatten(-1, (2, 64)),
+        "v": v.unflatten(-1, (4, 128)),
+        "g": g.unflatten(-1, (4, 64)),
+        "beta": beta,
+    }
+    packed_wide = bf16(2, 5, packed.shape[-1] + 4)  # rows of a multiple of 16 bytes
+    for name, x in args.items():
+        assert x.stride(1) == packed.shape[-1] and packed_wide.shape[-1] % 8 == 0
+        args[name] = packed_wide.as_strided(
+            x.shape, (5 * packed_wide.shape[-1], packed_wide.shape[-1], *x.stride()[2:]),
+            x.storage_offset(),
+        )  # fmt: skip
+    with cute_attn.emulated("sm_90a"):
+        cute_attn.chunk_kda(**args)
+    _, _, first, second = seen
+    assert all(
+        got is args[name] for got, name in zip(first[:4], ("q", "k", "g", "beta"), strict=True)
+    )
+    assert second[0] is args["v"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float32"}, "dtype is 'float32', must be one of"),
+        ({"head_dim_k": 96}, "head_dim_k is 96, must be one of"),
+        ({"gate_dtype": "int8"}, "gate_dtype is 'int8'"),
+        ({"index_dtype": "int8"}, "index_dtype is 'int8'"),
+        ({"use_gate_in_kernel": True, "A_log": False}, "A_log is False, must be True"),
+    ],
+    ids=str,
+)
+def test_plans_without_a_kernel(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        plan_chunk_kda("sm_90a", **options)
+
+
+def test_models_are_planned():
+    names = [kernel.name for kernel, _ in plan_file(MODELS, "sm_90a")]
+    assert {"kda_prepare", "kda_recurrence"} <= set(names)
+
+
+def test_signature_is_flash_linear_attentions():
+    """Names, order and defaults of its arguments. Read from its source: importing needs Triton."""
+    package = importlib.util.find_spec("fla")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("needs flash-linear-attention, which is not installed")
+    source = Path(package.submodule_search_locations[0]) / "ops" / "kda" / "chunk.py"
+    (theirs,) = (
+        node.args
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "chunk_kda"
+    )
+    ours = inspect.signature(cute_attn.chunk_kda).parameters
+    positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    shared = [argument.arg for argument in theirs.args if argument.arg in ours]
+    assert positional == shared
+    assert set(ours) - set(positional) == {"A_log", "dt_bias"}  # of their **kwargs
+    required = len(theirs.args) - len(theirs.defaults)
+    for argument, default in zip(theirs.args[required:], theirs.defaults, strict=True):
+        if argument.arg in ours:
+            assert ours[argument.arg].default == ast.literal_eval(default)
