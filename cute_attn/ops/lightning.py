@@ -27,6 +27,7 @@ from ..kernels.lightning.spec import (
     DecodeSpec,
     check_operator,
 )
+from .memory import check_overlap
 
 __all__ = ["lightning_attn_decode", "plan_decode"]
 
@@ -357,7 +358,7 @@ def _validate(
             f"state starts at address {state.data_ptr():#x}, must be {VECTOR_BYTES}-byte aligned"
         )
     if out is not None:
-        _check_overlap(out, q=q, k=k, v=v, state=state)
+        check_overlap("out", out, q=q, k=k, v=v, state=state)
 
 
 def _validate_metadata(
@@ -493,26 +494,6 @@ def _rows_aligned(*tensors: Tensor | None) -> bool:
         for x in tensors
         if x is not None
     )
-
-
-def _check_overlap(out: Tensor, **inputs: Tensor) -> None:
-    """Refuse an `out` whose memory an input shares: blocks would read what others have written."""
-    start, end = _extent(out)
-    for name, x in inputs.items():
-        other_start, other_end = _extent(x)
-        if start < other_end and other_start < end:
-            raise ValueError(
-                f"out overlaps {name} in memory, must be distinct: out spans "
-                f"[{start:#x}, {end:#x}), {name} [{other_start:#x}, {other_end:#x})"
-            )
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """First and one past the last byte that a tensor spans."""
-    if x.numel() == 0:
-        return x.data_ptr(), x.data_ptr()
-    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 # -- the registered operator --------------------------------------------------------------------

@@ -22,11 +22,11 @@ from .spec_decode import RecordsSpec
 class KdaDecodeRecords:
     """The kernel for one RecordsSpec.
 
-        k              [B, T, HQK, K]       last dimension contiguous
-        g              [B, T, HV, K]
-        state_indices  [B]     int32
-        record_k       [N, S, HQK, K]       last dimension contiguous
-        record_g       [N, S, HV, K]
+    k              [B, T, HQK, K]       last dimension contiguous
+    g              [B, T, HV, K]
+    state_indices  [B]     int32
+    record_k       [N, S, HQK, K]       last dimension contiguous
+    record_g       [N, S, HV, K]
     """
 
     def __init__(self, spec: RecordsSpec):

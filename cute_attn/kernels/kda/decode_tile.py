@@ -1,8 +1,8 @@
 """A tile of the KDA state in the registers of a block's warps, and what a token does to it.
 
 A block has `tile_v` columns of V and all of K of one head; a warp has some of these columns, again
-with all of K, so that the sums over K stay within a warp. In memory the tile has rows whose elements
-are contiguous: V rows of K with state_v_first, else K rows of V. One access of a warp covers
+with all of K, so that the sums over K stay within a warp. In memory the tile has rows with
+contiguous elements: V rows of K with state_v_first, else K rows of V. One access of a warp covers
 `rows_per_step` rows, every lane with `vector` neighbouring elements of one.
 """
 
@@ -128,10 +128,7 @@ class StateTile:
         """
         _, lane = warp_and_lane()
         decay, k, q = (self.along_k(x) for x in (token.decay, token.k, token.q))
-        sums = []
-        for by in (k, q):
-            for v in cutlass.range_constexpr(self.values_of_v):
-                sums.append(Float32(0.0))
+        sums = [Float32(0.0)] * (2 * self.values_of_v)
         for n in cutlass.range_constexpr(self.values_of_k):
             for v in cutlass.range_constexpr(self.values_of_v):
                 at = self.element(n, v)
@@ -187,8 +184,9 @@ class StateTile:
             if len(sums) > 1:
                 half = len(sums) // 2
                 upper = (lane & distance) != 0
-                mine = [cutlass.select_(upper, b, a) for a, b in zip(sums[:half], sums[half:])]
-                yours = [cutlass.select_(upper, a, b) for a, b in zip(sums[:half], sums[half:])]
+                pairs = list(zip(sums[:half], sums[half:], strict=True))
+                mine = [cutlass.select_(upper, b, a) for a, b in pairs]
+                yours = [cutlass.select_(upper, a, b) for a, b in pairs]
                 if half < self.values_of_v:
                     first = first + cutlass.select_(upper, Int32(half), Int32(0))
             else:

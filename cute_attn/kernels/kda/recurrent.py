@@ -1,7 +1,7 @@
 """KDA token by token over whole sequences: a tile of the state per block, held in registers.
 
-The arithmetic is that of `decode`; the state is read before a sequence's first token, if at all, and
-written after its last, to another place.
+The arithmetic is that of `decode`; the state is read before a sequence's first token, if at all,
+and written after its last, to another place.
 
     block (tile of V, value head, sequence)
       load      the tile of the initial state, or zeros
@@ -31,15 +31,15 @@ from .spec_decode import RecurrentSpec
 class KdaRecurrent:
     """The kernel for one RecurrentSpec; see the module's docstring.
 
-        q, k           [B, T, HQK, K]       last dimension contiguous
-        v, o           [B, T, HV, V]
-        g              [B, T, HV, K]
-        beta           [B, T, HV]           any strides
-        A_log          [HV]
-        dt_bias        [HV * K] or [HV, K]
-        initial_state  [N, HV, V, K] or [N, HV, K, V]     a head's matrix contiguous
-        final_state    likewise
-        cu_seqlens     [N + 1]
+    q, k           [B, T, HQK, K]       last dimension contiguous
+    v, o           [B, T, HV, V]
+    g              [B, T, HV, K]
+    beta           [B, T, HV]           any strides
+    A_log          [HV]
+    dt_bias        [HV * K] or [HV, K]
+    initial_state  [N, HV, V, K] or [N, HV, K, V]     a head's matrix contiguous
+    final_state    likewise
+    cu_seqlens     [N + 1]
     """
 
     def __init__(self, spec: RecurrentSpec):

@@ -26,7 +26,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
-from .arguments import fake_args, overlaps
+from ..common.overlap import overlaps
+from .arguments import fake_args
 from .spec import VECTOR_BYTES, DecodeSpec
 from .tile import StateTile
 
