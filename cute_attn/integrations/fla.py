@@ -1,0 +1,297 @@
+"""flash-linear-attention: its own `chunk_kda`, run by the kernels of this package.
+
+    from cute_attn.integrations.fla import register
+
+    register()
+    o, state = fla.ops.kda.chunk_kda(...)      # or a layer or model that calls it
+
+flash-linear-attention asks, at each call, its registered backends in order of priority whether they
+take it. A backend answers with a verifier, which may decline and say why; the next one is asked
+then, and at last its own Triton kernels. The first time that a call is declined, and the first time
+that one is taken, is logged by `fla.backends` at level info.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import launch
+from ..kernels.kda.spec import BETA_DTYPES, CHUNK, DTYPES, GATE_DTYPES, HEAD_DIMS
+
+__all__ = ["register"]
+
+NAME = "cute_attn"
+ENVIRONMENT_VARIABLE = "FLA_CUTE_ATTN"
+PRIORITY = 2  # lower is earlier: before FlashKDA (3) and TileLang (5)
+
+LN2_RECIPROCAL = 1.4426950408889634  # what G is scaled by, so that it is in base 2
+
+
+def register() -> None:
+    """Make this package a backend of flash-linear-attention's dispatch, for Kimi Delta Attention.
+
+    Served by `cute_attn.chunk_kda` and `cute_attn.fused_recurrent_kda`: the functions of these
+    names without gradients, with any number of value heads for a query head (GVA). In training,
+    which the former declines, the stages of the forward pass, and of what the backward pass
+    computes again, are served one by one: the gate with its sum (`kda_gate_chunk_cumsum`),
+    `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
+
+    Declined, with a reason in the log of `fla.backends`: gradients, context parallelism
+    (`cp_context`), head dimensions without a kernel, chunks of 32, dtypes other than bfloat16 and
+    float16, intermediate states of packed sequences without `cu_seqlens_cpu`, and of the recurrent
+    form a state in place or in slots (which is `cute_attn.kda_decode`) and a beta for each channel.
+
+    One thing differs: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
+    and not 0.
+
+    The environment variable FLA_CUTE_ATTN=0 turns the backend off, at any time; so does
+    FLA_DISABLE_BACKEND_DISPATCH=1 for all backends, if it is set before the import. Needs
+    flash-linear-attention 0.6 or later. Registering again changes nothing.
+    """
+    from fla.backends import BaseBackend
+    from fla.backends import register as register_backend
+    from fla.ops.kda import chunk_kda
+
+    class CuteAttnBackend(BaseBackend):  # type: ignore[misc]
+        backend_type = NAME
+        env_var = ENVIRONMENT_VARIABLE
+        priority = PRIORITY
+
+        chunk_kda = staticmethod(_chunk_kda)
+        chunk_kda_verifier = _verifier(_CHUNK_KDA, _declines_chunk_kda)
+        fused_recurrent_kda_fwd = staticmethod(_fused_recurrent_kda)
+        fused_recurrent_kda_fwd_verifier = _verifier(_RECURRENT, _declines_recurrent)
+        kda_gate_chunk_cumsum = staticmethod(_gate_cumsum)
+        kda_gate_chunk_cumsum_verifier = _verifier(_GATE, _declines_gate)
+        chunk_kda_fwd_intra = staticmethod(_intra)
+        chunk_kda_fwd_intra_verifier = _verifier(_INTRA, _declines_intra)
+        recompute_w_u_fwd = staticmethod(_recompute)
+        recompute_w_u_fwd_verifier = _verifier(_RECOMPUTE, _declines_recompute)
+
+    register_backend(chunk_kda)(CuteAttnBackend)
+    register_backend("kda")(CuteAttnBackend)
+
+
+# The names of arguments that may be given by their place.
+_CHUNK_KDA = (
+    "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state",
+    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval", "safe_gate", "lower_bound", "disable_recompute",
+    "return_intermediate_states", "state_v_first", "cu_seqlens", "cu_seqlens_cpu", "cp_context",
+    "use_graph", "max_num_seqs",
+)  # fmt: skip
+_RECURRENT = (
+    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "scale", "output_final_state",
+    "inplace_final_state", "state_v_first", "cu_seqlens", "ssm_state_indices",
+    "num_accepted_tokens", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "out",
+)  # fmt: skip
+_GATE = (
+    "g", "A_log", "chunk_size", "scale", "dt_bias", "cu_seqlens", "output_dtype", "chunk_indices",
+    "lower_bound", "use_graph",
+)  # fmt: skip
+_INTRA = (
+    "q", "k", "v", "gk", "beta", "scale", "cu_seqlens", "chunk_size", "chunk_indices", "safe_gate",
+    "lower_bound", "disable_recompute", "use_graph",
+)  # fmt: skip
+_RECOMPUTE = ("k", "v", "beta", "A", "gk", "q", "cu_seqlens", "chunk_indices", "use_graph")
+
+# Of `chunk_kda`, what is handed on as it is. safe_gate promises what our kernels do not need;
+# use_graph, max_num_seqs: they plan on the device anyway.
+_HANDED_ON = (
+    "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate",
+    "lower_bound", "disable_recompute", "return_intermediate_states", "state_v_first",
+    "cu_seqlens", "A_log", "dt_bias",
+)  # fmt: skip
+
+Arguments = dict[str, Any]
+Reason = str | None  # why a call is declined
+
+
+def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _verifier(
+    names: tuple[str, ...], declines: Callable[[Arguments], Reason]
+) -> staticmethod[..., tuple[bool, Reason]]:
+    def verify(*args: Any, **kwargs: Any) -> tuple[bool, Reason]:
+        reason = declines(_named(names, args, kwargs))
+        return reason is None, reason
+
+    return staticmethod(verify)
+
+
+# -- why not ------------------------------------------------------------------------------------
+
+
+def _declines_dtypes_and_sizes(given: Arguments) -> Reason:
+    """Of q, k and v, as far as there are these, g or gk, and beta."""
+    first = given["k"]
+    if first.device.type != "cuda" and not launch.current_emulation():
+        return f"the tensors are on {first.device}, and {NAME} runs on CUDA devices"
+    if _name(first.dtype) not in DTYPES:
+        return f"k has dtype {first.dtype}, and {NAME} has kernels for {DTYPES}"
+    for name in ("q", "v", "A"):
+        x = given.get(name)
+        if x is not None and x.dtype != first.dtype:
+            return f"{name} has dtype {x.dtype} and k {first.dtype}"
+    gate, beta = given.get("g", given.get("gk")), given["beta"]
+    if _name(gate.dtype) not in GATE_DTYPES or _name(beta.dtype) not in BETA_DTYPES:
+        return f"{NAME} has no kernel for gates of {gate.dtype} and betas of {beta.dtype}"
+    dims = first.shape[-1], given["v"].shape[-1]
+    if any(dim not in HEAD_DIMS for dim in dims):
+        return f"K, V are {dims[0]}, {dims[1]}, and {NAME} has kernels for {HEAD_DIMS}"
+    if beta.dim() != 3:
+        return f"{NAME} has one beta a head, and this one has {beta.dim()} dimensions"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _declines_gradients(given: Arguments) -> Reason:
+    if torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in given.values()
+    ):
+        return f"{NAME} has no backward pass: call it under torch.no_grad() or inference_mode()"
+    return None
+
+
+def _declines_chunk_kda(given: Arguments) -> Reason:
+    if given.get("cp_context") is not None:
+        return f"{NAME} has no context parallelism (cp_context)"
+    if given.get("chunk_size", CHUNK) != CHUNK:
+        return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"
+    if "transpose_state_layout" in given:
+        return f"{NAME} takes state_v_first, not its former name"
+    packed = given.get("cu_seqlens") is not None
+    if packed and given.get("return_intermediate_states") and given.get("cu_seqlens_cpu") is None:
+        return "without cu_seqlens_cpu the number of chunks would have to be read from the device"
+    return _declines_gradients(given) or _declines_dtypes_and_sizes(given)
+
+
+def _declines_recurrent(given: Arguments) -> Reason:
+    if given.get("inplace_final_state", True) or given.get("ssm_state_indices") is not None:
+        return "a state in place or in slots is for cute_attn.kda_decode"
+    if given.get("num_accepted_tokens") is not None:
+        return "speculative decoding is for cute_attn.kda_decode"
+    if given.get("out") is not None:
+        return f"{NAME}'s recurrent form takes no out"
+    return _declines_gradients(given) or _declines_dtypes_and_sizes(given)
+
+
+def _declines_gate(given: Arguments) -> Reason:
+    g = given["g"]
+    if g.device.type != "cuda" and not launch.current_emulation():
+        return f"g is on {g.device}, and {NAME} runs on CUDA devices"
+    if g.dim() != 4 or g.shape[-1] not in HEAD_DIMS or _name(g.dtype) not in GATE_DTYPES:
+        return f"{NAME} has no kernel for a g of shape {list(g.shape)} and {g.dtype}"
+    if given["chunk_size"] != CHUNK:
+        return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"
+    if given.get("output_dtype", torch.float32) != torch.float32:
+        return f"{NAME} sums in float32"
+    if abs((given.get("scale") or 0.0) - LN2_RECIPROCAL) > 1e-6:
+        return f"scale is {given.get('scale')}, and {NAME} sums in base 2"
+    return None
+
+
+def _declines_intra(given: Arguments) -> Reason:
+    if given.get("chunk_size", CHUNK) != CHUNK:
+        return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"
+    return _declines_stage(given)
+
+
+def _declines_recompute(given: Arguments) -> Reason:
+    if given["A"].shape[-1] != CHUNK:
+        return f"A has chunks of {given['A'].shape[-1]}, and {NAME} of {CHUNK}"
+    return _declines_stage(given)
+
+
+def _declines_stage(given: Arguments) -> Reason:
+    for name in ("gk", "beta"):
+        if given.get(name) is None:
+            return f"{name} is None"
+    if given["gk"].dtype != torch.float32:
+        return f"gk has dtype {given['gk'].dtype}, and {NAME} takes sums in float32"
+    return _declines_gradients(given) or _declines_dtypes_and_sizes(given)
+
+
+# -- the calls ----------------------------------------------------------------------------------
+
+
+def _chunk_kda(*args: Any, **kwargs: Any) -> Any:
+    from ..ops.kda import chunk_kda
+
+    given = _named(_CHUNK_KDA, args, kwargs)
+    rest = {name: given[name] for name in _HANDED_ON if name in given}
+    # The copy on the host only says how many chunks there are, which nothing else asks for.
+    if given.get("return_intermediate_states"):
+        rest["cu_seqlens_cpu"] = given.get("cu_seqlens_cpu")
+    return chunk_kda(*(given[name] for name in ("q", "k", "v", "g", "beta")), **rest)
+
+
+def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> Any:
+    from ..ops.kda import fused_recurrent_kda
+
+    given = _named(_RECURRENT, args, kwargs)
+    for name in ("inplace_final_state", "ssm_state_indices", "num_accepted_tokens", "out"):
+        given.pop(name, None)
+    return fused_recurrent_kda(**given)
+
+
+def _gate_cumsum(*args: Any, **kwargs: Any) -> Tensor:
+    from ..ops.kda import kda_gate_cumsum
+
+    given = _named(_GATE, args, kwargs)
+    return kda_gate_cumsum(
+        given["g"],
+        A_log=given.get("A_log"),
+        dt_bias=given.get("dt_bias"),
+        lower_bound=given.get("lower_bound"),
+        use_gate_in_kernel=True,
+        cu_seqlens=given.get("cu_seqlens"),
+    )
+
+
+def _intra(
+    *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """(w, u, qg, kg, Aqk, Akk); qg only where disable_recompute asks for what can be kept."""
+    from ..ops.kda import kda_chunk_intra
+
+    given = _named(_INTRA, args, kwargs)
+    found = kda_chunk_intra(
+        given["q"],
+        given["k"],
+        given["v"],
+        given["gk"],
+        given["beta"],
+        given.get("scale"),
+        cu_seqlens=given.get("cu_seqlens"),
+        output_qg=bool(given.get("disable_recompute")),
+    )
+    return found.w, found.u, found.qg, found.kg, found.Aqk, found.Akk
+
+
+def _recompute(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(w, u, qg, kg)"""
+    from ..ops.kda import kda_recompute_w_u
+
+    given = _named(_RECOMPUTE, args, kwargs)
+    found = kda_recompute_w_u(
+        given.get("q"),
+        given["k"],
+        given["v"],
+        given["gk"],
+        given["beta"],
+        given["A"],
+        cu_seqlens=given.get("cu_seqlens"),
+    )
+    return found.w, found.u, found.qg, found.kg

@@ -1,0 +1,400 @@
+"""flash-linear-attention with this package as a backend: what reaches our kernels and what not.
+
+Calls go through flash-linear-attention's own functions. Without a GPU they end in the emulator, and
+are held to the float64 reference; on one they are held to its Triton kernels as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn.ops.kda as operators
+from cute_attn.integrations import fla as integration
+from cute_attn.reference import kda as reference
+from tests.ops.lightning_cases import assert_no_worse
+
+DTYPE = torch.bfloat16
+PLAIN = {"dtype": torch.float32, "stage_dtype": DTYPE}
+OPERATORS = (
+    "chunk_kda",
+    "fused_recurrent_kda",
+    "kda_chunk_intra",
+    "kda_gate_cumsum",
+    "kda_recompute_w_u",
+)
+
+
+@pytest.fixture
+def fla() -> Any:
+    """flash-linear-attention, with the backend registered."""
+    package = pytest.importorskip(
+        "fla.ops.kda", reason="needs flash-linear-attention and triton", exc_type=ImportError
+    )
+    integration.register()
+    return package
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each of our operators was called."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, operator: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return operator(*args, **kwargs)
+
+        return call
+
+    for name in OPERATORS:
+        monkeypatch.setattr(operators, name, counted(name, getattr(operators, name)))
+    return calls
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What flash-linear-attention says, who says each thing once in a process."""
+    backends = pytest.importorskip("fla.backends", exc_type=ImportError)
+    for registry in itertools.chain(
+        backends._function_registries.values(), backends._operation_registries.values()
+    ):
+        registry._logged.clear()
+    with caplog.at_level(logging.INFO, logger="fla.backends"):
+        yield caplog
+
+
+class Case:
+    """Random arguments of `chunk_kda`, all of whose work is left to the kernel."""
+
+    def __init__(self, device: str, *, packed: bool = False, heads: int = 1, **changes: Any):
+        generator = torch.Generator().manual_seed(7)
+
+        def normal(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        batch, tokens, heads_v, dim = (1, 100, 2, 64) if packed else (2, 70, 2, 64)
+        sequences = 3 if packed else batch
+        self.arguments: dict[str, Any] = {
+            "q": normal(batch, tokens, heads, dim),
+            "k": normal(batch, tokens, heads, dim),
+            "v": normal(batch, tokens, heads_v, dim),
+            "g": normal(batch, tokens, heads_v, dim),
+            "beta": normal(batch, tokens, heads_v),
+            "initial_state": normal(sequences, heads_v, dim, dim, dtype=torch.float32),
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "A_log": normal(heads_v, dtype=torch.float32) * 0.3,
+            "dt_bias": normal(heads_v * dim, dtype=torch.float32) - 2.0,
+        }
+        if packed:
+            self.arguments["cu_seqlens"] = torch.tensor([0, 30, 30, tokens], device=device)
+        self.arguments |= changes
+
+    def assert_agrees(self, o: torch.Tensor, final_state: torch.Tensor) -> None:
+        exact = reference.kda_chunk_reference(**self.arguments)
+        plain = reference.kda_chunk_reference(**self.arguments, **PLAIN)
+        assert o.dtype == DTYPE
+        assert_no_worse(o, plain.o.to(DTYPE), exact.o)
+        assert_no_worse(final_state, plain.states.final_state, exact.states.final_state)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "grouped value heads": {"safe_gate": True, "lower_bound": -5.0},
+    "one head each, softplus": {"heads": 2},
+    "packed, states of V by K": {"packed": True, "state_v_first": True, "lower_bound": -5.0},
+}
+
+
+# -- what reaches us
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_chunk_kda_is_ours(
+    fla: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch, device: str, name: str
+) -> None:
+    case = Case(device, **CASES[name])
+    o, final_state = fla.chunk_kda(**case.arguments, output_final_state=True)
+    assert reached == {"chunk_kda": 1}
+    case.assert_agrees(o, final_state)
+    if device == "cuda":
+        monkeypatch.setenv("FLA_CUTE_ATTN", "0")
+        theirs = fla.chunk_kda(**case.arguments, output_final_state=True)
+        assert reached == {"chunk_kda": 1}
+        case.assert_agrees(*theirs)
+
+
+@pytest.mark.everywhere
+@torch.inference_mode()
+def test_intermediate_states(fla: Any, reached: Counter[str], device: str) -> None:
+    case = Case(device, packed=True)
+    offsets = case.arguments["cu_seqlens"].cpu()
+    o, final_state, h = fla.chunk_kda(
+        **case.arguments,
+        output_final_state=True,
+        return_intermediate_states=True,
+        cu_seqlens_cpu=offsets,
+    )
+    assert reached["chunk_kda"] == 1
+    case.assert_agrees(o, final_state)
+    exact = reference.kda_chunk_reference(**case.arguments).states.h
+    plain = reference.kda_chunk_reference(**case.arguments, **PLAIN).states.h
+    assert h.shape == exact.shape
+    assert_no_worse(h, plain.to(h.dtype), exact)
+
+
+@pytest.mark.everywhere
+@torch.no_grad()
+def test_the_recurrent_form_is_ours(fla: Any, reached: Counter[str], device: str) -> None:
+    case = Case(device)
+    o, final_state = fla.fused_recurrent_kda(**case.arguments, output_final_state=True)
+    assert reached == {"fused_recurrent_kda": 1}
+    exact = reference.kda_reference(**case.arguments)
+    plain = reference.kda_reference(**case.arguments, dtype=torch.float32)
+    assert_no_worse(o, plain.o.to(DTYPE), exact.o)
+    assert_no_worse(final_state, plain.final_state, exact.final_state)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@torch.no_grad()
+def test_the_stages_are_ours(fla: Any, reached: Counter[str], device: str, packed: bool) -> None:
+    """As flash-linear-attention's chunked forward calls them, whatever it is called for."""
+    from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
+    from fla.ops.kda.gate import kda_gate_chunk_cumsum
+    from fla.ops.kda.wy_fast import recompute_w_u_fwd
+
+    given = Case(device, packed=packed).arguments
+    cu_seqlens = given.get("cu_seqlens")
+    gate = {name: given[name] for name in ("A_log", "dt_bias")}
+    G = kda_gate_chunk_cumsum(
+        given["g"], chunk_size=64, scale=integration.LN2_RECIPROCAL, cu_seqlens=cu_seqlens, **gate
+    )
+    logarithms = reference.log_decay(given["g"], **gate)
+    exact_G = reference.kda_gate_cumsum_reference(logarithms, cu_seqlens=cu_seqlens)
+    plain_G = reference.kda_gate_cumsum_reference(
+        reference.log_decay(given["g"], **gate, dtype=torch.float32),
+        cu_seqlens=cu_seqlens,
+        dtype=torch.float32,
+    )
+    assert_no_worse(G, plain_G, exact_G)
+
+    q, k = (reference.l2norm(given[name]).to(DTYPE) for name in ("q", "k"))
+    v, beta = given["v"], torch.sigmoid(given["beta"].float())
+    tensors = (q, k, v, G, beta)
+    results = chunk_kda_fwd_intra(
+        q=q, k=k, v=v, gk=G, beta=beta, scale=0.125, cu_seqlens=cu_seqlens, safe_gate=True
+    )
+    found = dict(zip(("w", "u", "qg", "kg", "Aqk", "Akk"), results, strict=True))
+    assert found.pop("qg") is None
+    exact = reference.kda_chunk_intra_reference(*tensors, 0.125, cu_seqlens=cu_seqlens)
+    plain = reference.kda_chunk_intra_reference(*tensors, 0.125, cu_seqlens=cu_seqlens, **PLAIN)
+    for name, x in found.items():
+        assert_no_worse(x, getattr(plain, name), getattr(exact, name))
+
+    Akk = found["Akk"]
+    again = recompute_w_u_fwd(k=k, v=v, beta=beta, A=Akk, gk=G, q=q, cu_seqlens=cu_seqlens)
+    exact_again = reference.kda_recompute_w_u_reference(*tensors, Akk, cu_seqlens=cu_seqlens)
+    plain_again = reference.kda_recompute_w_u_reference(
+        *tensors, Akk, cu_seqlens=cu_seqlens, **PLAIN
+    )
+    for x, p, e in zip(again, plain_again, exact_again, strict=True):
+        assert_no_worse(x, p, e)
+    assert reached == {"kda_gate_cumsum": 1, "kda_chunk_intra": 1, "kda_recompute_w_u": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_a_training_step_goes_through_our_stages(
+    fla: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """Gradients with our stages are as near to those of its naive function as with its own."""
+    from fla.ops.kda.naive import naive_recurrent_kda
+
+    case = Case("cuda", packed=packed, heads=2)
+    arguments = case.arguments
+    inputs = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+    weights = torch.randn_like(arguments["v"])
+
+    def gradients(call: Any) -> list[torch.Tensor]:
+        leaves = {name: arguments[name].detach().clone().requires_grad_() for name in inputs}
+        o = call(arguments | leaves)
+        return list(torch.autograd.grad((o.float() * weights).sum(), list(leaves.values())))
+
+    def naive(given: dict[str, Any]) -> torch.Tensor:
+        q, k, g, beta = reference.prepare(
+            *(given[name] for name in ("q", "k", "g", "beta")),
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            A_log=given["A_log"],
+            dt_bias=given["dt_bias"],
+            dtype=torch.float32,
+        )
+        tensors, states = (q, k, given["v"].float(), g, beta), given["initial_state"]
+        if not packed:
+            return naive_recurrent_kda(*tensors, initial_state=states)[0]
+        offsets = given["cu_seqlens"].tolist()
+        pieces = [
+            naive_recurrent_kda(*(x[:, a:b] for x in tensors), initial_state=states[n : n + 1])[0]
+            for n, (a, b) in enumerate(itertools.pairwise(offsets))
+            if b > a
+        ]
+        return torch.cat(pieces, dim=1)
+
+    exact = gradients(naive)
+    ours = gradients(lambda given: fla.chunk_kda(**given)[0])
+    assert reached["chunk_kda"] == 0
+    assert reached["kda_gate_cumsum"] and reached["kda_chunk_intra"]
+    assert reached["kda_recompute_w_u"]
+    monkeypatch.setenv("FLA_CUTE_ATTN", "0")
+    before = reached.total()
+    theirs = gradients(lambda given: fla.chunk_kda(**given)[0])
+    assert reached.total() == before
+    for a, b, e in zip(ours, theirs, exact, strict=True):
+        assert_no_worse(a, b, e.double())
+
+
+# -- what does not
+
+
+def test_off_by_the_environment(
+    fla: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = Case(device)
+    monkeypatch.setenv("FLA_CUTE_ATTN", "0")
+    with contextlib.suppress(Exception), torch.no_grad():  # its Triton kernels want a GPU
+        fla.chunk_kda(**case.arguments)
+    assert not reached
+
+
+def test_gradients_are_declined_with_a_reason(
+    fla: Any, reached: Counter[str], log: pytest.LogCaptureFixture
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = Case(device)
+    case.arguments["q"].requires_grad_()
+    with contextlib.suppress(Exception):
+        fla.chunk_kda(**case.arguments)
+    assert reached["chunk_kda"] == 0
+    assert "chunk_kda -> cute_attn rejected: cute_attn has no backward pass" in log.text
+
+
+def test_registering_again_changes_nothing(fla: Any) -> None:
+    import fla.backends as backends
+
+    integration.register()
+    registry = backends._operation_registries["kda"]
+    assert [type(b).__name__ for b in registry._backends.values()].count("CuteAttnBackend") == 1
+
+
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    """CPU tensors are as good as others to a verifier."""
+    import cute_attn
+
+    with cute_attn.emulated("sm_90a"):
+        yield
+
+
+CHUNK_KDA_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
+    "context parallel": ({"cp_context": object()}, "context parallelism"),
+    "chunks of 32": ({"chunk_size": 32}, "chunk_size is 32"),
+    "old name": ({"transpose_state_layout": True}, "state_v_first"),
+    "float32": ({"k": torch.randn(2, 70, 1, 64)}, "k has dtype torch.float32"),
+    "two dtypes": ({"v": torch.randn(2, 70, 2, 64).half()}, "v has dtype torch.float16 and k"),
+    "K": ({"k": torch.randn(2, 70, 1, 32).bfloat16()}, "K, V are 32, 64"),
+    "V": ({"v": torch.randn(2, 70, 2, 512).bfloat16()}, "K, V are 64, 512"),
+    "beta of V": ({"beta": torch.randn(2, 70, 2, 64)}, "one beta a head"),
+    "double gates": ({"g": torch.randn(2, 70, 2, 64).double()}, "gates of torch.float64"),
+    "chunks unknown": (
+        {"cu_seqlens": torch.tensor([0, 70]), "return_intermediate_states": True},
+        "without cu_seqlens_cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHUNK_KDA_DECLINED)
+@torch.no_grad()
+def test_chunk_kda_declined(emulated: None, what: str) -> None:
+    change, reason = CHUNK_KDA_DECLINED[what]
+    arguments = Case("cpu").arguments
+    assert integration._declines_chunk_kda(arguments) is None
+    assert reason in str(integration._declines_chunk_kda(arguments | change))
+
+
+@torch.no_grad()
+def test_tensors_without_a_gpu_are_declined() -> None:
+    assert "are on cpu" in str(integration._declines_chunk_kda(Case("cpu").arguments))
+
+
+RECURRENT_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
+    "in place": ({"inplace_final_state": True}, "cute_attn.kda_decode"),
+    "slots": ({"ssm_state_indices": torch.zeros(2)}, "cute_attn.kda_decode"),
+    "speculative": ({"num_accepted_tokens": torch.ones(2)}, "cute_attn.kda_decode"),
+    "out": ({"out": torch.zeros(1)}, "takes no out"),
+    "K": ({"k": torch.randn(2, 70, 1, 32).bfloat16()}, "K, V are 32, 64"),
+}
+
+
+@pytest.mark.parametrize("what", RECURRENT_DECLINED)
+@torch.no_grad()
+def test_the_recurrent_form_declined(emulated: None, what: str) -> None:
+    change, reason = RECURRENT_DECLINED[what]
+    arguments = Case("cpu").arguments | {"inplace_final_state": False}
+    assert integration._declines_recurrent(arguments) is None
+    assert reason in str(integration._declines_recurrent(arguments | change))
+    arguments.pop("inplace_final_state")  # whose default is to be in place
+    assert "cute_attn.kda_decode" in str(integration._declines_recurrent(arguments))
+
+
+GATE_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
+    "chunks of 32": ({"chunk_size": 32}, "chunk_size is 32"),
+    "base e": ({"scale": None}, "sums in base 2"),
+    "dtype": ({"output_dtype": torch.bfloat16}, "sums in float32"),
+    "K": ({"g": torch.randn(2, 70, 2, 32)}, "no kernel for a g of shape"),
+}
+
+
+@pytest.mark.parametrize("what", GATE_DECLINED)
+def test_the_gate_declined(emulated: None, what: str) -> None:
+    change, reason = GATE_DECLINED[what]
+    arguments = {"g": torch.randn(2, 70, 2, 64), "chunk_size": 64, "scale": 1 / 0.6931471805599453}
+    assert integration._declines_gate(arguments) is None
+    assert reason in str(integration._declines_gate(arguments | change))
+
+
+@torch.no_grad()
+def test_the_stages_declined(emulated: None) -> None:
+    given = Case("cpu").arguments
+    arguments = {name: given[name] for name in ("q", "k", "v", "beta")}
+    arguments |= {"gk": given["g"].float(), "A": torch.zeros(2, 70, 2, 64, dtype=DTYPE)}
+    for declines in (integration._declines_intra, integration._declines_recompute):
+        assert declines(arguments) is None
+        assert "gk is None" in str(declines(arguments | {"gk": None}))
+        assert "sums in float32" in str(declines(arguments | {"gk": given["g"]}))
+        assert "K, V are" in str(declines(arguments | {"k": given["k"][..., :32]}))
+    assert "chunk_size is 32" in str(integration._declines_intra(arguments | {"chunk_size": 32}))
+    short = arguments | {"A": arguments["A"][..., :32]}
+    assert "A has chunks of 32" in str(integration._declines_recompute(short))
+
+
+def test_importing_the_module_imports_neither_fla_nor_triton() -> None:
+    code = (
+        "import sys, cute_attn.integrations.fla as m\n"
+        "assert callable(m.register) and not {'fla', 'triton'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
