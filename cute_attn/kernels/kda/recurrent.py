@@ -20,7 +20,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common.overlap import overlaps
 from . import decode_arguments
 from .chunks import num_sequences, sequence_place
 from .decode_tile import StateTile
@@ -94,7 +93,7 @@ class KdaRecurrent:
         sequences = num_sequences(q.shape[0], cu_seqlens)
         # What must not run gets no blocks: the driver refuses that, and the operator says why.
         blocks = heads_v
-        if overlaps(o, q, k, v, g, beta) or heads_v % cutlass.max(heads, 1) != 0:
+        if heads_v % cutlass.max(heads, 1) != 0:
             blocks = 0
         if cutlass.const_expr(spec.dt_bias_dims == 1):
             if dt_bias.shape[0] != heads_v * spec.head_dim_k:
@@ -103,9 +102,6 @@ class KdaRecurrent:
             if cutlass.const_expr(state is not None):
                 if state.shape[0] != sequences:
                     blocks = 0
-        if cutlass.const_expr(initial_state is not None and final_state is not None):
-            if overlaps(final_state, initial_state):
-                blocks = 0
         if cutlass.const_expr(cu_seqlens is not None):
             if q.shape[0] != 1:
                 blocks = 0
