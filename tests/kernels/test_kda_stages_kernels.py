@@ -16,7 +16,7 @@ import torch
 
 from cute_attn import cache, launch
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.spec import GateSpec, L2NormSpec, OutputSpec, RecomputeSpec
+from cute_attn.kernels.kda.spec import DeltaHSpec, GateSpec, L2NormSpec, OutputSpec, RecomputeSpec
 from cute_attn.reference import kda
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -236,6 +236,51 @@ def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
     ):
         if wanted:
             check(name, x, *expected)
+
+
+# -- delta_h
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        DeltaHSpec("bfloat16", 128, 128, "int32", False, True, True, True, 64, 2),
+        DeltaHSpec("bfloat16", 128, 128, "none", True, True, True, True, 64, 4),
+        DeltaHSpec("float16", 128, 64, "int64", True, False, True, True, 32, 2),
+        DeltaHSpec("float16", 64, 128, "none", False, False, False, False, 128, 1),
+    ],
+)
+def test_delta_h(spec: DeltaHSpec, arch: str) -> None:
+    s = Stages(
+        spec.head_dim_k,
+        spec.head_dim_v,
+        spec.dtype,
+        spec.index_dtype,
+        state_v_first=spec.state_v_first,
+    )
+    initial_state = s.initial_state if spec.has_initial_state else None
+    exact = s.states_of(initial_state, torch.float64)
+    plain = s.states_of(initial_state, torch.float32, plain=True)
+    h = poisoned(exact.h.shape, s.dtype)
+    v_new = poisoned(s.v.shape, s.dtype)
+    final_state = poisoned(exact.final_state.shape, torch.float32)
+    kernel(launch.KDA_DELTA_H, spec, arch)(
+        s.intra.kg,
+        s.intra.w,
+        s.intra.u,
+        s.g,
+        initial_state,
+        s.cu_seqlens,
+        h,
+        v_new if spec.store_v_new else None,
+        final_state if spec.has_final_state else None,
+    )
+    check("h", h, exact.h, plain.h)
+    if spec.store_v_new:
+        check("v_new", v_new, exact.v_new, plain.v_new)
+    if spec.has_final_state:
+        check("final_state", final_state, exact.final_state, plain.final_state)
 
 
 # -- output

@@ -131,15 +131,17 @@ def copy_rows(
     thread, _, _ = cute.arch.thread_idx()
     units = columns * 2 // UNIT_BYTES
     step = num_threads // units
-    assert step % 8 == 0 and CHUNK % step == 0, "a thread's rows must agree in their swizzle"
     shift = units.bit_length() - 1
     row, unit = Int32(Uint32(thread) >> shift), thread & (units - 1)
     start = source + Int64(row) * pitch + Int64(unit * UNIT_BYTES)
-    target = shared + row * LINE_BYTES + ((unit >> 3) * SUB_TILE_BYTES)
-    target = target + (((unit & 7) ^ (row & 7)) << 4)
+    line = shared + row * LINE_BYTES + ((unit >> 3) * SUB_TILE_BYTES)
+    within = ((unit & 7) ^ (row & 7)) << 4
     for i in range(CHUNK // step):
+        flip = (i * step & 7) << 4
         warp.copy_async(
-            target + i * step * LINE_BYTES, start + i * step * pitch, row + i * step < length
+            line + i * step * LINE_BYTES + (within ^ flip),
+            start + i * step * pitch,
+            row + i * step < length,
         )
 
 
@@ -207,6 +209,29 @@ def add_product(
                 c[at + n] = x
 
 
+def right_fragments_of_rows(shared: Any, first_row: int, step: int) -> Any:
+    """Rows first_row to first_row + 7 as right operands of which rows are n: columns 16 step to
+    16 step + 15, and the 16 behind them; step is even."""
+    lane = cute.arch.lane_idx()
+    unit, r = (2 * step % 8) | (lane >> 3), lane & 7
+    at = r * LINE_BYTES + ((unit ^ r) << 4)
+    return warp.load_matrices(shared + at + first_row * LINE_BYTES + step // 4 * SUB_TILE_BYTES)
+
+
+def transposed_accumulators(
+    dtype: Any, shared: Any, first_row: int, first_column: Any
+) -> list[Any]:
+    """16 columns of 16 rows, as accumulators of the transpose: 16 by 8, and the 8 rows behind."""
+    lane = cute.arch.lane_idx()
+    matrix, r = lane >> 3, lane & 7
+    unit = (first_column >> 3) + (matrix & 1)
+    at = (first_row + 8 * (matrix >> 1) + r) * LINE_BYTES + (((unit & 7) ^ r) << 4)
+    return unpack_all(
+        dtype,
+        warp.load_matrices(shared + at + (unit >> 3) * SUB_TILE_BYTES, transposed=True),
+    )
+
+
 def right_offsets() -> list[Any]:
     """Where this lane reads for `right_fragments`, for each pair of units of a sub-tile."""
     lane = cute.arch.lane_idx()
@@ -250,6 +275,20 @@ def store_fragments(
         at = row + i * step
         x = warp.load_shared(Int32, scratch + at * LINE_BYTES + ((unit ^ (at & 7)) << 4), 4)
         store_if(at < length, start + i * step * pitch, x)
+
+
+def paired_offset() -> Any:
+    """Byte of a row of 16 elements at which this lane stores what `paired` gave it."""
+    pair = cute.arch.lane_idx() & 3
+    return ((pair & 2) << 2) | ((pair & 1) << 4)
+
+
+def paired(left: Any, right: Any) -> list[Any]:
+    """4 neighbouring elements of a row, for each lane, from (row, col), (row, col + 1) of two
+    matrices of 8 by 8 that lie side by side: whole sectors from what fragments hold."""
+    odd = (cute.arch.lane_idx() & 1) != 0
+    got = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, left, right), offset=1)
+    return [cutlass.select_(odd, got, left), cutlass.select_(odd, right, got)]
 
 
 @cute.jit

@@ -1,0 +1,412 @@
+"""The state from chunk to chunk, from w, u and kg: states at the chunks' starts, and corrections.
+
+    h = S        v_new = u - w S        S <- Diag(exp2(G_e)) S + kg^T v_new
+
+Everything is kept transposed, as in `recurrence`: a warp owns 16 columns of V and all of K. S^T, 16
+by K, are the accumulators of its products; rounded they are h and, where they lie, the left operand
+of the next product, as v_new^T is. So the chain from chunk to chunk never leaves the registers of a
+warp, and warps share nothing but the chunk's rows in shared memory.
+
+    block (tile of V, value head, sequence), tile_v / 16 warps
+      load      w, kg and u of chunk c + num_stages - 1, by cp.async; G_e of chunk c + 1
+      keep      h
+      correct   v_new
+      update    S
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ..common import warp
+from ..common.dtypes import DTYPE
+from ..common.spec import WARP_SIZE
+from .chunks import CHUNK_SHIFT, num_sequences, sequence_place
+from .spec import CHUNK, DeltaHSpec
+from .tiles import (
+    FRAGMENT_ROWS,
+    LINE_BYTES,
+    SUB_TILE_BYTES,
+    UNIT_BYTES,
+    chunks_before,
+    copy_rows,
+    fake_offsets,
+    fake_rows,
+    pack_all,
+    paired,
+    paired_offset,
+    right_fragments,
+    right_fragments_of_rows,
+    right_offsets,
+    row_address,
+    row_bytes,
+    thread_and_warp,
+    transposed_accumulators,
+)
+
+STEP = 16  # of the summed dimension, in a product
+
+
+class KdaDeltaH:
+    """The kernel for one DeltaHSpec; see the module's docstring."""
+
+    def __init__(self, spec: DeltaHSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        if spec.tile_v % FRAGMENT_ROWS or spec.head_dim_v % spec.tile_v:
+            raise ValueError(
+                f"tile_v is {spec.tile_v}, must be a multiple of {FRAGMENT_ROWS} that divides "
+                f"head_dim_v={spec.head_dim_v}"
+            )
+        if spec.num_stages < 1:
+            raise ValueError(f"num_stages is {spec.num_stages}, must be at least 1")
+        self.num_warps = spec.tile_v // FRAGMENT_ROWS
+        self.num_threads = self.num_warps * WARP_SIZE
+        self.decays = -(-spec.head_dim_k // self.num_threads)  # of a thread
+        # Shared memory: byte offsets within a stage, and behind the stages.
+        self.w = 0
+        self.kg = self.w + spec.head_dim_k // 64 * SUB_TILE_BYTES
+        self.u = self.kg + spec.head_dim_k // 64 * SUB_TILE_BYTES
+        self.stage_bytes = self.u + -(-spec.tile_v // 64) * SUB_TILE_BYTES
+        self.decay = spec.num_stages * self.stage_bytes
+        self.decay_bytes = spec.head_dim_k * 4  # of a chunk; there are two
+        self.smem_bytes = self.decay + 2 * self.decay_bytes
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec, dtype = self.spec, self.dtype
+        batch, tokens, heads, chunks = (cute.sym_int() for _ in range(4))
+        sequences = cute.sym_int() if spec.varlen else batch
+
+        def rows(columns: int, element: Any = dtype) -> Any:
+            return fake_rows(element, (batch, tokens, heads, columns))
+
+        K, V = spec.head_dim_k, spec.head_dim_v
+        matrix = (V, K) if spec.state_v_first else (K, V)
+
+        def matrices(element: Any, *shape: Any) -> Any:
+            strides = (cute.sym_int64(divisibility=128 // element.width) for _ in shape)
+            return make_fake_tensor(
+                element, (*shape, *matrix), (*strides, matrix[1], 1), assumed_align=UNIT_BYTES
+            )
+
+        return (
+            rows(K),
+            rows(K),
+            rows(V),
+            rows(K, Float32),
+            matrices(Float32, sequences, heads) if spec.has_initial_state else None,
+            fake_offsets(spec.index_dtype),
+            matrices(dtype, batch, chunks, heads),
+            rows(V) if spec.store_v_new else None,
+            matrices(Float32, sequences, heads) if spec.has_final_state else None,
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        kg: cute.Tensor,
+        w: cute.Tensor,
+        u: cute.Tensor,
+        g: cute.Tensor,
+        initial_state: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        h: cute.Tensor,
+        v_new: cute.Tensor | None,
+        final_state: cute.Tensor | None,
+        stream: Any,
+    ) -> None:
+        self.kernel(kg, w, u, g, initial_state, cu_seqlens, h, v_new, final_state).launch(
+            grid=[
+                self.spec.head_dim_v // self.spec.tile_v,
+                u.shape[2],
+                num_sequences(u.shape[0], cu_seqlens),
+            ],
+            block=[self.num_threads, 1, 1],
+            smem=self.smem_bytes,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        kg: cute.Tensor,
+        w: cute.Tensor,
+        u: cute.Tensor,
+        g: cute.Tensor,
+        initial_state: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        h: cute.Tensor,
+        v_new: cute.Tensor | None,
+        final_state: cute.Tensor | None,
+    ) -> None:
+        spec = self.spec
+        tile, head, sequence = cute.arch.block_idx()
+        _, warp_index = thread_and_warp()
+        place = sequence_place(sequence, u.shape[1], cu_seqlens)
+        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
+        first_chunk = chunks_before(sequence, u.shape[1], cu_seqlens)
+        smem = cutlass.memory.SmemAllocator()
+        base = warp.shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
+        tile_start = tile * spec.tile_v
+        first_v = tile_start + warp_index * FRAGMENT_ROWS
+
+        for c in cutlass.range_constexpr(spec.num_stages - 1):
+            self.load(c, num_chunks, base + c * self.stage_bytes, kg, w, u, place, head, tile_start)
+        logs = cute.make_rmem_tensor((self.decays,), Float32)  # G_e of the thread's channels
+        logs.fill(0.0)
+        self.load_decay(logs, 0, num_chunks, g, place, head)
+        state = cute.make_rmem_tensor((spec.head_dim_k // 2,), Float32)
+        self.load_state(state, initial_state, sequence, head, first_v)
+        self.keep_decay(logs, 0, base)
+
+        stage = Int32(0)
+        for c in cutlass.range(num_chunks, unroll=1):
+            ahead = stage + (spec.num_stages - 1)
+            ahead = ahead - spec.num_stages if ahead >= spec.num_stages else ahead
+            if cutlass.const_expr(spec.num_stages == 1):
+                # Everybody is done with the last chunk.
+                cute.arch.sync_threads()
+                self.load(c, num_chunks, base, kg, w, u, place, head, tile_start)
+                cute.arch.cp_async_wait_group(0)
+            else:
+                cute.arch.cp_async_wait_group(spec.num_stages - 2)
+            # Everybody's copies of this chunk are here, and everybody is done with the last one.
+            cute.arch.sync_threads()
+            if cutlass.const_expr(spec.num_stages > 1):
+                self.load(
+                    c + spec.num_stages - 1,
+                    num_chunks,
+                    base + ahead * self.stage_bytes,
+                    kg,
+                    w,
+                    u,
+                    place,
+                    head,
+                    tile_start,
+                )
+            self.load_decay(logs, c + 1, num_chunks, g, place, head)
+            self.chunk(
+                state,
+                base + stage * self.stage_bytes,
+                base + self.decay + (c & 1) * self.decay_bytes,
+                h,
+                v_new,
+                place,
+                head,
+                tile_start,
+                warp_index,
+                c,
+                first_chunk + c,
+            )
+            self.keep_decay(logs, c + 1, base)
+            stage = stage + 1
+            stage = Int32(0) if stage == spec.num_stages else stage
+
+        self.store_state(state, final_state, sequence, head, first_v)
+
+    # -- loads --------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(
+        self,
+        c: Int32,
+        num_chunks: Int32,
+        stage: Int32,
+        kg: cute.Tensor,
+        w: cute.Tensor,
+        u: cute.Tensor,
+        place: Any,
+        head: Int32,
+        tile_start: Int32,
+    ) -> None:
+        """Start the copies of chunk c, if there is one, and commit them in any case."""
+        if c < num_chunks:
+            start = place.start + c * CHUNK
+            length = place.length - c * CHUNK
+            for x, offset, columns, first in (
+                (w, self.w, self.spec.head_dim_k, 0),
+                (u, self.u, self.spec.tile_v, tile_start),
+                (kg, self.kg, self.spec.head_dim_k, 0),
+            ):
+                copy_rows(
+                    stage + offset,
+                    row_address(x, place.batch, start, head, first),
+                    row_bytes(x),
+                    length,
+                    columns,
+                    self.num_threads,
+                )
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def load_decay(
+        self,
+        logs: cute.Tensor,
+        c: Int32,
+        num_chunks: Int32,
+        g: cute.Tensor,
+        place: Any,
+        head: Int32,
+    ) -> None:
+        """G_e of chunk c, if there is one."""
+        thread, _, _ = cute.arch.thread_idx()
+        if c < num_chunks and thread < self.spec.head_dim_k:
+            last = cutlass.min((c + 1) * CHUNK, place.length) - 1
+            address = row_address(g, place.batch, place.start + last, head, thread)
+            for i in cutlass.range_constexpr(self.decays):
+                logs[i] = warp.load_global(Float32, address + i * self.num_threads * 4)[0]
+
+    @cute.jit
+    def keep_decay(self, logs: cute.Tensor, c: Int32, base: Int32) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < self.spec.head_dim_k:
+            at = base + self.decay + (c & 1) * self.decay_bytes + thread * 4
+            for i in cutlass.range_constexpr(self.decays):
+                warp.store_shared(Float32, at + i * self.num_threads * 4, [warp.exp2(logs[i])])
+
+    # -- a chunk ------------------------------------------------------------------------------
+
+    @cute.jit
+    def chunk(
+        self,
+        state: cute.Tensor,
+        stage: Int32,
+        decay: Int32,
+        h: cute.Tensor,
+        v_new: cute.Tensor | None,
+        place: Any,
+        head: Int32,
+        tile_start: Int32,
+        warp_index: Int32,
+        c: Int32,
+        index: Int32,
+    ) -> None:
+        spec, dtype = self.spec, self.dtype
+        lane = cute.arch.lane_idx()
+        first_v = tile_start + warp_index * FRAGMENT_ROWS
+        values = [state[i] for i in range(cute.size(state))]
+
+        # keep: S^T rounded, 2 registers for each 8 of K
+        s = pack_all(dtype, values)
+        if index < h.shape[1]:  # whatever cu_seqlens holds
+            self.store_h(s, h, place.batch, index, head, first_v)
+
+        # correct: 16 of V by 64 tokens
+        recalled = [Float32(0.0)] * (FRAGMENT_ROWS * CHUNK // WARP_SIZE)
+        for step in cutlass.range_constexpr(0, spec.head_dim_k // STEP, 2):
+            for j in cutlass.range_constexpr(CHUNK // 8):
+                b = right_fragments_of_rows(stage + self.w, 8 * j, step)
+                for i in cutlass.range_constexpr(2):
+                    recalled[4 * j : 4 * j + 4] = warp.mma(
+                        dtype,
+                        recalled[4 * j : 4 * j + 4],
+                        s[4 * (step + i) : 4 * (step + i) + 4],
+                        b[2 * i : 2 * i + 2],
+                    )
+        corrections = []
+        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
+            u_t = transposed_accumulators(dtype, stage + self.u, 8 * j, warp_index * FRAGMENT_ROWS)
+            corrections += [x - y for x, y in zip(u_t, recalled[4 * j : 4 * j + 8], strict=True)]
+        corrections = pack_all(dtype, corrections)
+
+        # update
+        at = decay + ((lane & 3) << 3)
+        for j in cutlass.range_constexpr(spec.head_dim_k // 8):
+            d = warp.load_shared(Float32, at + j * 32, 2)
+            for i in cutlass.range_constexpr(4):
+                values[4 * j + i] = values[4 * j + i] * d[i % 2]
+        offsets = right_offsets()
+        for step in cutlass.range_constexpr(CHUNK // STEP):
+            for j in cutlass.range_constexpr(spec.head_dim_k // 16):
+                b = right_fragments(stage + self.kg, offsets, step, j)
+                for i in cutlass.range_constexpr(2):
+                    n = 8 * j + 4 * i
+                    values[n : n + 4] = warp.mma(
+                        dtype,
+                        values[n : n + 4],
+                        corrections[4 * step : 4 * step + 4],
+                        b[2 * i : 2 * i + 2],
+                    )
+        self.assign(state, values)
+
+        if cutlass.const_expr(spec.store_v_new):
+            self.store_v_new(corrections, v_new, place, head, first_v, c)
+
+    def store_h(
+        self, s: list[Any], h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any
+    ) -> None:
+        """The warp's 16 columns of V of h, in whole sectors."""
+        spec = self.spec
+        row = cute.arch.lane_idx() >> 2
+        start = h.iterator + (
+            Int64(batch) * h.stride[0] + Int64(index) * h.stride[1] + Int64(head) * h.stride[2]
+        )
+        if spec.state_v_first:
+            start = (start + (first_v + row) * spec.head_dim_k).toint() + paired_offset()
+            for j in range(0, spec.head_dim_k // 8, 2):
+                for half in range(2):
+                    at = start + (8 * half * spec.head_dim_k + 8 * j) * 2
+                    warp.store_global(Int32, at, paired(s[2 * j + half], s[2 * j + 2 + half]))
+        else:
+            start = (start + row * spec.head_dim_v + first_v).toint() + paired_offset()
+            for j in range(spec.head_dim_k // 8):
+                left, right = (warp.transpose_matrix(s[2 * j + half]) for half in range(2))
+                at = start + 8 * j * spec.head_dim_v * 2
+                warp.store_global(Int32, at, paired(left, right))
+
+    @cute.jit
+    def store_v_new(
+        self,
+        corrections: Any,
+        v_new: cute.Tensor,
+        place: Any,
+        head: Int32,
+        first_v: Int32,
+        c: Int32,
+    ) -> None:
+        row = c * CHUNK + (cute.arch.lane_idx() >> 2)
+        start = row_address(v_new, place.batch, place.start + row, head, first_v)
+        start = start + paired_offset()
+        for j in cutlass.range_constexpr(CHUNK // 8):
+            x = paired(*(warp.transpose_matrix(corrections[2 * j + half]) for half in range(2)))
+            if row + 8 * j < place.length:
+                warp.store_global(Int32, start + Int64(8 * j) * row_bytes(v_new), x)
+
+    # -- states -------------------------------------------------------------------------------
+
+    def assign(self, state: cute.Tensor, values: list[Any]) -> None:
+        for i, x in enumerate(values):
+            state[i] = x
+
+    def load_state(
+        self, state: cute.Tensor, source: cute.Tensor | None, sequence: Any, head: Any, first_v: Any
+    ) -> None:
+        if source is None:
+            state.fill(0.0)
+            return
+        for i in range(cute.size(state)):
+            row, column = self.element(i, first_v)
+            state[i] = source[sequence, head, row, column]
+
+    def store_state(
+        self, state: cute.Tensor, target: cute.Tensor | None, sequence: Any, head: Any, first_v: Any
+    ) -> None:
+        if target is None:
+            return
+        for i in range(cute.size(state)):
+            row, column = self.element(i, first_v)
+            target[sequence, head, row, column] = state[i]
+
+    def element(self, i: int, first_v: Any) -> tuple[Any, Any]:
+        """Where an accumulator of S^T lies in a state."""
+        lane = cute.arch.lane_idx()
+        k = i // 4 * 8 + ((lane & 3) << 1) + i % 2
+        v = first_v + (lane >> 2) + i % 4 // 2 * 8
+        return (v, k) if self.spec.state_v_first else (k, v)
