@@ -34,6 +34,15 @@ from .scores import (
 )
 
 
+def split(x: Any) -> tuple[Any, Any]:
+    """x as two operands of a tf32 product, which takes the upper 19 bits of each: the second is x
+    less what is taken of the first. To 21 bits."""
+    x = Float32(x)
+    high = Int32(x.bitcast(Int32)) & Int32(-(1 << 13))
+    low = x - high.bitcast(Float32)
+    return high, low.bitcast(Int32)
+
+
 class ChunkInverse(ChunkScores):
     """What is done to the blocks of L."""
 
@@ -63,31 +72,28 @@ class ChunkInverse(ChunkScores):
         return column
 
     @cute.jit
-    def invert_column(self, smem: Int32, j: Int32, by_beta: cutlass.Constexpr) -> None:
-        """Column j of blocks of the inverse, to `tile_kk` in 16 bits, 0 above the diagonal; with
-        `by_beta`, column by column times beta."""
+    def invert_column(self, smem: Int32, j: Int32) -> None:
+        """Column j of blocks of the inverse, to `put_inverse`."""
         r, _ = self.row_and_part()
-        factors = None
-        if cutlass.const_expr(by_beta):
-            at = smem + self.beta + (j * SUB_CHUNK + r) * 4
-            factors = [warp.load_shared(Float32, at + 32 * half)[0] for half in range(2)]
+        at = smem + self.beta + (j * SUB_CHUNK + r) * 4
+        beta = [warp.load_shared(Float32, at + 32 * half)[0] for half in range(2)]
         # X_mj^T as left operands, of which each is split in two.
         size = (SUB_CHUNKS - 1) * 16
         known = cute.make_rmem_tensor((size,), Int32)
         known.fill(0)
         for i in cutlass.range_constexpr(SUB_CHUNKS):
             if i < j:
-                self._zero_block(smem, i, j)
+                self.put_inverse(smem, i, j, [Float32(0.0)] * 8, beta)
             elif i == j:
                 x = self._diagonal_transposed(smem, j)
-                self._store_block(smem, i, j, x, factors)
+                self.put_inverse(smem, i, j, x, beta)
                 self._keep(known, i, x)
             else:
-                self._block_below(smem, i, j, known, factors)
+                self._block_below(smem, i, j, known, beta)
 
     @cute.jit
     def _block_below(
-        self, smem: Int32, i: cutlass.Constexpr, j: Int32, known: cute.Tensor, factors: Any
+        self, smem: Int32, i: cutlass.Constexpr, j: Int32, known: cute.Tensor, beta: Any
     ) -> None:
         total = cute.make_rmem_tensor((8,), Float32)
         total.fill(0.0)
@@ -98,7 +104,7 @@ class ChunkInverse(ChunkScores):
         x = self._times_transposed(
             self._split([-total[n] for n in range(8)]), self._inverse_rows(block), lower=True
         )
-        self._store_block(smem, i, j, x, factors)
+        self.put_inverse(smem, i, j, x, beta)
         self._keep(known, i, x)
 
     def _add_product(
@@ -117,8 +123,8 @@ class ChunkInverse(ChunkScores):
                 known[i * 16 + n] = value
 
     def _split(self, x: list[Any]) -> list[Any]:
-        """8 float32 as 8 tf32, and 8 more of what is left."""
-        high, low = zip(*(warp.split_tf32(value) for value in x), strict=True)
+        """8 float32 as operands, and 8 more for what is left of them."""
+        high, low = zip(*map(split, x), strict=True)
         return [*high, *low]
 
     def _rows(self, block: Any) -> list[Any]:
@@ -168,7 +174,7 @@ class ChunkInverse(ChunkScores):
             main, rest = [Float32(0.0)] * 4, [Float32(0.0)] * 4
             for s in range(1 if lower and t == 0 else 2):
                 n = (t * 2 + s) * 2
-                high, low = zip(*(warp.split_tf32(x) for x in rows[n : n + 2]), strict=True)
+                high, low = zip(*map(split, rows[n : n + 2]), strict=True)
                 left, left_low = (
                     [a[base + 4 * s + order] for order in (0, 2, 1, 3)] for base in (0, 8)
                 )
@@ -178,8 +184,11 @@ class ChunkInverse(ChunkScores):
             result += [x + y for x, y in zip(main, rest, strict=True)]
         return result
 
-    def _store_block(self, smem: Any, i: Any, j: Any, x: list[Any], factors: Any) -> None:
-        """X_ij from the accumulators of its transposed."""
+    def store_block(
+        self, tile: Any, i: Any, j: Any, x: list[Any], factors: list[Any] | None = None
+    ) -> None:
+        """Block (i, j) of a sub-tile in shared memory, in 16 bits, from the accumulators of its
+        transposed; `factors` are for the thread's two columns."""
         r, c = self.row_and_part()
         for t in range(2):
             for half in range(2):
@@ -187,10 +196,10 @@ class ChunkInverse(ChunkScores):
                 if factors is not None:
                     pair = [value * factors[half] for value in pair]
                 moved = warp.transpose_matrix(warp.pack(self.dtype, *pair))
-                at = smem + self.tile_kk + tile_unit(i * SUB_CHUNK + 8 * t + r, 2 * j + half)
+                at = tile + tile_unit(i * SUB_CHUNK + 8 * t + r, 2 * j + half)
                 warp.store_shared(Int32, at + 4 * c, [moved])
 
-    def _zero_block(self, smem: Any, i: Any, j: Any) -> None:
-        lane = cute.arch.lane_idx()
-        at = smem + self.tile_kk + tile_unit(i * SUB_CHUNK + (lane >> 1), 2 * j + (lane & 1))
-        warp.store_shared(Int32, at, [Int32(0)] * 4)
+    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any], beta: list[Any]) -> None:
+        """Take block (i, j) of the inverse, as accumulators of its transposed, and beta of the
+        thread's two columns. Called for blocks above the diagonal, too, which are 0."""
+        raise NotImplementedError

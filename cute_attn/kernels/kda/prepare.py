@@ -53,7 +53,8 @@ class KdaPrepare(ChunkInverse):
         self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
         # Byte offsets in a record, what a chunk and head has in `tiles`.
         matrix = spec.head_dim_k // 64 * SUB_TILE_BYTES
-        self.kd, self.qg, self.kg = 0, matrix, 2 * matrix
+        # kd and qg alternate, sub-tile by sub-tile.
+        self.kd, self.qg, self.kg = 0, SUB_TILE_BYTES, 2 * matrix
         self.akk, self.aqk = 3 * matrix, 3 * matrix + SUB_TILE_BYTES
         assert self.aqk + SUB_TILE_BYTES == 2 * spec.elements
 
@@ -122,9 +123,9 @@ class KdaPrepare(ChunkInverse):
             Akk Diag(beta)           1
             Aqk                      1
 
-        in this order are the record of a chunk and value head in `tiles`. A sub-tile is 64 rows of 64
-        columns; unit u of 8 elements of row r lies at unit u ^ (r & 7). Rows past the chunk's end
-        are 0.
+        in this order are the record of a chunk and value head in `tiles`, except that sub-tiles of
+        kd and qg alternate. A sub-tile is 64 rows of 64 columns; unit u of 8 elements of row r lies
+        at unit u ^ (r & 7). Rows past the chunk's end are 0.
 
         Args:
             q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1.
@@ -224,7 +225,7 @@ class KdaPrepare(ChunkInverse):
         cute.arch.sync_warp()
         self.invert_diagonal(smem, b)
         cute.arch.sync_threads()
-        self.invert_column(smem, b, True)
+        self.invert_column(smem, b)
         cute.arch.barrier(barrier_id=1, number_of_threads=HALF)
         self.copy_tile(smem + self.tile_kk, record + self.akk, b)
 
@@ -296,17 +297,25 @@ class KdaPrepare(ChunkInverse):
         self, out: Any, smem: Any, row: Any, group: Any, part: Any, q: list[Any], k: list[Any],
         start: Any, scale: Any,
     ) -> None:  # fmt: skip
-        self.put(out + self.kd, row, group, part, [x * y for x, y in zip(k, start, strict=True)])
-        start = [x * scale for x in start]
-        self.put(out + self.qg, row, group, part, [x * y for x, y in zip(q, start, strict=True)])
+        step = 2 * SUB_TILE_BYTES
+        k = [x * y for x, y in zip(k, start, strict=True)]
+        self.put(out + self.kd, row, group, part, k, step)
+        q = [x * (y * scale) for x, y in zip(q, start, strict=True)]
+        self.put(out + self.qg, row, group, part, q, step)
 
     def put_to_end(self, out: Any, row: Any, group: Any, part: Any, k: list[Any]) -> None:
         self.put(out + self.kg, row, group, part, k)
 
-    def put(self, matrix: Any, row: Any, group: Any, part: Any, values: list[Any]) -> None:
-        """8 channels of a row to a matrix of K / 64 sub-tiles."""
+    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any], beta: list[Any]) -> None:
+        self.store_block(smem + self.tile_kk, i, j, x, beta)
+
+    def put(
+        self, matrix: Any, row: Any, group: Any, part: Any, values: list[Any],
+        step: int = SUB_TILE_BYTES,
+    ) -> None:  # fmt: skip
+        """8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes from one to the next."""
         unit = ((group & 1) << 2) + part
-        at = (group >> 1) * SUB_TILE_BYTES + tile_unit(row, unit)
+        at = (group >> 1) * step + tile_unit(row, unit)
         warp.store_global(Int32, matrix + Int64(at), self.packed(values))
 
     def copy_tile(self, tile: Any, target: Any, b: Any) -> None:
