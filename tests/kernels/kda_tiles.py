@@ -30,18 +30,24 @@ def swizzled(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(64, 8, 8)[rows, units].reshape(64, 64)
 
 
-def pack(matrices: list[torch.Tensor]) -> torch.Tensor:
-    """Matrices of 64 rows as sub-tiles of 64 columns, one after the other."""
-    return torch.cat([swizzled(part).flatten() for m in matrices for part in m.split(64, dim=1)])
+def pack(
+    kd: torch.Tensor, qg: torch.Tensor, kg: torch.Tensor, Akk: torch.Tensor, Aqk: torch.Tensor
+) -> torch.Tensor:
+    """A record: sub-tiles of 64 columns, one after the other, those of kd and qg in turns."""
+    kd_qg = [x for both in zip(kd.split(64, dim=1), qg.split(64, dim=1), strict=True) for x in both]
+    return torch.cat([swizzled(x).flatten() for x in (*kd_qg, *kg.split(64, dim=1), Akk, Aqk)])
 
 
 def unpack(record: torch.Tensor, head_dim_k: int) -> dict[str, torch.Tensor]:
     """The matrices of a chunk and head by name."""
-    widths = {"kd": head_dim_k, "qg": head_dim_k, "kg": head_dim_k, "Akk": 64, "Aqk": 64}
-    parts = iter(record.reshape(-1, 64, 64))
+    parts = [swizzled(x) for x in record.reshape(-1, 64, 64)]
+    both = head_dim_k // 64 * 2
     return {
-        name: torch.cat([swizzled(next(parts)) for _ in range(width // 64)], dim=1)
-        for name, width in widths.items()
+        "kd": torch.cat(parts[0:both:2], dim=1),
+        "qg": torch.cat(parts[1:both:2], dim=1),
+        "kg": torch.cat(parts[both:-2], dim=1),
+        "Akk": parts[-2],
+        "Aqk": parts[-1],
     }
 
 
@@ -78,6 +84,6 @@ def prepared(
                 intra.Aqk[at][:, head],
             ]
             matrices = [torch.nn.functional.pad(m, (0, 0, 0, 64 - size)) for m in matrices]
-            tiles[slot, head] = pack(matrices)
+            tiles[slot, head] = pack(*matrices)
             decay[slot, head] = torch.exp2(sums[at][-1, head])
     return tiles.to(dtype), decay.float()

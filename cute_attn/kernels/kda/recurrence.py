@@ -58,10 +58,10 @@ class KdaRecurrence:
         self.num_warps = spec.tile_v // 16
         self.num_threads = self.num_warps * WARP_SIZE
         sub_tiles = spec.head_dim_k // 64
-        # Byte offsets within a stage.
-        self.kd = 0
-        self.qg = self.kd + sub_tiles * SUB_TILE_BYTES
-        self.kg = self.qg + sub_tiles * SUB_TILE_BYTES
+        # Byte offsets within a stage. Sub-tiles of kd and qg alternate: as rows of one matrix they
+        # are one operand.
+        self.kd, self.qg = 0, SUB_TILE_BYTES
+        self.kg = 2 * sub_tiles * SUB_TILE_BYTES
         self.akk = self.kg + sub_tiles * SUB_TILE_BYTES
         self.aqk = self.akk + SUB_TILE_BYTES
         self.v = self.aqk + SUB_TILE_BYTES
@@ -69,7 +69,8 @@ class KdaRecurrence:
         # What a chunk's record has that is needed: (offset, bytes).
         self.parts = [(0, self.v)]
         if spec.segments == "transitions":
-            self.parts = [(self.kd, self.qg - self.kd), (self.kg, self.aqk - self.kg)]
+            self.parts = [(2 * i * SUB_TILE_BYTES, SUB_TILE_BYTES) for i in range(sub_tiles)]
+            self.parts.append((self.kg, self.aqk - self.kg))
         self.stage_bytes = self.decay + max(1024, spec.head_dim_k * 4)
         assert self.v == record_elements(spec.head_dim_k) * 2
         self.smem_bytes = spec.num_stages * (self.stage_bytes + MBARRIER_BYTES)
@@ -363,21 +364,18 @@ class KdaRecurrence:
 
         # remember: (kd S)^T and (qg S)^T, 16 columns of V by 64 tokens
         s = self.operand(self.values(state))
-        recalled = self.times_rows(s, stage + self.kd)
-        output: list[Any] = []
-        if cutlass.const_expr(not self.transitions):
-            output = self.times_rows(s, stage + self.qg)
+        recalled = self.times_rows(s, stage + self.kd, rows=64 if self.transitions else 128)
+        v_t = self.load_v(stage + self.v, warp_index)
+        recalled = self.done(recalled)
+        output = recalled[32:]
 
         # correct
-        v_t = self.load_v(stage + self.v, warp_index)
-        recalled = self.done(recalled, pending=0 if self.transitions else 1)
+        recalled = recalled[:32]
         r = self.operand([x - y for x, y in zip(v_t, recalled, strict=True)])
         corrections = self.times_rows(r, stage + self.akk, triangular=True)
 
         # update
         updated = self.decayed(state, stage + self.decay)
-        if cutlass.const_expr(not self.transitions):
-            output = self.done(output, pending=1)
         v_new = self.operand(self.done(corrections))
         updated = self.times_columns(v_new, stage + self.kg, updated)
 
@@ -420,27 +418,29 @@ class KdaRecurrence:
         return warpgroup.wait(c, pending) if self.wgmma else c
 
     def times_rows(
-        self, a: list[Any], base: Any, *, triangular: bool = False, c: list[Any] | None = None
-    ) -> list[Any]:
-        """Start c + a m^T, with m the 64 rows at `base`: 16 by 64. With `triangular`, what is above
-        the diagonal of m is 0, and may be left out."""
+        self, a: list[Any], base: Any, *, rows: int = 64, triangular: bool = False,
+        c: list[Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Start c + a m^T, with m the rows at `base`: 16 by 64, or 16 by 128 with the 64 rows of the
+        sub-tiles behind m's. With `triangular`, what is above the diagonal of m is 0, and may be left
+        out."""
         width = len(a) * 4
+        stride = SUB_TILE_BYTES * (2 if width > 64 or rows > 64 else 1)
         if self.wgmma:
             first = warpgroup.rows_descriptor(base)
-            steps = [s % 4 * 2 + s // 4 * (SUB_TILE_BYTES >> 4) for s in range(width // 16)]
+            steps = [s % 4 * 2 + s // 4 * (stride >> 4) for s in range(width // 16)]
             descriptors = [first + step for step in steps]
-            return warpgroup.product(self.dtype, c, a, descriptors, CHUNK, columns=False)
+            return warpgroup.product(self.dtype, c, a, descriptors, rows, columns=False)
         lane = cute.arch.lane_idx()
         matrix, r = lane // 8, lane % 8
         offset = base + (r * 128 + ((matrix ^ r) << 4))
         flipped = offset ^ 64
-        result = [Float32(0.0)] * 32 if c is None else list(c)
+        result = [Float32(0.0)] * (rows // 2) if c is None else list(c)
         for s in range(0, width // 16, 2):
-            for j in range(8):
+            for j in range(rows // 8):
                 if triangular and 16 * s > 8 * j + 7:
                     continue
-                at = (flipped if s % 4 else offset) + (s // 4) * SUB_TILE_BYTES + j * 1024
-                b = warp.load_matrices(at)
+                b = warp.load_matrices((flipped if s % 4 else offset) + s // 4 * stride + j * 1024)
                 for i in range(2):
                     if triangular and 16 * (s + i) > 8 * j + 7:
                         continue
