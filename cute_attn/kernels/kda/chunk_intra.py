@@ -1,0 +1,437 @@
+"""KDA within chunks: Aqk, the inverse Akk, and w, u, qg, kg. A stage of the modular path.
+
+For every chunk of 64 tokens and value head (see `cute_attn.reference.kda.kda_chunk_intra_reference`)
+
+    Aqk_ij = scale q_i . (exp2(G_i - G_j) * k_j)           j <= i
+    Akk    = (I + L)^-1, L_ij = beta_i k_i . (exp2(G_i - G_j) * k_j), j < i
+    w      = Akk Diag(beta) (exp2(G) * k)                  u  = Akk Diag(beta) v
+    qg     = exp2(G) * q                                   kg = exp2(G_e - G) * k
+
+    block (value head, chunk), 8 warps
+      load      q and k by cp.async; G, as sums within sub-chunks of 16 tokens, and beta
+      scores    warps 0 to 3: blocks of Aqk and L below the diagonal, and qg, kg, and exp2(G) * k to
+                shared memory
+                warps 4 to 7: blocks on the diagonal, and their inverses
+      inverse   warps 0 to 3: v to shared memory; Aqk
+                warps 4 to 7: a column of blocks each
+      products  warps 0 to 3: w, 16 tokens each
+                warps 4 to 7: u
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from ..common import warp
+from ..common.dtypes import DTYPE
+from ..common.spec import WARP_SIZE
+from .chunks import chunk_place, num_slots
+from .inverse import ChunkInverse
+from .scores import (
+    GROUP,
+    NUM_THREADS,
+    SUB_CHUNK,
+    SUB_CHUNKS,
+    SUB_TILE_BYTES,
+    TILE_ROW_BYTES,
+    UNIT_BYTES,
+    tile_unit,
+)
+from .spec import CHUNK, IntraSpec
+
+HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
+
+
+class Rows(NamedTuple):
+    """The chunk's rows of a tensor [B, T, HV, columns]."""
+
+    start: Any  # address of the first
+    pitch: Any  # bytes from one to the next
+
+
+class Outputs(NamedTuple):
+    """Where `put_decayed` and `put_to_end` write to."""
+
+    length: Any  # rows that there are
+    qg: Any
+    kg: Any
+
+
+class KdaChunkIntra(ChunkInverse):
+    """The kernel for one IntraSpec; see the module's docstring."""
+
+    def __init__(self, spec: IntraSpec):
+        super().__init__(spec.dtype, spec.head_dim_k)
+        self.spec = spec
+        self.beta_dtype = DTYPE[spec.beta_dtype]
+        # exp2(G) * k and v, as operands: sub-tiles in which the columns of 32 are in the order of
+        # `store_columns`. v has the place of P, and so has Akk Diag(beta) where q and k are small.
+        self.k_decayed = self.smem_bytes
+        self.smem_bytes += spec.head_dim_k // 64 * SUB_TILE_BYTES
+        self.v = self.p
+        v_bytes = spec.head_dim_v // 64 * SUB_TILE_BYTES
+        self.tile_kk_beta = self.tile_kk + SUB_TILE_BYTES
+        if self.tile_kk_beta + SUB_TILE_BYTES > self.p:
+            self.tile_kk_beta = self.smem_bytes
+            self.smem_bytes += SUB_TILE_BYTES
+        assert self.v + v_bytes <= self.blocks
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec = self.spec
+        batch, tokens, heads, heads_qk = (cute.sym_int() for _ in range(4))
+
+        def rows(dtype: Any, heads: Any, columns: int) -> Any:
+            divisibility = 128 // dtype.width
+            strides = (cute.sym_int64(divisibility=divisibility) for _ in range(3))
+            shape = (batch, tokens, heads, columns)
+            return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+
+        index = {"int32": Int32, "int64": Int64}.get(spec.index_dtype)
+        return (
+            rows(self.dtype, heads_qk, spec.head_dim_k),
+            rows(self.dtype, heads_qk, spec.head_dim_k),
+            rows(self.dtype, heads, spec.head_dim_v),
+            rows(Float32, heads, spec.head_dim_k),
+            make_fake_tensor(
+                self.beta_dtype,
+                (batch, tokens, heads),
+                tuple(cute.sym_int64() for _ in range(3)),
+                assumed_align=self.beta_dtype.width // 8,
+            ),
+            make_fake_tensor(index, (cute.sym_int(),), (1,), assumed_align=index.width // 8)
+            if index
+            else None,
+            rows(self.dtype, heads, CHUNK),
+            rows(self.dtype, heads, CHUNK),
+            rows(self.dtype, heads, spec.head_dim_k),
+            rows(self.dtype, heads, spec.head_dim_v),
+            rows(self.dtype, heads, spec.head_dim_k) if spec.store_qg else None,
+            rows(self.dtype, heads, spec.head_dim_k),
+            Float32(1.0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        cu_seqlens: cute.Tensor | None,
+        Aqk: cute.Tensor,
+        Akk: cute.Tensor,
+        w: cute.Tensor,
+        u: cute.Tensor,
+        qg: cute.Tensor | None,
+        kg: cute.Tensor,
+        scale: Float32,
+        stream: Any,
+    ) -> None:
+        """All chunks.
+
+        Args:
+            q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1, here and
+                below.
+            v: [B, T, HV, V].
+            g: float32 [B, T, HV, K]: G, as `gate_cumsum` leaves it.
+            beta: [B, T, HV], any strides.
+            cu_seqlens: [N + 1], or None.
+            Aqk, Akk: [B, T, HV, 64], written; columns are tokens of the chunk, and 0 above the
+                diagonal.
+            w, qg, kg: [B, T, HV, K], written; qg is None unless the spec has it.
+            u: [B, T, HV, V], written.
+            scale: of Aqk. qg does not include it.
+        """
+        heads = g.shape[2]
+        slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
+        self.kernel(q, k, v, g, beta, cu_seqlens, Aqk, Akk, w, u, qg, kg, scale).launch(
+            grid=[heads * slots, 1, 1],
+            block=[NUM_THREADS, 1, 1],
+            smem=self.smem_bytes,
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        g: cute.Tensor,
+        beta: cute.Tensor,
+        cu_seqlens: cute.Tensor | None,
+        Aqk: cute.Tensor,
+        Akk: cute.Tensor,
+        w: cute.Tensor,
+        u: cute.Tensor,
+        qg: cute.Tensor | None,
+        kg: cute.Tensor,
+        scale: Float32,
+    ) -> None:
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        heads = g.shape[2]
+        # Heads of a group are neighbours, and find q and k in L2.
+        slot = Int32(cutlass.Uint32(block) // cutlass.Uint32(heads))
+        head = block - slot * heads
+        place = chunk_place(slot, g.shape[1], cu_seqlens)
+        smem = warp.shared_address(
+            cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024)
+        )
+        if place.valid:
+            group = Int32(
+                cutlass.Uint32(head) // (cutlass.Uint32(heads) // cutlass.Uint32(q.shape[2]))
+            )
+            self.start_copy(q, smem + self.q, place, group)
+            self.start_copy(k, smem + self.k, place, group)
+            cute.arch.cp_async_commit_group()
+            self.load_beta(beta, smem, place, head)
+            self.load_sums(g, smem, place, head)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+
+            self.normalise(smem, scale, False)
+            if thread < self.head_dim_k:
+                self.finish_sums(smem, thread)
+            cute.arch.sync_threads()
+
+            out = Outputs(
+                place.length, self.rows_of(qg, place, head), self.rows_of(kg, place, head)
+            )
+            part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+            if part < SUB_CHUNKS:
+                self.rows(
+                    smem, part, scale, out, self.rows_of(v, place, head),
+                    self.rows_of(Aqk, place, head),
+                )  # fmt: skip
+                cute.arch.sync_threads()
+                self.multiply(
+                    smem, part, smem + self.k_decayed, self.head_dim_k,
+                    self.rows_of(w, place, head), place.length,
+                )  # fmt: skip
+            else:
+                part = part - SUB_CHUNKS
+                self.diagonals(smem, part, scale, self.rows_of(Akk, place, head), place.length)
+                cute.arch.sync_threads()
+                self.multiply(
+                    smem, part, smem + self.v, self.spec.head_dim_v,
+                    self.rows_of(u, place, head), place.length,
+                )  # fmt: skip
+
+    def rows_of(self, x: cute.Tensor | None, place: Any, head: Any) -> Rows | None:
+        if x is None:
+            return None
+        start = (
+            x.iterator
+            + (Int64(place.batch) * x.stride[0] + Int64(head) * x.stride[2])
+            + Int64(place.start) * x.stride[1]
+        ).toint()
+        return Rows(start, Int64(x.stride[1]) * (x.element_type.width // 8))
+
+    @cute.jit
+    def rows(
+        self, smem: Int32, b: Int32, scale: Float32, out: Any, v: Any, target: Any
+    ) -> None:
+        """Warps 0 to 3, up to the products. Those with few blocks of scores have more of kg."""
+        own = cute.make_rmem_tensor((4 * (SUB_CHUNKS - 1),), Int32)
+        own.fill(0)
+        self.row_blocks(smem, b, scale, out, own)
+        if b == 0:
+            for sub in cutlass.range(SUB_CHUNKS - 1, unroll=1):
+                self.decay_to_end(smem, sub, out)
+        if b == 1:
+            self.decay_to_end(smem, Int32(SUB_CHUNKS - 1), out)
+        values = self.load_values(v, b, out.length)
+        cute.arch.sync_threads()
+        self.store_values(smem, b, values)
+        self.stage_scores(smem, b, own)
+        cute.arch.sync_warp()
+        self.copy_tile(smem + self.tile_qk, target, b, out.length)
+
+    @cute.jit
+    def diagonals(
+        self, smem: Int32, b: Int32, scale: Float32, target: Any, length: Int32
+    ) -> None:
+        """Warps 4 to 7, up to the products."""
+        self.diagonal_block(smem, b, scale)
+        cute.arch.sync_warp()
+        self.invert_diagonal(smem, b)
+        cute.arch.sync_threads()
+        self.invert_column(smem, b)
+        cute.arch.barrier(barrier_id=1, number_of_threads=HALF)
+        self.copy_tile(smem + self.tile_kk, target, b, length)
+
+    # -- gates and beta -----------------------------------------------------------------------
+
+    @cute.jit
+    def load_beta(self, beta: cute.Tensor, smem: Int32, place: Any, head: Int32) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < CHUNK:
+            x = Float32(0.0)
+            if thread < place.length:
+                x = Float32(beta[place.batch, place.start + thread, head])
+            warp.store_shared(Float32, smem + self.beta + thread * 4, [x])
+
+    @cute.jit
+    def load_sums(self, g: cute.Tensor, smem: Int32, place: Any, head: Int32) -> None:
+        """P, and G of each sub-chunk's first token to `start`. A thread has a sub-chunk's sums of two
+        channels. Past the chunk's end G stays what it is there."""
+        thread, _, _ = cute.arch.thread_idx()
+        pairs = self.head_dim_k // 2
+        if thread < pairs * SUB_CHUNKS:
+            sub = thread // pairs
+            pair = thread % pairs
+            rows = self.rows_of(g, place, head)
+            loaded = []
+            for t in cutlass.range_constexpr(SUB_CHUNK):
+                at = cutlass.min(sub * SUB_CHUNK + t, place.length - 1)
+                loaded.append(
+                    warp.load_global(Float32, rows.start + Int64(at) * rows.pitch + pair * 8, 2)
+                )
+            first = loaded[0]
+            unit, within = pair >> 1, (pair & 1) << 3
+            for t in cutlass.range_constexpr(SUB_CHUNK):
+                at = (sub * SUB_CHUNK + t) * self.p_row
+                at = at + ((unit ^ (t ^ (t >> 1)) & 1) << 4) + within
+                warp.store_shared(
+                    Float32, smem + self.p + at, [x - y for x, y in zip(loaded[t], first)]
+                )
+            at = smem + sub * self.p_row + (pair << 3)
+            warp.store_shared(Float32, at + self.start, first)
+            last = [x - y for x, y in zip(loaded[SUB_CHUNK - 1], first)]
+            warp.store_shared(Float32, at + self.to_next, last)
+
+    def finish_sums(self, smem: Any, channel: Any) -> None:
+        """From G of the sub-chunks' first tokens all that `start`, `to_next` and `to_end` hold."""
+        at = smem + (channel << 2)
+        count = range(SUB_CHUNKS)
+        first = [
+            warp.load_shared(Float32, at + self.start + b * self.p_row)[0] for b in count
+        ]
+        last = SUB_CHUNKS - 1
+        rest = warp.load_shared(Float32, at + self.to_next + last * self.p_row)[0]
+        steps = [*(first[b + 1] - first[b] for b in range(last)), rest]
+        end = first[last] + rest
+        for b in count:
+            row = at + b * self.p_row
+            warp.store_shared(Float32, row + self.start, [warp.exp2(first[b])])
+            warp.store_shared(Float32, row + self.to_next, [steps[b]])
+            warp.store_shared(Float32, row + self.to_end, [end - first[b]])
+
+    # -- w and u ------------------------------------------------------------------------------
+
+    def store_columns(self, tile: Any, row: Any, group: Any, part: Any, packed: Any) -> None:
+        """8 neighbours, the part-th 8 of 32, to an operand: pair i goes to the i-th unit of these
+        32, in the place where the product has it in the same thread as the other three pairs."""
+        base = tile + (group >> 1) * SUB_TILE_BYTES + 4 * part
+        for i in range(4):
+            at = base + tile_unit(row, ((group & 1) << 2) + i)
+            warp.store_shared(Int32, at, [packed[i]])
+
+    @cute.jit
+    def load_values(self, v: Any, b: Int32, length: Int32) -> Any:
+        """The thread's part of v, of 128 threads: 8 neighbours of some rows."""
+        units = self.spec.head_dim_v // 8
+        thread = b * WARP_SIZE + cute.arch.lane_idx()
+        row = thread // units
+        values = cute.make_rmem_tensor((CHUNK * units // HALF * 4,), Int32)
+        values.fill(0)
+        start = v.start + (thread % units) * UNIT_BYTES
+        for i in cutlass.range_constexpr(CHUNK * units // HALF):
+            at = row + i * (HALF // units)
+            if at < length:
+                x = warp.load_global(Int32, start + Int64(at) * v.pitch, 4)
+                for n in cutlass.range_constexpr(4):
+                    values[4 * i + n] = x[n]
+        return values
+
+    def store_values(self, smem: Any, b: Any, values: cute.Tensor) -> None:
+        units = self.spec.head_dim_v // 8
+        thread = b * WARP_SIZE + cute.arch.lane_idx()
+        row, unit = thread // units, thread % units
+        for i in range(CHUNK * units // HALF):
+            x = [values[4 * i + n] for n in range(4)]
+            at = row + i * (HALF // units)
+            self.store_columns(smem + self.v, at, unit >> 2, unit & 3, x)
+
+    @cute.jit
+    def multiply(
+        self, smem: Int32, b: Int32, right: Int32, width: cutlass.Constexpr, target: Any,
+        length: Int32,
+    ) -> None:  # fmt: skip
+        """The 16 rows of sub-chunk b of Akk Diag(beta) times an operand of `width` columns."""
+        r, c = self.row_and_part()
+        acc = cute.make_rmem_tensor((width // 2,), Float32)
+        acc.fill(0.0)
+        for j in cutlass.range(b + 1, unroll=1):
+            self._multiply_block(smem, b, j, right, width, acc)
+        for group in cutlass.range_constexpr(width // GROUP):
+            for half in cutlass.range_constexpr(2):
+                row = b * SUB_CHUNK + half * 8 + r
+                if row < length:
+                    values = [acc[group * 16 + 4 * n + 2 * half + e] for n in range(4) for e in range(2)]
+                    address = target.start + Int64(row) * target.pitch
+                    warp.store_global(
+                        Int32, address + (group * 64 + c * UNIT_BYTES), self.packed(values)
+                    )
+
+    def _multiply_block(
+        self, smem: Any, b: Any, j: Any, right: Any, width: int, acc: cute.Tensor
+    ) -> None:
+        lane = cute.arch.lane_idx()
+        row, side = lane & 15, lane >> 4
+        a = warp.load_matrices(
+            smem + self.tile_kk_beta + tile_unit(b * SUB_CHUNK + row, 2 * j + side)
+        )
+        for n in range(0, width // 8, 2):
+            at = right + n // 8 * SUB_TILE_BYTES + tile_unit(j * SUB_CHUNK + row, n % 8 + side)
+            x = warp.load_matrices(at, transposed=True)
+            for i in range(2):
+                m = (n + i) * 4
+                product = [acc[m + e] for e in range(4)]
+                product = warp.mma(self.dtype, product, a, x[2 * i : 2 * i + 2])
+                for e in range(4):
+                    acc[m + e] = product[e]
+
+    # -- results ------------------------------------------------------------------------------
+
+    def put_decayed(
+        self, out: Any, smem: Any, row: Any, group: Any, part: Any, q: list[Any], k: list[Any],
+        start: Any, scale: Any,
+    ) -> None:  # fmt: skip
+        k = self.packed([x * y for x, y in zip(k, start, strict=True)])
+        self.store_columns(smem + self.k_decayed, row, group, part, k)
+        if out.qg is not None:
+            q = self.packed([x * y for x, y in zip(q, start, strict=True)])
+            self.put(out.qg, out.length, row, group * 4 + part, q)
+
+    def put_to_end(self, out: Any, row: Any, group: Any, part: Any, k: list[Any]) -> None:
+        self.put(out.kg, out.length, row, group * 4 + part, self.packed(k))
+
+    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any], beta: list[Any]) -> None:
+        self.store_block(smem + self.tile_kk, i, j, x)
+        self.store_block(smem + self.tile_kk_beta, i, j, x, beta)
+
+    @cute.jit
+    def put(self, rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:
+        if row < length:
+            warp.store_global(Int32, rows.start + Int64(row) * rows.pitch + unit * UNIT_BYTES, x)
+
+    @cute.jit
+    def copy_tile(self, tile: Int32, rows: Any, b: Int32, length: Int32) -> None:
+        """The 16 rows of sub-chunk b of a sub-tile to memory."""
+        lane = cute.arch.lane_idx()
+        units = TILE_ROW_BYTES // UNIT_BYTES
+        for i in cutlass.range_constexpr(SUB_CHUNK * units // WARP_SIZE):
+            row = b * SUB_CHUNK + i * (WARP_SIZE // units) + (lane >> 3)
+            x = warp.load_shared(Int32, tile + tile_unit(row, lane & 7), 4)
+            self.put(rows, length, row, lane & 7, x)
