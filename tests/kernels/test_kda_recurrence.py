@@ -176,7 +176,13 @@ def check(
             for dim in (spec.head_dim_v, spec.head_dim_k)
         )
         run("transitions", states, transitions, chunks_per_segment, count)
-        combine = SegmentsSpec(spec.head_dim_k, spec.head_dim_v, spec.index_dtype)
+        combine = SegmentsSpec(
+            head_dim_k=spec.head_dim_k,
+            head_dim_v=spec.head_dim_v,
+            index_dtype=spec.index_dtype,
+            tile_v=16 * chunks_per_segment,
+            num_stages=chunks_per_segment,
+        )
         emulator.load(cache.compile(KDA_SEGMENTS, combine, arch=arch))(
             x["cu_seqlens"], states, transitions, tokens, chunks_per_segment
         )

@@ -4,13 +4,14 @@
     S_(p+1) = M_p S_p + B_p
 
 With P - 1 products of K by K by V in a chain, all that counts is how soon one is done. So a block has
-16 columns of V only, kept transposed, and each of its warps a quarter of K. Products are of tf32
-pieces, three for each, which is nearly float32. S^T goes through shared memory from step to step: its
-size is 16 rows of K + 4 floats, twice.
+few columns of V, kept transposed, and each of its warps a quarter of K, whose rows of M_(p+1) are on
+their way while it works with those of M_p. Products are of tf32 pieces, three for each, which is
+nearly float32. S^T goes through shared memory from step to step.
 
-    block (16 columns of V, value head, sequence)
+    block (tile of V, value head, sequence)
+      load      M_p, by cp.async, a warp its own rows
       operand   S_p^T, both pieces, from shared memory
-      product   with M_p^T, read in place, added to B_p^T
+      product   with M_p^T, added to B_p^T
       hand on   S_(p+1)^T, to shared memory, and to where B_p was
 """
 
@@ -28,8 +29,8 @@ from ..common.spec import WARP_SIZE
 from .chunks import sequence_place
 from .spec import CHUNK, SegmentsSpec
 
-ROWS = 16  # columns of V of a block
 NUM_WARPS = 4
+UNIT = 4  # floats of a copy
 
 
 class KdaSegments:
@@ -37,9 +38,13 @@ class KdaSegments:
 
     def __init__(self, spec: SegmentsSpec):
         self.spec = spec
-        self.pitch = spec.head_dim_k + 4  # floats; rows lie 4 banks apart
-        self.buffer_bytes = ROWS * self.pitch * 4
-        self.columns = spec.head_dim_k // NUM_WARPS
+        self.columns = spec.head_dim_k // NUM_WARPS  # of S^T, a warp's
+        # In floats. Rows lie 4 banks apart where 8 of them are read together, a pair a lane, and 8
+        # banks where 4 are.
+        self.state_row, self.transition_row = spec.head_dim_k + 4, spec.head_dim_k + 8
+        self.state_bytes = spec.tile_v * self.state_row * 4
+        self.transition_bytes = spec.head_dim_k * self.transition_row * 4
+        self.smem_bytes = 2 * self.state_bytes + spec.num_stages * self.transition_bytes
         assert self.columns % 8 == 0
 
     def fake_args(self) -> tuple[Any, ...]:
@@ -78,9 +83,14 @@ class KdaSegments:
         self.kernel(
             cu_seqlens, segment_states, segment_transitions, tokens, chunks_per_segment
         ).launch(
-            grid=[self.spec.head_dim_v // ROWS, segment_states.shape[2], segment_states.shape[0]],
+            grid=[
+                self.spec.head_dim_v // self.spec.tile_v,
+                segment_states.shape[2],
+                segment_states.shape[0],
+            ],
             block=[NUM_WARPS * WARP_SIZE, 1, 1],
-            smem=2 * self.buffer_bytes,
+            smem=self.smem_bytes,
+            min_blocks_per_mp=1,
             stream=stream,
         )
 
@@ -100,61 +110,113 @@ class KdaSegments:
         row, pair = lane // 4, 2 * (lane % 4)
         place = sequence_place(sequence, tokens, cu_seqlens)
         num_chunks = (place.length + (CHUNK - 1)) // CHUNK
-        # The sequence's segments, those with chunks.
+        # The sequence's segments, those with chunks. All but the first and the last make a step.
         count = (num_chunks + (chunks_per_segment - 1)) // chunks_per_segment
 
-        smem = cutlass.memory.SmemAllocator()
-        buffers = warp.shared_address(smem.allocate(2 * self.buffer_bytes, 16))
-        first_v = tile * ROWS
+        smem = warp.shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 128))
+        ring = smem + 2 * self.state_bytes
+        v = tile * self.spec.tile_v + row
         mine = warp_index * self.columns
         states = segment_states[sequence, None, head, None, None]
         transitions = segment_transitions[sequence, None, head, None, None]
+        for i in cutlass.range_constexpr(self.spec.num_stages - 1):
+            self.load(transitions, 1 + i, count, ring + i * self.transition_bytes, mine)
         if count > 2:
-            start = self.loaded(states[0, None, None], first_v + row, mine + pair)
-            self.hand_on(start, buffers, row, mine + pair)
+            start = self.loaded(states[0, None, None], v, mine + pair)
+            self.hand_on(start, smem, row, mine + pair)
         cute.arch.sync_threads()
 
-        buffer = buffers
-        other = buffers + self.buffer_bytes
+        buffer = smem
+        other = smem + self.state_bytes
+        stage = Int32(0)
         for p in cutlass.range(1, count - 1, unroll=1):
+            last = self.spec.num_stages - 1
+            ahead = stage + last
+            ahead = ahead - self.spec.num_stages if ahead >= self.spec.num_stages else ahead
+            self.load(transitions, p + last, count, ring + ahead * self.transition_bytes, mine)
             gain = states[p, None, None]
-            m = transitions[p, None, None]
-            values = self.step(buffer, gain, m, first_v + row, row, mine, pair)
+            values = self.loaded(gain, v, mine + pair)
+            cute.arch.cp_async_wait_group(last)
+            cute.arch.sync_warp()
+            m = ring + stage * self.transition_bytes + (mine + row) * (self.transition_row * 4)
+            values = self.step(values, buffer, m, row, pair)
             self.hand_on(values, other, row, mine + pair)
-            self.store(values, gain, first_v + row, mine + pair)
+            self.store(values, gain, v, mine + pair)
             cute.arch.sync_threads()
             buffer, other = other, buffer
+            stage = stage + 1
+            stage = Int32(0) if stage == self.spec.num_stages else stage
+
+    @cute.jit
+    def load(
+        self, transitions: cute.Tensor, p: Int32, count: Int32, target: Int32, mine: Int32
+    ) -> None:
+        """Start the copy of the warp's rows of M_p, if it is needed, and commit it in any case."""
+        lane = cute.arch.lane_idx()
+        if p < count - 1:
+            units = self.spec.head_dim_k // UNIT
+            rows = WARP_SIZE // units
+            at = mine + lane // units
+            unit = lane % units
+            m = transitions[p, None, None]
+            source = (m.iterator + (at * self.spec.head_dim_k + unit * UNIT)).toint()
+            start = target + (at * self.transition_row + unit * UNIT) * 4
+            for i in cutlass.range_constexpr(self.columns // rows):
+                warp.copy_async(
+                    start + i * (rows * self.transition_row * 4),
+                    source + i * (rows * self.spec.head_dim_k * 4),
+                    True,
+                )
+        cute.arch.cp_async_commit_group()
+
+    # Accumulators are [16 columns of V][8 of K][2 halves of the former][2 neighbours of the latter].
+
+    def places(self, v: Any, k: Any) -> list[tuple[Any, Any]]:
+        return [
+            (v + 16 * t + 8 * half, k + 8 * j + i)
+            for t in range(self.spec.tile_v // 16)
+            for j in range(self.columns // 8)
+            for half in range(2)
+            for i in range(2)
+        ]
 
     def loaded(self, x: cute.Tensor, v: Any, k: Any) -> list[Any]:
         """The warp's accumulators, of a matrix in memory."""
-        count = self.columns // 2
-        return [x[v + i % 4 // 2 * 8, k + i // 4 * 8 + i % 2] for i in range(count)]
+        return [x[at] for at in self.places(v, k)]
 
     def store(self, values: list[Any], x: cute.Tensor, v: Any, k: Any) -> None:
-        for i, value in enumerate(values):
-            x[v + i % 4 // 2 * 8, k + i // 4 * 8 + i % 2] = value
+        for value, at in zip(values, self.places(v, k), strict=True):
+            x[at] = value
 
     def hand_on(self, values: list[Any], buffer: Any, row: Any, k: Any) -> None:
+        places = self.places(row, k)
         for i in range(0, len(values), 2):
-            at = buffer + ((row + i % 4 // 2 * 8) * self.pitch + k + i // 4 * 8) * 4
+            v, column = places[i]
+            at = buffer + (v * self.state_row + column) * 4
             warp.store_shared(Float32, at, values[i : i + 2])
 
-    def step(
-        self, buffer: Any, gain: cute.Tensor, m: cute.Tensor, v: Any, row: Any, mine: Any, pair: Any
-    ) -> list[Any]:
-        """S^T M^T + B^T, the warp's columns. Of each 8 of the sum, the product's index t is element 2 t
-        and its index t + 4 is element 2 t + 1, so that both operands are read in pairs."""
+    def step(self, values: list[Any], buffer: Any, m: Any, row: Any, pair: Any) -> list[Any]:
+        """values + S^T M^T, the warp's columns; S^T at `buffer`, the lane's first row of M at `m`. Of
+        each 8 of the sum, the product's index t is element 2 t and its index t + 4 is element
+        2 t + 1, so that both operands are read in pairs."""
+        values = list(values)
         tiles = self.columns // 8
-        values = self.loaded(gain, v, mine + pair)
         for s in range(self.spec.head_dim_k // 8):
-            at = buffer + (row * self.pitch + 8 * s + pair) * 4
-            upper = warp.load_shared(Float32, at, 2)
-            lower = warp.load_shared(Float32, at + 8 * self.pitch * 4, 2)
-            a = [warp.split_tf32(x) for x in (upper[0], lower[0], upper[1], lower[1])]
+            left = []
+            for t in range(self.spec.tile_v // 16):
+                at = buffer + ((row + 16 * t) * self.state_row + 8 * s + pair) * 4
+                upper = warp.load_shared(Float32, at, 2)
+                lower = warp.load_shared(Float32, at + 8 * self.state_row * 4, 2)
+                a = [warp.split_tf32(x) for x in (upper[0], lower[0], upper[1], lower[1])]
+                left.append([[x[piece] for x in a] for piece in range(2)])
             for j in range(tiles):
-                b = [warp.split_tf32(m[mine + 8 * j + row, 8 * s + pair + i]) for i in range(2)]
-                c = values[4 * j : 4 * j + 4]
-                for piece_a, piece_b in ((1, 0), (0, 1), (0, 0)):
-                    c = list(warp.mma_tf32(c, [x[piece_a] for x in a], [x[piece_b] for x in b]))
-                values[4 * j : 4 * j + 4] = c
+                at = m + (8 * j * self.transition_row + 8 * s + pair) * 4
+                b = [warp.split_tf32(x) for x in warp.load_shared(Float32, at, 2)]
+                right = [[x[piece] for x in b] for piece in range(2)]
+                for t, a in enumerate(left):
+                    n = 4 * (t * tiles + j)
+                    c = values[n : n + 4]
+                    for piece_a, piece_b in ((1, 0), (0, 1), (0, 0)):
+                        c = list(warp.mma_tf32(c, a[piece_a], right[piece_b]))
+                    values[n : n + 4] = c
         return values

@@ -223,15 +223,27 @@ class OutputSpec(ChunkSpec):
 
 @dataclass(frozen=True)
 class SegmentsSpec(Spec):
-    """The states at which segments start (`segments`)."""
+    """The states at which segments start (`segments`).
+
+    Attributes:
+        tile_v: columns of V of a block.
+        num_stages: transitions in shared memory.
+    """
 
     head_dim_k: int
     head_dim_v: int
     index_dtype: str
+    tile_v: int
+    num_stages: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self)
+        if self.tile_v % 16 or self.head_dim_v % self.tile_v:
+            raise ValueError(
+                f"tile_v is {self.tile_v}, must be a multiple of 16 that divides "
+                f"head_dim_v={self.head_dim_v}"
+            )
 
     @property
     def varlen(self) -> bool:
