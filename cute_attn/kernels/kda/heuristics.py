@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .spec import CHUNK, record_elements, smem_bytes
+from .spec import CHUNK, SMALLEST_SMEM_BYTES, record_elements, smem_bytes
 
 MOST_STAGES = 3  # of the recurrence: with more there is nothing left to wait for
 MBARRIER_BYTES = 8
@@ -45,6 +45,7 @@ def delta_h_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, 
 
 
 def output_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of an OutputSpec."""
-    del arch, head_dim_k, head_dim_v
-    return {"tile_v": 64}
+    """The tuning fields of an OutputSpec: all columns of V, so that q and G are read once, where
+    that leaves room for several blocks."""
+    del head_dim_k
+    return {"tile_v": 64 if smem_bytes(arch) == SMALLEST_SMEM_BYTES else head_dim_v}

@@ -63,7 +63,8 @@ def check_number(name: str, value: Any) -> None:
         return
     if not isinstance(value, int | float | torch.SymFloat):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    if not abs(value) <= torch.finfo(torch.float32).max:
+    largest = torch.finfo(torch.float32).max
+    if not -largest <= value <= largest:
         raise ValueError(f"{name} is {value}, must be finite in float32")
 
 

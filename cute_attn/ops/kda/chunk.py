@@ -155,12 +155,13 @@ def chunk_kda(
     if type(q) is Tensor and not is_compiling() and not _dispatch_mode_depth():
         if return_intermediate_states:
             _check_inference_mode()
-        return _forward(
+        result: tuple[Tensor, Tensor | None] = _forward(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
             lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
             cu_seqlens_cpu, None, A_log, dt_bias,
         )  # fmt: skip
+        return result
 
     num_chunks = None
     if not is_compiling():  # where it is, the fake implementation checks while it is traced
@@ -231,7 +232,7 @@ def plan_chunk_kda(
         "head_dim_v": head_dim_v,
         "index_dtype": index_dtype,
     }
-    dims = {"arch": arch, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
+    dims: dict[str, Any] = {"arch": arch, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
     gate_fields: dict[str, Any] = {
         "gate_dtype": gate_dtype or dtype,
         "gate": gate,
@@ -339,9 +340,10 @@ def _forward(
             or not (batch and tokens and sequences)
             or (cu_seqlens is not None and (batch != 1 or cu_seqlens.dim() != 1))
             or (initial_state is not None and initial_state.shape[0] != sequences)
-            or cu_seqlens_cpu is not None
         ):
             raise KeyError
+        if cu_seqlens_cpu is not None:
+            check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, tokens)
     except (KeyError, AttributeError, IndexError, TypeError, ValueError):
         # new, or with nothing to do, or not even tensors
         return _first_call(
@@ -448,11 +450,14 @@ def _first_call(*arguments: Any) -> Any:
             num_chunks,
         )  # fmt: skip
         o = stages._chunk_output(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens)
-        final_state = final_state if output_final_state else None
-        return (o, final_state, h) if return_intermediate_states else (o, final_state)
+        kept = final_state if output_final_state else None
+        return (o, kept, h) if return_intermediate_states else (o, kept)
     return _launch(
         _prepare(*arguments),
-        *map(readable, (q, k, v, g)),
+        readable(q),
+        readable(k),
+        readable(v),
+        readable(g),
         beta,
         readable_state(initial_state),
         output_final_state,
@@ -612,7 +617,7 @@ def _check_inference_mode() -> None:
 def _check_all(*arguments: Any) -> Sizes:
     """Raise the documented exception if no kernel can take the arguments of `_forward`."""
     *most, _, A_log, dt_bias = arguments
-    sizes = _check(*most, A_log, dt_bias)
+    sizes = _check(*(*most, A_log, dt_bias))
     launch.check_device("q", arguments[0].device)
     return sizes
 
@@ -716,7 +721,7 @@ def _operator(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
     arguments = _bound(*given, **named)
     *most, num_chunks, A_log, dt_bias = arguments
     with torch.no_grad():  # whoever calls it by its own name gets no gradient, as its schema says
-        o, final_state, *h = _forward(*most, None, num_chunks, A_log, dt_bias)
+        o, final_state, *h = _forward(*(*most, None, num_chunks, A_log, dt_bias))
     nothing = o.new_empty(0)
     return (
         o,
@@ -728,7 +733,7 @@ def _operator(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
     arguments = _bound(*given, **named)
     *most, num_chunks, A_log, dt_bias = arguments
-    sizes = _check(*most, None, A_log, dt_bias)
+    sizes = _check(*(*most, None, A_log, dt_bias))
     return _outputs(
         sizes, arguments[2], arguments[7], arguments[15], arguments[16], arguments[17], num_chunks
     )

@@ -257,7 +257,7 @@ def kda_chunk_delta_h(
     if is_compiling():
         num_chunks = None
     else:
-        tokens = u.shape[1] if isinstance(u, Tensor) and u.dim() > 1 else 0
+        tokens = u.shape[1] if getattr(u, "ndim", 0) > 1 else 0
         num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, tokens)
     h, v_new, final_state = _stage(
         "kda_chunk_delta_h", _chunk_delta_h, _check_chunk_delta_h,
