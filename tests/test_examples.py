@@ -48,3 +48,31 @@ def test_gemma_qwen_attention_notices_a_wrong_window(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cute_attn, "flash_attn_varlen_func", wrong)
     with cute_attn.emulated("sm_100a"), torch.inference_mode():
         assert not example.prefill_and_decode(example.KINDS["Gemma 3, sliding"], "cpu").agree
+
+
+def kimi_linear() -> dict[str, tuple[float, float]]:
+    example = load("kimi_linear_layer")
+    sizes = example.Sizes(heads=1, heads_v=2, head_dim=64, prompts=(90, 5), piece=66, steps=2)
+    emulator = Emulator(num_sms=2, schedule="random")
+    with cute_attn.emulated("sm_90a", emulator), torch.inference_mode():
+        errors: dict[str, tuple[float, float]] = example.serve(sizes, "cpu")
+    return errors
+
+
+def test_kimi_linear_layer() -> None:
+    errors = kimi_linear()
+    assert set(errors) == {"prefill", "decode"}
+    assert all(ours <= 2 * plain for ours, plain in errors.values())
+
+
+def test_kimi_linear_layer_notices_a_state_that_is_not_carried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = cute_attn.chunk_kda
+
+    def forgetful(initial_state: torch.Tensor, **rest: object) -> object:
+        return right(initial_state=torch.zeros_like(initial_state), **rest)
+
+    monkeypatch.setattr(cute_attn, "chunk_kda", forgetful)
+    errors = kimi_linear()
+    assert all(ours > 2 * plain for ours, plain in errors.values())
