@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .. import launch
-from ..kernels.kda.spec import BETA_DTYPES, CHUNK, DTYPES, GATE_DTYPES, HEAD_DIMS
+from ..kernels.kda import spec, spec_decode
+from ..kernels.kda.spec import CHUNK
 
 __all__ = ["register"]
 
@@ -34,16 +35,17 @@ LN2_RECIPROCAL = 1.4426950408889634  # what G is scaled by, so that it is in bas
 def register() -> None:
     """Make this package a backend of flash-linear-attention's dispatch, for Kimi Delta Attention.
 
-    Served by `cute_attn.chunk_kda` and `cute_attn.fused_recurrent_kda`: the functions of these
-    names without gradients, with any number of value heads for a query head (GVA). In training,
-    which the former declines, the stages of the forward pass, and of what the backward pass
-    computes again, are served one by one: the gate with its sum (`kda_gate_chunk_cumsum`),
-    `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
+    Served by `cute_attn.chunk_kda`, `fused_recurrent_kda` and `kda_decode`: its `chunk_kda`, its
+    `fused_recurrent_kda`, and the form of the latter that servers call, `fused_recurrent_kda_fwd`
+    with a state in place and in slots, speculative decoding included. All without gradients, and
+    with any number of value heads for a query head (GVA). In training, which `chunk_kda` declines,
+    the stages of its forward pass, and of what the backward pass computes again, are served one by
+    one: `kda_gate_chunk_cumsum`, `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
 
     Declined, with a reason in the log of `fla.backends`: gradients, context parallelism
-    (`cp_context`), head dimensions without a kernel, chunks of 32, dtypes other than bfloat16 and
-    float16, intermediate states of packed sequences without `cu_seqlens_cpu`, and of the recurrent
-    form a state in place or in slots (which is `cute_attn.kda_decode`) and a beta for each channel.
+    (`cp_context`), head dimensions and dtypes without a kernel, chunks of 32, intermediate states
+    of packed sequences without `cu_seqlens_cpu`, a beta for each channel, and states in place of
+    packed sequences.
 
     One thing differs: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
     and not 0.
@@ -109,6 +111,12 @@ _HANDED_ON = (
     "cu_seqlens", "A_log", "dt_bias",
 )  # fmt: skip
 
+# Of `fused_recurrent_kda_fwd`.
+_OF_BOTH_STEPS = (
+    "A_log", "dt_bias", "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "state_v_first",
+)  # fmt: skip
+
 Arguments = dict[str, Any]
 Reason = str | None  # why a call is declined
 
@@ -130,23 +138,27 @@ def _verifier(
 # -- why not ------------------------------------------------------------------------------------
 
 
-def _declines_dtypes_and_sizes(given: Arguments) -> Reason:
+def _declines_dtypes_and_sizes(
+    given: Arguments,
+    dtypes: tuple[str, ...] = spec.DTYPES,
+    head_dims: tuple[int, ...] = spec.HEAD_DIMS,
+) -> Reason:
     """Of q, k and v, as far as there are these, g or gk, and beta."""
     first = given["k"]
     if first.device.type != "cuda" and not launch.current_emulation():
         return f"the tensors are on {first.device}, and {NAME} runs on CUDA devices"
-    if _name(first.dtype) not in DTYPES:
-        return f"k has dtype {first.dtype}, and {NAME} has kernels for {DTYPES}"
+    if _name(first.dtype) not in dtypes:
+        return f"k has dtype {first.dtype}, and {NAME} has kernels for {dtypes}"
     for name in ("q", "v", "A"):
         x = given.get(name)
         if x is not None and x.dtype != first.dtype:
             return f"{name} has dtype {x.dtype} and k {first.dtype}"
     gate, beta = given.get("g", given.get("gk")), given["beta"]
-    if _name(gate.dtype) not in GATE_DTYPES or _name(beta.dtype) not in BETA_DTYPES:
+    if _name(gate.dtype) not in spec.GATE_DTYPES or _name(beta.dtype) not in spec.BETA_DTYPES:
         return f"{NAME} has no kernel for gates of {gate.dtype} and betas of {beta.dtype}"
     dims = first.shape[-1], given["v"].shape[-1]
-    if any(dim not in HEAD_DIMS for dim in dims):
-        return f"K, V are {dims[0]}, {dims[1]}, and {NAME} has kernels for {HEAD_DIMS}"
+    if any(dim not in head_dims for dim in dims):
+        return f"K, V are {dims[0]}, {dims[1]}, and {NAME} has kernels for {head_dims}"
     if beta.dim() != 3:
         return f"{NAME} has one beta a head, and this one has {beta.dim()} dimensions"
     return None
@@ -178,20 +190,48 @@ def _declines_chunk_kda(given: Arguments) -> Reason:
 
 
 def _declines_recurrent(given: Arguments) -> Reason:
-    if given.get("inplace_final_state", True) or given.get("ssm_state_indices") is not None:
-        return "a state in place or in slots is for cute_attn.kda_decode"
-    if given.get("num_accepted_tokens") is not None:
-        return "speculative decoding is for cute_attn.kda_decode"
-    if given.get("out") is not None:
-        return f"{NAME}'s recurrent form takes no out"
-    return _declines_gradients(given) or _declines_dtypes_and_sizes(given)
+    if given.get("inplace_final_state", True):
+        reason = _declines_in_place(given)
+    elif given.get("ssm_state_indices") is not None:
+        reason = f"{NAME} has states in slots in place only"
+    elif given.get("out") is not None:
+        reason = f"{NAME} takes an out with a state in place only"
+    else:
+        reason = None
+    return (
+        reason
+        or _declines_gradients(given)
+        or _declines_dtypes_and_sizes(given, spec_decode.DTYPES, spec_decode.HEAD_DIMS)
+    )
+
+
+def _declines_in_place(given: Arguments) -> Reason:
+    """What `kda_decode` does not do."""
+    state, indices = given["initial_state"], given.get("ssm_state_indices")
+    if given.get("cu_seqlens") is not None:
+        return f"{NAME} has no packed sequences with a state in place"
+    if _name(state.dtype) not in spec_decode.STATE_DTYPES:
+        return f"initial_state has dtype {state.dtype}, {NAME} has {spec_decode.STATE_DTYPES}"
+    if indices is None:
+        return None
+    if indices.dtype != torch.int32 or not indices.is_contiguous():
+        return f"{NAME} takes indices of slots as contiguous int32"
+    tokens = given["k"].shape[1]
+    places = indices.shape[1] if indices.dim() == 2 else 1
+    if tokens > places:
+        return f"there are {tokens} tokens for each sequence and a slot for {places}"
+    accepted = given.get("num_accepted_tokens")
+    if accepted is not None and (accepted.dtype != torch.int32 or indices.dim() != 2):
+        return f"{NAME} takes num_accepted_tokens as int32, with a slot for each position"
+    return None
 
 
 def _declines_gate(given: Arguments) -> Reason:
     g = given["g"]
     if g.device.type != "cuda" and not launch.current_emulation():
         return f"g is on {g.device}, and {NAME} runs on CUDA devices"
-    if g.dim() != 4 or g.shape[-1] not in HEAD_DIMS or _name(g.dtype) not in GATE_DTYPES:
+    fits = g.dim() == 4 and g.shape[-1] in spec.HEAD_DIMS and _name(g.dtype) in spec.GATE_DTYPES
+    if not fits:
         return f"{NAME} has no kernel for a g of shape {list(g.shape)} and {g.dtype}"
     if given["chunk_size"] != CHUNK:
         return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"
@@ -237,13 +277,31 @@ def _chunk_kda(*args: Any, **kwargs: Any) -> Any:
     return chunk_kda(*(given[name] for name in ("q", "k", "v", "g", "beta")), **rest)
 
 
-def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> Any:
-    from ..ops.kda import fused_recurrent_kda
+def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    from ..ops.kda import fused_recurrent_kda, kda_decode
 
     given = _named(_RECURRENT, args, kwargs)
-    for name in ("inplace_final_state", "ssm_state_indices", "num_accepted_tokens", "out"):
-        given.pop(name, None)
-    return fused_recurrent_kda(**given)
+    tensors = [given[name] for name in ("q", "k", "v", "g", "beta")]
+    rest = {name: given[name] for name in _OF_BOTH_STEPS if name in given}
+    if not given.get("inplace_final_state", True):
+        for name in ("initial_state", "output_final_state", "cu_seqlens"):
+            rest[name] = given.get(name)
+        rest["output_final_state"] = bool(rest["output_final_state"])
+        return fused_recurrent_kda(*tensors, **rest)
+    # The defaults of these two functions differ.
+    activations = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+    for name in (*activations, "state_v_first"):
+        rest[name] = bool(given.get(name, False))
+    state = given["initial_state"]
+    o = kda_decode(
+        *tensors,
+        state,
+        **rest,
+        state_indices=given.get("ssm_state_indices"),
+        num_accepted_tokens=given.get("num_accepted_tokens"),
+        out=given.get("out"),
+    )
+    return o, state
 
 
 def _gate_cumsum(*args: Any, **kwargs: Any) -> Tensor:

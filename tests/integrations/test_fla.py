@@ -29,6 +29,7 @@ OPERATORS = (
     "chunk_kda",
     "fused_recurrent_kda",
     "kda_chunk_intra",
+    "kda_decode",
     "kda_gate_cumsum",
     "kda_recompute_w_u",
 )
@@ -165,6 +166,53 @@ def test_the_recurrent_form_is_ours(fla: Any, reached: Counter[str], device: str
     plain = reference.kda_reference(**case.arguments, dtype=torch.float32)
     assert_no_worse(o, plain.o.to(DTYPE), exact.o)
     assert_no_worse(final_state, plain.final_state, exact.final_state)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("how", ["in place", "slots", "speculative"])
+@torch.no_grad()
+def test_states_in_place_are_ours(
+    fla: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch, device: str, how: str
+) -> None:
+    """As servers call it: a pool of states, written where it was read."""
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+    tokens = 3 if how == "speculative" else 1
+    arguments = Case(device).arguments
+    for name in ("q", "k", "v", "g", "beta"):
+        arguments[name] = arguments[name][:, :tokens].contiguous()
+    pool = torch.randn(9, *arguments.pop("initial_state").shape[1:], device=device)
+    arguments |= {"state_v_first": True, "lower_bound": -5.0}
+    indices: dict[str, torch.Tensor] = {}
+    if how == "in place":
+        pool = pool[:2].contiguous()
+    elif how == "slots":
+        indices["state_indices"] = torch.tensor([7, 2], dtype=torch.int32, device=device)
+    else:
+        slots = torch.tensor([[4, 1, 2], [7, 0, 3]], dtype=torch.int32, device=device)
+        accepted = torch.tensor([2, 3], dtype=torch.int32, device=device)
+        indices = {"state_indices": slots, "num_accepted_tokens": accepted}
+    theirs = {
+        {"state_indices": "ssm_state_indices"}.get(name, name): x for name, x in indices.items()
+    }
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        state = pool.clone()
+        o, final_state = fused_recurrent_kda_fwd(**arguments, initial_state=state, **theirs)
+        assert final_state is state
+        return o, state
+
+    exact = reference.kda_decode_reference(**arguments, state=pool, **indices)
+    plain = reference.kda_decode_reference(**arguments, state=pool, **indices, dtype=torch.float32)
+    results = [step()]
+    assert reached == {"kda_decode": 1}
+    if device == "cuda":
+        monkeypatch.setenv("FLA_CUTE_ATTN", "0")
+        results.append(step())
+        assert reached == {"kda_decode": 1}
+    for o, state in results:
+        assert_no_worse(o, plain.o.to(DTYPE), exact.o)
+        assert_no_worse(state, plain.state, exact.state)
 
 
 @pytest.mark.everywhere
@@ -341,24 +389,41 @@ def test_tensors_without_a_gpu_are_declined() -> None:
     assert "are on cpu" in str(integration._declines_chunk_kda(Case("cpu").arguments))
 
 
+INT32 = {"dtype": torch.int32}
 RECURRENT_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
-    "in place": ({"inplace_final_state": True}, "cute_attn.kda_decode"),
-    "slots": ({"ssm_state_indices": torch.zeros(2)}, "cute_attn.kda_decode"),
-    "speculative": ({"num_accepted_tokens": torch.ones(2)}, "cute_attn.kda_decode"),
-    "out": ({"out": torch.zeros(1)}, "takes no out"),
+    "slots elsewhere": ({"ssm_state_indices": torch.zeros(2, **INT32)}, "in place only"),
+    "out": ({"out": torch.zeros(1)}, "in place only"),
     "K": ({"k": torch.randn(2, 70, 1, 32).bfloat16()}, "K, V are 32, 64"),
+    "double": ({"k": torch.randn(2, 70, 1, 64).double()}, "k has dtype torch.float64"),
+}
+IN_PLACE_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
+    "packed": ({"cu_seqlens": torch.tensor([0, 2])}, "no packed sequences"),
+    "state": ({"initial_state": torch.zeros(2, 2, 64, 64).half()}, "initial_state has dtype"),
+    "int64": ({"ssm_state_indices": torch.zeros(2, 70).long()}, "contiguous int32"),
+    "one slot": ({"ssm_state_indices": torch.zeros(2, **INT32)}, "70 tokens for each sequence"),
+    "few slots": ({"ssm_state_indices": torch.zeros(2, 3, **INT32)}, "a slot for 3"),
+    "accepted": (
+        {
+            "ssm_state_indices": torch.zeros(2, 70, **INT32),
+            "num_accepted_tokens": torch.ones(2).long(),
+        },
+        "num_accepted_tokens as int32",
+    ),
 }
 
 
-@pytest.mark.parametrize("what", RECURRENT_DECLINED)
+@pytest.mark.parametrize("what", [*RECURRENT_DECLINED, *IN_PLACE_DECLINED])
 @torch.no_grad()
 def test_the_recurrent_form_declined(emulated: None, what: str) -> None:
-    change, reason = RECURRENT_DECLINED[what]
-    arguments = Case("cpu").arguments | {"inplace_final_state": False}
-    assert integration._declines_recurrent(arguments) is None
+    arguments = Case("cpu").arguments
+    assert integration._declines_recurrent(arguments) is None  # in place, by default
+    if what in RECURRENT_DECLINED:
+        change, reason = RECURRENT_DECLINED[what]
+        arguments["inplace_final_state"] = False
+        assert integration._declines_recurrent(arguments) is None
+    else:
+        change, reason = IN_PLACE_DECLINED[what]
     assert reason in str(integration._declines_recurrent(arguments | change))
-    arguments.pop("inplace_final_state")  # whose default is to be in place
-    assert "cute_attn.kda_decode" in str(integration._declines_recurrent(arguments))
 
 
 GATE_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
