@@ -14,11 +14,11 @@ next ones, as r^T and v_new^T are. So the chain from chunk to chunk never leaves
 and warps share nothing but the chunk's tiles in shared memory.
 
     block (tile of V, value head, sequence)
-      load      tiles, decay and v of chunk c + num_stages - 1, by cp.async
-      remember  kd S and qg S
+      remember  start kd S and qg S
+      load      start the copies of chunk c + num_stages - 1
+      store     o of chunk c - 1
       correct   r, then v_new
-      output    o, through the shared memory that held v
-      update    S
+      update    S; and o, to registers
 
 `products="wgmma"` (sm_90a) has the same fragments in the same threads.
 
@@ -45,6 +45,7 @@ from .chunks import num_sequences, sequence_place
 from .spec import CHUNK, RecurrenceSpec, record_elements
 
 SUB_TILE_BYTES = CHUNK * 128
+KD_STEP = 2 * SUB_TILE_BYTES  # from a sub-tile of kd, or qg, to the next
 MBARRIER_BYTES = 8
 UNIT_BYTES = 16  # of a copy, and of the swizzle
 
@@ -58,8 +59,7 @@ class KdaRecurrence:
         self.num_warps = spec.tile_v // 16
         self.num_threads = self.num_warps * WARP_SIZE
         sub_tiles = spec.head_dim_k // 64
-        # Byte offsets within a stage. Sub-tiles of kd and qg alternate: as rows of one matrix they
-        # are one operand.
+        # Byte offsets within a stage. Sub-tiles of kd and qg alternate.
         self.kd, self.qg = 0, SUB_TILE_BYTES
         self.kg = 2 * sub_tiles * SUB_TILE_BYTES
         self.akk = self.kg + sub_tiles * SUB_TILE_BYTES
@@ -237,6 +237,9 @@ class KdaRecurrence:
                 head, tile_start,
             )  # fmt: skip
 
+        # The output of the chunk before, 16 tokens of 2 columns: it is stored while products run.
+        output = cute.make_rmem_tensor((CHUNK // 4,), Int32)
+        output.fill(0)
         stage = Int32(0)
         phase = Int32(0)
         for c in cutlass.range(first, end, unroll=1):
@@ -249,22 +252,26 @@ class KdaRecurrence:
                 cute.arch.cp_async_wait_group(spec.num_stages - 2)
             # Everybody's copies of this chunk are here, and everybody is done with the last one.
             cute.arch.sync_threads()
+            if cutlass.const_expr(self.bulk):
+                cute.arch.mbarrier_wait(loaded + stage, phase)
+            at = stages + stage * self.stage_bytes
+            recalled, unfinished = self.remember(state, at)
             if cutlass.const_expr(spec.num_stages > 1):
                 self.load(
                     c + spec.num_stages - 1, end, stages + ahead * self.stage_bytes,
                     loaded + ahead, v, tiles, decay, place, head, tile_start,
                 )  # fmt: skip
-            if cutlass.const_expr(self.bulk):
-                cute.arch.mbarrier_wait(loaded + stage, phase)
-            self.chunk(
-                state, stages + stage * self.stage_bytes, o, place, head, column, warp_index, c
-            )
+            if c > first:
+                self.store_o(output, o, place, head, column, c - 1)
+            self.correct_and_update(state, output, at, warp_index, recalled, unfinished)
             if cutlass.const_expr(spec.num_stages == 1):
                 cute.arch.sync_threads()
             stage = stage + 1
             if stage == spec.num_stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+        if first < end:
+            self.store_o(output, o, place, head, column, end - 1)
 
         if cutlass.const_expr(self.transitions):
             if first < end:
@@ -348,44 +355,33 @@ class KdaRecurrence:
                 )
         cute.arch.cp_async_commit_group()
 
-    @cute.jit
-    def chunk(
-        self,
-        state: cute.Tensor,
-        stage: Int32,
-        o: cute.Tensor,
-        place: Any,
-        head: Int32,
-        first_v: Int32,
-        warp_index: Int32,
-        c: Int32,
-    ) -> None:
-        spec, dtype = self.spec, self.dtype
-
-        # remember: (kd S)^T and (qg S)^T, 16 columns of V by 64 tokens
+    def remember(self, state: cute.Tensor, stage: Any) -> tuple[list[Any], list[Any]]:
+        """Start (kd S)^T and (qg S)^T, 16 columns of V by 64 tokens."""
         s = self.operand(self.values(state))
-        recalled = self.times_rows(s, stage + self.kd, rows=64 if self.transitions else 128)
-        v_t = self.load_v(stage + self.v, warp_index)
-        recalled = self.done(recalled)
-        output = recalled[32:]
+        recalled = self.times_rows(s, stage + self.kd)
+        return recalled, [] if self.transitions else self.times_rows(s, stage + self.qg)
 
-        # correct
-        recalled = recalled[:32]
+    def correct_and_update(
+        self, state: cute.Tensor, output: cute.Tensor, stage: Any, warp_index: Any,
+        recalled: list[Any], unfinished: list[Any],
+    ) -> None:  # fmt: skip
+        """The rest of a chunk, from what `remember` has started."""
+        v_t = self.load_v(stage + self.v, warp_index)
+        recalled = self.done(recalled, pending=0 if self.transitions else 1)
         r = self.operand([x - y for x, y in zip(v_t, recalled, strict=True)])
         corrections = self.times_rows(r, stage + self.akk, triangular=True)
-
-        # update
-        updated = self.decayed(state, stage + self.decay)
+        decayed = self.decayed(state, stage + self.decay)
+        if not self.transitions:
+            unfinished = self.done(unfinished, pending=1)
         v_new = self.operand(self.done(corrections))
-        updated = self.times_columns(v_new, stage + self.kg, updated)
 
-        # output
-        if cutlass.const_expr(self.transitions):
+        updated = self.times_columns(v_new, stage + self.kg, decayed)
+        if self.transitions:
             self.assign(state, self.done(updated))
-        else:
-            output = self.times_rows(v_new, stage + self.aqk, triangular=True, c=output)
-            self.assign(state, self.done(updated, pending=1))
-            self.store_o(self.done(output), stage + self.v, o, place, head, first_v, warp_index, c)
+            return
+        o = self.times_rows(v_new, stage + self.aqk, triangular=True, c=unfinished)
+        self.assign(state, self.done(updated, pending=1))
+        self.assign(output, [warp.transpose_matrix(x) for x in self.operand(self.done(o))])
 
     # -- products -----------------------------------------------------------------------------
 
@@ -418,29 +414,27 @@ class KdaRecurrence:
         return warpgroup.wait(c, pending) if self.wgmma else c
 
     def times_rows(
-        self, a: list[Any], base: Any, *, rows: int = 64, triangular: bool = False,
+        self, a: list[Any], base: Any, *, triangular: bool = False,
         c: list[Any] | None = None,
     ) -> list[Any]:  # fmt: skip
-        """Start c + a m^T, with m the rows at `base`: 16 by 64, or 16 by 128 with the 64 rows of the
-        sub-tiles behind m's. With `triangular`, what is above the diagonal of m is 0, and may be left
-        out."""
+        """Start c + a m^T, with m the 64 rows at `base`: 16 by 64. With `triangular`, what is above
+        the diagonal of m is 0, and may be left out."""
         width = len(a) * 4
-        stride = SUB_TILE_BYTES * (2 if width > 64 or rows > 64 else 1)
         if self.wgmma:
             first = warpgroup.rows_descriptor(base)
-            steps = [s % 4 * 2 + s // 4 * (stride >> 4) for s in range(width // 16)]
+            steps = [s % 4 * 2 + s // 4 * (KD_STEP >> 4) for s in range(width // 16)]
             descriptors = [first + step for step in steps]
-            return warpgroup.product(self.dtype, c, a, descriptors, rows, columns=False)
+            return warpgroup.product(self.dtype, c, a, descriptors, CHUNK, columns=False)
         lane = cute.arch.lane_idx()
         matrix, r = lane // 8, lane % 8
         offset = base + (r * 128 + ((matrix ^ r) << 4))
         flipped = offset ^ 64
-        result = [Float32(0.0)] * (rows // 2) if c is None else list(c)
+        result = [Float32(0.0)] * 32 if c is None else list(c)
         for s in range(0, width // 16, 2):
-            for j in range(rows // 8):
+            for j in range(8):
                 if triangular and 16 * s > 8 * j + 7:
                     continue
-                b = warp.load_matrices((flipped if s % 4 else offset) + s // 4 * stride + j * 1024)
+                b = warp.load_matrices((flipped if s % 4 else offset) + s // 4 * KD_STEP + j * 1024)
                 for i in range(2):
                     if triangular and 16 * (s + i) > 8 * j + 7:
                         continue
@@ -501,38 +495,28 @@ class KdaRecurrence:
     @cute.jit
     def store_o(
         self,
-        output: Any,
-        base: Int32,
+        output: cute.Tensor,
         o: cute.Tensor,
         place: Any,
         head: Int32,
-        first_v: Int32,
-        warp_index: Int32,
+        column: Int32,
         c: Int32,
     ) -> None:
-        """The warp's columns of o, through those of v, which nobody else reads."""
-        lane = cute.arch.lane_idx()
-        row, pair = lane // 4, lane % 4
-        packed = self.operand(output)
-        cute.arch.sync_warp()
-        for j in cutlass.range_constexpr(CHUNK // 8):
-            for half in cutlass.range_constexpr(2):
-                x = warp.transpose_matrix(packed[2 * j + half])
-                at = base + self.v_offset(8 * j + row, 2 * warp_index + half) + 4 * pair
-                warp.store_shared(Int32, at, [x])
-        cute.arch.sync_warp()
-        unit = lane % 2
-        start = (
-            o.iterator
-            + (Int64(place.batch) * o.stride[0] + Int64(head) * o.stride[2])
-            + (first_v + unit * 8)
-        ).toint()
-        for i in cutlass.range_constexpr(CHUNK // 16):
-            token = 16 * i + lane // 2
-            x = warp.load_shared(Int32, base + self.v_offset(token, 2 * warp_index + unit), 4)
-            at = c * CHUNK + token
-            if at < place.length:
-                warp.store_global(Int32, start + Int64(place.start + at) * (o.stride[1] * 2), x)
+        """o of chunk c, 4 bytes of 8 rows an access: the two halves of a sector meet in L2."""
+        if cutlass.const_expr(not self.transitions):
+            lane = cute.arch.lane_idx()
+            row = c * CHUNK + lane // 4
+            step = o.stride[1] * 2
+            at = (
+                o.iterator
+                + (Int64(place.batch) * o.stride[0] + Int64(head) * o.stride[2])
+                + (column + 2 * (lane % 4))
+            ).toint() + Int64(place.start + row) * step
+            for j in cutlass.range_constexpr(CHUNK // 8):
+                if row + 8 * j < place.length:
+                    for half in cutlass.range_constexpr(2):
+                        warp.store_global(Int32, at + 16 * half, [output[2 * j + half]])
+                at = at + 8 * step
 
     # -- states -------------------------------------------------------------------------------
 
