@@ -284,8 +284,8 @@ class KdaDecode:
         """Which of a sequence's slots to start from; a count is data from outside."""
         position = Int32(0)
         if cutlass.const_expr(num_accepted is not None):
-            last = state_indices.shape[1] - 1
-            position = cutlass.min(cutlass.max(num_accepted[sequence] - 1, 0), last)
+            accepted = cutlass.min(cutlass.max(num_accepted[sequence], 1), state_indices.shape[1])
+            position = accepted - 1
         return position
 
     @cute.jit
