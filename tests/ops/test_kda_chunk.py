@@ -1,0 +1,414 @@
+"""chunk_kda agrees with the float64 reference, and has exact properties.
+
+Each test runs on the GPU, where there is one, and in the emulator under a random schedule, where the
+sweeps are smaller.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cute_attn
+import cute_attn.cache
+from cute_attn import launch
+from cute_attn.emulator import Emulator
+
+from .kda_cases import (
+    DECAYS,
+    GATES,
+    PACKED,
+    PLAIN,
+    SMALL,
+    SOME,
+    WIDE_V,
+    Case,
+    assert_agrees,
+    assert_no_worse,
+    cases,
+    plain,
+    reference,
+    run,
+    run_all,
+    same,
+    spans,
+    tokens_of,
+    valid,
+)
+
+STAGE_BY_STAGE = {"disable_recompute": True}
+PATHS = {"fused": {}, "modular": STAGE_BY_STAGE}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_beforehand() -> None:
+    """Compile what the usual sweep on a GPU can draw with all cores, not one at a time."""
+    if not torch.cuda.is_available():
+        return
+    arch = cute_attn.cache.current_arch()
+    cute_attn.warmup(
+        request
+        for kind in SOME
+        for path in PATHS.values()
+        for request in kind.requests(arch, **path)
+    )
+
+
+def examples(few: int) -> settings:
+    """How many cases a test draws in the usual sweep."""
+    full = os.environ.get("HYPOTHESIS_PROFILE") == "full"
+    return settings(max_examples=10 * few if full else few)
+
+
+# -- agreement
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("path", PATHS)
+@examples(12)
+@given(data=st.data())
+def test_agrees_with_the_reference(device: str, path: str, data: st.DataObject):
+    case = data.draw(cases(device))
+    args = case.arguments(device)
+    assert_agrees(args, *run(args, **PATHS[path]))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("gates", GATES)
+def test_gates_of_any_size(device: str, gates: str):
+    for kind, lengths in ((PLAIN, (130,)), (DECAYS, (64, 0, 70)), (WIDE_V, (129, 1))):
+        args = Case(kind, lengths, gates=gates, alike=gates == "weak", seed=3).arguments(device)
+        assert_agrees(args, *run(args))
+
+
+@pytest.mark.everywhere
+@examples(4)
+@given(seed=st.integers(0, 2**31))
+def test_gates_above_zero(device: str, seed: int):
+    """Within a chunk their sums stay in range."""
+    args = Case(DECAYS, (100, 70), seed=seed).arguments(device)
+    generator = torch.Generator().manual_seed(seed)
+    gates = 0.05 * torch.rand(args["g"].shape, generator=generator) - 0.02
+    args["g"].copy_(torch.where(args["g"].isnan(), args["g"], gates.to(device)))
+    assert_agrees(args, *run(args))
+
+
+@pytest.mark.everywhere
+@examples(6)
+@given(data=st.data())
+def test_states_at_the_start_of_chunks(device: str, data: st.DataObject):
+    case = data.draw(cases(device, [PLAIN, PACKED, SMALL]))
+    args = case.arguments(device)
+    o, state, h = run_all(args)
+    exact, theirs = reference(args), plain(args)
+    count = exact.h.shape[1]
+    if "cu_seqlens" in args:
+        sequences = len(args["cu_seqlens"]) - 1
+        assert h.shape[1] == args["q"].shape[1] // 64 + sequences
+        counted = run_all(args, cu_seqlens_cpu=args["cu_seqlens"].cpu())
+        assert counted[2].shape[1] == count
+        assert torch.equal(counted[2], h[:, :count])
+        assert same(args, counted, (o, state))
+    assert h.dtype == o.dtype
+    assert_no_worse(h[:, :count], theirs.states.h, exact.h, "h")
+    assert_agrees(args | {"output_final_state": True}, o, state)
+
+
+# -- exact properties
+
+
+@pytest.mark.everywhere
+@examples(6)
+@given(data=st.data())
+def test_repeated_runs_are_bitwise_equal(device: str, data: st.DataObject):
+    args = data.draw(cases(device)).arguments(device)
+    assert same(args, run(args), run(args))
+
+
+@pytest.mark.everywhere
+@examples(6)
+@given(data=st.data())
+def test_layouts_do_not_matter(device: str, data: st.DataObject):
+    case = replace(data.draw(cases(device)), layout="contiguous")
+    args = case.arguments(device)
+    first = run(args)
+    for layout in ("heads_first", "projection", "misaligned"):
+        assert same(args, first, run(replace(case, layout=layout).arguments(device)))
+
+
+@pytest.mark.everywhere
+@examples(6)
+@given(data=st.data())
+def test_grouped_heads_are_repeated_heads(device: str, data: st.DataObject):
+    case = data.draw(cases(device))
+    args = case.arguments(device)
+    repeated = {name: args[name].repeat_interleave(case.group, dim=2) for name in ("q", "k")}
+    assert same(args, run(args), run(args, **repeated))
+
+
+@pytest.mark.everywhere
+@examples(5)
+@given(data=st.data())
+def test_packed_sequences_are_sequences_alone(device: str, data: st.DataObject):
+    """Packed with others, packed alone, and as a batch of one."""
+    case = data.draw(cases(device, [DECAYS, PACKED, WIDE_V]))
+    args = case.arguments(device)
+    o, state = run(args)
+    for n, (_, rows) in enumerate(spans(args)):
+        one = tokens_of(args, rows)
+        if case.kind.initial:
+            one["initial_state"] = args["initial_state"][n : n + 1]
+        length = one["q"].shape[1]
+        one["cu_seqlens"] = torch.tensor([0, length]).to(args["cu_seqlens"])
+        alone = (o[:, rows], state[n : n + 1])
+        assert same(one, alone, run(one))
+        del one["cu_seqlens"]
+        assert same(one, alone, run(one))
+
+
+@pytest.mark.everywhere
+@examples(5)
+@given(data=st.data())
+def test_later_tokens_do_not_matter(device: str, data: st.DataObject):
+    """Neither what they are nor whether there are any, to the last bit."""
+    case = replace(data.draw(cases(device, [PLAIN, SMALL])), layout="contiguous")
+    args = case.arguments(device)
+    o, _ = run(args)
+    cut = data.draw(st.integers(1, case.lengths[0]))
+    other = tokens_of(replace(case, seed=case.seed + 1).arguments(device), slice(cut, None))
+    head = tokens_of(args, slice(0, cut))
+    names = ("q", "k", "v", "g", "beta")
+    mixed = args | {name: torch.cat([head[name], other[name]], dim=1) for name in names}
+    for changed in (head, mixed):
+        assert torch.equal(run(changed)[0][:, :cut], o[:, :cut])
+
+
+@pytest.mark.everywhere
+@examples(5)
+@given(data=st.data())
+def test_two_runs_chained_through_the_state_are_one(device: str, data: st.DataObject):
+    """To the last bit where a chunk ends at the cut."""
+    case = data.draw(cases(device, [PLAIN, SMALL]))
+    case = replace(case, layout="contiguous")
+    args = case.arguments(device)
+    tokens = case.lengths[0]
+    whole = run(args)
+    cut = data.draw(
+        st.integers(0, tokens) | st.sampled_from((0, 64, 128)).map(lambda n: min(n, tokens))
+    )
+    o_first, state = run(tokens_of(args, slice(0, cut)))
+    o_rest, state = run(tokens_of(args, slice(cut, None)) | {"initial_state": state})
+    chained = (torch.cat([o_first, o_rest], dim=1), state)
+    if cut % 64 == 0:
+        assert same(args, whole, chained)
+    else:
+        assert_agrees(args, *chained)
+
+
+@pytest.mark.everywhere
+@examples(4)
+@given(data=st.data(), random=st.randoms(use_true_random=False))
+def test_permuting_heads_permutes_the_result(device: str, data: st.DataObject, random: Any):
+    case = data.draw(cases(device))
+    args = case.arguments(device)
+    order = list(range(case.heads))
+    random.shuffle(order)
+    order_v = [h * case.group + i for h in order for i in range(case.group)]
+    permuted = {name: args[name][:, :, order] for name in ("q", "k")}
+    permuted |= {name: args[name][:, :, order_v] for name in ("v", "g", "beta")}
+    for name in ("initial_state", "A_log", "dt_bias"):
+        if name in args:
+            x = args[name]
+            if name == "dt_bias":
+                x = x.view(case.heads_v, -1)
+            permuted[name] = x[:, order_v] if name == "initial_state" else x[order_v]
+    o, state = run(args)
+    expected = (o[:, :, order_v], None if state is None else state[:, order_v])
+    assert same(args, expected, run(args, **permuted))
+
+
+@pytest.mark.everywhere
+@examples(4)
+@given(data=st.data())
+def test_what_is_ignored_changes_nothing(device: str, data: st.DataObject):
+    case = data.draw(cases(device, [DECAYS]))
+    args = case.arguments(device)
+    first = run(args)
+    heads, dim = args["g"].shape[2:]
+    ignored = {
+        "A_log": torch.randn(heads, device=device),
+        "dt_bias": torch.randn(heads, dim, device=device),
+        "lower_bound": -1.0,
+        "safe_gate": True,
+    }
+    assert same(args, first, run(args, **ignored))
+    assert same(args, first, run(args, cu_seqlens=args["cu_seqlens"].int()))
+
+
+@pytest.mark.everywhere
+def test_states_in_bfloat16_are_converted(device: str):
+    args = Case(PLAIN, (70,)).arguments(device)
+    args["initial_state"] = args["initial_state"].bfloat16()
+    assert_agrees(args, *run(args))
+
+
+@pytest.mark.everywhere
+def test_sequences_without_tokens_keep_their_state(device: str):
+    args = Case(PACKED, (0, 5, 0), tail=3).arguments(device)
+    _, state = run(args)
+    assert torch.equal(state[[0, 2]], args["initial_state"][[0, 2]])
+    _, zero = run({name: x for name, x in args.items() if name != "initial_state"})
+    assert not zero[[0, 2]].any()
+
+
+@pytest.mark.everywhere
+def test_many_short_sequences(device: str):
+    lengths = tuple((n * n) % 5 for n in range(70))
+    args = Case(PACKED, lengths, group=1).arguments(device)
+    assert_agrees(args, *run(args))
+
+
+@pytest.mark.everywhere
+def test_tensors_beyond_two_to_the_31_elements(device: str):
+    """Two batches that lie further apart than 32 bits can say. Memory not touched costs none."""
+    if device == "cuda":
+        pytest.skip("memory on a GPU costs even where it is not touched")
+    args = Case(PLAIN, (70,) * 2).arguments(device)
+    far = dict(args)
+    for name in ("q", "k", "v", "g"):
+        x = args[name]
+        apart = 2**31 + 2**16
+        memory = torch.empty(apart + x[0].numel(), dtype=x.dtype)
+        far[name] = memory.as_strided(x.shape, (apart, *x.stride()[1:]))
+        far[name].copy_(x)
+    assert same(args, run(args), run(far))
+
+
+# -- the operator
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("path", PATHS)
+def test_the_registered_operator_is_well_behaved(device: str, path: str):
+    args = Case(PACKED, (5, 60)).arguments(device)
+    positional = tuple(args.pop(name) for name in ("q", "k", "v", "g", "beta"))
+    # No token is left out here: all of a result is defined, so that runs can be compared.
+    torch.library.opcheck(torch.ops.cute_attn.chunk_kda.default, positional, args | PATHS[path])
+
+
+@pytest.mark.everywhere
+def test_compiled_code_calls_the_kernels(device: str):
+    args = Case(PLAIN, (70,)).arguments(device)
+    tensors = {name: x for name, x in args.items() if isinstance(x, torch.Tensor)}
+    rest = {name: x for name, x in args.items() if name not in tensors}
+
+    def layer(tensors: dict[str, torch.Tensor]) -> Any:
+        o, state = cute_attn.chunk_kda(**tensors, **rest)
+        return o, state
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        result = compiled(tensors)
+    assert same(args, run(args), result)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_follows_its_inputs():
+    args = Case(PACKED, (100, 0, 70, 300), group=2).arguments("cuda")
+    expected = run(args)
+    other = Case(PACKED, (70, 300, 100, 0), group=2, seed=1).arguments("cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        cute_attn.chunk_kda(**args)
+        with torch.cuda.graph(graph):
+            captured = cute_attn.chunk_kda(**args)
+    graph.replay()
+    assert same(args, expected, captured)
+    for name, x in other.items():
+        if isinstance(x, torch.Tensor):
+            args[name].copy_(x)
+    graph.replay()
+    assert same(other, run(other), captured)
+
+
+BAD = {
+    "q-dtype": ("q", lambda x: x.half()),
+    "q-strides": ("q", lambda x: torch.cat([x, x], dim=-1)[..., ::2]),
+    "q-address": ("q", lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)),
+    "q-rank": ("q", lambda x: x[0]),
+    "k-tokens": ("k", lambda x: x[:, 1:]),
+    "k-heads": ("k", lambda x: torch.cat([x, x], dim=2)),
+    "k-dim": ("k", lambda x: x[..., :64]),
+    "g-heads": ("g", lambda x: x[:, :, :1]),
+    "g-batch": ("g", lambda x: torch.cat([x, x])),
+    "g-dtype": ("g", lambda x: x.double()),
+    "beta-tokens": ("beta", lambda x: x[:, 1:]),
+    "beta-heads": ("beta", lambda x: x[:, :, :1]),
+    "beta-dtype": ("beta", lambda x: x.double()),
+    "A_log-heads": ("A_log", lambda x: x[:1]),
+    "A_log-dtype": ("A_log", lambda x: x.double()),
+    "dt_bias-heads": ("dt_bias", lambda x: x[:1]),
+    "dt_bias-strides": ("dt_bias", lambda x: torch.cat([x, x], dim=-1)[..., :128]),
+    "v-dtype": ("v", lambda x: x.half()),
+    "v-strides": ("v", lambda x: torch.cat([x, x], dim=-1)[..., ::2]),
+    "v-address": ("v", lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)),
+    "v-heads": ("v", lambda x: x[:, :, :1]),
+    "v-dim": ("v", lambda x: x[..., :64]),
+    "initial_state-heads": ("initial_state", lambda x: x[:, :1]),
+    "initial_state-dtype": ("initial_state", lambda x: x.double()),
+    "initial_state-layout": ("initial_state", lambda x: x.mT),
+    "cu_seqlens-dtype": ("cu_seqlens", lambda x: x.long()),
+    "cu_seqlens-strides": ("cu_seqlens", lambda x: torch.stack([x, x], dim=1)[:, 0]),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(
+    monkeypatch: pytest.MonkeyPatch, bad: str
+):
+    """On a GPU the operator's own checks run only once a kernel's host code has refused."""
+    args = Case(replace(PACKED), (5, 60)).arguments("cpu")
+    args["dt_bias"] = args["dt_bias"].view(args["g"].shape[2:])
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+    load = launch.Emulation.function
+
+    def recording(self: launch.Emulation, kernel: Any, spec: Any) -> Any:
+        function = load(self, kernel, spec)
+
+        def call(*arguments: Any) -> None:
+            calls.append((function, arguments))
+            function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(launch.Emulation, "function", recording)
+    name, change = BAD[bad]
+    with cute_attn.emulated("sm_90a", Emulator()) as emulator:
+        run(args)
+        launched = len(emulator.report.launches)
+        assert launched == len(calls) == 2
+        refused = 0
+        for function, arguments in calls:
+            changed = tuple(change(x) if x is args[name] else x for x in arguments)
+            if all(x is y for x, y in zip(arguments, changed, strict=True)):
+                continue
+            with pytest.raises((ValueError, TypeError, RuntimeError)):
+                function(*changed)
+            refused += 1
+        assert refused == (2 if name == "cu_seqlens" else 1)
+        assert len(emulator.report.launches) == launched
+
+
+def test_what_the_checks_let_pass_reaches_every_kernel():
+    """The tokens of no sequence hold NaN in these tests: results do too, or what was there."""
+    args = Case(PACKED, (5, 60), lead=3, tail=9).arguments("cpu")
+    with cute_attn.emulated("sm_90a", Emulator()):
+        o, _ = run(args)
+    assert o[:, :3].isnan().all() and o[:, -9:].isnan().all()
+    assert not valid(args, o).isnan().any()
