@@ -341,7 +341,7 @@ def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> 
         actual[who] = {"o": o[:, :, few], "final_state": final_state[:, few]}
         del o, final_state
     cut = of_heads(arguments, case.heads, case.heads_v, 2)
-    for name in ("output_final_state", "cu_seqlens_cpu"):
+    for name in ("output_final_state", "disable_recompute", "cu_seqlens_cpu"):
         cut.pop(name, None)
     if "cu_seqlens" in cut:
         cut["cu_seqlens"] = arguments["cu_seqlens_cpu"]

@@ -22,6 +22,7 @@ import cute_attn.ops.kda as operators
 from cute_attn.integrations import fla as integration
 from cute_attn.reference import kda as reference
 from tests.ops.lightning_cases import assert_no_worse
+from tests.untuned import untuned
 
 DTYPE = torch.bfloat16
 PLAIN = {"dtype": torch.float32, "stage_dtype": DTYPE}
@@ -36,11 +37,12 @@ OPERATORS = (
 
 
 @pytest.fixture
-def fla() -> Any:
+def fla(monkeypatch: pytest.MonkeyPatch) -> Any:
     """flash-linear-attention, with the backend registered."""
     package = pytest.importorskip(
         "fla.ops.kda", reason="needs flash-linear-attention and triton", exc_type=ImportError
     )
+    untuned(monkeypatch)
     integration.register()
     return package
 
