@@ -247,8 +247,8 @@ def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
     [
         DeltaHSpec("bfloat16", 128, 128, "int32", False, True, True, True, 64, 2),
         DeltaHSpec("bfloat16", 128, 128, "none", True, True, True, True, 64, 4),
-        DeltaHSpec("float16", 128, 64, "int64", True, False, True, True, 32, 2),
-        DeltaHSpec("float16", 64, 128, "none", False, False, False, False, 128, 1),
+        DeltaHSpec("float16", 128, 64, "int64", True, False, True, True, 64, 2),
+        DeltaHSpec("float16", 64, 128, "none", False, False, False, False, 64, 1),
     ],
 )
 def test_delta_h(spec: DeltaHSpec, arch: str) -> None:

@@ -26,7 +26,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
-from .chunks import CHUNK_SHIFT, num_sequences, sequence_place
+from .chunks import CHUNK_SHIFT, SequencePlace, num_sequences, sequence_place
 from .spec import CHUNK, DeltaHSpec
 from .tiles import (
     FRAGMENT_ROWS,
@@ -50,6 +50,7 @@ from .tiles import (
 )
 
 STEP = 16  # of the summed dimension, in a product
+TILE_V = 64  # with 32, as with 128 on sm_90, registers do not suffice
 
 
 class KdaDeltaH:
@@ -58,11 +59,8 @@ class KdaDeltaH:
     def __init__(self, spec: DeltaHSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        if spec.tile_v % FRAGMENT_ROWS or spec.head_dim_v % spec.tile_v:
-            raise ValueError(
-                f"tile_v is {spec.tile_v}, must be a multiple of {FRAGMENT_ROWS} that divides "
-                f"head_dim_v={spec.head_dim_v}"
-            )
+        if spec.tile_v != TILE_V:
+            raise ValueError(f"tile_v is {spec.tile_v}, must be {TILE_V}")
         if spec.num_stages < 1:
             raise ValueError(f"num_stages is {spec.num_stages}, must be at least 1")
         self.num_warps = spec.tile_v // FRAGMENT_ROWS
@@ -72,7 +70,7 @@ class KdaDeltaH:
         self.w = 0
         self.kg = self.w + spec.head_dim_k // 64 * SUB_TILE_BYTES
         self.u = self.kg + spec.head_dim_k // 64 * SUB_TILE_BYTES
-        self.stage_bytes = self.u + -(-spec.tile_v // 64) * SUB_TILE_BYTES
+        self.stage_bytes = self.u + spec.tile_v // 64 * SUB_TILE_BYTES
         self.decay = spec.num_stages * self.stage_bytes
         self.decay_bytes = spec.head_dim_k * 4  # of a chunk; there are two
         self.smem_bytes = self.decay + 2 * self.decay_bytes
@@ -149,9 +147,15 @@ class KdaDeltaH:
         spec = self.spec
         tile, head, sequence = cute.arch.block_idx()
         _, warp_index = thread_and_warp()
-        place = sequence_place(sequence, u.shape[1], cu_seqlens)
-        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
+        # The same in all lanes, as the compiler cannot know of what is loaded. It saves registers.
+        place = SequencePlace(
+            *map(cute.arch.make_warp_uniform, sequence_place(sequence, u.shape[1], cu_seqlens))
+        )
         first_chunk = chunks_before(sequence, u.shape[1], cu_seqlens)
+        first_chunk = cute.arch.make_warp_uniform(first_chunk)
+        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
+        # Whatever cu_seqlens holds, nothing is written behind h.
+        num_chunks = cutlass.min(num_chunks, h.shape[1] - first_chunk)
         smem = cutlass.memory.SmemAllocator()
         base = warp.shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
         tile_start = tile * spec.tile_v
@@ -293,23 +297,20 @@ class KdaDeltaH:
         first_v = tile_start + warp_index * FRAGMENT_ROWS
         values = [state[i] for i in range(cute.size(state))]
 
-        # keep: S^T rounded, 2 registers for each 8 of K
+        # keep and correct: S^T rounded, 4 registers for each 16 of K; 16 of V by 64 tokens
         s = pack_all(dtype, values)
-        if index < h.shape[1]:  # whatever cu_seqlens holds
-            self.store_h(s, h, place.batch, index, head, first_v)
-
-        # correct: 16 of V by 64 tokens
+        h_start = self.h_address(h, place.batch, index, head, first_v)
         recalled = [Float32(0.0)] * (FRAGMENT_ROWS * CHUNK // WARP_SIZE)
-        for step in cutlass.range_constexpr(0, spec.head_dim_k // STEP, 2):
-            for j in cutlass.range_constexpr(CHUNK // 8):
-                b = right_fragments_of_rows(stage + self.w, 8 * j, step)
+        for step in cutlass.range_constexpr(spec.head_dim_k // STEP):
+            left = s[4 * step : 4 * step + 4]
+            for j in cutlass.range_constexpr(CHUNK // 16):
+                b = right_fragments_of_rows(stage + self.w, 16 * j, step)
                 for i in cutlass.range_constexpr(2):
-                    recalled[4 * j : 4 * j + 4] = warp.mma(
-                        dtype,
-                        recalled[4 * j : 4 * j + 4],
-                        s[4 * (step + i) : 4 * (step + i) + 4],
-                        b[2 * i : 2 * i + 2],
+                    n = 8 * j + 4 * i
+                    recalled[n : n + 4] = warp.mma(
+                        dtype, recalled[n : n + 4], left, b[2 * i : 2 * i + 2]
                     )
+            self.store_h(left, h_start, step)
         corrections = []
         for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
             u_t = transposed_accumulators(dtype, stage + self.u, 8 * j, warp_index * FRAGMENT_ROWS)
@@ -339,27 +340,30 @@ class KdaDeltaH:
         if cutlass.const_expr(spec.store_v_new):
             self.store_v_new(corrections, v_new, place, head, first_v, c)
 
-    def store_h(
-        self, s: list[Any], h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any
-    ) -> None:
-        """The warp's 16 columns of V of h, in whole sectors."""
+    def h_address(self, h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any) -> Any:
+        """Where this lane stores h."""
         spec = self.spec
         row = cute.arch.lane_idx() >> 2
         start = h.iterator + (
             Int64(batch) * h.stride[0] + Int64(index) * h.stride[1] + Int64(head) * h.stride[2]
         )
         if spec.state_v_first:
-            start = (start + (first_v + row) * spec.head_dim_k).toint() + paired_offset()
-            for j in range(0, spec.head_dim_k // 8, 2):
-                for half in range(2):
-                    at = start + (8 * half * spec.head_dim_k + 8 * j) * 2
-                    warp.store_global(Int32, at, paired(s[2 * j + half], s[2 * j + 2 + half]))
+            start = start + (first_v + row) * spec.head_dim_k
         else:
-            start = (start + row * spec.head_dim_v + first_v).toint() + paired_offset()
-            for j in range(spec.head_dim_k // 8):
-                left, right = (warp.transpose_matrix(s[2 * j + half]) for half in range(2))
-                at = start + 8 * j * spec.head_dim_v * 2
-                warp.store_global(Int32, at, paired(left, right))
+            start = start + (row * spec.head_dim_v + first_v)
+        return start.toint() + paired_offset()
+
+    def store_h(self, s: list[Any], start: Any, step: int) -> None:
+        """16 of K of h, by the warp's 16 of V, in whole sectors."""
+        spec = self.spec
+        for i in range(2):
+            if spec.state_v_first:
+                at = start + (8 * i * spec.head_dim_k + STEP * step) * 2
+                x = paired(s[i], s[2 + i])
+            else:
+                at = start + (STEP * step + 8 * i) * spec.head_dim_v * 2
+                x = paired(*(warp.transpose_matrix(y) for y in s[2 * i : 2 * i + 2]))
+            warp.store_global(Int32, at, x)
 
     @cute.jit
     def store_v_new(
@@ -391,8 +395,9 @@ class KdaDeltaH:
         if source is None:
             state.fill(0.0)
             return
+        lane = cute.arch.lane_idx()
         for i in range(cute.size(state)):
-            row, column = self.element(i, first_v)
+            row, column = self.element(i, first_v, lane)
             state[i] = source[sequence, head, row, column]
 
     def store_state(
@@ -400,13 +405,14 @@ class KdaDeltaH:
     ) -> None:
         if target is None:
             return
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread & (WARP_SIZE - 1)  # so that no address is kept from `load_state` until now
         for i in range(cute.size(state)):
-            row, column = self.element(i, first_v)
+            row, column = self.element(i, first_v, lane)
             target[sequence, head, row, column] = state[i]
 
-    def element(self, i: int, first_v: Any) -> tuple[Any, Any]:
-        """Where an accumulator of S^T lies in a state."""
-        lane = cute.arch.lane_idx()
+    def element(self, i: int, first_v: Any, lane: Any) -> tuple[Any, Any]:
+        """Where a lane's accumulator of S^T lies in a state."""
         k = i // 4 * 8 + ((lane & 3) << 1) + i % 2
         v = first_v + (lane >> 2) + i % 4 // 2 * 8
         return (v, k) if self.spec.state_v_first else (k, v)
