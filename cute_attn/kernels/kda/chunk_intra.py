@@ -9,10 +9,10 @@ For every chunk of 64 tokens and value head (see `cute_attn.reference.kda.kda_ch
 
     block (value head, chunk), 8 warps
       load      q and k by cp.async; G, as sums within sub-chunks of 16 tokens, and beta
-      scores    warps 0 to 3: blocks of Aqk and L below the diagonal, and qg, kg, and exp2(G) * k to
-                shared memory
+      scores    warps 0 to 3: blocks of Aqk and L below the diagonal, and qg, kg, and beta exp2(G) * k
+                to shared memory
                 warps 4 to 7: blocks on the diagonal, and their inverses
-      inverse   warps 0 to 3: v to shared memory; Aqk
+      inverse   warps 0 to 3: beta v to shared memory; Aqk
                 warps 4 to 7: a column of blocks each
       products  warps 0 to 3: w, 16 tokens each
                 warps 4 to 7: u
@@ -69,16 +69,12 @@ class KdaChunkIntra(ChunkInverse):
         super().__init__(spec.dtype, spec.head_dim_k)
         self.spec = spec
         self.beta_dtype = DTYPE[spec.beta_dtype]
-        # exp2(G) * k and v, as operands: sub-tiles in which the columns of 32 are in the order of
-        # `store_columns`. v has the place of P, and so has Akk Diag(beta) where q and k are small.
+        # beta exp2(G) * k and beta v, as operands: sub-tiles in which the columns of 32 are in the
+        # order of `store_columns`. The second has the place of P.
         self.k_decayed = self.smem_bytes
         self.smem_bytes += spec.head_dim_k // 64 * SUB_TILE_BYTES
         self.v = self.p
         v_bytes = spec.head_dim_v // 64 * SUB_TILE_BYTES
-        self.tile_kk_beta = self.tile_kk + SUB_TILE_BYTES
-        if self.tile_kk_beta + SUB_TILE_BYTES > self.p:
-            self.tile_kk_beta = self.smem_bytes
-            self.smem_bytes += SUB_TILE_BYTES
         assert self.v + v_bytes <= self.blocks
 
     def fake_args(self) -> tuple[Any, ...]:
@@ -359,8 +355,10 @@ class KdaChunkIntra(ChunkInverse):
         thread = b * WARP_SIZE + cute.arch.lane_idx()
         row, unit = thread // units, thread % units
         for i in range(CHUNK * units // HALF):
-            x = [values[4 * i + n] for n in range(4)]
+            x = self.unpacked([values[4 * i + n] for n in range(4)])
             at = row + i * (HALF // units)
+            beta = warp.load_shared(Float32, smem + self.beta + at * 4)[0]
+            x = self.packed([y * beta for y in x])
             self.store_columns(smem + self.v, at, unit >> 2, unit & 3, x)
 
     @cute.jit
@@ -368,7 +366,7 @@ class KdaChunkIntra(ChunkInverse):
         self, smem: Int32, b: Int32, right: Int32, width: cutlass.Constexpr, target: Any,
         length: Int32,
     ) -> None:  # fmt: skip
-        """The 16 rows of sub-chunk b of Akk Diag(beta) times an operand of `width` columns."""
+        """The 16 rows of sub-chunk b of Akk times an operand of `width` columns."""
         r, c = self.row_and_part()
         acc = cute.make_rmem_tensor((width // 2,), Float32)
         acc.fill(0.0)
@@ -390,7 +388,7 @@ class KdaChunkIntra(ChunkInverse):
         lane = cute.arch.lane_idx()
         row, side = lane & 15, lane >> 4
         a = warp.load_matrices(
-            smem + self.tile_kk_beta + tile_unit(b * SUB_CHUNK + row, 2 * j + side)
+            smem + self.tile_kk + tile_unit(b * SUB_CHUNK + row, 2 * j + side)
         )
         for n in range(0, width // 8, 2):
             at = right + n // 8 * SUB_TILE_BYTES + tile_unit(j * SUB_CHUNK + row, n % 8 + side)
@@ -408,7 +406,8 @@ class KdaChunkIntra(ChunkInverse):
         self, out: Any, smem: Any, row: Any, group: Any, part: Any, q: list[Any], k: list[Any],
         start: Any, scale: Any,
     ) -> None:  # fmt: skip
-        k = self.packed([x * y for x, y in zip(k, start, strict=True)])
+        beta = warp.load_shared(Float32, smem + self.beta + row * 4)[0]
+        k = self.packed([x * (y * beta) for x, y in zip(k, start, strict=True)])
         self.store_columns(smem + self.k_decayed, row, group, part, k)
         if out.qg is not None:
             q = self.packed([x * y for x, y in zip(q, start, strict=True)])
@@ -419,7 +418,6 @@ class KdaChunkIntra(ChunkInverse):
 
     def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any], beta: list[Any]) -> None:
         self.store_block(smem + self.tile_kk, i, j, x)
-        self.store_block(smem + self.tile_kk_beta, i, j, x, beta)
 
     @cute.jit
     def put(self, rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:

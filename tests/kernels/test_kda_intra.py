@@ -1,0 +1,383 @@
+"""What KDA computes within chunks, kernel by kernel, in the emulator: `prepare` and `chunk_intra`."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import cache
+from cute_attn.emulator import Emulator
+from cute_attn.kernels.kda.spec import CHUNK, IntraSpec, PrepareSpec
+from cute_attn.launch import KDA_CHUNK_INTRA, KDA_PREPARE
+from cute_attn.reference import kda
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kda_tiles import slot_of, slots, unpack
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+BF16, FP16, FP32 = NAMES
+MATRICES = ("kd", "qg", "kg", "Akk", "Aqk")
+
+
+@functools.cache
+def function(kernel: Any, spec: Any, arch: str) -> Callable[..., None]:
+    return Emulator().load(cache.compile(kernel, spec, arch=arch))
+
+
+def offsets(lengths: list[int] | None) -> torch.Tensor | None:
+    return None if lengths is None else torch.tensor([0, *accumulate(lengths)])
+
+
+def draw(
+    batch: int,
+    tokens: int,
+    heads_qk: int,
+    heads: int,
+    dim_k: int,
+    dtype: torch.dtype = BF16,
+    gate_dtype: torch.dtype = BF16,
+    beta_dtype: torch.dtype = BF16,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "q": normal(batch, tokens, heads_qk, dim_k).to(dtype),
+        "k": normal(batch, tokens, heads_qk, dim_k).to(dtype),
+        "g": normal(batch, tokens, heads, dim_k).to(gate_dtype),
+        "beta": normal(batch, tokens, heads).to(beta_dtype),
+        "A_log": torch.rand(heads, generator=generator),
+        "dt_bias": normal(heads, dim_k),
+    }
+
+
+# ---- prepare
+
+
+def run_prepare(
+    x: dict[str, Any],
+    *,
+    gate: str = "softplus",
+    l2norm: bool = True,
+    beta_sigmoid: bool = True,
+    lower_bound: float = -5.0,
+    beta_scale: float = 1.0,
+    cu_seqlens: torch.Tensor | None = None,
+    arch: str = "sm_90a",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tiles, decay); what nothing was written to is NaN."""
+    batch, tokens, heads, dim_k = x["g"].shape
+    spec = PrepareSpec(
+        dtype=NAMES[x["q"].dtype],
+        head_dim_k=dim_k,
+        head_dim_v=128,
+        index_dtype="none" if cu_seqlens is None else str(cu_seqlens.dtype).removeprefix("torch."),
+        gate_dtype=NAMES[x["g"].dtype],
+        beta_dtype=NAMES[x["beta"].dtype],
+        gate=gate,
+        has_A_log=x["A_log"] is not None,
+        has_dt_bias=x["dt_bias"] is not None,
+        l2norm=l2norm,
+        beta_sigmoid=beta_sigmoid,
+    )
+    count = slots(tokens, batch, cu_seqlens)
+    tiles = torch.full((count, heads, spec.elements), math.nan, dtype=x["q"].dtype)
+    decay = torch.full((count, heads, dim_k), math.nan)
+    function(KDA_PREPARE, spec, arch)(
+        *(x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias")),
+        *(cu_seqlens, tiles, decay, dim_k**-0.5, lower_bound, beta_scale),
+    )
+    return tiles, decay
+
+
+def matrices_of(
+    x: dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    gate: str = "softplus",
+    l2norm: bool = True,
+    beta_sigmoid: bool = True,
+    lower_bound: float = -5.0,
+    beta_scale: float = 1.0,
+    cu_seqlens: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """What `prepare` is to leave, matrices as `[chunks, HV, rows, columns]`, in order of chunks. With
+    float64 it is exact, with float32 what plain code makes of tensors of the inputs' dtype."""
+    kept = None if dtype is torch.float64 else x["q"].dtype
+
+    def stored(y: torch.Tensor) -> torch.Tensor:
+        return y if kept is None else y.to(kept).to(dtype)
+
+    q, k, g, beta = kda.prepare(
+        *(x[name] for name in ("q", "k", "g", "beta")),
+        use_qk_l2norm_in_kernel=l2norm,
+        use_gate_in_kernel=gate != "none",
+        use_beta_sigmoid_in_kernel=beta_sigmoid,
+        allow_neg_eigval=beta_scale == 2.0,
+        lower_bound=lower_bound if gate == "lower_bound" else None,
+        A_log=x["A_log"],
+        dt_bias=x["dt_bias"],
+        dtype=dtype,
+    )
+    # exp(-1000) is 0, and so is a state times that; beyond, sums would no longer be differences.
+    g = g.clamp(min=-1000.0)
+    q, k = stored(q), stored(k)
+    heads, scale = g.shape[2], q.shape[-1] ** -0.5
+    sums = kda.kda_gate_cumsum_reference(g, cu_seqlens=cu_seqlens, dtype=dtype)
+    v = torch.zeros(*g.shape[:3], 1, dtype=dtype)
+    intra = kda.kda_chunk_intra_reference(
+        q, k, v, sums, beta, scale, cu_seqlens=cu_seqlens, dtype=dtype
+    )
+    result: dict[str, list[torch.Tensor]] = {name: [] for name in (*MATRICES, "decay")}
+    for chunk in kda.chunks(q, cu_seqlens):
+        at = (chunk.batch, chunk.rows)
+        size = chunk.rows.stop - chunk.rows.start
+        k_c = kda.per_value_head(k[at], heads)
+        betas = torch.nn.functional.pad(beta[at].T, (0, CHUNK - size)).unsqueeze(0)
+        for name, y in {
+            "kd": torch.exp2(sums[at]) * k_c,
+            "qg": scale * intra.qg[at],
+            "kg": intra.kg[at],
+            "Akk": intra.Akk[at] * betas,
+            "Aqk": intra.Aqk[at],
+        }.items():
+            y = stored(y.transpose(0, 1))
+            result[name].append(torch.nn.functional.pad(y, (0, 0, 0, CHUNK - size)))
+        result["decay"].append(torch.exp2(sums[at][-1]))
+    return {name: torch.stack(y) for name, y in result.items()}
+
+
+def check_prepare(x: dict[str, Any], *, arch: str = "sm_90a", **options: Any) -> None:
+    """Every matrix by the error rule, zeros past the end, and unused slots left alone."""
+    cu_seqlens = options.get("cu_seqlens")
+    batch, tokens, _, dim_k = x["g"].shape
+    tiles, decay = run_prepare(x, arch=arch, **options)
+    exact = matrices_of(x, torch.float64, **options)
+    plain = matrices_of(x, torch.float32, **options)
+    chunks = list(kda.chunks(x["q"], cu_seqlens))
+    used = [slot_of(chunk, tokens, cu_seqlens) for chunk in chunks]
+    heads = tiles.shape[1]
+    for name in MATRICES:
+        ours = torch.stack(
+            [torch.stack([unpack(tiles[s, h], dim_k)[name] for h in range(heads)]) for s in used]
+        )
+        check_error(name, ours, exact[name], plain[name])
+        for y, chunk in zip(ours, chunks, strict=True):
+            assert not y[:, chunk.rows.stop - chunk.rows.start :].any(), name
+        if name in ("Akk", "Aqk"):
+            assert not ours.triu(1).any(), name
+    # an error of 1e-5 in the sum of a chunk's gates is 1e-5 of the decay
+    torch.testing.assert_close(decay[used].double(), exact["decay"], rtol=3e-5, atol=1e-30)
+    unused = [s for s in range(len(tiles)) if s not in used]
+    assert tiles[unused].isnan().all() and decay[unused].isnan().all()
+
+
+def check_error(name: str, ours: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
+    """At most twice the error of plain code, as a norm."""
+    assert not ours.isnan().any(), name
+    error, allowed = (ours.double() - exact).norm(), 2 * (plain.double() - exact).norm()
+    assert error <= allowed, f"{name}: {error} above {allowed}"
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("tokens", "dim_k", "dtype", "gate_dtype", "beta_dtype", "gate"),
+    [
+        (130, 128, BF16, BF16, BF16, "softplus"),
+        (64, 128, FP16, FP32, FP32, "lower_bound"),
+        (1, 128, BF16, FP16, FP32, "none"),
+        (95, 64, FP16, BF16, BF16, "lower_bound"),
+        (17, 64, BF16, FP32, BF16, "softplus"),
+    ],
+)
+def test_prepare(
+    arch: str,
+    tokens: int,
+    dim_k: int,
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype,
+    beta_dtype: torch.dtype,
+    gate: str,
+) -> None:
+    x: dict[str, Any] = draw(1, tokens, 1, 2, dim_k, dtype, gate_dtype, beta_dtype)
+    if gate == "none":
+        x |= {"A_log": None, "dt_bias": None, "g": -x["g"].abs()}
+    check_prepare(x, gate=gate, arch=arch)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_prepare_of_packed_sequences_is_that_of_each_alone(index_dtype: torch.dtype) -> None:
+    lengths = [70, 0, 64, 1, 33]
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=index_dtype)
+    x = draw(1, sum(lengths), 1, 1, 64)
+    check_prepare(x, cu_seqlens=cu_seqlens)
+    tiles, decay = run_prepare(x, cu_seqlens=cu_seqlens)
+    for n, length in enumerate(lengths):
+        if length == 0:
+            continue
+        start = int(cu_seqlens[n])
+        alone: dict[str, Any] = {
+            name: y[:, start : start + length] if name in ("q", "k", "g", "beta") else y
+            for name, y in x.items()
+        }
+        first = start // CHUNK + n
+        for whole, part in zip((tiles, decay), run_prepare(alone), strict=True):
+            assert torch.equal(whole[first : first + len(part)], part)
+
+
+def test_prepare_of_grouped_heads_is_that_of_repeated_ones() -> None:
+    x = draw(2, 40, 2, 4, 64)
+    repeated = {**x, "q": kda.per_value_head(x["q"], 4), "k": kda.per_value_head(x["k"], 4)}
+    grouped = run_prepare(x)
+    assert torch.equal(grouped[0], run_prepare(repeated)[0])
+    check_prepare(x)
+
+
+def test_prepare_of_strided_views_without_norms_and_with_beta_up_to_two() -> None:
+    batch, tokens, heads, dim = 2, 20, 2, 64
+    generator = torch.Generator().manual_seed(1)
+    packed = torch.randn(batch, tokens, 3, heads, dim + 8, generator=generator) / 8
+    q, k, g = packed.to(BF16)[..., :dim].unbind(2)
+    beta = torch.randn(heads, tokens, batch, generator=generator).permute(2, 1, 0)
+    x = {"q": q, "k": k, "g": g, "beta": beta, "A_log": torch.zeros(heads), "dt_bias": None}
+    check_prepare(x, l2norm=False, beta_scale=2.0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("name", "gates"),
+    [
+        ("bound", lambda u: torch.full_like(u, -5.0)),
+        ("slight", lambda u: -0.05 * u),
+        ("none", lambda u: torch.zeros_like(u)),
+        ("rare", lambda u: torch.where(u < 0.02, -1000.0, -0.01)),
+        ("infinite", lambda u: torch.where(u < 0.02, -math.inf, -u)),
+        ("steep", lambda u: -300.0 * u),
+        ("growing", lambda u: 0.1 * u),
+    ],
+)
+def test_prepare_at_extreme_gates(
+    name: str, gates: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    x: dict[str, Any] = draw(1, 80, 1, 1, 128, dtype, FP32, FP32)
+    g = gates(torch.rand(x["g"].shape, generator=torch.Generator().manual_seed(2)))
+    check_prepare({**x, "g": g, "A_log": None, "dt_bias": None}, gate="none")
+
+
+def test_the_inverse_for_equal_keys() -> None:
+    """Where powers of L reach 9e17; nothing is forgotten, beta is 1."""
+    x: dict[str, Any] = draw(1, 64, 1, 1, 64, BF16, FP32, FP32)
+    x["k"] = x["k"][:, :1].expand(-1, 64, -1, -1).contiguous()
+    x["g"], x["beta"] = torch.zeros_like(x["g"]), torch.ones_like(x["beta"])
+    x |= {"A_log": None, "dt_bias": None}
+    check_prepare(x, gate="none", beta_sigmoid=False)
+
+
+def test_no_token_sees_a_later_one() -> None:
+    """kd, qg, Aqk and Akk of the tokens before a change stay the same, bit by bit."""
+    x = draw(1, 64, 1, 1, 64)
+    tiles = run_prepare(x)[0]
+    changed = {name: y.clone() for name, y in x.items()}
+    for name in ("q", "k", "g", "beta"):
+        changed[name][:, 37:] *= -0.5
+    other = run_prepare(changed)[0]
+    for name in ("kd", "qg", "Akk", "Aqk"):
+        before, after = (unpack(y[0, 0], 64)[name][:37] for y in (tiles, other))
+        assert torch.equal(before, after), name
+
+
+# ---- chunk_intra
+
+
+def run_intra(
+    x: dict[str, Any],
+    v: torch.Tensor,
+    sums: torch.Tensor,
+    *,
+    store_qg: bool = True,
+    cu_seqlens: torch.Tensor | None = None,
+    arch: str = "sm_90a",
+) -> dict[str, torch.Tensor]:
+    batch, tokens, heads, dim_k = sums.shape
+    dtype = v.dtype
+    spec = IntraSpec(
+        dtype=NAMES[dtype],
+        head_dim_k=dim_k,
+        head_dim_v=v.shape[-1],
+        index_dtype="none" if cu_seqlens is None else "int64",
+        beta_dtype=NAMES[x["beta"].dtype],
+        store_qg=store_qg,
+    )
+    columns = {"Aqk": CHUNK, "Akk": CHUNK, "w": dim_k, "u": v.shape[-1], "qg": dim_k, "kg": dim_k}
+    out = {
+        name: torch.full((batch, tokens, heads, n), math.nan, dtype=dtype)
+        for name, n in columns.items()
+        if name != "qg" or store_qg
+    }
+    function(KDA_CHUNK_INTRA, spec, arch)(
+        *(x["q"], x["k"], v, sums, x["beta"], cu_seqlens),
+        *(out.get(name) for name in columns),
+        dim_k**-0.5,
+    )
+    return out
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("lengths", "dims", "dtype", "gates", "store_qg"),
+    [
+        ([130], (128, 128), BF16, 0.2, True),
+        ([64], (128, 64), FP16, 5.0, False),
+        ([70, 0, 1, 33], (64, 128), BF16, 0.2, True),
+        ([9], (64, 64), FP16, 300.0, False),
+    ],
+)
+def test_chunk_intra(
+    arch: str,
+    lengths: list[int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    gates: float,
+    store_qg: bool,
+) -> None:
+    heads = 2
+    cu_seqlens = offsets(lengths) if len(lengths) > 1 else None
+    x = draw(1, sum(lengths), 1, heads, dims[0], dtype, FP32, BF16)
+    x["q"], x["k"] = (kda.l2norm(x[name]).to(dtype) for name in ("q", "k"))
+    x["beta"] = x["beta"].sigmoid()
+    generator = torch.Generator().manual_seed(3)
+    v = torch.randn(1, sum(lengths), heads, dims[1], generator=generator).to(dtype)
+    g = -gates * torch.rand(x["g"].shape, generator=generator)
+    sums = kda.kda_gate_cumsum_reference(g, cu_seqlens=cu_seqlens).float()
+    ours = run_intra(x, v, sums, store_qg=store_qg, cu_seqlens=cu_seqlens, arch=arch)
+    arguments = (x["q"], x["k"], v, sums, x["beta"])
+    exact = kda.kda_chunk_intra_reference(*arguments, cu_seqlens=cu_seqlens)
+    plain = kda.kda_chunk_intra_reference(
+        *arguments, cu_seqlens=cu_seqlens, dtype=torch.float32, stage_dtype=dtype
+    )
+    for name, y in ours.items():
+        check_error(name, y, getattr(exact, name), getattr(plain, name))
+    for chunk in kda.chunks(v, cu_seqlens):
+        for name in ("Aqk", "Akk"):
+            assert not ours[name][chunk.batch, chunk.rows].transpose(0, 1).triu(1).any(), name
+
+
+def test_chunk_intra_of_grouped_heads_is_that_of_repeated_ones() -> None:
+    x = draw(2, 40, 2, 4, 64)
+    v = x["g"]
+    sums = -x["g"].float().abs().cumsum(1)
+    repeated = {**x, "q": kda.per_value_head(x["q"], 4), "k": kda.per_value_head(x["k"], 4)}
+    grouped, same = run_intra(x, v, sums), run_intra(repeated, v, sums)
+    for name, y in grouped.items():
+        assert torch.equal(y, same[name]), name
