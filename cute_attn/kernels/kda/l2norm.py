@@ -53,7 +53,8 @@ class KdaL2Norm:
         stream: Any,
     ) -> None:
         rows = q.shape[0] * q.shape[1] * q.shape[2]
-        self.kernel(q, k, q_out, k_out).launch(
+        tokens, heads = (cute.fast_divmod_create_divisor_v2(q.shape[i]) for i in (1, 2))
+        self.kernel(q, k, q_out, k_out, tokens, heads).launch(
             grid=[(rows + self.rows - 1) // self.rows, 2, 1],
             block=[NUM_THREADS, 1, 1],
             stream=stream,
@@ -61,30 +62,41 @@ class KdaL2Norm:
 
     @cute.kernel
     def kernel(
-        self, q: cute.Tensor, k: cute.Tensor, q_out: cute.Tensor, k_out: cute.Tensor
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        q_out: cute.Tensor,
+        k_out: cute.Tensor,
+        tokens: cute.FastDivmodDivisorV2,
+        heads: cute.FastDivmodDivisorV2,
     ) -> None:
         _, which, _ = cute.arch.block_idx()
         if which == 0:
-            self.normalise(q, q_out)
+            self.normalise(q, q_out, tokens, heads)
         else:
-            self.normalise(k, k_out)
+            self.normalise(k, k_out, tokens, heads)
 
     @cute.jit
-    def normalise(self, x: cute.Tensor, out: cute.Tensor) -> None:
+    def normalise(
+        self,
+        x: cute.Tensor,
+        out: cute.Tensor,
+        tokens: cute.FastDivmodDivisorV2,
+        heads: cute.FastDivmodDivisorV2,
+    ) -> None:
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        tokens, heads = Uint32(x.shape[1]), Uint32(x.shape[2])
-        rows = Uint32(x.shape[0]) * tokens * heads
+        rows = x.shape[0] * x.shape[1] * x.shape[2]
         shift = self.lanes.bit_length() - 1
-        first = Uint32(block) * self.rows + (Uint32(thread) >> shift)
+        first = block * self.rows + Int32(Uint32(thread) >> shift)
         column = (thread & (self.lanes - 1)) * ELEMENTS
 
         targets, loaded = [], []
         for i in cutlass.range_constexpr(ROWS):
             row = cutlass.min(first + i * self.rows_at_once, rows - 1)
-            token = row // heads
-            batch = token // tokens
-            at = (Int32(batch), Int32(token - batch * tokens), Int32(row - token * heads), column)
+            position, head = divmod(row, heads)
+            batch, token = divmod(position, tokens)
+            at = (batch, token, head, column)
             targets.append(row_address(out, *at))
             loaded.append(warp.load_global(Int32, row_address(x, *at), ELEMENTS // 2))
         for i in cutlass.range_constexpr(ROWS):
