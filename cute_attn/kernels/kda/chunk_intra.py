@@ -9,11 +9,10 @@ For every chunk of 64 tokens and value head (see `cute_attn.reference.kda.kda_ch
 
     block (value head, chunk), 8 warps
       load      q and k by cp.async; G, as sums within sub-chunks of 16 tokens, and beta
-      scores    warps 0 to 3: blocks of Aqk and L below the diagonal, and qg, kg, and beta exp2(G) * k
-                to shared memory
-                warps 4 to 7: blocks on the diagonal, and their inverses
-      inverse   warps 0 to 3: beta v to shared memory; Aqk
-                warps 4 to 7: a column of blocks each
+      scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; qg, kg, and
+                beta exp2(G) * k to shared memory on the way
+      inverse   warps 0 to 3: L and its inverse, Akk to memory
+                warps 4 to 7: Aqk to memory, beta v to shared memory
       products  warps 0 to 3: w, 16 tokens each
                 warps 4 to 7: u
 """
@@ -35,6 +34,7 @@ from .inverse import ChunkInverse
 from .scores import (
     GROUP,
     NUM_THREADS,
+    REGION_BYTES,
     SUB_CHUNK,
     SUB_CHUNKS,
     SUB_TILE_BYTES,
@@ -70,12 +70,14 @@ class KdaChunkIntra(ChunkInverse):
         self.spec = spec
         self.beta_dtype = DTYPE[spec.beta_dtype]
         # beta exp2(G) * k and beta v, as operands: sub-tiles in which the columns of 32 are in the
-        # order of `store_columns`. The second has the place of P.
+        # order of `store_columns`. The second has the place of P, if that is large enough.
         self.k_decayed = self.smem_bytes
         self.smem_bytes += spec.head_dim_k // 64 * SUB_TILE_BYTES
-        self.v = self.p
+        self.v = self.q + SUB_CHUNKS * REGION_BYTES
         v_bytes = spec.head_dim_v // 64 * SUB_TILE_BYTES
-        assert self.v + v_bytes <= self.blocks
+        if self.v + v_bytes > self.blocks:
+            self.v = self.smem_bytes
+            self.smem_bytes += v_bytes
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -204,22 +206,33 @@ class KdaChunkIntra(ChunkInverse):
                 place.length, self.rows_of(qg, place, head), self.rows_of(kg, place, head)
             )
             part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
-            if part < SUB_CHUNKS:
-                self.rows(
-                    smem, part, scale, out, self.rows_of(v, place, head),
-                    self.rows_of(Aqk, place, head),
-                )  # fmt: skip
+            b = part & (SUB_CHUNKS - 1)
+            half = part >> 2
+            acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
+            self.score_rows(smem, b, half, scale, out, acc)
+            # Those with few blocks of scores have more of kg.
+            if b == 0:
+                for sub in cutlass.range(SUB_CHUNKS - 1, unroll=1):
+                    self.decay_to_end(smem, sub, half, out)
+            if b == 1:
+                self.decay_to_end(smem, Int32(SUB_CHUNKS - 1), half, out)
+            # q, k and P are not read any more.
+            cute.arch.sync_threads()
+            if half == 0:
+                self.finish_inverse(smem, b, self.rows_of(Akk, place, head), place.length, acc)
                 cute.arch.sync_threads()
                 self.multiply(
-                    smem, part, smem + self.k_decayed, self.head_dim_k,
+                    smem, b, smem + self.k_decayed, self.head_dim_k,
                     self.rows_of(w, place, head), place.length,
                 )  # fmt: skip
             else:
-                part = part - SUB_CHUNKS
-                self.diagonals(smem, part, scale, self.rows_of(Akk, place, head), place.length)
+                self.finish_scores(
+                    smem, b, scale, self.rows_of(v, place, head), self.rows_of(Aqk, place, head),
+                    place.length, acc,
+                )  # fmt: skip
                 cute.arch.sync_threads()
                 self.multiply(
-                    smem, part, smem + self.v, self.spec.head_dim_v,
+                    smem, b, smem + self.v, self.spec.head_dim_v,
                     self.rows_of(u, place, head), place.length,
                 )  # fmt: skip
 
@@ -234,37 +247,41 @@ class KdaChunkIntra(ChunkInverse):
         return Rows(start, Int64(x.stride[1]) * (x.element_type.width // 8))
 
     @cute.jit
-    def rows(
-        self, smem: Int32, b: Int32, scale: Float32, out: Any, v: Any, target: Any
+    def finish_inverse(
+        self, smem: Int32, b: Int32, target: Any, length: Int32, acc: cute.Tensor
     ) -> None:
-        """Warps 0 to 3, up to the products. Those with few blocks of scores have more of kg."""
-        own = cute.make_rmem_tensor((4 * (SUB_CHUNKS - 1),), Int32)
-        own.fill(0)
-        self.row_blocks(smem, b, scale, out, own)
-        if b == 0:
-            for sub in cutlass.range(SUB_CHUNKS - 1, unroll=1):
-                self.decay_to_end(smem, sub, out)
-        if b == 1:
-            self.decay_to_end(smem, Int32(SUB_CHUNKS - 1), out)
-        values = self.load_values(v, b, out.length)
-        cute.arch.sync_threads()
-        self.store_values(smem, b, values)
-        self.stage_scores(smem, b, own)
-        cute.arch.sync_warp()
-        self.copy_tile(smem + self.tile_qk, target, b, out.length)
-
-    @cute.jit
-    def diagonals(
-        self, smem: Int32, b: Int32, scale: Float32, target: Any, length: Int32
-    ) -> None:
-        """Warps 4 to 7, up to the products."""
-        self.diagonal_block(smem, b, scale)
+        """Warps 0 to 3, up to the products."""
+        self.give(smem, b, 0, acc)
+        self.meet(b)
+        self.store_lower(smem, b, self.take(smem, b, 1, acc))
         cute.arch.sync_warp()
         self.invert_diagonal(smem, b)
-        cute.arch.sync_threads()
+        cute.arch.barrier(barrier_id=1 + SUB_CHUNKS, number_of_threads=HALF)
         self.invert_column(smem, b)
-        cute.arch.barrier(barrier_id=1, number_of_threads=HALF)
+        cute.arch.barrier(barrier_id=1 + SUB_CHUNKS, number_of_threads=HALF)
         self.copy_tile(smem + self.tile_kk, target, b, length)
+
+    @cute.jit
+    def finish_scores(
+        self,
+        smem: Int32,
+        b: Int32,
+        scale: Float32,
+        v: Any,
+        target: Any,
+        length: Int32,
+        acc: cute.Tensor,
+    ) -> None:
+        """Warps 4 to 7, up to the products."""
+        values = self.load_values(v, b, length)
+        self.give(smem, b, 1, acc)
+        self.meet(b)
+        sums = self.take(smem, b, 0, acc)
+        cute.arch.sync_warp()
+        self.stage_scores(smem, b, scale, sums)
+        cute.arch.sync_warp()
+        self.copy_tile(smem + self.tile_qk, target, b, length)
+        self.store_values(smem, b, values)
 
     # -- gates and beta -----------------------------------------------------------------------
 
@@ -294,17 +311,11 @@ class KdaChunkIntra(ChunkInverse):
                     warp.load_global(Float32, rows.start + Int64(at) * rows.pitch + pair * 8, 2)
                 )
             first = loaded[0]
-            unit, within = pair >> 1, (pair & 1) << 3
-            for t in cutlass.range_constexpr(SUB_CHUNK):
-                at = (sub * SUB_CHUNK + t) * self.p_row
-                at = at + ((unit ^ (t ^ (t >> 1)) & 1) << 4) + within
-                warp.store_shared(
-                    Float32, smem + self.p + at, [x - y for x, y in zip(loaded[t], first)]
-                )
+            sums = [[x - y for x, y in zip(row, first, strict=True)] for row in loaded]
+            self.store_rows_of_sums(smem, pair, sub, sums, ascending=True)
             at = smem + sub * self.p_row + (pair << 3)
             warp.store_shared(Float32, at + self.start, first)
-            last = [x - y for x, y in zip(loaded[SUB_CHUNK - 1], first)]
-            warp.store_shared(Float32, at + self.to_next, last)
+            warp.store_shared(Float32, at + self.to_next, sums[SUB_CHUNK - 1])
 
     def finish_sums(self, smem: Any, channel: Any) -> None:
         """From G of the sub-chunks' first tokens all that `start`, `to_next` and `to_end` hold."""
@@ -319,7 +330,7 @@ class KdaChunkIntra(ChunkInverse):
         end = first[last] + rest
         for b in count:
             row = at + b * self.p_row
-            warp.store_shared(Float32, row + self.start, [warp.exp2(first[b])])
+            self.store_start(row, first[b])
             warp.store_shared(Float32, row + self.to_next, [steps[b]])
             warp.store_shared(Float32, row + self.to_end, [end - first[b]])
 
@@ -388,7 +399,7 @@ class KdaChunkIntra(ChunkInverse):
         lane = cute.arch.lane_idx()
         row, side = lane & 15, lane >> 4
         a = warp.load_matrices(
-            smem + self.tile_kk + tile_unit(b * SUB_CHUNK + row, 2 * j + side)
+            smem + self.tile_kk + b * REGION_BYTES + tile_unit(row, 2 * j + side)
         )
         for n in range(0, width // 8, 2):
             at = right + n // 8 * SUB_TILE_BYTES + tile_unit(j * SUB_CHUNK + row, n % 8 + side)
@@ -430,6 +441,6 @@ class KdaChunkIntra(ChunkInverse):
         lane = cute.arch.lane_idx()
         units = TILE_ROW_BYTES // UNIT_BYTES
         for i in cutlass.range_constexpr(SUB_CHUNK * units // WARP_SIZE):
-            row = b * SUB_CHUNK + i * (WARP_SIZE // units) + (lane >> 3)
-            x = warp.load_shared(Int32, tile + tile_unit(row, lane & 7), 4)
-            self.put(rows, length, row, lane & 7, x)
+            row = i * (WARP_SIZE // units) + (lane >> 3)
+            x = warp.load_shared(Int32, tile + b * REGION_BYTES + tile_unit(row, lane & 7), 4)
+            self.put(rows, length, b * SUB_CHUNK + row, lane & 7, x)

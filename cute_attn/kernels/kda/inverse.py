@@ -25,6 +25,7 @@ from cutlass import Float32, Int32
 
 from ..common import warp
 from .scores import (
+    REGION_BYTES,
     SUB_CHUNK,
     SUB_CHUNKS,
     ChunkScores,
@@ -187,8 +188,9 @@ class ChunkInverse(ChunkScores):
     def store_block(
         self, tile: Any, i: Any, j: Any, x: list[Any], factors: list[Any] | None = None
     ) -> None:
-        """Block (i, j) of a sub-tile in shared memory, in 16 bits, from the accumulators of its
-        transposed; `factors` are for the thread's two columns."""
+        """Block (i, j) of a 16-bit tile in shared memory, whose rows of a sub-chunk are in a region
+        each, from the accumulators of its transposed; `factors` are for the thread's two
+        columns."""
         r, c = self.row_and_part()
         for t in range(2):
             for half in range(2):
@@ -196,7 +198,7 @@ class ChunkInverse(ChunkScores):
                 if factors is not None:
                     pair = [value * factors[half] for value in pair]
                 moved = warp.transpose_matrix(warp.pack(self.dtype, *pair))
-                at = tile + tile_unit(i * SUB_CHUNK + 8 * t + r, 2 * j + half)
+                at = tile + i * REGION_BYTES + tile_unit(8 * t + r, 2 * j + half)
                 warp.store_shared(Int32, at + 4 * c, [moved])
 
     def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any], beta: list[Any]) -> None:

@@ -7,10 +7,10 @@ For every chunk of 64 tokens and value head, what does not depend on the state, 
       load      q and k by cp.async; gates and beta to registers
       gates     the gate, and its sums within sub-chunks of 16 tokens
       norms     q and k to length 1
-      scores    warps 0 to 3: blocks of Aqk and L below the diagonal, and kd, qg, kg on the way
-                warps 4 to 7: blocks on the diagonal, and their inverses
-      inverse   warps 0 to 3: Aqk to memory
-                warps 4 to 7: a column of blocks each, Akk to memory
+      scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; kd, qg and kg
+                on the way
+      inverse   warps 0 to 3: L and its inverse, Akk to memory
+                warps 4 to 7: Aqk to memory
 
 Sums of gates are kept within sub-chunks, and decays between sub-chunks multiplied, so that a large
 gate costs the tokens behind it no accuracy.
@@ -33,6 +33,7 @@ from .gates import log2_decay, rate_of, sigmoid
 from .inverse import ChunkInverse
 from .scores import (
     NUM_THREADS,
+    REGION_BYTES,
     SUB_CHUNK,
     SUB_CHUNKS,
     SUB_TILE_BYTES,
@@ -197,37 +198,48 @@ class KdaPrepare(ChunkInverse):
                 tiles.iterator + (Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1])
             ).toint()
             part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
-            if part < SUB_CHUNKS:
-                self.rows(smem, part, scale, record)
+            b = part & (SUB_CHUNKS - 1)
+            half = part >> 2
+            acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
+            self.score_rows(smem, b, half, scale, record, acc)
+            # Those with few blocks of scores have more of kg.
+            if b == 0:
+                for sub in cutlass.range(SUB_CHUNKS - 1, unroll=1):
+                    self.decay_to_end(smem, sub, half, record)
+            if b == 1:
+                self.decay_to_end(smem, Int32(SUB_CHUNKS - 1), half, record)
+            # q, k and P are not read any more.
+            cute.arch.sync_threads()
+            if half == 0:
+                self.finish_inverse(smem, b, record, acc)
             else:
-                self.diagonals(smem, part - SUB_CHUNKS, scale, record)
+                self.finish_scores(smem, b, scale, record, acc)
 
     @cute.jit
-    def rows(self, smem: Int32, b: Int32, scale: Float32, record: Int64) -> None:
-        """Warps 0 to 3. Those with few blocks of scores have more of kg."""
-        own = cute.make_rmem_tensor((4 * (SUB_CHUNKS - 1),), Int32)
-        own.fill(0)
-        self.row_blocks(smem, b, scale, record, own)
-        if b == 0:
-            for sub in cutlass.range(SUB_CHUNKS - 1, unroll=1):
-                self.decay_to_end(smem, sub, record)
-        if b == 1:
-            self.decay_to_end(smem, Int32(SUB_CHUNKS - 1), record)
-        cute.arch.sync_threads()
-        self.stage_scores(smem, b, own)
-        cute.arch.sync_warp()
-        self.copy_tile(smem + self.tile_qk, record + self.aqk, b)
-
-    @cute.jit
-    def diagonals(self, smem: Int32, b: Int32, scale: Float32, record: Int64) -> None:
-        """Warps 4 to 7."""
-        self.diagonal_block(smem, b, scale)
+    def finish_inverse(self, smem: Int32, b: Int32, record: Int64, acc: cute.Tensor) -> None:
+        """Warps 0 to 3."""
+        self.give(smem, b, 0, acc)
+        self.meet(b)
+        self.store_lower(smem, b, self.take(smem, b, 1, acc))
         cute.arch.sync_warp()
         self.invert_diagonal(smem, b)
-        cute.arch.sync_threads()
+        cute.arch.barrier(barrier_id=1 + SUB_CHUNKS, number_of_threads=HALF)
         self.invert_column(smem, b)
-        cute.arch.barrier(barrier_id=1, number_of_threads=HALF)
+        cute.arch.barrier(barrier_id=1 + SUB_CHUNKS, number_of_threads=HALF)
         self.copy_tile(smem + self.tile_kk, record + self.akk, b)
+
+    @cute.jit
+    def finish_scores(
+        self, smem: Int32, b: Int32, scale: Float32, record: Int64, acc: cute.Tensor
+    ) -> None:
+        """Warps 4 to 7."""
+        self.give(smem, b, 1, acc)
+        self.meet(b)
+        sums = self.take(smem, b, 0, acc)
+        cute.arch.sync_warp()
+        self.stage_scores(smem, b, scale, sums)
+        cute.arch.sync_warp()
+        self.copy_tile(smem + self.tile_qk, record + self.aqk, b)
 
     # -- gates and beta -----------------------------------------------------------------------
 
@@ -284,7 +296,7 @@ class KdaPrepare(ChunkInverse):
                     for x, y in zip(loaded[t], bias, strict=True)
                 ]
                 gates.append([cutlass.select_(present, x, Float32(0.0)) for x in both])
-            self.store_sums(smem, pair, sub, gates)
+            self.store_sums(smem, pair, sub, gates, ascending=self.spec.gate == "none")
 
     def load_pair(self, address: Any) -> tuple[Any, Any]:
         if self.gate_dtype is Float32:
@@ -323,6 +335,6 @@ class KdaPrepare(ChunkInverse):
         lane = cute.arch.lane_idx()
         size = SUB_CHUNK * TILE_ROW_BYTES
         for i in range(size // (WARP_SIZE * 16)):
-            at = b * size + (i * WARP_SIZE + lane) * 16
-            x = warp.load_shared(Int32, tile + at, 4)
-            warp.store_global(Int32, target + Int64(at), x)
+            at = (i * WARP_SIZE + lane) * 16
+            x = warp.load_shared(Int32, tile + b * REGION_BYTES + at, 4)
+            warp.store_global(Int32, target + Int64(b * size + at), x)

@@ -6,20 +6,24 @@ With G the sum of a channel's gates (base 2) from the start of the chunk, a chun
     L_ij   = beta_i sum_d k_id k_jd exp2(G_id - G_jd)    j < i
 
 by products on the tensor cores, so that exp2 has to be split into a factor of row i and one of
-column j, at a reference token between them: then both are at most 1 for gates that are at most 0.
-Tokens are in sub-chunks of 16, and P is the sum of gates from the first token of its sub-chunk (0
-there). The reference is
+column j. Tokens are in sub-chunks of 16, and P is the sum of gates from the first token of its
+sub-chunk (0 there). The factor of row i is exp2(P_i), and that of a column of an earlier sub-chunk
+the decay from j to the first token of i's: both are at most 1 for gates that are at most 0.
 
-    between sub-chunks     the first token of i's
-    within one             by halves: 8 tokens against the 8 before them, then 4, 2 and 1; the
-                           first of the later ones
+The factor of a column j of i's own sub-chunk is exp2(-P_j). With bfloat16, whose exponents are those
+of float32, this is taken as it is, and rows as exp2(P_i + 60), as long as P stays within -120 and
+40. A row i where it does not, by any channel, is said to be out of range, and so are those after it:
+a row's result depends on no token after it. Such rows, and with float16 all of them, have their
+scores by halves: 8 tokens against the 8 before them, with the first of the later ones as the
+reference of both factors; then 4, 2 and 1.
 
-Factors are multiplied in float32, and the products rounded once, as operands.
+Factors are multiplied in float32, and the products rounded once, as operands. Scores of a token with
+itself have no decay, and come from `normalise`.
 
-Each of the two halves of the warps has its part: `row_blocks`, warp b the rows of sub-chunk b
-against those before; `diagonal_block`, warp b the scores within it. In every product the order of
-channels is the one that lets a thread load 8 neighbours at a time: with row = lane // 4, a thread
-has channels 8 (lane % 4) to + 7 of each 32.
+All 8 warps work on scores: warps b and b + 4 have the rows of sub-chunk b, each for half of the
+channels. Then warp b adds up and keeps L, warp b + 4 Aqk. In every product the order of channels is
+the one that lets a thread load 8 neighbours at a time: with row = lane // 4, a thread has channels
+8 (lane % 4) to + 7 of each 32.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
 
 from ..common import warp
 from ..common.dtypes import DTYPE
@@ -44,6 +49,10 @@ SUB_TILE_BYTES = 2 * SUB_TILE
 TILE_ROW_BYTES = 128
 GROUP = 32  # channels that a warp takes at a time, 8 a thread
 BLOCK_BYTES = SUB_CHUNK * SUB_CHUNK * 4
+# Of a score's two 16-bit tiles a sub-chunk's rows, and the partial sums before them, are in a region.
+REGION_BYTES = 8192
+LOWEST, HIGHEST = -120.0, 40.0  # of P in range
+SHIFT = 60.0  # of exponents of rows, with bfloat16
 NUM_BLOCKS = SUB_CHUNKS * (SUB_CHUNKS + 1) // 2
 L2NORM_EPSILON = 1e-6
 
@@ -70,6 +79,21 @@ def parity(row: Any) -> Any:
     return (row ^ (row >> 1)) & 1
 
 
+def keep_branch() -> None:
+    """Keeps the branch that it stands in a branch, where the compiler would have every warp go
+    through all of it with its instructions switched off: a performance-monitor trigger (nobody counts
+    number 7) is not to be predicated."""
+    llvm.inline_asm(
+        None,
+        [],
+        "pmevent 7;",
+        "",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
 class ChunkScores:
     """Shared memory, and the phases of a block that works on one chunk of one value head.
 
@@ -94,21 +118,26 @@ class ChunkScores:
         self.q = buffer(CHUNK * self.qk_row)
         self.k = buffer(CHUNK * self.qk_row)
         self.p = buffer(CHUNK * self.p_row)
-        # L, block by block. In those on the diagonal Aqk, transposed, stands above the diagonal,
-        # and what is below it is overwritten by the inverse.
+        # L, block by block. Of those on the diagonal, what is below the diagonal is overwritten by
+        # the inverse; above it stands Aqk, transposed, of rows out of range.
         self.blocks = buffer(NUM_BLOCKS * BLOCK_BYTES)
         # Of each sub-chunk and channel:
-        self.start = buffer(SUB_CHUNKS * self.p_row)  # exp2(G) at its first token
+        self.start = buffer(SUB_CHUNKS * self.p_row)  # exp2(G - shift) at its first token
         self.to_next = buffer(SUB_CHUNKS * self.p_row)  # G from its first token to the next one's
         self.to_end = buffer(SUB_CHUNKS * self.p_row)  # G from its first token to the chunk's end
         # Of each token:
         self.beta = buffer(CHUNK * 4)
         self.own_score = buffer(CHUNK * 4)  # scale q . k
+        # Of each warp that has gates, the first row that is out of range.
+        self.out_of_range = buffer(NUM_WARPS * 4)
         self.smem_bytes = offset
-        # Once the scores are done, their operands' place is that of Aqk and Akk as 16-bit tiles.
+        # Once the scores are done, their operands' place is that of partial sums, and then of 16
+        # rows of Aqk and Akk as 16-bit tiles: of each sub-chunk a region, half of it each.
         self.tile_qk = self.q
-        self.tile_kk = self.q + SUB_TILE_BYTES if head_dim_k > 64 else self.k
-        assert self.tile_kk + SUB_TILE_BYTES <= self.p
+        self.tile_kk = self.q + REGION_BYTES // 2
+        assert self.q + SUB_CHUNKS * REGION_BYTES <= self.blocks
+        self.in_one_product = dtype == "bfloat16"
+        self.shift = SHIFT if self.in_one_product else 0.0
 
     # -- small things -------------------------------------------------------------------------
 
@@ -194,23 +223,74 @@ class ChunkScores:
 
     # -- gates --------------------------------------------------------------------------------
 
-    def store_sums(self, smem: Any, pair: Any, sub: Any, gates: list[tuple[Any, Any]]) -> None:
+    def store_sums(
+        self, smem: Any, pair: Any, sub: Any, gates: list[Any], *, ascending: bool
+    ) -> None:
         """P of a sub-chunk, two channels, and what `finish_tables` needs of it.
 
         Args:
             pair: of channels, 2 pair and 2 pair + 1.
             gates: of the 16 tokens, base 2; 0 past the chunk's end.
+            ascending: gates may be above 0.
         """
-        total = (Float32(0.0), Float32(0.0))
-        unit, within = pair >> 1, (pair & 1) << 3
-        for t in range(SUB_CHUNK):
-            if t > 0:
-                total = (total[0] + gates[t][0], total[1] + gates[t][1])
-            at = (sub * SUB_CHUNK + t) * self.p_row + ((unit ^ parity(t)) << 4) + within
-            warp.store_shared(Float32, smem + self.p + at, total)
+        total = [Float32(0.0), Float32(0.0)]
+        sums = [total]
+        for t in range(1, SUB_CHUNK):
+            total = [x + y for x, y in zip(total, gates[t], strict=True)]
+            sums.append(total)
+        self.store_rows_of_sums(smem, pair, sub, sums, ascending=ascending)
         at = smem + sub * self.p_row + (pair << 3)
         warp.store_shared(Float32, at + self.start, gates[0])
         warp.store_shared(Float32, at + self.to_next, total)
+
+    def store_rows_of_sums(
+        self, smem: Any, pair: Any, sub: Any, sums: list[Any], *, ascending: bool
+    ) -> None:
+        unit, within = pair >> 1, (pair & 1) << 3
+        row = smem + self.p + sub * (SUB_CHUNK * self.p_row) + within
+        places = [row + (unit << 4), row + ((unit ^ 1) << 4)]
+        for t in range(SUB_CHUNK):
+            warp.store_shared(Float32, places[parity(t)] + t * self.p_row, sums[t])
+        if self.in_one_product:
+            checked = range(1, SUB_CHUNK) if ascending else range(SUB_CHUNK - 1, SUB_CHUNK)
+            found = self._is_outside(sums[checked[0]])
+            for t in checked[1:]:
+                found = found | self._is_outside(sums[t])
+            self._note_rows_outside(smem, sums, found)
+
+    def _is_outside(self, sums: Any) -> Any:
+        center, reach = (HIGHEST + LOWEST) / 2, (HIGHEST - LOWEST) / 2
+        distance = [cute.arch.fmax(x - center, center - x) for x in sums]
+        return cute.arch.fmax(*distance) > reach
+
+    @cute.jit
+    def _note_rows_outside(self, smem: Int32, sums: Any, found: cutlass.Boolean) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        first = Int32(SUB_CHUNK)
+        if cute.arch.vote_any_sync(found):
+            first = self._first_outside(sums)
+        if (thread & (WARP_SIZE - 1)) == 0:
+            warp.store_shared(Int32, smem + self.out_of_range + (thread >> 5) * 4, [first])
+
+    def _first_outside(self, sums: Any) -> Any:
+        first = Int32(SUB_CHUNK)
+        for t in reversed(range(1, SUB_CHUNK)):
+            first = Int32(cutlass.select_(self._is_outside(sums[t]), Int32(t), first))
+        for distance in (1, 2, 4, 8, 16):
+            first = cutlass.min(first, cute.arch.shuffle_sync_bfly(first, distance))
+        return first
+
+    def rows_in_range(self, smem: Any, b: Any) -> Any:
+        """How many rows of sub-chunk b are in range, from the first on."""
+        if not self.in_one_product:
+            return Int32(0)
+        warps = self.head_dim_k // 2 // WARP_SIZE
+        at = smem + self.out_of_range + b * (4 * warps)
+        found = warp.load_shared(Int32, at, warps)
+        rows = found[0]
+        for other in found[1:]:
+            rows = cutlass.min(rows, other)
+        return rows
 
     def finish_tables(self, smem: Any, channel: Any) -> Any:
         """From the gate of the first token and the sum of the others of each sub-chunk, all that
@@ -228,37 +308,44 @@ class ChunkScores:
             warp.store_shared(Float32, at + self.to_next + b * self.p_row, [steps[b]])
         start = first[0]
         for b in range(SUB_CHUNKS):
-            warp.store_shared(Float32, at + self.start + b * self.p_row, [warp.exp2(start)])
+            self.store_start(at + b * self.p_row, start)
             start = start + steps[b]
         return start
 
-    # -- blocks below the diagonal ------------------------------------------------------------
+    def store_start(self, at: Any, start: Any) -> None:
+        warp.store_shared(Float32, at + self.start, [warp.exp2(start - self.shift)])
+
+    # -- scores -------------------------------------------------------------------------------
 
     @cute.jit
-    def row_blocks(self, smem: Int32, b: Int32, scale: Float32, out: Any, own: cute.Tensor) -> None:
-        """The rows of sub-chunk b against the sub-chunks before it: L to shared memory, and
-        scale q k as 16-bit accumulators to `own`. On the way q and k, decayed within the sub-chunk,
-        go to `put_decayed`.
+    def score_rows(
+        self, smem: Int32, b: Int32, half: Int32, scale: Float32, out: Any, acc: cute.Tensor
+    ) -> None:
+        """The rows of sub-chunk b against its own and the sub-chunks before it, for half of the
+        channels: sums without scale and beta. On the way q and k, decayed, go to `put_decayed`.
 
         Args:
             out: for `put_decayed`.
-            own: 12 Int32 in registers: [sub-chunks back, from 1][half of its tokens][half of the
-                rows].
+            acc: 64 float32 in registers: [q, k][sub-chunks back][half of its tokens][accumulators].
         """
-        acc = cute.make_rmem_tensor((2 * (SUB_CHUNKS - 1) * 8,), Float32)
         acc.fill(0.0)
-        for g in cutlass.range(self.groups, unroll=1):
+        groups = self.groups // 2
+        for g in cutlass.range(half * groups, half * groups + groups, unroll=1):
             self._row_group(smem, b, scale, out, g, acc)
-        self._store_rows(smem, b, scale, acc, own)
+        rows = self.rows_in_range(smem, b)
+        if rows < SUB_CHUNK:
+            self.levels(smem, b, half, scale)
 
-    def _row_group(self, smem: Any, b: Any, scale: Any, out: Any, g: Any, acc: cute.Tensor) -> None:
-        """`row_blocks` for 32 channels."""
+    def _row_group(
+        self, smem: Any, b: Any, scale: Any, out: Any, g: Any, acc: cute.Tensor
+    ) -> None:
+        """`score_rows` for 32 channels."""
         r, c = self.row_and_part()
         first = b * SUB_CHUNK + r
         at_qk = (g << 6) ^ ((parity(r) << 6) + c * 16)
         at_p = smem + (g << 7) + c * 32
         swap = parity(r) << 4
-        rows_q, rows_k = [], []
+        rows_q, rows_k, own = [], [], []
         start = self.load_channels(at_p + self.start + b * self.p_row, 0)
         for half in range(2):
             row = first + half * 8
@@ -266,14 +353,20 @@ class ChunkScores:
             q = self.unpacked(warp.load_shared(Int32, address + self.q, 4))
             k = self.unpacked(warp.load_shared(Int32, address + self.k, 4))
             p = self.load_channels(at_p + self.p + row * self.p_row, swap)
-            decay = [warp.exp2(x) for x in p]
+            if self.in_one_product:
+                decay = [warp.exp2(-self.shift - x) for x in p]
+                own.append(self.packed([x * y for x, y in zip(k, decay, strict=True)]))
+            decay = [warp.exp2(x + self.shift if self.shift else x) for x in p]
             q = [x * y for x, y in zip(q, decay, strict=True)]
             k = [x * y for x, y in zip(k, decay, strict=True)]
             rows_q.append(self.packed(q))
             rows_k.append(self.packed(k))
             self.put_decayed(out, smem, row, g, c, q, k, start, scale)
-        gap = cute.make_rmem_tensor((8,), Float32)  # from the columns' next sub-chunk to this one
-        gap.fill(0.0)
+        for half, column in enumerate(own):
+            self._accumulate(acc, 0, half, rows_q, rows_k, column)
+        # From the columns' next sub-chunk to this one, less what rows have too much.
+        gap = cute.make_rmem_tensor((8,), Float32)
+        gap.fill(-self.shift)
         for back in range(1, SUB_CHUNKS):
             self._columns_back(back, smem, b, r, at_qk, at_p, swap, rows_q, rows_k, gap, acc)
 
@@ -294,6 +387,7 @@ class ChunkScores:
     ) -> None:
         """Rows against the columns of the sub-chunk `back` before, if there is one."""
         if b >= back:
+            keep_branch()
             self._columns(back, smem, b - back, r, at_qk, at_p, swap, rows_q, rows_k, gap, acc)
 
     def _columns(
@@ -306,53 +400,129 @@ class ChunkScores:
         to_rows = [gap[i] for i in range(8)]
         for half in range(2):
             row = j * SUB_CHUNK + half * 8 + r
-            k = self.unpacked(warp.load_shared(Int32, smem + self.k + at_qk + row * self.qk_row, 4))
+            k = self.unpacked(
+                warp.load_shared(Int32, smem + self.k + at_qk + row * self.qk_row, 4)
+            )
             p = self.load_channels(at_p + self.p + row * self.p_row, swap)
             column = self.packed(
                 [x * warp.exp2(y - z) for x, y, z in zip(k, to_rows, p, strict=True)]
             )
-            for which, rows in enumerate((rows_q, rows_k)):
-                n = (which * (SUB_CHUNKS - 1) + back - 1) * 8 + half * 4
-                product = [acc[n + i] for i in range(4)]
-                for t in (0, 2):
-                    a = (rows[0][t], rows[1][t], rows[0][t + 1], rows[1][t + 1])
-                    product = warp.mma(self.dtype, product, a, column[t : t + 2])
-                for i in range(4):
-                    acc[n + i] = product[i]
+            self._accumulate(acc, back, half, rows_q, rows_k, column)
+
+    def _accumulate(
+        self, acc: cute.Tensor, back: int, half: int, rows_q: Any, rows_k: Any, column: Any
+    ) -> None:
+        """Both matrices' rows times 8 columns of 32 channels."""
+        for which, rows in enumerate((rows_q, rows_k)):
+            n = ((which * SUB_CHUNKS + back) * 2 + half) * 4
+            product = [acc[n + i] for i in range(4)]
+            for t in (0, 2):
+                a = (rows[0][t], rows[1][t], rows[0][t + 1], rows[1][t + 1])
+                product = warp.mma(self.dtype, product, a, column[t : t + 2])
+            for i in range(4):
+                acc[n + i] = product[i]
+
+    def give(self, smem: Any, b: Any, which: int, acc: cute.Tensor) -> None:
+        """This warp's part of the sums of q (0) or k (1), to the other warp of the sub-chunk."""
+        at = self._partial_sums(smem, b, which)
+        for n in range(2 * SUB_CHUNKS):
+            values = [acc[(which * 2 * SUB_CHUNKS + n) * 4 + i] for i in range(4)]
+            warp.store_shared(Float32, at + n * (WARP_SIZE * 16), values)
+
+    def take(self, smem: Any, b: Any, which: int, acc: cute.Tensor) -> list[Any]:
+        """The whole sums of q (0) or k (1): [sub-chunks back][half of its tokens][accumulators]."""
+        at = self._partial_sums(smem, b, which)
+        result: list[Any] = []
+        for n in range(2 * SUB_CHUNKS):
+            other = warp.load_shared(Float32, at + n * (WARP_SIZE * 16), 4)
+            first = (which * 2 * SUB_CHUNKS + n) * 4
+            result += [acc[first + i] + other[i] for i in range(4)]
+        return result
+
+    def _partial_sums(self, smem: Any, b: Any, which: int) -> Any:
+        at = (self.tile_qk, self.tile_kk)[which]
+        return smem + at + b * REGION_BYTES + cute.arch.lane_idx() * 16
+
+    def meet(self, b: Any) -> None:
+        """The two warps of sub-chunk b wait for each other."""
+        cute.arch.barrier(barrier_id=1 + b, number_of_threads=2 * WARP_SIZE)
 
     @cute.jit
-    def _store_rows(
-        self, smem: Int32, b: Int32, scale: Float32, acc: cute.Tensor, own: cute.Tensor
-    ) -> None:
+    def store_lower(self, smem: Int32, b: Int32, sums: Any) -> None:
+        """The rows of L of sub-chunk b, from the sums of k."""
         r, c = self.row_and_part()
         at = smem + self.beta + (b * SUB_CHUNK + r) * 4
         beta = [warp.load_shared(Float32, at + 32 * half)[0] for half in range(2)]
-        for back in cutlass.range_constexpr(1, SUB_CHUNKS):
+        in_range = self.rows_in_range(smem, b)
+        for back in cutlass.range_constexpr(SUB_CHUNKS):
             if b >= back:
                 block = smem + self.blocks + block_offset(b, b - back)
                 for half in cutlass.range_constexpr(2):
                     for rows in cutlass.range_constexpr(2):
-                        n = (back - 1) * 8 + half * 4 + rows * 2
-                        m = (SUB_CHUNKS - 1) * 8 + n
-                        warp.store_shared(
-                            Float32,
-                            block + block_element(r + 8 * rows, 8 * half + 2 * c),
-                            [acc[m] * beta[rows], acc[m + 1] * beta[rows]],
-                        )
-                        own[n // 2] = warp.pack(self.dtype, acc[n] * scale, acc[n + 1] * scale)
-
-    # -- blocks on the diagonal ---------------------------------------------------------------
+                        i, j = r + 8 * rows, 8 * half + 2 * c
+                        n = back * 8 + half * 4 + rows * 2
+                        pair = [sums[n] * beta[rows], sums[n + 1] * beta[rows]]
+                        if cutlass.const_expr(back > 0):
+                            warp.store_shared(Float32, block + block_element(i, j), pair)
+                        else:
+                            for e in cutlass.range_constexpr(2):
+                                if j + e < i and i < in_range:
+                                    at = block + block_element(i, j + e)
+                                    warp.store_shared(Float32, at, [pair[e]])
 
     @cute.jit
-    def diagonal_block(self, smem: Int32, b: Int32, scale: Float32) -> None:
-        """The scores within sub-chunk b: L below the diagonal of its block, scale q k above it,
-        transposed.
+    def stage_scores(self, smem: Int32, b: Int32, scale: Float32, sums: Any) -> None:
+        """The 16 rows of Aqk of sub-chunk b, from the sums of q, to `tile_qk`."""
+        r, c = self.row_and_part()
+        tile = smem + self.tile_qk + b * REGION_BYTES
+        in_range = self.rows_in_range(smem, b)
+        own = cute.make_rmem_tensor((8,), Float32)
+        for n in cutlass.range_constexpr(8):
+            own[n] = sums[n] * scale
+        if in_range < SUB_CHUNK:
+            block = smem + self.blocks + block_offset(b, b)
+            for n in cutlass.range_constexpr(8):
+                i, j = r + 8 * (n // 2 % 2), 8 * (n // 4) + 2 * c + n % 2
+                if j < i and i >= in_range:
+                    own[n] = warp.load_shared(Float32, block + block_element(j, i))[0]
+        at = smem + self.own_score + (b * SUB_CHUNK + r) * 4
+        same = [warp.load_shared(Float32, at + 32 * rows)[0] for rows in range(2)]
+        for half in cutlass.range_constexpr(2):
+            for rows in cutlass.range_constexpr(2):
+                i = r + 8 * rows
+                values = []
+                for e in cutlass.range_constexpr(2):
+                    j = 8 * half + 2 * c + e
+                    x = cutlass.select_(j == i, same[rows], Float32(0.0))
+                    values.append(cutlass.select_(j < i, own[half * 4 + rows * 2 + e], x))
+                at = tile + tile_unit(i, 2 * b + half) + 4 * c
+                warp.store_shared(Int32, at, self.packed(values))
+        for back in cutlass.range_constexpr(1, SUB_CHUNKS):
+            if b >= back:
+                for half in cutlass.range_constexpr(2):
+                    for rows in cutlass.range_constexpr(2):
+                        n = back * 8 + half * 4 + rows * 2
+                        at = tile + tile_unit(r + 8 * rows, 2 * (b - back) + half) + 4 * c
+                        pair = [sums[n] * scale, sums[n + 1] * scale]
+                        warp.store_shared(Int32, at, self.packed(pair))
+        lane = cute.arch.lane_idx()
+        for j in cutlass.range_constexpr(1, SUB_CHUNKS):
+            if j > b:
+                at = tile + tile_unit(lane >> 1, 2 * j + (lane & 1))
+                warp.store_shared(Int32, at, [Int32(0)] * 4)
+
+    # -- scores by halves ---------------------------------------------------------------------
+
+    @cute.jit
+    def levels(self, smem: Int32, b: Int32, half: Int32, scale: Float32) -> None:
+        """Half of the scores within sub-chunk b: L below the diagonal of its block, scale q k above
+        it, transposed.
 
         At a level with h later tokens against the h before them there are 8 of each in all: the 8
         rows of q are rows 0 to 7 of the left operand, those of k rows 8 to 15, and the 8 columns are
         the right operand. Of the result those elements count whose tokens are of the same 2 h.
         """
-        for level in cutlass.range(4, unroll=1):
+        for level in cutlass.range(2 * half, 2 * half + 2, unroll=1):
             shift = 3 - level
             h = 1 << shift
             r, c = self.row_and_part()
@@ -408,9 +578,10 @@ class ChunkScores:
     # -- what becomes of q and k --------------------------------------------------------------
 
     @cute.jit
-    def decay_to_end(self, smem: Int32, b: Int32, out: Any) -> None:
-        """exp2(G_e - G) * k of sub-chunk b, to `put_to_end`."""
-        for g in cutlass.range(self.groups, unroll=1):
+    def decay_to_end(self, smem: Int32, b: Int32, half: Int32, out: Any) -> None:
+        """exp2(G_e - G) * k of sub-chunk b, half of the channels, to `put_to_end`."""
+        groups = self.groups // 2
+        for g in cutlass.range(half * groups, half * groups + groups, unroll=1):
             self._group_to_end(smem, b, out, g)
 
     def _group_to_end(self, smem: Any, b: Any, out: Any, g: Any) -> None:
@@ -425,40 +596,12 @@ class ChunkScores:
             k = [x * warp.exp2(y - z) for x, y, z in zip(k, end, p, strict=True)]
             self.put_to_end(out, row, g, c, k)
 
-    @cute.jit
-    def stage_scores(self, smem: Int32, b: Int32, own: cute.Tensor) -> None:
-        """The 16 rows of Aqk of sub-chunk b, as rows of a sub-tile, to `tile_qk`."""
-        r, c = self.row_and_part()
-        lane = cute.arch.lane_idx()
-        tile = smem + self.tile_qk + b * (SUB_CHUNK * TILE_ROW_BYTES)
-        for step in cutlass.range_constexpr(SUB_CHUNKS - 1):
-            j = b - 1 - step
-            if j >= 0:
-                for half in cutlass.range_constexpr(2):
-                    for rows in cutlass.range_constexpr(2):
-                        at = tile + tile_unit(r + 8 * rows, 2 * j + half) + 4 * c
-                        warp.store_shared(Int32, at, [own[(step * 2 + half) * 2 + rows]])
-        # From here on a lane has a unit: of row lane // 2.
-        row, unit = lane >> 1, lane & 1
-        block = smem + self.blocks + block_offset(b, b)
-        same = warp.load_shared(Float32, smem + self.own_score + (b * SUB_CHUNK + row) * 4)[0]
-        values = []
-        for i in cutlass.range_constexpr(8):
-            j = unit * 8 + i
-            x = warp.load_shared(Float32, block + block_element(j, row))[0]
-            x = cutlass.select_(j < row, x, cutlass.select_(j == row, same, Float32(0.0)))
-            values.append(x)
-        warp.store_shared(Int32, tile + tile_unit(row, 2 * b + unit), self.packed(values))
-        for j in cutlass.range_constexpr(1, SUB_CHUNKS):
-            if j > b:
-                warp.store_shared(Int32, tile + tile_unit(row, 2 * j + unit), [Int32(0)] * 4)
-
     def put_decayed(
         self, out: Any, smem: Any, row: Any, group: Any, part: Any, q: list[Any], k: list[Any],
         start: Any, scale: Any,
     ) -> None:  # fmt: skip
-        """Take 8 channels of a row of q and k, decayed from its sub-chunk's first token; `start` is
-        the decay from the start of the chunk to that token."""
+        """Take 8 channels of a row of q and k; times `start` they are decayed from the start of the
+        chunk."""
         raise NotImplementedError
 
     def put_to_end(self, out: Any, row: Any, group: Any, part: Any, k: list[Any]) -> None:
