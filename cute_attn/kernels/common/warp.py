@@ -237,3 +237,26 @@ def copy_bulk(shared: Any, source: Any, nbytes: int, barrier: Any) -> None:
         f"[$0], [$1], {nbytes}, [$2];"
     )
     _asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
+
+
+def copies_arrive(barrier: Any) -> None:
+    """One of the arrivals that the mbarrier at a shared address waits for, once this thread's
+    `copy_async` so far are done."""
+    _asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [Int32(barrier)], memory=True)
+
+
+def wait_barrier(barrier: Any, phase: Any) -> None:
+    """Until that phase (0 or 1) of the mbarrier at a shared address is complete; on sm_80 too, which
+    cannot suspend a thread meanwhile."""
+    text = (
+        "{\n.reg .pred done;\nagain_${:uid}:\n"
+        "mbarrier.test_wait.parity.shared.b64 done, [$0], $1;\n"
+        "@!done bra again_${:uid};\n}"
+    )
+    _asm(text, [], [Int32(barrier), Int32(phase)], memory=True)
+
+
+def store_global_where(condition: Any, address: Any, value: Any) -> None:
+    """An Int32 to a 64-bit address, by predication: never a branch."""
+    text = "{\n.reg .pred some;\nsetp.ne.b32 some, $2, 0;\n@some st.global.b32 [$0], $1;\n}"
+    _asm(text, [], [Int64(address), Int32(value), Int32(condition)], memory=True)

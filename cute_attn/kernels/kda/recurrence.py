@@ -14,11 +14,11 @@ next ones, as r^T and v_new^T are. So the chain from chunk to chunk never leaves
 and warps share nothing but the chunk's tiles in shared memory.
 
     block (tile of V, value head, sequence)
-      remember  start kd S and qg S
-      load      start the copies of chunk c + num_stages - 1
-      store     o of chunk c - 1
-      correct   r, then v_new
-      update    S; and o, to registers
+      warp tile_v / 16     load      tiles, decay and v of chunk after chunk
+      the warps before it  remember  start kd S and qg S
+                           store     o of the last chunk
+                           correct   r, then v_new
+                           update    S; and o, in registers
 
 `products="wgmma"` (sm_90a) has the same fragments in the same threads.
 
@@ -57,7 +57,6 @@ class KdaRecurrence:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.num_warps = spec.tile_v // 16
-        self.num_threads = self.num_warps * WARP_SIZE
         sub_tiles = spec.head_dim_k // 64
         # Byte offsets within a stage. Sub-tiles of kd and qg alternate.
         self.kd, self.qg = 0, SUB_TILE_BYTES
@@ -73,7 +72,7 @@ class KdaRecurrence:
             self.parts.append((self.kg, self.aqk - self.kg))
         self.stage_bytes = self.decay + max(1024, spec.head_dim_k * 4)
         assert self.v == record_elements(spec.head_dim_k) * 2
-        self.smem_bytes = spec.num_stages * (self.stage_bytes + MBARRIER_BYTES)
+        self.smem_bytes = spec.num_stages * (self.stage_bytes + 2 * MBARRIER_BYTES)
         self.transitions = spec.segments == "transitions"
         self.bulk = spec.copies == "bulk"
         self.wgmma = spec.products == "wgmma"
@@ -160,7 +159,7 @@ class KdaRecurrence:
             num_segments,
         ).launch(
             grid=[columns // self.spec.tile_v, v.shape[2], sequences * num_segments],
-            block=[self.num_threads, 1, 1],
+            block=[(self.num_warps + 1) * WARP_SIZE, 1, 1],
             smem=self.smem_bytes,
             min_blocks_per_mp=1,
             stream=stream,
@@ -190,36 +189,153 @@ class KdaRecurrence:
             segment = sequence % num_segments
             sequence = sequence // num_segments
         place = sequence_place(sequence, v.shape[1], cu_seqlens)
-        first = Int32(0)
-        end = (place.length + (CHUNK - 1)) // CHUNK
-        if cutlass.const_expr(spec.segments != "none"):
-            first = segment * chunks_per_segment
-            last = end
-            end = cutlass.min(first + chunks_per_segment, end)
-            if cutlass.const_expr(self.transitions):
-                # Nobody starts where a sequence's last segment ends.
-                end = end if end < last else first
         tile_start = tile * spec.tile_v
         column = tile_start + warp_index * 16  # the warp's first
+        first = Int32(0)
+        end = (place.length + (CHUNK - 1)) // CHUNK
+        last = end
+        if cutlass.const_expr(spec.segments != "none"):
+            first = segment * chunks_per_segment
+            end = cutlass.min(first + chunks_per_segment, end)
+            if cutlass.const_expr(self.transitions):
+                # Nobody starts where a sequence's last segment ends, and what the first one starts
+                # from is known.
+                needed = end < last and (segment > 0 or tile_start < spec.head_dim_v)
+                end = end if needed else first
 
         smem = cutlass.memory.SmemAllocator()
         stages = warp.shared_address(smem.allocate(spec.num_stages * self.stage_bytes, 1024))
-        loaded = smem.allocate_array(Int64, spec.num_stages)  # mbarriers of bulk copies
-        if cutlass.const_expr(self.bulk):
-            if thread == 0:
-                for i in cutlass.range_constexpr(spec.num_stages):
-                    cute.arch.mbarrier_init(loaded + i, 1)
+        barriers = smem.allocate_array(Int64, 2 * spec.num_stages)
+        if thread == 0:
+            for i in cutlass.range_constexpr(spec.num_stages):
+                # A chunk is there: an arrival for the bulk copies, and one of each lane's.
+                cute.arch.mbarrier_init(barriers + i, WARP_SIZE + int(self.bulk))
+                # A stage is free again.
+                cute.arch.mbarrier_init(barriers + spec.num_stages + i, self.num_warps)
+            if cutlass.const_expr(self.bulk):
                 cute.arch.mbarrier_init_fence()
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
+        if warp_index == self.num_warps:
+            self.load_warp(v, tiles, decay, place, head, tile_start, stages, barriers, first, end)
+        else:
+            self.state_warp(
+                o,
+                initial_state,
+                final_state,
+                segment_states,
+                segment_transitions,
+                place,
+                sequence,
+                segment,
+                head,
+                column,
+                stages,
+                barriers,
+                first,
+                end,
+                last,
+            )
 
+    # -- the warp that copies -----------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        v: cute.Tensor,
+        tiles: cute.Tensor,
+        decay: cute.Tensor,
+        place: Any,
+        head: Int32,
+        tile_start: Int32,
+        stages: Int32,
+        barriers: cute.Pointer,
+        first: Int32,
+        end: Int32,
+    ) -> None:
+        spec = self.spec
+        lane = cute.arch.lane_idx()
+        line_units = spec.tile_v * 2 // UNIT_BYTES
+        row = lane // line_units
+        unit = lane % line_units
+        v_start = (
+            v.iterator
+            + (Int64(place.batch) * v.stride[0] + Int64(head) * v.stride[2])
+            + (tile_start + unit * (UNIT_BYTES // 2))
+        ).toint()
+        stage = Int32(0)
+        phase = Int32(0)
+        for c in cutlass.range(first, end, unroll=1):
+            loaded = warp.shared_address(barriers + stage)
+            at = stages + stage * self.stage_bytes
+            # The first use of a stage is free, as if a phase had been completed before.
+            warp.wait_barrier(loaded + spec.num_stages * MBARRIER_BYTES, phase ^ 1)
+            slot = place.slot + c
+            record = (
+                tiles.iterator + (Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1])
+            ).toint()
+            decays = (
+                decay.iterator + (Int64(slot) * decay.stride[0] + Int64(head) * decay.stride[1])
+            ).toint()
+            decay_bytes = spec.head_dim_k * 4
+            if cutlass.const_expr(self.bulk):
+                if lane == 0:
+                    nbytes = sum(size for _, size in self.parts) + decay_bytes
+                    cute.arch.mbarrier_arrive_and_expect_tx(barriers + stage, nbytes)
+                    for offset, size in self.parts:
+                        warp.copy_bulk(at + offset, record + offset, size, loaded)
+                    warp.copy_bulk(at + self.decay, decays, decay_bytes, loaded)
+            else:
+                for offset, size in self.parts:
+                    for i in cutlass.range(size // (WARP_SIZE * UNIT_BYTES), unroll=8):
+                        x = offset + (i * WARP_SIZE + lane) * UNIT_BYTES
+                        warp.copy_async(at + x, record + x, True)
+                if lane < decay_bytes // UNIT_BYTES:
+                    x = lane * UNIT_BYTES
+                    warp.copy_async(at + self.decay + x, decays + x, True)
+            rows = WARP_SIZE // line_units
+            for i in cutlass.range_constexpr(CHUNK // rows):
+                token = c * CHUNK + row + i * rows
+                present = token < place.length and tile_start < spec.head_dim_v
+                token = place.start + (token if present else Int32(0))
+                warp.copy_async(
+                    at + self.v + self.v_offset(row + i * rows, unit),
+                    v_start + Int64(token) * (v.stride[1] * 2),
+                    present,
+                )
+            warp.copies_arrive(loaded)
+            stage = stage + 1
+            if stage == spec.num_stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+
+    # -- the warps that have the state --------------------------------------------------------
+
+    @cute.jit
+    def state_warp(
+        self,
+        o: cute.Tensor,
+        initial_state: cute.Tensor | None,
+        final_state: cute.Tensor | None,
+        segment_states: cute.Tensor | None,
+        segment_transitions: cute.Tensor | None,
+        place: Any,
+        sequence: Int32,
+        segment: Int32,
+        head: Int32,
+        column: Int32,
+        stages: Int32,
+        barriers: cute.Pointer,
+        first: Int32,
+        end: Int32,
+        last: Int32,
+    ) -> None:
+        spec = self.spec
         state = cute.make_rmem_tensor((spec.head_dim_k // 2,), Float32)
         if cutlass.const_expr(spec.segments == "none"):
             self.load_state(state, initial_state, sequence, head, column)
         elif cutlass.const_expr(self.transitions):
-            if tile_start >= spec.head_dim_v:
+            if column >= spec.head_dim_v:
                 self.identity(state, column - spec.head_dim_v)
-                # The first segment starts from what is known.
-                end = end if segment > 0 else first
             elif segment == 0:
                 self.load_state(state, initial_state, sequence, head, column)
             else:
@@ -231,51 +347,27 @@ class KdaRecurrence:
             if first < end:
                 self.copy_state(state, starts, sequence, head, column, True, store=False)
 
-        for i in cutlass.range_constexpr(spec.num_stages - 1):
-            self.load(
-                first + i, end, stages + i * self.stage_bytes, loaded + i, v, tiles, decay, place,
-                head, tile_start,
-            )  # fmt: skip
-
         # The output of the chunk before, 16 tokens of 2 columns: it is stored while products run.
         output = cute.make_rmem_tensor((CHUNK // 4,), Int32)
         output.fill(0)
         stage = Int32(0)
         phase = Int32(0)
         for c in cutlass.range(first, end, unroll=1):
-            ahead = stage + (spec.num_stages - 1)
-            ahead = ahead - spec.num_stages if ahead >= spec.num_stages else ahead
-            if cutlass.const_expr(spec.num_stages == 1):
-                self.load(c, end, stages, loaded, v, tiles, decay, place, head, tile_start)
-                cute.arch.cp_async_wait_group(0)
-            else:
-                cute.arch.cp_async_wait_group(spec.num_stages - 2)
-            # Everybody's copies of this chunk are here, and everybody is done with the last one.
-            cute.arch.sync_threads()
-            if cutlass.const_expr(self.bulk):
-                cute.arch.mbarrier_wait(loaded + stage, phase)
             at = stages + stage * self.stage_bytes
-            recalled, unfinished = self.remember(state, at)
-            if cutlass.const_expr(spec.num_stages > 1):
-                self.load(
-                    c + spec.num_stages - 1, end, stages + ahead * self.stage_bytes,
-                    loaded + ahead, v, tiles, decay, place, head, tile_start,
-                )  # fmt: skip
-            if c > first:
-                self.store_o(output, o, place, head, column, c - 1)
-            self.correct_and_update(state, output, at, warp_index, recalled, unfinished)
-            if cutlass.const_expr(spec.num_stages == 1):
-                cute.arch.sync_threads()
+            warp.wait_barrier(warp.shared_address(barriers + stage), phase)
+            self.chunk(state, output, at, o, place, head, column, c, c > first)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barriers + spec.num_stages + stage)
             stage = stage + 1
             if stage == spec.num_stages:
                 stage = Int32(0)
                 phase = phase ^ 1
-        if first < end:
-            self.store_o(output, o, place, head, column, end - 1)
+        self.store_o(output, o, place, head, column, end - 1, first < end)
 
         if cutlass.const_expr(self.transitions):
             if first < end:
-                if tile_start < spec.head_dim_v:
+                if column < spec.head_dim_v:
                     target = segment_states[None, segment, None, None, None]
                     self.copy_state(state, target, sequence, head, column, True, store=True)
                 else:
@@ -289,99 +381,37 @@ class KdaRecurrence:
             if (first < end and end == last) or (last == 0 and segment == 0):
                 self.store_state(state, final_state, sequence, head, column)
 
-    # -- a chunk ------------------------------------------------------------------------------
-
-    @cute.jit
-    def load(
-        self,
-        c: Int32,
-        num_chunks: Int32,
-        stage: Int32,
-        loaded: cute.Pointer,
-        v: cute.Tensor,
-        tiles: cute.Tensor,
-        decay: cute.Tensor,
-        place: Any,
-        head: Int32,
-        tile_start: Int32,
-    ) -> None:
-        """Start the copies of chunk c, if there is one, and commit them in any case."""
-        spec = self.spec
-        thread, _, _ = cute.arch.thread_idx()
-        if c < num_chunks:
-            slot = place.slot + c
-            record = (
-                tiles.iterator + (Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1])
-            ).toint()
-            decays = (
-                decay.iterator + (Int64(slot) * decay.stride[0] + Int64(head) * decay.stride[1])
-            ).toint()
-            decay_bytes = spec.head_dim_k * 4
-            if cutlass.const_expr(self.bulk):
-                if thread == 0:
-                    barrier = warp.shared_address(loaded)
-                    nbytes = sum(size for _, size in self.parts)
-                    cute.arch.mbarrier_arrive_and_expect_tx(loaded, nbytes + decay_bytes)
-                    for offset, size in self.parts:
-                        warp.copy_bulk(stage + offset, record + offset, size, barrier)
-                    warp.copy_bulk(stage + self.decay, decays, decay_bytes, barrier)
-            else:
-                for offset, size in self.parts:
-                    units = size // UNIT_BYTES
-                    assert units % self.num_threads == 0
-                    for i in cutlass.range_constexpr(units // self.num_threads):
-                        at = offset + (thread + i * self.num_threads) * UNIT_BYTES
-                        warp.copy_async(stage + at, record + at, True)
-                if thread < decay_bytes // UNIT_BYTES:
-                    at = thread * UNIT_BYTES
-                    warp.copy_async(stage + self.decay + at, decays + at, True)
-            line_units = spec.tile_v * 2 // UNIT_BYTES
-            row = thread // line_units
-            unit = thread % line_units
-            rows = self.num_threads // line_units
-            base = (
-                v.iterator
-                + (Int64(place.batch) * v.stride[0] + Int64(head) * v.stride[2])
-                + (tile_start + unit * (UNIT_BYTES // 2))
-            ).toint()
-            for i in cutlass.range_constexpr(CHUNK // rows):
-                at = c * CHUNK + row + i * rows
-                present = at < place.length and tile_start < spec.head_dim_v
-                token = place.start + (at if present else Int32(0))
-                warp.copy_async(
-                    stage + self.v + self.v_offset(row + i * rows, unit),
-                    base + Int64(token) * (v.stride[1] * 2),
-                    present,
-                )
-        cute.arch.cp_async_commit_group()
-
-    def remember(self, state: cute.Tensor, stage: Any) -> tuple[list[Any], list[Any]]:
-        """Start (kd S)^T and (qg S)^T, 16 columns of V by 64 tokens."""
+    def chunk(
+        self, state: cute.Tensor, output: cute.Tensor, stage: Any, o: cute.Tensor, place: Any,
+        head: Any, column: Any, c: Any, has_output: Any,
+    ) -> None:  # fmt: skip
+        """From state to state, and from the output of the chunk before to this one's. No branch may
+        come between the start of a `wgmma` and its end, or they run one by one."""
+        # remember: (kd S)^T and (qg S)^T, 16 columns of V by 64 tokens
         s = self.operand(self.values(state))
         recalled = self.times_rows(s, stage + self.kd)
-        return recalled, [] if self.transitions else self.times_rows(s, stage + self.qg)
+        remembered = [] if self.transitions else self.times_rows(s, stage + self.qg)
+        self.store_o(output, o, place, head, column, c - 1, has_output)
 
-    def correct_and_update(
-        self, state: cute.Tensor, output: cute.Tensor, stage: Any, warp_index: Any,
-        recalled: list[Any], unfinished: list[Any],
-    ) -> None:  # fmt: skip
-        """The rest of a chunk, from what `remember` has started."""
-        v_t = self.load_v(stage + self.v, warp_index)
+        # correct
+        v_t = self.load_v(stage + self.v)
         recalled = self.done(recalled, pending=0 if self.transitions else 1)
         r = self.operand([x - y for x, y in zip(v_t, recalled, strict=True)])
         corrections = self.times_rows(r, stage + self.akk, triangular=True)
         decayed = self.decayed(state, stage + self.decay)
         if not self.transitions:
-            unfinished = self.done(unfinished, pending=1)
+            remembered = self.done(remembered, pending=1)
         v_new = self.operand(self.done(corrections))
 
+        # update
         updated = self.times_columns(v_new, stage + self.kg, decayed)
         if self.transitions:
             self.assign(state, self.done(updated))
             return
-        o = self.times_rows(v_new, stage + self.aqk, triangular=True, c=unfinished)
+        result = self.times_rows(v_new, stage + self.aqk, triangular=True, c=remembered)
         self.assign(state, self.done(updated, pending=1))
-        self.assign(output, [warp.transpose_matrix(x) for x in self.operand(self.done(o))])
+        result = self.operand(self.done(result))
+        self.assign(output, [warp.transpose_matrix(x) for x in result])
 
     # -- products -----------------------------------------------------------------------------
 
@@ -480,8 +510,9 @@ class KdaRecurrence:
         within = row * self.v_line + (((unit % units) ^ swizzle) << 4)
         return within + (unit // units) * (CHUNK * self.v_line)
 
-    def load_v(self, base: Any, warp_index: Any) -> list[Any]:
+    def load_v(self, base: Any) -> list[Any]:
         """v^T of the warp's 16 columns, as accumulators."""
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         matrix, r = lane // 8, lane % 8
         values = []
@@ -492,31 +523,26 @@ class KdaRecurrence:
                 values += warp.unpack(self.dtype, x)
         return values
 
-    @cute.jit
     def store_o(
-        self,
-        output: cute.Tensor,
-        o: cute.Tensor,
-        place: Any,
-        head: Int32,
-        column: Int32,
-        c: Int32,
-    ) -> None:
+        self, output: cute.Tensor, o: cute.Tensor, place: Any, head: Any, column: Any, c: Any,
+        present: Any,
+    ) -> None:  # fmt: skip
         """o of chunk c, 4 bytes of 8 rows an access: the two halves of a sector meet in L2."""
-        if cutlass.const_expr(not self.transitions):
-            lane = cute.arch.lane_idx()
-            row = c * CHUNK + lane // 4
-            step = o.stride[1] * 2
-            at = (
-                o.iterator
-                + (Int64(place.batch) * o.stride[0] + Int64(head) * o.stride[2])
-                + (column + 2 * (lane % 4))
-            ).toint() + Int64(place.start + row) * step
-            for j in cutlass.range_constexpr(CHUNK // 8):
-                if row + 8 * j < place.length:
-                    for half in cutlass.range_constexpr(2):
-                        warp.store_global(Int32, at + 16 * half, [output[2 * j + half]])
-                at = at + 8 * step
+        if self.transitions:
+            return
+        lane = cute.arch.lane_idx()
+        row = c * CHUNK + lane // 4
+        end = cutlass.select_(present, place.length, Int32(-CHUNK))  # no row is before that
+        step = o.stride[1] * 2
+        at = (
+            o.iterator
+            + (Int64(place.batch) * o.stride[0] + Int64(head) * o.stride[2])
+            + (column + 2 * (lane % 4))
+        ).toint() + Int64(place.start + row) * step
+        for j in range(CHUNK // 8):
+            for half in range(2):
+                warp.store_global_where(row < end, at + 16 * half, output[2 * j + half])
+            row, at = row + 8, at + 8 * step
 
     # -- states -------------------------------------------------------------------------------
 
