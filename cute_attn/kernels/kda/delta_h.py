@@ -25,7 +25,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..common import warp
 from ..common.dtypes import DTYPE
-from ..common.spec import WARP_SIZE
+from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from .chunks import CHUNK_SHIFT, SequencePlace, num_sequences, sequence_place
 from .spec import CHUNK, DeltaHSpec
 from .tiles import (
@@ -33,6 +33,7 @@ from .tiles import (
     LINE_BYTES,
     SUB_TILE_BYTES,
     UNIT_BYTES,
+    check_smem,
     chunks_before,
     copy_rows,
     fake_offsets,
@@ -73,7 +74,7 @@ class KdaDeltaH:
         self.stage_bytes = self.u + spec.tile_v // 64 * SUB_TILE_BYTES
         self.decay = spec.num_stages * self.stage_bytes
         self.decay_bytes = spec.head_dim_k * 4  # of a chunk; there are two
-        self.smem_bytes = self.decay + 2 * self.decay_bytes
+        self.smem_bytes = check_smem(self.decay + 2 * self.decay_bytes, MAX_SMEM_BYTES)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec, dtype = self.spec, self.dtype

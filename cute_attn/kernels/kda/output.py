@@ -37,6 +37,7 @@ from .tiles import (
     LINE_BYTES,
     SUB_TILE_BYTES,
     UNIT_BYTES,
+    check_smem,
     chunks_before,
     copy_rows,
     fake_offsets,
@@ -81,7 +82,7 @@ class KdaOutput:
         self.aqk = 0
         self.v_new = self.aqk + SUB_TILE_BYTES
         self.h = self.v_new + spec.tile_v // 64 * SUB_TILE_BYTES
-        self.smem_bytes = self.h + spec.head_dim_k * spec.tile_v * 2
+        self.smem_bytes = check_smem(self.h + spec.head_dim_k * spec.tile_v * 2)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec, dtype = self.spec, self.dtype

@@ -31,6 +31,7 @@ from .tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
     SUB_TILE_BYTES,
+    check_smem,
     copy_rows,
     fake_offsets,
     fake_rows,
@@ -69,7 +70,7 @@ class KdaRecomputeWU:
         self.v = self.akk + SUB_TILE_BYTES
         self.kd = self.v + spec.head_dim_v // 64 * SUB_TILE_BYTES
         self.beta = self.kd + spec.head_dim_k // 64 * SUB_TILE_BYTES
-        self.smem_bytes = self.beta + CHUNK * 4
+        self.smem_bytes = check_smem(self.beta + CHUNK * 4)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec, dtype = self.spec, self.dtype

@@ -17,7 +17,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from ..common import warp
 from ..common.spec import WARP_SIZE
 from .chunks import CHUNK_SHIFT, sequence_place
-from .spec import CHUNK
+from .spec import CHUNK, SMALLEST_SMEM_BYTES
 
 UNIT_BYTES = 16  # of a copy, and of the swizzle
 LINE_BYTES = 128  # of a row of a sub-tile
@@ -25,6 +25,13 @@ SUB_TILE_BYTES = CHUNK * LINE_BYTES
 FRAGMENT_ROWS = 16
 
 _INDEX = {"int32": Int32, "int64": Int64}
+
+
+def check_smem(nbytes: int, limit: int = SMALLEST_SMEM_BYTES) -> int:
+    """`nbytes`, unless a block may not have so many bytes of shared memory (ValueError)."""
+    if nbytes > limit:
+        raise ValueError(f"{nbytes} bytes of shared memory, at most {limit}")
+    return nbytes
 
 
 # -- stand-ins
