@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cute_attn
 from cute_attn import launch
 from cute_attn.cache.specfile import plan_file
+from cute_attn.kernels.kda.heuristics import chunks_per_segment
 from cute_attn.ops import kda
 from cute_attn.ops.kda import plan_chunk_kda
 
@@ -556,6 +557,7 @@ def test_the_plan_names_the_kernels_that_a_call_loads(
         head_dim_k=64,
         head_dim_v=128,
         index_dtype="none" if packed is None else str(packed.dtype).removeprefix("torch."),
+        split=False,
         **{
             name: args.get(name) is not None
             for name in ("initial_state", "lower_bound", "A_log", "dt_bias")
@@ -604,7 +606,7 @@ def test_what_the_fused_kernels_are_given(monkeypatch: pytest.MonkeyPatch):
     assert decay.shape == (6, 4, 64) and decay.dtype == torch.float32
     assert second[0] is args["v"] and second[1] is tiles and second[2] is decay
     assert second[3] is o and second[4] is args["initial_state"] and second[5] is final_state
-    assert second[6] is None
+    assert second[6:] == (None, None, None, 0, 1)
     assert final_state.shape == (2, 4, 64, 128)
 
 
@@ -674,6 +676,32 @@ def test_views_of_a_packed_projection_are_read_in_place(monkeypatch: pytest.Monk
         got is args[name] for got, name in zip(first[:4], ("q", "k", "g", "beta"), strict=True)
     )
     assert second[0] is args["v"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "segments"),
+    [
+        ({}, 1),  # too many heads
+        ({"heads": 12}, 3),
+        ({"heads": 12, "tokens": 2047}, 3),
+        ({"heads": 12, "tokens": 1984}, 1),  # too short
+        ({"heads": 1}, 16),  # no segment has less than 8 chunks
+        ({"heads": 33}, 2),
+        ({"heads": 34}, 1),
+        ({"heads": 8, "sequences": 4}, 2),
+        ({"heads": 8, "sequences": 4, "packed": True}, 5),  # of all sequences together
+        ({"heads": 12, "head_dim_v": 64}, 6),
+        ({"heads": 33, "num_sms": 131}, 1),
+        ({"heads": 1, "sequences": 60, "packed": True, "tokens": 65536}, 1),  # too much memory
+    ],
+    ids=str,
+)
+def test_long_sequences_are_split_where_sms_would_be_idle(sizes: dict[str, Any], segments: int):
+    usual = {"sequences": 1, "tokens": 8192, "heads": 64, "head_dim_v": 128, "packed": False}
+    given = usual | {"num_sms": 132} | sizes
+    length = chunks_per_segment(**given)
+    chunks = -(-given["tokens"] // 64)
+    assert segments == (-(-chunks // length) if length else 1)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """chunk_kda agrees with the float64 reference, and has exact properties.
 
-Each test runs on the GPU, where there is one, and in the emulator under a random schedule, where the
-sweeps are smaller.
+Each test runs on the GPU, where there is one, and in the emulator under a random schedule, where
+the sweeps are smaller.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import cute_attn
 import cute_attn.cache
 from cute_attn import launch
 from cute_attn.emulator import Emulator
+from cute_attn.ops.kda import chunk
 
 from .kda_cases import (
     DECAYS,
@@ -118,6 +119,51 @@ def test_states_at_the_start_of_chunks(device: str, data: st.DataObject):
     assert h.dtype == o.dtype
     assert_no_worse(h[:, :count], theirs.states.h, exact.h, "h")
     assert_agrees(args | {"output_final_state": True}, o, state)
+
+
+@pytest.mark.everywhere
+@examples(6)
+@given(data=st.data())
+def test_sequences_in_segments(device: str, data: st.DataObject):
+    case = data.draw(cases(device, [PLAIN, DECAYS, SMALL, WIDE_V]))
+    in_segments(case.arguments(device), data.draw(st.integers(1, 3)))
+
+
+@pytest.mark.everywhere
+def test_many_segments(device: str):
+    in_segments(Case(PLAIN, (450,), gates="weak", alike=True).arguments(device), 1)
+    in_segments(Case(DECAYS, (0, 330, 1, 130), group=1, gates="weak").arguments(device), 1)
+
+
+def in_segments(args: dict[str, Any], length: int) -> None:
+    """Agreement where segments have this many chunks."""
+    asked: list[dict[str, Any]] = []
+
+    def chunks_per_segment(**sizes: Any) -> int:
+        asked.append(sizes)
+        return length
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk, "chunks_per_segment", chunks_per_segment)
+        patch.setattr(launch, "num_sms", lambda _: 10**6)
+        patch.setattr(chunk, "_ready", {})
+        assert_agrees(args, *run(args))
+    (sizes,) = asked
+    batch, tokens, heads, dim = args["v"].shape
+    packed = "cu_seqlens" in args
+    sequences = len(args["cu_seqlens"]) - 1 if packed else batch
+    assert sizes == {
+        "sequences": sequences, "tokens": tokens, "heads": heads, "head_dim_v": dim,
+        "packed": packed, "num_sms": 10**6,
+    }  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(8192,), (5000, 0, 1, 3000)], ids=str)
+def test_long_sequences_are_split(lengths: tuple[int, ...]):
+    kind = PLAIN if len(lengths) == 1 else PACKED
+    args = Case(kind, lengths, heads=1, group=2).arguments("cuda")
+    assert_agrees(args, *run(args))
 
 
 # -- exact properties

@@ -9,6 +9,11 @@ from .spec import CHUNK, SMALLEST_SMEM_BYTES, record_elements, smem_bytes
 MOST_STAGES = 3  # of the recurrence: with more there is nothing left to wait for
 MBARRIER_BYTES = 8
 
+# Splitting sequences costs two launches more, and the chain of segments between them.
+FEWEST_CHUNKS_TO_SPLIT = 32
+FEWEST_CHUNKS_OF_A_SEGMENT = 8
+MOST_SEGMENTS = 1024  # of all value heads: a matrix of K by V and one of K by K each
+
 
 def fused(*, disable_recompute: bool, return_intermediate_states: bool) -> bool:
     """Whether the two kernels of the fused path run, rather than the stages one by one.
@@ -38,10 +43,45 @@ def has_bulk_copies(arch: str) -> bool:
     return int(arch.removeprefix("sm_").rstrip("af")) >= 90
 
 
+def chunks_per_segment(
+    *, sequences: int, tokens: int, heads: int, head_dim_v: int, packed: bool, num_sms: int
+) -> int:
+    """How long the segments are that sequences are split into, or 0 where they are not split.
+
+    The recurrence has a block for each sequence, value head and 64 columns of V. Where these leave
+    half of the SMs idle, it pays to have several blocks at work on one sequence.
+
+    Args:
+        tokens: of a sequence, or where they are packed, of all.
+    """
+    blocks = sequences * heads * (head_dim_v // 64)
+    chunks = -(-tokens // CHUNK)
+    if 2 * blocks > num_sms or chunks < FEWEST_CHUNKS_TO_SPLIT:
+        return 0
+    # Both passes over the segments run at once: twice the blocks for all segments but one. Of
+    # packed sequences only all lengths together are known, and so the segments of all together.
+    columns = blocks // sequences if packed else blocks
+    segments = num_sms // (2 * columns) + 1
+    length = max(FEWEST_CHUNKS_OF_A_SEGMENT, -(-chunks // segments))
+    fits = sequences * heads * -(-chunks // length) <= MOST_SEGMENTS
+    return length if fits and length < chunks else 0
+
+
+def segments_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The tuning fields of a SegmentsSpec: many blocks, the next transition on its way."""
+    del head_dim_v  # a multiple of the tile
+    tile_v = 16
+    states = 2 * tile_v * (head_dim_k + 4) * 4
+    transition = head_dim_k * (head_dim_k + 8) * 4
+    return {"tile_v": tile_v, "num_stages": min(2, (smem_bytes(arch) - states) // transition)}
+
+
 def delta_h_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
     """The tuning fields of a DeltaHSpec."""
-    del arch, head_dim_k, head_dim_v
-    return {"tile_v": 64, "num_stages": 1}
+    del head_dim_v  # a multiple of the tile
+    tile_v = 64
+    stage = 2 * CHUNK * (2 * head_dim_k + tile_v)
+    return {"tile_v": tile_v, "num_stages": min(4, smem_bytes(arch) // (stage + 8 * head_dim_k))}
 
 
 def output_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:

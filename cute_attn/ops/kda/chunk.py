@@ -5,8 +5,11 @@
     fused      prepare, recurrence                                 the default: half of the bytes
     modular    gate_cumsum (l2norm), chunk_intra, delta_h, output  where a stage's results are kept
 
-The warm path of the fused one is a look-up of the two loaded kernels, the allocations, and the two
-calls. The look-up pins down all that kernels are chosen by, every number and every flag; the rest
+Where few long sequences would leave SMs idle, the fused path splits them: the recurrence is three
+calls then, and a result may differ in its last bits from that of the same sequence among others.
+
+The warm path of the fused one is a look-up of the loaded kernels, the allocations, and the calls.
+The look-up pins down all that kernels are chosen by, every number and every flag; the rest
 (lengths, strides, alignment, the other tensors' dtypes and devices) is checked by the compiled host
 code before it launches, and when that refuses, `_check` says why in terms of the arguments.
 
@@ -27,14 +30,23 @@ since its stages leave them in memory.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.kda.heuristics import delta_h_config, fused, output_config, recurrence_config
+from ...kernels.kda.heuristics import (
+    chunks_per_segment,
+    delta_h_config,
+    fused,
+    output_config,
+    recurrence_config,
+    segments_config,
+)
 from ...kernels.kda.spec import (
     CHUNK,
     DeltaHSpec,
@@ -44,6 +56,7 @@ from ...kernels.kda.spec import (
     OutputSpec,
     PrepareSpec,
     RecurrenceSpec,
+    SegmentsSpec,
     record_elements,
 )
 from . import stages
@@ -141,6 +154,9 @@ def chunk_kda(
         A_log: HV numbers of any shape and floating-point dtype; may be left out with a lower_bound.
         dt_bias: HV * K numbers, likewise; None is 0. Both are ignored without use_gate_in_kernel.
 
+    A few long sequences with few heads are split to fill the GPU, which may change the last bits of
+    their results; otherwise a sequence's result does not depend on what else is in the call.
+
     Returns:
         (o, final_state), or (o, final_state, h) with return_intermediate_states. o is
         `[B, T, HV, V]`, dtype of q, contiguous, undefined for tokens of no sequence. final_state is
@@ -206,9 +222,10 @@ def plan_chunk_kda(
     index_dtype: str = "none",
     A_log: bool = True,
     dt_bias: bool = True,
+    split: bool = True,
 ) -> list[launch.Request]:
     """The kernels that `chunk_kda` will use for such arguments, for `cute_attn.warmup` and spec
-    files. Batch, lengths and numbers of heads do not matter.
+    files. Batch, lengths and numbers of heads do not matter, except to `split`.
 
     Args:
         arch: such as "sm_90a".
@@ -219,6 +236,8 @@ def plan_chunk_kda(
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
             use_beta_sigmoid_in_kernel, disable_recompute, return_intermediate_states,
             state_v_first: as the operator's.
+        split: with the three kernels more for long sequences that are few, and have few heads: on a
+            GPU whose SMs would be idle otherwise, each is split among several.
 
     Raises:
         TypeError, ValueError: no kernel is specialised so; the message names the parameter.
@@ -256,7 +275,17 @@ def plan_chunk_kda(
             beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
         )
         recurrence = RecurrenceSpec(**base, **state_fields, **recurrence_config(**dims))
-        return [(launch.KDA_PREPARE, prepare), (launch.KDA_RECURRENCE, recurrence)]
+        combine = SegmentsSpec(
+            head_dim_k=head_dim_k,
+            head_dim_v=head_dim_v,
+            index_dtype=index_dtype,
+            **segments_config(**dims),
+        )
+        return [(launch.KDA_PREPARE, prepare), (launch.KDA_RECURRENCE, recurrence)] + split * [
+            (launch.KDA_RECURRENCE, dataclasses.replace(recurrence, segments="transitions")),
+            (launch.KDA_SEGMENTS, combine),
+            (launch.KDA_RECURRENCE, dataclasses.replace(recurrence, segments="outputs")),
+        ]
 
     requests: list[launch.Request] = [
         (
@@ -286,9 +315,20 @@ def plan_chunk_kda(
 _dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 _empty = torch.empty
 
-# The two kernels of the fused path, and what they take at each call beside tensors:
-# (prepare, recurrence, elements of a chunk's tiles, scale, lower bound, factor of beta's sigmoid).
-_Ready = tuple[Callable[..., None], Callable[..., None], int, float, float, float]
+
+class _Ready(NamedTuple):
+    """The kernels of the fused path, and what they take at each call beside tensors."""
+
+    prepare: Callable[..., None]
+    recurrence: Callable[..., None]
+    elements: int  # of a chunk's tiles
+    scale: float
+    lower_bound: float
+    beta_scale: float
+    num_sms: int
+    # transitions, segments, outputs: for sequences that are split, once there are any
+    split: Callable[[], tuple[Callable[..., None], ...]]
+
 
 # Everything that kernels are chosen by, and every number -> the loaded kernels.
 _ready: dict[tuple[Any, ...], _Ready] = {}
@@ -390,7 +430,7 @@ def _launch(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    prepare, recurrence, elements, scale, lower_bound, beta_scale = ready
+    prepare, recurrence, elements, scale, lower_bound, beta_scale, num_sms, split = ready
     shape = v.shape
     batch, tokens, heads, dim_v = shape
     dim_k = q.shape[3]
@@ -409,7 +449,29 @@ def _launch(
         matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
         final_state = _empty((sequences, heads, *matrix), dtype=torch.float32, device=device)
     prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, scale, lower_bound, beta_scale)
-    recurrence(v, tiles, decay, o, initial_state, final_state, cu_seqlens, None, None, 0, 1)
+    length = 0
+    if 2 * sequences * heads <= num_sms:
+        length = chunks_per_segment(
+            sequences=sequences,
+            tokens=tokens,
+            heads=heads,
+            head_dim_v=dim_v,
+            packed=cu_seqlens is not None,
+            num_sms=num_sms,
+        )
+    if not length:
+        recurrence(v, tiles, decay, o, initial_state, final_state, cu_seqlens, None, None, 0, 1)
+        return o, final_state
+    count = -(-tokens // (CHUNK * length))
+    states, moves = (
+        _empty((sequences, count, heads, rows, dim_k), dtype=torch.float32, device=device)
+        for rows in (dim_v, dim_k)
+    )
+    transitions, combine, outputs = split()
+    given = (v, tiles, decay, o, initial_state, final_state, cu_seqlens)
+    transitions(*given, states, moves, length, count)
+    combine(cu_seqlens, states, moves, tokens, length)
+    outputs(*given, states, None, length, count)
     return o, final_state
 
 
@@ -562,7 +624,8 @@ def _prepare(
     del k, cu_seqlens_cpu, num_chunks
     heads_qk, dim_k = q.shape[2:]
     heads, dim_v = v.shape[2:]
-    requests = plan_chunk_kda(
+    device = q.device
+    prepare, recurrence, *split = plan_chunk_kda(
         launch.arch_for(q.device),
         dtype=DTYPE_NAMES[q.dtype],
         gate_dtype=DTYPE_NAMES[g.dtype],
@@ -580,14 +643,15 @@ def _prepare(
         A_log=A_log is not None,
         dt_bias=dt_bias is not None,
     )
-    prepare, recurrence = (launch.get_for(q.device, *request) for request in requests)
-    ready = (
-        prepare,
-        recurrence,
+    ready = _Ready(
+        launch.get_for(device, *prepare),
+        launch.get_for(device, *recurrence),
         record_elements(dim_k),
         dim_k**-0.5 if scale is None else float(scale),
         0.0 if lower_bound is None else float(lower_bound),
         2.0 if allow_neg_eigval else 1.0,
+        launch.num_sms(device),
+        functools.cache(lambda: tuple(launch.get_for(device, *request) for request in split)),
     )
     if q.is_cuda:  # which emulator runs a CPU tensor depends on where the call is made
         key = (
