@@ -372,10 +372,10 @@ def check_stage(
     cut = of_heads(arguments, case.heads, case.heads_v, 2)
 
     def results(**how: Any) -> Results:
-        tensors = (cut[name] for name in ("q", "k", "v", "g", "beta"))
+        q, k, v, g, beta = (cut[name] for name in ("q", "k", "v", "g", "beta"))
         if stage == "intra":
-            return reference.kda_chunk_intra_reference(*tensors, **how)._asdict()
-        found = reference.kda_recompute_w_u_reference(*tensors, cut["Akk"], **how)
+            return reference.kda_chunk_intra_reference(q, k, v, g, beta, **how)._asdict()
+        found = reference.kda_recompute_w_u_reference(q, k, v, g, beta, cut["Akk"], **how)
         return dict(zip(RECOMPUTE, found, strict=True))
 
     plain = results(dtype=torch.float32, stage_dtype=DTYPE)

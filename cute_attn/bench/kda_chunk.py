@@ -158,13 +158,13 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
     """Time over tokens, for each number of heads of which there are a few dense cases."""
     found = []
     for heads, heads_v in HEADS:
-        where = {
+        where: Row = {
             "heads": heads, "heads_v": heads_v, "lengths": "dense", "gate": GATES[0],
             "mode": "do_bench",
         }  # fmt: skip
         chosen_rows = [row for row in rows if all(row[k] == v for k, v in where.items())]
         if len(chosen_rows) > 1:
-            ys = ("time_us", "fla_us", "roofline_us")
+            ys: tuple[str, ...] = ("time_us", "fla_us", "roofline_us")
             if chosen_rows[0]["fla_us"] is None:
                 ys = ("time_us", "roofline_us")
             title = f"H={heads} HV={heads_v}"

@@ -123,10 +123,10 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
     found = []
     for heads, heads_v in PLOTTED_HEADS:
         for mode in MODES:
-            where = {"heads": heads, "heads_v": heads_v, "mode": mode}
+            where: Row = {"heads": heads, "heads_v": heads_v, "mode": mode}
             chosen_rows = [row for row in rows if all(row[k] == v for k, v in where.items())]
             if len(chosen_rows) > 1:
-                ys = ("time_us", "fla_us", "roofline_us")
+                ys: tuple[str, ...] = ("time_us", "fla_us", "roofline_us")
                 if any(row["fla_us"] is None for row in chosen_rows):
                     ys = ("time_us", "roofline_us")
                 title = f"H={heads} HV={heads_v} ({mode})"

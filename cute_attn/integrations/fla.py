@@ -19,15 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import launch
-from ..kernels.kda import spec, spec_decode
-from ..kernels.kda.spec import CHUNK
+from ..ops.devices import runs_on
 
 __all__ = ["register"]
 
 NAME = "cute_attn"
 ENVIRONMENT_VARIABLE = "FLA_CUTE_ATTN"
 PRIORITY = 2  # lower is earlier: before FlashKDA (3) and TileLang (5)
+
+# What there are kernels for: chunked, and token by token.
+CHUNK = 64
+DTYPES, HEAD_DIMS = ("bfloat16", "float16"), (64, 128)
+STEP_DTYPES, STEP_HEAD_DIMS = ("bfloat16", "float16", "float32"), (64, 128, 256)
+GATE_AND_BETA_DTYPES = ("float32", "bfloat16", "float16")
+STATE_DTYPES = ("float32", "bfloat16")
 
 LN2_RECIPROCAL = 1.4426950408889634  # what G is scaled by, so that it is in base 2
 
@@ -140,12 +145,12 @@ def _verifier(
 
 def _declines_dtypes_and_sizes(
     given: Arguments,
-    dtypes: tuple[str, ...] = spec.DTYPES,
-    head_dims: tuple[int, ...] = spec.HEAD_DIMS,
+    dtypes: tuple[str, ...] = DTYPES,
+    head_dims: tuple[int, ...] = HEAD_DIMS,
 ) -> Reason:
     """Of q, k and v, as far as there are these, g or gk, and beta."""
     first = given["k"]
-    if first.device.type != "cuda" and not launch.current_emulation():
+    if not runs_on(first.device):
         return f"the tensors are on {first.device}, and {NAME} runs on CUDA devices"
     if _name(first.dtype) not in dtypes:
         return f"k has dtype {first.dtype}, and {NAME} has kernels for {dtypes}"
@@ -153,8 +158,8 @@ def _declines_dtypes_and_sizes(
         x = given.get(name)
         if x is not None and x.dtype != first.dtype:
             return f"{name} has dtype {x.dtype} and k {first.dtype}"
-    gate, beta = given.get("g", given.get("gk")), given["beta"]
-    if _name(gate.dtype) not in spec.GATE_DTYPES or _name(beta.dtype) not in spec.BETA_DTYPES:
+    gate, beta = given["gk" if "gk" in given else "g"], given["beta"]
+    if any(_name(x.dtype) not in GATE_AND_BETA_DTYPES for x in (gate, beta)):
         return f"{NAME} has no kernel for gates of {gate.dtype} and betas of {beta.dtype}"
     dims = first.shape[-1], given["v"].shape[-1]
     if any(dim not in head_dims for dim in dims):
@@ -201,7 +206,7 @@ def _declines_recurrent(given: Arguments) -> Reason:
     return (
         reason
         or _declines_gradients(given)
-        or _declines_dtypes_and_sizes(given, spec_decode.DTYPES, spec_decode.HEAD_DIMS)
+        or _declines_dtypes_and_sizes(given, STEP_DTYPES, STEP_HEAD_DIMS)
     )
 
 
@@ -210,8 +215,8 @@ def _declines_in_place(given: Arguments) -> Reason:
     state, indices = given["initial_state"], given.get("ssm_state_indices")
     if given.get("cu_seqlens") is not None:
         return f"{NAME} has no packed sequences with a state in place"
-    if _name(state.dtype) not in spec_decode.STATE_DTYPES:
-        return f"initial_state has dtype {state.dtype}, {NAME} has {spec_decode.STATE_DTYPES}"
+    if _name(state.dtype) not in STATE_DTYPES:
+        return f"initial_state has dtype {state.dtype}, {NAME} has {STATE_DTYPES}"
     if indices is None:
         return None
     if indices.dtype != torch.int32 or not indices.is_contiguous():
@@ -228,10 +233,10 @@ def _declines_in_place(given: Arguments) -> Reason:
 
 def _declines_gate(given: Arguments) -> Reason:
     g = given["g"]
-    if g.device.type != "cuda" and not launch.current_emulation():
+    if not runs_on(g.device):
         return f"g is on {g.device}, and {NAME} runs on CUDA devices"
-    fits = g.dim() == 4 and g.shape[-1] in spec.HEAD_DIMS and _name(g.dtype) in spec.GATE_DTYPES
-    if not fits:
+    fits = g.dim() == 4 and g.shape[-1] in HEAD_DIMS
+    if not fits or _name(g.dtype) not in GATE_AND_BETA_DTYPES:
         return f"{NAME} has no kernel for a g of shape {list(g.shape)} and {g.dtype}"
     if given["chunk_size"] != CHUNK:
         return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"
@@ -281,20 +286,24 @@ def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
     from ..ops.kda import fused_recurrent_kda, kda_decode
 
     given = _named(_RECURRENT, args, kwargs)
-    tensors = [given[name] for name in ("q", "k", "v", "g", "beta")]
+    q, k, v, g, beta = (given[name] for name in ("q", "k", "v", "g", "beta"))
     rest = {name: given[name] for name in _OF_BOTH_STEPS if name in given}
     if not given.get("inplace_final_state", True):
         for name in ("initial_state", "output_final_state", "cu_seqlens"):
             rest[name] = given.get(name)
         rest["output_final_state"] = bool(rest["output_final_state"])
-        return fused_recurrent_kda(*tensors, **rest)
+        return fused_recurrent_kda(q, k, v, g, beta, **rest)
     # The defaults of these two functions differ.
     activations = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
     for name in (*activations, "state_v_first"):
         rest[name] = bool(given.get(name, False))
     state = given["initial_state"]
     o = kda_decode(
-        *tensors,
+        q,
+        k,
+        v,
+        g,
+        beta,
         state,
         **rest,
         state_indices=given.get("ssm_state_indices"),

@@ -432,3 +432,23 @@ def test_a_first_result_that_does_not_come_is_noted(monkeypatch, tmp_path):
 def test_a_child_that_fails_says_why():
     with pytest.raises(kda_first_result.ChildError, match=r"exit code 1: .*no such"):
         kda_first_result.run_child("raise SystemExit('no such thing')", {})
+
+
+def test_the_peers_kernels_are_compiled_by_processes(monkeypatch, tmp_path):
+    """Every case is, not more at once than asked for, and what was tuned is not kept."""
+    program = (
+        "import os, time, pathlib\n"
+        f"here = pathlib.Path({str(tmp_path)!r})\n"
+        "running = here / f'running-{{os.getpid()}}'\n"
+        "running.touch(); time.sleep(0.3)\n"
+        "count = len(list(here.glob('running-*'))); running.unlink()\n"
+        "text = f\"{{count}} {{os.environ['FLA_CACHE_RESULTS']}} {kind} {case!r}\"\n"
+        "(here / f'done-{{os.getpid()}}').write_text(text)\n"
+    )
+    monkeypatch.setattr(problem, "_WARM", program)
+    cases = [Case(heads, heads, 512) for heads in (1, 2, 3, 4, 5)]
+    problem.compile_peer("chunk", cases, jobs=2)
+    found = [path.read_text().split(" ", 3) for path in tmp_path.glob("done-*")]
+    assert sorted(case for *_, case in found) == sorted(map(repr, cases))
+    assert {(tuned, kind) for _, tuned, kind, _ in found} == {("0", "chunk")}
+    assert max(int(count) for count, *_ in found) <= 2

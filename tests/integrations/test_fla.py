@@ -459,6 +459,16 @@ def test_the_stages_declined(emulated: None) -> None:
     assert "A has chunks of 32" in str(integration._declines_recompute(short))
 
 
+def test_what_is_taken_is_what_there_are_kernels_for() -> None:
+    from cute_attn.kernels.kda import spec, spec_decode
+
+    assert (integration.CHUNK, integration.DTYPES) == (spec.CHUNK, spec.DTYPES)
+    assert integration.HEAD_DIMS == spec.HEAD_DIMS
+    assert integration.GATE_AND_BETA_DTYPES == spec.GATE_DTYPES == spec.BETA_DTYPES
+    steps = (integration.STEP_DTYPES, integration.STEP_HEAD_DIMS, integration.STATE_DTYPES)
+    assert steps == (spec_decode.DTYPES, spec_decode.HEAD_DIMS, spec_decode.STATE_DTYPES)
+
+
 def test_importing_the_module_imports_neither_fla_nor_triton() -> None:
     code = (
         "import sys, cute_attn.integrations.fla as m\n"
