@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from .report import Row, Verdict
@@ -221,6 +222,12 @@ def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = _FILTE
         help="processes that compile the peer's kernels beforehand, so that its autotuner, which "
         "compiles one configuration after the other, finds them in Triton's cache",
     )
+    parser.add_argument(
+        "--peer-tuning",
+        type=Path,
+        metavar="DIR",
+        help="take what the peer's autotuner chose in earlier runs from here, and add to it",
+    )
 
 
 Filter = Mapping[str, object]
@@ -274,10 +281,13 @@ def compiled_peer(
     Its autotuner chooses for the first call of a number of heads, whatever the tokens: so these
     come first.
     """
-    from ._kda_problem import compile_peer, freed, peer, warm
+    from ._kda_peer import compile_peer, keep_tuning, use_tuning, warm
+    from ._kda_problem import freed, peer
 
     if args.no_peer:
         return False, ["FLA was left out (--no-peer)"]
+    if args.peer_tuning:
+        use_tuning(args.peer_tuning)
     if peer("fla.ops.kda:chunk_kda") is None:
         return False, ["FLA was left out: flash-linear-attention cannot be imported"]
     if args.peer_jobs:
@@ -289,6 +299,8 @@ def compiled_peer(
             warm(kind, case)
         seconds = time.perf_counter() - start
         print(f"FLA's first call, {case}: {seconds:.1f} s", file=sys.stderr, flush=True)
+    if args.peer_tuning:
+        keep_tuning(args.peer_tuning)
     tuned = "; ".join(str(case) for case in cases)
     return True, [f"FLA's autotuner chose at {tuned}"]
 

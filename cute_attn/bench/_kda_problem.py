@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -423,53 +420,7 @@ def worst_errors(errors: Sequence[Mapping[str, float]]) -> str:
     )
 
 
-# ---- the peer's start
-
-
-_WARM = """
-import torch
-from cute_attn.bench._kda_cases import Case
-from cute_attn.bench import _kda_problem as problem
-with torch.no_grad():
-    problem.warm({kind!r}, {case!r})
-"""
-
-
-def warm(kind: str, case: Case) -> None:
-    """Call the peer once, so that it has compiled and tuned."""
-    if kind == "chunk":
-        call = chunk_calls(chunk_arguments(case), with_peer=True).get("fla")
-    else:
-        calls = {"intra": intra_calls, "recompute": recompute_calls}[kind]
-        call = calls(stage_arguments(case), with_peer=True).get("fla")
-    if call is not None:
-        call()
-        torch.cuda.synchronize()
-
-
-def compile_peer(kind: str, cases: Sequence[Case], jobs: int) -> None:
-    """Fill Triton's cache with the peer's kernels for such cases, in so many processes.
-
-    Their timings are made while others run, so what they tune is not kept.
-    """
-    waiting = list(cases)
-    running: list[subprocess.Popen[bytes]] = []
-    env = {**os.environ, "FLA_CACHE_RESULTS": "0"}
-    with contextlib.ExitStack() as stack:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                code = _WARM.format(kind=kind, case=waiting.pop(0))
-                child = stack.enter_context(subprocess.Popen([sys.executable, "-c", code], env=env))
-                running.append(child)
-                stack.callback(_end, child)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                running[0].wait(0.5)
-            running = [child for child in running if child.poll() is None]
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        child.kill()
+# ---- room on the device
 
 
 @contextlib.contextmanager

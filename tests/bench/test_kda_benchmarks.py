@@ -4,13 +4,14 @@ import argparse
 import json
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from cute_attn.bench import (
     _kda_cases,
+    _kda_peer,
     _kda_stage,
     kda_chunk,
     kda_decode,
@@ -435,20 +436,81 @@ def test_a_child_that_fails_says_why():
 
 
 def test_the_peers_kernels_are_compiled_by_processes(monkeypatch, tmp_path):
-    """Every case is, not more at once than asked for, and what was tuned is not kept."""
+    """Every share of every case is, and not more at once than asked for."""
     program = (
         "import os, time, pathlib\n"
         f"here = pathlib.Path({str(tmp_path)!r})\n"
-        "running = here / f'running-{{os.getpid()}}'\n"
-        "running.touch(); time.sleep(0.3)\n"
-        "count = len(list(here.glob('running-*'))); running.unlink()\n"
-        "text = f\"{{count}} {{os.environ['FLA_CACHE_RESULTS']}} {kind} {case!r}\"\n"
+        "mark = here / f'running-{{os.getpid()}}'\n"
+        "mark.touch(); time.sleep(0.3)\n"
+        "running = len(list(here.glob('running-*'))); mark.unlink()\n"
+        'text = "{kind} {index}/{count} {tuned} {case!r}"\n'
+        "text = f'{{running}} ' + text\n"
         "(here / f'done-{{os.getpid()}}').write_text(text)\n"
     )
-    monkeypatch.setattr(problem, "_WARM", program)
-    cases = [Case(heads, heads, 512) for heads in (1, 2, 3, 4, 5)]
-    problem.compile_peer("chunk", cases, jobs=2)
-    found = [path.read_text().split(" ", 3) for path in tmp_path.glob("done-*")]
-    assert sorted(case for *_, case in found) == sorted(map(repr, cases))
-    assert {(tuned, kind) for _, tuned, kind, _ in found} == {("0", "chunk")}
-    assert max(int(count) for count, *_ in found) <= 2
+    monkeypatch.setattr(_kda_peer, "_SHARE", program)
+    cases = [Case(1, 1, 512), Case(2, 2, 512), Case(1, 1, 512, sequences=3, lengths="uniform")]
+    _kda_peer.compile_peer("chunk", cases, jobs=6)
+    found = [path.read_text().split(" ", 4) for path in tmp_path.glob("done-*")]
+    assert sorted((share, tuned, case) for _, _, share, tuned, case in found) == sorted(
+        (f"{i}/2", str(case is cases[2]), repr(case)) for case in cases for i in range(2)
+    )
+    assert max(int(running) for running, *_ in found) <= 6
+
+
+class FakeTuner:
+    """As much of Triton's autotuner as is used."""
+
+    def __init__(self, name, keys, configs):
+        self.base_fn = SimpleNamespace(__name__=name)
+        self.keys, self.configs = keys, configs
+        self.arg_names, self.compiled = ["x"], []
+        self.fn = SimpleNamespace(run=self.compile)
+
+    def prune_configs(self, kwargs):
+        return [SimpleNamespace(all_kwargs=lambda n=n: {"num_warps": n}) for n in self.configs]
+
+    def compile(self, *args, warmup, grid, num_warps):
+        assert warmup
+        self.compiled.append(num_warps)
+        if num_warps == 4:
+            raise RuntimeError("out of resources")
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_share_of_configurations(monkeypatch, tuned):
+    triton = ModuleType("triton.runtime.autotuner")
+    triton.Autotuner = type("Autotuner", (FakeTuner,), {})
+    monkeypatch.setitem(sys.modules, triton.__name__, triton)
+    tuners = [
+        triton.Autotuner("gate", ["H", "IS_VARLEN"], [1, 2, 4, 8]),
+        triton.Autotuner("output", ["H"], [2, 4, 8]),
+    ]
+    monkeypatch.setattr(
+        _kda_peer, "warm", lambda kind, case: [t.run(1, grid=1, warmup=False) for t in tuners]
+    )
+    _kda_peer.compile_share("chunk", SMALL[0], 0, 2, tuned=tuned)
+    assert [t.compiled for t in tuners] == [[1, 4], [] if tuned else [2, 8]]
+
+
+def test_the_peers_tuning_is_kept_and_found_again(monkeypatch, tmp_path):
+    cache = pytest.importorskip(
+        "fla.ops.utils.cache", reason="needs flash-linear-attention", exc_type=ImportError
+    )
+    import triton
+
+    monkeypatch.setattr(cache, "FLA_CACHE_MODE", cache.FlaCacheMode.STRICT)
+    monkeypatch.setenv("FLA_CACHE_MODE", "strict")
+    monkeypatch.setenv("FLA_CONFIG_DIR", "")
+    _kda_peer.use_tuning(tmp_path)
+
+    @triton.jit
+    def kernel(x):
+        pass
+
+    tuner = cache.fla_cache_autotune(configs=[triton.Config({"BK": 32})], key=["H"])(kernel)
+    key = (64, "torch.bfloat16")
+    tuner.cache[key] = triton.Config({"BK": 64}, num_warps=2, num_stages=3)
+    _kda_peer.keep_tuning(tmp_path)
+    found = cache.load_cached_config("kernel", cache.AutotuneKey(key))
+    assert found == {"kwargs": {"BK": 64}, "num_warps": 2, "num_stages": 3, "num_ctas": 1}
+    assert cache.load_cached_config("kernel", cache.AutotuneKey((12, "torch.bfloat16"))) is None

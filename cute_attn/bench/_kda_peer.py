@@ -1,0 +1,137 @@
+"""Making flash-linear-attention ready to be timed: its autotuner takes minutes if it is let alone.
+
+For every number of heads it compiles some 80 configurations, one after the other, and times each.
+`compile_peer` lets processes compile them beforehand, each a share of them, so that the autotuner
+finds all in Triton's cache; `keep_tuning` writes down what it chose, in the form that
+flash-linear-attention itself reads (`FLA_CONFIG_DIR`), for later runs on the same kind of GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _kda_problem as problem
+from ._kda_cases import Case
+
+_SHARE = """
+import torch
+from cute_attn.bench import _kda_peer
+from cute_attn.bench._kda_cases import Case
+with torch.no_grad():
+    _kda_peer.compile_share({kind!r}, {case!r}, {index}, {count}, tuned={tuned})
+"""
+
+
+def warm(kind: str, case: Case) -> None:
+    """Call the peer once, so that it has compiled and tuned."""
+    if kind == "chunk":
+        call = problem.chunk_calls(problem.chunk_arguments(case), with_peer=True).get("fla")
+    else:
+        calls = {"intra": problem.intra_calls, "recompute": problem.recompute_calls}[kind]
+        call = calls(problem.stage_arguments(case), with_peer=True).get("fla")
+    if call is not None:
+        call()
+        torch.cuda.synchronize()
+
+
+def compile_peer(kind: str, cases: Sequence[Case], jobs: int) -> None:
+    """Fill Triton's cache with the peer's kernels for such cases, in so many processes."""
+    shares = max(1, jobs // len(cases))
+    waiting = [
+        _SHARE.format(
+            kind=kind, case=case, index=index, count=shares, tuned=_same_heads(case, cases[:i])
+        )
+        for i, case in enumerate(cases)
+        for index in range(shares)
+    ]
+    running: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                child = subprocess.Popen([sys.executable, "-c", waiting.pop(0)])
+                running.append(stack.enter_context(child))
+                stack.callback(_end, child)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running[0].wait(0.5)
+            running = [child for child in running if child.poll() is None]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        child.kill()
+
+
+def _same_heads(case: Case, others: Sequence[Case]) -> bool:
+    return any((one.heads, one.heads_v) == (case.heads, case.heads_v) for one in others)
+
+
+def compile_share(kind: str, case: Case, index: int, count: int, *, tuned: bool) -> None:
+    """Compile every count-th configuration of each kernel of a call, and launch none of these.
+
+    Args:
+        tuned: another case with these heads comes first: of the kernels whose autotuner does not
+            tell packed sequences from others, one configuration will do, and is left to the call.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
+        known = tuned and "IS_VARLEN" not in self.keys
+        if known and "token_parallel" not in self.base_fn.__name__:
+            return
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        kwargs["warmup"] = True
+        for config in self.prune_configs(kwargs)[index::count]:
+            with contextlib.suppress(Exception):  # what does not fit the GPU is tuned out
+                self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    Autotuner.run = compile_only
+    warm(kind, case)
+
+
+# ---- what the autotuner chose
+
+
+def use_tuning(directory: Path) -> None:
+    """Let the peer take its configurations from `directory`, where it has some for a call.
+
+    Before the peer is imported.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    os.environ["FLA_CONFIG_DIR"] = str(directory)
+    os.environ["FLA_CACHE_MODE"] = "strict"
+
+
+def keep_tuning(directory: Path) -> None:
+    """Add what the autotuners of this process chose to the files that `use_tuning` reads."""
+    from fla.ops.utils.cache import AutotuneKey, CachedAutotuner
+
+    for tuner in [x for x in gc.get_objects() if type(x) is CachedAutotuner]:
+        entries = {
+            AutotuneKey.key_hash(key): {
+                "autotune_key": AutotuneKey.normalize_autotune_key(key),
+                "config": {
+                    "kwargs": config.kwargs,
+                    "num_warps": config.num_warps,
+                    "num_stages": config.num_stages,
+                    "num_ctas": config.num_ctas,
+                },
+            }
+            for key, config in tuner.cache.items()
+        }
+        if not entries:
+            continue
+        path = directory / f"{tuner.kernel_name}.json"
+        known = json.loads(path.read_text()) if path.exists() else {"autotune_entries": {}}
+        known["kernel_name"] = tuner.kernel_name
+        known["autotune_entries"] |= entries
+        path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
