@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 import cute_attn
@@ -307,6 +308,11 @@ def cases(draw: st.DrawFn, device: str, of: Sequence[Kind] | None = None) -> Cas
         alike=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )
+
+
+def examples(few: int) -> settings:
+    """How many cases a test draws in the usual sweep, and in the full one ten times as many."""
+    return settings(max_examples=10 * few if FULL else few)
 
 
 # -- running

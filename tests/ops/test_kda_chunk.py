@@ -6,13 +6,12 @@ the sweeps are smaller.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cute_attn
@@ -33,6 +32,7 @@ from .kda_cases import (
     assert_agrees,
     assert_no_worse,
     cases,
+    examples,
     plain,
     reference,
     run,
@@ -59,12 +59,6 @@ def compiled_beforehand() -> None:
         for path in PATHS.values()
         for request in kind.requests(arch, **path)
     )
-
-
-def examples(few: int) -> settings:
-    """How many cases a test draws in the usual sweep."""
-    full = os.environ.get("HYPOTHESIS_PROFILE") == "full"
-    return settings(max_examples=10 * few if full else few)
 
 
 # -- agreement
