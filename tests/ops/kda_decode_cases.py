@@ -1,7 +1,6 @@
 """KDA decode: what its tests draw, run and compare, on a GPU or in the emulator.
 
-The rule for errors: no more than twice the error of the same formula in plain PyTorch float32
-arithmetic, whose results are rounded to the same dtypes as ours.
+The rule for errors is that of `lightning_cases`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn.ops.kda.decode import plan_kda_decode
 from cute_attn.reference.kda import KdaRecords, kda_decode_reference
+
+from .lightning_cases import assert_no_worse
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -364,16 +365,6 @@ def reference(args: dict[str, Any], dtype: torch.dtype) -> Result:
     o, state, records = kda_decode_reference(**args, dtype=dtype)
     o = o if dtype == torch.float64 else o.to(args["q"].dtype)
     return Result(o, state, *(records or ()))
-
-
-def assert_no_worse(actual: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
-    """The error rule, on the norm over all elements."""
-    assert not actual.isnan().any()
-    ours = (actual.double() - exact).norm()
-    theirs = (plain.double() - exact).norm()
-    # A single rounding of every element is granted where plain arithmetic happens to be exact.
-    floor = torch.finfo(torch.float32).eps * exact.norm()
-    assert ours <= 2 * theirs + floor, f"error {ours:.3e}, plain float32 {theirs:.3e}"
 
 
 def assert_agrees(args: dict[str, Any], result: Result) -> None:

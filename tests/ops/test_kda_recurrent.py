@@ -20,7 +20,8 @@ import cute_attn.cache
 from cute_attn.ops.kda.recurrent import plan_fused_recurrent_kda
 from cute_attn.reference.kda import kda_reference
 
-from .kda_decode_cases import assert_no_worse, packed
+from .kda_decode_cases import packed
+from .lightning_cases import assert_no_worse
 
 Result = tuple[torch.Tensor, torch.Tensor]
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"

@@ -68,8 +68,9 @@ class KdaDecode:
 
     def __init__(self, spec: DecodeSpec):
         self.spec = spec
-        self.tile = StateTile(spec)
         self.reader = TokenReader(spec)
+        self.tile = StateTile(spec, self.reader)
+        self.stages = STAGES if spec.multi_token else 1
         self.replays = spec.slots == "records"
         self.positions = spec.slots == "positions"
 
@@ -181,7 +182,7 @@ class KdaDecode:
         tile_index, head, sequence = cute.arch.block_idx()
         head_qk = Int32(cutlass.Uint32(head) // cutlass.Uint32(group))
         memory = cutlass.memory.SmemAllocator().allocate_tensor(
-            Float32, cute.make_layout((STAGES * TokenStage.elements(spec),)), 16
+            Float32, cute.make_layout((self.stages * TokenStage.elements(spec),)), 16
         )
         slot = sequence
         valid = Boolean(True)
@@ -210,11 +211,11 @@ class KdaDecode:
             if valid:
                 stage = TokenStage(spec, memory, record=False)
                 loaded = self.tile.load(state[slot, head, None, None], tile_index)
-                self.reader.prepare(stage, fetched, gate, scale, beta_scale)
+                self.reader.prepare(stage, fetched, gate, beta_scale)
                 cute.arch.sync_threads()
                 s = cute.make_rmem_tensor(loaded.shape, Float32)
                 s.store(loaded.load().to(Float32))
-                self.tile.advance(s, stage)
+                self.tile.advance(s, stage, scale)
                 self.tile.store(s, state[slot, head, None, None], tile_index)
                 cute.arch.sync_threads()
                 self.reader.write(stage.o, o[sequence, head, None], tile_index)
@@ -233,7 +234,7 @@ class KdaDecode:
             self.fetch(
                 fetched, tokens, Int32(0), count, record_k, record_g, record_u, slot, tile_index
             )
-            self.prepare(memory, Int32(0), count, fetched, gate, scale, beta_scale)
+            self.prepare(memory, Int32(0), count, fetched, gate, beta_scale)
             if total > 1:
                 self.fetch(
                     fetched, tokens, Int32(1), count, record_k, record_g, record_u, slot, tile_index
@@ -244,7 +245,7 @@ class KdaDecode:
             for i in cutlass.range(total, unroll=1):
                 # The next token is made ready, and the one after it is on its way.
                 if i + 1 < total:
-                    self.prepare(memory, i + 1, count, fetched, gate, scale, beta_scale)
+                    self.prepare(memory, i + 1, count, fetched, gate, beta_scale)
                 if i + 2 < total:
                     self.fetch(
                         fetched, tokens, i + 2, count, record_k, record_g, record_u, slot,
@@ -258,9 +259,9 @@ class KdaDecode:
                     if i < count:
                         self.tile.replay(s, stage)
                     else:
-                        self.tile.advance(s, stage)
+                        self.tile.advance(s, stage, scale)
                 else:
-                    self.tile.advance(s, stage)
+                    self.tile.advance(s, stage, scale)
                     if cutlass.const_expr(self.positions):
                         place = state_indices[sequence, i]
                         if place >= 0 and place < state.shape[0]:
@@ -324,7 +325,6 @@ class KdaDecode:
         count: Int32,
         fetched: Fetched,
         gate: Gate,
-        scale: Float32,
         beta_scale: Float32,
     ) -> None:
         stage = stage_of(self.spec, memory, i, record=self.replays)
@@ -332,6 +332,6 @@ class KdaDecode:
             if i < count:
                 self.reader.prepare_recorded(stage, fetched, gate)
             else:
-                self.reader.prepare(stage, fetched, gate, scale, beta_scale)
+                self.reader.prepare(stage, fetched, gate, beta_scale)
         else:
-            self.reader.prepare(stage, fetched, gate, scale, beta_scale)
+            self.reader.prepare(stage, fetched, gate, beta_scale)

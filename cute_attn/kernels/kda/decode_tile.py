@@ -17,15 +17,16 @@ from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp
 
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
-from .decode_tokens import TokenStage
+from .decode_tokens import KK, KQ, QQ, TokenReader, TokenStage, reciprocal_norm
 from .spec_decode import VECTOR_BYTES, StepSpec
 
 
 class StateTile:
     """Who holds what of a tile, and the arithmetic on it. All methods run on the device."""
 
-    def __init__(self, spec: StepSpec):
+    def __init__(self, spec: StepSpec, reader: TokenReader):
         self.spec = spec
+        self.reader = reader
         self.state_dtype = DTYPE[spec.state_dtype]
         self.vector = spec.vector
         self.lanes_per_row, self.rows_per_step = spec.lanes_per_row, spec.rows_per_step
@@ -120,11 +121,12 @@ class StateTile:
     # -- arithmetic -------------------------------------------------------------------------
 
     @cute.jit
-    def advance(self, s: cute.Tensor, token: TokenStage) -> None:
-        """One token: s <- Diag(decay) s + k u^T, and its output, o = s^T q, to the stage.
+    def advance(self, s: cute.Tensor, token: TokenStage, scale: Float32) -> None:
+        """One token: s <- Diag(decay) s + k u^T, and its output, o = scale s^T q, to the stage.
 
         What k recalls and what q recalls are both taken of the decayed state, in one pass over it:
-        q recalls of the new state what it did of the old, and (k . q) u.
+        q recalls of the new state what it did of the old, and (k . q) u. The norms of k and q are
+        factors of sums.
         """
         _, lane = warp_and_lane()
         decay, k, q = (self.along_k(x) for x in (token.decay, token.k, token.q))
@@ -141,14 +143,19 @@ class StateTile:
         # Of the lanes that share columns, the lower half get the sums with k, the others those
         # with q, of the same columns: `first` and the following ones of this thread's.
         first, sums = self.sum_over_k(sums, lane)
-        beta, kq = token.scalars[0], token.scalars[1]
+        k_factor, q_factor = Float32(1.0), scale
+        if cutlass.const_expr(self.spec.l2norm):
+            k_factor = reciprocal_norm(self.reader.total(token, KK))
+            q_factor = scale * reciprocal_norm(self.reader.total(token, QQ))
+        kq, beta = self.reader.total(token, KQ), token.beta[0]
         corrections = []
         for i in cutlass.range_constexpr(len(sums)):
-            corrections.append(beta * (token.v[self.v_in_tile(first + i)] - sums[i]))
+            recalled = k_factor * sums[i]
+            corrections.append(beta * (token.v[self.v_in_tile(first + i)] - recalled))
         outputs = []
         for i in cutlass.range_constexpr(len(sums)):
             correction = cute.arch.shuffle_sync_bfly(corrections[i], offset=self.distances[0])
-            outputs.append(cute.math.fma(kq, correction, sums[i]))
+            outputs.append(q_factor * cute.math.fma(kq, k_factor * correction, sums[i]))
         half = lane & (self.distances[0] | self.idle_lanes)
         for i in cutlass.range_constexpr(len(sums)):
             place = self.v_in_tile(first + i)
@@ -161,6 +168,7 @@ class StateTile:
         for v in cutlass.range_constexpr(self.values_of_v):
             bits, index = self.holder(v)
             u = cute.arch.shuffle_sync(corrections[index], (lane & ~sum(self.distances)) | bits)
+            u = k_factor * u
             for n in cutlass.range_constexpr(self.values_of_k):
                 at = self.element(n, v)
                 s[at] = cute.math.fma(k[n], u, s[at])
@@ -169,8 +177,11 @@ class StateTile:
     def replay(self, s: cute.Tensor, token: TokenStage) -> None:
         """`advance` by a token whose u is known, which is where v was."""
         decay, k = self.along_k(token.decay), self.along_k(token.k)
+        k_factor = Float32(1.0)
+        if cutlass.const_expr(self.spec.l2norm):
+            k_factor = reciprocal_norm(self.reader.total(token, KK))
         for v in cutlass.range_constexpr(self.values_of_v):
-            u = token.v[self.v_in_tile(v)]
+            u = k_factor * token.v[self.v_in_tile(v)]
             for n in cutlass.range_constexpr(self.values_of_k):
                 at = self.element(n, v)
                 s[at] = cute.math.fma(k[n], u, s[at] * decay[n])

@@ -1,12 +1,12 @@
 """What tokens bring to a block: read a token ahead, made ready once for the whole block.
 
     fetch     a token's q, k, v, g and beta, from global memory to registers
-    prepare   norms, gate and sigmoid; what the warps need of the token, in float32, to its stage
-              in shared memory
+    prepare   gate, sigmoid, and sums of squares; what the warps need of the token, in float32, to
+              its stage in shared memory
 
-q and k are the last warp's, who reduces over them; a channel of g belongs to a thread, and so does
-an element of v. Everything is computed once a block, so that accuracy costs nothing: library
-functions rather than approximations.
+A thread has the same channels of q, k and g, and some threads an element of v. The gate is computed
+once a block, so that accuracy costs little: library functions, and approximations refined to
+float32. The norms of q and k are factors of what is summed with them, which the warps apply.
 """
 
 from __future__ import annotations
@@ -20,45 +20,57 @@ from cutlass import Float32, Int32
 from ..common.carried import Carried
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
+from ..common.warp import reciprocal, reciprocal_sqrt
 from .spec_decode import VECTOR_BYTES, StepSpec
 
 L2NORM_EPSILON = 1e-6  # added to the sum of squares
+LARGEST_EXPONENT = 80.0  # of a sigmoid: its reciprocal, 1e-35, is as good as 0
 STAGES = 2
+QQ, KK, KQ = range(3)
 
 
 class TokenStage(Carried):
     """A token in shared memory, all float32.
 
-    decay, k, q   [K]: the factor of the state's decay; k and q as they multiply the state, q with
-                  the scale
+    decay, k, q   [K]: the factor of the state's decay; k and q as they are given
+    sums          [3, warps]: of the squares of q and of k, and of their products, by warp
     v             [tile_v]: of the tile; in its place, u where that is known
-    scalars       beta, k . q
+    beta          [1]
     o, u          [tile_v]: the results, to be written by whole sectors; u only if it is recorded
     """
 
     def __init__(self, spec: StepSpec, memory: cute.Tensor, record: bool):
         offset = 0
         parts = []
-        for size in (spec.head_dim_k,) * 3 + (spec.tile_v, 4, spec.tile_v, spec.tile_v):
+        for size in self.sizes(spec):
             parts.append(
                 cute.make_tensor(
                     (memory.iterator + offset).align(VECTOR_BYTES), cute.make_layout((size,))
                 )
             )
             offset += size
-        self.decay, self.k, self.q, self.v, self.scalars, self.o, u = parts
+        self.decay, self.k, self.q, self.sums, self.v, self.o, u, self.beta = parts
         self.u = u if record else None
 
     @staticmethod
-    def elements(spec: StepSpec) -> int:
-        return 3 * spec.head_dim_k + 3 * spec.tile_v + 4
+    def sizes(spec: StepSpec) -> tuple[int, ...]:
+        sums = -(-3 * warps_of_k(spec) // 4) * 4
+        return (*(spec.head_dim_k,) * 3, sums, *(spec.tile_v,) * 3, 4)
+
+    @classmethod
+    def elements(cls, spec: StepSpec) -> int:
+        return sum(cls.sizes(spec))
 
 
 def stage_of(spec: StepSpec, memory: cute.Tensor, i: Any, *, record: bool) -> TokenStage:
     """The stage of the i-th token in the memory of all stages."""
-    return TokenStage(
-        spec, cute.domain_offset(((i & (STAGES - 1)) * TokenStage.elements(spec),), memory), record
-    )
+    offset = (i & (STAGES - 1)) * TokenStage.elements(spec)
+    return TokenStage(spec, cute.domain_offset((offset,), memory), record)
+
+
+def warps_of_k(spec: StepSpec) -> int:
+    """Warps whose threads have channels of q, k and g."""
+    return min(spec.num_warps, spec.head_dim_k // WARP_SIZE)
 
 
 class Token(Carried):
@@ -109,12 +121,12 @@ class Fetched(Carried):
 
     def __init__(self, spec: StepSpec):
         dtype = DTYPE[spec.dtype]
-        of_warp = spec.head_dim_k // WARP_SIZE
-        self.q = cute.make_rmem_tensor((of_warp,), dtype)
-        self.k = cute.make_rmem_tensor((of_warp,), dtype)
-        self.g = cute.make_rmem_tensor((shares(spec.head_dim_k, spec),), DTYPE[spec.gate_dtype])
-        self.v = cute.make_rmem_tensor((shares(spec.tile_v, spec),), dtype)
-        self.u = cute.make_rmem_tensor((shares(spec.tile_v, spec),), Float32)
+        of_k, of_v = shares(spec.head_dim_k, spec), shares(spec.tile_v, spec)
+        self.q = cute.make_rmem_tensor((of_k,), dtype)
+        self.k = cute.make_rmem_tensor((of_k,), dtype)
+        self.g = cute.make_rmem_tensor((of_k,), DTYPE[spec.gate_dtype])
+        self.v = cute.make_rmem_tensor((of_v,), dtype)
+        self.u = cute.make_rmem_tensor((of_v,), Float32)
         self.beta = cute.make_rmem_tensor((1,), DTYPE[spec.beta_dtype])
 
 
@@ -128,6 +140,30 @@ class TokenReader:
 
     def __init__(self, spec: StepSpec):
         self.spec = spec
+        self.of_k, self.of_v = shares(spec.head_dim_k, spec), shares(spec.tile_v, spec)
+
+    def channel(self, i: int) -> Any:
+        """This thread's i-th of K, if it is that many."""
+        thread, _, _ = cute.arch.thread_idx()
+        return thread + i * self.spec.num_threads
+
+    def column(self, i: int) -> Any:
+        """This thread's i-th of the tile's V, if it is not negative: of the last threads, since
+        the first ones have channels."""
+        thread, _, _ = cute.arch.thread_idx()
+        return (
+            thread
+            + i * self.spec.num_threads
+            - self.of_v * self.spec.num_threads
+            + (self.spec.tile_v)
+        )
+
+    def is_last_thread(self) -> Any:
+        """Who has beta."""
+        thread, _, _ = cute.arch.thread_idx()
+        return thread == self.spec.num_threads - 1
+
+    # -- from global memory -----------------------------------------------------------------
 
     @cute.jit
     def gate(
@@ -138,33 +174,33 @@ class TokenReader:
         head: Int32,
     ) -> Gate:
         spec = self.spec
-        thread, _, _ = cute.arch.thread_idx()
         rate = Float32(1.0)
         if cutlass.const_expr(A_log is not None):
             rate = cute.math.exp(Float32(A_log[head]))
-        bias = cute.make_rmem_tensor((shares(spec.head_dim_k, spec),), Float32)
-        for i in cutlass.range_constexpr(shares(spec.head_dim_k, spec)):
+        bias = cute.make_rmem_tensor((self.of_k,), Float32)
+        for i in cutlass.range_constexpr(self.of_k):
             bias[i] = Float32(0.0)
-            channel = thread + i * spec.num_threads
             if cutlass.const_expr(dt_bias is not None):
-                if channel < spec.head_dim_k:
+                if self.channel(i) < spec.head_dim_k:
                     if cutlass.const_expr(spec.dt_bias_dims == 1):
-                        bias[i] = Float32(dt_bias[head * spec.head_dim_k + channel])
+                        bias[i] = Float32(dt_bias[head * spec.head_dim_k + self.channel(i)])
                     else:
-                        bias[i] = Float32(dt_bias[head, channel])
+                        bias[i] = Float32(dt_bias[head, self.channel(i)])
         return Gate(rate, bias, lower_bound)
 
     @cute.jit
     def fetch(self, into: Fetched, token: Token, tile_index: Int32) -> None:
         """Loads, for which nothing waits."""
-        self.fetch_k_and_g(into, token.k, token.g)
-        thread, _, _ = cute.arch.thread_idx()
-        if self.is_last_warp():
-            lane = thread % WARP_SIZE
-            for i in cutlass.range_constexpr(self.spec.head_dim_k // WARP_SIZE):
-                into.q[i] = token.q[lane + i * WARP_SIZE]
+        for i in cutlass.range_constexpr(self.of_k):
+            if self.channel(i) < self.spec.head_dim_k:
+                into.q[i] = token.q[self.channel(i)]
+                into.k[i] = token.k[self.channel(i)]
+                into.g[i] = token.g[self.channel(i)]
+        for i in cutlass.range_constexpr(self.of_v):
+            if self.column(i) >= 0:
+                into.v[i] = token.v[tile_index * self.spec.tile_v + self.column(i)]
+        if self.is_last_thread():
             into.beta[0] = token.beta.iterator[0]
-        self.fetch_v(into.v, token.v, tile_index)
 
     @cute.jit
     def fetch_recorded(
@@ -175,146 +211,137 @@ class TokenReader:
         u: cute.Tensor,
         tile_index: Int32,
     ) -> None:
-        self.fetch_k_and_g(into, k, g)
-        self.fetch_v(into.u, u, tile_index)
+        """Likewise of a record, which has u in place of the rest."""
+        for i in cutlass.range_constexpr(self.of_k):
+            if self.channel(i) < self.spec.head_dim_k:
+                into.k[i] = k[self.channel(i)]
+                into.g[i] = g[self.channel(i)]
+        for i in cutlass.range_constexpr(self.of_v):
+            if self.column(i) >= 0:
+                into.u[i] = u[tile_index * self.spec.tile_v + self.column(i)]
+
+    # -- to shared memory -------------------------------------------------------------------
 
     @cute.jit
-    def fetch_k_and_g(self, into: Fetched, k: cute.Tensor, g: cute.Tensor) -> None:
-        spec = self.spec
-        thread, _, _ = cute.arch.thread_idx()
-        if self.is_last_warp():
-            lane = thread % WARP_SIZE
-            for i in cutlass.range_constexpr(spec.head_dim_k // WARP_SIZE):
-                into.k[i] = k[lane + i * WARP_SIZE]
-        for i in cutlass.range_constexpr(shares(spec.head_dim_k, spec)):
-            channel = thread + i * spec.num_threads
-            if channel < spec.head_dim_k:
-                into.g[i] = g[channel]
-
-    @cute.jit
-    def fetch_v(self, into: cute.Tensor, v: cute.Tensor, tile_index: Int32) -> None:
-        spec = self.spec
-        thread, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range_constexpr(shares(spec.tile_v, spec)):
-            column = thread + i * spec.num_threads
-            if column < spec.tile_v:
-                into[i] = v[tile_index * spec.tile_v + column]
-
-    @cute.jit
-    def prepare(
-        self, stage: TokenStage, fetched: Fetched, gate: Gate, scale: Float32, beta_scale: Float32
-    ) -> None:
-        self.prepare_decay(stage, fetched, gate)
-        self.prepare_v(stage, fetched.v)
-        if self.is_last_warp():
-            thread, _, _ = cute.arch.thread_idx()
-            lane = thread % WARP_SIZE
-            of_warp = self.spec.head_dim_k // WARP_SIZE
-            q = [Float32(fetched.q[i]) for i in range(of_warp)]
-            k = [Float32(fetched.k[i]) for i in range(of_warp)]
+    def prepare(self, stage: TokenStage, fetched: Fetched, gate: Gate, beta_scale: Float32) -> None:
+        if self.channel(0) < self.spec.head_dim_k:
+            q = [Float32(fetched.q[i]) for i in range(self.of_k)]
+            k = [Float32(fetched.k[i]) for i in range(self.of_k)]
+            for i in cutlass.range_constexpr(self.of_k):
+                stage.q[self.channel(i)] = q[i]
             if cutlass.const_expr(self.spec.l2norm):
-                q_factor = reciprocal_norm(q)
-                k_factor = reciprocal_norm(k)
-                q = [x * q_factor for x in q]
-                k = [x * k_factor for x in k]
-            q = [x * scale for x in q]
-            for i in cutlass.range_constexpr(of_warp):
-                stage.q[lane + i * WARP_SIZE] = q[i]
-                stage.k[lane + i * WARP_SIZE] = k[i]
-            kq = warp_dot(k, q)
+                self.put_sums(stage, {QQ: dot(q, q), KK: dot(k, k), KQ: dot(k, q)})
+            else:
+                self.put_sums(stage, {KQ: dot(k, q)})
+            self.put_k_and_decay(stage, k, fetched, gate)
+        self.put_v(stage, fetched.v)
+        if self.is_last_thread():
             beta = Float32(fetched.beta[0])
             if cutlass.const_expr(self.spec.beta_sigmoid):
-                beta = beta_scale / (1.0 + cute.math.exp(-beta))
-            if lane == 0:
-                stage.scalars[0] = beta
-                stage.scalars[1] = kq
+                beta = beta_scale * sigmoid(beta)
+            stage.beta[0] = beta
 
     @cute.jit
     def prepare_recorded(self, stage: TokenStage, fetched: Fetched, gate: Gate) -> None:
-        self.prepare_decay(stage, fetched, gate)
-        self.prepare_v(stage, fetched.u)
-        if self.is_last_warp():
-            thread, _, _ = cute.arch.thread_idx()
-            lane = thread % WARP_SIZE
-            of_warp = self.spec.head_dim_k // WARP_SIZE
-            k = [Float32(fetched.k[i]) for i in range(of_warp)]
+        if self.channel(0) < self.spec.head_dim_k:
+            k = [Float32(fetched.k[i]) for i in range(self.of_k)]
             if cutlass.const_expr(self.spec.l2norm):
-                k_factor = reciprocal_norm(k)
-                k = [x * k_factor for x in k]
-            for i in cutlass.range_constexpr(of_warp):
-                stage.k[lane + i * WARP_SIZE] = k[i]
+                self.put_sums(stage, {KK: dot(k, k)})
+            self.put_k_and_decay(stage, k, fetched, gate)
+        self.put_v(stage, fetched.u)
 
     @cute.jit
-    def prepare_decay(self, stage: TokenStage, fetched: Fetched, gate: Gate) -> None:
-        spec = self.spec
-        thread, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range_constexpr(shares(spec.head_dim_k, spec)):
-            channel = thread + i * spec.num_threads
-            if channel < spec.head_dim_k:
-                g = log_decay(
-                    spec.gate, Float32(fetched.g[i]), gate.rate, gate.bias[i], gate.lower_bound
-                )
-                stage.decay[channel] = cute.math.exp(g)
+    def put_k_and_decay(
+        self, stage: TokenStage, k: list[Any], fetched: Fetched, gate: Gate
+    ) -> None:
+        for i in cutlass.range_constexpr(self.of_k):
+            g = log_decay(
+                self.spec.gate, Float32(fetched.g[i]), gate.rate, gate.bias[i], gate.lower_bound
+            )
+            stage.k[self.channel(i)] = k[i]
+            stage.decay[self.channel(i)] = cute.math.exp(g)
 
     @cute.jit
-    def prepare_v(self, stage: TokenStage, v: cute.Tensor) -> None:
-        spec = self.spec
+    def put_sums(self, stage: TokenStage, sums: cutlass.Constexpr) -> None:
+        """This warp's share of each."""
         thread, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range_constexpr(shares(spec.tile_v, spec)):
-            column = thread + i * spec.num_threads
-            if column < spec.tile_v:
-                stage.v[column] = Float32(v[i])
+        warp, lane = thread // WARP_SIZE, thread % WARP_SIZE
+        totals = warp_sums(list(sums.values()))
+        if lane == 0:
+            for which, total in zip(sums, totals, strict=True):
+                stage.sums[which * warps_of_k(self.spec) + warp] = total
+
+    @cute.jit
+    def put_v(self, stage: TokenStage, v: cute.Tensor) -> None:
+        for i in cutlass.range_constexpr(self.of_v):
+            if self.column(i) >= 0:
+                stage.v[self.column(i)] = Float32(v[i])
+
+    # -- from shared memory -----------------------------------------------------------------
+
+    def total(self, stage: TokenStage, which: int) -> Any:
+        """QQ, KK or KQ over all of K."""
+        warps = warps_of_k(self.spec)
+        total = stage.sums[which * warps]
+        for warp in range(1, warps):
+            total = total + stage.sums[which * warps + warp]
+        return total
 
     @cute.jit
     def write(self, result: cute.Tensor, row: cute.Tensor, tile_index: Int32) -> None:
         """What a stage has collected, o or u, to its row in global memory."""
-        spec = self.spec
-        thread, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range_constexpr(shares(spec.tile_v, spec)):
-            column = thread + i * spec.num_threads
-            if column < spec.tile_v:
-                row[tile_index * spec.tile_v + column] = result[column].to(row.element_type)
+        for i in cutlass.range_constexpr(self.of_v):
+            if self.column(i) >= 0:
+                value = result[self.column(i)].to(row.element_type)
+                row[tile_index * self.spec.tile_v + self.column(i)] = value
 
     @cute.jit
     def write_zeros(self, row: cute.Tensor, tile_index: Int32) -> None:
         """The output of padding."""
-        spec = self.spec
-        thread, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range_constexpr(shares(spec.tile_v, spec)):
-            column = thread + i * spec.num_threads
-            if column < spec.tile_v:
-                row[tile_index * spec.tile_v + column] = row.element_type(0.0)
-
-    def is_last_warp(self) -> Any:
-        thread, _, _ = cute.arch.thread_idx()
-        return thread >= self.spec.num_threads - WARP_SIZE
+        for i in cutlass.range_constexpr(self.of_v):
+            if self.column(i) >= 0:
+                row[tile_index * self.spec.tile_v + self.column(i)] = row.element_type(0.0)
 
 
 def log_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
-    """The natural logarithm of a decay; `rate` is exp(A_log). Formulas in `gates`, which has them
-    from approximate instructions."""
+    """The natural logarithm of a decay; `rate` is exp(A_log). Formulas in `gates`, whose
+    approximate instructions are not accurate enough for a float32 state."""
     if gate == "none":
         return g
     x = g + bias
     if gate == "lower_bound":
-        return lower_bound / (1.0 + cute.math.exp(-rate * x))
+        return lower_bound * sigmoid(rate * x)
     # softplus(x) = max(x, 0) + log(1 + exp(-|x|)), whose terms stay in range
     magnitude = cute.arch.fmax(x, -x)
     softplus = cute.arch.fmax(x, Float32(0.0)) + cute.math.log1p(cute.math.exp(-magnitude))
     return -rate * softplus
 
 
-def warp_dot(a: list[Any], b: list[Any]) -> Any:
-    """Over all lanes of a warp, for all of them."""
+def sigmoid(x: Any) -> Any:
+    # Nothing overflows, lest the refinement of the reciprocal multiplies 0 by inf.
+    divisor = 1.0 + cute.math.exp(cute.arch.fmin(-x, Float32(LARGEST_EXPONENT)))
+    inverse = reciprocal(divisor)
+    return cute.math.fma(inverse, cute.math.fma(-divisor, inverse, Float32(1.0)), inverse)
+
+
+def reciprocal_norm(sum_of_squares: Any) -> Any:
+    x = sum_of_squares + Float32(L2NORM_EPSILON)
+    inverse = reciprocal_sqrt(x)
+    error = cute.math.fma(-x * inverse, inverse, Float32(1.0))
+    return cute.math.fma(0.5 * inverse, error, inverse)
+
+
+def dot(a: list[Any], b: list[Any]) -> Any:
     total = a[0] * b[0]
     for x, y in zip(a[1:], b[1:], strict=True):
         total = cute.math.fma(x, y, total)
-    distance = WARP_SIZE // 2
-    while distance:
-        total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
-        distance //= 2
     return total
 
 
-def reciprocal_norm(x: list[Any]) -> Any:
-    return 1.0 / cute.math.sqrt(warp_dot(x, x) + Float32(L2NORM_EPSILON))
+def warp_sums(values: list[Any]) -> list[Any]:
+    """Each summed over all lanes of a warp, for all of them, all at the same time."""
+    distance = WARP_SIZE // 2
+    while distance:
+        values = [x + cute.arch.shuffle_sync_bfly(x, offset=distance) for x in values]
+        distance //= 2
+    return values

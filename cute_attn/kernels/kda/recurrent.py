@@ -43,8 +43,8 @@ class KdaRecurrent:
 
     def __init__(self, spec: RecurrentSpec):
         self.spec = spec
-        self.tile = StateTile(spec)
         self.reader = TokenReader(spec)
+        self.tile = StateTile(spec, self.reader)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -153,7 +153,7 @@ class KdaRecurrent:
         if total > 0:
             self.reader.fetch(fetched, tokens.at(0), tile_index)
             stage = stage_of(spec, memory, Int32(0), record=False)
-            self.reader.prepare(stage, fetched, gate, scale, beta_scale)
+            self.reader.prepare(stage, fetched, gate, beta_scale)
         if total > 1:
             self.reader.fetch(fetched, tokens.at(1), tile_index)
         cute.arch.sync_threads()
@@ -161,11 +161,11 @@ class KdaRecurrent:
             # The next token is made ready, and the one after it is on its way.
             if i + 1 < total:
                 stage = stage_of(spec, memory, i + 1, record=False)
-                self.reader.prepare(stage, fetched, gate, scale, beta_scale)
+                self.reader.prepare(stage, fetched, gate, beta_scale)
             if i + 2 < total:
                 self.reader.fetch(fetched, tokens.at(i + 2), tile_index)
             stage = stage_of(spec, memory, i, record=False)
-            self.tile.advance(s, stage)
+            self.tile.advance(s, stage, scale)
             cute.arch.sync_threads()
             row = o[place.batch, place.start + i, head, None]
             self.reader.write(stage.o, row, tile_index)

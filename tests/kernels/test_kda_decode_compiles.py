@@ -1,0 +1,164 @@
+"""The KDA kernels that go token by token compile for every architecture, without spilling a
+register."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from cute_attn import cache, launch
+from cute_attn.kernels.kda import heuristics_decode
+from cute_attn.kernels.kda.spec_decode import DecodeSpec, RecordsSpec, RecurrentSpec, StepSpec
+from cute_attn.ops.kda.decode import plan_kda_decode
+from cute_attn.ops.kda.recurrent import plan_fused_recurrent_kda
+from tests.ops.kda_decode_cases import VALUES, Kernel, sample
+
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+
+# What servers use, by itself, and a sample of everything.
+USUAL = [
+    Kernel(
+        state_v_first=v_first,
+        state_dtype=state_dtype,
+        gate=gate,
+        multi_token=slots != "indexed",
+        slots=slots,
+    )
+    for v_first in (True, False)
+    for state_dtype, gate, slots in zip(
+        VALUES["state_dtype"] * 2,
+        ("lower_bound", "softplus", "lower_bound"),
+        ("indexed", "positions", "records"),
+        strict=False,
+    )
+]
+DECODE = USUAL + sample(24, seed=2)
+RECURRENT = [
+    {
+        "dtype": dtype,
+        "head_dim_k": k,
+        "head_dim_v": v,
+        "state_v_first": v_first,
+        "initial_state": True,
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "index_dtype": index_dtype,
+    }
+    for dtype, k, v, v_first, index_dtype in (
+        ("bfloat16", 128, 128, True, "none"),
+        ("bfloat16", 128, 128, False, "int64"),
+        ("float32", 256, 256, True, "int32"),
+        ("float16", 256, 256, False, "none"),
+        ("bfloat16", 64, 64, True, "int64"),
+        ("float32", 64, 256, False, "none"),
+    )
+]
+
+
+def name_of(kernel: Kernel) -> str:
+    values = (getattr(kernel, field.name) for field in fields(kernel))
+    return "-".join(str(value).removeprefix("torch.") for value in values)
+
+
+def assert_compiles(kernel: cache.KernelDef, spec: Any, arch: str) -> None:
+    entry = cache.compile(kernel, spec, arch)
+    (use,) = entry.kernels
+    assert use.spill_stores == use.spill_loads == 0, (spec, arch, use)
+    if isinstance(spec, StepSpec):
+        assert use.registers <= 65536 // (spec.num_threads * max(1, spec.blocks_per_sm)), use
+
+
+@pytest.mark.parametrize("kernel", DECODE, ids=name_of)
+def test_decode_compiles_without_spills(kernel: Kernel):
+    for arch in ARCHS:
+        for request in kernel.plan(arch):
+            assert_compiles(*request, arch)
+
+
+@pytest.mark.parametrize("request_", RECURRENT, ids=lambda r: "-".join(map(str, r.values())))
+def test_the_recurrent_form_compiles_without_spills(request_: dict[str, Any]):
+    for arch in ARCHS:
+        (request,) = plan_fused_recurrent_kda(arch, **request_)
+        assert_compiles(*request, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_larger_sample_compiles_without_spills(arch: str):
+    requests = [request for kernel in sample(400, seed=3) for request in kernel.plan(arch)]
+    cache.warmup(requests, arch=arch)
+    for request in requests:
+        assert_compiles(*request, arch)
+
+
+@pytest.mark.parametrize("config", heuristics_decode.candidate_configs(), ids=str)
+def test_candidates_are_legal(config: dict[str, Any]):
+    DecodeSpec(**decode_fields(**config))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_the_heuristics_fill_the_tile(arch: str):
+    """Threads times what each holds is the tile."""
+    for kernel in sample(100, seed=4):
+        (_, spec), *_ = kernel.plan(arch)
+        held = spec.values_of_k * spec.values_of_v
+        assert held * spec.num_threads == spec.tile_v * spec.head_dim_k
+        assert spec.num_threads <= 1024
+        assert spec.num_threads * spec.blocks_per_sm <= (1536 if arch == "sm_120a" else 2048)
+
+
+def decode_fields(**changes: Any) -> dict[str, Any]:
+    ((_, spec),) = plan_kda_decode("sm_90a")
+    return {field.name: getattr(spec, field.name) for field in fields(spec)} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dtype": "float64"}, ValueError, "dtype is 'float64'"),
+        ({"gate_dtype": "int8"}, ValueError, "gate_dtype is 'int8'"),
+        ({"head_dim_k": 96}, ValueError, "head_dim_k is 96, must be one of"),
+        ({"gate": "tanh"}, ValueError, "gate is 'tanh'"),
+        ({"gate": "none"}, ValueError, "must be 'none' where gate is 'none'"),
+        ({"A_log_dtype": "none"}, ValueError, "A_log_dtype is 'none', which gate='softplus'"),
+        ({"dt_bias_dims": 0}, ValueError, "dt_bias_dims is 0 with dt_bias_dtype='float32'"),
+        ({"tile_v": 48}, ValueError, "tile_v is 48, must divide head_dim_v=128"),
+        ({"lanes_per_row": 12}, ValueError, "lanes_per_row is 12, must be a power of two"),
+        ({"lanes_per_row": 1}, ValueError, "leaves at least 2 lanes along K"),
+        ({"num_warps": 5}, ValueError, "does not divide over 5 warps"),
+        ({"num_warps": 1, "tile_v": 128}, ValueError, "registers a thread for the state"),
+        ({"slots": "records"}, ValueError, "needs multi_token"),
+        ({"slots": "batch"}, ValueError, "indexed is True with slots='batch'"),
+        ({"tile_v": 32.0}, TypeError, "DecodeSpec.tile_v must be an int"),
+    ],
+)
+def test_a_spec_without_a_kernel_is_refused(
+    changes: dict[str, Any], error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        DecodeSpec(**decode_fields(**changes))
+
+
+def test_plans_name_what_does_not_exist():
+    with pytest.raises(ValueError, match="head_dim_k and head_dim_v must be of"):
+        plan_kda_decode("sm_90a", head_dim_k=96)
+    with pytest.raises(ValueError, match="slots is 'pages'"):
+        plan_kda_decode("sm_90a", slots="pages")
+    with pytest.raises(ValueError, match="index_dtype is 'int16'"):
+        plan_fused_recurrent_kda("sm_90a", index_dtype="int16")
+
+
+def test_records_have_a_kernel_of_their_own():
+    (decode, spec), (records, records_spec) = plan_kda_decode(
+        "sm_90a", multi_token=True, slots="records"
+    )
+    assert (decode, records) == (launch.KDA_DECODE, launch.KDA_DECODE_RECORDS)
+    assert isinstance(spec, DecodeSpec)
+    assert isinstance(records_spec, RecordsSpec)
+    ((kernel, spec),) = plan_fused_recurrent_kda("sm_90a")
+    assert kernel is launch.KDA_RECURRENT
+    assert isinstance(spec, RecurrentSpec)
