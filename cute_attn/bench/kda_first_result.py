@@ -2,9 +2,10 @@
 
 Each program runs in a process of its own: it makes random inputs, waits for the device, and then
 times importing the library, the first call and the first call of another size, the last two with
-the result waited for. The first result is the first two together. Cold: the compiler's caches are empty directories, as on a new machine;
-warm: the same directories, filled by the run before. Ours compiles without timing anything; FLA's
-autotuner times every configuration of every kernel for a number of heads.
+the result waited for. The first result is the first two together. Cold: the compilers' caches are
+empty directories, as on a new machine; warm: the same directories, filled by the run before. Ours
+compiles without timing anything; FLA's autotuner times every configuration of every kernel for a
+number of heads.
 """
 
 from __future__ import annotations
