@@ -6,6 +6,7 @@ The checks run in one order, the device last: CPU tensors reach every one of the
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import math
@@ -21,6 +22,7 @@ import cute_attn
 from cute_attn import launch
 from cute_attn.cache.specfile import plan_file
 from cute_attn.kernels.kda.heuristics import chunks_per_segment
+from cute_attn.kernels.kda.spec import smem_bytes
 from cute_attn.ops import kda
 from cute_attn.ops.kda import plan_chunk_kda
 
@@ -683,16 +685,17 @@ def test_views_of_a_packed_projection_are_read_in_place(monkeypatch: pytest.Monk
     [
         ({}, 1),  # too many heads
         ({"heads": 12}, 3),
-        ({"heads": 12, "tokens": 2047}, 3),
-        ({"heads": 12, "tokens": 1984}, 1),  # too short
-        ({"heads": 1}, 16),  # no segment has less than 8 chunks
-        ({"heads": 33}, 2),
-        ({"heads": 34}, 1),
-        ({"heads": 8, "sequences": 4}, 2),
-        ({"heads": 8, "sequences": 4, "packed": True}, 5),  # of all sequences together
+        ({"heads": 12, "tokens": 1025}, 2),  # no segment but the last has less than 16 chunks
+        ({"heads": 12, "tokens": 1024}, 1),
+        ({"heads": 1}, 8),
+        ({"heads": 1, "tokens": 2**17}, 16),
+        ({"heads": 19}, 2),
+        ({"heads": 20}, 1),
+        ({"heads": 4, "sequences": 4}, 2),
+        ({"heads": 4, "sequences": 4, "packed": True}, 8),  # of all sequences together
         ({"heads": 12, "head_dim_v": 64}, 6),
-        ({"heads": 33, "num_sms": 131}, 1),
-        ({"heads": 1, "sequences": 60, "packed": True, "tokens": 65536}, 1),  # too much memory
+        ({"heads": 19, "num_sms": 128}, 1),
+        ({"heads": 1, "sequences": 19, "packed": True, "tokens": 2**20}, 16),
     ],
     ids=str,
 )
@@ -702,6 +705,21 @@ def test_long_sequences_are_split_where_sms_would_be_idle(sizes: dict[str, Any],
     length = chunks_per_segment(**given)
     chunks = -(-given["tokens"] // 64)
     assert segments == (-(-chunks // length) if length else 1)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_103a", "sm_120a"])
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
+def test_planned_kernels_fit_in_shared_memory(arch: str, dims: tuple[int, int]):
+    sized = set()
+    for path in ({}, {"disable_recompute": True}):
+        options = {"head_dim_k": dims[0], "head_dim_v": dims[1], **path}
+        for kernel, spec in plan_chunk_kda(arch, **options, use_qk_l2norm_in_kernel=True):
+            module, _, name = kernel.target.partition(":")
+            built = getattr(importlib.import_module(module), name)(spec)
+            nbytes = getattr(built, "smem_bytes", 0)
+            assert nbytes <= smem_bytes(arch), kernel.name
+            sized |= {kernel.name} if nbytes else set()
+    assert {"kda_prepare", "kda_recurrence", "kda_segments", "kda_delta_h"} <= sized
 
 
 @pytest.mark.parametrize(
