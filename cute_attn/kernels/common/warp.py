@@ -40,7 +40,7 @@ def _asm(
     loc: Any = None,
     ip: Any = None,
 ) -> Any:
-    """PTX with operands $0, $1 ...: first the results, whose types are given, then the arguments."""
+    """PTX with operands $0, $1 ...: the results, whose types are given, then the arguments."""
     values = [x.ir_value(loc=loc, ip=ip) for x in arguments]
     constraints = [f"={_CONSTRAINT[t]}" for t in results]
     constraints += [_CONSTRAINT[type(x)] for x in arguments]
@@ -83,19 +83,19 @@ def _operands(first: int, count: int) -> str:
 
 def mma(dtype: Any, c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
     """c + a b of 16 by 8 by 16; a and b of `dtype`, bfloat16 or float16, c float32."""
-    name = _TYPE_NAMES[dtype]
-    text = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
-        f"{{{_operands(0, 4)}}}, {{{_operands(4, 4)}}}, {{{_operands(8, 2)}}}, "
-        f"{{{_operands(10, 4)}}};"
-    )
-    return tuple(_asm(text, [Float32] * 4, [*map(Int32, a), *map(Int32, b), *map(Float32, c)]))
+    return _mma("m16n8k16", _TYPE_NAMES[dtype], c, a, b)
 
 
 def mma_tf32(c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
     """c + a b of 16 by 8 by 8, a and b as `to_tf32` or `split_tf32` give them."""
+    return _mma("m16n8k8", "tf32", c, a, b)
+
+
+def _mma(
+    shape: str, name: str, c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]
+) -> tuple[Any, ...]:
     text = (
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        f"mma.sync.aligned.{shape}.row.col.f32.{name}.{name}.f32 "
         f"{{{_operands(0, 4)}}}, {{{_operands(4, 4)}}}, {{{_operands(8, 2)}}}, "
         f"{{{_operands(10, 4)}}};"
     )
@@ -108,8 +108,8 @@ def to_tf32(x: Any) -> Any:
 
 
 def split_tf32(x: Any) -> tuple[Any, Any]:
-    """Two tf32 operands whose sum is x to 22 bits: three products of such pairs, all but that of the
-    two small ones, are nearly as accurate as float32."""
+    """Two tf32 operands whose sum is x to 22 bits: three products of such pairs, all but that of
+    the two small ones, are nearly as accurate as float32."""
     high = to_tf32(x)
     low = Float32(x) - _asm("mov.b32 $0, $1;", [Float32], [high])
     return high, to_tf32(low)
@@ -128,7 +128,8 @@ def unpack(dtype: Any, x: Any) -> tuple[Any, Any]:
     """The two elements of a register, as float32."""
     if dtype is cutlass.BFloat16:
         bits = (_asm("shl.b32 $0, $1, 16;", [Int32], [x]), x & Int32(-65536))
-        return tuple(_asm("mov.b32 $0, $1;", [Float32], [b]) for b in bits)  # type: ignore
+        low, high = (_asm("mov.b32 $0, $1;", [Float32], [b]) for b in bits)
+        return low, high
     text = (
         "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\n"
         "cvt.f32.f16 $0, low;\ncvt.f32.f16 $1, high;\n}"
@@ -164,9 +165,9 @@ def shared_address(pointer: cute.Pointer) -> Any:
 
 
 def load_matrices(address: Any, count: int = 4, *, transposed: bool = False) -> Any:
-    """`ldmatrix`: `count` (1, 2 or 4) matrices of 8 by 8 elements of 16 bits. Lane 8 m + r passes the
-    address of row r of matrix m, 16-byte aligned, and gets (row, col), (row, col + 1) of each, or
-    with `transposed` (col, row), (col + 1, row)."""
+    """`ldmatrix`: `count` (1, 2 or 4) matrices of 8 by 8 elements of 16 bits. Lane 8 m + r passes
+    the address of row r of matrix m, 16-byte aligned, and gets (row, col), (row, col + 1) of each,
+    or with `transposed` (col, row), (col + 1, row)."""
     trans = ".trans" if transposed else ""
     text = (
         f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 "
@@ -177,48 +178,48 @@ def load_matrices(address: Any, count: int = 4, *, transposed: bool = False) -> 
 
 
 def transpose_matrix(x: Any) -> Any:
-    """`movmatrix`: from (row, col), (row, col + 1) of an 8 by 8 matrix to (col, row), (col + 1, row)."""
+    """`movmatrix`: (row, col), (row, col + 1) of an 8 by 8 matrix become (col, row), (col + 1, row)
+    of it."""
     return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x], memory=True)
 
 
 def load_shared(kind: Any, address: Any, count: int = 1) -> Any:
     """`count` (1, 2 or 4) Int32 or Float32 from shared memory, aligned to their size."""
-    vector = f".v{count}" if count > 1 else ""
-    name = {Int32: "b32", Float32: "f32"}[kind]
-    text = f"ld.shared{vector}.{name} {{{_operands(0, count)}}}, [${count}];"
-    if count == 1:
-        text = f"ld.shared.{name} $0, [$1];"
-    out = _asm(text, [kind] * count, [Int32(address)], memory=True)
-    return out if count > 1 else (out,)
+    return _load("shared", kind, Int32(address), count)
 
 
 def store_shared(kind: Any, address: Any, values: Sequence[Any]) -> None:
-    count = len(values)
-    vector = f".v{count}" if count > 1 else ""
-    name = {Int32: "b32", Float32: "f32"}[kind]
-    operand = f"{{{_operands(1, count)}}}" if count > 1 else "$1"
-    text = f"st.shared{vector}.{name} [$0], {operand};"
-    _asm(text, [], [Int32(address), *map(kind, values)], memory=True)
+    """1, 2 or 4 Int32 or Float32 to shared memory, aligned to their size."""
+    _store("shared", kind, Int32(address), values)
 
 
 def load_global(kind: Any, address: Any, count: int = 1) -> Any:
     """`count` (1, 2 or 4) Int32 or Float32 from a 64-bit address in global memory."""
-    vector = f".v{count}" if count > 1 else ""
-    name = {Int32: "b32", Float32: "f32"}[kind]
-    text = f"ld.global{vector}.{name} {{{_operands(0, count)}}}, [${count}];"
-    if count == 1:
-        text = f"ld.global.{name} $0, [$1];"
-    out = _asm(text, [kind] * count, [Int64(address)], memory=True)
-    return out if count > 1 else (out,)
+    return _load("global", kind, Int64(address), count)
 
 
 def store_global(kind: Any, address: Any, values: Sequence[Any]) -> None:
+    """1, 2 or 4 Int32 or Float32 to a 64-bit address in global memory."""
+    _store("global", kind, Int64(address), values)
+
+
+_BITS = {Int32: "b32", Float32: "f32"}
+
+
+def _load(space: str, kind: Any, address: Any, count: int) -> Any:
+    vector = f".v{count}" if count > 1 else ""
+    results = f"{{{_operands(0, count)}}}" if count > 1 else "$0"
+    text = f"ld.{space}{vector}.{_BITS[kind]} {results}, [${count}];"
+    out = _asm(text, [kind] * count, [address], memory=True)
+    return out if count > 1 else (out,)
+
+
+def _store(space: str, kind: Any, address: Any, values: Sequence[Any]) -> None:
     count = len(values)
     vector = f".v{count}" if count > 1 else ""
-    name = {Int32: "b32", Float32: "f32"}[kind]
-    operand = f"{{{_operands(1, count)}}}" if count > 1 else "$1"
-    text = f"st.global{vector}.{name} [$0], {operand};"
-    _asm(text, [], [Int64(address), *map(kind, values)], memory=True)
+    operands = f"{{{_operands(1, count)}}}" if count > 1 else "$1"
+    text = f"st.{space}{vector}.{_BITS[kind]} [$0], {operands};"
+    _asm(text, [], [address, *map(kind, values)], memory=True)
 
 
 def copy_async(shared: Any, source: Any, present: Any) -> None:
@@ -230,8 +231,8 @@ def copy_async(shared: Any, source: Any, present: Any) -> None:
 
 
 def copy_bulk(shared: Any, source: Any, nbytes: int, barrier: Any) -> None:
-    """`cp.async.bulk` (sm_90 and newer) of contiguous bytes from a 64-bit global address, counted by
-    the mbarrier at a shared address. By one thread; everything aligned to 16 bytes."""
+    """`cp.async.bulk` (sm_90 and newer) of contiguous bytes from a 64-bit global address, counted
+    by the mbarrier at a shared address. By one thread; everything aligned to 16 bytes."""
     text = (
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
         f"[$0], [$1], {nbytes}, [$2];"
@@ -246,8 +247,8 @@ def copies_arrive(barrier: Any) -> None:
 
 
 def wait_barrier(barrier: Any, phase: Any) -> None:
-    """Until that phase (0 or 1) of the mbarrier at a shared address is complete; on sm_80 too, which
-    cannot suspend a thread meanwhile."""
+    """Until that phase (0 or 1) of the mbarrier at a shared address is complete; on sm_80 too,
+    which cannot suspend a thread meanwhile."""
     text = (
         "{\n.reg .pred done;\nagain_${:uid}:\n"
         "mbarrier.test_wait.parity.shared.b64 done, [$0], $1;\n"

@@ -1,8 +1,9 @@
 """Products of a warpgroup by `wgmma` (sm_90a), with the left operand in registers.
 
-Fragments are those of `warp`: warp w of the warpgroup has rows 16 w to 16 w + 15 of the left operand
-and of the result, in the layout of products of 16 by 8 by 16. The right operand is in shared memory,
-in sub-tiles of 64 rows of 128 bytes, swizzled as TMA does, whose addresses are multiples of 1024.
+Fragments are those of `warp`: warp w of the warpgroup has rows 16 w to 16 w + 15 of the left
+operand and of the result, in the layout of products of 16 by 8 by 16. The right operand is in
+shared memory, in sub-tiles of 64 rows of 128 bytes, swizzled as TMA does, whose addresses are
+multiples of 1024.
 
 `product` only starts a product. Its result may not be touched before `wait`, which hands it on.
 """
@@ -28,8 +29,8 @@ _COLUMNS = _SWIZZLE_128 | _STRIDE << 32 | (SUB_TILE_BYTES >> 4) << 16
 
 
 def rows_descriptor(address: Any) -> Any:
-    """Of a right operand whose columns are the rows at `address`: the k of a product lie side by side.
-    Further k are 16 bytes for each 8, and a sub-tile for each 64."""
+    """Of a right operand whose columns are the rows at `address`: the k of a product lie side by
+    side. Further k are 16 bytes for each 8, and a sub-tile for each 64."""
     return Int64(_ROWS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 

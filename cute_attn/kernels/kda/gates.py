@@ -1,10 +1,11 @@
 """The gate: from what a layer projects to the base-2 logarithm of a decay.
 
     -exp(A_log) softplus(g + dt_bias)                    "softplus"
-    lower_bound sigmoid(exp(A_log) (g + dt_bias))        "lower_bound"; exp(A_log) is 1 without A_log
+    lower_bound sigmoid(exp(A_log) (g + dt_bias))        "lower_bound"
     g                                                    "none"
 
-in natural logarithms (Kimi Linear, arXiv 2510.26692, and its successors' bounded gate).
+in natural logarithms, where exp(A_log) is 1 if there is none (Kimi Linear, arXiv 2510.26692, and
+its successors' bounded gate).
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ def log2_decay(
         result = g * Float32(LOG2_E)
     elif gate == "softplus":
         # log2(1 + 2^y) = max(y, 0) + log2(1 + 2^-|y|), whose terms stay in range
-        y = (g + bias) * Float32(LOG2_E)
+        y = cute.math.fma(g, Float32(LOG2_E), bias * LOG2_E)
         magnitude = cute.arch.fmax(y, -y)
         result = -rate * (cute.arch.fmax(y, Float32(0.0)) + log2(1.0 + exp2(-magnitude)))
     else:
-        result = Float32(lower_bound) * Float32(LOG2_E) * sigmoid(rate * (g + bias))
+        slope = -rate * LOG2_E
+        bound = Float32(lower_bound) * LOG2_E
+        result = bound * reciprocal(1.0 + exp2(cute.math.fma(g, slope, bias * slope)))
     if clamp:
         result = cute.arch.fmax(result, Float32(SMALLEST_LOG2_DECAY))
     return result

@@ -9,9 +9,9 @@ chunk's start, a K by V matrix, a chunk does
     S    <- Diag(decay) S + kg^T v_new
 
 Everything is kept transposed. A warp owns 16 columns of V and all of K: S^T, 16 by K, are the
-accumulators of its products, and packed to 16 bits they are, where they lie, the left operand of the
-next ones, as r^T and v_new^T are. So the chain from chunk to chunk never leaves a warp's registers,
-and warps share nothing but the chunk's tiles in shared memory.
+accumulators of its products, and packed to 16 bits they are, where they lie, the left operand of
+the next ones, as r^T and v_new^T are. So the chain from chunk to chunk never leaves a warp's
+registers, and warps share nothing but the chunk's tiles in shared memory.
 
     block (tile of V, value head, sequence)
       warp tile_v / 16     load      tiles, decay and v of chunk after chunk
@@ -24,9 +24,9 @@ and warps share nothing but the chunk's tiles in shared memory.
 
 One long sequence leaves most SMs idle, so it may be split in segments. What a segment does to the
 state is affine, S' = M S + B, and the recurrence itself finds both: B from a state of 0, M as what
-becomes of the identity where the values are 0. So `segments="transitions"` runs [B | M] through every
-segment but the last, without outputs; `segments` (the kernel) turns that into the states at the
-segments' starts; and `segments="outputs"` runs every segment from its own.
+becomes of the identity where the values are 0. So `segments="transitions"` runs [B | M] through
+every segment but the last, without outputs; the kernel of `segments` turns that into the states at
+the segments' starts; and `segments="outputs"` runs every segment from its own.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     S_1 = B_0                  the first segment started from the sequence's own state
     S_(p+1) = M_p S_p + B_p
 
-With P - 1 products of K by K by V in a chain, all that counts is how soon one is done. So a block has
-few columns of V, kept transposed, and each of its warps a quarter of K, whose rows of M_(p+1) are on
-their way while it works with those of M_p. Products are of tf32 pieces, three for each, which is
-nearly float32. S^T goes through shared memory from step to step.
+With P - 1 products of K by K by V in a chain, all that counts is how soon one is done. So a block
+has few columns of V, kept transposed, and each of its warps a quarter of K, whose rows of M_(p+1)
+are on their way while it works with those of M_p. Products are of tf32 pieces, three for each,
+which is nearly float32. S^T goes through shared memory from step to step.
 
     block (tile of V, value head, sequence)
       load      M_p, by cp.async, a warp its own rows
@@ -169,7 +169,7 @@ class KdaSegments:
                 )
         cute.arch.cp_async_commit_group()
 
-    # Accumulators are [16 columns of V][8 of K][2 halves of the former][2 neighbours of the latter].
+    # Accumulators are [16 columns of V][8 of K][2 halves of those of V][2 neighbours of K].
 
     def places(self, v: Any, k: Any) -> list[tuple[Any, Any]]:
         return [
@@ -196,8 +196,8 @@ class KdaSegments:
             warp.store_shared(Float32, at, values[i : i + 2])
 
     def step(self, values: list[Any], buffer: Any, m: Any, row: Any, pair: Any) -> list[Any]:
-        """values + S^T M^T, the warp's columns; S^T at `buffer`, the lane's first row of M at `m`. Of
-        each 8 of the sum, the product's index t is element 2 t and its index t + 4 is element
+        """values + S^T M^T, the warp's columns; S^T at `buffer`, the lane's first row of M at `m`.
+        Of each 8 of the sum, the product's index t is element 2 t and its index t + 4 is element
         2 t + 1, so that both operands are read in pairs."""
         values = list(values)
         tiles = self.columns // 8
