@@ -6,7 +6,11 @@ The checks run in one order, the device last: CPU tensors reach every one of the
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_attn
+from cute_attn.cache.specfile import plan_file
 
 BF16 = torch.bfloat16
 
@@ -443,3 +448,34 @@ def test_schemas_name_what_is_written():
     assert written == ["state", "out", "record_k", "record_g", "record_u"]
     schema = torch.ops.cute_attn.fused_recurrent_kda.default._schema
     assert not any(a.alias_info for a in schema.arguments)
+
+
+def test_models_name_kernels():
+    models = Path(cute_attn.__file__).parent / "models" / "serving.toml"
+    names = {kernel.name for kernel, _ in plan_file(models, "sm_90a")}
+    assert {"kda_decode", "kda_decode_records"} <= names
+
+
+def test_the_recurrent_form_has_flash_linear_attentions_signature():
+    """Names, order and defaults of its arguments. Read from its source: importing needs Triton."""
+    package = importlib.util.find_spec("fla")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("needs flash-linear-attention, which is not installed")
+    source = Path(package.submodule_search_locations[0]) / "ops" / "kda" / "fused_recurrent.py"
+    (theirs,) = (
+        node.args
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "fused_recurrent_kda"
+    )
+    ours = inspect.signature(cute_attn.fused_recurrent_kda).parameters
+    assert list(ours) == [argument.arg for argument in theirs.args]
+    defaults = dict(
+        zip(
+            [argument.arg for argument in theirs.args][-len(theirs.defaults) :],
+            [ast.literal_eval(default) for default in theirs.defaults],
+            strict=True,
+        )
+    )
+    assert defaults == {
+        name: p.default for name, p in ours.items() if p.default is not inspect.Parameter.empty
+    }
