@@ -237,6 +237,7 @@ def capture(
 ) -> Callable[[], tuple[Tensor, dict[str, Tensor]]]:
     """The step as a CUDA graph, which reads x anew at each replay."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         layer.decode(x, torch.full_like(rows, -1))  # loads the kernel; every row is padding
     stream.synchronize()

@@ -188,9 +188,11 @@ def _declines_chunk_kda(given: Arguments) -> Reason:
         return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"
     if "transpose_state_layout" in given:
         return f"{NAME} takes state_v_first, not its former name"
-    packed = given.get("cu_seqlens") is not None
-    if packed and given.get("return_intermediate_states") and given.get("cu_seqlens_cpu") is None:
-        return "without cu_seqlens_cpu the number of chunks would have to be read from the device"
+    if given.get("cu_seqlens") is not None and given.get("return_intermediate_states"):
+        if given.get("cu_seqlens_cpu") is None:
+            return "the number of chunks is not known without cu_seqlens_cpu"
+        if given.get("use_graph"):
+            return "the number of chunks may change from replay to replay (use_graph)"
     return _declines_gradients(given) or _declines_dtypes_and_sizes(given)
 
 

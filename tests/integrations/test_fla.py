@@ -374,6 +374,15 @@ CHUNK_KDA_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
         {"cu_seqlens": torch.tensor([0, 70]), "return_intermediate_states": True},
         "without cu_seqlens_cpu",
     ),
+    "chunks that change": (
+        {
+            "cu_seqlens": torch.tensor([0, 70]),
+            "cu_seqlens_cpu": torch.tensor([0, 70]),
+            "return_intermediate_states": True,
+            "use_graph": True,
+        },
+        "from replay to replay",
+    ),
 }
 
 
