@@ -11,8 +11,9 @@ For every chunk of 64 tokens and value head (see `cute_attn.reference.kda.kda_ch
       load      q and k by cp.async; G, as sums within sub-chunks of 16 tokens, and beta
       scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; qg, kg, and
                 beta exp2(G) * k to shared memory on the way
-      inverse   warps 0 to 3: L and its inverse, Akk to memory
+      inverse   warps 0 to 3: L, and its blocks on the diagonal inverted
                 warps 4 to 7: Aqk to memory, beta v to shared memory
+                all: the other blocks of the inverse, and Akk to memory
       products  warps 0 to 3: w, 16 tokens each
                 warps 4 to 7: u
 """
@@ -29,7 +30,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
-from .chunks import chunk_place, num_slots
+from .chunks import num_slots
 from .inverse import ChunkInverse
 from .scores import (
     GROUP,
@@ -40,18 +41,13 @@ from .scores import (
     SUB_TILE_BYTES,
     TILE_ROW_BYTES,
     UNIT_BYTES,
+    lane_index,
+    row_offset,
     tile_unit,
 )
 from .spec import CHUNK, IntraSpec
 
 HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
-
-
-class Rows(NamedTuple):
-    """The chunk's rows of a tensor [B, T, HV, columns]."""
-
-    start: Any  # address of the first
-    pitch: Any  # bytes from one to the next
 
 
 class Outputs(NamedTuple):
@@ -66,7 +62,7 @@ class KdaChunkIntra(ChunkInverse):
     """The kernel for one IntraSpec; see the module's docstring."""
 
     def __init__(self, spec: IntraSpec):
-        super().__init__(spec.dtype, spec.head_dim_k)
+        super().__init__(spec.dtype, spec.head_dim_k, l2norm=False)
         self.spec = spec
         self.beta_dtype = DTYPE[spec.beta_dtype]
         # beta exp2(G) * k and beta v, as operands: sub-tiles in which the columns of 32 are in the
@@ -147,10 +143,11 @@ class KdaChunkIntra(ChunkInverse):
             u: [B, T, HV, V], written.
             scale: of Aqk. qg does not include it.
         """
-        heads = g.shape[2]
         slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
-        self.kernel(q, k, v, g, beta, cu_seqlens, Aqk, Akk, w, u, qg, kg, scale).launch(
-            grid=[heads * slots, 1, 1],
+        self.kernel(
+            q, k, v, g, beta, cu_seqlens, Aqk, Akk, w, u, qg, kg, scale, *self.divisors(g, q)
+        ).launch(
+            grid=[g.shape[2] * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
             min_blocks_per_mp=2,
@@ -174,30 +171,28 @@ class KdaChunkIntra(ChunkInverse):
         qg: cute.Tensor | None,
         kg: cute.Tensor,
         scale: Float32,
+        by_heads: cute.FastDivmodDivisorV2,
+        by_group: cute.FastDivmodDivisorV2,
+        by_chunks: cute.FastDivmodDivisorV2,
     ) -> None:
-        block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        heads = g.shape[2]
-        # Heads of a group are neighbours, and find q and k in L2.
-        slot = Int32(cutlass.Uint32(block) // cutlass.Uint32(heads))
-        head = block - slot * heads
-        place = chunk_place(slot, g.shape[1], cu_seqlens)
+        _, head, head_qk, place = self.place_of(
+            by_heads, by_group, by_chunks, g.shape[1], cu_seqlens
+        )
         smem = warp.shared_address(
             cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024)
         )
         if place.valid:
-            group = Int32(
-                cutlass.Uint32(head) // (cutlass.Uint32(heads) // cutlass.Uint32(q.shape[2]))
-            )
-            self.start_copy(q, smem + self.q, place, group)
-            self.start_copy(k, smem + self.k, place, group)
+            raw = self.load_sums(self.rows_of(g, place, head), place.length)
+            self.start_copy(self.rows_of(q, place, head_qk), smem + self.q, place.length)
+            self.start_copy(self.rows_of(k, place, head_qk), smem + self.k, place.length)
             cute.arch.cp_async_commit_group()
             self.load_beta(beta, smem, place, head)
-            self.load_sums(g, smem, place, head)
+            self.shift_sums(raw, smem)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
-            self.normalise(smem, scale, False)
+            self.norms(smem, scale)
             if thread < self.head_dim_k:
                 self.finish_sums(smem, thread)
             cute.arch.sync_threads()
@@ -219,69 +214,37 @@ class KdaChunkIntra(ChunkInverse):
             # q, k and P are not read any more.
             cute.arch.sync_threads()
             if half == 0:
-                self.finish_inverse(smem, b, self.rows_of(Akk, place, head), place.length, acc)
-                cute.arch.sync_threads()
+                self.give(smem, b, 0, acc)
+                self.meet(b)
+                self.store_lower(smem, b, self.take(smem, b, 1, acc))
+                cute.arch.sync_warp()
+                self.invert_diagonal(smem, b)
+            else:
+                values = self.load_values(self.rows_of(v, place, head), b, place.length)
+                self.give(smem, b, 1, acc)
+                self.meet(b)
+                sums = self.take(smem, b, 0, acc)
+                cute.arch.sync_warp()
+                self.stage_scores(smem, b, scale, sums)
+                cute.arch.sync_warp()
+                to = self.rows_of(Aqk, place, head)
+                self.copy_rows(smem + self.tile_qk, to, b, Int32(0), SUB_CHUNK, place.length)
+                self.store_values(smem, b, values)
+            cute.arch.sync_threads()
+            self.invert(smem, part)
+            rows = SUB_CHUNK // 2
+            to = self.rows_of(Akk, place, head)
+            self.copy_rows(smem + self.tile_kk, to, b, half * rows, rows, place.length)
+            if half == 0:
                 self.multiply(
                     smem, b, smem + self.k_decayed, self.head_dim_k,
                     self.rows_of(w, place, head), place.length,
                 )  # fmt: skip
             else:
-                self.finish_scores(
-                    smem, b, scale, self.rows_of(v, place, head), self.rows_of(Aqk, place, head),
-                    place.length, acc,
-                )  # fmt: skip
-                cute.arch.sync_threads()
                 self.multiply(
                     smem, b, smem + self.v, self.spec.head_dim_v,
                     self.rows_of(u, place, head), place.length,
                 )  # fmt: skip
-
-    def rows_of(self, x: cute.Tensor | None, place: Any, head: Any) -> Rows | None:
-        if x is None:
-            return None
-        start = (
-            x.iterator
-            + (Int64(place.batch) * x.stride[0] + Int64(head) * x.stride[2])
-            + Int64(place.start) * x.stride[1]
-        ).toint()
-        return Rows(start, Int64(x.stride[1]) * (x.element_type.width // 8))
-
-    @cute.jit
-    def finish_inverse(
-        self, smem: Int32, b: Int32, target: Any, length: Int32, acc: cute.Tensor
-    ) -> None:
-        """Warps 0 to 3, up to the products."""
-        self.give(smem, b, 0, acc)
-        self.meet(b)
-        self.store_lower(smem, b, self.take(smem, b, 1, acc))
-        cute.arch.sync_warp()
-        self.invert_diagonal(smem, b)
-        cute.arch.barrier(barrier_id=1 + SUB_CHUNKS, number_of_threads=HALF)
-        self.invert_column(smem, b)
-        cute.arch.barrier(barrier_id=1 + SUB_CHUNKS, number_of_threads=HALF)
-        self.copy_tile(smem + self.tile_kk, target, b, length)
-
-    @cute.jit
-    def finish_scores(
-        self,
-        smem: Int32,
-        b: Int32,
-        scale: Float32,
-        v: Any,
-        target: Any,
-        length: Int32,
-        acc: cute.Tensor,
-    ) -> None:
-        """Warps 4 to 7, up to the products."""
-        values = self.load_values(v, b, length)
-        self.give(smem, b, 1, acc)
-        self.meet(b)
-        sums = self.take(smem, b, 0, acc)
-        cute.arch.sync_warp()
-        self.stage_scores(smem, b, scale, sums)
-        cute.arch.sync_warp()
-        self.copy_tile(smem + self.tile_qk, target, b, length)
-        self.store_values(smem, b, values)
 
     # -- gates and beta -----------------------------------------------------------------------
 
@@ -295,26 +258,32 @@ class KdaChunkIntra(ChunkInverse):
             warp.store_shared(Float32, smem + self.beta + thread * 4, [x])
 
     @cute.jit
-    def load_sums(self, g: cute.Tensor, smem: Int32, place: Any, head: Int32) -> None:
-        """P, and G of each sub-chunk's first token to `start`. A thread has a sub-chunk's sums of two
-        channels. Past the chunk's end G stays what it is there."""
+    def load_sums(self, rows: Any, length: Int32) -> Any:
+        """A thread's part of G: a sub-chunk's rows of two channels. Past the chunk's end G stays what
+        it is there."""
+        thread, _, _ = cute.arch.thread_idx()
+        pairs = self.head_dim_k // 2
+        raw = cute.make_rmem_tensor((2 * SUB_CHUNK,), Float32)
+        if thread < pairs * SUB_CHUNKS:
+            first, pair = thread // pairs * SUB_CHUNK, thread % pairs
+            source = rows.start + Int64(pair * 8)
+            for t in cutlass.range_constexpr(SUB_CHUNK):
+                at = cutlass.min(first + t, length - 1)
+                x = warp.load_global(Float32, source + row_offset(at, rows.pitch), 2)
+                raw[2 * t], raw[2 * t + 1] = x[0], x[1]
+        return raw
+
+    @cute.jit
+    def shift_sums(self, raw: cute.Tensor, smem: Int32) -> None:
+        """P, and G of each sub-chunk's first token to `start`."""
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.head_dim_k // 2
         if thread < pairs * SUB_CHUNKS:
-            sub = thread // pairs
-            pair = thread % pairs
-            rows = self.rows_of(g, place, head)
-            loaded = []
-            for t in cutlass.range_constexpr(SUB_CHUNK):
-                at = cutlass.min(sub * SUB_CHUNK + t, place.length - 1)
-                loaded.append(
-                    warp.load_global(Float32, rows.start + Int64(at) * rows.pitch + pair * 8, 2)
-                )
-            first = loaded[0]
-            sums = [[x - y for x, y in zip(row, first, strict=True)] for row in loaded]
+            sub, pair = thread // pairs, thread % pairs
+            sums = [[raw[2 * t + n] - raw[n] for n in range(2)] for t in range(SUB_CHUNK)]
             self.store_rows_of_sums(smem, pair, sub, sums, ascending=True)
             at = smem + sub * self.p_row + (pair << 3)
-            warp.store_shared(Float32, at + self.start, first)
+            warp.store_shared(Float32, at + self.start, [raw[0], raw[1]])
             warp.store_shared(Float32, at + self.to_next, sums[SUB_CHUNK - 1])
 
     def finish_sums(self, smem: Any, channel: Any) -> None:
@@ -348,27 +317,27 @@ class KdaChunkIntra(ChunkInverse):
     def load_values(self, v: Any, b: Int32, length: Int32) -> Any:
         """The thread's part of v, of 128 threads: 8 neighbours of some rows."""
         units = self.spec.head_dim_v // 8
-        thread = b * WARP_SIZE + cute.arch.lane_idx()
+        thread = b * WARP_SIZE + lane_index()
         row = thread // units
         values = cute.make_rmem_tensor((CHUNK * units // HALF * 4,), Int32)
         values.fill(0)
-        start = v.start + (thread % units) * UNIT_BYTES
+        start = v.start + Int64((thread % units) * UNIT_BYTES)
         for i in cutlass.range_constexpr(CHUNK * units // HALF):
             at = row + i * (HALF // units)
             if at < length:
-                x = warp.load_global(Int32, start + Int64(at) * v.pitch, 4)
+                x = warp.load_global(Int32, start + row_offset(at, v.pitch), 4)
                 for n in cutlass.range_constexpr(4):
                     values[4 * i + n] = x[n]
         return values
 
     def store_values(self, smem: Any, b: Any, values: cute.Tensor) -> None:
         units = self.spec.head_dim_v // 8
-        thread = b * WARP_SIZE + cute.arch.lane_idx()
+        thread = b * WARP_SIZE + lane_index()
         row, unit = thread // units, thread % units
         for i in range(CHUNK * units // HALF):
             x = self.unpacked([values[4 * i + n] for n in range(4)])
             at = row + i * (HALF // units)
-            beta = warp.load_shared(Float32, smem + self.beta + at * 4)[0]
+            beta = self.of_row(smem, self.beta, at)
             x = self.packed([y * beta for y in x])
             self.store_columns(smem + self.v, at, unit >> 2, unit & 3, x)
 
@@ -388,15 +357,15 @@ class KdaChunkIntra(ChunkInverse):
                 row = b * SUB_CHUNK + half * 8 + r
                 if row < length:
                     values = [acc[group * 16 + 4 * n + 2 * half + e] for n in range(4) for e in range(2)]
-                    address = target.start + Int64(row) * target.pitch
+                    address = target.start + row_offset(row, target.pitch)
                     warp.store_global(
-                        Int32, address + (group * 64 + c * UNIT_BYTES), self.packed(values)
+                        Int32, address + Int64(c * UNIT_BYTES) + group * 64, self.packed(values)
                     )
 
     def _multiply_block(
         self, smem: Any, b: Any, j: Any, right: Any, width: int, acc: cute.Tensor
     ) -> None:
-        lane = cute.arch.lane_idx()
+        lane = lane_index()
         row, side = lane & 15, lane >> 4
         a = warp.load_matrices(
             smem + self.tile_kk + b * REGION_BYTES + tile_unit(row, 2 * j + side)
@@ -414,33 +383,47 @@ class KdaChunkIntra(ChunkInverse):
     # -- results ------------------------------------------------------------------------------
 
     def put_decayed(
-        self, out: Any, smem: Any, row: Any, group: Any, part: Any, q: list[Any], k: list[Any],
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], k: list[Any],
         start: Any, scale: Any,
     ) -> None:  # fmt: skip
-        beta = warp.load_shared(Float32, smem + self.beta + row * 4)[0]
+        r, c = self.row_and_part()
+        row = b * SUB_CHUNK + 8 * half + r
+        beta = self.of_row(smem, self.beta, row)
         k = self.packed([x * (y * beta) for x, y in zip(k, start, strict=True)])
-        self.store_columns(smem + self.k_decayed, row, group, part, k)
+        self.store_columns(smem + self.k_decayed, row, group, c, k)
         if out.qg is not None:
             q = self.packed([x * y for x, y in zip(q, start, strict=True)])
-            self.put(out.qg, out.length, row, group * 4 + part, q)
+            self.put(out.qg, out.length, row, group * 4 + c, q)
 
-    def put_to_end(self, out: Any, row: Any, group: Any, part: Any, k: list[Any]) -> None:
-        self.put(out.kg, out.length, row, group * 4 + part, self.packed(k))
+    def put_to_end(
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]
+    ) -> None:
+        r, c = self.row_and_part()
+        row = b * SUB_CHUNK + 8 * half + r
+        self.put(out.kg, out.length, row, group * 4 + c, self.packed(k))
 
-    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any], beta: list[Any]) -> None:
+    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
         self.store_block(smem + self.tile_kk, i, j, x)
 
     @cute.jit
     def put(self, rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:
         if row < length:
-            warp.store_global(Int32, rows.start + Int64(row) * rows.pitch + unit * UNIT_BYTES, x)
+            warp.store_global(Int32, rows.start + row_offset(row, rows.pitch) + Int64(unit * UNIT_BYTES), x)
 
     @cute.jit
-    def copy_tile(self, tile: Int32, rows: Any, b: Int32, length: Int32) -> None:
-        """The 16 rows of sub-chunk b of a sub-tile to memory."""
-        lane = cute.arch.lane_idx()
+    def copy_rows(
+        self,
+        tile: Int32,
+        target: Any,
+        b: Int32,
+        first: Int32,
+        rows: cutlass.Constexpr,
+        length: Int32,
+    ) -> None:
+        """Rows of sub-chunk b of a tile to memory."""
+        lane = lane_index()
         units = TILE_ROW_BYTES // UNIT_BYTES
-        for i in cutlass.range_constexpr(SUB_CHUNK * units // WARP_SIZE):
-            row = i * (WARP_SIZE // units) + (lane >> 3)
+        for i in cutlass.range_constexpr(rows * units // WARP_SIZE):
+            row = first + i * (WARP_SIZE // units) + (lane >> 3)
             x = warp.load_shared(Int32, tile + b * REGION_BYTES + tile_unit(row, lane & 7), 4)
-            self.put(rows, length, b * SUB_CHUNK + row, lane & 7, x)
+            self.put(target, length, b * SUB_CHUNK + row, lane & 7, x)

@@ -1,18 +1,26 @@
 """(I + L)^-1 of a chunk, L strictly lower triangular, 64 by 64 in blocks of 16 by 16.
 
 A block on the diagonal is inverted by forward substitution in float32, a lane a column
-(`invert_diagonal`). With X the inverse, a column of blocks then follows from itself and from the
-diagonal alone,
+(`invert_diagonal`). The rest follows from
 
-    X_ij = -X_ii (L_ij X_jj + ... + L_i,i-1 X_i-1,j)
+    [ A  0 ]^-1   [  A^-1            0    ]
+    [ B  C ]    = [ -C^-1 B A^-1    C^-1  ]
 
-so that each of 4 warps has one, and all of it in registers (`invert_column`). All factors are true
-inverses, or L itself, so nothing grows that would have to cancel. Products are of tf32 in three
-parts, nearly as accurate as float32.
+from 16 to 32 to 64 (`invert`), with X the inverse:
 
-They are computed transposed, X_ij^T = -(X_jj^T L_ij^T + ...) X_ii^T: accumulators of 16 by 8 are
-where the left operand of the next product wants them, if its index k runs 0, 2, 4, 6, 1, 3, 5, 7;
-and then a right operand M^T is two neighbours of a row of M.
+    warp   first                  then                           last
+    0      X10 = -X11 L10 X00
+    1      X32 = -X33 L32 X22
+    2      N20 = L20 X00          N20 += L21 X10, X20 = -X22 N20, X32 N20
+    3      N30 = L30 X00          N30 += L31 X10,                 X30 = -X33 N30 - X32 N20
+    4      N21 = L21 X11          X21 = -X22 N21, X32 N21
+    5      N31 = L31 X11                                          X31 = -X33 N31 - X32 N21
+
+All factors are true inverses, or L itself, so nothing grows that would have to cancel. Products are
+of tf32 in three parts, nearly as accurate as float32. They are computed transposed, as in
+N20^T = X00^T L20^T: accumulators of 16 by 8 are where the left operand of the next product wants
+them, if its index k runs 0, 2, 4, 6, 1, 3, 5, 7; and then a right operand M^T is two neighbours of a
+row of M.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..common import warp
+from ..common.spec import WARP_SIZE
 from .scores import (
     REGION_BYTES,
     SUB_CHUNK,
@@ -31,6 +40,7 @@ from .scores import (
     ChunkScores,
     block_element,
     block_offset,
+    lane_index,
     tile_unit,
 )
 
@@ -50,7 +60,7 @@ class ChunkInverse(ChunkScores):
     @cute.jit
     def invert_diagonal(self, smem: Int32, b: Int32) -> None:
         """Block (b, b) below its diagonal becomes that of the inverse, whose diagonal is 1."""
-        lane = cute.arch.lane_idx()
+        lane = lane_index()
         n = lane & (SUB_CHUNK - 1)
         block = smem + self.blocks + block_offset(b, b)
         column = self._substituted(block, n)
@@ -73,55 +83,92 @@ class ChunkInverse(ChunkScores):
         return column
 
     @cute.jit
-    def invert_column(self, smem: Int32, j: Int32) -> None:
-        """Column j of blocks of the inverse, to `put_inverse`."""
-        r, _ = self.row_and_part()
-        at = smem + self.beta + (j * SUB_CHUNK + r) * 4
-        beta = [warp.load_shared(Float32, at + 32 * half)[0] for half in range(2)]
-        # X_mj^T as left operands, of which each is split in two.
-        size = (SUB_CHUNKS - 1) * 16
-        known = cute.make_rmem_tensor((size,), Int32)
-        known.fill(0)
-        for i in cutlass.range_constexpr(SUB_CHUNKS):
-            if i < j:
-                self.put_inverse(smem, i, j, [Float32(0.0)] * 8, beta)
-            elif i == j:
-                x = self._diagonal_transposed(smem, j)
-                self.put_inverse(smem, i, j, x, beta)
-                self._keep(known, i, x)
+    def invert(self, smem: Int32, part: Int32) -> None:
+        """All blocks of the inverse to `put_inverse`, by all warps, of which this one is `part`.
+        Starts when L and the inverted blocks on the diagonal can be read by all, and ends when the
+        results can."""
+        n = cute.make_rmem_tensor((8,), Float32)  # N, transposed, as accumulators
+        n.fill(0.0)
+        # The rows and columns of the warp's blocks.
+        i = 2 + (part & 1)
+        i = Int32(1) if part == 0 else i
+        j = part >> 2
+        j = Int32(2) if part == 1 else j
+        if part < 6:
+            left = self._split(self._diagonal_transposed(smem, j))
+            self._set(n, self._times(left, self._rows(self._block(smem, i, j))))
+        if part < 2:
+            x = self._times_diagonal(smem, n, i)
+            self.put_inverse(smem, i, j, x)
+            if part == 0:
+                self._leave(smem, 0, x)
             else:
-                self._block_below(smem, i, j, known, beta)
+                self._store_rows(self._block(smem, i, j), x)
+        if part == 6:
+            for m in cutlass.range(SUB_CHUNKS, unroll=1):
+                self.put_inverse(smem, m, m, self._diagonal_transposed(smem, m))
+        if part == 7:
+            for row in cutlass.range_constexpr(SUB_CHUNKS):
+                for column in cutlass.range_constexpr(row + 1, SUB_CHUNKS):
+                    self.put_zeros(smem, row, column)
+        cute.arch.sync_threads()
 
-    @cute.jit
-    def _block_below(
-        self, smem: Int32, i: cutlass.Constexpr, j: Int32, known: cute.Tensor, beta: Any
-    ) -> None:
-        total = cute.make_rmem_tensor((8,), Float32)
-        total.fill(0.0)
-        for m in cutlass.range_constexpr(i):
-            if j <= m:
-                self._add_product(smem, i, m, known, total)
-        block = smem + self.blocks + block_offset(i, i)
-        x = self._times_transposed(
-            self._split([-total[n] for n in range(8)]), self._inverse_rows(block), lower=True
-        )
-        self.put_inverse(smem, i, j, x, beta)
-        self._keep(known, i, x)
+        inner = part >= 2 and part < 6
+        if part == 2 or part == 3:
+            left = self._split(self._left_by(smem, 0))
+            more = self._times(left, self._rows(self._block(smem, i, Int32(1))))
+            self._set(n, [n[m] + more[m] for m in range(8)])
+        if inner:
+            x = self._times_diagonal(smem, n, i)
+            if i == 2:
+                self.put_inverse(smem, i, j, x)
+                left = self._split([-n[m] for m in range(8)])
+                y = self._times(left, self._rows(self._block(smem, Int32(3), Int32(2))))
+                self._leave(smem, 1 + j, y)
+            else:
+                self._set(n, x)
+        cute.arch.sync_threads()
+        if inner and i == 3:
+            y = self._left_by(smem, 1 + j)
+            self.put_inverse(smem, i, j, [n[m] + y[m] for m in range(8)])
+        cute.arch.sync_threads()
 
-    def _add_product(
-        self, smem: Any, i: int, m: int, known: cute.Tensor, total: cute.Tensor
-    ) -> None:
-        """total += X_mj^T L_im^T"""
-        left = [known[m * 16 + n] for n in range(16)]
-        right = self._rows(smem + self.blocks + block_offset(i, m))
-        product = self._times_transposed(left, right, lower=False)
-        for n in range(8):
-            total[n] = total[n] + product[n]
+    def _set(self, x: cute.Tensor, values: list[Any]) -> None:
+        for m, value in enumerate(values):
+            x[m] = value
 
-    def _keep(self, known: cute.Tensor, i: int, x: list[Any]) -> None:
-        if i < SUB_CHUNKS - 1:
-            for n, value in enumerate(self._split(x)):
-                known[i * 16 + n] = value
+    def _block(self, smem: Any, i: Any, j: Any) -> Any:
+        return smem + self.blocks + block_offset(i, j)
+
+    # -- between warps ------------------------------------------------------------------------
+
+    def _exchange(self, smem: Any, index: Any) -> Any:
+        """Where accumulators of a 16 by 16 block are left for another warp: what is free of the
+        regions."""
+        return smem + self.exchange + index * REGION_BYTES + lane_index() * 16
+
+    def _leave(self, smem: Any, index: Any, x: list[Any]) -> None:
+        at = self._exchange(smem, index)
+        for half in range(2):
+            warp.store_shared(Float32, at + half * (WARP_SIZE * 16), x[4 * half : 4 * half + 4])
+
+    def _left_by(self, smem: Any, index: Any) -> list[Any]:
+        at = self._exchange(smem, index)
+        values: list[Any] = []
+        for half in range(2):
+            values += warp.load_shared(Float32, at + half * (WARP_SIZE * 16), 4)
+        return values
+
+    def _store_rows(self, block: Any, x: list[Any]) -> None:
+        """A block of float32, from the accumulators of its transposed."""
+        r, c = self.row_and_part()
+        for t in range(2):
+            for half in range(2):
+                for e in range(2):
+                    at = block + block_element(8 * t + 2 * c + e, r + 8 * half)
+                    warp.store_shared(Float32, at, [x[4 * t + 2 * half + e]])
+
+    # -- operands -----------------------------------------------------------------------------
 
     def _split(self, x: list[Any]) -> list[Any]:
         """8 float32 as operands, and 8 more for what is left of them."""
@@ -138,17 +185,6 @@ class ChunkInverse(ChunkScores):
                 values += warp.load_shared(Float32, at, 2)
         return values
 
-    def _inverse_rows(self, block: Any) -> list[Any]:
-        """The same of an inverted block on the diagonal, where only what is below the diagonal is
-        stored."""
-        r, c = self.row_and_part()
-        values = self._rows(block)
-        for t in range(2):
-            for e in range(2):
-                n = (t * 2 + t) * 2 + e
-                values[n] = self._lower(values[n], r, 2 * c + e)
-        return values
-
     def _lower(self, x: Any, row: Any, column: Any) -> Any:
         """Element of a unit lower triangular matrix."""
         x = cutlass.select_(column < row, x, Float32(0.0))
@@ -157,22 +193,37 @@ class ChunkInverse(ChunkScores):
     def _diagonal_transposed(self, smem: Any, j: Any) -> list[Any]:
         """X_jj^T as accumulators."""
         r, c = self.row_and_part()
-        block = smem + self.blocks + block_offset(j, j)
+        block = self._block(smem, j, j)
         values: list[Any] = []
         for s in range(2):
             for half in range(2):
                 for e in range(2):
                     row, column = 8 * s + 2 * c + e, r + 8 * half
+                    if half > s:
+                        values.append(Float32(0.0))
+                        continue
                     x = warp.load_shared(Float32, block + block_element(row, column))[0]
-                    values.append(self._lower(x, row, column))
+                    values.append(x if half < s else self._lower(x, row, column))
         return values
 
-    def _times_transposed(self, a: list[Any], rows: list[Any], *, lower: bool) -> list[Any]:
+    # -- products -----------------------------------------------------------------------------
+
+    def _times_diagonal(self, smem: Any, n: cute.Tensor, i: Any) -> list[Any]:
+        """-n X_ii^T"""
+        r, c = self.row_and_part()
+        rows = self._rows(self._block(smem, i, i))
+        for t in range(2):
+            for e in range(2):
+                m = (t * 2 + t) * 2 + e
+                rows[m] = self._lower(rows[m], r, 2 * c + e)
+        return self._times(self._split([-n[m] for m in range(8)]), rows, lower=True)
+
+    def _times(self, a: list[Any], rows: list[Any], *, lower: bool = False) -> list[Any]:
         """a m^T, 16 by 16, as accumulators: a split, m as `_rows`; with `lower` what is above the
         diagonal of m is 0."""
         result: list[Any] = []
         for t in range(2):
-            main, rest = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+            main, small, rest = ([Float32(0.0)] * 4 for _ in range(3))
             for s in range(1 if lower and t == 0 else 2):
                 n = (t * 2 + s) * 2
                 high, low = zip(*map(split, rows[n : n + 2]), strict=True)
@@ -180,10 +231,12 @@ class ChunkInverse(ChunkScores):
                     [a[base + 4 * s + order] for order in (0, 2, 1, 3)] for base in (0, 8)
                 )
                 rest = list(warp.mma_tf32(rest, left_low, high))
-                rest = list(warp.mma_tf32(rest, left, low))
+                small = list(warp.mma_tf32(small, left, low))
                 main = list(warp.mma_tf32(main, left, high))
-            result += [x + y for x, y in zip(main, rest, strict=True)]
+            result += [x + (y + z) for x, y, z in zip(main, small, rest, strict=True)]
         return result
+
+    # -- results ------------------------------------------------------------------------------
 
     def store_block(
         self, tile: Any, i: Any, j: Any, x: list[Any], factors: list[Any] | None = None
@@ -201,7 +254,11 @@ class ChunkInverse(ChunkScores):
                 at = tile + i * REGION_BYTES + tile_unit(8 * t + r, 2 * j + half)
                 warp.store_shared(Int32, at + 4 * c, [moved])
 
-    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any], beta: list[Any]) -> None:
-        """Take block (i, j) of the inverse, as accumulators of its transposed, and beta of the
-        thread's two columns. Called for blocks above the diagonal, too, which are 0."""
+    def put_zeros(self, smem: Any, i: Any, j: Any) -> None:
+        lane = lane_index()
+        at = smem + self.tile_kk + i * REGION_BYTES + tile_unit(lane >> 1, 2 * j + (lane & 1))
+        warp.store_shared(Int32, at, [Int32(0)] * 4)
+
+    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
+        """Take block (i, j) of the inverse, as accumulators of its transposed."""
         raise NotImplementedError

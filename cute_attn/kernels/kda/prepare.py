@@ -6,11 +6,12 @@ For every chunk of 64 tokens and value head, what does not depend on the state, 
     block (value head, chunk), 8 warps
       load      q and k by cp.async; gates and beta to registers
       gates     the gate, and its sums within sub-chunks of 16 tokens
-      norms     q and k to length 1
+      norms     of q and k, which are then factors of all that is made of them
       scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; kd, qg and kg
                 on the way
-      inverse   warps 0 to 3: L and its inverse, Akk to memory
+      inverse   warps 0 to 3: L, and its blocks on the diagonal inverted
                 warps 4 to 7: Aqk to memory
+                all: the other blocks of the inverse, and Akk to memory
 
 Sums of gates are kept within sub-chunks, and decays between sub-chunks multiplied, so that a large
 gate costs the tokens behind it no accuracy.
@@ -18,7 +19,7 @@ gate costs the tokens behind it no accuracy.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -28,7 +29,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
-from .chunks import chunk_place, num_slots
+from .chunks import num_slots
 from .gates import log2_decay, rate_of, sigmoid
 from .inverse import ChunkInverse
 from .scores import (
@@ -38,18 +39,18 @@ from .scores import (
     SUB_CHUNKS,
     SUB_TILE_BYTES,
     TILE_ROW_BYTES,
+    lane_index,
+    row_offset,
     tile_unit,
 )
 from .spec import CHUNK, PrepareSpec
-
-HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
 
 
 class KdaPrepare(ChunkInverse):
     """The kernel for one PrepareSpec; see the module's docstring."""
 
     def __init__(self, spec: PrepareSpec):
-        super().__init__(spec.dtype, spec.head_dim_k)
+        super().__init__(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm)
         self.spec = spec
         self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
         # Byte offsets in a record, what a chunk and head has in `tiles`.
@@ -140,12 +141,12 @@ class KdaPrepare(ChunkInverse):
             lower_bound: of the gate, if it has one.
             beta_scale: multiplies the sigmoid of beta.
         """
-        heads = g.shape[2]
         slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
         self.kernel(
-            q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, scale, lower_bound, beta_scale
+            q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, scale, lower_bound,
+            beta_scale, *self.divisors(g, q),
         ).launch(
-            grid=[heads * slots, 1, 1],
+            grid=[g.shape[2] * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
             min_blocks_per_mp=2,
@@ -168,28 +169,26 @@ class KdaPrepare(ChunkInverse):
         scale: Float32,
         lower_bound: Float32,
         beta_scale: Float32,
+        by_heads: cute.FastDivmodDivisorV2,
+        by_group: cute.FastDivmodDivisorV2,
+        by_chunks: cute.FastDivmodDivisorV2,
     ) -> None:
-        block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        heads = g.shape[2]
-        # Heads of a group are neighbours, and find q and k in L2.
-        slot = Int32(cutlass.Uint32(block) // cutlass.Uint32(heads))
-        head = block - slot * heads
-        place = chunk_place(slot, g.shape[1], cu_seqlens)
+        slot, head, head_qk, place = self.place_of(
+            by_heads, by_group, by_chunks, g.shape[1], cu_seqlens
+        )
         smem = warp.shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
-            group = Int32(
-                cutlass.Uint32(head) // (cutlass.Uint32(heads) // cutlass.Uint32(q.shape[2]))
-            )
-            self.start_copy(q, smem + self.q, place, group)
-            self.start_copy(k, smem + self.k, place, group)
+            raw = self.load_gates(self.rows_of(g, place, head), place.length)
+            self.start_copy(self.rows_of(q, place, head_qk), smem + self.q, place.length)
+            self.start_copy(self.rows_of(k, place, head_qk), smem + self.k, place.length)
             cute.arch.cp_async_commit_group()
             self.load_beta(beta, smem, place, head, beta_scale)
-            self.sum_gates(g, A_log, dt_bias, smem, place, head, lower_bound)
+            self.sum_gates(raw, A_log, dt_bias, smem, place.length, head, lower_bound)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
-            self.normalise(smem, scale, self.spec.l2norm)
+            self.norms(smem, scale)
             if thread < self.head_dim_k:
                 decay[slot, head, thread] = warp.exp2(self.finish_tables(smem, thread))
             cute.arch.sync_threads()
@@ -211,35 +210,23 @@ class KdaPrepare(ChunkInverse):
             # q, k and P are not read any more.
             cute.arch.sync_threads()
             if half == 0:
-                self.finish_inverse(smem, b, record, acc)
+                self.give(smem, b, 0, acc)
+                self.meet(b)
+                self.store_lower(smem, b, self.take(smem, b, 1, acc))
+                cute.arch.sync_warp()
+                self.invert_diagonal(smem, b)
             else:
-                self.finish_scores(smem, b, scale, record, acc)
-
-    @cute.jit
-    def finish_inverse(self, smem: Int32, b: Int32, record: Int64, acc: cute.Tensor) -> None:
-        """Warps 0 to 3."""
-        self.give(smem, b, 0, acc)
-        self.meet(b)
-        self.store_lower(smem, b, self.take(smem, b, 1, acc))
-        cute.arch.sync_warp()
-        self.invert_diagonal(smem, b)
-        cute.arch.barrier(barrier_id=1 + SUB_CHUNKS, number_of_threads=HALF)
-        self.invert_column(smem, b)
-        cute.arch.barrier(barrier_id=1 + SUB_CHUNKS, number_of_threads=HALF)
-        self.copy_tile(smem + self.tile_kk, record + self.akk, b)
-
-    @cute.jit
-    def finish_scores(
-        self, smem: Int32, b: Int32, scale: Float32, record: Int64, acc: cute.Tensor
-    ) -> None:
-        """Warps 4 to 7."""
-        self.give(smem, b, 1, acc)
-        self.meet(b)
-        sums = self.take(smem, b, 0, acc)
-        cute.arch.sync_warp()
-        self.stage_scores(smem, b, scale, sums)
-        cute.arch.sync_warp()
-        self.copy_tile(smem + self.tile_qk, record + self.aqk, b)
+                self.give(smem, b, 1, acc)
+                self.meet(b)
+                sums = self.take(smem, b, 0, acc)
+                cute.arch.sync_warp()
+                self.stage_scores(smem, b, scale, sums)
+                cute.arch.sync_warp()
+                self.copy_rows(smem + self.tile_qk, record + self.aqk, b, 0, SUB_CHUNK)
+            cute.arch.sync_threads()
+            self.invert(smem, part)
+            rows = SUB_CHUNK // 2
+            self.copy_rows(smem + self.tile_kk, record + self.akk, b, half * rows, rows)
 
     # -- gates and beta -----------------------------------------------------------------------
 
@@ -257,84 +244,102 @@ class KdaPrepare(ChunkInverse):
             warp.store_shared(Float32, smem + self.beta + thread * 4, [x])
 
     @cute.jit
+    def load_gates(self, rows: Any, length: Int32) -> Any:
+        """A thread's part of g, as it is: a sub-chunk's rows of two channels. Rows past the chunk's
+        end are its last one."""
+        thread, _, _ = cute.arch.thread_idx()
+        pairs = self.head_dim_k // 2
+        registers = self.gate_dtype.width // 16
+        raw = cute.make_rmem_tensor((SUB_CHUNK * registers,), Int32)
+        if thread < pairs * SUB_CHUNKS:
+            first, pair = thread // pairs * SUB_CHUNK, thread % pairs
+            source = rows.start + Int64(pair * (4 * registers))
+            for t in cutlass.range_constexpr(SUB_CHUNK):
+                at = cutlass.min(first + t, length - 1)
+                x = warp.load_global(Int32, source + row_offset(at, rows.pitch), registers)
+                for n in cutlass.range_constexpr(registers):
+                    raw[t * registers + n] = x[n]
+        return raw
+
+    @cute.jit
     def sum_gates(
         self,
-        g: cute.Tensor,
+        raw: cute.Tensor,
         A_log: cute.Tensor | None,
         dt_bias: cute.Tensor | None,
         smem: Int32,
-        place: Any,
+        length: Int32,
         head: Int32,
         lower_bound: Float32,
     ) -> None:
-        """A thread has a sub-chunk's gates of two channels."""
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.head_dim_k // 2
         if thread < pairs * SUB_CHUNKS:
-            sub = thread // pairs
-            pair = thread % pairs
+            sub, pair = thread // pairs, thread % pairs
             rate = rate_of(A_log, head)
             bias = (Float32(0.0), Float32(0.0))
             if cutlass.const_expr(dt_bias is not None):
                 bias = (dt_bias[head, 2 * pair], dt_bias[head, 2 * pair + 1])
-            base = (
-                g.iterator
-                + (Int64(place.batch) * g.stride[0] + Int64(head) * g.stride[2])
-                + 2 * pair
-            ).toint()
-            step = g.stride[1] * (self.gate_dtype.width // 8)
-            last = place.length - 1
-            loaded = []
-            for t in cutlass.range_constexpr(SUB_CHUNK):
-                at = cutlass.min(sub * SUB_CHUNK + t, last)
-                loaded.append(self.load_pair(base + Int64(place.start + at) * step))
             gates = []
             for t in cutlass.range_constexpr(SUB_CHUNK):
-                present = sub * SUB_CHUNK + t < place.length
+                present = sub * SUB_CHUNK + t < length
                 both = [
                     log2_decay(self.spec.gate, x, rate, y, lower_bound, clamp=True)
-                    for x, y in zip(loaded[t], bias, strict=True)
+                    for x, y in zip(self.gate_pair(raw, t), bias, strict=True)
                 ]
-                gates.append([cutlass.select_(present, x, Float32(0.0)) for x in both])
+                gates.append([Float32(cutlass.select_(present, x, Float32(0.0))) for x in both])
             self.store_sums(smem, pair, sub, gates, ascending=self.spec.gate == "none")
 
-    def load_pair(self, address: Any) -> tuple[Any, Any]:
+    def gate_pair(self, raw: cute.Tensor, t: int) -> tuple[Any, Any]:
         if self.gate_dtype is Float32:
-            return warp.load_global(Float32, address, 2)
-        return warp.unpack(self.gate_dtype, warp.load_global(Int32, address)[0])
+            return tuple(Int32(raw[2 * t + n]).bitcast(Float32) for n in range(2))
+        return warp.unpack(self.gate_dtype, raw[t])
 
     # -- results ------------------------------------------------------------------------------
 
     def put_decayed(
-        self, out: Any, smem: Any, row: Any, group: Any, part: Any, q: list[Any], k: list[Any],
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], k: list[Any],
         start: Any, scale: Any,
     ) -> None:  # fmt: skip
+        row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
+        of_q, of_k = scale, None
+        if self.l2norm:
+            of_q = scale * self.of_row(smem, self.inverse_norm_q, row)
+            of_k = self.of_row(smem, self.inverse_norm_k, row)
         step = 2 * SUB_TILE_BYTES
-        k = [x * y for x, y in zip(k, start, strict=True)]
-        self.put(out + self.kd, row, group, part, k, step)
-        q = [x * (y * scale) for x, y in zip(q, start, strict=True)]
-        self.put(out + self.qg, row, group, part, q, step)
+        k = [x * (y if of_k is None else y * of_k) for x, y in zip(k, start, strict=True)]
+        self.put(out, self.kd, b, half, group, k, step)
+        q = [x * (y * of_q) for x, y in zip(q, start, strict=True)]
+        self.put(out, self.qg, b, half, group, q, step)
 
-    def put_to_end(self, out: Any, row: Any, group: Any, part: Any, k: list[Any]) -> None:
-        self.put(out + self.kg, row, group, part, k)
+    def put_to_end(
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]
+    ) -> None:
+        if self.l2norm:
+            row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
+            of_k = self.of_row(smem, self.inverse_norm_k, row)
+            k = [x * of_k for x in k]
+        self.put(out, self.kg, b, half, group, k, SUB_TILE_BYTES)
 
-    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any], beta: list[Any]) -> None:
+    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
+        column = j * SUB_CHUNK + self.row_and_part()[0]
+        beta = [self.of_row(smem, self.beta, column + 8 * half) for half in range(2)]
         self.store_block(smem + self.tile_kk, i, j, x, beta)
 
     def put(
-        self, matrix: Any, row: Any, group: Any, part: Any, values: list[Any],
-        step: int = SUB_TILE_BYTES,
-    ) -> None:  # fmt: skip
+        self, record: Any, matrix: int, b: Any, half: int, group: Any, values: list[Any], step: int
+    ) -> None:
         """8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes from one to the next."""
-        unit = ((group & 1) << 2) + part
-        at = (group >> 1) * step + tile_unit(row, unit)
-        warp.store_global(Int32, matrix + Int64(at), self.packed(values))
+        r, c = self.row_and_part()
+        at = (group >> 1) * step + tile_unit(r, ((group & 1) << 2) + c)
+        at = record + Int64(at + b * (SUB_CHUNK * TILE_ROW_BYTES))
+        at = at + (matrix + half * 8 * TILE_ROW_BYTES)
+        warp.store_global(Int32, at, self.packed(values))
 
-    def copy_tile(self, tile: Any, target: Any, b: Any) -> None:
-        """The 16 rows of sub-chunk b of a sub-tile to memory."""
-        lane = cute.arch.lane_idx()
-        size = SUB_CHUNK * TILE_ROW_BYTES
-        for i in range(size // (WARP_SIZE * 16)):
-            at = (i * WARP_SIZE + lane) * 16
+    def copy_rows(self, tile: Any, target: Any, b: Any, first: Any, rows: int) -> None:
+        """Rows of sub-chunk b of a sub-tile to memory."""
+        lane = lane_index()
+        for i in range(rows * TILE_ROW_BYTES // (WARP_SIZE * 16)):
+            at = first * TILE_ROW_BYTES + (i * WARP_SIZE + lane) * 16
             x = warp.load_shared(Int32, tile + b * REGION_BYTES + at, 4)
-            warp.store_global(Int32, target + Int64(b * size + at), x)
+            warp.store_global(Int32, target + Int64(b * (SUB_CHUNK * TILE_ROW_BYTES) + at), x)

@@ -28,16 +28,17 @@ the one that lets a thread load 8 neighbours at a time: with row = lane // 4, a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import llvm
 
 from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
+from .chunks import ChunkPlace, chunk_place
 from .spec import CHUNK, SUB_TILE
 
 SUB_CHUNK = 16
@@ -55,6 +56,12 @@ LOWEST, HIGHEST = -120.0, 40.0  # of P in range
 SHIFT = 60.0  # of exponents of rows, with bfloat16
 NUM_BLOCKS = SUB_CHUNKS * (SUB_CHUNKS + 1) // 2
 L2NORM_EPSILON = 1e-6
+
+
+def lane_index() -> Any:
+    """From the thread's index, which is at hand, rather than from a special register."""
+    thread, _, _ = cute.arch.thread_idx()
+    return thread & (WARP_SIZE - 1)
 
 
 def block_offset(i: Any, j: Any) -> Any:
@@ -94,6 +101,18 @@ def keep_branch() -> None:
     )
 
 
+class Rows(NamedTuple):
+    """The chunk's rows of a tensor."""
+
+    start: Any  # address of the first
+    pitch: Any  # bytes from one to the next: Uint32, as nobody has rows of 4 GB
+
+
+def row_offset(row: Any, pitch: Any) -> Any:
+    """Bytes to a row, in one multiplication."""
+    return Int64(Uint64(Uint32(row)) * Uint64(pitch))
+
+
 class ChunkScores:
     """Shared memory, and the phases of a block that works on one chunk of one value head.
 
@@ -102,8 +121,9 @@ class ChunkScores:
     two rows that a quarter of a warp reads together are in different banks.
     """
 
-    def __init__(self, dtype: str, head_dim_k: int):
+    def __init__(self, dtype: str, head_dim_k: int, *, l2norm: bool):
         self.dtype = DTYPE[dtype]
+        self.l2norm = l2norm
         self.head_dim_k = head_dim_k
         self.groups = head_dim_k // GROUP
         self.qk_row, self.p_row = 2 * head_dim_k, 4 * head_dim_k
@@ -128,12 +148,16 @@ class ChunkScores:
         # Of each token:
         self.beta = buffer(CHUNK * 4)
         self.own_score = buffer(CHUNK * 4)  # scale q . k
+        self.inverse_norm_q = buffer(CHUNK * 4)
+        self.inverse_norm_k = buffer(CHUNK * 4)
         # Of each warp that has gates, the first row that is out of range.
         self.out_of_range = buffer(NUM_WARPS * 4)
         self.smem_bytes = offset
         # Once the scores are done, their operands' place is that of partial sums, and then of 16
-        # rows of Aqk and Akk as 16-bit tiles: of each sub-chunk a region, half of it each.
+        # rows of Aqk and Akk as 16-bit tiles: of each sub-chunk a region, half of it each, of
+        # which again half is free then.
         self.tile_qk = self.q
+        self.exchange = self.q + REGION_BYTES // 4
         self.tile_kk = self.q + REGION_BYTES // 2
         assert self.q + SUB_CHUNKS * REGION_BYTES <= self.blocks
         self.in_one_product = dtype == "bfloat16"
@@ -142,7 +166,7 @@ class ChunkScores:
     # -- small things -------------------------------------------------------------------------
 
     def row_and_part(self) -> tuple[Any, Any]:
-        lane = cute.arch.lane_idx()
+        lane = lane_index()
         return lane >> 2, lane & 3
 
     def unpacked(self, packed: Any) -> list[Any]:
@@ -161,65 +185,115 @@ class ChunkScores:
             *warp.load_shared(Float32, (address + 16) - swap, 4),
         ]
 
+    # -- places -------------------------------------------------------------------------------
+
+    def divisors(self, g: cute.Tensor, q: cute.Tensor) -> tuple[Any, Any, Any]:
+        """For host code: of a block by value heads, of a value head by those of a group, and of a
+        slot by chunks of a sequence where these are not packed."""
+        heads = g.shape[2]
+        return tuple(
+            cute.fast_divmod_create_divisor_v2(x)
+            for x in (heads, heads // q.shape[2], (g.shape[1] + (CHUNK - 1)) // CHUNK)
+        )
+
+    @cute.jit
+    def place_of(
+        self,
+        by_heads: cute.FastDivmodDivisorV2,
+        by_group: cute.FastDivmodDivisorV2,
+        by_chunks: cute.FastDivmodDivisorV2,
+        tokens: Int32,
+        cu_seqlens: cute.Tensor | None,
+    ) -> Any:
+        """(slot, value head, head of q and k, chunk) of this block. Value heads of a group are
+        neighbours, and find q and k in L2."""
+        block, _, _ = cute.arch.block_idx()
+        slot, head = divmod(block, by_heads)
+        head_qk, _ = divmod(head, by_group)
+        if cutlass.const_expr(cu_seqlens is None):
+            sequence, index = divmod(slot, by_chunks)
+            start = index * CHUNK
+            length = cutlass.min(tokens - start, Int32(CHUNK))
+            place = ChunkPlace(cutlass.Boolean(True), sequence, sequence, index, start, length)
+        else:
+            place = chunk_place(slot, tokens, cu_seqlens)
+        return slot, head, head_qk, place
+
+    def rows_of(self, x: cute.Tensor | None, place: Any, head: Any) -> Rows | None:
+        """The chunk's rows of a tensor [B, T, heads, columns]."""
+        if x is None:
+            return None
+        width = x.element_type.width // 8
+        start = (
+            x.iterator
+            + (Int64(place.batch) * x.stride[0] + Int64(head) * x.stride[2])
+            + Int64(place.start) * x.stride[1]
+        ).toint()
+        return Rows(start, Uint32(x.stride[1] * width))
+
     # -- q and k ------------------------------------------------------------------------------
 
     @cute.jit
-    def start_copy(self, x: cute.Tensor, shared: Int32, place: Any, head: Int32) -> None:
+    def start_copy(self, rows: Any, shared: Int32, length: Int32) -> None:
         """cp.async of the chunk's rows of q or k; rows past its end become 0."""
         thread, _, _ = cute.arch.thread_idx()
         units = self.qk_row // UNIT_BYTES
-        rows = NUM_THREADS // units
-        row = thread // units
-        unit = thread % units
-        base = (
-            x.iterator
-            + (Int64(place.batch) * x.stride[0] + Int64(head) * x.stride[2])
-            + unit * (UNIT_BYTES // 2)
-        ).toint()
-        for i in cutlass.range_constexpr(CHUNK // rows):
-            at = row + i * rows
-            present = at < place.length
-            token = place.start + (at if present else Int32(0))
+        step = NUM_THREADS // units
+        assert step % 4 == 0, "a thread's rows have the same parity"
+        row, unit = thread // units, thread % units
+        place = shared + row * self.qk_row + ((unit ^ (parity(row) << 2)) << 4)
+        source = rows.start + Int64(unit * UNIT_BYTES)
+        for i in cutlass.range_constexpr(CHUNK // step):
+            at = row + i * step
+            present = at < length
             warp.copy_async(
-                shared + at * self.qk_row + ((unit ^ (parity(at) << 2)) << 4),
-                base + Int64(token) * (x.stride[1] * 2),
+                place + i * (step * self.qk_row),
+                source + row_offset(cutlass.select_(present, at, Int32(0)), rows.pitch),
                 present,
             )
 
     @cute.jit
-    def normalise(self, smem: Int32, scale: Float32, l2norm: cutlass.Constexpr) -> None:
-        """8 rows of each warp: q and k to length 1, if asked to, and scale q . k."""
+    def norms(self, smem: Int32, scale: Float32) -> None:
+        """Of 8 rows of each warp: scale q . k, and with l2norm the inverses of both lengths.
+
+        The left operand has q in rows 0 to 7 and k in rows 8 to 15, the right one k, and q. What
+        is wanted is on the diagonals of the results.
+        """
         thread, _, _ = cute.arch.thread_idx()
         r, c = self.row_and_part()
         row = (thread >> 5) * 8 + r
         at = smem + self.q + row * self.qk_row + c * 16
-        swap = parity(row) << 6
-        to_k = self.k - self.q
-        q, k = [], []
-        for g in cutlass.range_constexpr(self.groups):
+        by_k, by_q = self._products_of_rows(at, parity(row) << 6)
+        if c == r >> 1:
+            odd = (r & 1) == 1
+            dot = cutlass.select_(odd, by_k[1], by_k[0]) * scale
+            place = smem + row * 4
+            if cutlass.const_expr(self.l2norm):
+                of_q = self._inverse_norm(cutlass.select_(odd, by_q[1], by_q[0]))
+                of_k = self._inverse_norm(cutlass.select_(odd, by_k[3], by_k[2]))
+                dot = dot * (of_q * of_k)
+                warp.store_shared(Float32, place + self.inverse_norm_q, [of_q])
+                warp.store_shared(Float32, place + self.inverse_norm_k, [of_k])
+            warp.store_shared(Float32, place + self.own_score, [dot])
+
+    def _products_of_rows(self, at: Any, swap: Any) -> tuple[list[Any], list[Any]]:
+        by_k, by_q = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+        for g in range(self.groups):
             address = at + ((g << 6) ^ swap)
-            q.append(warp.load_shared(Int32, address, 4))
-            k.append(warp.load_shared(Int32, address + to_k, 4))
-        sums = [Float32(0.0), Float32(0.0), Float32(0.0)]
-        for g in cutlass.range_constexpr(self.groups):
-            for x, y in zip(self.unpacked(q[g]), self.unpacked(k[g]), strict=True):
-                sums[0] = cute.math.fma(x, y, sums[0])
-                if cutlass.const_expr(l2norm):
-                    sums[1] = cute.math.fma(x, x, sums[1])
-                    sums[2] = cute.math.fma(y, y, sums[2])
-        for distance in (1, 2):
-            sums = [x + cute.arch.shuffle_sync_bfly(x, distance) for x in sums]
-        dot = sums[0]
-        if cutlass.const_expr(l2norm):
-            of_q, of_k = (warp.reciprocal_sqrt(x + L2NORM_EPSILON) for x in sums[1:])
-            dot = dot * (of_q * of_k)
-            for g in cutlass.range_constexpr(self.groups):
-                address = at + ((g << 6) ^ swap)
-                for shift, values, factor in ((0, q[g], of_q), (to_k, k[g], of_k)):
-                    scaled = [x * factor for x in self.unpacked(values)]
-                    warp.store_shared(Int32, address + shift, self.packed(scaled))
-        if c == 0:
-            warp.store_shared(Float32, smem + self.own_score + row * 4, [dot * scale])
+            q = warp.load_shared(Int32, address, 4)
+            k = warp.load_shared(Int32, address + (self.k - self.q), 4)
+            for t in (0, 2):
+                a = (q[t], k[t], q[t + 1], k[t + 1])
+                by_k = list(warp.mma(self.dtype, by_k, a, k[t : t + 2]))
+                if self.l2norm:
+                    by_q = list(warp.mma(self.dtype, by_q, a, q[t : t + 2]))
+        return by_k, by_q
+
+    def _inverse_norm(self, square: Any) -> Any:
+        return warp.reciprocal_sqrt(Float32(square) + L2NORM_EPSILON)
+
+    def of_row(self, smem: Any, vector: int, row: Any) -> Any:
+        return warp.load_shared(Float32, smem + vector + row * 4)[0]
 
     # -- gates --------------------------------------------------------------------------------
 
@@ -361,7 +435,7 @@ class ChunkScores:
             k = [x * y for x, y in zip(k, decay, strict=True)]
             rows_q.append(self.packed(q))
             rows_k.append(self.packed(k))
-            self.put_decayed(out, smem, row, g, c, q, k, start, scale)
+            self.put_decayed(out, smem, b, half, g, q, k, start, scale)
         for half, column in enumerate(own):
             self._accumulate(acc, 0, half, rows_q, rows_k, column)
         # From the columns' next sub-chunk to this one, less what rows have too much.
@@ -441,27 +515,48 @@ class ChunkScores:
 
     def _partial_sums(self, smem: Any, b: Any, which: int) -> Any:
         at = (self.tile_qk, self.tile_kk)[which]
-        return smem + at + b * REGION_BYTES + cute.arch.lane_idx() * 16
+        return smem + at + b * REGION_BYTES + lane_index() * 16
 
     def meet(self, b: Any) -> None:
         """The two warps of sub-chunk b wait for each other."""
         cute.arch.barrier(barrier_id=1 + b, number_of_threads=2 * WARP_SIZE)
 
+    def row_factor(self, smem: Any, row: Any) -> Any:
+        """Of a row of L: beta, and the norm."""
+        factor = self.of_row(smem, self.beta, row)
+        if self.l2norm:
+            factor = factor * self.of_row(smem, self.inverse_norm_k, row)
+        return factor
+
+    def column_factors(self, smem: Any, j: Any) -> Any:
+        """Of the thread's columns of sub-chunk j: the norms of k, [half of its tokens][2]."""
+        if not self.l2norm:
+            return (None, None)
+        _, c = self.row_and_part()
+        at = smem + self.inverse_norm_k + (j * SUB_CHUNK + 2 * c) * 4
+        return tuple(warp.load_shared(Float32, at + 32 * half, 2) for half in range(2))
+
+    def scaled(self, sums: Any, n: int, row: Any, columns: Any) -> list[Any]:
+        """Two sums times their row's and their columns' factors."""
+        if columns is None:
+            return [sums[n + e] * row for e in range(2)]
+        return [sums[n + e] * (row * columns[e]) for e in range(2)]
+
     @cute.jit
     def store_lower(self, smem: Int32, b: Int32, sums: Any) -> None:
         """The rows of L of sub-chunk b, from the sums of k."""
         r, c = self.row_and_part()
-        at = smem + self.beta + (b * SUB_CHUNK + r) * 4
-        beta = [warp.load_shared(Float32, at + 32 * half)[0] for half in range(2)]
         in_range = self.rows_in_range(smem, b)
+        factors = [self.row_factor(smem, b * SUB_CHUNK + r + 8 * half) for half in range(2)]
         for back in cutlass.range_constexpr(SUB_CHUNKS):
             if b >= back:
+                columns = self.column_factors(smem, b - back)
                 block = smem + self.blocks + block_offset(b, b - back)
                 for half in cutlass.range_constexpr(2):
                     for rows in cutlass.range_constexpr(2):
                         i, j = r + 8 * rows, 8 * half + 2 * c
                         n = back * 8 + half * 4 + rows * 2
-                        pair = [sums[n] * beta[rows], sums[n + 1] * beta[rows]]
+                        pair = self.scaled(sums, n, factors[rows], columns[half])
                         if cutlass.const_expr(back > 0):
                             warp.store_shared(Float32, block + block_element(i, j), pair)
                         else:
@@ -476,36 +571,44 @@ class ChunkScores:
         r, c = self.row_and_part()
         tile = smem + self.tile_qk + b * REGION_BYTES
         in_range = self.rows_in_range(smem, b)
+        factors = [scale, scale]
+        if cutlass.const_expr(self.l2norm):
+            factors = [
+                scale * self.of_row(smem, self.inverse_norm_q, b * SUB_CHUNK + r + 8 * rows)
+                for rows in range(2)
+            ]
         own = cute.make_rmem_tensor((8,), Float32)
-        for n in cutlass.range_constexpr(8):
-            own[n] = sums[n] * scale
+        columns = self.column_factors(smem, b)
+        for n in cutlass.range_constexpr(0, 8, 2):
+            pair = self.scaled(sums, n, factors[n // 2 % 2], columns[n // 4])
+            own[n], own[n + 1] = pair[0], pair[1]
         if in_range < SUB_CHUNK:
             block = smem + self.blocks + block_offset(b, b)
             for n in cutlass.range_constexpr(8):
                 i, j = r + 8 * (n // 2 % 2), 8 * (n // 4) + 2 * c + n % 2
                 if j < i and i >= in_range:
                     own[n] = warp.load_shared(Float32, block + block_element(j, i))[0]
-        at = smem + self.own_score + (b * SUB_CHUNK + r) * 4
-        same = [warp.load_shared(Float32, at + 32 * rows)[0] for rows in range(2)]
         for half in cutlass.range_constexpr(2):
             for rows in cutlass.range_constexpr(2):
                 i = r + 8 * rows
+                same = self.of_row(smem, self.own_score, b * SUB_CHUNK + i)
                 values = []
                 for e in cutlass.range_constexpr(2):
                     j = 8 * half + 2 * c + e
-                    x = cutlass.select_(j == i, same[rows], Float32(0.0))
+                    x = cutlass.select_(j == i, same, Float32(0.0))
                     values.append(cutlass.select_(j < i, own[half * 4 + rows * 2 + e], x))
                 at = tile + tile_unit(i, 2 * b + half) + 4 * c
                 warp.store_shared(Int32, at, self.packed(values))
         for back in cutlass.range_constexpr(1, SUB_CHUNKS):
             if b >= back:
+                of_columns = self.column_factors(smem, b - back)
                 for half in cutlass.range_constexpr(2):
                     for rows in cutlass.range_constexpr(2):
                         n = back * 8 + half * 4 + rows * 2
                         at = tile + tile_unit(r + 8 * rows, 2 * (b - back) + half) + 4 * c
-                        pair = [sums[n] * scale, sums[n + 1] * scale]
-                        warp.store_shared(Int32, at, self.packed(pair))
-        lane = cute.arch.lane_idx()
+                        values = self.scaled(sums, n, factors[rows], of_columns[half])
+                        warp.store_shared(Int32, at, self.packed(values))
+        lane = lane_index()
         for j in cutlass.range_constexpr(1, SUB_CHUNKS):
             if j > b:
                 at = tile + tile_unit(lane >> 1, 2 * j + (lane & 1))
@@ -531,16 +634,22 @@ class ChunkScores:
             reference = (pair << (shift + 1)) + h
             later = reference + (r & (h - 1))
             product = self._level(smem, b * SUB_CHUNK, later, later - h, reference)
-            beta = warp.load_shared(Float32, smem + self.beta + (b * SUB_CHUNK + later) * 4)[0]
+            of_k = self.row_factor(smem, b * SUB_CHUNK + later)
+            of_q = scale
+            if cutlass.const_expr(self.l2norm):
+                of_q = scale * self.of_row(smem, self.inverse_norm_q, b * SUB_CHUNK + later)
             block = smem + self.blocks + block_offset(b, b)
             for i in cutlass.range_constexpr(2):
                 n = 2 * c + i
                 if (n >> shift) == pair:
                     earlier = (pair << (shift + 1)) + (n & (h - 1))
+                    column = Float32(1.0)
+                    if cutlass.const_expr(self.l2norm):
+                        column = self.of_row(smem, self.inverse_norm_k, b * SUB_CHUNK + earlier)
                     transposed = block + block_element(earlier, later)
-                    warp.store_shared(Float32, transposed, [product[i] * scale])
+                    warp.store_shared(Float32, transposed, [product[i] * (of_q * column)])
                     at = block + block_element(later, earlier)
-                    warp.store_shared(Float32, at, [product[2 + i] * beta])
+                    warp.store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
     def _level(self, smem: Any, first: Any, later: Any, earlier: Any, reference: Any) -> list[Any]:
         """The product of a level, as accumulators; the thread's rows are given as tokens of the
@@ -594,16 +703,18 @@ class ChunkScores:
             k = self.unpacked(warp.load_shared(Int32, at_qk + row * self.qk_row, 4))
             p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
             k = [x * warp.exp2(y - z) for x, y, z in zip(k, end, p, strict=True)]
-            self.put_to_end(out, row, g, c, k)
+            self.put_to_end(out, smem, b, half, g, k)
 
     def put_decayed(
-        self, out: Any, smem: Any, row: Any, group: Any, part: Any, q: list[Any], k: list[Any],
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], k: list[Any],
         start: Any, scale: Any,
     ) -> None:  # fmt: skip
-        """Take 8 channels of a row of q and k; times `start` they are decayed from the start of the
-        chunk."""
+        """Take the thread's 8 channels of q and k of row 8 half + lane // 4 of sub-chunk b; times
+        `start`, and the norms, they are decayed from the start of the chunk."""
         raise NotImplementedError
 
-    def put_to_end(self, out: Any, row: Any, group: Any, part: Any, k: list[Any]) -> None:
-        """Take 8 channels of a row of k, decayed to the end of the chunk."""
+    def put_to_end(
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]
+    ) -> None:
+        """Take the same of k, decayed to the end of the chunk."""
         raise NotImplementedError
