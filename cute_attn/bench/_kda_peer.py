@@ -46,7 +46,7 @@ def warm(kind: str, case: Case) -> None:
 
 def compile_peer(kind: str, cases: Sequence[Case], jobs: int) -> None:
     """Fill Triton's cache with the peer's kernels for such cases, in so many processes."""
-    shares = max(1, jobs // len(cases))
+    shares = -(-jobs // max(1, len(cases)))
     waiting = [
         _SHARE.format(
             kind=kind, case=case, index=index, count=shares, tuned=_same_heads(case, cases[:i])
