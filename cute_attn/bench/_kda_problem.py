@@ -32,6 +32,10 @@ PEER_MAX_ERROR = 0.05
 class Disagreement(AssertionError):
     """A contender does not compute the operator; its time would mean nothing."""
 
+    def __init__(self, who: str, message: str) -> None:
+        super().__init__(f"{who}, {message}")
+        self.who = who
+
 
 # ---- inputs
 
@@ -316,10 +320,38 @@ def hold(
             errors[f"{who} {name}"] = error
             if not error <= allowed:  # so that NaN fails
                 raise Disagreement(
-                    f"{who}, {what}: {name} has a relative error of {error:.2e} against the "
-                    f"float64 reference, allowed are {allowed:.2e}"
+                    who,
+                    f"{what}: {name} has a relative error of {error:.2e} against the float64 "
+                    f"reference, allowed are {allowed:.2e}",
                 )
     return errors
+
+
+def agreed(
+    check: Callable[[Mapping[str, Call]], dict[str, float]], calls: Mapping[str, Call]
+) -> tuple[dict[str, float], dict[str, Call], list[str]]:
+    """(errors, the contenders that may be timed, notes): without the peers that disagree.
+
+    Raises:
+        Disagreement: ours does.
+    """
+    try:
+        return check(calls), dict(calls), []
+    except Disagreement as refusal:
+        if refusal.who == "ours":
+            raise
+        rest = {who: call for who, call in calls.items() if who != refusal.who}
+        errors, rest, notes = agreed(check, rest)
+        return errors, rest, [f"not timed: {refusal}", *notes]
+
+
+def _result(who: str, call: Call) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        if who == "ours":
+            raise
+        raise Disagreement(who, f"which failed: {str(error).splitlines()[0]}") from error
 
 
 def _poison(*like: torch.Tensor) -> None:
@@ -334,7 +366,7 @@ def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> 
     actual: dict[str, Results] = {}
     for who, call in calls.items():
         _poison(arguments["v"], arguments["initial_state"])
-        o, final_state = call()[:2]
+        o, final_state = _result(who, call)[:2]
         actual[who] = {"o": o[:, :, few], "final_state": final_state[:, few]}
         del o, final_state
     cut = of_heads(arguments, case.heads, case.heads_v, 2)
@@ -363,7 +395,7 @@ def check_stage(
     actual: dict[str, Results] = {}
     for who, call in calls.items():
         _poison(arguments["v"], arguments["v"], arguments["Akk"])
-        actual[who] = {name: x[:, :, few] for name, x in named(who, call()).items()}
+        actual[who] = {name: x[:, :, few] for name, x in named(who, _result(who, call)).items()}
         if who != "ours" and "Aqk" in actual[who]:  # what the peer never writes
             actual[who]["Aqk"] = actual[who]["Aqk"].masked_fill(later, 0)
     cut = of_heads(arguments, case.heads, case.heads_v, 2)
@@ -397,7 +429,7 @@ def check_decode(
     order = arguments["state_indices"].long()
     actual: dict[str, Results] = {}
     for who, call in calls.items():
-        result = call()
+        result = _result(who, call)
         if who == "ours":
             actual[who] = {"o": arguments["out"][:, few], "state": arguments["state"][:, few]}
             continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 
 from ._kda_cases import (
     GATES,
@@ -121,14 +122,13 @@ def time_case(
     case: Case, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
 ) -> tuple[dict[str, float], list[Row], list[str]]:
     """(errors, a row for each mode, notes)."""
-    from ._kda_problem import check_chunk, chunk_arguments, chunk_calls, freed, time_calls
+    from ._kda_problem import agreed, check_chunk, chunk_arguments, chunk_calls, freed, time_calls
 
     rows: list[Row] = []
-    notes: list[str] = []
     with freed():
         arguments = chunk_arguments(case)
         calls = chunk_calls(arguments, with_peer=with_peer)
-        errors = check_chunk(case, arguments, calls)
+        errors, calls, notes = agreed(partial(check_chunk, case, arguments), calls)
         for mode in modes:
             timings, more = time_calls(calls, mode, rep_ms)
             notes += more

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 
 from ._kda_cases import DecodeCase, add_arguments, at_least, chosen, timing_columns
 from .environment import describe
@@ -80,14 +81,20 @@ def time_case(
     case: DecodeCase, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
 ) -> tuple[dict[str, float], list[Row], list[str]]:
     """(errors, a row for each mode, notes)."""
-    from ._kda_problem import check_decode, decode_arguments, decode_calls, freed, time_calls
+    from ._kda_problem import (
+        agreed,
+        check_decode,
+        decode_arguments,
+        decode_calls,
+        freed,
+        time_calls,
+    )
 
     rows: list[Row] = []
-    notes: list[str] = []
     with freed():
         arguments = decode_arguments(case)
         calls = decode_calls(arguments, with_peer=with_peer)
-        errors = check_decode(case, arguments, calls)
+        errors, calls, notes = agreed(partial(check_decode, case, arguments), calls)
         for mode in modes:
             timings, more = time_calls(calls, mode, rep_ms)
             notes += more

@@ -1,6 +1,7 @@
 """The KDA benchmarks on the CPU: all but the GPU's time is real, and kernels are plain PyTorch."""
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -259,6 +260,31 @@ def test_a_wrong_result_is_never_timed(contenders, monkeypatch, spoil, who):
 
     with pytest.raises(problem.Disagreement, match=f"{who}, chunk_kda at B=1 H=1 HV=2 T=130 in 3"):
         problem.check_chunk(case, arguments, calls | {who: wrong})
+
+
+def test_a_peer_that_fails_or_disagrees_is_left_out(contenders):
+    case = SMALL[0]
+    arguments = problem.chunk_arguments(case, 5)
+    calls = problem.chunk_calls(arguments, with_peer=True)
+
+    def fails():
+        raise RuntimeError("out of resource: shared memory\nmore")
+
+    def disagrees():
+        return tuple(1.2 * x for x in calls["ours"]())
+
+    reasons = {
+        fails: "which failed: out of resource: shared memory",
+        disagrees: f"chunk_kda at {case}: o has a relative error of",
+    }
+    for peer, reason in reasons.items():
+        check = functools.partial(problem.check_chunk, case, arguments)
+        errors, rest, (note,) = problem.agreed(check, calls | {"fla": peer})
+        assert list(rest) == ["ours"]
+        assert set(errors) == {"ours o", "ours final_state"}
+        assert note.startswith(f"not timed: fla, {reason}")
+        with pytest.raises((RuntimeError, problem.Disagreement)):
+            problem.agreed(check, calls | {"ours": peer})
 
 
 @pytest.mark.parametrize("name", ["Aqk", "Akk", "kg"])
