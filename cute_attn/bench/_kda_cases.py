@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import pathlib
 import random
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from .report import Row, Verdict
 from .roofline import Roofline, gbps
@@ -25,6 +25,8 @@ SEED = 20261121
 LOWER_BOUND = -5.0
 ELEMENT, FLOAT = 2, 4  # bytes: of bfloat16 and float16, of float32
 
+Path = Literal["fused", "modular"]  # of `chunk_kda`
+PATHS: tuple[Path, ...] = ("fused", "modular")
 GATES = ("lower_bound", "softplus")
 LENGTHS = ("uniform", "skewed", "random")
 
@@ -146,6 +148,16 @@ class Case:
         return self.one_kernel_bytes + 2 * between
 
     @property
+    def modular_bytes(self) -> int:
+        """`chunk_kda` stage by stage: gate, norms of q and k, intra, delta_h, output."""
+        h = self.chunk_heads * self.head_dim_k * self.head_dim_v * ELEMENT
+        decays = self.chunk_heads * self.head_dim_k * FLOAT
+        gate = self.k_wide + self.sums
+        delta_h = 2 * self.k_wide + 2 * self.v_wide + decays + h + 2 * self.state
+        output = self.qk_bytes + 2 * self.v_wide + self.sums + self.scores + h
+        return gate + 4 * self.qk_bytes + self.intra_bytes + delta_h + output
+
+    @property
     def peak_bytes(self) -> int:
         """What a call takes at most, roughly: its inputs, and what the stages keep (h as G)."""
         given = 2 * self.qk_bytes + self.v_wide + self.sums
@@ -225,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = _FILTE
     )
     parser.add_argument(
         "--peer-tuning",
-        type=Path,
+        type=pathlib.Path,
         metavar="DIR",
         help="take what the peer's autotuner chose in earlier runs from here, and add to it",
     )

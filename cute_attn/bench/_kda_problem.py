@@ -14,7 +14,7 @@ import torch
 
 from cute_attn.reference import kda as reference
 
-from ._kda_cases import LOWER_BOUND, SEED, Case, DecodeCase
+from ._kda_cases import LOWER_BOUND, SEED, Case, DecodeCase, Path
 from .timing import Mode, Timing, time_cuda_interleaved
 
 DEVICE = "cuda"
@@ -26,6 +26,7 @@ Results = dict[str, torch.Tensor]
 
 # The error rule (docs/testing.md) is for us. A peer only has to compute the same thing: its error
 # is reported, and refused where it could not be called rounding.
+PEERS = ("fla",)
 PEER_MAX_ERROR = 0.05
 
 
@@ -159,11 +160,17 @@ def peer(path: str) -> Callable[..., Any] | None:
     return found
 
 
-def chunk_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
-    """`chunk_kda` of each contender: (o, final state)."""
+def chunk_calls(
+    arguments: Arguments, *, with_peer: bool, paths: Sequence[Path] = ("fused",)
+) -> dict[str, Call]:
+    """`chunk_kda` of each contender: (o, final state). Ours is "ours", and "modular" that path."""
     from cute_attn import chunk_kda
 
-    calls: dict[str, Call] = {"ours": lambda: chunk_kda(**arguments)}
+    calls: dict[str, Call] = {}
+    if "fused" in paths:
+        calls["ours"] = lambda: chunk_kda(**arguments)
+    if "modular" in paths:
+        calls["modular"] = lambda: chunk_kda(**arguments | {"disable_recompute": True})
     theirs = peer("fla.ops.kda:chunk_kda") if with_peer else None
     if theirs is not None:
         calls["fla"] = lambda: theirs(**arguments)
@@ -307,7 +314,7 @@ def hold(
         plain, exact: of plain PyTorch, in the dtypes that ours have, and in float64.
 
     Raises:
-        Disagreement: ours breaks the error rule, a peer computes something else.
+        Disagreement: one of ours breaks the error rule, a peer computes something else.
     """
     errors: dict[str, float] = {}
     for who, results in actual.items():
@@ -315,7 +322,7 @@ def hold(
             error = relative_error(x, exact[name])
             floor = torch.finfo(torch.float32).eps
             allowed = 2 * relative_error(plain[name].to(x.dtype), exact[name]) + floor
-            if who != "ours":
+            if who in PEERS:
                 allowed = max(PEER_MAX_ERROR, allowed)
             errors[f"{who} {name}"] = error
             if not error <= allowed:  # so that NaN fails
@@ -338,7 +345,7 @@ def agreed(
     try:
         return check(calls), dict(calls), []
     except Disagreement as refusal:
-        if refusal.who == "ours":
+        if refusal.who not in PEERS:
             raise
         rest = {who: call for who, call in calls.items() if who != refusal.who}
         errors, rest, notes = agreed(check, rest)
@@ -349,7 +356,7 @@ def _result(who: str, call: Call) -> Any:
     try:
         return call()
     except Exception as error:
-        if who == "ours":
+        if who not in PEERS:
             raise
         raise Disagreement(who, f"which failed: {str(error).splitlines()[0]}") from error
 

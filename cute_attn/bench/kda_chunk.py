@@ -3,7 +3,8 @@
 Dense and packed sequences; gate, normalisation and sigmoid within the kernels. Each case is checked
 against the float64 reference, then timed: do_bench medians, which is what a call costs, and the
 replay of a CUDA graph, which is the device's part of it. The roofline is the time in which a copy
-moves what the two kernels of the fused path must, see docs/kernels/kda.md.
+moves what the kernels of the path must, see docs/kernels/kda.md. `--path fused modular` times the
+operator stage by stage besides, as `disable_recompute` asks for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from functools import partial
 from ._kda_cases import (
     GATES,
     LENGTHS,
+    PATHS,
     Case,
+    Path,
     add_arguments,
     at_least,
     chosen,
@@ -33,10 +36,10 @@ from .timing import Mode
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 HEADS = ((12, 12), (32, 32), (64, 64), (96, 96), (32, 64))  # of q and k, of v
-PACKED_HEADS = ((12, 12), (64, 64), (32, 64))
+PACKED_HEADS = ((64, 64), (32, 64))
 PACKED_TOKENS = (8192, 32768)
 SEQUENCES = (8, 20)
-SOFTPLUS_TOKENS = (1024, 8192, 32768)
+SOFTPLUS_TOKENS = (8192,)
 MODES: tuple[Mode, ...] = ("do_bench", "graph")
 
 # What `chunk_kda` is held to, from so many tokens on.
@@ -47,6 +50,13 @@ FUSED_TARGET, FUSED_TOKENS, FUSED_HEADS = 2.0, 8192, 64
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument(
+        "--path",
+        nargs="+",
+        default=[PATHS[0]],
+        choices=PATHS,
+        help="of ours; modular is what disable_recompute=True asks for",
+    )
 
 
 def all_cases() -> list[Case]:
@@ -85,7 +95,7 @@ def run(args: argparse.Namespace) -> Report:
     with torch.no_grad():
         with_peer, peer_notes = compiled_peer("chunk", tuning_cases(cases), args)
         for case in track(cases, "kda-chunk"):
-            found, made, more = time_case(case, with_peer, args.mode, roofline, rep_ms)
+            found, made, more = time_case(case, with_peer, args.mode, args.path, roofline, rep_ms)
             errors.append(found)
             rows += made
             notes += [note for note in more if note not in notes]
@@ -119,22 +129,39 @@ def tuning_cases(cases: Sequence[Case]) -> list[Case]:
 
 
 def time_case(
-    case: Case, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
+    case: Case,
+    with_peer: bool,
+    modes: Sequence[Mode],
+    paths: Sequence[Path],
+    roofline: Roofline,
+    rep_ms: float,
 ) -> tuple[dict[str, float], list[Row], list[str]]:
-    """(errors, a row for each mode, notes)."""
+    """(errors, a row for each mode and path, notes)."""
     from ._kda_problem import agreed, check_chunk, chunk_arguments, chunk_calls, freed, time_calls
 
     rows: list[Row] = []
     with freed():
         arguments = chunk_arguments(case)
-        calls = chunk_calls(arguments, with_peer=with_peer)
+        calls = chunk_calls(arguments, with_peer=with_peer, paths=paths)
         errors, calls, notes = agreed(partial(check_chunk, case, arguments), calls)
         for mode in modes:
             timings, more = time_calls(calls, mode, rep_ms)
             notes += more
-            columns = timing_columns(timings, case.fused_bytes, roofline)
             least_us = case.one_kernel_bytes / roofline.copy_gbps / 1e3
-            rows.append({**case.rows, "mode": mode, **columns, "inputs_and_outputs_us": least_us})
+            for path in paths:
+                of_path = dict(timings)
+                if path == "modular":
+                    of_path["ours"] = of_path.pop("modular")
+                moved = case.fused_bytes if path == "fused" else case.modular_bytes
+                rows.append(
+                    {
+                        **case.rows,
+                        "path": path,
+                        "mode": mode,
+                        **timing_columns(of_path, moved, roofline),
+                        "inputs_and_outputs_us": least_us,
+                    }
+                )
         del arguments, calls
     return errors, rows, notes
 
@@ -145,7 +172,8 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     for row in rows:
         tokens = row["tokens"]
         assert isinstance(tokens, int)
-        if row["mode"] != "do_bench" or row["gate"] != GATES[0] or tokens < TARGET_TOKENS:
+        judged = (row["path"], row["mode"], row["gate"]) == (PATHS[0], MODES[0], GATES[0])
+        if not judged or tokens < TARGET_TOKENS:
             continue
         found.append(at_least(label(row), row, "speedup_vs_fla", TARGET, GOAL))
         large = row["heads"] == row["heads_v"] == FUSED_HEADS and tokens == FUSED_TOKENS
@@ -160,7 +188,7 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
     for heads, heads_v in HEADS:
         where: Row = {
             "heads": heads, "heads_v": heads_v, "lengths": "dense", "gate": GATES[0],
-            "mode": "do_bench",
+            "path": rows[0]["path"], "mode": "do_bench",
         }  # fmt: skip
         chosen_rows = [row for row in rows if all(row[k] == v for k, v in where.items())]
         if len(chosen_rows) > 1:

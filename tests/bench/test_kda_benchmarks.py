@@ -47,7 +47,7 @@ def on_the_cpu(monkeypatch):
 # ---- stand-ins for the kernels and for the peer
 
 
-def plain_chunk(*, output_final_state, cu_seqlens_cpu=None, **rest):
+def plain_chunk(*, output_final_state, cu_seqlens_cpu=None, disable_recompute=False, **rest):
     assert output_final_state
     stages = reference.kda_chunk_reference(**rest, **PLAIN)
     return stages.o.to(rest["v"].dtype), stages.states.final_state
@@ -126,7 +126,7 @@ def fake_gpu(monkeypatch, contenders):
     def fake_times(fns, *, mode, rep_ms):
         for fn in fns.values():
             fn()
-        us = {"ours": 10.0, "fla": 19.0 if mode == "do_bench" else 12.0}
+        us = {"ours": 10.0, "modular": 25.0, "fla": 19.0 if mode == "do_bench" else 12.0}
         return {name: Timing.from_samples([us[name]] * 3) for name in fns}
 
     monkeypatch.setattr(problem, "time_cuda_interleaved", fake_times)
@@ -146,6 +146,7 @@ def test_byte_counts_are_those_of_the_page():
     # The page has beta in float32 and no states.
     assert (case.one_kernel_bytes - states) / 1e6 == pytest.approx(539 + 134, abs=2)
     assert (case.fused_bytes - states) / 1e6 == pytest.approx(1080 + 675, abs=2)
+    assert (case.modular_bytes - states) / 1e6 == pytest.approx(2351 + 1611, abs=6)
     assert DecodeCase(64, 64, 64).min_bytes / 64 / 1e6 == pytest.approx(8.47, abs=0.01)
 
 
@@ -366,12 +367,24 @@ def test_kda_chunk_without_the_peer(fake_gpu, monkeypatch, tmp_path):
     assert "FLA was left out (--no-peer)" in report["notes"]
 
 
+def test_kda_chunk_by_both_paths(fake_gpu, monkeypatch, tmp_path):
+    case = Case(1, 1, 70, **DIMS)
+    monkeypatch.setattr(kda_chunk, "all_cases", lambda: [case])
+    argv = ("--only", "T=70", "--path", "fused", "modular", "--mode", "graph")
+    fused, modular = run(tmp_path, "kda-chunk", *argv)["rows"]
+    assert (fused["path"], fused["time_us"], fused["fla_us"]) == ("fused", 10.0, 12.0)
+    assert (modular["path"], modular["time_us"], modular["fla_us"]) == ("modular", 25.0, 12.0)
+    assert fused["roofline_us"] == pytest.approx(case.fused_bytes / 3e6)
+    assert modular["roofline_us"] == pytest.approx(case.modular_bytes / 3e6)
+
+
 def test_the_fused_path_is_held_to_twice_the_peer():
     row = {
-        **Case(64, 64, 8192).rows, "mode": "do_bench", "time_us": 1000.0, "fla_us": 1900.0,
-        "speedup_vs_fla": 1.9,
+        **Case(64, 64, 8192).rows, "path": "fused", "mode": "do_bench",
+        "time_us": 1000.0, "fla_us": 1900.0, "speedup_vs_fla": 1.9,
     }  # fmt: skip
     rows = [row, row | {"tokens": 2048}, row | {"gate": "softplus"}, row | {"mode": "graph"}]
+    rows.append(row | {"path": "modular"})
     assert [(v.name, v.passed) for v in kda_chunk.verdicts(rows)] == [
         ("H=64 HV=64 T=8192: speedup_vs_fla at least 1.6", True),
         ("H=64 HV=64 T=8192: speedup_vs_fla at least 2", False),
