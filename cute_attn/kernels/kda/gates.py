@@ -32,19 +32,22 @@ def log2_decay(
     Args:
         rate: exp(A_log), or 1.0 where there is none.
         bias: dt_bias, or 0.0.
-        clamp: no less than SMALLEST_LOG2_DECAY.
+        clamp: no less than SMALLEST_LOG2_DECAY (or, bounded, than that times the sigmoid).
     """
     if gate == "none":
         result = g * Float32(LOG2_E)
     elif gate == "softplus":
         # log2(1 + 2^y) = max(y, 0) + log2(1 + 2^-|y|), whose terms stay in range
-        y = cute.math.fma(g, Float32(LOG2_E), bias * LOG2_E)
+        y = cute.math.fma(g, Float32(LOG2_E), bias * LOG2_E)  # g of -inf makes a gate of 0
         magnitude = cute.arch.fmax(y, -y)
         result = -rate * (cute.arch.fmax(y, Float32(0.0)) + log2(1.0 + exp2(-magnitude)))
     else:
-        slope = -rate * LOG2_E
+        # g is -inf where there is no token; a rate of 0 must not make that NaN.
+        slope = cute.arch.fmin(-rate * LOG2_E, Float32(-1e-30))
         bound = Float32(lower_bound) * LOG2_E
-        result = bound * reciprocal(1.0 + exp2(cute.math.fma(g, slope, bias * slope)))
+        if clamp:
+            bound = cute.arch.fmax(bound, Float32(SMALLEST_LOG2_DECAY))
+        return bound * reciprocal(1.0 + exp2(cute.math.fma(g, slope, bias * slope)))
     if clamp:
         result = cute.arch.fmax(result, Float32(SMALLEST_LOG2_DECAY))
     return result

@@ -39,11 +39,15 @@ from .scores import (
     SUB_CHUNKS,
     SUB_TILE_BYTES,
     TILE_ROW_BYTES,
+    keep_branch,
     lane_index,
     row_offset,
     tile_unit,
 )
 from .spec import CHUNK, PrepareSpec
+
+# In a register, twice if it has room for two.
+MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
 
 
 class KdaPrepare(ChunkInverse):
@@ -184,7 +188,8 @@ class KdaPrepare(ChunkInverse):
             self.start_copy(self.rows_of(k, place, head_qk), smem + self.k, place.length)
             cute.arch.cp_async_commit_group()
             self.load_beta(beta, smem, place, head, beta_scale)
-            self.sum_gates(raw, A_log, dt_bias, smem, place.length, head, lower_bound)
+            self.blank_gates(raw, place.length)
+            self.sum_gates(raw, A_log, dt_bias, smem, head, lower_bound)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
@@ -262,13 +267,26 @@ class KdaPrepare(ChunkInverse):
         return raw
 
     @cute.jit
+    def blank_gates(self, raw: cute.Tensor, length: Int32) -> None:
+        """Rows past the chunk's end become what makes a gate of 0."""
+        thread, _, _ = cute.arch.thread_idx()
+        first = thread // (self.head_dim_k // 2) * SUB_CHUNK
+        blank = Int32(0 if self.spec.gate == "none" else MINUS_INFINITY[self.spec.gate_dtype])
+        registers = self.gate_dtype.width // 16
+        if length < CHUNK:
+            keep_branch()
+            for t in cutlass.range_constexpr(SUB_CHUNK):
+                for n in cutlass.range_constexpr(registers):
+                    if first + t >= length:
+                        raw[t * registers + n] = blank
+
+    @cute.jit
     def sum_gates(
         self,
         raw: cute.Tensor,
         A_log: cute.Tensor | None,
         dt_bias: cute.Tensor | None,
         smem: Int32,
-        length: Int32,
         head: Int32,
         lower_bound: Float32,
     ) -> None:
@@ -282,12 +300,12 @@ class KdaPrepare(ChunkInverse):
                 bias = (dt_bias[head, 2 * pair], dt_bias[head, 2 * pair + 1])
             gates = []
             for t in cutlass.range_constexpr(SUB_CHUNK):
-                present = sub * SUB_CHUNK + t < length
-                both = [
-                    log2_decay(self.spec.gate, x, rate, y, lower_bound, clamp=True)
-                    for x, y in zip(self.gate_pair(raw, t), bias, strict=True)
-                ]
-                gates.append([Float32(cutlass.select_(present, x, Float32(0.0))) for x in both])
+                gates.append(
+                    [
+                        log2_decay(self.spec.gate, x, rate, y, lower_bound, clamp=True)
+                        for x, y in zip(self.gate_pair(raw, t), bias, strict=True)
+                    ]
+                )
             self.store_sums(smem, pair, sub, gates, ascending=self.spec.gate == "none")
 
     def gate_pair(self, raw: cute.Tensor, t: int) -> tuple[Any, Any]:
