@@ -75,6 +75,7 @@ def all_cases() -> list[Case]:
 def short_cases() -> list[Case]:
     return [
         Case(64, 64, 512),
+        Case(12, 12, 8192),
         Case(64, 64, 8192),
         Case(32, 64, 4096),
         Case(64, 64, 8192, sequences=8, lengths="skewed"),
