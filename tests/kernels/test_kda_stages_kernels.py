@@ -7,6 +7,7 @@ twice that of the stage in float32, its results and the operands of its products
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -241,7 +242,7 @@ def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
 # -- delta_h
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("arch", "products"), [("sm_90a", "wgmma"), ("sm_100a", "mma")])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -251,7 +252,8 @@ def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
         DeltaHSpec("float16", 64, 128, "none", False, False, False, False, 64, 1),
     ],
 )
-def test_delta_h(spec: DeltaHSpec, arch: str) -> None:
+def test_delta_h(spec: DeltaHSpec, arch: str, products: str) -> None:
+    spec = dataclasses.replace(spec, products=products)
     s = Stages(
         spec.head_dim_k,
         spec.head_dim_v,

@@ -257,7 +257,15 @@ def wait_barrier(barrier: Any, phase: Any) -> None:
     _asm(text, [], [Int32(barrier), Int32(phase)], memory=True)
 
 
-def store_global_where(condition: Any, address: Any, value: Any) -> None:
-    """An Int32 to a 64-bit address, by predication: never a branch."""
-    text = "{\n.reg .pred some;\nsetp.ne.b32 some, $2, 0;\n@some st.global.b32 [$0], $1;\n}"
-    _asm(text, [], [Int64(address), Int32(value), Int32(condition)], memory=True)
+def store_global_where(condition: Any, address: Any, *values: Any) -> None:
+    """1, 2 or 4 Int32 to a 64-bit address, by predication: never a branch."""
+    count = len(values)
+    vector = f".v{count}" if count > 1 else ""
+    text = (
+        "{\n.reg .pred some;\nsetp.ne.b32 some, $1, 0;\n"
+        f"@some st.global{vector}.b32 [$0], {{{_operands(2, count)}}};\n}}"
+    )
+    if count == 1:
+        text = "{\n.reg .pred some;\nsetp.ne.b32 some, $1, 0;\n@some st.global.b32 [$0], $2;\n}"
+    arguments = [Int64(address), Int32(condition), *map(Int32, values)]
+    _asm(text, [], arguments, memory=True)

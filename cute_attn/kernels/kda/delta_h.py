@@ -7,6 +7,9 @@ by K, are the accumulators of its products; rounded they are h and, where they l
 of the next product, as v_new^T is. So the chain from chunk to chunk never leaves the registers of a
 warp, and warps share nothing but the chunk's rows in shared memory.
 
+`products="wgmma"` (sm_90a) has the same fragments in the same threads, and reads the rows once
+rather than once a warp. Copies are started and results stored while its products run.
+
     block (tile of V, value head, sequence), tile_v / 16 warps
       load      w, kg and u of chunk c + num_stages - 1, by cp.async; G_e of chunk c + 1
       keep      h
@@ -23,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..common import warp
+from ..common import warp, warpgroup
 from ..common.dtypes import DTYPE
 from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from .chunks import CHUNK_SHIFT, SequencePlace, num_sequences, sequence_place
@@ -62,6 +65,7 @@ class KdaDeltaH:
         self.dtype = DTYPE[spec.dtype]
         if spec.tile_v != TILE_V:
             raise ValueError(f"tile_v is {spec.tile_v}, must be {TILE_V}")
+        self.wgmma = spec.products == "wgmma"
         if spec.num_stages < 1:
             raise ValueError(f"num_stages is {spec.num_stages}, must be at least 1")
         self.num_warps = spec.tile_v // FRAGMENT_ROWS
@@ -158,7 +162,7 @@ class KdaDeltaH:
         # Whatever cu_seqlens holds, nothing is written behind h.
         num_chunks = cutlass.min(num_chunks, h.shape[1] - first_chunk)
         smem = cutlass.memory.SmemAllocator()
-        base = warp.shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
+        base = warp.shared_address(smem.allocate(self.smem_bytes, 8 * LINE_BYTES))
         tile_start = tile * spec.tile_v
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
@@ -182,6 +186,8 @@ class KdaDeltaH:
                 cute.arch.cp_async_wait_group(0)
             else:
                 cute.arch.cp_async_wait_group(spec.num_stages - 2)
+            if cutlass.const_expr(self.wgmma):
+                cute.arch.fence_proxy("async.shared", space="cta")
             # Everybody's copies of this chunk are here, and everybody is done with the last one.
             cute.arch.sync_threads()
             if cutlass.const_expr(spec.num_stages > 1):
@@ -278,71 +284,98 @@ class KdaDeltaH:
 
     # -- a chunk ------------------------------------------------------------------------------
 
-    @cute.jit
     def chunk(
         self,
         state: cute.Tensor,
-        stage: Int32,
-        decay: Int32,
+        stage: Any,
+        decay: Any,
         h: cute.Tensor,
         v_new: cute.Tensor | None,
         place: Any,
-        head: Int32,
-        tile_start: Int32,
-        warp_index: Int32,
-        c: Int32,
-        index: Int32,
+        head: Any,
+        tile_start: Any,
+        warp_index: Any,
+        c: Any,
+        index: Any,
     ) -> None:
+        """From state to state. No branch may come between the start of a `wgmma` and its end, or
+        they run one by one."""
         spec, dtype = self.spec, self.dtype
-        lane = cute.arch.lane_idx()
         first_v = tile_start + warp_index * FRAGMENT_ROWS
         values = [state[i] for i in range(cute.size(state))]
 
         # keep and correct: S^T rounded, 4 registers for each 16 of K; 16 of V by 64 tokens
         s = pack_all(dtype, values)
-        h_start = self.h_address(h, place.batch, index, head, first_v)
-        recalled = [Float32(0.0)] * (FRAGMENT_ROWS * CHUNK // WARP_SIZE)
-        for step in cutlass.range_constexpr(spec.head_dim_k // STEP):
-            left = s[4 * step : 4 * step + 4]
-            for j in cutlass.range_constexpr(CHUNK // 16):
-                b = right_fragments_of_rows(stage + self.w, 16 * j, step)
-                for i in cutlass.range_constexpr(2):
-                    n = 8 * j + 4 * i
-                    recalled[n : n + 4] = warp.mma(
-                        dtype, recalled[n : n + 4], left, b[2 * i : 2 * i + 2]
-                    )
-            self.store_h(left, h_start, step)
-        corrections = []
-        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
-            u_t = transposed_accumulators(dtype, stage + self.u, 8 * j, warp_index * FRAGMENT_ROWS)
-            corrections += [x - y for x, y in zip(u_t, recalled[4 * j : 4 * j + 8], strict=True)]
-        corrections = pack_all(dtype, corrections)
+        recalled = self.times_rows(s, stage + self.w)
+        self.store_h(s, h, place.batch, index, head, first_v)
+        u_t = []
+        for j in range(0, CHUNK // 8, 2):
+            u_t += transposed_accumulators(dtype, stage + self.u, 8 * j, warp_index * FRAGMENT_ROWS)
+        decayed = self.decayed(values, decay)
+        recalled = self.done(recalled)
+        corrections = pack_all(dtype, [x - y for x, y in zip(u_t, recalled, strict=True)])
 
         # update
-        at = decay + ((lane & 3) << 3)
-        for j in cutlass.range_constexpr(spec.head_dim_k // 8):
-            d = warp.load_shared(Float32, at + j * 32, 2)
-            for i in cutlass.range_constexpr(4):
-                values[4 * j + i] = values[4 * j + i] * d[i % 2]
-        offsets = right_offsets()
-        for step in cutlass.range_constexpr(CHUNK // STEP):
-            for j in cutlass.range_constexpr(spec.head_dim_k // 16):
-                b = right_fragments(stage + self.kg, offsets, step, j)
-                for i in cutlass.range_constexpr(2):
-                    n = 8 * j + 4 * i
-                    values[n : n + 4] = warp.mma(
-                        dtype,
-                        values[n : n + 4],
-                        corrections[4 * step : 4 * step + 4],
-                        b[2 * i : 2 * i + 2],
-                    )
-        self.assign(state, values)
-
-        if cutlass.const_expr(spec.store_v_new):
+        updated = self.times_columns(corrections, stage + self.kg, decayed)
+        if spec.store_v_new:
             self.store_v_new(corrections, v_new, place, head, first_v, c)
+        self.assign(state, self.done(updated))
 
-    def h_address(self, h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any) -> Any:
-        """Where this lane stores h."""
+    # -- products -----------------------------------------------------------------------------
+
+    def done(self, c: list[Any]) -> list[Any]:
+        return warpgroup.wait(c) if self.wgmma else c
+
+    def times_rows(self, a: list[Any], base: Any) -> list[Any]:
+        """Start a m^T, with m the 64 rows of K at `base`: 16 by 64."""
+        steps = range(self.spec.head_dim_k // STEP)
+        if self.wgmma:
+            first = warpgroup.rows_descriptor(base)
+            descriptors = [first + (s % 4 * 2 + s // 4 * (SUB_TILE_BYTES >> 4)) for s in steps]
+            return warpgroup.product(self.dtype, None, a, descriptors, CHUNK, columns=False)
+        result = [Float32(0.0)] * (FRAGMENT_ROWS * CHUNK // WARP_SIZE)
+        for s in steps:
+            for j in range(CHUNK // 16):
+                b = right_fragments_of_rows(base, 16 * j, s)
+                self.add(result, 8 * j, a[4 * s : 4 * s + 4], b)
+        return result
+
+    def times_columns(self, a: list[Any], base: Any, c: list[Any]) -> list[Any]:
+        """Start c + a m, with m the 64 rows of K at `base`: 16 by K."""
+        steps = range(CHUNK // STEP)
+        if self.wgmma:
+            first = warpgroup.columns_descriptor(base)
+            descriptors = [first + s * (STEP * LINE_BYTES >> 4) for s in steps]
+            width = self.spec.head_dim_k
+            return warpgroup.product(self.dtype, c, a, descriptors, width, columns=True)
+        result, offsets = list(c), right_offsets()
+        for s in steps:
+            for j in range(self.spec.head_dim_k // 16):
+                b = right_fragments(base, offsets, s, j)
+                self.add(result, 8 * j, a[4 * s : 4 * s + 4], b)
+        return result
+
+    def add(self, c: list[Any], at: int, a: list[Any], b: Any) -> None:
+        """c += a b, 16 columns of c, whose accumulators begin at `at`."""
+        for i in range(2):
+            n = at + 4 * i
+            c[n : n + 4] = warp.mma(self.dtype, c[n : n + 4], a, b[2 * i : 2 * i + 2])
+
+    def decayed(self, values: list[Any], decay: Any) -> list[Any]:
+        """S^T Diag(exp2(G_e))"""
+        at = decay + ((cute.arch.lane_idx() & 3) << 3)
+        result = []
+        for j in range(self.spec.head_dim_k // 8):
+            d = warp.load_shared(Float32, at + j * 32, 2)
+            result += [values[4 * j + i] * d[i % 2] for i in range(4)]
+        return result
+
+    # -- h and v_new --------------------------------------------------------------------------
+
+    def store_h(
+        self, s: list[Any], h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any
+    ) -> None:
+        """The warp's 16 of V of h, in whole sectors."""
         spec = self.spec
         row = cute.arch.lane_idx() >> 2
         start = h.iterator + (
@@ -352,37 +385,34 @@ class KdaDeltaH:
             start = start + (first_v + row) * spec.head_dim_k
         else:
             start = start + (row * spec.head_dim_v + first_v)
-        return start.toint() + paired_offset()
+        start = start.toint() + paired_offset()
+        for step in range(spec.head_dim_k // STEP):
+            part = s[4 * step : 4 * step + 4]
+            for i in range(2):
+                if spec.state_v_first:
+                    at = start + (8 * i * spec.head_dim_k + STEP * step) * 2
+                    x = paired(part[i], part[2 + i])
+                else:
+                    at = start + (STEP * step + 8 * i) * spec.head_dim_v * 2
+                    x = paired(*(warp.transpose_matrix(y) for y in part[2 * i : 2 * i + 2]))
+                warp.store_global(Int32, at, x)
 
-    def store_h(self, s: list[Any], start: Any, step: int) -> None:
-        """16 of K of h, by the warp's 16 of V, in whole sectors."""
-        spec = self.spec
-        for i in range(2):
-            if spec.state_v_first:
-                at = start + (8 * i * spec.head_dim_k + STEP * step) * 2
-                x = paired(s[i], s[2 + i])
-            else:
-                at = start + (STEP * step + 8 * i) * spec.head_dim_v * 2
-                x = paired(*(warp.transpose_matrix(y) for y in s[2 * i : 2 * i + 2]))
-            warp.store_global(Int32, at, x)
-
-    @cute.jit
     def store_v_new(
         self,
-        corrections: Any,
+        corrections: list[Any],
         v_new: cute.Tensor,
         place: Any,
-        head: Int32,
-        first_v: Int32,
-        c: Int32,
+        head: Any,
+        first_v: Any,
+        c: Any,
     ) -> None:
         row = c * CHUNK + (cute.arch.lane_idx() >> 2)
         start = row_address(v_new, place.batch, place.start + row, head, first_v)
         start = start + paired_offset()
-        for j in cutlass.range_constexpr(CHUNK // 8):
+        for j in range(CHUNK // 8):
             x = paired(*(warp.transpose_matrix(corrections[2 * j + half]) for half in range(2)))
-            if row + 8 * j < place.length:
-                warp.store_global(Int32, start + Int64(8 * j) * row_bytes(v_new), x)
+            at = start + Int64(8 * j) * row_bytes(v_new)
+            warp.store_global_where(row + 8 * j < place.length, at, *x)
 
     # -- states -------------------------------------------------------------------------------
 

@@ -211,6 +211,12 @@ class DeltaHSpec(ChunkSpec):
     store_v_new: bool
     tile_v: int
     num_stages: int
+    products: str = "mma"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.products not in ("mma", "wgmma"):
+            raise ValueError(f"products is {self.products!r}, must be 'mma' or 'wgmma'")
 
 
 @dataclass(frozen=True)
