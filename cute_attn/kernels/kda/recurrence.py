@@ -36,18 +36,25 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
 from ..common import warp, warpgroup
 from ..common.dtypes import DTYPE
-from ..common.spec import WARP_SIZE
+from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from .chunks import num_sequences, sequence_place
 from .spec import CHUNK, RecurrenceSpec, record_elements
+from .tiles import (
+    SUB_TILE_BYTES,
+    UNIT_BYTES,
+    check_smem,
+    fake_matrices,
+    fake_offsets,
+    fake_rows,
+    row_address,
+)
 
-SUB_TILE_BYTES = CHUNK * 128
 KD_STEP = 2 * SUB_TILE_BYTES  # from a sub-tile of kd, or qg, to the next
 MBARRIER_BYTES = 8
-UNIT_BYTES = 16  # of a copy, and of the swizzle
 
 
 class KdaRecurrence:
@@ -72,7 +79,9 @@ class KdaRecurrence:
             self.parts.append((self.kg, self.aqk - self.kg))
         self.stage_bytes = self.decay + max(1024, spec.head_dim_k * 4)
         assert self.v == record_elements(spec.head_dim_k) * 2
-        self.smem_bytes = spec.num_stages * (self.stage_bytes + 2 * MBARRIER_BYTES)
+        self.smem_bytes = check_smem(
+            spec.num_stages * (self.stage_bytes + 2 * MBARRIER_BYTES), MAX_SMEM_BYTES
+        )
         self.transitions = spec.segments == "transitions"
         self.bulk = spec.copies == "bulk"
         self.wgmma = spec.products == "wgmma"
@@ -82,49 +91,37 @@ class KdaRecurrence:
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
         batch, tokens, heads, slots, sequences = (cute.sym_int() for _ in range(5))
-        vector = 8
-
-        def rows(shape: tuple[Any, ...]) -> Any:
-            strides = (cute.sym_int64(divisibility=vector) for _ in shape[:-1])
-            return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
 
         def states(present: bool) -> Any:
-            if not present:
-                return None
             matrix = (spec.head_dim_k, spec.head_dim_v)
             if spec.state_v_first:
                 matrix = matrix[::-1]
-            strides = (cute.sym_int64(divisibility=4) for _ in range(2))
-            return make_fake_tensor(
-                Float32, (sequences, heads, *matrix), (*strides, matrix[1], 1), assumed_align=16
-            )
+            return fake_matrices((sequences, heads), matrix) if present else None
 
-        elements = record_elements(spec.head_dim_k)
-        index = {"int32": Int32, "int64": Int64}.get(spec.index_dtype)
         return (
-            rows((batch, tokens, heads, spec.head_dim_v)),
-            make_fake_tensor(
-                self.dtype,
-                (slots, heads, elements),
-                (cute.sym_int64(divisibility=vector), elements, 1),
-                assumed_align=16,
-            ),
-            make_fake_tensor(
-                Float32,
-                (slots, heads, spec.head_dim_k),
-                (cute.sym_int64(divisibility=4), spec.head_dim_k, 1),
-                assumed_align=16,
-            ),
-            rows((batch, tokens, heads, spec.head_dim_v)),
+            fake_rows(self.dtype, (batch, tokens, heads, spec.head_dim_v)),
+            fake_rows(self.dtype, (slots, heads, record_elements(spec.head_dim_k))),
+            fake_rows(Float32, (slots, heads, spec.head_dim_k)),
+            fake_rows(self.dtype, (batch, tokens, heads, spec.head_dim_v)),
             states(spec.has_initial_state),
             states(spec.has_final_state),
-            make_fake_tensor(index, (cute.sym_int(),), (1,), assumed_align=index.width // 8)
-            if index
-            else None,
-            *segment_workspace(spec, sequences, heads),
+            fake_offsets(spec.index_dtype),
+            *self.fake_workspace(sequences, heads),
             Int32(1),
             Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    def fake_workspace(self, sequences: Any, heads: Any) -> tuple[Any, Any]:
+        """Stand-ins for segment_states `[N, P, HV, V, K]`, and segment_transitions
+        `[N, P, HV, K, K]`. Of a segment that another follows, the first holds B, and later the
+        state that the other starts from; the second holds M."""
+        spec, leading = self.spec, (sequences, cute.sym_int(), heads)
+        states = fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k))
+        transitions = fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k))
+        return (
+            None if spec.segments == "none" else states,
+            transitions if self.transitions else None,
         )
 
     @cute.jit
@@ -257,11 +254,8 @@ class KdaRecurrence:
         line_units = spec.tile_v * 2 // UNIT_BYTES
         row = lane // line_units
         unit = lane % line_units
-        v_start = (
-            v.iterator
-            + (Int64(place.batch) * v.stride[0] + Int64(head) * v.stride[2])
-            + (tile_start + unit * (UNIT_BYTES // 2))
-        ).toint()
+        v_column = tile_start + unit * (UNIT_BYTES // 2)
+        v_start = row_address(v, place.batch, place.start, head, v_column)
         stage = Int32(0)
         phase = Int32(0)
         for c in cutlass.range(first, end, unroll=1):
@@ -296,7 +290,7 @@ class KdaRecurrence:
             for i in cutlass.range_constexpr(CHUNK // rows):
                 token = c * CHUNK + row + i * rows
                 present = token < place.length and tile_start < spec.head_dim_v
-                token = place.start + (token if present else Int32(0))
+                token = token if present else Int32(0)
                 warp.copy_async(
                     at + self.v + self.v_offset(row + i * rows, unit),
                     v_start + Int64(token) * (v.stride[1] * 2),
@@ -534,11 +528,8 @@ class KdaRecurrence:
         row = c * CHUNK + lane // 4
         end = cutlass.select_(present, place.length, Int32(-CHUNK))  # no row is before that
         step = o.stride[1] * 2
-        at = (
-            o.iterator
-            + (Int64(place.batch) * o.stride[0] + Int64(head) * o.stride[2])
-            + (column + 2 * (lane % 4))
-        ).toint() + Int64(place.start + row) * step
+        at = row_address(o, place.batch, place.start, head, column + 2 * (lane % 4))
+        at = at + Int64(row) * step
         for j in range(CHUNK // 8):
             for half in range(2):
                 warp.store_global_where(row < end, at + 16 * half, output[2 * j + half])
@@ -596,21 +587,3 @@ class KdaRecurrence:
         """(k, v) of an accumulator of S^T."""
         lane = cute.arch.lane_idx()
         return i // 4 * 8 + 2 * (lane % 4) + i % 2, first_v + lane // 4 + i % 4 // 2 * 8
-
-
-def segment_workspace(spec: RecurrenceSpec, sequences: Any, heads: Any) -> tuple[Any, Any]:
-    """Stand-ins for segment_states `[N, P, HV, V, K]`, and segment_transitions `[N, P, HV, K, K]`.
-    Of a segment that another follows, the first holds B, and later the state that the other
-    starts from; the second holds M."""
-    if spec.segments == "none":
-        return None, None
-    count = cute.sym_int()
-
-    def matrices(rows: int) -> Any:
-        strides = (cute.sym_int64(divisibility=4) for _ in range(3))
-        shape = (sequences, count, heads, rows, spec.head_dim_k)
-        strides = (*strides, spec.head_dim_k, 1)
-        return make_fake_tensor(Float32, shape, strides, assumed_align=16)
-
-    transitions = matrices(spec.head_dim_k) if spec.segments == "transitions" else None
-    return matrices(spec.head_dim_v), transitions

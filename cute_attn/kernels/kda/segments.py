@@ -21,13 +21,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream
 
 from ..common import warp
-from ..common.spec import WARP_SIZE
+from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from .chunks import sequence_place
 from .spec import CHUNK, SegmentsSpec
+from .tiles import check_smem, fake_matrices, fake_offsets
 
 NUM_WARPS = 4
 UNIT = 4  # floats of a copy
@@ -44,27 +45,18 @@ class KdaSegments:
         self.state_row, self.transition_row = spec.head_dim_k + 4, spec.head_dim_k + 8
         self.state_bytes = spec.tile_v * self.state_row * 4
         self.transition_bytes = spec.head_dim_k * self.transition_row * 4
-        self.smem_bytes = 2 * self.state_bytes + spec.num_stages * self.transition_bytes
+        self.smem_bytes = check_smem(
+            2 * self.state_bytes + spec.num_stages * self.transition_bytes, MAX_SMEM_BYTES
+        )
         assert self.columns % 8 == 0
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
-        sequences, segments, heads = (cute.sym_int() for _ in range(3))
-
-        def matrices(rows: int) -> Any:
-            strides = (cute.sym_int64(divisibility=4) for _ in range(3))
-            shape = (sequences, segments, heads, rows, spec.head_dim_k)
-            return make_fake_tensor(
-                Float32, shape, (*strides, spec.head_dim_k, 1), assumed_align=16
-            )
-
-        index = {"int32": Int32, "int64": Int64}.get(spec.index_dtype)
+        leading = tuple(cute.sym_int() for _ in range(3))  # sequences, segments, value heads
         return (
-            make_fake_tensor(index, (cute.sym_int(),), (1,), assumed_align=index.width // 8)
-            if index
-            else None,
-            matrices(spec.head_dim_v),
-            matrices(spec.head_dim_k),
+            fake_offsets(spec.index_dtype),
+            fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k)),
+            fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k)),
             Int32(1),
             Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
