@@ -117,7 +117,8 @@ class ChunkScores:
     """Shared memory, and the phases of a block that works on one chunk of one value head.
 
     Rows of q and k are of 2 K bytes; halves of 128 bytes (64) change places where `parity` is 1.
-    Rows of P are of 4 K bytes; 16-byte units 2 u and 2 u + 1 change places where `parity` is 1. So
+    Rows of P, or of exp2(-shift - P) where a sub-chunk's 64 channels are all in range, are of 4 K
+    bytes; 16-byte units 2 u and 2 u + 1 change places where `parity` is 1. So
     two rows that a quarter of a warp reads together are in different banks.
     """
 
@@ -150,7 +151,7 @@ class ChunkScores:
         self.own_score = buffer(CHUNK * 4)  # scale q . k
         self.inverse_norm_q = buffer(CHUNK * 4)
         self.inverse_norm_k = buffer(CHUNK * 4)
-        # Of each warp that has gates, the first row that is out of range.
+        # Of each warp that has gates, the first row that is out of range; 16 where there is none.
         self.out_of_range = buffer(NUM_WARPS * 4)
         self.smem_bytes = offset
         # Once the scores are done, their operands' place is that of partial sums, and then of 16
@@ -320,31 +321,43 @@ class ChunkScores:
     def store_rows_of_sums(
         self, smem: Any, pair: Any, sub: Any, sums: list[Any], *, ascending: bool
     ) -> None:
+        """A sub-chunk's rows of P, or of its factors, for two channels."""
+        if not self.in_one_product:
+            self._store_rows_of_p(smem, pair, sub, sums)
+            return
+        checked = range(1, SUB_CHUNK) if ascending else range(SUB_CHUNK - 1, SUB_CHUNK)
+        found = self._is_outside(sums[checked[0]])
+        for t in checked[1:]:
+            found = found | self._is_outside(sums[t])
+        self._store_factors(smem, pair, sub, sums, found)
+
+    def _store_rows_of_p(self, smem: Any, pair: Any, sub: Any, rows: list[Any]) -> None:
         unit, within = pair >> 1, (pair & 1) << 3
         row = smem + self.p + sub * (SUB_CHUNK * self.p_row) + within
         places = [row + (unit << 4), row + ((unit ^ 1) << 4)]
         for t in range(SUB_CHUNK):
-            warp.store_shared(Float32, places[parity(t)] + t * self.p_row, sums[t])
-        if self.in_one_product:
-            checked = range(1, SUB_CHUNK) if ascending else range(SUB_CHUNK - 1, SUB_CHUNK)
-            found = self._is_outside(sums[checked[0]])
-            for t in checked[1:]:
-                found = found | self._is_outside(sums[t])
-            self._note_rows_outside(smem, sums, found)
+            warp.store_shared(Float32, places[parity(t)] + t * self.p_row, rows[t])
+
+    @cute.jit
+    def _store_factors(
+        self, smem: Int32, pair: Int32, sub: Int32, sums: Any, found: cutlass.Boolean
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        first = Int32(SUB_CHUNK)
+        if cute.arch.vote_any_sync(found):
+            first = self._first_outside(sums)
+            self._store_rows_of_p(smem, pair, sub, sums)
+        else:
+            self._store_rows_of_p(
+                smem, pair, sub, [[warp.exp2(-self.shift - x) for x in row] for row in sums]
+            )
+        if (thread & (WARP_SIZE - 1)) == 0:
+            warp.store_shared(Int32, smem + self.out_of_range + (thread >> 5) * 4, [first])
 
     def _is_outside(self, sums: Any) -> Any:
         center, reach = (HIGHEST + LOWEST) / 2, (HIGHEST - LOWEST) / 2
         distance = [cute.arch.fmax(x - center, center - x) for x in sums]
         return cute.arch.fmax(*distance) > reach
-
-    @cute.jit
-    def _note_rows_outside(self, smem: Int32, sums: Any, found: cutlass.Boolean) -> None:
-        thread, _, _ = cute.arch.thread_idx()
-        first = Int32(SUB_CHUNK)
-        if cute.arch.vote_any_sync(found):
-            first = self._first_outside(sums)
-        if (thread & (WARP_SIZE - 1)) == 0:
-            warp.store_shared(Int32, smem + self.out_of_range + (thread >> 5) * 4, [first])
 
     def _first_outside(self, sums: Any) -> Any:
         first = Int32(SUB_CHUNK)
@@ -365,6 +378,14 @@ class ChunkScores:
         for other in found[1:]:
             rows = cutlass.min(rows, other)
         return rows
+
+    def rows_of_half(self, smem: Any, b: Any, half: Any) -> Any:
+        """The same for half of the channels. All 16: P's place holds exp2(-shift - P)."""
+        if not self.in_one_product:
+            return Int32(0)
+        warps = self.head_dim_k // 2 // WARP_SIZE
+        at = b * (4 * warps) + (half * 4 if warps == 2 else 0)
+        return warp.load_shared(Int32, smem + self.out_of_range + at)[0]
 
     def finish_tables(self, smem: Any, channel: Any) -> Any:
         """From the gate of the first token and the sum of the others of each sub-chunk, all that
@@ -405,93 +426,120 @@ class ChunkScores:
         acc.fill(0.0)
         groups = self.groups // 2
         for g in cutlass.range(half * groups, half * groups + groups, unroll=1):
-            self._row_group(smem, b, scale, out, g, acc)
+            self._row_group(smem, b, half, scale, out, g, acc)
         rows = self.rows_in_range(smem, b)
         if rows < SUB_CHUNK:
             self.levels(smem, b, half, scale)
 
+    @cute.jit
     def _row_group(
-        self, smem: Any, b: Any, scale: Any, out: Any, g: Any, acc: cute.Tensor
+        self,
+        smem: Int32,
+        b: Int32,
+        half: Int32,
+        scale: Float32,
+        out: Any,
+        g: Int32,
+        acc: cute.Tensor,
     ) -> None:
         """`score_rows` for 32 channels."""
         r, c = self.row_and_part()
-        first = b * SUB_CHUNK + r
-        at_qk = (g << 6) ^ ((parity(r) << 6) + c * 16)
+        at_qk = smem + ((g << 6) ^ ((parity(r) << 6) + c * 16))
         at_p = smem + (g << 7) + c * 32
-        swap = parity(r) << 4
-        rows_q, rows_k, own = [], [], []
+        # Left operands: [q, k][half of the rows][4].
+        rows = cute.make_rmem_tensor((16,), Int32)
+        in_range = self.rows_of_half(smem, b, half)
+        if in_range < SUB_CHUNK:
+            keep_branch()
+            self._own_rows(smem, b, scale, out, g, at_qk, at_p, rows, acc, in_range)
+        else:
+            self._own_rows(smem, b, scale, out, g, at_qk, at_p, rows, acc, None)
+        # G from the columns' next sub-chunk to this one, plus the shift.
+        gap = cute.make_rmem_tensor((8,), Float32)
+        gap.fill(self.shift)
+        for back in cutlass.range_constexpr(1, SUB_CHUNKS):
+            if b >= back:
+                keep_branch()
+                j = b - back
+                if self.rows_of_half(smem, j, half) < SUB_CHUNK:
+                    keep_branch()
+                    self._columns(back, False, j, at_qk, at_p, rows, gap, acc)
+                else:
+                    self._columns(back, True, j, at_qk, at_p, rows, gap, acc)
+
+    def _own_rows(
+        self, smem: Any, b: Any, scale: Any, out: Any, g: Any, at_qk: Any, at_p: Any,
+        rows: cute.Tensor, acc: cute.Tensor, in_range: Any,
+    ) -> None:  # fmt: skip
+        """The rows as left operands, times the columns of the sub-chunk itself. `in_range` is None
+        where all rows are; a row that is has the same factors in either case, bit by bit."""
+        r, _ = self.row_and_part()
+        own = []
         start = self.load_channels(at_p + self.start + b * self.p_row, 0)
         for half in range(2):
-            row = first + half * 8
-            address = smem + at_qk + row * self.qk_row
-            q = self.unpacked(warp.load_shared(Int32, address + self.q, 4))
-            k = self.unpacked(warp.load_shared(Int32, address + self.k, 4))
-            p = self.load_channels(at_p + self.p + row * self.p_row, swap)
-            if self.in_one_product:
-                decay = [warp.exp2(-self.shift - x) for x in p]
-                own.append(self.packed([x * y for x, y in zip(k, decay, strict=True)]))
-            decay = [warp.exp2(x + self.shift if self.shift else x) for x in p]
+            row = b * SUB_CHUNK + half * 8 + r
+            q = self.unpacked(warp.load_shared(Int32, at_qk + self.q + row * self.qk_row, 4))
+            k = self.unpacked(warp.load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
+            p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
+            if not self.in_one_product:
+                decay = [warp.exp2(x) for x in p]
+            else:
+                inverse = p if in_range is None else [warp.exp2(-self.shift - x) for x in p]
+                own.append(self.packed([x * y for x, y in zip(k, inverse, strict=True)]))
+                decay = [warp.reciprocal(x) for x in inverse]
+                if in_range is not None:
+                    inside = r + half * 8 < in_range
+                    decay = [
+                        Float32(cutlass.select_(inside, x, warp.exp2(y + self.shift)))
+                        for x, y in zip(decay, p, strict=True)
+                    ]
             q = [x * y for x, y in zip(q, decay, strict=True)]
             k = [x * y for x, y in zip(k, decay, strict=True)]
-            rows_q.append(self.packed(q))
-            rows_k.append(self.packed(k))
+            for which, values in enumerate((q, k)):
+                for n, x in enumerate(self.packed(values)):
+                    rows[(which * 2 + half) * 4 + n] = x
             self.put_decayed(out, smem, b, half, g, q, k, start, scale)
         for half, column in enumerate(own):
-            self._accumulate(acc, 0, half, rows_q, rows_k, column)
-        # From the columns' next sub-chunk to this one, less what rows have too much.
-        gap = cute.make_rmem_tensor((8,), Float32)
-        gap.fill(-self.shift)
-        for back in range(1, SUB_CHUNKS):
-            self._columns_back(back, smem, b, r, at_qk, at_p, swap, rows_q, rows_k, gap, acc)
-
-    @cute.jit
-    def _columns_back(
-        self,
-        back: cutlass.Constexpr,
-        smem: Int32,
-        b: Int32,
-        r: Int32,
-        at_qk: Int32,
-        at_p: Int32,
-        swap: Int32,
-        rows_q: Any,
-        rows_k: Any,
-        gap: cute.Tensor,
-        acc: cute.Tensor,
-    ) -> None:
-        """Rows against the columns of the sub-chunk `back` before, if there is one."""
-        if b >= back:
-            keep_branch()
-            self._columns(back, smem, b - back, r, at_qk, at_p, swap, rows_q, rows_k, gap, acc)
+            self._accumulate(acc, 0, half, rows, column)
 
     def _columns(
-        self, back: int, smem: Any, j: Any, r: Any, at_qk: Any, at_p: Any, swap: Any,
-        rows_q: Any, rows_k: Any, gap: cute.Tensor, acc: cute.Tensor,
+        self, back: int, in_range: bool, j: Any, at_qk: Any, at_p: Any, rows: cute.Tensor,
+        gap: cute.Tensor, acc: cute.Tensor,
     ) -> None:  # fmt: skip
+        """The rows times the columns of sub-chunk j, `back` before."""
+        r, _ = self.row_and_part()
         step = self.load_channels(at_p + self.to_next + j * self.p_row, 0)
         for i in range(8):
             gap[i] = gap[i] + step[i]
-        to_rows = [gap[i] for i in range(8)]
+        to_rows = [warp.exp2(gap[i]) if in_range else gap[i] for i in range(8)]
         for half in range(2):
             row = j * SUB_CHUNK + half * 8 + r
-            k = self.unpacked(
-                warp.load_shared(Int32, smem + self.k + at_qk + row * self.qk_row, 4)
-            )
-            p = self.load_channels(at_p + self.p + row * self.p_row, swap)
-            column = self.packed(
-                [x * warp.exp2(y - z) for x, y, z in zip(k, to_rows, p, strict=True)]
-            )
-            self._accumulate(acc, back, half, rows_q, rows_k, column)
+            k = self.unpacked(warp.load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
+            p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
+            factors = self._decays(p, to_rows, in_range)
+            column = self.packed([x * y for x, y in zip(k, factors, strict=True)])
+            self._accumulate(acc, back, half, rows, column)
+
+    def _decays(self, p: list[Any], until: list[Any], in_range: bool) -> list[Any]:
+        """From tokens whose P, or factors if `in_range`, are given, until a later one. `until` is G
+        from the sub-chunk's first token to that one, plus the shift, or exp2 of that."""
+        if in_range:
+            return [x * y for x, y in zip(p, until, strict=True)]
+        return [
+            warp.exp2((y - self.shift if self.shift else y) - x)
+            for x, y in zip(p, until, strict=True)
+        ]
 
     def _accumulate(
-        self, acc: cute.Tensor, back: int, half: int, rows_q: Any, rows_k: Any, column: Any
+        self, acc: cute.Tensor, back: int, half: int, rows: cute.Tensor, column: Any
     ) -> None:
         """Both matrices' rows times 8 columns of 32 channels."""
-        for which, rows in enumerate((rows_q, rows_k)):
+        for which in range(2):
+            first = which * 8
             n = ((which * SUB_CHUNKS + back) * 2 + half) * 4
             product = [acc[n + i] for i in range(4)]
             for t in (0, 2):
-                a = (rows[0][t], rows[1][t], rows[0][t + 1], rows[1][t + 1])
+                a = [rows[first + m] for m in (t, 4 + t, t + 1, 4 + t + 1)]
                 product = warp.mma(self.dtype, product, a, column[t : t + 2])
             for i in range(4):
                 acc[n + i] = product[i]
@@ -520,6 +568,10 @@ class ChunkScores:
     def meet(self, b: Any) -> None:
         """The two warps of sub-chunk b wait for each other."""
         cute.arch.barrier(barrier_id=1 + b, number_of_threads=2 * WARP_SIZE)
+
+    def unshifted(self, back: int, factor: Any) -> Any:
+        """A factor of sums over earlier columns, whose rows are too large by the shift."""
+        return factor * 2.0**-self.shift if back and self.shift else factor
 
     def row_factor(self, smem: Any, row: Any) -> Any:
         """Of a row of L: beta, and the norm."""
@@ -556,7 +608,9 @@ class ChunkScores:
                     for rows in cutlass.range_constexpr(2):
                         i, j = r + 8 * rows, 8 * half + 2 * c
                         n = back * 8 + half * 4 + rows * 2
-                        pair = self.scaled(sums, n, factors[rows], columns[half])
+                        pair = self.scaled(
+                            sums, n, self.unshifted(back, factors[rows]), columns[half]
+                        )
                         if cutlass.const_expr(back > 0):
                             warp.store_shared(Float32, block + block_element(i, j), pair)
                         else:
@@ -606,7 +660,8 @@ class ChunkScores:
                     for rows in cutlass.range_constexpr(2):
                         n = back * 8 + half * 4 + rows * 2
                         at = tile + tile_unit(r + 8 * rows, 2 * (b - back) + half) + 4 * c
-                        values = self.scaled(sums, n, factors[rows], of_columns[half])
+                        factor = self.unshifted(back, factors[rows])
+                        values = self.scaled(sums, n, factor, of_columns[half])
                         warp.store_shared(Int32, at, self.packed(values))
         lane = lane_index()
         for j in cutlass.range_constexpr(1, SUB_CHUNKS):
@@ -633,7 +688,7 @@ class ChunkScores:
             # Tokens of the sub-chunk.
             reference = (pair << (shift + 1)) + h
             later = reference + (r & (h - 1))
-            product = self._level(smem, b * SUB_CHUNK, later, later - h, reference)
+            product = self._level(smem, b, later, later - h, reference)
             of_k = self.row_factor(smem, b * SUB_CHUNK + later)
             of_q = scale
             if cutlass.const_expr(self.l2norm):
@@ -651,17 +706,19 @@ class ChunkScores:
                     at = block + block_element(later, earlier)
                     warp.store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
-    def _level(self, smem: Any, first: Any, later: Any, earlier: Any, reference: Any) -> list[Any]:
-        """The product of a level, as accumulators; the thread's rows are given as tokens of the
-        sub-chunk that starts at `first`."""
+    def _level(
+        self, smem: Any, b: Any, later: Any, earlier: Any, reference: Any
+    ) -> list[Any]:
+        """The product of a level, as accumulators, for the thread's tokens of sub-chunk b."""
         _, c = self.row_and_part()
         acc = [[Float32(0.0)] * 4 for _ in range(2)]  # two, since a sum is a chain
+        first = b * SUB_CHUNK
         k_later, k_earlier = (
             (smem + self.k + (first + row) * self.qk_row + c * 16, parity(row) << 6)
             for row in (later, earlier)
         )
         rows_p = [
-            (smem + self.p + (first + row) * self.p_row + c * 32, parity(row) << 4)
+            (smem + self.p + (first + row) * self.p_row + c * 32, parity(row) << 4, row)
             for row in (later, earlier, reference)
         ]
         for g in range(self.groups):
@@ -671,8 +728,10 @@ class ChunkScores:
             column = self.unpacked(
                 warp.load_shared(Int32, k_earlier[0] + ((g << 6) ^ k_earlier[1]), 4)
             )
+            in_range = self.rows_of_half(smem, b, g // (self.groups // 2))
             p_later, p_earlier, p_reference = (
-                self.load_channels(at + (g << 7), swap) for at, swap in rows_p
+                self._sums(self.load_channels(at + (g << 7), swap), row, in_range)
+                for at, swap, row in rows_p
             )
             decay = [warp.exp2(x - y) for x, y in zip(p_later, p_reference, strict=True)]
             q = self.packed([x * y for x, y in zip(q, decay, strict=True)])
@@ -684,25 +743,45 @@ class ChunkScores:
                 acc[t] = warp.mma(self.dtype, acc[t], a, column[2 * t : 2 * t + 2])
         return [x + y for x, y in zip(*acc, strict=True)]
 
+    def _sums(self, p: list[Any], row: Any, in_range: Any) -> list[Any]:
+        """P from what is stored. A row that is in range is taken from its factor even where P itself
+        is stored, so that its bits do not depend on the rows behind it."""
+        if not self.in_one_product:
+            return p
+        whole, inside = in_range == SUB_CHUNK, row < in_range
+        result = []
+        for x in p:
+            factor = cutlass.select_(whole, x, warp.exp2(-self.shift - x))
+            back = -self.shift - warp.log2(factor)
+            result.append(Float32(cutlass.select_(inside, back, x)))
+        return result
+
     # -- what becomes of q and k --------------------------------------------------------------
 
     @cute.jit
     def decay_to_end(self, smem: Int32, b: Int32, half: Int32, out: Any) -> None:
         """exp2(G_e - G) * k of sub-chunk b, half of the channels, to `put_to_end`."""
         groups = self.groups // 2
+        in_range = self.rows_of_half(smem, b, half)
         for g in cutlass.range(half * groups, half * groups + groups, unroll=1):
-            self._group_to_end(smem, b, out, g)
+            if in_range < SUB_CHUNK:
+                keep_branch()
+                self._group_to_end(smem, b, out, g, False)
+            else:
+                self._group_to_end(smem, b, out, g, True)
 
-    def _group_to_end(self, smem: Any, b: Any, out: Any, g: Any) -> None:
+    def _group_to_end(self, smem: Any, b: Any, out: Any, g: Any, in_range: bool) -> None:
         r, c = self.row_and_part()
         at_qk = smem + self.k + ((g << 6) ^ ((parity(r) << 6) + c * 16))
         at_p = smem + (g << 7) + c * 32
         end = self.load_channels(at_p + self.to_end + b * self.p_row, 0)
+        end = [x + self.shift if self.shift else x for x in end]
+        end = [warp.exp2(x) if in_range else x for x in end]
         for half in range(2):
             row = b * SUB_CHUNK + half * 8 + r
             k = self.unpacked(warp.load_shared(Int32, at_qk + row * self.qk_row, 4))
             p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
-            k = [x * warp.exp2(y - z) for x, y, z in zip(k, end, p, strict=True)]
+            k = [x * y for x, y in zip(k, self._decays(p, end, in_range), strict=True)]
             self.put_to_end(out, smem, b, half, g, k)
 
     def put_decayed(
