@@ -167,7 +167,7 @@ class KdaDeltaH:
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
         for c in cutlass.range_constexpr(spec.num_stages - 1):
-            self.load(c, num_chunks, base + c * self.stage_bytes, kg, w, u, place, head, tile_start)
+            self.load(c, base + c * self.stage_bytes, kg, w, u, place, head, tile_start)
         logs = cute.make_rmem_tensor((self.decays,), Float32)  # G_e of the thread's channels
         logs.fill(0.0)
         self.load_decay(logs, 0, num_chunks, g, place, head)
@@ -182,7 +182,7 @@ class KdaDeltaH:
             if cutlass.const_expr(spec.num_stages == 1):
                 # Everybody is done with the last chunk.
                 cute.arch.sync_threads()
-                self.load(c, num_chunks, base, kg, w, u, place, head, tile_start)
+                self.load(c, base, kg, w, u, place, head, tile_start)
                 cute.arch.cp_async_wait_group(0)
             else:
                 cute.arch.cp_async_wait_group(spec.num_stages - 2)
@@ -190,18 +190,7 @@ class KdaDeltaH:
                 cute.arch.fence_proxy("async.shared", space="cta")
             # Everybody's copies of this chunk are here, and everybody is done with the last one.
             cute.arch.sync_threads()
-            if cutlass.const_expr(spec.num_stages > 1):
-                self.load(
-                    c + spec.num_stages - 1,
-                    num_chunks,
-                    base + ahead * self.stage_bytes,
-                    kg,
-                    w,
-                    u,
-                    place,
-                    head,
-                    tile_start,
-                )
+            copies = (c + spec.num_stages - 1, base + ahead * self.stage_bytes, kg, w, u)
             self.load_decay(logs, c + 1, num_chunks, g, place, head)
             self.chunk(
                 state,
@@ -215,45 +204,44 @@ class KdaDeltaH:
                 warp_index,
                 c,
                 first_chunk + c,
+                copies,
             )
             self.keep_decay(logs, c + 1, base)
             stage = stage + 1
             stage = Int32(0) if stage == spec.num_stages else stage
 
+        cute.arch.cp_async_wait_group(0)
         self.store_state(state, final_state, sequence, head, first_v)
 
     # -- loads --------------------------------------------------------------------------------
 
-    @cute.jit
     def load(
         self,
-        c: Int32,
-        num_chunks: Int32,
-        stage: Int32,
+        c: Any,
+        stage: Any,
         kg: cute.Tensor,
         w: cute.Tensor,
         u: cute.Tensor,
         place: Any,
-        head: Int32,
-        tile_start: Int32,
+        head: Any,
+        tile_start: Any,
     ) -> None:
-        """Start the copies of chunk c, if there is one, and commit them in any case."""
-        if c < num_chunks:
-            start = place.start + c * CHUNK
-            length = place.length - c * CHUNK
-            for x, offset, columns, first in (
-                (w, self.w, self.spec.head_dim_k, 0),
-                (u, self.u, self.spec.tile_v, tile_start),
-                (kg, self.kg, self.spec.head_dim_k, 0),
-            ):
-                copy_rows(
-                    stage + offset,
-                    row_address(x, place.batch, start, head, first),
-                    row_bytes(x),
-                    length,
-                    columns,
-                    self.num_threads,
-                )
+        """Start the copies of chunk c. Where there is none it has no rows, and is filled with 0."""
+        start = place.start + c * CHUNK
+        length = place.length - c * CHUNK
+        for x, offset, columns, first in (
+            (w, self.w, self.spec.head_dim_k, 0),
+            (u, self.u, self.spec.tile_v, tile_start),
+            (kg, self.kg, self.spec.head_dim_k, 0),
+        ):
+            copy_rows(
+                stage + offset,
+                row_address(x, place.batch, start, head, first),
+                row_bytes(x),
+                length,
+                columns,
+                self.num_threads,
+            )
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -297,16 +285,22 @@ class KdaDeltaH:
         warp_index: Any,
         c: Any,
         index: Any,
+        copies: tuple[Any, ...],
     ) -> None:
-        """From state to state. No branch may come between the start of a `wgmma` and its end, or
-        they run one by one."""
+        """From state to state; `copies` says what to load meanwhile. No branch may come between the
+        start of a `wgmma` and its end, or they run one by one."""
         spec, dtype = self.spec, self.dtype
         first_v = tile_start + warp_index * FRAGMENT_ROWS
         values = [state[i] for i in range(cute.size(state))]
 
         # keep and correct: S^T rounded, 4 registers for each 16 of K; 16 of V by 64 tokens
         s = pack_all(dtype, values)
+        ahead = spec.num_stages > 1
+        if ahead and not self.wgmma:  # which leaves fewer registers
+            self.load(*copies, place, head, tile_start)
         recalled = self.times_rows(s, stage + self.w)
+        if ahead and self.wgmma:
+            self.load(*copies, place, head, tile_start)
         self.store_h(s, h, place.batch, index, head, first_v)
         u_t = []
         for j in range(0, CHUNK // 8, 2):
