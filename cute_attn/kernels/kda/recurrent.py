@@ -112,6 +112,7 @@ class KdaRecurrent:
         ).launch(
             grid=[spec.head_dim_v // spec.tile_v, blocks, sequences],
             block=[spec.num_threads, 1, 1],
+            min_blocks_per_mp=spec.blocks_per_sm,
             stream=stream,
         )  # fmt: skip
 

@@ -263,7 +263,7 @@ def plan_kda_decode(
     files. Batch, heads and number of tokens do not matter.
 
     Args:
-        arch: such as "sm_90a".
+        arch: such as "sm_90a"; every architecture from sm_80 on takes the same kernel today.
         dtype: of q, k and v; gate_dtype: of g, beta_dtype: of beta, None being that of q.
         state_dtype: of the state.
         A_log_dtype, dt_bias_dtype: of the gate's parameters, "none" where they are left out.
@@ -279,6 +279,7 @@ def plan_kda_decode(
     Raises:
         TypeError, ValueError: no kernel is specialised so; the message names the parameter.
     """
+    del arch
     tuned: dict[str, Any] = {
         "state_dtype": state_dtype,
         "head_dim_k": head_dim_k,
@@ -303,7 +304,7 @@ def plan_kda_decode(
         indexed=indexed if slots == "records" else slots != "batch",
         accepted=accepted if slots == "positions" else slots == "records",
         **tuned,
-        **step_config(arch=arch, **tuned),
+        **step_config(**tuned),
     )
     requests: list[launch.Request] = [(launch.KDA_DECODE, spec)]
     if slots == "records":
