@@ -205,12 +205,11 @@ class KdaChunkIntra(ChunkInverse):
             half = part >> 2
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
             self.score_rows(smem, b, half, scale, out, acc)
-            # Those with few blocks of scores have more of kg.
-            if b == 0:
-                for sub in cutlass.range(SUB_CHUNKS - 1, unroll=1):
-                    self.decay_to_end(smem, sub, half, out)
-            if b == 1:
-                self.decay_to_end(smem, Int32(SUB_CHUNKS - 1), half, out)
+            # Those with few blocks of scores have more of kg: sub-chunks 0 and 1, 2, 3, none.
+            first = Int32(0) if b == 0 else b + 1
+            last = cutlass.min(b + 2, Int32(SUB_CHUNKS))
+            for sub in cutlass.range(first, last, unroll=1):
+                self.decay_to_end(smem, sub, half, out)
             # q, k and P are not read any more.
             cute.arch.sync_threads()
             if half == 0:

@@ -30,7 +30,7 @@ from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
 from .chunks import num_slots
-from .gates import log2_decay, rate_of, sigmoid
+from .gates import LOG2_E, log2_decay, sigmoid
 from .inverse import ChunkInverse
 from .scores import (
     NUM_THREADS,
@@ -183,13 +183,16 @@ class KdaPrepare(ChunkInverse):
         )
         smem = warp.shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
+            # All loads, before anything waits for one.
             raw = self.load_gates(self.rows_of(g, place, head), place.length)
+            a, bias = self.load_parameters(A_log, dt_bias, head)
+            own_beta = self.load_beta(beta, place, head)
             self.start_copy(self.rows_of(q, place, head_qk), smem + self.q, place.length)
             self.start_copy(self.rows_of(k, place, head_qk), smem + self.k, place.length)
             cute.arch.cp_async_commit_group()
-            self.load_beta(beta, smem, place, head, beta_scale)
             self.blank_gates(raw, place.length)
-            self.sum_gates(raw, A_log, dt_bias, smem, head, lower_bound)
+            self.sum_gates(raw, a, bias, smem, lower_bound)
+            self.store_beta(own_beta, smem, place.length, beta_scale)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
@@ -206,12 +209,11 @@ class KdaPrepare(ChunkInverse):
             half = part >> 2
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
             self.score_rows(smem, b, half, scale, record, acc)
-            # Those with few blocks of scores have more of kg.
-            if b == 0:
-                for sub in cutlass.range(SUB_CHUNKS - 1, unroll=1):
-                    self.decay_to_end(smem, sub, half, record)
-            if b == 1:
-                self.decay_to_end(smem, Int32(SUB_CHUNKS - 1), half, record)
+            # Those with few blocks of scores have more of kg: sub-chunks 0 and 1, 2, 3, none.
+            first = Int32(0) if b == 0 else b + 1
+            last = cutlass.min(b + 2, Int32(SUB_CHUNKS))
+            for sub in cutlass.range(first, last, unroll=1):
+                self.decay_to_end(smem, sub, half, record)
             # q, k and P are not read any more.
             cute.arch.sync_threads()
             if half == 0:
@@ -236,17 +238,36 @@ class KdaPrepare(ChunkInverse):
     # -- gates and beta -----------------------------------------------------------------------
 
     @cute.jit
-    def load_beta(
-        self, beta: cute.Tensor, smem: Int32, place: Any, head: Int32, beta_scale: Float32
-    ) -> None:
+    def load_beta(self, beta: cute.Tensor, place: Any, head: Int32) -> Any:
+        """Of a token a thread."""
+        thread, _, _ = cute.arch.thread_idx()
+        x = Float32(0.0)
+        if thread < place.length:
+            x = Float32(beta[place.batch, place.start + thread, head])
+        return x
+
+    @cute.jit
+    def store_beta(self, x: Float32, smem: Int32, length: Int32, beta_scale: Float32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         if thread < CHUNK:
-            x = Float32(0.0)
-            if thread < place.length:
-                x = Float32(beta[place.batch, place.start + thread, head])
-                if cutlass.const_expr(self.spec.beta_sigmoid):
-                    x = beta_scale * sigmoid(x)
-            warp.store_shared(Float32, smem + self.beta + thread * 4, [x])
+            if cutlass.const_expr(self.spec.beta_sigmoid):
+                x = cutlass.select_(thread < length, beta_scale * sigmoid(x), Float32(0.0))
+            warp.store_shared(Float32, smem + self.beta + thread * 4, [Float32(x)])
+
+    @cute.jit
+    def load_parameters(
+        self, A_log: cute.Tensor | None, dt_bias: cute.Tensor | None, head: Int32
+    ) -> Any:
+        """A_log, and dt_bias of the thread's two channels."""
+        thread, _, _ = cute.arch.thread_idx()
+        pair = thread % (self.head_dim_k // 2)
+        a = Float32(0.0)
+        bias = (Float32(0.0), Float32(0.0))
+        if cutlass.const_expr(A_log is not None):
+            a = A_log[head]
+        if cutlass.const_expr(dt_bias is not None):
+            bias = (dt_bias[head, 2 * pair], dt_bias[head, 2 * pair + 1])
+        return a, bias
 
     @cute.jit
     def load_gates(self, rows: Any, length: Int32) -> Any:
@@ -284,20 +305,18 @@ class KdaPrepare(ChunkInverse):
     def sum_gates(
         self,
         raw: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
+        a: Float32,
+        bias: Any,
         smem: Int32,
-        head: Int32,
         lower_bound: Float32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.head_dim_k // 2
         if thread < pairs * SUB_CHUNKS:
             sub, pair = thread // pairs, thread % pairs
-            rate = rate_of(A_log, head)
-            bias = (Float32(0.0), Float32(0.0))
-            if cutlass.const_expr(dt_bias is not None):
-                bias = (dt_bias[head, 2 * pair], dt_bias[head, 2 * pair + 1])
+            rate = Float32(1.0)
+            if cutlass.const_expr(self.spec.has_A_log):
+                rate = warp.exp2(a * LOG2_E)
             gates = []
             for t in cutlass.range_constexpr(SUB_CHUNK):
                 gates.append(
