@@ -29,8 +29,10 @@ PRIORITY = 2  # lower is earlier: before FlashKDA (3) and TileLang (5)
 
 # What there are kernels for: chunked, and token by token.
 CHUNK = 64
-DTYPES, HEAD_DIMS = ("bfloat16", "float16"), (64, 128)
-STEP_DTYPES, STEP_HEAD_DIMS = ("bfloat16", "float16", "float32"), (64, 128, 256)
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = {"K": (64, 128), "V": (64, 128)}
+STEP_DTYPES = ("bfloat16", "float16", "float32")
+STEP_HEAD_DIMS = {"K": (64, 128, 256), "V": (64, 128, 256)}
 GATE_AND_BETA_DTYPES = ("float32", "bfloat16", "float16")
 STATE_DTYPES = ("float32", "bfloat16")
 
@@ -146,7 +148,7 @@ def _verifier(
 def _declines_dtypes_and_sizes(
     given: Arguments,
     dtypes: tuple[str, ...] = DTYPES,
-    head_dims: tuple[int, ...] = HEAD_DIMS,
+    head_dims: Mapping[str, tuple[int, ...]] = HEAD_DIMS,
 ) -> Reason:
     """Of q, k and v, as far as there are these, g or gk, and beta."""
     first = given["k"]
@@ -161,9 +163,10 @@ def _declines_dtypes_and_sizes(
     gate, beta = given["gk" if "gk" in given else "g"], given["beta"]
     if any(_name(x.dtype) not in GATE_AND_BETA_DTYPES for x in (gate, beta)):
         return f"{NAME} has no kernel for gates of {gate.dtype} and betas of {beta.dtype}"
-    dims = first.shape[-1], given["v"].shape[-1]
-    if any(dim not in head_dims for dim in dims):
-        return f"K, V are {dims[0]}, {dims[1]}, and {NAME} has kernels for {head_dims}"
+    for letter, x in (("K", first), ("V", given["v"])):
+        dim = x.shape[-1]
+        if dim not in head_dims[letter]:
+            return f"{letter} is {dim}, and {NAME} has kernels for {head_dims[letter]}"
     if beta.dim() != 3:
         return f"{NAME} has one beta a head, and this one has {beta.dim()} dimensions"
     return None
@@ -237,7 +240,7 @@ def _declines_gate(given: Arguments) -> Reason:
     g = given["g"]
     if not runs_on(g.device):
         return f"g is on {g.device}, and {NAME} runs on CUDA devices"
-    fits = g.dim() == 4 and g.shape[-1] in HEAD_DIMS
+    fits = g.dim() == 4 and g.shape[-1] in HEAD_DIMS["K"]
     if not fits or _name(g.dtype) not in GATE_AND_BETA_DTYPES:
         return f"{NAME} has no kernel for a g of shape {list(g.shape)} and {g.dtype}"
     if given["chunk_size"] != CHUNK:

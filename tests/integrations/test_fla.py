@@ -373,8 +373,8 @@ CHUNK_KDA_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "old name": ({"transpose_state_layout": True}, "state_v_first"),
     "float32": ({"k": torch.randn(2, 70, 1, 64)}, "k has dtype torch.float32"),
     "two dtypes": ({"v": torch.randn(2, 70, 2, 64).half()}, "v has dtype torch.float16 and k"),
-    "K": ({"k": torch.randn(2, 70, 1, 32).bfloat16()}, "K, V are 32, 64"),
-    "V": ({"v": torch.randn(2, 70, 2, 512).bfloat16()}, "K, V are 64, 512"),
+    "K": ({"k": torch.randn(2, 70, 1, 32).bfloat16()}, "K is 32"),
+    "V": ({"v": torch.randn(2, 70, 2, 512).bfloat16()}, "V is 512"),
     "beta of V": ({"beta": torch.randn(2, 70, 2, 64)}, "one beta a head"),
     "double gates": ({"g": torch.randn(2, 70, 2, 64).double()}, "gates of torch.float64"),
     "chunks unknown": (
@@ -411,7 +411,7 @@ INT32 = {"dtype": torch.int32}
 RECURRENT_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "slots elsewhere": ({"ssm_state_indices": torch.zeros(2, **INT32)}, "in place only"),
     "out": ({"out": torch.zeros(1)}, "in place only"),
-    "K": ({"k": torch.randn(2, 70, 1, 32).bfloat16()}, "K, V are 32, 64"),
+    "K": ({"k": torch.randn(2, 70, 1, 32).bfloat16()}, "K is 32"),
     "double": ({"k": torch.randn(2, 70, 1, 64).double()}, "k has dtype torch.float64"),
 }
 IN_PLACE_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
@@ -469,7 +469,7 @@ def test_the_stages_declined(emulated: None) -> None:
         assert declines(arguments) is None
         assert "gk is None" in str(declines(arguments | {"gk": None}))
         assert "sums in float32" in str(declines(arguments | {"gk": given["g"]}))
-        assert "K, V are" in str(declines(arguments | {"k": given["k"][..., :32]}))
+        assert "K is 32" in str(declines(arguments | {"k": given["k"][..., :32]}))
     assert "chunk_size is 32" in str(integration._declines_intra(arguments | {"chunk_size": 32}))
     short = arguments | {"A": arguments["A"][..., :32]}
     assert "A has chunks of 32" in str(integration._declines_recompute(short))
@@ -479,10 +479,12 @@ def test_what_is_taken_is_what_there_are_kernels_for() -> None:
     from cute_attn.kernels.kda import spec, spec_decode
 
     assert (integration.CHUNK, integration.DTYPES) == (spec.CHUNK, spec.DTYPES)
-    assert integration.HEAD_DIMS == spec.HEAD_DIMS
+    for letter, name in (("K", "head_dim_k"), ("V", "head_dim_v")):
+        assert integration.HEAD_DIMS[letter] == spec.ALLOWED[name]
+        assert integration.STEP_HEAD_DIMS[letter] == spec_decode.HEAD_DIMS
     assert integration.GATE_AND_BETA_DTYPES == spec.GATE_DTYPES == spec.BETA_DTYPES
-    steps = (integration.STEP_DTYPES, integration.STEP_HEAD_DIMS, integration.STATE_DTYPES)
-    assert steps == (spec_decode.DTYPES, spec_decode.HEAD_DIMS, spec_decode.STATE_DTYPES)
+    steps = (integration.STEP_DTYPES, integration.STATE_DTYPES)
+    assert steps == (spec_decode.DTYPES, spec_decode.STATE_DTYPES)
 
 
 def test_importing_the_module_imports_neither_fla_nor_triton() -> None:
