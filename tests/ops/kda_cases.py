@@ -331,6 +331,16 @@ def poisoned_outputs() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def warm() -> Iterator[None]:
+    """Loaded kernels are remembered in the emulator, too: it must be one emulator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "may_remember", lambda _: True)
+        for module in (chunk, stages):
+            patch.setattr(module, "_ready", {})
+        yield
+
+
 def run(args: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final_state)"""
     with torch.no_grad(), poisoned_outputs():

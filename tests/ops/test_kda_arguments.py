@@ -738,6 +738,22 @@ def test_plans_without_a_kernel(options: dict[str, Any], message: str):
         plan_chunk_kda("sm_90a", **options)
 
 
+def test_a_setting_leaves_out_the_kernels_that_split(monkeypatch: pytest.MonkeyPatch):
+    try:
+        for value, count in (("", 5), ("0", 2), ("1", 5)):
+            monkeypatch.setenv("CUTE_ATTN_KDA_SPLIT", value)
+            assert cute_attn.reload_settings().kda_split == (count == 5)
+            assert len(plan_chunk_kda("sm_90a")) == count
+            assert len(plan_chunk_kda("sm_90a", split=False)) == 2
+            assert len(plan_chunk_kda("sm_90a", split=True)) == 5
+        monkeypatch.setenv("CUTE_ATTN_KDA_SPLIT", "no")
+        with pytest.raises(ValueError, match="CUTE_ATTN_KDA_SPLIT is 'no', must be 0 or 1"):
+            cute_attn.reload_settings()
+    finally:
+        monkeypatch.delenv("CUTE_ATTN_KDA_SPLIT")
+        cute_attn.reload_settings()
+
+
 def test_models_are_planned():
     names = [kernel.name for kernel, _ in plan_file(MODELS, "sm_90a")]
     assert {"kda_prepare", "kda_recurrence"} <= set(names)

@@ -6,6 +6,7 @@ the sweeps are smaller.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import cute_attn
 import cute_attn.cache
 from cute_attn import launch
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.kda import heuristics
 from cute_attn.ops.kda import chunk
 
 from .kda_cases import (
@@ -41,6 +43,7 @@ from .kda_cases import (
     spans,
     tokens_of,
     valid,
+    warm,
 )
 
 STAGE_BY_STAGE = {"disable_recompute": True}
@@ -127,6 +130,71 @@ def test_sequences_in_segments(device: str, data: st.DataObject):
 def test_many_segments(device: str):
     in_segments(Case(PLAIN, (450,), gates="weak", alike=True).arguments(device), 1)
     in_segments(Case(DECAYS, (0, 330, 1, 130), group=1, gates="weak").arguments(device), 1)
+
+
+@pytest.fixture
+def split_setting() -> Iterator[Callable[[str], None]]:
+    """Sets CUTE_ATTN_KDA_SPLIT, where 4 heads have blocks enough, and one is worth 3 segments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "num_sms", lambda _: 11)
+        patch.setattr(heuristics, "FEWEST_CHUNKS_OF_A_SEGMENT", 1)
+
+        def set_to(value: str) -> None:
+            patch.setenv("CUTE_ATTN_KDA_SPLIT", value)
+            cute_attn.reload_settings()
+
+        yield set_to
+    cute_attn.reload_settings()
+
+
+@pytest.mark.everywhere
+def test_a_setting_forbids_splitting(device: str, split_setting: Callable[[str], None]):
+    """So that a sequence's bits are the same whatever else is in the call."""
+    length = 330
+    args = Case(PACKED, (length, 0, 70), group=1, gates="weak").arguments(device)
+    alone = tokens_of(args, slice(0, length)) | {"cu_seqlens": args["cu_seqlens"][:2]}
+    alone["initial_state"] = args["initial_state"][:1]
+    many = {name: torch.cat([alone[name]] * 4, dim=2) for name in ("q", "k", "v", "g", "beta")}
+    many["initial_state"] = torch.cat([alone["initial_state"]] * 4, dim=1)
+    many |= {"A_log": args["A_log"].repeat(4), "dt_bias": args["dt_bias"].repeat(4)}
+
+    def results() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """By itself, beside other sequences, and beside other heads."""
+        (o, state), (o_many, state_many) = run(args), run(alone | many)
+        return [
+            run(alone), (o[:, :length], state[:1]), (o_many[:, :, :1], state_many[:, :1])
+        ]  # fmt: skip
+
+    split_setting("0")
+    first, *others = results()
+    for other in others:
+        assert same(alone, first, other)
+    split_setting("1")
+    first, among, many_heads = results()
+    assert not same(alone, first, many_heads)
+    assert_agrees(alone, *first)
+    assert_agrees(alone, *among)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("path", [*PATHS, "segments"])
+def test_no_schedule_changes_a_bit(arch: str, path: str):
+    """However warps and blocks take turns, and however many SMs there are."""
+    args = Case(PACKED, (70, 0, 130), gates="strong").arguments("cpu")
+    results = []
+    for num_sms, schedule, seed in (
+        (4, "fair", 0), (2, "adversarial", 1), (7, "random", 2), (3, "random", 3),
+    ):  # fmt: skip
+        emulator = Emulator(num_sms=num_sms, schedule=schedule, seed=seed)
+        with cute_attn.emulated(arch, emulator), pytest.MonkeyPatch.context() as patch:
+            if path == "segments":
+                patch.setattr(chunk, "chunks_per_segment", lambda **_: 1)
+                patch.setattr(launch, "num_sms", lambda _: 10**6)
+            results.append(run(args, **PATHS.get(path, {})))
+        assert len(emulator.report.launches) == {"fused": 2, "modular": 5, "segments": 4}[path]
+        assert not emulator.report.findings, emulator.report
+    assert all(same(args, results[0], other) for other in results[1:])
+    assert_agrees(args, *results[0])
 
 
 def in_segments(args: dict[str, Any], length: int) -> None:
@@ -375,6 +443,75 @@ def test_a_cuda_graph_follows_its_inputs():
             args[name].copy_(x)
     graph.replay()
     assert same(other, run(other), captured)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("path", PATHS)
+def test_later_calls_only_launch(device: str, path: str, monkeypatch: pytest.MonkeyPatch):
+    """With other lengths, numbers of sequences and layouts, and after what is refused."""
+    options = PATHS[path]
+
+    def case(lengths: tuple[int, ...], **more: Any) -> dict[str, Any]:
+        args = Case(replace(PACKED, index=None), lengths, **more).arguments(device)
+        return args | {"dt_bias": args["dt_bias"].flatten(), "A_log": args["A_log"].view(1, -1, 1)}
+
+    with warm():
+        first = case((70,))
+        expected = run(first, **options)
+        with monkeypatch.context() as patch:  # no check, no look-up of a kernel
+            patch.setattr(chunk, "_first_call", None)
+            patch.setattr(launch, "get_for", None)
+            assert same(first, expected, run(first, **options))
+            longer = case((130, 130), layout="projection", seed=1)
+            assert_agrees(longer, *run(longer, **options))
+        for layout in ("misaligned", "heads_first"):
+            moved = case((70,), layout=layout)
+            moved["initial_state"] = moved["initial_state"].mT.contiguous().mT
+            assert same(first, expected, run(moved, **options))
+        for name, bad, message in (
+            ("k", first["k"][:, 1:], "k has shape"),
+            ("v", first["v"][:, 1:], "v has shape"),
+            ("g", first["g"][..., :64], "g has shape"),
+            ("beta", first["beta"][:, :, :1], "beta has shape"),
+            ("initial_state", first["initial_state"].repeat(2, 1, 1, 1), "initial_state has shape"),
+            ("initial_state", first["initial_state"][:, :, :64], "initial_state has shape"),
+            ("A_log", first["A_log"][:, :1], "A_log has shape"),
+            ("dt_bias", first["dt_bias"][1:], "dt_bias has shape"),
+            ("scale", "1", "scale must be"),
+            ("lower_bound", float("nan"), "lower_bound is nan"),
+            ("allow_neg_eigval", None, "allow_neg_eigval must be"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=message):
+                run(first, **options, **{name: bad})
+        assert same(first, expected, run(first, **options))
+        empty = tokens_of(first, slice(0, 0))
+        assert torch.equal(run(empty, **options)[1], first["initial_state"])
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("path", PATHS)
+def test_later_calls_with_packed_sequences(device: str, path: str):
+    options = PATHS[path]
+    with warm():
+        first = Case(PACKED, (70, 3)).arguments(device)
+        expected = run(first, **options)
+        cpu = first["cu_seqlens"].cpu()
+        assert same(first, expected, run(first, **options, cu_seqlens_cpu=cpu))
+        other = Case(PACKED, (0, 1, 65, 5), lead=2, seed=1).arguments(device)
+        assert_agrees(other, *run(other, **options))
+        strided = torch.stack([first["cu_seqlens"]] * 2, dim=1)[:, 0]
+        assert same(first, expected, run(first, **options, cu_seqlens=strided))
+        wide = first["cu_seqlens"].long()
+        assert same(first, expected, run(first, **options, cu_seqlens=wide))
+        with pytest.raises(ValueError, match=r"cu_seqlens_cpu\[2\] is 74, must be at most T, 73"):
+            run(first, **options, cu_seqlens_cpu=torch.tensor([0, 70, 74]))
+        with pytest.raises(ValueError, match="initial_state has shape"):
+            run(first, **options, cu_seqlens=torch.tensor([0, 1, 2, 73]).to(first["cu_seqlens"]))
+        with pytest.raises(ValueError, match="cu_seqlens has shape"):
+            run(first, **options, cu_seqlens=first["cu_seqlens"][None])
+        doubled = {name: torch.cat([first[name]] * 2) for name in ("q", "k", "v", "g", "beta")}
+        with pytest.raises(ValueError, match="there are 2 batches"):
+            run(first, **options, **doubled)
 
 
 BAD = {

@@ -59,6 +59,7 @@ from ...kernels.kda.spec import (
     SegmentsSpec,
     record_elements,
 )
+from ...settings import on_reload, settings
 from . import stages
 from .arguments import (
     DTYPE_NAMES,
@@ -155,7 +156,8 @@ def chunk_kda(
         dt_bias: HV * K numbers, likewise; None is 0. Both are ignored without use_gate_in_kernel.
 
     A few long sequences with few heads are split to fill the GPU, which may change the last bits of
-    their results; otherwise a sequence's result does not depend on what else is in the call.
+    their results. Otherwise, and always with `CUTE_ATTN_KDA_SPLIT=0` in the environment (see
+    `cute_attn.reload_settings`), a sequence's result does not depend on what else is in the call.
 
     Returns:
         (o, final_state), or (o, final_state, h) with return_intermediate_states. o is
@@ -222,7 +224,7 @@ def plan_chunk_kda(
     index_dtype: str = "none",
     A_log: bool = True,
     dt_bias: bool = True,
-    split: bool = True,
+    split: bool | None = None,
 ) -> list[launch.Request]:
     """The kernels that `chunk_kda` will use for such arguments, for `cute_attn.warmup` and spec
     files. Batch, lengths and numbers of heads do not matter, except to `split`.
@@ -237,7 +239,8 @@ def plan_chunk_kda(
             use_beta_sigmoid_in_kernel, disable_recompute, return_intermediate_states,
             state_v_first: as the operator's.
         split: with the three kernels more for long sequences that are few, and have few heads: on a
-            GPU whose SMs would be idle otherwise, each is split among several.
+            GPU whose SMs would be idle otherwise, each is split among several. None follows
+            `CUTE_ATTN_KDA_SPLIT`.
 
     Raises:
         TypeError, ValueError: no kernel is specialised so; the message names the parameter.
@@ -281,6 +284,8 @@ def plan_chunk_kda(
             index_dtype=index_dtype,
             **segments_config(**dims),
         )
+        if split is None:
+            split = settings().kda_split
         return [(launch.KDA_PREPARE, prepare), (launch.KDA_RECURRENCE, recurrence)] + split * [
             (launch.KDA_RECURRENCE, dataclasses.replace(recurrence, segments="transitions")),
             (launch.KDA_SEGMENTS, combine),
@@ -325,13 +330,15 @@ class _Ready(NamedTuple):
     scale: float
     lower_bound: float
     beta_scale: float
-    num_sms: int
+    num_sms: int  # 0 where sequences may not be split
     # transitions, segments, outputs: for sequences that are split, once there are any
     split: Callable[[], tuple[Callable[..., None], ...]]
 
 
-# Everything that kernels are chosen by, and every number -> the loaded kernels.
-_ready: dict[tuple[Any, ...], _Ready] = {}
+# Everything that kernels are chosen by, and every number -> the loaded kernels. None where stages
+# run one by one, which look up their own.
+_ready: dict[tuple[Any, ...], _Ready | None] = {}
+on_reload(_ready.clear)  # whether sequences may be split
 _MOST_READY = 4096  # scales and bounds are part of the key
 
 
@@ -383,7 +390,7 @@ def _forward(
         ):
             raise KeyError
         if cu_seqlens_cpu is not None:
-            check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, tokens)
+            num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, tokens)
     except (KeyError, AttributeError, IndexError, TypeError, ValueError):
         # new, or with nothing to do, or not even tensors
         return _first_call(
@@ -402,6 +409,13 @@ def _forward(
                 A_log = A_log.view(heads)
         else:
             A_log = dt_bias = None
+        if ready is None:
+            return _by_stages(
+                q, k, v, g, beta, scale, initial_state, output_final_state,
+                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                allow_neg_eigval, lower_bound, return_intermediate_states, state_v_first,
+                cu_seqlens, num_chunks, A_log, dt_bias,
+            )  # fmt: skip
         return _launch(
             ready, q, k, v, g, beta, initial_state, output_final_state, state_v_first, cu_seqlens,
             A_log, dt_bias,
@@ -483,6 +497,7 @@ def _first_call(*arguments: Any) -> Any:
         return_intermediate_states, state_v_first, cu_seqlens, cu_seqlens_cpu, num_chunks, A_log,
         dt_bias,
     ) = arguments  # fmt: skip
+    del disable_recompute
     sizes = _check_all(*arguments)
     counted = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, sizes["T"])
     num_chunks = num_chunks if counted is None else counted
@@ -494,28 +509,15 @@ def _first_call(*arguments: Any) -> Any:
         )  # fmt: skip
     if not use_gate_in_kernel:
         A_log = dt_bias = None
-    beta_scale = 2.0 if allow_neg_eigval else 1.0
-    if not fused(
-        disable_recompute=bool(disable_recompute),
-        return_intermediate_states=bool(return_intermediate_states),
-    ):
-        G = stages._gate_cumsum(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens)
-        if l2norm:
-            q, k = stages.l2norm(q, k)
-        if use_beta_sigmoid_in_kernel:
-            beta = torch.sigmoid(beta.to(torch.float32))
-            if allow_neg_eigval:
-                beta = beta * beta_scale
-        Aqk, _, w, u, _, kg = stages._chunk_intra(q, k, v, G, beta, scale, cu_seqlens, False)
-        h, v_new, final_state = stages._chunk_delta_h(
-            kg, w, u, G, initial_state, output_final_state, True, state_v_first, cu_seqlens,
-            num_chunks,
+    ready = _prepare(*arguments)
+    if ready is None:
+        return _by_stages(
+            q, k, v, g, beta, scale, initial_state, output_final_state, l2norm,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
+            return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log, dt_bias,
         )  # fmt: skip
-        o = stages._chunk_output(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens)
-        kept = final_state if output_final_state else None
-        return (o, kept, h) if return_intermediate_states else (o, kept)
     return _launch(
-        _prepare(*arguments),
+        ready,
         readable(q),
         readable(k),
         readable(v),
@@ -528,6 +530,44 @@ def _first_call(*arguments: Any) -> Any:
         readable_parameter(A_log, sizes["HV"]),
         readable_parameter(dt_bias, sizes["HV"], sizes["K"]),
     )
+
+
+def _by_stages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    lower_bound: float | None,
+    return_intermediate_states: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    num_chunks: int | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> Any:
+    """The modular path."""
+    G = stages._gate_cumsum(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens)
+    if use_qk_l2norm_in_kernel:
+        q, k = stages.l2norm(q, k)
+    if use_beta_sigmoid_in_kernel:
+        beta = torch.sigmoid(beta.to(torch.float32))
+        if allow_neg_eigval:
+            beta = 2.0 * beta
+    Aqk, _, w, u, _, kg = stages._chunk_intra(q, k, v, G, beta, scale, cu_seqlens, False)
+    h, v_new, final_state = stages._chunk_delta_h(
+        kg, w, u, G, initial_state, output_final_state, True, state_v_first, cu_seqlens, num_chunks
+    )
+    o = stages._chunk_output(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens)
+    kept = final_state if output_final_state else None
+    return (o, kept, h) if return_intermediate_states else (o, kept)
 
 
 def _refused(error: Exception, *arguments: Any) -> Any:
@@ -619,41 +659,46 @@ def _prepare(
     num_chunks: int | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-) -> _Ready:
+) -> _Ready | None:
     """Load the two kernels for these arguments, and remember them if they are on a GPU."""
     del k, cu_seqlens_cpu, num_chunks
     heads_qk, dim_k = q.shape[2:]
     heads, dim_v = v.shape[2:]
     device = q.device
-    prepare, recurrence, *split = plan_chunk_kda(
-        launch.arch_for(q.device),
-        dtype=DTYPE_NAMES[q.dtype],
-        gate_dtype=DTYPE_NAMES[g.dtype],
-        beta_dtype=DTYPE_NAMES[beta.dtype],
-        head_dim_k=dim_k,
-        head_dim_v=dim_v,
-        initial_state=initial_state is not None,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        lower_bound=lower_bound is not None,
-        state_v_first=state_v_first,
-        index_dtype=index_dtype(cu_seqlens),
-        A_log=A_log is not None,
-        dt_bias=dt_bias is not None,
-    )
-    ready = _Ready(
-        launch.get_for(device, *prepare),
-        launch.get_for(device, *recurrence),
-        record_elements(dim_k),
-        dim_k**-0.5 if scale is None else float(scale),
-        0.0 if lower_bound is None else float(lower_bound),
-        2.0 if allow_neg_eigval else 1.0,
-        launch.num_sms(device),
-        functools.cache(lambda: tuple(launch.get_for(device, *request) for request in split)),
-    )
-    if q.is_cuda:  # which emulator runs a CPU tensor depends on where the call is made
+    ready = None
+    if fused(
+        disable_recompute=bool(disable_recompute),
+        return_intermediate_states=bool(return_intermediate_states),
+    ):
+        prepare, recurrence, *split = plan_chunk_kda(
+            launch.arch_for(q.device),
+            dtype=DTYPE_NAMES[q.dtype],
+            gate_dtype=DTYPE_NAMES[g.dtype],
+            beta_dtype=DTYPE_NAMES[beta.dtype],
+            head_dim_k=dim_k,
+            head_dim_v=dim_v,
+            initial_state=initial_state is not None,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            lower_bound=lower_bound is not None,
+            state_v_first=state_v_first,
+            index_dtype=index_dtype(cu_seqlens),
+            A_log=A_log is not None,
+            dt_bias=dt_bias is not None,
+        )
+        ready = _Ready(
+            launch.get_for(device, *prepare),
+            launch.get_for(device, *recurrence),
+            record_elements(dim_k),
+            dim_k**-0.5 if scale is None else float(scale),
+            0.0 if lower_bound is None else float(lower_bound),
+            2.0 if allow_neg_eigval else 1.0,
+            launch.num_sms(device) if split else 0,
+            functools.cache(lambda: tuple(launch.get_for(device, *request) for request in split)),
+        )
+    if stages.may_remember(q):
         key = (
             heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(), scale,
             initial_state is None, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,

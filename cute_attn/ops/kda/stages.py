@@ -351,11 +351,16 @@ def _run(
         check()
         launch.check_device("the first tensor", x.device)
         function = launch.get_for(x.device, *request(launch.arch_for(x.device)))
-        if x.is_cuda:  # which emulator runs a CPU tensor depends on where the call is made
+        if may_remember(x):
             if len(_ready) >= _MOST_READY:
                 _ready.clear()
             _ready[key] = function
     return call(function)
+
+
+def may_remember(x: Tensor) -> bool:
+    """Which emulator runs a CPU tensor depends on where the call is made."""
+    return x.is_cuda
 
 
 def _nothing(*arguments: Any) -> None:
@@ -366,7 +371,7 @@ def _packing(x: Tensor, cu_seqlens: Tensor | None) -> Any:
     """What cu_seqlens has to do with the choice of a kernel, and with x, `[B, ...]`."""
     if cu_seqlens is None:
         return None
-    return cu_seqlens.dtype, cu_seqlens.dim(), x.shape[0]
+    return cu_seqlens.dtype, cu_seqlens.dim(), x.shape[0] == 1
 
 
 def _indices(cu_seqlens: Tensor | None) -> Tensor | None:
@@ -749,11 +754,12 @@ def _chunk_delta_h(
     cu_seqlens: Tensor | None,
     num_chunks: int | None,
 ) -> tuple[Tensor, ...]:
+    # That there is a state for each sequence is for no host code of a kernel to see.
+    sequences = w.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = None if initial_state is None else initial_state.shape[0] == sequences
     key = (
-        "delta_h", w.shape[2:], u.shape[-1], u.dtype, u.get_device(),
-        None if initial_state is None else initial_state.shape, output_final_state, output_v_new,
-        state_v_first, w.shape[0], None if cu_seqlens is None else cu_seqlens.shape,
-        _packing(u, cu_seqlens),
+        "delta_h", w.shape[2:], u.shape[-1], u.dtype, u.get_device(), states, output_final_state,
+        output_v_new, state_v_first, _packing(u, cu_seqlens),
     )  # fmt: skip
 
     def call(function: Callable[..., None]) -> tuple[Tensor, ...]:
