@@ -353,8 +353,12 @@ def agreed(
 
 
 def _result(who: str, call: Call) -> Any:
+    """What a call gives, waited for, so that an error is laid to who made it."""
     try:
-        return call()
+        result = call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return result
     except Exception as error:
         if who not in PEERS:
             raise
