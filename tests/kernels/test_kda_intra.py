@@ -1,4 +1,4 @@
-"""What KDA computes within chunks, kernel by kernel, in the emulator: `prepare` and `chunk_intra`."""
+"""What KDA computes within chunks, in the emulator: `prepare` and `chunk_intra`."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def matrices_of(
     beta_scale: float = 1.0,
     cu_seqlens: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What `prepare` is to leave, matrices as `[chunks, HV, rows, columns]`, in order of chunks. With
-    float64 it is exact, with float32 what plain code makes of tensors of the inputs' dtype."""
+    """What `prepare` is to leave, matrices as `[chunks, HV, rows, columns]`, in order of chunks.
+    With float64 it is exact, with float32 what plain code makes of tensors of the inputs' dtype."""
     kept = None if dtype is torch.float64 else x["q"].dtype
 
     def stored(y: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def matrices_of(
 def check_prepare(x: dict[str, Any], *, arch: str = "sm_90a", **options: Any) -> None:
     """Every matrix by the error rule, zeros past the end, and unused slots left alone."""
     cu_seqlens = options.get("cu_seqlens")
-    batch, tokens, _, dim_k = x["g"].shape
+    _, tokens, _, dim_k = x["g"].shape
     tiles, decay = run_prepare(x, arch=arch, **options)
     exact = matrices_of(x, torch.float64, **options)
     plain = matrices_of(x, torch.float32, **options)

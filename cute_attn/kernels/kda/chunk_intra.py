@@ -1,6 +1,7 @@
 """KDA within chunks: Aqk, the inverse Akk, and w, u, qg, kg. A stage of the modular path.
 
-For every chunk of 64 tokens and value head (see `cute_attn.reference.kda.kda_chunk_intra_reference`)
+For every chunk of 64 tokens and value head (see `kda_chunk_intra_reference` in
+`cute_attn.reference.kda`)
 
     Aqk_ij = scale q_i . (exp2(G_i - G_j) * k_j)           j <= i
     Akk    = (I + L)^-1, L_ij = beta_i k_i . (exp2(G_i - G_j) * k_j), j < i
@@ -179,9 +180,7 @@ class KdaChunkIntra(ChunkInverse):
         _, head, head_qk, place = self.place_of(
             by_heads, by_group, by_chunks, g.shape[1], cu_seqlens
         )
-        smem = warp.shared_address(
-            cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024)
-        )
+        smem = warp.shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
             raw = self.load_sums(self.rows_of(g, place, head), place.length)
             self.start_copy(self.rows_of(q, place, head_qk), smem + self.q, place.length)
@@ -258,8 +257,8 @@ class KdaChunkIntra(ChunkInverse):
 
     @cute.jit
     def load_sums(self, rows: Any, length: Int32) -> Any:
-        """A thread's part of G: a sub-chunk's rows of two channels. Past the chunk's end G stays what
-        it is there."""
+        """A thread's part of G: a sub-chunk's rows of two channels. Past the chunk's end G stays
+        what it is there."""
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.head_dim_k // 2
         raw = cute.make_rmem_tensor((2 * SUB_CHUNK,), Float32)
@@ -289,9 +288,7 @@ class KdaChunkIntra(ChunkInverse):
         """From G of the sub-chunks' first tokens all that `start`, `to_next` and `to_end` hold."""
         at = smem + (channel << 2)
         count = range(SUB_CHUNKS)
-        first = [
-            warp.load_shared(Float32, at + self.start + b * self.p_row)[0] for b in count
-        ]
+        first = [warp.load_shared(Float32, at + self.start + b * self.p_row)[0] for b in count]
         last = SUB_CHUNKS - 1
         rest = warp.load_shared(Float32, at + self.to_next + last * self.p_row)[0]
         steps = [*(first[b + 1] - first[b] for b in range(last)), rest]
@@ -355,7 +352,8 @@ class KdaChunkIntra(ChunkInverse):
             for half in cutlass.range_constexpr(2):
                 row = b * SUB_CHUNK + half * 8 + r
                 if row < length:
-                    values = [acc[group * 16 + 4 * n + 2 * half + e] for n in range(4) for e in range(2)]
+                    start = group * 16 + 2 * half
+                    values = [acc[start + 4 * n + e] for n in range(4) for e in range(2)]
                     address = target.start + row_offset(row, target.pitch)
                     warp.store_global(
                         Int32, address + Int64(c * UNIT_BYTES) + group * 64, self.packed(values)
@@ -394,9 +392,7 @@ class KdaChunkIntra(ChunkInverse):
             q = self.packed([x * y for x, y in zip(q, start, strict=True)])
             self.put(out.qg, out.length, row, group * 4 + c, q)
 
-    def put_to_end(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]
-    ) -> None:
+    def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
         r, c = self.row_and_part()
         row = b * SUB_CHUNK + 8 * half + r
         self.put(out.kg, out.length, row, group * 4 + c, self.packed(k))
@@ -407,7 +403,8 @@ class KdaChunkIntra(ChunkInverse):
     @cute.jit
     def put(self, rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:
         if row < length:
-            warp.store_global(Int32, rows.start + row_offset(row, rows.pitch) + Int64(unit * UNIT_BYTES), x)
+            address = rows.start + row_offset(row, rows.pitch) + Int64(unit * UNIT_BYTES)
+            warp.store_global(Int32, address, x)
 
     @cute.jit
     def copy_rows(

@@ -19,8 +19,8 @@ from 16 to 32 to 64 (`invert`), with X the inverse:
 All factors are true inverses, or L itself, so nothing grows that would have to cancel. Products are
 of tf32 in three parts, nearly as accurate as float32. They are computed transposed, as in
 N20^T = X00^T L20^T: accumulators of 16 by 8 are where the left operand of the next product wants
-them, if its index k runs 0, 2, 4, 6, 1, 3, 5, 7; and then a right operand M^T is two neighbours of a
-row of M.
+them, if its index k runs 0, 2, 4, 6, 1, 3, 5, 7; and then a right operand M^T is two neighbours of
+a row of M.
 """
 
 from __future__ import annotations

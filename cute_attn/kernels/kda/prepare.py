@@ -147,8 +147,19 @@ class KdaPrepare(ChunkInverse):
         """
         slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
         self.kernel(
-            q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, scale, lower_bound,
-            beta_scale, *self.divisors(g, q),
+            q,
+            k,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            cu_seqlens,
+            tiles,
+            decay,
+            scale,
+            lower_bound,
+            beta_scale,
+            *self.divisors(g, q),
         ).launch(
             grid=[g.shape[2] * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
@@ -349,9 +360,7 @@ class KdaPrepare(ChunkInverse):
         q = [x * (y * of_q) for x, y in zip(q, start, strict=True)]
         self.put(out, self.qg, b, half, group, q, step)
 
-    def put_to_end(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]
-    ) -> None:
+    def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
         if self.l2norm:
             row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
             of_k = self.of_row(smem, self.inverse_norm_k, row)
@@ -366,7 +375,7 @@ class KdaPrepare(ChunkInverse):
     def put(
         self, record: Any, matrix: int, b: Any, half: int, group: Any, values: list[Any], step: int
     ) -> None:
-        """8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes from one to the next."""
+        """8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes apart."""
         r, c = self.row_and_part()
         at = (group >> 1) * step + tile_unit(r, ((group & 1) << 2) + c)
         at = record + Int64(at + b * (SUB_CHUNK * TILE_ROW_BYTES))

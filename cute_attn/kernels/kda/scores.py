@@ -10,15 +10,19 @@ column j. Tokens are in sub-chunks of 16, and P is the sum of gates from the fir
 sub-chunk (0 there). The factor of row i is exp2(P_i), and that of a column of an earlier sub-chunk
 the decay from j to the first token of i's: both are at most 1 for gates that are at most 0.
 
-The factor of a column j of i's own sub-chunk is exp2(-P_j). With bfloat16, whose exponents are those
-of float32, this is taken as it is, and rows as exp2(P_i + 60), as long as P stays within -120 and
-40. A row i where it does not, by any channel, is said to be out of range, and so are those after it:
-a row's result depends on no token after it. Such rows, and with float16 all of them, have their
-scores by halves: 8 tokens against the 8 before them, with the first of the later ones as the
-reference of both factors; then 4, 2 and 1.
+The factor of a column j of i's own sub-chunk is exp2(-P_j). With bfloat16, whose exponents are
+those of float32, this is taken as it is, divided by 2^60, and rows are multiplied by 2^60, as long
+as P stays within -120 and 40. A row i where it does not, by any channel, is said to be out of
+range, and so are those after it: a row's result depends on no token after it, not even by rounding.
+Such rows, and with float16 all of them, have their scores by halves: 8 tokens against the 8 before
+them, with the first of the later ones as the reference of both factors; then 4, 2 and 1.
 
-Factors are multiplied in float32, and the products rounded once, as operands. Scores of a token with
-itself have no decay, and come from `normalise`.
+Exponentials are few: where 64 channels of a sub-chunk are in range, exp2(-P - 60) is stored instead
+of P, and all factors are products of that, or of its reciprocal, and one exponential a channel.
+
+Factors are multiplied in float32, and the products rounded once, as operands. Scores of a token
+with itself have no decay, and come from `norms`, which also finds the lengths of q and k: these are
+factors of the scores, and of all else that is made of q and k, which are never rounded again.
 
 All 8 warps work on scores: warps b and b + 4 have the rows of sub-chunk b, each for half of the
 channels. Then warp b adds up and keeps L, warp b + 4 Aqk. In every product the order of channels is
@@ -50,7 +54,7 @@ SUB_TILE_BYTES = 2 * SUB_TILE
 TILE_ROW_BYTES = 128
 GROUP = 32  # channels that a warp takes at a time, 8 a thread
 BLOCK_BYTES = SUB_CHUNK * SUB_CHUNK * 4
-# Of a score's two 16-bit tiles a sub-chunk's rows, and the partial sums before them, are in a region.
+# In a region are a sub-chunk's partial sums, and then its rows of the two 16-bit tiles.
 REGION_BYTES = 8192
 LOWEST, HIGHEST = -120.0, 40.0  # of P in range
 SHIFT = 60.0  # of exponents of rows, with bfloat16
@@ -70,8 +74,8 @@ def block_offset(i: Any, j: Any) -> Any:
 
 
 def block_element(i: Any, j: Any) -> Any:
-    """Bytes to element (i, j) of a block of float32. Halves of rows change places in every other pair
-    of rows, so that 4 rows of 32 bytes are in different banks."""
+    """Bytes to element (i, j) of a block of float32. Halves of rows change places in every other
+    pair of rows, so that 4 rows of 32 bytes are in different banks."""
     return (i << 6) + ((j << 2) ^ ((i & 2) << 4))
 
 
@@ -88,8 +92,8 @@ def parity(row: Any) -> Any:
 
 def keep_branch() -> None:
     """Keeps the branch that it stands in a branch, where the compiler would have every warp go
-    through all of it with its instructions switched off: a performance-monitor trigger (nobody counts
-    number 7) is not to be predicated."""
+    through all of it with its instructions switched off: a performance-monitor trigger (nobody
+    counts number 7) is not to be predicated."""
     llvm.inline_asm(
         None,
         [],
@@ -677,8 +681,8 @@ class ChunkScores:
         it, transposed.
 
         At a level with h later tokens against the h before them there are 8 of each in all: the 8
-        rows of q are rows 0 to 7 of the left operand, those of k rows 8 to 15, and the 8 columns are
-        the right operand. Of the result those elements count whose tokens are of the same 2 h.
+        rows of q are rows 0 to 7 of the left operand, those of k rows 8 to 15, and the 8 columns
+        are the right operand. Of the result those elements count whose tokens are of the same 2 h.
         """
         for level in cutlass.range(2 * half, 2 * half + 2, unroll=1):
             shift = 3 - level
@@ -706,9 +710,7 @@ class ChunkScores:
                     at = block + block_element(later, earlier)
                     warp.store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
-    def _level(
-        self, smem: Any, b: Any, later: Any, earlier: Any, reference: Any
-    ) -> list[Any]:
+    def _level(self, smem: Any, b: Any, later: Any, earlier: Any, reference: Any) -> list[Any]:
         """The product of a level, as accumulators, for the thread's tokens of sub-chunk b."""
         _, c = self.row_and_part()
         acc = [[Float32(0.0)] * 4 for _ in range(2)]  # two, since a sum is a chain
@@ -744,8 +746,8 @@ class ChunkScores:
         return [x + y for x, y in zip(*acc, strict=True)]
 
     def _sums(self, p: list[Any], row: Any, in_range: Any) -> list[Any]:
-        """P from what is stored. A row that is in range is taken from its factor even where P itself
-        is stored, so that its bits do not depend on the rows behind it."""
+        """P from what is stored. A row that is in range is taken from its factor even where P
+        itself is stored, so that its bits do not depend on the rows behind it."""
         if not self.in_one_product:
             return p
         whole, inside = in_range == SUB_CHUNK, row < in_range
@@ -792,8 +794,6 @@ class ChunkScores:
         `start`, and the norms, they are decayed from the start of the chunk."""
         raise NotImplementedError
 
-    def put_to_end(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]
-    ) -> None:
+    def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
         """Take the same of k, decayed to the end of the chunk."""
         raise NotImplementedError
