@@ -1,0 +1,84 @@
+"""The kernels that `chunk_kda` plans compile, for every architecture, without spilling a register,
+and within the shared memory that a block may have there."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from cute_attn import cache, launch
+from cute_attn.kernels.kda.spec import (
+    ALLOWED,
+    BETA_DTYPES,
+    DTYPES,
+    GATE_DTYPES,
+    INDEX_DTYPES,
+    smem_bytes,
+)
+from cute_attn.ops.kda import plan_chunk_kda
+
+ARCHS = ("sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120a")
+
+FLAGS = (
+    "initial_state",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "disable_recompute",
+    "state_v_first",
+)
+
+TYPICAL = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "initial_state": True,
+    "output_final_state": True,
+    "index_dtype": "int64",
+}
+
+
+def some_call(generator: random.Random) -> dict[str, Any]:
+    """What a call may be like."""
+    chosen: dict[str, Any] = {flag: generator.random() < 0.5 for flag in FLAGS}
+    for name in ("head_dim_k", "head_dim_v"):
+        chosen[name] = generator.choice(ALLOWED[name])
+    gate = chosen["use_gate_in_kernel"]
+    bound = gate and generator.random() < 0.5
+    return chosen | {
+        "dtype": generator.choice(DTYPES),
+        "gate_dtype": generator.choice(GATE_DTYPES),
+        "beta_dtype": generator.choice(BETA_DTYPES),
+        "index_dtype": generator.choice(INDEX_DTYPES),
+        "lower_bound": bound,
+        "A_log": not bound or generator.random() < 0.5,
+        "dt_bias": generator.random() < 0.5,
+        "split": not chosen["disable_recompute"] and generator.random() < 0.5,
+    }
+
+
+def check(requests: list[launch.Request], arch: str) -> None:
+    assert requests
+    for kernel, spec in requests:
+        for use in cache.compile(kernel, spec, arch=arch).kernels:
+            assert use.spills == 0, f"{spec} spills {use.spills} bytes"
+            shared = use.static_shared + (use.dynamic_shared or 0)
+            assert shared <= smem_bytes(arch) + 1024, f"{spec}: {shared} bytes of shared memory"
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_a_server_needs(arch: str) -> None:
+    check(plan_chunk_kda(arch, **TYPICAL, split=False), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_any_call(arch: str) -> None:
+    """Both paths as servers and trainers call them, and ten calls drawn at random."""
+    generator = random.Random(ARCHS.index(arch))
+    calls = [TYPICAL | {"split": True}, TYPICAL | {"disable_recompute": True}]
+    for call in calls + [some_call(generator) for _ in range(10)]:
+        check(plan_chunk_kda(arch, **call), arch)
