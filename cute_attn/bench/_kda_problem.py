@@ -177,6 +177,30 @@ def chunk_calls(
     return calls
 
 
+def compile_chunk(cases: Sequence[Case], paths: Sequence[Path]) -> None:
+    """Make the kernels of such cases ready with all cores, rather than one by one when called."""
+    from cute_attn import cache, warmup
+    from cute_attn.ops.kda.chunk import plan_chunk_kda
+
+    kinds = {(case.gate == "lower_bound", bool(case.sequences)) for case in cases}
+    warmup(
+        request
+        for path in paths
+        for lower_bound, packed in kinds
+        for request in plan_chunk_kda(
+            cache.current_arch(),
+            initial_state=True,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            lower_bound=lower_bound,
+            disable_recompute=path == "modular",
+            index_dtype="int64" if packed else "none",
+        )
+    )
+
+
 INTRA = ("Aqk", "Akk", "w", "u", "qg", "kg")
 RECOMPUTE = ("w", "u", "qg", "kg")
 

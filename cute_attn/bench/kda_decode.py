@@ -146,5 +146,5 @@ BENCHMARK = Benchmark(
     summary="kda_decode against FLA and the copy bandwidth",
     run=run,
     add_arguments=add_options,
-    gpu_check=(GpuCheckStage(("--no-peer",), 40),),
+    gpu_check=(GpuCheckStage(("--no-peer",), 50),),
 )

@@ -218,5 +218,5 @@ BENCHMARK = Benchmark(
     summary="time to the first result of a process, ours and FLA's, from cold and warm caches",
     run=run,
     add_arguments=add_arguments,
-    gpu_check=(GpuCheckStage(("--no-peer",), 60),),
+    gpu_check=(GpuCheckStage(("--no-peer",), 80),),
 )

@@ -24,5 +24,5 @@ BENCHMARK = Benchmark(
     summary="kda_recompute_w_u against FLA and the bytes that it must move",
     run=run,
     add_arguments=add_options,
-    gpu_check=(GpuCheckStage(("--no-peer",), 30),),
+    gpu_check=(GpuCheckStage(("--no-peer",), 40),),
 )

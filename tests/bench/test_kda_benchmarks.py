@@ -117,6 +117,7 @@ def contenders(monkeypatch):
         kda_decode=plain_decode,
     )
     monkeypatch.setattr(problem, "peer", PEER.get)
+    monkeypatch.setattr(problem, "compile_chunk", lambda cases, paths: None)
 
 
 @pytest.fixture
@@ -203,6 +204,20 @@ def test_the_issues_cases_are_all_there():
     packed = {(c.sequences, c.lengths) for c in cases if c.sequences}
     assert packed == {(n, how) for n in (8, 20) for how in ("uniform", "skewed", "random")}
     assert set(kda_chunk.short_cases()) <= set(cases)
+
+
+def test_the_kernels_of_all_cases_are_made_ready(monkeypatch):
+    import cute_attn.cache
+
+    asked = []
+    monkeypatch.setattr(cute_attn.cache, "current_arch", lambda: "sm_90a")
+    monkeypatch.setitem(vars(cute_attn), "warmup", asked.extend)
+    problem.compile_chunk([Case(64, 64, 512), Case(12, 12, 8192, gate="softplus")], ("fused",))
+    gates = {spec.gate for kernel, spec in asked if kernel.name == "kda_prepare"}
+    assert gates == {"lower_bound", "softplus"}
+    assert {spec.index_dtype for kernel, spec in asked if kernel.name == "kda_recurrence"} == {
+        "none"
+    }
 
 
 # ---- agreement
@@ -358,8 +373,9 @@ def test_kda_chunk(fake_gpu, monkeypatch, tmp_path, capsys):
 
 
 def test_kda_chunk_without_the_peer(fake_gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(kda_chunk, "all_cases", lambda: [Case(1, 1, 4096, **DIMS)])
-    report = run(tmp_path, "kda-chunk", "--only", "T=4096", "--no-peer", "--mode", "do_bench")
+    monkeypatch.setattr(kda_chunk, "all_cases", lambda: [Case(1, 1, 70, **DIMS)])
+    monkeypatch.setattr(kda_chunk, "TARGET_TOKENS", 70)
+    report = run(tmp_path, "kda-chunk", "--only", "T=70", "--no-peer", "--mode", "do_bench")
     (row,) = report["rows"]
     assert row["fla_us"] is None
     (verdict,) = report["verdicts"]
@@ -412,16 +428,18 @@ def test_kda_stages(fake_gpu, monkeypatch, tmp_path, name, module, target, met):
 
 def test_kda_decode(fake_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(kda_decode, "SHORT_HEADS", ((1, 2),))
-    monkeypatch.setattr(kda_decode, "SHORT_BATCHES", (2, 64))
+    monkeypatch.setattr(kda_decode, "SMALL_BATCH", 2)
+    monkeypatch.setattr(kda_decode, "LARGE_BATCH", 3)
+    monkeypatch.setattr(kda_decode, "SHORT_BATCHES", (2, 3))
     report = run(tmp_path, "kda-decode", "--short")
     assert [(r["batch"], r["mode"]) for r in report["rows"]] == [
-        (2, "do_bench"), (2, "graph"), (64, "do_bench"), (64, "graph"),
+        (2, "do_bench"), (2, "graph"), (3, "do_bench"), (3, "graph"),
     ]  # fmt: skip
     assert {v["name"]: v["passed"] for v in report["verdicts"]} == {
         "B=2 H=1 HV=2 (do_bench): speedup_vs_fla at least 4": False,
-        "B=64 H=1 HV=2 (do_bench): share_of_roofline at least 0.97": False,
-        "B=64 H=1 HV=2 (do_bench): speedup_vs_fla at least 1.13": True,
-        "B=64 H=1 HV=2 (graph): share_of_roofline at least 0.97": False,
+        "B=3 H=1 HV=2 (do_bench): share_of_roofline at least 0.97": False,
+        "B=3 H=1 HV=2 (do_bench): speedup_vs_fla at least 1.13": True,
+        "B=3 H=1 HV=2 (graph): share_of_roofline at least 0.97": False,
     }
 
 
