@@ -30,6 +30,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
+from ..common.carried import Carried
 from ..common.overlap import overlaps
 from . import decode_arguments
 from .decode_tile import StateTile
@@ -44,6 +45,20 @@ from .decode_tokens import (
     stage_of,
 )
 from .spec_decode import DecodeSpec
+
+
+class Records(Carried):
+    """The records, and a sequence's slot in them, of which `count` tokens were accepted."""
+
+    def __init__(self, k: Any, g: Any, u: Any, slot: Any, count: Any):
+        self.k, self.g, self.u, self.slot, self.count = k, g, u, slot, count
+
+
+class Source(Carried):
+    """Where the tokens of a sequence come from: first the records, then the call."""
+
+    def __init__(self, tokens: Tokens, records: Records):
+        self.tokens, self.records = tokens, records
 
 
 class KdaDecode:
@@ -197,6 +212,7 @@ class KdaDecode:
             # a write to somebody else's memory; it is treated alike.
             valid = slot >= 0 and slot < state.shape[0]
 
+        gate = self.reader.gate(A_log, dt_bias, lower_bound, head)
         if cutlass.const_expr(not spec.multi_token):
             fetched = Fetched(spec)
             token = Token(
@@ -207,7 +223,6 @@ class KdaDecode:
                 cute.domain_offset((sequence, head), beta),
             )
             self.reader.fetch(fetched, token, tile_index)
-            gate = self.reader.gate(A_log, dt_bias, lower_bound, head)
             if valid:
                 stage = TokenStage(spec, memory, record=False)
                 loaded = self.tile.load(state[slot, head, None, None], tile_index)
@@ -222,61 +237,80 @@ class KdaDecode:
             else:
                 self.reader.write_zeros(o[sequence, head, None], tile_index)
         elif valid:
-            loaded = self.tile.load(state[slot, head, None, None], tile_index)
-            tokens = Tokens(q, k, v, g, beta, sequence, Int32(0), head, head_qk)
-            gate = self.reader.gate(A_log, dt_bias, lower_bound, head)
             count = Int32(0)
             if cutlass.const_expr(self.replays):
                 # An accepted count is data from outside: never read past the records.
                 count = cutlass.min(cutlass.max(num_accepted[sequence], 0), record_u.shape[1])
-            fetched = Fetched(spec)
-            total = count + q.shape[1]
-            self.fetch(
-                fetched, tokens, Int32(0), count, record_k, record_g, record_u, slot, tile_index
+            source = Source(
+                Tokens(q, k, v, g, beta, sequence, Int32(0), head, head_qk),
+                Records(record_k, record_g, record_u, slot, count),
             )
-            self.prepare(memory, Int32(0), count, fetched, gate, beta_scale)
-            if total > 1:
-                self.fetch(
-                    fetched, tokens, Int32(1), count, record_k, record_g, record_u, slot, tile_index
-                )
-            s = cute.make_rmem_tensor(loaded.shape, Float32)
-            s.store(loaded.load().to(Float32))
-            cute.arch.sync_threads()
-            for i in cutlass.range(total, unroll=1):
-                # The next token is made ready, and the one after it is on its way.
-                if i + 1 < total:
-                    self.prepare(memory, i + 1, count, fetched, gate, beta_scale)
-                if i + 2 < total:
-                    self.fetch(
-                        fetched, tokens, i + 2, count, record_k, record_g, record_u, slot,
-                        tile_index,
-                    )  # fmt: skip
-                stage = stage_of(spec, memory, i, record=self.replays)
-                if cutlass.const_expr(self.replays):
-                    if i == count:
-                        # Only what was accepted is kept; from here on, tokens are drafts.
-                        self.tile.store(s, state[slot, head, None, None], tile_index)
-                    if i < count:
-                        self.tile.replay(s, stage)
-                    else:
-                        self.tile.advance(s, stage, scale)
-                else:
-                    self.tile.advance(s, stage, scale)
-                    if cutlass.const_expr(self.positions):
-                        place = state_indices[sequence, i]
-                        if place >= 0 and place < state.shape[0]:
-                            self.tile.store(s, state[place, head, None, None], tile_index)
-                cute.arch.sync_threads()
-                if i >= count:
-                    self.reader.write(stage.o, o[sequence, i - count, head, None], tile_index)
-                    if cutlass.const_expr(self.replays):
-                        row = record_u[slot, i - count, head, None]
-                        self.reader.write(stage.u, row, tile_index)
-            if cutlass.const_expr(not self.replays and not self.positions):
-                self.tile.store(s, state[slot, head, None, None], tile_index)
+            positions = state_indices[sequence, None] if self.positions else None
+            self.many_tokens(
+                source, q.shape[1], gate, scale, beta_scale, memory, state, positions, o,
+                tile_index,
+            )  # fmt: skip
         else:
             for t in cutlass.range(q.shape[1], unroll=1):
                 self.reader.write_zeros(o[sequence, t, head, None], tile_index)
+
+    @cute.jit
+    def many_tokens(
+        self,
+        source: Source,
+        tokens: Int32,
+        gate: Gate,
+        scale: Float32,
+        beta_scale: Float32,
+        memory: cute.Tensor,
+        state: cute.Tensor,
+        positions: cute.Tensor | None,
+        o: cute.Tensor,
+        tile_index: Int32,
+    ) -> None:
+        """The accepted tokens among the records, then this call's."""
+        spec = self.spec
+        records, head, sequence = source.records, source.tokens.head, source.tokens.batch
+        in_place = state[records.slot, head, None, None]
+        loaded = self.tile.load(in_place, tile_index)
+        fetched = Fetched(spec)
+        total = records.count + tokens
+        self.fetch(fetched, source, Int32(0), tile_index)
+        self.prepare(memory, source, Int32(0), fetched, gate, beta_scale)
+        if total > 1:
+            self.fetch(fetched, source, Int32(1), tile_index)
+        s = cute.make_rmem_tensor(loaded.shape, Float32)
+        s.store(loaded.load().to(Float32))
+        cute.arch.sync_threads()
+        for i in cutlass.range(total, unroll=1):
+            # The next token is made ready, and the one after it is on its way.
+            if i + 1 < total:
+                self.prepare(memory, source, i + 1, fetched, gate, beta_scale)
+            if i + 2 < total:
+                self.fetch(fetched, source, i + 2, tile_index)
+            stage = stage_of(spec, memory, i, record=self.replays)
+            if cutlass.const_expr(self.replays):
+                if i == records.count:
+                    # Only what was accepted is kept; from here on, tokens are drafts.
+                    self.tile.store(s, in_place, tile_index)
+                if i < records.count:
+                    self.tile.replay(s, stage)
+                else:
+                    self.tile.advance(s, stage, scale)
+            else:
+                self.tile.advance(s, stage, scale)
+            if cutlass.const_expr(self.positions):
+                place = positions[i]
+                if place >= 0 and place < state.shape[0]:
+                    self.tile.store(s, state[place, head, None, None], tile_index)
+            cute.arch.sync_threads()
+            if i >= records.count:
+                t = i - records.count
+                self.reader.write(stage.o, o[sequence, t, head, None], tile_index)
+                if cutlass.const_expr(self.replays):
+                    self.reader.write(stage.u, records.u[records.slot, t, head, None], tile_index)
+        if cutlass.const_expr(not self.replays and not self.positions):
+            self.tile.store(s, in_place, tile_index)
 
     @cute.jit
     def accepted_position(
@@ -290,30 +324,20 @@ class KdaDecode:
         return position
 
     @cute.jit
-    def fetch(
-        self,
-        fetched: Fetched,
-        tokens: Tokens,
-        i: Int32,
-        count: Int32,
-        record_k: cute.Tensor | None,
-        record_g: cute.Tensor | None,
-        record_u: cute.Tensor | None,
-        slot: Int32,
-        tile_index: Int32,
-    ) -> None:
-        """The i-th token, of which the first `count` come from the records."""
+    def fetch(self, fetched: Fetched, source: Source, i: Int32, tile_index: Int32) -> None:
+        """The i-th token, of which the first come from the records."""
+        tokens, records = source.tokens, source.records
         if cutlass.const_expr(self.replays):
-            if i < count:
+            if i < records.count:
                 self.reader.fetch_recorded(
                     fetched,
-                    record_k[slot, i, tokens.head_qk, None],
-                    record_g[slot, i, tokens.head, None],
-                    record_u[slot, i, tokens.head, None],
+                    records.k[records.slot, i, tokens.head_qk, None],
+                    records.g[records.slot, i, tokens.head, None],
+                    records.u[records.slot, i, tokens.head, None],
                     tile_index,
                 )
             else:
-                self.reader.fetch(fetched, tokens.at(i - count), tile_index)
+                self.reader.fetch(fetched, tokens.at(i - records.count), tile_index)
         else:
             self.reader.fetch(fetched, tokens.at(i), tile_index)
 
@@ -321,15 +345,16 @@ class KdaDecode:
     def prepare(
         self,
         memory: cute.Tensor,
+        source: Source,
         i: Int32,
-        count: Int32,
         fetched: Fetched,
         gate: Gate,
         beta_scale: Float32,
     ) -> None:
+        """What `fetch` has fetched."""
         stage = stage_of(self.spec, memory, i, record=self.replays)
         if cutlass.const_expr(self.replays):
-            if i < count:
+            if i < source.records.count:
                 self.reader.prepare_recorded(stage, fetched, gate)
             else:
                 self.reader.prepare(stage, fetched, gate, beta_scale)
