@@ -27,7 +27,7 @@ ELEMENT, FLOAT = 2, 4  # bytes: of bfloat16 and float16, of float32
 
 Path = Literal["fused", "modular"]  # of `chunk_kda`
 PATHS: tuple[Path, ...] = ("fused", "modular")
-GATES = ("lower_bound", "softplus")
+GATES = ("lower_bound", "softplus", "lower_bound-strong", "softplus-strong")
 LENGTHS = ("uniform", "skewed", "random")
 
 # Bytes that a call's tensors, and those that a peer keeps beside them, may take of a GPU's memory.
@@ -44,7 +44,7 @@ class Case:
         sequences: how many are packed into the one row; 0 where none are.
         lengths: of packed sequences: "uniform", "skewed" (the last one has half of the tokens),
             "random"; "" where none are packed.
-        gate: of `chunk_kda`, from within the kernel.
+        gate: one of GATES: the kind, and how strong, see `_kda_problem.gate_parameters`.
     """
 
     heads: int
@@ -70,9 +70,19 @@ class Case:
             "gate": self.gate,
         }
 
+    @property
+    def bounded(self) -> bool:
+        """Whether the gate has a lower bound."""
+        return self.gate.startswith("lower_bound")
+
+    @property
+    def strong(self) -> bool:
+        return self.gate.endswith("strong")
+
     def __str__(self) -> str:
         packed = f" in {self.sequences} {self.lengths} sequences" if self.sequences else ""
-        return f"B={self.batch} H={self.heads} HV={self.heads_v} T={self.tokens}{packed}"
+        gate = "" if self.gate == GATES[0] else f", gate {self.gate}"
+        return f"B={self.batch} H={self.heads} HV={self.heads_v} T={self.tokens}{packed}{gate}"
 
     # ---- how many there are
 

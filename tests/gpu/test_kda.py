@@ -78,6 +78,8 @@ LARGE = [
     Case(32, 64, 5001),
     Case(96, 96, 777, batch=2),
     Case(8, 32, 4096, gate="softplus"),
+    Case(8, 8, 2048, gate="lower_bound-strong"),
+    Case(8, 8, 2048, gate="softplus-strong"),
     Case(12, 12, 16384, sequences=8, lengths="skewed"),
     Case(32, 64, 8192, sequences=20, lengths="random"),
 ]
