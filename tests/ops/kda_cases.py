@@ -325,9 +325,14 @@ def poisoned_outputs() -> Iterator[None]:
     def empty(shape: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(shape, math.nan, dtype=dtype, device=device)
 
+    def like(x: torch.Tensor, *shape: Any, **_: Any) -> torch.Tensor:
+        return torch.full(*shape or (x.shape,), math.nan, dtype=x.dtype, device=x.device)
+
     with pytest.MonkeyPatch.context() as patch:
         for module in (chunk, stages):
             patch.setattr(module, "_empty", empty)
+        patch.setattr(chunk, "_empty_like", like)
+        patch.setattr(chunk, "_new_empty", like)
         yield
 
 

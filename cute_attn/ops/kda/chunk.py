@@ -319,6 +319,9 @@ def plan_chunk_kda(
 
 _dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 _empty = torch.empty
+_empty_like = torch.empty_like
+_new_empty = Tensor.new_empty
+_contiguous = torch.contiguous_format
 
 
 class _Ready(NamedTuple):
@@ -445,19 +448,18 @@ def _launch(
     dt_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     prepare, recurrence, elements, scale, lower_bound, beta_scale, num_sms, split = ready
-    shape = v.shape
-    batch, tokens, heads, dim_v = shape
+    batch, tokens, heads, dim_v = v.shape
     dim_k = q.shape[3]
-    dtype, device = q.dtype, q.device
+    device = q.device
     if cu_seqlens is None:
         sequences = batch
         slots = batch * ((tokens + CHUNK - 1) // CHUNK)
     else:
         sequences = cu_seqlens.shape[0] - 1
         slots = tokens // CHUNK + sequences
-    tiles = _empty((slots, heads, elements), dtype=dtype, device=device)
+    tiles = _new_empty(q, (slots, heads, elements))
     decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
-    o = _empty(shape, dtype=dtype, device=device)
+    o = _empty_like(v, memory_format=_contiguous)
     final_state = None
     if output_final_state:
         matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)

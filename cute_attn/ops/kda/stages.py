@@ -777,7 +777,7 @@ def _chunk_delta_h(
         return results
 
     def request(arch: str) -> launch.Request:
-        dims = {"head_dim_k": w.shape[-1], "head_dim_v": u.shape[-1]}
+        dims: dict[str, Any] = {"head_dim_k": w.shape[-1], "head_dim_v": u.shape[-1]}
         return (
             launch.KDA_DELTA_H,
             DeltaHSpec(
@@ -887,7 +887,7 @@ def _chunk_output(
         return o
 
     def request(arch: str) -> launch.Request:
-        dims = {"head_dim_k": q.shape[-1], "head_dim_v": v_new.shape[-1]}
+        dims: dict[str, Any] = {"head_dim_k": q.shape[-1], "head_dim_v": v_new.shape[-1]}
         return (
             launch.KDA_OUTPUT,
             OutputSpec(
