@@ -246,6 +246,12 @@ def copies_arrive(barrier: Any) -> None:
     _asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [Int32(barrier)], memory=True)
 
 
+def arrive(barrier: Any) -> None:
+    """One of the arrivals that the mbarrier at a shared address waits for; on sm_80 too."""
+    text = "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [$0];\n}"
+    _asm(text, [], [Int32(barrier)], memory=True)
+
+
 def wait_barrier(barrier: Any, phase: Any) -> None:
     """Until that phase (0 or 1) of the mbarrier at a shared address is complete; on sm_80 too,
     which cannot suspend a thread meanwhile."""

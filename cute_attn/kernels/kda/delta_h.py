@@ -26,11 +26,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..common import warp, warpgroup
+from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from .chunks import CHUNK_SHIFT, SequencePlace, num_sequences, sequence_place
 from .spec import CHUNK, DeltaHSpec
+from .state import STEP, TransposedState
 from .tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
@@ -41,31 +42,25 @@ from .tiles import (
     copy_rows,
     fake_offsets,
     fake_rows,
-    pack_all,
     paired,
     paired_offset,
-    right_fragments,
-    right_fragments_of_rows,
-    right_offsets,
     row_address,
     row_bytes,
     thread_and_warp,
     transposed_accumulators,
 )
 
-STEP = 16  # of the summed dimension, in a product
 TILE_V = 64  # with 32, as with 128 on sm_90, registers do not suffice
 
 
-class KdaDeltaH:
+class KdaDeltaH(TransposedState):
     """The kernel for one DeltaHSpec; see the module's docstring."""
 
     def __init__(self, spec: DeltaHSpec):
+        super().__init__(DTYPE[spec.dtype], spec.head_dim_k, spec.products)
         self.spec = spec
-        self.dtype = DTYPE[spec.dtype]
         if spec.tile_v != TILE_V:
             raise ValueError(f"tile_v is {spec.tile_v}, must be {TILE_V}")
-        self.wgmma = spec.products == "wgmma"
         if spec.num_stages < 1:
             raise ValueError(f"num_stages is {spec.num_stages}, must be at least 1")
         self.num_warps = spec.tile_v // FRAGMENT_ROWS
@@ -171,8 +166,8 @@ class KdaDeltaH:
         logs = cute.make_rmem_tensor((self.decays,), Float32)  # G_e of the thread's channels
         logs.fill(0.0)
         self.load_decay(logs, 0, num_chunks, g, place, head)
-        state = cute.make_rmem_tensor((spec.head_dim_k // 2,), Float32)
-        self.load_state(state, initial_state, sequence, head, first_v)
+        state = self.empty_state()
+        self.load_state(state, initial_state, spec.state_v_first, sequence, head, first_v)
         self.keep_decay(logs, 0, base)
 
         stage = Int32(0)
@@ -211,7 +206,7 @@ class KdaDeltaH:
             stage = Int32(0) if stage == spec.num_stages else stage
 
         cute.arch.cp_async_wait_group(0)
-        self.store_state(state, final_state, sequence, head, first_v)
+        self.store_state(state, final_state, spec.state_v_first, sequence, head, first_v)
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -291,10 +286,9 @@ class KdaDeltaH:
         start of a `wgmma` and its end, or they run one by one."""
         spec, dtype = self.spec, self.dtype
         first_v = tile_start + warp_index * FRAGMENT_ROWS
-        values = [state[i] for i in range(cute.size(state))]
 
         # keep and correct: S^T rounded, 4 registers for each 16 of K; 16 of V by 64 tokens
-        s = pack_all(dtype, values)
+        s = self.operand(self.values(state))
         ahead = spec.num_stages > 1
         if ahead and not self.wgmma:  # which leaves fewer registers
             self.load(*copies, place, head, tile_start)
@@ -305,64 +299,15 @@ class KdaDeltaH:
         u_t = []
         for j in range(0, CHUNK // 8, 2):
             u_t += transposed_accumulators(dtype, stage + self.u, 8 * j, warp_index * FRAGMENT_ROWS)
-        decayed = self.decayed(values, decay)
+        decayed = self.decayed(state, decay)
         recalled = self.done(recalled)
-        corrections = pack_all(dtype, [x - y for x, y in zip(u_t, recalled, strict=True)])
+        corrections = self.operand([x - y for x, y in zip(u_t, recalled, strict=True)])
 
         # update
         updated = self.times_columns(corrections, stage + self.kg, decayed)
         if spec.store_v_new:
             self.store_v_new(corrections, v_new, place, head, first_v, c)
         self.assign(state, self.done(updated))
-
-    # -- products -----------------------------------------------------------------------------
-
-    def done(self, c: list[Any]) -> list[Any]:
-        return warpgroup.wait(c) if self.wgmma else c
-
-    def times_rows(self, a: list[Any], base: Any) -> list[Any]:
-        """Start a m^T, with m the 64 rows of K at `base`: 16 by 64."""
-        steps = range(self.spec.head_dim_k // STEP)
-        if self.wgmma:
-            first = warpgroup.rows_descriptor(base)
-            descriptors = [first + (s % 4 * 2 + s // 4 * (SUB_TILE_BYTES >> 4)) for s in steps]
-            return warpgroup.product(self.dtype, None, a, descriptors, CHUNK, columns=False)
-        result = [Float32(0.0)] * (FRAGMENT_ROWS * CHUNK // WARP_SIZE)
-        for s in steps:
-            for j in range(CHUNK // 16):
-                b = right_fragments_of_rows(base, 16 * j, s)
-                self.add(result, 8 * j, a[4 * s : 4 * s + 4], b)
-        return result
-
-    def times_columns(self, a: list[Any], base: Any, c: list[Any]) -> list[Any]:
-        """Start c + a m, with m the 64 rows of K at `base`: 16 by K."""
-        steps = range(CHUNK // STEP)
-        if self.wgmma:
-            first = warpgroup.columns_descriptor(base)
-            descriptors = [first + s * (STEP * LINE_BYTES >> 4) for s in steps]
-            width = self.spec.head_dim_k
-            return warpgroup.product(self.dtype, c, a, descriptors, width, columns=True)
-        result, offsets = list(c), right_offsets()
-        for s in steps:
-            for j in range(self.spec.head_dim_k // 16):
-                b = right_fragments(base, offsets, s, j)
-                self.add(result, 8 * j, a[4 * s : 4 * s + 4], b)
-        return result
-
-    def add(self, c: list[Any], at: int, a: list[Any], b: Any) -> None:
-        """c += a b, 16 columns of c, whose accumulators begin at `at`."""
-        for i in range(2):
-            n = at + 4 * i
-            c[n : n + 4] = warp.mma(self.dtype, c[n : n + 4], a, b[2 * i : 2 * i + 2])
-
-    def decayed(self, values: list[Any], decay: Any) -> list[Any]:
-        """S^T Diag(exp2(G_e))"""
-        at = decay + ((cute.arch.lane_idx() & 3) << 3)
-        result = []
-        for j in range(self.spec.head_dim_k // 8):
-            d = warp.load_shared(Float32, at + j * 32, 2)
-            result += [values[4 * j + i] * d[i % 2] for i in range(4)]
-        return result
 
     # -- h and v_new --------------------------------------------------------------------------
 
@@ -407,37 +352,3 @@ class KdaDeltaH:
             x = paired(*(warp.transpose_matrix(corrections[2 * j + half]) for half in range(2)))
             at = start + Int64(8 * j) * row_bytes(v_new)
             warp.store_global_where(row + 8 * j < place.length, at, *x)
-
-    # -- states -------------------------------------------------------------------------------
-
-    def assign(self, state: cute.Tensor, values: list[Any]) -> None:
-        for i, x in enumerate(values):
-            state[i] = x
-
-    def load_state(
-        self, state: cute.Tensor, source: cute.Tensor | None, sequence: Any, head: Any, first_v: Any
-    ) -> None:
-        if source is None:
-            state.fill(0.0)
-            return
-        lane = cute.arch.lane_idx()
-        for i in range(cute.size(state)):
-            row, column = self.element(i, first_v, lane)
-            state[i] = source[sequence, head, row, column]
-
-    def store_state(
-        self, state: cute.Tensor, target: cute.Tensor | None, sequence: Any, head: Any, first_v: Any
-    ) -> None:
-        if target is None:
-            return
-        thread, _, _ = cute.arch.thread_idx()
-        lane = thread & (WARP_SIZE - 1)  # so that no address is kept from `load_state` until now
-        for i in range(cute.size(state)):
-            row, column = self.element(i, first_v, lane)
-            target[sequence, head, row, column] = state[i]
-
-    def element(self, i: int, first_v: Any, lane: Any) -> tuple[Any, Any]:
-        """Where a lane's accumulator of S^T lies in a state."""
-        k = i // 4 * 8 + ((lane & 3) << 1) + i % 2
-        v = first_v + (lane >> 2) + i % 4 // 2 * 8
-        return (v, k) if self.spec.state_v_first else (k, v)

@@ -38,11 +38,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common import warp, warpgroup
+from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from .chunks import num_sequences, sequence_place
 from .spec import CHUNK, RecurrenceSpec, record_elements
+from .state import TransposedState
 from .tiles import (
     SUB_TILE_BYTES,
     UNIT_BYTES,
@@ -57,12 +58,12 @@ KD_STEP = 2 * SUB_TILE_BYTES  # from a sub-tile of kd, or qg, to the next
 MBARRIER_BYTES = 8
 
 
-class KdaRecurrence:
+class KdaRecurrence(TransposedState):
     """The kernel for one RecurrenceSpec; see the module's docstring."""
 
     def __init__(self, spec: RecurrenceSpec):
+        super().__init__(DTYPE[spec.dtype], spec.head_dim_k, spec.products, KD_STEP)
         self.spec = spec
-        self.dtype = DTYPE[spec.dtype]
         self.num_warps = spec.tile_v // 16
         sub_tiles = spec.head_dim_k // 64
         # Byte offsets within a stage. Sub-tiles of kd and qg alternate.
@@ -84,7 +85,6 @@ class KdaRecurrence:
         )
         self.transitions = spec.segments == "transitions"
         self.bulk = spec.copies == "bulk"
-        self.wgmma = spec.products == "wgmma"
         # A row of v: whole lines of 128 bytes, or one shorter line.
         self.v_line = min(spec.tile_v * 2, 128)
 
@@ -324,22 +324,23 @@ class KdaRecurrence:
         last: Int32,
     ) -> None:
         spec = self.spec
-        state = cute.make_rmem_tensor((spec.head_dim_k // 2,), Float32)
+        v_first = spec.state_v_first
+        state = self.empty_state()
         if cutlass.const_expr(spec.segments == "none"):
-            self.load_state(state, initial_state, sequence, head, column)
+            self.load_state(state, initial_state, v_first, sequence, head, column)
         elif cutlass.const_expr(self.transitions):
             if column >= spec.head_dim_v:
                 self.identity(state, column - spec.head_dim_v)
             elif segment == 0:
-                self.load_state(state, initial_state, sequence, head, column)
+                self.load_state(state, initial_state, v_first, sequence, head, column)
             else:
                 state.fill(0.0)
         elif segment == 0:
-            self.load_state(state, initial_state, sequence, head, column)
+            self.load_state(state, initial_state, v_first, sequence, head, column)
         else:
             starts = segment_states[None, segment - 1, None, None, None]
             if first < end:
-                self.copy_state(state, starts, sequence, head, column, True, store=False)
+                self.load_state(state, starts, True, sequence, head, column)
 
         # The output of the chunk before, 16 tokens of 2 columns: it is stored while products run.
         output = cute.make_rmem_tensor((CHUNK // 4,), Int32)
@@ -351,8 +352,8 @@ class KdaRecurrence:
             warp.wait_barrier(warp.shared_address(barriers + stage), phase)
             self.chunk(state, output, at, o, place, head, column, c, c > first)
             cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(barriers + spec.num_stages + stage)
+            if cute.arch.lane_idx() == 0:
+                warp.arrive(warp.shared_address(barriers + spec.num_stages + stage))
             stage = stage + 1
             if stage == spec.num_stages:
                 stage = Int32(0)
@@ -363,17 +364,17 @@ class KdaRecurrence:
             if first < end:
                 if column < spec.head_dim_v:
                     target = segment_states[None, segment, None, None, None]
-                    self.copy_state(state, target, sequence, head, column, True, store=True)
+                    self.store_state(state, target, True, sequence, head, column)
                 else:
                     target = segment_transitions[None, segment, None, None, None]
                     at = column - spec.head_dim_v
-                    self.copy_state(state, target, sequence, head, at, False, store=True)
+                    self.store_state(state, target, False, sequence, head, at)
         elif cutlass.const_expr(spec.segments == "none"):
-            self.store_state(state, final_state, sequence, head, column)
+            self.store_state(state, final_state, v_first, sequence, head, column)
         elif cutlass.const_expr(spec.has_final_state):
             # By the segment with the last token, or the first where there is none.
             if (first < end and end == last) or (last == 0 and segment == 0):
-                self.store_state(state, final_state, sequence, head, column)
+                self.store_state(state, final_state, v_first, sequence, head, column)
 
     def chunk(
         self, state: cute.Tensor, output: cute.Tensor, stage: Any, o: cute.Tensor, place: Any,
@@ -406,93 +407,6 @@ class KdaRecurrence:
         self.assign(state, self.done(updated, pending=1))
         result = self.operand(self.done(result))
         self.assign(output, [warp.transpose_matrix(x) for x in result])
-
-    # -- products -----------------------------------------------------------------------------
-
-    def values(self, x: cute.Tensor) -> list[Any]:
-        return [x[i] for i in range(cute.size(x))]
-
-    def assign(self, x: cute.Tensor, values: list[Any]) -> None:
-        for i, value in enumerate(values):
-            x[i] = value
-
-    def decayed(self, state: cute.Tensor, decay: Any) -> list[Any]:
-        """S^T Diag(decay), with decay at that address."""
-        at = decay + 8 * (cute.arch.lane_idx() % 4)
-        values = []
-        for j in range(self.spec.head_dim_k // 8):
-            d = warp.load_shared(Float32, at + j * 32, 2)
-            values += [state[4 * j + i] * d[i % 2] for i in range(4)]
-        return values
-
-    def operand(self, x: list[Any]) -> list[Any]:
-        """Accumulators of 16 by n as the left operand of the next product: 4 registers for each 16
-        of n."""
-        packed = [
-            warp.pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)
-        ]  # of each 8 of n: rows 0 to 7, rows 8 to 15
-        return packed
-
-    def done(self, c: list[Any], *, pending: int = 0) -> list[Any]:
-        """The result of a product, once at most `pending` later ones are under way."""
-        return warpgroup.wait(c, pending) if self.wgmma else c
-
-    def times_rows(
-        self, a: list[Any], base: Any, *, triangular: bool = False,
-        c: list[Any] | None = None,
-    ) -> list[Any]:  # fmt: skip
-        """Start c + a m^T, with m the 64 rows at `base`: 16 by 64. With `triangular`, what is above
-        the diagonal of m is 0, and may be left out."""
-        width = len(a) * 4
-        if self.wgmma:
-            first = warpgroup.rows_descriptor(base)
-            steps = [s % 4 * 2 + s // 4 * (KD_STEP >> 4) for s in range(width // 16)]
-            descriptors = [first + step for step in steps]
-            return warpgroup.product(self.dtype, c, a, descriptors, CHUNK, columns=False)
-        lane = cute.arch.lane_idx()
-        matrix, r = lane // 8, lane % 8
-        offset = base + (r * 128 + ((matrix ^ r) << 4))
-        flipped = offset ^ 64
-        result = [Float32(0.0)] * 32 if c is None else list(c)
-        for s in range(0, width // 16, 2):
-            for j in range(8):
-                if triangular and 16 * s > 8 * j + 7:
-                    continue
-                b = warp.load_matrices((flipped if s % 4 else offset) + s // 4 * KD_STEP + j * 1024)
-                for i in range(2):
-                    if triangular and 16 * (s + i) > 8 * j + 7:
-                        continue
-                    step = s + i
-                    result[4 * j : 4 * j + 4] = warp.mma(
-                        self.dtype,
-                        result[4 * j : 4 * j + 4],
-                        a[4 * step : 4 * step + 4],
-                        b[2 * i : 2 * i + 2],
-                    )
-        return result
-
-    def times_columns(self, a: list[Any], base: Any, c: list[Any]) -> list[Any]:
-        """Start c + a m, with m the 64 rows, of K elements, at `base`: 16 by K."""
-        if self.wgmma:
-            first = warpgroup.columns_descriptor(base)
-            descriptors = [first + s * (2048 >> 4) for s in range(CHUNK // 16)]
-            width = self.spec.head_dim_k
-            return warpgroup.product(self.dtype, c, a, descriptors, width, columns=True)
-        lane = cute.arch.lane_idx()
-        matrix, r = lane // 8, lane % 8
-        offset = base + ((matrix % 2) * 1024 + r * 128 + (((matrix // 2) ^ r) << 4))
-        offsets = [offset ^ (j << 4) for j in range(0, 8, 2)]
-        result = list(c)
-        for s in range(CHUNK // 16):
-            for j in range(0, self.spec.head_dim_k // 8, 2):
-                at = offsets[j % 8 // 2] + (j // 8) * SUB_TILE_BYTES + s * 2048
-                b = warp.load_matrices(at, transposed=True)
-                for i in range(2):
-                    n = 4 * (j + i)
-                    result[n : n + 4] = warp.mma(
-                        self.dtype, result[n : n + 4], a[4 * s : 4 * s + 4], b[2 * i : 2 * i + 2]
-                    )
-        return result
 
     # -- v and o ------------------------------------------------------------------------------
 
@@ -535,55 +449,10 @@ class KdaRecurrence:
                 warp.store_global_where(row < end, at + 16 * half, output[2 * j + half])
             row, at = row + 8, at + 8 * step
 
-    # -- states -------------------------------------------------------------------------------
-
-    @cute.jit
-    def load_state(
-        self,
-        state: cute.Tensor,
-        source: cute.Tensor | None,
-        sequence: Int32,
-        head: Int32,
-        first_v: Int32,
-    ) -> None:
-        if cutlass.const_expr(source is None):
-            state.fill(0.0)
-        else:
-            v_first = self.spec.state_v_first
-            self.copy_state(state, source, sequence, head, first_v, v_first, store=False)
-
-    @cute.jit
-    def store_state(
-        self,
-        state: cute.Tensor,
-        target: cute.Tensor | None,
-        sequence: Int32,
-        head: Int32,
-        first_v: Int32,
-    ) -> None:
-        if cutlass.const_expr(target is not None):
-            v_first = self.spec.state_v_first
-            self.copy_state(state, target, sequence, head, first_v, v_first, store=True)
+    # -- segments -----------------------------------------------------------------------------
 
     def identity(self, state: cute.Tensor, first_v: Any) -> None:
-        for i in range(cute.size(state)):
-            k, v = self.element(i, first_v)
-            state[i] = Float32(k == v)
-
-    def copy_state(
-        self, state: cute.Tensor, memory: cute.Tensor, sequence: Any, head: Any, first_v: Any,
-        v_first: bool, *, store: bool,
-    ) -> None:  # fmt: skip
-        """Between the warp's part of S^T, as accumulators, and a head's matrix in memory."""
-        for i in range(cute.size(state)):
-            k, v = self.element(i, first_v)
-            row, column = (v, k) if v_first else (k, v)
-            if store:
-                memory[sequence, head, row, column] = state[i]
-            else:
-                state[i] = memory[sequence, head, row, column]
-
-    def element(self, i: int, first_v: Any) -> tuple[Any, Any]:
-        """(k, v) of an accumulator of S^T."""
         lane = cute.arch.lane_idx()
-        return i // 4 * 8 + 2 * (lane % 4) + i % 2, first_v + lane // 4 + i % 4 // 2 * 8
+        for i in range(cute.size(state)):
+            k, v = self.element(i, first_v, lane)
+            state[i] = Float32(k == v)

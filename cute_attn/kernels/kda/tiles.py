@@ -224,14 +224,16 @@ def add_product(
                 c[at + n] = x
 
 
-def right_fragments_of_rows(shared: Any, first_row: int, step: int) -> Any:
+def right_fragments_of_rows(
+    shared: Any, first_row: int, step: int, sub_tile_bytes: int = SUB_TILE_BYTES
+) -> Any:
     """Columns 16 step to 16 step + 15 as a right operand of which rows are n: those for rows
     first_row to first_row + 7, and the 8 behind them."""
     lane = cute.arch.lane_idx()
     matrix, r = lane >> 3, lane & 7
     unit = (2 * step % 8) | (matrix & 1)
     at = (((matrix >> 1) << 3) + r) * LINE_BYTES + ((unit ^ r) << 4)
-    return warp.load_matrices(shared + at + first_row * LINE_BYTES + step // 4 * SUB_TILE_BYTES)
+    return warp.load_matrices(shared + at + first_row * LINE_BYTES + step // 4 * sub_tile_bytes)
 
 
 def transposed_accumulators(

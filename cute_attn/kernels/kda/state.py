@@ -1,0 +1,158 @@
+"""A state in the registers of warps, transposed, and the products that it takes part in.
+
+A warp has 16 columns of V and all of K: S^T, 16 by K, as accumulators in the layout of products of
+16 by 8 by 16 (see `common.warp`). Rounded to 16 bits they are, where they lie, the left operand of
+the next product, and so are that product's results. Right operands are a chunk's 64 rows in shared
+memory, in sub-tiles of 64 columns with TMA's swizzle.
+
+Products run on `mma.sync`, or on `wgmma` (sm_90a), with the same fragments in the same threads:
+then `times_rows` and `times_columns` only start them, and `done` waits. All methods run on the
+device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from ..common import warp, warpgroup
+from ..common.spec import WARP_SIZE
+from .spec import CHUNK
+from .tiles import (
+    FRAGMENT_ROWS,
+    LINE_BYTES,
+    SUB_TILE_BYTES,
+    right_fragments,
+    right_fragments_of_rows,
+    right_offsets,
+)
+
+STEP = 16  # of the summed dimension, in a product
+
+
+class TransposedState:
+    """Base of the kernels that carry a state from chunk to chunk.
+
+    Attributes:
+        dtype: of operands.
+        head_dim_k: K.
+        wgmma: whether products run on `wgmma`.
+        sub_tile_step: bytes from a sub-tile of the rows of `times_rows` to the next.
+    """
+
+    def __init__(
+        self, dtype: Any, head_dim_k: int, products: str, sub_tile_step: int = SUB_TILE_BYTES
+    ):
+        self.dtype = dtype
+        self.head_dim_k = head_dim_k
+        self.wgmma = products == "wgmma"
+        self.sub_tile_step = sub_tile_step
+
+    # -- registers ----------------------------------------------------------------------------
+
+    def empty_state(self) -> cute.Tensor:
+        return cute.make_rmem_tensor((FRAGMENT_ROWS * self.head_dim_k // WARP_SIZE,), Float32)
+
+    def values(self, x: cute.Tensor) -> list[Any]:
+        return [x[i] for i in range(cute.size(x))]
+
+    def assign(self, x: cute.Tensor, values: list[Any]) -> None:
+        for i, value in enumerate(values):
+            x[i] = value
+
+    def operand(self, x: list[Any]) -> list[Any]:
+        """Accumulators of 16 by n as the left operand of the next product: 4 registers for each 16
+        of n, of each 8 of n those of rows 0 to 7 and of rows 8 to 15."""
+        return [warp.pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]
+
+    def decayed(self, state: cute.Tensor, decay: Any) -> list[Any]:
+        """S^T Diag(decay), with decay at that address in shared memory."""
+        at = decay + ((cute.arch.lane_idx() & 3) << 3)
+        values = []
+        for j in range(self.head_dim_k // 8):
+            d = warp.load_shared(Float32, at + j * 32, 2)
+            values += [state[4 * j + i] * d[i % 2] for i in range(4)]
+        return values
+
+    # -- products -----------------------------------------------------------------------------
+
+    def times_rows(
+        self, a: list[Any], base: Any, *, triangular: bool = False, c: list[Any] | None = None
+    ) -> list[Any]:
+        """Start c + a m^T, with m the 64 rows at `base`: 16 by 64. With `triangular`, what is above
+        the diagonal of m is 0, and may be left out."""
+        steps = range(len(a) // 4)
+        if self.wgmma:
+            first = warpgroup.rows_descriptor(base)
+            offsets = [s % 4 * 2 * STEP + s // 4 * self.sub_tile_step for s in steps]
+            descriptors = [first + (offset >> 4) for offset in offsets]
+            return warpgroup.product(self.dtype, c, a, descriptors, CHUNK, columns=False)
+        count = FRAGMENT_ROWS * CHUNK // WARP_SIZE
+        result = [Float32(0.0)] * count if c is None else list(c)
+        for s in steps:
+            for j in range(s if triangular else 0, CHUNK // 16):
+                b = right_fragments_of_rows(base, 16 * j, s, self.sub_tile_step)
+                self._add(result, 8 * j, a[4 * s : 4 * s + 4], b)
+        return result
+
+    def times_columns(self, a: list[Any], base: Any, c: list[Any]) -> list[Any]:
+        """Start c + a m, with m the 64 rows, of K elements, at `base`: 16 by K."""
+        steps = range(CHUNK // STEP)
+        if self.wgmma:
+            first = warpgroup.columns_descriptor(base)
+            descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
+            return warpgroup.product(self.dtype, c, a, descriptors, self.head_dim_k, columns=True)
+        result, offsets = list(c), right_offsets()
+        for s in steps:
+            for j in range(self.head_dim_k // 16):
+                b = right_fragments(base, offsets, s, j)
+                self._add(result, 8 * j, a[4 * s : 4 * s + 4], b)
+        return result
+
+    def done(self, c: list[Any], *, pending: int = 0) -> list[Any]:
+        """The result of a product, once at most `pending` later ones are under way."""
+        return warpgroup.wait(c, pending) if self.wgmma else c
+
+    def _add(self, c: list[Any], at: int, a: list[Any], b: Any) -> None:
+        """c += a b, of c the 16 columns whose accumulators begin at `at`."""
+        for i in range(2):
+            n = at + 4 * i
+            c[n : n + 4] = warp.mma(self.dtype, c[n : n + 4], a, b[2 * i : 2 * i + 2])
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def load_state(
+        self, state: cute.Tensor, source: cute.Tensor | None, v_first: bool, sequence: Any,
+        head: Any, first_v: Any,
+    ) -> None:  # fmt: skip
+        """A head's matrix of `source`, `[N, HV, K, V]` or with v_first `[N, HV, V, K]`; zeros if
+        there is none. first_v is the warp's first column of V."""
+        if source is None:
+            state.fill(0.0)
+            return
+        lane = cute.arch.lane_idx()
+        for i in range(cute.size(state)):
+            k, v = self.element(i, first_v, lane)
+            row, column = (v, k) if v_first else (k, v)
+            state[i] = source[sequence, head, row, column]
+
+    def store_state(
+        self, state: cute.Tensor, target: cute.Tensor | None, v_first: bool, sequence: Any,
+        head: Any, first_v: Any,
+    ) -> None:  # fmt: skip
+        """Into `target`, if there is one, as `load_state` reads it."""
+        if target is None:
+            return
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread & (WARP_SIZE - 1)  # so that no address is kept from `load_state` until now
+        for i in range(cute.size(state)):
+            k, v = self.element(i, first_v, lane)
+            row, column = (v, k) if v_first else (k, v)
+            target[sequence, head, row, column] = state[i]
+
+    def element(self, i: int, first_v: Any, lane: Any) -> tuple[Any, Any]:
+        """(k, v) of a lane's accumulator of S^T."""
+        k = i // 4 * 8 + ((lane & 3) << 1) + i % 2
+        return k, first_v + (lane >> 2) + i % 4 // 2 * 8
