@@ -52,7 +52,7 @@ HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
 
 
 class Outputs(NamedTuple):
-    """Where `put_decayed` and `put_to_end` write to."""
+    """Where rows of q and k, decayed, are written to."""
 
     length: Any  # rows that there are
     qg: Any
@@ -379,18 +379,23 @@ class KdaChunkIntra(ChunkInverse):
 
     # -- results ------------------------------------------------------------------------------
 
-    def put_decayed(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], k: list[Any],
-        start: Any, scale: Any,
-    ) -> None:  # fmt: skip
+    def put_decayed_k(
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any
+    ) -> None:
         r, c = self.row_and_part()
         row = b * SUB_CHUNK + 8 * half + r
         beta = self.of_row(smem, self.beta, row)
         k = self.packed([x * (y * beta) for x, y in zip(k, start, strict=True)])
         self.store_columns(smem + self.k_decayed, row, group, c, k)
+
+    def put_decayed_q(
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any,
+        scale: Any,
+    ) -> None:  # fmt: skip
         if out.qg is not None:
+            r, c = self.row_and_part()
             q = self.packed([x * y for x, y in zip(q, start, strict=True)])
-            self.put(out.qg, out.length, row, group * 4 + c, q)
+            self.put(out.qg, out.length, b * SUB_CHUNK + 8 * half + r, group * 4 + c, q)
 
     def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
         r, c = self.row_and_part()

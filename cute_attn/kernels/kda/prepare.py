@@ -19,11 +19,11 @@ gate costs the tokens behind it no accuracy.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..common import warp
@@ -39,6 +39,7 @@ from .scores import (
     SUB_CHUNKS,
     SUB_TILE_BYTES,
     TILE_ROW_BYTES,
+    UNIT_BYTES,
     keep_branch,
     lane_index,
     row_offset,
@@ -48,6 +49,17 @@ from .spec import CHUNK, PrepareSpec
 
 # In a register, twice if it has room for two.
 MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
+
+
+class Record(NamedTuple):
+    """Where a chunk and head has its tiles."""
+
+    base: Any  # address of all tiles
+    unit: Any  # the first of its 16-byte units: Uint32, as nobody has 64 GB of them
+
+    def at(self, offset: Any) -> Any:
+        """The address of a byte, whose offset is a multiple of 16."""
+        return self.base + Int64(Uint64(self.unit + Uint32(offset >> 4)) * Uint64(UNIT_BYTES))
 
 
 class KdaPrepare(ChunkInverse):
@@ -212,9 +224,8 @@ class KdaPrepare(ChunkInverse):
                 decay[slot, head, thread] = warp.exp2(self.finish_tables(smem, thread))
             cute.arch.sync_threads()
 
-            record = (
-                tiles.iterator + (Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1])
-            ).toint()
+            first = Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1]
+            record = Record(tiles.iterator.toint(), Uint32(first // 8))
             part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
             b = part & (SUB_CHUNKS - 1)
             half = part >> 2
@@ -240,11 +251,11 @@ class KdaPrepare(ChunkInverse):
                 cute.arch.sync_warp()
                 self.stage_scores(smem, b, scale, sums)
                 cute.arch.sync_warp()
-                self.copy_rows(smem + self.tile_qk, record + self.aqk, b, 0, SUB_CHUNK)
+                self.copy_rows(smem + self.tile_qk, record, self.aqk, b, 0, SUB_CHUNK)
             cute.arch.sync_threads()
             self.invert(smem, part)
             rows = SUB_CHUNK // 2
-            self.copy_rows(smem + self.tile_kk, record + self.akk, b, half * rows, rows)
+            self.copy_rows(smem + self.tile_kk, record, self.akk, b, half * rows, rows)
 
     # -- gates and beta -----------------------------------------------------------------------
 
@@ -345,20 +356,26 @@ class KdaPrepare(ChunkInverse):
 
     # -- results ------------------------------------------------------------------------------
 
-    def put_decayed(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], k: list[Any],
-        start: Any, scale: Any,
-    ) -> None:  # fmt: skip
-        row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
-        of_q, of_k = scale, None
+    def put_decayed_k(
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any
+    ) -> None:
         if self.l2norm:
-            of_q = scale * self.of_row(smem, self.inverse_norm_q, row)
-            of_k = self.of_row(smem, self.inverse_norm_k, row)
-        step = 2 * SUB_TILE_BYTES
-        k = [x * (y if of_k is None else y * of_k) for x, y in zip(k, start, strict=True)]
-        self.put(out, self.kd, b, half, group, k, step)
-        q = [x * (y * of_q) for x, y in zip(q, start, strict=True)]
-        self.put(out, self.qg, b, half, group, q, step)
+            row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
+            norm = self.of_row(smem, self.inverse_norm_k, row)
+            start = [x * norm for x in start]
+        k = [x * y for x, y in zip(k, start, strict=True)]
+        self.put(out, self.kd, b, half, group, k, 2 * SUB_TILE_BYTES)
+
+    def put_decayed_q(
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any,
+        scale: Any,
+    ) -> None:  # fmt: skip
+        norm = scale
+        if self.l2norm:
+            row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
+            norm = self.of_row(smem, self.inverse_norm_q, row)
+        q = [x * (y * norm) for x, y in zip(q, start, strict=True)]
+        self.put(out, self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
 
     def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
         if self.l2norm:
@@ -378,14 +395,15 @@ class KdaPrepare(ChunkInverse):
         """8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes apart."""
         r, c = self.row_and_part()
         at = (group >> 1) * step + tile_unit(r, ((group & 1) << 2) + c)
-        at = record + Int64(at + b * (SUB_CHUNK * TILE_ROW_BYTES))
+        at = record.at(at + b * (SUB_CHUNK * TILE_ROW_BYTES))
         at = at + (matrix + half * 8 * TILE_ROW_BYTES)
         warp.store_global(Int32, at, self.packed(values))
 
-    def copy_rows(self, tile: Any, target: Any, b: Any, first: Any, rows: int) -> None:
+    def copy_rows(self, tile: Any, record: Any, matrix: int, b: Any, first: Any, rows: int) -> None:
         """Rows of sub-chunk b of a sub-tile to memory."""
         lane = lane_index()
         for i in range(rows * TILE_ROW_BYTES // (WARP_SIZE * 16)):
             at = first * TILE_ROW_BYTES + (i * WARP_SIZE + lane) * 16
             x = warp.load_shared(Int32, tile + b * REGION_BYTES + at, 4)
-            warp.store_global(Int32, target + Int64(b * (SUB_CHUNK * TILE_ROW_BYTES) + at), x)
+            address = record.at(b * (SUB_CHUNK * TILE_ROW_BYTES) + at) + matrix
+            warp.store_global(Int32, address, x)

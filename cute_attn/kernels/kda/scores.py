@@ -153,7 +153,7 @@ class ChunkScores:
         # Of each token:
         self.beta = buffer(CHUNK * 4)
         self.own_score = buffer(CHUNK * 4)  # scale q . k
-        self.inverse_norm_q = buffer(CHUNK * 4)
+        self.inverse_norm_q = buffer(CHUNK * 4)  # times scale
         self.inverse_norm_k = buffer(CHUNK * 4)
         # Of each warp that has gates, the first row that is out of range; 16 where there is none.
         self.out_of_range = buffer(NUM_WARPS * 4)
@@ -277,7 +277,7 @@ class ChunkScores:
                 of_q = self._inverse_norm(cutlass.select_(odd, by_q[1], by_q[0]))
                 of_k = self._inverse_norm(cutlass.select_(odd, by_k[3], by_k[2]))
                 dot = dot * (of_q * of_k)
-                warp.store_shared(Float32, place + self.inverse_norm_q, [of_q])
+                warp.store_shared(Float32, place + self.inverse_norm_q, [of_q * scale])
                 warp.store_shared(Float32, place + self.inverse_norm_k, [of_k])
             warp.store_shared(Float32, place + self.own_score, [dot])
 
@@ -421,10 +421,11 @@ class ChunkScores:
         self, smem: Int32, b: Int32, half: Int32, scale: Float32, out: Any, acc: cute.Tensor
     ) -> None:
         """The rows of sub-chunk b against its own and the sub-chunks before it, for half of the
-        channels: sums without scale and beta. On the way q and k, decayed, go to `put_decayed`.
+        channels: sums without scale and beta. On the way q and k, decayed, go to `put_decayed_q`
+        and `put_decayed_k`.
 
         Args:
-            out: for `put_decayed`.
+            out: for these.
             acc: 64 float32 in registers: [q, k][sub-chunks back][half of its tokens][accumulators].
         """
         acc.fill(0.0)
@@ -479,8 +480,9 @@ class ChunkScores:
         where all rows are; a row that is has the same factors in either case, bit by bit."""
         r, _ = self.row_and_part()
         own = []
-        start = self.load_channels(at_p + self.start + b * self.p_row, 0)
         for half in range(2):
+            if half and self.in_one_product:
+                cute.arch.sync_warp()  # nothing of this half early: there are no registers for it
             row = b * SUB_CHUNK + half * 8 + r
             q = self.unpacked(warp.load_shared(Int32, at_qk + self.q + row * self.qk_row, 4))
             k = self.unpacked(warp.load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
@@ -489,7 +491,8 @@ class ChunkScores:
                 decay = [warp.exp2(x) for x in p]
             else:
                 inverse = p if in_range is None else [warp.exp2(-self.shift - x) for x in p]
-                own.append(self.packed([x * y for x, y in zip(k, inverse, strict=True)]))
+                if in_range is None:
+                    own.append(self.packed([x * y for x, y in zip(k, inverse, strict=True)]))
                 decay = [warp.reciprocal(x) for x in inverse]
                 if in_range is not None:
                     inside = r + half * 8 < in_range
@@ -497,12 +500,24 @@ class ChunkScores:
                         Float32(cutlass.select_(inside, x, warp.exp2(y + self.shift)))
                         for x, y in zip(decay, p, strict=True)
                     ]
-            q = [x * y for x, y in zip(q, decay, strict=True)]
-            k = [x * y for x, y in zip(k, decay, strict=True)]
-            for which, values in enumerate((q, k)):
-                for n, x in enumerate(self.packed(values)):
+            # Loaded for each half: there are no registers to keep it in.
+            start = self.load_channels(at_p + self.start + b * self.p_row, 0)
+            for which, values in ((1, k), (0, q)):
+                decayed = [x * y for x, y in zip(values, decay, strict=True)]
+                for n, x in enumerate(self.packed(decayed)):
                     rows[(which * 2 + half) * 4 + n] = x
-            self.put_decayed(out, smem, b, half, g, q, k, start, scale)
+                if which:
+                    self.put_decayed_k(out, smem, b, half, g, decayed, start)
+                else:
+                    self.put_decayed_q(out, smem, b, half, g, decayed, start, scale)
+        if self.in_one_product and in_range is not None:
+            cute.arch.sync_warp()
+            for half in range(2):
+                row = b * SUB_CHUNK + half * 8 + r
+                k = self.unpacked(warp.load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
+                p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
+                inverse = [warp.exp2(-self.shift - x) for x in p]
+                own.append(self.packed([x * y for x, y in zip(k, inverse, strict=True)]))
         for half, column in enumerate(own):
             self._accumulate(acc, 0, half, rows, column)
 
@@ -632,7 +647,7 @@ class ChunkScores:
         factors = [scale, scale]
         if cutlass.const_expr(self.l2norm):
             factors = [
-                scale * self.of_row(smem, self.inverse_norm_q, b * SUB_CHUNK + r + 8 * rows)
+                self.of_row(smem, self.inverse_norm_q, b * SUB_CHUNK + r + 8 * rows)
                 for rows in range(2)
             ]
         own = cute.make_rmem_tensor((8,), Float32)
@@ -696,7 +711,7 @@ class ChunkScores:
             of_k = self.row_factor(smem, b * SUB_CHUNK + later)
             of_q = scale
             if cutlass.const_expr(self.l2norm):
-                of_q = scale * self.of_row(smem, self.inverse_norm_q, b * SUB_CHUNK + later)
+                of_q = self.of_row(smem, self.inverse_norm_q, b * SUB_CHUNK + later)
             block = smem + self.blocks + block_offset(b, b)
             for i in cutlass.range_constexpr(2):
                 n = 2 * c + i
@@ -786,12 +801,18 @@ class ChunkScores:
             k = [x * y for x, y in zip(k, self._decays(p, end, in_range), strict=True)]
             self.put_to_end(out, smem, b, half, g, k)
 
-    def put_decayed(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], k: list[Any],
-        start: Any, scale: Any,
+    def put_decayed_k(
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any
+    ) -> None:
+        """Take the thread's 8 channels of k of row 8 half + lane // 4 of sub-chunk b; times
+        `start`, and the norm, they are decayed from the start of the chunk."""
+        raise NotImplementedError
+
+    def put_decayed_q(
+        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any,
+        scale: Any,
     ) -> None:  # fmt: skip
-        """Take the thread's 8 channels of q and k of row 8 half + lane // 4 of sub-chunk b; times
-        `start`, and the norms, they are decayed from the start of the chunk."""
+        """Take the same of q."""
         raise NotImplementedError
 
     def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
