@@ -32,7 +32,7 @@ def log2_decay(
     Args:
         rate: exp(A_log), or 1.0 where there is none.
         bias: dt_bias, or 0.0.
-        clamp: no less than SMALLEST_LOG2_DECAY (or, bounded, than that times the sigmoid).
+        clamp: no less than SMALLEST_LOG2_DECAY.
     """
     if gate == "none":
         result = g * Float32(LOG2_E)
@@ -45,9 +45,7 @@ def log2_decay(
         # g is -inf where there is no token; a rate of 0 must not make that NaN.
         slope = cute.arch.fmin(-rate * LOG2_E, Float32(-1e-30))
         bound = Float32(lower_bound) * LOG2_E
-        if clamp:
-            bound = cute.arch.fmax(bound, Float32(SMALLEST_LOG2_DECAY))
-        return bound * reciprocal(1.0 + exp2(cute.math.fma(g, slope, bias * slope)))
+        result = bound * reciprocal(1.0 + exp2(cute.math.fma(g, slope, bias * slope)))
     if clamp:
         result = cute.arch.fmax(result, Float32(SMALLEST_LOG2_DECAY))
     return result
