@@ -24,7 +24,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
 from ..common import warp
 from ..common.dtypes import DTYPE
@@ -36,10 +36,10 @@ from .tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
     SUB_TILE_BYTES,
-    UNIT_BYTES,
     check_smem,
     chunks_before,
     copy_rows,
+    fake_matrices,
     fake_offsets,
     fake_rows,
     paired,
@@ -85,23 +85,17 @@ class KdaDeltaH(TransposedState):
 
         K, V = spec.head_dim_k, spec.head_dim_v
         matrix = (V, K) if spec.state_v_first else (K, V)
-
-        def matrices(element: Any, *shape: Any) -> Any:
-            strides = (cute.sym_int64(divisibility=128 // element.width) for _ in shape)
-            return make_fake_tensor(
-                element, (*shape, *matrix), (*strides, matrix[1], 1), assumed_align=UNIT_BYTES
-            )
-
+        leading = (sequences, heads)
         return (
             rows(K),
             rows(K),
             rows(V),
             rows(K, Float32),
-            matrices(Float32, sequences, heads) if spec.has_initial_state else None,
+            fake_matrices(leading, matrix) if spec.has_initial_state else None,
             fake_offsets(spec.index_dtype),
-            matrices(dtype, batch, chunks, heads),
+            fake_matrices((batch, chunks, heads), matrix, dtype),
             rows(V) if spec.store_v_new else None,
-            matrices(Float32, sequences, heads) if spec.has_final_state else None,
+            fake_matrices(leading, matrix) if spec.has_final_state else None,
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 

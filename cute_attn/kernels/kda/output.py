@@ -25,7 +25,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
 from ..common import warp
 from ..common.dtypes import DTYPE
@@ -40,6 +40,7 @@ from .tiles import (
     check_smem,
     chunks_before,
     copy_rows,
+    fake_matrices,
     fake_offsets,
     fake_rows,
     lower_times,
@@ -93,18 +94,12 @@ class KdaOutput:
 
         K, V = spec.head_dim_k, spec.head_dim_v
         matrix = (V, K) if spec.state_v_first else (K, V)
-        h = make_fake_tensor(
-            dtype,
-            (batch, cute.sym_int(), heads, *matrix),
-            (*(cute.sym_int64(divisibility=8) for _ in range(3)), matrix[1], 1),
-            assumed_align=UNIT_BYTES,
-        )
         return (
             rows(heads_qk, K),
             rows(heads, V),
             rows(heads, K, Float32),
             rows(heads, CHUNK),
-            h,
+            fake_matrices((batch, cute.sym_int(), heads), matrix, dtype),
             fake_offsets(spec.index_dtype),
             rows(heads, V),
             Float32(1.0),

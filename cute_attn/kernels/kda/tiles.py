@@ -50,15 +50,16 @@ def fake_strided(dtype: Any, shape: tuple[Any, ...]) -> Any:
     return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)
 
 
-def fake_matrices(leading: tuple[Any, ...], matrix: tuple[int, int]) -> Any:
-    """Contiguous float32 matrices on 16-byte boundaries, any strides between them."""
-    strides = (cute.sym_int64(divisibility=UNIT_BYTES // 4) for _ in leading)
+def fake_matrices(leading: tuple[Any, ...], matrix: tuple[int, int], dtype: Any = Float32) -> Any:
+    """Contiguous matrices on 16-byte boundaries, any strides between them."""
+    divisibility = 8 * UNIT_BYTES // dtype.width
+    strides = (cute.sym_int64(divisibility=divisibility) for _ in leading)
     return make_fake_tensor(
-        Float32, (*leading, *matrix), (*strides, matrix[1], 1), assumed_align=UNIT_BYTES
+        dtype, (*leading, *matrix), (*strides, matrix[1], 1), assumed_align=UNIT_BYTES
     )
 
 
-def fake_offsets(index_dtype: str, sequences: Any | None = None) -> Any:
+def fake_offsets(index_dtype: str) -> Any:
     """cu_seqlens, or None."""
     if index_dtype == "none":
         return None
