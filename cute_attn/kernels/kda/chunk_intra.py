@@ -151,7 +151,7 @@ class KdaChunkIntra(ChunkInverse):
             grid=[g.shape[2] * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=self.blocks_per_sm(),
             preferred_smem_carveout=100,
             stream=stream,
         )

@@ -38,12 +38,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import BaseDSL
 
 from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
 from .chunks import ChunkPlace, chunk_place
-from .spec import CHUNK, SUB_TILE
+from .spec import CHUNK, SUB_TILE, smem_bytes
 
 SUB_CHUNK = 16
 SUB_CHUNKS = CHUNK // SUB_CHUNK
@@ -60,6 +61,12 @@ LOWEST, HIGHEST = -120.0, 40.0  # of P in range
 SHIFT = 60.0  # of exponents of rows, with bfloat16
 NUM_BLOCKS = SUB_CHUNKS * (SUB_CHUNKS + 1) // 2
 L2NORM_EPSILON = 1e-6
+RESERVED_BYTES = 1024  # of an SM's shared memory, for each block
+
+
+def target_architecture() -> str:
+    """What is compiled for, such as "sm_90a"."""
+    return str(BaseDSL._get_dsl().get_arch_enum().name)
 
 
 def lane_index() -> Any:
@@ -167,6 +174,12 @@ class ChunkScores:
         assert self.q + SUB_CHUNKS * REGION_BYTES <= self.blocks
         self.in_one_product = dtype == "bfloat16"
         self.shift = SHIFT if self.in_one_product else 0.0
+
+    def blocks_per_sm(self) -> int:
+        """Two, if the architecture that is compiled for has the shared memory: threads then have
+        128 registers."""
+        available = smem_bytes(target_architecture()) + RESERVED_BYTES
+        return min(2, available // (self.smem_bytes + RESERVED_BYTES))
 
     # -- small things -------------------------------------------------------------------------
 
