@@ -493,37 +493,50 @@ class ChunkScores:
         where all rows are; a row that is has the same factors in either case, bit by bit."""
         r, _ = self.row_and_part()
         own = []
+        # Registers are short here: loads are held back, and some are repeated.
+        slow = in_range is not None
+        frugal = target_architecture().startswith("sm_10")
         for half in range(2):
             if half and self.in_one_product:
-                cute.arch.sync_warp()  # nothing of this half early: there are no registers for it
+                cute.arch.sync_warp()
             row = b * SUB_CHUNK + half * 8 + r
-            q = self.unpacked(warp.load_shared(Int32, at_qk + self.q + row * self.qk_row, 4))
-            k = self.unpacked(warp.load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
+            place = at_qk + row * self.qk_row
+            if not frugal:
+                q = self.unpacked(warp.load_shared(Int32, place + self.q, 4))
+            if not frugal or not slow:
+                k = self.unpacked(warp.load_shared(Int32, place + self.k, 4))
             p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
             if not self.in_one_product:
                 decay = [warp.exp2(x) for x in p]
             else:
-                inverse = p if in_range is None else [warp.exp2(-self.shift - x) for x in p]
-                if in_range is None:
+                inverse = [warp.exp2(-self.shift - x) for x in p] if slow else p
+                if not slow:
                     own.append(self.packed([x * y for x, y in zip(k, inverse, strict=True)]))
                 decay = [warp.reciprocal(x) for x in inverse]
-                if in_range is not None:
+                if slow:
                     inside = r + half * 8 < in_range
                     decay = [
                         Float32(cutlass.select_(inside, x, warp.exp2(y + self.shift)))
                         for x, y in zip(decay, p, strict=True)
                     ]
-            # Loaded for each half: there are no registers to keep it in.
+            if frugal and slow:
+                cute.arch.sync_warp()
+                k = self.unpacked(warp.load_shared(Int32, place + self.k, 4))
+            k = [x * y for x, y in zip(k, decay, strict=True)]
+            for n, x in enumerate(self.packed(k)):
+                rows[8 + half * 4 + n] = x
             start = self.load_channels(at_p + self.start + b * self.p_row, 0)
-            for which, values in ((1, k), (0, q)):
-                decayed = [x * y for x, y in zip(values, decay, strict=True)]
-                for n, x in enumerate(self.packed(decayed)):
-                    rows[(which * 2 + half) * 4 + n] = x
-                if which:
-                    self.put_decayed_k(out, smem, b, half, g, decayed, start)
-                else:
-                    self.put_decayed_q(out, smem, b, half, g, decayed, start, scale)
-        if self.in_one_product and in_range is not None:
+            self.put_decayed_k(out, smem, b, half, g, k, start)
+            if frugal:
+                cute.arch.sync_warp()
+                q = self.unpacked(warp.load_shared(Int32, place + self.q, 4))
+            q = [x * y for x, y in zip(q, decay, strict=True)]
+            for n, x in enumerate(self.packed(q)):
+                rows[half * 4 + n] = x
+            if frugal:
+                start = self.load_channels(at_p + self.start + b * self.p_row, 0)
+            self.put_decayed_q(out, smem, b, half, g, q, start, scale)
+        if self.in_one_product and slow:
             cute.arch.sync_warp()
             for half in range(2):
                 row = b * SUB_CHUNK + half * 8 + r
