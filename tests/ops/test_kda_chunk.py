@@ -21,6 +21,7 @@ from cute_attn import launch
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.kda import heuristics
 from cute_attn.ops.kda import chunk
+from cute_attn.reference.kda import kda_reference
 
 from .kda_cases import (
     DECAYS,
@@ -34,6 +35,7 @@ from .kda_cases import (
     assert_agrees,
     assert_no_worse,
     cases,
+    definition,
     examples,
     plain,
     reference,
@@ -226,6 +228,36 @@ def test_long_sequences_are_split(lengths: tuple[int, ...]):
     kind = PLAIN if len(lengths) == 1 else PACKED
     args = Case(kind, lengths, heads=1, group=2).arguments("cuda")
     assert_agrees(args, *run(args))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("path", PATHS)
+@examples(4)
+@given(data=st.data())
+def test_chunks_are_tokens_in_turn(device: str, path: str, data: st.DataObject):
+    """They differ by no more than the rule allows both."""
+    args = data.draw(cases(device)).arguments(device) | {"output_final_state": True}
+    options = {"disable_recompute", "safe_gate"}
+    results = run(args, **PATHS[path])
+    with torch.no_grad():
+        in_turn = cute_attn.fused_recurrent_kda(
+            **{name: x for name, x in args.items() if name not in options}
+        )
+    exact = reference(args)
+    by_chunks = plain(args)
+    by_tokens = kda_reference(**definition(args), dtype=torch.float32)
+    for name, ours, other, right, *theirs in (
+        ("o", results[0], in_turn[0], exact.o, by_chunks.o, by_tokens.o),
+        (
+            "final state", results[1], in_turn[1], exact.final_state,
+            by_chunks.states.final_state, by_tokens.final_state,
+        ),
+    ):  # fmt: skip
+        if name == "o":
+            ours, other, right, *theirs = (valid(args, x) for x in (ours, other, right, *theirs))
+        granted = sum((x.to(ours.dtype).double() - right).norm() for x in theirs)
+        floor = 2 * torch.finfo(torch.float32).eps * right.norm()
+        assert (ours.double() - other.double()).norm() <= 2 * granted + floor, name
 
 
 # -- exact properties
