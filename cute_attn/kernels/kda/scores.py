@@ -515,16 +515,18 @@ class ChunkScores:
                 decay = [warp.reciprocal(x) for x in inverse]
                 if slow:
                     inside = r + half * 8 < in_range
-                    decay = [
-                        Float32(cutlass.select_(inside, x, warp.exp2(y + self.shift)))
-                        for x, y in zip(decay, p, strict=True)
-                    ]
+                    for n, y in enumerate(p):
+                        x = cutlass.select_(inside, -self.shift - y, y + self.shift)
+                        x = warp.exp2(x)
+                        decay[n] = Float32(cutlass.select_(inside, warp.reciprocal(x), x))
             if frugal and slow:
                 cute.arch.sync_warp()
                 k = self.unpacked(warp.load_shared(Int32, place + self.k, 4))
             k = [x * y for x, y in zip(k, decay, strict=True)]
             for n, x in enumerate(self.packed(k)):
                 rows[8 + half * 4 + n] = x
+            if frugal and slow:
+                cute.arch.sync_warp()
             start = self.load_channels(at_p + self.start + b * self.p_row, 0)
             self.put_decayed_k(out, smem, b, half, g, k, start)
             if frugal:
@@ -537,8 +539,9 @@ class ChunkScores:
                 start = self.load_channels(at_p + self.start + b * self.p_row, 0)
             self.put_decayed_q(out, smem, b, half, g, q, start, scale)
         if self.in_one_product and slow:
-            cute.arch.sync_warp()
             for half in range(2):
+                if not half or frugal:
+                    cute.arch.sync_warp()
                 row = b * SUB_CHUNK + half * 8 + r
                 k = self.unpacked(warp.load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
                 p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
