@@ -275,6 +275,18 @@ def test_prepare_at_extreme_gates(
     check_prepare({**x, "g": g, "A_log": None, "dt_bias": None}, gate="none")
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    ("gate", "bound"), [("softplus", -5.0), ("lower_bound", -5.0), ("lower_bound", -300.0)]
+)
+def test_prepare_of_steep_gates(gate: str, bound: float, dtype: torch.dtype) -> None:
+    """Of inputs for which most decays are 1, or next to nothing; A_log of -100 is a rate of 0."""
+    x: dict[str, Any] = draw(1, 70, 1, 2, 64, dtype)
+    x["g"] = 10 * x["g"]
+    x["A_log"] = torch.tensor([1.0, -100.0])
+    check_prepare(x, gate=gate, lower_bound=bound)
+
+
 def test_the_inverse_for_equal_keys() -> None:
     """Where powers of L reach 9e17; nothing is forgotten, beta is 1."""
     x: dict[str, Any] = draw(1, 64, 1, 1, 64, BF16, FP32, FP32)
