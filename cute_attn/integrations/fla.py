@@ -30,7 +30,7 @@ PRIORITY = 2  # lower is earlier: before FlashKDA (3) and TileLang (5)
 # What there are kernels for: chunked, and token by token.
 CHUNK = 64
 DTYPES = ("bfloat16", "float16")
-HEAD_DIMS = {"K": (64, 128), "V": (64, 128)}
+HEAD_DIMS = {"K": (64, 128), "V": (64, 128, 256)}
 STEP_DTYPES = ("bfloat16", "float16", "float32")
 STEP_HEAD_DIMS = {"K": (64, 128, 256), "V": (64, 128, 256)}
 GATE_AND_BETA_DTYPES = ("float32", "bfloat16", "float16")

@@ -12,7 +12,8 @@ SUB_TILE = 64 * 64  # elements of a sub-tile: 64 rows of 128 bytes, swizzled as 
 DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 BETA_DTYPES = ("float32", "bfloat16", "float16")
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128)  # K; 256 would be 128 registers a thread for the state, and 112 KiB a record
+HEAD_DIMS_V = (64, 128, 256)
 GATES = ("none", "softplus", "lower_bound")
 INDEX_DTYPES = ("none", "int32", "int64")
 
@@ -21,7 +22,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "gate_dtype": GATE_DTYPES,
     "beta_dtype": BETA_DTYPES,
     "head_dim_k": HEAD_DIMS,
-    "head_dim_v": HEAD_DIMS,
+    "head_dim_v": HEAD_DIMS_V,
     "gate": GATES,
     "index_dtype": INDEX_DTYPES,
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...kernels.kda.spec import BETA_DTYPES, CHUNK, DTYPES, GATE_DTYPES, HEAD_DIMS
+from ...kernels.kda.spec import BETA_DTYPES, CHUNK, DTYPES, GATE_DTYPES, HEAD_DIMS, HEAD_DIMS_V
 
 DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
@@ -129,11 +129,14 @@ class Sizes(dict[str, Any]):
             raise ValueError(f"there are {self['HV']} value heads, must be at most {MAX_GRID_YZ}")
 
     def check_dims(self) -> None:
-        for letter, of in (("K", "queries and keys"), ("V", "values")):
-            if letter in self and self[letter] not in HEAD_DIMS:
+        for letter, of, dims in (
+            ("K", "queries and keys", HEAD_DIMS),
+            ("V", "values", HEAD_DIMS_V),
+        ):
+            if letter in self and self[letter] not in dims:
                 raise NotImplementedError(
                     f"the head dimension of {of} ({letter}) is {self[letter]}, there are kernels "
-                    f"for: {HEAD_DIMS}"
+                    f"for: {dims}"
                 )
 
     def check_sequences(self, cu_seqlens: Tensor | None) -> None:

@@ -126,8 +126,8 @@ def chunk_kda(
     Args:
         q, k: `[B, T, HQK, K]`, bfloat16 or float16; K is 64 or 128. Read in place, as v and g
             are, where rows are contiguous and all else is 16-byte aligned; copied otherwise.
-        v: `[B, T, HV, V]`, dtype of q; V is 64 or 128. HV is a multiple of HQK, and value head h
-            uses query and key head h // (HV // HQK).
+        v: `[B, T, HV, V]`, dtype of q; V is 64, 128 or 256. HV is a multiple of HQK, and value head
+            h uses query and key head h // (HV // HQK).
         g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay (below
             -128 counts as -128), or with use_gate_in_kernel what they are computed from.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
