@@ -200,7 +200,8 @@ def test_listing_the_benchmarks_does_not_import_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
-        "cache", "emulator", "gpu-check", "launch-overhead", "lightning-decode",
+        "cache", "emulator", "gpu-check", "kda-chunk", "kda-decode", "kda-first-result",
+        "kda-intra", "kda-recompute", "launch-overhead", "lightning-decode",
         "lightning-decode-ncu", "sass",
     ]  # fmt: skip
 
