@@ -469,7 +469,8 @@ def captured(function: Callable[..., Any], *args: Any) -> list[str]:
         return graph.forward
 
     compiled = torch.compile(function, fullgraph=True, backend=capture, dynamic=True)
-    with pytest.raises(ValueError, match="is on cpu"):  # traced, then run on what it is given
+    # traced, then run on what it is given
+    with torch.no_grad(), pytest.raises(ValueError, match="is on cpu"):
         compiled(*args)
     (graph,) = graphs
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
@@ -478,7 +479,6 @@ def captured(function: Callable[..., Any], *args: Any) -> list[str]:
 def test_compiles_as_one_graph():
     args = call(**PACKED)
 
-    @torch.no_grad()
     def layer(q, k, v, g, beta, cu_seqlens, cu_seqlens_cpu):
         o, state = cute_attn.chunk_kda(
             q, k, v, g, beta, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
@@ -493,7 +493,6 @@ def test_compiles_as_one_graph():
 def test_stages_compile_as_one_graph():
     args = intra()
 
-    @torch.no_grad()
     def layer(q, k, v, g, beta):
         total = kda.kda_gate_cumsum(g)
         Aqk, _, w, u, _, kg = kda.kda_chunk_intra(q, k, v, total, beta)
