@@ -42,7 +42,6 @@ from .scores import (
     SUB_TILE_BYTES,
     TILE_ROW_BYTES,
     UNIT_BYTES,
-    lane_index,
     row_offset,
     tile_unit,
 )
@@ -65,6 +64,7 @@ class KdaChunkIntra(ChunkInverse):
     def __init__(self, spec: IntraSpec):
         super().__init__(spec.dtype, spec.head_dim_k, l2norm=False)
         self.spec = spec
+        self.few_registers = spec.store_qg
         self.beta_dtype = DTYPE[spec.beta_dtype]
         # beta exp2(G) * k and beta v, as operands: sub-tiles in which the columns of 32 are in the
         # order of `store_columns`. The second has the place of P, if that is large enough.
@@ -262,6 +262,8 @@ class KdaChunkIntra(ChunkInverse):
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.head_dim_k // 2
         raw = cute.make_rmem_tensor((2 * SUB_CHUNK,), Float32)
+        if cutlass.const_expr(pairs * SUB_CHUNKS < NUM_THREADS):
+            raw.fill(0.0)  # nobody uses those of the others, but no register is read unset
         if thread < pairs * SUB_CHUNKS:
             first, pair = thread // pairs * SUB_CHUNK, thread % pairs
             source = rows.start + Int64(pair * 8)
@@ -313,7 +315,7 @@ class KdaChunkIntra(ChunkInverse):
     def load_values(self, v: Any, b: Int32, length: Int32) -> Any:
         """The thread's part of v, of 128 threads: 8 neighbours of some rows."""
         units = self.spec.head_dim_v // 8
-        thread = b * WARP_SIZE + lane_index()
+        thread = b * WARP_SIZE + cute.arch.lane_idx()
         row = thread // units
         values = cute.make_rmem_tensor((CHUNK * units // HALF * 4,), Int32)
         values.fill(0)
@@ -328,7 +330,7 @@ class KdaChunkIntra(ChunkInverse):
 
     def store_values(self, smem: Any, b: Any, values: cute.Tensor) -> None:
         units = self.spec.head_dim_v // 8
-        thread = b * WARP_SIZE + lane_index()
+        thread = b * WARP_SIZE + cute.arch.lane_idx()
         row, unit = thread // units, thread % units
         for i in range(CHUNK * units // HALF):
             x = self.unpacked([values[4 * i + n] for n in range(4)])
@@ -362,7 +364,7 @@ class KdaChunkIntra(ChunkInverse):
     def _multiply_block(
         self, smem: Any, b: Any, j: Any, right: Any, width: int, acc: cute.Tensor
     ) -> None:
-        lane = lane_index()
+        lane = cute.arch.lane_idx()
         row, side = lane & 15, lane >> 4
         a = warp.load_matrices(
             smem + self.tile_kk + b * REGION_BYTES + tile_unit(row, 2 * j + side)
@@ -422,7 +424,7 @@ class KdaChunkIntra(ChunkInverse):
         length: Int32,
     ) -> None:
         """Rows of sub-chunk b of a tile to memory."""
-        lane = lane_index()
+        lane = cute.arch.lane_idx()
         units = TILE_ROW_BYTES // UNIT_BYTES
         for i in cutlass.range_constexpr(rows * units // WARP_SIZE):
             row = first + i * (WARP_SIZE // units) + (lane >> 3)

@@ -40,7 +40,6 @@ from .scores import (
     ChunkScores,
     block_element,
     block_offset,
-    lane_index,
     tile_unit,
 )
 
@@ -60,7 +59,7 @@ class ChunkInverse(ChunkScores):
     @cute.jit
     def invert_diagonal(self, smem: Int32, b: Int32) -> None:
         """Block (b, b) below its diagonal becomes that of the inverse, whose diagonal is 1."""
-        lane = lane_index()
+        lane = cute.arch.lane_idx()
         n = lane & (SUB_CHUNK - 1)
         block = smem + self.blocks + block_offset(b, b)
         column = self._substituted(block, n)
@@ -145,7 +144,7 @@ class ChunkInverse(ChunkScores):
     def _exchange(self, smem: Any, index: Any) -> Any:
         """Where accumulators of a 16 by 16 block are left for another warp: what is free of the
         regions."""
-        return smem + self.exchange + index * REGION_BYTES + lane_index() * 16
+        return smem + self.exchange + index * REGION_BYTES + cute.arch.lane_idx() * 16
 
     def _leave(self, smem: Any, index: Any, x: list[Any]) -> None:
         at = self._exchange(smem, index)
@@ -255,7 +254,7 @@ class ChunkInverse(ChunkScores):
                 warp.store_shared(Int32, at + 4 * c, [moved])
 
     def put_zeros(self, smem: Any, i: Any, j: Any) -> None:
-        lane = lane_index()
+        lane = cute.arch.lane_idx()
         at = smem + self.tile_kk + i * REGION_BYTES + tile_unit(lane >> 1, 2 * j + (lane & 1))
         warp.store_shared(Int32, at, [Int32(0)] * 4)
 

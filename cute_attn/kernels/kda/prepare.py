@@ -41,7 +41,6 @@ from .scores import (
     TILE_ROW_BYTES,
     UNIT_BYTES,
     keep_branch,
-    lane_index,
     row_offset,
     tile_unit,
 )
@@ -401,7 +400,7 @@ class KdaPrepare(ChunkInverse):
 
     def copy_rows(self, tile: Any, record: Any, matrix: int, b: Any, first: Any, rows: int) -> None:
         """Rows of sub-chunk b of a sub-tile to memory."""
-        lane = lane_index()
+        lane = cute.arch.lane_idx()
         for i in range(rows * TILE_ROW_BYTES // (WARP_SIZE * 16)):
             at = first * TILE_ROW_BYTES + (i * WARP_SIZE + lane) * 16
             x = warp.load_shared(Int32, tile + b * REGION_BYTES + at, 4)

@@ -69,12 +69,6 @@ def target_architecture() -> str:
     return str(BaseDSL._get_dsl().get_arch_enum().name)
 
 
-def lane_index() -> Any:
-    """From the thread's index, which is at hand, rather than from a special register."""
-    thread, _, _ = cute.arch.thread_idx()
-    return thread & (WARP_SIZE - 1)
-
-
 def block_offset(i: Any, j: Any) -> Any:
     """Bytes to block (i, j), j <= i, of the 16 by 16 blocks of L."""
     return (((i * (i + 1)) >> 1) + j) * BLOCK_BYTES
@@ -133,6 +127,8 @@ class ChunkScores:
     two rows that a quarter of a warp reads together are in different banks.
     """
 
+    few_registers = False  # whether decayed rows leave few registers to the scores
+
     def __init__(self, dtype: str, head_dim_k: int, *, l2norm: bool):
         self.dtype = DTYPE[dtype]
         self.l2norm = l2norm
@@ -184,7 +180,7 @@ class ChunkScores:
     # -- small things -------------------------------------------------------------------------
 
     def row_and_part(self) -> tuple[Any, Any]:
-        lane = lane_index()
+        lane = cute.arch.lane_idx()
         return lane >> 2, lane & 3
 
     def unpacked(self, packed: Any) -> list[Any]:
@@ -493,17 +489,18 @@ class ChunkScores:
         where all rows are; a row that is has the same factors in either case, bit by bit."""
         r, _ = self.row_and_part()
         own = []
-        # Registers are short here: loads are held back, and some are repeated.
         slow = in_range is not None
-        frugal = target_architecture().startswith("sm_10")
+        # Registers are short here: loads are held back, and some are repeated.
+        frugal = slow or self.few_registers
+        late = frugal or target_architecture().startswith("sm_10")
         for half in range(2):
             if half and self.in_one_product:
                 cute.arch.sync_warp()
             row = b * SUB_CHUNK + half * 8 + r
             place = at_qk + row * self.qk_row
-            if not frugal:
+            if not late:
                 q = self.unpacked(warp.load_shared(Int32, place + self.q, 4))
-            if not frugal or not slow:
+            if not slow:
                 k = self.unpacked(warp.load_shared(Int32, place + self.k, 4))
             p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
             if not self.in_one_product:
@@ -519,18 +516,19 @@ class ChunkScores:
                         x = cutlass.select_(inside, -self.shift - y, y + self.shift)
                         x = warp.exp2(x)
                         decay[n] = Float32(cutlass.select_(inside, warp.reciprocal(x), x))
-            if frugal and slow:
+            if slow:
                 cute.arch.sync_warp()
                 k = self.unpacked(warp.load_shared(Int32, place + self.k, 4))
             k = [x * y for x, y in zip(k, decay, strict=True)]
             for n, x in enumerate(self.packed(k)):
                 rows[8 + half * 4 + n] = x
-            if frugal and slow:
+            if slow:
                 cute.arch.sync_warp()
             start = self.load_channels(at_p + self.start + b * self.p_row, 0)
             self.put_decayed_k(out, smem, b, half, g, k, start)
             if frugal:
                 cute.arch.sync_warp()
+            if late:
                 q = self.unpacked(warp.load_shared(Int32, place + self.q, 4))
             q = [x * y for x, y in zip(q, decay, strict=True)]
             for n, x in enumerate(self.packed(q)):
@@ -540,8 +538,7 @@ class ChunkScores:
             self.put_decayed_q(out, smem, b, half, g, q, start, scale)
         if self.in_one_product and slow:
             for half in range(2):
-                if not half or frugal:
-                    cute.arch.sync_warp()
+                cute.arch.sync_warp()
                 row = b * SUB_CHUNK + half * 8 + r
                 k = self.unpacked(warp.load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
                 p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
@@ -611,7 +608,7 @@ class ChunkScores:
 
     def _partial_sums(self, smem: Any, b: Any, which: int) -> Any:
         at = (self.tile_qk, self.tile_kk)[which]
-        return smem + at + b * REGION_BYTES + lane_index() * 16
+        return smem + at + b * REGION_BYTES + cute.arch.lane_idx() * 16
 
     def meet(self, b: Any) -> None:
         """The two warps of sub-chunk b wait for each other."""
@@ -711,7 +708,7 @@ class ChunkScores:
                         factor = self.unshifted(back, factors[rows])
                         values = self.scaled(sums, n, factor, of_columns[half])
                         warp.store_shared(Int32, at, self.packed(values))
-        lane = lane_index()
+        lane = cute.arch.lane_idx()
         for j in cutlass.range_constexpr(1, SUB_CHUNKS):
             if j > b:
                 at = tile + tile_unit(lane >> 1, 2 * j + (lane & 1))
