@@ -255,7 +255,8 @@ def _dynamic_shared(captured: Any) -> int | None:
 
 
 def find_nvdisasm() -> Path:
-    """nvdisasm: $NVDISASM, the one on PATH, that of a CUDA toolkit, or that of triton.
+    """nvdisasm: $NVDISASM, the one on PATH, that of a CUDA toolkit, of nvidia-cuda-nvdisasm, or of
+    triton.
 
     Raises:
         Unavailable: there is none.
@@ -269,15 +270,17 @@ def find_nvdisasm() -> Path:
         for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
         if home
     ]
-    triton = importlib.util.find_spec("triton")
-    folders = (triton.submodule_search_locations or ()) if triton else ()
-    candidates += [Path(folder) / "backends" / "nvidia" / "bin" for folder in folders]
+    for package, folder in (("nvidia", "cu13/bin"), ("triton", "backends/nvidia/bin")):
+        spec = importlib.util.find_spec(package)
+        places = (spec.submodule_search_locations or ()) if spec else ()
+        candidates += [Path(place) / folder for place in places]
     for candidate in candidates:
         if (candidate / "nvdisasm").is_file():
             return candidate / "nvdisasm"
     raise Unavailable(
-        "needs nvdisasm, of a CUDA toolkit 12.8 or later (on PATH, or in $CUDA_HOME/bin) or of "
-        "triton 3.6 (the extra bench), or named by $NVDISASM"
+        "needs nvdisasm, of a CUDA toolkit 12.8 or later (on PATH, or in $CUDA_HOME/bin), of "
+        "nvidia-cuda-nvdisasm (the extra test) or triton 3.6 (the extra bench), or named by "
+        "$NVDISASM"
     )
 
 

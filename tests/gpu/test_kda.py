@@ -26,6 +26,7 @@ from cute_attn.ops.kda import (
 )
 from cute_attn.ops.kda.decode import plan_kda_decode
 from cute_attn.reference import kda as reference
+from tests.kernels.machine_code import assert_sound
 from tests.ops.lightning_cases import assert_no_worse
 from tests.untuned import untuned
 
@@ -157,6 +158,15 @@ def test_decode_goes_on_from_a_prefill():
         return torch.cat(outs, dim=1), state
 
     problem.check_chunk(case, arguments, {"ours": prefill_and_decode})
+
+
+def test_the_compiler_of_this_machine_leaves_no_register_unset():
+    """What compiles for a GPU's driver is not what compiles where there is none."""
+    arch = cute_attn.cache.current_arch()
+    gates = {"use_gate_in_kernel": True, "lower_bound": True, "use_qk_l2norm_in_kernel": True}
+    for modular in (False, True):
+        for kernel, spec in plan_chunk_kda(arch, **gates, disable_recompute=modular):
+            assert_sound(cute_attn.cache.compile(kernel, spec, arch))
 
 
 # -- how it is launched ------------------------------------------------------------------------

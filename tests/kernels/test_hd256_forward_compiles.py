@@ -10,6 +10,7 @@ import pytest
 
 from cute_attn import cache, launch
 from cute_attn.kernels.attention.spec import DTYPES, SCHEDULERS, SINK_DTYPES, Hd256ForwardSpec
+from tests.kernels.machine_code import assert_sound
 
 ARCH = "sm_100a"
 BOOLS = (False, True)
@@ -66,6 +67,11 @@ FULL = {
 @pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
 def test_no_spills(fields: dict[str, Any]) -> None:
     assert spills(fields) == 0
+
+
+@pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
+def test_the_machine_code_is_sound(fields: dict[str, Any]) -> None:
+    assert_sound(cache.compile(launch.HD256_FORWARD, Hd256ForwardSpec(**fields), arch=ARCH))
 
 
 @pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])

@@ -14,6 +14,7 @@ from cute_attn.kernels.kda import heuristics_decode
 from cute_attn.kernels.kda.spec_decode import DecodeSpec, RecordsSpec, RecurrentSpec, StepSpec
 from cute_attn.ops.kda.decode import plan_kda_decode
 from cute_attn.ops.kda.recurrent import plan_fused_recurrent_kda
+from tests.kernels.machine_code import assert_sound
 from tests.ops.kda_decode_cases import VALUES, Kernel, sample
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
@@ -68,6 +69,7 @@ def assert_compiles(kernel: cache.KernelDef, spec: Any, arch: str) -> None:
     entry = cache.compile(kernel, spec, arch)
     (use,) = entry.kernels
     assert use.spill_stores == use.spill_loads == 0, (spec, arch, use)
+    assert_sound(entry)
     if isinstance(spec, StepSpec):
         assert use.registers <= 65536 // (spec.num_threads * max(1, spec.blocks_per_sm)), use
 

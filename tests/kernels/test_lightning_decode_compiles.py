@@ -23,6 +23,7 @@ from cute_attn.kernels.lightning.spec import (
     PipelinedDecodeSpec,
 )
 from cute_attn.ops.lightning import plan_decode
+from tests.kernels.machine_code import assert_sound
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 SMS = (78, 132)
@@ -83,6 +84,7 @@ def assert_compiles(kernel: KernelDef, spec: Any, arch: str) -> None:
     (use,) = entry.kernels
     assert use.spill_stores == use.spill_loads == 0, (spec, arch, use)
     assert use.registers <= 65536 // spec.num_threads, (spec, arch, use)
+    assert_sound(entry)
 
 
 REDUCED = covering(EVERYTHING, seed=0)

@@ -1,0 +1,30 @@
+"""What must hold of the machine code of every kernel, whatever compiler is installed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from cute_attn.bench import sass
+from cute_attn.bench._sass_listing import functions
+from cute_attn.bench._sass_registers import unset_reads
+from cute_attn.cache import Entry
+
+
+def assert_sound(entry: Entry) -> None:
+    """No register is read that was never set: a compiler has done that, and the emulator, which
+    runs PTX, does not see it."""
+    for reads in _unset_reads(entry):
+        assert not reads, f"{entry.directory}: " + "; ".join(reads[:3])
+
+
+@cache
+def _nvdisasm():
+    return sass.find_nvdisasm()
+
+
+def _unset_reads(entry: Entry) -> list[list[str]]:
+    return [
+        [str(read) for read in unset_reads(function)]
+        for cubin in sass.cubins(entry.read("kernel.o"))
+        for function in functions(sass.disassemble(cubin, _nvdisasm()))
+    ]
