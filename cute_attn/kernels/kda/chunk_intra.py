@@ -42,12 +42,14 @@ from .scores import (
     SUB_TILE_BYTES,
     TILE_ROW_BYTES,
     UNIT_BYTES,
+    Rows,
     row_offset,
     tile_unit,
 )
 from .spec import CHUNK, IntraSpec
 
 HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
+MOST_COLUMNS = 128  # of a product
 
 
 class Outputs(NamedTuple):
@@ -65,6 +67,11 @@ class KdaChunkIntra(ChunkInverse):
         super().__init__(spec.dtype, spec.head_dim_k, l2norm=False)
         self.spec = spec
         self.few_registers = spec.store_qg
+        # Of v a thread has this many units at a time, and of u this many columns, lest registers
+        # run out.
+        self.units = spec.head_dim_v // 8  # of a row
+        self.parts = max(1, spec.head_dim_v // MOST_COLUMNS)
+        self.loads = CHUNK * self.units // HALF // self.parts
         self.beta_dtype = DTYPE[spec.beta_dtype]
         # beta exp2(G) * k and beta v, as operands: sub-tiles in which the columns of 32 are in the
         # order of `store_columns`. The second has the place of P, if that is large enough.
@@ -218,7 +225,8 @@ class KdaChunkIntra(ChunkInverse):
                 cute.arch.sync_warp()
                 self.invert_diagonal(smem, b)
             else:
-                values = self.load_values(self.rows_of(v, place, head), b, place.length)
+                rows_v = self.rows_of(v, place, head)
+                values = self.load_values(rows_v, b, 0, place.length)
                 self.give(smem, b, 1, acc)
                 self.meet(b)
                 sums = self.take(smem, b, 0, acc)
@@ -227,7 +235,10 @@ class KdaChunkIntra(ChunkInverse):
                 cute.arch.sync_warp()
                 to = self.rows_of(Aqk, place, head)
                 self.copy_rows(smem + self.tile_qk, to, b, Int32(0), SUB_CHUNK, place.length)
-                self.store_values(smem, b, values)
+                self.store_values(smem, b, 0, values)
+                for part in cutlass.range_constexpr(1, self.parts):
+                    more = self.load_values(rows_v, b, part, place.length)
+                    self.store_values(smem, b, part, more)
             cute.arch.sync_threads()
             self.invert(smem, part)
             rows = SUB_CHUNK // 2
@@ -239,10 +250,13 @@ class KdaChunkIntra(ChunkInverse):
                     self.rows_of(w, place, head), place.length,
                 )  # fmt: skip
             else:
-                self.multiply(
-                    smem, b, smem + self.v, self.spec.head_dim_v,
-                    self.rows_of(u, place, head), place.length,
-                )  # fmt: skip
+                to_u = self.rows_of(u, place, head)
+                width = self.spec.head_dim_v // self.parts
+                for part in cutlass.range_constexpr(self.parts):
+                    self.multiply(
+                        smem, b, smem + self.v + part * width // 64 * SUB_TILE_BYTES, width,
+                        Rows(to_u.start + Int64(part * width * 2), to_u.pitch), place.length,
+                    )  # fmt: skip
 
     # -- gates and beta -----------------------------------------------------------------------
 
@@ -312,29 +326,29 @@ class KdaChunkIntra(ChunkInverse):
             warp.store_shared(Int32, at, [packed[i]])
 
     @cute.jit
-    def load_values(self, v: Any, b: Int32, length: Int32) -> Any:
-        """The thread's part of v, of 128 threads: 8 neighbours of some rows."""
-        units = self.spec.head_dim_v // 8
+    def load_values(self, v: Any, b: Int32, part: cutlass.Constexpr, length: Int32) -> Any:
+        """What the thread, of 128, has of a part of v's rows: 8 neighbours of some of these."""
         thread = b * WARP_SIZE + cute.arch.lane_idx()
-        row = thread // units
-        values = cute.make_rmem_tensor((CHUNK * units // HALF * 4,), Int32)
+        values = cute.make_rmem_tensor((4 * self.loads,), Int32)
         values.fill(0)
-        start = v.start + Int64((thread % units) * UNIT_BYTES)
-        for i in cutlass.range_constexpr(CHUNK * units // HALF):
-            at = row + i * (HALF // units)
+        start = v.start + Int64((thread % self.units) * UNIT_BYTES)
+        for i in cutlass.range_constexpr(self.loads):
+            at = self.row_of_load(thread, part, i)
             if at < length:
                 x = warp.load_global(Int32, start + row_offset(at, v.pitch), 4)
                 for n in cutlass.range_constexpr(4):
                     values[4 * i + n] = x[n]
         return values
 
-    def store_values(self, smem: Any, b: Any, values: cute.Tensor) -> None:
-        units = self.spec.head_dim_v // 8
+    def row_of_load(self, thread: Any, part: int, i: int) -> Any:
+        return thread // self.units + (part * self.loads + i) * (HALF // self.units)
+
+    def store_values(self, smem: Any, b: Any, part: int, values: cute.Tensor) -> None:
         thread = b * WARP_SIZE + cute.arch.lane_idx()
-        row, unit = thread // units, thread % units
-        for i in range(CHUNK * units // HALF):
+        unit = thread % self.units
+        for i in range(self.loads):
             x = self.unpacked([values[4 * i + n] for n in range(4)])
-            at = row + i * (HALF // units)
+            at = self.row_of_load(thread, part, i)
             beta = self.of_row(smem, self.beta, at)
             x = self.packed([y * beta for y in x])
             self.store_columns(smem + self.v, at, unit >> 2, unit & 3, x)

@@ -106,6 +106,14 @@ def keep_branch() -> None:
     )
 
 
+def groups_of_half(groups: int) -> Any:
+    """How many groups of channels a warp goes through. The compiler is not to know that it is one:
+    without the loop it keeps more in registers than there are."""
+    if groups > 2:
+        return groups // 2
+    return warp.opaque(Int32(groups // 2))
+
+
 class Rows(NamedTuple):
     """The chunk's rows of a tensor."""
 
@@ -438,8 +446,8 @@ class ChunkScores:
             acc: 64 float32 in registers: [q, k][sub-chunks back][half of its tokens][accumulators].
         """
         acc.fill(0.0)
-        groups = self.groups // 2
-        for g in cutlass.range(half * groups, half * groups + groups, unroll=1):
+        first = half * (self.groups // 2)
+        for g in cutlass.range(first, first + groups_of_half(self.groups), unroll=1):
             self._row_group(smem, b, half, scale, out, g, acc)
         rows = self.rows_in_range(smem, b)
         if rows < SUB_CHUNK:
