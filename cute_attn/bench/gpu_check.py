@@ -30,7 +30,7 @@ from .report import Report, ReportError, Row
 
 TOTAL_LIMIT_S = 465.0  # of the eight minutes, leaving some for start-up and the report
 TEST_LIMIT_S = 220.0
-TEST_PROCESSES = 4
+TEST_PROCESSES = 12
 TESTS = Path("tests")
 KILL_GRACE_S = 5.0
 

@@ -236,9 +236,9 @@ class KdaChunkIntra(ChunkInverse):
                 to = self.rows_of(Aqk, place, head)
                 self.copy_rows(smem + self.tile_qk, to, b, Int32(0), SUB_CHUNK, place.length)
                 self.store_values(smem, b, 0, values)
-                for part in cutlass.range_constexpr(1, self.parts):
-                    more = self.load_values(rows_v, b, part, place.length)
-                    self.store_values(smem, b, part, more)
+                for n in cutlass.range_constexpr(1, self.parts):
+                    more = self.load_values(rows_v, b, n, place.length)
+                    self.store_values(smem, b, n, more)
             cute.arch.sync_threads()
             self.invert(smem, part)
             rows = SUB_CHUNK // 2
@@ -252,10 +252,10 @@ class KdaChunkIntra(ChunkInverse):
             else:
                 to_u = self.rows_of(u, place, head)
                 width = self.spec.head_dim_v // self.parts
-                for part in cutlass.range_constexpr(self.parts):
+                for n in cutlass.range_constexpr(self.parts):
                     self.multiply(
-                        smem, b, smem + self.v + part * width // 64 * SUB_TILE_BYTES, width,
-                        Rows(to_u.start + Int64(part * width * 2), to_u.pitch), place.length,
+                        smem, b, smem + self.v + n * width // 64 * SUB_TILE_BYTES, width,
+                        Rows(to_u.start + Int64(n * width * 2), to_u.pitch), place.length,
                     )  # fmt: skip
 
     # -- gates and beta -----------------------------------------------------------------------
