@@ -812,9 +812,9 @@ class ChunkScores:
     @cute.jit
     def decay_to_end(self, smem: Int32, b: Int32, half: Int32, out: Any) -> None:
         """exp2(G_e - G) * k of sub-chunk b, half of the channels, to `put_to_end`."""
-        groups = self.groups // 2
+        first = half * (self.groups // 2)
         in_range = self.rows_of_half(smem, b, half)
-        for g in cutlass.range(half * groups, half * groups + groups, unroll=1):
+        for g in cutlass.range(first, first + groups_of_half(self.groups), unroll=1):
             if in_range < SUB_CHUNK:
                 keep_branch()
                 self._group_to_end(smem, b, out, g, False)
