@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
 from ..common import warp
 from ..common.dtypes import DTYPE
@@ -39,14 +39,12 @@ from .scores import (
     REGION_BYTES,
     SUB_CHUNK,
     SUB_CHUNKS,
-    SUB_TILE_BYTES,
-    TILE_ROW_BYTES,
-    UNIT_BYTES,
     Rows,
     row_offset,
     tile_unit,
 )
 from .spec import CHUNK, IntraSpec
+from .tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
 
 HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
 MOST_COLUMNS = 128  # of a product
@@ -88,26 +86,15 @@ class KdaChunkIntra(ChunkInverse):
         batch, tokens, heads, heads_qk = (cute.sym_int() for _ in range(4))
 
         def rows(dtype: Any, heads: Any, columns: int) -> Any:
-            divisibility = 128 // dtype.width
-            strides = (cute.sym_int64(divisibility=divisibility) for _ in range(3))
-            shape = (batch, tokens, heads, columns)
-            return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+            return fake_rows(dtype, (batch, tokens, heads, columns))
 
-        index = {"int32": Int32, "int64": Int64}.get(spec.index_dtype)
         return (
             rows(self.dtype, heads_qk, spec.head_dim_k),
             rows(self.dtype, heads_qk, spec.head_dim_k),
             rows(self.dtype, heads, spec.head_dim_v),
             rows(Float32, heads, spec.head_dim_k),
-            make_fake_tensor(
-                self.beta_dtype,
-                (batch, tokens, heads),
-                tuple(cute.sym_int64() for _ in range(3)),
-                assumed_align=self.beta_dtype.width // 8,
-            ),
-            make_fake_tensor(index, (cute.sym_int(),), (1,), assumed_align=index.width // 8)
-            if index
-            else None,
+            fake_strided(self.beta_dtype, (batch, tokens, heads)),
+            fake_offsets(spec.index_dtype),
             rows(self.dtype, heads, CHUNK),
             rows(self.dtype, heads, CHUNK),
             rows(self.dtype, heads, spec.head_dim_k),
@@ -439,7 +426,7 @@ class KdaChunkIntra(ChunkInverse):
     ) -> None:
         """Rows of sub-chunk b of a tile to memory."""
         lane = cute.arch.lane_idx()
-        units = TILE_ROW_BYTES // UNIT_BYTES
+        units = LINE_BYTES // UNIT_BYTES
         for i in cutlass.range_constexpr(rows * units // WARP_SIZE):
             row = first + i * (WARP_SIZE // units) + (lane >> 3)
             x = warp.load_shared(Int32, tile + b * REGION_BYTES + tile_unit(row, lane & 7), 4)

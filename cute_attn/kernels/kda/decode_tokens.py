@@ -21,9 +21,9 @@ from ..common.carried import Carried
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
 from ..common.warp import reciprocal, reciprocal_sqrt
+from .spec import L2NORM_EPSILON
 from .spec_decode import VECTOR_BYTES, StepSpec
 
-L2NORM_EPSILON = 1e-6  # added to the sum of squares
 LARGEST_EXPONENT = 80.0  # of a sigmoid: its reciprocal, 1e-35, is as good as 0
 STAGES = 2
 QQ, KK, KQ = range(3)

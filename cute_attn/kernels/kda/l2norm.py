@@ -17,10 +17,9 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ..common import warp
 from ..common.dtypes import DTYPE
-from .spec import L2NormSpec
+from .spec import L2NORM_EPSILON, L2NormSpec
 from .tiles import fake_rows, pack_all, row_address, unpack_all
 
-EPSILON = 1e-6
 NUM_THREADS = 256
 ELEMENTS = 8  # of a thread's part of a row
 ROWS = 4  # of a thread
@@ -106,7 +105,7 @@ class KdaL2Norm:
                 total = total + value * value
             for bit in cutlass.range_constexpr(shift):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << bit)
-            factor = warp.reciprocal_sqrt(total + Float32(EPSILON))
+            factor = warp.reciprocal_sqrt(total + Float32(L2NORM_EPSILON))
             packed = pack_all(self.dtype, [value * factor for value in values])
             if first + i * self.rows_at_once < rows:
                 warp.store_global(Int32, targets[i], packed)

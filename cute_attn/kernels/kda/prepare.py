@@ -37,14 +37,12 @@ from .scores import (
     REGION_BYTES,
     SUB_CHUNK,
     SUB_CHUNKS,
-    SUB_TILE_BYTES,
-    TILE_ROW_BYTES,
-    UNIT_BYTES,
     keep_branch,
     row_offset,
     tile_unit,
 )
 from .spec import CHUNK, PrepareSpec
+from .tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
 
 # In a register, twice if it has room for two.
 MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
@@ -80,10 +78,7 @@ class KdaPrepare(ChunkInverse):
         batch, tokens, heads, heads_qk, slots = (cute.sym_int() for _ in range(5))
 
         def rows(dtype: Any, heads: Any) -> Any:
-            divisibility = 128 // dtype.width
-            strides = (cute.sym_int64(divisibility=divisibility) for _ in range(3))
-            shape = (batch, tokens, heads, spec.head_dim_k)
-            return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+            return fake_rows(dtype, (batch, tokens, heads, spec.head_dim_k))
 
         def contiguous(dtype: Any, shape: tuple[Any, ...], align: int) -> Any:
             strides: list[Any] = [1]
@@ -93,20 +88,14 @@ class KdaPrepare(ChunkInverse):
                 strides = [cute.sym_int64(divisibility=128 // dtype.width), *strides]
             return make_fake_tensor(dtype, shape, tuple(strides), assumed_align=align)
 
-        index = {"int32": Int32, "int64": Int64}.get(spec.index_dtype)
         return (
             rows(self.dtype, heads_qk),
             rows(self.dtype, heads_qk),
             rows(self.gate_dtype, heads),
-            make_fake_tensor(
-                self.beta_dtype,
-                (batch, tokens, heads),
-                tuple(cute.sym_int64() for _ in range(3)),
-                assumed_align=self.beta_dtype.width // 8,
-            ),
+            fake_strided(self.beta_dtype, (batch, tokens, heads)),
             contiguous(Float32, (heads,), 4) if spec.has_A_log else None,
             contiguous(Float32, (heads, spec.head_dim_k), 16) if spec.has_dt_bias else None,
-            contiguous(index, (cute.sym_int(),), index.width // 8) if index else None,
+            fake_offsets(spec.index_dtype),
             contiguous(self.dtype, (slots, heads, spec.elements), 16),
             contiguous(Float32, (slots, heads, spec.head_dim_k), 16),
             Float32(1.0),
@@ -394,15 +383,15 @@ class KdaPrepare(ChunkInverse):
         """8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes apart."""
         r, c = self.row_and_part()
         at = (group >> 1) * step + tile_unit(r, ((group & 1) << 2) + c)
-        at = record.at(at + b * (SUB_CHUNK * TILE_ROW_BYTES))
-        at = at + (matrix + half * 8 * TILE_ROW_BYTES)
+        at = record.at(at + b * (SUB_CHUNK * LINE_BYTES))
+        at = at + (matrix + half * 8 * LINE_BYTES)
         warp.store_global(Int32, at, self.packed(values))
 
     def copy_rows(self, tile: Any, record: Any, matrix: int, b: Any, first: Any, rows: int) -> None:
         """Rows of sub-chunk b of a sub-tile to memory."""
         lane = cute.arch.lane_idx()
-        for i in range(rows * TILE_ROW_BYTES // (WARP_SIZE * 16)):
-            at = first * TILE_ROW_BYTES + (i * WARP_SIZE + lane) * 16
+        for i in range(rows * LINE_BYTES // (WARP_SIZE * 16)):
+            at = first * LINE_BYTES + (i * WARP_SIZE + lane) * 16
             x = warp.load_shared(Int32, tile + b * REGION_BYTES + at, 4)
-            address = record.at(b * (SUB_CHUNK * TILE_ROW_BYTES) + at) + matrix
+            address = record.at(b * (SUB_CHUNK * LINE_BYTES) + at) + matrix
             warp.store_global(Int32, address, x)

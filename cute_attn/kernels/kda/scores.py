@@ -44,15 +44,13 @@ from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
 from .chunks import ChunkPlace, chunk_place
-from .spec import CHUNK, SUB_TILE, smem_bytes
+from .spec import CHUNK, L2NORM_EPSILON, smem_bytes
+from .tiles import LINE_BYTES, UNIT_BYTES
 
 SUB_CHUNK = 16
 SUB_CHUNKS = CHUNK // SUB_CHUNK
 NUM_WARPS = 2 * SUB_CHUNKS
 NUM_THREADS = NUM_WARPS * WARP_SIZE
-UNIT_BYTES = 16
-SUB_TILE_BYTES = 2 * SUB_TILE
-TILE_ROW_BYTES = 128
 GROUP = 32  # channels that a warp takes at a time, 8 a thread
 BLOCK_BYTES = SUB_CHUNK * SUB_CHUNK * 4
 # In a region are a sub-chunk's partial sums, and then its rows of the two 16-bit tiles.
@@ -60,7 +58,6 @@ REGION_BYTES = 8192
 LOWEST, HIGHEST = -120.0, 40.0  # of P in range
 SHIFT = 60.0  # of exponents of rows, with bfloat16
 NUM_BLOCKS = SUB_CHUNKS * (SUB_CHUNKS + 1) // 2
-L2NORM_EPSILON = 1e-6
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each block
 
 
@@ -82,7 +79,7 @@ def block_element(i: Any, j: Any) -> Any:
 
 def tile_unit(row: Any, unit: Any) -> Any:
     """Bytes to a 16-byte unit (0 to 7) of a row of a sub-tile."""
-    return row * TILE_ROW_BYTES + ((unit ^ (row & 7)) << 4)
+    return row * LINE_BYTES + ((unit ^ (row & 7)) << 4)
 
 
 def parity(row: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..common.spec import Spec
 
 CHUNK = 64  # tokens
+L2NORM_EPSILON = 1e-6  # added to the sum of squares
 SUB_TILE = 64 * 64  # elements of a sub-tile: 64 rows of 128 bytes, swizzled as TMA does
 
 DTYPES = ("bfloat16", "float16")
@@ -25,6 +26,9 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "head_dim_v": HEAD_DIMS_V,
     "gate": GATES,
     "index_dtype": INDEX_DTYPES,
+    "copies": ("cp_async", "bulk"),
+    "products": ("mma", "wgmma"),
+    "segments": ("none", "transitions", "outputs"),
 }
 
 # Bytes of shared memory that a block may have.
@@ -38,7 +42,19 @@ def smem_bytes(arch: str) -> int:
 
 
 @dataclass(frozen=True)
-class ChunkSpec(Spec):
+class CheckedSpec(Spec):
+    """Raises ValueError for a value that no kernel serves, naming the field."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in ALLOWED.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in allowed:
+                raise ValueError(f"{name} is {value!r}, must be one of {allowed}")
+
+
+@dataclass(frozen=True)
+class ChunkSpec(CheckedSpec):
     """What all chunked kernels have compiled in.
 
     Attributes:
@@ -56,21 +72,9 @@ class ChunkSpec(Spec):
     head_dim_v: int
     index_dtype: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self)
-
     @property
     def varlen(self) -> bool:
         return self.index_dtype != "none"
-
-
-def check(spec: Spec) -> None:
-    """Raise ValueError for a value that no kernel serves, naming the field."""
-    for name, allowed in ALLOWED.items():
-        value = getattr(spec, name, None)
-        if value is not None and value not in allowed:
-            raise ValueError(f"{name} is {value!r}, must be one of {allowed}")
 
 
 @dataclass(frozen=True)
@@ -131,18 +135,10 @@ class RecurrenceSpec(ChunkSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.products not in ("mma", "wgmma"):
-            raise ValueError(f"products is {self.products!r}, must be 'mma' or 'wgmma'")
-        if self.segments not in ("none", "transitions", "outputs"):
-            raise ValueError(
-                f"segments is {self.segments!r}, must be 'none', 'transitions' or 'outputs'"
-            )
         if self.segments == "transitions" and self.head_dim_k % self.tile_v:
             raise ValueError(
                 f"tile_v is {self.tile_v}, must divide head_dim_k={self.head_dim_k} too"
             )
-        if self.copies not in ("cp_async", "bulk"):
-            raise ValueError(f"copies is {self.copies!r}, must be 'cp_async' or 'bulk'")
         if self.products == "wgmma" and self.copies != "bulk":
             raise ValueError("wgmma needs bulk copies: it reads what the async proxy wrote")
         unit = 64 if self.products == "wgmma" else 16
@@ -154,7 +150,7 @@ class RecurrenceSpec(ChunkSpec):
 
 
 @dataclass(frozen=True)
-class GateSpec(Spec):
+class GateSpec(CheckedSpec):
     """Gate and sum within chunks (`gate_cumsum`): fields as in `PrepareSpec`."""
 
     head_dim_k: int
@@ -164,25 +160,13 @@ class GateSpec(Spec):
     has_dt_bias: bool
     index_dtype: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self)
-
-    @property
-    def varlen(self) -> bool:
-        return self.index_dtype != "none"
-
 
 @dataclass(frozen=True)
-class L2NormSpec(Spec):
+class L2NormSpec(CheckedSpec):
     """q and k to rows of length 1 (`l2norm`)."""
 
     dtype: str
     head_dim_k: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self)
 
 
 @dataclass(frozen=True)
@@ -214,11 +198,6 @@ class DeltaHSpec(ChunkSpec):
     num_stages: int
     products: str = "mma"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.products not in ("mma", "wgmma"):
-            raise ValueError(f"products is {self.products!r}, must be 'mma' or 'wgmma'")
-
 
 @dataclass(frozen=True)
 class OutputSpec(ChunkSpec):
@@ -229,7 +208,7 @@ class OutputSpec(ChunkSpec):
 
 
 @dataclass(frozen=True)
-class SegmentsSpec(Spec):
+class SegmentsSpec(CheckedSpec):
     """The states at which segments start (`segments`).
 
     Attributes:
@@ -245,13 +224,8 @@ class SegmentsSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self)
         if self.tile_v % 16 or self.head_dim_v % self.tile_v:
             raise ValueError(
                 f"tile_v is {self.tile_v}, must be a multiple of 16 that divides "
                 f"head_dim_v={self.head_dim_v}"
             )
-
-    @property
-    def varlen(self) -> bool:
-        return self.index_dtype != "none"
