@@ -1,6 +1,7 @@
 """Everything that needs a GPU, in one offline command of at most eight minutes.
 
-First the GPU tests, then the short form of each benchmark that asks for it by `gpu_check`.
+First the GPU tests that are not slow, then the short form of each benchmark that asks for it by
+`gpu_check`.
 Each stage is a process of its own with a time limit, so that neither a hang nor a crash of the
 driver's context takes the others along. The table comes last; the JSON holds all parts' reports.
 
@@ -30,7 +31,7 @@ from .report import Report, ReportError, Row
 
 TOTAL_LIMIT_S = 465.0  # of the eight minutes, leaving some for start-up and the report
 TEST_LIMIT_S = 220.0
-TEST_PROCESSES = 12
+TEST_PROCESSES = 3
 TESTS = Path("tests")
 KILL_GRACE_S = 5.0
 
@@ -77,14 +78,16 @@ def stages(
 ) -> list[Stage]:
     """The stages in order; what they write goes to `directory`."""
     results = directory / "tests.xml"
-    # Most of their time is the compiler's, which has one core a process.
-    side_by_side = ("-n", str(TEST_PROCESSES)) if importlib.util.find_spec("xdist") else ()
+    # A few files at a time: each compiles first, on all cores, and then waits for the GPU.
+    side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "loadfile")
+    if importlib.util.find_spec("xdist") is None:
+        side_by_side = ()
     found = [
         Stage(
             "tests",
             (
-                sys.executable, "-m", "pytest", str(tests), "-m", "gpu", "-q", "--tb=short",
-                "-p", "no:cacheprovider", f"--junitxml={results}", *side_by_side,
+                sys.executable, "-m", "pytest", str(tests), "-m", "gpu and not slow", "-q",
+                "--tb=short", "-p", "no:cacheprovider", f"--junitxml={results}", *side_by_side,
             ),
             test_limit_s,
             results,

@@ -75,20 +75,33 @@ def no_gradients() -> Iterator[None]:
 
 LARGE = [
     Case(12, 12, 8192),
-    Case(64, 64, 4096),
     Case(32, 64, 5001),
+    Case(8, 8, 2048, gate="softplus-strong"),
+    Case(32, 64, 8192, sequences=20, lengths="random"),
+]
+MORE = [
+    Case(64, 64, 4096),
     Case(96, 96, 777, batch=2),
     Case(8, 32, 4096, gate="softplus"),
     Case(8, 8, 2048, gate="lower_bound-strong"),
-    Case(8, 8, 2048, gate="softplus-strong"),
     Case(12, 12, 16384, sequences=8, lengths="skewed"),
-    Case(32, 64, 8192, sequences=20, lengths="random"),
 ]
 
 
 @pytest.mark.parametrize("path", ["fused", "modular"])
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_chunk_kda_on_large_problems(case: Case, path: str):
+    check_large(case, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["fused", "modular"])
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_chunk_kda_on_more_of_them(case: Case, path: str):
+    check_large(case, path)
+
+
+def check_large(case: Case, path: str) -> None:
     arguments = problem.chunk_arguments(case, 11)
     arguments["disable_recompute"] = path == "modular"
     calls = problem.chunk_calls(arguments, with_peer=False)
