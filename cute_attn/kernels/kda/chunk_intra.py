@@ -197,29 +197,13 @@ class KdaChunkIntra(ChunkInverse):
             b = part & (SUB_CHUNKS - 1)
             half = part >> 2
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
-            self.score_rows(smem, b, half, scale, out, acc)
-            # Those with few blocks of scores have more of kg: sub-chunks 0 and 1, 2, 3, none.
-            first = Int32(0) if b == 0 else b + 1
-            last = cutlass.min(b + 2, Int32(SUB_CHUNKS))
-            for sub in cutlass.range(first, last, unroll=1):
-                self.decay_to_end(smem, sub, half, out)
-            # q, k and P are not read any more.
-            cute.arch.sync_threads()
+            self.score(smem, b, half, scale, out, acc)
             if half == 0:
-                self.give(smem, b, 0, acc)
-                self.meet(b)
-                self.store_lower(smem, b, self.take(smem, b, 1, acc))
-                cute.arch.sync_warp()
-                self.invert_diagonal(smem, b)
+                self.finish_lower(smem, b, acc)
             else:
                 rows_v = self.rows_of(v, place, head)
                 values = self.load_values(rows_v, b, 0, place.length)
-                self.give(smem, b, 1, acc)
-                self.meet(b)
-                sums = self.take(smem, b, 0, acc)
-                cute.arch.sync_warp()
-                self.stage_scores(smem, b, scale, sums)
-                cute.arch.sync_warp()
+                self.finish_scores(smem, b, scale, acc)
                 to = self.rows_of(Aqk, place, head)
                 self.copy_rows(smem + self.tile_qk, to, b, Int32(0), SUB_CHUNK, place.length)
                 self.store_values(smem, b, 0, values)

@@ -57,6 +57,15 @@ class ChunkInverse(ChunkScores):
     """What is done to the blocks of L."""
 
     @cute.jit
+    def finish_lower(self, smem: Int32, b: Int32, acc: cute.Tensor) -> None:
+        """The rows of L of sub-chunk b, by warp b, and the inverse of their block on the diagonal."""
+        self.give(smem, b, 0, acc)
+        self.meet(b)
+        self.store_lower(smem, b, self.take(smem, b, 1, acc))
+        cute.arch.sync_warp()
+        self.invert_diagonal(smem, b)
+
+    @cute.jit
     def invert_diagonal(self, smem: Int32, b: Int32) -> None:
         """Block (b, b) below its diagonal becomes that of the inverse, whose diagonal is 1."""
         lane = cute.arch.lane_idx()

@@ -218,27 +218,11 @@ class KdaPrepare(ChunkInverse):
             b = part & (SUB_CHUNKS - 1)
             half = part >> 2
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
-            self.score_rows(smem, b, half, scale, record, acc)
-            # Those with few blocks of scores have more of kg: sub-chunks 0 and 1, 2, 3, none.
-            first = Int32(0) if b == 0 else b + 1
-            last = cutlass.min(b + 2, Int32(SUB_CHUNKS))
-            for sub in cutlass.range(first, last, unroll=1):
-                self.decay_to_end(smem, sub, half, record)
-            # q, k and P are not read any more.
-            cute.arch.sync_threads()
+            self.score(smem, b, half, scale, record, acc)
             if half == 0:
-                self.give(smem, b, 0, acc)
-                self.meet(b)
-                self.store_lower(smem, b, self.take(smem, b, 1, acc))
-                cute.arch.sync_warp()
-                self.invert_diagonal(smem, b)
+                self.finish_lower(smem, b, acc)
             else:
-                self.give(smem, b, 1, acc)
-                self.meet(b)
-                sums = self.take(smem, b, 0, acc)
-                cute.arch.sync_warp()
-                self.stage_scores(smem, b, scale, sums)
-                cute.arch.sync_warp()
+                self.finish_scores(smem, b, scale, acc)
                 self.copy_rows(smem + self.tile_qk, record, self.aqk, b, 0, SUB_CHUNK)
             cute.arch.sync_threads()
             self.invert(smem, part)

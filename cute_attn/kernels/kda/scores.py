@@ -431,6 +431,20 @@ class ChunkScores:
     # -- scores -------------------------------------------------------------------------------
 
     @cute.jit
+    def score(
+        self, smem: Int32, b: Int32, half: Int32, scale: Float32, out: Any, acc: cute.Tensor
+    ) -> None:
+        """All that q, k and P are read for, which may be overwritten afterwards: `score_rows`, and
+        k decayed to the end of the chunk."""
+        self.score_rows(smem, b, half, scale, out, acc)
+        # Those with few blocks of scores have more of kg: sub-chunks 0 and 1, 2, 3, none.
+        first = Int32(0) if b == 0 else b + 1
+        last = cutlass.min(b + 2, Int32(SUB_CHUNKS))
+        for sub in cutlass.range(first, last, unroll=1):
+            self.decay_to_end(smem, sub, half, out)
+        cute.arch.sync_threads()
+
+    @cute.jit
     def score_rows(
         self, smem: Int32, b: Int32, half: Int32, scale: Float32, out: Any, acc: cute.Tensor
     ) -> None:
@@ -643,6 +657,16 @@ class ChunkScores:
         if columns is None:
             return [sums[n + e] * row for e in range(2)]
         return [sums[n + e] * (row * columns[e]) for e in range(2)]
+
+    @cute.jit
+    def finish_scores(self, smem: Int32, b: Int32, scale: Float32, acc: cute.Tensor) -> None:
+        """The rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4, where it can read them."""
+        self.give(smem, b, 1, acc)
+        self.meet(b)
+        sums = self.take(smem, b, 0, acc)
+        cute.arch.sync_warp()
+        self.stage_scores(smem, b, scale, sums)
+        cute.arch.sync_warp()
 
     @cute.jit
     def store_lower(self, smem: Int32, b: Int32, sums: Any) -> None:
