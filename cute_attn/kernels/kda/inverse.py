@@ -58,7 +58,7 @@ class ChunkInverse(ChunkScores):
 
     @cute.jit
     def finish_lower(self, smem: Int32, b: Int32, acc: cute.Tensor) -> None:
-        """The rows of L of sub-chunk b, by warp b, and the inverse of their block on the diagonal."""
+        """The rows of L of sub-chunk b, by warp b, and the inverse of the block on the diagonal."""
         self.give(smem, b, 0, acc)
         self.meet(b)
         self.store_lower(smem, b, self.take(smem, b, 1, acc))
