@@ -79,9 +79,9 @@ def stages(
     """The stages in order; what they write goes to `directory`."""
     results = directory / "tests.xml"
     # A few files at a time: each compiles first, on all cores, and then waits for the GPU.
-    side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "loadfile")
-    if importlib.util.find_spec("xdist") is None:
-        side_by_side = ()
+    side_by_side: tuple[str, ...] = ()
+    if importlib.util.find_spec("xdist") is not None:
+        side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "loadfile")
     found = [
         Stage(
             "tests",
