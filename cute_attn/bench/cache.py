@@ -289,5 +289,5 @@ BENCHMARK = Benchmark(
     run=run,
     needs_gpu=False,
     add_arguments=add_arguments,
-    gpu_check=(GpuCheckStage(("--repeats", "3"), 120),),
+    gpu_check=(GpuCheckStage(("--repeats", "1"), 120),),
 )

@@ -31,7 +31,7 @@ from .report import Report, ReportError, Row
 
 TOTAL_LIMIT_S = 465.0  # of the eight minutes, leaving some for start-up and the report
 TEST_LIMIT_S = 220.0
-TEST_PROCESSES = 3
+TEST_PROCESSES = 6
 TESTS = Path("tests")
 KILL_GRACE_S = 5.0
 
@@ -78,7 +78,7 @@ def stages(
 ) -> list[Stage]:
     """The stages in order; what they write goes to `directory`."""
     results = directory / "tests.xml"
-    # A few files at a time: each compiles first, on all cores, and then waits for the GPU.
+    # Files side by side: each compiles first, and then waits for the GPU.
     side_by_side: tuple[str, ...] = ()
     if importlib.util.find_spec("xdist") is not None:
         side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "loadfile")

@@ -67,7 +67,7 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     found = stages(list(discover().values()), Path("tests/gpu"), 200.0, tmp_path)
     assert found[0].is_tests
     assert [s.name for s in found[1:]] == [
-        "cache --repeats 3",
+        "cache --repeats 1",
         "emulator",
         "kda-chunk --no-peer",
         "kda-decode --no-peer",
