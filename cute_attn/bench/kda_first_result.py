@@ -129,20 +129,30 @@ def measure(
 ) -> tuple[list[Row], list[str]]:
     """A row with cold caches and one with warm ones, the latter's times the least of `repeats`.
 
-    None, and a note, if a process takes longer than LIMIT_S.
+    What there is until then, and a note, if a process takes longer than LIMIT_S. Rows are shown on
+    stderr as they come: a peer that tunes itself takes minutes for each.
     """
     code = _PROGRAM.format(
         call=call, who=who, heads=heads, heads_v=heads_v, module=MODULES[who, call]
     )
+    rows: list[Row] = []
+
+    def add(caches: str, found: Mapping[str, Any]) -> None:
+        rows.append(_row(call, who, caches, found))
+        seconds = found["first_result_s"]
+        print(f"{call}, {who}, {caches}: {seconds:.2f} s", file=sys.stderr, flush=True)
+
     try:
         with tempfile.TemporaryDirectory() as directory:
             env = cold_environment(Path(directory))
             cold = run_child(code, env)
+            add("cold", cold)
             warm = [run_child(code, env) for _ in range(repeats)]
+            add("warm", {name: min(found[name] for found in warm) for name in cold})
     except subprocess.TimeoutExpired:
-        return [], [f"{call}, {who}: no result after {LIMIT_S:.0f} s"]
-    best = {name: min(found[name] for found in warm) for name in cold}
-    return [_row(call, who, "cold", cold), _row(call, who, "warm", best)], []
+        missing = "warm" if rows else "cold"
+        return rows, [f"{call}, {who}, {missing}: no result after {LIMIT_S:.0f} s"]
+    return rows, []
 
 
 def cold_environment(directory: Path) -> dict[str, str]:

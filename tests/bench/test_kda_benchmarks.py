@@ -482,14 +482,20 @@ def each_apart(environments):
     return wrapped
 
 
-def test_a_first_result_that_does_not_come_is_noted(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("done", "missing"), [(0, "cold"), (1, "warm")])
+def test_a_first_result_that_does_not_come_is_noted(monkeypatch, tmp_path, capsys, done, missing):
+    results = [dict.fromkeys(kda_first_result.TIMES, 7.5) | {"compiles": 1}] * done
+
     def child(code, env):
+        if results:
+            return results.pop()
         raise subprocess.TimeoutExpired("python", kda_first_result.LIMIT_S)
 
     monkeypatch.setattr(kda_first_result, "run_child", child)
     report = run(tmp_path, "kda-first-result", "--calls", "kda_decode", "--no-peer")
-    assert report["rows"] == []
-    assert "kda_decode, ours: no result after 420 s" in report["notes"]
+    assert [r["caches"] for r in report["rows"]] == ["cold"] * done
+    assert f"kda_decode, ours, {missing}: no result after 420 s" in report["notes"]
+    assert ("kda_decode, ours, cold: 7.50 s" in capsys.readouterr().err) == bool(done)
 
 
 def test_a_child_that_fails_says_why():
