@@ -46,7 +46,6 @@ KDA_SEGMENTS = KernelDef(name="kda_segments", target="cute_attn.kernels.kda.segm
 KDA_GATE_CUMSUM = KernelDef(
     name="kda_gate_cumsum", target="cute_attn.kernels.kda.gate_cumsum:KdaGateCumsum"
 )
-KDA_L2NORM = KernelDef(name="kda_l2norm", target="cute_attn.kernels.kda.l2norm:KdaL2Norm")
 KDA_CHUNK_INTRA = KernelDef(
     name="kda_chunk_intra", target="cute_attn.kernels.kda.chunk_intra:KdaChunkIntra"
 )

@@ -159,13 +159,13 @@ class Case:
 
     @property
     def modular_bytes(self) -> int:
-        """`chunk_kda` stage by stage: gate, norms of q and k, intra, delta_h, output."""
+        """`chunk_kda` stage by stage: gate, intra, delta_h, output."""
         h = self.chunk_heads * self.head_dim_k * self.head_dim_v * ELEMENT
         decays = self.chunk_heads * self.head_dim_k * FLOAT
         gate = self.k_wide + self.sums
         delta_h = 2 * self.k_wide + 2 * self.v_wide + decays + h + 2 * self.state
         output = self.qk_bytes + 2 * self.v_wide + self.sums + self.scores + h
-        return gate + 4 * self.qk_bytes + self.intra_bytes + delta_h + output
+        return gate + self.intra_bytes + delta_h + output
 
     @property
     def peak_bytes(self) -> int:

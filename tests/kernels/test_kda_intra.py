@@ -317,6 +317,7 @@ def run_intra(
     v: torch.Tensor,
     sums: torch.Tensor,
     *,
+    l2norm: bool = False,
     store_qg: bool = True,
     cu_seqlens: torch.Tensor | None = None,
     arch: str = "sm_90a",
@@ -329,6 +330,7 @@ def run_intra(
         head_dim_v=v.shape[-1],
         index_dtype="none" if cu_seqlens is None else "int64",
         beta_dtype=NAMES[x["beta"].dtype],
+        l2norm=l2norm,
         store_qg=store_qg,
     )
     columns = {"Aqk": CHUNK, "Akk": CHUNK, "w": dim_k, "u": v.shape[-1], "qg": dim_k, "kg": dim_k}
@@ -347,14 +349,17 @@ def run_intra(
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
-    ("lengths", "dims", "dtype", "gates", "store_qg"),
+    ("lengths", "dims", "dtype", "gates", "makes"),
     [
-        ([130], (128, 128), BF16, 0.2, True),
-        ([64], (128, 64), FP16, 5.0, False),
-        ([70, 0, 1, 33], (64, 128), BF16, 0.2, True),
-        ([9], (64, 64), FP16, 300.0, False),
-        ([70], (128, 256), BF16, 0.2, True),
-        ([70], (64, 256), FP16, 5.0, False),
+        ([130], (128, 128), BF16, 0.2, "qg"),
+        ([64], (128, 64), FP16, 5.0, "neither"),
+        ([70, 0, 1, 33], (64, 128), BF16, 0.2, "qg"),
+        ([9], (64, 64), FP16, 300.0, "neither"),
+        ([70], (128, 256), BF16, 0.2, "qg"),
+        ([70], (64, 256), FP16, 5.0, "neither"),
+        ([70, 0, 1, 130], (128, 128), BF16, 0.2, "norms"),
+        ([70], (128, 128), BF16, 300.0, "norms"),
+        ([64], (64, 256), FP16, 5.0, "norms"),
     ],
 )
 def test_chunk_intra(
@@ -363,22 +368,28 @@ def test_chunk_intra(
     dims: tuple[int, int],
     dtype: torch.dtype,
     gates: float,
-    store_qg: bool,
+    makes: str,
 ) -> None:
-    heads = 2
+    """Of q and k of length 1, or of any whose norms it takes itself."""
+    heads, l2norm = 2, makes == "norms"
     cu_seqlens = offsets(lengths) if len(lengths) > 1 else None
     x = draw(1, sum(lengths), 1, heads, dims[0], dtype, FP32, BF16)
-    x["q"], x["k"] = (kda.l2norm(x[name]).to(dtype) for name in ("q", "k"))
+    of_length_1 = [[kda.l2norm(x[name], d) for name in ("q", "k")] for d in (FP32, torch.float64)]
+    if not l2norm:
+        x["q"], x["k"] = (y.to(dtype) for y in of_length_1[0])
     x["beta"] = x["beta"].sigmoid()
     generator = torch.Generator().manual_seed(3)
     v = torch.randn(1, sum(lengths), heads, dims[1], generator=generator).to(dtype)
     g = -gates * torch.rand(x["g"].shape, generator=generator)
     sums = kda.kda_gate_cumsum_reference(g, cu_seqlens=cu_seqlens).float()
-    ours = run_intra(x, v, sums, store_qg=store_qg, cu_seqlens=cu_seqlens, arch=arch)
-    arguments = (x["q"], x["k"], v, sums, x["beta"])
-    exact = kda.kda_chunk_intra_reference(*arguments, cu_seqlens=cu_seqlens)
+    options = {"l2norm": l2norm, "store_qg": makes == "qg"}
+    ours = run_intra(x, v, sums, **options, cu_seqlens=cu_seqlens, arch=arch)
+    rounded = [y.to(dtype) for y in of_length_1[0]]
+    exact = kda.kda_chunk_intra_reference(
+        *(of_length_1[1] if l2norm else rounded), v, sums, x["beta"], cu_seqlens=cu_seqlens
+    )
     plain = kda.kda_chunk_intra_reference(
-        *arguments, cu_seqlens=cu_seqlens, dtype=torch.float32, stage_dtype=dtype
+        *rounded, v, sums, x["beta"], cu_seqlens=cu_seqlens, dtype=FP32, stage_dtype=dtype
     )
     for name, y in ours.items():
         check_error(name, y, getattr(exact, name), getattr(plain, name))

@@ -17,7 +17,7 @@ import torch
 
 from cute_attn import cache, launch
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.spec import DeltaHSpec, GateSpec, L2NormSpec, OutputSpec, RecomputeSpec
+from cute_attn.kernels.kda.spec import DeltaHSpec, GateSpec, OutputSpec, RecomputeSpec
 from cute_attn.reference import kda
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -181,22 +181,6 @@ def test_a_gate_that_leaves_nothing_is_a_finite_one(gate: float) -> None:
     check("G", out, *(kda.kda_gate_cumsum_reference(limited, dtype=d) for d in REAL))
 
 
-# -- l2norm
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 128), ("float16", 64)])
-def test_l2norm(dtype: str, head_dim: int, arch: str) -> None:
-    generator = torch.Generator().manual_seed(7)
-    packed = torch.randn(2, 37, 5, 2 * head_dim, generator=generator).to(torch_dtype(dtype))
-    packed[0, 3, 2] = 0.0
-    q, k = packed[..., :head_dim], packed[..., head_dim:].contiguous()
-    q_out, k_out = (poisoned(q.shape, q.dtype) for _ in range(2))
-    kernel(launch.KDA_L2NORM, L2NormSpec(dtype, head_dim), arch)(q, k, q_out, k_out)
-    for name, x, out in (("q", q, q_out), ("k", k, k_out)):
-        check(name, out, *(kda.l2norm(x, d) for d in REAL))
-
-
 # -- recompute_w_u
 
 
@@ -292,10 +276,10 @@ def test_delta_h(spec: DeltaHSpec, arch: str, products: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        OutputSpec("bfloat16", 128, 128, "none", False, 128),
-        OutputSpec("bfloat16", 128, 128, "int64", True, 64),
-        OutputSpec("float16", 64, 128, "int32", True, 128),
-        OutputSpec("float16", 128, 64, "int32", False, 64),
+        OutputSpec("bfloat16", 128, 128, "none", False, False, 128),
+        OutputSpec("bfloat16", 128, 128, "int64", True, True, 64),
+        OutputSpec("float16", 64, 128, "int32", False, True, 128),
+        OutputSpec("float16", 128, 64, "int32", True, False, 64),
     ],
 )
 def test_output(spec: OutputSpec, arch: str) -> None:
@@ -314,11 +298,12 @@ def test_output(spec: OutputSpec, arch: str) -> None:
         rows = Aqk[chunk.batch, chunk.rows].transpose(0, 1)
         rows[torch.ones(rows.shape[1:]).triu(1).bool().expand_as(rows)] = math.nan
     o = poisoned(s.v.shape, s.dtype)
-    kernel(launch.KDA_OUTPUT, spec, arch)(s.q, v_new, s.g, Aqk, h, s.cu_seqlens, o, s.scale)
+    q = (s.q * 7.5).to(s.dtype) if spec.l2norm else s.q
+    kernel(launch.KDA_OUTPUT, spec, arch)(q, v_new, s.g, Aqk, h, s.cu_seqlens, o, s.scale)
 
     def reference(dtype: torch.dtype, stage_dtype: torch.dtype | None = None) -> torch.Tensor:
         return kda.kda_chunk_output_reference(
-            s.q,
+            kda.l2norm(q, dtype).to(stage_dtype or dtype) if spec.l2norm else q,
             v_new,
             s.g,
             s.intra.Aqk,

@@ -193,7 +193,7 @@ def test_no_schedule_changes_a_bit(arch: str, path: str):
                 patch.setattr(chunk, "chunks_per_segment", lambda **_: 1)
                 patch.setattr(launch, "num_sms", lambda _: 10**6)
             results.append(run(args, **PATHS.get(path, {})))
-        assert len(emulator.report.launches) == {"fused": 2, "modular": 5, "segments": 4}[path]
+        assert len(emulator.report.launches) == {"fused": 2, "modular": 4, "segments": 4}[path]
         assert not emulator.report.findings, emulator.report
     assert all(same(args, results[0], other) for other in results[1:])
     assert_agrees(args, *results[0])

@@ -21,7 +21,6 @@ from cute_attn.ops.kda import (
     kda_chunk_output,
     kda_gate_cumsum,
     kda_recompute_w_u,
-    stages,
 )
 from cute_attn.reference import kda
 
@@ -108,17 +107,6 @@ def test_gate_cumsum(device: str, data: st.DataObject):
         gates_of(args, torch.float32), **packing(args), dtype=torch.float32
     )
     assert_no_worse(*(valid(args, x) for x in (total, plain, exact)), "G")
-
-
-@pytest.mark.everywhere
-@examples(6)
-@given(data=st.data())
-def test_l2norm(device: str, data: st.DataObject):
-    args = data.draw(cases(device, [PLAIN, SMALL, WIDE_V])).arguments(device)
-    q, k = (args[name].nan_to_num() for name in ("q", "k"))  # not by sequences
-    for x, ours in zip((q, k), call(stages.l2norm, q, k), strict=True):
-        assert ours.dtype == x.dtype
-        assert_no_worse(ours, kda.l2norm(x, torch.float32).to(x.dtype), kda.l2norm(x), "norm")
 
 
 @pytest.mark.everywhere

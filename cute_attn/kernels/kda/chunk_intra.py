@@ -62,7 +62,7 @@ class KdaChunkIntra(ChunkInverse):
     """The kernel for one IntraSpec; see the module's docstring."""
 
     def __init__(self, spec: IntraSpec):
-        super().__init__(spec.dtype, spec.head_dim_k, l2norm=False)
+        super().__init__(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm)
         self.spec = spec
         self.few_registers = spec.store_qg
         # Of v a thread has this many units at a time, and of u this many columns, lest registers
@@ -371,8 +371,8 @@ class KdaChunkIntra(ChunkInverse):
     ) -> None:
         r, c = self.row_and_part()
         row = b * SUB_CHUNK + 8 * half + r
-        beta = self.of_row(smem, self.beta, row)
-        k = self.packed([x * (y * beta) for x, y in zip(k, start, strict=True)])
+        factor = self.row_factor(smem, row)
+        k = self.packed([x * (y * factor) for x, y in zip(k, start, strict=True)])
         self.store_columns(smem + self.k_decayed, row, group, c, k)
 
     def put_decayed_q(
@@ -387,6 +387,7 @@ class KdaChunkIntra(ChunkInverse):
     def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
         r, c = self.row_and_part()
         row = b * SUB_CHUNK + 8 * half + r
+        k = self.normalised(smem, row, k)
         self.put(out.kg, out.length, row, group * 4 + c, self.packed(k))
 
     def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:

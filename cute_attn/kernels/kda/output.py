@@ -12,7 +12,8 @@ sectors, and the rows of h are read from shared memory in the order that this gi
 which changes nothing of a sum over all channels.
 
     block (tile of V, value head, slot of a chunk), 4 warps
-      load      h, Aqk and v_new by cp.async; q and G into registers, 64 channels at once
+      load      h, Aqk and v_new by cp.async; q and G into registers, 64 channels at once; the
+                norms of q, which are factors of what comes of the state
       state     scale (exp2(G) * q) h
       chunk     Aqk v_new, of Aqk the blocks up to the diagonal
       store     by way of the warp's rows of Aqk, which it has in registers
@@ -31,7 +32,7 @@ from ..common import warp
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
 from .chunks import chunk_place, num_slots
-from .spec import CHUNK, OutputSpec
+from .spec import CHUNK, L2NORM_EPSILON, OutputSpec
 from .tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
@@ -148,10 +149,10 @@ class KdaOutput:
         if place.valid:
             state = place.index + chunks_before(place.sequence, q.shape[1], cu_seqlens)
             self.load(v_new, Aqk, h, place, state, head, tile, base)
-            fragments = self.queries(q, g, place, head)
+            fragments, factors = self.queries(q, g, place, head, scale)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            self.products(fragments, o, scale, place, head, tile, base)
+            self.products(fragments, factors, o, place, head, tile, base)
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -217,8 +218,11 @@ class KdaOutput:
             )
 
     @cute.jit
-    def queries(self, q: cute.Tensor, g: cute.Tensor, place: Any, head: Int32) -> Any:
-        """exp2(G) * q of the warp's rows, as left operands: 4 registers for each 16 channels."""
+    def queries(
+        self, q: cute.Tensor, g: cute.Tensor, place: Any, head: Int32, scale: Float32
+    ) -> Any:
+        """exp2(G) * q of the warp's rows, as left operands: 4 registers for each 16 channels; and
+        the factors of both of the thread's rows: scale, and with l2norm the norm."""
         _, warp_index = thread_and_warp()
         lane = cute.arch.lane_idx()
         row, channel = warp_index * FRAGMENT_ROWS + (lane >> 2), (lane & 3) << 2
@@ -229,6 +233,7 @@ class KdaOutput:
             q_rows.append(row_address(q, place.batch, inside, head_qk, channel))
             g_rows.append(row_address(g, place.batch, inside, head, channel))
         fragments = []
+        squares = [Float32(0.0), Float32(0.0)]
         for first in cutlass.range_constexpr(0, self.spec.head_dim_k // STEP, STEPS_AT_ONCE):
             loaded = []
             for step in cutlass.range_constexpr(first, first + STEPS_AT_ONCE):
@@ -247,8 +252,18 @@ class KdaOutput:
                         x = unpack_all(self.dtype, x)
                         low, high = (warp.exp2(decay[n]) * x[n] for n in (2 * pair, 2 * pair + 1))
                         fragment.append(warp.pack(self.dtype, low, high))
+                        if cutlass.const_expr(self.spec.l2norm):
+                            for n in (2 * pair, 2 * pair + 1):
+                                squares[i] = cute.math.fma(x[n], x[n], squares[i])
                 fragments.append(fragment)
-        return fragments
+        factors = [scale, scale]
+        if cutlass.const_expr(self.spec.l2norm):
+            for i in cutlass.range_constexpr(2):
+                total = squares[i]
+                for distance in (1, 2):
+                    total = total + cute.arch.shuffle_sync_bfly(total, distance)
+                factors[i] = scale * warp.reciprocal_sqrt(total + L2NORM_EPSILON)
+        return fragments, factors
 
     # -- products -----------------------------------------------------------------------------
 
@@ -256,8 +271,8 @@ class KdaOutput:
     def products(
         self,
         fragments: Any,
+        factors: Any,
         o: cute.Tensor,
-        scale: Float32,
         place: Any,
         head: Int32,
         tile: Int32,
@@ -286,7 +301,7 @@ class KdaOutput:
             count = FRAGMENT_ROWS * COLUMNS // WARP_SIZE
             c = cute.make_rmem_tensor((count,), Float32)
             for i in cutlass.range_constexpr(count):
-                c[i] = scale * values[column // COLUMNS * count + i]
+                c[i] = factors[i >> 1 & 1] * values[column // COLUMNS * count + i]
             lower_times(c, self.dtype, scores, base + self.v_new, offsets, column, warp_index)
             store_fragments(
                 self.dtype,

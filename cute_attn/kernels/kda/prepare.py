@@ -350,10 +350,7 @@ class KdaPrepare(ChunkInverse):
         self.put(out, self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
 
     def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
-        if self.l2norm:
-            row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
-            of_k = self.of_row(smem, self.inverse_norm_k, row)
-            k = [x * of_k for x in k]
+        k = self.normalised(smem, b * SUB_CHUNK + 8 * half + self.row_and_part()[0], k)
         self.put(out, self.kg, b, half, group, k, SUB_TILE_BYTES)
 
     def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:

@@ -644,6 +644,13 @@ class ChunkScores:
             factor = factor * self.of_row(smem, self.inverse_norm_k, row)
         return factor
 
+    def normalised(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
+        """Channels of a row of k, or of what is a multiple of it, times the norm."""
+        if not self.l2norm:
+            return k
+        norm = self.of_row(smem, self.inverse_norm_k, row)
+        return [x * norm for x in k]
+
     def column_factors(self, smem: Any, j: Any) -> Any:
         """Of the thread's columns of sub-chunk j: the norms of k, [half of its tokens][2]."""
         if not self.l2norm:
@@ -793,7 +800,11 @@ class ChunkScores:
             (smem + self.p + (first + row) * self.p_row + c * 32, parity(row) << 4, row)
             for row in (later, earlier, reference)
         ]
+        # With 255 registers the compiler would work on all groups at once, and spill for it.
+        hasty = self.blocks_per_sm() == 1
         for g in range(self.groups):
+            if hasty:
+                cute.arch.sync_warp()
             at = k_later[0] + ((g << 6) ^ k_later[1])
             q = self.unpacked(warp.load_shared(Int32, at + (self.q - self.k), 4))
             k = self.unpacked(warp.load_shared(Int32, at, 4))
@@ -813,6 +824,8 @@ class ChunkScores:
             for t in range(2):
                 a = (q[2 * t], k[2 * t], q[2 * t + 1], k[2 * t + 1])
                 acc[t] = warp.mma(self.dtype, acc[t], a, column[2 * t : 2 * t + 2])
+            if hasty:
+                cute.arch.sync_warp()
         return [x + y for x, y in zip(*acc, strict=True)]
 
     def _sums(self, p: list[Any], row: Any, in_range: Any) -> list[Any]:

@@ -162,19 +162,23 @@ class GateSpec(CheckedSpec):
 
 
 @dataclass(frozen=True)
-class L2NormSpec(CheckedSpec):
-    """q and k to rows of length 1 (`l2norm`)."""
-
-    dtype: str
-    head_dim_k: int
-
-
-@dataclass(frozen=True)
 class IntraSpec(ChunkSpec):
-    """Within chunks (`chunk_intra`): store_qg asks for qg besides."""
+    """Within chunks (`chunk_intra`).
+
+    Attributes:
+        beta_dtype: of beta.
+        l2norm: q and k are normalised.
+        store_qg: qg is asked for besides; it is of q as given, so not with l2norm.
+    """
 
     beta_dtype: str
+    l2norm: bool
     store_qg: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.l2norm and self.store_qg:
+            raise ValueError("store_qg is True, must be False with l2norm")
 
 
 @dataclass(frozen=True)
@@ -201,8 +205,14 @@ class DeltaHSpec(ChunkSpec):
 
 @dataclass(frozen=True)
 class OutputSpec(ChunkSpec):
-    """The output of chunks from the states at their starts (`output`)."""
+    """The output of chunks from the states at their starts (`output`).
 
+    Attributes:
+        l2norm: q is normalised.
+        state_v_first, tile_v: as in `RecurrenceSpec`.
+    """
+
+    l2norm: bool
     state_v_first: bool
     tile_v: int
 

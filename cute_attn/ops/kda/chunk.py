@@ -2,8 +2,8 @@
 
 `chunk_kda` has two paths, which compute the same function:
 
-    fused      prepare, recurrence                                 the default: half of the bytes
-    modular    gate_cumsum (l2norm), chunk_intra, delta_h, output  where a stage's results are kept
+    fused      prepare, recurrence                        the default: half of the bytes
+    modular    gate_cumsum, chunk_intra, delta_h, output  where a stage's results are kept
 
 Where few long sequences would leave SMs idle, the fused path splits them: the recurrence is three
 calls then, and a result may differ in its last bits from that of the same sequence among others.
@@ -52,7 +52,6 @@ from ...kernels.kda.spec import (
     DeltaHSpec,
     GateSpec,
     IntraSpec,
-    L2NormSpec,
     OutputSpec,
     PrepareSpec,
     RecurrenceSpec,
@@ -292,23 +291,20 @@ def plan_chunk_kda(
             (launch.KDA_RECURRENCE, dataclasses.replace(recurrence, segments="outputs")),
         ]
 
-    requests: list[launch.Request] = [
-        (
-            launch.KDA_GATE_CUMSUM,
-            GateSpec(head_dim_k=head_dim_k, index_dtype=index_dtype, **gate_fields),
-        )
-    ]
-    if use_qk_l2norm_in_kernel:
-        requests.append((launch.KDA_L2NORM, L2NormSpec(dtype=dtype, head_dim_k=head_dim_k)))
+    gates = GateSpec(head_dim_k=head_dim_k, index_dtype=index_dtype, **gate_fields)
+    l2norm = bool(use_qk_l2norm_in_kernel)
     intra = IntraSpec(
         **base,
         beta_dtype="float32" if use_beta_sigmoid_in_kernel else beta_dtype or dtype,
+        l2norm=l2norm,
         store_qg=False,
     )
     delta_h = DeltaHSpec(**base, **state_fields, store_v_new=True, **delta_h_config(**dims))
-    output = OutputSpec(**base, state_v_first=bool(state_v_first), **output_config(**dims))
+    output = OutputSpec(
+        **base, l2norm=l2norm, state_v_first=bool(state_v_first), **output_config(**dims)
+    )
     return [
-        *requests,
+        (launch.KDA_GATE_CUMSUM, gates),
         (launch.KDA_CHUNK_INTRA, intra),
         (launch.KDA_DELTA_H, delta_h),
         (launch.KDA_OUTPUT, output),
@@ -557,17 +553,16 @@ def _by_stages(
 ) -> Any:
     """The modular path."""
     G = stages._gate_cumsum(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens)
-    if use_qk_l2norm_in_kernel:
-        q, k = stages.l2norm(q, k)
+    l2norm = bool(use_qk_l2norm_in_kernel)
     if use_beta_sigmoid_in_kernel:
         beta = torch.sigmoid(beta.to(torch.float32))
         if allow_neg_eigval:
             beta = 2.0 * beta
-    Aqk, _, w, u, _, kg = stages._chunk_intra(q, k, v, G, beta, scale, cu_seqlens, False)
+    Aqk, _, w, u, _, kg = stages._chunk_intra(q, k, v, G, beta, scale, cu_seqlens, False, l2norm)
     h, v_new, final_state = stages._chunk_delta_h(
         kg, w, u, G, initial_state, output_final_state, True, state_v_first, cu_seqlens, num_chunks
     )
-    o = stages._chunk_output(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens)
+    o = stages._chunk_output(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens, l2norm)
     kept = final_state if output_final_state else None
     return (o, kept, h) if return_intermediate_states else (o, kept)
 

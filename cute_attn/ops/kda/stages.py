@@ -26,7 +26,6 @@ from ...kernels.kda.spec import (
     DeltaHSpec,
     GateSpec,
     IntraSpec,
-    L2NormSpec,
     OutputSpec,
     RecomputeSpec,
 )
@@ -452,32 +451,6 @@ def _fake_gate_cumsum(g: Tensor, *arguments: Any) -> Tensor:
     return g.new_empty(g.shape, dtype=torch.float32)
 
 
-# -- l2norm
-
-
-def l2norm(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k, `[B, T, HQK, K]`, with rows of length 1: x / sqrt(sum of squares + 1e-6)."""
-    key = "l2norm", q.shape[-1], q.dtype, q.get_device()
-
-    def call(function: Callable[..., None]) -> tuple[Tensor, Tensor]:
-        q_out, k_out = (_empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-        function(readable(q), readable(k), q_out, k_out)
-        return q_out, k_out
-
-    result: tuple[Tensor, Tensor] = _run(
-        key,
-        q,
-        None,
-        lambda: None,
-        lambda arch: (
-            launch.KDA_L2NORM,
-            L2NormSpec(dtype=DTYPE_NAMES[q.dtype], head_dim_k=q.shape[-1]),
-        ),
-        call,
-    )
-    return result
-
-
 # -- within chunks
 
 
@@ -540,10 +513,12 @@ def _chunk_intra(
     scale: float | None,
     cu_seqlens: Tensor | None,
     output_qg: bool,
+    l2norm: bool = False,
 ) -> tuple[Tensor, ...]:
+    """`kda_chunk_intra`; with l2norm, of q and k that are yet to be normalised."""
     key = (
         "chunk_intra", q.shape[2:], v.shape[2:], q.dtype, beta.dtype, q.get_device(), scale,
-        _packing(v, cu_seqlens), output_qg,
+        _packing(v, cu_seqlens), output_qg, l2norm,
     )  # fmt: skip
 
     def call(function: Callable[..., None]) -> tuple[Tensor, ...]:
@@ -569,6 +544,7 @@ def _chunk_intra(
                 head_dim_v=v.shape[-1],
                 index_dtype=index_dtype(cu_seqlens),
                 beta_dtype=DTYPE_NAMES[beta.dtype],
+                l2norm=l2norm,
                 store_qg=bool(output_qg),
             ),
         ),
@@ -870,12 +846,14 @@ def _chunk_output(
     scale: float | None,
     state_v_first: bool,
     cu_seqlens: Tensor | None,
+    l2norm: bool = False,
 ) -> Tensor:
+    """`kda_chunk_output`; with l2norm, of a q that is yet to be normalised."""
     # That h has as many chunks as T needs is for no host code of a kernel to see.
     chunks = None if cu_seqlens is not None else (h.shape[1], (q.shape[1] + CHUNK - 1) // CHUNK)
     key = (
         "output", q.shape[2:], v_new.shape[2:], q.dtype, q.get_device(), scale, state_v_first,
-        _packing(v_new, cu_seqlens), chunks is None or chunks[0] == chunks[1],
+        _packing(v_new, cu_seqlens), chunks is None or chunks[0] == chunks[1], l2norm,
     )  # fmt: skip
 
     def call(function: Callable[..., None]) -> Tensor:
@@ -893,6 +871,7 @@ def _chunk_output(
             OutputSpec(
                 dtype=DTYPE_NAMES[q.dtype],
                 index_dtype=index_dtype(cu_seqlens),
+                l2norm=l2norm,
                 state_v_first=bool(state_v_first),
                 **dims,
                 **output_config(arch=arch, **dims),
