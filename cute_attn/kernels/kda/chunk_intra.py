@@ -10,6 +10,7 @@ For every chunk of 64 tokens and value head (see `kda_chunk_intra_reference` in
 
     block (value head, chunk), 8 warps
       load      q and k by cp.async; G, as sums within sub-chunks of 16 tokens, and beta
+      norms     with l2norm: of q and k, which are then factors of all that is made of them
       scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; qg, kg, and
                 beta exp2(G) * k to shared memory on the way
       inverse   warps 0 to 3: L, and its blocks on the diagonal inverted
