@@ -124,7 +124,19 @@ def of_tokens(args: dict[str, Any], tokens: Any) -> dict[str, Any]:
 def test_tokens_at_once_are_calls_in_turn_bitwise(device: str, data: st.DataObject):
     slots = data.draw(st.sampled_from(["batch", "indexed"]))
     case = data.draw(cases(device, multi_token=True, slots=slots))
-    case = replace(case, kernel=replace(case.kernel, state_dtype=torch.float32))
+    check_in_turn(replace(case, kernel=replace(case.kernel, state_dtype=torch.float32)), device)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("state_v_first", [True, False])
+@pytest.mark.parametrize(("dim_k", "dim_v"), [(256, 64), (64, 256)])
+def test_so_they_are_whatever_the_size(device: str, dim_k: int, dim_v: int, state_v_first: bool):
+    """A call with one token has more threads, among which K is shared in another way."""
+    kernel = Kernel(dim_k, dim_v, state_v_first=state_v_first, multi_token=True, slots="batch")
+    check_in_turn(Case(kernel, batch=2, tokens=3, seed=1), device)
+
+
+def check_in_turn(case: Case, device: str) -> None:
     args = case.inputs(device)
     at_once = run(args)
     carried, outs = args, []

@@ -33,7 +33,7 @@ class TokenStage(Carried):
     """A token in shared memory, all float32.
 
     decay, k, q   [K]: the factor of the state's decay; k and q as they are given
-    sums          [3, warps]: of the squares of q and of k, and of their products, by warp
+    sums          [3, K / 32]: of the squares of q and of k, and of their products, of 32 channels
     v             [tile_v]: of the tile; in its place, u where that is known
     beta          [1]
     o, u          [tile_v]: the results, to be written by whole sectors; u only if it is recorded
@@ -54,7 +54,7 @@ class TokenStage(Carried):
 
     @staticmethod
     def sizes(spec: StepSpec) -> tuple[int, ...]:
-        sums = -(-3 * warps_of_k(spec) // 4) * 4
+        sums = -(-3 * groups_of_k(spec) // 4) * 4
         return (*(spec.head_dim_k,) * 3, sums, *(spec.tile_v,) * 3, 4)
 
     @classmethod
@@ -68,9 +68,9 @@ def stage_of(spec: StepSpec, memory: cute.Tensor, i: Any, *, record: bool) -> To
     return TokenStage(spec, cute.domain_offset((offset,), memory), record)
 
 
-def warps_of_k(spec: StepSpec) -> int:
-    """Warps whose threads have channels of q, k and g."""
-    return min(spec.num_warps, spec.head_dim_k // WARP_SIZE)
+def groups_of_k(spec: StepSpec) -> int:
+    """Sums over channels are of 32 neighbours, then of these, however many threads there are."""
+    return spec.head_dim_k // WARP_SIZE
 
 
 class Token(Carried):
@@ -230,9 +230,9 @@ class TokenReader:
             for i in cutlass.range_constexpr(self.of_k):
                 stage.q[self.channel(i)] = q[i]
             if cutlass.const_expr(self.spec.l2norm):
-                self.put_sums(stage, {QQ: dot(q, q), KK: dot(k, k), KQ: dot(k, q)})
+                self.put_sums(stage, {QQ: times(q, q), KK: times(k, k), KQ: times(k, q)})
             else:
-                self.put_sums(stage, {KQ: dot(k, q)})
+                self.put_sums(stage, {KQ: times(k, q)})
             self.put_k_and_decay(stage, k, fetched, gate)
         self.put_v(stage, fetched.v)
         if self.is_last_thread():
@@ -246,7 +246,7 @@ class TokenReader:
         if self.channel(0) < self.spec.head_dim_k:
             k = [Float32(fetched.k[i]) for i in range(self.of_k)]
             if cutlass.const_expr(self.spec.l2norm):
-                self.put_sums(stage, {KK: dot(k, k)})
+                self.put_sums(stage, {KK: times(k, k)})
             self.put_k_and_decay(stage, k, fetched, gate)
         self.put_v(stage, fetched.u)
 
@@ -262,14 +262,16 @@ class TokenReader:
             stage.decay[self.channel(i)] = cute.math.exp(g)
 
     @cute.jit
-    def put_sums(self, stage: TokenStage, sums: cutlass.Constexpr) -> None:
-        """This warp's share of each."""
+    def put_sums(self, stage: TokenStage, products: cutlass.Constexpr) -> None:
+        """This warp's share of each, of the products of a thread's channels."""
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // WARP_SIZE, thread % WARP_SIZE
-        totals = warp_sums(list(sums.values()))
+        totals = warp_sums([x for values in products.values() for x in values])
         if lane == 0:
-            for which, total in zip(sums, totals, strict=True):
-                stage.sums[which * warps_of_k(self.spec) + warp] = total
+            for n, which in enumerate(products):
+                for i in cutlass.range_constexpr(self.of_k):
+                    group = which * groups_of_k(self.spec) + i * self.spec.num_warps
+                    stage.sums[group + warp] = totals[n * self.of_k + i]
 
     @cute.jit
     def put_v(self, stage: TokenStage, v: cute.Tensor) -> None:
@@ -281,10 +283,10 @@ class TokenReader:
 
     def total(self, stage: TokenStage, which: int) -> Any:
         """QQ, KK or KQ over all of K."""
-        warps = warps_of_k(self.spec)
-        total = stage.sums[which * warps]
-        for warp in range(1, warps):
-            total = total + stage.sums[which * warps + warp]
+        groups = groups_of_k(self.spec)
+        total = stage.sums[which * groups]
+        for group in range(1, groups):
+            total = total + stage.sums[which * groups + group]
         return total
 
     @cute.jit
@@ -331,11 +333,8 @@ def reciprocal_norm(sum_of_squares: Any) -> Any:
     return cute.math.fma(0.5 * inverse, error, inverse)
 
 
-def dot(a: list[Any], b: list[Any]) -> Any:
-    total = a[0] * b[0]
-    for x, y in zip(a[1:], b[1:], strict=True):
-        total = cute.math.fma(x, y, total)
-    return total
+def times(a: list[Any], b: list[Any]) -> list[Any]:
+    return [x * y for x, y in zip(a, b, strict=True)]
 
 
 def warp_sums(values: list[Any]) -> list[Any]:
