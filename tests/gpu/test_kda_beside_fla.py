@@ -12,6 +12,7 @@ import cute_attn
 from cute_attn.bench import _kda_problem as problem
 from cute_attn.bench._kda_cases import Case, DecodeCase
 from cute_attn.reference import kda as reference
+from tests.naive import naive_inputs
 from tests.ops.lightning_cases import assert_no_worse
 from tests.untuned import untuned
 
@@ -73,20 +74,11 @@ def test_the_naive_functions_of_fla_are_a_reference_too(fla: Any, name: str):
     arguments = problem.chunk_arguments(Case(2, 4, 192), 17)
     given = {name: x for name, x in arguments.items() if name not in ("output_final_state",)}
     stages = reference.kda_chunk_reference(**given, dtype=torch.float32, stage_dtype=DTYPE)
-    q, k, g, beta = reference.prepare(
-        *(arguments[name] for name in ("q", "k", "g", "beta")),
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        lower_bound=arguments["lower_bound"],
-        A_log=arguments["A_log"],
-        dt_bias=arguments["dt_bias"],
-        dtype=torch.float32,
-    )
     exact_o, exact_state = getattr(naive, name)(
-        q, k, arguments["v"].float(), g, beta,
-        initial_state=arguments["initial_state"], output_final_state=True,
-    )  # fmt: skip
+        *naive_inputs(arguments),
+        initial_state=arguments["initial_state"],
+        output_final_state=True,
+    )
     o, state = cute_attn.chunk_kda(**arguments)
     assert_no_worse(o, stages.o.to(DTYPE), exact_o.double())
     assert_no_worse(state, stages.states.final_state, exact_state.double())

@@ -21,6 +21,7 @@ import torch
 import cute_attn.ops.kda as operators
 from cute_attn.integrations import fla as integration
 from cute_attn.reference import kda as reference
+from tests.naive import naive_inputs
 from tests.ops.lightning_cases import assert_no_worse
 from tests.untuned import untuned
 
@@ -284,16 +285,7 @@ def test_a_training_step_goes_through_our_stages(
         return list(torch.autograd.grad((o.float() * weights).sum(), list(leaves.values())))
 
     def naive(given: dict[str, Any]) -> torch.Tensor:
-        q, k, g, beta = reference.prepare(
-            *(given[name] for name in ("q", "k", "g", "beta")),
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            A_log=given["A_log"],
-            dt_bias=given["dt_bias"],
-            dtype=torch.float32,
-        )
-        tensors, states = (q, k, given["v"].float(), g, beta), given["initial_state"]
+        tensors, states = naive_inputs(given), given["initial_state"]
         if not packed:
             return naive_recurrent_kda(*tensors, initial_state=states)[0]
         offsets = given["cu_seqlens"].tolist()

@@ -31,6 +31,11 @@ from .kda_decode_cases import (
 MULTI_TOKEN = Kernel(64, 64, multi_token=True, slots="batch")
 POSITIONS = Kernel(64, 64, multi_token=True, slots="positions")
 WITH_RECORDS = Kernel(64, 64, multi_token=True, slots="records")
+OTHER_SIZES = [
+    Kernel(dim_k, dim_v, state_v_first=v_first, multi_token=True, slots="batch")
+    for dim_k, dim_v in ((256, 64), (64, 256))
+    for v_first in (True, False)
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +43,9 @@ def compiled_beforehand() -> None:
     """Compile what the usual sweep on a GPU can draw with all cores, not one at a time."""
     if torch.cuda.is_available():
         arch = cute_attn.cache.current_arch()
-        cute_attn.warmup(request for kernel in SOME for request in kernel.plan(arch))
+        in_turn = [replace(kernel, multi_token=False) for kernel in OTHER_SIZES]
+        kernels = SOME + OTHER_SIZES + in_turn
+        cute_attn.warmup(request for kernel in kernels for request in kernel.plan(arch))
 
 
 @pytest.mark.everywhere
@@ -128,11 +135,9 @@ def test_tokens_at_once_are_calls_in_turn_bitwise(device: str, data: st.DataObje
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("state_v_first", [True, False])
-@pytest.mark.parametrize(("dim_k", "dim_v"), [(256, 64), (64, 256)])
-def test_so_they_are_whatever_the_size(device: str, dim_k: int, dim_v: int, state_v_first: bool):
+@pytest.mark.parametrize("kernel", OTHER_SIZES, ids=str)
+def test_so_they_are_whatever_the_size(device: str, kernel: Kernel):
     """A call with one token has more threads, among which K is shared in another way."""
-    kernel = Kernel(dim_k, dim_v, state_v_first=state_v_first, multi_token=True, slots="batch")
     check_in_turn(Case(kernel, batch=2, tokens=3, seed=1), device)
 
 

@@ -18,7 +18,7 @@ With several tokens, the next one is fetched and prepared while one is computed:
 token. Of drafted tokens in records the accepted ones come first, and the state is stored after
 them; with a slot for each position it is stored after every token.
 
-Runs on sm_80 and newer. Shared memory: two stages of a token, 7 KiB at most.
+Runs on sm_80 and newer. Shared memory: two stages of a token, 8 KiB at most.
 """
 
 from __future__ import annotations
