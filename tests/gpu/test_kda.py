@@ -6,7 +6,7 @@ Large problems are compared on a few of their heads, by the checks of the benchm
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +24,8 @@ from cute_attn.ops.kda import (
     plan_chunk_kda,
 )
 from cute_attn.ops.kda.decode import plan_kda_decode
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 DEVICE = "cuda"
 
@@ -57,12 +59,6 @@ def compiled_beforehand() -> None:
     for slots in ("batch", "indexed"):
         requests += plan_kda_decode(arch, lower_bound=True, slots=slots)
     cute_attn.warmup(requests)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 # -- large problems ----------------------------------------------------------------------------

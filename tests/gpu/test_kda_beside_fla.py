@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,9 @@ from tests.naive import naive_inputs
 from tests.ops.lightning_cases import assert_no_worse
 from tests.untuned import untuned
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 DTYPE = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture
