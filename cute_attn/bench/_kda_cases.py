@@ -29,6 +29,8 @@ Path = Literal["fused", "modular"]  # of `chunk_kda`
 PATHS: tuple[Path, ...] = ("fused", "modular")
 GATES = ("lower_bound", "softplus", "lower_bound-strong", "softplus-strong")
 LENGTHS = ("uniform", "skewed", "random")
+Slots = Literal["batch", "random"]  # of `DecodeCase`
+SLOTS: tuple[Slots, ...] = ("batch", "random")
 
 # Bytes that a call's tensors, and those that a peer keeps beside them, may take of a GPU's memory.
 MEMORY_SHARE = 0.75
@@ -192,13 +194,18 @@ class Case:
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """The sizes of a decode step: one token of each sequence of a batch."""
+    """A decode step: one token of each sequence of a batch.
+
+    slots: where their states are. "batch": one after the other, with no indices; "random": in a
+    pool that indices point into, in an order of its own, as a server's are after a while.
+    """
 
     batch: int
     heads: int
     heads_v: int
     head_dim_k: int = 128
     head_dim_v: int = 128
+    slots: Slots = "random"
 
     @property
     def min_bytes(self) -> int:
@@ -209,12 +216,14 @@ class DecodeCase:
         return self.batch * (2 * state + token + 4) + self.heads_v * (k + 1) * FLOAT
 
     def __str__(self) -> str:
-        return f"B={self.batch} H={self.heads} HV={self.heads_v}"
+        slots = ", random slots" if self.slots == "random" else ""
+        return f"B={self.batch} H={self.heads} HV={self.heads_v}{slots}"
 
 
 # ---- choosing
 
 
+CHUNK_FILTERS = ("B", "H", "HV", "T", "N", "lengths", "gate")
 _FILTERS = {
     "B": "batch",
     "H": "heads",
@@ -223,10 +232,11 @@ _FILTERS = {
     "N": "sequences",
     "lengths": "lengths",
     "gate": "gate",
+    "slots": "slots",
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str] = _FILTERS) -> None:
+def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """The options of all KDA benchmarks that time against a peer."""
     known = {name: _FILTERS[name] for name in names}
     parser.add_argument(

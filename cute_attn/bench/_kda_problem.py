@@ -139,18 +139,20 @@ def stage_arguments(case: Case, seed: int = SEED) -> Arguments:
 
 
 def decode_arguments(case: DecodeCase, seed: int = SEED) -> Arguments:
-    """Of `kda_decode`; the state is a pool in an order of its own, `out` is NaN."""
+    """Of `kda_decode`; `out` is NaN."""
     random = _Random(seed)
     k, v = case.head_dim_k, case.head_dim_v
-    slots = torch.randperm(case.batch, generator=random.generator, device=DEVICE)
-    return {
+    arguments: Arguments = {}
+    if case.slots == "random":
+        slots = torch.randperm(case.batch, generator=random.generator, device=DEVICE)
+        arguments["state_indices"] = slots.to(torch.int32)
+    return arguments | {
         "q": random.normal(case.batch, case.heads, k),
         "k": random.normal(case.batch, case.heads, k),
         "v": random.normal(case.batch, case.heads_v, v),
         "g": random.normal(case.batch, case.heads_v, k),
         "beta": random.normal(case.batch, case.heads_v),
         "state": random.normal(case.batch, case.heads_v, v, k, dtype=torch.float32),
-        "state_indices": slots.to(torch.int32),
         "lower_bound": LOWER_BOUND,
         "out": torch.full((case.batch, case.heads_v, v), torch.nan, device=DEVICE, dtype=DTYPE),
         **gate_parameters(random, case.heads_v, k),
@@ -270,7 +272,7 @@ def decode_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
     calls: dict[str, Call] = {"ours": lambda: kda_decode(*tensors, **given)}
     theirs = peer("fla.ops.kda:fused_recurrent_kda") if with_peer else None
     if theirs is not None:
-        state = arguments["state"][arguments["state_indices"].long()].transpose(-1, -2).contiguous()
+        state = arguments["state"][_order(arguments)].transpose(-1, -2).contiguous()
         tokens = {
             name: x.unsqueeze(1)
             for name, x in zip(("q", "k", "v", "g", "beta"), tensors, strict=False)
@@ -287,6 +289,14 @@ def decode_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
             use_beta_sigmoid_in_kernel=True,
         )
     return calls
+
+
+def _order(arguments: Arguments) -> torch.Tensor:
+    """The slot of each sequence."""
+    slots: torch.Tensor | None = arguments.get("state_indices")
+    if slots is None:
+        return torch.arange(arguments["state"].shape[0], device=DEVICE)
+    return slots.long()
 
 
 # ---- times
@@ -463,15 +473,15 @@ def check_decode(
     few = some_heads(case.heads, case.heads_v)[1]
     cut = of_heads(arguments, case.heads, case.heads_v, 1)
     cut.pop("out")
-    cut["state_indices"] = cut["state_indices"].tolist()
-    cut["state_indices"] = torch.tensor(cut["state_indices"])  # read once a sequence
+    if "state_indices" in cut:
+        cut["state_indices"] = cut["state_indices"].cpu()  # read once a sequence
 
     def results(**how: Any) -> Results:
         found = reference.kda_decode_reference(**cut, **how)
         return {"o": found.o, "state": found.state}
 
     plain, exact = results(dtype=torch.float32), results()
-    order = arguments["state_indices"].long()
+    order = _order(arguments)
     actual: dict[str, Results] = {}
     for who, call in calls.items():
         result = _result(who, call)

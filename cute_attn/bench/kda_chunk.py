@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ._kda_cases import (
+    CHUNK_FILTERS,
     GATES,
     LENGTHS,
     PATHS,
@@ -48,7 +49,7 @@ FUSED_TARGET, FUSED_TOKENS, FUSED_HEADS = 2.0, 8192, 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
+    add_arguments(parser, CHUNK_FILTERS)
     parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument(
         "--path",

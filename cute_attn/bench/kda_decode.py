@@ -1,9 +1,10 @@
 """kda_decode, one token of each sequence, against FLA's fused_recurrent_kda and the copy bandwidth.
 
-Gate, normalisation and sigmoid inside; the float32 state in place, in a pool that indices point
-into (FLA's has none, and is written anew). Each case is checked against the float64 reference, then
-timed: do_bench medians, which is what a call costs, and the replay of a CUDA graph. The roofline is
-the time in which a copy moves the states twice and the rest once.
+Gate, normalisation and sigmoid inside; the float32 state in place, where FLA's is written anew.
+With slots "batch" a sequence's state is at its place in the batch, as FLA's call has it; "random"
+is ours alone, with indices into a pool in another order. Each case is checked against the float64
+reference, then timed: do_bench medians, which is what a call costs, and the replay of a CUDA graph.
+The roofline is the time in which a copy moves the states twice and the rest once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from ._kda_cases import DecodeCase, add_arguments, at_least, chosen, timing_columns
+from ._kda_cases import SLOTS, DecodeCase, add_arguments, at_least, chosen, timing_columns
 from .environment import describe
 from .progress import track
 from .registry import Benchmark, GpuCheckStage
@@ -33,7 +34,7 @@ SPEEDUP = 1.13
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser, ("B", "H", "HV"))
+    add_arguments(parser, ("B", "H", "HV", "slots"))
     parser.add_argument("--mode", nargs="+", default=list(MODES), choices=MODES)
 
 
@@ -44,9 +45,10 @@ def run(args: argparse.Namespace) -> Report:
 
     few = args.short and not args.only
     cases = [
-        DecodeCase(batch, heads, heads_v)
+        DecodeCase(batch, heads, heads_v, slots=slots)
         for heads, heads_v in (SHORT_HEADS if few else HEADS)
         for batch in (SHORT_BATCHES if few else BATCHES)
+        for slots in SLOTS
     ]
     cases = chosen(cases, args.only)
     rep_ms = 30.0 if args.short else 100.0
@@ -60,7 +62,8 @@ def run(args: argparse.Namespace) -> Report:
     errors = []
     with torch.no_grad():
         for case in track(cases, "kda-decode"):
-            found, made, more = time_case(case, with_peer, args.mode, roofline, rep_ms)
+            beside = with_peer and case.slots == "batch"  # FLA's has no slots
+            found, made, more = time_case(case, beside, args.mode, roofline, rep_ms)
             errors.append(found)
             rows += made
             notes += [note for note in more if note not in notes]
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace) -> Report:
         benchmark="kda-decode",
         title="Kimi Delta Attention, decode, K = V = 128, bfloat16 tokens, float32 state",
         environment=describe(args.argv, commit=args.commit),
-        parameters={"gate": "lower_bound", "state_indices": "given", "rep_ms": rep_ms},
+        parameters={"gate": "lower_bound", "rep_ms": rep_ms},
         roofline=roofline.to_dict(),
         rows=rows,
         verdicts=verdicts(rows),
@@ -103,6 +106,7 @@ def time_case(
                     "batch": case.batch,
                     "heads": case.heads,
                     "heads_v": case.heads_v,
+                    "slots": case.slots,
                     "mode": mode,
                     **timing_columns(timings, case.min_bytes, roofline),
                 }
@@ -117,10 +121,11 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     for row in rows:
         batch = row["batch"]
         assert isinstance(batch, int)
-        what = f"B={batch} H={row['heads']} HV={row['heads_v']} ({row['mode']})"
+        what = f"B={batch} H={row['heads']} HV={row['heads_v']}"
+        what += f" {row['slots']} slots ({row['mode']})"
         if batch >= LARGE_BATCH:
             found.append(at_least(what, row, "share_of_roofline", LARGE_SHARE))
-        if row["mode"] == "do_bench":
+        if row["mode"] == "do_bench" and row["slots"] == "batch":
             target = SMALL_SPEEDUP if batch <= SMALL_BATCH else SPEEDUP
             found.append(at_least(what, row, "speedup_vs_fla", target))
     return found
@@ -130,7 +135,7 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
     found = []
     for heads, heads_v in PLOTTED_HEADS:
         for mode in MODES:
-            where: Row = {"heads": heads, "heads_v": heads_v, "mode": mode}
+            where: Row = {"heads": heads, "heads_v": heads_v, "slots": "batch", "mode": mode}
             chosen_rows = [row for row in rows if all(row[k] == v for k, v in where.items())]
             if len(chosen_rows) > 1:
                 ys: tuple[str, ...] = ("time_us", "fla_us", "roofline_us")

@@ -176,7 +176,7 @@ def test_packed_sequences_fill_the_row(lengths, tokens, sequences):
 )
 def test_only(only, expected):
     parser = argparse.ArgumentParser()
-    _kda_cases.add_arguments(parser)
+    _kda_cases.add_arguments(parser, _kda_cases.CHUNK_FILTERS)
     args = parser.parse_args(["--only", *only])
     assert _kda_cases.chosen(SMALL, args.only) == [SMALL[i] for i in expected]
 
@@ -242,8 +242,9 @@ def test_stage_contenders_compute_the_operator(contenders, stage):
     assert all(0 < error < 0.02 for error in errors.values())
 
 
-def test_decode_contenders_compute_the_operator(contenders):
-    case = DecodeCase(3, 2, 4, **DIMS)
+@pytest.mark.parametrize("slots", ["batch", "random"])
+def test_decode_contenders_compute_the_operator(contenders, slots):
+    case = DecodeCase(3, 2, 4, **DIMS, slots=slots)
     arguments = problem.decode_arguments(case, 5)
     before = arguments["state"].clone()
     errors = problem.check_decode(case, arguments, problem.decode_calls(arguments, with_peer=True))
@@ -432,14 +433,19 @@ def test_kda_decode(fake_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(kda_decode, "LARGE_BATCH", 3)
     monkeypatch.setattr(kda_decode, "SHORT_BATCHES", (2, 3))
     report = run(tmp_path, "kda-decode", "--short")
-    assert [(r["batch"], r["mode"]) for r in report["rows"]] == [
-        (2, "do_bench"), (2, "graph"), (3, "do_bench"), (3, "graph"),
+    assert [(r["batch"], r["slots"], r["mode"], r["fla_us"]) for r in report["rows"]] == [
+        (2, "batch", "do_bench", 19.0), (2, "batch", "graph", 12.0),
+        (2, "random", "do_bench", None), (2, "random", "graph", None),
+        (3, "batch", "do_bench", 19.0), (3, "batch", "graph", 12.0),
+        (3, "random", "do_bench", None), (3, "random", "graph", None),
     ]  # fmt: skip
     assert {v["name"]: v["passed"] for v in report["verdicts"]} == {
-        "B=2 H=1 HV=2 (do_bench): speedup_vs_fla at least 4": False,
-        "B=3 H=1 HV=2 (do_bench): share_of_roofline at least 0.97": False,
-        "B=3 H=1 HV=2 (do_bench): speedup_vs_fla at least 1.13": True,
-        "B=3 H=1 HV=2 (graph): share_of_roofline at least 0.97": False,
+        "B=2 H=1 HV=2 batch slots (do_bench): speedup_vs_fla at least 4": False,
+        "B=3 H=1 HV=2 batch slots (do_bench): share_of_roofline at least 0.97": False,
+        "B=3 H=1 HV=2 batch slots (do_bench): speedup_vs_fla at least 1.13": True,
+        "B=3 H=1 HV=2 batch slots (graph): share_of_roofline at least 0.97": False,
+        "B=3 H=1 HV=2 random slots (do_bench): share_of_roofline at least 0.97": False,
+        "B=3 H=1 HV=2 random slots (graph): share_of_roofline at least 0.97": False,
     }
 
 
