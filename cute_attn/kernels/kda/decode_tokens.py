@@ -20,11 +20,11 @@ from cutlass import Float32, Int32
 from ..common.carried import Carried
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
-from ..common.warp import reciprocal, reciprocal_sqrt
+from ..common.warp import reciprocal_sqrt
+from .gates import accurate_sigmoid, log_decay
 from .spec import L2NORM_EPSILON
 from .spec_decode import VECTOR_BYTES, StepSpec
 
-LARGEST_EXPONENT = 80.0  # of a sigmoid: its reciprocal, 1e-35, is as good as 0
 STAGES = 2
 QQ, KK, KQ = range(3)
 
@@ -238,7 +238,7 @@ class TokenReader:
         if self.is_last_thread():
             beta = Float32(fetched.beta[0])
             if cutlass.const_expr(self.spec.beta_sigmoid):
-                beta = beta_scale * sigmoid(beta)
+                beta = beta_scale * accurate_sigmoid(beta)
             stage.beta[0] = beta
 
     @cute.jit
@@ -303,27 +303,6 @@ class TokenReader:
         for i in cutlass.range_constexpr(self.of_v):
             if self.column(i) >= 0:
                 row[tile_index * self.spec.tile_v + self.column(i)] = row.element_type(0.0)
-
-
-def log_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
-    """The natural logarithm of a decay; `rate` is exp(A_log). Formulas in `gates`, whose
-    approximate instructions are not accurate enough for a float32 state."""
-    if gate == "none":
-        return g
-    x = g + bias
-    if gate == "lower_bound":
-        return lower_bound * sigmoid(rate * x)
-    # softplus(x) = max(x, 0) + log(1 + exp(-|x|)), whose terms stay in range
-    magnitude = cute.arch.fmax(x, -x)
-    softplus = cute.arch.fmax(x, Float32(0.0)) + cute.math.log1p(cute.math.exp(-magnitude))
-    return -rate * softplus
-
-
-def sigmoid(x: Any) -> Any:
-    # Nothing overflows, lest the refinement of the reciprocal multiplies 0 by inf.
-    divisor = 1.0 + cute.math.exp(cute.arch.fmin(-x, Float32(LARGEST_EXPONENT)))
-    inverse = reciprocal(divisor)
-    return cute.math.fma(inverse, cute.math.fma(-divisor, inverse, Float32(1.0)), inverse)
 
 
 def reciprocal_norm(sum_of_squares: Any) -> Any:

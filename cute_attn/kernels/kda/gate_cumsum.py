@@ -7,7 +7,7 @@ large as G itself, and an error of its steps would be left in all that follow.
 
     block (slot of a chunk, value head), 2 K threads
       load      8 tokens by 4 channels a thread
-      gate      `gates.log2_decay`, and the sum within the group
+      gate      `gates.log_decay`, and the sum within the group
       exchange  the groups' sums
       store     G
 """
@@ -24,7 +24,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..common import warp
 from ..common.dtypes import DTYPE
 from .chunks import chunk_place, num_slots
-from .gates import log2_decay, rate_of
+from .gates import LOG2_E, SMALLEST_LOG2_DECAY, log_decay
 from .spec import CHUNK, GateSpec
 from .tiles import (
     fake_offsets,
@@ -132,7 +132,9 @@ class KdaGateCumsum:
         for i in cutlass.range_constexpr(ROWS):
             row = cutlass.min(first + i, place.length - 1)
             rows.append(load_floats(self.gate_dtype, source + Int64(row) * pitch, CHANNELS))
-        rate = rate_of(A_log, head)
+        rate = Float32(1.0)
+        if cutlass.const_expr(A_log is not None):
+            rate = cute.math.exp(A_log[head])
         bias = [Float32(0.0)] * CHANNELS
         if cutlass.const_expr(dt_bias is not None):
             at = (dt_bias.iterator + (head * self.spec.head_dim_k + channel)).toint()
@@ -141,9 +143,9 @@ class KdaGateCumsum:
         total = [Float32(0.0)] * CHANNELS
         for i in cutlass.range_constexpr(ROWS):
             for j in cutlass.range_constexpr(CHANNELS):
-                total[j] = total[j] + log2_decay(
-                    self.spec.gate, rows[i][j], rate, bias[j], lower_bound, clamp=True
-                )
+                gate = log_decay(self.spec.gate, rows[i][j], rate, bias[j], lower_bound)
+                gate = cute.arch.fmax(gate * Float32(LOG2_E), Float32(SMALLEST_LOG2_DECAY))
+                total[j] = total[j] + gate
             rows[i] = list(total)
 
         at = sums + channel * 4

@@ -22,6 +22,7 @@ from ..common.warp import exp2, log2, reciprocal
 LOG2_E = math.log2(math.e)
 # A decay so small that nothing of a state is left; sums of such logarithms stay finite.
 SMALLEST_LOG2_DECAY = -128.0 * LOG2_E
+LARGEST_EXPONENT = 80.0  # of a sigmoid: its reciprocal, 1e-35, is as good as 0
 
 
 def log2_decay(
@@ -54,6 +55,27 @@ def log2_decay(
 def sigmoid(x: Any) -> Any:
     # where 2^-x overflows, its reciprocal is 0
     return reciprocal(1.0 + exp2(-x * Float32(LOG2_E)))
+
+
+def log_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
+    """The natural logarithm, for results that stay in float32: approximate instructions have an
+    absolute error that is too large for gates near 0."""
+    if gate == "none":
+        return g
+    x = g + bias
+    if gate == "lower_bound":
+        return lower_bound * accurate_sigmoid(rate * x)
+    # softplus(x) = max(x, 0) + log(1 + exp(-|x|)), whose terms stay in range
+    magnitude = cute.arch.fmax(x, -x)
+    softplus = cute.arch.fmax(x, Float32(0.0)) + cute.math.log1p(cute.math.exp(-magnitude))
+    return -rate * softplus
+
+
+def accurate_sigmoid(x: Any) -> Any:
+    # Nothing overflows, lest the refinement of the reciprocal multiplies 0 by inf.
+    divisor = 1.0 + cute.math.exp(cute.arch.fmin(-x, Float32(LARGEST_EXPONENT)))
+    inverse = reciprocal(divisor)
+    return cute.math.fma(inverse, cute.math.fma(-divisor, inverse, Float32(1.0)), inverse)
 
 
 @cute.jit
