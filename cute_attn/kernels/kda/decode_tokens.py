@@ -21,7 +21,7 @@ from ..common.carried import Carried
 from ..common.dtypes import DTYPE
 from ..common.spec import WARP_SIZE
 from ..common.warp import reciprocal_sqrt
-from .gates import accurate_sigmoid, log_decay
+from .gates import accurate_sigmoid, log_decay, rate_of
 from .spec import L2NORM_EPSILON
 from .spec_decode import VECTOR_BYTES, StepSpec
 
@@ -174,9 +174,7 @@ class TokenReader:
         head: Int32,
     ) -> Gate:
         spec = self.spec
-        rate = Float32(1.0)
-        if cutlass.const_expr(A_log is not None):
-            rate = cute.math.exp(Float32(A_log[head]))
+        rate = rate_of(A_log, head)
         bias = cute.make_rmem_tensor((self.of_k,), Float32)
         for i in cutlass.range_constexpr(self.of_k):
             bias[i] = Float32(0.0)

@@ -24,7 +24,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..common import warp
 from ..common.dtypes import DTYPE
 from .chunks import chunk_place, num_slots
-from .gates import LOG2_E, SMALLEST_LOG2_DECAY, log_decay
+from .gates import LOG2_E, SMALLEST_LOG2_DECAY, log_decay, rate_of
 from .spec import CHUNK, GateSpec
 from .tiles import (
     fake_offsets,
@@ -132,9 +132,7 @@ class KdaGateCumsum:
         for i in cutlass.range_constexpr(ROWS):
             row = cutlass.min(first + i, place.length - 1)
             rows.append(load_floats(self.gate_dtype, source + Int64(row) * pitch, CHANNELS))
-        rate = Float32(1.0)
-        if cutlass.const_expr(A_log is not None):
-            rate = cute.math.exp(A_log[head])
+        rate = rate_of(A_log, head)
         bias = [Float32(0.0)] * CHANNELS
         if cutlass.const_expr(dt_bias is not None):
             at = (dt_bias.iterator + (head * self.spec.head_dim_k + channel)).toint()

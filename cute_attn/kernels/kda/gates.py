@@ -1,4 +1,4 @@
-"""The gate: from what a layer projects to the base-2 logarithm of a decay.
+"""The gate: from what a layer projects to the logarithm of a decay, fast or accurate.
 
     -exp(A_log) softplus(g + dt_bias)                    "softplus"
     lower_bound sigmoid(exp(A_log) (g + dt_bias))        "lower_bound"
@@ -25,15 +25,12 @@ SMALLEST_LOG2_DECAY = -128.0 * LOG2_E
 LARGEST_EXPONENT = 80.0  # of a sigmoid: its reciprocal, 1e-35, is as good as 0
 
 
-def log2_decay(
-    gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any, *, clamp: bool = False
-) -> Any:
-    """Of one element, all in float32.
+def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
+    """In base 2, of one element, all in float32; no less than SMALLEST_LOG2_DECAY.
 
     Args:
         rate: exp(A_log), or 1.0 where there is none.
         bias: dt_bias, or 0.0.
-        clamp: no less than SMALLEST_LOG2_DECAY.
     """
     if gate == "none":
         result = g * Float32(LOG2_E)
@@ -47,9 +44,7 @@ def log2_decay(
         slope = cute.arch.fmin(-rate * LOG2_E, Float32(-1e-30))
         bound = Float32(lower_bound) * LOG2_E
         result = bound * reciprocal(1.0 + exp2(cute.math.fma(g, slope, bias * slope)))
-    if clamp:
-        result = cute.arch.fmax(result, Float32(SMALLEST_LOG2_DECAY))
-    return result
+    return cute.arch.fmax(result, Float32(SMALLEST_LOG2_DECAY))
 
 
 def sigmoid(x: Any) -> Any:
@@ -80,8 +75,8 @@ def accurate_sigmoid(x: Any) -> Any:
 
 @cute.jit
 def rate_of(A_log: cute.Tensor | None, head: cutlass.Int32) -> Any:
-    """exp(A_log) of a head, or 1."""
+    """exp(A_log) of a head, or 1, for `log_decay`."""
     rate = Float32(1.0)
     if cutlass.const_expr(A_log is not None):
-        rate = exp2(A_log[head] * LOG2_E)
+        rate = cute.math.exp(Float32(A_log[head]))
     return rate

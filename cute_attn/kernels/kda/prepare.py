@@ -315,7 +315,7 @@ class KdaPrepare(ChunkInverse):
             for t in cutlass.range_constexpr(SUB_CHUNK):
                 gates.append(
                     [
-                        log2_decay(self.spec.gate, x, rate, y, lower_bound, clamp=True)
+                        log2_decay(self.spec.gate, x, rate, y, lower_bound)
                         for x, y in zip(self.gate_pair(raw, t), bias, strict=True)
                     ]
                 )
