@@ -54,7 +54,7 @@ lint: $(call installed,lint) ## ruff, mypy, and the docs with their links
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(MAKE) --no-print-directory typecheck
-	$(PYTHON) -m mkdocs build --strict --quiet
+	$(PYTHON) -m mkdocs build --strict  # with --quiet, no warning would count
 
 # mypy resolves modules by directory, and cache/ is cute_attn.cache only once installed: give it a
 # tree of links in which it is.

@@ -38,8 +38,12 @@ def current_arch(device: int | None = None) -> str:
     `CUTE_ATTN_ARCH`, read once, goes before any device. The default device is torch's current
     one if torch is loaded and has initialised CUDA, else device 0.
 
-    Raises CacheError if there is no driver or no device, NotImplementedError for a GPU older than
-    compute capability 8.0.
+    Args:
+        device: the device's number; None is the default device.
+
+    Raises:
+        CacheError: there is no driver or no device.
+        NotImplementedError: the GPU is older than compute capability 8.0.
     """
     return _chosen_arch() or _device_arch(_current_device() if device is None else device)
 

@@ -116,7 +116,18 @@ def compile(  # noqa: A001 (cache.compile is what it does)
     `get` would load, with all its files verified, or a new one. Where nothing can be stored
     it is a `Built`, which has the same in memory, and None for a directory.
 
-    Needs no GPU if `arch` is given. Arguments and exceptions are those of `get`.
+    Needs no GPU if `arch` is given.
+
+    Args:
+        kernel: as for `get`.
+        spec: as for `get`.
+        arch: as for `get`.
+
+    Raises:
+        TypeError: as `get`.
+        CompileError: as `get`.
+        FrozenCacheMiss: as `get`.
+        CacheError: as `get`.
     """
     key = describe(kernel, spec, check_arch(arch or current_arch()))
     return obtain(kernel, spec, key, verified)

@@ -133,6 +133,9 @@ def spec(cls: _Class) -> _Class:
     - a value that is not plain raises TypeError when the instance is made, not at its first use;
     - its hash is computed once, which makes the look-up of a warm kernel faster;
     - equality tells `True` from `1` and `1` from `1.0`, as the key on disk does.
+
+    Args:
+        cls: the class to decorate, with annotated fields as a dataclass has them.
     """
     own_checks = getattr(cls, "__post_init__", None)
 
@@ -250,8 +253,14 @@ class KeyDescription:
 def describe(kernel: KernelDef, spec: object, arch: str) -> KeyDescription:
     """The key of a kernel for an architecture such as `"sm_90a"`. Imports no kernel code.
 
-    Raises TypeError if `spec` is not a frozen dataclass of plain values, and CacheError if the
-    kernel's sources are not to be found.
+    Args:
+        kernel: what to build.
+        spec: its specialisation.
+        arch: such as `"sm_90a"`.
+
+    Raises:
+        TypeError: `spec` is not a frozen dataclass of plain values.
+        CacheError: the kernel's sources are not to be found.
     """
     from . import fingerprint, toolchain
 

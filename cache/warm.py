@@ -88,7 +88,8 @@ def warmup(
 
     Raises:
         CompileError: at the end, if kernels failed, naming each (attribute `report`).
-        TypeError, CacheError: as `cute_attn.cache.get`.
+        TypeError: as `cute_attn.cache.get`.
+        CacheError: as `cute_attn.cache.get`.
     """
     arch = check_arch(arch or current_arch())
     work = unique_jobs((kernel, spec, arch) for kernel, spec in requests)

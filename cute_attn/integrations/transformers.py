@@ -50,6 +50,9 @@ def register(name: str = NAME) -> None:
     bidirectional windows), paged caches, and what `cute_attn.flash_attn_func` has no kernel for.
 
     Needs transformers 5.23 or later, and with it Python 3.11.
+
+    Args:
+        name: what `attn_implementation` is to be called.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -68,8 +68,9 @@ def flash_attn_func(
     Args:
         q: `[batch, seqlen_q, heads, 256]`, bfloat16 or float16. Read in place, as k and v are:
             any strides that are multiples of 8 elements, the last dimension contiguous.
-        k, v: `[batch, seqlen_k, heads_k, 256]`, dtype of q. heads_k divides heads (MHA, GQA, MQA):
+        k: `[batch, seqlen_k, heads_k, 256]`, dtype of q. heads_k divides heads (MHA, GQA, MQA):
             query head h uses head h // (heads // heads_k).
+        v: of k's shape and dtype.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: hide the keys behind a query's position.
         window_size: how many keys to the left and to the right of its position a query sees; None
@@ -83,7 +84,7 @@ def flash_attn_func(
         return_lse: whether to compute the log-sum-exp.
 
     Returns:
-        (o, lse): o is contiguous, of q's shape and dtype; lse is float32
+        The pair (o, lse). o is contiguous, of q's shape and dtype. lse is float32
         `[batch, heads, seqlen_q]`, natural logarithm, or None unless asked for. A query that sees
         no key gets o = 0, and as lse -inf or its sink.
 
@@ -121,26 +122,36 @@ def flash_attn_varlen_func(
 
     Args:
         q: `[total_q, heads, 256]` with cu_seqlens_q, else `[batch, seqlen_q, heads, 256]`.
-        k, v: `[total_k, heads_k, 256]` with cu_seqlens_k, else `[batch, seqlen_k, heads_k, 256]`:
+        k: `[total_k, heads_k, 256]` with cu_seqlens_k, else `[batch, seqlen_k, heads_k, 256]`:
             a KV cache, of which seqused_k says how much is filled.
-        cu_seqlens_q, cu_seqlens_k: `[batch + 1]` int32: sequence b has the rows from element b
-            up to element b + 1. Not decreasing, at most the number of rows; this is not checked,
-            since it would synchronise.
+        v: of k's shape and dtype.
+        cu_seqlens_q: `[batch + 1]` int32: sequence b has the rows of q from element b up to element
+            b + 1. Not decreasing, at most the number of rows; this is not checked, since it would
+            synchronise.
+        cu_seqlens_k: likewise for the rows of k and v.
         max_seqlen_q: the longest sequence's length. A hint: short ones let heads share tiles. An
             int, or a tensor, which is not read; None and a tensor stand for the mean length.
         max_seqlen_k: as FlashAttention has it; not used.
-        seqused_q, seqused_k: `[batch]` int32: only so many of a sequence's rows count.
-            seqused_q needs cu_seqlens_q.
-        softmax_scale, causal, window_size, learnable_sink, softcap, scheduler, return_lse: as for
-            `flash_attn_func`; positions count in each sequence by itself.
+        seqused_q: `[batch]` int32: only so many of a sequence's rows of q count. Needs
+            cu_seqlens_q.
+        seqused_k: `[batch]` int32: only so many of a sequence's rows of k and v count.
+        softmax_scale: as for `flash_attn_func`.
+        causal: as for `flash_attn_func`; positions count in each sequence by itself.
+        window_size: as for `flash_attn_func`, in each sequence by itself.
+        learnable_sink: as for `flash_attn_func`.
+        softcap: as for `flash_attn_func`.
+        scheduler: as for `flash_attn_func`.
+        return_lse: as for `flash_attn_func`.
 
     Returns:
-        (o, lse): o is contiguous, of q's shape and dtype; lse is float32 `[heads, total_q]` (or
-        `[batch, heads, seqlen_q]`), or None unless asked for. Rows of q that belong to no sequence
-        are undefined in both.
+        The pair (o, lse). o is contiguous, of q's shape and dtype. lse is float32
+        `[heads, total_q]` (or `[batch, heads, seqlen_q]`), or None unless asked for. Rows of q that
+        belong to no sequence are undefined in both.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
+        TypeError: as `flash_attn_func`.
+        ValueError: as `flash_attn_func`.
+        NotImplementedError: as `flash_attn_func`.
     """
     if max_seqlen_k is not None:
         _check_max_seqlen("max_seqlen_k", max_seqlen_k)
@@ -176,16 +187,30 @@ def plan_attention(
 
     Args:
         arch: such as "sm_100a".
-        window_left, window_right: whether window_size has a bound on that side.
-        sink: dtype of learnable_sink, if there is one.
+        head_dim: of q, k and v.
+        dtype: of q, k and v.
+        heads: of q; only its ratio to heads_k counts.
+        heads_k: of k and v.
+        causal: as the operator's.
+        window_left: whether window_size has a bound to the left.
+        window_right: whether window_size has a bound to the right.
+        sink: dtype of learnable_sink; None without one.
         softcap: whether there is one.
-        varlen_q, varlen_k: with cu_seqlens_q, cu_seqlens_k.
-        seqused_q, seqused_k: with these.
+        varlen_q: whether there is cu_seqlens_q.
+        varlen_k: whether there is cu_seqlens_k.
+        seqused_q: whether there is seqused_q.
+        seqused_k: whether there is seqused_k.
+        scheduler: as the operator's; None follows `FA_CLC`.
+        return_lse: as the operator's.
         short: for at most 128 queries a sequence (decode), or for more (prefill); None is both,
             which are two kernels where heads_k < heads.
 
+    Returns:
+        Pairs of a kernel and its specialisation.
+
     Raises:
-        TypeError, ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter of another type.
+        ValueError: no kernel is specialised so; the message names the parameter.
         NotImplementedError: there is no kernel for this head_dim on this architecture.
     """
     kernel = _kernel_for(head_dim, arch)

@@ -65,9 +65,10 @@ def lightning_attn_decode(
     Arithmetic is float32 whatever the dtypes.
 
     Args:
-        q, k: `[B, H, K]`, or `[B, T, H, K]` for T new tokens a sequence; bfloat16, float16 or
+        q: `[B, H, K]`, or `[B, T, H, K]` for T new tokens a sequence; bfloat16, float16 or
             float32. Any strides with the last dimension contiguous: views of one packed
             projection are read in place.
+        k: of q's shape and dtype.
         v: `[B, H, V]` or `[B, T, H, V]`, dtype of q. K and V are 64, 128 or 256.
         state: `[N, H, V, K]` for layout "vk", `[N, H, K, V]` for "kv"; float32 or bfloat16; each
             head's matrix contiguous and 16-byte aligned. Read and written once a call, in place.
@@ -188,15 +189,23 @@ def plan_decode(
 
     Args:
         arch: such as "sm_90a"; every architecture from sm_80 on takes the same kernel today.
-        dtype: of q, k and v; state_dtype: of the state.
-        multi_token: q is [B, T, H, K] rather than [B, H, K].
+        dtype: of q, k and v.
+        state_dtype: of the state.
+        head_dim_k: K, of q and k.
+        head_dim_v: V, of v.
+        state_layout: as the operator's.
+        multi_token: q is `[B, T, H, K]` rather than `[B, H, K]`.
         indexed: with state_indices.
         replay: with num_accepted_tokens.
         aligned: q, k and v rows start on 16-byte boundaries, as nearly always.
         num_sms: of the GPU; fewer than 100 (an H20 has 78) is tuned differently.
 
+    Returns:
+        Pairs of a kernel and its specialisation.
+
     Raises:
-        TypeError, ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter of another type.
+        ValueError: no kernel is specialised so; the message names the parameter.
     """
     del arch
     tensors: dict[str, Any] = {

@@ -123,8 +123,9 @@ def chunk_kda(
     name, so that a user changes the import.
 
     Args:
-        q, k: `[B, T, HQK, K]`, bfloat16 or float16; K is 64 or 128. Read in place, as v and g
+        q: `[B, T, HQK, K]`, bfloat16 or float16; K is 64 or 128. Read in place, as k, v and g
             are, where rows are contiguous and all else is 16-byte aligned; copied otherwise.
+        k: of q's shape and dtype.
         v: `[B, T, HV, V]`, dtype of q; V is 64, 128 or 256. HV is a multiple of HQK, and value head
             h uses query and key head h // (HV // HQK).
         g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay (below
@@ -152,7 +153,8 @@ def chunk_kda(
         cu_seqlens_cpu: the same on the CPU, where it is checked. With it h has exactly as many
             chunks as there are.
         A_log: HV numbers of any shape and floating-point dtype; may be left out with a lower_bound.
-        dt_bias: HV * K numbers, likewise; None is 0. Both are ignored without use_gate_in_kernel.
+        dt_bias: HV * K numbers, likewise; None is 0. Ignored, as A_log is, without
+            use_gate_in_kernel.
 
     A few long sequences with few heads are split to fill the GPU, which may change the last bits of
     their results. Otherwise, and always with `CUTE_ATTN_KDA_SPLIT=0` in the environment (see
@@ -230,19 +232,33 @@ def plan_chunk_kda(
 
     Args:
         arch: such as "sm_90a".
-        dtype: of q, k and v; gate_dtype: of g, beta_dtype: of beta, None being that of q.
-        initial_state, lower_bound, A_log, dt_bias: whether there are these. The last two count
-            only with use_gate_in_kernel.
+        dtype: of q, k and v.
+        gate_dtype: of g; None is that of q.
+        beta_dtype: of beta; None is that of q.
+        head_dim_k: K, of q and k.
+        head_dim_v: V, of v.
+        initial_state: whether there is one.
+        output_final_state: as the operator's.
+        use_qk_l2norm_in_kernel: as the operator's.
+        use_gate_in_kernel: as the operator's.
+        use_beta_sigmoid_in_kernel: as the operator's.
+        lower_bound: whether there is one.
+        disable_recompute: as the operator's.
+        return_intermediate_states: as the operator's.
+        state_v_first: as the operator's.
         index_dtype: of cu_seqlens, "int32" or "int64"; "none" without.
-        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel, disable_recompute, return_intermediate_states,
-            state_v_first: as the operator's.
+        A_log: whether it is given; counts only with use_gate_in_kernel.
+        dt_bias: likewise.
         split: with the three kernels more for long sequences that are few, and have few heads: on a
             GPU whose SMs would be idle otherwise, each is split among several. None follows
             `CUTE_ATTN_KDA_SPLIT`.
 
+    Returns:
+        Pairs of a kernel and its specialisation.
+
     Raises:
-        TypeError, ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter of another type.
+        ValueError: no kernel is specialised so; the message names the parameter.
     """
     gate = gate_kind(use_gate_in_kernel, 0.0 if lower_bound else None)
     if gate == "softplus" and not A_log:

@@ -82,9 +82,10 @@ def kda_decode(
     Arithmetic is float32 whatever the dtypes.
 
     Args:
-        q, k: `[B, HQK, K]`, or `[B, T, HQK, K]` for T new tokens a sequence; bfloat16, float16 or
-            float32. These, v and g may have any strides with the last dimension contiguous, and
+        q: `[B, HQK, K]`, or `[B, T, HQK, K]` for T new tokens a sequence; bfloat16, float16 or
+            float32. q, k, v and g may have any strides with the last dimension contiguous, and
             beta any: views of one packed projection are read in place.
+        k: of q's shape and dtype.
         v: `[B, HV, V]` or `[B, T, HV, V]`, dtype of q. K and V are 64, 128 or 256. HV is a multiple
             of HQK, and value head h uses query and key head h // (HV // HQK).
         g: `[B, HV, K]` or `[B, T, HV, K]`, bfloat16, float16 or float32: what the gate is computed
@@ -112,8 +113,8 @@ def kda_decode(
             synchronise. No two sequences may name the same slot.
         num_accepted_tokens: `[B]` int32, contiguous: for speculative decoding, see below.
         record_k: `[N, S, HQK, K]`, dtype of k: records of drafted tokens, see below.
-        record_g: `[N, S, HV, K]`, dtype of g.
-        record_u: `[N, S, HV, V]`, float32. The last dimension of each is contiguous.
+        record_g: `[N, S, HV, K]`, dtype of g, likewise.
+        record_u: `[N, S, HV, V]`, float32, likewise. The last dimension of each is contiguous.
         out: where to write the output, like the result; the memory it spans must be its own.
 
     Returns:
@@ -264,20 +265,32 @@ def plan_kda_decode(
 
     Args:
         arch: such as "sm_90a"; every architecture from sm_80 on takes the same kernel today.
-        dtype: of q, k and v; gate_dtype: of g, beta_dtype: of beta, None being that of q.
+        dtype: of q, k and v.
+        gate_dtype: of g; None is that of q.
+        beta_dtype: of beta; None is that of q.
         state_dtype: of the state.
-        A_log_dtype, dt_bias_dtype: of the gate's parameters, "none" where they are left out.
+        A_log_dtype: of A_log; "none" where it is left out.
+        dt_bias_dtype: of dt_bias; "none" where it is left out.
         dt_bias_dims: dimensions of dt_bias, 1 or 2.
-        state_v_first, lower_bound (whether there is one), use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel: as the operator's.
-        multi_token: q is [B, T, HQK, K] rather than [B, HQK, K].
-        slots: "indexed" or "batch" (with state_indices [B], or without), "positions" (with
-            state_indices [B, 1 + S]) or "records".
+        head_dim_k: K, of q and k.
+        head_dim_v: V, of v.
+        state_v_first: as the operator's.
+        lower_bound: whether there is one.
+        use_qk_l2norm_in_kernel: as the operator's.
+        use_gate_in_kernel: as the operator's.
+        use_beta_sigmoid_in_kernel: as the operator's.
+        multi_token: q is `[B, T, HQK, K]` rather than `[B, HQK, K]`.
+        slots: "indexed" or "batch" (with state_indices `[B]`, or without), "positions" (with
+            state_indices `[B, 1 + S]`) or "records".
         indexed: with "records": whether there are state_indices.
         accepted: with "positions": whether there is num_accepted_tokens.
 
+    Returns:
+        Pairs of a kernel and its specialisation.
+
     Raises:
-        TypeError, ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter of another type.
+        ValueError: no kernel is specialised so; the message names the parameter.
     """
     del arch
     tuned: dict[str, Any] = {

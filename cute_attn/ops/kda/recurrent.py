@@ -65,15 +65,17 @@ def fused_recurrent_kda(
     see `kda_decode` for that.
 
     Args:
-        q, k: `[B, T, HQK, K]`, bfloat16, float16 or float32; K is 64, 128 or 256. Read in place, as
-            v and g are, where the last dimension is contiguous; copied otherwise.
+        q: `[B, T, HQK, K]`, bfloat16, float16 or float32; K is 64, 128 or 256. Read in place, as
+            k, v and g are, where the last dimension is contiguous; copied otherwise.
+        k: of q's shape and dtype.
         v: `[B, T, HV, V]`, dtype of q; V is 64, 128 or 256. HV is a multiple of HQK, and value head
             h uses query and key head h // (HV // HQK).
         g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay, or with
             use_gate_in_kernel what they are computed from.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
         A_log: HV numbers of any shape and floating-point dtype; may be left out with a lower_bound.
-        dt_bias: HV * K numbers, likewise; None is 0. Both are ignored without use_gate_in_kernel.
+        dt_bias: HV * K numbers, likewise; None is 0. Ignored, as A_log is, without
+            use_gate_in_kernel.
         scale: of q; None is K ** -0.5.
         initial_state: `[N, HV, K, V]`, float32 (or bfloat16, which is converted); None is 0. N is
             the number of sequences: B, or as cu_seqlens has it.
@@ -143,15 +145,28 @@ def plan_fused_recurrent_kda(
 
     Args:
         arch: such as "sm_90a"; every architecture from sm_80 on takes the same kernel today.
-        dtype: of q, k and v; gate_dtype: of g, beta_dtype: of beta, None being that of q.
-        initial_state, lower_bound, A_log, dt_bias: whether there are these. The last two count
-            only with use_gate_in_kernel.
+        dtype: of q, k and v.
+        gate_dtype: of g; None is that of q.
+        beta_dtype: of beta; None is that of q.
+        head_dim_k: K, of q and k.
+        head_dim_v: V, of v.
+        initial_state: whether there is one.
+        output_final_state: as the operator's.
+        use_qk_l2norm_in_kernel: as the operator's.
+        use_gate_in_kernel: as the operator's.
+        use_beta_sigmoid_in_kernel: as the operator's.
+        lower_bound: whether there is one.
+        state_v_first: as the operator's.
         index_dtype: of cu_seqlens, "int32" or "int64"; "none" without.
-        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel, state_v_first: as the operator's.
+        A_log: whether it is given; counts only with use_gate_in_kernel.
+        dt_bias: likewise.
+
+    Returns:
+        Pairs of a kernel and its specialisation.
 
     Raises:
-        TypeError, ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter of another type.
+        ValueError: no kernel is specialised so; the message names the parameter.
     """
     del arch
     tuned: dict[str, Any] = {

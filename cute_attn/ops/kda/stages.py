@@ -119,15 +119,20 @@ def kda_gate_cumsum(
     Args:
         g: `[B, T, HV, K]`, float32, bfloat16 or float16; K is 64 or 128. Read in place where rows
             are contiguous and 16-byte aligned, as every tensor here.
-        A_log: HV numbers of any shape; dt_bias: HV * K numbers. Without use_gate_in_kernel these
-            and lower_bound are ignored.
+        A_log: HV numbers of any shape. Ignored, as dt_bias and lower_bound are, without
+            use_gate_in_kernel.
+        dt_bias: HV * K numbers of any shape; None is 0.
+        lower_bound: of the gate; None is none.
+        use_gate_in_kernel: compute the gate from g, as above.
         cu_seqlens: as for `chunk_kda`.
 
     Returns:
         G, `[B, T, HV, K]` float32, contiguous; undefined for tokens of no sequence.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `chunk_kda`.
+        TypeError: as `chunk_kda`.
+        ValueError: as `chunk_kda`.
+        NotImplementedError: as `chunk_kda`.
     """
     result: Tensor = _stage(
         "kda_gate_cumsum", _gate_cumsum, _check_gate_cumsum,
@@ -158,7 +163,8 @@ def kda_chunk_intra(
     No factor of a product exceeds 1 as long as gates are at most 0, however small these are.
 
     Args:
-        q, k: `[B, T, HQK, K]`, bfloat16 or float16; normalised already, if they are to be.
+        q: `[B, T, HQK, K]`, bfloat16 or float16; normalised already, if it is to be.
+        k: of q's shape and dtype; likewise.
         v: `[B, T, HV, V]`, dtype of q. Value head h uses query and key head h // (HV // HQK).
         g: G, `[B, T, HV, K]` float32, from `kda_gate_cumsum`.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
@@ -171,7 +177,9 @@ def kda_chunk_intra(
         are in the dtype of q, contiguous, and undefined for tokens of no sequence.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `chunk_kda`.
+        TypeError: as `chunk_kda`.
+        ValueError: as `chunk_kda`.
+        NotImplementedError: as `chunk_kda`.
     """
     results = _stage(
         "kda_chunk_intra", _chunk_intra, _check_chunk_intra,
@@ -199,15 +207,21 @@ def kda_recompute_w_u(
 
     Args:
         q: or None, where qg is not wanted.
-        k, v, g, beta, cu_seqlens: as for `kda_chunk_intra`.
+        k: as for `kda_chunk_intra`.
+        v: as for `kda_chunk_intra`.
+        g: as for `kda_chunk_intra`.
+        beta: as for `kda_chunk_intra`.
         Akk: `[B, T, HV, 64]`, dtype of k.
+        cu_seqlens: as for `chunk_kda`.
         output_kg: whether kg is wanted.
 
     Returns:
         In the dtype of k, contiguous, and undefined for tokens of no sequence.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `chunk_kda`.
+        TypeError: as `chunk_kda`.
+        ValueError: as `chunk_kda`.
+        NotImplementedError: as `chunk_kda`.
     """
     w, u, qg, kg = _stage(
         "kda_recompute_w_u", _recompute_w_u, _check_recompute_w_u,
@@ -234,14 +248,17 @@ def kda_chunk_delta_h(
         h = S        v_new = u - w S        S <- Diag(exp2(G_e)) S + kg^T v_new
 
     Args:
-        kg, w: `[B, T, HV, K]`, bfloat16 or float16, from `kda_chunk_intra`.
+        kg: `[B, T, HV, K]`, bfloat16 or float16, from `kda_chunk_intra`.
+        w: of kg's shape and dtype, likewise.
         u: `[B, T, HV, V]`, likewise.
         g: G, `[B, T, HV, K]` float32.
         initial_state: `[N, HV, K, V]`, float32 (or bfloat16, which is converted); None is 0.
-        output_final_state, output_v_new: whether these are wanted.
+        output_final_state: whether it is wanted.
+        output_v_new: whether v_new is wanted.
         state_v_first: states are `[..., V, K]` rather than `[..., K, V]`, those given and those
             that come back.
-        cu_seqlens, cu_seqlens_cpu: as for `chunk_kda`.
+        cu_seqlens: as for `chunk_kda`.
+        cu_seqlens_cpu: as for `chunk_kda`.
 
     Returns:
         h, the state before every chunk, in the dtype of u: `[B, ceil(T / 64), HV, K, V]`, or with
@@ -251,7 +268,9 @@ def kda_chunk_delta_h(
         state as the initial one, float32.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `chunk_kda`.
+        TypeError: as `chunk_kda`.
+        ValueError: as `chunk_kda`.
+        NotImplementedError: as `chunk_kda`.
     """
     if is_compiling():
         num_chunks = None
@@ -295,7 +314,9 @@ def kda_chunk_output(
         o, `[B, T, HV, V]`, dtype of q, contiguous; undefined for tokens of no sequence.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `chunk_kda`.
+        TypeError: as `chunk_kda`.
+        ValueError: as `chunk_kda`.
+        NotImplementedError: as `chunk_kda`.
     """
     result: Tensor = _stage(
         "kda_chunk_output", _chunk_output, _check_chunk_output,

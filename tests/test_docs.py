@@ -1,0 +1,123 @@
+"""The documentation renders as it is meant to. Needs the extra `docs`, which `make lint` brings."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(ROOT.glob("docs/**/*.md"))
+
+griffe = pytest.importorskip("griffe", reason="needs the extra docs")
+yaml = pytest.importorskip("yaml", reason="needs the extra docs")
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    return loaded
+
+
+# ---- links
+
+
+@pytest.mark.parametrize("link", ["there.md", "there.md#a-place", "gone.md", "there.md#gone"])
+def test_lint_fails_for_a_broken_link(link: str, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The very command of `make lint`, on a site with our rules and one link."""
+    recipe = subprocess.run(
+        ["make", "-n", "lint", f"PYTHON={sys.executable}"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    (command,) = (line for line in recipe.splitlines() if " -m mkdocs " in line)
+    site = {"site_name": "one link", "validation": settings["validation"]}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(site))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text(f"[a link]({link})\n")
+    (tmp_path / "docs/there.md").write_text("# A title\n\n## A place\n")
+    built = subprocess.run(
+        shlex.split(command, comments=True),
+        cwd=tmp_path,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert (built.returncode != 0) == ("gone" in link), built.stdout
+
+
+# ---- the reference
+
+DOCUMENTED = [
+    (page.name, name)
+    for page in PAGES
+    for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+]
+
+
+@pytest.fixture(scope="module")
+def sources() -> Any:
+    """The packages as mkdocstrings reads them: by their text."""
+    loader = griffe.GriffeLoader(search_paths=[str(ROOT)], allow_inspection=False)
+    loader.load("cute_attn")
+    loader.load("cache")
+    return loader.modules_collection
+
+
+@pytest.fixture(scope="module")
+def docstring_options(settings: dict[str, Any]) -> Any:
+    (handlers,) = (p["mkdocstrings"] for p in settings["plugins"] if "mkdocstrings" in p)
+    return handlers["handlers"]["python"]["options"]["docstring_options"]
+
+
+def functions(documented: Any) -> list[Any]:
+    """What a reader of an entry sees of functions: itself, or the public methods of a class."""
+    if documented.is_function:
+        return [documented]
+    return [
+        member
+        for member in documented.members.values()
+        if not member.is_alias
+        and member.is_function
+        and (not member.name.startswith("_") or member.name == "__init__")
+    ]
+
+
+@pytest.mark.parametrize("name", [name for _, name in DOCUMENTED])
+def test_docstrings_render_as_sections(
+    name: str, sources: Any, docstring_options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row for each parameter, in order, one for what is returned, and one for each exception."""
+    documented = sources[name]
+    assert documented.docstring
+    caplog.set_level(logging.DEBUG, logger="griffe")
+    for function in functions(documented):
+        if function.docstring is None:
+            assert function.name == "__init__"  # its class says it
+            continue
+        sections: dict[str, Any] = {}
+        for section in griffe.parse_google(function.docstring, **docstring_options):
+            kind = section.kind.value
+            assert kind in ("text", "examples", "admonition") or kind not in sections
+            sections[kind] = section.value
+            if kind == "admonition":
+                assert section.value.kind not in ("args", "raises", "returns", "yields")
+        taken = [p.name.lstrip("*") for p in function.parameters if p.name != "self"]
+        rows = [row.name.lstrip("*") for row in sections.get("parameters", ())]
+        assert rows == taken
+        assert len(sections.get("returns", ())) <= 1
+        # A type that is read out of the text was meant as text: "(o, lse): ..."
+        for row in sections.get("returns", ()):
+            assert row.name == "" and str(row.annotation) == str(function.returns)
+        for row in sections.get("raises", ()):
+            assert re.fullmatch(r"[\w.]+", str(row.annotation)), row.annotation
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
