@@ -1,14 +1,13 @@
 """How fast the emulator is: warp-instructions a second, with and without its checks.
 
 FlashAttention-4's head_dim 256 forward for sm_100a is the yardstick, because none of it is ours; it
-is left out where the package or the checkout with its test harness is missing. Lightning decode
-shows how time grows with size. Nothing here needs a GPU.
+is left out where that package is missing. Lightning decode shows how time grows with size. Nothing
+here needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import resource
 import tempfile
 import time
@@ -106,12 +105,13 @@ def _lightning(short: bool) -> Iterator[tuple[str, int, Call]]:
 
 
 def _flash_attention(scratch: Path, short: bool) -> list[tuple[str, int, Call]]:
-    """FlashAttention-4's kernels, from the harness in tests/ (run in a checkout).
+    """FlashAttention-4's kernels, compiled into `scratch`.
 
     Raises:
-        ImportError: the harness or FlashAttention-4 is not here.
+        ImportError: FlashAttention-4 is not here.
     """
-    peers: Any = importlib.import_module("tests.emulator.peers")
+    from . import peers  # imports torch
+
     if reason := peers.missing("flash_attention_4"):
         raise ImportError(reason)
     lengths = (YARDSTICK,) if short else PEER_LENGTHS

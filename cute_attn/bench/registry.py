@@ -56,8 +56,8 @@ def discover() -> dict[str, Benchmark]:
     package = importlib.import_module(__package__ or "cute_attn.bench")
     found = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if info.name.startswith("_"):
-            continue
+        if info.name.startswith("_") or info.ispkg:
+            continue  # what benchmarks share
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         benchmark = getattr(module, "BENCHMARK", None)
         if isinstance(benchmark, Benchmark):

@@ -5,14 +5,12 @@ K/V tile costs each warp role, and for how many clocks each unit of an SM is bus
 here is measured, and no GPU is needed: the bound says what a kernel cannot beat, not what it
 reaches.
 
-FlashAttention-4's kernels come from the test harness in a checkout (extra "test"), and are left out
-where that or the package is missing.
+FlashAttention-4's kernels are left out where that package is missing (extras "test" and "bench").
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import os
 import shutil
@@ -22,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _sass_listing as listing
 from . import _sass_model as model
@@ -30,6 +28,9 @@ from .environment import describe
 from .progress import track
 from .registry import Benchmark, Unavailable
 from .report import Report, Row, Verdict
+
+if TYPE_CHECKING:
+    from . import peers
 
 ARCH = "sm_100a"
 OURS, THEIRS = "cute_attn", "FlashAttention-4"
@@ -187,9 +188,10 @@ def their_programs(
     """FlashAttention-4's, compiled into `directory` where they are not there, and what is missing.
 
     Raises:
-        ImportError: the harness or FlashAttention-4 is not here.
+        ImportError: FlashAttention-4 is not here.
     """
-    peers: Any = importlib.import_module("tests.emulator.peers")
+    from . import peers  # imports torch
+
     if reason := peers.missing("flash_attention_4"):
         raise ImportError(reason)
     programs, missing = [], []
@@ -209,7 +211,7 @@ def their_programs(
     return programs, missing
 
 
-def _their_program(name: str, captured: Any) -> Program:
+def _their_program(name: str, captured: peers.Captured) -> Program:
     from ..cache.cubin import kernel_uses
 
     (call,) = captured.calls
@@ -228,7 +230,7 @@ def _their_program(name: str, captured: Any) -> Program:
     )
 
 
-def _dynamic_shared(captured: Any) -> int | None:
+def _dynamic_shared(captured: peers.Captured) -> int | None:
     """What the host code asks for when it launches: it is run, but nothing is launched."""
     from ..emulator import EmulatorUnavailable
     from ..emulator.host import HostFunction, Launch

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .peers import Captured, attention_reference, flash_attention_4, quack_kernels
+from cute_attn.bench.peers import Captured, flash_attention_4, quack_kernels
+
+from . import attention_reference
 
 
 class Expected(NamedTuple):

@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 
-from cute_attn.emulator import Emulator, Finding, Report
-
-from . import peer_results
-from .peers import Captured, CaptureError, Request, capture_all, missing
-from .peers.flash_attention_4 import backward, forward
-from .peers.quack_kernels import (
+from cute_attn.bench.peers import Captured, CaptureError, Request, capture_all, missing
+from cute_attn.bench.peers.flash_attention_4 import backward, forward
+from cute_attn.bench.peers.quack_kernels import (
     cross_entropy_backward,
     cross_entropy_forward,
     gemm,
@@ -28,6 +25,9 @@ from .peers.quack_kernels import (
     topk_backward,
     topk_forward,
 )
+from cute_attn.emulator import Emulator, Finding, Report
+
+from . import peer_results
 
 DIRECTORY = Path(__file__).parents[2] / "build" / "peers"
 SM90, SM100, SM120 = "sm_90a", "sm_100a", "sm_120a"

@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 import torch
 
+from cute_attn.bench.peers import Request, capture_all, missing
+from cute_attn.bench.peers.flash_attention_4 import backward, forward
+from cute_attn.bench.peers.quack_kernels import gemm
 from cute_attn.emulator import Finding
 from cute_attn.emulator.machine import Buffer, Run, run_ptx
 
 from . import planted_kernels as small
 from .mutations import Ptx, Recorded, record, record_capture
-from .peers import Request, capture_all, missing
-from .peers.flash_attention_4 import backward, forward
-from .peers.quack_kernels import gemm
 
 FAIR, RANDOM, ADVERSARIAL = range(3)
 SEEDS = [(FAIR, 0), (RANDOM, 0), (RANDOM, 1), (RANDOM, 2), (ADVERSARIAL, 0)]

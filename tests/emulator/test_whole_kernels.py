@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from cute_attn.bench.peers import capture_all, missing
 from cute_attn.emulator import Emulator
 
 from . import whole_kernels
-from .peers import capture_all, missing
 
 DIRECTORY = Path(__file__).parents[2] / "build" / "peers"
 

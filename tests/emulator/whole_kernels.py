@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from .peers import attention_reference, capture_all, flash_attention_4, quack_kernels
-from .peers.common import Captured, Memory, Request, read
+from cute_attn.bench.peers import capture_all, flash_attention_4, quack_kernels
+from cute_attn.bench.peers.common import Captured, Memory, Request, read
+
+from . import attention_reference
 
 RESULTS = Path(__file__).parents[1] / "data" / "silicon" / "whole_kernels.npz"
 ARCH = "sm_90a"

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import cute_attn
+from cute_attn.bench.peers import Captured, Request, capture_all, missing
+from cute_attn.bench.peers.flash_attention_4 import forward
 from cute_attn.emulator import Emulator
 
 from ..emulator import peer_results
-from ..emulator.peers import Captured, Request, capture_all, missing
-from ..emulator.peers.flash_attention_4 import forward
 
 ARCH = "sm_100a"
 DIRECTORY = Path(__file__).parents[2] / "build" / "peers" / ARCH

@@ -1,6 +1,6 @@
 """In a capturing process: fake tensors, and functions that note their calls instead of running.
 
-Nothing here may be imported by the tests: it patches torch and the compiler.
+Only `worker` may import this: it patches torch and the compiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The capturing process: `python -m peers.worker directory jobs errors`, started by `common`.
+"""The capturing process, started by `common`: `python -m ....worker directory jobs errors`.
 
 `jobs` is the text of a list of (digest, peer, function, options). Each becomes a file in the
 directory, or an entry of `errors`, which is written last.

@@ -13,13 +13,13 @@ Capturing it runs that front end on fake tensors and notes what it would launch:
 function (object file and PTX) and the arguments of each call, in order. Tensors that share memory
 share a buffer, so that what one kernel writes is what the next one reads.
 
-The processes that capture import the peers; the tests do not. `missing(request.peer)` says why a
-peer cannot be used here.
+Only the processes that capture import the peers. `missing(request.peer)` says why a peer cannot be
+used here.
 """
 
 from __future__ import annotations
 
-from . import attention_reference, flash_attention_4, quack_kernels
+from . import flash_attention_4, quack_kernels
 from .common import (
     Buffer,
     Call,
@@ -44,7 +44,6 @@ __all__ = [
     "PointerArgument",
     "Request",
     "TensorArgument",
-    "attention_reference",
     "capture_all",
     "flash_attention_4",
     "missing",

@@ -139,8 +139,6 @@ def _is_installed(distribution: str, module: str | None) -> bool:
 def _own_sources() -> str:
     digest = hashlib.sha256()
     for path in sorted(HERE.glob("*.py")):
-        if path.name.startswith("test_"):
-            continue
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -403,7 +401,7 @@ def _run(root: Path, arch: str, num_sms: int, group: Mapping[str, Request]) -> l
             [
                 sys.executable,
                 "-m",
-                f"{HERE.name}.worker",
+                f"{__package__}.worker",
                 str(root.absolute()),
                 str(jobs),
                 str(outcome),
@@ -428,7 +426,7 @@ def _environment(arch: str, num_sms: int) -> dict[str, str]:
     kept = {n: v for n, v in os.environ.items() if not n.startswith(ours)}
     plain = arch.rstrip("af")
     return kept | {
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
         "CUTE_DSL_ARCH": arch,
