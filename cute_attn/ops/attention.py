@@ -51,6 +51,7 @@ def flash_attn_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (None, None),
@@ -61,9 +62,10 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
-    Arguments, their order and their meaning are those of FlashAttention's function of this name, so
-    that a user changes the import. The last query stands at the last key: with `causal`, query
-    i sees the keys up to i + seqlen_k - seqlen_q.
+    Arguments, their defaults and their meaning are those of FlashAttention-4's function of this
+    name, so that a user changes the import; those after v go by name, as FlashAttention's versions
+    differ in what comes fourth. The last query stands at the last key: with `causal`, query i sees
+    the keys up to i + seqlen_k - seqlen_q.
 
     Args:
         q: `[batch, seqlen_q, heads, 256]`, bfloat16 or float16. Read in place, as k and v are:
@@ -104,6 +106,7 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | Tensor | None = None,

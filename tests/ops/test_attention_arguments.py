@@ -230,9 +230,10 @@ def test_sizes_that_int32_cannot_hold():
 
 
 def test_signatures_are_flash_attentions():
-    """Names, order and defaults of FlashAttention-4's arguments, without those that it alone has.
+    """Names and defaults of FlashAttention-4's arguments, without those that it alone has.
 
-    Read from its source: importing it needs a GPU's libraries.
+    What goes by position here has the same position there. Read from its source: importing it needs
+    a GPU's libraries.
     """
     package = importlib.util.find_spec("flash_attn")
     if package is None or not package.submodule_search_locations:
@@ -248,10 +249,20 @@ def test_signatures_are_flash_attentions():
         theirs = functions[name]
         shared = [argument.arg for argument in theirs.args if argument.arg in ours]
         assert [parameter for parameter in ours if parameter != "scheduler"] == shared
+        positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert positional == [argument.arg for argument in theirs.args[: len(positional)]]
         required = len(theirs.args) - len(theirs.defaults)
         for argument, default in zip(theirs.args[required:], theirs.defaults, strict=True):
             if argument.arg in ours:
                 assert ours[argument.arg].default == ast.literal_eval(default)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_only_q_k_and_v_go_by_position(name: str):
+    """In fourth place FlashAttention-2 has dropout_p, 3 softmax_scale, 4 qv: none is guessed."""
+    tensors = [dense()[argument] for argument in "qkv"]
+    with pytest.raises(TypeError, match=rf"{name}\(\) takes 3 positional arguments but 4"):
+        getattr(cute_attn, name)(*tensors, 0.1)
 
 
 # -- where there is no kernel
