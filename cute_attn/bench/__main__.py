@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .environment import checkout
 from .registry import EXIT_UNAVAILABLE, Benchmark, Unavailable, discover, require_gpu
 from .report import Report, write_report
 
-DEFAULT_OUT = Path("docs/benchmarks")
+DEFAULT_OUT = Path("docs/benchmarks")  # in a checkout
 
 
 def build_parser(benchmarks: dict[str, Benchmark]) -> argparse.ArgumentParser:
@@ -42,11 +43,11 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        default=DEFAULT_OUT,
-        help="where JSON, Markdown and plot go (default: %(default)s)",
+        help=f"where JSON, Markdown and plot go (default: {DEFAULT_OUT} of the checkout that this "
+        "runs in; outside a checkout of cute_attn nothing is written)",
     )
     parser.add_argument("--json", type=Path, help="write the JSON to this file as well")
-    parser.add_argument("--print-only", action="store_true", help="write nothing under --out")
+    parser.add_argument("--print-only", action="store_true", help="do not write these files")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,10 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.name is None:
         parser.print_help()
         return 0
+    out = _output_directory(args)
     if args.name == "render":
         report = Report.from_json(args.file.read_text())
-        for part in report.parts if not args.print_only else ():
-            write_report(part, args.out)
+        for part in report.parts if out is not None else ():
+            write_report(part, out)
     else:
         benchmark = benchmarks[args.name]
         args.argv = list(argv)
@@ -72,19 +74,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{args.name}: {reason}", file=sys.stderr)
             return EXIT_UNAVAILABLE
         report.tag = "-".join(word for word in ("short" * args.short, args.tag) if word)
-    _deliver(report, args)
+    _deliver(report, out, args.json)
     return 0 if report.succeeded else 1
 
 
-def _deliver(report: Report, args: argparse.Namespace) -> None:
-    """Write the report where the options say, and print it last."""
+def _output_directory(args: argparse.Namespace) -> Path | None:
+    """Where files go, or None. What is kept nowhere is said before the run, which may be long."""
+    if args.print_only:
+        return None
+    if args.out is not None:
+        out: Path = args.out
+        return out
+    root = checkout()
+    if root is not None:
+        return root / DEFAULT_OUT
+    if args.json is None:
+        print(
+            f"{args.name}: {Path.cwd()} is not in a checkout of cute_attn: the report is printed, "
+            "and kept only with --out DIR",
+            file=sys.stderr,
+        )
+    return None
+
+
+def _deliver(report: Report, out: Path | None, json: Path | None) -> None:
+    """Write the report, and print it last."""
     written = []
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(report.to_json())
-        written.append(args.json)
-    if not args.print_only:
-        written += write_report(report, args.out)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(report.to_json())
+        written.append(json)
+    if out is not None:
+        written += write_report(report, out)
     report.print()
     for path in written:
         print(f"wrote {path}")

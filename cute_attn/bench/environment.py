@@ -38,6 +38,21 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
+def is_checkout(directory: Path) -> bool:
+    """Whether a checkout of this project has its root here."""
+    try:
+        text = (directory / "pyproject.toml").read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return re.search(r'^name = "cute-attn"$', text, re.MULTILINE) is not None
+
+
+def checkout() -> Path | None:
+    """The root of the checkout of this project that the working directory is in, if it is."""
+    here = Path.cwd()
+    return next(filter(is_checkout, (here, *here.parents)), None)
+
+
 def describe(argv: Sequence[str], *, commit: str | None = None) -> Facts:
     """The environment of a report: plain values, those that do not apply left out.
 
@@ -111,7 +126,9 @@ def _commit() -> str | None:
     git = shutil.which("git")
     if git is None:
         return None
-    root = Path(__file__).resolve().parent
+    root = Path(__file__).resolve().parents[2]
+    if not is_checkout(root):  # installed; what lies around that may be another project's history
+        return None
 
     def ask(*words: str) -> str | None:
         done = subprocess.run(

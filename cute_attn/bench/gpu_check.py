@@ -25,14 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from .environment import describe
+from .environment import checkout, describe
 from .registry import EXIT_UNAVAILABLE, Benchmark, Unavailable, discover
 from .report import Report, ReportError, Row
 
 TOTAL_LIMIT_S = 465.0  # of the eight minutes, leaving some for start-up and the report
 TEST_LIMIT_S = 220.0
 TEST_PROCESSES = 6
-TESTS = Path("tests")
 KILL_GRACE_S = 5.0
 
 
@@ -62,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=TOTAL_LIMIT_S, help="seconds for everything")
     parser.add_argument("--test-limit", type=float, default=TEST_LIMIT_S, help="seconds for tests")
     parser.add_argument(
-        "--tests", type=Path, default=TESTS, help="tests to run (default: %(default)s)"
+        "--tests", type=Path, help="tests to run (default: those of the checkout that this runs in)"
     )
     parser.add_argument(
         "--only", nargs="+", metavar="STAGE", help="stages to run, by a part of their name"
@@ -108,13 +107,21 @@ def stages(
 
 def run(args: argparse.Namespace) -> Report:
     start = time.monotonic()
-    if not args.tests.exists():
-        raise Unavailable(f"no tests at {args.tests}: run this in a checkout's root")
+    tests = args.tests
+    if tests is None:
+        root = checkout()
+        if root is None:
+            raise Unavailable(
+                f"{Path.cwd()} is not in a checkout of cute_attn, which has the tests"
+            )
+        tests = root / "tests"
+    if not tests.exists():
+        raise Unavailable(f"there are no tests at {tests}")
     rows: list[Row] = []
     parts: list[Report] = []
     with tempfile.TemporaryDirectory() as directory:
         everything = list(discover().values())
-        todo = stages(everything, args.tests, args.test_limit, Path(directory), args.commit)
+        todo = stages(everything, tests, args.test_limit, Path(directory), args.commit)
         if args.only:
             todo = [s for s in todo if any(part in s.name for part in args.only)]
             if not todo:
