@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import re
 import sys
 
+from . import driver
 from .errors import CacheError
-
-_COMPUTE_CAPABILITY_MAJOR = 75  # CUdevice_attribute
-_COMPUTE_CAPABILITY_MINOR = 76
 
 
 def arch_of_capability(major: int, minor: int) -> str:
@@ -63,26 +60,22 @@ def _current_device() -> int:
 
 @functools.cache
 def _device_arch(device: int) -> str:
-    how_to_go_on = "pass arch=, for example arch='sm_90a', or set CUTE_ATTN_ARCH"
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise CacheError(f"no CUDA driver here ({error}): {how_to_go_on}") from None
-
-    def call(function: str, *args: object) -> None:
-        status = getattr(driver, function)(*args)
-        if status != 0:
-            raise CacheError(f"{function} failed with CUDA error {status}: {how_to_go_on}")
-
-    call("cuInit", 0)
-    handle = ctypes.c_int()
-    call("cuDeviceGet", ctypes.byref(handle), device)
-    capability = []
-    for attribute in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR):
-        value = ctypes.c_int()
-        call("cuDeviceGetAttribute", ctypes.byref(value), attribute, handle)
-        capability.append(value.value)
-    return arch_of_capability(*capability)
+        driver.ask("cuInit", 0)
+        handle = driver.ask("cuDeviceGet", device)
+        attribute = driver.binding().CUdevice_attribute
+        major, minor = (
+            driver.ask("cuDeviceGetAttribute", which, handle)
+            for which in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+    except driver.DriverError as error:
+        raise CacheError(
+            f"{error}: pass arch=, for example arch='sm_90a', or set CUTE_ATTN_ARCH"
+        ) from None
+    return arch_of_capability(major, minor)
 
 
 def forget() -> None:

@@ -77,7 +77,10 @@ def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
     try:
         cute: Any = importlib.import_module("cutlass.cute")
     except ImportError as error:
-        raise ImportError(f"nvidia-cutlass-dsl cannot be imported ({error})") from error
+        raise ImportError(
+            f"nvidia-cutlass-dsl cannot be imported ({error}): install it, or prebuild this kernel "
+            "into a directory that CUTE_ATTN_PREBUILT names (python -m cute_attn.cache build)"
+        ) from error
     _, _, attribute = kernel.target.partition(":")
     module: Any = importlib.import_module(kernel.module)
     return cute.compile, functools.reduce(getattr, attribute.split("."), module)

@@ -7,7 +7,6 @@ runtime library at hand defines every symbol that the entry needs, which loading
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 import os
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from . import driver
 from .errors import CacheError
 
 RUNTIME_LIBRARY_NAME = "libcute_dsl_runtime.so"
@@ -128,13 +128,9 @@ def _chosen_flavour(flavours: dict[int, Path]) -> str:
 
 def _driver_cuda_major() -> int | None:
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        return int(driver.ask("cuDriverGetVersion")) // 1000
+    except driver.DriverError:
         return None
-    version = ctypes.c_int(0)
-    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 1000
 
 
 @functools.cache
@@ -153,8 +149,9 @@ def runtime_library() -> RuntimeLibrary:
     flavours = _installed_flavours()
     if not flavours:
         raise CacheError(
-            f"{RUNTIME_LIBRARY_NAME} not found: install nvidia-cutlass-dsl-libs-cu12 (or -cu13), "
-            "or name the file in CUTE_ATTN_RUNTIME_LIBRARY"
+            f"{RUNTIME_LIBRARY_NAME} not found: install nvidia-cutlass-dsl, which also compiles, "
+            "or the library alone (pip install --no-deps nvidia-cutlass-dsl-libs-cu12, or -cu13), "
+            "or name a copy of the file in CUTE_ATTN_RUNTIME_LIBRARY"
         )
     cuda = _chosen_flavour(flavours)
     return RuntimeLibrary(flavours[int(cuda[2:])], cuda)

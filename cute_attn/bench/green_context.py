@@ -8,7 +8,6 @@ inside the partition all the same. So the benchmark runs on a stream created in 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,14 +29,15 @@ def sm_partition(num_sms: int, device: int = 0, *, driver: Any = None) -> Iterat
     Raises:
         GreenContextError: the driver has no green contexts, or fewer SMs than asked for.
     """
-    if driver is None:
-        driver = importlib.import_module("cuda.bindings.driver")
+    from ..cache.driver import DriverError, ask, binding
+
+    driver = driver or binding()
 
     def checked(name: str, *args: Any) -> Any:
-        error, *results = getattr(driver, name)(*args)
-        if int(error) != 0:
-            raise GreenContextError(f"{name} failed: {getattr(error, 'name', error)}")
-        return results[0] if len(results) == 1 else tuple(results)
+        try:
+            return ask(name, *args, through=driver)
+        except DriverError as error:
+            raise GreenContextError(str(error)) from None
 
     checked("cuInit", 0)
     sm = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM

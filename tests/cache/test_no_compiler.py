@@ -193,7 +193,7 @@ except cache.CacheError as error:
     tell(error=str(error))
 """
     result = run(UNINSTALL + program).result()
-    assert "install nvidia-cutlass-dsl-libs-cu12" in result["error"]
+    assert "pip install --no-deps nvidia-cutlass-dsl-libs-cu12" in result["error"]
     assert "CUTE_ATTN_RUNTIME_LIBRARY" in result["error"]
     result = run(program, CUTE_ATTN_RUNTIME_LIBRARY="/no/such/file.so").result()
     assert "/no/such/file.so: there is no such file" in result["error"]
