@@ -224,7 +224,7 @@ def _build(options: argparse.Namespace) -> int:
     print(f"{len(outcome.stored)} of {len(work)} kernels in {store.root}, {seconds:.1f} s")
     for failure in outcome.failures:
         print(f"error: {failure.message}", file=sys.stderr)
-    return 1 if outcome.failures else 0
+    return 0 if len(outcome.stored) == len(work) else 1
 
 
 # -- helpers

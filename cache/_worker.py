@@ -33,6 +33,11 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         kernel, spec = decode_request(request)
         key = describe(kernel, spec, request["arch"])
+        if key.digest != request["digest"]:
+            return {
+                "error": f"{key.kernel} {key.specialisation} has another key in a new process: "
+                "its sources were edited, or its fields are not what its class was given"
+            }
         places = Places((), Store(Path(request["root"]), public=request["public"]))
         found = obtain(kernel, spec, key, verified, places)
     except Exception as error:  # one kernel's failure is an answer, whatever it is

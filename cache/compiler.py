@@ -24,6 +24,33 @@ from .log import logger
 
 # The compiler's state (MLIR context, options, dump paths) is one per process.
 _one_at_a_time = threading.Lock()
+_in_compiler = threading.local()  # .kernel: the name of what this thread is compiling, if anything
+
+# One for each call of `compile_kernel` in progress, and whether this process was forked with some:
+# then the compiler's state, and the locks of modules being imported, are as those left them.
+_calls: set[object] = set()
+_interrupted = False
+
+
+def _after_fork_in_child() -> None:
+    global _one_at_a_time, _interrupted
+    _one_at_a_time = threading.Lock()
+    _interrupted = _interrupted or bool(_calls)
+    _calls.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def is_interrupted() -> bool:
+    """Whether this process was forked in the middle of a compilation, and cannot compile."""
+    return _interrupted
+
+
+def kernel_in_compiler() -> str | None:
+    """The name of the kernel that the compiler is tracing in this thread."""
+    return getattr(_in_compiler, "kernel", None)
+
 
 # The host code of a kernel is compiled for the CPU at hand unless told otherwise. These baselines
 # every 64-bit server CPU has, so that an entry works beyond the machine that it was built on.
@@ -46,30 +73,46 @@ def compile_kernel(
 
     Raises CompileError, from whatever the compiler or the kernel's own code raised.
     """
-    with _one_at_a_time, _scratch(directory) as scratch:
-        try:
+    call = object()
+    _calls.add(call)
+    try:
+        with _failures_as_compile_errors(kernel, key):
+            # Not under the lock: a kernel's constructor may ask the cache for another kernel.
             compile_function, target = _import(kernel)
             started = time.perf_counter()
             instance = target(spec)
-            compiled = compile_function(
-                instance, *instance.fake_args(), options=_options(kernel, key.arch, scratch)
-            )
-            _use_baseline_cpu(compiled.ir_module)
-            if scratch is None:
-                files = {OBJECT: _export_to_memory(compiled)}
-            else:
-                files = _export(compiled, scratch)
-        except Exception as error:
-            raise CompileError(
-                f"{kernel.name} {key.specialisation} does not compile for {key.arch} "
-                f"(key {key.digest[:12]}): {type(error).__name__}: {error}"
-            ) from error
-        seconds = time.perf_counter() - started
-        uses: tuple[KernelUse, ...] = ()
-        if scratch is not None:
-            code, log = compiled.artifacts.CUBIN, _ptxas_log(scratch)
-            uses = cubin.kernel_uses(code, log, str(compiled.ir_module))
-        return Built(key, files, uses, seconds)
+            arguments = instance.fake_args()
+            seconds = time.perf_counter() - started
+        with _one_at_a_time, _scratch(directory) as scratch:
+            started = time.perf_counter()
+            _in_compiler.kernel = kernel.name
+            uses: tuple[KernelUse, ...] = ()
+            with _failures_as_compile_errors(kernel, key), _path_in_options(scratch) as path:
+                options = _options(kernel, key.arch, path)
+                compiled = compile_function(instance, *arguments, options=options)
+                _use_baseline_cpu(compiled.ir_module)
+                if scratch is None:
+                    files = {OBJECT: _export_to_memory(compiled)}
+                else:
+                    files = _export(compiled, scratch)
+                    code, log = compiled.artifacts.CUBIN, _ptxas_log(scratch)
+                    uses = cubin.kernel_uses(code, log, str(compiled.ir_module))
+            seconds += time.perf_counter() - started
+            return Built(key, files, uses, seconds)
+    finally:
+        _in_compiler.kernel = None
+        _calls.discard(call)
+
+
+@contextlib.contextmanager
+def _failures_as_compile_errors(kernel: KernelDef, key: KeyDescription) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CompileError(
+            f"{kernel.name} {key.specialisation} does not compile for {key.arch} "
+            f"(key {key.digest[:12]}): {type(error).__name__}: {error}"
+        ) from error
 
 
 def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
@@ -86,12 +129,25 @@ def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
     return cute.compile, functools.reduce(getattr, attribute.split("."), module)
 
 
+@contextlib.contextmanager
+def _path_in_options(directory: Path | None) -> Iterator[Path | None]:
+    """A path to the directory that the compiler's options can hold: quotes get lost in them."""
+    if directory is None or shlex.quote(str(directory)) == str(directory):
+        yield directory
+        return
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
 def _options(kernel: KernelDef, arch: str, scratch: Path | None) -> str:
     options = ["--enable-tvm-ffi", f"--gpu-arch {arch}"]
     if scratch is not None:
         # "remarks{ptx}" has ptxas say what it spills, in the file rather than on stderr.
-        options += ["--keep-ptx", "--keep-cubin", f"--dump-dir {shlex.quote(str(scratch))}"]
-        options += [f"--remark-output {shlex.quote(str(scratch / 'remarks'))}", "remarks{ptx}"]
+        options += ["--keep-ptx", "--keep-cubin", f"--dump-dir {scratch}"]
+        options += [f"--remark-output {scratch / 'remarks'}", "remarks{ptx}"]
     return " ".join([*options, kernel.options])
 
 

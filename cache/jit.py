@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 from . import fingerprint, settings, toolchain
 from .arch import check_arch, current_arch
 from .entry import PTX, Built, DamagedEntry, Entry, RefusedEntry
-from .errors import CacheError, FrozenCacheMiss
-from .key import KernelDef, KeyDescription, describe
+from .errors import CacheError, CompileError, FrozenCacheMiss
+from .key import KernelDef, KeyDescription, describe, have_one_text, spec_items
 from .loader import IncompatibleEntry, load
 from .log import logger, warn_once
 from .store import Store
@@ -21,13 +23,37 @@ _Function = Callable[..., Any]
 _Result = TypeVar("_Result")
 _Use = Callable[[Entry | Built], _Result]
 
-_functions: dict[tuple[KernelDef, Any, str], _Function] = {}
+# With each function goes the very specialisation that it was loaded for. An equal one may mean
+# another kernel: 1, 1.0 and True are equal, and so are fields with compare=False.
+_functions: dict[tuple[KernelDef, Any, str], tuple[Any, _Function]] = {}
+# The same by class and canonical text of the specialisation, which tell all these apart.
+_functions_by_text: dict[tuple[KernelDef, type, tuple[tuple[str, str], ...], str], _Function] = {}
 _functions_by_digest: dict[str, tuple[KeyDescription, _Function]] = {}
 _lock = threading.Lock()
 # Each is locked against eviction as long as this process lives.
 _entries_in_use: list[Entry] = []
 _digest_locks: dict[str, threading.Lock] = {}
 _frozen = False
+
+
+class _ThisThread(threading.local):
+    """The keys of the kernels that a thread is getting: more than one if a kernel asks for one."""
+
+    def __init__(self) -> None:
+        self.keys: list[KeyDescription] = []
+
+
+_this_thread = _ThisThread()
+
+
+def _after_fork_in_child() -> None:
+    """Let go of what threads held that are not here."""
+    global _lock
+    _lock = threading.Lock()
+    _digest_locks.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Stats(NamedTuple):
@@ -91,20 +117,62 @@ def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> _Function:
     if arch is None:
         arch = current_arch()
     try:
-        return _functions[kernel, spec, arch]
+        known, function = _functions[kernel, spec, arch]
+    except (KeyError, TypeError):  # TypeError: not hashable, which `describe` explains
+        return _get_missing(kernel, spec, arch)
+    if known is spec:
+        return function
+    return _get_equal(kernel, spec, arch, known, function)
+
+
+def _get_equal(
+    kernel: KernelDef, spec: Any, arch: str, known: Any, function: _Function
+) -> _Function:
+    """The function of a specialisation that equals one whose function is known."""
+    if have_one_text(spec, known):
+        return function
+    try:
+        return _functions_by_text[kernel, type(spec), spec_items(spec), arch]
     except KeyError:
         return _get_missing(kernel, spec, arch)
 
 
 def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> _Function:
     key = describe(kernel, spec, check_arch(arch))
-    with _digest_lock(key.digest):
+    with _getting(key), _digest_lock(key.digest):
         known = _functions_by_digest.get(key.digest)
         function = known[1] if known else obtain(kernel, spec, key, _load_for_good)
         with _lock:
             _functions_by_digest[key.digest] = (key, function)
-            _functions[kernel, spec, arch] = function
+            _functions_by_text[kernel, type(spec), key.spec, arch] = function
+            _functions.setdefault((kernel, spec, arch), (spec, function))
     return function
+
+
+@contextlib.contextmanager
+def _getting(key: KeyDescription) -> Iterator[None]:
+    """Raise CompileError where a kernel, while it is compiled, asks for one that must wait for it.
+
+    A kernel's constructor may ask for others. Not once it is traced: the compiler does one kernel
+    at a time, and whoever compiles the other one may be waiting for this.
+    """
+    compiler = sys.modules.get(f"{__package__}.compiler")
+    traced = compiler.kernel_in_compiler() if compiler else None
+    if traced is not None:
+        raise CompileError(
+            f"{traced} asks for {key.kernel} {key.specialisation} while it is being traced: a "
+            "kernel asks for others in its constructor"
+        )
+    if any(key.digest == other.digest for other in _this_thread.keys):
+        chain = " -> ".join(other.kernel for other in [*_this_thread.keys, key])
+        raise CompileError(
+            f"{key.kernel} {key.specialisation} needs itself to be compiled: {chain}"
+        )
+    _this_thread.keys.append(key)
+    try:
+        yield
+    finally:
+        _this_thread.keys.remove(key)
 
 
 def compile(  # noqa: A001 (cache.compile is what it does)
@@ -130,7 +198,8 @@ def compile(  # noqa: A001 (cache.compile is what it does)
         CacheError: as `get`.
     """
     key = describe(kernel, spec, check_arch(arch or current_arch()))
-    return obtain(kernel, spec, key, verified)
+    with _getting(key):
+        return obtain(kernel, spec, key, verified)
 
 
 def is_cached(key: KeyDescription, places: Places) -> bool:
@@ -173,6 +242,7 @@ def clear_memory() -> None:
     """
     with _lock:
         _functions.clear()
+        _functions_by_text.clear()
         _functions_by_digest.clear()
     fingerprint.source_digests.cache_clear()
     toolchain.forget()
@@ -370,7 +440,12 @@ def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | N
             with contextlib.suppress(OSError, RefusedEntry):  # _store reports it
                 scratch = stack.enter_context(store.staging())
         try:
-            built = compiler.compile_kernel(kernel, spec, key, scratch)
+            if compiler.is_interrupted():
+                from .warm import compile_elsewhere
+
+                built = compile_elsewhere(kernel, spec, key)
+            else:
+                built = compiler.compile_kernel(kernel, spec, key, scratch)
         except CacheError:
             count(failures=1)
             raise

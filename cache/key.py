@@ -158,6 +158,22 @@ def spec(cls: _Class) -> _Class:
     return made
 
 
+def have_one_text(a: Any, b: Any) -> bool:
+    """Whether two specialisations have the same class and canonical text."""
+    if type(a) is not type(b):
+        return False
+    for name in _field_names(type(a)):
+        x, y = getattr(a, name), getattr(b, name)
+        if x is not y and canonical_text(x, name) != canonical_text(y, name):
+            return False
+    return True
+
+
+@functools.cache
+def _field_names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
 @dataclass(frozen=True)
 class KeyDescription:
     """Everything that decides a kernel's code, field by field.

@@ -19,6 +19,7 @@ from typing import Any
 from . import toolchain
 from .entry import FUNCTION, LIBRARY, OBJECT, Built, Entry
 from .errors import CacheError
+from .locks import no_fork
 from .log import logger
 
 
@@ -38,7 +39,8 @@ def load(entry: Entry | Built) -> Callable[..., Any]:
 
 
 def _load_library(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
-    import tvm_ffi  # brings libtvm_ffi.so with it
+    with no_fork:  # a child forked in the middle could never import it
+        import tvm_ffi  # brings libtvm_ffi.so with it
 
     runtime = _open_runtime_library()
     # The descriptor stays open. The dynamic loader takes a path that it has seen before for the

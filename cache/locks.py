@@ -5,6 +5,9 @@ dies, whatever kills it. A lock made of a file's existence would outlive its hol
 a library that falls back to such locks where flock is missing is of no use here. Where flock is not
 supported the answer is UNSUPPORTED, and the cache does without: publication is atomic anyway,
 so the price is a kernel compiled twice.
+
+A forked child would share its parent's locks, and hold them after the parent's death: it closes
+their files first of all.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import enum
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +31,34 @@ _NOT_SUPPORTED = {
     errno.EBADF,  # NFS: an exclusive lock on a file that is open for reading only
     errno.EIO,
 }
+
+
+# Held while something is done in the middle of which no other thread may fork.
+no_fork = threading.RLock()
+
+
+class _LockFile:
+    """An open file whose exclusive lock this process may hold."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+
+_lock_files: set[_LockFile] = set()
+
+
+def _after_fork_in_child() -> None:
+    for file in _lock_files:
+        os.close(file.fd)
+    _lock_files.clear()
+    no_fork.release()
+
+
+os.register_at_fork(
+    before=no_fork.acquire,
+    after_in_parent=no_fork.release,
+    after_in_child=_after_fork_in_child,
+)
 
 
 class LockState(enum.Enum):
@@ -57,14 +89,20 @@ def try_lock_file(path: os.PathLike[str]) -> Iterator[LockState]:
     The file may be deleted only by who holds its lock: then whoever takes the lock of a file that
     is no longer at `path` holds nothing, and is told HELD_ELSEWHERE, which means try again.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with no_fork:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        file = _LockFile(fd)
+        _lock_files.add(file)
     try:
         state = try_lock(fd)
         if state is LockState.TAKEN and not is_at(fd, path):
             state = LockState.HELD_ELSEWHERE
         yield state
     finally:
-        os.close(fd)
+        with no_fork:
+            if file in _lock_files:  # not in a forked child, which has closed it already
+                _lock_files.remove(file)
+                os.close(fd)
 
 
 def is_at(fd: int, path: os.PathLike[str]) -> bool:

@@ -48,3 +48,11 @@ def forget_reports() -> None:
     """Let every topic be reported again."""
     with _reported_lock:
         _reported.clear()
+
+
+def _after_fork_in_child() -> None:
+    global _reported_lock
+    _reported_lock = threading.Lock()  # another thread may have held it, which is not here
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

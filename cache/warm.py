@@ -8,17 +8,19 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import jit
 from .arch import check_arch, current_arch
-from .entry import Entry
+from .entry import Built, Entry
 from .errors import CacheError, CompileError
 from .key import KernelDef, KeyDescription, describe
-from .log import logger
+from .log import logger, warn_once
 from .store import Store
 from .wire import NotPortable, encode_request
 
@@ -173,7 +175,7 @@ def compile_all(
             advance(f"{job.key.kernel} {job.key.arch}")
 
         if portable:
-            _run_workers(workers, portable, store, done)
+            local += _run_workers(workers, portable, store, done)
         for job in local:
             done(job, _compile_here(job, store))
     return Outcome(tuple(stored), tuple(failures))
@@ -199,7 +201,45 @@ def _compile_here(job: Job, store: Store) -> str | None:
     return f"{_name(job.key)} could not be stored in {store.root}"
 
 
+def compile_elsewhere(kernel: KernelDef, spec: Any, key: KeyDescription) -> Built:
+    """Compile in a process of its own, for one whose compiler cannot be used.
+
+    Raises CompileError.
+    """
+    try:
+        request = encode_request(kernel, spec)
+        with tempfile.TemporaryDirectory(prefix="cute_attn-") as scratch:
+            store = Store(Path(scratch) / "cache")
+            worker = _Worker()
+            try:
+                answer = worker.ask({**request, **_where(store), **_what(key)})
+            finally:
+                status = worker.close()
+            if answer is None:
+                raise CacheError(f"its process ended with status {status}")
+            if "error" in answer:
+                raise CacheError(answer["error"])
+            entry = store.open(key.digest)
+            assert entry is not None  # nobody else knows of the directory
+            with contextlib.closing(entry):
+                files = {name: entry.read(name) for name in entry.meta["files"]}
+                return Built(key, files, entry.kernels, entry.meta["compile_seconds"])
+    except (CacheError, NotPortable, OSError) as error:
+        raise CompileError(
+            f"{_name(key)} does not compile. This process was forked while another thread was "
+            f"compiling, so a new process tried: {error}"
+        ) from error
+
+
 # -- worker processes
+
+
+def _where(store: Store) -> dict[str, Any]:
+    return {"root": str(store.root), "public": store.public}
+
+
+def _what(key: KeyDescription) -> dict[str, Any]:
+    return {"arch": key.arch, "digest": key.digest}
 
 
 def _run_workers(
@@ -207,24 +247,32 @@ def _run_workers(
     work: list[tuple[Job, dict[str, Any]]],
     store: Store,
     done: Callable[[Job, str | None], None],
-) -> None:
+) -> list[Job]:
+    """Compile in `number` processes; the jobs that were not begun, since no process starts."""
     pending: queue.SimpleQueue[tuple[Job, dict[str, Any]]] = queue.SimpleQueue()
     for item in work:
         pending.put(item)
     finished: queue.SimpleQueue[tuple[Job, str | None] | None] = queue.SimpleQueue()
 
-    where = {"root": str(store.root), "public": store.public}
-
     def feed_one_worker() -> None:
         worker: _Worker | None = None
         try:
-            while True:
+            while not pending.empty():
+                if worker is None:
+                    try:
+                        worker = _Worker()
+                    except OSError as error:
+                        topic = f"worker {error.errno}"
+                        warn_once(topic, "no process can be started to compile in: %s", error)
+                        return
                 try:
                     job, request = pending.get_nowait()
                 except queue.Empty:
                     return
-                worker = worker or _Worker()
-                answer = worker.ask({**request, **where, "arch": job.key.arch})
+                try:
+                    answer = worker.ask({**request, **_where(store), **_what(job.key)})
+                except Exception as error:
+                    answer = {"error": f"{_name(job.key)}: {type(error).__name__}: {error}"}
                 if answer is None:  # killed, or crashed in the compiler: the next job gets another
                     code = worker.close()
                     worker = None
@@ -240,15 +288,22 @@ def _run_workers(
             finished.put(None)
 
     threads = [threading.Thread(target=feed_one_worker, daemon=True) for _ in range(number)]
+    running = 0
     for thread in threads:
-        thread.start()
-    running = number
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            thread.start()
+            running += 1
     while running:
         result = finished.get()
         if result is None:
             running -= 1
         else:
             done(*result)
+    left = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            left.append(pending.get_nowait()[0])
+    return left
 
 
 def _name(key: KeyDescription) -> str:

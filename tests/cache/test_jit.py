@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import errno
 import logging
 import os
@@ -11,6 +13,7 @@ import sys
 import threading
 import timeit
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +189,103 @@ def test_a_kernel_edited_while_it_is_compiled_is_not_stored(
     assert cache.stats().memory_only == 1
     assert Store(root).digests() == []
     assert "sources changed" in caplog.text
+
+
+class Looks(enum.IntEnum):
+    ONE = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A specialisation whose equality leaves out a field."""
+
+    factor: Any
+    note: Any = field(default=None, compare=False)
+
+
+class Alike:
+    """Equal to everything of its kind."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True, eq=False)
+class AlikeSpec(Alike):
+    factor: float
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Shape(0.0), Shape(-0.0)),
+        (Shape(1), Shape(1.0)),
+        (Shape(1), Shape(True)),
+        (Shape(Looks.ONE), Shape(1)),
+        (Shape((2, (1, 2))), Shape((2, (True, 2)))),
+        (Shape(1.0, "a"), Shape(1.0, "b")),
+        (AlikeSpec(1.0), AlikeSpec(2.0)),
+    ],
+    ids=repr,
+)
+def test_specialisations_that_are_equal_but_differ_are_two_kernels(
+    root: Path, monkeypatch: pytest.MonkeyPatch, first: Any, second: Any
+) -> None:
+    assert first == second
+    loaded: list[str] = []
+
+    def load(kernel: Any, spec: Any, key: cache.KeyDescription, use: Any) -> Any:
+        loaded.append(key.digest)
+        return lambda: None
+
+    monkeypatch.setattr(jit, "obtain", load)
+    function, other = cache.get(SCALE, first, ARCH), cache.get(SCALE, second, ARCH)
+    assert function is not other
+    for _ in range(2):
+        assert cache.get(SCALE, first, ARCH) is function
+        assert cache.get(SCALE, second, ARCH) is other
+        assert cache.get(SCALE, dataclasses.replace(first), ARCH) is function
+        assert cache.get(SCALE, dataclasses.replace(second), ARCH) is other
+    assert loaded == [cache.describe(SCALE, spec, ARCH).digest for spec in (first, second)]
+
+
+def test_a_spec_that_cannot_be_hashed_is_refused_by_its_field(root: Path) -> None:
+    with pytest.raises(TypeError, match=r"Shape\.factor is a builtins\.list"):
+        cache.get(SCALE, Shape([1]), ARCH)
+
+
+# -- a kernel that asks for another
+
+
+def test_a_kernel_may_ask_for_another_in_its_constructor(root: Path) -> None:
+    outer = cache.KernelDef("outer", "toy_kernels:AsksForAnother")
+    assert is_the_kernel(cache.get(outer, ScaleSpec(9.0), ARCH))
+    assert cache.stats().compiles == 2
+    assert len(Store(root).digests()) == 2
+
+
+@pytest.mark.parametrize("function", [cache.get, cache.compile])
+def test_a_kernel_that_asks_for_itself_is_a_compile_error(root: Path, function: Any) -> None:
+    outer = cache.KernelDef("outer", "toy_kernels:AsksForItself")
+    with pytest.raises(cache.CompileError, match="needs itself to be compiled: outer -> outer"):
+        function(outer, ScaleSpec(), ARCH)
+
+
+def test_a_kernel_that_asks_for_another_while_it_is_traced_is_a_compile_error(root: Path) -> None:
+    outer = cache.KernelDef("outer", "toy_kernels:AsksTooLate")
+    with pytest.raises(cache.CompileError, match=r"outer asks for scale .* in its constructor"):
+        cache.get(outer, ScaleSpec(), ARCH)
+
+
+def test_quotes_and_spaces_in_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / """it's "here" {now}"""
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(root))
+    (use,) = cache.compile(SCALE, ScaleSpec(), ARCH).kernels
+    assert use.spills == 0  # which the file of remarks says
+    assert len(Store(root).digests()) == 1
 
 
 # -- freeze()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -157,7 +159,9 @@ cache.get(SCALE, ScaleSpec(), "sm_90a")
 
 
 CHURN = """
+import os
 import random
+import signal
 from cute_attn.cache.entry import Built
 from cute_attn.cache.store import Store
 
@@ -222,3 +226,57 @@ def test_processes_killed_at_random_leave_nothing(run: Run, root: Path) -> None:
                 pass
         store.sweep()
         assert list((root / "v1" / "staging").iterdir()) == []
+
+
+# A thread that has begun to compile, and stops in the middle of it until `go_on` is set.
+COMPILE_IN_A_THREAD = """
+import threading
+from cute_attn.cache import compiler
+export, reached, go_on = compiler._export, threading.Event(), threading.Event()
+def stopping(*args):
+    reached.set()
+    go_on.wait()
+    return export(*args)
+compiler._export = stopping
+thread = threading.Thread(target=cache.get, args=(SCALE, ScaleSpec(), "sm_90a"), daemon=True)
+thread.start()
+reached.wait()
+"""
+
+
+def test_a_child_forked_while_a_thread_compiles_gets_its_kernels(run: Run) -> None:
+    parent = run(f"""{COMPILE_IN_A_THREAD}
+answer, question = os.pipe()
+child = os.fork()
+if child == 0:
+    cache.get(SCALE, ScaleSpec(3.0), "sm_90a")
+    os.write(question, b".")
+    cache.get(SCALE, ScaleSpec(), "sm_90a")
+    tell(**cache.stats()._asdict())
+    os._exit(0)
+os.read(answer, 1)
+go_on.set()
+tell(status=os.waitpid(child, 0)[1])
+""")
+    child = parent.hear()
+    assert (child["compiles"], child["disk_hits"], child["failures"]) == (1, 1, 0)
+    assert parent.hear() == {"status": 0}
+
+
+def test_nobody_waits_for_the_forked_child_of_a_killed_process(run: Run, root: Path) -> None:
+    victim = run(f"""{COMPILE_IN_A_THREAD}
+child = os.fork()
+if child == 0:
+    for fd in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+    time.sleep(60)
+    os._exit(0)
+tell(child=child)
+thread.join()
+""")
+    child = victim.hear()["child"]
+    victim.kill()
+    try:
+        check_nothing_is_left(root)
+    finally:
+        os.kill(child, signal.SIGKILL)

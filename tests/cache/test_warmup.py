@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import json
 import os
 import signal
@@ -209,3 +210,35 @@ time.sleep(1000)
             return
         time.sleep(0.1)
     pytest.fail(f"worker {pid} still runs")
+
+
+def test_without_worker_processes_this_process_compiles(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_process(*args: Any, **kwargs: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(warm.subprocess, "Popen", no_process)
+    outcome = warm.compile_all(
+        warm.unique_jobs((*request, ARCH) for request in MANY[:2]), Store(root), jobs=2
+    )
+    assert len(outcome.stored) == len(Store(root).digests()) == 2
+    assert outcome.failures == ()
+    assert caplog.text.count("no process can be started to compile in") == 1
+
+
+def test_workers_that_end_at_once_are_failures(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(WarmupError, match="its process ended with status 1"):
+        cache.warmup(MANY[:2], arch=ARCH, jobs=2, progress=False)
+
+
+def test_a_worker_that_says_something_else_is_a_failure(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nread request\necho what\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(WarmupError, match="JSONDecodeError"):
+        cache.warmup(MANY[:2], arch=ARCH, jobs=2, progress=False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-from toy_specs import ScaleSpec, SumSpec
+from toy_specs import SCALE, ScaleSpec, SumSpec
+
+from cute_attn import cache
 
 _THREADS = 128
 
@@ -94,3 +96,28 @@ class Broken(Scale):
     @cute.kernel
     def kernel(self, x: cute.Tensor, y: cute.Tensor):
         y[0] = x[0] * self.spec.no_such_field
+
+
+class AsksForAnother(Scale):
+    """Its constructor needs another kernel, and its own class of kernel is not that."""
+
+    def __init__(self, spec: ScaleSpec) -> None:
+        super().__init__(spec)
+        cache.get(SCALE, ScaleSpec(spec.factor + 1), "sm_90a")
+
+
+class AsksForItself(Scale):
+    """Its constructor needs the kernel itself."""
+
+    def __init__(self, spec: ScaleSpec) -> None:
+        super().__init__(spec)
+        cache.get(cache.KernelDef("outer", "toy_kernels:AsksForItself"), spec, "sm_90a")
+
+
+class AsksTooLate(Scale):
+    """Asks for another kernel while the compiler is at work on it."""
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream):
+        cache.get(SCALE, ScaleSpec(11.0), "sm_90a")
+        self.kernel(x, y).launch(grid=[1, 1, 1], block=[_THREADS, 1, 1], stream=stream)
