@@ -135,9 +135,17 @@ def _check_ownership(path: Path) -> None:
         )
 
 
-@functools.cache
+_chosen_root: dict[None, Path] = {}
+
+
 def _root() -> Path:
     """The directory of all that is built: a temporary one if the cache cannot be written."""
+    root = _chosen_root.get(None)
+    # Of threads that come here at once all take what the first one has chosen.
+    return root or _chosen_root.setdefault(None, _choose_root())
+
+
+def _choose_root() -> Path:
     cache = _cache_directory()
     root = directory or (cache / "emulator" if cache is not None else None)
     if root is not None:
@@ -149,8 +157,13 @@ def _root() -> Path:
         except OSError:
             pass
     scratch = tempfile.mkdtemp(prefix="cute-attn-emulator-")
-    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    atexit.register(_remove_if_of, os.getpid(), scratch)
     return Path(scratch)
+
+
+def _remove_if_of(process: int, scratch: str) -> None:
+    if os.getpid() == process:  # not of its child, at whose exit the parent still needs it
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _digest(*parts: bytes | str) -> str:
@@ -233,10 +246,30 @@ def link(library: Path, inputs: Iterable[Path], flags: Sequence[str] = ()) -> Pa
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
     """Processes that need the same library wait for the first, where locks work."""
-    with (_root() / "lock").open("w") as file:
+    fd = os.open(_root() / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _locks.add(fd)
+    try:
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor too
+        _locks.discard(fd)
+        os.close(fd)
+
+
+_locks: set[int] = set()  # descriptors of threads that build
+
+
+def _after_fork() -> None:
+    """A lock of a thread that is not in this process must not live on in it."""
+    for fd in _locks:
+        os.close(fd)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _evict(library: Path) -> None:

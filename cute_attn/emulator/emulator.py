@@ -37,6 +37,8 @@ class Names:
 class Emulator:
     """Runs compiled kernels without a GPU, and checks what they do.
 
+    Threads may share an emulator: their calls take turns. With one each they run at once.
+
     Args:
         num_sms: streaming multiprocessors; each holds one block at a time. At least a cluster's
             blocks are resident whatever it is.
@@ -229,10 +231,12 @@ class EmulatedFunction:
 
         Raises:
             FindingsError: a check found an error, see `Emulator`.
+            RuntimeError: called by `progress` of the same emulator, in the middle of a launch.
             what the compiled host code raises on arguments that it does not take.
         """
-        self._emulator._begin(tensors_in(arguments), self._names)
-        self._host(*arguments)
+        with self._emulator._machine.calls:
+            self._emulator._begin(tensors_in(arguments), self._names)
+            self._host(*arguments)
 
     def _launched(self, launch: Launch) -> None:
         self._emulator._launch(self._programs[launch.kernel], launch)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 import struct
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -202,6 +204,30 @@ def programs(text: str) -> dict[str, Program]:
 # ---- machines
 
 
+class Turn:
+    """Held by one thread at a time; others wait. Taking it twice is an error, not a deadlock."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    def __enter__(self) -> None:
+        if self._owner == threading.get_ident():
+            raise RuntimeError(f"{self.what} from within another one of the same thread")
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._owner = None
+        self._lock.release()
+
+    @property
+    def is_anothers(self) -> bool:
+        """Whether another thread has it."""
+        return self._lock.locked() and self._owner != threading.get_ident()
+
+
 @dataclass
 class Run:
     """What a launch has done.
@@ -237,6 +263,9 @@ class Run:
 class Machine:
     """A machine of the engine: its options, and the memory that kernels may touch.
 
+    Machines share nothing that is written, so that each may run in a thread of its own. Launches
+    of one machine wait for each other; who sets regions and names before takes `calls`.
+
     Args:
         num_sms: how many blocks are resident at a time.
         schedule: 0 fair, 1 random, 2 adversarial.
@@ -264,11 +293,11 @@ class Machine:
     ) -> None:
         self._engine = engine()
         self._library = self._engine.library
-        self._handle = self._library.emu_new()
-        self._finalizer = weakref.finalize(self, self._library.emu_free, self._handle)
+        self.calls = Turn("a call of a function of an emulator")
+        self._launching = Turn("a launch on a machine")
         self._regions: list[tuple[int, int, str, bool, bool]] = []
         self._shared_names: list[tuple[int, int, int, str]] = []
-        options = {
+        self._options = {
             "num_sms": num_sms,
             "schedule": schedule,
             "seed": seed,
@@ -279,8 +308,24 @@ class Machine:
             "max_findings": max_findings,
             "slice": slice,
         }
-        for name, value in options.items():
+        self._make()
+        _machines.add(self)
+
+    def _make(self) -> None:
+        """The engine's side, new."""
+        self._handle = self._library.emu_new()
+        self._finalizer = weakref.finalize(self, self._library.emu_free, self._handle)
+        for name, value in self._options.items():
             self._library.emu_set(self._handle, name.encode(), value)
+
+    def _forked(self) -> None:
+        """In a new process, of whose threads only this one has gone on."""
+        if self.calls.is_anothers:
+            self.calls = Turn(self.calls.what)
+        if self._launching.is_anothers:
+            self._launching = Turn(self._launching.what)
+            self._finalizer.detach()  # it is in the middle of something, for ever
+            self._make()
 
     def reseed(self, seed: int) -> None:
         """Choose the random choices of the next launch."""
@@ -327,7 +372,21 @@ class Machine:
 
         Raises:
             ValueError: the kernel was compiled for other sizes, so that a driver would refuse too.
+            RuntimeError: `progress` launches on the same machine.
         """
+        with self._launching:
+            return self._launch(program, grid, block, cluster, dynamic_shared, params, progress)
+
+    def _launch(
+        self,
+        program: Program,
+        grid: Sequence[int],
+        block: Sequence[int],
+        cluster: Sequence[int],
+        dynamic_shared: int,
+        params: bytes,
+        progress: Callable[[int, int], None] | None,
+    ) -> Run:
         for directive, sizes in (("reqntid", block), ("reqnctapercluster", cluster)):
             required = program.kernel.directive(directive)
             if required and _three(required) != _three(sizes):
@@ -448,6 +507,17 @@ class Machine:
                 )
             )
         return found
+
+
+_machines: weakref.WeakSet[Machine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for one in list(_machines):
+        one._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _three(sizes: Sequence[int]) -> tuple[int, int, int]:

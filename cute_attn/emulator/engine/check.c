@@ -22,25 +22,23 @@ typedef struct Cell {
 #define TMEM_GROUP 16
 #define TMEM_CELLS (128 / TMEM_GROUP * TMEM_COLUMNS)
 
-typedef struct { Mark mark; int32_t next; } ReadNode;
-static ReadNode *nodes;
-static int32_t node_count, node_room, free_node;
+struct ReadNode { Mark mark; int32_t next; };
 
-static int32_t new_node(void) {
-  if (free_node) {
-    int32_t n = free_node;
-    free_node = nodes[n].next;
+static int32_t new_node(Emu *e) {
+  if (e->reads.free) {
+    int32_t n = e->reads.free;
+    e->reads.free = e->reads.nodes[n].next;
     return n;
   }
-  if (node_count == 0) node_count = 1;  // 0 stands for none
-  if (node_count >= node_room) {
-    node_room = node_room ? node_room * 2 : 4096;
-    nodes = realloc(nodes, sizeof *nodes * node_room);
+  if (e->reads.count == 0) e->reads.count = 1;  // 0 stands for none
+  if (e->reads.count >= e->reads.room) {
+    e->reads.room = e->reads.room ? e->reads.room * 2 : 4096;
+    e->reads.nodes = realloc(e->reads.nodes, sizeof *e->reads.nodes * (size_t)e->reads.room);
   }
-  return node_count++;
+  return e->reads.count++;
 }
 
-void marks_reset(void) { node_count = 0, free_node = 0; }
+void marks_reset(Emu *e) { e->reads.count = 0, e->reads.free = 0; }
 
 // --------------------------------------------------------------------------------------- views
 
@@ -390,6 +388,7 @@ static void add_read(const Context *c, Cell *cell, Mark m) {
     return;
   }
   int length = 0;
+  ReadNode *nodes = c->e->reads.nodes;
   for (int32_t n = cell->more_reads; n; n = nodes[n].next, length++) {
     Mark *old = &nodes[n].mark;
     if (old->agent == m.agent || old->clock <= a->view->vc[old->agent]) {
@@ -402,18 +401,19 @@ static void add_read(const Context *c, Cell *cell, Mark m) {
     nodes[cell->more_reads].mark = m;
     return;
   }
-  int32_t n = new_node();
-  nodes[n] = (ReadNode){m, cell->more_reads};
+  int32_t n = new_node(c->e);
+  c->e->reads.nodes[n] = (ReadNode){m, cell->more_reads};
   cell->more_reads = n;
 }
 
 static __attribute__((noinline)) void drop_reads(const Context *c, Cell *cell, uint64_t word,
                                                  uint16_t parts) {
+  ReadNode *nodes = c->e->reads.nodes;
   for (int32_t n = cell->more_reads; n;) {
     if (!ordered(c, &nodes[n].mark, false)) collide(c, word, &nodes[n].mark, parts, false, true);
     int32_t next = nodes[n].next;
-    nodes[n].next = free_node;
-    free_node = n;
+    nodes[n].next = c->e->reads.free;
+    c->e->reads.free = n;
     n = next;
   }
   cell->more_reads = 0;
@@ -615,6 +615,7 @@ static void check_at_exit(Warp *w, const Insn *I, uint64_t word, const Mark *m, 
 void accesses_at_exit(Warp *w, const Insn *I) {
   Cta *cta = w->cta;
   if (!cta->shared_cells || !checking(cta->emu, CK_EXIT) || !races_checked(cta->emu)) return;
+  const ReadNode *nodes = cta->emu->reads.nodes;
   for (uint64_t word = 0; word < cta->shared_bytes / 4; word++) {
     const Cell *c = &cta->shared_cells[word];
     check_at_exit(w, I, word, &c->write, true);

@@ -5,7 +5,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-void marks_reset(void);             // check.c
+void marks_reset(Emu *e);           // check.c
 void sync_table_free(Emu *e);       // check.c
 
 #define SPIN_INSTRUCTIONS 50000ull        // without progress, before asynchronous effects come
@@ -156,8 +156,8 @@ struct Findings {
 };
 
 const char *text(const char *format, ...) {
-  static char ring[16][1280];
-  static int next;
+  static _Thread_local char ring[16][1280];
+  static _Thread_local unsigned next;
   char *buffer = ring[next++ % 16];
   va_list arguments;
   va_start(arguments, format);
@@ -864,6 +864,16 @@ static int run_slice(Emu *e, Warp *w, int budget) {
 
 // --------------------------------------------------------------------------------- launching CTAs
 
+void *scratch(Emu *e, int which, size_t bytes) {
+  if (__builtin_expect(e->scratch[which].size < bytes, 0)) {
+    size_t size = (bytes + 4095) & ~(size_t)4095;
+    free(e->scratch[which].memory);
+    e->scratch[which].memory = memset(aligned_alloc(64, size), 0, size);
+    e->scratch[which].size = size;
+  }
+  return e->scratch[which].memory;
+}
+
 static void *zeroed(size_t bytes) { return calloc(bytes ? bytes : 1, 1); }
 
 static void new_warp(Cta *c, int index) {
@@ -1329,7 +1339,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   e->rng = e->seed * 0x9E3779B97F4A7C15ull + 0x1234567;
   if (!e->rng) e->rng = 1;
   for (int i = 0; i < 8; i++) emu_random(e, 2);
-  marks_reset();
+  marks_reset(e);
   return true;
 }
 
@@ -1387,6 +1397,8 @@ void emu_free(Emu *e) {
   free(e->findings);
   free(e->regions);
   free(e->executed);
+  free(e->reads.nodes);
+  for (int i = 0; i < SCRATCH_COUNT; i++) free(e->scratch[i].memory);
   if (e->trace) free(e->trace->events);
   free(e->trace);
   free(e);

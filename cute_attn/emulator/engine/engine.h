@@ -23,6 +23,7 @@ typedef struct Warp Warp;
 typedef struct Insn Insn;
 typedef struct AsyncOp AsyncOp;
 typedef struct Mbarrier Mbarrier;
+typedef struct ReadNode ReadNode;  // check.c
 
 // ------------------------------------------------------------------------------------ program
 //
@@ -357,6 +358,11 @@ struct AsyncOp {
 
 typedef struct { uint64_t start, end; int32_t kind, cta, warp, insn; uint64_t object, detail; } Event;
 
+// Machines run in threads of their own, so that whatever an instruction writes is a machine's.
+// Working memory that is kept from one instruction to the next:
+enum { SCRATCH_NUMERICS, SCRATCH_LATEST = SCRATCH_NUMERICS + 6, SCRATCH_WGMMA, SCRATCH_TCGEN05,
+       SCRATCH_TOUCHED, SCRATCH_COUNT };
+
 struct Emu {
   Program *program;
   const char **strings; int nstrings;
@@ -397,6 +403,9 @@ struct Emu {
   struct Trace *trace;
   struct Output *output;                  // of printf
   Clock *slot_clocks;                     // where each slot's agents stand
+  struct { ReadNode *nodes; int32_t count, room, free; } reads;  // check.c
+  int latest_region;                      // that region_at has found
+  struct { void *memory; size_t size; } scratch[SCRATCH_COUNT];
 };
 enum {  // Emu.counters; names are COUNTER_NAMES in core.c, same order
   CT_GLOBAL_LOAD, CT_GLOBAL_STORE, CT_SHARED_LOAD, CT_SHARED_STORE, CT_LOCAL, CT_CP_ASYNC,
@@ -529,7 +538,9 @@ void finding_with(Warp *w, const Insn *I, const Insn *other, int check, int seve
 // Report, and end the launch after this instruction: state is beyond repair.
 void fatal(Warp *w, const Insn *I, int check, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
-// printf into a static ring of buffers, for parts of messages.
+// Working memory of at least `bytes`, aligned to 64 and zero at first; when it grows, again.
+void *scratch(Emu *e, int which, size_t bytes);
+// printf into a ring of buffers of the thread, for parts of messages.
 const char *text(const char *format, ...) __attribute__((format(printf, 1, 2)));
 const char *where(const Insn *I);         // "PTX line 123 (kernel.py:45)"
 const char *warp_name(const Warp *w);     // "CTA 3 (rank 1 of cluster 1) warp 5"
@@ -596,7 +607,7 @@ Access access_as(Warp *w, const Insn *I, const char *what, int agent_kind, Clock
 void shared_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
 void shared_write(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
 // The region that holds an address, or NULL and the nearest one below it (`below` may be NULL).
-Region *region_at(const Emu *e, uint64_t address, int *below);
+Region *region_at(Emu *e, uint64_t address, int *below);
 void global_read(const Access *a, const void *p, uint64_t bytes);
 void global_write(const Access *a, const void *p, uint64_t bytes);
 void region_forget(Region *r);  // who accessed it

@@ -14,10 +14,10 @@ static int lanes_in(Mask m) { return __builtin_popcount(m); }
 // ---------------------------------------------------------------------- regions of global memory
 
 // The region that holds an address, or else the nearest one below it (`*below`).
-Region *region_at(const Emu *e, uint64_t address, int *below) {
-  static int hint;
-  if (hint < e->nregions && address - e->regions[hint].base < e->regions[hint].size)
-    return &e->regions[hint];
+Region *region_at(Emu *e, uint64_t address, int *below) {
+  int latest = e->latest_region;
+  if (latest < e->nregions && address - e->regions[latest].base < e->regions[latest].size)
+    return &e->regions[latest];
   int low = 0, high = e->nregions;
   while (low < high) {
     int middle = (low + high) / 2;
@@ -26,8 +26,8 @@ Region *region_at(const Emu *e, uint64_t address, int *below) {
   }
   if (below) *below = low - 1;
   if (!low || address - e->regions[low - 1].base >= e->regions[low - 1].size) return NULL;
-  hint = low - 1;
-  return &e->regions[hint];
+  e->latest_region = low - 1;
+  return &e->regions[low - 1];
 }
 
 static uint64_t region_end(const Region *r) { return r->base + r->size; }
@@ -38,7 +38,7 @@ static bool in_parameters(const Emu *e, uint64_t address, uint64_t bytes) {
 }
 
 // An address in words, by the tensor that it lies in or next to.
-static const char *global_place(const Emu *e, uint64_t address, uint64_t bytes) {
+static const char *global_place(Emu *e, uint64_t address, uint64_t bytes) {
   typedef unsigned long long ull;
   if ((address & TAG_MASK) == SHARED_TAG) return "a generic address of shared memory";
   if ((address & TAG_MASK) == LOCAL_TAG) return "a generic address of local memory";
@@ -63,7 +63,7 @@ static const char *global_place(const Emu *e, uint64_t address, uint64_t bytes) 
 
 static bool global_legal(Warp *w, const Insn *I, int lane, uint64_t address, uint64_t bytes,
                          uint32_t alignment, bool write) {
-  const Emu *e = emu_of(w);
+  Emu *e = emu_of(w);
   const char *verb = write ? "writes" : "reads", *by = lane < 0 ? "" : text("lane %d ", lane);
   const Region *r = region_at(e, address, NULL);
   bool inside = r ? bytes <= region_end(r) - address : !write && in_parameters(e, address, bytes);
@@ -208,7 +208,7 @@ static void keep_only(Batch *b, Mask good) {
 }
 
 static void batch_global(Cursor *c, Batch *b, Mask lanes) {
-  const Emu *e = emu_of(c->w);
+  Emu *e = emu_of(c->w);
   *b = (Batch){.space = SP_GLOBAL, .one_region = true};
   fill(b, c->a, lanes, 0);
   Range r = range_of(b->at);
@@ -453,7 +453,7 @@ static void check_conflicts(Warp *w, const Insn *I, const Batch *b, const uint8_
 // finds at least what a read would.
 enum { READS = 1, WRITES = 2 };
 
-static bool all_written(const Emu *e, const Batch *b, uint64_t start, uint64_t bytes) {
+static bool all_written(Emu *e, const Batch *b, uint64_t start, uint64_t bytes) {
   if (b->space == SP_SHARED) return !memchr(b->cta->shared_init + start, 0, bytes);
   const Region *r = region_at(e, start, NULL);
   return !r || !r->initialised || !memchr(r->initialised + (start - r->base), 0, bytes);
@@ -1152,7 +1152,7 @@ static void append(Emu *e, const char *part, size_t length) {
 
 // Memory of one lane behind a generic address: how many bytes may be read there.
 static const uint8_t *readable(Warp *w, int lane, uint64_t address, uint64_t *bytes) {
-  const Emu *e = emu_of(w);
+  Emu *e = emu_of(w);
   Cta *cta = NULL;
   uint32_t offset = 0, local = (uint32_t)e->program->local_bytes;
   *bytes = 0;

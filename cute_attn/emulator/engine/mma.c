@@ -330,7 +330,7 @@ static void finish_count(Warp *w, const char *kind, int m, int k) {
 
 // Before sm_120 there is no mma.sync of fp8, except on sm_89: the assembler converts to f16, takes
 // the even pairs of elements first, then the odd pairs, starts from zero and adds C at the end.
-static void fp8_through_half(const Emu *e, int K, const float *A, const float *B, bool f16_result,
+static void fp8_through_half(Emu *e, int K, const float *A, const float *B, bool f16_result,
                              float *D) {
   Numerics n = numerics_of(e, UNIT_MMA, FT_F16, FT_F16, f16_result, SCALED_NONE);
   n.block_k = K / 2;

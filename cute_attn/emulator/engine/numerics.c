@@ -34,18 +34,14 @@ static float small_value(const SmallFloat *s, unsigned bits) {
                        (int)exponent - s->bias - s->mantissa_bits);
 }
 
-static const float *small_table(FloatType type) {
-  static bool ready;
-  if (!ready) {
-    for (int t = FT_E4M3; t <= FT_E2M1; t++)
-      for (unsigned i = 0; i < 256; i++) small_tables[t][i] = small_value(&SMALL[t], i);
-    for (unsigned i = 0; i < 256; i++) {
-      small_tables[FT_UE8M0][i] = i == 255 ? NAN : ldexpf(1.0f, (int)i - 127);
-      small_tables[FT_UE4M3][i] = small_value(&SMALL[FT_E4M3], i & 0x7F);
-    }
-    ready = true;
+// When the library is loaded, before there is a second thread that could read half of it.
+static __attribute__((constructor)) void fill_small_tables(void) {
+  for (int t = FT_E4M3; t <= FT_E2M1; t++)
+    for (unsigned i = 0; i < 256; i++) small_tables[t][i] = small_value(&SMALL[t], i);
+  for (unsigned i = 0; i < 256; i++) {
+    small_tables[FT_UE8M0][i] = i == 255 ? NAN : ldexpf(1.0f, (int)i - 127);
+    small_tables[FT_UE4M3][i] = small_value(&SMALL[FT_E4M3], i & 0x7F);
   }
-  return small_tables[type];
 }
 
 static inline float from_bits(uint32_t bits) {
@@ -89,14 +85,14 @@ void decode_floats(FloatType type, const void *raw, int count, float *out) {
     case FT_TF32: for (int i = 0; i < count; i++) out[i] = from_bits(word[i] & ~0x1FFFu); break;
     case FT_F32: memcpy(out, raw, (size_t)count * 4); break;
     default: {
-      const float *table = small_table(type);
+      const float *table = small_tables[type];
       for (int i = 0; i < count; i++) out[i] = table[byte[i]];
     }
   }
 }
 
 void decode_fp4(const uint8_t *raw, int count, float *out) {
-  const float *table = small_table(FT_E2M1);
+  const float *table = small_tables[FT_E2M1];
   for (int i = 0; i < count; i++) out[i] = table[raw[i / 2] >> (i & 1) * 4 & 15];
 }
 
@@ -135,7 +131,7 @@ static int operand_class(FloatType a, BlockScale scaled) {
   return a == FT_TF32 ? OPERAND_TF32 : OPERAND_FP8;
 }
 
-Numerics numerics_of(const Emu *e, MmaUnit unit, FloatType a, FloatType b, bool f16_accumulator,
+Numerics numerics_of(Emu *e, MmaUnit unit, FloatType a, FloatType b, bool f16_accumulator,
                      BlockScale scaled) {
   int operand = operand_class(a, scaled);
   const Rule *rule = NULL, *any = NULL;
@@ -149,26 +145,21 @@ Numerics numerics_of(const Emu *e, MmaUnit unit, FloatType a, FloatType b, bool 
     .exact = e->numerics != 0, .block_k = rule->block_k, .fraction_bits = rule->fraction_bits,
     .result_bits = rule->result_bits, .f16_result = f16_accumulator,
     .min_exponent_a = MIN_EXPONENT[a], .min_exponent_b = MIN_EXPONENT[b],
-    .scale_group = operand == OPERAND_SCALED_FP4 ? 16 : 0,
+    .scale_group = operand == OPERAND_SCALED_FP4 ? 16 : 0, .emu = e,
   };
 }
 
 // ------------------------------------------------------------------------------------- scratch
 
-// Working arrays, kept from call to call.
-static void *scratch(int slot, size_t bytes) {
-  static struct { void *p; size_t size; } kept[8];
-  if (kept[slot].size < bytes) {
-    free(kept[slot].p);
-    kept[slot].size = (bytes + 4095) & ~(size_t)4095;
-    kept[slot].p = aligned_alloc(64, kept[slot].size);
-  }
-  return kept[slot].p;
+// Working arrays, by number.
+static void *array(const Numerics *num, int slot, size_t bytes) {
+  return scratch(num->emu, SCRATCH_NUMERICS + slot, bytes);
 }
 
 // out[k][column] for k0 <= k < k0 + K of B, columns padded with zeros to a multiple of 8.
-static float *transposed(const float *B, int N, int ldb, int k0, int K, int padded) {
-  float *out = scratch(0, (size_t)padded * K * sizeof(float));
+static float *transposed(const Numerics *num, const float *B, int N, int ldb, int k0, int K,
+                         int padded) {
+  float *out = array(num, 0, (size_t)padded * K * sizeof(float));
   for (int k = 0; k < K; k++)
     for (int n = N; n < padded; n++) out[k * padded + n] = 0;
   for (int n = 0; n < N; n++)
@@ -423,9 +414,9 @@ static inline int scale_exponent(float s) {
 static Block prepare(const Numerics *num, int N, int ld, int k0, int K, const float *B,
                      const int16_t *scale) {
   int padded = (N + 7) & ~7;
-  float *bt = transposed(B, N, ld, k0, K, padded);
-  int16_t *eb = scratch(1, (size_t)padded * K * 2);
-  int16_t *top = scratch(2, (size_t)padded * 3 * 2);
+  float *bt = transposed(num, B, N, ld, k0, K, padded);
+  int16_t *eb = array(num, 1, (size_t)padded * K * 2);
+  int16_t *top = array(num, 2, (size_t)padded * 3 * 2);
   int16_t *small = top + padded, *shift = small + padded;
   for (int n = 0; n < padded; n++) shift[n] = scale && n < N ? scale[n] : 0;
   for (int n = 0; n < padded; n += 8) {
@@ -479,48 +470,55 @@ static void exact_block(const Block *block, int M, int N, int ld, int k0, const 
   }
 }
 
-// What the last call of mma_tile left in the scratch arrays, if its K was one block.
-static struct { Numerics num; Block block; const float *B; int N, K; bool exact; } latest;
+// What the last call of mma_tile left in the working arrays, if its K was one block.
+typedef struct { Numerics num; Block block; const float *B; int N, K; bool exact; } Latest;
+
+static Latest *latest_of(const Numerics *num) {
+  return scratch(num->emu, SCRATCH_LATEST, sizeof(Latest));
+}
 
 void mma_tile(const Numerics *num, int M, int N, int K, const float *A, const float *B, float *D,
               bool accumulate) {
-  latest.B = NULL;
+  Latest *latest = latest_of(num);
+  latest->B = NULL;
   if (!num->exact) {
     int padded = (N + 7) & ~7;
-    const float *bt = transposed(B, N, K, 0, K, padded);
+    const float *bt = transposed(num, B, N, K, 0, K, padded);
     float_tile(num, M, N, K, A, bt, D, accumulate);
-    latest.block = (Block){.padded = padded, .bt = bt};
+    latest->block = (Block){.padded = padded, .bt = bt};
   } else {
     if (!accumulate) memset(D, 0, (size_t)M * N * sizeof *D);
     for (int k = 0; k < K; k += num->block_k) {
       Block block = prepare(num, N, K, k, K - k < num->block_k ? K - k : num->block_k, B, NULL);
       exact_block(&block, M, N, K, k, A, B, NULL, D);
-      latest.block = block;
+      latest->block = block;
     }
     if (K > num->block_k) return;
   }
-  latest.num = *num;
-  latest.block.num = &latest.num;
-  latest.B = B, latest.N = N, latest.K = K, latest.exact = num->exact;
+  latest->num = *num;
+  latest->block.num = &latest->num;
+  latest->B = B, latest->N = N, latest->K = K, latest->exact = num->exact;
 }
 
 void mma_tile_again(const Numerics *num, int M, int N, int K, const float *A, const float *B,
                     float *D, bool accumulate) {
-  if (latest.B != B || latest.N != N || latest.K != K || latest.exact != num->exact) {
+  const Latest *latest = latest_of(num);
+  if (latest->B != B || latest->N != N || latest->K != K || latest->exact != num->exact) {
     mma_tile(num, M, N, K, A, B, D, accumulate);
   } else if (!num->exact) {
-    float_tile(num, M, N, K, A, latest.block.bt, D, accumulate);
+    float_tile(num, M, N, K, A, latest->block.bt, D, accumulate);
   } else {
     if (!accumulate) memset(D, 0, (size_t)M * N * sizeof *D);
-    exact_block(&latest.block, M, N, K, 0, A, B, NULL, D);
+    exact_block(&latest->block, M, N, K, 0, A, B, NULL, D);
   }
 }
 
 // -------------------------------------------------------------------------------- block scaling
 
 // Rows of X (rows x K) times their scale factors.
-static float *prescaled(int slot, const float *X, const float *scale, int rows, int K, int vector) {
-  float *out = scratch(slot, (size_t)rows * K * sizeof(float));
+static float *prescaled(const Numerics *num, int slot, const float *X, const float *scale, int rows,
+                        int K, int vector) {
+  float *out = array(num, slot, (size_t)rows * K * sizeof(float));
   for (int i = 0; i < rows * K; i++) out[i] = X[i] * scale[i / vector];
   return out;
 }
@@ -566,11 +564,11 @@ static void spread_nan(int M, int N, int per_row, int at, const float *sa, const
 void mma_tile_scaled(const Numerics *num, int M, int N, int K, const float *A, const float *B,
                      const float *scale_a, const float *scale_b, int vector, float *D,
                      bool accumulate) {
-  latest.B = NULL;
+  latest_of(num)->B = NULL;
   if (!num->exact) {
-    const float *a = prescaled(3, A, scale_a, M, K, vector);
-    const float *b = prescaled(4, B, scale_b, N, K, vector);
-    float_tile(num, M, N, K, a, transposed(b, N, K, 0, K, (N + 7) & ~7), D, accumulate);
+    const float *a = prescaled(num, 3, A, scale_a, M, K, vector);
+    const float *b = prescaled(num, 4, B, scale_b, N, K, vector);
+    float_tile(num, M, N, K, a, transposed(num, b, N, K, 0, K, (N + 7) & ~7), D, accumulate);
     return;
   }
   if (!accumulate) memset(D, 0, (size_t)M * N * sizeof *D);
@@ -587,7 +585,7 @@ void mma_tile_scaled(const Numerics *num, int M, int N, int K, const float *A, c
     }
     return;
   }
-  int16_t *sa = scratch(5, (size_t)(M + N) * 2), *sb = sa + M;
+  int16_t *sa = array(num, 5, (size_t)(M + N) * 2), *sb = sa + M;
   for (int k = 0; k < K; k += vector) {
     scale_exponents(scale_a, M, per_row, k / vector, sa);
     scale_exponents(scale_b, N, per_row, k / vector, sb);

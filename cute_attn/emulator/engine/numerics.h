@@ -27,6 +27,7 @@ typedef struct {
   bool f16_result;
   int min_exponent_a, min_exponent_b;  // of the operands' normal numbers: subnormals have it too
   int scale_group;      // products summed exactly before they are scaled (block-scaled fp4); 0: 1
+  Emu *emu;             // whose working memory it takes
 } Numerics;
 
 // Whether, and how, operands come with scale factors.
@@ -34,7 +35,7 @@ typedef enum { SCALED_NONE, SCALED_MXF8F6F4, SCALED_MXF4 /* mxf4, mxf4nvf4 */ } 
 
 // The arithmetic of one instruction on the machine's architecture (e->program->arch), and of
 // e->numerics.
-Numerics numerics_of(const Emu *e, MmaUnit unit, FloatType a, FloatType b, bool f16_accumulator,
+Numerics numerics_of(Emu *e, MmaUnit unit, FloatType a, FloatType b, bool f16_accumulator,
                      BlockScale scaled);
 
 // D = A * B^T (+ D): A is M x K, B is N x K, D is M x N, all row-major and dense. The values are

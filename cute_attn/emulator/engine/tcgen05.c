@@ -700,63 +700,66 @@ typedef struct {
   uint32_t outside;
   bool bad;
 } Touched;
-static Touched touched;
 
-static const uint8_t *fetch(Cta *cta, uint32_t address) {
+static Touched *touched_of(Emu *e) { return scratch(e, SCRATCH_TOUCHED, sizeof(Touched)); }
+
+static inline const uint8_t *fetch(Touched *touched, Cta *cta, uint32_t address) {
   static const uint8_t zeros[16];
   if (address < SHARED_BASE || address - SHARED_BASE + 16 > cta->shared_bytes) {
-    touched.bad = true;
-    touched.outside = address;
+    touched->bad = true;
+    touched->outside = address;
     return zeros;
   }
   int unit = (int)((address - SHARED_BASE) / 16);
-  touched.bits[unit / 64] |= 1ull << unit % 64;
-  if (unit < touched.low) touched.low = unit;
-  if (unit > touched.high) touched.high = unit;
+  touched->bits[unit / 64] |= 1ull << unit % 64;
+  if (unit < touched->low) touched->low = unit;
+  if (unit > touched->high) touched->high = unit;
   return cta->shared + (address - SHARED_BASE);
 }
 
-static void fetch_begin(void) {
-  touched.low = 1 << 14, touched.high = -1;
-  touched.bad = false;
+static Touched *fetch_begin(const Cta *cta) {
+  Touched *touched = touched_of(cta->emu);
+  touched->low = 1 << 14, touched->high = -1;
+  touched->bad = false;
+  return touched;
 }
 
-static void fetch_end(const Access *access, Cta *cta, const char *name) {
+static void fetch_end(Touched *touched, const Access *access, Cta *cta, const char *name) {
   Access plain = *access, *a = &plain;
   a->tensor = 0;  // in shared memory the fences of the asynchronous proxy count
-  if (touched.bad)
+  if (touched->bad)
     finding(a->warp, a->insn, CK_BOUNDS, SEV_ERROR,
             "%s reaches shared address 0x%x, outside the %u bytes of CTA %u from 0x%x on", name,
-            touched.outside, cta->shared_bytes, cta->linear, SHARED_BASE);
-  for (int u = touched.low; u <= touched.high; u++) {
-    uint64_t rest = touched.bits[u / 64] >> u % 64;
+            touched->outside, cta->shared_bytes, cta->linear, SHARED_BASE);
+  for (int u = touched->low; u <= touched->high; u++) {
+    uint64_t rest = touched->bits[u / 64] >> u % 64;
     if (!rest) {
       u |= 63;
       continue;
     }
     u += __builtin_ctzll(rest);
     int end = u;
-    while (end <= touched.high && touched.bits[end / 64] >> end % 64 & 1) end++;
+    while (end <= touched->high && touched->bits[end / 64] >> end % 64 & 1) end++;
     shared_read(a, cta, (uint32_t)u * 16, (uint32_t)(end - u) * 16);
     u = end;
   }
-  if (touched.high < 0) return;
-  int first = touched.low / 64, last = touched.high / 64;
-  memset(&touched.bits[first], 0, sizeof touched.bits[0] * (size_t)(last - first + 1));
+  if (touched->high < 0) return;
+  int first = touched->low / 64, last = touched->high / 64;
+  memset(&touched->bits[first], 0, sizeof touched->bits[0] * (size_t)(last - first + 1));
 }
 
 // `rows` rows of K_BYTES from shared memory; elements of `size` bytes.
 static void gather(const Access *a, Cta *cta, const Matrix *m, const char *name, bool transposed,
                    int rows, int size, uint8_t (*out)[K_BYTES]) {
-  fetch_begin();
+  Touched *touched = fetch_begin(cta);
   if (!transposed) {
     for (int r = 0; r < rows; r++)
-      for (int c = 0; c < 2; c++) memcpy(&out[r][16 * c], fetch(cta, k_major(m, r, c)), 16);
+      for (int c = 0; c < 2; c++) memcpy(&out[r][16 * c], fetch(touched, cta, k_major(m, r, c)), 16);
   } else {
     int each = 16 / size;
     for (int c = 0; c < rows / each; c++) {
       for (int k = 0; k < K_BYTES / size; k++) {
-        const uint8_t *p = fetch(cta, mn_major(m, c, k));
+        const uint8_t *p = fetch(touched, cta, mn_major(m, c, k));
         for (int i = 0; i < each; i++) {
           uint8_t *to = &out[c * each + i][k * size];
           for (int b = 0; b < size; b++) to[b] = p[i * size + b];
@@ -764,7 +767,7 @@ static void gather(const Access *a, Cta *cta, const Matrix *m, const char *name,
       }
     }
   }
-  fetch_end(a, cta, name);
+  fetch_end(touched, a, cta, name);
 }
 
 // ------------------------------------------------------------------------------------- mma
@@ -822,9 +825,15 @@ static inline int lane_of(const Layout *l, int row, int fold) {
 static inline int blocks_of(const Layout *l) { return l->half ? 4 : 1; }
 static inline int block_rows(const Layout *l) { return l->half ? 16 : l->rows; }
 
-static _Alignas(64) float a_tile[128 * 64], b_tile[256 * 64], d_tile[128 * 256];
-static _Alignas(64) uint8_t a_raw[128][K_BYTES], b_raw[256 + 64][K_BYTES];
-static float a_scales[128 * 4], b_scales[256 * 4];
+// The operands of the multiplication under way.
+typedef struct {
+  _Alignas(64) float a_tile[128 * 64], b_tile[256 * 64], d_tile[128 * 256];
+  _Alignas(64) uint8_t a_raw[128][K_BYTES], b_raw[256 + 64][K_BYTES];
+  float a_scales[128 * 4], b_scales[256 * 4];
+  int16_t wide_a[128][32], wide_b[256][32];  // integers
+} Tiles;
+
+static Tiles *tiles_of(Emu *e) { return scratch(e, SCRATCH_TCGEN05, sizeof(Tiles)); }
 
 // 16 elements of 4 bits in 8 bytes, or of 6 bits in 12, out of the 16 bytes that hold them.
 static void spread(const uint8_t *in, int bits, uint8_t *out) {
@@ -867,22 +876,24 @@ static void decode(const Mma *m, FloatType type, bool in_tmem, bool negate, int 
 }
 
 static void load_a_from_tmem(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, int fold) {
+  Tiles *t = tiles_of(op->emu);
   int column = (int)(m->a & 0xFFFF), columns = K_BYTES / 4;
   for (int b = 0; b < blocks_of(l); b++) {
     int row = b * block_rows(l), lane = lane_of(l, row, fold);
     if (!check_block(&op->access, cta, "A of tcgen05.mma", lane, column, block_rows(l), columns)) {
-      memset(a_raw[row], 0, (size_t)block_rows(l) * K_BYTES);
+      memset(t->a_raw[row], 0, (size_t)block_rows(l) * K_BYTES);
       continue;
     }
     tmem_read(&op->access, cta, lane, column, block_rows(l), columns);
     for (int r = 0; r < block_rows(l); r++)
-      memcpy(a_raw[row + r], &cta->tmem->words[lane + r][column], K_BYTES);
+      memcpy(t->a_raw[row + r], &cta->tmem->words[lane + r][column], K_BYTES);
   }
-  if (m->shift_a) memmove(a_raw[0], a_raw[1], (size_t)(l->rows - 1) * K_BYTES);
+  if (m->shift_a) memmove(t->a_raw[0], t->a_raw[1], (size_t)(l->rows - 1) * K_BYTES);
 }
 
 // D into d_tile. A read of what the same operation goes on to write needs no mark of its own.
 static bool load_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, int fold) {
+  Tiles *t = tiles_of(op->emu);
   int column = (int)(m->d & 0xFFFF), n = l->columns;
   for (int b = 0; b < blocks_of(l); b++) {
     int row = b * block_rows(l), lane = lane_of(l, row, fold);
@@ -893,7 +904,7 @@ static bool load_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, i
       tmem_read(&op->access, cta, lane, column, block_rows(l), n);
     for (int r = 0; r < block_rows(l); r++) {
       const uint32_t *from = &cta->tmem->words[lane + r][column];
-      float *to = d_tile + (row + r) * n;
+      float *to = t->d_tile + (row + r) * n;
       if (m->f16_result)
         for (int i = 0; i < n; i++) to[i] = half_value((uint16_t)from[i]);
       else memcpy(to, from, (size_t)n * 4);
@@ -901,13 +912,14 @@ static bool load_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, i
   }
   if (m->accumulate && m->scale_d) {
     float factor = 1.0f / (float)(1 << m->scale_d);
-    for (int i = 0; i < l->rows * n; i++) d_tile[i] *= factor;
+    for (int i = 0; i < l->rows * n; i++) t->d_tile[i] *= factor;
   }
   return true;
 }
 
 static void store_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, int fold,
                     const uint32_t *disabled) {
+  const Tiles *t = tiles_of(op->emu);
   int column = (int)(m->d & 0xFFFF), n = l->columns;
   for (int b = 0; b < blocks_of(l); b++) {
     int rows = block_rows(l), row = b * rows, lane = lane_of(l, row, fold);
@@ -918,7 +930,7 @@ static void store_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, 
       if (run) tmem_write(&op->access, cta, lane + r, column, run, n);
       for (int i = r; i < r + run; i++) {
         uint32_t *to = &cta->tmem->words[lane + i][column];
-        const float *from = d_tile + (row + i) * n;
+        const float *from = t->d_tile + (row + i) * n;
         if (m->f16_result)
           for (int c = 0; c < n; c++) to[c] = half_of(from[c]);
         else memcpy(to, from, (size_t)n * 4);
@@ -928,18 +940,18 @@ static void store_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, 
   }
 }
 
-static void multiply_integers(const Mma *m, int rows, int columns, const uint8_t (*b)[K_BYTES]) {
-  static int16_t wide_a[128][32], wide_b[256][32];
-  int32_t *d = (int32_t *)(void *)d_tile;
+static void multiply_integers(Tiles *t, const Mma *m, int rows, int columns, int first) {
+  const uint8_t (*b)[K_BYTES] = (const uint8_t (*)[K_BYTES])t->b_raw + first;
+  int32_t *d = (int32_t *)(void *)t->d_tile;
   for (int r = 0; r < rows; r++)
     for (int k = 0; k < 32; k++)
-      wide_a[r][k] = m->a_signed ? (int8_t)a_raw[r][k] : a_raw[r][k];
+      t->wide_a[r][k] = m->a_signed ? (int8_t)t->a_raw[r][k] : t->a_raw[r][k];
   for (int c = 0; c < columns; c++)
-    for (int k = 0; k < 32; k++) wide_b[c][k] = m->b_signed ? (int8_t)b[c][k] : b[c][k];
+    for (int k = 0; k < 32; k++) t->wide_b[c][k] = m->b_signed ? (int8_t)b[c][k] : b[c][k];
   for (int r = 0; r < rows; r++) {
     for (int c = 0; c < columns; c++) {
       int32_t sum = 0;
-      for (int k = 0; k < 32; k++) sum += wide_a[r][k] * wide_b[c][k];
+      for (int k = 0; k < 32; k++) sum += t->wide_a[r][k] * t->wide_b[c][k];
       int64_t all = (int64_t)sum + (m->accumulate ? d[r * columns + c] : 0);
       if (m->saturate) all = all > INT32_MAX ? INT32_MAX : all < INT32_MIN ? INT32_MIN : all;
       d[r * columns + c] = (int32_t)(uint32_t)all;
@@ -950,7 +962,8 @@ static void multiply_integers(const Mma *m, int rows, int columns, const uint8_t
 // Scale factors: those of row (or column) i stand in lane i % 32 of a 32-lane partition, in
 // column i / 32, one byte each. Every partition has its own copy.
 static void load_scales(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, int fold) {
-  const struct Tmem *t = cta->tmem;
+  Tiles *t = tiles_of(op->emu);
+  const struct Tmem *tmem = cta->tmem;
   int first = lane_of(l, 0, fold) / 32, partitions = l->rows / 32;
   int column_a = (int)(m->scale_a & 0xFFFF), column_b = (int)(m->scale_b & 0xFFFF);
   uint8_t bytes_a[128 * 4], bytes_b[256 * 4];
@@ -961,7 +974,7 @@ static void load_scales(const AsyncOp *op, const Mma *m, Cta *cta, const Layout 
     if (!check_block(&op->access, cta, "scale factors of A", lane, column_a + p, 32, 1)) break;
     tmem_read(&op->access, cta, lane, column_a + p, 32, 1);
     for (int r = 0; r < 32; r++) {
-      uint32_t word = t->words[lane + r][column_a + p] >> 8 * m->scale_a_id;
+      uint32_t word = tmem->words[lane + r][column_a + p] >> 8 * m->scale_a_id;
       memcpy(&bytes_a[(32 * p + r) * m->vectors], &word, (size_t)m->vectors);
     }
   }
@@ -974,7 +987,7 @@ static void load_scales(const AsyncOp *op, const Mma *m, Cta *cta, const Layout 
         break;
       tmem_read(&op->access, cta, lane, column_b + c, lanes, 1);
       for (int r = 0; r < lanes; r++) {
-        uint32_t word = t->words[lane + r][column_b + c] >> 8 * m->scale_b_id;
+        uint32_t word = tmem->words[lane + r][column_b + c] >> 8 * m->scale_b_id;
         uint8_t *to = &bytes_b[(32 * c + r) * m->vectors];
         if (p) same = same && !memcmp(to, &word, (size_t)m->vectors);
         else memcpy(to, &word, (size_t)m->vectors);
@@ -985,29 +998,30 @@ static void load_scales(const AsyncOp *op, const Mma *m, Cta *cta, const Layout 
               "the scale factors of B in lanes %d to %d of TMEM differ from those in lanes %d to "
               "%d: each 32 lanes need the same copy", lane, lane + 31, 32 * first, 32 * first + 31);
   }
-  decode_floats(m->scale_type, bytes_a, l->rows * m->vectors, a_scales);
-  decode_floats(m->scale_type, bytes_b, l->columns * m->vectors, b_scales);
+  decode_floats(m->scale_type, bytes_a, l->rows * m->vectors, t->a_scales);
+  decode_floats(m->scale_type, bytes_b, l->columns * m->vectors, t->b_scales);
 }
 
 static void multiply(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, int fold,
                      const Numerics *numerics) {
+  Tiles *t = tiles_of(op->emu);
   int first = fold * l->columns;
   if (m->kind == KIND_I8) {
-    multiply_integers(m, l->rows, l->columns, (const uint8_t (*)[K_BYTES])b_raw + first);
+    multiply_integers(t, m, l->rows, l->columns, first);
     return;
   }
-  const float *b = b_tile + first * m->K;
+  const float *b = t->b_tile + first * m->K;
   if (m->vectors) {
     load_scales(op, m, cta, l, fold);
-    mma_tile_scaled(numerics, l->rows, l->columns, m->K, a_tile, b, a_scales, b_scales,
-                    m->K / m->vectors, d_tile, m->accumulate);
+    mma_tile_scaled(numerics, l->rows, l->columns, m->K, t->a_tile, b, t->a_scales, t->b_scales,
+                    m->K / m->vectors, t->d_tile, m->accumulate);
   } else {
-    mma_tile(numerics, l->rows, l->columns, m->K, a_tile, b, d_tile, m->accumulate);
+    mma_tile(numerics, l->rows, l->columns, m->K, t->a_tile, b, t->d_tile, m->accumulate);
   }
 }
 
 // Columns of B that count as 0: spans of `use` and `skip` columns alternate.
-static void clear_columns(const Mma *m) {
+static void clear_columns(Tiles *t, const Mma *m) {
   if (!(m->zero_columns >> 39 & 1)) return;
   int parts = LANES / m->M, size = m->N / parts;
   int spans[2] = {(int)(m->zero_columns >> 48 & 255) + 1, (int)(m->zero_columns >> 40 & 255) + 1};
@@ -1016,19 +1030,20 @@ static void clear_columns(const Mma *m) {
     int left = spans[skip], start = (int)(m->zero_columns >> 8 * p & 255);
     for (int n = -start; n < size; n++, left--) {
       if (!left) skip = !skip, left = spans[skip];
-      if (n >= 0 && skip) memset(b_raw[p * size + n], 0, K_BYTES);
+      if (n >= 0 && skip) memset(t->b_raw[p * size + n], 0, K_BYTES);
     }
   }
 }
 
 static void load_b(const AsyncOp *op, const Mma *m, Cta **ctas, int n) {
+  Tiles *t = tiles_of(op->emu);
   int rows = m->N / n, shift = (int)(m->zero_columns >> 56 & 63);
   for (int c = 0; c < n; c++)
     gather(&op->access, ctas[c], &m->b_matrix, "B of tcgen05.mma", m->transpose_b, rows + shift,
-           KINDS[m->kind].element, b_raw + c * rows);
+           KINDS[m->kind].element, t->b_raw + c * rows);
   if (!m->weight_stationary) return;
-  if (shift) memmove(b_raw[0], b_raw[shift], (size_t)rows * K_BYTES);
-  clear_columns(m);
+  if (shift) memmove(t->b_raw[0], t->b_raw[shift], (size_t)rows * K_BYTES);
+  clear_columns(t, m);
 }
 
 static void run_mma(AsyncOp *op, int stage) {
@@ -1037,11 +1052,12 @@ static void run_mma(AsyncOp *op, int stage) {
   Cta *ctas[2];
   int n = ctas_of(op->warp, op->insn, m->group, ctas);
   if (!n || !op->cta->tmem) return;
+  Tiles *t = tiles_of(op->emu);
   Layout l = layout_of(m);
   int size = KINDS[m->kind].element;
   bool integers = m->kind == KIND_I8;
   load_b(op, m, ctas, n);
-  if (!integers) decode(m, m->b_type, false, m->negate_b, m->N, b_raw, b_tile);
+  if (!integers) decode(m, m->b_type, false, m->negate_b, m->N, t->b_raw, t->b_tile);
   Numerics numerics = {0};
   if (!integers)
     numerics = numerics_of(op->emu, UNIT_TCGEN05, m->a_type, m->b_type, m->f16_result,
@@ -1052,9 +1068,9 @@ static void run_mma(AsyncOp *op, int stage) {
       if (m->a_in_tmem) load_a_from_tmem(op, m, ctas[c], &l, fold);
       else if (!fold)
         gather(&op->access, ctas[c], &m->a_matrix, "A of tcgen05.mma", m->transpose_a, l.rows, size,
-               a_raw);
+               t->a_raw);
       if (!integers && (m->a_in_tmem || !fold))
-        decode(m, m->a_type, m->a_in_tmem, m->negate_a, l.rows, a_raw, a_tile);
+        decode(m, m->a_type, m->a_in_tmem, m->negate_a, l.rows, t->a_raw, t->a_tile);
       if (!load_d(op, m, ctas[c], &l, fold)) continue;
       multiply(op, m, ctas[c], &l, fold, &numerics);
       store_d(op, m, ctas[c], &l, fold, m->disabled + 4 * c);
@@ -1237,7 +1253,7 @@ static AsyncOp *issue(Warp *w, const Insn *I, const char *what, int lane, void *
 typedef struct { const uint64_t *d, *a, *b; const uint32_t *descriptor; Mask enable; } MmaOperands;
 
 static MmaOperands mma_operands(Warp *w, const Insn *I, Mask m, int enable,
-                                uint64_t buffers[3][32]) {
+                                uint64_t buffers[4][32]) {
   MmaOperands o;
   addresses_of(w, I, &I->op[0], m, buffers[0]);
   o.d = buffers[0];
@@ -1248,8 +1264,7 @@ static MmaOperands mma_operands(Warp *w, const Insn *I, Mask m, int enable,
     o.a = src64_of(w, I, &I->op[1], m, buffers[1]);
   }
   o.b = src64_of(w, I, &I->op[2], m, buffers[2]);
-  static uint32_t descriptor[32];
-  o.descriptor = src32_of(w, I, &I->op[3], m, descriptor);
+  o.descriptor = src32_of(w, I, &I->op[3], m, (uint32_t *)buffers[3]);
   o.enable = srcp_of(w, I, &I->op[enable], m);
   return o;
 }
@@ -1284,7 +1299,7 @@ static int exec_mma(Warp *w, const Insn *I, Mask m) {
   int group = I->mod[0];
   if (!begin_mma(w, I, m, group)) return DONE;
   bool masks = I->op[4].kind == K_LIST;
-  uint64_t buffers[3][32];
+  uint64_t buffers[4][32];
   MmaOperands o = mma_operands(w, I, m, 4 + masks, buffers);
   const Operand *scale = &I->op[5 + masks];
   FOR_SET(l, m) {
@@ -1325,7 +1340,7 @@ static int exec_mma_scaled(Warp *w, const Insn *I, Mask m) {
     fatal(w, I, CK_DESCRIPTOR, "kind::%s has no scale vectors of this size", KINDS[kind].name);
     return DONE;
   }
-  uint64_t buffers[3][32], scale_a[32], scale_b[32];
+  uint64_t buffers[4][32], scale_a[32], scale_b[32];
   MmaOperands o = mma_operands(w, I, m, 6, buffers);
   addresses_of(w, I, &I->op[4], m, scale_a);
   addresses_of(w, I, &I->op[5], m, scale_b);
@@ -1345,7 +1360,7 @@ static int exec_mma_scaled(Warp *w, const Insn *I, Mask m) {
 
 static int exec_mma_ws(Warp *w, const Insn *I, Mask m) {
   if (!begin_mma(w, I, m, 1)) return DONE;
-  uint64_t buffers[3][32], zeros[32] = {0};
+  uint64_t buffers[4][32], zeros[32] = {0};
   MmaOperands o = mma_operands(w, I, m, 4, buffers);
   const uint64_t *mask = I->op[5].kind == K_NONE ? zeros : src64_of(w, I, &I->op[5], m, zeros);
   FOR_SET(l, m) {
@@ -1390,10 +1405,10 @@ static void run_copy(AsyncOp *op, int stage) {
   int base = (int)(c->address >> 16), column = (int)(c->address & 0xFFFF), lanes[4];
   for (int i = 0; i < n; i++) {
     uint8_t data[LANES][32];
-    fetch_begin();
+    Touched *touched = fetch_begin(ctas[i]);
     for (int r = 0; r < rows; r++) {
       for (int k = 0; k < chunks; k++) {
-        const uint8_t *p = fetch(ctas[i], k_major(&c->matrix, r, k));
+        const uint8_t *p = fetch(touched, ctas[i], k_major(&c->matrix, r, k));
         uint8_t *to = &data[r][16 * k];
         if (c->bits == 8) {
           memcpy(to, p, 16);
@@ -1403,7 +1418,7 @@ static void run_copy(AsyncOp *op, int stage) {
         for (int j = 0; j < 16; j++) to[j] = (uint8_t)(to[j] << (6 - c->bits));
       }
     }
-    fetch_end(&op->access, ctas[i], "source of tcgen05.cp");
+    fetch_end(touched, &op->access, ctas[i], "source of tcgen05.cp");
     // Each access covers a whole group of lanes, or one of them for 4x256b.
     bool single = c->shape == CP_4x256b;
     for (int l = 0; l < (single ? 4 : 1); l++) {

@@ -191,7 +191,7 @@ static void read_accumulators(Warp *w, const Multiply *x, float *D) {
 }
 
 static void write_accumulators(Warp *w, const Multiply *x, const float *D) {
-  static uint32_t nowhere[32];
+  uint32_t nowhere[32];
   const Operand *d = list_of(w, &x->op->insn->op[0]);
   for (int pair = 0; pair < x->n / 4; pair++) {
     const float *block = D + pair % 2 * 8 * x->n + pair / 2 * 8;
@@ -220,7 +220,7 @@ static void widen(const uint8_t *in, int count, bool is_signed, int16_t *out) {
 }
 
 static void multiply_integers(const Multiply *x, const uint8_t *a, const uint8_t *b, int32_t *D) {
-  static int16_t A[16 * K_BYTES], B[MAX_N * K_BYTES];
+  int16_t A[16 * K_BYTES], B[MAX_N * K_BYTES];
   widen(a, 16 * K_BYTES, x->a_signed, A);
   widen(b, x->n * K_BYTES, x->b_signed, B);
   for (int i = 0; i < 16 * x->n; i++) {
@@ -241,45 +241,49 @@ static void multiply_bits(const Multiply *x, const uint8_t *a, const uint8_t *b,
   }
 }
 
-// B as the last warp to arrive has read it: the others use it while it runs them.
+// B as the last warp to arrive has read it: the others use it while it runs them; and of the warp
+// that runs A and D.
 typedef struct { bool valid; uint64_t descriptor; uint8_t rows[MAX_N * K_BYTES];
-                 float values[MAX_N * K_BYTES]; } SharedB;
-static SharedB shared_b;
+                 _Alignas(64) float values[MAX_N * K_BYTES], A[16 * K_BYTES], D[16 * MAX_N];
+} SharedB;
 
-static void read_b(const Multiply *x, unsigned check) {
+static SharedB *shared_b_of(Emu *e) { return scratch(e, SCRATCH_WGMMA, sizeof(SharedB)); }
+
+static void read_b(SharedB *shared_b, const Multiply *x, unsigned check) {
   const Access *access = &x->op->access;
-  if (shared_b.valid && shared_b.descriptor == x->b_descriptor) {
+  if (shared_b->valid && shared_b->descriptor == x->b_descriptor) {
     check_rows(access, x->b_descriptor, x->mn_major_b, x->n, check);
     return;
   }
-  read_rows(access, x->b_descriptor, x->mn_major_b, 0, x->n, check, shared_b.rows);
-  shared_b.descriptor = x->b_descriptor;
+  read_rows(access, x->b_descriptor, x->mn_major_b, 0, x->n, check, shared_b->rows);
+  shared_b->descriptor = x->b_descriptor;
   if (x->operands == OPERANDS_FLOAT) {
-    decode_floats(x->b_type, shared_b.rows, x->n * x->k, shared_b.values);
-    if (x->negate_b) flip_signs(shared_b.values, x->n * x->k);
+    decode_floats(x->b_type, shared_b->rows, x->n * x->k, shared_b->values);
+    if (x->negate_b) flip_signs(shared_b->values, x->n * x->k);
   }
 }
 
 static void run_part(Multiply *x) {
   Warp *w = x->op->warp;
-  static float A[16 * K_BYTES], D[16 * MAX_N];
+  SharedB *shared_b = shared_b_of(x->op->emu);
+  float *A = shared_b->A, *D = shared_b->D;
   uint8_t a[16 * K_BYTES];
   const uint8_t *a_rows = x->a_in_registers ? x->a : a;
   // All four warps read the same B: each checks a quarter, another one for each step along K.
-  read_b(x, 1u << (((unsigned)w->index + 1 + (unsigned)(x->b_descriptor >> 1)) & 3));
+  read_b(shared_b, x, 1u << (((unsigned)w->index + 1 + (unsigned)(x->b_descriptor >> 1)) & 3));
   if (!x->a_in_registers)
     read_rows(&x->op->access, x->a_descriptor, x->mn_major_a, w->index % 4 * 16, 16, 15, a);
   if (x->accumulate) read_accumulators(w, x, D);
   if (x->operands == OPERANDS_INT)
-    multiply_integers(x, a_rows, shared_b.rows, (int32_t *)D);
+    multiply_integers(x, a_rows, shared_b->rows, (int32_t *)D);
   else if (x->operands == OPERANDS_BIT)
-    multiply_bits(x, a_rows, shared_b.rows, (int32_t *)D);
+    multiply_bits(x, a_rows, shared_b->rows, (int32_t *)D);
   else {
     decode_floats(x->a_type, a_rows, 16 * x->k, A);
     if (x->negate_a) flip_signs(A, 16 * x->k);
     Numerics n = numerics_of(x->op->emu, UNIT_WGMMA, x->a_type, x->b_type, x->f16_result,
                              SCALED_NONE);
-    (shared_b.valid ? mma_tile_again : mma_tile)(&n, 16, x->n, x->k, A, shared_b.values, D,
+    (shared_b->valid ? mma_tile_again : mma_tile)(&n, 16, x->n, x->k, A, shared_b->values, D,
                                                  x->accumulate);
   }
   write_accumulators(w, x, D);
@@ -301,7 +305,8 @@ static void run_multiply(AsyncOp *op, int stage) {
   s->done = x->number;
   run_part(x);
   if (!x->last) return;
-  shared_b.valid = true;
+  SharedB *shared_b = shared_b_of(op->emu);
+  shared_b->valid = true;
   FOR_PEERS(peer, w) {
     Multiply *y = waiting(peer, x->number);
     if (!y) continue;
@@ -312,11 +317,11 @@ static void run_multiply(AsyncOp *op, int stage) {
                    "%d, warp %d 0x%016llx and N %d", w->index,
                    (unsigned long long)x->b_descriptor, x->n, peer->index,
                    (unsigned long long)y->b_descriptor, y->n);
-      shared_b.valid = false;
+      shared_b->valid = false;
     }
     force(y->op);
   }
-  shared_b.valid = false;
+  shared_b->valid = false;
 }
 
 // --------------------------------------------------------------------------------------- issuing
