@@ -199,6 +199,7 @@ class KdaChunkIntra(ChunkInverse):
             half = part >> 2
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
             self.score(smem, b, half, scale, out, acc)
+            self.swap_sums(smem, b, half, acc)
             if half == 0:
                 self.finish_lower(smem, b, acc)
             else:

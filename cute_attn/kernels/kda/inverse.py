@@ -58,9 +58,8 @@ class ChunkInverse(ChunkScores):
 
     @cute.jit
     def finish_lower(self, smem: Int32, b: Int32, acc: cute.Tensor) -> None:
-        """The rows of L of sub-chunk b, by warp b, and the inverse of the block on the diagonal."""
-        self.give(smem, b, 0, acc)
-        self.meet(b)
+        """The rows of L of sub-chunk b, by warp b, and the inverse of the block on the diagonal;
+        after `swap_sums`."""
         self.store_lower(smem, b, self.take(smem, b, 1, acc))
         cute.arch.sync_warp()
         self.invert_diagonal(smem, b)
@@ -111,6 +110,7 @@ class ChunkInverse(ChunkScores):
             if part == 0:
                 self._leave(smem, 0, x)
             else:
+                cute.arch.sync_warp()  # every lane has read the block
                 self._store_rows(self._block(smem, i, j), x)
         if part == 6:
             for m in cutlass.range(SUB_CHUNKS, unroll=1):

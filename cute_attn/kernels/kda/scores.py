@@ -608,12 +608,19 @@ class ChunkScores:
             for i in range(4):
                 acc[n + i] = product[i]
 
-    def give(self, smem: Any, b: Any, which: int, acc: cute.Tensor) -> None:
-        """This warp's part of the sums of q (0) or k (1), to the other warp of the sub-chunk."""
-        at = self._partial_sums(smem, b, which)
-        for n in range(2 * SUB_CHUNKS):
-            values = [acc[(which * 2 * SUB_CHUNKS + n) * 4 + i] for i in range(4)]
-            warp.store_shared(Float32, at + n * (WARP_SIZE * 16), values)
+    def swap_sums(self, smem: Any, b: Any, half: Any, acc: cute.Tensor) -> None:
+        """The two warps of sub-chunk b give each other what they do not `take`: warp b (half 0)
+        its part of the sums of q, warp b + 4 that of the sums of k."""
+        first = half == 0
+        at = [self._partial_sums(smem, b, which) for which in (0, 1)]
+        at = cutlass.select_(first, *at)
+        for n in range(0, 8 * SUB_CHUNKS, 4):
+            values = [
+                cutlass.select_(first, acc[n + i], acc[8 * SUB_CHUNKS + n + i]) for i in range(4)
+            ]
+            warp.store_shared(Float32, at + n // 4 * (WARP_SIZE * 16), values)
+        # One instruction for both warps: PTX does not ask for that, compute-sanitizer does.
+        cute.arch.barrier(barrier_id=1 + b, number_of_threads=2 * WARP_SIZE)
 
     def take(self, smem: Any, b: Any, which: int, acc: cute.Tensor) -> list[Any]:
         """The whole sums of q (0) or k (1): [sub-chunks back][half of its tokens][accumulators]."""
@@ -628,10 +635,6 @@ class ChunkScores:
     def _partial_sums(self, smem: Any, b: Any, which: int) -> Any:
         at = (self.tile_qk, self.tile_kk)[which]
         return smem + at + b * REGION_BYTES + cute.arch.lane_idx() * 16
-
-    def meet(self, b: Any) -> None:
-        """The two warps of sub-chunk b wait for each other."""
-        cute.arch.barrier(barrier_id=1 + b, number_of_threads=2 * WARP_SIZE)
 
     def unshifted(self, back: int, factor: Any) -> Any:
         """A factor of sums over earlier columns, whose rows are too large by the shift."""
@@ -667,9 +670,8 @@ class ChunkScores:
 
     @cute.jit
     def finish_scores(self, smem: Int32, b: Int32, scale: Float32, acc: cute.Tensor) -> None:
-        """The rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4, where it can read them."""
-        self.give(smem, b, 1, acc)
-        self.meet(b)
+        """The rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4, where it can read them; after
+        `swap_sums`."""
         sums = self.take(smem, b, 0, acc)
         cute.arch.sync_warp()
         self.stage_scores(smem, b, scale, sums)
