@@ -1,9 +1,9 @@
-"""Run the operators with a state once each, and check them against their float64 references.
+"""Run every operator once, and check it against its float64 reference.
 
     python examples/quickstart.py
 
-Without a GPU the same kernels run in the emulator, for Hopper and for Blackwell, with every check
-on, on fewer heads.
+Without a GPU, or with one that a kernel does not exist for, the same kernels run in the emulator,
+for Hopper and for Blackwell, with every check on, on fewer heads.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -18,8 +19,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 import cute_attn
+from cute_attn import cache
 from cute_attn.emulator import EmulatorUnavailable
-from cute_attn.reference.kda import kda_chunk_reference, kda_decode_reference
+from cute_attn.reference.attention import attention_in_low_precision, attention_reference
+from cute_attn.reference.kda import kda_chunk_reference, kda_decode_reference, kda_reference
 from cute_attn.reference.lightning import lightning_attn_decode_reference
 
 # name -> (shape of q without H and K, dtype of the state, its layout)
@@ -31,7 +34,8 @@ LIGHTNING = {
 }
 HEADS, HEAD_DIM, SLOTS = 16, 128, 12
 EMULATED_HEADS = 3
-EMULATED_ARCHS = ("sm_90a", "sm_100a")
+ROUNDING = torch.finfo(torch.float32).eps
+HOPPER, BLACKWELL = EMULATED_ARCHS = ("sm_90a", "sm_100a")
 
 console = Console()
 
@@ -39,48 +43,84 @@ console = Console()
 def main() -> bool:
     """Run everything; whether every result agrees with the reference."""
     console.print(f"cute_attn {cute_attn.__version__}, torch {torch.__version__}")
-    on_gpu = torch.cuda.is_available()
-    targets = [torch.cuda.get_device_name()] if on_gpu else list(EMULATED_ARCHS)
+    torch.manual_seed(0)
+    runs = [
+        (name, check, emulated) for name, check in CHECKS.items() for emulated in targets(check)
+    ]
     table = Table("operator", "on", "output error", "state error", "plain PyTorch", "")
     passed = True
     with Progress(console=console) as progress:
-        task = progress.add_task("Running", total=len(CHECKS) * len(targets))
-        for target in targets:
-            device, heads = ("cuda", HEADS) if on_gpu else ("cpu", EMULATED_HEADS)
-            for name, check in CHECKS.items():
-                progress.update(task, description=f"{name}, {target}")
-                with machine(target, on_gpu):
-                    errors, plain = check(device, heads)
-                agrees = all(e <= 2 * p for e, p in zip(errors, plain, strict=True))
-                passed &= agrees
-                table.add_row(
-                    name,
-                    target if on_gpu else f"{target} (emulated)",
-                    *(f"{error:.1e}" for error in errors),
-                    " / ".join(f"{error:.1e}" for error in plain),
-                    "agrees" if agrees else "WRONG",
+        task = progress.add_task("Running", total=len(runs))
+        for name, check, emulated in runs:
+            on = f"{emulated} (emulated)" if emulated else torch.cuda.get_device_name()
+            progress.update(task, description=f"{name}, {on}")
+            with machine(emulated):
+                errors, plain = check.run(
+                    "cpu" if emulated else "cuda", EMULATED_HEADS if emulated else HEADS
                 )
-                progress.advance(task)
+            # The rule of docs/testing.md: twice plain arithmetic's error, and one rounding.
+            agrees = all(e <= 2 * p + ROUNDING for e, p in zip(errors, plain, strict=True))
+            passed &= agrees
+            table.add_row(
+                name,
+                on,
+                f"{errors[0]:.1e}",
+                f"{errors[1]:.1e}" if len(errors) > 1 else "no state",
+                " / ".join(f"{error:.1e}" for error in plain),
+                "agrees" if agrees else "WRONG",
+            )
+            progress.advance(task)
     console.print(table)
-    if not on_gpu:
+    if any(emulated for _, _, emulated in runs):
         console.print(
-            "No GPU here: the compiled kernels ran in the emulator, which found no race, no "
-            "missing fence, no access out of bounds and no uninitialised read."
+            "Emulated means that no GPU here runs these kernels: the emulator ran what was "
+            "compiled, and found no race, no missing fence, no access out of bounds and no "
+            "uninitialised read."
         )
     return passed
 
 
+Errors = tuple[list[float], list[float]]  # of output and state: the kernel's, plain PyTorch's
+
+
+class Check(NamedTuple):
+    """An operator's run on a device with so many heads, and where it can run."""
+
+    run: Callable[[str, int], Errors]
+    gpus: tuple[str, ...] | None = None  # None: any
+    emulated: tuple[str, ...] = EMULATED_ARCHS
+
+
+def targets(check: Check) -> tuple[str | None, ...]:
+    """The architectures to emulate; None is the GPU itself."""
+    on_gpu = torch.cuda.is_available() and (
+        check.gpus is None or cache.current_arch() in check.gpus
+    )
+    return (None,) if on_gpu else check.emulated
+
+
 @contextlib.contextmanager
-def machine(target: str, on_gpu: bool) -> Iterator[None]:
+def machine(emulated: str | None) -> Iterator[None]:
     """The GPU, or an emulator that raises an exception on anything it finds wrong."""
-    if on_gpu:
+    if emulated is None:
         yield
     else:
-        with cute_attn.emulated(target):
+        with cute_attn.emulated(emulated):
             yield
 
 
-Errors = tuple[list[float], list[float]]  # of output and state: the kernel's, plain PyTorch's
+def attention(device: str, heads: int) -> Errors:
+    """Head dimension 256, causal, in groups of heads; plain is PyTorch with probabilities of 16
+    bits."""
+    group = heads // 2 + 1
+    q, k, v = (
+        torch.randn(1, rows, heads, 256, device=device).to(torch.bfloat16)
+        for rows, heads in ((130, group), (200, 1), (200, 1))
+    )
+    exact, _ = attention_reference(q, k, v, causal=True)
+    plain, _ = attention_in_low_precision(q, k, v, causal=True)
+    o, _ = cute_attn.flash_attn_func(q, k, v, causal=True)
+    return [relative_error(o, exact)], [relative_error(plain, exact)]
 
 
 def lightning_decode(name: str, device: str, heads: int) -> Errors:
@@ -140,6 +180,27 @@ def kda_prefill(device: str, heads: int) -> Errors:
     )
 
 
+def kda_recurrent(device: str, heads: int) -> Errors:
+    """Two short sequences, token by token; plain is the formula in PyTorch float32."""
+    call = kda_inputs(device, max(1, heads // 2), 1, 7) | {
+        "lower_bound": -5.0,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "cu_seqlens": torch.tensor([0, 5, 7], device=device),
+    }
+    exact, plain = kda_reference(**call), kda_reference(**call, dtype=torch.float32)
+    o, state = cute_attn.fused_recurrent_kda(**call, output_final_state=True)
+    assert state is not None
+    return (
+        [relative_error(o, exact.o), relative_error(state, exact.final_state)],
+        [
+            relative_error(plain.o.to(o.dtype), exact.o),
+            relative_error(plain.final_state, exact.final_state),
+        ],
+    )
+
+
 def kda_decode(device: str, heads: int) -> Errors:
     """One token; plain is the formula in PyTorch float32."""
     heads = max(1, heads // 2)
@@ -156,10 +217,14 @@ def kda_decode(device: str, heads: int) -> Errors:
     )
 
 
-CHECKS: dict[str, Callable[[str, int], Errors]] = {
-    **{name: partial(lightning_decode, name) for name in LIGHTNING},
-    "KDA, prefill": kda_prefill,
-    "KDA, decode": kda_decode,
+CHECKS = {
+    "Softmax attention, head_dim 256": Check(
+        attention, gpus=("sm_100a", "sm_103a"), emulated=(BLACKWELL,)
+    ),
+    **{name: Check(partial(lightning_decode, name)) for name in LIGHTNING},
+    "KDA, prefill": Check(kda_prefill),
+    "KDA, recurrent": Check(kda_recurrent),
+    "KDA, decode": Check(kda_decode),
 }
 
 

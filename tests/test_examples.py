@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,33 @@ def load(name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_quickstart_runs_every_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is called by one of its checks; here they only get as far as that."""
+    example = load("quickstart")
+    operators = {
+        name for name, module in cute_attn._EXPORTS.items() if module.startswith("cute_attn.ops.")
+    }
+    called = set()
+
+    class CalledError(Exception):
+        pass
+
+    def stop(name: str) -> Any:
+        def call(*_: object, **__: object) -> None:
+            called.add(name)
+            raise CalledError
+
+        return call
+
+    for name in operators:
+        monkeypatch.setattr(cute_attn, name, stop(name))
+    for check in example.CHECKS.values():
+        with pytest.raises(CalledError):
+            check.run("cpu", 1)
+    assert {"flash_attn_func", "chunk_kda"} <= operators
+    assert called == operators - {"flash_attn_varlen_func"}  # the same kernel as flash_attn_func
 
 
 @pytest.mark.parametrize("kind", ["Gemma 3, sliding", "Gemma 3, full", "Qwen3-Next"])

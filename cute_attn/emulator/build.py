@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ENGINE = Path(__file__).parent / "engine"
+
+logger = logging.getLogger("cute_attn.emulator")
 
 directory: Path | None = None
 """Where to build, instead of the cache."""
@@ -301,6 +304,17 @@ def _used(paths: Iterable[Path]) -> None:
             os.utime(path.parent)
 
 
+def _announce(missing: int) -> None:
+    """Say why nothing else will be heard for a while; as a warning it shows without any set-up."""
+    if missing:
+        logger.warning(
+            "compiling the emulator's engine (%d C files with %s), once for this machine: up to a "
+            "minute",
+            missing,
+            shlex.join(compiler().command),
+        )
+
+
 def engine_library() -> Path:
     """The engine as a shared library, built if it is not in the cache.
 
@@ -313,6 +327,7 @@ def engine_library() -> Path:
     library = _root() / _digest(*map(str, objects)) / "engine.so"
     if not library.exists():
         with _one_at_a_time():
+            _announce(sum(not target.exists() for target in targets))
             with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
                 list(pool.map(_compile, sources, targets))
             link(library, objects, ["-Wl,--no-undefined"])

@@ -64,3 +64,20 @@ def test_an_engine_that_is_loaded_counts_as_used() -> None:
     os.utime(library.parent, (0, 0))
     assert build.engine_library() == library
     assert time.time() - library.parent.stat().st_mtime < DAY
+
+
+def test_a_long_build_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = tmp_path / "engine"
+    sources.mkdir()
+    (sources / "one.c").write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr(build, "ENGINE", sources)
+    monkeypatch.setattr(build, "_root", lambda: tmp_path)
+    build.engine_library()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"  # shown on stderr where nobody has set up logging
+    assert "emulator's engine (1 C files" in record.getMessage()
+    caplog.clear()
+    build.engine_library()
+    assert not caplog.records
