@@ -29,11 +29,12 @@ from .key import KernelDef, KeyDescription, describe, spec
 from .log import configure_from_environment
 
 if TYPE_CHECKING:
+    from .planner import planner
     from .specfile import plan_file
     from .warm import WarmupReport, warmup
 
 # name -> module, of what a hit does without
-_LAZY = {"WarmupReport": "warm", "plan_file": "specfile", "warmup": "warm"}
+_LAZY = {"WarmupReport": "warm", "plan_file": "specfile", "planner": "planner", "warmup": "warm"}
 
 __all__ = [
     "Built",
@@ -53,6 +54,7 @@ __all__ = [
     "get",
     "is_frozen",
     "plan_file",
+    "planner",
     "reset_stats",
     "spec",
     "stats",

@@ -19,7 +19,7 @@ from . import jit, settings
 from .arch import check_arch
 from .entry import Entry, KernelUse
 from .errors import CacheError
-from .specfile import read_plans, requests
+from .specfile import plan_for, read_plans
 from .store import Store
 from .warm import compile_all, unique_jobs
 
@@ -195,7 +195,8 @@ def _clear(_: argparse.Namespace) -> int:
 
 def _build(options: argparse.Namespace) -> int:
     started = time.perf_counter()
-    work = unique_jobs(requests(read_plans(options.spec), options.arch))
+    plan = plan_for(read_plans(options.spec), options.arch)
+    work = unique_jobs(plan.requests)
     store = Store(options.out.absolute(), public=True)
     outcome = compile_all(work, store, jobs=options.jobs)
     store.tidy()
@@ -222,9 +223,9 @@ def _build(options: argparse.Namespace) -> int:
     _print_table((*columns, "compile time", "size"), sorted(rows))
     seconds = time.perf_counter() - started
     print(f"{len(outcome.stored)} of {len(work)} kernels in {store.root}, {seconds:.1f} s")
-    for failure in outcome.failures:
-        print(f"error: {failure.message}", file=sys.stderr)
-    return 0 if len(outcome.stored) == len(work) else 1
+    for message in [*plan.refusals, *(failure.message for failure in outcome.failures)]:
+        print(f"error: {message}", file=sys.stderr)
+    return 1 if plan.refusals or len(outcome.stored) < len(work) else 0
 
 
 # -- helpers

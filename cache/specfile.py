@@ -5,8 +5,9 @@
     dtype = "bfloat16"
     head_dim_k = 128
 
-`plan` names a function `plan(arch, **parameters)` that returns pairs of KernelDef and
-specialisation; all other keys are its parameters. What they mean is the operator's business.
+`plan` names a function `plan(arch, **parameters)` declared with `planner`, which returns pairs of
+KernelDef and specialisation. `arch` is the architecture, or the list of those, that the table is
+for; without it, it is for all. Other keys are the plan's parameters.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from .arch import check_arch
 from .errors import CacheError
 from .key import KernelDef
+from .planner import Requests, is_planner
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,7 +34,10 @@ def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, 
 
     Raises CacheError, naming the file or the plan, if it cannot be read or planned.
     """
-    return [(kernel, spec) for kernel, spec, _ in requests(read_plans(Path(path)), [arch])]
+    plan = plan_for(read_plans(Path(path)), [arch])
+    if plan.refusals:
+        raise CacheError("\n".join(plan.refusals))
+    return [(kernel, spec) for kernel, spec, _ in plan.requests]
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
@@ -46,26 +51,63 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
     if not isinstance(tables, list) or not tables:
         raise CacheError(f"{path}: no [[operator]] table")
     for number, table in enumerate(tables, start=1):
-        if ":" not in str(table.get("plan", "")):
+        if not isinstance(table, dict) or ":" not in str(table.get("plan", "")):
             raise CacheError(f"{path}: operator {number} has no plan = 'package.module:function'")
+        try:
+            for arch in _architectures(table):
+                check_arch(arch)
+        except (TypeError, ValueError) as error:
+            raise CacheError(f"{path}: arch of operator {number}: {error}") from None
     return tables
 
 
-def requests(
-    plans: list[dict[str, Any]], architectures: list[str]
-) -> Iterator[tuple[KernelDef, Any, str]]:
-    """What the plans ask for, for each architecture: (kernel, specialisation, arch).
+def _architectures(table: dict[str, Any]) -> list[str]:
+    """The architectures that a table names; none if it is for all."""
+    named = table.get("arch", [])
+    return [named] if isinstance(named, str) else list(named)
 
-    Raises CacheError naming the plan that cannot be imported, or that refuses its parameters.
+
+class Plan(NamedTuple):
+    """What plans ask for: (kernel, specialisation, arch), and what has no kernel, in words."""
+
+    requests: list[tuple[KernelDef, Any, str]]
+    refusals: list[str]
+
+
+def plan_for(tables: list[dict[str, Any]], architectures: list[str]) -> Plan:
+    """What the tables ask for, for each architecture.
+
+    Raises CacheError naming the plan that cannot be imported, is not declared as one, or does not
+    take such parameters.
     """
+    requests: list[tuple[KernelDef, Any, str]] = []
+    refusals = []
     for arch in architectures:
-        for table in plans:
-            parameters = {name: value for name, value in table.items() if name != "plan"}
-            module, _, name = table["plan"].partition(":")
+        for table in tables:
+            if arch not in (_architectures(table) or [arch]):
+                continue
+            parameters = {k: v for k, v in table.items() if k not in ("plan", "arch")}
+            shown = "".join(f", {name}={value!r}" for name, value in parameters.items())
             try:
-                planned = getattr(importlib.import_module(module), name)(arch, **parameters)
-            except (ImportError, AttributeError, TypeError, ValueError) as error:
-                shown = ", ".join(f"{key}={value!r}" for key, value in parameters.items())
-                raise CacheError(f"{table['plan']}({arch!r}, {shown}): {error}") from error
-            for kernel, spec in planned:
-                yield kernel, spec, arch
+                planned = _call(table["plan"], arch, parameters)
+            except (NotImplementedError, ValueError) as error:
+                refusals.append(f"{table['plan']}({arch!r}{shown}): {error}")
+            except Exception as error:
+                what = "" if isinstance(error, CacheError | TypeError) else type(error).__name__
+                message = f"{what}: {error}" if what else str(error)
+                raise CacheError(f"{table['plan']}({arch!r}{shown}): {message}") from error
+            else:
+                requests += [(kernel, spec, arch) for kernel, spec in planned]
+    return Plan(requests, refusals)
+
+
+def _call(plan: str, arch: str, parameters: dict[str, Any]) -> Requests:
+    module, _, name = plan.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    if not is_planner(function):
+        raise CacheError(
+            f"{name} is not declared as a plan: a spec file names only functions that are "
+            "decorated with cute_attn.cache.planner"
+        )
+    planned: Requests = function(arch, **parameters)
+    return planned

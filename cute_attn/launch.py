@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cache
 from .cache import KernelDef
+from .cache.planner import planner as planner
 
 if TYPE_CHECKING:
     import torch

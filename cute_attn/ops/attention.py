@@ -164,6 +164,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
+@launch.planner
 def plan_attention(
     arch: str,
     *,

@@ -170,6 +170,7 @@ def lightning_attn_decode(
     return out
 
 
+@launch.planner
 def plan_decode(
     arch: str,
     *,

@@ -151,6 +151,47 @@ def test_build_says_what_failed_and_builds_the_rest(
     assert len(Store(out).digests()) == 2
 
 
+def test_build_goes_on_where_an_architecture_has_no_kernel(
+    root: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path, out = tmp_path / "spec.toml", tmp_path / "image"
+    path.write_text('[[operator]]\nplan = "toy_specs:plan_hopper"\n')
+    build = ["build", str(path), "--arch", "sm_100a,sm_90a", "--out", str(out), "-j", "1"]
+    assert main(build) == 1
+    captured = capsys.readouterr()
+    assert "1 of 1 kernels" in captured.out
+    assert captured.err == (
+        "error: toy_specs:plan_hopper('sm_100a'): no kernel for sm_100a; there is: sm_90a\n"
+    )
+    assert len(Store(out).digests()) == 1
+    with pytest.raises(cache.CacheError, match="no kernel for sm_100a"):
+        cache.plan_file(path, "sm_100a")
+
+
+@pytest.mark.parametrize("named", ['"sm_90a"', '["sm_90a", "sm_80"]'])
+def test_a_table_may_be_for_some_architectures(
+    root: Path, tmp_path: Path, capsys: Capture, named: str
+) -> None:
+    path, out = tmp_path / "spec.toml", tmp_path / "image"
+    path.write_text(f'[[operator]]\nplan = "toy_specs:plan_hopper"\narch = {named}\n')
+    build = ["build", str(path), "--arch", "sm_100a,sm_90a", "--out", str(out), "-j", "1"]
+    assert main(build) == 0
+    assert "1 of 1 kernels" in capsys.readouterr().out
+    assert cache.plan_file(path, "sm_100a") == []
+    assert cache.plan_file(path, "sm_90a") == [(SCALE, ScaleSpec(2.0))]
+
+
+def test_build_fails_where_no_worker_starts_and_this_process_cannot_compile(
+    root: Path, spec_file: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    out = tmp_path / "image"
+    assert main(["build", str(spec_file), "--arch", ARCH, "--out", str(out), "-j", "2"]) == 1
+    captured = capsys.readouterr()
+    assert "0 of 2 kernels" in captured.out
+    assert captured.err.count("its process ended with status 1") == 2
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -160,6 +201,17 @@ def test_build_says_what_failed_and_builds_the_rest(
         ("[[operator]]\nplan = 'no_such_module:plan'", "no_such_module"),
         ("[[operator]]\nplan = 'toy_specs:no_such_plan'", "no_such_plan"),
         ("[[operator]]\nplan = 'toy_specs:plan_scale'\nfactor = 1.0", "factor=1.0"),
+        (
+            "[[operator]]\nplan = 'toy_specs:plan_scale'\nfactors = [1]",
+            "factors is [1], must be a list[float]",
+        ),
+        ("[[operator]]\nplan = 'toy_specs:plan_scale'\nfactors = 1.0", "factors is 1.0, must"),
+        ("[[operator]]\nplan = 'toy_specs:plan_wrong'", "must return pairs of KernelDef"),
+        ("[[operator]]\nplan = 'toy_specs:plan_undeclared'", "is not declared as a plan"),
+        ("[[operator]]\nplan = 'os:system'\ncommand = 'true'", "is not declared as a plan"),
+        ("[[operator]]\nplan = 'toy_specs:plan_hopper'\narch = 90", "arch of operator 1"),
+        ("[[operator]]\nplan = 'toy_specs:plan_hopper'\narch = 'h100'", "'h100' is not an arch"),
+        ("operator = [1]", "operator 1 has no plan"),
     ],
 )
 def test_build_of_a_file_that_makes_no_sense(

@@ -9,6 +9,7 @@ WARP_SIZE = 32
 MAX_SMEM_BYTES = 227 * 1024  # of a block on sm_90 and sm_100
 
 _SCALARS = (bool, int, str)
+_SCALAR_NAMES = {kind.__name__ for kind in _SCALARS}  # as annotations have them
 
 
 def _is_plain(value: Any) -> bool:
@@ -22,7 +23,8 @@ class Spec:
     """Base of every kernel's Spec: the frozen, hashable record of all that is compiled in.
 
     A Spec is a cache key, so its fields are ints, bools, strings and tuples of them. Anything
-    else would compare by identity and never match again, a tensor above all.
+    else would compare by identity and never match again, a tensor above all. True and 1 are two
+    keys, so a field holds what its annotation says.
 
     Raises:
         TypeError: a field holds anything else; the message names the field.
@@ -36,3 +38,5 @@ class Spec:
                     f"{type(self).__name__}.{field.name} must be an int, bool, str or a tuple of "
                     f"them, got {type(value).__module__}.{type(value).__qualname__}"
                 )
+            if field.type in _SCALAR_NAMES and type(value).__name__ != field.type:
+                raise TypeError(f"{field.name} is {value!r}, must be of type {field.type}")

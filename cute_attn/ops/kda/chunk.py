@@ -205,6 +205,7 @@ def chunk_kda(
     return o, final_state if output_final_state else None
 
 
+@launch.planner
 def plan_chunk_kda(
     arch: str,
     *,
@@ -691,12 +692,12 @@ def _prepare(
             head_dim_k=dim_k,
             head_dim_v=dim_v,
             initial_state=initial_state is not None,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_gate_in_kernel=use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            output_final_state=bool(output_final_state),
+            use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+            use_gate_in_kernel=bool(use_gate_in_kernel),
+            use_beta_sigmoid_in_kernel=bool(use_beta_sigmoid_in_kernel),
             lower_bound=lower_bound is not None,
-            state_v_first=state_v_first,
+            state_v_first=bool(state_v_first),
             index_dtype=index_dtype(cu_seqlens),
             A_log=A_log is not None,
             dt_bias=dt_bias is not None,

@@ -238,6 +238,7 @@ def kda_decode(
     return out
 
 
+@launch.planner
 def plan_kda_decode(
     arch: str,
     *,

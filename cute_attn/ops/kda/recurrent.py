@@ -121,6 +121,7 @@ def fused_recurrent_kda(
     return o, final_state if output_final_state else None
 
 
+@launch.planner
 def plan_fused_recurrent_kda(
     arch: str,
     *,
@@ -406,12 +407,12 @@ def _prepare(*arguments: Any) -> _Ready:
         head_dim_k=q.shape[-1],
         head_dim_v=v.shape[-1],
         initial_state=initial_state is not None,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=l2norm,
-        use_gate_in_kernel=gate,
-        use_beta_sigmoid_in_kernel=beta_sigmoid,
+        output_final_state=bool(output_final_state),
+        use_qk_l2norm_in_kernel=bool(l2norm),
+        use_gate_in_kernel=bool(gate),
+        use_beta_sigmoid_in_kernel=bool(beta_sigmoid),
         lower_bound=lower_bound is not None,
-        state_v_first=state_v_first,
+        state_v_first=bool(state_v_first),
         index_dtype=index_dtype(cu_seqlens),
         A_log=A_log is not None,
         dt_bias=dt_bias is not None,

@@ -565,7 +565,7 @@ def _chunk_intra(
                 head_dim_v=v.shape[-1],
                 index_dtype=index_dtype(cu_seqlens),
                 beta_dtype=DTYPE_NAMES[beta.dtype],
-                l2norm=l2norm,
+                l2norm=bool(l2norm),
                 store_qg=bool(output_qg),
             ),
         ),
@@ -892,7 +892,7 @@ def _chunk_output(
             OutputSpec(
                 dtype=DTYPE_NAMES[q.dtype],
                 index_dtype=index_dtype(cu_seqlens),
-                l2norm=l2norm,
+                l2norm=bool(l2norm),
                 state_v_first=bool(state_v_first),
                 **dims,
                 **output_config(arch=arch, **dims),

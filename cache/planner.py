@@ -1,0 +1,100 @@
+"""Plans: functions from a call's parameters to the kernels that it will need.
+
+They are declared, since a spec file names them and no other function, and they are strict: a value
+that means the same as another but is none of its type would make a key that never matches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec
+
+from .key import KernelDef
+
+Requests = list[tuple[KernelDef, Any]]
+_P = ParamSpec("_P")
+
+
+def planner(function: Callable[_P, Requests]) -> Callable[_P, Requests]:
+    """Declare that a function is a plan, which spec files may name.
+
+        @cache.planner
+        def plan_scale(arch: str, *, dtype: str = "bfloat16", vector: int = 8):
+            return [(SCALE, ScaleSpec(dtype, vector))]
+
+    Its arguments must be of the annotated types exactly: `1` is no `bool` and no `float`.
+
+    Args:
+        function: takes the architecture, and parameters by name that TOML has: bool, int, float,
+            str, lists of them, and None. Returns pairs of KernelDef and specialisation; raises
+            NotImplementedError or ValueError for what has no kernel.
+
+    Raises:
+        TypeError: when it is called, for an argument of another type, naming it; or if what it
+            returns is something else.
+    """
+    signature = inspect.signature(function)
+    expected = functools.cache(lambda: _parameter_types(function))
+
+    @functools.wraps(function)
+    def plan(*args: _P.args, **kwargs: _P.kwargs) -> Requests:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if not _is_a(value, expected()[name]):
+                raise TypeError(f"{name} is {value!r}, must be {_described(expected()[name])}")
+        return _checked(function.__qualname__, function(*args, **kwargs))
+
+    plan.is_planner = True  # type: ignore[attr-defined]
+    return plan
+
+
+def is_planner(function: object) -> bool:
+    """Whether a function was declared with `planner`."""
+    return getattr(function, "is_planner", False) is True
+
+
+def _parameter_types(function: Callable[..., Any]) -> dict[str, Any]:
+    annotations = {k: v for k, v in function.__annotations__.items() if k != "return"}
+    parameters = types.SimpleNamespace(__annotations__=annotations)
+    hints = typing.get_type_hints(parameters, function.__globals__)  # type: ignore[attr-defined]
+    return {name: hints.get(name, Any) for name in inspect.signature(function).parameters}
+
+
+def _is_a(value: object, expected: Any) -> bool:
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if expected is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_a(value, item) for item in arguments)
+    if origin is list:
+        return type(value) is list and all(_is_a(item, arguments[0]) for item in value)
+    return type(value) is expected
+
+
+def _described(expected: Any) -> str:
+    if typing.get_origin(expected) in (typing.Union, types.UnionType):
+        return " or ".join(map(_described, typing.get_args(expected)))
+    if expected is type(None):
+        return "None"
+    return f"a {expected if typing.get_origin(expected) else expected.__name__}".replace(
+        "a int", "an int"
+    )
+
+
+def _checked(name: str, planned: object) -> Requests:
+    pairs = list(planned) if isinstance(planned, Iterable) else [planned]
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[0], KernelDef)
+            and dataclasses.is_dataclass(pair[1])
+        ):
+            raise TypeError(
+                f"{name} returned {pair!r}, must return pairs of KernelDef and specialisation"
+            )
+    return pairs
