@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib
 import os
@@ -20,7 +21,7 @@ from . import cubin, linker
 from .entry import FUNCTION, LIBRARY, OBJECT, PTX, Built, KernelUse
 from .errors import CompileError
 from .key import KernelDef, KeyDescription
-from .log import logger
+from .log import logger, warn_once
 
 # The compiler's state (MLIR context, options, dump paths) is one per process.
 _one_at_a_time = threading.Lock()
@@ -61,6 +62,7 @@ _HOST_BASELINE = {
 
 # The most that a compilation has been seen to write (PTX, cubin, object and shared object).
 _SCRATCH_BYTES = 16 * 2**20
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 def compile_kernel(
@@ -68,8 +70,9 @@ def compile_kernel(
 ) -> Built:
     """Compile a kernel.
 
-    `directory` is where to put intermediate files; without one, a temporary directory is found.
-    Where nothing at all can be written, the result is only an object file in memory.
+    `directory` is where to put intermediate files; without one, or if there turns out to be no room
+    in it, a temporary directory is found. Where nothing at all can be written, the result is only
+    an object file in memory.
 
     Raises CompileError, from whatever the compiler or the kernel's own code raised.
     """
@@ -83,11 +86,11 @@ def compile_kernel(
             instance = target(spec)
             arguments = instance.fake_args()
             seconds = time.perf_counter() - started
-        with _one_at_a_time, _scratch(directory) as scratch:
+
+        def compile_in(scratch: Path | None) -> Built:
             started = time.perf_counter()
-            _in_compiler.kernel = kernel.name
             uses: tuple[KernelUse, ...] = ()
-            with _failures_as_compile_errors(kernel, key), _path_in_options(scratch) as path:
+            with _path_in_options(scratch) as path:
                 options = _options(kernel, key.arch, path)
                 compiled = compile_function(instance, *arguments, options=options)
                 _use_baseline_cpu(compiled.ir_module)
@@ -97,11 +100,33 @@ def compile_kernel(
                     files = _export(compiled, scratch)
                     code, log = compiled.artifacts.CUBIN, _ptxas_log(scratch)
                     uses = cubin.kernel_uses(code, log, str(compiled.ir_module))
-            seconds += time.perf_counter() - started
-            return Built(key, files, uses, seconds)
+            return Built(key, files, uses, seconds + time.perf_counter() - started)
+
+        with _one_at_a_time, _failures_as_compile_errors(kernel, key):
+            _in_compiler.kernel = kernel.name
+            return _where_there_is_room(directory, compile_in)
     finally:
         _in_compiler.kernel = None
         _calls.discard(call)
+
+
+def _where_there_is_room(
+    directory: Path | None, compile_in: Callable[[Path | None], Built]
+) -> Built:
+    """What `compile_in` makes in `directory`, in a temporary one, or else without any."""
+    for parent in (directory, *_temporary_directories()):
+        if parent is None:
+            continue
+        with _scratch(parent) as scratch:
+            if scratch is None:
+                continue
+            try:
+                return compile_in(scratch)
+            except Exception as error:
+                if not _is_lack_of_room(error, scratch):
+                    raise
+                logger.info("no room in %s (%s): compiling elsewhere", parent, error)
+    return compile_in(None)
 
 
 @contextlib.contextmanager
@@ -113,6 +138,15 @@ def _failures_as_compile_errors(kernel: KernelDef, key: KeyDescription) -> Itera
             f"{kernel.name} {key.specialisation} does not compile for {key.arch} "
             f"(key {key.digest[:12]}): {type(error).__name__}: {error}"
         ) from error
+
+
+def _is_lack_of_room(error: BaseException | None, scratch: Path) -> bool:
+    """Whether a compilation failed because its files do not fit, rather than by itself."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return True
+        error = error.__cause__ or error.__context__
+    return not _has_room(scratch)  # the compiler's own libraries say it in words
 
 
 def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
@@ -162,8 +196,18 @@ def _export(compiled: Any, scratch: Path) -> dict[str, bytes]:
     object_file, library = scratch / OBJECT, scratch / LIBRARY
     compiled.export_to_c(str(object_file), function_name=FUNCTION)
     files = {OBJECT: object_file.read_bytes(), PTX: compiled.artifacts.PTX.encode()}
-    if linker.link(object_file, library):
+    problem = linker.link(object_file, library)
+    if problem is None:
         files[LIBRARY] = library.read_bytes()
+    elif not _has_room(scratch):
+        raise OSError(errno.ENOSPC, f"cannot be linked in: {problem}", str(scratch))
+    else:
+        warn_once(
+            "linker",
+            "no linker (%s): kernels are kept as object files, and loading one takes the "
+            "compiler's own loader, which is slower and needs nvidia-cutlass-dsl",
+            problem,
+        )
     return files
 
 
@@ -194,23 +238,18 @@ def _ptxas_log(scratch: Path) -> str:
 
 
 @contextlib.contextmanager
-def _scratch(preferred: Path | None) -> Iterator[Path | None]:
-    """A directory with room to compile in: under `preferred`, else a temporary one, or None."""
-    for parent in (preferred, *_temporary_directories()):
-        if parent is None:
-            continue
-        try:
-            path = Path(tempfile.mkdtemp(prefix="cute_attn-", dir=parent))
-        except OSError as error:
-            logger.debug("no scratch directory in %s: %s", parent, error)
-            continue
-        try:
-            if _has_room(path):
-                yield path
-                return
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-    yield None
+def _scratch(parent: Path) -> Iterator[Path | None]:
+    """A directory under `parent` to compile in, or None if there is no room for one."""
+    try:
+        path = Path(tempfile.mkdtemp(prefix="cute_attn-", dir=parent))
+    except OSError as error:
+        logger.debug("no scratch directory in %s: %s", parent, error)
+        yield None
+        return
+    try:
+        yield path if _has_room(path) else None
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _temporary_directories() -> list[Path]:

@@ -11,21 +11,22 @@ directory, root will do) and be writable by nobody else.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
 import json
 import os
-import stat
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import CacheError
+from .errors import CacheError, DamagedEntry
 from .key import KeyDescription
 from .locks import LockState, is_at, try_lock
+from .ownership import Directory
 
 META = "meta.json"
 OBJECT = "kernel.o"
@@ -38,14 +39,8 @@ FUNCTION = "k"
 """The name under which every kernel is exported: its symbol is `__tvm_ffi_k`."""
 
 _SCHEMA = 1
-
-
-class DamagedEntry(CacheError):
-    """The files of an entry are not what was published."""
-
-
-class RefusedEntry(CacheError):
-    """A directory or file could have been written by somebody else."""
+_LARGEST_META = 2**20
+_LARGEST_FILE = 2**30
 
 
 class KernelUse(NamedTuple):
@@ -135,7 +130,7 @@ class Entry:
     key: KeyDescription
     meta: Mapping[str, Any]
     kernels: tuple[KernelUse, ...]
-    owners: frozenset[int]
+    _reopen: Callable[[], Directory] = field(repr=False, compare=False)
     _lock_fd: int = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -161,15 +156,17 @@ class Entry:
         if not self.has(name):
             raise CacheError(f"{self.directory} has no {name}")
         expected = self.meta["files"][name]
-        data = _read_checked(self.directory / name, self.owners)
-        if len(data) != expected["size"]:
-            raise DamagedEntry(
-                f"{self.directory / name} has {len(data)} bytes instead of {expected['size']}"
-            )
+        path = self.directory / name
+        try:
+            with self._reopen() as directory, os.fdopen(directory.file(name), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != expected["size"]:
+                    raise DamagedEntry(f"{path} has {size} bytes instead of {expected['size']}")
+                data = file.read(size)
+        except OSError as error:
+            raise _damage(path, error) from error
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-            raise DamagedEntry(
-                f"{self.directory / name} does not have the SHA-256 of its meta.json"
-            )
+            raise DamagedEntry(f"{path} does not have the SHA-256 of its meta.json")
         return data
 
     def verify(self) -> None:
@@ -179,25 +176,25 @@ class Entry:
 
     def record_use(self) -> None:
         """Count one use. One byte in append mode: it needs no lock, and may fail without harm."""
-        try:
-            fd = os.open(
-                self.directory / USES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600
-            )
-        except OSError:
-            return  # a read-only directory, or an entry evicted meanwhile
-        try:
-            os.write(fd, b".")
-        except OSError:
-            pass  # a full disk
-        finally:
-            os.close(fd)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        # A read-only directory, a full disk, an entry evicted meanwhile: no harm.
+        with contextlib.suppress(OSError, CacheError), self._reopen() as directory:
+            fd = directory.file(USES, flags)
+            try:
+                os.write(fd, b".")
+            finally:
+                os.close(fd)
 
     def uses(self) -> tuple[int, float]:
-        """How many processes loaded the entry, and when the last one did."""
-        try:
-            status = (self.directory / USES).lstat()
-        except OSError:
-            return 0, self.directory.lstat().st_mtime
+        """How many processes loaded the entry, and when the last one did.
+
+        Raises OSError or RefusedEntry if the entry has gone.
+        """
+        with self._reopen() as directory:
+            try:
+                status = directory.status(USES)
+            except OSError:
+                return 0, os.fstat(directory.fd).st_mtime
         return status.st_size, status.st_mtime
 
     def close(self) -> None:
@@ -205,80 +202,57 @@ class Entry:
         self._release()  # type: ignore[attr-defined]
 
 
-def open_entry(directory: Path, digest: str, owners: frozenset[int]) -> Entry:
-    """Open the entry `digest` in `directory`, checking all but the content of its files.
+def open_entry(shard: Directory, digest: str, reopen: Callable[[], Directory]) -> Entry:
+    """Open the entry `digest` in the directory `shard`, checking all but its files' content.
 
-    Raises FileNotFoundError if it is not there, DamagedEntry, RefusedEntry, or OSError if it
-    cannot be read.
+    `reopen` opens the entry's directory again whenever a file is read: the entry keeps no
+    descriptor but that of its lock.
+
+    Raises FileNotFoundError if it is not there, DamagedEntry, RefusedEntry, or OSError if this
+    process can open no file at all.
     """
-    check_ownership(directory, owners)
-    path = directory / META
     try:
-        fd = _open_checked(path, owners)
+        with shard.directory(digest) as directory:
+            return _open_entry(shard, directory, digest, reopen)
     except FileNotFoundError:
-        directory.lstat()  # FileNotFoundError if the entry has gone meanwhile: that is a miss
-        raise DamagedEntry(f"{directory} has no {META}") from None
+        raise
+    except OSError as error:
+        raise _damage(shard.path / digest, error) from error
+
+
+def _open_entry(
+    shard: Directory, directory: Directory, digest: str, reopen: Callable[[], Directory]
+) -> Entry:
+    path = directory.path / META
+    try:
+        fd = directory.file(META)
+    except FileNotFoundError:
+        if not is_at(directory.fd, digest, shard.fd):  # it has gone meanwhile: that is a miss
+            raise
+        raise DamagedEntry(f"{directory.path} has no {META}") from None
     try:
         # Under the lock, and if it is the lock of what is there now, the entry stays.
-        if try_lock(fd, shared=True) is LockState.HELD_ELSEWHERE or not is_at(fd, path):
-            raise FileNotFoundError(f"{directory} is being evicted")
-        meta, key, kernels = _parse_meta(path, _read_all(fd))
+        stays = try_lock(fd, shared=True) is not LockState.HELD_ELSEWHERE
+        if not (stays and is_at(fd, META, directory.fd) and is_at(directory.fd, digest, shard.fd)):
+            raise FileNotFoundError(f"{directory.path} is being evicted")
+        size = os.fstat(fd).st_size
+        if size > _LARGEST_META:
+            raise DamagedEntry(f"{path} has {size} bytes, more than any {META}")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            meta, key, kernels = _parse_meta(path, file.read())
         if key.digest != digest:
-            raise DamagedEntry(f"{directory} holds an entry that belongs at {key.digest}")
+            raise DamagedEntry(f"{directory.path} holds an entry that belongs at {key.digest}")
     except BaseException:
         os.close(fd)
         raise
-    return Entry(directory, key, meta, kernels, owners, fd)
+    return Entry(directory.path, key, meta, kernels, reopen, fd)
 
 
-def check_ownership(path: Path, owners: frozenset[int]) -> None:
-    """Raise RefusedEntry if somebody outside `owners` owns `path` or may write to it."""
-    _refuse_strangers(path, path.lstat(), owners)
-
-
-def _refuse_strangers(path: Path, status: os.stat_result, owners: frozenset[int]) -> None:
-    mode = stat.S_IMODE(status.st_mode)
-    if stat.S_ISLNK(status.st_mode):
-        problem = "is a symbolic link"
-    elif status.st_uid not in owners:
-        problem = f"belongs to uid {status.st_uid}, not to " + " or ".join(map(str, sorted(owners)))
-    elif mode & 0o022:
-        problem = "can be written by others"
-    else:
-        return
-    raise RefusedEntry(
-        f"{path} {problem} (owner uid {status.st_uid}, mode {mode:04o}): compiled kernels are "
-        "native code, and are loaded only from where nobody else can have put them. Make it yours "
-        "with chown and chmod go-w, or choose another directory with CUTE_ATTN_CACHE_DIR"
-    )
-
-
-def _open_checked(path: Path, owners: frozenset[int]) -> int:
-    """A descriptor of a file that nobody outside `owners` can have written."""
-    _refuse_strangers(path, path.lstat(), owners)  # for the message: opening a link just fails
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        _refuse_strangers(path, os.fstat(fd), owners)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _read_checked(path: Path, owners: frozenset[int]) -> bytes:
-    try:
-        fd = _open_checked(path, owners)
-        with os.fdopen(fd, "rb") as file:
-            return file.read()
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise  # this process's trouble, not the file's
-        raise DamagedEntry(f"{path} cannot be read: {error}") from error
-
-
-def _read_all(fd: int) -> bytes:
-    with os.fdopen(fd, "rb", closefd=False) as file:
-        return file.read()
+def _damage(path: Path, error: OSError) -> Exception:
+    """What it means that a part of an entry cannot be read."""
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE):
+        return error  # this process's trouble, or the network's, not the file's
+    return DamagedEntry(f"{path} cannot be read: {error.strerror}")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -297,7 +271,15 @@ def _parse_meta(
         if meta["schema"] != _SCHEMA:
             raise DamagedEntry(f"{path} has schema {meta['schema']}, not {_SCHEMA}")
         key = KeyDescription.from_json(meta["key"])
+        _ = key.digest  # computed here, where what cannot be encoded is an error of the file
         kernels = tuple(KernelUse(**kernel) for kernel in meta["kernels"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        float(meta["compile_seconds"])
+        for name, file in meta["files"].items():
+            if name not in (OBJECT, LIBRARY, PTX):
+                raise DamagedEntry(f"{path} lists a file {name!r}, which no entry has")
+            if type(file["size"]) is not int or not 0 <= file["size"] <= _LARGEST_FILE:
+                raise DamagedEntry(f"{path} says that {name} has {file['size']!r} bytes")
+            _ = file["sha256"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedEntry(f"{path} cannot be read: {error}") from error
     return meta, key, kernels

@@ -13,3 +13,11 @@ class CompileError(CacheError):
 
 class FrozenCacheMiss(CacheError):
     """A kernel would have to be compiled after `freeze`."""
+
+
+class DamagedEntry(CacheError):
+    """The files of an entry are not what was published."""
+
+
+class RefusedEntry(CacheError):
+    """A directory or file could have been written by somebody else."""

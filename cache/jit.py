@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from . import fingerprint, settings, toolchain
 from .arch import check_arch, current_arch
-from .entry import PTX, Built, DamagedEntry, Entry, RefusedEntry
-from .errors import CacheError, CompileError, FrozenCacheMiss
+from .entry import PTX, Built, Entry
+from .errors import CacheError, CompileError, DamagedEntry, FrozenCacheMiss, RefusedEntry
 from .key import KernelDef, KeyDescription, describe, have_one_text, spec_items
 from .loader import IncompatibleEntry, load
 from .log import logger, warn_once
@@ -419,15 +419,15 @@ def _version_tuple(version: str) -> tuple[int, ...]:
 def _put_aside(store: Store, digest: str, problem: CacheError) -> None:
     """Report a damaged or refused entry, and move it out of the way if that is possible."""
     try:
-        moved_to = store.quarantine(digest)
+        done = store.quarantine(digest)
     except RefusedEntry:
         return  # of the whole store; it is reported when the kernel cannot be stored
     except OSError as error:
         warn_once(f"damaged {problem}", "%s; it cannot be moved aside: %s", problem, error)
         return
-    if moved_to is not None:
+    if done is not None:
         count(quarantined=1)
-        logger.warning("%s; moved to %s", problem, moved_to)
+        logger.warning("%s; %s", problem, done)
 
 
 def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | None) -> Built:
@@ -475,9 +475,6 @@ def _store(store: Store, kernel: KernelDef, built: Built, use: _Use[_Result]) ->
         if entry is None:
             raise CacheError("another process removed it at once")
         result = use(entry)
-        evicted = store.evict(settings.max_bytes(), keep=built.digest)
-        count(evicted=evicted.entries)
-        store.sweep()
     except (OSError, CacheError) as error:
         count(memory_only=1)
         warn_once(
@@ -487,6 +484,9 @@ def _store(store: Store, kernel: KernelDef, built: Built, use: _Use[_Result]) ->
             error,
         )
         return use(built)
+    with contextlib.suppress(OSError, CacheError):  # the kernel is stored, whatever happens here
+        count(evicted=store.make_room(settings.max_bytes_or_default(), built.digest).entries)
+        store.sweep()
     return result
 
 

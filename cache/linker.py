@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from .log import logger, warn_once
+from .log import logger
 
 
 def _commands() -> list[list[str]]:
@@ -17,8 +17,8 @@ def _commands() -> list[list[str]]:
     return commands + [[name] for name in ("ld", "ld.lld") if shutil.which(name)]
 
 
-def link(object_file: Path, library: Path) -> bool:
-    """Link `object_file` into `library`. False, with one warning, if no linker can do it.
+def link(object_file: Path, library: Path) -> str | None:
+    """Link `object_file` into `library`. Returns what went wrong if no linker can do it.
 
     No library is linked in, so that the result runs with any C library: the symbols that it
     lacks are in libtvm_ffi and in the DSL's runtime, which are loaded before it.
@@ -35,12 +35,6 @@ def link(object_file: Path, library: Path) -> bool:
             continue
         if done.returncode == 0:
             logger.debug("linked by %s", command[0])
-            return True
+            return None
         failures.append(f"{command[0]}: {done.stderr.strip()}")
-    warn_once(
-        "linker",
-        "no linker (%s): kernels are kept as object files, and loading one takes the compiler's "
-        "own loader, which is slower and needs nvidia-cutlass-dsl",
-        "; ".join(failures) or "none of $CC, cc, gcc, clang, ld, ld.lld found",
-    )
-    return False
+    return "; ".join(failures) or "none of $CC, cc, gcc, clang, ld, ld.lld found"

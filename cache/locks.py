@@ -19,7 +19,6 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 _HELD_ELSEWHERE = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _NOT_SUPPORTED = {
@@ -83,19 +82,22 @@ def try_lock(fd: int, *, shared: bool = False) -> LockState:
 
 
 @contextlib.contextmanager
-def try_lock_file(path: os.PathLike[str]) -> Iterator[LockState]:
+def try_lock_file(path: os.PathLike[str] | str, dir_fd: int | None = None) -> Iterator[LockState]:
     """Take the exclusive lock of the file `path`, which is created if need be.
+
+    A relative path is looked up in the directory `dir_fd`, if that is given.
 
     The file may be deleted only by who holds its lock: then whoever takes the lock of a file that
     is no longer at `path` holds nothing, and is told HELD_ELSEWHERE, which means try again.
     """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with no_fork:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
         file = _LockFile(fd)
         _lock_files.add(file)
     try:
         state = try_lock(fd)
-        if state is LockState.TAKEN and not is_at(fd, path):
+        if state is LockState.TAKEN and not is_at(fd, path, dir_fd):
             state = LockState.HELD_ELSEWHERE
         yield state
     finally:
@@ -105,11 +107,11 @@ def try_lock_file(path: os.PathLike[str]) -> Iterator[LockState]:
                 os.close(fd)
 
 
-def is_at(fd: int, path: os.PathLike[str]) -> bool:
+def is_at(fd: int, path: os.PathLike[str] | str, dir_fd: int | None = None) -> bool:
     """Whether `path` still names the open file."""
     opened = os.fstat(fd)
     try:
-        named = Path(path).lstat()
+        named = os.lstat(path, dir_fd=dir_fd)
     except FileNotFoundError:
         return False
     return (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino)

@@ -10,6 +10,10 @@ import re
 from pathlib import Path
 
 from .errors import CacheError
+from .log import warn_once
+
+LAYOUT = "v1"
+"""The directory in a cache directory, whose format it names."""
 
 DEFAULT_MAX_BYTES = 5 * 2**30
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -19,7 +23,7 @@ def cache_directory() -> Path | None:
     """`CUTE_ATTN_CACHE_DIR`, else the platform's; None if the user has no home directory."""
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
     if chosen:
-        return Path(chosen).absolute()
+        return _absolute(chosen)
     import platformdirs  # 6 ms, and not needed where the variable is set
 
     try:
@@ -30,9 +34,30 @@ def cache_directory() -> Path | None:
 
 
 def prebuilt_directories() -> list[Path]:
-    """The directories in `CUTE_ATTN_PREBUILT`, in order of preference."""
+    """The directories in `CUTE_ATTN_PREBUILT`, in order of preference.
+
+    One that holds no kernels stays in the list, after one warning: it may be mounted later.
+    """
     listed = os.environ.get("CUTE_ATTN_PREBUILT", "").split(os.pathsep)
-    return [Path(item).absolute() for item in listed if item]
+    paths = [_absolute(item) for item in listed if item]
+    for path in paths:
+        if not _is_directory(path / LAYOUT):
+            problem = f"has no {LAYOUT} in it" if _is_directory(path) else "is no directory"
+            warn_once(f"prebuilt {path}", "CUTE_ATTN_PREBUILT: %s %s: no kernels", path, problem)
+    return paths
+
+
+def _absolute(text: str) -> Path:
+    """A path as a shell would read it: `~` is the home directory, if the user has one."""
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        return Path(text).absolute()
+
+
+def _is_directory(path: Path) -> bool:
+    """Whether it is one that can be seen; `Path.is_dir` may raise PermissionError."""
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def parse_bytes(text: str) -> int:
@@ -43,11 +68,23 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None:
         raise ValueError(f"{text!r} is not a size: write for example 500M or 5GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if size >= 2**63:
+        raise ValueError(f"{text!r} is larger than any disk")
+    return int(size)
+
+
+def max_bytes_or_default() -> int:
+    """`max_bytes`, or the default after one warning if the value is bad."""
+    try:
+        return max_bytes()
+    except CacheError as error:
+        warn_once("max bytes", "%s. The default of 5 GiB is in force", error)
+        return DEFAULT_MAX_BYTES
 
 
 def max_bytes() -> int:
-    """`CUTE_ATTN_CACHE_MAX_BYTES`, by default 5 GiB."""
+    """`CUTE_ATTN_CACHE_MAX_BYTES`, by default 5 GiB. Raises CacheError for a bad value."""
     text = os.environ.get("CUTE_ATTN_CACHE_MAX_BYTES", "")
     if not text:
         return DEFAULT_MAX_BYTES

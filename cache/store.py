@@ -3,9 +3,10 @@
 Layout, below a root of mode 0700:
 
     v1/ab/abcd.../      an entry (see entry.py), named for its key's digest
-    v1/locks/           one lock file per key being compiled
+    v1/locks/           one lock file per key being compiled, and one for who evicts
     v1/staging/         what is being written, evicted or put aside, each with a lock file
     v1/quarantine/      damaged entries, moved out of the way
+    v1/ledger           the size of all this when it was last counted, and what came since
 
 An entry appears by one rename of a complete and synced directory, and disappears by one rename: no
 reader ever sees half of it, on NFS neither. Whatever a killed process leaves lies in `staging`,
@@ -15,39 +16,99 @@ from which nothing is loaded; it is removed once nobody holds its lock.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import os
-import shutil
+import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .entry import META, USES, Built, Entry, RefusedEntry, check_ownership, open_entry
-from .errors import CacheError
+from .entry import META, USES, Built, Entry, open_entry
+from .errors import CacheError, DamagedEntry, RefusedEntry
 from .locks import LockState, try_lock, try_lock_file
-from .log import logger
+from .log import logger, warn_once
+from .ownership import Directory, open_directory
+from .settings import LAYOUT
 
-_LAYOUT = "v1"
+_LOCKS, _STAGING, _QUARANTINE, _LEDGER = "locks", "staging", "quarantine", "ledger"
+_OWN_NAMES = (_LOCKS, _STAGING, _QUARANTINE)
+_SHARD_NAME = re.compile("[0-9a-f]{2}")
+_DIGEST = re.compile("[0-9a-f]{64}")
+_EVICTION_LOCK = "evict.lock"
+_REMOVED = "removed"  # in a staging directory: what is on its way out
+
 _POLL_SECONDS = 0.02
 _SLOWEST_POLL_SECONDS = 0.25
 _LONGEST_WAIT_SECONDS = 600.0  # then compile all the same: publication is atomic
-_TOLERATED_SKEW_SECONDS = 3600.0
+_LONGEST_WAIT_TO_EVICT_SECONDS = 60.0
+_TOLERATED_SKEW_SECONDS = 30 * 24 * 3600.0
 _UNLOCKABLE_LEFTOVER_SECONDS = 24 * 3600.0  # where locks do not work, age has to do
+
+# The ledger is an estimate. Everything is counted anew after so many entries, whatever it says:
+# a process killed between publishing an entry and noting it leaves that entry out.
+_ENTRIES_BETWEEN_COUNTS = 64
+_LARGEST_LEDGER = 64 * 2**10
+# Eviction goes on to a little below the limit. Else a full cache would be counted at each entry.
+_HEADROOM = 1 / 32
 
 
 class Evicted(NamedTuple):
-    """What `Store.evict` removed."""
+    """What `Store.evict` or `Store.clear` did.
 
-    entries: int
+    Attributes:
+        entries: how many it removed.
+        bytes: how much space it freed, entries removed meanwhile by others included.
+        in_use: how many it would have removed, had no process loaded them.
+        remaining: the bytes that the store takes afterwards.
+        problems: what could not be removed, and why.
+    """
+
+    entries: int = 0
+    bytes: int = 0
+    in_use: int = 0
+    remaining: int = 0
+    problems: tuple[str, ...] = ()
+
+
+class Contents(NamedTuple):
+    """What `Store.contents` found.
+
+    Attributes:
+        digests: of all entries, unopened, sorted.
+        problems: what cannot be looked into, or is no part of a cache, each as a sentence.
+    """
+
+    digests: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+class _Removal(enum.Enum):
+    """What came of removing an entry."""
+
+    REMOVED = "removed"
+    GONE = "removed by another process"
+    IN_USE = "loaded by a process"
+
+
+class _Candidate(NamedTuple):
+    """An entry that may be evicted. Sorted, the first goes first."""
+
+    last_use: float
+    digest: str
     bytes: int
 
 
 class Store:
     """The entries below one root directory.
 
+    Everything is reached through descriptors of directories that have been checked, also to delete:
+    see `ownership`. So every method that touches the directory may raise RefusedEntry.
+
     Args:
-        root: the directory; made when the first entry is published.
+        root: the directory, an absolute path; made when the first entry is published.
         read_only: a prebuilt directory. It may belong to root, and nothing in it is changed.
         public: what is published here can be read by every user, as a prebuilt directory is.
     """
@@ -59,7 +120,8 @@ class Store:
         self.public = public
         user = os.geteuid()
         self._owners = frozenset({user, 0}) if read_only else frozenset({user})
-        self._base = root / _LAYOUT
+        self._base = root / LAYOUT
+        self._have_locks: bool | None = None
 
     def entry_path(self, digest: str) -> Path:
         return self._base / digest[:2] / digest
@@ -71,29 +133,51 @@ class Store:
 
         Raises DamagedEntry, RefusedEntry, or OSError if the directory cannot be read.
         """
-        path = self.entry_path(digest)
-        if not path.is_dir():  # the common case of a miss: one system call
-            return None
-        self.check_root()
         try:
-            for directory in (self._base, path.parent):
-                check_ownership(directory, self._owners)
-            return open_entry(path, digest, self._owners)
-        except FileNotFoundError:
+            base = self._open_base()
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        with base:
+            try:
+                with base.directory(digest[:2]) as shard:
+                    return open_entry(shard, digest, lambda: self._open_entry_directory(digest))
+            except FileNotFoundError:
+                return None
+            except NotADirectoryError as error:
+                raise DamagedEntry(f"{self._base / digest[:2]} is not a directory") from error
 
-    def check_root(self) -> None:
-        """Raise RefusedEntry if others could have written to the root; follows a link to it."""
-        check_ownership(Path(os.path.realpath(self.root)), self._owners)
+    def _open_base(self) -> Directory:
+        with open_directory(self.root, self._owners) as root:
+            return root.directory(LAYOUT)
+
+    def _open_entry_directory(self, digest: str) -> Directory:
+        with self._open_base() as base, base.directory(digest[:2]) as shard:
+            return shard.directory(digest)
+
+    def contents(self) -> Contents:
+        """All entries, unopened, and what else is there that should not be. Raises nothing."""
+        digests: list[str] = []
+        problems: list[str] = []
+
+        with _noting(problems), self._open_base() as base:
+            for name in base.names():
+                if _SHARD_NAME.fullmatch(name):
+                    with _noting(problems), base.directory(name) as shard:
+                        for item in shard.names():
+                            if _DIGEST.fullmatch(item):
+                                digests.append(item)
+                            else:
+                                problems.append(f"{shard.path / item} is no part of a cache")
+                elif name in _OWN_NAMES:
+                    with _noting(problems), base.directory(name):
+                        pass
+                elif name != _LEDGER:
+                    problems.append(f"{base.path / name} is no part of a cache")
+        return Contents(tuple(digests), tuple(problems))
 
     def digests(self) -> list[str]:
         """The digests of all entries, unopened."""
-        found = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for shard in os.scandir(self._base):
-                if len(shard.name) == 2 and shard.is_dir(follow_symlinks=False):
-                    found += [item.name for item in os.scandir(shard.path) if len(item.name) == 64]
-        return sorted(found)
+        return list(self.contents().digests)
 
     def entries(self) -> Iterator[Entry]:
         """Every entry that can be opened, closed again after its turn."""
@@ -113,23 +197,35 @@ class Store:
     def staging(self) -> Iterator[Path]:
         """A directory for what is not yet, or no longer, an entry. Removed afterwards.
 
+        The path leads through a descriptor, for this process and its children: it stays what it is
+        whatever happens to the directories above.
+
         Raises OSError if the store cannot be written to, RefusedEntry if others can write to it.
         """
-        parent = self._make_directory("staging")
+        with self._staging() as directory:
+            yield directory.at("")
+
+    @contextlib.contextmanager
+    def _staging(self) -> Iterator[Directory]:
         with contextlib.ExitStack() as stack:
-            state = LockState.HELD_ELSEWHERE
-            while state is LockState.HELD_ELSEWHERE:  # a sweep was faster: it will delete that lock
-                path = parent / f"{os.getpid()}-{os.urandom(8).hex()}"
-                lock = path.with_suffix(".lock")
-                state = stack.enter_context(try_lock_file(lock))
+            parent = stack.enter_context(self._make_directory(_STAGING))
+            while True:
+                name = f"{os.getpid()}-{os.urandom(8).hex()}"
+                attempt = contextlib.ExitStack()
+                state = attempt.enter_context(self._lock_file(parent, f"{name}.lock"))
+                if state is not LockState.HELD_ELSEWHERE:
+                    break
+                attempt.close()  # a sweep was faster: it will delete that lock
+            stack.push(attempt)
             # Locked before the directory exists: one without a live lock is a leftover.
-            path.mkdir(0o700)
+            directory = stack.enter_context(parent.make(name, 0o700))
             try:
-                yield path
+                yield directory
             finally:
-                shutil.rmtree(path, ignore_errors=True)
                 with contextlib.suppress(OSError):
-                    lock.unlink()
+                    parent.remove(name)
+                with contextlib.suppress(OSError):
+                    parent.remove(f"{name}.lock")
 
     def publish(self, built: Built) -> Path:
         """Write an entry; if another process was faster, leave that one. Return its path.
@@ -137,40 +233,38 @@ class Store:
         Raises OSError if there is no room, no permission and so on, RefusedEntry if others can
         write to the store.
         """
-        final = self.entry_path(built.key.digest)
-        with self.staging() as staging:
-            directory = staging / "entry"
-            directory.mkdir(0o700)
+        digest = built.key.digest
+        with self._staging() as staging, staging.make("entry", 0o700) as directory:
             for name, data in {**built.files, META: built.meta_file()}.items():
-                _write_synced(directory / name, data, self._file_mode)
-            directory.chmod(self._directory_mode)
+                with directory.named(name):
+                    _write_synced(directory.at(name), data, self._file_mode)
+            with directory.readable() as fd:
+                os.fchmod(fd, self._directory_mode)
             _sync_directory(directory)
-            self._make_directory(final.parent.name)
+            with self._make_directory(digest[:2]) as shard:
+                try:
+                    staging.move("entry", shard, digest)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                    logger.debug("%s was published by another process", digest)
+                _sync_directory(shard)
+        return self.entry_path(digest)
+
+    def _make_directory(self, name: str) -> Directory:
+        """Open a directory of the cache, made if need be."""
+        with (
+            open_directory(self.root, self._owners, self._directory_mode) as root,
+            root.make(LAYOUT, self._directory_mode) as base,
+        ):
             try:
-                directory.rename(final)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                return base.make(name, self._directory_mode)
+            except NotADirectoryError:
+                if name not in _OWN_NAMES:
                     raise
-                logger.debug("%s was published by another process", final)
-            _sync_directory(final.parent)
-        return final
-
-    def _make_directory(self, name: str) -> Path:
-        path = self._base / name
-        if not self.root.exists():
-            # Parents are made with the user's umask, as ~/.cache would be; the root is private.
-            self.root.parent.mkdir(parents=True, exist_ok=True)
-            self._make_one_directory(self.root)
-        self.check_root()
-        for directory in (self._base, path):
-            self._make_one_directory(directory)
-        return path
-
-    def _make_one_directory(self, path: Path) -> None:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(0o700)
-            if self._directory_mode != 0o700:
-                path.chmod(self._directory_mode)
+                logger.warning("%s is not a directory: it is replaced by one", base.path / name)
+                base.remove(name)
+                return base.make(name, self._directory_mode)
 
     # -- one process at a time
 
@@ -200,8 +294,8 @@ class Store:
         """Whether to go on: with the lock in `held`, or without one where locks are no use."""
         attempt = contextlib.ExitStack()
         try:
-            path = self._make_directory("locks") / f"{digest}.lock"
-            state = attempt.enter_context(try_lock_file(path))
+            with self._make_directory(_LOCKS) as directory:
+                state = attempt.enter_context(self._lock_file(directory, f"{digest}.lock"))
         except (OSError, RefusedEntry) as error:
             logger.debug("no lock in %s: %s", self.root, error)
             return True
@@ -213,109 +307,271 @@ class Store:
 
     # -- cleaning up
 
-    def quarantine(self, digest: str) -> Path | None:
-        """Move an entry out of the way; return where to, or None if it had gone already.
+    def quarantine(self, digest: str) -> str | None:
+        """Move an entry out of the way; return what was done, or None if it had gone already.
+
+        What takes the place of its shard goes instead, if that is no directory. What cannot be
+        moved is deleted, as an entry that belongs to a lower layer of an overlay.
 
         Call it while holding the key's lock, and after finding the entry damaged under that lock:
         otherwise it may be another process's new entry.
         """
-        path = self._make_directory("quarantine") / f"{digest}-{os.urandom(4).hex()}"
-        try:
-            self.entry_path(digest).rename(path)
-        except FileNotFoundError:
-            return None
-        return path
+        with self._make_directory(_QUARANTINE) as quarantine, self._open_base() as base:
+            try:
+                shard = base.directory(digest[:2])
+            except FileNotFoundError:
+                return None
+            except (NotADirectoryError, RefusedEntry):
+                return _put_aside(base, digest[:2], quarantine)
+            with shard:
+                base.make_accessible(digest[:2])
+                return _put_aside(shard, digest, quarantine)
 
     def sweep(self) -> int:
-        """Remove what dead processes left in `staging`; return how much."""
+        """Remove what dead processes left in `staging`; return how much.
+
+        Raises RefusedEntry, and OSError if the directory cannot be read.
+        """
         swept = 0
-        staging = self._base / "staging"
-        with contextlib.suppress(OSError):
-            names = {item.name.removesuffix(".lock") for item in os.scandir(staging)}
-            for name in names:
-                swept += self._sweep(staging / name)
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            self._open_base() as base,
+            base.directory(_STAGING) as staging,
+        ):
+            for name in {item.removesuffix(".lock") for item in staging.names()}:
+                swept += self._sweep(staging, name)
         return swept
 
-    def _sweep(self, path: Path) -> bool:
-        lock = path.with_suffix(".lock")
-        with contextlib.suppress(OSError), try_lock_file(lock) as state:
+    def _sweep(self, staging: Directory, name: str) -> bool:
+        lock = f"{name}.lock"
+        with contextlib.suppress(OSError), self._lock_file(staging, lock) as state:
             if state is LockState.UNSUPPORTED:
-                age = time.time() - path.lstat().st_mtime
+                age = time.time() - staging.status(name).st_mtime
                 if age < _UNLOCKABLE_LEFTOVER_SECONDS:
                     return False
             elif state is LockState.HELD_ELSEWHERE:
                 return False
-            shutil.rmtree(path, ignore_errors=True)
-            lock.unlink()
+            with contextlib.suppress(FileNotFoundError):
+                staging.remove(name)
+            staging.remove(lock)
             return True
         return False
+
+    def make_room(self, max_bytes: int, added: str) -> Evicted:
+        """Account for the entry `added`, and evict others if the store has grown too large.
+
+        As long as the ledger says that there is room, nothing is listed and nothing counted.
+        """
+        try:
+            base = self._open_base()
+        except FileNotFoundError:
+            return Evicted()
+        with base:
+            with contextlib.suppress(OSError), base.directory(added[:2]) as shard:
+                _note_in_ledger(base, f"+{_allocated(shard.fd, added)[0]}\n")
+            if _fits(base, max_bytes):
+                return Evicted()
+            with self._evicting():
+                if _fits(base, max_bytes):  # another process has been at it meanwhile
+                    return Evicted()
+                self.sweep()
+                evicted = self._evict(base, max_bytes, int(max_bytes * (1 - _HEADROOM)), added)
+        if evicted.remaining > max_bytes:
+            warn_once(
+                f"full {self.root}",
+                "%s takes %d bytes, more than the %d that CUTE_ATTN_CACHE_MAX_BYTES grants: %d "
+                "entries remain because processes have loaded them",
+                self.root,
+                evicted.remaining,
+                max_bytes,
+                evicted.in_use,
+            )
+        return evicted
 
     def evict(self, max_bytes: int, keep: str = "") -> Evicted:
         """Remove quarantined, then least recently used entries, until all fits in `max_bytes`.
 
-        Entries that a process has loaded are passed by, and so is the entry `keep`.
+        Entries that a process has loaded are passed by, and so is the entry `keep`. All that lies
+        in the directory counts, in allocated bytes. One process at a time evicts: what others have
+        removed or published meanwhile is taken into account.
         """
-        found = {digest: self.entry_path(digest) for digest in self.digests()}
-        sizes = {digest: _tree_size(path) for digest, path in found.items()}
-        quarantine = self._base / "quarantine"
-        excess = sum(sizes.values()) - max_bytes
-        removed = freed = 0
-        with contextlib.suppress(OSError):
-            damaged = [(Path(item), _tree_size(Path(item))) for item in os.scandir(quarantine)]
-            excess += sum(size for _, size in damaged)
-            while damaged and freed < excess:  # of use to nobody but who looks into the damage
-                path, size = damaged.pop()
-                shutil.rmtree(path, ignore_errors=True)
-                freed += size
-        for digest in sorted(found, key=lambda digest: _last_use(found[digest])):
+        try:
+            base = self._open_base()
+        except FileNotFoundError:
+            return Evicted()
+        with base, self._evicting():
+            return self._evict(base, max_bytes, max_bytes, keep)
+
+    @contextlib.contextmanager
+    def _evicting(self) -> Iterator[None]:
+        """Hold the lock of who evicts; go without where locks do not work."""
+        with contextlib.ExitStack() as held:
+            end = time.monotonic() + _LONGEST_WAIT_TO_EVICT_SECONDS
+            pause = _POLL_SECONDS / 4
+            while time.monotonic() < end:
+                attempt = contextlib.ExitStack()
+                try:
+                    with self._make_directory(_LOCKS) as directory:
+                        state = attempt.enter_context(self._lock_file(directory, _EVICTION_LOCK))
+                except OSError as error:
+                    logger.debug("no lock in %s: %s", self.root, error)
+                    break
+                if state is not LockState.HELD_ELSEWHERE:
+                    held.push(attempt)
+                    break
+                attempt.close()
+                time.sleep(pause)
+                pause = min(2 * pause, _SLOWEST_POLL_SECONDS)
+            yield
+
+    @contextlib.contextmanager
+    def _lock_file(self, directory: Directory, name: str) -> Iterator[LockState]:
+        """`try_lock_file` in a directory of the cache; UNSUPPORTED if it says what cannot be."""
+        with contextlib.ExitStack() as stack:
+            with directory.named(name):
+                state = stack.enter_context(try_lock_file(name, directory.fd))
+            if state is LockState.HELD_ELSEWHERE and not self._locks_work(directory):
+                state = LockState.UNSUPPORTED
+            yield state
+
+    def _locks_work(self, directory: Directory) -> bool:
+        """Whether a file that nobody else knows can be locked. Tried once."""
+        if self._have_locks is None:
+            name = f"probe-{os.urandom(8).hex()}"
+            with directory.named(name), try_lock_file(name, directory.fd) as state:
+                directory.remove(name)
+            self._have_locks = state is LockState.TAKEN
+            if not self._have_locks:
+                warn_once(f"locks {self.root}", "file locks do not work in %s", self.root)
+        return self._have_locks
+
+    def _evict(self, base: Directory, max_bytes: int, down_to: int, keep: str) -> Evicted:
+        _start_ledger(base)
+        candidates = _candidates(base)
+        total = sum(candidate.bytes for candidate in candidates)
+        damaged = _sizes(base, _QUARANTINE)
+        staged = _sizes(base, _STAGING)
+        total += sum(damaged.values()) + sum(staged.values())
+        excess = total - down_to if total > max_bytes else 0
+        freed = removed = in_use = 0
+        problems: list[str] = []
+        if damaged and excess > 0:
+            with _noting(problems), base.directory(_QUARANTINE) as quarantine:
+                for name, size in damaged.items():  # of use to nobody but who looks into the damage
+                    if freed < excess:
+                        with _noting(problems):
+                            quarantine.remove(name)
+                            freed += size
+        for _, digest, size in candidates:
             if freed >= excess:
                 break
-            if digest != keep and self.remove(digest):
-                removed += 1
-                freed += sizes[digest]
-        return Evicted(removed, freed)
+            if digest == keep:
+                continue
+            with _noting(problems):
+                result = self._remove(base, digest)
+                in_use += result is _Removal.IN_USE
+                removed += result is _Removal.REMOVED
+                if result in (_Removal.REMOVED, _Removal.GONE):
+                    freed += size
+        _note_in_ledger(base, f"={total - freed}\n")
+        return Evicted(removed, freed, in_use, total - freed, tuple(problems))
 
     def remove(self, digest: str) -> bool:
-        """Delete an entry unless it is in use; whether it was deleted."""
-        path = self.entry_path(digest)
+        """Delete an entry unless it is in use; whether this call deleted it. Raises OSError."""
+        try:
+            with self._open_base() as base:
+                return self._remove(base, digest) is _Removal.REMOVED
+        except FileNotFoundError:
+            return False
+
+    def _remove(self, base: Directory, digest: str) -> _Removal:
+        """Delete an entry, or what is in its place, unless it is in use. Raises OSError."""
         with contextlib.ExitStack() as stack:
             try:
-                fd = os.open(path / META, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                stack.callback(os.close, fd)
-                if try_lock(fd) is LockState.HELD_ELSEWHERE:
-                    return False
+                shard = stack.enter_context(base.directory(digest[:2]))
+                base.make_accessible(digest[:2])
+                shard.make_accessible(digest)
+                lock = _open_to_lock(shard, digest)
+                if lock is not None:
+                    stack.callback(os.close, lock)
+                    if try_lock(lock) is LockState.HELD_ELSEWHERE:
+                        return _Removal.IN_USE
+                try:
+                    staging = stack.enter_context(self._staging())
+                    shard.move(digest, staging, _REMOVED)
+                except FileNotFoundError:
+                    raise
+                except OSError as error:  # a full disk, a lower layer of an overlay
+                    logger.debug("%s is deleted in place: %s", shard.path / digest, error)
+                    _remove_in_place(shard, digest)
+                else:
+                    staging.remove(_REMOVED)
             except FileNotFoundError:
-                pass  # no meta.json: nobody can have loaded it
-            except OSError as error:
-                logger.debug("cannot remove %s: %s", path, error)
-                return False
-            try:
-                staging = stack.enter_context(self.staging())
-                path.rename(staging / "evicted")
-            except FileNotFoundError:
-                return False
-            except (OSError, RefusedEntry) as error:
-                logger.debug("cannot remove %s: %s", path, error)
-                return False
-        return True
+                return _Removal.GONE
+        return _Removal.REMOVED
 
     def clear(self) -> Evicted:
         """Delete every entry that is not in use, the quarantine, and what dead processes left."""
-        removed = self.evict(max_bytes=-1)
-        self.tidy()
-        return removed
+        evicted = self.evict(max_bytes=-1)
+        problems = self._remove_strange()
+        return evicted._replace(problems=(*evicted.problems, *problems, *self.tidy()))
 
-    def tidy(self) -> None:
-        """Delete the quarantine, what dead processes left, and the locks that nobody holds."""
-        shutil.rmtree(self._base / "quarantine", ignore_errors=True)
-        self.sweep()
-        for lock in (self._base / "locks").glob("*.lock"):
-            with contextlib.suppress(OSError), try_lock_file(lock) as state:
-                if state is LockState.TAKEN:
-                    lock.unlink()
-        for name in ("locks", "staging"):
-            with contextlib.suppress(OSError):  # not empty: in use
-                (self._base / name).rmdir()
+    def _remove_strange(self) -> list[str]:
+        """Delete what is in the place of a shard or an entry without being one."""
+        problems: list[str] = []
+        with contextlib.suppress(FileNotFoundError), self._open_base() as base:
+            for name in filter(_SHARD_NAME.fullmatch, base.names()):
+                with _noting(problems):
+                    try:
+                        base.make_accessible(name)
+                        with base.directory(name) as shard:
+                            for item in shard.names():
+                                if not _DIGEST.fullmatch(item):
+                                    shard.remove(item)
+                    except (NotADirectoryError, RefusedEntry):
+                        base.remove(name)
+        return problems
+
+    def tidy(self) -> list[str]:
+        """Delete the quarantine, what dead processes left, and the locks that nobody holds.
+
+        Returns what could not be removed, and why.
+        """
+        problems: list[str] = []
+        try:
+            base = self._open_base()
+        except FileNotFoundError:
+            return problems
+        with base:
+            for name in (_QUARANTINE, _LEDGER):
+                with _noting(problems):
+                    base.remove(name)
+            for name in (_STAGING, _LOCKS):
+                with _noting(problems):
+                    if not stat.S_ISDIR(base.status(name).st_mode):
+                        base.remove(name)
+            with _noting(problems):
+                self.sweep()
+            with _noting(problems), base.directory(_LOCKS) as locks:
+                for name in locks.names():
+                    with _noting(problems):
+                        _remove_free_lock(locks, name)
+            for name in (_STAGING, _LOCKS):
+                with contextlib.suppress(OSError):  # not empty: in use
+                    os.rmdir(name, dir_fd=base.fd)
+        return problems
+
+
+@contextlib.contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Go on after an error, which is noted; that something is not there is none."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except (OSError, CacheError) as error:
+        problems.append(str(error))
+        logger.debug("%s", error)
 
 
 def _write_synced(path: Path, data: bytes, mode: int) -> None:
@@ -326,29 +582,153 @@ def _write_synced(path: Path, data: bytes, mode: int) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_directory(directory: Directory) -> None:
+    directory.sync()
+
+
+def _put_aside(parent: Directory, name: str, quarantine: Directory) -> str | None:
+    """Move `name` into the quarantine, or delete it where it is; what was done."""
+    moved = f"{name}-{os.urandom(4).hex()}"
     try:
-        os.fsync(fd)
+        parent.move(name, quarantine, moved)
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF):  # some file systems cannot sync one
-            raise
-    finally:
-        os.close(fd)
+        parent.remove(name)
+        return f"deleted, since it cannot be moved ({error.strerror})"
+    return f"moved to {quarantine.path / moved}"
 
 
-def _tree_size(directory: Path) -> int:
-    """The bytes in a directory's files."""
+def _remove_in_place(shard: Directory, digest: str) -> None:
+    """Delete an entry under the eyes of readers: first what makes it an entry."""
+    with contextlib.suppress(OSError, CacheError), shard.directory(digest) as entry:
+        entry.remove(META)
+    shard.remove(digest)
+
+
+def _open_to_lock(shard: Directory, digest: str) -> int | None:
+    """A descriptor of an entry's lock; None if nobody can have loaded the entry.
+
+    Raises FileNotFoundError if there is no entry.
+    """
+    try:
+        directory = shard.directory(digest)
+    except FileNotFoundError:
+        raise
+    except (OSError, RefusedEntry):
+        return None
+    with directory, contextlib.suppress(OSError, CacheError):
+        try:
+            return directory.file(META, os.O_RDWR)  # NFS locks only what is open for writing
+        except PermissionError:
+            return directory.file(META)
+    return None
+
+
+def _remove_free_lock(locks: Directory, name: str) -> None:
+    if not stat.S_ISREG(locks.status(name).st_mode):
+        locks.remove(name)
+        return
+    with try_lock_file(name, locks.fd) as state:
+        if state is LockState.TAKEN:
+            locks.remove(name)
+
+
+# -- sizes, in allocated bytes, and times
+
+
+def _allocated(parent_fd: int, name: str, depth: int = 8) -> tuple[int, os.stat_result | None]:
+    """The bytes that `name` takes with all in it, and the status of its file of uses."""
+    total = 0
+    uses = None
     with contextlib.suppress(OSError):
-        return sum(item.stat(follow_symlinks=False).st_size for item in os.scandir(directory))
-    return 0
+        total = 512 * os.lstat(name, dir_fd=parent_fd).st_blocks
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent_fd)
+        try:
+            with os.scandir(fd) as items:
+                for item in items:
+                    if item.is_dir(follow_symlinks=False) and depth:
+                        total += _allocated(fd, item.name, depth - 1)[0]
+                        continue
+                    status = item.stat(follow_symlinks=False)
+                    total += 512 * status.st_blocks
+                    if item.name == USES:
+                        uses = status
+        finally:
+            os.close(fd)
+    return total, uses
 
 
-def _last_use(directory: Path) -> float:
-    """When an entry was last loaded, or else published; 0 if that is unknown."""
-    for path in (directory / USES, directory):
+def _sizes(base: Directory, name: str) -> dict[str, int]:
+    """The bytes that each thing in a directory takes."""
+    with contextlib.suppress(OSError, CacheError), base.directory(name) as directory:
+        return {item: _allocated(directory.fd, item)[0] for item in directory.names()}
+    return {}
+
+
+def _candidates(base: Directory) -> list[_Candidate]:
+    """All entries, least recently used first, and before them what is none."""
+    now = time.time()
+    found: list[_Candidate] = []
+    ahead: list[tuple[_Candidate, str]] = []
+    for name in filter(_SHARD_NAME.fullmatch, base.names()):
+        with contextlib.suppress(OSError, CacheError), base.directory(name) as shard:
+            for digest in filter(_DIGEST.fullmatch, shard.names()):
+                with contextlib.suppress(FileNotFoundError):
+                    status = shard.status(digest)
+                    size, uses = _allocated(shard.fd, digest)
+                    used = uses or status
+                    moment = used.st_mtime if stat.S_ISDIR(status.st_mode) else 0.0
+                    # Where the system's own time of the change is no later, the moment is made up.
+                    made_up = moment > now + _TOLERATED_SKEW_SECONDS and used.st_ctime <= now
+                    candidate = _Candidate(0.0 if made_up else moment, digest, size)
+                    if candidate.last_use > now:
+                        path = f"{name}/{digest}/{USES}" if uses else f"{name}/{digest}"
+                        ahead.append((candidate, path))
+                    else:
+                        found.append(candidate)
+    # The clock has been set back since they were used: they keep their order, from now on. Else
+    # they would stay ahead of all others until the clock is where it was.
+    for i, (candidate, path) in enumerate(sorted(ahead)):
+        moment = now + 1e-6 * i
         with contextlib.suppress(OSError):
-            moment = path.lstat().st_mtime
-            # A clock that runs ahead would keep the entry for as long as it is ahead.
-            return moment if moment < time.time() + _TOLERATED_SKEW_SECONDS else 0.0
-    return 0.0
+            os.utime(path, (moment, moment), dir_fd=base.fd, follow_symlinks=False)
+        found.append(candidate._replace(last_use=moment))
+    return sorted(found)
+
+
+# -- the ledger
+
+
+def _start_ledger(base: Directory) -> None:
+    """Empty the ledger, before counting: what is published meanwhile is noted after that."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with contextlib.suppress(OSError):
+        try:
+            os.close(base.file(_LEDGER, flags))
+        except CacheError:  # something else is in its place
+            base.remove(_LEDGER)
+            os.close(base.file(_LEDGER, flags))
+
+
+def _note_in_ledger(base: Directory, line: str) -> None:
+    # Without a ledger the next process counts, and so it does if the disk is full.
+    with contextlib.suppress(OSError, CacheError):
+        fd = base.file(_LEDGER, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+
+
+def _fits(base: Directory, max_bytes: int) -> bool:
+    """Whether the ledger says that the store is within its limit."""
+    with contextlib.suppress(OSError, CacheError):
+        with os.fdopen(base.file(_LEDGER), "rb") as file:
+            text = file.read(_LARGEST_LEDGER).decode(errors="replace")
+        lines = text.splitlines()
+        counted = [line for line in lines if line.startswith("=")]
+        sound = all(re.fullmatch(r"[+=]\d{1,18}", line) for line in lines)
+        if sound and len(counted) == 1 and len(lines) <= _ENTRIES_BETWEEN_COUNTS:
+            return sum(int(line[1:]) for line in lines) <= max_bytes
+    return False

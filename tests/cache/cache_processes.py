@@ -53,6 +53,12 @@ class Process:
         facts: dict[str, Any] = json.loads(line)
         return facts
 
+    def tell(self, line: str) -> None:
+        """Write a line to its stdin."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(line + "\n")
+        self._popen.stdin.flush()
+
     def result(self, timeout: float = 120) -> dict[str, Any]:
         """The last line that it tells before it ends, which it does with status 0."""
         out, err = self._popen.communicate(timeout=timeout)
@@ -87,6 +93,7 @@ def start(program: str, environment: dict[str, str | None], *, torch: bool = Fal
         subprocess.Popen(
             [sys.executable, "-c", source],
             env={name: value for name, value in variables.items() if value is not None},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

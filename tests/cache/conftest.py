@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +21,9 @@ from cache_processes import Process, start  # noqa: E402
 from toy_specs import SCALE, ScaleSpec  # noqa: E402
 
 from cute_attn import cache  # noqa: E402
-from cute_attn.cache import arch, log  # noqa: E402
+from cute_attn.cache import arch, compiler, log  # noqa: E402
+from cute_attn.cache.entry import Built  # noqa: E402
+from cute_attn.cache.key import KeyDescription  # noqa: E402
 from cute_attn.cache.store import Store  # noqa: E402
 
 ARCH = "sm_90a"
@@ -72,6 +77,58 @@ def entry_path(filled_root: Path) -> Path:
     store = Store(filled_root)
     (digest,) = store.digests()
     return store.entry_path(digest)
+
+
+@pytest.fixture
+def instant_compiler(compiled_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every kernel compile at once, to what was compiled once."""
+    store = Store(compiled_root)
+    (digest,) = store.digests()
+    entry = store.open(digest)
+    assert entry is not None
+    files, uses = {name: entry.read(name) for name in entry.meta["files"]}, entry.kernels
+    entry.close()
+
+    def compile_kernel(kernel: object, spec: object, key: KeyDescription, _: object) -> Built:
+        return Built(key, files, uses, 0.5)
+
+    monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """Interrupt a test that hangs."""
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def fill(root: Path, number: int, size: int = 8192) -> list[Path]:
+    """Directories in the place of entries, all of one size, used one second after another."""
+    now = time.time()
+    paths = []
+    for i in range(number):
+        digest = hashlib.sha256(str(i).encode()).hexdigest()
+        path = root / "v1" / digest[:2] / digest
+        path.mkdir(mode=0o700, parents=True)
+        (path / "kernel.o").write_bytes(b"o" * size)
+        (path / "meta.json").write_bytes(b"{}")
+        os.utime(path, (now - number + i,) * 2)
+        paths.append(path)
+    for path in [root, *root.rglob("*")]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    return paths
+
+
+def space(path: Path) -> int:
+    """The bytes allocated to a file, or to a directory and what is in it."""
+    return sum(512 * item.lstat().st_blocks for item in [path, *path.rglob("*")])
 
 
 @pytest.fixture

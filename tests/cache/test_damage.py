@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from toy_specs import SCALE, ScaleSpec
 
 from cute_attn import cache
-from cute_attn.cache.entry import META, DamagedEntry, RefusedEntry
+from cute_attn.cache.entry import META
+from cute_attn.cache.errors import DamagedEntry, RefusedEntry
 from cute_attn.cache.store import Store
 
 FILES = ["kernel.so", "kernel.o", "kernel.ptx", META]

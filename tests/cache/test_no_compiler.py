@@ -16,7 +16,7 @@ from toy_specs import SCALE, ScaleSpec
 
 from cute_attn import cache
 from cute_attn.cache import toolchain
-from cute_attn.cache.entry import META, open_entry
+from cute_attn.cache.entry import META
 from cute_attn.cache.store import Store
 
 Run = Callable[..., Process]
@@ -251,6 +251,7 @@ def test_a_prebuilt_entry_says_what_it_was_built_with(prebuilt: Path) -> None:
         "static_shared",
         "dynamic_shared",
     }
-    entry = open_entry(meta_path.parent, key.digest, frozenset({os.geteuid()}))
+    entry = Store(prebuilt).open(key.digest)
+    assert entry is not None
     assert entry.kernels[0].name == kernel["name"]
     entry.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cache_processes import Process
-from conftest import ARCH
+from conftest import ARCH, fill, space
 from toy_specs import SCALE, ScaleSpec
 
 from cute_attn import cache
@@ -131,8 +131,8 @@ def test_a_process_killed_while_it_removes_an_entry_leaves_nothing(
     run: Run, filled_root: Path, entry_path: Path, method: str
 ) -> None:
     victim = run(f"""
-from cute_attn.cache import store
-stop_at(store.shutil, "rmtree")
+from cute_attn.cache import ownership, store
+stop_at(ownership.shutil, "rmtree")
 store.Store(pathlib.Path({str(filled_root)!r})).{method}
 """)
     assert victim.hear() == {"reached": "rmtree"}
@@ -280,3 +280,36 @@ thread.join()
         check_nothing_is_left(root)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+EVICT = """
+import errno, fcntl, os
+from cute_attn.cache.store import Store
+
+def no_locks(fd, operation):
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+if {without_locks}:
+    fcntl.flock = no_locks
+store = Store(pathlib.Path(os.environ["CUTE_ATTN_CACHE_DIR"]))
+tell(ready=True)
+sys.stdin.readline()
+tell(removed=store.evict({limit}).entries)
+"""
+
+
+@pytest.mark.parametrize("without_locks", [False, True])
+def test_many_who_evict_at_once_leave_what_one_would(
+    run: Run, root: Path, without_locks: bool
+) -> None:
+    paths = fill(root, 200)
+    # The ledger and the directory of locks do not count.
+    program = EVICT.format(limit=100 * space(paths[0]), without_locks=without_locks)
+    processes = [run(program) for _ in range(4)]
+    for process in processes:
+        assert process.hear() == {"ready": True}
+    for process in processes:
+        process.tell("go")
+    removed = sum(process.result()["removed"] for process in processes)
+    assert [path.exists() for path in paths] == [False] * 100 + [True] * 100
+    assert removed == 100

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ARCH
+from conftest import ARCH, fill, space
 from toy_specs import SCALE, ScaleSpec
 
 from cute_attn import cache
 from cute_attn.cache import store as store_module
 from cute_attn.cache.entry import Built, Entry
 from cute_attn.cache.locks import LockState, try_lock, try_lock_file
+from cute_attn.cache.ownership import Directory
 from cute_attn.cache.store import Store
 
 
@@ -130,7 +131,7 @@ def test_the_least_recently_used_go_first(root: Path, builds: list[Built]) -> No
     for age, built in enumerate(builds):
         store.publish(built)
         use_at(store, built, now - age)
-    size = store_module._tree_size(store.entry_path(builds[0].key.digest))
+    size = space(store.entry_path(builds[0].key.digest))
     evicted = store.evict(max_bytes=int(2.5 * size))
     assert evicted.entries == 4
     assert set(store.digests()) == {built.key.digest for built in builds[:2]}
@@ -148,7 +149,7 @@ def test_using_an_entry_makes_it_recent(root: Path, builds: list[Built]) -> None
     assert hits == 1
     assert last_use > time.time() - 100
     entry.close()
-    size = store_module._tree_size(store.entry_path(builds[0].key.digest))
+    size = space(store.entry_path(builds[0].key.digest))
     store.evict(max_bytes=int(1.5 * size))
     assert store.digests() == [builds[1].key.digest]
 
@@ -200,7 +201,7 @@ def test_a_skewed_clock_costs_at_most_an_eviction(
     for built in builds[:3]:
         store.publish(built)
     use_at(store, builds[0], skewed)
-    size = store_module._tree_size(store.entry_path(builds[0].key.digest))
+    size = space(store.entry_path(builds[0].key.digest))
     store.evict(max_bytes=int(2.5 * size))
     assert set(store.digests()) == {built.key.digest for built in builds[1:3]}
     store.publish(builds[0])
@@ -232,7 +233,7 @@ def test_quarantined_entries_are_evicted_before_useful_ones(
     store = Store(root)
     for built in builds[:3]:
         store.publish(built)
-    size = store_module._tree_size(store.entry_path(builds[0].key.digest))
+    size = space(store.entry_path(builds[0].key.digest))
     store.quarantine(builds[0].key.digest)
     store.evict(max_bytes=int(2.5 * size))
     assert len(store.digests()) == 2
@@ -253,13 +254,164 @@ def test_clear_leaves_nothing_but_what_is_in_use(root: Path, builds: list[Built]
     used.close()
 
 
+def test_what_lies_in_staging_counts(root: Path) -> None:
+    (old, new) = fill(root, 2)
+    with Store(root).staging() as staging:
+        (staging / "scratch").write_bytes(b"s" * 2 * space(old))
+        Store(root).evict(max_bytes=int(3.5 * space(old)))
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_space_is_what_is_allocated(root: Path) -> None:
+    """A sparse file takes nothing, and a small one a whole block."""
+    paths = fill(root, 20, size=1)
+    (paths[0] / "kernel.o").open("r+b").truncate(2**40)
+    limit = sum(space(path) for path in paths[10:])
+    assert Store(root).evict(limit).remaining <= limit
+    assert [path.exists() for path in paths] == [False] * 10 + [True] * 10
+
+
+def test_entries_used_before_the_clock_was_set_back_are_the_last_to_go(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = fill(root, 6)
+    now, a_year = time.time(), 365 * 24 * 3600
+    for path in paths[:3]:
+        os.utime(path, (now - 2 * a_year,) * 2)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - a_year)
+    store = Store(root)
+    store.evict(max_bytes=int(2.5 * space(paths[0])))
+    assert [path.exists() for path in paths] == [False] * 4 + [True] * 2
+    os.utime(paths[0].parent, None)
+    # From now on they age: what is used after that outlives them.
+    late = fill(root / "late", 1)[0]
+    os.utime(late, (real() - a_year + 60,) * 2)
+    monkeypatch.setattr(time, "time", lambda: real() - a_year + 120)
+    late.rename(paths[0])
+    store.evict(max_bytes=int(1.5 * space(paths[0])))
+    assert [path.exists() for path in paths] == [True] + [False] * 5
+
+
+def test_the_excess_that_is_in_use_is_reported(
+    root: Path, builds: list[Built], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(root)
+    for built in builds[:2]:
+        store.publish(built)
+    entries = [opened(store, built) for built in builds[:2]]
+    size = space(store.entry_path(builds[0].digest))
+    for _ in range(2):
+        evicted = store.make_room(size, builds[1].digest)
+    assert (evicted.entries, evicted.in_use) == (0, 1)
+    assert evicted.remaining >= 2 * size
+    (warning,) = caplog.messages
+    assert "1 entries remain because processes have loaded them" in warning
+    for entry in entries:
+        entry.close()
+
+
+def published(store: Store, built: Built, limit: int = 2**40) -> None:
+    store.publish(built)
+    store.make_room(limit, built.digest)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of entries found, each time that all are looked at."""
+    found: list[int] = []
+    real = store_module._candidates
+
+    def count(base: Directory) -> list[store_module._Candidate]:
+        candidates = real(base)
+        found.append(len(candidates))
+        return candidates
+
+    monkeypatch.setattr(store_module, "_candidates", count)
+    return found
+
+
+def test_publishing_looks_at_all_entries_only_now_and_then(
+    root: Path, builds: list[Built], counts: list[int]
+) -> None:
+    fill(root, 100)
+    store = Store(root)
+    for _ in range(3):
+        for built in builds:
+            published(store, built)
+            shutil.rmtree(store.entry_path(built.digest))
+    assert counts == [101]
+    for _ in range(60):
+        published(store, builds[0])
+    assert len(counts) == 2
+
+
+def test_a_full_store_is_not_looked_through_at_each_entry(
+    root: Path, builds: list[Built], counts: list[int]
+) -> None:
+    store = Store(root)
+    store.publish(builds[0])
+    size = space(store.entry_path(builds[0].digest))
+    limit = size + sum(space(path) for path in fill(root, 200))
+    for built in builds[1:]:
+        published(store, built, limit)
+    assert sum(space(path) for path in root.glob("v1/??/*")) <= limit
+    assert len(counts) < 5
+
+
+@pytest.mark.parametrize(
+    "lie", [b"=0\n", b"", b"garbage", b"=0\n=0\n", b"\xff" * 100_000, "directory", "fifo"]
+)
+def test_a_wrong_ledger_is_corrected(
+    root: Path, builds: list[Built], lie: bytes | str, in_time: None
+) -> None:
+    store = Store(root)
+    paths = fill(root, 40)
+    ledger = root / "v1" / "ledger"
+    if isinstance(lie, bytes):
+        ledger.write_bytes(lie)
+        ledger.chmod(0o600)
+    elif lie == "fifo":
+        os.mkfifo(ledger, 0o600)
+    else:
+        ledger.mkdir(0o700)
+    limit = 20 * space(paths[0])
+    for _ in range(store_module._ENTRIES_BETWEEN_COUNTS + 1):
+        published(store, builds[0], limit)
+    assert sum(space(path) for path in paths if path.exists()) <= limit
+    assert ledger.read_text().count("=") == 1
+
+
+def test_entries_that_nobody_noted_are_found_in_the_end(root: Path, builds: list[Built]) -> None:
+    """As when a process is killed between publishing an entry and noting it."""
+    store = Store(root)
+    published(store, builds[0])
+    paths = fill(root, 40)
+    limit = 20 * space(paths[0])
+    for _ in range(store_module._ENTRIES_BETWEEN_COUNTS):
+        published(store, builds[0], limit)
+    assert sum(space(path) for path in paths if path.exists()) <= limit
+
+
+def test_a_full_disk_can_be_cleared(small_disk: Path) -> None:
+    root = small_disk / "cache"
+    paths = fill(root, 4, size=4096)
+    os.system(f"cat /dev/zero > {small_disk}/filler 2>/dev/null")
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "more").write_bytes(b"m" * 4096)
+    evicted = Store(root).clear()
+    assert (evicted.entries, evicted.problems) == (4, ())
+    assert not any(path.exists() for path in paths)
+
+
 # -- leftovers
 
 
 def test_leftovers_of_the_dead_are_swept_whatever_their_age(root: Path) -> None:
     store = Store(root)
     with store.staging() as path:
-        staging = path.parent
+        staging = path.resolve().parent
     for name, moment in (("dead", 0.0), ("from-the-future", time.time() + 1e8)):
         (staging / name).mkdir()
         (staging / name / "half").write_bytes(b"half a file")
@@ -267,7 +419,8 @@ def test_leftovers_of_the_dead_are_swept_whatever_their_age(root: Path) -> None:
         os.utime(staging / name, (moment, moment))
     (staging / "without-a-lock").mkdir()
     (staging / "lock-only.lock").touch()
-    with store.staging() as alive:
+    with store.staging() as through_descriptor:
+        alive = through_descriptor.resolve()
         os.utime(alive, (0.0, 0.0))
         assert store.sweep() == 4
         assert sorted(item.name for item in staging.iterdir()) == [
@@ -302,6 +455,20 @@ def test_the_lock_of_a_file_deleted_meanwhile_counts_for_nothing(
     monkeypatch.setattr(fcntl, "flock", delete_first)
     with try_lock_file(path) as state:
         assert state is LockState.HELD_ELSEWHERE
+
+
+@pytest.mark.parametrize("code", [errno.EWOULDBLOCK, errno.EACCES])
+def test_a_lock_that_can_never_be_taken_is_done_without(
+    root: Path, monkeypatch: pytest.MonkeyPatch, in_time: None, instant_compiler: None, code: int
+) -> None:
+    def fail(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert cache.stats().compiles == 1
+    assert Store(root).digests()
+    assert list((root / "v1" / "staging").iterdir()) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
