@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import jit, settings
+from . import jit, settings, toolchain
 from .arch import check_arch
 from .entry import Entry, KernelUse
 from .errors import CacheError
@@ -47,7 +47,12 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    command("path", _path, "print the user's cache directory")
+    path = command("path", _path, "print the user's cache directory")
+    path.add_argument(
+        "--runtime-library",
+        action="store_true",
+        help="print the library that compiled kernels call, for CUTE_ATTN_RUNTIME_LIBRARY",
+    )
     listing = command("ls", _list, "list all entries, in the user's and the prebuilt directories")
     listing.add_argument("--json", action="store_true", help="print JSON")
     info = command("info", _info, "show everything about one entry")
@@ -92,8 +97,8 @@ def _architectures(text: str) -> list[str]:
 # -- commands
 
 
-def _path(_: argparse.Namespace) -> int:
-    print(_user_store().root)
+def _path(options: argparse.Namespace) -> int:
+    print(toolchain.runtime_library().path if options.runtime_library else _user_store().root)
     return 0
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
-import shutil
 import subprocess
 import sys
-import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -56,51 +52,6 @@ def test_python_folders_are_packages() -> None:
     """A folder of modules without `__init__.py` works from a checkout and is missing in a wheel."""
     folders = {path.parent for path in package_files().values() if path.suffix == ".py"}
     assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from an sdist built from a copy of the checkout, so that both are complete."""
-    work = tmp_path_factory.mktemp("release")
-    checkout = work / "checkout"
-    checkout.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
-    for name in ("cute_attn", "cache"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(work)!r})"
-    subprocess.run([sys.executable, "-c", build_sdist], cwd=checkout, check=True)
-    (sdist,) = work.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        assert any(name.endswith("/LICENSE") for name in archive.getnames())
-    build_wheel = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([sys.executable, "-m", *build_wheel, str(sdist)], cwd=work, check=True)
-    (built,) = work.glob("*.whl")
-    return built
-
-
-def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name for name in names if ".dist-info/" not in name} == set(package_files())
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-
-
-def test_wheel_imports(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = (
-        "import cute_attn, cute_attn.cache as c; print(cute_attn.__file__, c.__file__, sep='\\n')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    package = tmp_path / "cute_attn"
-    expected = [str(package / "__init__.py"), str(package / "cache" / "__init__.py")]
-    assert done.stdout.splitlines() == expected
 
 
 def test_changelog_names_the_version() -> None:

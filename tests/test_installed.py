@@ -1,0 +1,297 @@
+"""The package as users have it: a wheel in a fresh virtual environment, far from the checkout.
+
+What the package requires is linked into the environments from where the tests run: they need no
+network, and hold nothing that was not asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import cute_attn
+from cute_attn.cache import toolchain
+
+from .test_repository import PYPROJECT, ROOT, package_files
+
+# What only compiling takes.
+COMPILER = {"nvidia-cutlass-dsl", "pyelftools"}
+SPEC = """
+[[operator]]
+plan = "cute_attn.ops.lightning:plan_decode"
+dtype = "bfloat16"
+head_dim_k = 128
+head_dim_v = 128
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from an sdist built from a copy of the checkout, so that both are complete."""
+    work = tmp_path_factory.mktemp("release")
+    checkout = work / "checkout"
+    checkout.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    for name in ("cute_attn", "cache"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(work)!r})"
+    subprocess.run([sys.executable, "-c", build_sdist], cwd=checkout, check=True)
+    (sdist,) = work.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert any(name.endswith("/LICENSE") for name in archive.getnames())
+    build_wheel = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([sys.executable, "-m", *build_wheel, str(sdist)], cwd=work, check=True)
+    (built,) = work.glob("*.whl")
+    return built
+
+
+class Environment:
+    """A virtual environment with a wheel and some distributions that are installed here."""
+
+    def __init__(self, directory: Path, wheel: Path, distributions: Iterable[str]) -> None:
+        self.home = directory
+        venv.create(directory / "venv", symlinks=True)
+        self.python = directory / "venv/bin/python"
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        self.packages = directory / "venv/lib" / version / "site-packages"
+        for name in distributions:
+            self.link(name)
+        install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), *install]
+        subprocess.run(pip, check=True, cwd=directory)
+
+    def link(self, name: str) -> None:
+        """Make a distribution's files appear here, but for its scripts."""
+        files = metadata.distribution(name).files
+        if files is None:
+            pytest.skip(f"what {name} consists of is not recorded here")
+        for file in files:
+            part = Path(file.parts[0]) if file.parts[0] in _unshared() else Path(file)
+            target = self.packages / part
+            if ".." in file.parts or file.suffix == ".pyc" or target.is_symlink():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(files[0].locate().parents[len(files[0].parts) - 1] / part)
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run the environment's Python, with no setting of the user's or the tests'."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CUTE_ATTN_", "PYTHON"))
+        }
+        return subprocess.run(
+            [self.python, *arguments],
+            cwd=self.home,
+            env={**kept, "HOME": str(self.home), **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def tell(self, program: str, *arguments: str, **environment: str) -> Any:
+        """What a program that ends well prints, in JSON, as its last line."""
+        done = self.run("-c", program, *arguments, **environment)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+@functools.cache
+def _unshared() -> set[str]:
+    """The top-level packages here that one distribution has to itself."""
+    return {name for name, owners in metadata.packages_distributions().items() if len(owners) == 1}
+
+
+def required(names: Iterable[str]) -> set[str]:
+    """Distributions, and all that they require in turn, by canonical name."""
+    found: set[str] = set()
+    pending = [Requirement(name) for name in names]
+    while pending:
+        requirement = pending.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        pending += map(Requirement, metadata.requires(name) or ())
+    return found
+
+
+@pytest.fixture(scope="module")
+def default(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """What `pip install cute-attn` makes."""
+    names = required(PYPROJECT["project"]["dependencies"])
+    return Environment(tmp_path_factory.mktemp("default"), wheel, names)
+
+
+# ---- contents
+
+
+def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == set(package_files())
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_default_install_works(default: Environment) -> None:
+    """What is imported, started, built and found comes from the wheel."""
+    from cute_attn.emulator import build
+
+    told = default.tell(
+        "import json, pathlib, cute_attn, cute_attn.cache as c\n"
+        "from cute_attn.bench import peers; from cute_attn.emulator import build\n"
+        f"build.directory = pathlib.Path({str(build.directory)!r})\n"
+        "print(json.dumps({'version': cute_attn.__version__,"
+        " 'files': [m.__file__ for m in (cute_attn, c, build, peers)],"
+        " 'engine': str(build.engine_library()), 'peer': peers.missing('flash_attention_4')}))"
+    )
+    names = ("__init__.py", "cache/__init__.py", "emulator/build.py", "bench/peers/__init__.py")
+    assert told == {
+        "version": cute_attn.__version__,
+        "files": [str(default.packages / "cute_attn" / name) for name in names],
+        "engine": str(build.engine_library()),  # by its digest, of the same sources as here
+        "peer": "needs flash-attn-4, which is not installed",
+    }
+    for module in ("cute_attn.bench", "cute_attn.cache"):
+        done = default.run("-m", module, "--help")
+        assert done.returncode == 0, done.stderr
+        assert f"usage: python -m {module}" in done.stdout
+
+
+@pytest.mark.slow  # it builds the engine
+def test_a_benchmark_runs(default: Environment) -> None:
+    """It says what it lacks, names no other project's commit, and makes no folder."""
+    done = default.run("-m", "cute_attn.bench", "emulator", "--short", "--json", "report.json",
+        CUTE_ATTN_CACHE_DIR=os.environ["CUTE_ATTN_CACHE_DIR"])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((default.home / "report.json").read_text())
+    assert "without FlashAttention-4: needs flash-attn-4, which is not installed" in report["notes"]
+    assert {row["kernel"] for row in report["rows"]} == {"lightning_decode sm_90a, H=4, B="}
+    assert "commit" not in report["environment"]
+    assert not (default.home / "docs").exists()
+
+
+# ---- serving: no compiler
+
+
+def test_what_a_server_installs_is_what_the_package_requires_but_for_the_compiler() -> None:
+    page = (ROOT / "docs/installation.md").read_text()
+    section = re.search(r"^## Serving without the compiler\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    assert section is not None
+    (commands,) = re.findall(r"^```bash\n(.*?)^```", section[1], re.M | re.S)
+    installed = {
+        str(Requirement(word)) for word in shlex.split(commands, comments=True) if ">=" in word
+    }
+    assert installed == {
+        str(Requirement(text))
+        for text in PYPROJECT["project"]["dependencies"]
+        if Requirement(text).name not in COMPILER
+    }
+
+
+@pytest.fixture(scope="module")
+def prebuilt(default: Environment) -> Path:
+    """A directory of kernels, built by the default install for a GPU that is not here."""
+    (default.home / "spec.toml").write_text(SPEC)
+    arguments = ("build", "spec.toml", "--arch", "sm_90a", "--out", "kernels", "-j", "1")
+    done = default.run("-m", "cute_attn.cache", *arguments)
+    assert done.returncode == 0, done.stderr
+    return default.home / "kernels"
+
+
+@pytest.fixture(scope="module")
+def server(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """What docs/installation.md says for servers, but for the runtime library."""
+    requirements = PYPROJECT["project"]["dependencies"]
+    names = required(r for r in requirements if Requirement(r).name not in COMPILER)
+    assert not [name for name in names if name.startswith("nvidia-cutlass-dsl")]
+    return Environment(tmp_path_factory.mktemp("server"), wheel, names)
+
+
+SERVE = """
+import importlib.util, json, os, sys
+import torch, cute_attn
+from cute_attn import cache, launch
+from cute_attn.ops.lightning import plan_decode
+
+def plan(head_dim):
+    return plan_decode("sm_90a", dtype="bfloat16", head_dim_k=head_dim, head_dim_v=head_dim)
+
+def error_of(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+assert importlib.util.find_spec("cutlass") is None
+told = {"without library": error_of(cute_attn.warmup, plan(128), arch="sm_90a")}
+os.environ["CUTE_ATTN_RUNTIME_LIBRARY"] = sys.argv[1]
+cute_attn.warmup(plan(128), arch="sm_90a")
+kernel = launch.get(*plan(128)[0], "sm_90a")
+told["refused"] = error_of(kernel, *range(11))
+told["not prebuilt"] = error_of(launch.get, *plan(64)[0], "sm_90a")
+cache.freeze()
+told["frozen"] = error_of(launch.get, *plan(64)[0], "sm_90a")
+print(json.dumps({**told, **cache.stats()._asdict()}))
+"""
+
+
+def tree(directory: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in directory.rglob("*")
+    }
+
+
+def test_a_server_without_the_compiler_loads_prebuilt_kernels(
+    default: Environment, server: Environment, prebuilt: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(prebuilt, tmp_path / "kernels")
+    before = tree(tmp_path / "kernels")
+    runtime = toolchain.runtime_library()
+    done = default.run("-m", "cute_attn.cache", "path", "--runtime-library")
+    (tmp_path / str(runtime.cuda)).mkdir()
+    copy = shutil.copy(done.stdout.rstrip("\n"), tmp_path / str(runtime.cuda))
+    told = server.tell(
+        SERVE,
+        copy,
+        CUTE_ATTN_PREBUILT=str(tmp_path / "kernels"),
+        CUTE_ATTN_CACHE_DIR="/proc/nowhere",  # nothing can be written there
+    )
+    assert "pip install --no-deps nvidia-cutlass-dsl-libs-cu12" in told["without library"]
+    assert (told["prebuilt_hits"], told["compiles"]) == (1, 0)
+    # The kernel's own host code refuses it, before it would ask for a GPU.
+    assert "Mismatched type on argument #0" in told["refused"]
+    assert told["not prebuilt"].startswith("CompileError: lightning_decode")
+    assert "nvidia-cutlass-dsl cannot be imported" in told["not prebuilt"]
+    assert "CUTE_ATTN_PREBUILT" in told["not prebuilt"]
+    assert told["frozen"].startswith("FrozenCacheMiss")
+    assert tree(tmp_path / "kernels") == before
+
+    distribution = f"nvidia-cutlass-dsl-libs-{runtime.cuda}"
+    server.link(distribution)  # as pip does with --no-deps
+    told = server.tell(
+        "import json; from importlib.util import find_spec; from cute_attn.cache import toolchain\n"
+        "path, cuda = toolchain.runtime_library()\n"
+        "print(json.dumps([str(path.resolve()), cuda, toolchain.dsl_version(),"
+        " toolchain.runtime_version(), find_spec('cutlass')]))"
+    )
+    version = metadata.version(distribution)
+    assert told == [str(runtime.path.resolve()), runtime.cuda, None, version, None]
