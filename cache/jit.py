@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import os
+import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from . import fingerprint, settings, toolchain
@@ -30,8 +34,9 @@ _functions: dict[tuple[KernelDef, Any, str], tuple[Any, _Function]] = {}
 _functions_by_text: dict[tuple[KernelDef, type, tuple[tuple[str, str], ...], str], _Function] = {}
 _functions_by_digest: dict[str, tuple[KeyDescription, _Function]] = {}
 _lock = threading.Lock()
-# Each is locked against eviction as long as this process lives.
-_entries_in_use: list[Entry] = []
+# Locked against eviction, by a descriptor each: those loaded last, as many as `_most_held` allows.
+_entries_in_use: collections.deque[Entry] = collections.deque()
+_MOST_ENTRIES_HELD = 64
 _digest_locks: dict[str, threading.Lock] = {}
 _frozen = False
 
@@ -51,6 +56,7 @@ def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.Lock()
     _digest_locks.clear()
+    _indexes.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -119,22 +125,23 @@ def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> _Function:
     try:
         known, function = _functions[kernel, spec, arch]
     except (KeyError, TypeError):  # TypeError: not hashable, which `describe` explains
-        return _get_missing(kernel, spec, arch)
-    if known is spec:
+        known = function = None
+    if known is spec and function is not None:
         return function
-    return _get_equal(kernel, spec, arch, known, function)
+    return _get_other(kernel, spec, arch, known, function)
 
 
-def _get_equal(
-    kernel: KernelDef, spec: Any, arch: str, known: Any, function: _Function
+def _get_other(
+    kernel: KernelDef, spec: Any, arch: str, known: Any, function: _Function | None
 ) -> _Function:
-    """The function of a specialisation that equals one whose function is known."""
-    if have_one_text(spec, known):
-        return function
-    try:
-        return _functions_by_text[kernel, type(spec), spec_items(spec), arch]
-    except KeyError:
-        return _get_missing(kernel, spec, arch)
+    """The function of a specialisation that equals `known`, whose function is given, or none."""
+    if function is not None:
+        if have_one_text(spec, known):
+            return function
+        other = _functions_by_text.get((kernel, type(spec), spec_items(spec), arch))
+        if other is not None:
+            return other
+    return _get_missing(kernel, spec, arch)
 
 
 def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> _Function:
@@ -226,8 +233,19 @@ def verified(entry: Entry | Built) -> Entry | Built:
 def _load_for_good(entry: Entry | Built) -> _Function:
     function = load(entry)
     if isinstance(entry, Entry):
-        _entries_in_use.append(entry)
+        with _lock:
+            _entries_in_use.append(entry)
+            let_go = [_entries_in_use.popleft()] if len(_entries_in_use) > _most_held() else []
+        for other in let_go:
+            other.close()
     return function
+
+
+def _most_held() -> int:
+    """For how many entries a descriptor can be spared."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = limit == resource.RLIM_INFINITY
+    return _MOST_ENTRIES_HELD if unlimited else max(1, min(_MOST_ENTRIES_HELD, limit // 16))
 
 
 def _digest_lock(digest: str) -> threading.Lock:
@@ -244,6 +262,7 @@ def clear_memory() -> None:
         _functions.clear()
         _functions_by_text.clear()
         _functions_by_digest.clear()
+        _indexes.clear()
     fingerprint.source_digests.cache_clear()
     toolchain.forget()
 
@@ -312,10 +331,12 @@ def obtain(
     kernel cannot be stored, it is called with what is in memory.
     """
     places = places or Places.from_environment()
+    problems: list[CacheError] = []  # with entries of this key
     for prebuilt in places.prebuilt:
         try:
-            result = _find(prebuilt, key, use)
+            result = _find(prebuilt, key, use, problems)
         except (DamagedEntry, RefusedEntry) as problem:
+            problems.append(problem)
             warn_once(f"prebuilt {problem}", "passed over: %s", problem)
             continue
         if result is not None:
@@ -323,22 +344,23 @@ def obtain(
             return result
     store = places.store
     if store is None:
-        refuse_if_frozen(key, places)
+        refuse_if_frozen(key, places, problems)
         built = _compile(kernel, spec, key, None)
         count(memory_only=1)
         return use(built)
 
     def find_intact() -> _Result | None:
         try:
-            return _find(store, key, use)
-        except (DamagedEntry, RefusedEntry):
+            return _find(store, key, use, problems)
+        except (DamagedEntry, RefusedEntry) as problem:
+            problems.append(problem)
             return None  # dealt with under the lock
 
     result = find_intact()
     if result is not None:
         count(disk_hits=1)
         return result
-    refuse_if_frozen(key, places)
+    refuse_if_frozen(key, places, problems)
 
     def published() -> bool:
         nonlocal result
@@ -349,7 +371,7 @@ def obtain(
     with store.compiling(key.digest, published):
         if result is None:
             try:
-                result = _find(store, key, use)
+                result = _find(store, key, use, problems)
             except (DamagedEntry, RefusedEntry) as problem:
                 _put_aside(store, key.digest, problem)
         if result is not None:
@@ -361,14 +383,19 @@ def obtain(
         return _store(store, kernel, built, use)
 
 
-def _find(store: Store, key: KeyDescription, use: _Use[_Result]) -> _Result | None:
-    """`use` of the entry for a key, or None if the store has none."""
+def _find(
+    store: Store, key: KeyDescription, use: _Use[_Result], problems: list[CacheError]
+) -> _Result | None:
+    """`use` of the entry for a key, or None if the store has none.
+
+    What is wrong with entries that are passed by is added to `problems`.
+    """
     for digest in _candidates(store, key):
         started = time.perf_counter()
         try:
             entry = store.open(digest)
         except OSError as error:
-            warn_once(f"unreadable {store.root}", "%s cannot be read: %s", store.root, error)
+            _warn_unreadable(store, error)
             return None
         if entry is None:
             continue
@@ -376,6 +403,7 @@ def _find(store: Store, key: KeyDescription, use: _Use[_Result]) -> _Result | No
             result = use(entry)
         except IncompatibleEntry as problem:
             entry.close()
+            problems.append(problem)
             warn_once(f"incompatible {entry.directory}", "%s", problem)
             continue
         except BaseException:
@@ -405,11 +433,79 @@ def _candidates(store: Store, key: KeyDescription) -> Iterator[str]:
     if not key.is_open:
         yield key.digest
         return
+    with _lock:
+        index = _indexes.setdefault(store.root, _Index())
     preferred = toolchain.runtime_version()
-    matching = [entry.key for entry in store.entries() if key.admits(entry.key)]
-    matching.sort(key=lambda k: (k.dsl == preferred, _version_tuple(k.dsl or "")), reverse=True)
-    for found in matching:
-        yield found.digest
+    tried: set[str] = set()
+    for refresh in (False, True):  # the store is read only if what is known of it does not do
+        if refresh:
+            index.read(store)
+        matching = [found for found in index.matching(key) if found.digest not in tried]
+        matching.sort(key=lambda k: (k.dsl == preferred, _version_tuple(k.dsl or "")), reverse=True)
+        for found in matching:
+            tried.add(found.digest)
+            yield found.digest
+
+
+class _Built(NamedTuple):
+    """With what an entry was built, and its digest."""
+
+    dsl: str | None
+    cuda: str | None
+    digest: str
+
+
+class _Index:
+    """The entries of a store by what is known of a key without the compiler.
+
+    Opening an entry takes a quarter of a millisecond, so each is opened once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: set[str] = set()
+        self._by_open_digest: dict[str, list[_Built]] = {}
+
+    def read(self, store: Store) -> None:
+        """Open the entries that are new."""
+        with self._lock:
+            for key in _readable_keys(store, self._known):
+                self._known.add(key.digest)
+                built = _Built(key.dsl, key.cuda, key.digest)
+                self._by_open_digest.setdefault(key.opened().digest, []).append(built)
+
+    def matching(self, key: KeyDescription) -> list[_Built]:
+        with self._lock:
+            agreeing = self._by_open_digest.get(key.opened().digest, ())
+            return [
+                built
+                for built in agreeing
+                if key.dsl in (None, built.dsl) and key.cuda in (None, built.cuda)
+            ]
+
+
+# By the root of the store.
+_indexes: dict[Path, _Index] = {}
+
+
+def _readable_keys(store: Store, leave_out: Collection[str] = ()) -> Iterator[KeyDescription]:
+    """The keys of all entries that can be opened; a warning if the store itself cannot be read."""
+    try:
+        digests = store.digests()
+    except (OSError, RefusedEntry) as error:
+        _warn_unreadable(store, error)
+        return
+    for digest in digests:
+        if digest not in leave_out:
+            with contextlib.suppress(CacheError, OSError):
+                entry = store.open(digest)
+                if entry is not None:
+                    entry.close()
+                    yield entry.key
+
+
+def _warn_unreadable(store: Store, error: Exception) -> None:
+    warn_once(f"unreadable {store.root}", "%s cannot be read: %s", store.root, error)
 
 
 def _version_tuple(version: str) -> tuple[int, ...]:
@@ -495,16 +591,20 @@ def _sources_changed(kernel: KernelDef, key: KeyDescription) -> bool:
     return fingerprint.read_source_digests(kernel.module, kernel.source_package) != key.sources
 
 
-def refuse_if_frozen(key: KeyDescription, places: Places) -> None:
+def refuse_if_frozen(
+    key: KeyDescription, places: Places, problems: Collection[CacheError] = ()
+) -> None:
     """Raise FrozenCacheMiss if `freeze` is in force."""
     if _frozen:
-        raise FrozenCacheMiss(_describe_miss(key, places))
+        raise FrozenCacheMiss(_describe_miss(key, places, problems))
 
 
-def _describe_miss(key: KeyDescription, places: Places, shown: int = 3) -> str:
+def _describe_miss(
+    key: KeyDescription, places: Places, problems: Collection[CacheError], shown: int = 3
+) -> str:
     known = {digest: found for digest, (found, _) in _functions_by_digest.items()}
     for store in places.all():
-        known.update((entry.digest, entry.key) for entry in store.entries())
+        known.update((found.digest, found) for found in _readable_keys(store))
     nearest = sorted(
         (found for found in known.values() if found.kernel == key.kernel),
         key=lambda found: len(key.differences(found)),
@@ -512,12 +612,25 @@ def _describe_miss(key: KeyDescription, places: Places, shown: int = 3) -> str:
     lines = [
         f"{key.kernel} {key.specialisation} for {key.arch} is in no cache, and compiling it is "
         "forbidden since cache.freeze()",
-        f"key {key.digest}",
+        _describe_key(key),
     ]
+    lines += [f"not usable: {problem}" for problem in problems]
     lines += [
         f"nearest key {found.digest[:12]} differs in {'; '.join(key.differences(found))}"
         for found in nearest[:shown]
+        if key.differences(found)
     ]
     if not nearest:
         lines.append(f"no entry of {key.kernel} exists")
     return "\n".join(lines)
+
+
+def _describe_key(key: KeyDescription) -> str:
+    """The digest that is looked for, which a build would use, too."""
+    if not key.is_open:
+        return f"key {key.digest}"
+    dsl, cuda = key.dsl or toolchain.runtime_version(), key.cuda
+    if dsl is None or cuda is None:
+        return "any key will do that agrees in all fields but dsl and cuda"
+    built = dataclasses.replace(key, dsl=dsl, cuda=cuda)
+    return f"key {built.digest} (built with nvidia-cutlass-dsl {dsl}; another version will do)"

@@ -160,9 +160,10 @@ def spec(cls: _Class) -> _Class:
 
 def have_one_text(a: Any, b: Any) -> bool:
     """Whether two specialisations have the same class and canonical text."""
-    if type(a) is not type(b):
+    cls: Any = type(a)
+    if cls is not type(b):
         return False
-    for name in _field_names(type(a)):
+    for name in _field_names(cls):
         x, y = getattr(a, name), getattr(b, name)
         if x is not y and canonical_text(x, name) != canonical_text(y, name):
             return False
@@ -230,15 +231,16 @@ class KeyDescription:
         """`DecodeSpec(dtype=torch.bfloat16, head_dim=128)`."""
         return f"{self.spec_class}({', '.join(f'{name}={value}' for name, value in self.spec)})"
 
+    def opened(self) -> KeyDescription:
+        """The same without what only a machine with the compiler knows."""
+        return dataclasses.replace(self, dsl=None, cuda=None)
+
     def admits(self, other: KeyDescription) -> bool:
         """Whether `other` agrees with this description in every field that this one knows."""
         return (
-            dataclasses.replace(
-                other,
-                dsl=other.dsl if self.dsl is not None else None,
-                cuda=other.cuda if self.cuda is not None else None,
-            )
-            == self
+            self.opened() == other.opened()
+            and self.dsl in (None, other.dsl)
+            and self.cuda in (None, other.cuda)
         )
 
     def differences(self, other: KeyDescription) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -43,18 +44,17 @@ def _load_library(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
         import tvm_ffi  # brings libtvm_ffi.so with it
 
     runtime = _open_runtime_library()
-    # The descriptor stays open. The dynamic loader takes a path that it has seen before for the
-    # library that it has already loaded, and a closed descriptor's number is soon used again.
     fd = _file_in_memory(image, entry.key.kernel)
     try:
         # ctypes resolves all symbols at once, so that what is missing shows here, not in a launch.
-        library = ctypes.CDLL(f"/proc/self/fd/{fd}", mode=os.RTLD_LOCAL)
+        library = ctypes.CDLL(_new_path(fd), mode=os.RTLD_LOCAL)
     except OSError as error:
-        os.close(fd)
         raise IncompatibleEntry(
             f"{_where(entry)} (built with nvidia-cutlass-dsl {entry.key.dsl}, {entry.key.cuda}) "
             f"cannot be loaded with {runtime}: {error}"
         ) from None
+    finally:
+        os.close(fd)  # what is mapped stays
     symbol = getattr(library, f"__tvm_ffi_{FUNCTION}")
     address = ctypes.cast(symbol, ctypes.c_void_p).value
     assert address is not None
@@ -116,6 +116,20 @@ def _file_in_memory(content: bytes, name: str) -> int:
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
+
+
+_paths_so_far = itertools.count()
+
+
+def _new_path(fd: int) -> str:
+    """A path to an open file, unlike all before.
+
+    The dynamic loader takes a path that it has seen before for the library that it found there,
+    and a closed descriptor's number is soon used again. So a number is written into the path.
+    """
+    number = next(_paths_so_far)
+    steps = ("./" if number >> bit & 1 else "/" for bit in range(32))
+    return f"/proc/self/fd/{''.join(steps)}{fd}"
 
 
 def _write_all(fd: int, content: bytes) -> None:

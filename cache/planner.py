@@ -60,7 +60,7 @@ def is_planner(function: object) -> bool:
 def _parameter_types(function: Callable[..., Any]) -> dict[str, Any]:
     annotations = {k: v for k, v in function.__annotations__.items() if k != "return"}
     parameters = types.SimpleNamespace(__annotations__=annotations)
-    hints = typing.get_type_hints(parameters, function.__globals__)  # type: ignore[attr-defined]
+    hints = typing.get_type_hints(parameters, function.__globals__)
     return {name: hints.get(name, Any) for name in inspect.signature(function).parameters}
 
 
@@ -86,7 +86,7 @@ def _described(expected: Any) -> str:
 
 
 def _checked(name: str, planned: object) -> Requests:
-    pairs = list(planned) if isinstance(planned, Iterable) else [planned]
+    pairs: list[Any] = list(planned) if isinstance(planned, Iterable) else [planned]
     for pair in pairs:
         if not (
             isinstance(pair, tuple)

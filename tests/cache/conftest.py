@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -155,3 +155,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("cannot mount a tmpfs here")
     yield mount
     os.system(f"umount -l {mount}")
+
+
+def publish_copies(root: Path, factors: Iterable[float], arch: str = ARCH) -> None:
+    """Publish the one entry of ``root`` again, for ``ScaleSpec(factor)`` of each factor."""
+    store = Store(root)
+    (digest,) = store.digests()
+    entry = store.open(digest)
+    assert entry is not None
+    files = {name: entry.read(name) for name in entry.meta["files"]}
+    for factor in factors:
+        key = cache.describe(SCALE, ScaleSpec(factor), arch)
+        store.publish(Built(key, files, entry.kernels, 0.0))
+    entry.close()

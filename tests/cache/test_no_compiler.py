@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cache_processes import Process
-from conftest import ARCH
+from conftest import ARCH, publish_copies
 from toy_specs import SCALE, ScaleSpec
 
 from cute_attn import cache
@@ -128,6 +128,125 @@ def test_without_a_compiler_the_version_that_an_entry_was_built_with_does_not_ma
     assert run(UNINSTALL + GET, **environment).result()["prebuilt_hits"] == 1
     frozen = "cache.freeze()\n"
     assert run(UNINSTALL + frozen + GET, **environment).result()["prebuilt_hits"] == 1
+
+
+def test_without_a_compiler_an_entry_is_opened_once_to_learn_its_key(
+    run: Run, prebuilt: Path, runtime_library: str
+) -> None:
+    publish_copies(prebuilt, [3.0, 4.0, 5.0, 6.0])
+    program = """
+opened = []
+sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+counts = []
+for factor in (2.0, 3.0, 4.0):
+    opened.clear()
+    cache.get(SCALE, ScaleSpec(factor), "sm_90a")
+    counts.append(sum(os.path.basename(path) == "meta.json" for path in opened))
+tell(counts=counts, **cache.stats()._asdict())
+"""
+    result = run(
+        UNINSTALL + program,
+        CUTE_ATTN_RUNTIME_LIBRARY=runtime_library,
+        CUTE_ATTN_PREBUILT=str(prebuilt),
+    ).result()
+    assert result["prebuilt_hits"] == 3
+    assert result["counts"] == [6, 1, 1]  # all five, then the one that is loaded
+
+
+def test_without_a_compiler_an_entry_that_appears_later_is_found(
+    run: Run, prebuilt: Path, runtime_library: str
+) -> None:
+    server = run(
+        UNINSTALL
+        + """
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+tell()
+sys.stdin.readline()
+cache.get(SCALE, ScaleSpec(3.0), "sm_90a")
+tell(**cache.stats()._asdict())
+""",
+        CUTE_ATTN_RUNTIME_LIBRARY=runtime_library,
+        CUTE_ATTN_PREBUILT=str(prebuilt),
+    )
+    server.hear()
+    publish_copies(prebuilt, [3.0])
+    server.tell("go")
+    assert server.hear()["prebuilt_hits"] == 2
+
+
+@pytest.fixture
+def for_all_users(compiled_root: Path) -> Iterator[Path]:
+    """A directory that others may read, with an entry in `good`, and `bad`, which they may not."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    path = Path("/tmp") / f"cute_attn-test-{os.getpid()}"
+    shutil.copytree(compiled_root, path / "good")
+    shutil.copytree(compiled_root, path / "bad")
+    for directory in (path, *path.rglob("*")):
+        directory.chmod(0o755 if directory.is_dir() else 0o644)
+    (path / "bad" / "v1").chmod(0o700)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("compiler", ["", UNINSTALL], ids=["compiler", "no_compiler"])
+def test_an_unreadable_directory_hides_no_other(
+    run: Run, for_all_users: Path, runtime_library: str, compiler: str
+) -> None:
+    environment = {
+        "CUTE_ATTN_RUNTIME_LIBRARY": runtime_library,
+        "CUTE_ATTN_PREBUILT": f"{for_all_users / 'bad'}:{for_all_users / 'good'}",
+    }
+    # First what this user may not be able to read: Python's own modules.
+    nobody = """
+import tvm_ffi
+from cute_attn.cache import loader, toolchain
+cache.describe(SCALE, ScaleSpec(), "sm_90a")
+toolchain.runtime_version()
+loader._open_runtime_library()
+os.seteuid(65534)
+"""
+    result = run(compiler + nobody + GET, **environment).result()
+    assert result["prebuilt_hits"] == 1
+    assert f"{for_all_users / 'bad'} cannot be read" in result["stderr"]
+    program = """
+cache.freeze()
+try:
+    cache.get(SCALE, ScaleSpec(7.0), "sm_90a")
+except cache.FrozenCacheMiss as miss:
+    tell(miss=str(miss))
+"""
+    result = run(compiler + nobody + program, **environment).result()
+    assert "spec.factor: 7.0 here, 2.0 there" in result["miss"]
+
+
+def test_a_frozen_miss_names_the_key_that_a_build_would_use(
+    run: Run, prebuilt: Path, runtime_library: str
+) -> None:
+    program = """
+cache.freeze()
+try:
+    cache.get(SCALE, ScaleSpec(), "sm_90a")
+except cache.FrozenCacheMiss as miss:
+    tell(miss=str(miss).splitlines())
+"""
+    # The version of the runtime library is known, that of the compiler is not.
+    versions = UNINSTALL.replace(
+        'if name.startswith("nvidia-cutlass-dsl"):', 'if name == "nvidia-cutlass-dsl":'
+    )
+    environment = {
+        "CUTE_ATTN_RUNTIME_LIBRARY": runtime_library,
+        "CUTE_ATTN_PREBUILT": str(prebuilt),
+    }
+    (path,) = prebuilt.glob("v1/??/*/kernel.so")
+    path.write_bytes(b"damaged")
+    key = cache.describe(SCALE, ScaleSpec(), ARCH)
+    _, named, problem = run(versions + program, **environment).result()["miss"]
+    assert named.startswith(f"key {key.digest} (built with nvidia-cutlass-dsl {key.dsl}; ")
+    assert problem.startswith(f"not usable: {path} ")
+    _, named, problem = run(UNINSTALL + program, **environment).result()["miss"]
+    assert named == "any key will do that agrees in all fields but dsl and cuda"
+    assert problem.startswith(f"not usable: {path} ")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cache_processes import Process
-from conftest import ARCH, fill, space
+from conftest import ARCH, fill, publish_copies, space
 from toy_specs import SCALE, ScaleSpec
 
 from cute_attn import cache
@@ -313,3 +313,20 @@ def test_many_who_evict_at_once_leave_what_one_would(
     removed = sum(process.result()["removed"] for process in processes)
     assert [path.exists() for path in paths] == [False] * 100 + [True] * 100
     assert removed == 100
+
+
+def test_a_loaded_kernel_keeps_no_descriptor(run: Run, filled_root: Path) -> None:
+    kernels = 200
+    publish_copies(filled_root, map(float, range(3, kernels)))
+    result = run(f"""
+import resource
+import tvm_ffi
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+for n in range(2, {kernels}):
+    cache.get(SCALE, ScaleSpec(float(n)), "sm_90a")
+maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
+images = {{line.split()[4] for line in maps if "/memfd:scale" in line}}
+tell(images=len(images), files=len(os.listdir("/proc/self/fd")), **cache.stats()._asdict())
+""").result()
+    assert result["disk_hits"] == result["images"] == kernels - 2  # none is taken for another
+    assert result["files"] < 20
