@@ -490,12 +490,10 @@ _indexes: dict[Path, _Index] = {}
 
 def _readable_keys(store: Store, leave_out: Collection[str] = ()) -> Iterator[KeyDescription]:
     """The keys of all entries that can be opened; a warning if the store itself cannot be read."""
-    try:
-        digests = store.digests()
-    except (OSError, RefusedEntry) as error:
-        _warn_unreadable(store, error)
-        return
-    for digest in digests:
+    contents = store.contents()
+    for problem in contents.problems:
+        _warn_unreadable(store, problem)
+    for digest in contents.digests:
         if digest not in leave_out:
             with contextlib.suppress(CacheError, OSError):
                 entry = store.open(digest)
@@ -504,7 +502,7 @@ def _readable_keys(store: Store, leave_out: Collection[str] = ()) -> Iterator[Ke
                     yield entry.key
 
 
-def _warn_unreadable(store: Store, error: Exception) -> None:
+def _warn_unreadable(store: Store, error: object) -> None:
     warn_once(f"unreadable {store.root}", "%s cannot be read: %s", store.root, error)
 
 

@@ -160,10 +160,10 @@ def spec(cls: _Class) -> _Class:
 
 def have_one_text(a: Any, b: Any) -> bool:
     """Whether two specialisations have the same class and canonical text."""
-    cls: Any = type(a)
+    cls = type(a)
     if cls is not type(b):
         return False
-    for name in _field_names(cls):
+    for name in _field_names(cls):  # type: ignore[arg-type]
         x, y = getattr(a, name), getattr(b, name)
         if x is not y and canonical_text(x, name) != canonical_text(y, name):
             return False
