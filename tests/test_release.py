@@ -1,0 +1,100 @@
+"""What a release is made from agrees with itself: version, change log, tag, workflow."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import cute_attn
+
+from .test_repository import PYPROJECT, ROOT, tomllib
+
+_spec = importlib.util.spec_from_file_location("release", ROOT / "tools/release.py")
+assert _spec is not None and _spec.loader is not None
+release = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(release)
+
+VERSION = cute_attn.__version__
+CHANGELOG = f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-11-22\n\n- It works.\n"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """As much of a checkout as is looked at, about to be released."""
+    (tmp_path / "cute_attn").mkdir()
+    shutil.copy(ROOT / "cute_attn/_version.py", tmp_path / "cute_attn")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
+    return tmp_path
+
+
+def test_this_checkout_agrees_with_itself() -> None:
+    assert release.main(["check"]) == 0
+    assert release.version(ROOT) == VERSION
+
+
+def test_a_release_tag_names_the_version() -> None:
+    command = ["git", "tag", "--points-at", "HEAD", "v*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or not done.stdout.split():
+        pytest.skip("HEAD has no release tag")
+    for tag in done.stdout.split():
+        release.check(ROOT, tag)
+
+
+def test_what_agrees_passes(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert release.main(["check", "--tag", f"v{VERSION}"], checkout) == 0
+    assert release.main(["notes"], checkout) == 0
+    assert capsys.readouterr().out == "- It works.\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (f"[{VERSION}]", "[9.9.9]", rf"newest version in CHANGELOG.md is 9\.9\.9, not {VERSION}"),
+        ("2026-11-22", "2026-13-22", "2026-13-22 is no date"),
+        (" - 2026-11-22", "", "write ## "),
+        ("## [Unreleased]\n", "", "must begin with"),
+        (CHANGELOG[CHANGELOG.index(f"## [{VERSION}") :], "", f"no section for {VERSION}"),
+        ("## [Unreleased]\n", "## [Unreleased]\n\n- More.\n", "under Unreleased"),
+    ],
+)
+def test_a_change_log_that_disagrees(checkout: Path, old: str, new: str, message: str) -> None:
+    assert old in CHANGELOG
+    (checkout / "CHANGELOG.md").write_text(CHANGELOG.replace(old, new))
+    with pytest.raises(release.ReleaseError, match=message):
+        release.check(checkout, f"v{VERSION}")
+
+
+@pytest.mark.parametrize("tag", [VERSION, "v9.9.9", "release"])
+def test_another_tag(checkout: Path, tag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert release.main(["check", "--tag", tag], checkout) == 1
+    assert f"the tag is {tag}, and of version {VERSION}" in capsys.readouterr().err
+
+
+def test_urls_are_those_of_the_repository_that_builds(checkout: Path) -> None:
+    assert "urls" not in PYPROJECT["project"]
+    assert release.main(["urls", "https://code.example/someone/cute_attn"], checkout) == 0
+    changed = tomllib.loads((checkout / "pyproject.toml").read_text())
+    urls = changed["project"].pop("urls")
+    assert changed == PYPROJECT
+    assert set(urls) == {"Repository", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith("https://code.example/someone/cute_attn") for url in urls.values())
+    for name in ("Documentation", "Changelog"):
+        assert (ROOT / urls[name].partition(f"/blob/v{VERSION}/")[2]).is_file()
+    assert release.main(["urls", "https://code.example/someone/cute_attn"], checkout) == 1
+    assert release.main(["urls", "someone/cute_attn"], checkout) == 1
+
+
+def test_the_workflow_names_files_and_targets_that_exist() -> None:
+    workflow = (ROOT / ".github/workflows/release.yml").read_text()
+    named = set(re.findall(r"\b(?:tools|tests|examples|docs)/[\w./-]+", workflow))
+    assert "tools/release.py" in named
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", workflow)) <= targets

@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""What .github/workflows/release.yml asks of a checkout before it builds.
+
+    tools/release.py check [--tag v0.1.0]   do version, CHANGELOG.md and the tag agree?
+    tools/release.py urls URL               add [project.urls] for a repository to pyproject.toml
+    tools/release.py notes                  print the newest version's section of CHANGELOG.md
+
+The checkout does not say where its repository is, as it would be wrong in every copy: what is built
+for a release names the repository that builds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class ReleaseError(Exception):
+    """This checkout cannot be released as it is."""
+
+
+def version(root: Path) -> str:
+    text = (root / "cute_attn/_version.py").read_text()
+    found = re.fullmatch(r'__version__ = "(\d+\.\d+\.\d+)"\n', text)
+    if found is None:
+        raise ReleaseError(f'cute_attn/_version.py must be __version__ = "X.Y.Z", not {text!r}')
+    return found[1]
+
+
+def sections(root: Path) -> list[tuple[str, str]]:
+    """(heading, text) of each version in CHANGELOG.md, the newest first."""
+    parts = re.split(r"^## (.+)\n", (root / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def check(root: Path, tag: str | None) -> None:
+    """Raises ReleaseError, naming what disagrees."""
+    current = version(root)
+    headings = [heading for heading, _ in sections(root)]
+    if headings[:1] != ["[Unreleased]"]:
+        raise ReleaseError(f"CHANGELOG.md must begin with ## [Unreleased], not {headings[:1]}")
+    if len(headings) < 2:
+        raise ReleaseError(f"CHANGELOG.md has no section for {current}")
+    found = re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\S+)", headings[1])
+    if found is None:
+        raise ReleaseError(f"## {headings[1]} in CHANGELOG.md: write ## [X.Y.Z] - YYYY-MM-DD")
+    if found[1] != current:
+        raise ReleaseError(f"the newest version in CHANGELOG.md is {found[1]}, not {current}")
+    try:
+        date.fromisoformat(found[2])
+    except ValueError:
+        raise ReleaseError(f"## {headings[1]} in CHANGELOG.md: {found[2]} is no date") from None
+    if tag is not None and tag != f"v{current}":
+        raise ReleaseError(f"the tag is {tag}, and of version {current} it has to be v{current}")
+    if tag is not None and sections(root)[0][1].strip():
+        raise ReleaseError("CHANGELOG.md has changes under Unreleased: move them to the version")
+
+
+def add_urls(root: Path, url: str) -> None:
+    """Raises ReleaseError if the URL is none, or the table is there."""
+    if not re.fullmatch(r"https://[^\s\"\\]+[^/\s\"\\]", url):
+        raise ReleaseError(f"{url!r} is not the https:// address of a repository")
+    path = root / "pyproject.toml"
+    text = path.read_text()
+    if "[project.urls]" in text:
+        raise ReleaseError("pyproject.toml has [project.urls] already")
+    tree = f"{url}/blob/v{version(root)}"
+    table = {
+        "Repository": url,
+        "Documentation": f"{tree}/docs/index.md",
+        "Changelog": f"{tree}/CHANGELOG.md",
+        "Issues": f"{url}/issues",
+    }
+    lines = "".join(f'{name} = "{address}"\n' for name, address in table.items())
+    path.write_text(f"{text}\n[project.urls]\n{lines}")
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check").add_argument("--tag", help="that the release is made for")
+    commands.add_parser("urls").add_argument("url")
+    commands.add_parser("notes")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "check":
+            check(root, options.tag)
+        elif options.command == "urls":
+            add_urls(root, options.url)
+        else:
+            check(root, None)
+            print(sections(root)[1][1].strip())
+    except ReleaseError as error:
+        print(f"release: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
