@@ -22,6 +22,26 @@ from .. import launch
 from ..kernels.attention.heuristics import SHORT_SEQLEN_Q, packed_heads
 from ..kernels.attention.spec import DTYPES, SINK_DTYPES, TILE_M, Hd256ForwardSpec
 from ..settings import on_reload, settings
+from .checks import (
+    DTYPE_NAMES,
+    check_autograd,
+    check_flags,
+    check_is_number,
+    check_tangents,
+    check_tensors,
+    is_int,
+)
+from .routing import (
+    PLAIN,
+    dispatch_mode_depth,
+    forward_ad,
+    intercepted,
+    is_compiling,
+    is_dynamo_compiling,
+    is_grad_enabled,
+    overridden,
+    plain,
+)
 
 if TYPE_CHECKING:
     from ..cache import KernelDef
@@ -29,15 +49,11 @@ if TYPE_CHECKING:
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "plan_attention"]
 
 SCHEDULERS = ("static", "clc")
+_NAMES = "flash_attn_func, as flash_attn_varlen_func,"  # as what refuses autograd calls them
 
 # head_dim -> the kernel, and the architectures that it is for
 _KERNELS = {256: (launch.HD256_FORWARD, ("sm_100a", "sm_103a"))}
 
-_DTYPE_NAMES = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-}
 _ALIGNMENT = 16  # bytes: of addresses and strides, as TMA has it
 _VECTOR = _ALIGNMENT // 2  # elements
 _MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
@@ -96,7 +112,18 @@ def flash_attn_func(
         NotImplementedError: a head dimension or an architecture without a kernel, or autograd,
             which has no backward yet; the message says what there is.
     """
-    return _forward(
+    if (
+        not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and (learnable_sink is None or type(learnable_sink) in PLAIN)
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+    ):
+        return _forward(
+            q, k, v, None, None, None, None, None, softmax_scale, causal, window_size,
+            learnable_sink, softcap, scheduler, return_lse,
+        )  # fmt: skip
+    return _routed(
         q, k, v, None, None, None, None, None, softmax_scale, causal, window_size, learnable_sink,
         softcap, scheduler, return_lse,
     )  # fmt: skip
@@ -158,7 +185,22 @@ def flash_attn_varlen_func(
     """
     if max_seqlen_k is not None:
         _check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    return _forward(
+    if (
+        not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
+        and (cu_seqlens_k is None or type(cu_seqlens_k) is Tensor)
+        and (seqused_q is None or type(seqused_q) is Tensor)
+        and (seqused_k is None or type(seqused_k) is Tensor)
+        and (learnable_sink is None or type(learnable_sink) in PLAIN)
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+    ):
+        return _forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, softmax_scale,
+            causal, window_size, learnable_sink, softcap, scheduler, return_lse,
+        )  # fmt: skip
+    return _routed(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, softmax_scale,
         causal, window_size, learnable_sink, softcap, scheduler, return_lse,
     )  # fmt: skip
@@ -251,9 +293,6 @@ def plan_attention(
 
 # -- launching ----------------------------------------------------------------------------------
 
-_is_compiling = torch.compiler.is_compiling
-_dispatch_mode_depth = torch._C._len_torch_dispatch_stack
-_is_grad_enabled = torch.is_grad_enabled
 _empty_like = torch.empty_like
 _contiguous = torch.contiguous_format
 
@@ -315,6 +354,50 @@ def _is_short(
     return q_shape[0] <= SHORT_SEQLEN_Q * (cu_seqlens_q.shape[0] - 1)
 
 
+def _routed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    learnable_sink: Tensor | None,
+    softcap: float,
+    scheduler: str | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, learnable_sink)
+    if not intercepted(*tensors):
+        check_tangents(
+            q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            seqused_q=seqused_q, seqused_k=seqused_k, learnable_sink=learnable_sink,
+        )  # fmt: skip
+        return _forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, softmax_scale,
+            causal, window_size, learnable_sink, softcap, scheduler, return_lse,
+        )  # fmt: skip
+    # Where it is traced, the fake implementation checks.
+    if not is_compiling() and not overridden(*tensors):
+        _validate_metadata(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, softmax_scale,
+            causal, window_size, learnable_sink, softcap, scheduler, return_lse,
+        )  # fmt: skip
+    check_autograd(_NAMES, q, k, v, learnable_sink)
+    _check_window(window_size)
+    o, lse = torch.ops.cute_attn.flash_attn(
+        q, k, v, cu_seqlens_q, cu_seqlens_k,
+        None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
+        seqused_q, seqused_k, softmax_scale, causal, window_size[0], window_size[1],
+        learnable_sink, softcap, scheduler, return_lse,
+    )  # fmt: skip
+    return o, lse if return_lse else None
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -332,53 +415,37 @@ def _forward(
     scheduler: str | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    if type(q) is Tensor and not _is_compiling() and not _dispatch_mode_depth():
-        try:
-            ready = _ready[
-                _key(
-                    q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, causal,
-                    window_size, learnable_sink, softcap, scheduler, return_lse,
-                )
-            ]  # fmt: skip
-            if softmax_scale is None:
-                softmax_scale = ready[1]
-            elif not _SMALLEST_SCALE <= softmax_scale <= _LARGEST_SCALE:
-                raise KeyError
-            if not (q.numel() and k.numel()):
-                raise KeyError
-        except (KeyError, AttributeError, IndexError, TypeError):  # new, or not even tensors
-            return _first_call(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
-                softmax_scale, causal, window_size, learnable_sink, softcap, scheduler, return_lse,
-            )  # fmt: skip
-        if _is_grad_enabled():
-            _refuse_autograd(q, k, v, learnable_sink)
-        try:
-            return _launch(
-                ready, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale,
-                learnable_sink, return_lse,
-            )  # fmt: skip
-        except Exception as error:
-            return _refused(
-                error, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
-                softmax_scale, causal, window_size, learnable_sink, softcap, scheduler, return_lse,
-            )  # fmt: skip
-
-    if not _is_compiling():  # where it is, the fake implementation checks while it is traced
-        _validate_metadata(
+    """The kernel on what is plain memory."""
+    try:
+        ready = _ready[
+            _key(
+                q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, causal,
+                window_size, learnable_sink, softcap, scheduler, return_lse,
+            )
+        ]  # fmt: skip
+        if softmax_scale is None:
+            softmax_scale = ready[1]
+        elif not _SMALLEST_SCALE <= softmax_scale <= _LARGEST_SCALE or softmax_scale is True:
+            raise KeyError
+        if not (q.numel() and k.numel()):
+            raise KeyError
+    except Exception:  # new, or not even tensors, or none that have a shape
+        return _first_call(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, softmax_scale,
             causal, window_size, learnable_sink, softcap, scheduler, return_lse,
         )  # fmt: skip
-    if _is_grad_enabled():
-        _refuse_autograd(q, k, v, learnable_sink)
-    _check_window(window_size)
-    o, lse = torch.ops.cute_attn.flash_attn(
-        q, k, v, cu_seqlens_q, cu_seqlens_k,
-        None if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
-        seqused_q, seqused_k, softmax_scale, causal, window_size[0], window_size[1],
-        learnable_sink, softcap, scheduler, return_lse,
-    )  # fmt: skip
-    return o, lse if return_lse else None
+    if is_grad_enabled():
+        check_autograd(_NAMES, q, k, v, learnable_sink)
+    try:
+        return _launch(
+            ready, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale,
+            learnable_sink, return_lse,
+        )  # fmt: skip
+    except Exception as error:
+        return _refused(
+            error, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
+            softmax_scale, causal, window_size, learnable_sink, softcap, scheduler, return_lse,
+        )  # fmt: skip
 
 
 def _launch(
@@ -416,8 +483,8 @@ def _first_call(*arguments: Any) -> tuple[Tensor, Tensor | None]:
         learnable_sink, _, _, return_lse,
     ) = arguments  # fmt: skip
     _validate(*arguments)
-    if _is_grad_enabled():
-        _refuse_autograd(q, k, v, learnable_sink)
+    if is_grad_enabled():
+        check_autograd(_NAMES, q, k, v, learnable_sink)
     if q.numel() == 0 or k.numel() == 0 or (cu_seqlens_q is not None and len(cu_seqlens_q) == 1):
         return _no_keys(q, learnable_sink, return_lse)
     ready = _prepare(*arguments)
@@ -483,12 +550,12 @@ def _prepare(
     ((kernel, spec),) = plan_attention(
         launch.arch_for(q.device),
         head_dim=q.shape[-1],
-        dtype=_DTYPE_NAMES[q.dtype],
+        dtype=DTYPE_NAMES[q.dtype],
         heads=q.shape[-2],
         heads_k=k.shape[-2],
         window_left=left is not None,
         window_right=right is not None,
-        sink=None if learnable_sink is None else _DTYPE_NAMES[learnable_sink.dtype],
+        sink=None if learnable_sink is None else DTYPE_NAMES[learnable_sink.dtype],
         softcap=bool(softcap),
         varlen_q=cu_seqlens_q is not None,
         varlen_k=cu_seqlens_k is not None,
@@ -518,15 +585,6 @@ def _prepare(
 # -- checks -------------------------------------------------------------------------------------
 
 
-def _refuse_autograd(*tensors: Tensor | None) -> None:
-    for x in tensors:
-        if x is not None and x.requires_grad:
-            raise NotImplementedError(
-                "flash_attn_func and flash_attn_varlen_func have no backward yet: call them under "
-                "torch.no_grad() or torch.inference_mode(), or detach their arguments"
-            )
-
-
 def _kernel_for(head_dim: int, arch: str) -> KernelDef:
     kernel, archs = _KERNELS.get(head_dim, (None, ()))
     if kernel is None or arch not in archs:
@@ -552,7 +610,7 @@ def _check_window(window_size: Any) -> None:
     for bound in window_size:
         if bound is None:
             continue
-        if not isinstance(bound, int | torch.SymInt):
+        if not is_int(bound):
             raise TypeError(
                 f"window_size holds a {type(bound).__name__}, must be ints, or None for no bound"
             )
@@ -570,7 +628,7 @@ def _check_max_seqlen(name: str, value: Any) -> None:
                 f"{name} is a tensor of shape {_shape(value)} and {value.dtype}, must be an int or "
                 "an integer tensor without dimensions"
             )
-    elif not isinstance(value, int | torch.SymInt):
+    elif not is_int(value):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     elif value < 0:
         raise ValueError(f"{name} is {value}, must be at least 0")
@@ -617,23 +675,19 @@ def _validate_metadata(
     }
     lengths = {name: x for name, x in lengths.items() if x is not None}
     sink = {} if learnable_sink is None else {"learnable_sink": learnable_sink}
-    for name, x in (required | lengths | sink).items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, must be on the device of q, {q.device}")
+    check_tensors(required, lengths | sink)
     _check_scalars(softmax_scale, causal, window_size, softcap, scheduler, return_lse)
     if max_seqlen_q is not None:
         _check_max_seqlen("max_seqlen_q", max_seqlen_q)
 
-    if _DTYPE_NAMES.get(q.dtype) not in DTYPES:
+    if DTYPE_NAMES.get(q.dtype) not in DTYPES:
         raise TypeError(f"q has dtype {q.dtype}, must be one of {DTYPES}")
     for names, dtype in ((("k", "v"), q.dtype), (tuple(lengths), torch.int32)):
         for name in names:
             x = (required | lengths)[name]
             if x.dtype != dtype:
                 raise TypeError(f"{name} has dtype {x.dtype}, must be {dtype}")
-    if sink and _DTYPE_NAMES.get(learnable_sink.dtype) not in SINK_DTYPES:
+    if sink and DTYPE_NAMES.get(learnable_sink.dtype) not in SINK_DTYPES:
         raise TypeError(
             f"learnable_sink has dtype {learnable_sink.dtype}, must be one of {SINK_DTYPES[1:]}"
         )
@@ -665,15 +719,10 @@ def _check_scalars(
     scheduler: Any,
     return_lse: Any,
 ) -> None:
-    for name, value, allowed in (
-        ("softmax_scale", softmax_scale, int | float | torch.SymFloat | None),
-        ("softcap", softcap, int | float | torch.SymFloat | None),
-        ("causal", causal, bool | int),
-        ("return_lse", return_lse, bool | int),
-    ):
-        if not isinstance(value, allowed):
-            expected = "a bool" if allowed == bool | int else "a float"
-            raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if value is not None:
+            check_is_number(name, value)
+    check_flags(causal=causal, return_lse=return_lse)
     if softmax_scale is not None and not _SMALLEST_SCALE <= softmax_scale <= _LARGEST_SCALE:
         raise ValueError(
             f"softmax_scale is {softmax_scale}, must be positive and finite in float32"
@@ -780,6 +829,11 @@ def _operator(
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """o and lse; lse has no elements unless it is asked for."""
+    q, k, v = plain(q), plain(k), plain(v)
+    cu_seqlens_q, cu_seqlens_k = plain(cu_seqlens_q), plain(cu_seqlens_k)
+    seqused_q, seqused_k = plain(seqused_q), plain(seqused_k)
+    learnable_sink = plain(learnable_sink)
+    check_tangents(q=q, k=k, v=v, learnable_sink=learnable_sink)
     with torch.no_grad():  # whoever calls it by its own name gets no gradient, as its schema says
         o, lse = _forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, softmax_scale,

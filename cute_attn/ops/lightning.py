@@ -27,15 +27,30 @@ from ..kernels.lightning.spec import (
     DecodeSpec,
     check_operator,
 )
-from .memory import check_overlap
+from .checks import (
+    DTYPE_NAMES,
+    LARGEST,
+    SMALLEST,
+    check_autograd,
+    check_number,
+    check_tangents,
+    check_tensors,
+)
+from .memory import check_memory
+from .routing import (
+    PLAIN,
+    dispatch_mode_depth,
+    forward_ad,
+    intercepted,
+    is_compiling,
+    is_dynamo_compiling,
+    is_grad_enabled,
+    overridden,
+    plain,
+)
 
 __all__ = ["lightning_attn_decode", "plan_decode"]
 
-_DTYPE_NAMES = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-}
 _MAX_GRID_YZ = 65535  # sequences and heads are grid dimensions
 _EMULATED_SMS = 132  # an emulator's handful of SMs says nothing of the GPU that it stands for
 
@@ -104,7 +119,19 @@ def lightning_attn_decode(
             `state_layout` that does not exist.
         NotImplementedError: head dimensions, architectures or autograd that have no kernel.
     """
-    if type(q) is Tensor and not _is_compiling() and not _dispatch_mode_depth():
+    if (
+        not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is type(state) is Tensor
+        and type(decay) in PLAIN
+        and (state_indices is None or type(state_indices) is Tensor)
+        and (out is None or type(out) is Tensor)
+        and (
+            num_accepted_tokens is None
+            or type(num_accepted_tokens) is type(draft_k) is type(draft_v) is Tensor
+        )
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+    ):
         try:
             function, default_scale = _ready[
                 q.shape,
@@ -116,12 +143,16 @@ def lightning_attn_decode(
                 state_indices is None,
                 num_accepted_tokens is None,
             ]
-        except (KeyError, AttributeError, TypeError):  # new, or not even tensors
+            if softmax_scale is None:
+                softmax_scale = default_scale
+            elif not SMALLEST <= softmax_scale <= LARGEST or softmax_scale is True:
+                raise KeyError
+        except Exception:  # new, or a number that is checked first, or none that have a shape
             return _first_call(
                 q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
                 num_accepted_tokens, draft_k, draft_v,
             )  # fmt: skip
-        tracked = _is_grad_enabled()
+        tracked = is_grad_enabled()
         if tracked and (
             q.requires_grad
             or k.requires_grad
@@ -129,8 +160,9 @@ def lightning_attn_decode(
             or state.requires_grad
             or decay.requires_grad
             or draft_k is not None
+            or out is not None
         ):
-            _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
+            check_autograd("lightning_attn_decode", q, k, v, state, decay, out, draft_k, draft_v)
         o = torch.empty_like(v) if out is None else out
         try:
             function(
@@ -144,7 +176,7 @@ def lightning_attn_decode(
                 draft_k,
                 draft_v,
                 num_accepted_tokens,
-                default_scale if softmax_scale is None else softmax_scale,
+                softmax_scale,
             )
         except Exception as error:
             return _refused(
@@ -155,12 +187,21 @@ def lightning_attn_decode(
             _increment_version((state, o))
         return o
 
-    if not _is_compiling():  # where it is, the fake implementation checks while it is traced
+    tensors = (
+        q, k, v, state, decay, out, state_indices, num_accepted_tokens, draft_k, draft_v,
+    )  # fmt: skip
+    if not intercepted(*tensors):
+        return _first_call(
+            q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
+            num_accepted_tokens, draft_k, draft_v,
+        )  # fmt: skip
+    # Where it is traced, the fake implementation checks.
+    if not is_compiling() and not overridden(*tensors):
         _validate_metadata(
             q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
             num_accepted_tokens, draft_k, draft_v,
         )  # fmt: skip
-    _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
+    check_autograd("lightning_attn_decode", q, k, v, state, decay, out, draft_k, draft_v)
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
     torch.ops.cute_attn.lightning_attn_decode(
@@ -230,9 +271,6 @@ def plan_decode(
 
 # -- launching ----------------------------------------------------------------------------------
 
-_is_compiling = torch.compiler.is_compiling
-_dispatch_mode_depth = torch._C._len_torch_dispatch_stack
-_is_grad_enabled = torch.is_grad_enabled
 # An operator that saved the state for its backward must see that it has changed.
 _increment_version = torch._C._increment_version
 
@@ -270,7 +308,7 @@ def _first_call(*arguments: Any) -> Tensor:
         num_accepted_tokens, draft_k, draft_v,
     ) = arguments  # fmt: skip
     _validate(*arguments)
-    _refuse_autograd(q, k, v, state, decay, draft_k, draft_v)
+    check_autograd("lightning_attn_decode", q, k, v, state, decay, out, draft_k, draft_v)
     o = torch.empty_like(v) if out is None else out
     if v.numel() == 0:
         return o
@@ -280,7 +318,7 @@ def _first_call(*arguments: Any) -> Tensor:
         q, k, v, o, state, decay, state_indices, draft_k, draft_v, num_accepted_tokens,
         default_scale if softmax_scale is None else softmax_scale,
     )  # fmt: skip
-    if _is_grad_enabled():
+    if is_grad_enabled():
         _increment_version((state, o))
     return o
 
@@ -314,8 +352,8 @@ def _prepare(
     """Load the kernel for these arguments, and remember it if they are on a GPU."""
     ((kernel, spec),) = plan_decode(
         launch.arch_for(q.device),
-        dtype=_DTYPE_NAMES[q.dtype],
-        state_dtype=_DTYPE_NAMES[state.dtype],
+        dtype=DTYPE_NAMES[q.dtype],
+        state_dtype=DTYPE_NAMES[state.dtype],
         head_dim_k=q.shape[-1],
         head_dim_v=v.shape[-1],
         state_layout=state_layout,
@@ -332,15 +370,6 @@ def _prepare(
 
 
 # -- checks -------------------------------------------------------------------------------------
-
-
-def _refuse_autograd(*tensors: Tensor | None) -> None:
-    for x in tensors:
-        if x is not None and x.requires_grad and _is_grad_enabled():
-            raise NotImplementedError(
-                "lightning_attn_decode has no backward: call it under torch.no_grad() or "
-                "torch.inference_mode(), or detach its arguments"
-            )
 
 
 def _validate(
@@ -367,8 +396,20 @@ def _validate(
         raise ValueError(
             f"state starts at address {state.data_ptr():#x}, must be {VECTOR_BYTES}-byte aligned"
         )
-    if out is not None:
-        check_overlap("out", out, q=q, k=k, v=v, state=state)
+    check_memory(
+        {"out": out, "state": state},
+        {
+            "q": q,
+            "k": k,
+            "v": v,
+            "decay": decay,
+            "state_indices": state_indices,
+            "num_accepted_tokens": num_accepted_tokens,
+            "draft_k": draft_k,
+            "draft_v": draft_v,
+        },
+        pools=("state", "draft_k", "draft_v"),
+    )
 
 
 def _validate_metadata(
@@ -394,20 +435,14 @@ def _validate_metadata(
         "draft_k": draft_k,
         "draft_v": draft_v,
     }
-    given = required | {name: x for name, x in optional.items() if x is not None}
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, must be on the device of q, {q.device}")
-    if softmax_scale is not None and not isinstance(softmax_scale, int | float | torch.SymFloat):
-        raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
+    given = check_tensors(required, optional)
+    check_number("softmax_scale", softmax_scale)
     if state_layout not in STATE_LAYOUTS:
         raise ValueError(f"state_layout is {state_layout!r}, must be one of {STATE_LAYOUTS}")
 
-    if _DTYPE_NAMES.get(q.dtype) not in DTYPES:
+    if DTYPE_NAMES.get(q.dtype) not in DTYPES:
         raise TypeError(f"q has dtype {q.dtype}, must be one of {DTYPES}")
-    if _DTYPE_NAMES.get(state.dtype) not in STATE_DTYPES:
+    if DTYPE_NAMES.get(state.dtype) not in STATE_DTYPES:
         raise TypeError(f"state has dtype {state.dtype}, must be one of {STATE_DTYPES}")
     for names, dtype in (
         (("k", "v", "out", "draft_k", "draft_v"), q.dtype),
@@ -532,12 +567,19 @@ def _operator(
     draft_k: Tensor | None = None,
     draft_v: Tensor | None = None,
 ) -> None:
+    q, k, v, state, decay, out = map(plain, (q, k, v, state, decay, out))
+    state_indices, num_accepted_tokens = plain(state_indices), plain(num_accepted_tokens)
+    draft_k, draft_v = plain(draft_k), plain(draft_v)
+    check_tangents(
+        q=q, k=k, v=v, state=state, decay=decay, out=out, draft_k=draft_k, draft_v=draft_v
+    )
     arguments = (
         q, k, v, state, decay, out, softmax_scale, state_indices, state_layout,
         num_accepted_tokens, draft_k, draft_v,
     )  # fmt: skip
+    check_autograd("lightning_attn_decode", q, k, v, state, decay, out, draft_k, draft_v)
     ready = _ready.get(_key(q, v, state, state_layout, state_indices, num_accepted_tokens))
-    if ready is None:
+    if ready is None or not (softmax_scale is None or SMALLEST <= softmax_scale <= LARGEST):
         _first_call(*arguments)
         return
     function, default_scale = ready
@@ -548,7 +590,7 @@ def _operator(
         )  # fmt: skip
     except Exception as error:
         _refused(error, *arguments)
-    if _is_grad_enabled():
+    if is_grad_enabled():
         _increment_version((state, out))
 
 

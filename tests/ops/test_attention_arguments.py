@@ -555,10 +555,6 @@ def test_what_a_kernel_is_chosen_by_and_checks_of_values_are_not_skipped(
     slow: list[Any] = []
     monkeypatch.setattr(attention, "_first_call", lambda *arguments: slow.append(arguments))
     args = dense(**change)
-    if args["q"] is None:  # goes to the registered operator's checks
-        with pytest.raises(TypeError, match=r"q must be a torch\.Tensor"):
-            cute_attn.flash_attn_func(**args)
-        return
     cute_attn.flash_attn_func(**args)
     assert len(slow) == 1
 

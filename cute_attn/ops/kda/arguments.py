@@ -14,14 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...kernels.kda.spec import BETA_DTYPES, CHUNK, DTYPES, GATE_DTYPES, HEAD_DIMS, HEAD_DIMS_V
+from ..checks import DTYPE_NAMES, check_dtype, check_tensor
+from ..routing import is_compiling, plain
 
-DTYPE_NAMES = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.int32: "int32",
-    torch.int64: "int64",
-}
 STATE_DTYPES = ("float32", "bfloat16")  # of an initial state: kernels take float32
 INDEX_DTYPES = ("int32", "int64")
 SAFE_LOWER_BOUNDS = (-5.0, 0.0)
@@ -30,48 +25,8 @@ MAX_GRID_YZ = 65535  # heads and sequences are grid dimensions
 
 _ALIGNMENT = 16  # bytes: of addresses and strides
 
-is_compiling = torch.compiler.is_compiling
-is_grad_enabled = torch.is_grad_enabled
-
 
 # -- checks -------------------------------------------------------------------------------------
-
-
-def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Tensor]:
-    """Those that are given, which must be tensors on the device of the first."""
-    given = required | {name: x for name, x in optional.items() if x is not None}
-    first, reference = next(iter(required.items()))
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.device != reference.device:
-            raise ValueError(
-                f"{name} is on {x.device}, must be on the device of {first}, {reference.device}"
-            )
-    return given
-
-
-def check_flags(**flags: Any) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool | int):
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
-
-
-def check_number(name: str, value: Any) -> None:
-    """None, or finite in float32."""
-    if value is None:
-        return
-    if not isinstance(value, int | float | torch.SymFloat):
-        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    largest = torch.finfo(torch.float32).max
-    if not -largest <= value <= largest:
-        raise ValueError(f"{name} is {value}, must be finite in float32")
-
-
-def check_dtype(name: str, x: Tensor, allowed: Sequence[str]) -> None:
-    if DTYPE_NAMES.get(x.dtype) not in allowed:
-        expected = f"one of {tuple(allowed)}" if len(allowed) > 1 else allowed[0]
-        raise TypeError(f"{name} has dtype {x.dtype}, must be {expected}")
 
 
 def check_dtypes(given: dict[str, Tensor], names: Sequence[str]) -> None:
@@ -176,12 +131,12 @@ def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any)
     """
     if cu_seqlens_cpu is None:
         return None
-    if not isinstance(cu_seqlens_cpu, Tensor):
-        raise TypeError(
-            f"cu_seqlens_cpu must be a torch.Tensor, got {type(cu_seqlens_cpu).__name__}"
-        )
+    check_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens_cpu is given without cu_seqlens, of which it is the copy")
+    if not isinstance(cu_seqlens, Tensor):
+        return None  # which is another check's to refuse
+    check_tensor("cu_seqlens", cu_seqlens)
     check_dtype("cu_seqlens_cpu", cu_seqlens_cpu, INDEX_DTYPES)
     if cu_seqlens_cpu.device.type != "cpu":
         raise ValueError(f"cu_seqlens_cpu is on {cu_seqlens_cpu.device}, must be on cpu")
@@ -192,7 +147,7 @@ def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any)
         )
     if is_compiling() or isinstance(cu_seqlens_cpu, FakeTensor):
         return None
-    offsets = cu_seqlens_cpu.tolist()
+    offsets = plain(cu_seqlens_cpu).tolist()
     chunks, start = 0, 0
     for i, end in enumerate(offsets):
         if end < start:
@@ -214,6 +169,15 @@ def check_state(sizes: Sizes, initial_state: Tensor | None, state_v_first: bool)
         sizes.take("initial_state", initial_state, "N HV V K" if state_v_first else "N HV K V")
 
 
+def check_lower_bound(lower_bound: float | None) -> None:
+    """Of a gate that is computed: lower_bound times a sigmoid."""
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(
+            f"lower_bound is {lower_bound}, must be less than 0 with use_gate_in_kernel: a state "
+            "must not grow"
+        )
+
+
 def check_gate(
     given: dict[str, Tensor],
     sizes: Sizes,
@@ -228,6 +192,7 @@ def check_gate(
         raise ValueError(
             "A_log is None, must be given with use_gate_in_kernel unless there is a lower_bound"
         )
+    check_lower_bound(lower_bound)
     if safe_gate:
         low, high = SAFE_LOWER_BOUNDS
         if lower_bound is None or not low <= lower_bound < high:
@@ -245,17 +210,6 @@ def check_gate(
             raise ValueError(
                 f"{name} has shape {list(x.shape)}, must have {' * '.join(letters)} = {count} "
                 "elements"
-            )
-
-
-def check_autograd(function: str, *tensors: Any) -> None:
-    if not is_grad_enabled():
-        return
-    for x in tensors:
-        if isinstance(x, Tensor) and x.requires_grad:
-            raise NotImplementedError(
-                f"{function} has no backward yet: call it under torch.no_grad() or "
-                "torch.inference_mode(), or detach its arguments"
             )
 
 

@@ -59,24 +59,36 @@ from ...kernels.kda.spec import (
     record_elements,
 )
 from ...settings import on_reload, settings
+from ..checks import (
+    DTYPE_NAMES,
+    check_autograd,
+    check_flags,
+    check_number,
+    check_tangents,
+    check_tensors,
+)
+from ..routing import (
+    PLAIN,
+    dispatch_mode_depth,
+    forward_ad,
+    intercepted,
+    is_compiling,
+    is_dynamo_compiling,
+    is_grad_enabled,
+    overridden,
+    plain,
+)
 from . import stages
 from .arguments import (
-    DTYPE_NAMES,
     Sizes,
-    check_autograd,
     check_dtypes,
-    check_flags,
     check_gate,
     check_gate_and_beta_dtypes,
-    check_number,
     check_offsets_on_the_host,
     check_state,
-    check_tensors,
     contiguous,
     gate_kind,
     index_dtype,
-    is_compiling,
-    is_grad_enabled,
     readable,
     readable_parameter,
     readable_state,
@@ -171,38 +183,32 @@ def chunk_kda(
         NotImplementedError: head dimensions without a kernel, or autograd, which has no backward
             yet; the message says what there is.
     """
-    if type(q) is Tensor and not is_compiling() and not _dispatch_mode_depth():
-        if return_intermediate_states:
-            _check_inference_mode()
-        result: tuple[Tensor, Tensor | None] = _forward(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
-            cu_seqlens_cpu, None, A_log, dt_bias,
-        )  # fmt: skip
-        return result
-
-    num_chunks = None
-    if not is_compiling():  # where it is, the fake implementation checks while it is traced
-        _check(
+    if not (
+        not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
+        and (A_log is None or type(A_log) in PLAIN)
+        and (dt_bias is None or type(dt_bias) in PLAIN)
+        and (initial_state is None or type(initial_state) in PLAIN)
+        and (cu_seqlens is None or type(cu_seqlens) is Tensor)
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+    ):
+        result: tuple[Tensor, Tensor | None] = _routed(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
             lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
             cu_seqlens_cpu, A_log, dt_bias,
         )  # fmt: skip
-        num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, q.shape[1])
-    check_autograd("chunk_kda", q, k, v, g, beta, initial_state, A_log, dt_bias)
-    if return_intermediate_states:
-        _check_inference_mode()
-    o, final_state, h = torch.ops.cute_attn.chunk_kda(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
-        disable_recompute, return_intermediate_states, state_v_first, cu_seqlens, num_chunks,
-        A_log, dt_bias,
-    )  # fmt: skip
-    if return_intermediate_states:
-        return o, final_state if output_final_state else None, h
-    return o, final_state if output_final_state else None
+    else:
+        if return_intermediate_states:
+            _check_inference_mode()
+        result = _forward(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
+            cu_seqlens_cpu, None, A_log, dt_bias,
+        )  # fmt: skip
+    return result
 
 
 @launch.planner
@@ -330,7 +336,6 @@ def plan_chunk_kda(
 
 # -- launching ----------------------------------------------------------------------------------
 
-_dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 _empty = torch.empty
 _empty_like = torch.empty_like
 _new_empty = Tensor.new_empty
@@ -356,6 +361,68 @@ class _Ready(NamedTuple):
 _ready: dict[tuple[Any, ...], _Ready | None] = {}
 on_reload(_ready.clear)  # whether sequences may be split
 _MOST_READY = 4096  # scales and bounds are part of the key
+
+
+def _routed(
+    q: Any,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    disable_recompute: bool,
+    return_intermediate_states: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> Any:
+    """chunk_kda, where torch may have a say in it."""
+    tensors = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
+    if not intercepted(*tensors):
+        check_tangents(
+            q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias
+        )
+        if return_intermediate_states:
+            _check_inference_mode()
+        return _forward(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
+            cu_seqlens_cpu, None, A_log, dt_bias,
+        )  # fmt: skip
+    num_chunks = None
+    # Where it is traced, the fake implementation checks.
+    if not is_compiling() and not overridden(*tensors):
+        _check(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
+            cu_seqlens_cpu, A_log, dt_bias,
+        )  # fmt: skip
+    if cu_seqlens_cpu is not None and not is_compiling() and isinstance(q, Tensor):
+        num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, q.shape[1])
+    check_autograd("chunk_kda", q, k, v, g, beta, initial_state, A_log, dt_bias)
+    if return_intermediate_states:
+        _check_inference_mode()
+    o, final_state, h = torch.ops.cute_attn.chunk_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
+        disable_recompute, return_intermediate_states, state_v_first, cu_seqlens, num_chunks,
+        A_log, dt_bias,
+    )  # fmt: skip
+    if return_intermediate_states:
+        return o, final_state if output_final_state else None, h
+    return o, final_state if output_final_state else None
 
 
 def _forward(
@@ -389,9 +456,9 @@ def _forward(
         batch_v, tokens_v, heads, dim_v = v.shape
         key = (
             heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(), scale,
-            initial_state is None, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
-            disable_recompute, return_intermediate_states, state_v_first,
+            type(scale), initial_state is None, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+            lower_bound, disable_recompute, return_intermediate_states, state_v_first,
             None if cu_seqlens is None else cu_seqlens.dtype, A_log is None, dt_bias is None,
         )  # fmt: skip
         ready = _ready[key]
@@ -407,8 +474,7 @@ def _forward(
             raise KeyError
         if cu_seqlens_cpu is not None:
             num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, tokens)
-    except (KeyError, AttributeError, IndexError, TypeError, ValueError):
-        # new, or with nothing to do, or not even tensors
+    except Exception:  # new, or with nothing to do, or not even tensors
         return _first_call(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
@@ -715,9 +781,9 @@ def _prepare(
     if stages.may_remember(q):
         key = (
             heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(), scale,
-            initial_state is None, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
-            disable_recompute, return_intermediate_states, state_v_first,
+            type(scale), initial_state is None, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+            lower_bound, disable_recompute, return_intermediate_states, state_v_first,
             None if cu_seqlens is None else cu_seqlens.dtype, A_log is None, dt_bias is None,
         )  # fmt: skip
         if len(_ready) >= _MOST_READY:
@@ -842,6 +908,9 @@ _DEFAULTS: tuple[Any, ...] = (
 def _operator(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
     """o, final_state and h, the last two without elements where they are not asked for."""
     arguments = _bound(*given, **named)
+    arguments = [plain(x) for x in arguments]
+    if forward_ad._current_level >= 0:
+        check_tangents(**dict(zip(_NAMES, arguments, strict=True)))
     *most, num_chunks, A_log, dt_bias = arguments
     with torch.no_grad():  # whoever calls it by its own name gets no gradient, as its schema says
         o, final_state, *h = _forward(*(*most, None, num_chunks, A_log, dt_bias))

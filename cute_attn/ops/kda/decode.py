@@ -27,20 +27,30 @@ from ...kernels.kda.spec_decode import (
     DecodeSpec,
     RecordsSpec,
 )
-from ..memory import check_overlap
-from .arguments import (
+from ..checks import (
     DTYPE_NAMES,
-    MAX_GRID_YZ,
-    Sizes,
+    LARGEST,
+    SMALLEST,
     check_autograd,
     check_dtype,
     check_flags,
     check_number,
+    check_tangents,
     check_tensors,
-    gate_kind,
-    is_compiling,
-    is_grad_enabled,
 )
+from ..memory import check_memory
+from ..routing import (
+    PLAIN,
+    dispatch_mode_depth,
+    forward_ad,
+    intercepted,
+    is_compiling,
+    is_dynamo_compiling,
+    is_grad_enabled,
+    overridden,
+    plain,
+)
+from .arguments import MAX_GRID_YZ, Sizes, check_lower_bound, gate_kind
 
 __all__ = ["kda_decode", "plan_kda_decode"]
 
@@ -140,7 +150,18 @@ def kda_decode(
             values, or an overlapping `out`.
         NotImplementedError: head dimensions, architectures or autograd that have no kernel.
     """
-    if type(q) is Tensor and not is_compiling() and not _dispatch_mode_depth():
+    if (
+        not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is type(g) is type(beta) is type(state) is Tensor
+        and (A_log is None or type(A_log) in PLAIN)
+        and (dt_bias is None or type(dt_bias) in PLAIN)
+        and (state_indices is None or type(state_indices) is Tensor)
+        and (out is None or type(out) is Tensor)
+        and (num_accepted_tokens is None or type(num_accepted_tokens) is Tensor)
+        and (record_k is None or type(record_k) is type(record_g) is type(record_u) is Tensor)
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+    ):
         try:
             ready = _ready[
                 q.shape,
@@ -162,7 +183,17 @@ def kda_decode(
                 num_accepted_tokens is None,
                 record_k is None,
             ]
-        except (KeyError, AttributeError, TypeError):  # new, or not even tensors
+            if scale is None:
+                scale = ready.scale
+            elif not SMALLEST <= scale <= LARGEST or scale is True:
+                raise KeyError
+            if lower_bound is None:
+                bound = 0.0
+            elif -LARGEST <= lower_bound <= -SMALLEST:
+                bound = lower_bound
+            else:
+                raise KeyError
+        except Exception:  # new, or a number that is checked first, or none that have a shape
             return _first_call(
                 q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
                 use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
@@ -179,8 +210,12 @@ def kda_decode(
             or state.requires_grad
             or A_log is not None
             or record_u is not None
+            or out is not None
         ):
-            check_autograd("kda_decode", q, k, v, g, beta, state, A_log, dt_bias, record_u)
+            check_autograd(
+                "kda_decode", q, k, v, g, beta, state, A_log, dt_bias, out, record_k, record_g,
+                record_u,
+            )  # fmt: skip
         o = torch.empty_like(v) if out is None else out
         try:
             if not use_gate_in_kernel:
@@ -202,8 +237,8 @@ def kda_decode(
                 record_k,
                 record_g,
                 record_u,
-                ready.scale if scale is None else scale,
-                0.0 if lower_bound is None else lower_bound,
+                scale,
+                bound,
                 ready.beta_scale,
             )
             if ready.write_records is not None:
@@ -219,14 +254,26 @@ def kda_decode(
             _written(o, state, record_k, record_g, record_u)
         return o
 
-    if not is_compiling():  # where it is, the fake implementation checks while it is traced
+    tensors = (
+        q, k, v, g, beta, state, out, A_log, dt_bias, state_indices, num_accepted_tokens, record_k,
+        record_g, record_u,
+    )  # fmt: skip
+    if not intercepted(*tensors):
+        return _first_call(
+            q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
+            use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k,
+            record_g, record_u,
+        )  # fmt: skip
+    # Where it is traced, the fake implementation checks.
+    if not is_compiling() and not overridden(*tensors):
         _check(
             q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
             use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
             allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k,
             record_g, record_u,
         )  # fmt: skip
-    check_autograd("kda_decode", q, k, v, g, beta, state, A_log, dt_bias, record_u)
+    check_autograd("kda_decode", *tensors)
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
     torch.ops.cute_attn.kda_decode(
@@ -331,7 +378,6 @@ def plan_kda_decode(
 
 # -- launching ----------------------------------------------------------------------------------
 
-_dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 # An operator that saved the state for its backward must see that it has changed.
 _increment_version = torch._C._increment_version
 
@@ -373,9 +419,9 @@ def _key(arguments: _Arguments) -> tuple[Any, ...]:
 
 def _first_call(*arguments: Any) -> Tensor:
     """Check, load the kernel and remember it, and call it."""
-    q, k, v, g, beta, state, out, _, A_log, dt_bias, *_, record_u = arguments
+    v, out = arguments[2], arguments[6]
     _check_all(*arguments)
-    check_autograd("kda_decode", q, k, v, g, beta, state, A_log, dt_bias, record_u)
+    check_autograd("kda_decode", *arguments)
     o = torch.empty_like(v) if out is None else out
     if v.numel() == 0:
         return o
@@ -512,17 +558,31 @@ def _written(*tensors: Tensor | None) -> None:
 def _check_all(*arguments: Any) -> None:
     """Raise the documented exception if the kernel cannot take these arguments."""
     _check(*arguments)
-    q, k, v, g, beta, state, out, *_, record_k, record_g, record_u = arguments
+    (
+        q, k, v, g, beta, state, out, _, A_log, dt_bias, _, _, _, _, _, _, state_indices,
+        num_accepted_tokens, record_k, record_g, record_u,
+    ) = arguments  # fmt: skip
     launch.check_device("q", q.device)
     if state.data_ptr() % VECTOR_BYTES:
         raise ValueError(
             f"state starts at address {state.data_ptr():#x}, must be {VECTOR_BYTES}-byte aligned"
         )
-    if out is not None:
-        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
-        records = {"record_k": record_k, "record_g": record_g, "record_u": record_u}
-        given = {name: x for name, x in records.items() if x is not None}
-        check_overlap("out", out, **inputs, **given)
+    records = {"record_k": record_k, "record_g": record_g, "record_u": record_u}
+    check_memory(
+        {"out": out, "state": state, **records},
+        {
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": g,
+            "beta": beta,
+            "A_log": A_log,
+            "dt_bias": dt_bias,
+            "state_indices": state_indices,
+            "num_accepted_tokens": num_accepted_tokens,
+        },
+        pools=("state", *records),
+    )
 
 
 def _check(
@@ -707,6 +767,7 @@ def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None
 
 def check_step_gate(given: dict[str, Tensor], sizes: Sizes, lower_bound: float | None) -> None:
     """A_log and dt_bias, where the gate is left to the kernel."""
+    check_lower_bound(lower_bound)
     if "A_log" not in given and lower_bound is None:
         raise ValueError(
             "A_log is None, must be given with use_gate_in_kernel unless there is a lower_bound"
@@ -772,18 +833,25 @@ def _operator(
     record_g: Tensor | None = None,
     record_u: Tensor | None = None,
 ) -> None:
-    arguments = (
+    arguments: _Arguments = tuple(map(plain, (
         q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k, record_g,
         record_u,
-    )  # fmt: skip
+    )))  # fmt: skip
+    check_tangents(q=q, k=k, v=v, g=g, beta=beta, state=state, A_log=A_log, dt_bias=dt_bias)
+    check_tangents(out=out, record_k=record_k, record_g=record_g, record_u=record_u)
+    check_autograd("kda_decode", *arguments)
     ready = _ready.get(_key(arguments))
-    if ready is None:
+    if (
+        ready is None
+        or not (scale is None or SMALLEST <= scale <= LARGEST)
+        or not (lower_bound is None or -LARGEST <= lower_bound <= -SMALLEST)
+    ):
         _first_call(*arguments)
         return
     try:
-        _launch(ready, arguments, out)
+        _launch(ready, arguments, arguments[6])
     except Exception as error:
         _refused(error, ready, *arguments)
 

@@ -16,21 +16,35 @@ from torch import Tensor
 from ... import launch
 from ...kernels.kda.heuristics_decode import step_config
 from ...kernels.kda.spec_decode import RecurrentSpec
-from .arguments import (
+from ..checks import (
     DTYPE_NAMES,
-    MAX_GRID_YZ,
-    Sizes,
+    LARGEST,
+    SMALLEST,
     check_autograd,
     check_flags,
-    check_gate,
     check_number,
-    check_state,
+    check_tangents,
     check_tensors,
+)
+from ..routing import (
+    PLAIN,
+    dispatch_mode_depth,
+    forward_ad,
+    intercepted,
+    is_compiling,
+    is_dynamo_compiling,
+    is_grad_enabled,
+    overridden,
+    plain,
+)
+from .arguments import (
+    MAX_GRID_YZ,
+    Sizes,
+    check_gate,
+    check_state,
     contiguous,
     gate_kind,
     index_dtype,
-    is_compiling,
-    is_grad_enabled,
     readable_parameter,
     readable_state,
 )
@@ -100,13 +114,33 @@ def fused_recurrent_kda(
         ValueError: head counts that do not fit, wrong shapes, devices or values.
         NotImplementedError: head dimensions without a kernel, or autograd, which has no backward.
     """
-    if type(q) is Tensor and not is_compiling() and not _dispatch_mode_depth():
+    if (
+        not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
+        and (A_log is None or type(A_log) in PLAIN)
+        and (dt_bias is None or type(dt_bias) in PLAIN)
+        and (initial_state is None or type(initial_state) in PLAIN)
+        and (cu_seqlens is None or type(cu_seqlens) is Tensor)
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+    ):
         return _forward(
             q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state,
             use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
             allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
         )  # fmt: skip
-    if not is_compiling():  # where it is, the fake implementation checks while it is traced
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    if not intercepted(*tensors):
+        check_tangents(
+            q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state
+        )
+        return _forward(
+            q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state,
+            use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, lower_bound, state_v_first, cu_seqlens,
+        )  # fmt: skip
+    # Where it is traced, the fake implementation checks.
+    if not is_compiling() and not overridden(*tensors):
         _check(
             q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state,
             use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
@@ -198,7 +232,6 @@ def plan_fused_recurrent_kda(
 
 # -- launching ----------------------------------------------------------------------------------
 
-_dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 _empty = torch.empty
 
 # The kernel, scale where none is given, and factor of beta's sigmoid.
@@ -237,7 +270,11 @@ def _forward(
         ready = _ready[_key(*arguments)]
         if not v.numel():
             raise KeyError
-    except (KeyError, AttributeError, TypeError):  # new, or nothing to do, or not even tensors
+        if scale is not None and (not SMALLEST <= scale <= LARGEST or scale is True):
+            raise KeyError
+        if lower_bound is not None and not -LARGEST <= lower_bound <= -SMALLEST:
+            raise KeyError
+    except Exception:  # new, or nothing to do, or a number that is checked first, or not tensors
         return _first_call(*arguments)
     if is_grad_enabled():
         check_autograd("fused_recurrent_kda", q, k, v, g, beta, initial_state, A_log, dt_bias)
@@ -522,6 +559,12 @@ def _operator(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o and final_state, the second without elements where it is not asked for."""
+    q, k, v, g, beta = map(plain, (q, k, v, g, beta))
+    A_log, dt_bias = plain(A_log), plain(dt_bias)
+    initial_state, cu_seqlens = plain(initial_state), plain(cu_seqlens)
+    check_tangents(
+        q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state
+    )
     with torch.no_grad():  # whoever calls it by its own name gets no gradient, as its schema says
         o, final_state = _forward(
             q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state,

@@ -29,23 +29,26 @@ from ...kernels.kda.spec import (
     OutputSpec,
     RecomputeSpec,
 )
-from .arguments import (
+from ..checks import (
     DTYPE_NAMES,
-    Sizes,
     check_autograd,
     check_dtype,
-    check_dtypes,
     check_flags,
+    check_number,
+    check_tangents,
+    check_tensors,
+)
+from ..routing import forward_ad, intercepted, is_compiling, overridden, plain
+from .arguments import (
+    Sizes,
+    check_dtypes,
     check_gate,
     check_gate_and_beta_dtypes,
-    check_number,
     check_offsets_on_the_host,
     check_state,
-    check_tensors,
     contiguous,
     gate_kind,
     index_dtype,
-    is_compiling,
     readable,
     readable_parameter,
     readable_state,
@@ -62,7 +65,6 @@ __all__ = [
     "kda_recompute_w_u",
 ]
 
-_dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 _empty = torch.empty
 
 
@@ -272,11 +274,11 @@ def kda_chunk_delta_h(
         ValueError: as `chunk_kda`.
         NotImplementedError: as `chunk_kda`.
     """
-    if is_compiling():
-        num_chunks = None
-    else:
-        tokens = u.shape[1] if getattr(u, "ndim", 0) > 1 else 0
-        num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, tokens)
+    num_chunks = None
+    if cu_seqlens_cpu is not None and not is_compiling():
+        tokens = _tokens(u)
+        if tokens is not None:
+            num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, tokens)
     h, v_new, final_state = _stage(
         "kda_chunk_delta_h", _chunk_delta_h, _check_chunk_delta_h,
         kg, w, u, g, initial_state, output_final_state, output_v_new, state_v_first, cu_seqlens,
@@ -325,6 +327,13 @@ def kda_chunk_output(
     return result
 
 
+def _tokens(u: Any) -> Any:
+    """T of `[B, T, HV, V]`, or None where u is no such tensor, which a later check refuses."""
+    if not isinstance(u, Tensor) or u.is_nested or u.dim() != 4:
+        return None
+    return u.shape[1]
+
+
 # -- launching ----------------------------------------------------------------------------------
 
 # All that a kernel is chosen by, and all numbers, which are checked once -> the loaded kernel.
@@ -337,16 +346,25 @@ def _stage(
 ) -> Any:
     """The implementation itself, or where torch traces or intercepts, the registered operator."""
     check_autograd(name, *arguments)
-    first = arguments[0] if arguments[0] is not None else arguments[1]
-    if not is_compiling():
-        if not isinstance(first, Tensor) or (type(first) is Tensor and not _dispatch_mode_depth()):
-            try:
-                return implementation(*arguments)
-            except Exception:
-                check(*arguments)
-                raise
+    if not intercepted(*arguments):
+        return _on_memory(name, implementation, check, *arguments)
+    if not is_compiling() and not overridden(*arguments):  # else the fake implementation checks
         check(*arguments)
     return getattr(torch.ops.cute_attn, name)(*arguments)
+
+
+def _on_memory(
+    name: str, implementation: Callable[..., Any], check: Callable[..., Any], *arguments: Any
+) -> Any:
+    """The implementation, on tensors that are what they hold; where it fails, why."""
+    if forward_ad._current_level >= 0:
+        schema = getattr(torch.ops.cute_attn, name).default._schema
+        check_tangents(**{a.name: x for a, x in zip(schema.arguments, arguments, strict=True)})
+    try:
+        return implementation(*arguments)
+    except Exception:
+        check(*arguments)
+        raise
 
 
 def _run(
@@ -429,7 +447,8 @@ def _gate_cumsum(
     if kind == "none":
         A_log = dt_bias = None
     key = (
-        "gate_cumsum", g.shape[2:], g.dtype, g.get_device(), kind, lower_bound, A_log is None,
+        "gate_cumsum", g.shape[2:], g.dtype, g.get_device(), kind, lower_bound, type(lower_bound),
+        A_log is None,
         dt_bias is None, _packing(g, cu_seqlens),
     )  # fmt: skip
 
@@ -539,7 +558,7 @@ def _chunk_intra(
     """`kda_chunk_intra`; with l2norm, of q and k that are yet to be normalised."""
     key = (
         "chunk_intra", q.shape[2:], v.shape[2:], q.dtype, beta.dtype, q.get_device(), scale,
-        _packing(v, cu_seqlens), output_qg, l2norm,
+        type(scale),         _packing(v, cu_seqlens), output_qg, l2norm,
     )  # fmt: skip
 
     def call(function: Callable[..., None]) -> tuple[Tensor, ...]:
@@ -873,7 +892,8 @@ def _chunk_output(
     # That h has as many chunks as T needs is for no host code of a kernel to see.
     chunks = None if cu_seqlens is not None else (h.shape[1], (q.shape[1] + CHUNK - 1) // CHUNK)
     key = (
-        "output", q.shape[2:], v_new.shape[2:], q.dtype, q.get_device(), scale, state_v_first,
+        "output", q.shape[2:], v_new.shape[2:], q.dtype, q.get_device(), scale, type(scale),
+        state_v_first,
         _packing(v_new, cu_seqlens), chunks is None or chunks[0] == chunks[1], l2norm,
     )  # fmt: skip
 
@@ -929,11 +949,20 @@ def _fake_chunk_output(
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 
 
-def _register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _register(
+    schema: str,
+    implementation: Callable[..., Any],
+    check: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    # Whoever calls it by its own name gets no gradient, as its schema says.
-    _library.impl(name, torch.no_grad()(implementation), "CompositeExplicitAutograd")
+
+    @torch.no_grad()  # whoever calls it by its own name gets no gradient, as its schema says
+    def operator(*arguments: Any) -> Any:
+        return _on_memory(name, implementation, check, *map(plain, arguments))
+
+    _library.impl(name, operator, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cute_attn::{name}", fake, lib=_library)
 
 
@@ -941,18 +970,21 @@ _register(
     "kda_gate_cumsum(Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound, "
     "bool use_gate_in_kernel, Tensor? cu_seqlens) -> Tensor",
     _gate_cumsum,
+    _check_gate_cumsum,
     _fake_gate_cumsum,
 )
 _register(
     "kda_chunk_intra(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale, "
     "Tensor? cu_seqlens, bool output_qg) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _chunk_intra,
+    _check_chunk_intra,
     _fake_chunk_intra,
 )
 _register(
     "kda_recompute_w_u(Tensor? q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor Akk, "
     "Tensor? cu_seqlens, bool output_kg) -> (Tensor, Tensor, Tensor, Tensor)",
     _recompute_w_u,
+    _check_recompute_w_u,
     _fake_recompute_w_u,
 )
 _register(
@@ -960,11 +992,13 @@ _register(
     "bool output_final_state, bool output_v_new, bool state_v_first, Tensor? cu_seqlens, "
     "SymInt? num_chunks) -> (Tensor, Tensor, Tensor)",
     _chunk_delta_h,
+    _check_chunk_delta_h,
     _fake_chunk_delta_h,
 )
 _register(
     "kda_chunk_output(Tensor q, Tensor v_new, Tensor g, Tensor Aqk, Tensor h, float? scale, "
     "bool state_v_first, Tensor? cu_seqlens) -> Tensor",
     _chunk_output,
+    _check_chunk_output,
     _fake_chunk_output,
 )

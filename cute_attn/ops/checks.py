@@ -1,0 +1,134 @@
+"""What every operator asks of its arguments: tensors that kernels can read, dtypes, numbers, flags.
+
+Nothing here reads device memory, and all of it holds for fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+DTYPE_NAMES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+# What float32 holds without flushing it to 0 or to infinity.
+SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
+
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_unpack_dual = forward_ad.unpack_dual
+
+
+# -- tensors ------------------------------------------------------------------------------------
+
+
+def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Tensor]:
+    """Those that are given, which must be plain memory on the device of the first.
+
+    Raises:
+        TypeError: one is no tensor, or has another layout than strided memory.
+        ValueError: one is on another device, or a view that negates what it shows.
+        NotImplementedError: one is what a transform of torch.func passes on.
+    """
+    given = required | {name: x for name, x in optional.items() if x is not None}
+    first, reference = next(iter(required.items()))
+    for name, x in given.items():
+        check_tensor(name, x)
+        if x.device != reference.device:
+            raise ValueError(
+                f"{name} is on {x.device}, must be on the device of {first}, {reference.device}"
+            )
+    return given
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Raise the exception of `check_tensors` unless x is a tensor with memory as strides say."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if _is_functorch_wrapped(x):
+        raise NotImplementedError(
+            f"{name} comes from a transform of torch.func (vmap, grad, jvp ...), and operators "
+            "have no rule for these: batch by the dimensions that they take"
+        )
+    check_tangents(**{name: x})
+    if x.is_nested or x.layout is not torch.strided:
+        layout = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{name} has layout {layout}, must be torch.strided, which is not nested")
+    if x.is_neg() or x.is_conj():
+        bit = "neg" if x.is_neg() else "conj"
+        raise ValueError(
+            f"{name} is a view that does not show what is in memory (is_{bit}): give "
+            f"{name}.resolve_{bit}()"
+        )
+
+
+def check_tangents(**tensors: Any) -> None:
+    """Refuse forward-mode derivatives, which results would not carry on."""
+    if forward_ad._current_level < 0:
+        return
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and _unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has a tangent (torch.autograd.forward_ad), and there is no forward-mode "
+                f"derivative: give forward_ad.unpack_dual({name}).primal"
+            )
+
+
+def check_dtype(name: str, x: Tensor, allowed: Sequence[str]) -> None:
+    if DTYPE_NAMES.get(x.dtype) not in allowed:
+        expected = f"one of {tuple(allowed)}" if len(allowed) > 1 else allowed[0]
+        raise TypeError(f"{name} has dtype {x.dtype}, must be {expected}")
+
+
+def check_autograd(operator: str, *tensors: Any) -> None:
+    """Refuse gradients: of arguments, and of what is written."""
+    if not torch.is_grad_enabled():
+        return
+    for x in tensors:
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise NotImplementedError(
+                f"{operator} has no backward yet: call it under torch.no_grad() or "
+                "torch.inference_mode(), or detach its arguments"
+            )
+
+
+# -- flags and numbers --------------------------------------------------------------------------
+
+
+def check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool | int):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is an integer, of Python or symbolic; a bool is none."""
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: Any) -> None:
+    """None, or a number that float32 holds."""
+    if value is None:
+        return
+    check_is_number(name, value)
+    if not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{name} is {value}, must be finite in float32")
+    if -SMALLEST < value < SMALLEST and value != 0:
+        raise ValueError(
+            f"{name} is {value}, must be 0 or at least 2**-126 in size: kernels take less for 0"
+        )
+
+
+def check_is_number(name: str, value: Any) -> None:
+    """Raise TypeError for what is none. A bool is none, nor is a tensor."""
+    if isinstance(value, bool) or not isinstance(
+        value, int | float | torch.SymInt | torch.SymFloat
+    ):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")

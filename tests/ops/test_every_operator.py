@@ -1,0 +1,442 @@
+"""What holds for every operator and each of its tensor arguments, whatever the operator computes.
+
+Kernels are stood in for, except in the last tests, which run them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+import cute_attn
+from cute_attn import launch
+
+from .operators import OPERATORS, Operator, tensors_in
+
+each_operator = pytest.mark.parametrize("name", OPERATORS)
+
+
+class Plain(Tensor):
+    """A subclass that says nothing of its own."""
+
+
+class Dispatching(Tensor):
+    """A subclass with memory that the dispatcher asks, and Python does not."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+class Wrapper(Tensor):
+    """A subclass without memory, as a distributed tensor is; it hands on what it wraps."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    inner: Tensor
+    seen: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, x: Tensor) -> Wrapper:  # noqa: PYI034
+        wrapper = Tensor._make_wrapper_subclass(
+            cls, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device
+        )
+        wrapper.inner = x
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+
+        def inner(x: Any) -> Any:
+            return x.inner if isinstance(x, Wrapper) else x
+
+        named = {name: inner(x) for name, x in (kwargs or {}).items()}
+        return func(*map(inner, args), **named)
+
+
+class Handled(Exception):
+    """What a Handler answers: that the call was not the operator's any more."""
+
+
+class Handler:
+    """No tensor, but torch's functions ask it what they are to do."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in [*args, *(kwargs or {}).values()]:
+            if isinstance(x, Handler):
+                x.asked.append(func)
+        raise Handled
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the kernels are given, which do nothing."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        launch.Emulation, "function", lambda *_: lambda *arguments: seen.append(arguments)
+    )
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def emulated(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On the architecture of the operator that the test names."""
+    if "name" not in request.fixturenames:
+        yield
+        return
+    with cute_attn.emulated(OPERATORS[request.getfixturevalue("name")].arch):
+        yield
+
+
+def addresses(launches: list[tuple[Any, ...]], args: dict[str, Any]) -> list[list[Any]]:
+    """What kernels were given, as far as it can be told again: tensors by which argument's memory
+    they are, and numbers."""
+    names = {x.data_ptr(): name for name, x in args.items() if isinstance(x, Tensor)}
+    return [
+        [names.get(x.data_ptr(), "new") if isinstance(x, Tensor) else x for x in given]
+        for given in launches
+    ]
+
+
+def launched(
+    operator: Operator, launches: list[tuple[Any, ...]], args: dict[str, Any]
+) -> tuple[list[list[Any]], list[Tensor]]:
+    launches.clear()
+    with torch.no_grad():
+        results = operator.function(**args)
+    return addresses(launches, args), tensors_in(results)
+
+
+# -- parameters, subclasses, and objects that take part ------------------------------------------
+
+
+WRAPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "parameter": lambda x: Parameter(x, requires_grad=False),
+    "parameter that requires a gradient": lambda x: Parameter(x, x.is_floating_point()),
+    "subclass": lambda x: x.as_subclass(Plain),
+    "dispatching": lambda x: Tensor._make_subclass(Dispatching, x),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+@each_operator
+def test_parameters_and_subclasses_are_taken_for_what_they_hold(
+    launches: list[tuple[Any, ...]], name: str, wrap: str
+):
+    operator = OPERATORS[name]
+    args = operator.arguments()
+    expected, results = launched(operator, launches, args)
+    for argument in operator.tensors:
+        wrapped = args | {argument: WRAPPED[wrap](args[argument])}
+        given, again = launched(operator, launches, wrapped)
+        assert given == expected
+        assert [x.shape for x in again] == [x.shape for x in results]
+
+
+@each_operator
+def test_all_arguments_may_be_parameters(launches: list[tuple[Any, ...]], name: str):
+    operator = OPERATORS[name]
+    args = operator.arguments()
+    expected, _ = launched(operator, launches, args)
+    parameters = {
+        key: Parameter(x, requires_grad=False) if isinstance(x, Tensor) else x
+        for key, x in args.items()
+    }
+    with torch.inference_mode():
+        assert launched(operator, launches, parameters)[0] == expected
+
+
+@each_operator
+def test_the_registered_operator_takes_parameters_and_subclasses(
+    launches: list[tuple[Any, ...]], name: str
+):
+    registered = {"flash_attn_func": "flash_attn", "flash_attn_varlen_func": "flash_attn"}
+    op = getattr(torch.ops.cute_attn, registered.get(name, name))
+    args = OPERATORS[name].arguments()
+    args.pop("cu_seqlens_cpu", None)
+    for argument in op.default._schema.arguments:
+        if argument.name not in args and not argument.has_default_value():
+            args[argument.name] = argument.type.kind() == "BoolType" or None
+    for key, x in args.items():
+        if isinstance(x, Tensor):
+            for wrap in WRAPPED.values():
+                launches.clear()
+                with torch.no_grad():
+                    op(**args | {key: wrap(x)})
+                assert launches
+
+
+@each_operator
+def test_subclasses_are_asked_by_the_dispatcher(launches: list[tuple[Any, ...]], name: str):
+    """Those with memory, and those without, whose address a kernel must never see."""
+    operator = OPERATORS[name]
+    args = operator.arguments()
+    expected, _ = launched(operator, launches, args)
+    for argument in operator.tensors_of_kernels:
+        Dispatching.seen.clear()
+        launched(operator, launches, args | {argument: WRAPPED["dispatching"](args[argument])})
+        assert any("cute_attn" in func for func in Dispatching.seen)
+        Wrapper.seen.clear()
+        launches.clear()
+        with torch.no_grad():
+            operator.function(**args | {argument: Wrapper(args[argument])})
+        assert any("cute_attn" in func for func in Wrapper.seen)
+        assert addresses(launches, args) == expected
+
+
+@each_operator
+def test_objects_with_a_torch_function_handle_the_call(launches: list[tuple[Any, ...]], name: str):
+    for argument in OPERATORS[name].tensors_of_kernels:
+        handler = Handler()
+        with contextlib.suppress(Handled):
+            OPERATORS[name].call(**{argument: handler})
+        assert any("cute_attn" in str(func) for func in handler.asked), argument
+    assert not launches
+
+
+@each_operator
+def test_a_default_subclass_comes_back(launches: list[tuple[Any, ...]], name: str):
+    """As from torch's functions, which give what they were given."""
+    operator = OPERATORS[name]
+    wrapped = {
+        key: x.as_subclass(Plain) if isinstance(x, Tensor) else x
+        for key, x in operator.arguments().items()
+    }
+    with torch.no_grad():
+        results = tensors_in(operator.function(**wrapped))
+    assert results and all(type(x) is Plain for x in results)
+
+
+# -- what is no plain memory ---------------------------------------------------------------------
+
+
+STRANGE: dict[str, Callable[[Tensor], Any]] = {
+    "no dimensions": lambda x: x.flatten()[0],
+    "another dimension": lambda x: x[None, None],
+    "sparse": lambda x: x.to_sparse(),
+    "sparse rows": lambda x: x.reshape(x.shape[0], -1).to_sparse_csr(),
+    "mkldnn": lambda x: x.float().to_mkldnn(),
+    "nested": lambda x: torch.nested.nested_tensor([x.flatten(), x.flatten()]),
+    "meta": lambda x: x.to("meta"),
+    "quantised": lambda x: torch.quantize_per_tensor(x.float(), 1.0, 0, torch.qint32),
+    "complex": lambda x: x.to(torch.complex64).conj(),
+    "negated": lambda x: torch._neg_view(x),
+    "of 8 bits": lambda x: x.to(torch.int8),
+    "list": lambda x: [1.0],
+    "array": lambda x: x.float().numpy(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's prototypes
+@pytest.mark.parametrize("kind", STRANGE)
+@each_operator
+def test_what_kernels_cannot_read_is_refused_by_name(
+    launches: list[tuple[Any, ...]], name: str, kind: str
+):
+    operator = OPERATORS[name]
+    args = operator.arguments()
+    for argument in operator.tensors:
+        if kind == "another dimension" and argument in ("A_log", "dt_bias"):
+            continue  # which may have any shape
+        strange = STRANGE[kind](args[argument])
+        with (
+            torch.no_grad(),
+            pytest.raises((TypeError, ValueError, NotImplementedError), match=argument),
+        ):
+            operator.function(**args | {argument: strange})
+    assert not launches
+
+
+# -- derivatives ---------------------------------------------------------------------------------
+
+
+@each_operator
+def test_gradients_are_refused(launches: list[tuple[Any, ...]], name: str):
+    """Of arguments, and of what is written; and nothing is, before."""
+    for argument in OPERATORS[name].floats:
+        args = OPERATORS[name].arguments()
+        args[argument].requires_grad_()
+        with pytest.raises(NotImplementedError, match="no backward"):
+            OPERATORS[name].function(**args)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            pytest.raises(NotImplementedError, match="no backward"),
+        ):
+            OPERATORS[name].function(**args)
+    assert not launches
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@each_operator
+def test_tangents_are_refused(launches: list[tuple[Any, ...]], name: str, gradients: bool):
+    operator = OPERATORS[name]
+    args = operator.arguments()
+    with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
+        operator.function(**args)
+        assert launches
+        launches.clear()
+        for argument in operator.floats:
+            x = args[argument]
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            for given in (dual, dual.as_subclass(Plain)):  # called, and through the dispatcher
+                with pytest.raises(NotImplementedError, match=f"{argument} has a tangent"):
+                    operator.function(**args | {argument: given})
+    assert not launches
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "vmap": lambda f, x: torch.vmap(f)(x[None]),
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@each_operator
+def test_transforms_are_refused(launches: list[tuple[Any, ...]], name: str, transform: str):
+    operator = OPERATORS[name]
+    args = operator.arguments()
+    for argument in operator.tensors if transform == "vmap" else operator.floats:
+
+        def f(x: Tensor, argument: str = argument) -> Tensor:
+            return tensors_in(operator.function(**args | {argument: x}))[0].float().sum()
+
+        with pytest.raises(NotImplementedError, match=r"transform|no backward|has a tangent"):
+            TRANSFORMS[transform](f, args[argument])
+    assert not launches
+
+
+# -- memory that is written ----------------------------------------------------------------------
+
+
+WRITERS = [name for name, operator in OPERATORS.items() if operator.written]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_written_shares_no_memory_with_an_argument(
+    launches: list[tuple[Any, ...]], name: str
+):
+    operator = OPERATORS[name]
+    for written in operator.written:
+        for other in operator.tensors:
+            if other == written:
+                continue
+            args = operator.arguments()
+            x, y = args[written], args[other]
+            # In one piece of memory, where the second starts in the last 16 bytes of the first.
+            memory = torch.zeros(x.nbytes + y.nbytes, dtype=torch.uint8)
+            args[written] = memory[: x.nbytes].view(x.dtype).view(x.shape)
+            rest = memory[x.nbytes - 16 : x.nbytes - 16 + y.nbytes]
+            args[other] = rest.view(y.dtype).view(y.shape)
+            with pytest.raises(ValueError, match=r"overlaps .* in memory") as caught:
+                operator.function(**args)
+            assert written in str(caught.value) and other in str(caught.value)
+    assert not launches
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_written_does_not_overlap_itself(launches: list[tuple[Any, ...]], name: str):
+    operator = OPERATORS[name]
+    for argument in operator.written:
+        args = operator.arguments()
+        x = args[argument]
+        rows = [64, *x.stride()[1:]]  # or slots, each of which starts in the one before
+        args[argument] = torch.zeros_like(x).as_strided(x.shape, rows)
+        with pytest.raises(ValueError, match=rf"{argument} has shape .* elements overlap in mem"):
+            operator.function(**args)
+        args[argument] = x[:1].expand(x.shape)
+        with pytest.raises(ValueError, match=f"{argument} is expanded"):
+            operator.function(**args)
+    assert not launches
+
+
+def test_slots_of_pools_may_lie_between_one_anothers(launches: list[tuple[Any, ...]]):
+    """A page of a server's memory holds a state and its records."""
+    args = OPERATORS["kda_decode"].arguments()
+    pools = ("state", "record_k", "record_g", "record_u")
+    sizes = [args[name][0].nbytes for name in pools]
+    memory = torch.zeros(4, sum(sizes), dtype=torch.uint8)
+    for name, page in zip(pools, memory.split(sizes, dim=1), strict=True):
+        x = args[name]
+        args[name] = page.view(x.dtype).unflatten(1, x.shape[1:])
+    with cute_attn.emulated("sm_90a"), torch.no_grad():
+        cute_attn.kda_decode(**args)
+        assert launches
+        x = args["record_u"]
+        page = memory.flatten()[:-64].view(torch.float32)
+        args["record_u"] = page.as_strided(x.shape, x.stride(), x.storage_offset() - 16)
+        with pytest.raises(ValueError, match="record_g overlaps record_u"):
+            cute_attn.kda_decode(**args)
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+NUMBERS = [
+    ("flash_attn_func", "softmax_scale"),
+    ("flash_attn_func", "softcap"),
+    ("flash_attn_varlen_func", "softmax_scale"),
+    ("lightning_attn_decode", "softmax_scale"),
+    ("kda_decode", "scale"),
+    ("kda_decode", "lower_bound"),
+    ("fused_recurrent_kda", "scale"),
+    ("fused_recurrent_kda", "lower_bound"),
+    ("chunk_kda", "scale"),
+    ("chunk_kda", "lower_bound"),
+    ("kda_gate_cumsum", "lower_bound"),
+    ("kda_chunk_intra", "scale"),
+    ("kda_chunk_output", "scale"),
+]
+
+
+@pytest.mark.parametrize(("name", "number"), NUMBERS)
+def test_numbers_that_float32_does_not_hold_are_refused(
+    launches: list[tuple[Any, ...]], name: str, number: str
+):
+    for value in (math.nan, math.inf, -math.inf, 1e39, -1e39, 1e-40, 10**40):
+        with pytest.raises(ValueError, match=rf"{number} is .*, must be"):
+            OPERATORS[name].call(**{number: value})
+    assert not launches
+
+
+@pytest.mark.parametrize(("name", "number"), NUMBERS)
+def test_what_is_no_number_is_refused(launches: list[tuple[Any, ...]], name: str, number: str):
+    for value in (True, False, "1", torch.tensor(1.0), 1j, [1.0]):
+        with pytest.raises(
+            TypeError, match=f"{number} must be a float, got {type(value).__name__}"
+        ):
+            OPERATORS[name].call(**{number: value})
+    assert not launches
+
+
+@pytest.mark.parametrize(
+    "name", ["kda_decode", "fused_recurrent_kda", "chunk_kda", "kda_gate_cumsum"]
+)
+def test_a_lower_bound_that_is_none_is_refused(launches: list[tuple[Any, ...]], name: str):
+    """With a gate of 0 nothing decays, and with one above it states grow without end."""
+    for value in (0, 0.0, -0.0, 3.0, 7):
+        with pytest.raises(ValueError, match=r"lower_bound is .*, must be less than 0"):
+            OPERATORS[name].call(lower_bound=value)
+        assert not launches
+    OPERATORS[name].call(lower_bound=3.0, use_gate_in_kernel=False)  # is not looked at
+    count = len(launches)
+    OPERATORS[name].call(lower_bound=-5)
+    assert len(launches) > count > 0
