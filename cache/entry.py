@@ -38,7 +38,7 @@ USES = "uses"
 FUNCTION = "k"
 """The name under which every kernel is exported: its symbol is `__tvm_ffi_k`."""
 
-_SCHEMA = 1
+_SCHEMA = 2
 _LARGEST_META = 2**20
 _LARGEST_FILE = 2**30
 

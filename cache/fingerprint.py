@@ -1,12 +1,20 @@
 """Which sources a kernel is built from, and their SHA-256: found by reading, not by running.
 
-Starting from the kernel's module, every import of a module of the same package is followed:
-at module level, inside functions and inside conditions, except under `if TYPE_CHECKING`.
+Starting from the kernel's module and that of its specialisation, every import is followed into
+modules of the kernel's package, and of others that lie in no site-packages: at module level,
+inside functions and inside conditions, except under `if TYPE_CHECKING`. Of a package in
+site-packages the installed version counts; for the compiler, other fields of the key do.
+
 A package's `__init__` counts only where something is taken from it: `from package.sub import
 name` counts `package/sub/__init__.py` if that file binds `name` (or `*` is imported, or
 `name` is no module), otherwise the module `package.sub.name`. `import package.sub.module`
 binds `package`, through which all is reachable, so it counts every `__init__` on the way;
-`import package.sub.module as m` does not. Imports by a computed name cannot be seen.
+`import package.sub.module as m` does not.
+
+`import_module` and `__import__` are followed where they are given a literal. Where the name is
+computed, as in a package with a lazy `__getattr__`, every string of the file that names a module
+counts; if it maps the wanted name to one, that alone. What is left has to be declared, in
+`KernelDef.sources`.
 
 So a key changes with what a kernel can execute, and not with documentation or another kernel.
 """
@@ -17,33 +25,90 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import pkgutil
+import re
 import sys
+from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
 
 from .errors import CacheError
+from .log import warn_once
+
+# The compiler and what comes with it: the fields `dsl` and `tvm_ffi` of a key stand for them.
+_TOOLCHAIN = frozenset({"cutlass", "tvm_ffi", "cuda"})
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_IMPORTERS = frozenset({"import_module", "__import__"})
 
 
-class _Source(NamedTuple):
+class Fingerprint(NamedTuple):
+    """What a kernel is built from.
+
+    Attributes:
+        sources: modules, with their files' SHA-256.
+        packages: installed packages that these import, with their distributions' versions; None
+            for one that is not installed here.
+    """
+
+    sources: tuple[tuple[str, str], ...]
+    packages: tuple[tuple[str, str | None], ...]
+
+
+class _Source:
     """One module's file: where it is, and what it says."""
 
-    module: str
-    is_package: bool
-    search: tuple[str, ...]
-    path: str
-    text: bytes
+    def __init__(
+        self, module: str, is_package: bool, search: tuple[str, ...], path: str, text: bytes
+    ) -> None:
+        self.module = module
+        self.is_package = is_package
+        self.search = search
+        self.path = path
+        self.text = text
+        self._tree: ast.Module | None = None
+        self._bound_names: set[str] | None = None
+
+    @property
+    def tree(self) -> ast.Module:
+        if self._tree is None:
+            try:
+                self._tree = ast.parse(self.text)
+            except SyntaxError as error:
+                raise CacheError(f"{self.path} is not valid Python: {error}") from error
+        return self._tree
+
+    @property
+    def bound_names(self) -> set[str]:
+        """The names that the module binds by statements outside functions and classes."""
+        if self._bound_names is None:
+            self._bound_names = _bound_names(self.tree)
+        return self._bound_names
+
+    @property
+    def parent(self) -> str:
+        """The package that the module is in, which for an `__init__` is itself."""
+        return self.module if self.is_package else self.module.rpartition(".")[0]
 
 
-class _Package:
-    """The modules of one package, looked up without importing any of them."""
+class _Modules:
+    """Modules, looked up without importing any of them."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, package: str) -> None:
+        self.package = package
         self._sources: dict[str, _Source | None] = {}
+        self._local: dict[str, bool] = {}
 
-    def contains(self, module: str) -> bool:
-        return module == self.name or module.startswith(self.name + ".")
+    def follows(self, module: str) -> bool:
+        """Whether a module's source counts: of the kernel's package, or in no site-packages."""
+        if _is_within(module, __package__):
+            return False  # the cache itself
+        if _is_within(module, self.package):
+            return True
+        top = module.partition(".")[0]
+        if top not in self._local:
+            self._local[top] = not _is_ignored(top) and _is_local(_find_top_level(top))
+        return self._local[top]
 
     def source(self, module: str) -> _Source | None:
         """The source of a module, or None if there is no such module with a Python source."""
@@ -70,6 +135,25 @@ class _Package:
         except OSError:
             return None
         return _Source(module, is_package, search, spec.origin, text)
+
+
+def _is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def _is_ignored(module: str) -> bool:
+    """Whether a module decides no kernel's code, or another field of the key stands for it."""
+    top = module.partition(".")[0]
+    ignored = top in sys.stdlib_module_names or top in _TOOLCHAIN or top == "__main__"
+    return ignored or _is_within(module, __package__)
+
+
+def _is_local(spec: ModuleSpec | None) -> bool:
+    """Whether a top-level module has sources that lie in no site-packages."""
+    if spec is None:
+        return False
+    paths = [*(spec.submodule_search_locations or ()), *filter(None, [spec.origin])]
+    return bool(paths) and not any(_INSTALLED & set(Path(path).parts) for path in paths)
 
 
 def _find_top_level(module: str) -> ModuleSpec | None:
@@ -131,37 +215,154 @@ def _bound_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def _imported_modules(source: _Source, tree: ast.Module, package: _Package) -> set[str]:
-    """The modules of `package` that `source` takes something from."""
-    found: set[str] = set()
-    for node in _executed_nodes(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if not package.contains(alias.name):
-                    continue
-                found.add(alias.name)
-                if alias.asname is None:
-                    parts = alias.name.split(".")
-                    found.update(".".join(parts[:n]) for n in range(1, len(parts)))
-        elif isinstance(node, ast.ImportFrom):
-            base = _absolute_name(node, source)
-            if not package.contains(base):
-                continue
-            base_source = package.source(base)
-            if base_source is None or not base_source.is_package:
-                found.add(base)
-                continue
-            bound = _bound_names(ast.parse(base_source.text))
-            for alias in node.names:
-                submodule = f"{base}.{alias.name}"
-                is_module = alias.name != "*" and package.source(submodule) is not None
-                # "from . import a" inside __init__ binds a, and the module a is meant all the same.
-                if is_module and (alias.name not in bound or base == source.module):
-                    found.add(submodule)
-                else:
-                    found.add(base)
-                    if is_module:
-                        found.add(submodule)
+class _Imports:
+    """What a module imports: other modules, and names that a lazy package is to find."""
+
+    def __init__(self, source: _Source, modules: _Modules) -> None:
+        self.source = source
+        self.modules = modules
+        self.found: set[str] = set()
+        self.external: set[str] = set()  # top-level names of packages whose sources do not count
+        for node in _executed_nodes(source.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self._object(alias.name, with_parents=alias.asname is None)
+            elif isinstance(node, ast.ImportFrom):
+                base = _absolute_name(node, source)
+                for alias in node.names:
+                    self._name(base, alias.name)
+        if any(name.encode() in source.text for name in _IMPORTERS):
+            self._calls()
+
+    def _counts(self, module: str) -> bool:
+        if self.modules.follows(module):
+            return True
+        if module and not _is_ignored(module):
+            self.external.add(module.partition(".")[0])
+        return False
+
+    def _object(self, module: str, *, with_parents: bool = False) -> None:
+        """A module is imported as such, and whatever it has can be taken from it."""
+        if not self._counts(module):
+            return
+        parts = module.split(".")
+        first = 1 if with_parents else len(parts)
+        for name in (".".join(parts[:n]) for n in range(first, len(parts) + 1)):
+            self.found.add(name)
+            found = self.modules.source(name)
+            if found is not None and _is_lazy(found):
+                self._lazy(found, None)
+
+    def _name(self, base: str, name: str) -> None:
+        """A name is imported from a module."""
+        submodule = f"{base}.{name}"
+        if _is_within(submodule, __package__) or not self._counts(base):
+            return
+        source = self.modules.source(base)
+        if source is None or (not source.is_package and not _is_lazy(source)):
+            self.found.add(base)
+            return
+        is_module = name != "*" and self.modules.source(submodule) is not None
+        # "from . import a" inside __init__ binds a, and the module a is meant all the same.
+        if is_module and (name not in source.bound_names or base == self.source.module):
+            self._object(submodule)
+            return
+        self.found.add(base)
+        if is_module:
+            self._object(submodule)
+        elif name not in source.bound_names and _is_lazy(source):
+            self._lazy(source, None if name == "*" else name)
+
+    def _calls(self) -> None:
+        """Calls of `import_module` and `__import__`."""
+        computed = False
+        lazy = _is_lazy(self.source)
+        for call in _import_calls(self.source.tree, skip_getattr=lazy):
+            name = call.args[0] if call.args else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                level = _level_of(call)
+                relative = name.value.startswith(".") or level > 0
+                dots = len(name.value) - len(name.value.lstrip(".")) + level
+                module = name.value.lstrip(".")
+                node = ast.ImportFrom(module or None, [], dots if relative else 0)
+                binds_parents = _called(call) == "__import__" and not relative
+                self._object(_absolute_name(node, self.source), with_parents=binds_parents)
+            else:
+                computed = True
+        if computed:
+            self._strings(self.source, _strings(self.source.tree))
+
+    def _lazy(self, source: _Source, name: str | None) -> None:
+        """A lazy module is asked for a name, or (None) for anything."""
+        mapped = _mapped_strings(source.tree, name) if name else []
+        self._strings(source, mapped or _strings(source.tree))
+
+    def _strings(self, source: _Source, strings: Iterable[str]) -> None:
+        """Strings that may name modules are used in `source` to import by a computed name."""
+        named = set()
+        for text in strings:
+            if re.fullmatch(r"\.*[^\W\d]\w*(\.[^\W\d]\w*)*", text):
+                relative = f"{source.parent}.{text.lstrip('.')}"
+                for module in {relative, text} - {source.module, ""}:
+                    if self.modules.follows(module):
+                        found = self.modules.source(module)
+                        named |= {module} if found is not None and found.path else set()
+        self.found |= named
+        if not named:
+            warn_once(
+                f"computed import {source.module}",
+                "%s imports by a computed name, which keys cannot follow: name the modules in "
+                "KernelDef.sources",
+                source.module,
+            )
+
+
+def _is_lazy(source: _Source) -> bool:
+    """Whether a module finds names when it is asked for them."""
+    if b"sys.modules[__name__]" in source.text:
+        return True
+    return b"__getattr__" in source.text and "__getattr__" in source.bound_names
+
+
+def _import_calls(tree: ast.Module, *, skip_getattr: bool) -> Iterator[ast.Call]:
+    for statement in tree.body:
+        if skip_getattr and getattr(statement, "name", None) == "__getattr__":
+            continue  # followed when a name is asked for
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and _called(node) in _IMPORTERS:
+                yield node
+
+
+def _called(call: ast.Call) -> str | None:
+    """The name of the function, without the module that it may be taken from."""
+    return getattr(call.func, "attr", getattr(call.func, "id", None))
+
+
+def _level_of(call: ast.Call) -> int:
+    """The level that `__import__` is given: how many dots stand before the name."""
+    given = [k.value for k in call.keywords if k.arg == "level"] or call.args[4:5]
+    value = given[0].value if given and isinstance(given[0], ast.Constant) else 0
+    return value if isinstance(value, int) else 0
+
+
+def _strings(tree: ast.AST) -> list[str]:
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
+def _mapped_strings(tree: ast.AST, name: str) -> list[str]:
+    """What dictionaries in a module map `name` to, or what they map to a list with `name` in it."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if key is not None and name in _strings(key):
+                    found += _strings(value)
+                elif key is not None and isinstance(value, ast.List | ast.Tuple | ast.Set):
+                    found += _strings(key) if name in _strings(value) else []
     return found
 
 
@@ -175,38 +376,91 @@ def _absolute_name(node: ast.ImportFrom, source: _Source) -> str:
     return ".".join([*base, node.module] if node.module else base)
 
 
-def _closure(module: str, package: _Package) -> dict[str, _Source]:
-    start = package.source(module)
+def _closure(roots: list[str], modules: _Modules) -> tuple[dict[str, _Source], set[str]]:
+    """The sources reached from modules, and the top-level names of packages that they import."""
+    reached: dict[str, _Source] = {}
+    external: set[str] = set()
+    pending = list(roots)
+    while pending:
+        name = pending.pop()
+        source = modules.source(name)
+        if name in reached or source is None or not source.path:
+            continue
+        reached[name] = source
+        imports = _Imports(source, modules)
+        pending += imports.found
+        external |= imports.external
+    return reached, external
+
+
+def _modules_below(package: str, modules: _Modules) -> list[str]:
+    """A module; of a package, with all that are in it."""
+    source = modules.source(package)
+    if source is None:
+        raise CacheError(
+            f"no Python source found for the module {package!r}: without it the cache cannot "
+            "tell which entries are current"
+        )
+    names = [package]
+    for info in pkgutil.iter_modules(source.search):
+        names += _modules_below(f"{package}.{info.name}", modules)
+    return names
+
+
+def _version(package: str) -> str | None:
+    """The distributions that a top-level package comes from; None if it is not installed."""
+    from importlib import metadata
+
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        pass
+    names = sorted(set(_distributions().get(package, ())))
+    return ", ".join(f"{name} {metadata.version(name)}" for name in names) or None
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    from importlib import metadata
+
+    return dict(metadata.packages_distributions())
+
+
+def read_fingerprint(
+    module: str, package: str, declared: tuple[str, ...] = (), spec_module: str = ""
+) -> Fingerprint:
+    """What a kernel's module is built from.
+
+    `declared` are modules that count as well (a package with all in it), and `spec_module` is that
+    of the specialisation.
+
+    Raises CacheError if there is no source of `module` or of what is declared.
+    """
+    modules = _Modules(package)
+    start = modules.source(module)
     if start is None or not start.path:
         raise CacheError(
             f"no Python source found for the kernel module {module!r}: without it the cache cannot "
             "tell which entries are current"
         )
-    reached = {module: start}
-    pending = [start]
-    while pending:
-        source = pending.pop()
-        try:
-            tree = ast.parse(source.text)
-        except SyntaxError as error:
-            raise CacheError(f"{source.path} is not valid Python: {error}") from error
-        for name in _imported_modules(source, tree, package):
-            imported = package.source(name)
-            if imported is not None and imported.path and name not in reached:
-                reached[name] = imported
-                pending.append(imported)
-    return reached
-
-
-def read_source_digests(module: str, package: str) -> tuple[tuple[str, str], ...]:
-    """The modules that `module` is built from within `package`, with their files' SHA-256."""
-    return tuple(
-        (name, hashlib.sha256(source.text).hexdigest())
-        for name, source in sorted(_closure(module, _Package(package)).items())
+    roots = [module, *(name for item in declared for name in _modules_below(item, modules))]
+    if modules.follows(spec_module):
+        roots.append(spec_module)
+    reached, external = _closure(roots, modules)
+    if spec_module and not modules.follows(spec_module) and not _is_ignored(spec_module):
+        external.add(spec_module.partition(".")[0])
+    return Fingerprint(
+        tuple(
+            (name, hashlib.sha256(source.text).hexdigest())
+            for name, source in sorted(reached.items())
+        ),
+        tuple((name, _version(name)) for name in sorted(external)),
     )
 
 
 @functools.cache
-def source_digests(module: str, package: str) -> tuple[tuple[str, str], ...]:
-    """`read_source_digests`, read once per process, as the modules themselves are."""
-    return read_source_digests(module, package)
+def fingerprint(
+    module: str, package: str, declared: tuple[str, ...] = (), spec_module: str = ""
+) -> Fingerprint:
+    """`read_fingerprint`, read once per process, as the modules themselves are."""
+    return read_fingerprint(module, package, declared, spec_module)

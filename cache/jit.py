@@ -18,7 +18,7 @@ from . import fingerprint, settings, toolchain
 from .arch import check_arch, current_arch
 from .entry import PTX, Built, Entry
 from .errors import CacheError, CompileError, DamagedEntry, FrozenCacheMiss, RefusedEntry
-from .key import KernelDef, KeyDescription, describe, have_one_text, spec_items
+from .key import KernelDef, KeyDescription, admits, describe, have_one_text, spec_items
 from .loader import IncompatibleEntry, load
 from .log import logger, warn_once
 from .store import Store
@@ -263,7 +263,7 @@ def clear_memory() -> None:
         _functions_by_text.clear()
         _functions_by_digest.clear()
         _indexes.clear()
-    fingerprint.source_digests.cache_clear()
+    fingerprint.fingerprint.cache_clear()
     toolchain.forget()
 
 
@@ -380,7 +380,7 @@ def obtain(
             logger.info("another process compiled %s; waited %.2f s", key.kernel, seconds)
             return result
         built = _compile(kernel, spec, key, store)
-        return _store(store, kernel, built, use)
+        return _store(store, kernel, spec, built, use)
 
 
 def _find(
@@ -441,18 +441,21 @@ def _candidates(store: Store, key: KeyDescription) -> Iterator[str]:
         if refresh:
             index.read(store)
         matching = [found for found in index.matching(key) if found.digest not in tried]
-        matching.sort(key=lambda k: (k.dsl == preferred, _version_tuple(k.dsl or "")), reverse=True)
+        matching.sort(key=lambda k: (k.dsl == preferred, _version_tuple(k.dsl)), reverse=True)
         for found in matching:
             tried.add(found.digest)
             yield found.digest
 
 
-class _Built(NamedTuple):
+class _Known(NamedTuple):
     """With what an entry was built, and its digest."""
 
-    dsl: str | None
-    cuda: str | None
+    toolchain: tuple[str | None, ...]
     digest: str
+
+    @property
+    def dsl(self) -> str:
+        return self.toolchain[0] or ""
 
 
 class _Index:
@@ -464,24 +467,20 @@ class _Index:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: set[str] = set()
-        self._by_open_digest: dict[str, list[_Built]] = {}
+        self._by_open_digest: dict[str, list[_Known]] = {}
 
     def read(self, store: Store) -> None:
         """Open the entries that are new."""
         with self._lock:
             for key in _readable_keys(store, self._known):
                 self._known.add(key.digest)
-                built = _Built(key.dsl, key.cuda, key.digest)
-                self._by_open_digest.setdefault(key.opened().digest, []).append(built)
+                entry = _Known(key.toolchain, key.digest)
+                self._by_open_digest.setdefault(key.opened().digest, []).append(entry)
 
-    def matching(self, key: KeyDescription) -> list[_Built]:
+    def matching(self, key: KeyDescription) -> list[_Known]:
         with self._lock:
             agreeing = self._by_open_digest.get(key.opened().digest, ())
-            return [
-                built
-                for built in agreeing
-                if key.dsl in (None, built.dsl) and key.cuda in (None, built.cuda)
-            ]
+            return [entry for entry in agreeing if admits(key.toolchain, entry.toolchain)]
 
 
 # By the root of the store.
@@ -557,12 +556,12 @@ def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | N
     return built
 
 
-def _store(store: Store, kernel: KernelDef, built: Built, use: _Use[_Result]) -> _Result:
+def _store(store: Store, kernel: KernelDef, spec: Any, built: Built, use: _Use[_Result]) -> _Result:
     """Publish what was compiled, and `use` the entry; failing that, what is in memory."""
     try:
         if PTX not in built.files:
             raise CacheError("no directory has room to compile in")
-        if _sources_changed(kernel, built.key):
+        if _sources_changed(kernel, spec, built.key):
             raise CacheError("its sources changed while it was compiled")
         store.publish(built)
         entry = store.open(built.digest)
@@ -584,9 +583,12 @@ def _store(store: Store, kernel: KernelDef, built: Built, use: _Use[_Result]) ->
     return result
 
 
-def _sources_changed(kernel: KernelDef, key: KeyDescription) -> bool:
+def _sources_changed(kernel: KernelDef, spec: Any, key: KeyDescription) -> bool:
     """Whether a source file was edited between making the key and compiling."""
-    return fingerprint.read_source_digests(kernel.module, kernel.source_package) != key.sources
+    read = fingerprint.read_fingerprint(
+        kernel.module, kernel.source_package, kernel.sources, type(spec).__module__
+    )
+    return read.sources != key.sources
 
 
 def refuse_if_frozen(
@@ -627,8 +629,8 @@ def _describe_key(key: KeyDescription) -> str:
     """The digest that is looked for, which a build would use, too."""
     if not key.is_open:
         return f"key {key.digest}"
-    dsl, cuda = key.dsl or toolchain.runtime_version(), key.cuda
-    if dsl is None or cuda is None:
-        return "any key will do that agrees in all fields but dsl and cuda"
-    built = dataclasses.replace(key, dsl=dsl, cuda=cuda)
+    dsl = key.dsl or toolchain.runtime_version()
+    built = dataclasses.replace(key, dsl=dsl)
+    if built.is_open:
+        return "any key will do that agrees in all fields but dsl, cuda and packages"
     return f"key {built.digest} (built with nvidia-cutlass-dsl {dsl}; another version will do)"

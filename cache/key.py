@@ -34,7 +34,7 @@ else:
 
 
 _Class = TypeVar("_Class", bound=type)
-_FORMAT = "cute kernel key 1"
+_FORMAT = "cute kernel key 2"
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,16 @@ class KernelDef:
             is `make_fake_stream(use_tvm_ffi_env_stream=True)`.
         options: further options for `cute.compile`.
         package: the package whose sources count as the kernel's; by default the first component
-            of `target`.
+            of `target`. So do those of packages that lie in no site-packages.
+        sources: modules that count besides those that the kernel's imports lead to: for what it
+            imports by a computed name. A package stands for all modules in it.
     """
 
     name: str
     target: str
     options: str = ""
     package: str = ""
+    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         module, separator, attribute = self.target.partition(":")
@@ -63,8 +66,12 @@ class KernelDef:
                 f"KernelDef needs a name and a target 'package.module:Class', got "
                 f"name={self.name!r}, target={self.target!r}"
             )
+        sources: Any = self.sources
+        if isinstance(sources, str):
+            raise TypeError(f"sources is {sources!r}, must be a tuple of module names")
+        object.__setattr__(self, "sources", tuple(self.sources))
         # Hashed once: a KernelDef is looked up at every call of an operator.
-        values = (self.name, self.target, self.options, self.package)
+        values = (self.name, self.target, self.options, self.package, self.sources)
         object.__setattr__(self, "_hash", hash(values))
 
     def __hash__(self) -> int:
@@ -179,8 +186,9 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 class KeyDescription:
     """Everything that decides a kernel's code, field by field.
 
-    `dsl` and `cuda` are None where no compiler is installed to name them: such a description
-    is *open*, and stands for every key that agrees with it in all other fields.
+    `dsl`, `cuda` and the versions of imported `packages` are None where no compiler is installed,
+    and nothing else names them: such a description is *open*, and stands for every key that agrees
+    with it in all other fields.
     """
 
     kernel: str
@@ -193,11 +201,17 @@ class KeyDescription:
     cuda: str | None
     tvm_ffi: str
     platform: str
+    packages: tuple[tuple[str, str | None], ...]
     sources: tuple[tuple[str, str], ...]
 
     @property
+    def toolchain(self) -> tuple[str | None, ...]:
+        """The fields that may be unknown."""
+        return (self.dsl, self.cuda, *(version for _, version in self.packages))
+
+    @property
     def is_open(self) -> bool:
-        return self.dsl is None or self.cuda is None
+        return None in self.toolchain
 
     def lines(self) -> dict[str, str]:
         """The fields by name, in the order of the text."""
@@ -212,19 +226,24 @@ class KeyDescription:
             "cuda": self.cuda or "any",
             "tvm_ffi": self.tvm_ffi,
             "platform": self.platform,
+            **{f"package {name}": version or "any" for name, version in self.packages},
             **{f"source {module}": sha256 for module, sha256 in self.sources},
         }
 
-    @functools.cached_property
+    @property
     def text(self) -> str:
         """The canonical description."""
         lines = {"key": _FORMAT, **self.lines()}
         return "".join(f"{name}: {value}\n" for name, value in lines.items())
 
-    @functools.cached_property
+    @property
     def digest(self) -> str:
         """The SHA-256 of the text, in hexadecimal: the name of the entry."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        # No cached_property: before Python 3.12 it has a lock, which a fork may leave locked.
+        if "_digest" not in self.__dict__:
+            self.__dict__["_digest"] = hashlib.sha256(self.text.encode()).hexdigest()
+        digest: str = self.__dict__["_digest"]
+        return digest
 
     @property
     def specialisation(self) -> str:
@@ -233,15 +252,12 @@ class KeyDescription:
 
     def opened(self) -> KeyDescription:
         """The same without what only a machine with the compiler knows."""
-        return dataclasses.replace(self, dsl=None, cuda=None)
+        packages = tuple((name, None) for name, _ in self.packages)
+        return dataclasses.replace(self, dsl=None, cuda=None, packages=packages)
 
     def admits(self, other: KeyDescription) -> bool:
         """Whether `other` agrees with this description in every field that this one knows."""
-        return (
-            self.opened() == other.opened()
-            and self.dsl in (None, other.dsl)
-            and self.cuda in (None, other.cuda)
-        )
+        return self.opened() == other.opened() and admits(self.toolchain, other.toolchain)
 
     def differences(self, other: KeyDescription) -> list[str]:
         """The fields in which `other` differs, each as `"name: here, there in other"`."""
@@ -254,7 +270,8 @@ class KeyDescription:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "spec": dict(self.spec), "sources": dict(self.sources)}
+        pairs = {name: dict(getattr(self, name)) for name in ("spec", "packages", "sources")}
+        return {**dataclasses.asdict(self), **pairs}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> KeyDescription:
@@ -265,7 +282,15 @@ class KeyDescription:
         fields = {f.name: data[f.name] for f in dataclasses.fields(cls)}
         for name in ("spec", "sources"):
             fields[name] = tuple((str(k), str(v)) for k, v in fields[name].items())
+        fields["packages"] = tuple(
+            (str(k), v if v is None else str(v)) for k, v in fields["packages"].items()
+        )
         return cls(**fields)
+
+
+def admits(known: tuple[str | None, ...], other: tuple[str | None, ...]) -> bool:
+    """Whether `other` agrees with what is known."""
+    return all(x is None or x == y for x, y in zip(known, other, strict=True))
 
 
 def describe(kernel: KernelDef, spec: object, arch: str) -> KeyDescription:
@@ -280,8 +305,13 @@ def describe(kernel: KernelDef, spec: object, arch: str) -> KeyDescription:
         TypeError: `spec` is not a frozen dataclass of plain values.
         CacheError: the kernel's sources are not to be found.
     """
-    from . import fingerprint, toolchain
+    from . import toolchain
+    from .fingerprint import fingerprint
 
+    module = type(spec).__module__
+    sources, packages = fingerprint(kernel.module, kernel.source_package, kernel.sources, module)
+    dsl = toolchain.dsl_version()
+    absent = None if dsl is None else "absent"  # without a compiler nothing has to be importable
     return KeyDescription(
         kernel=kernel.name,
         target=kernel.target,
@@ -289,9 +319,10 @@ def describe(kernel: KernelDef, spec: object, arch: str) -> KeyDescription:
         spec=spec_items(spec),
         arch=arch,
         options=toolchain.compile_options(kernel.options),
-        dsl=toolchain.dsl_version(),
+        dsl=dsl,
         cuda=toolchain.cuda_flavour(),
         tvm_ffi=toolchain.tvm_ffi_abi(),
         platform=toolchain.host_platform(),
-        sources=fingerprint.source_digests(kernel.module, kernel.source_package),
+        packages=tuple((name, version or absent) for name, version in packages),
+        sources=sources,
     )

@@ -26,6 +26,7 @@ from toy_specs import BROKEN, REVERSE, SCALE, SUM, ScaleSpec, SumSpec
 from cute_attn import cache
 from cute_attn.cache import arch, compiler, jit, linker, settings
 from cute_attn.cache import store as store_module
+from cute_attn.cache.fingerprint import Fingerprint
 from cute_attn.cache.store import Store
 
 
@@ -180,8 +181,8 @@ def test_a_kernel_edited_while_it_is_compiled_is_not_stored(
     original = compiler._export
 
     def edit_meanwhile(*args: Any) -> Any:
-        digests = (("toy_kernels", "0" * 64),)
-        monkeypatch.setattr(jit.fingerprint, "read_source_digests", lambda *_: digests)
+        edited = Fingerprint((("toy_kernels", "0" * 64),), ())
+        monkeypatch.setattr(jit.fingerprint, "read_fingerprint", lambda *_: edited)
         return original(*args)
 
     monkeypatch.setattr(compiler, "_export", edit_meanwhile)

@@ -154,7 +154,7 @@ def test_the_description_is_text_that_people_can_read() -> None:
     key = cache.describe(SCALE, ScaleSpec(2.0), "sm_90a")
     lines = key.text.splitlines()
     assert lines[:6] == [
-        "key: cute kernel key 1",
+        "key: cute kernel key 2",
         "kernel: scale",
         "target: toy_kernels:Scale",
         "spec: ScaleSpec",
@@ -168,6 +168,7 @@ def test_the_description_is_text_that_people_can_read() -> None:
         "tvm_ffi",
         "platform",
         "source toy_kernels",
+        "source toy_specs",
     ]
 
 
@@ -184,6 +185,7 @@ def test_every_field_is_in_the_digest() -> None:
         "cuda": "cu99",
         "tvm_ffi": "9.9",
         "platform": "plan9-vax-libc",
+        "packages": (("numpy", "numpy 0.0"),),
         "sources": (("toy_kernels", "0" * 64),),
     }
     assert set(changed) == {f.name for f in dataclasses.fields(KeyDescription)}
@@ -191,8 +193,32 @@ def test_every_field_is_in_the_digest() -> None:
     assert len(digests | {key.digest}) == len(changed) + 1
 
 
+def test_an_open_description_stands_for_what_agrees_in_all_that_it_knows() -> None:
+    key = dataclasses.replace(
+        cache.describe(SCALE, ScaleSpec(), "sm_90a"), packages=(("numpy", "numpy 2.0"),)
+    )
+    unknown = dataclasses.replace(key, packages=(("numpy", None),))
+    other = dataclasses.replace(key, packages=(("numpy", "numpy 1.0"),))
+    assert not key.is_open
+    assert unknown.is_open
+    assert unknown.admits(key)
+    assert key.opened().admits(key)
+    assert not unknown.admits(dataclasses.replace(key, packages=()))
+    assert not other.opened().admits(dataclasses.replace(key, arch="sm_80"))
+    assert not other.admits(key)
+    assert "package numpy: any\n" in unknown.text
+    assert unknown.differences(key) == []
+
+
+def test_a_kernel_names_its_sources_in_a_tuple() -> None:
+    assert cache.KernelDef("k", "m:K", sources=["a"]).sources == ("a",)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sources is 'a', must be a tuple"):
+        cache.KernelDef("k", "m:K", sources="a")  # type: ignore[arg-type]
+
+
 def test_a_description_survives_json() -> None:
     key = cache.describe(SCALE, ScaleSpec(0.1), "sm_90a")
+    key = dataclasses.replace(key, packages=(("numpy", "numpy 2.0"), ("unknown", None)))
     again = KeyDescription.from_json(json.loads(json.dumps(key.to_json())))
     assert again == key
     assert again.digest == key.digest

@@ -245,7 +245,7 @@ except cache.FrozenCacheMiss as miss:
     assert named.startswith(f"key {key.digest} (built with nvidia-cutlass-dsl {key.dsl}; ")
     assert problem.startswith(f"not usable: {path} ")
     _, named, problem = run(UNINSTALL + program, **environment).result()["miss"]
-    assert named == "any key will do that agrees in all fields but dsl and cuda"
+    assert named == "any key will do that agrees in all fields but dsl, cuda and packages"
     assert problem.startswith(f"not usable: {path} ")
 
 
@@ -257,6 +257,7 @@ except cache.FrozenCacheMiss as miss:
         {"tvm_ffi": "9.9"},
         {"platform": "linux-vax-glibc"},
         {"sources": (("toy_kernels", "0" * 64),)},
+        {"packages": (("numpy", "numpy 2.0"),)},
         {"spec": (("factor", "3.0"),)},
         {"cuda": "cu99"},
     ],
