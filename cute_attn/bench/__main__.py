@@ -61,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = _output_directory(args)
     if args.name == "render":
         report = Report.from_json(args.file.read_text())
-        for part in report.parts if out is not None else ():
-            write_report(part, out)
+        if out is not None:
+            for part in report.parts:
+                write_report(part, out)
     else:
         benchmark = benchmarks[args.name]
         args.argv = list(argv)
