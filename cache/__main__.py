@@ -1,7 +1,7 @@
 """The command line: `python -m cute_attn.cache`.
 
-Exit status: 0 if all is well; 1 if something is damaged, refused, missing or did not compile; 2 for
-arguments that make no sense.
+Exit status: 0 if all is well; 1 if something is damaged, refused, missing, cannot be removed or did
+not compile; 2 for arguments that make no sense; 141 if the reader of its output has gone.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable
@@ -20,8 +22,10 @@ from .arch import check_arch
 from .entry import Entry, KernelUse
 from .errors import CacheError
 from .specfile import plan_for, read_plans
-from .store import Store
+from .store import Evicted, Store, noting
 from .warm import compile_all, unique_jobs
+
+_CLOSED_PIPE = 141  # as a shell reports the end of a program by SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,8 +33,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
         return status
-    except CacheError as error:
+    except BrokenPipeError:
+        # Who read the output has seen enough: nothing is to complain when Python flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+    except (CacheError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -55,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     listing = command("ls", _list, "list all entries, in the user's and the prebuilt directories")
     listing.add_argument("--json", action="store_true", help="print JSON")
+    listing.add_argument(
+        "--wide", action="store_true", help="do not shorten specialisations to fit the line"
+    )
     info = command("info", _info, "show everything about one entry")
     info.add_argument("key", metavar="KEY", help="a digest, or its first characters")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -67,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="what may remain, such as 500M (default: CUTE_ATTN_CACHE_MAX_BYTES, or 5 GiB)",
     )
-    command("clear", _clear, "remove all entries that no process has loaded")
+    prune.add_argument("--json", action="store_true", help="print JSON")
+    clear = command("clear", _clear, "remove all entries that no process has loaded")
+    clear.add_argument("--json", action="store_true", help="print JSON")
     build = command("build", _build, "compile the kernels that a file asks for into a directory")
     build.add_argument("spec", metavar="SPEC.toml", type=Path)
     build.add_argument(
@@ -103,31 +117,49 @@ def _path(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    rows = [_summary(entry) for store in _stores() for entry in store.entries()]
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for store in _stores():
+        contents = store.contents()
+        problems += contents.problems
+        for digest in contents.digests:
+            with noting(problems):
+                entry = store.open(digest)
+                if entry is not None:
+                    with contextlib.closing(entry):
+                        rows.append(_summary(entry))
     rows.sort(key=lambda row: (row["kernel"], row["specialisation"], row["arch"]))
     if options.json:
         print(json.dumps(rows, indent=1))
-        return 0
-    columns = ("key", "kernel", "specialisation", "arch", "size", "age", "hits")
+    else:
+        _print_entries(rows, None if options.wide else shutil.get_terminal_size((120, 24)).columns)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _print_entries(rows: list[dict[str, Any]], width: int | None) -> None:
+    """A line for each entry, at most `width` wide: thousands, which a table would take seconds."""
     now = time.time()
-    _print_table(
-        columns,
+    columns = ("key", "kernel", "arch", "size", "age", "hits", "specialisation")
+    lines = [
         (
-            (
-                row["key"][:12],
-                row["kernel"],
-                row["specialisation"],
-                row["arch"],
-                _readable_size(row["bytes"]),
-                _readable_age(now - row["last_use"]),
-                str(row["hits"]),
-            )
-            for row in rows
-        ),
-    )
-    total = sum(row["bytes"] for row in rows)
-    print(f"{len(rows)} entries, {_readable_size(total)}")
-    return 0
+            row["key"][:12],
+            row["kernel"],
+            row["arch"],
+            _readable_size(row["bytes"]),
+            _readable_age(now - row["last_use"]),
+            str(row["hits"]),
+            row["specialisation"],
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)][:-1]
+    for line in (columns, *lines):
+        cells = [cell.ljust(size) for cell, size in zip(line, widths, strict=False)]
+        text = "  ".join([*cells, line[-1]])
+        print(text if width is None or len(text) <= width else f"{text[: max(width - 3, 0)]}...")
+    print(f"{len(rows)} entries, {_readable_size(sum(row['bytes'] for row in rows))}")
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -157,9 +189,14 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for store in _stores():
-        for digest in store.digests():
+        contents = store.contents()
+        rows += [
+            {"path": str(store.root), "key": None, "problem": problem}
+            for problem in contents.problems
+        ]
+        for digest in contents.digests:
             problem = None
             try:
                 entry = store.open(digest)
@@ -184,18 +221,29 @@ def _prune(options: argparse.Namespace) -> int:
     store = _user_store()
     limit = settings.max_bytes() if options.max_bytes is None else options.max_bytes
     leftovers = store.sweep()
-    evicted = store.evict(limit)
-    print(
-        f"removed {evicted.entries} entries, {_readable_size(evicted.bytes)}, "
-        f"and {leftovers} leftovers of dead processes"
-    )
-    return 0
+    return _report_removal(store.evict(limit), options, leftovers)
 
 
-def _clear(_: argparse.Namespace) -> int:
-    removed = _user_store().clear()
-    print(f"removed {removed.entries} entries, {_readable_size(removed.bytes)}")
-    return 0
+def _clear(options: argparse.Namespace) -> int:
+    return _report_removal(_user_store().clear(), options)
+
+
+def _report_removal(
+    removed: Evicted, options: argparse.Namespace, leftovers: int | None = None
+) -> int:
+    if options.json:
+        swept = {} if leftovers is None else {"leftovers": leftovers}
+        print(json.dumps({**removed._asdict(), **swept}, indent=1))
+    else:
+        text = f"removed {removed.entries} entries, {_readable_size(removed.bytes)}"
+        if leftovers is not None:
+            text += f", and {leftovers} leftovers of dead processes"
+        if removed.in_use:
+            text += f"; {removed.in_use} are in use, and stay"
+        print(text)
+        for problem in removed.problems:
+            print(f"error: {problem}", file=sys.stderr)
+    return 1 if removed.problems else 0
 
 
 def _build(options: argparse.Namespace) -> int:

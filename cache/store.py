@@ -159,17 +159,17 @@ class Store:
         digests: list[str] = []
         problems: list[str] = []
 
-        with _noting(problems), self._open_base() as base:
+        with noting(problems), self._open_base() as base:
             for name in base.names():
                 if _SHARD_NAME.fullmatch(name):
-                    with _noting(problems), base.directory(name) as shard:
+                    with noting(problems), base.directory(name) as shard:
                         for item in shard.names():
                             if _DIGEST.fullmatch(item):
                                 digests.append(item)
                             else:
                                 problems.append(f"{shard.path / item} is no part of a cache")
                 elif name in _OWN_NAMES:
-                    with _noting(problems), base.directory(name):
+                    with noting(problems), base.directory(name):
                         pass
                 elif name != _LEDGER:
                     problems.append(f"{base.path / name} is no part of a cache")
@@ -206,9 +206,11 @@ class Store:
             yield directory.at("")
 
     @contextlib.contextmanager
-    def _staging(self) -> Iterator[Directory]:
+    def _staging(self, base: Directory | None = None) -> Iterator[Directory]:
         with contextlib.ExitStack() as stack:
-            parent = stack.enter_context(self._make_directory(_STAGING))
+            parent = stack.enter_context(
+                self._make_in(base, _STAGING) if base else self._make_directory(_STAGING)
+            )
             while True:
                 name = f"{os.getpid()}-{os.urandom(8).hex()}"
                 attempt = contextlib.ExitStack()
@@ -257,14 +259,17 @@ class Store:
             open_directory(self.root, self._owners, self._directory_mode) as root,
             root.make(LAYOUT, self._directory_mode) as base,
         ):
-            try:
-                return base.make(name, self._directory_mode)
-            except NotADirectoryError:
-                if name not in _OWN_NAMES:
-                    raise
-                logger.warning("%s is not a directory: it is replaced by one", base.path / name)
-                base.remove(name)
-                return base.make(name, self._directory_mode)
+            return self._make_in(base, name)
+
+    def _make_in(self, base: Directory, name: str) -> Directory:
+        try:
+            return base.make(name, self._directory_mode)
+        except (NotADirectoryError, RefusedEntry):
+            if name not in _OWN_NAMES or stat.S_ISDIR(base.status(name).st_mode):
+                raise
+            logger.warning("%s is not a directory: it is replaced by one", base.path / name)
+            base.remove(name)
+            return base.make(name, self._directory_mode)
 
     # -- one process at a time
 
@@ -447,19 +452,19 @@ class Store:
 
     def _evict(self, base: Directory, max_bytes: int, down_to: int, keep: str) -> Evicted:
         _start_ledger(base)
-        candidates = _candidates(base)
+        problems: list[str] = []
+        candidates = _candidates(base, problems)
         total = sum(candidate.bytes for candidate in candidates)
         damaged = _sizes(base, _QUARANTINE)
         staged = _sizes(base, _STAGING)
         total += sum(damaged.values()) + sum(staged.values())
         excess = total - down_to if total > max_bytes else 0
         freed = removed = in_use = 0
-        problems: list[str] = []
         if damaged and excess > 0:
-            with _noting(problems), base.directory(_QUARANTINE) as quarantine:
+            with noting(problems), base.directory(_QUARANTINE) as quarantine:
                 for name, size in damaged.items():  # of use to nobody but who looks into the damage
                     if freed < excess:
-                        with _noting(problems):
+                        with noting(problems):
                             quarantine.remove(name)
                             freed += size
         for _, digest, size in candidates:
@@ -467,7 +472,7 @@ class Store:
                 break
             if digest == keep:
                 continue
-            with _noting(problems):
+            with noting(problems):
                 result = self._remove(base, digest)
                 in_use += result is _Removal.IN_USE
                 removed += result is _Removal.REMOVED
@@ -497,7 +502,7 @@ class Store:
                     if try_lock(lock) is LockState.HELD_ELSEWHERE:
                         return _Removal.IN_USE
                 try:
-                    staging = stack.enter_context(self._staging())
+                    staging = stack.enter_context(self._staging(base))
                     shard.move(digest, staging, _REMOVED)
                 except FileNotFoundError:
                     raise
@@ -512,16 +517,16 @@ class Store:
 
     def clear(self) -> Evicted:
         """Delete every entry that is not in use, the quarantine, and what dead processes left."""
-        evicted = self.evict(max_bytes=-1)
         problems = self._remove_strange()
-        return evicted._replace(problems=(*evicted.problems, *problems, *self.tidy()))
+        evicted = self.evict(max_bytes=-1)
+        return evicted._replace(problems=(*problems, *evicted.problems, *self.tidy()))
 
     def _remove_strange(self) -> list[str]:
         """Delete what is in the place of a shard or an entry without being one."""
         problems: list[str] = []
         with contextlib.suppress(FileNotFoundError), self._open_base() as base:
             for name in filter(_SHARD_NAME.fullmatch, base.names()):
-                with _noting(problems):
+                with noting(problems):
                     try:
                         base.make_accessible(name)
                         with base.directory(name) as shard:
@@ -544,17 +549,17 @@ class Store:
             return problems
         with base:
             for name in (_QUARANTINE, _LEDGER):
-                with _noting(problems):
+                with noting(problems):
                     base.remove(name)
             for name in (_STAGING, _LOCKS):
-                with _noting(problems):
+                with noting(problems):
                     if not stat.S_ISDIR(base.status(name).st_mode):
                         base.remove(name)
-            with _noting(problems):
+            with noting(problems):
                 self.sweep()
-            with _noting(problems), base.directory(_LOCKS) as locks:
+            with noting(problems), base.directory(_LOCKS) as locks:
                 for name in locks.names():
-                    with _noting(problems):
+                    with noting(problems):
                         _remove_free_lock(locks, name)
             for name in (_STAGING, _LOCKS):
                 with contextlib.suppress(OSError):  # not empty: in use
@@ -563,7 +568,7 @@ class Store:
 
 
 @contextlib.contextmanager
-def _noting(problems: list[str]) -> Iterator[None]:
+def noting(problems: list[str]) -> Iterator[None]:
     """Go on after an error, which is noted; that something is not there is none."""
     try:
         yield
@@ -666,13 +671,15 @@ def _sizes(base: Directory, name: str) -> dict[str, int]:
     return {}
 
 
-def _candidates(base: Directory) -> list[_Candidate]:
+def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
     """All entries, least recently used first, and before them what is none."""
     now = time.time()
     found: list[_Candidate] = []
     ahead: list[tuple[_Candidate, str]] = []
     for name in filter(_SHARD_NAME.fullmatch, base.names()):
-        with contextlib.suppress(OSError, CacheError), base.directory(name) as shard:
+        with contextlib.suppress(OSError):
+            base.make_accessible(name)
+        with noting(problems), base.directory(name) as shard:
             for digest in filter(_DIGEST.fullmatch, shard.names()):
                 with contextlib.suppress(FileNotFoundError):
                     status = shard.status(digest)

@@ -6,15 +6,29 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ARCH
-from toy_specs import SCALE, ScaleSpec
+from cache_processes import Process
+from conftest import ARCH, fill
+from toy_specs import SCALE, SUM, ScaleSpec
 
 from cute_attn import cache
+from cute_attn.cache import __main__ as command_line
 from cute_attn.cache.__main__ import main
 from cute_attn.cache.store import Store
+
+
+@dataclass(frozen=True)
+class WideSpec:
+    """A specialisation whose description is wider than a terminal."""
+
+    terms: int = 4
+    names: tuple[str, ...] = ("something",) * 30
+
 
 Capture = pytest.CaptureFixture[str]
 
@@ -111,6 +125,102 @@ def test_clear(filled_root: Path, entry_path: Path, capsys: Capture) -> None:
     assert main(["clear"]) == 0
     assert not entry_path.exists()
     assert "removed 1 entries" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["prune", "--max-bytes", "1K"], ["clear"]])
+def test_removal_as_json(entry_path: Path, capsys: Capture, command: list[str]) -> None:
+    assert main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["entries"] == 1
+    assert told["bytes"] >= 8192
+    assert (told["in_use"], told["remaining"], told["problems"]) == (0, 0, [])
+    assert told.get("leftovers") == (0 if command[0] == "prune" else None)
+
+
+def test_removal_says_what_is_in_use(entry_path: Path, capsys: Capture) -> None:
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert main(["clear"]) == 0
+    assert "1 are in use, and stay" in capsys.readouterr().out
+    assert entry_path.exists()
+
+
+def test_prune_does_nothing_under_a_limit_that_is_none(
+    entry_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_CACHE_MAX_BYTES", "lots")
+    assert main(["prune"]) == 1
+    assert "error: CUTE_ATTN_CACHE_MAX_BYTES: 'lots' is not a size" in capsys.readouterr().err
+    assert main(["prune", "--max-bytes", "1G"]) == 0
+    with pytest.raises(SystemExit) as wrong:
+        main(["prune", "--max-bytes", "9" * 400])
+    assert wrong.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "clear", "prune"])
+@pytest.mark.parametrize("what", ["", "v1", "v1/??"])
+def test_a_directory_that_cannot_be_read_is_an_error(
+    run: Callable[..., Process], filled_root: Path, entry_path: Path, command: str, what: str
+) -> None:
+    """Nor can its rights be changed, by who does not own it."""
+    (path,) = filled_root.glob(what) if what else (filled_root,)
+    path.chmod(0)
+    program = """
+import ctypes
+ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+def refuse(*args, **kwargs):
+    raise PermissionError(1, "Operation not permitted")
+os.chmod = refuse
+from cute_attn.cache.__main__ import main
+"""
+    result = run(f"{program}tell(status=main([{command!r}]))").result()
+    path.chmod(0o700)
+    assert result["status"] == 1
+    assert "Traceback" not in result["stderr"]
+    assert entry_path.exists()
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "info", "path"])
+def test_the_reader_may_stop_reading(entry_path: Path, root: Path, command: str) -> None:
+    key = [entry_path.name] if command == "info" else []
+    fill(root, 300)
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "cute_attn.cache", command, *key],
+            env=dict(os.environ),
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_ls_fits_the_line(
+    root: Path, instant_compiler: None, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    cache.compile(SUM, WideSpec(), ARCH)
+    assert main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) == 100
+    assert lines[1].endswith("...")
+    assert main(["ls", "--wide"]) == 0
+    assert cache.describe(SUM, WideSpec(), ARCH).specialisation in capsys.readouterr().out
+
+
+def test_ls_of_thousands_takes_a_moment(
+    root: Path, instant_compiler: None, capsys: Capture
+) -> None:
+    """A table that measures each cell takes milliseconds for each entry."""
+    row = {"kernel": "k", "specialisation": "s" * 400, "arch": ARCH, "bytes": 1, "hits": 1}
+    rows = [{**row, "key": f"{i:064}", "last_use": 0.0} for i in range(5000)]
+    started = time.perf_counter()
+    command_line._print_entries(rows, 100)
+    assert time.perf_counter() - started < 1
+    assert len(capsys.readouterr().out.splitlines()) == 5002
 
 
 def test_build_makes_a_directory_that_a_server_can_use(

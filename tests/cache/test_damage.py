@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cache_processes import Process
 from conftest import ARCH
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from toy_specs import SCALE, ScaleSpec
 
 from cute_attn import cache
+from cute_attn.cache import entry as entry_module
+from cute_attn.cache import store as store_module
+from cute_attn.cache.__main__ import main
 from cute_attn.cache.entry import META
 from cute_attn.cache.errors import DamagedEntry, RefusedEntry
+from cute_attn.cache.ownership import Directory
 from cute_attn.cache.store import Store
 
 FILES = ["kernel.so", "kernel.o", "kernel.ptx", META]
@@ -260,3 +267,355 @@ def test_a_prebuilt_directory_of_another_user_is_refused(public_copy: Path) -> N
     chown_to_nobody(public_copy)
     with pytest.raises(RefusedEntry, match="belongs to uid 65534, not to 0"):
         Store(public_copy, read_only=True).open(digest)
+
+
+# -- what takes the place of a file or directory, and is healed
+
+
+def with_fifo(name: str) -> Callable[[Path], None]:
+    def spoil(entry: Path) -> None:
+        (entry / name).unlink(missing_ok=True)
+        os.mkfifo(entry / name, 0o600)
+
+    return spoil
+
+
+def with_meta(text: str) -> Callable[[Path], None]:
+    return lambda entry: (entry / META).write_text(text) and None
+
+
+def sparse(name: str) -> Callable[[Path], None]:
+    return lambda entry: os.truncate(entry / name, 2**40)
+
+
+def signed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """A `meta.json` that is changed, and has the right checksum all the same."""
+
+    def spoil(entry: Path) -> None:
+        meta = json.loads((entry / META).read_text())
+        del meta["checksum"]
+        change(meta)
+        (entry / META).write_text(json.dumps({**meta, "checksum": entry_module._checksum(meta)}))
+
+    return spoil
+
+
+def huge_and_sparse(entry: Path) -> None:
+    sparse("kernel.so")(entry)
+    signed(lambda meta: meta["files"]["kernel.so"].update(size=2**40))(entry)
+
+
+def meta_is_a_directory(entry: Path) -> None:
+    (entry / META).unlink()
+    (entry / META).mkdir(0o700)
+
+
+def replaced(how: Callable[[Path], object], what: str) -> Callable[[Path], None]:
+    """Something else in the place of the entry (``""``), or of a directory of the cache."""
+
+    def spoil(entry: Path) -> None:
+        shutil.rmtree(entry.parent if what else entry)
+        path = entry.parents[1] / what.replace("shard", entry.parent.name) if what else entry
+        how(path)
+
+    return spoil
+
+
+def a_file(path: Path) -> None:
+    path.write_text("a file")
+
+
+def a_dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+SPOILED = {
+    "meta.json is a fifo": with_fifo(META),
+    "kernel.so is a fifo": with_fifo("kernel.so"),
+    "meta.json is a directory": meta_is_a_directory,
+    "meta.json is nested": with_meta("[" * 100_000 + "]" * 100_000),
+    "meta.json is sparse": sparse(META),
+    "kernel.so is sparse": sparse("kernel.so"),
+    "kernel.so is sparse, and said to be": huge_and_sparse,
+    "files is a list": signed(lambda meta: meta.update(files=[1])),
+    "a size is a text": signed(lambda meta: meta["files"]["kernel.so"].update(size="1")),
+    "another file": signed(lambda meta: meta["files"].update({"../x": {"size": 1, "sha256": ""}})),
+    "a lone surrogate": signed(lambda meta: meta["key"].update(arch="\ud800")),
+    "the entry is a file": replaced(a_file, ""),
+    "the entry is a fifo": replaced(os.mkfifo, ""),
+    "the entry is a dangling link": replaced(a_dangling_link, ""),
+    "the shard is a file": replaced(a_file, "shard"),
+    "the shard is a dangling link": replaced(a_dangling_link, "shard"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+def test_whatever_takes_the_place_of_an_entry_is_reported_and_healed(
+    entry_path: Path,
+    instant_compiler: None,
+    in_time: None,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path], None],
+) -> None:
+    spoil(entry_path)
+    assert main(["ls"]) in (0, 1)
+    assert main(["verify"]) == 1
+    assert callable(cache.get(SCALE, ScaleSpec(), ARCH))
+    assert cache.stats().quarantined == cache.stats().compiles == 1
+    assert cache.stats().memory_only == 0
+    (warning,) = caplog.messages
+    assert str(entry_path.parent) in warning
+    cache.clear_memory()
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert cache.stats().disk_hits == 1
+    assert main(["verify"]) == 0
+
+
+@pytest.mark.parametrize("name", ["quarantine", "locks", "staging"])
+@pytest.mark.parametrize("how", [a_file, a_dangling_link])
+def test_a_file_in_place_of_the_caches_own_directories_is_replaced(
+    entry_path: Path, instant_compiler: None, name: str, how: Callable[[Path], None]
+) -> None:
+    with_meta("")(entry_path)  # so that all of them are needed
+    path = entry_path.parents[1] / name
+    shutil.rmtree(path, ignore_errors=True)
+    how(path)
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert (cache.stats().quarantined, cache.stats().memory_only) == (1, 0)
+    assert path.is_dir()
+    assert not path.is_symlink()
+
+
+def test_a_fifo_in_place_of_the_uses_does_no_harm(entry_path: Path, in_time: None) -> None:
+    with_fifo("uses")(entry_path)
+    cache.get(SCALE, ScaleSpec(), ARCH)
+    assert cache.stats().disk_hits == 1
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+def test_clear_leaves_nothing_of_it(
+    entry_path: Path, in_time: None, spoil: Callable[[Path], None]
+) -> None:
+    spoil(entry_path)
+    base = entry_path.parents[1]
+    a_file(entry_path.parent / "junk" if entry_path.parent.is_dir() else base / "00")
+    a_file(base / "quarantine")
+    assert main(["clear"]) == 0
+    assert [path for path in base.rglob("*") if not (path.is_dir() and len(path.name) == 2)] == []
+    assert main(["verify"]) == 0
+
+
+def test_clear_says_what_it_cannot_remove(
+    entry_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Directory.remove
+
+    def remove(self: Directory, name: str) -> None:
+        if name == "removed":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path / name))
+        real(self, name)
+
+    monkeypatch.setattr(Directory, "remove", remove)
+    assert main(["clear"]) == 1
+    assert "Input/output error" in capsys.readouterr().err
+
+
+# Root may read everything, until it gives up the capability to.
+WITHOUT_PRIVILEGES = """
+import ctypes
+ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+"""
+HEAL = """
+for path in {paths}:
+    try:
+        os.listdir(path) if os.path.isdir(path) else open(path)
+    except PermissionError:
+        continue
+    sys.exit(f"{{path}} can be read")
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+cache.clear_memory()
+cache.get(SCALE, ScaleSpec(), "sm_90a")
+tell(**cache.stats()._asdict())
+"""
+
+
+@pytest.mark.parametrize("what", ["", META, ".."])
+def test_what_cannot_be_read_is_healed(
+    run: Callable[..., Process], entry_path: Path, what: str
+) -> None:
+    path = Path(os.path.normpath(entry_path / what))
+    path.chmod(0)
+    try:
+        result = run(WITHOUT_PRIVILEGES + HEAL.format(paths=[str(path)])).result()
+    finally:
+        if path.exists():
+            path.chmod(0o700)
+    assert (result["compiles"], result["quarantined"], result["disk_hits"]) == (1, 1, 1)
+
+
+def test_unreadable_entries_are_cleared(run: Callable[..., Process], entry_path: Path) -> None:
+    (entry_path / "nested").mkdir()
+    (entry_path / "nested" / "file").touch()
+    for path in (entry_path / "nested", entry_path, entry_path.parent):
+        path.chmod(0)
+    result = run(
+        WITHOUT_PRIVILEGES
+        + "from cute_attn.cache.__main__ import main\ntell(status=main(['clear']))"
+    ).result()
+    assert result["status"] == 0
+    assert not entry_path.exists()
+
+
+@pytest.fixture
+def overlay(entry_path: Path, tmp_path: Path, root: Path) -> Iterator[None]:
+    """The cache as the lower layer of an overlay, as in a container's image."""
+    upper, work, lower = (tmp_path / name for name in ("upper", "work", "lower"))
+    root.rename(lower)
+    for path in (root, upper, work):
+        path.mkdir(mode=0o700)
+    command = f"mount -t overlay -o lowerdir={lower},upperdir={upper},workdir={work} none {root}"
+    if os.geteuid() != 0 or os.system(f"{command} 2>/dev/null") != 0:
+        pytest.skip("cannot mount an overlay here")
+    yield
+    os.system(f"umount -l {root}")
+
+
+def test_damage_in_a_lower_layer_is_healed(
+    overlay: None, entry_path: Path, instant_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    (entry_path / "kernel.so").write_bytes(b"damaged")
+    for _ in range(2):
+        cache.get(SCALE, ScaleSpec(), ARCH)
+        cache.clear_memory()
+    assert (cache.stats().compiles, cache.stats().disk_hits) == (1, 1)
+    (warning,) = caplog.messages
+    assert "deleted, since it cannot be moved" in warning
+
+
+def test_entries_of_a_lower_layer_are_cleared(overlay: None, entry_path: Path) -> None:
+    assert main(["clear"]) == 0
+    assert not entry_path.exists()
+
+
+# -- who may decide where the cache is
+
+
+@pytest.fixture
+def victim(filled_root: Path, tmp_path: Path) -> Path:
+    """A directory of the user, with all that a cache has, which nobody is to touch."""
+    path = tmp_path / "victim"
+    shutil.copytree(filled_root, path)
+    for name in ("staging", "quarantine", "locks"):
+        (path / "v1" / name).mkdir(exist_ok=True, mode=0o700)
+        (path / "v1" / name / "precious.lock").touch(0o600)
+        (path / "v1" / name / "precious").touch(0o600)
+    return path
+
+
+def content(root: Path) -> list[Path]:
+    return sorted(root.rglob("*"))
+
+
+def link_all(root: Path, victim: Path) -> None:
+    shutil.rmtree(root / "v1")
+    (root / "v1").symlink_to(victim / "v1")
+
+
+def link_own_directories(root: Path, victim: Path) -> None:
+    for name in ("staging", "quarantine", "locks"):
+        shutil.rmtree(root / "v1" / name, ignore_errors=True)
+        (root / "v1" / name).symlink_to(victim / "v1" / name)
+
+
+def link_shards(root: Path, victim: Path) -> None:
+    for shard in root.glob("v1/??"):
+        shutil.rmtree(shard)
+        shard.symlink_to(victim / "v1" / shard.name)
+
+
+@pytest.mark.parametrize("command", ["clear", "prune"])
+@pytest.mark.parametrize("link", [link_all, link_own_directories, link_shards])
+@pytest.mark.parametrize("foreign", [True, False])
+def test_no_link_in_a_cache_leads_to_what_is_deleted(
+    filled_root: Path, victim: Path, link: Callable[[Path, Path], None], command: str, foreign: bool
+) -> None:
+    link(filled_root, victim)
+    before = content(victim)
+    if foreign:
+        chown_to_nobody(filled_root)
+    status = main([command] if command == "clear" else [command, "--max-bytes", "0"])
+    assert content(victim) == before
+    assert status == 1 or not foreign
+
+
+@pytest.mark.parametrize("command", [["clear"], ["prune"], ["prune", "--max-bytes", "0"]])
+@pytest.mark.parametrize("spoil", [chmod_writable, chown_to_nobody])
+@pytest.mark.parametrize("what", ["", "v1"])
+def test_nothing_is_deleted_in_a_directory_of_others(
+    entry_path: Path,
+    filled_root: Path,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+    spoil: Callable[[Path], None],
+    command: list[str],
+) -> None:
+    before = content(filled_root)
+    spoil(filled_root / what)
+    assert main(command) == 1
+    assert content(filled_root) == before
+    assert str(filled_root / what) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_a_link_of_others_on_the_way_is_not_followed(
+    entry_path: Path, filled_root: Path, tmp_path: Path, above: bool
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(filled_root.parent if above else filled_root)
+    store = Store(link / filled_root.name if above else link)
+    found = store.open(entry_path.name)
+    assert found is not None
+    found.close()
+    if os.geteuid() != 0:
+        pytest.skip("only root can give links away")
+    os.lchown(link, 65534, 65534)
+    for use in (lambda: store.open(entry_path.name), store.clear, store.sweep):
+        with pytest.raises(RefusedEntry, match=f"{link} is a symbolic link of uid 65534"):
+            use()
+
+
+def test_links_that_lead_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="Too many levels"):
+        Store(tmp_path / "a").clear()
+
+
+def test_a_directory_swapped_after_the_check_is_out_of_reach(
+    filled_root: Path, entry_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As somebody can who may write to the directory above, at the worst of moments."""
+    before = content(victim)
+    real = store_module._candidates
+
+    def swap(base: Directory, problems: list[str]) -> Any:
+        filled_root.rename(filled_root.with_name("aside"))
+        filled_root.symlink_to(victim)
+        return real(base, problems)
+
+    monkeypatch.setattr(store_module, "_candidates", swap)
+    Store(filled_root).evict(0)
+    assert content(victim) == before
+    assert not filled_root.with_name("aside").joinpath("v1", *entry_path.parts[-2:]).exists()
+
+
+def test_a_compilation_stays_in_the_directory_that_was_checked(
+    filled_root: Path, tmp_path: Path
+) -> None:
+    store = Store(filled_root)
+    with store.staging() as staging:
+        filled_root.rename(tmp_path / "aside")
+        (filled_root / "v1" / "staging" / staging.resolve().name).mkdir(parents=True)
+        (staging / "kernel.o").write_bytes(b"compiled")
+        assert list(filled_root.rglob("kernel.o")) == []
+        assert len(list((tmp_path / "aside" / "v1" / "staging").rglob("kernel.o"))) == 1

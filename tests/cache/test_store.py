@@ -9,14 +9,16 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cache_processes import Process
 from conftest import ARCH, fill, space
-from toy_specs import SCALE, ScaleSpec
+from toy_specs import BROKEN, SCALE, ScaleSpec
 
 from cute_attn import cache
+from cute_attn.cache import compiler, settings
 from cute_attn.cache import store as store_module
 from cute_attn.cache.entry import Built, Entry
 from cute_attn.cache.locks import LockState, try_lock, try_lock_file
@@ -323,8 +325,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = store_module._candidates
 
-    def count(base: Directory) -> list[store_module._Candidate]:
-        candidates = real(base)
+    def count(base: Directory, problems: list[str]) -> list[store_module._Candidate]:
+        candidates = real(base, problems)
         found.append(len(candidates))
         return candidates
 
@@ -403,6 +405,113 @@ def test_a_full_disk_can_be_cleared(small_disk: Path) -> None:
     evicted = Store(root).clear()
     assert (evicted.entries, evicted.problems) == (4, ())
     assert not any(path.exists() for path in paths)
+
+
+# -- no room
+
+
+def stays_in_memory(
+    caplog: pytest.LogCaptureFixture, factor: float, problem: str = "No space left"
+) -> None:
+    assert callable(cache.get(SCALE, ScaleSpec(factor), ARCH))
+    stats = cache.stats()
+    assert (stats.compiles, stats.memory_only, stats.failures) == (1, 1, 0)
+    assert [problem in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("options", ["size=28k", "size=1m,nr_inodes=8", "size=1m,nr_inodes=10"])
+def test_a_disk_that_fills_up_in_the_middle_of_a_compilation(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: str,
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    assert os.system(f"mount -t tmpfs -o {options},mode=700 none {tmp_path}") == 0
+    try:
+        monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+        # There is room until the compilation begins.
+        real, calls = compiler._has_room, iter([True])
+        monkeypatch.setattr(compiler, "_has_room", lambda d: next(calls, False) or real(d))
+        stays_in_memory(caplog, 11.0)
+    finally:
+        os.system(f"umount -l {tmp_path}")
+
+
+def test_a_file_size_limit_set_in_the_middle_of_a_compilation(
+    root: Path, run: Callable[..., Process]
+) -> None:
+    """The linker is killed by it; the object file, which is smaller, can be loaded."""
+    result = run("""
+import resource
+from cute_attn.cache import compiler
+export = compiler._export
+def limited(*args):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, resource.RLIM_INFINITY))
+    return export(*args)
+compiler._export = limited
+function = cache.get(SCALE, ScaleSpec(), "sm_90a")
+tell(callable=callable(function), **cache.stats()._asdict())
+""").result()
+    assert (result["callable"], result["compiles"], result["memory_only"]) == (True, 1, 1)
+    assert "no linker" not in result["stderr"]
+    assert "no directory has room to compile in" in result["stderr"]
+    assert Store(root).digests() == []
+
+
+def test_a_kernel_that_does_not_compile_is_tried_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    real = compiler._options
+    monkeypatch.setattr(compiler, "_options", lambda *args: calls.append(1) or real(*args))
+    with pytest.raises(cache.CompileError, match="no_such_field"):
+        cache.get(BROKEN, ScaleSpec(), ARCH)
+    assert calls == [1]
+
+
+# -- settings
+
+
+@pytest.mark.parametrize("size", ["lots", "9" * 400, "-1"])
+def test_a_limit_that_is_none_says_what_is_in_force(
+    root: Path,
+    instant_compiler: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    size: str,
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_CACHE_MAX_BYTES", size)
+    for factor in (1.0, 2.0):
+        cache.get(SCALE, ScaleSpec(factor), ARCH)
+    (warning,) = caplog.messages
+    assert size in warning
+    assert "The default of 5 GiB is in force" in warning
+    assert cache.stats().memory_only == 0
+    assert len(Store(root).digests()) == 2
+
+
+def test_what_is_no_prebuilt_directory_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "good" / "v1").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    names = ["mistyped", "empty", "good", "file"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUTE_ATTN_PREBUILT", ":".join(f"~/{name}" for name in names))
+    for _ in range(2):
+        assert settings.prebuilt_directories() == [tmp_path / name for name in names]
+    assert [str(tmp_path / name) in caplog.text for name in names] == [True, True, False, True]
+    assert len(caplog.messages) == 3
+    assert all(message.startswith("CUTE_ATTN_PREBUILT: ") for message in caplog.messages)
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", "~/kernels")
+    assert settings.cache_directory() == tmp_path / "kernels"
 
 
 # -- leftovers
