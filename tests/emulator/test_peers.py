@@ -241,7 +241,7 @@ def captured(kernel: Request, request: pytest.FixtureRequest) -> Captured:
 
 
 def is_known(captured: Captured, finding: Finding) -> bool:
-    """Whether a finding is a bug of the kernel, see docs/emulator.md.
+    """Whether a finding is a bug of the kernel, see docs/bugs_found.md.
 
     FlashAttention-4's backward for two CTAs on sm_100a, head dimension 128: the last two releases,
     of Kt and dS, are signalled to the peer CTA as well, which does not wait for them and may exit.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .common import Request, offsets, request
@@ -12,6 +18,10 @@ if TYPE_CHECKING:
 
 PEER = "flash_attention_4"
 PACKAGE = "flash_attn"
+
+Edits = tuple[tuple[str, str, str], ...]
+"""(module, text, another text): compile this package with its source changed so. Each text stands
+there once. Requests with edits are captured by themselves: a process imports a module once."""
 
 
 def forward(
@@ -74,6 +84,7 @@ def backward(
     softcap: float | None = None,
     deterministic: bool = False,
     two_cta: bool = True,
+    edits: Edits = (),
     num_sms: int | None = None,
 ) -> Request:
     """dq, dk and dv from q, k, v, out, dout and lse. Arguments as those of `forward`.
@@ -83,6 +94,27 @@ def backward(
     """
     options = _tensors(locals())
     return request(PEER, "backward", arch, num_sms, options)
+
+
+def mla_forward(
+    *,
+    arch: str,
+    heads: int = 128,
+    batch: int = 1,
+    seqlen_q: int = 1,
+    seqlen_k: int = 256,
+    one_cta: bool = True,
+    edits: Edits = (),
+    num_sms: int | None = None,
+) -> Request:
+    """out and lse from q, qv, k and v, for multi-head latent attention with its products absorbed:
+    scores are q k^T + qv v^T, of 64 and 512 dimensions, and all heads share k and v.
+
+    Args:
+        one_cta: what the environment variable FLASH_ATTENTION_MLA_1CTA chooses.
+    """
+    options = {n: v for n, v in locals().items() if n not in ("arch", "num_sms")}
+    return request(PEER, "mla_forward", arch, num_sms, options)
 
 
 def page_table(batch: int, seqlen_k: int, page_size: int) -> tuple[tuple[int, ...], ...]:
@@ -113,7 +145,9 @@ def _tensors(given: dict[str, Any]) -> dict[str, Any]:
 # -- in the capturing process ---------------------------------------------------------------------
 
 
-def _interface(two_cta: bool, clc: bool = False) -> Any:
+def _interface(two_cta: bool = True, clc: bool = False, edits: Edits = ()) -> Any:
+    if edits:
+        sys.meta_path.insert(0, _Edited(edits))
     from flash_attn.cute import interface, utils
 
     # Otherwise it compiles without calling.
@@ -121,6 +155,31 @@ def _interface(two_cta: bool, clc: bool = False) -> Any:
     utils._fa_clc_enabled = clc
     utils._fa_disable_2cta_enabled = not two_cta
     return interface
+
+
+class _Edited:
+    """Finds modules of the package in changed copies, which the compiler reads as well."""
+
+    def __init__(self, edits: Edits):
+        self._edits = edits
+        modules = {module for module, _, _ in edits}
+        if known := sorted(modules & sys.modules.keys()):
+            raise RuntimeError(f"{known} are imported already: capture such a request by itself")
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        edits = [(old, new) for module, old, new in self._edits if module == name]
+        found = PathFinder.find_spec(name, path) if edits else None
+        if found is None or found.origin is None:
+            return None
+        text = Path(found.origin).read_text()
+        for old, new in edits:
+            if text.count(old) != 1:
+                raise ValueError(f"{name} has {text.count(old)} times {old!r}")
+            text = text.replace(old, new)
+        # Its own name again: that is part of what the compiler calls kernels.
+        copy = Path(tempfile.mkdtemp(prefix="edited-")) / Path(found.origin).name
+        copy.write_text(text)
+        return spec_from_file_location(name, copy)
 
 
 class _Shapes:
@@ -194,8 +253,22 @@ def _forward(r: Recorder, **o: Any) -> None:
     )
 
 
+def _mla_forward(r: Recorder, **o: Any) -> None:
+    os.environ["FLASH_ATTENTION_MLA_1CTA"] = str(int(o["one_cta"]))
+    interface = _interface(edits=o["edits"])
+    q, k = (o["batch"], o["seqlen_q"], o["heads"]), (o["batch"], o["seqlen_k"], 1)
+    interface._flash_attn_fwd(
+        r.input("q", (*q, 64)),
+        r.input("k", (*k, 64)),
+        r.input("v", (*k, 512)),
+        r.input("qv", (*q, 512)),
+        out=r.output("out", (*q, 512)),
+        lse=r.output("lse", q, "float32"),
+    )
+
+
 def _backward(r: Recorder, **o: Any) -> None:
-    interface = _interface(o["two_cta"])
+    interface = _interface(o["two_cta"], edits=o["edits"])
     shapes, dtype = _Shapes(o), o["dtype"]
     keywords = _varlen(r, o)
     tensors = [
@@ -217,4 +290,4 @@ def _backward(r: Recorder, **o: Any) -> None:
     )
 
 
-FRONT_ENDS = {"forward": _forward, "backward": _backward}
+FRONT_ENDS = {"forward": _forward, "backward": _backward, "mla_forward": _mla_forward}
