@@ -77,6 +77,9 @@ class Bug(NamedTuple):
 
 _MLA = "flash_attn.cute.flash_fwd_mla_1cta_sm100"
 _RESCALED = "            cute.copy(thr_tmem_store, tOrO_t2r_frg, tOtO_r2t_cur)\n"
+_WAIT_STORES: Edits = (
+    (_MLA, _RESCALED, f"{_RESCALED}        cute.arch.fence_view_async_tmem_store()\n"),
+)
 
 
 def _mla_given(captured: Captured) -> Tensors:
@@ -97,14 +100,24 @@ def _mla_exact(captured: Captured, given: Tensors) -> Tensors:
     return {"out": out, "lse": scores.logsumexp(-1).transpose(-1, -2)}
 
 
-def _mla(heads: int, *, one_cta: bool = True) -> Bug:
+def _mla(heads: int, edits: Edits, *schedules: Schedule, one_cta: bool = True) -> Bug:
     return Bug(
         lambda edits: mla_forward(arch=ARCH, heads=heads, one_cta=one_cta, edits=edits),
-        ((_MLA, _RESCALED, f"{_RESCALED}        cute.arch.fence_view_async_tmem_store()\n"),),
-        [("random", 1), ("adversarial", 0)],
+        edits,
+        schedules,
         _mla_given,
         _mla_exact,
     )
+
+
+# -- the same with two CTAs -----------------------------------------------------------------------
+
+_MLA_2CTA = "flash_attn.cute.flash_fwd_mla_sm100"
+_ARRIVE = (
+    "        pipeline.pipeline_init_arrive(cluster_shape_mn=cta_layout_vmnk, is_relaxed=True)\n"
+)
+_WAIT = "        pipeline.pipeline_init_wait(cluster_shape_mn=cta_layout_vmnk)\n"
+_ARRIVE_LATER: Edits = ((_MLA_2CTA, _ARRIVE, ""), (_MLA_2CTA, _WAIT, _ARRIVE + _WAIT))
 
 
 # -- backward, head dimension 128, two CTAs -------------------------------------------------------
@@ -135,8 +148,10 @@ def _backward_exact(captured: Captured, given: Tensors) -> Tensors:
 
 
 BUGS = {
-    "mla-forward-1cta": _mla(heads=128),
-    "mla-forward-1cta-kb64": _mla(heads=64),
+    "mla-forward-1cta": _mla(128, _WAIT_STORES, ("random", 1), ("adversarial", 0)),
+    "mla-forward-1cta-kb64": _mla(64, _WAIT_STORES, ("random", 1), ("adversarial", 0)),
+    # Under the other schedules it comes to a deadlock.
+    "mla-forward-2cta": _mla(128, _ARRIVE_LATER, ("adversarial", 0), one_cta=False),
     "backward-hd128-2cta": Bug(
         lambda edits: backward(
             arch=ARCH, head_dim=128, heads=1, causal=True, seqlen_q=200, seqlen_k=333, edits=edits
