@@ -27,7 +27,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import cute_attn
-from cute_attn.cache import toolchain
 
 from .test_repository import PYPROJECT, ROOT, package_files
 
@@ -270,10 +269,11 @@ def test_a_server_without_the_compiler_loads_prebuilt_kernels(
 ) -> None:
     shutil.copytree(prebuilt, tmp_path / "kernels")
     before = tree(tmp_path / "kernels")
-    runtime = toolchain.runtime_library()
     done = default.run("-m", "cute_attn.cache", "path", "--runtime-library")
-    (tmp_path / str(runtime.cuda)).mkdir()
-    copy = shutil.copy(done.stdout.rstrip("\n"), tmp_path / str(runtime.cuda))
+    library = Path(done.stdout.rstrip("\n"))
+    flavour = library.parts[-3]
+    (tmp_path / flavour).mkdir()
+    copy = shutil.copy(library, tmp_path / flavour)
     told = server.tell(
         SERVE,
         copy,
@@ -290,13 +290,13 @@ def test_a_server_without_the_compiler_loads_prebuilt_kernels(
     assert told["frozen"].startswith("FrozenCacheMiss")
     assert tree(tmp_path / "kernels") == before
 
-    distribution = f"nvidia-cutlass-dsl-libs-{runtime.cuda}"
+    distribution = f"nvidia-cutlass-dsl-libs-{flavour}"
     server.link(distribution)  # as pip does with --no-deps
     told = server.tell(
         "import json; from importlib.util import find_spec; from cute_attn.cache import toolchain\n"
         "path, cuda = toolchain.runtime_library()\n"
-        "print(json.dumps([str(path.resolve()), cuda, toolchain.dsl_version(),"
+        "print(json.dumps([str(path), cuda, toolchain.dsl_version(),"
         " toolchain.runtime_version(), find_spec('cutlass')]))"
     )
-    version = metadata.version(distribution)
-    assert told == [str(runtime.path.resolve()), runtime.cuda, None, version, None]
+    found = server.packages / library.relative_to(default.packages)
+    assert told == [str(found), flavour, None, metadata.version(distribution), None]
