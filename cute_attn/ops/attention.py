@@ -20,7 +20,14 @@ from torch import Tensor
 
 from .. import launch
 from ..kernels.attention.heuristics import SHORT_SEQLEN_Q, packed_heads
-from ..kernels.attention.spec import DTYPES, SINK_DTYPES, TILE_M, Hd256ForwardSpec
+from ..kernels.attention.spec import (
+    DTYPES,
+    LARGEST_SCALE,
+    LARGEST_SOFTCAP,
+    SINK_DTYPES,
+    TILE_M,
+    Hd256ForwardSpec,
+)
 from ..settings import on_reload, settings
 from .checks import (
     DTYPE_NAMES,
@@ -58,7 +65,7 @@ _ALIGNMENT = 16  # bytes: of addresses and strides, as TMA has it
 _VECTOR = _ALIGNMENT // 2  # elements
 _MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
 _MAX_TILES = 2**31
-_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, torch.finfo(torch.float32).max
+_SMALLEST_SCALE = 2.0**-126
 
 Window = tuple[int | None, int | None]
 
@@ -425,7 +432,7 @@ def _forward(
         ]  # fmt: skip
         if softmax_scale is None:
             softmax_scale = ready[1]
-        elif not _SMALLEST_SCALE <= softmax_scale <= _LARGEST_SCALE or softmax_scale is True:
+        elif not _SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE or softmax_scale is True:
             raise KeyError
         if not (q.numel() and k.numel()):
             raise KeyError
@@ -723,13 +730,15 @@ def _check_scalars(
         if value is not None:
             check_is_number(name, value)
     check_flags(causal=causal, return_lse=return_lse)
-    if softmax_scale is not None and not _SMALLEST_SCALE <= softmax_scale <= _LARGEST_SCALE:
+    if softmax_scale is not None and not _SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE:
         raise ValueError(
-            f"softmax_scale is {softmax_scale}, must be positive and finite in float32"
+            f"softmax_scale is {softmax_scale}, must be positive and finite in float32, also times "
+            f"log2(e): from {_SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}"
         )
-    if softcap and not _SMALLEST_SCALE <= softcap <= _LARGEST_SCALE:
+    if softcap and not _SMALLEST_SCALE <= softcap <= LARGEST_SOFTCAP:
         raise ValueError(
-            f"softcap is {softcap}, must be positive and finite in float32, or 0 for none"
+            f"softcap is {softcap}, must be positive, from {_SMALLEST_SCALE:.3g} to "
+            f"{LARGEST_SOFTCAP:.3g}, or 0 for none"
         )
     _check_window(window_size)
     if scheduler is not None and scheduler not in SCHEDULERS:

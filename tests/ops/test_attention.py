@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn import launch
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.spec import MAX_PACKED_HEADS
+from cute_attn.kernels.attention.spec import LARGEST_SCALE, MAX_PACKED_HEADS
 from cute_attn.reference.attention import attention_reference
 
 from .attention_cases import (
@@ -41,6 +41,7 @@ from .attention_cases import (
     Kind,
     Machine,
     assert_agrees,
+    assert_no_worse,
     cases,
     compile_kinds,
     kept_programs,
@@ -341,6 +342,145 @@ def test_special_values_in_v_propagate_like_the_reference():
     exact, _ = attention_reference(**reference_arguments(args))
     for special in (torch.isnan, torch.isposinf, torch.isneginf):
         assert torch.equal(special(o), special(exact))
+
+
+# -- scores of any finite size
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (CACHE, 8000.0),
+        (CACHE, 20003.0),
+        (CACHE, 50003.0),
+        (PLAIN, 30001.0),
+        (PLAIN, 1e10),
+        (PLAIN, 1e18),
+    ],
+)
+def test_the_only_key_gets_everything_whatever_its_score(kind: Kind, value: float):
+    args = Case(kind, lengths_q=(1,), lengths_k=(1,), group=kind.packed_heads).arguments()
+    args["q"].fill_(value)
+    args["k"].fill_(value)
+    assert_agrees(args, *run(args))
+    args["k"].neg_()
+    assert_agrees(args, *run(args))
+
+
+@pytest.mark.parametrize("tilt", [1.0, 8.0])
+@pytest.mark.parametrize(
+    ("kind", "magnitude", "scale"),
+    [
+        (PLAIN, 1e4, None),
+        (PLAIN, 1e10, None),
+        (PLAIN, 1.0, 1e8),
+        (PLAIN, 1.0, 1e35),
+        (PLAIN, 1e32, 100.0),
+        (PLAIN, 1e-37, LARGEST_SCALE),
+        (PLAIN, 1e34, 2.0**-126),
+        (WINDOW, 1e8, None),
+        (PACKED_HEADS, 1e6, None),
+        (CACHE, 1e6, None),
+        (CACHE, 1.0, 1e8),
+    ],
+)
+def test_large_scores_agree_with_the_reference(
+    kind: Kind, magnitude: float, scale: float | None, tilt: float
+):
+    case = Case(
+        kind, lengths_q=(70,), lengths_k=(300,), group=kind.packed_heads, left=150, scale=scale,
+        magnitude=magnitude, tilt=tilt, seed=3,
+    )  # fmt: skip
+    args = case.arguments()
+    assert all(args[name].isfinite().all() for name in "qk")
+    assert_agrees(args, *run(args))
+
+
+STAIRS_SCALE = 2.0**-6
+
+
+def stairs(kind: Kind, downwards: bool, seed: int) -> dict[str, Any]:
+    """A call whose scores are exact in float32, from -2^29 to 2^29: multiples of 64, so that
+    scaled they differ by 1 and more. The maximum of a row moves in many steps, unless downwards;
+    rows next to one another have maxima of all sizes."""
+    case = Case(
+        kind, lengths_q=(70,), lengths_k=(400,), group=kind.packed_heads, left=300,
+        scale=STAIRS_SCALE, softcap=2.0**13, seed=seed,
+    )  # fmt: skip
+    args = case.arguments()
+    generator = torch.Generator().manual_seed(seed)
+    for at_q, at_k in rows_of(args):
+        q, k = args["q"][at_q], args["k"][at_k]
+        q.zero_()
+        k.zero_()
+        rows, keys = torch.arange(len(q)), torch.arange(len(k))
+        q[..., 0] = (2.0 ** (rows % 16))[:, None]
+        q[..., 1] = 64.0
+        exponents = (keys // 14) % 15
+        steps = torch.where(keys < 210, 2.0 ** (14 - exponents), -(2.0**exponents))
+        k[..., 0] = (steps.flip(0) if downwards else steps)[:, None]
+        k[..., 1] = torch.randint(-6, 1, (len(k), 1), generator=generator).float()
+    if "learnable_sink" in args:  # as high as the largest score of the rows whose q is largest
+        args["learnable_sink"].fill_(2.0**13 if kind.softcap else 2.0**23)
+    return args
+
+
+@pytest.mark.parametrize("downwards", [False, True])
+@pytest.mark.parametrize(
+    "kind", [PLAIN, WINDOW, VARLEN, CACHE], ids=["plain", "window", "varlen", "cache"]
+)
+def test_large_scores_that_differ_by_little_are_told_apart(kind: Kind, downwards: bool):
+    args = stairs(kind, downwards, seed=11)
+    o, lse = run(args)
+    assert_agrees(args, o, lse)
+    _, exact_lse = attention_reference(**reference_arguments(args))
+    ours, exact = valid(args, o, lse, exact_lse)[1:]
+    allowed = EXP2_ERROR + 2.0**-23 * exact.abs()
+    assert ((ours.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("kind", [CAPPED, USED], ids=["capped", "used"])
+def test_a_large_softcap_that_scores_reach(kind: Kind):
+    args = stairs(kind, False, seed=12)
+    for at_q, at_k in rows_of(args):
+        args["q"][at_q][..., 0] = 2.0**15
+        keys = args["k"][at_k]
+        keys[..., 0] = 2.0**14 * torch.where(torch.arange(len(keys)) % 3 == 0, 1.0, -1.0)[:, None]
+    assert_agrees(args, *run(args))
+
+
+def test_a_row_does_not_depend_on_how_large_its_neighbours_are():
+    args = stairs(PLAIN, False, seed=13)
+    o, lse = run(args)
+    args["q"][:, 1::2, :, 0] = 1.0
+    other_o, other_lse = run(args)
+    assert torch.equal(o[:, ::2], other_o[:, ::2])
+    assert torch.equal(lse[..., ::2], other_lse[..., ::2])
+
+
+@pytest.mark.parametrize(
+    ("value", "keys"), [(math.nan, 90), (math.inf, 90), (-math.inf, 90), (-math.inf, 0)]
+)
+def test_special_values_of_the_sink_propagate_like_the_reference(value: float, keys: int):
+    case = Case(CACHE, lengths_q=(20,), lengths_k=(90,), unused_k=(90 - keys,), group=2)
+    args = case.arguments()
+    args["learnable_sink"][1] = value
+    o, lse = run(args)
+    exact, exact_lse = attention_reference(**reference_arguments(args))
+    assert torch.equal(o.isnan(), exact.isnan())
+    assert torch.equal(lse.isnan(), exact_lse.isnan())
+    if value == -math.inf:
+        assert_agrees(args, o, lse)
+
+
+def test_scaled_scores_beyond_float32_leave_the_output_right():
+    """Only the log-sum-exp is beyond it, too."""
+    case = Case(PLAIN, lengths_q=(40,), lengths_k=(200,), magnitude=1e30, scale=1e30, seed=4)
+    args = case.arguments()
+    o, lse = run(args)
+    exact, exact_lse = attention_reference(**reference_arguments(args))
+    assert_no_worse(o, exact.to(o.dtype), exact, torch.finfo(o.dtype).eps / 2)
+    assert lse.isinf().all() and torch.equal(lse, exact_lse.float())
 
 
 # -- sizes

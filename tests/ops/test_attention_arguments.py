@@ -127,6 +127,8 @@ def test_good_varlen_arguments_are_refused_for_the_device_alone(change: dict[str
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale is nan"),
         ({"softmax_scale": 1e39}, ValueError, r"softmax_scale is 1e\+39"),
         ({"softmax_scale": 1e-39}, ValueError, "softmax_scale is 1e-39"),
+        ({"softmax_scale": 2.4e38}, ValueError, r"softmax_scale is 2.4e\+38.* to 2.36e\+38"),
+        ({"softcap": 2.0**65}, ValueError, r"softcap is 3.68.*e\+19.* to 1.84e\+19"),
         ({"softcap": "x"}, TypeError, "softcap must be a float, got str"),
         ({"softcap": -1.0}, ValueError, "softcap is -1.0, must be positive"),
         ({"softcap": math.nan}, ValueError, "softcap is nan"),

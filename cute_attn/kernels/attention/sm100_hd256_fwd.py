@@ -56,6 +56,7 @@ from .spec import TILE_M, TILE_N, Hd256ForwardSpec
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 INF, NAN = float("inf"), float("nan")
+FLOAT32_MAX = 2.0**128 - 2.0**104
 
 HEAD_DIM = 256
 CTAS = 2
@@ -74,6 +75,9 @@ WORK_WORDS = 8
 
 # Softmax.
 RESCALE_THRESHOLD = 8.0  # log2 of the growth of the maximum that is let pass: P stays below 2^8
+# Below, an offset m * scale is off by 2^-13 at the most, which is a factor of 1 + 8.5e-5: as much
+# as the exponentials on the FMA units err by. See docs/kernels/hd256_forward.md.
+LARGE_OFFSET = 2.0**12
 FRAGMENT = 32  # columns of a row that are loaded and stored at once
 EX2_EMU_FREQ, EX2_EMU_RES = 4, 3  # of 4 columns, taken as pairs: one pair on the FMA units
 
@@ -134,6 +138,43 @@ class Storage(Carried):
     clc_response: cute.Pointer
     barriers: cute.Pointer
     tmem_address: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Scaling(Carried):
+    """Factors and bounds for what the softmax warps take from S: scores, or with a softcap tanh.
+
+    Attributes:
+        factor: that makes scaled scores of it: the softmax scale, or the softcap.
+        log2: the same for base 2.
+        before_tanh: factor of scores; 1 without a softcap.
+        growth: of the maximum, in units of S, that is let pass.
+        large: from here on, in units of S, a maximum is subtracted before the factor meets it.
+        lowest: finite, and below any maximum that is not large.
+    """
+
+    factor: Float32
+    log2: Float32
+    before_tanh: Float32
+    growth: Float32
+    large: Float32
+    lowest: Float32
+
+    @classmethod
+    def of(cls, factor: Any, before_tanh: Any = 1.0) -> Scaling:
+        log2 = factor * LOG2_E
+        large = LARGE_OFFSET / log2
+        lowest = cutlass.max(-2.0 * large, Float32(-FLOAT32_MAX))
+        return cls(factor, log2, Float32(before_tanh), RESCALE_THRESHOLD / log2, large, lowest)
+
+    def multiply_add(self, x: Any, y: Any) -> Any:
+        """factor * x + y with one rounding."""
+        return cute.math.fma(self.factor, x, y)
+
+    def rounded_off(self, maximum: Any) -> Any:
+        """What the offset of exponents lacks of maximum * log2; sums are too large by 2 to it."""
+        rest = cute.math.fma(maximum, self.log2, -(maximum * self.log2))
+        return cutlass.select_(abs(maximum) >= self.large, Float32(0.0), rest)
 
 
 def cta_rank() -> Any:
@@ -331,14 +372,15 @@ class Sm100Hd256Forward:
         num_tiles = tiles.count(q.shape[-3])
 
         if cutlass.const_expr(spec.softcap):
-            score_scale, scale_log2 = softmax_scale / softcap, softcap * LOG2_E
+            before_tanh = cutlass.min(softmax_scale / softcap, Float32(FLOAT32_MAX))
+            scaling = Scaling.of(softcap, before_tanh)
         else:
-            score_scale, scale_log2 = Float32(1.0), softmax_scale * LOG2_E
+            scaling = Scaling.of(softmax_scale)
 
         self.kernel(
             *q_copy, *k_copy, *v_copy, *o_copy,
             lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            score_scale, scale_log2, window_left, window_right,
+            scaling, window_left, window_right,
             heads, kv_heads, batch, q.shape[-3], seqlen_k, heads_at_once, num_tiles,
         ).launch(
             grid=[CTAS * self.scheduler.clusters(num_tiles, num_clusters), 1, 1],
@@ -458,8 +500,7 @@ class Sm100Hd256Forward:
         cu_seqlens_k: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
-        score_scale: Float32,
-        scale_log2: Float32,
+        scaling: Scaling,
         window_left: Int32,
         window_right: Int32,
         heads: Int32,
@@ -527,7 +568,7 @@ class Sm100Hd256Forward:
         elif warp < SOFTMAX.stop:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.softmax_warps(
-                s, scale, inverse_sum, lse, sink, barriers, work, window, score_scale, scale_log2,
+                s, scale, inverse_sum, lse, sink, barriers, work, window, scaling
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
@@ -893,8 +934,7 @@ class Sm100Hd256Forward:
         barriers: Barriers,
         work: cute.Tensor,
         window: Any,
-        score_scale: Float32,
-        scale_log2: Float32,
+        scaling: Scaling,
     ) -> None:
         """A thread has a row of S, and writes P over it."""
         row = cute.arch.thread_idx()[0] % ROWS
@@ -936,14 +976,17 @@ class Sm100Hd256Forward:
                 cute.arch.fence_view_async_tmem_load()
                 if cutlass.const_expr(self.spec.softcap):
                     for j in cutlass.range_constexpr(TILE_N):
-                        values[j] = cute.math.tanh(values[j] * score_scale, fastmath=True)
+                        values[j] = cute.math.tanh(values[j] * scaling.before_tanh, fastmath=True)
                 if key_tile < whole_first or key_tile >= whole_end:
                     self.mask(values, key_tile, row, work, tile, window)
 
                 previous = maximum
-                maximum, used = self.move_maximum(values, previous, scale_log2)
-                factor = cute.math.exp2((previous - used) * scale_log2, fastmath=True)
-                if previous == maximum:
+                maximum, used, stays, large = self.move_maximum(values, previous, scaling)
+                offset = -used * scaling.log2
+                if large:
+                    used, offset = self.subtract_maximum(values, maximum), Float32(0.0)
+                factor = cute.math.exp2((previous - used) * scaling.log2, fastmath=True)
+                if stays:
                     factor = Float32(1.0)
                 scale[row, n & (S_STAGES - 1)] = factor
                 barriers.warp_arrives("scale_full", n)
@@ -953,8 +996,8 @@ class Sm100Hd256Forward:
                     store,
                     cute.make_tensor(p_to.iterator + column, p_to.layout),
                     words_shape,
-                    scale_log2,
-                    -used * scale_log2,
+                    scaling.log2,
+                    offset,
                 )
                 cute.arch.fence_view_async_tmem_store()
                 tcgen05_fence_before()
@@ -968,32 +1011,35 @@ class Sm100Hd256Forward:
             packed_row = (CTAS * block + cta_rank()) * ROWS + row
             token = packed_row >> self.log_packed
             head_of_q = head * self.packed + (packed_row & (self.packed - 1))
-            level = maximum * scale_log2
             if maximum == INF:  # inf - inf, which the FMA path for exponentials does not see
                 total = Float32(NAN)
+            rest = scaling.rounded_off(maximum)
+            inverse = Float32(0.0)
+            log_sum = Float32(-INF)
             if cutlass.const_expr(sink is not None):
                 sink_value = Float32(0.0)
                 if token < seqlen_q:
                     sink_value = Float32(sink[head_of_q])
-                sink_log2 = sink_value * LOG2_E
-                higher = cute.arch.fmax(level, sink_log2, nan=True)
-                base = higher
-                if higher == -INF:
-                    base = Float32(0.0)
-                ratio = cute.math.exp2(level - base, fastmath=True)
-                whole = total * ratio + cute.math.exp2(sink_log2 - base, fastmath=True)
-                inverse = Float32(0.0)
-                if whole != 0.0:
+                log_sum = sink_value
+                if not (sink_value < INF):
+                    total = Float32(NAN)
+                if total != 0.0:
+                    # Both are compared before they meet base 2, which would round them again.
+                    above_sink = scaling.multiply_add(maximum, -sink_value)
+                    below, above = cutlass.min(above_sink, 0.0), cutlass.min(-above_sink, 0.0)
+                    ratio = cute.math.exp2(below * LOG2_E - rest, fastmath=True)
+                    own = cute.math.exp2(above * LOG2_E, fastmath=True)
+                    whole = total * ratio + own
                     inverse = ratio / whole
-                log_sum = (base + cute.math.log2(whole, fastmath=True)) * LN_2
-                if maximum == -INF:
-                    log_sum = sink_value
+                    log_whole = cute.math.log2(whole, fastmath=True) * LN_2
+                    log_sum = sink_value + log_whole
+                    if above_sink > 0.0:
+                        log_sum = scaling.multiply_add(maximum, log_whole)
             else:
-                inverse = Float32(0.0)
-                log_sum = Float32(-INF)
                 if total != 0.0:
                     inverse = Float32(1.0) / total
-                    log_sum = (level + cute.math.log2(total, fastmath=True)) * LN_2
+                    log_total = (cute.math.log2(total, fastmath=True) - rest) * LN_2
+                    log_sum = scaling.multiply_add(maximum, log_total)
             barriers.wait_previous("sum_read", tile)
             inverse_sum[row, tile & 1] = inverse
             barriers.warp_arrives("sum_full", tile)
@@ -1052,9 +1098,10 @@ class Sm100Hd256Forward:
 
     @cute.jit
     def move_maximum(
-        self, values: cute.Tensor, previous: Float32, scale_log2: Float32
-    ) -> tuple[Float32, Float32]:
-        """(the maximum to go on with, the same or 0 where that is -inf). NaN where a score is."""
+        self, values: cute.Tensor, previous: Float32, scaling: Scaling
+    ) -> tuple[Float32, Float32, Boolean, Boolean]:
+        """(the maximum to go on with, the same but finite where it is -inf, whether it is the
+        previous one, whether the row's scores are large). NaN where a score is."""
         chains = [values[j] for j in range(4)]
         for j in cutlass.range_constexpr(4, TILE_N):
             chains[j % 4] = cute.arch.fmax(chains[j % 4], values[j], nan=True)
@@ -1064,13 +1111,25 @@ class Sm100Hd256Forward:
             nan=True,
         )
         highest = cute.arch.fmax(highest, previous, nan=True)
-        maximum = highest
-        if (highest - previous) * scale_log2 <= RESCALE_THRESHOLD:
-            maximum = previous
-        used = maximum
-        if maximum == -INF:
-            used = Float32(0.0)
-        return maximum, used
+        large = (abs(highest) >= scaling.large) & (highest != -INF)
+        # Rounded down: an ulp of a large maximum may be more than the growth that is let pass.
+        passed, _ = cute.arch.add_packed_f32x2(
+            (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
+        )
+        stays = highest <= passed
+        maximum = previous if stays else highest
+        used = cute.arch.fmax(maximum, scaling.lowest, nan=True)
+        return maximum, used, stays, large
+
+    @cute.jit
+    def subtract_maximum(self, values: cute.Tensor, maximum: Float32) -> Float32:
+        """Subtracts a maximum too large to multiply, and returns it: what is used then."""
+        keep_branch()
+        for j in cutlass.range_constexpr(0, TILE_N, 2):
+            values[j], values[j + 1] = cute.arch.add_packed_f32x2(
+                (values[j], values[j + 1]), (-maximum, -maximum)
+            )
+        return maximum
 
     @cute.jit
     def exponentiate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..common.spec import Spec
@@ -15,6 +16,11 @@ TILE_N = 128  # keys of a K/V tile
 # A CTA has 128 rows, and two tokens at the least: TMA leaves rows past a packed sequence's end
 # alone by an index past its dimension's size, which a dimension of one token is not given.
 MAX_PACKED_HEADS = 64
+
+# Scores are multiplied by softmax_scale times log2(e), which has to be finite in float32.
+LARGEST_SCALE = (2.0**128 - 2.0**104) / math.log2(math.e) * (1 - 2.0**-23)
+# Scores are divided by a softcap before the tanh, and must not vanish there.
+LARGEST_SOFTCAP = 2.0**64
 
 
 @dataclass(frozen=True)
