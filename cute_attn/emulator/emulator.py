@@ -109,6 +109,9 @@ class Emulator:
                 an entry of `cute_attn.cache`, or its directory.
             names: what its barriers, buffers and warps are called.
 
+        Returns:
+            It takes CPU tensors for CUDA tensors.
+
         Raises:
             ValueError: it was compiled without PTX, or the directory holds no entry.
             UnsupportedInstruction: its PTX has an instruction that the emulator does not know.
@@ -119,19 +122,40 @@ class Emulator:
     def load_object(
         self, image: bytes, ptx: str, function: str = _ENTRY_FUNCTION, names: Names | None = None
     ) -> EmulatedFunction:
-        """The same for the bytes of an object file, as `export_to_c` writes it, and its PTX.
+        """The same for an object file.
 
         Args:
+            image: its bytes, as `export_to_c` writes them.
+            ptx: the PTX that it was made of.
             function: the name that it was exported under.
+            names: as for `load`.
+
+        Returns:
+            A function that runs it here.
+
+        Raises:
+            UnsupportedInstruction: as `load`.
         """
         return EmulatedFunction(self, image, ptx, function, names)
 
     def expose(self, tensor: Any, name: str) -> None:
-        """Let kernels touch the memory of a CPU tensor that reaches them as a bare address."""
+        """Let kernels touch the memory of a CPU tensor that reaches them as a bare address.
+
+        Args:
+            tensor: whose memory it is.
+            name: what reports call it.
+        """
         self._exposed.append((name, tensor))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline so far, for Perfetto or chrome://tracing. Needs `traced=True`."""
+        """Write the timeline so far, for Perfetto or chrome://tracing.
+
+        Args:
+            path: of the JSON file.
+
+        Raises:
+            ValueError: the Emulator was made without `traced=True`.
+        """
         if self._trace is None:
             raise ValueError("nothing was traced: make the Emulator with traced=True")
         trace.write(path, self._trace, self._roles)
@@ -227,12 +251,16 @@ class EmulatedFunction:
         return tuple(self._programs)
 
     def __call__(self, *arguments: Any) -> None:
-        """Run it. CPU torch tensors stand for CUDA tensors, and are changed in place.
+        """Run it.
+
+        Args:
+            arguments: those of the compiled function. CPU torch tensors stand for CUDA tensors, and
+                are changed in place.
 
         Raises:
             FindingsError: a check found an error, see `Emulator`.
             RuntimeError: called by `progress` of the same emulator, in the middle of a launch.
-            what the compiled host code raises on arguments that it does not take.
+            Exception: whatever the compiled host code raises on arguments that it does not take.
         """
         with self._emulator._machine.calls:
             self._emulator._begin(tensors_in(arguments), self._names)

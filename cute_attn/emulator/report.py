@@ -16,10 +16,14 @@ class Finding:
             hardware as compiled today.
         message: what happened, in words.
         kernel: the kernel's symbol.
-        line, ptx: the instruction's line in the PTX text, and the line itself.
+        line: the instruction's line in the PTX text.
+        ptx: that line itself.
         source: "file:line" of the Python source, where the PTX has line information.
-        other_line, other_ptx, other_source: of the instruction it conflicts with, if there is one.
-        cta, warp: who executed it (linear block index, index in the block).
+        other_line: line of the instruction it conflicts with, if there is one.
+        other_ptx: that line itself.
+        other_source: likewise.
+        cta: linear index of the block that executed it.
+        warp: index in the block of the warp that executed it.
         count: how often the same instruction was found out.
     """
 
@@ -71,7 +75,10 @@ class LaunchRecord:
     """One launch.
 
     Attributes:
-        kernel: symbol; grid, block, cluster: sizes in x, y, z.
+        kernel: its symbol.
+        grid: blocks in x, y and z.
+        block: threads in x, y and z.
+        cluster: blocks of a cluster in x, y and z.
         dynamic_shared: bytes.
         instructions: warp-instructions executed.
         seconds: wall time of the emulation.
@@ -118,6 +125,7 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
+        """The findings of severity "error"."""
         return [f for f in self.findings if f.severity == "error"]
 
     @property
