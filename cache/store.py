@@ -37,11 +37,13 @@ _LOCKS, _STAGING, _QUARANTINE, _LEDGER = "locks", "staging", "quarantine", "ledg
 _OWN_NAMES = (_LOCKS, _STAGING, _QUARANTINE)
 _SHARD_NAME = re.compile("[0-9a-f]{2}")
 _DIGEST = re.compile("[0-9a-f]{64}")
+_LONGEST_SIGNATURE = 300  # of a lock's holder: a number and a host name
 _EVICTION_LOCK = "evict.lock"
 _REMOVED = "removed"  # in a staging directory: what is on its way out
 
 _POLL_SECONDS = 0.02
 _SLOWEST_POLL_SECONDS = 0.25
+_SILENT_WAIT_SECONDS = 10.0  # then say whom for
 _LONGEST_WAIT_SECONDS = 600.0  # then compile all the same: publication is atomic
 _LONGEST_WAIT_TO_EVICT_SECONDS = 60.0
 _TOLERATED_SKEW_SECONDS = 30 * 24 * 3600.0
@@ -282,10 +284,19 @@ class Store:
         with contextlib.ExitStack() as held:
             started = time.monotonic()
             pause = _POLL_SECONDS
+            told = False
             while not self._take_compile_lock(digest, held) and not published():
                 waited = time.monotonic() - started
                 if pause == _POLL_SECONDS:
                     logger.info("waiting for another process to compile %s", digest[:12])
+                elif waited > _SILENT_WAIT_SECONDS and not told:
+                    told = True
+                    logger.warning(
+                        "waited %.0f s so far for %s, which compiles %s",
+                        waited,
+                        self._holder(digest),
+                        digest[:12],
+                    )
                 if waited > _LONGEST_WAIT_SECONDS:
                     logger.warning(
                         "%s is still locked after %.0f s: compiling it here too", digest, waited
@@ -300,7 +311,10 @@ class Store:
         attempt = contextlib.ExitStack()
         try:
             with self._make_directory(_LOCKS) as directory:
-                state = attempt.enter_context(self._lock_file(directory, f"{digest}.lock"))
+                name = f"{digest}.lock"
+                state = attempt.enter_context(self._lock_file(directory, name))
+                if state is LockState.TAKEN:
+                    _sign(directory, name)
         except (OSError, RefusedEntry) as error:
             logger.debug("no lock in %s: %s", self.root, error)
             return True
@@ -309,6 +323,18 @@ class Store:
             return False
         held.push(attempt)
         return True
+
+    def _holder(self, digest: str) -> str:
+        """Who holds a key's lock, in words."""
+        with contextlib.suppress(OSError, CacheError, ValueError):
+            with self._make_directory(_LOCKS) as directory:
+                fd = directory.file(f"{digest}.lock")
+            with os.fdopen(fd) as file:
+                pid, host = file.read(_LONGEST_SIGNATURE).split()
+            if host != os.uname().nodename:
+                return f"process {int(pid)} on {host}"
+            return f"process {int(pid)}{_state_of(int(pid))}"
+        return "another process"
 
     # -- cleaning up
 
@@ -565,6 +591,25 @@ class Store:
                 with contextlib.suppress(OSError):  # not empty: in use
                     os.rmdir(name, dir_fd=base.fd)
         return problems
+
+
+def _sign(directory: Directory, name: str) -> None:
+    """Write into a lock's file who holds it, for those who wait."""
+    with contextlib.suppress(OSError, CacheError):  # a full disk
+        fd = directory.file(name, os.O_WRONLY | os.O_TRUNC)
+        try:
+            os.write(fd, f"{os.getpid()} {os.uname().nodename}\n".encode())
+        finally:
+            os.close(fd)
+
+
+def _state_of(pid: int) -> str:
+    """What is remarkable about a process of this machine, as a clause."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return " (it is not to be seen from here: it may be in another container)"
+    return " (it is stopped: kill -CONT lets it go on)" if state in "Tt" else ""
 
 
 @contextlib.contextmanager

@@ -70,6 +70,20 @@ class Process:
         assert self._popen.stderr is not None
         return self._popen.stderr.read()
 
+    def error_line(self) -> str:
+        """The next line on its stderr."""
+        assert self._popen.stderr is not None
+        return self._popen.stderr.readline()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        self._popen.send_signal(signal.SIGSTOP)
+        os.waitpid(self._popen.pid, os.WUNTRACED)
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         if self._popen.poll() is None:

@@ -330,3 +330,16 @@ tell(images=len(images), files=len(os.listdir("/proc/self/fd")), **cache.stats()
 """).result()
     assert result["disk_hits"] == result["images"] == kernels - 2  # none is taken for another
     assert result["files"] < 20
+
+
+def test_who_waits_says_whom_for(run: Run, root: Path) -> None:
+    holder = run(COMPILE_AND_STOP.format(module="compiler", name="_export", call=1))
+    holder.hear()
+    holder.stop()
+    waiter = run(f"from cute_attn.cache import store\nstore._SILENT_WAIT_SECONDS = 0.2\n{GET}")
+    assert waiter.error_line() == (
+        f"waited 0 s so far for process {holder.pid} (it is stopped: kill -CONT lets it go on), "
+        f"which compiles {cache.describe(SCALE, ScaleSpec(), ARCH).digest[:12]}\n"
+    )
+    holder.kill()
+    assert waiter.result()["compiles"] == 1
