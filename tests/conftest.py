@@ -95,7 +95,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             arch = next(arch for arch in EMULATED_ARCHS if arch in item.callspec.id.split("-"))
             emulator = Emulator(schedule="random", seed=0)
             stack.enter_context(cute_attn.emulated(arch, emulator))
+            stack.callback(assert_no_race, emulator)
         return (yield)
+
+
+def assert_no_race(emulator: Any) -> None:
+    """Of our own kernels not even those that are notes, as between lanes of a warp."""
+    races = [str(found) for found in emulator.report.findings if found.check == "race"]
+    assert not races, "\n".join(races)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

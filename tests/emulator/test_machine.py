@@ -262,6 +262,72 @@ def test_a_finding_names_line_and_source() -> None:
     assert (found.cta, found.warp, found.kernel) == (0, 0, "k")
 
 
+EXCHANGE = """
+    shl.b32 %r5, %r1, 2; mov.u32 %r6, tile; add.s32 %r6, %r6, %r5;
+    xor.b32 %r7, %r1, 1; shl.b32 %r7, %r7, 2; mov.u32 %r8, tile; add.s32 %r7, %r8, %r7;
+    st.shared.u32 [%r6], %r1;
+    {after_write}
+    ld.shared.u32 %r10, [%r7];
+    {after_read}
+    st.shared.u32 [%r6], 0;
+"""
+
+
+@pytest.mark.parametrize(
+    ("after_write", "after_read", "kinds"),
+    [
+        ("bar.warp.sync -1;", "bar.warp.sync -1;", []),
+        ("bar.sync 0;", "bar.sync 0;", []),
+        ("", "bar.warp.sync -1;", ["read after write"]),
+        ("bar.warp.sync -1;", "", ["write after read"]),
+        # They wait for each other, and order nothing.
+        ("bar.warp.sync -1;", "shfl.sync.bfly.b32 %r11, %r10, 1, 31, -1;", ["write after read"]),
+        ("vote.sync.any.pred %p1, 1, -1;", "bar.warp.sync -1;", ["read after write"]),
+    ],
+)
+def test_races_between_lanes_of_a_warp(after_write: str, after_read: str, kinds: list[str]) -> None:
+    body = THREAD + EXCHANGE.format(after_write=after_write, after_read=after_read)
+    before = ".shared .align 4 .b8 tile[128];"
+    out = np.zeros(32, np.uint32)
+    run = run_ptx(module(body + store("%r10"), before=before), args=[Buffer(out, False)], block=32)
+    assert out.tolist() == [lane ^ 1 for lane in range(32)]  # lanes run in step here
+    assert [(found.check, found.severity) for found in run.findings] == [("race", "note")] * len(
+        kinds
+    )
+    for found, kind in zip(run.findings, kinds, strict=True):
+        assert found.message.startswith(f"{kind} on shared memory at 0x"), found.message
+        assert "bar.warp.sync" in found.message
+
+
+def test_a_lane_by_itself_and_parts_of_a_word_do_not_race() -> None:
+    body = """
+        shl.b32 %r5, %r1, 1; mov.u32 %r6, tile; add.s32 %r6, %r6, %r5;
+        st.shared.u16 [%r6], %r1;
+        ld.shared.u16 %r10, [%r6];
+        st.shared.u16 [%r6], %r10;
+    """
+    assert computed(body, before=".shared .align 4 .b8 tile[64];").tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("synchronise", ["bar.warp.sync -1;", ""])
+def test_ldmatrix_behind_what_a_lane_has_written(synchronise: str) -> None:
+    body = f"""
+        shl.b32 %r5, %r1, 2; mov.u32 %r6, tile; add.s32 %r6, %r6, %r5;
+        st.shared.u32 [%r6], %r1;
+        {synchronise}
+        shl.b32 %r7, %r1, 4; and.b32 %r7, %r7, 112; mov.u32 %r8, tile; add.s32 %r7, %r8, %r7;
+        ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r10}}, [%r7];
+        st.shared.u32 [%r6], 0;  // behind what the whole warp has read
+    """
+    before = ".shared .align 16 .b8 tile[128];"
+    out = np.zeros(32, np.uint32)
+    run = run_ptx(
+        module(THREAD + body + store("%r10"), before=before), args=[Buffer(out, False)], block=32
+    )
+    assert out.tolist() == list(range(32))
+    assert [found.severity for found in run.findings] == ([] if synchronise else ["note"])
+
+
 def test_checks_can_be_switched_off() -> None:
     out = np.zeros(32, np.uint32)
     text = module(THREAD + "add.s32 %r10, %r11, 1;" + store("%r10"))

@@ -24,6 +24,7 @@ static void relaxed_release_into(Warp *w, View *into) {
 }
 
 static void acquire_from(Warp *w, const View *from) {
+  w->sync_epoch++;
   if (ordering(emu_of(w))) view_acquire(w, from);
 }
 
@@ -79,7 +80,6 @@ static void complete_named(Cta *cta, int id) {
       group->step = BAR_COMPLETE;
       group->note[1] = result;
       acquire_from(v, &b->next);
-      v->sync_epoch++;
     }
   }
   b->generation++;

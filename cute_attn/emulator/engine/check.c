@@ -490,6 +490,78 @@ void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes) {
   memset(cta->shared_init + offset, 1, bytes);
 }
 
+// What the lanes of a warp do to shared memory is in no order, but for bar.warp.sync and the barriers
+// that they wait for: Warp.sync_epoch counts both. A cell is about one epoch of one warp, and only
+// the latest write and the latest reads of the same bytes in it: forgetting can only hide a race.
+typedef struct LaneCell {
+  uint64_t epoch;              // from 1 on; 0: none
+  int32_t write, read;         // the instructions
+  Mask readers;
+  uint8_t warp, writer;        // the latter a lane
+  uint8_t written, read_bytes; // of the word: a bit each
+} LaneCell;
+
+// ldmatrix and stmatrix are by the whole warp: behind what all of its lanes have read, and in no
+// order with what one of them has written, or reads next.
+#define WHOLE_WARP 32
+
+static void report_lanes(Warp *w, const Insn *I, uint64_t word, int lane, int other,
+                         const char *kind, const char *did) {
+  Emu *e = emu_of(w);
+  finding_with(w, I, &e->program->code[other], CK_RACE, SEV_NOTE,
+               "%s on %s of CTA %u: %s %s what another lane has accessed, with no bar.warp.sync "
+               "between", kind, address_name(w->cta, (uint32_t)word * 4), w->cta->linear,
+               lane == WHOLE_WARP ? "the warp" : text("lane %d", lane), did);
+}
+
+static void check_lane(Warp *w, const Insn *I, const LaneCell *c, uint64_t word, int lane,
+                       uint8_t bytes, bool writes) {
+  if (c->epoch != w->sync_epoch + 1 || c->warp != w->index) return;
+  if (lane == WHOLE_WARP && writes) return;
+  if (c->written & bytes && c->writer != lane)
+    report_lanes(w, I, word, lane, c->write, writes ? "write after write" : "read after write",
+                 writes ? "writes" : "reads");
+  else if (writes && c->read_bytes & bytes && c->readers & ~(1u << lane))
+    report_lanes(w, I, word, lane, c->read, "write after read", "writes");
+}
+
+static void mark_lane(Warp *w, const Insn *I, LaneCell *c, int lane, uint8_t bytes, bool writes) {
+  int32_t insn = (int32_t)(I - emu_of(w)->program->code);
+  if (lane == WHOLE_WARP && !writes) return;
+  if (c->epoch != w->sync_epoch + 1 || c->warp != w->index)
+    *c = (LaneCell){.epoch = w->sync_epoch + 1, .warp = (uint8_t)w->index};
+  if (writes) {
+    c->write = insn, c->writer = (uint8_t)lane, c->written = bytes;
+    c->read_bytes = 0;
+  } else {
+    if (c->read_bytes != bytes) c->readers = 0;
+    c->read = insn, c->readers |= 1u << lane, c->read_bytes = bytes;
+  }
+}
+
+static void lane_access(Warp *w, const Insn *I, int lane, uint64_t offset, uint32_t bytes,
+                        bool writes, bool marking) {
+  LaneCell *cells = w->cta->lane_cells;
+  uint64_t end = offset + bytes;
+  for (uint64_t word = offset / 4; word * 4 < end; word++) {
+    uint64_t low = word * 4 < offset ? offset % 4 : 0, high = end - word * 4;
+    uint8_t parts = (uint8_t)((1u << (high < 4 ? high : 4)) - (1u << low));
+    if (marking) mark_lane(w, I, &cells[word], lane, parts, writes);
+    else check_lane(w, I, &cells[word], word, lane, parts, writes);
+  }
+}
+
+// Lanes `m` read or write `bytes` of their own CTA's shared memory, each from its offset on; or, as
+// one, the whole warp does.
+void lanes_access(Warp *w, const Insn *I, Mask m, const uint64_t *offsets, uint32_t bytes,
+                  bool writes, bool as_one) {
+  Cta *cta = w->cta;
+  if (!checking(cta->emu, CK_RACE)) return;
+  if (!cta->lane_cells) cta->lane_cells = calloc(cta->shared_bytes / 4 + 1, sizeof(LaneCell));
+  for (int marking = 0; marking < 2; marking++)  // lanes of one instruction do not race
+    FOR_SET(l, m) lane_access(w, I, as_one ? WHOLE_WARP : l, offsets[l], bytes, writes, marking);
+}
+
 static void global_access(const Access *a, const void *p, uint64_t bytes, bool writes) {
   Emu *e = emu_of(a->warp);
   if (!bytes) return;

@@ -968,6 +968,7 @@ static void free_cta(Cta *c) {
   free(c->shared);
   free(c->shared_init);
   free(c->shared_cells);
+  free(c->lane_cells);
   free(c->tmem_cells);
   free(c->tmem_init);
   free(c);

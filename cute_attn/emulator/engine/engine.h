@@ -294,7 +294,7 @@ struct Warp {
   uint64_t wgmma_group;
   int registers;           // of each thread (setmaxnreg)
   uint64_t executed;       // warp-instructions
-  uint64_t sync_epoch;     // counts warp-level synchronisations
+  uint64_t sync_epoch;     // counts what orders the lanes' accesses: bar.warp.sync, barriers
   Mask cluster_arrived, cluster_unwaited;
   int register_changes;
   struct Copies *copies;   // copy.c
@@ -314,6 +314,7 @@ struct Cta {
   uint32_t shared_bytes;   // static and dynamic; offset 0 is address SHARED_BASE
   uint8_t *shared_init;    // a byte each: 1 where written
   struct Cell *shared_cells;  // one a word
+  struct LaneCell *lane_cells;  // likewise: of the lanes of a warp
   NamedBarrier bars[MAX_NAMED_BARRIERS];
   Mbarrier *mbarriers; int nmbarriers;   // looked up by find_mbarrier
   int16_t *mbarrier_at;    // index by offset / 8, or -1
@@ -641,6 +642,8 @@ void memory_fence(Warp *w);                // fence.acq_rel / fence.sc / membar
 // The last warp of a CTA is about to exit by instruction I.
 void accesses_at_exit(Warp *w, const Insn *I);
 // Words kept for initialisation (also used by copies): mark without a race check.
+void lanes_access(Warp *w, const Insn *I, Mask m, const uint64_t *offsets, uint32_t bytes,
+                  bool writes, bool as_one);
 void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes);
 
 // ------------------------------------------------------------------------ mbarriers (barrier.c)

@@ -472,6 +472,8 @@ static int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int 
       FOR_SET(l, b->m) global_write(access, host_of(b, l), bytes);
     return 0;
   }
+  if (b->space == SP_SHARED && b->cta == w->cta && !access->atomic)
+    lanes_access(w, I, b->m, b->at, bytes, kind & WRITES, false);
   Runs r;
   find_runs(&r, b, bytes);
   for (int i = 0; i < r.count; i++) {

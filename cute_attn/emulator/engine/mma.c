@@ -55,6 +55,8 @@ static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool gen
   uint64_t address[32] = {0};
   addresses_of(w, I, o, lanes, address);
   Access a = access_of(w, I, "ldmatrix");
+  uint64_t own[32];  // offsets in the warp's own CTA
+  Mask mine = 0;
   a.lazy = known != NULL;
   memset(out, 0, 32 * 16);
   if (known) memset(known, 1, 32 * 16);
@@ -64,9 +66,11 @@ static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool gen
     uint8_t *p = row_pointer(w, I, generic, address[l], &cta, &offset);
     if (!p) continue;
     shared_read(&a, cta, offset, (uint32_t)bytes);
+    if (cta == w->cta) own[l] = offset, mine |= 1u << l;
     memcpy(out[l], p, (size_t)bytes);
     if (known) memcpy(known[l], cta->shared_init + offset, (size_t)bytes);
   }
+  lanes_access(w, I, mine, own, (uint32_t)bytes, false, true);
   emu_of(w)->counters[CT_SHARED_LOAD] += (uint64_t)rows * 16;
   count_rows(w, address, rows);
 }
@@ -169,15 +173,19 @@ static void store_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool ge
   if (I->flags & F_PROPAGATE && o->sub == K_REG && lanes & ~w->defined[o->id])
     undefined_read(w, I, o, lanes & ~w->defined[o->id]);  // the flag is for the data alone
   Access a = access_of(w, I, "stmatrix");
+  uint64_t own[32];
+  Mask mine = 0;
   FOR_SET(l, lanes) {
     Cta *cta;
     uint32_t offset;
     uint8_t *p = row_pointer(w, I, generic, address[l], &cta, &offset);
     if (!p) continue;
     shared_write(&a, cta, offset, 16);
+    if (cta == w->cta) own[l] = offset, mine |= 1u << l;
     memcpy(p, in[l], 16);
     if (known) memcpy(cta->shared_init + offset, known[l], 16);
   }
+  lanes_access(w, I, mine, own, 16, true, true);
   emu_of(w)->counters[CT_SHARED_STORE] += (uint64_t)rows * 16;
   count_rows(w, address, rows);
   progress(emu_of(w));
