@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -98,9 +97,9 @@ class Built:
             raise CacheError(f"{self.key.kernel} was compiled without {name}")
         return self.files[name]
 
-    @functools.cached_property
+    @property
     def meta(self) -> Mapping[str, Any]:
-        """What `meta.json` says, but for its own checksum."""
+        """What `meta.json` says, but for its own checksum. Computed at each use."""
         return {
             "schema": _SCHEMA,
             "digest": self.key.digest,
@@ -115,7 +114,8 @@ class Built:
 
     def meta_file(self) -> bytes:
         """The content of `meta.json`."""
-        return json.dumps({**self.meta, "checksum": _checksum(self.meta)}, indent=1).encode()
+        meta = self.meta
+        return json.dumps({**meta, "checksum": _checksum(meta)}, indent=1).encode()
 
 
 @dataclass(frozen=True)

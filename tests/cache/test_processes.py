@@ -246,10 +246,18 @@ reached.wait()
 
 def test_a_child_forked_while_a_thread_compiles_gets_its_kernels(run: Run) -> None:
     parent = run(f"""{COMPILE_IN_A_THREAD}
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class OnlyHere:
+    factor: float = 4.0
 answer, question = os.pipe()
 child = os.fork()
 if child == 0:
     cache.get(SCALE, ScaleSpec(3.0), "sm_90a")
+    try:
+        cache.get(SCALE, OnlyHere(), "sm_90a")
+    except cache.CompileError as error:
+        tell(error=str(error))
     os.write(question, b".")
     cache.get(SCALE, ScaleSpec(), "sm_90a")
     tell(**cache.stats()._asdict())
@@ -258,8 +266,11 @@ os.read(answer, 1)
 go_on.set()
 tell(status=os.waitpid(child, 0)[1])
 """)
+    refusal = parent.hear()["error"]
+    assert "forked while another thread was compiling" in refusal
+    assert "__main__.OnlyHere" in refusal  # which no new process can import
     child = parent.hear()
-    assert (child["compiles"], child["disk_hits"], child["failures"]) == (1, 1, 0)
+    assert (child["compiles"], child["disk_hits"], child["failures"]) == (1, 1, 1)
     assert parent.hear() == {"status": 0}
 
 
