@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..emulator.cubin import cubins
 from . import _sass_listing as listing
 from . import _sass_model as model
 from .environment import describe
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 ARCH = "sm_100a"
 OURS, THEIRS = "cute_attn", "FlashAttention-4"
 SOFTMAX = "warp: softmax"
-EM_CUDA = 190  # machine of an ELF file that holds code for a GPU
 
 # FlashAttention-4 pull request 2454, B200 at 1965 MHz, head_dim 256, bf16, 8 heads, non-causal,
 # half of the exponentials on the FMA units: TFLOP/s by sequence length.
@@ -132,25 +132,6 @@ class Analysed:
 
 
 # -- programs -------------------------------------------------------------------------------------
-
-
-def cubins(object_file: bytes) -> list[bytes]:
-    """The code for GPUs that an object file of the compiler holds, as ELF files."""
-    found = []
-    at = object_file.find(b"\x7fELF", 1)
-    while at >= 0:
-        header = object_file[at : at + 64]
-        if len(header) == 64 and int.from_bytes(header[18:20], "little") == EM_CUDA:
-            # The end of its last table: what follows belongs to the object file.
-            programs, sections = (int.from_bytes(header[i : i + 8], "little") for i in (32, 40))
-            size, count = (int.from_bytes(header[i : i + 2], "little") for i in (54, 56))
-            section_size, section_count = (
-                int.from_bytes(header[i : i + 2], "little") for i in (58, 60)
-            )
-            end = max(programs + size * count, sections + section_size * section_count)
-            found.append(object_file[at : at + end])
-        at = object_file.find(b"\x7fELF", at + 1)
-    return found
 
 
 def our_program(specialisation: Specialisation) -> Program:

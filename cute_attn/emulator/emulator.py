@@ -236,7 +236,7 @@ class EmulatedFunction:
     ) -> None:
         self._emulator = emulator
         self._names = names
-        self._programs = machine.programs(ptx)
+        self._programs = machine.programs(ptx, image)
         self._host = HostFunction(
             image,
             function,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import build
+from .cubin import machine_code
 from .forms import Form, FormTable
 from .program import SPECIAL_REGISTERS, ModuleMemory, Parameter, Program, lower
 from .ptx import Module, parse
@@ -163,7 +164,7 @@ class Engine:
                 len(program.records) // 64,
                 program.operands,
                 len(program.operands) // 24,
-                struct.pack("<8i", *program.header),
+                struct.pack(f"<{len(program.header)}i", *program.header),
                 program.name.encode(),
             )
             program.handles[self] = handle
@@ -188,16 +189,20 @@ def engine() -> Engine:
     return Engine(str(build.engine_library()))
 
 
-def programs(text: str) -> dict[str, Program]:
+def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
     """The kernels of a PTX text, lowered, by their symbols. They share the module's variables.
+
+    What PTX leaves to the assembler is as in the machine code that `object_file` holds, if any.
 
     Raises:
         PtxError: the text cannot be read; UnsupportedInstruction: or not emulated.
     """
     module = parse(text)
     memory = ModuleMemory(module)
+    code = machine_code(object_file)
     return {
-        kernel.name: lower(module, engine().forms, kernel.name, memory) for kernel in module.kernels
+        kernel.name: lower(module, engine().forms, kernel.name, memory, code.get(kernel.name))
+        for kernel in module.kernels
     }
 
 

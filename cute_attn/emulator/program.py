@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from .cubin import MachineCode
 from .forms import FormTable, Match, Plan, Token, UnsupportedInstruction
 from .ptx import (
     TYPE_BITS,
@@ -343,7 +344,8 @@ class Program:
     records: bytes
     operands: bytes
     header: tuple[int, ...]
-    """nregs, reg_words, local_bytes, param_bytes, static_shared, reqntid, maxnreg, arch"""
+    """nregs, reg_words, local_bytes, param_bytes, static_shared, reqntid, maxnreg, arch,
+    launch_registers, keeps_registers"""
     parameters: tuple[Parameter, ...]
     strings: tuple[str, ...]
     """Names of called functions (F operands)."""
@@ -394,13 +396,15 @@ def lower(
     table: FormTable,
     kernel: str | None = None,
     memory: ModuleMemory | None = None,
+    code: MachineCode | None = None,
 ) -> Program:
     """The program of a kernel of a module (the only one if it is not named).
 
-    `memory` holds the module's variables; kernels of one module share it.
+    `memory` holds the module's variables; kernels of one module share it. `code` is what the kernel
+    was assembled to, if that is known.
     """
     function = module.kernel(kernel)
-    return _Lowering(module, function, table, memory or ModuleMemory(module)).program()
+    return _Lowering(module, function, table, memory or ModuleMemory(module)).program(code)
 
 
 class _Lowering:
@@ -424,7 +428,7 @@ class _Lowering:
 
     # -- the steps
 
-    def program(self) -> Program:
+    def program(self, code: MachineCode | None) -> Program:
         frame = _Frame(self.kernel, None)
         self._append_function(frame)
         self._append_exit(frame)
@@ -444,6 +448,8 @@ class _Lowering:
             threads if self.kernel.directive("reqntid") else 0,
             self._most_registers(),
             self.module.arch,
+            code.registers if code is not None else 0,
+            int(code is not None and not code.sets_registers),
         )
         return Program(
             self.kernel.name,
@@ -502,7 +508,8 @@ class _Lowering:
     def _most_registers(self) -> int:
         """At most how many registers a thread has at launch; 0 is as many as there are.
 
-        The assembler gives a kernel no more than its warps ever ask for.
+        This is for PTX alone: machine code says how many. The assembler gives a kernel no more
+        than its warps ever ask for.
         """
         limits = list(self.kernel.directive("maxnreg"))
         increases = [

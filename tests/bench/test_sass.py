@@ -10,6 +10,7 @@ from cute_attn.bench.__main__ import main
 from cute_attn.bench._sass_listing import Instruction, ListingError, functions
 from cute_attn.bench._sass_model import HD256_FORWARD, AnalysisError
 from cute_attn.bench.registry import EXIT_UNAVAILABLE, Unavailable
+from cute_attn.emulator import cubin
 
 # `nvdisasm -c -hex` of a small kernel for sm_100a: a loop that waits for a barrier, masks the first
 # three tiles behind a branch, and adds up exponentials.
@@ -300,8 +301,8 @@ def elf(machine, size):
 
 
 def test_cubins_are_cut_out_of_an_object():
-    code = elf(sass.EM_CUDA, 32)
-    assert sass.cubins(elf(62, 8) + b"text" + code + b"more" + b"\x7fELF") == [code]
+    code = elf(cubin.EM_CUDA, 32)
+    assert cubin.cubins(elf(62, 8) + b"text" + code + b"more" + b"\x7fELF") == [code]
 
 
 def test_nvdisasm_is_looked_for(tmp_path, monkeypatch):

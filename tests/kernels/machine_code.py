@@ -8,6 +8,7 @@ from cute_attn.bench import sass
 from cute_attn.bench._sass_listing import functions
 from cute_attn.bench._sass_registers import unset_reads
 from cute_attn.cache import Entry
+from cute_attn.emulator.cubin import cubins
 
 
 def assert_sound(entry: Entry) -> None:
@@ -25,6 +26,6 @@ def _nvdisasm():
 def _unset_reads(entry: Entry) -> list[list[str]]:
     return [
         [str(read) for read in unset_reads(function)]
-        for cubin in sass.cubins(entry.read("kernel.o"))
+        for cubin in cubins(entry.read("kernel.o"))
         for function in functions(sass.disassemble(cubin, _nvdisasm()))
     ]

@@ -946,6 +946,13 @@ static int exec_setmaxnreg(Warp *w, const Insn *I, Mask m) {
   Group *g = group_of(w);
   int count = (int)I->op[0].imm;
   bool increase = I->mod[0] == 1;
+  if (emu_of(w)->program->keeps_registers) {
+    finding(w, I, CK_REGISTERS, SEV_NOTE,
+            "the assembler has left it out, as it does where it cannot tell how many registers the "
+            "kernel starts with (.maxnreg, or threads with .minnctapersm): the warp keeps %d",
+            w->registers);
+    return DONE;
+  }
   if (g->step == 0 && !check_registers(w, I, count, increase)) {
     w->register_changes++;
     return DONE;

@@ -82,6 +82,7 @@ typedef struct {
 
 typedef struct {
   int32_t nregs, reg_words, local_bytes, param_bytes, static_shared, reqntid, maxnreg, arch;
+  int32_t launch_registers, keeps_registers;
 } ProgramHeader;
 
 // How many entries of Insn.op a form's destinations take: they come first.
@@ -111,7 +112,8 @@ Program *emu_program_new(const InsnRecord *records, int n, const Operand *operan
       .operands = malloc(sizeof(Operand) * (size_t)(noperands + 1)), .noperands = noperands,
       .nregs = h->nregs, .reg_words = h->reg_words, .local_bytes = h->local_bytes,
       .param_bytes = h->param_bytes, .static_shared = h->static_shared, .reqntid = h->reqntid,
-      .maxnreg = h->maxnreg, .arch = h->arch, .name = strdup(name)};
+      .maxnreg = h->maxnreg, .arch = h->arch, .launch_registers = h->launch_registers,
+      .keeps_registers = h->keeps_registers != 0, .name = strdup(name)};
   memcpy(p->operands, operands, sizeof(Operand) * (size_t)noperands);
   for (int i = 0; i < n; i++) {
     const InsnRecord *r = &records[i];
@@ -876,6 +878,17 @@ void *scratch(Emu *e, int which, size_t bytes) {
 
 static void *zeroed(size_t bytes) { return calloc(bytes ? bytes : 1, 1); }
 
+// Registers of a thread at launch. Each quarter of an SM has its own 16384 registers and every
+// fourth warp; the assembler uses no more than 255, and the hardware allocates them by eights.
+static int registers_at_launch(const Program *p, int nwarps) {
+  int most = 65536 / 4 / (32 * ((nwarps + 3) / 4)), count = p->launch_registers;
+  if (!count) {
+    count = p->maxnreg && p->maxnreg < most ? p->maxnreg : most / 8 * 8;
+    if (count > 255) count = 255;
+  }
+  return (count + 7) / 8 * 8;
+}
+
 static void new_warp(Cta *c, int index) {
   Emu *e = c->emu;
   const Program *p = e->program;
@@ -902,9 +915,7 @@ static void new_warp(Cta *c, int index) {
     w->agent_clock[k] = w->agent_birth[k] = clocks[k] + 1;
   }
   w->bulk_group = w->wgmma_group = 1;
-  w->registers = 65536 / c->nthreads / 8 * 8;
-  if (p->maxnreg && w->registers > p->maxnreg) w->registers = p->maxnreg;
-  if (w->registers > 255) w->registers = 255;
+  w->registers = registers_at_launch(p, c->nwarps);
 }
 
 static void free_warp(Warp *w) {

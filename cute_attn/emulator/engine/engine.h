@@ -110,6 +110,8 @@ typedef struct {
   int local_bytes, param_bytes, static_shared;
   int reqntid, maxnreg;      // 0 where not given
   int arch;                  // 80, 90, 100 ...
+  int launch_registers;      // of a thread, as assembled; 0 if that is not known
+  bool keeps_registers;      // the assembler has left out setmaxnreg
   const char *name;
 } Program;
 
