@@ -13,6 +13,7 @@ import pytest
 from cute_attn.emulator import build, host
 from cute_attn.emulator.machine import Buffer, Run, run_ptx
 
+from .planted_kernels import TCGEN05
 from .silicon.pack import unpack
 from .silicon.tensormaps import ADDRESS, INTERLEAVES, PROMOTIONS, SWIZZLES, TYPES, descriptors
 
@@ -210,6 +211,23 @@ def test_relaxed_waits_without_a_fence_do_not() -> None:
     assert {f.check for f in run.errors} == {"race"}
 
 
+@pytest.mark.parametrize("schedule", range(3))
+def test_a_warp_that_names_no_lanes_gets_its_own(schedule: int) -> None:
+    named = "add.s32 %r8, %r4, %r7; // the warp's lanes"
+    assert named in TCGEN05.text
+    *inputs, out = TCGEN05.arguments()
+    run = run_ptx(
+        TCGEN05.text.replace(named, "mov.u32 %r8, %r4;"),
+        block=TCGEN05.block,
+        args=[*inputs, out],
+        dynamic_shared=TCGEN05.dynamic_shared,
+        schedule=schedule,
+    )
+    assert {(f.check, f.severity) for f in run.findings} == {("tmem", "note")}
+    assert len(run.findings) == 3  # two loads and a store
+    assert np.array_equal(out.array, TCGEN05.expected)
+
+
 def test_addresses_that_differ_between_lanes_are_noted() -> None:
     address = "shl.b32 %r9, %lane, 16; add.s32 %r8, %r4, %r7; add.s32 %r8, %r8, %r9;"
     run, out = run_product(product(128, 8, address=address), 8)
@@ -330,3 +348,80 @@ def test_the_stand_in_makes_tensor_maps_as_the_driver_does(encode: Any) -> None:
         assert made[2] & ~hint == right[2] & ~hint, m
         assert made[:2] + made[3:] == right[:2] + right[3:], m
     assert seen > 200
+
+
+# ---- values that nothing has written
+
+# 8 of the 32 lanes read a word that is there. %r10 is 2 where it is above 0, else 1: so much is
+# certain of the others too.
+CHOSEN = """
+    mov.u32 %r1, dynamic; shl.b32 %r2, %thread, 2; add.s32 %r2, %r2, %r1;
+    setp.gt.u32 %p1, %thread, 7;
+    @%p1 bra WRITTEN;
+    st.shared.u32 [%r2], %thread;
+WRITTEN:
+    bar.sync 0;
+    ld.shared.u32 %r3, [%r2];
+    setp.gt.s32 %p2, %r3, 0;
+    selp.b32 %r10, 2, 1, %p2;
+"""
+# As a loop's bound it goes through shuffles, arithmetic and shared memory. Lanes store %r20.
+PASSED_ON = """
+    shfl.sync.bfly.b32 %r11, %r10, 1, 31, -1;
+    max.s32 %r11, %r11, %r10; add.s32 %r11, %r11, 1; mov.b32 %r12, %r11;
+    st.shared.u32 [%r2+512], %r12;
+    bar.sync 0;
+    ld.shared.u32 %r13, [%r2+512];
+    mov.u32 %r20, 0; mov.u32 %r14, 0;
+LOOP:
+    setp.eq.u32 %p3, %thread, 0;
+    @%p3 add.s32 %r20, %r20, 1;
+    add.s32 %r14, %r14, 1;
+    setp.lt.s32 %p4, %r14, %r13;
+    @%p4 bra LOOP;
+"""
+STORED = "mul.wide.u32 %rd3, %thread, 4; add.s64 %rd3, %rd2, %rd3; st.global.u32 [%rd3], %r20;"
+
+
+def branching(body: str) -> tuple[list[tuple[str, str]], np.ndarray]:
+    """Kinds and PTX of findings, and the output."""
+    out = np.zeros(32, np.uint32)
+    args = [np.zeros(1, np.uint32), Buffer(out, initialised=False)]
+    run = run_ptx(module(CHOSEN + body), args=args, dynamic_shared=1024)
+    assert {f.check for f in run.findings} <= {"uninitialised"}
+    return [(f.severity, f.ptx) for f in run.findings], out
+
+
+def test_a_branch_on_what_the_program_has_chosen_is_a_note() -> None:
+    found, out = branching(PASSED_ON + STORED)
+    assert found == [("note", "@%p4 bra LOOP;")]
+    assert out.tolist() == [3] + [0] * 31
+
+
+def test_a_branch_on_what_nothing_has_written_is_an_error() -> None:
+    found, _ = branching("mov.u32 %r20, 5; @%p2 bra OUT; mov.u32 %r20, 6; OUT: " + STORED)
+    assert [severity for severity, _ in found] == ["error"]
+    assert "bra OUT" in found[0][1]
+
+
+def test_one_chosen_and_one_unwritten_operand_make_an_unwritten_value() -> None:
+    found, _ = branching("add.s32 %r11, %r10, %r3; setp.gt.s32 %p3, %r11, 0; @%p3 bra OUT; OUT:")
+    assert [severity for severity, _ in found] == ["error"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "mov.u32 %r20, %r10; " + STORED,
+        "mul.wide.u32 %rd3, %r10, 4; add.s64 %rd3, %rd2, %rd3; st.global.u32 [%rd3], 1;",
+        "setp.eq.s32 %p3, %r10, 1; @%p3 st.global.u32 [%rd2], 1;",
+        "selp.b32 %r11, %r3, %r3, %p2; setp.gt.s32 %p3, %r11, 0; @%p3 bra OUT; OUT:",
+        # What is stored over it counts, not what was there.
+        "st.shared.u32 [%r2], %r10; st.shared.u32 [%r2], %r3; ld.shared.u32 %r11, [%r2]; "
+        "setp.gt.s32 %p3, %r11, 0; @%p3 bra OUT; OUT:",
+    ],
+    ids=["stored", "address", "guard", "not chosen", "overwritten"],
+)
+def test_any_other_use_is_an_error(use: str) -> None:
+    found, _ = branching(use)
+    assert {severity for severity, _ in found} == {"error"}

@@ -540,7 +540,10 @@ SMALL_BUGS = [
         "relinquish"),
     bug("TCGEN05", "ld beyond the allocation", "tmem", changed("ld", r"\[%r8\]", "[%r8+32]"), "ld"),
     bug("TCGEN05", "ld beyond TMEM", "tmem", changed("ld", r"\[%r8\]", "[%r8+500]"), "ld"),
-    bug("TCGEN05", "ld of lanes of another warp", "tmem", changed("ld", r"\[%r8\]", "[%r4]"), "ld"),
+    bug("TCGEN05", "ld that names no lanes", "tmem", changed("ld", r"\[%r8\]", "[%r4]"), "ld", "note"),
+    bug("TCGEN05", "ld of lanes of another warp", "tmem", changed(
+        "ld", r"\[%r8\]", f"[%r8+{32 << 16}]"
+    ), "ld"),
     bug("TCGEN05", "ld of columns never written", "uninitialised", changed(
         "ld", r"\[%r8\]", "[%r8+16]"
     ), "ld"),

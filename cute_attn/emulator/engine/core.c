@@ -267,9 +267,16 @@ static void machine_finding(Emu *e, int check, const char *format, ...) {
   va_end(arguments);
 }
 
+static int exec_bra(Warp *w, const Insn *I, Mask m);
+
 static void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
   int32_t origin = w->origin[o->id];
-  if (origin >= 0)
+  if (origin >= 0 && I->exec == exec_bra && !(lanes & ~w->chosen[o->id]))
+    finding_with(w, I, &emu_of(w)->program->code[origin], CK_UNINITIALISED, SEV_NOTE,
+                 "branches on register %d, lanes 0x%08x: its value is one of those that the program "
+                 "chooses between, by what the other instruction reads, which nothing has written",
+                 o->id, lanes);
+  else if (origin >= 0)
     finding_with(w, I, &emu_of(w)->program->code[origin], CK_UNINITIALISED, SEV_ERROR,
                  "depends on register %d, lanes 0x%08x, and so on what the other instruction reads, "
                  "which nothing has written", o->id, lanes);
@@ -282,6 +289,7 @@ static void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lane
 void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
   if (I->flags & F_PURE) {  // it matters once something else depends on it
     w->tainted |= lanes;
+    w->tainted_raw |= lanes & ~w->chosen[o->id];
     w->taint_origin = w->origin[o->id] >= 0 ? w->origin[o->id]
                                             : (int32_t)(I - emu_of(w)->program->code);
   } else {
@@ -805,9 +813,10 @@ static Mask issuing_lanes(Warp *w, const Insn *I, Mask m) {
 static void spread_taint(Warp *w, const Insn *I) {
   for (int i = 0; i < I->ndest; i++) {
     const Operand *results = list_of(w, &I->op[i]);
-    for (int k = 0; k < count_of(&I->op[i]); k++) set_defined(w, &results[k], w->tainted, 0);
+    for (int k = 0; k < count_of(&I->op[i]); k++)
+      set_chosen(w, &results[k], w->tainted, 0, ~w->tainted_raw);
   }
-  w->tainted = 0;
+  w->tainted = w->tainted_raw = 0;
 }
 
 static void end_wait(Emu *e, Warp *w, Group *g, const Insn *I) {
@@ -901,6 +910,7 @@ static void new_warp(Cta *c, int index) {
   w->regs = aligned_alloc(64, (words * 4 + 63) & ~(size_t)63);
   memset(w->regs, 0xFF, words * 4);  // NaN, and the same in every run
   w->defined = zeroed(sizeof(Mask) * (size_t)(p->nregs + 1));
+  w->chosen = zeroed(sizeof(Mask) * (size_t)(p->nregs + 1));
   w->origin = malloc(sizeof(int32_t) * (size_t)(p->nregs + 1));
   memset(w->origin, 0xFF, sizeof(int32_t) * (size_t)(p->nregs + 1));
   w->local = zeroed((size_t)p->local_bytes * 32);
@@ -926,6 +936,7 @@ static void free_warp(Warp *w) {
     for (int i = 0; i < e->program->nregs; i++) clear_pending(w, &(Operand){.id = i});
   free(w->regs);
   free(w->defined);
+  free(w->chosen);
   free(w->origin);
   free(w->pending);
   free(w->local);
@@ -978,6 +989,7 @@ static void free_cta(Cta *c) {
   free(c->warps);
   free(c->shared);
   free(c->shared_init);
+  free(c->shared_chosen);
   free(c->shared_cells);
   free(c->lane_cells);
   free(c->tmem_cells);

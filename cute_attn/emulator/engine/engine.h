@@ -278,12 +278,16 @@ struct Warp {
   Group groups[32];
   uint32_t *regs;          // word offsets of Operand.reg
   Mask *defined;           // a register, by Operand.id: lanes whose value is defined
+  // Of the others those whose value is one of several that are defined, of which an undefined
+  // condition has chosen it (selp): which way a branch on it goes is open, but bounded.
+  Mask *chosen;
   AsyncOp **pending;       // a register: the operation still to write it, or NULL
   int npending;            // registers with one
   uint8_t *local;          // 32 x local_bytes
   uint8_t *local_init;     // same layout: 1 where written
   Mask carry;              // of add.cc and its kind
   Mask tainted;            // lanes in which the current instruction has read an undefined value
+  Mask tainted_raw;        // of these, lanes in which it was not a chosen one
   int32_t taint_origin;    // the instruction that the value comes from, or -1
   int32_t *origin;         // the same for each register that is not defined
   int32_t *unfenced;       // a register: set when written since the last wgmma.fence (NULL: off)
@@ -315,6 +319,7 @@ struct Cta {
   uint8_t *shared;         // shared_bytes
   uint32_t shared_bytes;   // static and dynamic; offset 0 is address SHARED_BASE
   uint8_t *shared_init;    // a byte each: 1 where written
+  uint8_t *shared_chosen;  // 1 where a chosen value was (Warp.chosen); NULL: nowhere
   struct Cell *shared_cells;  // one a word
   struct LaneCell *lane_cells;  // likewise: of the lanes of a warp
   NamedBarrier bars[MAX_NAMED_BARRIERS];
@@ -471,7 +476,10 @@ static inline Mask srcp_of(Warp *w, const Insn *I, const Operand *o, Mask m) {
   Mask v = 0;
   if (o->kind == K_PRED) {
     Mask bad = m & ~w->defined[o->id];
-    if (__builtin_expect(bad != 0, 0) && !(I->flags & F_PROPAGATE)) undefined_read(w, I, o, bad);
+    if (__builtin_expect(bad != 0, 0)) {
+      if (I->flags & F_PROPAGATE) w->taint_origin = w->origin[o->id];
+      else undefined_read(w, I, o, bad);
+    }
     v = w->regs[o->reg];
   } else if (o->kind == K_SREG) {
     FOR_LANES(l) v |= (Mask)(special_register(w, o->reg, l) != 0) << l;
@@ -521,10 +529,19 @@ static inline Mask defined_in(Warp *w, const Operand *o) {
   if (o->kind != K_REG && o->kind != K_PRED) return ALL_LANES;
   return w->npending && w->pending[o->id] ? ALL_LANES : w->defined[o->id];
 }
-static inline void set_defined(Warp *w, const Operand *o, Mask m, Mask defined) {
+static inline Mask chosen_in(Warp *w, const Operand *o) {
+  return o->kind == K_REG || o->kind == K_PRED ? w->chosen[o->id] : 0;
+}
+// `chosen`: of the lanes that are not defined.
+static inline void set_chosen(Warp *w, const Operand *o, Mask m, Mask defined, Mask chosen) {
   if (o->kind != K_REG && o->kind != K_PRED) return;
   w->defined[o->id] = (w->defined[o->id] & ~m) | (defined & m);
-  if (__builtin_expect((m & ~defined) != 0, 0)) w->origin[o->id] = w->taint_origin;
+  if (__builtin_expect((m & ~defined) == 0, 1)) return;
+  w->origin[o->id] = w->taint_origin;
+  w->chosen[o->id] = (w->chosen[o->id] & ~m) | (chosen & m);
+}
+static inline void set_defined(Warp *w, const Operand *o, Mask m, Mask defined) {
+  set_chosen(w, o, m, defined, 0);
 }
 // The address an `a` operand stands for, per lane, as the instruction's state space writes it
 // (shared: 32 bits with rank; local: offset; generic and global: 64 bits).

@@ -449,6 +449,13 @@ static const uint32_t TRUE_VALUES[] = {0, ~0u, ~0u, 0x3F800000, 0x3C00, 0x3F80, 
   }
 ALL_TYPES(COMPARED)
 
+// Lanes of a result that is chosen between two operands by a condition.
+static Mask chosen_between(Warp *w, const Operand *x, const Operand *y, const Operand *condition,
+                           Mask p) {
+  Mask known = defined_in(w, condition);
+  Mask good_x = defined_in(w, x) | chosen_in(w, x), good_y = defined_in(w, y) | chosen_in(w, y);
+  return (known & ((p & good_x) | (~p & good_y))) | (~known & good_x & good_y);
+}
 // What is undefined stays so only if it is selected.
 #define SELECT(t) \
   HANDLER(selp_##t) { \
@@ -456,8 +463,9 @@ ALL_TYPES(COMPARED)
     Mask p = SRCP(3); \
     Mask defined = ((p & defined_in(w, &I->op[1])) | (~p & defined_in(w, &I->op[2]))) & \
                    defined_in(w, &I->op[3]); \
+    Mask chosen = chosen_between(w, &I->op[1], &I->op[2], &I->op[3], p); \
     FOR_LANES(l) r[l] = (U_##t)(p >> l & 1 ? a[l] : b[l]); \
-    PUT(t, 0, r); set_defined(w, &I->op[0], m, defined); return DONE; \
+    PUT(t, 0, r); set_chosen(w, &I->op[0], m, defined, chosen); return DONE; \
   } \
   HANDLER(slct_##t) { \
     LANES(t, a, 1); LANES(t, b, 2); LANES32(c, 3); WORD(t) r[32]; \
@@ -481,10 +489,10 @@ WIDTHS(SELECT)
 #define MOVE(t) \
   HANDLER(mov_##t) { \
     LANES(t, a, 1); \
-    Mask defined = defined_in(w, &I->op[1]); \
+    Mask defined = defined_in(w, &I->op[1]), chosen = chosen_in(w, &I->op[1]); \
     if (BITS_##t >= 32) PUT(t, 0, a); \
     else { WORD(t) r[32]; FOR_LANES(l) r[l] = (U_##t)a[l]; PUT(t, 0, r); } \
-    set_defined(w, &I->op[0], m, defined); return DONE; \
+    set_chosen(w, &I->op[0], m, defined, chosen); return DONE; \
   }
 WIDTHS(MOVE)
 

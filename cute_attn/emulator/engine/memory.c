@@ -618,6 +618,16 @@ static Mask undefined_lanes(Warp *w, const Batch *b, uint32_t at, uint32_t bytes
   return bad;
 }
 
+// Of these lanes those that load a value which was chosen and stored as such.
+static Mask chosen_lanes(const Batch *b, uint32_t at, uint32_t bytes) {
+  if (b->space != SP_SHARED || !b->cta->shared_chosen) return 0;
+  Mask chosen = b->m;
+  FOR_SET(l, b->m)
+    for (uint32_t i = b->at[l] + at; i < b->at[l] + at + bytes; i++)
+      if (!b->cta->shared_init[i] && !b->cta->shared_chosen[i]) chosen &= ~(1u << l);
+  return chosen;
+}
+
 static int load(Warp *w, const Insn *I, Mask m, Space space, int semantics, int vector, Type t) {
   int n = elements_of(w, I, &I->op[0], space, vector, t);
   if (!n) return DONE;
@@ -640,7 +650,8 @@ static int load(Warp *w, const Insn *I, Mask m, Space space, int semantics, int 
       if ((b.space != SP_LOCAL && b.space != SP_SHARED) || !checking(emu_of(w), CK_UNINITIALISED))
         continue;
       w->taint_origin = (int32_t)(I - emu_of(w)->program->code);
-      set_defined(w, &d[k], b.m, ~undefined_lanes(w, &b, at, t.bytes));
+      Mask undefined = undefined_lanes(w, &b, at, t.bytes);
+      set_chosen(w, &d[k], b.m, ~undefined, undefined ? chosen_lanes(&b, at, t.bytes) : 0);
     }
     if (is_strong(semantics)) synchronise(w, &b, is_ordered(semantics) ? 1 : 0, sync_read);
   }
@@ -713,8 +724,17 @@ static void note_definedness(Warp *w, const Insn *I, const Batch *b, const Opera
   if (b->space == SP_LOCAL) {
     FOR_SET(l, b->m) memset(w->local_init + b->at[l] + at, defined >> l & 1, bytes);
   } else if (b->m & ~defined) {
-    if (b->space != SP_SHARED) undefined_read(w, I, value, b->m & ~defined);
-    else FOR_SET(l, b->m & ~defined) memset(b->cta->shared_init + b->at[l] + at, 0, bytes);
+    if (b->space != SP_SHARED) {
+      undefined_read(w, I, value, b->m & ~defined);
+      return;
+    }
+    Cta *cta = b->cta;
+    Mask chosen = chosen_in(w, value);
+    if (!cta->shared_chosen) cta->shared_chosen = calloc(cta->shared_bytes, 1);
+    FOR_SET(l, b->m & ~defined) {
+      memset(cta->shared_init + b->at[l] + at, 0, bytes);
+      memset(cta->shared_chosen + b->at[l] + at, chosen >> l & 1, bytes);
+    }
   }
 }
 

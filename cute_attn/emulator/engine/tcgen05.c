@@ -360,9 +360,16 @@ static bool cells_of(Warp *w, const Insn *I, Mask m, const Operand *address, int
   }
   int own = 32 * (w->index % 4), lanes = SHAPES[shape].lanes;
   if (c->lane != own && !(lanes == 16 && c->lane == own + 16)) {
-    finding(w, I, CK_TMEM, SEV_ERROR,
-            "%s at lane %d by warp %d, which can access lanes %d to %d only", what, c->lane,
-            w->index, own, own + 31);
+    // Which quarter is the warp's own the hardware knows by itself: DeepGEMM never names it.
+    if (c->lane == 0 || (lanes == 16 && c->lane == 16))
+      finding(w, I, CK_TMEM, SEV_NOTE,
+              "%s at lane %d by warp %d, whose lanes are %d to %d: it works only because the "
+              "hardware takes the warp's own quarter of TMEM", what, c->lane, w->index, own,
+              own + 31);
+    else
+      finding(w, I, CK_TMEM, SEV_ERROR,
+              "%s at lane %d by warp %d, which can access lanes %d to %d only", what, c->lane,
+              w->index, own, own + 31);
     c->lane = own + (lanes == 16 ? c->lane & 16 : 0);
   }
   return true;

@@ -69,7 +69,7 @@ static int exec_shfl(Warp *w, const Insn *I, Mask m) {
   const uint32_t *a = SRC32(2), *b = SRC32(3), *c = SRC32(4);
   require_defined(w, I, &I->op[3], m);
   require_defined(w, I, &I->op[4], m);
-  Mask known = defined_in(w, &I->op[2]), defined = 0, inside = 0;
+  Mask known = defined_in(w, &I->op[2]), defined = 0, inside = 0, chosen = 0;
   uint32_t result[32];
   for (int p = 0; p < count; p++) {
     Mask lanes = parts[p].lanes, astray = 0;
@@ -83,6 +83,7 @@ static int exec_shfl(Warp *w, const Insn *I, Mask m) {
       }
       result[l] = a[j];
       defined |= (known >> j & 1) << l;
+      chosen |= (chosen_in(w, &I->op[2]) >> j & 1) << l;
     }
     if (astray)
       finding(w, I, CK_SYNC, SEV_ERROR,
@@ -91,7 +92,7 @@ static int exec_shfl(Warp *w, const Insn *I, Mask m) {
     defined |= astray;  // said already
   }
   PUT32(0, result);
-  set_defined(w, &I->op[0], m, defined);
+  set_chosen(w, &I->op[0], m, defined, chosen);
   PUTP(1, inside);
   return DONE;
 }
