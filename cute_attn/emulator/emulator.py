@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from . import machine, trace
-from .host import HostFunction, Launch, tensors_in
+from .host import HostFunction, Launch, aligned_copies, tensors_in
 from .program import Program
 from .report import Finding, FindingsError, LaunchRecord, Report
 
 SCHEDULES = ("fair", "random", "adversarial")
 _OBJECT, _PTX = "kernel.o", "kernel.ptx"  # the files of a cache entry
 _ENTRY_FUNCTION = "k"  # the name its function is exported under
+_MISALIGNED = "Misaligned Tensor data"  # how the host code begins to say so
 
 
 @dataclass(frozen=True)
@@ -257,14 +258,33 @@ class EmulatedFunction:
             arguments: those of the compiled function. CPU torch tensors stand for CUDA tensors, and
                 are changed in place.
 
+        CUDA memory is aligned to 512 bytes, that of the CPU to 64. Where the host code refuses a
+        tensor for that, it gets copies, and what the kernels write is copied back.
+
         Raises:
             FindingsError: a check found an error, see `Emulator`.
             RuntimeError: called by `progress` of the same emulator, in the middle of a launch.
             Exception: whatever the compiled host code raises on arguments that it does not take.
         """
         with self._emulator._machine.calls:
-            self._emulator._begin(tensors_in(arguments), self._names)
-            self._host(*arguments)
+            launches = len(self._emulator.report.launches)
+            try:
+                self._run(arguments)
+                return
+            except ValueError as error:
+                refused = str(error).startswith(_MISALIGNED)
+                if not refused or len(self._emulator.report.launches) != launches:
+                    raise
+                exposed = {t.untyped_storage().data_ptr() for _, t in self._emulator._exposed}
+                given = {t.untyped_storage().data_ptr() for _, t in tensors_in(arguments)}
+                if exposed & given:  # kernels know the address of the memory itself
+                    raise
+            with aligned_copies(arguments) as copies:
+                self._run(copies)
+
+    def _run(self, arguments: Sequence[Any]) -> None:
+        self._emulator._begin(tensors_in(arguments), self._names)
+        self._host(*arguments)
 
     def _launched(self, launch: Launch) -> None:
         self._emulator._launch(self._programs[launch.kernel], launch)

@@ -7,11 +7,12 @@ real host code runs and each launch arrives here, as a `Launch`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,73 @@ def tensors_in(arguments: Sequence[Any]) -> list[tuple[str, Any]]:
         elif isinstance(argument, tuple | list):
             found += [(f"{i}.{where}", tensor) for where, tensor in tensors_in(argument)]
     return found
+
+
+_ALIGNMENT = 512  # of what PyTorch allocates on a CUDA device
+
+
+@contextlib.contextmanager
+def aligned_copies(arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """The arguments with tensors in copies of their memory, each as far from a multiple of 512 as
+    it is from the start of its storage: there a CUDA device would have it.
+
+    At the end the bytes that have changed are copied back, and no others: what lies between them
+    may be somebody else's. Tensors that overlap do so in the copies.
+    """
+    import torch
+
+    spans: dict[int, tuple[Any, int, int]] = {}  # by address: a storage, and which bytes of it
+    for _, tensor in tensors_in(arguments):
+        if tensor.numel():
+            storage, first, end = tensor.untyped_storage(), *_span(tensor)
+            at = storage.data_ptr()
+            _, start, stop = spans.get(at, (storage, first, end))
+            spans[at] = storage, min(start, first), max(stop, end)
+    copies = {at: _Copy(*span) for at, span in spans.items()}
+
+    def moved(argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor) and argument.numel():
+            return copies[argument.untyped_storage().data_ptr()].tensor(argument)
+        if isinstance(argument, tuple | list):
+            return tuple(map(moved, argument))
+        return argument
+
+    try:
+        yield tuple(map(moved, arguments))
+    finally:
+        for copy in copies.values():
+            copy.write_back()
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    """The bytes of its storage between which a tensor lies."""
+    first = tensor.storage_offset() * tensor.element_size()
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size()
+
+
+class _Copy:
+    """A copy of some bytes of a storage."""
+
+    def __init__(self, storage: Any, first: int, end: int) -> None:
+        import torch
+
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage, first, (end - first,), (1,))
+        self._room = torch.empty(end - first + 2 * _ALIGNMENT, dtype=torch.uint8)
+        # From the start of the room to where the copied storage would begin.
+        self._shift = -self._room.data_ptr() % _ALIGNMENT - first // _ALIGNMENT * _ALIGNMENT
+        self._copy = self._room[self._shift + first : self._shift + end]
+        self._copy.copy_(self._bytes)
+        self._before = self._copy.clone()
+
+    def tensor(self, like: Any) -> Any:
+        import torch
+
+        offset = self._shift + _span(like)[0]
+        return torch.empty(0, dtype=like.dtype).set_(
+            self._room.untyped_storage(), offset // like.element_size(), like.shape, like.stride()
+        )
+
+    def write_back(self) -> None:
+        changed = self._copy != self._before
+        self._bytes[changed] = self._copy[changed]
