@@ -129,6 +129,7 @@ ATTENTION = [
         for page_size in (16, 64, 128)  # of a tile: by TMA; of less: gathered with cp.async
     ),
     *(forward(arch=SM100, head_dim=d, num_splits=3, seqlen_q=64, seqlen_k=600) for d in (64, 128)),
+    forward(arch=SM100, head_dim=64, num_splits=3, seqlen_q=37, seqlen_k=600),
     *(forward(arch=SM100, head_dim=d, dtype="float8_e4m3fn", **uneven()) for d in (64, 128)),
     *(
         request
