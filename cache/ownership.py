@@ -271,7 +271,7 @@ def refuse_strangers(path: Path, status: os.stat_result, owners: frozenset[int])
     else:
         return
     raise RefusedEntry(
-        f"{path} {problem} (owner uid {status.st_uid}, mode {mode:04o}): compiled kernels are "
-        "native code, and are loaded only from where nobody else can have put them. Make it yours "
-        "with chown and chmod go-w, or choose another directory with CUTE_ATTN_CACHE_DIR"
+        f"{path} {problem} (owner uid {status.st_uid}, mode {mode:04o}): it is native "
+        "code, or holds some, which is loaded only from where nobody else can have put it. Make it "
+        "yours with chown and chmod go-w, or name another one (CUTE_ATTN_CACHE_DIR for the cache)"
     )

@@ -23,7 +23,7 @@ def cache_directory() -> Path | None:
     """`CUTE_ATTN_CACHE_DIR`, else the platform's; None if the user has no home directory."""
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
     if chosen:
-        return _absolute(chosen)
+        return absolute(chosen)
     import platformdirs  # 6 ms, and not needed where the variable is set
 
     try:
@@ -39,7 +39,7 @@ def prebuilt_directories() -> list[Path]:
     One that holds no kernels stays in the list, after one warning: it may be mounted later.
     """
     listed = os.environ.get("CUTE_ATTN_PREBUILT", "").split(os.pathsep)
-    paths = [_absolute(item) for item in listed if item]
+    paths = [absolute(item) for item in listed if item]
     for path in paths:
         if not _is_directory(path / LAYOUT):
             problem = f"has no {LAYOUT} in it" if _is_directory(path) else "is no directory"
@@ -47,12 +47,17 @@ def prebuilt_directories() -> list[Path]:
     return paths
 
 
-def _absolute(text: str) -> Path:
+def absolute(text: str) -> Path:
     """A path as a shell would read it: `~` is the home directory, if the user has one."""
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError:
         return Path(text).absolute()
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is one that can be seen."""
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def _is_directory(path: Path) -> bool:

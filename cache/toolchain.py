@@ -16,8 +16,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from . import driver
-from .errors import CacheError
+from . import driver, settings
+from .errors import CacheError, RefusedEntry
+from .log import warn_once
+from .ownership import open_directory
 
 RUNTIME_LIBRARY_NAME = "libcute_dsl_runtime.so"
 
@@ -137,13 +139,14 @@ def _driver_cuda_major() -> int | None:
 def runtime_library() -> RuntimeLibrary:
     """The runtime library: `CUTE_ATTN_RUNTIME_LIBRARY`, else the installed wheel's.
 
-    Raises CacheError if there is none.
+    Raises CacheError if there is none, RefusedEntry if others may write to the one that is named.
     """
     chosen = os.environ.get("CUTE_ATTN_RUNTIME_LIBRARY", "")
     if chosen:
-        path = Path(chosen).absolute()
-        if not path.is_file():
+        path = settings.absolute(chosen)
+        if not settings.is_file(path):
             raise CacheError(f"CUTE_ATTN_RUNTIME_LIBRARY={chosen}: there is no such file")
+        _refuse_strangers(path)
         named = [part for part in path.parts if re.fullmatch(r"cu\d+", part)]
         return RuntimeLibrary(path, named[-1] if named else None)
     flavours = _installed_flavours()
@@ -154,7 +157,24 @@ def runtime_library() -> RuntimeLibrary:
             "or name a copy of the file in CUTE_ATTN_RUNTIME_LIBRARY"
         )
     cuda = _chosen_flavour(flavours)
-    return RuntimeLibrary(flavours[int(cuda[2:])], cuda)
+    path = flavours[int(cuda[2:])]
+    try:
+        _refuse_strangers(path)
+    except RefusedEntry as refusal:
+        # Whoever can do that can change the packages around it, too: refusing would be no defence.
+        warn_once(f"runtime {path}", "loaded all the same, as the Python around it: %s", refusal)
+    return RuntimeLibrary(path, cuda)
+
+
+def _refuse_strangers(library: Path) -> None:
+    """Raise RefusedEntry if others may write to a library or to its directory.
+
+    Others are not: this user, root, and who owns the Python that runs.
+    """
+    owners = frozenset({os.geteuid(), 0, Path(sys.prefix).stat().st_uid})
+    library = Path(os.path.realpath(library))
+    with open_directory(library.parent, owners) as directory:
+        os.close(directory.file(library.name))
 
 
 def forget() -> None:

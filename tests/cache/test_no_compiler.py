@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from toy_specs import SCALE, ScaleSpec
 from cute_attn import cache
 from cute_attn.cache import toolchain
 from cute_attn.cache.entry import META
+from cute_attn.cache.errors import RefusedEntry
 from cute_attn.cache.store import Store
 
 Run = Callable[..., Process]
@@ -375,3 +377,66 @@ def test_a_prebuilt_entry_says_what_it_was_built_with(prebuilt: Path) -> None:
     assert entry is not None
     assert entry.kernels[0].name == kernel["name"]
     entry.close()
+
+
+# -- a runtime library of others
+
+
+def chown_to_nobody(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize("spoil", [chown_to_nobody, lambda path: path.chmod(0o777)])
+@pytest.mark.parametrize("what", ["", ".."])
+def test_a_runtime_library_that_others_may_write_is_refused_if_named(
+    filled_root: Path,
+    tmp_path: Path,
+    runtime_library: str,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path], None],
+    what: str,
+) -> None:
+    library = tmp_path / "cu12" / "libcute_dsl_runtime.so"
+    library.parent.mkdir(mode=0o700)
+    library.symlink_to(runtime_library)  # a link is followed: what counts is where it leads
+    monkeypatch.setenv("CUTE_ATTN_RUNTIME_LIBRARY", str(library))
+    toolchain.forget()
+    assert toolchain.runtime_library().path == library
+    toolchain.forget()
+    library.unlink()
+    shutil.copy(runtime_library, library)
+    library.chmod(0o755)
+    spoil(library.parent if what else library)
+    with pytest.raises(RefusedEntry, match=str(library.parent if what else library)):
+        toolchain.runtime_library()
+
+
+def test_an_installed_runtime_library_that_others_may_write_is_loaded_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = tmp_path / "libcute_dsl_runtime.so"
+    library.touch(0o700)
+    monkeypatch.setattr(toolchain, "_installed_flavours", lambda: {12: library})
+    for mode, warnings in ((0o755, 0), (0o777, 1), (0o777, 1)):
+        library.chmod(mode)
+        toolchain.forget()
+        assert toolchain.runtime_library().path == library
+        assert len(caplog.messages) == warnings
+    assert f"{library} can be written by others" in caplog.text
+
+
+def test_who_owns_the_python_that_runs_may_own_the_runtime_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix = tmp_path / "environment"
+    prefix.mkdir()
+    library = prefix / "libcute_dsl_runtime.so"
+    library.touch(0o755)
+    for path in (prefix, library):
+        chown_to_nobody(path)
+    monkeypatch.setattr(toolchain, "_installed_flavours", lambda: {12: library})
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    assert toolchain.runtime_library().path == library
+    assert not caplog.messages
