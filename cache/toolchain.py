@@ -7,6 +7,7 @@ runtime library at hand defines every symbol that the entry needs, which loading
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -173,8 +174,8 @@ def _refuse_strangers(library: Path) -> None:
     """
     owners = frozenset({os.geteuid(), 0, Path(sys.prefix).stat().st_uid})
     library = Path(os.path.realpath(library))
-    with open_directory(library.parent, owners) as directory:
-        os.close(directory.file(library.name))
+    with contextlib.suppress(OSError), open_directory(library.parent, owners) as directory:
+        os.close(directory.file(library.name))  # what cannot be opened cannot be loaded either
 
 
 def forget() -> None:
