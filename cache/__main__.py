@@ -104,7 +104,7 @@ def _size(text: str) -> int:
 def _architectures(text: str) -> list[str]:
     try:
         return [check_arch(item.strip()) for item in text.split(",")]
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 

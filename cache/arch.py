@@ -13,19 +13,33 @@ from .errors import CacheError
 
 def arch_of_capability(major: int, minor: int) -> str:
     """`(9, 0)` -> `"sm_90a"`. Raises NotImplementedError below compute capability 8.0."""
-    if major < 8:
-        raise NotImplementedError(
-            f"compute capability {major}.{minor} is not supported: 8.0 (Ampere) is the oldest"
-        )
+    _check_capability(major, minor)
     # From Hopper on, the instructions that the kernels use are in the arch-specific feature set.
     suffix = "a" if major >= 9 else ""
     return f"sm_{major}{minor}{suffix}"
 
 
+def _check_capability(major: int, minor: int) -> None:
+    if major < 8:
+        raise NotImplementedError(
+            f"compute capability {major}.{minor} is not supported: 8.0 (Ampere) is the oldest"
+        )
+
+
 def check_arch(arch: str) -> str:
-    """`arch` itself. Raises ValueError unless it is written like `sm_90a`."""
-    if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
+    """`arch` itself.
+
+    Raises:
+        TypeError: it is no string.
+        ValueError: it is not written like `sm_90a`.
+        NotImplementedError: it is older than compute capability 8.0.
+    """
+    if not isinstance(arch, str):
+        raise TypeError(f"arch must be a str such as 'sm_90a', got {type(arch).__name__}")
+    match = re.fullmatch(r"sm_(\d{1,2})(\d)[af]?", arch)
+    if match is None:
         raise ValueError(f"{arch!r} is not an architecture: write for example sm_90a or sm_100a")
+    _check_capability(int(match[1]), int(match[2]))
     return arch
 
 

@@ -56,7 +56,7 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
         try:
             for arch in _architectures(table):
                 check_arch(arch)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             raise CacheError(f"{path}: arch of operator {number}: {error}") from None
     return tables
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import cache
 from .cache import KernelDef
+from .cache.arch import check_arch
 from .cache.planner import planner as planner
+from .settings import on_reload, settings
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +115,10 @@ def num_sms(device: torch.device) -> int:
 def check_device(name: str, device: torch.device) -> None:
     """Raises ValueError unless kernels can run on tensors of `device`: CUDA, or emulated."""
     if device.type != "cuda" and not (device.type == "cpu" and current_emulation()):
-        raise ValueError(f"{name} is on {device}, must be on a CUDA device")
+        hint = ", or on the CPU in a thread within cute_attn.emulated()"
+        raise ValueError(
+            f"{name} is on {device}, must be on a CUDA device{hint if device.type == 'cpu' else ''}"
+        )
 
 
 def warmup(
@@ -168,11 +173,19 @@ _emulation: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar(
 
 @functools.cache
 def _emulation_of_environment() -> Emulation | None:
-    if os.environ.get("CUTE_ATTN_EMULATE", "").strip() in ("", "0"):
+    if not settings().emulate:
         return None
     from .emulator import Emulator
 
-    return Emulation(Emulator(), os.environ.get("CUTE_ATTN_ARCH") or DEFAULT_EMULATED_ARCH)
+    return Emulation(Emulator(), _arch_to_emulate())
+
+
+on_reload(_emulation_of_environment.cache_clear)
+
+
+def _arch_to_emulate() -> str:
+    chosen = os.environ.get("CUTE_ATTN_ARCH", "").strip()
+    return check_arch(chosen) if chosen else DEFAULT_EMULATED_ARCH
 
 
 def current_emulation() -> Emulation | None:
@@ -188,7 +201,12 @@ def emulated(arch: str | None = None, emulator: Emulator | None = None) -> Itera
             o = cute_attn.lightning_attn_decode(q, k, v, state, decay)
         print(emulator.report)
 
-    `CUTE_ATTN_EMULATE=1` does the same for a whole process.
+    `CUTE_ATTN_EMULATE=1` does the same for a whole process. This one holds for the thread or task
+    that enters it. A thread that is started within does not see it, unless it runs in a copy of
+    the context, as `asyncio.to_thread` does:
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(function,)).start()
 
     Args:
         arch: to emulate: "sm_80", "sm_90a", "sm_100a" ...; None is `CUTE_ATTN_ARCH`, else
@@ -196,12 +214,18 @@ def emulated(arch: str | None = None, emulator: Emulator | None = None) -> Itera
         emulator: to run on; None makes one with every check on.
 
     Raises:
+        TypeError: arch is no string, or emulator no Emulator.
+        ValueError: arch is not written like "sm_90a".
+        NotImplementedError: arch is older than "sm_80".
         cute_attn.emulator.EmulatorUnavailable: there is no C compiler to build the emulator with.
     """
     from .emulator import Emulator
 
-    emulator = emulator or Emulator()
-    chosen = arch or os.environ.get("CUTE_ATTN_ARCH") or DEFAULT_EMULATED_ARCH
+    chosen = _arch_to_emulate() if arch is None else check_arch(arch)
+    if emulator is None:
+        emulator = Emulator()
+    elif not isinstance(emulator, Emulator):
+        raise TypeError(f"emulator must be an Emulator, got {type(emulator).__name__}")
     token = _emulation.set(Emulation(emulator, chosen))
     try:
         yield emulator

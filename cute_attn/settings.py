@@ -5,39 +5,50 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 _SCHEDULERS = {"": "static", "0": "static", "1": "clc"}  # FA_CLC -> scheduler
-_SPLITS = {"": True, "0": False, "1": True}  # CUTE_ATTN_KDA_SPLIT -> whether
 
 _on_reload: list[Callable[[], None]] = []
 
 
-@dataclass(frozen=True)
 class Settings:
-    """The settings in force.
+    """The settings in force, each read from the environment when it is first asked for.
 
     Attributes:
         scheduler: what `scheduler=None` means to the attention operators: "static", or "clc" where
             `FA_CLC=1`.
         kda_split: whether `chunk_kda` may split a few long sequences to fill the GPU; not where
             `CUTE_ATTN_KDA_SPLIT=0`.
+        emulate: whether operators run CPU tensors in the emulator: where `CUTE_ATTN_EMULATE=1`.
+
+    Raises:
+        ValueError: at the first use of one whose variable has a value that means nothing; the
+            message names the variable, and what it may be.
     """
 
-    scheduler: str
-    kda_split: bool
+    @functools.cached_property
+    def scheduler(self) -> str:
+        return _SCHEDULERS[_switch("FA_CLC")]
+
+    @functools.cached_property
+    def kda_split(self) -> bool:
+        return _switch("CUTE_ATTN_KDA_SPLIT") != "0"
+
+    @functools.cached_property
+    def emulate(self) -> bool:
+        return _switch("CUTE_ATTN_EMULATE") == "1"
+
+    def __repr__(self) -> str:
+        return (
+            f"Settings(scheduler={self.scheduler!r}, kda_split={self.kda_split}, "
+            f"emulate={self.emulate})"
+        )
 
 
 @functools.cache
 def settings() -> Settings:
-    """The settings in force, read from the environment on first use.
-
-    Raises:
-        ValueError: a variable has a value that means nothing; the message names it.
-    """
-    return Settings(
-        scheduler=_SCHEDULERS[_switch("FA_CLC")], kda_split=_SPLITS[_switch("CUTE_ATTN_KDA_SPLIT")]
-    )
+    """The settings in force."""
+    return Settings()
 
 
 def _switch(name: str) -> str:
@@ -50,13 +61,18 @@ def _switch(name: str) -> str:
 def reload_settings() -> Settings:
     """Read the environment again, and return what is now in force.
 
-    For a process that has changed `FA_CLC` or `CUTE_ATTN_KDA_SPLIT` in `os.environ` after an
-    operator was called.
+    For a process that has changed `FA_CLC`, `CUTE_ATTN_KDA_SPLIT` or `CUTE_ATTN_EMULATE` in
+    `os.environ` after an operator was called.
+
+    Raises:
+        ValueError: one of them has a value that means nothing; the message names it.
     """
     settings.cache_clear()
     for forget in _on_reload:
         forget()
-    return settings()
+    now = settings()
+    _ = now.scheduler, now.kda_split, now.emulate  # all of them, so that a bad one is told here
+    return now
 
 
 def on_reload(forget: Callable[[], None]) -> None:

@@ -169,9 +169,9 @@ def flash_attn_varlen_func(
         max_seqlen_q: the longest sequence's length. A hint: short ones let heads share tiles. An
             int, or a tensor, which is not read; None and a tensor stand for the mean length.
         max_seqlen_k: as FlashAttention has it; not used.
-        seqused_q: `[batch]` int32: only so many of a sequence's rows of q count. Needs
-            cu_seqlens_q.
-        seqused_k: `[batch]` int32: only so many of a sequence's rows of k and v count.
+        seqused_q: `[batch]` int32: only so many of a sequence's rows of q count; all of them where
+            it has fewer, and none below 0. Needs cu_seqlens_q.
+        seqused_k: `[batch]` int32: only so many of a sequence's rows of k and v count, likewise.
         softmax_scale: as for `flash_attn_func`.
         causal: as for `flash_attn_func`; positions count in each sequence by itself.
         window_size: as for `flash_attn_func`, in each sequence by itself.

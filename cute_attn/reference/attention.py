@@ -54,7 +54,7 @@ def attention_reference(
             that divide HQ: query head h uses head h // (HQ // HK).
         window_size: keys to the left and right that a query sees; None or -1 is all.
         cu_seqlens_q, cu_seqlens_k: `[B + 1]`, where each sequence's rows begin and end.
-        seqused_q, seqused_k: `[B]`, how many of each sequence's rows count.
+        seqused_q, seqused_k: `[B]`, how many of each sequence's rows count: at most all.
         dtype: the arithmetic. float64 gives the reference.
         p_dtype: what the probabilities are rounded to before they meet v.
 
@@ -138,7 +138,7 @@ def sequences(
         for x, offsets, used in ((q, cu_seqlens_q, seqused_q), (k, cu_seqlens_k, seqused_k)):
             start, end = (0, x.shape[1]) if offsets is None else offsets[b : b + 2].tolist()
             if used is not None:
-                end = start + int(used[b])
+                end = start + max(0, min(int(used[b]), end - start))
             where += [b if offsets is None else None, slice(start, end)]
         yield Sequence(*where)  # type: ignore[arg-type]
 

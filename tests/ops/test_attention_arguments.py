@@ -355,6 +355,36 @@ def test_lse_comes_only_when_asked_for():
     assert lse is None
 
 
+# -- counts on the device, which nothing reads before the kernel
+
+
+def test_no_more_rows_count_than_a_sequence_has():
+    """Those behind them are another sequence's, and behind the last one's nobody's. (That results
+    are right with counts within the rows is tested in test_attention.py.)"""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 1, 256, generator=generator).bfloat16() for n in (6, 9, 9))
+
+    def call(used_q: list[int], used_k: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        with cute_attn.emulated("sm_100a"), torch.no_grad():
+            o, lse = cute_attn.flash_attn_varlen_func(
+                q,
+                k,
+                v,
+                cu_seqlens_q=torch.tensor([0, 2, 4, 6], dtype=torch.int32),
+                cu_seqlens_k=torch.tensor([0, 3, 6, 9], dtype=torch.int32),
+                max_seqlen_q=2,
+                seqused_q=torch.tensor(used_q, dtype=torch.int32),
+                seqused_k=torch.tensor(used_k, dtype=torch.int32),
+                return_lse=True,
+            )
+        counts = torch.tensor([0, 1, 4, 5])
+        return o[counts], lse[:, counts]
+
+    expected = call([2, 0, 2], [3, 3, 0])
+    for a, b in zip(call([3, -1000, 200], [4, 1000, -5]), expected, strict=True):
+        assert torch.equal(a, b)
+
+
 # -- what a kernel is chosen by
 
 

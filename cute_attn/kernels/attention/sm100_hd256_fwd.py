@@ -612,7 +612,7 @@ class Sm100Hd256Forward:
                     k_start = cu_seqlens_k[sequence]
                     k_length = cu_seqlens_k[sequence + 1] - k_start
                 if cutlass.const_expr(self.spec.seqused_k):
-                    k_length = seqused_k[sequence]
+                    k_length = cutlass.min(k_length, seqused_k[sequence])
                 kv_head = head * self.packed // (heads // kv_heads)
                 self.publish(
                     work, barriers, published,

@@ -8,20 +8,75 @@ import cutlass
 import cutlass.cute as cute
 
 
-def overlaps(o: cute.Tensor, *inputs: cute.Tensor) -> Any:
-    """Whether the memory that o spans meets that of an input."""
-    start, end = _span(o)
+def overlaps(
+    written: tuple[cute.Tensor | None, ...],
+    read: tuple[cute.Tensor | None, ...],
+    pools: tuple[cute.Tensor | None, ...] = (),
+) -> Any:
+    """Whether what is written meets itself or another tensor in memory; None is no tensor.
+
+    The rules are those of `cute_attn.ops.memory.check_memory`, which says what is wrong. pools have
+    slots in their first mode; slots of one may lie between those of another.
+    """
     found = cutlass.Boolean(False)
-    for x in inputs:
-        other_start, other_end = _span(x)
-        found = found | ((start < other_end) & (other_start < end))
+    results = [x for x in written if x is not None]
+    for i, x in enumerate(results):
+        found = found | _meets_itself(x)
+        for y in (*results[i + 1 :], *read):
+            if y is None:
+                continue
+            meet = _spans_meet(x, y)
+            if any(x is z for z in pools) and any(y is z for z in pools):
+                meet = meet & ~_slots_are_apart(x, y)
+            found = found | meet
     return found
 
 
-def _span(x: cute.Tensor) -> tuple[Any, Any]:
-    """Address of the first byte of x, and of the first past its last."""
+def _spans_meet(x: cute.Tensor, y: cute.Tensor) -> Any:
+    start, end = _span(x)
+    other_start, other_end = _span(y)
+    return (start < other_end) & (other_start < end)
+
+
+def _slots_are_apart(x: cute.Tensor, y: cute.Tensor) -> Any:
+    """Whether slots of both have one distance in bytes, and lie apart within it. Both have as many
+    slots."""
+    pitch = x.stride[0] * (x.element_type.width // 8)
+    start, end = _span(x, first=1)
+    other_start, other_end = _span(y, first=1)
+    several = cutlass.max(pitch, 1)  # for what is never looked at
+    between = ((other_start - start) % several + several) % several
+    return (
+        (x.shape[0] > 1)
+        & (pitch == y.stride[0] * (y.element_type.width // 8))
+        & (end - start <= between)
+        & (between + other_end - other_start <= pitch)
+    )
+
+
+def _meets_itself(x: cute.Tensor) -> Any:
+    """Whether a mode steps by less than what all modes with smaller steps span."""
+    found = cutlass.Boolean(False)
+    modes = range(cute.rank(x))
+    for mode in modes:
+        spanned = cutlass.Int64(1)
+        for other in modes:
+            if other == mode:
+                continue
+            smaller = x.stride[other] < x.stride[mode]
+            if other < mode:  # of equal steps one comes first
+                smaller = smaller | (x.stride[other] == x.stride[mode])
+            part = cutlass.Int64(x.shape[other] - 1) * x.stride[other]
+            spanned += cutlass.Int64(smaller) * part
+        found = found | ((x.shape[mode] > 1) & (x.stride[mode] < spanned))
+    return found
+
+
+def _span(x: cute.Tensor, first: int = 0) -> tuple[Any, Any]:
+    """Address of the first byte of x, and of the first past its last; from the mode `first` on, of
+    one slot."""
     start = x.iterator.toint()
     last = cutlass.Int64(0)
-    for mode in range(cute.rank(x)):
+    for mode in range(first, cute.rank(x)):
         last += cutlass.Int64(x.shape[mode] - 1) * x.stride[mode]
     return start, start + (last + 1) * (x.element_type.width // 8)

@@ -217,9 +217,10 @@ class TileMap(Carried):
         return sequence >= 0, block, head, sequence
 
     def seqlen(self, sequence: Any) -> Any:
-        """Tokens of q in a sequence."""
+        """Tokens of q in a sequence: never more than it has rows, which others' would follow."""
         if self.cu_seqlens_q is None:
             return self.seqlen_q
+        rows = self.cu_seqlens_q[sequence + 1] - self.cu_seqlens_q[sequence]
         if self.seqused_q is not None:
-            return self.seqused_q[sequence]
-        return self.cu_seqlens_q[sequence + 1] - self.cu_seqlens_q[sequence]
+            rows = cutlass.max(0, cutlass.min(rows, self.seqused_q[sequence]))
+        return rows

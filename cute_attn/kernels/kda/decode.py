@@ -145,7 +145,9 @@ class KdaDecode:
         heads_v = state.shape[1]
         # What must not run gets no blocks: the driver refuses that, and the operator says why.
         blocks = heads_v
-        if overlaps(o, q, k, v, g, beta, state) or heads_v % cutlass.max(heads, 1) != 0:
+        pools = (state, record_k, record_g, record_u)
+        inputs = (q, k, v, g, beta, A_log, dt_bias, state_indices, num_accepted)
+        if overlaps((o, *pools), inputs, pools) or heads_v % cutlass.max(heads, 1) != 0:
             blocks = 0
         if cutlass.const_expr(spec.multi_token):
             if q.shape[1] == 0:

@@ -61,7 +61,8 @@ class LightningDecode:
     ) -> None:
         batch, heads = q.shape[0], state.shape[1]
         # What must not run gets no blocks: the driver refuses that, and the operator says why.
-        if overlaps(o, q, k, v, state):
+        inputs = (q, k, v, decay, state_indices, draft_k, draft_v, num_accepted)
+        if overlaps((o, state), inputs, (state, draft_k, draft_v)):
             heads = 0
         if cutlass.const_expr(self.spec.multi_token):
             if q.shape[1] == 0:

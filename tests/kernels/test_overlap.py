@@ -1,0 +1,122 @@
+"""What host code refuses of overlapping memory, which on a warm path is all that looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_attn
+from cute_attn.ops import lightning
+from cute_attn.ops.kda import decode
+from cute_attn.ops.memory import check_memory
+from tests.ops.operators import OPERATORS, values
+
+MODULES = {"lightning_attn_decode": lightning, "kda_decode": decode}
+POOLS = {
+    "lightning_attn_decode": ("state", "draft_k", "draft_v"),
+    "kda_decode": ("state", "record_k", "record_g", "record_u"),
+}
+
+
+def one_after_another(args: dict[str, Any], first: str, second: str, shared: int) -> None:
+    """Put both into one piece of memory, where `shared` bytes are theirs together."""
+    x, y = args[first], args[second]
+    memory = torch.zeros(x.nbytes + y.nbytes, dtype=torch.uint8)
+    args[first] = memory[: x.nbytes].view(x.dtype).view(x.shape)
+    rest = memory[x.nbytes - shared : x.nbytes - shared + y.nbytes]
+    args[second] = rest.view(y.dtype).view(y.shape)
+    args[first].copy_(x)
+    if not shared:
+        args[second].copy_(y)
+
+
+def rows_apart(args: dict[str, Any], name: str, step: int) -> None:
+    x = args[name]
+    memory = values(x.shape[0] * x[0].numel() + step, dtype=x.dtype)
+    args[name] = memory.as_strided(x.shape, (step, *x.stride()[1:]))
+
+
+def pages(args: dict[str, Any], names: tuple[str, ...], shared: int) -> None:
+    """A slot of each pool in turn; with `shared`, the last one starts so many bytes early."""
+    sizes = [args[name][0].nbytes for name in names]
+    pitch, slots = sum(sizes), args[names[0]].shape[0]
+    memory = torch.zeros(slots * pitch, dtype=torch.uint8)
+    start = 0
+    for name, size in zip(names, sizes, strict=True):
+        x = args[name]
+        offset = start - (shared if name == names[-1] else 0)
+        item = x.element_size()
+        strides = (pitch // item, *x.stride()[1:])
+        args[name] = memory.view(x.dtype).as_strided(x.shape, strides, offset // item).copy_(x)
+        start += size
+
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def layouts(name: str) -> dict[str, Change]:
+    operator = OPERATORS[name]
+    cases: dict[str, Change] = {}
+
+    def add(label: str, change: Callable[..., None], *arguments: Any) -> None:
+        cases[label] = lambda args: change(args, *arguments)
+
+    for written in operator.written:
+        for other in operator.tensors:
+            if other != written:
+                add(f"{written} into {other}", one_after_another, written, other, 16)
+        add(f"{written} beside q", one_after_another, written, "q", 0)
+        row = operator.arguments()[written][0].numel()
+        for step in (0, 64, row - 64, row, row + 64):
+            add(f"{written} every {step} of {row}", rows_apart, written, step)
+    for shared in (0, 16):
+        add(f"pages that share {shared} bytes", pages, POOLS[name], shared)
+    return cases
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """Bits of one dtype may be NaN in the other's."""
+    return (
+        torch.equal(x.nan_to_num(), y.nan_to_num()) if x.is_floating_point() else torch.equal(x, y)
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_host_code_refuses_what_the_operator_does(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Both by the same rules, for every argument that is written beside every other."""
+    refusals: list[str] = []
+
+    def note(*arguments: Any, **named: Any) -> None:
+        try:
+            check_memory(*arguments, **named)
+        except ValueError as error:
+            refusals.append(str(error))
+
+    monkeypatch.setattr(MODULES[name], "check_memory", note)
+    refused = taken = 0
+    with cute_attn.emulated("sm_90a"), torch.no_grad():
+        for label, change in layouts(name).items():
+            args = OPERATORS[name].arguments()
+            change(args)
+            if " every 0 of" in label:
+                continue  # is refused as expanded, before
+            for key in ("state_indices", "num_accepted_tokens"):
+                if not args[key].any():  # it lies in memory that was made for it
+                    args[key].copy_(torch.tensor([1, 0], dtype=torch.int32))
+            before = {key: x.clone() for key, x in args.items() if isinstance(x, Tensor)}
+            refusals.clear()
+            try:
+                OPERATORS[name].function(**args)
+            except RuntimeError:
+                launched = False
+            else:
+                launched = True
+            assert launched != bool(refusals), f"{label}: launched is {launched}, {refusals}"
+            taken, refused = taken + launched, refused + (not launched)
+            if not launched:
+                assert all(same(x, args[key]) for key, x in before.items()), label
+    assert refused > 15 and taken >= 5
