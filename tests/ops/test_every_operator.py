@@ -440,3 +440,21 @@ def test_a_lower_bound_that_is_none_is_refused(launches: list[tuple[Any, ...]], 
     count = len(launches)
     OPERATORS[name].call(lower_bound=-5)
     assert len(launches) > count > 0
+
+
+# -- with the kernel -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_the_kernel_gives_what_it_gives_for_plain_tensors(wrap: str):
+    """Here of one operator; of all of them on a GPU."""
+    operator = OPERATORS["lightning_attn_decode"]
+    with cute_attn.emulated("sm_90a"), torch.no_grad():
+        plain = operator.arguments()
+        expected = operator.function(**plain)
+        for argument in operator.tensors:
+            args = operator.arguments()
+            args[argument] = WRAPPED[wrap](args[argument])
+            o = operator.function(**args)
+            assert torch.equal(o.as_subclass(Tensor), expected)
+            assert torch.equal(args["state"].as_subclass(Tensor), plain["state"])

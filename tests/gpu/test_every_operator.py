@@ -1,0 +1,113 @@
+"""Every operator on a GPU with parameters and subclasses, cold and warm, and what the warm path
+refuses. tests/ops/test_every_operator.py has the rest, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import cute_attn
+from tests.ops.operators import OPERATORS, tensors_in
+
+ARCHS = {"flash_attn_func": (10,), "flash_attn_varlen_func": (10,)}  # else from Ampere on
+
+WRAPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "parameter": lambda x: Parameter(x, requires_grad=False),
+    "parameter that requires a gradient": lambda x: Parameter(x, x.is_floating_point()),
+    "subclass": lambda x: x.as_subclass(Plain),
+}
+
+
+class Plain(Tensor):
+    """A subclass that says nothing of its own."""
+
+
+def arguments(name: str) -> dict[str, Any]:
+    major = torch.cuda.get_device_capability()[0]
+    if major not in ARCHS.get(name, (major,)):
+        pytest.skip(f"there is no kernel for compute capability {major}.x")
+    given = OPERATORS[name].arguments()
+    if "seqused_q" in given:  # all rows, so that none is undefined
+        given["seqused_q"] = given["cu_seqlens_q"].diff()
+    return {
+        key: x.cuda() if isinstance(x, Tensor) and key != "cu_seqlens_cpu" else x
+        for key, x in given.items()
+    }
+
+
+def call(name: str, args: dict[str, Any]) -> list[Tensor]:
+    """What a call gives and writes, as plain tensors."""
+    with torch.no_grad():
+        results = tensors_in(OPERATORS[name].function(**args))
+    written = [args[key] for key in OPERATORS[name].written]
+    return [x.detach().as_subclass(Tensor).clone() for x in (*results, *written)]
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_parameters_and_subclasses_give_what_plain_tensors_give(name: str, wrap: str):
+    expected = call(name, arguments(name))
+    for argument in OPERATORS[name].tensors:
+        for _ in range(2):  # the kernel is there from the first call on
+            args = arguments(name)
+            args[argument] = WRAPPED[wrap](args[argument])
+            for got, x in zip(call(name, args), expected, strict=True):
+                assert torch.equal(got.nan_to_num(), x.nan_to_num()), argument
+
+
+@pytest.mark.parametrize("name", [name for name, it in OPERATORS.items() if it.written])
+def test_the_warm_path_refuses_shared_memory_and_gradients(name: str):
+    for written in OPERATORS[name].written:
+        for other in OPERATORS[name].tensors:
+            if other == written:
+                continue
+            call(name, arguments(name))
+            args = arguments(name)
+            x, y = args[written], args[other]
+            memory = torch.zeros(x.nbytes + y.nbytes, dtype=torch.uint8, device="cuda")
+            args[written] = memory[: x.nbytes].view(x.dtype).view(x.shape)
+            rest = memory[x.nbytes - 16 : x.nbytes - 16 + y.nbytes]
+            args[other] = rest.view(y.dtype).view(y.shape)
+            with pytest.raises(ValueError, match=r"overlaps .* in memory"):
+                call(name, args)
+        args = arguments(name)
+        x = args[written]
+        args[written] = torch.zeros_like(x).as_strided(x.shape, (64, *x.stride()[1:]))
+        with pytest.raises(ValueError, match="elements overlap in memory"):
+            call(name, args)
+        args = arguments(name)
+        args[written].requires_grad_()
+        with pytest.raises(NotImplementedError, match="no backward"):
+            OPERATORS[name].function(**args)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("lightning_attn_decode", "softmax_scale"),
+        ("kda_decode", "scale"),
+        ("kda_decode", "lower_bound"),
+        ("fused_recurrent_kda", "scale"),
+        ("fused_recurrent_kda", "lower_bound"),
+        ("chunk_kda", "scale"),
+    ],
+)
+def test_the_warm_path_looks_at_numbers(name: str, number: str):
+    good = -2.0 if number == "lower_bound" else 0.5
+    call(name, arguments(name) | {number: good})
+    for bad, error in ((float("nan"), ValueError), (1e39, ValueError), (True, TypeError)):
+        with pytest.raises(error, match=number):
+            call(name, arguments(name) | {number: bad})
+
+
+def test_transforms_are_refused_on_the_warm_path():
+    args = arguments("kda_decode")
+    call("kda_decode", args)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="k comes from a transform"):
+        torch.vmap(lambda k: cute_attn.kda_decode(**args | {"k": k}))(args["k"][None])
