@@ -697,6 +697,8 @@ def _allocated(parent_fd: int, name: str, depth: int = 8) -> tuple[int, os.stat_
         try:
             with os.scandir(fd) as items:
                 for item in items:
+                    if item.name == _REMOVED:  # another process is about to free it
+                        continue
                     if item.is_dir(follow_symlinks=False) and depth:
                         total += _allocated(fd, item.name, depth - 1)[0]
                         continue
