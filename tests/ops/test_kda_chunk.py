@@ -30,8 +30,10 @@ from .kda_cases import (
     PLAIN,
     SMALL,
     SOME,
+    WIDE_K,
     WIDE_V,
     Case,
+    Kind,
     assert_agrees,
     assert_no_worse,
     cases,
@@ -85,6 +87,31 @@ def test_gates_of_any_size(device: str, gates: str):
     for kind, lengths in ((PLAIN, (130,)), (DECAYS, (64, 0, 70)), (WIDE_V, (129, 1))):
         args = Case(kind, lengths, gates=gates, alike=gates == "weak", seed=3).arguments(device)
         assert_agrees(args, *run(args))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", [DECAYS, WIDE_K], ids=["bfloat16", "float16"])
+def test_small_gates_behind_large_ones_count(device: str, kind: Kind, path: str):
+    """In one chunk: a decay is of its own gates, however large the sum of those before it."""
+    args = Case(kind, (64,), seed=6).arguments(device)
+    large, small = (-1e6, -0.01) if kind.gate == "none" else (1e4, -3.0)
+    args["g"].fill_(small)
+    args["g"][:, :50] = large
+    args["g"][:, 55] = large
+    assert_agrees(args, *run(args, **PATHS[path]))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("gates", ["usual", "extreme"])
+@pytest.mark.parametrize("size", [1e10, 1e18, 1e-18])
+def test_the_norm_takes_rows_of_any_length(device: str, size: float, gates: str, path: str):
+    """Up to where the sum of squares leaves float32."""
+    args = Case(WIDE_V, (100, 30), gates=gates, seed=8).arguments(device)
+    args["q"].mul_(size)
+    args["k"].mul_(size)
+    assert_agrees(args, *run(args, **PATHS[path]))
 
 
 @pytest.mark.everywhere
