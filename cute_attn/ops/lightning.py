@@ -160,7 +160,7 @@ def lightning_attn_decode(
             or state.requires_grad
             or decay.requires_grad
             or draft_k is not None
-            or out is not None
+            or (out is not None and out.requires_grad)
         ):
             check_autograd("lightning_attn_decode", q, k, v, state, decay, out, draft_k, draft_v)
         o = torch.empty_like(v) if out is None else out

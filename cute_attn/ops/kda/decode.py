@@ -210,7 +210,7 @@ def kda_decode(
             or state.requires_grad
             or A_log is not None
             or record_u is not None
-            or out is not None
+            or (out is not None and out.requires_grad)
         ):
             check_autograd(
                 "kda_decode", q, k, v, g, beta, state, A_log, dt_bias, out, record_k, record_g,
