@@ -65,7 +65,7 @@ class KdaChunkIntra(ChunkInverse):
     def __init__(self, spec: IntraSpec):
         super().__init__(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm)
         self.spec = spec
-        self.few_registers = spec.store_qg or self.rows_normalised
+        self.few_registers = spec.store_qg
         # Of v a thread has this many units at a time, and of u this many columns, lest registers
         # run out.
         self.units = spec.head_dim_v // 8  # of a row

@@ -332,7 +332,7 @@ class KdaPrepare(ChunkInverse):
     def put_decayed_k(
         self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any
     ) -> None:
-        if self.l2norm and not self.rows_normalised:
+        if self.l2norm:
             row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
             norm = self.of_row(smem, self.inverse_norm_k, row)
             start = [x * norm for x in start]
@@ -343,14 +343,11 @@ class KdaPrepare(ChunkInverse):
         self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any,
         scale: Any,
     ) -> None:  # fmt: skip
-        if self.rows_normalised:
-            q = [x * y for x, y in zip(q, start, strict=True)]
-        else:
-            norm = scale
-            if self.l2norm:
-                row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
-                norm = self.of_row(smem, self.inverse_norm_q, row)
-            q = [x * (y * norm) for x, y in zip(q, start, strict=True)]
+        norm = scale
+        if self.l2norm:
+            row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
+            norm = self.of_row(smem, self.inverse_norm_q, row)
+        q = [x * (y * norm) for x, y in zip(q, start, strict=True)]
         self.put(out, self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
 
     def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:

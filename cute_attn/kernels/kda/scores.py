@@ -22,8 +22,7 @@ of P, and all factors are products of that, or of its reciprocal, and one expone
 
 Factors are multiplied in float32, and the products rounded once, as operands. Scores of a token
 with itself have no decay, and come from `norms`, which also finds the lengths of q and k: these are
-factors of rows (bfloat16, whose shift would make long rows overflow), of the scores, and of all
-else that is made of q and k, which are never rounded again.
+factors of the scores, and of all else that is made of q and k, which are never rounded again.
 
 All 8 warps work on scores: warps b and b + 4 have the rows of sub-chunk b, each for half of the
 channels. Then warp b adds up and keeps L, warp b + 4 Aqk. In every product the order of channels is
@@ -58,6 +57,9 @@ BLOCK_BYTES = SUB_CHUNK * SUB_CHUNK * 4
 REGION_BYTES = 8192
 LOWEST, HIGHEST = -120.0, 40.0  # of P in range
 SHIFT = 60.0  # of exponents of rows, with bfloat16
+# With the norm within, rows longer than LONG are multiplied by SHORTENED before anything else: the
+# shifted product of two others stays below 2^120, and so do those of rows up to 2^64.
+LONG, SHORTENED = 2.0**30, 2.0**-34
 NUM_BLOCKS = SUB_CHUNKS * (SUB_CHUNKS + 1) // 2
 RESERVED_BYTES = 1024  # of an SM's shared memory, for each block
 
@@ -176,9 +178,6 @@ class ChunkScores:
         assert self.q + SUB_CHUNKS * REGION_BYTES <= self.blocks
         self.in_one_product = dtype == "bfloat16"
         self.shift = SHIFT if self.in_one_product else 0.0
-        # Rows of q (with scale) and k have their norms before they are multiplied: shifted, longer
-        # ones would make sums overflow. float16 has no shift, and no exponents for short rows.
-        self.rows_normalised = l2norm and self.in_one_product
 
     def blocks_per_sm(self) -> int:
         """Two, if the architecture that is compiled for has the shared memory: threads then have
@@ -287,6 +286,17 @@ class ChunkScores:
         row = (thread >> 5) * 8 + r
         at = smem + self.q + row * self.qk_row + c * 16
         by_k, by_q = self._products_of_rows(at, parity(row) << 6)
+        # By so much rows of q and k are longer than what is left of them.
+        longer_q, longer_k = Float32(1.0), Float32(1.0)
+        if cutlass.const_expr(self.l2norm and self.in_one_product):
+            q_square, k_square = (
+                Float32(cutlass.select_((r & 1) == 1, x[1], x[0])) for x in (by_q, by_k[2:])
+            )
+            is_long = cute.arch.fmax(q_square, k_square) > LONG * LONG
+            if cute.arch.vote_any_sync((c == r >> 1) & is_long):
+                keep_branch()
+                longer_q = self._shorten(at, parity(row) << 6, q_square)
+                longer_k = self._shorten(at + (self.k - self.q), parity(row) << 6, k_square)
         if c == r >> 1:
             odd = (r & 1) == 1
             dot = cutlass.select_(odd, by_k[1], by_k[0]) * scale
@@ -294,10 +304,24 @@ class ChunkScores:
             if cutlass.const_expr(self.l2norm):
                 of_q = self._inverse_norm(cutlass.select_(odd, by_q[1], by_q[0]))
                 of_k = self._inverse_norm(cutlass.select_(odd, by_k[3], by_k[2]))
-                dot = (dot * of_q) * of_k
+                dot = dot * (of_q * of_k)
+                if cutlass.const_expr(self.in_one_product):
+                    of_q, of_k = of_q * longer_q, of_k * longer_k
                 warp.store_shared(Float32, place + self.inverse_norm_q, [of_q * scale])
                 warp.store_shared(Float32, place + self.inverse_norm_k, [of_k])
             warp.store_shared(Float32, place + self.own_score, [dot])
+
+    def _shorten(self, at: Any, swap: Any, square: Any) -> Any:
+        """Multiply the thread's row in shared memory by SHORTENED if it is long, and return what
+        that takes from its length. Its sum of squares has lane r / 2 of the row's four."""
+        lane = cute.arch.lane_idx()
+        is_long = cute.arch.shuffle_sync(square, (lane & ~3) + (lane >> 3)) > LONG * LONG
+        factor = cutlass.select_(is_long, Float32(SHORTENED), Float32(1.0))
+        for g in range(self.groups):
+            address = at + ((g << 6) ^ swap)
+            x = self.unpacked(warp.load_shared(Int32, address, 4))
+            warp.store_shared(Int32, address, self.packed([y * factor for y in x]))
+        return Float32(cutlass.select_(is_long, Float32(1.0 / SHORTENED), Float32(1.0)))
 
     def _products_of_rows(self, at: Any, swap: Any) -> tuple[list[Any], list[Any]]:
         by_k, by_q = [Float32(0.0)] * 4, [Float32(0.0)] * 4
@@ -542,7 +566,7 @@ class ChunkScores:
             if slow:
                 cute.arch.sync_warp()
                 k = self.unpacked(warp.load_shared(Int32, place + self.k, 4))
-            k = self._decayed_row(smem, self.inverse_norm_k, row, k, decay)
+            k = [x * y for x, y in zip(k, decay, strict=True)]
             for n, x in enumerate(self.packed(k)):
                 rows[8 + half * 4 + n] = x
             if slow:
@@ -553,7 +577,7 @@ class ChunkScores:
                 cute.arch.sync_warp()
             if late:
                 q = self.unpacked(warp.load_shared(Int32, place + self.q, 4))
-            q = self._decayed_row(smem, self.inverse_norm_q, row, q, decay)
+            q = [x * y for x, y in zip(q, decay, strict=True)]
             for n, x in enumerate(self.packed(q)):
                 rows[half * 4 + n] = x
             if frugal:
@@ -569,14 +593,6 @@ class ChunkScores:
                 own.append(self.packed([x * y for x, y in zip(k, inverse, strict=True)]))
         for half, column in enumerate(own):
             self._accumulate(acc, 0, half, rows, column)
-
-    def _decayed_row(
-        self, smem: Any, norms: int, row: Any, values: list[Any], decay: list[Any]
-    ) -> list[Any]:
-        if self.rows_normalised:
-            norm = self.of_row(smem, norms, row)
-            values = [x * norm for x in values]
-        return [x * y for x, y in zip(values, decay, strict=True)]
 
     def _columns(
         self, back: int, in_range: bool, j: Any, at_qk: Any, at_p: Any, rows: cute.Tensor,
@@ -653,9 +669,9 @@ class ChunkScores:
         return factor * 2.0**-self.shift if back and self.shift else factor
 
     def row_factor(self, smem: Any, row: Any) -> Any:
-        """Of a row of L: beta, and the norm if the row has not got it."""
+        """Of a row of L: beta, and the norm."""
         factor = self.of_row(smem, self.beta, row)
-        if self.l2norm and not self.rows_normalised:
+        if self.l2norm:
             factor = factor * self.of_row(smem, self.inverse_norm_k, row)
         return factor
 
@@ -721,9 +737,7 @@ class ChunkScores:
         tile = smem + self.tile_qk + b * REGION_BYTES
         in_range = self.rows_in_range(smem, b)
         factors = [scale, scale]
-        if cutlass.const_expr(self.rows_normalised):
-            factors = [Float32(1.0), Float32(1.0)]
-        elif cutlass.const_expr(self.l2norm):
+        if cutlass.const_expr(self.l2norm):
             factors = [
                 self.of_row(smem, self.inverse_norm_q, b * SUB_CHUNK + r + 8 * rows)
                 for rows in range(2)
@@ -786,10 +800,9 @@ class ChunkScores:
             reference = (pair << (shift + 1)) + h
             later = reference + (r & (h - 1))
             product = self._level(smem, b, later, later - h, reference)
-            of_k = self.of_row(smem, self.beta, b * SUB_CHUNK + later)
+            of_k = self.row_factor(smem, b * SUB_CHUNK + later)
             of_q = scale
             if cutlass.const_expr(self.l2norm):
-                of_k = of_k * self.of_row(smem, self.inverse_norm_k, b * SUB_CHUNK + later)
                 of_q = self.of_row(smem, self.inverse_norm_q, b * SUB_CHUNK + later)
             block = smem + self.blocks + block_offset(b, b)
             for i in cutlass.range_constexpr(2):
@@ -800,9 +813,9 @@ class ChunkScores:
                     if cutlass.const_expr(self.l2norm):
                         column = self.of_row(smem, self.inverse_norm_k, b * SUB_CHUNK + earlier)
                     transposed = block + block_element(earlier, later)
-                    warp.store_shared(Float32, transposed, [(product[i] * of_q) * column])
+                    warp.store_shared(Float32, transposed, [product[i] * (of_q * column)])
                     at = block + block_element(later, earlier)
-                    warp.store_shared(Float32, at, [(product[2 + i] * of_k) * column])
+                    warp.store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
     def _level(self, smem: Any, b: Any, later: Any, earlier: Any, reference: Any) -> list[Any]:
         """The product of a level, as accumulators, for the thread's tokens of sub-chunk b."""
@@ -890,15 +903,14 @@ class ChunkScores:
         self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any
     ) -> None:
         """Take the thread's 8 channels of k of row 8 half + lane // 4 of sub-chunk b; times
-        `start`, and the norm unless `rows_normalised`, they are decayed from the start of the
-        chunk."""
+        `start`, and the norm, they are decayed from the start of the chunk."""
         raise NotImplementedError
 
     def put_decayed_q(
         self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any,
         scale: Any,
     ) -> None:  # fmt: skip
-        """Take the same of q; `rows_normalised` have the scale, too."""
+        """Take the same of q."""
         raise NotImplementedError
 
     def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
