@@ -18,7 +18,7 @@ from typing import Any
 from ..emulator import Emulator
 from .environment import describe
 from .progress import track
-from .registry import Benchmark, GpuCheckStage
+from .registry import Benchmark
 from .report import Report, Row, Verdict
 
 MAX_SECONDS, GOAL_SECONDS = 15.0, 5.0
@@ -163,5 +163,4 @@ BENCHMARK = Benchmark(
     run=run,
     needs_gpu=False,
     add_arguments=add_arguments,
-    gpu_check=(GpuCheckStage((), 120),),
 )

@@ -47,7 +47,8 @@ def attention_reference(
 
     A key that is not visible contributes nothing, whatever k and v hold there. A row without
     visible keys, or with scores of -inf only, has output 0 and an lse of -inf or the sink. A
-    visible score of NaN or +inf makes the row's output and lse NaN.
+    visible score of NaN or +inf makes the row's output and lse NaN, as does such a sink of a row
+    that sees a key.
 
     Args:
         q: `[B, SQ, HQ, D]`, or `[total, HQ, D]` with cu_seqlens_q; k and v likewise, with HK heads
@@ -158,6 +159,7 @@ def _one_head(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -math.inf)
+    unseen = (scores == -math.inf).all(dim=1)
     if sink is not None:  # a key like any other, but for its value, which is 0
         scores = torch.cat([scores, sink.expand(scores.shape[0], 1)], dim=1)
     if scores.shape[1] == 0:
@@ -168,6 +170,9 @@ def _one_head(
     total = p.sum(dim=1, keepdim=True)
     lse = (shift + torch.log(total)).squeeze(1)
     p = (p / total.masked_fill(total == 0, 1.0))[:, : k.shape[0]]
+    if sink is not None:  # which may be NaN or infinite
+        lse = torch.where(unseen, sink, lse)
+        p = p.masked_fill(unseen[:, None], 0.0)
     if p_dtype is not None:
         p = p.to(p_dtype).to(p.dtype)
     if bool(v.isfinite().all()):

@@ -68,7 +68,6 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     assert found[0].is_tests
     assert [s.name for s in found[1:]] == [
         "cache --repeats 1",
-        "emulator",
         "kda-chunk --no-peer",
         "kda-decode --no-peer",
         "kda-first-result --no-peer",

@@ -459,7 +459,7 @@ def test_a_row_does_not_depend_on_how_large_its_neighbours_are():
 
 
 @pytest.mark.parametrize(
-    ("value", "keys"), [(math.nan, 90), (math.inf, 90), (-math.inf, 90), (-math.inf, 0)]
+    ("value", "keys"), list(itertools.product((math.nan, math.inf, -math.inf), (90, 0)))
 )
 def test_special_values_of_the_sink_propagate_like_the_reference(value: float, keys: int):
     case = Case(CACHE, lengths_q=(20,), lengths_k=(90,), unused_k=(90 - keys,), group=2)

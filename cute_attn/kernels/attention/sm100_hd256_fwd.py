@@ -1021,9 +1021,9 @@ class Sm100Hd256Forward:
                 if token < seqlen_q:
                     sink_value = Float32(sink[head_of_q])
                 log_sum = sink_value
-                if not (sink_value < INF):
-                    total = Float32(NAN)
                 if total != 0.0:
+                    if not (sink_value < INF):
+                        total = Float32(NAN)
                     # Both are compared before they meet base 2, which would round them again.
                     above_sink = scaling.multiply_add(maximum, -sink_value)
                     below, above = cutlass.min(above_sink, 0.0), cutlass.min(-above_sink, 0.0)
