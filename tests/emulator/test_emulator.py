@@ -233,7 +233,7 @@ def test_operators_take_cpu_tensors_only_where_they_are_emulated(monkeypatch: py
 
     monkeypatch.setenv("CUTE_ATTN_EMULATE", "1")
     monkeypatch.setenv("CUTE_ATTN_ARCH", "sm_80")
-    launch._emulation_of_environment.cache_clear()
+    cute_attn.reload_settings()
     try:
         emulation = launch.current_emulation()
         assert emulation is not None
@@ -241,7 +241,7 @@ def test_operators_take_cpu_tensors_only_where_they_are_emulated(monkeypatch: py
         assert torch.equal(decode(tensors()), inside)
     finally:
         monkeypatch.undo()
-        launch._emulation_of_environment.cache_clear()
+        cute_attn.reload_settings()
 
 
 def test_the_coverage_page_is_up_to_date():
