@@ -482,7 +482,7 @@ class Store:
         candidates = _candidates(base, problems)
         total = sum(candidate.bytes for candidate in candidates)
         damaged = _sizes(base, _QUARANTINE)
-        staged = _sizes(base, _STAGING)
+        staged = _sizes(base, _STAGING, own=False)  # an evictor's empty directory is no excess
         total += sum(damaged.values()) + sum(staged.values())
         excess = total - down_to if total > max_bytes else 0
         freed = removed = in_use = 0
@@ -687,12 +687,17 @@ def _remove_free_lock(locks: Directory, name: str) -> None:
 # -- sizes, in allocated bytes, and times
 
 
-def _allocated(parent_fd: int, name: str, depth: int = 8) -> tuple[int, os.stat_result | None]:
-    """The bytes that `name` takes with all in it, and the status of its file of uses."""
+def _allocated(
+    parent_fd: int, name: str, depth: int = 8, own: bool = True
+) -> tuple[int, os.stat_result | None]:
+    """The bytes that `name` takes with all in it, and the status of its file of uses.
+
+    Without `own`, only what is in it counts.
+    """
     total = 0
     uses = None
     with contextlib.suppress(OSError):
-        total = 512 * os.lstat(name, dir_fd=parent_fd).st_blocks
+        total = 512 * os.lstat(name, dir_fd=parent_fd).st_blocks if own else 0
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent_fd)
         try:
             with os.scandir(fd) as items:
@@ -711,10 +716,10 @@ def _allocated(parent_fd: int, name: str, depth: int = 8) -> tuple[int, os.stat_
     return total, uses
 
 
-def _sizes(base: Directory, name: str) -> dict[str, int]:
-    """The bytes that each thing in a directory takes."""
+def _sizes(base: Directory, name: str, own: bool = True) -> dict[str, int]:
+    """The bytes that each thing in a directory takes, or without `own`, what is in each."""
     with contextlib.suppress(OSError, CacheError), base.directory(name) as directory:
-        return {item: _allocated(directory.fd, item)[0] for item in directory.names()}
+        return {item: _allocated(directory.fd, item, own=own)[0] for item in directory.names()}
     return {}
 
 

@@ -265,6 +265,20 @@ def test_what_lies_in_staging_counts(root: Path) -> None:
     assert new.exists()
 
 
+def test_what_another_process_is_removing_does_not_count(root: Path) -> None:
+    """Neither the entry on its way out nor the directories that it passes through."""
+    paths = fill(root, 4)
+    limit = 4 * space(paths[0])
+    for _ in range(3):
+        with Store(root).staging() as staging:
+            removing = staging.resolve()
+        (removing / "removed").mkdir(parents=True, mode=0o700)
+        removing.chmod(0o700)
+        (removing / "removed" / "kernel.o").write_bytes(b"o" * 8192)
+    assert Store(root).evict(limit).entries == 0
+    assert all(path.exists() for path in paths)
+
+
 def test_space_is_what_is_allocated(root: Path) -> None:
     """A sparse file takes nothing, and a small one a whole block."""
     paths = fill(root, 20, size=1)
