@@ -36,14 +36,7 @@ RANK_SHIFT = 24  # a cluster address: the block's rank, then the address in it
 def tables(spec: Any) -> dict[str, str]:
     """Marker -> Markdown."""
     chosen = kernel.Sm100Hd256Forward(spec)
-    return {"handovers": handovers(chosen), "budgets": budgets(chosen)}
-
-
-def handovers(chosen: kernel.Sm100Hd256Forward) -> str:
-    rows = [f"| `{h.name}` | {h.stages} | {h.arrivals} | {h.meaning} |" for h in chosen.handovers]
-    return "\n".join(
-        ["| barrier | stages | arrivals | from, to |", "| --- | ---: | ---: | --- |", *rows]
-    )
+    return {"edges": chosen.pipeline.table(), "budgets": budgets(chosen)}
 
 
 def budgets(chosen: kernel.Sm100Hd256Forward) -> str:
@@ -165,10 +158,10 @@ def events(trace: list[dict[str, Any]], shared: dict[str, tuple[int, int, int]])
 # -- the picture
 
 ROLES = (
-    ("load", kernel.LOAD),
-    ("mma", kernel.MMA),
-    ("softmax", kernel.SOFTMAX.stop - 1),
-    ("correction", kernel.CORRECTION.stop - 1),
+    ("load", kernel.LOAD.warps[-1]),
+    ("mma", kernel.MMA.warps[-1]),
+    ("softmax", kernel.SOFTMAX.warps[-1]),
+    ("correction", kernel.CORRECTION.warps[-1]),
 )
 LEFT, WIDTH, ROW, BAR, TOP = 110, 1000, 74, 22, 30
 BUSY, WAIT, ISSUE, MARK = "#9ecae9", "#eeeeee", "#f2cf5b", "#b3261e"

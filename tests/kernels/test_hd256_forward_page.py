@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cute_attn.kernels.attention.sm100_hd256_fwd import HANDOVERS
+from cute_attn.kernels.attention.sm100_hd256_fwd import EDGES
 from tools import hd256_forward_page as page
 
 
@@ -19,11 +19,11 @@ def names_in(diagram: str) -> set[str]:
     return set(re.findall(r">([a-z]+_[a-z]+)(?:\[\d\])?<", diagram))
 
 
-def test_the_diagram_names_barriers_that_there_are() -> None:
-    assert names_in(page.DIAGRAM.read_text()) <= {h.name for h in HANDOVERS}
+def test_the_diagram_names_edges_that_there_are() -> None:
+    assert names_in(page.DIAGRAM.read_text()) <= {edge.name for edge in EDGES}
 
 
-def test_a_timeline_shows_every_handover_of_a_key_tile() -> None:
+def test_a_timeline_shows_every_edge_of_a_key_tile() -> None:
     """Drawn anew; those of a tile of queries are not in it."""
     drawn = names_in(page.draw(page.timeline()))
     per_key_tile = {"kv_full", "kv_empty", "s_full", "scale_full", "o_ready", "p_full", "pv_done"}

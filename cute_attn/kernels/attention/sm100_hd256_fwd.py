@@ -21,7 +21,7 @@ special function unit alone would need half of the MMAs' time.
     10       store        O by TMA
     11       scheduler    publishes the tiles that all of the others work on
 
-The tables `HANDOVERS`, `smem_bytes` and `TMEM` below are the pipeline, and the budgets.
+The tables `EDGES`, `smem_bytes` and `TMEM` below are the pipeline, and the budgets.
 """
 
 from __future__ import annotations
@@ -42,10 +42,14 @@ from cutlass.cutlass_dsl import T
 from ..common.carried import Carried
 from ..common.dtypes import DTYPE
 from ..common.exp2 import exp2_pairs
-from ..common.handovers import (
+from ..common.pipeline import (
+    CTAS,
     Barriers,
-    Handover,
-    Handovers,
+    Edge,
+    Kind,
+    Pipeline,
+    Reach,
+    Role,
     tcgen05_fence_after,
     tcgen05_fence_before,
 )
@@ -59,8 +63,6 @@ INF, NAN = float("inf"), float("nan")
 FLOAT32_MAX = 2.0**128 - 2.0**104
 
 HEAD_DIM = 256
-CTAS = 2
-BOTH_CTAS = 0b11
 ROWS = TILE_M // CTAS  # of a CTA's tile
 KEYS = TILE_N // CTAS  # of K that a CTA loads
 DIMS = HEAD_DIM // CTAS  # of V that a CTA loads
@@ -86,10 +88,12 @@ TMEM_S, TMEM_O, TMEM_COLUMNS = 0, S_STAGES * TILE_N, 512
 assert TMEM_O + HEAD_DIM == TMEM_COLUMNS
 
 # Warps.
-SOFTMAX, CORRECTION = range(0, 4), range(4, 8)
-LOAD, MMA, STORE, SCHEDULER = 8, 9, 10, 11
-NUM_WARPS = 12
-WORKERS = NUM_WARPS - 1  # all but the scheduler
+SOFTMAX, CORRECTION = Role("softmax", range(0, 4)), Role("correction", range(4, 8))
+LOAD, MMA = Role("load", range(8, 9)), Role("mma", range(9, 10))
+STORE, SCHEDULER = Role("store", range(10, 11)), Role("scheduler", range(11, 12))
+ROLES = (SOFTMAX, CORRECTION, LOAD, MMA, STORE, SCHEDULER)
+WORKERS = Role("all others", range(0, 11))
+NUM_WARPS = sum(map(len, ROLES))
 
 # Registers of a thread: 384 threads start with 168; the last warpgroup hands some to softmax.
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 240, 168, 96
@@ -97,25 +101,23 @@ assert SOFTMAX_REGISTERS + CORRECTION_REGISTERS + OTHER_REGISTERS <= 3 * CORRECT
 
 # In the order of a tile's life. Counts: Q and work by tiles, O boxes by boxes, all others by K/V
 # tiles (K and V of one share the ring, two uses).
-HANDOVERS = (
-    Handover("work_full", WORK_STAGES, 1, "scheduler -> all: the next tile"),
-    Handover("work_empty", WORK_STAGES, WORKERS, "all -> scheduler: read"),
-    Handover("q_full", 1, 1, "load of both CTAs -> mma of CTA 0"),
-    Handover("q_empty", 1, 1, "mma -> load: the tile's last S is done"),
-    Handover("kv_full", KV_STAGES, 1, "load of both CTAs -> mma of CTA 0"),
-    Handover("kv_empty", KV_STAGES, 1, "mma -> load"),
-    Handover("s_full", S_STAGES, 1, "mma -> softmax"),
-    Handover("scale_full", S_STAGES, len(SOFTMAX), "softmax -> correction: factors for O"),
-    Handover(
-        "o_ready", S_STAGES, CTAS * len(CORRECTION), "correction of both CTAs -> mma: add to O"
-    ),
-    Handover("p_full", S_STAGES, CTAS * len(SOFTMAX), "softmax of both CTAs -> mma"),
-    Handover("pv_done", S_STAGES, 1, "mma -> correction: P V has been added to O"),
-    Handover("sum_full", 2, len(SOFTMAX), "softmax -> correction: what to divide O by"),
+EDGES = (
+    Edge("work_full", SCHEDULER, WORKERS, WORK_STAGES, Kind.WARPS, payload="the next tile"),
+    Edge("work_empty", WORKERS, SCHEDULER, WORK_STAGES, Kind.WARPS, payload="its stage"),
+    Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
+    Edge("q_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "Q's buffer, after the tile's last S"),
+    Edge("kv_full", LOAD, MMA, KV_STAGES, Kind.BYTES, Reach.LEADER, "K or V"),
+    Edge("kv_empty", MMA, LOAD, KV_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
+    Edge("s_full", MMA, SOFTMAX, S_STAGES, Kind.COMMIT, Reach.PAIR, "S"),
+    Edge("scale_full", SOFTMAX, CORRECTION, S_STAGES, Kind.WARPS, payload="factors for O"),
+    Edge("o_ready", CORRECTION, MMA, S_STAGES, Kind.WARPS, Reach.LEADER, "O, to add P V to"),
+    Edge("p_full", SOFTMAX, MMA, S_STAGES, Kind.WARPS, Reach.LEADER, "P, in place of S"),
+    Edge("pv_done", MMA, CORRECTION, S_STAGES, Kind.COMMIT, Reach.PAIR, "O with P V added"),
+    Edge("sum_full", SOFTMAX, CORRECTION, 2, Kind.WARPS, payload="what to divide O by"),
     # S paces softmax, but for tiles that see no key.
-    Handover("sum_read", 2, len(CORRECTION), "correction -> softmax"),
-    Handover("o_staged", O_STAGES, len(CORRECTION), "correction -> store"),
-    Handover("o_stored", O_STAGES, 1, "store -> correction"),
+    Edge("sum_read", CORRECTION, SOFTMAX, 2, Kind.WARPS, payload="its stage"),
+    Edge("o_staged", CORRECTION, STORE, O_STAGES, Kind.WARPS, payload="a box of O"),
+    Edge("o_stored", STORE, CORRECTION, O_STAGES, Kind.WARPS, payload="its stage"),
 )
 
 Q_BYTES = ROWS * HEAD_DIM * 2
@@ -213,7 +215,7 @@ class Sm100Hd256Forward:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.scheduler = SCHEDULERS[spec.scheduler]
-        self.handovers = Handovers(*HANDOVERS, *self.scheduler.handovers)
+        self.pipeline = Pipeline(*EDGES, *self.scheduler.edges(SCHEDULER))
         self.packed = spec.packed_heads
         self.log_packed = self.packed.bit_length() - 1
         self.tokens = ROWS // self.packed  # in a CTA's rows
@@ -231,7 +233,7 @@ class Sm100Hd256Forward:
             "inverse_sum": (Float32, 4 * 2 * ROWS),
             "work": (Int32, 4 * WORK_STAGES * WORK_WORDS),
             "clc_response": (Int32, CLC_RESPONSE_BYTES),
-            "barriers": (Int64, self.handovers.nbytes),
+            "barriers": (Int64, self.pipeline.nbytes),
             "tmem_address": (Int32, 4),
         }
 
@@ -273,15 +275,8 @@ class Sm100Hd256Forward:
             if name != "barriers"
         }
         return {
-            "shared": shared | self.handovers.names(shared_base + self.offsets["barriers"]),
-            "warps": {
-                "softmax": (SOFTMAX.start, SOFTMAX.stop - 1),
-                "correction": (CORRECTION.start, CORRECTION.stop - 1),
-                "load": (LOAD, LOAD),
-                "mma": (MMA, MMA),
-                "store": (STORE, STORE),
-                "scheduler": (SCHEDULER, SCHEDULER),
-            },
+            "shared": shared | self.pipeline.names(shared_base + self.offsets["barriers"]),
+            "warps": {role.name: (role.warps[0], role.warps[-1]) for role in ROLES},
         }
 
     def fake_args(self) -> tuple[Any, ...]:
@@ -513,15 +508,15 @@ class Sm100Hd256Forward:
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.allocate()
-        barriers = self.handovers.at(storage.barriers)
+        barriers = self.pipeline.at(storage.barriers)
 
-        if warp == LOAD:
+        if warp == LOAD.warps[0]:
             for tma in (q_tma, k_tma, v_tma, o_tma):
                 cpasync.prefetch_descriptor(tma)
             with cute.arch.elect_one():
                 barriers.init()
             cute.arch.mbarrier_init_fence()
-        if warp == MMA:
+        if warp == MMA.warps[0]:
             cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem_address, is_two_cta=True)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
             tcgen05_fence_before()
@@ -548,9 +543,9 @@ class Sm100Hd256Forward:
 
         # Registers change hands by whole warpgroups. (Correction gives none, but the assembler has
         # to be told what each may use.)
-        if warp >= LOAD:
+        if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            if warp == SCHEDULER:
+            if warp == SCHEDULER.warps[0]:
                 tiles = self.tile_map(
                     heads, batch, seqlen_q, heads_at_once, cu_seqlens_q, seqused_q
                 )
@@ -559,13 +554,13 @@ class Sm100Hd256Forward:
                     scheduler, tiles, barriers, work, heads, kv_heads, seqlen_k,
                     cu_seqlens_q, cu_seqlens_k, seqused_k,
                 )  # fmt: skip
-            elif warp == LOAD:
+            elif warp == LOAD.warps[0]:
                 self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window)
-            elif warp == MMA:
+            elif warp == MMA.warps[0]:
                 self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, work, window)
             else:
                 self.store_warp(o_tma, o, storage, barriers, work)
-        elif warp < SOFTMAX.stop:
+        elif warp < SOFTMAX.warps.stop:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self.softmax_warps(
                 s, scale, inverse_sum, lse, sink, barriers, work, window, scaling
@@ -577,7 +572,7 @@ class Sm100Hd256Forward:
         # A CTA stays while the other may still signal its barriers, or read its shared memory.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        if warp == MMA:
+        if warp == MMA.warps[0]:
             cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS, is_two_cta=True)
 
     # -- device: which tile -------------------------------------------------------------------
@@ -739,7 +734,7 @@ class Sm100Hd256Forward:
         """CTA 0, whose barrier it is, expects the bytes of both."""
         if cta == 0:
             with cute.arch.elect_one():
-                barriers.expect(name, n, CTAS * nbytes)
+                barriers.expect(name, n, nbytes)
 
     @cute.jit
     def load(
@@ -846,20 +841,20 @@ class Sm100Hd256Forward:
                         # has been issued: MMAs run in order.
                         tcgen05_fence_after()
                         self.issue_qk(qk_mma, s, q_frag, k_frag, issued, n)
-                        self.commit(barriers, "kv_empty", n)
-                        self.commit(barriers, "s_full", issued)
+                        barriers.commit("kv_empty", n)
+                        barriers.commit("s_full", issued)
                         n += 1
                         issued += 1
                         if i == end - first - 1:
-                            self.commit(barriers, "q_empty", loaded_q)
+                            barriers.commit("q_empty", loaded_q)
                     if i > 0:
                         barriers.wait("kv_full", n)
                         barriers.wait("o_ready", added)
                         barriers.wait("p_full", added)
                         tcgen05_fence_after()
                         self.issue_pv(pv_mma, o_acc, p_frag, v_frag, added, n, i > 1)
-                        self.commit(barriers, "kv_empty", n)
-                        self.commit(barriers, "pv_done", added)
+                        barriers.commit("kv_empty", n)
+                        barriers.commit("pv_done", added)
                         n += 1
                         added += 1
                 loaded_q += 1
@@ -915,11 +910,6 @@ class Sm100Hd256Forward:
                 o_acc,
             )
             mma.set(tcgen05.Field.ACCUMULATE, True)
-
-    def commit(self, barriers: Barriers, name: str, n: Any) -> None:
-        """Hand over in both CTAs when the MMAs issued so far are done."""
-        with cute.arch.elect_one():
-            tcgen05.commit(barriers.pointer(name, n), BOTH_CTAS, tcgen05.CtaGroup.TWO)
 
     # -- device: softmax ----------------------------------------------------------------------
 
@@ -1001,7 +991,7 @@ class Sm100Hd256Forward:
                 )
                 cute.arch.fence_view_async_tmem_store()
                 tcgen05_fence_before()
-                barriers.warp_arrives("p_full", n, cta=0)
+                barriers.warp_arrives("p_full", n)
                 total = total * factor + tile_sum
                 n += 1
 
@@ -1236,7 +1226,7 @@ class Sm100Hd256Forward:
                         cute.arch.fence_view_async_tmem_store()
                         tcgen05_fence_before()
                 # For a tile's first: O has been read by the previous tile's end.
-                barriers.warp_arrives("o_ready", n, cta=0)
+                barriers.warp_arrives("o_ready", n)
                 n += 1
 
             barriers.wait("sum_full", tile)

@@ -1,130 +1,226 @@
-"""Barriers declared as data: what each hands over, from whom to whom, and in how many stages.
+"""The mbarriers of a kernel, declared as the edges of its pipeline: who hands what over to whom.
 
-A kernel lists its `Handover`s once. Their places in shared memory, their initialisation, the names
-that reports show, and the table in its documentation all follow from the list.
+A kernel lists its warp `Role`s and its `Edge`s once. The arrivals that complete a phase, the places
+in shared memory, their initialisation, the names in the emulator's reports, and the table in the
+kernel's documentation follow from the list.
 
-A user of a handover counts its uses from 0; use `n` goes through stage `n % stages`, and waits for
-the phase that the count implies. Nobody keeps a phase.
+A user of an edge counts its uses from 0: use `n` goes through stage `n % stages`, and waits for
+the phase that the count implies, so that nobody keeps a phase. Kernels whose number of stages is
+not a power of two count stages and phases themselves, and use `stage_pointer` or `address`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, Flag, auto
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
+from cutlass.cute.nvgpu import tcgen05
 
 from .carried import Carried
+from .spec import MBARRIER_BYTES, WARP_SIZE
 
-MBARRIER_BYTES = 8
+CTAS = 2  # of a pair
+BOTH_CTAS = 0b11
 
 
 @dataclass(frozen=True)
-class Handover:
-    """Something that some warps give to others.
+class Role:
+    """A job, and the warps of a CTA that do it."""
+
+    name: str
+    warps: range
+
+    def __len__(self) -> int:
+        return len(self.warps)
+
+
+HARDWARE = Role("hardware", range(0))
+
+
+class Kind(Flag):
+    """How a phase of an edge completes; with several kinds, by all of them."""
+
+    BYTES = auto()  # one thread arrives with expect_tx, and copies count the bytes
+    COMMIT = auto()  # tcgen05.commit arrives once the MMAs before it are done
+    WARPS = auto()  # each producer warp arrives once, behind what all of its threads did
+    THREADS = auto()  # each thread of the producer warps arrives
+
+
+class Reach(Enum):
+    """Which CTA's mbarrier a producer completes."""
+
+    CTA = "its own"
+    LEADER = "that of CTA 0, by the producers of both CTAs of a pair"
+    PAIR = "those of both CTAs of a pair, by the producer of CTA 0"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Something that one role hands over to another through a ring of mbarriers.
 
     Attributes:
-        name: what it says when it completes, such as "s_full".
-        stages: how many there are, in a ring; a power of two.
-        arrivals: to complete a phase, those of copies (which count bytes) aside.
-        meaning: from whom to whom.
+        name: what has happened when it completes, such as "s_full".
+        stages: of the ring.
+        payload: what is handed over, for the documentation.
     """
 
     name: str
+    producer: Role
+    consumer: Role
     stages: int
-    arrivals: int
-    meaning: str
+    kind: Kind
+    reach: Reach = Reach.CTA
+    payload: str = ""
 
     def __post_init__(self) -> None:
-        if self.stages < 1 or self.stages & (self.stages - 1):
-            raise ValueError(f"{self.name} has {self.stages} stages, must be a power of two")
+        if self.stages < 1:
+            raise ValueError(f"edge {self.name} has {self.stages} stages, must have at least 1")
+        if not self.kind:
+            raise ValueError(f"edge {self.name} has no kind, nothing would complete it")
+        if self.kind & (Kind.WARPS | Kind.THREADS) and not len(self.producer):
+            raise ValueError(f"edge {self.name}: its producer {self.producer.name} has no warps")
+
+    @property
+    def arrivals(self) -> int:
+        """How many arrivals complete a phase."""
+        warps = len(self.producer) * (CTAS if self.reach is Reach.LEADER else 1)
+        return (
+            (1 if Kind.BYTES in self.kind else 0)
+            + (1 if Kind.COMMIT in self.kind else 0)
+            + (warps if Kind.WARPS in self.kind else 0)
+            + (warps * WARP_SIZE if Kind.THREADS in self.kind else 0)
+        )
+
+    def __str__(self) -> str:
+        """For example "softmax of both CTAs -> mma of CTA 0"."""
+        of_producer, of_consumer = {
+            Reach.CTA: ("", ""),
+            Reach.LEADER: (" of both CTAs", " of CTA 0"),
+            Reach.PAIR: (" of CTA 0" if len(self.producer) else "", " of both CTAs"),
+        }[self.reach]
+        return f"{self.producer.name}{of_producer} -> {self.consumer.name}{of_consumer}"
 
 
-class Handovers:
-    """The barriers of a kernel, one after the other from an address in shared memory."""
+class Pipeline:
+    """All edges of a kernel; their mbarriers lie one after the other in shared memory."""
 
-    def __init__(self, *declared: Handover):
-        self.declared = declared
-        self.offsets: dict[str, int] = {}
+    def __init__(self, *edges: Edge):
+        self.edges = {edge.name: edge for edge in edges}
+        if len(self.edges) < len(edges):
+            names = [edge.name for edge in edges]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"edge {twice} is declared twice")
+        self.offsets: dict[str, int] = {}  # in mbarriers
         self.count = 0
-        for handover in declared:
-            if handover.name in self.offsets:
-                raise ValueError(f"{handover.name} is declared twice")
-            self.offsets[handover.name] = self.count
-            self.count += handover.stages
+        for edge in edges:
+            self.offsets[edge.name] = self.count
+            self.count += edge.stages
 
     @property
     def nbytes(self) -> int:
         return self.count * MBARRIER_BYTES
 
     def names(self, address: int) -> dict[str, tuple[int, int, int]]:
-        """For the emulator: name -> (address, bytes, bytes of an element)."""
+        """For the emulator: name -> (address, bytes, bytes of an mbarrier)."""
         return {
-            h.name: (
-                address + MBARRIER_BYTES * self.offsets[h.name],
-                MBARRIER_BYTES * h.stages,
-                MBARRIER_BYTES,
-            )
-            for h in self.declared
+            name: (address + MBARRIER_BYTES * self.offsets[name], n, MBARRIER_BYTES)
+            for name, n in ((e.name, MBARRIER_BYTES * e.stages) for e in self)
         }
 
+    def table(self) -> str:
+        """The edges as a table in Markdown."""
+        rows = [
+            "| edge | from -> to | stages | arrivals | completed by | hands over |",
+            "| --- | --- | ---: | ---: | --- | --- |",
+        ]
+        for e in self:
+            kinds = " and ".join(kind.name.lower() for kind in Kind if kind in e.kind)
+            rows.append(f"| `{e.name}` | {e} | {e.stages} | {e.arrivals} | {kinds} | {e.payload} |")
+        return "\n".join(rows)
+
     def at(self, base: cute.Pointer) -> Barriers:
+        """For device code: the mbarriers from `base` on, a pointer to Int64 in shared memory."""
         return Barriers(self, base)
 
-    def __iter__(self) -> Iterator[Handover]:
-        return iter(self.declared)
+    def __iter__(self) -> Iterator[Edge]:
+        return iter(self.edges.values())
 
-    def __getitem__(self, name: str) -> Handover:
-        return next(h for h in self.declared if h.name == name)
+    def __getitem__(self, name: str) -> Edge:
+        return self.edges[name]
 
 
 class Barriers(Carried):
-    """Handovers in shared memory, for device code."""
+    """The mbarriers of a Pipeline in shared memory, for device code."""
 
-    def __init__(self, handovers: Handovers, base: cute.Pointer):
-        self.handovers = handovers
+    def __init__(self, pipeline: Pipeline, base: cute.Pointer):
+        self.pipeline = pipeline
         self.base = base
 
     def init(self) -> None:
-        """By one thread of the block, before a barrier of the cluster."""
-        for handover in self.handovers:
-            for stage in range(handover.stages):
-                pointer = self.base + self.handovers.offsets[handover.name] + stage
-                cute.arch.mbarrier_init(pointer, handover.arrivals)
+        """By one thread; a fence and a barrier of the CTA, or of the cluster, have to follow."""
+        for edge in self.pipeline:
+            for stage in range(edge.stages):
+                cute.arch.mbarrier_init(self.stage_pointer(edge.name, stage), edge.arrivals)
+
+    def stage_pointer(self, name: str, stage: Any) -> cute.Pointer:
+        return self.base + self.pipeline.offsets[name] + stage
+
+    def address(self, name: str, stage: Any) -> Any:
+        """The 32-bit address of a stage's mbarrier in shared memory."""
+        return Int32(self.stage_pointer(name, stage).toint())
 
     def pointer(self, name: str, n: Any) -> cute.Pointer:
-        """The barrier of use n."""
-        stages = self.handovers[name].stages
-        return self.base + self.handovers.offsets[name] + (n & (stages - 1))
+        """The mbarrier of use n."""
+        return self.stage_pointer(name, n & (self._ring(name) - 1))
 
     def phase(self, name: str, n: Any) -> Any:
-        return (Int32(n) >> (self.handovers[name].stages.bit_length() - 1)) & 1
+        return (Int32(n) >> (self._ring(name).bit_length() - 1)) & 1
+
+    def _ring(self, name: str) -> int:
+        stages = self.pipeline[name].stages
+        if stages & (stages - 1):
+            raise ValueError(f"uses of {name} cannot be counted: {stages} is no power of two")
+        return stages
 
     def wait(self, name: str, n: Any) -> None:
         """Until use n has been handed over."""
         cute.arch.mbarrier_wait(self.pointer(name, n), self.phase(name, n))
 
     def wait_previous(self, name: str, n: Any) -> None:
-        """Until use n - stages has been, if there was one: for what gives a stage back."""
+        """Until use n - stages, if there was one, has been handed over: for the producer of a stage
+        that waits for it to be free."""
         cute.arch.mbarrier_wait(self.pointer(name, n), self.phase(name, n) ^ 1)
 
     def arrive(self, name: str, n: Any) -> None:
-        """By every thread that calls it, in its own block."""
+        """By every thread that calls it, at the mbarrier of its own CTA."""
         cute.arch.mbarrier_arrive(self.pointer(name, n))
 
-    def warp_arrives(self, name: str, n: Any, *, cta: Any = None) -> None:
-        """Once for a whole warp, behind what all of its threads did; in block `cta` of the cluster,
-        or its own."""
+    def warp_arrives(self, name: str, n: Any) -> None:
+        """Once for a whole warp, behind what all of its threads did."""
+        leader = 0 if self.pipeline[name].reach is Reach.LEADER else None
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.pointer(name, n), cta)
+            cute.arch.mbarrier_arrive(self.pointer(name, n), leader)
 
     def expect(self, name: str, n: Any, nbytes: int) -> None:
-        """Arrive, and wait for so many bytes of copies."""
-        cute.arch.mbarrier_arrive_and_expect_tx(self.pointer(name, n), nbytes)
+        """By one thread of the CTA whose mbarrier it is: arrive, and wait for the bytes that copies
+        count, `nbytes` from each producer CTA."""
+        producers = CTAS if self.pipeline[name].reach is Reach.LEADER else 1
+        cute.arch.mbarrier_arrive_and_expect_tx(self.pointer(name, n), producers * nbytes)
+
+    def commit(self, name: str, n: Any) -> None:
+        """By a warp: hand over once the MMAs that it has issued so far are done."""
+        pair = self.pipeline[name].reach is Reach.PAIR
+        with cute.arch.elect_one():
+            if pair:
+                tcgen05.commit(self.pointer(name, n), BOTH_CTAS, tcgen05.CtaGroup.TWO)
+            else:
+                tcgen05.commit(self.pointer(name, n))
 
 
 def tcgen05_fence_before() -> None:

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 WARP_SIZE = 32
-MAX_SMEM_BYTES = 227 * 1024  # of a block on sm_90 and sm_100
+MBARRIER_BYTES = 8
+MAX_SMEM_BYTES = 227 * 1024  # of a CTA on sm_90 and sm_100
 
 _SCALARS = (bool, int, str)
 _SCALAR_NAMES = {kind.__name__ for kind in _SCALARS}  # as annotations have them

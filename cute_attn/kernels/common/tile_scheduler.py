@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from .carried import Carried
-from .handovers import Barriers, Handover
+from .pipeline import HARDWARE, Barriers, Edge, Kind, Reach, Role
 from .spec import WARP_SIZE
 
 NO_TILE = -1
@@ -36,7 +36,10 @@ def cluster_number() -> Any:
 class SingleTileScheduler(Carried):
     """A cluster for every tile."""
 
-    handovers: tuple[Handover, ...] = ()
+    @staticmethod
+    def edges(scheduler: Role) -> tuple[Edge, ...]:
+        """What the scheduler warp, of that role, waits for."""
+        return ()
 
     def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
         pass
@@ -85,10 +88,12 @@ class ClcScheduler(SingleTileScheduler):
     launched as any others, so that nothing is lost by believing it.
     """
 
-    handovers = (
-        Handover("clc_answer", 1, 1, "hardware, 16 bytes -> scheduler warp of each CTA"),
-        Handover("clc_read", 1, 2, "scheduler warps of both CTAs -> that of CTA 0, which asks"),
-    )
+    @staticmethod
+    def edges(scheduler: Role) -> tuple[Edge, ...]:
+        return (
+            Edge("clc_answer", HARDWARE, scheduler, 1, Kind.BYTES, Reach.PAIR, "the next tile"),
+            Edge("clc_read", scheduler, scheduler, 1, Kind.WARPS, Reach.LEADER, "ask again"),
+        )
 
     def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
         self.barriers = barriers
@@ -112,7 +117,7 @@ class ClcScheduler(SingleTileScheduler):
             following = first_cta // cute.arch.cluster_size()
         # The next answer is written by the asynchronous proxy over what has been read here.
         cute.arch.fence_view_async_shared()
-        self.barriers.warp_arrives("clc_read", n, cta=0)
+        self.barriers.warp_arrives("clc_read", n)
         return following
 
 
