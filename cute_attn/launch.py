@@ -37,7 +37,7 @@ LIGHTNING_DECODE_PIPELINED = KernelDef(
 )
 
 HD256_FORWARD = KernelDef(
-    name="hd256_forward", target="cute_attn.kernels.attention.sm100_hd256_fwd:Sm100Hd256Forward"
+    name="hd256_forward", target="cute_attn.kernels.attention.sm100_fwd_hd256:Sm100Hd256Forward"
 )
 
 # Kimi Delta Attention: the fused path (two kernels), the stages of the modular one, and decode.

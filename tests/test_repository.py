@@ -172,6 +172,17 @@ FORBIDDEN = {
         "cute_attn.ops",
         "cute_attn.reference",
     },
+    "cute_attn/machine_code": {
+        "cutlass",
+        "torch",
+        "cute_attn.bench",
+        "cute_attn.cache",
+        "cute_attn.emulator",
+        "cute_attn.kernels",
+        "cute_attn.launch",
+        "cute_attn.ops",
+        "cute_attn.reference",
+    },
     "cute_attn/launch.py": {"cutlass", "cute_attn.bench", "cute_attn.ops", "cute_attn.reference"},
     "cute_attn/settings.py": {"cutlass", "torch", "cute_attn"},
     "cute_attn/ops": {

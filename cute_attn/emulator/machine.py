@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..machine_code.cubin import register_uses
 from . import build
-from .cubin import machine_code
 from .forms import Form, FormTable
 from .program import SPECIAL_REGISTERS, ModuleMemory, Parameter, Program, lower
 from .ptx import Module, parse
@@ -199,9 +199,9 @@ def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
     """
     module = parse(text)
     memory = ModuleMemory(module)
-    code = machine_code(object_file)
+    registers = register_uses(object_file)
     return {
-        kernel.name: lower(module, engine().forms, kernel.name, memory, code.get(kernel.name))
+        kernel.name: lower(module, engine().forms, kernel.name, memory, registers.get(kernel.name))
         for kernel in module.kernels
     }
 

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from .cubin import MachineCode
+from ..machine_code.cubin import RegisterUse
 from .forms import FormTable, Match, Plan, Token, UnsupportedInstruction
 from .ptx import (
     TYPE_BITS,
@@ -396,15 +396,15 @@ def lower(
     table: FormTable,
     kernel: str | None = None,
     memory: ModuleMemory | None = None,
-    code: MachineCode | None = None,
+    registers: RegisterUse | None = None,
 ) -> Program:
     """The program of a kernel of a module (the only one if it is not named).
 
-    `memory` holds the module's variables; kernels of one module share it. `code` is what the kernel
-    was assembled to, if that is known.
+    `memory` holds the module's variables; kernels of one module share it. `registers` are those of
+    its machine code, if that is known.
     """
     function = module.kernel(kernel)
-    return _Lowering(module, function, table, memory or ModuleMemory(module)).program(code)
+    return _Lowering(module, function, table, memory or ModuleMemory(module)).program(registers)
 
 
 class _Lowering:
@@ -428,7 +428,7 @@ class _Lowering:
 
     # -- the steps
 
-    def program(self, code: MachineCode | None) -> Program:
+    def program(self, registers: RegisterUse | None) -> Program:
         frame = _Frame(self.kernel, None)
         self._append_function(frame)
         self._append_exit(frame)
@@ -448,8 +448,8 @@ class _Lowering:
             threads if self.kernel.directive("reqntid") else 0,
             self._most_registers(),
             self.module.arch,
-            code.registers if code is not None else 0,
-            int(code is not None and not code.sets_registers),
+            registers.registers if registers is not None else 0,
+            int(registers is not None and not registers.sets_registers),
         )
         return Program(
             self.kernel.name,

@@ -1,4 +1,8 @@
-"""What the machine code says of its kernels, and PTX does not: registers, as ptxas chose them."""
+"""The cubins in an object file, and the registers that ptxas gave their kernels.
+
+The cache reads .nv.info by itself (`cache/cubin.py`, for an entry's record): it must work without
+the rest of the package, and the emulator and this one without the cache.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,12 @@ _OPCODE_BITS, _USETMAXREG = 0xFFF, 0x9C8
 
 
 @dataclass(frozen=True)
-class MachineCode:
-    """A kernel as it was assembled.
+class RegisterUse:
+    """The registers of a kernel as it was assembled.
 
     Attributes:
         registers: of a thread, at launch.
-        sets_registers: whether it has any USETMAXREG. ptxas leaves them all out if it does not
+        sets_registers: whether it has any USETMAXREG. ptxas leaves all of them out if it does not
             know at compile time how many registers the kernel is launched with.
     """
 
@@ -49,15 +53,15 @@ def cubins(object_file: bytes) -> list[bytes]:
     return found
 
 
-def machine_code(object_file: bytes) -> dict[str, MachineCode]:
-    """The kernels that an object file of the compiler holds, by their symbols."""
-    found: dict[str, MachineCode] = {}
+def register_uses(object_file: bytes) -> dict[str, RegisterUse]:
+    """Symbol -> registers, of the kernels that an object file of the compiler holds."""
+    found: dict[str, RegisterUse] = {}
     for image in cubins(object_file):
         found.update(_kernels(image))
     return found
 
 
-def _kernels(image: bytes) -> dict[str, MachineCode]:
+def _kernels(image: bytes) -> dict[str, RegisterUse]:
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
@@ -71,7 +75,7 @@ def _kernels(image: bytes) -> dict[str, MachineCode]:
             name = symbols.get_symbol(index).name
             text = elf.get_section_by_name(f".text.{name}")
             if text is not None:
-                found[name] = MachineCode(registers, _sets_registers(text.data()))
+                found[name] = RegisterUse(registers, _sets_registers(text.data()))
     except (ELFError, struct.error):  # bytes that only look like a cubin
         return {}
     return found

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ._sass_listing import Function, Instruction, Loop
+from .listing import Function, Instruction, Loop, functions
 
 WARP = 32
 SCHEDULERS = 4  # of an SM: each issues an instruction a clock, and has a warp of four to itself
@@ -432,3 +432,39 @@ def clocks(counted: KernelCount, geometry: Geometry, *, rescale: float = 0.0) ->
         **{f"warp: {role}": time for role, time in schedule.items()},
     }
     return Clocks(units, floor)
+
+
+@dataclass(frozen=True)
+class TileCost:
+    """What a K/V tile costs a kernel.
+
+    Attributes:
+        clocks: of a tile after which O is not rescaled; `rescaling`: of one after which it is.
+        shapes_checked: whether the PTX says the shapes of all MMAs; else they are presumed.
+    """
+
+    counted: KernelCount
+    clocks: Clocks
+    rescaling: Clocks
+    shapes_checked: bool
+
+
+def tile_cost(listing: str, ptx: str, geometry: Geometry) -> TileCost:
+    """The cost of a K/V tile to the one kernel of a listing.
+
+    Args:
+        listing: of `nvdisasm -c -hex`.
+
+    Raises:
+        AnalysisError: the kernel is not of the form that `geometry` describes.
+        ListingError: the listing cannot be read.
+    """
+    (function,) = functions(listing)
+    checked = check_shapes(ptx, geometry)
+    counted = count_kernel(function, geometry)
+    return TileCost(
+        counted,
+        clocks(counted, geometry),
+        clocks(counted, geometry, rescale=1.0),
+        checked,
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ._sass_listing import Function, Instruction
+from .listing import Function, Instruction
 
 _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)\b")
 _PREDICATE = re.compile(r"!?U?P(?:[0-9T]|R)")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from cutlass import cute
 
-from cute_attn.bench import sass
 from cute_attn.cache.cubin import kernel_uses
 from cute_attn.emulator import Emulator, Finding
-from cute_attn.emulator.cubin import MachineCode, cubins, machine_code
 from cute_attn.emulator.machine import run_ptx
+from cute_attn.machine_code.cubin import RegisterUse, cubins, register_uses
+from cute_attn.machine_code.disassembly import disassemble, find_nvdisasm
 
 ARCHS = ("sm_90a", "sm_100a")
 
@@ -93,17 +93,17 @@ def test_what_machine_code_says(arch: str, blocks_per_sm: int, kept: bool, tmp_p
     image = object_file(compiled(arch, 352, 168, 24, blocks_per_sm), tmp_path)
     (code,) = cubins(image)
     (use,) = kernel_uses(code, ptxas_log="", host_code="")
-    assert machine_code(image) == {use.name: MachineCode(use.registers, kept)}
+    assert register_uses(image) == {use.name: RegisterUse(use.registers, kept)}
     assert use.registers == 168 or not kept
-    assert ("USETMAXREG" in sass.disassemble(code, sass.find_nvdisasm())) == kept
+    assert ("USETMAXREG" in disassemble(code, find_nvdisasm())) == kept
 
 
 def test_without_machine_code_nothing_is_known() -> None:
-    assert machine_code(b"") == {}
-    assert machine_code(b"\x7fELF" + b"?" * 100) == {}
+    assert register_uses(b"") == {}
+    assert register_uses(b"\x7fELF" + b"?" * 100) == {}
     elf = bytearray(b" \x7fELF\x02\x01\x01" + bytes(200))
     elf[19] = 190
-    assert machine_code(bytes(elf)) == {}  # no more than a header
+    assert register_uses(bytes(elf)) == {}  # no more than a header
 
 
 PTX = """.version 8.8
@@ -180,4 +180,4 @@ def test_the_table_above_is_what_ptxas_does(
     source.write_text(text(arch, threads, grow, 24))
     subprocess.run(["ptxas", "-arch", arch, str(source), "-o", str(output)], check=True)
     # In an object file it stands behind other bytes.
-    assert machine_code(b"object" + output.read_bytes()) == {"k": MachineCode(launched, True)}
+    assert register_uses(b"object" + output.read_bytes()) == {"k": RegisterUse(launched, True)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from cute_attn.bench import sass
-from cute_attn.bench._sass_listing import functions
-from cute_attn.bench._sass_registers import unset_reads
 from cute_attn.cache import Entry
-from cute_attn.emulator.cubin import cubins
+from cute_attn.machine_code.cubin import cubins
+from cute_attn.machine_code.disassembly import disassemble, find_nvdisasm
+from cute_attn.machine_code.listing import functions
+from cute_attn.machine_code.unset_registers import unset_reads
 
 
 def assert_sound(entry: Entry) -> None:
@@ -18,14 +18,12 @@ def assert_sound(entry: Entry) -> None:
         assert not reads, f"{entry.directory}: " + "; ".join(reads[:3])
 
 
-@cache
-def _nvdisasm():
-    return sass.find_nvdisasm()
+_nvdisasm = cache(find_nvdisasm)
 
 
 def _unset_reads(entry: Entry) -> list[list[str]]:
     return [
         [str(read) for read in unset_reads(function)]
         for cubin in cubins(entry.read("kernel.o"))
-        for function in functions(sass.disassemble(cubin, _nvdisasm()))
+        for function in functions(disassemble(cubin, _nvdisasm()))
     ]

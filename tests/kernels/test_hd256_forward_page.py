@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cute_attn.kernels.attention.sm100_hd256_fwd import EDGES
+from cute_attn.kernels.attention.sm100_fwd_hd256 import EDGES
 from tools import hd256_forward_page as page
 
 

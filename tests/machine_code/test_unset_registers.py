@@ -2,8 +2,8 @@
 
 import pytest
 
-from cute_attn.bench._sass_listing import functions
-from cute_attn.bench._sass_registers import unset_reads
+from cute_attn.machine_code.listing import functions
+from cute_attn.machine_code.unset_registers import unset_reads
 
 
 def unset(*lines: str) -> list[str]:

@@ -53,8 +53,8 @@ from ..common.pipeline import (
     tcgen05_fence_after,
     tcgen05_fence_before,
 )
+from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULERS, TileMap
 from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
-from ..common.tile_scheduler import CLC_RESPONSE_BYTES, SCHEDULERS, TileMap
 from .spec import TILE_M, TILE_N, Hd256ForwardSpec
 
 LOG2_E = math.log2(math.e)

@@ -1,0 +1,121 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from cute_attn.bench import sass
+from cute_attn.bench.__main__ import main
+from cute_attn.bench.attention import hd256_forward as forward
+from cute_attn.bench.attention.hd256_forward import OURS, SHORT, THEIRS
+from cute_attn.bench.registry import EXIT_UNAVAILABLE
+from cute_attn.machine_code import tile_model as model
+from cute_attn.machine_code.disassembly import DisassemblyError, find_nvdisasm
+from cute_attn.machine_code.tile_model import HD256_FORWARD
+from tests.machine_code.made import WAIT, loop, made
+
+CAPTURES = Path(__file__).parents[2] / "build" / "peers"
+
+
+def test_without_nvdisasm_it_says_what_to_install(monkeypatch, capsys):
+    def none():
+        raise DisassemblyError("needs nvdisasm, of ...")
+
+    monkeypatch.setattr(sass, "find_nvdisasm", none)
+    assert main(["sass", "hd256-fwd", "--print-only"]) == EXIT_UNAVAILABLE
+    assert "needs nvdisasm" in capsys.readouterr().err
+
+
+def program(kernel, specialisation, **facts):
+    known = {"registers": 168, "stack": 0, "spilled": 0, "shared": 230000, **facts}
+    return forward.Program(kernel, specialisation, b"", "", **known)
+
+
+def analysed(kernel, specialisation, function=None, **facts):
+    counted = model.count_kernel(function or made(), HD256_FORWARD)
+    clocks = [model.clocks(counted, HD256_FORWARD, rescale=share) for share in (0.0, 1.0)]
+    cost = model.TileCost(counted, *clocks, shapes_checked=True)
+    return sass.Analysed(program(kernel, specialisation, **facts), cost)
+
+
+def slow():
+    """One whose softmax needs more than the MMAs' time for its exponentials."""
+    body = [WAIT, *["LDTM.x32 R4, tmem[UR4]"] * 4, *["MUFU.EX2 R0, R1"] * 300]
+    return made(masked=[], softmax=loop(".L_softmax", *body))
+
+
+def passed(*found):
+    short = [s for s in forward.FORWARD if s.name in SHORT]
+    return [v.passed for v in sass.verdicts(found, short)]
+
+
+def test_verdicts():
+    ours = [analysed(OURS, name) for name in SHORT]
+    theirs = [analysed(THEIRS, name, spilled=None) for name in SHORT]
+    assert passed(*ours, *theirs) == [True, True, True, True]
+    assert passed(*ours) == [True, None, None, None]
+    assert passed(ours[0], analysed(OURS, "causal", slow()), *theirs)[:3] == [
+        True,
+        True,
+        False,
+    ]
+    for facts in ({"spilled": 4}, {"spilled": None}, {"stack": 8}):
+        assert passed(analysed(OURS, "non-causal", **facts), ours[1], *theirs)[0] is False
+
+
+def test_every_specialisation_is_a_spec():
+    from cute_attn.kernels.attention.spec import Hd256ForwardSpec
+
+    names = [s.name for s in forward.FORWARD]
+    assert len(set(names)) == len(names)
+    specs = [Hd256ForwardSpec(**{**forward._PLAIN_FORWARD, **s.ours}) for s in forward.FORWARD]
+    assert len(set(specs)) == len(specs)
+    with_peer = {s.name for s in forward.FORWARD if s.theirs is not None}
+    assert all((s.theirs is None) == (s.beside in with_peer) for s in forward.FORWARD)
+
+
+@pytest.fixture(scope="module")
+def nvdisasm():
+    pytest.importorskip("cutlass")
+    try:
+        return find_nvdisasm()
+    except DisassemblyError as reason:
+        pytest.skip(str(reason))
+
+
+def check(specialisations, nvdisasm):
+    """No spills, and no unit that limits ours more than theirs."""
+    programs = [forward.our_program(s) for s in specialisations]
+    assert [(p.specialisation, p.spilled, p.stack) for p in programs] == [
+        (s.name, 0, 0) for s in specialisations
+    ]
+    try:
+        theirs, missing = forward.their_programs(specialisations, CAPTURES)
+    except ImportError as reason:
+        pytest.skip(str(reason))
+    assert missing == []
+    found = [sass.analyse(p, nvdisasm) for p in (*programs, *theirs)]
+    assert all(a.tile.shapes_checked for a in found)
+    missed = [v for v in sass.verdicts(found, specialisations) if v.passed is not True]
+    assert missed == []
+
+
+@pytest.mark.timeout(900)
+def test_ours_is_not_above_theirs_and_does_not_spill(nvdisasm):
+    check([s for s in forward.FORWARD if s.name in SHORT], nvdisasm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_specialisation_is_above_theirs_or_spills(nvdisasm):
+    check(forward.FORWARD, nvdisasm)
+
+
+@pytest.mark.timeout(900)
+def test_the_whole_benchmark(nvdisasm, tmp_path):
+    argv = ["sass", "hd256-fwd", "--short", "--captures", str(CAPTURES), "--out", str(tmp_path)]
+    assert main(argv) == 0
+    report = json.loads(next(tmp_path.glob("sass-hd256-fwd-*.json")).read_text())
+    ours = [row for row in report["rows"] if row["kernel"] == OURS]
+    assert [row["specialisation"] for row in ours] == list(SHORT)
+    text = next(tmp_path.glob("sass-hd256-fwd-*.md")).read_text()
+    assert "nothing is measured" in text
