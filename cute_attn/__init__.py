@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .launch import emulated, warmup
+    from .emulation import emulated
+    from .launch import warmup
     from .ops.attention import flash_attn_func, flash_attn_varlen_func
     from .ops.kda import chunk_kda, fused_recurrent_kda, kda_decode
     from .ops.lightning import lightning_attn_decode
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 # public name -> module that defines it
 _EXPORTS = {
     "chunk_kda": "cute_attn.ops.kda",
-    "emulated": "cute_attn.launch",
+    "emulated": "cute_attn.emulation",
     "flash_attn_func": "cute_attn.ops.attention",
     "flash_attn_varlen_func": "cute_attn.ops.attention",
     "fused_recurrent_kda": "cute_attn.ops.kda",

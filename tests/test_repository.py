@@ -143,6 +143,9 @@ def test_no_package_registry_is_named() -> None:
 
 # ---- rooms: which may import which (docs/design.md)
 
+# Where a family of kernels names them to the cache, which device code must know nothing of.
+TABLES = {f"cute_attn.kernels.{family}.table" for family in ("attention", "kda", "lightning")}
+
 FORBIDDEN = {
     "cache": {"cute_attn", "torch"},
     "cute_attn/emulator": {
@@ -171,6 +174,23 @@ FORBIDDEN = {
         "cute_attn.launch",
         "cute_attn.ops",
         "cute_attn.reference",
+        *TABLES,
+    },
+    "cute_attn/launch.py": {
+        "cutlass",
+        "cute_attn.bench",
+        "cute_attn.kernels",
+        "cute_attn.ops",
+        "cute_attn.reference",
+    },
+    "cute_attn/emulation.py": {
+        "cutlass",
+        "torch",
+        "cute_attn.bench",
+        "cute_attn.kernels",
+        "cute_attn.launch",
+        "cute_attn.ops",
+        "cute_attn.reference",
     },
     "cute_attn/machine_code": {
         "cutlass",
@@ -183,7 +203,6 @@ FORBIDDEN = {
         "cute_attn.ops",
         "cute_attn.reference",
     },
-    "cute_attn/launch.py": {"cutlass", "cute_attn.bench", "cute_attn.ops", "cute_attn.reference"},
     "cute_attn/settings.py": {"cutlass", "torch", "cute_attn"},
     "cute_attn/ops": {
         "cutlass",
@@ -205,6 +224,12 @@ FORBIDDEN = {
 ALLOWED = {
     # A torch dtype in a worker's request, which only a caller that has torch can have put there.
     ("cute_attn/cache/wire.py", "torch"),
+    # KernelDef, with which a table names kernels.
+    *(
+        (f"{table.replace('.', '/')}.py", module)
+        for table in TABLES
+        for module in ("cute_attn.cache", "cute_attn.cache.KernelDef")
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import launch
+from cute_attn import emulation, launch
 from cute_attn.cache import arch
+from cute_attn.kernels.lightning import table
 from cute_attn.settings import settings
 
 from .ops.operators import OPERATORS
@@ -38,7 +40,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 def read_again() -> None:
     """As a process that starts."""
     settings.cache_clear()
-    launch._emulation_of_environment.cache_clear()
+    emulation._emulation_of_environment.cache_clear()
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -62,7 +64,7 @@ def test_a_bad_switch_is_named_where_settings_are_read_again(
 def test_a_bad_switch_concerns_only_who_needs_it(
     environment: pytest.MonkeyPatch, name: str, of: str
 ):
-    environment.setattr(launch.Emulation, "function", lambda *_: lambda *arguments: None)
+    environment.setattr(emulation.Emulation, "function", lambda *_: lambda *arguments: None)
     environment.setenv(name, "no")
     read_again()
     for operator, it in OPERATORS.items():
@@ -78,9 +80,9 @@ def test_a_bad_switch_concerns_only_who_needs_it(
 def test_the_switch_of_emulation(environment: pytest.MonkeyPatch, value: str, runs: bool):
     environment.setenv("CUTE_ATTN_EMULATE", value)
     cute_attn.reload_settings()
-    emulation = launch.current_emulation()
-    assert (emulation is not None) == runs
-    assert emulation is None or emulation.arch == "sm_90a"
+    current = emulation.current_emulation()
+    assert (current is not None) == runs
+    assert current is None or current.arch == "sm_90a"
 
 
 def test_a_bad_switch_of_emulation_is_an_error_of_calls_on_the_cpu(
@@ -128,10 +130,10 @@ def test_what_emulated_cannot_use(arguments: tuple[Any, ...], message: str):
 
 
 def test_threads_see_the_emulator_in_a_copy_of_the_context():
-    seen: list[launch.Emulation | None] = []
+    seen: list[emulation.Emulation | None] = []
 
     def look() -> None:
-        seen.append(launch.current_emulation())
+        seen.append(emulation.current_emulation())
 
     with cute_attn.emulated("sm_90a") as emulator:
         context = contextvars.copy_context()
@@ -142,6 +144,33 @@ def test_threads_see_the_emulator_in_a_copy_of_the_context():
     alone, carried = seen
     assert alone is None
     assert carried is not None and carried.emulator is emulator
+
+
+def test_two_threads_load_a_function_once(monkeypatch: pytest.MonkeyPatch):
+    loads: list[Any] = []
+    both = threading.Barrier(2)
+
+    class Loader:
+        def load(self, entry: Any) -> Any:
+            loads.append(entry)
+            time.sleep(0.05)
+            return lambda: None
+
+    monkeypatch.setattr(emulation.cache, "compile", lambda *_, **__: "entry")
+    shared = emulation.Emulation(Loader(), "sm_90a")  # type: ignore[arg-type]
+    found: list[Any] = []
+
+    def ask() -> None:
+        both.wait()
+        found.append(shared.function(table.DECODE, "spec"))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert loads == ["entry"]
+    assert found[0] is found[1]
 
 
 def test_a_call_outside_says_how_to_emulate():

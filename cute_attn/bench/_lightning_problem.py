@@ -227,7 +227,7 @@ def candidates(
     """
     from cute_attn.kernels.lightning.heuristics import candidate_configs
     from cute_attn.kernels.lightning.spec import PipelinedDecodeSpec
-    from cute_attn.launch import LIGHTNING_DECODE_PIPELINED
+    from cute_attn.kernels.lightning.table import DECODE_PIPELINED
 
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     configs: list[dict[str, Any]]
@@ -241,7 +241,7 @@ def candidates(
     for config in configs:
         try:
             candidate: Candidate = (
-                (LIGHTNING_DECODE_PIPELINED, PipelinedDecodeSpec(**(fields | config)))
+                (DECODE_PIPELINED, PipelinedDecodeSpec(**(fields | config)))
                 if "num_stages" in config
                 else (kernel, dataclasses.replace(spec, **config))
             )

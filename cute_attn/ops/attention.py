@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import launch
+from ..kernels.attention import table
 from ..kernels.attention.heuristics import SHORT_SEQLEN_Q, packed_heads
 from ..kernels.attention.spec import (
     DTYPES,
     LARGEST_SCALE,
     LARGEST_SOFTCAP,
     SINK_DTYPES,
-    TILE_M,
     Hd256ForwardSpec,
 )
 from ..settings import on_reload, settings
@@ -50,16 +50,10 @@ from .routing import (
     plain,
 )
 
-if TYPE_CHECKING:
-    from ..cache import KernelDef
-
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "plan_attention"]
 
 SCHEDULERS = ("static", "clc")
 _NAMES = "flash_attn_func, as flash_attn_varlen_func,"  # as what refuses autograd calls them
-
-# head_dim -> the kernel, and the architectures that it is for
-_KERNELS = {256: (launch.HD256_FORWARD, ("sm_100a", "sm_103a"))}
 
 _ALIGNMENT = 16  # bytes: of addresses and strides, as TMA has it
 _VECTOR = _ALIGNMENT // 2  # elements
@@ -266,7 +260,7 @@ def plan_attention(
         ValueError: no kernel is specialised so; the message names the parameter.
         NotImplementedError: there is no kernel for this head_dim on this architecture.
     """
-    kernel = _kernel_for(head_dim, arch)
+    kernel = table.find("forward", arch, head_dim).kernel
     if heads_k < 1 or heads < 1 or heads % heads_k:
         raise ValueError(f"heads is {heads}, must be a positive multiple of heads_k, {heads_k}")
     chosen = settings().scheduler if scheduler is None else scheduler
@@ -554,8 +548,10 @@ def _prepare(
     """Load the kernel for these arguments, and remember it if they are on a GPU."""
     del v, softmax_scale
     left, right = _bounds(window_size, causal)
+    arch = launch.arch_for(q.device)
+    cluster = table.find("forward", arch, q.shape[-1]).cluster
     ((kernel, spec),) = plan_attention(
-        launch.arch_for(q.device),
+        arch,
         head_dim=q.shape[-1],
         dtype=DTYPE_NAMES[q.dtype],
         heads=q.shape[-2],
@@ -578,7 +574,7 @@ def _prepare(
         float(softcap or 1.0),
         left or 0,
         right or 0,
-        max(1, launch.num_sms(q.device) // 2),
+        max(1, launch.num_sms(q.device) // cluster),
     )
     if q.is_cuda:  # which emulator runs a CPU tensor depends on where the call is made
         key = _key(
@@ -590,16 +586,6 @@ def _prepare(
 
 
 # -- checks -------------------------------------------------------------------------------------
-
-
-def _kernel_for(head_dim: int, arch: str) -> KernelDef:
-    kernel, archs = _KERNELS.get(head_dim, (None, ()))
-    if kernel is None or arch not in archs:
-        there_is = "; ".join(f"head_dim {d} on {', '.join(a)}" for d, (_, a) in _KERNELS.items())
-        raise NotImplementedError(
-            f"there is no attention kernel for head_dim {head_dim} on {arch}; there is: {there_is}"
-        )
-    return kernel
 
 
 def _bounds(window_size: Window, causal: bool) -> Window:
@@ -646,7 +632,7 @@ def _validate(*arguments: Any) -> None:
     _validate_metadata(*arguments)
     q, k, v = arguments[:3]
     launch.check_device("q", q.device)
-    _kernel_for(q.shape[-1], launch.arch_for(q.device))
+    table.find("forward", launch.arch_for(q.device), q.shape[-1])
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.data_ptr() % _ALIGNMENT:
             raise ValueError(
@@ -761,9 +747,9 @@ def _check_shapes(
         if x.shape[-3] >= _MAX_SEQLEN:
             raise ValueError(f"{name} has {x.shape[-3]} rows, must be fewer than {_MAX_SEQLEN}")
     head_dim = int(q.shape[-1])
-    if head_dim not in _KERNELS:
+    if head_dim not in table.head_dims("forward"):
         raise NotImplementedError(
-            f"head_dim of q is {head_dim}, there are kernels for: {tuple(_KERNELS)}"
+            f"head_dim of q is {head_dim}, there are kernels for: {table.head_dims('forward')}"
         )
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if name in lengths and (lengths[name].dim() != 1 or lengths[name].shape[0] == 0):
@@ -791,13 +777,14 @@ def _check_shapes(
         raise NotImplementedError(
             "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
         )
+    rows = table.smallest_tile("forward", head_dim)
     if "cu_seqlens_q" in lengths:  # at most
-        tiles = heads * (q.shape[0] // TILE_M + batch)
+        tiles = heads * (q.shape[0] // rows + batch)
     else:
-        tiles = heads * batch * -(-q.shape[1] // TILE_M)
+        tiles = heads * batch * -(-q.shape[1] // rows)
     if tiles >= _MAX_TILES:
         raise ValueError(
-            f"q has {batch} sequences of {heads} heads, {tiles} tiles of {TILE_M} rows: fewer than "
+            f"q has {batch} sequences of {heads} heads, {tiles} tiles of {rows} rows: fewer than "
             f"{_MAX_TILES} fit one call"
         )
 

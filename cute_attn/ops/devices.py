@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .. import launch
+from ..emulation import current_emulation
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether operators take tensors on this device: NVIDIA's, or the CPU within `emulated`."""
     if device.type == "cpu":
-        return launch.current_emulation() is not None
+        return current_emulation() is not None
     return device.type == "cuda" and torch.version.cuda is not None

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import launch
+from ..kernels.lightning import table
 from ..kernels.lightning.heuristics import decode_config
 from ..kernels.lightning.spec import (
     DTYPES,
@@ -266,7 +267,7 @@ def plan_decode(
         **tensors,
         **decode_config(num_sms=num_sms, **tensors),
     )
-    return [(launch.LIGHTNING_DECODE, spec)]
+    return [(table.DECODE, spec)]
 
 
 # -- launching ----------------------------------------------------------------------------------

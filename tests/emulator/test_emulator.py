@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import cache, launch
+from cute_attn import cache
+from cute_attn.emulation import current_emulation
 from cute_attn.emulator import (
     Emulator,
     EmulatorUnavailable,
@@ -235,7 +236,7 @@ def test_operators_take_cpu_tensors_only_where_they_are_emulated(monkeypatch: py
     monkeypatch.setenv("CUTE_ATTN_ARCH", "sm_80")
     cute_attn.reload_settings()
     try:
-        emulation = launch.current_emulation()
+        emulation = current_emulation()
         assert emulation is not None
         assert emulation.arch == "sm_80"
         assert torch.equal(decode(tensors()), inside)

@@ -173,7 +173,7 @@ def record_peer(name: str) -> Recorded:
 def record_lightning(arch: str, load: str | None, write_back: str | None) -> Recorded:
     from cute_attn import cache
     from cute_attn.kernels.lightning.spec import DecodeSpec, PipelinedDecodeSpec
-    from cute_attn.launch import LIGHTNING_DECODE, LIGHTNING_DECODE_PIPELINED
+    from cute_attn.kernels.lightning.table import DECODE, DECODE_PIPELINED
 
     fields: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -190,9 +190,9 @@ def record_lightning(arch: str, load: str | None, write_back: str | None) -> Rec
         "lanes_per_row": 16,
         "streaming": False,
     }
-    kernel, spec = LIGHTNING_DECODE, DecodeSpec
+    kernel, spec = DECODE, DecodeSpec
     if load is not None:
-        kernel, spec = LIGHTNING_DECODE_PIPELINED, PipelinedDecodeSpec
+        kernel, spec = DECODE_PIPELINED, PipelinedDecodeSpec
         fields |= {"num_stages": 2, "load": load, "write_back": write_back}
     entry = cache.compile(kernel, spec(**fields), arch=arch)
     generator = torch.Generator().manual_seed(0)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from cute_attn import cache, launch
+from cute_attn import cache
 from cute_attn.kernels.attention.spec import DTYPES, SCHEDULERS, SINK_DTYPES, Hd256ForwardSpec
+from cute_attn.kernels.attention.table import HD256_FORWARD
 from tests.kernels.machine_code import assert_sound
 
 ARCH = "sm_100a"
@@ -42,7 +43,7 @@ EVERYTHING = [
 
 
 def spills(fields: dict[str, Any]) -> int:
-    entry = cache.compile(launch.HD256_FORWARD, Hd256ForwardSpec(**fields), arch=ARCH)
+    entry = cache.compile(HD256_FORWARD.kernel, Hd256ForwardSpec(**fields), arch=ARCH)
     return sum(use.spills for use in entry.kernels)
 
 
@@ -71,7 +72,7 @@ def test_no_spills(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
 def test_the_machine_code_is_sound(fields: dict[str, Any]) -> None:
-    assert_sound(cache.compile(launch.HD256_FORWARD, Hd256ForwardSpec(**fields), arch=ARCH))
+    assert_sound(cache.compile(HD256_FORWARD.kernel, Hd256ForwardSpec(**fields), arch=ARCH))
 
 
 @pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
@@ -79,7 +80,7 @@ def test_the_budget_of_shared_memory_is_what_is_launched(fields: dict[str, Any])
     from cute_attn.kernels.attention.sm100_fwd_hd256 import Sm100Hd256Forward
 
     spec = Hd256ForwardSpec(**fields)
-    (use,) = cache.compile(launch.HD256_FORWARD, spec, arch=ARCH).kernels
+    (use,) = cache.compile(HD256_FORWARD.kernel, spec, arch=ARCH).kernels
     assert use.dynamic_shared == Sm100Hd256Forward(spec).smem_bytes
 
 

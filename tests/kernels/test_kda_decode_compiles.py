@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cute_attn import cache, launch
-from cute_attn.kernels.kda import heuristics_decode
+from cute_attn import cache
+from cute_attn.kernels.kda import heuristics_decode, table
 from cute_attn.kernels.kda.spec_decode import DecodeSpec, RecordsSpec, RecurrentSpec, StepSpec
 from cute_attn.ops.kda.decode import plan_kda_decode
 from cute_attn.ops.kda.recurrent import plan_fused_recurrent_kda
@@ -163,9 +163,9 @@ def test_records_have_a_kernel_of_their_own():
     (decode, spec), (records, records_spec) = plan_kda_decode(
         "sm_90a", multi_token=True, slots="records"
     )
-    assert (decode, records) == (launch.KDA_DECODE, launch.KDA_DECODE_RECORDS)
+    assert (decode, records) == (table.DECODE, table.DECODE_RECORDS)
     assert isinstance(spec, DecodeSpec)
     assert isinstance(records_spec, RecordsSpec)
     ((kernel, spec),) = plan_fused_recurrent_kda("sm_90a")
-    assert kernel is launch.KDA_RECURRENT
+    assert kernel is table.RECURRENT
     assert isinstance(spec, RecurrentSpec)

@@ -16,7 +16,7 @@ import torch
 from cute_attn import cache
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.kda.spec import CHUNK, IntraSpec, PrepareSpec
-from cute_attn.launch import KDA_CHUNK_INTRA, KDA_PREPARE
+from cute_attn.kernels.kda.table import CHUNK_INTRA, PREPARE
 from cute_attn.reference import kda
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -94,7 +94,7 @@ def run_prepare(
     count = slots(tokens, batch, cu_seqlens)
     tiles = torch.full((count, heads, spec.elements), math.nan, dtype=x["q"].dtype)
     decay = torch.full((count, heads, dim_k), math.nan)
-    function(KDA_PREPARE, spec, arch)(
+    function(PREPARE, spec, arch)(
         *(x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias")),
         *(cu_seqlens, tiles, decay, dim_k**-0.5, lower_bound, beta_scale),
     )
@@ -339,7 +339,7 @@ def run_intra(
         for name, n in columns.items()
         if name != "qg" or store_qg
     }
-    function(KDA_CHUNK_INTRA, spec, arch)(
+    function(CHUNK_INTRA, spec, arch)(
         *(x["q"], x["k"], v, sums, x["beta"], cu_seqlens),
         *(out.get(name) for name in columns),
         dim_k**-0.5,

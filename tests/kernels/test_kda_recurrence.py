@@ -15,7 +15,7 @@ import torch
 from cute_attn import cache
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.kda.spec import CHUNK, RecurrenceSpec, SegmentsSpec
-from cute_attn.launch import KDA_RECURRENCE, KDA_SEGMENTS
+from cute_attn.kernels.kda.table import RECURRENCE, SEGMENTS
 from cute_attn.reference import kda
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -160,7 +160,7 @@ def check(
     emulator = Emulator()
 
     def run(segments: str, *workspace: Any) -> None:
-        entry = cache.compile(KDA_RECURRENCE, replace(spec, segments=segments), arch=arch)
+        entry = cache.compile(RECURRENCE, replace(spec, segments=segments), arch=arch)
         emulator.load(entry)(
             x["v"], tiles, decay, o, state if initial else None, final_state, x["cu_seqlens"],
             *workspace,
@@ -183,7 +183,7 @@ def check(
             tile_v=16 * chunks_per_segment,
             num_stages=chunks_per_segment,
         )
-        emulator.load(cache.compile(KDA_SEGMENTS, combine, arch=arch))(
+        emulator.load(cache.compile(SEGMENTS, combine, arch=arch))(
             x["cu_seqlens"], states, transitions, tokens, chunks_per_segment
         )
         run("outputs", states, None, chunks_per_segment, count)

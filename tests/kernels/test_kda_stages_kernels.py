@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import cache, launch
+from cute_attn import cache
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.kda import table
 from cute_attn.kernels.kda.spec import DeltaHSpec, GateSpec, OutputSpec, RecomputeSpec
 from cute_attn.reference import kda
 
@@ -166,7 +167,7 @@ def test_gate_cumsum(spec: GateSpec, arch: str) -> None:
         return kda.kda_gate_cumsum_reference(decay, cu_seqlens=cu_seqlens, dtype=dtype)
 
     out = poisoned(shape, torch.float32)
-    kernel(launch.KDA_GATE_CUMSUM, spec, arch)(g, A_log, dt_bias, cu_seqlens, out, bound)
+    kernel(table.GATE_CUMSUM, spec, arch)(g, A_log, dt_bias, cu_seqlens, out, bound)
     check("G", out, reference(torch.float64), reference(torch.float32))
 
 
@@ -176,7 +177,7 @@ def test_a_gate_that_leaves_nothing_is_a_finite_one(gate: float) -> None:
     g = -torch.rand(1, 70, 1, 64, generator=torch.Generator().manual_seed(6))
     g[0, 20, 0, 3] = gate
     out = poisoned(g.shape, torch.float32)
-    kernel(launch.KDA_GATE_CUMSUM, spec, "sm_90a")(g, None, None, None, out, 0.0)
+    kernel(table.GATE_CUMSUM, spec, "sm_90a")(g, None, None, None, out, 0.0)
     limited = g.clamp(min=-128.0)
     check("G", out, *(kda.kda_gate_cumsum_reference(limited, dtype=d) for d in REAL))
 
@@ -197,7 +198,7 @@ def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
     s = Stages(spec.head_dim_k, spec.head_dim_v, spec.dtype, spec.index_dtype, spec.beta_dtype)
     w, qg, kg = (poisoned(s.g.shape, s.dtype) for _ in range(3))
     u = poisoned(s.v.shape, s.dtype)
-    kernel(launch.KDA_RECOMPUTE_W_U, spec, arch)(
+    kernel(table.RECOMPUTE_W_U, spec, arch)(
         s.q if spec.store_qg else None,
         s.k,
         s.v,
@@ -251,7 +252,7 @@ def test_delta_h(spec: DeltaHSpec, arch: str, products: str) -> None:
     h = poisoned(exact.h.shape, s.dtype)
     v_new = poisoned(s.v.shape, s.dtype)
     final_state = poisoned(exact.final_state.shape, torch.float32)
-    kernel(launch.KDA_DELTA_H, spec, arch)(
+    kernel(table.DELTA_H, spec, arch)(
         s.intra.kg,
         s.intra.w,
         s.intra.u,
@@ -299,7 +300,7 @@ def test_output(spec: OutputSpec, arch: str) -> None:
         rows[torch.ones(rows.shape[1:]).triu(1).bool().expand_as(rows)] = math.nan
     o = poisoned(s.v.shape, s.dtype)
     q = (s.q * 7.5).to(s.dtype) if spec.l2norm else s.q
-    kernel(launch.KDA_OUTPUT, spec, arch)(q, v_new, s.g, Aqk, h, s.cu_seqlens, o, s.scale)
+    kernel(table.OUTPUT, spec, arch)(q, v_new, s.g, Aqk, h, s.cu_seqlens, o, s.scale)
 
     def reference(dtype: torch.dtype, stage_dtype: torch.dtype | None = None) -> torch.Tensor:
         return kda.kda_chunk_output_reference(

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_attn import cache, launch
+from cute_attn import cache
 from cute_attn.cache import KernelDef
-from cute_attn.kernels.lightning import heuristics
+from cute_attn.kernels.lightning import heuristics, table
 from cute_attn.kernels.lightning.spec import (
     DTYPES,
     HEAD_DIMS,
@@ -134,7 +134,7 @@ def test_the_pipelined_kernel_compiles_without_spills(config: dict[str, Any]):
         **config,
     )
     for arch in ("sm_80", "sm_90a") if config["load"] == "cp_async" else ("sm_90a", "sm_100a"):
-        assert_compiles(launch.LIGHTNING_DECODE_PIPELINED, spec, arch)
+        assert_compiles(table.DECODE_PIPELINED, spec, arch)
 
 
 @given(st.sampled_from(EVERYTHING))

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cute_attn
-from cute_attn import launch
+from cute_attn.emulation import current_emulation
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention.spec import LARGEST_SCALE, MAX_PACKED_HEADS
 from cute_attn.reference.attention import attention_reference
@@ -589,7 +589,7 @@ def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(
     tensors = [q, k, v, torch.empty_like(q), torch.empty(1, 2, 5)]
     numbers = (0.0625, 1.0, 0, 0, 2)
     with cute_attn.emulated(ARCH, Emulator()) as emulator:
-        emulation = launch.current_emulation()
+        emulation = current_emulation()
         assert emulation is not None
         function = emulation.function(kernel, spec)
         function(*tensors, *[None] * 5, *numbers)

@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_attn
-from cute_attn import launch
+from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention.heuristics import SHORT_SEQLEN_Q, packed_heads
 from cute_attn.ops import attention
@@ -401,11 +401,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The specs of the kernels that calls in the emulator load, which then do nothing."""
     specs: list[Any] = []
 
-    def function(_self: launch.Emulation, _kernel: Any, spec: Any) -> Any:
+    def function(_self: Emulation, _kernel: Any, spec: Any) -> Any:
         specs.append(spec)
         return lambda *arguments: specs.append(arguments)
 
-    monkeypatch.setattr(launch.Emulation, "function", function)
+    monkeypatch.setattr(Emulation, "function", function)
     return specs
 
 

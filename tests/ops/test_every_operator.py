@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 import cute_attn
-from cute_attn import launch
+from cute_attn.emulation import Emulation
 
 from .operators import OPERATORS, Operator, tensors_in
 
@@ -89,9 +89,7 @@ class Handler:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the kernels are given, which do nothing."""
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        launch.Emulation, "function", lambda *_: lambda *arguments: seen.append(arguments)
-    )
+    monkeypatch.setattr(Emulation, "function", lambda *_: lambda *arguments: seen.append(arguments))
     return seen
 
 

@@ -19,8 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_attn
-from cute_attn import launch
+from cute_attn.cache import KernelDef
 from cute_attn.cache.specfile import plan_file
+from cute_attn.emulation import Emulation
 from cute_attn.kernels.kda.heuristics import chunks_per_segment
 from cute_attn.kernels.kda.spec import smem_bytes
 from cute_attn.ops import kda
@@ -518,11 +519,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The kernels that calls in the emulator load, which then do nothing, and what they get."""
     seen: list[Any] = []
 
-    def function(_self: launch.Emulation, kernel: Any, spec: Any) -> Any:
+    def function(_self: Emulation, kernel: Any, spec: Any) -> Any:
         seen.append((kernel, spec))
         return lambda *arguments: seen.append(arguments)
 
-    monkeypatch.setattr(launch.Emulation, "function", function)
+    monkeypatch.setattr(Emulation, "function", function)
     return seen
 
 
@@ -576,7 +577,7 @@ def test_the_plan_names_the_kernels_that_a_call_loads(
             if name in args
         },
     )
-    loaded = [item for item in seen if isinstance(item[0], launch.KernelDef)]
+    loaded = [item for item in seen if isinstance(item[0], KernelDef)]
     assert loaded == requests
     assert [kernel.name for kernel, _ in requests][-1] == (
         "kda_recurrence" if path == "fused" else "kda_output"

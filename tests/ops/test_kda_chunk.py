@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import cute_attn
 import cute_attn.cache
 from cute_attn import launch
+from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.kda import heuristics
 from cute_attn.ops.kda import chunk
@@ -612,9 +613,9 @@ def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(
     args = Case(replace(PACKED), (5, 60)).arguments("cpu")
     args["dt_bias"] = args["dt_bias"].view(args["g"].shape[2:])
     calls: list[tuple[Any, tuple[Any, ...]]] = []
-    load = launch.Emulation.function
+    load = Emulation.function
 
-    def recording(self: launch.Emulation, kernel: Any, spec: Any) -> Any:
+    def recording(self: Emulation, kernel: Any, spec: Any) -> Any:
         function = load(self, kernel, spec)
 
         def call(*arguments: Any) -> None:
@@ -623,7 +624,7 @@ def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(
 
         return call
 
-    monkeypatch.setattr(launch.Emulation, "function", recording)
+    monkeypatch.setattr(Emulation, "function", recording)
     name, change = BAD[bad]
     with cute_attn.emulated("sm_90a", Emulator()) as emulator:
         run(args)

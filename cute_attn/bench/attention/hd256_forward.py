@@ -114,11 +114,12 @@ def our_program(specialisation: Specialisation) -> Program:
     """
     if importlib.util.find_spec("cutlass") is None:
         raise Unavailable("needs nvidia-cutlass-dsl, which is not installed")
-    from ... import cache, launch
+    from ... import cache
     from ...kernels.attention.spec import Hd256ForwardSpec
+    from ...kernels.attention.table import HD256_FORWARD
 
     spec = Hd256ForwardSpec(**{**_PLAIN_FORWARD, **specialisation.ours})
-    entry = cache.compile(launch.HD256_FORWARD, spec, arch=ARCH)
+    entry = cache.compile(HD256_FORWARD.kernel, spec, arch=ARCH)
     (cubin,) = cubins(entry.read("kernel.o"))
     (use,) = entry.kernels
     dynamic = use.dynamic_shared

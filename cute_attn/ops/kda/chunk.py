@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
+from ...kernels.kda import table
 from ...kernels.kda.heuristics import (
     chunks_per_segment,
     delta_h_config,
@@ -308,10 +309,10 @@ def plan_chunk_kda(
         )
         if split is None:
             split = settings().kda_split
-        return [(launch.KDA_PREPARE, prepare), (launch.KDA_RECURRENCE, recurrence)] + split * [
-            (launch.KDA_RECURRENCE, dataclasses.replace(recurrence, segments="transitions")),
-            (launch.KDA_SEGMENTS, combine),
-            (launch.KDA_RECURRENCE, dataclasses.replace(recurrence, segments="outputs")),
+        return [(table.PREPARE, prepare), (table.RECURRENCE, recurrence)] + split * [
+            (table.RECURRENCE, dataclasses.replace(recurrence, segments="transitions")),
+            (table.SEGMENTS, combine),
+            (table.RECURRENCE, dataclasses.replace(recurrence, segments="outputs")),
         ]
 
     gates = GateSpec(head_dim_k=head_dim_k, index_dtype=index_dtype, **gate_fields)
@@ -327,10 +328,10 @@ def plan_chunk_kda(
         **base, l2norm=l2norm, state_v_first=bool(state_v_first), **output_config(**dims)
     )
     return [
-        (launch.KDA_GATE_CUMSUM, gates),
-        (launch.KDA_CHUNK_INTRA, intra),
-        (launch.KDA_DELTA_H, delta_h),
-        (launch.KDA_OUTPUT, output),
+        (table.GATE_CUMSUM, gates),
+        (table.CHUNK_INTRA, intra),
+        (table.DELTA_H, delta_h),
+        (table.OUTPUT, output),
     ]
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
+from ...kernels.kda import table
 from ...kernels.kda.heuristics_decode import step_config
 from ...kernels.kda.spec_decode import (
     DTYPES,
@@ -367,12 +368,12 @@ def plan_kda_decode(
         **tuned,
         **step_config(**tuned),
     )
-    requests: list[launch.Request] = [(launch.KDA_DECODE, spec)]
+    requests: list[launch.Request] = [(table.DECODE, spec)]
     if slots == "records":
         records = RecordsSpec(
             dtype=dtype, gate_dtype=spec.gate_dtype, head_dim_k=head_dim_k, indexed=spec.indexed
         )
-        requests.append((launch.KDA_DECODE_RECORDS, records))
+        requests.append((table.DECODE_RECORDS, records))
     return requests
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
+from ...kernels.kda import table
 from ...kernels.kda.heuristics_decode import step_config
 from ...kernels.kda.spec_decode import RecurrentSpec
 from ..checks import (
@@ -227,7 +228,7 @@ def plan_fused_recurrent_kda(
         **tuned,
         **step_config(**tuned, multi_token=True),
     )
-    return [(launch.KDA_RECURRENT, spec)]
+    return [(table.RECURRENT, spec)]
 
 
 # -- launching ----------------------------------------------------------------------------------

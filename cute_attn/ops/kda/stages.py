@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
+from ...kernels.kda import table
 from ...kernels.kda.heuristics import delta_h_config, output_config
 from ...kernels.kda.spec import (
     CHUNK,
@@ -471,7 +472,7 @@ def _gate_cumsum(
         cu_seqlens,
         lambda: _check_gate_cumsum(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens),
         lambda arch: (
-            launch.KDA_GATE_CUMSUM,
+            table.GATE_CUMSUM,
             GateSpec(
                 head_dim_k=g.shape[-1],
                 gate_dtype=DTYPE_NAMES[g.dtype],
@@ -577,7 +578,7 @@ def _chunk_intra(
         cu_seqlens,
         lambda: _check_chunk_intra(q, k, v, g, beta, scale, cu_seqlens, output_qg),
         lambda arch: (
-            launch.KDA_CHUNK_INTRA,
+            table.CHUNK_INTRA,
             IntraSpec(
                 dtype=DTYPE_NAMES[q.dtype],
                 head_dim_k=q.shape[-1],
@@ -662,7 +663,7 @@ def _recompute_w_u(
         cu_seqlens,
         lambda: _check_recompute_w_u(q, k, v, g, beta, Akk, cu_seqlens, output_kg),
         lambda arch: (
-            launch.KDA_RECOMPUTE_W_U,
+            table.RECOMPUTE_W_U,
             RecomputeSpec(
                 dtype=DTYPE_NAMES[k.dtype],
                 head_dim_k=k.shape[-1],
@@ -795,7 +796,7 @@ def _chunk_delta_h(
     def request(arch: str) -> launch.Request:
         dims: dict[str, Any] = {"head_dim_k": w.shape[-1], "head_dim_v": u.shape[-1]}
         return (
-            launch.KDA_DELTA_H,
+            table.DELTA_H,
             DeltaHSpec(
                 dtype=DTYPE_NAMES[u.dtype],
                 index_dtype=index_dtype(cu_seqlens),
@@ -908,7 +909,7 @@ def _chunk_output(
     def request(arch: str) -> launch.Request:
         dims: dict[str, Any] = {"head_dim_k": q.shape[-1], "head_dim_v": v_new.shape[-1]}
         return (
-            launch.KDA_OUTPUT,
+            table.OUTPUT,
             OutputSpec(
                 dtype=DTYPE_NAMES[q.dtype],
                 index_dtype=index_dtype(cu_seqlens),

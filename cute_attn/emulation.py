@@ -1,0 +1,108 @@
+"""Which device stands for which: within `emulated()`, an emulator for the tensors on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from . import cache
+from .cache import KernelDef
+from .cache.arch import check_arch
+from .settings import on_reload, settings
+
+if TYPE_CHECKING:
+    from .emulator import Emulator
+
+DEFAULT_EMULATED_ARCH = "sm_90a"
+
+
+class Emulation:
+    """What operators on CPU tensors run on: an emulator, and the architecture it stands for."""
+
+    def __init__(self, emulator: Emulator, arch: str) -> None:
+        self.emulator = emulator
+        self.arch = arch
+        self._functions: dict[tuple[KernelDef, Any], Callable[..., Any]] = {}
+        self._loading = threading.Lock()
+
+    def function(self, kernel: KernelDef, spec: Any) -> Callable[..., Any]:
+        """A kernel's function in the emulator, from the object and PTX that the cache holds."""
+        key = kernel, spec
+        if key not in self._functions:
+            with self._loading:
+                if key not in self._functions:
+                    entry = cache.compile(kernel, spec, arch=self.arch)
+                    self._functions[key] = self.emulator.load(entry)
+        return self._functions[key]
+
+
+_emulation: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar(
+    "cute_attn_emulation", default=None
+)
+
+
+@functools.cache
+def _emulation_of_environment() -> Emulation | None:
+    if not settings().emulate:
+        return None
+    from .emulator import Emulator
+
+    return Emulation(Emulator(), _arch_to_emulate())
+
+
+on_reload(_emulation_of_environment.cache_clear)
+
+
+def _arch_to_emulate() -> str:
+    chosen = os.environ.get("CUTE_ATTN_ARCH", "").strip()
+    return check_arch(chosen) if chosen else DEFAULT_EMULATED_ARCH
+
+
+def current_emulation() -> Emulation | None:
+    """What CPU tensors run on: `emulated()`'s, else that of CUTE_ATTN_EMULATE=1, else None."""
+    return _emulation.get() or _emulation_of_environment()
+
+
+@contextlib.contextmanager
+def emulated(arch: str | None = None, emulator: Emulator | None = None) -> Iterator[Emulator]:
+    """Within it, operators take CPU tensors and run their kernels in an emulator.
+
+        with cute_attn.emulated("sm_100a") as emulator:
+            o = cute_attn.lightning_attn_decode(q, k, v, state, decay)
+        print(emulator.report)
+
+    `CUTE_ATTN_EMULATE=1` does the same for a whole process. This one holds for the thread or task
+    that enters it. A thread that is started within does not see it, unless it runs in a copy of
+    the context, as `asyncio.to_thread` does:
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(function,)).start()
+
+    Args:
+        arch: to emulate: "sm_80", "sm_90a", "sm_100a" ...; None is `CUTE_ATTN_ARCH`, else
+            "sm_90a".
+        emulator: to run on; None makes one with every check on.
+
+    Raises:
+        TypeError: arch is no string, or emulator no Emulator.
+        ValueError: arch is not written like "sm_90a".
+        NotImplementedError: arch is older than "sm_80".
+        cute_attn.emulator.EmulatorUnavailable: there is no C compiler to build the emulator with.
+    """
+    from .emulator import Emulator
+
+    chosen = _arch_to_emulate() if arch is None else check_arch(arch)
+    if emulator is None:
+        emulator = Emulator()
+    elif not isinstance(emulator, Emulator):
+        raise TypeError(f"emulator must be an Emulator, got {type(emulator).__name__}")
+    token = _emulation.set(Emulation(emulator, chosen))
+    try:
+        yield emulator
+    finally:
+        _emulation.reset(token)

@@ -1,0 +1,14 @@
+"""The Lightning Attention kernels, by name; no compiler is imported."""
+
+from __future__ import annotations
+
+from ...cache import KernelDef
+
+DECODE = KernelDef(
+    name="lightning_decode", target="cute_attn.kernels.lightning.decode:LightningDecode"
+)
+# Measured beside it, and chosen nowhere: see docs/kernels/lightning_decode.md.
+DECODE_PIPELINED = KernelDef(
+    name="lightning_decode_pipelined",
+    target="cute_attn.kernels.lightning.decode_pipelined:LightningDecodePipelined",
+)
