@@ -52,7 +52,7 @@ def is_settled(race: list[tuple[str, str, str, str]]) -> bool:
     They do by `__syncwarp` and one lane's arrival at an mbarrier, which orders what all of them
     have read before the copy; racecheck does not see that (docs/emulator.md).
     """
-    copies = lines_of("kernels/common/warp.py", "copy_async", "copy_bulk")
+    copies = lines_of("kernels/common/ptx/async_copy.py", "copy_async", "copy_bulk")
     return {kind for kind, *_ in race} == {"Read", "Write"} and all(
         "KdaRecurrence" in kernel and ((file, int(line)) in copies) == (kind == "Write")
         for kind, kernel, file, line in race

@@ -29,8 +29,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common import warp
 from ..common.dtypes import DTYPE
+from ..common.ptx.matrices import load_matrices
+from ..common.ptx.memory import load_global, load_shared, shared_address, store_global, store_shared
+from ..common.ptx.mma import mma
 from ..common.spec import WARP_SIZE
 from .chunks import num_slots
 from .inverse import ChunkInverse
@@ -175,7 +177,7 @@ class KdaChunkIntra(ChunkInverse):
         _, head, head_qk, place = self.place_of(
             by_heads, by_group, by_chunks, g.shape[1], cu_seqlens
         )
-        smem = warp.shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
+        smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
             raw = self.load_sums(self.rows_of(g, place, head), place.length)
             self.start_copy(self.rows_of(q, place, head_qk), smem + self.q, place.length)
@@ -240,7 +242,7 @@ class KdaChunkIntra(ChunkInverse):
             x = Float32(0.0)
             if thread < place.length:
                 x = Float32(beta[place.batch, place.start + thread, head])
-            warp.store_shared(Float32, smem + self.beta + thread * 4, [x])
+            store_shared(Float32, smem + self.beta + thread * 4, [x])
 
     @cute.jit
     def load_sums(self, rows: Any, length: Int32) -> Any:
@@ -256,7 +258,7 @@ class KdaChunkIntra(ChunkInverse):
             source = rows.start + Int64(pair * 8)
             for t in cutlass.range_constexpr(SUB_CHUNK):
                 at = cutlass.min(first + t, length - 1)
-                x = warp.load_global(Float32, source + row_offset(at, rows.pitch), 2)
+                x = load_global(Float32, source + row_offset(at, rows.pitch), 2)
                 raw[2 * t], raw[2 * t + 1] = x[0], x[1]
         return raw
 
@@ -270,23 +272,23 @@ class KdaChunkIntra(ChunkInverse):
             sums = [[raw[2 * t + n] - raw[n] for n in range(2)] for t in range(SUB_CHUNK)]
             self.store_rows_of_sums(smem, pair, sub, sums, ascending=True)
             at = smem + sub * self.p_row + (pair << 3)
-            warp.store_shared(Float32, at + self.start, [raw[0], raw[1]])
-            warp.store_shared(Float32, at + self.to_next, sums[SUB_CHUNK - 1])
+            store_shared(Float32, at + self.start, [raw[0], raw[1]])
+            store_shared(Float32, at + self.to_next, sums[SUB_CHUNK - 1])
 
     def finish_sums(self, smem: Any, channel: Any) -> None:
         """From G of the sub-chunks' first tokens all that `start`, `to_next` and `to_end` hold."""
         at = smem + (channel << 2)
         count = range(SUB_CHUNKS)
-        first = [warp.load_shared(Float32, at + self.start + b * self.p_row)[0] for b in count]
+        first = [load_shared(Float32, at + self.start + b * self.p_row)[0] for b in count]
         last = SUB_CHUNKS - 1
-        rest = warp.load_shared(Float32, at + self.to_next + last * self.p_row)[0]
+        rest = load_shared(Float32, at + self.to_next + last * self.p_row)[0]
         steps = [*(first[b + 1] - first[b] for b in range(last)), rest]
         end = first[last] + rest
         for b in count:
             row = at + b * self.p_row
             self.store_start(row, first[b])
-            warp.store_shared(Float32, row + self.to_next, [steps[b]])
-            warp.store_shared(Float32, row + self.to_end, [end - first[b]])
+            store_shared(Float32, row + self.to_next, [steps[b]])
+            store_shared(Float32, row + self.to_end, [end - first[b]])
 
     # -- w and u ------------------------------------------------------------------------------
 
@@ -296,7 +298,7 @@ class KdaChunkIntra(ChunkInverse):
         base = tile + (group >> 1) * SUB_TILE_BYTES + 4 * part
         for i in range(4):
             at = base + tile_unit(row, ((group & 1) << 2) + i)
-            warp.store_shared(Int32, at, [packed[i]])
+            store_shared(Int32, at, [packed[i]])
 
     @cute.jit
     def load_values(self, v: Any, b: Int32, part: cutlass.Constexpr, length: Int32) -> Any:
@@ -308,7 +310,7 @@ class KdaChunkIntra(ChunkInverse):
         for i in cutlass.range_constexpr(self.loads):
             at = self.row_of_load(thread, part, i)
             if at < length:
-                x = warp.load_global(Int32, start + row_offset(at, v.pitch), 4)
+                x = load_global(Int32, start + row_offset(at, v.pitch), 4)
                 for n in cutlass.range_constexpr(4):
                     values[4 * i + n] = x[n]
         return values
@@ -344,7 +346,7 @@ class KdaChunkIntra(ChunkInverse):
                     start = group * 16 + 2 * half
                     values = [acc[start + 4 * n + e] for n in range(4) for e in range(2)]
                     address = target.start + row_offset(row, target.pitch)
-                    warp.store_global(
+                    store_global(
                         Int32, address + Int64(c * UNIT_BYTES) + group * 64, self.packed(values)
                     )
 
@@ -353,16 +355,14 @@ class KdaChunkIntra(ChunkInverse):
     ) -> None:
         lane = cute.arch.lane_idx()
         row, side = lane & 15, lane >> 4
-        a = warp.load_matrices(
-            smem + self.tile_kk + b * REGION_BYTES + tile_unit(row, 2 * j + side)
-        )
+        a = load_matrices(smem + self.tile_kk + b * REGION_BYTES + tile_unit(row, 2 * j + side))
         for n in range(0, width // 8, 2):
             at = right + n // 8 * SUB_TILE_BYTES + tile_unit(j * SUB_CHUNK + row, n % 8 + side)
-            x = warp.load_matrices(at, transposed=True)
+            x = load_matrices(at, transposed=True)
             for i in range(2):
                 m = (n + i) * 4
                 product = [acc[m + e] for e in range(4)]
-                product = warp.mma(self.dtype, product, a, x[2 * i : 2 * i + 2])
+                product = mma(self.dtype, product, a, x[2 * i : 2 * i + 2])
                 for e in range(4):
                     acc[m + e] = product[e]
 
@@ -399,7 +399,7 @@ class KdaChunkIntra(ChunkInverse):
     def put(self, rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:
         if row < length:
             address = rows.start + row_offset(row, rows.pitch) + Int64(unit * UNIT_BYTES)
-            warp.store_global(Int32, address, x)
+            store_global(Int32, address, x)
 
     @cute.jit
     def copy_rows(
@@ -416,5 +416,5 @@ class KdaChunkIntra(ChunkInverse):
         units = LINE_BYTES // UNIT_BYTES
         for i in cutlass.range_constexpr(rows * units // WARP_SIZE):
             row = first + i * (WARP_SIZE // units) + (lane >> 3)
-            x = warp.load_shared(Int32, tile + b * REGION_BYTES + tile_unit(row, lane & 7), 4)
+            x = load_shared(Int32, tile + b * REGION_BYTES + tile_unit(row, lane & 7), 4)
             self.put(target, length, b * SUB_CHUNK + row, lane & 7, x)

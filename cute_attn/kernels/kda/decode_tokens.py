@@ -19,8 +19,8 @@ from cutlass import Float32, Int32
 
 from ..common.carried import Carried
 from ..common.dtypes import DTYPE
+from ..common.ptx.math import reciprocal_sqrt
 from ..common.spec import WARP_SIZE
-from ..common.warp import reciprocal_sqrt
 from .gates import accurate_sigmoid, log_decay, rate_of
 from .spec import L2NORM_EPSILON
 from .spec_decode import VECTOR_BYTES, StepSpec

@@ -26,8 +26,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common import warp
 from ..common.dtypes import DTYPE
+from ..common.ptx.math import exp2
+from ..common.ptx.matrices import transpose_matrix
+from ..common.ptx.memory import (
+    load_global,
+    shared_address,
+    store_global,
+    store_global_where,
+    store_shared,
+)
 from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from .chunks import CHUNK_SHIFT, SequencePlace, num_sequences, sequence_place
 from .spec import CHUNK, DeltaHSpec
@@ -151,7 +159,7 @@ class KdaDeltaH(TransposedState):
         # Whatever cu_seqlens holds, nothing is written behind h.
         num_chunks = cutlass.min(num_chunks, h.shape[1] - first_chunk)
         smem = cutlass.memory.SmemAllocator()
-        base = warp.shared_address(smem.allocate(self.smem_bytes, 8 * LINE_BYTES))
+        base = shared_address(smem.allocate(self.smem_bytes, 8 * LINE_BYTES))
         tile_start = tile * spec.tile_v
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
@@ -249,7 +257,7 @@ class KdaDeltaH(TransposedState):
             last = cutlass.min((c + 1) * CHUNK, place.length) - 1
             address = row_address(g, place.batch, place.start + last, head, thread)
             for i in cutlass.range_constexpr(self.decays):
-                logs[i] = warp.load_global(Float32, address + i * self.num_threads * 4)[0]
+                logs[i] = load_global(Float32, address + i * self.num_threads * 4)[0]
 
     @cute.jit
     def keep_decay(self, logs: cute.Tensor, c: Int32, base: Int32) -> None:
@@ -257,7 +265,7 @@ class KdaDeltaH(TransposedState):
         if thread < self.spec.head_dim_k:
             at = base + self.decay + (c & 1) * self.decay_bytes + thread * 4
             for i in cutlass.range_constexpr(self.decays):
-                warp.store_shared(Float32, at + i * self.num_threads * 4, [warp.exp2(logs[i])])
+                store_shared(Float32, at + i * self.num_threads * 4, [exp2(logs[i])])
 
     # -- a chunk ------------------------------------------------------------------------------
 
@@ -327,8 +335,8 @@ class KdaDeltaH(TransposedState):
                     x = paired(part[i], part[2 + i])
                 else:
                     at = start + (STEP * step + 8 * i) * spec.head_dim_v * 2
-                    x = paired(*(warp.transpose_matrix(y) for y in part[2 * i : 2 * i + 2]))
-                warp.store_global(Int32, at, x)
+                    x = paired(*(transpose_matrix(y) for y in part[2 * i : 2 * i + 2]))
+                store_global(Int32, at, x)
 
     def store_v_new(
         self,
@@ -343,6 +351,6 @@ class KdaDeltaH(TransposedState):
         start = row_address(v_new, place.batch, place.start + row, head, first_v)
         start = start + paired_offset()
         for j in range(CHUNK // 8):
-            x = paired(*(warp.transpose_matrix(corrections[2 * j + half]) for half in range(2)))
+            x = paired(*(transpose_matrix(corrections[2 * j + half]) for half in range(2)))
             at = start + Int64(8 * j) * row_bytes(v_new)
-            warp.store_global_where(row + 8 * j < place.length, at, *x)
+            store_global_where(row + 8 * j < place.length, at, *x)

@@ -21,10 +21,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..common import warp
 from ..common.dtypes import DTYPE
+from ..common.ptx.math import LOG2_E
+from ..common.ptx.memory import load_global, load_shared, shared_address, store_global, store_shared
 from .chunks import chunk_place, num_slots
-from .gates import LOG2_E, SMALLEST_LOG2_DECAY, log_decay, rate_of
+from .gates import SMALLEST_LOG2_DECAY, log_decay, rate_of
 from .spec import CHUNK, GateSpec
 from .tiles import (
     fake_offsets,
@@ -103,7 +104,7 @@ class KdaGateCumsum:
         slot, head = slot_and_head(g.shape[2])
         place = chunk_place(slot, g.shape[1], cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
-        sums = warp.shared_address(smem.allocate(self.smem_bytes, 16))
+        sums = shared_address(smem.allocate(self.smem_bytes, 16))
         if place.valid:
             self.chunk(g, A_log, dt_bias, out, lower_bound, place, head, sums)
 
@@ -136,7 +137,7 @@ class KdaGateCumsum:
         bias = [Float32(0.0)] * CHANNELS
         if cutlass.const_expr(dt_bias is not None):
             at = (dt_bias.iterator + (head * self.spec.head_dim_k + channel)).toint()
-            bias = warp.load_global(Float32, at, CHANNELS)
+            bias = load_global(Float32, at, CHANNELS)
 
         total = [Float32(0.0)] * CHANNELS
         for i in cutlass.range_constexpr(ROWS):
@@ -147,11 +148,11 @@ class KdaGateCumsum:
             rows[i] = list(total)
 
         at = sums + channel * 4
-        warp.store_shared(Float32, at + group * (self.spec.head_dim_k * 4), total)
+        store_shared(Float32, at + group * (self.spec.head_dim_k * 4), total)
         cute.arch.sync_threads()
         before = [(Float32(0.0), Float32(0.0))] * CHANNELS
         for i in cutlass.range_constexpr(GROUPS - 1):
-            theirs = warp.load_shared(Float32, at + i * self.spec.head_dim_k * 4, CHANNELS)
+            theirs = load_shared(Float32, at + i * self.spec.head_dim_k * 4, CHANNELS)
             for j in cutlass.range_constexpr(CHANNELS):
                 counted = cutlass.select_(i < group, theirs[j], Float32(0.0))
                 before[j] = add_exactly(before[j], counted)
@@ -160,7 +161,7 @@ class KdaGateCumsum:
         pitch = row_bytes(out)
         for i in cutlass.range_constexpr(ROWS):
             if first + i < place.length:
-                warp.store_global(
+                store_global(
                     Float32,
                     target + Int64(first + i) * pitch,
                     [high + (low + x) for (high, low), x in zip(before, rows[i], strict=True)],

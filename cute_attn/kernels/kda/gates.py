@@ -10,16 +10,14 @@ its successors' bounded gate).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..common.warp import exp2, log2, reciprocal
+from ..common.ptx.math import LOG2_E, exp2, log2, reciprocal
 
-LOG2_E = math.log2(math.e)
 # A decay so small that nothing of a state is left; sums of such logarithms stay finite.
 SMALLEST_LOG2_DECAY = -128.0 * LOG2_E
 LARGEST_EXPONENT = 80.0  # of a sigmoid: its reciprocal, 1e-35, is as good as 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..common.spec import MBARRIER_BYTES
 from .spec import CHUNK, SMALLEST_SMEM_BYTES, record_elements, smem_bytes
 
 MOST_STAGES = 3  # of the recurrence: with more there is nothing left to wait for
-MBARRIER_BYTES = 8
 
 # Measured on an H100: 12 heads are best in 3 segments, 121 us rather than 155 at 8192 tokens, and
 # 370 rather than 600 at 32768; 32 heads are best whole.

@@ -31,7 +31,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..common import warp
+from ..common.ptx.convert import pack
+from ..common.ptx.matrices import transpose_matrix
+from ..common.ptx.memory import load_shared, store_shared
+from ..common.ptx.mma import mma_tf32
 from ..common.spec import WARP_SIZE
 from .scores import (
     REGION_BYTES,
@@ -74,7 +77,7 @@ class ChunkInverse(ChunkScores):
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(1, SUB_CHUNK):
             if lane < i:
-                warp.store_shared(Float32, block + block_element(i, n), [column[i]])
+                store_shared(Float32, block + block_element(i, n), [column[i]])
 
     def _substituted(self, block: Any, n: Any) -> list[Any]:
         """Column n of the inverse."""
@@ -82,7 +85,7 @@ class ChunkInverse(ChunkScores):
         for i in range(SUB_CHUNK):
             row: list[Any] = []
             for j in range(0, i, 4):
-                row += warp.load_shared(Float32, block + block_element(i, j), 4)
+                row += load_shared(Float32, block + block_element(i, j), 4)
             x = cutlass.select_(n == i, Float32(1.0), Float32(0.0))
             for j in range(i):
                 x = cute.math.fma(-row[j], column[j], x)
@@ -158,13 +161,13 @@ class ChunkInverse(ChunkScores):
     def _leave(self, smem: Any, index: Any, x: list[Any]) -> None:
         at = self._exchange(smem, index)
         for half in range(2):
-            warp.store_shared(Float32, at + half * (WARP_SIZE * 16), x[4 * half : 4 * half + 4])
+            store_shared(Float32, at + half * (WARP_SIZE * 16), x[4 * half : 4 * half + 4])
 
     def _left_by(self, smem: Any, index: Any) -> list[Any]:
         at = self._exchange(smem, index)
         values: list[Any] = []
         for half in range(2):
-            values += warp.load_shared(Float32, at + half * (WARP_SIZE * 16), 4)
+            values += load_shared(Float32, at + half * (WARP_SIZE * 16), 4)
         return values
 
     def _store_rows(self, block: Any, x: list[Any]) -> None:
@@ -174,7 +177,7 @@ class ChunkInverse(ChunkScores):
             for half in range(2):
                 for e in range(2):
                     at = block + block_element(8 * t + 2 * c + e, r + 8 * half)
-                    warp.store_shared(Float32, at, [x[4 * t + 2 * half + e]])
+                    store_shared(Float32, at, [x[4 * t + 2 * half + e]])
 
     # -- operands -----------------------------------------------------------------------------
 
@@ -190,7 +193,7 @@ class ChunkInverse(ChunkScores):
         for t in range(2):
             for s in range(2):
                 at = block + block_element(r + 8 * t, 8 * s + 2 * c)
-                values += warp.load_shared(Float32, at, 2)
+                values += load_shared(Float32, at, 2)
         return values
 
     def _lower(self, x: Any, row: Any, column: Any) -> Any:
@@ -210,7 +213,7 @@ class ChunkInverse(ChunkScores):
                     if half > s:
                         values.append(Float32(0.0))
                         continue
-                    x = warp.load_shared(Float32, block + block_element(row, column))[0]
+                    x = load_shared(Float32, block + block_element(row, column))[0]
                     values.append(x if half < s else self._lower(x, row, column))
         return values
 
@@ -238,9 +241,9 @@ class ChunkInverse(ChunkScores):
                 left, left_low = (
                     [a[base + 4 * s + order] for order in (0, 2, 1, 3)] for base in (0, 8)
                 )
-                rest = list(warp.mma_tf32(rest, left_low, high))
-                small = list(warp.mma_tf32(small, left, low))
-                main = list(warp.mma_tf32(main, left, high))
+                rest = list(mma_tf32(rest, left_low, high))
+                small = list(mma_tf32(small, left, low))
+                main = list(mma_tf32(main, left, high))
             result += [x + (y + z) for x, y, z in zip(main, small, rest, strict=True)]
         return result
 
@@ -258,14 +261,14 @@ class ChunkInverse(ChunkScores):
                 pair = x[4 * t + 2 * half : 4 * t + 2 * half + 2]
                 if factors is not None:
                     pair = [value * factors[half] for value in pair]
-                moved = warp.transpose_matrix(warp.pack(self.dtype, *pair))
+                moved = transpose_matrix(pack(self.dtype, *pair))
                 at = tile + i * REGION_BYTES + tile_unit(8 * t + r, 2 * j + half)
-                warp.store_shared(Int32, at + 4 * c, [moved])
+                store_shared(Int32, at + 4 * c, [moved])
 
     def put_zeros(self, smem: Any, i: Any, j: Any) -> None:
         lane = cute.arch.lane_idx()
         at = smem + self.tile_kk + i * REGION_BYTES + tile_unit(lane >> 1, 2 * j + (lane & 1))
-        warp.store_shared(Int32, at, [Int32(0)] * 4)
+        store_shared(Int32, at, [Int32(0)] * 4)
 
     def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
         """Take block (i, j) of the inverse, as accumulators of its transposed."""

@@ -28,8 +28,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common import warp
 from ..common.dtypes import DTYPE
+from ..common.ptx.async_copy import copy_async
+from ..common.ptx.convert import pack
+from ..common.ptx.math import exp2, reciprocal_sqrt
+from ..common.ptx.memory import load_global, load_shared, shared_address
+from ..common.ptx.mma import mma
 from ..common.spec import WARP_SIZE
 from .chunks import chunk_place, num_slots
 from .spec import CHUNK, L2NORM_EPSILON, OutputSpec
@@ -145,7 +149,7 @@ class KdaOutput:
         head = head >> (self.tiles.bit_length() - 1)
         place = chunk_place(slot, q.shape[1], cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
-        base = warp.shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
+        base = shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
         if place.valid:
             state = place.index + chunks_before(place.sequence, q.shape[1], cu_seqlens)
             self.load(v_new, Aqk, h, place, state, head, tile, base)
@@ -213,7 +217,7 @@ class KdaOutput:
         line = ((unit & 7) ^ swizzle) << 4
         for i in range(self.h_rows // step):
             flip = 0 if self.spec.state_v_first else (i * step & 8) << 3
-            warp.copy_async(
+            copy_async(
                 shared + i * step * LINE_BYTES + (line ^ flip), source + i * step * pitch, True
             )
 
@@ -240,8 +244,8 @@ class KdaOutput:
                 for i in cutlass.range_constexpr(2):
                     loaded.append(
                         (
-                            warp.load_global(Int32, q_rows[i] + step * STEP * 2, 2),
-                            warp.load_global(Float32, g_rows[i] + step * STEP * 4, 4),
+                            load_global(Int32, q_rows[i] + step * STEP * 2, 2),
+                            load_global(Float32, g_rows[i] + step * STEP * 4, 4),
                         )
                     )
             for step in cutlass.range_constexpr(STEPS_AT_ONCE):
@@ -250,8 +254,8 @@ class KdaOutput:
                     for i in cutlass.range_constexpr(2):
                         x, decay = loaded[2 * step + i]
                         x = unpack_all(self.dtype, x)
-                        low, high = (warp.exp2(decay[n]) * x[n] for n in (2 * pair, 2 * pair + 1))
-                        fragment.append(warp.pack(self.dtype, low, high))
+                        low, high = (exp2(decay[n]) * x[n] for n in (2 * pair, 2 * pair + 1))
+                        fragment.append(pack(self.dtype, low, high))
                         if cutlass.const_expr(self.spec.l2norm):
                             for n in (2 * pair, 2 * pair + 1):
                                 squares[i] = cute.math.fma(x[n], x[n], squares[i])
@@ -262,7 +266,7 @@ class KdaOutput:
                 total = squares[i]
                 for distance in (1, 2):
                     total = total + cute.arch.shuffle_sync_bfly(total, distance)
-                factors[i] = scale * warp.reciprocal_sqrt(total + L2NORM_EPSILON)
+                factors[i] = scale * reciprocal_sqrt(total + L2NORM_EPSILON)
         return fragments, factors
 
     # -- products -----------------------------------------------------------------------------
@@ -288,7 +292,7 @@ class KdaOutput:
                 b = self.state_fragments(offsets, step, j)
                 for i in cutlass.range_constexpr(2):
                     at = 8 * j + 4 * i
-                    values[at : at + 4] = warp.mma(
+                    values[at : at + 4] = mma(
                         self.dtype, values[at : at + 4], fragments[step], b[2 * i : 2 * i + 2]
                     )
 
@@ -331,4 +335,4 @@ class KdaOutput:
         if not self.spec.state_v_first:
             return right_fragments(0, offsets, step, j, sub_tile_bytes)
         at = offsets[step % 4] + step // 4 * sub_tile_bytes + j * 16 * LINE_BYTES
-        return [x for i in range(2) for x in warp.load_shared(Int32, at + i * 8 * LINE_BYTES, 2)]
+        return [x for i in range(2) for x in load_shared(Int32, at + i * 8 * LINE_BYTES, 2)]

@@ -26,18 +26,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..common import warp
 from ..common.dtypes import DTYPE
+from ..common.ptx.compiler import keep_branch
+from ..common.ptx.convert import unpack
+from ..common.ptx.math import LOG2_E, exp2
+from ..common.ptx.memory import load_global, load_shared, shared_address, store_global, store_shared
 from ..common.spec import WARP_SIZE
 from .chunks import num_slots
-from .gates import LOG2_E, log2_decay, sigmoid
+from .gates import log2_decay, sigmoid
 from .inverse import ChunkInverse
 from .scores import (
     NUM_THREADS,
     REGION_BYTES,
     SUB_CHUNK,
     SUB_CHUNKS,
-    keep_branch,
     row_offset,
     tile_unit,
 )
@@ -192,7 +194,7 @@ class KdaPrepare(ChunkInverse):
         slot, head, head_qk, place = self.place_of(
             by_heads, by_group, by_chunks, g.shape[1], cu_seqlens
         )
-        smem = warp.shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
+        smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
             # All loads, before anything waits for one.
             raw = self.load_gates(self.rows_of(g, place, head), place.length)
@@ -209,7 +211,7 @@ class KdaPrepare(ChunkInverse):
 
             self.norms(smem, scale)
             if thread < self.head_dim_k:
-                decay[slot, head, thread] = warp.exp2(self.finish_tables(smem, thread))
+                decay[slot, head, thread] = exp2(self.finish_tables(smem, thread))
             cute.arch.sync_threads()
 
             first = Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1]
@@ -247,7 +249,7 @@ class KdaPrepare(ChunkInverse):
         if thread < CHUNK:
             if cutlass.const_expr(self.spec.beta_sigmoid):
                 x = cutlass.select_(thread < length, beta_scale * sigmoid(x), Float32(0.0))
-            warp.store_shared(Float32, smem + self.beta + thread * 4, [Float32(x)])
+            store_shared(Float32, smem + self.beta + thread * 4, [Float32(x)])
 
     @cute.jit
     def load_parameters(
@@ -277,7 +279,7 @@ class KdaPrepare(ChunkInverse):
             source = rows.start + Int64(pair * (4 * registers))
             for t in cutlass.range_constexpr(SUB_CHUNK):
                 at = cutlass.min(first + t, length - 1)
-                x = warp.load_global(Int32, source + row_offset(at, rows.pitch), registers)
+                x = load_global(Int32, source + row_offset(at, rows.pitch), registers)
                 for n in cutlass.range_constexpr(registers):
                     raw[t * registers + n] = x[n]
         return raw
@@ -311,7 +313,7 @@ class KdaPrepare(ChunkInverse):
             sub, pair = thread // pairs, thread % pairs
             rate = Float32(1.0)
             if cutlass.const_expr(self.spec.has_A_log):
-                rate = warp.exp2(a * LOG2_E)
+                rate = exp2(a * LOG2_E)
             gates = []
             for t in cutlass.range_constexpr(SUB_CHUNK):
                 gates.append(
@@ -325,7 +327,7 @@ class KdaPrepare(ChunkInverse):
     def gate_pair(self, raw: cute.Tensor, t: int) -> tuple[Any, Any]:
         if self.gate_dtype is Float32:
             return tuple(Int32(raw[2 * t + n]).bitcast(Float32) for n in range(2))
-        return warp.unpack(self.gate_dtype, raw[t])
+        return unpack(self.gate_dtype, raw[t])
 
     # -- results ------------------------------------------------------------------------------
 
@@ -367,13 +369,13 @@ class KdaPrepare(ChunkInverse):
         at = (group >> 1) * step + tile_unit(r, ((group & 1) << 2) + c)
         at = record.at(at + b * (SUB_CHUNK * LINE_BYTES))
         at = at + (matrix + half * 8 * LINE_BYTES)
-        warp.store_global(Int32, at, self.packed(values))
+        store_global(Int32, at, self.packed(values))
 
     def copy_rows(self, tile: Any, record: Any, matrix: int, b: Any, first: Any, rows: int) -> None:
         """Rows of sub-chunk b of a sub-tile to memory."""
         lane = cute.arch.lane_idx()
         for i in range(rows * LINE_BYTES // (WARP_SIZE * 16)):
             at = first * LINE_BYTES + (i * WARP_SIZE + lane) * 16
-            x = warp.load_shared(Int32, tile + b * REGION_BYTES + at, 4)
+            x = load_shared(Int32, tile + b * REGION_BYTES + at, 4)
             address = record.at(b * (SUB_CHUNK * LINE_BYTES) + at) + matrix
-            warp.store_global(Int32, address, x)
+            store_global(Int32, address, x)

@@ -22,8 +22,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common import warp
 from ..common.dtypes import DTYPE
+from ..common.ptx.convert import pack, unpack
+from ..common.ptx.math import exp2
+from ..common.ptx.memory import load_global, load_shared, shared_address, store_shared
 from ..common.spec import WARP_SIZE
 from .chunks import chunk_place, num_slots
 from .spec import CHUNK, RecomputeSpec
@@ -137,7 +139,7 @@ class KdaRecomputeWU:
         slot, head = slot_and_head(v.shape[2])
         place = chunk_place(slot, v.shape[1], cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
-        base = warp.shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
+        base = shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
         if place.valid:
             self.load(v, beta, Akk, place, head, base)
             self.scale(q, k, g, beta, qg, kg, place, head, base)
@@ -167,7 +169,7 @@ class KdaRecomputeWU:
         cute.arch.cp_async_commit_group()
         if thread < CHUNK:
             factor = self.beta_of(beta, place, head, thread)
-            warp.store_shared(Float32, base + self.beta + thread * 4, [factor])
+            store_shared(Float32, base + self.beta + thread * 4, [factor])
 
     def beta_of(self, beta: cute.Tensor, place: Any, head: Any, row: Any) -> Any:
         """Of a row of the chunk; 0 past its end."""
@@ -217,11 +219,11 @@ class KdaRecomputeWU:
                 inside = Int64(cutlass.min(row, last))
                 q_row = None
                 if cutlass.const_expr(spec.store_qg):
-                    q_row = warp.load_global(Int32, q_rows + inside * row_bytes(q), CHANNELS // 2)
+                    q_row = load_global(Int32, q_rows + inside * row_bytes(q), CHANNELS // 2)
                 loaded.append(
                     (
                         load_floats(Float32, g_rows + inside * row_bytes(g), CHANNELS),
-                        warp.load_global(Int32, k_rows + inside * row_bytes(k), CHANNELS // 2),
+                        load_global(Int32, k_rows + inside * row_bytes(k), CHANNELS // 2),
                         self.beta_of(beta, place, head, row),
                         q_row,
                     )
@@ -230,16 +232,13 @@ class KdaRecomputeWU:
                 row = first + i * step
                 g_row, k_row, factor, q_row = loaded[i - start]
                 k_row = unpack_all(dtype, k_row)
-                decay = [warp.exp2(x) for x in g_row]
+                decay = [exp2(x) for x in g_row]
                 kd = pack_all(dtype, [factor * d * x for d, x in zip(decay, k_row, strict=True)])
-                warp.store_shared(Int32, target + i * step * LINE_BYTES, kd)
+                store_shared(Int32, target + i * step * LINE_BYTES, kd)
                 if cutlass.const_expr(spec.store_kg):
                     x = pack_all(
                         dtype,
-                        [
-                            warp.exp2(e - y) * x
-                            for e, y, x in zip(g_last, g_row, k_row, strict=True)
-                        ],
+                        [exp2(e - y) * x for e, y, x in zip(g_last, g_row, k_row, strict=True)],
                     )
                     store_if(row < place.length, kg_rows + Int64(row) * row_bytes(kg), x)
                 if cutlass.const_expr(spec.store_qg):
@@ -267,9 +266,9 @@ class KdaRecomputeWU:
             registers = []
             for i, x in enumerate(fragment):
                 if i % 2 == 0:
-                    factors = warp.load_shared(Float32, at + (16 * step + 4 * i) * 4, 2)
-                low, high = warp.unpack(self.dtype, x)
-                registers.append(warp.pack(self.dtype, low * factors[0], high * factors[1]))
+                    factors = load_shared(Float32, at + (16 * step + 4 * i) * 4, 2)
+                low, high = unpack(self.dtype, x)
+                registers.append(pack(self.dtype, low * factors[0], high * factors[1]))
             scaled.append(registers)
         return scaled
 

@@ -38,9 +38,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common import warp
 from ..common.dtypes import DTYPE
-from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
+from ..common.ptx import mbarrier
+from ..common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
+from ..common.ptx.convert import unpack
+from ..common.ptx.matrices import load_matrices, transpose_matrix
+from ..common.ptx.memory import shared_address, store_global_where
+from ..common.spec import MAX_SMEM_BYTES, MBARRIER_BYTES, WARP_SIZE
 from .chunks import num_sequences, sequence_place
 from .spec import CHUNK, RecurrenceSpec, record_elements
 from .state import TransposedState
@@ -55,7 +59,6 @@ from .tiles import (
 )
 
 KD_STEP = 2 * SUB_TILE_BYTES  # from a sub-tile of kd, or qg, to the next
-MBARRIER_BYTES = 8
 
 
 class KdaRecurrence(TransposedState):
@@ -201,7 +204,7 @@ class KdaRecurrence(TransposedState):
                 end = end if needed else first
 
         smem = cutlass.memory.SmemAllocator()
-        stages = warp.shared_address(smem.allocate(spec.num_stages * self.stage_bytes, 1024))
+        stages = shared_address(smem.allocate(spec.num_stages * self.stage_bytes, 1024))
         barriers = smem.allocate_array(Int64, 2 * spec.num_stages)
         if thread == 0:
             for i in cutlass.range_constexpr(spec.num_stages):
@@ -259,10 +262,10 @@ class KdaRecurrence(TransposedState):
         stage = Int32(0)
         phase = Int32(0)
         for c in cutlass.range(first, end, unroll=1):
-            loaded = warp.shared_address(barriers + stage)
+            loaded = shared_address(barriers + stage)
             at = stages + stage * self.stage_bytes
             # The first use of a stage is free, as if a phase had been completed before.
-            warp.wait_barrier(loaded + spec.num_stages * MBARRIER_BYTES, phase ^ 1)
+            mbarrier.wait(loaded + spec.num_stages * MBARRIER_BYTES, phase ^ 1)
             slot = place.slot + c
             record = (
                 tiles.iterator + (Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1])
@@ -276,27 +279,27 @@ class KdaRecurrence(TransposedState):
                     nbytes = sum(size for _, size in self.parts) + decay_bytes
                     cute.arch.mbarrier_arrive_and_expect_tx(barriers + stage, nbytes)
                     for offset, size in self.parts:
-                        warp.copy_bulk(at + offset, record + offset, size, loaded)
-                    warp.copy_bulk(at + self.decay, decays, decay_bytes, loaded)
+                        copy_bulk(at + offset, record + offset, size, loaded)
+                    copy_bulk(at + self.decay, decays, decay_bytes, loaded)
             else:
                 for offset, size in self.parts:
                     for i in cutlass.range(size // (WARP_SIZE * UNIT_BYTES), unroll=8):
                         x = offset + (i * WARP_SIZE + lane) * UNIT_BYTES
-                        warp.copy_async(at + x, record + x, True)
+                        copy_async(at + x, record + x, True)
                 if lane < decay_bytes // UNIT_BYTES:
                     x = lane * UNIT_BYTES
-                    warp.copy_async(at + self.decay + x, decays + x, True)
+                    copy_async(at + self.decay + x, decays + x, True)
             rows = WARP_SIZE // line_units
             for i in cutlass.range_constexpr(CHUNK // rows):
                 token = c * CHUNK + row + i * rows
                 present = token < place.length and tile_start < spec.head_dim_v
                 token = token if present else Int32(0)
-                warp.copy_async(
+                copy_async(
                     at + self.v + self.v_offset(row + i * rows, unit),
                     v_start + Int64(token) * (v.stride[1] * 2),
                     present,
                 )
-            warp.copies_arrive(loaded)
+            copies_arrive(loaded)
             stage = stage + 1
             if stage == spec.num_stages:
                 stage = Int32(0)
@@ -349,11 +352,11 @@ class KdaRecurrence(TransposedState):
         phase = Int32(0)
         for c in cutlass.range(first, end, unroll=1):
             at = stages + stage * self.stage_bytes
-            warp.wait_barrier(warp.shared_address(barriers + stage), phase)
+            mbarrier.wait(shared_address(barriers + stage), phase)
             self.chunk(state, output, at, o, place, head, column, c, c > first)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                warp.arrive(warp.shared_address(barriers + spec.num_stages + stage))
+                mbarrier.arrive(shared_address(barriers + spec.num_stages + stage))
             stage = stage + 1
             if stage == spec.num_stages:
                 stage = Int32(0)
@@ -406,7 +409,7 @@ class KdaRecurrence(TransposedState):
         result = self.times_rows(v_new, stage + self.aqk, triangular=True, c=remembered)
         self.assign(state, self.done(updated, pending=1))
         result = self.operand(self.done(result))
-        self.assign(output, [warp.transpose_matrix(x) for x in result])
+        self.assign(output, [transpose_matrix(x) for x in result])
 
     # -- v and o ------------------------------------------------------------------------------
 
@@ -427,8 +430,8 @@ class KdaRecurrence(TransposedState):
         for j in range(0, CHUNK // 8, 2):
             row = 8 * (j + matrix // 2) + r
             at = base + self.v_offset(row, 2 * warp_index + matrix % 2)
-            for x in warp.load_matrices(at, transposed=True):
-                values += warp.unpack(self.dtype, x)
+            for x in load_matrices(at, transposed=True):
+                values += unpack(self.dtype, x)
         return values
 
     def store_o(
@@ -446,7 +449,7 @@ class KdaRecurrence(TransposedState):
         at = at + Int64(row) * step
         for j in range(CHUNK // 8):
             for half in range(2):
-                warp.store_global_where(row < end, at + 16 * half, output[2 * j + half])
+                store_global_where(row < end, at + 16 * half, output[2 * j + half])
             row, at = row + 8, at + 8 * step
 
     # -- segments -----------------------------------------------------------------------------

@@ -37,11 +37,15 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
-from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import BaseDSL
 
-from ..common import warp
 from ..common.dtypes import DTYPE
+from ..common.ptx.async_copy import copy_async
+from ..common.ptx.compiler import keep_branch, opaque
+from ..common.ptx.convert import pack, unpack
+from ..common.ptx.math import exp2, log2, reciprocal, reciprocal_sqrt
+from ..common.ptx.memory import load_shared, store_shared
+from ..common.ptx.mma import mma
 from ..common.spec import WARP_SIZE
 from .chunks import ChunkPlace, chunk_place
 from .spec import CHUNK, L2NORM_EPSILON, smem_bytes
@@ -91,27 +95,12 @@ def parity(row: Any) -> Any:
     return (row ^ (row >> 1)) & 1
 
 
-def keep_branch() -> None:
-    """Keeps the branch that it stands in a branch, where the compiler would have every warp go
-    through all of it with its instructions switched off: a performance-monitor trigger (nobody
-    counts number 7) is not to be predicated."""
-    llvm.inline_asm(
-        None,
-        [],
-        "pmevent 7;",
-        "",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-
-
 def groups_of_half(groups: int) -> Any:
     """How many groups of channels a warp goes through. The compiler is not to know that it is one:
     without the loop it keeps more in registers than there are."""
     if groups > 2:
         return groups // 2
-    return warp.opaque(Int32(groups // 2))
+    return opaque(Int32(groups // 2))
 
 
 class Rows(NamedTuple):
@@ -194,17 +183,17 @@ class ChunkScores:
     def unpacked(self, packed: Any) -> list[Any]:
         values: list[Any] = []
         for x in packed:
-            values += warp.unpack(self.dtype, x)
+            values += unpack(self.dtype, x)
         return values
 
     def packed(self, values: list[Any]) -> list[Any]:
-        return [warp.pack(self.dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        return [pack(self.dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
     def load_channels(self, address: Any, swap: Any) -> list[Any]:
         """8 neighbours of a row of float32; `swap` is 16 where the row's units change places."""
         return [
-            *warp.load_shared(Float32, address + swap, 4),
-            *warp.load_shared(Float32, (address + 16) - swap, 4),
+            *load_shared(Float32, address + swap, 4),
+            *load_shared(Float32, (address + 16) - swap, 4),
         ]
 
     # -- places -------------------------------------------------------------------------------
@@ -268,7 +257,7 @@ class ChunkScores:
         for i in cutlass.range_constexpr(CHUNK // step):
             at = row + i * step
             present = at < length
-            warp.copy_async(
+            copy_async(
                 place + i * (step * self.qk_row),
                 source + row_offset(cutlass.select_(present, at, Int32(0)), rows.pitch),
                 present,
@@ -307,9 +296,9 @@ class ChunkScores:
                 dot = dot * (of_q * of_k)
                 if cutlass.const_expr(self.in_one_product):
                     of_q, of_k = of_q * longer_q, of_k * longer_k
-                warp.store_shared(Float32, place + self.inverse_norm_q, [of_q * scale])
-                warp.store_shared(Float32, place + self.inverse_norm_k, [of_k])
-            warp.store_shared(Float32, place + self.own_score, [dot])
+                store_shared(Float32, place + self.inverse_norm_q, [of_q * scale])
+                store_shared(Float32, place + self.inverse_norm_k, [of_k])
+            store_shared(Float32, place + self.own_score, [dot])
 
     def _shorten(self, at: Any, swap: Any, square: Any) -> Any:
         """Multiply the thread's row in shared memory by SHORTENED if it is long, and return what
@@ -319,28 +308,28 @@ class ChunkScores:
         factor = cutlass.select_(is_long, Float32(SHORTENED), Float32(1.0))
         for g in range(self.groups):
             address = at + ((g << 6) ^ swap)
-            x = self.unpacked(warp.load_shared(Int32, address, 4))
-            warp.store_shared(Int32, address, self.packed([y * factor for y in x]))
+            x = self.unpacked(load_shared(Int32, address, 4))
+            store_shared(Int32, address, self.packed([y * factor for y in x]))
         return Float32(cutlass.select_(is_long, Float32(1.0 / SHORTENED), Float32(1.0)))
 
     def _products_of_rows(self, at: Any, swap: Any) -> tuple[list[Any], list[Any]]:
         by_k, by_q = [Float32(0.0)] * 4, [Float32(0.0)] * 4
         for g in range(self.groups):
             address = at + ((g << 6) ^ swap)
-            q = warp.load_shared(Int32, address, 4)
-            k = warp.load_shared(Int32, address + (self.k - self.q), 4)
+            q = load_shared(Int32, address, 4)
+            k = load_shared(Int32, address + (self.k - self.q), 4)
             for t in (0, 2):
                 a = (q[t], k[t], q[t + 1], k[t + 1])
-                by_k = list(warp.mma(self.dtype, by_k, a, k[t : t + 2]))
+                by_k = list(mma(self.dtype, by_k, a, k[t : t + 2]))
                 if self.l2norm:
-                    by_q = list(warp.mma(self.dtype, by_q, a, q[t : t + 2]))
+                    by_q = list(mma(self.dtype, by_q, a, q[t : t + 2]))
         return by_k, by_q
 
     def _inverse_norm(self, square: Any) -> Any:
-        return warp.reciprocal_sqrt(Float32(square) + L2NORM_EPSILON)
+        return reciprocal_sqrt(Float32(square) + L2NORM_EPSILON)
 
     def of_row(self, smem: Any, vector: int, row: Any) -> Any:
-        return warp.load_shared(Float32, smem + vector + row * 4)[0]
+        return load_shared(Float32, smem + vector + row * 4)[0]
 
     # -- gates --------------------------------------------------------------------------------
 
@@ -361,8 +350,8 @@ class ChunkScores:
             sums.append(total)
         self.store_rows_of_sums(smem, pair, sub, sums, ascending=ascending)
         at = smem + sub * self.p_row + (pair << 3)
-        warp.store_shared(Float32, at + self.start, gates[0])
-        warp.store_shared(Float32, at + self.to_next, total)
+        store_shared(Float32, at + self.start, gates[0])
+        store_shared(Float32, at + self.to_next, total)
 
     def store_rows_of_sums(
         self, smem: Any, pair: Any, sub: Any, sums: list[Any], *, ascending: bool
@@ -382,7 +371,7 @@ class ChunkScores:
         row = smem + self.p + sub * (SUB_CHUNK * self.p_row) + within
         places = [row + (unit << 4), row + ((unit ^ 1) << 4)]
         for t in range(SUB_CHUNK):
-            warp.store_shared(Float32, places[parity(t)] + t * self.p_row, rows[t])
+            store_shared(Float32, places[parity(t)] + t * self.p_row, rows[t])
 
     @cute.jit
     def _store_factors(
@@ -395,10 +384,10 @@ class ChunkScores:
             self._store_rows_of_p(smem, pair, sub, sums)
         else:
             self._store_rows_of_p(
-                smem, pair, sub, [[warp.exp2(-self.shift - x) for x in row] for row in sums]
+                smem, pair, sub, [[exp2(-self.shift - x) for x in row] for row in sums]
             )
         if (thread & (WARP_SIZE - 1)) == 0:
-            warp.store_shared(Int32, smem + self.out_of_range + (thread >> 5) * 4, [first])
+            store_shared(Int32, smem + self.out_of_range + (thread >> 5) * 4, [first])
 
     def _is_outside(self, sums: Any) -> Any:
         center, reach = (HIGHEST + LOWEST) / 2, (HIGHEST - LOWEST) / 2
@@ -419,7 +408,7 @@ class ChunkScores:
             return Int32(0)
         warps = self.head_dim_k // 2 // WARP_SIZE
         at = smem + self.out_of_range + b * (4 * warps)
-        found = warp.load_shared(Int32, at, warps)
+        found = load_shared(Int32, at, warps)
         rows = found[0]
         for other in found[1:]:
             rows = cutlass.min(rows, other)
@@ -431,22 +420,22 @@ class ChunkScores:
             return Int32(0)
         warps = self.head_dim_k // 2 // WARP_SIZE
         at = b * (4 * warps) + (half * 4 if warps == 2 else 0)
-        return warp.load_shared(Int32, smem + self.out_of_range + at)[0]
+        return load_shared(Int32, smem + self.out_of_range + at)[0]
 
     def finish_tables(self, smem: Any, channel: Any) -> Any:
         """From the gate of the first token and the sum of the others of each sub-chunk, all that
         `start`, `to_next` and `to_end` are to hold; G at the chunk's end is returned."""
         at = smem + (channel << 2)
         first, total = (
-            [warp.load_shared(Float32, at + table + b * self.p_row)[0] for b in range(SUB_CHUNKS)]
+            [load_shared(Float32, at + table + b * self.p_row)[0] for b in range(SUB_CHUNKS)]
             for table in (self.start, self.to_next)
         )
         steps = [x + y for x, y in zip(total, [*first[1:], Float32(0.0)], strict=True)]
         to_end = Float32(0.0)
         for b in reversed(range(SUB_CHUNKS)):
             to_end = to_end + steps[b]
-            warp.store_shared(Float32, at + self.to_end + b * self.p_row, [to_end])
-            warp.store_shared(Float32, at + self.to_next + b * self.p_row, [steps[b]])
+            store_shared(Float32, at + self.to_end + b * self.p_row, [to_end])
+            store_shared(Float32, at + self.to_next + b * self.p_row, [steps[b]])
         start = first[0]
         for b in range(SUB_CHUNKS):
             self.store_start(at + b * self.p_row, start)
@@ -454,7 +443,7 @@ class ChunkScores:
         return start
 
     def store_start(self, at: Any, start: Any) -> None:
-        warp.store_shared(Float32, at + self.start, [warp.exp2(start - self.shift)])
+        store_shared(Float32, at + self.start, [exp2(start - self.shift)])
 
     # -- scores -------------------------------------------------------------------------------
 
@@ -546,26 +535,26 @@ class ChunkScores:
             row = b * SUB_CHUNK + half * 8 + r
             place = at_qk + row * self.qk_row
             if not late:
-                q = self.unpacked(warp.load_shared(Int32, place + self.q, 4))
+                q = self.unpacked(load_shared(Int32, place + self.q, 4))
             if not slow:
-                k = self.unpacked(warp.load_shared(Int32, place + self.k, 4))
+                k = self.unpacked(load_shared(Int32, place + self.k, 4))
             p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
             if not self.in_one_product:
-                decay = [warp.exp2(x) for x in p]
+                decay = [exp2(x) for x in p]
             else:
-                inverse = [warp.exp2(-self.shift - x) for x in p] if slow else p
+                inverse = [exp2(-self.shift - x) for x in p] if slow else p
                 if not slow:
                     own.append(self.packed([x * y for x, y in zip(k, inverse, strict=True)]))
-                decay = [warp.reciprocal(x) for x in inverse]
+                decay = [reciprocal(x) for x in inverse]
                 if slow:
                     inside = r + half * 8 < in_range
                     for n, y in enumerate(p):
                         x = cutlass.select_(inside, -self.shift - y, y + self.shift)
-                        x = warp.exp2(x)
-                        decay[n] = Float32(cutlass.select_(inside, warp.reciprocal(x), x))
+                        x = exp2(x)
+                        decay[n] = Float32(cutlass.select_(inside, reciprocal(x), x))
             if slow:
                 cute.arch.sync_warp()
-                k = self.unpacked(warp.load_shared(Int32, place + self.k, 4))
+                k = self.unpacked(load_shared(Int32, place + self.k, 4))
             k = [x * y for x, y in zip(k, decay, strict=True)]
             for n, x in enumerate(self.packed(k)):
                 rows[8 + half * 4 + n] = x
@@ -576,7 +565,7 @@ class ChunkScores:
             if frugal:
                 cute.arch.sync_warp()
             if late:
-                q = self.unpacked(warp.load_shared(Int32, place + self.q, 4))
+                q = self.unpacked(load_shared(Int32, place + self.q, 4))
             q = [x * y for x, y in zip(q, decay, strict=True)]
             for n, x in enumerate(self.packed(q)):
                 rows[half * 4 + n] = x
@@ -587,9 +576,9 @@ class ChunkScores:
             for half in range(2):
                 cute.arch.sync_warp()
                 row = b * SUB_CHUNK + half * 8 + r
-                k = self.unpacked(warp.load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
+                k = self.unpacked(load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
                 p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
-                inverse = [warp.exp2(-self.shift - x) for x in p]
+                inverse = [exp2(-self.shift - x) for x in p]
                 own.append(self.packed([x * y for x, y in zip(k, inverse, strict=True)]))
         for half, column in enumerate(own):
             self._accumulate(acc, 0, half, rows, column)
@@ -603,10 +592,10 @@ class ChunkScores:
         step = self.load_channels(at_p + self.to_next + j * self.p_row, 0)
         for i in range(8):
             gap[i] = gap[i] + step[i]
-        to_rows = [warp.exp2(gap[i]) if in_range else gap[i] for i in range(8)]
+        to_rows = [exp2(gap[i]) if in_range else gap[i] for i in range(8)]
         for half in range(2):
             row = j * SUB_CHUNK + half * 8 + r
-            k = self.unpacked(warp.load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
+            k = self.unpacked(load_shared(Int32, at_qk + self.k + row * self.qk_row, 4))
             p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
             factors = self._decays(p, to_rows, in_range)
             column = self.packed([x * y for x, y in zip(k, factors, strict=True)])
@@ -618,8 +607,7 @@ class ChunkScores:
         if in_range:
             return [x * y for x, y in zip(p, until, strict=True)]
         return [
-            warp.exp2((y - self.shift if self.shift else y) - x)
-            for x, y in zip(p, until, strict=True)
+            exp2((y - self.shift if self.shift else y) - x) for x, y in zip(p, until, strict=True)
         ]
 
     def _accumulate(
@@ -632,7 +620,7 @@ class ChunkScores:
             product = [acc[n + i] for i in range(4)]
             for t in (0, 2):
                 a = [rows[first + m] for m in (t, 4 + t, t + 1, 4 + t + 1)]
-                product = warp.mma(self.dtype, product, a, column[t : t + 2])
+                product = mma(self.dtype, product, a, column[t : t + 2])
             for i in range(4):
                 acc[n + i] = product[i]
 
@@ -646,7 +634,7 @@ class ChunkScores:
             values = [
                 cutlass.select_(first, acc[n + i], acc[8 * SUB_CHUNKS + n + i]) for i in range(4)
             ]
-            warp.store_shared(Float32, at + n // 4 * (WARP_SIZE * 16), values)
+            store_shared(Float32, at + n // 4 * (WARP_SIZE * 16), values)
         # One instruction for both warps: PTX does not ask for that, compute-sanitizer does.
         cute.arch.barrier(barrier_id=1 + b, number_of_threads=2 * WARP_SIZE)
 
@@ -655,7 +643,7 @@ class ChunkScores:
         at = self._partial_sums(smem, b, which)
         result: list[Any] = []
         for n in range(2 * SUB_CHUNKS):
-            other = warp.load_shared(Float32, at + n * (WARP_SIZE * 16), 4)
+            other = load_shared(Float32, at + n * (WARP_SIZE * 16), 4)
             first = (which * 2 * SUB_CHUNKS + n) * 4
             result += [acc[first + i] + other[i] for i in range(4)]
         return result
@@ -688,7 +676,7 @@ class ChunkScores:
             return (None, None)
         _, c = self.row_and_part()
         at = smem + self.inverse_norm_k + (j * SUB_CHUNK + 2 * c) * 4
-        return tuple(warp.load_shared(Float32, at + 32 * half, 2) for half in range(2))
+        return tuple(load_shared(Float32, at + 32 * half, 2) for half in range(2))
 
     def scaled(self, sums: Any, n: int, row: Any, columns: Any) -> list[Any]:
         """Two sums times their row's and their columns' factors."""
@@ -723,12 +711,12 @@ class ChunkScores:
                             sums, n, self.unshifted(back, factors[rows]), columns[half]
                         )
                         if cutlass.const_expr(back > 0):
-                            warp.store_shared(Float32, block + block_element(i, j), pair)
+                            store_shared(Float32, block + block_element(i, j), pair)
                         else:
                             for e in cutlass.range_constexpr(2):
                                 if j + e < i and i < in_range:
                                     at = block + block_element(i, j + e)
-                                    warp.store_shared(Float32, at, [pair[e]])
+                                    store_shared(Float32, at, [pair[e]])
 
     @cute.jit
     def stage_scores(self, smem: Int32, b: Int32, scale: Float32, sums: Any) -> None:
@@ -752,7 +740,7 @@ class ChunkScores:
             for n in cutlass.range_constexpr(8):
                 i, j = r + 8 * (n // 2 % 2), 8 * (n // 4) + 2 * c + n % 2
                 if j < i and i >= in_range:
-                    own[n] = warp.load_shared(Float32, block + block_element(j, i))[0]
+                    own[n] = load_shared(Float32, block + block_element(j, i))[0]
         for half in cutlass.range_constexpr(2):
             for rows in cutlass.range_constexpr(2):
                 i = r + 8 * rows
@@ -763,7 +751,7 @@ class ChunkScores:
                     x = cutlass.select_(j == i, same, Float32(0.0))
                     values.append(cutlass.select_(j < i, own[half * 4 + rows * 2 + e], x))
                 at = tile + tile_unit(i, 2 * b + half) + 4 * c
-                warp.store_shared(Int32, at, self.packed(values))
+                store_shared(Int32, at, self.packed(values))
         for back in cutlass.range_constexpr(1, SUB_CHUNKS):
             if b >= back:
                 of_columns = self.column_factors(smem, b - back)
@@ -773,12 +761,12 @@ class ChunkScores:
                         at = tile + tile_unit(r + 8 * rows, 2 * (b - back) + half) + 4 * c
                         factor = self.unshifted(back, factors[rows])
                         values = self.scaled(sums, n, factor, of_columns[half])
-                        warp.store_shared(Int32, at, self.packed(values))
+                        store_shared(Int32, at, self.packed(values))
         lane = cute.arch.lane_idx()
         for j in cutlass.range_constexpr(1, SUB_CHUNKS):
             if j > b:
                 at = tile + tile_unit(lane >> 1, 2 * j + (lane & 1))
-                warp.store_shared(Int32, at, [Int32(0)] * 4)
+                store_shared(Int32, at, [Int32(0)] * 4)
 
     # -- scores by halves ---------------------------------------------------------------------
 
@@ -813,9 +801,9 @@ class ChunkScores:
                     if cutlass.const_expr(self.l2norm):
                         column = self.of_row(smem, self.inverse_norm_k, b * SUB_CHUNK + earlier)
                     transposed = block + block_element(earlier, later)
-                    warp.store_shared(Float32, transposed, [product[i] * (of_q * column)])
+                    store_shared(Float32, transposed, [product[i] * (of_q * column)])
                     at = block + block_element(later, earlier)
-                    warp.store_shared(Float32, at, [product[2 + i] * (of_k * column)])
+                    store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
     def _level(self, smem: Any, b: Any, later: Any, earlier: Any, reference: Any) -> list[Any]:
         """The product of a level, as accumulators, for the thread's tokens of sub-chunk b."""
@@ -836,24 +824,22 @@ class ChunkScores:
             if hasty:
                 cute.arch.sync_warp()
             at = k_later[0] + ((g << 6) ^ k_later[1])
-            q = self.unpacked(warp.load_shared(Int32, at + (self.q - self.k), 4))
-            k = self.unpacked(warp.load_shared(Int32, at, 4))
-            column = self.unpacked(
-                warp.load_shared(Int32, k_earlier[0] + ((g << 6) ^ k_earlier[1]), 4)
-            )
+            q = self.unpacked(load_shared(Int32, at + (self.q - self.k), 4))
+            k = self.unpacked(load_shared(Int32, at, 4))
+            column = self.unpacked(load_shared(Int32, k_earlier[0] + ((g << 6) ^ k_earlier[1]), 4))
             in_range = self.rows_of_half(smem, b, g // (self.groups // 2))
             p_later, p_earlier, p_reference = (
                 self._sums(self.load_channels(at + (g << 7), swap), row, in_range)
                 for at, swap, row in rows_p
             )
-            decay = [warp.exp2(x - y) for x, y in zip(p_later, p_reference, strict=True)]
+            decay = [exp2(x - y) for x, y in zip(p_later, p_reference, strict=True)]
             q = self.packed([x * y for x, y in zip(q, decay, strict=True)])
             k = self.packed([x * y for x, y in zip(k, decay, strict=True)])
-            decay = [warp.exp2(x - y) for x, y in zip(p_reference, p_earlier, strict=True)]
+            decay = [exp2(x - y) for x, y in zip(p_reference, p_earlier, strict=True)]
             column = self.packed([x * y for x, y in zip(column, decay, strict=True)])
             for t in range(2):
                 a = (q[2 * t], k[2 * t], q[2 * t + 1], k[2 * t + 1])
-                acc[t] = warp.mma(self.dtype, acc[t], a, column[2 * t : 2 * t + 2])
+                acc[t] = mma(self.dtype, acc[t], a, column[2 * t : 2 * t + 2])
             if hasty:
                 cute.arch.sync_warp()
         return [x + y for x, y in zip(*acc, strict=True)]
@@ -866,8 +852,8 @@ class ChunkScores:
         whole, inside = in_range == SUB_CHUNK, row < in_range
         result = []
         for x in p:
-            factor = cutlass.select_(whole, x, warp.exp2(-self.shift - x))
-            back = -self.shift - warp.log2(factor)
+            factor = cutlass.select_(whole, x, exp2(-self.shift - x))
+            back = -self.shift - log2(factor)
             result.append(Float32(cutlass.select_(inside, back, x)))
         return result
 
@@ -891,10 +877,10 @@ class ChunkScores:
         at_p = smem + (g << 7) + c * 32
         end = self.load_channels(at_p + self.to_end + b * self.p_row, 0)
         end = [x + self.shift if self.shift else x for x in end]
-        end = [warp.exp2(x) if in_range else x for x in end]
+        end = [exp2(x) if in_range else x for x in end]
         for half in range(2):
             row = b * SUB_CHUNK + half * 8 + r
-            k = self.unpacked(warp.load_shared(Int32, at_qk + row * self.qk_row, 4))
+            k = self.unpacked(load_shared(Int32, at_qk + row * self.qk_row, 4))
             p = self.load_channels(at_p + self.p + row * self.p_row, parity(r) << 4)
             k = [x * y for x, y in zip(k, self._decays(p, end, in_range), strict=True)]
             self.put_to_end(out, smem, b, half, g, k)

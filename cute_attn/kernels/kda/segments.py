@@ -24,7 +24,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common import warp
+from ..common.ptx.async_copy import copy_async
+from ..common.ptx.convert import split_tf32
+from ..common.ptx.memory import load_shared, shared_address, store_shared
+from ..common.ptx.mma import mma_tf32
 from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from .chunks import sequence_place
 from .spec import CHUNK, SegmentsSpec
@@ -105,7 +108,7 @@ class KdaSegments:
         # The sequence's segments, those with chunks. All but the first and the last make a step.
         count = (num_chunks + (chunks_per_segment - 1)) // chunks_per_segment
 
-        smem = warp.shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 128))
+        smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 128))
         ring = smem + 2 * self.state_bytes
         v = tile * self.spec.tile_v + row
         mine = warp_index * self.columns
@@ -154,7 +157,7 @@ class KdaSegments:
             source = (m.iterator + (at * self.spec.head_dim_k + unit * UNIT)).toint()
             start = target + (at * self.transition_row + unit * UNIT) * 4
             for i in cutlass.range_constexpr(self.columns // rows):
-                warp.copy_async(
+                copy_async(
                     start + i * (rows * self.transition_row * 4),
                     source + i * (rows * self.spec.head_dim_k * 4),
                     True,
@@ -185,7 +188,7 @@ class KdaSegments:
         for i in range(0, len(values), 2):
             v, column = places[i]
             at = buffer + (v * self.state_row + column) * 4
-            warp.store_shared(Float32, at, values[i : i + 2])
+            store_shared(Float32, at, values[i : i + 2])
 
     def step(self, values: list[Any], buffer: Any, m: Any, row: Any, pair: Any) -> list[Any]:
         """values + S^T M^T, the warp's columns; S^T at `buffer`, the lane's first row of M at `m`.
@@ -197,18 +200,18 @@ class KdaSegments:
             left = []
             for t in range(self.spec.tile_v // 16):
                 at = buffer + ((row + 16 * t) * self.state_row + 8 * s + pair) * 4
-                upper = warp.load_shared(Float32, at, 2)
-                lower = warp.load_shared(Float32, at + 8 * self.state_row * 4, 2)
-                a = [warp.split_tf32(x) for x in (upper[0], lower[0], upper[1], lower[1])]
+                upper = load_shared(Float32, at, 2)
+                lower = load_shared(Float32, at + 8 * self.state_row * 4, 2)
+                a = [split_tf32(x) for x in (upper[0], lower[0], upper[1], lower[1])]
                 left.append([[x[piece] for x in a] for piece in range(2)])
             for j in range(tiles):
                 at = m + (8 * j * self.transition_row + 8 * s + pair) * 4
-                b = [warp.split_tf32(x) for x in warp.load_shared(Float32, at, 2)]
+                b = [split_tf32(x) for x in load_shared(Float32, at, 2)]
                 right = [[x[piece] for x in b] for piece in range(2)]
                 for t, a in enumerate(left):
                     n = 4 * (t * tiles + j)
                     c = values[n : n + 4]
                     for piece_a, piece_b in ((1, 0), (0, 1), (0, 0)):
-                        c = list(warp.mma_tf32(c, a[piece_a], right[piece_b]))
+                        c = list(mma_tf32(c, a[piece_a], right[piece_b]))
                     values[n : n + 4] = c
         return values

@@ -1,9 +1,9 @@
 """A state in the registers of warps, transposed, and the products that it takes part in.
 
 A warp has 16 columns of V and all of K: S^T, 16 by K, as accumulators in the layout of products of
-16 by 8 by 16 (see `common.warp`). Rounded to 16 bits they are, where they lie, the left operand of
-the next product, and so are that product's results. Right operands are a chunk's 64 rows in shared
-memory, in sub-tiles of 64 columns with TMA's swizzle.
+16 by 8 by 16 (see `common.ptx.mma`). Rounded to 16 bits they are, where they lie, the left operand
+of the next product, and so are that product's results. Right operands are a chunk's 64 rows in
+shared memory, in sub-tiles of 64 columns with TMA's swizzle.
 
 Products run on `mma.sync`, or on `wgmma` (sm_90a), with the same fragments in the same threads:
 then `times_rows` and `times_columns` only start them, and `done` waits. All methods run on the
@@ -17,7 +17,10 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..common import warp, warpgroup
+from ..common.ptx import wgmma
+from ..common.ptx.convert import pack
+from ..common.ptx.memory import load_shared
+from ..common.ptx.mma import mma
 from ..common.spec import WARP_SIZE
 from .spec import CHUNK
 from .tiles import (
@@ -65,14 +68,14 @@ class TransposedState:
     def operand(self, x: list[Any]) -> list[Any]:
         """Accumulators of 16 by n as the left operand of the next product: 4 registers for each 16
         of n, of each 8 of n those of rows 0 to 7 and of rows 8 to 15."""
-        return [warp.pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]
+        return [pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]
 
     def decayed(self, state: cute.Tensor, decay: Any) -> list[Any]:
         """S^T Diag(decay), with decay at that address in shared memory."""
         at = decay + ((cute.arch.lane_idx() & 3) << 3)
         values = []
         for j in range(self.head_dim_k // 8):
-            d = warp.load_shared(Float32, at + j * 32, 2)
+            d = load_shared(Float32, at + j * 32, 2)
             values += [state[4 * j + i] * d[i % 2] for i in range(4)]
         return values
 
@@ -85,10 +88,10 @@ class TransposedState:
         the diagonal of m is 0, and may be left out."""
         steps = range(len(a) // 4)
         if self.wgmma:
-            first = warpgroup.rows_descriptor(base)
+            first = wgmma.rows_descriptor(base)
             offsets = [s % 4 * 2 * STEP + s // 4 * self.sub_tile_step for s in steps]
             descriptors = [first + (offset >> 4) for offset in offsets]
-            return warpgroup.product(self.dtype, c, a, descriptors, CHUNK, columns=False)
+            return wgmma.product(self.dtype, c, a, descriptors, CHUNK, columns=False)
         count = FRAGMENT_ROWS * CHUNK // WARP_SIZE
         result = [Float32(0.0)] * count if c is None else list(c)
         for s in steps:
@@ -101,9 +104,9 @@ class TransposedState:
         """Start c + a m, with m the 64 rows, of K elements, at `base`: 16 by K."""
         steps = range(CHUNK // STEP)
         if self.wgmma:
-            first = warpgroup.columns_descriptor(base)
+            first = wgmma.columns_descriptor(base)
             descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
-            return warpgroup.product(self.dtype, c, a, descriptors, self.head_dim_k, columns=True)
+            return wgmma.product(self.dtype, c, a, descriptors, self.head_dim_k, columns=True)
         result, offsets = list(c), right_offsets()
         for s in steps:
             for j in range(self.head_dim_k // 16):
@@ -113,13 +116,13 @@ class TransposedState:
 
     def done(self, c: list[Any], *, pending: int = 0) -> list[Any]:
         """The result of a product, once at most `pending` later ones are under way."""
-        return warpgroup.wait(c, pending) if self.wgmma else c
+        return wgmma.wait(c, pending) if self.wgmma else c
 
     def _add(self, c: list[Any], at: int, a: list[Any], b: Any) -> None:
         """c += a b, of c the 16 columns whose accumulators begin at `at`."""
         for i in range(2):
             n = at + 4 * i
-            c[n : n + 4] = warp.mma(self.dtype, c[n : n + 4], a, b[2 * i : 2 * i + 2])
+            c[n : n + 4] = mma(self.dtype, c[n : n + 4], a, b[2 * i : 2 * i + 2])
 
     # -- memory -------------------------------------------------------------------------------
 

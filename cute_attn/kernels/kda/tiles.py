@@ -14,7 +14,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
-from ..common import warp
+from ..common.ptx.async_copy import copy_async
+from ..common.ptx.convert import pack, unpack
+from ..common.ptx.matrices import load_matrices
+from ..common.ptx.memory import load_global, load_shared, store_global, store_shared
+from ..common.ptx.mma import mma
 from ..common.spec import WARP_SIZE
 from .chunks import CHUNK_SHIFT, sequence_place
 from .spec import CHUNK, SMALLEST_SMEM_BYTES
@@ -123,17 +127,17 @@ def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
     if dtype is Float32:
         values = []
         for i in range(0, count, 4):
-            values += warp.load_global(Float32, address + 4 * i, 4)
+            values += load_global(Float32, address + 4 * i, 4)
         return values
-    return unpack_all(dtype, warp.load_global(Int32, address, count // 2))
+    return unpack_all(dtype, load_global(Int32, address, count // 2))
 
 
 def unpack_all(dtype: Any, registers: Any) -> list[Any]:
-    return [element for x in registers for element in warp.unpack(dtype, x)]
+    return [element for x in registers for element in unpack(dtype, x)]
 
 
 def pack_all(dtype: Any, values: Any) -> list[Any]:
-    return [warp.pack(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    return [pack(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
 # -- rows from global to shared memory
@@ -154,7 +158,7 @@ def copy_rows(
     within = ((unit & 7) ^ (row & 7)) << 4
     for i in range(CHUNK // step):
         flip = (i * step & 7) << 4
-        warp.copy_async(
+        copy_async(
             line + i * step * LINE_BYTES + (within ^ flip),
             start + i * step * pitch,
             row + i * step < length,
@@ -170,7 +174,7 @@ def left_fragment(shared: Any, first_row: Any, step: int) -> list[Any]:
     matrix, r = lane >> 3, lane & 7
     row = first_row + ((matrix & 1) << 3) + r
     unit = (2 * step + (matrix >> 1)) ^ r
-    return list(warp.load_matrices(shared + row * LINE_BYTES + (unit << 4)))
+    return list(load_matrices(shared + row * LINE_BYTES + (unit << 4)))
 
 
 def lower_triangle(shared: Any, first_row: Any) -> list[list[Any]]:
@@ -221,7 +225,7 @@ def add_product(
         for i in range(2):
             at = 8 * j + 4 * i
             old = [c[at + n] for n in range(4)]
-            for n, x in enumerate(warp.mma(dtype, old, fragment, b[2 * i : 2 * i + 2])):
+            for n, x in enumerate(mma(dtype, old, fragment, b[2 * i : 2 * i + 2])):
                 c[at + n] = x
 
 
@@ -234,7 +238,7 @@ def right_fragments_of_rows(
     matrix, r = lane >> 3, lane & 7
     unit = (2 * step % 8) | (matrix & 1)
     at = (((matrix >> 1) << 3) + r) * LINE_BYTES + ((unit ^ r) << 4)
-    return warp.load_matrices(shared + at + first_row * LINE_BYTES + step // 4 * sub_tile_bytes)
+    return load_matrices(shared + at + first_row * LINE_BYTES + step // 4 * sub_tile_bytes)
 
 
 def transposed_accumulators(
@@ -247,7 +251,7 @@ def transposed_accumulators(
     at = (first_row + 8 * (matrix >> 1) + r) * LINE_BYTES + (((unit & 7) ^ r) << 4)
     return unpack_all(
         dtype,
-        warp.load_matrices(shared + at + (unit >> 3) * SUB_TILE_BYTES, transposed=True),
+        load_matrices(shared + at + (unit >> 3) * SUB_TILE_BYTES, transposed=True),
     )
 
 
@@ -266,7 +270,7 @@ def right_fragments(
     """Rows 16 step to 16 step + 15 as a right operand of which columns are n: those for columns
     16 pair to 16 pair + 7, and the 8 behind them."""
     at = offsets[pair % 4] + (pair // 4) * sub_tile_bytes + step * FRAGMENT_ROWS * LINE_BYTES
-    return warp.load_matrices(shared + at, transposed=True)
+    return load_matrices(shared + at, transposed=True)
 
 
 # -- fragments to global memory
@@ -285,14 +289,14 @@ def store_fragments(
     for j in range(8):
         at = scratch + row * LINE_BYTES + ((j ^ row) << 4) + (pair << 2)
         for half in range(2):
-            warp.store_shared(Int32, at + half * 8 * LINE_BYTES, [registers[2 * j + half]])
+            store_shared(Int32, at + half * 8 * LINE_BYTES, [registers[2 * j + half]])
     cute.arch.sync_warp()
     row, unit = lane >> 3, lane & 7
     start = target + Int64(row) * pitch + Int64(unit * UNIT_BYTES)
     step = WARP_SIZE // 8
     for i in range(FRAGMENT_ROWS // step):
         at = row + i * step
-        x = warp.load_shared(Int32, scratch + at * LINE_BYTES + ((unit ^ (at & 7)) << 4), 4)
+        x = load_shared(Int32, scratch + at * LINE_BYTES + ((unit ^ (at & 7)) << 4), 4)
         store_if(at < length, start + i * step * pitch, x)
 
 
@@ -314,4 +318,4 @@ def paired(left: Any, right: Any) -> list[Any]:
 def store_if(condition: cutlass.Boolean, address: Int64, values: Any) -> None:
     """16 bytes to global memory, where `condition` holds."""
     if condition:
-        warp.store_global(Int32, address, values)
+        store_global(Int32, address, values)

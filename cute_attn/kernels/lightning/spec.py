@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE, Spec
+from ..common.spec import MAX_SMEM_BYTES, MBARRIER_BYTES, WARP_SIZE, Spec
 
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
@@ -186,4 +186,4 @@ class PipelinedDecodeSpec(DecodeSpec):
     @property
     def smem_bytes(self) -> int:
         """Tiles and one mbarrier for each."""
-        return self.num_warps * self.num_stages * (self.tile_bytes + 8)
+        return self.num_warps * self.num_stages * (self.tile_bytes + MBARRIER_BYTES)

@@ -1,0 +1,17 @@
+"""A CTA's place in its cluster (sm_90 and newer)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .asm import asm
+
+
+def cta_rank() -> Any:
+    """The CTA's rank in its cluster, read anew at each use: kept, it would be spilled."""
+    return cute.arch.make_warp_uniform(
+        asm("mov.u32 $0, %cluster_ctarank;", [Int32], [], volatile=True)
+    )

@@ -1,0 +1,43 @@
+"""Conversions between float32 and the operands of products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32
+
+from .asm import TYPE_NAMES, asm
+
+
+def pack(dtype: Any, low: Any, high: Any) -> Any:
+    """Two float32 rounded to `dtype`, in one register."""
+    text = f"cvt.rn.{TYPE_NAMES[dtype]}x2.f32 $0, $1, $2;"
+    return asm(text, [Int32], [Float32(high), Float32(low)])
+
+
+def unpack(dtype: Any, x: Any) -> tuple[Any, Any]:
+    """The two elements of a register, as float32."""
+    if dtype is cutlass.BFloat16:
+        bits = (asm("shl.b32 $0, $1, 16;", [Int32], [x]), x & Int32(-65536))
+        low, high = (asm("mov.b32 $0, $1;", [Float32], [b]) for b in bits)
+        return low, high
+    text = (
+        "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\n"
+        "cvt.f32.f16 $0, low;\ncvt.f32.f16 $1, high;\n}"
+    )
+    low, high = asm(text, [Float32, Float32], [x])
+    return low, high
+
+
+def to_tf32(x: Any) -> Any:
+    """A float32 rounded to tf32, as an operand."""
+    return asm("cvt.rna.tf32.f32 $0, $1;", [Int32], [Float32(x)])
+
+
+def split_tf32(x: Any) -> tuple[Any, Any]:
+    """Two tf32 operands whose sum is x to 22 bits: three products of such pairs, all but that of
+    the two small ones, are nearly as accurate as float32."""
+    high = to_tf32(x)
+    low = Float32(x) - asm("mov.b32 $0, $1;", [Float32], [high])
+    return high, to_tf32(low)

@@ -1,0 +1,30 @@
+"""Approximate functions of float32, one instruction each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cutlass import Float32
+
+from .asm import asm
+
+LOG2_E = math.log2(math.e)
+
+
+def exp2(x: Any) -> Any:
+    """2 ** x, to 2 ulp; results below 2 ** -126 are 0."""
+    return asm("ex2.approx.ftz.f32 $0, $1;", [Float32], [Float32(x)])
+
+
+def log2(x: Any) -> Any:
+    """To an absolute error of 2 ** -22 near 1, and to 1 ulp or so elsewhere."""
+    return asm("lg2.approx.ftz.f32 $0, $1;", [Float32], [Float32(x)])
+
+
+def reciprocal(x: Any) -> Any:
+    return asm("rcp.approx.ftz.f32 $0, $1;", [Float32], [Float32(x)])
+
+
+def reciprocal_sqrt(x: Any) -> Any:
+    return asm("rsqrt.approx.ftz.f32 $0, $1;", [Float32], [Float32(x)])

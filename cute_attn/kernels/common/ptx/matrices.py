@@ -1,0 +1,28 @@
+"""8 by 8 matrices of 16-bit elements as fragments: `ldmatrix` and `movmatrix`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32
+
+from .asm import asm, operands
+
+
+def load_matrices(address: Any, count: int = 4, *, transposed: bool = False) -> Any:
+    """`ldmatrix`: `count` (1, 2 or 4) matrices of 8 by 8 elements of 16 bits. Lane 8 m + r passes
+    the address of row r of matrix m, 16-byte aligned, and gets (row, col), (row, col + 1) of each,
+    or with `transposed` (col, row), (col + 1, row)."""
+    trans = ".trans" if transposed else ""
+    text = (
+        f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 "
+        f"{{{operands(0, count)}}}, [${count}];"
+    )
+    out = asm(text, [Int32] * count, [Int32(address)], memory=True)
+    return out if count > 1 else (out,)
+
+
+def transpose_matrix(x: Any) -> Any:
+    """`movmatrix`: (row, col), (row, col + 1) of an 8 by 8 matrix become (col, row), (col + 1, row)
+    of it."""
+    return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x], memory=True)

@@ -1,0 +1,68 @@
+"""Loads and stores of 4, 8 or 16 bytes. Addresses are integers, of 32 bits in shared memory and of
+64 in global memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from .asm import asm, operands
+
+_BITS = {Int32: "b32", Float32: "f32"}
+
+
+def shared_address(pointer: cute.Pointer) -> Any:
+    """Of a pointer to shared memory."""
+    return Int32(pointer.toint())
+
+
+def load_shared(kind: Any, address: Any, count: int = 1) -> Any:
+    """`count` (1, 2 or 4) Int32 or Float32 from shared memory, aligned to their size."""
+    return _load("shared", kind, Int32(address), count)
+
+
+def store_shared(kind: Any, address: Any, values: Sequence[Any]) -> None:
+    """1, 2 or 4 Int32 or Float32 to shared memory, aligned to their size."""
+    _store("shared", kind, Int32(address), values)
+
+
+def load_global(kind: Any, address: Any, count: int = 1) -> Any:
+    """`count` (1, 2 or 4) Int32 or Float32 from a 64-bit address in global memory."""
+    return _load("global", kind, Int64(address), count)
+
+
+def store_global(kind: Any, address: Any, values: Sequence[Any]) -> None:
+    """1, 2 or 4 Int32 or Float32 to a 64-bit address in global memory."""
+    _store("global", kind, Int64(address), values)
+
+
+def store_global_where(condition: Any, address: Any, *values: Any) -> None:
+    """1, 2 or 4 Int32 to a 64-bit address, by predication: never a branch."""
+    width, sources = _vector(2, len(values))
+    text = (
+        "{\n.reg .pred some;\nsetp.ne.b32 some, $1, 0;\n"
+        f"@some st.global{width}.b32 [$0], {sources};\n}}"
+    )
+    asm(text, [], [Int64(address), Int32(condition), *map(Int32, values)], memory=True)
+
+
+def _vector(first: int, count: int) -> tuple[str, str]:
+    """The width and the operands of an access of `count` registers, from operand `first` on."""
+    return ("", f"${first}") if count == 1 else (f".v{count}", f"{{{operands(first, count)}}}")
+
+
+def _load(space: str, kind: Any, address: Any, count: int) -> Any:
+    width, results = _vector(0, count)
+    text = f"ld.{space}{width}.{_BITS[kind]} {results}, [${count}];"
+    out = asm(text, [kind] * count, [address], memory=True)
+    return out if count > 1 else (out,)
+
+
+def _store(space: str, kind: Any, address: Any, values: Sequence[Any]) -> None:
+    width, sources = _vector(1, len(values))
+    text = f"st.{space}{width}.{_BITS[kind]} [$0], {sources};"
+    asm(text, [], [address, *map(kind, values)], memory=True)

@@ -1,0 +1,80 @@
+"""Products of a warpgroup by `wgmma` (sm_90a), with the left operand in registers.
+
+Fragments are those of `mma`: warp w of the warpgroup has rows 16 w to 16 w + 15 of the left
+operand and of the result, in the layout of products of 16 by 8 by 16. The right operand is in
+shared memory, in sub-tiles of 64 rows of 128 bytes, swizzled as TMA does, whose addresses are
+multiples of 1024.
+
+`product` only starts a product. Its result may not be touched before `wait`, which hands it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Float32, Int32, Int64
+
+from .asm import TYPE_NAMES, asm, operands
+
+SUB_TILE_BYTES = 64 * 128
+
+_SWIZZLE_128 = 1 << 62
+_STRIDE = (8 * 128) >> 4  # from 8 rows to the next 8, in units of 16 bytes
+_ROWS = _SWIZZLE_128 | _STRIDE << 32 | 1 << 16
+_COLUMNS = _SWIZZLE_128 | _STRIDE << 32 | (SUB_TILE_BYTES >> 4) << 16
+
+
+def rows_descriptor(address: Any) -> Any:
+    """Of a right operand whose columns are the rows at `address`: the k of a product lie side by
+    side. Further k are 16 bytes for each 8, and a sub-tile for each 64."""
+    return Int64(_ROWS) | Int64((Int32(address) >> 4) & 0x3FFF)
+
+
+def columns_descriptor(address: Any) -> Any:
+    """Of a right operand whose rows are the rows at `address`: its columns lie side by side, 64 a
+    sub-tile. Further k are 128 bytes each."""
+    return Int64(_COLUMNS) | Int64((Int32(address) >> 4) & 0x3FFF)
+
+
+def product(
+    dtype: Any,
+    c: Sequence[Any] | None,
+    a: Sequence[Any],
+    descriptors: Sequence[Any],
+    n: int,
+    *,
+    columns: bool,
+) -> list[Any]:
+    """Start c + a b, 64 by n, as a group of its own.
+
+    Args:
+        c: n / 2 float32 of each thread; None is 0.
+        a: 4 registers for each 16 of k.
+        descriptors: of b, one for each 16 of k.
+        columns: which of the two kinds of descriptors they are.
+    """
+    name = TYPE_NAMES[dtype]
+    count = n // 2
+    first = count if c is None else 2 * count
+    steps = len(descriptors)
+    lines = ["{", ".reg .pred none, some;", "setp.ne.b32 none, 0, 0;", "setp.eq.b32 some, 0, 0;"]
+    lines.append("wgmma.fence.sync.aligned;")
+    for s in range(steps):
+        keep = "some" if s or c is not None else "none"
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} "
+            f"{{{operands(0, count)}}}, {{{operands(first + 4 * s, 4)}}}, "
+            f"${first + 4 * steps + s}, {keep}, 1, 1, {int(columns)};"
+        )
+    lines += ["wgmma.commit_group.sync.aligned;", "}"]
+    arguments = [*map(Float32, c or ()), *map(Int32, a), *map(Int64, descriptors)]
+    tied = 0 if c is None else count
+    return list(asm("\n".join(lines), [Float32] * count, arguments, tied=tied, memory=True))
+
+
+def wait(c: Sequence[Any], pending: int = 0) -> list[Any]:
+    """The result c of a product, once at most `pending` later ones are under way."""
+    text = f"wgmma.wait_group.sync.aligned {pending};"
+    tied = len(c)
+    return list(asm(text, [Float32] * tied, [*map(Float32, c)], tied=tied, memory=True))
