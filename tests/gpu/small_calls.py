@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import cute_attn
-from cute_attn.kernels.kda.spec import CHUNK
+from cute_attn.kernels.kda.chunk.spec import CHUNK
 from tests.ops import kda_cases, kda_decode_cases, lightning_cases
 
 LENGTHS = (70, 0, 63)  # of sequences that are packed: two chunks, none, and one that is not whole

@@ -468,15 +468,16 @@ def test_the_stages_declined(emulated: None) -> None:
 
 
 def test_what_is_taken_is_what_there_are_kernels_for() -> None:
-    from cute_attn.kernels.kda import spec, spec_decode
+    from cute_attn.kernels.kda.chunk import spec
+    from cute_attn.kernels.kda.step import spec as step_spec
 
     assert (integration.CHUNK, integration.DTYPES) == (spec.CHUNK, spec.DTYPES)
     for letter, name in (("K", "head_dim_k"), ("V", "head_dim_v")):
         assert integration.HEAD_DIMS[letter] == spec.ALLOWED[name]
-        assert integration.STEP_HEAD_DIMS[letter] == spec_decode.HEAD_DIMS
+        assert integration.STEP_HEAD_DIMS[letter] == step_spec.HEAD_DIMS
     assert integration.GATE_AND_BETA_DTYPES == spec.GATE_DTYPES == spec.BETA_DTYPES
     steps = (integration.STEP_DTYPES, integration.STATE_DTYPES)
-    assert steps == (spec_decode.DTYPES, spec_decode.STATE_DTYPES)
+    assert steps == (step_spec.DTYPES, step_spec.STATE_DTYPES)
 
 
 def test_importing_the_module_imports_neither_fla_nor_triton() -> None:

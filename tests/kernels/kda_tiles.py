@@ -1,10 +1,10 @@
-"""What `kernels.kda.prepare` leaves for `kernels.kda.recurrence`, in PyTorch, and their layouts."""
+"""What `kda.chunk.fused.prepare` leaves for `recurrence`, in PyTorch, and the layouts of both."""
 
 from __future__ import annotations
 
 import torch
 
-from cute_attn.kernels.kda.spec import CHUNK, record_elements
+from cute_attn.kernels.kda.chunk.spec import CHUNK, record_elements
 from cute_attn.reference import kda
 
 

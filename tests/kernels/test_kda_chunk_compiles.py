@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cute_attn import cache, launch
-from cute_attn.kernels.kda.spec import (
+from cute_attn.kernels.kda.chunk.spec import (
     ALLOWED,
     BETA_DTYPES,
     DTYPES,

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from cute_attn import cache
-from cute_attn.kernels.kda import heuristics_decode, table
-from cute_attn.kernels.kda.spec_decode import DecodeSpec, RecordsSpec, RecurrentSpec, StepSpec
+from cute_attn.kernels.kda import table
+from cute_attn.kernels.kda.step import heuristics
+from cute_attn.kernels.kda.step.spec import DecodeSpec, RecordsSpec, RecurrentSpec, StepSpec
 from cute_attn.ops.kda.decode import plan_kda_decode
 from cute_attn.ops.kda.recurrent import plan_fused_recurrent_kda
 from tests.kernels.machine_code import assert_sound
@@ -104,7 +105,7 @@ def test_a_larger_sample_compiles_without_spills(arch: str):
         assert_compiles(*request, arch)
 
 
-@pytest.mark.parametrize("config", heuristics_decode.candidate_configs(), ids=str)
+@pytest.mark.parametrize("config", heuristics.candidate_configs(), ids=str)
 def test_candidates_are_legal(config: dict[str, Any]):
     DecodeSpec(**decode_fields(**config))
 

@@ -15,7 +15,7 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.spec import CHUNK, IntraSpec, PrepareSpec
+from cute_attn.kernels.kda.chunk.spec import CHUNK, IntraSpec, PrepareSpec
 from cute_attn.kernels.kda.table import CHUNK_INTRA, PREPARE
 from cute_attn.reference import kda
 

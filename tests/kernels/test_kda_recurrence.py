@@ -14,7 +14,7 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.spec import CHUNK, RecurrenceSpec, SegmentsSpec
+from cute_attn.kernels.kda.chunk.spec import CHUNK, RecurrenceSpec, SegmentsSpec
 from cute_attn.kernels.kda.table import RECURRENCE, SEGMENTS
 from cute_attn.reference import kda
 

@@ -5,28 +5,37 @@ from __future__ import annotations
 from ...cache import KernelDef
 
 # The fused path over chunks, and what splits long sequences.
-PREPARE = KernelDef(name="kda_prepare", target="cute_attn.kernels.kda.prepare:KdaPrepare")
-RECURRENCE = KernelDef(
-    name="kda_recurrence", target="cute_attn.kernels.kda.recurrence:KdaRecurrence"
+PREPARE = KernelDef(
+    name="kda_prepare", target="cute_attn.kernels.kda.chunk.fused.prepare:KdaPrepare"
 )
-SEGMENTS = KernelDef(name="kda_segments", target="cute_attn.kernels.kda.segments:KdaSegments")
+RECURRENCE = KernelDef(
+    name="kda_recurrence", target="cute_attn.kernels.kda.chunk.fused.recurrence:KdaRecurrence"
+)
+SEGMENTS = KernelDef(
+    name="kda_segments", target="cute_attn.kernels.kda.chunk.fused.segments:KdaSegments"
+)
 
 # The stages of the modular path.
 GATE_CUMSUM = KernelDef(
-    name="kda_gate_cumsum", target="cute_attn.kernels.kda.gate_cumsum:KdaGateCumsum"
+    name="kda_gate_cumsum", target="cute_attn.kernels.kda.chunk.stages.gate_cumsum:KdaGateCumsum"
 )
 CHUNK_INTRA = KernelDef(
-    name="kda_chunk_intra", target="cute_attn.kernels.kda.chunk_intra:KdaChunkIntra"
+    name="kda_chunk_intra", target="cute_attn.kernels.kda.chunk.stages.chunk_intra:KdaChunkIntra"
 )
 RECOMPUTE_W_U = KernelDef(
-    name="kda_recompute_w_u", target="cute_attn.kernels.kda.recompute_w_u:KdaRecomputeWU"
+    name="kda_recompute_w_u",
+    target="cute_attn.kernels.kda.chunk.stages.recompute_w_u:KdaRecomputeWU",
 )
-DELTA_H = KernelDef(name="kda_delta_h", target="cute_attn.kernels.kda.delta_h:KdaDeltaH")
-OUTPUT = KernelDef(name="kda_output", target="cute_attn.kernels.kda.output:KdaOutput")
+DELTA_H = KernelDef(
+    name="kda_delta_h", target="cute_attn.kernels.kda.chunk.stages.delta_h:KdaDeltaH"
+)
+OUTPUT = KernelDef(name="kda_output", target="cute_attn.kernels.kda.chunk.stages.output:KdaOutput")
 
 # Token by token.
-DECODE = KernelDef(name="kda_decode", target="cute_attn.kernels.kda.decode:KdaDecode")
+DECODE = KernelDef(name="kda_decode", target="cute_attn.kernels.kda.step.decode:KdaDecode")
 DECODE_RECORDS = KernelDef(
-    name="kda_decode_records", target="cute_attn.kernels.kda.decode_records:KdaDecodeRecords"
+    name="kda_decode_records", target="cute_attn.kernels.kda.step.records:KdaDecodeRecords"
 )
-RECURRENT = KernelDef(name="kda_recurrent", target="cute_attn.kernels.kda.recurrent:KdaRecurrent")
+RECURRENT = KernelDef(
+    name="kda_recurrent", target="cute_attn.kernels.kda.step.recurrent:KdaRecurrent"
+)

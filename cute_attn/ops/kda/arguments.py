@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...kernels.kda.spec import BETA_DTYPES, CHUNK, DTYPES, GATE_DTYPES, HEAD_DIMS, HEAD_DIMS_V
+from ...kernels.kda.chunk.spec import (
+    BETA_DTYPES,
+    CHUNK,
+    DTYPES,
+    GATE_DTYPES,
+    HEAD_DIMS,
+    HEAD_DIMS_V,
+)
 from ..checks import DTYPE_NAMES, check_dtype, check_tensor
 from ..routing import is_compiling, plain
 

@@ -14,7 +14,7 @@ The look-up pins down all that kernels are chosen by, every number and every fla
 code before it launches, and when that refuses, `_check` says why in terms of the arguments.
 
 Nothing here reads device memory or waits for it: a chunk of packed sequences finds its place on the
-device, see `kernels/kda/chunks.py`.
+device, see `kernels/kda/chunk/chunks.py`.
 
 What the forward will save for the backward, once there is one, is what the fused path has anyway:
 
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.kda import table
-from ...kernels.kda.heuristics import (
+from ...kernels.kda.chunk.heuristics import (
     chunks_per_segment,
     delta_h_config,
     fused,
@@ -48,7 +48,7 @@ from ...kernels.kda.heuristics import (
     recurrence_config,
     segments_config,
 )
-from ...kernels.kda.spec import (
+from ...kernels.kda.chunk.spec import (
     CHUNK,
     DeltaHSpec,
     GateSpec,

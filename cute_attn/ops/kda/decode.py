@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.kda import table
-from ...kernels.kda.heuristics_decode import step_config
-from ...kernels.kda.spec_decode import (
+from ...kernels.kda.step.heuristics import step_config
+from ...kernels.kda.step.spec import (
     DTYPES,
     HEAD_DIMS,
     PARAMETER_DTYPES,

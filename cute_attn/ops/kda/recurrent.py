@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.kda import table
-from ...kernels.kda.heuristics_decode import step_config
-from ...kernels.kda.spec_decode import RecurrentSpec
+from ...kernels.kda.step.heuristics import step_config
+from ...kernels.kda.step.spec import RecurrentSpec
 from ..checks import (
     DTYPE_NAMES,
     LARGEST,

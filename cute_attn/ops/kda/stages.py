@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.kda import table
-from ...kernels.kda.heuristics import delta_h_config, output_config
-from ...kernels.kda.spec import (
+from ...kernels.kda.chunk.heuristics import delta_h_config, output_config
+from ...kernels.kda.chunk.spec import (
     CHUNK,
     DeltaHSpec,
     GateSpec,

@@ -14,12 +14,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
-from ..common.ptx.async_copy import copy_async
-from ..common.ptx.convert import pack, unpack
-from ..common.ptx.matrices import load_matrices
-from ..common.ptx.memory import load_global, load_shared, store_global, store_shared
-from ..common.ptx.mma import mma
-from ..common.spec import WARP_SIZE
+from ...common.ptx.async_copy import copy_async
+from ...common.ptx.convert import pack, unpack
+from ...common.ptx.matrices import load_matrices
+from ...common.ptx.memory import load_global, load_shared, store_global, store_shared
+from ...common.ptx.mma import mma
+from ...common.spec import WARP_SIZE
 from .chunks import CHUNK_SHIFT, sequence_place
 from .spec import CHUNK, SMALLEST_SMEM_BYTES
 

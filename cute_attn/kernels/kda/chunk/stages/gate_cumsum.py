@@ -21,13 +21,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..common.dtypes import DTYPE
-from ..common.ptx.math import LOG2_E
-from ..common.ptx.memory import load_global, load_shared, shared_address, store_global, store_shared
-from .chunks import chunk_place, num_slots
-from .gates import SMALLEST_LOG2_DECAY, log_decay, rate_of
-from .spec import CHUNK, GateSpec
-from .tiles import (
+from ....common.dtypes import DTYPE
+from ....common.ptx.math import LOG2_E
+from ....common.ptx.memory import (
+    load_global,
+    load_shared,
+    shared_address,
+    store_global,
+    store_shared,
+)
+from ...gates import SMALLEST_LOG2_DECAY, log_decay, rate_of
+from ..chunks import chunk_place, num_slots
+from ..spec import CHUNK, GateSpec
+from ..tiles import (
     fake_offsets,
     fake_rows,
     load_floats,

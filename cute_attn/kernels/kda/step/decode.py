@@ -30,11 +30,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common.carried import Carried
-from ..common.overlap import overlaps
-from . import decode_arguments
-from .decode_tile import StateTile
-from .decode_tokens import (
+from ...common.carried import Carried
+from ...common.overlap import overlaps
+from . import arguments
+from .spec import DecodeSpec
+from .tile import StateTile
+from .tokens import (
     STAGES,
     Fetched,
     Gate,
@@ -44,7 +45,6 @@ from .decode_tokens import (
     TokenStage,
     stage_of,
 )
-from .spec_decode import DecodeSpec
 
 
 class Records(Carried):
@@ -78,7 +78,7 @@ class KdaDecode:
         record_u       [N, S, HV, V]         float32
 
     The records of k and g are only read here: all blocks of a head, and of a group of heads, share
-    them. `decode_records` writes them afterwards.
+    them. `records` writes them afterwards.
     """
 
     def __init__(self, spec: DecodeSpec):
@@ -91,7 +91,7 @@ class KdaDecode:
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
-        sizes = decode_arguments.Sizes()
+        sizes = arguments.Sizes()
         step = (sizes.batch, sizes.tokens) if spec.multi_token else (sizes.batch,)
         slots = cute.sym_int() if spec.indexed else sizes.batch
         positions = (cute.sym_int(),) if self.positions else ()
@@ -99,18 +99,16 @@ class KdaDecode:
         of_records: tuple[Any, ...] = (None,) * 3
         if self.replays:
             of_records = (
-                decode_arguments.rows(spec.dtype, slots, records, sizes.heads, spec.head_dim_k),
-                decode_arguments.rows(
-                    spec.gate_dtype, slots, records, sizes.heads_v, spec.head_dim_k
-                ),
-                decode_arguments.rows("float32", slots, records, sizes.heads_v, spec.head_dim_v),
+                arguments.rows(spec.dtype, slots, records, sizes.heads, spec.head_dim_k),
+                arguments.rows(spec.gate_dtype, slots, records, sizes.heads_v, spec.head_dim_k),
+                arguments.rows("float32", slots, records, sizes.heads_v, spec.head_dim_v),
             )
         return (
-            *decode_arguments.inputs(spec, sizes, step),
-            decode_arguments.rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
-            decode_arguments.states(spec, sizes, slots),
-            decode_arguments.indices(sizes.batch, *positions) if spec.indexed else None,
-            decode_arguments.indices(sizes.batch) if spec.accepted else None,
+            *arguments.inputs(spec, sizes, step),
+            arguments.rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
+            arguments.states(spec, sizes, slots),
+            arguments.indices(sizes.batch, *positions) if spec.indexed else None,
+            arguments.indices(sizes.batch) if spec.accepted else None,
             *of_records,
             Float32(1.0),
             Float32(1.0),

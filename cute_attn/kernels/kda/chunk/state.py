@@ -17,11 +17,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..common.ptx import wgmma
-from ..common.ptx.convert import pack
-from ..common.ptx.memory import load_shared
-from ..common.ptx.mma import mma
-from ..common.spec import WARP_SIZE
+from ...common.ptx import wgmma
+from ...common.ptx.convert import pack
+from ...common.ptx.memory import load_shared
+from ...common.ptx.mma import mma
+from ...common.spec import WARP_SIZE
 from .spec import CHUNK
 from .tiles import (
     FRAGMENT_ROWS,

@@ -17,13 +17,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..common.carried import Carried
-from ..common.dtypes import DTYPE
-from ..common.ptx.math import reciprocal_sqrt
-from ..common.spec import WARP_SIZE
-from .gates import accurate_sigmoid, log_decay, rate_of
-from .spec import L2NORM_EPSILON
-from .spec_decode import VECTOR_BYTES, StepSpec
+from ...common.carried import Carried
+from ...common.dtypes import DTYPE
+from ...common.ptx.math import reciprocal_sqrt
+from ...common.spec import WARP_SIZE
+from ..chunk.spec import L2NORM_EPSILON
+from ..gates import accurate_sigmoid, log_decay, rate_of
+from .spec import VECTOR_BYTES, StepSpec
 
 STAGES = 2
 QQ, KK, KQ = range(3)

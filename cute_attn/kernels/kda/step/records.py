@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Boolean
 from cutlass.cute.runtime import make_fake_stream
 
-from . import decode_arguments
-from .spec_decode import RecordsSpec
+from . import arguments
+from .spec import RecordsSpec
 
 
 class KdaDecodeRecords:
@@ -34,15 +34,15 @@ class KdaDecodeRecords:
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
-        sizes = decode_arguments.Sizes()
+        sizes = arguments.Sizes()
         slots = cute.sym_int() if spec.indexed else sizes.batch
         step, records, dim = (sizes.batch, sizes.tokens), cute.sym_int(), spec.head_dim_k
         return (
-            decode_arguments.rows(spec.dtype, *step, sizes.heads, dim),
-            decode_arguments.rows(spec.gate_dtype, *step, sizes.heads_v, dim),
-            decode_arguments.indices(sizes.batch) if spec.indexed else None,
-            decode_arguments.rows(spec.dtype, slots, records, sizes.heads, dim),
-            decode_arguments.rows(spec.gate_dtype, slots, records, sizes.heads_v, dim),
+            arguments.rows(spec.dtype, *step, sizes.heads, dim),
+            arguments.rows(spec.gate_dtype, *step, sizes.heads_v, dim),
+            arguments.indices(sizes.batch) if spec.indexed else None,
+            arguments.rows(spec.dtype, slots, records, sizes.heads, dim),
+            arguments.rows(spec.gate_dtype, slots, records, sizes.heads_v, dim),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 

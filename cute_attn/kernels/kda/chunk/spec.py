@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.spec import Spec
+from ...common.spec import Spec
 
 CHUNK = 64  # tokens
 L2NORM_EPSILON = 1e-6  # added to the sum of squares

@@ -38,17 +38,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common.dtypes import DTYPE
-from ..common.ptx import mbarrier
-from ..common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
-from ..common.ptx.convert import unpack
-from ..common.ptx.matrices import load_matrices, transpose_matrix
-from ..common.ptx.memory import shared_address, store_global_where
-from ..common.spec import MAX_SMEM_BYTES, MBARRIER_BYTES, WARP_SIZE
-from .chunks import num_sequences, sequence_place
-from .spec import CHUNK, RecurrenceSpec, record_elements
-from .state import TransposedState
-from .tiles import (
+from ....common.dtypes import DTYPE
+from ....common.ptx import mbarrier
+from ....common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
+from ....common.ptx.convert import unpack
+from ....common.ptx.matrices import load_matrices, transpose_matrix
+from ....common.ptx.memory import shared_address, store_global_where
+from ....common.spec import MAX_SMEM_BYTES, MBARRIER_BYTES, WARP_SIZE
+from ..chunks import num_sequences, sequence_place
+from ..spec import CHUNK, RecurrenceSpec, record_elements
+from ..state import TransposedState
+from ..tiles import (
     SUB_TILE_BYTES,
     UNIT_BYTES,
     check_smem,

@@ -15,10 +15,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp
 
-from ..common.dtypes import DTYPE
-from ..common.spec import WARP_SIZE
-from .decode_tokens import KK, KQ, QQ, TokenReader, TokenStage, reciprocal_norm
-from .spec_decode import VECTOR_BYTES, StepSpec
+from ...common.dtypes import DTYPE
+from ...common.spec import WARP_SIZE
+from .spec import VECTOR_BYTES, StepSpec
+from .tokens import KK, KQ, QQ, TokenReader, TokenStage, reciprocal_norm
 
 
 class StateTile:

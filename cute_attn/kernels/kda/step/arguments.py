@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from ..common.dtypes import DTYPE
-from .spec_decode import VECTOR_BYTES, StepSpec
+from ...common.dtypes import DTYPE
+from .spec import VECTOR_BYTES, StepSpec
 
 
 class Sizes:

@@ -22,14 +22,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common.dtypes import DTYPE
-from ..common.ptx.convert import pack, unpack
-from ..common.ptx.math import exp2
-from ..common.ptx.memory import load_global, load_shared, shared_address, store_shared
-from ..common.spec import WARP_SIZE
-from .chunks import chunk_place, num_slots
-from .spec import CHUNK, RecomputeSpec
-from .tiles import (
+from ....common.dtypes import DTYPE
+from ....common.ptx.convert import pack, unpack
+from ....common.ptx.math import exp2
+from ....common.ptx.memory import load_global, load_shared, shared_address, store_shared
+from ....common.spec import WARP_SIZE
+from ..chunks import chunk_place, num_slots
+from ..spec import CHUNK, RecomputeSpec
+from ..tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
     SUB_TILE_BYTES,

@@ -26,21 +26,21 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common.dtypes import DTYPE
-from ..common.ptx.math import exp2
-from ..common.ptx.matrices import transpose_matrix
-from ..common.ptx.memory import (
+from ....common.dtypes import DTYPE
+from ....common.ptx.math import exp2
+from ....common.ptx.matrices import transpose_matrix
+from ....common.ptx.memory import (
     load_global,
     shared_address,
     store_global,
     store_global_where,
     store_shared,
 )
-from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
-from .chunks import CHUNK_SHIFT, SequencePlace, num_sequences, sequence_place
-from .spec import CHUNK, DeltaHSpec
-from .state import STEP, TransposedState
-from .tiles import (
+from ....common.spec import MAX_SMEM_BYTES, WARP_SIZE
+from ..chunks import CHUNK_SHIFT, SequencePlace, num_sequences, sequence_place
+from ..spec import CHUNK, DeltaHSpec
+from ..state import STEP, TransposedState
+from ..tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
     SUB_TILE_BYTES,

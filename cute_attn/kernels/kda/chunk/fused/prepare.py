@@ -26,16 +26,22 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..common.dtypes import DTYPE
-from ..common.ptx.compiler import keep_branch
-from ..common.ptx.convert import unpack
-from ..common.ptx.math import LOG2_E, exp2
-from ..common.ptx.memory import load_global, load_shared, shared_address, store_global, store_shared
-from ..common.spec import WARP_SIZE
-from .chunks import num_slots
-from .gates import log2_decay, sigmoid
-from .inverse import ChunkInverse
-from .scores import (
+from ....common.dtypes import DTYPE
+from ....common.ptx.compiler import keep_branch
+from ....common.ptx.convert import unpack
+from ....common.ptx.math import LOG2_E, exp2
+from ....common.ptx.memory import (
+    load_global,
+    load_shared,
+    shared_address,
+    store_global,
+    store_shared,
+)
+from ....common.spec import WARP_SIZE
+from ...gates import log2_decay, sigmoid
+from ..chunks import num_slots
+from ..inverse import ChunkInverse
+from ..scores import (
     NUM_THREADS,
     REGION_BYTES,
     SUB_CHUNK,
@@ -43,8 +49,8 @@ from .scores import (
     row_offset,
     tile_unit,
 )
-from .spec import CHUNK, PrepareSpec
-from .tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
+from ..spec import CHUNK, PrepareSpec
+from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
 
 # In a register, twice if it has room for two.
 MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}

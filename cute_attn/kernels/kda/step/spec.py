@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.spec import WARP_SIZE, Spec
+from ...common.spec import WARP_SIZE, Spec
 
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
@@ -46,7 +46,7 @@ class StepSpec(Spec):
     """What all kernels that go token by token have compiled in.
 
     The first group is the operator's: what the caller's tensors are. The second is the tuning
-    that `heuristics_decode` picks; any legal choice computes the same function.
+    that `heuristics` picks; any legal choice computes the same function.
 
     Attributes:
         dtype: of q, k, v and o.
@@ -191,7 +191,7 @@ class DecodeSpec(StepSpec):
 
 @dataclass(frozen=True)
 class RecordsSpec(Spec):
-    """The copy of drafted k and g into the records (`decode_records`)."""
+    """The copy of drafted k and g into the records (`records`)."""
 
     dtype: str
     gate_dtype: str

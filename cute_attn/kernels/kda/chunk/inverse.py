@@ -31,11 +31,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..common.ptx.convert import pack
-from ..common.ptx.matrices import transpose_matrix
-from ..common.ptx.memory import load_shared, store_shared
-from ..common.ptx.mma import mma_tf32
-from ..common.spec import WARP_SIZE
+from ...common.ptx.convert import pack
+from ...common.ptx.matrices import transpose_matrix
+from ...common.ptx.memory import load_shared, store_shared
+from ...common.ptx.mma import mma_tf32
+from ...common.spec import WARP_SIZE
 from .scores import (
     REGION_BYTES,
     SUB_CHUNK,

@@ -28,16 +28,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common.dtypes import DTYPE
-from ..common.ptx.async_copy import copy_async
-from ..common.ptx.convert import pack
-from ..common.ptx.math import exp2, reciprocal_sqrt
-from ..common.ptx.memory import load_global, load_shared, shared_address
-from ..common.ptx.mma import mma
-from ..common.spec import WARP_SIZE
-from .chunks import chunk_place, num_slots
-from .spec import CHUNK, L2NORM_EPSILON, OutputSpec
-from .tiles import (
+from ....common.dtypes import DTYPE
+from ....common.ptx.async_copy import copy_async
+from ....common.ptx.convert import pack
+from ....common.ptx.math import exp2, reciprocal_sqrt
+from ....common.ptx.memory import load_global, load_shared, shared_address
+from ....common.ptx.mma import mma
+from ....common.spec import WARP_SIZE
+from ..chunks import chunk_place, num_slots
+from ..spec import CHUNK, L2NORM_EPSILON, OutputSpec
+from ..tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
     SUB_TILE_BYTES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common.spec import MBARRIER_BYTES
+from ...common.spec import MBARRIER_BYTES
 from .spec import CHUNK, SMALLEST_SMEM_BYTES, record_elements, smem_bytes
 
 MOST_STAGES = 3  # of the recurrence: with more there is nothing left to wait for

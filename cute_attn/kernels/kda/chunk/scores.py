@@ -39,14 +39,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cutlass_dsl import BaseDSL
 
-from ..common.dtypes import DTYPE
-from ..common.ptx.async_copy import copy_async
-from ..common.ptx.compiler import keep_branch, opaque
-from ..common.ptx.convert import pack, unpack
-from ..common.ptx.math import exp2, log2, reciprocal, reciprocal_sqrt
-from ..common.ptx.memory import load_shared, store_shared
-from ..common.ptx.mma import mma
-from ..common.spec import WARP_SIZE
+from ...common.dtypes import DTYPE
+from ...common.ptx.async_copy import copy_async
+from ...common.ptx.compiler import keep_branch, opaque
+from ...common.ptx.convert import pack, unpack
+from ...common.ptx.math import exp2, log2, reciprocal, reciprocal_sqrt
+from ...common.ptx.memory import load_shared, store_shared
+from ...common.ptx.mma import mma
+from ...common.spec import WARP_SIZE
 from .chunks import ChunkPlace, chunk_place
 from .spec import CHUNK, L2NORM_EPSILON, smem_bytes
 from .tiles import LINE_BYTES, UNIT_BYTES

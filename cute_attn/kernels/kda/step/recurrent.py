@@ -20,11 +20,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
-from . import decode_arguments
-from .chunks import num_sequences, sequence_place
-from .decode_tile import StateTile
-from .decode_tokens import STAGES, Fetched, TokenReader, Tokens, TokenStage, stage_of
-from .spec_decode import RecurrentSpec
+from ..chunk.chunks import num_sequences, sequence_place
+from . import arguments
+from .spec import RecurrentSpec
+from .tile import StateTile
+from .tokens import STAGES, Fetched, TokenReader, Tokens, TokenStage, stage_of
 
 
 class KdaRecurrent:
@@ -48,20 +48,18 @@ class KdaRecurrent:
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
-        sizes = decode_arguments.Sizes()
+        sizes = arguments.Sizes()
         varlen = spec.index_dtype != "none"
         sequences = cute.sym_int() if varlen else sizes.batch
         cu_seqlens = None
         if varlen:
             index = {"int32": cutlass.Int32, "int64": cutlass.Int64}[spec.index_dtype]
-            cu_seqlens = decode_arguments.contiguous(index, cute.sym_int())
+            cu_seqlens = arguments.contiguous(index, cute.sym_int())
         return (
-            *decode_arguments.inputs(spec, sizes, (sizes.batch, sizes.tokens)),
-            decode_arguments.rows(
-                spec.dtype, sizes.batch, sizes.tokens, sizes.heads_v, spec.head_dim_v
-            ),
-            decode_arguments.states(spec, sizes, sequences) if spec.has_initial_state else None,
-            decode_arguments.states(spec, sizes, sequences) if spec.has_final_state else None,
+            *arguments.inputs(spec, sizes, (sizes.batch, sizes.tokens)),
+            arguments.rows(spec.dtype, sizes.batch, sizes.tokens, sizes.heads_v, spec.head_dim_v),
+            arguments.states(spec, sizes, sequences) if spec.has_initial_state else None,
+            arguments.states(spec, sizes, sequences) if spec.has_final_state else None,
             cu_seqlens,
             Float32(1.0),
             Float32(1.0),

@@ -29,14 +29,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common.dtypes import DTYPE
-from ..common.ptx.matrices import load_matrices
-from ..common.ptx.memory import load_global, load_shared, shared_address, store_global, store_shared
-from ..common.ptx.mma import mma
-from ..common.spec import WARP_SIZE
-from .chunks import num_slots
-from .inverse import ChunkInverse
-from .scores import (
+from ....common.dtypes import DTYPE
+from ....common.ptx.matrices import load_matrices
+from ....common.ptx.memory import (
+    load_global,
+    load_shared,
+    shared_address,
+    store_global,
+    store_shared,
+)
+from ....common.ptx.mma import mma
+from ....common.spec import WARP_SIZE
+from ..chunks import num_slots
+from ..inverse import ChunkInverse
+from ..scores import (
     GROUP,
     NUM_THREADS,
     REGION_BYTES,
@@ -46,8 +52,8 @@ from .scores import (
     row_offset,
     tile_unit,
 )
-from .spec import CHUNK, IntraSpec
-from .tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
+from ..spec import CHUNK, IntraSpec
+from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
 
 HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
 MOST_COLUMNS = 128  # of a product

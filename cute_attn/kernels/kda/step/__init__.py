@@ -1,0 +1,1 @@
+"""Kernels that advance the state token by token: decode, and whole sequences."""
