@@ -1,5 +1,5 @@
-"""Benchmarks: one harness, one module per benchmark, run by `python -m cute_attn.bench NAME`.
+"""Benchmarks, one module each, run by `python -m cute_attn.bench NAME`.
 
-The harness is `timing` (what a time means), `roofline` (what the machine can do), `report` (tables,
-JSON, Markdown) and `plot`; `registry` finds the benchmarks, the modules that define `BENCHMARK`.
+`harness` is what all of them use; its `registry` lists them. `peers` compiles other packages'
+kernels without a GPU.
 """

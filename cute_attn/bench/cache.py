@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from .environment import describe, version_of
-from .progress import track
-from .registry import Benchmark, GpuCheckStage
-from .report import Report, Row, Verdict
-from .timing import quantile
+from .harness.environment import describe, version_of
+from .harness.progress import track
+from .harness.registry import Benchmark, GpuCheckStage
+from .harness.report import Report, Row, Verdict
+from .harness.timing import quantile
 
 # What a server's first kernel would be: see cute_attn.ops.lightning.plan_decode.
 PLAN = "cute_attn.ops.lightning:plan_decode"
@@ -284,8 +284,6 @@ def verdicts(
 
 
 BENCHMARK = Benchmark(
-    name="cache",
-    summary="imports, look-ups and races of the kernel cache, on the CPU",
     run=run,
     needs_gpu=False,
     add_arguments=add_arguments,

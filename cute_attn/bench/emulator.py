@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ..emulator import Emulator
-from .environment import describe
-from .progress import track
-from .registry import Benchmark
-from .report import Report, Row, Verdict
+from .harness.environment import describe
+from .harness.progress import track
+from .harness.registry import Benchmark
+from .harness.report import Report, Row, Verdict
 
 MAX_SECONDS, GOAL_SECONDS = 15.0, 5.0
 MAX_MIB = 2048.0
@@ -158,8 +158,6 @@ def _verdicts(rows: list[Row], mib: float) -> list[Verdict]:
 
 
 BENCHMARK = Benchmark(
-    name="emulator",
-    summary="speed of the emulator, with and without its checks; needs no GPU",
     run=run,
     needs_gpu=False,
     add_arguments=add_arguments,

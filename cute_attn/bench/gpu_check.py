@@ -20,14 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from .environment import checkout, describe
-from .registry import EXIT_UNAVAILABLE, Benchmark, Unavailable, discover
-from .report import Report, ReportError, Row
+from .harness.environment import checkout, describe
+from .harness.registry import BENCHMARKS, EXIT_UNAVAILABLE, Benchmark, Unavailable, load
+from .harness.report import Report, ReportError, Row
 
 TOTAL_LIMIT_S = 465.0  # of the eight minutes, leaving some for start-up and the report
 TEST_LIMIT_S = 220.0
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def stages(
-    benchmarks: Sequence[Benchmark],
+    benchmarks: Mapping[str, Benchmark],
     tests: Path,
     test_limit_s: float,
     directory: Path,
@@ -92,16 +92,16 @@ def stages(
             results,
         )
     ]  # fmt: skip
-    for benchmark in benchmarks:
+    for name, benchmark in benchmarks.items():
         for stage in benchmark.gpu_check:
             result = directory / f"{len(found)}.json"
             command = (
-                sys.executable, "-m", "cute_attn.bench", benchmark.name, "--short",
+                sys.executable, "-m", "cute_attn.bench", name, "--short",
                 *stage.arguments, "--print-only", "--json", str(result),
                 *(("--commit", commit) if commit else ()),
             )  # fmt: skip
-            name = " ".join((benchmark.name, *stage.arguments))
-            found.append(Stage(name, command, stage.limit_s, result))
+            label = " ".join((name, *stage.arguments))
+            found.append(Stage(label, command, stage.limit_s, result))
     return found
 
 
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> Report:
     rows: list[Row] = []
     parts: list[Report] = []
     with tempfile.TemporaryDirectory() as directory:
-        everything = list(discover().values())
+        everything = {name: load(name) for name in BENCHMARKS}
         todo = stages(everything, tests, args.test_limit, Path(directory), args.commit)
         if args.only:
             todo = [s for s in todo if any(part in s.name for part in args.only)]
@@ -222,8 +222,6 @@ def _judge_benchmark(result: Path, returncode: int) -> tuple[str, str, Report | 
 
 
 BENCHMARK = Benchmark(
-    name="gpu-check",
-    summary="everything that needs a GPU: its tests, then short benchmarks",
     run=run,
     add_arguments=add_arguments,
 )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from .environment import describe
-from .registry import Benchmark, GpuCheckStage
-from .report import Report, Row, Verdict
-from .timing import time_host
+from .harness.environment import describe
+from .harness.registry import Benchmark, GpuCheckStage
+from .harness.report import Report, Row, Verdict
+from .harness.timing import time_host
 
 SEED = 20261120
 BASELINE = "torch.mul(a, 2.0, out=b)"
@@ -22,7 +22,7 @@ TARGET_RATIO = 1.0  # of the public call to the baseline
 def run(args: argparse.Namespace) -> Report:
     import torch
 
-    from ._lightning_problem import Case, launch_paths, make_inputs
+    from .lightning.problem import Case, launch_paths, make_inputs
 
     case = Case(batch=1, heads=8, head_dim_k=64, head_dim_v=64)  # the device must not lag behind
     a = torch.randn(1024, device="cuda")
@@ -71,8 +71,6 @@ def run(args: argparse.Namespace) -> Report:
 
 
 BENCHMARK = Benchmark(
-    name="launch-overhead",
-    summary="host time of a launch, by layer, beside torch.mul",
     run=run,
     gpu_check=(GpuCheckStage((), 40),),
 )

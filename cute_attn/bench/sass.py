@@ -20,10 +20,10 @@ from ..machine_code import tile_model as model
 from ..machine_code.disassembly import DisassemblyError, disassemble, find_nvdisasm, version
 from .attention import hd256_forward as forward
 from .attention.hd256_forward import OURS, THEIRS, Program, Specialisation
-from .environment import describe
-from .progress import track
-from .registry import Benchmark, Unavailable
-from .report import Report, Row, Verdict
+from .harness.environment import describe
+from .harness.progress import track
+from .harness.registry import Benchmark, Unavailable
+from .harness.report import Report, Row, Verdict
 
 KERNELS = ("hd256-fwd",)
 SOFTMAX = "warp: softmax"
@@ -300,8 +300,6 @@ def verdicts(
 
 
 BENCHMARK = Benchmark(
-    name="sass",
-    summary="static analysis of a kernel's machine code beside FlashAttention-4's; needs no GPU",
     run=run,
     needs_gpu=False,
     add_arguments=add_arguments,

@@ -6,7 +6,7 @@ import pytest
 from cute_attn.bench import cache
 from cute_attn.bench.__main__ import main
 from cute_attn.bench.cache import ChildError, run_child, run_race
-from cute_attn.bench.report import Report
+from cute_attn.bench.harness.report import Report
 
 ENV = dict(os.environ)
 

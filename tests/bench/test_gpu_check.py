@@ -9,8 +9,8 @@ import pytest
 from cute_attn.bench import gpu_check
 from cute_attn.bench.__main__ import main
 from cute_attn.bench.gpu_check import Outcome, Stage, judge, run_limited, stages
-from cute_attn.bench.registry import EXIT_UNAVAILABLE, discover
-from cute_attn.bench.report import Report, Verdict
+from cute_attn.bench.harness.registry import BENCHMARKS, EXIT_UNAVAILABLE, load
+from cute_attn.bench.harness.report import Report, Verdict
 
 ENVIRONMENT = {"gpu": "G", "date": "2026-11-20"}
 
@@ -64,7 +64,8 @@ def test_judging_benchmarks(tmp_path, outcome, text, result, detail):
 
 
 def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
-    found = stages(list(discover().values()), Path("tests/gpu"), 200.0, tmp_path)
+    everything = {name: load(name) for name in BENCHMARKS}
+    found = stages(everything, Path("tests/gpu"), 200.0, tmp_path)
     assert found[0].is_tests
     assert [s.name for s in found[1:]] == [
         "cache --repeats 1",
@@ -80,7 +81,7 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     ]
     assert all("--short" in s.command for s in found[1:])
     assert not any("--commit" in s.command for s in found)
-    named = stages(list(discover().values()), Path("tests/gpu"), 200.0, tmp_path, "abc")
+    named = stages(everything, Path("tests/gpu"), 200.0, tmp_path, "abc")
     assert all(s.command[-2:] == ("--commit", "abc") for s in named[1:])
     assert len({s.result for s in found}) == len(found)
 
@@ -137,7 +138,7 @@ def run_check(tmp_path, monkeypatch, test_code, benchmark_code):
 
     def toy_stages(benchmarks, tests, limit_s, directory, commit):
         result = directory / "toy.json"
-        tests_stage = real([], tests, limit_s, directory)[0]
+        tests_stage = real({}, tests, limit_s, directory)[0]
         command = (sys.executable, "-c", benchmark_code, str(result))
         return [tests_stage, Stage("toy", command, 60, result)]
 
@@ -150,7 +151,7 @@ def run_check(tmp_path, monkeypatch, test_code, benchmark_code):
 PASSING = "import pytest\n@pytest.mark.gpu\ndef test_toy(): pass\n"
 FAILING = "import pytest\n@pytest.mark.gpu\ndef test_toy(): assert False\n"
 REPORTING = (
-    "import sys, pathlib; from cute_attn.bench.report import Report; "
+    "import sys, pathlib; from cute_attn.bench.harness.report import Report; "
     "pathlib.Path(sys.argv[1]).write_text("
     f"Report('toy', 'Toy', {ENVIRONMENT!r}, rows=[{{'n': 1}}]).to_json())"
 )

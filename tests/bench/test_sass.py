@@ -7,7 +7,7 @@ from cute_attn.bench import sass
 from cute_attn.bench.__main__ import main
 from cute_attn.bench.attention import hd256_forward as forward
 from cute_attn.bench.attention.hd256_forward import OURS, SHORT, THEIRS
-from cute_attn.bench.registry import EXIT_UNAVAILABLE
+from cute_attn.bench.harness.registry import EXIT_UNAVAILABLE
 from cute_attn.machine_code import tile_model as model
 from cute_attn.machine_code.disassembly import DisassemblyError, find_nvdisasm
 from cute_attn.machine_code.tile_model import HD256_FORWARD

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn.bench import _kda_problem as problem
-from cute_attn.bench._kda_cases import Case, DecodeCase
+from cute_attn.bench.kda import problem
+from cute_attn.bench.kda.cases import Case, DecodeCase
 from cute_attn.ops.kda import (
     kda_chunk_delta_h,
     kda_chunk_intra,

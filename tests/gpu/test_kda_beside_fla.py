@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn.bench import _kda_problem as problem
-from cute_attn.bench._kda_cases import Case, DecodeCase
+from cute_attn.bench.kda import problem
+from cute_attn.bench.kda.cases import Case, DecodeCase
 from cute_attn.reference import kda as reference
 from tests.naive import naive_inputs
 from tests.ops.lightning_cases import assert_no_worse

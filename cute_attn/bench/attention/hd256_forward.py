@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...machine_code.cubin import cubins
 from ...machine_code.tile_model import SMS
-from ..registry import Unavailable
+from ..harness.registry import Unavailable
 
 if TYPE_CHECKING:
     from .. import peers

@@ -126,7 +126,7 @@ def _commit() -> str | None:
     git = shutil.which("git")
     if git is None:
         return None
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if not is_checkout(root):  # installed; what lies around that may be another project's history
         return None
 

@@ -29,7 +29,7 @@ def sm_partition(num_sms: int, device: int = 0, *, driver: Any = None) -> Iterat
     Raises:
         GreenContextError: the driver has no green contexts, or fewer SMs than asked for.
     """
-    from ..cache.driver import DriverError, ask, binding
+    from ...cache.driver import DriverError, ask, binding
 
     driver = driver or binding()
 
@@ -90,7 +90,7 @@ def visible_sms(*, graph: bool) -> int:
     """How many different SMs a kernel on the current stream lands on, eagerly or from a graph."""
     import torch
 
-    from ._smid_kernel import BLOCKS, record_smid
+    from .sm_ids import BLOCKS, record_smid
     from .timing import CudaDevice
 
     seen = torch.full((BLOCKS,), -1, dtype=torch.int32, device="cuda")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .report import Plot, Report
+from .report import Plot, Report
 
 
 def draw(report: Report, path: Path) -> Path | None:

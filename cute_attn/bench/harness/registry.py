@@ -1,16 +1,59 @@
-"""Finding the benchmarks: the modules of this package that define `BENCHMARK`."""
+"""The benchmarks by name, and what one is. A benchmark is imported when it is asked for."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import pkgutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from .report import Report
 
 EXIT_UNAVAILABLE = 3  # of the command, for Unavailable
+
+
+class Listed(NamedTuple):
+    """Where a benchmark is, its `BENCHMARK`, and one line of help."""
+
+    module: str
+    summary: str
+
+
+BENCHMARKS = {
+    "cache": Listed("cache", "imports, look-ups and races of the kernel cache, on the CPU"),
+    "emulator": Listed(
+        "emulator", "speed of the emulator, with and without its checks; needs no GPU"
+    ),
+    "gpu-check": Listed(
+        "gpu_check", "everything that needs a GPU: its tests, then short benchmarks"
+    ),
+    "kda-chunk": Listed(
+        "kda.chunk", "chunk_kda forward against FLA and the bytes that it must move"
+    ),
+    "kda-decode": Listed("kda.decode", "kda_decode against FLA and the copy bandwidth"),
+    "kda-first-result": Listed(
+        "kda.first_result",
+        "time to the first result of a process, ours and FLA's, from cold and warm caches",
+    ),
+    "kda-intra": Listed("kda.intra", "kda_chunk_intra against FLA and the bytes that it must move"),
+    "kda-recompute": Listed(
+        "kda.recompute", "kda_recompute_w_u against FLA and the bytes that it must move"
+    ),
+    "launch-overhead": Listed(
+        "launch_overhead", "host time of a launch, by layer, beside torch.mul"
+    ),
+    "lightning-decode": Listed(
+        "lightning.decode", "Lightning Attention decode against FLA and the copy bandwidth"
+    ),
+    "lightning-decode-ncu": Listed(
+        "lightning.decode_ncu",
+        "DRAM throughput, occupancy, stalls and L2 hit rate of the decode kernel (ncu)",
+    ),
+    "sass": Listed(
+        "sass", "static analysis of a kernel's machine code beside FlashAttention-4's; needs no GPU"
+    ),
+}
 
 
 class Unavailable(RuntimeError):
@@ -26,8 +69,6 @@ class Benchmark:
     """A benchmark.
 
     Attributes:
-        name: what one types; of the form lightning-decode.
-        summary: one line of help.
         run: does it. Its argument holds the parsed options, `short` among them, and the command
             line as `argv`. Raises `Unavailable` where it cannot run.
         needs_gpu: it is refused on a machine without one.
@@ -35,12 +76,10 @@ class Benchmark:
         gpu_check: the command lines, name left out, that `gpu-check` runs.
     """
 
-    name: str
-    summary: str
     run: Callable[[argparse.Namespace], Report]
     needs_gpu: bool = True
     add_arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
-    gpu_check: Sequence[GpuCheckStage] = field(default=())
+    gpu_check: Sequence[GpuCheckStage] = ()
 
 
 @dataclass(frozen=True)
@@ -51,18 +90,12 @@ class GpuCheckStage:
     limit_s: float
 
 
-def discover() -> dict[str, Benchmark]:
-    """All benchmarks, by name."""
-    package = importlib.import_module(__package__ or "cute_attn.bench")
-    found = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        if info.name.startswith("_") or info.ispkg:
-            continue  # what benchmarks share
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        benchmark = getattr(module, "BENCHMARK", None)
-        if isinstance(benchmark, Benchmark):
-            found[benchmark.name] = benchmark
-    return dict(sorted(found.items()))
+def load(name: str) -> Benchmark:
+    """The benchmark of this name, a key of `BENCHMARKS`."""
+    module = importlib.import_module(f"cute_attn.bench.{BENCHMARKS[name].module}")
+    benchmark = module.BENCHMARK
+    assert isinstance(benchmark, Benchmark), name
+    return benchmark
 
 
 def require_gpu() -> None:

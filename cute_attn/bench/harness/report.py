@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Union
 
 from .environment import slug
@@ -275,21 +274,3 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None
     for row in rows:
         table.add_row(*(format_value(row[column]) for column in columns))
     console.print(table)
-
-
-def write_report(report: Report, directory: Path) -> list[Path]:
-    """Write JSON, Markdown and, if it has plots and matplotlib is there, a PNG; their paths.
-
-    Raises:
-        ReportError: see `Report.validate`; nothing is written.
-    """
-    from .plot import draw
-
-    text = report.to_json()
-    directory.mkdir(parents=True, exist_ok=True)
-    json_path = directory / f"{report.stem}.json"
-    json_path.write_text(text)
-    picture = draw(report, directory / f"{report.stem}.png")
-    markdown_path = directory / f"{report.stem}.md"
-    markdown_path.write_text(report.to_markdown(picture.name if picture else None))
-    return [json_path, markdown_path, *([picture] if picture else [])]

@@ -6,19 +6,16 @@ The byte counts are those of docs/kernels/kda.md, stage by stage.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import pathlib
 import random
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal, TypeVar
 
-from .report import Row, Verdict
-from .roofline import Roofline, gbps
-from .timing import Timing
+from ..harness.report import Row, Verdict
+from ..harness.roofline import Roofline, gbps
+from ..harness.timing import Timing
 
 CHUNK = 64
 SEED = 20261121
@@ -46,7 +43,7 @@ class Case:
         sequences: how many are packed into the one row; 0 where none are.
         lengths: of packed sequences: "uniform", "skewed" (the last one has half of the tokens),
             "random"; "" where none are packed.
-        gate: one of GATES: the kind, and how strong, see `_kda_problem.gate_parameters`.
+        gate: one of GATES: the kind, and how strong, see `problem.gate_parameters`.
     """
 
     heads: int
@@ -304,38 +301,6 @@ def that_fit(cases: Sequence[Case], free_bytes: int) -> tuple[list[Case], list[s
         if case not in fit
     ]
     return fit, notes
-
-
-def compiled_peer(
-    kind: str, cases: Sequence[Case], args: argparse.Namespace
-) -> tuple[bool, list[str]]:
-    """Whether to time the peer, once it has compiled and tuned for `cases`; and what to note.
-
-    Its autotuner chooses for the first call of a number of heads, whatever the tokens: so these
-    come first.
-    """
-    from ._kda_peer import compile_peer, keep_tuning, use_tuning, warm
-    from ._kda_problem import freed, peer
-
-    if args.no_peer:
-        return False, ["FLA was left out (--no-peer)"]
-    if args.peer_tuning:
-        use_tuning(args.peer_tuning)
-    if peer("fla.ops.kda:chunk_kda") is None:
-        return False, ["FLA was left out: flash-linear-attention cannot be imported"]
-    if args.peer_jobs:
-        print(f"compiling FLA's kernels in {args.peer_jobs} processes", file=sys.stderr, flush=True)
-        compile_peer(kind, [replace(case, tokens=512) for case in cases], args.peer_jobs)
-    for case in cases:
-        start = time.perf_counter()
-        with freed(), contextlib.suppress(Exception):  # a check that comes later says why
-            warm(kind, case)
-        seconds = time.perf_counter() - start
-        print(f"FLA's first call, {case}: {seconds:.1f} s", file=sys.stderr, flush=True)
-    if args.peer_tuning:
-        keep_tuning(args.peer_tuning)
-    tuned = "; ".join(str(case) for case in cases)
-    return True, [f"FLA's autotuner chose at {tuned}"]
 
 
 # ---- rows and verdicts

@@ -13,7 +13,13 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from ._kda_cases import (
+from ..harness.environment import describe
+from ..harness.progress import track
+from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.report import Plot, Report, Row, Verdict
+from ..harness.roofline import Roofline, measure_roofline
+from ..harness.timing import Mode
+from .cases import (
     CHUNK_FILTERS,
     GATES,
     LENGTHS,
@@ -23,17 +29,10 @@ from ._kda_cases import (
     add_arguments,
     at_least,
     chosen,
-    compiled_peer,
     label,
     that_fit,
     timing_columns,
 )
-from .environment import describe
-from .progress import track
-from .registry import Benchmark, GpuCheckStage
-from .report import Plot, Report, Row, Verdict
-from .roofline import Roofline, measure_roofline
-from .timing import Mode
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 HEADS = ((12, 12), (32, 32), (64, 64), (96, 96), (32, 64))  # of q and k, of v
@@ -86,7 +85,8 @@ def short_cases() -> list[Case]:
 def run(args: argparse.Namespace) -> Report:
     import torch
 
-    from ._kda_problem import compile_chunk, worst_errors
+    from .fla_tuning import compiled_peer
+    from .problem import compile_chunk, worst_errors
 
     cases = chosen(all_cases() if args.only or not args.short else short_cases(), args.only)
     cases, notes = that_fit(cases, torch.cuda.mem_get_info()[0])
@@ -141,7 +141,7 @@ def time_case(
     rep_ms: float,
 ) -> tuple[dict[str, float], list[Row], list[str]]:
     """(errors, a row for each mode and path, notes)."""
-    from ._kda_problem import agreed, check_chunk, chunk_arguments, chunk_calls, freed, time_calls
+    from .problem import agreed, check_chunk, chunk_arguments, chunk_calls, freed, time_calls
 
     rows: list[Row] = []
     with freed():
@@ -205,8 +205,6 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
 
 
 BENCHMARK = Benchmark(
-    name="kda-chunk",
-    summary="chunk_kda forward against FLA and the bytes that it must move",
     run=run,
     add_arguments=add_options,
     gpu_check=(GpuCheckStage(("--no-peer",), 80),),

@@ -13,13 +13,13 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from ._kda_cases import SLOTS, DecodeCase, add_arguments, at_least, chosen, timing_columns
-from .environment import describe
-from .progress import track
-from .registry import Benchmark, GpuCheckStage
-from .report import Plot, Report, Row, Verdict
-from .roofline import Roofline, measure_roofline
-from .timing import Mode
+from ..harness.environment import describe
+from ..harness.progress import track
+from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.report import Plot, Report, Row, Verdict
+from ..harness.roofline import Roofline, measure_roofline
+from ..harness.timing import Mode
+from .cases import SLOTS, DecodeCase, add_arguments, at_least, chosen, timing_columns
 
 HEADS = ((64, 64), (32, 64), (8, 64), (64, 128), (32, 128), (8, 128))  # of q and k, of v
 SHORT_HEADS = ((64, 64), (32, 128))
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     import torch
 
-    from ._kda_problem import peer, worst_errors
+    from .problem import peer, worst_errors
 
     few = args.short and not args.only
     cases = [
@@ -84,7 +84,7 @@ def time_case(
     case: DecodeCase, with_peer: bool, modes: Sequence[Mode], roofline: Roofline, rep_ms: float
 ) -> tuple[dict[str, float], list[Row], list[str]]:
     """(errors, a row for each mode, notes)."""
-    from ._kda_problem import (
+    from .problem import (
         agreed,
         check_decode,
         decode_arguments,
@@ -147,8 +147,6 @@ def plots(rows: Sequence[Row]) -> list[Plot]:
 
 
 BENCHMARK = Benchmark(
-    name="kda-decode",
-    summary="kda_decode against FLA and the copy bandwidth",
     run=run,
     add_arguments=add_options,
     gpu_check=(GpuCheckStage(("--no-peer",), 50),),

@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .environment import describe
-from .registry import Benchmark, GpuCheckStage
-from .report import Report, Row, Verdict
+from ..harness.environment import describe
+from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.report import Report, Row, Verdict
 
 LIMIT_S = 420.0
 CALLS = ("chunk_kda", "kda_decode")
@@ -42,8 +42,8 @@ TIMES = ("first_result_s", "import_s", "first_call_s", "other_size_s")
 _PROGRAM = """
 import json, sys, time
 import torch
-from cute_attn.bench import _kda_problem as problem
-from cute_attn.bench._kda_cases import Case, DecodeCase
+from cute_attn.bench.kda import problem
+from cute_attn.bench.kda.cases import Case, DecodeCase
 
 who, call = {who!r}, {call!r}
 if call == "chunk_kda":
@@ -224,8 +224,6 @@ def _same_run(a: Row, b: Row) -> bool:
 
 
 BENCHMARK = Benchmark(
-    name="kda-first-result",
-    summary="time to the first result of a process, ours and FLA's, from cold and warm caches",
     run=run,
     add_arguments=add_arguments,
     gpu_check=(GpuCheckStage(("--no-peer",), 80),),

@@ -8,28 +8,60 @@ flash-linear-attention itself reads (`FLA_CONFIG_DIR`), for later runs on the sa
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import _kda_problem as problem
-from ._kda_cases import Case
+from . import problem
+from .cases import Case
 
 _SHARE = """
 import torch
-from cute_attn.bench import _kda_peer
-from cute_attn.bench._kda_cases import Case
+from cute_attn.bench.kda import fla_tuning
+from cute_attn.bench.kda.cases import Case
 with torch.no_grad():
-    _kda_peer.compile_share({kind!r}, {case!r}, {index}, {count}, tuned={tuned})
+    fla_tuning.compile_share({kind!r}, {case!r}, {index}, {count}, tuned={tuned})
 """
+
+
+def compiled_peer(
+    kind: str, cases: Sequence[Case], args: argparse.Namespace
+) -> tuple[bool, list[str]]:
+    """Whether to time the peer, once it has compiled and tuned for `cases`; and what to note.
+
+    Its autotuner chooses for the first call of a number of heads, whatever the tokens: so these
+    come first.
+    """
+    if args.no_peer:
+        return False, ["FLA was left out (--no-peer)"]
+    if args.peer_tuning:
+        use_tuning(args.peer_tuning)
+    if problem.peer("fla.ops.kda:chunk_kda") is None:
+        return False, ["FLA was left out: flash-linear-attention cannot be imported"]
+    if args.peer_jobs:
+        print(f"compiling FLA's kernels in {args.peer_jobs} processes", file=sys.stderr, flush=True)
+        compile_peer(kind, [replace(case, tokens=512) for case in cases], args.peer_jobs)
+    for case in cases:
+        start = time.perf_counter()
+        with problem.freed(), contextlib.suppress(Exception):  # a check that comes later says why
+            warm(kind, case)
+        seconds = time.perf_counter() - start
+        print(f"FLA's first call, {case}: {seconds:.1f} s", file=sys.stderr, flush=True)
+    if args.peer_tuning:
+        keep_tuning(args.peer_tuning)
+    tuned = "; ".join(str(case) for case in cases)
+    return True, [f"FLA's autotuner chose at {tuned}"]
 
 
 def warm(kind: str, case: Case) -> None:

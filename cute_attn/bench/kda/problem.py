@@ -14,8 +14,8 @@ import torch
 
 from cute_attn.reference import kda as reference
 
-from ._kda_cases import LOWER_BOUND, SEED, Case, DecodeCase, Path
-from .timing import Mode, Timing, time_cuda_interleaved
+from ..harness.timing import Mode, Timing, time_cuda_interleaved
+from .cases import LOWER_BOUND, SEED, Case, DecodeCase, Path
 
 DEVICE = "cuda"
 DTYPE = torch.bfloat16

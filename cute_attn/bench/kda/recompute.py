@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-from ._kda_stage import add_options, run_stage
-from .registry import Benchmark, GpuCheckStage
-from .report import Report
+from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.report import Report
+from .stage import add_options, run_stage
 
 TARGET = 1.3
 
@@ -20,8 +20,6 @@ def run(args: argparse.Namespace) -> Report:
 
 
 BENCHMARK = Benchmark(
-    name="kda-recompute",
-    summary="kda_recompute_w_u against FLA and the bytes that it must move",
     run=run,
     add_arguments=add_options,
     gpu_check=(GpuCheckStage(("--no-peer",), 40),),

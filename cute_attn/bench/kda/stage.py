@@ -9,20 +9,19 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from ._kda_cases import (
+from ..harness.environment import describe
+from ..harness.progress import track
+from ..harness.report import Report, Row, Verdict
+from ..harness.roofline import measure_roofline
+from .cases import (
     Case,
     add_arguments,
     at_least,
     chosen,
-    compiled_peer,
     label,
     that_fit,
     timing_columns,
 )
-from .environment import describe
-from .progress import track
-from .report import Report, Row, Verdict
-from .roofline import measure_roofline
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 SHORT_TOKENS = (1024, 4096)
@@ -42,7 +41,8 @@ def run_stage(stage: str, title: str, target: float, args: argparse.Namespace) -
     """
     import torch
 
-    from . import _kda_problem as problem
+    from . import problem
+    from .fla_tuning import compiled_peer
 
     tokens = SHORT_TOKENS if args.short and not args.only else TOKENS
     cases = [Case(h, hv, t, batch=BATCH) for h, hv in HEADS for t in tokens]

@@ -15,15 +15,24 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .environment import describe
-from .progress import track
-from .registry import Benchmark, GpuCheckStage
-from .report import Plot, Report, Row, Verdict
-from .roofline import Roofline, gbps, measure_roofline
-from .timing import FLUSHES, MODES, Call, Flush, Mode, Timing, first_drop, time_cuda_interleaved
+from ..harness.environment import describe
+from ..harness.progress import track
+from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.report import Plot, Report, Row, Verdict
+from ..harness.roofline import Roofline, gbps, measure_roofline
+from ..harness.timing import (
+    FLUSHES,
+    MODES,
+    Call,
+    Flush,
+    Mode,
+    Timing,
+    first_drop,
+    time_cuda_interleaved,
+)
 
 if TYPE_CHECKING:
-    from ._lightning_problem import Case
+    from .problem import Case
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 SHORT_BATCHES = (1, 8, 64, 256)
@@ -65,7 +74,7 @@ def _vary(text: str) -> tuple[str, list[int | str]]:
 
 
 def run(args: argparse.Namespace) -> Report:
-    from ._lightning_problem import Case
+    from .problem import Case
 
     batches = args.batches or (SHORT_BATCHES if args.short else BATCHES)
     cases = [
@@ -144,7 +153,7 @@ def _partition(sms: int | None) -> Iterator[dict[str, int]]:
     if sms is None:
         yield {}
         return
-    from .green_context import torch_sm_partition, visible_sms
+    from ..harness.green_context import torch_sm_partition, visible_sms
 
     with torch_sm_partition(sms) as granted:
         yield {
@@ -163,7 +172,7 @@ def _time_contenders(
 ) -> tuple[list[Row], list[str]]:
     import torch
 
-    from ._lightning_problem import check_agreement, copy, fla, fla_tuning, make_inputs, ours
+    from .problem import check_agreement, copy, fla, fla_tuning, make_inputs, ours
 
     # FLA tunes once a process, for whichever batch comes first: let it be the one that it is
     # judged on, not the smallest.
@@ -231,7 +240,7 @@ def _time_variants(
     vary: Mapping[str, Sequence[int | str]],
 ) -> tuple[list[Row], list[str]]:
     """Time each tuning candidate; the candidates of a batch take turns in one loop."""
-    from ._lightning_problem import make_inputs, variants
+    from .problem import make_inputs, variants
 
     rows: list[Row] = []
     refused: list[str] = []
@@ -337,8 +346,6 @@ def _plots(rows: Sequence[Row], roofline: Roofline) -> list[Plot]:
 
 
 BENCHMARK = Benchmark(
-    name="lightning-decode",
-    summary="Lightning Attention decode against FLA and the copy bandwidth",
     run=run,
     add_arguments=add_arguments,
     gpu_check=(GpuCheckStage((), 80), GpuCheckStage(("--sms", "78", "--mode", "graph"), 60)),

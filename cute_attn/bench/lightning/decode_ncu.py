@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import ncu
-from .environment import describe
-from .progress import track
-from .registry import Benchmark, GpuCheckStage
-from .report import Report, Row
-from .roofline import gbps
+from ..harness import ncu
+from ..harness.environment import describe
+from ..harness.progress import track
+from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.report import Report, Row
+from ..harness.roofline import gbps
 
 BATCHES = (64, 128, 256)
 SHORT_BATCHES = (64,)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.drive is not None:
         drive(args.drive)
         raise SystemExit(0)
-    from ._lightning_problem import Case
+    from .problem import Case
 
     batches = args.batches or (SHORT_BATCHES if args.short else BATCHES)
     rows = []
@@ -97,7 +97,7 @@ def drive(batch: int) -> None:
     """The profiled program: a few warm calls, then a few between profiler start and stop."""
     import torch
 
-    from ._lightning_problem import Case, make_inputs, ours
+    from .problem import Case, make_inputs, ours
 
     case = Case(batch=batch)
     call = ours(case, make_inputs(case, SEED))
@@ -112,8 +112,6 @@ def drive(batch: int) -> None:
 
 
 BENCHMARK = Benchmark(
-    name="lightning-decode-ncu",
-    summary="DRAM throughput, occupancy, stalls and L2 hit rate of the decode kernel (ncu)",
     run=run,
     add_arguments=add_arguments,
     gpu_check=(GpuCheckStage((), 60),),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .registry import Unavailable
+from ..harness.registry import Unavailable
 
 if TYPE_CHECKING:
     from cute_attn.cache import KernelDef

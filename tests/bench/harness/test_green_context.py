@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cute_attn.bench.green_context import GreenContextError, sm_partition
+from cute_attn.bench.harness.green_context import GreenContextError, sm_partition
 
 
 class Status(IntEnum):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from cute_attn.bench import __main__ as command
-from cute_attn.bench import environment
-from cute_attn.bench.registry import Benchmark
-from cute_attn.bench.report import Report
+from cute_attn.bench.harness import environment
+from cute_attn.bench.harness.registry import Benchmark, Listed
+from cute_attn.bench.harness.report import Report
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +21,8 @@ def one_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
         print("runs", file=sys.stderr)
         return Report("toy", "A toy", {"cpu": "C", "date": "2026-11-22 00:00 UTC"}, rows=[{"n": 1}])
 
-    toy = Benchmark("toy", "a toy", run, needs_gpu=False)
-    monkeypatch.setattr(command, "discover", lambda: {"toy": toy})
+    monkeypatch.setattr(command, "BENCHMARKS", {"toy": Listed("toy", "a toy")})
+    monkeypatch.setattr(command, "load", {"toy": Benchmark(run, needs_gpu=False)}.get)
 
 
 def make_checkout(directory: Path, name: str = "cute-attn") -> Path:
@@ -105,12 +105,12 @@ def test_the_commit_is_of_this_project(tmp_path: Path, monkeypatch: pytest.Monke
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "-qm", "one"], check=True)
-    installed = project / ".venv/lib/site-packages/cute_attn/bench/environment.py"
+    installed = project / ".venv/lib/site-packages/cute_attn/bench/harness/environment.py"
     installed.parent.mkdir(parents=True)
     monkeypatch.setattr(environment, "__file__", str(installed))
     assert "commit" not in environment.describe([])
     (project / "pyproject.toml").write_text('[project]\nname = "cute-attn"\n')
-    in_checkout = project / "cute_attn/bench/environment.py"
+    in_checkout = project / "cute_attn/bench/harness/environment.py"
     in_checkout.parent.mkdir(parents=True)
     monkeypatch.setattr(environment, "__file__", str(in_checkout))
     assert "commit" in environment.describe([])
@@ -120,7 +120,7 @@ def test_gpu_check_runs_no_other_projects_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cute_attn.bench import gpu_check
-    from cute_attn.bench.registry import Unavailable
+    from cute_attn.bench.harness.registry import Unavailable
 
     (tmp_path / "tests").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cute_attn.bench import lightning_decode_ncu, ncu
-from cute_attn.bench.registry import Unavailable
-from cute_attn.bench.report import Report
+from cute_attn.bench.harness import ncu
+from cute_attn.bench.harness.registry import Unavailable
+from cute_attn.bench.harness.report import Report
+from cute_attn.bench.lightning import decode_ncu
 
 CSV = Path(__file__).with_name("ncu_raw.csv")
 
@@ -65,12 +66,12 @@ def test_a_log_without_a_table_has_no_kernels():
 
 
 def test_the_table(kernels):
-    row = lightning_decode_ncu.row(64, 500_000_000, ncu.median_kernel(kernels))
+    row = decode_ncu.row(64, 500_000_000, ncu.median_kernel(kernels))
     assert row["dram_throughput_pct"] == pytest.approx(91.82)
     assert row["registers"] == 72
     assert row["stall_1"] == "long_scoreboard 70%"
     assert row["dram_bytes_over_min_ratio"] == pytest.approx(1.03986, rel=1e-4)
-    bare = lightning_decode_ncu.row(128, 1, ncu.Kernel("k", "(1, 1, 1)", "(1, 1, 1)", {}))
+    bare = decode_ncu.row(128, 1, ncu.Kernel("k", "(1, 1, 1)", "(1, 1, 1)", {}))
     assert bare["stall_1"] is bare["time_us"] is bare["dram_gbps"] is None
     Report("toy", "toy", {}, rows=[row, bare]).validate()
 

@@ -2,7 +2,7 @@ import statistics
 
 import pytest
 
-from cute_attn.bench.timing import (
+from cute_attn.bench.harness.timing import (
     MAX_SAMPLES,
     MIN_SAMPLES,
     Timing,

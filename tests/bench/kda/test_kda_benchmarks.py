@@ -10,21 +10,18 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from cute_attn.bench import (
-    _kda_cases,
-    _kda_peer,
-    _kda_stage,
-    kda_chunk,
-    kda_decode,
-    kda_first_result,
-    kda_intra,
-    kda_recompute,
-)
-from cute_attn.bench import _kda_problem as problem
 from cute_attn.bench.__main__ import main
-from cute_attn.bench._kda_cases import Case, DecodeCase
-from cute_attn.bench.roofline import Roofline
-from cute_attn.bench.timing import Timing
+from cute_attn.bench.harness.roofline import Roofline
+from cute_attn.bench.harness.timing import Timing
+from cute_attn.bench.kda import cases as kda_cases
+from cute_attn.bench.kda import chunk as kda_chunk
+from cute_attn.bench.kda import decode as kda_decode
+from cute_attn.bench.kda import first_result as kda_first_result
+from cute_attn.bench.kda import fla_tuning, problem
+from cute_attn.bench.kda import intra as kda_intra
+from cute_attn.bench.kda import recompute as kda_recompute
+from cute_attn.bench.kda import stage as kda_stage
+from cute_attn.bench.kda.cases import Case, DecodeCase
 from cute_attn.reference import kda as reference
 
 DIMS = {"head_dim_k": 64, "head_dim_v": 64}
@@ -131,7 +128,7 @@ def fake_gpu(monkeypatch, contenders):
         return {name: Timing.from_samples([us[name]] * 3) for name in fns}
 
     monkeypatch.setattr(problem, "time_cuda_interleaved", fake_times)
-    for module in (kda_chunk, kda_decode, _kda_stage):
+    for module in (kda_chunk, kda_decode, kda_stage):
         monkeypatch.setattr(module, "measure_roofline", lambda **_: Roofline(3000.0, 2900.0))
 
 
@@ -151,7 +148,7 @@ def test_byte_counts_are_those_of_the_page():
     assert DecodeCase(64, 64, 64).min_bytes / 64 / 1e6 == pytest.approx(8.47, abs=0.01)
 
 
-@pytest.mark.parametrize("lengths", _kda_cases.LENGTHS)
+@pytest.mark.parametrize("lengths", kda_cases.LENGTHS)
 @pytest.mark.parametrize(("tokens", "sequences"), [(8192, 8), (32768, 20), (101, 7)])
 def test_packed_sequences_fill_the_row(lengths, tokens, sequences):
     case = Case(1, 1, tokens, sequences=sequences, lengths=lengths)
@@ -176,9 +173,9 @@ def test_packed_sequences_fill_the_row(lengths, tokens, sequences):
 )
 def test_only(only, expected):
     parser = argparse.ArgumentParser()
-    _kda_cases.add_arguments(parser, _kda_cases.CHUNK_FILTERS)
+    kda_cases.add_arguments(parser, kda_cases.CHUNK_FILTERS)
     args = parser.parse_args(["--only", *only])
-    assert _kda_cases.chosen(SMALL, args.only) == [SMALL[i] for i in expected]
+    assert kda_cases.chosen(SMALL, args.only) == [SMALL[i] for i in expected]
 
 
 def test_a_filter_of_an_unknown_name_is_refused(capsys):
@@ -189,10 +186,10 @@ def test_a_filter_of_an_unknown_name_is_refused(capsys):
 
 def test_what_does_not_fit_is_left_out_and_named():
     small, large = Case(64, 128, 512, batch=2), Case(64, 128, 32768, batch=2)
-    fit, (note,) = _kda_cases.that_fit([small, large], 40 * 2**30)
+    fit, (note,) = kda_cases.that_fit([small, large], 40 * 2**30)
     assert fit == [small]
     assert "T=32768" in note
-    assert _kda_cases.that_fit([large], 80 * 2**30) == ([large], [])
+    assert kda_cases.that_fit([large], 80 * 2**30) == ([large], [])
 
 
 def test_the_issues_cases_are_all_there():
@@ -413,8 +410,8 @@ def test_the_fused_path_is_held_to_twice_the_peer():
     [("intra", kda_intra, 1.5, True), ("recompute", kda_recompute, 1.3, True)],
 )
 def test_kda_stages(fake_gpu, monkeypatch, tmp_path, name, module, target, met):
-    monkeypatch.setattr(_kda_stage, "HEADS", ((1, 1), (1, 2)))
-    monkeypatch.setattr(_kda_stage, "SHORT_TOKENS", (70,))
+    monkeypatch.setattr(kda_stage, "HEADS", ((1, 1), (1, 2)))
+    monkeypatch.setattr(kda_stage, "SHORT_TOKENS", (70,))
     assert target == module.TARGET
     report = run(tmp_path, f"kda-{name}", "--short")
     assert [(r["heads"], r["heads_v"], r["tokens"]) for r in report["rows"]] == [
@@ -521,9 +518,9 @@ def test_the_peers_kernels_are_compiled_by_processes(monkeypatch, tmp_path):
         "text = f'{{running}} ' + text\n"
         "(here / f'done-{{os.getpid()}}').write_text(text)\n"
     )
-    monkeypatch.setattr(_kda_peer, "_SHARE", program)
+    monkeypatch.setattr(fla_tuning, "_SHARE", program)
     cases = [Case(1, 1, 512), Case(2, 2, 512), Case(1, 1, 512, sequences=3, lengths="uniform")]
-    _kda_peer.compile_peer("chunk", cases, jobs=6)
+    fla_tuning.compile_peer("chunk", cases, jobs=6)
     found = [path.read_text().split(" ", 4) for path in tmp_path.glob("done-*")]
     assert sorted((share, tuned, case) for _, _, share, tuned, case in found) == sorted(
         (f"{i}/2", str(case is cases[2]), repr(case)) for case in cases for i in range(2)
@@ -560,9 +557,9 @@ def test_a_share_of_configurations(monkeypatch, tuned):
         triton.Autotuner("output", ["H"], [2, 4, 8]),
     ]
     monkeypatch.setattr(
-        _kda_peer, "warm", lambda kind, case: [t.run(1, grid=1, warmup=False) for t in tuners]
+        fla_tuning, "warm", lambda kind, case: [t.run(1, grid=1, warmup=False) for t in tuners]
     )
-    _kda_peer.compile_share("chunk", SMALL[0], 0, 2, tuned=tuned)
+    fla_tuning.compile_share("chunk", SMALL[0], 0, 2, tuned=tuned)
     assert [t.compiled for t in tuners] == [[1, 4], [] if tuned else [2, 8]]
 
 
@@ -575,7 +572,7 @@ def test_the_peers_tuning_is_kept_and_found_again(monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "FLA_CACHE_MODE", cache.FlaCacheMode.STRICT)
     monkeypatch.setenv("FLA_CACHE_MODE", "strict")
     monkeypatch.setenv("FLA_CONFIG_DIR", "")
-    _kda_peer.use_tuning(tmp_path)
+    fla_tuning.use_tuning(tmp_path)
 
     @triton.jit
     def kernel(x):
@@ -584,7 +581,7 @@ def test_the_peers_tuning_is_kept_and_found_again(monkeypatch, tmp_path):
     tuner = cache.fla_cache_autotune(configs=[triton.Config({"BK": 32})], key=["H"])(kernel)
     key = (64, "torch.bfloat16")
     tuner.cache[key] = triton.Config({"BK": 64}, num_warps=2, num_stages=3)
-    _kda_peer.keep_tuning(tmp_path)
+    fla_tuning.keep_tuning(tmp_path)
     found = cache.load_cached_config("kernel", cache.AutotuneKey(key))
     assert found == {"kwargs": {"BK": 64}, "num_warps": 2, "num_stages": 3, "num_ctas": 1}
     assert cache.load_cached_config("kernel", cache.AutotuneKey((12, "torch.bfloat16"))) is None

@@ -7,13 +7,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from cute_attn.bench import _lightning_problem as problem
-from cute_attn.bench import launch_overhead, lightning_decode
+from cute_attn.bench import launch_overhead
 from cute_attn.bench.__main__ import main
-from cute_attn.bench.lightning_decode import verdicts
-from cute_attn.bench.registry import Unavailable
-from cute_attn.bench.roofline import Roofline, gbps
-from cute_attn.bench.timing import Timing
+from cute_attn.bench.harness.registry import Unavailable
+from cute_attn.bench.harness.roofline import Roofline, gbps
+from cute_attn.bench.harness.timing import Timing
+from cute_attn.bench.lightning import decode as lightning_decode
+from cute_attn.bench.lightning import problem
+from cute_attn.bench.lightning.decode import verdicts
 from cute_attn.reference.lightning import lightning_attn_decode_reference
 
 SMALL = {"heads": 2, "head_dim_k": 64, "head_dim_v": 128}
@@ -267,7 +268,7 @@ def test_a_disagreement_stops_the_benchmark(fake_gpu, monkeypatch, tmp_path):
 def test_the_partition_is_part_of_the_report(fake_gpu, monkeypatch, tmp_path):
     from contextlib import contextmanager
 
-    from cute_attn.bench import green_context
+    from cute_attn.bench.harness import green_context
 
     @contextmanager
     def partition(num_sms):

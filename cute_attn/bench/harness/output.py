@@ -1,0 +1,73 @@
+"""Where a report goes: files, and the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .environment import checkout
+from .plot import draw
+from .report import Report
+
+DEFAULT_OUT = Path("docs/benchmarks")  # in a checkout
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"where JSON, Markdown and plot go (default: {DEFAULT_OUT} of the checkout that this "
+        "runs in; outside a checkout of cute_attn nothing is written)",
+    )
+    parser.add_argument("--json", type=Path, help="write the JSON to this file as well")
+    parser.add_argument("--print-only", action="store_true", help="do not write these files")
+
+
+def directory(args: argparse.Namespace) -> Path | None:
+    """Where files go, or None. What is kept nowhere is said before the run, which may be long."""
+    if args.print_only:
+        return None
+    if args.out is not None:
+        out: Path = args.out
+        return out
+    root = checkout()
+    if root is not None:
+        return root / DEFAULT_OUT
+    if args.json is None:
+        print(
+            f"{args.name}: {Path.cwd()} is not in a checkout of cute_attn: the report is printed, "
+            "and kept only with --out DIR",
+            file=sys.stderr,
+        )
+    return None
+
+
+def deliver(report: Report, out: Path | None, json: Path | None) -> None:
+    """Write the report, and print it last."""
+    written = []
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(report.to_json())
+        written.append(json)
+    if out is not None:
+        written += write_report(report, out)
+    report.print()
+    for path in written:
+        print(f"wrote {path}")
+
+
+def write_report(report: Report, directory: Path) -> list[Path]:
+    """Write JSON, Markdown and, if it has plots and matplotlib is there, a PNG; their paths.
+
+    Raises:
+        ReportError: see `Report.validate`; nothing is written.
+    """
+    text = report.to_json()
+    directory.mkdir(parents=True, exist_ok=True)
+    json_path = directory / f"{report.stem}.json"
+    json_path.write_text(text)
+    picture = draw(report, directory / f"{report.stem}.png")
+    markdown_path = directory / f"{report.stem}.md"
+    markdown_path.write_text(report.to_markdown(picture.name if picture else None))
+    return [json_path, markdown_path, *([picture] if picture else [])]

@@ -1,0 +1,1 @@
+"""Benchmarks of Lightning Attention; `problem` is what they share."""
