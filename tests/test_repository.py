@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import re
 import subprocess
@@ -281,3 +282,21 @@ def test_rooms_import_in_one_direction(room: str) -> None:
         if (name, module) not in ALLOWED
     }
     assert wrong == set()
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    """Not even late, within a function: modules of a circle can only be understood together.
+
+    The cache has one and is left out: `warm` compiles by `jit`, which lets `warm` start workers.
+    """
+    files = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): (name, path)
+        for name, path in package_files().items()
+        if path.suffix == ".py" and path.is_relative_to(ROOT / "cute_attn")
+    }
+    graph = {}
+    for module, (name, path) in files.items():
+        known = imports(name, path) & files.keys() - {module}
+        # `from package import submodule` names both; the package itself may import its parts.
+        graph[module] = {m for m in known if not any(other.startswith(f"{m}.") for other in known)}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
