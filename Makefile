@@ -3,7 +3,7 @@
 #   PYTHON=...    use this interpreter as it is: create and install nothing
 #   OFFLINE=1     the same with the ambient python3, for a machine without a network
 #   TORCH=...     pip requirement for torch, and BASE_PYTHON=... the interpreter to make .venv from,
-#                 in place of what tools/setup.sh chooses
+#                 in place of what .ci/setup chooses
 #   BENCH=...     which benchmark `make bench` runs, and BENCH_ARGS its options
 
 SHELL := bash
@@ -89,6 +89,6 @@ $(VENV)/.installed-base: extras =
 $(VENV)/.installed-test: extras = test
 $(VENV)/.installed-lint: extras = test lint docs
 $(VENV)/.installed-bench: extras = bench
-$(VENV)/.installed-%: pyproject.toml tools/setup.sh
-	tools/setup.sh $(VENV) $(extras)
+$(VENV)/.installed-%: pyproject.toml .ci/setup
+	.ci/setup $(VENV) $(extras)
 	@touch $@

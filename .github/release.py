@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What .github/workflows/release.yml asks of a checkout before it builds.
+"""What workflows/release.yml asks of a checkout before it builds.
 
-    tools/release.py check [--tag v0.1.0]   do version, CHANGELOG.md and the tag agree?
-    tools/release.py urls URL               add [project.urls] for a repository to pyproject.toml
-    tools/release.py notes                  print the newest version's section of CHANGELOG.md
+    .github/release.py check [--tag v0.1.0]   do version, CHANGELOG.md and the tag agree?
+    .github/release.py urls URL               add [project.urls] for a repository to pyproject.toml
+    .github/release.py notes                  print the newest version's section of CHANGELOG.md
 
 The checkout does not say where its repository is, as it would be wrong in every copy: what is built
 for a release names the repository that builds it.

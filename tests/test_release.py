@@ -14,7 +14,7 @@ import cute_attn
 
 from .test_repository import PYPROJECT, ROOT, tomllib
 
-_spec = importlib.util.spec_from_file_location("release", ROOT / "tools/release.py")
+_spec = importlib.util.spec_from_file_location("release", ROOT / ".github/release.py")
 assert _spec is not None and _spec.loader is not None
 release = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(release)
@@ -93,8 +93,8 @@ def test_urls_are_those_of_the_repository_that_builds(checkout: Path) -> None:
 
 def test_the_workflow_names_files_and_targets_that_exist() -> None:
     workflow = (ROOT / ".github/workflows/release.yml").read_text()
-    named = set(re.findall(r"\b(?:tools|tests|examples|docs)/[\w./-]+", workflow))
-    assert "tools/release.py" in named
+    named = set(re.findall(r"(?:\.github|\btests|\bexamples|\bdocs)/[\w./-]+", workflow))
+    assert ".github/release.py" in named
     assert {name for name in named if not (ROOT / name).exists()} == set()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", workflow)) <= targets

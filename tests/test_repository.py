@@ -33,6 +33,18 @@ def package_files() -> dict[str, Path]:
     return files
 
 
+# ---- layout
+
+
+def test_what_the_top_level_holds() -> None:
+    """A new folder here is a decision: most things have a place in one of these."""
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=False)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    folders = {name.partition("/")[0] for name in listing.stdout.decode().split() if "/" in name}
+    assert folders == {".ci", ".github", "cache", "cute_attn", "docs", "examples", "tests"}
+
+
 # ---- packaging
 
 

@@ -1,9 +1,9 @@
-"""What docs/kernels/hd256_forward.md shows of the kernel's own tables, and its pipeline as drawn
-from a timeline of the emulator.
+"""Writes what hd256_forward.md shows of the kernel's own tables, and its pipeline.
 
-    python -m tools.hd256_forward_page
+    python docs/kernels/hd256_forward_page.py
 
-writes both anew: the tables between the page's markers, and docs/kernels/hd256_forward.svg.
+writes both anew: the tables between the page's markers, and hd256_forward.svg, drawn from a
+timeline of the emulator.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from cute_attn import cache
 from cute_attn.emulator import Emulator, Names
 from cute_attn.ops.attention import plan_attention
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/kernels/hd256_forward.md"
+PAGE = Path(__file__).with_name("hd256_forward.md")
 DIAGRAM = PAGE.with_suffix(".svg")
 
-SHARED_BASE = 1024  # where a block's shared memory starts: the first KiB is the system's
-RANK_SHIFT = 24  # a cluster address: the block's rank, then the address in it
+SHARED_BASE = 1024  # where a CTA's shared memory starts: the first KiB is the system's
+RANK_SHIFT = 24  # a cluster address: the CTA's rank, then the address in it
 
 # -- tables
 

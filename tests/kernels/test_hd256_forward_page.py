@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 from cute_attn.kernels.attention.sm100_fwd_hd256 import EDGES
-from tools import hd256_forward_page as page
+from docs.kernels import hd256_forward_page as page
 
 
 def test_the_tables_are_current() -> None:
     text = page.PAGE.read_text()
     assert page.filled(text, page.tables(page.plain_spec())) == text, (
-        "python -m tools.hd256_forward_page"
+        "python docs/kernels/hd256_forward_page.py"
     )
 
 
