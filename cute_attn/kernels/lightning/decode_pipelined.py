@@ -24,6 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
+from ..common.pipeline import Edge, Kind, Pipeline, Role
 from ..common.spec import WARP_SIZE
 from .arguments import fake_args
 from .spec import VECTOR_BYTES, PipelinedDecodeSpec
@@ -42,6 +43,11 @@ class LightningDecodePipelined:
         self.bulk_write_back = spec.write_back == "bulk"
         self.tiles_per_head = spec.head_dim_v // spec.tile_v
         self.tile_elements = spec.tile_v * spec.head_dim_k
+        # Each warp is producer and consumer of a ring of its own.
+        warp = Role("warp", range(1))
+        self.pipeline = Pipeline(
+            Edge("tile_full", warp, warp, spec.num_stages, Kind.BYTES, payload="a tile")
+        )
 
     def fake_args(self) -> tuple[Any, ...]:
         return fake_args(self.spec)
@@ -99,13 +105,12 @@ class LightningDecodePipelined:
         ring = smem.allocate_tensor(
             self.state_dtype, cute.make_layout((self.tile_elements, stages, num_warps)), 128
         )
-        barriers = smem.allocate_array(cutlass.Int64, num_warps * stages)
-        tile_loaded = barriers + warp * stages
+        rings = smem.allocate_array(cutlass.Int64, num_warps * self.pipeline.count)
+        barriers = self.pipeline.at(rings + warp * self.pipeline.count)
 
         if cutlass.const_expr(self.bulk_load):
             if lane == 0:
-                for i in cutlass.range_constexpr(stages):
-                    cute.arch.mbarrier_init(tile_loaded + i, 1)
+                barriers.init()
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
 
@@ -117,7 +122,7 @@ class LightningDecodePipelined:
         for i in cutlass.range_constexpr(stages - 1):
             self.start_load(
                 i, mine, first + i * step, state, state_indices, ring[None, i, warp],
-                tile_loaded + i, lane,
+                barriers.stage_pointer("tile_full", i), lane,
             )  # fmt: skip
 
         for i in cutlass.range(mine, unroll=1):
@@ -136,14 +141,14 @@ class LightningDecodePipelined:
                 q_frag = self.tile.along_k(q[sequence, head, None])
                 k_frag = self.tile.along_k(k[sequence, head, None])
                 v_frag = self.tile.along_v(v[sequence, head, None], tile_index)
-                self.wait_load(tile_loaded + stage, i)
+                self.wait_load(barriers.stage_pointer("tile_full", stage), i)
                 cute.autovec_copy(part, stored)
                 s.store(stored.load().to(cutlass.Float32))
                 self.tile.update(s, factor, k_frag, v_frag)
                 self.write_back(s, stored, part, target, buffer, lane)
                 self.tile.output(s, q_frag, o[sequence, head, None], softmax_scale, tile_index)
             else:
-                self.wait_load(tile_loaded + stage, i)
+                self.wait_load(barriers.stage_pointer("tile_full", stage), i)
                 self.tile.zeros(o, sequence, head, tile_index)
                 if cutlass.const_expr(self.bulk_write_back):
                     cute.arch.cp_async_bulk_commit_group()  # an empty one: a group for every tile
@@ -157,7 +162,7 @@ class LightningDecodePipelined:
             refill = following % stages
             self.start_load(
                 following, mine, first + following * step, state, state_indices,
-                ring[None, refill, warp], tile_loaded + refill, lane,
+                ring[None, refill, warp], barriers.stage_pointer("tile_full", refill), lane,
             )  # fmt: skip
 
         if cutlass.const_expr(self.bulk_write_back):

@@ -39,6 +39,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
 from ....common.dtypes import DTYPE
+from ....common.pipeline import Barriers, Edge, Kind, Pipeline, Role
 from ....common.ptx import mbarrier
 from ....common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
 from ....common.ptx.convert import unpack
@@ -68,6 +69,15 @@ class KdaRecurrence(TransposedState):
         super().__init__(DTYPE[spec.dtype], spec.head_dim_k, spec.products, KD_STEP)
         self.spec = spec
         self.num_warps = spec.tile_v // 16
+        self.bulk = spec.copies == "bulk"
+        state = Role("state", range(self.num_warps))
+        load = Role("load", range(self.num_warps, self.num_warps + 1))
+        # Every lane copies some of v, and of the tiles too where there are no bulk copies.
+        copied = Kind.THREADS | (Kind.BYTES if self.bulk else Kind.THREADS)
+        self.pipeline = Pipeline(
+            Edge("chunk_full", load, state, spec.num_stages, copied, payload="a chunk's tiles"),
+            Edge("chunk_empty", state, load, spec.num_stages, Kind.WARPS, payload="its stage"),
+        )
         sub_tiles = spec.head_dim_k // 64
         # Byte offsets within a stage. Sub-tiles of kd and qg alternate.
         self.kd, self.qg = 0, SUB_TILE_BYTES
@@ -84,10 +94,9 @@ class KdaRecurrence(TransposedState):
         self.stage_bytes = self.decay + max(1024, spec.head_dim_k * 4)
         assert self.v == record_elements(spec.head_dim_k) * 2
         self.smem_bytes = check_smem(
-            spec.num_stages * (self.stage_bytes + 2 * MBARRIER_BYTES), MAX_SMEM_BYTES
+            spec.num_stages * self.stage_bytes + self.pipeline.nbytes, MAX_SMEM_BYTES
         )
         self.transitions = spec.segments == "transitions"
-        self.bulk = spec.copies == "bulk"
         # A row of v: whole lines of 128 bytes, or one shorter line.
         self.v_line = min(spec.tile_v * 2, 128)
 
@@ -205,13 +214,12 @@ class KdaRecurrence(TransposedState):
 
         smem = cutlass.memory.SmemAllocator()
         stages = shared_address(smem.allocate(spec.num_stages * self.stage_bytes, 1024))
-        barriers = smem.allocate_array(Int64, 2 * spec.num_stages)
+        barriers = self.pipeline.at(smem.allocate_array(Int64, self.pipeline.count))
         if thread == 0:
-            for i in cutlass.range_constexpr(spec.num_stages):
-                # A chunk is there: an arrival for the bulk copies, and one of each lane's.
-                cute.arch.mbarrier_init(barriers + i, WARP_SIZE + int(self.bulk))
-                # A stage is free again.
-                cute.arch.mbarrier_init(barriers + spec.num_stages + i, self.num_warps)
+            for stage in cutlass.range_constexpr(spec.num_stages):
+                for edge in self.pipeline:
+                    at = barriers.stage_pointer(edge.name, stage)
+                    cute.arch.mbarrier_init(at, edge.arrivals)
             if cutlass.const_expr(self.bulk):
                 cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -248,7 +256,7 @@ class KdaRecurrence(TransposedState):
         head: Int32,
         tile_start: Int32,
         stages: Int32,
-        barriers: cute.Pointer,
+        barriers: Barriers,
         first: Int32,
         end: Int32,
     ) -> None:
@@ -259,13 +267,16 @@ class KdaRecurrence(TransposedState):
         unit = lane % line_units
         v_column = tile_start + unit * (UNIT_BYTES // 2)
         v_start = row_address(v, place.batch, place.start, head, v_column)
+        # A distance, since another address would be another register.
+        offsets = self.pipeline.offsets
+        full_to_empty = (offsets["chunk_empty"] - offsets["chunk_full"]) * MBARRIER_BYTES
         stage = Int32(0)
         phase = Int32(0)
         for c in cutlass.range(first, end, unroll=1):
-            loaded = shared_address(barriers + stage)
+            full = barriers.address("chunk_full", stage)
             at = stages + stage * self.stage_bytes
             # The first use of a stage is free, as if a phase had been completed before.
-            mbarrier.wait(loaded + spec.num_stages * MBARRIER_BYTES, phase ^ 1)
+            mbarrier.wait(full + full_to_empty, phase ^ 1)
             slot = place.slot + c
             record = (
                 tiles.iterator + (Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1])
@@ -277,10 +288,12 @@ class KdaRecurrence(TransposedState):
             if cutlass.const_expr(self.bulk):
                 if lane == 0:
                     nbytes = sum(size for _, size in self.parts) + decay_bytes
-                    cute.arch.mbarrier_arrive_and_expect_tx(barriers + stage, nbytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        barriers.stage_pointer("chunk_full", stage), nbytes
+                    )
                     for offset, size in self.parts:
-                        copy_bulk(at + offset, record + offset, size, loaded)
-                    copy_bulk(at + self.decay, decays, decay_bytes, loaded)
+                        copy_bulk(at + offset, record + offset, size, full)
+                    copy_bulk(at + self.decay, decays, decay_bytes, full)
             else:
                 for offset, size in self.parts:
                     for i in cutlass.range(size // (WARP_SIZE * UNIT_BYTES), unroll=8):
@@ -299,7 +312,7 @@ class KdaRecurrence(TransposedState):
                     v_start + Int64(token) * (v.stride[1] * 2),
                     present,
                 )
-            copies_arrive(loaded)
+            copies_arrive(full)
             stage = stage + 1
             if stage == spec.num_stages:
                 stage = Int32(0)
@@ -321,7 +334,7 @@ class KdaRecurrence(TransposedState):
         head: Int32,
         column: Int32,
         stages: Int32,
-        barriers: cute.Pointer,
+        barriers: Barriers,
         first: Int32,
         end: Int32,
         last: Int32,
@@ -352,11 +365,11 @@ class KdaRecurrence(TransposedState):
         phase = Int32(0)
         for c in cutlass.range(first, end, unroll=1):
             at = stages + stage * self.stage_bytes
-            mbarrier.wait(shared_address(barriers + stage), phase)
+            mbarrier.wait(barriers.address("chunk_full", stage), phase)
             self.chunk(state, output, at, o, place, head, column, c, c > first)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                mbarrier.arrive(shared_address(barriers + spec.num_stages + stage))
+                mbarrier.arrive(barriers.address("chunk_empty", stage))
             stage = stage + 1
             if stage == spec.num_stages:
                 stage = Int32(0)
