@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import shlex
@@ -53,6 +54,34 @@ def test_lint_fails_for_a_broken_link(link: str, tmp_path: Path, settings: dict[
         text=True,
     )
     assert (built.returncode != 0) == ("gone" in link), built.stdout
+
+
+# ---- formulas
+
+
+def formulas(text: str) -> str:
+    """The HTML of a page with formulas, as the build makes it."""
+    pytest.importorskip("latex2mathml", reason="needs the extra docs")
+    markdown = pytest.importorskip("markdown")
+    extension = {"pymdownx.arithmatex": {"generic": True}}
+    page = markdown.markdown(text, extensions=list(extension), extension_configs=extension)
+    html: str = importlib.import_module("docs.mathml").on_page_content(page)
+    return html
+
+
+def test_formulas_become_mathml() -> None:
+    html = formulas("A row of $P V$, and\n\n$$\na < b^2\n$$\n")
+    assert re.findall(r'<math [^>]*display="(\w+)"', html) == ["inline", "block"]
+    assert "&#x0003C;" in html or "&lt;" in html
+    assert "arithmatex" not in html and "\\(" not in html
+
+
+@pytest.mark.parametrize("latex", [r"\frac{a}{", r"\unheard{x}"])
+def test_a_formula_that_cannot_be_read_fails_the_build(latex: str) -> None:
+    from mkdocs.exceptions import PluginError
+
+    with pytest.raises(PluginError, match=re.escape(latex.partition("{")[0].replace("\\", ""))):
+        formulas(f"So ${latex}$.")
 
 
 # ---- the reference

@@ -16,6 +16,7 @@ from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Report, Row
 from ..harness.roofline import gbps
 
+NAME = "lightning-decode-ncu"
 BATCHES = (64, 128, 256)
 SHORT_BATCHES = (64,)
 WARMUP = 3
@@ -42,9 +43,9 @@ def run(args: argparse.Namespace) -> Report:
     batches = args.batches or (SHORT_BATCHES if args.short else BATCHES)
     rows = []
     names = set()
-    for batch in track(batches, "lightning-decode-ncu"):
+    for batch in track(batches, NAME):
         program = [
-            sys.executable, "-m", "cute_attn.bench", BENCHMARK.name, "--drive", str(batch)
+            sys.executable, "-m", "cute_attn.bench", NAME, "--drive", str(batch)
         ]  # fmt: skip
         launches = ncu.profile(
             program, kernel_word=args.kernel, launches=LAUNCHES, timeout_s=args.timeout
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> Report:
         names.add(kernel.name)
         rows.append(row(batch, Case(batch=batch).min_bytes, kernel))
     return Report(
-        benchmark="lightning-decode-ncu",
+        benchmark=NAME,
         title="Lightning Attention decode, hardware counters",
         environment=describe(args.argv, commit=args.commit),
         parameters={"launches": LAUNCHES, "kernels": sorted(names)},

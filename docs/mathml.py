@@ -1,0 +1,41 @@
+"""Formulas of the pages as MathML, made when mkdocs builds them: a reader needs no script.
+
+In a page, `$...$` stands in a line and `$$...$$` by itself, in LaTeX.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+
+# What pymdownx.arithmatex makes of them, with `generic: true`.
+_FORMULA = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>',
+    re.DOTALL,
+)
+
+
+def mathml(latex: str, *, block: bool = False) -> str:
+    """The <math> element of a formula.
+
+    Raises:
+        PluginError: it cannot be read, or has a command that is not known.
+    """
+    try:
+        element = convert(latex, display="block" if block else "inline")
+    except Exception as error:  # latex2mathml has a dozen kinds, without a common base
+        raise PluginError(f"{latex!r} is no formula: {type(error).__name__}") from error
+    if unknown := re.search(r">(\\\w+)<", element):
+        raise PluginError(f"{unknown[1]} of {latex!r} is no command that latex2mathml knows")
+    return element
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """mkdocs calls this with the HTML of each page."""
+    return _FORMULA.sub(
+        lambda found: mathml(html.unescape(found["latex"]), block=found["open"] == "["), content
+    )
