@@ -1,0 +1,97 @@
+"""A CTA's shared memory, declared as a list of buffers and checked against what a CTA may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+
+from .carried import Carried
+from .spec import MAX_SMEM_BYTES
+
+SWIZZLE_ALIGNMENT = 1024  # of a buffer with a 128-byte swizzle
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Elements in shared memory.
+
+    Attributes:
+        element: their type.
+        count: how many a stage has.
+        alignment: in bytes, a power of two.
+        holds: what they are, for the documentation.
+    """
+
+    name: str
+    element: Any
+    count: int
+    stages: int = 1
+    alignment: int = 16
+    holds: str = ""
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.count * self.element.width // 8
+
+    @property
+    def nbytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+
+class SharedMemory:
+    """Buffers, one after the other as their alignment allows.
+
+    Raises:
+        ValueError: a name is there twice, or they take more than `limit` bytes.
+    """
+
+    def __init__(self, *buffers: Buffer, limit: int = MAX_SMEM_BYTES):
+        self.buffers = {buffer.name: buffer for buffer in buffers}
+        if len(self.buffers) < len(buffers):
+            raise ValueError(f"two buffers have one name: {[buffer.name for buffer in buffers]}")
+        self.offsets: dict[str, int] = {}
+        self.nbytes = 0
+        for buffer in buffers:
+            start = -(-self.nbytes // buffer.alignment) * buffer.alignment
+            self.offsets[buffer.name] = start
+            self.nbytes = start + buffer.nbytes
+        if self.nbytes > limit:
+            sizes = ", ".join(f"{buffer.name} {buffer.nbytes}" for buffer in buffers)
+            raise ValueError(f"{self.nbytes} bytes of shared memory, at most {limit}: {sizes}")
+
+    def __getitem__(self, name: str) -> int:
+        """The byte at which a buffer begins, for kernels that compute addresses themselves."""
+        return self.offsets[name]
+
+    @property
+    def alignment(self) -> int:
+        """That of the first byte."""
+        return max(buffer.alignment for buffer in self.buffers.values())
+
+    def names(self, address: int) -> dict[str, tuple[int, int, int]]:
+        """For the emulator: name -> (address, bytes, bytes of a stage)."""
+        return {
+            name: (address + self.offsets[name], buffer.nbytes, buffer.stage_bytes)
+            for name, buffer in self.buffers.items()
+        }
+
+    def allocate(self) -> Pointers:
+        """On the device: a pointer to each buffer, under its name."""
+        allocator = cutlass.utils.SmemAllocator()
+        return Pointers(
+            **{
+                name: allocator.allocate_array(
+                    buffer.element, buffer.stages * buffer.count, byte_alignment=buffer.alignment
+                )
+                for name, buffer in self.buffers.items()
+            }
+        )
+
+
+class Pointers(Carried):
+    """The buffers of a SharedMemory as attributes."""
+
+    def __init__(self, **pointers: Any):
+        vars(self).update(pointers)
