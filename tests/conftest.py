@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = tempfile.mkdtemp(prefix="cute-attn-tests-")  # created 0700, as the cache demands
     config.stash[_cache_directory] = directory
     os.environ["CUTE_ATTN_CACHE_DIR"] = directory
+    # Tensors are small: torch's threads would wait for one another most of the time.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,10 +77,11 @@ def why_no_gpu() -> str | None:
 
 
 EMULATED_ARCHS = ("sm_90a", "sm_100a")
+QUICK_ARCH = "sm_100a"  # `make gpu-check` has the other one
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.everywhere`: once a GPU, and once an architecture in the emulator."""
+    """`@pytest.mark.everywhere`: on a GPU, and in the emulator for each architecture."""
     if metafunc.definition.get_closest_marker("everywhere"):
         emulated = [pytest.param("cpu", id=arch) for arch in EMULATED_ARCHS]
         metafunc.parametrize("device", [*emulated, pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -92,7 +96,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             import cute_attn
             from cute_attn.emulator import Emulator
 
-            arch = next(arch for arch in EMULATED_ARCHS if arch in item.callspec.id.split("-"))
+            arch = emulated_arch(item)
             emulator = Emulator(schedule="random", seed=0)
             stack.enter_context(cute_attn.emulated(arch, emulator))
             stack.callback(assert_no_race, emulator)
@@ -103,6 +107,46 @@ def assert_no_race(emulator: Any) -> None:
     """Of our own kernels not even those that are notes, as between lanes of a warp."""
     races = [str(found) for found in emulator.report.findings if found.check == "race"]
     assert not races, "\n".join(races)
+
+
+def emulated_arch(item: pytest.Item) -> str | None:
+    """The architecture that a test which runs everywhere is given, or None on a GPU."""
+    parameters = item.name.rstrip("]").replace("[", "-").split("-")
+    return next((arch for arch in EMULATED_ARCHS if arch in parameters), None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Iterator[None]:
+    """`@pytest.mark.in_turn(name)` and `everywhere`: what `make test` need not repeat is slow."""
+    made: Any = yield
+    for position, item in enumerate(made if isinstance(made, list) else ()):
+        if isinstance(item, pytest.Function) and is_repetition(item, position):
+            item.add_marker(pytest.mark.slow)
+    return made
+
+
+def is_repetition(item: pytest.Function, position: int) -> bool:
+    """Whether a test of the other architecture, or at a value whose turn it is not, repeats others.
+
+    Tests that run everywhere have one architecture so that they share compiled kernels. A parameter
+    that is taken in turn has, with two others, each pair of values with either; and begins where
+    the test's name says, so that tests with few cases do not all have the same.
+    """
+    everywhere, in_turn = (item.get_closest_marker(name) for name in ("everywhere", "in_turn"))
+    if everywhere and not everywhere.kwargs.get("each"):
+        return emulated_arch(item) not in (None, QUICK_ARCH)
+    if in_turn is None:
+        return False
+    turn, index, count = zlib.crc32(item.originalname.encode()), None, 1
+    for marker in reversed(list(item.iter_markers("parametrize"))):  # the last one varies fastest
+        names, values = marker.args[:2]
+        position, at = divmod(position, len(values))
+        if in_turn.args[0] in (names.split(",") if isinstance(names, str) else names):
+            index, count = at, len(values)
+        else:
+            turn += at
+    assert index is not None, f"{item.nodeid} has no parameter {in_turn.args[0]}"
+    return index != turn % count
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

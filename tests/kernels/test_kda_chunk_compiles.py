@@ -78,10 +78,18 @@ def check(requests: list[launch.Request], arch: str, spilled: dict[str, int]) ->
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_what_a_server_needs(arch: str) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"index_dtype": "int32", "state_v_first": True},  # the operator's tests compile it, too
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+    ids=["as tested", "as by default"],
+)
+def test_what_a_server_needs(arch: str, changes: dict[str, Any]) -> None:
     for modular in (False, True):
-        requests = plan_chunk_kda(arch, **TYPICAL, split=False, disable_recompute=modular)
-        check(requests, arch, spilled={})
+        call = TYPICAL | changes | {"split": False, "disable_recompute": modular}
+        check(plan_chunk_kda(arch, **call), arch, spilled={})
 
 
 @pytest.mark.slow

@@ -75,25 +75,32 @@ def assert_compiles(kernel: cache.KernelDef, spec: Any, arch: str) -> None:
         assert use.registers <= 65536 // (spec.num_threads * max(1, spec.blocks_per_sm)), use
 
 
+@pytest.mark.in_turn("arch")
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kernel", USUAL, ids=name_of)
-def test_decode_compiles_without_spills(kernel: Kernel):
-    for arch in ARCHS:
-        for request in kernel.plan(arch):
-            assert_compiles(*request, arch)
+def test_decode_compiles_without_spills(kernel: Kernel, arch: str):
+    for request in kernel.plan(arch):
+        assert_compiles(*request, arch)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "arch"), SAMPLE, ids=lambda x: x if isinstance(x, str) else name_of(x)
+    ("kernel", "arch"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if n >= len(ARCHS) else ())
+        for n, case in enumerate(SAMPLE)
+    ],
+    ids=lambda x: x if isinstance(x, str) else name_of(x),
 )
 def test_a_sample_compiles_without_spills(kernel: Kernel, arch: str):
     for request in kernel.plan(arch):
         assert_compiles(*request, arch)
 
 
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_recurrent_form_compiles_without_spills(arch: str):
-    for request in RECURRENT[:: 1 if arch == "sm_90a" else 2]:
-        assert_compiles(*plan_fused_recurrent_kda(arch, **request)[0], arch)
+@pytest.mark.parametrize("request_", RECURRENT, ids=lambda r: "-".join(map(str, r.values())))
+def test_the_recurrent_form_compiles_without_spills(request_: dict[str, Any], arch: str):
+    assert_compiles(*plan_fused_recurrent_kda(arch, **request_)[0], arch)
 
 
 @pytest.mark.slow

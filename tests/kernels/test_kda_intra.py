@@ -190,6 +190,7 @@ def check_error(name: str, ours: torch.Tensor, exact: torch.Tensor, plain: torch
     assert error <= allowed, f"{name}: {error} above {allowed}"
 
 
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
     ("tokens", "dim_k", "dtype", "gate_dtype", "beta_dtype", "gate"),
@@ -254,6 +255,7 @@ def test_prepare_of_strided_views_without_norms_and_with_beta_up_to_two() -> Non
     check_prepare(x, l2norm=False, beta_scale=2.0)
 
 
+@pytest.mark.in_turn("dtype")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("name", "gates"),
@@ -275,6 +277,7 @@ def test_prepare_at_extreme_gates(
     check_prepare({**x, "g": g, "A_log": None, "dt_bias": None}, gate="none")
 
 
+@pytest.mark.in_turn("dtype")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     ("gate", "bound"), [("softplus", -5.0), ("lower_bound", -5.0), ("lower_bound", -300.0)]
@@ -347,6 +350,7 @@ def run_intra(
     return out
 
 
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
     ("lengths", "dims", "dtype", "gates", "makes"),

@@ -45,6 +45,7 @@ def inputs(
     }
 
 
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize(
     ("arch", "copies", "products"),
     [
@@ -97,6 +98,7 @@ def test_it_continues_a_sequence_of_chunks(
     check(spec, arch, x, dtype, state_v_first=v_first, initial=initial)
 
 
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize(
     ("arch", "products"), [("sm_90a", "mma"), ("sm_90a", "wgmma"), ("sm_100a", "mma")]
 )

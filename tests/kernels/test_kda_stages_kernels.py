@@ -135,6 +135,7 @@ class Stages:
 # -- gate_cumsum
 
 
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "spec",
@@ -185,6 +186,7 @@ def test_a_gate_that_leaves_nothing_is_a_finite_one(gate: float) -> None:
 # -- recompute_w_u
 
 
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "spec",
@@ -227,6 +229,7 @@ def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
 # -- delta_h
 
 
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize(("arch", "products"), [("sm_90a", "wgmma"), ("sm_100a", "mma")])
 @pytest.mark.parametrize(
     "spec",
@@ -273,6 +276,7 @@ def test_delta_h(spec: DeltaHSpec, arch: str, products: str) -> None:
 # -- output
 
 
+@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "spec",

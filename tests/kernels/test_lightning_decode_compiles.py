@@ -95,11 +95,12 @@ def test_the_reduced_sweep_covers_every_pair_of_values():
     assert len(REDUCED) < 60
 
 
+@pytest.mark.in_turn("arch")
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("request_", REDUCED, ids=lambda r: "-".join(map(str, r.values())))
-def test_compiles_without_spills(request_: dict[str, Any]):
-    for arch in ARCHS:
-        ((kernel, spec),) = plan_decode(arch, **request_)
-        assert_compiles(kernel, spec, arch)
+def test_compiles_without_spills(request_: dict[str, Any], arch: str):
+    ((kernel, spec),) = plan_decode(arch, **request_)
+    assert_compiles(kernel, spec, arch)
 
 
 @pytest.mark.slow
@@ -119,8 +120,11 @@ PIPELINED = [
 ]
 
 
+@pytest.mark.in_turn("turn")
+@pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("config", PIPELINED, ids=lambda c: "-".join(map(str, c.values())))
-def test_the_pipelined_kernel_compiles_without_spills(config: dict[str, Any]):
+def test_the_pipelined_kernel_compiles_without_spills(config: dict[str, Any], turn: int):
+    archs = ("sm_80", "sm_90a") if config["load"] == "cp_async" else ("sm_90a", "sm_100a")
     spec = PipelinedDecodeSpec(
         dtype="bfloat16",
         state_dtype="float32",
@@ -133,8 +137,7 @@ def test_the_pipelined_kernel_compiles_without_spills(config: dict[str, Any]):
         aligned=True,
         **config,
     )
-    for arch in ("sm_80", "sm_90a") if config["load"] == "cp_async" else ("sm_90a", "sm_100a"):
-        assert_compiles(table.DECODE_PIPELINED, spec, arch)
+    assert_compiles(table.DECODE_PIPELINED, spec, archs[turn])
 
 
 @given(st.sampled_from(EVERYTHING))

@@ -329,7 +329,7 @@ def test_a_gate_of_minus_infinity_forgets(device: str):
     assert torch.equal(run(args).state[named], emptied.state[named])
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(each=True)
 def test_gates_above_zero_grow(device: str):
     kernel = Kernel(64, 64, gate="none", has_A_log=False, dt_bias_dims=0)
     args = Case(kernel).inputs(device)

@@ -184,7 +184,7 @@ def test_an_index_past_the_pool_is_a_padded_row(device: str):
     assert o[0].any()
 
 
-@pytest.mark.everywhere
+@pytest.mark.everywhere(each=True)
 def test_special_values_propagate_like_the_reference(device: str):
     args = Case(batch=4, heads=2).inputs(device)
     args["v"][0, 0, 3] = torch.inf
