@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_attn.bench.__main__ import main
 from cute_attn.bench.harness import ncu
 from cute_attn.bench.harness.registry import Unavailable
 from cute_attn.bench.harness.report import Report
@@ -127,3 +128,17 @@ def test_no_ncu_makes_the_benchmark_unavailable(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     with pytest.raises(Unavailable, match="ncu"):
         ncu.find_ncu()
+
+
+def test_the_benchmark_profiles_itself(monkeypatch, kernels):
+    programs = []
+
+    def profile(program, **_):
+        programs.append(program)
+        return kernels
+
+    monkeypatch.setattr(ncu, "profile", profile)
+    monkeypatch.setattr("cute_attn.bench.__main__.require_gpu", lambda: None)
+    assert main(["lightning-decode-ncu", "--batches", "64", "128", "--print-only"]) == 0
+    command = [sys.executable, "-m", "cute_attn.bench", "lightning-decode-ncu", "--drive"]
+    assert programs == [[*command, "64"], [*command, "128"]]

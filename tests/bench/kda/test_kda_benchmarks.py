@@ -585,3 +585,10 @@ def test_the_peers_tuning_is_kept_and_found_again(monkeypatch, tmp_path):
     found = cache.load_cached_config("kernel", cache.AutotuneKey(key))
     assert found == {"kwargs": {"BK": 64}, "num_warps": 2, "num_stages": 3, "num_ctas": 1}
     assert cache.load_cached_config("kernel", cache.AutotuneKey((12, "torch.bfloat16"))) is None
+
+
+@pytest.mark.parametrize("program", [fla_tuning._SHARE, kda_first_result._PROGRAM])
+def test_what_other_processes_run_imports_what_exists(program):
+    lines = [line for line in program.splitlines() if line.startswith(("from ", "import "))]
+    assert any("cute_attn.bench" in line for line in lines)
+    exec("\n".join(lines), {})
