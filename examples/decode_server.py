@@ -6,15 +6,15 @@ What it shows:
 
 - a prebuilt cache: the kernels are built before serving, by the command that an image's build
   would run, and found through CUTE_ATTN_PREBUILT; nothing compiles while it serves;
-- `cache.freeze()`: were something missing, the server would fail at once rather than stall;
+- `cache.freeze()`: if a kernel were missing, the server would fail at once rather than stall;
 - a pool of state slots: a request takes one when it is admitted and gives it back when done;
 - continuous batching: requests of different lengths come and go at every step;
 - a CUDA graph for each batch size: a step's batch is padded to the next captured size with rows
   whose slot is -1;
 - q, k and v as views of one packed projection.
 
-At the end some requests are decoded again, alone and in plain PyTorch, and the tokens compared.
-Without a GPU it builds the cache for Hopper and Blackwell, and stops there.
+At the end some requests are decoded again, alone and in plain PyTorch, to the same tokens.
+Without a GPU the example builds the cache for Hopper and Blackwell, and stops there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ HEADS, HEAD_DIM, VOCABULARY = 8, 128, 1000
 SLOTS = 32
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32)
 
-# What this server needs, as an image's build would be told. Float32 activations, so that the check
-# at the end can ask for the same tokens; cute_attn/models/serving.toml has those of real models.
+# The kernels that this server needs, as the build of its image is told. Activations are float32 so
+# that the tokens can be compared; cute_attn/models/serving.toml has the kernels of real models.
 SPEC_FILE = f"""
 [[operator]]
 plan = "cute_attn.ops.lightning:plan_decode"
@@ -52,7 +52,7 @@ indexed = true
 
 
 def prebuild(directory: Path, arch: str) -> Path:
-    """What the build of a server's image does."""
+    """Do what the build of a server's image does; the directory of prebuilt kernels."""
     spec_file, prebuilt = directory / "server.toml", directory / "prebuilt"
     spec_file.write_text(SPEC_FILE)
     command = [sys.executable, "-m", "cute_attn.cache", "build", str(spec_file)]
@@ -91,7 +91,7 @@ class Model(torch.nn.Module):
 
 @dataclass
 class Request:
-    """A prompt of one token, and how many to generate."""
+    """A prompt of one token, and how many tokens to generate."""
 
     prompt: int
     length: int
@@ -113,7 +113,7 @@ class Server:
         self.graphs = {batch: self.capture(batch) for batch in GRAPH_BATCHES}
 
     def capture(self, batch: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """The step for `batch` rows, and where it leaves the tokens that follow."""
+        """The graph of a step of `batch` rows, and the tensor that receives the next tokens."""
         tokens, slots = self.tokens[:batch], self.slots[:batch]
 
         def attend(*qkv_state_decay: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class Server:
         return True
 
     def step(self) -> None:
-        """One token for every active request."""
+        """Decode one token of every active request."""
         batch = next(size for size in GRAPH_BATCHES if size >= len(self.active))
         padding = batch - len(self.active)
         last = [request.tokens[-1] if request.tokens else request.prompt for request in self.active]
@@ -152,7 +152,7 @@ class Server:
 
 
 def decode_alone(model: Model, layers: int, request: Request) -> list[int]:
-    """The same request by itself, in plain PyTorch."""
+    """Decode the same request by itself, in plain PyTorch."""
     states = torch.zeros(layers, 1, HEADS, HEAD_DIM, HEAD_DIM, device="cuda")
 
     def attend(
@@ -169,7 +169,7 @@ def decode_alone(model: Model, layers: int, request: Request) -> list[int]:
 
 
 def serve(requests: int, layers: int) -> bool:
-    """Serve random requests; whether those looked at agree with plain PyTorch."""
+    """Serve random requests, and return whether a sample of them agrees with plain PyTorch."""
     torch.manual_seed(0)
     model = Model(layers).cuda().eval()
     cache.freeze()

@@ -9,7 +9,7 @@ What it shows:
   so that a decode step could be captured in a CUDA graph;
 - a prefill of prompts of different lengths, each at the start of its row of the cache;
 - grouped query heads: at decode those of a K/V head share a tile, so that K and V are read once;
-- Gemma 3's sliding windows, whose w counts the query itself: window_size=(w - 1, 0).
+- Gemma 3's sliding windows of w tokens, the query included: window_size=(w - 1, 0).
 
 Every output of the operator is compared with the float64 reference on the same q, k and v, and its
 error with that of plain PyTorch code. Without a Blackwell GPU the kernels run in the emulator, with
@@ -62,7 +62,7 @@ class Errors:
     plain: dict[str, float] = field(default_factory=dict)
 
     def note(self, phase: str, o: Tensor, counted: Tensor, call: dict[str, object]) -> None:
-        """`counted` picks the rows that are tokens."""
+        """Compare the rows of o that `counted` picks, which are tokens rather than padding."""
         exact = attention_reference(**call)[0][counted]
         for errors, result in (
             (self.kernel, o),
@@ -87,13 +87,15 @@ class AttentionLayer(torch.nn.Module):
         self.out = torch.nn.Linear(kind.heads * HEAD_DIM, WIDTH, bias=False)
         self.norm_q = torch.nn.RMSNorm(HEAD_DIM)
         self.norm_k = torch.nn.RMSNorm(HEAD_DIM)
-        # Rows that nothing has been written to are not read: they may hold anything.
+        # Rows that were never written are not read: NaN there shows it.
         cache = torch.full((2, sequences, CACHE, kind.heads_k, HEAD_DIM), torch.nan)
         self.register_buffer("cache", cache)
 
     def forward(self, x: Tensor, positions: Tensor, counted: Tensor, errors: Errors) -> Tensor:
-        """Of x `[batch, tokens, width]`. The tokens that are `counted` end each row of x, and stand
-        at `positions`; the cache holds what comes before them.
+        """The layer's output for x `[batch, tokens, width]`.
+
+        The tokens that are `counted` end each row of x, at `positions` of their sequence; the cache
+        holds the tokens before them.
         """
         kind = self.kind
         sizes = [kind.heads, kind.heads_k, kind.heads_k] + [kind.heads] * kind.gated
@@ -109,7 +111,7 @@ class AttentionLayer(torch.nn.Module):
             "k": self.cache[0],
             "v": self.cache[1],
             "seqused_k": (positions[:, -1] + 1).to(torch.int32),
-            "causal": True,  # the last query of a row stands at its last key
+            "causal": True,  # the last query of a row is at the position of its last key
             "window_size": (None if kind.window is None else kind.window - 1, None),
         }
         o, _ = cute_attn.flash_attn_varlen_func(**call)
@@ -137,7 +139,7 @@ def prefill_and_decode(kind: Kind, device: str) -> Errors:
     errors = Errors()
     lengths = torch.tensor(PROMPTS, device=device)[:, None]
     x = torch.randn(len(PROMPTS), max(PROMPTS), WIDTH, device=device, dtype=torch.bfloat16)
-    # Prompts end together, shorter ones behind padding, whose queries then see no key.
+    # Prompts are padded on the left, so that they end together; queries of padding see no key.
     positions = torch.arange(max(PROMPTS), device=device) - (max(PROMPTS) - lengths)
     layer(x, positions.clamp(min=0), positions >= 0, errors)
     for step in range(STEPS):
@@ -148,7 +150,7 @@ def prefill_and_decode(kind: Kind, device: str) -> Errors:
 
 @torch.inference_mode()
 def main() -> bool:
-    """Run all kinds; whether every output is as near to the reference as it should be."""
+    """Run all kinds, and return whether every output is close enough to the reference."""
     console = Console()
     on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
     where = torch.cuda.get_device_name() if on_gpu else "sm_100a, emulated"

@@ -5,17 +5,17 @@
 What it shows:
 
 - the layer of the paper (arXiv 2510.26692): short convolutions, Kimi Delta Attention with grouped
-  value heads, a gated norm; the gate, the normalisation of q and k and the sigmoid of beta are left
-  to the kernels;
+  value heads, a gated norm; the kernels apply the gate, the normalisation of q and k and beta's
+  sigmoid;
 - q, k and v as views of one convolved projection, read in place;
 - prefill: prompts of different lengths are packed, and long ones come in pieces. `chunk_kda` starts
   from the states of the piece before, which live in a pool of slots;
-- decode: `kda_decode` updates the same pool in place, for the slots that it is told, -1 being a row
-  of padding; on a GPU in a CUDA graph, captured once and replayed for every token;
+- decode: `kda_decode` updates slots of the same pool in place; a slot of -1 is a row of padding. On
+  a GPU it runs in a CUDA graph, captured once and replayed for every token;
 - neither operator waits for the device, nor asks the host how the prompts are packed.
 
-At the end all outputs of the operators are compared with the float64 reference, which is carried
-from the first prompt token to the last decoded one, and their errors with those of plain PyTorch.
+At the end all outputs of the operators are compared with the float64 reference, which runs from the
+first prompt token to the last decoded one, and their errors with those of plain PyTorch.
 Without a GPU the kernels run in the emulator, with every check on.
 """
 
@@ -75,16 +75,16 @@ class KimiDeltaAttention(torch.nn.Module):
         self.out_gate = torch.nn.Linear(WIDTH, heads_v * dim, bias=False)
         self.norm = torch.nn.RMSNorm(dim)
         self.out = torch.nn.Linear(heads_v * dim, WIDTH, bias=False)
-        # Kept in float32, whatever the rest of the model is in.
+        # These stay in float32, whatever the dtype of the rest of the model.
         self.register_buffer("A_log", torch.rand(heads_v) - 0.5)
         self.register_buffer("dt_bias", -4 * torch.rand(heads_v * dim))
         self.register_buffer("states", torch.zeros(slots, heads_v, dim, dim))
-        # What the convolutions still see, and a row that belongs to nobody, for padding.
+        # The inputs that the convolutions still see, and a spare row for padding.
         past = torch.zeros(slots + 1, CONVOLUTION - 1, sum(self.widths), dtype=DTYPE)
         self.register_buffer("past", past)
 
     def prefill(self, x: Tensor, lengths: list[int], slots: list[int], log: Log) -> Tensor:
-        """Of x `[1, tokens, width]`, pieces of several prompts, which lie one behind the other.
+        """The layer's output for x `[1, tokens, width]`, pieces of several prompts packed together.
 
         Args:
             lengths, slots: of the pieces.
@@ -112,10 +112,10 @@ class KimiDeltaAttention(torch.nn.Module):
         return self.finish(o, x)
 
     def decode(self, x: Tensor, slots: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of x `[batch, width]`, the next token of each slot; -1 is padding. Can be captured.
+        """A decode step for x `[batch, width]`, a token of each slot. A CUDA graph can capture it.
 
         Returns:
-            The layer's output, and what the operator took and gave.
+            The layer's output, and the operator's inputs and output.
         """
         where = torch.where(slots >= 0, slots, len(self.past) - 1)
         window = torch.cat([self.past[where], self.qkv(x)[:, None]], dim=1)
@@ -129,7 +129,7 @@ class KimiDeltaAttention(torch.nn.Module):
         return self.finish(o, x), {"q": q, "k": k, "v": v, "g": g, "beta": beta, "o": o}
 
     def split(self, convolved: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v as views of one tensor; g and beta as the kernels take them, not activated."""
+        """q, k, v as views of one tensor; g and beta before activation, which the kernels apply."""
         dim = self.sizes.head_dim
         qkv = torch.nn.functional.silu(convolved)
         q, k, v = (part.unflatten(-1, (-1, dim)) for part in qkv.split(self.widths, dim=-1))
@@ -142,7 +142,7 @@ class KimiDeltaAttention(torch.nn.Module):
 
 @dataclass
 class Log:
-    """What the operators were given and what they gave, to be computed again at the end."""
+    """Inputs and outputs of the operators, to be computed again at the end."""
 
     layer: KimiDeltaAttention
     calls: list[Callable[[Tensor, dict[str, Any]], tuple[str, Tensor, Tensor]]] = field(
@@ -150,7 +150,7 @@ class Log:
     )
 
     def prefill(self, call: dict[str, Any], slots: Tensor, o: Tensor) -> None:
-        """`call` is the operator's but for the state."""
+        """`call` holds the operator's arguments, except the state."""
         kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
         kept["cu_seqlens"] = kept["cu_seqlens"].cpu()
         ours, where = o.clone(), slots.clone()
@@ -212,7 +212,7 @@ def serve(sizes: Sizes, device: str) -> dict[str, tuple[float, float]]:
 
 
 def prefill(layer: KimiDeltaAttention, slots: list[int], device: str, log: Log) -> None:
-    """Every prompt, at most `piece` tokens at a time, those that are not done packed together."""
+    """Prefill all prompts, at most `piece` tokens of each at a time, packed together."""
     sizes = layer.sizes
     for done in range(0, max(sizes.prompts), sizes.piece):
         turn = [i for i, length in enumerate(sizes.prompts) if length > done]
@@ -222,7 +222,7 @@ def prefill(layer: KimiDeltaAttention, slots: list[int], device: str, log: Log) 
 
 
 def decode(layer: KimiDeltaAttention, slots: list[int], device: str, log: Log) -> None:
-    """Tokens of all slots and one row of padding, as if a batch had been rounded up."""
+    """Decode tokens of all slots, with one row of padding, as if a batch had been rounded up."""
     rows = torch.tensor([*slots, -1], device=device, dtype=torch.int32)
     x = torch.zeros(len(rows), WIDTH, device=device, dtype=DTYPE)
     step = capture(layer, x, rows) if rows.is_cuda else lambda: layer.decode(x, rows)
@@ -235,7 +235,7 @@ def decode(layer: KimiDeltaAttention, slots: list[int], device: str, log: Log) -
 def capture(
     layer: KimiDeltaAttention, x: Tensor, rows: Tensor
 ) -> Callable[[], tuple[Tensor, dict[str, Tensor]]]:
-    """The step as a CUDA graph, which reads x anew at each replay."""
+    """The step as a CUDA graph, which reads x at each replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -254,7 +254,7 @@ def capture(
 
 @torch.inference_mode()
 def main() -> bool:
-    """Run it; whether every output is as near to the reference as it should be."""
+    """Run it, and return whether every output is close enough to the reference."""
     console = Console()
     on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
     where = torch.cuda.get_device_name() if on_gpu else "sm_90a, emulated"

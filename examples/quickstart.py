@@ -2,8 +2,8 @@
 
     python examples/quickstart.py
 
-Without a GPU, or with one that a kernel does not exist for, the same kernels run in the emulator,
-for Hopper and for Blackwell, with every check on, on fewer heads.
+Without a GPU, or on one that an operator has no kernel for, the same kernels run in the emulator,
+for Hopper and for Blackwell, with every check on and fewer heads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ console = Console()
 
 
 def main() -> bool:
-    """Run everything; whether every result agrees with the reference."""
+    """Run everything, and return whether every result agrees with the reference."""
     console.print(f"cute_attn {cute_attn.__version__}, torch {torch.__version__}")
     torch.manual_seed(0)
     runs = [
@@ -84,7 +84,7 @@ Errors = tuple[list[float], list[float]]  # of output and state: the kernel's, p
 
 
 class Check(NamedTuple):
-    """An operator's run on a device with so many heads, and where it can run."""
+    """Runs an operator on a device with a number of heads; and the architectures that have it."""
 
     run: Callable[[str, int], Errors]
     gpus: tuple[str, ...] | None = None  # None: any
@@ -92,7 +92,7 @@ class Check(NamedTuple):
 
 
 def targets(check: Check) -> tuple[str | None, ...]:
-    """The architectures to emulate; None is the GPU itself."""
+    """The architectures to emulate; None stands for the GPU."""
     on_gpu = torch.cuda.is_available() and (
         check.gpus is None or cache.current_arch() in check.gpus
     )
@@ -110,8 +110,7 @@ def machine(emulated: str | None) -> Iterator[None]:
 
 
 def attention(device: str, heads: int) -> Errors:
-    """Head dimension 256, causal, in groups of heads; plain is PyTorch with probabilities of 16
-    bits."""
+    """head_dim 256, causal, GQA; plain is PyTorch with P in bfloat16."""
     group = heads // 2 + 1
     q, k, v = (
         torch.randn(1, rows, heads, 256, device=device).to(torch.bfloat16)
@@ -145,7 +144,7 @@ def lightning_decode(name: str, device: str, heads: int) -> Errors:
 
 
 def kda_inputs(device: str, heads: int, *rows: int) -> dict[str, torch.Tensor]:
-    """Two value heads for each head of q and k; gate, norm and sigmoid are left to the kernels."""
+    """Two value heads for each head of q and k; the kernels apply gate, norm and sigmoid."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*rows, *shape, device=device).to(torch.bfloat16)
@@ -162,7 +161,7 @@ def kda_inputs(device: str, heads: int, *rows: int) -> dict[str, torch.Tensor]:
 
 
 def kda_prefill(device: str, heads: int) -> Errors:
-    """Three packed sequences; plain is the formula by chunks, with 16 bits between stages."""
+    """Three packed sequences; plain is the chunked formula with bfloat16 between its stages."""
     call = kda_inputs(device, max(1, heads // 2), 1, 150) | {
         "lower_bound": -5.0,
         "use_qk_l2norm_in_kernel": True,
