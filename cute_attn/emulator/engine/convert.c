@@ -100,7 +100,6 @@ enum { TY_U8 = 1, TY_U16, TY_U32, TY_U64, TY_S8, TY_S16, TY_S32, TY_S64 };
 
 // The values of a floating-point source, exactly. Only f32 is ever flushed, by a multiplication
 // that makes any NaN canonical.
-ALWAYS_INLINE bool nan_f32(uint32_t v) { return (v & 0x7FFFFFFF) > 0x7F800000; }
 static void load_float(Warp *w, const Insn *I, Mask m, int type, bool ftz, double v[32]) {
   if (type == TY_F64) {
     LANES64(a, 1);
@@ -109,8 +108,8 @@ static void load_float(Warp *w, const Insn *I, Mask m, int type, bool ftz, doubl
   }
   LOW_WORDS(a, 1);
   if (type == TY_F32)
-    FOR_LANES(l) v[l] = as_float(!ftz ? a[l] : nan_f32(a[l]) ? NAN32 : flushed(a[l]));
-  else if (type == TY_BF16) FOR_LANES(l) v[l] = as_float(a[l] << 16);
+    FOR_LANES(l) v[l] = as_float(!ftz ? a[l] : is_nan(a[l]) ? NAN32 : flushed(a[l]));
+  else if (type == TY_BF16) FOR_LANES(l) v[l] = as_float(f32_of_bf16(a[l]));
   else FOR_LANES(l) v[l] = as_float(f32_of_f16(a[l] & 0xFFFF));
 }
 // A NaN made quiet, with its sign and what there is room for of its payload.
@@ -240,7 +239,7 @@ HANDLER(float_from_float) {
     PUT32(0, r); return DONE; \
   }
 FAST(f32_from_bf16, v << 16)
-FAST(f32_from_f16, (v & 0x7FFF) > 0x7C00 ? NAN32 : f32_of_f16(v & 0xFFFF))
+FAST(f32_from_f16, (v & 0x7FFF) > INFINITY_F16 ? NAN32 : f32_of_f16(v & 0xFFFF))
 FAST(same_f32, v)
 FAST(f16_from_f32, f16_of(v))
 FAST(bf16_from_f32, bf16_of(v))
@@ -259,13 +258,6 @@ HANDLER(f16x2_from_f32) {
 }
 
 // -------------------------------------------------------------------------- packed and small
-//
-// Formats without an infinity, or always used with .satfinite; sub-byte ones have no NaN: it
-// becomes the largest number.
-static const Format E4M3 = {3, 7, 8, 0x7E, 0x7E, 0x7F}, E5M2 = {2, 15, 8, 0x7C, 0x7B, 0x7F},
-                    E2M3 = {3, 1, 6, 0x1F, 0x1F, 0x1F}, E3M2 = {2, 3, 6, 0x1F, 0x1F, 0x1F},
-                    E2M1 = {1, 1, 4, 0x7, 0x7, 0x7},
-                    TF32 = {10, 127, 19, 0x3FC00, 0x3FBFF, 0x3FFFF};
 
 typedef struct { int mode; bool finite, relu; } Rounding;
 static uint32_t rounded(double v, const Format *f, Rounding how, uint32_t random) {
@@ -279,15 +271,15 @@ static int pair_from_f32(Warp *w, const Insn *I, Mask m, const Format *f, int sl
     r[l] = rounded(as_float(a[l]), f, how, 0) << slot | rounded(as_float(b[l]), f, how, 0);
   PUT32(0, r); return DONE;
 }
-static double half_value(uint32_t code, bool bf16) {
+static double value_of_half(uint32_t code, bool bf16) {
   return as_float(bf16 ? code << 16 : f32_of_f16(code & 0xFFFF));
 }
 static int pair_from_halves(Warp *w, const Insn *I, Mask m, const Format *f, int slot, bool bf16,
                             Rounding how) {
   LANES32(a, 1); uint32_t r[32];
   FOR_LANES(l)
-    r[l] = rounded(half_value(a[l] >> 16, bf16), f, how, 0) << slot |
-           rounded(half_value(a[l] & 0xFFFF, bf16), f, how, 0);
+    r[l] = rounded(value_of_half(a[l] >> 16, bf16), f, how, 0) << slot |
+           rounded(value_of_half(a[l] & 0xFFFF, bf16), f, how, 0);
   PUT32(0, r); return DONE;
 }
 static const Format *const SMALL[] = {NULL, &E4M3, &E5M2, &E2M1, &E2M3, &E3M2};
@@ -320,14 +312,6 @@ HANDLER(small_from_halves) {
   const Format *f = SMALL[I->mod[1]];
   return pair_from_halves(w, I, m, f, slot_of(f), I->mod[2] == 2, (Rounding){RN, true, I->mod[0]});
 }
-static double small_value(uint32_t code, const Format *f) {
-  uint32_t magnitude = code & ((1u << (f->bits - 1)) - 1), fraction = (1u << f->mantissa) - 1;
-  int e = (int)(magnitude >> f->mantissa);
-  double v = e ? ldexp((magnitude & fraction) | (fraction + 1), e - f->bias - f->mantissa)
-               : ldexp(magnitude & fraction, 1 - f->bias - f->mantissa);
-  if (f->bits == 8 && magnitude > f->max) v = f == &E5M2 && magnitude == 0x7C ? INFINITY : NAN;
-  return code >> (f->bits - 1) & 1 ? -v : v;
-}
 // mod: relu, type (1 f16x2, 2 bf16x2), type of the source
 HANDLER(halves_from_small) {
   LANES32(a, 1); uint32_t r[32];
@@ -335,8 +319,8 @@ HANDLER(halves_from_small) {
   Rounding how = {RN, false, I->mod[0]};
   int slot = slot_of(f);
   FOR_LANES(l)
-    r[l] = rounded(small_value(a[l] >> slot, f), to, how, 0) << 16 |
-           rounded(small_value(a[l], f), to, how, 0);
+    r[l] = rounded(small_value(f, a[l] >> slot), to, how, 0) << 16 |
+           rounded(small_value(f, a[l]), to, how, 0);
   PUT32(0, r); return DONE;
 }
 // Four f32, the first the uppermost; rbits serve two elements each: the upper half (for 4-bit

@@ -1,8 +1,9 @@
 // Asynchronous copies: cp.async, bulk copies and their reductions, tensor copies (TMA) and tensor
 // maps, st.async and red.async.
 #include "engine.h"
-#include "scalar.h"
-#include <math.h>
+#include "float_bits.h"
+#include "matrix.h"
+#include "reductions.h"
 
 // ------------------------------------------------------------------ groups of a thread's copies
 //
@@ -234,88 +235,6 @@ static int exec_cp_async_arrive(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
-// --------------------------------------------------------------------------------- reductions
-
-typedef enum { OP_COPY, OP_ADD, OP_MIN, OP_MAX, OP_INC, OP_DEC, OP_AND, OP_OR, OP_XOR } Reduction;
-typedef enum {
-  TY_U8, TY_U16, TY_U32, TY_S32, TY_U64, TY_S64, TY_F16, TY_F32, TY_F32_FTZ, TY_F64, TY_BF16,
-  TY_TF32, TY_TF32_FTZ, TY_B4X16, TY_B4X16_P64, TY_B6X16_P32, TY_COUNT
-} ElementType;  // in the order of tensormap.replace's .elemtype
-
-// A sequence of elements; the two may lie at any address.
-#define EACH(T, result) \
-  for (uint32_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) { \
-    T a, b; \
-    memcpy(&a, to + i, sizeof a); \
-    memcpy(&b, from + i, sizeof b); \
-    a = (T)(result); \
-    memcpy(to + i, &a, sizeof a); \
-  }
-
-#define INTEGERS(T) \
-  switch (op) { \
-    case OP_ADD: EACH(T, a + b) return true; \
-    case OP_MIN: EACH(T, a < b ? a : b) return true; \
-    case OP_MAX: EACH(T, a > b ? a : b) return true; \
-    case OP_INC: EACH(T, a >= b ? 0 : a + 1) return true; \
-    case OP_DEC: EACH(T, a == 0 || a > b ? b : a - 1) return true; \
-    case OP_AND: EACH(T, a & b) return true; \
-    case OP_OR: EACH(T, a | b) return true; \
-    case OP_XOR: EACH(T, a ^ b) return true; \
-    default: return false; \
-  }
-
-// The smaller of two numbers; a NaN loses, and -0 is less than +0. `x`, `y` are f32 bits.
-static uint32_t least(uint32_t x, uint32_t y, bool largest) {
-  bool x_nan = (x & 0x7FFFFFFF) > 0x7F800000, y_nan = (y & 0x7FFFFFFF) > 0x7F800000;
-  if (x_nan || y_nan) return x_nan && y_nan ? NAN32 : x_nan ? y : x;
-  int32_t kx = (int32_t)x < 0 ? (int32_t)(0x80000000u - x) - 1 : (int32_t)x;
-  int32_t ky = (int32_t)y < 0 ? (int32_t)(0x80000000u - y) - 1 : (int32_t)y;
-  return (kx < ky) != largest ? x : y;
-}
-
-#define HALVES(widen, narrow) \
-  switch (op) { \
-    case OP_ADD: \
-      EACH(uint16_t, narrow(float_bits(as_float(widen(a)) + as_float(widen(b))))) return true; \
-    case OP_MIN: EACH(uint16_t, narrow(least(widen(a), widen(b), false))) return true; \
-    case OP_MAX: EACH(uint16_t, narrow(least(widen(a), widen(b), true))) return true; \
-    default: return false; \
-  }
-static uint32_t f32_of_bf16(uint32_t h) { return h << 16; }
-
-static uint32_t add_flushed(uint32_t a, uint32_t b) {
-  return flushed(canonical(as_float(flushed(a)) + as_float(flushed(b))));
-}
-
-// A NaN stays as it is, signalling or not; that of `from` comes first.
-static double add_doubles(double a, double b) { return isnan(b) ? b : isnan(a) ? a : a + b; }
-
-// to = to op from, element by element; false: there is no such reduction.
-static bool combine(Reduction op, ElementType type, uint8_t *to, const uint8_t *from,
-                    uint32_t bytes) {
-  switch (type) {
-    case TY_U32: INTEGERS(uint32_t)
-    case TY_S32: if (op == OP_INC || op == OP_DEC) return false; INTEGERS(int32_t)
-    case TY_U64: if (op == OP_INC || op == OP_DEC) return false; INTEGERS(uint64_t)
-    case TY_S64:
-      if (op != OP_MIN && op != OP_MAX) return false;
-      INTEGERS(int64_t)
-    case TY_F16: HALVES(f32_of_f16, f16_of)
-    case TY_BF16: HALVES(f32_of_bf16, bf16_of)
-    case TY_F32: case TY_TF32:
-      if (op == OP_ADD) EACH(uint32_t, canonical(as_float(a) + as_float(b)))
-      return op == OP_ADD;
-    case TY_F32_FTZ: case TY_TF32_FTZ:
-      if (op == OP_ADD) EACH(uint32_t, add_flushed(a, b))
-      return op == OP_ADD;
-    case TY_F64:
-      if (op == OP_ADD) EACH(double, add_doubles(a, b))
-      return op == OP_ADD;
-    default: return false;
-  }
-}
-
 // -------------------------------------------------------------------------------- tensor maps
 //
 // A tensor map as the hardware reads it: the first 16 of its 32 words. (The driver puts further
@@ -457,30 +376,24 @@ static const char *map_fault(const TensorMap *t) {
 
 // ------------------------------------------------------------------------- addresses of a swizzle
 //
-// A swizzle permutes the chunks of 128 bytes by bits 7 and up of the shared address itself.
-typedef struct { uint32_t from, mask, to, flip; } Swizzle;
-
-static Swizzle swizzle_of(const TensorMap *t) {
-  if (t->swizzle < 3) return (Swizzle){7, (1u << t->swizzle) - 1, 4, 0};
-  static const Swizzle wide[] = {{7, 7, 4, 0}, {7, 3, 5, 0}, {7, 3, 5, 1}, {7, 1, 6, 0}};
-  return wide[t->atomicity];
-}
-
-static inline uint32_t swizzled(Swizzle s, uint32_t address) {
-  return address ^ (address >> s.from & s.mask) << s.to;
+// Atoms are of 16 bytes, or by the atomicity of 16, 32, 32 (their halves flipped) or 64.
+static Swizzle swizzle_of_box(const TensorMap *t) {
+  static const uint8_t shifts[] = {4, 5, 5, 6};
+  return swizzle_of(16u << t->swizzle, t->swizzle == 3 ? shifts[t->atomicity] : 4);
 }
 
 // Rows of a box to (or from) shared memory: `memory` is the host's copy of address SHARED_BASE.
 static void move_rows(const TensorMap *t, uint8_t *memory, uint32_t offset, uint8_t *rows,
                       bool to_shared) {
-  Swizzle s = swizzle_of(t);
+  Swizzle s = swizzle_of_box(t);
+  bool flips = t->swizzle == 3 && t->atomicity == 2;
   for (uint32_t row = 0; row < t->rows; row++, rows += t->inner) {
     uint32_t address = SHARED_BASE + offset + row * t->pitch;
     for (uint32_t i = 0; i < t->inner; i += 16) {
-      uint8_t *p = memory + (swizzled(s, address + i) - SHARED_BASE);
+      uint8_t *p = memory + (swizzled(s, address + i, 0) - SHARED_BASE);
       uint8_t chunk[16];
       memcpy(chunk, to_shared ? rows + i : p, 16);
-      if (s.flip && (address + i) >> 7 & 1) {
+      if (flips && (address + i) >> 7 & 1) {
         uint64_t half[2];
         memcpy(half, chunk, 16);
         memcpy(chunk, &half[1], 8);
@@ -508,8 +421,7 @@ struct Copy {
   uint32_t to_offset;               // destination in shared memory, of each target
   int ntargets; Cta *targets[16], *signalled[16];
   uint32_t barrier;                 // its offset
-  Reduction op;
-  ElementType type;
+  Reduction reduce;                 // NULL: a copy
   uint16_t byte_mask;
   TensorMap map;
   TensorMode mode;
@@ -555,8 +467,7 @@ static void round_to_tf32(uint8_t *elements, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; i += 4) {
     uint32_t v;
     memcpy(&v, elements + i, 4);
-    bool nan = (v & 0x7FFFFFFF) > 0x7F800000;
-    v = nan ? 0x7FFFE000 : (v + 0xFFF + (v >> 13 & 1)) & ~0x1FFFu;
+    v = is_nan(v) ? 0x7FFFE000 : (v + 0xFFF + (v >> 13 & 1)) & ~0x1FFFu;
     memcpy(elements + i, &v, 4);
   }
 }
@@ -573,8 +484,7 @@ static void end_run(Runs *r) {
     if (type == TY_TF32 || type == TY_TF32_FTZ) round_to_tf32(box, r->bytes);
   } else if (p) {
     global_write(&op->access, p, r->bytes);
-    if (r->copy->op == OP_COPY) memcpy(p, box, r->bytes);
-    else combine(r->copy->op, r->copy->type, p, box, r->bytes);
+    reduce_or_copy(r->copy->reduce, p, box, r->bytes);
   }
   r->bytes = 0;
 }
@@ -689,11 +599,11 @@ static void touch_shared(const Access *a, const Copy *c, Cta *cta, uint32_t offs
     if (whole) touch(a, cta, offset, whole);
     if (whole == c->buffered) return;
   }
-  Swizzle s = swizzle_of(t);
+  Swizzle s = swizzle_of_box(t);
   uint32_t first = t->inner == t->pitch ? (c->buffered & ~127u) / t->pitch : 0;
   for (uint32_t row = first; row < t->rows; row++)
     for (uint32_t i = 0; i < t->inner; i += 16)
-      touch(a, cta, swizzled(s, SHARED_BASE + offset + row * t->pitch + i) - SHARED_BASE, 16);
+      touch(a, cta, swizzled(s, SHARED_BASE + offset + row * t->pitch + i, 0) - SHARED_BASE, 16);
 }
 
 static uint32_t shared_alignment(const Copy *c) {
@@ -711,10 +621,8 @@ static void move_shared(AsyncOp *op, Copy *c, Cta *cta, uint32_t offset, bool wr
     move_rows(&c->map, p - offset, offset, c->buffer, writes);
   } else if (!writes) {
     memcpy(c->buffer, p, c->buffered);
-  } else if (c->op == OP_COPY) {
-    memcpy(p, c->buffer, c->buffered);
   } else {
-    combine(c->op, c->type, p, c->buffer, c->buffered);
+    reduce_or_copy(c->reduce, p, c->buffer, c->buffered);
   }
 }
 
@@ -734,8 +642,7 @@ static void write_linear(AsyncOp *op, Copy *c) {
     for (uint32_t i = 0; i < c->bytes; i++)
       if (c->byte_mask >> i % 16 & 1) global_write(&op->access, p + i, 1);
   }
-  if (c->op != OP_COPY) combine(c->op, c->type, p, c->buffer, c->bytes);
-  else if (c->byte_mask == 0xFFFF) memcpy(p, c->buffer, c->bytes);
+  if (c->byte_mask == 0xFFFF) reduce_or_copy(c->reduce, p, c->buffer, c->bytes);
   else copy_masked(p, c->buffer, c->bytes, c->byte_mask);
 }
 
@@ -798,7 +705,7 @@ static void run_store(AsyncOp *op, int stage) {
   }
   op->access.agent = agent_of(w, AG_BULK_WRITE);
   op->access.clock = bulk_clock(w, AG_BULK_WRITE, c->group);
-  op->access.atomic = c->op != OP_COPY;
+  op->access.atomic = c->reduce != NULL;
   if (c->tensor) move_tensor(op, c, true);
   else write_linear(op, c);
 }
@@ -809,7 +716,7 @@ static void submit_load(Warp *w, const Insn *I, Copy *c, const char *what, int c
   op->release = release_copy;
   op->stages = 1 + c->ntargets;
   op->data = c;
-  op->access.atomic = c->op != OP_COPY;
+  op->access.atomic = c->reduce != NULL;
   emu_of(w)->counters[counter] += c->bytes;
   submit(op);
 }
@@ -936,7 +843,7 @@ static int exec_bulk_multicast(Warp *w, const Insn *I, Mask m) {
 }
 
 // Shared memory to that of a CTA of the cluster; reductions too.
-static int shared_to_shared(Warp *w, const Insn *I, Mask m, Reduction op, ElementType type) {
+static int shared_to_shared(Warp *w, const Insn *I, Mask m, Reduction reduce) {
   uint64_t to[32], from[32], barrier[32];
   addresses_of(w, I, &I->op[0], m, to);
   addresses_of(w, I, &I->op[1], m, from);
@@ -949,10 +856,9 @@ static int shared_to_shared(Warp *w, const Insn *I, Mask m, Reduction op, Elemen
     c->from = w->cta;
     c->from_offset = offset;
     c->bytes = bytes[l];
-    c->op = op;
-    c->type = type;
+    c->reduce = reduce;
     if (set_targets(w, I, c, (uint32_t)to[l], (uint32_t)barrier[l], -1, false, false)) {
-      submit_load(w, I, c, op == OP_COPY ? "bulk copy between CTAs" : "bulk reduction into a CTA",
+      submit_load(w, I, c, reduce ? "bulk reduction into a CTA" : "bulk copy between CTAs",
                   CT_DSMEM);
     } else {
       drop_copy(c);
@@ -962,10 +868,10 @@ static int shared_to_shared(Warp *w, const Insn *I, Mask m, Reduction op, Elemen
 }
 
 static int exec_bulk_between(Warp *w, const Insn *I, Mask m) {
-  return shared_to_shared(w, I, m, OP_COPY, TY_U8);
+  return shared_to_shared(w, I, m, NULL);
 }
 
-static int store_linear(Warp *w, const Insn *I, Mask m, Reduction op, ElementType type,
+static int store_linear(Warp *w, const Insn *I, Mask m, Reduction reduce,
                         const uint32_t *byte_masks) {
   uint64_t to[32], from[32];
   addresses_of(w, I, &I->op[0], m, to);
@@ -979,52 +885,50 @@ static int store_linear(Warp *w, const Insn *I, Mask m, Reduction op, ElementTyp
     c->from_offset = offset;
     c->global = to[l];
     c->bytes = bytes[l];
-    c->op = op;
-    c->type = type;
+    c->reduce = reduce;
     if (byte_masks) c->byte_mask = (uint16_t)byte_masks[l];
-    submit_store(w, I, c, l, op == OP_COPY ? "bulk copy to global memory" : "bulk reduction",
-                 op == OP_COPY ? CT_BULK : CT_TMA_REDUCE);
+    submit_store(w, I, c, l, reduce ? "bulk reduction" : "bulk copy to global memory",
+                 reduce ? CT_TMA_REDUCE : CT_BULK);
   }
   return DONE;
 }
 
 static int exec_bulk_store(Warp *w, const Insn *I, Mask m) {
   read_policy(w, I, 3, m);
-  return store_linear(w, I, m, OP_COPY, TY_U8, NULL);
+  return store_linear(w, I, m, NULL, NULL);
 }
 static int exec_bulk_store_masked(Warp *w, const Insn *I, Mask m) {
   read_policy(w, I, 3, m);
   uint32_t buffer[32];
-  return store_linear(w, I, m, OP_COPY, TY_U8, source32(w, I, 4, m, buffer));
+  return store_linear(w, I, m, NULL, source32(w, I, 4, m, buffer));
 }
 
 // Types as the patterns of reductions list them.
 static const ElementType REDUCED[] = {TY_COUNT, TY_U32, TY_S32, TY_U64, TY_S64, TY_F16,
                                       TY_BF16,  TY_F32, TY_F64, TY_U32, TY_U64};
-#define REDUCTIONS "(.add|min|max|inc|dec|and|or|xor)"
 #define REDUCED_TYPES "(.u32|s32|u64|s64|f16|bf16|f32|f64|b32|b64)"
 
-static bool reducible(Warp *w, const Insn *I, Reduction op, ElementType type) {
-  if (combine(op, type, NULL, NULL, 0)) return true;
-  fatal(w, I, CK_DESCRIPTOR, "there is no such reduction of elements of type %s",
-        element_name(type));
-  return false;
+// NULL after a fatal finding.
+static Reduction known_reduction(Warp *w, const Insn *I, ReduceOp op, ElementType type) {
+  Reduction reduce = reduction_of(op, type);
+  if (!reduce)
+    fatal(w, I, CK_DESCRIPTOR, "there is no such reduction of elements of type %s",
+          element_name(type));
+  return reduce;
 }
 
 static int exec_reduce_global(Warp *w, const Insn *I, Mask m) {
-  Reduction op = (Reduction)I->mod[1];
-  ElementType type = REDUCED[I->mod[2]];
   read_policy(w, I, 3, m);
-  return reducible(w, I, op, type) ? store_linear(w, I, m, op, type, NULL) : DONE;
+  Reduction reduce = known_reduction(w, I, (ReduceOp)I->mod[1], REDUCED[I->mod[2]]);
+  return reduce ? store_linear(w, I, m, reduce, NULL) : DONE;
 }
 static int exec_reduce_global_noftz(Warp *w, const Insn *I, Mask m) {
   read_policy(w, I, 3, m);
-  return store_linear(w, I, m, OP_ADD, I->mod[1] == 1 ? TY_F16 : TY_BF16, NULL);
+  return store_linear(w, I, m, reduction_of(OP_ADD, I->mod[1] == 1 ? TY_F16 : TY_BF16), NULL);
 }
 static int exec_reduce_shared(Warp *w, const Insn *I, Mask m) {
-  Reduction op = (Reduction)I->mod[0];
-  ElementType type = REDUCED[I->mod[1]];
-  return reducible(w, I, op, type) ? shared_to_shared(w, I, m, op, type) : DONE;
+  Reduction reduce = known_reduction(w, I, (ReduceOp)I->mod[0], REDUCED[I->mod[1]]);
+  return reduce ? shared_to_shared(w, I, m, reduce) : DONE;
 }
 
 static int exec_bulk_prefetch(Warp *w, const Insn *I, Mask m) {
@@ -1251,14 +1155,14 @@ static bool storable(Warp *w, const Insn *I, const Copy *c) {
             element_name(t->type));
     return false;
   }
-  for (int d = 1; d < t->rank && c->op == OP_COPY; d++)
+  for (int d = 1; d < t->rank && !c->reduce; d++)
     if (t->stride[d] == 0 && t->box[d] > t->step[d] && t->size[d] > 1)
       finding(w, I, CK_RACE, SEV_ERROR,
               "dimension %d has stride 0: the rows of the box are all stored at one address", d);
   return true;
 }
 
-static int store_tensor(Warp *w, const Insn *I, Mask m, Reduction op, int modifier) {
+static int store_tensor(Warp *w, const Insn *I, Mask m, ReduceOp op, int modifier) {
   Coordinates to;
   uint64_t from[32];
   coordinates_of(w, I, 0, m, &to);
@@ -1272,14 +1176,14 @@ static int store_tensor(Warp *w, const Insn *I, Mask m, Reduction op, int modifi
     if (!c) continue;
     c->from = w->cta;
     c->from_offset = offset;
-    c->op = op;
-    c->type = c->map.type;
-    if (!storable(w, I, c) || (op != OP_COPY && !reducible(w, I, op, c->type))) {
+    bool copies = op == OP_COPY;
+    if (!copies) c->reduce = reduction_of(op, c->map.type);
+    if (!storable(w, I, c) || (!copies && !known_reduction(w, I, op, c->map.type))) {
       drop_copy(c);
       continue;
     }
-    submit_store(w, I, c, l, op == OP_COPY ? "TMA store" : "TMA reduction",
-                 op == OP_COPY ? CT_TMA_STORE : CT_TMA_REDUCE);
+    submit_store(w, I, c, l, copies ? "TMA store" : "TMA reduction",
+                 copies ? CT_TMA_STORE : CT_TMA_REDUCE);
   }
   return DONE;
 }
@@ -1288,7 +1192,7 @@ static int exec_tensor_store(Warp *w, const Insn *I, Mask m) {
   return store_tensor(w, I, m, OP_COPY, I->mod[1]);
 }
 static int exec_tensor_reduce(Warp *w, const Insn *I, Mask m) {
-  return store_tensor(w, I, m, (Reduction)I->mod[1], I->mod[2]);
+  return store_tensor(w, I, m, (ReduceOp)I->mod[1], I->mod[2]);
 }
 
 static int prefetch_tensor(Warp *w, const Insn *I, Mask m, TensorMode mode) {
@@ -1493,8 +1397,7 @@ static int exec_tensormap_acquire(Warp *w, const Insn *I, Mask m) {
 
 typedef struct {
   uint32_t bytes;
-  Reduction op;
-  ElementType type;
+  Reduction reduce;  // NULL: a copy
   int count;
   struct { Cta *cta; uint32_t offset, barrier; uint8_t value[32]; } at[32];
 } Scatter;
@@ -1512,8 +1415,7 @@ static void scatter_one(AsyncOp *op, const Scatter *s, int i) {
   uint8_t *p = shared_pointer(w, op->insn, cta, s->at[i].offset, s->bytes, s->bytes);
   if (p) {
     shared_write(&op->access, cta, s->at[i].offset, s->bytes);
-    if (s->op == OP_COPY) memcpy(p, s->at[i].value, s->bytes);
-    else combine(s->op, s->type, p, s->at[i].value, s->bytes);
+    reduce_or_copy(s->reduce, p, s->at[i].value, s->bytes);
   }
   if (b) mbarrier_complete_tx(w, op->insn, cta, b, s->bytes, &op->view);
 }
@@ -1525,7 +1427,7 @@ static void run_scatter(AsyncOp *op, int stage) {
 }
 
 // The elements of operand 1, of `width` bytes each, to every lane's address.
-static int scatter(Warp *w, const Insn *I, Mask m, uint32_t width, Reduction op, ElementType type) {
+static int scatter(Warp *w, const Insn *I, Mask m, uint32_t width, Reduction reduce) {
   const Operand *list = list_of(w, &I->op[1]);
   uint32_t count = (uint32_t)count_of(&I->op[1]);
   uint64_t to[32], barrier[32], value[4][32];
@@ -1542,8 +1444,7 @@ static int scatter(Warp *w, const Insn *I, Mask m, uint32_t width, Reduction op,
   }
   Scatter *s = calloc(1, sizeof *s);
   s->bytes = width * count;
-  s->op = op;
-  s->type = type;
+  s->reduce = reduce;
   FOR_SET(l, m) {
     uint32_t offset, mbarrier;
     Cta *cta = shared_target(w, (uint32_t)to[l], &offset);
@@ -1561,11 +1462,11 @@ static int scatter(Warp *w, const Insn *I, Mask m, uint32_t width, Reduction op,
     for (uint32_t k = 0; k < count && k < 4; k++)
       memcpy(s->at[i].value + k * width, &value[k][l], width);
   }
-  AsyncOp *a = new_async(w, I, op == OP_COPY ? "st.async" : "red.async", AG_BULK_WRITE,
+  AsyncOp *a = new_async(w, I, reduce ? "red.async" : "st.async", AG_BULK_WRITE,
                          bulk_clock(w, AG_BULK_WRITE, 1));
   a->run = run_scatter;
   a->access.async = 0;
-  a->access.atomic = op != OP_COPY;
+  a->access.atomic = reduce != NULL;
   a->data = s;
   emu_of(w)->counters[CT_DSMEM] += (uint64_t)s->bytes * (uint32_t)s->count;
   submit(a);
@@ -1579,17 +1480,19 @@ static bool vector_length(Warp *w, const Insn *I, int modifier) {
   return false;
 }
 static int exec_st_async32(Warp *w, const Insn *I, Mask m) {
-  return vector_length(w, I, I->mod[3]) ? scatter(w, I, m, 4, OP_COPY, TY_U32) : DONE;
+  return vector_length(w, I, I->mod[3]) ? scatter(w, I, m, 4, NULL) : DONE;
 }
 static int exec_st_async64(Warp *w, const Insn *I, Mask m) {
-  return vector_length(w, I, I->mod[3]) ? scatter(w, I, m, 8, OP_COPY, TY_U64) : DONE;
+  return vector_length(w, I, I->mod[3]) ? scatter(w, I, m, 8, NULL) : DONE;
 }
 static int exec_red_async32(Warp *w, const Insn *I, Mask m) {
   static const ElementType types[] = {TY_U32, TY_U32, TY_S32, TY_U32};
-  return scatter(w, I, m, 4, (Reduction)I->mod[1], types[I->mod[2]]);
+  Reduction reduce = known_reduction(w, I, (ReduceOp)I->mod[1], types[I->mod[2]]);
+  return reduce ? scatter(w, I, m, 4, reduce) : DONE;
 }
 static int exec_red_async64(Warp *w, const Insn *I, Mask m) {
-  return scatter(w, I, m, 8, (Reduction)I->mod[1], TY_U64);
+  Reduction reduce = known_reduction(w, I, (ReduceOp)I->mod[1], TY_U64);
+  return reduce ? scatter(w, I, m, 8, reduce) : DONE;
 }
 
 // ------------------------------------------------------------------------------------ at exit

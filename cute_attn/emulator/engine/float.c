@@ -142,10 +142,8 @@ static void join(bool pair, const uint32_t *a, uint32_t *r) {
   if (pair) FOR_LANES(l) r[l] = a[2 * l] | a[2 * l + 1] << 16;
   else FOR_LANES(l) r[l] = a[l];
 }
-#define F16_EXPONENT 0x7C00u
-#define BF16_EXPONENT 0x7F80u
 static void flush_halves(int n, bool bf16, uint32_t *r) {
-  uint32_t exponent = bf16 ? BF16_EXPONENT : F16_EXPONENT;
+  uint32_t exponent = bf16 ? INFINITY_BF16 : INFINITY_F16;
   for (int i = 0; i < n; i++) r[i] = r[i] & exponent ? r[i] : r[i] & 0x8000;
 }
 static void to_doubles(int n, bool bf16, const uint32_t *codes, double *r) {
@@ -205,22 +203,6 @@ HALF(fma_oob, 3, half_fma, f16x2, false, true, HALF_OOB_FLAGS)
 HALF(fma_oob, 3, half_fma, bf16, true, false, HALF_OOB_FLAGS)
 HALF(fma_oob, 3, half_fma, bf16x2, true, true, HALF_OOB_FLAGS)
 // -------------------------------------------------------------------------- minimum, maximum
-//
-// On codes of any format, shifted to the top of 32 bits, as ordered integers: -0 < +0.
-ALWAYS_INLINE int32_t ordered(uint32_t v) {
-  return (int32_t)(v ^ ((uint32_t)((int32_t)v >> 31) >> 1));
-}
-ALWAYS_INLINE uint32_t larger(uint32_t x, uint32_t y) { return ordered(x) > ordered(y) ? x : y; }
-ALWAYS_INLINE uint32_t smaller(uint32_t x, uint32_t y) { return ordered(x) < ordered(y) ? x : y; }
-// With the rules for NaN: `nan` is the canonical one, `infinity` the largest magnitude of the rest.
-ALWAYS_INLINE uint32_t extreme(uint32_t x, uint32_t y, bool max, bool keep_nan, uint32_t infinity,
-                               uint32_t nan) {
-  bool nx = (x & 0x7FFFFFFF) > infinity, ny = (y & 0x7FFFFFFF) > infinity;
-  uint32_t r = max ? larger(x, y) : smaller(x, y);
-  r = nx ? y : ny ? x : r;
-  return (keep_nan ? nx | ny : nx & ny) ? nan : r;
-}
-#define EXTREME32(x, y, max, keep_nan) extreme(x, y, max, keep_nan, 0x7F800000, NAN32)
 #define EXTREME32_OF_3(x, y, z, max, keep_nan) \
   EXTREME32(EXTREME32(x, y, max, keep_nan), z, max, keep_nan)
 
@@ -266,7 +248,7 @@ ALWAYS_INLINE uint32_t extreme(uint32_t x, uint32_t y, bool max, bool keep_nan, 
 static int half_extreme(Warp *w, const Insn *I, Mask m, bool is_max) {
   LANES32(a, 1); LANES32(b, 2); uint32_t x[64], y[64], v[64], r[32];
   bool pair = (I->mod[3] - 1) & 1, bf16 = I->mod[3] > 2;
-  uint32_t infinity = (bf16 ? BF16_EXPONENT : F16_EXPONENT) << 16;
+  uint32_t infinity = (bf16 ? INFINITY_BF16 : INFINITY_F16) << 16;
   int n = pair ? 64 : 32;
   split(pair, a, x), split(pair, b, y);
   if (I->mod[0]) flush_halves(n, bf16, x), flush_halves(n, bf16, y);
@@ -290,7 +272,7 @@ EXTREMES(max, true)
     LANES32(a, 1); uint32_t r[32]; bool ftz = I->mod[0]; \
     FOR_LANES(l) { \
       uint32_t v = ftz ? flushed(a[l]) : a[l], sign = 0x80000000; r[l] = expr; \
-      r[l] = (v & 0x7FFFFFFF) > 0x7F800000 ? NAN32 : r[l]; \
+      r[l] = is_nan(v) ? NAN32 : r[l]; \
     } \
     PUT32(0, r); return DONE; \
   } \
@@ -307,7 +289,7 @@ EXTREMES(max, true)
     LANES32(a, 1); uint32_t x[64], r[32], sign = 0x8000; \
     bool pair = (I->mod[1] - 1) & 1, bf16 = I->mod[1] > 2; \
     int n = pair ? 64 : 32; \
-    uint32_t infinity = bf16 ? BF16_EXPONENT : F16_EXPONENT; \
+    uint32_t infinity = bf16 ? INFINITY_BF16 : INFINITY_F16; \
     split(pair, a, x); \
     if (I->mod[0]) flush_halves(n, bf16, x); \
     for (int i = 0; i < n; i++) { \

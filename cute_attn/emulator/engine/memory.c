@@ -1,5 +1,6 @@
 // Memory: ld, st, ldu, atom and red in all state spaces, address conversions, cache hints, and the
 // external functions vprintf and __assertfail.
+#include "reductions.h"
 #include "scalar.h"
 #include <stdio.h>
 
@@ -830,79 +831,22 @@ static int exec_st_bulk(Warp *w, const Insn *I, Mask m) {
 
 // ------------------------------------------------------------------------------ atom and red
 
-// Replaces what is at `at`; b and c are the operands.
-typedef void (*Combine)(void *at, const void *b, const void *c);
+// What an operation does to a register, which holds two elements of the packed types. Floating-point
+// addition differs between global and shared memory.
+typedef struct { Reduction global, shared; uint32_t bytes; } Atomic;
 
-// `parts` operations of `bytes` on each register: two for the packed types.
-typedef struct { Combine global, shared; uint8_t bytes, parts; } Atomic;
-
-#define COMBINE(name, type, result)                                             \
-  static void name(void *at, const void *pb, const void *pc) {                  \
-    type x, b, c;                                                               \
-    memcpy(&x, at, sizeof x), memcpy(&b, pb, sizeof b), memcpy(&c, pc, sizeof c); \
-    (void)c;                                                                    \
-    x = (type)(result);                                                         \
-    memcpy(at, &x, sizeof x);                                                   \
-  }
-
-// Sums in f32, of which f16 and bf16 have less than half the precision: rounding twice is right.
-static uint32_t sum_f32(uint32_t x, uint32_t y) { return canonical(as_float(x) + as_float(y)); }
-static uint32_t f32_of_bf16(uint32_t v) { return v << 16; }
-// In f64 a NaN among the operands is the result: in shared memory quiet and rather what was there,
-// in global memory as it is and rather the operand.
 #define QUIET64 (1ull << 51)
-static bool nan_f64(uint64_t v) { return (v & ~(1ull << 63)) > 0x7FFull << 52; }
-static uint64_t sum_f64(uint64_t x, uint64_t y, uint64_t nan) {
-  double v = as_double(x) + as_double(y);
-  return v == v ? double_bits(v) : nan_f64(x) || nan_f64(y) ? nan : NAN64;
+
+// In shared memory a NaN of f64 becomes quiet, and the one in memory comes first.
+static void add_f64_shared(uint8_t *to, const uint8_t *from, uint32_t bytes) {
+  uint64_t sum;
+  memcpy(&sum, from, sizeof sum);
+  reduction_of(OP_ADD, TY_F64)((uint8_t *)&sum, to, bytes);
+  if ((sum & ~(1ull << 63)) > 0x7FFull << 52) sum |= QUIET64;
+  memcpy(to, &sum, sizeof sum);
 }
 
-// Minimum and maximum of f16 and bf16 codes: -0 below +0, a number rather than a NaN.
-static uint16_t extreme(uint16_t x, uint16_t y, uint16_t infinity, bool smaller) {
-  bool nan_x = (x & 0x7FFF) > infinity, nan_y = (y & 0x7FFF) > infinity;
-  if (nan_x || nan_y) return nan_x && nan_y ? NAN16 : nan_x ? y : x;
-  int32_t key_x = x & 0x8000 ? -(x & 0x7FFF) - 1 : x, key_y = y & 0x8000 ? -(y & 0x7FFF) - 1 : y;
-  return (key_x < key_y) == smaller ? x : y;
-}
-
-#define INFINITY_F16 0x7C00
-#define INFINITY_BF16 0x7F80
-
-COMBINE(and_32, uint32_t, x & b)
-COMBINE(and_64, uint64_t, x & b)
-COMBINE(or_32, uint32_t, x | b)
-COMBINE(or_64, uint64_t, x | b)
-COMBINE(xor_32, uint32_t, x ^ b)
-COMBINE(xor_64, uint64_t, x ^ b)
-COMBINE(exch_32, uint32_t, b)
-COMBINE(exch_64, uint64_t, b)
-COMBINE(exch_128, unsigned __int128, b)
-COMBINE(cas_16, uint16_t, x == b ? c : x)
-COMBINE(cas_32, uint32_t, x == b ? c : x)
-COMBINE(cas_64, uint64_t, x == b ? c : x)
-COMBINE(cas_128, unsigned __int128, x == b ? c : x)
-COMBINE(add_32, uint32_t, x + b)
-COMBINE(add_64, uint64_t, x + b)
-COMBINE(inc_32, uint32_t, x >= b ? 0 : x + 1)
-COMBINE(dec_32, uint32_t, x == 0 || x > b ? b : x - 1)
-COMBINE(min_u32, uint32_t, x < b ? x : b)
-COMBINE(min_s32, int32_t, x < b ? x : b)
-COMBINE(min_u64, uint64_t, x < b ? x : b)
-COMBINE(min_s64, int64_t, x < b ? x : b)
-COMBINE(max_u32, uint32_t, x > b ? x : b)
-COMBINE(max_s32, int32_t, x > b ? x : b)
-COMBINE(max_u64, uint64_t, x > b ? x : b)
-COMBINE(max_s64, int64_t, x > b ? x : b)
-COMBINE(add_f32, uint32_t, sum_f32(x, b))
-COMBINE(add_ftz_f32, uint32_t, flushed(sum_f32(flushed(x), flushed(b))))
-COMBINE(add_f64, uint64_t, sum_f64(x, b, nan_f64(x) ? x | QUIET64 : b | QUIET64))
-COMBINE(add_f64_global, uint64_t, sum_f64(x, b, nan_f64(b) ? b : x))
-COMBINE(add_f16, uint16_t, f16_of(sum_f32(f32_of_f16(x), f32_of_f16(b))))
-COMBINE(add_bf16, uint16_t, bf16_of(sum_f32(f32_of_bf16(x), f32_of_bf16(b))))
-COMBINE(min_f16, uint16_t, extreme(x, b, INFINITY_F16, true))
-COMBINE(max_f16, uint16_t, extreme(x, b, INFINITY_F16, false))
-COMBINE(min_bf16, uint16_t, extreme(x, b, INFINITY_BF16, true))
-COMBINE(max_bf16, uint16_t, extreme(x, b, INFINITY_BF16, false))
+static void exchange(uint8_t *to, const uint8_t *from, uint32_t bytes) { memcpy(to, from, bytes); }
 
 // Modifiers: semantics, scope, space, operation, cache hint, then (vector and) type.
 #define SCOPE "{.cta|cluster|gpu|sys}"
@@ -913,21 +857,19 @@ COMBINE(max_bf16, uint16_t, extreme(x, b, INFINITY_BF16, false))
 enum { AT_SEM, AT_SCOPE, AT_SPACE, AT_OPERATION, AT_HINT, AT_TYPE };
 enum { AT_VECTOR = AT_TYPE, AT_VECTOR_TYPE };
 
-// One lane's share of the instruction: `n` registers at consecutive places. Whether it changes
-// anything.
-static bool combine_lane(const Atomic *op, bool shared, uint8_t *at, const Values *b,
-                         const Values *c, int n, int lane) {
+// One lane's share of the instruction: `n` registers at consecutive places. With `c` each is
+// compared with b, and c takes its place if they are equal. Whether it changes anything.
+static bool apply(const Atomic *op, bool shared, uint8_t *at, const Values *b, const Values *c,
+                  int n, int lane) {
   uint8_t before[MAX_ACCESS];
-  uint32_t bytes = (uint32_t)op->bytes * op->parts;
-  memcpy(before, at, bytes * (uint32_t)n);
-  Combine combine = shared ? op->shared : op->global;
-  for (int k = 0; k < n; k++)
-    for (uint32_t part = 0; part < bytes; part += op->bytes) {
-      const uint8_t *operand = b[k].data + lane * b[k].stride + part;
-      combine(at + (uint32_t)k * bytes + part, operand,
-              c ? c->data + lane * c->stride + part : operand);
-    }
-  return memcmp(before, at, bytes * (uint32_t)n) != 0;
+  memcpy(before, at, op->bytes * (uint32_t)n);
+  for (int k = 0; k < n; k++) {
+    uint8_t *to = at + op->bytes * (uint32_t)k;
+    const uint8_t *operand = b[k].data + lane * b[k].stride;
+    if (!c) (shared ? op->shared : op->global)(to, operand, op->bytes);
+    else if (!memcmp(to, operand, op->bytes)) memcpy(to, c->data + lane * c->stride, op->bytes);
+  }
+  return memcmp(before, at, op->bytes * (uint32_t)n) != 0;
 }
 
 static const Operand *destination_of(const Insn *I) {  // of atom; red has none
@@ -943,7 +885,7 @@ static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, 
                   int order) {
   Emu *e = emu_of(w);
   const Operand *d = destination_of(I), *o = &I->op[d != NULL];
-  Type t = {(uint8_t)(op->bytes * op->parts), false};
+  Type t = {(uint8_t)op->bytes, false};
   int n = elements_of(w, I, &o[1], SP_GLOBAL, vector, t);
   if (!n || (d && !elements_of(w, I, d, SP_GLOBAL, vector, t))) return DONE;
   const Operand *s = list_of(w, &o[1]);
@@ -956,8 +898,7 @@ static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, 
   int space = I->mod[AT_SPACE];
   uint32_t bytes = (uint32_t)n * t.bytes;
   // An exchange whose result is not wanted does not read.
-  bool blind = (op->global == exch_32 || op->global == exch_64 || op->global == exch_128) &&
-               (!d || d->kind == K_NONE);
+  bool blind = op->global == exchange && (!d || d->kind == K_NONE);
   Cursor cursor;
   Batch batch;
   start(&cursor, w, I, o, m, !space ? SP_GENERIC : space == 1 ? SP_GLOBAL : SP_SHARED, bytes, true);
@@ -977,8 +918,8 @@ static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, 
     bool changed = false;
     FOR_SET(l, batch.m) {
       memcpy(old[l], host_of(&batch, l), bytes);
-      changed |= combine_lane(op, batch.space == SP_SHARED, host_of(&batch, l), b,
-                              swaps ? &c : NULL, n, l);
+      changed |= apply(op, batch.space == SP_SHARED, host_of(&batch, l), b, swaps ? &c : NULL, n,
+                       l);
     }
     synchronise(w, &batch, order, sync_read);
     if (changed) progress(e);
@@ -991,50 +932,72 @@ static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, 
   return DONE;
 }
 
-#define PLAIN(combine, bytes) {combine, combine, bytes, 1}
-#define PACKED(combine, bytes) {combine, combine, bytes, 2}
-// The operations of a form, by alternative of the operation and of the type.
-#define ATOMICS_AS(order, name, types, vector, type, swaps, ...)                        \
-  static int name(Warp *w, const Insn *I, Mask m) {                                     \
-    static const Atomic table[][types] = {__VA_ARGS__};                                 \
-    const Atomic *op = &table[I->mod[AT_OPERATION] - 1][I->mod[type] - 1];              \
-    return atomic(w, I, m, op, vector, swaps, order);                                   \
-  }
-#define ATOMICS(...) ATOMICS_AS(order_of(I), __VA_ARGS__)
-// red.async on global memory has no cache hint, and always releases; see exec_st_async_release.
-#define RELEASING(name, types, ...) ATOMICS_AS(2, name, types, 0, AT_HINT, false, __VA_ARGS__)
-ATOMICS(exec_atom_logic, 2, 0, AT_TYPE, false, {PLAIN(and_32, 4), PLAIN(and_64, 8)},
-        {PLAIN(or_32, 4), PLAIN(or_64, 8)}, {PLAIN(xor_32, 4), PLAIN(xor_64, 8)})
-ATOMICS(exec_atom_exch, 3, 0, AT_TYPE, false,
-        {PLAIN(exch_32, 4), PLAIN(exch_64, 8), PLAIN(exch_128, 16)})
-ATOMICS(exec_atom_cas, 4, 0, AT_TYPE, true,
-        {PLAIN(cas_16, 2), PLAIN(cas_32, 4), PLAIN(cas_64, 8), PLAIN(cas_128, 16)})
-ATOMICS(exec_atom_add, 5, 0, AT_TYPE, false,
-        {PLAIN(add_32, 4), PLAIN(add_32, 4), PLAIN(add_64, 8), {add_ftz_f32, add_f32, 4, 1},
-         {add_f64_global, add_f64, 8, 1}})
-ATOMICS(exec_atom_step, 1, 0, AT_TYPE, false, {PLAIN(inc_32, 4)}, {PLAIN(dec_32, 4)})
-ATOMICS(exec_atom_extreme, 4, 0, AT_TYPE, false,
-        {PLAIN(min_u32, 4), PLAIN(min_s32, 4), PLAIN(min_u64, 8), PLAIN(min_s64, 8)},
-        {PLAIN(max_u32, 4), PLAIN(max_s32, 4), PLAIN(max_u64, 8), PLAIN(max_s64, 8)})
-#define HALF_TYPES(name) {PLAIN(name##_f16, 2), PLAIN(name##_bf16, 2)}
-#define PACKED_TYPES(name) {PACKED(name##_f16, 2), PACKED(name##_bf16, 2)}
-ATOMICS(exec_atom_half, 2, 0, AT_TYPE, false, HALF_TYPES(add))
-ATOMICS(exec_atom_packed, 2, 0, AT_TYPE, false, PACKED_TYPES(add))
-ATOMICS(exec_atom_vector, 1, I->mod[AT_VECTOR], AT_VECTOR_TYPE, false,
-        {{add_ftz_f32, add_f32, 4, 1}})
-ATOMICS(exec_atom_vector_half, 2, I->mod[AT_VECTOR], AT_VECTOR_TYPE, false, HALF_TYPES(add),
-        HALF_TYPES(min), HALF_TYPES(max))
-ATOMICS(exec_atom_vector_packed, 2, I->mod[AT_VECTOR], AT_VECTOR_TYPE, false, PACKED_TYPES(add),
-        PACKED_TYPES(min), PACKED_TYPES(max))
+// The operations and types of a form, in the order of its pattern's alternatives.
+typedef struct { ReduceOp operations[3]; struct { ElementType type; uint8_t bytes; } types[5]; }
+    Choice;
+#define B32 {TY_U32, 4}
+#define S32 {TY_S32, 4}
+#define B64 {TY_U64, 8}
+#define S64 {TY_S64, 8}
+#define HALF_TYPES {TY_F16, 2}, {TY_BF16, 2}
+#define PACKED_TYPES {TY_F16, 4}, {TY_BF16, 4}
+static const Choice LOGIC = {{OP_AND, OP_OR, OP_XOR}, {B32, B64}},
+                    ADD = {{OP_ADD}, {B32, B32, B64, {TY_F32_FTZ, 4}, {TY_F64, 8}}},
+                    ADD_INTEGERS = {{OP_ADD}, {B32, B32, B64, B64}},
+                    ADD_F32 = {{OP_ADD}, {{TY_F32_FTZ, 4}}},
+                    STEP = {{OP_INC, OP_DEC}, {B32}},
+                    EXTREME = {{OP_MIN, OP_MAX}, {B32, S32, B64, S64}},
+                    HALVES = {{OP_ADD, OP_MIN, OP_MAX}, {HALF_TYPES}},
+                    PACKED = {{OP_ADD, OP_MIN, OP_MAX}, {PACKED_TYPES}};
 
-RELEASING(exec_red_async_logic, 2, {PLAIN(and_32, 4), PLAIN(and_64, 8)},
-          {PLAIN(or_32, 4), PLAIN(or_64, 8)}, {PLAIN(xor_32, 4), PLAIN(xor_64, 8)})
-RELEASING(exec_red_async_add, 4,
-          {PLAIN(add_32, 4), PLAIN(add_32, 4), PLAIN(add_64, 8), PLAIN(add_64, 8)})
-RELEASING(exec_red_async_step, 1, {PLAIN(inc_32, 4)}, {PLAIN(dec_32, 4)})
-RELEASING(exec_red_async_extreme, 4,
-          {PLAIN(min_u32, 4), PLAIN(min_s32, 4), PLAIN(min_u64, 8), PLAIN(min_s64, 8)},
-          {PLAIN(max_u32, 4), PLAIN(max_s32, 4), PLAIN(max_u64, 8), PLAIN(max_s64, 8)})
+static int reduce(Warp *w, const Insn *I, Mask m, const Choice *choice, int type, int vector,
+                  int order) {
+  ReduceOp op = choice->operations[I->mod[AT_OPERATION] - 1];
+  ElementType element = choice->types[I->mod[type] - 1].type;
+  Reduction global = reduction_of(op, element);
+  Atomic a = {global, element == TY_F32_FTZ ? reduction_of(op, TY_F32)
+                      : element == TY_F64   ? add_f64_shared : global,
+              choice->types[I->mod[type] - 1].bytes};
+  return atomic(w, I, m, &a, vector, false, order);
+}
+
+#define ATOMIC(name, choice) \
+  static int exec_atom_##name(Warp *w, const Insn *I, Mask m) { \
+    return reduce(w, I, m, &choice, AT_TYPE, 0, order_of(I)); \
+  }
+ATOMIC(logic, LOGIC)
+ATOMIC(add, ADD)
+ATOMIC(step, STEP)
+ATOMIC(extreme, EXTREME)
+ATOMIC(half, HALVES)
+ATOMIC(packed, PACKED)
+
+#define ATOMIC_VECTOR(name, choice) \
+  static int exec_atom_vector##name(Warp *w, const Insn *I, Mask m) { \
+    return reduce(w, I, m, &choice, AT_VECTOR_TYPE, I->mod[AT_VECTOR], order_of(I)); \
+  }
+ATOMIC_VECTOR(, ADD_F32)
+ATOMIC_VECTOR(_half, HALVES)
+ATOMIC_VECTOR(_packed, PACKED)
+
+// red.async on global memory has no cache hint, and always releases; see exec_st_async_release.
+#define RELEASING(name, choice) \
+  static int exec_red_async_##name(Warp *w, const Insn *I, Mask m) { \
+    return reduce(w, I, m, &choice, AT_HINT, 0, 2); \
+  }
+RELEASING(logic, LOGIC)
+RELEASING(add, ADD_INTEGERS)
+RELEASING(step, STEP)
+RELEASING(extreme, EXTREME)
+
+static int exec_atom_exch(Warp *w, const Insn *I, Mask m) {
+  Atomic a = {exchange, exchange, 4u << (I->mod[AT_TYPE] - 1)};  // .b32 .b64 .b128
+  return atomic(w, I, m, &a, 0, false, order_of(I));
+}
+static int exec_atom_cas(Warp *w, const Insn *I, Mask m) {
+  Atomic a = {.bytes = 2u << (I->mod[AT_TYPE] - 1)};  // .b16 .b32 .b64 .b128
+  return atomic(w, I, m, &a, 0, true, order_of(I));
+}
 
 // ---------------------------------------------------------------------- address conversions
 

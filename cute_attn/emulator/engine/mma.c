@@ -1,5 +1,6 @@
 // Matrices in registers: ldmatrix, stmatrix, movmatrix and mma.sync.
 #include "engine.h"
+#include "float_bits.h"
 #include "numerics.h"
 
 #include <fenv.h>
@@ -111,12 +112,9 @@ static int exec_ldmatrix(Warp *w, const Insn *I, Mask m) {
 // Rows of 16 packed elements of 6 or 4 bits, to bytes.
 static void unpack_rows(uint8_t rows[32][16], int bits) {
   for (int r = 0; r < 32; r++) {
-    uint8_t in[17] = {0};
+    uint8_t in[16];
     memcpy(in, rows[r], 16);
-    for (int i = 0; i < 16; i++) {
-      int at = i * bits;
-      rows[r][i] = (in[at / 8] | in[at / 8 + 1] << 8) >> at % 8 & ((1 << bits) - 1);
-    }
+    unpack_bits(in, bits, rows[r]);
   }
 }
 
@@ -351,7 +349,7 @@ static void fp8_through_half(Emu *e, int K, const float *A, const float *B, bool
   mma_tile(&n, 16, 8, K, a, b, sum, false);
   for (int i = 0; i < 16 * 8; i++) {
     D[i] += sum[i];
-    if (isnan(D[i])) memcpy(&D[i], &(uint32_t){TENSOR_NAN_F32}, 4);
+    if (isnan(D[i])) memcpy(&D[i], &(uint32_t){NAN32}, 4);
     if (f16_result) D[i] = half_value(half_of(D[i]));
   }
 }
@@ -569,10 +567,6 @@ static int exec_mma_f64(Warp *w, const Insn *I, Mask m) {
 
 static const int INT_SHAPES[][2] = {{0, 0}, {8, 16}, {16, 16}, {16, 32}};  // M, bytes of K
 
-static int32_t saturated(int64_t x) {
-  return x > INT32_MAX ? INT32_MAX : x < INT32_MIN ? INT32_MIN : (int32_t)x;
-}
-
 static int element(const uint8_t *row, int i, int bits, bool is_signed) {
   int v = bits == 8 ? row[i] : row[i / 2] >> (i & 1) * 4 & 15;
   return is_signed && v >> (bits - 1) ? v - (1 << bits) : v;
@@ -591,11 +585,7 @@ static int integer_mma(Warp *w, const Insn *I, Mask m, int bits, const char *kin
   gather_words(w, I, m, &I->op[3], M, D);
   for (int i = 0; i < M * K; i++) A[i] = (int16_t)element(a, i, bits, I->mod[2] == 2);
   for (int i = 0; i < 8 * K; i++) B[i] = (int16_t)element(b, i, bits, I->mod[3] == 2);
-  for (int i = 0; i < M * 8; i++) {
-    int32_t sum = 0;
-    for (int k = 0; k < K; k++) sum += A[i / 8 * K + k] * B[i % 8 * K + k];
-    D[i] = I->mod[1] ? (uint32_t)saturated((int64_t)(int32_t)D[i] + sum) : D[i] + (uint32_t)sum;
-  }
+  multiply_integers(M, 8, K, A, B, (int32_t *)D, true, I->mod[1]);
   scatter_words(w, I, m, &I->op[0], M, D);
   finish_count(w, kind, M, K);
   return DONE;

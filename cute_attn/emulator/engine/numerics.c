@@ -1,5 +1,6 @@
 // The arithmetic of tensor cores. See numerics.h for the model; its parameters are in RULES.
 #include "numerics.h"
+#include "float_bits.h"
 
 #include <math.h>
 #ifdef __SSE2__
@@ -14,86 +15,33 @@ typedef int16_t v8s __attribute__((vector_size(16)));
 
 // ------------------------------------------------------------------------------------- formats
 
-typedef struct { int exponent_bits, mantissa_bits, bias; bool inf, nan_all_ones; } SmallFloat;
-static const SmallFloat SMALL[FT_COUNT] = {
-  [FT_E4M3] = {4, 3, 7, false, true}, [FT_E5M2] = {5, 2, 15, true, false},
-  [FT_E3M2] = {3, 2, 3, false, false}, [FT_E2M3] = {2, 3, 1, false, false},
-  [FT_E2M1] = {2, 1, 1, false, false},
-};
-static float small_tables[FT_COUNT][256];
-
-static float small_value(const SmallFloat *s, unsigned bits) {
-  unsigned mantissa = bits & ((1u << s->mantissa_bits) - 1);
-  unsigned exponent = bits >> s->mantissa_bits & ((1u << s->exponent_bits) - 1);
-  unsigned top = (1u << s->exponent_bits) - 1;
-  float sign = bits >> (s->mantissa_bits + s->exponent_bits) & 1 ? -1.0f : 1.0f;
-  if (s->inf && exponent == top) return mantissa ? NAN : sign * INFINITY;
-  if (s->nan_all_ones && exponent == top && mantissa == (1u << s->mantissa_bits) - 1) return NAN;
-  if (exponent == 0) return sign * ldexpf(mantissa, 1 - s->bias - s->mantissa_bits);
-  return sign * ldexpf(mantissa | 1u << s->mantissa_bits,
-                       (int)exponent - s->bias - s->mantissa_bits);
-}
-
-// When the library is loaded, before there is a second thread that could read half of it.
-static __attribute__((constructor)) void fill_small_tables(void) {
-  for (int t = FT_E4M3; t <= FT_E2M1; t++)
-    for (unsigned i = 0; i < 256; i++) small_tables[t][i] = small_value(&SMALL[t], i);
-  for (unsigned i = 0; i < 256; i++) {
-    small_tables[FT_UE8M0][i] = i == 255 ? NAN : ldexpf(1.0f, (int)i - 127);
-    small_tables[FT_UE4M3][i] = small_value(&SMALL[FT_E4M3], i & 0x7F);
-  }
-}
-
-static inline float from_bits(uint32_t bits) {
-  float f;
-  memcpy(&f, &bits, 4);
-  return f;
-}
-static inline uint32_t bits_of(float f) {
-  uint32_t bits;
-  memcpy(&bits, &f, 4);
-  return bits;
-}
-
-static inline float half_to_float(uint16_t h) {
-  // The scaling makes subnormals normal; infinities and NaNs need their exponent set.
-  float f = from_bits((uint32_t)(h & 0x7FFF) << 13) * 0x1p112f;
-  uint32_t bits = bits_of(f) | ((h & 0x7C00) == 0x7C00 ? 0x7F800000u : 0);
-  return from_bits(bits | (uint32_t)(h & 0x8000) << 16);
-}
-float half_value(uint16_t bits) { return half_to_float(bits); }
-
-uint16_t half_of(float value) {
-  uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
-  if (magnitude > 0x7F800000) return TENSOR_NAN_F16;
-  if (magnitude >= 0x477FF000) return sign | 0x7C00;            // 65520 and more
-  if (magnitude < 0x38800000) {                                 // below 2^-14
-    float units = from_bits(magnitude) * 0x1p24f;
-    return sign | (uint16_t)lrintf(units);
-  }
-  uint32_t rounded = magnitude + 0xFFF + (magnitude >> 13 & 1);
-  return sign | (uint16_t)((rounded - 0x38000000) >> 13);
+// A power of two without a sign: a scale factor.
+ALWAYS_INLINE float ue8m0_value(uint32_t code) {
+  return as_float(code == 255 ? 0x7FC00000 : code ? code << 23 : 0x00400000);
 }
 
 void decode_floats(FloatType type, const void *raw, int count, float *out) {
   const uint16_t *h = raw;
   const uint32_t *word = raw;
   const uint8_t *byte = raw;
+#define DECODE(value) for (int i = 0; i < count; i++) out[i] = value; break
   switch (type) {
-    case FT_F16: for (int i = 0; i < count; i++) out[i] = half_to_float(h[i]); break;
-    case FT_BF16: for (int i = 0; i < count; i++) out[i] = from_bits((uint32_t)h[i] << 16); break;
-    case FT_TF32: for (int i = 0; i < count; i++) out[i] = from_bits(word[i] & ~0x1FFFu); break;
-    case FT_F32: memcpy(out, raw, (size_t)count * 4); break;
-    default: {
-      const float *table = small_tables[type];
-      for (int i = 0; i < count; i++) out[i] = table[byte[i]];
-    }
+    case FT_F16: DECODE(half_value(h[i]));
+    case FT_BF16: DECODE(as_float(f32_of_bf16(h[i])));
+    case FT_TF32: DECODE(as_float(word[i] & ~0x1FFFu));
+    case FT_E4M3: DECODE(small_value(&E4M3, byte[i]));
+    case FT_E5M2: DECODE(small_value(&E5M2, byte[i]));
+    case FT_E3M2: DECODE(small_value(&E3M2, byte[i]));
+    case FT_E2M3: DECODE(small_value(&E2M3, byte[i]));
+    case FT_E2M1: DECODE(small_value(&E2M1, byte[i]));
+    case FT_UE8M0: DECODE(ue8m0_value(byte[i]));
+    case FT_UE4M3: DECODE(small_value(&E4M3, byte[i] & 0x7F));
+    default: memcpy(out, raw, (size_t)count * 4);
   }
 }
 
 void decode_fp4(const uint8_t *raw, int count, float *out) {
-  const float *table = small_tables[FT_E2M1];
-  for (int i = 0; i < count; i++) out[i] = table[raw[i / 2] >> (i & 1) * 4 & 15];
+  for (int i = 0; i < count; i++) out[i] = small_value(&E2M1, raw[i / 2] >> (i & 1) * 4);
 }
 
 // --------------------------------------------------------------------------------------- rules
@@ -181,7 +129,7 @@ static void float_row(int K, int padded, const float *a, const float *bt, int n0
   const float *flat = (const float *)sum;
   for (int n = 0; n < columns; n++) {
     float x = accumulate ? d[n] + flat[n] : flat[n];
-    d[n] = x == x ? x : from_bits(TENSOR_NAN_F32);
+    d[n] = x == x ? x : as_float(NAN32);
   }
 }
 
@@ -195,7 +143,7 @@ static void float_tile(const Numerics *num, int M, int N, int K, const float *A,
       float_row(K, padded, A + (size_t)m * K, bt, n0, D + (size_t)m * N + n0, columns, accumulate);
   }
   if (num->f16_result)
-    for (int i = 0; i < M * N; i++) D[i] = half_to_float(half_of(D[i]));
+    for (int i = 0; i < M * N; i++) D[i] = half_value(half_of(D[i]));
 }
 
 // --------------------------------------------------------------------------- one element, exact
@@ -213,7 +161,7 @@ static inline int clamp(int x, int low, int high) { return x < low ? low : x > h
 #define BAD_EXPONENT 12000   // of what the vector path leaves to exact_element
 
 static inline int exponent_of(float x, int lowest) {
-  uint32_t bits = bits_of(x) & 0x7FFFFFFF;
+  uint32_t bits = float_bits(x) & 0x7FFFFFFF;
   if (!bits) return NO_EXPONENT;
   int e = (int)(bits >> 23) - 127;
   return e < lowest ? lowest : e;
@@ -232,7 +180,7 @@ static float rounded(const Numerics *num, double v) {
     uint64_t lost = bits & 0x1FFFFFFF;
     bits = (bits & ~(uint64_t)0x1FFFFFFF) | (lost ? 0x20000000 : 0);
     memcpy(&v, &bits, 8);
-    return positive_zero(half_to_float(half_of((float)v)));
+    return positive_zero(half_value(half_of((float)v)));
   }
   int e = ilogb(v);
   if (e < -126) e = -126;
@@ -251,7 +199,7 @@ static float exact_element(const Numerics *num, int K, const float *a, const flo
     int e = exponent_of(a[k], num->min_exponent_a) + exponent_of(b[k], num->min_exponent_b);
     if (a[k] != 0 && b[k] != 0 && e + shift > largest) largest = e + shift;
   }
-  if (!isfinite(plain)) return isnan(plain) ? from_bits(TENSOR_NAN_F32) : (float)plain;
+  if (!isfinite(plain)) return isnan(plain) ? as_float(NAN32) : (float)plain;
   int64_t total = (int64_t)(c * power_of_two(num->fraction_bits - largest));
   double unit = power_of_two(clamp(num->fraction_bits + shift - largest, -700, 700));
   for (int k = 0; k < K; k++) total += (int64_t)((double)a[k] * b[k] * unit);
@@ -328,7 +276,7 @@ static inline v8f through_half(v8f x) {
 #ifdef __F16C__
   return (v8f)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 #else
-  for (int i = 0; i < 8; i++) x[i] = half_to_float(half_of(x[i]));
+  for (int i = 0; i < 8; i++) x[i] = half_value(half_of(x[i]));
   return x;
 #endif
 }
@@ -540,7 +488,7 @@ static float grouped_element(const Numerics *num, int K, const float *a, const f
     part[groups] = sum * fa * fb * power_of_two(-exponent[groups]);
     if (exponent[groups] > largest) largest = exponent[groups];
   }
-  if (!isfinite(plain)) return isnan(plain) ? from_bits(TENSOR_NAN_F32) : (float)plain;
+  if (!isfinite(plain)) return isnan(plain) ? as_float(NAN32) : (float)plain;
   int64_t total = (int64_t)(c * power_of_two(num->fraction_bits - largest));
   for (int g = 0; g < groups; g++)
     total += (int64_t)(part[g] * power_of_two(clamp(num->fraction_bits + exponent[g] - largest,
@@ -558,7 +506,7 @@ static void spread_nan(int M, int N, int per_row, int at, const float *sa, const
   for (int m = 0; m < M; m++)
     for (int n = 0; n < N; n++)
       if (isnan(sa[m * per_row + at]) || isnan(sb[n * per_row + at]))
-        D[m * N + n] = from_bits(TENSOR_NAN_F32);
+        D[m * N + n] = as_float(NAN32);
 }
 
 void mma_tile_scaled(const Numerics *num, int M, int N, int K, const float *A, const float *B,
@@ -592,5 +540,30 @@ void mma_tile_scaled(const Numerics *num, int M, int N, int K, const float *A, c
     Block block = prepare(num, N, K, k, vector, B, sb);
     exact_block(&block, M, N, K, k, A, B, sa, D);
     spread_nan(M, N, per_row, k / vector, scale_a, scale_b, D);
+  }
+}
+
+// ------------------------------------------------------------------------------------ integers
+
+void multiply_integers(int M, int N, int K, const int16_t *A, const int16_t *B, int32_t *D,
+                       bool accumulate, bool saturate) {
+  for (int m = 0; m < M; m++)
+    for (int n = 0; n < N; n++) {
+      int32_t sum = 0;
+      for (int k = 0; k < K; k++) sum += A[m * K + k] * B[n * K + k];
+      int64_t all = (int64_t)sum + (accumulate ? D[m * N + n] : 0);
+      if (saturate) all = all > INT32_MAX ? INT32_MAX : all < INT32_MIN ? INT32_MIN : all;
+      D[m * N + n] = (int32_t)(uint32_t)all;
+    }
+}
+
+void widen_bytes(const uint8_t *in, int count, bool is_signed, int16_t *out) {
+  for (int i = 0; i < count; i++) out[i] = is_signed ? (int8_t)in[i] : in[i];
+}
+
+void unpack_bits(const uint8_t *in, int bits, uint8_t out[16]) {
+  for (int i = 0; i < 16; i++) {
+    int at = i * bits;
+    out[i] = (uint8_t)((in[at / 8] | in[at / 8 + 1] << 8) >> at % 8 & ((1 << bits) - 1));
   }
 }

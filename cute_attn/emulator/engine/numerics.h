@@ -59,11 +59,12 @@ void mma_tile_scaled(const Numerics *n, int M, int N, int K, const float *A, con
 // packed two to a byte, low half first: decode_fp4.
 void decode_floats(FloatType type, const void *raw, int count, float *out);
 void decode_fp4(const uint8_t *raw, int count, float *out);
-// f32 to f16 bits, to nearest even, and back.
-uint16_t half_of(float value);
-float half_value(uint16_t bits);
-// NaN of tensor-core results.
-#define TENSOR_NAN_F32 0x7FFFFFFFu
-#define TENSOR_NAN_F16 0x7FFFu
+
+// D = A * B^T (+ D) of integers, in tiles as those of mma_tile.
+void multiply_integers(int M, int N, int K, const int16_t *A, const int16_t *B, int32_t *D,
+                       bool accumulate, bool saturate);
+void widen_bytes(const uint8_t *in, int count, bool is_signed, int16_t *out);
+// Sixteen elements of 6 or 4 bits, packed in 12 or 8 bytes, to a byte each.
+void unpack_bits(const uint8_t *in, int bits, uint8_t out[16]);
 
 #endif

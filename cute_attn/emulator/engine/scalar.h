@@ -8,12 +8,11 @@
 #pragma GCC optimize("no-trapping-math")
 
 #include "engine.h"
+#include "float_bits.h"
 #include <fenv.h>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
-
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 // Operand k as 32 lanes called `name`. Unlike SRC32 this does not clear the buffer first.
 #define LANES32(name, k) \
@@ -35,26 +34,6 @@ static inline Mask mask_of(const uint32_t r[32]) {
   FOR_LANES(l) v |= (r[l] & 1) << l;
 #endif
   return v;
-}
-
-// ------------------------------------------------------------------------------------- bits
-
-#define REINTERPRET(name, From, To) \
-  ALWAYS_INLINE To name(From v) { union { From from; To to; } x = {.from = v}; return x.to; }
-REINTERPRET(as_float, uint32_t, float)
-REINTERPRET(float_bits, float, uint32_t)
-REINTERPRET(as_double, uint64_t, double)
-REINTERPRET(double_bits, double, uint64_t)
-
-#define NAN32 0x7FFFFFFFu
-#define NAN16 0x7FFFu
-#define NAN64 0xFFF8000000000000ull
-
-// The result of f32 arithmetic: any NaN becomes the canonical one.
-ALWAYS_INLINE uint32_t canonical(float v) { return v == v ? float_bits(v) : NAN32; }
-ALWAYS_INLINE uint32_t flushed(uint32_t v) { return v & 0x7F800000 ? v : v & 0x80000000; }
-ALWAYS_INLINE uint32_t saturated(uint32_t v) {  // to [0, 1]; NaN and -0 give +0
-  return (int32_t)v <= 0 || v > 0x7F800000 ? 0 : v > 0x3F800000 ? 0x3F800000 : v;
 }
 
 // ---------------------------------------------------------------------------------- rounding
@@ -83,14 +62,6 @@ ALWAYS_INLINE double add_odd(double x, double y) {
 }
 
 // ----------------------------------------------------------------------------------- formats
-
-typedef struct {
-  int mantissa, bias, bits;
-  uint32_t infinity, max, nan;  // codes; without an infinity, overflow gives max
-} Format;
-static const Format F16 = {10, 15, 16, 0x7C00, 0x7BFF, NAN16};
-static const Format BF16 = {7, 127, 16, 0x7F80, 0x7F7F, NAN16};
-static const Format F32 = {23, 127, 32, 0x7F800000, 0x7F7FFFFF, NAN32};
 
 // A double in another format. `random` has its bits just below the last one kept (32 of them).
 ALWAYS_INLINE uint32_t narrow_random(double value, const Format *f, int mode, bool finite,
@@ -131,26 +102,6 @@ ALWAYS_INLINE bool tiny(double v, const Format *f, int mode) {
   return mode <= RN                   ? a < smallest - ulp / 2
          : mode == (v < 0 ? RM : RP) ? a <= smallest - ulp
                                        : a < smallest;
-}
-
-// f32 to f16 and bf16, to nearest: forms that vectorise.
-ALWAYS_INLINE uint32_t f16_of(uint32_t v) {
-  uint32_t a = v & 0x7FFFFFFF, sign = v >> 16 & 0x8000;
-  uint32_t normal = (a + 0xFFF + (a >> 13 & 1) - (112u << 23)) >> 13;
-  uint32_t small = float_bits(as_float(a) + 0.5f) - 0x3F000000;  // 0.5 has f16's smallest ulp
-  uint32_t r = a < 0x38800000 ? small : a >= 0x477FF000 ? 0x7C00 : normal;
-  return a > 0x7F800000 ? NAN16 : sign | r;
-}
-ALWAYS_INLINE uint32_t bf16_of(uint32_t v) {
-  uint32_t r = (v + 0x7FFF + (v >> 16 & 1)) >> 16;
-  return (v & 0x7FFFFFFF) > 0x7F800000 ? NAN16 : r;
-}
-// f16 in the low half to f32, exactly; NaN payloads shifted along.
-ALWAYS_INLINE uint32_t f32_of_f16(uint32_t h) {
-  uint32_t a = (h & 0x7FFF) << 13;
-  uint32_t r = float_bits(as_float(a) * 0x1p112f);
-  r = a >= 0x0F800000 ? a | 0x7F800000 : r;
-  return r | (h & 0x8000) << 16;
 }
 
 #endif

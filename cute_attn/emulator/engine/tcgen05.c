@@ -1,12 +1,14 @@
 // tcgen05: tensor memory (TMEM) and the tensor cores of sm_100.
 #include "engine.h"
+#include "float_bits.h"
+#include "matrix.h"
 #include "numerics.h"
+#include "reductions.h"
 
 #define LANES 128
 #define COLUMNS 512
 #define SLICE 32  // columns, the unit of allocation
 #define SLICES (COLUMNS / SLICE)
-#define K_BYTES 32  // of a row of an operand in one operation, whatever its type
 
 typedef struct {
   bool active, done;
@@ -389,27 +391,9 @@ typedef struct {
   Cells cells;
   Mask lanes;
   const Operand *registers, *reduced;
-  int operation;           // of ld.red: 1 min, 2 max; 0: none
-  int type;                // 1 f32, 2 u32, 3 s32
-  bool absolute, nan;
+  Reduction reduce;        // of ld.red; else NULL
+  bool absolute;
 } Load;
-
-static float as_float(uint32_t v) {
-  float f;
-  memcpy(&f, &v, 4);
-  return f;
-}
-
-static uint32_t reduce(const Load *d, uint32_t x, uint32_t y) {
-  bool greater = d->operation == 2;
-  if (d->type == 2) return (x < y) != greater ? x : y;
-  if (d->type == 3) return ((int32_t)x < (int32_t)y) != greater ? x : y;
-  float fx = as_float(x), fy = as_float(y);
-  if (fx != fx || fy != fy)
-    return d->nan || (fx != fx && fy != fy) ? 0x7FFFFFFFu : fx != fx ? y : x;
-  if (fx == fy) return ((x >> 31) != 0) != greater ? x : y;  // -0 is below +0
-  return (fx < fy) != greater ? x : y;
-}
 
 static void write_register(Warp *w, const Operand *o, Mask m, const uint32_t *values) {
   if (o->kind != K_REG) return;
@@ -432,13 +416,13 @@ static void run_load(AsyncOp *op, int stage) {
       int lane, column;
       cell_at(&d->cells, r, l, &lane, &column);
       values[l] = cell_read(&d->cells, t, lane, column);
-      if (!d->operation) continue;
-      uint32_t v = d->absolute ? values[l] & 0x7FFFFFFF : values[l];
-      reduced[l] = r ? reduce(d, reduced[l], v) : v;
     }
     write_register(w, &d->registers[r], d->lanes, values);
+    if (!d->reduce) continue;
+    if (d->absolute) FOR_LANES(l) values[l] &= 0x7FFFFFFF;
+    reduce_or_copy(r ? d->reduce : NULL, (uint8_t *)reduced, (uint8_t *)values, sizeof values);
   }
-  if (d->operation) write_register(w, d->reduced, d->lanes, reduced);
+  if (d->reduce) write_register(w, d->reduced, d->lanes, reduced);
   progress(op->emu);
 }
 
@@ -486,7 +470,7 @@ static int load(Warp *w, const Insn *I, Mask m, Load d, const Operand *address, 
   }
   s->loads[s->nloads++] = op;
   for (int r = 0; r < d.cells.count; r++) mark_pending(w, I, &d.registers[r], op);
-  if (d.operation) mark_pending(w, I, d.reduced, op);
+  if (d.reduce) mark_pending(w, I, d.reduced, op);
   submit(op);
   return DONE;
 }
@@ -500,28 +484,32 @@ static int exec_ld_split(Warp *w, const Insn *I, Mask m) {
               (int)I->op[2].imm, "tcgen05.ld");
 }
 
-static int load_reduce(Warp *w, const Insn *I, Mask m, Load d) {
+// type: 1 f32, 2 u32, 3 s32.
+static int load_reduce(Warp *w, const Insn *I, Mask m, bool max, int type, bool absolute,
+                       bool nan) {
   bool split = I->mod[0] == 2;
   if (I->mod[1] < 2) {
     fatal(w, I, CK_TCGEN05, "tcgen05.ld.red needs at least .x2");
     return DONE;
   }
-  if (d.type != 1 && (d.absolute || d.nan)) {
+  if (type != 1 && (absolute || nan)) {
     fatal(w, I, CK_TCGEN05, "tcgen05.ld.red: .abs and .NaN are for .f32 only");
     return DONE;
   }
-  d.reduced = &I->op[1];
+  ReduceOp op = max ? OP_MAX : OP_MIN;
+  Load d = {.reduced = &I->op[1], .absolute = absolute,
+            .reduce = type == 1 ? reduction_of(f32_extreme(max, nan), TY_F32)
+                                : reduction_of(op, type == 2 ? TY_U32 : TY_S32)};
   return load(w, I, m, d, &I->op[2], split ? SHAPE_16x32bx2 : SHAPE_32x32b, I->mod[1], false,
               split ? (int)I->op[3].imm : 0, "tcgen05.ld.red");
 }
 
 static int exec_ld_red(Warp *w, const Insn *I, Mask m) {
-  return load_reduce(w, I, m, (Load){.operation = I->mod[2], .absolute = I->mod[3],
-                                     .nan = I->mod[4], .type = I->mod[5]});
+  return load_reduce(w, I, m, I->mod[2] == 2, I->mod[5], I->mod[3], I->mod[4]);
 }
 
 static int exec_ld_red_type_first(Warp *w, const Insn *I, Mask m) {
-  return load_reduce(w, I, m, (Load){.operation = I->mod[3], .type = I->mod[2] + 1});
+  return load_reduce(w, I, m, I->mod[3] == 2, I->mod[2] + 1, false, false);
 }
 
 typedef struct {
@@ -636,20 +624,9 @@ int tcgen05_fences(const Program *p, int after) {
 
 // ------------------------------------------------------------------ matrices in shared memory
 
-enum { SWIZZLE_NONE = 0, SWIZZLE_128B_32B = 1, SWIZZLE_128B = 2, SWIZZLE_64B = 4, SWIZZLE_32B = 6 };
-
-typedef struct {
-  uint32_t start, leading, stride, base;
-  int swizzle, width;  // bytes of a row of a swizzle atom
-} Matrix;
-
-static bool matrix_of(Warp *w, const Insn *I, uint64_t descriptor, const char *name, Matrix *m) {
-  *m = (Matrix){
-      .start = (descriptor & 0x3FFF) << 4, .leading = (descriptor >> 16 & 0x3FFF) << 4,
-      .stride = (descriptor >> 32 & 0x3FFF) << 4, .base = descriptor >> 49 & 7,
-      .swizzle = (int)(descriptor >> 61)};
-  m->width = m->swizzle == SWIZZLE_NONE ? 16 : m->swizzle == SWIZZLE_32B ? 32
-             : m->swizzle == SWIZZLE_64B ? 64 : 128;
+// The matrix that a descriptor stands for; false after a finding that leaves nothing to read.
+static bool read_matrix(Warp *w, const Insn *I, uint64_t descriptor, const char *name, Matrix *m) {
+  *m = matrix_of(descriptor);
   unsigned long long text_of = (unsigned long long)descriptor;
   if ((descriptor >> 46 & 7) != 1)
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
@@ -662,42 +639,12 @@ static bool matrix_of(Warp *w, const Insn *I, uint64_t descriptor, const char *n
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
             "descriptor of %s, 0x%016llx: an absolute leading dimension (bit 52) is for sm_103a "
             "only", name, text_of);
-  if (m->swizzle == 3 || m->swizzle == 5 || m->swizzle == 7) {
+  if (m->mode == 3 || m->mode == 5 || m->mode == 7) {
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
-            "descriptor of %s, 0x%016llx: there is no swizzle mode %d", name, text_of, m->swizzle);
+            "descriptor of %s, 0x%016llx: there is no swizzle mode %d", name, text_of, m->mode);
     return false;
   }
   return true;
-}
-
-static inline uint32_t swizzled(const Matrix *m, uint32_t a) {
-  uint32_t phase = (a >> 7) - m->base;
-  switch (m->swizzle) {
-    case SWIZZLE_128B: a ^= (phase & 7) << 4; break;
-    case SWIZZLE_64B: a ^= (phase & 3) << 4; break;
-    case SWIZZLE_32B: a ^= (phase & 1) << 4; break;
-    case SWIZZLE_128B_32B: a ^= (phase & 3) << 5; break;
-  }
-  return a & 0x3FFFF;
-}
-
-// Address of 16 bytes of a K-major matrix: chunk `c` of row `row`.
-static inline uint32_t k_major(const Matrix *m, int row, int c) {
-  uint32_t a = m->start + (uint32_t)(row / 8) * m->stride + (uint32_t)(row % 8 * m->width);
-  return swizzled(m, a + (uint32_t)c * (m->swizzle ? 16 : m->leading));
-}
-
-// Address of 16 bytes of an MN-major matrix: chunk `c` of those along M or N, at index k.
-static inline uint32_t mn_major(const Matrix *m, int c, int k) {
-  uint32_t a = m->start;
-  if (!m->swizzle) {
-    a += (uint32_t)c * m->stride + (uint32_t)(k / 8) * m->leading + (uint32_t)(k % 8 * 16);
-  } else {
-    int chunks = m->width / 16, rows = m->swizzle == SWIZZLE_128B_32B ? 4 : 8;
-    a += (uint32_t)(c / chunks) * m->leading + (uint32_t)(c % chunks * 16) +
-         (uint32_t)(k / rows) * m->stride + (uint32_t)(k % rows * m->width);
-  }
-  return swizzled(m, a);
 }
 
 // Units of 16 bytes of a CTA's shared memory that an operand takes, to check them in long spans.
@@ -837,19 +784,10 @@ typedef struct {
   _Alignas(64) float a_tile[128 * 64], b_tile[256 * 64], d_tile[128 * 256];
   _Alignas(64) uint8_t a_raw[128][K_BYTES], b_raw[256 + 64][K_BYTES];
   float a_scales[128 * 4], b_scales[256 * 4];
-  int16_t wide_a[128][32], wide_b[256][32];  // integers
+  int16_t wide_a[128 * K_BYTES], wide_b[256 * K_BYTES];  // integers
 } Tiles;
 
 static Tiles *tiles_of(Emu *e) { return scratch(e, SCRATCH_TCGEN05, sizeof(Tiles)); }
-
-// 16 elements of 4 bits in 8 bytes, or of 6 bits in 12, out of the 16 bytes that hold them.
-static void spread(const uint8_t *in, int bits, uint8_t *out) {
-  for (int i = 0; i < 16; i++) {
-    int bit = i * bits;
-    unsigned two = in[bit / 8] | (unsigned)in[bit / 8 + 1] << 8;
-    out[i] = (uint8_t)(two >> bit % 8 & ((1u << bits) - 1));
-  }
-}
 
 static int bits_of(FloatType type) {
   return type == FT_E2M1 ? 4 : type == FT_E2M3 || type == FT_E3M2 ? 6 : 8;
@@ -870,7 +808,7 @@ static void decode(const Mma *m, FloatType type, bool in_tmem, bool negate, int 
       int bits = bits_of(type);
       for (int r = 0; r < rows; r++) {
         uint8_t wide[K_BYTES];
-        for (int h = 0; h < 2 && !in_tmem; h++) spread(&raw[r][16 * h], bits, &wide[16 * h]);
+        for (int h = 0; h < 2 && !in_tmem; h++) unpack_bits(&raw[r][16 * h], bits, &wide[16 * h]);
         for (int i = 0; i < K_BYTES && in_tmem; i++)
           wide[i] = narrow_from_byte(raw[r][i], bits);
         memcpy(raw[r], wide, K_BYTES);
@@ -947,23 +885,11 @@ static void store_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, 
   }
 }
 
-static void multiply_integers(Tiles *t, const Mma *m, int rows, int columns, int first) {
-  const uint8_t (*b)[K_BYTES] = (const uint8_t (*)[K_BYTES])t->b_raw + first;
-  int32_t *d = (int32_t *)(void *)t->d_tile;
-  for (int r = 0; r < rows; r++)
-    for (int k = 0; k < 32; k++)
-      t->wide_a[r][k] = m->a_signed ? (int8_t)t->a_raw[r][k] : t->a_raw[r][k];
-  for (int c = 0; c < columns; c++)
-    for (int k = 0; k < 32; k++) t->wide_b[c][k] = m->b_signed ? (int8_t)b[c][k] : b[c][k];
-  for (int r = 0; r < rows; r++) {
-    for (int c = 0; c < columns; c++) {
-      int32_t sum = 0;
-      for (int k = 0; k < 32; k++) sum += t->wide_a[r][k] * t->wide_b[c][k];
-      int64_t all = (int64_t)sum + (m->accumulate ? d[r * columns + c] : 0);
-      if (m->saturate) all = all > INT32_MAX ? INT32_MAX : all < INT32_MIN ? INT32_MIN : all;
-      d[r * columns + c] = (int32_t)(uint32_t)all;
-    }
-  }
+static void multiply_rows(Tiles *t, const Mma *m, int rows, int columns, int first) {
+  widen_bytes(t->a_raw[0], rows * K_BYTES, m->a_signed, t->wide_a);
+  widen_bytes(t->b_raw[first], columns * K_BYTES, m->b_signed, t->wide_b);
+  multiply_integers(rows, columns, K_BYTES, t->wide_a, t->wide_b, (int32_t *)(void *)t->d_tile,
+                    m->accumulate, m->saturate);
 }
 
 // Scale factors: those of row (or column) i stand in lane i % 32 of a 32-lane partition, in
@@ -1014,7 +940,7 @@ static void multiply(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l,
   Tiles *t = tiles_of(op->emu);
   int first = fold * l->columns;
   if (m->kind == KIND_I8) {
-    multiply_integers(t, m, l->rows, l->columns, first);
+    multiply_rows(t, m, l->rows, l->columns, first);
     return;
   }
   const float *b = t->b_tile + first * m->K;
@@ -1172,14 +1098,14 @@ static bool read_descriptor(Warp *w, const Insn *I, uint32_t d, Mma *m) {
 static void check_major(Warp *w, const Insn *I, const Mma *m, const Matrix *matrix, bool transposed,
                         FloatType type, int rows, const char *name) {
   if (!transposed) return;
-  bool wide_atoms = matrix->swizzle == SWIZZLE_128B_32B;
+  bool wide_atoms = matrix->mode == SWIZZLE_128B_32B;
   if (KINDS[m->kind].element == 1 && bits_of(type) < 8)
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
             "%s is transposed (major along M or N), which elements under 8 bits cannot be", name);
   else if ((m->kind == KIND_TF32) != wide_atoms)
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
             "%s is transposed (major along M or N) with swizzle mode %d: 32-bit elements need "
-            "mode 1, others cannot have it", name, matrix->swizzle);
+            "mode 1, others cannot have it", name, matrix->mode);
   else if (rows % (16 / KINDS[m->kind].element))
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
             "%s is transposed, but its %d rows a CTA are not whole units of 16 bytes", name, rows);
@@ -1191,7 +1117,7 @@ static bool read_matrices(Warp *w, const Insn *I, Mma *m) {
             KINDS[m->kind].name);
     m->transpose_a = m->transpose_b = false;
   }
-  bool good = matrix_of(w, I, m->b, "B", &m->b_matrix);
+  bool good = read_matrix(w, I, m->b, "B", &m->b_matrix);
   if (good)
     check_major(w, I, m, &m->b_matrix, m->transpose_b, m->b_type, m->N / m->group, "B");
   if (m->a_in_tmem) {
@@ -1199,7 +1125,7 @@ static bool read_matrices(Warp *w, const Insn *I, Mma *m) {
       finding(w, I, CK_DESCRIPTOR, SEV_ERROR, "A in TMEM cannot be transposed");
     return good;
   }
-  good = matrix_of(w, I, m->a, "A", &m->a_matrix) && good;
+  good = read_matrix(w, I, m->a, "A", &m->a_matrix) && good;
   if (good) check_major(w, I, m, &m->a_matrix, m->transpose_a, m->a_type, m->M / m->group, "A");
   return good;
 }
@@ -1421,7 +1347,7 @@ static void run_copy(AsyncOp *op, int stage) {
           memcpy(to, p, 16);
           continue;
         }
-        spread(p, c->bits, to);
+        unpack_bits(p, c->bits, to);
         for (int j = 0; j < 16; j++) to[j] = (uint8_t)(to[j] << (6 - c->bits));
       }
     }
@@ -1456,7 +1382,7 @@ static int exec_cp(Warp *w, const Insn *I, Mask m) {
   FOR_SET(l, m) {
     Copy c = {.shape = I->mod[1], .group = group, .address = (uint32_t)address[l] & 0x3FFFFFFF,
               .bits = I->mod[2] == 1 ? 6 : I->mod[2] == 2 ? 4 : 8};
-    if (!matrix_of(w, I, descriptor[l], "the source of tcgen05.cp", &c.matrix)) continue;
+    if (!read_matrix(w, I, descriptor[l], "the source of tcgen05.cp", &c.matrix)) continue;
     Copy *data = malloc(sizeof c);
     *data = c;
     issue(w, I, "tcgen05.cp", l, data, run_copy);

@@ -1,5 +1,7 @@
 // Communication among the lanes of a warp: shfl, vote, match, redux, elect, bar.warp.sync.
 #include "engine.h"
+#include "float_bits.h"
+#include "reductions.h"
 
 // ---------------------------------------------------------------------------------- member masks
 //
@@ -167,32 +169,22 @@ static int exec_match_all(Warp *w, const Insn *I, Mask m) { return match(w, I, m
 
 // ----------------------------------------------------------------------------------------- redux
 
-typedef uint32_t (*Reduce)(uint32_t a, uint32_t b);
-#define REDUCE(name, type, expression) \
-  static uint32_t name(uint32_t x, uint32_t y) { \
-    type a = (type)x, b = (type)y; \
-    return (uint32_t)(expression); \
-  }
-REDUCE(reduce_add, uint32_t, a + b)
-REDUCE(reduce_min_u32, uint32_t, a < b ? a : b)
-REDUCE(reduce_max_u32, uint32_t, a > b ? a : b)
-REDUCE(reduce_min_s32, int32_t, a < b ? a : b)
-REDUCE(reduce_max_s32, int32_t, a > b ? a : b)
-REDUCE(reduce_and, uint32_t, a & b)
-REDUCE(reduce_or, uint32_t, a | b)
-REDUCE(reduce_xor, uint32_t, a ^ b)
-
-static int redux(Warp *w, const Insn *I, Mask m, Reduce reduce) {
+static int redux(Warp *w, const Insn *I, Mask m, ReduceOp op, ElementType type, bool absolute) {
   Part parts[32];
   int count;
   if (!gather(w, I, m, &I->op[2], w->live, parts, &count)) return BLOCK;
   const uint32_t *v = SRC32(1);
-  uint32_t result[32];
+  Reduction reduce = reduction_of(op, type);
+  uint32_t x[32], result[32];
+  if (type == TY_F32) {  // a NaN becomes canonical, even if it is alone
+    FOR_LANES(l) x[l] = is_nan(v[l]) ? NAN32 : absolute ? v[l] & 0x7FFFFFFF : v[l];
+    v = x;
+  }
   for (int i = 0; i < count; i++) {
     Mask lanes = parts[i].lanes;
     uint32_t r = v[__builtin_ctz(lanes)];
     for (Mask rest = lanes & (lanes - 1); rest; rest &= rest - 1)
-      r = reduce(r, v[__builtin_ctz(rest)]);
+      reduce((uint8_t *)&r, (const uint8_t *)&v[__builtin_ctz(rest)], sizeof r);
     FOR_SET(l, lanes) result[l] = r;
   }
   PUT32(0, result);
@@ -200,50 +192,14 @@ static int redux(Warp *w, const Insn *I, Mask m, Reduce reduce) {
 }
 
 static int exec_redux_arithmetic(Warp *w, const Insn *I, Mask m) {
-  static const Reduce table[3][2] = {{reduce_add, reduce_add},
-                                     {reduce_min_u32, reduce_min_s32},
-                                     {reduce_max_u32, reduce_max_s32}};
-  return redux(w, I, m, table[I->mod[0] - 1][I->mod[1] - 1]);
+  ReduceOp op = (ReduceOp)(OP_ADD + I->mod[0] - 1);
+  return redux(w, I, m, op, I->mod[1] == 1 ? TY_U32 : TY_S32, false);
 }
 static int exec_redux_logic(Warp *w, const Insn *I, Mask m) {
-  static const Reduce table[3] = {reduce_and, reduce_or, reduce_xor};
-  return redux(w, I, m, table[I->mod[0] - 1]);
+  return redux(w, I, m, (ReduceOp)(OP_AND + I->mod[0] - 1), TY_U32, false);
 }
-
-#define F32_NAN 0x7FFFFFFFu
-static inline bool is_nan(uint32_t v) { return (v & 0x7FFFFFFFu) > 0x7F800000u; }
-// Order of the bit patterns of floats as integers; -0 comes before +0.
-static inline int32_t float_order(uint32_t v) {
-  return (int32_t)(v >> 31 ? v ^ 0x7FFFFFFFu : v);
-}
-
-static uint32_t reduce_f32(const uint32_t v[32], Mask lanes, bool max, bool abs, bool nan) {
-  uint32_t best = F32_NAN;
-  FOR_SET(l, lanes) {
-    uint32_t x = abs ? v[l] & 0x7FFFFFFFu : v[l];
-    if (is_nan(x)) {
-      if (nan) return F32_NAN;
-      continue;
-    }
-    if (is_nan(best) || (max ? float_order(x) > float_order(best)
-                             : float_order(x) < float_order(best)))
-      best = x;
-  }
-  return best;
-}
-
 static int exec_redux_f32(Warp *w, const Insn *I, Mask m) {
-  Part parts[32];
-  int count;
-  if (!gather(w, I, m, &I->op[2], w->live, parts, &count)) return BLOCK;
-  const uint32_t *v = SRC32(1);
-  uint32_t result[32];
-  for (int i = 0; i < count; i++) {
-    uint32_t r = reduce_f32(v, parts[i].lanes, I->mod[0] == 2, I->mod[1], I->mod[2]);
-    FOR_SET(l, parts[i].lanes) result[l] = r;
-  }
-  PUT32(0, result);
-  return DONE;
+  return redux(w, I, m, f32_extreme(I->mod[0] == 2, I->mod[2]), TY_F32, I->mod[1]);
 }
 
 // ----------------------------------------------------------------------- elect, activemask, sync

@@ -4,10 +4,11 @@
 // all four warps have arrived: so the operations of the first three are kept back, and that of the
 // last one runs them all. What a warp has waited for has been done by all four.
 #include "engine.h"
+#include "float_bits.h"
+#include "matrix.h"
 #include "numerics.h"
 
 #define GROUPS 64          // commit groups remembered
-#define K_BYTES 32         // of a row of A or B: the same for all types
 #define MAX_N 256
 
 typedef enum { OPERANDS_FLOAT, OPERANDS_INT, OPERANDS_BIT } OperandClass;
@@ -68,53 +69,27 @@ static Clock clock_of(const Warp *w, uint64_t group) {
 
 // --------------------------------------------------------------------------- matrix descriptors
 
-typedef struct { uint32_t start, leading, stride, base; int chunks; } Descriptor;
-
-// `chunks`: 16-byte columns of the swizzling pattern; 1: none.
-static Descriptor descriptor_of(uint64_t d) {
-  static const int chunks[] = {1, 8, 4, 2};
-  return (Descriptor){.start = (uint32_t)(d & 0x3FFF) << 4,
-                      .leading = (uint32_t)(d >> 16 & 0x3FFF) << 4,
-                      .stride = (uint32_t)(d >> 32 & 0x3FFF) << 4,
-                      .base = (uint32_t)(d >> 49 & 7), .chunks = chunks[d >> 62]};
-}
-
-// Shared address (18 bits) of 16 bytes. K-major: of `row`, 0 or 1 along K. MN-major: of the eight
-// rows from 8 * major on, at `minor` along K.
-static uint32_t chunk_address(const Descriptor *d, bool mn_major, int major, int minor) {
-  uint32_t a = d->start, width = 16u * (uint32_t)d->chunks;
-  if (mn_major) {
-    if (d->chunks == 1)
-      a += minor % 8 * 16 + minor / 8 * d->leading + (uint32_t)major * d->stride;
-    else
-      a += minor % 8 * width + minor / 8 * d->stride +
-           (uint32_t)(major % d->chunks) * 16 + (uint32_t)(major / d->chunks) * d->leading;
-  } else {
-    a += (uint32_t)(major / 8) * d->stride + (uint32_t)(major % 8) * width +
-         (uint32_t)minor * (d->chunks == 1 ? d->leading : 16);
-  }
-  uint32_t line = (a >> 7) - d->base;
-  return (a ^ (line & (uint32_t)(d->chunks - 1)) << 4) & 0x3FFFF;
-}
+static Matrix matrix_of_bits(uint64_t bits) { return matrix_of(bits & ~(1ull << 61)); }
 
 // Complain about a descriptor that cannot mean what it says. `rows`: M or N.
 static void check_descriptor(Warp *w, const Insn *I, const char *which, uint64_t bits,
-                             bool mn_major, int rows) {
+                             bool transposed, int rows) {
   uint64_t reserved = bits & 0x3FF1C000C000C000ull;
   if (reserved)
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
             "descriptor of %s is 0x%016llx: reserved bits 0x%llx are set (an address or offset "
             "not cut to 18 bits, or a descriptor of another architecture)", which,
             (unsigned long long)bits, (unsigned long long)reserved);
-  Descriptor d = descriptor_of(bits);
-  if (d.chunks == 1) return;
-  int first = (int)(d.start >> 4) & (d.chunks - 1), used = mn_major ? rows / 8 : 2;
-  if (used > d.chunks) used = d.chunks;
-  if (first + used > d.chunks)
+  Matrix matrix = matrix_of_bits(bits);
+  if (!matrix.mode) return;
+  int chunks = matrix.width / 16;  // of 16 bytes
+  int first = (int)(matrix.start >> 4) & (chunks - 1), used = transposed ? rows / 8 : 2;
+  if (used > chunks) used = chunks;
+  if (first + used > chunks)
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
             "descriptor of %s starts at 0x%x, %d bytes into a line of its %d-byte swizzle; the %d "
-            "bytes along %s that it needs cross the end of that line", which, d.start, 16 * first,
-            16 * d.chunks, 16 * used, mn_major ? "M or N" : "K");
+            "bytes along %s that it needs cross the end of that line", which, matrix.start, 16 * first,
+            matrix.width, 16 * used, transposed ? "M or N" : "K");
 }
 
 // ------------------------------------------------------------------------------- reading operands
@@ -133,31 +108,31 @@ static const uint8_t *chunk_pointer(const Access *a, uint32_t address, bool chec
 
 // Rows first .. first + rows of an operand, each with its 32 bytes of K together. Of every four
 // groups of eight rows, those in the mask `check` are checked for races.
-static void read_rows(const Access *a, uint64_t bits, bool mn_major, int first, int rows,
+static void read_rows(const Access *a, uint64_t bits, bool transposed, int first, int rows,
                       unsigned check, uint8_t *out) {
-  Descriptor d = descriptor_of(bits);
+  Matrix matrix = matrix_of_bits(bits);
   for (int r = first; r < first + rows; r += 8) {
     bool checked = check >> (r / 8 & 3) & 1;
-    if (mn_major) {
+    if (transposed) {
       for (int k = 0; k < 16; k++) {
         uint16_t column[8];
-        memcpy(column, chunk_pointer(a, chunk_address(&d, true, r / 8, k), checked), 16);
+        memcpy(column, chunk_pointer(a, mn_major(&matrix, r / 8, k), checked), 16);
         if (out)
           for (int i = 0; i < 8; i++)
             memcpy(out + (r - first + i) * K_BYTES + 2 * k, &column[i], 2);
       }
     } else {
       for (int i = 0; i < 16; i++) {
-        const uint8_t *p = chunk_pointer(a, chunk_address(&d, false, r + i / 2, i & 1), checked);
+        const uint8_t *p = chunk_pointer(a, k_major(&matrix, r + i / 2, i & 1), checked);
         if (out) memcpy(out + (r - first + i / 2) * K_BYTES + (i & 1) * 16, p, 16);
       }
     }
   }
 }
 
-static void check_rows(const Access *a, uint64_t bits, bool mn_major, int rows, unsigned check) {
+static void check_rows(const Access *a, uint64_t bits, bool transposed, int rows, unsigned check) {
   for (int r = 0; r < rows; r += 8)
-    if (check >> (r / 8 & 3) & 1) read_rows(a, bits, mn_major, r, 8, check, NULL);
+    if (check >> (r / 8 & 3) & 1) read_rows(a, bits, transposed, r, 8, check, NULL);
 }
 
 // ------------------------------------------------------------------------------------ arithmetic
@@ -211,25 +186,11 @@ static void write_accumulators(Warp *w, const Multiply *x, const float *D) {
   }
 }
 
-static int32_t saturated(int64_t v) {
-  return v > INT32_MAX ? INT32_MAX : v < INT32_MIN ? INT32_MIN : (int32_t)v;
-}
-
-static void widen(const uint8_t *in, int count, bool is_signed, int16_t *out) {
-  for (int i = 0; i < count; i++) out[i] = is_signed ? (int8_t)in[i] : in[i];
-}
-
-static void multiply_integers(const Multiply *x, const uint8_t *a, const uint8_t *b, int32_t *D) {
+static void multiply_rows(const Multiply *x, const uint8_t *a, const uint8_t *b, int32_t *D) {
   int16_t A[16 * K_BYTES], B[MAX_N * K_BYTES];
-  widen(a, 16 * K_BYTES, x->a_signed, A);
-  widen(b, x->n * K_BYTES, x->b_signed, B);
-  for (int i = 0; i < 16 * x->n; i++) {
-    const int16_t *p = A + i / x->n * K_BYTES, *q = B + i % x->n * K_BYTES;
-    int32_t sum = 0;
-    for (int k = 0; k < K_BYTES; k++) sum += p[k] * q[k];
-    int32_t c = x->accumulate ? D[i] : 0;
-    D[i] = x->saturate ? saturated((int64_t)c + sum) : (int32_t)((uint32_t)c + (uint32_t)sum);
-  }
+  widen_bytes(a, 16 * K_BYTES, x->a_signed, A);
+  widen_bytes(b, x->n * K_BYTES, x->b_signed, B);
+  multiply_integers(16, x->n, K_BYTES, A, B, D, x->accumulate, x->saturate);
 }
 
 static void multiply_bits(const Multiply *x, const uint8_t *a, const uint8_t *b, int32_t *D) {
@@ -275,7 +236,7 @@ static void run_part(Multiply *x) {
     read_rows(&x->op->access, x->a_descriptor, x->mn_major_a, w->index % 4 * 16, 16, 15, a);
   if (x->accumulate) read_accumulators(w, x, D);
   if (x->operands == OPERANDS_INT)
-    multiply_integers(x, a_rows, shared_b->rows, (int32_t *)D);
+    multiply_rows(x, a_rows, shared_b->rows, (int32_t *)D);
   else if (x->operands == OPERANDS_BIT)
     multiply_bits(x, a_rows, shared_b->rows, (int32_t *)D);
   else {

@@ -1,0 +1,64 @@
+// Matrices and tiles in shared memory: swizzles, and the matrix descriptors of wgmma and tcgen05.
+#ifndef CUTE_ATTN_MATRIX_H
+#define CUTE_ATTN_MATRIX_H
+
+#include "engine.h"
+
+#define K_BYTES 32  // of a row of an operand in one operation, whatever its type
+
+// A swizzle of lines of 128 bytes: bits 7 and up of an address, as far as `mask` goes, permute the
+// atoms of 1 << shift bytes.
+typedef struct { uint32_t mask, shift; } Swizzle;
+
+// The pattern that repeats after `width` bytes: 16 (none), 32, 64 or 128.
+static inline Swizzle swizzle_of(uint32_t width, uint32_t shift) {
+  return (Swizzle){(width >> shift) - 1, shift};
+}
+// `base`: the line that counts as the first.
+static inline uint32_t swizzled(Swizzle s, uint32_t address, uint32_t base) {
+  return address ^ (((address >> 7) - base) & s.mask) << s.shift;
+}
+
+// As descriptors count them. Those of wgmma have one bit less, and no 128-byte swizzle of 32 bytes.
+enum { SWIZZLE_NONE = 0, SWIZZLE_128B_32B = 1, SWIZZLE_128B = 2, SWIZZLE_64B = 4, SWIZZLE_32B = 6 };
+
+typedef struct {
+  uint32_t start, leading, stride, base;
+  int mode, width;  // SWIZZLE_ value; bytes of a line of the swizzled pattern
+  Swizzle swizzle;
+} Matrix;
+
+static inline Matrix matrix_of(uint64_t descriptor) {
+  static const uint8_t widths[] = {16, 128, 128, 128, 64, 128, 32, 128};
+  int mode = (int)(descriptor >> 61);
+  return (Matrix){
+      .start = (descriptor & 0x3FFF) << 4, .leading = (descriptor >> 16 & 0x3FFF) << 4,
+      .stride = (descriptor >> 32 & 0x3FFF) << 4, .base = descriptor >> 49 & 7,
+      .mode = mode, .width = widths[mode],
+      .swizzle = swizzle_of(widths[mode], mode == SWIZZLE_128B_32B ? 5 : 4)};
+}
+
+static inline uint32_t matrix_address(const Matrix *m, uint32_t address) {
+  return swizzled(m->swizzle, address, m->base) & 0x3FFFF;
+}
+
+// Address of 16 bytes of a K-major matrix: chunk `c` of row `row`.
+static inline uint32_t k_major(const Matrix *m, int row, int c) {
+  uint32_t a = m->start + (uint32_t)(row / 8) * m->stride + (uint32_t)(row % 8 * m->width);
+  return matrix_address(m, a + (uint32_t)c * (m->mode ? 16 : m->leading));
+}
+
+// Address of 16 bytes of an MN-major matrix: chunk `c` of those along M or N, at index k.
+static inline uint32_t mn_major(const Matrix *m, int c, int k) {
+  uint32_t a = m->start;
+  if (!m->mode) {
+    a += (uint32_t)c * m->stride + (uint32_t)(k / 8) * m->leading + (uint32_t)(k % 8 * 16);
+  } else {
+    int chunks = m->width / 16, rows = m->mode == SWIZZLE_128B_32B ? 4 : 8;
+    a += (uint32_t)(c / chunks) * m->leading + (uint32_t)(c % chunks * 16) +
+         (uint32_t)(k / rows) * m->stride + (uint32_t)(k % rows * m->width);
+  }
+  return matrix_address(m, a);
+}
+
+#endif
