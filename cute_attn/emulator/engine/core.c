@@ -41,11 +41,17 @@ const char *emu_check_name(int i) { return i < CK_COUNT ? CHECK_NAMES[i] : NULL;
 const char *emu_counter_name(int i) { return i < CT_COUNT ? COUNTER_NAMES[i] : NULL; }
 const char *emu_special_register_name(int i) { return i < SR_COUNT ? SPECIAL_NAMES[i] : NULL; }
 
+// Each has a file of its name.
 static const struct { const char *name; const Form *forms; } FAMILIES[] = {
     {"control", FORMS_CONTROL}, {"integer", FORMS_INTEGER}, {"float", FORMS_FLOAT},
     {"convert", FORMS_CONVERT}, {"warp", FORMS_WARP}, {"barrier", FORMS_BARRIER},
-    {"memory", FORMS_MEMORY}, {"copy", FORMS_COPY}, {"mma", FORMS_MMA}, {"wgmma", FORMS_WGMMA},
-    {"tcgen05", FORMS_TCGEN05}};
+    {"mbarrier", FORMS_MBARRIER}, {"fence", FORMS_FENCE}, {"address", FORMS_ADDRESS},
+    {"launch_control", FORMS_LAUNCH_CONTROL}, {"memory", FORMS_MEMORY},
+    {"atomic", FORMS_ATOMIC}, {"cp_async", FORMS_CP_ASYNC}, {"bulk_copy", FORMS_BULK_COPY},
+    {"tensor_copy", FORMS_TENSOR_COPY}, {"tensor_map", FORMS_TENSOR_MAP},
+    {"async_store", FORMS_ASYNC_STORE}, {"mma", FORMS_MMA}, {"wgmma", FORMS_WGMMA},
+    {"tmem", FORMS_TMEM}, {"tcgen05_mma", FORMS_TCGEN05_MMA},
+    {"tcgen05_copy", FORMS_TCGEN05_COPY}};
 #define FAMILY_COUNT ((int)(sizeof FAMILIES / sizeof *FAMILIES))
 
 static const Form *form_at(int i, const char **family) {
@@ -267,11 +273,9 @@ static void machine_finding(Emu *e, int check, const char *format, ...) {
   va_end(arguments);
 }
 
-static int exec_bra(Warp *w, const Insn *I, Mask m);
-
 static void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
   int32_t origin = w->origin[o->id];
-  if (origin >= 0 && I->exec == exec_bra && !(lanes & ~w->chosen[o->id]))
+  if (origin >= 0 && I->flags & F_BRANCH && !(lanes & ~w->chosen[o->id]))
     finding_with(w, I, &emu_of(w)->program->code[origin], CK_UNINITIALISED, SEV_NOTE,
                  "branches on register %d, lanes 0x%08x: its value is one of those that the program "
                  "chooses between, by what the other instruction reads, which nothing has written",
@@ -610,11 +614,11 @@ bool converged(Warp *w, Mask m, Mask members) {
   return (members & ~m) == 0;
 }
 
-static void add_group(Warp *w, Mask mask, int32_t pc) {
+void add_group(Warp *w, Mask mask, int32_t pc) {
   w->groups[w->ngroups++] = (Group){.mask = mask, .pc = pc};
 }
 
-static void remove_group(Warp *w, int i) {
+void remove_group(Warp *w, int i) {
   w->groups[i] = w->groups[--w->ngroups];
   if (w->current >= w->ngroups) w->current = i < w->ngroups ? i : 0;
 }
@@ -672,89 +676,6 @@ void exit_lanes(Warp *w, Mask m) {
 }
 
 bool live_cta(const Cta *cta) { return !cta->exited; }
-
-// ---------------------------------------------------------------------------------- control flow
-
-static int exec_bra(Warp *w, const Insn *I, Mask m) {
-  Group *g = group_of(w);
-  int32_t target = (int32_t)I->op[0].imm;
-  if (m == g->mask) {
-    g->pc = target;
-    return JUMP;
-  }
-  g->mask &= ~m;
-  g->pc++;
-  add_group(w, m, target);
-  return JUMP;
-}
-
-static int exec_brx(Warp *w, const Insn *I, Mask m) {
-  const uint32_t *index = SRC32(0);
-  const Operand *targets = list_of(w, &I->op[1]);
-  int count = count_of(&I->op[1]);
-  Group *g = group_of(w);
-  Mask rest = g->mask & ~m;
-  int32_t next = g->pc + 1;
-  uint32_t chosen[32];
-  memcpy(chosen, index, sizeof chosen);
-  remove_group(w, w->current);
-  if (rest) add_group(w, rest, next);
-  while (m) {
-    uint32_t at = chosen[__builtin_ctz(m)];
-    Mask same = 0;
-    FOR_SET(l, m) same |= chosen[l] == at ? 1u << l : 0;
-    if (at >= (uint32_t)count) {
-      fatal(w, I, CK_BOUNDS, "branch index %u, but there are %d targets", at, count);
-      at = 0;
-    }
-    add_group(w, same, (int32_t)targets[at].imm);
-    m &= ~same;
-  }
-  w->current = 0;
-  return JUMP;
-}
-
-static int exec_exit(Warp *w, const Insn *I, Mask m) {
-  (void)I;
-  Group *g = group_of(w);
-  if (g->mask != m) g->pc++;
-  exit_lanes(w, m);
-  return JUMP;
-}
-
-static int exec_trap(Warp *w, const Insn *I, Mask m) {
-  fatal(w, I, CK_ASSERT, "trap, in lanes 0x%08x", m);
-  return DONE;
-}
-
-static int exec_call(Warp *w, const Insn *I, Mask m) {
-  Emu *e = emu_of(w);
-  const Operand *name = &I->op[1];
-  if (name->imm >= (uint64_t)e->nstrings) {
-    fatal(w, I, CK_ASSERT, "call of an unknown function");
-    return DONE;
-  }
-  return call_external(w, I, m, e->strings[name->imm], list_of(w, &I->op[2]), count_of(&I->op[2]),
-                       list_of(w, &I->op[0]));
-}
-
-static int exec_nothing(Warp *w, const Insn *I, Mask m) {
-  (void)w, (void)I, (void)m;
-  return DONE;
-}
-
-// call: op 0 the result (a list of one, or none), 1 the function, 2 the arguments.
-const Form FORMS_CONTROL[] = {
-    {"bra{.uni}", "L", exec_bra, 0},
-    {"brx.idx{.uni}", "s32 sxl", exec_brx, 0},
-    {"ret{.uni}", "", exec_exit, 0},
-    {"exit", "", exec_exit, 0},
-    {"trap", "", exec_trap, 0},
-    {"call{.uni}", "sxl? F sxl?", exec_call, F_YIELD},
-    {"brkpt", "", exec_nothing, 0},
-    {"pmevent{.mask}", "i", exec_nothing, 0},
-    {0},
-};
 
 // ------------------------------------------------------------------------------------- execution
 

@@ -9,6 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+// All of the engine but its C interface, emu_..., stays inside of the library: calls are direct.
+#pragma GCC visibility push(hidden)
+
 typedef uint32_t Mask;   // one bit a lane
 typedef uint32_t Clock;  // a component of a vector clock
 
@@ -74,6 +77,7 @@ enum {
 typedef int (*Exec)(Warp *w, const Insn *I, Mask m);
 
 typedef struct { const char *pattern, *operands; Exec exec; unsigned flags; } Form;
+int exec_nothing(Warp *w, const Insn *I, Mask m);  // control.c: of what has no effect here
 enum {
   // The handler is called even when no lane's guard holds.
   F_ALWAYS = 1,
@@ -87,6 +91,7 @@ enum {
   F_UNIFORM = 16,
   // Arithmetic: what it makes of an undefined value is undefined, and no finding. Set by core.c.
   F_PURE = 32,
+  F_BRANCH = 64,  // on its guard, which may be one of several values that the program chooses from
 };
 
 struct Insn {
@@ -303,7 +308,7 @@ struct Warp {
   uint64_t sync_epoch;     // counts what orders the lanes' accesses: bar.warp.sync, barriers
   Mask cluster_arrived, cluster_unwaited;
   int register_changes;
-  struct Copies *copies;   // copy.c
+  struct Copies *copies;   // copy.h
   struct Wgmma *wgmma;     // wgmma.c: its wgmmas in flight
   bool exited;
 };
@@ -325,7 +330,7 @@ struct Cta {
   NamedBarrier bars[MAX_NAMED_BARRIERS];
   Mbarrier *mbarriers; int nmbarriers;   // looked up by find_mbarrier
   int16_t *mbarrier_at;    // index by offset / 8, or -1
-  struct Tmem *tmem;       // tcgen05.c
+  struct Tmem *tmem;       // tcgen05.h
   struct Cell *tmem_cells; uint16_t *tmem_init;  // check.c: [groups of 16 lanes][columns]
   int register_pool;       // registers left of the SM's, per setmaxnreg
   bool cancel_failed_seen;
@@ -543,6 +548,10 @@ static inline void set_chosen(Warp *w, const Operand *o, Mask m, Mask defined, M
 static inline void set_defined(Warp *w, const Operand *o, Mask m, Mask defined) {
   set_chosen(w, o, m, defined, 0);
 }
+// A cache policy is read like any operand, and then ignored.
+static inline void read_policy(Warp *w, const Insn *I, const Operand *o, Mask m) {
+  if (o->kind == K_REG) check_read(w, I, o, m);
+}
 // The address an `a` operand stands for, per lane, as the instruction's state space writes it
 // (shared: 32 bits with rank; local: offset; generic and global: 64 bits).
 void addresses_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint64_t out[32]);  // core.c
@@ -574,6 +583,9 @@ int wait_for(Warp *w, WaitKind kind, uint64_t object, uint64_t detail);
 // never come.
 bool converged(Warp *w, Mask m, Mask members);
 void exit_lanes(Warp *w, Mask m);
+// Groups of a warp's lanes: a new one, and one that is gone.
+void add_group(Warp *w, Mask mask, int32_t pc);
+void remove_group(Warp *w, int i);
 static inline void progress(Emu *e) { e->progress++; }
 // check.c: an agent for an mbarrier, and the clock that it starts from; and back again.
 uint32_t new_mbarrier_agent(Emu *e, Clock *start);
@@ -614,6 +626,8 @@ uint8_t *global_pointer(Warp *w, const Insn *I, uint64_t address, uint64_t bytes
                         uint32_t alignment, bool write);
 // What a generic address points to. For SP_SHARED *cta and *offset are set.
 Space classify(Warp *w, uint64_t generic, Cta **cta, uint32_t *offset);
+// The CTA and offset of an operand's address, generic or shared; NULL if it is not in shared memory.
+Cta *any_shared_target(Warp *w, uint64_t address, bool generic, uint32_t *offset);
 static inline uint32_t shared_address(const Cta *cta, uint32_t offset) {
   return (uint32_t)cta->rank << SHARED_RANK_SHIFT | (offset + SHARED_BASE);
 }
@@ -652,7 +666,7 @@ void view_acquire(Warp *w, const View *from);
 void proxy_fence(Warp *w);                 // fence.proxy.async, mbarrier_init fence: pvc = vc
 void tcgen05_fence_after(Warp *w);         // tvc = what has been fenced before
 void tcgen05_fence_before(Warp *w);        // fenced = vc
-int tcgen05_fences(const Program *p, int after);  // tcgen05.c: how many of these fences it has
+int tcgen05_fences(const Program *p, int after);  // tcgen05_copy.c: how many of these fences it has
 // Synchronisation through memory words (flags, semaphores): call on strong accesses.
 // order: 0 relaxed/volatile, 1 acquire, 2 release, 3 acq_rel / seq_cst.
 void sync_read(Warp *w, const void *host_address, int order);
@@ -665,7 +679,7 @@ void lanes_access(Warp *w, const Insn *I, Mask m, const uint64_t *offsets, uint3
                   bool writes, bool as_one);
 void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes);
 
-// ------------------------------------------------------------------------ mbarriers (barrier.c)
+// ------------------------------------------------------------------------ mbarriers (mbarrier.c)
 
 // The mbarrier at an offset, or NULL after a CK_BARRIER finding (not initialised, outside).
 Mbarrier *find_mbarrier(Warp *w, const Insn *I, Cta *cta, uint32_t offset);
@@ -681,24 +695,28 @@ void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int co
 const char *mbarrier_history(const Cta *cta, const Mbarrier *b);
 const char *warps_text(uint32_t warps);   // "warps 0, 4 to 7"
 
-// ------------------------------------------------------------------------------- tcgen05.c
+// ------------------------------------------------------------------------------- tmem.c
 void tmem_new(Cta *cta);
 void tmem_delete(Cta *cta);        // reports what is still allocated
-// ------------------------------------------------------------------------------- CLC (barrier.c)
+// ---------------------------------------------------------------------- CLC (launch_control.c)
 // The work distributor's side: cancel a cluster not yet launched; false: none left.
 bool cancel_cluster(Emu *e, uint32_t id[3]);   // core.c
 
 // -------------------------------------------------------------- what core.c asks of the families
 int call_external(Warp *w, const Insn *I, Mask m, const char *name, const Operand *arguments,
-                  int count, const Operand *result);   // memory.c: vprintf, __assertfail
-const char *output_text(Emu *e);                       // memory.c
-void output_clear(Emu *e);                             // memory.c
-void copies_at_exit(Warp *w, Mask lanes);              // copy.c: reports unfinished copies
+                  int count, const Operand *result);   // external.c: vprintf, __assertfail
+const char *output_text(Emu *e);                       // external.c
+void output_clear(Emu *e);                             // external.c
+void copies_at_exit(Warp *w, Mask lanes);              // bulk_copy.c: reports unfinished copies
 void wgmma_at_exit(Warp *w);                           // wgmma.c
-void mbarriers_at_exit(Cta *cta);                      // barrier.c
+void mbarriers_at_exit(Cta *cta);                      // mbarrier.c
 
 // ---------------------------------------------------------------------- forms of each family file
 extern const Form FORMS_CONTROL[], FORMS_INTEGER[], FORMS_FLOAT[], FORMS_CONVERT[], FORMS_WARP[],
-    FORMS_BARRIER[], FORMS_MEMORY[], FORMS_COPY[], FORMS_MMA[], FORMS_WGMMA[], FORMS_TCGEN05[];
+    FORMS_BARRIER[], FORMS_MBARRIER[], FORMS_FENCE[], FORMS_ADDRESS[], FORMS_LAUNCH_CONTROL[],
+    FORMS_MEMORY[], FORMS_ATOMIC[], FORMS_CP_ASYNC[], FORMS_BULK_COPY[], FORMS_TENSOR_COPY[],
+    FORMS_TENSOR_MAP[], FORMS_ASYNC_STORE[], FORMS_MMA[], FORMS_WGMMA[], FORMS_TMEM[],
+    FORMS_TCGEN05_MMA[], FORMS_TCGEN05_COPY[];
 
+#pragma GCC visibility pop
 #endif

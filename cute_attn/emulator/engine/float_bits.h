@@ -1,4 +1,4 @@
-// The bits of floating-point numbers: conversions, NaN, and minimum and maximum by the rules of PTX.
+// The bits of floating-point numbers: formats, NaN, minimum and maximum by the rules of PTX.
 #ifndef CUTE_ATTN_FLOAT_BITS_H
 #define CUTE_ATTN_FLOAT_BITS_H
 

@@ -1,11 +1,7 @@
-// Memory: ld, st, ldu, atom and red in all state spaces, address conversions, cache hints, and the
-// external functions vprintf and __assertfail.
-#include "reductions.h"
-#include "scalar.h"
-#include <stdio.h>
+// Memory: ld, st and ldu in all state spaces, and cache hints.
+#include "memory.h"
 
 #define RANK_MASK ((1u << SHARED_RANK_SHIFT) - 1)
-#define MAX_ACCESS 32  // bytes a lane, of one instruction
 #define SECTOR 32
 #define BANKS 32
 
@@ -137,6 +133,12 @@ uint8_t *shared_pointer(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint3
   return shared_legal(w, I, -1, cta, offset, bytes, alignment) ? cta->shared + offset : NULL;
 }
 
+Cta *any_shared_target(Warp *w, uint64_t address, bool generic, uint32_t *offset) {
+  if (!generic) return shared_target(w, (uint32_t)address, offset);
+  Cta *cta = NULL;
+  return classify(w, address, &cta, offset) == SP_SHARED ? cta : NULL;
+}
+
 Space classify(Warp *w, uint64_t generic, Cta **cta, uint32_t *offset) {
   switch (generic & TAG_MASK) {
     case SHARED_TAG:
@@ -150,32 +152,6 @@ Space classify(Warp *w, uint64_t generic, Cta **cta, uint32_t *offset) {
 }
 
 // ---------------------------------------------------------------- lanes of an access, in batches
-//
-// A batch is the lanes of an instruction that access the same memory: global memory, the shared
-// memory of one CTA, or local memory. Lane l accesses origin + at[l]; lanes outside of `m` repeat
-// the first one's address, so that loops may run over all of them.
-
-typedef struct {
-  Space space;
-  Cta *cta;         // of shared memory; at[] are then offsets
-  bool one_region;  // of global memory: it may be looked at in longer runs
-  uint8_t *origin;
-  uint64_t at[32];
-  Mask m;
-} Batch;
-
-typedef struct {
-  Warp *w;
-  const Insn *I;
-  Space space;
-  Mask left, dropped;  // lanes not yet seen; lanes without memory behind their address
-  uint32_t bytes;      // a lane
-  bool write;
-  bool own_cta;        // the state space is .shared::cta
-  uint64_t a[32];
-} Cursor;
-
-static uint8_t *host_of(const Batch *b, int lane) { return b->origin + b->at[lane]; }
 
 static Mask lanes_like(const uint64_t a[32], Mask m, int shift, uint64_t value) {
   Mask same = 0;
@@ -295,8 +271,7 @@ static void batch_parameters(Cursor *c, Batch *b, Mask lanes) {
   keep_only(b, good);
 }
 
-// The next lanes that can be served together. False: all have been.
-static bool next_batch(Cursor *c, Batch *b) {
+bool next_batch(Cursor *c, Batch *b) {
   while (c->left) {
     uint64_t address = c->a[first_lane(c->left)];
     Space space = c->space;
@@ -329,8 +304,8 @@ static Space parameter_space(Warp *w, const Operand *o, uint64_t address) {
   return SP_PARAM;
 }
 
-static void start(Cursor *c, Warp *w, const Insn *I, const Operand *address, Mask m, Space space,
-                  uint32_t bytes, bool write) {
+void start_access(Cursor *c, Warp *w, const Insn *I, const Operand *address, Mask m,
+                  Space space, uint32_t bytes, bool write) {
   c->w = w, c->I = I, c->space = space, c->left = m, c->dropped = 0;
   c->bytes = bytes, c->write = write, c->own_cta = false;
   addresses_of(w, I, address, m, c->a);
@@ -450,19 +425,13 @@ static void check_conflicts(Warp *w, const Insn *I, const Batch *b, const uint8_
     }
 }
 
-// What an instruction does. One that both reads and writes is checked for races as a write, which
-// finds at least what a read would.
-enum { READS = 1, WRITES = 2 };
-
 static bool all_written(Emu *e, const Batch *b, uint64_t start, uint64_t bytes) {
   if (b->space == SP_SHARED) return !memchr(b->cta->shared_init + start, 0, bytes);
   const Region *r = region_at(e, start, NULL);
   return !r || !r->initialised || !memchr(r->initialised + (start - r->base), 0, bytes);
 }
 
-// Report an access to the happens-before checker and count its wavefronts or sectors. Returns
-// the number of different addresses, or 0 where nothing asked for it.
-static int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int kind,
+int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int kind,
                     const Access *access) {
   Emu *e = emu_of(w);
   const uint64_t wanted = 1ull << CK_RACE | 1ull << CK_PROXY | 1ull << CK_UNINITIALISED |
@@ -498,8 +467,7 @@ static int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int 
   return r.distinct;
 }
 
-// Synchronisation through the words that a strong operation reads or writes.
-static void synchronise(Warp *w, const Batch *b, int order,
+void synchronise(Warp *w, const Batch *b, int order,
                         void (*with)(Warp *, const void *, int)) {
   if (b->space != SP_GLOBAL && b->space != SP_SHARED) return;
   const uint8_t *last = NULL;
@@ -511,15 +479,11 @@ static void synchronise(Warp *w, const Batch *b, int order,
 
 // ---------------------------------------------------------------------------------- operands
 
-typedef struct { uint8_t bytes; bool is_signed; } Type;
 #define TYPES "(.b8|b16|b32|b64|b128|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64)"
 static const Type TYPE[] = {{1, 0}, {2, 0}, {4, 0}, {8, 0}, {16, 0}, {1, 0}, {2, 0}, {4, 0},
                             {8, 0}, {1, 1}, {2, 1}, {4, 1}, {8, 1}, {4, 0}, {8, 0}};
 
-// A source as bytes: lane l's value starts at data + l * stride.
-typedef struct { const uint8_t *data; int stride; } Values;
-
-static Values values_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint32_t bytes,
+Values values_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint32_t bytes,
                         uint64_t buffer[64]) {
   if (o->kind == K_REG && o->bits >= 8 * bytes) {
     check_read(w, I, o, m);
@@ -538,8 +502,7 @@ static Values values_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint32
 
 #define FETCH(type) ({ type v_; memcpy(&v_, origin + at[l], sizeof v_); v_; })
 
-// Write a destination from origin + at[l], extended to the register's width.
-static void put_from(Warp *w, const Insn *I, const Operand *o, Mask m, Type t,
+void put_from(Warp *w, const Insn *I, const Operand *o, Mask m, Type t,
                      const uint8_t *origin, const uint64_t at[32]) {
   if (o->kind != K_REG) return;
   if (t.bytes == 16) {
@@ -574,8 +537,7 @@ static void put_zero(Warp *w, const Insn *I, const Operand *o, Mask m, Type t) {
   put_from(w, I, o, m, t, zeros, at);
 }
 
-// The elements of a vector instruction, or its one operand; 0 after a fatal finding.
-static int elements_of(Warp *w, const Insn *I, const Operand *o, Space space, int vector, Type t) {
+int elements_of(Warp *w, const Insn *I, const Operand *o, Space space, int vector, Type t) {
   int n = vector ? 1 << vector : 1;
   if (count_of(o) == n || (n == 1 && o->kind == K_NONE)) {
     if (n * t.bytes <= (space == SP_GLOBAL ? MAX_ACCESS : MAX_ACCESS / 2)) return n;
@@ -584,11 +546,6 @@ static int elements_of(Warp *w, const Insn *I, const Operand *o, Space space, in
     fatal(w, I, CK_BOUNDS, "a vector of %d elements, but %d registers are given", n, count_of(o));
   }
   return 0;
-}
-
-// A cache policy is read like any operand, and then ignored.
-static void read_policy(Warp *w, const Insn *I, const Operand *o, Mask m) {
-  if (o->kind == K_REG) check_read(w, I, o, m);
 }
 
 // ---------------------------------------------------------------------------------- ld and ldu
@@ -636,7 +593,7 @@ static int load(Warp *w, const Insn *I, Mask m, Space space, int semantics, int 
   uint32_t bytes = (uint32_t)n * t.bytes;
   Cursor c;
   Batch b;
-  start(&c, w, I, &I->op[1], m, space, bytes, false);
+  start_access(&c, w, I, &I->op[1], m, space, bytes, false);
   c.own_cta = space == SP_SHARED && I->mod[LD_SPACE] < 3;
   read_policy(w, I, &I->op[2], m);
   while (next_batch(&c, &b)) {
@@ -750,7 +707,7 @@ static int store_as(Warp *w, const Insn *I, Mask m, Space space, int semantics, 
   for (int k = 0; k < n; k++) v[k] = values_of(w, I, &s[k], m, t.bytes, buffers[k]);
   Cursor c;
   Batch b;
-  start(&c, w, I, &I->op[0], m, space, bytes, true);
+  start_access(&c, w, I, &I->op[0], m, space, bytes, true);
   c.own_cta = space == SP_SHARED && I->mod[ST_SPACE] < 3;
   read_policy(w, I, &I->op[2], m);
   while (next_batch(&c, &b)) {
@@ -804,9 +761,8 @@ static int exec_st_bulk(Warp *w, const Insn *I, Mask m) {
   addresses_of(w, I, &I->op[0], m, a);
   FOR_SET(l, m) {
     uint32_t offset;
-    bool is_generic = !I->mod[1];
-    Cta *cta = shared_target(w, (uint32_t)a[l], &offset);
-    if (!cta || (is_generic && (a[l] & TAG_MASK) != SHARED_TAG)) {
+    Cta *cta = any_shared_target(w, a[l], !I->mod[1], &offset);
+    if (!cta) {
       finding(w, I, CK_BOUNDS, SEV_ERROR, "lane %d: 0x%llx is not in shared memory", l,
               (unsigned long long)a[l]);
       continue;
@@ -826,226 +782,6 @@ static int exec_st_bulk(Warp *w, const Insn *I, Mask m) {
     emu_of(w)->counters[cta == w->cta ? CT_SHARED_STORE : CT_DSMEM] += bytes;
     progress(emu_of(w));
   }
-  return DONE;
-}
-
-// ------------------------------------------------------------------------------ atom and red
-
-// What an operation does to a register, which holds two elements of the packed types. Floating-point
-// addition differs between global and shared memory.
-typedef struct { Reduction global, shared; uint32_t bytes; } Atomic;
-
-#define QUIET64 (1ull << 51)
-
-// In shared memory a NaN of f64 becomes quiet, and the one in memory comes first.
-static void add_f64_shared(uint8_t *to, const uint8_t *from, uint32_t bytes) {
-  uint64_t sum;
-  memcpy(&sum, from, sizeof sum);
-  reduction_of(OP_ADD, TY_F64)((uint8_t *)&sum, to, bytes);
-  if ((sum & ~(1ull << 63)) > 0x7FFull << 52) sum |= QUIET64;
-  memcpy(to, &sum, sizeof sum);
-}
-
-static void exchange(uint8_t *to, const uint8_t *from, uint32_t bytes) { memcpy(to, from, bytes); }
-
-// Modifiers: semantics, scope, space, operation, cache hint, then (vector and) type.
-#define SCOPE "{.cta|cluster|gpu|sys}"
-#define ATOM "atom{.relaxed|acquire|release|acq_rel}" SCOPE
-#define RED "red{.relaxed|release}" SCOPE
-#define ANY_SPACE "{.global|shared|shared::cta|shared::cluster}"
-#define HINT "{.L2::cache_hint}"
-enum { AT_SEM, AT_SCOPE, AT_SPACE, AT_OPERATION, AT_HINT, AT_TYPE };
-enum { AT_VECTOR = AT_TYPE, AT_VECTOR_TYPE };
-
-// One lane's share of the instruction: `n` registers at consecutive places. With `c` each is
-// compared with b, and c takes its place if they are equal. Whether it changes anything.
-static bool apply(const Atomic *op, bool shared, uint8_t *at, const Values *b, const Values *c,
-                  int n, int lane) {
-  uint8_t before[MAX_ACCESS];
-  memcpy(before, at, op->bytes * (uint32_t)n);
-  for (int k = 0; k < n; k++) {
-    uint8_t *to = at + op->bytes * (uint32_t)k;
-    const uint8_t *operand = b[k].data + lane * b[k].stride;
-    if (!c) (shared ? op->shared : op->global)(to, operand, op->bytes);
-    else if (!memcmp(to, operand, op->bytes)) memcpy(to, c->data + lane * c->stride, op->bytes);
-  }
-  return memcmp(before, at, op->bytes * (uint32_t)n) != 0;
-}
-
-static const Operand *destination_of(const Insn *I) {  // of atom; red has none
-  return I->op[0].kind == K_ADDRESS ? NULL : &I->op[0];
-}
-
-static int order_of(const Insn *I) {
-  static const int atom[] = {0, 0, 1, 2, 3}, red[] = {0, 0, 2};
-  return (destination_of(I) ? atom : red)[I->mod[AT_SEM]];
-}
-
-static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, bool swaps,
-                  int order) {
-  Emu *e = emu_of(w);
-  const Operand *d = destination_of(I), *o = &I->op[d != NULL];
-  Type t = {(uint8_t)op->bytes, false};
-  int n = elements_of(w, I, &o[1], SP_GLOBAL, vector, t);
-  if (!n || (d && !elements_of(w, I, d, SP_GLOBAL, vector, t))) return DONE;
-  const Operand *s = list_of(w, &o[1]);
-  Values b[8], c;
-  uint64_t buffers[9][64];
-  for (int k = 0; k < n; k++) b[k] = values_of(w, I, &s[k], m, t.bytes, buffers[k]);
-  if (swaps) c = values_of(w, I, &o[2], m, t.bytes, buffers[8]);
-  read_policy(w, I, &o[2 + swaps], m);
-
-  int space = I->mod[AT_SPACE];
-  uint32_t bytes = (uint32_t)n * t.bytes;
-  // An exchange whose result is not wanted does not read.
-  bool blind = op->global == exchange && (!d || d->kind == K_NONE);
-  Cursor cursor;
-  Batch batch;
-  start(&cursor, w, I, o, m, !space ? SP_GENERIC : space == 1 ? SP_GLOBAL : SP_SHARED, bytes, true);
-  cursor.own_cta = space == 2 || space == 3;
-  uint8_t old[32][MAX_ACCESS];
-  memset(old, 0, sizeof old);
-  while (next_batch(&cursor, &batch)) {
-    if (batch.space == SP_LOCAL) {
-      finding(w, I, CK_BOUNDS, SEV_ERROR, "an atomic operation on local memory");
-      continue;
-    }
-    Access access = access_of(w, I, "atomic operation");
-    access.atomic = 1;
-    announce(w, I, &batch, bytes, blind ? WRITES : READS | WRITES, &access);
-    e->counters[CT_ATOMICS] += (uint64_t)lanes_in(batch.m) * bytes;
-    synchronise(w, &batch, order, sync_write);
-    bool changed = false;
-    FOR_SET(l, batch.m) {
-      memcpy(old[l], host_of(&batch, l), bytes);
-      changed |= apply(op, batch.space == SP_SHARED, host_of(&batch, l), b, swaps ? &c : NULL, n,
-                       l);
-    }
-    synchronise(w, &batch, order, sync_read);
-    if (changed) progress(e);
-  }
-  if (!d) return DONE;
-  uint64_t at[32];
-  FOR_LANES(l) at[l] = (uint64_t)l * MAX_ACCESS;
-  d = list_of(w, d);
-  for (int k = 0; k < n; k++) put_from(w, I, &d[k], m, t, old[0] + k * t.bytes, at);
-  return DONE;
-}
-
-// The operations and types of a form, in the order of its pattern's alternatives.
-typedef struct { ReduceOp operations[3]; struct { ElementType type; uint8_t bytes; } types[5]; }
-    Choice;
-#define B32 {TY_U32, 4}
-#define S32 {TY_S32, 4}
-#define B64 {TY_U64, 8}
-#define S64 {TY_S64, 8}
-#define HALF_TYPES {TY_F16, 2}, {TY_BF16, 2}
-#define PACKED_TYPES {TY_F16, 4}, {TY_BF16, 4}
-static const Choice LOGIC = {{OP_AND, OP_OR, OP_XOR}, {B32, B64}},
-                    ADD = {{OP_ADD}, {B32, B32, B64, {TY_F32_FTZ, 4}, {TY_F64, 8}}},
-                    ADD_INTEGERS = {{OP_ADD}, {B32, B32, B64, B64}},
-                    ADD_F32 = {{OP_ADD}, {{TY_F32_FTZ, 4}}},
-                    STEP = {{OP_INC, OP_DEC}, {B32}},
-                    EXTREME = {{OP_MIN, OP_MAX}, {B32, S32, B64, S64}},
-                    HALVES = {{OP_ADD, OP_MIN, OP_MAX}, {HALF_TYPES}},
-                    PACKED = {{OP_ADD, OP_MIN, OP_MAX}, {PACKED_TYPES}};
-
-static int reduce(Warp *w, const Insn *I, Mask m, const Choice *choice, int type, int vector,
-                  int order) {
-  ReduceOp op = choice->operations[I->mod[AT_OPERATION] - 1];
-  ElementType element = choice->types[I->mod[type] - 1].type;
-  Reduction global = reduction_of(op, element);
-  Atomic a = {global, element == TY_F32_FTZ ? reduction_of(op, TY_F32)
-                      : element == TY_F64   ? add_f64_shared : global,
-              choice->types[I->mod[type] - 1].bytes};
-  return atomic(w, I, m, &a, vector, false, order);
-}
-
-#define ATOMIC(name, choice) \
-  static int exec_atom_##name(Warp *w, const Insn *I, Mask m) { \
-    return reduce(w, I, m, &choice, AT_TYPE, 0, order_of(I)); \
-  }
-ATOMIC(logic, LOGIC)
-ATOMIC(add, ADD)
-ATOMIC(step, STEP)
-ATOMIC(extreme, EXTREME)
-ATOMIC(half, HALVES)
-ATOMIC(packed, PACKED)
-
-#define ATOMIC_VECTOR(name, choice) \
-  static int exec_atom_vector##name(Warp *w, const Insn *I, Mask m) { \
-    return reduce(w, I, m, &choice, AT_VECTOR_TYPE, I->mod[AT_VECTOR], order_of(I)); \
-  }
-ATOMIC_VECTOR(, ADD_F32)
-ATOMIC_VECTOR(_half, HALVES)
-ATOMIC_VECTOR(_packed, PACKED)
-
-// red.async on global memory has no cache hint, and always releases; see exec_st_async_release.
-#define RELEASING(name, choice) \
-  static int exec_red_async_##name(Warp *w, const Insn *I, Mask m) { \
-    return reduce(w, I, m, &choice, AT_HINT, 0, 2); \
-  }
-RELEASING(logic, LOGIC)
-RELEASING(add, ADD_INTEGERS)
-RELEASING(step, STEP)
-RELEASING(extreme, EXTREME)
-
-static int exec_atom_exch(Warp *w, const Insn *I, Mask m) {
-  Atomic a = {exchange, exchange, 4u << (I->mod[AT_TYPE] - 1)};  // .b32 .b64 .b128
-  return atomic(w, I, m, &a, 0, false, order_of(I));
-}
-static int exec_atom_cas(Warp *w, const Insn *I, Mask m) {
-  Atomic a = {.bytes = 2u << (I->mod[AT_TYPE] - 1)};  // .b16 .b32 .b64 .b128
-  return atomic(w, I, m, &a, 0, true, order_of(I));
-}
-
-// ---------------------------------------------------------------------- address conversions
-
-// The state spaces of cvta and isspacep, in the order of their patterns.
-enum { TO_CONST = 1, TO_GLOBAL, TO_LOCAL, TO_SHARED, TO_SHARED_CTA, TO_SHARED_CLUSTER, TO_PARAM };
-#define ADDRESS_SPACES "(.const|global|local|shared|shared::cta|shared::cluster|param|param::entry)"
-
-static uint64_t tag_of(int space) {
-  if (space == TO_LOCAL) return LOCAL_TAG;
-  return space >= TO_SHARED && space <= TO_SHARED_CLUSTER ? SHARED_TAG : 0;
-}
-
-static int exec_cvta(Warp *w, const Insn *I, Mask m) {  // to generic
-  const uint64_t *a = SRC64(1);
-  uint64_t r[32], tag = tag_of(I->mod[0]);
-  FOR_LANES(l) r[l] = tag ? tag | (uint32_t)a[l] : a[l];
-  PUT64(0, r);
-  return DONE;
-}
-
-static int exec_cvta_to(Warp *w, const Insn *I, Mask m) {
-  const uint64_t *a = SRC64(1);
-  uint64_t r[32], tag = tag_of(I->mod[0]);
-  FOR_LANES(l) r[l] = tag ? (uint32_t)a[l] : a[l];
-  PUT64(0, r);
-  return DONE;
-}
-
-static bool lies_in(Warp *w, uint64_t address, int space) {
-  Cta *cta = NULL;
-  uint32_t offset;
-  Space found = classify(w, address, &cta, &offset);
-  switch (space) {
-    // The windows of constants and parameters are parts of global memory.
-    case TO_GLOBAL: return found == SP_GLOBAL || found == SP_PARAM;
-    case TO_LOCAL: return found == SP_LOCAL;
-    case TO_SHARED: case TO_SHARED_CTA: return found == SP_SHARED && cta == w->cta;
-    case TO_SHARED_CLUSTER: return found == SP_SHARED && cta;
-    case TO_CONST: return false;
-    default: return found == SP_PARAM;
-  }
-}
-
-static int exec_isspacep(Warp *w, const Insn *I, Mask m) {
-  const uint64_t *a = SRC64(1);
-  Mask r = 0;
-  FOR_SET(l, m) r |= (Mask)lies_in(w, a[l], I->mod[0]) << l;
-  PUTP(0, r);
   return DONE;
 }
 
@@ -1110,222 +846,12 @@ static int exec_policy_cvt(Warp *w, const Insn *I, Mask m) {
   return put_policy(w, I, m, 0);
 }
 
-// ------------------------------------------------------------------------- external functions
-
-struct Output { char *text; size_t used, room; };
-
-const char *output_text(Emu *e) { return e->output ? e->output->text : ""; }
-
-void output_clear(Emu *e) {
-  if (!e->output) return;
-  free(e->output->text);
-  free(e->output);
-  e->output = NULL;
-}
-
-static void append(Emu *e, const char *part, size_t length) {
-  if (!e->output) e->output = calloc(1, sizeof *e->output);
-  struct Output *o = e->output;
-  if (o->used + length + 1 > o->room) {
-    o->room = 2 * (o->used + length + 1) + 256;
-    o->text = realloc(o->text, o->room);
-  }
-  memcpy(o->text + o->used, part, length);
-  o->used += length;
-  o->text[o->used] = 0;
-}
-
-// Memory of one lane behind a generic address: how many bytes may be read there.
-static const uint8_t *readable(Warp *w, int lane, uint64_t address, uint64_t *bytes) {
-  Emu *e = emu_of(w);
-  Cta *cta = NULL;
-  uint32_t offset = 0, local = (uint32_t)e->program->local_bytes;
-  *bytes = 0;
-  switch (classify(w, address, &cta, &offset)) {
-    case SP_LOCAL:
-      if (offset < local) *bytes = local - offset;
-      return w->local + (size_t)lane * local + offset;
-    case SP_SHARED:
-      if (!cta || offset >= cta->shared_bytes) return NULL;
-      *bytes = cta->shared_bytes - offset;
-      return cta->shared + offset;
-    case SP_PARAM:
-      *bytes = (uint64_t)e->params + (uint64_t)e->program->param_bytes - address;
-      return (const uint8_t *)address;
-    default: {
-      const Region *r = region_at(e, address, NULL);
-      if (r) *bytes = region_end(r) - address;
-      return (const uint8_t *)address;
-    }
-  }
-}
-
-// A copy of a string in emulated memory, to be freed.
-static char *string_at(Warp *w, int lane, uint64_t address) {
-  uint64_t bytes;
-  const uint8_t *p = readable(w, lane, address, &bytes);
-  if (!bytes || !memchr(p, 0, bytes)) return strdup("(bad string)");
-  return strdup((const char *)p);
-}
-
-typedef struct {
-  Warp *w;
-  const Insn *I;
-  int lane;
-  uint64_t next;  // generic address of the next argument
-} VarArgs;
-
-// Variable arguments lie one after the other, each aligned to its size.
-static uint64_t next_argument(VarArgs *v, uint32_t size) {
-  uint64_t value = 0, bytes;
-  v->next = (v->next + size - 1) & ~(uint64_t)(size - 1);
-  const uint8_t *p = readable(v->w, v->lane, v->next, &bytes);
-  if (bytes < size)
-    finding(v->w, v->I, CK_BOUNDS, SEV_ERROR,
-            "printf reads an argument at 0x%llx, outside of memory", (unsigned long long)v->next);
-  else memcpy(&value, p, size);
-  v->next += size;
-  return value;
-}
-
-// Append one conversion; `spec` is the text between % and the length modifier.
-static void print_value(VarArgs *v, const char *spec, const char *length, char conversion) {
-  char format[64], out[512];
-  bool wide = length[0] && strchr("ljztq", length[0]);
-  int printed = 0;
-  if (strchr("di", conversion) || strchr("uoxX", conversion)) {
-    uint64_t raw = next_argument(v, wide ? 8 : 4);
-    bool is_signed = strchr("di", conversion) != NULL;
-    if (!wide && is_signed) raw = (uint64_t)(int64_t)(int32_t)raw;
-    if (!strcmp(length, "h")) raw = is_signed ? (uint64_t)(int16_t)raw : (uint16_t)raw;
-    if (!strcmp(length, "hh")) raw = is_signed ? (uint64_t)(int8_t)raw : (uint8_t)raw;
-    snprintf(format, sizeof format, "%%%sll%c", spec, conversion);
-    printed = snprintf(out, sizeof out, format, (unsigned long long)raw);
-  } else if (strchr("fFeEgGaA", conversion)) {
-    snprintf(format, sizeof format, "%%%s%c", spec, conversion);
-    printed = snprintf(out, sizeof out, format, as_double(next_argument(v, 8)));
-  } else if (conversion == 'c') {
-    snprintf(format, sizeof format, "%%%sc", spec);
-    printed = snprintf(out, sizeof out, format, (int)next_argument(v, 4));
-  } else if (conversion == 'p') {
-    snprintf(format, sizeof format, "%%#%sllx", spec);
-    printed = snprintf(out, sizeof out, format, (unsigned long long)next_argument(v, 8));
-  } else if (conversion == 's') {
-    char *string = string_at(v->w, v->lane, next_argument(v, 8));
-    if (!*spec) {
-      append(emu_of(v->w), string, strlen(string));
-    } else {
-      snprintf(format, sizeof format, "%%%ss", spec);
-      printed = snprintf(out, sizeof out, format, string);
-    }
-    free(string);
-  } else {
-    printed = snprintf(out, sizeof out, "%%%s%s%c", spec, length, conversion);
-  }
-  if (printed >= (int)sizeof out) printed = sizeof out - 1;
-  if (printed > 0) append(emu_of(v->w), out, (size_t)printed);
-}
-
-// The specification that starts behind a %; returns what follows it.
-static const char *print_conversion(VarArgs *v, const char *at) {
-  char spec[48], length[3] = "";
-  size_t n = 0;
-  while (*at && strchr("-+ #0123456789.*", *at) && n < 32) {
-    if (*at == '*') n += (size_t)snprintf(spec + n, 12, "%d", (int32_t)next_argument(v, 4));
-    else spec[n++] = *at;
-    at++;
-  }
-  spec[n] = 0;
-  for (n = 0; *at && strchr("hlLqjzt", *at); at++)
-    if (n < 2) length[n++] = *at, length[n] = 0;
-  if (!*at) return at;
-  print_value(v, spec, length, *at);
-  return at + 1;
-}
-
-// Returns the number of conversions.
-static uint32_t print_formatted(Warp *w, const Insn *I, int lane, uint64_t format,
-                                uint64_t arguments) {
-  uint32_t count = 0;
-  VarArgs v = {w, I, lane, arguments};
-  char *string = string_at(w, lane, format);
-  for (const char *at = string; *at;) {
-    size_t plain = strcspn(at, "%");
-    append(emu_of(w), at, plain);
-    at += plain;
-    if (at[0] == '%' && at[1] == '%') {
-      append(emu_of(w), "%", 1);
-      at += 2;
-    } else if (*at == '%') {
-      at = print_conversion(&v, at + 1);
-      count++;
-    }
-  }
-  free(string);
-  return count;
-}
-
-// The k-th argument of a call: in the memory of call parameters, or in a register.
-static uint64_t argument(Warp *w, const Insn *I, int lane, const Operand *o, uint32_t size) {
-  uint64_t buffer[32];
-  if (o->kind != K_LOCAL_SYM) return src64_of(w, I, o, 1u << lane, buffer)[lane];
-  uint64_t value = 0;
-  uint32_t local = (uint32_t)emu_of(w)->program->local_bytes;
-  if (o->imm + size <= local) memcpy(&value, w->local + (size_t)lane * local + o->imm, size);
-  return value;
-}
-
-static void put_result(Warp *w, const Insn *I, Mask m, const Operand *o, const uint32_t r[32]) {
-  uint32_t local = (uint32_t)emu_of(w)->program->local_bytes;
-  if (o->kind == K_REG) put32_of(w, I, o, m, r);
-  if (o->kind != K_LOCAL_SYM || o->imm + 4 > local) return;
-  FOR_SET(l, m) {
-    size_t at = (size_t)l * local + o->imm;
-    memcpy(w->local + at, &r[l], 4);
-    memset(w->local_init + at, 1, 4);
-  }
-}
-
-static void call_printf(Warp *w, const Insn *I, Mask m, const Operand *arguments,
-                        const Operand *result) {
-  uint32_t r[32] = {0};
-  FOR_SET(l, m)
-    r[l] = print_formatted(w, I, l, argument(w, I, l, &arguments[0], 8),
-                           argument(w, I, l, &arguments[1], 8));
-  put_result(w, I, m, result, r);
-}
-
-static void call_assertfail(Warp *w, const Insn *I, Mask m, const Operand *arguments) {
-  int l = first_lane(m);
-  char *part[3];  // message, file, function
-  for (int k = 0; k < 3; k++)
-    part[k] = string_at(w, l, argument(w, I, l, &arguments[k == 2 ? 3 : k], 8));
-  fatal(w, I, CK_ASSERT, "assertion failed in lanes 0x%08x: %s (%s:%u, %s)", m, part[0], part[1],
-        (uint32_t)argument(w, I, l, &arguments[2], 4), part[2]);
-  for (int k = 0; k < 3; k++) free(part[k]);
-}
-
-int call_external(Warp *w, const Insn *I, Mask m, const char *name, const Operand *arguments,
-                  int count, const Operand *result) {
-  if (!strcmp(name, "vprintf") && count == 2) call_printf(w, I, m, arguments, result);
-  else if (!strcmp(name, "__assertfail") && count >= 4) call_assertfail(w, I, m, arguments);
-  else fatal(w, I, CK_ASSERT, "call of '%s' with %d arguments, which is not emulated", name, count);
-  return DONE;
-}
-
 // ---------------------------------------------------------------------------------------- forms
 
 #define LD(semantics, space, handler) \
   {"ld" semantics space LD_CACHE VECTOR TYPES, "dxl a s64?", handler, 0}
 #define ST(semantics, space, handler, flags) \
   {"st" semantics space ST_CACHE VECTOR TYPES, "a sxl s64?", handler, flags}
-#define BOTH(spaces, rest, operands, handler)                        \
-  {ATOM spaces rest, "dx " operands " s64?", handler, 0},            \
-  {RED spaces rest, operands " s64?", handler, 0}
-#define BOTH_VECTOR(rest, handler)                                   \
-  {ATOM "{.global}" rest, "dxl a sxl s64?", handler, 0},             \
-  {RED "{.global}" rest, "a sxl s64?", handler, 0}
-#define ASYNC_RELEASE "(.release|mmio.release)(.gpu|sys){.global}"
 #define PRIMARY "(.L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged)"
 #define SECONDARY "{.L2::evict_first|L2::evict_unchanged}"
 
@@ -1346,27 +872,6 @@ const Form FORMS_MEMORY[] = {
     {"st.bulk{.weak}{.shared::cta}", "a s64 i", exec_st_bulk, 0},
     {"st.async" ASYNC_RELEASE "(.b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64)", "a sx",
      exec_st_async_release, 0},
-    {"red.async" ASYNC_RELEASE "(.and|or|xor)(.b32|b64)", "a sx", exec_red_async_logic, 0},
-    {"red.async" ASYNC_RELEASE "(.add)(.u32|s32|u64|s64)", "a sx", exec_red_async_add, 0},
-    {"red.async" ASYNC_RELEASE "(.inc|dec)(.u32)", "a sx", exec_red_async_step, 0},
-    {"red.async" ASYNC_RELEASE "(.min|max)(.u32|s32|u64|s64)", "a sx", exec_red_async_extreme, 0},
-
-    BOTH(ANY_SPACE, "(.and|or|xor)" HINT "(.b32|b64)", "a sx", exec_atom_logic),
-    BOTH(ANY_SPACE, "(.add)" HINT "(.u32|s32|u64|f32|f64)", "a sx", exec_atom_add),
-    BOTH(ANY_SPACE, "(.inc|dec)" HINT "(.u32)", "a sx", exec_atom_step),
-    BOTH(ANY_SPACE, "(.min|max)" HINT "(.u32|s32|u64|s64)", "a sx", exec_atom_extreme),
-    BOTH(ANY_SPACE, "(.add).noftz" HINT "(.f16|bf16)", "a sx", exec_atom_half),
-    BOTH(ANY_SPACE, "(.add).noftz" HINT "(.f16x2|bf16x2)", "a sx", exec_atom_packed),
-    {ATOM ANY_SPACE "(.exch)" HINT "(.b32|b64|b128)", "dx a sx s64?", exec_atom_exch, 0},
-    {ATOM ANY_SPACE "(.cas)" HINT "(.b16|b32|b64|b128)", "dx a sx sx s64?", exec_atom_cas, 0},
-    BOTH_VECTOR("(.add)" HINT "(.v2|v4)(.f32)", exec_atom_vector),
-    BOTH_VECTOR("(.add|min|max).noftz" HINT "(.v2|v4|v8)(.f16|bf16)", exec_atom_vector_half),
-    BOTH_VECTOR("(.add|min|max).noftz" HINT "(.v2|v4)(.f16x2|bf16x2)", exec_atom_vector_packed),
-
-    {"cvta" ADDRESS_SPACES ".u64", "d64 s64", exec_cvta, 0},
-    {"cvta.to" ADDRESS_SPACES ".u64", "d64 s64", exec_cvta_to, 0},
-    {"isspacep" ADDRESS_SPACES, "dp s64", exec_isspacep, 0},
-
     {"prefetch{.global|local}(.L1|L2)", "a", exec_hint, 0},
     {"prefetch{.global}(.L2::evict_last|L2::evict_normal)", "a", exec_hint, 0},
     {"prefetchu.L1", "a", exec_hint, 0},

@@ -24,8 +24,7 @@ static inline uint32_t word_at(const uint8_t *p) {
 // The 16 bytes of a matrix row that a lane's address points to, or NULL after a finding.
 static uint8_t *row_pointer(Warp *w, const Insn *I, bool generic, uint64_t address, Cta **cta,
                             uint32_t *offset) {
-  if (!generic) *cta = shared_target(w, (uint32_t)address, offset);
-  else if (classify(w, address, cta, offset) != SP_SHARED) *cta = NULL;
+  *cta = any_shared_target(w, address, generic, offset);
   if (*cta) return shared_pointer(w, I, *cta, *offset, 16, 16);
   finding(w, I, CK_BOUNDS, SEV_ERROR, "address 0x%llx is not in shared memory",
           (unsigned long long)address);

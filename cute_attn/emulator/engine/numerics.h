@@ -5,6 +5,8 @@
 
 #include "engine.h"
 
+#pragma GCC visibility push(hidden)
+
 typedef enum {
   FT_F16, FT_BF16, FT_TF32, FT_E4M3, FT_E5M2, FT_E3M2, FT_E2M3, FT_E2M1,
   FT_F32,
@@ -67,4 +69,5 @@ void widen_bytes(const uint8_t *in, int count, bool is_signed, int16_t *out);
 // Sixteen elements of 6 or 4 bits, packed in 12 or 8 bytes, to a byte each.
 void unpack_bits(const uint8_t *in, int bits, uint8_t out[16]);
 
+#pragma GCC visibility pop
 #endif

@@ -5,10 +5,12 @@
 
 #include "engine.h"
 
+#pragma GCC visibility push(hidden)
+
 // From OP_ADD to OP_XOR in the order of REDUCTIONS.
 typedef enum {
   OP_COPY, OP_ADD, OP_MIN, OP_MAX, OP_INC, OP_DEC, OP_AND, OP_OR, OP_XOR,
-  OP_MIN_NUMBER, OP_MAX_NUMBER, OP_MIN_NAN, OP_MAX_NAN,  // f32 in registers: what wins over the other
+  OP_MIN_NUMBER, OP_MAX_NUMBER, OP_MIN_NAN, OP_MAX_NAN,  // of f32 in registers; which one wins
   OP_COUNT
 } ReduceOp;
 static inline ReduceOp f32_extreme(bool max, bool nan_wins) {
@@ -32,4 +34,5 @@ static inline void reduce_or_copy(Reduction reduce, uint8_t *to, const uint8_t *
   else memcpy(to, from, bytes);
 }
 
+#pragma GCC visibility pop
 #endif

@@ -1,0 +1,53 @@
+// What barriers share: releases and acquires as far as anything looks at them, and the addresses of
+// mbarriers.
+#ifndef CUTE_ATTN_BARRIER_H
+#define CUTE_ATTN_BARRIER_H
+
+#include "engine.h"
+
+#pragma GCC visibility push(hidden)
+
+// Happens-before is only kept up to date when something looks at it.
+static inline bool ordering(const Emu *e) {
+  return (e->checks & (1ull << CK_RACE | 1ull << CK_PROXY | 1ull << CK_TCGEN05)) != 0;
+}
+
+static inline void join_into(Emu *e, View *into, const View *from) {
+  if (!from || !from->vc) return;
+  if (!into->vc) *into = view_new(e);
+  view_join(e, into, from);
+}
+
+static inline void release_into(Warp *w, View *into) {
+  if (ordering(emu_of(w))) view_release(w, into);
+}
+
+// A relaxed arrival publishes what an earlier fence has released, and no more.
+static inline void relaxed_release_into(Warp *w, View *into) {
+  if (ordering(emu_of(w))) join_into(emu_of(w), into, &w->fence_release);
+}
+
+static inline void acquire_from(Warp *w, const View *from) {
+  w->sync_epoch++;
+  if (ordering(emu_of(w))) view_acquire(w, from);
+}
+
+// A relaxed wait acquires nothing until a fence follows.
+static inline void relaxed_acquire_from(Warp *w, const View *from) {
+  if (ordering(emu_of(w))) join_into(emu_of(w), &w->fence_acquire, from);
+}
+
+// ------------------------------------------------------------------------------------ mbarrier.c
+
+enum { SPACE_GENERIC, SPACE_SHARED, SPACE_SHARED_CTA, SPACE_SHARED_CLUSTER };
+#define SHARED_CTA "{.shared|.shared::cta}"
+#define SHARED_ANY "{.shared|.shared::cta|.shared::cluster}"
+
+// Lanes of an instruction that name the same address.
+typedef struct { Cta *cta; uint32_t offset; Mask lanes; } Target;
+
+// The shared memory that an address means; false after a finding.
+bool resolve_target(Warp *w, const Insn *I, uint64_t address, int space, Target *t);
+
+#pragma GCC visibility pop
+#endif

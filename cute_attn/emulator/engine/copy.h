@@ -1,0 +1,127 @@
+// What asynchronous copies share: groups of a thread's copies (cp_async.c, bulk_copy.c), the copies
+// themselves (bulk_copy.c), and tensor maps (tensor_map.c, tensor_copy.c).
+#ifndef CUTE_ATTN_COPY_H
+#define CUTE_ATTN_COPY_H
+
+#include "engine.h"
+#include "reductions.h"
+
+#pragma GCC visibility push(hidden)
+
+#define HINT "{.L2::cache_hint}"
+#define BYTES ".mbarrier::complete_tx::bytes"
+#define TO_SHARED "(.shared::cluster|shared::cta)"
+
+// ------------------------------------------------------------------ groups of a thread's copies
+//
+// Groups are a thread's own. A commit closes the group of every lane that executes it: what these
+// lanes have issued up to `number` (of cp.async: an instruction; of bulk copies: a bulk group).
+typedef struct { uint32_t number; Mask lanes; } Commit;
+enum { COMMITS = 64 };  // a wait names one of the latest few
+typedef struct { Commit ring[COMMITS]; uint32_t count; } Commits;
+
+typedef struct Copy Copy;
+struct Copies {
+  Commits bulk, cp;
+  Copy *unfinished;                                  // of bulk groups
+  uint32_t bulk_issued[32], bulk_waited[32];         // a lane's last group with a copy in it, and
+  uint32_t cp_issued[32], cp_waited[32];             // the last one whose sources it waited for
+};
+
+static inline struct Copies *copies_of(Warp *w) {
+  if (!w->copies) w->copies = calloc(1, sizeof *w->copies);
+  return w->copies;
+}
+
+static inline void commit_group(Commits *c, uint32_t number, Mask lanes) {
+  c->ring[c->count++ % COMMITS] = (Commit){number, lanes};
+}
+
+// What a lane waits for when it lets `pending` of its groups go on: all up to this number.
+static inline uint32_t awaited(const Commits *c, int lane, uint64_t pending) {
+  uint32_t oldest = c->count > COMMITS ? c->count - COMMITS : 0;
+  for (uint32_t i = c->count; i > oldest; i--) {
+    const Commit *group = &c->ring[(i - 1) % COMMITS];
+    if (!(group->lanes >> lane & 1)) continue;
+    if (pending == 0) return group->number;
+    pending--;
+  }
+  return oldest ? c->ring[oldest % COMMITS].number - 1 : 0;
+}
+
+static inline Clock bulk_clock(const Warp *w, int agent_kind, uint32_t group) {
+  return w->agent_birth[agent_kind] + group - 1;
+}
+
+void cp_async_at_exit(Warp *w, int lane);
+
+// -------------------------------------------------------------------------------- tensor maps
+
+typedef struct {
+  uint64_t address;
+  int rank;                     // 1 to 5
+  ElementType type;
+  int interleave;               // 0 none, 1: 16 bytes, 2: 32 bytes
+  int swizzle;                  // 0 none, 1: 32 bytes, 2: 64 bytes, 3: 128 bytes
+  int atomicity;                // of the latter: 0: 16 bytes, 1: 32, 2: 32 and 8-byte flip, 3: 64
+  bool nan_fill, im2col;
+  uint64_t size[5], stride[5];  // elements (innermost: units); bytes
+  int box[5], step[5];          // the same; step: the element strides
+  int lower[3], upper[3], pixels;  // im2col
+  int unit;                     // elements of a unit: 1, of packed types more
+  uint32_t bytes, spread;       // of a unit in global and in shared memory
+  uint32_t inner, pitch, rows;  // of the box in shared memory: bytes of a row, to the next; rows
+} TensorMap;
+
+const char *element_name(ElementType type);
+// The map at an address; false after a finding.
+bool read_tensor_map(Warp *w, const Insn *I, uint64_t address, TensorMap *t);
+
+// ---------------------------------------------------------------------------------- bulk copies
+
+typedef enum { MODE_TILE, MODE_GATHER, MODE_IM2COL } TensorMode;
+
+struct Copy {
+  Copy *next, **link;      // the warp's unfinished copies of bulk groups
+  int lane;
+  uint32_t group;
+  bool read;               // the source has been read
+  bool tensor;
+  uint64_t global;         // of a copy that is not a tensor's
+  uint32_t bytes;          // that it signals
+  uint32_t buffered;       // in `buffer`
+  Cta *from; uint32_t from_offset;  // source in shared memory
+  uint32_t to_offset;               // destination in shared memory, of each target
+  int ntargets; Cta *targets[16], *signalled[16];
+  uint32_t barrier;                 // its offset
+  Reduction reduce;                 // NULL: a copy
+  uint16_t byte_mask;
+  TensorMap map;
+  TensorMode mode;
+  int32_t at[8];           // coordinates
+  int32_t pixel[3];        // im2col: offsets
+  uint8_t *buffer;
+};
+
+Copy *new_copy(uint32_t buffered);
+void drop_copy(Copy *c);
+// The CTAs that a copy into shared memory goes to, and the barriers that it signals, which must
+// be there by now.
+// `multicast`: mask of CTAs, or -1. `pair`: cta_group::2, whose barrier may be in the other CTA of
+// the destination's pair; with multicast its rank's parity tells which CTA of each pair.
+bool set_targets(Warp *w, const Insn *I, Copy *c, uint32_t to, uint32_t barrier, int multicast,
+                 bool own, bool pair);
+// Hand a copy over: one into shared memory, or out of it, which joins the lane's bulk group.
+void submit_load(Warp *w, const Insn *I, Copy *c, const char *what, int counter);
+void submit_store(Warp *w, const Insn *I, Copy *c, int lane, const char *what, int counter);
+// Offset of a source in the CTA's own shared memory.
+bool own_shared(Warp *w, const Insn *I, uint64_t address, uint32_t *offset);
+// NULL after a fatal finding.
+Reduction known_reduction(Warp *w, const Insn *I, ReduceOp op, ElementType type);
+
+// The side of a tensor copy in global memory (tensor_copy.c): all of the box to or from its buffer.
+void read_tensor(AsyncOp *op, Copy *c);
+void move_tensor(AsyncOp *op, Copy *c, bool writes);
+
+#pragma GCC visibility pop
+#endif

@@ -1,0 +1,76 @@
+// How instructions access memory (memory.c): lanes in batches, checks, operands. ld, st, atom and
+// red share it.
+#ifndef CUTE_ATTN_MEMORY_H
+#define CUTE_ATTN_MEMORY_H
+
+#include "engine.h"
+
+#pragma GCC visibility push(hidden)
+
+#define MAX_ACCESS 32  // bytes a lane, of one instruction
+
+// ---------------------------------------------------------------- lanes of an access, in batches
+//
+// A batch is the lanes of an instruction that access the same memory: global memory, the shared
+// memory of one CTA, or local memory. Lane l accesses origin + at[l]; lanes outside of `m` repeat
+// the first one's address, so that loops may run over all of them.
+
+typedef struct {
+  Space space;
+  Cta *cta;         // of shared memory; at[] are then offsets
+  bool one_region;  // of global memory: it may be looked at in longer runs
+  uint8_t *origin;
+  uint64_t at[32];
+  Mask m;
+} Batch;
+
+typedef struct {
+  Warp *w;
+  const Insn *I;
+  Space space;
+  Mask left, dropped;  // lanes not yet seen; lanes without memory behind their address
+  uint32_t bytes;      // a lane
+  bool write;
+  bool own_cta;        // the state space is .shared::cta
+  uint64_t a[32];
+} Cursor;
+
+static inline uint8_t *host_of(const Batch *b, int lane) { return b->origin + b->at[lane]; }
+
+void start_access(Cursor *c, Warp *w, const Insn *I, const Operand *address, Mask m, Space space,
+                  uint32_t bytes, bool write);
+// The next lanes that can be served together. False: all have been.
+bool next_batch(Cursor *c, Batch *b);
+
+// --------------------------------------------------------------------------- checks and counters
+
+// What an instruction does. One that both reads and writes is checked for races as a write, which
+// finds at least what a read would.
+enum { READS = 1, WRITES = 2 };
+
+// Report an access to the happens-before checker and count its wavefronts or sectors. Returns
+// the number of different addresses, or 0 where nothing asked for it.
+int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int kind,
+             const Access *access);
+// Synchronisation through the words that a strong operation reads or writes.
+void synchronise(Warp *w, const Batch *b, int order, void (*with)(Warp *, const void *, int));
+
+// ---------------------------------------------------------------------------------- operands
+
+typedef struct { uint8_t bytes; bool is_signed; } Type;
+// A source as bytes: lane l's value starts at data + l * stride.
+typedef struct { const uint8_t *data; int stride; } Values;
+
+Values values_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint32_t bytes,
+                 uint64_t buffer[64]);
+// Write a destination from origin + at[l], extended to the register's width.
+void put_from(Warp *w, const Insn *I, const Operand *o, Mask m, Type t, const uint8_t *origin,
+              const uint64_t at[32]);
+// The elements of a vector instruction, or its one operand; 0 after a fatal finding.
+int elements_of(Warp *w, const Insn *I, const Operand *o, Space space, int vector, Type t);
+
+// Of st.async and red.async, which release: to global memory they take effect at once.
+#define ASYNC_RELEASE "(.release|mmio.release)(.gpu|sys){.global}"
+
+#pragma GCC visibility pop
+#endif

@@ -1,0 +1,98 @@
+// Tensor memory (TMEM) and what the tcgen05 instructions share: allocation, loads and stores are in
+// tmem.c, matrix operations in tcgen05_mma.c, the rest in tcgen05_copy.c.
+#ifndef CUTE_ATTN_TCGEN05_H
+#define CUTE_ATTN_TCGEN05_H
+
+#include "engine.h"
+#include "matrix.h"
+
+#pragma GCC visibility push(hidden)
+
+#define GROUP "(.cta_group::1|.cta_group::2)"
+
+#define LANES 128
+#define COLUMNS 512
+#define SLICE 32  // columns, the unit of allocation
+#define SLICES (COLUMNS / SLICE)
+
+typedef struct {
+  bool active, done;
+  int columns, column;
+  Warp *warp;
+  const Insn *insn;
+} Request;  // of a warp that takes part in a cta_group::2 allocation
+
+typedef struct {
+  bool filled, in_tmem;
+  uint64_t a;  // what it was filled from
+} Collector;
+
+typedef struct {
+  AsyncOp **loads;  // that tcgen05.wait::ld has still to see
+  int nloads, room;
+  AsyncOp *last_store;
+  Mask uncommitted;  // lanes that issued operations which no commit tracks yet
+} WarpState;
+
+struct Tmem {
+  uint32_t words[LANES][COLUMNS];
+  struct { bool used, freed; int first, columns; Warp *warp; const Insn *insn; } slices[SLICES];
+  Request request;
+  int deallocations;  // of cta_group::2
+  View released;      // by deallocations
+  const Insn *relinquished;
+  int group;      // the cta_group that the kernel uses, and where
+  const Insn *group_insn;
+  Collector collectors[5];  // a, b0 to b3
+  WarpState warps[MAX_WARPS];
+};
+
+// ------------------------------------------------------------------------------------ tmem.c
+
+struct Tmem *tmem_of(Warp *w, const Insn *I);  // NULL after a fatal finding
+// Whether a kernel keeps to one cta_group, as it must.
+void check_group(Warp *w, const Insn *I, int group);
+// The CTAs of a cta_group, the even one first; 0 after a finding.
+int ctas_of(Warp *w, const Insn *I, int group, Cta *ctas[2]);
+// Whether a block of TMEM exists; says so if it does not, or is not allocated.
+bool check_block(const Access *a, Cta *cta, const char *role, int lane, int column, int lanes,
+                 int columns);
+
+// ------------------------------------------------------------------------------- tcgen05_copy.c
+
+void check_single_thread(Warp *w, const Insn *I, Mask m, const char *what);
+// Submit an operation of the tensor core, in the order of issue.
+AsyncOp *issue_tcgen05(Warp *w, const Insn *I, const char *what, int lane, void *data,
+                       void (*run)(AsyncOp *, int));
+
+// The matrix that a descriptor stands for; false after a finding that leaves nothing to read.
+bool read_matrix(Warp *w, const Insn *I, uint64_t descriptor, const char *name, Matrix *m);
+
+// Units of 16 bytes of a CTA's shared memory that an operand takes, to check them in long spans.
+typedef struct {
+  uint64_t bits[(1 << 18) / 16 / 64];
+  int low, high;
+  uint32_t outside;
+  bool bad;
+} Touched;
+
+static inline const uint8_t *fetch(Touched *touched, Cta *cta, uint32_t address) {
+  static const uint8_t zeros[16];
+  if (address < SHARED_BASE || address - SHARED_BASE + 16 > cta->shared_bytes) {
+    touched->bad = true;
+    touched->outside = address;
+    return zeros;
+  }
+  int unit = (int)((address - SHARED_BASE) / 16);
+  touched->bits[unit / 64] |= 1ull << unit % 64;
+  if (unit < touched->low) touched->low = unit;
+  if (unit > touched->high) touched->high = unit;
+  return cta->shared + (address - SHARED_BASE);
+}
+
+Touched *fetch_begin(const Cta *cta);
+// Check what has been fetched since.
+void fetch_end(Touched *touched, const Access *access, Cta *cta, const char *name);
+
+#pragma GCC visibility pop
+#endif
