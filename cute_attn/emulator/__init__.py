@@ -15,7 +15,7 @@ from __future__ import annotations
 from .build import EmulatorUnavailable
 from .emulator import EmulatedFunction, Emulator, Names
 from .forms import UnsupportedInstruction
-from .ptx import PtxError
+from .operands import PtxError
 from .report import Finding, FindingsError, Report
 
 __all__ = [

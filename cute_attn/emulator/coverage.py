@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from . import machine
+from . import library
 from .forms import Form, describe, parse_signature
 
 _TITLES = {
@@ -104,7 +104,7 @@ def read_silicon(path: Path) -> Silicon:
 def page(silicon: Path | None = None) -> str:
     """The page as a text; with the comparisons that a file counts."""
     seen = read_silicon(silicon) if silicon else None
-    return "\n".join(lines(machine.engine().forms.forms, seen)) + "\n"
+    return "\n".join(lines(library.engine().forms.forms, seen)) + "\n"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import machine, trace
+from . import library, machine, trace
 from .host import HostFunction, Launch, aligned_copies, tensors_in
 from .program import Program
 from .report import Finding, FindingsError, LaunchRecord, Report
@@ -61,7 +61,7 @@ class Emulator:
         EmulatorUnavailable: there is no C compiler to build the engine with.
     """
 
-    CHECKS: tuple[str, ...] = machine.CHECKS
+    CHECKS: tuple[str, ...] = library.CHECKS
 
     def __init__(
         self,
@@ -297,12 +297,12 @@ def _one_of(name: str, value: object, allowed: Sequence[str | None]) -> None:
 
 def _checks(checks: str | Iterable[str]) -> frozenset[str]:
     if checks == "all":
-        return frozenset(machine.CHECKS)
+        return frozenset(library.CHECKS)
     if checks == "none":
         return frozenset()
     chosen = frozenset([checks] if isinstance(checks, str) else checks)
     for name in chosen:
-        _one_of("checks", name, machine.CHECKS)
+        _one_of("checks", name, library.CHECKS)
     return chosen
 
 

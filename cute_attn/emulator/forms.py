@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .ptx import TYPE_BITS, PtxError
+from .operands import TYPE_BITS, PtxError
 
 
 class UnsupportedInstruction(PtxError):

@@ -1,12 +1,10 @@
-"""The engine, as Python sees it: its forms, machines that run programs, and what they report."""
+"""Machines of the engine: what they run, and what a launch has done."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import re
-import struct
 import threading
 import weakref
 from collections import Counter
@@ -15,178 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..machine_code.cubin import register_uses
-from . import build
-from .forms import Form, FormTable
-from .program import SPECIAL_REGISTERS, ModuleMemory, Parameter, Program, lower
-from .ptx import Module, parse
+from .library import (
+    CHECKS,
+    EVENT_KINDS,
+    MAX_WARPS,
+    PROGRESS,
+    SEVERITIES,
+    STRING,
+    EventRecord,
+    FindingRecord,
+    engine,
+)
+from .lowering import lower
+from .program import Program
+from .ptx import parse
 from .report import Finding
 from .trace import TraceEvent
-
-CHECKS = (
-    "deadlock",
-    "race",
-    "proxy-fence",
-    "tcgen05-sync",
-    "uninitialised",
-    "out-of-bounds",
-    "misaligned",
-    "descriptor",
-    "barrier",
-    "tmem",
-    "exit",
-    "registers",
-    "warp-sync",
-    "wgmma",
-    "cluster",
-    "assert",
-    "counters",
-)
-"""What can be checked, in the order of the enumeration CK_ in engine.h."""
-
-_MAX_WARPS = 32
-_SEVERITIES = ("error", "note")
-_EVENT_KINDS = ("wait", "async", "mma", "instant")
-_PROGRESS = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)
-_POINTER = ctypes.c_void_p
-_STRING = ctypes.c_char_p
-_INT = ctypes.c_int
-_U64 = ctypes.c_uint64
-
-
-class _Finding(ctypes.Structure):
-    _fields_ = (
-        ("check", ctypes.c_int32),
-        ("severity", ctypes.c_int32),
-        ("insn", ctypes.c_int32),
-        ("other", ctypes.c_int32),
-        ("cta", ctypes.c_int32),
-        ("warp", ctypes.c_int32),
-        ("count", ctypes.c_uint64),
-        ("message", ctypes.c_char_p),
-    )
-
-
-class _Event(ctypes.Structure):
-    _fields_ = (
-        ("start", ctypes.c_uint64),
-        ("end", ctypes.c_uint64),
-        ("kind", ctypes.c_int32),
-        ("cta", ctypes.c_int32),
-        ("warp", ctypes.c_int32),
-        ("insn", ctypes.c_int32),
-        ("object", ctypes.c_uint64),
-        ("detail", ctypes.c_uint64),
-    )
-
-
-_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "emu_form_count": (_INT, ()),
-    "emu_form_pattern": (_STRING, (_INT,)),
-    "emu_form_operands": (_STRING, (_INT,)),
-    "emu_form_flags": (_INT, (_INT,)),
-    "emu_form_family": (_STRING, (_INT,)),
-    "emu_check_name": (_STRING, (_INT,)),
-    "emu_counter_name": (_STRING, (_INT,)),
-    "emu_special_register_name": (_STRING, (_INT,)),
-    "emu_tensor_map": (_INT, (_STRING, ctypes.POINTER(ctypes.c_int64))),
-    "emu_program_new": (_POINTER, (_STRING, _INT, _STRING, _INT, _STRING, _STRING)),
-    "emu_program_free": (None, (_POINTER,)),
-    "emu_new": (_POINTER, ()),
-    "emu_free": (None, (_POINTER,)),
-    "emu_set": (None, (_POINTER, _STRING, ctypes.c_int64)),
-    "emu_strings": (None, (_POINTER, ctypes.POINTER(_STRING), _INT)),
-    "emu_region": (_INT, (_POINTER, _U64, _U64, _STRING, _INT, _INT)),
-    "emu_regions_clear": (None, (_POINTER,)),
-    "emu_name_shared": (
-        None,
-        (_POINTER, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, _STRING),
-    ),
-    "emu_name_warps": (None, (_POINTER, _INT, _INT, _STRING)),
-    "emu_names_clear": (None, (_POINTER,)),
-    "emu_launch": (
-        _INT,
-        (_POINTER, _POINTER, ctypes.POINTER(ctypes.c_uint32), _STRING, _U64, _PROGRESS),
-    ),
-    "emu_finding_count": (_INT, (_POINTER,)),
-    "emu_finding": (None, (_POINTER, _INT, ctypes.POINTER(_Finding))),
-    "emu_findings_clear": (None, (_POINTER,)),
-    "emu_counters": (ctypes.POINTER(_U64), (_POINTER,)),
-    "emu_executed": (ctypes.POINTER(_U64), (_POINTER,)),
-    "emu_warp_executed": (ctypes.POINTER(_U64), (_POINTER,)),
-    "emu_counters_clear": (None, (_POINTER,)),
-    "emu_mma": (
-        _U64,
-        (_POINTER, _INT, ctypes.POINTER(_STRING), ctypes.POINTER(ctypes.c_int32)),
-    ),
-    "emu_events": (_INT, (_POINTER, ctypes.POINTER(ctypes.POINTER(_Event)))),
-    "emu_events_clear": (None, (_POINTER,)),
-    "emu_output": (_STRING, (_POINTER,)),
-    "emu_output_clear": (None, (_POINTER,)),
-    "emu_wait_name": (_STRING, (_INT,)),
-}
-
-
-# ---- the engine
-
-
-class Engine:
-    """The library, its functions typed, and the forms of instructions that it knows."""
-
-    def __init__(self, path: str) -> None:
-        self.library = ctypes.CDLL(path)
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(self.library, name)
-            function.restype, function.argtypes = result, arguments
-        library = self.library
-        self.forms = FormTable(
-            [
-                Form(
-                    i,
-                    library.emu_form_pattern(i).decode(),
-                    library.emu_form_operands(i).decode(),
-                    library.emu_form_flags(i),
-                    library.emu_form_family(i).decode(),
-                )
-                for i in range(library.emu_form_count())
-            ]
-        )
-        self.counters = _names(library.emu_counter_name)
-        self.waits = _names(library.emu_wait_name)
-        assert _names(library.emu_check_name) == CHECKS
-        assert _names(library.emu_special_register_name) == SPECIAL_REGISTERS
-
-    def program(self, program: Program) -> int:
-        """The engine's copy of a program; it lives as long as the program."""
-        handle = program.handles.get(self)
-        if handle is None:
-            handle = self.library.emu_program_new(
-                program.records,
-                len(program.records) // 64,
-                program.operands,
-                len(program.operands) // 24,
-                struct.pack(f"<{len(program.header)}i", *program.header),
-                program.name.encode(),
-            )
-            program.handles[self] = handle
-            weakref.finalize(program, self.library.emu_program_free, handle)
-        return handle
-
-
-def _names(function: Callable[[int], bytes | None]) -> tuple[str, ...]:
-    found: list[str] = []
-    while (name := function(len(found))) is not None:
-        found.append(name.decode())
-    return tuple(found)
-
-
-@functools.cache
-def engine() -> Engine:
-    """The engine, built if need be.
-
-    Raises:
-        EmulatorUnavailable: there is no C compiler to build it with.
-    """
-    return Engine(str(build.engine_library()))
+from .variables import ModuleMemory
 
 
 def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
@@ -204,9 +47,6 @@ def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
         kernel.name: lower(module, engine().forms, kernel.name, memory, registers.get(kernel.name))
         for kernel in module.kernels
     }
-
-
-# ---- machines
 
 
 class Turn:
@@ -405,7 +245,7 @@ class Machine:
         variables = ((*region[:3], True, region[3]) for region in program.memory.regions())
         for base, size, name, initialised, writable in (*self._regions, *variables):
             library.emu_region(handle, base, size, name.encode(), initialised, writable)
-        names = (_STRING * len(program.strings))(*(name.encode() for name in program.strings))
+        names = (STRING * len(program.strings))(*(name.encode() for name in program.strings))
         library.emu_strings(handle, names, len(program.strings))
         dims = (ctypes.c_uint32 * 10)(*_three(grid), *_three(block), *_three(cluster))
         dims[9] = dynamic_shared
@@ -421,7 +261,7 @@ class Machine:
             return 0
 
         code = library.emu_launch(
-            handle, self._engine.program(program), dims, params, len(params), _PROGRESS(report)
+            handle, self._engine.program(program), dims, params, len(params), PROGRESS(report)
         )
         if raised:
             raise raised[0]
@@ -437,14 +277,14 @@ class Machine:
             for number, times in zip(program.opcode_numbers, executed, strict=True):
                 if times:
                     run.by_opcode[program.opcodes[number]] += times
-            for warp, times in enumerate(library.emu_warp_executed(handle)[:_MAX_WARPS]):
+            for warp, times in enumerate(library.emu_warp_executed(handle)[:MAX_WARPS]):
                 if times:
                     run.by_warp[warp] = times
         counters = self._engine.counters
         run.counters = dict(
             zip(counters, library.emu_counters(handle)[: len(counters)], strict=True)
         )
-        kind, shape = _STRING(), (ctypes.c_int32 * 3)()
+        kind, shape = STRING(), (ctypes.c_int32 * 3)()
         while times := library.emu_mma(handle, len(run.mma), ctypes.byref(kind), shape):
             sizes = (shape[0], shape[1], shape[2])
             run.mma.append(((kind.value or b"").decode(), sizes, times))
@@ -454,7 +294,7 @@ class Machine:
 
     def _findings(self, program: Program) -> list[Finding]:
         found = []
-        record = _Finding()
+        record = FindingRecord()
         for i in range(self._library.emu_finding_count(self._handle)):
             self._library.emu_finding(self._handle, i, ctypes.byref(record))
             line, ptx, source = _place(program, record.insn)
@@ -462,7 +302,7 @@ class Machine:
             found.append(
                 Finding(
                     CHECKS[record.check],
-                    _SEVERITIES[record.severity],
+                    SEVERITIES[record.severity],
                     _named(program, (record.message or b"").decode("utf-8", "replace")),
                     program.name,
                     line,
@@ -488,7 +328,7 @@ class Machine:
         return f"mbarrier {place:#x}"
 
     def _events(self, program: Program) -> list[TraceEvent]:
-        pointer = ctypes.POINTER(_Event)()
+        pointer = ctypes.POINTER(EventRecord)()
         count = self._library.emu_events(self._handle, ctypes.byref(pointer))
         found = []
         for event in pointer[:count]:
@@ -497,12 +337,12 @@ class Machine:
             if line is not None:
                 detail |= {"line": line, "ptx": ptx, "source": source}
             name = program.opcode(event.insn) if event.insn >= 0 else ""
-            if _EVENT_KINDS[event.kind] == "wait":  # what for is in the lowest byte
+            if EVENT_KINDS[event.kind] == "wait":  # what for is in the lowest byte
                 name = self._wait_name(self._engine.waits[event.detail & 255], event.object)
                 detail["detail"] = event.detail >> 8
             found.append(
                 TraceEvent(
-                    _EVENT_KINDS[event.kind],
+                    EVENT_KINDS[event.kind],
                     name,
                     event.cta,
                     event.warp,
@@ -547,123 +387,3 @@ def _named(program: Program, message: str) -> str:
         return f"register {names[number]}" if number < len(names) else match[0]
 
     return re.sub(r"\bregister (\d+)\b", name, message)
-
-
-# ---- running PTX by itself
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """Memory to pass to `run_ptx`, with what a plain array cannot say.
-
-    Attributes:
-        array: a numpy array, torch tensor, bytearray or ctypes array.
-        initialised: False if the kernel has to write it before it reads it.
-        writable: False if the kernel may only read it.
-        name: what findings call it.
-    """
-
-    array: Any
-    initialised: bool = True
-    writable: bool = True
-    name: str = ""
-
-
-def run_ptx(
-    text: str | Module,
-    kernel: str | None = None,
-    grid: int | Sequence[int] = 1,
-    block: int | Sequence[int] = 32,
-    args: Sequence[Any] = (),
-    *,
-    cluster: int | Sequence[int] | None = None,
-    dynamic_shared: int = 0,
-    machine: Machine | None = None,
-    **options: Any,
-) -> Run:
-    """Run one kernel of a PTX text.
-
-    Args:
-        text: the PTX, or a module that is parsed already.
-        kernel: its symbol; needed if there are several.
-        grid, block, cluster: sizes, as a number or up to three. Without `cluster` the size that
-            the kernel requires.
-        args: one for each parameter: integers, floats, bytes, or arrays (see `Buffer`), whose
-            addresses are passed.
-        dynamic_shared: bytes.
-        machine: to run on; otherwise a new one with `options`, those of `Machine`.
-    """
-    module = parse(text) if isinstance(text, str) else text
-    program = lower(module, engine().forms, kernel)
-    runner = machine or Machine(**options)
-    if cluster is None:
-        cluster = program.kernel.directive("reqnctapercluster") or 1
-    keep: list[Any] = []
-    return runner.launch(
-        program,
-        _sizes(grid),
-        _sizes(block),
-        _sizes(cluster),
-        dynamic_shared,
-        pack_arguments(program, args, runner, keep),
-    )
-
-
-def _sizes(sizes: int | Sequence[int]) -> Sequence[int]:
-    return (sizes,) if isinstance(sizes, int) else sizes
-
-
-def pack_arguments(
-    program: Program, args: Sequence[Any], machine: Machine, keep: list[Any]
-) -> bytes:
-    """The parameter block of a launch. Arrays among `args` become regions of the machine.
-
-    `keep` gets what has to live until the launch is over.
-    """
-    if len(args) != len(program.parameters):
-        raise ValueError(f"{program.name} takes {len(program.parameters)} parameters: {len(args)}")
-    block = bytearray(program.parameter_bytes)
-    for number, (argument, parameter) in enumerate(zip(args, program.parameters, strict=True)):
-        data = _argument_bytes(argument, parameter, machine, keep, f"args[{number}]")
-        block[parameter.offset : parameter.offset + parameter.bytes] = data
-    return bytes(block)
-
-
-def _argument_bytes(
-    argument: Any, parameter: Parameter, machine: Machine, keep: list[Any], name: str
-) -> bytes:
-    size = parameter.bytes
-    if isinstance(argument, bytes):
-        if len(argument) != size:
-            raise ValueError(f"{name} is {len(argument)} bytes, the parameter has {size}")
-        return argument
-    if isinstance(argument, float):
-        return struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], argument)
-    if isinstance(argument, int):
-        return (argument & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-    buffer = argument if isinstance(argument, Buffer) else Buffer(argument)
-    base, extent = _extent(buffer.array, keep)
-    if extent:
-        machine.add_region(
-            base,
-            extent,
-            buffer.name or name,
-            initialised=buffer.initialised,
-            writable=buffer.writable,
-        )
-    return base.to_bytes(size, "little")
-
-
-def _extent(array: Any, keep: list[Any]) -> tuple[int, int]:
-    """Address and bytes of an array's memory."""
-    keep.append(array)
-    if hasattr(array, "data_ptr"):  # torch
-        last = sum((n - 1) * s for n, s in zip(array.shape, array.stride(), strict=True))
-        return array.data_ptr(), (last + 1) * array.element_size() if array.numel() else 0
-    if hasattr(array, "__array_interface__"):  # numpy
-        if not array.flags.c_contiguous:
-            raise ValueError("arrays of numpy have to be contiguous")
-        return array.ctypes.data, array.nbytes
-    view = (ctypes.c_char * len(memoryview(array).cast("B"))).from_buffer(array)
-    keep.append(view)
-    return ctypes.addressof(view), ctypes.sizeof(view)

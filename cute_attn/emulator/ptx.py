@@ -9,241 +9,19 @@ from __future__ import annotations
 import ast
 import bisect
 import functools
-import operator
 import re
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-TYPE_BITS = {
-    "pred": 1,
-    **dict.fromkeys(("b8", "u8", "s8"), 8),
-    **dict.fromkeys(("b16", "u16", "s16", "f16", "bf16"), 16),
-    **dict.fromkeys(("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "tf32"), 32),
-    **dict.fromkeys(("b64", "u64", "s64", "f64", "f32x2"), 64),
-    "b128": 128,
-}
-
-
-class PtxError(ValueError):
-    """A PTX text that cannot be parsed, or that the emulator cannot run."""
-
-
-# ---- operands
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Operand:
-    """An operand as it is written. Equal texts share one object within the process."""
-
-    text: str
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Name(Operand):
-    """A register, special register, variable, parameter, label or function, plus an offset."""
-
-    name: str
-    offset: int = 0
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Immediate(Operand):
-    """A number. `kind` is `"int"`, or how a float was written: `"f32"` (0f...) or `"f64"`."""
-
-    value: int | float
-    kind: str = "int"
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Sink(Operand):
-    """`_`: a result that nobody wants."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Negated(Operand):
-    """`!p`"""
-
-    operand: Operand
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Pair(Operand):
-    """`d|p`"""
-
-    first: Operand
-    second: Operand
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Vector(Operand):
-    """`{a, b}`, or the parenthesised list of a call."""
-
-    elements: tuple[Operand, ...]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Address(Operand):
-    """`[base + offset]`"""
-
-    base: Operand
-    offset: int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TensorAddress(Operand):
-    """`[descriptor, {c0, c1}]`"""
-
-    address: Address
-    coordinates: Vector
-
-
-_IDENTIFIER = r"[A-Za-z_$%][\w$%]*"
-_INTEGER = re.compile(r"(-?)\s*(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|(0[0-7]*)|([1-9]\d*))U?")
-_FLOAT_BITS = re.compile(r"(-?)\s*0(?:[fF]([0-9a-fA-F]{8})|[dD]([0-9a-fA-F]{16}))")
-_FLOAT = re.compile(r"-?\s*(?:\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)")
-_NAME = re.compile(rf"({_IDENTIFIER}(?:\.\w+)?)\s*(?:([+-])\s*(\S.*))?", re.DOTALL)
-_PIECE = re.compile(r"\s*((?:\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|[^,{\[(])*)(?:,|$)")
-_EXPRESSION_OPERATORS: dict[type[ast.AST], Callable[..., int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-    ast.Mod: operator.mod,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Invert: operator.invert,
-}
-
-_parsed: dict[str, Operand] = {"_": Sink("_")}
-
-
-def parse_operand(text: str) -> Operand:
-    """The operand that `text`, without surrounding blanks, stands for."""
-    found = _parsed.get(text)
-    if found is None:
-        if len(_parsed) > 1_000_000:  # a process that emulates very many modules
-            _parsed.clear()
-            _parsed["_"] = Sink("_")
-        found = _parsed[text] = _parse_new_operand(text)
-    return found
-
-
-def _parse_new_operand(text: str) -> Operand:
-    first = text[:1]
-    if first == "{":
-        return Vector(text, _parse_list(text))
-    if first == "[":
-        return _parse_address(text)
-    if first == "!":
-        return Negated(text, parse_operand(text[1:].strip()))
-    if "|" in text and first != "(":
-        left, right = text.split("|", 1)
-        return Pair(text, parse_operand(left.strip()), parse_operand(right.strip()))
-    if text == "WARP_SZ":
-        return Immediate(text, 32)
-    match = _NAME.fullmatch(text)
-    if match is not None:
-        name, sign, offset = match.groups()
-        if sign is None:
-            return Name(text, name)
-        return Name(text, name, (-1 if sign == "-" else 1) * parse_integer(offset))
-    if first == "(" and (text == "()" or re.match(r"\(\s*[A-Za-z_$%]", text)):
-        return Vector(text, _parse_list(text))
-    return _parse_number(text)
-
-
-def _parse_list(text: str) -> tuple[Operand, ...]:
-    return tuple(parse_operand(piece) for piece in split_operands(text[1:-1]))
-
-
-def _parse_address(text: str) -> Operand:
-    inner = text[1:-1].strip()
-    if "{" in inner:
-        pieces = split_operands(inner)
-        if len(pieces) != 2 or not text.endswith("]"):
-            raise PtxError(f"cannot read the address {text!r}")
-        address = _parse_address(f"[{pieces[0]}]")
-        coordinates = parse_operand(pieces[1])
-        assert isinstance(address, Address) and isinstance(coordinates, Vector)
-        return TensorAddress(text, address, coordinates)
-    base = parse_operand(inner)
-    if isinstance(base, Name):
-        return Address(text, parse_operand(base.name) if base.offset else base, base.offset)
-    if isinstance(base, Immediate) and isinstance(base.value, int):
-        return Address(text, Immediate(inner, 0), base.value)
-    raise PtxError(f"cannot read the address {text!r}")
-
-
-def _parse_number(text: str) -> Immediate:
-    if match := _INTEGER.fullmatch(text):
-        return Immediate(text, _integer_of(match))
-    if match := _FLOAT_BITS.fullmatch(text):
-        sign = -1.0 if match[1] else 1.0
-        if match[2]:
-            value: float = struct.unpack(">f", bytes.fromhex(match[2]))[0]
-            bits = int(match[2], 16) ^ (0x80000000 if match[1] else 0)
-            # The bits count: a NaN's payload would not survive as a float.
-            return Immediate(text, bits if value != value else sign * value, "f32")
-        value = struct.unpack(">d", bytes.fromhex(match[3]))[0]
-        bits = int(match[3], 16) ^ (1 << 63 if match[1] else 0)
-        return Immediate(text, bits if value != value else sign * value, "f64")
-    if _FLOAT.fullmatch(text):
-        return Immediate(text, float(text.replace(" ", "")), "f64")
-    return Immediate(text, parse_integer(text))
-
-
-def _integer_of(match: re.Match[str]) -> int:
-    sign, hexadecimal, binary, octal, decimal = match.groups()
-    base = 16 if hexadecimal else 2 if binary else 8 if octal else 10
-    value = int(hexadecimal or binary or octal or decimal, base)
-    return -value if sign else value
-
-
-def parse_integer(text: str) -> int:
-    """An integer constant, or a constant expression of integers."""
-    match = _INTEGER.fullmatch(text.strip())
-    if match is not None:
-        return _integer_of(match)
-    try:
-        plain = re.sub(r"\b0([0-7]+)\b", r"0o\1", re.sub(r"(?<=[0-9a-fA-F])U\b", "", text))
-        return _evaluate(ast.parse(plain.strip().replace("/", "//"), mode="eval").body)
-    except (SyntaxError, KeyError, TypeError, ZeroDivisionError):
-        raise PtxError(f"cannot read the operand {text!r}") from None
-
-
-def _evaluate(node: ast.AST) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.UnaryOp):
-        return _EXPRESSION_OPERATORS[type(node.op)](_evaluate(node.operand))
-    if isinstance(node, ast.BinOp):
-        return _EXPRESSION_OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    raise TypeError
-
-
-def split_operands(text: str) -> list[str]:
-    """The operands of a list, without surrounding blanks; brackets keep their commas."""
-    text = text.strip()
-    if not text:
-        return []
-    if "{" not in text and "[" not in text and "(" not in text:
-        return [piece.strip() for piece in text.split(",")]
-    pieces = []
-    position = 0
-    while position < len(text):
-        match = _PIECE.match(text, position)
-        if match is None or match.end() == position:
-            raise PtxError(f"cannot read the operands {text!r}")
-        pieces.append(match[1].rstrip())
-        position = match.end()
-    return pieces
-
+from .operands import (
+    IDENTIFIER,
+    TYPE_BITS,
+    Operand,
+    PtxError,
+    parse_integer,
+    parse_operand,
+    split_operands,
+)
 
 # ---- declarations
 
@@ -422,9 +200,9 @@ _BLANKS = re.compile(r"\s*")
 _STATEMENT = re.compile(
     rf"""\s*(?:
       (?P<brace>[{{}}])
-    | (?P<label>{_IDENTIFIER})\s*:(?!:)
+    | (?P<label>{IDENTIFIER})\s*:(?!:)
     | \.(?P<directive>\w+)
-    | (?:@\s*(?P<not>!?)\s*(?P<guard>{_IDENTIFIER})\s+)?
+    | (?:@\s*(?P<not>!?)\s*(?P<guard>{IDENTIFIER})\s+)?
       (?P<opcode>[a-z][\w.:]*)(?P<operands>[^;]*);
     | (?P<empty>;)
     )""",
@@ -432,15 +210,15 @@ _STATEMENT = re.compile(
 )
 _LOC = re.compile(r"\s+(\d+)\s+(\d+)\s+(\d+)([^\n]*)")
 _INLINED = re.compile(
-    rf"function_name\s+({_IDENTIFIER})(?:\s*\+\s*(\d+))?|inlined_at\s+(\d+)\s+(\d+)\s+(\d+)"
+    rf"function_name\s+({IDENTIFIER})(?:\s*\+\s*(\d+))?|inlined_at\s+(\d+)\s+(\d+)\s+(\d+)"
 )
 _TO_SEMICOLON = re.compile(r'((?:"(?:[^"\\]|\\.)*"|[^;"])*);')
 _ATTRIBUTE = re.compile(r"\s*\.(\w+)(?:\s*\(([^)]*)\))?")
 _DECLARATOR = re.compile(
-    rf"\s*(?P<name>{_IDENTIFIER})\s*(?P<dimensions>(?:\[[^\]]*\]\s*)*)(?:=\s*(?P<value>.*))?",
+    rf"\s*(?P<name>{IDENTIFIER})\s*(?P<dimensions>(?:\[[^\]]*\]\s*)*)(?:=\s*(?P<value>.*))?",
     re.DOTALL,
 )
-_RANGE = re.compile(rf"({_IDENTIFIER})\s*<\s*(\d+)\s*>")
+_RANGE = re.compile(rf"({IDENTIFIER})\s*<\s*(\d+)\s*>")
 _LINKAGE = ("extern", "visible", "weak", "common")
 
 
@@ -512,7 +290,7 @@ class _Parser:
         if start < 0:
             return
         block = self.text[start : self.text.find("}", start)]
-        for label, data in re.findall(rf"({_IDENTIFIER}):\s*((?:\.b8\s+[\d,\s]+)+)", block):
+        for label, data in re.findall(rf"({IDENTIFIER}):\s*((?:\.b8\s+[\d,\s]+)+)", block):
             codes = bytes(int(code) & 255 for code in re.findall(r"\d+", data.replace(".b8", "")))
             self.names[label] = codes.split(b"\0")[0].decode("utf-8", "replace")
 
@@ -570,7 +348,7 @@ class _Parser:
                 self.take(r"[^)]*\)")
         if attribute[2]:
             returns = self._parameters()
-        name = self.take(rf"\s*({_IDENTIFIER})\s*")[1]
+        name = self.take(rf"\s*({IDENTIFIER})\s*")[1]
         parameters: list[Variable] = []
         if self.text.startswith("(", self.position):
             self.position += 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.machine import Buffer
+from cute_attn.emulator.runner import Buffer
 
 
 @dataclass(frozen=True)

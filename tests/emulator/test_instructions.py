@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from cute_attn.emulator import build, host
-from cute_attn.emulator.machine import Buffer, Run, run_ptx
+from cute_attn.emulator.machine import Run
+from cute_attn.emulator.runner import Buffer, run_ptx
 
 from .planted_kernels import TCGEN05
 from .silicon.pack import unpack

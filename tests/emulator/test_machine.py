@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_attn.emulator import build, coverage, machine
-from cute_attn.emulator.machine import Buffer, Run, run_ptx
-from cute_attn.emulator.ptx import PtxError
+from cute_attn.emulator import build, coverage, library, machine
+from cute_attn.emulator.machine import Run
+from cute_attn.emulator.operands import PtxError
+from cute_attn.emulator.runner import Buffer, run_ptx
 
 REGISTERS = """
     .reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<19>; .reg .b64 %rd<19>; .reg .f32 %f<9>;
@@ -494,7 +495,7 @@ def test_unknown_instructions() -> None:
 
 
 def test_the_engine_agrees_on_the_enumerations() -> None:
-    found = machine.engine()  # asserts on names of checks and special registers
+    found = library.engine()  # asserts on names of checks and special registers
     assert len(set(found.counters)) == len(found.counters) > 0
     families = {form.family for form in found.forms.forms}
     assert families == coverage._TITLES.keys()

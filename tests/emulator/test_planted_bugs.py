@@ -25,7 +25,8 @@ from cute_attn.bench.peers import Request, capture_all, missing
 from cute_attn.bench.peers.flash_attention_4 import backward, forward
 from cute_attn.bench.peers.quack_kernels import gemm
 from cute_attn.emulator import Finding
-from cute_attn.emulator.machine import Buffer, Run, run_ptx
+from cute_attn.emulator.machine import Run
+from cute_attn.emulator.runner import Buffer, run_ptx
 
 from . import planted_kernels as small
 from .mutations import Ptx, Recorded, record, record_capture

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from cute_attn.emulator import program, ptx
+from cute_attn.emulator import lowering, operands, program, ptx, variables
 from cute_attn.emulator.forms import Form, FormTable, UnsupportedInstruction
 
 HEADER = ".version 8.8\n.target sm_90a, debug\n.address_size 64\n"
@@ -46,10 +46,10 @@ def kernel(body: str, *, parameters: str = "", before: str = "") -> str:
 
 
 def lowered(body: str, **parts: str) -> program.Program:
-    return program.lower(ptx.parse(kernel(body, **parts)), table())
+    return lowering.lower(ptx.parse(kernel(body, **parts)), table())
 
 
-def operands(result: program.Program, instruction: int) -> list[tuple[int, ...]]:
+def packed_operands(result: program.Program, instruction: int) -> list[tuple[int, ...]]:
     """The packed operands: kind, bits, negated, base kind, count, place, number, immediate."""
     record = struct.unpack_from("<10i12h", result.records, 64 * instruction)
     unpack = struct.Struct("<BBBBiiiQ").unpack_from
@@ -101,7 +101,7 @@ def test_header_and_kernel() -> None:
     ]
     assert module.variables["dynamic"].bytes == 0
     assert module.variables["dynamic"].alignment == 1024
-    with pytest.raises(ptx.PtxError, match="first, second"):
+    with pytest.raises(operands.PtxError, match="first, second"):
         module.kernel()
 
 
@@ -125,34 +125,34 @@ def test_header_and_kernel() -> None:
     ],
 )
 def test_constants(text: str, value: float, kind: str) -> None:
-    found = ptx.parse_operand(text)
-    assert isinstance(found, ptx.Immediate)
+    found = operands.parse_operand(text)
+    assert isinstance(found, operands.Immediate)
     assert (found.value, found.kind) == (value, kind)
 
 
 def test_operands() -> None:
-    address = ptx.parse_operand("[%rd1+-16]")
-    assert isinstance(address, ptx.Address) and address.offset == -16
-    assert isinstance(address.base, ptx.Name) and address.base.name == "%rd1"
-    absolute = ptx.parse_operand("[ 0x40 ]")
-    assert isinstance(absolute, ptx.Address) and absolute.offset == 64
-    tensor = ptx.parse_operand("[%rd4+8, {%r1, 0, %r2}]")
-    assert isinstance(tensor, ptx.TensorAddress)
+    address = operands.parse_operand("[%rd1+-16]")
+    assert isinstance(address, operands.Address) and address.offset == -16
+    assert isinstance(address.base, operands.Name) and address.base.name == "%rd1"
+    absolute = operands.parse_operand("[ 0x40 ]")
+    assert isinstance(absolute, operands.Address) and absolute.offset == 64
+    tensor = operands.parse_operand("[%rd4+8, {%r1, 0, %r2}]")
+    assert isinstance(tensor, operands.TensorAddress)
     assert tensor.address.offset == 8
     assert [element.text for element in tensor.coordinates.elements] == ["%r1", "0", "%r2"]
-    pair = ptx.parse_operand("_|%p1")
-    assert isinstance(pair, ptx.Pair) and isinstance(pair.first, ptx.Sink)
-    assert isinstance(ptx.parse_operand("!%p1"), ptx.Negated)
-    arguments = ptx.parse_operand("(param0, param1)")
-    assert isinstance(arguments, ptx.Vector) and len(arguments.elements) == 2
-    with pytest.raises(ptx.PtxError, match="cannot read the operand"):
-        ptx.parse_operand("%r1 %r2")
+    pair = operands.parse_operand("_|%p1")
+    assert isinstance(pair, operands.Pair) and isinstance(pair.first, operands.Sink)
+    assert isinstance(operands.parse_operand("!%p1"), operands.Negated)
+    arguments = operands.parse_operand("(param0, param1)")
+    assert isinstance(arguments, operands.Vector) and len(arguments.elements) == 2
+    with pytest.raises(operands.PtxError, match="cannot read the operand"):
+        operands.parse_operand("%r1 %r2")
 
 
 def test_splitting() -> None:
     text = "{%r1, %r2}, [%rd1, {%r3, %r4}], (a, b), 5"
-    assert ptx.split_operands(text) == ["{%r1, %r2}", "[%rd1, {%r3, %r4}]", "(a, b)", "5"]
-    assert ptx.split_operands("") == []
+    assert operands.split_operands(text) == ["{%r1, %r2}", "[%rd1, {%r3, %r4}]", "(a, b)", "5"]
+    assert operands.split_operands("") == []
 
 
 def test_statements_and_scopes() -> None:
@@ -237,7 +237,7 @@ def test_declarations() -> None:
     assert module.variables["quad"].bytes == 16
     assert module.variables["other"].bytes == 8
     assert module.functions["vprintf"].scope is None
-    memory = program.ModuleMemory(module)
+    memory = variables.ModuleMemory(module)
     text = memory.address("text")
     constants = memory.address("table")
     pointer = memory.address("pointer")
@@ -263,7 +263,7 @@ def test_declarations() -> None:
     ],
 )
 def test_errors_name_the_line(body: str, message: str) -> None:
-    with pytest.raises(ptx.PtxError, match=rf"PTX line \d+.*({message})"):
+    with pytest.raises(operands.PtxError, match=rf"PTX line \d+.*({message})"):
         ptx.parse(kernel(body))
 
 
@@ -286,21 +286,21 @@ def test_registers_and_constants() -> None:
         @!%p1 mov.b64 {%r1, _}, %rd1;
         """
     )
-    special = operands(result, 0)[1]
+    special = packed_operands(result, 0)[1]
     assert special[0] == program.K_SREG
     assert program.SPECIAL_REGISTERS[special[5]] == "%tid.x"
-    assert operands(result, 1)[2][7] == 2**64 - 1
-    assert operands(result, 2)[2][7] == 0xFFFF  # values of 16 bits are extended by zeros
-    assert operands(result, 3)[2][7] == 0x3FC00000
-    assert operands(result, 4)[2][7] == 0x3F800000  # the bits as they are, as ptxas has it
-    assert operands(result, 5)[2][7] == 0x3F800000  # the addend is f32, not bf16
-    assert [o[7] for o in operands(result, 6)[2:]] == [0xFFFF, 2**64 - 1]
-    assert [o[0] for o in operands(result, 7)] == [program.K_PRED] * 2 + [
+    assert packed_operands(result, 1)[2][7] == 2**64 - 1
+    assert packed_operands(result, 2)[2][7] == 0xFFFF  # values of 16 bits are extended by zeros
+    assert packed_operands(result, 3)[2][7] == 0x3FC00000
+    assert packed_operands(result, 4)[2][7] == 0x3F800000  # the bits as they are, as ptxas has it
+    assert packed_operands(result, 5)[2][7] == 0x3F800000  # the addend is f32, not bf16
+    assert [o[7] for o in packed_operands(result, 6)[2:]] == [0xFFFF, 2**64 - 1]
+    assert [o[0] for o in packed_operands(result, 7)] == [program.K_PRED] * 2 + [
         program.K_REG,
         program.K_IMM,
     ]
-    assert operands(result, 8)[1][0] == program.K_NONE
-    unpacked = operands(result, 9)[0]
+    assert packed_operands(result, 8)[1][0] == program.K_NONE
+    unpacked = packed_operands(result, 9)[0]
     assert unpacked[0] == program.K_LIST
     assert [e[0] for e in elements(result, unpacked)] == [program.K_REG, program.K_NONE]
     guard = struct.unpack_from("<10i", result.records, 64 * 9)[1:4]
@@ -319,10 +319,10 @@ def test_labels_in_scopes() -> None:
         OUT: ret;
         """
     )
-    assert operands(result, 0)[0][7] == 0
-    assert operands(result, 1)[0][7] == 4
-    assert operands(result, 2)[0][7] == 0
-    assert [e[7] for e in elements(result, operands(result, 3)[1])] == [0, 4]
+    assert packed_operands(result, 0)[0][7] == 0
+    assert packed_operands(result, 1)[0][7] == 4
+    assert packed_operands(result, 2)[0][7] == 0
+    assert [e[7] for e in elements(result, packed_operands(result, 3)[1])] == [0, 4]
 
 
 def test_symbols_and_memory_layout() -> None:
@@ -356,14 +356,14 @@ def test_symbols_and_memory_layout() -> None:
         program.K_LOCAL_SYM,
         program.K_PARAM_SYM,
     ]
-    sources = [operands(result, i)[1] for i in range(4)]
+    sources = [packed_operands(result, i)[1] for i in range(4)]
     assert [source[0] for source in sources] == kinds
     assert [source[7] for source in sources] == [0, 132, 8, 16]
-    assert operands(result, 4)[1][3] == program.K_PARAM_SYM
-    assert operands(result, 5)[0][3] == program.K_SHARED_SYM
-    assert operands(result, 5)[0][7] == 4
-    assert operands(result, 7)[1][7] == 2**64 - 4
-    address = operands(result, 8)[1]
+    assert packed_operands(result, 4)[1][3] == program.K_PARAM_SYM
+    assert packed_operands(result, 5)[0][3] == program.K_SHARED_SYM
+    assert packed_operands(result, 5)[0][7] == 4
+    assert packed_operands(result, 7)[1][7] == 2**64 - 4
+    address = packed_operands(result, 8)[1]
     assert address[0] == program.K_IMM
     assert ctypes.c_uint32.from_address(address[7]).value == 7
     assert result.header[2] == 32  # local bytes, in units of 16
@@ -377,14 +377,14 @@ def test_vector_registers() -> None:
         ld.shared.v4.u32 quad, [%r1];
         """
     )
-    names = [result.register_names[e[6]] for e in elements(result, operands(result, 1)[0])]
+    names = [result.register_names[e[6]] for e in elements(result, packed_operands(result, 1)[0])]
     assert names == ["quad.x", "quad.y", "quad.z", "quad.w"]
-    assert result.register_names[operands(result, 0)[0][6]] == "quad.y"
+    assert result.register_names[packed_operands(result, 0)[0][6]] == "quad.y"
 
 
 def test_pairs_and_tensor_addresses_take_two_entries() -> None:
     result = lowered(".reg .b32 %r<4>; .reg .b64 %rd<2>; tma [%r1], [%rd1, {%r2, 3}], [%r1+8];")
-    packed = operands(result, 0)
+    packed = packed_operands(result, 0)
     assert [o[0] for o in packed] == [
         program.K_ADDRESS,
         program.K_ADDRESS,
@@ -409,12 +409,12 @@ def test_calls() -> None:
         """,
         before=".extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);",
     )
-    returned, function, arguments = operands(result, 1)
+    returned, function, arguments = packed_operands(result, 1)
     assert result.strings[function[7]] == "vprintf"
     assert [e[0] for e in elements(result, arguments)] == [program.K_LOCAL_SYM] * 2
     assert [e[7] for e in elements(result, arguments)] == [0, 8]
     assert [e[7] for e in elements(result, returned)] == [16]
-    assert operands(result, 0)[0][3] == program.K_LOCAL_SYM
+    assert packed_operands(result, 0)[0][3] == program.K_LOCAL_SYM
 
 
 FUNCTION = """
@@ -441,10 +441,10 @@ def test_device_functions_are_inlined() -> None:
     opcodes = [result.opcode(i) for i in range(len(result.instructions))]
     inlined = ["st.param.b32", "ld.param.b32", "add.s32", "st.param.b32", "bra", "bra", "bra"]
     assert opcodes == ["mov.b32", *[*inlined, "ld.param.b32"] * 2, "ret"]
-    assert [operands(result, i)[0][7] for i in (5, 6, 7)] == [8, 7, 8]
-    assert [operands(result, i)[0][7] for i in (13, 14, 15)] == [16, 15, 16]
-    assert operands(result, 2)[1][7] == operands(result, 1)[0][7]  # `in` is `a`
-    first, second = operands(result, 3)[0], operands(result, 11)[0]
+    assert [packed_operands(result, i)[0][7] for i in (5, 6, 7)] == [8, 7, 8]
+    assert [packed_operands(result, i)[0][7] for i in (13, 14, 15)] == [16, 15, 16]
+    assert packed_operands(result, 2)[1][7] == packed_operands(result, 1)[0][7]  # `in` is `a`
+    first, second = packed_operands(result, 3)[0], packed_operands(result, 11)[0]
     assert first[6] != second[6]  # each call has registers of its own
     with pytest.raises(UnsupportedInstruction, match="recursive"):
         lowered("call f;", before=".func f() { call f; ret; }")
@@ -455,8 +455,8 @@ def test_short_lived_registers_share_places() -> None:
     result = lowered(f".reg .b32 %r<50>; mov.b32 %r1, 0; {chain}")
     assert result.header[0] == 40  # each keeps a number of its own
     assert result.header[1] <= 3 * 32
-    places = [operands(result, i)[0][5] for i in range(1, 40)]
-    sources = [operands(result, i)[1][5] for i in range(1, 40)]
+    places = [packed_operands(result, i)[0][5] for i in range(1, 40)]
+    sources = [packed_operands(result, i)[1][5] for i in range(1, 40)]
     # never that of a source of the same instruction
     assert all(place != source for place, source in zip(places, sources, strict=True))
 
@@ -478,7 +478,7 @@ def test_other_registers_keep_places_of_their_own(body: str) -> None:
     result = lowered(f".reg .pred %p<2>; .reg .b32 %r<9>; {body}")
     places: dict[str, int] = {}
     for i in range(len(result.instructions)):
-        for packed in operands(result, i):
+        for packed in packed_operands(result, i):
             for o in elements(result, packed) if packed[0] == program.K_LIST else [packed]:
                 if o[0] == program.K_REG:
                     places[result.register_names[o[6]]] = o[5]
@@ -499,5 +499,5 @@ def test_other_registers_keep_places_of_their_own(body: str) -> None:
     ],
 )
 def test_errors_of_lowering(body: str, message: str) -> None:
-    with pytest.raises(ptx.PtxError, match=message):
+    with pytest.raises(operands.PtxError, match=message):
         lowered(f".reg .pred %p<2>; .reg .b32 %r<4>;\n{body}")

@@ -14,7 +14,7 @@ from cutlass import cute
 
 from cute_attn.cache.cubin import kernel_uses
 from cute_attn.emulator import Emulator, Finding
-from cute_attn.emulator.machine import run_ptx
+from cute_attn.emulator.runner import run_ptx
 from cute_attn.machine_code.cubin import RegisterUse, cubins, register_uses
 from cute_attn.machine_code.disassembly import disassemble, find_nvdisasm
 

@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 import pytest
 
-from cute_attn.emulator import machine
+from cute_attn.emulator import library
 
 from .silicon import copies
 from .silicon.cases import Case, load
@@ -122,7 +122,7 @@ def driver_maps() -> list[tuple[TensorMap, int, bytes]]:
 def test_tensor_maps_are_read_as_the_driver_was_asked_for_them():
     maps = driver_maps()
     assert len(maps) > 500
-    decode = machine.engine().library.emu_tensor_map
+    decode = library.engine().library.emu_tensor_map
     for m, address, encoded in maps:
         fields = (ctypes.c_int64 * 34)()
         assert decode(encoded, fields), m

@@ -17,8 +17,8 @@ from elftools.elf.elffile import ELFFile
 import cute_attn
 from cute_attn import cache
 from cute_attn.emulator import Emulator, build
-from cute_attn.emulator.machine import Buffer, run_ptx
 from cute_attn.emulator.ptx import Module, parse
+from cute_attn.emulator.runner import Buffer, run_ptx
 from cute_attn.ops.lightning import plan_decode
 
 from . import planted_kernels as small

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cute_attn.emulator import machine
+from cute_attn.emulator.machine import Run
+from cute_attn.emulator.runner import run_ptx
 
 from .cases import BLOCK_BYTES, Case, kernel_name, module
 
@@ -27,9 +28,7 @@ def patched(encoded: bytes, address: int) -> bytes:
     return address.to_bytes(8, "little") + encoded[8:]
 
 
-def emulate(
-    case: Case, maps: Sequence[bytes] = (), **options: object
-) -> tuple[np.ndarray, machine.Run]:
+def emulate(case: Case, maps: Sequence[bytes] = (), **options: object) -> tuple[np.ndarray, Run]:
     """The output buffer and what was found; `maps` as the driver encoded them."""
     given, output = aligned(case.input()), aligned(np.full(case.output_bytes, 0xFF, np.uint8))
     bases = {"in": given.ctypes.data, "out": output.ctypes.data}
@@ -40,7 +39,7 @@ def emulate(
     ]
     if case.block:
         arguments.append(given[:BLOCK_BYTES].tobytes())
-    run = machine.run_ptx(
+    run = run_ptx(
         module([case]),
         kernel_name(0),
         case.blocks,

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cute_attn.emulator import machine
+from cute_attn.emulator import library
 from cute_attn.emulator.forms import Form, Token, parse_signature
 
 from .cases import Instruction, load, module, save_scalar
@@ -205,7 +205,7 @@ def candidates(form: Form) -> Iterator[tuple[tuple[str, ...], list[Instruction]]
 
 def by_form(ptxas: Path, arch: str) -> list[Instruction]:
     """Cases of all scalar forms."""
-    forms = [f for f in machine.engine().forms.forms if f.family in _FAMILIES]
+    forms = [f for f in library.engine().forms.forms if f.family in _FAMILIES]
     wanted = {(form.index, pieces): ways for form in forms for pieces, ways in candidates(form)}
     found: dict[tuple[int, tuple[str, ...]], Instruction] = {}
     for attempt in range(max(map(len, wanted.values()))):

@@ -91,7 +91,7 @@ def unpack() -> tuple[dict[str, Any], dict[str, Output]]:
 
 def forms(index: dict[str, Any]) -> list[tuple[str, str, int, int]]:
     """Pattern and signature of each form, with the cases that have it: compared, and only run."""
-    from cute_attn.emulator import machine
+    from cute_attn.emulator import library, machine
 
     compared: Counter[int] = Counter()
     ran: Counter[int] = Counter()
@@ -101,7 +101,7 @@ def forms(index: dict[str, Any]) -> list[tuple[str, str, int, int]]:
             (ran if case.family == "hint" else compared).update(set(program.forms))
     return [
         (form.pattern, form.signature, compared[form.index], ran[form.index])
-        for form in machine.engine().forms.forms
+        for form in library.engine().forms.forms
         if compared[form.index] or ran[form.index]
     ]
 
