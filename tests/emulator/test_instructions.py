@@ -237,6 +237,80 @@ def test_addresses_that_differ_between_lanes_are_noted() -> None:
     assert (out == 16).all()
 
 
+# ---- minimum and maximum of several values
+
+SPECIAL = [0x00000000, 0x80000000, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x00000001]
+NAN = 0x7FFFFFFF  # the canonical one
+
+
+def extreme(codes: list[int], larger: bool, absolute: bool, nan_wins: bool) -> int:
+    """Of f32 codes: -0 is less than +0; a NaN loses, or wins."""
+    codes = [code & 0x7FFFFFFF if absolute else code for code in codes]
+    numbers = [code for code in codes if code & 0x7FFFFFFF <= 0x7F800000]
+    if not numbers or (nan_wins and len(numbers) < len(codes)):
+        return NAN
+    best = max if larger else min
+    return best(numbers, key=lambda code: -(code & 0x7FFFFFFF) - 1 if code >> 31 else code)
+
+
+@pytest.mark.parametrize("nan", ["", ".NaN"])
+@pytest.mark.parametrize("absolute", ["", ".abs"])
+@pytest.mark.parametrize("operation", ["min", "max"])
+def test_the_extreme_of_a_warp(operation: str, absolute: str, nan: str) -> None:
+    """Block b has the special values from the b-th on, the last block NaNs alone."""
+    body = f"""
+    mov.u32 %r1, %ctaid.x; shl.b32 %r1, %r1, 5; add.u32 %r1, %r1, %thread;
+    mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd1, %rd3; add.s64 %rd5, %rd2, %rd3;
+    ld.global.f32 %f1, [%rd4];
+    redux.sync.{operation}{absolute}{nan}.f32 %f2, %f1, 0xffffffff;
+    st.global.f32 [%rd5], %f2;
+"""
+    values = [*SPECIAL, 0x7FC00001, 0xFFFFFFFF]
+    x = np.array([[v[i % len(v)] for i in range(32)] for b in range(9) for v in [values[b:]]])
+    x = np.concatenate([x, [[0xFFC00000] * 32], x[:, ::-1] & 0x7F7FFFFF]).astype(np.uint32)
+    out = np.zeros_like(x)
+    run = run_ptx(module(body), grid=len(x), block=32, args=[x, Buffer(out, initialised=False)])
+    assert run.findings == []
+    expected = [extreme(row, operation == "max", bool(absolute), bool(nan)) for row in x.tolist()]
+    assert out.tolist() == [[value] * 32 for value in expected]
+
+
+@pytest.mark.parametrize(
+    "modifiers", ["min.f32", "max.f32", "max.abs.NaN.f32", "min.NaN.f32", "max.u32", "min.s32"]
+)
+def test_the_extreme_of_a_row_of_tensor_memory(modifiers: str) -> None:
+    body = f"""
+    mov.u32 %r1, dynamic;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;
+    ld.shared.u32 %r2, [%r1];
+    shl.b32 %r3, %thread, 4; cvt.u64.u32 %rd3, %r3; add.s64 %rd4, %rd1, %rd3;
+    ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%rd4];
+    tcgen05.st.sync.aligned.32x32b.x4.b32 [%r2], {{%r4, %r5, %r6, %r7}};
+    tcgen05.wait::st.sync.aligned;
+    tcgen05.ld.red.sync.aligned.32x32b.x4.{modifiers} {{%r8, %r9, %r10, %r11}}, %r12, [%r2];
+    tcgen05.wait::ld.sync.aligned;
+    mul.wide.u32 %rd5, %thread, 4; add.s64 %rd5, %rd2, %rd5;
+    st.global.b32 [%rd5], %r12;
+    tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+"""
+    values = [*SPECIAL, 0x7FC00001, 0xFFFFFFFF]
+    x = np.array([[values[(lane + i * i) % 9] for i in range(4)] for lane in range(31)])
+    x = np.concatenate([x, [[0x7FC00000] * 4]]).astype(np.uint32)
+    out = np.zeros(32, np.uint32)
+    args = [x, Buffer(out, initialised=False)]
+    run = run_ptx(module(body), block=32, args=args, dynamic_shared=1024)
+    assert run.findings == []
+    best, *rest, kind = modifiers.split(".")
+    if kind == "f32":
+        rows = [extreme(row, best == "max", "abs" in rest, "NaN" in rest) for row in x.tolist()]
+    elif kind == "u32":
+        rows = x.max(axis=1).tolist()
+    else:
+        rows = x.view(np.int32).min(axis=1).view(np.uint32).tolist()
+    assert out.tolist() == rows
+
+
 # ---- tensor maps made on device
 
 
