@@ -21,6 +21,8 @@ import torch
 import cute_attn.kernels.attention.sm100_fwd_hd256 as kernel
 from cute_attn import cache
 from cute_attn.emulator import Emulator, Names
+from cute_attn.kernels.common.spec import MAX_SMEM_BYTES
+from cute_attn.kernels.common.tmem import MAX_TMEM_COLUMNS
 from cute_attn.ops.attention import plan_attention
 
 PAGE = Path(__file__).with_name("hd256_forward.md")
@@ -39,43 +41,30 @@ def tables(spec: Any) -> dict[str, str]:
 
 
 def budgets(chosen: kernel.Sm100Hd256Forward) -> str:
-    what = {
-        "q": f"Q, {kernel.ROWS} x {kernel.HEAD_DIM}",
-        "kv": f"ring of {kernel.KV_STAGES}: {kernel.KEYS} x {kernel.HEAD_DIM} of K "
-        f"or {kernel.TILE_N} x {kernel.DIMS} of V",
-        "o": f"O on its way out, {kernel.O_STAGES} boxes of {kernel.ROWS} x {kernel.BOX}",
-    }
-    rows = [
-        f"| shared memory | {what[name]} | {nbytes:,} bytes |"
-        for name, (_, nbytes) in chosen.buffers.items()
-        if name in what
+    buffers = chosen.smem.buffers.values()
+    large = [b for b in buffers if b.nbytes >= 8192]
+    small = [b for b in buffers if b not in large]
+    rows = [(b.holds, f"{b.stages} x {b.stage_bytes:,}", f"{b.nbytes:,} bytes") for b in large]
+    rows += [
+        (", ".join(b.name for b in small), "", f"{sum(b.nbytes for b in small):,} bytes"),
+        ("all, aligned", "", f"{chosen.smem.nbytes:,} of {MAX_SMEM_BYTES:,} bytes"),
     ]
-    small = sum(nbytes for name, (_, nbytes) in chosen.buffers.items() if name not in what)
-    total, most = chosen.smem_bytes, kernel.MAX_SMEM_BYTES
-    columns = [
-        ("S", kernel.TMEM_S, kernel.S_STAGES * kernel.TILE_N),
-        ("O", kernel.TMEM_O, kernel.HEAD_DIM),
+    rows = [("shared memory", *row) for row in rows]
+    rows += [
+        ("tensor memory", r.holds, f"{r.stages} x {r.columns}", f"{r.stages * r.columns} columns")
+        for r in kernel.TMEM.regions
     ]
-    registers = [
+    rows.append(
+        ("tensor memory", "all", "", f"{kernel.TMEM.columns} of {MAX_TMEM_COLUMNS} columns")
+    )
+    for roles, registers in (
         ("softmax", kernel.SOFTMAX_REGISTERS),
         ("correction", kernel.CORRECTION_REGISTERS),
         ("load, mma, store, scheduler", kernel.OTHER_REGISTERS),
-    ]
-    return "\n".join(
-        [
-            "| resource | for | |",
-            "| --- | --- | ---: |",
-            *rows,
-            f"| shared memory | factors, sums, work, barriers | {small:,} bytes |",
-            f"| shared memory | all, with alignment | {total:,} of {most:,} bytes |",
-            *(
-                f"| tensor memory | {name}{', P on it' if name == 'S' else ''} | "
-                f"columns {first} to {first + n - 1} of {kernel.TMEM_COLUMNS} |"
-                for name, first, n in columns
-            ),
-            *(f"| registers | {name} | {n} a thread |" for name, n in registers),
-        ]
-    )
+    ):
+        rows.append(("registers", roles, "", f"{registers} a thread"))
+    head = ["| resource | for | stages | |", "| --- | --- | ---: | ---: |"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def filled(page: str, parts: dict[str, str]) -> str:

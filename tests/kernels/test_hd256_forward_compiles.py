@@ -81,7 +81,7 @@ def test_the_budget_of_shared_memory_is_what_is_launched(fields: dict[str, Any])
 
     spec = Hd256ForwardSpec(**fields)
     (use,) = cache.compile(HD256_FORWARD.kernel, spec, arch=ARCH).kernels
-    assert use.dynamic_shared == Sm100Hd256Forward(spec).smem_bytes
+    assert use.dynamic_shared == Sm100Hd256Forward(spec).smem.nbytes
 
 
 @pytest.mark.slow

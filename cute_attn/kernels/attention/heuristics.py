@@ -1,14 +1,14 @@
 """Which tuning the attention forwards get.
 
-Packing is decided by counting, not by measuring: a tile has TILE_M rows, and each tile of a head
-reads the K/V head from end to end. With `p` query heads to a K/V head, `seqlen_q` tokens take
-p * ceil(seqlen_q / TILE_M) tiles unpacked and ceil(p * seqlen_q / TILE_M) packed, so packing never
-reads more; but rows that are heads cost a division each where a mask or an address needs the token.
-It is used where it at least halves the tiles, which is where a head fills at most half of one.
+Packing follows from a count, not from a measurement: a tile has TILE_M rows, and each tile of a
+head reads the K/V head from end to end. With `p` query heads to a K/V head, `seqlen_q` tokens take
+p * ceil(seqlen_q / TILE_M) tiles unpacked and ceil(p * seqlen_q / TILE_M) packed, so that packing
+never reads more. But a mask or an address then has to divide a row's number to find its token. So
+heads are packed where that at least halves the tiles: where a head fills at most half of one.
 
-The scheduler is the caller's. "single" (a cluster for each tile, none persistent) is never chosen:
-what would choose it is the number of tiles, and a kernel that changes with the size of a batch is
-one more to compile while serving.
+The caller chooses the scheduler. Nobody chooses "single" (a cluster for each tile, none of them
+persistent): it would suit small numbers of tiles, but a kernel that changes with the size of a
+batch is one more to compile while serving.
 """
 
 from __future__ import annotations

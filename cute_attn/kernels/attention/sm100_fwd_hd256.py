@@ -8,10 +8,10 @@ of the head dimensions (V): the MMAs of cta_group::2 read both halves.
     P = 2^(c S - m)  in place of S         c = softmax_scale * log2(e), m the row's (late) maximum
     O = O a + P V    256 x 256, K = 128    P and O in tensor memory, V in shared memory
 
-The maximum m is only moved when it has grown by more than RESCALE_THRESHOLD (in log2), so that O is
-rarely rescaled (by a); sums follow the same m, so that the result is exact. Half of the
-exponentials, but for the last quarter of a tile's, run on the FMA units (`common.exp2`): the
-special function unit alone would need half of the MMAs' time.
+The maximum m is moved only when it has grown by more than RESCALE_THRESHOLD (in log2), so that O is
+rarely rescaled (by a); sums follow the same m, so that the result is exact (see `softmax`). Half
+of the exponentials, but for the last quarter of a tile's, run on the FMA units (see `common.exp2`):
+the special function unit alone would need half of the MMAs' time.
 
     warps    role         what a tile goes through
     8        load         Q, then K_0, K_1, V_0, K_2, V_1, ... by TMA
@@ -21,71 +21,65 @@ special function unit alone would need half of the MMAs' time.
     10       store        O by TMA
     11       scheduler    publishes the tiles that all of the others work on
 
-The tables `EDGES`, `smem_bytes` and `TMEM` below are the pipeline, and the budgets.
+`EDGES` is the pipeline; `TMEM`, `Sm100Hd256Forward.smem` and the registers are the budgets.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, Int64
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.cutlass_dsl import T
 
-from ..common.carried import Carried
 from ..common.dtypes import DTYPE
-from ..common.exp2 import exp2_pairs
-from ..common.pipeline import (
-    CTAS,
-    Barriers,
-    Edge,
-    Kind,
-    Pipeline,
-    Reach,
-    Role,
-    tcgen05_fence_after,
-    tcgen05_fence_before,
+from ..common.exp2 import exp2_mixed
+from ..common.numbers import INF
+from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
+from ..common.ptx.cluster import cta_rank
+from ..common.ptx.compiler import keep_branch
+from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
+from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULERS, TileQueue
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ..common.spec import WARP_SIZE
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition, swizzled
+from ..common.tmem import Region, TensorMemory, shifted
+from .epilogue import round_row, scale_row, stage_row
+from .mask import mask_row
+from .sequences import Sequences
+from .softmax import (
+    Scaling,
+    cap_row,
+    exponents,
+    finish_row,
+    move_maximum,
+    row_maximum,
+    subtract_maximum,
 )
-from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULERS, TileMap
-from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
 from .spec import TILE_M, TILE_N, Hd256ForwardSpec
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
-INF, NAN = float("inf"), float("nan")
-FLOAT32_MAX = 2.0**128 - 2.0**104
+from .visibility import Visibility
+from .work import TileMap, Work, heads_in_l2
 
 HEAD_DIM = 256
 ROWS = TILE_M // CTAS  # of a CTA's tile
 KEYS = TILE_N // CTAS  # of K that a CTA loads
 DIMS = HEAD_DIM // CTAS  # of V that a CTA loads
-BOX = 64  # columns of a TMA box: 128 bytes, the width of the swizzle
-LOG_TILE_N = TILE_N.bit_length() - 1
 
 KV_STAGES = 4
 S_STAGES = 2
 O_STAGES = 2  # boxes of O on their way out
-WORK_STAGES = 2
-WORK_WORDS = 8
 
-# Softmax.
-RESCALE_THRESHOLD = 8.0  # log2 of the growth of the maximum that is let pass: P stays below 2^8
-# Below, an offset m * scale is off by 2^-13 at the most, which is a factor of 1 + 8.5e-5: as much
-# as the exponentials on the FMA units err by. See docs/kernels/hd256_forward.md.
-LARGE_OFFSET = 2.0**12
-FRAGMENT = 32  # columns of a row that are loaded and stored at once
-EX2_EMU_FREQ, EX2_EMU_RES = 4, 3  # of 4 columns, taken as pairs: one pair on the FMA units
+FRAGMENT = 32  # columns of a row that a TMEM instruction loads or stores
+ON_FMA_UNITS = range(1, FRAGMENT // 2, 2)  # pairs of a fragment whose exponentials run there
 
-# Columns of tensor memory. P lies on the S that it comes from.
-TMEM_S, TMEM_O, TMEM_COLUMNS = 0, S_STAGES * TILE_N, 512
-assert TMEM_O + HEAD_DIM == TMEM_COLUMNS
+TMEM = TensorMemory(
+    Region("s", TILE_N, S_STAGES, "S, and P in its place"),
+    Region("o", HEAD_DIM, holds="O"),
+    pair=True,
+)
 
 # Warps.
 SOFTMAX, CORRECTION = Role("softmax", range(0, 4)), Role("correction", range(4, 8))
@@ -99,11 +93,10 @@ NUM_WARPS = sum(map(len, ROLES))
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 240, 168, 96
 assert SOFTMAX_REGISTERS + CORRECTION_REGISTERS + OTHER_REGISTERS <= 3 * CORRECTION_REGISTERS
 
-# In the order of a tile's life. Counts: Q and work by tiles, O boxes by boxes, all others by K/V
-# tiles (K and V of one share the ring, two uses).
+# In the order of a tile's life. Uses are counted: of Q, sums and work by tiles; of O's buffers by
+# boxes; of all others by K/V tiles, of which K and V are two uses of one ring.
 EDGES = (
-    Edge("work_full", SCHEDULER, WORKERS, WORK_STAGES, Kind.WARPS, payload="the next tile"),
-    Edge("work_empty", WORKERS, SCHEDULER, WORK_STAGES, Kind.WARPS, payload="its stage"),
+    *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
     Edge("q_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "Q's buffer, after the tile's last S"),
     Edge("kv_full", LOAD, MMA, KV_STAGES, Kind.BYTES, Reach.LEADER, "K or V"),
@@ -114,7 +107,7 @@ EDGES = (
     Edge("p_full", SOFTMAX, MMA, S_STAGES, Kind.WARPS, Reach.LEADER, "P, in place of S"),
     Edge("pv_done", MMA, CORRECTION, S_STAGES, Kind.COMMIT, Reach.PAIR, "O with P V added"),
     Edge("sum_full", SOFTMAX, CORRECTION, 2, Kind.WARPS, payload="what to divide O by"),
-    # S paces softmax, but for tiles that see no key.
+    # Where a tile sees no key there is no S, and nothing else would hold softmax back.
     Edge("sum_read", CORRECTION, SOFTMAX, 2, Kind.WARPS, payload="its stage"),
     Edge("o_staged", CORRECTION, STORE, O_STAGES, Kind.WARPS, payload="a box of O"),
     Edge("o_stored", STORE, CORRECTION, O_STAGES, Kind.WARPS, payload="its stage"),
@@ -124,88 +117,6 @@ Q_BYTES = ROWS * HEAD_DIM * 2
 KV_BYTES = KEYS * HEAD_DIM * 2
 O_BYTES = ROWS * BOX * 2
 assert KV_BYTES == TILE_N * DIMS * 2, "K and V share a ring"
-SMEM_ALIGNMENT = 1024  # of a buffer with a 128-byte swizzle
-
-
-@dataclass(frozen=True)
-class Storage(Carried):
-    """Pointers to a CTA's shared memory."""
-
-    q: cute.Pointer  # boxes of (128 rows, 64)
-    kv: cute.Pointer  # the ring: boxes of (64 keys, 64) for K, (128 keys, 64) for V
-    o: cute.Pointer  # boxes of (128 rows, 64)
-    scale: cute.Pointer  # of O's rows, by stage of S
-    inverse_sum: cute.Pointer  # of rows, for two tiles
-    work: cute.Pointer
-    clc_response: cute.Pointer
-    barriers: cute.Pointer
-    tmem_address: cute.Pointer
-
-
-@dataclass(frozen=True)
-class Scaling(Carried):
-    """Factors and bounds for what the softmax warps take from S: scores, or with a softcap tanh.
-
-    Attributes:
-        factor: that makes scaled scores of it: the softmax scale, or the softcap.
-        log2: the same for base 2.
-        before_tanh: factor of scores; 1 without a softcap.
-        growth: of the maximum, in units of S, that is let pass.
-        large: from here on, in units of S, a maximum is subtracted before the factor meets it.
-        lowest: finite, and below any maximum that is not large.
-    """
-
-    factor: Float32
-    log2: Float32
-    before_tanh: Float32
-    growth: Float32
-    large: Float32
-    lowest: Float32
-
-    @classmethod
-    def of(cls, factor: Any, before_tanh: Any = 1.0) -> Scaling:
-        log2 = factor * LOG2_E
-        large = LARGE_OFFSET / log2
-        lowest = cutlass.max(-2.0 * large, Float32(-FLOAT32_MAX))
-        return cls(factor, log2, Float32(before_tanh), RESCALE_THRESHOLD / log2, large, lowest)
-
-    def multiply_add(self, x: Any, y: Any) -> Any:
-        """factor * x + y with one rounding."""
-        return cute.math.fma(self.factor, x, y)
-
-    def rounded_off(self, maximum: Any) -> Any:
-        """What the offset of exponents lacks of maximum * log2; sums are too large by 2 to it."""
-        rest = cute.math.fma(maximum, self.log2, -(maximum * self.log2))
-        return cutlass.select_(abs(maximum) >= self.large, Float32(0.0), rest)
-
-
-def cta_rank() -> Any:
-    """Rank in the cluster. Read anew where it is used: kept, it would be spilled."""
-    rank = llvm.inline_asm(
-        T.i32(),
-        [],
-        "mov.u32 $0, %cluster_ctarank;",
-        "=r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-    return cute.arch.make_warp_uniform(Int32(rank))
-
-
-def keep_branch() -> None:
-    """Keeps the branch that it stands in a branch. The compiler would turn the mask into selects
-    that every tile pays for, and so would the assembler if it did not hold for it that a
-    performance-monitor trigger (of which nobody counts number 7) is not to be predicated."""
-    llvm.inline_asm(
-        None,
-        [],
-        "pmevent 7;",
-        "",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
 
 
 class Sm100Hd256Forward:
@@ -217,65 +128,35 @@ class Sm100Hd256Forward:
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.pipeline = Pipeline(*EDGES, *self.scheduler.edges(SCHEDULER))
         self.packed = spec.packed_heads
-        self.log_packed = self.packed.bit_length() - 1
-        self.tokens = ROWS // self.packed  # in a CTA's rows
-        if self.smem_bytes > MAX_SMEM_BYTES:
-            raise ValueError(f"{self.smem_bytes} bytes of shared memory, at most {MAX_SMEM_BYTES}")
-
-    @property
-    def buffers(self) -> dict[str, tuple[Any, int]]:
-        """Shared memory, in order: name -> (element, bytes). See `Storage`."""
-        return {
-            "q": (self.dtype, Q_BYTES),
-            "kv": (self.dtype, KV_STAGES * KV_BYTES),
-            "o": (self.dtype, O_STAGES * O_BYTES),
-            "scale": (Float32, 4 * S_STAGES * ROWS),
-            "inverse_sum": (Float32, 4 * 2 * ROWS),
-            "work": (Int32, 4 * WORK_STAGES * WORK_WORDS),
-            "clc_response": (Int32, CLC_RESPONSE_BYTES),
-            "barriers": (Int64, self.pipeline.nbytes),
-            "tmem_address": (Int32, 4),
-        }
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """Where each buffer lies, and where the last one ends ("end")."""
-        offsets, end = {}, 0
-        for name, (_, nbytes) in self.buffers.items():
-            alignment = SMEM_ALIGNMENT if nbytes >= SMEM_ALIGNMENT else 16
-            offsets[name] = -(-end // alignment) * alignment
-            end = offsets[name] + nbytes
-        return offsets | {"end": end}
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.offsets["end"]
-
-    def allocate(self) -> Storage:
-        """On the device: the buffers."""
-        smem = cutlass.utils.SmemAllocator()
-        return Storage(
-            **{
-                name: smem.allocate_array(
-                    element,
-                    8 * nbytes // element.width,
-                    byte_alignment=SMEM_ALIGNMENT if nbytes >= SMEM_ALIGNMENT else 16,
-                )
-                for name, (element, nbytes) in self.buffers.items()
-            }
+        self.smem = SharedMemory(
+            Buffer("q", self.dtype, ROWS * HEAD_DIM, 1, SWIZZLE_ALIGNMENT, "Q, 128 x 256"),
+            Buffer(
+                "kv", self.dtype, KEYS * HEAD_DIM, KV_STAGES, SWIZZLE_ALIGNMENT,
+                "K, 64 x 256, or V, 128 x 128",
+            ),
+            Buffer("o", self.dtype, ROWS * BOX, O_STAGES, SWIZZLE_ALIGNMENT, "O, 128 x 64"),
+            Buffer("scale", Float32, ROWS, S_STAGES, holds="factors of O's rows"),
+            Buffer("inverse_sum", Float32, ROWS, 2, holds="1 / sum of rows"),
+            TileQueue.buffer(Work),
+            Buffer("clc_response", Int32, CLC_RESPONSE_BYTES // 4),
+            Buffer("barriers", Int64, self.pipeline.count),
+            Buffer("tmem_address", Int32, 1),
+        )  # fmt: skip
+        self.q_rows = BoxedRows(
+            ROWS, HEAD_DIM, spec.ragged_q, batched=not spec.varlen_q, packed=self.packed
+        )
+        self.k_rows, self.v_rows = (
+            BoxedRows(rows, HEAD_DIM, spec.ragged_k, batched=not spec.varlen_k)
+            for rows in (KEYS, TILE_N)
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        """What reports and traces call barriers, buffers and warps: the arguments of the emulator's
-        `Names`. Shared memory begins at address `shared_base`."""
-        items = {"kv": KV_BYTES, "o": O_BYTES, "scale": 4 * ROWS, "inverse_sum": 4 * ROWS}
-        shared = {
-            name: (shared_base + self.offsets[name], nbytes, items.get(name, nbytes))
-            for name, (_, nbytes) in self.buffers.items()
-            if name != "barriers"
-        }
+        """The arguments of the emulator's `Names`: what its reports and traces call mbarriers,
+        buffers and warps. Shared memory begins at address `shared_base`."""
+        shared = self.smem.names(shared_base)
+        barriers, _, _ = shared.pop("barriers")
         return {
-            "shared": shared | self.pipeline.names(shared_base + self.offsets["barriers"]),
+            "shared": shared | self.pipeline.names(barriers),
             "warps": {role.name: (role.warps[0], role.warps[-1]) for role in ROLES},
         }
 
@@ -354,21 +235,16 @@ class Sm100Hd256Forward:
 
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
-        q_copy = self.box_copy(load, self.query_rows(q), ROWS)
-        k_copy = self.box_copy(load, self.key_rows(k, KEYS), KEYS)
-        v_copy = self.box_copy(load, self.key_rows(v, TILE_N), TILE_N)
-        o_copy = self.box_copy(store, self.query_rows(o), ROWS)
+        q_copy, o_copy = self.q_rows.atom(load, q), self.q_rows.atom(store, o)
+        k_copy, v_copy = self.k_rows.atom(load, k), self.v_rows.atom(load, v)
 
-        # K and V of so many heads stay in the L2 cache while their blocks of rows are worked on.
-        head_bytes = Int64(seqlen_k) * (2 * 2 * HEAD_DIM)
-        heads_at_once = cutlass.max(Int32(1), Int32(32 * 1024 * 1024 // (head_bytes + 1)))
-        heads_at_once = cutlass.min(heads_at_once, heads // self.packed * batch)
-        tiles = self.tile_map(heads, batch, q.shape[-3], heads_at_once, cu_seqlens_q, seqused_q)
-        num_tiles = tiles.count(q.shape[-3])
-
+        head_bytes = Int64(seqlen_k) * (2 * 2 * HEAD_DIM)  # of K and V
+        heads_at_once = heads_in_l2(head_bytes, heads // self.packed * batch)
+        queries = Sequences(q.shape[-3], cu_seqlens_q, seqused_q)
+        keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
+        num_tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once).count()
         if cutlass.const_expr(spec.softcap):
-            before_tanh = cutlass.min(softmax_scale / softcap, Float32(FLOAT32_MAX))
-            scaling = Scaling.of(softcap, before_tanh)
+            scaling = Scaling.of(softmax_scale, softcap)
         else:
             scaling = Scaling.of(softmax_scale)
 
@@ -387,24 +263,17 @@ class Sm100Hd256Forward:
 
     def tile_map(
         self,
+        queries: Sequences,
+        keys: Sequences,
         heads: Any,
+        kv_heads: Any,
         batch: Any,
-        seqlen_q: Any,
         heads_at_once: Any,
-        cu_seqlens_q: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
     ) -> TileMap:
         return TileMap(
-            tile_rows=TILE_M,
-            rows_per_token=self.packed,
-            longest_last=self.spec.window_right,
-            heads=heads // self.packed,
-            batch=batch,
-            seqlen_q=seqlen_q,
-            heads_at_once=heads_at_once,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_q=seqused_q,
-        )
+            TILE_M, self.packed, self.spec.window_right,
+            queries, keys, heads, kv_heads, batch, heads_at_once,
+        )  # fmt: skip
 
     def mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
         """For S = Q K^T and O += P V. Made in the kernel: as its arguments their flags would be
@@ -418,63 +287,6 @@ class Sm100Hd256Forward:
             tcgen05.CtaGroup.TWO, (TILE_M, HEAD_DIM), tcgen05.OperandSource.TMEM,
         )  # fmt: skip
         return qk_mma, pv_mma
-
-    # A tensor as TMA sees it: (rows of a tile, head_dim, then what picks the sequence and the
-    # head). Rows of a sequence among others are addressed as (i, j) -> row i + j - size of i, so
-    # that those past the sequence's end have an i past its size: loads see 0 there, and stores
-    # leave them alone, whoever's they are.
-
-    def query_rows(self, x: cute.Tensor) -> cute.Tensor:
-        """q or o: ((packed heads, tokens), head_dim, [first token,] heads, [batch])."""
-        *outer, tokens, heads, _ = x.shape
-        *outer_strides, token, head, one = x.stride
-        heads_mode, heads_stride = heads // self.packed, head * self.packed
-        if self.spec.ragged_q:
-            start = x.iterator - token * self.tokens
-            return cute.make_tensor(
-                start,
-                cute.make_layout(
-                    ((self.packed, self.tokens), HEAD_DIM, tokens + 1, heads_mode),
-                    stride=((head, token), one, token, heads_stride),
-                ),
-            )
-        return cute.make_tensor(
-            x.iterator,
-            cute.make_layout(
-                ((self.packed, tokens), HEAD_DIM, heads_mode, *outer),
-                stride=((head, token), one, heads_stride, *outer_strides),
-            ),
-        )
-
-    def key_rows(self, x: cute.Tensor, rows: int) -> cute.Tensor:
-        """k or v, in boxes of so many rows: (tokens, head_dim, [first token,] heads, [batch])."""
-        *outer, tokens, heads, _ = x.shape
-        *outer_strides, token, head, one = x.stride
-        if self.spec.ragged_k:
-            return cute.make_tensor(
-                x.iterator - token * rows,
-                cute.make_layout(
-                    (rows, HEAD_DIM, tokens + 1, heads, *outer),
-                    stride=(token, one, token, head, *outer_strides),
-                ),
-            )
-        return cute.make_tensor(
-            x.iterator,
-            cute.make_layout(
-                (tokens, HEAD_DIM, heads, *outer), stride=(token, one, head, *outer_strides)
-            ),
-        )
-
-    def box_layout(self, rows: int, *more: tuple[int, int]) -> Any:
-        """Boxes of (rows, 64) in shared memory, swizzled; `more` are further (size, stride)s."""
-        shape = (rows, BOX, *(size for size, _ in more))
-        stride = (BOX, 1, *(step for _, step in more))
-        return cute.make_composed_layout(
-            cute.make_swizzle(3, 4, 3), 0, cute.make_layout(shape, stride=stride)
-        )
-
-    def box_copy(self, op: Any, x: cute.Tensor, rows: int) -> Any:
-        return cpasync.make_tiled_tma_atom(op, x, self.box_layout(rows), (rows, BOX))
 
     # -- device: set-up -----------------------------------------------------------------------
 
@@ -507,7 +319,7 @@ class Sm100Hd256Forward:
         num_tiles: Int32,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = self.allocate()
+        storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
 
         if warp == LOAD.warps[0]:
@@ -517,148 +329,59 @@ class Sm100Hd256Forward:
                 barriers.init()
             cute.arch.mbarrier_init_fence()
         if warp == MMA.warps[0]:
-            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem_address, is_two_cta=True)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
+            TMEM.allocate(storage.tmem_address)
             tcgen05_fence_before()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         tcgen05_fence_after()
-        # All columns are ours, so that the address is known, and takes no register.
-        tmem = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
 
         qk_mma, pv_mma = self.mmas()
 
         # S, of stage 0, and O, as a CTA sees them: (rows, columns).
         s_shape = qk_mma.get_slice(0).partition_shape_C((TILE_M, TILE_N))
         s = qk_mma.make_fragment_C(s_shape)
-        s = cute.make_tensor(tmem + TMEM_S, s.layout)
+        s = cute.make_tensor(TMEM.pointer("s"), s.layout)
         o_shape = pv_mma.get_slice(0).partition_shape_C((TILE_M, HEAD_DIM))
         o_acc = pv_mma.make_fragment_C(o_shape)
-        o_acc = cute.make_tensor(tmem + TMEM_O, o_acc.layout)
+        o_acc = cute.make_tensor(TMEM.pointer("o"), o_acc.layout)
 
-        work = cute.make_tensor(storage.work, cute.make_layout((WORK_WORDS, WORK_STAGES)))
+        queue = TileQueue(Work, storage.work, barriers)
         scale = cute.make_tensor(storage.scale, cute.make_layout((ROWS, S_STAGES)))
         inverse_sum = cute.make_tensor(storage.inverse_sum, cute.make_layout((ROWS, 2)))
-        window = (window_left, window_right)
+        sees = Visibility(
+            TILE_M, TILE_N, self.packed,
+            window_left if self.spec.window_left else None,
+            window_right if self.spec.window_right else None,
+        )  # fmt: skip
 
         # Registers change hands by whole warpgroups. (Correction gives none, but the assembler has
         # to be told what each may use.)
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == SCHEDULER.warps[0]:
-                tiles = self.tile_map(
-                    heads, batch, seqlen_q, heads_at_once, cu_seqlens_q, seqused_q
-                )
+                queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
+                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
+                tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once)
                 scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
-                self.scheduler_warp(
-                    scheduler, tiles, barriers, work, heads, kv_heads, seqlen_k,
-                    cu_seqlens_q, cu_seqlens_k, seqused_k,
-                )  # fmt: skip
+                queue.fill(scheduler, tiles)
             elif warp == LOAD.warps[0]:
-                self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, work, window)
+                self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, queue, sees)
             elif warp == MMA.warps[0]:
-                self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, work, window)
+                self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, queue, sees)
             else:
-                self.store_warp(o_tma, o, storage, barriers, work)
+                self.store_warp(o_tma, o, storage, barriers, queue)
         elif warp < SOFTMAX.warps.stop:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            self.softmax_warps(
-                s, scale, inverse_sum, lse, sink, barriers, work, window, scaling
-            )  # fmt: skip
+            self.softmax_warps(s, scale, inverse_sum, lse, sink, barriers, queue, sees, scaling)
         else:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
-            self.correction_warps(o_acc, scale, inverse_sum, storage, barriers, work, window)
+            self.correction_warps(o_acc, scale, inverse_sum, storage, barriers, queue, sees)
 
         # A CTA stays while the other may still signal its barriers, or read its shared memory.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if warp == MMA.warps[0]:
-            cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS, is_two_cta=True)
-
-    # -- device: which tile -------------------------------------------------------------------
-
-    @cute.jit
-    def scheduler_warp(
-        self,
-        scheduler: Any,
-        tiles: TileMap,
-        barriers: Barriers,
-        work: cute.Tensor,
-        heads: Int32,
-        kv_heads: Int32,
-        seqlen_k: Int32,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-    ) -> None:
-        """Publish the place of one tile after the other, then that there are no more."""
-        published = Int32(0)
-        requests = Int32(0)
-        tile = scheduler.initial_work_tile()
-        while tile >= 0:
-            exists, block, head, sequence = tiles.locate(tile)
-            if exists:
-                q_start = Int32(0)
-                if cutlass.const_expr(self.spec.varlen_q):
-                    q_start = cu_seqlens_q[sequence]
-                k_start = Int32(0)
-                k_length = seqlen_k
-                if cutlass.const_expr(self.spec.varlen_k):
-                    k_start = cu_seqlens_k[sequence]
-                    k_length = cu_seqlens_k[sequence + 1] - k_start
-                if cutlass.const_expr(self.spec.seqused_k):
-                    k_length = cutlass.min(k_length, seqused_k[sequence])
-                kv_head = head * self.packed // (heads // kv_heads)
-                self.publish(
-                    work, barriers, published,
-                    (block, head, kv_head, sequence, q_start, tiles.seqlen(sequence), k_start,
-                     k_length),
-                )  # fmt: skip
-                published += 1
-            scheduler.prefetch_next_work(requests)
-            tile = scheduler.advance_to_next_work(tile, requests)
-            requests += 1
-        self.publish(work, barriers, published, (Int32(-1),))
-        scheduler.producer_tail(requests)
-
-    @cute.jit
-    def publish(self, work: cute.Tensor, barriers: Barriers, n: Int32, words: Any) -> None:
-        barriers.wait_previous("work_empty", n)
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(len(words)):
-                work[i, n & (WORK_STAGES - 1)] = words[i]
-            barriers.arrive("work_full", n)
-
-    @cute.jit
-    def next_work(self, work: cute.Tensor, barriers: Barriers, n: Int32) -> Any:
-        """(block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k); block is -1
-        after the last. Heads of q are counted in packs; starts are rows of packed sequences."""
-        barriers.wait("work_full", n)
-        words = self.work_words(work, n)
-        barriers.warp_arrives("work_empty", n)
-        return words
-
-    @cute.jit
-    def work_words(self, work: cute.Tensor, n: Int32) -> Any:
-        words = cute.make_rmem_tensor((WORK_WORDS,), Int32)
-        cute.autovec_copy(work[None, n & (WORK_STAGES - 1)], words)
-        return tuple(cute.arch.make_warp_uniform(words[i]) for i in range(WORK_WORDS))
-
-    def visible_tiles(self, block: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
-        """[first, end) of the K/V tiles that some row of the cluster's tile sees."""
-        left, right = window
-        shift = seqlen_k - seqlen_q  # of the diagonal, which ends in the bottom right corner
-        first_key, end_key = Int32(0), seqlen_k
-        if self.spec.window_right:
-            last_row = block * TILE_M + (TILE_M - 1)
-            last_token = cutlass.min(last_row >> self.log_packed, seqlen_q - 1)
-            end_key = cutlass.min(end_key, last_token + shift + right + 1)
-        if self.spec.window_left:
-            first_token = (block * TILE_M) >> self.log_packed
-            first_key = cutlass.max(first_key, first_token + shift - left)
-        first = first_key >> LOG_TILE_N
-        end = (cutlass.max(end_key, 0) + (TILE_N - 1)) >> LOG_TILE_N
-        return first, cutlass.max(first, end)
+            TMEM.free()
 
     # -- device: load -------------------------------------------------------------------------
 
@@ -671,130 +394,45 @@ class Sm100Hd256Forward:
         k: cute.Tensor,
         v_tma: cute.CopyAtom,
         v: cute.Tensor,
-        storage: Storage,
+        storage: Pointers,
         barriers: Barriers,
-        work: cute.Tensor,
-        window: Any,
+        queue: TileQueue,
+        sees: Visibility,
     ) -> None:
         """Q of each tile, then the K/V tiles from the last to the first, each CTA its half."""
-        boxes = HEAD_DIM // BOX
-        q_smem = self.boxes(storage.q, ROWS, (boxes, ROWS * BOX), (1, Q_BYTES // 2))
-        k_smem = self.boxes(storage.kv, KEYS, (boxes, KEYS * BOX), (KV_STAGES, KV_BYTES // 2))
-        v_smem = self.boxes(
-            storage.kv, TILE_N, (DIMS // BOX, TILE_N * BOX), (KV_STAGES, KV_BYTES // 2)
-        )
+        across = HEAD_DIM // BOX
+        q_smem = boxes(storage.q, ROWS, (across, ROWS * BOX), (1, Q_BYTES // 2))
+        k_smem = boxes(storage.kv, KEYS, (across, KEYS * BOX), (KV_STAGES, KV_BYTES // 2))
+        v_smem = boxes(storage.kv, TILE_N, (DIMS // BOX, TILE_N * BOX), (KV_STAGES, KV_BYTES // 2))
         tile = Int32(0)
         loaded_q = Int32(0)
         n = Int32(0)  # uses of the ring
-        block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k = self.next_work(
-            work, barriers, tile
-        )
-        while block >= 0:
+        work = queue.take(tile)
+        while work.exists:
             cta = cta_rank()
-            first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
+            first, end = sees.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 barriers.wait_previous("q_empty", loaded_q)
-                self.expect(barriers, "q_full", loaded_q, Q_BYTES, cta)
-                rows = self.query_box(q, CTAS * block + cta, head, sequence, q_start, seqlen_q)
-                self.load(q_tma, rows, q_smem, barriers, "q_full", loaded_q)
+                barriers.leader_expects("q_full", loaded_q, Q_BYTES, cta)
+                rows = self.q_rows.box(q, CTAS * work.block + cta, *work.queries)
+                load_boxes(q_tma, rows, q_smem, barriers, "q_full", loaded_q)
                 loaded_q += 1
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
                         barriers.wait_previous("kv_empty", n)
-                        self.expect(barriers, "kv_full", n, KV_BYTES, cta)
-                        keys = self.key_box(
-                            k,
-                            KEYS,
-                            CTAS * (end - 1 - i) + cta,
-                            kv_head,
-                            sequence,
-                            k_start,
-                            seqlen_k,
-                        )
-                        self.load(k_tma, keys, k_smem, barriers, "kv_full", n)
+                        barriers.leader_expects("kv_full", n, KV_BYTES, cta)
+                        keys = self.k_rows.box(k, CTAS * (end - 1 - i) + cta, *work.keys)
+                        load_boxes(k_tma, keys, k_smem, barriers, "kv_full", n)
                         n += 1
                     if i > 0:
                         barriers.wait_previous("kv_empty", n)
-                        self.expect(barriers, "kv_full", n, KV_BYTES, cta)
-                        values = self.key_box(
-                            v, TILE_N, end - i, kv_head, sequence, k_start, seqlen_k
-                        )
+                        barriers.leader_expects("kv_full", n, KV_BYTES, cta)
+                        values = self.v_rows.box(v, end - i, *work.keys)
                         values = cute.domain_offset((0, cta * DIMS), values)
-                        self.load(v_tma, values, v_smem, barriers, "kv_full", n)
+                        load_boxes(v_tma, values, v_smem, barriers, "kv_full", n)
                         n += 1
             tile += 1
-            block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k = self.next_work(
-                work, barriers, tile
-            )
-
-    @cute.jit
-    def expect(
-        self, barriers: Barriers, name: cutlass.Constexpr, n: Int32, nbytes: int, cta: Int32
-    ) -> None:
-        """CTA 0, whose barrier it is, expects the bytes of both."""
-        if cta == 0:
-            with cute.arch.elect_one():
-                barriers.expect(name, n, nbytes)
-
-    @cute.jit
-    def load(
-        self,
-        tma: cute.CopyAtom,
-        rows: cute.Tensor,
-        smem: cute.Tensor,
-        barriers: Barriers,
-        name: cutlass.Constexpr,
-        n: Int32,
-    ) -> None:
-        """Rows to a stage of shared memory, box by box."""
-        boxes = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
-        source, to = self.partition(tma, boxes, smem)
-        stages = cute.size(smem, mode=[3])
-        for box in cutlass.range_constexpr(cute.size(smem, mode=[2])):
-            cute.copy(
-                tma, source[None, box], to[None, box, n & (stages - 1)],
-                tma_bar_ptr=barriers.pointer(name, n),
-            )  # fmt: skip
-
-    def boxes(self, buffer: cute.Pointer, rows: int, *more: tuple[int, int]) -> cute.Tensor:
-        return self.swizzled(buffer, self.box_layout(rows, *more))
-
-    def swizzled(self, buffer: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
-        return cute.make_tensor(cute.recast_ptr(buffer, layout.inner), layout.outer)
-
-    def partition(self, tma: cute.CopyAtom, rows: cute.Tensor, smem: cute.Tensor) -> Any:
-        """(global, shared) boxes for cute.copy: (box, boxes of a row, ...)."""
-        to, source = cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(rows, 0, 2)
-        )
-        return source, to
-
-    def query_box(
-        self, x: Any, box: Any, head: Any, sequence: Any, start: Any, seqlen: Any
-    ) -> cute.Tensor:
-        """The box-th 128 rows of a sequence in q or o: (128, 256)."""
-        if self.spec.ragged_q:
-            token = box * self.tokens
-            valid = cutlass.min(cutlass.max(seqlen - token, 0), self.tokens)
-            x = cute.domain_offset(
-                ((0, self.tokens - valid), 0), x[None, None, start + token + valid, head]
-            )
-            return cute.local_tile(x, (ROWS, HEAD_DIM), (0, 0))
-        return cute.local_tile(x[None, None, head, sequence], (ROWS, HEAD_DIM), (box, 0))
-
-    def key_box(
-        self, x: Any, rows: int, box: Any, head: Any, sequence: Any, start: Any, seqlen: Any
-    ) -> cute.Tensor:
-        """The box-th `rows` keys of a sequence in k or v: (rows, 256)."""
-        if self.spec.ragged_k:
-            token = box * rows
-            valid = cutlass.min(cutlass.max(seqlen - token, 0), rows)
-            coord = (start + token + valid, head)
-            if not self.spec.varlen_k:
-                coord = (*coord, sequence)
-            x = cute.domain_offset((rows - valid, 0), x[(None, None, *coord)])
-            return cute.local_tile(x, (rows, HEAD_DIM), (0, 0))
-        return cute.local_tile(x[None, None, head, sequence], (rows, HEAD_DIM), (box, 0))
+            work = queue.take(tile)
 
     # -- device: MMA --------------------------------------------------------------------------
 
@@ -803,12 +441,12 @@ class Sm100Hd256Forward:
         self,
         qk_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
-        storage: Storage,
+        storage: Pointers,
         s: cute.Tensor,
         o_acc: cute.Tensor,
         barriers: Barriers,
-        work: cute.Tensor,
-        window: Any,
+        queue: TileQueue,
+        sees: Visibility,
     ) -> None:
         """S of the next K/V tile before O of this one, so that softmax has the time of an MMA."""
         q_layout = sm100.make_smem_layout_a(qk_mma, (TILE_M, TILE_N, HEAD_DIM), self.dtype, 1)
@@ -819,9 +457,9 @@ class Sm100Hd256Forward:
             pv_mma, (TILE_M, HEAD_DIM, TILE_N), self.dtype, KV_STAGES
         )
         p_layout = sm100.make_smem_layout_a(pv_mma, (TILE_M, HEAD_DIM, TILE_N), self.dtype, 1)
-        q_frag = qk_mma.make_fragment_A(self.swizzled(storage.q, q_layout))
-        k_frag = qk_mma.make_fragment_B(self.swizzled(storage.kv, k_layout))
-        v_frag = pv_mma.make_fragment_B(self.swizzled(storage.kv, v_layout))
+        q_frag = qk_mma.make_fragment_A(swizzled(storage.q, q_layout))
+        k_frag = qk_mma.make_fragment_B(swizzled(storage.kv, k_layout))
+        v_frag = pv_mma.make_fragment_B(swizzled(storage.kv, v_layout))
         p_frag = pv_mma.get_slice(0).make_fragment_A(cute.make_tensor(s.iterator, p_layout.outer))
 
         tile = Int32(0)
@@ -829,9 +467,9 @@ class Sm100Hd256Forward:
         n = Int32(0)  # uses of the ring
         issued = Int32(0)  # K/V tiles whose S has been issued
         added = Int32(0)  # K/V tiles whose P V has been
-        block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
-        while block >= 0:
-            first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
+        work = queue.take(tile)
+        while work.exists:
+            first, end = sees.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end and cta_rank() == 0:
                 barriers.wait("q_full", loaded_q)
                 for i in cutlass.range(end - first + 1, unroll=1):
@@ -859,7 +497,7 @@ class Sm100Hd256Forward:
                         added += 1
                 loaded_q += 1
             tile += 1
-            block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
+            work = queue.take(tile)
 
     @cute.jit
     def issue_qk(
@@ -873,16 +511,10 @@ class Sm100Hd256Forward:
     ) -> None:
         stage = n & (KV_STAGES - 1)
         column = TILE_N * (issued & (S_STAGES - 1))
-        s = cute.make_tensor(s.iterator + column, s.layout)
+        s = shifted(s, column)
         mma.set(tcgen05.Field.ACCUMULATE, False)
         for step in cutlass.range_constexpr(cute.size(q_frag, mode=[2])):
-            cute.gemm(
-                mma,
-                s,
-                q_frag[None, None, step, 0],
-                k_frag[None, None, step, stage],
-                s,
-            )
+            cute.gemm(mma, s, q_frag[None, None, step, 0], k_frag[None, None, step, stage], s)
             mma.set(tcgen05.Field.ACCUMULATE, True)
 
     @cute.jit
@@ -899,16 +531,10 @@ class Sm100Hd256Forward:
         stage = n & (KV_STAGES - 1)
         # Two values of P in a column of tensor memory.
         column = 2 * TILE_N * (added & (S_STAGES - 1))
-        p = cute.make_tensor(p_frag.iterator + column, p_frag.layout)
+        p = shifted(p_frag, column)
         mma.set(tcgen05.Field.ACCUMULATE, accumulate)
         for step in cutlass.range_constexpr(cute.size(v_frag, mode=[2])):
-            cute.gemm(
-                mma,
-                o_acc,
-                p[None, None, step, 0],
-                v_frag[None, None, step, stage],
-                o_acc,
-            )
+            cute.gemm(mma, o_acc, p[None, None, step, 0], v_frag[None, None, step, stage], o_acc)
             mma.set(tcgen05.Field.ACCUMULATE, True)
 
     # -- device: softmax ----------------------------------------------------------------------
@@ -922,8 +548,8 @@ class Sm100Hd256Forward:
         lse: cute.Tensor | None,
         sink: cute.Tensor | None,
         barriers: Barriers,
-        work: cute.Tensor,
-        window: Any,
+        queue: TileQueue,
+        sees: Visibility,
         scaling: Scaling,
     ) -> None:
         """A thread has a row of S, and writes P over it."""
@@ -946,14 +572,15 @@ class Sm100Hd256Forward:
 
         tile = Int32(0)
         n = Int32(0)  # K/V tiles
-        # The words that are not needed for now stay in shared memory: registers are short.
-        barriers.wait("work_full", tile)
-        block, _, _, _, _, seqlen_q, _, seqlen_k = self.work_words(work, tile)
-        while block >= 0:
-            first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
-            first_row = (CTAS * block + cta_rank()) * ROWS
-            # Tiles that every row of this CTA sees whole need no mask.
-            whole_first, whole_end = self.whole_tiles(first_row, seqlen_q, seqlen_k, window)
+        # The stage is released late: what is not needed yet is read again, as registers are short.
+        queue.wait(tile)
+        work = queue.read(tile)
+        while work.exists:
+            first, end = sees.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            # Whole K/V tiles need no mask: every row sees every key.
+            whole_first, whole_end = sees.whole_key_tiles(
+                (CTAS * work.block + cta_rank()) * ROWS, ROWS, work.seqlen_q, work.seqlen_k
+            )
             maximum = Float32(-INF)
             total = Float32(0.0)
             for i in cutlass.range(end - first, unroll=1):
@@ -962,19 +589,19 @@ class Sm100Hd256Forward:
                 tcgen05_fence_after()
                 column = TILE_N * (n & (S_STAGES - 1))
                 values = cute.make_rmem_tensor(values_shape, Float32)
-                cute.copy(load, cute.make_tensor(s_from.iterator + column, s_from.layout), values)
+                cute.copy(load, shifted(s_from, column), values)
                 cute.arch.fence_view_async_tmem_load()
                 if cutlass.const_expr(self.spec.softcap):
-                    for j in cutlass.range_constexpr(TILE_N):
-                        values[j] = cute.math.tanh(values[j] * scaling.before_tanh, fastmath=True)
+                    cap_row(values, scaling)
                 if key_tile < whole_first or key_tile >= whole_end:
-                    self.mask(values, key_tile, row, work, tile, window)
+                    self.mask(values, key_tile, row, queue, tile, sees)
 
                 previous = maximum
-                maximum, used, stays, large = self.move_maximum(values, previous, scaling)
+                highest = row_maximum(values, previous)
+                maximum, used, stays, large = move_maximum(highest, previous, scaling)
                 offset = -used * scaling.log2
                 if large:
-                    used, offset = self.subtract_maximum(values, maximum), Float32(0.0)
+                    used, offset = subtract_maximum(values, maximum), Float32(0.0)
                 factor = cute.math.exp2((previous - used) * scaling.log2, fastmath=True)
                 if stays:
                     factor = Float32(1.0)
@@ -984,7 +611,7 @@ class Sm100Hd256Forward:
                 tile_sum = self.exponentiate(
                     values,
                     store,
-                    cute.make_tensor(p_to.iterator + column, p_to.layout),
+                    shifted(p_to, column),
                     words_shape,
                     scaling.log2,
                     offset,
@@ -995,74 +622,31 @@ class Sm100Hd256Forward:
                 total = total * factor + tile_sum
                 n += 1
 
-            # What O is divided by, and the log-sum-exp; in base 2 up to the end.
-            block, head, _, sequence, q_start, seqlen_q, _, _ = self.work_words(work, tile)
-            barriers.warp_arrives("work_empty", tile)
-            packed_row = (CTAS * block + cta_rank()) * ROWS + row
-            token = packed_row >> self.log_packed
-            head_of_q = head * self.packed + (packed_row & (self.packed - 1))
-            if maximum == INF:  # inf - inf, which the FMA path for exponentials does not see
-                total = Float32(NAN)
-            rest = scaling.rounded_off(maximum)
-            inverse = Float32(0.0)
-            log_sum = Float32(-INF)
+            # What O is divided by, and the log-sum-exp.
+            ended = queue.read(tile)
+            queue.release(tile)
+            packed_row = (CTAS * ended.block + cta_rank()) * ROWS + row
+            token = sees.token(packed_row)
+            head = ended.head * self.packed + (packed_row & (self.packed - 1))
+            sink_value = None
             if cutlass.const_expr(sink is not None):
                 sink_value = Float32(0.0)
-                if token < seqlen_q:
-                    sink_value = Float32(sink[head_of_q])
-                log_sum = sink_value
-                if total != 0.0:
-                    if not (sink_value < INF):
-                        total = Float32(NAN)
-                    # Both are compared before they meet base 2, which would round them again.
-                    above_sink = scaling.multiply_add(maximum, -sink_value)
-                    below, above = cutlass.min(above_sink, 0.0), cutlass.min(-above_sink, 0.0)
-                    ratio = cute.math.exp2(below * LOG2_E - rest, fastmath=True)
-                    own = cute.math.exp2(above * LOG2_E, fastmath=True)
-                    whole = total * ratio + own
-                    inverse = ratio / whole
-                    log_whole = cute.math.log2(whole, fastmath=True) * LN_2
-                    log_sum = sink_value + log_whole
-                    if above_sink > 0.0:
-                        log_sum = scaling.multiply_add(maximum, log_whole)
-            else:
-                if total != 0.0:
-                    inverse = Float32(1.0) / total
-                    log_total = (cute.math.log2(total, fastmath=True) - rest) * LN_2
-                    log_sum = scaling.multiply_add(maximum, log_total)
+                if token < ended.seqlen_q:
+                    sink_value = Float32(sink[head])
+            inverse, log_sum = finish_row(total, maximum, scaling, sink_value)
             barriers.wait_previous("sum_read", tile)
             inverse_sum[row, tile & 1] = inverse
             barriers.warp_arrives("sum_full", tile)
             if cutlass.const_expr(lse is not None):
-                if token < seqlen_q:
+                if token < ended.seqlen_q:
                     if cutlass.const_expr(self.spec.varlen_q):
-                        lse[head_of_q, q_start + token] = log_sum
+                        lse[head, ended.q_start + token] = log_sum
                     else:
-                        lse[sequence, head_of_q, token] = log_sum
+                        lse[ended.sequence, head, token] = log_sum
             tile += 1
-            barriers.wait("work_full", tile)
-            block, _, _, _, _, seqlen_q, _, seqlen_k = self.work_words(work, tile)
-        barriers.warp_arrives("work_empty", tile)
-
-    def visible_keys(self, token: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
-        """[low, high) of the keys that a token sees."""
-        left, right = window
-        diagonal = token + seqlen_k - seqlen_q
-        low, high = Int32(0), seqlen_k
-        if self.spec.window_right:
-            high = cutlass.min(high, diagonal + right + 1)
-        if self.spec.window_left:
-            low = diagonal - left
-        return low, high
-
-    def whole_tiles(self, first_row: Any, seqlen_q: Any, seqlen_k: Any, window: Any) -> Any:
-        """[first, end) of the K/V tiles all of whose keys are seen by all of the CTA's rows."""
-        low, _ = self.visible_keys(
-            (first_row + ROWS - 1) >> self.log_packed, seqlen_q, seqlen_k, window
-        )
-        _, high = self.visible_keys(first_row >> self.log_packed, seqlen_q, seqlen_k, window)
-        first = (cutlass.max(low, 0) + (TILE_N - 1)) >> LOG_TILE_N
-        return first, cutlass.max(high, 0) >> LOG_TILE_N
+            queue.wait(tile)
+            work = queue.read(tile)
+        queue.release(tile)
 
     @cute.jit
     def mask(
@@ -1070,56 +654,17 @@ class Sm100Hd256Forward:
         values: cute.Tensor,
         key_tile: Int32,
         row: Int32,
-        work: cute.Tensor,
+        queue: TileQueue,
         tile: Int32,
-        window: Any,
+        sees: Visibility,
     ) -> None:
         """-inf in the columns of keys that the row does not see."""
         keep_branch()
-        block, _, _, _, _, seqlen_q, _, seqlen_k = self.work_words(work, tile)
-        token = (CTAS * block + cta_rank()) * ROWS + row >> self.log_packed
-        low, high = self.visible_keys(token, seqlen_q, seqlen_k, window)
+        work = queue.read(tile)
+        token = sees.token((CTAS * work.block + cta_rank()) * ROWS + row)
+        low, high = sees.keys(token, work.seqlen_q, work.seqlen_k)
         low, high = low - key_tile * TILE_N, high - key_tile * TILE_N
-        for j in cutlass.range_constexpr(TILE_N):
-            visible = j < high
-            if cutlass.const_expr(self.spec.window_left):
-                visible = visible and j >= low
-            values[j] = values[j] if visible else Float32(-INF)
-
-    @cute.jit
-    def move_maximum(
-        self, values: cute.Tensor, previous: Float32, scaling: Scaling
-    ) -> tuple[Float32, Float32, Boolean, Boolean]:
-        """(the maximum to go on with, the same but finite where it is -inf, whether it is the
-        previous one, whether the row's scores are large). NaN where a score is."""
-        chains = [values[j] for j in range(4)]
-        for j in cutlass.range_constexpr(4, TILE_N):
-            chains[j % 4] = cute.arch.fmax(chains[j % 4], values[j], nan=True)
-        highest = cute.arch.fmax(
-            cute.arch.fmax(chains[0], chains[1], nan=True),
-            cute.arch.fmax(chains[2], chains[3], nan=True),
-            nan=True,
-        )
-        highest = cute.arch.fmax(highest, previous, nan=True)
-        large = (abs(highest) >= scaling.large) & (highest != -INF)
-        # Rounded down: an ulp of a large maximum may be more than the growth that is let pass.
-        passed, _ = cute.arch.add_packed_f32x2(
-            (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
-        )
-        stays = highest <= passed
-        maximum = previous if stays else highest
-        used = cute.arch.fmax(maximum, scaling.lowest, nan=True)
-        return maximum, used, stays, large
-
-    @cute.jit
-    def subtract_maximum(self, values: cute.Tensor, maximum: Float32) -> Float32:
-        """Subtracts a maximum too large to multiply, and returns it: what is used then."""
-        keep_branch()
-        for j in cutlass.range_constexpr(0, TILE_N, 2):
-            values[j], values[j + 1] = cute.arch.add_packed_f32x2(
-                (values[j], values[j + 1]), (-maximum, -maximum)
-            )
-        return maximum
+        mask_row(values, range(TILE_N), low if self.spec.window_left else None, high)
 
     @cute.jit
     def exponentiate(
@@ -1135,13 +680,11 @@ class Sm100Hd256Forward:
         words = cute.make_rmem_tensor(shape, Float32)  # (words of a fragment, 1, fragments)
         sums = [(Float32(0.0), Float32(0.0)) for _ in range(4)]
         for fragment in cutlass.range_constexpr(TILE_N // FRAGMENT):
-            pairs = [
-                cute.arch.fma_packed_f32x2(
-                    (values[j], values[j + 1]), (scale_log2, scale_log2), (offset, offset)
-                )
-                for j in range(fragment * FRAGMENT, (fragment + 1) * FRAGMENT, 2)
-            ]
-            pairs = self.exp2(pairs, fragment == TILE_N // FRAGMENT - 1)
+            columns = range(fragment * FRAGMENT, (fragment + 1) * FRAGMENT)
+            pairs = exponents(values, columns, scale_log2, offset)
+            # The MMA waits for the last fragment: the special function unit is faster.
+            last = fragment == TILE_N // FRAGMENT - 1
+            pairs = exp2_mixed(pairs, on_fma=range(0) if last else ON_FMA_UNITS)
             floats = cute.make_rmem_tensor((FRAGMENT,), Float32)
             for j in cutlass.range_constexpr(FRAGMENT // 2):
                 floats[2 * j], floats[2 * j + 1] = pairs[j]
@@ -1156,23 +699,6 @@ class Sm100Hd256Forward:
         x, y = add(add(sums[0], sums[1]), add(sums[2], sums[3]))
         return x + y
 
-    def exp2(self, pairs: list[Any], last: bool) -> list[Any]:
-        """2 ** x of a fragment: some pairs on the FMA units, but none of the last fragment, on
-        which the MMA waits."""
-        emulated = [
-            j
-            for j in range(len(pairs))
-            if not last and 2 * j % EX2_EMU_FREQ >= EX2_EMU_FREQ - EX2_EMU_RES
-        ]
-        results = dict(
-            zip(emulated, exp2_pairs([pairs[j] for j in emulated], bounded=True), strict=True)
-        )
-        for j in range(len(pairs)):
-            if j not in results:
-                x, y = pairs[j]
-                results[j] = cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)
-        return [results[j] for j in range(len(pairs))]
-
     # -- device: correction -------------------------------------------------------------------
 
     @cute.jit
@@ -1181,10 +707,10 @@ class Sm100Hd256Forward:
         o_acc: cute.Tensor,
         scale: cute.Tensor,
         inverse_sum: cute.Tensor,
-        storage: Storage,
+        storage: Pointers,
         barriers: Barriers,
-        work: cute.Tensor,
-        window: Any,
+        queue: TileQueue,
+        sees: Visibility,
     ) -> None:
         """A thread has a row of O: rescale it where its maximum moved, and at the end divide it."""
         row = cute.arch.thread_idx()[0] % ROWS
@@ -1197,14 +723,14 @@ class Sm100Hd256Forward:
         ).get_slice(row)
         o_from, o_to = load.partition_S(o_rows), store.partition_D(o_rows)
         shape = load.partition_D(cute.make_identity_tensor((ROWS, BOX))).shape
-        o_smem = self.boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
+        o_smem = boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
 
         tile = Int32(0)
         n = Int32(0)  # K/V tiles
         staged = Int32(0)  # boxes of O
-        block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
-        while block >= 0:
-            first, end = self.visible_tiles(block, seqlen_q, seqlen_k, window)
+        work = queue.take(tile)
+        while work.exists:
+            first, end = sees.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             for i in cutlass.range(end - first, unroll=1):
                 barriers.wait("scale_full", n)
                 factor = scale[row, n & (S_STAGES - 1)]
@@ -1215,14 +741,10 @@ class Sm100Hd256Forward:
                         for box in cutlass.range(HEAD_DIM // BOX, unroll=1):
                             at = box * BOX
                             values = cute.make_rmem_tensor(shape, Float32)
-                            cute.copy(
-                                load, cute.make_tensor(o_from.iterator + at, o_from.layout), values
-                            )
+                            cute.copy(load, shifted(o_from, at), values)
                             cute.arch.fence_view_async_tmem_load()
-                            self.multiply(values, factor)
-                            cute.copy(
-                                store, values, cute.make_tensor(o_to.iterator + at, o_to.layout)
-                            )
+                            scale_row(values, factor)
+                            cute.copy(store, values, shifted(o_to, at))
                         cute.arch.fence_view_async_tmem_store()
                         tcgen05_fence_before()
                 # For a tile's first: O has been read by the previous tile's end.
@@ -1239,37 +761,20 @@ class Sm100Hd256Forward:
                 values = cute.make_rmem_tensor(shape, Float32)
                 if first < end:
                     at = box * BOX
-                    cute.copy(load, cute.make_tensor(o_from.iterator + at, o_from.layout), values)
+                    cute.copy(load, shifted(o_from, at), values)
                     cute.arch.fence_view_async_tmem_load()
                 if inverse == 0.0:  # no visible key; O may hold anything
                     values.fill(0.0)
-                self.multiply(values, inverse)
-                rounded = cute.make_rmem_tensor((BOX,), self.dtype)
-                rounded.store(values.load().to(self.dtype).reshape((BOX,)))
+                scale_row(values, inverse)
+                rounded = round_row(values, self.dtype)
                 barriers.wait_previous("o_stored", staged)
-                self.stage(rounded, o_smem[row, None, staged & (O_STAGES - 1)])
+                stage_row(rounded, o_smem[row, None, staged & (O_STAGES - 1)])
                 cute.arch.fence_view_async_shared()
                 barriers.warp_arrives("o_staged", staged)
                 staged += 1
             tcgen05_fence_before()
             tile += 1
-            block, _, _, _, _, seqlen_q, _, seqlen_k = self.next_work(work, barriers, tile)
-
-    @cute.jit
-    def multiply(self, values: cute.Tensor, factor: Float32) -> None:
-        for j in cutlass.range_constexpr(0, BOX, 2):
-            values[j], values[j + 1] = cute.arch.mul_packed_f32x2(
-                (values[j], values[j + 1]), (factor, factor)
-            )
-
-    @cute.jit
-    def stage(self, rounded: cute.Tensor, smem_row: cute.Tensor) -> None:
-        """A row of a box to shared memory, 16 bytes at once."""
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
-        chunks = cute.logical_divide(smem_row, cute.make_layout(8))
-        source = cute.logical_divide(rounded, cute.make_layout(8))
-        for c in cutlass.range_constexpr(BOX // 8):
-            cute.copy(atom, source[None, c], chunks[None, c])
+            work = queue.take(tile)
 
     # -- device: store ------------------------------------------------------------------------
 
@@ -1278,18 +783,18 @@ class Sm100Hd256Forward:
         self,
         o_tma: cute.CopyAtom,
         o: cute.Tensor,
-        storage: Storage,
+        storage: Pointers,
         barriers: Barriers,
-        work: cute.Tensor,
+        queue: TileQueue,
     ) -> None:
-        o_smem = self.boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
+        o_smem = boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
         tile = Int32(0)
         stored = Int32(0)
-        block, head, _, sequence, q_start, seqlen_q, _, _ = self.next_work(work, barriers, tile)
-        while block >= 0:
-            rows = self.query_box(o, CTAS * block + cta_rank(), head, sequence, q_start, seqlen_q)
-            boxes = cute.local_tile(rows, (ROWS, BOX), (0, None))
-            o_to, o_from = self.partition(o_tma, boxes, o_smem)
+        work = queue.take(tile)
+        while work.exists:
+            rows = self.q_rows.box(o, CTAS * work.block + cta_rank(), *work.queries)
+            tiled = cute.local_tile(rows, (ROWS, BOX), (0, None))
+            o_to, o_from = partition(o_tma, tiled, o_smem)
             for box in cutlass.range_constexpr(HEAD_DIM // BOX):
                 barriers.wait("o_staged", stored)
                 with cute.arch.elect_one():
@@ -1299,6 +804,6 @@ class Sm100Hd256Forward:
                     barriers.arrive("o_stored", stored)
                 stored += 1
             tile += 1
-            block, head, _, sequence, q_start, seqlen_q, _, _ = self.next_work(work, barriers, tile)
+            work = queue.take(tile)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from ..common.numbers import FLOAT32_MAX, LOG2_E
 from ..common.spec import Spec
 
 DTYPES = ("bfloat16", "float16")
@@ -13,12 +13,12 @@ SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 
 TILE_M = 256  # rows of a cluster's tile: two CTAs of 128
 TILE_N = 128  # keys of a K/V tile
-# A CTA has 128 rows, and two tokens at the least: TMA leaves rows past a packed sequence's end
-# alone by an index past its dimension's size, which a dimension of one token is not given.
+# A CTA's 128 rows have to be of two tokens at least: TMA leaves rows past the end of a packed
+# sequence alone by an index past the size of the dimension of tokens (see `common/tma.py`).
 MAX_PACKED_HEADS = 64
 
 # Scores are multiplied by softmax_scale times log2(e), which has to be finite in float32.
-LARGEST_SCALE = (2.0**128 - 2.0**104) / math.log2(math.e) * (1 - 2.0**-23)
+LARGEST_SCALE = FLOAT32_MAX / LOG2_E * (1 - 2.0**-23)
 # Scores are divided by a softcap before the tanh, and must not vanish there.
 LARGEST_SOFTCAP = 2.0**64
 
@@ -29,21 +29,21 @@ class Hd256ForwardSpec(Spec):
 
     Attributes:
         dtype: of q, k, v and o.
-        scheduler: "single" (a cluster a tile), "static" (persistent, strided) or "clc"
-            (persistent, tiles taken from the hardware's queue).
-        packed_heads: query heads of one K/V head that share the rows of a tile; a power of two
+        scheduler: "single" (a cluster for each tile), "static" (persistent, every n-th tile) or
+            "clc" (persistent, tiles taken from the hardware's queue).
+        packed_heads: how many query heads of one K/V head share the rows of a tile; a power of two
             that divides the number of query heads for each K/V head. 1: rows are tokens.
-        window_left, window_right: a bound on the visible keys left or right of the diagonal
-            is among the arguments. Causal is window_right with a bound of 0.
+        window_left, window_right: an argument bounds the keys that a query sees left or right of
+            the diagonal. Causal is window_right with a bound of 0.
         softcap: scores go through softcap * tanh(score / softcap).
-        sink_dtype: of the learnable sink, or "none".
+        sink_dtype: dtype of the learnable sink, or "none".
         varlen_q, varlen_k: q (and o, lse), or k and v, are packed sequences, with cu_seqlens.
-        seqused_q, seqused_k: how much of each sequence counts comes as an argument.
-        lse: the log-sum-exp is written.
+        seqused_q, seqused_k: an argument says how many tokens of each sequence count.
+        lse: the kernel writes the log-sum-exp.
 
     Raises:
-        TypeError: a field that is not plain.
-        ValueError: a field with a value that no kernel serves, naming it.
+        TypeError: a field does not hold what its annotation says.
+        ValueError: no kernel serves a field's value; the message names the field.
     """
 
     dtype: str
@@ -80,4 +80,5 @@ class Hd256ForwardSpec(Spec):
 
     @property
     def ragged_k(self) -> bool:
+        """The same of keys."""
         return self.varlen_k or self.seqused_k

@@ -13,7 +13,7 @@ def _values(x: Any) -> list[Any]:
 
 
 def _is_dynamic(x: Any) -> bool:
-    return hasattr(x, "__extract_mlir_values__")
+    return hasattr(x, "__extract_mlir_values__") and not isinstance(x, type)
 
 
 class Carried:

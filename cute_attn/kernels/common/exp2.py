@@ -58,6 +58,18 @@ def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
     ]
 
 
+def exp2_mixed(pairs: list[Pair], on_fma: range) -> list[Pair]:
+    """2 ** x of each x in the pairs: of those whose index is in `on_fma` on the FMA units (each x
+    at most 128), of the others on the special function unit."""
+    emulated = exp2_pairs([pairs[j] for j in on_fma], bounded=True)
+    results = dict(zip(on_fma, emulated, strict=True))
+    for j in range(len(pairs)):
+        if j not in results:
+            x, y = pairs[j]
+            results[j] = cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)
+    return [results[j] for j in range(len(pairs))]
+
+
 def _add_exponent(power: Any, shifted: Any) -> Any:
     """power * 2 ** n, where n stands in the low bits of `shifted`."""
     bits = cutlass.Int32(power.bitcast(Int32)) + (cutlass.Int32(shifted.bitcast(Int32)) << 23)

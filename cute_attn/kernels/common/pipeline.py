@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 
 from .carried import Carried
@@ -213,6 +213,15 @@ class Barriers(Carried):
         producers = CTAS if self.pipeline[name].reach is Reach.LEADER else 1
         cute.arch.mbarrier_arrive_and_expect_tx(self.pointer(name, n), producers * nbytes)
 
+    @cute.jit
+    def leader_expects(
+        self, name: cutlass.Constexpr, n: Int32, nbytes: cutlass.Constexpr, cta: Int32
+    ) -> None:
+        """`expect`, by one thread of a warp of each CTA of a pair, if this is CTA 0."""
+        if cta == 0:
+            with cute.arch.elect_one():
+                self.expect(name, n, nbytes)
+
     def commit(self, name: str, n: Any) -> None:
         """By a warp: hand over once the MMAs that it has issued so far are done."""
         pair = self.pipeline[name].reach is Reach.PAIR
@@ -221,13 +230,3 @@ class Barriers(Carried):
                 tcgen05.commit(self.pointer(name, n), BOTH_CTAS, tcgen05.CtaGroup.TWO)
             else:
                 tcgen05.commit(self.pointer(name, n))
-
-
-def tcgen05_fence_before() -> None:
-    """What this thread did to tensor memory comes before what follows its next arrival."""
-    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC)
-
-
-def tcgen05_fence_after() -> None:
-    """What this thread does to tensor memory comes after what preceded its last wait."""
-    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)

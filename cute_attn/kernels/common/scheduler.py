@@ -1,29 +1,29 @@
-"""Tile schedulers: which tile a cluster works on next.
+"""Tile schedulers, which tile a cluster works on next, and the queue that tells a CTA's warps.
 
-All of them share one protocol, whose methods the scheduler warp of each CTA calls:
+All schedulers share one protocol, whose methods the scheduler warp of each CTA calls:
 
     initial_work_tile()               the number of the cluster's first tile
     prefetch_next_work(n)             ask for the next one; n counts the requests
     advance_to_next_work(tile, n)     its number, or NO_TILE
     producer_tail(n)                  leave nothing unfinished behind
 
-A tile's number says nothing by itself: `TileMap` turns it into a place in the problem. Numbers may
-come in any order, and more numbers than tiles are launched where the tiles cannot be counted on
-the host (packed sequences).
+A tile's number says nothing by itself: a kernel's tile map turns it into a place in the problem.
+Numbers may come in any order, and more numbers than tiles are launched where the tiles cannot be
+counted on the host (packed sequences).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from .carried import Carried
 from .pipeline import HARDWARE, Barriers, Edge, Kind, Reach, Role
-from .spec import WARP_SIZE
+from .smem import Buffer
 
 NO_TILE = -1
 CLC_RESPONSE_BYTES = 16
@@ -128,104 +128,88 @@ SCHEDULERS = {
 }
 
 
-@dataclass(frozen=True)
-class TileMap(Carried):
-    """Where a tile lies: its block of rows, its head, and its sequence.
+class TileQueue(Carried):
+    """The ring in shared memory through which a CTA's scheduler warp says what to work on.
 
-    Within a sequence, or a group of heads whose K and V fit the L2 cache together, the blocks of
-    rows are the slow index, from the last to the first where later rows see more keys: the
-    longest tiles start first.
-
-    Attributes:
-        tile_rows: of a tile.
-        rows_per_token: that a token of q has: the heads packed into a tile's rows.
-        longest_last: later blocks of rows take longer.
-        heads: of a sequence.
-        batch: sequences.
-        seqlen_q: tokens of each, if all have the same.
-        heads_at_once: heads whose K and V share the L2 cache, counted across sequences.
-        cu_seqlens_q, seqused_q: of packed sequences.
+    `work` is a dataclass of Int32, whose first field is at least 0 where there is work.
     """
 
-    tile_rows: int
-    rows_per_token: int
-    longest_last: bool
-    heads: Any
-    batch: Any
-    seqlen_q: Any
-    heads_at_once: Any
-    cu_seqlens_q: Any = None
-    seqused_q: Any = None
+    STAGES = 2
 
-    def count(self, total_q: Any) -> Any:
-        """How many tiles there are: with packed sequences, an upper bound."""
-        if self.cu_seqlens_q is None:
-            return self._blocks(self.seqlen_q) * self.heads * self.batch
-        return (total_q * self.rows_per_token // self.tile_rows + self.batch) * self.heads
+    @staticmethod
+    def edges(scheduler: Role, workers: Role) -> tuple[Edge, ...]:
+        stages = TileQueue.STAGES
+        return (
+            Edge("work_full", scheduler, workers, stages, Kind.WARPS, payload="the next tile"),
+            Edge("work_empty", workers, scheduler, stages, Kind.WARPS, payload="its stage"),
+        )
 
-    def _blocks(self, seqlen_q: Any) -> Any:
-        return (seqlen_q * self.rows_per_token + (self.tile_rows - 1)) // self.tile_rows
+    @staticmethod
+    def buffer(work: type) -> Buffer:
+        count = len(fields(work))
+        words = 1 << (count - 1).bit_length()  # a stage is read by loads of 16 bytes
+        return Buffer("work", Int32, words, TileQueue.STAGES, holds="the tiles to work on")
 
-    @cute.jit
-    def locate(self, tile: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
-        """(whether there is such a tile, its block of rows, head and sequence). By a whole warp."""
-        if cutlass.const_expr(self.cu_seqlens_q is None):
-            return self._locate_dense(tile)
-        else:
-            return self._locate_packed(tile)
+    def __init__(self, work: type, words: cute.Pointer, barriers: Barriers):
+        self.work = work
+        self.ring = cute.make_tensor(
+            words, cute.make_layout((self.buffer(work).count, self.STAGES))
+        )
+        self.barriers = barriers
+
+    # -- the scheduler warp
 
     @cute.jit
-    def _locate_dense(self, tile: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
-        blocks = self._blocks(self.seqlen_q)
-        group = tile // (blocks * self.heads_at_once)
-        first = group * self.heads_at_once
-        width = cutlass.min(self.heads * self.batch - first, self.heads_at_once)
-        within = tile - blocks * first
-        block = within // width
-        head = first + within - block * width
-        sequence = head // self.heads
-        if cutlass.const_expr(self.longest_last):
-            block = blocks - 1 - block
-        return Boolean(True), block, head - sequence * self.heads, sequence
+    def fill(self, scheduler: Any, tiles: Any) -> None:
+        """Publish one tile after the other, and at last that there are no more.
+
+        `tiles.locate` says whether and where a tile is, and `tiles.work` makes work of that.
+        """
+        published = Int32(0)
+        requests = Int32(0)
+        tile = scheduler.initial_work_tile()
+        while tile >= 0:
+            exists, block, head, sequence = tiles.locate(tile)
+            if exists:
+                self.publish(published, _words(tiles.work(block, head, sequence)))
+                published += 1
+            scheduler.prefetch_next_work(requests)
+            tile = scheduler.advance_to_next_work(tile, requests)
+            requests += 1
+        self.publish(published, (Int32(NO_TILE),))
+        scheduler.producer_tail(requests)
 
     @cute.jit
-    def _locate_packed(self, tile: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
-        lane = cute.arch.lane_idx()
-        first = Int32(0)  # sequence of lane 0
-        before = Int32(0)  # tiles of the sequences before it
-        sequence = Int32(-1)
-        blocks = Int32(0)
-        while first < self.batch and sequence < 0:
-            lane_blocks = Int32(0)
-            if first + lane < self.batch:
-                lane_blocks = self._blocks(self.seqlen(first + lane))
-            lane_tiles = lane_blocks * self.heads
-            up_to = lane_tiles  # inclusive prefix sum
-            for step in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(up_to, 1 << step, mask_and_clamp=0)
-                if lane >= (1 << step):
-                    up_to += other
-            holds = cute.arch.vote_ballot_sync(tile < before + up_to)
-            if holds != 0:
-                owner = cute.arch.popc((holds & -holds) - 1)
-                sequence = first + owner
-                blocks = cute.arch.shuffle_sync(lane_blocks, owner)
-                before += cute.arch.shuffle_sync(up_to - lane_tiles, owner)
-            else:
-                before += cute.arch.shuffle_sync(up_to, WARP_SIZE - 1)
-            first += WARP_SIZE
-        within = tile - before
-        block = within // self.heads
-        head = within - block * self.heads
-        if cutlass.const_expr(self.longest_last):
-            block = blocks - 1 - block
-        return sequence >= 0, block, head, sequence
+    def publish(self, n: Int32, words: Any) -> None:
+        self.barriers.wait_previous("work_empty", n)
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(len(words)):
+                self.ring[i, n & (self.STAGES - 1)] = words[i]
+            self.barriers.arrive("work_full", n)
 
-    def seqlen(self, sequence: Any) -> Any:
-        """Tokens of q in a sequence: never more than it has rows, which others' would follow."""
-        if self.cu_seqlens_q is None:
-            return self.seqlen_q
-        rows = self.cu_seqlens_q[sequence + 1] - self.cu_seqlens_q[sequence]
-        if self.seqused_q is not None:
-            rows = cutlass.max(0, cutlass.min(rows, self.seqused_q[sequence]))
-        return rows
+    # -- all other warps
+
+    def take(self, n: Any) -> Any:
+        """Wait for work number n, read it, and give its stage back."""
+        self.wait(n)
+        work = self.read(n)
+        self.release(n)
+        return work
+
+    def wait(self, n: Any) -> None:
+        self.barriers.wait("work_full", n)
+
+    def read(self, n: Any) -> Any:
+        """Work number n, which has been waited for; the same in all lanes."""
+        words = cute.make_rmem_tensor((self.buffer(self.work).count,), Int32)
+        cute.autovec_copy(self.ring[None, n & (self.STAGES - 1)], words)
+        count = len(fields(self.work))
+        return self.work(*(cute.arch.make_warp_uniform(words[i]) for i in range(count)))
+
+    def release(self, n: Any) -> None:
+        """Give the stage of work number n back: it is not read again."""
+        self.barriers.warp_arrives("work_empty", n)
+
+
+def _words(work: Any) -> tuple[Any, ...]:
+    return tuple(getattr(work, field.name) for field in fields(work))

@@ -16,7 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..common.ptx.math import LOG2_E, exp2, log2, reciprocal
+from ..common.numbers import LOG2_E
+from ..common.ptx.math import exp2, log2, reciprocal
 
 # A decay so small that nothing of a state is left; sums of such logarithms stay finite.
 SMALLEST_LOG2_DECAY = -128.0 * LOG2_E

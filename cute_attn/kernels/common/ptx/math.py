@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from cutlass import Float32
 
 from .asm import asm
-
-LOG2_E = math.log2(math.e)
 
 
 def exp2(x: Any) -> Any:

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
 from ...common.ptx.async_copy import copy_async
-from ...common.ptx.convert import pack_all, unpack_all
+from ...common.ptx.convert import pack, unpack
 from ...common.ptx.matrices import load_matrices
 from ...common.ptx.memory import load_global, load_shared, store_global, store_shared
 from ...common.ptx.mma import mma
@@ -130,6 +130,14 @@ def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
             values += load_global(Float32, address + 4 * i, 4)
         return values
     return unpack_all(dtype, load_global(Int32, address, count // 2))
+
+
+def unpack_all(dtype: Any, registers: Any) -> list[Any]:
+    return [element for x in registers for element in unpack(dtype, x)]
+
+
+def pack_all(dtype: Any, values: Any) -> list[Any]:
+    return [pack(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
 # -- rows from global to shared memory

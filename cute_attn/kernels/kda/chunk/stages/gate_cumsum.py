@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ....common.dtypes import DTYPE
-from ....common.ptx.math import LOG2_E
+from ....common.numbers import LOG2_E
 from ....common.ptx.memory import (
     load_global,
     load_shared,

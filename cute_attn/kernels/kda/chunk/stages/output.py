@@ -30,7 +30,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ....common.dtypes import DTYPE
 from ....common.ptx.async_copy import copy_async
-from ....common.ptx.convert import pack, unpack_all
+from ....common.ptx.convert import pack
 from ....common.ptx.math import exp2, reciprocal_sqrt
 from ....common.ptx.memory import load_global, load_shared, shared_address
 from ....common.ptx.mma import mma
@@ -58,6 +58,7 @@ from ..tiles import (
     slot_and_head,
     store_fragments,
     thread_and_warp,
+    unpack_all,
 )
 
 NUM_WARPS = CHUNK // FRAGMENT_ROWS

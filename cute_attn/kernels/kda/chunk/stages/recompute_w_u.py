@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 
 from ....common.dtypes import DTYPE
-from ....common.ptx.convert import pack, pack_all, unpack, unpack_all
+from ....common.ptx.convert import pack, unpack
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_global, load_shared, shared_address, store_shared
 from ....common.spec import WARP_SIZE
@@ -41,6 +41,7 @@ from ..tiles import (
     load_floats,
     lower_times,
     lower_triangle,
+    pack_all,
     right_offsets,
     row_address,
     row_bytes,
@@ -49,6 +50,7 @@ from ..tiles import (
     store_fragments,
     store_if,
     thread_and_warp,
+    unpack_all,
 )
 
 NUM_WARPS = CHUNK // FRAGMENT_ROWS

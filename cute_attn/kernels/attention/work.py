@@ -1,0 +1,180 @@
+"""The tiles that an attention kernel works on: how many there are, and where each lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from ..common.carried import Carried
+from ..common.spec import WARP_SIZE
+from .sequences import Sequences
+
+L2_BYTES = 32 * 1024 * 1024  # that tiles reread; the rest is for what passes through
+
+
+@dataclass(frozen=True)
+class Work(Carried):
+    """A tile of one head of one sequence, and what it reads.
+
+    Attributes:
+        block: which of the sequence's tiles of rows, or with `TileMap.of_keys` of keys.
+        head: of q, in packs of the heads that share a tile's rows.
+        q_start, k_start: the sequence's first row among packed ones.
+    """
+
+    block: Any
+    head: Any
+    kv_head: Any
+    sequence: Any
+    q_start: Any
+    seqlen_q: Any
+    k_start: Any
+    seqlen_k: Any
+
+    @property
+    def exists(self) -> Any:
+        """False after the last tile."""
+        return self.block >= 0
+
+    @property
+    def queries(self) -> tuple[Any, Any, Any, Any]:
+        """(head, sequence, start, length) of q, as `BoxedRows.box` takes them."""
+        return self.head, self.sequence, self.q_start, self.seqlen_q
+
+    @property
+    def keys(self) -> tuple[Any, Any, Any, Any]:
+        """The same of k and v."""
+        return self.kv_head, self.sequence, self.k_start, self.seqlen_k
+
+
+def heads_in_l2(head_bytes: Any, heads: Any) -> Any:
+    """How many heads share the L2 cache, whose tiles reread `head_bytes`, an Int64, of each."""
+    at_once = cutlass.max(Int32(1), Int32(L2_BYTES // (head_bytes + 1)))
+    return cutlass.min(at_once, heads)
+
+
+@dataclass(frozen=True)
+class TileMap(Carried):
+    """From the number of a tile to its place, for tiles of rows of q or of keys.
+
+    Within a sequence, or a group of heads whose other side fits the L2 cache together, the blocks
+    are the slow index; those that take longest come first.
+
+    Attributes:
+        tile: rows of a tile, or keys.
+        packed_heads: query heads that share the rows of a tile.
+        longest_last: later blocks take longer, and are given smaller numbers.
+        heads_at_once: heads, counted across sequences, that share the L2 cache.
+        of_keys: tiles divide the keys of K/V heads, rather than the rows of (packs of) query heads.
+        tiled_heads: heads, or packs of them, that have tiles of their own.
+    """
+
+    tile: int
+    packed_heads: int
+    longest_last: bool
+    queries: Sequences
+    keys: Sequences
+    heads: Any
+    kv_heads: Any
+    batch: Any
+    heads_at_once: Any
+    of_keys: bool = False
+    tiled_heads: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        heads = self.kv_heads if self.of_keys else self.heads // self.packed_heads
+        object.__setattr__(self, "tiled_heads", heads)
+
+    @property
+    def divided(self) -> Sequences:
+        return self.keys if self.of_keys else self.queries
+
+    @property
+    def rows_per_token(self) -> int:
+        return 1 if self.of_keys else self.packed_heads
+
+    def count(self) -> Any:
+        """How many tiles there are: with packed sequences, an upper bound."""
+        if self.divided.cu_seqlens is None:
+            return self._blocks(self.divided.tokens) * self.tiled_heads * self.batch
+        return (
+            self.divided.tokens * self.rows_per_token // self.tile + self.batch
+        ) * self.tiled_heads
+
+    def _blocks(self, tokens: Any) -> Any:
+        return (tokens * self.rows_per_token + (self.tile - 1)) // self.tile
+
+    def _length(self, sequence: Any) -> Any:
+        length = self.divided.length(sequence)
+        return length if self.divided.seqused is None else cutlass.max(0, length)
+
+    def locate(self, tile: Any) -> tuple[Any, Any, Any, Any]:
+        """(whether there is such a tile, its block, head and sequence); by a whole warp. A head is
+        one of `tiled_heads`."""
+        if self.divided.cu_seqlens is None:
+            return self._locate_dense(tile)
+        return self._locate_packed(tile)
+
+    def work(self, block: Any, head: Any, sequence: Any) -> Work:
+        """All that has to be known of a tile that is there."""
+        q_start, k_start = self.queries.start(sequence), self.keys.start(sequence)
+        if self.of_keys:
+            seqlen_q, seqlen_k = self.queries.length(sequence), self._length(sequence)
+            kv_head = head
+            head = head * (self.heads // self.kv_heads) // self.packed_heads
+        else:
+            seqlen_k = self.keys.length(sequence)
+            kv_head = head * self.packed_heads // (self.heads // self.kv_heads)
+            seqlen_q = self._length(sequence)
+        return Work(block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k)
+
+    def _locate_dense(self, tile: Any) -> tuple[Any, Any, Any, Any]:
+        heads, blocks = self.tiled_heads, self._blocks(self.divided.tokens)
+        group = tile // (blocks * self.heads_at_once)
+        first = group * self.heads_at_once
+        width = cutlass.min(heads * self.batch - first, self.heads_at_once)
+        within = tile - blocks * first
+        block = within // width
+        head = first + within - block * width
+        sequence = head // heads
+        if self.longest_last:
+            block = blocks - 1 - block
+        return Boolean(True), block, head - sequence * heads, sequence
+
+    @cute.jit
+    def _locate_packed(self, tile: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
+        heads = self.tiled_heads
+        lane = cute.arch.lane_idx()
+        first = Int32(0)  # sequence of lane 0
+        before = Int32(0)  # tiles of the sequences before it
+        sequence = Int32(-1)
+        blocks = Int32(0)
+        while first < self.batch and sequence < 0:
+            lane_blocks = Int32(0)
+            if first + lane < self.batch:
+                lane_blocks = self._blocks(self._length(first + lane))
+            lane_tiles = lane_blocks * heads
+            up_to = lane_tiles  # inclusive prefix sum
+            for step in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(up_to, 1 << step, mask_and_clamp=0)
+                if lane >= (1 << step):
+                    up_to += other
+            holds = cute.arch.vote_ballot_sync(tile < before + up_to)
+            if holds != 0:
+                owner = cute.arch.popc((holds & -holds) - 1)
+                sequence = first + owner
+                blocks = cute.arch.shuffle_sync(lane_blocks, owner)
+                before += cute.arch.shuffle_sync(up_to - lane_tiles, owner)
+            else:
+                before += cute.arch.shuffle_sync(up_to, WARP_SIZE - 1)
+            first += WARP_SIZE
+        within = tile - before
+        block = within // heads
+        head = within - block * heads
+        if cutlass.const_expr(self.longest_last):
+            block = blocks - 1 - block
+        return sequence >= 0, block, head, sequence

@@ -1,0 +1,131 @@
+"""TMA of the rows of attention tensors, in boxes of 128 bytes of columns with the 128-byte swizzle.
+
+Rows of a packed sequence are followed by another sequence's, and those of a sequence of which only
+a part is used by rows that do not count. TMA knows where a tensor ends, not where they do. So
+ragged rows have two coordinates (i, j), which name row i + j - (size of i): a box that reaches past
+its sequence is placed so that the rows beyond have an i past its size, where loads give 0 and
+stores do nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from .pipeline import Barriers
+
+BOX = 64  # columns of 16 bits: 128 bytes, the width of the swizzle
+
+
+@dataclass(frozen=True)
+class BoxedRows:
+    """How TMA sees a tensor `[batch, tokens, heads, columns]`, or `[tokens, heads, columns]` of
+    packed sequences: ((packed heads, tokens), columns, [first token,] heads, [batch]).
+
+    Attributes:
+        rows: of a box.
+        columns: of a row.
+        packed: heads whose rows lie together, token by token, and are one head to `box`.
+        ragged: rows may be followed by some that are not their sequence's. Boxes then need two
+            tokens at the least: a dimension of one has no index past its size that TMA would see.
+        batched: there is a mode of sequences.
+    """
+
+    rows: int
+    columns: int
+    ragged: bool
+    batched: bool
+    packed: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.rows // self.packed
+
+    def view(self, x: cute.Tensor) -> cute.Tensor:
+        *outer, tokens, heads, _ = x.shape
+        *outer_strides, token, head, one = x.stride
+        heads_mode, heads_stride = heads // self.packed, head * self.packed
+        if self.ragged:
+            shape = ((self.packed, self.tokens), self.columns, tokens + 1, heads_mode, *outer)
+            stride = ((head, token), one, token, heads_stride, *outer_strides)
+            start = x.iterator - token * self.tokens
+        else:
+            shape = ((self.packed, tokens), self.columns, heads_mode, *outer)
+            stride = ((head, token), one, heads_stride, *outer_strides)
+            start = x.iterator
+        return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
+
+    def atom(self, op: Any, x: cute.Tensor) -> Any:
+        """(TMA atom, tensor of coordinates) of copies of x, box by box."""
+        return cpasync.make_tiled_tma_atom(
+            op, self.view(x), box_layout(self.rows), (self.rows, BOX)
+        )
+
+    def box(
+        self, x: cute.Tensor, index: Any, head: Any, sequence: Any, start: Any, seqlen: Any
+    ) -> cute.Tensor:
+        """Rows index * self.rows and on of a sequence: (rows, columns). A packed sequence starts at
+        row `start`, and has `seqlen` tokens."""
+        if not self.ragged:
+            return cute.local_tile(
+                x[None, None, head, sequence], (self.rows, self.columns), (index, 0)
+            )
+        token = index * self.tokens
+        valid = cutlass.min(cutlass.max(seqlen - token, 0), self.tokens)
+        place = (start + token + valid, head)
+        if self.batched:
+            place = (*place, sequence)
+        x = cute.domain_offset(((0, self.tokens - valid), 0), x[(None, None, *place)])
+        return cute.local_tile(x, (self.rows, self.columns), (0, 0))
+
+
+def box_layout(rows: int, *more: tuple[int, int]) -> cute.ComposedLayout:
+    """Boxes of (rows, 64) in shared memory, swizzled; `more` are further (size, stride)s."""
+    shape = (rows, BOX, *(size for size, _ in more))
+    stride = (BOX, 1, *(step for _, step in more))
+    return cute.make_composed_layout(
+        cute.make_swizzle(3, 4, 3), 0, cute.make_layout(shape, stride=stride)
+    )
+
+
+def swizzled(buffer: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
+    """A buffer in shared memory under a swizzled layout."""
+    return cute.make_tensor(cute.recast_ptr(buffer, layout.inner), layout.outer)
+
+
+def boxes(buffer: cute.Pointer, rows: int, *more: tuple[int, int]) -> cute.Tensor:
+    """A buffer as boxes: see `box_layout`."""
+    return swizzled(buffer, box_layout(rows, *more))
+
+
+def partition(tma: cute.CopyAtom, rows: cute.Tensor, smem: cute.Tensor) -> tuple[Any, Any]:
+    """(global, shared) for cute.copy, of (rows, BOX, ...) each: (box, ...)."""
+    shared, source = cpasync.tma_partition(
+        tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(rows, 0, 2)
+    )
+    return source, shared
+
+
+@cute.jit
+def load_boxes(
+    tma: cute.CopyAtom,
+    rows: cute.Tensor,
+    smem: cute.Tensor,
+    barriers: Barriers,
+    edge: cutlass.Constexpr[str],
+    n: Int32,
+) -> None:
+    """Load rows to use n of an edge's stages, `smem`: (rows, BOX, boxes, stages)."""
+    tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
+    source, to = partition(tma, tiled, smem)
+    stages = cute.size(smem, mode=[3])
+    for box in cutlass.range_constexpr(cute.size(smem, mode=[2])):
+        cute.copy(
+            tma, source[None, box], to[None, box, n & (stages - 1)],
+            tma_bar_ptr=barriers.pointer(edge, n),
+        )  # fmt: skip

@@ -1,0 +1,71 @@
+"""A CTA's tensor memory (sm_100), declared as regions of columns and checked to fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+MAX_TMEM_COLUMNS = 512  # of 32 bits, in each of 128 lanes
+
+
+@dataclass(frozen=True)
+class Region:
+    """Columns of tensor memory.
+
+    Attributes:
+        columns: of a stage.
+        holds: what they are, for the documentation.
+    """
+
+    name: str
+    columns: int
+    stages: int = 1
+    holds: str = ""
+
+
+class TensorMemory:
+    """Regions, one after the other. All columns are allocated, whatever the regions take: their
+    addresses are then known when a kernel is compiled, and take no register.
+
+    Raises:
+        ValueError: they take more columns than there are.
+    """
+
+    def __init__(self, *regions: Region, pair: bool):
+        """`pair`: MMAs are those of cta_group::2, and both CTAs allocate together."""
+        self.regions = regions
+        self.pair = pair
+        self.offsets: dict[str, int] = {}
+        self.columns = 0
+        for region in regions:
+            self.offsets[region.name] = self.columns
+            self.columns += region.columns * region.stages
+        if self.columns > MAX_TMEM_COLUMNS:
+            raise ValueError(
+                f"{self.columns} columns of tensor memory, at most {MAX_TMEM_COLUMNS}: "
+                + ", ".join(f"{r.name} {r.columns} x {r.stages}" for r in regions)
+            )
+
+    def allocate(self, address: cute.Pointer) -> None:
+        """By one warp. The hardware writes the address, which is 0, to shared memory."""
+        cute.arch.alloc_tmem(MAX_TMEM_COLUMNS, address, is_two_cta=self.pair)
+        cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
+
+    def free(self) -> None:
+        """By the warp that allocated, once nobody uses it."""
+        cute.arch.dealloc_tmem(self._start(), MAX_TMEM_COLUMNS, is_two_cta=self.pair)
+
+    def pointer(self, name: str) -> cute.Pointer:
+        """To stage 0 of a region."""
+        return self._start() + self.offsets[name]
+
+    def _start(self) -> cute.Pointer:
+        return cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
+
+
+def shifted(x: cute.Tensor, columns: Any) -> cute.Tensor:
+    """The same in columns further on, in units of x's elements: another stage, say."""
+    return cute.make_tensor(x.iterator + columns, x.layout)

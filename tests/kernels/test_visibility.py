@@ -1,0 +1,101 @@
+"""Which tiles of keys queries see, and which tiles of queries see keys, on Python's integers.
+
+Pairs of small lengths under small windows are compared with a mask of booleans.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cute_attn.kernels.attention.visibility import Visibility
+
+LENGTHS = (0, 1, 2, 3, 5, 8)
+BOUNDS = (None, 0, 1, 4)
+TILE_M, TILE_N = 4, 2
+
+
+def mask(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> torch.Tensor:
+    """[token, key] -> whether it is seen, on a grid that reaches past both sequences' ends."""
+    token, key = torch.arange(24)[:, None], torch.arange(24)[None]
+    distance = key - (token + seqlen_k - seqlen_q)
+    seen = torch.ones(24, 24, dtype=torch.bool)
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
+    return seen
+
+
+def windows() -> Iterator[tuple[int, int, int | None, int | None, torch.Tensor]]:
+    for lengths in itertools.product(LENGTHS, LENGTHS):
+        for window in itertools.product(BOUNDS, BOUNDS):
+            yield *lengths, *window, mask(*lengths, *window)
+
+
+def interval(first: int, end: int) -> list[int]:
+    return list(range(first, end))
+
+
+@pytest.mark.parametrize("rows_per_token", [1, 2])
+def test_tiles_are_those_of_the_mask(rows_per_token: int) -> None:
+    """Every tile with a visible pair of an existing row and key, and no other."""
+    for seqlen_q, seqlen_k, left, right, seen in windows():
+        sees = Visibility(TILE_M, TILE_N, rows_per_token, left, right)
+        rows = seen[:seqlen_q, :seqlen_k].repeat_interleave(rows_per_token, 0)
+        blocks, key_tiles = -(-len(rows) // TILE_M), -(-seqlen_k // TILE_N)
+        tiles = [
+            [bool(tile.any()) for tile in block.split(TILE_N, 1)] for block in rows.split(TILE_M)
+        ]
+        if not seqlen_k:
+            tiles = [[] for _ in range(blocks)]
+        case = (seqlen_q, seqlen_k, left, right)
+        for block in range(blocks):
+            first, end = sees.key_tiles(block, seqlen_q, seqlen_k)
+            assert 0 <= first <= end, case  # loops count on it
+            assert interval(first, end) == [t for t in range(key_tiles) if tiles[block][t]], case
+        for t in range(key_tiles):
+            first, end = sees.query_tiles(t, seqlen_q, seqlen_k)
+            assert 0 <= first <= end, case
+            assert interval(first, end) == [b for b in range(blocks) if tiles[b][t]], case
+
+
+@pytest.mark.parametrize("rows_per_token", [1, 2])
+def test_whole_tiles_need_no_mask(rows_per_token: int) -> None:
+    """Of keys: all exist, and every row of half a tile sees them. Of queries: the inverse."""
+    for seqlen_q, seqlen_k, left, right, seen in windows():
+        sees = Visibility(TILE_M, TILE_N, rows_per_token, left, right)
+        rows = seen.repeat_interleave(rows_per_token, 0)
+        case = (seqlen_q, seqlen_k, left, right)
+        half = TILE_M // 2
+        for first_row in range(0, seqlen_q * rows_per_token, half):
+            found = interval(*sees.whole_key_tiles(first_row, half, seqlen_q, seqlen_k))
+            assert found == [
+                t
+                for t in range(seqlen_k // TILE_N)
+                if rows[first_row : first_row + half, t * TILE_N : (t + 1) * TILE_N].all()
+            ], case
+        for first_key, keys in itertools.product(range(seqlen_k), (1, TILE_N)):
+            found = interval(*sees.whole_query_tiles(first_key, keys, seqlen_q, seqlen_k))
+            assert found == [
+                b
+                for b in range(seqlen_q * rows_per_token // TILE_M)
+                if rows[b * TILE_M : (b + 1) * TILE_M, first_key : first_key + keys].all()
+            ], case
+
+
+def test_rows_and_keys_agree_on_what_is_seen() -> None:
+    for seqlen_q, seqlen_k, left, right, seen in windows():
+        sees = Visibility(TILE_M, TILE_N, 1, left, right)
+        by_token, by_key = torch.zeros(seqlen_q, seqlen_k), torch.zeros(seqlen_q, seqlen_k)
+        for token in range(seqlen_q):
+            low, high = sees.keys(token, seqlen_q, seqlen_k)
+            by_token[token, max(low, 0) : max(high, 0)] = 1
+        for key in range(seqlen_k):
+            low, high = sees.tokens(key, seqlen_q, seqlen_k)
+            by_key[max(low, 0) : max(high, 0), key] = 1
+        assert torch.equal(by_token.bool(), seen[:seqlen_q, :seqlen_k])
+        assert torch.equal(by_key.bool(), seen[:seqlen_q, :seqlen_k])

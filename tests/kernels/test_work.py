@@ -1,0 +1,65 @@
+"""Numbers of tiles and their places, on Python's integers: for rows of queries, and for keys."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cute_attn.kernels.attention.sequences import Sequences
+from cute_attn.kernels.attention.work import TileMap
+
+TILE = 8
+HEADS, KV_HEADS, BATCH = 4, 2, 3
+
+
+def tile_map(of_keys: bool, packed_heads: int, longest_last: bool, at_once: int) -> TileMap:
+    queries, keys = Sequences(20), Sequences(33)
+    return TileMap(
+        TILE, packed_heads, longest_last, queries, keys, HEADS, KV_HEADS, BATCH, at_once, of_keys
+    )
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("packed_heads", [1, 2])
+@pytest.mark.parametrize("longest_last", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2, 5, 12])
+def test_every_tile_has_one_number(
+    of_keys: bool, packed_heads: int, longest_last: bool, at_once: int
+) -> None:
+    tiles = tile_map(of_keys, packed_heads, longest_last, at_once)
+    heads = KV_HEADS if of_keys else HEADS // packed_heads
+    blocks = -(-33 // TILE) if of_keys else -(-20 * packed_heads // TILE)
+    assert tiles.count() == heads * blocks * BATCH
+    places = [tiles.locate(tile)[1:] for tile in range(tiles.count())]
+    assert sorted(places) == sorted(itertools.product(range(blocks), range(heads), range(BATCH)))
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_the_longest_tiles_come_first(of_keys: bool) -> None:
+    """Of the heads that share the L2 cache."""
+    for longest_last in (False, True):
+        tiles = tile_map(of_keys, 1, longest_last, at_once=2)
+        blocks = [tiles.locate(tile)[1] for tile in range(tiles.count())]
+        of_two_heads = 2 * (max(blocks) + 1)
+        for first in range(0, len(blocks), of_two_heads):
+            part = blocks[first : first + of_two_heads]
+            assert part == sorted(part, reverse=longest_last)
+
+
+def test_work_of_a_tile_of_rows() -> None:
+    work = tile_map(False, 2, False, at_once=1).work(block=1, head=1, sequence=2)
+    assert (work.block, work.queries, work.keys) == (1, (1, 2, 0, 20), (1, 2, 0, 33))
+
+
+@pytest.mark.parametrize("packed_heads", [1, 2])
+def test_work_of_a_tile_of_keys(packed_heads: int) -> None:
+    """Its head is the first (pack) of those that share the K/V head."""
+    work = tile_map(True, packed_heads, False, at_once=1).work(block=4, head=1, sequence=0)
+    assert (work.queries, work.keys) == ((2 // packed_heads, 0, 0, 20), (1, 0, 0, 33))
+
+
+def test_packed_sequences_have_starts_and_as_many_tokens_as_are_used() -> None:
+    sequences = Sequences(12, cu_seqlens=[0, 5, 5, 12], seqused=[3, 4, 9])
+    assert [sequences.start(i) for i in range(3)] == [0, 5, 5]
+    assert [sequences.length(i) for i in range(3)] == [3, 0, 7]
