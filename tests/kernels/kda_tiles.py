@@ -1,4 +1,4 @@
-"""What `kda.chunk.fused.prepare` leaves for `recurrence`, in PyTorch, and the layouts of both."""
+"""What `kda.chunk.fused.prepare` leaves for `state_pass`, in PyTorch, and the layouts of both."""
 
 from __future__ import annotations
 

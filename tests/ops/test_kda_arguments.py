@@ -580,7 +580,7 @@ def test_the_plan_names_the_kernels_that_a_call_loads(
     loaded = [item for item in seen if isinstance(item[0], KernelDef)]
     assert loaded == requests
     assert [kernel.name for kernel, _ in requests][-1] == (
-        "kda_recurrence" if path == "fused" else "kda_output"
+        "kda_state_pass" if path == "fused" else "kda_output"
     )
 
 
@@ -719,7 +719,7 @@ def test_planned_kernels_fit_in_shared_memory(arch: str, dims: tuple[int, int]):
             nbytes = getattr(built, "smem_bytes", 0)
             assert nbytes <= smem_bytes(arch), kernel.name
             sized |= {kernel.name} if nbytes else set()
-    assert {"kda_prepare", "kda_recurrence", "kda_segments", "kda_delta_h"} <= sized
+    assert {"kda_prepare", "kda_state_pass", "kda_segments", "kda_delta_h"} <= sized
 
 
 @pytest.mark.parametrize(
@@ -756,7 +756,7 @@ def test_a_setting_leaves_out_the_kernels_that_split(monkeypatch: pytest.MonkeyP
 
 def test_models_are_planned():
     names = [kernel.name for kernel, _ in plan_file(MODELS, "sm_90a")]
-    assert {"kda_prepare", "kda_recurrence"} <= set(names)
+    assert {"kda_prepare", "kda_state_pass"} <= set(names)
 
 
 def test_signature_is_flash_linear_attentions():

@@ -8,8 +8,8 @@ from ...cache import KernelDef
 PREPARE = KernelDef(
     name="kda_prepare", target="cute_attn.kernels.kda.chunk.fused.prepare:KdaPrepare"
 )
-RECURRENCE = KernelDef(
-    name="kda_recurrence", target="cute_attn.kernels.kda.chunk.fused.recurrence:KdaRecurrence"
+STATE_PASS = KernelDef(
+    name="kda_state_pass", target="cute_attn.kernels.kda.chunk.fused.state_pass:KdaStatePass"
 )
 SEGMENTS = KernelDef(
     name="kda_segments", target="cute_attn.kernels.kda.chunk.fused.segments:KdaSegments"

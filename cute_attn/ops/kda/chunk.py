@@ -45,8 +45,8 @@ from ...kernels.kda.chunk.heuristics import (
     delta_h_config,
     fused,
     output_config,
-    recurrence_config,
     segments_config,
+    state_pass_config,
 )
 from ...kernels.kda.chunk.spec import (
     CHUNK,
@@ -55,8 +55,8 @@ from ...kernels.kda.chunk.spec import (
     IntraSpec,
     OutputSpec,
     PrepareSpec,
-    RecurrenceSpec,
     SegmentsSpec,
+    StatePassSpec,
     record_elements,
 )
 from ...settings import on_reload, settings
@@ -300,7 +300,7 @@ def plan_chunk_kda(
             l2norm=bool(use_qk_l2norm_in_kernel),
             beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
         )
-        recurrence = RecurrenceSpec(**base, **state_fields, **recurrence_config(**dims))
+        recurrence = StatePassSpec(**base, **state_fields, **state_pass_config(**dims))
         combine = SegmentsSpec(
             head_dim_k=head_dim_k,
             head_dim_v=head_dim_v,
@@ -309,10 +309,10 @@ def plan_chunk_kda(
         )
         if split is None:
             split = settings().kda_split
-        return [(table.PREPARE, prepare), (table.RECURRENCE, recurrence)] + split * [
-            (table.RECURRENCE, dataclasses.replace(recurrence, segments="transitions")),
+        return [(table.PREPARE, prepare), (table.STATE_PASS, recurrence)] + split * [
+            (table.STATE_PASS, dataclasses.replace(recurrence, segments="transitions")),
             (table.SEGMENTS, combine),
-            (table.RECURRENCE, dataclasses.replace(recurrence, segments="outputs")),
+            (table.STATE_PASS, dataclasses.replace(recurrence, segments="outputs")),
         ]
 
     gates = GateSpec(head_dim_k=head_dim_k, index_dtype=index_dtype, **gate_fields)

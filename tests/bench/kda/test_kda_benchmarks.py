@@ -212,7 +212,7 @@ def test_the_kernels_of_all_cases_are_made_ready(monkeypatch):
     problem.compile_chunk([Case(64, 64, 512), Case(12, 12, 8192, gate="softplus")], ("fused",))
     gates = {spec.gate for kernel, spec in asked if kernel.name == "kda_prepare"}
     assert gates == {"lower_bound", "softplus"}
-    assert {spec.index_dtype for kernel, spec in asked if kernel.name == "kda_recurrence"} == {
+    assert {spec.index_dtype for kernel, spec in asked if kernel.name == "kda_state_pass"} == {
         "none"
     }
 

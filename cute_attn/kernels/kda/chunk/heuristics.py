@@ -25,8 +25,8 @@ def fused(*, disable_recompute: bool, return_intermediate_states: bool) -> bool:
     return not (disable_recompute or return_intermediate_states)
 
 
-def recurrence_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of a RecurrenceSpec: as many chunks in shared memory as help and fit."""
+def state_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The tuning fields of a StatePassSpec: as many chunks in shared memory as help and fit."""
     del head_dim_v  # a multiple of the tile
     tile_v = 64
     stage = 2 * (record_elements(head_dim_k) + CHUNK * tile_v) + max(1024, head_dim_k * 4)

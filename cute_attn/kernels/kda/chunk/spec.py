@@ -111,8 +111,8 @@ def record_elements(head_dim_k: int) -> int:
 
 
 @dataclass(frozen=True)
-class RecurrenceSpec(ChunkSpec):
-    """The fused path's recurrence over chunks (`recurrence`).
+class StatePassSpec(ChunkSpec):
+    """The fused path's recurrence over chunks (`state_pass`).
 
     Attributes:
         state_v_first: states are [N, HV, V, K] rather than [N, HV, K, V].
@@ -192,7 +192,7 @@ class RecomputeSpec(ChunkSpec):
 
 @dataclass(frozen=True)
 class DeltaHSpec(ChunkSpec):
-    """States at the start of chunks (`delta_h`); fields as in `RecurrenceSpec`."""
+    """States at the start of chunks (`delta_h`); fields as in `StatePassSpec`."""
 
     state_v_first: bool
     has_initial_state: bool
@@ -209,7 +209,7 @@ class OutputSpec(ChunkSpec):
 
     Attributes:
         l2norm: q is normalised.
-        state_v_first, tile_v: as in `RecurrenceSpec`.
+        state_v_first, tile_v: as in `StatePassSpec`.
     """
 
     l2norm: bool

@@ -1,7 +1,7 @@
 """KDA's preparation of chunks: the first kernel of the fused path.
 
 For every chunk of 64 tokens and value head, what does not depend on the state, as tiles that
-`recurrence` copies into shared memory as they are (see `__call__`).
+`state_pass` copies into shared memory as they are (see `__call__`).
 
     block (value head, chunk), 8 warps
       load      q and k by cp.async; gates and beta to registers

@@ -1,4 +1,4 @@
-"""The states at which the segments of split sequences start: see `recurrence`.
+"""The states at which the segments of split sequences start: see `state_pass`.
 
     S_1 = B_0                  the first segment started from the sequence's own state
     S_(p+1) = M_p S_p + B_p

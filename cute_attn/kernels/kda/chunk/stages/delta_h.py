@@ -2,7 +2,7 @@
 
     h = S        v_new = u - w S        S <- Diag(exp2(G_e)) S + kg^T v_new
 
-Everything is kept transposed, as in `recurrence`: a warp owns 16 columns of V and all of K. S^T, 16
+Everything is kept transposed, as in `state_pass`: a warp owns 16 columns of V and all of K. S^T, 16
 by K, are the accumulators of its products; rounded they are h and, where they lie, the left operand
 of the next product, as v_new^T is. So the chain from chunk to chunk never leaves the registers of a
 warp, and warps share nothing but the chunk's rows in shared memory.

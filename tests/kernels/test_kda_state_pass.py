@@ -14,8 +14,8 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.chunk.spec import CHUNK, RecurrenceSpec, SegmentsSpec
-from cute_attn.kernels.kda.table import RECURRENCE, SEGMENTS
+from cute_attn.kernels.kda.chunk.spec import CHUNK, SegmentsSpec, StatePassSpec
+from cute_attn.kernels.kda.table import SEGMENTS, STATE_PASS
 from cute_attn.reference import kda
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -81,7 +81,7 @@ def test_it_continues_a_sequence_of_chunks(
     x = inputs(lengths, packed, heads, *dims, dtype)
     if products == "wgmma" and tile_v < 64:
         pytest.skip("a warpgroup has 64 columns of V")
-    spec = RecurrenceSpec(
+    spec = StatePassSpec(
         dtype=NAMES[dtype],
         head_dim_k=dims[0],
         head_dim_v=dims[1],
@@ -122,7 +122,7 @@ def test_a_sequence_may_be_split(
 ) -> None:
     dtype = torch.bfloat16
     x = inputs(lengths, packed, 2, *dims, dtype)
-    spec = RecurrenceSpec(
+    spec = StatePassSpec(
         dtype=NAMES[dtype],
         head_dim_k=dims[0],
         head_dim_v=dims[1],
@@ -143,7 +143,7 @@ def test_a_sequence_may_be_split(
 
 
 def check(
-    spec: RecurrenceSpec,
+    spec: StatePassSpec,
     arch: str,
     x: dict[str, Any],
     dtype: torch.dtype,
@@ -162,7 +162,7 @@ def check(
     emulator = Emulator()
 
     def run(segments: str, *workspace: Any) -> None:
-        entry = cache.compile(RECURRENCE, replace(spec, segments=segments), arch=arch)
+        entry = cache.compile(STATE_PASS, replace(spec, segments=segments), arch=arch)
         emulator.load(entry)(
             x["v"], tiles, decay, o, state if initial else None, final_state, x["cu_seqlens"],
             *workspace,

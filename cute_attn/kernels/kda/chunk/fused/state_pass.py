@@ -47,7 +47,7 @@ from ....common.ptx.matrices import load_matrices, transpose_matrix
 from ....common.ptx.memory import shared_address, store_global_where
 from ....common.spec import MAX_SMEM_BYTES, MBARRIER_BYTES, WARP_SIZE
 from ..chunks import num_sequences, sequence_place
-from ..spec import CHUNK, RecurrenceSpec, record_elements
+from ..spec import CHUNK, StatePassSpec, record_elements
 from ..state import TransposedState
 from ..tiles import (
     SUB_TILE_BYTES,
@@ -62,10 +62,10 @@ from ..tiles import (
 KD_STEP = 2 * SUB_TILE_BYTES  # from a sub-tile of kd, or qg, to the next
 
 
-class KdaRecurrence(TransposedState):
-    """The kernel for one RecurrenceSpec; see the module's docstring."""
+class KdaStatePass(TransposedState):
+    """The kernel for one StatePassSpec; see the module's docstring."""
 
-    def __init__(self, spec: RecurrenceSpec):
+    def __init__(self, spec: StatePassSpec):
         super().__init__(DTYPE[spec.dtype], spec.head_dim_k, spec.products, KD_STEP)
         self.spec = spec
         self.num_warps = spec.tile_v // 16
