@@ -38,16 +38,20 @@ from .checks import (
     check_tensors,
     is_int,
 )
-from .routing import (
+from .operator import (
     PLAIN,
     dispatch_mode_depth,
     forward_ad,
-    intercepted,
     is_compiling,
     is_dynamo_compiling,
     is_grad_enabled,
-    overridden,
     plain,
+)
+from .operator import (
+    _intercepted as intercepted,
+)
+from .operator import (
+    _overridden as overridden,
 )
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "plan_attention"]

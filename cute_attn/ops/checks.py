@@ -88,6 +88,55 @@ def check_dtype(name: str, x: Tensor, allowed: Sequence[str]) -> None:
         raise TypeError(f"{name} has dtype {x.dtype}, must be {expected}")
 
 
+def check_dtypes_are(given: dict[str, Tensor], names: Sequence[str], dtype: torch.dtype) -> None:
+    for name in names:
+        if name in given and given[name].dtype != dtype:
+            raise TypeError(f"{name} has dtype {given[name].dtype}, must be {dtype}")
+
+
+def check_rows(given: dict[str, Tensor], names: Sequence[str]) -> None:
+    for name in names:
+        if name in given and given[name].stride(-1) != 1:
+            raise ValueError(
+                f"{name} has strides {given[name].stride()}, the last dimension must be contiguous"
+            )
+
+
+def check_contiguous(given: dict[str, Tensor], names: Sequence[str]) -> None:
+    for name in names:
+        if name in given and not given[name].is_contiguous():
+            raise ValueError(f"{name} has strides {given[name].stride()}, must be contiguous")
+
+
+def check_not_expanded(given: dict[str, Tensor], names: Sequence[str]) -> None:
+    """Of what is written."""
+    for name in names:
+        if name in given and any(
+            stride == 0 and size > 1
+            for size, stride in zip(given[name].shape, given[name].stride(), strict=True)
+        ):
+            raise ValueError(f"{name} is expanded: it is written, so its elements must be distinct")
+
+
+def check_state_strides(state: Tensor, vector_bytes: int) -> None:
+    """Of a pool of states, `[slots, heads, rows, columns]`."""
+    vector = vector_bytes // state.element_size()
+    slot, head, row, column = state.stride()
+    if column != 1 or row != state.shape[3] or slot % vector or head % vector:
+        raise ValueError(
+            f"state has strides {state.stride()}: a head's matrix must be contiguous, and slots "
+            f"and heads start on {vector_bytes}-byte boundaries"
+        )
+
+
+def check_state_address(state: Tensor, vector_bytes: int) -> None:
+    address = state.data_ptr()
+    if address % vector_bytes:
+        raise ValueError(
+            f"state starts at address {address:#x}, must be {vector_bytes}-byte aligned"
+        )
+
+
 def check_autograd(operator: str, *tensors: Any) -> None:
     """Refuse gradients: of arguments, and of what is written."""
     if not _is_grad_enabled():

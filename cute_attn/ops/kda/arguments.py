@@ -22,7 +22,7 @@ from ...kernels.kda.chunk.spec import (
     HEAD_DIMS_V,
 )
 from ..checks import DTYPE_NAMES, check_dtype, check_tensor
-from ..routing import is_compiling, plain
+from ..operator import is_compiling, plain
 
 STATE_DTYPES = ("float32", "bfloat16")  # of an initial state: kernels take float32
 INDEX_DTYPES = ("int32", "int64")

@@ -27,16 +27,20 @@ from ..checks import (
     check_tangents,
     check_tensors,
 )
-from ..routing import (
+from ..operator import (
     PLAIN,
     dispatch_mode_depth,
     forward_ad,
-    intercepted,
     is_compiling,
     is_dynamo_compiling,
     is_grad_enabled,
-    overridden,
     plain,
+)
+from ..operator import (
+    _intercepted as intercepted,
+)
+from ..operator import (
+    _overridden as overridden,
 )
 from .arguments import (
     MAX_GRID_YZ,

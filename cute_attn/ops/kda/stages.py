@@ -39,7 +39,17 @@ from ..checks import (
     check_tangents,
     check_tensors,
 )
-from ..routing import forward_ad, intercepted, is_compiling, overridden, plain
+from ..operator import (
+    _intercepted as intercepted,
+)
+from ..operator import (
+    _overridden as overridden,
+)
+from ..operator import (
+    forward_ad,
+    is_compiling,
+    plain,
+)
 from .arguments import (
     Sizes,
     check_dtypes,
