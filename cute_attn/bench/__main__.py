@@ -13,7 +13,7 @@ from .harness.report import Report
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser of all benchmarks, with the options of the one that is `chosen`."""
+    """The parser of the command line; only the `chosen` benchmark adds options of its own."""
     parser = argparse.ArgumentParser(prog="python -m cute_attn.bench", description=__doc__)
     commands = parser.add_subparsers(dest="name", metavar="NAME")
     common = argparse.ArgumentParser(add_help=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .harness.environment import describe, version_of
+from .harness.processes import TIMEOUT_S, ChildError, last_line, run_child
 from .harness.progress import track
 from .harness.registry import Benchmark, GpuCheckStage
 from .harness.report import Report, Row, Verdict
@@ -31,7 +31,6 @@ PEER, PEER_IMPORT = "flash-attn-4", "import flash_attn.cute"
 
 MAX_IMPORT_MS, MAX_READY_MS, MAX_LOOKUP_NS = 50.0, 150.0, 1000.0
 RACERS = 16
-PROCESS_TIMEOUT_S = 180.0
 
 # Each program prints one line of JSON last: milliseconds by name, and counts.
 _TIMED_IMPORT = """
@@ -85,10 +84,6 @@ print(json.dumps({{"ready_ms": (time.perf_counter() - start) * 1e3, "compiles": 
 """
 
 _COMPILES = "cache.stats().compiles"
-
-
-class ChildError(RuntimeError):
-    """A measured process failed; the message holds the end of its output."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,30 +155,6 @@ def _start_up_samples(
     return samples
 
 
-def run_child(text: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """Run a Python program in a fresh process; what its last line of output says.
-
-    Raises:
-        ChildError: it failed, or its last line is no JSON object.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        env=dict(env), capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S, check=False,
-    )  # fmt: skip
-    return _last_line(done.stdout, done.stderr, done.returncode)
-
-
-def _last_line(stdout: str, stderr: str, returncode: int) -> dict[str, Any]:
-    lines = stdout.strip().splitlines()
-    try:
-        result = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        result = None
-    if returncode != 0 or not isinstance(result, dict):
-        raise ChildError(f"a measured process exited with {returncode}:\n{stdout}{stderr}"[-2000:])
-    return result
-
-
 def run_race(text: str, env: Mapping[str, str], racers: int) -> list[dict[str, Any]]:
     """Start processes that print "ready", let all go at once, and collect what each says."""
     processes = [
@@ -203,8 +174,8 @@ def run_race(text: str, env: Mapping[str, str], racers: int) -> list[dict[str, A
                 _pipe(process.stdin).flush()
         results = []
         for process in processes:
-            stdout, stderr = process.communicate(timeout=PROCESS_TIMEOUT_S)
-            results.append(_last_line(stdout, stderr, process.returncode))
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+            results.append(last_line(stdout, stderr, process.returncode))
         return results
     finally:
         for process in processes:

@@ -15,8 +15,7 @@ class DisassemblyError(RuntimeError):
 
 
 def find_nvdisasm() -> Path:
-    """nvdisasm: $NVDISASM, the one on PATH, that of a CUDA toolkit, of nvidia-cuda-nvdisasm, or of
-    triton.
+    """The path of nvdisasm: $NVDISASM, on PATH, in a CUDA toolkit, nvidia-cuda-nvdisasm or triton.
 
     Raises:
         DisassemblyError: there is none.

@@ -2,9 +2,9 @@
 
     (function,) = functions(text)           # of `nvdisasm -c -hex`
     for loop in function.loops(): ...       # natural loops
-    blocks = function.path(loop, gain)      # one way through a loop's body
+    blocks = function.path(loop, gain)      # one path through a loop's body
 
-Only what the analysis of a loop body needs is read: operands stay text.
+It reads only what the analysis of a loop body needs: operands stay text.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TARGET = re.compile(r"`\((\.L\w+)\)")
 _TABLE = re.compile(r"BRANCH_TARGETS\s+([^\"]*)")
 _REGISTERS = re.compile(r"\.x(\d+)$")
 
-# Bits of the second 64-bit word: how many clocks the warp stalls after the instruction. Not
-# documented by NVIDIA; published by who took the encoding apart (Volta on: arXiv:1804.06826).
+# Bits of the second 64-bit word: the clocks that the warp stalls after the instruction. NVIDIA does
+# not document them; arXiv:1804.06826 does, from Volta on.
 _STALL_SHIFT, _STALL_MASK = 41, 0xF
 
 
 class ListingError(ValueError):
-    """A listing that is not what nvdisasm prints, or holds something that is not understood."""
+    """The text is not a listing of nvdisasm, or it holds something that is not understood."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """The registers of a lane that it moves: N of `.xN`, or as many as 64 or 128 bits take."""
+        """The registers of a lane that it moves: N of `.xN`, 2 for 64 bits, 4 for 128."""
         if match := _REGISTERS.search(self.opcode):
             return int(match[1])
         bits = {"64": 64, "128": 128}
@@ -135,7 +135,7 @@ class Function:
 
     @cached_property
     def _reached(self) -> frozenset[int]:
-        """The blocks that some way from the entry leads to."""
+        """The blocks that can be reached from the entry."""
         found, waiting = {0}, [0]
         while waiting:
             for successor in self.successors[waiting.pop()]:
@@ -146,7 +146,7 @@ class Function:
 
     @cached_property
     def _dominators(self) -> list[frozenset[int]]:
-        """For each block the blocks on every way to it; those never reached have all."""
+        """For each block its dominators; for an unreachable block, all blocks."""
         predecessors: list[list[int]] = [[] for _ in self.blocks]
         for number, following in enumerate(self.successors):
             for successor in following:
@@ -175,7 +175,7 @@ class Function:
         ]
 
     def loops(self) -> list[Loop]:
-        """The natural loops, those with one header joined, smallest first."""
+        """The natural loops, smallest first; loops with the same header are one."""
         predecessors: list[list[int]] = [[] for _ in self.blocks]
         for number, following in enumerate(self.successors):
             for successor in following:
@@ -193,14 +193,14 @@ class Function:
         return sorted(found, key=lambda loop: (len(loop.blocks), loop.header))
 
     def within(self, loop: Loop) -> list[Instruction]:
-        """All instructions of a loop, whichever way is taken."""
+        """All instructions of a loop, on whichever path."""
         return [i for block in sorted(loop.blocks) for i in self.blocks[block]]
 
     def path(self, loop: Loop, gain: Callable[[Instruction], float]) -> list[int]:
-        """The blocks of one way from a loop's header back to it.
+        """The blocks of one path from a loop's header back to it.
 
-        Of all ways the one with the most gain, and then with the fewest instructions. An inner loop
-        is gone through at most once.
+        Of all paths it is the one with the most gain, and then the fewest instructions. It goes
+        through an inner loop at most once.
         """
         back = set(self.back_edges)
         best: dict[int, tuple[float, float, list[int]] | None] = {}

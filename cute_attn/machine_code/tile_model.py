@@ -1,9 +1,9 @@
 """What a loop over K/V tiles asks of a Blackwell SM: instructions by kind, clocks by unit.
 
-The warps of an attention kernel have roles. A role's loop over the tiles is found by what it holds;
-one tile's instructions are those of the way through it that a tile in the middle takes: no mask, no
-rescaling, no waiting. Counts over published rates are the clocks for which each unit is busy with a
-tile; the busiest one bounds the kernel.
+A role's loop over K/V tiles is recognised by the instructions in it. A tile's instructions are
+those on the path that a tile in the middle takes: no mask, no rescaling, no waiting. Their number
+divided by a unit's published rate is the clocks for which the unit is busy; the busiest unit bounds
+the kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEDULERS = 4  # of an SM: each issues an instruction a clock, and has a warp o
 
 
 class AnalysisError(ValueError):
-    """A kernel whose loops are not as expected: nothing is said rather than something wrong."""
+    """A kernel whose loops are not as expected, so that any count of them could be wrong."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Geometry:
 
     @property
     def flop(self) -> int:
-        """Of a tile in one CTA: two products."""
+        """FLOP of a tile in one CTA: two products."""
         return 2 * 2 * self.rows * self.keys * self.head_dim
 
     @property
     def loaded_bytes(self) -> int:
-        """Of K and V in one CTA, two bytes an element: the CTAs share them."""
+        """Bytes of K and V that one CTA loads, at two bytes an element: the CTAs share a tile."""
         return 2 * 2 * self.keys * self.head_dim // self.ctas
 
 
@@ -186,7 +186,7 @@ def _is_mma(instruction: Instruction) -> bool:
 
 
 def _hands_over(instructions: Iterable[Instruction]) -> bool:
-    """Whether they wait for another role, or tell one to go on, as every tile does."""
+    """Whether they wait for another role or signal one, as every tile does."""
     return any(_is(i, "SYNCS", "BAR") for i in instructions)
 
 
@@ -236,7 +236,7 @@ def _innermost(loops: list[Loop]) -> list[Loop]:
 
 
 def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleCount:
-    """A tile in the middle: all of the role's work, and as little of everything else as can be."""
+    """A tile in the middle: the path with all of the role's work and the least beside it."""
     if role == "load":
         blocks = function.path(loop, lambda i: float(_is(i, "UTMALDG")))
         work = sum(_is(i, "UTMALDG") for i in _of(function, blocks)) / geometry.loads
@@ -256,7 +256,7 @@ def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleC
 
 
 def _rescaling(function: Function, loop: Loop, geometry: Geometry) -> RoleCount | None:
-    """The correction of a tile after which O is rescaled, inner loops as often as they run."""
+    """The correction of a tile that rescales O, inner loops counted as often as they run."""
     blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
     inner = [
         other.blocks
@@ -312,7 +312,7 @@ def mma_shape(instruction: Instruction, geometry: Geometry) -> tuple[int, int, i
 
 
 def mma_flop(instruction: Instruction, geometry: Geometry) -> int:
-    """Of all CTAs that share the MMA."""
+    """FLOP of an MMA, in all CTAs that share it."""
     m, n, k = mma_shape(instruction, geometry)
     return 2 * m * n * k
 
@@ -325,7 +325,7 @@ def check_shapes(ptx: str, geometry: Geometry) -> bool:
     """Compare the MMA shapes of `geometry` with the instruction descriptors in a kernel's PTX.
 
     Returns:
-        Whether all of them are constants; a kernel may compute them, and is then taken at its word.
+        Whether all of them are constants; those that a kernel computes are not checked.
 
     Raises:
         AnalysisError: one is of another shape.

@@ -1,7 +1,7 @@
 """Registers that a kernel's machine code reads without having set them.
 
-A compiler that loses track of a register leaves such a read behind: the kernel runs, and on some
-calls, or all, finds what another kernel left there. ptxas 13.4 has done so (docs/kernels/kda.md).
+A compiler that loses track of a register leaves such a read behind. The kernel then computes with
+whatever value another kernel left there. ptxas 13.4 has done so (docs/kernels/kda.md).
 
     (function,) = functions(text)        # of `nvdisasm -c`
     unset_reads(function)                # [] in code that is sound
@@ -18,7 +18,7 @@ _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)\b")
 _PREDICATE = re.compile(r"!?U?P(?:[0-9T]|R)")
 _SHAPE = re.compile(r"\.(\d+)x(\d+)x(\d+)")
 
-# They set no register, whatever stands first.
+# These set no register, whatever their first operand is.
 _SETS_NOTHING = frozenset(
     (
         "BAR", "BRA", "BRX", "BSSY", "BSYNC", "CCTL", "CCTLL", "DEPBAR", "ERRBAR", "EXIT",
@@ -47,14 +47,14 @@ class UnsetRead:
 
 
 def unset_reads(function: Function) -> list[UnsetRead]:
-    """All reads of registers that no way from the entry has set, loops not gone round.
+    """All reads of registers that no path from the entry has set, back edges left out.
 
-    What is set on some way only is taken to be set: code often reads a register just to discard
-    it. So is what stands under a predicate. A copy is no read, but leaves its target as unset as
-    its source. Of an operand of several registers the first is looked at; predicates are not.
+    A register that some paths set, or that is set under a predicate, counts as set: code often
+    reads one just to discard the value. A copy is no read; its target is as unset as its source.
+    Only the first register of a wide operand is looked at, and predicate registers are not.
     """
     back = set(function.back_edges)
-    # What some way to a block sets; those never reached are not here.
+    # Block -> registers that some path to it sets; unreachable blocks are not in it.
     before: dict[int, frozenset[Register]] = {0: frozenset()}
     waiting = [0]
     while waiting:
@@ -79,7 +79,7 @@ def unset_reads(function: Function) -> list[UnsetRead]:
 
 
 def _go_on(instruction: Instruction, known: set[Register]) -> list[Register]:
-    """Add to the registers that are set what one instruction sets; those unset that it reads."""
+    """Add what an instruction sets to `known`, and return the unset registers that it reads."""
     target, sources = _target_and_sources(instruction)
     read = [
         (kind, int(number))
@@ -93,7 +93,7 @@ def _go_on(instruction: Instruction, known: set[Register]) -> list[Register]:
             known.discard(target)
             return []
     elif instruction.base in ("LOP3", "ULOP3", "PRMT", "UPRMT"):
-        # Flags are put into a register bit by bit: what it held is kept, and of no account.
+        # Flags are put into a register bit by bit, so that its old value does not matter.
         unset = [register for register in unset if register != target]
     if target is not None:
         kind, first = target
@@ -111,7 +111,7 @@ def _target_and_sources(instruction: Instruction) -> tuple[Register | None, list
     operands = _split(instruction.operands)
     if instruction.base in _SETS_NOTHING or instruction.base.endswith("SETP"):
         return None, operands
-    # Some have a predicate as their first result, such as SHFL.
+    # Some, such as SHFL, have a predicate as their first result.
     place = next((n for n, x in enumerate(operands) if not _PREDICATE.fullmatch(x)), None)
     if place is None:
         return None, operands
@@ -122,7 +122,7 @@ def _target_and_sources(instruction: Instruction) -> tuple[Register | None, list
 
 
 def _split(operands: str) -> list[str]:
-    """At the commas that are in no brackets."""
+    """Split at the commas outside of brackets."""
     parts, depth = [""], 0
     for character in operands:
         depth += (character in "[({") - (character in "])}")
@@ -134,7 +134,7 @@ def _split(operands: str) -> list[str]:
 
 
 def _result_width(instruction: Instruction) -> int:
-    """Registers of the result."""
+    """The number of registers of the result."""
     base, modifiers = instruction.base, instruction.opcode.split(".")[1:]
     if base in _WARPGROUP_PRODUCTS and (shape := _SHAPE.search(instruction.opcode)):
         return int(shape[2]) // (2 if "F32" in modifiers else 4)

@@ -25,12 +25,12 @@ PUBLISHED_TFLOPS = {4096: 1488, 8192: 1608, 16384: 1680, 32768: 1726}
 
 @dataclass(frozen=True)
 class Specialisation:
-    """One form of a kernel.
+    """A specialisation of the kernel, and the one of FlashAttention-4's to compare it with.
 
     Attributes:
-        ours: fields of our Spec that are not the plain one's.
-        theirs: options of FlashAttention-4's forward; None: it has no such form.
-        beside: the specialisation whose form of theirs this one is compared with.
+        ours: fields of our spec that differ from the plain one.
+        theirs: options of FlashAttention-4's forward; None if it has no such specialisation.
+        beside: if so, the specialisation whose `theirs` this one is compared with.
     """
 
     name: str
@@ -138,7 +138,7 @@ def our_program(specialisation: Specialisation) -> Program:
 def their_programs(
     specialisations: Sequence[Specialisation], directory: Path
 ) -> tuple[list[Program], list[str]]:
-    """FlashAttention-4's, compiled into `directory` where they are not there, and what is missing.
+    """FlashAttention-4's programs, compiled into `directory` unless there; notes on missing ones.
 
     Raises:
         ImportError: FlashAttention-4 is not here.
@@ -184,7 +184,7 @@ def _their_program(name: str, captured: peers.Captured) -> Program:
 
 
 def _dynamic_shared(captured: peers.Captured) -> int | None:
-    """What the host code asks for when it launches: it is run, but nothing is launched."""
+    """The dynamic shared memory that the host code asks for: it runs, but launches nothing."""
     from ...emulator import EmulatorUnavailable
     from ...emulator.host import HostFunction, Launch
 

@@ -90,13 +90,13 @@ def visible_sms(*, graph: bool) -> int:
     """How many different SMs a kernel on the current stream lands on, eagerly or from a graph."""
     import torch
 
-    from .sm_ids import BLOCKS, record_smid
+    from .sm_ids import CTAS, record_smid
     from .timing import CudaDevice
 
-    seen = torch.full((BLOCKS,), -1, dtype=torch.int32, device="cuda")
+    seen = torch.full((CTAS,), -1, dtype=torch.int32, device="cuda")
 
     def launch() -> None:
-        record_smid[(BLOCKS,)](seen)
+        record_smid[(CTAS,)](seen)
 
     (CudaDevice().capture(launch) if graph else launch)()
     torch.cuda.synchronize()

@@ -25,7 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def directory(args: argparse.Namespace) -> Path | None:
-    """Where files go, or None. What is kept nowhere is said before the run, which may be long."""
+    """Where files go, or None. Before the run, which may be long, it warns of a report that
+    nothing will keep."""
     if args.print_only:
         return None
     if args.out is not None:
@@ -44,7 +45,7 @@ def directory(args: argparse.Namespace) -> Path | None:
 
 
 def deliver(report: Report, out: Path | None, json: Path | None) -> None:
-    """Write the report, and print it last."""
+    """Write the report to `out` and `json` where they are given, then print it."""
     written = []
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The benchmarks by name, and what one is. A benchmark is imported when it is asked for."""
+"""The table of benchmarks, and what one is. A benchmark is imported when its name is given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_UNAVAILABLE = 3  # of the command, for Unavailable
 
 
 class Listed(NamedTuple):
-    """Where a benchmark is, its `BENCHMARK`, and one line of help."""
+    """The module below cute_attn.bench that defines `BENCHMARK`, and one line of help."""
 
     module: str
     summary: str
@@ -69,10 +69,10 @@ class Benchmark:
     """A benchmark.
 
     Attributes:
-        run: does it. Its argument holds the parsed options, `short` among them, and the command
-            line as `argv`. Raises `Unavailable` where it cannot run.
-        needs_gpu: it is refused on a machine without one.
-        add_arguments: adds the options of its own.
+        run: measures and returns the report. Its argument holds the parsed options, `short` among
+            them, and the command line as `argv`. Raises `Unavailable` where it cannot run.
+        needs_gpu: whether it is refused on a machine without one.
+        add_arguments: adds its own options to a parser.
         gpu_check: the command lines, name left out, that `gpu-check` runs.
     """
 

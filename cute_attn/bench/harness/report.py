@@ -1,7 +1,7 @@
-"""The result of a benchmark, and its forms: terminal table, JSON, Markdown (the plot is in `plot`).
+"""The report of a benchmark, as a table on the terminal, as JSON and as Markdown.
 
-JSON is the form that is kept; `Report.from_dict` reads it back, so that Markdown and plots can be
-made again elsewhere, from the same numbers.
+JSON is the form that is kept: `Report.from_dict` reads it back, so that Markdown and plots (`plot`)
+can be made again elsewhere from the same numbers.
 """
 
 from __future__ import annotations

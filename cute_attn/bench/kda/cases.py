@@ -1,4 +1,4 @@
-"""What the KDA benchmarks have in common and that needs no torch: cases, byte counts, targets.
+"""Cases, byte counts and verdicts of the KDA benchmarks; this module does not need torch.
 
 The byte counts are those of docs/kernels/kda.md, stage by stage.
 """
@@ -29,7 +29,7 @@ LENGTHS = ("uniform", "skewed", "random")
 Slots = Literal["batch", "random"]  # of `DecodeCase`
 SLOTS: tuple[Slots, ...] = ("batch", "random")
 
-# Bytes that a call's tensors, and those that a peer keeps beside them, may take of a GPU's memory.
+# The share of a GPU's memory that the tensors of a call, and of a peer's, may take.
 MEMORY_SHARE = 0.75
 
 
@@ -146,13 +146,13 @@ class Case:
 
     @property
     def one_kernel_bytes(self) -> int:
-        """`chunk_kda`, were there nothing in between: its inputs and outputs, states too."""
+        """`chunk_kda` as one kernel would move them: inputs, outputs and states only."""
         read = 2 * self.qk_bytes + self.v_wide + self.k_wide + self.beta
         return read + self.v_wide + 2 * self.state
 
     @property
     def fused_bytes(self) -> int:
-        """`chunk_kda` by its fused path: what lies between its two kernels is written and read."""
+        """`chunk_kda` by its fused path: records between its kernels are written and read."""
         between = 3 * self.k_wide + 2 * self.scores + self.chunk_heads * self.head_dim_k * FLOAT
         return self.one_kernel_bytes + 2 * between
 
@@ -193,8 +193,9 @@ class Case:
 class DecodeCase:
     """A decode step: one token of each sequence of a batch.
 
-    slots: where their states are. "batch": one after the other, with no indices; "random": in a
-    pool that indices point into, in an order of its own, as a server's are after a while.
+    Attributes:
+        slots: where the states are. "batch": in the order of the batch, without indices; "random":
+            in a pool, by indices in random order, as those of a server are after a while.
     """
 
     batch: int
@@ -280,7 +281,7 @@ AnyCase = TypeVar("AnyCase", Case, DecodeCase)
 
 
 def chosen(cases: Sequence[AnyCase], only: Sequence[Filter] | None) -> list[AnyCase]:
-    """The cases that a filter fits; those that are not packed have N=0 and lengths=dense."""
+    """The cases that pass one of the filters. Those that are not packed have N=0, lengths=dense."""
     if not only:
         return list(cases)
     return [case for case in cases if any(_fits(case, one) for one in only)]
@@ -293,7 +294,7 @@ def _fits(case: Case | DecodeCase, one: Filter) -> bool:
 
 
 def that_fit(cases: Sequence[Case], free_bytes: int) -> tuple[list[Case], list[str]]:
-    """The cases that leave room on the GPU, and a note for each of the others."""
+    """The cases that fit into the GPU's memory, and a note for each of the others."""
     fit = [case for case in cases if case.peak_bytes <= MEMORY_SHARE * free_bytes]
     notes = [
         f"left out for want of memory: {case} (about {case.peak_bytes / 2**30:.0f} GiB)"
@@ -309,7 +310,7 @@ def that_fit(cases: Sequence[Case], free_bytes: int) -> tuple[list[Case], list[s
 def timing_columns(
     timings: Mapping[str, Timing], floor_bytes: int, roofline: Roofline
 ) -> dict[str, float | None]:
-    """Ours ("ours"), the peer ("fla", if it was timed), and the time that the bytes take alone."""
+    """Columns of the times of "ours" and, if timed, "fla", beside the time of the bytes alone."""
     ours, fla = timings["ours"], timings.get("fla")
     floor_us = floor_bytes / roofline.copy_gbps / 1e3
     return {
@@ -326,7 +327,7 @@ def timing_columns(
 
 
 def at_least(what: str, row: Row, column: str, target: float, goal: float | None = None) -> Verdict:
-    """Whether a row's column reaches a target; a goal beyond it is only spoken of."""
+    """Whether a row's column reaches a target; a further goal is only mentioned."""
     value = row[column]
     name = f"{what}: {column} at least {target:g}"
     if value is None:

@@ -3,8 +3,8 @@
 Dense and packed sequences; gate, normalisation and sigmoid within the kernels. Each case is checked
 against the float64 reference, then timed: do_bench medians, which is what a call costs, and the
 replay of a CUDA graph, which is the device's part of it. The roofline is the time in which a copy
-moves what the kernels of the path must, see docs/kernels/kda.md. `--path fused modular` times the
-operator stage by stage besides, as `disable_recompute` asks for it.
+moves the bytes that the path's kernels must move, see docs/kernels/kda.md. `--path fused modular`
+also times the operator stage by stage, as `disable_recompute=True` runs it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def tuning_cases(cases: Sequence[Case]) -> list[Case]:
-    """A case for each set of kernels that the peer compiles, the size that it is judged on."""
+    """For each set of kernels that the peer compiles, the case of the size that is judged."""
     found: dict[tuple[object, ...], Case] = {}
     for case in cases:
         kind = (case.heads, case.heads_v, bool(case.sequences), case.bounded)

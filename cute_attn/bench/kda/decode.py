@@ -1,10 +1,11 @@
 """kda_decode, one token of each sequence, against FLA's fused_recurrent_kda and the copy bandwidth.
 
-Gate, normalisation and sigmoid inside; the float32 state in place, where FLA's is written anew.
-With slots "batch" a sequence's state is at its place in the batch, as FLA's call has it; "random"
-is ours alone, with indices into a pool in another order. Each case is checked against the float64
-reference, then timed: do_bench medians, which is what a call costs, and the replay of a CUDA graph.
-The roofline is the time in which a copy moves the states twice and the rest once.
+The kernels apply gate, normalisation and sigmoid. Ours updates the float32 state in place; FLA's
+writes a new one. With slots "batch" states are in the order of the batch, as FLA's call has them;
+with "random", which only ours can do, indices point into a pool in another order. Each case is
+checked against the float64 reference, then timed: do_bench medians, which is what a call costs, and
+the replay of a CUDA graph. The roofline is the time in which a copy moves the states twice and the
+rest once.
 """
 
 from __future__ import annotations

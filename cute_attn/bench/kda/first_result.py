@@ -1,18 +1,17 @@
 """How long a fresh process waits for its first KDA result, with cold and with warm caches.
 
 Each program runs in a process of its own: it makes random inputs, waits for the device, and then
-times importing the library, the first call and the first call of another size, the last two with
-the result waited for. The first result is the first two together. Cold: the compilers' caches are
-empty directories, as on a new machine; warm: the same directories, filled by the run before. Ours
-compiles without timing anything; FLA's autotuner times every configuration of every kernel for a
-number of heads.
+times importing the library, the first call and the first call of another size. A call's time ends
+when its result is there. The first result is the import and the first call together. Cold: the
+compilers' caches are empty directories, as on a new machine; warm: the same directories, filled by
+the run before. Ours compiles without timing anything; FLA's autotuner times every configuration of
+every kernel for a number of heads.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.environment import describe
+from ..harness.processes import run_child
 from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Report, Row, Verdict
 
@@ -78,10 +78,6 @@ print(json.dumps(found))
 """
 
 
-class ChildError(RuntimeError):
-    """A measured process failed; the message holds the end of its output."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--heads-v", type=int, default=32)
@@ -127,10 +123,10 @@ def run(args: argparse.Namespace) -> Report:
 def measure(
     call: str, who: str, heads: int, heads_v: int, repeats: int
 ) -> tuple[list[Row], list[str]]:
-    """A row with cold caches and one with warm ones, the latter's times the least of `repeats`.
+    """A row with cold caches and one with warm ones, the shortest times of `repeats`; and notes.
 
-    What there is until then, and a note, if a process takes longer than LIMIT_S. Rows are shown on
-    stderr as they come: a peer that tunes itself takes minutes for each.
+    A process that takes longer than LIMIT_S ends the measurement with a note. Rows are shown on
+    stderr as they come, since a peer that tunes itself takes minutes for each.
     """
     code = _PROGRAM.format(
         call=call, who=who, heads=heads, heads_v=heads_v, module=MODULES[who, call]
@@ -145,9 +141,9 @@ def measure(
     try:
         with tempfile.TemporaryDirectory() as directory:
             env = cold_environment(Path(directory))
-            cold = run_child(code, env)
+            cold = run_child(code, env, LIMIT_S)
             add("cold", cold)
-            warm = [run_child(code, env) for _ in range(repeats)]
+            warm = [run_child(code, env, LIMIT_S) for _ in range(repeats)]
             add("warm", {name: min(found[name] for found in warm) for name in cold})
     except subprocess.TimeoutExpired:
         missing = "warm" if rows else "cold"
@@ -156,7 +152,7 @@ def measure(
 
 
 def cold_environment(directory: Path) -> dict[str, str]:
-    """Of a process whose compilers keep what they make under `directory`."""
+    """The environment of a process whose compilers keep their caches under `directory`."""
     ours = directory / "cute_attn"
     ours.mkdir(mode=0o700)
     env = {
@@ -167,21 +163,6 @@ def cold_environment(directory: Path) -> dict[str, str]:
     }
     env.pop("CUTE_ATTN_PREBUILT", None)
     return env
-
-
-def run_child(code: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """What the program prints last, read as JSON.
-
-    Raises:
-        ChildError: it failed.
-        subprocess.TimeoutExpired: it took longer than LIMIT_S.
-    """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode != 0:
-        raise ChildError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
 
 
 def _row(call: str, who: str, caches: str, found: Mapping[str, Any]) -> Row:

@@ -1,9 +1,9 @@
-"""Making flash-linear-attention ready to be timed: its autotuner takes minutes if it is let alone.
+"""Prepares flash-linear-attention for timing: its autotuner alone would take minutes.
 
-For every number of heads it compiles some 80 configurations, one after the other, and times each.
-`compile_peer` lets processes compile them beforehand, each a share of them, so that the autotuner
-finds all in Triton's cache; `keep_tuning` writes down what it chose, in the form that
-flash-linear-attention itself reads (`FLA_CONFIG_DIR`), for later runs on the same kind of GPU.
+For every number of heads the autotuner compiles some 80 configurations, one after the other, and
+times each. `compile_peer` has several processes compile them beforehand, so that the autotuner
+finds them in Triton's cache. `keep_tuning` writes what it chose to files that
+flash-linear-attention reads (`FLA_CONFIG_DIR`), for later runs on the same kind of GPU.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ with torch.no_grad():
 def compiled_peer(
     kind: str, cases: Sequence[Case], args: argparse.Namespace
 ) -> tuple[bool, list[str]]:
-    """Whether to time the peer, once it has compiled and tuned for `cases`; and what to note.
+    """Compile and tune the peer for `cases`; whether it can be timed, and notes.
 
-    Its autotuner chooses for the first call of a number of heads, whatever the tokens: so these
-    come first.
+    Its autotuner chooses at the first call with a number of heads, whatever the number of tokens,
+    so these cases are called first.
     """
     if args.no_peer:
         return False, ["FLA was left out (--no-peer)"]
@@ -77,7 +77,7 @@ def warm(kind: str, case: Case) -> None:
 
 
 def compile_peer(kind: str, cases: Sequence[Case], jobs: int) -> None:
-    """Fill Triton's cache with the peer's kernels for such cases, in so many processes."""
+    """Fill Triton's cache with the peer's kernels for `cases`, in `jobs` processes."""
     shares = -(-jobs // max(1, len(cases)))
     waiting = [
         _SHARE.format(
@@ -134,10 +134,7 @@ def compile_share(kind: str, case: Case, index: int, count: int, *, tuned: bool)
 
 
 def use_tuning(directory: Path) -> None:
-    """Let the peer take its configurations from `directory`, where it has some for a call.
-
-    Before the peer is imported.
-    """
+    """Let the peer, which is not imported yet, take its configurations from `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     os.environ["FLA_CONFIG_DIR"] = str(directory)
     os.environ["FLA_CACHE_MODE"] = "strict"

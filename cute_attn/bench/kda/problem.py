@@ -14,6 +14,7 @@ import torch
 
 from cute_attn.reference import kda as reference
 
+from ..harness.agreement import Disagreement, relative_error
 from ..harness.timing import Mode, Timing, time_cuda_interleaved
 from .cases import LOWER_BOUND, SEED, Case, DecodeCase, Path
 
@@ -24,18 +25,10 @@ Call = Callable[[], Any]
 Arguments = dict[str, Any]
 Results = dict[str, torch.Tensor]
 
-# The error rule (docs/testing.md) is for us. A peer only has to compute the same thing: its error
-# is reported, and refused where it could not be called rounding.
+# The error rule (docs/testing.md) holds for ours. A peer only has to compute the same operator: its
+# error is reported, and refused where it is too large for rounding.
 PEERS = ("fla",)
 PEER_MAX_ERROR = 0.05
-
-
-class Disagreement(AssertionError):
-    """A contender does not compute the operator; its time would mean nothing."""
-
-    def __init__(self, who: str, message: str) -> None:
-        super().__init__(f"{who}, {message}")
-        self.who = who
 
 
 # ---- inputs
@@ -57,7 +50,7 @@ class _Random:
 def gate_parameters(
     random: _Random, heads_v: int, head_dim_k: int, *, strong: bool = False
 ) -> Arguments:
-    """A_log and dt_bias with which channels forget in anything from one token to hundreds.
+    """A_log and dt_bias with which channels forget within one token, or within hundreds.
 
     If `strong`, most forget within a token or two; this is the distribution of FLA's own tests.
     """
@@ -73,7 +66,7 @@ def gate_parameters(
 
 
 def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
-    """Of `chunk_kda`, ours and the peer's: everything that a layer leaves to the kernels."""
+    """Arguments of `chunk_kda`, ours and the peer's, with all that a layer leaves to kernels."""
     random = _Random(seed)
     shape = (case.batch, case.tokens)
     arguments: Arguments = {
@@ -101,7 +94,7 @@ def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
 
 
 def stage_arguments(case: Case, seed: int = SEED) -> Arguments:
-    """Of `kda_chunk_intra` and `kda_recompute_w_u`: q and k normalised, G summed, beta a factor.
+    """Arguments of `kda_chunk_intra` and `kda_recompute_w_u`: q and k normalised, G summed.
 
     Akk is unit lower triangular, with elements that an inverse may have.
     """
@@ -139,7 +132,7 @@ def stage_arguments(case: Case, seed: int = SEED) -> Arguments:
 
 
 def decode_arguments(case: DecodeCase, seed: int = SEED) -> Arguments:
-    """Of `kda_decode`; `out` is NaN."""
+    """Arguments of `kda_decode`; `out` is NaN."""
     random = _Random(seed)
     k, v = case.head_dim_k, case.head_dim_v
     arguments: Arguments = {}
@@ -264,7 +257,7 @@ def _named(names: Sequence[str], result: Sequence[Any]) -> Results:
 
 
 def decode_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
-    """The step of each contender; the peer's has a state of its own, in its default layout."""
+    """A decode step of each contender; the peer gets its own state, in its default layout."""
     from cute_attn import kda_decode
 
     given = dict(arguments)
@@ -343,11 +336,6 @@ def of_heads(arguments: Arguments, heads: int, heads_v: int, dim: int) -> Argume
     return cut
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """||actual - expected|| / ||expected||"""
-    return float((actual.double() - expected).norm() / expected.norm())
-
-
 def hold(
     what: str, actual: Mapping[str, Results], plain: Results, exact: Results
 ) -> dict[str, float]:
@@ -372,8 +360,8 @@ def hold(
             if not error <= allowed:  # so that NaN fails
                 raise Disagreement(
                     who,
-                    f"{what}: {name} has a relative error of {error:.2e} against the float64 "
-                    f"reference, allowed are {allowed:.2e}",
+                    f"{who}, {what}: {name} has a relative error of {error:.2e} against the "
+                    f"float64 reference, allowed are {allowed:.2e}",
                 )
     return errors
 
@@ -397,7 +385,7 @@ def agreed(
 
 
 def _result(who: str, call: Call) -> Any:
-    """What a call gives, waited for, so that an error is laid to who made it."""
+    """The result of a call, once the device has it: a device error is then that contender's."""
     try:
         result = call()
         if torch.cuda.is_available():
@@ -406,7 +394,8 @@ def _result(who: str, call: Call) -> Any:
     except Exception as error:
         if who not in PEERS:
             raise
-        raise Disagreement(who, f"which failed: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise Disagreement(who, f"{who}, which failed: {reason}") from error
 
 
 def _poison(*like: torch.Tensor) -> None:
@@ -441,7 +430,7 @@ def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> 
 def check_stage(
     stage: str, case: Case, arguments: Arguments, calls: Mapping[str, Call]
 ) -> dict[str, float]:
-    """The same for "intra" or "recompute"."""
+    """Compare as `check_chunk` does, for the stage "intra" or "recompute"."""
     few = some_heads(case.heads, case.heads_v)[1]
     named = {"intra": intra_results, "recompute": recompute_results}[stage]
     rows = torch.arange(case.tokens, device=DEVICE) % reference.CHUNK
@@ -469,7 +458,7 @@ def check_stage(
 def check_decode(
     case: DecodeCase, arguments: Arguments, calls: Mapping[str, Call]
 ) -> dict[str, float]:
-    """The same for a decode step; ours leaves its new state in the arguments' pool."""
+    """Compare as `check_chunk` does, for a decode step, which updates the arguments' state."""
     few = some_heads(case.heads, case.heads_v)[1]
     cut = of_heads(arguments, case.heads, case.heads_v, 1)
     cut.pop("out")
@@ -512,7 +501,7 @@ def worst_errors(errors: Sequence[Mapping[str, float]]) -> str:
 
 @contextlib.contextmanager
 def freed() -> Iterator[None]:
-    """Give what a case allocated back to the device afterwards."""
+    """Give the memory that a case allocated back to the device afterwards."""
     try:
         yield
     finally:

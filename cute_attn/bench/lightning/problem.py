@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..harness.agreement import ROWS, Disagreement, relative_error
 from ..harness.registry import Unavailable
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 DEVICE = "cuda"
 
 REGISTERS_PER_SM = 65536  # of every architecture since Kepler
-
-CHUNK = 32  # sequences of the float64 reference at a time: its state takes twice the memory
 
 
 @dataclass(frozen=True)
@@ -292,7 +291,7 @@ def variants(
 
 
 def _resident_blocks(spec: Any, registers: int, num_sms: int | None) -> int:
-    """Blocks of a persistent kernel that the GPU, or `num_sms` of its SMs, holds at once."""
+    """CTAs of a persistent kernel that the GPU, or `num_sms` of its SMs, holds at once."""
     gpu = torch.cuda.get_device_properties(DEVICE)
     per_sm = min(
         gpu.shared_memory_per_multiprocessor // (spec.smem_bytes + 1024),  # 1 KiB is the system's
@@ -342,10 +341,6 @@ class Agreement:
         return self.output_error <= self.output_bound and self.state_error <= self.state_bound
 
 
-class Disagreement(AssertionError):
-    """A contender does not compute the operator; its time would mean nothing."""
-
-
 def check_agreement(case: Case, seed: int, num_sms: int | None = None) -> dict[str, Agreement]:
     """Compare ours and FLA with the float64 reference on fresh random inputs.
 
@@ -368,7 +363,8 @@ def check_agreement(case: Case, seed: int, num_sms: int | None = None) -> dict[s
 
 def _hold(name: str, case: Case, agreement: Agreement) -> None:
     if not agreement.holds:
-        raise Disagreement(f"{name} against the float64 reference at {case}: {agreement}")
+        message = f"{name} against the float64 reference at {case}: {agreement}"
+        raise Disagreement(name, message)
 
 
 def compare(
@@ -388,23 +384,13 @@ def compare(
     )
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """||actual - expected|| / ||expected|| in float64, taken in chunks of the first dimension."""
-    difference = torch.zeros((), dtype=torch.float64, device=expected.device)
-    norm = torch.zeros_like(difference)
-    for a, e in zip(actual.split(CHUNK), expected.split(CHUNK), strict=True):
-        difference += (a.double() - e.double()).square().sum()
-        norm += e.double().square().sum()
-    return float((difference / norm).sqrt())
-
-
 def _reference(case: Case, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, state as [B, H, K, V]) in float64, chunk by chunk."""
     from cute_attn.reference.lightning import lightning_attn_decode_reference
 
     outs, states = [], []
-    for start in range(0, case.batch, CHUNK):
-        part = slice(start, start + CHUNK)
+    for start in range(0, case.batch, ROWS):
+        part = slice(start, start + ROWS)
         out, new_state = lightning_attn_decode_reference(
             inputs.q[part],
             inputs.k[part],

@@ -9,6 +9,7 @@ import torch
 
 from cute_attn.bench import launch_overhead
 from cute_attn.bench.__main__ import main
+from cute_attn.bench.harness.agreement import ROWS
 from cute_attn.bench.harness.registry import Unavailable
 from cute_attn.bench.harness.roofline import Roofline, gbps
 from cute_attn.bench.harness.timing import Timing
@@ -84,7 +85,7 @@ def test_inputs_are_fresh_random_and_poisoned():
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_both_contenders_compute_the_operator(contenders, tokens, state_layout, state_dtype):
     case = problem.Case(
-        batch=problem.CHUNK + 1, **SMALL,
+        batch=ROWS + 1, **SMALL,
         tokens=tokens, state_layout=state_layout, state_dtype=state_dtype,
     )  # fmt: skip
     found = problem.check_agreement(case, seed=3)

@@ -1,0 +1,25 @@
+"""Whether a contender computes the operator at all: before that, its time means nothing."""
+
+from __future__ import annotations
+
+import torch
+
+ROWS = 32  # of the first dimension at a time: float64 takes twice the memory, or four times
+
+
+class Disagreement(AssertionError):
+    """A contender, `who`, does not compute the operator."""
+
+    def __init__(self, who: str, message: str) -> None:
+        super().__init__(message)
+        self.who = who
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """||actual - expected|| / ||expected|| in float64."""
+    difference = torch.zeros((), dtype=torch.float64, device=expected.device)
+    norm = torch.zeros_like(difference)
+    for a, e in zip(actual.split(ROWS), expected.split(ROWS), strict=True):
+        difference += (a.double() - e.double()).square().sum()
+        norm += e.double().square().sum()
+    return float((difference / norm).sqrt())
