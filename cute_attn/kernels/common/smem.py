@@ -22,6 +22,7 @@ class Buffer:
         count: how many a stage has.
         alignment: in bytes, a power of two.
         holds: what they are, for the documentation.
+        inside: the buffers that a stage consists of; see `ring`.
     """
 
     name: str
@@ -30,6 +31,13 @@ class Buffer:
     stages: int = 1
     alignment: int = 16
     holds: str = ""
+    inside: SharedMemory | None = None
+
+    @classmethod
+    def ring(cls, name: str, stage: SharedMemory, stages: int) -> Buffer:
+        """Stages that have several buffers each, every stage aligned as the first."""
+        nbytes = -(-stage.nbytes // stage.alignment) * stage.alignment
+        return cls(name, cutlass.Int8, nbytes, stages, stage.alignment, inside=stage)
 
     @property
     def stage_bytes(self) -> int:
@@ -71,11 +79,18 @@ class SharedMemory:
         return max(buffer.alignment for buffer in self.buffers.values())
 
     def names(self, address: int) -> dict[str, tuple[int, int, int]]:
-        """For the emulator: name -> (address, bytes, bytes of a stage)."""
-        return {
-            name: (address + self.offsets[name], buffer.nbytes, buffer.stage_bytes)
-            for name, buffer in self.buffers.items()
-        }
+        """For the emulator: name -> (address, bytes, bytes of a stage). What is inside the stages
+        of a ring has its stage in its name."""
+        names = {}
+        for name, buffer in self.buffers.items():
+            at = address + self.offsets[name]
+            if buffer.inside is None:
+                names[name] = (at, buffer.nbytes, buffer.stage_bytes)
+                continue
+            for stage in range(buffer.stages):
+                inside = buffer.inside.names(at + stage * buffer.stage_bytes)
+                names |= {f"{name}[{stage}].{inner}": place for inner, place in inside.items()}
+        return names
 
     def allocate(self) -> Pointers:
         """On the device: a pointer to each buffer, under its name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -28,6 +29,16 @@ def unpack(dtype: Any, x: Any) -> tuple[Any, Any]:
     )
     low, high = asm(text, [Float32, Float32], [x])
     return low, high
+
+
+def pack_all(dtype: Any, values: Sequence[Any]) -> list[Any]:
+    """Pairs of neighbouring float32, packed."""
+    return [pack(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+def unpack_all(dtype: Any, registers: Sequence[Any]) -> list[Any]:
+    """All elements of packed registers, as float32."""
+    return [element for x in registers for element in unpack(dtype, x)]
 
 
 def to_tf32(x: Any) -> Any:

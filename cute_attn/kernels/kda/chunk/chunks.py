@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from .spec import CHUNK
 
@@ -105,3 +105,64 @@ def chunk_place(slot: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> A
         offset = offset if valid else Int32(0)
         length = cutlass.min(place.length - offset, Int32(CHUNK)) if valid else Int32(0)
         return ChunkPlace(valid, Int32(0), low, index, place.start + offset, length)
+
+
+# -- for kernels with a CTA for each chunk and value head -------------------------------------
+
+
+class Rows(NamedTuple):
+    """The chunk's rows of a tensor."""
+
+    start: Any  # address of the first
+    pitch: Any  # bytes from one to the next: Uint32, as nobody has rows of 4 GB
+
+
+def row_offset(row: Any, pitch: Any) -> Any:
+    """Bytes to a row, in one multiplication."""
+    return Int64(Uint64(Uint32(row)) * Uint64(pitch))
+
+
+def divisors(g: cute.Tensor, q: cute.Tensor) -> tuple[Any, Any, Any]:
+    """For host code: of a block by value heads, of a value head by those of a group, and of a
+    slot by chunks of a sequence where these are not packed."""
+    heads = g.shape[2]
+    return tuple(
+        cute.fast_divmod_create_divisor_v2(x)
+        for x in (heads, heads // q.shape[2], (g.shape[1] + (CHUNK - 1)) // CHUNK)
+    )
+
+
+@cute.jit
+def place_of(
+    by_heads: cute.FastDivmodDivisorV2,
+    by_group: cute.FastDivmodDivisorV2,
+    by_chunks: cute.FastDivmodDivisorV2,
+    tokens: Int32,
+    cu_seqlens: cute.Tensor | None,
+) -> Any:
+    """(slot, value head, head of q and k, chunk) of this block. Value heads of a group are
+    neighbours, and find q and k in L2."""
+    block, _, _ = cute.arch.block_idx()
+    slot, head = divmod(block, by_heads)
+    head_qk, _ = divmod(head, by_group)
+    if cutlass.const_expr(cu_seqlens is None):
+        sequence, index = divmod(slot, by_chunks)
+        start = index * CHUNK
+        length = cutlass.min(tokens - start, Int32(CHUNK))
+        place = ChunkPlace(cutlass.Boolean(True), sequence, sequence, index, start, length)
+    else:
+        place = chunk_place(slot, tokens, cu_seqlens)
+    return slot, head, head_qk, place
+
+
+def rows_of(x: cute.Tensor | None, place: Any, head: Any) -> Rows | None:
+    """The chunk's rows of a tensor [B, T, heads, columns]."""
+    if x is None:
+        return None
+    width = x.element_type.width // 8
+    start = (
+        x.iterator
+        + (Int64(place.batch) * x.stride[0] + Int64(head) * x.stride[2])
+        + Int64(place.start) * x.stride[1]
+    ).toint()
+    return Rows(start, Uint32(x.stride[1] * width))

@@ -36,13 +36,14 @@ from ...common.ptx.matrices import transpose_matrix
 from ...common.ptx.memory import load_shared, store_shared
 from ...common.ptx.mma import mma_tf32
 from ...common.spec import WARP_SIZE
-from .scores import (
-    REGION_BYTES,
+from .sub_chunks import (
+    REGION,
     SUB_CHUNK,
     SUB_CHUNKS,
-    ChunkScores,
+    ChunkMemory,
     block_element,
     block_offset,
+    row_and_part,
     tile_unit,
 )
 
@@ -56,23 +57,19 @@ def split(x: Any) -> tuple[Any, Any]:
     return high, low.bitcast(Int32)
 
 
-class ChunkInverse(ChunkScores):
-    """What is done to the blocks of L."""
+class Inverse:
+    """Inverts L, block by block. All methods run on the device."""
 
-    @cute.jit
-    def finish_lower(self, smem: Int32, b: Int32, acc: cute.Tensor) -> None:
-        """The rows of L of sub-chunk b, by warp b, and the inverse of the block on the diagonal;
-        after `swap_sums`."""
-        self.store_lower(smem, b, self.take(smem, b, 1, acc))
-        cute.arch.sync_warp()
-        self.invert_diagonal(smem, b)
+    def __init__(self, memory: ChunkMemory, *, times_beta: bool):
+        """times_beta: whether columns of the result are multiplied by beta of their tokens."""
+        self.memory, self.dtype, self.times_beta = memory, memory.dtype, times_beta
 
     @cute.jit
     def invert_diagonal(self, smem: Int32, b: Int32) -> None:
         """Block (b, b) below its diagonal becomes that of the inverse, whose diagonal is 1."""
         lane = cute.arch.lane_idx()
         n = lane & (SUB_CHUNK - 1)
-        block = smem + self.blocks + block_offset(b, b)
+        block = smem + self.memory["blocks"] + block_offset(b, b)
         column = self._substituted(block, n)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(1, SUB_CHUNK):
@@ -94,7 +91,7 @@ class ChunkInverse(ChunkScores):
 
     @cute.jit
     def invert(self, smem: Int32, part: Int32) -> None:
-        """All blocks of the inverse to `put_inverse`, by all warps, of which this one is `part`.
+        """All blocks of the inverse to `tile_kk`, by all warps, of which this one is `part`.
         Starts when L and the inverted blocks on the diagonal can be read by all, and ends when the
         results can."""
         n = cute.make_rmem_tensor((8,), Float32)  # N, transposed, as accumulators
@@ -109,7 +106,7 @@ class ChunkInverse(ChunkScores):
             self._set(n, self._times(left, self._rows(self._block(smem, i, j))))
         if part < 2:
             x = self._times_diagonal(smem, n, i)
-            self.put_inverse(smem, i, j, x)
+            self.store_block(smem, i, j, x)
             if part == 0:
                 self._leave(smem, 0, x)
             else:
@@ -117,7 +114,7 @@ class ChunkInverse(ChunkScores):
                 self._store_rows(self._block(smem, i, j), x)
         if part == 6:
             for m in cutlass.range(SUB_CHUNKS, unroll=1):
-                self.put_inverse(smem, m, m, self._diagonal_transposed(smem, m))
+                self.store_block(smem, m, m, self._diagonal_transposed(smem, m))
         if part == 7:
             for row in cutlass.range_constexpr(SUB_CHUNKS):
                 for column in cutlass.range_constexpr(row + 1, SUB_CHUNKS):
@@ -132,7 +129,7 @@ class ChunkInverse(ChunkScores):
         if inner:
             x = self._times_diagonal(smem, n, i)
             if i == 2:
-                self.put_inverse(smem, i, j, x)
+                self.store_block(smem, i, j, x)
                 left = self._split([-n[m] for m in range(8)])
                 y = self._times(left, self._rows(self._block(smem, Int32(3), Int32(2))))
                 self._leave(smem, 1 + j, y)
@@ -141,7 +138,7 @@ class ChunkInverse(ChunkScores):
         cute.arch.sync_threads()
         if inner and i == 3:
             y = self._left_by(smem, 1 + j)
-            self.put_inverse(smem, i, j, [n[m] + y[m] for m in range(8)])
+            self.store_block(smem, i, j, [n[m] + y[m] for m in range(8)])
         cute.arch.sync_threads()
 
     def _set(self, x: cute.Tensor, values: list[Any]) -> None:
@@ -149,14 +146,14 @@ class ChunkInverse(ChunkScores):
             x[m] = value
 
     def _block(self, smem: Any, i: Any, j: Any) -> Any:
-        return smem + self.blocks + block_offset(i, j)
+        return smem + self.memory["blocks"] + block_offset(i, j)
 
     # -- between warps ------------------------------------------------------------------------
 
     def _exchange(self, smem: Any, index: Any) -> Any:
         """Where accumulators of a 16 by 16 block are left for another warp: what is free of the
         regions."""
-        return smem + self.exchange + index * REGION_BYTES + cute.arch.lane_idx() * 16
+        return smem + REGION["exchange"] + index * REGION.nbytes + cute.arch.lane_idx() * 16
 
     def _leave(self, smem: Any, index: Any, x: list[Any]) -> None:
         at = self._exchange(smem, index)
@@ -172,7 +169,7 @@ class ChunkInverse(ChunkScores):
 
     def _store_rows(self, block: Any, x: list[Any]) -> None:
         """A block of float32, from the accumulators of its transposed."""
-        r, c = self.row_and_part()
+        r, c = row_and_part()
         for t in range(2):
             for half in range(2):
                 for e in range(2):
@@ -188,7 +185,7 @@ class ChunkInverse(ChunkScores):
 
     def _rows(self, block: Any) -> list[Any]:
         """A block's part that a right operand takes: [8 rows][8 columns][2 neighbours]."""
-        r, c = self.row_and_part()
+        r, c = row_and_part()
         values: list[Any] = []
         for t in range(2):
             for s in range(2):
@@ -203,7 +200,7 @@ class ChunkInverse(ChunkScores):
 
     def _diagonal_transposed(self, smem: Any, j: Any) -> list[Any]:
         """X_jj^T as accumulators."""
-        r, c = self.row_and_part()
+        r, c = row_and_part()
         block = self._block(smem, j, j)
         values: list[Any] = []
         for s in range(2):
@@ -221,7 +218,7 @@ class ChunkInverse(ChunkScores):
 
     def _times_diagonal(self, smem: Any, n: cute.Tensor, i: Any) -> list[Any]:
         """-n X_ii^T"""
-        r, c = self.row_and_part()
+        r, c = row_and_part()
         rows = self._rows(self._block(smem, i, i))
         for t in range(2):
             for e in range(2):
@@ -249,27 +246,24 @@ class ChunkInverse(ChunkScores):
 
     # -- results ------------------------------------------------------------------------------
 
-    def store_block(
-        self, tile: Any, i: Any, j: Any, x: list[Any], factors: list[Any] | None = None
-    ) -> None:
-        """Block (i, j) of a 16-bit tile in shared memory, whose rows of a sub-chunk are in a region
-        each, from the accumulators of its transposed; `factors` are for the thread's two
-        columns."""
-        r, c = self.row_and_part()
+    def store_block(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
+        """Block (i, j) of the inverse to `tile_kk`, from the accumulators of its transposed."""
+        r, c = row_and_part()
+        factors = None
+        if self.times_beta:
+            column = j * SUB_CHUNK + r
+            factors = [self.memory.of_token(smem, "beta", column + 8 * half) for half in range(2)]
+        tile = smem + REGION["tile_kk"]
         for t in range(2):
             for half in range(2):
                 pair = x[4 * t + 2 * half : 4 * t + 2 * half + 2]
                 if factors is not None:
                     pair = [value * factors[half] for value in pair]
                 moved = transpose_matrix(pack(self.dtype, *pair))
-                at = tile + i * REGION_BYTES + tile_unit(8 * t + r, 2 * j + half)
+                at = tile + i * REGION.nbytes + tile_unit(8 * t + r, 2 * j + half)
                 store_shared(Int32, at + 4 * c, [moved])
 
     def put_zeros(self, smem: Any, i: Any, j: Any) -> None:
         lane = cute.arch.lane_idx()
-        at = smem + self.tile_kk + i * REGION_BYTES + tile_unit(lane >> 1, 2 * j + (lane & 1))
+        at = smem + REGION["tile_kk"] + i * REGION.nbytes + tile_unit(lane >> 1, 2 * j + (lane & 1))
         store_shared(Int32, at, [Int32(0)] * 4)
-
-    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
-        """Take block (i, j) of the inverse, as accumulators of its transposed."""
-        raise NotImplementedError

@@ -36,7 +36,7 @@ STEP = 16  # of the summed dimension, in a product
 
 
 class TransposedState:
-    """Base of the kernels that carry a state from chunk to chunk.
+    """What a kernel that carries a state from chunk to chunk does with it.
 
     Attributes:
         dtype: of operands.
@@ -55,7 +55,7 @@ class TransposedState:
 
     # -- registers ----------------------------------------------------------------------------
 
-    def empty_state(self) -> cute.Tensor:
+    def empty(self) -> cute.Tensor:
         return cute.make_rmem_tensor((FRAGMENT_ROWS * self.head_dim_k // WARP_SIZE,), Float32)
 
     def values(self, x: cute.Tensor) -> list[Any]:
@@ -126,7 +126,7 @@ class TransposedState:
 
     # -- memory -------------------------------------------------------------------------------
 
-    def load_state(
+    def load(
         self, state: cute.Tensor, source: cute.Tensor | None, v_first: bool, sequence: Any,
         head: Any, first_v: Any,
     ) -> None:  # fmt: skip
@@ -141,15 +141,15 @@ class TransposedState:
             row, column = (v, k) if v_first else (k, v)
             state[i] = source[sequence, head, row, column]
 
-    def store_state(
+    def store(
         self, state: cute.Tensor, target: cute.Tensor | None, v_first: bool, sequence: Any,
         head: Any, first_v: Any,
     ) -> None:  # fmt: skip
-        """Into `target`, if there is one, as `load_state` reads it."""
+        """Into `target`, if there is one, as `load` reads it."""
         if target is None:
             return
         thread, _, _ = cute.arch.thread_idx()
-        lane = thread & (WARP_SIZE - 1)  # so that no address is kept from `load_state` until now
+        lane = thread & (WARP_SIZE - 1)  # so that no address is kept from `load` until now
         for i in range(cute.size(state)):
             k, v = self.element(i, first_v, lane)
             row, column = (v, k) if v_first else (k, v)

@@ -15,13 +15,13 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
 from ...common.ptx.async_copy import copy_async
-from ...common.ptx.convert import pack, unpack
+from ...common.ptx.convert import pack_all, unpack_all
 from ...common.ptx.matrices import load_matrices
 from ...common.ptx.memory import load_global, load_shared, store_global, store_shared
 from ...common.ptx.mma import mma
 from ...common.spec import WARP_SIZE
 from .chunks import CHUNK_SHIFT, sequence_place
-from .spec import CHUNK, SMALLEST_SMEM_BYTES
+from .spec import CHUNK
 
 UNIT_BYTES = 16  # of a copy, and of the swizzle
 LINE_BYTES = 128  # of a row of a sub-tile
@@ -29,13 +29,6 @@ SUB_TILE_BYTES = CHUNK * LINE_BYTES
 FRAGMENT_ROWS = 16
 
 _INDEX = {"int32": Int32, "int64": Int64}
-
-
-def check_smem(nbytes: int, limit: int = SMALLEST_SMEM_BYTES) -> int:
-    """`nbytes`, unless a block may not have so many bytes of shared memory (ValueError)."""
-    if nbytes > limit:
-        raise ValueError(f"{nbytes} bytes of shared memory, at most {limit}")
-    return nbytes
 
 
 # -- stand-ins
@@ -130,14 +123,6 @@ def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
             values += load_global(Float32, address + 4 * i, 4)
         return values
     return unpack_all(dtype, load_global(Int32, address, count // 2))
-
-
-def unpack_all(dtype: Any, registers: Any) -> list[Any]:
-    return [element for x in registers for element in unpack(dtype, x)]
-
-
-def pack_all(dtype: Any, values: Any) -> list[Any]:
-    return [pack(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
 # -- rows from global to shared memory

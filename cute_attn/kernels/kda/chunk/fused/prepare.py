@@ -19,17 +19,18 @@ gate costs the tokens behind it no accuracy.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from ....common.carried import Carried
 from ....common.dtypes import DTYPE
 from ....common.numbers import LOG2_E
 from ....common.ptx.compiler import keep_branch
-from ....common.ptx.convert import unpack
+from ....common.ptx.convert import pack_all, unpack
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import (
     load_global,
@@ -40,47 +41,100 @@ from ....common.ptx.memory import (
 )
 from ....common.spec import WARP_SIZE
 from ...gates import log2_decay, sigmoid
-from ..chunks import num_slots
-from ..inverse import ChunkInverse
-from ..scores import (
+from ..chunks import divisors, num_slots, place_of, row_offset, rows_of
+from ..gate_sums import GateSums
+from ..inverse import Inverse
+from ..operands import Operands
+from ..score_tiles import ScoreTiles
+from ..scores import Scores
+from ..spec import CHUNK, PrepareSpec
+from ..sub_chunks import (
     NUM_THREADS,
-    REGION_BYTES,
+    REGION,
     SUB_CHUNK,
     SUB_CHUNKS,
-    row_offset,
+    ChunkMemory,
+    row_and_part,
     tile_unit,
 )
-from ..spec import CHUNK, PrepareSpec
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
 
 # In a register, twice if it has room for two.
 MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
 
 
-class Record(NamedTuple):
-    """Where a chunk and head has its tiles."""
+class Record(Carried):
+    """Where a chunk and head has its tiles in memory; takes q and k, decayed, as `scores.Outputs`.
 
-    base: Any  # address of all tiles
-    unit: Any  # the first of its 16-byte units: Uint32, as nobody has 64 GB of them
+    Args:
+        base: address of all tiles.
+        unit: the first of the record's 16-byte units: Uint32, as nobody has 64 GB of them.
+    """
+
+    def __init__(self, memory: ChunkMemory, base: Any, unit: Any):
+        self.memory, self.base, self.unit = memory, base, unit
+        # Byte offsets of the matrices. kd and qg alternate, sub-tile by sub-tile.
+        matrix = memory.head_dim_k // 64 * SUB_TILE_BYTES
+        self.kd, self.qg, self.kg = 0, SUB_TILE_BYTES, 2 * matrix
+        self.akk, self.aqk = 3 * matrix, 3 * matrix + SUB_TILE_BYTES
 
     def at(self, offset: Any) -> Any:
         """The address of a byte, whose offset is a multiple of 16."""
         return self.base + Int64(Uint64(self.unit + Uint32(offset >> 4)) * Uint64(UNIT_BYTES))
 
+    def decayed_k(self, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any) -> None:
+        if self.memory.l2norm:
+            row = b * SUB_CHUNK + 8 * half + row_and_part()[0]
+            norm = self.memory.of_token(smem, "inverse_norm_k", row)
+            start = [x * norm for x in start]
+        k = [x * y for x, y in zip(k, start, strict=True)]
+        self.put(self.kd, b, half, group, k, 2 * SUB_TILE_BYTES)
 
-class KdaPrepare(ChunkInverse):
+    def decayed_q(
+        self, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any, scale: Any
+    ) -> None:
+        norm = scale
+        if self.memory.l2norm:
+            row = b * SUB_CHUNK + 8 * half + row_and_part()[0]
+            norm = self.memory.of_token(smem, "inverse_norm_q", row)
+        q = [x * (y * norm) for x, y in zip(q, start, strict=True)]
+        self.put(self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
+
+    def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
+        k = self.memory.normalised(smem, b * SUB_CHUNK + 8 * half + row_and_part()[0], k)
+        self.put(self.kg, b, half, group, k, SUB_TILE_BYTES)
+
+    def put(self, matrix: int, b: Any, half: int, group: Any, values: list[Any], step: int) -> None:
+        """8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes apart."""
+        r, c = row_and_part()
+        at = (group >> 1) * step + tile_unit(r, ((group & 1) << 2) + c)
+        at = self.at(at + b * (SUB_CHUNK * LINE_BYTES))
+        at = at + (matrix + half * 8 * LINE_BYTES)
+        store_global(Int32, at, pack_all(self.memory.dtype, values))
+
+    def copy_rows(self, tile: Any, matrix: int, b: Any, first: Any, rows: int) -> None:
+        """Rows of sub-chunk b of a tile in shared memory."""
+        lane = cute.arch.lane_idx()
+        for i in range(rows * LINE_BYTES // (WARP_SIZE * 16)):
+            at = first * LINE_BYTES + (i * WARP_SIZE + lane) * 16
+            x = load_shared(Int32, tile + b * REGION.nbytes + at, 4)
+            store_global(Int32, self.at(b * (SUB_CHUNK * LINE_BYTES) + at) + matrix, x)
+
+
+class KdaPrepare:
     """The kernel for one PrepareSpec; see the module's docstring."""
 
     def __init__(self, spec: PrepareSpec):
-        super().__init__(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm)
         self.spec = spec
+        self.memory = ChunkMemory(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm)
+        self.smem_bytes = self.memory.nbytes
+        self.operands = Operands(self.memory)
+        self.sums = GateSums(self.memory)
+        self.scores = Scores(self.memory, self.sums)
+        self.score_tiles = ScoreTiles(self.memory, self.sums)
+        self.inverse = Inverse(self.memory, times_beta=True)
+        self.dtype = self.memory.dtype
         self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
-        # Byte offsets in a record, what a chunk and head has in `tiles`.
-        matrix = spec.head_dim_k // 64 * SUB_TILE_BYTES
-        # kd and qg alternate, sub-tile by sub-tile.
-        self.kd, self.qg, self.kg = 0, SUB_TILE_BYTES, 2 * matrix
-        self.akk, self.aqk = 3 * matrix, 3 * matrix + SUB_TILE_BYTES
-        assert self.aqk + SUB_TILE_BYTES == 2 * spec.elements
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -168,12 +222,12 @@ class KdaPrepare(ChunkInverse):
             scale,
             lower_bound,
             beta_scale,
-            *self.divisors(g, q),
+            *divisors(g, q),
         ).launch(
             grid=[g.shape[2] * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
-            min_blocks_per_mp=self.blocks_per_sm(),
+            min_blocks_per_mp=self.memory.blocks_per_sm(),
             preferred_smem_carveout=100,
             stream=stream,
         )
@@ -198,17 +252,19 @@ class KdaPrepare(ChunkInverse):
         by_chunks: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        slot, head, head_qk, place = self.place_of(
-            by_heads, by_group, by_chunks, g.shape[1], cu_seqlens
-        )
+        slot, head, head_qk, place = place_of(by_heads, by_group, by_chunks, g.shape[1], cu_seqlens)
         smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
             # All loads, before anything waits for one.
-            raw = self.load_gates(self.rows_of(g, place, head), place.length)
+            raw = self.load_gates(rows_of(g, place, head), place.length)
             a, bias = self.load_parameters(A_log, dt_bias, head)
             own_beta = self.load_beta(beta, place, head)
-            self.start_copy(self.rows_of(q, place, head_qk), smem + self.q, place.length)
-            self.start_copy(self.rows_of(k, place, head_qk), smem + self.k, place.length)
+            self.operands.start_copy(
+                rows_of(q, place, head_qk), smem + self.memory["q"], place.length
+            )
+            self.operands.start_copy(
+                rows_of(k, place, head_qk), smem + self.memory["k"], place.length
+            )
             cute.arch.cp_async_commit_group()
             self.blank_gates(raw, place.length)
             self.sum_gates(raw, a, bias, smem, lower_bound)
@@ -216,28 +272,29 @@ class KdaPrepare(ChunkInverse):
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
-            self.norms(smem, scale)
-            if thread < self.head_dim_k:
-                decay[slot, head, thread] = exp2(self.finish_tables(smem, thread))
+            self.operands.norms(smem, scale)
+            if thread < self.spec.head_dim_k:
+                decay[slot, head, thread] = exp2(self.sums.finish_tables(smem, thread))
             cute.arch.sync_threads()
 
             first = Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1]
-            record = Record(tiles.iterator.toint(), Uint32(first // 8))
+            record = Record(self.memory, tiles.iterator.toint(), Uint32(first // 8))
             part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
             b = part & (SUB_CHUNKS - 1)
             half = part >> 2
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
-            self.score(smem, b, half, scale, record, acc)
-            self.swap_sums(smem, b, half, acc)
+            self.scores.score(smem, b, half, scale, record, acc)
+            self.score_tiles.swap_sums(smem, b, half, acc)
             if half == 0:
-                self.finish_lower(smem, b, acc)
+                self.score_tiles.finish_lower(smem, b, acc)
+                self.inverse.invert_diagonal(smem, b)
             else:
-                self.finish_scores(smem, b, scale, acc)
-                self.copy_rows(smem + self.tile_qk, record, self.aqk, b, 0, SUB_CHUNK)
+                self.score_tiles.finish_scores(smem, b, scale, acc)
+                record.copy_rows(smem + REGION["tile_qk"], record.aqk, b, 0, SUB_CHUNK)
             cute.arch.sync_threads()
-            self.invert(smem, part)
+            self.inverse.invert(smem, part)
             rows = SUB_CHUNK // 2
-            self.copy_rows(smem + self.tile_kk, record, self.akk, b, half * rows, rows)
+            record.copy_rows(smem + REGION["tile_kk"], record.akk, b, half * rows, rows)
 
     # -- gates and beta -----------------------------------------------------------------------
 
@@ -256,7 +313,7 @@ class KdaPrepare(ChunkInverse):
         if thread < CHUNK:
             if cutlass.const_expr(self.spec.beta_sigmoid):
                 x = cutlass.select_(thread < length, beta_scale * sigmoid(x), Float32(0.0))
-            store_shared(Float32, smem + self.beta + thread * 4, [Float32(x)])
+            store_shared(Float32, smem + self.memory["beta"] + thread * 4, [Float32(x)])
 
     @cute.jit
     def load_parameters(
@@ -264,7 +321,7 @@ class KdaPrepare(ChunkInverse):
     ) -> Any:
         """A_log, and dt_bias of the thread's two channels."""
         thread, _, _ = cute.arch.thread_idx()
-        pair = thread % (self.head_dim_k // 2)
+        pair = thread % (self.spec.head_dim_k // 2)
         a = Float32(0.0)
         bias = (Float32(0.0), Float32(0.0))
         if cutlass.const_expr(A_log is not None):
@@ -278,7 +335,7 @@ class KdaPrepare(ChunkInverse):
         """A thread's part of g, as it is: a sub-chunk's rows of two channels. Rows past the chunk's
         end are its last one."""
         thread, _, _ = cute.arch.thread_idx()
-        pairs = self.head_dim_k // 2
+        pairs = self.spec.head_dim_k // 2
         registers = self.gate_dtype.width // 16
         raw = cute.make_rmem_tensor((SUB_CHUNK * registers,), Int32)
         if thread < pairs * SUB_CHUNKS:
@@ -295,7 +352,7 @@ class KdaPrepare(ChunkInverse):
     def blank_gates(self, raw: cute.Tensor, length: Int32) -> None:
         """Rows past the chunk's end become what makes a gate of 0."""
         thread, _, _ = cute.arch.thread_idx()
-        first = thread // (self.head_dim_k // 2) * SUB_CHUNK
+        first = thread // (self.spec.head_dim_k // 2) * SUB_CHUNK
         blank = Int32(0 if self.spec.gate == "none" else MINUS_INFINITY[self.spec.gate_dtype])
         registers = self.gate_dtype.width // 16
         if length < CHUNK:
@@ -315,7 +372,7 @@ class KdaPrepare(ChunkInverse):
         lower_bound: Float32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        pairs = self.head_dim_k // 2
+        pairs = self.spec.head_dim_k // 2
         if thread < pairs * SUB_CHUNKS:
             sub, pair = thread // pairs, thread % pairs
             rate = Float32(1.0)
@@ -329,60 +386,9 @@ class KdaPrepare(ChunkInverse):
                         for x, y in zip(self.gate_pair(raw, t), bias, strict=True)
                     ]
                 )
-            self.store_sums(smem, pair, sub, gates, ascending=self.spec.gate == "none")
+            self.sums.store_sums(smem, pair, sub, gates, ascending=self.spec.gate == "none")
 
     def gate_pair(self, raw: cute.Tensor, t: int) -> tuple[Any, Any]:
         if self.gate_dtype is Float32:
             return tuple(Int32(raw[2 * t + n]).bitcast(Float32) for n in range(2))
         return unpack(self.gate_dtype, raw[t])
-
-    # -- results ------------------------------------------------------------------------------
-
-    def put_decayed_k(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any
-    ) -> None:
-        if self.l2norm:
-            row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
-            norm = self.of_row(smem, self.inverse_norm_k, row)
-            start = [x * norm for x in start]
-        k = [x * y for x, y in zip(k, start, strict=True)]
-        self.put(out, self.kd, b, half, group, k, 2 * SUB_TILE_BYTES)
-
-    def put_decayed_q(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any,
-        scale: Any,
-    ) -> None:  # fmt: skip
-        norm = scale
-        if self.l2norm:
-            row = b * SUB_CHUNK + 8 * half + self.row_and_part()[0]
-            norm = self.of_row(smem, self.inverse_norm_q, row)
-        q = [x * (y * norm) for x, y in zip(q, start, strict=True)]
-        self.put(out, self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
-
-    def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
-        k = self.normalised(smem, b * SUB_CHUNK + 8 * half + self.row_and_part()[0], k)
-        self.put(out, self.kg, b, half, group, k, SUB_TILE_BYTES)
-
-    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
-        column = j * SUB_CHUNK + self.row_and_part()[0]
-        beta = [self.of_row(smem, self.beta, column + 8 * half) for half in range(2)]
-        self.store_block(smem + self.tile_kk, i, j, x, beta)
-
-    def put(
-        self, record: Any, matrix: int, b: Any, half: int, group: Any, values: list[Any], step: int
-    ) -> None:
-        """8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes apart."""
-        r, c = self.row_and_part()
-        at = (group >> 1) * step + tile_unit(r, ((group & 1) << 2) + c)
-        at = record.at(at + b * (SUB_CHUNK * LINE_BYTES))
-        at = at + (matrix + half * 8 * LINE_BYTES)
-        store_global(Int32, at, self.packed(values))
-
-    def copy_rows(self, tile: Any, record: Any, matrix: int, b: Any, first: Any, rows: int) -> None:
-        """Rows of sub-chunk b of a sub-tile to memory."""
-        lane = cute.arch.lane_idx()
-        for i in range(rows * LINE_BYTES // (WARP_SIZE * 16)):
-            at = first * LINE_BYTES + (i * WARP_SIZE + lane) * 16
-            x = load_shared(Int32, tile + b * REGION_BYTES + at, 4)
-            address = record.at(b * (SUB_CHUNK * LINE_BYTES) + at) + matrix
-            store_global(Int32, address, x)

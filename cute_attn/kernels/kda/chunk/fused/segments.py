@@ -28,10 +28,11 @@ from ....common.ptx.async_copy import copy_async
 from ....common.ptx.convert import split_tf32
 from ....common.ptx.memory import load_shared, shared_address, store_shared
 from ....common.ptx.mma import mma_tf32
-from ....common.spec import MAX_SMEM_BYTES, WARP_SIZE
+from ....common.smem import Buffer, SharedMemory
+from ....common.spec import WARP_SIZE
 from ..chunks import sequence_place
 from ..spec import CHUNK, SegmentsSpec
-from ..tiles import check_smem, fake_matrices, fake_offsets
+from ..tiles import fake_matrices, fake_offsets
 
 NUM_WARPS = 4
 UNIT = 4  # floats of a copy
@@ -46,11 +47,12 @@ class KdaSegments:
         # In floats. Rows lie 4 banks apart where 8 of them are read together, a pair a lane, and 8
         # banks where 4 are.
         self.state_row, self.transition_row = spec.head_dim_k + 4, spec.head_dim_k + 8
-        self.state_bytes = spec.tile_v * self.state_row * 4
-        self.transition_bytes = spec.head_dim_k * self.transition_row * 4
-        self.smem_bytes = check_smem(
-            2 * self.state_bytes + spec.num_stages * self.transition_bytes, MAX_SMEM_BYTES
+        self.memory = SharedMemory(
+            Buffer("state", Float32, spec.tile_v * self.state_row, stages=2, alignment=128),
+            Buffer("transition", Float32, spec.head_dim_k * self.transition_row, spec.num_stages),
         )
+        self.smem_bytes = self.memory.nbytes
+        self.transition_bytes = self.memory.buffers["transition"].stage_bytes
         assert self.columns % 8 == 0
 
     def fake_args(self) -> tuple[Any, ...]:
@@ -108,8 +110,10 @@ class KdaSegments:
         # The sequence's segments, those with chunks. All but the first and the last make a step.
         count = (num_chunks + (chunks_per_segment - 1)) // chunks_per_segment
 
-        smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 128))
-        ring = smem + 2 * self.state_bytes
+        smem = shared_address(
+            cutlass.memory.SmemAllocator().allocate(self.smem_bytes, self.memory.alignment)
+        )
+        ring = smem + self.memory["transition"]
         v = tile * self.spec.tile_v + row
         mine = warp_index * self.columns
         states = segment_states[sequence, None, head, None, None]
@@ -122,7 +126,7 @@ class KdaSegments:
         cute.arch.sync_threads()
 
         buffer = smem
-        other = smem + self.state_bytes
+        other = smem + self.memory.buffers["state"].stage_bytes
         stage = Int32(0)
         for p in cutlass.range(1, count - 1, unroll=1):
             last = self.spec.num_stages - 1

@@ -45,14 +45,14 @@ from ....common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
 from ....common.ptx.convert import unpack
 from ....common.ptx.matrices import load_matrices, transpose_matrix
 from ....common.ptx.memory import shared_address, store_global_where
-from ....common.spec import MAX_SMEM_BYTES, MBARRIER_BYTES, WARP_SIZE
+from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ....common.spec import MBARRIER_BYTES, WARP_SIZE
 from ..chunks import num_sequences, sequence_place
 from ..spec import CHUNK, StatePassSpec, record_elements
 from ..state import TransposedState
 from ..tiles import (
     SUB_TILE_BYTES,
     UNIT_BYTES,
-    check_smem,
     fake_matrices,
     fake_offsets,
     fake_rows,
@@ -62,43 +62,60 @@ from ..tiles import (
 KD_STEP = 2 * SUB_TILE_BYTES  # from a sub-tile of kd, or qg, to the next
 
 
-class KdaStatePass(TransposedState):
+class KdaStatePass:
     """The kernel for one StatePassSpec; see the module's docstring."""
 
     def __init__(self, spec: StatePassSpec):
-        super().__init__(DTYPE[spec.dtype], spec.head_dim_k, spec.products, KD_STEP)
-        self.spec = spec
+        self.spec, self.dtype = spec, DTYPE[spec.dtype]
+        self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products, KD_STEP)
         self.num_warps = spec.tile_v // 16
         self.bulk = spec.copies == "bulk"
+        self.transitions = spec.segments == "transitions"
         state = Role("state", range(self.num_warps))
         load = Role("load", range(self.num_warps, self.num_warps + 1))
+        self.roles = (state, load)
         # Every lane copies some of v, and of the tiles too where there are no bulk copies.
         copied = Kind.THREADS | (Kind.BYTES if self.bulk else Kind.THREADS)
         self.pipeline = Pipeline(
             Edge("chunk_full", load, state, spec.num_stages, copied, payload="a chunk's tiles"),
             Edge("chunk_empty", state, load, spec.num_stages, Kind.WARPS, payload="its stage"),
         )
-        sub_tiles = spec.head_dim_k // 64
-        # Byte offsets within a stage. Sub-tiles of kd and qg alternate.
-        self.kd, self.qg = 0, SUB_TILE_BYTES
-        self.kg = 2 * sub_tiles * SUB_TILE_BYTES
-        self.akk = self.kg + sub_tiles * SUB_TILE_BYTES
-        self.aqk = self.akk + SUB_TILE_BYTES
-        self.v = self.aqk + SUB_TILE_BYTES
-        self.decay = self.v + CHUNK * spec.tile_v * 2
-        # What a chunk's record has that is needed: (offset, bytes).
-        self.parts = [(0, self.v)]
-        if spec.segments == "transitions":
-            self.parts = [(2 * i * SUB_TILE_BYTES, SUB_TILE_BYTES) for i in range(sub_tiles)]
-            self.parts.append((self.kg, self.aqk - self.kg))
-        self.stage_bytes = self.decay + max(1024, spec.head_dim_k * 4)
-        assert self.v == record_elements(spec.head_dim_k) * 2
-        self.smem_bytes = check_smem(
-            spec.num_stages * self.stage_bytes + self.pipeline.nbytes, MAX_SMEM_BYTES
+        rows = CHUNK * spec.head_dim_k
+        self.stage = SharedMemory(
+            # The record that `prepare` has left; sub-tiles of kd and qg alternate.
+            Buffer("kd_qg", self.dtype, 2 * rows, alignment=SWIZZLE_ALIGNMENT),
+            Buffer("kg", self.dtype, rows),
+            Buffer("akk", self.dtype, CHUNK * CHUNK, holds="Akk Diag(beta)"),
+            Buffer("aqk", self.dtype, CHUNK * CHUNK),
+            Buffer("v", self.dtype, CHUNK * spec.tile_v),
+            Buffer("decay", Float32, spec.head_dim_k),
         )
-        self.transitions = spec.segments == "transitions"
+        record_bytes = self.stage["v"]
+        assert record_bytes == record_elements(spec.head_dim_k) * 2
+        self.memory = SharedMemory(
+            Buffer.ring("chunk", self.stage, spec.num_stages),
+            Buffer("barriers", Int64, self.pipeline.count, alignment=MBARRIER_BYTES),
+        )
+        self.smem_bytes = self.memory.nbytes
+        self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
+        # What a chunk's record has that is needed: (offset, bytes).
+        self.parts = [(0, record_bytes)]
+        if self.transitions:
+            sub_tiles = spec.head_dim_k // 64
+            self.parts = [(i * KD_STEP, SUB_TILE_BYTES) for i in range(sub_tiles)]
+            self.parts.append((self.stage["kg"], self.stage["aqk"] - self.stage["kg"]))
         # A row of v: whole lines of 128 bytes, or one shorter line.
         self.v_line = min(spec.tile_v * 2, 128)
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        """What reports and traces call barriers, buffers and warps: the arguments of the emulator's
+        `Names`. Shared memory begins at address `shared_base`."""
+        memory = self.memory.names(shared_base)
+        del memory["barriers"]
+        return {
+            "shared": memory | self.pipeline.names(shared_base + self.memory["barriers"]),
+            "warps": {role.name: (role.warps[0], role.warps[-1]) for role in self.roles},
+        }
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -212,9 +229,9 @@ class KdaStatePass(TransposedState):
                 needed = end < last and (segment > 0 or tile_start < spec.head_dim_v)
                 end = end if needed else first
 
-        smem = cutlass.memory.SmemAllocator()
-        stages = shared_address(smem.allocate(spec.num_stages * self.stage_bytes, 1024))
-        barriers = self.pipeline.at(smem.allocate_array(Int64, self.pipeline.count))
+        smem = self.memory.allocate()
+        stages = shared_address(smem.chunk)
+        barriers = self.pipeline.at(smem.barriers)
         if thread == 0:
             for stage in cutlass.range_constexpr(spec.num_stages):
                 for edge in self.pipeline:
@@ -293,7 +310,7 @@ class KdaStatePass(TransposedState):
                     )
                     for offset, size in self.parts:
                         copy_bulk(at + offset, record + offset, size, full)
-                    copy_bulk(at + self.decay, decays, decay_bytes, full)
+                    copy_bulk(at + self.stage["decay"], decays, decay_bytes, full)
             else:
                 for offset, size in self.parts:
                     for i in cutlass.range(size // (WARP_SIZE * UNIT_BYTES), unroll=8):
@@ -301,14 +318,14 @@ class KdaStatePass(TransposedState):
                         copy_async(at + x, record + x, True)
                 if lane < decay_bytes // UNIT_BYTES:
                     x = lane * UNIT_BYTES
-                    copy_async(at + self.decay + x, decays + x, True)
+                    copy_async(at + self.stage["decay"] + x, decays + x, True)
             rows = WARP_SIZE // line_units
             for i in cutlass.range_constexpr(CHUNK // rows):
                 token = c * CHUNK + row + i * rows
                 present = token < place.length and tile_start < spec.head_dim_v
                 token = token if present else Int32(0)
                 copy_async(
-                    at + self.v + self.v_offset(row + i * rows, unit),
+                    at + self.stage["v"] + self.v_offset(row + i * rows, unit),
                     v_start + Int64(token) * (v.stride[1] * 2),
                     present,
                 )
@@ -341,22 +358,22 @@ class KdaStatePass(TransposedState):
     ) -> None:
         spec = self.spec
         v_first = spec.state_v_first
-        state = self.empty_state()
+        state = self.state.empty()
         if cutlass.const_expr(spec.segments == "none"):
-            self.load_state(state, initial_state, v_first, sequence, head, column)
+            self.state.load(state, initial_state, v_first, sequence, head, column)
         elif cutlass.const_expr(self.transitions):
             if column >= spec.head_dim_v:
                 self.identity(state, column - spec.head_dim_v)
             elif segment == 0:
-                self.load_state(state, initial_state, v_first, sequence, head, column)
+                self.state.load(state, initial_state, v_first, sequence, head, column)
             else:
                 state.fill(0.0)
         elif segment == 0:
-            self.load_state(state, initial_state, v_first, sequence, head, column)
+            self.state.load(state, initial_state, v_first, sequence, head, column)
         else:
             starts = segment_states[None, segment - 1, None, None, None]
             if first < end:
-                self.load_state(state, starts, True, sequence, head, column)
+                self.state.load(state, starts, True, sequence, head, column)
 
         # The output of the chunk before, 16 tokens of 2 columns: it is stored while products run.
         output = cute.make_rmem_tensor((CHUNK // 4,), Int32)
@@ -380,17 +397,17 @@ class KdaStatePass(TransposedState):
             if first < end:
                 if column < spec.head_dim_v:
                     target = segment_states[None, segment, None, None, None]
-                    self.store_state(state, target, True, sequence, head, column)
+                    self.state.store(state, target, True, sequence, head, column)
                 else:
                     target = segment_transitions[None, segment, None, None, None]
                     at = column - spec.head_dim_v
-                    self.store_state(state, target, False, sequence, head, at)
+                    self.state.store(state, target, False, sequence, head, at)
         elif cutlass.const_expr(spec.segments == "none"):
-            self.store_state(state, final_state, v_first, sequence, head, column)
+            self.state.store(state, final_state, v_first, sequence, head, column)
         elif cutlass.const_expr(spec.has_final_state):
             # By the segment with the last token, or the first where there is none.
             if (first < end and end == last) or (last == 0 and segment == 0):
-                self.store_state(state, final_state, v_first, sequence, head, column)
+                self.state.store(state, final_state, v_first, sequence, head, column)
 
     def chunk(
         self, state: cute.Tensor, output: cute.Tensor, stage: Any, o: cute.Tensor, place: Any,
@@ -399,30 +416,36 @@ class KdaStatePass(TransposedState):
         """From state to state, and from the output of the chunk before to this one's. No branch may
         come between the start of a `wgmma` and its end, or they run one by one."""
         # remember: (kd S)^T and (qg S)^T, 16 columns of V by 64 tokens
-        s = self.operand(self.values(state))
-        recalled = self.times_rows(s, stage + self.kd)
-        remembered = [] if self.transitions else self.times_rows(s, stage + self.qg)
+        s = self.state.operand(self.state.values(state))
+        recalled = self.state.times_rows(s, stage + self.stage["kd_qg"])
+        remembered = (
+            []
+            if self.transitions
+            else self.state.times_rows(s, stage + self.stage["kd_qg"] + SUB_TILE_BYTES)
+        )
         self.store_o(output, o, place, head, column, c - 1, has_output)
 
         # correct
-        v_t = self.load_v(stage + self.v)
-        recalled = self.done(recalled, pending=0 if self.transitions else 1)
-        r = self.operand([x - y for x, y in zip(v_t, recalled, strict=True)])
-        corrections = self.times_rows(r, stage + self.akk, triangular=True)
-        decayed = self.decayed(state, stage + self.decay)
+        v_t = self.load_v(stage + self.stage["v"])
+        recalled = self.state.done(recalled, pending=0 if self.transitions else 1)
+        r = self.state.operand([x - y for x, y in zip(v_t, recalled, strict=True)])
+        corrections = self.state.times_rows(r, stage + self.stage["akk"], triangular=True)
+        decayed = self.state.decayed(state, stage + self.stage["decay"])
         if not self.transitions:
-            remembered = self.done(remembered, pending=1)
-        v_new = self.operand(self.done(corrections))
+            remembered = self.state.done(remembered, pending=1)
+        v_new = self.state.operand(self.state.done(corrections))
 
         # update
-        updated = self.times_columns(v_new, stage + self.kg, decayed)
+        updated = self.state.times_columns(v_new, stage + self.stage["kg"], decayed)
         if self.transitions:
-            self.assign(state, self.done(updated))
+            self.state.assign(state, self.state.done(updated))
             return
-        result = self.times_rows(v_new, stage + self.aqk, triangular=True, c=remembered)
-        self.assign(state, self.done(updated, pending=1))
-        result = self.operand(self.done(result))
-        self.assign(output, [transpose_matrix(x) for x in result])
+        result = self.state.times_rows(
+            v_new, stage + self.stage["aqk"], triangular=True, c=remembered
+        )
+        self.state.assign(state, self.state.done(updated, pending=1))
+        result = self.state.operand(self.state.done(result))
+        self.state.assign(output, [transpose_matrix(x) for x in result])
 
     # -- v and o ------------------------------------------------------------------------------
 
@@ -470,5 +493,5 @@ class KdaStatePass(TransposedState):
     def identity(self, state: cute.Tensor, first_v: Any) -> None:
         lane = cute.arch.lane_idx()
         for i in range(cute.size(state)):
-            k, v = self.element(i, first_v, lane)
+            k, v = self.state.element(i, first_v, lane)
             state[i] = Float32(k == v)

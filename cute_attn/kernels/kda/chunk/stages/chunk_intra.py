@@ -22,14 +22,16 @@ For every chunk of 64 tokens and value head (see `kda_chunk_intra_reference` in
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
+from ....common.carried import Carried
 from ....common.dtypes import DTYPE
+from ....common.ptx.convert import pack_all, unpack_all
 from ....common.ptx.matrices import load_matrices
 from ....common.ptx.memory import (
     load_global,
@@ -39,56 +41,113 @@ from ....common.ptx.memory import (
     store_shared,
 )
 from ....common.ptx.mma import mma
+from ....common.smem import Buffer, SharedMemory
 from ....common.spec import WARP_SIZE
-from ..chunks import num_slots
-from ..inverse import ChunkInverse
-from ..scores import (
+from ..chunks import Rows, divisors, num_slots, place_of, row_offset, rows_of
+from ..gate_sums import GateSums
+from ..inverse import Inverse
+from ..operands import Operands
+from ..score_tiles import ScoreTiles
+from ..scores import Scores
+from ..spec import CHUNK, IntraSpec
+from ..sub_chunks import (
     GROUP,
     NUM_THREADS,
-    REGION_BYTES,
+    REGION,
+    REGIONS,
     SUB_CHUNK,
     SUB_CHUNKS,
-    Rows,
-    row_offset,
+    ChunkMemory,
+    row_and_part,
     tile_unit,
 )
-from ..spec import CHUNK, IntraSpec
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
 
 HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
 MOST_COLUMNS = 128  # of a product
 
 
-class Outputs(NamedTuple):
-    """Where rows of q and k, decayed, are written to."""
+class Outputs(Carried):
+    """Takes q and k, decayed, as `scores.Outputs`: to qg and kg in memory, and to shared memory.
 
-    length: Any  # rows that there are
-    qg: Any
-    kg: Any
+    Args:
+        k_decayed: byte of shared memory at which beta exp2(G) * k begins.
+        length: rows of the chunk.
+        qg, kg: rows to write; None where there are none.
+    """
+
+    def __init__(self, memory: ChunkMemory, k_decayed: int, length: Any, qg: Rows | None, kg: Rows):
+        self.memory, self.k_decayed, self.length = memory, k_decayed, length
+        self.qg, self.kg = qg, kg
+
+    def decayed_k(self, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any) -> None:
+        r, c = row_and_part()
+        row = b * SUB_CHUNK + 8 * half + r
+        factor = self.memory.row_factor(smem, row)
+        k = [x * (y * factor) for x, y in zip(k, start, strict=True)]
+        k = pack_all(self.memory.dtype, k)
+        store_columns(smem + self.k_decayed, row, group, c, k)
+
+    def decayed_q(
+        self, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any, scale: Any
+    ) -> None:
+        if self.qg is not None:
+            r, c = row_and_part()
+            q = pack_all(self.memory.dtype, [x * y for x, y in zip(q, start, strict=True)])
+            put(self.qg, self.length, b * SUB_CHUNK + 8 * half + r, group * 4 + c, q)
+
+    def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
+        r, c = row_and_part()
+        row = b * SUB_CHUNK + 8 * half + r
+        k = pack_all(self.memory.dtype, self.memory.normalised(smem, row, k))
+        put(self.kg, self.length, row, group * 4 + c, k)
 
 
-class KdaChunkIntra(ChunkInverse):
+@cute.jit
+def put(rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:
+    """16 bytes of a row that is not past the chunk's end."""
+    if row < length:
+        address = rows.start + row_offset(row, rows.pitch) + Int64(unit * UNIT_BYTES)
+        store_global(Int32, address, x)
+
+
+def store_columns(tile: Any, row: Any, group: Any, part: Any, packed: Any) -> None:
+    """8 neighbours, the part-th 8 of 32, to an operand: pair i goes to the i-th unit of these 32,
+    in the place where the product has it in the same thread as the other three pairs."""
+    base = tile + (group >> 1) * SUB_TILE_BYTES + 4 * part
+    for i in range(4):
+        at = base + tile_unit(row, ((group & 1) << 2) + i)
+        store_shared(Int32, at, [packed[i]])
+
+
+class KdaChunkIntra:
     """The kernel for one IntraSpec; see the module's docstring."""
 
     def __init__(self, spec: IntraSpec):
-        super().__init__(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm)
         self.spec = spec
-        self.few_registers = spec.store_qg
+        self.dtype, self.beta_dtype = DTYPE[spec.dtype], DTYPE[spec.beta_dtype]
         # Of v a thread has this many units at a time, and of u this many columns, lest registers
         # run out.
         self.units = spec.head_dim_v // 8  # of a row
         self.parts = max(1, spec.head_dim_v // MOST_COLUMNS)
         self.loads = CHUNK * self.units // HALF // self.parts
-        self.beta_dtype = DTYPE[spec.beta_dtype]
         # beta exp2(G) * k and beta v, as operands: sub-tiles in which the columns of 32 are in the
         # order of `store_columns`. The second has the place of P, if that is large enough.
-        self.k_decayed = self.smem_bytes
-        self.smem_bytes += spec.head_dim_k // 64 * SUB_TILE_BYTES
-        self.v = self.q + SUB_CHUNKS * REGION_BYTES
-        v_bytes = spec.head_dim_v // 64 * SUB_TILE_BYTES
-        if self.v + v_bytes > self.blocks:
-            self.v = self.smem_bytes
-            self.smem_bytes += v_bytes
+        k_decayed = Buffer("k_decayed", self.dtype, CHUNK * spec.head_dim_k)
+        v = Buffer("v", self.dtype, CHUNK * spec.head_dim_v)
+        later = SharedMemory(REGIONS, v)
+        before = ChunkMemory(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm)
+        in_place = later.nbytes <= before["blocks"]
+        more = (k_decayed,) if in_place else (k_decayed, v)
+        self.memory = ChunkMemory(spec.dtype, spec.head_dim_k, *more, l2norm=spec.l2norm)
+        self.smem_bytes = self.memory.nbytes
+        self.k_decayed = self.memory["k_decayed"]
+        self.v = later["v"] if in_place else self.memory["v"]
+        self.operands = Operands(self.memory)
+        self.sums = GateSums(self.memory)
+        self.scores = Scores(self.memory, self.sums, few_registers=spec.store_qg)
+        self.score_tiles = ScoreTiles(self.memory, self.sums)
+        self.inverse = Inverse(self.memory, times_beta=False)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -149,12 +208,12 @@ class KdaChunkIntra(ChunkInverse):
         """
         slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
         self.kernel(
-            q, k, v, g, beta, cu_seqlens, Aqk, Akk, w, u, qg, kg, scale, *self.divisors(g, q)
+            q, k, v, g, beta, cu_seqlens, Aqk, Akk, w, u, qg, kg, scale, *divisors(g, q)
         ).launch(
             grid=[g.shape[2] * slots, 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
-            min_blocks_per_mp=self.blocks_per_sm(),
+            min_blocks_per_mp=self.memory.blocks_per_sm(),
             preferred_smem_carveout=100,
             stream=stream,
         )
@@ -180,58 +239,65 @@ class KdaChunkIntra(ChunkInverse):
         by_chunks: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        _, head, head_qk, place = self.place_of(
-            by_heads, by_group, by_chunks, g.shape[1], cu_seqlens
-        )
+        _, head, head_qk, place = place_of(by_heads, by_group, by_chunks, g.shape[1], cu_seqlens)
         smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
-            raw = self.load_sums(self.rows_of(g, place, head), place.length)
-            self.start_copy(self.rows_of(q, place, head_qk), smem + self.q, place.length)
-            self.start_copy(self.rows_of(k, place, head_qk), smem + self.k, place.length)
+            raw = self.load_sums(rows_of(g, place, head), place.length)
+            self.operands.start_copy(
+                rows_of(q, place, head_qk), smem + self.memory["q"], place.length
+            )
+            self.operands.start_copy(
+                rows_of(k, place, head_qk), smem + self.memory["k"], place.length
+            )
             cute.arch.cp_async_commit_group()
             self.load_beta(beta, smem, place, head)
             self.shift_sums(raw, smem)
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
-            self.norms(smem, scale)
-            if thread < self.head_dim_k:
+            self.operands.norms(smem, scale)
+            if thread < self.spec.head_dim_k:
                 self.finish_sums(smem, thread)
             cute.arch.sync_threads()
 
             out = Outputs(
-                place.length, self.rows_of(qg, place, head), self.rows_of(kg, place, head)
+                self.memory,
+                self.k_decayed,
+                place.length,
+                rows_of(qg, place, head),
+                rows_of(kg, place, head),
             )
             part = cute.arch.make_warp_uniform(thread // WARP_SIZE)
             b = part & (SUB_CHUNKS - 1)
             half = part >> 2
             acc = cute.make_rmem_tensor((16 * SUB_CHUNKS,), Float32)
-            self.score(smem, b, half, scale, out, acc)
-            self.swap_sums(smem, b, half, acc)
+            self.scores.score(smem, b, half, scale, out, acc)
+            self.score_tiles.swap_sums(smem, b, half, acc)
             if half == 0:
-                self.finish_lower(smem, b, acc)
+                self.score_tiles.finish_lower(smem, b, acc)
+                self.inverse.invert_diagonal(smem, b)
             else:
-                rows_v = self.rows_of(v, place, head)
+                rows_v = rows_of(v, place, head)
                 values = self.load_values(rows_v, b, 0, place.length)
-                self.finish_scores(smem, b, scale, acc)
-                to = self.rows_of(Aqk, place, head)
-                self.copy_rows(smem + self.tile_qk, to, b, Int32(0), SUB_CHUNK, place.length)
+                self.score_tiles.finish_scores(smem, b, scale, acc)
+                to = rows_of(Aqk, place, head)
+                self.copy_rows(smem + REGION["tile_qk"], to, b, Int32(0), SUB_CHUNK, place.length)
                 self.store_values(smem, b, 0, values)
                 for n in cutlass.range_constexpr(1, self.parts):
                     more = self.load_values(rows_v, b, n, place.length)
                     self.store_values(smem, b, n, more)
             cute.arch.sync_threads()
-            self.invert(smem, part)
+            self.inverse.invert(smem, part)
             rows = SUB_CHUNK // 2
-            to = self.rows_of(Akk, place, head)
-            self.copy_rows(smem + self.tile_kk, to, b, half * rows, rows, place.length)
+            to = rows_of(Akk, place, head)
+            self.copy_rows(smem + REGION["tile_kk"], to, b, half * rows, rows, place.length)
             if half == 0:
                 self.multiply(
-                    smem, b, smem + self.k_decayed, self.head_dim_k,
-                    self.rows_of(w, place, head), place.length,
+                    smem, b, smem + self.k_decayed, self.spec.head_dim_k,
+                    rows_of(w, place, head), place.length,
                 )  # fmt: skip
             else:
-                to_u = self.rows_of(u, place, head)
+                to_u = rows_of(u, place, head)
                 width = self.spec.head_dim_v // self.parts
                 for n in cutlass.range_constexpr(self.parts):
                     self.multiply(
@@ -248,14 +314,14 @@ class KdaChunkIntra(ChunkInverse):
             x = Float32(0.0)
             if thread < place.length:
                 x = Float32(beta[place.batch, place.start + thread, head])
-            store_shared(Float32, smem + self.beta + thread * 4, [x])
+            store_shared(Float32, smem + self.memory["beta"] + thread * 4, [x])
 
     @cute.jit
     def load_sums(self, rows: Any, length: Int32) -> Any:
         """A thread's part of G: a sub-chunk's rows of two channels. Past the chunk's end G stays
         what it is there."""
         thread, _, _ = cute.arch.thread_idx()
-        pairs = self.head_dim_k // 2
+        pairs = self.spec.head_dim_k // 2
         raw = cute.make_rmem_tensor((2 * SUB_CHUNK,), Float32)
         if cutlass.const_expr(pairs * SUB_CHUNKS < NUM_THREADS):
             raw.fill(0.0)  # nobody uses those of the others, but no register is read unset
@@ -272,39 +338,34 @@ class KdaChunkIntra(ChunkInverse):
     def shift_sums(self, raw: cute.Tensor, smem: Int32) -> None:
         """P, and G of each sub-chunk's first token to `start`."""
         thread, _, _ = cute.arch.thread_idx()
-        pairs = self.head_dim_k // 2
+        pairs = self.spec.head_dim_k // 2
         if thread < pairs * SUB_CHUNKS:
             sub, pair = thread // pairs, thread % pairs
             sums = [[raw[2 * t + n] - raw[n] for n in range(2)] for t in range(SUB_CHUNK)]
-            self.store_rows_of_sums(smem, pair, sub, sums, ascending=True)
-            at = smem + sub * self.p_row + (pair << 3)
-            store_shared(Float32, at + self.start, [raw[0], raw[1]])
-            store_shared(Float32, at + self.to_next, sums[SUB_CHUNK - 1])
+            self.sums.store_rows_of_sums(smem, pair, sub, sums, ascending=True)
+            at = smem + sub * self.memory.p_row + (pair << 3)
+            store_shared(Float32, at + self.memory["start"], [raw[0], raw[1]])
+            store_shared(Float32, at + self.memory["to_next"], sums[SUB_CHUNK - 1])
 
     def finish_sums(self, smem: Any, channel: Any) -> None:
         """From G of the sub-chunks' first tokens all that `start`, `to_next` and `to_end` hold."""
         at = smem + (channel << 2)
         count = range(SUB_CHUNKS)
-        first = [load_shared(Float32, at + self.start + b * self.p_row)[0] for b in count]
+        first = [
+            load_shared(Float32, at + self.memory["start"] + b * self.memory.p_row)[0]
+            for b in count
+        ]
         last = SUB_CHUNKS - 1
-        rest = load_shared(Float32, at + self.to_next + last * self.p_row)[0]
+        rest = load_shared(Float32, at + self.memory["to_next"] + last * self.memory.p_row)[0]
         steps = [*(first[b + 1] - first[b] for b in range(last)), rest]
         end = first[last] + rest
         for b in count:
-            row = at + b * self.p_row
-            self.store_start(row, first[b])
-            store_shared(Float32, row + self.to_next, [steps[b]])
-            store_shared(Float32, row + self.to_end, [end - first[b]])
+            row = at + b * self.memory.p_row
+            self.sums.store_start(row, first[b])
+            store_shared(Float32, row + self.memory["to_next"], [steps[b]])
+            store_shared(Float32, row + self.memory["to_end"], [end - first[b]])
 
     # -- w and u ------------------------------------------------------------------------------
-
-    def store_columns(self, tile: Any, row: Any, group: Any, part: Any, packed: Any) -> None:
-        """8 neighbours, the part-th 8 of 32, to an operand: pair i goes to the i-th unit of these
-        32, in the place where the product has it in the same thread as the other three pairs."""
-        base = tile + (group >> 1) * SUB_TILE_BYTES + 4 * part
-        for i in range(4):
-            at = base + tile_unit(row, ((group & 1) << 2) + i)
-            store_shared(Int32, at, [packed[i]])
 
     @cute.jit
     def load_values(self, v: Any, b: Int32, part: cutlass.Constexpr, length: Int32) -> Any:
@@ -328,11 +389,11 @@ class KdaChunkIntra(ChunkInverse):
         thread = b * WARP_SIZE + cute.arch.lane_idx()
         unit = thread % self.units
         for i in range(self.loads):
-            x = self.unpacked([values[4 * i + n] for n in range(4)])
+            x = unpack_all(self.dtype, [values[4 * i + n] for n in range(4)])
             at = self.row_of_load(thread, part, i)
-            beta = self.of_row(smem, self.beta, at)
-            x = self.packed([y * beta for y in x])
-            self.store_columns(smem + self.v, at, unit >> 2, unit & 3, x)
+            beta = self.memory.of_token(smem, "beta", at)
+            x = pack_all(self.dtype, [y * beta for y in x])
+            store_columns(smem + self.v, at, unit >> 2, unit & 3, x)
 
     @cute.jit
     def multiply(
@@ -340,7 +401,7 @@ class KdaChunkIntra(ChunkInverse):
         length: Int32,
     ) -> None:  # fmt: skip
         """The 16 rows of sub-chunk b of Akk times an operand of `width` columns."""
-        r, c = self.row_and_part()
+        r, c = row_and_part()
         acc = cute.make_rmem_tensor((width // 2,), Float32)
         acc.fill(0.0)
         for j in cutlass.range(b + 1, unroll=1):
@@ -353,7 +414,9 @@ class KdaChunkIntra(ChunkInverse):
                     values = [acc[start + 4 * n + e] for n in range(4) for e in range(2)]
                     address = target.start + row_offset(row, target.pitch)
                     store_global(
-                        Int32, address + Int64(c * UNIT_BYTES) + group * 64, self.packed(values)
+                        Int32,
+                        address + Int64(c * UNIT_BYTES) + group * 64,
+                        pack_all(self.dtype, values),
                     )
 
     def _multiply_block(
@@ -361,7 +424,9 @@ class KdaChunkIntra(ChunkInverse):
     ) -> None:
         lane = cute.arch.lane_idx()
         row, side = lane & 15, lane >> 4
-        a = load_matrices(smem + self.tile_kk + b * REGION_BYTES + tile_unit(row, 2 * j + side))
+        a = load_matrices(
+            smem + REGION["tile_kk"] + b * REGION.nbytes + tile_unit(row, 2 * j + side)
+        )
         for n in range(0, width // 8, 2):
             at = right + n // 8 * SUB_TILE_BYTES + tile_unit(j * SUB_CHUNK + row, n % 8 + side)
             x = load_matrices(at, transposed=True)
@@ -372,40 +437,7 @@ class KdaChunkIntra(ChunkInverse):
                 for e in range(4):
                     acc[m + e] = product[e]
 
-    # -- results ------------------------------------------------------------------------------
-
-    def put_decayed_k(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any
-    ) -> None:
-        r, c = self.row_and_part()
-        row = b * SUB_CHUNK + 8 * half + r
-        factor = self.row_factor(smem, row)
-        k = self.packed([x * (y * factor) for x, y in zip(k, start, strict=True)])
-        self.store_columns(smem + self.k_decayed, row, group, c, k)
-
-    def put_decayed_q(
-        self, out: Any, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any,
-        scale: Any,
-    ) -> None:  # fmt: skip
-        if out.qg is not None:
-            r, c = self.row_and_part()
-            q = self.packed([x * y for x, y in zip(q, start, strict=True)])
-            self.put(out.qg, out.length, b * SUB_CHUNK + 8 * half + r, group * 4 + c, q)
-
-    def put_to_end(self, out: Any, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
-        r, c = self.row_and_part()
-        row = b * SUB_CHUNK + 8 * half + r
-        k = self.normalised(smem, row, k)
-        self.put(out.kg, out.length, row, group * 4 + c, self.packed(k))
-
-    def put_inverse(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
-        self.store_block(smem + self.tile_kk, i, j, x)
-
-    @cute.jit
-    def put(self, rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:
-        if row < length:
-            address = rows.start + row_offset(row, rows.pitch) + Int64(unit * UNIT_BYTES)
-            store_global(Int32, address, x)
+    # -- results -------------------------------------------------------------------------------
 
     @cute.jit
     def copy_rows(
@@ -422,5 +454,5 @@ class KdaChunkIntra(ChunkInverse):
         units = LINE_BYTES // UNIT_BYTES
         for i in cutlass.range_constexpr(rows * units // WARP_SIZE):
             row = first + i * (WARP_SIZE // units) + (lane >> 3)
-            x = load_shared(Int32, tile + b * REGION_BYTES + tile_unit(row, lane & 7), 4)
-            self.put(target, length, b * SUB_CHUNK + row, lane & 7, x)
+            x = load_shared(Int32, tile + b * REGION.nbytes + tile_unit(row, lane & 7), 4)
+            put(target, length, b * SUB_CHUNK + row, lane & 7, x)

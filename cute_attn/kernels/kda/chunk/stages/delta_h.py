@@ -36,15 +36,13 @@ from ....common.ptx.memory import (
     store_global_where,
     store_shared,
 )
-from ....common.spec import MAX_SMEM_BYTES, WARP_SIZE
+from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ....common.spec import WARP_SIZE
 from ..chunks import CHUNK_SHIFT, SequencePlace, num_sequences, sequence_place
 from ..spec import CHUNK, DeltaHSpec
 from ..state import STEP, TransposedState
 from ..tiles import (
     FRAGMENT_ROWS,
-    LINE_BYTES,
-    SUB_TILE_BYTES,
-    check_smem,
     chunks_before,
     copy_rows,
     fake_matrices,
@@ -61,12 +59,12 @@ from ..tiles import (
 TILE_V = 64  # with 32, as with 128 on sm_90, registers do not suffice
 
 
-class KdaDeltaH(TransposedState):
+class KdaDeltaH:
     """The kernel for one DeltaHSpec; see the module's docstring."""
 
     def __init__(self, spec: DeltaHSpec):
-        super().__init__(DTYPE[spec.dtype], spec.head_dim_k, spec.products)
-        self.spec = spec
+        self.spec, self.dtype = spec, DTYPE[spec.dtype]
+        self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products)
         if spec.tile_v != TILE_V:
             raise ValueError(f"tile_v is {spec.tile_v}, must be {TILE_V}")
         if spec.num_stages < 1:
@@ -74,14 +72,19 @@ class KdaDeltaH(TransposedState):
         self.num_warps = spec.tile_v // FRAGMENT_ROWS
         self.num_threads = self.num_warps * WARP_SIZE
         self.decays = -(-spec.head_dim_k // self.num_threads)  # of a thread
-        # Shared memory: byte offsets within a stage, and behind the stages.
-        self.w = 0
-        self.kg = self.w + spec.head_dim_k // 64 * SUB_TILE_BYTES
-        self.u = self.kg + spec.head_dim_k // 64 * SUB_TILE_BYTES
-        self.stage_bytes = self.u + spec.tile_v // 64 * SUB_TILE_BYTES
-        self.decay = spec.num_stages * self.stage_bytes
-        self.decay_bytes = spec.head_dim_k * 4  # of a chunk; there are two
-        self.smem_bytes = check_smem(self.decay + 2 * self.decay_bytes, MAX_SMEM_BYTES)
+        rows = CHUNK * spec.head_dim_k
+        self.stage = SharedMemory(
+            Buffer("w", self.dtype, rows, alignment=SWIZZLE_ALIGNMENT),
+            Buffer("kg", self.dtype, rows),
+            Buffer("u", self.dtype, CHUNK * spec.tile_v),
+        )
+        self.memory = SharedMemory(
+            Buffer.ring("chunk", self.stage, spec.num_stages),
+            Buffer("decay", Float32, spec.head_dim_k, stages=2, holds="exp2(G_e)"),
+        )
+        self.smem_bytes = self.memory.nbytes
+        self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
+        self.decay_bytes = self.memory.buffers["decay"].stage_bytes
 
     def fake_args(self) -> tuple[Any, ...]:
         spec, dtype = self.spec, self.dtype
@@ -159,7 +162,7 @@ class KdaDeltaH(TransposedState):
         # Whatever cu_seqlens holds, nothing is written behind h.
         num_chunks = cutlass.min(num_chunks, h.shape[1] - first_chunk)
         smem = cutlass.memory.SmemAllocator()
-        base = shared_address(smem.allocate(self.smem_bytes, 8 * LINE_BYTES))
+        base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         tile_start = tile * spec.tile_v
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
@@ -168,8 +171,8 @@ class KdaDeltaH(TransposedState):
         logs = cute.make_rmem_tensor((self.decays,), Float32)  # G_e of the thread's channels
         logs.fill(0.0)
         self.load_decay(logs, 0, num_chunks, g, place, head)
-        state = self.empty_state()
-        self.load_state(state, initial_state, spec.state_v_first, sequence, head, first_v)
+        state = self.state.empty()
+        self.state.load(state, initial_state, spec.state_v_first, sequence, head, first_v)
         self.keep_decay(logs, 0, base)
 
         stage = Int32(0)
@@ -183,7 +186,7 @@ class KdaDeltaH(TransposedState):
                 cute.arch.cp_async_wait_group(0)
             else:
                 cute.arch.cp_async_wait_group(spec.num_stages - 2)
-            if cutlass.const_expr(self.wgmma):
+            if cutlass.const_expr(self.state.wgmma):
                 cute.arch.fence_proxy("async.shared", space="cta")
             # Everybody's copies of this chunk are here, and everybody is done with the last one.
             cute.arch.sync_threads()
@@ -192,7 +195,7 @@ class KdaDeltaH(TransposedState):
             self.chunk(
                 state,
                 base + stage * self.stage_bytes,
-                base + self.decay + (c & 1) * self.decay_bytes,
+                base + self.memory["decay"] + (c & 1) * self.decay_bytes,
                 h,
                 v_new,
                 place,
@@ -208,7 +211,7 @@ class KdaDeltaH(TransposedState):
             stage = Int32(0) if stage == spec.num_stages else stage
 
         cute.arch.cp_async_wait_group(0)
-        self.store_state(state, final_state, spec.state_v_first, sequence, head, first_v)
+        self.state.store(state, final_state, spec.state_v_first, sequence, head, first_v)
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -227,9 +230,9 @@ class KdaDeltaH(TransposedState):
         start = place.start + c * CHUNK
         length = place.length - c * CHUNK
         for x, offset, columns, first in (
-            (w, self.w, self.spec.head_dim_k, 0),
-            (u, self.u, self.spec.tile_v, tile_start),
-            (kg, self.kg, self.spec.head_dim_k, 0),
+            (w, self.stage["w"], self.spec.head_dim_k, 0),
+            (u, self.stage["u"], self.spec.tile_v, tile_start),
+            (kg, self.stage["kg"], self.spec.head_dim_k, 0),
         ):
             copy_rows(
                 stage + offset,
@@ -263,7 +266,7 @@ class KdaDeltaH(TransposedState):
     def keep_decay(self, logs: cute.Tensor, c: Int32, base: Int32) -> None:
         thread, _, _ = cute.arch.thread_idx()
         if thread < self.spec.head_dim_k:
-            at = base + self.decay + (c & 1) * self.decay_bytes + thread * 4
+            at = base + self.memory["decay"] + (c & 1) * self.decay_bytes + thread * 4
             for i in cutlass.range_constexpr(self.decays):
                 store_shared(Float32, at + i * self.num_threads * 4, [exp2(logs[i])])
 
@@ -290,26 +293,28 @@ class KdaDeltaH(TransposedState):
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
         # keep and correct: S^T rounded, 4 registers for each 16 of K; 16 of V by 64 tokens
-        s = self.operand(self.values(state))
+        s = self.state.operand(self.state.values(state))
         ahead = spec.num_stages > 1
-        if ahead and not self.wgmma:  # which leaves fewer registers
+        if ahead and not self.state.wgmma:  # which leaves fewer registers
             self.load(*copies, place, head, tile_start)
-        recalled = self.times_rows(s, stage + self.w)
-        if ahead and self.wgmma:
+        recalled = self.state.times_rows(s, stage + self.stage["w"])
+        if ahead and self.state.wgmma:
             self.load(*copies, place, head, tile_start)
         self.store_h(s, h, place.batch, index, head, first_v)
         u_t = []
         for j in range(0, CHUNK // 8, 2):
-            u_t += transposed_accumulators(dtype, stage + self.u, 8 * j, warp_index * FRAGMENT_ROWS)
-        decayed = self.decayed(state, decay)
-        recalled = self.done(recalled)
-        corrections = self.operand([x - y for x, y in zip(u_t, recalled, strict=True)])
+            u_t += transposed_accumulators(
+                dtype, stage + self.stage["u"], 8 * j, warp_index * FRAGMENT_ROWS
+            )
+        decayed = self.state.decayed(state, decay)
+        recalled = self.state.done(recalled)
+        corrections = self.state.operand([x - y for x, y in zip(u_t, recalled, strict=True)])
 
         # update
-        updated = self.times_columns(corrections, stage + self.kg, decayed)
+        updated = self.state.times_columns(corrections, stage + self.stage["kg"], decayed)
         if spec.store_v_new:
             self.store_v_new(corrections, v_new, place, head, first_v, c)
-        self.assign(state, self.done(updated))
+        self.state.assign(state, self.state.done(updated))
 
     # -- h and v_new --------------------------------------------------------------------------
 

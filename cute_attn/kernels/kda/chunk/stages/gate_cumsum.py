@@ -30,6 +30,7 @@ from ....common.ptx.memory import (
     store_global,
     store_shared,
 )
+from ....common.smem import Buffer, SharedMemory
 from ...gates import SMALLEST_LOG2_DECAY, log_decay, rate_of
 from ..chunks import chunk_place, num_slots
 from ..spec import CHUNK, GateSpec
@@ -55,7 +56,8 @@ class KdaGateCumsum:
         self.gate_dtype = DTYPE[spec.gate_dtype]
         self.threads_a_row = spec.head_dim_k // CHANNELS
         self.num_threads = GROUPS * self.threads_a_row
-        self.smem_bytes = GROUPS * spec.head_dim_k * 4
+        self.memory = SharedMemory(Buffer("sums", Float32, spec.head_dim_k, stages=GROUPS))
+        self.smem_bytes = self.memory.nbytes
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -109,8 +111,7 @@ class KdaGateCumsum:
     ) -> None:
         slot, head = slot_and_head(g.shape[2])
         place = chunk_place(slot, g.shape[1], cu_seqlens)
-        smem = cutlass.memory.SmemAllocator()
-        sums = shared_address(smem.allocate(self.smem_bytes, 16))
+        sums = shared_address(self.memory.allocate().sums)
         if place.valid:
             self.chunk(g, A_log, dt_bias, out, lower_bound, place, head, sums)
 

@@ -30,19 +30,18 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ....common.dtypes import DTYPE
 from ....common.ptx.async_copy import copy_async
-from ....common.ptx.convert import pack
+from ....common.ptx.convert import pack, unpack_all
 from ....common.ptx.math import exp2, reciprocal_sqrt
 from ....common.ptx.memory import load_global, load_shared, shared_address
 from ....common.ptx.mma import mma
+from ....common.smem import Buffer, SharedMemory
 from ....common.spec import WARP_SIZE
 from ..chunks import chunk_place, num_slots
-from ..spec import CHUNK, L2NORM_EPSILON, OutputSpec
+from ..spec import CHUNK, L2NORM_EPSILON, SMALLEST_SMEM_BYTES, OutputSpec
 from ..tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
-    SUB_TILE_BYTES,
     UNIT_BYTES,
-    check_smem,
     chunks_before,
     copy_rows,
     fake_matrices,
@@ -58,7 +57,6 @@ from ..tiles import (
     slot_and_head,
     store_fragments,
     thread_and_warp,
-    unpack_all,
 )
 
 NUM_WARPS = CHUNK // FRAGMENT_ROWS
@@ -84,11 +82,13 @@ class KdaOutput:
         self.h_rows, self.h_columns = spec.head_dim_k, spec.tile_v
         if spec.state_v_first:
             self.h_rows, self.h_columns = self.h_columns, self.h_rows
-        # Shared memory: byte offsets.
-        self.aqk = 0
-        self.v_new = self.aqk + SUB_TILE_BYTES
-        self.h = self.v_new + spec.tile_v // 64 * SUB_TILE_BYTES
-        self.smem_bytes = check_smem(self.h + spec.head_dim_k * spec.tile_v * 2)
+        self.memory = SharedMemory(
+            Buffer("aqk", self.dtype, CHUNK * CHUNK, alignment=LINE_BYTES),
+            Buffer("v_new", self.dtype, CHUNK * spec.tile_v),
+            Buffer("h", self.dtype, spec.head_dim_k * spec.tile_v),
+            limit=SMALLEST_SMEM_BYTES,
+        )
+        self.smem_bytes = self.memory.nbytes
 
     def fake_args(self) -> tuple[Any, ...]:
         spec, dtype = self.spec, self.dtype
@@ -149,7 +149,7 @@ class KdaOutput:
         head = head >> (self.tiles.bit_length() - 1)
         place = chunk_place(slot, q.shape[1], cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
-        base = shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
+        base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         if place.valid:
             state = place.index + chunks_before(place.sequence, q.shape[1], cu_seqlens)
             self.load(v_new, Aqk, h, place, state, head, tile, base)
@@ -185,11 +185,11 @@ class KdaOutput:
                 + first_v * (spec.head_dim_k if spec.state_v_first else 1)
             )
         ).toint()
-        self.copy_state(source, base + self.h)
+        self.copy_state(source, base + self.memory["h"])
         at = (place.batch, place.start, head)
         for x, offset, columns, first in (
-            (Aqk, self.aqk, CHUNK, 0),
-            (v_new, self.v_new, spec.tile_v, first_v),
+            (Aqk, self.memory["aqk"], CHUNK, 0),
+            (v_new, self.memory["v_new"], spec.tile_v, first_v),
         ):
             copy_rows(
                 base + offset,
@@ -286,7 +286,7 @@ class KdaOutput:
         _, warp_index = thread_and_warp()
         first_row = warp_index * FRAGMENT_ROWS
         values = [Float32(0.0)] * (FRAGMENT_ROWS * spec.tile_v // WARP_SIZE)
-        offsets = self.state_offsets(base + self.h)
+        offsets = self.state_offsets(base + self.memory["h"])
         for step in cutlass.range_constexpr(spec.head_dim_k // STEP):
             for j in cutlass.range_constexpr(spec.tile_v // 16):
                 b = self.state_fragments(offsets, step, j)
@@ -296,8 +296,8 @@ class KdaOutput:
                         self.dtype, values[at : at + 4], fragments[step], b[2 * i : 2 * i + 2]
                     )
 
-        scores = lower_triangle(base + self.aqk, first_row)
-        scratch = base + self.aqk + first_row * LINE_BYTES
+        scores = lower_triangle(base + self.memory["aqk"], first_row)
+        scratch = base + self.memory["aqk"] + first_row * LINE_BYTES
         target = row_address(o, place.batch, place.start, head, tile * spec.tile_v)
         target = target + Int64(first_row) * row_bytes(o)
         offsets = right_offsets()
@@ -306,7 +306,9 @@ class KdaOutput:
             c = cute.make_rmem_tensor((count,), Float32)
             for i in cutlass.range_constexpr(count):
                 c[i] = factors[i >> 1 & 1] * values[column // COLUMNS * count + i]
-            lower_times(c, self.dtype, scores, base + self.v_new, offsets, column, warp_index)
+            lower_times(
+                c, self.dtype, scores, base + self.memory["v_new"], offsets, column, warp_index
+            )
             store_fragments(
                 self.dtype,
                 [c[i] for i in range(count)],

@@ -23,17 +23,17 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 
 from ....common.dtypes import DTYPE
-from ....common.ptx.convert import pack, unpack
+from ....common.ptx.convert import pack, pack_all, unpack, unpack_all
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_global, load_shared, shared_address, store_shared
+from ....common.smem import Buffer, SharedMemory
 from ....common.spec import WARP_SIZE
 from ..chunks import chunk_place, num_slots
-from ..spec import CHUNK, RecomputeSpec
+from ..spec import CHUNK, SMALLEST_SMEM_BYTES, RecomputeSpec
 from ..tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
     SUB_TILE_BYTES,
-    check_smem,
     copy_rows,
     fake_offsets,
     fake_rows,
@@ -41,7 +41,6 @@ from ..tiles import (
     load_floats,
     lower_times,
     lower_triangle,
-    pack_all,
     right_offsets,
     row_address,
     row_bytes,
@@ -50,7 +49,6 @@ from ..tiles import (
     store_fragments,
     store_if,
     thread_and_warp,
-    unpack_all,
 )
 
 NUM_WARPS = CHUNK // FRAGMENT_ROWS
@@ -67,12 +65,14 @@ class KdaRecomputeWU:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.beta_dtype = DTYPE[spec.beta_dtype]
-        # Shared memory: byte offsets.
-        self.akk = 0
-        self.v = self.akk + SUB_TILE_BYTES
-        self.kd = self.v + spec.head_dim_v // 64 * SUB_TILE_BYTES
-        self.beta = self.kd + spec.head_dim_k // 64 * SUB_TILE_BYTES
-        self.smem_bytes = check_smem(self.beta + CHUNK * 4)
+        self.memory = SharedMemory(
+            Buffer("akk", self.dtype, CHUNK * CHUNK, alignment=LINE_BYTES),
+            Buffer("v", self.dtype, CHUNK * spec.head_dim_v),
+            Buffer("kd", self.dtype, CHUNK * spec.head_dim_k, holds="beta exp2(G) * k"),
+            Buffer("beta", Float32, CHUNK),
+            limit=SMALLEST_SMEM_BYTES,
+        )
+        self.smem_bytes = self.memory.nbytes
 
     def fake_args(self) -> tuple[Any, ...]:
         spec, dtype = self.spec, self.dtype
@@ -139,7 +139,7 @@ class KdaRecomputeWU:
         slot, head = slot_and_head(v.shape[2])
         place = chunk_place(slot, v.shape[1], cu_seqlens)
         smem = cutlass.memory.SmemAllocator()
-        base = shared_address(smem.allocate(self.smem_bytes, LINE_BYTES))
+        base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         if place.valid:
             self.load(v, beta, Akk, place, head, base)
             self.scale(q, k, g, beta, qg, kg, place, head, base)
@@ -160,8 +160,8 @@ class KdaRecomputeWU:
         thread, _, _ = cute.arch.thread_idx()
         at = (place.batch, place.start, head)
         for x, offset, columns in (
-            (Akk, self.akk, CHUNK),
-            (v, self.v, self.spec.head_dim_v),
+            (Akk, self.memory["akk"], CHUNK),
+            (v, self.memory["v"], self.spec.head_dim_v),
         ):
             copy_rows(
                 base + offset, row_address(x, *at), row_bytes(x), place.length, columns, NUM_THREADS
@@ -169,7 +169,7 @@ class KdaRecomputeWU:
         cute.arch.cp_async_commit_group()
         if thread < CHUNK:
             factor = self.beta_of(beta, place, head, thread)
-            store_shared(Float32, base + self.beta + thread * 4, [factor])
+            store_shared(Float32, base + self.memory["beta"] + thread * 4, [factor])
 
     def beta_of(self, beta: cute.Tensor, place: Any, head: Any, row: Any) -> Any:
         """Of a row of the chunk; 0 past its end."""
@@ -209,7 +209,7 @@ class KdaRecomputeWU:
         if cutlass.const_expr(spec.store_kg):
             kg_rows = row_address(kg, place.batch, place.start, head, column)
             g_last = load_floats(Float32, g_rows + Int64(last) * row_bytes(g), CHANNELS)
-        target = base + self.kd + first * LINE_BYTES + (unit >> 3) * SUB_TILE_BYTES
+        target = base + self.memory["kd"] + first * LINE_BYTES + (unit >> 3) * SUB_TILE_BYTES
         target = target + (((unit & 7) ^ (first & 7)) << 4)
 
         for start in cutlass.range_constexpr(0, CHUNK // step, ROWS):
@@ -252,15 +252,15 @@ class KdaRecomputeWU:
     ) -> None:
         _, warp_index = thread_and_warp()
         first_row = warp_index * FRAGMENT_ROWS
-        fragments = lower_triangle(base + self.akk, first_row)
-        self.product(fragments, base + self.kd, w, place, head, base, warp_index)
+        fragments = lower_triangle(base + self.memory["akk"], first_row)
+        self.product(fragments, base + self.memory["kd"], w, place, head, base, warp_index)
         fragments = self.times_beta(fragments, base)
-        self.product(fragments, base + self.v, u, place, head, base, warp_index)
+        self.product(fragments, base + self.memory["v"], u, place, head, base, warp_index)
 
     def times_beta(self, fragments: list[list[Any]], base: Any) -> list[list[Any]]:
         """Left operands with each column times beta of its token."""
         lane = cute.arch.lane_idx()
-        at = base + self.beta + ((lane & 3) << 3)
+        at = base + self.memory["beta"] + ((lane & 3) << 3)
         scaled = []
         for step, fragment in enumerate(fragments):
             registers = []
@@ -285,7 +285,7 @@ class KdaRecomputeWU:
     ) -> None:
         """The warp's rows of a triangular matrix times 64 rows in shared memory, to `out`."""
         first_row = warp_index * FRAGMENT_ROWS
-        scratch = base + self.akk + first_row * LINE_BYTES
+        scratch = base + self.memory["akk"] + first_row * LINE_BYTES
         offsets = right_offsets()
         target = row_address(out, place.batch, place.start, head)
         target = target + Int64(first_row) * row_bytes(out)

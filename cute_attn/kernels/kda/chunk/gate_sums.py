@@ -1,0 +1,161 @@
+"""Sums of gates within sub-chunks: P, or the factors made of it, and the decays between sub-chunks.
+
+`scores` explains what they are for, and which rows are in range.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ...common.ptx.math import exp2, log2
+from ...common.ptx.memory import load_shared, store_shared
+from ...common.spec import WARP_SIZE
+from .sub_chunks import SUB_CHUNK, SUB_CHUNKS, ChunkMemory, parity
+
+LOWEST, HIGHEST = -120.0, 40.0  # of P in range
+
+
+class GateSums:
+    """Keeps the sums in shared memory, and reads them. All methods run on the device."""
+
+    def __init__(self, memory: ChunkMemory):
+        self.memory, self.dtype = memory, memory.dtype
+
+    def store_sums(
+        self, smem: Any, pair: Any, sub: Any, gates: list[Any], *, ascending: bool
+    ) -> None:
+        """P of a sub-chunk, two channels, and what `finish_tables` needs of it.
+
+        Args:
+            pair: of channels, 2 pair and 2 pair + 1.
+            gates: of the 16 tokens, base 2; 0 past the chunk's end.
+            ascending: gates may be above 0.
+        """
+        total = [Float32(0.0), Float32(0.0)]
+        sums = [total]
+        for t in range(1, SUB_CHUNK):
+            total = [x + y for x, y in zip(total, gates[t], strict=True)]
+            sums.append(total)
+        self.store_rows_of_sums(smem, pair, sub, sums, ascending=ascending)
+        at = smem + sub * self.memory.p_row + (pair << 3)
+        store_shared(Float32, at + self.memory["start"], gates[0])
+        store_shared(Float32, at + self.memory["to_next"], total)
+
+    def store_rows_of_sums(
+        self, smem: Any, pair: Any, sub: Any, sums: list[Any], *, ascending: bool
+    ) -> None:
+        """A sub-chunk's rows of P, or of its factors, for two channels."""
+        if not self.memory.in_one_product:
+            self._store_rows_of_p(smem, pair, sub, sums)
+            return
+        checked = range(1, SUB_CHUNK) if ascending else range(SUB_CHUNK - 1, SUB_CHUNK)
+        found = self._is_outside(sums[checked[0]])
+        for t in checked[1:]:
+            found = found | self._is_outside(sums[t])
+        self._store_factors(smem, pair, sub, sums, found)
+
+    def _store_rows_of_p(self, smem: Any, pair: Any, sub: Any, rows: list[Any]) -> None:
+        unit, within = pair >> 1, (pair & 1) << 3
+        row = smem + self.memory["p"] + sub * (SUB_CHUNK * self.memory.p_row) + within
+        places = [row + (unit << 4), row + ((unit ^ 1) << 4)]
+        for t in range(SUB_CHUNK):
+            store_shared(Float32, places[parity(t)] + t * self.memory.p_row, rows[t])
+
+    @cute.jit
+    def _store_factors(
+        self, smem: Int32, pair: Int32, sub: Int32, sums: Any, found: cutlass.Boolean
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        first = Int32(SUB_CHUNK)
+        if cute.arch.vote_any_sync(found):
+            first = self._first_outside(sums)
+            self._store_rows_of_p(smem, pair, sub, sums)
+        else:
+            self._store_rows_of_p(
+                smem, pair, sub, [[exp2(-self.memory.shift - x) for x in row] for row in sums]
+            )
+        if (thread & (WARP_SIZE - 1)) == 0:
+            store_shared(Int32, smem + self.memory["out_of_range"] + (thread >> 5) * 4, [first])
+
+    def _is_outside(self, sums: Any) -> Any:
+        center, reach = (HIGHEST + LOWEST) / 2, (HIGHEST - LOWEST) / 2
+        distance = [cute.arch.fmax(x - center, center - x) for x in sums]
+        return cute.arch.fmax(*distance) > reach
+
+    def _first_outside(self, sums: Any) -> Any:
+        first = Int32(SUB_CHUNK)
+        for t in reversed(range(1, SUB_CHUNK)):
+            first = Int32(cutlass.select_(self._is_outside(sums[t]), Int32(t), first))
+        for distance in (1, 2, 4, 8, 16):
+            first = cutlass.min(first, cute.arch.shuffle_sync_bfly(first, distance))
+        return first
+
+    def rows_in_range(self, smem: Any, b: Any) -> Any:
+        """How many rows of sub-chunk b are in range, from the first on."""
+        if not self.memory.in_one_product:
+            return Int32(0)
+        warps = self.memory.head_dim_k // 2 // WARP_SIZE
+        at = smem + self.memory["out_of_range"] + b * (4 * warps)
+        found = load_shared(Int32, at, warps)
+        rows = found[0]
+        for other in found[1:]:
+            rows = cutlass.min(rows, other)
+        return rows
+
+    def rows_of_half(self, smem: Any, b: Any, half: Any) -> Any:
+        """The same for half of the channels. All 16: P's place holds exp2(-shift - P)."""
+        if not self.memory.in_one_product:
+            return Int32(0)
+        warps = self.memory.head_dim_k // 2 // WARP_SIZE
+        at = b * (4 * warps) + (half * 4 if warps == 2 else 0)
+        return load_shared(Int32, smem + self.memory["out_of_range"] + at)[0]
+
+    def finish_tables(self, smem: Any, channel: Any) -> Any:
+        """From the gate of the first token and the sum of the others of each sub-chunk, all that
+        `start`, `to_next` and `to_end` are to hold; G at the chunk's end is returned."""
+        at = smem + (channel << 2)
+        first, total = (
+            [load_shared(Float32, at + table + b * self.memory.p_row)[0] for b in range(SUB_CHUNKS)]
+            for table in (self.memory["start"], self.memory["to_next"])
+        )
+        steps = [x + y for x, y in zip(total, [*first[1:], Float32(0.0)], strict=True)]
+        to_end = Float32(0.0)
+        for b in reversed(range(SUB_CHUNKS)):
+            to_end = to_end + steps[b]
+            store_shared(Float32, at + self.memory["to_end"] + b * self.memory.p_row, [to_end])
+            store_shared(Float32, at + self.memory["to_next"] + b * self.memory.p_row, [steps[b]])
+        start = first[0]
+        for b in range(SUB_CHUNKS):
+            self.store_start(at + b * self.memory.p_row, start)
+            start = start + steps[b]
+        return start
+
+    def store_start(self, at: Any, start: Any) -> None:
+        store_shared(Float32, at + self.memory["start"], [exp2(start - self.memory.shift)])
+
+    def decays(self, p: list[Any], until: list[Any], in_range: bool) -> list[Any]:
+        """From tokens whose P, or factors if `in_range`, are given, until a later one. `until` is G
+        from the sub-chunk's first token to that one, plus the shift, or exp2 of that."""
+        if in_range:
+            return [x * y for x, y in zip(p, until, strict=True)]
+        return [
+            exp2((y - self.memory.shift if self.memory.shift else y) - x)
+            for x, y in zip(p, until, strict=True)
+        ]
+
+    def sums_of(self, p: list[Any], row: Any, in_range: Any) -> list[Any]:
+        """P from what is stored. A row that is in range is taken from its factor even where P
+        itself is stored, so that its bits do not depend on the rows behind it."""
+        if not self.memory.in_one_product:
+            return p
+        whole, inside = in_range == SUB_CHUNK, row < in_range
+        result = []
+        for x in p:
+            factor = cutlass.select_(whole, x, exp2(-self.memory.shift - x))
+            back = -self.memory.shift - log2(factor)
+            result.append(Float32(cutlass.select_(inside, back, x)))
+        return result

@@ -1,0 +1,117 @@
+"""q and k of a chunk in shared memory, and their norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...common.ptx.async_copy import copy_async
+from ...common.ptx.compiler import keep_branch
+from ...common.ptx.convert import pack_all
+from ...common.ptx.math import reciprocal_sqrt
+from ...common.ptx.memory import load_shared, store_shared
+from ...common.ptx.mma import mma
+from .chunks import row_offset
+from .spec import CHUNK, L2NORM_EPSILON
+from .sub_chunks import NUM_THREADS, ChunkMemory, parity, row_and_part
+from .tiles import UNIT_BYTES
+
+# With the norm within, rows longer than LONG are multiplied by SHORTENED before anything else: the
+# shifted product of two others stays below 2^120, and so do those of rows up to 2^64.
+LONG, SHORTENED = 2.0**30, 2.0**-34
+
+
+class Operands:
+    """Copies q and k, and finds their norms. All methods run on the device."""
+
+    def __init__(self, memory: ChunkMemory):
+        self.memory, self.dtype = memory, memory.dtype
+
+    @cute.jit
+    def start_copy(self, rows: Any, shared: Int32, length: Int32) -> None:
+        """cp.async of the chunk's rows of q or k; rows past its end become 0."""
+        thread, _, _ = cute.arch.thread_idx()
+        units = self.memory.qk_row // UNIT_BYTES
+        step = NUM_THREADS // units
+        assert step % 4 == 0, "a thread's rows have the same parity"
+        row, unit = thread // units, thread % units
+        place = shared + row * self.memory.qk_row + ((unit ^ (parity(row) << 2)) << 4)
+        source = rows.start + Int64(unit * UNIT_BYTES)
+        for i in cutlass.range_constexpr(CHUNK // step):
+            at = row + i * step
+            present = at < length
+            copy_async(
+                place + i * (step * self.memory.qk_row),
+                source + row_offset(cutlass.select_(present, at, Int32(0)), rows.pitch),
+                present,
+            )
+
+    @cute.jit
+    def norms(self, smem: Int32, scale: Float32) -> None:
+        """Of 8 rows of each warp: scale q . k, and with l2norm the inverses of both lengths.
+
+        The left operand has q in rows 0 to 7 and k in rows 8 to 15, the right one k, and q. What
+        is wanted is on the diagonals of the results.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        r, c = row_and_part()
+        row = (thread >> 5) * 8 + r
+        at = smem + self.memory["q"] + row * self.memory.qk_row + c * 16
+        by_k, by_q = self._products_of_rows(at, parity(row) << 6)
+        # By so much rows of q and k are longer than what is left of them.
+        longer_q, longer_k = Float32(1.0), Float32(1.0)
+        if cutlass.const_expr(self.memory.l2norm and self.memory.in_one_product):
+            q_square, k_square = (
+                Float32(cutlass.select_((r & 1) == 1, x[1], x[0])) for x in (by_q, by_k[2:])
+            )
+            is_long = cute.arch.fmax(q_square, k_square) > LONG * LONG
+            if cute.arch.vote_any_sync((c == r >> 1) & is_long):
+                keep_branch()
+                longer_q = self._shorten(at, parity(row) << 6, q_square)
+                longer_k = self._shorten(
+                    at + (self.memory["k"] - self.memory["q"]), parity(row) << 6, k_square
+                )
+        if c == r >> 1:
+            odd = (r & 1) == 1
+            dot = cutlass.select_(odd, by_k[1], by_k[0]) * scale
+            place = smem + row * 4
+            if cutlass.const_expr(self.memory.l2norm):
+                of_q = self._inverse_norm(cutlass.select_(odd, by_q[1], by_q[0]))
+                of_k = self._inverse_norm(cutlass.select_(odd, by_k[3], by_k[2]))
+                dot = dot * (of_q * of_k)
+                if cutlass.const_expr(self.memory.in_one_product):
+                    of_q, of_k = of_q * longer_q, of_k * longer_k
+                store_shared(Float32, place + self.memory["inverse_norm_q"], [of_q * scale])
+                store_shared(Float32, place + self.memory["inverse_norm_k"], [of_k])
+            store_shared(Float32, place + self.memory["own_score"], [dot])
+
+    def _shorten(self, at: Any, swap: Any, square: Any) -> Any:
+        """Multiply the thread's row in shared memory by SHORTENED if it is long, and return what
+        that takes from its length. Its sum of squares has lane r / 2 of the row's four."""
+        lane = cute.arch.lane_idx()
+        is_long = cute.arch.shuffle_sync(square, (lane & ~3) + (lane >> 3)) > LONG * LONG
+        factor = cutlass.select_(is_long, Float32(SHORTENED), Float32(1.0))
+        for g in range(self.memory.groups):
+            address = at + ((g << 6) ^ swap)
+            x = self.memory.load_elements(address)
+            store_shared(Int32, address, pack_all(self.dtype, [y * factor for y in x]))
+        return Float32(cutlass.select_(is_long, Float32(1.0 / SHORTENED), Float32(1.0)))
+
+    def _products_of_rows(self, at: Any, swap: Any) -> tuple[list[Any], list[Any]]:
+        by_k, by_q = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+        for g in range(self.memory.groups):
+            address = at + ((g << 6) ^ swap)
+            q = load_shared(Int32, address, 4)
+            k = load_shared(Int32, address + (self.memory["k"] - self.memory["q"]), 4)
+            for t in (0, 2):
+                a = (q[t], k[t], q[t + 1], k[t + 1])
+                by_k = list(mma(self.dtype, by_k, a, k[t : t + 2]))
+                if self.memory.l2norm:
+                    by_q = list(mma(self.dtype, by_q, a, q[t : t + 2]))
+        return by_k, by_q
+
+    def _inverse_norm(self, square: Any) -> Any:
+        return reciprocal_sqrt(Float32(square) + L2NORM_EPSILON)

@@ -1,0 +1,179 @@
+"""A chunk in sub-chunks of 16 tokens: what a CTA keeps of it in shared memory, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cutlass_dsl import BaseDSL
+
+from ...common.dtypes import DTYPE
+from ...common.ptx.compiler import opaque
+from ...common.ptx.convert import unpack_all
+from ...common.ptx.memory import load_shared
+from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ...common.spec import WARP_SIZE
+from .spec import CHUNK, SMALLEST_SMEM_BYTES, smem_bytes
+from .tiles import LINE_BYTES
+
+SUB_CHUNK = 16
+SUB_CHUNKS = CHUNK // SUB_CHUNK
+NUM_WARPS = 2 * SUB_CHUNKS
+NUM_THREADS = NUM_WARPS * WARP_SIZE
+GROUP = 32  # channels that a warp takes at a time, 8 a thread
+BLOCK_BYTES = SUB_CHUNK * SUB_CHUNK * 4
+NUM_BLOCKS = SUB_CHUNKS * (SUB_CHUNKS + 1) // 2
+SHIFT = 60.0  # of exponents of rows, with bfloat16
+RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
+
+# What a sub-chunk has in the place of q, k and P, once the scores are summed: 16 rows of Aqk and of
+# Akk as 16-bit tiles, and room for a block that goes from warp to warp. Before, either half has
+# partial sums, of q's scores and of k's.
+REGION = SharedMemory(
+    Buffer("tile_qk", cutlass.Int16, SUB_CHUNK * CHUNK),
+    Buffer("exchange", cutlass.Float32, 2 * SUB_CHUNK * SUB_CHUNK),
+    Buffer("tile_kk", cutlass.Int16, SUB_CHUNK * CHUNK),
+    Buffer("rest", cutlass.Float32, 2 * SUB_CHUNK * SUB_CHUNK),
+)
+REGIONS = Buffer("regions", cutlass.Int8, REGION.nbytes, SUB_CHUNKS)
+
+
+def target_architecture() -> str:
+    """What is compiled for, such as "sm_90a"."""
+    return str(BaseDSL._get_dsl().get_arch_enum().name)
+
+
+def block_offset(i: Any, j: Any) -> Any:
+    """Bytes to block (i, j), j <= i, of the 16 by 16 blocks of L."""
+    return (((i * (i + 1)) >> 1) + j) * BLOCK_BYTES
+
+
+def block_element(i: Any, j: Any) -> Any:
+    """Bytes to element (i, j) of a block of float32. Halves of rows change places in every other
+    pair of rows, so that 4 rows of 32 bytes are in different banks."""
+    return (i << 6) + ((j << 2) ^ ((i & 2) << 4))
+
+
+def tile_unit(row: Any, unit: Any) -> Any:
+    """Bytes to a 16-byte unit (0 to 7) of a row of a sub-tile."""
+    return row * LINE_BYTES + ((unit ^ (row & 7)) << 4)
+
+
+def parity(row: Any) -> Any:
+    """The bit by which rows of q, k and P are swizzled: it differs between neighbours, and between
+    neighbours of every other row."""
+    return (row ^ (row >> 1)) & 1
+
+
+def groups_of_half(groups: int) -> Any:
+    """How many groups of channels a warp goes through. The compiler is not to know that it is one:
+    without the loop it keeps more in registers than there are."""
+    if groups > 2:
+        return groups // 2
+    return opaque(Int32(groups // 2))
+
+
+def row_and_part() -> tuple[Any, Any]:
+    """A lane's row of fragments, and which quarter of the row's columns it has."""
+    lane = cute.arch.lane_idx()
+    return lane >> 2, lane & 3
+
+
+def load_channels(address: Any, swap: Any) -> list[Any]:
+    """8 neighbours of a row of float32; `swap` is 16 where the row's units change places."""
+    return [
+        *load_shared(Float32, address + swap, 4),
+        *load_shared(Float32, (address + 16) - swap, 4),
+    ]
+
+
+class ChunkMemory(SharedMemory):
+    """The shared memory of a CTA that works on one chunk of one value head.
+
+    Rows of q and k are of 2 K bytes; halves of 128 bytes (64) change places where `parity` is 1.
+    Rows of P, or of exp2(-shift - P) where a sub-chunk's 64 channels are all in range, are of 4 K
+    bytes; 16-byte units 2 u and 2 u + 1 change places where `parity` is 1. So two rows that a
+    quarter of a warp reads together are in different banks.
+
+    Once the scores are summed, q, k and P give way to the REGIONS.
+
+    Attributes:
+        dtype: of q and k.
+        groups: of 32 channels.
+        qk_row, p_row: bytes of a row.
+        in_one_product: whether factors of rows in range are taken as they are (see `scores`).
+        shift: of exponents, with that.
+    """
+
+    def __init__(self, dtype: str, head_dim_k: int, *more: Buffer, l2norm: bool):
+        self.dtype = DTYPE[dtype]
+        self.l2norm = l2norm
+        self.head_dim_k = head_dim_k
+        self.groups = head_dim_k // GROUP
+        self.qk_row, self.p_row = 2 * head_dim_k, 4 * head_dim_k
+        self.in_one_product = dtype == "bfloat16"
+        self.shift = SHIFT if self.in_one_product else 0.0
+
+        def sums(name: str, holds: str) -> Buffer:
+            return Buffer(name, Float32, SUB_CHUNKS * head_dim_k, holds=holds)
+
+        def tokens(name: str, holds: str) -> Buffer:
+            return Buffer(name, Float32, CHUNK, holds=holds)
+
+        super().__init__(
+            Buffer("q", self.dtype, CHUNK * head_dim_k, alignment=SWIZZLE_ALIGNMENT),
+            Buffer("k", self.dtype, CHUNK * head_dim_k),
+            Buffer("p", Float32, CHUNK * head_dim_k),
+            # Of blocks on the diagonal, what is below the diagonal is overwritten by the inverse;
+            # above it stands Aqk, transposed, of rows out of range.
+            Buffer("blocks", Float32, SUB_CHUNK * SUB_CHUNK, NUM_BLOCKS, holds="L"),
+            sums("start", "exp2(G - shift) at the first token of a sub-chunk"),
+            sums("to_next", "G from there to the first token of the next one"),
+            sums("to_end", "G from there to the end of the chunk"),
+            tokens("beta", ""),
+            tokens("own_score", "scale q . k"),
+            tokens("inverse_norm_q", "times scale"),
+            tokens("inverse_norm_k", ""),
+            Buffer("out_of_range", Int32, NUM_WARPS, holds="a warp's first such row, 16 for none"),
+            *more,
+            limit=SMALLEST_SMEM_BYTES,
+        )
+        assert REGIONS.nbytes <= self["blocks"]
+
+    def blocks_per_sm(self) -> int:
+        """Two, if the architecture that is compiled for has the shared memory: threads then have
+        128 registers."""
+        available = smem_bytes(target_architecture()) + RESERVED_BYTES
+        return min(2, available // (self.nbytes + RESERVED_BYTES))
+
+    def load_elements(self, address: Any) -> list[Any]:
+        """8 neighbours of a row of q or k, as float32."""
+        return unpack_all(self.dtype, load_shared(Int32, address, 4))
+
+    def of_token(self, smem: Any, name: str, row: Any) -> Any:
+        """What `name` has of a token."""
+        return load_shared(Float32, smem + self[name] + row * 4)[0]
+
+    def row_factor(self, smem: Any, row: Any) -> Any:
+        """Of a row of L: beta, and the norm."""
+        factor = self.of_token(smem, "beta", row)
+        if self.l2norm:
+            factor = factor * self.of_token(smem, "inverse_norm_k", row)
+        return factor
+
+    def normalised(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
+        """Channels of a row of k, or of what is a multiple of it, times the norm."""
+        if not self.l2norm:
+            return k
+        norm = self.of_token(smem, "inverse_norm_k", row)
+        return [x * norm for x in k]
+
+    def column_factors(self, smem: Any, j: Any) -> Any:
+        """Of the thread's columns of sub-chunk j: the norms of k, [half of its tokens][2]."""
+        if not self.l2norm:
+            return (None, None)
+        _, c = row_and_part()
+        at = smem + self["inverse_norm_k"] + (j * SUB_CHUNK + 2 * c) * 4
+        return tuple(load_shared(Float32, at + 32 * half, 2) for half in range(2))
