@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
@@ -27,10 +28,11 @@ def mathml(latex: str, *, block: bool = False) -> str:
     """
     try:
         element = convert(latex, display="block" if block else "inline")
+        texts = list(ElementTree.fromstring(element).itertext())
     except Exception as error:  # latex2mathml has a dozen kinds, without a common base
         raise PluginError(f"{latex!r} is no formula: {type(error).__name__}") from error
-    if unknown := re.search(r">(\\\w+)<", element):
-        raise PluginError(f"{unknown[1]} of {latex!r} is no command that latex2mathml knows")
+    if unknown := next((text for text in texts if "\\" in text), None):
+        raise PluginError(f"{unknown} of {latex!r} is no command that latex2mathml knows")
     return element
 
 
