@@ -76,7 +76,9 @@ def test_formulas_become_mathml() -> None:
     assert "arithmatex" not in html and "\\(" not in html
 
 
-@pytest.mark.parametrize("latex", [r"\frac{a}{", r"\unheard{x}", r"\begin{aligned}a&b\end{x}"])
+@pytest.mark.parametrize(
+    "latex", [r"\frac{a}{", r"\unheard{x}", r"\begin{aligned}a&b\end{aligned}"]
+)
 def test_a_formula_that_cannot_be_read_fails_the_build(latex: str) -> None:
     from mkdocs.exceptions import PluginError
 
