@@ -67,7 +67,7 @@ def test_every_specialisation_is_a_spec():
 
     names = [s.name for s in forward.FORWARD]
     assert len(set(names)) == len(names)
-    specs = [Hd256ForwardSpec(**{**forward._PLAIN_FORWARD, **s.ours}) for s in forward.FORWARD]
+    specs = [Hd256ForwardSpec(**{**forward.PLAIN, **s.ours}) for s in forward.FORWARD]
     assert len(set(specs)) == len(specs)
     with_peer = {s.name for s in forward.FORWARD if s.theirs is not None}
     assert all((s.theirs is None) == (s.beside in with_peer) for s in forward.FORWARD)

@@ -67,7 +67,7 @@ FORWARD = (
 )
 SHORT = ("non-causal", "causal")
 
-_PLAIN_FORWARD = {
+PLAIN = {
     "dtype": "bfloat16",
     "scheduler": "static",
     "packed_heads": 1,
@@ -118,7 +118,7 @@ def our_program(specialisation: Specialisation) -> Program:
     from ...kernels.attention.spec import Hd256ForwardSpec
     from ...kernels.attention.table import HD256_FORWARD
 
-    spec = Hd256ForwardSpec(**{**_PLAIN_FORWARD, **specialisation.ours})
+    spec = Hd256ForwardSpec(**{**PLAIN, **specialisation.ours})
     entry = cache.compile(HD256_FORWARD.kernel, spec, arch=ARCH)
     (cubin,) = cubins(entry.read("kernel.o"))
     (use,) = entry.kernels

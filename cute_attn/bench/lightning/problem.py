@@ -276,8 +276,8 @@ def variants(
             continue
         if spec.persistent:
             (use,) = cache.compile(kernel, spec, arch).kernels
-            blocks = _resident_blocks(spec, use.registers, num_sms)
-            calls[name] = partial(bare(function, inputs), blocks)
+            ctas = _resident_ctas(spec, use.registers, num_sms)
+            calls[name] = partial(bare(function, inputs), ctas)
         else:
             calls[name] = bare(function, inputs)
     expected, initial = _reference(case, inputs), inputs.state.clone()
@@ -290,7 +290,7 @@ def variants(
     return calls, refused
 
 
-def _resident_blocks(spec: Any, registers: int, num_sms: int | None) -> int:
+def _resident_ctas(spec: Any, registers: int, num_sms: int | None) -> int:
     """CTAs of a persistent kernel that the GPU, or `num_sms` of its SMs, holds at once."""
     gpu = torch.cuda.get_device_properties(DEVICE)
     per_sm = min(
