@@ -41,8 +41,8 @@ class Emulator:
     Threads may share an emulator: their calls take turns. With one each they run at once.
 
     Args:
-        num_sms: streaming multiprocessors; each holds one block at a time. At least a cluster's
-            blocks are resident whatever it is.
+        num_sms: streaming multiprocessors; each holds one CTA at a time. At least the CTAs of a
+            cluster are resident whatever it is.
         schedule: "fair" runs warps in turn and asynchronous operations at once; "random" chooses
             warps, and when each asynchronous operation reads and writes, by `seed`;
             "adversarial" delays every asynchronous effect until nothing else can run.

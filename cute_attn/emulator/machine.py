@@ -82,7 +82,7 @@ class Run:
         findings: of this launch.
         by_opcode: warp-instructions executed, by opcode with its modifiers.
         by_instruction: the same by number of the instruction in the program.
-        by_warp: the same by the warp's index in its block.
+        by_warp: the same by the warp's index in its CTA.
         counters: the engine's, by name.
         mma: kind, shape m, n, k, and how many, of matrix instructions.
         output: what the kernel printed.
@@ -112,7 +112,7 @@ class Machine:
     of one machine wait for each other; who sets regions and names before takes `calls`.
 
     Args:
-        num_sms: how many blocks are resident at a time.
+        num_sms: how many CTAs are resident at a time.
         schedule: 0 fair, 1 random, 2 adversarial.
         seed: of all random choices.
         checks: names from `CHECKS`.

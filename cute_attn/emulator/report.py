@@ -22,8 +22,8 @@ class Finding:
         other_line: line of the instruction it conflicts with, if there is one.
         other_ptx: that line itself.
         other_source: likewise.
-        cta: linear index of the block that executed it.
-        warp: index in the block of the warp that executed it.
+        cta: linear index of the CTA that executed it.
+        warp: index in the CTA of the warp that executed it.
         count: how often the same instruction was found out.
     """
 
@@ -76,9 +76,9 @@ class LaunchRecord:
 
     Attributes:
         kernel: its symbol.
-        grid: blocks in x, y and z.
-        block: threads in x, y and z.
-        cluster: blocks of a cluster in x, y and z.
+        grid: CTAs in x, y and z.
+        block: threads of a CTA in x, y and z.
+        cluster: CTAs of a cluster in x, y and z.
         dynamic_shared: bytes.
         instructions: warp-instructions executed.
         seconds: wall time of the emulation.
@@ -100,7 +100,7 @@ class Report:
     Attributes:
         launches: in order.
         by_opcode: warp-instructions by opcode with its modifiers.
-        by_warp: warp-instructions by the warp's index in its block, or its role's name.
+        by_warp: warp-instructions by the warp's index in its CTA, or its role's name.
         bytes: bytes moved, by path ("tma_load", "shared_store" ...).
         mma: matrix instructions and their floating-point operations, by kind and shape:
             `mma["wgmma bf16 m64n128k16"] == (count, flops)`.

@@ -1,336 +1,11 @@
-// The machine: launch, scheduling, divergence, control flow, asynchronous work, findings, trace;
-// and the C interface that machine.py calls.
-#define _GNU_SOURCE  // vasprintf, open_memstream
-#include "engine.h"
-#include <stdarg.h>
-#include <stdio.h>
-
-void marks_reset(Emu *e);           // check.c
-void sync_table_free(Emu *e);       // check.c
+// The machine: operands, divergence, execution, launch and scheduling; and of the C interface that
+// library.py declares what makes machines and launches.
+#include "core.h"
 
 #define SPIN_INSTRUCTIONS 50000ull        // without progress, before asynchronous effects come
 #define LIVELOCK_INSTRUCTIONS 20000000ull  // without progress, before it is called a livelock
 #define ASTRAY_INSTRUCTIONS 2000000ull  // on made-up values, before a launch is given up
 #define STARVATION_SHIFT 14  // every 2^14 instructions a divergent warp changes which lanes go first
-
-// ------------------------------------------------------------------------------------- names
-
-static const char *const CHECK_NAMES[CK_COUNT + 1] = {
-    "deadlock", "race", "proxy-fence", "tcgen05-sync", "uninitialised", "out-of-bounds",
-    "misaligned", "descriptor", "barrier", "tmem", "exit", "registers", "warp-sync", "wgmma",
-    "cluster", "assert", "counters", NULL};
-static const char *const COUNTER_NAMES[CT_COUNT + 1] = {
-    "global_load_bytes", "global_store_bytes", "shared_load_bytes", "shared_store_bytes",
-    "local_bytes", "cp_async_bytes", "tma_load_bytes", "tma_store_bytes", "tma_reduce_bytes",
-    "bulk_bytes", "dsmem_bytes", "tmem_load_bytes", "tmem_store_bytes", "tmem_copy_bytes",
-    "atomic_bytes", "shared_wavefronts", "shared_wavefronts_ideal", "global_sectors",
-    "global_sectors_ideal", "mma_sync_flops", "wgmma_flops", "tcgen05_flops", "async_operations",
-    "barrier_phases", NULL};
-static const char *const SPECIAL_NAMES[SR_COUNT + 1] = {
-    "%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y",
-    "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%clusterid.x", "%clusterid.y",
-    "%clusterid.z", "%nclusterid.x", "%nclusterid.y", "%nclusterid.z", "%cluster_ctaid.x",
-    "%cluster_ctaid.y", "%cluster_ctaid.z", "%cluster_nctaid.x", "%cluster_nctaid.y",
-    "%cluster_nctaid.z", "%cluster_ctarank", "%cluster_nctarank", "%is_explicit_cluster",
-    "%laneid", "%warpid", "%nwarpid", "%smid", "%nsmid", "%gridid", "%lanemask_eq",
-    "%lanemask_le", "%lanemask_lt", "%lanemask_ge", "%lanemask_gt", "%clock", "%clock_hi",
-    "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi", "%dynamic_smem_size",
-    "%total_smem_size", "%aggr_smem_size", NULL};
-
-const char *emu_check_name(int i) { return i < CK_COUNT ? CHECK_NAMES[i] : NULL; }
-const char *emu_counter_name(int i) { return i < CT_COUNT ? COUNTER_NAMES[i] : NULL; }
-const char *emu_special_register_name(int i) { return i < SR_COUNT ? SPECIAL_NAMES[i] : NULL; }
-
-// Each has a file of its name.
-static const struct { const char *name; const Form *forms; } FAMILIES[] = {
-    {"control", FORMS_CONTROL}, {"integer", FORMS_INTEGER}, {"float", FORMS_FLOAT},
-    {"convert", FORMS_CONVERT}, {"warp", FORMS_WARP}, {"barrier", FORMS_BARRIER},
-    {"mbarrier", FORMS_MBARRIER}, {"fence", FORMS_FENCE}, {"address", FORMS_ADDRESS},
-    {"launch_control", FORMS_LAUNCH_CONTROL}, {"memory", FORMS_MEMORY},
-    {"atomic", FORMS_ATOMIC}, {"cp_async", FORMS_CP_ASYNC}, {"bulk_copy", FORMS_BULK_COPY},
-    {"tensor_copy", FORMS_TENSOR_COPY}, {"tensor_map", FORMS_TENSOR_MAP},
-    {"async_store", FORMS_ASYNC_STORE}, {"mma", FORMS_MMA}, {"wgmma", FORMS_WGMMA},
-    {"tmem", FORMS_TMEM}, {"tcgen05_mma", FORMS_TCGEN05_MMA},
-    {"tcgen05_copy", FORMS_TCGEN05_COPY}};
-#define FAMILY_COUNT ((int)(sizeof FAMILIES / sizeof *FAMILIES))
-
-static const Form *form_at(int i, const char **family) {
-  for (int f = 0; f < FAMILY_COUNT; f++)
-    for (const Form *form = FAMILIES[f].forms; form->pattern; form++)
-      if (i-- == 0) {
-        if (family) *family = FAMILIES[f].name;
-        return form;
-      }
-  return NULL;
-}
-
-int emu_form_count(void) {
-  int n = 0;
-  for (int f = 0; f < FAMILY_COUNT; f++)
-    for (const Form *form = FAMILIES[f].forms; form->pattern; form++) n++;
-  return n;
-}
-const char *emu_form_pattern(int i) { return form_at(i, NULL)->pattern; }
-const char *emu_form_operands(int i) { return form_at(i, NULL)->operands; }
-int emu_form_flags(int i) { return (int)form_at(i, NULL)->flags; }
-const char *emu_form_family(int i) {
-  const char *family = NULL;
-  form_at(i, &family);
-  return family;
-}
-
-// ----------------------------------------------------------------------------------- program
-
-typedef struct {
-  int32_t form, guard, guard_id, guard_neg, op_begin, nops, line, file, source_line, opcode;
-  int16_t mod[12];
-} InsnRecord;
-
-typedef struct {
-  int32_t nregs, reg_words, local_bytes, param_bytes, static_shared, reqntid, maxnreg, arch;
-  int32_t launch_registers, keeps_registers;
-} ProgramHeader;
-
-// How many entries of Insn.op a form's destinations take: they come first.
-static uint8_t destinations(const Form *form) {
-  uint8_t n = 0;
-  for (const char *token = form->operands; *token == 'd';) {
-    size_t length = strcspn(token, " ");
-    n += length > 2 && token[length - 1] == 'p' ? 2 : 1;  // "d32p", "dpp": a pair
-    token += length + strspn(token + length, " ");
-  }
-  return n;
-}
-
-static bool is_arithmetic(const char *family) {
-  return !strcmp(family, "integer") || !strcmp(family, "float") || !strcmp(family, "convert");
-}
-
-Program *emu_program_new(const InsnRecord *records, int n, const Operand *operands, int noperands,
-                         const ProgramHeader *h, const char *name) {
-  int nforms = emu_form_count();
-  const Form **forms = malloc(sizeof *forms * (size_t)nforms);
-  const char **families = malloc(sizeof *families * (size_t)nforms);
-  for (int i = 0; i < nforms; i++) forms[i] = form_at(i, &families[i]);
-  Program *p = calloc(1, sizeof *p);
-  *p = (Program){
-      .code = calloc((size_t)n + 1, sizeof(Insn)), .ncode = n,
-      .operands = malloc(sizeof(Operand) * (size_t)(noperands + 1)), .noperands = noperands,
-      .nregs = h->nregs, .reg_words = h->reg_words, .local_bytes = h->local_bytes,
-      .param_bytes = h->param_bytes, .static_shared = h->static_shared, .reqntid = h->reqntid,
-      .maxnreg = h->maxnreg, .arch = h->arch, .launch_registers = h->launch_registers,
-      .keeps_registers = h->keeps_registers != 0, .name = strdup(name)};
-  memcpy(p->operands, operands, sizeof(Operand) * (size_t)noperands);
-  for (int i = 0; i < n; i++) {
-    const InsnRecord *r = &records[i];
-    Insn *I = &p->code[i];
-    *I = (Insn){.exec = forms[r->form]->exec, .op = p->operands + r->op_begin, .guard = r->guard,
-                .guard_id = r->guard_id, .guard_neg = (uint8_t)r->guard_neg,
-                .nops = (uint8_t)r->nops, .flags = (uint16_t)forms[r->form]->flags,
-                .form = r->form, .line = r->line, .file = r->file,
-                .source_line = r->source_line, .opcode = r->opcode};
-    memcpy(I->mod, r->mod, sizeof I->mod);
-    I->ndest = destinations(forms[r->form]);
-    if (is_arithmetic(families[r->form])) I->flags |= F_PURE;
-  }
-  free(forms);
-  free(families);
-  return p;
-}
-
-void emu_program_free(Program *p) {
-  if (!p) return;
-  free(p->code);
-  free(p->operands);
-  free((void *)p->name);
-  free(p);
-}
-
-// ------------------------------------------------------------------------ findings and messages
-
-typedef struct {
-  int check, severity, insn, other, cta, warp;
-  uint64_t count;
-  char *message;
-} Finding;
-struct Findings {
-  Finding *list;
-  int count, room;
-  int severity_count[2];  // each limited by itself: notes do not crowd out errors
-  struct { uint32_t offset, bytes, element; char *name; } *shared;
-  int nshared;
-  struct { int first, last; char *name; } *warps;
-  int nwarps;
-};
-
-const char *text(const char *format, ...) {
-  static _Thread_local char ring[16][1280];
-  static _Thread_local unsigned next;
-  char *buffer = ring[next++ % 16];
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(buffer, sizeof ring[0], format, arguments);
-  va_end(arguments);
-  return buffer;
-}
-
-const char *where(const Insn *I) { return text("PTX line %d", I->line); }
-
-static const char *role_name(const Emu *e, int warp) {
-  for (int i = 0; i < e->findings->nwarps; i++)
-    if (warp >= e->findings->warps[i].first && warp <= e->findings->warps[i].last)
-      return e->findings->warps[i].name;
-  return NULL;
-}
-
-const char *warp_name(const Warp *w) {
-  const Cta *c = w->cta;
-  const char *role = role_name(c->emu, w->index);
-  const char *rank = c->cluster->nctas > 1
-                         ? text(" (rank %d of cluster %u)", c->rank, c->cluster->linear) : "";
-  if (role) return text("CTA %u%s warp %d, %s", c->linear, rank, w->index, role);
-  return text("CTA %u%s warp %d", c->linear, rank, w->index);
-}
-
-const char *address_name(const Cta *cta, uint32_t offset) {
-  const struct Findings *f = cta->emu->findings;
-  uint32_t address = offset + SHARED_BASE;
-  for (int i = 0; i < f->nshared; i++) {
-    if (address - f->shared[i].offset >= f->shared[i].bytes) continue;
-    uint32_t into = address - f->shared[i].offset, element = f->shared[i].element;
-    if (!element) return text("%s+%u", f->shared[i].name, into);
-    if (into % element)
-      return text("%s[%u]+%u", f->shared[i].name, into / element, into % element);
-    return text("%s[%u]", f->shared[i].name, into / element);
-  }
-  return text("shared memory at 0x%x", address);
-}
-
-// Errors behind which the launch goes on with values that no kernel has computed: the access was
-// left out, or read what is not there. Loops may then never end.
-#define MAKES_UP_VALUES                                                                     \
-  (1ull << CK_BOUNDS | 1ull << CK_ALIGNMENT | 1ull << CK_UNINITIALISED | 1ull << CK_DESCRIPTOR | \
-   1ull << CK_CLUSTER | 1ull << CK_TMEM)
-
-static void record(Emu *e, Warp *w, const Insn *I, const Insn *other, int check, int severity,
-                   const char *format, va_list arguments) {
-  if (severity == SEV_ERROR && MAKES_UP_VALUES >> check & 1 && !e->astray) e->astray = e->time + 1;
-  if (!checking(e, check)) return;
-  struct Findings *f = e->findings;
-  int insn = I ? (int)(I - e->program->code) : -1;
-  if (insn >= e->program->ncode) insn = e->program->ncode - 1;  // behind the last one: it exits
-  int other_insn = other ? (int)(other - e->program->code) : -1;
-  for (int i = 0; i < f->count; i++) {
-    Finding *x = &f->list[i];
-    if (x->check == check && x->severity == severity && x->insn == insn && x->other == other_insn) {
-      x->count++;
-      return;
-    }
-  }
-  if (f->severity_count[severity] >= e->max_findings && !e->stop) return;  // stop: the last word
-  f->severity_count[severity]++;
-  if (f->count == f->room) {
-    f->room = f->room ? 2 * f->room : 16;
-    f->list = realloc(f->list, sizeof *f->list * (size_t)f->room);
-  }
-  char *message = NULL;
-  if (vasprintf(&message, format, arguments) < 0) message = strdup("(no memory for the message)");
-  f->list[f->count++] = (Finding){check, severity, insn, other_insn,
-                                  w ? (int)w->cta->linear : -1, w ? w->index : -1, 1, message};
-}
-
-void finding(Warp *w, const Insn *I, int check, int severity, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  record(emu_of(w), w, I, NULL, check, severity, format, arguments);
-  va_end(arguments);
-}
-
-void finding_with(Warp *w, const Insn *I, const Insn *other, int check, int severity,
-                  const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  record(emu_of(w), w, I, other, check, severity, format, arguments);
-  va_end(arguments);
-}
-
-void fatal(Warp *w, const Insn *I, int check, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  Emu *e = emu_of(w);
-  e->checks |= 1ull << check;  // what ends a launch is always said
-  e->stop = true;
-  record(e, w, I, NULL, check, SEV_ERROR, format, arguments);
-  va_end(arguments);
-}
-
-static void machine_finding(Emu *e, int check, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  e->checks |= 1ull << check;
-  e->stop = true;
-  record(e, NULL, NULL, NULL, check, SEV_ERROR, format, arguments);
-  va_end(arguments);
-}
-
-static void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
-  int32_t origin = w->origin[o->id];
-  if (origin >= 0 && I->flags & F_BRANCH && !(lanes & ~w->chosen[o->id]))
-    finding_with(w, I, &emu_of(w)->program->code[origin], CK_UNINITIALISED, SEV_NOTE,
-                 "branches on register %d, lanes 0x%08x: its value is one of those that the program "
-                 "chooses between, by what the other instruction reads, which nothing has written",
-                 o->id, lanes);
-  else if (origin >= 0)
-    finding_with(w, I, &emu_of(w)->program->code[origin], CK_UNINITIALISED, SEV_ERROR,
-                 "depends on register %d, lanes 0x%08x, and so on what the other instruction reads, "
-                 "which nothing has written", o->id, lanes);
-  else
-    finding(w, I, CK_UNINITIALISED, SEV_ERROR,
-            "reads register %d, which has no value in lanes 0x%08x", o->id, lanes);
-  w->defined[o->id] |= lanes;  // said once
-}
-
-void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
-  if (I->flags & F_PURE) {  // it matters once something else depends on it
-    w->tainted |= lanes;
-    w->tainted_raw |= lanes & ~w->chosen[o->id];
-    w->taint_origin = w->origin[o->id] >= 0 ? w->origin[o->id]
-                                            : (int32_t)(I - emu_of(w)->program->code);
-  } else {
-    report_undefined(w, I, o, lanes);
-  }
-}
-
-// ------------------------------------------------------------------------------------ trace
-
-struct Trace { Event *events; int count, room; };
-
-void trace_event(Emu *e, int kind, const Warp *w, const Insn *I, uint64_t start, uint64_t end,
-                 uint64_t object, uint64_t detail) {
-  if (!e->tracing) return;
-  if (!e->trace) e->trace = calloc(1, sizeof *e->trace);
-  struct Trace *t = e->trace;
-  if (t->count == t->room) {
-    t->room = t->room ? 2 * t->room : 4096;
-    t->events = realloc(t->events, sizeof *t->events * (size_t)t->room);
-  }
-  t->events[t->count++] = (Event){start, end, kind, w ? (int)w->cta->linear : -1,
-                                  w ? w->index : -1, I ? (int)(I - e->program->code) : -1,
-                                  object, detail};
-}
-
-void count_mma(Emu *e, const char *kind, int m, int n, int k) {
-  for (size_t i = 0; i < sizeof e->mma / sizeof *e->mma; i++) {
-    if (!e->mma[i].kind) {
-      e->mma[i].kind = kind;
-      e->mma[i].m = m, e->mma[i].n = n, e->mma[i].k = k;
-    }
-    if (e->mma[i].m != m || e->mma[i].n != n || e->mma[i].k != k || strcmp(e->mma[i].kind, kind))
-      continue;
-    e->mma[i].count++;
-    return;
-  }
-}
 
 // ----------------------------------------------------------------------- operands and registers
 
@@ -413,173 +88,6 @@ uint64_t special_register(Warp *w, int sr, int lane) {
     case SR_AGGR_SMEM_SIZE: return c->shared_bytes + 1024;            // with the system's part
     default: return 0;  // %gridid
   }
-}
-
-// -------------------------------------------------------------------------- asynchronous work
-
-AsyncOp *new_async(Warp *w, const Insn *I, const char *what, int agent_kind, Clock clock) {
-  Emu *e = emu_of(w);
-  AsyncOp *op = calloc(1, sizeof *op);
-  op->emu = e;
-  op->cta = w->cta;
-  op->warp = w;
-  op->insn = I;
-  op->what = what;
-  op->stages = 1;
-  op->issued = e->time;
-  op->view = view_new(e);
-  view_copy(e, &op->view, &w->view);
-  // What the issuing thread itself has done so far comes before what it issues.
-  uint32_t own = agent_of(w, AG_GENERIC);
-  if (op->view.vc[own] < w->agent_clock[AG_GENERIC]) op->view.vc[own] = w->agent_clock[AG_GENERIC];
-  w->agent_clock[AG_GENERIC]++;
-  op->access = access_as(w, I, what, agent_kind, clock);
-  op->access.view = &op->view;
-  return op;
-}
-
-void submit(AsyncOp *op) {
-  Emu *e = op->emu;
-  op->number = ++e->async_number;
-  op->previous = e->async_last;
-  if (e->async_last) e->async_last->next = op;
-  else e->async_first = op;
-  e->async_last = op;
-  e->async_count += !op->on_demand;
-  e->counters[CT_ASYNC_OPS]++;
-}
-
-static void free_async(AsyncOp *op) {
-  if (op->release) op->release(op);
-  else free(op->data);
-  view_free(&op->view);
-  free(op);
-}
-
-static void retire(AsyncOp *op) {
-  Emu *e = op->emu;
-  if (op->previous) op->previous->next = op->next;
-  else e->async_first = op->next;
-  if (op->next) op->next->previous = op->previous;
-  else e->async_last = op->previous;
-  e->async_count -= !op->on_demand;
-  op->finished = true;
-  if (!op->holders) free_async(op);
-}
-
-static void run_stage(AsyncOp *op) {
-  Emu *e = op->emu;
-  op->run(op, op->stage++);
-  progress(e);
-  if (op->stage < op->stages) return;
-  trace_event(e, 1, op->warp, op->insn, op->issued, e->time, op->number, 0);
-  retire(op);
-}
-
-static void run_all_stages(AsyncOp *op) {
-  for (int left = op->stages - op->stage; left > 0; left--) run_stage(op);
-}
-
-void force(AsyncOp *op) {
-  if (op->finished) return;
-  Emu *e = op->emu;
-  uint64_t queue = op->queue, number = op->number;
-  for (AsyncOp *o = e->async_first; o && queue;) {
-    AsyncOp *next = o->next;
-    if (o->number >= number) break;
-    if (o->queue == queue) {
-      run_all_stages(o);
-      next = e->async_first;  // the list may have changed anywhere
-    }
-    o = next;
-  }
-  run_all_stages(op);
-}
-
-void set_pending(Warp *w, const Operand *o, AsyncOp *op) {
-  clear_pending(w, o);
-  if (!w->pending) w->pending = calloc((size_t)emu_of(w)->program->nregs + 1, sizeof *w->pending);
-  w->pending[o->id] = op;
-  w->npending++;
-  op->holders++;
-}
-
-void clear_pending(Warp *w, const Operand *o) {
-  if (!w->npending || !w->pending[o->id]) return;
-  AsyncOp *op = w->pending[o->id];
-  w->pending[o->id] = NULL;
-  w->npending--;
-  if (--op->holders == 0 && op->finished) free_async(op);
-}
-
-static bool is_wgmma(const AsyncOp *op) {
-  return op->access.agent == agent_of(op->warp, AG_WGMMA);
-}
-
-// Wait for the operation that owns a register, as the assembler's code would, and free all of its.
-static void complete_pending(Warp *w, const Operand *o) {
-  AsyncOp *op = w->pending[o->id];
-  uint32_t agent = op->access.agent;
-  Clock clock = op->access.clock;
-  op->holders++;  // kept while it runs
-  force(op);
-  view_add(&w->view, agent, clock);
-  clear_pending(w, o);
-  const Operand *results = list_of(w, &op->insn->op[0]);
-  for (int i = 0; i < count_of(&op->insn->op[0]); i++)
-    if (results[i].kind == K_REG && w->npending && w->pending[results[i].id] == op)
-      clear_pending(w, &results[i]);
-  if (--op->holders == 0 && op->finished) free_async(op);
-}
-
-void pending_read(Warp *w, const Insn *I, const Operand *o) {
-  AsyncOp *op = w->pending[o->id];
-  if (is_wgmma(op))
-    finding_with(w, I, op->insn, CK_WGMMA, SEV_ERROR,
-                 "reads a register that a wgmma still owns: wgmma.wait_group is missing");
-  else
-    finding(w, op->insn, CK_TCGEN05, SEV_NOTE,
-            "its registers are read (%s) without tcgen05.wait::ld: it works only because the "
-            "assembler waits by itself", where(I));
-  complete_pending(w, o);
-}
-
-void pending_write(Warp *w, const Insn *I, const Operand *o) {
-  AsyncOp *op = w->pending[o->id];
-  if (op->insn == I) return;  // its own result
-  if (is_wgmma(op))
-    finding_with(w, I, op->insn, CK_WGMMA, SEV_ERROR,
-                 "overwrites a register that a wgmma still owns: wgmma.wait_group is missing");
-  complete_pending(w, o);
-}
-
-// An operation may run its next stage unless an earlier one of its queue has not run that yet.
-static bool eligible(const AsyncOp *op) {
-  if (op->on_demand) return false;
-  if (!op->queue) return true;
-  for (const AsyncOp *o = op->previous; o; o = o->previous)
-    if (o->queue == op->queue && o->stage <= op->stage) return false;
-  return true;
-}
-
-static void run_some_async(Emu *e) {
-  if (!e->async_count) return;
-  if (e->schedule == 0) {
-    while (e->async_count && !e->stop) {
-      AsyncOp *op = e->async_first;
-      while (op->on_demand) op = op->next;
-      run_all_stages(op);
-    }
-    return;
-  }
-  uint32_t count = 0, chosen;
-  for (AsyncOp *op = e->async_first; op; op = op->next) count += eligible(op);
-  chosen = emu_random(e, count);
-  for (AsyncOp *op = e->async_first; op; op = op->next)
-    if (eligible(op) && chosen-- == 0) {
-      run_stage(op);
-      return;
-    }
 }
 
 // ------------------------------------------------------------------------- blocking, divergence
@@ -974,67 +482,9 @@ bool cancel_cluster(Emu *e, uint32_t id[3]) {
   return true;
 }
 
-// ------------------------------------------------------------------------------------ deadlock
+// --------------------------------------------------------------------------------- the main loop
 
-static const char *const WAIT_NAMES[] = {
-    "nothing", "mbarrier", "named barrier", "cluster barrier", "other lanes", "cp.async group",
-    "bulk group", "wgmma group", "TMEM columns", "tcgen05 operations", "registers", "memory",
-    "a sleep"};
-
-// The CTA and offset of the mbarrier that a group waits for.
-static const Cta *awaited_mbarrier(const Warp *w, const Group *g, uint32_t *offset) {
-  uint32_t address = (uint32_t)g->wait_object, rank = address >> SHARED_RANK_SHIFT;
-  *offset = (address & ((1u << SHARED_RANK_SHIFT) - 1)) - SHARED_BASE;
-  const Cluster *k = w->cta->cluster;
-  return rank < (uint32_t)k->nctas ? k->ctas[rank] : w->cta;
-}
-
-static const Mbarrier *mbarrier_in(const Cta *c, uint32_t offset) {
-  for (int i = 0; i < c->nmbarriers; i++)
-    if (c->mbarriers[i].offset == offset && c->mbarriers[i].valid) return &c->mbarriers[i];
-  return NULL;
-}
-
-static const char *wait_text(const Warp *w, const Group *g) {
-  switch (g->wait) {
-    case WAIT_NONE:
-      return "runs";
-    case WAIT_MBARRIER: {
-      uint32_t offset;
-      const Cta *c = awaited_mbarrier(w, g, &offset);
-      const char *name = address_name(c, offset);
-      if (c != w->cta) name = text("%s of CTA %u", name, c->linear);
-      if (!mbarrier_in(c, offset)) return text("waits for %s, which is not a valid mbarrier", name);
-      return text("waits for the end of a phase of parity %llu of %s",
-                  (unsigned long long)g->wait_detail & 1, name);
-    }
-    case WAIT_NAMED_BARRIER: {
-      const NamedBarrier *b = &w->cta->bars[g->wait_object % MAX_NAMED_BARRIERS];
-      uint32_t missing = b->warps_before & ~b->warps;
-      if (!b->warps)  // complete: the warp has only not been run since
-        return text("goes on from named barrier %llu", (unsigned long long)g->wait_object);
-      return text("waits at named barrier %llu: %d of %d threads have arrived, of %s, first at %s%s%s",
-                  (unsigned long long)g->wait_object, b->arrived, b->expected,
-                  warps_text(b->warps), where(b->first),
-                  missing ? "; the last time also " : "", missing ? warps_text(missing) : "");
-    }
-    case WAIT_CLUSTER_BARRIER:
-      return text("waits at the cluster barrier: %d of %d live threads have arrived",
-                  w->cta->cluster->arrived, w->cta->cluster->live_threads);
-    case WAIT_CONVERGENCE:
-      return text("lanes 0x%08x wait for lanes 0x%08x to reach the same instruction", g->mask,
-                  (uint32_t)g->wait_object);
-    case WAIT_REGISTERS:
-      return text("waits for %llu registers more, of which %llu are free: other warps have to give "
-                  "theirs back", (unsigned long long)g->wait_object,
-                  (unsigned long long)g->wait_detail);
-    default:
-      return text("waits for %s (%llu, %llu)", WAIT_NAMES[g->wait],
-                  (unsigned long long)g->wait_object, (unsigned long long)g->wait_detail);
-  }
-}
-
-static int list_warps(Emu *e, Warp **warps) {
+int list_warps(Emu *e, Warp **warps) {
   int n = 0;
   for (int k = 0; k < e->nclusters; k++)
     for (int c = 0; e->clusters[k] && c < e->clusters[k]->nctas; c++) {
@@ -1044,71 +494,6 @@ static int list_warps(Emu *e, Warp **warps) {
     }
   return n;
 }
-
-// Each mbarrier that somebody waits for, once: what it lacks, and who has signalled it.
-static void list_mbarriers(FILE *out, Emu *e) {
-  const Mbarrier *listed[64];
-  int count = 0;
-  Warp **warps = malloc(sizeof *warps * (size_t)(e->nslots * e->warps_per_cta + 1));
-  int n = list_warps(e, warps);
-  for (int i = 0; i < n; i++)
-    for (int g = 0; g < warps[i]->ngroups && count < 64; g++) {
-      const Group *group = &warps[i]->groups[g];
-      if (group->wait != WAIT_MBARRIER) continue;
-      uint32_t offset;
-      const Cta *c = awaited_mbarrier(warps[i], group, &offset);
-      const Mbarrier *b = mbarrier_in(c, offset);
-      int k = 0;
-      while (k < count && listed[k] != b) k++;
-      if (!b || k < count) continue;
-      listed[count++] = b;
-      fprintf(out, "\n  %s of CTA %u, initialised at %s: in phase %u (parity %u) %d of %d arrivals "
-              "and %lld bytes are missing; %s", address_name(c, offset), c->linear,
-              where(b->init_insn), b->phase, b->phase & 1, b->pending, b->expected,
-              (long long)b->tx, mbarrier_history(c, b));
-    }
-  free(warps);
-}
-
-static void report_deadlock(Emu *e, const char *title) {
-  char *message = NULL;
-  size_t length = 0;
-  FILE *out = open_memstream(&message, &length);
-  fprintf(out, "%s", title);
-  Warp *first = NULL;
-  const Insn *at = NULL;
-  int listed = 0, resident = (int)(e->cluster_dim[0] * e->cluster_dim[1] * e->cluster_dim[2]);
-  for (int k = 0; k < e->nclusters; k++) {
-    if (!e->clusters[k]) continue;
-    for (int c = 0; c < resident; c++) {
-      Cta *cta = e->clusters[k]->ctas[c];
-      uint32_t exited = 0;
-      for (int i = 0; i < cta->nwarps; i++) {
-        Warp *w = &cta->warps[i];
-        exited |= (uint32_t)w->exited << i;
-        for (int g = 0; g < w->ngroups && !w->exited; g++) {
-          const Insn *I = &e->program->code[w->groups[g].pc];
-          if (!first) first = w, at = I;
-          if (listed++ < 128)
-            fprintf(out, "\n  %s, %s: %s", warp_name(w), where(I), wait_text(w, &w->groups[g]));
-        }
-      }
-      if (exited) fprintf(out, "\n  CTA %u: %s exited", cta->linear, warps_text(exited));
-    }
-  }
-  if (listed > 128) fprintf(out, "\n  and %d more", listed - 128);
-  list_mbarriers(out, e);
-  if (e->next_cluster < e->total_clusters)
-    fprintf(out, "\n  %llu clusters have not been launched yet",
-            (unsigned long long)(e->total_clusters - e->next_cluster));
-  fclose(out);
-  if (first) fatal(first, at, CK_DEADLOCK, "%s", message);
-  else machine_finding(e, CK_DEADLOCK, "%s", message);
-  e->stop = true;
-  free(message);
-}
-
-// --------------------------------------------------------------------------------- the main loop
 
 static bool wake_timed_waits(Emu *e) {
   bool any = false;
@@ -1180,7 +565,7 @@ static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
       break;
     }
     if (e->astray && e->time > e->astray + ASTRAY_INSTRUCTIONS) {
-      report_deadlock(e, "no end in sight: since an error made up values, no block has finished");
+      report_deadlock(e, "no end in sight: since an error made up values, no CTA has finished");
       break;
     }
     if (report && e->time >= next_report) {
@@ -1243,7 +628,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   uint64_t threads = (uint64_t)e->block[0] * e->block[1] * e->block[2];
   uint32_t size = e->cluster_dim[0] * e->cluster_dim[1] * e->cluster_dim[2];
   if (!threads || threads > 1024 || !size || size > 16) {
-    machine_finding(e, CK_BOUNDS, "a launch of %llu threads a block and %u blocks a cluster",
+    machine_finding(e, CK_BOUNDS, "a launch of %llu threads a CTA and %u CTAs a cluster",
                     (unsigned long long)threads, size);
     return false;
   }
@@ -1264,7 +649,7 @@ static bool set_up(Emu *e, Program *p, const uint32_t dims[10], const void *para
   e->nclusters = e->num_sms / (int)size > 0 ? e->num_sms / (int)size : 1;
   e->total_clusters = (uint64_t)e->grid[0] * e->grid[1] * e->grid[2] / size;
   if ((uint64_t)e->nclusters > e->total_clusters) e->nclusters = (int)e->total_clusters;
-  // A mark has 16 bits for its agent, which is enough for 170 SMs with blocks of 1024 threads.
+  // A mark has 16 bits for its agent, which is enough for 170 SMs with CTAs of 1024 threads.
   int agents_per_slot = e->warps_per_cta * AGENTS_PER_WARP + MBARRIERS_PER_CTA;
   while (e->nclusters > 1 && e->nclusters * (int)size * agents_per_slot > 0xFFF0) e->nclusters--;
   e->nslots = e->nclusters * (int)size;
@@ -1305,20 +690,8 @@ Emu *emu_new(void) {
   e->slice = 64;
   e->max_findings = 100;
   e->numerics = 1;
-  e->findings = calloc(1, sizeof *e->findings);
+  e->findings = findings_new();
   return e;
-}
-
-void emu_findings_clear(Emu *e) {
-  for (int i = 0; i < e->findings->count; i++) free(e->findings->list[i].message);
-  e->findings->count = 0;
-  memset(e->findings->severity_count, 0, sizeof e->findings->severity_count);
-}
-
-void emu_names_clear(Emu *e) {
-  for (int i = 0; i < e->findings->nshared; i++) free(e->findings->shared[i].name);
-  for (int i = 0; i < e->findings->nwarps; i++) free(e->findings->warps[i].name);
-  e->findings->nshared = e->findings->nwarps = 0;
 }
 
 void emu_regions_clear(Emu *e) {
@@ -1332,20 +705,14 @@ void emu_regions_clear(Emu *e) {
 
 void emu_free(Emu *e) {
   if (!e) return;
-  emu_findings_clear(e);
-  emu_names_clear(e);
+  findings_free(e);
   emu_regions_clear(e);
   output_clear(e);
-  free(e->findings->list);
-  free(e->findings->shared);
-  free(e->findings->warps);
-  free(e->findings);
   free(e->regions);
   free(e->executed);
   free(e->reads.nodes);
   for (int i = 0; i < SCRATCH_COUNT; i++) free(e->scratch[i].memory);
-  if (e->trace) free(e->trace->events);
-  free(e->trace);
+  trace_free(e);
   free(e);
 }
 
@@ -1380,34 +747,19 @@ int emu_region(Emu *e, uint64_t base, uint64_t size, const char *name, int initi
   return at;
 }
 
-void emu_name_shared(Emu *e, uint32_t offset, uint32_t bytes, uint32_t element, const char *name) {
-  struct Findings *f = e->findings;
-  f->shared = realloc(f->shared, sizeof *f->shared * (size_t)(f->nshared + 1));
-  f->shared[f->nshared].offset = offset;
-  f->shared[f->nshared].bytes = bytes;
-  f->shared[f->nshared].element = element;
-  f->shared[f->nshared++].name = strdup(name);
-}
+// ---- counters
 
-void emu_name_warps(Emu *e, int first, int last, const char *name) {
-  struct Findings *f = e->findings;
-  f->warps = realloc(f->warps, sizeof *f->warps * (size_t)(f->nwarps + 1));
-  f->warps[f->nwarps].first = first;
-  f->warps[f->nwarps].last = last;
-  f->warps[f->nwarps++].name = strdup(name);
-}
-
-typedef struct {
-  int32_t check, severity, insn, other, cta, warp;
-  uint64_t count;
-  const char *message;
-} FindingRecord;
-
-int emu_finding_count(Emu *e) { return e->findings->count; }
-void emu_finding(Emu *e, int i, FindingRecord *out) {
-  const Finding *f = &e->findings->list[i];
-  *out = (FindingRecord){f->check, f->severity, f->insn, f->other,
-                         f->cta, f->warp, f->count, f->message};
+void count_mma(Emu *e, const char *kind, int m, int n, int k) {
+  for (size_t i = 0; i < sizeof e->mma / sizeof *e->mma; i++) {
+    if (!e->mma[i].kind) {
+      e->mma[i].kind = kind;
+      e->mma[i].m = m, e->mma[i].n = n, e->mma[i].k = k;
+    }
+    if (e->mma[i].m != m || e->mma[i].n != n || e->mma[i].k != k || strcmp(e->mma[i].kind, kind))
+      continue;
+    e->mma[i].count++;
+    return;
+  }
 }
 
 const uint64_t *emu_counters(Emu *e) { return e->counters; }
@@ -1424,15 +776,5 @@ uint64_t emu_mma(Emu *e, int i, const char **kind, int32_t shape[3]) {
   shape[0] = e->mma[i].m, shape[1] = e->mma[i].n, shape[2] = e->mma[i].k;
   return e->mma[i].count;
 }
-void emu_events_clear(Emu *e) {
-  if (e->trace) e->trace->count = 0;
-}
-int emu_events(Emu *e, const Event **out) {
-  *out = e->trace ? e->trace->events : NULL;
-  return e->trace ? e->trace->count : 0;
-}
 const char *emu_output(Emu *e) { return output_text(e); }
 void emu_output_clear(Emu *e) { output_clear(e); }
-const char *emu_wait_name(int i) {
-  return i < (int)(sizeof WAIT_NAMES / sizeof *WAIT_NAMES) ? WAIT_NAMES[i] : NULL;
-}

@@ -1,5 +1,6 @@
-// What the parts of the emulator share: program, machine state, and the services of core.c and
-// check.c. An instruction's meaning is written once, in the family file that registers its form.
+// What the parts of the emulator share: program, machine state, and the services of core.c,
+// report.c, async.c and check.c. An instruction's meaning is written once, in the file of its family,
+// which registers its form.
 #ifndef CUTE_ATTN_ENGINE_H
 #define CUTE_ATTN_ENGINE_H
 
@@ -89,7 +90,7 @@ enum {
   F_YIELD = 8,
   // Issued on the uniform datapath: lanes with the same operands issue one operation together.
   F_UNIFORM = 16,
-  // Arithmetic: what it makes of an undefined value is undefined, and no finding. Set by core.c.
+  // Arithmetic: what it makes of an undefined value is undefined, and no finding. Set by program.c.
   F_PURE = 32,
   F_BRANCH = 64,  // on its guard, which may be one of several values that the program chooses from
 };
@@ -196,7 +197,7 @@ typedef struct {
   const void *data;
 } Access;
 
-// Checks, as bits of Emu.checks; the names of findings are CHECK_NAMES in core.c, same order.
+// Checks, as bits of Emu.checks; the names of findings are CHECK_NAMES in program.c, same order.
 enum {
   CK_DEADLOCK, CK_RACE, CK_PROXY, CK_TCGEN05, CK_UNINITIALISED, CK_BOUNDS, CK_ALIGNMENT,
   CK_DESCRIPTOR, CK_BARRIER, CK_TMEM, CK_EXIT, CK_REGISTERS, CK_SYNC, CK_WGMMA, CK_CLUSTER,
@@ -420,7 +421,7 @@ struct Emu {
   int latest_region;                      // that region_at has found
   struct { void *memory; size_t size; } scratch[SCRATCH_COUNT];
 };
-enum {  // Emu.counters; names are COUNTER_NAMES in core.c, same order
+enum {  // Emu.counters; names are COUNTER_NAMES in program.c, same order
   CT_GLOBAL_LOAD, CT_GLOBAL_STORE, CT_SHARED_LOAD, CT_SHARED_STORE, CT_LOCAL, CT_CP_ASYNC,
   CT_TMA_LOAD, CT_TMA_STORE, CT_TMA_REDUCE, CT_BULK, CT_DSMEM, CT_TMEM_LOAD, CT_TMEM_STORE,
   CT_TMEM_CP, CT_ATOMICS,                                        // bytes
@@ -437,9 +438,9 @@ static inline bool checking(const Emu *e, int check) { return e->checks >> check
 // 16-bit values stand zero-extended in 32-bit lanes. A read of an undefined lane is a finding
 // (undefined_read), as is one of a register that an asynchronous operation has still to write.
 
-void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes);   // core.c
-void pending_read(Warp *w, const Insn *I, const Operand *o);                 // core.c
-void pending_write(Warp *w, const Insn *I, const Operand *o);                // core.c
+void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes);   // report.c
+void pending_read(Warp *w, const Insn *I, const Operand *o);                 // async.c
+void pending_write(Warp *w, const Insn *I, const Operand *o);                // async.c
 uint64_t special_register(Warp *w, int sr, int lane);                        // core.c
 uint64_t operand_constant(Warp *w, const Operand *o);   // core.c: K_IMM and symbols
 
@@ -556,7 +557,7 @@ static inline void read_policy(Warp *w, const Insn *I, const Operand *o, Mask m)
 // (shared: 32 bits with rank; local: offset; generic and global: 64 bits).
 void addresses_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint64_t out[32]);  // core.c
 
-// ------------------------------------------------------------------------- services of core.c
+// --------------------------------------------- services of core.c, report.c and async.c
 
 // Report. `check` is a CK_ value; the text needs no position, which is added. A finding with the
 // same check, instruction and `other` is counted, not repeated.
