@@ -91,7 +91,7 @@ def test_an_asynchronous_reduction_on_global_memory(
 
 
 def test_an_asynchronous_store_releases() -> None:
-    """Another block sees what was stored before it."""
+    """Another CTA sees what was stored before it."""
     body = """
     mov.u32 %r1, %ctaid.x;
     setp.ne.u32 %p1, %r1, 0;
@@ -257,7 +257,7 @@ def extreme(codes: list[int], larger: bool, absolute: bool, nan_wins: bool) -> i
 @pytest.mark.parametrize("absolute", ["", ".abs"])
 @pytest.mark.parametrize("operation", ["min", "max"])
 def test_the_extreme_of_a_warp(operation: str, absolute: str, nan: str) -> None:
-    """Block b has the special values from the b-th on, the last block NaNs alone."""
+    """CTA b has the special values from the b-th on, the tenth NaNs alone."""
     body = f"""
     mov.u32 %r1, %ctaid.x; shl.b32 %r1, %r1, 5; add.u32 %r1, %r1, %thread;
     mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd1, %rd3; add.s64 %rd5, %rd2, %rd3;

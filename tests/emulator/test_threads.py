@@ -26,7 +26,7 @@ from .mutations import Ptx
 
 T = TypeVar("T")
 THREADS = 4
-BLOCKS = 16  # of each small kernel: a launch has to last for others to come in between
+CTAS = 16  # of each small kernel: a launch has to last for others to come in between
 KERNELS = {
     name: kernel for name, kernel in sorted(vars(small).items()) if isinstance(kernel, small.Small)
 }
@@ -50,7 +50,7 @@ def outcome(name: str, module: Module, schedule: int) -> tuple[Any, ...]:
     arguments = kernel.arguments()
     run = run_ptx(
         module,
-        grid=kernel.grid * BLOCKS,
+        grid=kernel.grid * CTAS,
         block=kernel.block,
         args=arguments,
         dynamic_shared=kernel.dynamic_shared,
@@ -67,7 +67,7 @@ def without(kernel: small.Small, mark: str) -> str:
     return text.drop(*text.marked(mark)).text
 
 
-# Whose blocks all do the same: as they are, and with a race, of which marks and messages tell.
+# Whose CTAs all do the same: as they are, and with a race, of which marks and messages tell.
 CASES = [
     (name, parse(text))
     for name, text in [

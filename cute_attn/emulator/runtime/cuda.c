@@ -31,7 +31,7 @@ enum { ATTRIBUTE_CLUSTER = 4 };
 enum {  // of the device
   MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, SHARED_MEMORY_LIMIT = 97
 };
-#define SHARED_BYTES 232448  // what one block may have on sm_90 and sm_100
+#define SHARED_BYTES 232448  // what one CTA may have on sm_90 and sm_100
 
 // kernel, grid + block + cluster + dynamic shared memory, pointers to the arguments; 0 if it ran
 typedef int (*Hook)(const char *kernel, const uint32_t *dims, void **arguments);
