@@ -90,6 +90,23 @@ def test_an_asynchronous_reduction_on_global_memory(
     assert int(out[0]) == expected
 
 
+def test_an_asynchronous_reduction_that_does_not_exist() -> None:
+    """Of 64 bits there is no inc: the launch ends with a finding, and changes nothing."""
+    body = """
+    mov.u32 %r1, dynamic; mov.u64 %rd3, 5;
+    mbarrier.init.shared::cta.b64 [%r1], 1;
+    st.shared.u64 [%r1+8], %rd3;
+    red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.inc.u64
+        [%r1+8], %rd3, [%r1];
+"""
+    args = [np.zeros(1, np.uint32), np.zeros(1, np.uint32)]
+    run = run_ptx(module(body), block=1, args=args, dynamic_shared=64)
+    assert run.stopped
+    assert [(f.check, f.message) for f in run.errors] == [
+        ("descriptor", "there is no such reduction of elements of type u64")
+    ]
+
+
 def test_an_asynchronous_store_releases() -> None:
     """Another CTA sees what was stored before it."""
     body = """
