@@ -34,15 +34,15 @@ ENGINE = Path(__file__).parent / "engine"
 logger = logging.getLogger("cute_attn.emulator")
 
 directory: Path | None = None
-"""Where to build, instead of the cache."""
+"""Tests set it: the directory to build in, instead of the cache."""
 
-# No contraction: the engine says itself where it fuses. Overflow wraps, as in PTX.
+# No contraction: the engine writes fma where PTX fuses. Integer overflow wraps, as in PTX.
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv")
 _NATIVE = "-march=native"
 _KEPT = 4
-"""So many engines stay in the cache, with all that is as new as the oldest of them."""
+"""How many engines the cache keeps, with every build that is as new as the oldest of them."""
 _SETTLED_SECONDS = 24 * 60 * 60
-"""What was used within that time may still be in use, and stays whatever else there is."""
+"""A build used within that time may still be in use: it is never evicted."""
 _TIMEOUT_SECONDS = 900
 
 
@@ -56,7 +56,7 @@ class Compiler(NamedTuple):
     command: tuple[str, ...]
     flags: tuple[str, ...]
     identity: str
-    """Its version, and the processor if code for that one processor is asked for."""
+    """Its version, and the processor if it compiles for that processor alone."""
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -71,7 +71,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """A description of the processor: `-march=native` depends on it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -142,9 +142,9 @@ _chosen_root: dict[None, Path] = {}
 
 
 def _root() -> Path:
-    """The directory of all that is built: a temporary one if the cache cannot be written."""
+    """The directory of all builds: a temporary one if the cache cannot be written."""
     root = _chosen_root.get(None)
-    # Of threads that come here at once all take what the first one has chosen.
+    # Threads that come here at once all take the directory that the first one has chosen.
     return root or _chosen_root.setdefault(None, _choose_root())
 
 
@@ -179,7 +179,7 @@ def _digest(*parts: bytes | str) -> str:
 
 
 def _make(target: Path, arguments: Sequence[str]) -> Path:
-    """Run the compiler to make `target`, unless it is there. Others may be at it as well."""
+    """Run the compiler to make `target`, unless it is there. Other processes may make it too."""
     if target.exists():
         _check_ownership(target)
         return target
@@ -242,7 +242,7 @@ def link(library: Path, inputs: Iterable[Path], flags: Sequence[str] = ()) -> Pa
     Raises:
         EmulatorUnavailable: there is no compiler, or it fails.
     """
-    # Symbols bind inside: others of the same names, of the real runtime, may be loaded already.
+    # Symbols bind within the library: the real CUDA runtime may be loaded, with the same names.
     return _make(library, ["-shared", "-Wl,-Bsymbolic", *flags, *map(str, inputs), "-lm"])
 
 
@@ -266,7 +266,7 @@ _locks: set[int] = set()  # descriptors of threads that build
 
 
 def _after_fork() -> None:
-    """A lock of a thread that is not in this process must not live on in it."""
+    """Close the locks of threads that did not come along into the forked process."""
     for fd in _locks:
         os.close(fd)
     _locks.clear()
@@ -276,7 +276,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _evict(library: Path) -> None:
-    """Drop builds that have not been used for a while, but for those of the newest engines.
+    """Drop builds that have not been used for a while, except those of the newest engines.
 
     Times of use are those of the directories, which `_used` sets. A process that has loaded a
     library keeps it, as its file stays until it is unmapped; one that is about to links again what
@@ -305,7 +305,7 @@ def _used(paths: Iterable[Path]) -> None:
 
 
 def _announce(missing: int) -> None:
-    """Say why nothing else will be heard for a while; as a warning it shows without any set-up."""
+    """Say why the call takes so long. Warnings show without any set-up of logging."""
     if missing:
         logger.warning(
             "compiling the emulator's engine (%d C files with %s), once for this machine: up to a "

@@ -97,12 +97,12 @@ def _seen(form: Form, silicon: Silicon | None) -> str:
 
 
 def read_silicon(path: Path) -> Silicon:
-    """What a file of pattern, signature and the two counts says."""
+    """The counts in a file: rows of pattern, signature, cases compared, cases only run."""
     return {(row[0], row[1]): (row[2], row[3]) for row in json.loads(path.read_text())}
 
 
 def page(silicon: Path | None = None) -> str:
-    """The page as a text; with the comparisons that a file counts."""
+    """The page; with a column of the comparisons that the file `silicon` counts."""
     seen = read_silicon(silicon) if silicon else None
     return "\n".join(lines(library.engine().forms.forms, seen)) + "\n"
 

@@ -123,7 +123,7 @@ class Emulator:
     def load_object(
         self, image: bytes, ptx: str, function: str = _ENTRY_FUNCTION, names: Names | None = None
     ) -> EmulatedFunction:
-        """The same for an object file.
+        """Like `load`, for an object file.
 
         Args:
             image: its bytes, as `export_to_c` writes them.
@@ -179,7 +179,7 @@ class Emulator:
 
     def _launch(self, program: Program, launch: Launch) -> None:
         parameters = _parameter_block(program, launch)
-        # Each launch makes other random choices, so that one may find what another missed.
+        # Each launch makes other random choices: one may find what another has missed.
         self._machine.reseed(self._seed + len(self.report.launches))
         started = time.perf_counter()
         run = self._machine.launch(
@@ -339,7 +339,7 @@ def _capability(ptx: str) -> tuple[int, int]:
 
 
 def _parameter_block(program: Program, launch: Launch) -> bytes:
-    """The bytes that the launch's pointers to arguments point at, laid out as the PTX says."""
+    """The parameters of a launch in one piece of memory, laid out as the PTX declares them."""
     import ctypes
 
     block = bytearray(program.parameter_bytes)
@@ -350,7 +350,7 @@ def _parameter_block(program: Program, launch: Launch) -> bytes:
 
 
 def _extents(tensors: Sequence[tuple[str, Any]]) -> list[tuple[int, int, str]]:
-    """The memory that each tensor spans: address, bytes, name. Overlapping ones become one."""
+    """The memory that each tensor spans: address, bytes, name. Overlapping spans are merged."""
     spans = []
     for name, tensor in tensors:
         if tensor.numel() == 0:

@@ -159,7 +159,7 @@ _REGISTER_OF_WIDTH = {"32": "w", "64": "d", "128": "q"}
 
 
 def _scalar_cost(token: Token, shape: str) -> int | None:
-    """How badly a shape that is no list and no pair fits: 0 exactly, None not at all."""
+    """How badly a single operand fits: 0 is an exact fit, None is none."""
     width = token.width
     if shape == "_":
         return 0 if token.kind == "d" else None
@@ -171,7 +171,7 @@ def _scalar_cost(token: Token, shape: str) -> int | None:
         if shape == _REGISTER_OF_WIDTH[width]:
             return 0
         # A destination may be wider than the instruction, or (ld, cvt) narrower: the engine
-        # extends or truncates. Only for want of a form that takes it as it is.
+        # extends or truncates. A form that takes it as it is comes first.
         return 10 if {shape, _REGISTER_OF_WIDTH[width]} == {"w", "d"} else None
     if width == "p":
         return 0 if shape in "p!is" else None
@@ -185,7 +185,7 @@ def _scalar_cost(token: Token, shape: str) -> int | None:
 
 
 def _cost(token: Token, shape: str) -> int | None:
-    """How badly an operand of this shape fits a token: 0 exactly, None not at all."""
+    """How badly an operand of this shape fits a token: 0 is an exact fit, None is none."""
     match token.kind:
         case "a" | "T" | "L" | "F":
             return 0 if shape == token.kind else None
@@ -273,7 +273,7 @@ class FormTable:
         return found
 
     def _search_reordered(self, opcode: str) -> tuple[Match, ...]:
-        """The assembler takes modifiers in another order than the manual's, so this does too."""
+        """The assembler takes modifiers in any order, not only the manual's; so does this."""
         for other in _reorderings(opcode):
             found = tuple(self._search(other))
             if found:

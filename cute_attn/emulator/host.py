@@ -117,7 +117,7 @@ def _link(image: bytes) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as scratch:
         object_file = Path(scratch) / "function.o"
         object_file.write_bytes(image)
-        # The dynamic loader knows a library by its file, so that each gets a name of its own.
+        # The dynamic loader knows a library by its file: each gets a name of its own.
         library = Path(scratch) / f"function-{os.getpid()}-{next(_serial)}.so"
         build.link(library, [object_file, build.object_file(_STAND_IN)])
         return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL | os.RTLD_NOW)
@@ -216,7 +216,7 @@ def _as_device(argument: Any, keep: list[_AsCuda]) -> Any:
 
 
 def tensors_in(arguments: Sequence[Any]) -> list[tuple[str, Any]]:
-    """The torch tensors among arguments, in nested tuples too, each with where it stands."""
+    """The torch tensors among arguments, nested tuples included, each with its position."""
     import torch
 
     found: list[tuple[str, Any]] = []
@@ -233,11 +233,11 @@ _ALIGNMENT = 512  # of what PyTorch allocates on a CUDA device
 
 @contextlib.contextmanager
 def aligned_copies(arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """The arguments with tensors in copies of their memory, each as far from a multiple of 512 as
-    it is from the start of its storage: there a CUDA device would have it.
+    """The arguments, with tensors in copies of their memory that are aligned as on a CUDA device:
+    a storage begins at a multiple of 512 bytes.
 
-    At the end the bytes that have changed are copied back, and no others: what lies between them
-    may be somebody else's. Tensors that overlap do so in the copies.
+    At the end the bytes that have changed are copied back, and no others: the bytes between them
+    may belong to others. Tensors that overlap do so in the copies.
     """
     import torch
 
@@ -265,7 +265,7 @@ def aligned_copies(arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """The bytes of its storage between which a tensor lies."""
+    """The first byte of its storage that a tensor spans, and the byte past the last."""
     first = tensor.storage_offset() * tensor.element_size()
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (last + 1) * tensor.element_size()

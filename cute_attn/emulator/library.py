@@ -118,7 +118,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Engine:
-    """The library, its functions typed, and the forms of instructions that it knows."""
+    """The library with its functions typed, and the forms of instructions that it has."""
 
     def __init__(self, path: str) -> None:
         self.library = ctypes.CDLL(path)

@@ -49,8 +49,8 @@ _SPECIAL_NUMBERS = {name: number for number, name in enumerate(SPECIAL_REGISTERS
 
 _NO_OPERAND = bytes(OPERAND.size)
 
-# Registers that these touch may be read or written long after the instruction, or are tracked one
-# by one: they keep places of their own.
+# These instructions read and write registers after they have been issued, or the engine tracks
+# their registers one by one: such registers do not share places.
 _ASYNCHRONOUS = ("wgmma", "tcgen05")
 
 _VECTOR_PARTS = {
@@ -79,7 +79,7 @@ def _type_of(opcode: str, position: int) -> str:
 
 
 class Register:
-    """A register of the program: where it is, and how far it has been seen to live."""
+    """A register of the program: its place in the register file, and where it is live."""
 
     __slots__ = ("bits", "first", "last", "name", "number", "offset", "region", "shared")
 
@@ -95,7 +95,7 @@ class Register:
 
 
 class Value:
-    """An operand with its names resolved. `shape` is what the choice of a form depends on."""
+    """An operand with its names resolved. The choice of a form depends on its `shape`."""
 
     __slots__ = (
         "constant",
@@ -293,7 +293,7 @@ class _Lowering:
             self.boundaries.update(frame.positions[index] for index in scope.labels.values())
 
     def _most_registers(self) -> int:
-        """At most how many registers a thread has at launch; 0 is as many as there are.
+        """The most registers that a thread has at launch; 0 is no limit.
 
         This is for PTX alone: machine code says how many. The assembler gives a kernel no more
         than its warps ever ask for.
@@ -320,7 +320,7 @@ class _Lowering:
         return type(error)(f"{message} ({where}: {text[:300]!r})")
 
     def _append_exit(self, frame: _Frame) -> None:
-        """A kernel that runs off its end exits."""
+        """Append an exit: a kernel that runs off its end exits."""
         items = self.items
         if len(items) not in self.boundaries and items and _ends(items[-1]):
             return
@@ -334,7 +334,7 @@ class _Lowering:
     # -- names
 
     def _enter(self, frame: _Frame, scope: Scope) -> dict[Operand, Value]:
-        """First instruction of a scope: memory for its variables and those around it."""
+        """Reserve memory for the variables of a scope and of those around it, once."""
         for outer in scope.outwards():
             if outer in frame.values:
                 break
@@ -393,7 +393,7 @@ class _Lowering:
         return None
 
     def _value(self, frame: _Frame, scope: Scope, operand: Operand) -> Value:
-        """An operand as it is seen from a scope; one object for each."""
+        """What an operand means in a scope. Equal operands share one object."""
         cache = frame.values[scope]
         value = cache.get(operand)
         if value is None:
@@ -505,7 +505,7 @@ class _Lowering:
     # -- calls of device functions, inlined
 
     def _inline(self, frame: _Frame, instruction: Instruction) -> bool:
-        """Inline a call of a function of this module. False: it is somebody else's."""
+        """Inline a call of a function that this module defines. False: it only declares it."""
         operands = list(instruction.operands)
         returns: tuple[Operand, ...] = ()
         if operands and isinstance(operands[0], Vector):
@@ -544,7 +544,7 @@ class _Lowering:
         formals: list[Variable],
         actuals: Iterable[Operand],
     ) -> None:
-        """Formal parameters of a function share the memory of the caller's."""
+        """Give the parameters of a function the memory of those that the caller passes."""
         values = [self._value(caller, instruction.scope, actual) for actual in actuals]
         if len(values) != len(formals):
             raise PtxError(f"{inlined.function.name!r} takes {len(formals)} parameters here")
@@ -588,7 +588,7 @@ class _Lowering:
     # -- places
 
     def _place_shared(self) -> None:
-        """Static variables in order of declaration, then the dynamic ones, all at one offset."""
+        """Place static variables in order of declaration, then the dynamic ones at one offset."""
         offset = 0
         used = self.shared_used
         static = [v for v in self.module.variables.values() if v in used]

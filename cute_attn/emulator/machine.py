@@ -117,7 +117,7 @@ class Machine:
         seed: of all random choices.
         checks: names from `CHECKS`.
         numerics: of tensor cores; 0 plain float32 sums, 1 as the hardware adds up.
-        spurious_cancel: cluster launch control sometimes says "none left" too early.
+        spurious_cancel: cluster launch control sometimes answers "none left" too early.
         tracing: keep the events of each launch.
         max_findings: further ones are only counted.
         slice: instructions that a warp runs before it is another's turn.
@@ -157,23 +157,23 @@ class Machine:
         _machines.add(self)
 
     def _make(self) -> None:
-        """The engine's side, new."""
+        """Make the engine's side of the machine."""
         self._handle = self._library.emu_new()
         self._finalizer = weakref.finalize(self, self._library.emu_free, self._handle)
         for name, value in self._options.items():
             self._library.emu_set(self._handle, name.encode(), value)
 
     def _forked(self) -> None:
-        """In a new process, of whose threads only this one has gone on."""
+        """Called in a forked process, in which the other threads do not exist."""
         if self.calls.is_anothers:
             self.calls = Turn(self.calls.what)
         if self._launching.is_anothers:
             self._launching = Turn(self._launching.what)
-            self._finalizer.detach()  # it is in the middle of something, for ever
+            self._finalizer.detach()  # the old one stays in the middle of its launch, for ever
             self._make()
 
     def reseed(self, seed: int) -> None:
-        """Choose the random choices of the next launch."""
+        """Set the seed of the next launch."""
         self._library.emu_set(self._handle, b"seed", seed)
 
     def add_region(
@@ -379,7 +379,7 @@ def _place(program: Program, instruction: int) -> tuple[int | None, str, str | N
 
 
 def _named(program: Program, message: str) -> str:
-    """The engine knows registers by number."""
+    """A message with the names of registers, which the engine knows by number."""
 
     def name(match: re.Match[str]) -> str:
         number = int(match[1])

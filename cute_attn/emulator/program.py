@@ -1,4 +1,4 @@
-"""The packed program that the engine runs, and what is needed to speak of it in PTX's terms."""
+"""The packed program that the engine runs, and what reports need to name its parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INSTRUCTION = struct.Struct("<10i12h")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a kernel, in the block that a launch passes."""
+    """A parameter of a kernel, in the memory that a launch passes."""
 
     name: str
     type: str
@@ -44,7 +44,7 @@ class Parameter:
 
 @dataclass(eq=False)
 class Program:
-    """A kernel as the engine takes it, and what is needed to speak of it in PTX's terms."""
+    """A kernel as the engine takes it, and what reports need to name its parts as PTX does."""
 
     name: str
     module: Module
@@ -66,7 +66,7 @@ class Program:
     shared: dict[str, int]
     """Offsets of the shared variables; the dynamic ones all begin at `static_shared`."""
     handles: dict[object, int] = field(default_factory=dict, repr=False)
-    """What engines have made of it; see `machine`."""
+    """The copies that engines have made of it; see `library.Engine.program`."""
 
     @property
     def static_shared(self) -> int:
@@ -75,7 +75,7 @@ class Program:
 
     @property
     def parameter_bytes(self) -> int:
-        """Size of the block of parameters."""
+        """Size of all parameters, with the gaps of their alignment."""
         return self.header[3]
 
     @property

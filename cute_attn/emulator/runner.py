@@ -1,4 +1,4 @@
-"""Running PTX by itself, on numpy arrays: what the emulator's tests are made of."""
+"""Running PTX by itself, on numpy arrays: most tests of the emulator do."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def _sizes(sizes: int | Sequence[int]) -> Sequence[int]:
 def pack_arguments(
     program: Program, args: Sequence[Any], machine: Machine, keep: list[Any]
 ) -> bytes:
-    """The parameter block of a launch. Arrays among `args` become regions of the machine.
+    """The parameters of a launch as bytes. Arrays among `args` become regions of the machine.
 
-    `keep` gets what has to live until the launch is over.
+    `keep` gets the objects that have to live until the launch is over.
     """
     if len(args) != len(program.parameters):
         raise ValueError(f"{program.name} takes {len(program.parameters)} parameters: {len(args)}")

@@ -38,7 +38,7 @@ class TraceEvent:
 def write(
     path: str | os.PathLike[str], events: Iterable[TraceEvent], roles: dict[int, str]
 ) -> None:
-    """Write `events` as JSON: a process a CTA, a thread a warp; copies and MMAs as async slices."""
+    """Write `events` as JSON. CTAs are processes, warps threads, copies and MMAs async slices."""
     rows: set[tuple[int, int]] = set()
     out: list[dict[str, Any]] = []
     for number, event in enumerate(events):

@@ -36,7 +36,7 @@ class ModuleMemory:
             self.initialise(variable)
 
     def add(self, variable: Variable) -> int:
-        """Memory for a variable; its address."""
+        """Allocate memory for a variable, once. Returns its address."""
         if variable.name not in self._addresses:
             alignment = max(variable.alignment, 16)
             buffer = ctypes.create_string_buffer(variable.bytes + alignment)
@@ -46,7 +46,7 @@ class ModuleMemory:
         return self._addresses[variable.name]
 
     def address(self, name: str) -> int | None:
-        """Where a variable is, or None if there is none of this name."""
+        """The address of a variable, or None if there is none of this name."""
         return self._addresses.get(name)
 
     def initialise(self, variable: Variable) -> None:
