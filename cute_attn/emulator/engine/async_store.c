@@ -11,13 +11,8 @@ typedef struct {
 static void scatter_one(AsyncOp *op, const Scatter *s, int i) {
   Cta *cta = s->at[i].cta;
   Warp *w = op->warp;
-  if (!live_cta(cta)) {
-    finding(w, op->insn, CK_CLUSTER, SEV_ERROR,
-            "%s writes to the shared memory of CTA %u, which has exited", op->what, cta->linear);
-    return;
-  }
-  Mbarrier *b = find_mbarrier(w, op->insn, cta, s->at[i].barrier);
-  if (b) op->access.agent = b->agent, op->access.clock = b->clock + 1;
+  if (!check_destination(op, cta)) return;
+  Mbarrier *b = signalled_mbarrier(op, cta, s->at[i].barrier);
   uint8_t *p = shared_pointer(w, op->insn, cta, s->at[i].offset, s->bytes, s->bytes);
   if (p) {
     shared_write(&op->access, cta, s->at[i].offset, s->bytes);

@@ -27,13 +27,13 @@ Copy *new_copy(uint32_t buffered) {
 
 // ------------------------------------------------------------------------- addresses of a swizzle
 //
-// Atoms are of 16 bytes, or by the atomicity of 16, 32, 32 (their halves flipped) or 64.
+// The swizzle of 128 bytes has atoms of 16, 32, 32 (with flipped halves) or 64 bytes.
 static Swizzle swizzle_of_box(const TensorMap *t) {
   static const uint8_t shifts[] = {4, 5, 5, 6};
   return swizzle_of(16u << t->swizzle, t->swizzle == 3 ? shifts[t->atomicity] : 4);
 }
 
-// Rows of a box to (or from) shared memory: `memory` is the host's copy of address SHARED_BASE.
+// Copy the rows of a box to or from shared memory; `memory` is where SHARED_BASE lies on the host.
 static void move_rows(const TensorMap *t, uint8_t *memory, uint32_t offset, uint8_t *rows,
                       bool to_shared) {
   Swizzle s = swizzle_of_box(t);
@@ -131,32 +131,27 @@ static void read_linear(AsyncOp *op, Copy *c) {
 
 // ---- copies into shared memory, which signal an mbarrier; a stage for each destination CTA
 
-// Effects take the epoch of the barrier's current phase: known to whoever observes its end.
-static Mbarrier *stamp(AsyncOp *op, const Copy *c, int target) {
-  if (!live_cta(c->signalled[target])) return NULL;
-  Mbarrier *b = find_mbarrier(op->warp, op->insn, c->signalled[target], c->barrier);
-  if (b) op->access.agent = b->agent, op->access.clock = b->clock + 1;
-  return b;
-}
-
 static void load_source(AsyncOp *op, Copy *c) {
-  stamp(op, c, 0);
+  if (live_cta(c->signalled[0])) signalled_mbarrier(op, c->signalled[0], c->barrier);
   if (c->from) move_shared(op, c, c->from, c->from_offset, false);
   else if (c->tensor) read_tensor(op, c);
   else read_linear(op, c);
 }
 
+bool check_destination(const AsyncOp *op, const Cta *cta) {
+  if (live_cta(cta)) return true;
+  finding(op->warp, op->insn, CK_CLUSTER, SEV_ERROR,
+          "%s writes to the shared memory of CTA %u, which has exited", op->what, cta->linear);
+  return false;
+}
+
 static void load_target(AsyncOp *op, Copy *c, int target) {
   Cta *cta = c->targets[target];
-  if (!live_cta(cta)) {
-    finding(op->warp, op->insn, CK_CLUSTER, SEV_ERROR,
-            "%s writes to the shared memory of CTA %u, which has exited", op->what, cta->linear);
-    return;
-  }
-  Mbarrier *b = stamp(op, c, target);
+  if (!check_destination(op, cta)) return;
+  Cta *signalled = c->signalled[target];
+  Mbarrier *b = live_cta(signalled) ? signalled_mbarrier(op, signalled, c->barrier) : NULL;
   move_shared(op, c, cta, c->to_offset, true);
-  if (b)
-    mbarrier_complete_tx(op->warp, op->insn, c->signalled[target], b, c->bytes, &op->view);
+  if (b) mbarrier_complete_tx(op->warp, op->insn, signalled, b, c->bytes, &op->view);
 }
 
 static void run_load(AsyncOp *op, int stage) {

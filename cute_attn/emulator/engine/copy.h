@@ -14,18 +14,19 @@
 
 // ------------------------------------------------------------------ groups of a thread's copies
 //
-// Groups are a thread's own. A commit closes the group of every lane that executes it: what these
-// lanes have issued up to `number` (of cp.async: an instruction; of bulk copies: a bulk group).
+// Threads commit and await cp.async and bulk copies in groups of their own. A commit closes the
+// open group of every lane that executes it: it holds the lane's copies up to `number`, which counts
+// instructions (cp.async) or bulk groups of the warp.
 typedef struct { uint32_t number; Mask lanes; } Commit;
-enum { COMMITS = 64 };  // a wait names one of the latest few
+enum { COMMITS = 64 };  // as many are remembered: a wait leaves a few groups pending
 typedef struct { Commit ring[COMMITS]; uint32_t count; } Commits;
 
 typedef struct Copy Copy;
 struct Copies {
   Commits bulk, cp;
-  Copy *unfinished;                                  // of bulk groups
-  uint32_t bulk_issued[32], bulk_waited[32];         // a lane's last group with a copy in it, and
-  uint32_t cp_issued[32], cp_waited[32];             // the last one whose sources it waited for
+  Copy *unfinished;                           // copies of bulk groups
+  // Of each lane the last number with a copy of its own, and the last whose sources it awaited.
+  uint32_t bulk_issued[32], bulk_waited[32], cp_issued[32], cp_waited[32];
 };
 
 static inline struct Copies *copies_of(Warp *w) {
@@ -37,7 +38,7 @@ static inline void commit_group(Commits *c, uint32_t number, Mask lanes) {
   c->ring[c->count++ % COMMITS] = (Commit){number, lanes};
 }
 
-// What a lane waits for when it lets `pending` of its groups go on: all up to this number.
+// A lane that leaves its last `pending` groups pending waits for all copies up to this number.
 static inline uint32_t awaited(const Commits *c, int lane, uint64_t pending) {
   uint32_t oldest = c->count > COMMITS ? c->count - COMMITS : 0;
   for (uint32_t i = c->count; i > oldest; i--) {
@@ -61,16 +62,16 @@ typedef struct {
   uint64_t address;
   int rank;                     // 1 to 5
   ElementType type;
-  int interleave;               // 0 none, 1: 16 bytes, 2: 32 bytes
-  int swizzle;                  // 0 none, 1: 32 bytes, 2: 64 bytes, 3: 128 bytes
-  int atomicity;                // of the latter: 0: 16 bytes, 1: 32, 2: 32 and 8-byte flip, 3: 64
+  int interleave;               // 0: none, 1: 16 bytes, 2: 32 bytes
+  int swizzle;                  // 0: none, 1: 32 bytes, 2: 64 bytes, 3: 128 bytes
+  int atomicity;                // of swizzle 3; 0: 16 bytes, 1: 32, 2: 32 with 8-byte flip, 3: 64
   bool nan_fill, im2col;
-  uint64_t size[5], stride[5];  // elements (innermost: units); bytes
-  int box[5], step[5];          // the same; step: the element strides
+  uint64_t size[5], stride[5];  // sizes in elements (innermost: units), strides in bytes
+  int box[5], step[5];          // of the box: sizes likewise; element strides
   int lower[3], upper[3], pixels;  // im2col
-  int unit;                     // elements of a unit: 1, of packed types more
-  uint32_t bytes, spread;       // of a unit in global and in shared memory
-  uint32_t inner, pitch, rows;  // of the box in shared memory: bytes of a row, to the next; rows
+  int unit;                     // elements that are packed together: 1, more in packed types
+  uint32_t bytes, spread;       // bytes of a unit in global and in shared memory
+  uint32_t inner, pitch, rows;  // the box in shared memory: bytes of a row, bytes from row to row
 } TensorMap;
 
 const char *element_name(ElementType type);
@@ -82,18 +83,18 @@ bool read_tensor_map(Warp *w, const Insn *I, uint64_t address, TensorMap *t);
 typedef enum { MODE_TILE, MODE_GATHER, MODE_IM2COL } TensorMode;
 
 struct Copy {
-  Copy *next, **link;      // the warp's unfinished copies of bulk groups
+  Copy *next, **link;      // in the list of the warp's unfinished copies of bulk groups
   int lane;
   uint32_t group;
   bool read;               // the source has been read
   bool tensor;
-  uint64_t global;         // of a copy that is not a tensor's
-  uint32_t bytes;          // that it signals
-  uint32_t buffered;       // in `buffer`
+  uint64_t global;         // address; of a linear copy
+  uint32_t bytes;          // complete_tx of the mbarrier
+  uint32_t buffered;       // size of `buffer`
   Cta *from; uint32_t from_offset;  // source in shared memory
-  uint32_t to_offset;               // destination in shared memory, of each target
+  uint32_t to_offset;               // destination in the shared memory of each target
   int ntargets; Cta *targets[16], *signalled[16];
-  uint32_t barrier;                 // its offset
+  uint32_t barrier;                 // offset of the mbarrier in each signalled CTA
   Reduction reduce;                 // NULL: a copy
   uint16_t byte_mask;
   TensorMap map;
@@ -105,13 +106,14 @@ struct Copy {
 
 Copy *new_copy(uint32_t buffered);
 void drop_copy(Copy *c);
-// The CTAs that a copy into shared memory goes to, and the barriers that it signals, which must
-// be there by now.
-// `multicast`: mask of CTAs, or -1. `pair`: cta_group::2, whose barrier may be in the other CTA of
-// the destination's pair; with multicast its rank's parity tells which CTA of each pair.
+// Set the CTAs that a copy into shared memory goes to, and the mbarriers that it signals, which
+// have been initialised. `multicast`: mask of CTAs, or -1. `pair`: cta_group::2, whose mbarrier may
+// be in the other CTA of the pair; with multicast the parity of its rank chooses the CTA of each pair.
 bool set_targets(Warp *w, const Insn *I, Copy *c, uint32_t to, uint32_t barrier, int multicast,
                  bool own, bool pair);
-// Hand a copy over: one into shared memory, or out of it, which joins the lane's bulk group.
+// Whether a CTA that an operation writes to still exists; reports it if not.
+bool check_destination(const AsyncOp *op, const Cta *cta);
+// Issue a copy: into shared memory, or out of it, as part of the lane's open bulk group.
 void submit_load(Warp *w, const Insn *I, Copy *c, const char *what, int counter);
 void submit_store(Warp *w, const Insn *I, Copy *c, int lane, const char *what, int counter);
 // Offset of a source in the CTA's own shared memory.
@@ -119,7 +121,7 @@ bool own_shared(Warp *w, const Insn *I, uint64_t address, uint32_t *offset);
 // NULL after a fatal finding.
 Reduction known_reduction(Warp *w, const Insn *I, ReduceOp op, ElementType type);
 
-// The side of a tensor copy in global memory (tensor_copy.c): all of the box to or from its buffer.
+// tensor_copy.c moves a whole box between global memory and the copy's buffer.
 void read_tensor(AsyncOp *op, Copy *c);
 void move_tensor(AsyncOp *op, Copy *c, bool writes);
 

@@ -686,8 +686,10 @@ void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes);
 Mbarrier *find_mbarrier(Warp *w, const Insn *I, Cta *cta, uint32_t offset);
 void mbarrier_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count);
 void mbarrier_expect_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes);
-// For asynchronous operations: `from` is published with the phase. The epoch to stamp on what is
-// written before a complete_tx is (b->agent, b->clock + 1).
+// The mbarrier that an asynchronous operation signals next, or NULL after a finding. What it reads
+// and writes from now on belongs to the barrier's current phase: whoever waits for that has seen it.
+Mbarrier *signalled_mbarrier(AsyncOp *op, Cta *cta, uint32_t offset);
+// For asynchronous operations: `from` is published with the phase.
 void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes,
                           const View *from);
 void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count,

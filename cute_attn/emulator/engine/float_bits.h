@@ -86,8 +86,8 @@ ALWAYS_INLINE float small_value(const Format *f, uint32_t code) {
 ALWAYS_INLINE int32_t ordered(uint32_t v) {
   return (int32_t)(v ^ ((uint32_t)((int32_t)v >> 31) >> 1));
 }
-// Minimum or maximum of two codes: a NaN loses, or with keep_nan wins. `nan` is the canonical one,
-// `infinity` the largest magnitude of the rest.
+// The minimum or maximum of two codes. A NaN loses, or with keep_nan wins. `infinity` is the
+// largest magnitude that is no NaN, `nan` the canonical NaN.
 ALWAYS_INLINE uint32_t extreme(uint32_t x, uint32_t y, bool max, bool keep_nan, uint32_t infinity,
                                uint32_t nan) {
   bool nx = (x & 0x7FFFFFFF) > infinity, ny = (y & 0x7FFFFFFF) > infinity;

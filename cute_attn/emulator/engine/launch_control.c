@@ -31,10 +31,8 @@ static void deliver_response(AsyncOp *op, Request *r, Cta *cta) {
             "the response goes to CTA rank %d, which has exited", cta->rank);
     return;
   }
-  Mbarrier *b = find_mbarrier(op->warp, op->insn, cta, r->mbarrier_offset);
-  Access a = op->access;
-  if (b) a.agent = b->agent, a.clock = b->clock + 1;
-  shared_write(&a, cta, r->response_offset, RESPONSE_BYTES);
+  Mbarrier *b = signalled_mbarrier(op, cta, r->mbarrier_offset);
+  shared_write(&op->access, cta, r->response_offset, RESPONSE_BYTES);
   memcpy(cta->shared + r->response_offset, r->response, RESPONSE_BYTES);
   if (b) mbarrier_complete_tx(op->warp, op->insn, cta, b, RESPONSE_BYTES, &op->view);
 }

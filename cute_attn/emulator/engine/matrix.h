@@ -6,8 +6,8 @@
 
 #define K_BYTES 32  // of a row of an operand in one operation, whatever its type
 
-// A swizzle of lines of 128 bytes: bits 7 and up of an address, as far as `mask` goes, permute the
-// atoms of 1 << shift bytes.
+// A swizzle permutes the atoms of 1 << shift bytes within each line of 128 bytes: it adds (xor) the
+// number of the line, as far as `mask` goes, to the number of the atom.
 typedef struct { uint32_t mask, shift; } Swizzle;
 
 // The pattern that repeats after `width` bytes: 16 (none), 32, 64 or 128.
@@ -19,7 +19,7 @@ static inline uint32_t swizzled(Swizzle s, uint32_t address, uint32_t base) {
   return address ^ (((address >> 7) - base) & s.mask) << s.shift;
 }
 
-// As descriptors count them. Those of wgmma have one bit less, and no 128-byte swizzle of 32 bytes.
+// The modes of tcgen05 descriptors. Those of wgmma lack the lowest bit, and so the odd modes.
 enum { SWIZZLE_NONE = 0, SWIZZLE_128B_32B = 1, SWIZZLE_128B = 2, SWIZZLE_64B = 4, SWIZZLE_32B = 6 };
 
 typedef struct {

@@ -223,6 +223,12 @@ void mbarrier_expect_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t b
   settle(w, I, cta, b);
 }
 
+Mbarrier *signalled_mbarrier(AsyncOp *op, Cta *cta, uint32_t offset) {
+  Mbarrier *b = find_mbarrier(op->warp, op->insn, cta, offset);
+  if (b) op->access.agent = b->agent, op->access.clock = b->clock + 1;
+  return b;
+}
+
 void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes,
                           const View *from) {
   Emu *e = cta->emu;

@@ -20,28 +20,28 @@ typedef struct {
   int columns, column;
   Warp *warp;
   const Insn *insn;
-} Request;  // of a warp that takes part in a cta_group::2 allocation
+} Request;  // of a warp that allocates with cta_group::2, and waits for its peer
 
 typedef struct {
   bool filled, in_tmem;
-  uint64_t a;  // what it was filled from
+  uint64_t a;  // the descriptor, or TMEM address, that it was filled from
 } Collector;
 
 typedef struct {
-  AsyncOp **loads;  // that tcgen05.wait::ld has still to see
+  AsyncOp **loads;  // tcgen05.ld since the last tcgen05.wait::ld
   int nloads, room;
   AsyncOp *last_store;
-  Mask uncommitted;  // lanes that issued operations which no commit tracks yet
+  Mask uncommitted;  // lanes whose last operations no tcgen05.commit tracks yet
 } WarpState;
 
 struct Tmem {
   uint32_t words[LANES][COLUMNS];
   struct { bool used, freed; int first, columns; Warp *warp; const Insn *insn; } slices[SLICES];
   Request request;
-  int deallocations;  // of cta_group::2
-  View released;      // by deallocations
+  int deallocations;  // with cta_group::2, so far
+  View released;      // what deallocations publish to the next allocation
   const Insn *relinquished;
-  int group;      // the cta_group that the kernel uses, and where
+  int group;      // the cta_group that the kernel uses, and the first instruction that did
   const Insn *group_insn;
   Collector collectors[5];  // a, b0 to b3
   WarpState warps[MAX_WARPS];
@@ -50,11 +50,11 @@ struct Tmem {
 // ------------------------------------------------------------------------------------ tmem.c
 
 struct Tmem *tmem_of(Warp *w, const Insn *I);  // NULL after a fatal finding
-// Whether a kernel keeps to one cta_group, as it must.
+// Report a kernel that uses both cta_groups.
 void check_group(Warp *w, const Insn *I, int group);
-// The CTAs of a cta_group, the even one first; 0 after a finding.
+// The CTAs of a cta_group, the one of even rank first. Returns how many; 0 after a finding.
 int ctas_of(Warp *w, const Insn *I, int group, Cta *ctas[2]);
-// Whether a block of TMEM exists; says so if it does not, or is not allocated.
+// Whether `lanes` x `columns` words of TMEM exist; reports them if not, or if not allocated.
 bool check_block(const Access *a, Cta *cta, const char *role, int lane, int column, int lanes,
                  int columns);
 
