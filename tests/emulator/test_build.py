@@ -81,3 +81,13 @@ def test_a_long_build_says_so_once(
     caplog.clear()
     build.engine_library()
     assert not caplog.records
+
+
+def test_the_engine_compiles_without_warnings() -> None:
+    found = build.compiler()
+    if "Free Software Foundation" not in found.identity:
+        pytest.skip("the warnings are those of gcc")
+    sources = [*build.ENGINE.glob("*.c"), build.ENGINE.parent / "runtime" / "cuda.c"]
+    flags = ("-Wall", "-Wextra", "-fsyntax-only")
+    done = build._run([*found.command, *found.flags, *flags, *map(str, sources)])
+    assert (done.returncode, done.stderr) == (0, "")
