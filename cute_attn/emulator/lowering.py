@@ -43,6 +43,7 @@ from .program import (
     Program,
 )
 from .ptx import Function, Instruction, Module, Scope, Variable
+from .registers import Register, place
 from .variables import MASK64, ModuleMemory, align, immediate_bits
 
 _SPECIAL_NUMBERS = {name: number for number, name in enumerate(SPECIAL_REGISTERS)}
@@ -76,22 +77,6 @@ def _type_of(opcode: str, position: int) -> str:
 
 
 # ---- resolved operands
-
-
-class Register:
-    """A register of the program: its place in the register file, and where it is live."""
-
-    __slots__ = ("bits", "first", "last", "name", "number", "offset", "region", "shared")
-
-    def __init__(self, number: int, name: str, bits: int) -> None:
-        self.number = number
-        self.name = name
-        self.bits = bits
-        self.offset = -1
-        self.region = -1
-        self.first = -1
-        self.last = -1
-        self.shared = True  # may share its place; see _place_registers
 
 
 class Value:
@@ -211,7 +196,6 @@ class _Lowering:
         self.boundaries: set[int] = set()  # instructions that a label marks
         self.parameters = tuple(_parameter_layout(kernel.parameters))
         self.parameter_offsets = {item.name: item.offset for item in self.parameters}
-        self.sizes = {"reg_words": 0}
 
     # -- the steps
 
@@ -220,7 +204,8 @@ class _Lowering:
         self._append_function(frame)
         self._append_exit(frame)
         self._place_shared()
-        self._place_registers()
+        self._find_lives()
+        register_words = place(self.registers)
         records, operands, opcodes = self._pack()
         end = max((item.offset + item.bytes for item in self.parameters), default=0)
         threads = 1
@@ -228,7 +213,7 @@ class _Lowering:
             threads *= number
         header = (
             len(self.registers),
-            self.sizes["reg_words"],
+            register_words,
             align(self.local_bytes, 16),
             end,
             self.static_shared,
@@ -604,44 +589,8 @@ class _Lowering:
             self.shared_offsets[variable] = offset
         self.static_shared = offset
 
-    def _place_registers(self) -> None:
-        """Give registers their places in the register file.
-
-        A register that lives between two labels, where every lane that reads it has written it
-        just before, shares its place with others of its kind. Each keeps a number of its own, by
-        which the engine tracks what is defined.
-        """
-        self._find_lives()
-        births: dict[int, list[Register]] = {}
-        deaths: dict[int, list[Register]] = {}
-        words = 0
-        predicates = []
-        for register in self.registers:
-            if register.bits == 1:
-                predicates.append(register)
-            elif register.shared:
-                births.setdefault(register.first, []).append(register)
-                deaths.setdefault(register.last, []).append(register)
-            else:
-                register.offset = words
-                words += max(register.bits, 32)
-        free: dict[int, list[int]] = {32: [], 64: [], 128: []}
-        for index in sorted(births.keys() | deaths.keys()):
-            for register in births.get(index, ()):
-                size = max(register.bits, 32)
-                if free[size]:
-                    register.offset = free[size].pop()
-                else:
-                    register.offset = words
-                    words += size
-            for register in deaths.get(index, ()):  # from the next instruction on
-                free[max(register.bits, 32)].append(register.offset)
-        for register in predicates:
-            register.offset = words
-            words += 1
-        self.sizes["reg_words"] = align(words, 32)
-
     def _find_lives(self) -> None:
+        """Tell every register of its accesses, in the order of the program."""
         region = 0
         for index, item in enumerate(self.items):
             if index in self.boundaries:
@@ -657,10 +606,10 @@ class _Lowering:
                         if token.kind == "d":
                             written.append(register)
                         else:
-                            _touch(register, index, region, False)
+                            register.touch(index, region, defines=False)
                 position += token.entries
             for register in written:
-                _touch(register, index, region, item.guard is None)
+                register.touch(index, region, defines=item.guard is None)
 
     # -- packing
 
@@ -731,16 +680,6 @@ class _Lowering:
 
 def _ends(item: _Item) -> bool:
     return item.opcode in ("ret", "exit") and item.guard is None
-
-
-def _touch(register: Register, index: int, region: int, defines: bool) -> None:
-    """Note an access, in the order of the program, sources of an instruction first."""
-    if register.first < 0:
-        register.first, register.region = index, region
-        register.shared = register.shared and defines
-    elif register.region != region:
-        register.shared = False
-    register.last = index
 
 
 def _list(values: list[Value]) -> Value:

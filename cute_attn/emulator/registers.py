@@ -1,0 +1,75 @@
+"""Where the registers of a program lie in the engine's register file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .variables import align
+
+
+class Register:
+    """A register of the program: its place in the register file, and where it is live."""
+
+    __slots__ = ("bits", "first", "last", "name", "number", "offset", "region", "shared")
+
+    def __init__(self, number: int, name: str, bits: int) -> None:
+        self.number = number
+        self.name = name
+        self.bits = bits
+        self.offset = -1
+        self.region = -1
+        self.first = -1
+        self.last = -1
+        self.shared = True  # may share its place
+
+    def touch(self, index: int, region: int, *, defines: bool) -> None:
+        """Note an access by an instruction; of one instruction, sources come first.
+
+        Args:
+            index: of the instruction.
+            region: the instructions between two labels are one.
+            defines: it writes the register in all lanes that execute.
+        """
+        if self.first < 0:
+            self.first, self.region = index, region
+            self.shared = self.shared and defines
+        elif self.region != region:
+            self.shared = False
+        self.last = index
+
+
+def place(registers: Iterable[Register]) -> int:
+    """Give registers their places. Returns the words that a warp needs for them.
+
+    A register that lives between two labels, where every lane that reads it has written it just
+    before, shares its place with others of its width. Each keeps a number of its own, by which the
+    engine tracks what is defined.
+    """
+    births: dict[int, list[Register]] = {}
+    deaths: dict[int, list[Register]] = {}
+    words = 0
+    predicates = []
+    for register in registers:
+        if register.bits == 1:
+            predicates.append(register)
+        elif register.shared:
+            births.setdefault(register.first, []).append(register)
+            deaths.setdefault(register.last, []).append(register)
+        else:
+            register.offset = words
+            words += max(register.bits, 32)
+    free: dict[int, list[int]] = {32: [], 64: [], 128: []}
+    for index in sorted(births.keys() | deaths.keys()):
+        for register in births.get(index, ()):
+            size = max(register.bits, 32)
+            if free[size]:
+                register.offset = free[size].pop()
+            else:
+                register.offset = words
+                words += size
+        for register in deaths.get(index, ()):  # from the next instruction on
+            free[max(register.bits, 32)].append(register.offset)
+    for register in predicates:
+        register.offset = words
+        words += 1
+    return align(words, 32)
