@@ -302,9 +302,7 @@ class _Decode(Operator[_Arguments]):
         check_memory(written, tensors, pools=("state", "draft_k", "draft_v"))
 
     def nothing(self, a: _Arguments) -> Tensor | None:
-        if a.v.numel():
-            return None
-        return _empty_like(a.v) if a.out is None else a.out
+        return None if a.v.numel() else a.out
 
     def prepare(self, a: _Arguments) -> tuple[Callable[..., None], float]:
         ((kernel, spec),) = plan_decode(
@@ -323,7 +321,10 @@ class _Decode(Operator[_Arguments]):
         scale = a.q.shape[-1] ** -0.5 if a.softmax_scale is None else float(a.softmax_scale)
         return launch.get_for(a.q.device, kernel, spec), scale
 
-    def forward(
+    def stale(self, ready: Any, a: _Arguments) -> bool:
+        return self.prepare(a) != ready  # rows may be off their alignment
+
+    def forward(  # type: ignore[override]
         self,
         q: Tensor,
         k: Tensor,

@@ -88,8 +88,8 @@ class Operator(Generic[_Arguments]):
         arguments: the NamedTuple of its arguments. Its annotations and defaults are the schema.
         written: the names of those that it writes. The result of such an operator is its argument
             `out`, which where it is None is allocated like `v`.
-        results: of an operator that writes nothing, the names of its results, and for each that is
-            given only where it is asked for, the argument that asks for it, else "".
+        results: of an operator that writes nothing, the names of its results, each with the
+            argument that asks for it, or "" where it is given always: ("lse", "return_lse").
 
     and in methods: `check`, `prepare`, and either `key` and `launch`, or, where a frame of Python
     more would be felt, `forward` itself; where they are needed `outputs`, `check_memory`,
@@ -100,7 +100,7 @@ class Operator(Generic[_Arguments]):
     public_name: ClassVar[str] = ""
     arguments: ClassVar[Any]
     written: ClassVar[tuple[str, ...]] = ()
-    results: ClassVar[Mapping[str, str]] = {}
+    results: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     # What `backward` is given, by name: arguments, and results.
     saved: ClassVar[tuple[str, ...]] = ()
@@ -134,9 +134,12 @@ class Operator(Generic[_Arguments]):
         """The same of addresses."""
 
     def prepare(self, a: _Arguments) -> Any:
-        """Load the kernels for these arguments: what a launch needs besides them. Two of these are
-        equal where a launch would be the same."""
+        """Load the kernels for these arguments: what a launch needs besides them."""
         raise NotImplementedError
+
+    def stale(self, ready: Any, a: _Arguments) -> bool:
+        """Whether arguments with the key of `ready` are for other kernels than these."""
+        return False
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         """All that kernels are chosen by, and all that neither they nor their host code check."""
@@ -215,10 +218,11 @@ class Operator(Generic[_Arguments]):
             raise error
         a = self.arguments(*arguments)
         self._validate(a)
+        if self.written:
+            a = self._with_out(a, torch.preserve_format)
         mended = self.readable(a)
-        if self.nothing(a) is None and _same(mended, a) and self.prepare(a) == ready:
+        if self.nothing(a) is None and _same(mended, a) and not self.stale(ready, a):
             raise error
-        # Arguments that only the choice of a kernel tells apart, and not the key, or to be copied.
         return self._first_call(key, a)
 
     def takes_gradient(self, arguments: tuple[Any, ...]) -> bool:
@@ -246,11 +250,11 @@ class Operator(Generic[_Arguments]):
         self._validate(a)
         if is_grad_enabled():
             self.takes_gradient(a)
+        if self.written:
+            a = self._with_out(a, torch.preserve_format)
         results = self.nothing(a)
         if results is not None:
             return results
-        if self.written:
-            a = self._with_out(a, torch.preserve_format)
         mended = self.readable(a)
         ready = self.prepare(mended)
         if key is not None and _same(mended, a) and may_remember(a[0]):
@@ -293,7 +297,8 @@ class Operator(Generic[_Arguments]):
     def _register(self, hints: dict[str, Any]) -> None:
         signature = inspect.signature(self.arguments)
         count = len(self.results)
-        returned = None if not count else Tensor if count == 1 else tuple[(Tensor,) * count]
+        several: Any = tuple[(Tensor,) * count]  # type: ignore[misc]
+        returned = None if not count else Tensor if count == 1 else several
         typed = [x.replace(annotation=hints[name]) for name, x in signature.parameters.items()]
 
         def prototype() -> None: ...
@@ -324,9 +329,9 @@ class Operator(Generic[_Arguments]):
         results = self.registered(*a)
         if len(self.results) == 1:
             return results
-        asks = [name and getattr(given, name) for name in self.results.values()]
         return tuple(
-            x if ask == "" or _is_set(ask) else None for x, ask in zip(results, asks, strict=True)
+            x if not ask or _is_set(getattr(given, ask)) else None
+            for x, (_, ask) in zip(results, self.results, strict=True)
         )
 
     def _implementation(self, *given: Any, **named: Any) -> Any:
@@ -348,7 +353,8 @@ class Operator(Generic[_Arguments]):
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         results = output if isinstance(output, tuple) else (output,)
-        values = self.arguments(*inputs)._asdict() | dict(zip(self.results, results, strict=True))
+        names = [name for name, _ in self.results]
+        values = self.arguments(*inputs)._asdict() | dict(zip(names, results, strict=True))
         for name, value in self.kept.items():
             if values[name] != value:  # by whoever calls the registered operator by its own name
                 raise ValueError(f"{name} is {values[name]}, must be {value} for a gradient")
@@ -366,7 +372,8 @@ class Operator(Generic[_Arguments]):
         needed = frozenset(
             name for name, need in zip(fields, ctx.needs_input_grad, strict=False) if need
         )
-        found = self.backward(saved, dict(zip(self.results, gradients, strict=True)), needed)
+        names = [name for name, _ in self.results]
+        found = self.backward(saved, dict(zip(names, gradients, strict=True)), needed)
         return tuple(found.get(name) for name in fields)
 
 
@@ -414,4 +421,5 @@ def _filled(results: Any) -> Any:
     """With tensors without elements for results that are not asked for."""
     if not isinstance(results, tuple):
         return results
-    return tuple(results[0].new_empty(0) if x is None else x for x in results)
+    some = next(x for x in results if x is not None)
+    return tuple(some.new_empty(0) if x is None else x for x in results)

@@ -23,8 +23,9 @@ import cute_attn
 from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention.heuristics import SHORT_SEQLEN_Q, packed_heads
-from cute_attn.ops import attention
 from cute_attn.ops.attention import plan_attention
+from cute_attn.ops.attention.arguments import Arguments
+from cute_attn.ops.attention.forward import FORWARD
 from cute_attn.settings import settings
 
 
@@ -517,18 +518,11 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """
 
     def ready(function: Any, **arguments: Any) -> None:
-        monkeypatch.setattr(attention, "_ready", {})
-        monkeypatch.setattr(attention, "_first_call", None)
-        names = inspect.signature(attention._key).parameters
-        defaults = {
-            "window_size": (None, None),
-            "causal": False,
-            "softcap": 0.0,
-            "return_lse": False,
-        }
-        call = defaults | arguments
-        key = attention._key(*(call.get(name) for name in names))
-        attention._ready[key] = (function, 0.0625, 2.5, 7, 0, 66)
+        monkeypatch.setattr(FORWARD, "ready", {})
+        monkeypatch.setattr(FORWARD, "_first_call", None)
+        names = {name: x for name, x in arguments.items() if name in Arguments._fields}
+        key = FORWARD.key(*Arguments(**names))
+        FORWARD.ready[key] = (function, 0.0625, 2.5, 7, 0, 66)
 
     return ready
 
@@ -576,7 +570,6 @@ def test_lengths_scales_and_forms_of_the_window_do_not_make_a_call_cold(warm: An
         {"softmax_scale": math.nan},
         {"softmax_scale": "1"},
         {"q": None},
-        {"window_size": None},
     ],
     ids=str,
 )
@@ -585,10 +578,16 @@ def test_what_a_kernel_is_chosen_by_and_checks_of_values_are_not_skipped(
 ):
     warm(lambda *_: pytest.fail("launched"), **dense())
     slow: list[Any] = []
-    monkeypatch.setattr(attention, "_first_call", lambda *arguments: slow.append(arguments))
+    monkeypatch.setattr(FORWARD, "_first_call", lambda *arguments: slow.append(arguments))
     args = dense(**change)
     cute_attn.flash_attn_func(**args)
     assert len(slow) == 1
+
+
+def test_a_window_is_a_pair_in_a_warm_call_too(warm: Any):
+    warm(lambda *_: pytest.fail("launched"), **dense())
+    with pytest.raises(TypeError, match="window_size is None, must be a pair"):
+        cute_attn.flash_attn_func(**dense(window_size=None))
 
 
 def test_a_warm_call_refuses_autograd(warm: Any):
@@ -641,9 +640,9 @@ def test_no_scheduler_follows_the_environment_as_it_was_read(clean_settings: pyt
 
 
 def test_reloading_forgets_which_kernel_no_scheduler_meant(clean_settings: pytest.MonkeyPatch):
-    clean_settings.setitem(attention._ready, ("anything",), None)
+    clean_settings.setitem(FORWARD.ready, ("anything",), None)
     cute_attn.reload_settings()
-    assert not attention._ready
+    assert not FORWARD.ready
 
 
 def test_a_bad_value_of_fa_clc_is_named(clean_settings: pytest.MonkeyPatch):

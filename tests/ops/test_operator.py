@@ -38,7 +38,7 @@ class GradientArguments(NamedTuple):
 class ToyBackward(Operator[GradientArguments]):
     name = "toy_product_backward"
     arguments = GradientArguments
-    results: Mapping[str, str] = {"da": "need_da", "db": "need_db"}
+    results = (("da", "need_da"), ("db", "need_db"))
 
     def check(self, a: GradientArguments, given: dict[str, Tensor]) -> None:
         assert given["total"].shape == a.a.shape[:1]
@@ -64,7 +64,7 @@ class ToyBackward(Operator[GradientArguments]):
 class Toy(Operator[Arguments]):
     name = "toy_product"
     arguments = Arguments
-    results: Mapping[str, str] = {"o": "", "total": "return_sum"}
+    results = (("o", ""), ("total", "return_sum"))
     saved = ("a", "b", "total", "scale")
     kept: Mapping[str, Any] = {"return_sum": True}
 

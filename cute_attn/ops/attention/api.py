@@ -1,0 +1,188 @@
+"""Softmax attention: the functions.
+
+`flash_attn_func` and `flash_attn_varlen_func` are one operator underneath, `torch.ops.cute_attn.
+flash_attn`. Nothing here reads device memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..operator import (
+    PLAIN,
+    dispatch_mode_depth,
+    forward_ad,
+    is_dynamo_compiling,
+)
+from .arguments import check_length
+from .forward import FORWARD
+
+Window = tuple[int | None, int | None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    scheduler: str | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax attention over a batch of sequences of one length.
+
+    Arguments, their defaults and their meaning are those of FlashAttention-4's function of this
+    name, so that a user changes the import; those after v go by name, as FlashAttention's versions
+    differ in what comes fourth. The last query stands at the last key: with `causal`, query i sees
+    the keys up to i + seqlen_k - seqlen_q.
+
+    Args:
+        q: `[batch, seqlen_q, heads, 256]`, bfloat16 or float16. Read in place, as k and v are:
+            any strides that are multiples of 8 elements, the last dimension contiguous.
+        k: `[batch, seqlen_k, heads_k, 256]`, dtype of q. heads_k divides heads (MHA, GQA, MQA):
+            query head h uses head h // (heads // heads_k).
+        v: of k's shape and dtype.
+        softmax_scale: factor of the scores; None is head_dim ** -0.5.
+        causal: hide the keys behind a query's position.
+        window_size: how many keys to the left and to the right of its position a query sees; None
+            or -1 is all. With `causal` the right one is 0.
+        learnable_sink: `[heads]`, bfloat16, float16 or float32: for each head the score of one more
+            key, whose value is 0. It is not scaled.
+        softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
+        scheduler: "static" (each cluster's tiles are fixed) or "clc" (tiles are taken from the
+            hardware's queue, which balances uneven ones); results are the same bit for bit. None
+            follows the environment variable `FA_CLC`, see `cute_attn.reload_settings`.
+        return_lse: whether to compute the log-sum-exp.
+
+    Returns:
+        The pair (o, lse). o is contiguous, of q's shape and dtype. lse is float32
+        `[batch, heads, seqlen_q]`, natural logarithm, or None unless asked for. A query that sees
+        no key gets o = 0, and as lse -inf or its sink.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: wrong shapes, strides, alignment, devices or values.
+        NotImplementedError: a head dimension or an architecture without a kernel, or autograd,
+            which has no backward yet; the message says what there is.
+    """
+    if type(window_size) is not tuple or len(window_size) != 2:
+        window_size = _pair(window_size)
+    call = (
+        FORWARD.forward
+        if not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and (learnable_sink is None or type(learnable_sink) in PLAIN)
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+        else FORWARD.routed
+    )
+    result: tuple[Tensor, Tensor | None] = call(
+        q, k, v, None, None, None, None, None, softmax_scale, causal, *window_size,
+        learnable_sink, softcap, scheduler, return_lse,
+    )  # fmt: skip
+    return result
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    scheduler: str | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax attention over sequences of different lengths, packed one after another.
+
+    Args:
+        q: `[total_q, heads, 256]` with cu_seqlens_q, else `[batch, seqlen_q, heads, 256]`.
+        k: `[total_k, heads_k, 256]` with cu_seqlens_k, else `[batch, seqlen_k, heads_k, 256]`:
+            a KV cache, of which seqused_k says how much is filled.
+        v: of k's shape and dtype.
+        cu_seqlens_q: `[batch + 1]` int32: sequence b has the rows of q from element b up to element
+            b + 1. Not decreasing, at most the number of rows; this is not checked, since it would
+            synchronise.
+        cu_seqlens_k: likewise for the rows of k and v.
+        max_seqlen_q: the longest sequence's length. A hint: short ones let heads share tiles. An
+            int, or a tensor, which is not read; None and a tensor stand for the mean length.
+        max_seqlen_k: as FlashAttention has it; not used.
+        seqused_q: `[batch]` int32: only so many of a sequence's rows of q count; all of them where
+            it has fewer, and none below 0. Needs cu_seqlens_q.
+        seqused_k: `[batch]` int32: only so many of a sequence's rows of k and v count, likewise.
+        softmax_scale: as for `flash_attn_func`.
+        causal: as for `flash_attn_func`; positions count in each sequence by itself.
+        window_size: as for `flash_attn_func`, in each sequence by itself.
+        learnable_sink: as for `flash_attn_func`.
+        softcap: as for `flash_attn_func`.
+        scheduler: as for `flash_attn_func`.
+        return_lse: as for `flash_attn_func`.
+
+    Returns:
+        The pair (o, lse). o is contiguous, of q's shape and dtype. lse is float32
+        `[heads, total_q]` (or `[batch, heads, seqlen_q]`), or None unless asked for. Rows of q that
+        belong to no sequence are undefined in both.
+
+    Raises:
+        TypeError: as `flash_attn_func`.
+        ValueError: as `flash_attn_func`.
+        NotImplementedError: as `flash_attn_func`.
+    """
+    if max_seqlen_q is not None and type(max_seqlen_q) is not int:
+        max_seqlen_q = _length_on_the_host("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None:
+        _length_on_the_host("max_seqlen_k", max_seqlen_k)
+    if type(window_size) is not tuple or len(window_size) != 2:
+        window_size = _pair(window_size)
+    call = (
+        FORWARD.forward
+        if not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
+        and (cu_seqlens_k is None or type(cu_seqlens_k) is Tensor)
+        and (seqused_q is None or type(seqused_q) is Tensor)
+        and (seqused_k is None or type(seqused_k) is Tensor)
+        and (learnable_sink is None or type(learnable_sink) in PLAIN)
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+        else FORWARD.routed
+    )
+    result: tuple[Tensor, Tensor | None] = call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, softmax_scale,
+        causal, *window_size, learnable_sink, softcap, scheduler, return_lse,
+    )  # fmt: skip
+    return result
+
+
+def _pair(window_size: Any) -> Window:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"window_size is {window_size!r}, must be a pair (left, right)")
+    return tuple(window_size)
+
+
+def _length_on_the_host(name: str, value: Any) -> int | None:
+    """None for a tensor, which is not read."""
+    if not isinstance(value, Tensor):
+        check_length(name, value)
+        return value  # type: ignore[no-any-return]
+    if value.dim() != 0 or value.dtype.is_floating_point or value.dtype.is_complex:
+        raise TypeError(
+            f"{name} is a tensor of shape {list(value.shape)} and {value.dtype}, must be an int or "
+            "an integer tensor without dimensions"
+        )
+    return None

@@ -1,0 +1,190 @@
+"""Softmax attention: the arguments, and what they must be."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention import table
+from ...kernels.attention.spec import DTYPES, LARGEST_SCALE, LARGEST_SOFTCAP, SINK_DTYPES
+from ..checks import (
+    DTYPE_NAMES,
+    check_contiguous,
+    check_dtype,
+    check_dtypes_are,
+    check_flags,
+    check_is_number,
+    is_int,
+)
+
+SCHEDULERS = ("static", "clc")
+SMALLEST_SCALE = 2.0**-126
+MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
+
+ALIGNMENT = 16  # bytes: of addresses and strides, as TMA has it
+VECTOR = ALIGNMENT // 2  # elements
+_MAX_TILES = 2**31
+
+
+class Arguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    learnable_sink: Tensor | None = None
+    softcap: float = 0.0
+    scheduler: str | None = None
+    return_lse: bool = False
+
+
+def check(a: Arguments, given: dict[str, Tensor]) -> None:
+    _check_scalars(a)
+    check_dtype("q", a.q, DTYPES)
+    check_dtypes_are(given, ("k", "v"), a.q.dtype)
+    check_dtypes_are(given, _LENGTHS, torch.int32)
+    sink = given.get("learnable_sink")
+    if sink is not None and DTYPE_NAMES.get(sink.dtype) not in SINK_DTYPES:
+        raise TypeError(f"learnable_sink has dtype {sink.dtype}, must be one of {SINK_DTYPES[1:]}")
+    _check_shapes(a, {name: x for name, x in given.items() if name in _LENGTHS})
+    for name in ("q", "k", "v"):
+        x = given[name]
+        if x.numel() and (
+            x.stride(-1) != 1
+            or any(
+                size > 1 and stride % VECTOR
+                for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+            )
+        ):
+            raise ValueError(
+                f"{name} has strides {x.stride()}: TMA, which reads it in place, needs the last "
+                f"dimension contiguous and the others to step by multiples of {VECTOR} elements"
+            )
+    check_contiguous(given, (*_LENGTHS, "learnable_sink"))
+
+
+def check_length(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless it is a length, an int of at least 0."""
+    if not is_int(value):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} is {value}, must be at least 0")
+
+
+def bounds(a: Arguments) -> tuple[int | None, int | None]:
+    """The bounds to the left and to the right that hide anything, None for those that do not."""
+    left, right = (
+        None if bound is None or bound == -1 or bound >= MAX_SEQLEN else bound
+        for bound in (a.window_left, a.window_right)
+    )
+    return left, 0 if a.causal else right
+
+
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+
+def _check_scalars(a: Arguments) -> None:
+    for name, value in (("softmax_scale", a.softmax_scale), ("softcap", a.softcap)):
+        if value is not None:
+            check_is_number(name, value)
+    check_flags(causal=a.causal, return_lse=a.return_lse)
+    if a.softmax_scale is not None and not SMALLEST_SCALE <= a.softmax_scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"softmax_scale is {a.softmax_scale}, must be positive and finite in float32, also "
+            f"times log2(e): from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}"
+        )
+    if a.softcap and not SMALLEST_SCALE <= a.softcap <= LARGEST_SOFTCAP:
+        raise ValueError(
+            f"softcap is {a.softcap}, must be positive, from {SMALLEST_SCALE:.3g} to "
+            f"{LARGEST_SOFTCAP:.3g}, or 0 for none"
+        )
+    _check_window(a)
+    if a.scheduler is not None and a.scheduler not in SCHEDULERS:
+        raise ValueError(f"scheduler is {a.scheduler!r}, must be one of {SCHEDULERS} or None")
+    if a.max_seqlen_q is not None:
+        check_length("max_seqlen_q", a.max_seqlen_q)
+
+
+def _check_window(a: Arguments) -> None:
+    for bound in (a.window_left, a.window_right):
+        if bound is None:
+            continue
+        if not is_int(bound):
+            raise TypeError(
+                f"window_size holds a {type(bound).__name__}, must be ints, or None for no bound"
+            )
+        if bound < -1:
+            raise ValueError(
+                f"window_size is {(a.window_left, a.window_right)}, each must be at least 0, or "
+                "None or -1 for no bound"
+            )
+
+
+def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
+    q, k = a.q, a.k
+    for name, x in (("q", q), ("k", k)):
+        packed = f"cu_seqlens_{name}" in lengths
+        if x.dim() != (3 if packed else 4):
+            heads_of = "heads" if name == "q" else "heads_k"
+            rows = f"total_{name}" if packed else f"batch, seqlen_{name}"
+            given = "given" if packed else "not given"
+            raise ValueError(
+                f"{name} has shape {_shape(x)}, must be [{rows}, {heads_of}, head_dim] where "
+                f"cu_seqlens_{name} is {given}"
+            )
+        if x.shape[-3] >= MAX_SEQLEN:
+            raise ValueError(f"{name} has {x.shape[-3]} rows, must be fewer than {MAX_SEQLEN}")
+    head_dim = int(q.shape[-1])
+    if head_dim not in table.head_dims("forward"):
+        raise NotImplementedError(
+            f"head_dim of q is {head_dim}, there are kernels for: {table.head_dims('forward')}"
+        )
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if name in lengths and (lengths[name].dim() != 1 or lengths[name].shape[0] == 0):
+            raise ValueError(f"{name} has shape {_shape(lengths[name])}, must be [batch + 1]")
+    batch = lengths["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in lengths else q.shape[0]
+    heads, heads_k = q.shape[-2], k.shape[-2]
+    expected_k = (
+        (k.shape[0], heads_k, head_dim)
+        if "cu_seqlens_k" in lengths
+        else (batch, k.shape[1], heads_k, head_dim)
+    )
+    expected: dict[str, tuple[Any, ...]] = {"k": expected_k, "v": expected_k}
+    tensors = {"k": k, "v": a.v} | lengths
+    for name in lengths:
+        expected[name] = (batch + 1,) if name.startswith("cu_") else (batch,)
+    if a.learnable_sink is not None:
+        expected["learnable_sink"] = (heads,)
+        tensors["learnable_sink"] = a.learnable_sink
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(f"{name} has shape {_shape(tensors[name])}, must be {list(shape)}")
+    if (heads_k == 0 and heads != 0) or (heads_k != 0 and heads % heads_k):
+        raise ValueError(f"q has {heads} heads, must be a multiple of the heads of k, {heads_k}")
+    if "seqused_q" in lengths and "cu_seqlens_q" not in lengths:
+        raise NotImplementedError(
+            "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
+        )
+    rows = table.smallest_tile("forward", head_dim)
+    if "cu_seqlens_q" in lengths:  # at most
+        tiles = heads * (q.shape[0] // rows + batch)
+    else:
+        tiles = heads * batch * -(-q.shape[1] // rows)
+    if tiles >= _MAX_TILES:
+        raise ValueError(
+            f"q has {batch} sequences of {heads} heads, {tiles} tiles of {rows} rows: fewer than "
+            f"{_MAX_TILES} fit one call"
+        )
+
+
+def _shape(x: Tensor) -> list[int]:
+    return list(x.shape)

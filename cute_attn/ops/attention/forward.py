@@ -1,0 +1,206 @@
+"""Softmax attention: the forward operator.
+
+The warm path is one look-up of the loaded kernel, the allocation of the output, and the call. The
+look-up pins down all that a kernel is chosen by, and every batch size. The compiled host code
+checks the rest before it launches: lengths, strides, alignment, other tensors' dtypes and devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...kernels.attention import table
+from ...kernels.attention.heuristics import SHORT_SEQLEN_Q
+from ...kernels.attention.spec import LARGEST_SCALE
+from ..checks import DTYPE_NAMES
+from ..operator import Operator
+from .arguments import ALIGNMENT, SMALLEST_SCALE, VECTOR, Arguments, bounds, check
+from .plan import plan_attention
+
+_empty_like = torch.empty_like
+_contiguous = torch.contiguous_format
+
+# A kernel, and what it takes at each call beside tensors and a softmax_scale that is given:
+# (function, default scale, softcap, window to the left, to the right, resident clusters).
+_Ready = tuple[Callable[..., None], float, float, int, int, int]
+
+
+class Forward(Operator[Arguments]):
+    name = "flash_attn"
+    public_name = "flash_attn_func, as flash_attn_varlen_func,"
+    arguments = Arguments
+    results = (("o", ""), ("lse", "return_lse"))
+
+    def check(self, a: Arguments, given: dict[str, Tensor]) -> None:
+        check(a, given)
+
+    def check_memory(self, a: Arguments) -> None:
+        table.find("forward", launch.arch_for(a.q.device), a.q.shape[-1])
+        for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
+            if x.data_ptr() % ALIGNMENT:
+                raise ValueError(
+                    f"{name} starts at address {x.data_ptr():#x}: TMA, which reads it in place, "
+                    f"needs {ALIGNMENT}-byte alignment"
+                )
+
+    def key(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int | None,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        softmax_scale: float | None,
+        causal: bool,
+        window_left: int | None,
+        window_right: int | None,
+        learnable_sink: Tensor | None,
+        softcap: float,
+        scheduler: str | None,
+        return_lse: bool,
+    ) -> tuple[Any, ...]:
+        q_shape, k_shape = q.shape, k.shape
+        return (
+            len(q_shape),
+            q_shape[-2],
+            k_shape[-2],
+            q_shape[0] if cu_seqlens_q is None else None,
+            k_shape[0] if cu_seqlens_k is None else None,
+            None if cu_seqlens_q is None else cu_seqlens_q.shape,
+            None if cu_seqlens_k is None else cu_seqlens_k.shape,
+            None if seqused_q is None else seqused_q.shape,
+            None if seqused_k is None else seqused_k.shape,
+            _is_short(q_shape, cu_seqlens_q, max_seqlen_q),
+            q.dtype,
+            q.get_device(),
+            None if learnable_sink is None else learnable_sink.dtype,
+            causal,
+            window_left,
+            window_right,
+            softcap,
+            scheduler,
+            return_lse,
+            # These are never loaded for: there is nothing to launch, or a number is refused.
+            not (q.numel() and k.numel()),
+            softmax_scale is None
+            or (SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE and softmax_scale is not True),
+        )
+
+    def prepare(self, a: Arguments) -> _Ready:
+        left, right = bounds(a)
+        arch = launch.arch_for(a.q.device)
+        head_dim = a.q.shape[-1]
+        ((kernel, spec),) = plan_attention(
+            arch,
+            head_dim=head_dim,
+            dtype=DTYPE_NAMES[a.q.dtype],
+            heads=a.q.shape[-2],
+            heads_k=a.k.shape[-2],
+            window_left=left is not None,
+            window_right=right is not None,
+            sink=None if a.learnable_sink is None else DTYPE_NAMES[a.learnable_sink.dtype],
+            softcap=bool(a.softcap),
+            varlen_q=a.cu_seqlens_q is not None,
+            varlen_k=a.cu_seqlens_k is not None,
+            seqused_q=a.seqused_q is not None,
+            seqused_k=a.seqused_k is not None,
+            scheduler=a.scheduler,
+            return_lse=bool(a.return_lse),
+            short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
+        )
+        return (
+            launch.get_for(a.q.device, kernel, spec),
+            head_dim**-0.5,
+            float(a.softcap or 1.0),
+            left or 0,
+            right or 0,
+            max(1, launch.num_sms(a.q.device) // table.find("forward", arch, head_dim).cluster),
+        )
+
+    def launch(
+        self,
+        ready: _Ready,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int | None,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        softmax_scale: float | None,
+        causal: bool,
+        window_left: int | None,
+        window_right: int | None,
+        learnable_sink: Tensor | None,
+        softcap: float,
+        scheduler: str | None,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        function, default_scale, cap, left, right, clusters = ready
+        o = _empty_like(q, memory_format=_contiguous)
+        lse = _empty_lse(q) if return_lse else None
+        function(
+            q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            default_scale if softmax_scale is None else softmax_scale, cap, left, right, clusters,
+        )  # fmt: skip
+        return o, lse
+
+    def outputs(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
+        o = _empty_like(a.q, memory_format=_contiguous)
+        return o, _empty_lse(a.q) if a.return_lse else None
+
+    def readable(self, a: Arguments) -> Arguments:
+        q, k, v = map(_with_strides_for_tma, a[:3])
+        return a._replace(q=q, k=k, v=v)
+
+    def nothing(self, a: Arguments) -> tuple[Tensor, Tensor | None] | None:
+        """What attention over nothing gives."""
+        no_sequences = a.cu_seqlens_q is not None and len(a.cu_seqlens_q) == 1
+        if a.q.numel() and a.k.numel() and not no_sequences:
+            return None
+        o, lse = self.outputs(a)
+        if lse is not None:
+            lse.fill_(-math.inf)
+            if a.learnable_sink is not None:
+                lse.copy_(a.learnable_sink[:, None])
+        return o.zero_(), lse
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    *batch, seqlen_q, heads, _ = q.shape
+    return q.new_empty((*batch, heads, seqlen_q), dtype=torch.float32)
+
+
+def _is_short(
+    q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: int | None
+) -> bool:
+    """Whether sequences have so few queries that heads share tiles, as far as the host knows."""
+    if cu_seqlens_q is None:
+        return q_shape[1] <= SHORT_SEQLEN_Q
+    if max_seqlen_q is not None:
+        return max_seqlen_q <= SHORT_SEQLEN_Q
+    return q_shape[0] <= SHORT_SEQLEN_Q * (cu_seqlens_q.shape[0] - 1)
+
+
+def _with_strides_for_tma(x: Tensor) -> Tensor:
+    """x, or a view of it where a dimension of one element has a stride that TMA would refuse."""
+    if all(stride % VECTOR == 0 for stride in x.stride()[:-1]):
+        return x
+    strides = [
+        stride if stride % VECTOR == 0 else x.shape[-1]
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    return x.as_strided(x.shape, (*strides, 1))
+
+
+FORWARD = Forward()
