@@ -33,7 +33,7 @@ import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
 from ..common.dtypes import DTYPE
 from ..common.exp2 import exp2_mixed
@@ -42,11 +42,12 @@ from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
 from ..common.ptx.cluster import cta_rank
 from ..common.ptx.compiler import keep_branch
 from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
-from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULERS, TileQueue
+from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition, swizzled
 from ..common.tmem import Region, TensorMemory, shifted
+from .arguments import FakeArguments
 from .epilogue import round_row, scale_row, stage_row
 from .mask import mask_row
 from .sequences import Sequences
@@ -125,7 +126,7 @@ class Sm100Hd256Forward:
     def __init__(self, spec: Hd256ForwardSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.scheduler = SCHEDULERS[spec.scheduler]
+        self.scheduler = SCHEDULER_CLASSES[spec.scheduler]
         self.pipeline = Pipeline(*EDGES, *self.scheduler.edges(SCHEDULER))
         self.packed = spec.packed_heads
         self.smem = SharedMemory(
@@ -162,39 +163,15 @@ class Sm100Hd256Forward:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Stand-ins for the arguments of `__call__`, in order."""
-        spec = self.spec
-        batch, heads, kv_heads = (cute.sym_int() for _ in range(3))
-        seqlen_q, seqlen_k = cute.sym_int(), cute.sym_int()
-        bounds = cute.sym_int()
-
-        def rows(packed: bool, seqlen: Any, heads: Any) -> Any:
-            shape = (seqlen, heads, HEAD_DIM) if packed else (batch, seqlen, heads, HEAD_DIM)
-            strides = (cute.sym_int64(divisibility=8) for _ in shape[:-1])
-            return make_fake_tensor(self.dtype, shape, (*strides, 1), assumed_align=16)
-
-        def vector(element: Any, length: Any) -> Any:
-            return make_fake_tensor(element, (length,), (1,), assumed_align=4)
-
-        lse = None
-        if spec.lse:
-            shape = (heads, seqlen_q) if spec.varlen_q else (batch, heads, seqlen_q)
-            strides = tuple(cute.sym_int64() for _ in shape)
-            lse = make_fake_tensor(Float32, shape, strides, assumed_align=4)
-        sink = None
-        if spec.sink_dtype != "none":
-            element = DTYPE[spec.sink_dtype]
-            sink = make_fake_tensor(element, (heads,), (1,), assumed_align=element.width // 8)
+        fake = FakeArguments(self.spec, HEAD_DIM)
         return (
-            rows(spec.varlen_q, seqlen_q, heads),
-            rows(spec.varlen_k, seqlen_k, kv_heads),
-            rows(spec.varlen_k, seqlen_k, kv_heads),
-            rows(spec.varlen_q, seqlen_q, heads),
-            lse,
-            sink,
-            vector(Int32, bounds) if spec.varlen_q else None,
-            vector(Int32, bounds) if spec.varlen_k else None,
-            vector(Int32, batch) if spec.seqused_q else None,
-            vector(Int32, batch) if spec.seqused_k else None,
+            fake.q(),
+            fake.k(),
+            fake.k(),
+            fake.q(),
+            fake.lse() if self.spec.lse else None,
+            fake.sink(),
+            *fake.sequences(),
             Float32(1.0),
             Float32(1.0),
             Int32(0),
@@ -337,7 +314,7 @@ class Sm100Hd256Forward:
 
         qk_mma, pv_mma = self.mmas()
 
-        # S, of stage 0, and O, as a CTA sees them: (rows, columns).
+        # S, of stage 0, and O, as a CTA visible them: (rows, columns).
         s_shape = qk_mma.get_slice(0).partition_shape_C((TILE_M, TILE_N))
         s = qk_mma.make_fragment_C(s_shape)
         s = cute.make_tensor(TMEM.pointer("s"), s.layout)
@@ -348,7 +325,7 @@ class Sm100Hd256Forward:
         queue = TileQueue(Work, storage.work, barriers)
         scale = cute.make_tensor(storage.scale, cute.make_layout((ROWS, S_STAGES)))
         inverse_sum = cute.make_tensor(storage.inverse_sum, cute.make_layout((ROWS, 2)))
-        sees = Visibility(
+        visible = Visibility(
             TILE_M, TILE_N, self.packed,
             window_left if self.spec.window_left else None,
             window_right if self.spec.window_right else None,
@@ -365,17 +342,17 @@ class Sm100Hd256Forward:
                 scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
                 queue.fill(scheduler, tiles)
             elif warp == LOAD.warps[0]:
-                self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, queue, sees)
+                self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, queue, visible)
             elif warp == MMA.warps[0]:
-                self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, queue, sees)
+                self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, queue, visible)
             else:
                 self.store_warp(o_tma, o, storage, barriers, queue)
         elif warp < SOFTMAX.warps.stop:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            self.softmax_warps(s, scale, inverse_sum, lse, sink, barriers, queue, sees, scaling)
+            self.softmax_warps(s, scale, inverse_sum, lse, sink, barriers, queue, visible, scaling)
         else:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
-            self.correction_warps(o_acc, scale, inverse_sum, storage, barriers, queue, sees)
+            self.correction_warps(o_acc, scale, inverse_sum, storage, barriers, queue, visible)
 
         # A CTA stays while the other may still signal its barriers, or read its shared memory.
         cute.arch.cluster_arrive()
@@ -397,20 +374,20 @@ class Sm100Hd256Forward:
         storage: Pointers,
         barriers: Barriers,
         queue: TileQueue,
-        sees: Visibility,
+        visible: Visibility,
     ) -> None:
         """Q of each tile, then the K/V tiles from the last to the first, each CTA its half."""
         across = HEAD_DIM // BOX
         q_smem = boxes(storage.q, ROWS, (across, ROWS * BOX), (1, Q_BYTES // 2))
         k_smem = boxes(storage.kv, KEYS, (across, KEYS * BOX), (KV_STAGES, KV_BYTES // 2))
         v_smem = boxes(storage.kv, TILE_N, (DIMS // BOX, TILE_N * BOX), (KV_STAGES, KV_BYTES // 2))
-        tile = Int32(0)
+        taken = Int32(0)  # tiles, from the queue
         loaded_q = Int32(0)
         n = Int32(0)  # uses of the ring
-        work = queue.take(tile)
+        work = queue.take(taken)
         while work.exists:
             cta = cta_rank()
-            first, end = sees.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 barriers.wait_previous("q_empty", loaded_q)
                 barriers.leader_expects("q_full", loaded_q, Q_BYTES, cta)
@@ -431,8 +408,8 @@ class Sm100Hd256Forward:
                         values = cute.domain_offset((0, cta * DIMS), values)
                         load_boxes(v_tma, values, v_smem, barriers, "kv_full", n)
                         n += 1
-            tile += 1
-            work = queue.take(tile)
+            taken += 1
+            work = queue.take(taken)
 
     # -- device: MMA --------------------------------------------------------------------------
 
@@ -446,7 +423,7 @@ class Sm100Hd256Forward:
         o_acc: cute.Tensor,
         barriers: Barriers,
         queue: TileQueue,
-        sees: Visibility,
+        visible: Visibility,
     ) -> None:
         """S of the next K/V tile before O of this one, so that softmax has the time of an MMA."""
         q_layout = sm100.make_smem_layout_a(qk_mma, (TILE_M, TILE_N, HEAD_DIM), self.dtype, 1)
@@ -462,14 +439,14 @@ class Sm100Hd256Forward:
         v_frag = pv_mma.make_fragment_B(swizzled(storage.kv, v_layout))
         p_frag = pv_mma.get_slice(0).make_fragment_A(cute.make_tensor(s.iterator, p_layout.outer))
 
-        tile = Int32(0)
+        taken = Int32(0)  # tiles, from the queue
         loaded_q = Int32(0)
         n = Int32(0)  # uses of the ring
         issued = Int32(0)  # K/V tiles whose S has been issued
         added = Int32(0)  # K/V tiles whose P V has been
-        work = queue.take(tile)
+        work = queue.take(taken)
         while work.exists:
-            first, end = sees.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end and cta_rank() == 0:
                 barriers.wait("q_full", loaded_q)
                 for i in cutlass.range(end - first + 1, unroll=1):
@@ -496,8 +473,8 @@ class Sm100Hd256Forward:
                         n += 1
                         added += 1
                 loaded_q += 1
-            tile += 1
-            work = queue.take(tile)
+            taken += 1
+            work = queue.take(taken)
 
     @cute.jit
     def issue_qk(
@@ -549,7 +526,7 @@ class Sm100Hd256Forward:
         sink: cute.Tensor | None,
         barriers: Barriers,
         queue: TileQueue,
-        sees: Visibility,
+        visible: Visibility,
         scaling: Scaling,
     ) -> None:
         """A thread has a row of S, and writes P over it."""
@@ -570,15 +547,15 @@ class Sm100Hd256Forward:
         p_to = store.partition_D(p_rows)
         words_shape = store.partition_S(cute.make_identity_tensor((ROWS, TILE_N // 2))).shape
 
-        tile = Int32(0)
+        taken = Int32(0)  # tiles, from the queue
         n = Int32(0)  # K/V tiles
         # The stage is released late: what is not needed yet is read again, as registers are short.
-        queue.wait(tile)
-        work = queue.read(tile)
+        queue.wait(taken)
+        work = queue.read(taken)
         while work.exists:
-            first, end = sees.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            # Whole K/V tiles need no mask: every row sees every key.
-            whole_first, whole_end = sees.whole_key_tiles(
+            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            # Whole K/V tiles need no mask: every row visible every key.
+            whole_first, whole_end = visible.whole_key_tiles(
                 (CTAS * work.block + cta_rank()) * ROWS, ROWS, work.seqlen_q, work.seqlen_k
             )
             maximum = Float32(-INF)
@@ -594,7 +571,7 @@ class Sm100Hd256Forward:
                 if cutlass.const_expr(self.spec.softcap):
                     cap_row(values, scaling)
                 if key_tile < whole_first or key_tile >= whole_end:
-                    self.mask(values, key_tile, row, queue, tile, sees)
+                    self.mask(values, key_tile, row, queue, taken, visible)
 
                 previous = maximum
                 highest = row_maximum(values, previous)
@@ -623,10 +600,10 @@ class Sm100Hd256Forward:
                 n += 1
 
             # What O is divided by, and the log-sum-exp.
-            ended = queue.read(tile)
-            queue.release(tile)
+            ended = queue.read(taken)
+            queue.release(taken)
             packed_row = (CTAS * ended.block + cta_rank()) * ROWS + row
-            token = sees.token(packed_row)
+            token = visible.token(packed_row)
             head = ended.head * self.packed + (packed_row & (self.packed - 1))
             sink_value = None
             if cutlass.const_expr(sink is not None):
@@ -634,19 +611,19 @@ class Sm100Hd256Forward:
                 if token < ended.seqlen_q:
                     sink_value = Float32(sink[head])
             inverse, log_sum = finish_row(total, maximum, scaling, sink_value)
-            barriers.wait_previous("sum_read", tile)
-            inverse_sum[row, tile & 1] = inverse
-            barriers.warp_arrives("sum_full", tile)
+            barriers.wait_previous("sum_read", taken)
+            inverse_sum[row, taken & 1] = inverse
+            barriers.warp_arrives("sum_full", taken)
             if cutlass.const_expr(lse is not None):
                 if token < ended.seqlen_q:
                     if cutlass.const_expr(self.spec.varlen_q):
                         lse[head, ended.q_start + token] = log_sum
                     else:
                         lse[ended.sequence, head, token] = log_sum
-            tile += 1
-            queue.wait(tile)
-            work = queue.read(tile)
-        queue.release(tile)
+            taken += 1
+            queue.wait(taken)
+            work = queue.read(taken)
+        queue.release(taken)
 
     @cute.jit
     def mask(
@@ -655,14 +632,14 @@ class Sm100Hd256Forward:
         key_tile: Int32,
         row: Int32,
         queue: TileQueue,
-        tile: Int32,
-        sees: Visibility,
+        taken: Int32,
+        visible: Visibility,
     ) -> None:
         """-inf in the columns of keys that the row does not see."""
         keep_branch()
-        work = queue.read(tile)
-        token = sees.token((CTAS * work.block + cta_rank()) * ROWS + row)
-        low, high = sees.keys(token, work.seqlen_q, work.seqlen_k)
+        work = queue.read(taken)
+        token = visible.token((CTAS * work.block + cta_rank()) * ROWS + row)
+        low, high = visible.keys(token, work.seqlen_q, work.seqlen_k)
         low, high = low - key_tile * TILE_N, high - key_tile * TILE_N
         mask_row(values, range(TILE_N), low if self.spec.window_left else None, high)
 
@@ -710,7 +687,7 @@ class Sm100Hd256Forward:
         storage: Pointers,
         barriers: Barriers,
         queue: TileQueue,
-        sees: Visibility,
+        visible: Visibility,
     ) -> None:
         """A thread has a row of O: rescale it where its maximum moved, and at the end divide it."""
         row = cute.arch.thread_idx()[0] % ROWS
@@ -725,12 +702,12 @@ class Sm100Hd256Forward:
         shape = load.partition_D(cute.make_identity_tensor((ROWS, BOX))).shape
         o_smem = boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
 
-        tile = Int32(0)
+        taken = Int32(0)  # tiles, from the queue
         n = Int32(0)  # K/V tiles
         staged = Int32(0)  # boxes of O
-        work = queue.take(tile)
+        work = queue.take(taken)
         while work.exists:
-            first, end = sees.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             for i in cutlass.range(end - first, unroll=1):
                 barriers.wait("scale_full", n)
                 factor = scale[row, n & (S_STAGES - 1)]
@@ -751,9 +728,9 @@ class Sm100Hd256Forward:
                 barriers.warp_arrives("o_ready", n)
                 n += 1
 
-            barriers.wait("sum_full", tile)
-            inverse = inverse_sum[row, tile & 1]
-            barriers.warp_arrives("sum_read", tile)
+            barriers.wait("sum_full", taken)
+            inverse = inverse_sum[row, taken & 1]
+            barriers.warp_arrives("sum_read", taken)
             if first < end:
                 barriers.wait("pv_done", n - 1)
                 tcgen05_fence_after()
@@ -773,8 +750,8 @@ class Sm100Hd256Forward:
                 barriers.warp_arrives("o_staged", staged)
                 staged += 1
             tcgen05_fence_before()
-            tile += 1
-            work = queue.take(tile)
+            taken += 1
+            work = queue.take(taken)
 
     # -- device: store ------------------------------------------------------------------------
 
@@ -788,9 +765,9 @@ class Sm100Hd256Forward:
         queue: TileQueue,
     ) -> None:
         o_smem = boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
-        tile = Int32(0)
+        taken = Int32(0)  # tiles, from the queue
         stored = Int32(0)
-        work = queue.take(tile)
+        work = queue.take(taken)
         while work.exists:
             rows = self.q_rows.box(o, CTAS * work.block + cta_rank(), *work.queries)
             tiled = cute.local_tile(rows, (ROWS, BOX), (0, None))
@@ -803,7 +780,7 @@ class Sm100Hd256Forward:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                     barriers.arrive("o_stored", stored)
                 stored += 1
-            tile += 1
-            work = queue.take(tile)
+            taken += 1
+            work = queue.take(taken)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)

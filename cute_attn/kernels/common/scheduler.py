@@ -29,12 +29,8 @@ NO_TILE = -1
 CLC_RESPONSE_BYTES = 16
 
 
-def cluster_number() -> Any:
-    return cute.arch.cluster_idx()[0]
-
-
 class SingleTileScheduler(Carried):
-    """A cluster for every tile."""
+    """One cluster for each tile."""
 
     @staticmethod
     def edges(scheduler: Role) -> tuple[Edge, ...]:
@@ -50,7 +46,7 @@ class SingleTileScheduler(Carried):
         return num_tiles
 
     def initial_work_tile(self) -> Any:
-        return cluster_number()
+        return cute.arch.cluster_idx()[0]
 
     def prefetch_next_work(self, n: Any) -> None:
         pass
@@ -63,7 +59,7 @@ class SingleTileScheduler(Carried):
 
 
 class StaticPersistentScheduler(SingleTileScheduler):
-    """As many clusters as fit at once; each takes every `num_clusters`-th tile."""
+    """Persistent clusters, as many as fit at once; each takes every `num_clusters`-th tile."""
 
     def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
         self.num_tiles = num_tiles
@@ -81,11 +77,11 @@ class StaticPersistentScheduler(SingleTileScheduler):
 
 
 class ClcScheduler(SingleTileScheduler):
-    """A cluster for every tile, but those that run take over the tiles of those that wait.
+    """One cluster for each tile, but clusters that run take over the tiles of those that wait.
 
     The hardware cancels the launch of a waiting cluster and says which (cluster launch control,
     sm_100). Answers come in no order, and "none left" may come while clusters wait: those are then
-    launched as any others, so that nothing is lost by believing it.
+    launched as any others, and no tile is lost.
     """
 
     @staticmethod
@@ -121,7 +117,7 @@ class ClcScheduler(SingleTileScheduler):
         return following
 
 
-SCHEDULERS = {
+SCHEDULER_CLASSES = {
     "single": SingleTileScheduler,
     "static": StaticPersistentScheduler,
     "clc": ClcScheduler,

@@ -1,0 +1,64 @@
+"""Stand-ins for the arguments of attention kernels, to compile against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
+
+from ..common.dtypes import DTYPE
+
+
+class FakeArguments:
+    """Tensors with symbolic sizes, which those of one object share, for a kernel's Spec."""
+
+    def __init__(self, spec: Any, head_dim: int):
+        self.spec = spec
+        self.head_dim = head_dim
+        self.batch, self.heads, self.kv_heads = (cute.sym_int() for _ in range(3))
+        self.seqlen_q, self.seqlen_k, self.bounds = (cute.sym_int() for _ in range(3))
+
+    def q(self) -> Any:
+        """q, o or a gradient of theirs: `[batch, seqlen, heads, head_dim]`, or packed."""
+        return self._rows(self.spec.varlen_q, self.seqlen_q, self.heads)
+
+    def k(self) -> Any:
+        """k, v or a gradient of theirs."""
+        return self._rows(self.spec.varlen_k, self.seqlen_k, self.kv_heads)
+
+    def lse(self) -> Any:
+        """`[batch, heads, seqlen]`, or `[heads, tokens]` of packed sequences."""
+        shape = (self.heads, self.seqlen_q)
+        if not self.spec.varlen_q:
+            shape = (self.batch, *shape)
+        strides = tuple(cute.sym_int64() for _ in shape)
+        return make_fake_tensor(Float32, shape, strides, assumed_align=4)
+
+    def sink(self) -> Any:
+        """`[heads]`, or None."""
+        if self.spec.sink_dtype == "none":
+            return None
+        element = DTYPE[self.spec.sink_dtype]
+        return make_fake_tensor(element, (self.heads,), (1,), assumed_align=element.width // 8)
+
+    def sequences(self) -> tuple[Any, Any, Any, Any]:
+        """cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k, or None each."""
+        spec = self.spec
+        return (
+            self._vector(self.bounds) if spec.varlen_q else None,
+            self._vector(self.bounds) if spec.varlen_k else None,
+            self._vector(self.batch) if spec.seqused_q else None,
+            self._vector(self.batch) if spec.seqused_k else None,
+        )
+
+    def _rows(self, packed: bool, seqlen: Any, heads: Any) -> Any:
+        shape = (seqlen, heads, self.head_dim)
+        if not packed:
+            shape = (self.batch, *shape)
+        strides = (cute.sym_int64(divisibility=8) for _ in shape[:-1])
+        return make_fake_tensor(DTYPE[self.spec.dtype], shape, (*strides, 1), assumed_align=16)
+
+    def _vector(self, length: Any) -> Any:
+        return make_fake_tensor(Int32, (length,), (1,), assumed_align=4)
