@@ -314,7 +314,7 @@ class Sm100Hd256Forward:
 
         qk_mma, pv_mma = self.mmas()
 
-        # S, of stage 0, and O, as a CTA visible them: (rows, columns).
+        # S, of stage 0, and O, as a CTA sees them: (rows, columns).
         s_shape = qk_mma.get_slice(0).partition_shape_C((TILE_M, TILE_N))
         s = qk_mma.make_fragment_C(s_shape)
         s = cute.make_tensor(TMEM.pointer("s"), s.layout)
@@ -331,8 +331,8 @@ class Sm100Hd256Forward:
             window_right if self.spec.window_right else None,
         )  # fmt: skip
 
-        # Registers change hands by whole warpgroups. (Correction gives none, but the assembler has
-        # to be told what each may use.)
+        # Registers change hands by whole warpgroups. Correction keeps its own, but the assembler
+        # has to be told how many each role may use.
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == SCHEDULER.warps[0]:
@@ -452,8 +452,8 @@ class Sm100Hd256Forward:
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
                         barriers.wait("kv_full", n)
-                        # S of this stage two tiles ago has become P, and the P V that reads it
-                        # has been issued: MMAs run in order.
+                        # The S that was here two K/V tiles ago has become P, and the P V that
+                        # reads it has been issued: MMAs run in order.
                         tcgen05_fence_after()
                         self.issue_qk(qk_mma, s, q_frag, k_frag, issued, n)
                         barriers.commit("kv_empty", n)
@@ -554,7 +554,7 @@ class Sm100Hd256Forward:
         work = queue.read(taken)
         while work.exists:
             first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            # Whole K/V tiles need no mask: every row visible every key.
+            # Whole K/V tiles need no mask: every row of this CTA sees every key.
             whole_first, whole_end = visible.whole_key_tiles(
                 (CTAS * work.block + cta_rank()) * ROWS, ROWS, work.seqlen_q, work.seqlen_k
             )
@@ -724,7 +724,7 @@ class Sm100Hd256Forward:
                             cute.copy(store, values, shifted(o_to, at))
                         cute.arch.fence_view_async_tmem_store()
                         tcgen05_fence_before()
-                # For a tile's first: O has been read by the previous tile's end.
+                # Also before a tile's first P V: the previous tile's O has been read by now.
                 barriers.warp_arrives("o_ready", n)
                 n += 1
 

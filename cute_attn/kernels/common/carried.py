@@ -1,4 +1,4 @@
-"""Objects that hold run-time values, and may be used inside run-time loops and branches."""
+"""Objects that hold run-time values, for use inside run-time loops and branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""2 ** x on the FMA units, for pairs of float32: what the special function unit has no time for.
+"""2 ** x on the FMA units, for pairs of float32 that the special function unit has no time for.
 
 With x = n + f, n the floor of x and 0 <= f < 1: 2 ** x = 2 ** n * 2 ** f. Adding 1.5 * 2 ** 23
 rounding down leaves n in the low bits of the sum; a cubic gives 2 ** f; and n is added to the
@@ -31,12 +31,12 @@ def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
     """2 ** x of each x in the pairs, relative error at most 8.8e-5.
 
     Exact at integers; 0 at -inf and up to -127, inf from 128 on; between -127 and -126, where
-    float32 is subnormal, somewhere from 0 to 2 ** -126. A NaN gives any value: who may meet one
-    has to notice it elsewhere. One step of all pairs comes before the next, because a pair by
-    itself is a chain of eight dependent instructions.
+    float32 is subnormal, somewhere from 0 to 2 ** -126. A NaN gives any value, and a caller that
+    may meet one has to detect it elsewhere. Each step is done for all pairs before the next step,
+    because a pair by itself is a chain of eight dependent instructions.
 
     Args:
-        bounded: every x is at most 128, and is not compared with it.
+        bounded: the caller knows that every x is at most 128.
     """
     add, sub = cute.arch.add_packed_f32x2, cute.arch.sub_packed_f32x2
     shift = (ROUND_DOWN, ROUND_DOWN)
