@@ -20,21 +20,22 @@ import torch
 from torch import Tensor
 
 from ..ops.devices import runs_on
+from ..ops.kda.limits import (
+    BETA_DTYPES,
+    CHUNK,
+    DTYPES,
+    GATE_DTYPES,
+    HEAD_DIMS,
+    STEP_DTYPES,
+    STEP_HEAD_DIMS,
+    STEP_STATE_DTYPES,
+)
 
 __all__ = ["register"]
 
 NAME = "cute_attn"
 ENVIRONMENT_VARIABLE = "FLA_CUTE_ATTN"
 PRIORITY = 2  # lower is earlier: before FlashKDA (3) and TileLang (5)
-
-# What there are kernels for: chunked, and token by token.
-CHUNK = 64
-DTYPES = ("bfloat16", "float16")
-HEAD_DIMS = {"K": (64, 128), "V": (64, 128, 256)}
-STEP_DTYPES = ("bfloat16", "float16", "float32")
-STEP_HEAD_DIMS = {"K": (64, 128, 256), "V": (64, 128, 256)}
-GATE_AND_BETA_DTYPES = ("float32", "bfloat16", "float16")
-STATE_DTYPES = ("float32", "bfloat16")
 
 LN2_RECIPROCAL = 1.4426950408889634  # what G is scaled by, so that it is in base 2
 
@@ -161,7 +162,7 @@ def _declines_dtypes_and_sizes(
         if x is not None and x.dtype != first.dtype:
             return f"{name} has dtype {x.dtype} and k {first.dtype}"
     gate, beta = given["gk" if "gk" in given else "g"], given["beta"]
-    if any(_name(x.dtype) not in GATE_AND_BETA_DTYPES for x in (gate, beta)):
+    if _name(gate.dtype) not in GATE_DTYPES or _name(beta.dtype) not in BETA_DTYPES:
         return f"{NAME} has no kernel for gates of {gate.dtype} and betas of {beta.dtype}"
     for letter, x in (("K", first), ("V", given["v"])):
         dim = x.shape[-1]
@@ -220,8 +221,8 @@ def _declines_in_place(given: Arguments) -> Reason:
     state, indices = given["initial_state"], given.get("ssm_state_indices")
     if given.get("cu_seqlens") is not None:
         return f"{NAME} has no packed sequences with a state in place"
-    if _name(state.dtype) not in STATE_DTYPES:
-        return f"initial_state has dtype {state.dtype}, {NAME} has {STATE_DTYPES}"
+    if _name(state.dtype) not in STEP_STATE_DTYPES:
+        return f"initial_state has dtype {state.dtype}, {NAME} has {STEP_STATE_DTYPES}"
     if indices is None:
         return None
     if indices.dtype != torch.int32 or not indices.is_contiguous():
@@ -241,7 +242,7 @@ def _declines_gate(given: Arguments) -> Reason:
     if not runs_on(g.device):
         return f"g is on {g.device}, and {NAME} runs on CUDA devices"
     fits = g.dim() == 4 and g.shape[-1] in HEAD_DIMS["K"]
-    if not fits or _name(g.dtype) not in GATE_AND_BETA_DTYPES:
+    if not fits or _name(g.dtype) not in GATE_DTYPES:
         return f"{NAME} has no kernel for a g of shape {list(g.shape)} and {g.dtype}"
     if given["chunk_size"] != CHUNK:
         return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"

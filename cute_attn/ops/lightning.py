@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import launch
+from ..kernels.common.spec import VECTOR_BYTES
 from ..kernels.lightning import table
 from ..kernels.lightning.heuristics import decode_config
 from ..kernels.lightning.spec import (
@@ -22,7 +23,6 @@ from ..kernels.lightning.spec import (
     HEAD_DIMS,
     STATE_DTYPES,
     STATE_LAYOUTS,
-    VECTOR_BYTES,
     DecodeSpec,
     check_operator,
 )

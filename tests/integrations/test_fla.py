@@ -475,8 +475,9 @@ def test_what_is_taken_is_what_there_are_kernels_for() -> None:
     for letter, name in (("K", "head_dim_k"), ("V", "head_dim_v")):
         assert integration.HEAD_DIMS[letter] == spec.ALLOWED[name]
         assert integration.STEP_HEAD_DIMS[letter] == step_spec.HEAD_DIMS
-    assert integration.GATE_AND_BETA_DTYPES == spec.GATE_DTYPES == spec.BETA_DTYPES
-    steps = (integration.STEP_DTYPES, integration.STATE_DTYPES)
+    assert spec.ALLOWED["gate_dtype"] == integration.GATE_DTYPES
+    assert spec.ALLOWED["beta_dtype"] == integration.BETA_DTYPES
+    steps = (integration.STEP_DTYPES, integration.STEP_STATE_DTYPES)
     assert steps == (step_spec.DTYPES, step_spec.STATE_DTYPES)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from cute_attn import cache, launch
+from cute_attn.kernels.common.spec import smem_bytes
 from cute_attn.kernels.kda.chunk.spec import (
     ALLOWED,
     BETA_DTYPES,
     DTYPES,
     GATE_DTYPES,
-    INDEX_DTYPES,
-    smem_bytes,
 )
+from cute_attn.kernels.kda.spec import INDEX_DTYPES
 from cute_attn.ops.kda import plan_chunk_kda
 from tests.kernels.machine_code import assert_sound
 

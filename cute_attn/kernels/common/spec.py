@@ -1,16 +1,34 @@
-"""What a kernel's Spec may hold."""
+"""What a kernel's Spec may hold, and the limits of the hardware that it is checked against."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 WARP_SIZE = 32
+VECTOR_BYTES = 16  # the widest access of one thread
 MBARRIER_BYTES = 8
-MAX_SMEM_BYTES = 227 * 1024  # of a CTA on sm_90 and sm_100
+
+# Bytes of shared memory that a CTA may have.
+SMEM_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448}
+SMALLEST_SMEM_BYTES = 101_376  # sm_86, sm_89, sm_120
+MAX_SMEM_BYTES = max(SMEM_BYTES.values())
 
 _SCALARS = (bool, int, str)
 _SCALAR_NAMES = {kind.__name__ for kind in _SCALARS}  # as annotations have them
+
+
+def smem_bytes(arch: str) -> int:
+    """What a CTA may have on `arch`, such as "sm_90a"."""
+    return SMEM_BYTES.get(arch.rstrip("af"), SMALLEST_SMEM_BYTES)
+
+
+def check_allowed(allowed: Mapping[str, tuple[object, ...]], fields: Mapping[str, object]) -> None:
+    """Raise ValueError for a field whose value no kernel serves, naming the field."""
+    for name, value in fields.items():
+        if name in allowed and value not in allowed[name]:
+            raise ValueError(f"{name} is {value!r}, must be one of {allowed[name]}")
 
 
 def _is_plain(value: Any) -> bool:
@@ -27,9 +45,15 @@ class Spec:
     else would compare by identity and never match again, a tensor above all. True and 1 are two
     keys, so a field holds what its annotation says.
 
+    Attributes:
+        ALLOWED: the values of fields that kernels serve; a field that is not there may be anything.
+
     Raises:
         TypeError: a field holds anything else; the message names the field.
+        ValueError: a field's value is not ALLOWED.
     """
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -41,3 +65,5 @@ class Spec:
                 )
             if field.type in _SCALAR_NAMES and type(value).__name__ != field.type:
                 raise TypeError(f"{field.name} is {value!r}, must be of type {field.type}")
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        check_allowed(self.ALLOWED, fields)

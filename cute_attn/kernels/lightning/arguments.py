@@ -22,52 +22,41 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
+from ..common.arguments import fake_contiguous, fake_matrices, fake_rows
 from ..common.dtypes import DTYPE
-from .spec import VECTOR_BYTES, DecodeSpec
+from ..common.spec import VECTOR_BYTES
+from .spec import DecodeSpec
 
 
 def fake_args(spec: DecodeSpec) -> tuple[Any, ...]:
     """Stand-ins for the arguments of a kernel's `__call__`, in order."""
     dtype, state_dtype = DTYPE[spec.dtype], DTYPE[spec.state_dtype]
-    element_bytes = dtype.width // 8
     batch, heads, tokens, records = (cute.sym_int() for _ in range(4))
     slots = cute.sym_int() if spec.indexed else batch
     token_modes = (tokens,) if spec.multi_token else ()
 
     def rows(shape: tuple[Any, ...], aligned: bool) -> Any:
-        divisibility = VECTOR_BYTES // element_bytes if aligned else 1
-        strides = (cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
-        align = VECTOR_BYTES if aligned else element_bytes
-        return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=align)
+        return fake_rows(dtype, shape, VECTOR_BYTES if aligned else dtype.width // 8)
 
     def token_rows(dim: int, aligned: bool) -> Any:
         return rows((batch, *token_modes, heads, dim), aligned)
 
-    def vector(element: Any, length: Any) -> Any:
-        return make_fake_tensor(element, (length,), (1,), assumed_align=4)
-
     matrix = (spec.head_dim_v, spec.head_dim_k)
     if spec.state_layout == "kv":
         matrix = matrix[::-1]
-    state = make_fake_tensor(
-        state_dtype,
-        (slots, heads, *matrix),
-        (*(cute.sym_int64(divisibility=spec.vector) for _ in range(2)), matrix[1], 1),
-        assumed_align=VECTOR_BYTES,
-    )
     return (
         token_rows(spec.head_dim_k, spec.aligned),
         token_rows(spec.head_dim_k, spec.aligned),
         token_rows(spec.head_dim_v, spec.aligned),
         token_rows(spec.head_dim_v, False),
-        state,
-        vector(cutlass.Float32, heads),
-        vector(cutlass.Int32, batch) if spec.indexed else None,
+        fake_matrices((slots, heads), matrix, state_dtype),
+        fake_contiguous(cutlass.Float32, (heads,)),
+        fake_contiguous(cutlass.Int32, (batch,)) if spec.indexed else None,
         rows((slots, records, heads, spec.head_dim_k), spec.aligned) if spec.replay else None,
         rows((slots, records, heads, spec.head_dim_v), spec.aligned) if spec.replay else None,
-        vector(cutlass.Int32, batch) if spec.replay else None,
+        fake_contiguous(cutlass.Int32, (batch,)) if spec.replay else None,
         cutlass.Float32(1.0),
         *((cutlass.Int32(1),) if spec.persistent else ()),
         make_fake_stream(use_tvm_ffi_env_stream=True),

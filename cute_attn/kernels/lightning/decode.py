@@ -27,8 +27,9 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
 from ..common.overlap import overlaps
+from ..common.spec import VECTOR_BYTES
 from .arguments import fake_args
-from .spec import VECTOR_BYTES, DecodeSpec
+from .spec import DecodeSpec
 from .tile import StateTile
 
 

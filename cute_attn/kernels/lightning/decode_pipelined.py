@@ -25,9 +25,10 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.pipeline import Edge, Kind, Pipeline, Role
-from ..common.spec import WARP_SIZE
+from ..common.smem import Buffer, SharedMemory
+from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .arguments import fake_args
-from .spec import VECTOR_BYTES, PipelinedDecodeSpec
+from .spec import PipelinedDecodeSpec
 from .tile import StateTile
 
 
@@ -48,6 +49,22 @@ class LightningDecodePipelined:
         self.pipeline = Pipeline(
             Edge("tile_full", warp, warp, spec.num_stages, Kind.BYTES, payload="a tile")
         )
+        self.memory = SharedMemory(
+            Buffer(
+                "ring", self.state_dtype, self.tile_elements, spec.num_warps * spec.num_stages, 128
+            ),
+            Buffer("barriers", cutlass.Int64, spec.num_warps * self.pipeline.count),
+        )
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        """What reports call barriers and tiles: the arguments of the emulator's `Names`. Shared
+        memory begins at address `shared_base`."""
+        shared = self.memory.names(shared_base)
+        barriers, _, _ = shared.pop("barriers")
+        for warp in range(self.spec.num_warps):
+            names = self.pipeline.names(barriers + warp * self.pipeline.nbytes)
+            shared |= {f"warp {warp} {name}": place for name, place in names.items()}
+        return {"shared": shared, "warps": {}}
 
     def fake_args(self) -> tuple[Any, ...]:
         return fake_args(self.spec)
@@ -101,12 +118,11 @@ class LightningDecodePipelined:
         lane = thread % WARP_SIZE
         num_warps, stages = self.spec.num_warps, self.num_stages
 
-        smem = cutlass.memory.SmemAllocator()
-        ring = smem.allocate_tensor(
-            self.state_dtype, cute.make_layout((self.tile_elements, stages, num_warps)), 128
+        smem = self.memory.allocate()
+        ring = cute.make_tensor(
+            smem.ring, cute.make_layout((self.tile_elements, stages, num_warps))
         )
-        rings = smem.allocate_array(cutlass.Int64, num_warps * self.pipeline.count)
-        barriers = self.pipeline.at(rings + warp * self.pipeline.count)
+        barriers = self.pipeline.at(smem.barriers + warp * self.pipeline.count)
 
         if cutlass.const_expr(self.bulk_load):
             if lane == 0:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common.spec import WARP_SIZE
-from .spec import PIPELINES, VECTOR_BYTES
+from ..common.spec import VECTOR_BYTES, WARP_SIZE
+from .spec import PIPELINES
 
 TILE_BYTES = 16 * 1024  # of the state in float32, to a block in layout "vk"
 TILE_V_KV = 64  # whole 128-byte lines of a row, in layout "kv"

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.spec import MAX_SMEM_BYTES, MBARRIER_BYTES, WARP_SIZE, Spec
+from ..common.spec import (
+    MAX_SMEM_BYTES,
+    MBARRIER_BYTES,
+    VECTOR_BYTES,
+    WARP_SIZE,
+    Spec,
+    check_allowed,
+)
 
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
@@ -19,16 +26,12 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "state_layout": STATE_LAYOUTS,
 }
 
-VECTOR_BYTES = 16  # the widest access of one thread
 PIPELINES = (("bulk", "bulk"), ("bulk", "vector"), ("cp_async", "vector"))  # load, write-back
 
 
 def check_operator(**fields: object) -> None:
     """Raise ValueError for a value that no kernel serves, naming the field."""
-    for name, value in fields.items():
-        allowed = ALLOWED.get(name)
-        if allowed is not None and value not in allowed:
-            raise ValueError(f"{name} is {value!r}, must be one of {allowed}")
+    check_allowed(ALLOWED, fields)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class DecodeSpec(Spec):
         ValueError: a combination without a kernel; the message names the field.
     """
 
+    ALLOWED = ALLOWED
+
     dtype: str
     state_dtype: str
     head_dim_k: int
@@ -76,13 +81,6 @@ class DecodeSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_operator(
-            dtype=self.dtype,
-            state_dtype=self.state_dtype,
-            head_dim_k=self.head_dim_k,
-            head_dim_v=self.head_dim_v,
-            state_layout=self.state_layout,
-        )
         if self.replay and not self.multi_token:
             raise ValueError("replay needs multi_token: drafts come as [B, T, H, D]")
         if self.head_dim_v % self.tile_v:

@@ -15,8 +15,8 @@ import cutlass
 import cutlass.cute as cute
 
 from ..common.dtypes import DTYPE
-from ..common.spec import WARP_SIZE
-from .spec import VECTOR_BYTES, DecodeSpec
+from ..common.spec import VECTOR_BYTES, WARP_SIZE
+from .spec import DecodeSpec
 
 MAX_REGISTERS = 200  # of a thread's 255; the rest is for addresses and temporaries
 

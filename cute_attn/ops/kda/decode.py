@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
+from ...kernels.common.spec import VECTOR_BYTES
 from ...kernels.kda import table
 from ...kernels.kda.step.heuristics import step_config
 from ...kernels.kda.step.spec import (
@@ -24,7 +25,6 @@ from ...kernels.kda.step.spec import (
     HEAD_DIMS,
     PARAMETER_DTYPES,
     STATE_DTYPES,
-    VECTOR_BYTES,
     DecodeSpec,
     RecordsSpec,
 )

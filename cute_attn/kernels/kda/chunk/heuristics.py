@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...common.spec import MBARRIER_BYTES
-from .spec import CHUNK, SMALLEST_SMEM_BYTES, record_elements, smem_bytes
+from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
+from .spec import CHUNK, record_elements
 
 MOST_STAGES = 3  # of the recurrence: with more there is nothing left to wait for
 

@@ -14,8 +14,9 @@ from ...common.ptx.convert import pack_all
 from ...common.ptx.math import reciprocal_sqrt
 from ...common.ptx.memory import load_shared, store_shared
 from ...common.ptx.mma import mma
+from ..spec import L2NORM_EPSILON
 from .chunks import row_offset
-from .spec import CHUNK, L2NORM_EPSILON
+from .spec import CHUNK
 from .sub_chunks import NUM_THREADS, ChunkMemory, parity, row_and_part
 from .tiles import UNIT_BYTES
 

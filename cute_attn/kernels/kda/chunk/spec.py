@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...common.spec import Spec
+from ..spec import GATES, INDEX_DTYPES
 
 CHUNK = 64  # tokens
-L2NORM_EPSILON = 1e-6  # added to the sum of squares
 SUB_TILE = 64 * 64  # elements of a sub-tile: 64 rows of 128 bytes, swizzled as TMA does
 
 DTYPES = ("bfloat16", "float16")
@@ -15,8 +15,6 @@ GATE_DTYPES = ("float32", "bfloat16", "float16")
 BETA_DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128)  # K; 256 would be 128 registers a thread for the state, and 112 KiB a record
 HEAD_DIMS_V = (64, 128, 256)
-GATES = ("none", "softplus", "lower_bound")
-INDEX_DTYPES = ("none", "int32", "int64")
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "dtype": DTYPES,
@@ -31,26 +29,12 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "segments": ("none", "transitions", "outputs"),
 }
 
-# Bytes of shared memory that a block may have.
-SMEM_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448}
-SMALLEST_SMEM_BYTES = 101_376  # sm_86, sm_89, sm_120
-
-
-def smem_bytes(arch: str) -> int:
-    """What a block may have on `arch`, such as "sm_90a"."""
-    return SMEM_BYTES.get(arch.rstrip("af"), SMALLEST_SMEM_BYTES)
-
 
 @dataclass(frozen=True)
 class CheckedSpec(Spec):
-    """Raises ValueError for a value that no kernel serves, naming the field."""
+    """Base of the specs of chunked kernels."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, allowed in ALLOWED.items():
-            value = getattr(self, name, None)
-            if value is not None and value not in allowed:
-                raise ValueError(f"{name} is {value!r}, must be one of {allowed}")
+    ALLOWED = ALLOWED
 
 
 @dataclass(frozen=True)

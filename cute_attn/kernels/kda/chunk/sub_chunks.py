@@ -14,8 +14,8 @@ from ...common.ptx.compiler import opaque
 from ...common.ptx.convert import unpack_all
 from ...common.ptx.memory import load_shared
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
-from ...common.spec import WARP_SIZE
-from .spec import CHUNK, SMALLEST_SMEM_BYTES, smem_bytes
+from ...common.spec import SMALLEST_SMEM_BYTES, WARP_SIZE, smem_bytes
+from .spec import CHUNK
 from .tiles import LINE_BYTES
 
 SUB_CHUNK = 16

@@ -12,7 +12,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_tensor
 
 from ...common.ptx.async_copy import copy_async
 from ...common.ptx.convert import pack_all, unpack_all
@@ -27,41 +26,6 @@ UNIT_BYTES = 16  # of a copy, and of the swizzle
 LINE_BYTES = 128  # of a row of a sub-tile
 SUB_TILE_BYTES = CHUNK * LINE_BYTES
 FRAGMENT_ROWS = 16
-
-_INDEX = {"int32": Int32, "int64": Int64}
-
-
-# -- stand-ins
-
-
-def fake_rows(dtype: Any, shape: tuple[Any, ...]) -> Any:
-    """Rows on 16-byte boundaries, any strides but the last."""
-    divisibility = 8 * UNIT_BYTES // dtype.width
-    strides = (cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
-    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=UNIT_BYTES)
-
-
-def fake_strided(dtype: Any, shape: tuple[Any, ...]) -> Any:
-    """Any strides at all."""
-    strides = tuple(cute.sym_int64() for _ in shape)
-    return make_fake_tensor(dtype, shape, strides, assumed_align=dtype.width // 8)
-
-
-def fake_matrices(leading: tuple[Any, ...], matrix: tuple[int, int], dtype: Any = Float32) -> Any:
-    """Contiguous matrices on 16-byte boundaries, any strides between them."""
-    divisibility = 8 * UNIT_BYTES // dtype.width
-    strides = (cute.sym_int64(divisibility=divisibility) for _ in leading)
-    return make_fake_tensor(
-        dtype, (*leading, *matrix), (*strides, matrix[1], 1), assumed_align=UNIT_BYTES
-    )
-
-
-def fake_offsets(index_dtype: str) -> Any:
-    """cu_seqlens, or None."""
-    if index_dtype == "none":
-        return None
-    index = _INDEX[index_dtype]
-    return make_fake_tensor(index, (cute.sym_int(),), (1,), assumed_align=index.width // 8)
 
 
 # -- places

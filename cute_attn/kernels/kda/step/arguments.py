@@ -1,19 +1,15 @@
-"""Stand-ins to compile against, for the arguments of the kernels that go token by token.
-
-Sizes and strides are arguments, so that none of them recompiles; the compiled host code checks
-that they agree with each other.
-"""
+"""Stand-ins for the arguments that the kernels that go token by token share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Int32
 
+from ...common.arguments import fake_contiguous, fake_matrices, fake_rows, fake_strided
 from ...common.dtypes import DTYPE
-from .spec import VECTOR_BYTES, StepSpec
+from .spec import StepSpec
 
 
 class Sizes:
@@ -26,43 +22,23 @@ class Sizes:
 def rows(dtype: str, *shape: Any) -> Any:
     """Any strides, but for the last dimension, which is contiguous."""
     element = DTYPE[dtype]
-    strides = (*(cute.sym_int64() for _ in shape[:-1]), 1)
-    return make_fake_tensor(element, shape, strides, assumed_align=element.width // 8)
-
-
-def scattered(dtype: str, *shape: Any) -> Any:
-    """Any strides."""
-    element = DTYPE[dtype]
-    strides = tuple(cute.sym_int64() for _ in shape)
-    return make_fake_tensor(element, shape, strides, assumed_align=element.width // 8)
-
-
-def contiguous(element: Any, *shape: Any) -> Any:
-    stride: Any = 1
-    strides = []
-    for size in reversed(shape):
-        strides.append(stride)
-        stride = stride * size
-    return make_fake_tensor(
-        element, shape, tuple(reversed(strides)), assumed_align=element.width // 8
-    )
+    return fake_rows(element, shape, align=element.width // 8)
 
 
 def inputs(spec: StepSpec, sizes: Sizes, step: tuple[Any, ...]) -> tuple[Any, ...]:
     """q, k, v, g, beta, A_log, dt_bias; `step` is (B,) or (B, T)."""
     of_gate: list[Any] = [None, None]
     if spec.A_log_dtype != "none":
-        of_gate[0] = contiguous(DTYPE[spec.A_log_dtype], sizes.heads_v)
-    if spec.dt_bias_dims == 1:
-        of_gate[1] = contiguous(DTYPE[spec.dt_bias_dtype], cute.sym_int())
-    elif spec.dt_bias_dims == 2:
-        of_gate[1] = contiguous(DTYPE[spec.dt_bias_dtype], sizes.heads_v, spec.head_dim_k)
+        of_gate[0] = fake_contiguous(DTYPE[spec.A_log_dtype], (sizes.heads_v,))
+    if spec.dt_bias_dims:
+        shape = (cute.sym_int(),) if spec.dt_bias_dims == 1 else (sizes.heads_v, spec.head_dim_k)
+        of_gate[1] = fake_contiguous(DTYPE[spec.dt_bias_dtype], shape)
     return (
         rows(spec.dtype, *step, sizes.heads, spec.head_dim_k),
         rows(spec.dtype, *step, sizes.heads, spec.head_dim_k),
         rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
         rows(spec.gate_dtype, *step, sizes.heads_v, spec.head_dim_k),
-        scattered(spec.beta_dtype, *step, sizes.heads_v),
+        fake_strided(DTYPE[spec.beta_dtype], (*step, sizes.heads_v)),
         *of_gate,
     )
 
@@ -72,13 +48,8 @@ def states(spec: StepSpec, sizes: Sizes, slots: Any) -> Any:
     matrix = (spec.head_dim_k, spec.head_dim_v)
     if spec.state_v_first:
         matrix = matrix[::-1]
-    return make_fake_tensor(
-        DTYPE[spec.state_dtype],
-        (slots, sizes.heads_v, *matrix),
-        (*(cute.sym_int64(divisibility=spec.vector) for _ in range(2)), matrix[1], 1),
-        assumed_align=VECTOR_BYTES,
-    )
+    return fake_matrices((slots, sizes.heads_v), matrix, DTYPE[spec.state_dtype])
 
 
 def indices(*shape: Any) -> Any:
-    return contiguous(cutlass.Int32, *shape)
+    return fake_contiguous(Int32, shape)

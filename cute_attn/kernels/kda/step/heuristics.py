@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...common.spec import WARP_SIZE
-from .spec import VECTOR_BYTES
+from ...common.spec import VECTOR_BYTES, WARP_SIZE
 
 TILE = 4096  # values of the state, to a block, with K contiguous
 MAX_WARPS_V_CONTIGUOUS = 4

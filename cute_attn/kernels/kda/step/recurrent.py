@@ -20,6 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
+from ...common.arguments import fake_offsets
 from ..chunk.chunks import num_sequences, sequence_place
 from . import arguments
 from .spec import RecurrentSpec
@@ -49,18 +50,13 @@ class KdaRecurrent:
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
         sizes = arguments.Sizes()
-        varlen = spec.index_dtype != "none"
-        sequences = cute.sym_int() if varlen else sizes.batch
-        cu_seqlens = None
-        if varlen:
-            index = {"int32": cutlass.Int32, "int64": cutlass.Int64}[spec.index_dtype]
-            cu_seqlens = arguments.contiguous(index, cute.sym_int())
+        sequences = sizes.batch if spec.index_dtype == "none" else cute.sym_int()
         return (
             *arguments.inputs(spec, sizes, (sizes.batch, sizes.tokens)),
             arguments.rows(spec.dtype, sizes.batch, sizes.tokens, sizes.heads_v, spec.head_dim_v),
             arguments.states(spec, sizes, sequences) if spec.has_initial_state else None,
             arguments.states(spec, sizes, sequences) if spec.has_final_state else None,
-            cu_seqlens,
+            fake_offsets(spec.index_dtype),
             Float32(1.0),
             Float32(1.0),
             Float32(1.0),

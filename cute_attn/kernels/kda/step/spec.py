@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...common.spec import WARP_SIZE, Spec
+from ...common.spec import VECTOR_BYTES, WARP_SIZE, Spec
+from ..spec import GATES, INDEX_DTYPES
 
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
 PARAMETER_DTYPES = ("float32", "bfloat16")
 HEAD_DIMS = (64, 128, 256)
-GATES = ("none", "softplus", "lower_bound")
 SLOTS = ("batch", "indexed", "positions", "records")
-INDEX_DTYPES = ("none", "int32", "int64")
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "dtype": DTYPES,
@@ -29,16 +28,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "index_dtype": INDEX_DTYPES,
 }
 
-VECTOR_BYTES = 16  # the widest access of one thread
 MAX_REGISTERS = 160  # of a thread's 255, for its part of the state; the rest is for all else
-
-
-def check_operator(**fields: object) -> None:
-    """Raise ValueError for a value that no kernel serves, naming the field."""
-    for name, value in fields.items():
-        allowed = ALLOWED.get(name)
-        if allowed is not None and value not in allowed:
-            raise ValueError(f"{name} is {value!r}, must be one of {allowed}")
 
 
 @dataclass(frozen=True)
@@ -71,6 +61,8 @@ class StepSpec(Spec):
         ValueError: a combination without a kernel; the message names the field.
     """
 
+    ALLOWED = ALLOWED
+
     dtype: str
     gate_dtype: str
     beta_dtype: str
@@ -92,7 +84,6 @@ class StepSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_operator(**{name: getattr(self, name) for name in ALLOWED if hasattr(self, name)})
         if self.gate == "none" and (self.A_log_dtype, self.dt_bias_dtype) != ("none", "none"):
             raise ValueError("A_log_dtype and dt_bias_dtype must be 'none' where gate is 'none'")
         if self.gate == "softplus" and self.A_log_dtype == "none":
@@ -193,14 +184,12 @@ class DecodeSpec(StepSpec):
 class RecordsSpec(Spec):
     """The copy of drafted k and g into the records (`records`)."""
 
+    ALLOWED = ALLOWED
+
     dtype: str
     gate_dtype: str
     head_dim_k: int
     indexed: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_operator(dtype=self.dtype, gate_dtype=self.gate_dtype, head_dim_k=self.head_dim_k)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp
 
 from ...common.dtypes import DTYPE
-from ...common.spec import WARP_SIZE
-from .spec import VECTOR_BYTES, StepSpec
+from ...common.spec import VECTOR_BYTES, WARP_SIZE
+from .spec import StepSpec
 from .tokens import KK, KQ, QQ, TokenReader, TokenStage, reciprocal_norm
 
 

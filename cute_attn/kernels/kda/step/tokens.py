@@ -20,10 +20,10 @@ from cutlass import Float32, Int32
 from ...common.carried import Carried
 from ...common.dtypes import DTYPE
 from ...common.ptx.math import reciprocal_sqrt
-from ...common.spec import WARP_SIZE
-from ..chunk.spec import L2NORM_EPSILON
+from ...common.spec import VECTOR_BYTES, WARP_SIZE
 from ..gates import accurate_sigmoid, log_decay, rate_of
-from .spec import VECTOR_BYTES, StepSpec
+from ..spec import L2NORM_EPSILON
+from .spec import StepSpec
 
 STAGES = 2
 QQ, KK, KQ = range(3)

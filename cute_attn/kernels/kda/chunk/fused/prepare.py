@@ -24,8 +24,15 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
+from ....common.arguments import (
+    fake_contiguous,
+    fake_matrices,
+    fake_offsets,
+    fake_rows,
+    fake_strided,
+)
 from ....common.carried import Carried
 from ....common.dtypes import DTYPE
 from ....common.numbers import LOG2_E
@@ -57,7 +64,7 @@ from ..sub_chunks import (
     row_and_part,
     tile_unit,
 )
-from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
+from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES
 
 # In a register, twice if it has room for two.
 MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
@@ -143,24 +150,16 @@ class KdaPrepare:
         def rows(dtype: Any, heads: Any) -> Any:
             return fake_rows(dtype, (batch, tokens, heads, spec.head_dim_k))
 
-        def contiguous(dtype: Any, shape: tuple[Any, ...], align: int) -> Any:
-            strides: list[Any] = [1]
-            if len(shape) > 1:
-                strides = [shape[-1], 1]
-            if len(shape) > 2:
-                strides = [cute.sym_int64(divisibility=128 // dtype.width), *strides]
-            return make_fake_tensor(dtype, shape, tuple(strides), assumed_align=align)
-
         return (
             rows(self.dtype, heads_qk),
             rows(self.dtype, heads_qk),
             rows(self.gate_dtype, heads),
             fake_strided(self.beta_dtype, (batch, tokens, heads)),
-            contiguous(Float32, (heads,), 4) if spec.has_A_log else None,
-            contiguous(Float32, (heads, spec.head_dim_k), 16) if spec.has_dt_bias else None,
+            fake_contiguous(Float32, (heads,)) if spec.has_A_log else None,
+            fake_contiguous(Float32, (heads, spec.head_dim_k), 16) if spec.has_dt_bias else None,
             fake_offsets(spec.index_dtype),
-            contiguous(self.dtype, (slots, heads, spec.elements), 16),
-            contiguous(Float32, (slots, heads, spec.head_dim_k), 16),
+            fake_matrices((slots,), (heads, spec.elements), self.dtype),
+            fake_matrices((slots,), (heads, spec.head_dim_k)),
             Float32(1.0),
             Float32(1.0),
             Float32(1.0),

@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
 
+from ....common.arguments import fake_matrices, fake_offsets
 from ....common.ptx.async_copy import copy_async
 from ....common.ptx.convert import split_tf32
 from ....common.ptx.memory import load_shared, shared_address, store_shared
@@ -32,7 +33,6 @@ from ....common.smem import Buffer, SharedMemory
 from ....common.spec import WARP_SIZE
 from ..chunks import sequence_place
 from ..spec import CHUNK, SegmentsSpec
-from ..tiles import fake_matrices, fake_offsets
 
 NUM_WARPS = 4
 UNIT = 4  # floats of a copy

@@ -38,6 +38,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
+from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
 from ....common.pipeline import Barriers, Edge, Kind, Pipeline, Role
 from ....common.ptx import mbarrier
@@ -53,9 +54,6 @@ from ..state import TransposedState
 from ..tiles import (
     SUB_TILE_BYTES,
     UNIT_BYTES,
-    fake_matrices,
-    fake_offsets,
-    fake_rows,
     row_address,
 )
 

@@ -29,6 +29,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
+from ....common.arguments import fake_offsets, fake_rows, fake_strided
 from ....common.carried import Carried
 from ....common.dtypes import DTYPE
 from ....common.ptx.convert import pack_all, unpack_all
@@ -61,7 +62,7 @@ from ..sub_chunks import (
     row_and_part,
     tile_unit,
 )
-from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES, fake_offsets, fake_rows, fake_strided
+from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES
 
 HALF = SUB_CHUNKS * WARP_SIZE  # threads of half of the warps
 MOST_COLUMNS = 128  # of a product

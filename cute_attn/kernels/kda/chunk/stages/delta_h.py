@@ -26,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
+from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
 from ....common.ptx.math import exp2
 from ....common.ptx.matrices import transpose_matrix
@@ -45,9 +46,6 @@ from ..tiles import (
     FRAGMENT_ROWS,
     chunks_before,
     copy_rows,
-    fake_matrices,
-    fake_offsets,
-    fake_rows,
     paired,
     paired_offset,
     row_address,

@@ -19,8 +19,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
+from ....common.arguments import fake_contiguous, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
 from ....common.numbers import LOG2_E
 from ....common.ptx.memory import (
@@ -35,8 +36,6 @@ from ...gates import SMALLEST_LOG2_DECAY, log_decay, rate_of
 from ..chunks import chunk_place, num_slots
 from ..spec import CHUNK, GateSpec
 from ..tiles import (
-    fake_offsets,
-    fake_rows,
     load_floats,
     row_address,
     row_bytes,
@@ -65,11 +64,9 @@ class KdaGateCumsum:
         shape = (batch, tokens, heads, spec.head_dim_k)
         A_log = dt_bias = None
         if spec.has_A_log:
-            A_log = make_fake_tensor(Float32, (heads,), (1,), assumed_align=4)
+            A_log = fake_contiguous(Float32, (heads,))
         if spec.has_dt_bias:
-            dt_bias = make_fake_tensor(
-                Float32, (heads, spec.head_dim_k), (spec.head_dim_k, 1), assumed_align=16
-            )
+            dt_bias = fake_contiguous(Float32, (heads, spec.head_dim_k), 16)
         return (
             fake_rows(self.gate_dtype, shape),
             A_log,

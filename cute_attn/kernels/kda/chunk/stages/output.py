@@ -28,6 +28,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 
+from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
 from ....common.ptx.async_copy import copy_async
 from ....common.ptx.convert import pack, unpack_all
@@ -35,18 +36,16 @@ from ....common.ptx.math import exp2, reciprocal_sqrt
 from ....common.ptx.memory import load_global, load_shared, shared_address
 from ....common.ptx.mma import mma
 from ....common.smem import Buffer, SharedMemory
-from ....common.spec import WARP_SIZE
+from ....common.spec import SMALLEST_SMEM_BYTES, WARP_SIZE
+from ...spec import L2NORM_EPSILON
 from ..chunks import chunk_place, num_slots
-from ..spec import CHUNK, L2NORM_EPSILON, SMALLEST_SMEM_BYTES, OutputSpec
+from ..spec import CHUNK, OutputSpec
 from ..tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
     UNIT_BYTES,
     chunks_before,
     copy_rows,
-    fake_matrices,
-    fake_offsets,
-    fake_rows,
     lower_times,
     lower_triangle,
     right_fragments,

@@ -22,22 +22,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_stream
 
+from ....common.arguments import fake_offsets, fake_rows, fake_strided
 from ....common.dtypes import DTYPE
 from ....common.ptx.convert import pack, pack_all, unpack, unpack_all
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_global, load_shared, shared_address, store_shared
 from ....common.smem import Buffer, SharedMemory
-from ....common.spec import WARP_SIZE
+from ....common.spec import SMALLEST_SMEM_BYTES, WARP_SIZE
 from ..chunks import chunk_place, num_slots
-from ..spec import CHUNK, SMALLEST_SMEM_BYTES, RecomputeSpec
+from ..spec import CHUNK, RecomputeSpec
 from ..tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
     SUB_TILE_BYTES,
     copy_rows,
-    fake_offsets,
-    fake_rows,
-    fake_strided,
     load_floats,
     lower_times,
     lower_triangle,
