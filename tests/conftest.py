@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import durations
+
 # Compiling a kernel inside an example takes seconds, hence no deadline.
 settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("full", deadline=None, max_examples=500, print_blob=True)
@@ -33,12 +35,20 @@ CACHE_SETTINGS = (
 _cache_directory = pytest.StashKey[str]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations", action="store_true", help="write CPU seconds to tests/durations.json"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Point the kernel cache to a directory of this test run, before any test module is imported.
 
     The workers of pytest-xdist inherit it from the process that starts them, so that they share
     compiled kernels with one another, and with nobody else.
     """
+    if config.getoption("record_durations"):
+        config.pluginmanager.register(durations.Recorder(config))
     if hasattr(config, "workerinput"):
         return
     for name in CACHE_SETTINGS:
@@ -133,8 +143,9 @@ def is_repetition(item: pytest.Function, position: int) -> bool:
     the test's name says, so that tests with few cases do not all have the same.
     """
     everywhere, in_turn = (item.get_closest_marker(name) for name in ("everywhere", "in_turn"))
-    if everywhere and not everywhere.kwargs.get("each"):
-        return emulated_arch(item) not in (None, QUICK_ARCH)
+    one_arch = everywhere and not everywhere.kwargs.get("each")
+    if one_arch and emulated_arch(item) not in (None, QUICK_ARCH):
+        return True
     if in_turn is None:
         return False
     turn, index, count = zlib.crc32(item.originalname.encode()), None, 1

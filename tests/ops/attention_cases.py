@@ -159,13 +159,7 @@ def covering_pairs(seed: int = 0) -> list[Kind]:
 
 
 KINDS = covering_pairs() if FULL else SOME
-
-
-def compile_kinds(kinds: Sequence[Kind], schedulers: Sequence[str] = ("static", "clc")) -> None:
-    """Into the cache, in parallel: the emulator takes them from there."""
-    cute_attn.warmup(
-        [kind.request(scheduler) for kind in kinds for scheduler in schedulers], arch=ARCH, jobs=2
-    )
+BOTH_SCHEDULERS = KINDS if FULL else [CAUSAL, CACHE]
 
 
 # -- a problem

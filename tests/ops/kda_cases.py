@@ -102,6 +102,7 @@ WIDE_K = Kind(
 
 # The usual sweep draws from these, so that the kernels can be compiled beforehand.
 SOME = [PLAIN, PACKED, DECAYS, SMALL, WIDE_V, WIDE_K]
+SOME_MODULAR = [PACKED, DECAYS, SMALL]  # more kernels to compile for each
 
 VALUES: dict[str, tuple[Any, ...]] = {
     field.name: (False, True) for field in fields(Kind) if field.type == "bool"
@@ -269,12 +270,16 @@ GATES = ("usual", "weak", "strong", "mixed", "extreme")
 LAYOUTS = ("contiguous", "heads_first", "projection", "misaligned")
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)
 FEWEST_TOKENS = 32  # of all value heads
-MOST_CHUNKS = {"cpu": 10, "cuda": 400}  # of all heads: some 10 ms each in the emulator
+MOST_CHUNKS = {
+    "cpu": 10 if FULL else 6,
+    "cuda": 400,
+}  # of all heads: some 10 ms each in the emulator
 
 
 @st.composite
 def cases(draw: st.DrawFn, device: str, of: Sequence[Kind] | None = None) -> Case:
-    kind = draw(kinds() if of is None else st.sampled_from(of))
+    drawn = of is None or (FULL and of in (SOME, SOME_MODULAR))
+    kind = draw(kinds() if drawn else st.sampled_from(of))
     longest = 140 if device == "cpu" else 1000
     length = st.sampled_from(EDGES) | st.integers(1, longest)
     if kind.index is None:
@@ -315,8 +320,8 @@ def cases(draw: st.DrawFn, device: str, of: Sequence[Kind] | None = None) -> Cas
 
 
 def examples(few: int) -> settings:
-    """How many cases a test draws in the usual sweep, and in the full one ten times as many."""
-    return settings(max_examples=10 * few if FULL else few)
+    """How many cases a test draws in the usual sweep, and in the full one twenty times as many."""
+    return settings(max_examples=20 * few if FULL else few)
 
 
 # -- running
