@@ -14,22 +14,19 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cute_attn.bench.peers import Request, capture_all, missing
-from cute_attn.bench.peers.flash_attention_4 import backward, forward
-from cute_attn.bench.peers.quack_kernels import gemm
 from cute_attn.emulator import Finding
 from cute_attn.emulator.machine import Run
 from cute_attn.emulator.runner import Buffer, run_ptx
 
 from . import planted_kernels as small
 from .mutations import Ptx, Recorded, record, record_capture
+from .peer_captures import PEERS, QUICK_PEERS, QUICK_REQUESTS, capture
 
 FAIR, RANDOM, ADVERSARIAL = range(3)
 SEEDS = [(FAIR, 0), (RANDOM, 0), (RANDOM, 1), (RANDOM, 2), (ADVERSARIAL, 0)]
@@ -37,7 +34,6 @@ MORE_SEEDS = [
     *((RANDOM, seed) for seed in range(3, 23)),
     *((ADVERSARIAL, seed) for seed in range(1, 9)),
 ]
-DIRECTORY = Path(__file__).parents[2] / "build" / "peers"
 
 Planted = tuple[Ptx, Iterable[int]]  # the text with the bug, and the lines that it shows at
 
@@ -126,34 +122,6 @@ SMALL = {
     name: kernel for name, kernel in sorted(vars(small).items()) if isinstance(kernel, small.Small)
 }
 
-# What each launches before the kernel in question, and the shapes: a few tiles in each pipeline, so
-# that its stages are used again, and rows that do not fill the last tile.
-PEERS: dict[str, tuple[Request, int]] = {
-    "forward sm_90": (forward(arch="sm_90a", head_dim=64, heads=1, seqlen_q=160, seqlen_k=640), 0),
-    "forward sm_100": (
-        forward(arch="sm_100a", head_dim=128, heads=2, seqlen_q=256, seqlen_k=640, num_sms=1),
-        0,
-    ),
-    "backward sm_90": (
-        backward(arch="sm_90a", head_dim=64, heads=1, seqlen_q=512, seqlen_k=128),
-        1,
-    ),
-    "gemm sm_90": (gemm(arch="sm_90a", m=512, n=256, k=512, cluster=(2, 1), num_sms=2), 0),
-    "gemm sm_100": (gemm(arch="sm_100a", m=256, n=256, k=512, num_sms=1), 0),
-    "gemm sm_100 pairs": (
-        gemm(
-            arch="sm_100a",
-            m=512,
-            n=256,
-            k=512,
-            tile=(256, 128),
-            cluster=(2, 1),
-            scheduler="dynamic",
-            num_sms=2,
-        ),
-        0,
-    ),
-}
 LIGHTNING = {
     "lightning bulk": ("sm_90a", "bulk", "bulk"),
     "lightning vector": ("sm_100a", "bulk", "vector"),
@@ -164,11 +132,7 @@ LIGHTNING = {
 
 def record_peer(name: str) -> Recorded:
     request, launch = PEERS[name]
-    if reason := missing(request.peer):
-        pytest.skip(reason)
-    together = [r for r, _ in PEERS.values() if r.arch == request.arch and not missing(r.peer)]
-    captures = capture_all(DIRECTORY / request.arch, together)
-    return list(record_capture(captures[together.index(request)]))[launch]
+    return list(record_capture(capture(request, QUICK_REQUESTS)))[launch]
 
 
 def record_lightning(arch: str, load: str | None, write_back: str | None) -> Recorded:
@@ -1216,7 +1180,12 @@ def _(p: Ptx) -> Planted:
 BUGS = [*SMALL_BUGS, *WHOLE_BUGS]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+def by_kernel(kernel: str) -> Any:
+    """Marks: of peers' kernels, whose pipelines are much alike, make test has a few."""
+    return pytest.mark.slow if kernel in PEERS and kernel not in QUICK_PEERS else ()
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(name, marks=by_kernel(name)) for name in KERNELS])
 def test_the_kernel_is_clean(kernel: str) -> None:
     _, launch = kernel_of(kernel)
     run = launch(None)
@@ -1253,7 +1222,13 @@ def check(bug: Bug, seeds: Iterable[tuple[int, int]]) -> None:
         assert reported(bug, done, set(lines), right), f"{(schedule, seed)}: {found}"
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.kernel}: {bug.name}")
+@pytest.mark.parametrize(
+    "bug",
+    [
+        pytest.param(bug, id=f"{bug.kernel}: {bug.name}", marks=by_kernel(bug.kernel))
+        for bug in BUGS
+    ],
+)
 def test_the_bug_is_reported(bug: Bug) -> None:
     check(bug, SEEDS)
 

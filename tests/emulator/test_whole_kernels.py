@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from cute_attn.bench.peers import capture_all, missing
 from cute_attn.emulator import Emulator
 
 from . import whole_kernels
+from .peer_captures import QUICK_REQUESTS, capture
 
-DIRECTORY = Path(__file__).parents[2] / "build" / "peers"
 
-
-@pytest.mark.parametrize("name", whole_kernels.CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(case.name, marks=() if case.quick else pytest.mark.slow)
+        for case in whole_kernels.CASES.values()
+    ],
+)
 def test_agrees_with_the_gpu(name: str):
     case = whole_kernels.CASES[name]
-    if reason := missing(case.request.peer):
-        pytest.skip(reason)
-    (captured,) = capture_all(DIRECTORY, [case.request])
+    captured = capture(case.request, QUICK_REQUESTS)
     given = whole_kernels.inputs(case, captured)
     recorded = np.load(whole_kernels.RESULTS)
     assert whole_kernels.digest(given) == recorded[f"{name}|digest"], "other inputs than recorded"

@@ -38,11 +38,13 @@ class Case:
     Attributes:
         loose: outputs that may differ in the last bit. The assembler fuses mul.f32 and add.f32,
             which have no rounding modifier, as it likes; all others are equal bit for bit.
+        quick: whether `make test` has it.
     """
 
     name: str
     request: Request
     loose: tuple[str, ...] = ()
+    quick: bool = False
 
 
 def _cases() -> list[Case]:
@@ -55,16 +57,20 @@ def _cases() -> list[Case]:
     return [
         Case("gemm bf16", gemm(**shape)),
         Case("gemm f16 to f32", gemm(**shape, dtype="float16", out_dtype="float32")),
-        Case("gemm fp8", gemm(**shape, dtype="float8_e4m3fn")),
+        Case("gemm fp8", gemm(**shape, dtype="float8_e4m3fn"), quick=True),
         Case("gemm bf16, m and n major", gemm(**shape, a_major="m", b_major="n")),
-        Case("gemm bf16, pingpong, cluster", gemm(**shape, pingpong=True, cluster=(1, 2))),
+        Case(
+            "gemm bf16, pingpong, cluster", gemm(**shape, pingpong=True, cluster=(1, 2)), quick=True
+        ),
         Case("gemm alpha beta c", gemm(**shape, alpha=0.5, beta=2.0, c=True)),
         Case("attention hd64", forward(head_dim=64, **small), ("lse",)),
-        Case("attention hd128 causal", forward(head_dim=128, causal=True, **gqa), ("lse",)),
+        Case("attention hd128 causal", forward(head_dim=128, causal=True, **gqa), ("lse",), True),
         Case("attention hd256 causal", forward(head_dim=256, causal=True, **small), ("lse",)),
-        Case("attention backward hd64 causal", backward(head_dim=64, causal=True, **small)),
+        Case(
+            "attention backward hd64 causal", backward(head_dim=64, causal=True, **small), (), True
+        ),
         Case("attention backward hd128", backward(head_dim=128, **gqa), ("dv",)),
-        Case("rmsnorm", quack_kernels.norm_forward(**rows)),
+        Case("rmsnorm", quack_kernels.norm_forward(**rows), quick=True),
         Case("softmax", quack_kernels.softmax_forward(**rows)),
     ]
 
