@@ -86,6 +86,35 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     assert len({s.result for s in found}) == len(found)
 
 
+def test_the_benchmark_that_ran_longest_ago_comes_first(tmp_path):
+    for date, ran in (
+        ("2026-11-20 10:00 UTC", {"old": 10.0, "new": 20.0}),
+        ("2026-11-21 10:00 UTC", {"new": 30.0}),
+    ):
+        rows = [{"stage": name, "result": "ran", "time_s": s} for name, s in ran.items()]
+        rows.append({"stage": "cut before", "result": "cut", "time_s": 1.0})
+        report = Report("gpu-check", "GPU check", {"gpu": "G", "date": date}, rows=rows)
+        (tmp_path / f"gpu-check-g-{date[:10]}.json").write_text(report.to_json())
+    found = [Stage("tests", (), 200, Path("tests.xml"))]
+    found += [Stage(name, (), 60, Path("x.json")) for name in ("new", "old", "cut before")]
+    turns = gpu_check.in_turn(found, tmp_path)
+    assert [s.name for s in turns] == ["tests", "cut before", "old", "new"]
+    assert [s.expected_s for s in turns] == [None, None, 13.0, 39.0]
+    assert gpu_check.in_turn(found, None) == found
+
+
+def test_a_benchmark_that_would_not_end_in_time_is_left_out(tmp_path, monkeypatch, on_a_gpu):
+    def one_stage(found, results):
+        return [Stage("toy", ("no-such-command",), 60, tmp_path / "toy.json", expected_s=30.0)]
+
+    monkeypatch.setattr(gpu_check, "in_turn", one_stage)
+    out = tmp_path / "out.json"
+    argv = ["gpu-check", "--limit", "20", "--tests", str(tmp_path), "--print-only"]
+    assert main([*argv, "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["result"] == "left out" and row["detail"].startswith("may take 30 s, and ")
+
+
 def test_a_command_that_ends_in_time():
     outcome = run_limited([sys.executable, "-c", "raise SystemExit(7)"], 60)
     assert outcome.returncode == 7
@@ -143,6 +172,7 @@ def run_check(tmp_path, monkeypatch, test_code, benchmark_code):
         return [tests_stage, Stage("toy", command, 60, result)]
 
     monkeypatch.setattr(gpu_check, "stages", toy_stages)
+    monkeypatch.setattr(gpu_check, "TEST_PROCESSES", 1)
     out = tmp_path / "out.json"
     argv = ["gpu-check", "--tests", str(test_file), "--print-only", "--json", str(out)]
     return main(argv), json.loads(out.read_text())

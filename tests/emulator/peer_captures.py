@@ -20,8 +20,8 @@ from . import whole_kernels
 DIRECTORY = Path(__file__).parents[2] / "build" / "peers"
 SM90, SM100 = "sm_90a", "sm_100a"
 
-# For bugs to be planted in: what each launches before the kernel in question, and the shapes: a few
-# tiles in each pipeline, so that its stages are used again, and rows that do not fill the last tile.
+# For bugs to be planted in: what each launches before the kernel in question, and the shapes. There
+# are a few tiles in each pipeline, so that stages are used again; rows do not fill the last tile.
 PEERS: dict[str, tuple[Request, int]] = {
     "forward sm_90": (forward(arch="sm_90a", head_dim=64, heads=1, seqlen_q=160, seqlen_k=640), 0),
     "forward sm_100": (

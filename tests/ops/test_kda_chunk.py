@@ -475,7 +475,7 @@ def test_tensors_beyond_two_to_the_31_elements(device: str):
 @pytest.mark.everywhere
 @pytest.mark.parametrize("path", PATHS)
 def test_the_registered_operator_is_well_behaved(device: str, path: str):
-    args = Case(PACKED, (5, 60)).arguments(device)
+    args = Case(PACKED, (5, 6), group=1).arguments(device)
     positional = tuple(args.pop(name) for name in ("q", "k", "v", "g", "beta"))
     # No token is left out here: all of a result is defined, so that runs can be compared.
     torch.library.opcheck(torch.ops.cute_attn.chunk_kda.default, positional, args | PATHS[path])
