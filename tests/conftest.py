@@ -23,6 +23,7 @@ settings.register_profile("full", deadline=None, max_examples=500, print_blob=Tr
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+KEPT_KERNELS = Path(__file__).parents[1] / "build" / "kernels"
 
 # What a user may have set, and what would change the outcome of a test.
 CACHE_SETTINGS = (
@@ -39,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-durations", action="store_true", help="write CPU seconds to tests/durations.json"
     )
+    parser.addoption(
+        "--keep-kernels",
+        action="store_true",
+        help="share compiled kernels with the next run that has this option, in build/kernels",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,8 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     for name in CACHE_SETTINGS:
         os.environ.pop(name, None)
-    directory = tempfile.mkdtemp(prefix="cute-attn-tests-")  # created 0700, as the cache demands
-    config.stash[_cache_directory] = directory
+    if config.getoption("keep_kernels"):  # the cache's key has all that a kernel is compiled from
+        directory = str(KEPT_KERNELS)
+        KEPT_KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    else:
+        directory = tempfile.mkdtemp(prefix="cute-attn-tests-")  # 0700, as the cache demands
+        config.stash[_cache_directory] = directory
     os.environ["CUTE_ATTN_CACHE_DIR"] = directory
     # Tensors are small: torch's threads would wait for one another most of the time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -52,8 +52,6 @@ QUICK_PEERS = ("forward sm_100", "backward sm_90", "gemm sm_100 pairs")
 
 UNEVEN = {"heads": 1, "causal": True, "seqlen_q": 200, "seqlen_k": 333}
 BACKWARD_SM100 = backward(arch=SM100, head_dim=128, **UNEVEN)
-COUNTED_FORWARD = forward(arch=SM100, heads=1, seqlen_q=256, seqlen_k=256)
-COUNTED_GEMM = gemm(arch=SM100, m=256, n=128, k=192, tile=(256, 128), cluster=(2, 1))
 
 # One of a kind: attention forward and backward, GEMMs with clusters, with scale factors and by
 # cluster launch control, and a kernel over rows.
@@ -68,8 +66,6 @@ QUICK = [
 ]
 QUICK_REQUESTS = [
     *QUICK,
-    COUNTED_FORWARD,
-    COUNTED_GEMM,
     *(case.request for case in whole_kernels.CASES.values() if case.quick),
 ]
 

@@ -29,8 +29,6 @@ from cute_attn.emulator import Emulator, Finding, Report
 from . import peer_results
 from .peer_captures import (
     BACKWARD_SM100,
-    COUNTED_FORWARD,
-    COUNTED_GEMM,
     QUICK,
     QUICK_REQUESTS,
     SM90,
@@ -310,25 +308,38 @@ def flops(report: Report) -> int:
 
 @pytest.mark.parametrize(
     "kernel",
-    parameters([COUNTED_FORWARD], [forward(arch=SM90, heads=1, seqlen_q=256, seqlen_k=256)]),
+    parameters(
+        [QUICK[0]],
+        [forward(arch=arch, heads=1, seqlen_q=256, seqlen_k=256) for arch in (SM90, SM100)],
+    ),
 )
 def test_counts_of_attention(captured: Captured) -> None:
     report = check(captured)
-    elements = 256 * 128
-    assert flops(report) == 2 * 2 * 256 * elements
-    assert report.bytes["tma_store"] == 2 * elements
-    assert report.bytes["tma_load"] % (2 * elements) == 0
-    assert report.bytes["tma_load"] >= 3 * 2 * elements
+    options = dict(captured.request.options)
+    row = options["heads"] * options["head_dim"]
+    queries, keys = options["seqlen_q"] * row, options["seqlen_k"] * row
+    assert flops(report) == 2 * 2 * queries * options["seqlen_k"]
+    assert report.bytes["tma_store"] == 2 * queries
+    assert report.bytes["tma_load"] % (2 * 128 * row) == 0
+    assert report.bytes["tma_load"] >= 2 * (queries + 2 * keys)
 
 
 @pytest.mark.parametrize(
     "kernel",
-    parameters([COUNTED_GEMM], [gemm(arch=arch, m=256, n=128, k=192) for arch in (SM90, SM100)]),
+    parameters(
+        [QUICK[2]],
+        [
+            gemm(arch=SM90, m=256, n=128, k=192),
+            gemm(arch=SM100, m=256, n=128, k=192),
+            gemm(arch=SM100, m=256, n=128, k=192, tile=(256, 128), cluster=(2, 1)),
+        ],
+    ),
 )
 def test_counts_of_a_gemm(captured: Captured) -> None:
     report = check(captured)
-    assert flops(report) == 2 * 256 * 128 * 192
-    assert report.bytes["tma_store"] == 2 * 256 * 128
-    two_ctas = dict(captured.request.options)["cluster"] == (2, 1)
-    tiles_of_b = 1 if two_ctas else 2
-    assert report.bytes["tma_load"] == 2 * 192 * (256 + tiles_of_b * 128)
+    options = dict(captured.request.options)
+    m, n, k = (options[name] for name in "mnk")
+    assert flops(report) == 2 * m * n * k
+    assert report.bytes["tma_store"] == 2 * m * n
+    rows = 256 if options["cluster"] == (2, 1) else 128  # of A that one load of a tile of B serves
+    assert report.bytes["tma_load"] == 2 * k * (m * n // 128 + n * m // rows)

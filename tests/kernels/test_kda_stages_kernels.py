@@ -29,6 +29,11 @@ REAL = (torch.float64, torch.float32)  # the reference's arithmetic, and plain P
 PACKED = (0, 0, 1, 64, 128, 193, 193, 353)
 
 
+def slow(spec: Any) -> Any:
+    """A kernel of its own; those of the operators' tests are much like it."""
+    return pytest.param(spec, marks=pytest.mark.slow)
+
+
 @functools.cache
 def kernel(definition: cache.KernelDef, spec: Any, arch: str) -> Any:
     return Emulator(schedule="random", seed=3).load(cache.compile(definition, spec, arch=arch))
@@ -142,7 +147,7 @@ class Stages:
     [
         GateSpec(128, "bfloat16", "softplus", True, True, "none"),
         GateSpec(64, "float32", "lower_bound", True, False, "int64"),
-        GateSpec(128, "float32", "lower_bound", False, True, "none"),
+        slow(GateSpec(128, "float32", "lower_bound", False, True, "none")),
         GateSpec(128, "float32", "none", False, False, "int32"),
     ],
 )
@@ -191,7 +196,7 @@ def test_a_gate_that_leaves_nothing_is_a_finite_one(gate: float) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        RecomputeSpec("bfloat16", 128, 128, "none", "float32", False, True),
+        slow(RecomputeSpec("bfloat16", 128, 128, "none", "float32", False, True)),
         RecomputeSpec("bfloat16", 128, 64, "int32", "bfloat16", True, True),
         RecomputeSpec("float16", 64, 128, "int64", "float32", False, False),
     ],
@@ -235,8 +240,8 @@ def test_recompute_w_u(spec: RecomputeSpec, arch: str) -> None:
     "spec",
     [
         DeltaHSpec("bfloat16", 128, 128, "int32", False, True, True, True, 64, 2),
-        DeltaHSpec("bfloat16", 128, 128, "none", True, True, True, True, 64, 4),
-        DeltaHSpec("float16", 128, 64, "int64", True, False, True, True, 64, 2),
+        slow(DeltaHSpec("bfloat16", 128, 128, "none", True, True, True, True, 64, 4)),
+        slow(DeltaHSpec("float16", 128, 64, "int64", True, False, True, True, 64, 2)),
         DeltaHSpec("float16", 64, 128, "none", False, False, False, False, 64, 1),
     ],
 )
@@ -281,10 +286,10 @@ def test_delta_h(spec: DeltaHSpec, arch: str, products: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        OutputSpec("bfloat16", 128, 128, "none", False, False, 128),
+        slow(OutputSpec("bfloat16", 128, 128, "none", False, False, 128)),
         OutputSpec("bfloat16", 128, 128, "int64", True, True, 64),
         OutputSpec("float16", 64, 128, "int32", False, True, 128),
-        OutputSpec("float16", 128, 64, "int32", True, False, 64),
+        slow(OutputSpec("float16", 128, 64, "int32", True, False, 64)),
     ],
 )
 def test_output(spec: OutputSpec, arch: str) -> None:

@@ -24,6 +24,11 @@ from kda_tiles import prepared
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+def slow(*values: Any) -> Any:
+    """A case that compiles a kernel of its own; those of the operators' tests are much like it."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def inputs(
     lengths: list[int], packed: bool, heads: int, dim_k: int, dim_v: int, dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -105,9 +110,9 @@ def test_it_continues_a_sequence_of_chunks(
 @pytest.mark.parametrize(
     ("lengths", "packed", "dims", "v_first", "initial", "chunks_per_segment"),
     [
-        ([500], False, (128, 128), False, True, 2),
+        slow([500], False, (128, 128), False, True, 2),
         ([130, 130], False, (64, 128), True, False, 1),
-        ([400, 0, 129, 64, 1], True, (128, 64), True, True, 2),
+        slow([400, 0, 129, 64, 1], True, (128, 64), True, True, 2),
     ],
 )
 def test_a_sequence_may_be_split(

@@ -101,7 +101,7 @@ WIDE_K = Kind(
 )  # fmt: skip
 
 # The usual sweep draws from these, so that the kernels can be compiled beforehand.
-SOME = [PLAIN, PACKED, DECAYS, SMALL, WIDE_V, WIDE_K]
+SOME = [PLAIN, PACKED, DECAYS, SMALL, WIDE_V]
 SOME_MODULAR = [PACKED, DECAYS, SMALL]  # more kernels to compile for each
 
 VALUES: dict[str, tuple[Any, ...]] = {

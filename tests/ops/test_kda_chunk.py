@@ -98,7 +98,7 @@ def test_gates_of_any_size(device: str, gates: str):
     [
         pytest.param(DECAYS, "fused", id="bfloat16-fused"),
         pytest.param(DECAYS, "modular", id="bfloat16-modular"),
-        pytest.param(WIDE_K, "fused", id="float16-fused"),
+        pytest.param(WIDE_K, "fused", id="float16-fused", marks=pytest.mark.slow),
         pytest.param(WIDE_K, "modular", id="float16-modular", marks=pytest.mark.slow),
     ],
 )
