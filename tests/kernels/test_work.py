@@ -1,16 +1,30 @@
-"""Numbers of tiles and their places, on Python's integers: for rows of queries, and for keys."""
+"""Numbers of tiles and their places, for tiles of rows of queries and for tiles of keys.
+
+Python's integers stand for the device's; but for packed sequences a warp works together, in the
+emulator.
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from cute_attn import cache
+from cute_attn.cache import KernelDef
+from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention.sequences import Sequences
 from cute_attn.kernels.attention.work import TileMap
 
-TILE = 8
-HEADS, KV_HEADS, BATCH = 4, 2, 3
+sys.path.insert(0, str(Path(__file__).parent))
+from tile_map_kernel import HEADS, KV_HEADS, TILE, TileMapSpec
+
+PLACES = KernelDef(name="places", target="tile_map_kernel:Places")
+BATCH = 3
 
 
 def tile_map(of_keys: bool, packed_heads: int, longest_last: bool, at_once: int) -> TileMap:
@@ -63,3 +77,39 @@ def test_packed_sequences_have_starts_and_as_many_tokens_as_are_used() -> None:
     sequences = Sequences(12, cu_seqlens=[0, 5, 5, 12], seqused=[3, 4, 9])
     assert [sequences.start(i) for i in range(3)] == [0, 5, 5]
     assert [sequences.length(i) for i in range(3)] == [3, 0, 7]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TileMapSpec(of_keys=False, packed_heads=2, longest_last=True, seqused=True),
+        TileMapSpec(of_keys=True, packed_heads=2, longest_last=False, seqused=False),
+    ],
+    ids=["of queries", "of keys"],
+)
+def test_every_tile_of_packed_sequences_has_one_number(spec: TileMapSpec) -> None:
+    """More of them than a warp has lanes, some empty. Numbers that are left have no place."""
+    numbers = random.Random(0)
+    lengths = [numbers.choice([0, 1, TILE, numbers.randrange(3 * TILE)]) for _ in range(40)]
+    used = [numbers.randrange(-1, length + 2) for length in lengths] if spec.seqused else None
+    rows_per_token = 1 if spec.of_keys else spec.packed_heads
+    heads = KV_HEADS if spec.of_keys else HEADS // spec.packed_heads
+    total = sum(lengths)
+    places = torch.full((heads * (total * rows_per_token // TILE + len(lengths)), 4), -7).int()
+    run = Emulator().load(cache.compile(PLACES, spec, arch="sm_90a"))
+    run(
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        None if used is None else torch.tensor(used, dtype=torch.int32),
+        total,
+        places,
+    )
+    expected = []
+    for sequence, length in enumerate(lengths):
+        tokens = length if used is None else max(0, min(length, used[sequence]))
+        blocks = list(range(-(-tokens * rows_per_token // TILE)))
+        expected += itertools.product(
+            blocks[::-1] if spec.longest_last else blocks, range(heads), [sequence]
+        )
+    found = [tuple(place) for exists, *place in places.tolist() if exists == 1]
+    assert found == expected
+    assert (places[len(expected) :, 0] == 0).all()
