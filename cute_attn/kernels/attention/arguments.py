@@ -6,8 +6,8 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_tensor
 
+from ..common.arguments import fake_contiguous, fake_rows, fake_strided
 from ..common.dtypes import DTYPE
 
 
@@ -33,32 +33,26 @@ class FakeArguments:
         shape = (self.heads, self.seqlen_q)
         if not self.spec.varlen_q:
             shape = (self.batch, *shape)
-        strides = tuple(cute.sym_int64() for _ in shape)
-        return make_fake_tensor(Float32, shape, strides, assumed_align=4)
+        return fake_strided(Float32, shape)
 
     def sink(self) -> Any:
         """`[heads]`, or None."""
         if self.spec.sink_dtype == "none":
             return None
-        element = DTYPE[self.spec.sink_dtype]
-        return make_fake_tensor(element, (self.heads,), (1,), assumed_align=element.width // 8)
+        return fake_contiguous(DTYPE[self.spec.sink_dtype], (self.heads,))
 
     def sequences(self) -> tuple[Any, Any, Any, Any]:
         """cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k, or None each."""
         spec = self.spec
         return (
-            self._vector(self.bounds) if spec.varlen_q else None,
-            self._vector(self.bounds) if spec.varlen_k else None,
-            self._vector(self.batch) if spec.seqused_q else None,
-            self._vector(self.batch) if spec.seqused_k else None,
+            fake_contiguous(Int32, (self.bounds,)) if spec.varlen_q else None,
+            fake_contiguous(Int32, (self.bounds,)) if spec.varlen_k else None,
+            fake_contiguous(Int32, (self.batch,)) if spec.seqused_q else None,
+            fake_contiguous(Int32, (self.batch,)) if spec.seqused_k else None,
         )
 
     def _rows(self, packed: bool, seqlen: Any, heads: Any) -> Any:
         shape = (seqlen, heads, self.head_dim)
         if not packed:
             shape = (self.batch, *shape)
-        strides = (cute.sym_int64(divisibility=8) for _ in shape[:-1])
-        return make_fake_tensor(DTYPE[self.spec.dtype], shape, (*strides, 1), assumed_align=16)
-
-    def _vector(self, length: Any) -> Any:
-        return make_fake_tensor(Int32, (length,), (1,), assumed_align=4)
+        return fake_rows(DTYPE[self.spec.dtype], shape)
