@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..common.numbers import FLOAT32_MAX, LOG2_E
 from ..common.spec import Spec
@@ -46,6 +48,13 @@ class Hd256ForwardSpec(Spec):
         ValueError: no kernel serves a field's value; the message names the field.
     """
 
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "dtype": DTYPES,
+        "scheduler": SCHEDULERS,
+        "sink_dtype": SINK_DTYPES,
+        "packed_heads": tuple(2**n for n in range(MAX_PACKED_HEADS.bit_length())),
+    }
+
     dtype: str
     scheduler: str
     packed_heads: int
@@ -61,15 +70,6 @@ class Hd256ForwardSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        allowed = {
-            "dtype": DTYPES,
-            "scheduler": SCHEDULERS,
-            "sink_dtype": SINK_DTYPES,
-            "packed_heads": tuple(2**n for n in range(7)),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, must be one of {values}")
         if self.seqused_q and not self.varlen_q:
             raise ValueError("seqused_q is True, it needs varlen_q")
 
