@@ -1,4 +1,4 @@
-"""KDA's recurrence over prepared chunks, alone, in the emulator."""
+"""KDA's pass of the state through prepared chunks, alone, in the emulator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from cute_attn import cache
-from cute_attn.emulator import Emulator
+from cute_attn.emulator import Emulator, Names
+from cute_attn.kernels.kda.chunk.fused.state_pass import KdaStatePass
 from cute_attn.kernels.kda.chunk.spec import CHUNK, SegmentsSpec, StatePassSpec
 from cute_attn.kernels.kda.table import SEGMENTS, STATE_PASS
 from cute_attn.reference import kda
@@ -21,6 +22,7 @@ from cute_attn.reference import kda
 sys.path.insert(0, str(Path(__file__).parent))
 from kda_tiles import prepared
 
+SHARED_BASE = 1024  # where a CTA's shared memory starts: the first KiB is the system's
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -167,8 +169,9 @@ def check(
     emulator = Emulator()
 
     def run(segments: str, *workspace: Any) -> None:
-        entry = cache.compile(STATE_PASS, replace(spec, segments=segments), arch=arch)
-        emulator.load(entry)(
+        of_pass = replace(spec, segments=segments)
+        names = Names(**KdaStatePass(of_pass).names(SHARED_BASE))
+        emulator.load(cache.compile(STATE_PASS, of_pass, arch=arch), names)(
             x["v"], tiles, decay, o, state if initial else None, final_state, x["cu_seqlens"],
             *workspace,
         )  # fmt: skip
@@ -205,3 +208,29 @@ def check(
     ):
         error = (ours.double() - right).norm()
         assert error <= 2 * (theirs.double() - right).norm() + 1e-12 * right.norm()
+
+
+def test_names_follow_from_what_is_declared() -> None:
+    spec = StatePassSpec(
+        dtype="bfloat16",
+        head_dim_k=128,
+        head_dim_v=128,
+        index_dtype="none",
+        state_v_first=False,
+        has_initial_state=False,
+        has_final_state=False,
+        tile_v=64,
+        num_stages=2,
+        copies="bulk",
+        products="mma",
+        segments="none",
+    )
+    kernel = KdaStatePass(spec)
+    names = kernel.names(SHARED_BASE)
+    assert names["warps"] == {"state": (0, 3), "load": (4, 4)}
+    shared = names["shared"]
+    assert shared["chunk[1].kg"] == (SHARED_BASE + kernel.stage_bytes + 32768, 16384, 16384)
+    barriers = SHARED_BASE + 2 * kernel.stage_bytes
+    assert shared["chunk_full"] == (barriers, 16, 8)
+    assert shared["chunk_empty"] == (barriers + 16, 16, 8)
+    assert [kernel.pipeline[name].arrivals for name in ("chunk_full", "chunk_empty")] == [33, 4]

@@ -9,7 +9,7 @@
     draft_v       [N, S, H, V]
     num_accepted  [B]              int32
     softmax_scale float32
-    num_blocks    int32                              only of a persistent kernel: blocks to launch
+    num_blocks    int32                              only of a persistent kernel: CTAs to launch
     (stream: the environment's)
 
 Sizes and strides are arguments, so that none of them recompiles; the compiled host code checks

@@ -1,4 +1,4 @@
-"""Lightning Attention decode: one tile of the recurrent state per block, held in registers.
+"""Lightning Attention decode: a CTA holds a tile of the recurrent state in registers.
 
 Per token and head, with S the state seen as V rows of K:
 
@@ -6,9 +6,9 @@ Per token and head, with S the state seen as V rows of K:
 
 A call reads and writes the state once, and everything else is a hundredth of that, so the kernel
 is a copy with arithmetic in the middle: every thread issues all of its loads before the first
-use, and the blocks resident on an SM hide each other's latency.
+use, and the CTAs resident on an SM hide each other's latency.
 
-    block (tile of V, head, sequence)
+    CTA (tile of V, head, sequence)
       load      the tile of the slot's state, 16 bytes an access
       replay    (drafts) the accepted tokens of the previous call, then store the state
       token     for each of the T tokens: decay, rank-1 update, o = S q
@@ -61,7 +61,7 @@ class LightningDecode:
         stream: Any,
     ) -> None:
         batch, heads = q.shape[0], state.shape[1]
-        # What must not run gets no blocks: the driver refuses that, and the operator says why.
+        # A call that must not run gets no CTAs: the driver refuses that, and the operator says why.
         inputs = (q, k, v, decay, state_indices, draft_k, draft_v, num_accepted)
         if overlaps((o, state), inputs, (state, draft_k, draft_v)):
             heads = 0

@@ -18,7 +18,7 @@ from typing import Any
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .spec import PIPELINES
 
-TILE_BYTES = 16 * 1024  # of the state in float32, to a block in layout "vk"
+TILE_BYTES = 16 * 1024  # of the state in float32, of a CTA in layout "vk"
 TILE_V_KV = 64  # whole 128-byte lines of a row, in layout "kv"
 MAX_WARPS = 32
 FEW_SMS = 100  # an H20 has 78 for the bandwidth of an H200, which has 132

@@ -51,7 +51,7 @@ class DecodeSpec(Spec):
         replay: draft records and accepted counts come with the call (see the operator).
         aligned: rows of q, k and v start on 16-byte boundaries, and are read in vectors.
         tile_v: columns of V in a tile.
-        num_warps: warps of a block.
+        num_warps: warps of a CTA.
         lanes_per_row: lanes of a warp across one row of the tile.
         streaming: loads and stores of the state carry the streaming (evict-first) hint.
 
@@ -77,7 +77,7 @@ class DecodeSpec(Spec):
     lanes_per_row: int
     streaming: bool
 
-    persistent = False  # one block a tile, not a loop over tiles
+    persistent = False  # one CTA a tile, not a loop over tiles
 
     def __post_init__(self) -> None:
         super().__post_init__()

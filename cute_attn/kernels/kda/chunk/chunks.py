@@ -1,4 +1,4 @@
-"""Where a chunk of 64 tokens lies, found by the block that works on it.
+"""Where a chunk of 64 tokens lies, found by the CTA that works on it.
 
 The chunks of a batch have slots: chunk c of sequence n has
 
@@ -6,8 +6,8 @@ The chunks of a batch have slots: chunk c of sequence n has
     cu_seqlens[n] // 64 + n + c       where they are packed
 
 In the second case, too, slots of different chunks differ and ascend, since the chunks of the
-sequences before n are at most (cu_seqlens[n] + 63 n) / 64; some slots are nobody's. So a slot can
-be turned into its chunk by a search, and nothing has to be planned or read back beforehand.
+sequences before n are at most (cu_seqlens[n] + 63 n) / 64; some slots are nobody's. So a CTA
+finds the chunk of its slot by a search: the host plans nothing, and nothing is read back.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def row_offset(row: Any, pitch: Any) -> Any:
 
 
 def divisors(g: cute.Tensor, q: cute.Tensor) -> tuple[Any, Any, Any]:
-    """For host code: of a block by value heads, of a value head by those of a group, and of a
-    slot by chunks of a sequence where these are not packed."""
+    """For host code, the divisors of `place_of`: of a CTA's index by value heads, of a value head
+    by those of a group, and of a slot by the chunks of a sequence where these are not packed."""
     heads = g.shape[2]
     return tuple(
         cute.fast_divmod_create_divisor_v2(x)
@@ -140,7 +140,7 @@ def place_of(
     tokens: Int32,
     cu_seqlens: cute.Tensor | None,
 ) -> Any:
-    """(slot, value head, head of q and k, chunk) of this block. Value heads of a group are
+    """(slot, value head, head of q and k, chunk) of this CTA. Value heads of a group are
     neighbours, and find q and k in L2."""
     block, _, _ = cute.arch.block_idx()
     slot, head = divmod(block, by_heads)

@@ -7,11 +7,11 @@ from typing import Any
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
 from .spec import CHUNK, record_elements
 
-MOST_STAGES = 3  # of the recurrence: with more there is nothing left to wait for
+MOST_STAGES = 3  # of `state_pass`: with more there is nothing left to wait for
 
 # Measured on an H100: 12 heads are best in 3 segments, 121 us rather than 155 at 8192 tokens, and
 # 370 rather than 600 at 32768; 32 heads are best whole.
-BLOCKS_PER_SM = 78 / 132  # of the pass over segments with output
+CTAS_PER_SM = 78 / 132  # of the pass over segments with output
 FEWEST_CHUNKS_OF_A_SEGMENT = 16
 MOST_SEGMENTS = 16
 
@@ -49,25 +49,25 @@ def chunks_per_segment(
 ) -> int:
     """How long the segments are that sequences are split into, or 0 where they are not split.
 
-    The recurrence has a block for each sequence, value head and 64 columns of V. Where these leave
-    most of the SMs idle, it pays to have several blocks at work on one sequence.
+    `state_pass` has a CTA for each sequence, value head and 64 columns of V. Where these leave most
+    of the SMs idle, it pays to have several CTAs at work on one sequence.
 
     Args:
         tokens: of a sequence, or where they are packed, of all.
     """
     columns = heads * (head_dim_v // 64)
-    blocks = int(BLOCKS_PER_SM * num_sms)
-    if blocks // (sequences * columns) < 2:
+    ctas = int(CTAS_PER_SM * num_sms)
+    if ctas // (sequences * columns) < 2:
         return 0
     # Of packed sequences only all lengths together are known, and so the segments of all together.
-    segments = min(blocks // (columns if packed else sequences * columns), MOST_SEGMENTS)
+    segments = min(ctas // (columns if packed else sequences * columns), MOST_SEGMENTS)
     chunks = -(-tokens // CHUNK)
     length = max(FEWEST_CHUNKS_OF_A_SEGMENT, -(-chunks // segments))
     return length if length < chunks else 0
 
 
 def segments_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of a SegmentsSpec: many blocks, the next transition on its way."""
+    """The tuning fields of a SegmentsSpec: many CTAs, the next transition on its way."""
     del head_dim_v  # a multiple of the tile
     tile_v = 16
     states = 2 * tile_v * (head_dim_k + 4) * 4
@@ -84,6 +84,6 @@ def delta_h_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, 
 
 def output_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
     """The tuning fields of an OutputSpec: all columns of V, so that q and G are read once, where
-    that leaves room for several blocks."""
+    that leaves room for several CTAs."""
     del head_dim_k
     return {"tile_v": 64 if smem_bytes(arch) == SMALLEST_SMEM_BYTES else min(head_dim_v, 128)}

@@ -184,7 +184,7 @@ class Inverse:
         return [*high, *low]
 
     def _rows(self, block: Any) -> list[Any]:
-        """A block's part that a right operand takes: [8 rows][8 columns][2 neighbours]."""
+        """The part of a block that a right operand takes: [8 rows][8 columns][2 neighbours]."""
         r, c = row_and_part()
         values: list[Any] = []
         for t in range(2):

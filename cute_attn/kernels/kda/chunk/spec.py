@@ -96,12 +96,12 @@ def record_elements(head_dim_k: int) -> int:
 
 @dataclass(frozen=True)
 class StatePassSpec(ChunkSpec):
-    """The fused path's recurrence over chunks (`state_pass`).
+    """The fused path's pass of the state through chunks (`state_pass`).
 
     Attributes:
         state_v_first: states are [N, HV, V, K] rather than [N, HV, K, V].
         has_initial_state, has_final_state: whether there are these.
-        tile_v: columns of V of a block.
+        tile_v: columns of V of a CTA.
         num_stages: chunks in shared memory.
         copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
         products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a, with bulk copies).
@@ -206,7 +206,7 @@ class SegmentsSpec(CheckedSpec):
     """The states at which segments start (`segments`).
 
     Attributes:
-        tile_v: columns of V of a block.
+        tile_v: columns of V of a CTA.
         num_stages: transitions in shared memory.
     """
 

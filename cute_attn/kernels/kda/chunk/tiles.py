@@ -1,4 +1,4 @@
-"""A chunk's rows in global memory, shared memory and fragments: what the modular kernels share.
+"""A chunk's rows in global memory, in swizzled shared memory and as fragments of products.
 
 In shared memory 64 rows of 16-bit elements are sub-tiles of 64 columns, 8,192 bytes each, in which
 the 16-byte unit u of row r lies at unit u ^ (r & 7): eight rows' units of one column, and one row's
@@ -32,7 +32,7 @@ FRAGMENT_ROWS = 16
 
 
 def slot_and_head(heads: Any) -> tuple[Any, Any]:
-    """Of a block of a grid of slots times heads, a slot's heads next to each other, so that value
+    """Of a CTA of a grid of slots times heads. A slot's heads are next to each other, so that value
     heads that share q and k read them together."""
     block, _, _ = cute.arch.block_idx()
     slot = Uint32(block) // Uint32(heads)

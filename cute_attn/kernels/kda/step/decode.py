@@ -1,16 +1,16 @@
-"""KDA decode: one tile of the recurrent state per block, held in registers.
+"""KDA decode: a CTA holds a tile of the recurrent state in registers.
 
 Per token and value head, with the state a K by V matrix S:
 
     S <- Diag(decay) S      u = beta (v - S^T k)      S <- S + k u^T      o = scale S^T q
 
-A call reads and writes the state once, and everything else is a fiftieth of that, so the kernel is
-a copy with arithmetic in the middle, as Lightning's is (docs/kernels/kda.md, "Decode").
+A call reads and writes the state once. All other bytes are a fiftieth of that, so the kernel is a
+copy with arithmetic in the middle, as Lightning's is (docs/kernels/kda.md, "Decode").
 
-    block (tile of V, value head, sequence)
+    CTA (tile of V, value head, sequence)
       fetch     the token's q, k, v, g and beta, which wait for nothing
       load      the tile of the slot's state, 16 bytes an access
-      prepare   norms, gate and sigmoid, once a block, to shared memory; barrier
+      prepare   norms, gate and sigmoid, once a CTA, to shared memory; barrier
       advance   decay, both sums over K in one pass, rank-1 update
       store     the tile, in place; barrier; the output
 
@@ -77,7 +77,7 @@ class KdaDecode:
         record_g       [N, S, HV, K]
         record_u       [N, S, HV, V]         float32
 
-    The records of k and g are only read here: all blocks of a head, and of a group of heads, share
+    The records of k and g are only read here: all CTAs of a head, and of a group of heads, share
     them. `records` writes them afterwards.
     """
 
@@ -141,30 +141,30 @@ class KdaDecode:
         spec = self.spec
         batch, heads = q.shape[0], cute.size(q, mode=[cute.rank(q) - 2])
         heads_v = state.shape[1]
-        # What must not run gets no blocks: the driver refuses that, and the operator says why.
-        blocks = heads_v
+        # A call that must not run gets no CTAs: the driver refuses that, and the operator says why.
+        ctas = heads_v
         pools = (state, record_k, record_g, record_u)
         inputs = (q, k, v, g, beta, A_log, dt_bias, state_indices, num_accepted)
         if overlaps((o, *pools), inputs, pools) or heads_v % cutlass.max(heads, 1) != 0:
-            blocks = 0
+            ctas = 0
         if cutlass.const_expr(spec.multi_token):
             if q.shape[1] == 0:
-                blocks = 0
+                ctas = 0
         if cutlass.const_expr(spec.dt_bias_dims == 1):
             if dt_bias.shape[0] != heads_v * spec.head_dim_k:
-                blocks = 0
+                ctas = 0
         if cutlass.const_expr(self.positions):
             if q.shape[1] > state_indices.shape[1]:
-                blocks = 0
+                ctas = 0
         if cutlass.const_expr(self.replays):
             if q.shape[1] > record_u.shape[1]:
-                blocks = 0
+                ctas = 0
         group = heads_v // cutlass.max(heads, 1)
         self.kernel(
             q, k, v, g, beta, A_log, dt_bias, o, state, state_indices, num_accepted,
             record_k, record_g, record_u, scale, lower_bound, beta_scale, group,
         ).launch(
-            grid=[spec.head_dim_v // spec.tile_v, blocks, batch],
+            grid=[spec.head_dim_v // spec.tile_v, ctas, batch],
             block=[spec.num_threads, 1, 1],
             min_blocks_per_mp=spec.blocks_per_sm,
             preferred_smem_carveout=25 if spec.blocks_per_sm > 1 else None,

@@ -4,7 +4,7 @@ measured against, on an H100.
 One rule serves every batch size, so that no dispatch switches as a batch grows. It sets how many
 values of the state a thread holds:
 
-    one token a call      16: a warp reduces 4 rows of V at once, and 5 blocks fit an SM
+    one token a call      16: a warp reduces 4 rows of V at once, and 5 CTAs fit an SM
     several tokens        32: rows share the reads of k, q and decay
     V contiguous          64 at most: a warp has 64 bytes of each of K rows
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
 
-TILE = 4096  # values of the state, to a block, with K contiguous
+TILE = 4096  # values of the state, of a CTA, with K contiguous
 MAX_WARPS_V_CONTIGUOUS = 4
 MAX_VALUES_V_CONTIGUOUS = 64
 

@@ -1,9 +1,9 @@
 """KDA decode: the k and g of drafted tokens to their slots' records.
 
-A kernel of its own, after `decode`: there, all blocks of a head, and of a group of heads, read the
-records that this one writes over.
+It is a kernel of its own, which runs after `decode`: there, all CTAs of a head, and of a group of
+heads, read the records that this one overwrites.
 
-    block (row: a head of k, or of g; token; sequence)
+    CTA (row: a head of k, or of g; token; sequence)
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""KDA token by token over whole sequences: a tile of the state per block, held in registers.
+"""KDA token by token over whole sequences: a CTA holds a tile of the state in registers.
 
 The arithmetic is that of `decode`; the state is read before a sequence's first token, if at all,
 and written after its last, to another place.
 
-    block (tile of V, value head, sequence)
+    CTA (tile of V, value head, sequence)
       load      the tile of the initial state, or zeros
       token     fetch, prepare, advance and the output, as in `decode`: one barrier a token
       store     the tile to the final state
@@ -85,26 +85,26 @@ class KdaRecurrent:
         spec = self.spec
         heads, heads_v = q.shape[2], v.shape[2]
         sequences = num_sequences(q.shape[0], cu_seqlens)
-        # What must not run gets no blocks: the driver refuses that, and the operator says why.
-        blocks = heads_v
+        # A call that must not run gets no CTAs: the driver refuses that, and the operator says why.
+        ctas = heads_v
         if heads_v % cutlass.max(heads, 1) != 0:
-            blocks = 0
+            ctas = 0
         if cutlass.const_expr(spec.dt_bias_dims == 1):
             if dt_bias.shape[0] != heads_v * spec.head_dim_k:
-                blocks = 0
+                ctas = 0
         for state in (initial_state, final_state):
             if cutlass.const_expr(state is not None):
                 if state.shape[0] != sequences:
-                    blocks = 0
+                    ctas = 0
         if cutlass.const_expr(cu_seqlens is not None):
             if q.shape[0] != 1:
-                blocks = 0
+                ctas = 0
         group = heads_v // cutlass.max(heads, 1)
         self.kernel(
             q, k, v, g, beta, A_log, dt_bias, o, initial_state, final_state, cu_seqlens,
             scale, lower_bound, beta_scale, group,
         ).launch(
-            grid=[spec.head_dim_v // spec.tile_v, blocks, sequences],
+            grid=[spec.head_dim_v // spec.tile_v, ctas, sequences],
             block=[spec.num_threads, 1, 1],
             min_blocks_per_mp=spec.blocks_per_sm,
             stream=stream,

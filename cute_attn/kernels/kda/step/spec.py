@@ -50,8 +50,8 @@ class StepSpec(Spec):
             "lower_bound" (see `gates`).
         l2norm: q and k are normalised.
         beta_sigmoid: beta is the input of a sigmoid.
-        tile_v: columns of V of a block.
-        num_warps: warps of a block. Each has rows of V of its own with state_v_first, and columns
+        tile_v: columns of V of a CTA.
+        num_warps: warps of a CTA. Each has rows of V of its own with state_v_first, and columns
             of V without; no sum crosses warps.
         lanes_per_row: lanes of a warp along the contiguous dimension of the state.
         blocks_per_sm: that the registers of a thread must allow for; 0 leaves it to the compiler.

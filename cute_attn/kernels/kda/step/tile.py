@@ -1,6 +1,6 @@
-"""A tile of the KDA state in the registers of a block's warps, and what a token does to it.
+"""A tile of the KDA state in the registers of a CTA's warps, and what a token does to it.
 
-A block has `tile_v` columns of V and all of K of one head; a warp has some of these columns, again
+A CTA has `tile_v` columns of V and all of K of one head; a warp has some of these columns, again
 with all of K, so that the sums over K stay within a warp. In memory the tile has rows with
 contiguous elements: V rows of K with state_v_first, else K rows of V. One access of a warp covers
 `rows_per_step` rows, every lane with `vector` neighbouring elements of one.

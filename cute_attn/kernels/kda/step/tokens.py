@@ -1,11 +1,11 @@
-"""What tokens bring to a block: read a token ahead, made ready once for the whole block.
+"""Tokens in registers and shared memory: fetched a token ahead, prepared once for the whole CTA.
 
     fetch     a token's q, k, v, g and beta, from global memory to registers
     prepare   gate, sigmoid, and sums of squares; what the warps need of the token, in float32, to
               its stage in shared memory
 
 A thread has the same channels of q, k and g, and some threads an element of v. The gate is computed
-once a block, so that accuracy costs little: library functions, and approximations refined to
+once a CTA, so that accuracy costs little: library functions, and approximations refined to
 float32. The norms of q and k are factors of what is summed with them, which the warps apply.
 """
 

@@ -3,7 +3,7 @@
 For every chunk of 64 tokens and value head, what does not depend on the state, as tiles that
 `state_pass` copies into shared memory as they are (see `__call__`).
 
-    block (value head, chunk), 8 warps
+    CTA (value head, chunk), 8 warps
       load      q and k by cp.async; gates and beta to registers
       gates     the gate, and its sums within sub-chunks of 16 tokens
       norms     of q and k, which are then factors of all that is made of them

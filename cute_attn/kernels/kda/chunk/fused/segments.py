@@ -3,12 +3,12 @@
     S_1 = B_0                  the first segment started from the sequence's own state
     S_(p+1) = M_p S_p + B_p
 
-With P - 1 products of K by K by V in a chain, all that counts is how soon one is done. So a block
+With P - 1 products of K by K by V in a chain, all that counts is how soon one is done. So a CTA
 has few columns of V, kept transposed, and each of its warps a quarter of K, whose rows of M_(p+1)
 are on their way while it works with those of M_p. Products are of tf32 pieces, three for each,
 which is nearly float32. S^T goes through shared memory from step to step.
 
-    block (tile of V, value head, sequence)
+    CTA (tile of V, value head, sequence)
       load      M_p, by cp.async, a warp its own rows
       operand   S_p^T, both pieces, from shared memory
       product   with M_p^T, added to B_p^T

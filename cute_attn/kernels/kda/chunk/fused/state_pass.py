@@ -1,4 +1,4 @@
-"""KDA's recurrence from chunk to chunk, with the output: the second kernel of the fused path.
+"""KDA's state from chunk to chunk, with the output: the second kernel of the fused path.
 
 `prepare` has left for every chunk what does not depend on the state. With S the state at the
 chunk's start, a K by V matrix, a chunk does
@@ -13,7 +13,7 @@ accumulators of its products, and packed to 16 bits they are, where they lie, th
 the next ones, as r^T and v_new^T are. So the chain from chunk to chunk never leaves a warp's
 registers, and warps share nothing but the chunk's tiles in shared memory.
 
-    block (tile of V, value head, sequence)
+    CTA (tile of V, value head, sequence)
       warp tile_v / 16     load      tiles, decay and v of chunk after chunk
       the warps before it  remember  start kd S and qg S
                            store     o of the last chunk
@@ -23,7 +23,7 @@ registers, and warps share nothing but the chunk's tiles in shared memory.
 `products="wgmma"` (sm_90a) has the same fragments in the same threads.
 
 One long sequence leaves most SMs idle, so it may be split in segments. What a segment does to the
-state is affine, S' = M S + B, and the recurrence itself finds both: B from a state of 0, M as what
+state is affine, S' = M S + B, and this kernel itself finds both: B from a state of 0, M as what
 becomes of the identity where the values are 0. So `segments="transitions"` runs [B | M] through
 every segment but the last, without outputs; the kernel of `segments` turns that into the states at
 the segments' starts; and `segments="outputs"` runs every segment from its own.

@@ -8,7 +8,7 @@ For every chunk of 64 tokens and value head (see `kda_chunk_intra_reference` in
     w      = Akk Diag(beta) (exp2(G) * k)                  u  = Akk Diag(beta) v
     qg     = exp2(G) * q                                   kg = exp2(G_e - G) * k
 
-    block (value head, chunk), 8 warps
+    CTA (value head, chunk), 8 warps
       load      q and k by cp.async; G, as sums within sub-chunks of 16 tokens, and beta
       norms     with l2norm: of q and k, which are then factors of all that is made of them
       scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; qg, kg, and

@@ -10,7 +10,7 @@ warp, and warps share nothing but the chunk's rows in shared memory.
 `products="wgmma"` (sm_90a) has the same fragments in the same threads, and reads the rows once
 rather than once a warp. Copies are started and results stored while its products run.
 
-    block (tile of V, value head, sequence), tile_v / 16 warps
+    CTA (tile of V, value head, sequence), tile_v / 16 warps
       load      w, kg and u of chunk c + num_stages - 1, by cp.async; G_e of chunk c + 1
       keep      h
       correct   v_new

@@ -5,7 +5,7 @@ chunk's 8 groups of 8 tokens exchange their sums through shared memory. A token'
 later token. The groups' sums are added in two floats: their sum, unlike those within a group, is as
 large as G itself, and an error of its steps would be left in all that follow.
 
-    block (slot of a chunk, value head), 2 K threads
+    CTA (slot of a chunk, value head), 2 K threads
       load      8 tokens by 4 channels a thread
       gate      `gates.log_decay`, and the sum within the group
       exchange  the groups' sums

@@ -11,7 +11,7 @@ sectors, and the rows of h are read from shared memory in the order that this gi
 
 which changes nothing of a sum over all channels.
 
-    block (tile of V, value head, slot of a chunk), 4 warps
+    CTA (tile of V, value head, slot of a chunk), 4 warps
       load      h, Aqk and v_new by cp.async; q and G into registers, 64 channels at once; the
                 norms of q, which are factors of what comes of the state
       state     scale (exp2(G) * q) h

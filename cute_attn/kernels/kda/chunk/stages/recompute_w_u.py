@@ -3,9 +3,9 @@
     w = Akk Diag(beta) (exp2(G) * k)        qg = exp2(G) * q
     u = Akk Diag(beta) v                    kg = exp2(G_e - G) * k
 
-Bound by bytes: what is computed hides behind the loads of the other blocks of an SM.
+Bound by bytes: what is computed hides behind the loads of the other CTAs of an SM.
 
-    block (slot of a chunk, value head), 4 warps
+    CTA (slot of a chunk, value head), 4 warps
       load      Akk and v by cp.async; k, q and G into registers, 4 rows a thread at once
       scale     beta exp2(G) * k -> shared memory; qg and kg -> global memory
       w         a warp has 16 rows, and of Akk the blocks up to the diagonal as left operands
