@@ -21,7 +21,9 @@ from ...kernels.kda.chunk.spec import (
     HEAD_DIMS,
     HEAD_DIMS_V,
 )
-from ..checks import DTYPE_NAMES, check_dtype, check_tensor
+from ...kernels.kda.step.spec import DTYPES as STEP_DTYPES
+from ...kernels.kda.step.spec import HEAD_DIMS as STEP_HEAD_DIMS
+from ..checks import DTYPE_NAMES, check_dtype, check_dtypes_are, check_tensor
 from ..operator import is_compiling, plain
 
 STATE_DTYPES = ("float32", "bfloat16")  # of an initial state: kernels take float32
@@ -90,11 +92,10 @@ class Sizes(dict[str, Any]):
         if self["HV"] > MAX_GRID_YZ:
             raise ValueError(f"there are {self['HV']} value heads, must be at most {MAX_GRID_YZ}")
 
-    def check_dims(self) -> None:
-        for letter, of, dims in (
-            ("K", "queries and keys", HEAD_DIMS),
-            ("V", "values", HEAD_DIMS_V),
-        ):
+    def check_dims(
+        self, dims_k: tuple[int, ...] = HEAD_DIMS, dims_v: tuple[int, ...] = HEAD_DIMS_V
+    ) -> None:
+        for letter, of, dims in (("K", "queries and keys", dims_k), ("V", "values", dims_v)):
             if letter in self and self[letter] not in dims:
                 raise NotImplementedError(
                     f"the head dimension of {of} ({letter}) is {self[letter]}, there are kernels "
@@ -185,6 +186,13 @@ def check_lower_bound(lower_bound: float | None) -> None:
         )
 
 
+def check_has_A_log(given: dict[str, Tensor], lower_bound: float | None) -> None:
+    if "A_log" not in given and lower_bound is None:
+        raise ValueError(
+            "A_log is None, must be given with use_gate_in_kernel unless there is a lower_bound"
+        )
+
+
 def check_gate(
     given: dict[str, Tensor],
     sizes: Sizes,
@@ -195,10 +203,7 @@ def check_gate(
     """A_log and dt_bias, which count only where the gate is left to the kernel."""
     if not use_gate_in_kernel:
         return
-    if "A_log" not in given and lower_bound is None:
-        raise ValueError(
-            "A_log is None, must be given with use_gate_in_kernel unless there is a lower_bound"
-        )
+    check_has_A_log(given, lower_bound)
     check_lower_bound(lower_bound)
     if safe_gate:
         low, high = SAFE_LOWER_BOUNDS
@@ -218,6 +223,34 @@ def check_gate(
                 f"{name} has shape {list(x.shape)}, must have {' * '.join(letters)} = {count} "
                 "elements"
             )
+
+
+def check_beta_options(use_beta_sigmoid_in_kernel: Any, allow_neg_eigval: Any) -> None:
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "allow_neg_eigval is True, must be False without use_beta_sigmoid_in_kernel: a beta "
+            "that is given is used as it is"
+        )
+
+
+# Of what goes token by token.
+
+
+def check_step_dtypes(given: dict[str, Tensor]) -> None:
+    for name in ("q", "g", "beta"):
+        check_dtype(name, given[name], STEP_DTYPES)
+    check_dtypes_are(given, ("k", "v", "out"), given["q"].dtype)
+
+
+def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None:
+    """Of q, k, v, g and beta; `step` is "B" or "B T"."""
+    sizes.take("q", given["q"], f"{step} HQK K")
+    sizes.take("k", given["k"], f"{step} HQK K")
+    sizes.take("v", given["v"], f"{step} HV V")
+    sizes.check_heads()
+    sizes.check_dims(STEP_HEAD_DIMS, STEP_HEAD_DIMS)
+    sizes.take("g", given["g"], f"{step} HV K")
+    sizes.take("beta", given["beta"], f"{step} HV")
 
 
 # -- what a kernel can read ---------------------------------------------------------------------
@@ -250,6 +283,25 @@ def contiguous(x: Tensor) -> Tensor:
 
 def readable_state(state: Tensor | None) -> Tensor | None:
     return None if state is None else contiguous(state.to(torch.float32))
+
+
+def readable_parameters(a: Any) -> dict[str, Tensor | None]:
+    """A_log and dt_bias of the arguments `a` for the gate in a kernel: float32 and contiguous. What
+    has another number of dimensions than the kernel takes is for the launch to view."""
+    A_log, dt_bias = (
+        None if x is None else contiguous(x.to(torch.float32)) for x in (a.A_log, a.dt_bias)
+    )
+    dim = a.g.shape[-1]
+    if dt_bias is not None and dt_bias.dim() == 2 and dt_bias.shape[1] != dim:
+        dt_bias = dt_bias.view(-1, dim)
+    return {"A_log": A_log, "dt_bias": dt_bias}
+
+
+def unchanged(final_state: Tensor | None, initial_state: Tensor | None) -> Tensor | None:
+    """The final states of sequences without tokens."""
+    if final_state is None:
+        return None
+    return final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
 
 
 def readable_parameter(x: Tensor | None, *shape: int) -> Tensor | None:

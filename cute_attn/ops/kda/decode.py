@@ -1,11 +1,9 @@
 """Kimi Delta Attention decode: the operator.
 
 `kda_decode` is called once a layer and token, so its warm path is kept to what it must do: one
-look-up of the loaded kernel, and the call. Everything that the look-up does not pin down (sizes,
-strides, the other tensors' dtypes and devices, overlaps) is checked by the compiled host code
-before it launches; when that refuses, `_check` says why in terms of the arguments. Under
-torch.compile, FakeTensor and other dispatch modes the same call goes through the registered
-operator `torch.ops.cute_attn.kda_decode`.
+look-up of the loaded kernel, and the call. The compiled host code checks before it launches
+whatever the look-up does not pin down: sizes, strides, overlaps, the other tensors' dtypes and
+devices.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from ...kernels.common.spec import VECTOR_BYTES
 from ...kernels.kda import table
 from ...kernels.kda.step.heuristics import step_config
 from ...kernels.kda.step.spec import (
-    DTYPES,
     HEAD_DIMS,
     PARAMETER_DTYPES,
     STATE_DTYPES,
@@ -30,32 +27,35 @@ from ...kernels.kda.step.spec import (
 )
 from ..checks import (
     DTYPE_NAMES,
-    LARGEST,
-    SMALLEST,
-    check_autograd,
+    check_contiguous,
     check_dtype,
     check_flags,
+    check_not_expanded,
     check_number,
-    check_tangents,
-    check_tensors,
+    check_rows,
+    check_state_address,
+    check_state_strides,
 )
 from ..memory import check_memory
 from ..operator import (
     PLAIN,
+    Operator,
     dispatch_mode_depth,
     forward_ad,
-    is_compiling,
+    increment_version,
     is_dynamo_compiling,
     is_grad_enabled,
-    plain,
 )
-from ..operator import (
-    _intercepted as intercepted,
+from .arguments import (
+    MAX_GRID_YZ,
+    Sizes,
+    check_beta_options,
+    check_has_A_log,
+    check_lower_bound,
+    check_step_dtypes,
+    check_step_shapes,
+    gate_kind,
 )
-from ..operator import (
-    _overridden as overridden,
-)
-from .arguments import MAX_GRID_YZ, Sizes, check_lower_bound, gate_kind
 
 __all__ = ["kda_decode", "plan_kda_decode"]
 
@@ -155,8 +155,9 @@ def kda_decode(
             values, or an overlapping `out`.
         NotImplementedError: head dimensions, architectures or autograd that have no kernel.
     """
-    if (
-        not is_dynamo_compiling()
+    call = (
+        _decode.forward
+        if not is_dynamo_compiling()
         and type(q) is type(k) is type(v) is type(g) is type(beta) is type(state) is Tensor
         and (A_log is None or type(A_log) in PLAIN)
         and (dt_bias is None or type(dt_bias) in PLAIN)
@@ -166,128 +167,14 @@ def kda_decode(
         and (record_k is None or type(record_k) is type(record_g) is type(record_u) is Tensor)
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
-    ):
-        try:
-            ready = _ready[
-                q.shape,
-                v.shape,
-                q.dtype,
-                g.dtype,
-                beta.dtype,
-                state.dtype,
-                q.get_device(),
-                A_log is None,
-                dt_bias is None,
-                lower_bound is None,
-                use_qk_l2norm_in_kernel,
-                use_gate_in_kernel,
-                use_beta_sigmoid_in_kernel,
-                allow_neg_eigval,
-                state_v_first,
-                state_indices is None,
-                num_accepted_tokens is None,
-                record_k is None,
-            ]
-            if scale is None:
-                scale = ready.scale
-            elif not SMALLEST <= scale <= LARGEST or scale is True:
-                raise KeyError
-            if lower_bound is None:
-                bound = 0.0
-            elif -LARGEST <= lower_bound <= -SMALLEST:
-                bound = lower_bound
-            else:
-                raise KeyError
-        except Exception:  # new, or a number that is checked first, or none that have a shape
-            return _first_call(
-                q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
-                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k,
-                record_g, record_u,
-            )  # fmt: skip
-        tracked = is_grad_enabled()
-        if tracked and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or g.requires_grad
-            or beta.requires_grad
-            or state.requires_grad
-            or A_log is not None
-            or record_u is not None
-            or (out is not None and out.requires_grad)
-        ):
-            check_autograd(
-                "kda_decode", q, k, v, g, beta, state, A_log, dt_bias, out, record_k, record_g,
-                record_u,
-            )  # fmt: skip
-        o = torch.empty_like(v) if out is None else out
-        try:
-            if not use_gate_in_kernel:
-                A_log = dt_bias = None
-            elif ready.flat_A_log:
-                A_log = A_log.view(-1)  # type: ignore[union-attr]
-            ready.function(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                A_log,
-                dt_bias,
-                o,
-                state,
-                state_indices,
-                num_accepted_tokens,
-                record_k,
-                record_g,
-                record_u,
-                scale,
-                bound,
-                ready.beta_scale,
-            )
-            if ready.write_records is not None:
-                ready.write_records(k, g, state_indices, record_k, record_g)
-        except Exception as error:
-            return _refused(
-                error, ready, q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
-                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k,
-                record_g, record_u,
-            )  # fmt: skip
-        if tracked:
-            _written(o, state, record_k, record_g, record_u)
-        return o
-
-    tensors = (
-        q, k, v, g, beta, state, out, A_log, dt_bias, state_indices, num_accepted_tokens, record_k,
-        record_g, record_u,
-    )  # fmt: skip
-    if not intercepted(*tensors):
-        return _first_call(
-            q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
-            use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k,
-            record_g, record_u,
-        )  # fmt: skip
-    # Where it is traced, the fake implementation checks.
-    if not is_compiling() and not overridden(*tensors):
-        _check(
-            q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
-            use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k,
-            record_g, record_u,
-        )  # fmt: skip
-    check_autograd("kda_decode", *tensors)
-    if out is None:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    torch.ops.cute_attn.kda_decode(
+        else _decode.routed
+    )
+    o: Tensor = call(
         q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k, record_g,
-        record_u,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, state_indices, num_accepted_tokens, record_k, record_g, record_u,
     )  # fmt: skip
-    return out
+    return o
 
 
 @launch.planner
@@ -381,309 +268,261 @@ def plan_kda_decode(
     return requests
 
 
-# -- launching ----------------------------------------------------------------------------------
+# -- the operator -------------------------------------------------------------------------------
 
-# An operator that saved the state for its backward must see that it has changed.
-_increment_version = torch._C._increment_version
-
-
-class _Ready(NamedTuple):
-    """A loaded kernel, and what its calls need besides their arguments."""
-
-    requests: list[launch.Request]  # what is loaded
-    function: Callable[..., None]
-    write_records: Callable[..., None] | None
-    scale: float  # where none is given
-    beta_scale: float
-    flat_A_log: bool  # A_log has more dimensions than the kernel takes
+_empty_like = torch.empty_like
 
 
-# Everything that a kernel is chosen by -> the loaded kernel. Whole shapes rather than the head
-# dimensions alone, because they cost a third of the time to get.
-_ready: dict[tuple[Any, ...], _Ready] = {}
+class _Arguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    out: Tensor
+    scale: float | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    lower_bound: float | None = None
+    use_qk_l2norm_in_kernel: bool = True
+    use_gate_in_kernel: bool = True
+    use_beta_sigmoid_in_kernel: bool = True
+    allow_neg_eigval: bool = False
+    state_v_first: bool = True
+    state_indices: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
+    record_k: Tensor | None = None
+    record_g: Tensor | None = None
+    record_u: Tensor | None = None
 
-# q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound, use_qk_l2norm_in_kernel,
-# use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_indices,
-# num_accepted_tokens, record_k, record_g, record_u
-_Arguments = tuple[Any, ...]
+
+_RECORDS = ("record_k", "record_g", "record_u")
+
+# The kernel, that which writes records, scale, lower_bound, the factor of beta's sigmoid, and
+# whether A_log has more dimensions than the kernel takes.
+_Ready = tuple[Callable[..., None], Callable[..., None] | None, float, float, float, bool]
 
 
-def _key(arguments: _Arguments) -> tuple[Any, ...]:
-    """The key of `_ready`, as `kda_decode` writes it out."""
-    (
-        q, _, v, g, beta, state, _, _, A_log, dt_bias, lower_bound, l2norm, gate, beta_sigmoid,
-        allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k, _, _,
-    ) = arguments  # fmt: skip
-    return (
-        q.shape, v.shape, q.dtype, g.dtype, beta.dtype, state.dtype, q.get_device(),
-        A_log is None, dt_bias is None, lower_bound is None, l2norm, gate, beta_sigmoid,
-        allow_neg_eigval, state_v_first, state_indices is None, num_accepted_tokens is None,
-        record_k is None,
-    )  # fmt: skip
+class _Decode(Operator[_Arguments]):
+    name = "kda_decode"
+    arguments = _Arguments
+    written = ("state", "out", *_RECORDS)
 
+    def check(self, a: _Arguments, given: dict[str, Tensor]) -> None:
+        check_number("scale", a.scale)
+        check_number("lower_bound", a.lower_bound)
+        check_flags(
+            use_qk_l2norm_in_kernel=a.use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=a.use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=a.use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=a.allow_neg_eigval,
+            state_v_first=a.state_v_first,
+        )
+        check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
+        check_step_dtypes(given)
+        check_dtype("state", a.state, STATE_DTYPES)
+        for name in ("state_indices", "num_accepted_tokens"):
+            if name in given:
+                check_dtype(name, given[name], ("int32",))
+        _check_shapes(a, given)
+        check_rows(given, ("q", "k", "v", "g", "out", *_RECORDS))
+        check_contiguous(given, ("state_indices", "num_accepted_tokens"))
+        check_state_strides(a.state, VECTOR_BYTES)
+        check_not_expanded(given, ("state", "out", *_RECORDS))
 
-def _first_call(*arguments: Any) -> Tensor:
-    """Check, load the kernel and remember it, and call it."""
-    v, out = arguments[2], arguments[6]
-    _check_all(*arguments)
-    check_autograd("kda_decode", *arguments)
-    o = torch.empty_like(v) if out is None else out
-    if v.numel() == 0:
+    def check_memory(self, a: _Arguments) -> None:
+        check_state_address(a.state, VECTOR_BYTES)
+        tensors = self.tensors(a)
+        written = {name: tensors.pop(name) for name in ("out", "state", *_RECORDS)}
+        check_memory(written, tensors, pools=("state", *_RECORDS))
+
+    def nothing(self, a: _Arguments) -> Tensor | None:
+        return None if a.v.numel() else a.out
+
+    def readable(self, a: _Arguments) -> _Arguments:
+        """One slot for each sequence needs no second dimension, and positions and records take
+        tokens in the second."""
+        indices = a.state_indices
+        if indices is not None and indices.dim() == 2 and indices.shape[1] == 1:
+            a = a._replace(state_indices=indices.view(-1))
+            if a.record_k is None:
+                a = a._replace(num_accepted_tokens=None)
+        if a.q.dim() == 3 and (_positions(a.state_indices) or a.record_k is not None):
+            steps = {name: getattr(a, name).unsqueeze(1) for name in _OF_A_STEP}
+            a = a._replace(**steps)
+        return a
+
+    def prepare(self, a: _Arguments) -> _Ready:
+        if a.record_k is not None:
+            slots = "records"
+        elif a.state_indices is None:
+            slots = "batch"
+        else:
+            slots = "positions" if _positions(a.state_indices) else "indexed"
+        requests = plan_kda_decode(
+            launch.arch_for(a.q.device),
+            dtype=DTYPE_NAMES[a.q.dtype],
+            gate_dtype=DTYPE_NAMES[a.g.dtype],
+            beta_dtype=DTYPE_NAMES[a.beta.dtype],
+            state_dtype=DTYPE_NAMES[a.state.dtype],
+            A_log_dtype="none" if a.A_log is None else DTYPE_NAMES[a.A_log.dtype],
+            dt_bias_dtype="none" if a.dt_bias is None else DTYPE_NAMES[a.dt_bias.dtype],
+            dt_bias_dims=0 if a.dt_bias is None else a.dt_bias.dim(),
+            head_dim_k=a.q.shape[-1],
+            head_dim_v=a.v.shape[-1],
+            state_v_first=bool(a.state_v_first),
+            lower_bound=a.lower_bound is not None,
+            use_qk_l2norm_in_kernel=bool(a.use_qk_l2norm_in_kernel),
+            use_gate_in_kernel=bool(a.use_gate_in_kernel),
+            use_beta_sigmoid_in_kernel=bool(a.use_beta_sigmoid_in_kernel),
+            multi_token=a.q.dim() == 4,
+            slots=slots,
+            indexed=a.state_indices is not None,
+            accepted=a.num_accepted_tokens is not None,
+        )
+        function, *rest = (launch.get_for(a.q.device, *request) for request in requests)
+        return (
+            function,
+            rest[0] if rest else None,
+            a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
+            0.0 if a.lower_bound is None else float(a.lower_bound),
+            2.0 if a.allow_neg_eigval else 1.0,
+            bool(a.use_gate_in_kernel) and a.A_log is not None and a.A_log.dim() != 1,
+        )
+
+    def stale(self, ready: Any, a: _Arguments) -> bool:
+        return self.prepare(a) != ready
+
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        out: Tensor | None,
+        scale: float | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        lower_bound: float | None,
+        use_qk_l2norm_in_kernel: bool,
+        use_gate_in_kernel: bool,
+        use_beta_sigmoid_in_kernel: bool,
+        allow_neg_eigval: bool,
+        state_v_first: bool,
+        state_indices: Tensor | None,
+        num_accepted_tokens: Tensor | None,
+        record_k: Tensor | None,
+        record_g: Tensor | None,
+        record_u: Tensor | None,
+        ready: Any = None,
+    ) -> Tensor:
+        key = None
+        tracked = is_grad_enabled()
+        try:
+            if ready is None:
+                key = (
+                    # Whole shapes rather than the head dimensions alone, which cost more to get.
+                    q.shape, v.shape, q.dtype, g.dtype, beta.dtype, state.dtype, q.get_device(),
+                    scale, type(scale), A_log is None, dt_bias is None, lower_bound,
+                    type(lower_bound), use_qk_l2norm_in_kernel, use_gate_in_kernel,
+                    use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+                    state_indices is None, num_accepted_tokens is None, record_k is None,
+                )  # fmt: skip
+                ready = self.ready[key]
+            function, write_records, q_scale, bound, beta_scale, flat_A_log = ready
+            if tracked and (
+                q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                or g.requires_grad
+                or beta.requires_grad
+                or state.requires_grad
+                or (A_log is not None and A_log.requires_grad)
+                or (dt_bias is not None and dt_bias.requires_grad)
+                or (out is not None and out.requires_grad)
+                or (record_k is not None and _any_requires_grad(record_k, record_g, record_u))
+            ):
+                self.refuse_gradient()
+            o = _empty_like(v) if out is None else out
+            function(
+                q, k, v, g, beta,
+                (A_log.view(-1) if flat_A_log else A_log) if use_gate_in_kernel else None,  # type: ignore[union-attr]
+                dt_bias if use_gate_in_kernel else None,
+                o, state, state_indices, num_accepted_tokens, record_k, record_g, record_u,
+                q_scale, bound, beta_scale,
+            )  # fmt: skip
+            if write_records is not None:
+                write_records(k, g, state_indices, record_k, record_g)
+        except Exception as error:
+            return self.failed(  # type: ignore[no-any-return]
+                error, key, ready, q, k, v, g, beta, state, out, scale, A_log, dt_bias,
+                lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+                use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_indices,
+                num_accepted_tokens, record_k, record_g, record_u,
+            )  # fmt: skip
+        if tracked:
+            records = () if record_k is None else (record_k, record_g, record_u)
+            increment_version((o, state, *records))
         return o
-    plain = _plainer(arguments, o)
-    if plain is not None:
-        _first_call(*plain)
-        return o
-    _launch(_prepare(arguments), arguments, o)
-    return o
 
 
-def _launch(ready: _Ready, arguments: _Arguments, o: Tensor) -> None:
-    (
-        q, k, v, g, beta, state, _, scale, A_log, dt_bias, lower_bound, _, use_gate_in_kernel, _,
-        _, _, state_indices, num_accepted_tokens, record_k, record_g, record_u,
-    ) = arguments  # fmt: skip
-    if not use_gate_in_kernel:
-        A_log = dt_bias = None
-    elif ready.flat_A_log:
-        A_log = A_log.view(-1)
-    ready.function(
-        q, k, v, g, beta, A_log, dt_bias, o, state, state_indices, num_accepted_tokens, record_k,
-        record_g, record_u,
-        ready.scale if scale is None else scale,
-        0.0 if lower_bound is None else lower_bound,
-        ready.beta_scale,
-    )  # fmt: skip
-    if ready.write_records is not None:
-        ready.write_records(k, g, state_indices, record_k, record_g)
-    if is_grad_enabled():
-        _written(o, state, record_k, record_g, record_u)
+_decode = _Decode()
+_OF_A_STEP = ("q", "k", "v", "g", "beta", "out")
 
 
-def _refused(error: Exception, ready: _Ready, *arguments: Any) -> Tensor:
-    """The compiled host code would not launch: say why in the operator's words, or mend it."""
-    _check_all(*arguments)
-    v, out = arguments[2], arguments[6]
-    if v.numel() and _plainer(arguments, v if out is None else out) is None:
-        A_log = arguments[8]
-        flat = A_log is not None and A_log.dim() != 1
-        if _plan(arguments) == ready.requests and flat == ready.flat_A_log:
-            raise error
-    # Nothing to do, or what only the kernels' choice, but not the look-up, tells apart.
-    return _first_call(*arguments)
-
-
-def _plainer(arguments: _Arguments, o: Tensor) -> _Arguments | None:
-    """The same call as kernels take it, or None where it is that already: one slot for each
-    sequence needs no second dimension, and positions and records take tokens in the second."""
-    (
-        q, k, v, g, beta, state, _, *others, state_indices, num_accepted_tokens, record_k,
-        record_g, record_u,
-    ) = arguments  # fmt: skip
-    changed = False
-    if state_indices is not None and state_indices.dim() == 2 and state_indices.shape[1] == 1:
-        changed = True
-        state_indices = state_indices.view(-1)
-        if record_k is None:
-            num_accepted_tokens = None
-    if q.dim() == 3 and (_positions(state_indices) or record_k is not None):
-        changed = True
-        q, k, v, g, beta, o = (x.unsqueeze(1) for x in (q, k, v, g, beta, o))
-    if not changed:
-        return None
-    return (
-        q, k, v, g, beta, state, o, *others, state_indices, num_accepted_tokens, record_k,
-        record_g, record_u,
-    )  # fmt: skip
+def _any_requires_grad(*tensors: Any) -> bool:
+    return any(x.requires_grad for x in tensors)
 
 
 def _positions(state_indices: Tensor | None) -> bool:
     return state_indices is not None and state_indices.dim() == 2
 
 
-def _plan(arguments: _Arguments) -> list[launch.Request]:
-    (
-        q, _, v, g, beta, state, _, _, A_log, dt_bias, lower_bound, l2norm, gate, beta_sigmoid,
-        _, state_v_first, state_indices, num_accepted_tokens, record_k, _, _,
-    ) = arguments  # fmt: skip
-    if record_k is not None:
-        slots = "records"
-    elif state_indices is None:
-        slots = "batch"
-    else:
-        slots = "positions" if _positions(state_indices) else "indexed"
-    return plan_kda_decode(
-        launch.arch_for(q.device),
-        dtype=DTYPE_NAMES[q.dtype],
-        gate_dtype=DTYPE_NAMES[g.dtype],
-        beta_dtype=DTYPE_NAMES[beta.dtype],
-        state_dtype=DTYPE_NAMES[state.dtype],
-        A_log_dtype="none" if A_log is None else DTYPE_NAMES[A_log.dtype],
-        dt_bias_dtype="none" if dt_bias is None else DTYPE_NAMES[dt_bias.dtype],
-        dt_bias_dims=0 if dt_bias is None else dt_bias.dim(),
-        head_dim_k=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        state_v_first=bool(state_v_first),
-        lower_bound=lower_bound is not None,
-        use_qk_l2norm_in_kernel=bool(l2norm),
-        use_gate_in_kernel=bool(gate),
-        use_beta_sigmoid_in_kernel=bool(beta_sigmoid),
-        multi_token=q.dim() == 4,
-        slots=slots,
-        indexed=state_indices is not None,
-        accepted=num_accepted_tokens is not None,
-    )
-
-
-def _prepare(arguments: _Arguments) -> _Ready:
-    """Load the kernel for these arguments, and remember it if they are on a GPU."""
-    q, A_log, use_gate_in_kernel, allow_neg_eigval = (arguments[i] for i in (0, 8, 12, 14))
-    requests = _plan(arguments)
-    function, *rest = (launch.get_for(q.device, *request) for request in requests)
-    ready = _Ready(
-        requests,
-        function,
-        rest[0] if rest else None,
-        q.shape[-1] ** -0.5,
-        2.0 if allow_neg_eigval else 1.0,
-        bool(use_gate_in_kernel) and A_log is not None and A_log.dim() != 1,
-    )
-    if q.is_cuda:  # which emulator runs a CPU tensor depends on where the call is made
-        _ready[_key(arguments)] = ready
-    return ready
-
-
-def _written(*tensors: Tensor | None) -> None:
-    _increment_version([x for x in tensors if x is not None])
-
-
 # -- checks -------------------------------------------------------------------------------------
 
 
-def _check_all(*arguments: Any) -> None:
-    """Raise the documented exception if the kernel cannot take these arguments."""
-    _check(*arguments)
-    (
-        q, k, v, g, beta, state, out, _, A_log, dt_bias, _, _, _, _, _, _, state_indices,
-        num_accepted_tokens, record_k, record_g, record_u,
-    ) = arguments  # fmt: skip
-    launch.check_device("q", q.device)
-    if state.data_ptr() % VECTOR_BYTES:
-        raise ValueError(
-            f"state starts at address {state.data_ptr():#x}, must be {VECTOR_BYTES}-byte aligned"
-        )
-    records = {"record_k": record_k, "record_g": record_g, "record_u": record_u}
-    check_memory(
-        {"out": out, "state": state, **records},
-        {
-            "q": q,
-            "k": k,
-            "v": v,
-            "g": g,
-            "beta": beta,
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-            "state_indices": state_indices,
-            "num_accepted_tokens": num_accepted_tokens,
-        },
-        pools=("state", *records),
-    )
-
-
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    state: Any,
-    out: Any,
-    scale: Any,
-    A_log: Any,
-    dt_bias: Any,
-    lower_bound: Any,
-    use_qk_l2norm_in_kernel: Any,
-    use_gate_in_kernel: Any,
-    use_beta_sigmoid_in_kernel: Any,
-    allow_neg_eigval: Any,
-    state_v_first: Any,
-    state_indices: Any,
-    num_accepted_tokens: Any,
-    record_k: Any,
-    record_g: Any,
-    record_u: Any,
-) -> None:
-    """The checks that need no memory, and so hold for fake tensors too."""
-    given = check_tensors(
-        {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state},
-        {
-            "out": out,
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-            "state_indices": state_indices,
-            "num_accepted_tokens": num_accepted_tokens,
-            "record_k": record_k,
-            "record_g": record_g,
-            "record_u": record_u,
-        },
-    )
-    check_number("scale", scale)
-    check_number("lower_bound", lower_bound)
-    check_flags(
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-    )
-    check_step_options(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    check_step_dtypes(given)
-    check_dtype("state", state, STATE_DTYPES)
-    for name in ("state_indices", "num_accepted_tokens"):
-        if name in given:
-            check_dtype(name, given[name], ("int32",))
-
-    if q.dim() not in (3, 4):
-        raise ValueError(f"q has shape {list(q.shape)}, must be [B, HQK, K] or [B, T, HQK, K]")
-    step = "B" if q.dim() == 3 else "B T"
+def _check_shapes(a: _Arguments, given: dict[str, Tensor]) -> None:
+    if a.q.dim() not in (3, 4):
+        raise ValueError(f"q has shape {list(a.q.shape)}, must be [B, HQK, K] or [B, T, HQK, K]")
+    step = "B" if a.q.dim() == 3 else "B T"
     sizes = Sizes()
     check_step_shapes(sizes, given, step)
     if sizes.get("T") == 0:
         raise ValueError("q has no tokens: T is 0, must be at least 1")
-    if out is not None:
-        sizes.take("out", out, f"{step} HV V")
-    if state_indices is None:
+    if "out" in given:
+        sizes.take("out", a.out, f"{step} HV V")
+    if a.state_indices is None:
         sizes["N"] = sizes["B"]
-    sizes.take("state", state, "N HV V K" if state_v_first else "N HV K V")
+    sizes.take("state", a.state, "N HV V K" if a.state_v_first else "N HV K V")
     if sizes["B"] > MAX_GRID_YZ:
         raise ValueError(f"q has {sizes['B']} sequences, at most {MAX_GRID_YZ} fit one call")
-    if use_gate_in_kernel:
-        check_step_gate(given, sizes, lower_bound)
+    if a.use_gate_in_kernel:
+        _check_gate(given, sizes, a.lower_bound)
     _check_slots(given, sizes)
 
-    for name in ("q", "k", "v", "g", "out", "record_k", "record_g", "record_u"):
-        check_last_stride(given, name)
-    for name in ("state_indices", "num_accepted_tokens"):
-        if name in given and not given[name].is_contiguous():
-            raise ValueError(f"{name} has strides {given[name].stride()}, must be contiguous")
-    vector = VECTOR_BYTES // state.element_size()
-    strides = state.stride()
-    if (
-        strides[3] != 1
-        or strides[2] != state.shape[3]
-        or strides[0] % vector
-        or strides[1] % vector
-    ):
-        raise ValueError(
-            f"state has strides {strides}: a head's matrix must be contiguous, and slots and heads "
-            f"start on {VECTOR_BYTES}-byte boundaries"
-        )
-    for name in ("state", "out", "record_k", "record_g", "record_u"):
-        if name in given and any(
-            stride == 0 and size > 1
-            for size, stride in zip(given[name].shape, given[name].stride(), strict=True)
-        ):
-            raise ValueError(f"{name} is expanded: it is written, so its elements must be distinct")
+
+def _check_gate(given: dict[str, Tensor], sizes: Sizes, lower_bound: float | None) -> None:
+    """A_log and dt_bias, where the gate is left to the kernel."""
+    check_lower_bound(lower_bound)
+    check_has_A_log(given, lower_bound)
+    heads, dim = sizes["HV"], sizes["K"]
+    for name in ("A_log", "dt_bias"):
+        if name not in given:
+            continue
+        x = given[name]
+        check_dtype(name, x, PARAMETER_DTYPES)
+        if name == "A_log":
+            fits, expected = x.numel() == heads, f"[{heads}]"
+        else:
+            fits = list(x.shape) in ([heads * dim], [heads, dim])
+            expected = f"[{heads * dim}] or [{heads}, {dim}]"
+        if not fits:
+            raise ValueError(f"{name} has shape {list(x.shape)}, must be {expected}")
+        if not x.is_contiguous():
+            raise ValueError(f"{name} has strides {x.stride()}, must be contiguous")
 
 
 def _check_slots(given: dict[str, Tensor], sizes: Sizes) -> None:
@@ -732,165 +571,3 @@ def _check_slots(given: dict[str, Tensor], sizes: Sizes) -> None:
                 f"{name} has dtype {given[name].dtype}, must be that of {like}, {given[like].dtype}"
             )
     check_dtype("record_u", given["record_u"], ("float32",))
-
-
-# -- what all that goes token by token asks of its arguments
-
-
-def check_step_options(use_beta_sigmoid_in_kernel: Any, allow_neg_eigval: Any) -> None:
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError(
-            "allow_neg_eigval is True, must be False without use_beta_sigmoid_in_kernel: a beta "
-            "that is given is used as it is"
-        )
-
-
-def check_step_dtypes(given: dict[str, Tensor]) -> None:
-    q = given["q"]
-    for name in ("q", "g", "beta"):
-        check_dtype(name, given[name], DTYPES)
-    for name in ("k", "v", "out"):
-        if name in given and given[name].dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {given[name].dtype}, must be {q.dtype}")
-
-
-def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None:
-    """Of q, k, v, g and beta; `step` is "B" or "B T"."""
-    sizes.take("q", given["q"], f"{step} HQK K")
-    sizes.take("k", given["k"], f"{step} HQK K")
-    sizes.take("v", given["v"], f"{step} HV V")
-    sizes.check_heads()
-    for letter, of in (("K", "queries and keys"), ("V", "values")):
-        if sizes[letter] not in HEAD_DIMS:
-            raise NotImplementedError(
-                f"the head dimension of {of} ({letter}) is {sizes[letter]}, there are kernels for: "
-                f"{HEAD_DIMS}"
-            )
-    sizes.take("g", given["g"], f"{step} HV K")
-    sizes.take("beta", given["beta"], f"{step} HV")
-
-
-def check_step_gate(given: dict[str, Tensor], sizes: Sizes, lower_bound: float | None) -> None:
-    """A_log and dt_bias, where the gate is left to the kernel."""
-    check_lower_bound(lower_bound)
-    if "A_log" not in given and lower_bound is None:
-        raise ValueError(
-            "A_log is None, must be given with use_gate_in_kernel unless there is a lower_bound"
-        )
-    heads, dim = sizes["HV"], sizes["K"]
-    for name in ("A_log", "dt_bias"):
-        if name not in given:
-            continue
-        x = given[name]
-        check_dtype(name, x, PARAMETER_DTYPES)
-        if name == "A_log":
-            fits, expected = x.numel() == heads, f"[{heads}]"
-        else:
-            fits = list(x.shape) in ([heads * dim], [heads, dim])
-            expected = f"[{heads * dim}] or [{heads}, {dim}]"
-        if not fits:
-            raise ValueError(f"{name} has shape {list(x.shape)}, must be {expected}")
-        if not x.is_contiguous():
-            raise ValueError(f"{name} has strides {x.stride()}, must be contiguous")
-
-
-def check_last_stride(given: dict[str, Tensor], name: str) -> None:
-    if name in given and given[name].stride(-1) != 1:
-        raise ValueError(
-            f"{name} has strides {given[name].stride()}, the last dimension must be contiguous"
-        )
-
-
-# -- the registered operator --------------------------------------------------------------------
-
-_library = torch.library.Library("cute_attn", "FRAGMENT")
-_library.define(
-    "kda_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, "
-    "Tensor(b!) out, float? scale=None, Tensor? A_log=None, Tensor? dt_bias=None, "
-    "float? lower_bound=None, bool use_qk_l2norm_in_kernel=True, bool use_gate_in_kernel=True, "
-    "bool use_beta_sigmoid_in_kernel=True, bool allow_neg_eigval=False, bool state_v_first=True, "
-    "Tensor? state_indices=None, Tensor? num_accepted_tokens=None, Tensor(c!)? record_k=None, "
-    "Tensor(d!)? record_g=None, Tensor(e!)? record_u=None) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    out: Tensor,
-    scale: float | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
-    use_gate_in_kernel: bool = True,
-    use_beta_sigmoid_in_kernel: bool = True,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = True,
-    state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    record_k: Tensor | None = None,
-    record_g: Tensor | None = None,
-    record_u: Tensor | None = None,
-) -> None:
-    arguments: _Arguments = tuple(map(plain, (
-        q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k, record_g,
-        record_u,
-    )))  # fmt: skip
-    check_tangents(q=q, k=k, v=v, g=g, beta=beta, state=state, A_log=A_log, dt_bias=dt_bias)
-    check_tangents(out=out, record_k=record_k, record_g=record_g, record_u=record_u)
-    check_autograd("kda_decode", *arguments)
-    ready = _ready.get(_key(arguments))
-    if (
-        ready is None
-        or not (scale is None or SMALLEST <= scale <= LARGEST)
-        or not (lower_bound is None or -LARGEST <= lower_bound <= -SMALLEST)
-    ):
-        _first_call(*arguments)
-        return
-    try:
-        _launch(ready, arguments, arguments[6])
-    except Exception as error:
-        _refused(error, ready, *arguments)
-
-
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    out: Tensor,
-    scale: float | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
-    use_gate_in_kernel: bool = True,
-    use_beta_sigmoid_in_kernel: bool = True,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = True,
-    state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    record_k: Tensor | None = None,
-    record_g: Tensor | None = None,
-    record_u: Tensor | None = None,
-) -> None:
-    _check(
-        q, k, v, g, beta, state, out, scale, A_log, dt_bias, lower_bound,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, state_indices, num_accepted_tokens, record_k, record_g,
-        record_u,
-    )  # fmt: skip
-
-
-_library.impl("kda_decode", _operator, "CompositeExplicitAutograd")
-torch.library.register_fake("cute_attn::kda_decode", _fake, lib=_library)
