@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import cute_attn
 from cute_attn.launch import Request
+from cute_attn.ops import operator
 from cute_attn.ops.kda import chunk, plan_chunk_kda, stages
 from cute_attn.reference.kda import (
     CHUNK,
@@ -349,9 +350,10 @@ def poisoned_outputs() -> Iterator[None]:
 def warm() -> Iterator[None]:
     """Loaded kernels are remembered in the emulator, too: it must be one emulator."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "may_remember", lambda _: True)
-        for module in (chunk, stages):
-            patch.setattr(module, "_ready", {})
+        patch.setattr(operator, "may_remember", lambda _: True)
+        for one in (chunk._chunk, *vars(stages).values()):
+            if isinstance(one, operator.Operator):
+                patch.setattr(one, "ready", {})
         yield
 
 

@@ -258,7 +258,7 @@ def in_segments(args: dict[str, Any], length: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk, "chunks_per_segment", chunks_per_segment)
         patch.setattr(launch, "num_sms", lambda _: 10**6)
-        patch.setattr(chunk, "_ready", {})
+        patch.setattr(chunk._chunk, "ready", {})
         assert_agrees(args, *run(args))
     (sizes,) = asked
     batch, tokens, heads, dim = args["v"].shape
@@ -540,7 +540,7 @@ def test_later_calls_only_launch(device: str, path: str, monkeypatch: pytest.Mon
         first = case((70,))
         expected = run(first, **options)
         with monkeypatch.context() as patch:  # no check, no look-up of a kernel
-            patch.setattr(chunk, "_first_call", None)
+            patch.setattr(chunk._chunk, "_first_call", None)
             patch.setattr(launch, "get_for", None)
             assert same(first, expected, run(first, **options))
             longer = case((130, 130), layout="projection", seed=1)

@@ -131,6 +131,20 @@ class Sizes(dict[str, Any]):
         return self["T"] // CHUNK + self["N"]
 
 
+def count_chunks(cu_seqlens_cpu: Any, cu_seqlens: Any, x: Any) -> int | None:
+    """How many chunks packed sequences have, for a tensor x `[B, T, ...]`; None where their copy on
+    the host is not given or cannot be looked at.
+
+    Raises:
+        TypeError, ValueError: cu_seqlens_cpu is not what cu_seqlens can be a copy of.
+    """
+    if cu_seqlens_cpu is None or is_compiling():
+        return None
+    if not isinstance(x, Tensor) or x.is_nested or x.dim() != 4:
+        return None  # which another check refuses
+    return check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, x.shape[1])
+
+
 def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any) -> int | None:
     """The number of chunks, or None where no contents can be looked at.
 

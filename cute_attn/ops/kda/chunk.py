@@ -9,9 +9,9 @@ Where few long sequences would leave SMs idle, the fused path splits them: the r
 calls then, and a result may differ in its last bits from that of the same sequence among others.
 
 The warm path of the fused one is a look-up of the loaded kernels, the allocations, and the calls.
-The look-up pins down all that kernels are chosen by, every number and every flag; the rest
-(lengths, strides, alignment, the other tensors' dtypes and devices) is checked by the compiled host
-code before it launches, and when that refuses, `_check` says why in terms of the arguments.
+The look-up pins down all that kernels are chosen by, every number and every flag. The compiled host
+code checks the rest before it launches: lengths, strides, alignment, the other tensors' dtypes and
+devices.
 
 Nothing here reads device memory or waits for it: a chunk of packed sequences finds its place on the
 device, see `kernels/kda/chunk/chunks.py`.
@@ -31,7 +31,6 @@ since its stages leave them in memory.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,44 +58,31 @@ from ...kernels.kda.chunk.spec import (
     StatePassSpec,
     record_elements,
 )
-from ...settings import on_reload, settings
-from ..checks import (
-    DTYPE_NAMES,
-    check_autograd,
-    check_flags,
-    check_number,
-    check_tangents,
-    check_tensors,
-)
+from ...settings import settings
+from ..checks import DTYPE_NAMES, check_flags, check_number
 from ..operator import (
     PLAIN,
+    Operator,
     dispatch_mode_depth,
     forward_ad,
-    is_compiling,
     is_dynamo_compiling,
-    is_grad_enabled,
-    plain,
-)
-from ..operator import (
-    _intercepted as intercepted,
-)
-from ..operator import (
-    _overridden as overridden,
 )
 from . import stages
 from .arguments import (
     Sizes,
+    check_beta_options,
     check_dtypes,
     check_gate,
     check_gate_and_beta_dtypes,
-    check_offsets_on_the_host,
     check_state,
     contiguous,
+    count_chunks,
     gate_kind,
     index_dtype,
     readable,
-    readable_parameter,
+    readable_parameters,
     readable_state,
+    unchanged,
 )
 
 __all__ = ["chunk_kda", "plan_chunk_kda"]
@@ -188,8 +174,17 @@ def chunk_kda(
         NotImplementedError: head dimensions without a kernel, or autograd, which has no backward
             yet; the message says what there is.
     """
-    if not (
-        not is_dynamo_compiling()
+    num_chunks = None
+    if cu_seqlens_cpu is not None:
+        num_chunks = count_chunks(cu_seqlens_cpu, cu_seqlens, q)
+    if return_intermediate_states and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "return_intermediate_states is True, must be False outside of torch.inference_mode(): "
+            "no gradient goes through these states"
+        )
+    call = (
+        _chunk.forward
+        if not is_dynamo_compiling()
         and type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
         and (A_log is None or type(A_log) in PLAIN)
         and (dt_bias is None or type(dt_bias) in PLAIN)
@@ -197,23 +192,15 @@ def chunk_kda(
         and (cu_seqlens is None or type(cu_seqlens) is Tensor)
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
-    ):
-        result: tuple[Tensor, Tensor | None] = _routed(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
-            cu_seqlens_cpu, A_log, dt_bias,
-        )  # fmt: skip
-    else:
-        if return_intermediate_states:
-            _check_inference_mode()
-        result = _forward(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
-            cu_seqlens_cpu, None, A_log, dt_bias,
-        )  # fmt: skip
-    return result
+        else _chunk.routed
+    )
+    o, final_state, h = call(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
+        disable_recompute, return_intermediate_states, state_v_first, cu_seqlens, num_chunks,
+        A_log, dt_bias,
+    )  # fmt: skip
+    return (o, final_state, h) if return_intermediate_states else (o, final_state)
 
 
 @launch.planner
@@ -339,12 +326,39 @@ def plan_chunk_kda(
     ]
 
 
-# -- launching ----------------------------------------------------------------------------------
+# -- the operator -------------------------------------------------------------------------------
 
 _empty = torch.empty
 _empty_like = torch.empty_like
 _new_empty = Tensor.new_empty
 _contiguous = torch.contiguous_format
+
+
+class _Arguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float | None = None
+    initial_state: Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    safe_gate: bool = False
+    lower_bound: float | None = None
+    disable_recompute: bool = False
+    return_intermediate_states: bool = False
+    state_v_first: bool = False
+    cu_seqlens: Tensor | None = None
+    num_chunks: int | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+
+BY_STAGES = "by stages"
 
 
 class _Ready(NamedTuple):
@@ -357,265 +371,254 @@ class _Ready(NamedTuple):
     lower_bound: float
     beta_scale: float
     num_sms: int  # 0 where sequences may not be split
-    # transitions, segments, outputs: for sequences that are split, once there are any
-    split: Callable[[], tuple[Callable[..., None], ...]]
+    # transitions, segments, outputs: loaded once sequences are split
+    split: tuple[launch.Request, ...]
 
 
-# Everything that kernels are chosen by, and every number -> the loaded kernels. None where stages
-# run one by one, which look up their own.
-_ready: dict[tuple[Any, ...], _Ready | None] = {}
-on_reload(_ready.clear)  # whether sequences may be split
-_MOST_READY = 4096  # scales and bounds are part of the key
+class _Chunk(Operator[_Arguments]):
+    name = "chunk_kda"
+    arguments = _Arguments
+    results = (
+        ("o", ""),
+        ("final_state", "output_final_state"),
+        ("h", "return_intermediate_states"),
+    )
 
-
-def _routed(
-    q: Any,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    safe_gate: bool,
-    lower_bound: float | None,
-    disable_recompute: bool,
-    return_intermediate_states: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-) -> Any:
-    """chunk_kda, where torch may have a say in it."""
-    tensors = (q, k, v, g, beta, initial_state, cu_seqlens, A_log, dt_bias)
-    if not intercepted(*tensors):
-        check_tangents(
-            q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias
+    def check(self, a: _Arguments, given: dict[str, Tensor]) -> None:
+        check_number("scale", a.scale)
+        check_number("lower_bound", a.lower_bound)
+        check_flags(
+            output_final_state=a.output_final_state,
+            use_qk_l2norm_in_kernel=a.use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=a.use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel=a.use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=a.allow_neg_eigval,
+            safe_gate=a.safe_gate,
+            disable_recompute=a.disable_recompute,
+            return_intermediate_states=a.return_intermediate_states,
+            state_v_first=a.state_v_first,
         )
-        if return_intermediate_states:
-            _check_inference_mode()
-        return _forward(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
-            cu_seqlens_cpu, None, A_log, dt_bias,
-        )  # fmt: skip
-    num_chunks = None
-    # Where it is traced, the fake implementation checks.
-    if not is_compiling() and not overridden(*tensors):
-        _check(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
-            cu_seqlens_cpu, A_log, dt_bias,
-        )  # fmt: skip
-    if cu_seqlens_cpu is not None and not is_compiling() and isinstance(q, Tensor):
-        num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, q.shape[1])
-    check_autograd("chunk_kda", q, k, v, g, beta, initial_state, A_log, dt_bias)
-    if return_intermediate_states:
-        _check_inference_mode()
-    o, final_state, h = torch.ops.cute_attn.chunk_kda(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
-        disable_recompute, return_intermediate_states, state_v_first, cu_seqlens, num_chunks,
-        A_log, dt_bias,
-    )  # fmt: skip
-    if return_intermediate_states:
-        return o, final_state if output_final_state else None, h
-    return o, final_state if output_final_state else None
+        check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
+        if a.disable_recompute and a.return_intermediate_states:
+            raise ValueError(
+                "disable_recompute is True, must be False with return_intermediate_states: one is "
+                "for training, the other for inference"
+            )
+        check_dtypes(given, ("q", "k", "v"))
+        check_gate_and_beta_dtypes(given)
+        sizes = Sizes()
+        sizes.take("q", a.q, "B T HQK K")
+        sizes.take("k", a.k, "B T HQK K")
+        sizes.take("v", a.v, "B T HV V")
+        sizes.check_heads()
+        sizes.check_dims()
+        sizes.take("g", a.g, "B T HV K")
+        sizes.take("beta", a.beta, "B T HV")
+        sizes.check_sequences(a.cu_seqlens)
+        check_state(sizes, a.initial_state, a.state_v_first)
+        check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
 
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    safe_gate: bool,
-    lower_bound: float | None,
-    disable_recompute: bool,
-    return_intermediate_states: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    num_chunks: int | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-) -> Any:
-    """chunk_kda, whose results it gives in the same form; num_chunks may stand for
-    cu_seqlens_cpu."""
-    try:
+    def key(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        use_gate_in_kernel: bool,
+        use_beta_sigmoid_in_kernel: bool,
+        allow_neg_eigval: bool,
+        safe_gate: bool,
+        lower_bound: float | None,
+        disable_recompute: bool,
+        return_intermediate_states: bool,
+        state_v_first: bool,
+        cu_seqlens: Tensor | None,
+        num_chunks: int | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+    ) -> tuple[Any, ...]:
         batch, tokens, heads_qk, dim_k = q.shape
         batch_v, tokens_v, heads, dim_v = v.shape
-        key = (
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return (
             heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(), scale,
             type(scale), initial_state is None, output_final_state, use_qk_l2norm_in_kernel,
             use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-            lower_bound, disable_recompute, return_intermediate_states, state_v_first,
-            None if cu_seqlens is None else cu_seqlens.dtype, A_log is None, dt_bias is None,
+            lower_bound, type(lower_bound), disable_recompute, return_intermediate_states,
+            state_v_first, None if cu_seqlens is None else cu_seqlens.dtype, A_log is None,
+            dt_bias is None,
+            # No host code of a kernel sees v beside q, and a state beside cu_seqlens.
+            batch == batch_v
+            and tokens == tokens_v
+            and batch > 0 < tokens
+            and sequences > 0
+            and (cu_seqlens is None or (batch == 1 and cu_seqlens.dim() == 1))
+            and (initial_state is None or initial_state.shape[0] == sequences),
         )  # fmt: skip
-        ready = _ready[key]
-        # What no host code of a kernel sees: v beside q, and a state beside cu_seqlens.
-        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if (
-            batch != batch_v
-            or tokens != tokens_v
-            or not (batch and tokens and sequences)
-            or (cu_seqlens is not None and (batch != 1 or cu_seqlens.dim() != 1))
-            or (initial_state is not None and initial_state.shape[0] != sequences)
+
+    def prepare(self, a: _Arguments) -> _Ready | str:
+        """BY_STAGES where stages run one by one, which look up their own kernels."""
+        device, dim_k = a.q.device, a.q.shape[-1]
+        if not fused(
+            disable_recompute=bool(a.disable_recompute),
+            return_intermediate_states=bool(a.return_intermediate_states),
         ):
-            raise KeyError
-        if cu_seqlens_cpu is not None:
-            num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, tokens)
-    except Exception:  # new, or with nothing to do, or not even tensors
-        return _first_call(
-            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
-            cu_seqlens_cpu, num_chunks, A_log, dt_bias,
-        )  # fmt: skip
-    if is_grad_enabled():
-        check_autograd("chunk_kda", q, k, v, g, beta, initial_state, A_log, dt_bias)
-    try:
-        if use_gate_in_kernel:
-            if dt_bias is not None and dt_bias.dim() != 2:
-                dt_bias = dt_bias.view(heads, dim_k)
-            if A_log is not None and A_log.dim() != 1:
-                A_log = A_log.view(heads)
-        else:
+            return BY_STAGES
+        prepare, recurrence, *split = plan_chunk_kda(
+            launch.arch_for(device),
+            dtype=DTYPE_NAMES[a.q.dtype],
+            gate_dtype=DTYPE_NAMES[a.g.dtype],
+            beta_dtype=DTYPE_NAMES[a.beta.dtype],
+            head_dim_k=dim_k,
+            head_dim_v=a.v.shape[-1],
+            initial_state=a.initial_state is not None,
+            output_final_state=bool(a.output_final_state),
+            use_qk_l2norm_in_kernel=bool(a.use_qk_l2norm_in_kernel),
+            use_gate_in_kernel=bool(a.use_gate_in_kernel),
+            use_beta_sigmoid_in_kernel=bool(a.use_beta_sigmoid_in_kernel),
+            lower_bound=a.lower_bound is not None,
+            state_v_first=bool(a.state_v_first),
+            index_dtype=index_dtype(a.cu_seqlens),
+            A_log=a.A_log is not None,
+            dt_bias=a.dt_bias is not None,
+        )
+        return _Ready(
+            launch.get_for(device, *prepare),
+            launch.get_for(device, *recurrence),
+            record_elements(dim_k),
+            dim_k**-0.5 if a.scale is None else float(a.scale),
+            0.0 if a.lower_bound is None else float(a.lower_bound),
+            2.0 if a.allow_neg_eigval else 1.0,
+            launch.num_sms(device) if split else 0,
+            tuple(split),
+        )
+
+    def launch(
+        self,
+        ready: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        use_gate_in_kernel: bool,
+        use_beta_sigmoid_in_kernel: bool,
+        allow_neg_eigval: bool,
+        safe_gate: bool,
+        lower_bound: float | None,
+        disable_recompute: bool,
+        return_intermediate_states: bool,
+        state_v_first: bool,
+        cu_seqlens: Tensor | None,
+        num_chunks: int | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if not use_gate_in_kernel:
             A_log = dt_bias = None
-        if ready is None:
+        else:
+            if dt_bias is not None and dt_bias.dim() != 2:
+                dt_bias = dt_bias.view(-1, q.shape[3])
+            if A_log is not None and A_log.dim() != 1:
+                A_log = A_log.view(-1)
+        if ready is BY_STAGES:
+            if use_beta_sigmoid_in_kernel:
+                beta = torch.sigmoid(beta.to(torch.float32))
+                if allow_neg_eigval:
+                    beta = 2.0 * beta
             return _by_stages(
                 q, k, v, g, beta, scale, initial_state, output_final_state,
-                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                allow_neg_eigval, lower_bound, return_intermediate_states, state_v_first,
-                cu_seqlens, num_chunks, A_log, dt_bias,
+                bool(use_qk_l2norm_in_kernel), use_gate_in_kernel, lower_bound,
+                return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log, dt_bias,
             )  # fmt: skip
-        return _launch(
-            ready, q, k, v, g, beta, initial_state, output_final_state, state_v_first, cu_seqlens,
-            A_log, dt_bias,
-        )  # fmt: skip
-    except Exception as error:
-        return _refused(
-            error, q, k, v, g, beta, scale, initial_state, output_final_state,
-            use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
-            return_intermediate_states, state_v_first, cu_seqlens, cu_seqlens_cpu, num_chunks,
-            A_log, dt_bias,
-        )  # fmt: skip
-
-
-def _launch(
-    ready: _Ready,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    prepare, recurrence, elements, scale, lower_bound, beta_scale, num_sms, split = ready
-    batch, tokens, heads, dim_v = v.shape
-    dim_k = q.shape[3]
-    device = q.device
-    if cu_seqlens is None:
-        sequences = batch
-        slots = batch * ((tokens + CHUNK - 1) // CHUNK)
-    else:
-        sequences = cu_seqlens.shape[0] - 1
-        slots = tokens // CHUNK + sequences
-    tiles = _new_empty(q, (slots, heads, elements))
-    decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
-    o = _empty_like(v, memory_format=_contiguous)
-    final_state = None
-    if output_final_state:
-        matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
-        final_state = _empty((sequences, heads, *matrix), dtype=torch.float32, device=device)
-    prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, scale, lower_bound, beta_scale)
-    length = 0
-    if 2 * sequences * heads <= num_sms:
-        length = chunks_per_segment(
-            sequences=sequences,
-            tokens=tokens,
-            heads=heads,
-            head_dim_v=dim_v,
-            packed=cu_seqlens is not None,
-            num_sms=num_sms,
+        prepare, recurrence, elements, q_scale, bound, beta_scale, num_sms, split = ready
+        batch, tokens, heads, dim_v = v.shape
+        dim_k = q.shape[3]
+        device = q.device
+        if cu_seqlens is None:
+            sequences = batch
+            slots = batch * ((tokens + CHUNK - 1) // CHUNK)
+        else:
+            sequences = cu_seqlens.shape[0] - 1
+            slots = tokens // CHUNK + sequences
+        tiles = _new_empty(q, (slots, heads, elements))
+        decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
+        o = _empty_like(v, memory_format=_contiguous)
+        final_state = None
+        if output_final_state:
+            matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
+            final_state = _empty((sequences, heads, *matrix), dtype=torch.float32, device=device)
+        prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, q_scale, bound, beta_scale)
+        length = 0
+        if 2 * sequences * heads <= num_sms:
+            length = chunks_per_segment(
+                sequences=sequences,
+                tokens=tokens,
+                heads=heads,
+                head_dim_v=dim_v,
+                packed=cu_seqlens is not None,
+                num_sms=num_sms,
+            )
+        if not length:
+            recurrence(v, tiles, decay, o, initial_state, final_state, cu_seqlens, None, None, 0, 1)
+            return o, final_state, None
+        count = -(-tokens // (CHUNK * length))
+        states, moves = (
+            _empty((sequences, count, heads, rows, dim_k), dtype=torch.float32, device=device)
+            for rows in (dim_v, dim_k)
         )
-    if not length:
-        recurrence(v, tiles, decay, o, initial_state, final_state, cu_seqlens, None, None, 0, 1)
-        return o, final_state
-    count = -(-tokens // (CHUNK * length))
-    states, moves = (
-        _empty((sequences, count, heads, rows, dim_k), dtype=torch.float32, device=device)
-        for rows in (dim_v, dim_k)
-    )
-    transitions, combine, outputs = split()
-    given = (v, tiles, decay, o, initial_state, final_state, cu_seqlens)
-    transitions(*given, states, moves, length, count)
-    combine(cu_seqlens, states, moves, tokens, length)
-    outputs(*given, states, None, length, count)
-    return o, final_state
+        transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
+        given = (v, tiles, decay, o, initial_state, final_state, cu_seqlens)
+        transitions(*given, states, moves, length, count)
+        combine(cu_seqlens, states, moves, tokens, length)
+        outputs(*given, states, None, length, count)
+        return o, final_state, None
+
+    def outputs(self, a: _Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        batch, tokens, heads, dim_v = a.v.shape
+        dim_k, sequences = a.q.shape[-1], batch
+        matrix = (dim_v, dim_k) if a.state_v_first else (dim_k, dim_v)
+        chunks = (tokens + CHUNK - 1) // CHUNK
+        if a.cu_seqlens is not None:
+            sequences = a.cu_seqlens.shape[0] - 1
+            chunks = tokens // CHUNK + sequences
+        if a.num_chunks is not None:
+            chunks = a.num_chunks
+        final_state = h = None
+        o = _empty(a.v.shape, dtype=a.v.dtype, device=a.v.device)
+        if a.output_final_state:
+            shape = (sequences, heads, *matrix)
+            final_state = _empty(shape, dtype=torch.float32, device=a.v.device)
+        if a.return_intermediate_states:
+            h = _empty((batch, chunks, heads, *matrix), dtype=a.v.dtype, device=a.v.device)
+        return o, final_state, h
+
+    def readable(self, a: _Arguments) -> _Arguments:
+        rows = {name: readable(getattr(a, name)) for name in ("q", "k", "v", "g")}
+        a = a._replace(
+            **rows,
+            initial_state=readable_state(a.initial_state),
+            cu_seqlens=None if a.cu_seqlens is None else contiguous(a.cu_seqlens),
+        )
+        return a._replace(**readable_parameters(a)) if a.use_gate_in_kernel else a
+
+    def nothing(self, a: _Arguments) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
+            return None
+        o, final_state, h = self.outputs(a)
+        return o, unchanged(final_state, a.initial_state), h
 
 
-def _first_call(*arguments: Any) -> Any:
-    """Check, load the kernels and remember them, and call them."""
-    (
-        q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, _, lower_bound, disable_recompute,
-        return_intermediate_states, state_v_first, cu_seqlens, cu_seqlens_cpu, num_chunks, A_log,
-        dt_bias,
-    ) = arguments  # fmt: skip
-    del disable_recompute
-    sizes = _check_all(*arguments)
-    counted = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, sizes["T"])
-    num_chunks = num_chunks if counted is None else counted
-    check_autograd("chunk_kda", q, k, v, g, beta, initial_state, A_log, dt_bias)
-    if v.numel() == 0 or sizes["N"] == 0:
-        return _no_tokens(
-            sizes, v, initial_state, output_final_state, return_intermediate_states,
-            state_v_first, cu_seqlens, num_chunks,
-        )  # fmt: skip
-    if not use_gate_in_kernel:
-        A_log = dt_bias = None
-    ready = _prepare(*arguments)
-    if ready is None:
-        return _by_stages(
-            q, k, v, g, beta, scale, initial_state, output_final_state, l2norm,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
-            return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log, dt_bias,
-        )  # fmt: skip
-    return _launch(
-        ready,
-        readable(q),
-        readable(k),
-        readable(v),
-        readable(g),
-        beta,
-        readable_state(initial_state),
-        output_final_state,
-        state_v_first,
-        None if cu_seqlens is None else contiguous(cu_seqlens),
-        readable_parameter(A_log, sizes["HV"]),
-        readable_parameter(dt_bias, sizes["HV"], sizes["K"]),
-    )
+_chunk = _Chunk()
 
 
 def _by_stages(
@@ -627,10 +630,8 @@ def _by_stages(
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
+    l2norm: bool,
     use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
     lower_bound: float | None,
     return_intermediate_states: bool,
     state_v_first: bool,
@@ -638,314 +639,14 @@ def _by_stages(
     num_chunks: int | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-) -> Any:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The modular path."""
-    G = stages._gate_cumsum(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens)
-    l2norm = bool(use_qk_l2norm_in_kernel)
-    if use_beta_sigmoid_in_kernel:
-        beta = torch.sigmoid(beta.to(torch.float32))
-        if allow_neg_eigval:
-            beta = 2.0 * beta
-    Aqk, _, w, u, _, kg = stages._chunk_intra(q, k, v, G, beta, scale, cu_seqlens, False, l2norm)
-    h, v_new, final_state = stages._chunk_delta_h(
+    G = stages.GATE_CUMSUM.forward(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens)
+    Aqk, _, w, u, _, kg = stages.CHUNK_INTRA.forward(
+        q, k, v, G, beta, scale, cu_seqlens, False, l2norm
+    )
+    h, v_new, final_state = stages.DELTA_H.forward(
         kg, w, u, G, initial_state, output_final_state, True, state_v_first, cu_seqlens, num_chunks
     )
-    o = stages._chunk_output(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens, l2norm)
-    kept = final_state if output_final_state else None
-    return (o, kept, h) if return_intermediate_states else (o, kept)
-
-
-def _refused(error: Exception, *arguments: Any) -> Any:
-    """The compiled host code would not launch: say why in the operator's words, or mend it."""
-    q, k, v, g, _, _, initial_state, *_ = arguments
-    *_, cu_seqlens, _, _, A_log, dt_bias = arguments
-    sizes = _check_all(*arguments)
-    mended = (
-        *(readable(x) is not x for x in (q, k, v, g)),
-        readable_state(initial_state) is not initial_state,
-        cu_seqlens is not None and contiguous(cu_seqlens) is not cu_seqlens,
-        readable_parameter(A_log, sizes["HV"]) is not A_log,
-        readable_parameter(dt_bias, sizes["HV"], sizes["K"]) is not dt_bias,
-    )
-    if any(mended):
-        return _first_call(*arguments)
-    raise error
-
-
-def _no_tokens(
-    sizes: Sizes,
-    v: Tensor,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    return_intermediate_states: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    num_chunks: int | None,
-) -> Any:
-    """What sequences without tokens leave, or no sequences."""
-    o, final_state, h = _outputs(
-        sizes, v, output_final_state, return_intermediate_states, state_v_first, cu_seqlens,
-        num_chunks,
-    )  # fmt: skip
-    if output_final_state:
-        stages.unchanged(final_state, initial_state)
-    kept = final_state if output_final_state else None
-    return (o, kept, h) if return_intermediate_states else (o, kept)
-
-
-def _outputs(
-    sizes: Sizes,
-    v: Tensor,
-    output_final_state: bool,
-    return_intermediate_states: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    num_chunks: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o, final_state and h, without elements where they are not asked for."""
-    matrix = (sizes["V"], sizes["K"]) if state_v_first else (sizes["K"], sizes["V"])
-    if num_chunks is None:
-        num_chunks = sizes.num_chunks(cu_seqlens)
-    return (
-        _empty(v.shape, dtype=v.dtype, device=v.device),
-        _empty(
-            (sizes["N"], sizes["HV"], *matrix) if output_final_state else (0,),
-            dtype=torch.float32,
-            device=v.device,
-        ),
-        _empty(
-            (sizes["B"], num_chunks, sizes["HV"], *matrix) if return_intermediate_states else (0,),
-            dtype=v.dtype,
-            device=v.device,
-        ),
-    )
-
-
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    safe_gate: bool,
-    lower_bound: float | None,
-    disable_recompute: bool,
-    return_intermediate_states: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    num_chunks: int | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-) -> _Ready | None:
-    """Load the two kernels for these arguments, and remember them if they are on a GPU."""
-    del k, cu_seqlens_cpu, num_chunks
-    heads_qk, dim_k = q.shape[2:]
-    heads, dim_v = v.shape[2:]
-    device = q.device
-    ready = None
-    if fused(
-        disable_recompute=bool(disable_recompute),
-        return_intermediate_states=bool(return_intermediate_states),
-    ):
-        prepare, recurrence, *split = plan_chunk_kda(
-            launch.arch_for(q.device),
-            dtype=DTYPE_NAMES[q.dtype],
-            gate_dtype=DTYPE_NAMES[g.dtype],
-            beta_dtype=DTYPE_NAMES[beta.dtype],
-            head_dim_k=dim_k,
-            head_dim_v=dim_v,
-            initial_state=initial_state is not None,
-            output_final_state=bool(output_final_state),
-            use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
-            use_gate_in_kernel=bool(use_gate_in_kernel),
-            use_beta_sigmoid_in_kernel=bool(use_beta_sigmoid_in_kernel),
-            lower_bound=lower_bound is not None,
-            state_v_first=bool(state_v_first),
-            index_dtype=index_dtype(cu_seqlens),
-            A_log=A_log is not None,
-            dt_bias=dt_bias is not None,
-        )
-        ready = _Ready(
-            launch.get_for(device, *prepare),
-            launch.get_for(device, *recurrence),
-            record_elements(dim_k),
-            dim_k**-0.5 if scale is None else float(scale),
-            0.0 if lower_bound is None else float(lower_bound),
-            2.0 if allow_neg_eigval else 1.0,
-            launch.num_sms(device) if split else 0,
-            functools.cache(lambda: tuple(launch.get_for(device, *request) for request in split)),
-        )
-    if stages.may_remember(q):
-        key = (
-            heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(), scale,
-            type(scale), initial_state is None, output_final_state, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-            lower_bound, disable_recompute, return_intermediate_states, state_v_first,
-            None if cu_seqlens is None else cu_seqlens.dtype, A_log is None, dt_bias is None,
-        )  # fmt: skip
-        if len(_ready) >= _MOST_READY:
-            _ready.clear()
-        _ready[key] = ready
-    return ready
-
-
-# -- checks -------------------------------------------------------------------------------------
-
-
-def _check_inference_mode() -> None:
-    if not torch.is_inference_mode_enabled():
-        raise ValueError(
-            "return_intermediate_states is True, must be False outside of torch.inference_mode(): "
-            "no gradient goes through these states"
-        )
-
-
-def _check_all(*arguments: Any) -> Sizes:
-    """Raise the documented exception if no kernel can take the arguments of `_forward`."""
-    *most, _, A_log, dt_bias = arguments
-    sizes = _check(*(*most, A_log, dt_bias))
-    launch.check_device("q", arguments[0].device)
-    return sizes
-
-
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    scale: Any,
-    initial_state: Any,
-    output_final_state: Any,
-    use_qk_l2norm_in_kernel: Any,
-    use_gate_in_kernel: Any,
-    use_beta_sigmoid_in_kernel: Any,
-    allow_neg_eigval: Any,
-    safe_gate: Any,
-    lower_bound: Any,
-    disable_recompute: Any,
-    return_intermediate_states: Any,
-    state_v_first: Any,
-    cu_seqlens: Any,
-    cu_seqlens_cpu: Any,
-    A_log: Any,
-    dt_bias: Any,
-) -> Sizes:
-    """The checks that need no memory, and so hold for fake tensors too."""
-    given = check_tensors(
-        {"q": q, "k": k, "v": v, "g": g, "beta": beta},
-        {
-            "initial_state": initial_state,
-            "cu_seqlens": cu_seqlens,
-            "A_log": A_log,
-            "dt_bias": dt_bias,
-        },
-    )
-    check_number("scale", scale)
-    check_number("lower_bound", lower_bound)
-    check_flags(
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        safe_gate=safe_gate,
-        disable_recompute=disable_recompute,
-        return_intermediate_states=return_intermediate_states,
-        state_v_first=state_v_first,
-    )
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError(
-            "allow_neg_eigval is True, must be False without use_beta_sigmoid_in_kernel: a beta "
-            "that is given is used as it is"
-        )
-    if disable_recompute and return_intermediate_states:
-        raise ValueError(
-            "disable_recompute is True, must be False with return_intermediate_states: one is for "
-            "training, the other for inference"
-        )
-    check_dtypes(given, ("q", "k", "v"))
-    check_gate_and_beta_dtypes(given)
-    sizes = Sizes()
-    sizes.take("q", q, "B T HQK K")
-    sizes.take("k", k, "B T HQK K")
-    sizes.take("v", v, "B T HV V")
-    sizes.check_heads()
-    sizes.check_dims()
-    sizes.take("g", g, "B T HV K")
-    sizes.take("beta", beta, "B T HV")
-    sizes.check_sequences(cu_seqlens)
-    check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, sizes["T"])
-    check_state(sizes, initial_state, state_v_first)
-    check_gate(given, sizes, use_gate_in_kernel, safe_gate, lower_bound)
-    return sizes
-
-
-# -- the registered operator --------------------------------------------------------------------
-
-_library = torch.library.Library("cute_attn", "FRAGMENT")
-_library.define(
-    "chunk_kda(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale=None, "
-    "Tensor? initial_state=None, bool output_final_state=False, "
-    "bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, "
-    "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, bool safe_gate=False, "
-    "float? lower_bound=None, bool disable_recompute=False, "
-    "bool return_intermediate_states=False, bool state_v_first=False, "
-    "Tensor? cu_seqlens=None, SymInt? num_chunks=None, Tensor? A_log=None, "
-    "Tensor? dt_bias=None) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-_DEFAULTS: tuple[Any, ...] = (
-    None, None, False, False, False, False, False, False, None, False, False, False, None, None,
-    None, None,
-)  # fmt: skip
-
-
-def _operator(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """o, final_state and h, the last two without elements where they are not asked for."""
-    arguments = _bound(*given, **named)
-    arguments = [plain(x) for x in arguments]
-    if forward_ad._current_level >= 0:
-        check_tangents(**dict(zip(_NAMES, arguments, strict=True)))
-    *most, num_chunks, A_log, dt_bias = arguments
-    with torch.no_grad():  # whoever calls it by its own name gets no gradient, as its schema says
-        o, final_state, *h = _forward(*(*most, None, num_chunks, A_log, dt_bias))
-    nothing = o.new_empty(0)
-    return (
-        o,
-        o.new_empty(0, dtype=torch.float32) if final_state is None else final_state,
-        h[0] if h else nothing,
-    )
-
-
-def _fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
-    arguments = _bound(*given, **named)
-    *most, num_chunks, A_log, dt_bias = arguments
-    sizes = _check(*(*most, None, A_log, dt_bias))
-    return _outputs(
-        sizes, arguments[2], arguments[7], arguments[15], arguments[16], arguments[17], num_chunks
-    )
-
-
-_NAMES = [argument.name for argument in torch.ops.cute_attn.chunk_kda.default._schema.arguments]
-
-
-def _bound(*given: Any, **named: Any) -> list[Any]:
-    """All arguments of the registered operator, in order."""
-    values: list[Any] = [*given, *_DEFAULTS[len(given) - 5 :]]
-    for name, value in named.items():
-        values[_NAMES.index(name)] = value
-    return values
-
-
-_library.impl("chunk_kda", _operator, "CompositeExplicitAutograd")
-torch.library.register_fake("cute_attn::chunk_kda", _fake, lib=_library)
+    o = stages.OUTPUT.forward(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens, l2norm)
+    return o, final_state, h if return_intermediate_states else None

@@ -13,7 +13,6 @@ Chunks have 64 tokens, counted from the start of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,39 +29,22 @@ from ...kernels.kda.chunk.spec import (
     OutputSpec,
     RecomputeSpec,
 )
-from ..checks import (
-    DTYPE_NAMES,
-    check_autograd,
-    check_dtype,
-    check_flags,
-    check_number,
-    check_tangents,
-    check_tensors,
-)
-from ..operator import (
-    _intercepted as intercepted,
-)
-from ..operator import (
-    _overridden as overridden,
-)
-from ..operator import (
-    forward_ad,
-    is_compiling,
-    plain,
-)
+from ..checks import DTYPE_NAMES, check_dtype, check_flags, check_number
+from ..operator import Operator
 from .arguments import (
     Sizes,
     check_dtypes,
     check_gate,
     check_gate_and_beta_dtypes,
-    check_offsets_on_the_host,
     check_state,
     contiguous,
+    count_chunks,
     gate_kind,
     index_dtype,
     readable,
     readable_parameter,
     readable_state,
+    unchanged,
 )
 
 __all__ = [
@@ -147,10 +129,9 @@ def kda_gate_cumsum(
         ValueError: as `chunk_kda`.
         NotImplementedError: as `chunk_kda`.
     """
-    result: Tensor = _stage(
-        "kda_gate_cumsum", _gate_cumsum, _check_gate_cumsum,
-        g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens,
-    )  # fmt: skip
+    result: Tensor = GATE_CUMSUM.routed(
+        g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens
+    )
     return result
 
 
@@ -194,12 +175,7 @@ def kda_chunk_intra(
         ValueError: as `chunk_kda`.
         NotImplementedError: as `chunk_kda`.
     """
-    results = _stage(
-        "kda_chunk_intra", _chunk_intra, _check_chunk_intra,
-        q, k, v, g, beta, scale, cu_seqlens, output_qg,
-    )  # fmt: skip
-    Aqk, Akk, w, u, qg, kg = results
-    return KdaIntra(Aqk, Akk, w, u, qg if output_qg else None, kg)
+    return KdaIntra(*CHUNK_INTRA.routed(q, k, v, g, beta, scale, cu_seqlens, output_qg))
 
 
 def kda_recompute_w_u(
@@ -236,11 +212,7 @@ def kda_recompute_w_u(
         ValueError: as `chunk_kda`.
         NotImplementedError: as `chunk_kda`.
     """
-    w, u, qg, kg = _stage(
-        "kda_recompute_w_u", _recompute_w_u, _check_recompute_w_u,
-        q, k, v, g, beta, Akk, cu_seqlens, output_kg,
-    )  # fmt: skip
-    return KdaRecomputed(w, u, None if q is None else qg, kg if output_kg else None)
+    return KdaRecomputed(*RECOMPUTE_W_U.routed(q, k, v, g, beta, Akk, cu_seqlens, output_kg))
 
 
 def kda_chunk_delta_h(
@@ -285,19 +257,13 @@ def kda_chunk_delta_h(
         ValueError: as `chunk_kda`.
         NotImplementedError: as `chunk_kda`.
     """
-    num_chunks = None
-    if cu_seqlens_cpu is not None and not is_compiling():
-        tokens = _tokens(u)
-        if tokens is not None:
-            num_chunks = check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, tokens)
-    h, v_new, final_state = _stage(
-        "kda_chunk_delta_h", _chunk_delta_h, _check_chunk_delta_h,
-        kg, w, u, g, initial_state, output_final_state, output_v_new, state_v_first, cu_seqlens,
-        num_chunks,
-    )  # fmt: skip
+    num_chunks = count_chunks(cu_seqlens_cpu, cu_seqlens, u)
     return KdaChunkStates(
-        h, v_new if output_v_new else None, final_state if output_final_state else None
-    )
+        *DELTA_H.routed(
+            kg, w, u, g, initial_state, output_final_state, output_v_new, state_v_first,
+            cu_seqlens, num_chunks,
+        )
+    )  # fmt: skip
 
 
 def kda_chunk_output(
@@ -331,96 +297,32 @@ def kda_chunk_output(
         ValueError: as `chunk_kda`.
         NotImplementedError: as `chunk_kda`.
     """
-    result: Tensor = _stage(
-        "kda_chunk_output", _chunk_output, _check_chunk_output,
-        q, v_new, g, Aqk, h, scale, state_v_first, cu_seqlens,
-    )  # fmt: skip
+    result: Tensor = OUTPUT.routed(q, v_new, g, Aqk, h, scale, state_v_first, cu_seqlens)
     return result
 
 
-def _tokens(u: Any) -> Any:
-    """T of `[B, T, HV, V]`, or None where u is no such tensor, which a later check refuses."""
-    if not isinstance(u, Tensor) or u.is_nested or u.dim() != 4:
-        return None
-    return u.shape[1]
+# -- the operators ------------------------------------------------------------------------------
 
 
-# -- launching ----------------------------------------------------------------------------------
+class _Stage(Operator[Any]):
+    """What the stages have in common: tensors are copied where a kernel cannot read them, call for
+    call, and nothing is launched for no tokens."""
 
-# All that a kernel is chosen by, and all numbers, which are checked once -> the loaded kernel.
-_ready: dict[tuple[Any, ...], Callable[..., None]] = {}
-_MOST_READY = 4096
+    values: str  # the argument with a value head's shape
 
-
-def _stage(
-    name: str, implementation: Callable[..., Any], check: Callable[..., Any], *arguments: Any
-) -> Any:
-    """The implementation itself, or where torch traces or intercepts, the registered operator."""
-    check_autograd(name, *arguments)
-    if not intercepted(*arguments):
-        return _on_memory(name, implementation, check, *arguments)
-    if not is_compiling() and not overridden(*arguments):  # else the fake implementation checks
-        check(*arguments)
-    return getattr(torch.ops.cute_attn, name)(*arguments)
-
-
-def _on_memory(
-    name: str, implementation: Callable[..., Any], check: Callable[..., Any], *arguments: Any
-) -> Any:
-    """The implementation, on tensors that are what they hold; where it fails, why."""
-    if forward_ad._current_level >= 0:
-        schema = getattr(torch.ops.cute_attn, name).default._schema
-        check_tangents(**{a.name: x for a, x in zip(schema.arguments, arguments, strict=True)})
-    try:
-        return implementation(*arguments)
-    except Exception:
-        check(*arguments)
-        raise
-
-
-def _run(
-    key: tuple[Any, ...],
-    x: Tensor,
-    cu_seqlens: Tensor | None,
-    check: Callable[[], Any],
-    request: Callable[[str], launch.Request],
-    call: Callable[[Callable[..., None]], Any],
-) -> Any:
-    """`call` with the kernel for these arguments, which are checked where it is new.
-
-    Args:
-        x: one of the tensors; there is nothing to launch where it has no elements.
-        request: from an architecture, the kernel.
-    """
-    function = _ready.get(key)
-    if not x.numel() or (cu_seqlens is not None and cu_seqlens.shape[0] == 1):
-        check()
-        return call(_nothing)
-    if function is None:
-        check()
-        launch.check_device("the first tensor", x.device)
-        function = launch.get_for(x.device, *request(launch.arch_for(x.device)))
-        if may_remember(x):
-            if len(_ready) >= _MOST_READY:
-                _ready.clear()
-            _ready[key] = function
-    return call(function)
-
-
-def may_remember(x: Tensor) -> bool:
-    """Which emulator runs a CPU tensor depends on where the call is made."""
-    return x.is_cuda
-
-
-def _nothing(*arguments: Any) -> None:
-    del arguments
+    def nothing(self, a: Any) -> Any:
+        if getattr(a, self.values).numel() and (a.cu_seqlens is None or len(a.cu_seqlens) != 1):
+            return None
+        return self.outputs(a)
 
 
 def _packing(x: Tensor, cu_seqlens: Tensor | None) -> Any:
-    """What cu_seqlens has to do with the choice of a kernel, and with x, `[B, ...]`."""
+    """What cu_seqlens has to do with the choice of a kernel, and with x, `[B, ...]`; and whether
+    there is nothing to launch."""
     if cu_seqlens is None:
-        return None
-    return cu_seqlens.dtype, cu_seqlens.dim(), x.shape[0] == 1
+        return x.numel() == 0
+    shape = cu_seqlens.shape
+    return cu_seqlens.dtype, len(shape), shape[0] == 1, x.shape[0] == 1, x.numel() == 0
 
 
 def _indices(cu_seqlens: Tensor | None) -> Tensor | None:
@@ -430,76 +332,65 @@ def _indices(cu_seqlens: Tensor | None) -> Tensor | None:
 # -- gate and cumsum
 
 
-def _check_gate_cumsum(
-    g: Any, A_log: Any, dt_bias: Any, lower_bound: Any, use_gate_in_kernel: Any, cu_seqlens: Any
-) -> Sizes:
-    given = check_tensors({"g": g}, {"A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens})
-    check_flags(use_gate_in_kernel=use_gate_in_kernel)
-    check_number("lower_bound", lower_bound)
-    check_gate_and_beta_dtypes(given)
-    sizes = Sizes()
-    sizes.take("g", g, "B T HV K")
-    sizes.check_grid()
-    sizes.check_dims()
-    sizes.check_sequences(cu_seqlens)
-    check_gate(given, sizes, use_gate_in_kernel, False, lower_bound)
-    return sizes
+class _GateArguments(NamedTuple):
+    g: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    lower_bound: float | None
+    use_gate_in_kernel: bool
+    cu_seqlens: Tensor | None
 
 
-def _gate_cumsum(
-    g: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
-    use_gate_in_kernel: bool,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    kind = gate_kind(use_gate_in_kernel, lower_bound)
-    if kind == "none":
-        A_log = dt_bias = None
-    key = (
-        "gate_cumsum", g.shape[2:], g.dtype, g.get_device(), kind, lower_bound, type(lower_bound),
-        A_log is None,
-        dt_bias is None, _packing(g, cu_seqlens),
-    )  # fmt: skip
+class _GateCumsum(_Stage):
+    name = "kda_gate_cumsum"
+    arguments = _GateArguments
+    results = (("G", ""),)
+    values = "g"
 
-    def call(function: Callable[..., None]) -> Tensor:
-        heads, dim = g.shape[2:]
-        out = _empty(g.shape, dtype=torch.float32, device=g.device)
-        function(
-            readable(g),
-            readable_parameter(A_log, heads),
-            readable_parameter(dt_bias, heads, dim),
-            _indices(cu_seqlens),
-            out,
-            0.0 if lower_bound is None else float(lower_bound),
+    def check(self, a: _GateArguments, given: dict[str, Tensor]) -> None:
+        check_flags(use_gate_in_kernel=a.use_gate_in_kernel)
+        check_number("lower_bound", a.lower_bound)
+        check_gate_and_beta_dtypes(given)
+        sizes = Sizes()
+        sizes.take("g", a.g, "B T HV K")
+        sizes.check_grid()
+        sizes.check_dims()
+        sizes.check_sequences(a.cu_seqlens)
+        check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound)
+
+    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
+        g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = arguments
+        return (
+            g.shape[2:], g.dtype, g.get_device(), use_gate_in_kernel, lower_bound,
+            type(lower_bound), A_log is None, dt_bias is None, _packing(g, cu_seqlens),
+        )  # fmt: skip
+
+    def prepare(self, a: _GateArguments) -> Any:
+        gated = bool(a.use_gate_in_kernel)
+        spec = GateSpec(
+            head_dim_k=a.g.shape[-1],
+            gate_dtype=DTYPE_NAMES[a.g.dtype],
+            gate=gate_kind(gated, a.lower_bound),
+            has_A_log=gated and a.A_log is not None,
+            has_dt_bias=gated and a.dt_bias is not None,
+            index_dtype=index_dtype(a.cu_seqlens),
         )
-        return out
+        return launch.get_for(a.g.device, table.GATE_CUMSUM, spec)
 
-    result: Tensor = _run(
-        key,
-        g,
-        cu_seqlens,
-        lambda: _check_gate_cumsum(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens),
-        lambda arch: (
-            table.GATE_CUMSUM,
-            GateSpec(
-                head_dim_k=g.shape[-1],
-                gate_dtype=DTYPE_NAMES[g.dtype],
-                gate=kind,
-                has_A_log=A_log is not None,
-                has_dt_bias=dt_bias is not None,
-                index_dtype=index_dtype(cu_seqlens),
-            ),
-        ),
-        call,
-    )
-    return result
+    def launch(self, ready: Any, *arguments: Any, **_: Any) -> Tensor:
+        g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = arguments
+        if not use_gate_in_kernel:
+            A_log = dt_bias = None
+        heads, dim = g.shape[2:]
+        G = _empty(g.shape, dtype=torch.float32, device=g.device)
+        ready(
+            readable(g), readable_parameter(A_log, heads), readable_parameter(dt_bias, heads, dim),
+            _indices(cu_seqlens), G, 0.0 if lower_bound is None else float(lower_bound),
+        )  # fmt: skip
+        return G
 
-
-def _fake_gate_cumsum(g: Tensor, *arguments: Any) -> Tensor:
-    _check_gate_cumsum(g, *arguments)
-    return g.new_empty(g.shape, dtype=torch.float32)
+    def outputs(self, a: _GateArguments) -> Tensor:
+        return _empty(a.g.shape, dtype=torch.float32, device=a.g.device)
 
 
 # -- within chunks
@@ -533,212 +424,218 @@ def _check_heads_of_a_chunk(
     return sizes
 
 
-def _check_chunk_intra(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, scale: Any, cu_seqlens: Any, output_qg: Any
-) -> Sizes:
-    given = check_tensors(
-        {"q": q, "k": k, "v": v, "g": g, "beta": beta}, {"cu_seqlens": cu_seqlens}
-    )
-    check_number("scale", scale)
-    check_flags(output_qg=output_qg)
-    return _check_heads_of_a_chunk(given, ("q", "k", "v"), cu_seqlens)
+class _IntraArguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float | None
+    cu_seqlens: Tensor | None
+    output_qg: bool
+    l2norm: bool = False  # q and k are yet to be normalised
 
 
-def _intra_outputs(q: Tensor, v: Tensor, output_qg: bool) -> tuple[Tensor, ...]:
-    """Aqk, Akk, w, u, qg (without elements unless it is asked for), kg."""
-    rows = v.shape[:3]
-    dim_k = q.shape[-1]
-    widths = (CHUNK, CHUNK, dim_k, v.shape[-1], dim_k, dim_k)
-    return tuple(
-        _empty((*rows, width) if i != 4 or output_qg else (0,), dtype=q.dtype, device=q.device)
-        for i, width in enumerate(widths)
-    )
+class _ChunkIntra(_Stage):
+    name = "kda_chunk_intra"
+    arguments = _IntraArguments
+    results = (("Aqk", ""), ("Akk", ""), ("w", ""), ("u", ""), ("qg", "output_qg"), ("kg", ""))
+    values = "v"
 
+    def check(self, a: _IntraArguments, given: dict[str, Tensor]) -> None:
+        check_number("scale", a.scale)
+        check_flags(output_qg=a.output_qg)
+        _check_heads_of_a_chunk(given, ("q", "k", "v"), a.cu_seqlens)
 
-def _chunk_intra(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    cu_seqlens: Tensor | None,
-    output_qg: bool,
-    l2norm: bool = False,
-) -> tuple[Tensor, ...]:
-    """`kda_chunk_intra`; with l2norm, of q and k that are yet to be normalised."""
-    key = (
-        "chunk_intra", q.shape[2:], v.shape[2:], q.dtype, beta.dtype, q.get_device(), scale,
-        type(scale),         _packing(v, cu_seqlens), output_qg, l2norm,
-    )  # fmt: skip
+    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
+        q, _k, v, _g, beta, scale, cu_seqlens, output_qg, l2norm = arguments
+        return (
+            q.shape[2:], v.shape[2:], q.dtype, beta.dtype, q.get_device(), scale, type(scale),
+            _packing(v, cu_seqlens), output_qg, l2norm,
+        )  # fmt: skip
 
-    def call(function: Callable[..., None]) -> tuple[Tensor, ...]:
+    def prepare(self, a: _IntraArguments) -> Any:
+        spec = IntraSpec(
+            dtype=DTYPE_NAMES[a.q.dtype],
+            head_dim_k=a.q.shape[-1],
+            head_dim_v=a.v.shape[-1],
+            index_dtype=index_dtype(a.cu_seqlens),
+            beta_dtype=DTYPE_NAMES[a.beta.dtype],
+            l2norm=bool(a.l2norm),
+            store_qg=bool(a.output_qg),
+        )
+        return launch.get_for(a.q.device, table.CHUNK_INTRA, spec)
+
+    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, scale, cu_seqlens, output_qg, _l2norm = arguments
         results = _intra_outputs(q, v, output_qg)
-        Aqk, Akk, w, u, qg, kg = results
-        function(
+        ready(
             readable(q), readable(k), readable(v), readable(g), beta, _indices(cu_seqlens),
-            Aqk, Akk, w, u, qg if output_qg else None, kg,
-            q.shape[-1] ** -0.5 if scale is None else float(scale),
+            *results, q.shape[-1] ** -0.5 if scale is None else float(scale),
         )  # fmt: skip
         return results
 
-    result: tuple[Tensor, ...] = _run(
-        key,
-        v,
-        cu_seqlens,
-        lambda: _check_chunk_intra(q, k, v, g, beta, scale, cu_seqlens, output_qg),
-        lambda arch: (
-            table.CHUNK_INTRA,
-            IntraSpec(
-                dtype=DTYPE_NAMES[q.dtype],
-                head_dim_k=q.shape[-1],
-                head_dim_v=v.shape[-1],
-                index_dtype=index_dtype(cu_seqlens),
-                beta_dtype=DTYPE_NAMES[beta.dtype],
-                l2norm=bool(l2norm),
-                store_qg=bool(output_qg),
-            ),
-        ),
-        call,
+    def outputs(self, a: _IntraArguments) -> tuple[Tensor | None, ...]:
+        return _intra_outputs(a.q, a.v, a.output_qg)
+
+
+def _intra_outputs(q: Tensor, v: Tensor, output_qg: bool) -> tuple[Tensor | None, ...]:
+    """Aqk, Akk, w, u, qg, kg."""
+    rows, dim_k = v.shape[:3], q.shape[-1]
+    widths = (CHUNK, CHUNK, dim_k, v.shape[-1], dim_k if output_qg else None, dim_k)
+    return tuple(
+        None if width is None else _empty((*rows, width), dtype=q.dtype, device=q.device)
+        for width in widths
     )
-    return result
-
-
-def _fake_chunk_intra(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    cu_seqlens: Tensor | None,
-    output_qg: bool,
-) -> tuple[Tensor, ...]:
-    _check_chunk_intra(q, k, v, g, beta, scale, cu_seqlens, output_qg)
-    return _intra_outputs(q, v, output_qg)
 
 
 # -- w and u again
 
 
-def _check_recompute_w_u(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, Akk: Any, cu_seqlens: Any, output_kg: Any
-) -> Sizes:
-    given = check_tensors(
-        {"k": k, "v": v, "g": g, "beta": beta, "Akk": Akk}, {"q": q, "cu_seqlens": cu_seqlens}
-    )
-    check_flags(output_kg=output_kg)
-    return _check_heads_of_a_chunk(given, ("k", "q", "v", "Akk"), cu_seqlens)
+class _RecomputeArguments(NamedTuple):
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    Akk: Tensor
+    cu_seqlens: Tensor | None
+    output_kg: bool
 
 
-def _recomputed_outputs(k: Tensor, v: Tensor, qg: bool, kg: bool) -> tuple[Tensor, ...]:
-    rows, dim_k = v.shape[:3], k.shape[-1]
-    shapes = (
-        (*rows, dim_k),
-        (*rows, v.shape[-1]),
-        (*rows, dim_k) if qg else (0,),
-        (*rows, dim_k) if kg else (0,),
-    )
-    return tuple(_empty(shape, dtype=k.dtype, device=k.device) for shape in shapes)
+class _RecomputeWU(_Stage):
+    name = "kda_recompute_w_u"
+    arguments = _RecomputeArguments
+    results = (("w", ""), ("u", ""), ("qg", "q"), ("kg", "output_kg"))
+    values = "v"
 
+    def check(self, a: _RecomputeArguments, given: dict[str, Tensor]) -> None:
+        check_flags(output_kg=a.output_kg)
+        _check_heads_of_a_chunk(given, ("k", "q", "v", "Akk"), a.cu_seqlens)
 
-def _recompute_w_u(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    Akk: Tensor,
-    cu_seqlens: Tensor | None,
-    output_kg: bool,
-) -> tuple[Tensor, ...]:
-    key = (
-        "recompute_w_u", k.shape[2:], v.shape[2:], k.dtype, beta.dtype, k.get_device(), q is None,
-        _packing(v, cu_seqlens), output_kg,
-    )  # fmt: skip
+    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
+        q, k, v, _g, beta, _Akk, cu_seqlens, output_kg = arguments
+        return (
+            k.shape[2:], v.shape[2:], k.dtype, beta.dtype, k.get_device(), q is None,
+            _packing(v, cu_seqlens), output_kg,
+        )  # fmt: skip
 
-    def call(function: Callable[..., None]) -> tuple[Tensor, ...]:
+    def prepare(self, a: _RecomputeArguments) -> Any:
+        spec = RecomputeSpec(
+            dtype=DTYPE_NAMES[a.k.dtype],
+            head_dim_k=a.k.shape[-1],
+            head_dim_v=a.v.shape[-1],
+            index_dtype=index_dtype(a.cu_seqlens),
+            beta_dtype=DTYPE_NAMES[a.beta.dtype],
+            store_qg=a.q is not None,
+            store_kg=bool(a.output_kg),
+        )
+        return launch.get_for(a.k.device, table.RECOMPUTE_W_U, spec)
+
+    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, Akk, cu_seqlens, output_kg = arguments
         results = _recomputed_outputs(k, v, q is not None, output_kg)
-        w, u, qg, kg = results
-        function(
+        ready(
             None if q is None else readable(q), readable(k), readable(v), readable(g), beta,
-            readable(Akk), _indices(cu_seqlens), w, u, None if q is None else qg,
-            kg if output_kg else None,
+            readable(Akk), _indices(cu_seqlens), *results,
         )  # fmt: skip
         return results
 
-    result: tuple[Tensor, ...] = _run(
-        key,
-        v,
-        cu_seqlens,
-        lambda: _check_recompute_w_u(q, k, v, g, beta, Akk, cu_seqlens, output_kg),
-        lambda arch: (
-            table.RECOMPUTE_W_U,
-            RecomputeSpec(
-                dtype=DTYPE_NAMES[k.dtype],
-                head_dim_k=k.shape[-1],
-                head_dim_v=v.shape[-1],
-                index_dtype=index_dtype(cu_seqlens),
-                beta_dtype=DTYPE_NAMES[beta.dtype],
-                store_qg=q is not None,
-                store_kg=bool(output_kg),
-            ),
-        ),
-        call,
+    def outputs(self, a: _RecomputeArguments) -> tuple[Tensor | None, ...]:
+        return _recomputed_outputs(a.k, a.v, a.q is not None, a.output_kg)
+
+
+def _recomputed_outputs(k: Tensor, v: Tensor, qg: bool, kg: bool) -> tuple[Tensor | None, ...]:
+    rows, dim_k = v.shape[:3], k.shape[-1]
+    widths = (dim_k, v.shape[-1], dim_k if qg else None, dim_k if kg else None)
+    return tuple(
+        None if width is None else _empty((*rows, width), dtype=k.dtype, device=k.device)
+        for width in widths
     )
-    return result
-
-
-def _fake_recompute_w_u(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    Akk: Tensor,
-    cu_seqlens: Tensor | None,
-    output_kg: bool,
-) -> tuple[Tensor, ...]:
-    _check_recompute_w_u(q, k, v, g, beta, Akk, cu_seqlens, output_kg)
-    return _recomputed_outputs(k, v, q is not None, output_kg)
 
 
 # -- from chunk to chunk
 
 
-def _check_chunk_delta_h(
-    kg: Any,
-    w: Any,
-    u: Any,
-    g: Any,
-    initial_state: Any,
-    output_final_state: Any,
-    output_v_new: Any,
-    state_v_first: Any,
-    cu_seqlens: Any,
-    num_chunks: Any,
-) -> Sizes:
-    given = check_tensors(
-        {"kg": kg, "w": w, "u": u, "g": g},
-        {"initial_state": initial_state, "cu_seqlens": cu_seqlens},
-    )
-    check_flags(
-        output_final_state=output_final_state,
-        output_v_new=output_v_new,
-        state_v_first=state_v_first,
-    )
-    check_dtypes(given, ("kg", "w", "u"))
-    check_dtype("g", g, ("float32",))
-    sizes = Sizes()
-    sizes.take("kg", kg, "B T HV K")
-    sizes.take("w", w, "B T HV K")
-    sizes.take("u", u, "B T HV V")
-    sizes.take("g", g, "B T HV K")
-    sizes.check_grid()
-    sizes.check_dims()
-    sizes.check_sequences(cu_seqlens)
-    check_state(sizes, initial_state, state_v_first)
-    return sizes
+class _DeltaHArguments(NamedTuple):
+    kg: Tensor
+    w: Tensor
+    u: Tensor
+    g: Tensor
+    initial_state: Tensor | None
+    output_final_state: bool
+    output_v_new: bool
+    state_v_first: bool
+    cu_seqlens: Tensor | None
+    num_chunks: int | None
+
+
+class _DeltaH(_Stage):
+    name = "kda_chunk_delta_h"
+    arguments = _DeltaHArguments
+    results = (("h", ""), ("v_new", "output_v_new"), ("final_state", "output_final_state"))
+    values = "u"
+
+    def check(self, a: _DeltaHArguments, given: dict[str, Tensor]) -> None:
+        check_flags(
+            output_final_state=a.output_final_state,
+            output_v_new=a.output_v_new,
+            state_v_first=a.state_v_first,
+        )
+        check_dtypes(given, ("kg", "w", "u"))
+        check_dtype("g", a.g, ("float32",))
+        sizes = Sizes()
+        sizes.take("kg", a.kg, "B T HV K")
+        sizes.take("w", a.w, "B T HV K")
+        sizes.take("u", a.u, "B T HV V")
+        sizes.take("g", a.g, "B T HV K")
+        sizes.check_grid()
+        sizes.check_dims()
+        sizes.check_sequences(a.cu_seqlens)
+        check_state(sizes, a.initial_state, a.state_v_first)
+
+    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
+        _kg, w, u, _g, initial_state, final, v_new, state_v_first, cu_seqlens, _ = arguments
+        # No host code of a kernel sees whether there is a state for each sequence.
+        sequences = w.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        states = None if initial_state is None else initial_state.shape[0] == sequences
+        return (
+            w.shape[2:], u.shape[-1], u.dtype, u.get_device(), states, final, v_new,
+            state_v_first, _packing(u, cu_seqlens),
+        )  # fmt: skip
+
+    def prepare(self, a: _DeltaHArguments) -> Any:
+        dims: dict[str, Any] = {"head_dim_k": a.w.shape[-1], "head_dim_v": a.u.shape[-1]}
+        spec = DeltaHSpec(
+            dtype=DTYPE_NAMES[a.u.dtype],
+            index_dtype=index_dtype(a.cu_seqlens),
+            state_v_first=bool(a.state_v_first),
+            has_initial_state=a.initial_state is not None,
+            has_final_state=bool(a.output_final_state),
+            store_v_new=bool(a.output_v_new),
+            **dims,
+            **delta_h_config(arch=launch.arch_for(a.u.device), **dims),
+        )
+        return launch.get_for(a.u.device, table.DELTA_H, spec)
+
+    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor | None, ...]:
+        kg, w, u, g, initial_state, *rest = arguments
+        cu_seqlens = rest[3]
+        h, v_new, final_state = results = _delta_h_outputs(w, u, *rest)
+        ready(
+            readable(kg), readable(w), readable(u), readable(g), readable_state(initial_state),
+            _indices(cu_seqlens), h, v_new, final_state,
+        )  # fmt: skip
+        return results
+
+    def outputs(self, a: _DeltaHArguments) -> tuple[Tensor | None, ...]:
+        return _delta_h_outputs(a.w, a.u, *a[5:])
+
+    def nothing(self, a: _DeltaHArguments) -> Any:
+        results = super().nothing(a)
+        if results is not None:
+            unchanged(results[2], a.initial_state)
+        return results
 
 
 def _delta_h_outputs(
@@ -749,8 +646,8 @@ def _delta_h_outputs(
     state_v_first: bool,
     cu_seqlens: Tensor | None,
     num_chunks: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """h, v_new, final_state; the last two without elements unless they are asked for."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """h, v_new, final_state."""
     (batch, tokens, heads, dim_k), dim_v = w.shape, u.shape[-1]
     matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
     if cu_seqlens is None:
@@ -758,258 +655,77 @@ def _delta_h_outputs(
     else:
         sequences = cu_seqlens.shape[0] - 1
         chunks = tokens // CHUNK + sequences if num_chunks is None else num_chunks
-    return (
-        _empty((batch, chunks, heads, *matrix), dtype=u.dtype, device=u.device),
-        _empty(u.shape if output_v_new else (0,), dtype=u.dtype, device=u.device),
-        _empty(
-            (sequences, heads, *matrix) if output_final_state else (0,),
-            dtype=torch.float32,
-            device=u.device,
-        ),
-    )
-
-
-def _chunk_delta_h(
-    kg: Tensor,
-    w: Tensor,
-    u: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    output_v_new: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    num_chunks: int | None,
-) -> tuple[Tensor, ...]:
-    # That there is a state for each sequence is for no host code of a kernel to see.
-    sequences = w.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    states = None if initial_state is None else initial_state.shape[0] == sequences
-    key = (
-        "delta_h", w.shape[2:], u.shape[-1], u.dtype, u.get_device(), states, output_final_state,
-        output_v_new, state_v_first, _packing(u, cu_seqlens),
-    )  # fmt: skip
-
-    def call(function: Callable[..., None]) -> tuple[Tensor, ...]:
-        results = _delta_h_outputs(
-            w, u, output_final_state, output_v_new, state_v_first, cu_seqlens, num_chunks
-        )
-        h, v_new, final_state = results
-        if function is _nothing and output_final_state:
-            unchanged(final_state, initial_state)
-        function(
-            readable(kg), readable(w), readable(u), readable(g), readable_state(initial_state),
-            _indices(cu_seqlens), h, v_new if output_v_new else None,
-            final_state if output_final_state else None,
-        )  # fmt: skip
-        return results
-
-    def request(arch: str) -> launch.Request:
-        dims: dict[str, Any] = {"head_dim_k": w.shape[-1], "head_dim_v": u.shape[-1]}
-        return (
-            table.DELTA_H,
-            DeltaHSpec(
-                dtype=DTYPE_NAMES[u.dtype],
-                index_dtype=index_dtype(cu_seqlens),
-                state_v_first=bool(state_v_first),
-                has_initial_state=initial_state is not None,
-                has_final_state=bool(output_final_state),
-                store_v_new=bool(output_v_new),
-                **dims,
-                **delta_h_config(arch=arch, **dims),
-            ),
-        )
-
-    result: tuple[Tensor, ...] = _run(
-        key,
-        u,
-        cu_seqlens,
-        lambda: _check_chunk_delta_h(
-            kg,
-            w,
-            u,
-            g,
-            initial_state,
-            output_final_state,
-            output_v_new,
-            state_v_first,
-            cu_seqlens,
-            num_chunks,
-        ),
-        request,
-        call,
-    )
-    return result
-
-
-def unchanged(final_state: Tensor, initial_state: Tensor | None) -> None:
-    """The states of sequences without tokens."""
-    if initial_state is None:
-        final_state.zero_()
-    else:
-        final_state.copy_(initial_state)
-
-
-def _fake_chunk_delta_h(
-    kg: Tensor,
-    w: Tensor,
-    u: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    output_v_new: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    num_chunks: int | None,
-) -> tuple[Tensor, ...]:
-    _check_chunk_delta_h(
-        kg, w, u, g, initial_state, output_final_state, output_v_new, state_v_first, cu_seqlens,
-        num_chunks,
-    )  # fmt: skip
-    return _delta_h_outputs(
-        w, u, output_final_state, output_v_new, state_v_first, cu_seqlens, num_chunks
-    )
+    h = _empty((batch, chunks, heads, *matrix), dtype=u.dtype, device=u.device)
+    v_new = final_state = None
+    if output_v_new:
+        v_new = _empty(u.shape, dtype=u.dtype, device=u.device)
+    if output_final_state:
+        final_state = _empty((sequences, heads, *matrix), dtype=torch.float32, device=u.device)
+    return h, v_new, final_state
 
 
 # -- output
 
 
-def _check_chunk_output(
-    q: Any, v_new: Any, g: Any, Aqk: Any, h: Any, scale: Any, state_v_first: Any, cu_seqlens: Any
-) -> Sizes:
-    given = check_tensors(
-        {"q": q, "v_new": v_new, "g": g, "Aqk": Aqk, "h": h}, {"cu_seqlens": cu_seqlens}
-    )
-    check_number("scale", scale)
-    check_flags(state_v_first=state_v_first)
-    sizes = _check_heads_of_a_chunk(given, ("q", "v_new", "Aqk", "h"), cu_seqlens)
-    if cu_seqlens is None:
-        sizes["chunks"] = sizes.num_chunks(None)
-    sizes.take("h", h, "B chunks HV V K" if state_v_first else "B chunks HV K V")
-    return sizes
+class _OutputArguments(NamedTuple):
+    q: Tensor
+    v_new: Tensor
+    g: Tensor
+    Aqk: Tensor
+    h: Tensor
+    scale: float | None
+    state_v_first: bool
+    cu_seqlens: Tensor | None
+    l2norm: bool = False  # q is yet to be normalised
 
 
-def _chunk_output(
-    q: Tensor,
-    v_new: Tensor,
-    g: Tensor,
-    Aqk: Tensor,
-    h: Tensor,
-    scale: float | None,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    l2norm: bool = False,
-) -> Tensor:
-    """`kda_chunk_output`; with l2norm, of a q that is yet to be normalised."""
-    # That h has as many chunks as T needs is for no host code of a kernel to see.
-    chunks = None if cu_seqlens is not None else (h.shape[1], (q.shape[1] + CHUNK - 1) // CHUNK)
-    key = (
-        "output", q.shape[2:], v_new.shape[2:], q.dtype, q.get_device(), scale, type(scale),
-        state_v_first,
-        _packing(v_new, cu_seqlens), chunks is None or chunks[0] == chunks[1], l2norm,
-    )  # fmt: skip
+class _Output(_Stage):
+    name = "kda_chunk_output"
+    arguments = _OutputArguments
+    results = (("o", ""),)
+    values = "v_new"
 
-    def call(function: Callable[..., None]) -> Tensor:
+    def check(self, a: _OutputArguments, given: dict[str, Tensor]) -> None:
+        check_number("scale", a.scale)
+        check_flags(state_v_first=a.state_v_first)
+        sizes = _check_heads_of_a_chunk(given, ("q", "v_new", "Aqk", "h"), a.cu_seqlens)
+        if a.cu_seqlens is None:
+            sizes["chunks"] = sizes.num_chunks(None)
+        sizes.take("h", a.h, "B chunks HV V K" if a.state_v_first else "B chunks HV K V")
+
+    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
+        q, v_new, _g, _Aqk, h, scale, state_v_first, cu_seqlens, l2norm = arguments
+        return (
+            q.shape[2:], v_new.shape[2:], q.dtype, q.get_device(), scale, type(scale),
+            state_v_first, _packing(v_new, cu_seqlens), l2norm,
+            # No host code of a kernel sees whether h has as many chunks as T needs.
+            cu_seqlens is not None or h.shape[1] == (q.shape[1] + CHUNK - 1) // CHUNK,
+        )  # fmt: skip
+
+    def prepare(self, a: _OutputArguments) -> Any:
+        dims: dict[str, Any] = {"head_dim_k": a.q.shape[-1], "head_dim_v": a.v_new.shape[-1]}
+        spec = OutputSpec(
+            dtype=DTYPE_NAMES[a.q.dtype],
+            index_dtype=index_dtype(a.cu_seqlens),
+            l2norm=bool(a.l2norm),
+            state_v_first=bool(a.state_v_first),
+            **dims,
+            **output_config(arch=launch.arch_for(a.q.device), **dims),
+        )
+        return launch.get_for(a.q.device, table.OUTPUT, spec)
+
+    def launch(self, ready: Any, *arguments: Any, **_: Any) -> Tensor:
+        q, v_new, g, Aqk, h, scale, _state_v_first, cu_seqlens, _l2norm = arguments
         o = _empty(v_new.shape, dtype=q.dtype, device=q.device)
-        function(
+        ready(
             readable(q), readable(v_new), readable(g), readable(Aqk), contiguous(h),
             _indices(cu_seqlens), o, q.shape[-1] ** -0.5 if scale is None else float(scale),
         )  # fmt: skip
         return o
 
-    def request(arch: str) -> launch.Request:
-        dims: dict[str, Any] = {"head_dim_k": q.shape[-1], "head_dim_v": v_new.shape[-1]}
-        return (
-            table.OUTPUT,
-            OutputSpec(
-                dtype=DTYPE_NAMES[q.dtype],
-                index_dtype=index_dtype(cu_seqlens),
-                l2norm=bool(l2norm),
-                state_v_first=bool(state_v_first),
-                **dims,
-                **output_config(arch=arch, **dims),
-            ),
-        )
-
-    result: Tensor = _run(
-        key,
-        v_new,
-        cu_seqlens,
-        lambda: _check_chunk_output(q, v_new, g, Aqk, h, scale, state_v_first, cu_seqlens),
-        request,
-        call,
-    )
-    return result
+    def outputs(self, a: _OutputArguments) -> Tensor:
+        return _empty(a.v_new.shape, dtype=a.v_new.dtype, device=a.v_new.device)
 
 
-def _fake_chunk_output(
-    q: Tensor,
-    v_new: Tensor,
-    g: Tensor,
-    Aqk: Tensor,
-    h: Tensor,
-    scale: float | None,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    _check_chunk_output(q, v_new, g, Aqk, h, scale, state_v_first, cu_seqlens)
-    return v_new.new_empty(v_new.shape)
-
-
-# -- the registered operators -------------------------------------------------------------------
-
-_library = torch.library.Library("cute_attn", "FRAGMENT")
-
-
-def _register(
-    schema: str,
-    implementation: Callable[..., Any],
-    check: Callable[..., Any],
-    fake: Callable[..., Any],
-) -> None:
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-    @torch.no_grad()  # whoever calls it by its own name gets no gradient, as its schema says
-    def operator(*arguments: Any) -> Any:
-        return _on_memory(name, implementation, check, *map(plain, arguments))
-
-    _library.impl(name, operator, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cute_attn::{name}", fake, lib=_library)
-
-
-_register(
-    "kda_gate_cumsum(Tensor g, Tensor? A_log, Tensor? dt_bias, float? lower_bound, "
-    "bool use_gate_in_kernel, Tensor? cu_seqlens) -> Tensor",
-    _gate_cumsum,
-    _check_gate_cumsum,
-    _fake_gate_cumsum,
-)
-_register(
-    "kda_chunk_intra(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, float? scale, "
-    "Tensor? cu_seqlens, bool output_qg) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _chunk_intra,
-    _check_chunk_intra,
-    _fake_chunk_intra,
-)
-_register(
-    "kda_recompute_w_u(Tensor? q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor Akk, "
-    "Tensor? cu_seqlens, bool output_kg) -> (Tensor, Tensor, Tensor, Tensor)",
-    _recompute_w_u,
-    _check_recompute_w_u,
-    _fake_recompute_w_u,
-)
-_register(
-    "kda_chunk_delta_h(Tensor kg, Tensor w, Tensor u, Tensor g, Tensor? initial_state, "
-    "bool output_final_state, bool output_v_new, bool state_v_first, Tensor? cu_seqlens, "
-    "SymInt? num_chunks) -> (Tensor, Tensor, Tensor)",
-    _chunk_delta_h,
-    _check_chunk_delta_h,
-    _fake_chunk_delta_h,
-)
-_register(
-    "kda_chunk_output(Tensor q, Tensor v_new, Tensor g, Tensor Aqk, Tensor h, float? scale, "
-    "bool state_v_first, Tensor? cu_seqlens) -> Tensor",
-    _chunk_output,
-    _check_chunk_output,
-    _fake_chunk_output,
-)
+GATE_CUMSUM, CHUNK_INTRA, RECOMPUTE_W_U = _GateCumsum(), _ChunkIntra(), _RecomputeWU()
+DELTA_H, OUTPUT = _DeltaH(), _Output()
