@@ -11,8 +11,9 @@ from .asm import asm
 
 
 def copy_async(shared: Any, source: Any, present: Any) -> None:
-    """`cp.async` of 16 bytes from a 64-bit global address; zeros where `present` is false, and then
-    nothing is read. Commit and wait with `cute.arch.cp_async_commit_group`, `_wait_group`."""
+    """Start a `cp.async` of 16 bytes from a 64-bit global address; where `present` is false, write
+    zeros and read nothing. Commit and wait with `cute.arch.cp_async_commit_group`,
+    `_wait_group`."""
     nbytes = Int32(16) if present is True else cutlass.select_(present, Int32(16), Int32(0))
     text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
     asm(text, [], [Int32(shared), Int64(source), Int32(nbytes)], memory=True)
@@ -29,6 +30,6 @@ def copy_bulk(shared: Any, source: Any, nbytes: int, barrier: Any) -> None:
 
 
 def copies_arrive(barrier: Any) -> None:
-    """One of the arrivals that the mbarrier at a shared address waits for, once this thread's
-    `copy_async` so far are done."""
+    """Arrive once at the mbarrier at a shared address, as soon as this thread's `copy_async` so far
+    are done."""
     asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [Int32(barrier)], memory=True)

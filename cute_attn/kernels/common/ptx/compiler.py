@@ -15,5 +15,5 @@ def keep_branch() -> None:
 
 
 def opaque(x: Any) -> Any:
-    """The same number, about which the compiler knows nothing."""
+    """Return the same number, about which the compiler knows nothing."""
     return asm("mov.b32 $0, $1;", [type(x)], [x], memory=True)

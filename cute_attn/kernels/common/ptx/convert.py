@@ -12,13 +12,13 @@ from .asm import TYPE_NAMES, asm
 
 
 def pack(dtype: Any, low: Any, high: Any) -> Any:
-    """Two float32 rounded to `dtype`, in one register."""
+    """Round two float32 to `dtype`, into one register."""
     text = f"cvt.rn.{TYPE_NAMES[dtype]}x2.f32 $0, $1, $2;"
     return asm(text, [Int32], [Float32(high), Float32(low)])
 
 
 def unpack(dtype: Any, x: Any) -> tuple[Any, Any]:
-    """The two elements of a register, as float32."""
+    """Return the two elements of a register, as float32."""
     if dtype is cutlass.BFloat16:
         bits = (asm("shl.b32 $0, $1, 16;", [Int32], [x]), x & Int32(-65536))
         low, high = (asm("mov.b32 $0, $1;", [Float32], [b]) for b in bits)
@@ -32,23 +32,23 @@ def unpack(dtype: Any, x: Any) -> tuple[Any, Any]:
 
 
 def pack_all(dtype: Any, values: Sequence[Any]) -> list[Any]:
-    """Pairs of neighbouring float32, packed."""
+    """Pack pairs of neighbouring float32."""
     return [pack(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
 def unpack_all(dtype: Any, registers: Sequence[Any]) -> list[Any]:
-    """All elements of packed registers, as float32."""
+    """Return all elements of packed registers, as float32."""
     return [element for x in registers for element in unpack(dtype, x)]
 
 
 def to_tf32(x: Any) -> Any:
-    """A float32 rounded to tf32, as an operand."""
+    """Round a float32 to tf32, as an operand."""
     return asm("cvt.rna.tf32.f32 $0, $1;", [Int32], [Float32(x)])
 
 
 def split_tf32(x: Any) -> tuple[Any, Any]:
-    """Two tf32 operands whose sum is x to 22 bits: three products of such pairs, all but that of
-    the two small ones, are nearly as accurate as float32."""
+    """Return two tf32 operands whose sum is x to 22 bits: three products of such pairs, all but
+    that of the two small ones, are nearly as accurate as float32."""
     high = to_tf32(x)
     low = Float32(x) - asm("mov.b32 $0, $1;", [Float32], [high])
     return high, to_tf32(low)

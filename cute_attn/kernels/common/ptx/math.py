@@ -10,12 +10,13 @@ from .asm import asm
 
 
 def exp2(x: Any) -> Any:
-    """2 ** x, to 2 ulp; results below 2 ** -126 are 0."""
+    """Return 2 ** x, to 2 ulp; results below 2 ** -126 are 0."""
     return asm("ex2.approx.ftz.f32 $0, $1;", [Float32], [Float32(x)])
 
 
 def log2(x: Any) -> Any:
-    """To an absolute error of 2 ** -22 near 1, and to 1 ulp or so elsewhere."""
+    """Return the logarithm to an absolute error of 2 ** -22 near 1, and to about 1 ulp
+    elsewhere."""
     return asm("lg2.approx.ftz.f32 $0, $1;", [Float32], [Float32(x)])
 
 

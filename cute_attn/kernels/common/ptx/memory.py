@@ -16,32 +16,32 @@ _BITS = {Int32: "b32", Float32: "f32"}
 
 
 def shared_address(pointer: cute.Pointer) -> Any:
-    """Of a pointer to shared memory."""
+    """Return the 32-bit address of a pointer to shared memory."""
     return Int32(pointer.toint())
 
 
 def load_shared(kind: Any, address: Any, count: int = 1) -> Any:
-    """`count` (1, 2 or 4) Int32 or Float32 from shared memory, aligned to their size."""
+    """Load `count` (1, 2 or 4) Int32 or Float32 from shared memory, aligned to their size."""
     return _load("shared", kind, Int32(address), count)
 
 
 def store_shared(kind: Any, address: Any, values: Sequence[Any]) -> None:
-    """1, 2 or 4 Int32 or Float32 to shared memory, aligned to their size."""
+    """Store 1, 2 or 4 Int32 or Float32 to shared memory, aligned to their size."""
     _store("shared", kind, Int32(address), values)
 
 
 def load_global(kind: Any, address: Any, count: int = 1) -> Any:
-    """`count` (1, 2 or 4) Int32 or Float32 from a 64-bit address in global memory."""
+    """Load `count` (1, 2 or 4) Int32 or Float32 from a 64-bit address in global memory."""
     return _load("global", kind, Int64(address), count)
 
 
 def store_global(kind: Any, address: Any, values: Sequence[Any]) -> None:
-    """1, 2 or 4 Int32 or Float32 to a 64-bit address in global memory."""
+    """Store 1, 2 or 4 Int32 or Float32 to a 64-bit address in global memory."""
     _store("global", kind, Int64(address), values)
 
 
 def store_global_where(condition: Any, address: Any, *values: Any) -> None:
-    """1, 2 or 4 Int32 to a 64-bit address, by predication: never a branch."""
+    """Store 1, 2 or 4 Int32 to a 64-bit address, by predication: never a branch."""
     width, sources = _vector(2, len(values))
     text = (
         "{\n.reg .pred some;\nsetp.ne.b32 some, $1, 0;\n"
@@ -51,7 +51,7 @@ def store_global_where(condition: Any, address: Any, *values: Any) -> None:
 
 
 def _vector(first: int, count: int) -> tuple[str, str]:
-    """The width and the operands of an access of `count` registers, from operand `first` on."""
+    """Return the width and the operands of an access of `count` registers, from operand `first`."""
     return ("", f"${first}") if count == 1 else (f".v{count}", f"{{{operands(first, count)}}}")
 
 

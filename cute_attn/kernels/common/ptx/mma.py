@@ -24,12 +24,14 @@ from .asm import TYPE_NAMES, asm, operands
 
 
 def mma(dtype: Any, c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
-    """c + a b of 16 by 8 by 16; a and b of `dtype`, bfloat16 or float16, c float32."""
+    """Return c + a b of 16 by 8 by 16; a and b are of `dtype`, bfloat16 or float16, c is
+    float32."""
     return _mma("m16n8k16", TYPE_NAMES[dtype], c, a, b)
 
 
 def mma_tf32(c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
-    """c + a b of 16 by 8 by 8, a and b as `convert.to_tf32` or `split_tf32` give them."""
+    """Return c + a b of 16 by 8 by 8, with a and b as `convert.to_tf32` or `split_tf32` give
+    them."""
     return _mma("m16n8k8", "tf32", c, a, b)
 
 

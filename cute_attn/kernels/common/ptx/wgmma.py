@@ -26,14 +26,14 @@ _COLUMNS = _SWIZZLE_128 | _STRIDE << 32 | (SUB_TILE_BYTES >> 4) << 16
 
 
 def rows_descriptor(address: Any) -> Any:
-    """Of a right operand whose columns are the rows at `address`: the k of a product lie side by
-    side. Further k are 16 bytes for each 8, and a sub-tile for each 64."""
+    """Describe a right operand whose columns are the rows at `address`: the k of a product lie side
+    by side. Further k are 16 bytes for each 8, and a sub-tile for each 64."""
     return Int64(_ROWS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
 def columns_descriptor(address: Any) -> Any:
-    """Of a right operand whose rows are the rows at `address`: its columns lie side by side, 64 a
-    sub-tile. Further k are 128 bytes each."""
+    """Describe a right operand whose rows are the rows at `address`: its columns lie side by side,
+    64 a sub-tile. Further k are 128 bytes each."""
     return Int64(_COLUMNS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
@@ -74,7 +74,7 @@ def product(
 
 
 def wait(c: Sequence[Any], pending: int = 0) -> list[Any]:
-    """The result c of a product, once at most `pending` later ones are under way."""
+    """Return the result c of a product, once at most `pending` later ones are under way."""
     text = f"wgmma.wait_group.sync.aligned {pending};"
     tied = len(c)
     return list(asm(text, [Float32] * tied, [*map(Float32, c)], tied=tied, memory=True))

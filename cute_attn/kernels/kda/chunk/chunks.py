@@ -45,7 +45,7 @@ class SequencePlace(NamedTuple):
 
 @cute.jit
 def num_slots(batch: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
-    """How many slots there are at most, for host code."""
+    """For host code: return how many slots there are at most."""
     slots = batch * ((tokens + (CHUNK - 1)) // CHUNK)
     if cutlass.const_expr(cu_seqlens is not None):
         slots = tokens // CHUNK + cu_seqlens.shape[0] - 1
@@ -62,7 +62,7 @@ def num_sequences(batch: Int32, cu_seqlens: cute.Tensor | None) -> Any:
 
 @cute.jit
 def sequence_place(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
-    """Of a sequence; `tokens` is T. Offsets that descend or leave the tensor are taken for empty
+    """Find a sequence; `tokens` is T. Offsets that descend or leave the tensor are taken for empty
     sequences, so that no call reads or writes what is not its own."""
     if cutlass.const_expr(cu_seqlens is None):
         chunks = Int32(cutlass.Uint32(tokens + (CHUNK - 1)) >> CHUNK_SHIFT)
@@ -78,7 +78,7 @@ def sequence_place(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | Non
 
 @cute.jit
 def chunk_place(slot: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
-    """Of a slot; `tokens` is T."""
+    """Find the chunk of a slot; `tokens` is T."""
     if cutlass.const_expr(cu_seqlens is None):
         chunks = Int32(cutlass.Uint32(tokens + (CHUNK - 1)) >> CHUNK_SHIFT)
         sequence = slot // chunks
@@ -118,7 +118,7 @@ class Rows(NamedTuple):
 
 
 def row_offset(row: Any, pitch: Any) -> Any:
-    """Bytes to a row, in one multiplication."""
+    """Return the bytes to a row, by one multiplication."""
     return Int64(Uint64(Uint32(row)) * Uint64(pitch))
 
 

@@ -28,7 +28,7 @@ class GateSums:
     def store_sums(
         self, smem: Any, pair: Any, sub: Any, gates: list[Any], *, ascending: bool
     ) -> None:
-        """P of a sub-chunk, two channels, and what `finish_tables` needs of it.
+        """Store P of a sub-chunk and two channels, and what `finish_tables` needs of it.
 
         Args:
             pair: of channels, 2 pair and 2 pair + 1.
@@ -48,7 +48,7 @@ class GateSums:
     def store_rows_of_sums(
         self, smem: Any, pair: Any, sub: Any, sums: list[Any], *, ascending: bool
     ) -> None:
-        """A sub-chunk's rows of P, or of its factors, for two channels."""
+        """Store a sub-chunk's rows of P, or of its factors, for two channels."""
         if not self.memory.in_one_product:
             self._store_rows_of_p(smem, pair, sub, sums)
             return
@@ -95,7 +95,7 @@ class GateSums:
         return first
 
     def rows_in_range(self, smem: Any, b: Any) -> Any:
-        """How many rows of sub-chunk b are in range, from the first on."""
+        """Return how many rows of sub-chunk b are in range, from the first on."""
         if not self.memory.in_one_product:
             return Int32(0)
         warps = self.memory.head_dim_k // 2 // WARP_SIZE
@@ -107,7 +107,8 @@ class GateSums:
         return rows
 
     def rows_of_half(self, smem: Any, b: Any, half: Any) -> Any:
-        """The same for half of the channels. All 16: P's place holds exp2(-shift - P)."""
+        """Return the same for half of the channels. If it is 16, P's place holds exp2(-shift -
+        P)."""
         if not self.memory.in_one_product:
             return Int32(0)
         warps = self.memory.head_dim_k // 2 // WARP_SIZE
@@ -115,8 +116,8 @@ class GateSums:
         return load_shared(Int32, smem + self.memory["out_of_range"] + at)[0]
 
     def finish_tables(self, smem: Any, channel: Any) -> Any:
-        """From the gate of the first token and the sum of the others of each sub-chunk, all that
-        `start`, `to_next` and `to_end` are to hold; G at the chunk's end is returned."""
+        """Fill `start`, `to_next` and `to_end` from what `store_sums` has left: each sub-chunk's
+        first gate and the sum of its others. Return G at the chunk's end."""
         at = smem + (channel << 2)
         first, total = (
             [load_shared(Float32, at + table + b * self.memory.p_row)[0] for b in range(SUB_CHUNKS)]
@@ -138,8 +139,9 @@ class GateSums:
         store_shared(Float32, at + self.memory["start"], [exp2(start - self.memory.shift)])
 
     def decays(self, p: list[Any], until: list[Any], in_range: bool) -> list[Any]:
-        """From tokens whose P, or factors if `in_range`, are given, until a later one. `until` is G
-        from the sub-chunk's first token to that one, plus the shift, or exp2 of that."""
+        """Return the decays from tokens, whose P (or factors, if `in_range`) are given, to a later
+        one. `until` is G from the sub-chunk's first token to that one, plus the shift, or exp2 of
+        it."""
         if in_range:
             return [x * y for x, y in zip(p, until, strict=True)]
         return [
@@ -148,7 +150,7 @@ class GateSums:
         ]
 
     def sums_of(self, p: list[Any], row: Any, in_range: Any) -> list[Any]:
-        """P from what is stored. A row that is in range is taken from its factor even where P
+        """Return P from what is stored. P of a row in range comes from its factor even where P
         itself is stored, so that its bits do not depend on the rows behind it."""
         if not self.memory.in_one_product:
             return p

@@ -25,15 +25,15 @@ from .sub_chunks import (
 
 
 class ScoresByHalves:
-    """8 tokens against the 8 before them, then 4, 2 and 1. All methods run on the device."""
+    """Scores 8 tokens against the 8 before them, then 4, 2 and 1. All methods run on the device."""
 
     def __init__(self, memory: ChunkMemory, sums: GateSums):
         self.memory, self.sums, self.dtype = memory, sums, memory.dtype
 
     @cute.jit
     def levels(self, smem: Int32, b: Int32, half: Int32, scale: Float32) -> None:
-        """Half of the scores within sub-chunk b: L below the diagonal of its block, scale q k above
-        it, transposed.
+        """Store half of the scores within sub-chunk b: L below the diagonal of its block, scale q k
+        above it, transposed.
 
         At a level with h later tokens against the h before them there are 8 of each in all: the 8
         rows of q are rows 0 to 7 of the left operand, those of k rows 8 to 15, and the 8 columns
@@ -68,7 +68,8 @@ class ScoresByHalves:
                     store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
     def _level(self, smem: Any, b: Any, later: Any, earlier: Any, reference: Any) -> list[Any]:
-        """The product of a level, as accumulators, for the thread's tokens of sub-chunk b."""
+        """Return the product of a level, as accumulators, for the thread's tokens of sub-chunk
+        b."""
         _, c = row_and_part()
         acc = [[Float32(0.0)] * 4 for _ in range(2)]  # two, since a sum is a chain
         first = b * SUB_CHUNK

@@ -77,7 +77,7 @@ class Inverse:
                 store_shared(Float32, block + block_element(i, n), [column[i]])
 
     def _substituted(self, block: Any, n: Any) -> list[Any]:
-        """Column n of the inverse."""
+        """Return column n of the inverse."""
         column: list[Any] = []
         for i in range(SUB_CHUNK):
             row: list[Any] = []
@@ -91,7 +91,7 @@ class Inverse:
 
     @cute.jit
     def invert(self, smem: Int32, part: Int32) -> None:
-        """All blocks of the inverse to `tile_kk`, by all warps, of which this one is `part`.
+        """Store all blocks of the inverse to `tile_kk`, by all warps, of which this one is `part`.
         Starts when L and the inverted blocks on the diagonal can be read by all, and ends when the
         results can."""
         n = cute.make_rmem_tensor((8,), Float32)  # N, transposed, as accumulators
@@ -168,7 +168,7 @@ class Inverse:
         return values
 
     def _store_rows(self, block: Any, x: list[Any]) -> None:
-        """A block of float32, from the accumulators of its transposed."""
+        """Store a block of float32 from the accumulators of its transpose."""
         r, c = row_and_part()
         for t in range(2):
             for half in range(2):
@@ -179,7 +179,7 @@ class Inverse:
     # -- operands -----------------------------------------------------------------------------
 
     def _split(self, x: list[Any]) -> list[Any]:
-        """8 float32 as operands, and 8 more for what is left of them."""
+        """Return 8 float32 as operands, and 8 more for what these leave out."""
         high, low = zip(*map(split, x), strict=True)
         return [*high, *low]
 
@@ -194,12 +194,12 @@ class Inverse:
         return values
 
     def _lower(self, x: Any, row: Any, column: Any) -> Any:
-        """Element of a unit lower triangular matrix."""
+        """Return an element of a unit lower triangular matrix."""
         x = cutlass.select_(column < row, x, Float32(0.0))
         return cutlass.select_(column == row, Float32(1.0), x)
 
     def _diagonal_transposed(self, smem: Any, j: Any) -> list[Any]:
-        """X_jj^T as accumulators."""
+        """Return X_jj^T as accumulators."""
         r, c = row_and_part()
         block = self._block(smem, j, j)
         values: list[Any] = []
@@ -217,7 +217,7 @@ class Inverse:
     # -- products -----------------------------------------------------------------------------
 
     def _times_diagonal(self, smem: Any, n: cute.Tensor, i: Any) -> list[Any]:
-        """-n X_ii^T"""
+        """Return -n X_ii^T."""
         r, c = row_and_part()
         rows = self._rows(self._block(smem, i, i))
         for t in range(2):
@@ -247,7 +247,7 @@ class Inverse:
     # -- results ------------------------------------------------------------------------------
 
     def store_block(self, smem: Any, i: Any, j: Any, x: list[Any]) -> None:
-        """Block (i, j) of the inverse to `tile_kk`, from the accumulators of its transposed."""
+        """Store block (i, j) of the inverse to `tile_kk` from the accumulators of its transpose."""
         r, c = row_and_part()
         factors = None
         if self.times_beta:

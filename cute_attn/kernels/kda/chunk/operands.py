@@ -33,7 +33,7 @@ class Operands:
 
     @cute.jit
     def start_copy(self, rows: Any, shared: Int32, length: Int32) -> None:
-        """cp.async of the chunk's rows of q or k; rows past its end become 0."""
+        """Start the cp.async of the chunk's rows of q or k; rows past its end become 0."""
         thread, _, _ = cute.arch.thread_idx()
         units = self.memory.qk_row // UNIT_BYTES
         step = NUM_THREADS // units
@@ -52,10 +52,10 @@ class Operands:
 
     @cute.jit
     def norms(self, smem: Int32, scale: Float32) -> None:
-        """Of 8 rows of each warp: scale q . k, and with l2norm the inverses of both lengths.
+        """Store scale q . k of 8 rows of each warp, and with l2norm the inverses of both lengths.
 
-        The left operand has q in rows 0 to 7 and k in rows 8 to 15, the right one k, and q. What
-        is wanted is on the diagonals of the results.
+        The left operand has q in rows 0 to 7 and k in rows 8 to 15; the right one is k, then q.
+        The results' diagonals are what is wanted.
         """
         thread, _, _ = cute.arch.thread_idx()
         r, c = row_and_part()

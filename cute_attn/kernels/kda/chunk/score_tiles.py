@@ -47,7 +47,8 @@ class ScoreTiles:
         cute.arch.barrier(barrier_id=SWAP_BARRIER + b, number_of_threads=2 * WARP_SIZE)
 
     def take(self, smem: Any, b: Any, which: int, acc: cute.Tensor) -> list[Any]:
-        """The whole sums of q (0) or k (1): [sub-chunks back][half of its tokens][accumulators]."""
+        """Add up the sums of q (0) or k (1): [sub-chunks back][half of its
+        tokens][accumulators]."""
         at = self._partial_sums(smem, b, which)
         result: list[Any] = []
         for n in range(2 * SUB_CHUNKS):
@@ -61,19 +62,19 @@ class ScoreTiles:
         return smem + at + b * REGION.nbytes + cute.arch.lane_idx() * 16
 
     def unshifted(self, back: int, factor: Any) -> Any:
-        """A factor of sums over earlier columns, whose rows are too large by the shift."""
+        """Return a factor of sums over earlier columns, whose rows are too large by the shift."""
         return factor * 2.0**-self.memory.shift if back and self.memory.shift else factor
 
     def scaled(self, sums: Any, n: int, row: Any, columns: Any) -> list[Any]:
-        """Two sums times their row's and their columns' factors."""
+        """Return two sums times their row's and their columns' factors."""
         if columns is None:
             return [sums[n + e] * row for e in range(2)]
         return [sums[n + e] * (row * columns[e]) for e in range(2)]
 
     @cute.jit
     def finish_scores(self, smem: Int32, b: Int32, scale: Float32, acc: cute.Tensor) -> None:
-        """The rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4, where it can read them; after
-        `swap_sums`."""
+        """Store the rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4, which may then read
+        them; after `swap_sums`."""
         sums = self.take(smem, b, 0, acc)
         cute.arch.sync_warp()
         self.stage_scores(smem, b, scale, sums)
@@ -81,13 +82,14 @@ class ScoreTiles:
 
     @cute.jit
     def finish_lower(self, smem: Int32, b: Int32, acc: cute.Tensor) -> None:
-        """The rows of L of sub-chunk b, by warp b, where it can read them; after `swap_sums`."""
+        """Store the rows of L of sub-chunk b, by warp b, which may then read them; after
+        `swap_sums`."""
         self.store_lower(smem, b, self.take(smem, b, 1, acc))
         cute.arch.sync_warp()
 
     @cute.jit
     def store_lower(self, smem: Int32, b: Int32, sums: Any) -> None:
-        """The rows of L of sub-chunk b, from the sums of k."""
+        """Store the rows of L of sub-chunk b from the sums of k."""
         r, c = row_and_part()
         in_range = self.sums.rows_in_range(smem, b)
         factors = [self.memory.row_factor(smem, b * SUB_CHUNK + r + 8 * half) for half in range(2)]
@@ -112,7 +114,7 @@ class ScoreTiles:
 
     @cute.jit
     def stage_scores(self, smem: Int32, b: Int32, scale: Float32, sums: Any) -> None:
-        """The 16 rows of Aqk of sub-chunk b, from the sums of q, to `tile_qk`."""
+        """Store the 16 rows of Aqk of sub-chunk b to `tile_qk`, from the sums of q."""
         r, c = row_and_part()
         tile = smem + REGION["tile_qk"] + b * REGION.nbytes
         in_range = self.sums.rows_in_range(smem, b)

@@ -61,22 +61,22 @@ class Outputs(Protocol):
     """Takes q and k, decayed: 8 channels of a row, 8 half + lane // 4 of sub-chunk b, at a time."""
 
     def decayed_k(self, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any) -> None:
-        """k; times `start`, and the norm, it is decayed from the start of the chunk."""
+        """Take k. Times `start` and the norm it is decayed from the start of the chunk."""
 
     def decayed_q(
         self, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any, scale: Any
     ) -> None:
-        """The same of q."""
+        """Take the same of q."""
 
     def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
-        """k, decayed to the end of the chunk; times the norm."""
+        """Take k, which is decayed to the end of the chunk but for the norm."""
 
 
 class Scores:
     """The products of q and k with their decays. All methods run on the device."""
 
     def __init__(self, memory: ChunkMemory, sums: GateSums, *, few_registers: bool = False):
-        """few_registers: whether `Outputs` leave few of them to the scores."""
+        """few_registers: whether `Outputs` leave few registers to the scores."""
         self.memory, self.sums, self.dtype = memory, sums, memory.dtype
         self.halves = ScoresByHalves(memory, sums)
         self.few_registers = few_registers
@@ -85,8 +85,8 @@ class Scores:
     def score(
         self, smem: Int32, b: Int32, half: Int32, scale: Float32, out: Outputs, acc: cute.Tensor
     ) -> None:
-        """All that q, k and P are read for, which may be overwritten afterwards: `score_rows`, and
-        k decayed to the end of the chunk."""
+        """Run `score_rows`, and decay k to the end of the chunk. Nothing reads q, k and P
+        afterwards, so that their place is free."""
         self.score_rows(smem, b, half, scale, out, acc)
         # Those with few blocks of scores have more of kg: sub-chunks 0 and 1, 2, 3, none.
         first = Int32(0) if b == 0 else b + 1
@@ -99,8 +99,8 @@ class Scores:
     def score_rows(
         self, smem: Int32, b: Int32, half: Int32, scale: Float32, out: Outputs, acc: cute.Tensor
     ) -> None:
-        """The rows of sub-chunk b against its own and the sub-chunks before it, for half of the
-        channels: sums without scale and beta. On the way q and k, decayed, go to `out`.
+        """Score the rows of sub-chunk b against itself and the sub-chunks before it, over half of
+        the channels, without scale and beta. On the way q and k, decayed, go to `out`.
 
         Args:
             acc: 64 float32 in registers: [q, k][sub-chunks back][half of its tokens][accumulators].
@@ -124,7 +124,7 @@ class Scores:
         g: Int32,
         acc: cute.Tensor,
     ) -> None:
-        """`score_rows` for 32 channels."""
+        """Do `score_rows` for 32 channels."""
         r, c = row_and_part()
         at_qk = smem + ((g << 6) ^ ((parity(r) << 6) + c * 16))
         at_p = smem + (g << 7) + c * 32
@@ -153,7 +153,7 @@ class Scores:
         self, smem: Any, b: Any, scale: Any, out: Outputs, g: Any, at_qk: Any, at_p: Any,
         rows: cute.Tensor, acc: cute.Tensor, in_range: Any,
     ) -> None:  # fmt: skip
-        """The rows as left operands, times the columns of the sub-chunk itself. `in_range` is None
+        """Multiply the rows, as left operands, by the sub-chunk's own columns. `in_range` is None
         where all rows are; a row that is has the same factors in either case, bit by bit."""
         r, _ = row_and_part()
         own = []
@@ -224,7 +224,7 @@ class Scores:
         self, back: int, in_range: bool, j: Any, at_qk: Any, at_p: Any, rows: cute.Tensor,
         gap: cute.Tensor, acc: cute.Tensor,
     ) -> None:  # fmt: skip
-        """The rows times the columns of sub-chunk j, `back` before."""
+        """Multiply the rows by the columns of sub-chunk j, `back` before."""
         r, _ = row_and_part()
         step = load_channels(at_p + self.memory["to_next"] + j * self.memory.p_row, 0)
         for i in range(8):
@@ -244,7 +244,7 @@ class Scores:
     def _accumulate(
         self, acc: cute.Tensor, back: int, half: int, rows: cute.Tensor, column: Any
     ) -> None:
-        """Both matrices' rows times 8 columns of 32 channels."""
+        """Add both matrices' rows times 8 columns, over 32 channels, to `acc`."""
         for which in range(2):
             first = which * 8
             n = ((which * SUB_CHUNKS + back) * 2 + half) * 4
@@ -257,7 +257,7 @@ class Scores:
 
     @cute.jit
     def decay_to_end(self, smem: Int32, b: Int32, half: Int32, out: Outputs) -> None:
-        """exp2(G_e - G) * k of sub-chunk b, half of the channels, to `out`."""
+        """Hand exp2(G_e - G) * k of sub-chunk b, for half of the channels, to `out`."""
         first = half * (self.memory.groups // 2)
         in_range = self.sums.rows_of_half(smem, b, half)
         for g in cutlass.range(first, first + groups_of_half(self.memory.groups), unroll=1):

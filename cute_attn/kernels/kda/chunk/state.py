@@ -71,7 +71,7 @@ class TransposedState:
         return [pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]
 
     def decayed(self, state: cute.Tensor, decay: Any) -> list[Any]:
-        """S^T Diag(decay), with decay at that address in shared memory."""
+        """Return S^T Diag(decay), with decay at that address in shared memory."""
         at = decay + ((cute.arch.lane_idx() & 3) << 3)
         values = []
         for j in range(self.head_dim_k // 8):
@@ -115,7 +115,7 @@ class TransposedState:
         return result
 
     def done(self, c: list[Any], *, pending: int = 0) -> list[Any]:
-        """The result of a product, once at most `pending` later ones are under way."""
+        """Return the result of a product, once at most `pending` later ones are under way."""
         return wgmma.wait(c, pending) if self.wgmma else c
 
     def _add(self, c: list[Any], at: int, a: list[Any], b: Any) -> None:
@@ -130,8 +130,8 @@ class TransposedState:
         self, state: cute.Tensor, source: cute.Tensor | None, v_first: bool, sequence: Any,
         head: Any, first_v: Any,
     ) -> None:  # fmt: skip
-        """A head's matrix of `source`, `[N, HV, K, V]` or with v_first `[N, HV, V, K]`; zeros if
-        there is none. first_v is the warp's first column of V."""
+        """Load a head's matrix of `source`, `[N, HV, K, V]` or with v_first `[N, HV, V, K]`; zeros
+        if there is none. first_v is the warp's first column of V."""
         if source is None:
             state.fill(0.0)
             return
@@ -145,7 +145,7 @@ class TransposedState:
         self, state: cute.Tensor, target: cute.Tensor | None, v_first: bool, sequence: Any,
         head: Any, first_v: Any,
     ) -> None:  # fmt: skip
-        """Into `target`, if there is one, as `load` reads it."""
+        """Store to `target`, if there is one, as `load` reads it."""
         if target is None:
             return
         thread, _, _ = cute.arch.thread_idx()
@@ -156,6 +156,6 @@ class TransposedState:
             target[sequence, head, row, column] = state[i]
 
     def element(self, i: int, first_v: Any, lane: Any) -> tuple[Any, Any]:
-        """(k, v) of a lane's accumulator of S^T."""
+        """Return (k, v) of a lane's accumulator of S^T."""
         k = i // 4 * 8 + ((lane & 3) << 1) + i % 2
         return k, first_v + (lane >> 2) + i % 4 // 2 * 8

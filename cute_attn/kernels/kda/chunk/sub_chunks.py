@@ -41,7 +41,7 @@ REGIONS = Buffer("regions", cutlass.Int8, REGION.nbytes, SUB_CHUNKS)
 
 
 def target_architecture() -> str:
-    """What is compiled for, such as "sm_90a"."""
+    """Return the architecture that is compiled for, such as "sm_90a"."""
     return str(BaseDSL._get_dsl().get_arch_enum().name)
 
 
@@ -68,21 +68,21 @@ def parity(row: Any) -> Any:
 
 
 def groups_of_half(groups: int) -> Any:
-    """How many groups of channels a warp goes through. The compiler is not to know that it is one:
-    without the loop it keeps more in registers than there are."""
+    """Return how many groups of channels a warp goes through. The compiler must not know when it is
+    one: without the loop it keeps more in registers than there are."""
     if groups > 2:
         return groups // 2
     return opaque(Int32(groups // 2))
 
 
 def row_and_part() -> tuple[Any, Any]:
-    """A lane's row of fragments, and which quarter of the row's columns it has."""
+    """Return a lane's row of fragments, and which quarter of the row's columns it has."""
     lane = cute.arch.lane_idx()
     return lane >> 2, lane & 3
 
 
 def load_channels(address: Any, swap: Any) -> list[Any]:
-    """8 neighbours of a row of float32; `swap` is 16 where the row's units change places."""
+    """Load 8 neighbours of a row of float32; `swap` is 16 where the row's units change places."""
     return [
         *load_shared(Float32, address + swap, 4),
         *load_shared(Float32, (address + 16) - swap, 4),
@@ -143,35 +143,35 @@ class ChunkMemory(SharedMemory):
         assert REGIONS.nbytes <= self["blocks"]
 
     def blocks_per_sm(self) -> int:
-        """Two, if the architecture that is compiled for has the shared memory: threads then have
-        128 registers."""
+        """Return two if the architecture that is compiled for has the shared memory; threads then
+        have 128 registers."""
         available = smem_bytes(target_architecture()) + RESERVED_BYTES
         return min(2, available // (self.nbytes + RESERVED_BYTES))
 
     def load_elements(self, address: Any) -> list[Any]:
-        """8 neighbours of a row of q or k, as float32."""
+        """Load 8 neighbours of a row of q or k, as float32."""
         return unpack_all(self.dtype, load_shared(Int32, address, 4))
 
     def of_token(self, smem: Any, name: str, row: Any) -> Any:
-        """What `name` has of a token."""
+        """Load a token's element of the buffer `name`."""
         return load_shared(Float32, smem + self[name] + row * 4)[0]
 
     def row_factor(self, smem: Any, row: Any) -> Any:
-        """Of a row of L: beta, and the norm."""
+        """Return the factor of a row of L: beta times the norm."""
         factor = self.of_token(smem, "beta", row)
         if self.l2norm:
             factor = factor * self.of_token(smem, "inverse_norm_k", row)
         return factor
 
     def normalised(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
-        """Channels of a row of k, or of what is a multiple of it, times the norm."""
+        """Return channels of a row of k, or of a multiple of it, times the norm."""
         if not self.l2norm:
             return k
         norm = self.of_token(smem, "inverse_norm_k", row)
         return [x * norm for x in k]
 
     def column_factors(self, smem: Any, j: Any) -> Any:
-        """Of the thread's columns of sub-chunk j: the norms of k, [half of its tokens][2]."""
+        """Load the norms of k of the thread's columns of sub-chunk j, [half of its tokens][2]."""
         if not self.l2norm:
             return (None, None)
         _, c = row_and_part()

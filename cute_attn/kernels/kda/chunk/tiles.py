@@ -40,7 +40,7 @@ def slot_and_head(heads: Any) -> tuple[Any, Any]:
 
 
 def shared_head(head: Any, heads_v: Any, heads_qk: Any) -> Any:
-    """The query and key head that a value head uses."""
+    """Return the query and key head that a value head uses."""
     return Int32(Uint32(head) // (Uint32(heads_v) // Uint32(heads_qk)))
 
 
@@ -59,7 +59,7 @@ def chunks_before(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None
 
 
 def row_address(x: cute.Tensor, batch: Any, token: Any, head: Any, column: Any = 0) -> Any:
-    """Of an element of x, `[B, T, heads, columns]`."""
+    """Return the address of an element of x, `[B, T, heads, columns]`."""
     offset = (
         Int64(batch) * x.stride[0] + Int64(token) * x.stride[1] + Int64(head) * x.stride[2]
     ) + column
@@ -67,7 +67,7 @@ def row_address(x: cute.Tensor, batch: Any, token: Any, head: Any, column: Any =
 
 
 def row_bytes(x: cute.Tensor) -> Any:
-    """From one token's row of x to the next one's."""
+    """Return the bytes from one token's row of x to the next one's."""
     return Int64(x.stride[1]) * (x.element_type.width // 8)
 
 
@@ -80,7 +80,7 @@ def thread_and_warp() -> tuple[Any, Any]:
 
 
 def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
-    """`count` elements of `dtype` from global memory, 4 or 8, as float32."""
+    """Load `count` elements of `dtype` from global memory, 4 or 8, as float32."""
     if dtype is Float32:
         values = []
         for i in range(0, count, 4):

@@ -268,7 +268,7 @@ class KdaDecode:
         o: cute.Tensor,
         tile_index: Int32,
     ) -> None:
-        """The accepted tokens among the records, then this call's."""
+        """Advance by the accepted tokens among the records, then by this call's."""
         spec = self.spec
         records, head, sequence = source.records, source.tokens.head, source.tokens.batch
         in_place = state[records.slot, head, None, None]
@@ -316,7 +316,7 @@ class KdaDecode:
     def accepted_position(
         self, sequence: Int32, state_indices: cute.Tensor, num_accepted: cute.Tensor | None
     ) -> Int32:
-        """Which of a sequence's slots to start from; a count is data from outside."""
+        """Return which of a sequence's slots to start from; a count is data from outside."""
         position = Int32(0)
         if cutlass.const_expr(num_accepted is not None):
             accepted = cutlass.min(cutlass.max(num_accepted[sequence], 1), state_indices.shape[1])
@@ -325,7 +325,7 @@ class KdaDecode:
 
     @cute.jit
     def fetch(self, fetched: Fetched, source: Source, i: Int32, tile_index: Int32) -> None:
-        """The i-th token, of which the first come from the records."""
+        """Fetch the i-th token; the first come from the records."""
         tokens, records = source.tokens, source.records
         if cutlass.const_expr(self.replays):
             if i < records.count:
@@ -351,7 +351,7 @@ class KdaDecode:
         gate: Gate,
         beta_scale: Float32,
     ) -> None:
-        """What `fetch` has fetched."""
+        """Prepare what `fetch` has fetched."""
         stage = stage_of(self.spec, memory, i, record=self.replays)
         if cutlass.const_expr(self.replays):
             if i < source.records.count:

@@ -1,5 +1,5 @@
-"""Which tuning the KDA kernels that go token by token get. `candidate_configs` are what it was
-measured against, on an H100.
+"""The tuning of the KDA kernels that go token by token. It was measured against
+`candidate_configs` on an H100.
 
 One rule serves every batch size, so that no dispatch switches as a batch grows. It sets how many
 values of the state a thread holds:

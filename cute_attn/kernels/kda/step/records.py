@@ -1,4 +1,4 @@
-"""KDA decode: the k and g of drafted tokens to their slots' records.
+"""KDA decode: copies the k and g of drafted tokens to their slots' records.
 
 It is a kernel of its own, which runs after `decode`: there, all CTAs of a head, and of a group of
 heads, read the records that this one overwrites.

@@ -43,13 +43,13 @@ class StateTile:
     # -- who holds what ---------------------------------------------------------------------
 
     def element(self, k: int, v: int) -> tuple[int, int, int]:
-        """Where a thread keeps its k-th index of K and v-th of V."""
+        """Return where a thread keeps its k-th index of K and v-th of V."""
         if self.spec.state_v_first:
             return k % self.vector, v, k // self.vector
         return v, k, 0
 
     def v_in_tile(self, v: Any) -> Any:
-        """The column of the tile that is this thread's v-th."""
+        """Return the column of the tile that is this thread's v-th."""
         warp, lane = warp_and_lane()
         if self.spec.state_v_first:
             rows_per_warp = self.values_of_v * self.rows_per_step
@@ -58,7 +58,7 @@ class StateTile:
 
     @cute.jit
     def along_k(self, x: cute.Tensor) -> list[Any]:
-        """Of K float32 in shared memory, those at this thread's indices."""
+        """Load those of K float32 in shared memory that are at this thread's indices."""
         _, lane = warp_and_lane()
         values = []
         if cutlass.const_expr(self.spec.state_v_first):
@@ -80,7 +80,7 @@ class StateTile:
 
     @cute.jit
     def in_memory(self, state: cute.Tensor, tile_index: Int32) -> cute.Tensor:
-        """This thread's part of a head's state, as `self.shape`."""
+        """Return this thread's part of a head's state, as `self.shape`."""
         _, lane = warp_and_lane()
         start = tile_index * self.spec.tile_v + self.v_in_tile(0)
         if cutlass.const_expr(self.spec.state_v_first):
@@ -101,7 +101,7 @@ class StateTile:
 
     @cute.jit
     def load(self, state: cute.Tensor, tile_index: Int32) -> cute.Tensor:
-        """The tile as it is in memory, on its way to registers."""
+        """Start loading the tile, as it is in memory."""
         atom = cute.make_copy_atom(
             CopyG2ROp(), self.state_dtype, num_bits_per_copy=8 * VECTOR_BYTES
         )
@@ -175,7 +175,7 @@ class StateTile:
 
     @cute.jit
     def replay(self, s: cute.Tensor, token: TokenStage) -> None:
-        """`advance` by a token whose u is known, which is where v was."""
+        """Do `advance` for a token whose u is known; u is where v was."""
         decay, k = self.along_k(token.decay), self.along_k(token.k)
         k_factor = Float32(1.0)
         if cutlass.const_expr(self.spec.l2norm):

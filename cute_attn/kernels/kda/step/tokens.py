@@ -63,13 +63,14 @@ class TokenStage(Carried):
 
 
 def stage_of(spec: StepSpec, memory: cute.Tensor, i: Any, *, record: bool) -> TokenStage:
-    """The stage of the i-th token in the memory of all stages."""
+    """Return the stage of the i-th token in the memory of all stages."""
     offset = (i & (STAGES - 1)) * TokenStage.elements(spec)
     return TokenStage(spec, cute.domain_offset((offset,), memory), record)
 
 
 def groups_of_k(spec: StepSpec) -> int:
-    """Sums over channels are of 32 neighbours, then of these, however many threads there are."""
+    """Return how many groups of 32 channels there are: a sum over channels adds up sums of groups,
+    however many threads there are."""
     return spec.head_dim_k // WARP_SIZE
 
 
@@ -131,7 +132,7 @@ class Fetched(Carried):
 
 
 def shares(size: int, spec: StepSpec) -> int:
-    """How many of `size` elements a thread has at most."""
+    """Return how many of `size` elements a thread has at most."""
     return -(-size // spec.num_threads)
 
 
@@ -143,7 +144,7 @@ class TokenReader:
         self.of_k, self.of_v = shares(spec.head_dim_k, spec), shares(spec.tile_v, spec)
 
     def channel(self, i: int) -> Any:
-        """This thread's i-th of K, if it is that many."""
+        """Return this thread's i-th channel of K; past K it has none."""
         thread, _, _ = cute.arch.thread_idx()
         return thread + i * self.spec.num_threads
 
@@ -159,7 +160,7 @@ class TokenReader:
         )
 
     def is_last_thread(self) -> Any:
-        """Who has beta."""
+        """Return whether this is the thread that has beta."""
         thread, _, _ = cute.arch.thread_idx()
         return thread == self.spec.num_threads - 1
 
@@ -188,7 +189,7 @@ class TokenReader:
 
     @cute.jit
     def fetch(self, into: Fetched, token: Token, tile_index: Int32) -> None:
-        """Loads, for which nothing waits."""
+        """Start the loads of a token; nothing waits for them here."""
         for i in cutlass.range_constexpr(self.of_k):
             if self.channel(i) < self.spec.head_dim_k:
                 into.q[i] = token.q[self.channel(i)]
@@ -209,7 +210,7 @@ class TokenReader:
         u: cute.Tensor,
         tile_index: Int32,
     ) -> None:
-        """Likewise of a record, which has u in place of the rest."""
+        """Do the same for a record, which has u in place of the rest."""
         for i in cutlass.range_constexpr(self.of_k):
             if self.channel(i) < self.spec.head_dim_k:
                 into.k[i] = k[self.channel(i)]
@@ -261,7 +262,7 @@ class TokenReader:
 
     @cute.jit
     def put_sums(self, stage: TokenStage, products: cutlass.Constexpr) -> None:
-        """This warp's share of each, of the products of a thread's channels."""
+        """Store this warp's share of each sum of products."""
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = thread // WARP_SIZE, thread % WARP_SIZE
         totals = warp_sums([x for values in products.values() for x in values])
@@ -280,7 +281,7 @@ class TokenReader:
     # -- from shared memory -----------------------------------------------------------------
 
     def total(self, stage: TokenStage, which: int) -> Any:
-        """QQ, KK or KQ over all of K."""
+        """Return QQ, KK or KQ over all of K."""
         groups = groups_of_k(self.spec)
         total = stage.sums[which * groups]
         for group in range(1, groups):
@@ -289,7 +290,7 @@ class TokenReader:
 
     @cute.jit
     def write(self, result: cute.Tensor, row: cute.Tensor, tile_index: Int32) -> None:
-        """What a stage has collected, o or u, to its row in global memory."""
+        """Write what a stage has collected, o or u, to its row in global memory."""
         for i in cutlass.range_constexpr(self.of_v):
             if self.column(i) >= 0:
                 value = result[self.column(i)].to(row.element_type)
@@ -297,7 +298,7 @@ class TokenReader:
 
     @cute.jit
     def write_zeros(self, row: cute.Tensor, tile_index: Int32) -> None:
-        """The output of padding."""
+        """Write the output of padding."""
         for i in cutlass.range_constexpr(self.of_v):
             if self.column(i) >= 0:
                 row[tile_index * self.spec.tile_v + self.column(i)] = row.element_type(0.0)
@@ -315,7 +316,7 @@ def times(a: list[Any], b: list[Any]) -> list[Any]:
 
 
 def warp_sums(values: list[Any]) -> list[Any]:
-    """Each summed over all lanes of a warp, for all of them, all at the same time."""
+    """Return the sum of each value over the lanes of a warp, in all lanes."""
     distance = WARP_SIZE // 2
     while distance:
         values = [x + cute.arch.shuffle_sync_bfly(x, offset=distance) for x in values]

@@ -86,7 +86,7 @@ class Record(Carried):
         self.akk, self.aqk = 3 * matrix, 3 * matrix + SUB_TILE_BYTES
 
     def at(self, offset: Any) -> Any:
-        """The address of a byte, whose offset is a multiple of 16."""
+        """Return the address of a byte, whose offset is a multiple of 16."""
         return self.base + Int64(Uint64(self.unit + Uint32(offset >> 4)) * Uint64(UNIT_BYTES))
 
     def decayed_k(self, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any) -> None:
@@ -112,7 +112,7 @@ class Record(Carried):
         self.put(self.kg, b, half, group, k, SUB_TILE_BYTES)
 
     def put(self, matrix: int, b: Any, half: int, group: Any, values: list[Any], step: int) -> None:
-        """8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes apart."""
+        """Store 8 channels of a row to a matrix of K / 64 sub-tiles, `step` bytes apart."""
         r, c = row_and_part()
         at = (group >> 1) * step + tile_unit(r, ((group & 1) << 2) + c)
         at = self.at(at + b * (SUB_CHUNK * LINE_BYTES))
@@ -120,7 +120,7 @@ class Record(Carried):
         store_global(Int32, at, pack_all(self.memory.dtype, values))
 
     def copy_rows(self, tile: Any, matrix: int, b: Any, first: Any, rows: int) -> None:
-        """Rows of sub-chunk b of a tile in shared memory."""
+        """Store rows of sub-chunk b of a tile in shared memory."""
         lane = cute.arch.lane_idx()
         for i in range(rows * LINE_BYTES // (WARP_SIZE * 16)):
             at = first * LINE_BYTES + (i * WARP_SIZE + lane) * 16
@@ -299,7 +299,7 @@ class KdaPrepare:
 
     @cute.jit
     def load_beta(self, beta: cute.Tensor, place: Any, head: Int32) -> Any:
-        """Of a token a thread."""
+        """Load the beta of a token, by a thread each."""
         thread, _, _ = cute.arch.thread_idx()
         x = Float32(0.0)
         if thread < place.length:
@@ -318,7 +318,7 @@ class KdaPrepare:
     def load_parameters(
         self, A_log: cute.Tensor | None, dt_bias: cute.Tensor | None, head: Int32
     ) -> Any:
-        """A_log, and dt_bias of the thread's two channels."""
+        """Load A_log, and dt_bias of the thread's two channels."""
         thread, _, _ = cute.arch.thread_idx()
         pair = thread % (self.spec.head_dim_k // 2)
         a = Float32(0.0)
@@ -349,7 +349,7 @@ class KdaPrepare:
 
     @cute.jit
     def blank_gates(self, raw: cute.Tensor, length: Int32) -> None:
-        """Rows past the chunk's end become what makes a gate of 0."""
+        """Overwrite rows past the chunk's end with what makes a gate of 0."""
         thread, _, _ = cute.arch.thread_idx()
         first = thread // (self.spec.head_dim_k // 2) * SUB_CHUNK
         blank = Int32(0 if self.spec.gate == "none" else MINUS_INFINITY[self.spec.gate_dtype])

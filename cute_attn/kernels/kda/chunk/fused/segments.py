@@ -180,7 +180,7 @@ class KdaSegments:
         ]
 
     def loaded(self, x: cute.Tensor, v: Any, k: Any) -> list[Any]:
-        """The warp's accumulators, of a matrix in memory."""
+        """Load the warp's accumulators of a matrix in memory."""
         return [x[at] for at in self.places(v, k)]
 
     def store(self, values: list[Any], x: cute.Tensor, v: Any, k: Any) -> None:

@@ -456,7 +456,7 @@ class KdaStatePass:
         return within + (unit // units) * (CHUNK * self.v_line)
 
     def load_v(self, base: Any) -> list[Any]:
-        """v^T of the warp's 16 columns, as accumulators."""
+        """Load v^T of the warp's 16 columns, as accumulators."""
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         matrix, r = lane // 8, lane % 8
@@ -472,7 +472,8 @@ class KdaStatePass:
         self, output: cute.Tensor, o: cute.Tensor, place: Any, head: Any, column: Any, c: Any,
         present: Any,
     ) -> None:  # fmt: skip
-        """o of chunk c, 4 bytes of 8 rows an access: the two halves of a sector meet in L2."""
+        """Store o of chunk c, 4 bytes of 8 rows an access: the two halves of a sector meet in
+        L2."""
         if self.transitions:
             return
         lane = cute.arch.lane_idx()

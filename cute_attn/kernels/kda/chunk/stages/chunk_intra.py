@@ -106,7 +106,7 @@ class Outputs(Carried):
 
 @cute.jit
 def put(rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:
-    """16 bytes of a row that is not past the chunk's end."""
+    """Store 16 bytes of a row, unless it is past the chunk's end."""
     if row < length:
         address = rows.start + row_offset(row, rows.pitch) + Int64(unit * UNIT_BYTES)
         store_global(Int32, address, x)
@@ -337,7 +337,7 @@ class KdaChunkIntra:
 
     @cute.jit
     def shift_sums(self, raw: cute.Tensor, smem: Int32) -> None:
-        """P, and G of each sub-chunk's first token to `start`."""
+        """Store P, and G of each sub-chunk's first token to `start`."""
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.spec.head_dim_k // 2
         if thread < pairs * SUB_CHUNKS:
@@ -349,7 +349,7 @@ class KdaChunkIntra:
             store_shared(Float32, at + self.memory["to_next"], sums[SUB_CHUNK - 1])
 
     def finish_sums(self, smem: Any, channel: Any) -> None:
-        """From G of the sub-chunks' first tokens all that `start`, `to_next` and `to_end` hold."""
+        """Fill `start`, `to_next` and `to_end` from G of the sub-chunks' first tokens."""
         at = smem + (channel << 2)
         count = range(SUB_CHUNKS)
         first = [
@@ -401,7 +401,7 @@ class KdaChunkIntra:
         self, smem: Int32, b: Int32, right: Int32, width: cutlass.Constexpr, target: Any,
         length: Int32,
     ) -> None:  # fmt: skip
-        """The 16 rows of sub-chunk b of Akk times an operand of `width` columns."""
+        """Multiply the 16 rows of sub-chunk b of Akk by an operand of `width` columns."""
         r, c = row_and_part()
         acc = cute.make_rmem_tensor((width // 2,), Float32)
         acc.fill(0.0)
@@ -450,7 +450,7 @@ class KdaChunkIntra:
         rows: cutlass.Constexpr,
         length: Int32,
     ) -> None:
-        """Rows of sub-chunk b of a tile to memory."""
+        """Store rows of sub-chunk b of a tile."""
         lane = cute.arch.lane_idx()
         units = LINE_BYTES // UNIT_BYTES
         for i in cutlass.range_constexpr(rows * units // WARP_SIZE):

@@ -252,7 +252,7 @@ class KdaDeltaH:
         place: Any,
         head: Int32,
     ) -> None:
-        """G_e of chunk c, if there is one."""
+        """Load G_e of chunk c, if there is one."""
         thread, _, _ = cute.arch.thread_idx()
         if c < num_chunks and thread < self.spec.head_dim_k:
             last = cutlass.min((c + 1) * CHUNK, place.length) - 1
@@ -319,7 +319,7 @@ class KdaDeltaH:
     def store_h(
         self, s: list[Any], h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any
     ) -> None:
-        """The warp's 16 of V of h, in whole sectors."""
+        """Store the warp's 16 columns of V of h, by whole sectors."""
         spec = self.spec
         row = cute.arch.lane_idx() >> 2
         start = h.iterator + (

@@ -170,7 +170,7 @@ class KdaRecomputeWU:
             store_shared(Float32, base + self.memory["beta"] + thread * 4, [factor])
 
     def beta_of(self, beta: cute.Tensor, place: Any, head: Any, row: Any) -> Any:
-        """Of a row of the chunk; 0 past its end."""
+        """Load beta of a row of the chunk; 0 past its end."""
         token = place.start + cutlass.min(row, place.length - 1)
         factor = Float32(beta[place.batch, token, head])
         return cutlass.select_(row < place.length, factor, Float32(0.0))
@@ -188,7 +188,8 @@ class KdaRecomputeWU:
         head: Int32,
         base: Int32,
     ) -> None:
-        """beta exp2(G) * k to shared memory, with rows of 0 past the end; qg and kg to global."""
+        """Store beta exp2(G) * k to shared memory, with rows of 0 past the end, qg and kg to
+        global."""
         spec, dtype = self.spec, self.dtype
         thread, _, _ = cute.arch.thread_idx()
         threads_a_row = spec.head_dim_k // CHANNELS
@@ -256,7 +257,7 @@ class KdaRecomputeWU:
         self.product(fragments, base + self.memory["v"], u, place, head, base, warp_index)
 
     def times_beta(self, fragments: list[list[Any]], base: Any) -> list[list[Any]]:
-        """Left operands with each column times beta of its token."""
+        """Return left operands with each column multiplied by beta of its token."""
         lane = cute.arch.lane_idx()
         at = base + self.memory["beta"] + ((lane & 3) << 3)
         scaled = []
@@ -281,7 +282,7 @@ class KdaRecomputeWU:
         base: Int32,
         warp_index: Int32,
     ) -> None:
-        """The warp's rows of a triangular matrix times 64 rows in shared memory, to `out`."""
+        """Store the warp's rows of a triangular matrix times 64 rows in shared memory to `out`."""
         first_row = warp_index * FRAGMENT_ROWS
         scratch = base + self.memory["akk"] + first_row * LINE_BYTES
         offsets = right_offsets()
