@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
+from ...common.spec import WARP_SIZE
 from .spec import CHUNK
 
 CHUNK_SHIFT = CHUNK.bit_length() - 1
@@ -107,7 +108,50 @@ def chunk_place(slot: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> A
         return ChunkPlace(valid, Int32(0), low, index, place.start + offset, length)
 
 
-# -- for kernels with a CTA for each chunk and value head -------------------------------------
+# -- for the stages --------------------------------------------------------------------------------
+
+
+def slot_and_head(heads: Any) -> tuple[Any, Any]:
+    """Of a CTA of a grid of slots times heads. A slot's heads are next to each other, so that value
+    heads that share q and k read them together."""
+    block, _, _ = cute.arch.block_idx()
+    slot = Uint32(block) // Uint32(heads)
+    return Int32(slot), Int32(Uint32(block) - slot * Uint32(heads))
+
+
+def shared_head(head: Any, heads_v: Any, heads_qk: Any) -> Any:
+    """Return the query and key head that a value head uses."""
+    return Int32(Uint32(head) // (Uint32(heads_v) // Uint32(heads_qk)))
+
+
+@cute.jit
+def chunks_before(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
+    """How many chunks the packed sequences before `sequence` have: its first one's place in h.
+    Every lane of a warp must call it; each counts some sequences."""
+    count = Int32(0)
+    if cutlass.const_expr(cu_seqlens is not None):
+        for i in cutlass.range(cute.arch.lane_idx(), sequence, WARP_SIZE, unroll=1):
+            place = sequence_place(i, tokens, cu_seqlens)
+            count = count + ((place.length + (CHUNK - 1)) >> CHUNK_SHIFT)
+        for bit in cutlass.range_constexpr(5):
+            count = count + cute.arch.shuffle_sync_bfly(count, offset=1 << bit)
+    return count
+
+
+def row_address(x: cute.Tensor, batch: Any, token: Any, head: Any, column: Any = 0) -> Any:
+    """Return the address of an element of x, `[B, T, heads, columns]`."""
+    offset = (
+        Int64(batch) * x.stride[0] + Int64(token) * x.stride[1] + Int64(head) * x.stride[2]
+    ) + column
+    return (x.iterator + offset).toint()
+
+
+def row_bytes(x: cute.Tensor) -> Any:
+    """Return the bytes from one token's row of x to the next one's."""
+    return Int64(x.stride[1]) * (x.element_type.width // 8)
+
+
+# -- for `prepare` and `chunk_intra` ---------------------------------------------------------------
 
 
 class Rows(NamedTuple):

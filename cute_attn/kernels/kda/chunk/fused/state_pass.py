@@ -48,13 +48,12 @@ from ....common.ptx.matrices import load_matrices, transpose_matrix
 from ....common.ptx.memory import shared_address, store_global_where
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import MBARRIER_BYTES, WARP_SIZE
-from ..chunks import num_sequences, sequence_place
+from ..chunks import num_sequences, row_address, sequence_place
 from ..spec import CHUNK, StatePassSpec, record_elements
 from ..state import TransposedState
 from ..tiles import (
     SUB_TILE_BYTES,
     UNIT_BYTES,
-    row_address,
 )
 
 KD_STEP = 2 * SUB_TILE_BYTES  # from a sub-tile of kd, or qg, to the next

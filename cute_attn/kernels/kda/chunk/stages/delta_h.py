@@ -39,17 +39,22 @@ from ....common.ptx.memory import (
 )
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import WARP_SIZE
-from ..chunks import CHUNK_SHIFT, SequencePlace, num_sequences, sequence_place
+from ..chunks import (
+    CHUNK_SHIFT,
+    SequencePlace,
+    chunks_before,
+    num_sequences,
+    row_address,
+    row_bytes,
+    sequence_place,
+)
 from ..spec import CHUNK, DeltaHSpec
 from ..state import STEP, TransposedState
 from ..tiles import (
     FRAGMENT_ROWS,
-    chunks_before,
     copy_rows,
     paired,
     paired_offset,
-    row_address,
-    row_bytes,
     thread_and_warp,
     transposed_accumulators,
 )

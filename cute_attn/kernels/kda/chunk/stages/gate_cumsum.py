@@ -33,13 +33,10 @@ from ....common.ptx.memory import (
 )
 from ....common.smem import Buffer, SharedMemory
 from ...gates import SMALLEST_LOG2_DECAY, log_decay, rate_of
-from ..chunks import chunk_place, num_slots
+from ..chunks import chunk_place, num_slots, row_address, row_bytes, slot_and_head
 from ..spec import CHUNK, GateSpec
 from ..tiles import (
     load_floats,
-    row_address,
-    row_bytes,
-    slot_and_head,
 )
 
 CHANNELS = 4  # of a thread

@@ -38,22 +38,25 @@ from ....common.ptx.mma import mma
 from ....common.smem import Buffer, SharedMemory
 from ....common.spec import SMALLEST_SMEM_BYTES, WARP_SIZE
 from ...spec import L2NORM_EPSILON
-from ..chunks import chunk_place, num_slots
+from ..chunks import (
+    chunk_place,
+    chunks_before,
+    num_slots,
+    row_address,
+    row_bytes,
+    shared_head,
+    slot_and_head,
+)
 from ..spec import CHUNK, OutputSpec
 from ..tiles import (
     FRAGMENT_ROWS,
     LINE_BYTES,
     UNIT_BYTES,
-    chunks_before,
     copy_rows,
     lower_times,
     lower_triangle,
     right_fragments,
     right_offsets,
-    row_address,
-    row_bytes,
-    shared_head,
-    slot_and_head,
     store_fragments,
     thread_and_warp,
 )

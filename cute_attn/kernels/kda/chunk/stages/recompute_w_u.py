@@ -29,7 +29,7 @@ from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_global, load_shared, shared_address, store_shared
 from ....common.smem import Buffer, SharedMemory
 from ....common.spec import SMALLEST_SMEM_BYTES, WARP_SIZE
-from ..chunks import chunk_place, num_slots
+from ..chunks import chunk_place, num_slots, row_address, row_bytes, shared_head, slot_and_head
 from ..spec import CHUNK, RecomputeSpec
 from ..tiles import (
     FRAGMENT_ROWS,
@@ -40,10 +40,6 @@ from ..tiles import (
     lower_times,
     lower_triangle,
     right_offsets,
-    row_address,
-    row_bytes,
-    shared_head,
-    slot_and_head,
     store_fragments,
     store_if,
     thread_and_warp,
