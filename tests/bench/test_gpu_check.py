@@ -3,6 +3,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,6 +160,9 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr("cute_attn.bench.__main__.require_gpu", lambda: None)
 
 
+WITHOUT_XDIST = SimpleNamespace(find_spec=lambda name: None)
+
+
 def run_check(tmp_path, monkeypatch, test_code, benchmark_code):
     """The whole command, with a toy test file and a toy benchmark for its stages."""
     test_file = tmp_path / "test_toy.py"
@@ -202,6 +206,7 @@ def test_a_check_that_passes(tmp_path, monkeypatch, on_a_gpu):
     ],
 )
 def test_a_check_that_fails(tmp_path, monkeypatch, on_a_gpu, test_code, benchmark_code, results):
+    monkeypatch.setattr(gpu_check, "importlib", SimpleNamespace(util=WITHOUT_XDIST))
     code, report = run_check(tmp_path, monkeypatch, test_code, benchmark_code)
     assert code == 1
     assert [row["result"] for row in report["rows"]] == results

@@ -114,6 +114,7 @@ def test_names_tell_the_options_that_are_not_the_defaults() -> None:
     assert request.name == "forward-sm100a-causal-head_dim=256"
 
 
+@pytest.mark.slow  # the emulator's tests of peers run what such a capture has
 @needs_flash_attention_4
 def test_the_backward_of_flash_attention_4(tmp_path: Path) -> None:
     requests = [

@@ -46,7 +46,7 @@ from .kda_cases import (
 )
 
 # Stages know no gates, norms and flags but their own: these have every K, V, dtype and packing.
-OF = [PLAIN, DECAYS, SMALL, WIDE_V, WIDE_K] if FULL else [DECAYS, SMALL, WIDE_V]
+OF = [PLAIN, DECAYS, SMALL, WIDE_V, WIDE_K] if FULL else [DECAYS, SMALL]
 
 
 def inputs(args: dict[str, Any]) -> dict[str, Any]:
