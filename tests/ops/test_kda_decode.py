@@ -27,6 +27,7 @@ from .kda_decode_cases import (
     repeated_heads,
     run,
 )
+from .lightning_cases import few
 
 MULTI_TOKEN = Kernel(64, 64, multi_token=True, slots="batch")
 POSITIONS = Kernel(64, 64, multi_token=True, slots="positions")
@@ -49,6 +50,7 @@ def compiled_beforehand() -> None:
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_agrees_with_the_reference(device: str, data: st.DataObject):
     args = data.draw(cases(device)).inputs(device)
@@ -56,6 +58,7 @@ def test_agrees_with_the_reference(device: str, data: st.DataObject):
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_only_named_slots_change_and_padding_is_zero(device: str, data: st.DataObject):
     slots = data.draw(st.sampled_from(["indexed", "positions", "records"]))
@@ -74,6 +77,7 @@ def test_only_named_slots_change_and_padding_is_zero(device: str, data: st.DataO
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_repeated_runs_are_bitwise_equal(device: str, data: st.DataObject):
     args = data.draw(cases(device)).inputs(device)
@@ -81,6 +85,7 @@ def test_repeated_runs_are_bitwise_equal(device: str, data: st.DataObject):
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data(), random=st.randoms(use_true_random=False))
 def test_permuting_the_batch_permutes_the_result_bitwise(
     device: str, data: st.DataObject, random: Any
@@ -106,6 +111,7 @@ def test_permuting_the_batch_permutes_the_result_bitwise(
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_grouped_heads_equal_repeated_heads_bitwise(device: str, data: st.DataObject):
     case = data.draw(cases(device))
@@ -127,6 +133,7 @@ def of_tokens(args: dict[str, Any], tokens: Any) -> dict[str, Any]:
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_tokens_at_once_are_calls_in_turn_bitwise(device: str, data: st.DataObject):
     slots = data.draw(st.sampled_from(["batch", "indexed"]))
@@ -154,6 +161,7 @@ def check_in_turn(case: Case, device: str) -> None:
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_decode_is_the_recurrent_form_bitwise(device: str, data: st.DataObject):
     case = data.draw(cases(device, multi_token=True, slots="batch", state_dtype=torch.float32))

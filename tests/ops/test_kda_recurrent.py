@@ -21,7 +21,7 @@ from cute_attn.ops.kda.recurrent import plan_fused_recurrent_kda
 from cute_attn.reference.kda import kda_reference
 
 from .kda_decode_cases import packed
-from .lightning_cases import assert_no_worse
+from .lightning_cases import assert_no_worse, few
 
 Result = tuple[torch.Tensor, torch.Tensor]
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
@@ -197,6 +197,7 @@ def assert_agrees(args: dict[str, Any], result: Result) -> None:
 
 
 @pytest.mark.everywhere(each=True)
+@few
 @given(data=st.data())
 def test_agrees_with_the_reference(device: str, data: st.DataObject):
     args = data.draw(cases(device)).inputs(device)
@@ -204,6 +205,7 @@ def test_agrees_with_the_reference(device: str, data: st.DataObject):
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_packed_sequences_are_each_alone_bitwise(device: str, data: st.DataObject):
     case = data.draw(cases(device, varlen=True))
@@ -220,6 +222,7 @@ def test_packed_sequences_are_each_alone_bitwise(device: str, data: st.DataObjec
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_two_runs_through_the_state_are_one_bitwise(device: str, data: st.DataObject):
     case = data.draw(cases(device, varlen=False))

@@ -23,6 +23,7 @@ from .lightning_cases import (
     assert_agrees,
     assert_no_worse,
     cases,
+    few,
     reference,
     run,
 )
@@ -59,6 +60,7 @@ def compiled_beforehand() -> None:
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_agrees_with_the_reference(device: str, data: st.DataObject):
     case = data.draw(cases(device))
@@ -67,6 +69,7 @@ def test_agrees_with_the_reference(device: str, data: st.DataObject):
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_only_named_slots_change_and_padded_rows_are_zero(device: str, data: st.DataObject):
     case = data.draw(cases(device))
@@ -81,6 +84,7 @@ def test_only_named_slots_change_and_padded_rows_are_zero(device: str, data: st.
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_repeated_runs_are_bitwise_equal(device: str, data: st.DataObject):
     case = data.draw(cases(device))
@@ -90,6 +94,7 @@ def test_repeated_runs_are_bitwise_equal(device: str, data: st.DataObject):
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data(), random=st.randoms(use_true_random=False))
 def test_permuting_the_batch_permutes_the_result_bitwise(
     device: str, data: st.DataObject, random: Any
@@ -112,6 +117,7 @@ def test_permuting_the_batch_permutes_the_result_bitwise(
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_tokens_at_once_are_calls_in_turn(device: str, data: st.DataObject):
     case = data.draw(cases(device))
@@ -134,6 +140,7 @@ def test_tokens_at_once_are_calls_in_turn(device: str, data: st.DataObject):
 
 
 @pytest.mark.everywhere
+@few
 @given(data=st.data())
 def test_drafts_that_are_accepted_are_tokens_decoded(device: str, data: st.DataObject):
     """Draft T tokens, accept some, decode on: the state is that of the accepted tokens."""
