@@ -29,9 +29,9 @@ from .mutations import Ptx, Recorded, record, record_capture
 from .peer_captures import PEERS, QUICK_PEERS, QUICK_REQUESTS, capture
 
 FAIR, RANDOM, ADVERSARIAL = range(3)
-SEEDS = [(FAIR, 0), (RANDOM, 0), (RANDOM, 1), (RANDOM, 2), (ADVERSARIAL, 0)]
+SEEDS = [(FAIR, 0), (RANDOM, 0), (ADVERSARIAL, 0)]
 MORE_SEEDS = [
-    *((RANDOM, seed) for seed in range(3, 23)),
+    *((RANDOM, seed) for seed in range(1, 23)),
     *((ADVERSARIAL, seed) for seed in range(1, 9)),
 ]
 

@@ -57,14 +57,14 @@ def _cases() -> list[Case]:
     return [
         Case("gemm bf16", gemm(**shape)),
         Case("gemm f16 to f32", gemm(**shape, dtype="float16", out_dtype="float32")),
-        Case("gemm fp8", gemm(**shape, dtype="float8_e4m3fn"), quick=True),
+        Case("gemm fp8", gemm(**shape, dtype="float8_e4m3fn")),
         Case("gemm bf16, m and n major", gemm(**shape, a_major="m", b_major="n")),
         Case(
             "gemm bf16, pingpong, cluster", gemm(**shape, pingpong=True, cluster=(1, 2)), quick=True
         ),
         Case("gemm alpha beta c", gemm(**shape, alpha=0.5, beta=2.0, c=True)),
         Case("attention hd64", forward(head_dim=64, **small), ("lse",)),
-        Case("attention hd128 causal", forward(head_dim=128, causal=True, **gqa), ("lse",), True),
+        Case("attention hd128 causal", forward(head_dim=128, causal=True, **gqa), ("lse",)),
         Case("attention hd256 causal", forward(head_dim=256, causal=True, **small), ("lse",)),
         Case(
             "attention backward hd64 causal", backward(head_dim=64, causal=True, **small), (), True

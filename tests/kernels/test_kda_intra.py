@@ -200,7 +200,7 @@ def check_error(name: str, ours: torch.Tensor, exact: torch.Tensor, plain: torch
 @pytest.mark.parametrize(
     ("tokens", "dim_k", "dtype", "gate_dtype", "beta_dtype", "gate"),
     [
-        (130, 128, BF16, BF16, BF16, "softplus"),
+        slow(130, 128, BF16, BF16, BF16, "softplus"),
         (95, 64, FP16, BF16, BF16, "lower_bound"),
         slow(64, 128, FP16, FP32, FP32, "lower_bound"),
         slow(1, 128, BF16, FP16, FP32, "none"),
@@ -250,6 +250,7 @@ def test_prepare_of_grouped_heads_is_that_of_repeated_ones() -> None:
     check_prepare(x)
 
 
+@pytest.mark.slow  # the operator's tests have such views, too
 def test_prepare_of_strided_views_without_norms_and_with_beta_up_to_two() -> None:
     batch, tokens, heads, dim = 2, 20, 2, 64
     generator = torch.Generator().manual_seed(1)
@@ -403,6 +404,7 @@ def test_chunk_intra(
             assert not ours[name][chunk.batch, chunk.rows].transpose(0, 1).triu(1).any(), name
 
 
+@pytest.mark.slow  # the operator's tests have grouped heads, too
 def test_chunk_intra_of_grouped_heads_is_that_of_repeated_ones() -> None:
     x = draw(2, 40, 2, 4, 64)
     v = x["g"]

@@ -437,7 +437,13 @@ def test_what_is_ignored_changes_nothing(device: str, data: st.DataObject):
         "safe_gate": True,
     }
     assert same(args, first, run(args, **ignored))
-    assert same(args, first, run(args, cu_seqlens=args["cu_seqlens"].int()))
+
+
+@pytest.mark.slow  # another kernel; calls that follow one another have both, too
+@pytest.mark.everywhere
+def test_offsets_may_be_of_either_size(device: str):
+    args = Case(DECAYS, (70, 3)).arguments(device)
+    assert same(args, run(args), run(args, cu_seqlens=args["cu_seqlens"].int()))
 
 
 @pytest.mark.everywhere
