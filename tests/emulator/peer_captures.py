@@ -60,7 +60,6 @@ QUICK = [
     PEERS["backward sm_90"][0],
     PEERS["gemm sm_100 pairs"][0],
     forward(arch=SM100, head_dim=256, **UNEVEN),
-    BACKWARD_SM100,
     gemm(arch=SM100, m=128, n=128, k=256, block_scaled="nvfp4"),
     cross_entropy_forward(arch=SM90, dx=True),
 ]

@@ -198,7 +198,7 @@ ROWS = [
     )
 ]
 
-SLOW = [*USUAL, *ATTENTION, *GEMMS, *ROWS]
+SLOW = [BACKWARD_SM100, *USUAL, *ATTENTION, *GEMMS, *ROWS]
 
 
 # By cluster launch control, whose answers may come early.
@@ -288,6 +288,7 @@ def test_agrees_on_other_schedules(captured: Captured, schedule: tuple[str, int]
     check(captured, schedule=schedule[0], seed=schedule[1])
 
 
+@pytest.mark.slow  # that of planted bugs stands for it
 @pytest.mark.parametrize("kernel", parameters([BACKWARD_SM100], []))
 def test_the_known_bug_is_still_there(captured: Captured) -> None:
     report = check(captured, schedule="adversarial", seed=0)

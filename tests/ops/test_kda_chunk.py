@@ -222,8 +222,8 @@ def test_a_setting_forbids_splitting(device: str, split_setting: Callable[[str],
     [
         ("fused", "sm_90a"),
         ("fused", "sm_100a"),
-        ("modular", "sm_90a"),
-        pytest.param("modular", "sm_100a", marks=pytest.mark.slow),
+        pytest.param("modular", "sm_90a", marks=pytest.mark.slow),
+        ("modular", "sm_100a"),
         pytest.param("segments", "sm_90a", marks=pytest.mark.slow),
         ("segments", "sm_100a"),
     ],
@@ -533,7 +533,7 @@ def test_a_cuda_graph_follows_its_inputs():
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["fused", pytest.param("modular", marks=pytest.mark.slow)])
 def test_later_calls_only_launch(device: str, path: str, monkeypatch: pytest.MonkeyPatch):
     """With other lengths, numbers of sequences and layouts, and after what is refused."""
     options = PATHS[path]

@@ -196,7 +196,7 @@ def assert_agrees(args: dict[str, Any], result: Result) -> None:
     assert_no_worse(final_state, plain.final_state, exact.final_state)
 
 
-@pytest.mark.everywhere(each=True)
+@pytest.mark.everywhere
 @few
 @given(data=st.data())
 def test_agrees_with_the_reference(device: str, data: st.DataObject):
