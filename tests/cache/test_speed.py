@@ -8,10 +8,17 @@ import pytest
 from cache_processes import start
 
 
-def fastest(program: str, environment: dict[str, str | None], runs: int = 5) -> dict[str, float]:
-    """The least of each time that ``program`` tells, over several processes."""
-    told = [start(program, environment, torch=True).result() for _ in range(runs)]
-    return {name: min(facts[name] for facts in told) for name in told[0] if name != "stderr"}
+def assert_fast(
+    program: str, environment: dict[str, str | None], limits: dict[str, float], runs: int = 5
+) -> None:
+    """That the least of each time that ``program`` tells, over several processes, is in bounds."""
+    least: dict[str, float] = {}
+    for _ in range(runs):
+        facts = start(program, environment, torch=True).result()
+        least = {name: min(facts[name], least.get(name, facts[name])) for name in limits}
+        if all(least[name] < limit for name, limit in limits.items()):
+            return
+    raise AssertionError(f"{least}, with limits of {limits}")
 
 
 @pytest.fixture
@@ -38,9 +45,8 @@ assert cache.stats().disk_hits == 1
 assert "cutlass" not in sys.modules
 tell(import_ms=1e3 * (imported - begun), ready_ms=1e3 * (ready - begun))
 """
-    times = fastest(program, {"CUTE_ATTN_CACHE_DIR": str(filled_root), **compiled_python})
-    assert times["ready_ms"] < 150
-    assert times["import_ms"] < 50
+    environment = {"CUTE_ATTN_CACHE_DIR": str(filled_root), **compiled_python}
+    assert_fast(program, environment, {"ready_ms": 150, "import_ms": 50})
 
 
 def test_a_hit_needs_few_system_calls(filled_root: Path) -> None:
