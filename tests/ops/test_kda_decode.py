@@ -17,6 +17,7 @@ import cute_attn
 import cute_attn.cache
 
 from .kda_decode_cases import (
+    FULL,
     RECORDS,
     SOME,
     Case,
@@ -142,7 +143,13 @@ def test_tokens_at_once_are_calls_in_turn_bitwise(device: str, data: st.DataObje
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("kernel", OTHER_SIZES, ids=str)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(kernel, id=str(kernel), marks=pytest.mark.slow if n in (1, 2) else ())
+        for n, kernel in enumerate(OTHER_SIZES)
+    ],
+)
 def test_so_they_are_whatever_the_size(device: str, kernel: Kernel):
     """A call with one token has more threads, among which K is shared in another way."""
     check_in_turn(Case(kernel, batch=2, tokens=3, seed=1), device)
@@ -233,7 +240,7 @@ def assert_chain_is_plain_decoding(device: str, data: st.DataObject, case: Case)
 
 
 @pytest.mark.everywhere
-@settings(max_examples=10)
+@settings(max_examples=500 if FULL else 4)
 @given(data=st.data(), seed=st.integers(0, 2**31), v_first=st.booleans())
 def test_a_chain_with_a_slot_for_each_position_is_plain_decoding(
     device: str, data: st.DataObject, seed: int, v_first: bool
@@ -243,7 +250,7 @@ def test_a_chain_with_a_slot_for_each_position_is_plain_decoding(
 
 
 @pytest.mark.everywhere
-@settings(max_examples=10)
+@settings(max_examples=500 if FULL else 4)
 @given(data=st.data(), seed=st.integers(0, 2**31), v_first=st.booleans())
 def test_a_chain_with_records_is_plain_decoding(
     device: str, data: st.DataObject, seed: int, v_first: bool
