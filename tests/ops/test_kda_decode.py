@@ -240,7 +240,7 @@ def assert_chain_is_plain_decoding(device: str, data: st.DataObject, case: Case)
 
 
 @pytest.mark.everywhere
-@settings(max_examples=500 if FULL else 4)
+@settings(max_examples=40 if FULL else 4)
 @given(data=st.data(), seed=st.integers(0, 2**31), v_first=st.booleans())
 def test_a_chain_with_a_slot_for_each_position_is_plain_decoding(
     device: str, data: st.DataObject, seed: int, v_first: bool
@@ -250,7 +250,7 @@ def test_a_chain_with_a_slot_for_each_position_is_plain_decoding(
 
 
 @pytest.mark.everywhere
-@settings(max_examples=500 if FULL else 4)
+@settings(max_examples=40 if FULL else 4)
 @given(data=st.data(), seed=st.integers(0, 2**31), v_first=st.booleans())
 def test_a_chain_with_records_is_plain_decoding(
     device: str, data: st.DataObject, seed: int, v_first: bool
