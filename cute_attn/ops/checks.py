@@ -24,7 +24,6 @@ SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _unpack_dual = forward_ad.unpack_dual
-_is_grad_enabled = torch.is_grad_enabled
 
 
 # -- tensors ------------------------------------------------------------------------------------
@@ -135,18 +134,6 @@ def check_state_address(state: Tensor, vector_bytes: int) -> None:
         raise ValueError(
             f"state starts at address {address:#x}, must be {vector_bytes}-byte aligned"
         )
-
-
-def check_autograd(operator: str, *tensors: Any) -> None:
-    """Refuse gradients: of arguments, and of what is written."""
-    if not _is_grad_enabled():
-        return
-    for x in tensors:  # isinstance would take longer
-        if x is not None and getattr(x, "requires_grad", False):
-            raise NotImplementedError(
-                f"{operator} has no backward yet: call it under torch.no_grad() or "
-                "torch.inference_mode(), or detach its arguments"
-            )
 
 
 # -- flags and numbers --------------------------------------------------------------------------

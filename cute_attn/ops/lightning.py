@@ -322,7 +322,7 @@ class _Decode(Operator[_Arguments]):
         return launch.get_for(a.q.device, kernel, spec), scale
 
     def stale(self, ready: Any, a: _Arguments) -> bool:
-        return self.prepare(a) != ready  # rows may be off their alignment
+        return bool(self.prepare(a) != ready)  # rows may be off their alignment
 
     def forward(  # type: ignore[override]
         self,

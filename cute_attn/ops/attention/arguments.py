@@ -174,15 +174,15 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
         raise NotImplementedError(
             "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
         )
-    rows = table.smallest_tile("forward", head_dim)
+    tile_rows = table.smallest_tile("forward", head_dim)
     if "cu_seqlens_q" in lengths:  # at most
-        tiles = heads * (q.shape[0] // rows + batch)
+        tiles = heads * (q.shape[0] // tile_rows + batch)
     else:
-        tiles = heads * batch * -(-q.shape[1] // rows)
+        tiles = heads * batch * -(-q.shape[1] // tile_rows)
     if tiles >= _MAX_TILES:
         raise ValueError(
-            f"q has {batch} sequences of {heads} heads, {tiles} tiles of {rows} rows: fewer than "
-            f"{_MAX_TILES} fit one call"
+            f"q has {batch} sequences of {heads} heads, {tiles} tiles of {tile_rows} rows: fewer "
+            f"than {_MAX_TILES} fit one call"
         )
 
 

@@ -603,13 +603,14 @@ class _Chunk(Operator[_Arguments]):
         return o, final_state, h
 
     def readable(self, a: _Arguments) -> _Arguments:
-        rows = {name: readable(getattr(a, name)) for name in ("q", "k", "v", "g")}
-        a = a._replace(
-            **rows,
+        changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkvg"}
+        if a.use_gate_in_kernel:
+            changed |= readable_parameters(a)
+        return a._replace(
+            **changed,
             initial_state=readable_state(a.initial_state),
             cu_seqlens=None if a.cu_seqlens is None else contiguous(a.cu_seqlens),
         )
-        return a._replace(**readable_parameters(a)) if a.use_gate_in_kernel else a
 
     def nothing(self, a: _Arguments) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):

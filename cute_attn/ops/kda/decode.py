@@ -392,7 +392,7 @@ class _Decode(Operator[_Arguments]):
         )
 
     def stale(self, ready: Any, a: _Arguments) -> bool:
-        return self.prepare(a) != ready
+        return bool(self.prepare(a) != ready)
 
     def forward(  # type: ignore[override]
         self,
