@@ -91,9 +91,10 @@ class Operator(Generic[_Arguments]):
         results: of an operator that writes nothing, the names of its results, each with the
             argument that asks for it, or "" where it is given always: ("lse", "return_lse").
 
-    and in methods: `check`, `prepare`, and either `key` and `launch`, or, where a frame of Python
-    more would be felt, `forward` itself; where they are needed `outputs`, `check_memory`,
-    `readable` and `nothing`. An operator with a gradient has `saved`, `kept` and `backward` too.
+    and in methods: `check`, `prepare`, and either `key` and `launch`, or, where the frames of
+    Python between them would be felt, `forward` itself, all in one; where they are needed
+    `outputs`, `check_memory`, `readable`, `nothing` and `stale`. An operator with a gradient has
+    `saved`, `kept` and `backward` too.
     """
 
     name: ClassVar[str]
@@ -182,7 +183,7 @@ class Operator(Generic[_Arguments]):
     def forward(self, *arguments: Any, ready: Any = None) -> Any:
         """The operator on plain memory; with what is loaded, where that is given."""
         key = None
-        if is_grad_enabled() and self.takes_gradient(arguments):
+        if is_grad_enabled() and self.takes_gradient(*[arguments[i] for i in self._positions]):
             return self._dispatched(arguments)
         try:
             if ready is None:
@@ -225,14 +226,13 @@ class Operator(Generic[_Arguments]):
             raise error
         return self._first_call(key, a)
 
-    def takes_gradient(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether a gradient is asked for, in a mode where it can be.
+    def takes_gradient(self, *tensors: Any) -> bool:
+        """Whether a gradient of one of these is asked for, in a mode where it can be.
 
         Raises:
             NotImplementedError: there is none.
         """
-        for i in self._positions:
-            x = arguments[i]
+        for x in tensors:
             if x is not None and getattr(x, "requires_grad", False):
                 if not self._has_backward:
                     self.refuse_gradient()
@@ -249,7 +249,7 @@ class Operator(Generic[_Arguments]):
         """Check, load the kernels and remember them, and launch them."""
         self._validate(a)
         if is_grad_enabled():
-            self.takes_gradient(a)
+            self.takes_gradient(*self.tensors(a).values())
         if self.written:
             a = self._with_out(a, torch.preserve_format)
         results = self.nothing(a)
@@ -320,7 +320,7 @@ class Operator(Generic[_Arguments]):
     def _dispatched(self, arguments: tuple[Any, ...]) -> Any:
         """Through the registered operator."""
         a = given = self.arguments(*arguments)
-        if is_grad_enabled() and self.takes_gradient(a):
+        if is_grad_enabled() and self.takes_gradient(*self.tensors(a).values()):
             a = a._replace(**self.kept)
         if self.written:
             a = self._with_out(a, torch.contiguous_format)
@@ -340,7 +340,7 @@ class Operator(Generic[_Arguments]):
         self._check_tangents(a)
         if self.written:
             if is_grad_enabled():
-                self.takes_gradient(a)
+                self.takes_gradient(*self.tensors(a).values())
             self.forward(*a)
             return None
         with torch.no_grad():  # whoever calls it by its own name gets no gradient but its backward

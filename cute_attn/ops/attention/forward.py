@@ -19,7 +19,7 @@ from ...kernels.attention import table
 from ...kernels.attention.heuristics import SHORT_SEQLEN_Q
 from ...kernels.attention.spec import LARGEST_SCALE
 from ..checks import DTYPE_NAMES
-from ..operator import Operator
+from ..operator import Operator, is_grad_enabled
 from .arguments import ALIGNMENT, SMALLEST_SCALE, VECTOR, Arguments, bounds, check
 from .plan import plan_attention
 
@@ -48,52 +48,6 @@ class Forward(Operator[Arguments]):
                     f"{name} starts at address {x.data_ptr():#x}: TMA, which reads it in place, "
                     f"needs {ALIGNMENT}-byte alignment"
                 )
-
-    def key(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        max_seqlen_q: int | None,
-        seqused_q: Tensor | None,
-        seqused_k: Tensor | None,
-        softmax_scale: float | None,
-        causal: bool,
-        window_left: int | None,
-        window_right: int | None,
-        learnable_sink: Tensor | None,
-        softcap: float,
-        scheduler: str | None,
-        return_lse: bool,
-    ) -> tuple[Any, ...]:
-        q_shape, k_shape = q.shape, k.shape
-        return (
-            len(q_shape),
-            q_shape[-2],
-            k_shape[-2],
-            q_shape[0] if cu_seqlens_q is None else None,
-            k_shape[0] if cu_seqlens_k is None else None,
-            None if cu_seqlens_q is None else cu_seqlens_q.shape,
-            None if cu_seqlens_k is None else cu_seqlens_k.shape,
-            None if seqused_q is None else seqused_q.shape,
-            None if seqused_k is None else seqused_k.shape,
-            _is_short(q_shape, cu_seqlens_q, max_seqlen_q),
-            q.dtype,
-            q.get_device(),
-            None if learnable_sink is None else learnable_sink.dtype,
-            causal,
-            window_left,
-            window_right,
-            softcap,
-            scheduler,
-            return_lse,
-            # These are never loaded for: there is nothing to launch, or a number is refused.
-            not (q.numel() and k.numel()),
-            softmax_scale is None
-            or (SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE and softmax_scale is not True),
-        )
 
     def prepare(self, a: Arguments) -> _Ready:
         left, right = bounds(a)
@@ -126,9 +80,8 @@ class Forward(Operator[Arguments]):
             max(1, launch.num_sms(a.q.device) // table.find("forward", arch, head_dim).cluster),
         )
 
-    def launch(
+    def forward(  # type: ignore[override]
         self,
-        ready: _Ready,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -145,15 +98,58 @@ class Forward(Operator[Arguments]):
         softcap: float,
         scheduler: str | None,
         return_lse: bool,
+        ready: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        function, default_scale, cap, left, right, clusters = ready
-        o = _empty_like(q, memory_format=_contiguous)
-        lse = _empty_lse(q) if return_lse else None
-        function(
-            q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            default_scale if softmax_scale is None else softmax_scale, cap, left, right, clusters,
-        )  # fmt: skip
-        return o, lse
+        key = None
+        if is_grad_enabled():
+            self.takes_gradient(q, k, v, learnable_sink)
+        try:
+            if ready is None:
+                q_shape, k_shape = q.shape, k.shape
+                key = (
+                    len(q_shape),
+                    q_shape[-2],
+                    k_shape[-2],
+                    q_shape[0] if cu_seqlens_q is None else None,
+                    k_shape[0] if cu_seqlens_k is None else None,
+                    None if cu_seqlens_q is None else cu_seqlens_q.shape,
+                    None if cu_seqlens_k is None else cu_seqlens_k.shape,
+                    None if seqused_q is None else seqused_q.shape,
+                    None if seqused_k is None else seqused_k.shape,
+                    _is_short(q_shape, cu_seqlens_q, max_seqlen_q),
+                    q.dtype,
+                    q.get_device(),
+                    None if learnable_sink is None else learnable_sink.dtype,
+                    causal,
+                    window_left,
+                    window_right,
+                    softcap,
+                    scheduler,
+                    return_lse,
+                    # There is nothing to launch, or a number is refused: never loaded for.
+                    not (q.numel() and k.numel()),
+                    softmax_scale is None
+                    or (
+                        SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE
+                        and softmax_scale is not True
+                    ),
+                )
+                ready = self.ready[key]
+            function, default_scale, cap, left, right, clusters = ready
+            o = _empty_like(q, memory_format=_contiguous)
+            lse = _empty_lse(q) if return_lse else None
+            function(
+                q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                default_scale if softmax_scale is None else softmax_scale, cap, left, right,
+                clusters,
+            )  # fmt: skip
+            return o, lse
+        except Exception as error:
+            return self.failed(  # type: ignore[no-any-return]
+                error, key, ready, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                seqused_q, seqused_k, softmax_scale, causal, window_left, window_right,
+                learnable_sink, softcap, scheduler, return_lse,
+            )  # fmt: skip
 
     def outputs(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
         o = _empty_like(a.q, memory_format=_contiguous)

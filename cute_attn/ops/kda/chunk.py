@@ -66,6 +66,7 @@ from ..operator import (
     dispatch_mode_depth,
     forward_ad,
     is_dynamo_compiling,
+    is_grad_enabled,
 )
 from . import stages
 from .arguments import (
@@ -194,13 +195,13 @@ def chunk_kda(
         and not dispatch_mode_depth()
         else _chunk.routed
     )
-    o, final_state, h = call(
+    results: tuple[Any, Any, Any] = call(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
         disable_recompute, return_intermediate_states, state_v_first, cu_seqlens, num_chunks,
         A_log, dt_bias,
     )  # fmt: skip
-    return (o, final_state, h) if return_intermediate_states else (o, final_state)
+    return results if return_intermediate_states else results[:2]
 
 
 @launch.planner
@@ -418,49 +419,6 @@ class _Chunk(Operator[_Arguments]):
         check_state(sizes, a.initial_state, a.state_v_first)
         check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
 
-    def key(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        scale: float | None,
-        initial_state: Tensor | None,
-        output_final_state: bool,
-        use_qk_l2norm_in_kernel: bool,
-        use_gate_in_kernel: bool,
-        use_beta_sigmoid_in_kernel: bool,
-        allow_neg_eigval: bool,
-        safe_gate: bool,
-        lower_bound: float | None,
-        disable_recompute: bool,
-        return_intermediate_states: bool,
-        state_v_first: bool,
-        cu_seqlens: Tensor | None,
-        num_chunks: int | None,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-    ) -> tuple[Any, ...]:
-        batch, tokens, heads_qk, dim_k = q.shape
-        batch_v, tokens_v, heads, dim_v = v.shape
-        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        return (
-            heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(), scale,
-            type(scale), initial_state is None, output_final_state, use_qk_l2norm_in_kernel,
-            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-            lower_bound, type(lower_bound), disable_recompute, return_intermediate_states,
-            state_v_first, None if cu_seqlens is None else cu_seqlens.dtype, A_log is None,
-            dt_bias is None,
-            # No host code of a kernel sees v beside q, and a state beside cu_seqlens.
-            batch == batch_v
-            and tokens == tokens_v
-            and batch > 0 < tokens
-            and sequences > 0
-            and (cu_seqlens is None or (batch == 1 and cu_seqlens.dim() == 1))
-            and (initial_state is None or initial_state.shape[0] == sequences),
-        )  # fmt: skip
-
     def prepare(self, a: _Arguments) -> _Ready | str:
         """BY_STAGES where stages run one by one, which look up their own kernels."""
         device, dim_k = a.q.device, a.q.shape[-1]
@@ -498,9 +456,8 @@ class _Chunk(Operator[_Arguments]):
             tuple(split),
         )
 
-    def launch(
+    def forward(  # type: ignore[override]
         self,
-        ready: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -522,66 +479,102 @@ class _Chunk(Operator[_Arguments]):
         num_chunks: int | None,
         A_log: Tensor | None,
         dt_bias: Tensor | None,
+        ready: Any = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if not use_gate_in_kernel:
-            A_log = dt_bias = None
-        else:
-            if dt_bias is not None and dt_bias.dim() != 2:
-                dt_bias = dt_bias.view(-1, q.shape[3])
-            if A_log is not None and A_log.dim() != 1:
-                A_log = A_log.view(-1)
-        if ready is BY_STAGES:
-            if use_beta_sigmoid_in_kernel:
-                beta = torch.sigmoid(beta.to(torch.float32))
-                if allow_neg_eigval:
-                    beta = 2.0 * beta
-            return _by_stages(
-                q, k, v, g, beta, scale, initial_state, output_final_state,
-                bool(use_qk_l2norm_in_kernel), use_gate_in_kernel, lower_bound,
+        key = None
+        if is_grad_enabled():
+            self.takes_gradient(q, k, v, g, beta, initial_state, A_log, dt_bias)
+        try:
+            if ready is None:
+                batch, tokens, heads_qk, dim_k = q.shape
+                batch_v, tokens_v, heads, dim_v = v.shape
+                sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+                key = (
+                    heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(),
+                    scale, type(scale), initial_state is None, output_final_state,
+                    use_qk_l2norm_in_kernel, use_gate_in_kernel,
+                    use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+                    lower_bound, type(lower_bound), disable_recompute, return_intermediate_states,
+                    state_v_first, None if cu_seqlens is None else cu_seqlens.dtype, A_log is None,
+                    dt_bias is None,
+                    # No host code of a kernel sees v beside q, and a state beside cu_seqlens.
+                    batch == batch_v
+                    and tokens == tokens_v
+                    and batch > 0 < tokens
+                    and sequences > 0
+                    and (cu_seqlens is None or (batch == 1 and cu_seqlens.dim() == 1))
+                    and (initial_state is None or initial_state.shape[0] == sequences),
+                )  # fmt: skip
+                ready = self.ready[key]
+            A, bias = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+            if bias is not None and bias.dim() != 2:
+                bias = bias.view(-1, q.shape[3])
+            if A is not None and A.dim() != 1:
+                A = A.view(-1)
+            if ready is BY_STAGES:
+                rate = beta
+                if use_beta_sigmoid_in_kernel:
+                    rate = torch.sigmoid(beta.to(torch.float32))
+                    if allow_neg_eigval:
+                        rate = 2.0 * rate
+                return _by_stages(
+                    q, k, v, g, rate, scale, initial_state, output_final_state,
+                    bool(use_qk_l2norm_in_kernel), use_gate_in_kernel, lower_bound,
+                    return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A, bias,
+                )  # fmt: skip
+            prepare, recurrence, elements, q_scale, bound, beta_scale, num_sms, split = ready
+            batch, tokens, heads, dim_v = v.shape
+            dim_k = q.shape[3]
+            device = q.device
+            if cu_seqlens is None:
+                sequences = batch
+                slots = batch * ((tokens + CHUNK - 1) // CHUNK)
+            else:
+                sequences = cu_seqlens.shape[0] - 1
+                slots = tokens // CHUNK + sequences
+            tiles = _new_empty(q, (slots, heads, elements))
+            decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
+            o = _empty_like(v, memory_format=_contiguous)
+            final_state = None
+            if output_final_state:
+                matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
+                final_state = _empty(
+                    (sequences, heads, *matrix), dtype=torch.float32, device=device
+                )
+            prepare(q, k, g, beta, A, bias, cu_seqlens, tiles, decay, q_scale, bound, beta_scale)
+            length = 0
+            if 2 * sequences * heads <= num_sms:
+                length = chunks_per_segment(
+                    sequences=sequences,
+                    tokens=tokens,
+                    heads=heads,
+                    head_dim_v=dim_v,
+                    packed=cu_seqlens is not None,
+                    num_sms=num_sms,
+                )
+            if not length:
+                recurrence(
+                    v, tiles, decay, o, initial_state, final_state, cu_seqlens, None, None, 0, 1
+                )
+                return o, final_state, None
+            count = -(-tokens // (CHUNK * length))
+            states, moves = (
+                _empty((sequences, count, heads, rows, dim_k), dtype=torch.float32, device=device)
+                for rows in (dim_v, dim_k)
+            )
+            transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
+            given = (v, tiles, decay, o, initial_state, final_state, cu_seqlens)
+            transitions(*given, states, moves, length, count)
+            combine(cu_seqlens, states, moves, tokens, length)
+            outputs(*given, states, None, length, count)
+            return o, final_state, None
+        except Exception as error:
+            return self.failed(  # type: ignore[no-any-return]
+                error, key, ready, q, k, v, g, beta, scale, initial_state, output_final_state,
+                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
                 return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log, dt_bias,
             )  # fmt: skip
-        prepare, recurrence, elements, q_scale, bound, beta_scale, num_sms, split = ready
-        batch, tokens, heads, dim_v = v.shape
-        dim_k = q.shape[3]
-        device = q.device
-        if cu_seqlens is None:
-            sequences = batch
-            slots = batch * ((tokens + CHUNK - 1) // CHUNK)
-        else:
-            sequences = cu_seqlens.shape[0] - 1
-            slots = tokens // CHUNK + sequences
-        tiles = _new_empty(q, (slots, heads, elements))
-        decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
-        o = _empty_like(v, memory_format=_contiguous)
-        final_state = None
-        if output_final_state:
-            matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
-            final_state = _empty((sequences, heads, *matrix), dtype=torch.float32, device=device)
-        prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, tiles, decay, q_scale, bound, beta_scale)
-        length = 0
-        if 2 * sequences * heads <= num_sms:
-            length = chunks_per_segment(
-                sequences=sequences,
-                tokens=tokens,
-                heads=heads,
-                head_dim_v=dim_v,
-                packed=cu_seqlens is not None,
-                num_sms=num_sms,
-            )
-        if not length:
-            recurrence(v, tiles, decay, o, initial_state, final_state, cu_seqlens, None, None, 0, 1)
-            return o, final_state, None
-        count = -(-tokens // (CHUNK * length))
-        states, moves = (
-            _empty((sequences, count, heads, rows, dim_k), dtype=torch.float32, device=device)
-            for rows in (dim_v, dim_k)
-        )
-        transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
-        given = (v, tiles, decay, o, initial_state, final_state, cu_seqlens)
-        transitions(*given, states, moves, length, count)
-        combine(cu_seqlens, states, moves, tokens, length)
-        outputs(*given, states, None, length, count)
-        return o, final_state, None
 
     def outputs(self, a: _Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
         batch, tokens, heads, dim_v = a.v.shape

@@ -23,6 +23,7 @@ from ..operator import (
     dispatch_mode_depth,
     forward_ad,
     is_dynamo_compiling,
+    is_grad_enabled,
 )
 from .arguments import (
     Sizes,
@@ -250,35 +251,6 @@ class _Recurrent(Operator[_Arguments]):
         check_state(sizes, a.initial_state, a.state_v_first)
         check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound)
 
-    def key(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        scale: float | None,
-        initial_state: Tensor | None,
-        output_final_state: bool,
-        use_qk_l2norm_in_kernel: bool,
-        use_gate_in_kernel: bool,
-        use_beta_sigmoid_in_kernel: bool,
-        allow_neg_eigval: bool,
-        lower_bound: float | None,
-        state_v_first: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Any, ...]:
-        return (
-            q.shape[-1], v.shape[-1], q.dtype, g.dtype, beta.dtype, q.get_device(), A_log is None,
-            dt_bias is None, scale, type(scale), initial_state is None, output_final_state,
-            use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, lower_bound, type(lower_bound), state_v_first,
-            None if cu_seqlens is None else cu_seqlens.dtype,
-            not v.numel(),  # for which nothing is ever loaded
-        )  # fmt: skip
-
     def prepare(self, a: _Arguments) -> _Ready:
         (request,) = plan_fused_recurrent_kda(
             launch.arch_for(a.q.device),
@@ -305,9 +277,8 @@ class _Recurrent(Operator[_Arguments]):
             2.0 if a.allow_neg_eigval else 1.0,
         )
 
-    def launch(
+    def forward(  # type: ignore[override]
         self,
-        ready: _Ready,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -325,21 +296,42 @@ class _Recurrent(Operator[_Arguments]):
         lower_bound: float | None,
         state_v_first: bool,
         cu_seqlens: Tensor | None,
+        ready: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        function, q_scale, bound, beta_scale = ready
-        if not use_gate_in_kernel:
-            A_log = dt_bias = None
-        else:
-            if A_log is not None and A_log.dim() != 1:
-                A_log = A_log.view(-1)
-            if dt_bias is not None and dt_bias.dim() != 2:
-                dt_bias = dt_bias.view(-1, q.shape[-1])
-        o, final_state = _outputs(q, v, output_final_state, state_v_first, cu_seqlens)
-        function(
-            q, k, v, g, beta, A_log, dt_bias, o, initial_state, final_state, cu_seqlens, q_scale,
-            bound, beta_scale,
-        )  # fmt: skip
-        return o, final_state
+        key = None
+        if is_grad_enabled():
+            self.takes_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+        try:
+            if ready is None:
+                key = (
+                    q.shape[-1], v.shape[-1], q.dtype, g.dtype, beta.dtype, q.get_device(),
+                    A_log is None, dt_bias is None, scale, type(scale), initial_state is None,
+                    output_final_state, use_qk_l2norm_in_kernel,
+                    use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                    allow_neg_eigval, lower_bound, type(lower_bound), state_v_first,
+                    None if cu_seqlens is None else cu_seqlens.dtype,
+                    not v.numel(),  # for which nothing is ever loaded
+                )  # fmt: skip
+                ready = self.ready[key]
+            function, q_scale, bound, beta_scale = ready
+            A, bias = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+            if A is not None and A.dim() != 1:
+                A = A.view(-1)
+            if bias is not None and bias.dim() != 2:
+                bias = bias.view(-1, q.shape[-1])
+            o, final_state = _outputs(q, v, output_final_state, state_v_first, cu_seqlens)
+            function(
+                q, k, v, g, beta, A, bias, o, initial_state, final_state, cu_seqlens, q_scale,
+                bound, beta_scale,
+            )  # fmt: skip
+            return o, final_state
+        except Exception as error:
+            return self.failed(  # type: ignore[no-any-return]
+                error, key, ready, q, k, v, g, beta, A_log, dt_bias, scale, initial_state,
+                output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+                use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, state_v_first,
+                cu_seqlens,
+            )  # fmt: skip
 
     def outputs(self, a: _Arguments) -> tuple[Tensor, Tensor | None]:
         return _outputs(a.q, a.v, a.output_final_state, a.state_v_first, a.cu_seqlens)
