@@ -172,6 +172,7 @@ PADDINGS = {
 }
 
 
+@pytest.mark.in_turn("cache")
 @pytest.mark.parametrize("cache", [None, static_cache], ids=["dynamic", "static"])
 @pytest.mark.parametrize("padding", PADDINGS)
 def test_padding(padding: str, cache: Any) -> None:

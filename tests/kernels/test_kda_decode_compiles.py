@@ -98,7 +98,11 @@ def test_a_sample_compiles_without_spills(kernel: Kernel, arch: str):
 
 @pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("request_", RECURRENT, ids=lambda r: "-".join(map(str, r.values())))
+@pytest.mark.parametrize(
+    "request_",
+    [*RECURRENT[:2], *(pytest.param(r, marks=pytest.mark.slow) for r in RECURRENT[2:])],
+    ids=lambda r: "-".join(map(str, r.values())),
+)
 def test_the_recurrent_form_compiles_without_spills(request_: dict[str, Any], arch: str):
     assert_compiles(*plan_fused_recurrent_kda(arch, **request_)[0], arch)
 

@@ -162,7 +162,7 @@ def test_states_at_the_start_of_chunks(device: str, data: st.DataObject):
 @examples(3)
 @given(data=st.data())
 def test_sequences_in_segments(device: str, data: st.DataObject):
-    case = data.draw(cases(device, [PLAIN, DECAYS, SMALL, WIDE_V] if FULL else [DECAYS, SMALL]))
+    case = data.draw(cases(device, [PLAIN, DECAYS, SMALL, WIDE_V] if FULL else [PACKED, SMALL]))
     assume(any(case.lengths))  # without a token nothing is split
     in_segments(case.arguments(device), data.draw(st.integers(1, 3)))
 
@@ -170,7 +170,7 @@ def test_sequences_in_segments(device: str, data: st.DataObject):
 @pytest.mark.everywhere
 def test_many_segments(device: str):
     in_segments(Case(SMALL, (450,), gates="weak", alike=True).arguments(device), 1)
-    in_segments(Case(DECAYS, (0, 330, 1, 130), group=1, gates="weak").arguments(device), 1)
+    in_segments(Case(PACKED, (0, 330, 1, 130), group=1, gates="weak").arguments(device), 1)
 
 
 @pytest.fixture
