@@ -119,7 +119,7 @@ def lightning_attn_decode(
         NotImplementedError: head dimensions, architectures or autograd that have no kernel.
     """
     call = (
-        _decode.forward
+        _forward
         if not is_dynamo_compiling()
         and type(q) is type(k) is type(v) is type(state) is Tensor
         and type(decay) in PLAIN
@@ -378,6 +378,7 @@ class _Decode(Operator[_Arguments]):
 
 
 _decode = _Decode()
+_forward = _decode.forward  # bound once
 
 
 def _shape(x: Tensor) -> list[int]:

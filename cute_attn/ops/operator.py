@@ -13,7 +13,7 @@ operator's implementation gets what comes out of that, and takes it for the memo
 The public function asks which of the two it is, before anything else and without a call:
 
     call = (
-        _operator.forward
+        _forward  # _operator.forward, bound once
         if not is_dynamo_compiling()
         and type(q) is type(k) is ... is Tensor
         and (A_log is None or type(A_log) in PLAIN) and ...

@@ -20,6 +20,7 @@ from .arguments import check_length
 from .forward import FORWARD
 
 Window = tuple[int | None, int | None]
+_forward = FORWARD.forward  # bound once
 
 
 def flash_attn_func(
@@ -73,8 +74,9 @@ def flash_attn_func(
     """
     if type(window_size) is not tuple or len(window_size) != 2:
         window_size = _pair(window_size)
+    left, right = window_size
     call = (
-        FORWARD.forward
+        _forward
         if not is_dynamo_compiling()
         and type(q) is type(k) is type(v) is Tensor
         and (learnable_sink is None or type(learnable_sink) in PLAIN)
@@ -83,7 +85,7 @@ def flash_attn_func(
         else FORWARD.routed
     )
     result: tuple[Tensor, Tensor | None] = call(
-        q, k, v, None, None, None, None, None, softmax_scale, causal, *window_size,
+        q, k, v, None, None, None, None, None, softmax_scale, causal, left, right,
         learnable_sink, softcap, scheduler, return_lse,
     )  # fmt: skip
     return result
@@ -149,8 +151,9 @@ def flash_attn_varlen_func(
         _length_on_the_host("max_seqlen_k", max_seqlen_k)
     if type(window_size) is not tuple or len(window_size) != 2:
         window_size = _pair(window_size)
+    left, right = window_size
     call = (
-        FORWARD.forward
+        _forward
         if not is_dynamo_compiling()
         and type(q) is type(k) is type(v) is Tensor
         and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
@@ -164,7 +167,7 @@ def flash_attn_varlen_func(
     )
     result: tuple[Tensor, Tensor | None] = call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, softmax_scale,
-        causal, *window_size, learnable_sink, softcap, scheduler, return_lse,
+        causal, left, right, learnable_sink, softcap, scheduler, return_lse,
     )  # fmt: skip
     return result
 

@@ -184,7 +184,7 @@ def chunk_kda(
             "no gradient goes through these states"
         )
     call = (
-        _chunk.forward
+        _forward
         if not is_dynamo_compiling()
         and type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
         and (A_log is None or type(A_log) in PLAIN)
@@ -613,6 +613,7 @@ class _Chunk(Operator[_Arguments]):
 
 
 _chunk = _Chunk()
+_forward = _chunk.forward  # bound once
 
 
 def _by_stages(

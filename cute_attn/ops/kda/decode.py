@@ -156,7 +156,7 @@ def kda_decode(
         NotImplementedError: head dimensions, architectures or autograd that have no kernel.
     """
     call = (
-        _decode.forward
+        _forward
         if not is_dynamo_compiling()
         and type(q) is type(k) is type(v) is type(g) is type(beta) is type(state) is Tensor
         and (A_log is None or type(A_log) in PLAIN)
@@ -470,6 +470,7 @@ class _Decode(Operator[_Arguments]):
 
 
 _decode = _Decode()
+_forward = _decode.forward  # bound once
 _OF_A_STEP = ("q", "k", "v", "g", "beta", "out")
 
 

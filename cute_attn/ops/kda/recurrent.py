@@ -105,7 +105,7 @@ def fused_recurrent_kda(
         NotImplementedError: head dimensions without a kernel, or autograd, which has no backward.
     """
     call = (
-        _recurrent.forward
+        _forward
         if not is_dynamo_compiling()
         and type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
         and (A_log is None or type(A_log) in PLAIN)
@@ -354,6 +354,7 @@ class _Recurrent(Operator[_Arguments]):
 
 
 _recurrent = _Recurrent()
+_forward = _recurrent.forward  # bound once
 
 
 def _outputs(
