@@ -122,6 +122,7 @@ class Operator(Generic[_Arguments]):
         self._required = {name for name in self._tensors if hints[name] is Tensor}
         if self.written:
             self._required.discard("out")
+        self._first = next(name for name in self._tensors if name in self._required)
         self._register(hints)
 
     # -- what a family writes
@@ -257,7 +258,7 @@ class Operator(Generic[_Arguments]):
             return results
         mended = self.readable(a)
         ready = self.prepare(mended)
-        if key is not None and _same(mended, a) and may_remember(a[0]):
+        if key is not None and _same(mended, a) and may_remember(getattr(a, self._first)):
             if len(self.ready) >= _MOST_READY:
                 self.ready.clear()
             self.ready[key] = ready
@@ -275,8 +276,7 @@ class Operator(Generic[_Arguments]):
 
     def _validate(self, a: Any) -> None:
         self._check(a)
-        first = self._positions[0]
-        launch.check_device(a._fields[first], a[first].device)
+        launch.check_device(self._first, getattr(a, self._first).device)
         self.check_memory(a)
 
     def _with_out(self, a: Any, memory_format: torch.memory_format) -> Any:
