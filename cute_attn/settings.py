@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 
-_SCHEDULERS = {"": "static", "0": "static", "1": "clc"}  # FA_CLC -> scheduler
+_SCHEDULER_OF_FA_CLC = {"": "static", "0": "static", "1": "clc"}
 
 _on_reload: list[Callable[[], None]] = []
 
@@ -28,7 +28,7 @@ class Settings:
 
     @functools.cached_property
     def scheduler(self) -> str:
-        return _SCHEDULERS[_switch("FA_CLC")]
+        return _SCHEDULER_OF_FA_CLC[_switch("FA_CLC")]
 
     @functools.cached_property
     def kda_split(self) -> bool:

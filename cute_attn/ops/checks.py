@@ -1,6 +1,6 @@
-"""What every operator asks of its arguments: tensors that kernels can read, dtypes, numbers, flags.
+"""Checks of arguments that all operators share: tensors, dtypes, strides, numbers and flags.
 
-Nothing here reads device memory, and all of it holds for fake tensors.
+Nothing here reads device memory, and all of it works on fake tensors, except `check_state_address`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DTYPE_NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
 }
-# What float32 holds without flushing it to 0 or to infinity.
+# The smallest and the largest normal number of float32.
 SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -30,12 +30,12 @@ _unpack_dual = forward_ad.unpack_dual
 
 
 def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Tensor]:
-    """Those that are given, which must be plain memory on the device of the first.
+    """Return the tensors that are not None, after checking that kernels can read them.
 
     Raises:
-        TypeError: one is no tensor, or has another layout than strided memory.
-        ValueError: one is on another device, or a view that negates what it shows.
-        NotImplementedError: one is what a transform of torch.func passes on.
+        TypeError: one is no tensor, or its layout is not strided.
+        ValueError: one is on another device than the first, or is a negated or conjugated view.
+        NotImplementedError: one comes from a transform of torch.func, or has a tangent.
     """
     given = required | {name: x for name, x in optional.items() if x is not None}
     first, reference = next(iter(required.items()))
@@ -49,7 +49,7 @@ def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[st
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise the exception of `check_tensors` unless x is a tensor with memory as strides say."""
+    """Raise the exceptions of `check_tensors` for x, except that for its device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if _is_functorch_wrapped(x):
@@ -70,7 +70,7 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def check_tangents(**tensors: Any) -> None:
-    """Refuse forward-mode derivatives, which results would not carry on."""
+    """Refuse tensors with forward-mode tangents, which operators would drop."""
     if forward_ad._current_level < 0:
         return
     for name, x in tensors.items():
@@ -108,7 +108,7 @@ def check_contiguous(given: dict[str, Tensor], names: Sequence[str]) -> None:
 
 
 def check_not_expanded(given: dict[str, Tensor], names: Sequence[str]) -> None:
-    """Of what is written."""
+    """Raise ValueError for an expanded tensor: these are written."""
     for name in names:
         if name in given and any(
             stride == 0 and size > 1
@@ -118,7 +118,7 @@ def check_not_expanded(given: dict[str, Tensor], names: Sequence[str]) -> None:
 
 
 def check_state_strides(state: Tensor, vector_bytes: int) -> None:
-    """Of a pool of states, `[slots, heads, rows, columns]`."""
+    """Raise ValueError unless kernels can read `state`, `[slots, heads, rows, columns]`."""
     vector = vector_bytes // state.element_size()
     slot, head, row, column = state.stride()
     if column != 1 or row != state.shape[3] or slot % vector or head % vector:
@@ -146,12 +146,12 @@ def check_flags(**flags: Any) -> None:
 
 
 def is_int(value: Any) -> bool:
-    """Whether it is an integer, of Python or symbolic; a bool is none."""
+    """Whether value is an int or a SymInt, and not a bool."""
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def check_number(name: str, value: Any) -> None:
-    """None, or a number that float32 holds."""
+    """Raise unless value is None or a number that float32 holds, 0 or a normal one."""
     if value is None:
         return
     check_is_number(name, value)
@@ -164,7 +164,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_is_number(name: str, value: Any) -> None:
-    """Raise TypeError for what is none. A bool is none, nor is a tensor."""
+    """Raise TypeError unless value is a number. A bool and a tensor are not."""
     if isinstance(value, bool) or not isinstance(
         value, int | float | torch.SymInt | torch.SymFloat
     ):

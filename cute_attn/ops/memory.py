@@ -1,7 +1,7 @@
-"""Which memory tensors span, and what may not share any.
+"""Checks that the tensors that an operator writes overlap nothing in memory.
 
-Kernels' host code asks the same at each launch, in `kernels/common/overlap.py`; where it refuses,
-`check_memory` says why. So both must have the same rules.
+The kernels' host code checks the same at each launch, in `kernels/common/overlap.py`, and
+`check_memory` names the tensors when it refuses. So both must have the same rules.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from torch import Tensor
 def check_memory(
     written: dict[str, Tensor | None], read: dict[str, Tensor | None], pools: tuple[str, ...] = ()
 ) -> None:
-    """Refuse what is written where its memory is an argument's, or twice its own: blocks would
-    read or overwrite what others have written.
+    """Refuse a written tensor that overlaps itself or another argument: CTAs would read or
+    overwrite what others have written.
 
     Args:
-        pools: names of tensors whose first dimension is that of slots. Slots of one may lie between
-            those of another; all other tensors must not meet in the memory that they span.
+        written: the tensors that the operator writes, by name; None for those not given.
+        read: the other tensors.
+        pools: names of tensors whose first dimension counts slots. The slots of two pools may
+            interleave; the address ranges of all other tensors must be disjoint.
 
     Raises:
-        ValueError: naming both.
+        ValueError: two tensors overlap, or one overlaps itself; the message names them.
     """
     results = {name: x for name, x in written.items() if x is not None}
     others = results | {name: x for name, x in read.items() if x is not None}
@@ -46,8 +48,7 @@ def check_memory(
 def _check_distinct(name: str, x: Tensor) -> None:
     """Raise ValueError unless every element of x has an address of its own.
 
-    Each stride must reach over all that smaller strides span. Layouts that interleave in other ways
-    are refused too.
+    Each stride must exceed the span of all smaller ones. This refuses some layouts without overlap.
     """
     if x.numel() == 0:
         return
@@ -62,7 +63,8 @@ def _check_distinct(name: str, x: Tensor) -> None:
 
 
 def _interleaved(x: Tensor, y: Tensor) -> bool:
-    """Whether slots of x and y lie apart in rows of one length, such as the pages of a server."""
+    """Whether x and y have the same slot stride, and their slots do not overlap: a server's page
+    may hold a slot of each."""
     pitches = {z.stride(0) * z.element_size() for z in (x, y) if z.shape[0] > 1}
     if len(pitches) != 1:
         return False
@@ -74,7 +76,7 @@ def _interleaved(x: Tensor, y: Tensor) -> bool:
 
 
 def extent(x: Tensor) -> tuple[int, int]:
-    """First and one past the last byte that a tensor spans."""
+    """The address of a tensor's first byte, and one past that of its last."""
     if x.numel() == 0:
         return x.data_ptr(), x.data_ptr()
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))

@@ -1,16 +1,18 @@
-"""One way to write an operator.
+"""The base class of all operators.
 
-A family writes its arguments, one NamedTuple in the order of the registered operator's schema, and
-a subclass of `Operator` with its checks, its plan (which kernels) and its launch. From here come
-the table of loaded kernels, the route of a call, the registration with torch.library, the fake
-implementation, the diagnosis of what compiled host code refuses, and autograd.
+An operator is written as a NamedTuple of its arguments, in the order of the registered operator's
+schema, and a subclass of `Operator` with its checks, its choice of kernels and its launch. The base
+class adds the table of loaded kernels, the route of a call, the registration with torch.library,
+the fake implementation, autograd, and error messages for calls that compiled host code refuses.
 
-Straight to the kernel go tensors and parameters. Everything else that torch lets have a say in what
-happens to a tensor goes through the dispatcher, as with torch's own operators: dispatch modes,
-subclasses, objects that are no tensor but have `__torch_function__`, and gradients. The registered
-operator's implementation gets what comes out of that, and takes it for the memory that it is.
+A call takes one of two routes. Plain tensors and parameters go straight to the kernel (`forward`).
+A call goes through torch's dispatcher (`routed`), as torch's own operators do, if torch may
+intercept it: under torch.compile, a dispatch mode or forward-mode AD, or with a tensor subclass or
+an object that has `__torch_function__`. A call with gradients starts in `forward`, which hands it
+to the dispatcher. The dispatcher then calls the registered operator's implementation, which treats
+every tensor that it gets as plain memory.
 
-The public function asks which of the two it is, before anything else and without a call:
+The public function chooses the route first, with inline tests because a call would cost time:
 
     call = (
         _forward  # _operator.forward, bound once
@@ -23,7 +25,7 @@ The public function asks which of the two it is, before anything else and withou
     )
     return call(q, k, ...)
 
-A wrapper without memory must never get further: its address is 0.
+A wrapper subclass that has no memory must not reach a kernel: its address is 0.
 """
 
 from __future__ import annotations
@@ -53,25 +55,25 @@ __all__ = [
     "plain",
 ]
 
-# Types of tensors that have no say. A buffer is a Tensor too: its class only looks like one.
+# Tensor types that cannot intercept a call. A torch.nn.Buffer is of type Tensor.
 PLAIN = frozenset({Tensor, Parameter})
 
 is_compiling = torch.compiler.is_compiling
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 dispatch_mode_depth = torch._C._len_torch_dispatch_stack
-# An operator that saved the state for its backward must see that it has changed.
+# Kernels write to memory unseen by autograd, which detects changes of saved tensors by version.
 increment_version = torch._C._increment_version
-_no_function = torch._C._disabled_torch_function_impl
+_disabled_torch_function = torch._C._disabled_torch_function_impl
 
-# What most arguments are, none of which has a say.
-_SILENT = PLAIN | {type(None), bool, int, float, str}
+# The usual types of arguments, none of which can intercept a call.
+_NEVER_INTERCEPT = PLAIN | {type(None), bool, int, float, str}
 
-# What compiled host code raises when it refuses arguments, and Python when they are of another
-# type. Subclasses are other errors: out of memory, a damaged cache, what the emulator found.
+# Compiled host code raises these when it refuses arguments, and Python when their types are wrong.
+# Their subclasses are other errors: out of memory, a damaged cache, a finding of the emulator.
 _REFUSALS = frozenset({AttributeError, IndexError, TypeError, ValueError, RuntimeError})
 
-_MOST_READY = 4096  # kernels of one operator's table: numbers are part of some keys
+_MOST_READY = 4096  # entries of an operator's table; keys with floats would let it grow forever
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 
@@ -80,21 +82,23 @@ _Arguments = TypeVar("_Arguments", bound=tuple[Any, ...])
 
 
 class Operator(Generic[_Arguments]):
-    """An operator: what a family says of it, and all that follows.
+    """Base class of an operator; instantiate a subclass once, which registers it.
 
-    A family says, in class attributes:
+    Class attributes of a subclass:
         name: of the registered operator, `torch.ops.cute_attn.<name>`.
-        public_name: as errors call it, where that is another.
+        public_name: the name in error messages, where it is not `name`.
         arguments: the NamedTuple of its arguments. Its annotations and defaults are the schema.
-        written: the names of those that it writes. The result of such an operator is its argument
-            `out`, which where it is None is allocated like `v`.
-        results: of an operator that writes nothing, the names of its results, each with the
-            argument that asks for it, or "" where it is given always: ("lse", "return_lse").
+        written: names of the arguments that it writes in place. Such an operator returns its
+            argument `out`; if that is None, it is allocated like the argument `v`.
+        results: only if `written` is empty: pairs of a result's name and the flag argument that
+            requests it, "" for a result that is always computed: ("lse", "return_lse").
+        saved, kept: only with a gradient, see below.
 
-    and in methods: `check`, `prepare`, and either `key` and `launch`, or, where the frames of
-    Python between them would be felt, `forward` itself, all in one; where they are needed
-    `outputs`, `check_memory`, `readable`, `nothing` and `stale`. An operator with a gradient has
-    `saved`, `kept` and `backward` too.
+    Methods that every subclass defines: `check`, `prepare`, and either `key` and `launch`, or
+    `forward`, which does the work of both in one Python frame and so costs less per call. Such a
+    `forward` must hand a call that `takes_gradient` to `_dispatched`, and exceptions to `failed`.
+    `outputs` is required if `written` is empty. `check_memory`, `readable`, `nothing` and `stale`
+    have defaults. An operator with a gradient also defines `saved`, `kept` and `backward`.
     """
 
     name: ClassVar[str]
@@ -103,15 +107,15 @@ class Operator(Generic[_Arguments]):
     written: ClassVar[tuple[str, ...]] = ()
     results: ClassVar[tuple[tuple[str, str], ...]] = ()
 
-    # What `backward` is given, by name: arguments, and results.
+    # Names of the arguments and results that `backward` gets.
     saved: ClassVar[tuple[str, ...]] = ()
-    # Arguments that are different where a gradient will be taken, such as {"return_lse": True}.
+    # Values that replace a call's arguments if a gradient is needed, such as {"return_lse": True}.
     kept: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self) -> None:
-        # All that kernels are chosen by -> what `prepare` gave.
+        # `key` of a call -> result of `prepare` for it.
         self.ready: dict[tuple[Any, ...], Any] = {}
-        on_reload(self.ready.clear)  # what None in a key means may be another thing from then on
+        on_reload(self.ready.clear)  # the settings decide what None in a key stands for
         hints = get_type_hints(self.arguments)
         self._tensors = {
             name: position
@@ -125,42 +129,57 @@ class Operator(Generic[_Arguments]):
         self._first = next(name for name in self._tensors if name in self._required)
         self._register(hints)
 
-    # -- what a family writes
+    # -- methods of a subclass
 
     def check(self, a: _Arguments, given: dict[str, Tensor]) -> None:
-        """Raise the documented exception if no kernel can take these arguments, whose tensors are
-        `given`. What needs no memory, and so holds for fake tensors too."""
+        """Raise the documented exception if no kernel can take these arguments.
+
+        It also runs on fake tensors, so it must not look at addresses or contents.
+
+        Args:
+            a: the call's arguments.
+            given: those of them that are tensors, by name. They are strided and on one device.
+        """
         raise NotImplementedError
 
     def check_memory(self, a: _Arguments) -> None:
-        """The same of addresses."""
+        """Raise the documented exception for wrong alignment or overlap of the tensors' memory."""
 
     def prepare(self, a: _Arguments) -> Any:
-        """Load the kernels for these arguments: what a launch needs besides them."""
+        """Load the kernels for these arguments, and return them with all else that a launch needs
+        and that is the same for every call with this key (a default scale, say)."""
         raise NotImplementedError
 
     def stale(self, ready: Any, a: _Arguments) -> bool:
-        """Whether arguments with the key of `ready` are for other kernels than these."""
+        """Whether `a` needs other kernels than `ready`, although its key is the same.
+
+        Asked only after a kernel has refused `a`. Define it if the choice of kernels depends on
+        something that `key` leaves out, such as alignment.
+        """
         return False
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        """All that kernels are chosen by, and all that neither they nor their host code check."""
+        """Everything that the choice of kernels depends on, and everything that must be checked
+        but that neither the kernels nor their compiled host code check."""
         raise NotImplementedError
 
     def launch(self, ready: Any, *arguments: Any, **_: Any) -> Any:
-        """Allocate the results, and launch the kernels."""
+        """Allocate the results, launch the kernels of `ready`, and return the results."""
         raise NotImplementedError
 
     def outputs(self, a: _Arguments) -> Any:
-        """The results, not written: for fake tensors. None for those that are not asked for."""
+        """Allocate the results without computing them, None for those not requested. The fake
+        implementation returns them."""
 
     def readable(self, a: _Arguments) -> _Arguments:
-        """The same call as kernels take it: with copies and views of what they cannot read. `a`
-        itself, and its very tensors, where there is nothing to change."""
+        """The same call with a copy or a view of each tensor that kernels cannot read in place.
+
+        Every tensor that needs no change must be returned as the same object.
+        """
         return a
 
     def nothing(self, a: _Arguments) -> Any:
-        """The results where there is nothing to launch; None where there is."""
+        """The results of a call that needs no launch, such as one with empty tensors, else None."""
         return None
 
     def backward(
@@ -169,20 +188,27 @@ class Operator(Generic[_Arguments]):
         gradients: Mapping[str, Tensor | None],
         needed: frozenset[str],
     ) -> Mapping[str, Tensor]:
-        """The gradients of the arguments that are `needed`, by name, through an operator of its
-        own, registered in the same way.
+        """Compute the gradients of the arguments in `needed`, by name.
+
+        The kernels of the backward belong to an `Operator` of their own, which this calls through
+        its `registered`, so that it can be traced.
 
         Args:
-            saved: the arguments and results that `saved` names.
-            gradients: of the results, by name; None where there is none.
-            needed: the arguments whose gradient is asked for.
+            saved: the arguments and results that the attribute `saved` names. A result that was
+                not requested is a tensor without elements.
+            gradients: of the results, by name; None for a result that no gradient reaches.
+            needed: names of the arguments whose gradient autograd needs.
         """
         raise NotImplementedError
 
     # -- the routes of a call
 
     def forward(self, *arguments: Any, ready: Any = None) -> Any:
-        """The operator on plain memory; with what is loaded, where that is given."""
+        """Run the operator on plain tensors.
+
+        Args:
+            ready: the result of `prepare` on the first call with a key; None looks it up.
+        """
         key = None
         if is_grad_enabled() and self.takes_gradient(*[arguments[i] for i in self._positions]):
             return self._dispatched(arguments)
@@ -195,24 +221,25 @@ class Operator(Generic[_Arguments]):
             return self.failed(error, key, ready, *arguments)
 
     def routed(self, *arguments: Any) -> Any:
-        """The operator where torch may have a say in it."""
+        """Run the operator if torch may intercept the call: the slower of the two routes."""
         a = self.arguments(*arguments)
         tensors = [a[i] for i in self._positions]
         if not _intercepted(*tensors):
             self._check_tangents(a)
             return self.forward(*a)
-        # Where it is traced, the fake implementation checks.
+        # While tracing, the fake implementation checks the arguments.
         if not is_compiling() and not _overridden(*tensors):
             self._check(a)
         return self._dispatched(a)
 
     def failed(self, error: Exception, key: Any, ready: Any, *arguments: Any) -> Any:
-        """What to do when the kernel did not run: load it, say why in the operator's words, or mend
-        what it refuses.
+        """Handle an exception of `forward`: load the kernels on a cold call; otherwise raise the
+        documented exception, or call again with copies of tensors that the kernel refused.
 
         Args:
-            key: None where arguments have none, or where this was the first call's launch.
-            ready: None where there was nothing of that key.
+            error: what `forward` caught.
+            key: of the call; None if `key` itself raised, or for the launch of a cold call.
+            ready: the loaded kernels; None if the table has none for the key.
         """
         if ready is None:
             return self._first_call(key, self.arguments(*arguments))
@@ -228,10 +255,10 @@ class Operator(Generic[_Arguments]):
         return self._first_call(key, a)
 
     def takes_gradient(self, *tensors: Any) -> bool:
-        """Whether a gradient of one of these is asked for, in a mode where it can be.
+        """Whether one of these tensors requires a gradient. Call it only in grad mode.
 
         Raises:
-            NotImplementedError: there is none.
+            NotImplementedError: one does, and the operator has no backward.
         """
         for x in tensors:
             if x is not None and getattr(x, "requires_grad", False):
@@ -247,7 +274,7 @@ class Operator(Generic[_Arguments]):
         )
 
     def _first_call(self, key: Any, a: Any) -> Any:
-        """Check, load the kernels and remember them, and launch them."""
+        """A cold call: check the arguments, load the kernels, store them in the table, launch."""
         self._validate(a)
         if is_grad_enabled():
             self.takes_gradient(*self.tensors(a).values())
@@ -266,7 +293,7 @@ class Operator(Generic[_Arguments]):
         return a.out if self.written else results
 
     def tensors(self, a: _Arguments) -> dict[str, Tensor | None]:
-        """Those arguments that are tensors, by name."""
+        """The arguments that are declared as tensors, by name; None for those not given."""
         return {name: a[i] for name, i in self._tensors.items()}
 
     def _check(self, a: Any) -> None:
@@ -310,7 +337,7 @@ class Operator(Generic[_Arguments]):
         _library.define(self.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(self.name, self._implementation, "CompositeExplicitAutograd")
         qualified = f"cute_attn::{self.name}"
-        torch.library.register_fake(qualified, self._fake, lib=_library)
+        torch.library.register_fake(qualified, self._fake_implementation, lib=_library)
         if self._has_backward:
             torch.library.register_autograd(
                 qualified, self._backward, setup_context=self._save, lib=_library
@@ -318,7 +345,7 @@ class Operator(Generic[_Arguments]):
         self.registered = getattr(torch.ops.cute_attn, self.name)
 
     def _dispatched(self, arguments: tuple[Any, ...]) -> Any:
-        """Through the registered operator."""
+        """Call the registered operator, so that the dispatcher sees the call."""
         a = given = self.arguments(*arguments)
         if is_grad_enabled() and self.takes_gradient(*self.tensors(a).values()):
             a = a._replace(**self.kept)
@@ -335,7 +362,7 @@ class Operator(Generic[_Arguments]):
         )
 
     def _implementation(self, *given: Any, **named: Any) -> Any:
-        """The registered operator on memory. Results that are not asked for have no elements."""
+        """The registered operator on memory. Results not requested are tensors of no elements."""
         a = self.arguments(*map(plain, given), **{name: plain(x) for name, x in named.items()})
         self._check_tangents(a)
         if self.written:
@@ -343,10 +370,10 @@ class Operator(Generic[_Arguments]):
                 self.takes_gradient(*self.tensors(a).values())
             self.forward(*a)
             return None
-        with torch.no_grad():  # whoever calls it by its own name gets no gradient but its backward
+        with torch.no_grad():  # the gradient is that of `backward`, never one through `forward`
             return _filled(self.forward(*a))
 
-    def _fake(self, *given: Any, **named: Any) -> Any:
+    def _fake_implementation(self, *given: Any, **named: Any) -> Any:
         a = self.arguments(*given, **named)
         self._check(a)
         return _filled(self.outputs(a))
@@ -356,13 +383,13 @@ class Operator(Generic[_Arguments]):
         names = [name for name, _ in self.results]
         values = self.arguments(*inputs)._asdict() | dict(zip(names, results, strict=True))
         for name, value in self.kept.items():
-            if values[name] != value:  # by whoever calls the registered operator by its own name
+            if values[name] != value:  # a direct call of torch.ops.cute_attn.<name>
                 raise ValueError(f"{name} is {values[name]}, must be {value} for a gradient")
-        kept = {name: values[name] for name in self.saved}
-        tensors = [name for name, x in kept.items() if isinstance(x, Tensor)]
-        ctx.save_for_backward(*(kept[name] for name in tensors))
+        saved = {name: values[name] for name in self.saved}
+        tensors = [name for name, x in saved.items() if isinstance(x, Tensor)]
+        ctx.save_for_backward(*(saved[name] for name in tensors))
         ctx.tensors = tensors
-        ctx.rest = {name: x for name, x in kept.items() if name not in tensors}
+        ctx.rest = {name: x for name, x in saved.items() if name not in tensors}
         ctx.set_materialize_grads(False)
 
     def _backward(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -378,47 +405,50 @@ class Operator(Generic[_Arguments]):
 
 
 def may_remember(x: Tensor) -> bool:
-    """Which emulator runs a CPU tensor depends on where the call is made."""
+    """Whether kernels for x may be reused by later calls. Not on the CPU: the emulator that runs
+    them depends on the context of the call."""
     return x.is_cuda
 
 
 def plain(x: _T) -> _T:
-    """The same memory as a Tensor, where it is a subclass's."""
+    """x, or the memory of a tensor subclass as a Tensor."""
     if isinstance(x, Tensor) and type(x) not in PLAIN:
         return x.as_subclass(Tensor)  # type: ignore[return-value]
     return x
 
 
 def _intercepted(*arguments: Any) -> bool:
-    """Whether a call with these, tensors or not, is for the registered operator."""
+    """Whether torch may intercept a call with these arguments, tensors or not."""
     if is_compiling() or dispatch_mode_depth():
         return True
-    return not _SILENT.issuperset(map(type, arguments)) and any(
+    return not _NEVER_INTERCEPT.issuperset(map(type, arguments)) and any(
         type(x) not in PLAIN and is_tensor_like(x) for x in arguments
     )
 
 
 def _overridden(*arguments: Any) -> bool:
-    """Whether one of these has a `__torch_function__`, which is asked before anything is checked:
-    what it hands on need not be what it was given."""
+    """Whether one of these has a `__torch_function__`. It runs before any check, since it may pass
+    on other tensors than it was given."""
     return any(
         type(x) not in PLAIN
-        and getattr(type(x), "__torch_function__", _no_function) is not _no_function
+        and getattr(type(x), "__torch_function__", _disabled_torch_function)
+        is not _disabled_torch_function
         for x in arguments
     )
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether a and b hold the same objects."""
     return all(x is y for x, y in zip(a, b, strict=True))
 
 
 def _is_set(x: Any) -> bool:
-    """Whether a flag is set, or an optional tensor given."""
+    """Whether a flag is true, or an optional tensor is given."""
     return x is not None if isinstance(x, Tensor | None) else bool(x)
 
 
 def _filled(results: Any) -> Any:
-    """With tensors without elements for results that are not asked for."""
+    """The results, with a tensor of no elements for each None: the schema has only Tensors."""
     if not isinstance(results, tuple):
         return results
     some = next(x for x in results if x is not None)

@@ -1,7 +1,7 @@
-"""Softmax attention: the functions.
+"""Softmax attention: the public functions.
 
-`flash_attn_func` and `flash_attn_varlen_func` are one operator underneath, `torch.ops.cute_attn.
-flash_attn`. Nothing here reads device memory.
+Both `flash_attn_func` and `flash_attn_varlen_func` call one operator,
+`torch.ops.cute_attn.flash_attn`. Nothing here reads device memory.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
-    Arguments, their defaults and their meaning are those of FlashAttention-4's function of this
-    name, so that a user changes the import; those after v go by name, as FlashAttention's versions
-    differ in what comes fourth. The last query stands at the last key: with `causal`, query i sees
-    the keys up to i + seqlen_k - seqlen_q.
+    Arguments and defaults are those of FlashAttention-4's function of this name, so that a user
+    only changes the import. Arguments after v are keyword-only, because the fourth one differs
+    between FlashAttention's versions. Positions are aligned at the end: with `causal`, query i
+    sees the keys up to i + seqlen_k - seqlen_q.
 
     Args:
-        q: `[batch, seqlen_q, heads, 256]`, bfloat16 or float16. Read in place, as k and v are:
-            any strides that are multiples of 8 elements, the last dimension contiguous.
+        q: `[batch, seqlen_q, heads, 256]`, bfloat16 or float16. q, k and v are read in place: the
+            last dimension must be contiguous, and the other strides multiples of 8 elements.
         k: `[batch, seqlen_k, heads_k, 256]`, dtype of q. heads_k divides heads (MHA, GQA, MQA):
             query head h uses head h // (heads // heads_k).
         v: of k's shape and dtype.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
-        causal: hide the keys behind a query's position.
+        causal: mask the keys after a query's position.
         window_size: how many keys to the left and to the right of its position a query sees; None
             or -1 is all. With `causal` the right one is 0.
-        learnable_sink: `[heads]`, bfloat16, float16 or float32: for each head the score of one more
-            key, whose value is 0. It is not scaled.
+        learnable_sink: `[heads]`, bfloat16, float16 or float32: each head's score of one extra key,
+            whose value is 0. It is not scaled.
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
-        scheduler: "static" (each cluster's tiles are fixed) or "clc" (tiles are taken from the
-            hardware's queue, which balances uneven ones); results are the same bit for bit. None
-            follows the environment variable `FA_CLC`, see `cute_attn.reload_settings`.
+        scheduler: "static" (each cluster's tiles are fixed) or "clc" (clusters take tiles from the
+            hardware's queue, which balances uneven ones); both give the same bits. None follows
+            the environment variable `FA_CLC`, see `cute_attn.reload_settings`.
         return_lse: whether to compute the log-sum-exp.
 
     Returns:
         The pair (o, lse). o is contiguous, of q's shape and dtype. lse is float32
-        `[batch, heads, seqlen_q]`, natural logarithm, or None unless asked for. A query that sees
-        no key gets o = 0, and as lse -inf or its sink.
+        `[batch, heads, seqlen_q]`, natural logarithm, or None without return_lse. For a query that
+        sees no key, o is 0, and lse is the sink, or -inf without one.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, strides, alignment, devices or values.
-        NotImplementedError: a head dimension or an architecture without a kernel, or autograd,
-            which has no backward yet; the message says what there is.
+        NotImplementedError: a head dimension or an architecture without a kernel (the message
+            lists the supported ones), or a tensor that requires a gradient: no backward yet.
     """
     if type(window_size) is not tuple or len(window_size) != 2:
         window_size = _pair(window_size)
@@ -115,21 +115,21 @@ def flash_attn_varlen_func(
     Args:
         q: `[total_q, heads, 256]` with cu_seqlens_q, else `[batch, seqlen_q, heads, 256]`.
         k: `[total_k, heads_k, 256]` with cu_seqlens_k, else `[batch, seqlen_k, heads_k, 256]`:
-            a KV cache, of which seqused_k says how much is filled.
+            a KV cache, whose filled lengths are in seqused_k.
         v: of k's shape and dtype.
-        cu_seqlens_q: `[batch + 1]` int32: sequence b has the rows of q from element b up to element
-            b + 1. Not decreasing, at most the number of rows; this is not checked, since it would
-            synchronise.
+        cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
+            sequence b. Not decreasing, at most total_q; not checked, since that would synchronise.
         cu_seqlens_k: likewise for the rows of k and v.
-        max_seqlen_q: the longest sequence's length. A hint: short ones let heads share tiles. An
-            int, or a tensor, which is not read; None and a tensor stand for the mean length.
-        max_seqlen_k: as FlashAttention has it; not used.
-        seqused_q: `[batch]` int32: only so many of a sequence's rows of q count; all of them where
-            it has fewer, and none below 0. Needs cu_seqlens_q.
-        seqused_k: `[batch]` int32: only so many of a sequence's rows of k and v count, likewise.
+        max_seqlen_q: length of the longest sequence, an int or a tensor. Only a hint: heads share
+            a query tile if sequences are short. None, or a tensor, which is not read, stands for
+            the mean length.
+        max_seqlen_k: for compatibility with FlashAttention; not used.
+        seqused_q: `[batch]` int32: how many of a sequence's rows of q are used, clamped to
+            0..length. Needs cu_seqlens_q.
+        seqused_k: `[batch]` int32: likewise for the rows of k and v.
         softmax_scale: as for `flash_attn_func`.
-        causal: as for `flash_attn_func`; positions count in each sequence by itself.
-        window_size: as for `flash_attn_func`, in each sequence by itself.
+        causal: as for `flash_attn_func`, within each sequence.
+        window_size: as for `flash_attn_func`, within each sequence.
         learnable_sink: as for `flash_attn_func`.
         softcap: as for `flash_attn_func`.
         scheduler: as for `flash_attn_func`.
@@ -137,8 +137,8 @@ def flash_attn_varlen_func(
 
     Returns:
         The pair (o, lse). o is contiguous, of q's shape and dtype. lse is float32
-        `[heads, total_q]` (or `[batch, heads, seqlen_q]`), or None unless asked for. Rows of q that
-        belong to no sequence are undefined in both.
+        `[heads, total_q]`, or `[batch, heads, seqlen_q]` without cu_seqlens_q, or None without
+        return_lse. Both are undefined for rows of q that belong to no sequence.
 
     Raises:
         TypeError: as `flash_attn_func`.
@@ -179,7 +179,7 @@ def _pair(window_size: Any) -> Window:
 
 
 def _length_on_the_host(name: str, value: Any) -> int | None:
-    """None for a tensor, which is not read."""
+    """The length, or None for a tensor, which is not read."""
     if not isinstance(value, Tensor):
         check_length(name, value)
         return value  # type: ignore[no-any-return]

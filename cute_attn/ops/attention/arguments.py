@@ -1,4 +1,4 @@
-"""Softmax attention: the arguments, and what they must be."""
+"""Softmax attention: the arguments and their checks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..checks import (
     is_int,
 )
 
-SCHEDULERS = ("static", "clc")
+USER_SCHEDULERS = ("static", "clc")  # kernels have "single" too
 SMALLEST_SCALE = 2.0**-126
 MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
 
-ALIGNMENT = 16  # bytes: of addresses and strides, as TMA has it
+ALIGNMENT = 16  # bytes: TMA requires it of addresses and strides
 VECTOR = ALIGNMENT // 2  # elements
 _MAX_TILES = 2**31
 
@@ -73,7 +73,7 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
 
 
 def check_length(name: str, value: Any) -> None:
-    """Raise TypeError or ValueError unless it is a length, an int of at least 0."""
+    """Raise TypeError unless value is an int, and ValueError if it is negative."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < 0:
@@ -81,7 +81,7 @@ def check_length(name: str, value: Any) -> None:
 
 
 def bounds(a: Arguments) -> tuple[int | None, int | None]:
-    """The bounds to the left and to the right that hide anything, None for those that do not."""
+    """The left and the right bound of the window, None for a bound that masks nothing."""
     left, right = (
         None if bound is None or bound == -1 or bound >= MAX_SEQLEN else bound
         for bound in (a.window_left, a.window_right)
@@ -108,8 +108,8 @@ def _check_scalars(a: Arguments) -> None:
             f"{LARGEST_SOFTCAP:.3g}, or 0 for none"
         )
     _check_window(a)
-    if a.scheduler is not None and a.scheduler not in SCHEDULERS:
-        raise ValueError(f"scheduler is {a.scheduler!r}, must be one of {SCHEDULERS} or None")
+    if a.scheduler is not None and a.scheduler not in USER_SCHEDULERS:
+        raise ValueError(f"scheduler is {a.scheduler!r}, must be one of {USER_SCHEDULERS} or None")
     if a.max_seqlen_q is not None:
         check_length("max_seqlen_q", a.max_seqlen_q)
 
@@ -175,7 +175,7 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
             "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
         )
     tile_rows = table.smallest_tile("forward", head_dim)
-    if "cu_seqlens_q" in lengths:  # at most
+    if "cu_seqlens_q" in lengths:  # an upper bound: the host knows no lengths
         tiles = heads * (q.shape[0] // tile_rows + batch)
     else:
         tiles = heads * batch * -(-q.shape[1] // tile_rows)

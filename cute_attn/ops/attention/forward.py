@@ -1,8 +1,9 @@
 """Softmax attention: the forward operator.
 
-The warm path is one look-up of the loaded kernel, the allocation of the output, and the call. The
-look-up pins down all that a kernel is chosen by, and every batch size. The compiled host code
-checks the rest before it launches: lengths, strides, alignment, other tensors' dtypes and devices.
+A warm call looks up the loaded kernel, allocates the output and calls the kernel. The look-up's key
+holds everything that the choice of a kernel depends on, and every tensor's batch size. The compiled
+host code checks the rest before it launches: lengths, strides, alignment, other tensors' dtypes
+and devices.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from .plan import plan_attention
 _empty_like = torch.empty_like
 _contiguous = torch.contiguous_format
 
-# A kernel, and what it takes at each call beside tensors and a softmax_scale that is given:
-# (function, default scale, softcap, window to the left, to the right, resident clusters).
+# (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU)
 _Ready = tuple[Callable[..., None], float, float, int, int, int]
 
 
@@ -126,7 +126,7 @@ class Forward(Operator[Arguments]):
                     softcap,
                     scheduler,
                     return_lse,
-                    # There is nothing to launch, or a number is refused: never loaded for.
+                    # Empty tensors, and an invalid scale, have keys that are never in the table.
                     not (q.numel() and k.numel()),
                     softmax_scale is None
                     or (
@@ -160,7 +160,7 @@ class Forward(Operator[Arguments]):
         return a._replace(q=q, k=k, v=v)
 
     def nothing(self, a: Arguments) -> tuple[Tensor, Tensor | None] | None:
-        """What attention over nothing gives."""
+        """The results if there are no queries, no keys or no sequences."""
         no_sequences = a.cu_seqlens_q is not None and len(a.cu_seqlens_q) == 1
         if a.q.numel() and a.k.numel() and not no_sequences:
             return None
@@ -180,7 +180,7 @@ def _empty_lse(q: Tensor) -> Tensor:
 def _is_short(
     q_shape: Sequence[int], cu_seqlens_q: Tensor | None, max_seqlen_q: int | None
 ) -> bool:
-    """Whether sequences have so few queries that heads share tiles, as far as the host knows."""
+    """Whether sequences are so short, as far as the host knows, that heads should share tiles."""
     if cu_seqlens_q is None:
         return q_shape[1] <= SHORT_SEQLEN_Q
     if max_seqlen_q is not None:
@@ -189,7 +189,7 @@ def _is_short(
 
 
 def _with_strides_for_tma(x: Tensor) -> Tensor:
-    """x, or a view of it where a dimension of one element has a stride that TMA would refuse."""
+    """x, or a view with another stride for each dimension of size 1 whose stride TMA refuses."""
     if all(stride % VECTOR == 0 for stride in x.stride()[:-1]):
         return x
     strides = [

@@ -7,7 +7,7 @@ from ...kernels.attention import table
 from ...kernels.attention.heuristics import packed_heads
 from ...kernels.attention.spec import Hd256ForwardSpec
 from ...settings import settings
-from .arguments import SCHEDULERS
+from .arguments import USER_SCHEDULERS
 
 
 @launch.planner
@@ -31,9 +31,8 @@ def plan_attention(
     return_lse: bool = False,
     short: bool | None = None,
 ) -> list[launch.Request]:
-    """The kernels that the attention functions will use for such tensors, for `cute_attn.warmup`
-    and spec files. Batch and lengths do not matter, nor do the numbers of heads but for their
-    ratio.
+    """The kernels that the attention functions use for such tensors, for `cute_attn.warmup` and
+    spec files. They do not depend on batch size or lengths.
 
     Args:
         arch: such as "sm_100a".
@@ -45,30 +44,30 @@ def plan_attention(
         window_left: whether window_size has a bound to the left.
         window_right: whether window_size has a bound to the right.
         sink: dtype of learnable_sink; None without one.
-        softcap: whether there is one.
-        varlen_q: whether there is cu_seqlens_q.
-        varlen_k: whether there is cu_seqlens_k.
-        seqused_q: whether there is seqused_q.
-        seqused_k: whether there is seqused_k.
+        softcap: whether softcap is not 0.
+        varlen_q: whether cu_seqlens_q is given.
+        varlen_k: whether cu_seqlens_k is given.
+        seqused_q: whether seqused_q is given.
+        seqused_k: whether seqused_k is given.
         scheduler: as the operator's; None follows `FA_CLC`.
         return_lse: as the operator's.
-        short: for at most 128 queries a sequence (decode), or for more (prefill); None is both,
-            which are two kernels where heads_k < heads.
+        short: True for at most 128 queries a sequence (decode), False for more (prefill), None for
+            both, which are two kernels if heads_k < heads.
 
     Returns:
         Pairs of a kernel and its specialisation.
 
     Raises:
-        TypeError: a parameter of another type.
-        ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names it.
         NotImplementedError: there is no kernel for this head_dim on this architecture.
     """
     kernel = table.find("forward", arch, head_dim).kernel
     if heads_k < 1 or heads < 1 or heads % heads_k:
         raise ValueError(f"heads is {heads}, must be a positive multiple of heads_k, {heads_k}")
     chosen = settings().scheduler if scheduler is None else scheduler
-    if chosen not in SCHEDULERS:
-        raise ValueError(f"scheduler is {scheduler!r}, must be one of {SCHEDULERS} or None")
+    if chosen not in USER_SCHEDULERS:
+        raise ValueError(f"scheduler is {scheduler!r}, must be one of {USER_SCHEDULERS} or None")
     packings = [
         packed_heads(heads=heads, heads_k=heads_k, short=case)
         for case in ((False, True) if short is None else (short,))
