@@ -1,4 +1,4 @@
-"""Stand-ins for the arguments of attention kernels, to compile against."""
+"""Placeholder arguments that attention kernels are compiled against."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..common.dtypes import DTYPE
 
 
 class FakeArguments:
-    """Tensors with symbolic sizes, which those of one object share, for a kernel's Spec."""
+    """Placeholder tensors for a kernel's Spec; those of one object share their symbolic sizes."""
 
     def __init__(self, spec: Any, head_dim: int):
         self.spec = spec
@@ -21,11 +21,12 @@ class FakeArguments:
         self.seqlen_q, self.seqlen_k, self.bounds = (cute.sym_int() for _ in range(3))
 
     def q(self) -> Any:
-        """q, o or a gradient of theirs: `[batch, seqlen, heads, head_dim]`, or packed."""
+        """q, o or a gradient of either: `[batch, seqlen, heads, head_dim]`, or packed
+        `[tokens, heads, head_dim]`."""
         return self._rows(self.spec.varlen_q, self.seqlen_q, self.heads)
 
     def k(self) -> Any:
-        """k, v or a gradient of theirs."""
+        """k, v or a gradient of either, with the K/V heads."""
         return self._rows(self.spec.varlen_k, self.seqlen_k, self.kv_heads)
 
     def lse(self) -> Any:
@@ -42,7 +43,7 @@ class FakeArguments:
         return fake_contiguous(DTYPE[self.spec.sink_dtype], (self.heads,))
 
     def sequences(self) -> tuple[Any, Any, Any, Any]:
-        """cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k, or None each."""
+        """cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k; None for an absent one."""
         spec = self.spec
         return (
             fake_contiguous(Int32, (self.bounds,)) if spec.varlen_q else None,

@@ -1,4 +1,4 @@
-"""The end of a tile: rows are scaled, rounded, and staged in shared memory for TMA."""
+"""The epilogue of a tile: scale and round its rows, and stage them in shared memory for TMA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cutlass import Float32
 
 @cute.jit
 def scale_row(values: cute.Tensor, factor: Float32) -> None:
-    """Multiply a row's values, of which there is an even number, in registers."""
+    """Multiply a row's values in registers; their number must be even."""
     for j in cutlass.range_constexpr(0, cute.size(values), 2):
         values[j], values[j + 1] = cute.arch.mul_packed_f32x2(
             (values[j], values[j + 1]), (factor, factor)
@@ -19,7 +19,7 @@ def scale_row(values: cute.Tensor, factor: Float32) -> None:
 
 
 def round_row(values: cute.Tensor, dtype: Any) -> cute.Tensor:
-    """A row's values in `dtype`, in order."""
+    """Round a row's values to `dtype`."""
     size = cute.size(values)
     rounded = cute.make_rmem_tensor((size,), dtype)
     rounded.store(values.load().to(dtype).reshape((size,)))
@@ -28,7 +28,7 @@ def round_row(values: cute.Tensor, dtype: Any) -> cute.Tensor:
 
 @cute.jit
 def stage_row(rounded: cute.Tensor, smem_row: cute.Tensor) -> None:
-    """A row of a box to shared memory, 16 bytes at once."""
+    """Store a row of a box to shared memory, 16 bytes at once."""
     width = 128 // rounded.element_type.width
     atom = cute.make_copy_atom(
         cute.nvgpu.CopyUniversalOp(), rounded.element_type, num_bits_per_copy=128

@@ -1,14 +1,14 @@
-"""Which tuning the attention forwards get.
+"""Tuning of the attention forwards.
 
-Packing follows from a count, not from a measurement: a tile has TILE_M rows, and each tile of a
-head reads the K/V head from end to end. With `p` query heads to a K/V head, `seqlen_q` tokens take
-p * ceil(seqlen_q / TILE_M) tiles unpacked and ceil(p * seqlen_q / TILE_M) packed, so that packing
-never reads more. But a mask or an address then has to divide a row's number to find its token. So
-heads are packed where that at least halves the tiles: where a head fills at most half of one.
+The packing rule counts tiles; it is not measured. Each tile of TILE_M rows reads its K/V head from
+end to end. With `p` query heads for each K/V head, `seqlen_q` tokens take p * ceil(seqlen_q /
+TILE_M) tiles unpacked and ceil(p * seqlen_q / TILE_M) packed, so packing never reads more. But
+masks and addresses of packed rows need a division. So heads are packed where that at least halves
+the number of tiles: where a head fills at most half a tile.
 
-The caller chooses the scheduler. Nobody chooses "single" (a cluster for each tile, none of them
-persistent): it would suit small numbers of tiles, but a kernel that changes with the size of a
-batch is one more to compile while serving.
+The caller chooses the scheduler. The operators never choose "single" (one cluster for each tile,
+not persistent). It would suit few tiles, but then the batch size would select the kernel, and
+serving would compile one more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def packed_heads(*, heads: int, heads_k: int, short: bool) -> int:
     """How many query heads of a K/V head share a tile.
 
     Args:
-        heads, heads_k: of q, and of k and v.
-        short: whether a sequence's queries are at most SHORT_SEQLEN_Q.
+        heads, heads_k: numbers of query heads and of K/V heads.
+        short: whether no sequence has more than SHORT_SEQLEN_Q queries.
     """
     if not short:
         return 1

@@ -18,7 +18,8 @@ def mask_row(
     low: Int32 | None,
     high: Int32,
 ) -> None:
-    """-inf in the values of a row whose columns are not in [low, high); None is no lower bound."""
+    """Set the values of a row whose columns are not in [low, high) to -inf; a `low` of None is no
+    bound."""
     for j in cutlass.range_constexpr(len(columns)):
         visible = columns[j] < high
         if cutlass.const_expr(low is not None):

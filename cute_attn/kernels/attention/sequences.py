@@ -1,4 +1,4 @@
-"""The sequences of one side of attention, queries or keys: where each starts, how long it is."""
+"""Starts and lengths of the sequences of one side of attention, queries or keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..common.carried import Carried
 
 @dataclass(frozen=True)
 class Sequences(Carried):
-    """Sequences of one length, or packed ones, of which all tokens count or only some.
+    """Sequences of equal length, or packed sequences; `seqused` may limit either.
 
     Attributes:
-        tokens: of each sequence; of packed ones, of all together.
-        cu_seqlens: where each packed sequence starts, and the last one ends.
-        seqused: how many tokens of each sequence count.
+        tokens: tokens of each sequence, or of all packed sequences together.
+        cu_seqlens: the starts of packed sequences, followed by the end of the last.
+        seqused: how many leading tokens of each sequence are used.
     """
 
     tokens: Any
@@ -29,7 +29,7 @@ class Sequences(Carried):
         return 0 if self.cu_seqlens is None else self.cu_seqlens[sequence]
 
     def length(self, sequence: Any) -> Any:
-        """Tokens of a sequence, at most as many as it has rows. Not positive: there are none."""
+        """Tokens of a sequence that are used, at most its rows. A value <= 0 means none."""
         length = self.tokens
         if self.cu_seqlens is not None:
             length = self.cu_seqlens[sequence + 1] - self.cu_seqlens[sequence]

@@ -1,27 +1,28 @@
 """Softmax attention forward at head_dim 256 for SM100: clusters of two CTAs, MMAs across both.
 
-A cluster works on a tile of 256 query rows and walks over the visible keys, 128 at a time, from
-the last to the first. Each CTA holds 128 of the rows, and loads half of the keys (K) and half
-of the head dimensions (V): the MMAs of cta_group::2 read both halves.
+A cluster computes a tile of 256 query rows over its visible K/V tiles of 128 keys, from the last to
+the first. Each CTA holds 128 of the rows. It loads half of the keys of K and half of the columns of
+V; the MMAs of cta_group::2 read both CTAs' halves.
 
     S = Q K^T        256 x 128, K = 256    Q and K in shared memory, S in tensor memory
     P = 2^(c S - m)  in place of S         c = softmax_scale * log2(e), m the row's (late) maximum
     O = O a + P V    256 x 256, K = 128    P and O in tensor memory, V in shared memory
 
-The maximum m is moved only when it has grown by more than RESCALE_THRESHOLD (in log2), so that O is
-rarely rescaled (by a); sums follow the same m, so that the result is exact (see `softmax`). Half
-of the exponentials, but for the last quarter of a tile's, run on the FMA units (see `common.exp2`):
+The maximum m moves only when it has grown by more than RESCALE_THRESHOLD (in log2), so O is rarely
+rescaled (by a). The sums use the same m, so the result is exact (see `softmax`). Half of the
+exponentials, except in the last quarter of a K/V tile, run on the FMA units (see `common.exp2`):
 the special function unit alone would need half of the MMAs' time.
 
-    warps    role         what a tile goes through
+    warps    role         work on a tile
     8        load         Q, then K_0, K_1, V_0, K_2, V_1, ... by TMA
     9        mma          S_0, S_1, O += P_0 V_0, S_2, O += P_1 V_1, ... (CTA 0 issues for both)
-    0-3      softmax      a row a thread: S -> P, and the row's maximum and sum
+    0-3      softmax      one row for each thread: S -> P, the row's maximum and sum
     4-7      correction   rescales O where a maximum moved; at the end O / sum -> shared memory
     10       store        O by TMA
-    11       scheduler    publishes the tiles that all of the others work on
+    11       scheduler    publishes the next tile to all other warps
 
-`EDGES` is the pipeline; `TMEM`, `Sm100Hd256Forward.smem` and the registers are the budgets.
+`EDGES` declares the pipeline; `TMEM`, `Sm100Hd256Forward.smem` and the register counts below
+declare the budgets.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ from .visibility import Visibility
 from .work import TileMap, Work, heads_in_l2
 
 HEAD_DIM = 256
-ROWS = TILE_M // CTAS  # of a CTA's tile
-KEYS = TILE_N // CTAS  # of K that a CTA loads
-DIMS = HEAD_DIM // CTAS  # of V that a CTA loads
+ROWS = TILE_M // CTAS  # query rows of a CTA
+KEYS = TILE_N // CTAS  # rows of K that a CTA loads
+DIMS = HEAD_DIM // CTAS  # columns of V that a CTA loads
 
 KV_STAGES = 4
 S_STAGES = 2
-O_STAGES = 2  # boxes of O on their way out
+O_STAGES = 2  # boxes of O that wait for TMA
 
 FRAGMENT = 32  # columns of a row that a TMEM instruction loads or stores
-ON_FMA_UNITS = range(1, FRAGMENT // 2, 2)  # pairs of a fragment whose exponentials run there
+ON_FMA_UNITS = range(1, FRAGMENT // 2, 2)  # pairs of a fragment that `exp2_mixed` runs there
 
 TMEM = TensorMemory(
     Region("s", TILE_N, S_STAGES, "S, and P in its place"),
@@ -90,12 +91,12 @@ ROLES = (SOFTMAX, CORRECTION, LOAD, MMA, STORE, SCHEDULER)
 WORKERS = Role("all others", range(0, 11))
 NUM_WARPS = sum(map(len, ROLES))
 
-# Registers of a thread: 384 threads start with 168; the last warpgroup hands some to softmax.
+# Registers of a thread: all 384 threads start with 168; warps 8-11 give some up to softmax.
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 240, 168, 96
 assert SOFTMAX_REGISTERS + CORRECTION_REGISTERS + OTHER_REGISTERS <= 3 * CORRECTION_REGISTERS
 
-# In the order of a tile's life. Uses are counted: of Q, sums and work by tiles; of O's buffers by
-# boxes; of all others by K/V tiles, of which K and V are two uses of one ring.
+# In the order in which a tile meets them. Uses count tiles for Q, sums and work; boxes for O's
+# buffers; and K/V tiles for the rest, where K and V are two uses of one ring.
 EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
@@ -108,7 +109,7 @@ EDGES = (
     Edge("p_full", SOFTMAX, MMA, S_STAGES, Kind.WARPS, Reach.LEADER, "P, in place of S"),
     Edge("pv_done", MMA, CORRECTION, S_STAGES, Kind.COMMIT, Reach.PAIR, "O with P V added"),
     Edge("sum_full", SOFTMAX, CORRECTION, 2, Kind.WARPS, payload="what to divide O by"),
-    # Where a tile sees no key there is no S, and nothing else would hold softmax back.
+    # A tile without visible keys has no S, so no other edge would hold softmax back.
     Edge("sum_read", CORRECTION, SOFTMAX, 2, Kind.WARPS, payload="its stage"),
     Edge("o_staged", CORRECTION, STORE, O_STAGES, Kind.WARPS, payload="a box of O"),
     Edge("o_stored", STORE, CORRECTION, O_STAGES, Kind.WARPS, payload="its stage"),
@@ -152,8 +153,8 @@ class Sm100Hd256Forward:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        """The arguments of the emulator's `Names`: what its reports and traces call mbarriers,
-        buffers and warps. Shared memory begins at address `shared_base`."""
+        """Arguments of the emulator's `Names`: the mbarriers, buffers and warps in its reports and
+        traces. Shared memory begins at address `shared_base`."""
         shared = self.smem.names(shared_base)
         barriers, _, _ = shared.pop("barriers")
         return {
@@ -162,7 +163,7 @@ class Sm100Hd256Forward:
         }
 
     def fake_args(self) -> tuple[Any, ...]:
-        """Stand-ins for the arguments of `__call__`, in order."""
+        """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, HEAD_DIM)
         return (
             fake.q(),
@@ -253,8 +254,8 @@ class Sm100Hd256Forward:
         )  # fmt: skip
 
     def mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
-        """For S = Q K^T and O += P V. Made in the kernel: as its arguments their flags would be
-        variables, which take registers and instructions."""
+        """The MMAs of S = Q K^T and O += P V, made in the kernel: passed as arguments, their flags
+        would be run-time values, which take registers and instructions."""
         qk_mma = sm100.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
             tcgen05.CtaGroup.TWO, (TILE_M, TILE_N),
@@ -314,7 +315,7 @@ class Sm100Hd256Forward:
 
         qk_mma, pv_mma = self.mmas()
 
-        # S, of stage 0, and O, as a CTA sees them: (rows, columns).
+        # Stage 0 of S, and O, as a CTA sees them: (rows, columns).
         s_shape = qk_mma.get_slice(0).partition_shape_C((TILE_M, TILE_N))
         s = qk_mma.make_fragment_C(s_shape)
         s = cute.make_tensor(TMEM.pointer("s"), s.layout)
@@ -331,8 +332,8 @@ class Sm100Hd256Forward:
             window_right if self.spec.window_right else None,
         )  # fmt: skip
 
-        # Registers change hands by whole warpgroups. Correction keeps its own, but the assembler
-        # has to be told how many each role may use.
+        # setmaxregister applies to whole warpgroups. Correction keeps its 168 registers, but ptxas
+        # has to be told the limit of each branch.
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == SCHEDULER.warps[0]:
@@ -354,7 +355,7 @@ class Sm100Hd256Forward:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
             self.correction_warps(o_acc, scale, inverse_sum, storage, barriers, queue, visible)
 
-        # A CTA stays while the other may still signal its barriers, or read its shared memory.
+        # A CTA must not exit while the other may still signal its mbarriers or read its smem.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         if warp == MMA.warps[0]:
@@ -376,7 +377,8 @@ class Sm100Hd256Forward:
         queue: TileQueue,
         visible: Visibility,
     ) -> None:
-        """Q of each tile, then the K/V tiles from the last to the first, each CTA its half."""
+        """Load Q of each tile, then its K/V tiles from the last to the first; each CTA loads its
+        half."""
         across = HEAD_DIM // BOX
         q_smem = boxes(storage.q, ROWS, (across, ROWS * BOX), (1, Q_BYTES // 2))
         k_smem = boxes(storage.kv, KEYS, (across, KEYS * BOX), (KV_STAGES, KV_BYTES // 2))
@@ -425,7 +427,7 @@ class Sm100Hd256Forward:
         queue: TileQueue,
         visible: Visibility,
     ) -> None:
-        """S of the next K/V tile before O of this one, so that softmax has the time of an MMA."""
+        """Issue S of the next K/V tile before P V of this one, so that softmax overlaps an MMA."""
         q_layout = sm100.make_smem_layout_a(qk_mma, (TILE_M, TILE_N, HEAD_DIM), self.dtype, 1)
         k_layout = sm100.make_smem_layout_b(
             qk_mma, (TILE_M, TILE_N, HEAD_DIM), self.dtype, KV_STAGES
@@ -443,7 +445,7 @@ class Sm100Hd256Forward:
         loaded_q = Int32(0)
         n = Int32(0)  # uses of the ring
         issued = Int32(0)  # K/V tiles whose S has been issued
-        added = Int32(0)  # K/V tiles whose P V has been
+        added = Int32(0)  # K/V tiles whose P V has been issued
         work = queue.take(taken)
         while work.exists:
             first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
@@ -452,8 +454,8 @@ class Sm100Hd256Forward:
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
                         barriers.wait("kv_full", n)
-                        # The S that was here two K/V tiles ago has become P, and the P V that
-                        # reads it has been issued: MMAs run in order.
+                        # This overwrites the P of two K/V tiles ago. The P V that reads it has been
+                        # issued, and MMAs run in order.
                         tcgen05_fence_after()
                         self.issue_qk(qk_mma, s, q_frag, k_frag, issued, n)
                         barriers.commit("kv_empty", n)
@@ -506,7 +508,7 @@ class Sm100Hd256Forward:
         accumulate: Boolean,
     ) -> None:
         stage = n & (KV_STAGES - 1)
-        # Two values of P in a column of tensor memory.
+        # A 32-bit column of tensor memory holds two values of P.
         column = 2 * TILE_N * (added & (S_STAGES - 1))
         p = shifted(p_frag, column)
         mma.set(tcgen05.Field.ACCUMULATE, accumulate)
@@ -529,7 +531,7 @@ class Sm100Hd256Forward:
         visible: Visibility,
         scaling: Scaling,
     ) -> None:
-        """A thread has a row of S, and writes P over it."""
+        """Each thread has a row of S, and writes P over it."""
         row = cute.arch.thread_idx()[0] % ROWS
         s_rows = s[(None, None), 0, 0]
         load = tcgen05.make_tmem_copy(
@@ -549,7 +551,7 @@ class Sm100Hd256Forward:
 
         taken = Int32(0)  # tiles, from the queue
         n = Int32(0)  # K/V tiles
-        # The stage is released late: what is not needed yet is read again, as registers are short.
+        # The stage is released late: reading the work twice saves registers.
         queue.wait(taken)
         work = queue.read(taken)
         while work.exists:
@@ -599,7 +601,6 @@ class Sm100Hd256Forward:
                 total = total * factor + tile_sum
                 n += 1
 
-            # What O is divided by, and the log-sum-exp.
             ended = queue.read(taken)
             queue.release(taken)
             packed_row = (CTAS * ended.block + cta_rank()) * ROWS + row
@@ -635,7 +636,7 @@ class Sm100Hd256Forward:
         taken: Int32,
         visible: Visibility,
     ) -> None:
-        """-inf in the columns of keys that the row does not see."""
+        """Set the columns of keys that the row does not see to -inf."""
         keep_branch()
         work = queue.read(taken)
         token = visible.token((CTAS * work.block + cta_rank()) * ROWS + row)
@@ -653,13 +654,14 @@ class Sm100Hd256Forward:
         scale_log2: Float32,
         offset: Float32,
     ) -> Float32:
-        """P = 2 ** (values * scale_log2 + offset), two in a word, to tensor memory; its sum."""
+        """Store P = 2 ** (values * scale_log2 + offset), two in a word, to tensor memory, and
+        return its sum."""
         words = cute.make_rmem_tensor(shape, Float32)  # (words of a fragment, 1, fragments)
         sums = [(Float32(0.0), Float32(0.0)) for _ in range(4)]
         for fragment in cutlass.range_constexpr(TILE_N // FRAGMENT):
             columns = range(fragment * FRAGMENT, (fragment + 1) * FRAGMENT)
             pairs = exponents(values, columns, scale_log2, offset)
-            # The MMA waits for the last fragment: the special function unit is faster.
+            # The MMA waits for the last fragment, and the special function unit has less latency.
             last = fragment == TILE_N // FRAGMENT - 1
             pairs = exp2_mixed(pairs, on_fma=range(0) if last else ON_FMA_UNITS)
             floats = cute.make_rmem_tensor((FRAGMENT,), Float32)
@@ -689,7 +691,8 @@ class Sm100Hd256Forward:
         queue: TileQueue,
         visible: Visibility,
     ) -> None:
-        """A thread has a row of O: rescale it where its maximum moved, and at the end divide it."""
+        """Each thread has a row of O. It rescales the row where its maximum moved, and divides it
+        by the sum at the end."""
         row = cute.arch.thread_idx()[0] % ROWS
         o_rows = cute.composition(o_acc[(None, None), 0, 0], cute.make_layout((ROWS, BOX)))
         load = tcgen05.make_tmem_copy(
@@ -724,7 +727,7 @@ class Sm100Hd256Forward:
                             cute.copy(store, values, shifted(o_to, at))
                         cute.arch.fence_view_async_tmem_store()
                         tcgen05_fence_before()
-                # Also before a tile's first P V: the previous tile's O has been read by now.
+                # Needed before a tile's first P V too: it overwrites the previous tile's O.
                 barriers.warp_arrives("o_ready", n)
                 n += 1
 

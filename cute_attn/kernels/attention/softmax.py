@@ -1,11 +1,10 @@
-"""Softmax of rows that arrive tile by tile, in base 2: P = 2^(S factor log2(e) - offset).
+"""Online softmax of rows in base 2: P = 2^(S factor log2(e) - offset).
 
-A row's maximum moves late: only when it has grown by more than RESCALE_THRESHOLD, so that what has
-been accumulated is rarely rescaled. Sums follow the same maximum, and the result is exact.
+A row's maximum moves only when it has grown by more than RESCALE_THRESHOLD, so accumulators are
+rarely rescaled. Sums use the same maximum, so the result is exact.
 
-Functions take the values of one row that a thread holds, and scalars of the row. A thread that has
-a row to itself needs nothing else; where several threads share a row, what `row_maximum` and
-`exponentiate` return has to be combined between them.
+Functions take a thread's values of one row and the row's scalars. Where several threads share a
+row, they have to combine their maxima (`row_maximum`) and their sums of exponentials.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from ..common.carried import Carried
 from ..common.numbers import FLOAT32_MAX, INF, LN_2, LOG2_E, NAN
 from ..common.ptx.compiler import keep_branch
 
-RESCALE_THRESHOLD = 8.0  # log2 of the growth of the maximum that is let pass: P stays below 2^8
-# Below, an offset m * scale is off by 2^-13 at the most, which is a factor of 1 + 8.5e-5: as much
-# as the exponentials on the FMA units err by. See docs/kernels/hd256_forward.md.
+RESCALE_THRESHOLD = 8.0  # log2 of the growth that leaves the maximum in place: P is at most 2^8
+# Below this, rounding an offset m * scale costs at most 2^-13, a factor of 1 + 8.5e-5: as much as
+# the error of the exponentials on the FMA units. See docs/kernels/hd256_forward.md.
 LARGE_OFFSET = 2.0**12
 
 
@@ -32,12 +31,13 @@ class Scaling(Carried):
     """Factors and bounds for values of S: scores, or with a softcap their tanh.
 
     Attributes:
-        factor: makes scaled scores of S: the softmax scale, or the softcap.
-        log2: the same for base 2.
-        before_tanh: factor of scores under the tanh; 1 without a softcap.
-        growth: of the maximum, in units of S, that is let pass.
-        large: from here on, in units of S, a maximum is subtracted before the factor meets it.
-        lowest: finite, and below any maximum that is not large.
+        factor: turns S into scaled scores: the softmax scale, or the softcap.
+        log2: factor times log2(e).
+        before_tanh: factor of scores inside the tanh; 1 without a softcap.
+        growth: RESCALE_THRESHOLD in units of S.
+        large: LARGE_OFFSET in units of S; a maximum this large is subtracted from S before the
+            multiplication by `log2`.
+        lowest: a finite number below any maximum that is not large.
     """
 
     factor: Float32
@@ -63,21 +63,21 @@ class Scaling(Carried):
         return cute.math.fma(self.factor, x, y)
 
     def rounded_off(self, maximum: Any) -> Any:
-        """What the offset of exponents lacks of maximum * log2; sums are too large by 2 to it."""
+        """The rounding error of the offset maximum * log2; sums are too large by 2 ** error."""
         rest = cute.math.fma(maximum, self.log2, -(maximum * self.log2))
         return cutlass.select_(abs(maximum) >= self.large, Float32(0.0), rest)
 
 
 @cute.jit
 def cap_row(values: cute.Tensor, scaling: Scaling) -> None:
-    """The tanh of a softcap."""
+    """Replace a row's values by the tanh of a softcap."""
     for j in cutlass.range_constexpr(cute.size(values)):
         values[j] = cute.math.tanh(values[j] * scaling.before_tanh, fastmath=True)
 
 
 @cute.jit
 def row_maximum(values: cute.Tensor, previous: Float32) -> Float32:
-    """Of the values and of `previous`; NaN where one is."""
+    """The maximum of the values and of `previous`; NaN if any of them is."""
     chains = [values[j] for j in range(4)]
     for j in cutlass.range_constexpr(4, cute.size(values)):
         chains[j % 4] = cute.arch.fmax(chains[j % 4], values[j], nan=True)
@@ -93,10 +93,10 @@ def row_maximum(values: cute.Tensor, previous: Float32) -> Float32:
 def move_maximum(
     highest: Float32, previous: Float32, scaling: Scaling
 ) -> tuple[Float32, Float32, Boolean, Boolean]:
-    """(the maximum to go on with, the same but finite where it is -inf, whether it is the previous
+    """(the new maximum, a finite replacement for it where it is -inf, whether it is the previous
     one, whether the row's scores are large)."""
     large = (abs(highest) >= scaling.large) & (highest != -INF)
-    # Rounded down: an ulp of a large maximum may be more than the growth that is let pass.
+    # Rounded down: an ulp of a large maximum may exceed `growth`.
     passed, _ = cute.arch.add_packed_f32x2(
         (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
     )
@@ -108,7 +108,7 @@ def move_maximum(
 
 @cute.jit
 def subtract_maximum(values: cute.Tensor, maximum: Float32) -> Float32:
-    """Subtract a maximum too large to multiply, and return it: it is what the row then uses."""
+    """Subtract a large maximum from the values before they are scaled, and return it."""
     keep_branch()
     for j in cutlass.range_constexpr(0, cute.size(values), 2):
         values[j], values[j + 1] = cute.arch.add_packed_f32x2(
@@ -118,7 +118,7 @@ def subtract_maximum(values: cute.Tensor, maximum: Float32) -> Float32:
 
 
 def exponents(values: cute.Tensor, columns: range, log2: Any, offset: Any) -> list[Any]:
-    """values * log2 + offset of an even number of columns, in pairs."""
+    """values * log2 + offset in pairs, for an even number of columns."""
     return [
         cute.arch.fma_packed_f32x2((values[j], values[j + 1]), (log2, log2), (offset, offset))
         for j in columns[::2]
@@ -129,9 +129,9 @@ def exponents(values: cute.Tensor, columns: range, log2: Any, offset: Any) -> li
 def finish_row(
     total: Float32, maximum: Float32, scaling: Scaling, sink: Float32 | None
 ) -> tuple[Float32, Float32]:
-    """(what to multiply the row of O by, its log-sum-exp): 0 and -inf, or the sink, where the row
-    saw no key. `total` is the sum of its exponentials under `maximum`."""
-    if maximum == INF:  # inf - inf, which the FMA path for exponentials does not see
+    """(factor of the row of O, log-sum-exp of the row), from `total`, the sum of its exponentials
+    relative to `maximum`. A row without visible keys gets 0, and -inf or the sink."""
+    if maximum == INF:  # inf - inf is NaN, which exp2 on the FMA units does not propagate
         total = Float32(NAN)
     rest = scaling.rounded_off(maximum)
     inverse = Float32(0.0)
@@ -141,7 +141,7 @@ def finish_row(
         if total != 0.0:
             if not (sink < INF):
                 total = Float32(NAN)
-            # Both are compared before they meet base 2, which would round them again.
+            # Compare in natural units: the conversion to base 2 would round once more.
             above_sink = scaling.multiply_add(maximum, -sink)
             below, above = cutlass.min(above_sink, 0.0), cutlass.min(-above_sink, 0.0)
             ratio = cute.math.exp2(below * LOG2_E - rest, fastmath=True)

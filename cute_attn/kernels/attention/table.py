@@ -1,4 +1,4 @@
-"""The attention kernels by direction, architecture and head_dim; no compiler is imported."""
+"""The attention kernels by direction, architecture and head_dim. Importing this loads no compiler."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .spec import TILE_M, TILE_N
 
 
 class AttentionKernel(NamedTuple):
-    """A kernel, and what a caller has to know of it beside its spec."""
+    """A kernel, with its tile and cluster sizes."""
 
     kernel: KernelDef
     tile: tuple[int, int]  # query rows and keys of one cluster's tile
-    cluster: int  # CTAs
+    cluster: int  # CTAs of a cluster
 
 
 HD256_FORWARD = AttentionKernel(
@@ -31,10 +31,10 @@ KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
 
 
 def find(direction: str, arch: str, head_dim: int) -> AttentionKernel:
-    """The kernel for these.
+    """The kernel for a direction ("forward"), an architecture ("sm_100a") and a head_dim.
 
     Raises:
-        NotImplementedError: there is none; the message lists those that there are.
+        NotImplementedError: there is no such kernel; the message lists the existing ones.
     """
     found = KERNELS.get((direction, arch, head_dim))
     if found is None:
@@ -50,12 +50,12 @@ def find(direction: str, arch: str, head_dim: int) -> AttentionKernel:
 
 
 def head_dims(direction: str) -> tuple[int, ...]:
-    """Those that there are kernels for, on any architecture."""
+    """The head dimensions that some architecture has a kernel for."""
     return tuple(dict.fromkeys(dim for way, _, dim in KERNELS if way == direction))
 
 
 def smallest_tile(direction: str, head_dim: int) -> int:
-    """Query rows of the smallest tile among the architectures' kernels."""
+    """Query rows of the smallest tile among all architectures' kernels."""
     return min(
         kernel.tile[0]
         for (way, _, dim), kernel in KERNELS.items()

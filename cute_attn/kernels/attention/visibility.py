@@ -1,10 +1,10 @@
 """Which keys a query sees, and which queries see a key, by tokens and by tiles.
 
 Query i and key j are aligned at the ends of their sequences: with d = i + seqlen_k - seqlen_q, the
-query sees the keys j with d - left <= j <= d + right that exist. Rows of a tile of queries are
-tokens, or with packed heads `rows_per_token` rows are one token.
+query sees the existing keys j with d - left <= j <= d + right. A row of a query tile is a token;
+with packed heads, `rows_per_token` rows share a token.
 
-Everything is arithmetic on integers, of Python as well as of device code.
+All methods work on Python integers and on device integers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Visibility(Carried):
     """A window, and tiles of rows and keys, whose sizes are powers of two.
 
     Attributes:
-        tile_m: rows of a tile of queries.
+        tile_m: rows of a query tile.
         tile_n: keys of a K/V tile.
-        rows_per_token: heads that are packed into the rows of a tile; a power of two.
+        rows_per_token: heads packed into the rows of a tile; a power of two.
         left, right: how far left and right of the diagonal a query sees, at least 0; None is no
-            bound. Causal is a right of 0.
+            bound. Causal is right = 0.
     """
 
     tile_m: int
@@ -59,7 +59,7 @@ class Visibility(Carried):
         return low, high
 
     def key_tiles(self, block: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
-        """[first, end) of the K/V tiles of which some row of a tile of queries sees a key."""
+        """[first, end) of the K/V tiles with a key that some row of query tile `block` sees."""
         shift = seqlen_k - seqlen_q
         low, high = 0, seqlen_k
         if self.right is not None:
@@ -74,13 +74,13 @@ class Visibility(Carried):
     def whole_key_tiles(
         self, first_row: Any, rows: int, seqlen_q: Any, seqlen_k: Any
     ) -> tuple[Any, Any]:
-        """[first, end) of the K/V tiles of which every one of some rows sees every key."""
+        """[first, end) of the K/V tiles that need no mask: each of `rows` rows sees every key."""
         low, _ = self.keys(self.token(first_row + rows - 1), seqlen_q, seqlen_k)
         _, high = self.keys(self.token(first_row), seqlen_q, seqlen_k)
         return _whole_tiles(low, high, self.tile_n)
 
     def query_tiles(self, key_tile: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
-        """[first, end) of the tiles of queries of which some row sees a key of a K/V tile."""
+        """[first, end) of the query tiles with a row that sees some key of a K/V tile."""
         shift = seqlen_q - seqlen_k
         low, high = 0, seqlen_q
         if self.left is not None:
@@ -93,7 +93,7 @@ class Visibility(Carried):
     def whole_query_tiles(
         self, first_key: Any, keys: int, seqlen_q: Any, seqlen_k: Any
     ) -> tuple[Any, Any]:
-        """[first, end) of the tiles of queries of which every row sees every one of some keys."""
+        """[first, end) of the query tiles that need no mask: every row sees each of `keys` keys."""
         low, _ = self.tokens(first_key + keys - 1, seqlen_q, seqlen_k)
         _, high = self.tokens(first_key, seqlen_q, seqlen_k)
         return _whole_tiles(low * self.rows_per_token, high * self.rows_per_token, self.tile_m)
@@ -104,7 +104,7 @@ def _log2(power: int) -> int:
 
 
 def _tiles(low: Any, high: Any, size: int) -> tuple[Any, Any]:
-    """[first, end) of the tiles that [low, high) touches; none if it is empty."""
+    """[first, end) of the tiles that [low, high) touches; empty if [low, high) is."""
     first = low >> _log2(size)
     end = (cutlass.max(high, 0) + (size - 1)) >> _log2(size)
     return first, cutlass.max(first, end)

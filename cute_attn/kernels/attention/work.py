@@ -1,4 +1,4 @@
-"""The tiles that an attention kernel works on: how many there are, and where each lies."""
+"""The tiles of an attention kernel: their number, and the block, head and sequence of each."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..common.carried import Carried
 from ..common.spec import WARP_SIZE
 from .sequences import Sequences
 
-L2_BYTES = 32 * 1024 * 1024  # that tiles reread; the rest is for what passes through
+L2_BYTES = 32 * 1024 * 1024  # budget for the data that tiles reread; the rest of L2 is for streams
 
 
 @dataclass(frozen=True)
 class Work(Carried):
-    """A tile of one head of one sequence, and what it reads.
+    """A tile of one head of one sequence.
 
     Attributes:
-        block: which of the sequence's tiles of rows, or with `TileMap.of_keys` of keys.
-        head: of q, in packs of the heads that share a tile's rows.
-        q_start, k_start: the sequence's first row among packed ones.
+        block: index of the tile in its sequence: of query rows, or with `TileMap.of_keys` of keys.
+        head: query head, or index of the pack of heads that share the tile's rows.
+        q_start, k_start: first row of a packed sequence, otherwise 0.
     """
 
     block: Any
@@ -47,33 +47,33 @@ class Work(Carried):
 
     @property
     def keys(self) -> tuple[Any, Any, Any, Any]:
-        """The same of k and v."""
+        """The same for k and v."""
         return self.kv_head, self.sequence, self.k_start, self.seqlen_k
 
 
 def heads_in_l2(head_bytes: Any, heads: Any) -> Any:
-    """How many heads share the L2 cache, whose tiles reread `head_bytes`, an Int64, of each."""
+    """How many heads fit L2 together, if tiles reread `head_bytes` (an Int64) of each."""
     at_once = cutlass.max(Int32(1), Int32(L2_BYTES // (head_bytes + 1)))
     return cutlass.min(at_once, heads)
 
 
 @dataclass(frozen=True)
 class TileMap(Carried):
-    """From the number of a tile to its place, for tiles of rows of q or of keys.
+    """Maps the number of a tile to its block, head and sequence.
 
-    Within a sequence, or a group of heads whose other side fits the L2 cache together, the blocks
-    are the slow index; those that take longest come first.
+    Within a packed sequence, or a group of heads whose reread data fit L2, the block is the slow
+    index. Where later blocks take longer, they come first.
 
     Attributes:
-        tile: rows of a tile, or keys.
+        tile_size: rows of a tile, or keys with `of_keys`.
         packed_heads: query heads that share the rows of a tile.
-        longest_last: later blocks take longer, and are given smaller numbers.
-        heads_at_once: heads, counted across sequences, that share the L2 cache.
+        longest_last: later blocks take longer, and therefore get smaller numbers.
+        heads_at_once: heads, counted across sequences, that share L2.
         of_keys: tiles divide the keys of K/V heads, rather than the rows of (packs of) query heads.
-        tiled_heads: heads, or packs of them, that have tiles of their own.
+        tiled_heads: heads, or packs of heads, that have tiles of their own.
     """
 
-    tile: int
+    tile_size: int
     packed_heads: int
     longest_last: bool
     queries: Sequences
@@ -98,29 +98,29 @@ class TileMap(Carried):
         return 1 if self.of_keys else self.packed_heads
 
     def count(self) -> Any:
-        """How many tiles there are: with packed sequences, an upper bound."""
+        """The number of tiles; with packed sequences, an upper bound."""
         if self.divided.cu_seqlens is None:
             return self._blocks(self.divided.tokens) * self.tiled_heads * self.batch
         return (
-            self.divided.tokens * self.rows_per_token // self.tile + self.batch
+            self.divided.tokens * self.rows_per_token // self.tile_size + self.batch
         ) * self.tiled_heads
 
     def _blocks(self, tokens: Any) -> Any:
-        return (tokens * self.rows_per_token + (self.tile - 1)) // self.tile
+        return (tokens * self.rows_per_token + (self.tile_size - 1)) // self.tile_size
 
     def _length(self, sequence: Any) -> Any:
         length = self.divided.length(sequence)
         return length if self.divided.seqused is None else cutlass.max(0, length)
 
-    def locate(self, tile: Any) -> tuple[Any, Any, Any, Any]:
-        """(whether there is such a tile, its block, head and sequence); by a whole warp. A head is
-        one of `tiled_heads`."""
+    def locate(self, number: Any) -> tuple[Any, Any, Any, Any]:
+        """(whether the tile exists, its block, head and sequence); a whole warp calls this. The
+        head counts `tiled_heads`."""
         if self.divided.cu_seqlens is None:
-            return self._locate_dense(tile)
-        return self._locate_packed(tile)
+            return self._locate_dense(number)
+        return self._locate_packed(number)
 
     def work(self, block: Any, head: Any, sequence: Any) -> Work:
-        """All that has to be known of a tile that is there."""
+        """The Work of an existing tile."""
         q_start, k_start = self.queries.start(sequence), self.keys.start(sequence)
         if self.of_keys:
             seqlen_q, seqlen_k = self.queries.length(sequence), self._length(sequence)
@@ -132,12 +132,12 @@ class TileMap(Carried):
             seqlen_q = self._length(sequence)
         return Work(block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k)
 
-    def _locate_dense(self, tile: Any) -> tuple[Any, Any, Any, Any]:
+    def _locate_dense(self, number: Any) -> tuple[Any, Any, Any, Any]:
         heads, blocks = self.tiled_heads, self._blocks(self.divided.tokens)
-        group = tile // (blocks * self.heads_at_once)
+        group = number // (blocks * self.heads_at_once)
         first = group * self.heads_at_once
         width = cutlass.min(heads * self.batch - first, self.heads_at_once)
-        within = tile - blocks * first
+        within = number - blocks * first
         block = within // width
         head = first + within - block * width
         sequence = head // heads
@@ -146,7 +146,7 @@ class TileMap(Carried):
         return Boolean(True), block, head - sequence * heads, sequence
 
     @cute.jit
-    def _locate_packed(self, tile: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
+    def _locate_packed(self, number: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
         heads = self.tiled_heads
         lane = cute.arch.lane_idx()
         first = Int32(0)  # sequence of lane 0
@@ -163,7 +163,7 @@ class TileMap(Carried):
                 other = cute.arch.shuffle_sync_up(up_to, 1 << step, mask_and_clamp=0)
                 if lane >= (1 << step):
                     up_to += other
-            holds = cute.arch.vote_ballot_sync(tile < before + up_to)
+            holds = cute.arch.vote_ballot_sync(number < before + up_to)
             if holds != 0:
                 owner = cute.arch.popc((holds & -holds) - 1)
                 sequence = first + owner
@@ -172,7 +172,7 @@ class TileMap(Carried):
             else:
                 before += cute.arch.shuffle_sync(up_to, WARP_SIZE - 1)
             first += WARP_SIZE
-        within = tile - before
+        within = number - before
         block = within // heads
         head = within - block * heads
         if cutlass.const_expr(self.longest_last):

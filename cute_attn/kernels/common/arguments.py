@@ -1,7 +1,7 @@
-"""Stand-ins for the arguments of a kernel, to compile against.
+"""Placeholder tensors that a kernel is compiled against.
 
-Sizes and strides are arguments of the compiled function, whose host code checks that they agree, so
-that none of them recompiles. `align` is in bytes, of the first element and of each row or matrix.
+Sizes and strides are symbolic: they are arguments of the compiled function, so no new size
+recompiles it. `align` is the alignment, in bytes, of the first element and of each row or matrix.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _INDEX = {"int32": Int32, "int64": Int64}
 
 
 def fake_rows(element: Any, shape: tuple[Any, ...], align: int = VECTOR_BYTES) -> Any:
-    """Any strides, but for the last dimension, which is contiguous."""
+    """A tensor whose last dimension is contiguous; its other strides are free."""
     divisibility = 8 * align // element.width
     strides = (cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
     return make_fake_tensor(element, shape, (*strides, 1), assumed_align=align)
 
 
 def fake_strided(element: Any, shape: tuple[Any, ...]) -> Any:
-    """Any strides at all."""
+    """A tensor with free strides in all dimensions."""
     strides = tuple(cute.sym_int64() for _ in shape)
     return make_fake_tensor(element, shape, strides, assumed_align=element.width // 8)
 
 
 def fake_contiguous(element: Any, shape: tuple[Any, ...], align: int = 0) -> Any:
-    """A contiguous tensor; its elements' alignment, unless it is given."""
+    """A contiguous tensor, aligned to `align` bytes; 0 is the size of an element."""
     stride: Any = 1
     strides = []
     for size in reversed(shape):
@@ -43,7 +43,7 @@ def fake_contiguous(element: Any, shape: tuple[Any, ...], align: int = 0) -> Any
 
 
 def fake_matrices(leading: tuple[Any, ...], matrix: tuple[Any, Any], element: Any = Float32) -> Any:
-    """Contiguous matrices on 16-byte boundaries, any strides between them."""
+    """Contiguous matrices on 16-byte boundaries, with free strides between them."""
     divisibility = 8 * VECTOR_BYTES // element.width
     strides = (cute.sym_int64(divisibility=divisibility) for _ in leading)
     return make_fake_tensor(
@@ -52,7 +52,7 @@ def fake_matrices(leading: tuple[Any, ...], matrix: tuple[Any, Any], element: An
 
 
 def fake_offsets(index_dtype: str) -> Any:
-    """cu_seqlens, or None."""
+    """cu_seqlens of `index_dtype`, or None for "none"."""
     if index_dtype == "none":
         return None
     return fake_contiguous(_INDEX[index_dtype], (cute.sym_int(),))

@@ -1,9 +1,8 @@
-"""2 ** x on the FMA units, for pairs of float32 that the special function unit has no time for.
+"""2 ** x of pairs of float32 on the FMA units, which takes load off the special function unit.
 
-With x = n + f, n the floor of x and 0 <= f < 1: 2 ** x = 2 ** n * 2 ** f. Adding 1.5 * 2 ** 23
-rounding down leaves n in the low bits of the sum; a cubic gives 2 ** f; and n is added to the
-exponent of that as an integer. (The split is the classic one; its use in attention is
-FlashAttention-4's.)
+With n = floor(x) and f = x - n: 2 ** x = 2 ** n * 2 ** f. Adding 1.5 * 2 ** 23, rounded down,
+leaves n in the low bits of the sum. A cubic approximates 2 ** f, and n is added to its exponent as
+an integer. FlashAttention-4 introduced this method to attention.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from cutlass import Float32, Int32
 
 ROUND_DOWN = 1.5 * 2.0**23
 
-# 1 + c1 f + c2 f^2 + c3 f^3: the smallest maximum of the relative error to 2 ** f on [0, 1) among
-# the cubics that are exact at 0, found by linear programming; 8.55e-5.
+# 1 + c1 f + c2 f^2 + c3 f^3: of the cubics that are exact at 0, the one with the smallest maximum
+# relative error to 2 ** f on [0, 1), 8.55e-5; found by linear programming.
 CUBIC = (1.0, 0.695115093, 0.227651764, 0.0770610215)
 MAX_RELATIVE_ERROR = 8.8e-5  # with the rounding of float32
 
-SMALLEST, LARGEST = -127.0, 128.0  # below, the result is 0; from there on, inf
+SMALLEST, LARGEST = -127.0, 128.0  # the result is 0 up to SMALLEST, and inf from LARGEST on
 
 
 Pair = tuple[Any, Any]
@@ -30,13 +29,13 @@ Pair = tuple[Any, Any]
 def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
     """2 ** x of each x in the pairs, relative error at most 8.8e-5.
 
-    Exact at integers; 0 at -inf and up to -127, inf from 128 on; between -127 and -126, where
-    float32 is subnormal, somewhere from 0 to 2 ** -126. A NaN gives any value, and a caller that
-    may meet one has to detect it elsewhere. Each step is done for all pairs before the next step,
-    because a pair by itself is a chain of eight dependent instructions.
+    Results are exact at integers, 0 for x <= -127 (-inf included) and inf for x >= 128. Between
+    -127 and -126, where float32 is subnormal, they lie somewhere from 0 to 2 ** -126. A NaN gives
+    an arbitrary value, so the caller has to detect NaNs itself. Pairs are interleaved step by step,
+    because one pair alone is a chain of eight dependent instructions.
 
     Args:
-        bounded: the caller knows that every x is at most 128.
+        bounded: the caller guarantees that every x is at most 128.
     """
     add, sub = cute.arch.add_packed_f32x2, cute.arch.sub_packed_f32x2
     shift = (ROUND_DOWN, ROUND_DOWN)
@@ -59,8 +58,8 @@ def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
 
 
 def exp2_mixed(pairs: list[Pair], on_fma: range) -> list[Pair]:
-    """2 ** x of each x in the pairs: of those whose index is in `on_fma` on the FMA units (each x
-    at most 128), of the others on the special function unit."""
+    """2 ** x of each x in the pairs: pairs whose index is in `on_fma` run on the FMA units (and
+    need x <= 128), the others on the special function unit."""
     emulated = exp2_pairs([pairs[j] for j in on_fma], bounded=True)
     results = dict(zip(on_fma, emulated, strict=True))
     for j in range(len(pairs)):
@@ -71,6 +70,6 @@ def exp2_mixed(pairs: list[Pair], on_fma: range) -> list[Pair]:
 
 
 def _add_exponent(power: Any, shifted: Any) -> Any:
-    """power * 2 ** n, where n stands in the low bits of `shifted`."""
+    """power * 2 ** n, where the low bits of `shifted` hold n."""
     bits = cutlass.Int32(power.bitcast(Int32)) + (cutlass.Int32(shifted.bitcast(Int32)) << 23)
     return bits.bitcast(Float32)

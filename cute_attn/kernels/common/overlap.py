@@ -1,4 +1,4 @@
-"""Whether tensors share memory, asked by compiled host code, where it costs nanoseconds."""
+"""Overlap checks of tensors in compiled host code, where they cost nanoseconds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def overlaps(
     read: tuple[cute.Tensor | None, ...],
     pools: tuple[cute.Tensor | None, ...] = (),
 ) -> Any:
-    """Whether what is written meets itself or another tensor in memory; None is no tensor.
+    """Whether a written tensor overlaps itself or another tensor; a None is skipped.
 
-    The rules are those of `cute_attn.ops.memory.check_memory`, which says what is wrong. pools have
-    slots in their first mode; slots of one may lie between those of another.
+    The rules are those of `cute_attn.ops.memory.check_memory`, which raises the error with its
+    reason. The first mode of `pools` counts slots, and the slots of two pools may be interleaved.
     """
     found = cutlass.Boolean(False)
     results = [x for x in written if x is not None]
@@ -39,13 +39,13 @@ def _spans_meet(x: cute.Tensor, y: cute.Tensor) -> Any:
 
 
 def _slots_are_apart(x: cute.Tensor, y: cute.Tensor) -> Any:
-    """Whether slots of both have one distance in bytes, and lie apart within it. Both have as many
-    slots."""
+    """Whether two pools with equally many slots have the same slot stride in bytes, and their slots
+    do not overlap within it."""
     pitch = x.stride[0] * (x.element_type.width // 8)
     start, end = _span(x, first=1)
     other_start, other_end = _span(y, first=1)
-    several = cutlass.max(pitch, 1)  # for what is never looked at
-    between = ((other_start - start) % several + several) % several
+    divisor = cutlass.max(pitch, 1)  # a pitch of 0 is rejected below, but divides here
+    between = ((other_start - start) % divisor + divisor) % divisor
     return (
         (x.shape[0] > 1)
         & (pitch == y.stride[0] * (y.element_type.width // 8))
@@ -55,7 +55,7 @@ def _slots_are_apart(x: cute.Tensor, y: cute.Tensor) -> Any:
 
 
 def _meets_itself(x: cute.Tensor) -> Any:
-    """Whether a mode steps by less than what all modes with smaller steps span."""
+    """Whether a mode's stride is less than the span of all modes with smaller strides."""
     found = cutlass.Boolean(False)
     modes = range(cute.rank(x))
     for mode in modes:
@@ -64,7 +64,7 @@ def _meets_itself(x: cute.Tensor) -> Any:
             if other == mode:
                 continue
             smaller = x.stride[other] < x.stride[mode]
-            if other < mode:  # of equal steps one comes first
+            if other < mode:  # of modes with equal strides, the first counts as the smaller
                 smaller = smaller | (x.stride[other] == x.stride[mode])
             part = cutlass.Int64(x.shape[other] - 1) * x.stride[other]
             spanned += cutlass.Int64(smaller) * part
@@ -73,8 +73,8 @@ def _meets_itself(x: cute.Tensor) -> Any:
 
 
 def _span(x: cute.Tensor, first: int = 0) -> tuple[Any, Any]:
-    """Address of the first byte of x, and of the first past its last; from the mode `first` on, of
-    one slot."""
+    """Addresses of the first byte of x and of the first byte past its end. With `first` = 1, those
+    of slot 0 of a pool."""
     start = x.iterator.toint()
     last = cutlass.Int64(0)
     for mode in range(first, cute.rank(x)):

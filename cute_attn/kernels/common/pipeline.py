@@ -1,12 +1,12 @@
-"""The mbarriers of a kernel, declared as the edges of its pipeline: who hands what over to whom.
+"""The mbarriers of a kernel, declared as edges from a producer to a consumer.
 
-A kernel lists its warp `Role`s and its `Edge`s once. The arrivals that complete a phase, the places
-in shared memory, their initialisation, the names in the emulator's reports, and the table in the
-kernel's documentation follow from the list.
+A kernel lists its warp `Role`s and its `Edge`s once. This list determines the arrival counts, the
+addresses in shared memory, the initialisation, the names in the emulator's reports and the table in
+the kernel's documentation.
 
-A user of an edge counts its uses from 0: use `n` goes through stage `n % stages`, and waits for
-the phase that the count implies, so that nobody keeps a phase. Kernels whose number of stages is
-not a power of two count stages and phases themselves, and use `stage_pointer` or `address`.
+Producers and consumers count the uses of an edge from 0. Use `n` is stage `n % stages`, and `n`
+also implies the phase to wait for, so no thread keeps a phase bit. Kernels whose number of stages
+is not a power of two count stages and phases themselves, with `stage_pointer` or `address`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ HARDWARE = Role("hardware", range(0))
 
 
 class Kind(Flag):
-    """How a phase of an edge completes; with several kinds, by all of them."""
+    """What completes a phase of an edge; an edge with several kinds needs all of them."""
 
     BYTES = auto()  # one thread arrives with expect_tx, and copies count the bytes
     COMMIT = auto()  # tcgen05.commit arrives once the MMAs before it are done
-    WARPS = auto()  # each producer warp arrives once, behind what all of its threads did
+    WARPS = auto()  # each producer warp arrives once, after __syncwarp
     THREADS = auto()  # each thread of the producer warps arrives
 
 
@@ -61,12 +61,12 @@ class Reach(Enum):
 
 @dataclass(frozen=True)
 class Edge:
-    """Something that one role hands over to another through a ring of mbarriers.
+    """A ring of mbarriers through which one role signals another.
 
     Attributes:
-        name: what has happened when it completes, such as "s_full".
-        stages: of the ring.
-        payload: what is handed over, for the documentation.
+        name: the condition that a completed phase signals, such as "s_full".
+        stages: mbarriers of the ring.
+        payload: what the consumer may then use, for the documentation.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Edge:
 
 
 class Pipeline:
-    """All edges of a kernel; their mbarriers lie one after the other in shared memory."""
+    """All edges of a kernel, with their mbarriers contiguous in shared memory."""
 
     def __init__(self, *edges: Edge):
         self.edges = {edge.name: edge for edge in edges}
@@ -162,7 +162,8 @@ class Barriers(Carried):
         self.base = base
 
     def init(self) -> None:
-        """By one thread; a fence and a barrier of the CTA, or of the cluster, have to follow."""
+        """Initialise all mbarriers, by one thread. A fence and a CTA or cluster barrier must
+        follow."""
         for edge in self.pipeline:
             for stage in range(edge.stages):
                 cute.arch.mbarrier_init(self.stage_pointer(edge.name, stage), edge.arrivals)
@@ -188,28 +189,28 @@ class Barriers(Carried):
         return stages
 
     def wait(self, name: str, n: Any) -> None:
-        """Until use n has been handed over."""
+        """Wait, as a consumer, until use n is full."""
         cute.arch.mbarrier_wait(self.pointer(name, n), self.phase(name, n))
 
     def wait_previous(self, name: str, n: Any) -> None:
-        """Until use n - stages, if there was one, has been handed over: for the producer of a stage
-        that waits for it to be free."""
+        """Wait, as a producer, until the stage of use n is free: until use n - stages, if there was
+        one, has been released."""
         cute.arch.mbarrier_wait(self.pointer(name, n), self.phase(name, n) ^ 1)
 
     def arrive(self, name: str, n: Any) -> None:
-        """By every thread that calls it, at the mbarrier of its own CTA."""
+        """Arrive at the own CTA's mbarrier, once for every thread that calls this."""
         cute.arch.mbarrier_arrive(self.pointer(name, n))
 
     def warp_arrives(self, name: str, n: Any) -> None:
-        """Once for a whole warp, behind what all of its threads did."""
+        """Arrive once for the whole warp, after everything that its threads did before."""
         leader = 0 if self.pipeline[name].reach is Reach.LEADER else None
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.pointer(name, n), leader)
 
     def expect(self, name: str, n: Any, nbytes: int) -> None:
-        """By one thread of the CTA whose mbarrier it is: arrive, and wait for the bytes that copies
-        count, `nbytes` from each producer CTA."""
+        """Arrive with expect_tx of `nbytes` from each producer CTA, by one thread of the CTA that
+        owns the mbarrier."""
         producers = CTAS if self.pipeline[name].reach is Reach.LEADER else 1
         cute.arch.mbarrier_arrive_and_expect_tx(self.pointer(name, n), producers * nbytes)
 
@@ -217,13 +218,13 @@ class Barriers(Carried):
     def leader_expects(
         self, name: cutlass.Constexpr, n: Int32, nbytes: cutlass.Constexpr, cta: Int32
     ) -> None:
-        """`expect`, by one thread of a warp of each CTA of a pair, if this is CTA 0."""
+        """`expect` by one thread, in CTA 0 of a pair; nothing in CTA 1. The whole warp calls it."""
         if cta == 0:
             with cute.arch.elect_one():
                 self.expect(name, n, nbytes)
 
     def commit(self, name: str, n: Any) -> None:
-        """By a warp: hand over once the MMAs that it has issued so far are done."""
+        """Let the mbarrier complete once the MMAs that this warp has issued so far are done."""
         pair = self.pipeline[name].reach is Reach.PAIR
         with cute.arch.elect_one():
             if pair:

@@ -1,15 +1,15 @@
-"""Tile schedulers, which tile a cluster works on next, and the queue that tells a CTA's warps.
+"""Tile schedulers, and the queue through which a CTA's scheduler warp publishes tiles.
 
-All schedulers share one protocol, whose methods the scheduler warp of each CTA calls:
+The scheduler warp of each CTA calls four methods:
 
     initial_work_tile()               the number of the cluster's first tile
-    prefetch_next_work(n)             ask for the next one; n counts the requests
-    advance_to_next_work(tile, n)     its number, or NO_TILE
-    producer_tail(n)                  leave nothing unfinished behind
+    prefetch_next_work(n)             request the next tile; n counts the requests
+    advance_to_next_work(tile, n)     the number of that tile, or NO_TILE
+    producer_tail(n)                  complete what is outstanding
 
-A tile's number says nothing by itself: a kernel's tile map turns it into a place in the problem.
-Numbers may come in any order, and more numbers than tiles are launched where the tiles cannot be
-counted on the host (packed sequences).
+The kernel's tile map turns a tile's number into a block, head and sequence. Numbers come in any
+order. With packed sequences the host only has an upper bound of the number of tiles, so some
+numbers have no tile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SingleTileScheduler(Carried):
 
     @staticmethod
     def edges(scheduler: Role) -> tuple[Edge, ...]:
-        """What the scheduler warp, of that role, waits for."""
+        """The edges that the scheduler adds to the kernel's; `scheduler` is the warp's role."""
         return ()
 
     def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
@@ -59,7 +59,8 @@ class SingleTileScheduler(Carried):
 
 
 class StaticPersistentScheduler(SingleTileScheduler):
-    """Persistent clusters, as many as fit at once; each takes every `num_clusters`-th tile."""
+    """Persistent clusters, as many as are resident at once; each takes every `num_clusters`-th
+    tile."""
 
     def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
         self.num_tiles = num_tiles
@@ -77,11 +78,11 @@ class StaticPersistentScheduler(SingleTileScheduler):
 
 
 class ClcScheduler(SingleTileScheduler):
-    """One cluster for each tile, but clusters that run take over the tiles of those that wait.
+    """One cluster for each tile, where running clusters take over tiles of pending clusters.
 
-    The hardware cancels the launch of a waiting cluster and says which (cluster launch control,
-    sm_100). Answers come in no order, and "none left" may come while clusters wait: those are then
-    launched as any others, and no tile is lost.
+    With cluster launch control (sm_100) the hardware cancels the launch of a pending cluster and
+    returns its index. Answers come in no order. "None left" may come while clusters are pending;
+    these are then launched normally, so that no tile is lost.
     """
 
     @staticmethod
@@ -111,7 +112,7 @@ class ClcScheduler(SingleTileScheduler):
         following = Int32(NO_TILE)
         if granted != 0:
             following = first_cta // cute.arch.cluster_size()
-        # The next answer is written by the asynchronous proxy over what has been read here.
+        # The async proxy writes the next answer over the one read here.
         cute.arch.fence_view_async_shared()
         self.barriers.warp_arrives("clc_read", n)
         return following
@@ -125,9 +126,9 @@ SCHEDULER_CLASSES = {
 
 
 class TileQueue(Carried):
-    """The ring in shared memory through which a CTA's scheduler warp says what to work on.
+    """The ring in shared memory through which a CTA's scheduler warp publishes tiles.
 
-    `work` is a dataclass of Int32, whose first field is at least 0 where there is work.
+    `work` is a dataclass of Int32 fields; a negative first field ends the queue.
     """
 
     STAGES = 2
@@ -157,9 +158,10 @@ class TileQueue(Carried):
 
     @cute.jit
     def fill(self, scheduler: Any, tiles: Any) -> None:
-        """Publish one tile after the other, and at last that there are no more.
+        """Publish the cluster's tiles, then the end of the queue.
 
-        `tiles.locate` says whether and where a tile is, and `tiles.work` makes work of that.
+        `tiles` is the kernel's tile map: `locate` finds a tile by its number, and `work` makes the
+        record to publish.
         """
         published = Int32(0)
         requests = Int32(0)
@@ -186,7 +188,7 @@ class TileQueue(Carried):
     # -- all other warps
 
     def take(self, n: Any) -> Any:
-        """Wait for work number n, read it, and give its stage back."""
+        """Wait for work n, read it, and release its stage."""
         self.wait(n)
         work = self.read(n)
         self.release(n)
@@ -196,14 +198,14 @@ class TileQueue(Carried):
         self.barriers.wait("work_full", n)
 
     def read(self, n: Any) -> Any:
-        """Work number n, which has been waited for; the same in all lanes."""
+        """Read work n after `wait`; the values are warp-uniform."""
         words = cute.make_rmem_tensor((self.buffer(self.work).count,), Int32)
         cute.autovec_copy(self.ring[None, n & (self.STAGES - 1)], words)
         count = len(fields(self.work))
         return self.work(*(cute.arch.make_warp_uniform(words[i]) for i in range(count)))
 
     def release(self, n: Any) -> None:
-        """Give the stage of work number n back: it is not read again."""
+        """Release the stage of work n, which this warp does not read again."""
         self.barriers.warp_arrives("work_empty", n)
 
 

@@ -1,4 +1,4 @@
-"""A CTA's shared memory, declared as a list of buffers and checked against what a CTA may have."""
+"""A CTA's shared memory, declared as a list of buffers and checked against the CTA's limit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Buffer:
     """Elements in shared memory.
 
     Attributes:
-        element: their type.
-        count: how many a stage has.
+        element: type of an element.
+        count: elements of a stage.
         alignment: in bytes, a power of two.
-        holds: what they are, for the documentation.
-        inside: the buffers that a stage consists of; see `ring`.
+        holds: contents, for the documentation.
+        inside: the buffers that make up a stage; see `ring`.
     """
 
     name: str
@@ -35,7 +35,8 @@ class Buffer:
 
     @classmethod
     def ring(cls, name: str, stage: SharedMemory, stages: int) -> Buffer:
-        """Stages that have several buffers each, every stage aligned as the first."""
+        """A ring whose stages consist of several buffers; every stage has the first one's
+        alignment."""
         nbytes = -(-stage.nbytes // stage.alignment) * stage.alignment
         return cls(name, cutlass.Int8, nbytes, stages, stage.alignment, inside=stage)
 
@@ -49,10 +50,10 @@ class Buffer:
 
 
 class SharedMemory:
-    """Buffers, one after the other as their alignment allows.
+    """Buffers in the order given, each at its alignment.
 
     Raises:
-        ValueError: a name is there twice, or they take more than `limit` bytes.
+        ValueError: two buffers have one name, or all together take more than `limit` bytes.
     """
 
     def __init__(self, *buffers: Buffer, limit: int = MAX_SMEM_BYTES):
@@ -70,17 +71,17 @@ class SharedMemory:
             raise ValueError(f"{self.nbytes} bytes of shared memory, at most {limit}: {sizes}")
 
     def __getitem__(self, name: str) -> int:
-        """The byte at which a buffer begins, for kernels that compute addresses themselves."""
+        """Byte offset of a buffer, for kernels that compute addresses themselves."""
         return self.offsets[name]
 
     @property
     def alignment(self) -> int:
-        """That of the first byte."""
+        """Alignment of the first byte, in bytes."""
         return max(buffer.alignment for buffer in self.buffers.values())
 
     def names(self, address: int) -> dict[str, tuple[int, int, int]]:
-        """For the emulator: name -> (address, bytes, bytes of a stage). What is inside the stages
-        of a ring has its stage in its name."""
+        """For the emulator: name -> (address, bytes, bytes of a stage). Names of buffers inside a
+        ring include the stage."""
         names = {}
         for name, buffer in self.buffers.items():
             at = address + self.offsets[name]
@@ -93,7 +94,7 @@ class SharedMemory:
         return names
 
     def allocate(self) -> Pointers:
-        """On the device: a pointer to each buffer, under its name."""
+        """On the device: pointers to the buffers, as attributes with their names."""
         allocator = cutlass.utils.SmemAllocator()
         return Pointers(
             **{

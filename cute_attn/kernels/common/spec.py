@@ -1,4 +1,4 @@
-"""What a kernel's Spec may hold, and the limits of the hardware that it is checked against."""
+"""The base class of kernel Specs, and the hardware limits that Specs are checked against."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SMALLEST_SMEM_BYTES = 101_376  # sm_86, sm_89, sm_120
 MAX_SMEM_BYTES = max(SMEM_BYTES.values())
 
 _SCALARS = (bool, int, str)
-_SCALAR_NAMES = {kind.__name__ for kind in _SCALARS}  # as annotations have them
+_SCALAR_NAMES = {kind.__name__ for kind in _SCALARS}  # annotations are strings
 
 
 def smem_bytes(arch: str) -> int:
-    """What a CTA may have on `arch`, such as "sm_90a"."""
+    """Most bytes of shared memory that a CTA may have on `arch`, such as "sm_90a"."""
     return SMEM_BYTES.get(arch.rstrip("af"), SMALLEST_SMEM_BYTES)
 
 
 def check_allowed(allowed: Mapping[str, tuple[object, ...]], fields: Mapping[str, object]) -> None:
-    """Raise ValueError for a field whose value no kernel serves, naming the field."""
+    """Raise ValueError, naming the field, if a field's value is not in `allowed`."""
     for name, value in fields.items():
         if name in allowed and value not in allowed[name]:
             raise ValueError(f"{name} is {value!r}, must be one of {allowed[name]}")
@@ -39,18 +39,18 @@ def _is_plain(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Base of every kernel's Spec: the frozen, hashable record of all that is compiled in.
+    """Base of every kernel's Spec: the frozen, hashable record of the compile-time parameters.
 
-    A Spec is a cache key, so its fields are ints, bools, strings and tuples of them. Anything
-    else would compare by identity and never match again, a tensor above all. True and 1 are two
-    keys, so a field holds what its annotation says.
+    A Spec is a cache key, so its fields are ints, bools, strings and tuples of them. Other objects,
+    such as tensors, compare by identity and would never match again. True and 1 are different keys,
+    so a field's type must be exactly its annotation's.
 
     Attributes:
-        ALLOWED: the values of fields that kernels serve; a field that is not there may be anything.
+        ALLOWED: the supported values of fields; a field that is not listed is not checked.
 
     Raises:
-        TypeError: a field holds anything else; the message names the field.
-        ValueError: a field's value is not ALLOWED.
+        TypeError: a field has another type; the message names the field.
+        ValueError: a field's value is not in ALLOWED.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {}

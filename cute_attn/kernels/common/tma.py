@@ -1,10 +1,9 @@
 """TMA of the rows of attention tensors, in boxes of 128 bytes of columns with the 128-byte swizzle.
 
-Rows of a packed sequence are followed by another sequence's, and those of a sequence of which only
-a part is used by rows that do not count. TMA knows where a tensor ends, not where they do. So
-ragged rows have two coordinates (i, j), which name row i + j - (size of i): a box that reaches past
-its sequence is placed so that the rows beyond have an i past its size, where loads give 0 and
-stores do nothing.
+TMA checks the bounds of a tensor, not those of a packed sequence or of the used part of a sequence.
+So ragged rows have two coordinates (i, j), which name row i + j - (size of i). A box that reaches
+past its sequence is placed so that the rows beyond the end have an i out of bounds, where loads
+give 0 and stores do nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class BoxedRows:
     packed sequences: ((packed heads, tokens), columns, [first token,] heads, [batch]).
 
     Attributes:
-        rows: of a box.
-        columns: of a row.
-        packed: heads whose rows lie together, token by token, and are one head to `box`.
-        ragged: rows may be followed by some that are not their sequence's. Boxes then need two
-            tokens at the least: a dimension of one has no index past its size that TMA would see.
-        batched: there is a mode of sequences.
+        rows: rows of a box.
+        columns: columns of a row.
+        packed: query heads that share a box, interleaved token by token; one head to `box`.
+        ragged: a sequence's rows may be followed by rows of another, or by unused ones. Boxes then
+            need at least two tokens: TMA sees no index out of bounds in a dimension of size 1.
+        batched: the tensor has a mode of sequences.
     """
 
     rows: int
@@ -69,8 +68,8 @@ class BoxedRows:
     def box(
         self, x: cute.Tensor, index: Any, head: Any, sequence: Any, start: Any, seqlen: Any
     ) -> cute.Tensor:
-        """Rows index * self.rows and on of a sequence: (rows, columns). A packed sequence starts at
-        row `start`, and has `seqlen` tokens."""
+        """Box number `index` of a sequence's rows: (rows, columns). A packed sequence starts at row
+        `start` and has `seqlen` tokens."""
         if not self.ragged:
             return cute.local_tile(
                 x[None, None, head, sequence], (self.rows, self.columns), (index, 0)
@@ -85,7 +84,7 @@ class BoxedRows:
 
 
 def box_layout(rows: int, *more: tuple[int, int]) -> cute.ComposedLayout:
-    """Boxes of (rows, 64) in shared memory, swizzled; `more` are further (size, stride)s."""
+    """Swizzled boxes of (rows, 64) in shared memory; `more` are (size, stride) of further modes."""
     shape = (rows, BOX, *(size for size, _ in more))
     stride = (BOX, 1, *(step for _, step in more))
     return cute.make_composed_layout(
@@ -99,12 +98,12 @@ def swizzled(buffer: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
 
 
 def boxes(buffer: cute.Pointer, rows: int, *more: tuple[int, int]) -> cute.Tensor:
-    """A buffer as boxes: see `box_layout`."""
+    """A buffer in shared memory as boxes: see `box_layout`."""
     return swizzled(buffer, box_layout(rows, *more))
 
 
 def partition(tma: cute.CopyAtom, rows: cute.Tensor, smem: cute.Tensor) -> tuple[Any, Any]:
-    """(global, shared) for cute.copy, of (rows, BOX, ...) each: (box, ...)."""
+    """The operands (global, shared) of cute.copy, (box, ...), from tensors of (rows, BOX, ...)."""
     shared, source = cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(rows, 0, 2)
     )
@@ -120,7 +119,7 @@ def load_boxes(
     edge: cutlass.Constexpr[str],
     n: Int32,
 ) -> None:
-    """Load rows to use n of an edge's stages, `smem`: (rows, BOX, boxes, stages)."""
+    """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages)."""
     tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
     source, to = partition(tma, tiled, smem)
     stages = cute.size(smem, mode=[3])

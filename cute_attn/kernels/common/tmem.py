@@ -16,8 +16,8 @@ class Region:
     """Columns of tensor memory.
 
     Attributes:
-        columns: of a stage.
-        holds: what they are, for the documentation.
+        columns: columns of a stage.
+        holds: contents, for the documentation.
     """
 
     name: str
@@ -27,15 +27,15 @@ class Region:
 
 
 class TensorMemory:
-    """Regions, one after the other. All columns are allocated, whatever the regions take: their
-    addresses are then known when a kernel is compiled, and take no register.
+    """Regions of tensor memory, in the order given. All 512 columns are always allocated, so that
+    addresses are compile-time constants and take no register.
 
     Raises:
-        ValueError: they take more columns than there are.
+        ValueError: the regions take more columns than there are.
     """
 
     def __init__(self, *regions: Region, pair: bool):
-        """`pair`: MMAs are those of cta_group::2, and both CTAs allocate together."""
+        """pair: MMAs use cta_group::2, and both CTAs of a pair allocate together."""
         self.regions = regions
         self.pair = pair
         self.offsets: dict[str, int] = {}
@@ -50,16 +50,16 @@ class TensorMemory:
             )
 
     def allocate(self, address: cute.Pointer) -> None:
-        """By one warp. The hardware writes the address, which is 0, to shared memory."""
+        """Allocate, by one warp. The hardware writes the address, which is 0, to shared memory."""
         cute.arch.alloc_tmem(MAX_TMEM_COLUMNS, address, is_two_cta=self.pair)
         cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.pair)
 
     def free(self) -> None:
-        """By the warp that allocated, once nobody uses it."""
+        """Free, by the warp that allocated, after the last use."""
         cute.arch.dealloc_tmem(self._start(), MAX_TMEM_COLUMNS, is_two_cta=self.pair)
 
     def pointer(self, name: str) -> cute.Pointer:
-        """To stage 0 of a region."""
+        """Pointer to stage 0 of a region."""
         return self._start() + self.offsets[name]
 
     def _start(self) -> cute.Pointer:
@@ -67,5 +67,5 @@ class TensorMemory:
 
 
 def shifted(x: cute.Tensor, columns: Any) -> cute.Tensor:
-    """The same in columns further on, in units of x's elements: another stage, say."""
+    """x moved by `columns`, in units of its elements; for example to another stage."""
     return cute.make_tensor(x.iterator + columns, x.layout)

@@ -1,5 +1,5 @@
-"""PTX instructions that the DSL has not, or has in another form, a module for each family.
+"""PTX instructions that the DSL lacks or has in another form, one module for each family.
 
-Values are scalars or sequences of them, so that a kernel says which thread holds which element. A
-kernel's cache key covers the modules that it imports: import the families, not the package.
+Operands are scalars or sequences of scalars, so a kernel controls which thread holds which element.
+A kernel's cache key covers the modules that it imports, so import a family, not the package.
 """

@@ -1,4 +1,4 @@
-"""Inline PTX with operands and results that are values of the DSL."""
+"""Inline PTX whose operands and results are DSL values."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def asm(
     loc: Any = None,
     ip: Any = None,
 ) -> Any:
-    """PTX with operands $0, $1 ...: the results, whose types are given, then the arguments.
+    """Emit PTX with operands $0, $1 ...: the results, then the arguments.
 
     Args:
-        tied: so many arguments, from the first on, share their registers with the results.
-        memory: the instruction reads or writes memory; nothing is moved across it.
-        volatile: it has another effect than its results, and is never dropped or repeated.
+        results: types of the results.
+        tied: how many leading arguments share their registers with the results.
+        memory: the instruction accesses memory; the compiler moves no memory access across it.
+        volatile: the instruction has side effects; the compiler neither drops nor repeats it.
 
     Returns:
         None, the result, or a tuple of the results.

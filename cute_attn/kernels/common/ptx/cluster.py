@@ -11,7 +11,7 @@ from .asm import asm
 
 
 def cta_rank() -> Any:
-    """Read the CTA's rank in its cluster, at each use: kept in a register, it would be spilled."""
+    """Read the CTA's rank in its cluster, anew at each use: kept in a register it would spill."""
     return cute.arch.make_warp_uniform(
         asm("mov.u32 $0, %cluster_ctarank;", [Int32], [], volatile=True)
     )

@@ -1,4 +1,4 @@
-"""What keeps the compiler from an optimisation that costs more than it saves."""
+"""Instructions that stop the compiler from optimisations that cost more than they save."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from .asm import asm
 
 
 def keep_branch() -> None:
-    """Keep the branch that this stands in a branch. The compiler would turn short ones into selects
-    or predicated instructions, which every warp pays for; a performance-monitor trigger (number 7,
-    which nobody counts) cannot be predicated."""
+    """Keep the enclosing branch a branch. The compiler would turn a short one into selects or
+    predicated instructions, which every warp executes. It cannot predicate `pmevent`, a trigger for
+    profilers; number 7 is unused."""
     asm("pmevent 7;", [], [], volatile=True)
 
 
 def opaque(x: Any) -> Any:
-    """Return the same number, about which the compiler knows nothing."""
+    """Return x as a value that the compiler cannot fold or reason about."""
     return asm("mov.b32 $0, $1;", [type(x)], [x], memory=True)

@@ -1,4 +1,4 @@
-"""Conversions between float32 and the operands of products."""
+"""Conversions between float32 and the operand types of MMAs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .asm import TYPE_NAMES, asm
 
 
 def pack(dtype: Any, low: Any, high: Any) -> Any:
-    """Round two float32 to `dtype`, into one register."""
+    """Round two float32 to `dtype` and pack them into one register."""
     text = f"cvt.rn.{TYPE_NAMES[dtype]}x2.f32 $0, $1, $2;"
     return asm(text, [Int32], [Float32(high), Float32(low)])
 
@@ -42,13 +42,13 @@ def unpack_all(dtype: Any, registers: Sequence[Any]) -> list[Any]:
 
 
 def to_tf32(x: Any) -> Any:
-    """Round a float32 to tf32, as an operand."""
+    """Round a float32 to a tf32 operand."""
     return asm("cvt.rna.tf32.f32 $0, $1;", [Int32], [Float32(x)])
 
 
 def split_tf32(x: Any) -> tuple[Any, Any]:
-    """Return two tf32 operands whose sum is x to 22 bits: three products of such pairs, all but
-    that of the two small ones, are nearly as accurate as float32."""
+    """Return two tf32 operands, high and low, whose sum is x to 22 bits. The three products of two
+    such pairs without low times low are nearly as accurate as float32."""
     high = to_tf32(x)
     low = Float32(x) - asm("mov.b32 $0, $1;", [Float32], [high])
     return high, to_tf32(low)

@@ -10,9 +10,11 @@ from .asm import asm, operands
 
 
 def load_matrices(address: Any, count: int = 4, *, transposed: bool = False) -> Any:
-    """`ldmatrix`: `count` (1, 2 or 4) matrices of 8 by 8 elements of 16 bits. Lane 8 m + r passes
-    the address of row r of matrix m, 16-byte aligned, and gets (row, col), (row, col + 1) of each,
-    or with `transposed` (col, row), (col + 1, row)."""
+    """`ldmatrix`: load `count` (1, 2 or 4) matrices of 8 by 8 elements of 16 bits.
+
+    Lane 8 m + r passes the 16-byte aligned address of row r of matrix m. With row = lane // 4 and
+    col = 2 * (lane % 4), a lane gets (row, col), (row, col + 1) of each matrix, or with
+    `transposed` (col, row), (col + 1, row)."""
     trans = ".trans" if transposed else ""
     text = (
         f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 "
@@ -23,6 +25,5 @@ def load_matrices(address: Any, count: int = 4, *, transposed: bool = False) -> 
 
 
 def transpose_matrix(x: Any) -> Any:
-    """`movmatrix`: (row, col), (row, col + 1) of an 8 by 8 matrix become (col, row), (col + 1, row)
-    of it."""
+    """`movmatrix`: transpose an 8 by 8 matrix of 16-bit elements, one register in each lane."""
     return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x], memory=True)

@@ -1,4 +1,4 @@
-"""mbarriers at 32-bit shared addresses, on sm_80 too."""
+"""mbarriers at 32-bit shared addresses, for sm_80 and newer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def arrive(barrier: Any) -> None:
 
 
 def wait(barrier: Any, phase: Any) -> None:
-    """Wait until that phase (0 or 1) of the mbarrier at a shared address is complete. sm_80 cannot
-    suspend a thread meanwhile, so this is a loop of tests."""
+    """Wait until the phase of parity `phase` of the mbarrier at a shared address is complete. sm_80
+    has no `try_wait`, so this polls with `test_wait`."""
     text = (
         "{\n.reg .pred done;\nagain_${:uid}:\n"
         "mbarrier.test_wait.parity.shared.b64 done, [$0], $1;\n"

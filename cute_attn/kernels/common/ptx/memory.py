@@ -41,7 +41,8 @@ def store_global(kind: Any, address: Any, values: Sequence[Any]) -> None:
 
 
 def store_global_where(condition: Any, address: Any, *values: Any) -> None:
-    """Store 1, 2 or 4 Int32 to a 64-bit address, by predication: never a branch."""
+    """Store 1, 2 or 4 Int32 to a 64-bit global address if `condition` is not 0, with a predicated
+    store rather than a branch."""
     width, sources = _vector(2, len(values))
     text = (
         "{\n.reg .pred some;\nsetp.ne.b32 some, $1, 0;\n"

@@ -1,8 +1,8 @@
-"""Products of a warp by `mma.sync`, with operands and results in registers (sm_80 and newer).
+"""`mma.sync` of a warp, with operands and results in registers (sm_80 and newer).
 
-A fragment of 16-bit elements is a tuple of Int32 of two elements each, the lower one at the lower
-index. With `row = lane // 4` and `col = 2 * (lane % 4)`, the fragments of a product of 16 by 8 by
-16, A times B, are
+A fragment of 16-bit elements is a tuple of Int32, each of two elements with the lower index in the
+lower half. With `row = lane // 4` and `col = 2 * (lane % 4)`, the fragments of A times B, 16 by 8
+by 16, are
 
     A (16 by 16)    (row, col), (row + 8, col), (row, col + 8), (row + 8, col + 8), and each col + 1
     B (16 by 8)     (k = col, n = row), (col + 8, row), and each k + 1

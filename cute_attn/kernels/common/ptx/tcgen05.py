@@ -1,4 +1,4 @@
-"""Fences that order accesses to tensor memory around a synchronisation of threads (sm_100)."""
+"""Fences that order tensor memory accesses around a synchronisation of threads (sm_100)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Products of a warpgroup by `wgmma` (sm_90a), with the left operand in registers.
+"""`wgmma` of a warpgroup (sm_90a), with the left operand in registers.
 
-Fragments are those of `mma`: warp w of the warpgroup has rows 16 w to 16 w + 15 of the left
-operand and of the result, in the layout of products of 16 by 8 by 16. The right operand is in
-shared memory, in sub-tiles of 64 rows of 128 bytes, swizzled as TMA does, whose addresses are
-multiples of 1024.
+Fragments are those of `mma`: warp w of the warpgroup has rows 16 w to 16 w + 15 of the left operand
+and of the result, in the layout of m16n8k16. The right operand is in shared memory, in sub-tiles of
+64 rows of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
 
-`product` only starts a product. Its result may not be touched before `wait`, which hands it on.
+`product` starts an asynchronous product. Its result may be used only as returned by `wait`.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _COLUMNS = _SWIZZLE_128 | _STRIDE << 32 | (SUB_TILE_BYTES >> 4) << 16
 
 
 def rows_descriptor(address: Any) -> Any:
-    """Describe a right operand whose columns are the rows at `address`: the k of a product lie side
-    by side. Further k are 16 bytes for each 8, and a sub-tile for each 64."""
+    """Describe a right operand whose columns are the rows at `address` (K-major). Each further 8 of
+    k are 16 bytes on, and each further 64 one sub-tile."""
     return Int64(_ROWS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
 def columns_descriptor(address: Any) -> Any:
-    """Describe a right operand whose rows are the rows at `address`: its columns lie side by side,
-    64 a sub-tile. Further k are 128 bytes each."""
+    """Describe a right operand whose rows are the rows at `address` (MN-major), 64 columns in each
+    sub-tile. Each further k is 128 bytes on."""
     return Int64(_COLUMNS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
@@ -46,13 +45,13 @@ def product(
     *,
     columns: bool,
 ) -> list[Any]:
-    """Start c + a b, 64 by n, as a group of its own.
+    """Start c + a b, 64 by n, as one wgmma group.
 
     Args:
         c: n / 2 float32 of each thread; None is 0.
         a: 4 registers for each 16 of k.
-        descriptors: of b, one for each 16 of k.
-        columns: which of the two kinds of descriptors they are.
+        descriptors: descriptors of b, one for each 16 of k.
+        columns: whether they come from `columns_descriptor` rather than `rows_descriptor`.
     """
     name = TYPE_NAMES[dtype]
     count = n // 2
@@ -74,7 +73,7 @@ def product(
 
 
 def wait(c: Sequence[Any], pending: int = 0) -> list[Any]:
-    """Return the result c of a product, once at most `pending` later ones are under way."""
+    """Return the result c of a product, once at most `pending` later groups are unfinished."""
     text = f"wgmma.wait_group.sync.aligned {pending};"
     tied = len(c)
     return list(asm(text, [Float32] * tied, [*map(Float32, c)], tied=tied, memory=True))
