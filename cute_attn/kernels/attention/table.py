@@ -1,4 +1,4 @@
-"""The attention kernels by direction, architecture and head_dim. Importing this loads no compiler."""
+"""The attention kernels by direction, architecture and head_dim; importing it loads no compiler."""
 
 from __future__ import annotations
 
