@@ -1,9 +1,8 @@
 """Lightning Attention decode: the operator.
 
-`lightning_attn_decode` is called once a layer and token, so its warm path is kept to what it must
-do: one look-up of the loaded kernel, and the call. The compiled host code checks before it launches
-whatever the look-up does not pin down: sizes, strides, overlaps, the other tensors' dtypes and
-devices.
+A model calls `lightning_attn_decode` for every layer and token, so a warm call does no more than
+look up the loaded kernel and call it. The compiled host code checks, before it launches, what the
+look-up's key leaves open: sizes, strides, overlaps, the other tensors' dtypes and devices.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from .operator import (
 __all__ = ["lightning_attn_decode", "plan_decode"]
 
 _MAX_GRID_YZ = 65535  # sequences and heads are grid dimensions
-_EMULATED_SMS = 132  # an emulator's handful of SMs says nothing of the GPU that it stands for
+_EMULATED_SMS = 132  # of the GPU that an emulator stands for; its own few SMs are arbitrary
 
 
 def lightning_attn_decode(
@@ -71,17 +70,17 @@ def lightning_attn_decode(
 ) -> Tensor:
     """One decode step of Lightning Attention; the state is updated in place.
 
-    For each token and head, with the state as a V by K matrix S (Lightning Attention-2, arXiv
+    For each token and head, where the state S is a V by K matrix (Lightning Attention-2, arXiv
     2401.04658, section 3):
 
         S <- exp(-decay) * S + v k^T            o = softmax_scale * S q
 
-    Arithmetic is float32 whatever the dtypes.
+    Arithmetic is float32 for all dtypes.
 
     Args:
         q: `[B, H, K]`, or `[B, T, H, K]` for T new tokens a sequence; bfloat16, float16 or
-            float32. Any strides with the last dimension contiguous: views of one packed
-            projection are read in place.
+            float32. The last dimension must be contiguous; the other strides are free, so that
+            views of one packed projection are read in place.
         k: of q's shape and dtype.
         v: `[B, H, V]` or `[B, T, H, V]`, dtype of q. K and V are 64, 128 or 256.
         state: `[N, H, V, K]` for layout "vk", `[N, H, K, V]` for "kv"; float32 or bfloat16; each
@@ -89,13 +88,14 @@ def lightning_attn_decode(
         decay: `[H]` float32, contiguous; a head's state is multiplied by exp(-decay) per token.
         softmax_scale: factor of the output; None is K ** -0.5.
         state_indices: `[B]` int32, contiguous: the slot of `state` that each sequence uses, for
-            continuous batching. None: sequence b uses slot b, and N must be B. A negative index is
-            a padded row: output 0, no slot touched. An index >= N is a caller's error that
-            is treated like a padded row rather than checked, which would synchronise. No two
-            sequences may name the same slot.
-        out: where to write the output, like the result; the memory it spans must be its own.
-        state_layout: "vk" (K contiguous, the fast one) or "kv" (V contiguous).
-        num_accepted_tokens: `[B]` int32, contiguous; switches on speculative decoding, see below.
+            continuous batching. None: sequence b uses slot b, and N must be B. A negative index
+            marks a padded row: its output is 0, and it touches no slot. An index >= N is an error
+            of the caller; it is treated as a padded row, since a check would synchronise. No two
+            sequences may have the same slot.
+        out: tensor to write the output to, with the shape and dtype of the result. It must not
+            overlap another argument.
+        state_layout: "vk" (K contiguous, the faster one) or "kv" (V contiguous).
+        num_accepted_tokens: `[B]` int32, contiguous: enables speculative decoding, see below.
         draft_k: `[N, S, H, K]`, with num_accepted_tokens: each slot's records of the keys that the
             previous call drafted; dtype of q, last dimension contiguous.
         draft_v: `[N, S, H, V]`: likewise the values.
@@ -104,19 +104,20 @@ def lightning_attn_decode(
         o, `[B, H, V]` or `[B, T, H, V]`, dtype of q; `out` itself when given.
 
     Speculative decoding:
-        With `num_accepted_tokens` the state is a checkpoint. The call first advances it by the
-        first `num_accepted_tokens[b]` of the slot's draft records, stores it, then computes
-        the outputs of its T tokens from there without storing: they are drafts until the next
-        call says how many were accepted. After the call, write its k and v to the records:
-        `draft_k[slots, :T] = k`. The state is read and written once a call however many tokens
-        are drafted, and a sequence costs one state plus S small records. Counts outside
-        0..S are clamped.
+        With `num_accepted_tokens` the state is a checkpoint. The call advances it by the first
+        `num_accepted_tokens[b]` of the slot's draft records and stores it. From there it computes
+        the outputs of its own T tokens without storing their state, because they are drafts until
+        the next call says how many were accepted. After the call, write its k and v to the
+        records: `draft_k[slots, :T] = k`. A call reads and writes the state once, for any number
+        of drafted tokens; a sequence needs memory for one state and S small records. Counts
+        outside 0..S are clamped.
 
     Raises:
         TypeError: an argument that is not a tensor, or of a wrong dtype.
-        ValueError: wrong shapes, strides, devices, alignment, overlapping `out`, or a
-            `state_layout` that does not exist.
-        NotImplementedError: head dimensions, architectures or autograd that have no kernel.
+        ValueError: wrong shapes, strides, devices, alignment or `state_layout`, or an `out` that
+            overlaps another argument.
+        NotImplementedError: a head dimension or an architecture without a kernel, or a tensor that
+            requires a gradient: there is no backward.
     """
     call = (
         _forward
@@ -155,28 +156,28 @@ def plan_decode(
     aligned: bool = True,
     num_sms: int = 132,
 ) -> list[launch.Request]:
-    """The kernels that `lightning_attn_decode` will use for such tensors, for
-    `cute_attn.warmup` and spec files. Batch, heads and number of tokens do not matter.
+    """The kernels that `lightning_attn_decode` uses for such tensors, for `cute_attn.warmup` and
+    spec files. They do not depend on the numbers of sequences, heads and tokens.
 
     Args:
-        arch: such as "sm_90a"; every architecture from sm_80 on takes the same kernel today.
+        arch: such as "sm_90a"; all architectures from sm_80 on have the same kernel today.
         dtype: of q, k and v.
         state_dtype: of the state.
         head_dim_k: K, of q and k.
         head_dim_v: V, of v.
         state_layout: as the operator's.
-        multi_token: q is `[B, T, H, K]` rather than `[B, H, K]`.
-        indexed: with state_indices.
-        replay: with num_accepted_tokens.
-        aligned: q, k and v rows start on 16-byte boundaries, as nearly always.
-        num_sms: of the GPU; fewer than 100 (an H20 has 78) is tuned differently.
+        multi_token: whether q is `[B, T, H, K]`, not `[B, H, K]`.
+        indexed: whether state_indices is given.
+        replay: whether num_accepted_tokens is given.
+        aligned: whether all rows of q, k and v start on 16-byte boundaries, as they usually do.
+        num_sms: SMs of the GPU; below 100 (an H20 has 78) the kernel is tuned differently.
 
     Returns:
         Pairs of a kernel and its specialisation.
 
     Raises:
-        TypeError: a parameter of another type.
-        ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names it.
     """
     del arch
     tensors: dict[str, Any] = {
@@ -322,7 +323,7 @@ class _Decode(Operator[_Arguments]):
         return launch.get_for(a.q.device, kernel, spec), scale
 
     def stale(self, ready: Any, a: _Arguments) -> bool:
-        return bool(self.prepare(a) != ready)  # rows may be off their alignment
+        return bool(self.prepare(a) != ready)  # the key leaves out whether rows are aligned
 
     def forward(  # type: ignore[override]
         self,
@@ -345,7 +346,7 @@ class _Decode(Operator[_Arguments]):
         try:
             if ready is None:
                 key = (
-                    # Whole shapes rather than the head dimensions alone, which cost more to get.
+                    # Whole shapes: to get the head dimensions from them would cost more.
                     q.shape, v.shape, q.dtype, state.dtype, q.get_device(), state_layout,
                     softmax_scale, type(softmax_scale), state_indices is None,
                     num_accepted_tokens is None,
@@ -378,7 +379,7 @@ class _Decode(Operator[_Arguments]):
 
 
 _decode = _Decode()
-_forward = _decode.forward  # bound once
+_forward = _decode.forward  # bound once: this saves time per call
 
 
 def _shape(x: Tensor) -> list[int]:

@@ -90,8 +90,9 @@ class Operator(Generic[_Arguments]):
         arguments: the NamedTuple of its arguments. Its annotations and defaults are the schema.
         written: names of the arguments that it writes in place. Such an operator returns its
             argument `out`; if that is None, it is allocated like the argument `v`.
-        results: only if `written` is empty: pairs of a result's name and the flag argument that
-            requests it, "" for a result that is always computed: ("lse", "return_lse").
+        results: only if `written` is empty: pairs of a result's name and the argument that requests
+            it, a flag or an optional tensor, or "" for a result that is always computed:
+            ("lse", "return_lse").
         saved, kept: only with a gradient, see below.
 
     Methods that every subclass defines: `check`, `prepare`, and either `key` and `launch`, or

@@ -20,7 +20,7 @@ from .arguments import check_length
 from .forward import FORWARD
 
 Window = tuple[int | None, int | None]
-_forward = FORWARD.forward  # bound once
+_forward = FORWARD.forward  # bound once: this saves time per call
 
 
 def flash_attn_func(

@@ -126,7 +126,7 @@ class Forward(Operator[Arguments]):
                     softcap,
                     scheduler,
                     return_lse,
-                    # Empty tensors, and an invalid scale, have keys that are never in the table.
+                    # Keys of empty tensors, or of an invalid scale, are never in the table.
                     not (q.numel() and k.numel()),
                     softmax_scale is None
                     or (

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the operators, and the stages of the chunked one."""
+"""Kimi Delta Attention: the operators, and the stages of `chunk_kda`."""
 
 from .chunk import chunk_kda, plan_chunk_kda
 from .decode import kda_decode, plan_kda_decode

@@ -1,6 +1,6 @@
-"""What the KDA operators ask of their arguments: checks, and what a kernel can read in place.
+"""Checks of the KDA operators' arguments, and copies of tensors that kernels cannot read in place.
 
-Nothing here reads device memory.
+Nothing here reads device memory to the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...kernels.kda.step.spec import HEAD_DIMS as STEP_HEAD_DIMS
 from ..checks import DTYPE_NAMES, check_dtype, check_dtypes_are, check_tensor
 from ..operator import is_compiling, plain
 
-STATE_DTYPES = ("float32", "bfloat16")  # of an initial state: kernels take float32
+STATE_DTYPES = ("float32", "bfloat16")  # of an initial state; converted to float32
 INDEX_DTYPES = ("int32", "int64")
 SAFE_LOWER_BOUNDS = (-5.0, 0.0)
 MAX_TOKENS = 2**31 - CHUNK  # positions are int32 in a kernel
@@ -39,7 +39,7 @@ _ALIGNMENT = 16  # bytes: of addresses and strides
 
 
 def check_dtypes(given: dict[str, Tensor], names: Sequence[str]) -> None:
-    """The first of the names must have 16 bits, and the others its dtype."""
+    """Raise TypeError unless the first of `names` has a 16-bit dtype, and all others the same."""
     first = given[names[0]]
     check_dtype(names[0], first, DTYPES)
     for name in names[1:]:
@@ -54,10 +54,11 @@ def check_gate_and_beta_dtypes(given: dict[str, Tensor]) -> None:
 
 
 class Sizes(dict[str, Any]):
-    """What B, T, HQK, HV, K, V and N are."""
+    """The sizes of a call's dimensions by letter: B, T, HQK, HV, K, V, N, S."""
 
     def take(self, name: str, x: Tensor, shape: str) -> None:
-        """Learn from the shape of a tensor, such as "B T HQK K", or refuse one that disagrees."""
+        """Match x with a shape such as "B T HQK K": store the sizes that are still unknown, and
+        raise ValueError if another differs."""
         letters = shape.split()
         expected = [int(s) if s.isdecimal() else self.get(s) for s in letters]
         given = list(x.shape)
@@ -79,7 +80,7 @@ class Sizes(dict[str, Any]):
                 self[letter] = got
 
     def check_heads(self) -> None:
-        """HV is a multiple of HQK, and no more than a grid can have."""
+        """Raise ValueError unless HV is a multiple of HQK and fits a grid dimension."""
         heads_qk, heads_v = self["HQK"], self["HV"]
         if (heads_qk == 0 and heads_v != 0) or (heads_qk != 0 and heads_v % heads_qk):
             raise ValueError(
@@ -103,7 +104,7 @@ class Sizes(dict[str, Any]):
                 )
 
     def check_sequences(self, cu_seqlens: Tensor | None) -> None:
-        """And learn their number, N."""
+        """Check cu_seqlens and the number of tokens, and store the number of sequences as N."""
         tokens = self["T"] if cu_seqlens is not None else self["B"] * self["T"]
         if tokens > MAX_TOKENS:
             raise ValueError(f"there are {tokens} tokens, must be at most {MAX_TOKENS} in a call")
@@ -125,15 +126,15 @@ class Sizes(dict[str, Any]):
             )
 
     def num_chunks(self, cu_seqlens: Tensor | None) -> Any:
-        """Of a batch: how many there are, or, of packed sequences, how many at most."""
+        """Chunks of a sequence of a batch, or an upper bound on those of all packed sequences."""
         if cu_seqlens is None:
             return (self["T"] + CHUNK - 1) // CHUNK
         return self["T"] // CHUNK + self["N"]
 
 
 def count_chunks(cu_seqlens_cpu: Any, cu_seqlens: Any, x: Any) -> int | None:
-    """How many chunks packed sequences have, for a tensor x `[B, T, ...]`; None where their copy on
-    the host is not given or cannot be looked at.
+    """The number of chunks of packed sequences, for a tensor x `[B, T, ...]`; None without
+    cu_seqlens_cpu, or if it cannot be read.
 
     Raises:
         TypeError, ValueError: cu_seqlens_cpu is not what cu_seqlens can be a copy of.
@@ -141,12 +142,12 @@ def count_chunks(cu_seqlens_cpu: Any, cu_seqlens: Any, x: Any) -> int | None:
     if cu_seqlens_cpu is None or is_compiling():
         return None
     if not isinstance(x, Tensor) or x.is_nested or x.dim() != 4:
-        return None  # which another check refuses
+        return None  # another check refuses x
     return check_offsets_on_the_host(cu_seqlens_cpu, cu_seqlens, x.shape[1])
 
 
 def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any) -> int | None:
-    """The number of chunks, or None where no contents can be looked at.
+    """Check cu_seqlens_cpu; return the number of chunks, or None if it cannot be read.
 
     Raises:
         TypeError, ValueError: cu_seqlens_cpu is not what cu_seqlens can be a copy of.
@@ -157,7 +158,7 @@ def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any)
     if cu_seqlens is None:
         raise ValueError("cu_seqlens_cpu is given without cu_seqlens, of which it is the copy")
     if not isinstance(cu_seqlens, Tensor):
-        return None  # which is another check's to refuse
+        return None  # another check refuses it
     check_tensor("cu_seqlens", cu_seqlens)
     check_dtype("cu_seqlens_cpu", cu_seqlens_cpu, INDEX_DTYPES)
     if cu_seqlens_cpu.device.type != "cpu":
@@ -192,7 +193,7 @@ def check_state(sizes: Sizes, initial_state: Tensor | None, state_v_first: bool)
 
 
 def check_lower_bound(lower_bound: float | None) -> None:
-    """Of a gate that is computed: lower_bound times a sigmoid."""
+    """Raise ValueError for a lower_bound that is not negative."""
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(
             f"lower_bound is {lower_bound}, must be less than 0 with use_gate_in_kernel: a state "
@@ -214,7 +215,7 @@ def check_gate(
     safe_gate: bool,
     lower_bound: float | None,
 ) -> None:
-    """A_log and dt_bias, which count only where the gate is left to the kernel."""
+    """Check A_log, dt_bias and lower_bound, which are used only with use_gate_in_kernel."""
     if not use_gate_in_kernel:
         return
     check_has_A_log(given, lower_bound)
@@ -247,7 +248,7 @@ def check_beta_options(use_beta_sigmoid_in_kernel: Any, allow_neg_eigval: Any) -
         )
 
 
-# Of what goes token by token.
+# Of the operators that work token by token.
 
 
 def check_step_dtypes(given: dict[str, Tensor]) -> None:
@@ -257,7 +258,7 @@ def check_step_dtypes(given: dict[str, Tensor]) -> None:
 
 
 def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None:
-    """Of q, k, v, g and beta; `step` is "B" or "B T"."""
+    """Check the shapes of q, k, v, g and beta, whose first dimensions `step` are "B" or "B T"."""
     sizes.take("q", given["q"], f"{step} HQK K")
     sizes.take("k", given["k"], f"{step} HQK K")
     sizes.take("v", given["v"], f"{step} HV V")
@@ -267,12 +268,12 @@ def check_step_shapes(sizes: Sizes, given: dict[str, Tensor], step: str) -> None
     sizes.take("beta", given["beta"], f"{step} HV")
 
 
-# -- what a kernel can read ---------------------------------------------------------------------
+# -- tensors as kernels read them ---------------------------------------------------------------
 
 
 def readable(x: Tensor) -> Tensor:
-    """x itself where a kernel can read it in place, else a view or a copy that it can: rows
-    contiguous, and the other strides and the address multiples of 16 bytes."""
+    """x if a kernel can read it in place, else a view or a copy: its rows must be contiguous, and
+    its address and other strides multiples of 16 bytes."""
     unit = _ALIGNMENT // x.element_size()
     shape, strides = x.shape, x.stride()
     fits = True
@@ -289,7 +290,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """x itself where it is contiguous and starts on a 16-byte boundary, else a copy."""
+    """x if it is contiguous and starts on a 16-byte boundary, else a copy."""
     if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -300,8 +301,8 @@ def readable_state(state: Tensor | None) -> Tensor | None:
 
 
 def readable_parameters(a: Any) -> dict[str, Tensor | None]:
-    """A_log and dt_bias of the arguments `a` for the gate in a kernel: float32 and contiguous. What
-    has another number of dimensions than the kernel takes is for the launch to view."""
+    """A_log and dt_bias of the arguments `a`, float32 and contiguous. The launch views them with
+    the number of dimensions that the kernel takes."""
     A_log, dt_bias = (
         None if x is None else contiguous(x.to(torch.float32)) for x in (a.A_log, a.dt_bias)
     )
@@ -312,14 +313,14 @@ def readable_parameters(a: Any) -> dict[str, Tensor | None]:
 
 
 def unchanged(final_state: Tensor | None, initial_state: Tensor | None) -> Tensor | None:
-    """The final states of sequences without tokens."""
+    """Fill final_state for sequences without tokens: with the initial state, or 0."""
     if final_state is None:
         return None
     return final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
 
 
 def readable_parameter(x: Tensor | None, *shape: int) -> Tensor | None:
-    """A_log or dt_bias, of whatever shape it came in."""
+    """A_log or dt_bias in float32, contiguous, with the given shape."""
     if x is None:
         return None
     return contiguous(x.to(torch.float32) if x.shape == shape else x.float().reshape(shape))
@@ -330,7 +331,7 @@ def index_dtype(cu_seqlens: Tensor | None) -> str:
 
 
 def gate_kind(use_gate_in_kernel: bool, lower_bound: Any) -> str:
-    """As kernels name it."""
+    """The value of a Spec's field `gate`."""
     if not use_gate_in_kernel:
         return "none"
     return "softplus" if lower_bound is None else "lower_bound"

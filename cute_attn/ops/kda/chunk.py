@@ -2,30 +2,29 @@
 
 `chunk_kda` has two paths, which compute the same function:
 
-    fused      prepare, recurrence                        the default: half of the bytes
-    modular    gate_cumsum, chunk_intra, delta_h, output  where a stage's results are kept
+    fused      prepare, state_pass                        the default: moves half of the bytes
+    modular    gate_cumsum, chunk_intra, delta_h, output  keeps the results of the stages
 
-Where few long sequences would leave SMs idle, the fused path splits them: the recurrence is three
-calls then, and a result may differ in its last bits from that of the same sequence among others.
+If few long sequences would leave SMs idle, the fused path splits them. It then runs three kernels
+in place of state_pass, and the last bits of a sequence's result may depend on the rest of the call.
 
-The warm path of the fused one is a look-up of the loaded kernels, the allocations, and the calls.
-The look-up pins down all that kernels are chosen by, every number and every flag. The compiled host
-code checks the rest before it launches: lengths, strides, alignment, the other tensors' dtypes and
-devices.
+A warm call of the fused path looks up the loaded kernels, allocates the results and calls the
+kernels. The look-up's key holds everything that the choice of kernels depends on, every number and
+every flag. The compiled host code checks the rest before it launches: lengths, strides, alignment,
+the other tensors' dtypes and devices.
 
-Nothing here reads device memory or waits for it: a chunk of packed sequences finds its place on the
-device, see `kernels/kda/chunk/chunks.py`.
+Nothing here reads device memory or waits for it: the kernels find the chunks of packed sequences
+themselves, see `kernels/kda/chunk/chunks.py`.
 
-What the forward will save for the backward, once there is one, is what the fused path has anyway:
+The backward, which does not exist yet, will need from the forward only what the fused path has:
 
-    q, k, v, g, beta, A_log, dt_bias,    as they were given: norms, gates and sigmoid are
-    initial_state, cu_seqlens            recomputed
+    q, k, v, g, beta, A_log, dt_bias,    as given: norms, gates and sigmoid are recomputed
+    initial_state, cu_seqlens
     Aqk, Akk                             `[B, T, HV, 64]` each, in the dtype of k: two of the tiles
                                          that `prepare` writes, Akk with its columns times beta
 
-G, w, u, qg, kg, h and v_new are recomputed by `kda_gate_cumsum`, `kda_recompute_w_u` and
-`kda_chunk_delta_h`; with disable_recompute they are saved instead, which the modular path can do
-since its stages leave them in memory.
+It recomputes G, w, u, qg, kg, h and v_new with `kda_gate_cumsum`, `kda_recompute_w_u` and
+`kda_chunk_delta_h`. With disable_recompute the modular path saves them instead.
 """
 
 from __future__ import annotations
@@ -115,8 +114,8 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention over sequences, a chunk of 64 tokens at a time.
 
-    With the state of a value head a K by V matrix S, token by token (Kimi Linear, arXiv 2510.26692;
-    by chunks after arXiv 2406.06484):
+    For each token, where the state S of a value head is a K by V matrix (Kimi Linear, arXiv
+    2510.26692; the chunked form is that of arXiv 2406.06484):
 
         S <- Diag(exp(g)) S
         u  = beta (v - S^T k)
@@ -124,56 +123,57 @@ def chunk_kda(
         o  = scale S^T q
 
     Arguments, their order and their defaults are those of flash-linear-attention's function of this
-    name, so that a user changes the import.
+    name, so that a user only changes the import.
 
     Args:
-        q: `[B, T, HQK, K]`, bfloat16 or float16; K is 64 or 128. Read in place, as k, v and g
-            are, where rows are contiguous and all else is 16-byte aligned; copied otherwise.
+        q: `[B, T, HQK, K]`, bfloat16 or float16; K is 64 or 128. q, k, v and g are read in place
+            if the last dimension is contiguous and every row 16-byte aligned, and copied otherwise.
         k: of q's shape and dtype.
         v: `[B, T, HV, V]`, dtype of q; V is 64, 128 or 256. HV is a multiple of HQK, and value head
             h uses query and key head h // (HV // HQK).
-        g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay (below
-            -128 counts as -128), or with use_gate_in_kernel what they are computed from.
+        g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay (less
+            than -128 counts as -128), or with use_gate_in_kernel the input of the gate.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
-        scale: of q; None is K ** -0.5.
-        initial_state: `[N, HV, K, V]`, float32 (or bfloat16, which is converted); None is 0. N is
-            the number of sequences: B, or as cu_seqlens has it.
-        output_final_state: whether to give the states after the last tokens.
+        scale: factor of q; None is K ** -0.5.
+        initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
+            number of sequences, is B without cu_seqlens.
+        output_final_state: whether to return the states after each sequence's last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
         use_gate_in_kernel: the gate is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
             lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
-        use_beta_sigmoid_in_kernel: beta is the input of a sigmoid.
-        allow_neg_eigval: beta is twice the sigmoid; needs use_beta_sigmoid_in_kernel.
-        safe_gate: a promise that gates are bounded; with use_gate_in_kernel it needs a lower_bound
-            in [-5, 0). It changes no result: gates need no bound here.
-        lower_bound: of the gate; ignored without use_gate_in_kernel.
-        disable_recompute: run stage by stage, so that what the backward pass needs can be kept.
-        return_intermediate_states: give h besides, the state at the start of every chunk. Only
+        use_beta_sigmoid_in_kernel: use sigmoid(beta) instead of beta.
+        allow_neg_eigval: use 2 sigmoid(beta); needs use_beta_sigmoid_in_kernel.
+        safe_gate: the gates are bounded; with use_gate_in_kernel it needs a lower_bound in [-5, 0).
+            It changes no result, since the kernels take gates of any size.
+        lower_bound: of the gate, negative; ignored without use_gate_in_kernel.
+        disable_recompute: run the modular path, whose results a backward pass can keep.
+        return_intermediate_states: also return h, the state at the start of every chunk. Only
             under `torch.inference_mode()`.
         state_v_first: states are `[..., V, K]` rather than `[..., K, V]`.
-        cu_seqlens: `[N + 1]` int32 or int64: sequence n has the tokens from element n up to element
-            n + 1, of which there may be none; B is 1. Not decreasing, at most T; this is not
-            checked, since it would synchronise.
-        cu_seqlens_cpu: the same on the CPU, where it is checked. With it h has exactly as many
-            chunks as there are.
-        A_log: HV numbers of any shape and floating-point dtype; may be left out with a lower_bound.
+        cu_seqlens: `[N + 1]` int32 or int64, for B = 1: tokens cu_seqlens[n] to
+            cu_seqlens[n + 1] - 1 are sequence n, which may be empty. Not decreasing, at most T;
+            not checked, since that would synchronise.
+        cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which is checked. With it h has no unused
+            chunks at its end.
+        A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
         dt_bias: HV * K numbers, likewise; None is 0. Ignored, as A_log is, without
             use_gate_in_kernel.
 
     A few long sequences with few heads are split to fill the GPU, which may change the last bits of
     their results. Otherwise, and always with `CUTE_ATTN_KDA_SPLIT=0` in the environment (see
-    `cute_attn.reload_settings`), a sequence's result does not depend on what else is in the call.
+    `cute_attn.reload_settings`), a sequence's result does not depend on the others of the call.
 
     Returns:
         (o, final_state), or (o, final_state, h) with return_intermediate_states. o is
         `[B, T, HV, V]`, dtype of q, contiguous, undefined for tokens of no sequence. final_state is
-        `[N, HV, K, V]` float32, or None unless asked for. h is as `kda_chunk_delta_h` has it.
+        `[N, HV, K, V]` float32, or None without output_final_state. h is that of
+        `kda_chunk_delta_h`.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: head counts that do not fit, wrong shapes, devices or values.
-        NotImplementedError: head dimensions without a kernel, or autograd, which has no backward
-            yet; the message says what there is.
+        ValueError: wrong shapes, head counts, devices or values.
+        NotImplementedError: a head dimension without a kernel (the message lists the supported
+            ones), or a tensor that requires a gradient: no backward yet.
     """
     num_chunks = None
     if cu_seqlens_cpu is not None:
@@ -227,8 +227,8 @@ def plan_chunk_kda(
     dt_bias: bool = True,
     split: bool | None = None,
 ) -> list[launch.Request]:
-    """The kernels that `chunk_kda` will use for such arguments, for `cute_attn.warmup` and spec
-    files. Batch, lengths and numbers of heads do not matter, except to `split`.
+    """The kernels that `chunk_kda` uses for such arguments, for `cute_attn.warmup` and spec files.
+    Except for `split`, they do not depend on batch, lengths and numbers of heads.
 
     Args:
         arch: such as "sm_90a".
@@ -237,28 +237,27 @@ def plan_chunk_kda(
         beta_dtype: of beta; None is that of q.
         head_dim_k: K, of q and k.
         head_dim_v: V, of v.
-        initial_state: whether there is one.
+        initial_state: whether initial_state is given.
         output_final_state: as the operator's.
         use_qk_l2norm_in_kernel: as the operator's.
         use_gate_in_kernel: as the operator's.
         use_beta_sigmoid_in_kernel: as the operator's.
-        lower_bound: whether there is one.
+        lower_bound: whether lower_bound is given.
         disable_recompute: as the operator's.
         return_intermediate_states: as the operator's.
         state_v_first: as the operator's.
-        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without.
-        A_log: whether it is given; counts only with use_gate_in_kernel.
+        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
+        A_log: whether A_log is given; ignored without use_gate_in_kernel.
         dt_bias: likewise.
-        split: with the three kernels more for long sequences that are few, and have few heads: on a
-            GPU whose SMs would be idle otherwise, each is split among several. None follows
-            `CUTE_ATTN_KDA_SPLIT`.
+        split: whether to include the three kernels that split a few long sequences with few heads
+            among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
 
     Returns:
         Pairs of a kernel and its specialisation.
 
     Raises:
-        TypeError: a parameter of another type.
-        ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names it.
     """
     gate = gate_kind(use_gate_in_kernel, 0.0 if lower_bound else None)
     if gate == "softplus" and not A_log:
@@ -292,7 +291,7 @@ def plan_chunk_kda(
             l2norm=bool(use_qk_l2norm_in_kernel),
             beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
         )
-        recurrence = StatePassSpec(**base, **state_fields, **state_pass_config(**dims))
+        state_pass = StatePassSpec(**base, **state_fields, **state_pass_config(**dims))
         combine = SegmentsSpec(
             head_dim_k=head_dim_k,
             head_dim_v=head_dim_v,
@@ -301,10 +300,10 @@ def plan_chunk_kda(
         )
         if split is None:
             split = settings().kda_split
-        return [(table.PREPARE, prepare), (table.STATE_PASS, recurrence)] + split * [
-            (table.STATE_PASS, dataclasses.replace(recurrence, segments="transitions")),
+        return [(table.PREPARE, prepare), (table.STATE_PASS, state_pass)] + split * [
+            (table.STATE_PASS, dataclasses.replace(state_pass, segments="transitions")),
             (table.SEGMENTS, combine),
-            (table.STATE_PASS, dataclasses.replace(recurrence, segments="outputs")),
+            (table.STATE_PASS, dataclasses.replace(state_pass, segments="outputs")),
         ]
 
     gates = GateSpec(head_dim_k=head_dim_k, index_dtype=index_dtype, **gate_fields)
@@ -363,16 +362,16 @@ BY_STAGES = "by stages"
 
 
 class _Ready(NamedTuple):
-    """The kernels of the fused path, and what they take at each call beside tensors."""
+    """The kernels of the fused path, and their arguments that are the same at each call."""
 
     prepare: Callable[..., None]
-    recurrence: Callable[..., None]
-    elements: int  # of a chunk's tiles
+    state_pass: Callable[..., None]
+    elements: int  # of the tiles of a chunk and head
     scale: float
     lower_bound: float
     beta_scale: float
-    num_sms: int  # 0 where sequences may not be split
-    # transitions, segments, outputs: loaded once sequences are split
+    num_sms: int  # 0 if sequences may not be split
+    # transitions, segments, outputs; loaded when a call first splits sequences
     split: tuple[launch.Request, ...]
 
 
@@ -420,14 +419,14 @@ class _Chunk(Operator[_Arguments]):
         check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
 
     def prepare(self, a: _Arguments) -> _Ready | str:
-        """BY_STAGES where stages run one by one, which look up their own kernels."""
+        """The kernels of the fused path, or BY_STAGES: each stage looks up its own kernel."""
         device, dim_k = a.q.device, a.q.shape[-1]
         if not fused(
             disable_recompute=bool(a.disable_recompute),
             return_intermediate_states=bool(a.return_intermediate_states),
         ):
             return BY_STAGES
-        prepare, recurrence, *split = plan_chunk_kda(
+        prepare, state_pass, *split = plan_chunk_kda(
             launch.arch_for(device),
             dtype=DTYPE_NAMES[a.q.dtype],
             gate_dtype=DTYPE_NAMES[a.g.dtype],
@@ -447,7 +446,7 @@ class _Chunk(Operator[_Arguments]):
         )
         return _Ready(
             launch.get_for(device, *prepare),
-            launch.get_for(device, *recurrence),
+            launch.get_for(device, *state_pass),
             record_elements(dim_k),
             dim_k**-0.5 if a.scale is None else float(a.scale),
             0.0 if a.lower_bound is None else float(a.lower_bound),
@@ -497,7 +496,7 @@ class _Chunk(Operator[_Arguments]):
                     lower_bound, type(lower_bound), disable_recompute, return_intermediate_states,
                     state_v_first, None if cu_seqlens is None else cu_seqlens.dtype, A_log is None,
                     dt_bias is None,
-                    # No host code of a kernel sees v beside q, and a state beside cu_seqlens.
+                    # No kernel's host code compares v with q, or a state with cu_seqlens.
                     batch == batch_v
                     and tokens == tokens_v
                     and batch > 0 < tokens
@@ -512,17 +511,17 @@ class _Chunk(Operator[_Arguments]):
             if A is not None and A.dim() != 1:
                 A = A.view(-1)
             if ready is BY_STAGES:
-                rate = beta
+                final_beta = beta
                 if use_beta_sigmoid_in_kernel:
-                    rate = torch.sigmoid(beta.to(torch.float32))
+                    final_beta = torch.sigmoid(beta.to(torch.float32))
                     if allow_neg_eigval:
-                        rate = 2.0 * rate
+                        final_beta = 2.0 * final_beta
                 return _by_stages(
-                    q, k, v, g, rate, scale, initial_state, output_final_state,
+                    q, k, v, g, final_beta, scale, initial_state, output_final_state,
                     bool(use_qk_l2norm_in_kernel), use_gate_in_kernel, lower_bound,
                     return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A, bias,
                 )  # fmt: skip
-            prepare, recurrence, elements, q_scale, bound, beta_scale, num_sms, split = ready
+            prepare, state_pass, elements, q_scale, bound, beta_scale, num_sms, split = ready
             batch, tokens, heads, dim_v = v.shape
             dim_k = q.shape[3]
             device = q.device
@@ -553,7 +552,7 @@ class _Chunk(Operator[_Arguments]):
                     num_sms=num_sms,
                 )
             if not length:
-                recurrence(
+                state_pass(
                     v, tiles, decay, o, initial_state, final_state, cu_seqlens, None, None, 0, 1
                 )
                 return o, final_state, None
@@ -613,7 +612,7 @@ class _Chunk(Operator[_Arguments]):
 
 
 _chunk = _Chunk()
-_forward = _chunk.forward  # bound once
+_forward = _chunk.forward  # bound once: this saves time per call
 
 
 def _by_stages(
@@ -635,7 +634,7 @@ def _by_stages(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The modular path."""
+    """Run the modular path; beta has been through its sigmoid, if any."""
     G = stages.GATE_CUMSUM.forward(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens)
     Aqk, _, w, u, _, kg = stages.CHUNK_INTRA.forward(
         q, k, v, G, beta, scale, cu_seqlens, False, l2norm

@@ -1,9 +1,8 @@
 """Kimi Delta Attention decode: the operator.
 
-`kda_decode` is called once a layer and token, so its warm path is kept to what it must do: one
-look-up of the loaded kernel, and the call. The compiled host code checks before it launches
-whatever the look-up does not pin down: sizes, strides, overlaps, the other tensors' dtypes and
-devices.
+A model calls `kda_decode` for every layer and token, so a warm call does no more than look up the
+loaded kernel and call it. The compiled host code checks, before it launches, what the look-up's key
+leaves open: sizes, strides, overlaps, the other tensors' dtypes and devices.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def kda_decode(
 ) -> Tensor:
     """One decode step of Kimi Delta Attention; the state is updated in place.
 
-    With the state of a value head a K by V matrix S, for each token (Kimi Linear, arXiv
+    For each token, where the state S of a value head is a K by V matrix (Kimi Linear, arXiv
     2510.26692):
 
         S <- Diag(exp(gate)) S
@@ -94,66 +93,66 @@ def kda_decode(
         S <- S + k u^T
         o  = scale S^T q
 
-    Arithmetic is float32 whatever the dtypes.
+    Arithmetic is float32 for all dtypes.
 
     Args:
         q: `[B, HQK, K]`, or `[B, T, HQK, K]` for T new tokens a sequence; bfloat16, float16 or
-            float32. q, k, v and g may have any strides with the last dimension contiguous, and
-            beta any: views of one packed projection are read in place.
+            float32. The last dimension of q, k, v and g must be contiguous. All other strides are
+            free, so that views of one packed projection are read in place.
         k: of q's shape and dtype.
         v: `[B, HV, V]` or `[B, T, HV, V]`, dtype of q. K and V are 64, 128 or 256. HV is a multiple
             of HQK, and value head h uses query and key head h // (HV // HQK).
-        g: `[B, HV, K]` or `[B, T, HV, K]`, bfloat16, float16 or float32: what the gate is computed
-            from, or the gate itself, the natural logarithm of the decay, without
-            use_gate_in_kernel.
+        g: `[B, HV, K]` or `[B, T, HV, K]`, bfloat16, float16 or float32: the input of the gate, or
+            without use_gate_in_kernel the gate, which is the natural logarithm of the decay.
         beta: `[B, HV]` or `[B, T, HV]`, any of these dtypes.
         state: `[N, HV, V, K]`, or `[N, HV, K, V]` without state_v_first; float32 or bfloat16; each
-            head's matrix contiguous and 16-byte aligned, with any strides between. Read and written
-            once a call, in place.
-        scale: of q; None is K ** -0.5.
-        A_log: HV numbers, float32 or bfloat16, contiguous; may be left out with a lower_bound.
-        dt_bias: `[HV, K]` or `[HV * K]`, likewise; None is 0. Both, and lower_bound, are ignored
-            without use_gate_in_kernel.
-        lower_bound: of the gate.
+            head's matrix contiguous and 16-byte aligned. Read and written once a call, in place.
+        scale: factor of q; None is K ** -0.5.
+        A_log: HV numbers, float32 or bfloat16, contiguous; optional with a lower_bound.
+        dt_bias: `[HV, K]` or `[HV * K]`, likewise; None is 0. A_log, dt_bias and lower_bound are
+            ignored without use_gate_in_kernel.
+        lower_bound: of the gate, negative.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
         use_gate_in_kernel: the gate is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
             lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
-        use_beta_sigmoid_in_kernel: beta is the input of a sigmoid.
-        allow_neg_eigval: beta is twice the sigmoid; needs use_beta_sigmoid_in_kernel.
-        state_v_first: the layout of the state; True, K contiguous, is the fast one.
+        use_beta_sigmoid_in_kernel: use sigmoid(beta) instead of beta.
+        allow_neg_eigval: use 2 sigmoid(beta); needs use_beta_sigmoid_in_kernel.
+        state_v_first: whether the state is `[N, HV, V, K]`, the faster layout.
         state_indices: `[B]` int32, contiguous: the slot of `state` that each sequence uses, for
             continuous batching; or `[B, 1 + S]`, see below. None: sequence b uses slot b, and N
-            must be B. A negative index is padding: output 0, nothing touched. An index >= N is a
-            caller's error that is treated like padding rather than checked, which would
-            synchronise. No two sequences may name the same slot.
+            must be B. A negative index marks padding: its output is 0, and it touches no slot. An
+            index >= N is an error of the caller; it is treated as padding, since a check would
+            synchronise. No two sequences may have the same slot.
         num_accepted_tokens: `[B]` int32, contiguous: for speculative decoding, see below.
         record_k: `[N, S, HQK, K]`, dtype of k: records of drafted tokens, see below.
         record_g: `[N, S, HV, K]`, dtype of g, likewise.
         record_u: `[N, S, HV, V]`, float32, likewise. The last dimension of each is contiguous.
-        out: where to write the output, like the result; the memory it spans must be its own.
+        out: tensor to write the output to, with the shape and dtype of the result. It must not
+            overlap another argument.
 
     Returns:
         o, `[B, HV, V]` or `[B, T, HV, V]`, dtype of q; `out` itself when given.
 
-    Speculative decoding, with T drafted tokens in a call, in either of two ways:
-        A slot for each position: state_indices is `[B, 1 + S]`, and T at most 1 + S. The state
-        after token t is left in slot state_indices[b, t] (nowhere if that is not in the pool). Of
-        the previous call's tokens the first num_accepted_tokens[b] were right, so that this one
-        starts from slot state_indices[b, num_accepted_tokens[b] - 1]; without num_accepted_tokens,
-        from the first. Counts outside 1..1 + S are clamped.
+    Speculative decoding, with T drafted tokens in a call, works in either of two ways:
+        A slot for each position: state_indices is `[B, 1 + S]`, and T at most 1 + S. The call
+        stores the state after token t in slot state_indices[b, t], or nowhere if that is not in
+        the pool. num_accepted_tokens[b] is how many of the previous call's tokens were accepted:
+        this call starts from slot state_indices[b, num_accepted_tokens[b] - 1], and without
+        num_accepted_tokens from state_indices[b, 0]. Counts outside 1..1 + S are clamped.
 
         A checkpoint and records: record_k, record_g and record_u are given. The slot holds the
-        state before the previous call's tokens, and the records those tokens. The call replays the
-        first num_accepted_tokens[b] of them, stores that state, and goes on to its own tokens, at
-        most S, which it leaves in the records and not in the state. Counts outside 0..S are
-        clamped. A replay repeats the draft's arithmetic exactly. The state is read and written once
-        a call, and a sequence costs one state plus S small records.
+        state before the previous call's tokens, and the records hold those tokens. The call
+        replays the first num_accepted_tokens[b] of them and stores that state. Then it computes
+        its own tokens, at most S, and stores them in the records, not in the state. Counts outside
+        0..S are clamped. A replay repeats the draft's arithmetic exactly. A call reads and writes
+        the state once; a sequence needs memory for one state and S small records.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: head counts that do not fit, wrong shapes, strides, devices, alignment or
-            values, or an overlapping `out`.
-        NotImplementedError: head dimensions, architectures or autograd that have no kernel.
+        ValueError: wrong shapes, head counts, strides, devices, alignment or values, or an `out`
+            that overlaps another argument.
+        NotImplementedError: a head dimension or an architecture without a kernel, or a tensor that
+            requires a gradient: there is no backward.
     """
     call = (
         _forward
@@ -200,37 +199,37 @@ def plan_kda_decode(
     indexed: bool = True,
     accepted: bool = True,
 ) -> list[launch.Request]:
-    """The kernels that `kda_decode` will use for such tensors, for `cute_attn.warmup` and spec
-    files. Batch, heads and number of tokens do not matter.
+    """The kernels that `kda_decode` uses for such tensors, for `cute_attn.warmup` and spec files.
+    They do not depend on the numbers of sequences, heads and tokens.
 
     Args:
-        arch: such as "sm_90a"; every architecture from sm_80 on takes the same kernel today.
+        arch: such as "sm_90a"; all architectures from sm_80 on have the same kernel today.
         dtype: of q, k and v.
         gate_dtype: of g; None is that of q.
         beta_dtype: of beta; None is that of q.
         state_dtype: of the state.
-        A_log_dtype: of A_log; "none" where it is left out.
-        dt_bias_dtype: of dt_bias; "none" where it is left out.
+        A_log_dtype: of A_log; "none" without A_log.
+        dt_bias_dtype: of dt_bias; "none" without dt_bias.
         dt_bias_dims: dimensions of dt_bias, 1 or 2.
         head_dim_k: K, of q and k.
         head_dim_v: V, of v.
         state_v_first: as the operator's.
-        lower_bound: whether there is one.
+        lower_bound: whether lower_bound is given.
         use_qk_l2norm_in_kernel: as the operator's.
         use_gate_in_kernel: as the operator's.
         use_beta_sigmoid_in_kernel: as the operator's.
-        multi_token: q is `[B, T, HQK, K]` rather than `[B, HQK, K]`.
-        slots: "indexed" or "batch" (with state_indices `[B]`, or without), "positions" (with
-            state_indices `[B, 1 + S]`) or "records".
-        indexed: with "records": whether there are state_indices.
-        accepted: with "positions": whether there is num_accepted_tokens.
+        multi_token: whether q is `[B, T, HQK, K]`, not `[B, HQK, K]`.
+        slots: "indexed" (state_indices is `[B]`), "batch" (no state_indices), "positions"
+            (state_indices is `[B, 1 + S]`) or "records" (record_k, record_g and record_u).
+        indexed: with "records": whether state_indices is given; ignored otherwise.
+        accepted: with "positions": whether num_accepted_tokens is given; ignored otherwise.
 
     Returns:
         Pairs of a kernel and its specialisation.
 
     Raises:
-        TypeError: a parameter of another type.
-        ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names it.
     """
     del arch
     tuned: dict[str, Any] = {
@@ -299,8 +298,8 @@ class _Arguments(NamedTuple):
 
 _RECORDS = ("record_k", "record_g", "record_u")
 
-# The kernel, that which writes records, scale, lower_bound, the factor of beta's sigmoid, and
-# whether A_log has more dimensions than the kernel takes.
+# (decode kernel, kernel that writes records, scale, lower_bound, factor of beta's sigmoid, whether
+# A_log must be flattened)
 _Ready = tuple[Callable[..., None], Callable[..., None] | None, float, float, float, bool]
 
 
@@ -341,14 +340,14 @@ class _Decode(Operator[_Arguments]):
         return None if a.v.numel() else a.out
 
     def readable(self, a: _Arguments) -> _Arguments:
-        """One slot for each sequence needs no second dimension, and positions and records take
-        tokens in the second."""
+        """Make state_indices `[B, 1]` into `[B]`, and insert a dimension of tokens for kernels with
+        positions or records, which need it."""
         indices = a.state_indices
         if indices is not None and indices.dim() == 2 and indices.shape[1] == 1:
             a = a._replace(state_indices=indices.view(-1))
             if a.record_k is None:
                 a = a._replace(num_accepted_tokens=None)
-        if a.q.dim() == 3 and (_positions(a.state_indices) or a.record_k is not None):
+        if a.q.dim() == 3 and (_has_positions(a.state_indices) or a.record_k is not None):
             steps = {name: getattr(a, name).unsqueeze(1) for name in _OF_A_STEP}
             a = a._replace(**steps)
         return a
@@ -359,7 +358,7 @@ class _Decode(Operator[_Arguments]):
         elif a.state_indices is None:
             slots = "batch"
         else:
-            slots = "positions" if _positions(a.state_indices) else "indexed"
+            slots = "positions" if _has_positions(a.state_indices) else "indexed"
         requests = plan_kda_decode(
             launch.arch_for(a.q.device),
             dtype=DTYPE_NAMES[a.q.dtype],
@@ -424,7 +423,7 @@ class _Decode(Operator[_Arguments]):
         try:
             if ready is None:
                 key = (
-                    # Whole shapes rather than the head dimensions alone, which cost more to get.
+                    # Whole shapes: to get the head dimensions from them would cost more.
                     q.shape, v.shape, q.dtype, g.dtype, beta.dtype, state.dtype, q.get_device(),
                     scale, type(scale), A_log is None, dt_bias is None, lower_bound,
                     type(lower_bound), use_qk_l2norm_in_kernel, use_gate_in_kernel,
@@ -470,7 +469,7 @@ class _Decode(Operator[_Arguments]):
 
 
 _decode = _Decode()
-_forward = _decode.forward  # bound once
+_forward = _decode.forward  # bound once: this saves time per call
 _OF_A_STEP = ("q", "k", "v", "g", "beta", "out")
 
 
@@ -478,7 +477,7 @@ def _any_requires_grad(*tensors: Any) -> bool:
     return any(x.requires_grad for x in tensors)
 
 
-def _positions(state_indices: Tensor | None) -> bool:
+def _has_positions(state_indices: Tensor | None) -> bool:
     return state_indices is not None and state_indices.dim() == 2
 
 
@@ -506,7 +505,7 @@ def _check_shapes(a: _Arguments, given: dict[str, Tensor]) -> None:
 
 
 def _check_gate(given: dict[str, Tensor], sizes: Sizes, lower_bound: float | None) -> None:
-    """A_log and dt_bias, where the gate is left to the kernel."""
+    """Check A_log, dt_bias and lower_bound, which are used with use_gate_in_kernel."""
     check_lower_bound(lower_bound)
     check_has_A_log(given, lower_bound)
     heads, dim = sizes["HV"], sizes["K"]
@@ -527,7 +526,7 @@ def _check_gate(given: dict[str, Tensor], sizes: Sizes, lower_bound: float | Non
 
 
 def _check_slots(given: dict[str, Tensor], sizes: Sizes) -> None:
-    """state_indices, num_accepted_tokens and the records, for either way of speculating."""
+    """Check state_indices, num_accepted_tokens and the records."""
     state_indices = given.get("state_indices")
     records = [name for name in ("record_k", "record_g", "record_u") if name in given]
     tokens = sizes.get("T", 1)
@@ -537,10 +536,10 @@ def _check_slots(given: dict[str, Tensor], sizes: Sizes) -> None:
             raise ValueError(
                 f"state_indices has shape {shape}, must be [{sizes['B']}] or [{sizes['B']}, 1 + S]"
             )
-    positions = shape[1] if _positions(state_indices) else 1
+    positions = shape[1] if _has_positions(state_indices) else 1
     if "num_accepted_tokens" in given:
         sizes.take("num_accepted_tokens", given["num_accepted_tokens"], "B")
-        if not records and not _positions(state_indices):
+        if not records and not _has_positions(state_indices):
             raise ValueError(
                 "num_accepted_tokens needs state_indices [B, 1 + S], or record_k, record_g and "
                 "record_u"

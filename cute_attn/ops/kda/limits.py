@@ -1,4 +1,4 @@
-"""What there are KDA kernels for, for who decides whether to hand a call to these operators."""
+"""Dtypes and head dimensions that have KDA kernels, for callers that choose between backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DTYPES = chunk.DTYPES
 HEAD_DIMS = {"K": chunk.HEAD_DIMS, "V": chunk.HEAD_DIMS_V}
 GATE_DTYPES, BETA_DTYPES = chunk.GATE_DTYPES, chunk.BETA_DTYPES
 
-# Token by token.
+# Of the operators that work token by token.
 STEP_DTYPES = step.DTYPES
 STEP_HEAD_DIMS = {"K": step.HEAD_DIMS, "V": step.HEAD_DIMS}
 STEP_STATE_DTYPES = step.STATE_DTYPES

@@ -1,7 +1,8 @@
 """Kimi Delta Attention token by token over whole sequences: the operator.
 
-The warm path is a look-up of the loaded kernel, the allocations, and the call. The look-up pins
-down all that the kernel is chosen by; the compiled host code checks the rest before it launches.
+A warm call looks up the loaded kernel, allocates the results and calls the kernel. The look-up's
+key holds everything that the choice of kernel depends on; the compiled host code checks the rest
+before it launches.
 """
 
 from __future__ import annotations
@@ -64,45 +65,46 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention over sequences, token by token: for short ones, and as a check.
 
-    The formula, and arguments by name, order and default, are `chunk_kda`'s but for those that do
-    not apply here; arithmetic is float32 whatever the dtypes. The states are not updated in place,
-    see `kda_decode` for that.
+    The formula is that of `chunk_kda`. Names, order and defaults of the arguments are those of
+    flash-linear-attention's function of this name. Arithmetic is float32 for all dtypes. The
+    states are not updated in place; `kda_decode` does that.
 
     Args:
-        q: `[B, T, HQK, K]`, bfloat16, float16 or float32; K is 64, 128 or 256. Read in place, as
-            k, v and g are, where the last dimension is contiguous; copied otherwise.
+        q: `[B, T, HQK, K]`, bfloat16, float16 or float32; K is 64, 128 or 256. q, k, v and g are
+            read in place if the last dimension is contiguous, and copied otherwise.
         k: of q's shape and dtype.
         v: `[B, T, HV, V]`, dtype of q; V is 64, 128 or 256. HV is a multiple of HQK, and value head
             h uses query and key head h // (HV // HQK).
         g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay, or with
-            use_gate_in_kernel what they are computed from.
+            use_gate_in_kernel the input of the gate.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
-        A_log: HV numbers of any shape and floating-point dtype; may be left out with a lower_bound.
+        A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
         dt_bias: HV * K numbers, likewise; None is 0. Ignored, as A_log is, without
             use_gate_in_kernel.
-        scale: of q; None is K ** -0.5.
-        initial_state: `[N, HV, K, V]`, float32 (or bfloat16, which is converted); None is 0. N is
-            the number of sequences: B, or as cu_seqlens has it.
-        output_final_state: whether to give the states after the last tokens.
+        scale: factor of q; None is K ** -0.5.
+        initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
+            number of sequences, is B without cu_seqlens.
+        output_final_state: whether to return the states after each sequence's last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
         use_gate_in_kernel: the gate is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
             lower_bound * sigmoid(exp(A_log) (g + dt_bias)).
-        use_beta_sigmoid_in_kernel: beta is the input of a sigmoid.
-        allow_neg_eigval: beta is twice the sigmoid; needs use_beta_sigmoid_in_kernel.
-        lower_bound: of the gate; ignored without use_gate_in_kernel.
+        use_beta_sigmoid_in_kernel: use sigmoid(beta) instead of beta.
+        allow_neg_eigval: use 2 sigmoid(beta); needs use_beta_sigmoid_in_kernel.
+        lower_bound: of the gate, negative; ignored without use_gate_in_kernel.
         state_v_first: states are `[..., V, K]` rather than `[..., K, V]`.
-        cu_seqlens: `[N + 1]` int32 or int64: sequence n has the tokens from element n up to element
-            n + 1, of which there may be none; B is 1. Not decreasing, at most T; this is not
-            checked, since it would synchronise.
+        cu_seqlens: `[N + 1]` int32 or int64, for B = 1: tokens cu_seqlens[n] to
+            cu_seqlens[n + 1] - 1 are sequence n, which may be empty. Not decreasing, at most T;
+            not checked, since that would synchronise.
 
     Returns:
         (o, final_state). o is `[B, T, HV, V]`, dtype of q, contiguous, undefined for tokens of no
-        sequence. final_state is `[N, HV, K, V]` float32, or None unless asked for.
+        sequence. final_state is `[N, HV, K, V]` float32, or None without output_final_state.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
-        ValueError: head counts that do not fit, wrong shapes, devices or values.
-        NotImplementedError: head dimensions without a kernel, or autograd, which has no backward.
+        ValueError: wrong shapes, head counts, devices or values.
+        NotImplementedError: a head dimension without a kernel, or a tensor that requires a
+            gradient: there is no backward.
     """
     call = (
         _forward
@@ -144,33 +146,33 @@ def plan_fused_recurrent_kda(
     A_log: bool = True,
     dt_bias: bool = True,
 ) -> list[launch.Request]:
-    """The kernel that `fused_recurrent_kda` will use for such arguments, for `cute_attn.warmup`
-    and spec files. Batch, lengths and numbers of heads do not matter.
+    """The kernel that `fused_recurrent_kda` uses for such arguments, for `cute_attn.warmup` and
+    spec files. It does not depend on batch, lengths and numbers of heads.
 
     Args:
-        arch: such as "sm_90a"; every architecture from sm_80 on takes the same kernel today.
+        arch: such as "sm_90a"; all architectures from sm_80 on have the same kernel today.
         dtype: of q, k and v.
         gate_dtype: of g; None is that of q.
         beta_dtype: of beta; None is that of q.
         head_dim_k: K, of q and k.
         head_dim_v: V, of v.
-        initial_state: whether there is one.
+        initial_state: whether initial_state is given.
         output_final_state: as the operator's.
         use_qk_l2norm_in_kernel: as the operator's.
         use_gate_in_kernel: as the operator's.
         use_beta_sigmoid_in_kernel: as the operator's.
-        lower_bound: whether there is one.
+        lower_bound: whether lower_bound is given.
         state_v_first: as the operator's.
-        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without.
-        A_log: whether it is given; counts only with use_gate_in_kernel.
+        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
+        A_log: whether A_log is given; ignored without use_gate_in_kernel.
         dt_bias: likewise.
 
     Returns:
         Pairs of a kernel and its specialisation.
 
     Raises:
-        TypeError: a parameter of another type.
-        ValueError: no kernel is specialised so; the message names the parameter.
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names it.
     """
     del arch
     tuned: dict[str, Any] = {
@@ -203,7 +205,7 @@ def plan_fused_recurrent_kda(
 
 _empty = torch.empty
 
-# The kernel, scale, lower_bound, and the factor of beta's sigmoid.
+# (kernel, scale, lower_bound, factor of beta's sigmoid)
 _Ready = tuple[Callable[..., None], float, float, float]
 
 
@@ -310,7 +312,7 @@ class _Recurrent(Operator[_Arguments]):
                     use_gate_in_kernel, use_beta_sigmoid_in_kernel,
                     allow_neg_eigval, lower_bound, type(lower_bound), state_v_first,
                     None if cu_seqlens is None else cu_seqlens.dtype,
-                    not v.numel(),  # for which nothing is ever loaded
+                    not v.numel(),  # keys with True are never in the table
                 )  # fmt: skip
                 ready = self.ready[key]
             function, q_scale, bound, beta_scale = ready
@@ -354,7 +356,7 @@ class _Recurrent(Operator[_Arguments]):
 
 
 _recurrent = _Recurrent()
-_forward = _recurrent.forward  # bound once
+_forward = _recurrent.forward  # bound once: this saves time per call
 
 
 def _outputs(
@@ -370,5 +372,5 @@ def _outputs(
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """x itself where its rows are contiguous, else a copy."""
+    """x if its rows are contiguous, else a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()

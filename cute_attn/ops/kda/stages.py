@@ -1,4 +1,4 @@
-"""Kimi Delta Attention by stages, as training stacks call them: each a function of its own.
+"""The stages of chunked Kimi Delta Attention, each as a function of its own, for training stacks.
 
     G                         = kda_gate_cumsum(g, ...)
     Aqk, Akk, w, u, qg, kg    = kda_chunk_intra(q, k, v, G, beta)
@@ -62,7 +62,7 @@ _empty = torch.empty
 
 
 class KdaIntra(NamedTuple):
-    """What `kda_chunk_intra` gives."""
+    """Results of `kda_chunk_intra`."""
 
     Aqk: Tensor  # [B, T, HV, 64], the scale included
     Akk: Tensor  # [B, T, HV, 64]
@@ -73,7 +73,7 @@ class KdaIntra(NamedTuple):
 
 
 class KdaRecomputed(NamedTuple):
-    """What `kda_recompute_w_u` gives."""
+    """Results of `kda_recompute_w_u`."""
 
     w: Tensor  # [B, T, HV, K]
     u: Tensor  # [B, T, HV, V]
@@ -82,7 +82,7 @@ class KdaRecomputed(NamedTuple):
 
 
 class KdaChunkStates(NamedTuple):
-    """What `kda_chunk_delta_h` gives."""
+    """Results of `kda_chunk_delta_h`."""
 
     h: Tensor  # [B, chunks, HV, K, V] or [B, chunks, HV, V, K]
     v_new: Tensor | None  # [B, T, HV, V]
@@ -101,7 +101,7 @@ def kda_gate_cumsum(
     use_gate_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The gates' sums from the start of each chunk, in base 2: G = cumsum(gate) / ln 2.
+    """The cumulative sum of the gates within each chunk, in base 2: G = cumsum(gate) / ln 2.
 
     The gate is g itself, or with use_gate_in_kernel (Kimi Linear, arXiv 2510.26692, and its bounded
     successor)
@@ -109,15 +109,15 @@ def kda_gate_cumsum(
         -exp(A_log) softplus(g + dt_bias)                    without a lower bound
         lower_bound sigmoid(exp(A_log) (g + dt_bias))        with one; exp(A_log) is 1 without A_log
 
-    A gate below -128 counts as -128, of which nothing is left in float32.
+    A gate below -128 counts as -128, whose decay is 0 in float32.
 
     Args:
-        g: `[B, T, HV, K]`, float32, bfloat16 or float16; K is 64 or 128. Read in place where rows
-            are contiguous and 16-byte aligned, as every tensor here.
-        A_log: HV numbers of any shape. Ignored, as dt_bias and lower_bound are, without
+        g: `[B, T, HV, K]`, float32, bfloat16 or float16; K is 64 or 128. All tensors here are read
+            in place if rows are contiguous and 16-byte aligned, and copied otherwise.
+        A_log: HV numbers of any shape. A_log, dt_bias and lower_bound are ignored without
             use_gate_in_kernel.
         dt_bias: HV * K numbers of any shape; None is 0.
-        lower_bound: of the gate; None is none.
+        lower_bound: of the gate, negative; None for no bound.
         use_gate_in_kernel: compute the gate from g, as above.
         cu_seqlens: as for `chunk_kda`.
 
@@ -146,7 +146,7 @@ def kda_chunk_intra(
     cu_seqlens: Tensor | None = None,
     output_qg: bool = False,
 ) -> KdaIntra:
-    """All of a chunk that needs no state. With i and j its tokens and e its last:
+    """The part of a chunk that needs no state. With i and j its tokens and e its last one:
 
         Aqk_ij = scale sum_d q_id k_jd exp2(G_id - G_jd)                         for j <= i
         L_ij   = beta_i sum_d k_id k_jd exp2(G_id - G_jd)                        for j < i
@@ -154,21 +154,22 @@ def kda_chunk_intra(
         w = Akk Diag(beta) (exp2(G) * k)          qg = exp2(G) * q
         u = Akk Diag(beta) v                      kg = exp2(G_e - G) * k
 
-    No factor of a product exceeds 1 as long as gates are at most 0, however small these are.
+    No factor of a product exceeds 1 if all gates are at most 0.
 
     Args:
-        q: `[B, T, HQK, K]`, bfloat16 or float16; normalised already, if it is to be.
-        k: of q's shape and dtype; likewise.
+        q: `[B, T, HQK, K]`, bfloat16 or float16. It is not normalised here, and neither is k.
+        k: of q's shape and dtype.
         v: `[B, T, HV, V]`, dtype of q. Value head h uses query and key head h // (HV // HQK).
         g: G, `[B, T, HV, K]` float32, from `kda_gate_cumsum`.
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
-        scale: of Aqk; None is K ** -0.5.
+        scale: factor of Aqk; None is K ** -0.5.
         cu_seqlens: as for `chunk_kda`.
-        output_qg: whether qg is wanted; None is given otherwise.
+        output_qg: whether to compute qg; it is None otherwise.
 
     Returns:
-        Aqk and Akk are 0 above the diagonal, and in the columns past a short chunk's length. All
-        are in the dtype of q, contiguous, and undefined for tokens of no sequence.
+        `[B, T, HV, 64]` Aqk and Akk, `[B, T, HV, K]` w, qg and kg, `[B, T, HV, V]` u, in the dtype
+        of q, contiguous, undefined for tokens of no sequence. Aqk and Akk are 0 above the diagonal
+        and in the columns past a short chunk's length.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -189,23 +190,24 @@ def kda_recompute_w_u(
     cu_seqlens: Tensor | None = None,
     output_kg: bool = True,
 ) -> KdaRecomputed:
-    """The second half of `kda_chunk_intra`, from the Akk that it gave:
+    """The second half of `kda_chunk_intra`, from its result Akk:
 
         w = Akk Diag(beta) (exp2(G) * k)          qg = exp2(G) * q
         u = Akk Diag(beta) v                      kg = exp2(G_e - G) * k
 
     Args:
-        q: or None, where qg is not wanted.
+        q: as for `kda_chunk_intra`; None if qg is not needed.
         k: as for `kda_chunk_intra`.
         v: as for `kda_chunk_intra`.
         g: as for `kda_chunk_intra`.
         beta: as for `kda_chunk_intra`.
         Akk: `[B, T, HV, 64]`, dtype of k.
         cu_seqlens: as for `chunk_kda`.
-        output_kg: whether kg is wanted.
+        output_kg: whether to compute kg.
 
     Returns:
-        In the dtype of k, contiguous, and undefined for tokens of no sequence.
+        w, u, qg and kg with the shapes of `kda_chunk_intra`, in the dtype of k, contiguous,
+        undefined for tokens of no sequence. qg is None without q, kg without output_kg.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -238,19 +240,18 @@ def kda_chunk_delta_h(
         u: `[B, T, HV, V]`, likewise.
         g: G, `[B, T, HV, K]` float32.
         initial_state: `[N, HV, K, V]`, float32 (or bfloat16, which is converted); None is 0.
-        output_final_state: whether it is wanted.
-        output_v_new: whether v_new is wanted.
-        state_v_first: states are `[..., V, K]` rather than `[..., K, V]`, those given and those
-            that come back.
+        output_final_state: whether to return final_state.
+        output_v_new: whether to return v_new.
+        state_v_first: initial_state, h and final_state are `[..., V, K]`, not `[..., K, V]`.
         cu_seqlens: as for `chunk_kda`.
         cu_seqlens_cpu: as for `chunk_kda`.
 
     Returns:
         h, the state before every chunk, in the dtype of u: `[B, ceil(T / 64), HV, K, V]`, or with
-        cu_seqlens `[1, chunks, HV, K, V]`, the chunks of the sequences one after another. There are
-        as many as these have with cu_seqlens_cpu, and T // 64 + N without (or under torch.compile),
-        of which those behind the last chunk are undefined. v_new is `[B, T, HV, V]`, the final
-        state as the initial one, float32.
+        cu_seqlens `[1, chunks, HV, K, V]`, the chunks of the sequences one after another. With
+        cu_seqlens_cpu `chunks` is their number. Without it, or under torch.compile, `chunks` is
+        T // 64 + N, and h is undefined past the last chunk. v_new is `[B, T, HV, V]`, and
+        final_state has the shape of initial_state, in float32.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -285,8 +286,8 @@ def kda_chunk_output(
         g: G, `[B, T, HV, K]` float32.
         Aqk: `[B, T, HV, 64]`, dtype of q, from `kda_chunk_intra`: its scale is included.
         h: from `kda_chunk_delta_h`, dtype of q.
-        scale: of q; None is K ** -0.5.
-        state_v_first: whether h is `[..., V, K]`.
+        scale: factor of q; None is K ** -0.5.
+        state_v_first: h is `[..., V, K]`, not `[..., K, V]`.
         cu_seqlens: as for `chunk_kda`.
 
     Returns:
@@ -305,8 +306,8 @@ def kda_chunk_output(
 
 
 class _Stage(Operator[Any]):
-    """What the stages have in common: tensors are copied where a kernel cannot read them, call for
-    call, and nothing is launched for no tokens."""
+    """Base class of the stages. `launch` copies tensors that a kernel cannot read in place, and
+    `nothing` allocates the results if there are no tokens."""
 
     values: str  # the argument with a value head's shape
 
@@ -317,8 +318,8 @@ class _Stage(Operator[Any]):
 
 
 def _packing(x: Tensor, cu_seqlens: Tensor | None) -> Any:
-    """What cu_seqlens has to do with the choice of a kernel, and with x, `[B, ...]`; and whether
-    there is nothing to launch."""
+    """The part of a key that depends on cu_seqlens, whether x, `[B, ...]`, fits it, and whether x
+    is empty."""
     if cu_seqlens is None:
         return x.numel() == 0
     shape = cu_seqlens.shape
@@ -399,7 +400,7 @@ class _GateCumsum(_Stage):
 def _check_heads_of_a_chunk(
     given: dict[str, Tensor], names: tuple[str, ...], cu_seqlens: Tensor | None
 ) -> Sizes:
-    """q (or only k), k, v and all that has a value head's shape."""
+    """Check dtypes and shapes of a stage's tensors; the first of `names` decides the dtype."""
     check_dtypes(given, names)
     check_gate_and_beta_dtypes(given)
     check_dtype("g", given["g"], ("float32",))
@@ -433,7 +434,7 @@ class _IntraArguments(NamedTuple):
     scale: float | None
     cu_seqlens: Tensor | None
     output_qg: bool
-    l2norm: bool = False  # q and k are yet to be normalised
+    l2norm: bool = False  # the kernel normalises q and k
 
 
 class _ChunkIntra(_Stage):
@@ -489,7 +490,7 @@ def _intra_outputs(q: Tensor, v: Tensor, output_qg: bool) -> tuple[Tensor | None
     )
 
 
-# -- w and u again
+# -- w and u recomputed
 
 
 class _RecomputeArguments(NamedTuple):
@@ -596,7 +597,7 @@ class _DeltaH(_Stage):
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         _kg, w, u, _g, initial_state, final, v_new, state_v_first, cu_seqlens, _ = arguments
-        # No host code of a kernel sees whether there is a state for each sequence.
+        # The kernel's host code does not check that there is a state for each sequence.
         sequences = w.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         states = None if initial_state is None else initial_state.shape[0] == sequences
         return (
@@ -676,7 +677,7 @@ class _OutputArguments(NamedTuple):
     scale: float | None
     state_v_first: bool
     cu_seqlens: Tensor | None
-    l2norm: bool = False  # q is yet to be normalised
+    l2norm: bool = False  # the kernel normalises q
 
 
 class _Output(_Stage):
@@ -698,7 +699,7 @@ class _Output(_Stage):
         return (
             q.shape[2:], v_new.shape[2:], q.dtype, q.get_device(), scale, type(scale),
             state_v_first, _packing(v_new, cu_seqlens), l2norm,
-            # No host code of a kernel sees whether h has as many chunks as T needs.
+            # The kernel's host code does not check that h has as many chunks as T needs.
             cu_seqlens is not None or h.shape[1] == (q.shape[1] + CHUNK - 1) // CHUNK,
         )  # fmt: skip
 
