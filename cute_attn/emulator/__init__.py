@@ -7,7 +7,7 @@
     function(q, k, v, o)                 # CPU torch tensors, changed in place
     print(emulator.report)
 
-docs/emulator.md says what it models, what it checks, and how it was validated.
+docs/emulator.md describes what it models, what it checks, and how it was validated.
 """
 
 from __future__ import annotations

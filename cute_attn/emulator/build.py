@@ -1,10 +1,10 @@
 """Building the engine: C sources of this package, compiled on first use and kept in the cache.
 
-    <cache>/emulator/<digest>/integer.o ...    an object file, by what it was made of
-    <cache>/emulator/<digest>/engine.so        the library, by the objects in it
+    <cache>/emulator/<digest>/integer.o ...    an object file, by digest of source and compiler
+    <cache>/emulator/<digest>/engine.so        the library, by digest of its object files
 
-The root is where `cute_attn.cache` keeps its kernels: `CUTE_ATTN_CACHE_DIR`, else the user's cache
-directory. Every file appears by one rename, complete.
+<cache> is the directory of `cute_attn.cache`: `CUTE_ATTN_CACHE_DIR`, else the user's cache
+directory. Every file is written elsewhere and renamed, so that it is complete once it exists.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ENGINE = Path(__file__).parent / "engine"
 logger = logging.getLogger("cute_attn.emulator")
 
 directory: Path | None = None
-"""Tests set it: the directory to build in, instead of the cache."""
+"""The directory to build in instead of the cache; set by tests."""
 
-# No contraction: the engine writes fma where PTX fuses. Integer overflow wraps, as in PTX.
+# No contraction: the engine calls fma where PTX fuses. Integer overflow wraps, as in PTX.
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv")
 _NATIVE = "-march=native"
 _KEPT = 4
-"""How many engines the cache keeps, with every build that is as new as the oldest of them."""
+"""The cache keeps this many engines, and every build as new as the oldest of them."""
 _SETTLED_SECONDS = 24 * 60 * 60
-"""A build used within that time may still be in use: it is never evicted."""
+"""A build that was used within this time may still be in use, and is not evicted."""
 _TIMEOUT_SECONDS = 900
 
 
@@ -51,12 +51,12 @@ class EmulatorUnavailable(RuntimeError):
 
 
 class Compiler(NamedTuple):
-    """A C compiler that has been seen to work."""
+    """A C compiler that compiles an empty file."""
 
     command: tuple[str, ...]
     flags: tuple[str, ...]
     identity: str
-    """Its version, and the processor if it compiles for that processor alone."""
+    """Its version, and the processor if `-march=native` is used."""
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -127,7 +127,7 @@ def _cache_directory() -> Path | None:
 
 
 def _check_ownership(path: Path) -> None:
-    """Raise unless only the current user can have written `path`: it is native code."""
+    """Raise unless only the current user can have written `path`, which holds native code."""
     status = path.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o022:
@@ -144,7 +144,7 @@ _chosen_root: dict[None, Path] = {}
 def _root() -> Path:
     """The directory of all builds: a temporary one if the cache cannot be written."""
     root = _chosen_root.get(None)
-    # Threads that come here at once all take the directory that the first one has chosen.
+    # setdefault: concurrent threads all take the directory that the first one has chosen.
     return root or _chosen_root.setdefault(None, _choose_root())
 
 
@@ -165,7 +165,7 @@ def _choose_root() -> Path:
 
 
 def _remove_if_of(process: int, scratch: str) -> None:
-    if os.getpid() == process:  # not of its child, at whose exit the parent still needs it
+    if os.getpid() == process:  # at the exit of a forked child the parent still needs it
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -179,7 +179,7 @@ def _digest(*parts: bytes | str) -> str:
 
 
 def _make(target: Path, arguments: Sequence[str]) -> Path:
-    """Run the compiler to make `target`, unless it is there. Other processes may make it too."""
+    """Run the compiler to make `target`, unless it exists. Other processes may do so as well."""
     if target.exists():
         _check_ownership(target)
         return target
@@ -204,7 +204,7 @@ def _make(target: Path, arguments: Sequence[str]) -> Path:
 
 
 def _object_target(source: Path) -> Path:
-    """Where the object file of a source belongs."""
+    """The path of a source's object file."""
     found = compiler()
     headers = sorted(source.parent.glob("*.h"))
     digest = _digest(
@@ -230,7 +230,7 @@ def object_file(source: Path) -> Path:
 def _compile(source: Path, target: Path) -> Path:
     there = target.exists()
     made = _make(target, [*compiler().flags, "-c", str(source)])
-    if not there and _object_target(source) != target:  # edited meanwhile: not what its name says
+    if not there and _object_target(source) != target:  # edited meanwhile: the digest is wrong
         made.unlink(missing_ok=True)
         raise EmulatorUnavailable(f"{source}, or a header, has changed while it was compiled")
     return made
@@ -300,12 +300,12 @@ def _evict(library: Path) -> None:
 
 def _used(paths: Iterable[Path]) -> None:
     for path in paths:
-        with contextlib.suppress(OSError):  # a cache of somebody else's may be read-only
+        with contextlib.suppress(OSError):  # the cache may be read-only
             os.utime(path.parent)
 
 
 def _announce(missing: int) -> None:
-    """Say why the call takes so long. Warnings show without any set-up of logging."""
+    """Log why the call takes long; warnings show without any configuration of logging."""
     if missing:
         logger.warning(
             "compiling the emulator's engine (%d C files with %s), once for this machine: up to a "

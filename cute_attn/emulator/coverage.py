@@ -2,8 +2,8 @@
 
 python -m cute_attn.emulator.coverage tests/data/silicon/forms.json > docs/emulator_instructions.md
 
-The file says in how many cases each form has been compared with a GPU; without it the table has no
-such column.
+The file counts the cases in which each form was compared with a GPU; without it the table has no
+column for them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ them. Forms without an entry have not been compared: sm_90 lacks most of them.
 """
 
 Silicon = Mapping[tuple[str, str], tuple[int, int]]
-"""By pattern and signature the number of cases: compared, and only run."""
+"""(pattern, signature) of a form -> number of cases compared, and of cases only run."""
 
 
 def lines(forms: Iterable[Form], silicon: Silicon | None = None) -> Iterator[str]:
@@ -102,7 +102,7 @@ def read_silicon(path: Path) -> Silicon:
 
 
 def page(silicon: Path | None = None) -> str:
-    """The page; with a column of the comparisons that the file `silicon` counts."""
+    """The page. With the file `silicon` it has a column of the cases compared with a GPU."""
     seen = read_silicon(silicon) if silicon else None
     return "\n".join(lines(library.engine().forms.forms, seen)) + "\n"
 

@@ -17,17 +17,17 @@ from .report import Finding, FindingsError, LaunchRecord, Report
 
 SCHEDULES = ("fair", "random", "adversarial")
 _OBJECT, _PTX = "kernel.o", "kernel.ptx"  # the files of a cache entry
-_ENTRY_FUNCTION = "k"  # the name its function is exported under
-_MISALIGNED = "Misaligned Tensor data"  # how the host code begins to say so
+_ENTRY_FUNCTION = "k"  # the exported name of an entry's function
+_MISALIGNED = "Misaligned Tensor data"  # how the host code's error begins
 
 
 @dataclass(frozen=True)
 class Names:
-    """What a kernel calls its barriers, buffers and warps, for reports and traces.
+    """Names of a kernel's barriers, buffers and warps, for reports and traces.
 
     Attributes:
-        shared: name -> (shared-memory address as the kernel sees it, bytes, bytes of an element);
-            an array of mbarriers has elements of 8 bytes, and shows as `name[2]`.
+        shared: name -> (shared-memory address in the kernel, bytes, bytes of an element). An array
+            of mbarriers has elements of 8 bytes, and is reported as `name[2]`.
         warps: name of a role -> (first warp, last warp).
     """
 
@@ -38,26 +38,27 @@ class Names:
 class Emulator:
     """Runs compiled kernels without a GPU, and checks what they do.
 
-    Threads may share an emulator: their calls take turns. With one each they run at once.
+    Threads may share an emulator: their calls take turns. Threads with an emulator each run
+    concurrently.
 
     Args:
-        num_sms: streaming multiprocessors; each holds one CTA at a time. At least the CTAs of a
-            cluster are resident whatever it is.
+        num_sms: streaming multiprocessors; each holds one CTA at a time. All CTAs of a cluster are
+            resident even if there are fewer.
         schedule: "fair" runs warps in turn and asynchronous operations at once; "random" chooses
             warps, and when each asynchronous operation reads and writes, by `seed`;
-            "adversarial" delays every asynchronous effect until nothing else can run.
+            "adversarial" delays every asynchronous effect until no warp can run.
         seed: of the random choices; the same seed gives the same run.
         checks: "all", "none", or the names of some, as in `Emulator.CHECKS`.
         on_findings: "raise" a FindingsError at the end of a call that had errors, or "collect"
             them in the report. A deadlock always raises.
-        numerics: "exact" adds up matrix products as tensor cores do, bit for bit; "fast" in plain
-            float32. None: exact if anything is checked, since without checks speed is wanted.
+        numerics: "exact" accumulates matrix products as tensor cores do, bit for bit; "fast" uses
+            plain float32. None: "fast" if `checks` is "none", else "exact".
         spurious_cancel: cluster launch control sometimes answers "none left" too early.
         traced: keep the events that `trace` writes.
-        progress: called as progress(done, total) with the number of clusters, now and then.
+        progress: called now and then as progress(done, total) with numbers of clusters.
 
     Raises:
-        ValueError: an argument that is not one of those listed.
+        ValueError: an argument has none of the values above.
         EmulatorUnavailable: there is no C compiler to build the engine with.
     """
 
@@ -103,19 +104,19 @@ class Emulator:
         )
 
     def load(self, compiled: Any, names: Names | None = None) -> EmulatedFunction:
-        """A function that runs `compiled` here.
+        """A function that runs `compiled` in this emulator.
 
         Args:
             compiled: what `cute.compile` returned, with options "--enable-tvm-ffi --keep-ptx"; or
                 an entry of `cute_attn.cache`, or its directory.
-            names: what its barriers, buffers and warps are called.
+            names: of its barriers, buffers and warps.
 
         Returns:
-            It takes CPU tensors for CUDA tensors.
+            The function, which takes CPU tensors in place of CUDA tensors.
 
         Raises:
             ValueError: it was compiled without PTX, or the directory holds no entry.
-            UnsupportedInstruction: its PTX has an instruction that the emulator does not know.
+            UnsupportedInstruction: its PTX has an instruction that is not emulated.
         """
         image, ptx, function = _parts(compiled)
         return self.load_object(image, ptx, function, names)
@@ -127,12 +128,12 @@ class Emulator:
 
         Args:
             image: its bytes, as `export_to_c` writes them.
-            ptx: the PTX that it was made of.
-            function: the name that it was exported under.
+            ptx: the PTX that it was compiled from.
+            function: its exported name.
             names: as for `load`.
 
         Returns:
-            A function that runs it here.
+            The function, as for `load`.
 
         Raises:
             UnsupportedInstruction: as `load`.
@@ -140,11 +141,11 @@ class Emulator:
         return EmulatedFunction(self, image, ptx, function, names)
 
     def expose(self, tensor: Any, name: str) -> None:
-        """Let kernels touch the memory of a CPU tensor that reaches them as a bare address.
+        """Let kernels access the memory of a CPU tensor that is passed to them as a bare address.
 
         Args:
-            tensor: whose memory it is.
-            name: what reports call it.
+            tensor: the tensor.
+            name: of the tensor, for reports.
         """
         self._exposed.append((name, tensor))
 
@@ -179,7 +180,7 @@ class Emulator:
 
     def _launch(self, program: Program, launch: Launch) -> None:
         parameters = _parameter_block(program, launch)
-        # Each launch makes other random choices: one may find what another has missed.
+        # Each launch makes other random choices, so that repeated calls find more.
         self._machine.reseed(self._seed + len(self.report.launches))
         started = time.perf_counter()
         run = self._machine.launch(
@@ -248,23 +249,23 @@ class EmulatedFunction:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The symbols of its kernels."""
+        """The symbols of the function's kernels."""
         return tuple(self._programs)
 
     def __call__(self, *arguments: Any) -> None:
-        """Run it.
+        """Run the function.
 
         Args:
             arguments: those of the compiled function. CPU torch tensors stand for CUDA tensors, and
                 are changed in place.
 
-        CUDA memory is aligned to 512 bytes, that of the CPU to 64. Where the host code refuses a
-        tensor for that, it gets copies, and what the kernels write is copied back.
+        CUDA memory is aligned to 512 bytes, CPU memory to 64. If the host code refuses a tensor for
+        its alignment, the call runs on aligned copies, and what the kernels write is copied back.
 
         Raises:
             FindingsError: a check found an error, see `Emulator`.
-            RuntimeError: called by `progress` of the same emulator, in the middle of a launch.
-            Exception: whatever the compiled host code raises on arguments that it does not take.
+            RuntimeError: called by `progress` of the same emulator, during a launch.
+            Exception: what the compiled host code raises on arguments that it does not take.
         """
         with self._emulator._machine.calls:
             launches = len(self._emulator.report.launches)
@@ -277,7 +278,7 @@ class EmulatedFunction:
                     raise
                 exposed = {t.untyped_storage().data_ptr() for _, t in self._emulator._exposed}
                 given = {t.untyped_storage().data_ptr() for _, t in tensors_in(arguments)}
-                if exposed & given:  # kernels know the address of the memory itself
+                if exposed & given:  # kernels have the tensor's address, so a copy would not do
                     raise
             with aligned_copies(arguments) as copies:
                 self._run(copies)
@@ -307,7 +308,7 @@ def _checks(checks: str | Iterable[str]) -> frozenset[str]:
 
 
 def _parts(compiled: Any) -> tuple[bytes, str, str]:
-    """Object file, PTX and the function's name in it."""
+    """The object file, its PTX, and the exported name of the function."""
     if isinstance(compiled, str | os.PathLike):
         directory = Path(compiled)
         missing = [name for name in (_OBJECT, _PTX) if not (directory / name).is_file()]
@@ -350,7 +351,7 @@ def _parameter_block(program: Program, launch: Launch) -> bytes:
 
 
 def _extents(tensors: Sequence[tuple[str, Any]]) -> list[tuple[int, int, str]]:
-    """The memory that each tensor spans: address, bytes, name. Overlapping spans are merged."""
+    """Address, bytes and name of the memory of each tensor. Overlapping spans are merged."""
     spans = []
     for name, tensor in tensors:
         if tensor.numel() == 0:

@@ -1,7 +1,7 @@
 """Matching opcodes and operands to the forms that the engine's families register.
 
 A form is a pattern of opcode and modifiers, and a signature of operands; engine.h describes both.
-What no form matches is an error that names the instruction and the forms that come close.
+An instruction without a form is an error that names it and similar forms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _PatternReader:
         self.position = 0
         self.groups = 0
         self.slots: list[tuple[int, ...]] = []
-        """For each modifier the capturing groups of its alternatives; a number has one, negated."""
+        """Per modifier, the capturing groups of its alternatives; for `#` the negated group."""
 
     def read(self) -> str:
         expression = self._sequence("")
@@ -64,7 +64,7 @@ class _PatternReader:
         return "".join(parts)
 
     def _group(self, end: str) -> str:
-        """Alternatives up to `end`. The dot of the first one stands for all: `{.rn|rz}`."""
+        """Alternatives up to `end`. If the first one has a dot, all do: `{.rn|rz}`."""
         slot = len(self.slots)
         self.slots.append(())
         numbers, alternatives = [], []
@@ -100,7 +100,7 @@ class Token:
 
     @property
     def entries(self) -> int:
-        """How many entries it has in the packed instruction."""
+        """The number of its entries in the packed instruction."""
         return 2 if self.is_pair or self.kind == "T" else 1
 
 
@@ -131,7 +131,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A form, and the values of its modifiers for a certain opcode."""
+    """A form that matches an opcode, and the values of its modifiers."""
 
     form: Form
     tokens: tuple[Token, ...]
@@ -140,14 +140,14 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the operands of an instruction fill the signature of the form chosen for them."""
+    """The form chosen for an instruction, and which operand each token takes."""
 
     match: Match
     sources: tuple[int, ...]
-    """For each token the number of the operand that it takes, or -1."""
+    """For each token the index of its operand, or -1."""
 
 
-# The shape of an operand, as far as the choice of a form depends on it, is a string:
+# The choice of a form depends on the shapes of the operands, which are strings:
 #   w d q     register of at most 32, of 64, of 128 bits
 #   p !       predicate, negated predicate
 #   i f       integer, floating-point constant
@@ -159,7 +159,7 @@ _REGISTER_OF_WIDTH = {"32": "w", "64": "d", "128": "q"}
 
 
 def _scalar_cost(token: Token, shape: str) -> int | None:
-    """How badly a single operand fits: 0 is an exact fit, None is none."""
+    """How badly a single operand fits a token: 0 is an exact fit, None means that it does not."""
     width = token.width
     if shape == "_":
         return 0 if token.kind == "d" else None
@@ -171,7 +171,7 @@ def _scalar_cost(token: Token, shape: str) -> int | None:
         if shape == _REGISTER_OF_WIDTH[width]:
             return 0
         # A destination may be wider than the instruction, or (ld, cvt) narrower: the engine
-        # extends or truncates. A form that takes it as it is comes first.
+        # extends or truncates. A form of the same width is preferred.
         return 10 if {shape, _REGISTER_OF_WIDTH[width]} == {"w", "d"} else None
     if width == "p":
         return 0 if shape in "p!is" else None
@@ -185,7 +185,7 @@ def _scalar_cost(token: Token, shape: str) -> int | None:
 
 
 def _cost(token: Token, shape: str) -> int | None:
-    """How badly an operand of this shape fits a token: 0 is an exact fit, None is none."""
+    """How badly an operand of this shape fits a token: 0 is exact, None means that it does not."""
     match token.kind:
         case "a" | "T" | "L" | "F":
             return 0 if shape == token.kind else None
@@ -213,7 +213,7 @@ def _cost(token: Token, shape: str) -> int | None:
 
 
 def _assign(tokens: Sequence[Token], shapes: Sequence[str]) -> tuple[int, tuple[int, ...]] | None:
-    """The cheapest way to give the operands, in order, to the tokens; optional ones may lack."""
+    """The cheapest assignment of operands to tokens in order; optional tokens may get none."""
     if not tokens:
         return None if shapes else (0, ())
     best: tuple[int, tuple[int, ...]] | None = None
@@ -236,14 +236,14 @@ def _assign(tokens: Sequence[Token], shapes: Sequence[str]) -> tuple[int, tuple[
 @dataclass(slots=True)
 class _Candidate:
     form: Form
-    expression: str | re.Pattern[str]  # compiled when an opcode with its head is met
+    expression: str | re.Pattern[str]  # compiled when first needed
     slots: list[tuple[int, ...]]
     tokens: tuple[Token, ...]
 
 
 @dataclass
 class FormTable:
-    """All forms of an engine, by which instructions are recognised."""
+    """All forms of an engine, and the search for the one that fits an instruction."""
 
     forms: Sequence[Form]
     _by_head: dict[str, list[_Candidate]] = field(init=False, repr=False, default_factory=dict)
@@ -263,7 +263,7 @@ class FormTable:
                 self._by_head.setdefault(head, []).append(candidate)
 
     def matches(self, opcode: str) -> tuple[Match, ...]:
-        """Every form that the opcode matches, whatever its operands."""
+        """Every form that matches the opcode, whatever its operands."""
         found = self._matches.get(opcode)
         if found is None:
             found = tuple(self._search(opcode))
@@ -273,7 +273,7 @@ class FormTable:
         return found
 
     def _search_reordered(self, opcode: str) -> tuple[Match, ...]:
-        """The assembler takes modifiers in any order, not only the manual's; so does this."""
+        """Matches with the modifiers in another order, which the assembler accepts."""
         for other in _reorderings(opcode):
             found = tuple(self._search(other))
             if found:
@@ -290,7 +290,7 @@ class FormTable:
                 yield Match(candidate.form, candidate.tokens, modifiers)
 
     def plan(self, opcode: str, shapes: tuple[str, ...]) -> Plan:
-        """The form for an opcode with operands of these shapes: the first that fits best."""
+        """The first of the forms that fit an opcode with operands of these shapes best."""
         key = (opcode, shapes)
         found = self._plans.get(key)
         if found is None:
@@ -329,7 +329,7 @@ class FormTable:
 
 
 def _heads(pattern: str) -> Iterable[str]:
-    """The first words that opcodes matching a pattern begin with: `(and|or).b32` has two."""
+    """The first words of the opcodes that match a pattern: `(and|or).b32` has two."""
     match = re.match(r"[\w:]+", pattern)
     if match is not None:
         following = pattern[match.end() : match.end() + 1]
@@ -342,7 +342,7 @@ def _heads(pattern: str) -> Iterable[str]:
     return tuple(f"{head[1]}{middle}{head[3]}" for middle in head[2].split("|"))
 
 
-# Modifiers whose order means something: `cvt.f32.s32`, `.row.col`, `.shared::cta.global`.
+# Modifiers whose order matters: `cvt.f32.s32`, `.row.col`, `.shared::cta.global`.
 _ORDERED = re.compile(
     rf"{'|'.join(TYPE_BITS)}|[es]\d+m\d+(x\d+)?|ue\d+m\d+(x\d+)?|[bs]?\d+x\d+\w*|row|col"
     r"|(shared|global|local|param|const|generic)(::\w+)?"

@@ -2,7 +2,7 @@
 
 A compiled function is host code (argument checks, TMA descriptors, grid, launch) around device
 code. Its object file is linked with a stand-in for the CUDA runtime, `runtime/cuda.c`, so that the
-real host code runs and each launch arrives here, as a `Launch`.
+real host code runs and this module receives each launch as a `Launch`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOOK = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel launch as the host code asked for it.
+    """A kernel launch that the host code requested.
 
     Attributes:
         kernel: the symbol.
@@ -52,9 +52,9 @@ class HostFunction:
 
     Args:
         image: its object file, as `export_to_c` writes it.
-        name: the name under which it was exported.
-        on_launch: called for each launch. What it raises is raised by the call.
-        num_sms, capability: what the host code hears of the device.
+        name: its exported name.
+        on_launch: called for each launch; the call raises what it raises.
+        num_sms, capability: properties of the device that the host code sees.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostFunction:
         num_sms: int,
         capability: tuple[int, int],
     ) -> None:
-        import tvm_ffi  # brings the libtvm_ffi.so that the object needs
+        import tvm_ffi  # loads the libtvm_ffi.so that the object needs
 
         self._on_launch = on_launch
         self._errors: list[BaseException] = []  # of the launches of the call under way
@@ -92,14 +92,14 @@ class HostFunction:
                     arguments,
                 )
             )
-        except BaseException as error:  # it must cross the host code, which knows no exceptions
+        except BaseException as error:  # exceptions cannot pass through the host code
             self._errors.append(error)
             return 1
         return 0
 
     def __call__(self, *arguments: Any) -> None:
         self._errors.clear()
-        keep: list[_AsCuda] = []  # until the call is over: the host code has bare pointers
+        keep: list[_AsCuda] = []  # alive until the call is over: the host code has bare pointers
         given = [_as_device(argument, keep) for argument in arguments]
         try:
             self._function(*given)
@@ -117,7 +117,7 @@ def _link(image: bytes) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as scratch:
         object_file = Path(scratch) / "function.o"
         object_file.write_bytes(image)
-        # The dynamic loader knows a library by its file: each gets a name of its own.
+        # The dynamic loader identifies a library by its file, hence a new name for each.
         library = Path(scratch) / f"function-{os.getpid()}-{next(_serial)}.so"
         build.link(library, [object_file, build.object_file(_STAND_IN)])
         return ctypes.CDLL(str(library), mode=os.RTLD_LOCAL | os.RTLD_NOW)
@@ -167,7 +167,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 class _AsCuda:
-    """A CPU tensor that says, by DLPack, that its memory is a CUDA device's."""
+    """A CPU tensor that presents its memory, by DLPack, as that of a CUDA device."""
 
     def __init__(self, tensor: Any) -> None:
         name = str(tensor.dtype).removeprefix("torch.")
@@ -216,7 +216,7 @@ def _as_device(argument: Any, keep: list[_AsCuda]) -> Any:
 
 
 def tensors_in(arguments: Sequence[Any]) -> list[tuple[str, Any]]:
-    """The torch tensors among arguments, nested tuples included, each with its position."""
+    """The torch tensors among arguments, including nested tuples, each with its position."""
     import torch
 
     found: list[tuple[str, Any]] = []
@@ -233,15 +233,15 @@ _ALIGNMENT = 512  # of what PyTorch allocates on a CUDA device
 
 @contextlib.contextmanager
 def aligned_copies(arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """The arguments, with tensors in copies of their memory that are aligned as on a CUDA device:
-    a storage begins at a multiple of 512 bytes.
+    """The arguments, with tensors in copies that are aligned as on a CUDA device: each storage
+    begins at a multiple of 512 bytes.
 
-    At the end the bytes that have changed are copied back, and no others: the bytes between them
-    may belong to others. Tensors that overlap do so in the copies.
+    At the end only changed bytes are copied back, as those between the elements may belong to
+    other tensors. Tensors that overlap also overlap in the copies.
     """
     import torch
 
-    spans: dict[int, tuple[Any, int, int]] = {}  # by address: a storage, and which bytes of it
+    spans: dict[int, tuple[Any, int, int]] = {}  # address -> storage, its first and end byte
     for _, tensor in tensors_in(arguments):
         if tensor.numel():
             storage, first, end = tensor.untyped_storage(), *_span(tensor)
@@ -265,7 +265,7 @@ def aligned_copies(arguments: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """The first byte of its storage that a tensor spans, and the byte past the last."""
+    """The first byte of a tensor in its storage, and the byte past its last."""
     first = tensor.storage_offset() * tensor.element_size()
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (last + 1) * tensor.element_size()
@@ -279,7 +279,7 @@ class _Copy:
 
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage, first, (end - first,), (1,))
         self._room = torch.empty(end - first + 2 * _ALIGNMENT, dtype=torch.uint8)
-        # From the start of the room to where the copied storage would begin.
+        # Offset in the room of the storage's byte 0, which may lie before the room.
         self._shift = -self._room.data_ptr() % _ALIGNMENT - first // _ALIGNMENT * _ALIGNMENT
         self._copy = self._room[self._shift + first : self._shift + end]
         self._copy.copy_(self._bytes)

@@ -1,4 +1,4 @@
-"""The engine's library: its C interface by ctypes, its enumerations, and its forms."""
+"""The engine as a shared library: its C interface through ctypes, its enumerations, its forms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKS = (
     "assert",
     "counters",
 )
-"""What can be checked, in the order of the enumeration CK_ in engine.h."""
+"""Names of the checks, in the order of the enumeration CK_ in engine.h."""
 
 MAX_WARPS = 32
 SEVERITIES = ("error", "note")
@@ -118,7 +118,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Engine:
-    """The library with its functions typed, and the forms of instructions that it has."""
+    """The library with typed functions, and its forms of instructions."""
 
     def __init__(self, path: str) -> None:
         self.library = ctypes.CDLL(path)
@@ -169,7 +169,7 @@ def _names(function: Callable[[int], bytes | None]) -> tuple[str, ...]:
 
 @functools.cache
 def engine() -> Engine:
-    """The engine, built if need be.
+    """The engine, built if it is not in the cache.
 
     Raises:
         EmulatorUnavailable: there is no C compiler to build it with.

@@ -1,7 +1,7 @@
 """Lowering a parsed kernel to the packed program that the engine runs.
 
-Registers get places in the register file, labels become numbers of instructions, symbols become
-offsets or addresses, and each instruction names the form that executes it.
+Registers get offsets in the register file, labels become instruction numbers, symbols become
+offsets or addresses, and each instruction gets the form that executes it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _SPECIAL_NUMBERS = {name: number for number, name in enumerate(SPECIAL_REGISTERS
 
 _NO_OPERAND = bytes(OPERAND.size)
 
-# These instructions read and write registers after they have been issued, or the engine tracks
-# their registers one by one: such registers do not share places.
+# These instructions access registers after they have been issued, or the engine tracks their
+# registers one by one: their registers must not share words with others.
 _ASYNCHRONOUS = ("wgmma", "tcgen05")
 
 _VECTOR_PARTS = {
@@ -65,7 +65,7 @@ _TYPES = frozenset(TYPE_BITS)
 
 @functools.cache
 def _type_of(opcode: str, position: int) -> str:
-    """The type of the source at a position: mostly the last type in the opcode."""
+    """The type of the source at a position: the opcode's last type in most cases."""
     head, *words = opcode.split(".")
     types = [word for word in words if word in _TYPES]
     if not types:
@@ -105,8 +105,8 @@ class Value:
         self.negated = False
         self.register: Register | None = None
         self.immediate = 0
-        self.constant: Immediate | None = None  # as written; it waits for its type
-        self.variable: Variable | None = None  # .shared: its offset is not known at once
+        self.constant: Immediate | None = None  # as written: its type follows from the form
+        self.variable: Variable | None = None  # a .shared one, whose offset is not known yet
         self.label: tuple[_Frame, int] | None = None
         self.elements: tuple[Value, ...] = ()
         self.parts: tuple[Value, ...] = ()  # of a pair or tensor address: its two entries
@@ -114,7 +114,7 @@ class Value:
         self.list_at = -1
 
     def registers(self) -> Iterator[Register]:
-        """Every register in it."""
+        """The registers of the operand."""
         if self.register is not None:
             yield self.register
         for value in self.elements or self.parts:
@@ -138,9 +138,9 @@ class _Frame:
         self.values: dict[Scope, dict[Operand, Value]] = {}
         self.registers: dict[tuple[Scope, str], Register] = {}
         self.local: dict[Variable, int] = {}
-        """Offsets of local variables, and of parameters of calls, in the thread's local memory."""
+        """Offsets of local variables and of call parameters in the thread's local memory."""
         self.positions: list[int] = []
-        """Number of an instruction of the function -> its number in the program."""
+        """Index of an instruction in the function -> its index in the program."""
 
 
 class _Item:
@@ -170,10 +170,10 @@ def lower(
     memory: ModuleMemory | None = None,
     registers: RegisterUse | None = None,
 ) -> Program:
-    """The program of a kernel of a module (the only one if it is not named).
+    """The program of one kernel of a module; `kernel` may be omitted if there is only one.
 
-    `memory` holds the module's variables; kernels of one module share it. `registers` are those of
-    its machine code, if that is known.
+    `memory` holds the module's variables; kernels of one module share it. `registers` is how the
+    machine code uses registers, if that is known.
     """
     function = module.kernel(kernel)
     return _Lowering(module, function, table, memory or ModuleMemory(module)).program(registers)
@@ -193,7 +193,7 @@ class _Lowering:
         self.local_bytes = 0
         self.shared_used: dict[Variable, None] = {}
         self.shared_offsets: dict[Variable, int] = {}
-        self.boundaries: set[int] = set()  # instructions that a label marks
+        self.boundaries: set[int] = set()  # instructions that follow a label
         self.parameters = tuple(_parameter_layout(kernel.parameters))
         self.parameter_offsets = {item.name: item.offset for item in self.parameters}
 
@@ -280,8 +280,8 @@ class _Lowering:
     def _most_registers(self) -> int:
         """The most registers that a thread has at launch; 0 is no limit.
 
-        This is for PTX alone: machine code says how many. The assembler gives a kernel no more
-        than its warps ever ask for.
+        This is used only without machine code. The assembler gives a kernel no more registers than
+        its largest setmaxnreg.inc.
         """
         limits = list(self.kernel.directive("maxnreg"))
         increases = [
@@ -305,7 +305,7 @@ class _Lowering:
         return type(error)(f"{message} ({where}: {text[:300]!r})")
 
     def _append_exit(self, frame: _Frame) -> None:
-        """Append an exit: a kernel that runs off its end exits."""
+        """Append an exit, unless control cannot reach the end of the kernel."""
         items = self.items
         if len(items) not in self.boundaries and items and _ends(items[-1]):
             return
@@ -356,7 +356,7 @@ class _Lowering:
         return value
 
     def _named(self, frame: _Frame, scope: Scope, name: str) -> Value | None:
-        """A register, or element or whole of a vector register; None for any other name."""
+        """A register, a vector register or an element of one; None for any other name."""
         found = scope.find_register(name)
         if found is not None:
             declared, kind = found
@@ -490,7 +490,7 @@ class _Lowering:
     # -- calls of device functions, inlined
 
     def _inline(self, frame: _Frame, instruction: Instruction) -> bool:
-        """Inline a call of a function that this module defines. False: it only declares it."""
+        """Inline a call. False if the module only declares the function."""
         operands = list(instruction.operands)
         returns: tuple[Operand, ...] = ()
         if operands and isinstance(operands[0], Vector):
@@ -529,7 +529,7 @@ class _Lowering:
         formals: list[Variable],
         actuals: Iterable[Operand],
     ) -> None:
-        """Give the parameters of a function the memory of those that the caller passes."""
+        """Let a function's parameters use the memory of the caller's arguments."""
         values = [self._value(caller, instruction.scope, actual) for actual in actuals]
         if len(values) != len(formals):
             raise PtxError(f"{inlined.function.name!r} takes {len(formals)} parameters here")
@@ -573,7 +573,7 @@ class _Lowering:
     # -- places
 
     def _place_shared(self) -> None:
-        """Place static variables in order of declaration, then the dynamic ones at one offset."""
+        """Place static variables in order of declaration, then all dynamic ones at one offset."""
         offset = 0
         used = self.shared_used
         static = [v for v in self.module.variables.values() if v in used]
@@ -590,7 +590,7 @@ class _Lowering:
         self.static_shared = offset
 
     def _find_lives(self) -> None:
-        """Tell every register of its accesses, in the order of the program."""
+        """Record the accesses of every register, in program order."""
         region = 0
         for index, item in enumerate(self.items):
             if index in self.boundaries:
@@ -697,7 +697,7 @@ def _label(frame: _Frame, index: int) -> Value:
 
 
 def _typed(value: Value, token: Token, opcode: str, position: int) -> Value:
-    """A value whose constants have the type of the instruction that takes them."""
+    """A value with its constants converted to the type of the instruction."""
     if value.elements:
         if all(element.constant is None for element in value.elements):
             return value

@@ -1,4 +1,4 @@
-"""Machines of the engine: what they run, and what a launch has done."""
+"""Machines of the engine, and the results of their launches."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from .variables import ModuleMemory
 
 
 def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
-    """The kernels of a PTX text, lowered, by their symbols. They share the module's variables.
+    """The lowered kernels of a PTX text, by symbol. They share the module's variables.
 
-    What PTX leaves to the assembler is as in the machine code that `object_file` holds, if any.
+    Register counts come from the machine code in `object_file`, if there is any.
 
     Raises:
-        PtxError: the text cannot be read; UnsupportedInstruction: or not emulated.
+        PtxError: the text cannot be parsed.
+        UnsupportedInstruction: it has an instruction that is not emulated.
     """
     module = parse(text)
     memory = ModuleMemory(module)
@@ -50,7 +51,7 @@ def programs(text: str, object_file: bytes = b"") -> dict[str, Program]:
 
 
 class Turn:
-    """Held by one thread at a time; others wait. Taking it twice is an error, not a deadlock."""
+    """A lock. A thread that takes it twice gets an error instead of a deadlock."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -69,13 +70,13 @@ class Turn:
 
     @property
     def is_anothers(self) -> bool:
-        """Whether another thread has it."""
+        """Whether another thread holds it."""
         return self._lock.locked() and self._owner != threading.get_ident()
 
 
 @dataclass
 class Run:
-    """What a launch has done.
+    """The results of a launch.
 
     Attributes:
         stopped: it did not run to its end.
@@ -83,10 +84,10 @@ class Run:
         by_opcode: warp-instructions executed, by opcode with its modifiers.
         by_instruction: the same by number of the instruction in the program.
         by_warp: the same by the warp's index in its CTA.
-        counters: the engine's, by name.
-        mma: kind, shape m, n, k, and how many, of matrix instructions.
+        counters: the engine's counters, by name.
+        mma: kind, shape (m, n, k) and number of matrix instructions.
         output: what the kernel printed.
-        events: of the trace, if it was asked for.
+        events: of the trace, if the machine keeps one.
     """
 
     stopped: bool
@@ -108,19 +109,19 @@ class Run:
 class Machine:
     """A machine of the engine: its options, and the memory that kernels may touch.
 
-    Machines share nothing that is written, so that each may run in a thread of its own. Launches
-    of one machine wait for each other; who sets regions and names before takes `calls`.
+    Machines share no mutable state, so that each may run in its own thread. Launches of one
+    machine wait for each other. A caller that sets regions and names before a launch holds `calls`.
 
     Args:
         num_sms: how many CTAs are resident at a time.
         schedule: 0 fair, 1 random, 2 adversarial.
         seed: of all random choices.
         checks: names from `CHECKS`.
-        numerics: of tensor cores; 0 plain float32 sums, 1 as the hardware adds up.
+        numerics: of tensor cores; 0 plain float32 sums, 1 sums as in the hardware.
         spurious_cancel: cluster launch control sometimes answers "none left" too early.
         tracing: keep the events of each launch.
-        max_findings: further ones are only counted.
-        slice: instructions that a warp runs before it is another's turn.
+        max_findings: further findings are only counted.
+        slice: instructions that a warp runs before the next warp's turn.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Machine:
             self.calls = Turn(self.calls.what)
         if self._launching.is_anothers:
             self._launching = Turn(self._launching.what)
-            self._finalizer.detach()  # the old one stays in the middle of its launch, for ever
+            self._finalizer.detach()  # its launch never ends here, so it is never freed
             self._make()
 
     def reseed(self, seed: int) -> None:
@@ -179,7 +180,7 @@ class Machine:
     def add_region(
         self, base: int, size: int, name: str, *, initialised: bool = True, writable: bool = True
     ) -> None:
-        """Let kernels touch `size` bytes of this process at `base`."""
+        """Let kernels access `size` bytes of this process at `base`."""
         self._regions.append((base, size, name, initialised, writable))
 
     def clear_regions(self) -> None:
@@ -187,7 +188,7 @@ class Machine:
         self._regions.clear()
 
     def name_shared(self, address: int, size: int, element: int, name: str) -> None:
-        """Name a buffer or array of barriers in shared memory, by the address kernels see."""
+        """Name a buffer or an array of barriers at a shared-memory address."""
         self._shared_names.append((address, size, element, name))
         self._library.emu_name_shared(self._handle, address, size, element, name.encode())
 
@@ -210,13 +211,13 @@ class Machine:
         params: bytes = b"",
         progress: Callable[[int, int], None] | None = None,
     ) -> Run:
-        """Run a kernel to its end, or to an error after which nothing sensible follows.
+        """Run a kernel to its end, or to an error after which it cannot go on.
 
-        `progress(done, total)` is called with numbers of clusters now and then; what it raises
+        `progress(done, total)` is called now and then with numbers of clusters; an exception of it
         ends the launch and is raised here.
 
         Raises:
-            ValueError: the kernel was compiled for other sizes, so that a driver would refuse too.
+            ValueError: the kernel was compiled for other sizes; a driver would refuse it as well.
             RuntimeError: `progress` launches on the same machine.
         """
         with self._launching:
@@ -255,7 +256,7 @@ class Machine:
             try:
                 if progress is not None:
                     progress(done, total)
-            except BaseException as error:  # C does not know exceptions
+            except BaseException as error:  # exceptions cannot pass through C
                 raised.append(error)
                 return 1
             return 0
@@ -337,7 +338,7 @@ class Machine:
             if line is not None:
                 detail |= {"line": line, "ptx": ptx, "source": source}
             name = program.opcode(event.insn) if event.insn >= 0 else ""
-            if EVENT_KINDS[event.kind] == "wait":  # what for is in the lowest byte
+            if EVENT_KINDS[event.kind] == "wait":  # the lowest byte is the WaitKind
                 name = self._wait_name(self._engine.waits[event.detail & 255], event.object)
                 detail["detail"] = event.detail >> 8
             found.append(
@@ -379,7 +380,7 @@ def _place(program: Program, instruction: int) -> tuple[int | None, str, str | N
 
 
 def _named(program: Program, message: str) -> str:
-    """A message with the names of registers, which the engine knows by number."""
+    """A message with names in place of the engine's register numbers."""
 
     def name(match: re.Match[str]) -> str:
         number = int(match[1])

@@ -1,4 +1,4 @@
-"""Operands of PTX, as they are written."""
+"""Parsing of PTX operands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPE_BITS = {
 
 
 class PtxError(ValueError):
-    """A PTX text that cannot be parsed, or that the emulator cannot run."""
+    """PTX that cannot be parsed, or that the emulator cannot run."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,7 +48,7 @@ class Immediate(Operand):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sink(Operand):
-    """`_`: a result that nobody wants."""
+    """`_`: a result that is discarded."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -179,7 +179,7 @@ def _parse_number(text: str) -> Immediate:
         if match[2]:
             value: float = struct.unpack(">f", bytes.fromhex(match[2]))[0]
             bits = int(match[2], 16) ^ (0x80000000 if match[1] else 0)
-            # The bits count: a NaN's payload would not survive as a float.
+            # A NaN keeps its bits, since a float would lose its payload.
             return Immediate(text, bits if value != value else sign * value, "f32")
         value = struct.unpack(">d", bytes.fromhex(match[3]))[0]
         bits = int(match[3], 16) ^ (1 << 63 if match[1] else 0)

@@ -1,4 +1,4 @@
-"""The packed program that the engine runs, and what reports need to name its parts."""
+"""The packed program that the engine runs, with the names that reports need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INSTRUCTION = struct.Struct("<10i12h")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a kernel, in the memory that a launch passes."""
+    """A parameter of a kernel: its place in the parameter memory of a launch."""
 
     name: str
     type: str
@@ -44,7 +44,7 @@ class Parameter:
 
 @dataclass(eq=False)
 class Program:
-    """A kernel as the engine takes it, and what reports need to name its parts as PTX does."""
+    """A kernel packed for the engine, with the PTX names that reports need."""
 
     name: str
     module: Module
@@ -59,14 +59,14 @@ class Program:
     strings: tuple[str, ...]
     """Names of called functions (F operands)."""
     opcodes: tuple[str, ...]
-    """The distinct opcodes; `opcode_numbers` has an index in them for each instruction."""
+    """The distinct opcodes; `opcode_numbers` holds each instruction's index in them."""
     opcode_numbers: tuple[int, ...]
     register_names: tuple[str, ...]
     instructions: tuple[Instruction, ...]
     shared: dict[str, int]
     """Offsets of the shared variables; the dynamic ones all begin at `static_shared`."""
     handles: dict[object, int] = field(default_factory=dict, repr=False)
-    """The copies that engines have made of it; see `library.Engine.program`."""
+    """The copies in each engine; see `library.Engine.program`."""
 
     @property
     def static_shared(self) -> int:
@@ -75,7 +75,7 @@ class Program:
 
     @property
     def parameter_bytes(self) -> int:
-        """Size of all parameters, with the gaps of their alignment."""
+        """Bytes of all parameters, including padding."""
         return self.header[3]
 
     @property
@@ -96,5 +96,5 @@ class Program:
         return self.module.line_text(self.line(instruction))
 
     def location(self, instruction: int) -> Location | None:
-        """Where in the source an instruction comes from, if the PTX says so."""
+        """The source line of an instruction, if the PTX has line information."""
         return self.instructions[instruction].location

@@ -1,6 +1,6 @@
-"""The text of a PTX module, parsed: kernels, registers, variables, instructions, line information.
+"""Parser of PTX modules: kernels, registers, variables, instructions, line information.
 
-Nothing is interpreted here. Names stay names; `program` resolves them in the scope of the
+Nothing is interpreted here. Names stay names; `lowering` resolves them in the scope of the
 instruction that uses them.
 """
 
@@ -28,7 +28,7 @@ from .operands import (
 
 @dataclass(frozen=True, slots=True)
 class RegisterType:
-    """What `.reg` says of a register: the name of its type, its bits, and 1, 2 or 4 elements."""
+    """The type that `.reg` gives a register: its name, bits, and 1, 2, 4 or 8 elements."""
 
     name: str
     bits: int
@@ -45,7 +45,7 @@ class Variable:
     type: str
     alignment: int
     bytes: int
-    """0 for an array without a size, as `.extern .shared` has it."""
+    """0 for an array without a size, such as `.extern .shared`."""
     element_bytes: int
     linkage: str = ""
     initialiser: str = ""
@@ -56,7 +56,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where in the source an instruction comes from."""
+    """The source line of an instruction."""
 
     file: int
     line: int
@@ -72,7 +72,7 @@ class Scope:
     parent: Scope | None
     registers: dict[str, RegisterType] = field(default_factory=dict)
     ranges: dict[str, tuple[int, RegisterType]] = field(default_factory=dict)
-    """Prefix -> how many registers `prefix0 ...` there are, of which type."""
+    """Prefix -> number and type of the registers `prefix0`, `prefix1` ..."""
     variables: dict[str, Variable] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
     """Name -> index of the instruction that follows."""
@@ -80,7 +80,7 @@ class Scope:
     """Name -> the labels of a `.branchtargets` or functions of a `.calltargets` list."""
 
     def find_register(self, name: str) -> tuple[Scope, RegisterType] | None:
-        """The register called `name` as seen from here, and the scope that declares it."""
+        """The register that `name` means in this scope, and the scope that declares it."""
         scope: Scope | None = self
         prefix = name.rstrip("0123456789")
         number = name[len(prefix) :]
@@ -114,7 +114,7 @@ class Instruction:
     """Name of the guard predicate, or empty."""
     guard_negated: bool
     line: int
-    """Of the PTX text, from 1."""
+    """Line in the PTX text, from 1."""
     location: Location | None
     scope: Scope
 
@@ -130,7 +130,7 @@ class Function:
     line: int
     linkage: str = ""
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """`reqntid`, `maxntid`, `maxnreg`, `minnctapersm`, `reqnctapercluster` ... and numbers."""
+    """`reqntid`, `maxntid`, `maxnreg`, `minnctapersm` ... -> their numbers."""
     instructions: list[Instruction] = field(default_factory=list)
     scope: Scope | None = None
 
@@ -367,7 +367,7 @@ class _Parser:
             self.result.functions[name] = function
 
     def _parameters(self) -> list[Variable]:
-        """The list up to the closing parenthesis; the opening one is taken."""
+        """The list up to the closing parenthesis; the opening one has been consumed."""
         inner = self.take(r"((?:[^()]|\([^()]*\))*)\)")[1]
         found = []
         for piece in split_operands(inner):
@@ -504,7 +504,7 @@ def _parse_variables(text: str, linkage: str) -> list[Variable]:
         position = match.end()
         word = match[1]
         if word in ("global", "const", "shared", "local", "param", "reg", "tex"):
-            space = space or word  # after .ptr it is the space pointed to
+            space = space or word  # a second one, after .ptr, is the space pointed to
         elif word == "align":
             number = re.compile(r"\s*(\d+)").match(text, position)
             if number is None:
@@ -565,7 +565,7 @@ def _split_declarators(text: str) -> list[str]:
 
 
 def _initialiser_length(value: str) -> int:
-    """Elements of an array declared `[]`: those of its initialiser."""
+    """Elements of an array declared as `[]`, counted from its initialiser."""
     if value.startswith('"'):
         return len(ast.literal_eval("b" + value)) + 1
     return len(initialiser_items(value)) if value else 0

@@ -1,4 +1,4 @@
-"""Where the registers of a program lie in the engine's register file."""
+"""Allocation of a program's registers in the engine's register file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Register:
         self.region = -1
         self.first = -1
         self.last = -1
-        self.shared = True  # may share its place
+        self.shared = True  # may share its words with other registers
 
     def touch(self, index: int, region: int, *, defines: bool) -> None:
-        """Note an access by an instruction; of one instruction, sources come first.
+        """Record an access by an instruction. Sources are recorded before destinations.
 
         Args:
             index: of the instruction.
-            region: the instructions between two labels are one.
-            defines: it writes the register in all lanes that execute.
+            region: number of the stretch of instructions between two labels.
+            defines: whether it writes the register in all lanes that execute.
         """
         if self.first < 0:
             self.first, self.region = index, region
@@ -39,11 +39,11 @@ class Register:
 
 
 def place(registers: Iterable[Register]) -> int:
-    """Give registers their places. Returns the words that a warp needs for them.
+    """Allocate the registers. Returns the words that a warp needs for them.
 
-    A register that lives between two labels, where every lane that reads it has written it just
-    before, shares its place with others of its width. Each keeps a number of its own, by which the
-    engine tracks what is defined.
+    Registers that are live only between two labels, and written before they are read, share words
+    with others of their width. Each register keeps its own number, by which the engine tracks in
+    which lanes it is defined.
     """
     births: dict[int, list[Register]] = {}
     deaths: dict[int, list[Register]] = {}
@@ -67,7 +67,7 @@ def place(registers: Iterable[Register]) -> int:
             else:
                 register.offset = words
                 words += size
-        for register in deaths.get(index, ()):  # from the next instruction on
+        for register in deaths.get(index, ()):  # its words are free from the next instruction on
             free[max(register.bits, 32)].append(register.offset)
     for register in predicates:
         register.offset = words

@@ -1,4 +1,4 @@
-"""What an emulator has seen: launches, instructions, bytes, matrix operations, findings."""
+"""Reports of an emulator: launches, instructions, bytes, matrix operations, findings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Finding:
         line: the instruction's line in the PTX text.
         ptx: that line itself.
         source: "file:line" of the Python source, where the PTX has line information.
-        other_line: line of the instruction it conflicts with, if there is one.
+        other_line: PTX line of the conflicting instruction, if there is one.
         other_ptx: that line itself.
-        other_source: likewise.
+        other_source: its "file:line" of the Python source.
         cta: linear index of the CTA that executed it.
         warp: index in the CTA of the warp that executed it.
-        count: how often the same instruction was found out.
+        count: occurrences of this finding at the same instruction.
     """
 
     check: str
@@ -61,7 +61,7 @@ class FindingsError(RuntimeError):
     """A launch with findings of severity "error".
 
     Attributes:
-        findings: all of them, notes included.
+        findings: all findings of the launch, including notes.
     """
 
     def __init__(self, findings: list[Finding]) -> None:

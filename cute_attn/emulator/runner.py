@@ -1,4 +1,4 @@
-"""Running PTX by itself, on numpy arrays: most tests of the emulator do."""
+"""Running PTX without host code, on numpy arrays, as most tests of the emulator do."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .ptx import Module, parse
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory to pass to `run_ptx`, with what a plain array cannot say.
+    """Memory to pass to `run_ptx`, with properties that a plain array does not have.
 
     Attributes:
         array: a numpy array, torch tensor, bytearray or ctypes array.
         initialised: False if the kernel has to write it before it reads it.
         writable: False if the kernel may only read it.
-        name: what findings call it.
+        name: of the memory in findings.
     """
 
     array: Any
@@ -47,14 +47,14 @@ def run_ptx(
     """Run one kernel of a PTX text.
 
     Args:
-        text: the PTX, or a module that is parsed already.
-        kernel: its symbol; needed if there are several.
-        grid, block, cluster: sizes, as a number or up to three. Without `cluster` the size that
-            the kernel requires.
+        text: the PTX, or a parsed module.
+        kernel: its symbol; needed if the module has several kernels.
+        grid, block, cluster: sizes, as one to three numbers. Without `cluster` the size that the
+            kernel requires.
         args: one for each parameter: integers, floats, bytes, or arrays (see `Buffer`), whose
             addresses are passed.
         dynamic_shared: bytes.
-        machine: to run on; otherwise a new one with `options`, those of `Machine`.
+        machine: to run on; by default a new `Machine(**options)`.
     """
     module = parse(text) if isinstance(text, str) else text
     program = lower(module, engine().forms, kernel)
@@ -81,7 +81,7 @@ def pack_arguments(
 ) -> bytes:
     """The parameters of a launch as bytes. Arrays among `args` become regions of the machine.
 
-    `keep` gets the objects that have to live until the launch is over.
+    Objects that have to live until the launch is over are appended to `keep`.
     """
     if len(args) != len(program.parameters):
         raise ValueError(f"{program.name} takes {len(program.parameters)} parameters: {len(args)}")

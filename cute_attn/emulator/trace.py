@@ -21,9 +21,10 @@ class TraceEvent:
 
     Attributes:
         kind: "wait", "async", "mma" or "instant".
-        name: what is shown.
-        cta, warp: whose row; start, end: in warp-instructions.
-        detail: shown when it is selected.
+        name: the label of the interval.
+        cta, warp: the row.
+        start, end: in warp-instructions.
+        detail: shown when the interval is selected.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Variables of a module in memory, and the bits of constants."""
+"""Memory of a module's variables, and the bits of constants."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def align(value: int, alignment: int) -> int:
 
 
 class ModuleMemory:
-    """The .global and .const variables of a module: memory of this process, initialised.
+    """The .global and .const variables of a module, in initialised memory of this process.
 
-    It lives as long as the module is loaded: what kernels leave in it the next launch finds.
+    The memory lives as long as the module is loaded: a launch sees what earlier ones wrote.
     """
 
     def __init__(self, module: Module) -> None:
@@ -46,11 +46,11 @@ class ModuleMemory:
         return self._addresses[variable.name]
 
     def address(self, name: str) -> int | None:
-        """The address of a variable, or None if there is none of this name."""
+        """The address of a variable, or None if no variable has this name."""
         return self._addresses.get(name)
 
     def initialise(self, variable: Variable) -> None:
-        """Give a variable its initial value again."""
+        """Write a variable's initial value."""
         data = self._initial_bytes(variable)
         ctypes.memmove(self._addresses[variable.name], data, len(data))
 
@@ -99,11 +99,11 @@ _INTEGERS_OF_16_BITS = ("b16", "u16", "s16")
 
 
 def immediate_bits(constant: Immediate, kind: str, bits: int) -> int:
-    """A constant as 64 bits, as an instruction of type `kind` and operands of `bits` takes it.
+    """A constant as 64 bits, for an instruction of type `kind` with operands of `bits` bits.
 
-    Integers are extended by their sign, except those of 16 bits, which like all values of 16 bits
-    are extended by zeros. Floats are converted to the type of the instruction, but for 0f...: an
-    f64 instruction takes its 32 bits as the lower ones of its operand, as the assembler does.
+    Integers are sign-extended, except 16-bit ones, which are zero-extended like all 16-bit values.
+    Floats are converted to the type of the instruction. As in the assembler, a 0f... constant of an
+    f64 instruction is not converted: its 32 bits become the lower half of the operand.
     """
     value = constant.value
     if constant.kind == "int":
