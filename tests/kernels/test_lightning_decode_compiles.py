@@ -3,6 +3,7 @@ spilling a register."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -160,7 +161,7 @@ def test_the_heuristics_fill_the_tile(request_: dict[str, Any]):
 
 def fields(**changes: Any) -> dict[str, Any]:
     ((_, spec),) = plan_decode("sm_90a")
-    return {name: getattr(spec, name) for name in spec.__dataclass_fields__} | changes
+    return dataclasses.asdict(spec) | changes
 
 
 @pytest.mark.parametrize(
