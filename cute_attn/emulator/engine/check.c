@@ -1,9 +1,9 @@
-// Happens-before: vector clocks, the marks that accesses leave on memory, and what they reveal.
+// Happens-before: vector clocks, marks of accesses to memory, and the checks that compare them.
 #include "engine.h"
 #include <stdio.h>
 #include <sys/mman.h>
 
-// A mark is one access to a cell, or to parts of it: its epoch, and what it was.
+// A mark records an access to a cell or to parts of it: its epoch, and what it was.
 typedef struct {
   Clock clock;     // 0: none
   uint16_t agent;
@@ -17,7 +17,7 @@ typedef struct Cell {
   int32_t more_reads;  // first node of further reads that are not ordered with each other
 } Cell;
 
-// TMEM: all accesses are by whole groups of lanes, but for a few odd ones, which `parts` covers.
+// TMEM: almost all accesses are by whole groups of lanes; `parts` covers the others.
 #define TMEM_COLUMNS 512
 #define TMEM_GROUP 16
 #define TMEM_CELLS (128 / TMEM_GROUP * TMEM_COLUMNS)
@@ -74,8 +74,8 @@ void view_join(Emu *e, View *into, const View *from) {
   join(into->tvc, from->tvc, e->agents_used);
 }
 
-// After relaxed waits a tcgen05.fence::after_thread_sync orders tcgen05 operations, and nothing
-// else, before the thread's own: that counts where those alone matter (dealloc, exit).
+// After a relaxed wait tcgen05.fence::after_thread_sync orders only tcgen05 operations before the
+// thread's own, which suffices where only those matter (dealloc, exit).
 View view_with_fenced(Warp *w) {
   Emu *e = emu_of(w);
   View v = view_new(e);
@@ -104,7 +104,7 @@ void view_release(Warp *w, View *into) {
   w->agent_clock[AG_GENERIC]++;
 }
 
-// What comes from others is ordered before this thread's next tcgen05 operation by a fence only.
+// Only a fence orders effects of other threads before this thread's next tcgen05 operation.
 void view_acquire(Warp *w, const View *from) {
   if (!from->vc) return;
   Emu *e = emu_of(w);
@@ -115,7 +115,7 @@ void view_acquire(Warp *w, const View *from) {
     raise_to(&w->view.tvc[own], from->tvc[own]);
 }
 
-// What the warp has seen and done becomes visible to the asynchronous proxy.
+// All that the warp has done, or is ordered after, becomes visible to the asynchronous proxy.
 void proxy_fence(Warp *w) {
   Emu *e = emu_of(w);
   join(w->view.pvc, w->view.vc, e->agents_used);
@@ -128,7 +128,7 @@ static bool is_tensor_agent(const Emu *e, uint32_t agent) {
          agent % AGENTS_PER_WARP >= AG_TC;
 }
 
-// Relaxed arrivals and waits are enough between these two fences: hence fence_release, _acquire.
+// Between these two fences relaxed arrivals and waits suffice: hence fence_release, _acquire.
 void tcgen05_fence_before(Warp *w) {
   Emu *e = emu_of(w);
   join(w->fenced, w->view.vc, e->agents_used);
@@ -243,7 +243,7 @@ Access access_of(Warp *w, const Insn *I, const char *what) {
   return access_as(w, I, what, AG_GENERIC, w->agent_clock[AG_GENERIC]);
 }
 
-// Whether an agent's effects are ordered among themselves: all but bulk copies and mbarriers'.
+// Whether an agent's own effects are ordered: all are, except bulk copies and those of mbarriers.
 static bool in_order(const Emu *e, uint32_t agent) {
   if (agent >= (uint32_t)(e->nslots * e->warps_per_cta * AGENTS_PER_WARP)) return false;
   uint32_t kind = agent % AGENTS_PER_WARP;
@@ -264,12 +264,12 @@ typedef struct {
   const Access *access;
   Emu *e;
   const char *space;  // "shared memory", "TMEM" ...
-  const Cta *cta;     // shared memory and TMEM: whose
+  const Cta *cta;     // the owner of shared memory or TMEM
   const Region *region;
-  // What makes the check of a word short: the clocks in which an earlier access must be found, for
-  // writes through the generic proxy and for all others, and the accessor's own effects.
+  // Precomputed for the check of each word: the clocks that must cover an earlier access, for
+  // writes through the generic proxy and for all others, and the accessor's own agent.
   const Clock *generic_writes, *others;
-  uint32_t own_agent;  // or an impossible one, where its effects are in no order
+  uint32_t own_agent;  // an impossible one if its own effects are unordered
   Clock birth;
 } Context;
 
@@ -299,7 +299,7 @@ static const char *place(const Context *c, uint64_t word) {
   return text("%s of CTA %u", address_name(c->cta, (uint32_t)word * 4), c->cta->linear);
 }
 
-// A kernel that has no tcgen05.fence::before_thread_sync, or ::after_, at all is told so once.
+// A kernel without any tcgen05.fence::before_thread_sync, or ::after_, gets a single note.
 static bool wants_fence(Emu *e, int after) {
   int *n = &e->tcgen05_fences[after];
   if (*n == -1) {
@@ -321,7 +321,7 @@ static void report_fence(const Context *c, uint64_t word, const Mark *m, const c
                    "tcgen05.fence::before_thread_sync before it%s",
                    kind, place(c, word), a->what, agent_text(c->e, m->agent),
                    c->e->tcgen05_fences[0] < 0 ? none : "");
-    if (c->e->tcgen05_fences[1] >= 0) return;  // the other one may well be there
+    if (c->e->tcgen05_fences[1] >= 0) return;  // its own after-fence may be there
   }
   if (wants_fence(c->e, 1))
     finding(a->warp, a->insn, CK_TCGEN05, SEV_NOTE,  // one for the instruction that lacks it
@@ -360,8 +360,8 @@ static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, b
   }
 }
 
-// An access meets an earlier one that is not ordered before it: a race, unless they touch different
-// parts of the word, or both are atomic.
+// Two accesses that are not ordered: a race, unless they touch different parts of the word or both
+// are atomic.
 static __attribute__((noinline)) void collide(const Context *c, uint64_t word, const Mark *m,
                                               uint16_t parts, bool wrote, bool writes) {
   if (!(m->parts & parts) || (c->access->atomic && m->flags & MARK_ATOMIC)) return;
@@ -397,7 +397,7 @@ static void add_read(const Context *c, Cell *cell, Mark m) {
       return;
     }
   }
-  if (length >= 16) {  // forgetting one can only hide a race, never invent one
+  if (length >= 16) {  // dropping one can only hide a race, never invent one
     nodes[cell->more_reads].mark = m;
     return;
   }
@@ -490,19 +490,19 @@ void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes) {
   memset(cta->shared_init + offset, 1, bytes);
 }
 
-// What the lanes of a warp do to shared memory is in no order, but for bar.warp.sync and the barriers
-// that they wait for: Warp.sync_epoch counts both. A cell is about one epoch of one warp, and only
-// the latest write and the latest reads of the same bytes in it: forgetting can only hide a race.
+// Only bar.warp.sync and barriers that they wait for order a warp's lanes on shared memory;
+// Warp.sync_epoch counts both. A cell covers one epoch of one warp, with its latest write and the
+// latest reads of the same bytes: dropping earlier ones can only hide a race.
 typedef struct LaneCell {
   uint64_t epoch;              // from 1 on; 0: none
-  int32_t write, read;         // the instructions
+  int32_t write, read;         // instructions of the accesses
   Mask readers;
-  uint8_t warp, writer;        // the latter a lane
-  uint8_t written, read_bytes; // of the word: a bit each
+  uint8_t warp, writer;        // `writer` is a lane
+  uint8_t written, read_bytes; // one bit per byte of the word
 } LaneCell;
 
-// ldmatrix and stmatrix are by the whole warp: behind what all of its lanes have read, and in no
-// order with what one of them has written, or reads next.
+// ldmatrix and stmatrix are accesses of the whole warp: ordered after what its lanes have read, but
+// not with what one lane has written, or reads next.
 #define WHOLE_WARP 32
 
 static void report_lanes(Warp *w, const Insn *I, uint64_t word, int lane, int other,
@@ -551,8 +551,8 @@ static void lane_access(Warp *w, const Insn *I, int lane, uint64_t offset, uint3
   }
 }
 
-// Lanes `m` read or write `bytes` of their own CTA's shared memory, each from its offset on; or, as
-// one, the whole warp does.
+// Lanes `m` read or write `bytes` of their own CTA's shared memory, each from its offset on;
+// `as_one`: as one access of the whole warp.
 void lanes_access(Warp *w, const Insn *I, Mask m, const uint64_t *offsets, uint32_t bytes,
                   bool writes, bool as_one) {
   Cta *cta = w->cta;
@@ -566,7 +566,7 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   Emu *e = emu_of(a->warp);
   if (!bytes) return;
   Region *r = region_at(e, (uint64_t)p, NULL);
-  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has said so
+  if (!r || (uint64_t)p + bytes > r->base + r->size) return;  // memory.c has reported it
   uint64_t first = (uint64_t)p - r->base;
   if (r->initialised) {
     if (writes) memset(r->initialised + first, 1, bytes);
@@ -579,7 +579,7 @@ static void global_access(const Access *a, const void *p, uint64_t bytes, bool w
   // Words count from an aligned address, whatever the region's own base is.
   uint64_t skew = r->base % 4;
   if (!r->cells) {
-    // Of a tensor larger than memory only what is touched may take any.
+    // Cells are allocated on use: a tensor may be larger than this machine's memory.
     void *cells = mmap(NULL, cells_bytes(r), PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (cells == MAP_FAILED) {
@@ -655,7 +655,7 @@ void tmem_forget(Cta *cta, int column, int columns) {
 
 // ----------------------------------------------------------------------------------------- exit
 //
-// The last warp of a CTA exits: what others have done to its shared memory has to be ordered before.
+// When a CTA's last warp exits, other CTAs' accesses to its shared memory must be ordered before.
 
 static bool seen_by_all(const Cta *cta, const Mark *m) {
   for (int i = 0; i < cta->nwarps; i++)

@@ -18,14 +18,14 @@
 // open group of every lane that executes it: it holds the lane's copies up to `number`, which counts
 // instructions (cp.async) or bulk groups of the warp.
 typedef struct { uint32_t number; Mask lanes; } Commit;
-enum { COMMITS = 64 };  // as many are remembered: a wait leaves a few groups pending
+enum { COMMITS = 64 };  // the latest commits, enough as waits leave only a few groups pending
 typedef struct { Commit ring[COMMITS]; uint32_t count; } Commits;
 
 typedef struct Copy Copy;
 struct Copies {
   Commits bulk, cp;
   Copy *unfinished;                           // copies of bulk groups
-  // Of each lane the last number with a copy of its own, and the last whose sources it awaited.
+  // By lane: the last number with a copy of the lane, and the last whose sources it awaited.
   uint32_t bulk_issued[32], bulk_waited[32], cp_issued[32], cp_waited[32];
 };
 
@@ -38,7 +38,7 @@ static inline void commit_group(Commits *c, uint32_t number, Mask lanes) {
   c->ring[c->count++ % COMMITS] = (Commit){number, lanes};
 }
 
-// A lane that leaves its last `pending` groups pending waits for all copies up to this number.
+// A lane that may leave `pending` groups pending waits for all copies up to this number.
 static inline uint32_t awaited(const Commits *c, int lane, uint64_t pending) {
   uint32_t oldest = c->count > COMMITS ? c->count - COMMITS : 0;
   for (uint32_t i = c->count; i > oldest; i--) {
@@ -106,9 +106,9 @@ struct Copy {
 
 Copy *new_copy(uint32_t buffered);
 void drop_copy(Copy *c);
-// Set the CTAs that a copy into shared memory goes to, and the mbarriers that it signals, which
-// have been initialised. `multicast`: mask of CTAs, or -1. `pair`: cta_group::2, whose mbarrier may
-// be in the other CTA of the pair; with multicast the parity of its rank chooses the CTA of each pair.
+// Set the CTAs that a copy into shared memory goes to, and the initialised mbarriers that it
+// signals. `multicast`: mask of CTAs, or -1. `pair`: cta_group::2, whose mbarrier may be in the
+// other CTA of the pair; with multicast its rank's parity chooses the CTA of each pair.
 bool set_targets(Warp *w, const Insn *I, Copy *c, uint32_t to, uint32_t barrier, int multicast,
                  bool own, bool pair);
 // Whether a CTA that an operation writes to still exists; reports it if not.

@@ -1,11 +1,11 @@
-// The machine: operands, divergence, execution, launch and scheduling; and of the C interface that
-// library.py declares what makes machines and launches.
+// The machine: operands, divergence, execution, launch, scheduling, and the part of the C interface
+// (library.py) that makes machines and launches kernels.
 #include "core.h"
 
-#define SPIN_INSTRUCTIONS 50000ull        // without progress, before asynchronous effects come
-#define LIVELOCK_INSTRUCTIONS 20000000ull  // without progress, before it is called a livelock
-#define ASTRAY_INSTRUCTIONS 2000000ull  // on made-up values, before a launch is given up
-#define STARVATION_SHIFT 14  // every 2^14 instructions a divergent warp changes which lanes go first
+#define SPIN_INSTRUCTIONS 50000ull        // without progress, until asynchronous effects run
+#define LIVELOCK_INSTRUCTIONS 20000000ull  // without progress, until a livelock is reported
+#define ASTRAY_INSTRUCTIONS 2000000ull  // on made-up values, until the launch is stopped
+#define STARVATION_SHIFT 14  // every 2^14 instructions a divergent warp prefers other lanes
 
 // ----------------------------------------------------------------------- operands and registers
 
@@ -131,7 +131,7 @@ void remove_group(Warp *w, int i) {
   if (w->current >= w->ngroups) w->current = i < w->ngroups ? i : 0;
 }
 
-// Join groups at the same program counter, and choose which one goes on. False: none can.
+// Join groups at the same program counter, and choose the one to run. False: none can run.
 static bool pick_group(Warp *w) {
   for (int i = 0; i < w->ngroups; i++)
     for (int j = w->ngroups - 1; j > i; j--) {
@@ -159,7 +159,7 @@ static void warp_exits(Warp *w) {
   c->live_warps--;
   if (c->live_warps == 0) {
     c->exited = true;
-    if (c->emu->astray) c->emu->astray = c->emu->time + 1;  // it still gets on
+    if (c->emu->astray) c->emu->astray = c->emu->time + 1;  // the launch makes progress
     bool all = true;
     for (int i = 0; i < c->cluster->nctas; i++) all &= c->cluster->ctas[i]->exited;
     c->cluster->exited = all;
@@ -220,8 +220,8 @@ static Mask same_operand(Warp *w, const Operand *o, int lane, Mask m) {
   return m;
 }
 
-// One lane for each different set of operands. By the ISA every thread issues an operation of its
-// own; what the assembler makes of it issues one for the warp.
+// One lane for each different set of operands. By the ISA every thread issues its own operation,
+// but the machine code of ptxas issues one for the warp.
 static Mask issuing_lanes(Warp *w, const Insn *I, Mask m) {
   Mask left = m, chosen = 0;
   while (left) {
@@ -257,7 +257,7 @@ static void end_wait(Emu *e, Warp *w, Group *g, const Insn *I) {
   g->timed_wait = g->timed_out = false;
 }
 
-// Run up to `budget` instructions of a warp; how many were completed.
+// Run up to `budget` instructions of a warp. Returns how many were completed.
 static int run_slice(Emu *e, Warp *w, int budget) {
   int done = 0;
   for (int i = 0; i < w->ngroups; i++) w->groups[i].wait = WAIT_NONE;
@@ -317,7 +317,7 @@ void *scratch(Emu *e, int which, size_t bytes) {
 static void *zeroed(size_t bytes) { return calloc(bytes ? bytes : 1, 1); }
 
 // Registers of a thread at launch. Each quarter of an SM has its own 16384 registers and every
-// fourth warp; the assembler uses no more than 255, and the hardware allocates them by eights.
+// fourth warp; the assembler uses at most 255, and the hardware allocates them in units of 8.
 static int registers_at_launch(const Program *p, int nwarps) {
   int most = 65536 / 4 / (32 * ((nwarps + 3) / 4)), count = p->launch_registers;
   if (!count) {
@@ -337,7 +337,7 @@ static void new_warp(Cta *c, int index) {
   add_group(w, w->live, 0);
   size_t words = (size_t)p->reg_words + 8;
   w->regs = aligned_alloc(64, (words * 4 + 63) & ~(size_t)63);
-  memset(w->regs, 0xFF, words * 4);  // NaN, and the same in every run
+  memset(w->regs, 0xFF, words * 4);  // NaN, so that every run is the same
   w->defined = zeroed(sizeof(Mask) * (size_t)(p->nregs + 1));
   w->chosen = zeroed(sizeof(Mask) * (size_t)(p->nregs + 1));
   w->origin = malloc(sizeof(int32_t) * (size_t)(p->nregs + 1));
@@ -346,7 +346,7 @@ static void new_warp(Cta *c, int index) {
   w->local_init = zeroed((size_t)p->local_bytes * 32);
   w->view = view_new(e);
   w->fenced = zeroed(sizeof(Clock) * (size_t)e->nagents);
-  // Epochs go on where the slot's previous warp left off, which this one does not order.
+  // Epochs continue those of the slot's previous warp, whose effects are unordered with this one's.
   static const Clock first = 1;
   Clock *clocks = e->slot_clocks + (size_t)w->slot * AGENTS_PER_WARP;
   for (int k = 0; k < AGENTS_PER_WARP; k++) {
@@ -392,7 +392,7 @@ static Cta *new_cta(Cluster *cluster, int rank, int slot, const uint32_t id[3]) 
   c->nwarps = c->live_warps = e->warps_per_cta;
   c->shared_bytes = (uint32_t)e->program->static_shared + e->dynamic_shared;
   c->shared = aligned_alloc(1024, (c->shared_bytes + 1024 + 1023) & ~1023u);
-  memset(c->shared, 0xFF, c->shared_bytes);  // NaN, so that a result made of it shows
+  memset(c->shared, 0xFF, c->shared_bytes);  // NaN, so that its use shows in results
   c->shared_init = zeroed(c->shared_bytes);
   c->mbarrier_at = malloc(sizeof(int16_t) * (c->shared_bytes / 8 + 1));
   memset(c->mbarrier_at, 0xFF, sizeof(int16_t) * (c->shared_bytes / 8 + 1));
@@ -453,7 +453,7 @@ static void launch_cluster(Emu *e, int first_slot) {
 
 static void retire_cluster(Emu *e, int place) {
   Cluster *k = e->clusters[place];
-  for (AsyncOp *op = e->async_first; op;) {  // what is still under way goes first
+  for (AsyncOp *op = e->async_first; op;) {  // drop unfinished operations first
     AsyncOp *next = op->next;
     if (op->cta->cluster == k) {
       if (op->on_demand) retire(op);
@@ -478,7 +478,7 @@ bool cancel_cluster(Emu *e, uint32_t id[3]) {
   for (uint64_t i = at; i > e->next_cluster; i--) e->cluster_order[i] = e->cluster_order[i - 1];
   e->next_cluster++;
   e->pending_clusters--;
-  for (int i = 0; i < 3; i++) id[i] *= e->cluster_dim[i];  // of its first CTA
+  for (int i = 0; i < 3; i++) id[i] *= e->cluster_dim[i];  // the id of its first CTA
   return true;
 }
 
@@ -517,7 +517,7 @@ static void fill_slots(Emu *e) {
   }
 }
 
-// One pass over the resident warps in the schedule's order; whether anything ran.
+// One pass over the resident warps in the schedule's order. Returns whether any ran.
 static bool run_pass(Emu *e, Warp **warps, int n) {
   bool ran = false;
   if (e->schedule)
@@ -531,7 +531,7 @@ static bool run_pass(Emu *e, Warp **warps, int n) {
     if (warps[i]->exited) continue;
     int budget = e->slice;
     if (e->schedule == 1) {
-      if (emu_random(e, 4) == 0) continue;  // let others overtake
+      if (emu_random(e, 4) == 0) continue;  // let other warps overtake
       budget = 1 + (int)emu_random(e, (uint32_t)e->slice * 2);
     } else if (e->schedule == 2) {
       budget = e->slice * 64;
@@ -558,7 +558,7 @@ static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
     bool ran = run_pass(e, warps, n);
     if (e->stop) break;
     if (e->progress != last_progress) last_progress = e->progress, progress_time = e->time;
-    // Warps that spin on memory leave the machine no rest: what they wait for may be asynchronous.
+    // Warps that spin on memory always run, and may wait for a delayed asynchronous effect.
     if (e->async_count && e->time - progress_time > SPIN_INSTRUCTIONS) run_some_async(e);
     if (e->time - progress_time > LIVELOCK_INSTRUCTIONS) {
       report_deadlock(e, "livelock: warps spin, but nothing that they could wait for changes");
@@ -576,7 +576,7 @@ static void main_loop(Emu *e, int (*report)(uint64_t, uint64_t)) {
       idle = 0;
       continue;
     }
-    if (e->schedule == 1 && ++idle < 8) continue;  // warps may only have been passed over
+    if (e->schedule == 1 && ++idle < 8) continue;  // the random pass may have skipped warps
     idle = 0;
     if (e->async_count) {
       run_some_async(e);

@@ -17,17 +17,17 @@ struct Findings *findings_new(void);
 void findings_free(Emu *e);
 void trace_free(Emu *e);
 void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lanes);
-// Of no instruction: the launch itself. It ends.
+// A finding about the launch and not about an instruction. The launch ends.
 void machine_finding(Emu *e, int check, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-// What everybody waits for. The launch ends.
+// A finding that lists what each warp waits for. The launch ends.
 void report_deadlock(Emu *e, const char *title);
 
 // ------------------------------------------------------------------------------------ async.c
 
-// What the schedule wants to run now: all in the fair one, or the next stage of some operation.
+// Run what the schedule chooses: under "fair" all operations, else the next stage of some.
 void run_some_async(Emu *e);
-void retire(AsyncOp *op);       // drop it, finished or not
+void retire(AsyncOp *op);       // drop it, whether it is finished or not
 void free_async(AsyncOp *op);
 
 // ------------------------------------------------------------------------------------ check.c

@@ -10,10 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-// All of the engine but its C interface, emu_..., stays inside of the library: calls are direct.
+// Only the C interface, emu_..., is visible outside of the library, so that calls are direct.
 #pragma GCC visibility push(hidden)
 
-typedef uint32_t Mask;   // one bit a lane
+typedef uint32_t Mask;   // one bit per lane
 typedef uint32_t Clock;  // a component of a vector clock
 
 #define ALL_LANES 0xFFFFFFFFu
@@ -34,8 +34,8 @@ typedef struct ReadNode ReadNode;  // check.c
 // A form is a pattern of opcode and modifiers, with the operands it takes:
 //   "add{.rn|rz|rm|rp}{.ftz}{.sat}.f32", "d32 s32 s32"
 // .x       literal
-// {.a|b}   optional: one of these may stand here
-// (.a|b)   one of these must stand here
+// {.a|b}   optional: at most one of these
+// (.a|b)   exactly one of these
 // #        a decimal number, inside a literal: ".m64n#k16"
 // Every {} and () group, and every #, fills one entry of Insn.mod, in order of appearance: 0 for
 // absent, the 1-based index of the alternative, or the number itself.
@@ -43,9 +43,9 @@ typedef struct ReadNode ReadNode;  // check.c
 // Operands, in the order in which PTX writes them; Insn.op has one entry for each token:
 //   d32 s32    destination, source in a register of at most 32 bits (b8..b32, f16, f16x2, f32)
 //   d64 s64 d128 s128   the same for wider ones;  dp sp   predicates (sp may be negated: op.neg)
-//   dx sx      a register of any width: look at op.bits
+//   dx sx      a register of any width: op.bits tells which
 //   d32l ...   the suffix l: a list in braces, or one alone; op.count elements at list_of(w, op)
-//   d32p       "d|p": TWO entries, the register and the predicate (K_NONE where there is none)
+//   d32p       "d|p": TWO entries, the register and the predicate (K_NONE if absent)
 //   a          address "[reg+imm]", "[symbol+imm]" or "[imm]"
 //   T          tensor address "[desc, {c0, c1 ...}]": TWO entries, an address and a list s32l
 //   i          immediate;  L   label (op.imm is the index of the instruction it marks)
@@ -65,34 +65,34 @@ typedef struct {
   uint8_t kind, bits, neg, sub;
   int32_t count;  // of a list
   int32_t reg;    // word offset in Warp.regs; of a list: index in Program.operands
-  int32_t id;     // number of the register, for Warp.defined
+  int32_t id;     // register number: index in Warp.defined
   uint64_t imm;
 } Operand;  // 24 bytes; Python packs it as "<BBBBiiiQ"
 
-// What an instruction returns.
+// The results of a handler.
 enum {
-  DONE,   // go on with the next one
+  DONE,   // go on with the next instruction
   JUMP,   // the instruction has set the program counters itself
-  BLOCK,  // come back to it later: it called wait_for(); Warp.step tells how far it had come
+  BLOCK,  // it called wait_for() and runs again later; Group.step is its progress
 };
 typedef int (*Exec)(Warp *w, const Insn *I, Mask m);
 
 typedef struct { const char *pattern, *operands; Exec exec; unsigned flags; } Form;
-int exec_nothing(Warp *w, const Insn *I, Mask m);  // control.c: of what has no effect here
+int exec_nothing(Warp *w, const Insn *I, Mask m);  // control.c: instructions without effect here
 enum {
-  // The handler is called even when no lane's guard holds.
+  // The handler is called even when the guard is false in all lanes.
   F_ALWAYS = 1,
   // .sync.aligned: the engine makes sure that all live lanes of the warp arrive together.
   F_ALIGNED = 2,
-  // Sources may be undefined without a finding: the handler propagates it (mov, selp).
+  // Undefined sources are no finding: the handler propagates them (mov, selp).
   F_PROPAGATE = 4,
   // Ends a time slice: other warps see the effect (barriers, fences, exit).
   F_YIELD = 8,
   // Issued on the uniform datapath: lanes with the same operands issue one operation together.
   F_UNIFORM = 16,
-  // Arithmetic: what it makes of an undefined value is undefined, and no finding. Set by program.c.
+  // Arithmetic: results of undefined values are undefined, without a finding. Set by program.c.
   F_PURE = 32,
-  F_BRANCH = 64,  // on its guard, which may be one of several values that the program chooses from
+  F_BRANCH = 64,  // a guard with a chosen value (Warp.chosen) gives only a note
 };
 
 struct Insn {
@@ -102,7 +102,7 @@ struct Insn {
   int32_t guard_id;
   uint8_t guard_neg, nops;
   uint16_t flags;
-  uint8_t ndest;      // its first operands, which it writes
+  uint8_t ndest;      // number of destinations, which come first
   int16_t mod[12];
   int32_t form, line;         // index of the form; line of the PTX text
   int32_t file, source_line;  // of .loc; -1 where there is none
@@ -112,12 +112,12 @@ struct Insn {
 typedef struct {
   Insn *code; int ncode;
   Operand *operands; int noperands;
-  int nregs, reg_words;      // registers, and 32-bit words a warp needs for them
+  int nregs, reg_words;      // registers, and the 32-bit words of a warp for them
   int local_bytes, param_bytes, static_shared;
   int reqntid, maxnreg;      // 0 where not given
   int arch;                  // 80, 90, 100 ...
-  int launch_registers;      // of a thread, as assembled; 0 if that is not known
-  bool keeps_registers;      // the assembler has left out setmaxnreg
+  int launch_registers;      // of a thread, from the machine code; 0 if that is not known
+  bool keeps_registers;      // the assembler has dropped setmaxnreg
   const char *name;
 } Program;
 
@@ -157,8 +157,7 @@ typedef struct { uint64_t base, size; const char *name; uint8_t *initialised; st
 //
 // Every ordered sequence of effects is an agent with a component in all vector clocks: the
 // threads of a warp (AG_GENERIC), each of a warp's asynchronous queues, and each mbarrier (its
-// clock counts completed phases: what a copy that signals it has written is known to whoever has
-// observed that phase).
+// clock counts completed phases: a wait for a phase orders the writes of copies that signal it).
 enum {
   AG_GENERIC,
   AG_CP_ASYNC,    // cp.async of the warp: clock = number of the operation
@@ -169,30 +168,30 @@ enum {
   AG_TMEM_LD, AG_TMEM_ST,
   AGENTS_PER_WARP
 };
-#define MBARRIERS_PER_CTA 128  // agents set aside for them in each CTA slot
+#define MBARRIERS_PER_CTA 128  // agents reserved for them in each CTA slot
 
 typedef struct {
-  Clock *vc;   // what is ordered before the next effect
-  Clock *pvc;  // of that, what the asynchronous proxy sees as well (proxy fences)
-  // Of vc, what tcgen05 operations are ordered after (tcgen05 fences). Of a view that is released:
-  // what tcgen05.fence::before_thread_sync or a commit has prepared for the fence on the other side.
+  Clock *vc;   // effects ordered before the next effect
+  Clock *pvc;  // the part of vc that the asynchronous proxy sees (proxy fences)
+  // The part of vc that tcgen05 operations are ordered after (tcgen05 fences). In a released view:
+  // the part that tcgen05.fence::before_thread_sync or a commit covers, for a fence after the wait.
   Clock *tvc;
 } View;
 
-// What an access is checked against, and the mark that it leaves. `view` is what is ordered
-// before it; (agent, clock) is the epoch that it gets.
+// An access to check and to record. `view` holds the effects ordered before it; (agent, clock) is
+// its epoch.
 typedef struct {
   const View *view;
   uint32_t agent;
-  Clock clock, birth;  // effects of the same agent since `birth` are in order by themselves
+  Clock clock, birth;  // effects of the same agent since `birth` are ordered
   uint8_t async;       // through the asynchronous proxy (TMA, wgmma, tcgen05)
   uint8_t tensor;      // a tcgen05 operation: ordered by view->tvc on TMEM
-  uint8_t lazy;        // what nothing has written is left to whoever depends on it
+  uint8_t lazy;        // unwritten bytes are no finding: the destination becomes undefined
   uint8_t atomic;      // a strong or atomic operation: does not race with others of its kind
   const Insn *insn;
-  Warp *warp;          // who issued it; for messages
+  Warp *warp;          // the issuing warp; for messages
   const char *what;    // "TMA load", "store" ...; for messages
-  // Of a store whose data are not in memory yet: whether the word there will stay what it is.
+  // For a store whose data are not in memory yet: whether it leaves the word unchanged.
   bool (*unchanged)(const void *data, const uint8_t *word);
   const void *data;
 } Access;
@@ -210,7 +209,7 @@ enum { SEV_ERROR, SEV_NOTE };
 #define MAX_WARPS 32
 #define MAX_NAMED_BARRIERS 16
 
-// What a warp or a group of its lanes waits for; for reports.
+// The object that a warp or a group of its lanes waits for; for reports.
 typedef enum {
   WAIT_NONE, WAIT_MBARRIER, WAIT_NAMED_BARRIER, WAIT_CLUSTER_BARRIER, WAIT_CONVERGENCE,
   WAIT_CP_ASYNC, WAIT_BULK_GROUP, WAIT_WGMMA, WAIT_TMEM_ALLOC, WAIT_TCGEN05, WAIT_REGISTERS,
@@ -224,11 +223,11 @@ typedef struct {
   int32_t step;          // progress inside a blocking instruction; 0 when it starts
   uint64_t note[2];      // for the blocking instruction, while it blocks
   WaitKind wait;         // WAIT_NONE: can run
-  WaitKind waited;       // what it last waited for
+  WaitKind waited;       // the previous wait
   uint64_t wait_object;  // address of the barrier, number of the group ...
   uint64_t wait_detail;  // phase awaited ...
-  bool timed_wait;       // may give up (try_wait): woken when nothing else can run
-  bool timed_out;        // set by the scheduler when it gave up
+  bool timed_wait;       // may time out (try_wait): woken when nothing else can run
+  bool timed_out;        // set by the scheduler on a time-out
   uint64_t wait_since;
 } Group;
 
@@ -236,28 +235,28 @@ typedef struct {
 #define SIGNALS 8
 typedef struct {
   const Insn *insn;
-  const Cta *cta;        // whose; only compared
+  const Cta *cta;        // only compared
   int rank;
-  uint32_t warps;        // one bit a warp
-  Clock phase;           // the latest in which it did
+  uint32_t warps;        // one bit per warp
+  Clock phase;           // its latest phase with such a signal
 } Signal;
 
 struct Mbarrier {
   uint32_t offset;       // in shared memory, without rank and base
   bool valid;
-  int32_t expected;      // arrivals a phase
+  int32_t expected;      // arrivals per phase
   int32_t pending;       // arrivals still missing in the current phase
   int64_t tx;            // bytes still to come
-  int64_t received;      // that have come in the current phase
+  int64_t received;      // bytes of the current phase so far
   Clock phase;           // completed phases since init
   Clock clock;           // completed phases ever (the agent's clock)
   uint32_t agent;
-  View next;             // what completes with the current phase
-  View done;             // what the completed phases have published
+  View next;             // published when the current phase completes
+  View done;             // published by the completed phases
   Clock init_clock;      // of the initialisation, an event of the barrier's own agent
   int init_warp;
   const Insn *init_insn;
-  const Insn *expect_insn;  // the latest to expect bytes
+  const Insn *expect_insn;  // the latest expect_tx
   int nsignals;
   Signal signals[SIGNALS];  // the latest last
 };
@@ -265,11 +264,11 @@ struct Mbarrier {
 typedef struct {
   int expected, arrived;   // threads
   uint64_t generation;
-  uint32_t warps;          // that have arrived, one bit a warp
-  uint32_t warps_before;   // that did in the last generation
+  uint32_t warps;          // arrived in this generation, one bit per warp
+  uint32_t warps_before;   // arrived in the last generation
   View next;
-  const Insn *first;       // that arrived in this generation
-  Mask gathered[MAX_WARPS];  // lanes that have come to an unaligned barrier
+  const Insn *first;       // the first arrival of this generation
+  Mask gathered[MAX_WARPS];  // lanes that wait for their warp at an unaligned barrier
   int threads, true_threads;
   bool red;
   bool all;                // no thread count was given: exited warps do not count
@@ -283,22 +282,22 @@ struct Warp {
   int ngroups, current;    // groups[current] is executing
   Group groups[32];
   uint32_t *regs;          // word offsets of Operand.reg
-  Mask *defined;           // a register, by Operand.id: lanes whose value is defined
-  // Of the others those whose value is one of several that are defined, of which an undefined
-  // condition has chosen it (selp): which way a branch on it goes is open, but bounded.
+  Mask *defined;           // by Operand.id: lanes in which the register is defined
+  // Undefined lanes whose value selp has chosen among defined ones by an undefined condition. A
+  // branch on such a value is only a note.
   Mask *chosen;
-  AsyncOp **pending;       // a register: the operation still to write it, or NULL
-  int npending;            // registers with one
+  AsyncOp **pending;       // by Operand.id: the operation that will still write it, or NULL
+  int npending;            // registers with a pending operation
   uint8_t *local;          // 32 x local_bytes
   uint8_t *local_init;     // same layout: 1 where written
-  Mask carry;              // of add.cc and its kind
+  Mask carry;              // of add.cc and similar instructions
   Mask tainted;            // lanes in which the current instruction has read an undefined value
-  Mask tainted_raw;        // of these, lanes in which it was not a chosen one
-  int32_t taint_origin;    // the instruction that the value comes from, or -1
-  int32_t *origin;         // the same for each register that is not defined
-  int32_t *unfenced;       // a register: set when written since the last wgmma.fence (NULL: off)
+  Mask tainted_raw;        // of these, the lanes in which the value was not a chosen one
+  int32_t taint_origin;    // the instruction that the undefined value comes from, or -1
+  int32_t *origin;         // the same for each undefined register
+  int32_t *unfenced;       // by Operand.id: written since the last wgmma.fence (NULL: not tracked)
   View view, fence_release, fence_acquire;   // the latter two: check.c, for fences
-  Clock *fenced;           // of view.vc, what tcgen05.fence::before_thread_sync has been behind
+  Clock *fenced;           // view.vc at the last tcgen05.fence::before_thread_sync
   Clock agent_clock[AGENTS_PER_WARP], agent_birth[AGENTS_PER_WARP];
   // asynchronous queues of the warp
   uint64_t cp_issued, cp_done, cp_committed[64]; int cp_groups;       // cp.async
@@ -306,7 +305,7 @@ struct Warp {
   uint64_t wgmma_group;
   int registers;           // of each thread (setmaxnreg)
   uint64_t executed;       // warp-instructions
-  uint64_t sync_epoch;     // counts what orders the lanes' accesses: bar.warp.sync, barriers
+  uint64_t sync_epoch;     // counts bar.warp.sync and barriers, which order the lanes' accesses
   Mask cluster_arrived, cluster_unwaited;
   int register_changes;
   struct Copies *copies;   // copy.h
@@ -324,16 +323,16 @@ struct Cta {
   Warp *warps;
   uint8_t *shared;         // shared_bytes
   uint32_t shared_bytes;   // static and dynamic; offset 0 is address SHARED_BASE
-  uint8_t *shared_init;    // a byte each: 1 where written
-  uint8_t *shared_chosen;  // 1 where a chosen value was (Warp.chosen); NULL: nowhere
-  struct Cell *shared_cells;  // one a word
-  struct LaneCell *lane_cells;  // likewise: of the lanes of a warp
+  uint8_t *shared_init;    // per byte: 1 where written
+  uint8_t *shared_chosen;  // per byte: 1 where a chosen value is (Warp.chosen); NULL: nowhere
+  struct Cell *shared_cells;  // one per word
+  struct LaneCell *lane_cells;  // one per word, for races between the lanes of a warp
   NamedBarrier bars[MAX_NAMED_BARRIERS];
   Mbarrier *mbarriers; int nmbarriers;   // looked up by find_mbarrier
   int16_t *mbarrier_at;    // index by offset / 8, or -1
   struct Tmem *tmem;       // tcgen05.h
   struct Cell *tmem_cells; uint16_t *tmem_init;  // check.c: [groups of 16 lanes][columns]
-  int register_pool;       // registers left of the SM's, per setmaxnreg
+  int register_pool;       // registers of the SM that setmaxnreg can still take
   bool cancel_failed_seen;
   bool exited;
 };
@@ -350,9 +349,9 @@ struct Cluster {
 
 // ------------------------------------------------------------------------- asynchronous work
 //
-// An operation runs in stages (say: read the source, write the destination and signal). When each
-// stage runs is the schedule's choice; operations with the same `queue` (not 0) run a stage only
-// after all earlier ones of that queue have run it. Free what `data` holds in `release`.
+// An operation runs in stages, such as: read the source, write the destination and signal. The
+// schedule chooses when each stage runs; operations with the same `queue` (not 0) run a stage only
+// after all earlier ones of that queue have run it. `release` frees the contents of `data`.
 struct AsyncOp {
   AsyncOp *next, *previous;
   uint64_t number, queue;
@@ -365,15 +364,15 @@ struct AsyncOp {
   Access access;                  // prepared: view, agent, clock, async = 1, insn, warp, what
   uint64_t issued;
   void *data;
-  int holders;                    // registers that are pending on it: it is kept as long
+  int holders;                    // registers that are pending on it, which keep it alive
   bool finished;
-  bool on_demand;                 // run by force() alone, never by the schedule
+  bool on_demand;                 // run only by force(), never by the schedule
 };
 
 typedef struct { uint64_t start, end; int32_t kind, cta, warp, insn; uint64_t object, detail; } Event;
 
-// Machines run in threads of their own, so that whatever an instruction writes is a machine's.
-// Working memory that is kept from one instruction to the next:
+// Machines run in threads of their own, so instructions write only memory of their machine. These
+// are pieces of working memory that are kept from one instruction to the next:
 enum { SCRATCH_NUMERICS, SCRATCH_LATEST = SCRATCH_NUMERICS + 6, SCRATCH_WGMMA, SCRATCH_TCGEN05,
        SCRATCH_TOUCHED, SCRATCH_COUNT };
 
@@ -386,7 +385,7 @@ struct Emu {
   int num_sms, slice;
   uint64_t seed, rng;
   bool spurious_cancel, tracing;
-  int tcgen05_fences[2];  // before and after: how many; -1: not counted yet, -2: none, and said so
+  int tcgen05_fences[2];  // number before, after; -1: not counted yet, -2: none, and reported
   int numerics;                    // of tensor cores: 0 fast float, 1 bit-accurate
   int max_findings;
   // launch
@@ -395,7 +394,7 @@ struct Emu {
   uint8_t *params;
   // machine
   int warps_per_cta, nslots;
-  int nagents, agents_used;               // room for, and so far handed out
+  int nagents, agents_used;               // capacity, and handed out so far
   struct { uint32_t agent; Clock clock; } *free_agents; int nfree_agents;
   Cluster **clusters; int nclusters;      // resident
   uint64_t next_cluster, total_clusters;  // work distributor; order in cluster_order
@@ -404,8 +403,8 @@ struct Emu {
   Region *regions; int nregions;
   AsyncOp *async_first, *async_last; uint64_t async_count, async_number;
   uint64_t time;                          // warp-instructions so far
-  uint64_t progress;                      // counts effects that others may wait for
-  uint64_t astray;                        // core.c: since when it may run on made-up values; 0: not
+  uint64_t progress;                      // counts effects that other warps may wait for
+  uint64_t astray;                        // time since it may run on made-up values (core.c), or 0
   bool stop;                              // set by a fatal finding
   // counters
   uint64_t *executed;                     // by instruction
@@ -416,9 +415,9 @@ struct Emu {
   struct SyncTable *sync;                 // release/acquire on memory words (check.c)
   struct Trace *trace;
   struct Output *output;                  // of printf
-  Clock *slot_clocks;                     // where each slot's agents stand
+  Clock *slot_clocks;                     // clocks of each slot's agents
   struct { ReadNode *nodes; int32_t count, room, free; } reads;  // check.c
-  int latest_region;                      // that region_at has found
+  int latest_region;                      // found by region_at
   struct { void *memory; size_t size; } scratch[SCRATCH_COUNT];
 };
 enum {  // Emu.counters; names are COUNTER_NAMES in program.c, same order
@@ -434,9 +433,9 @@ static inline bool checking(const Emu *e, int check) { return e->checks >> check
 
 // ---------------------------------------------------------------------------- operands (inline)
 //
-// Sources come as 32 lanes: straight from the register file, or in `buffer` for anything else.
-// 16-bit values stand zero-extended in 32-bit lanes. A read of an undefined lane is a finding
-// (undefined_read), as is one of a register that an asynchronous operation has still to write.
+// Sources are 32 lanes: a pointer into the register file, or in `buffer` for anything else.
+// 16-bit values are zero-extended in 32-bit lanes. A read of an undefined lane is a finding
+// (undefined_read), as is one of a register that an asynchronous operation will still write.
 
 void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes);   // report.c
 void pending_read(Warp *w, const Insn *I, const Operand *o);                 // async.c
@@ -528,7 +527,7 @@ static inline void putp_of(Warp *w, const Insn *I, const Operand *o, Mask m, Mas
 #define PUT32(k, v) put32_of(w, I, &I->op[k], m, v)
 #define PUT64(k, v) put64_of(w, I, &I->op[k], m, v)
 #define PUTP(k, v) putp_of(w, I, &I->op[k], m, v)
-// 128-bit registers: 4 words a lane, lane l's at regs[reg + 4*l].
+// 128-bit registers: 4 words per lane, lane l's at regs[reg + 4*l].
 static inline uint32_t *reg128(Warp *w, const Operand *o) { return w->regs + o->reg; }
 // For F_PROPAGATE: lanes in which a source is defined.
 static inline Mask defined_in(Warp *w, const Operand *o) {
@@ -538,7 +537,7 @@ static inline Mask defined_in(Warp *w, const Operand *o) {
 static inline Mask chosen_in(Warp *w, const Operand *o) {
   return o->kind == K_REG || o->kind == K_PRED ? w->chosen[o->id] : 0;
 }
-// `chosen`: of the lanes that are not defined.
+// `chosen` counts only in lanes that are not defined.
 static inline void set_chosen(Warp *w, const Operand *o, Mask m, Mask defined, Mask chosen) {
   if (o->kind != K_REG && o->kind != K_PRED) return;
   w->defined[o->id] = (w->defined[o->id] & ~m) | (defined & m);
@@ -553,22 +552,22 @@ static inline void set_defined(Warp *w, const Operand *o, Mask m, Mask defined) 
 static inline void read_policy(Warp *w, const Insn *I, const Operand *o, Mask m) {
   if (o->kind == K_REG) check_read(w, I, o, m);
 }
-// The address an `a` operand stands for, per lane, as the instruction's state space writes it
-// (shared: 32 bits with rank; local: offset; generic and global: 64 bits).
+// The address of an `a` operand per lane, in the form of the instruction's state space (shared: 32
+// bits with rank; local: offset; generic and global: 64 bits).
 void addresses_of(Warp *w, const Insn *I, const Operand *o, Mask m, uint64_t out[32]);  // core.c
 
 // --------------------------------------------- services of core.c, report.c and async.c
 
-// Report. `check` is a CK_ value; the text needs no position, which is added. A finding with the
+// Report a finding. `check` is a CK_ value; the position is added to the text. A finding with the
 // same check, instruction and `other` is counted, not repeated.
 void finding(Warp *w, const Insn *I, int check, int severity, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
 void finding_with(Warp *w, const Insn *I, const Insn *other, int check, int severity,
                   const char *format, ...) __attribute__((format(printf, 6, 7)));
-// Report, and end the launch after this instruction: state is beyond repair.
+// Report a finding after which the launch cannot go on, and end it after this instruction.
 void fatal(Warp *w, const Insn *I, int check, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
-// Working memory of at least `bytes`, aligned to 64 and zero at first; when it grows, again.
+// Working memory of at least `bytes`, aligned to 64; zeroed when it is made or grows.
 void *scratch(Emu *e, int which, size_t bytes);
 // printf into a ring of buffers of the thread, for parts of messages.
 const char *text(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -598,7 +597,7 @@ bool live_cta(const Cta *cta);
 // `agent_kind` (an AG_ value of warp w) at `clock`; set run, stages, queue and data, then submit.
 AsyncOp *new_async(Warp *w, const Insn *I, const char *what, int agent_kind, Clock clock);
 void submit(AsyncOp *op);
-// Run what is left of an operation, and of those before it in its queue, now.
+// Run the remaining stages of an operation, and of those before it in its queue, now.
 void force(AsyncOp *op);
 static inline uint32_t agent_of(const Warp *w, int kind) {
   return (uint32_t)w->slot * AGENTS_PER_WARP + kind;
@@ -617,10 +616,10 @@ void trace_event(Emu *e, int kind, const Warp *w, const Insn *I, uint64_t start,
 
 // --------------------------------------------------------------------------- memory (memory.c)
 
-// CTA and offset that a shared address means, seen from w's CTA; NULL if there is none.
+// CTA and offset of a shared address, as seen from w's CTA; NULL if there is none.
 Cta *shared_target(Warp *w, uint32_t address, uint32_t *offset);
 // Host pointers for `bytes` at an address, or NULL after a finding (bounds, alignment).
-// `I` names the culprit in messages. offset counts from the start of the CTA's shared memory.
+// Findings name `I`. `offset` counts from the start of the CTA's shared memory.
 uint8_t *shared_pointer(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32_t bytes,
                         uint32_t alignment);
 uint8_t *global_pointer(Warp *w, const Insn *I, uint64_t address, uint64_t bytes,
@@ -645,7 +644,7 @@ void shared_write(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
 Region *region_at(Emu *e, uint64_t address, int *below);
 void global_read(const Access *a, const void *p, uint64_t bytes);
 void global_write(const Access *a, const void *p, uint64_t bytes);
-void region_forget(Region *r);  // who accessed it
+void region_forget(Region *r);  // drop the record of accesses to it
 // TMEM of a CTA: `lanes` x `columns` words from (lane, column).
 void tmem_read(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
 void tmem_write(const Access *a, Cta *cta, int lane, int column, int lanes, int columns);
@@ -656,7 +655,7 @@ View view_new(Emu *e);
 void view_free(View *v);
 void view_clear(Emu *e, View *v);
 void view_copy(Emu *e, View *into, const View *from);
-View view_with_fenced(Warp *w);  // a copy, with what only tcgen05 fences order
+View view_with_fenced(Warp *w);  // a copy that includes what only tcgen05 fences order
 void view_join(Emu *e, View *into, const View *from);
 // Component-wise maximum of one agent, in all three clocks.
 void view_add(View *v, uint32_t agent, Clock clock);
@@ -665,9 +664,9 @@ void view_add(View *v, uint32_t agent, Clock clock);
 void view_release(Warp *w, View *into);
 void view_acquire(Warp *w, const View *from);
 void proxy_fence(Warp *w);                 // fence.proxy.async, mbarrier_init fence: pvc = vc
-void tcgen05_fence_after(Warp *w);         // tvc = what has been fenced before
+void tcgen05_fence_after(Warp *w);         // tvc = what earlier before-fences cover
 void tcgen05_fence_before(Warp *w);        // fenced = vc
-int tcgen05_fences(const Program *p, int after);  // tcgen05_copy.c: how many of these fences it has
+int tcgen05_fences(const Program *p, int after);  // tcgen05_copy.c: number of these fences
 // Synchronisation through memory words (flags, semaphores): call on strong accesses.
 // order: 0 relaxed/volatile, 1 acquire, 2 release, 3 acq_rel / seq_cst.
 void sync_read(Warp *w, const void *host_address, int order);
@@ -686,15 +685,15 @@ void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes);
 Mbarrier *find_mbarrier(Warp *w, const Insn *I, Cta *cta, uint32_t offset);
 void mbarrier_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count);
 void mbarrier_expect_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes);
-// The mbarrier that an asynchronous operation signals next, or NULL after a finding. What it reads
-// and writes from now on belongs to the barrier's current phase: whoever waits for that has seen it.
+// The mbarrier that an asynchronous operation signals next, or NULL after a finding. Its
+// later accesses belong to the current phase of the barrier: a wait for that phase orders them.
 Mbarrier *signalled_mbarrier(AsyncOp *op, Cta *cta, uint32_t offset);
-// For asynchronous operations: `from` is published with the phase.
+// These two are for asynchronous operations: the phase publishes `from`.
 void mbarrier_complete_tx(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int64_t bytes,
                           const View *from);
 void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int count,
                            const View *from, uint32_t agent, Clock clock);
-// Who has signalled it, and when; for reports.
+// The signals that it has received; for reports.
 const char *mbarrier_history(const Cta *cta, const Mbarrier *b);
 const char *warps_text(uint32_t warps);   // "warps 0, 4 to 7"
 
@@ -702,10 +701,10 @@ const char *warps_text(uint32_t warps);   // "warps 0, 4 to 7"
 void tmem_new(Cta *cta);
 void tmem_delete(Cta *cta);        // reports what is still allocated
 // ---------------------------------------------------------------------- CLC (launch_control.c)
-// The work distributor's side: cancel a cluster not yet launched; false: none left.
+// Cancel a cluster that has not been launched; false: none is left.
 bool cancel_cluster(Emu *e, uint32_t id[3]);   // core.c
 
-// -------------------------------------------------------------- what core.c asks of the families
+// --------------------------------------------- functions of the families that core.c calls
 int call_external(Warp *w, const Insn *I, Mask m, const char *name, const Operand *arguments,
                   int count, const Operand *result);   // external.c: vprintf, __assertfail
 const char *output_text(Emu *e);                       // external.c

@@ -4,17 +4,17 @@
 
 #include "engine.h"
 
-#define K_BYTES 32  // of a row of an operand in one operation, whatever its type
+#define K_BYTES 32  // bytes of K in one operation, for every type
 
-// A swizzle permutes the atoms of 1 << shift bytes within each line of 128 bytes: it adds (xor) the
-// number of the line, as far as `mask` goes, to the number of the atom.
+// A swizzle permutes the atoms of 1 << shift bytes within each line of 128 bytes: it xors the
+// number of the line, masked by `mask`, into the number of the atom.
 typedef struct { uint32_t mask, shift; } Swizzle;
 
 // The pattern that repeats after `width` bytes: 16 (none), 32, 64 or 128.
 static inline Swizzle swizzle_of(uint32_t width, uint32_t shift) {
   return (Swizzle){(width >> shift) - 1, shift};
 }
-// `base`: the line that counts as the first.
+// `base`: the number of the first line of the pattern.
 static inline uint32_t swizzled(Swizzle s, uint32_t address, uint32_t base) {
   return address ^ (((address >> 7) - base) & s.mask) << s.shift;
 }

@@ -7,7 +7,7 @@
 
 #pragma GCC visibility push(hidden)
 
-#define MAX_ACCESS 32  // bytes a lane, of one instruction
+#define MAX_ACCESS 32  // bytes per lane and instruction
 
 // ---------------------------------------------------------------- lanes of an access, in batches
 //
@@ -18,7 +18,7 @@
 typedef struct {
   Space space;
   Cta *cta;         // of shared memory; at[] are then offsets
-  bool one_region;  // of global memory: it may be looked at in longer runs
+  bool one_region;  // of global memory: checks may take longer runs at once
   uint8_t *origin;
   uint64_t at[32];
   Mask m;
@@ -28,8 +28,8 @@ typedef struct {
   Warp *w;
   const Insn *I;
   Space space;
-  Mask left, dropped;  // lanes not yet seen; lanes without memory behind their address
-  uint32_t bytes;      // a lane
+  Mask left, dropped;  // lanes still to be served; lanes whose address is not in any memory
+  uint32_t bytes;      // per lane
   bool write;
   bool own_cta;        // the state space is .shared::cta
   uint64_t a[32];
@@ -39,17 +39,17 @@ static inline uint8_t *host_of(const Batch *b, int lane) { return b->origin + b-
 
 void start_access(Cursor *c, Warp *w, const Insn *I, const Operand *address, Mask m, Space space,
                   uint32_t bytes, bool write);
-// The next lanes that can be served together. False: all have been.
+// The next lanes that can be served together. False: all lanes have been served.
 bool next_batch(Cursor *c, Batch *b);
 
 // --------------------------------------------------------------------------- checks and counters
 
-// What an instruction does. One that both reads and writes is checked for races as a write, which
-// finds at least what a read would.
+// An instruction that both reads and writes is checked for races as a write, which finds at least
+// what a read would.
 enum { READS = 1, WRITES = 2 };
 
 // Report an access to the happens-before checker and count its wavefronts or sectors. Returns
-// the number of different addresses, or 0 where nothing asked for it.
+// the number of different addresses, or 0 if no check needs it.
 int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int kind,
              const Access *access);
 // Synchronisation through the words that a strong operation reads or writes.

@@ -18,11 +18,11 @@ typedef enum {
 typedef enum { UNIT_MMA, UNIT_WGMMA, UNIT_TCGEN05 } MmaUnit;
 
 // A block of `block_k` products is summed together with the accumulator in fixed point: each
-// product, with exponent e(a) + e(b) and a significand in [0, 4), and the accumulator are cut to
-// `fraction_bits` below the largest of these exponents (zeros have none). The exact sum is then
+// product, with exponent e(a) + e(b) and a significand in [0, 4), and the accumulator are truncated
+// to `fraction_bits` below the largest of these exponents (zeros have none). The exact sum is then
 // rounded to the accumulator's format: towards zero to `result_bits` fraction bits of f32, or to
-// nearest f16; zero is always positive. Seen on an H100 and an H200: bit for bit the same for all
-// that sm_90 has. Other generations are as published (MMA-Sim, arXiv 2511.10909).
+// nearest f16; zero is always positive. This agrees bit for bit with an H100 and an H200 for all
+// types of sm_90. Other generations are as published (MMA-Sim, arXiv 2511.10909).
 typedef struct {
   bool exact;           // false: plain f32 arithmetic, in the order of k
   int block_k, fraction_bits, result_bits;
@@ -46,7 +46,7 @@ Numerics numerics_of(Emu *e, MmaUnit unit, FloatType a, FloatType b, bool f16_ac
 void mma_tile(const Numerics *n, int M, int N, int K, const float *A, const float *B, float *D,
               bool accumulate);
 
-// The same, faster if the last call had the same B: same address, unchanged, same N and K.
+// The same, faster if B (address and contents), N and K are those of the last call.
 void mma_tile_again(const Numerics *n, int M, int N, int K, const float *A, const float *B,
                     float *D, bool accumulate);
 

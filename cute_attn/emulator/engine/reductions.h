@@ -1,5 +1,5 @@
-// Reductions of elements in memory and registers, each once: atom and red, red.async,
-// cp.reduce.async, redux and tcgen05.ld.red take theirs from here.
+// Reductions of elements in memory and registers, for atom and red, red.async, cp.reduce.async,
+// redux and tcgen05.ld.red.
 #ifndef CUTE_ATTN_REDUCTIONS_H
 #define CUTE_ATTN_REDUCTIONS_H
 
@@ -10,7 +10,7 @@
 // From OP_ADD to OP_XOR in the order of REDUCTIONS.
 typedef enum {
   OP_COPY, OP_ADD, OP_MIN, OP_MAX, OP_INC, OP_DEC, OP_AND, OP_OR, OP_XOR,
-  OP_MIN_NUMBER, OP_MAX_NUMBER, OP_MIN_NAN, OP_MAX_NAN,  // of f32 in registers; which one wins
+  OP_MIN_NUMBER, OP_MAX_NUMBER, OP_MIN_NAN, OP_MAX_NAN,  // of f32: a number or a NaN wins
   OP_COUNT
 } ReduceOp;
 static inline ReduceOp f32_extreme(bool max, bool nan_wins) {

@@ -3,8 +3,7 @@
 #ifndef CUTE_ATTN_SCALAR_H
 #define CUTE_ATTN_SCALAR_H
 
-// Nobody looks at the host's exception flags; to preserve them would keep loops from being
-// vectorised.
+// The host's exception flags are not used, and preserving them would prevent vectorisation.
 #pragma GCC optimize("no-trapping-math")
 
 #include "engine.h"

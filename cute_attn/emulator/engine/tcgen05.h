@@ -24,7 +24,7 @@ typedef struct {
 
 typedef struct {
   bool filled, in_tmem;
-  uint64_t a;  // the descriptor, or TMEM address, that it was filled from
+  uint64_t a;  // descriptor or TMEM address that it was filled from
 } Collector;
 
 typedef struct {
@@ -65,10 +65,10 @@ void check_single_thread(Warp *w, const Insn *I, Mask m, const char *what);
 AsyncOp *issue_tcgen05(Warp *w, const Insn *I, const char *what, int lane, void *data,
                        void (*run)(AsyncOp *, int));
 
-// The matrix that a descriptor stands for; false after a finding that leaves nothing to read.
+// The matrix of a descriptor; false after a finding if the matrix cannot be read.
 bool read_matrix(Warp *w, const Insn *I, uint64_t descriptor, const char *name, Matrix *m);
 
-// Units of 16 bytes of a CTA's shared memory that an operand takes, to check them in long spans.
+// Units of 16 bytes of a CTA's shared memory that an operand reads, to check them in long spans.
 typedef struct {
   uint64_t bits[(1 << 18) / 16 / 64];
   int low, high;
@@ -91,7 +91,7 @@ static inline const uint8_t *fetch(Touched *touched, Cta *cta, uint32_t address)
 }
 
 Touched *fetch_begin(const Cta *cta);
-// Check what has been fetched since.
+// Check what has been fetched since fetch_begin.
 void fetch_end(Touched *touched, const Access *access, Cta *cta, const char *name);
 
 #pragma GCC visibility pop
