@@ -1,8 +1,7 @@
-"""A cache of compiled CuTe DSL kernels: bytes, keys, locks and loading. It knows no kernel.
+"""A cache of compiled CuTe DSL kernels. It contains no code of a particular kernel.
 
-A kernel is named by a `KernelDef` and specialised by a frozen dataclass; `get`
-returns its compiled function. A hit needs neither the compiler nor a linker, only the DSL's
-runtime library.
+A `KernelDef` names a kernel, and a frozen dataclass specialises it; `get` returns the compiled
+function. A hit needs neither the compiler nor a linker, only the DSL's runtime library.
 See `python -m cute_attn.cache --help` for the command line.
 """
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from .specfile import plan_file
     from .warm import WarmupReport, warmup
 
-# name -> module, of what a hit does without
+# name -> module, imported on first use because a hit does not need it
 _LAZY = {"WarmupReport": "warm", "plan_file": "specfile", "planner": "planner", "warmup": "warm"}
 
 __all__ = [

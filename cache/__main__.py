@@ -1,7 +1,7 @@
 """The command line: `python -m cute_attn.cache`.
 
-Exit status: 0 if all is well; 1 if something is damaged, refused, missing, cannot be removed or did
-not compile; 2 for arguments that make no sense; 141 if the reader of its output has gone.
+Exit status: 0 for success; 1 if something is damaged, refused, missing, cannot be removed or did
+not compile; 2 for invalid arguments; 141 if the reader of the output has closed it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Who read the output has seen enough: nothing is to complain when Python flushes it.
+        # The reader has closed the pipe, so Python's flush at exit must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
     except (CacheError, OSError) as error:
@@ -139,7 +139,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _print_entries(rows: list[dict[str, Any]], width: int | None) -> None:
-    """A line for each entry, at most `width` wide: thousands, which a table would take seconds."""
+    """Print a line for each entry, at most `width` wide: a table of thousands takes seconds."""
     now = time.time()
     columns = ("key", "kernel", "arch", "size", "age", "hits", "specialisation")
     lines = [
@@ -296,7 +296,7 @@ def _stores() -> Iterable[Store]:
 
 
 def _find(prefix: str) -> Entry:
-    """The entry whose digest begins with `prefix`; of several copies, the one that is used."""
+    """The entry whose digest begins with `prefix`; of several copies, the one that `get` loads."""
     found: dict[str, Store] = {}
     for store in _stores():
         for digest in store.digests():

@@ -1,8 +1,8 @@
 """A process that compiles kernels for `cute_attn.cache.warmup`.
 
-Reads one JSON request a line from stdin, writes one JSON answer a line to what was stdout when it
-began, and ends when stdin does. Not multiprocessing: that would import the main module of a
-server again, and hand over its state.
+It reads one JSON request per line from stdin, writes one JSON answer per line to the original
+stdout, and ends when stdin does. It does not use multiprocessing, which would import a server's
+main module again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
             }
         places = Places((), Store(Path(request["root"]), public=request["public"]))
         found = obtain(kernel, spec, key, verified, places)
-    except Exception as error:  # one kernel's failure is an answer, whatever it is
+    except Exception as error:  # any failure of a kernel is an answer; the worker goes on
         return {"error": str(error) or type(error).__name__}
     if isinstance(found, Built):
         return {"error": f"{key.kernel} {key.digest[:12]} could not be stored in {request['root']}"}

@@ -1,4 +1,4 @@
-"""The architecture to build for: of the current device, unless `CUTE_ATTN_ARCH` names one."""
+"""The architecture to compile for: `CUTE_ATTN_ARCH`, or that of the current device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _check_capability(major: int, minor: int) -> None:
 
 
 def check_arch(arch: str) -> str:
-    """`arch` itself.
+    """Return `arch` if it is a supported architecture.
 
     Raises:
-        TypeError: it is no string.
-        ValueError: it is not written like `sm_90a`.
-        NotImplementedError: it is older than compute capability 8.0.
+        TypeError: `arch` is not a string.
+        ValueError: `arch` is not of the form `sm_90a`.
+        NotImplementedError: `arch` is older than compute capability 8.0.
     """
     if not isinstance(arch, str):
         raise TypeError(f"arch must be a str such as 'sm_90a', got {type(arch).__name__}")
@@ -46,8 +46,8 @@ def check_arch(arch: str) -> str:
 def current_arch(device: int | None = None) -> str:
     """The architecture of CUDA device `device`, such as `"sm_90a"`.
 
-    `CUTE_ATTN_ARCH`, read once, goes before any device. The default device is torch's current
-    one if torch is loaded and has initialised CUDA, else device 0.
+    `CUTE_ATTN_ARCH`, read once, overrides every device. The default device is torch's current one
+    if torch is loaded and has initialised CUDA, else device 0.
 
     Args:
         device: the device's number; None is the default device.

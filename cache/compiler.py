@@ -27,8 +27,8 @@ from .log import logger, warn_once
 _one_at_a_time = threading.Lock()
 _in_compiler = threading.local()  # .kernel: the name of what this thread is compiling, if anything
 
-# One for each call of `compile_kernel` in progress, and whether this process was forked with some:
-# then the compiler's state, and the locks of modules being imported, are as those left them.
+# `_calls` has an object for each call of `compile_kernel` in progress. A process that was forked
+# during one is interrupted: the compiler's state and the import locks are those of that moment.
 _calls: set[object] = set()
 _interrupted = False
 
@@ -53,14 +53,14 @@ def kernel_in_compiler() -> str | None:
     return getattr(_in_compiler, "kernel", None)
 
 
-# The host code of a kernel is compiled for the CPU at hand unless told otherwise. These baselines
-# every 64-bit server CPU has, so that an entry works beyond the machine that it was built on.
+# By default the compiler compiles host code for the CPU at hand. Every 64-bit server CPU has these
+# baselines, so that an entry also runs on other machines.
 _HOST_BASELINE = {
     "x86_64": ("x86-64-v2", ("+sse4.2", "+popcnt", "+cx16")),
     "aarch64": ("generic", ("+neon",)),
 }
 
-# The most that a compilation has been seen to write (PTX, cubin, object and shared object).
+# No compilation has been seen to write more (PTX, cubin, object and shared object).
 _SCRATCH_BYTES = 16 * 2**20
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
@@ -70,17 +70,16 @@ def compile_kernel(
 ) -> Built:
     """Compile a kernel.
 
-    `directory` is where to put intermediate files; without one, or if there turns out to be no room
-    in it, a temporary directory is found. Where nothing at all can be written, the result is only
-    an object file in memory.
+    Intermediate files go to `directory`, or to a temporary directory if that is None or full. If
+    nothing can be written anywhere, the result is only an object file in memory.
 
-    Raises CompileError, from whatever the compiler or the kernel's own code raised.
+    Raises CompileError, from the exception of the compiler or of the kernel's own code.
     """
     call = object()
     _calls.add(call)
     try:
         with _failures_as_compile_errors(kernel, key):
-            # Not under the lock: a kernel's constructor may ask the cache for another kernel.
+            # Without the lock, because a kernel's constructor may ask the cache for another kernel.
             compile_function, target = _import(kernel)
             started = time.perf_counter()
             instance = target(spec)
@@ -113,7 +112,7 @@ def compile_kernel(
 def _where_there_is_room(
     directory: Path | None, compile_in: Callable[[Path | None], Built]
 ) -> Built:
-    """What `compile_in` makes in `directory`, in a temporary one, or else without any."""
+    """Call `compile_in` with `directory`, with a temporary one if that is full, or with None."""
     for parent in (directory, *_temporary_directories()):
         if parent is None:
             continue
@@ -141,12 +140,12 @@ def _failures_as_compile_errors(kernel: KernelDef, key: KeyDescription) -> Itera
 
 
 def _is_lack_of_room(error: BaseException | None, scratch: Path) -> bool:
-    """Whether a compilation failed because its files do not fit, rather than by itself."""
+    """Whether a compilation failed only because its files do not fit."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             return True
         error = error.__cause__ or error.__context__
-    return not _has_room(scratch)  # the compiler's own libraries say it in words
+    return not _has_room(scratch)  # the compiler raises other exceptions for a full disk
 
 
 def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
@@ -165,7 +164,7 @@ def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
 
 @contextlib.contextmanager
 def _path_in_options(directory: Path | None) -> Iterator[Path | None]:
-    """A path to the directory that the compiler's options can hold: quotes get lost in them."""
+    """A path to the directory that needs no quotes, since the compiler's options lose them."""
     if directory is None or shlex.quote(str(directory)) == str(directory):
         yield directory
         return
@@ -179,7 +178,7 @@ def _path_in_options(directory: Path | None) -> Iterator[Path | None]:
 def _options(kernel: KernelDef, arch: str, scratch: Path | None) -> str:
     options = ["--enable-tvm-ffi", f"--gpu-arch {arch}"]
     if scratch is not None:
-        # "remarks{ptx}" has ptxas say what it spills, in the file rather than on stderr.
+        # "remarks{ptx}" makes ptxas report its spills, in the file and not on stderr.
         options += ["--keep-ptx", "--keep-cubin", f"--dump-dir {scratch}"]
         options += [f"--remark-output {scratch / 'remarks'}", "remarks{ptx}"]
     return " ".join([*options, kernel.options])
@@ -212,7 +211,7 @@ def _export(compiled: Any, scratch: Path) -> dict[str, bytes]:
 
 
 def _use_baseline_cpu(module: Any) -> None:
-    """Have the host functions of an MLIR module compiled for the machine's baseline CPU."""
+    """Make the compiler target the machine's baseline CPU for an MLIR module's host functions."""
     from cutlass._mlir import ir
 
     baseline = _HOST_BASELINE.get(platform.machine())
@@ -230,7 +229,7 @@ def _use_baseline_cpu(module: Any) -> None:
 
 
 def _ptxas_log(scratch: Path) -> str:
-    """What ptxas said, from the file of remarks."""
+    """The output of ptxas, from the file of remarks."""
     try:
         return (scratch / "remarks").read_text(errors="replace")
     except FileNotFoundError:
@@ -260,7 +259,7 @@ def _temporary_directories() -> list[Path]:
 
 
 def _has_room(directory: Path) -> bool:
-    """Whether a compilation's files fit. Tried, since quotas and limits show no other way."""
+    """Whether a compilation's files fit. Only a trial shows quotas and limits."""
     probe = directory / "probe"
     try:
         with probe.open("wb") as file:

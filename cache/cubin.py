@@ -1,8 +1,8 @@
-"""What each device kernel uses: registers, stack, shared memory and spills.
+"""The registers, stack, shared memory and spills of each device kernel.
 
-Registers, stack and static shared memory are read from the cubin. Spills are not in it: a stack
-may be a spill or an array that the program indexes, so they are taken from what ptxas says. Nor is
-dynamic shared memory, which is an argument of the launch: it is read from the host code.
+Registers, stack and static shared memory are in the cubin. Spills come from the output of ptxas,
+because a stack frame may also hold an array that the program indexes. Dynamic shared memory, an
+argument of the launch, comes from the host code.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PTXAS_FUNCTION = re.compile(
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
 )
 
-# The third field of cudaLaunchConfig_t is the dynamic shared memory. Each launch fills one in, and
-# then names its kernel.
+# The third field of cudaLaunchConfig_t is the dynamic shared memory. Each launch fills in such a
+# struct, and then names its kernel.
 _HOST_CODE = re.compile(
     r"(?P<constant>%\w+) = llvm\.mlir\.constant\((?P<value>\d+) : i64\)"
     r"|(?P<field>%\w+) = llvm\.getelementptr %\w+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, "
@@ -43,7 +43,7 @@ def kernel_uses(cubin: bytes, ptxas_log: str, host_code: str) -> tuple[KernelUse
 
     Args:
         cubin: the ELF file.
-        ptxas_log: what `ptxas -v` printed.
+        ptxas_log: the output of `ptxas -v`.
         host_code: the text of the MLIR module, in the LLVM dialect, that launches them.
     """
     from elftools.elf.elffile import ELFFile  # 60 ms, and only a compilation needs it

@@ -1,7 +1,6 @@
-"""Questions to the CUDA driver, asked through cuda.bindings (of cuda-python).
+"""Calls of the CUDA driver through cuda.bindings (of cuda-python).
 
-It is imported at the first question. In most processes that costs nothing: tvm_ffi, through which
-every kernel is called, has imported it already.
+The first call imports cuda.bindings. In most processes tvm_ffi has imported it already.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from .errors import CacheError
 
 
 class DriverError(CacheError):
-    """There is no CUDA driver, no cuda-python to ask it with, or it refused a call."""
+    """There is no CUDA driver or no cuda-python, or a driver call failed."""
 
 
 def binding() -> Any:
-    """The module `cuda.bindings.driver`, which can be imported where there is no driver.
+    """The module `cuda.bindings.driver`, which can be imported without a driver.
 
     Raises DriverError if cuda-python is not installed.
     """
@@ -31,9 +30,9 @@ def binding() -> Any:
 
 
 def ask(function: str, *arguments: Any, through: Any = None) -> Any:
-    """The result of a driver function, such as "cuDeviceGet", or a tuple where it has several.
+    """Call a driver function, such as "cuDeviceGet"; return its result, or a tuple of several.
 
-    `through` stands in for `binding()`.
+    `through` replaces `binding()`.
 
     Raises DriverError naming the function and the driver's status.
     """

@@ -1,12 +1,12 @@
-"""One entry: a directory with a kernel's files and `meta.json`, checked before anything is used.
+"""An entry: a directory with a kernel's files and `meta.json`, which are checked before any use.
 
-`meta.json` holds the key, field by field, the size and SHA-256 of every file, how long the
-kernel took to compile, and what each device kernel uses. It also holds a checksum of itself, and
-its key must have the digest that the directory is named for: so a flipped bit anywhere, a
-truncated file and an entry that belongs to another key are all found out.
+`meta.json` holds the key field by field, the size and SHA-256 of every file, the compile time, the
+registers and memory of each device kernel, and a checksum of itself. Its key must have the digest
+that names the directory. So a flipped bit, a truncated file and an entry of another key are all
+detected.
 
 An entry is native code. Its directory and files must belong to the current user (in a prebuilt
-directory, root will do) and be writable by nobody else.
+directory, to root or the user) and be writable by nobody else.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _LARGEST_FILE = 2**30
 
 
 class KernelUse(NamedTuple):
-    """What one device kernel uses, per thread or per block.
+    """The registers and memory of one device kernel.
 
     Attributes:
         name: its symbol.
         registers: per thread.
-        spill_stores: bytes of registers written to memory, per thread; None if ptxas did not say.
-        spill_loads: bytes read back.
-        stack: bytes of stack frame, per thread.
-        static_shared: bytes of shared memory that the code reserves, per block.
-        dynamic_shared: bytes that the launch adds to it; None if the host code computes them.
+        spill_stores: bytes of spill stores per thread; None if ptxas did not report them.
+        spill_loads: bytes of spill loads per thread; None likewise.
+        stack: bytes of stack frame per thread.
+        static_shared: bytes of static shared memory per CTA.
+        dynamic_shared: bytes of dynamic shared memory per CTA; None if the host code computes them.
     """
 
     name: str
@@ -73,10 +73,7 @@ class KernelUse(NamedTuple):
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled kernel in memory, as the compiler hands it over.
-
-    Has all that an `Entry` has for those who use it, but no directory.
-    """
+    """A compiled kernel in memory, with the interface of an `Entry` except for a directory."""
 
     key: KeyDescription
     files: Mapping[str, bytes]
@@ -99,7 +96,7 @@ class Built:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What `meta.json` says, but for its own checksum. Computed at each use."""
+        """The content of `meta.json` except its checksum. Computed at each access."""
         return {
             "schema": _SCHEMA,
             "digest": self.key.digest,
@@ -122,8 +119,7 @@ class Built:
 class Entry:
     """An entry on disk whose `meta.json` has been checked.
 
-    Holds a shared lock on the entry until `close`, or until nothing refers to this object:
-    eviction passes it by.
+    It holds a shared lock, which prevents eviction, until `close` or until it is collected.
     """
 
     directory: Path
@@ -142,7 +138,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes in all listed files."""
+        """Total bytes of the files that `meta.json` lists."""
         return sum(int(item["size"]) for item in self.meta["files"].values())
 
     def has(self, name: str) -> bool:
@@ -175,9 +171,9 @@ class Entry:
             self.read(name)
 
     def record_use(self) -> None:
-        """Count one use. One byte in append mode: it needs no lock, and may fail without harm."""
+        """Count one use, by appending a byte to `uses`, which needs no lock."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        # A read-only directory, a full disk, an entry evicted meanwhile: no harm.
+        # A failure is harmless: a read-only directory, a full disk, an entry evicted meanwhile.
         with contextlib.suppress(OSError, CacheError), self._reopen() as directory:
             fd = directory.file(USES, flags)
             try:
@@ -186,7 +182,7 @@ class Entry:
                 os.close(fd)
 
     def uses(self) -> tuple[int, float]:
-        """How many processes loaded the entry, and when the last one did.
+        """How many processes loaded the entry, and the time (as of `time.time`) of the last load.
 
         Raises OSError or RefusedEntry if the entry has gone.
         """
@@ -198,18 +194,18 @@ class Entry:
         return status.st_size, status.st_mtime
 
     def close(self) -> None:
-        """Let go of the lock. The entry must not be used afterwards."""
+        """Release the lock. The entry must not be used afterwards."""
         self._release()  # type: ignore[attr-defined]
 
 
 def open_entry(shard: Directory, digest: str, reopen: Callable[[], Directory]) -> Entry:
     """Open the entry `digest` in the directory `shard`, checking all but its files' content.
 
-    `reopen` opens the entry's directory again whenever a file is read: the entry keeps no
+    `reopen` opens the entry's directory for each read of a file, since the entry keeps no
     descriptor but that of its lock.
 
-    Raises FileNotFoundError if it is not there, DamagedEntry, RefusedEntry, or OSError if this
-    process can open no file at all.
+    Raises FileNotFoundError if there is no such entry, DamagedEntry, RefusedEntry, or OSError if
+    the process or the network, not the entry, is the cause.
     """
     try:
         with shard.directory(digest) as directory:
@@ -227,11 +223,11 @@ def _open_entry(
     try:
         fd = directory.file(META)
     except FileNotFoundError:
-        if not is_at(directory.fd, digest, shard.fd):  # it has gone meanwhile: that is a miss
+        if not is_at(directory.fd, digest, shard.fd):  # evicted meanwhile, which is a miss
             raise
         raise DamagedEntry(f"{directory.path} has no {META}") from None
     try:
-        # Under the lock, and if it is the lock of what is there now, the entry stays.
+        # The entry cannot be evicted now if the lock is that of the directory still in place.
         stays = try_lock(fd, shared=True) is not LockState.HELD_ELSEWHERE
         if not (stays and is_at(fd, META, directory.fd) and is_at(directory.fd, digest, shard.fd)):
             raise FileNotFoundError(f"{directory.path} is being evicted")
@@ -249,9 +245,9 @@ def _open_entry(
 
 
 def _damage(path: Path, error: OSError) -> Exception:
-    """What it means that a part of an entry cannot be read."""
+    """The exception for a part of an entry that cannot be read."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE):
-        return error  # this process's trouble, or the network's, not the file's
+        return error  # the cause is this process or the network, not the file
     return DamagedEntry(f"{path} cannot be read: {error.strerror}")
 
 
@@ -271,7 +267,7 @@ def _parse_meta(
         if meta["schema"] != _SCHEMA:
             raise DamagedEntry(f"{path} has schema {meta['schema']}, not {_SCHEMA}")
         key = KeyDescription.from_json(meta["key"])
-        _ = key.digest  # computed here, where what cannot be encoded is an error of the file
+        _ = key.digest  # text that cannot be encoded raises here, as an error of the file
         kernels = tuple(KernelUse(**kernel) for kernel in meta["kernels"])
         float(meta["compile_seconds"])
         for name, file in meta["files"].items():

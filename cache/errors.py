@@ -1,14 +1,14 @@
-"""What the cache raises. Every message names the key, and the path if there is one."""
+"""Exceptions of the cache. Every message names the key, and the path if there is one."""
 
 from __future__ import annotations
 
 
 class CacheError(RuntimeError):
-    """The cache cannot do what was asked of it."""
+    """The cache cannot do what a caller asked for. Base class of the others."""
 
 
 class CompileError(CacheError):
-    """A kernel does not compile, or there is no compiler to compile it with."""
+    """A kernel does not compile, or no compiler is installed."""
 
 
 class FrozenCacheMiss(CacheError):
@@ -16,8 +16,8 @@ class FrozenCacheMiss(CacheError):
 
 
 class DamagedEntry(CacheError):
-    """The files of an entry are not what was published."""
+    """The files of an entry differ from those that were published."""
 
 
 class RefusedEntry(CacheError):
-    """A directory or file could have been written by somebody else."""
+    """A directory or file may have been written by another user."""

@@ -1,22 +1,23 @@
-"""Which sources a kernel is built from, and their SHA-256: found by reading, not by running.
+"""Finds the sources that a kernel is built from, and their SHA-256, by parsing and not by running.
 
-Starting from the kernel's module and that of its specialisation, every import is followed into
-modules of the kernel's package, and of others that lie in no site-packages: at module level,
-inside functions and inside conditions, except under `if TYPE_CHECKING`. Of a package in
-site-packages the installed version counts; for the compiler, other fields of the key do.
+It starts from the modules of the kernel and of its specialisation. It follows every import into
+modules of the kernel's package and of packages outside site-packages: at module level, inside
+functions and inside conditions, except under `if TYPE_CHECKING`. For a package in site-packages the
+key has the installed version; for the compiler it has other fields.
 
-A package's `__init__` counts only where something is taken from it: `from package.sub import
-name` counts `package/sub/__init__.py` if that file binds `name` (or `*` is imported, or
-`name` is no module), otherwise the module `package.sub.name`. `import package.sub.module`
-binds `package`, through which all is reachable, so it counts every `__init__` on the way;
+A package's `__init__` is a source only if something is taken from it. `from package.sub import
+name` adds `package/sub/__init__.py` if that file binds `name` (or `*` is imported, or `name` is not
+a module), otherwise the module `package.sub.name`. `import package.sub.module` binds `package`,
+which gives access to everything, so it adds every `__init__` on the way;
 `import package.sub.module as m` does not.
 
-`import_module` and `__import__` are followed where they are given a literal. Where the name is
-computed, as in a package with a lazy `__getattr__`, every string of the file that names a module
-counts; if it maps the wanted name to one, that alone. What is left has to be declared, in
-`KernelDef.sources`.
+`import_module` and `__import__` are followed if their argument is a literal. If the name is
+computed, as in a package with a lazy `__getattr__`, every string in the file that names a module is
+followed, or only the one that a dictionary maps the wanted name to. `KernelDef.sources` declares
+modules that this does not find.
 
-So a key changes with what a kernel can execute, and not with documentation or another kernel.
+So a key changes with the code that a kernel can execute, and not with documentation or other
+kernels.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ _IMPORTERS = frozenset({"import_module", "__import__"})
 
 
 class Fingerprint(NamedTuple):
-    """What a kernel is built from.
+    """The sources and packages that a kernel is built from.
 
     Attributes:
         sources: modules, with their files' SHA-256.
-        packages: installed packages that these import, with their distributions' versions; None
-            for one that is not installed here.
+        packages: packages in site-packages that these import, with their distributions' versions;
+            None for one that is not installed.
     """
 
     sources: tuple[tuple[str, str], ...]
@@ -56,7 +57,7 @@ class Fingerprint(NamedTuple):
 
 
 class _Source:
-    """One module's file: where it is, and what it says."""
+    """A module's source file: its path and text."""
 
     def __init__(
         self, module: str, is_package: bool, search: tuple[str, ...], path: str, text: bytes
@@ -87,12 +88,12 @@ class _Source:
 
     @property
     def parent(self) -> str:
-        """The package that the module is in, which for an `__init__` is itself."""
+        """The package that the module is in; for an `__init__`, the package itself."""
         return self.module if self.is_package else self.module.rpartition(".")[0]
 
 
 class _Modules:
-    """Modules, looked up without importing any of them."""
+    """Looks up modules without importing them."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -100,7 +101,7 @@ class _Modules:
         self._local: dict[str, bool] = {}
 
     def follows(self, module: str) -> bool:
-        """Whether a module's source counts: of the kernel's package, or in no site-packages."""
+        """Whether imports of a module are followed: the kernel's package, or not site-packages."""
         if _is_within(module, __package__):
             return False  # the cache itself
         if _is_within(module, self.package):
@@ -142,14 +143,14 @@ def _is_within(module: str, package: str) -> bool:
 
 
 def _is_ignored(module: str) -> bool:
-    """Whether a module decides no kernel's code, or another field of the key stands for it."""
+    """Whether a module has no influence on kernels, or another field of the key stands for it."""
     top = module.partition(".")[0]
     ignored = top in sys.stdlib_module_names or top in _TOOLCHAIN or top == "__main__"
     return ignored or _is_within(module, __package__)
 
 
 def _is_local(spec: ModuleSpec | None) -> bool:
-    """Whether a top-level module has sources that lie in no site-packages."""
+    """Whether a top-level module has sources outside site-packages."""
     if spec is None:
         return False
     paths = [*(spec.submodule_search_locations or ()), *filter(None, [spec.origin])]
@@ -170,7 +171,7 @@ def _find_spec(module: str, search: tuple[str, ...]) -> ModuleSpec | None:
             spec = finder.find_spec(module, search)
             if spec is not None:
                 return spec
-    except KeyError:  # a namespace package: to list its parts, Python looks for the parent module
+    except KeyError:  # a namespace package, whose parts Python lists through the parent module
         spec = ModuleSpec(module, None, is_package=True)
         last = module.rpartition(".")[2]
         spec.submodule_search_locations = [f"{directory}/{last}" for directory in search]
@@ -179,7 +180,7 @@ def _find_spec(module: str, search: tuple[str, ...]) -> ModuleSpec | None:
 
 
 def _executed_nodes(tree: ast.AST) -> list[ast.AST]:
-    """All nodes but those that only type checkers see."""
+    """All nodes except those under `if TYPE_CHECKING`, and the inside of expressions."""
     nodes: list[ast.AST] = []
     pending: list[ast.AST] = [tree]
     while pending:
@@ -216,13 +217,13 @@ def _bound_names(tree: ast.Module) -> set[str]:
 
 
 class _Imports:
-    """What a module imports: other modules, and names that a lazy package is to find."""
+    """The imports of a module: other modules, and names from packages that import lazily."""
 
     def __init__(self, source: _Source, modules: _Modules) -> None:
         self.source = source
         self.modules = modules
         self.found: set[str] = set()
-        self.external: set[str] = set()  # top-level names of packages whose sources do not count
+        self.external: set[str] = set()  # top-level names of packages in site-packages
         for node in _executed_nodes(source.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -242,7 +243,7 @@ class _Imports:
         return False
 
     def _object(self, module: str, *, with_parents: bool = False) -> None:
-        """A module is imported as such, and whatever it has can be taken from it."""
+        """Add a module that is imported as an object, from which anything can be taken."""
         if not self._counts(module):
             return
         parts = module.split(".")
@@ -254,7 +255,7 @@ class _Imports:
                 self._lazy(found, None)
 
     def _name(self, base: str, name: str) -> None:
-        """A name is imported from a module."""
+        """Add what `from base import name` imports."""
         submodule = f"{base}.{name}"
         if _is_within(submodule, __package__) or not self._counts(base):
             return
@@ -263,7 +264,7 @@ class _Imports:
             self.found.add(base)
             return
         is_module = name != "*" and self.modules.source(submodule) is not None
-        # "from . import a" inside __init__ binds a, and the module a is meant all the same.
+        # "from . import a" inside __init__ binds a, but still imports the module a.
         if is_module and (name not in source.bound_names or base == self.source.module):
             self._object(submodule)
             return
@@ -274,7 +275,7 @@ class _Imports:
             self._lazy(source, None if name == "*" else name)
 
     def _calls(self) -> None:
-        """Calls of `import_module` and `__import__`."""
+        """Add what calls of `import_module` and `__import__` import."""
         computed = False
         lazy = _is_lazy(self.source)
         for call in _import_calls(self.source.tree, skip_getattr=lazy):
@@ -293,12 +294,12 @@ class _Imports:
             self._strings(self.source, _strings(self.source.tree))
 
     def _lazy(self, source: _Source, name: str | None) -> None:
-        """A lazy module is asked for a name, or (None) for anything."""
+        """Add what a lazy module imports for a name, or for any name if it is None."""
         mapped = _mapped_strings(source.tree, name) if name else []
         self._strings(source, mapped or _strings(source.tree))
 
     def _strings(self, source: _Source, strings: Iterable[str]) -> None:
-        """Strings that may name modules are used in `source` to import by a computed name."""
+        """Add the modules that `strings` name, for an import by a computed name in `source`."""
         named = set()
         for text in strings:
             if re.fullmatch(r"\.*[^\W\d]\w*(\.[^\W\d]\w*)*", text):
@@ -318,7 +319,7 @@ class _Imports:
 
 
 def _is_lazy(source: _Source) -> bool:
-    """Whether a module finds names when it is asked for them."""
+    """Whether a module imports names lazily."""
     if b"sys.modules[__name__]" in source.text:
         return True
     return b"__getattr__" in source.text and "__getattr__" in source.bound_names
@@ -334,12 +335,12 @@ def _import_calls(tree: ast.Module, *, skip_getattr: bool) -> Iterator[ast.Call]
 
 
 def _called(call: ast.Call) -> str | None:
-    """The name of the function, without the module that it may be taken from."""
+    """The name of the called function, without its module."""
     return getattr(call.func, "attr", getattr(call.func, "id", None))
 
 
 def _level_of(call: ast.Call) -> int:
-    """The level that `__import__` is given: how many dots stand before the name."""
+    """The argument `level` of a call of `__import__`: the number of leading dots."""
     given = [k.value for k in call.keywords if k.arg == "level"] or call.args[4:5]
     value = given[0].value if given and isinstance(given[0], ast.Constant) else 0
     return value if isinstance(value, int) else 0
@@ -354,7 +355,7 @@ def _strings(tree: ast.AST) -> list[str]:
 
 
 def _mapped_strings(tree: ast.AST, name: str) -> list[str]:
-    """What dictionaries in a module map `name` to, or what they map to a list with `name` in it."""
+    """Strings that dictionaries in a module map `name` to, or map to a list that contains it."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
@@ -370,14 +371,14 @@ def _absolute_name(node: ast.ImportFrom, source: _Source) -> str:
     if node.level == 0:
         return node.module or ""
     parts = source.module.split(".")
-    # One dot is the package that the module is in, which for an __init__ is the module itself.
+    # One dot means the module's package, which for an __init__ is the module itself.
     up = node.level - (1 if source.is_package else 0)
     base = parts[: len(parts) - up] if up else parts
     return ".".join([*base, node.module] if node.module else base)
 
 
 def _closure(roots: list[str], modules: _Modules) -> tuple[dict[str, _Source], set[str]]:
-    """The sources reached from modules, and the top-level names of packages that they import."""
+    """The sources reached from `roots`, and the top-level packages in site-packages they import."""
     reached: dict[str, _Source] = {}
     external: set[str] = set()
     pending = list(roots)
@@ -394,7 +395,7 @@ def _closure(roots: list[str], modules: _Modules) -> tuple[dict[str, _Source], s
 
 
 def _modules_below(package: str, modules: _Modules) -> list[str]:
-    """A module; of a package, with all that are in it."""
+    """The module `package`, and all modules in it if it is a package."""
     source = modules.source(package)
     if source is None:
         raise CacheError(
@@ -408,7 +409,7 @@ def _modules_below(package: str, modules: _Modules) -> list[str]:
 
 
 def _version(package: str) -> str | None:
-    """The distributions that a top-level package comes from; None if it is not installed."""
+    """The names and versions of a package's distributions; None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -429,12 +430,15 @@ def _distributions() -> dict[str, list[str]]:
 def read_fingerprint(
     module: str, package: str, declared: tuple[str, ...] = (), spec_module: str = ""
 ) -> Fingerprint:
-    """What a kernel's module is built from.
+    """Find the sources and packages that a kernel's module is built from.
 
-    `declared` are modules that count as well (a package with all in it), and `spec_module` is that
-    of the specialisation.
+    Args:
+        module: of the kernel.
+        package: whose sources are followed even in site-packages.
+        declared: further modules; a package stands for all modules in it.
+        spec_module: the module of the specialisation.
 
-    Raises CacheError if there is no source of `module` or of what is declared.
+    Raises CacheError if there is no source of `module` or of a declared one.
     """
     modules = _Modules(package)
     start = modules.source(module)

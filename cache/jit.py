@@ -1,4 +1,4 @@
-"""From a request to a function: memory, prebuilt directories, the user's own, the compiler."""
+"""Finds a kernel's function: in memory, prebuilt directories, the user's, or by compiling it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _Function = Callable[..., Any]
 _Result = TypeVar("_Result")
 _Use = Callable[[Entry | Built], _Result]
 
-# With each function goes the very specialisation that it was loaded for. An equal one may mean
-# another kernel: 1, 1.0 and True are equal, and so are fields with compare=False.
+# Each function is stored with the specialisation object that it was loaded for, since equal ones
+# may mean different kernels: 1, 1.0 and True are equal, and fields may have compare=False.
 _functions: dict[tuple[KernelDef, Any, str], tuple[Any, _Function]] = {}
-# The same by class and canonical text of the specialisation, which tell all these apart.
+# The same by class and canonical text of the specialisation, which differ in all these cases.
 _functions_by_text: dict[tuple[KernelDef, type, tuple[tuple[str, str], ...], str], _Function] = {}
 _functions_by_digest: dict[str, tuple[KeyDescription, _Function]] = {}
 _lock = threading.Lock()
-# Locked against eviction, by a descriptor each: those loaded last, as many as `_most_held` allows.
+# The entries loaded last, at most `_most_held()`. Each holds a descriptor, whose lock prevents
+# eviction.
 _entries_in_use: collections.deque[Entry] = collections.deque()
 _MOST_ENTRIES_HELD = 64
 _digest_locks: dict[str, threading.Lock] = {}
@@ -42,7 +43,7 @@ _frozen = False
 
 
 class _ThisThread(threading.local):
-    """The keys of the kernels that a thread is getting: more than one if a kernel asks for one."""
+    """Keys of the kernels that this thread is getting, several if a constructor asks for others."""
 
     def __init__(self) -> None:
         self.keys: list[KeyDescription] = []
@@ -52,7 +53,7 @@ _this_thread = _ThisThread()
 
 
 def _after_fork_in_child() -> None:
-    """Let go of what threads held that are not here."""
+    """Replace the locks that threads of the parent may have held."""
     global _lock
     _lock = threading.Lock()
     _digest_locks.clear()
@@ -106,19 +107,19 @@ def count(**increments: float) -> None:
 def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> _Function:
     """The compiled function of a kernel: a TVM-FFI function, called with tensors and numbers.
 
-    It is looked for in memory, in the directories of `CUTE_ATTN_PREBUILT`, and in the user's
-    cache directory; else it is compiled, and stored there. Safe to call from many threads.
+    It looks in memory, in the directories of `CUTE_ATTN_PREBUILT`, and in the user's cache
+    directory. Otherwise it compiles the kernel and stores it there. Any thread may call it.
 
     Args:
-        kernel: what to build.
+        kernel: the kernel.
         spec: a frozen dataclass of plain values (see `cute_attn.cache.spec`).
         arch: such as `"sm_90a"`; by default `current_arch`.
 
     Raises:
-        TypeError: the specialisation holds something that is not plain.
+        TypeError: a field of the specialisation is not a plain value.
         CompileError: the kernel does not compile.
-        FrozenCacheMiss: it would have to be compiled after `freeze`.
-        CacheError: no device and no arch, or no runtime library.
+        FrozenCacheMiss: the kernel would have to be compiled after `freeze`.
+        CacheError: there is neither a device nor `arch`, or no runtime library.
     """
     if arch is None:
         arch = current_arch()
@@ -134,7 +135,10 @@ def get(kernel: KernelDef, spec: Any, arch: str | None = None) -> _Function:
 def _get_other(
     kernel: KernelDef, spec: Any, arch: str, known: Any, function: _Function | None
 ) -> _Function:
-    """The function of a specialisation that equals `known`, whose function is given, or none."""
+    """The function of `spec` if it is not the object `known`, which `function` was loaded for.
+
+    `known` equals `spec`. `known` and `function` are None if no such function is in memory.
+    """
     if function is not None:
         if have_one_text(spec, known):
             return function
@@ -158,10 +162,10 @@ def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> _Function:
 
 @contextlib.contextmanager
 def _getting(key: KeyDescription) -> Iterator[None]:
-    """Raise CompileError where a kernel, while it is compiled, asks for one that must wait for it.
+    """Raise CompileError if getting this kernel while another compiles would be a deadlock.
 
-    A kernel's constructor may ask for others. Not once it is traced: the compiler does one kernel
-    at a time, and whoever compiles the other one may be waiting for this.
+    A kernel's constructor may ask for other kernels. Its traced code may not: the compiler does one
+    kernel at a time, and the process that compiles the other one may be waiting for this one.
     """
     compiler = sys.modules.get(f"{__package__}.compiler")
     traced = compiler.kernel_in_compiler() if compiler else None
@@ -187,9 +191,9 @@ def compile(  # noqa: A001 (cache.compile is what it does)
 ) -> Entry | Built:
     """Make sure that a kernel is compiled, without loading it; return its entry.
 
-    The entry (`directory`, `key`, `kernels`, `read("kernel.ptx")`) is one of those that
-    `get` would load, with all its files verified, or a new one. Where nothing can be stored
-    it is a `Built`, which has the same in memory, and None for a directory.
+    The entry (`directory`, `key`, `kernels`, `read("kernel.ptx")`) is the one that `get` would
+    load, with all its files verified, or a new one. If nothing can be stored, the result is a
+    `Built`: it has the same attributes, with the files in memory and None for `directory`.
 
     Needs no GPU if `arch` is given.
 
@@ -224,7 +228,7 @@ def is_cached(key: KeyDescription, places: Places) -> bool:
 
 
 def verified(entry: Entry | Built) -> Entry | Built:
-    """The entry itself, after reading all its files. Raises DamagedEntry or RefusedEntry."""
+    """Return `entry` after checking all its files. Raises DamagedEntry or RefusedEntry."""
     if isinstance(entry, Entry):
         entry.verify()
     return entry
@@ -242,7 +246,7 @@ def _load_for_good(entry: Entry | Built) -> _Function:
 
 
 def _most_held() -> int:
-    """For how many entries a descriptor can be spared."""
+    """How many entries may hold a descriptor each: at most 1/16 of the process's limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = limit == resource.RLIM_INFINITY
     return _MOST_ENTRIES_HELD if unlimited else max(1, min(_MOST_ENTRIES_HELD, limit // 16))
@@ -254,9 +258,9 @@ def _digest_lock(digest: str) -> threading.Lock:
 
 
 def clear_memory() -> None:
-    """Forget the functions in memory, and what was read of sources and installed versions.
+    """Forget the functions in memory, the hashes of sources, and the versions of packages.
 
-    What is on disk stays. Functions that callers hold remain valid.
+    Entries on disk stay, and functions that callers hold remain valid.
     """
     with _lock:
         _functions.clear()
@@ -268,9 +272,9 @@ def clear_memory() -> None:
 
 
 def freeze() -> None:
-    """From now on a kernel that would have to be compiled raises `FrozenCacheMiss`.
+    """Make every later call that would have to compile a kernel raise `FrozenCacheMiss`.
 
-    A server calls this when it starts to serve. What is on disk can still be loaded, which takes
+    A server calls this when it starts to serve. Entries on disk can still be loaded, which takes
     milliseconds.
     """
     global _frozen
@@ -292,7 +296,7 @@ def is_frozen() -> bool:
 
 
 class Places(NamedTuple):
-    """Where to look for entries, and where to put new ones."""
+    """The stores to look for entries in: prebuilt ones, and one for new entries."""
 
     prebuilt: tuple[Store, ...]
     store: Store | None
@@ -325,10 +329,10 @@ def obtain(
     use: _Use[_Result],
     places: Places | None = None,
 ) -> _Result:
-    """`use` of the kernel's entry, which is looked for, and compiled if need be.
+    """Find the kernel's entry, or compile it; return the result of `use` for it.
 
     `use` raises DamagedEntry or RefusedEntry for an entry that must not be used. If the compiled
-    kernel cannot be stored, it is called with what is in memory.
+    kernel cannot be stored, `use` gets the `Built` in memory.
     """
     places = places or Places.from_environment()
     problems: list[CacheError] = []  # with entries of this key
@@ -354,7 +358,7 @@ def obtain(
             return _find(store, key, use, problems)
         except (DamagedEntry, RefusedEntry) as problem:
             problems.append(problem)
-            return None  # dealt with under the lock
+            return None  # it is put aside under the lock
 
     result = find_intact()
     if result is not None:
@@ -386,9 +390,9 @@ def obtain(
 def _find(
     store: Store, key: KeyDescription, use: _Use[_Result], problems: list[CacheError]
 ) -> _Result | None:
-    """`use` of the entry for a key, or None if the store has none.
+    """The result of `use` for the entry of a key, or None if the store has no usable one.
 
-    What is wrong with entries that are passed by is added to `problems`.
+    The reasons why entries were skipped are added to `problems`.
     """
     for digest in _candidates(store, key):
         started = time.perf_counter()
@@ -424,10 +428,10 @@ def _find(
 
 
 def _candidates(store: Store, key: KeyDescription) -> Iterator[str]:
-    """The digests under which a store may hold the kernel.
+    """The digests under which a store may hold the kernel, best first.
 
-    With a compiler installed that is one. Without, the version (and perhaps the CUDA flavour) of
-    the compiler is unknown, and every entry that agrees in all other fields may do: first those
+    With a compiler installed there is one. Without it, the compiler's version, and perhaps its CUDA
+    flavour, is unknown, and every entry that agrees in all other fields is a candidate: first those
     built with the version of the runtime library, then the newest.
     """
     if not key.is_open:
@@ -437,7 +441,7 @@ def _candidates(store: Store, key: KeyDescription) -> Iterator[str]:
         index = _indexes.setdefault(store.root, _Index())
     preferred = toolchain.runtime_version()
     tried: set[str] = set()
-    for refresh in (False, True):  # the store is read only if what is known of it does not do
+    for refresh in (False, True):  # list the store only if the known entries do not suffice
         if refresh:
             index.read(store)
         matching = [found for found in index.matching(key) if found.digest not in tried]
@@ -448,7 +452,7 @@ def _candidates(store: Store, key: KeyDescription) -> Iterator[str]:
 
 
 class _Known(NamedTuple):
-    """With what an entry was built, and its digest."""
+    """An entry's digest, and the versions that it was built with."""
 
     toolchain: tuple[str | None, ...]
     digest: str
@@ -459,9 +463,9 @@ class _Known(NamedTuple):
 
 
 class _Index:
-    """The entries of a store by what is known of a key without the compiler.
+    """The entries of a store by the digest of their key without the compiler's fields.
 
-    Opening an entry takes a quarter of a millisecond, so each is opened once.
+    Opening an entry takes a quarter of a millisecond, so each is opened only once.
     """
 
     def __init__(self) -> None:
@@ -470,7 +474,7 @@ class _Index:
         self._by_open_digest: dict[str, list[_Known]] = {}
 
     def read(self, store: Store) -> None:
-        """Open the entries that are new."""
+        """Add the entries that are new in the store."""
         with self._lock:
             for key in _readable_keys(store, self._known):
                 self._known.add(key.digest)
@@ -488,7 +492,7 @@ _indexes: dict[Path, _Index] = {}
 
 
 def _readable_keys(store: Store, leave_out: Collection[str] = ()) -> Iterator[KeyDescription]:
-    """The keys of all entries that can be opened; a warning if the store itself cannot be read."""
+    """The keys of all entries that can be opened. Warns if the store itself cannot be read."""
     contents = store.contents()
     for problem in contents.problems:
         _warn_unreadable(store, problem)
@@ -510,11 +514,11 @@ def _version_tuple(version: str) -> tuple[int, ...]:
 
 
 def _put_aside(store: Store, digest: str, problem: CacheError) -> None:
-    """Report a damaged or refused entry, and move it out of the way if that is possible."""
+    """Report a damaged or refused entry, and move it to the quarantine if possible."""
     try:
         done = store.quarantine(digest)
     except RefusedEntry:
-        return  # of the whole store; it is reported when the kernel cannot be stored
+        return  # the whole store is refused: reported when the kernel cannot be stored
     except OSError as error:
         warn_once(f"damaged {problem}", "%s; it cannot be moved aside: %s", problem, error)
         return
@@ -557,7 +561,7 @@ def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | N
 
 
 def _store(store: Store, kernel: KernelDef, spec: Any, built: Built, use: _Use[_Result]) -> _Result:
-    """Publish what was compiled, and `use` the entry; failing that, what is in memory."""
+    """Publish a compiled kernel and `use` the entry, or if that fails the `Built` in memory."""
     try:
         if PTX not in built.files:
             raise CacheError("no directory has room to compile in")
@@ -626,7 +630,7 @@ def _describe_miss(
 
 
 def _describe_key(key: KeyDescription) -> str:
-    """The digest that is looked for, which a build would use, too."""
+    """A line that describes the digest of a miss, or of the build that would satisfy it."""
     if not key.is_open:
         return f"key {key.digest}"
     dsl = key.dsl or toolchain.runtime_version()

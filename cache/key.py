@@ -1,4 +1,4 @@
-"""What a kernel is called: the description of everything that decides its code, and its SHA-256.
+"""Keys: the description of everything that a kernel's code depends on, and its SHA-256.
 
 The description is text that people can read and compare:
 
@@ -42,15 +42,15 @@ class KernelDef:
     """A kernel that the cache can build.
 
     Attributes:
-        name: what people call it; shown in logs, tables and errors.
+        name: shown in logs, tables and errors.
         target: `"package.module:Class"`. The module is imported only to compile; then
             `k = Class(spec)` is compiled for the arguments `k.fake_args()`, the last of which
             is `make_fake_stream(use_tvm_ffi_env_stream=True)`.
         options: further options for `cute.compile`.
-        package: the package whose sources count as the kernel's; by default the first component
-            of `target`. So do those of packages that lie in no site-packages.
-        sources: modules that count besides those that the kernel's imports lead to: for what it
-            imports by a computed name. A package stands for all modules in it.
+        package: the package whose sources are part of the key; by default the first component of
+            `target`. Sources of packages outside site-packages always are.
+        sources: further modules whose sources are part of the key: those that the kernel imports
+            by a computed name. A package stands for all modules in it.
     """
 
     name: str
@@ -87,13 +87,13 @@ class KernelDef:
 
 
 def canonical_text(value: object, where: str) -> str:
-    """The one text of a plain value.
+    """The unique text of a plain value.
 
     Raises TypeError, naming `where`, for anything but int, bool, str, float, None, enum members,
-    torch.dtype and tuples of them: above all for a tensor, whose hash is its identity, so that a
-    key made from it would never match.
+    torch.dtype and tuples of them. A tensor's hash is its identity, so a key made from one would
+    never match.
     """
-    kind = type(value)  # not isinstance: numpy.float64 is a float whose repr is another
+    kind = type(value)  # not isinstance: numpy.float64 is a float with another repr
     if value is None or kind is bool or kind is int:
         return repr(value)
     if kind is str:
@@ -133,13 +133,13 @@ def spec_items(spec: object) -> tuple[tuple[str, str], ...]:
 
 @dataclass_transform(frozen_default=True)
 def spec(cls: _Class) -> _Class:
-    """Make a class a specialisation: a frozen dataclass made for keys.
+    """Decorator of a specialisation: it makes a class a frozen dataclass for use in keys.
 
-    Beyond `dataclass(frozen=True)`, which the cache takes as well:
+    The cache also takes a class with `dataclass(frozen=True)`. Beyond that, with this decorator
 
     - a value that is not plain raises TypeError when the instance is made, not at its first use;
-    - its hash is computed once, which makes the look-up of a warm kernel faster;
-    - equality tells `True` from `1` and `1` from `1.0`, as the key on disk does.
+    - the hash is computed once, which makes the look-up of a warm kernel faster;
+    - `True`, `1` and `1.0` are not equal, as in the key on disk.
 
     Args:
         cls: the class to decorate, with annotated fields as a dataclass has them.
@@ -184,11 +184,11 @@ def _field_names(cls: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class KeyDescription:
-    """Everything that decides a kernel's code, field by field.
+    """Everything that a kernel's code depends on, field by field.
 
-    `dsl`, `cuda` and the versions of imported `packages` are None where no compiler is installed,
-    and nothing else names them: such a description is *open*, and stands for every key that agrees
-    with it in all other fields.
+    Without a compiler, `dsl`, `cuda` and the versions of imported `packages` are None if nothing
+    else tells them. Such a description is *open*: it stands for every key that agrees with it in
+    all other fields.
     """
 
     kernel: str
@@ -206,7 +206,7 @@ class KeyDescription:
 
     @property
     def toolchain(self) -> tuple[str | None, ...]:
-        """The fields that may be unknown."""
+        """The values of the fields that may be None."""
         return (self.dsl, self.cuda, *(version for _, version in self.packages))
 
     @property
@@ -251,12 +251,12 @@ class KeyDescription:
         return f"{self.spec_class}({', '.join(f'{name}={value}' for name, value in self.spec)})"
 
     def opened(self) -> KeyDescription:
-        """The same without what only a machine with the compiler knows."""
+        """The same with None for the fields that only a machine with the compiler knows."""
         packages = tuple((name, None) for name, _ in self.packages)
         return dataclasses.replace(self, dsl=None, cuda=None, packages=packages)
 
     def admits(self, other: KeyDescription) -> bool:
-        """Whether `other` agrees with this description in every field that this one knows."""
+        """Whether `other` agrees with this description in every field that is not None here."""
         return self.opened() == other.opened() and admits(self.toolchain, other.toolchain)
 
     def differences(self, other: KeyDescription) -> list[str]:
@@ -289,7 +289,7 @@ class KeyDescription:
 
 
 def admits(known: tuple[str | None, ...], other: tuple[str | None, ...]) -> bool:
-    """Whether `other` agrees with what is known."""
+    """Whether `other` agrees with `known` wherever that is not None."""
     return all(x is None or x == y for x, y in zip(known, other, strict=True))
 
 
@@ -297,7 +297,7 @@ def describe(kernel: KernelDef, spec: object, arch: str) -> KeyDescription:
     """The key of a kernel for an architecture such as `"sm_90a"`. Imports no kernel code.
 
     Args:
-        kernel: what to build.
+        kernel: the kernel.
         spec: its specialisation.
         arch: such as `"sm_90a"`.
 

@@ -1,4 +1,4 @@
-"""Turning the compiler's object file into a shared object, where the machine has a linker."""
+"""Links the compiler's object file into a shared object, if the machine has a linker."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _commands() -> list[list[str]]:
 
 
 def link(object_file: Path, library: Path) -> str | None:
-    """Link `object_file` into `library`. Returns what went wrong if no linker can do it.
+    """Link `object_file` into `library`. Return None, or the errors if no linker can do it.
 
-    No library is linked in, so that the result runs with any C library: the symbols that it
-    lacks are in libtvm_ffi and in the DSL's runtime, which are loaded before it.
+    No library is linked in, so that the result runs with any C library. libtvm_ffi and the DSL's
+    runtime, which are loaded first, define the symbols that it lacks.
     """
     failures = []
     for command in _commands():

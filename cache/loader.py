@@ -1,9 +1,8 @@
-"""From the checked bytes of an entry to a function, without the compiler.
+"""Loads a function from the checked bytes of an entry, without the compiler.
 
-The bytes that were compared with their SHA-256 are the bytes that are loaded: they are copied into
-an anonymous file in memory, sealed, and opened from there. So nothing that happens to the
-entry on disk afterwards (eviction, damage, truncation by another client of a network file system)
-reaches a loaded kernel.
+The bytes whose SHA-256 was checked are copied into an anonymous file in memory, which is sealed and
+loaded. So later changes of the entry on disk (eviction, damage, truncation by another client of a
+network file system) cannot affect a loaded kernel.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from .log import logger
 
 
 class IncompatibleEntry(CacheError):
-    """An intact entry that the libraries on this machine cannot run."""
+    """An intact entry that does not fit the libraries of this machine."""
 
 
 def load(entry: Entry | Built) -> Callable[..., Any]:
     """The function of an entry, or of a kernel just compiled.
 
-    Raises DamagedEntry or RefusedEntry if its file is not what was stored, IncompatibleEntry if it
-    does not fit the libraries here, CacheError if the runtime library is missing.
+    Raises DamagedEntry or RefusedEntry if its file is not the one that was stored,
+    IncompatibleEntry if it does not fit the libraries of this machine, CacheError if the runtime
+    library is missing.
     """
     if entry.has(LIBRARY):
         return _load_library(entry, entry.read(LIBRARY))
@@ -40,13 +40,13 @@ def load(entry: Entry | Built) -> Callable[..., Any]:
 
 
 def _load_library(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
-    with no_fork:  # a child forked in the middle could never import it
+    with no_fork:  # a child forked during an import could never import the module
         import tvm_ffi  # brings libtvm_ffi.so with it
 
     runtime = _open_runtime_library()
     fd = _file_in_memory(image, entry.key.kernel)
     try:
-        # ctypes resolves all symbols at once, so that what is missing shows here, not in a launch.
+        # ctypes resolves all symbols at once, so a missing one is an error here, not in a launch.
         library = ctypes.CDLL(_new_path(fd), mode=os.RTLD_LOCAL)
     except OSError as error:
         raise IncompatibleEntry(
@@ -94,7 +94,7 @@ def _where(entry: Entry | Built) -> str:
 
 @functools.cache
 def _open_runtime_library() -> str:
-    """Make the DSL's runtime visible to the kernels loaded later; return its path."""
+    """Make the DSL's runtime visible to kernels that are loaded later; return its path."""
     path = str(toolchain.runtime_library().path)
     try:
         ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
@@ -104,7 +104,7 @@ def _open_runtime_library() -> str:
 
 
 def _file_in_memory(content: bytes, name: str) -> int:
-    """A descriptor of a new file that holds `content`; sealed if the system can do that."""
+    """A descriptor of a new file that holds `content`, sealed if the system supports that."""
     try:
         fd = os.memfd_create(name[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError):
@@ -122,10 +122,10 @@ _paths_so_far = itertools.count()
 
 
 def _new_path(fd: int) -> str:
-    """A path to an open file, unlike all before.
+    """A path to an open file that differs from all earlier ones.
 
-    The dynamic loader takes a path that it has seen before for the library that it found there,
-    and a closed descriptor's number is soon used again. So a number is written into the path.
+    The dynamic loader identifies libraries by path, and the numbers of closed descriptors are used
+    again. So the path encodes a counter, as a series of "/" and "./".
     """
     number = next(_paths_so_far)
     steps = ("./" if number >> bit & 1 else "/" for bit in range(32))

@@ -1,13 +1,12 @@
 """Advisory locks that end with the process that holds them.
 
-`flock` and nothing else: the kernel (on NFS, the lock server) lets go of a lock when its holder
-dies, whatever kills it. A lock made of a file's existence would outlive its holder; that is why
-a library that falls back to such locks where flock is missing is of no use here. Where flock is not
-supported the answer is UNSUPPORTED, and the cache does without: publication is atomic anyway,
-so the price is a kernel compiled twice.
+All locks are `flock` locks: the system (on NFS, the lock server) releases them when their holder
+dies. A lock that consists of a file's existence would outlive its holder, so there is no fallback
+to one. If flock is not supported, the state is UNSUPPORTED and the cache works without locks:
+publication is atomic, so at worst a kernel is compiled twice.
 
-A forked child would share its parent's locks, and hold them after the parent's death: it closes
-their files first of all.
+A forked child would share its parent's locks and hold them after the parent's death, so it closes
+their files at once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NOT_SUPPORTED = {
 }
 
 
-# Held while something is done in the middle of which no other thread may fork.
+# While a thread holds this lock, no other thread can fork.
 no_fork = threading.RLock()
 
 
@@ -61,7 +60,7 @@ os.register_at_fork(
 
 
 class LockState(enum.Enum):
-    """What came of trying to take a lock."""
+    """The result of trying to take a lock."""
 
     TAKEN = "taken"
     HELD_ELSEWHERE = "held elsewhere"
@@ -69,7 +68,7 @@ class LockState(enum.Enum):
 
 
 def try_lock(fd: int, *, shared: bool = False) -> LockState:
-    """Take a lock on an open file without waiting. Closing the file gives it back."""
+    """Try to take a lock on an open file without waiting. Closing the file releases it."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -83,12 +82,12 @@ def try_lock(fd: int, *, shared: bool = False) -> LockState:
 
 @contextlib.contextmanager
 def try_lock_file(path: os.PathLike[str] | str, dir_fd: int | None = None) -> Iterator[LockState]:
-    """Take the exclusive lock of the file `path`, which is created if need be.
+    """Try to take the exclusive lock of the file `path`, which is created if it is missing.
 
     A relative path is looked up in the directory `dir_fd`, if that is given.
 
-    The file may be deleted only by who holds its lock: then whoever takes the lock of a file that
-    is no longer at `path` holds nothing, and is told HELD_ELSEWHERE, which means try again.
+    Only the holder of the lock may delete the file. So a lock taken on a file that is no longer at
+    `path` is worth nothing: the state is HELD_ELSEWHERE, and the caller should try again.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with no_fork:
@@ -102,7 +101,7 @@ def try_lock_file(path: os.PathLike[str] | str, dir_fd: int | None = None) -> It
         yield state
     finally:
         with no_fork:
-            if file in _lock_files:  # not in a forked child, which has closed it already
+            if file in _lock_files:  # a forked child has closed it already
                 _lock_files.remove(file)
                 os.close(fd)
 

@@ -45,14 +45,14 @@ def warn_once(topic: str, message: str, *args: object) -> None:
 
 
 def forget_reports() -> None:
-    """Let every topic be reported again."""
+    """Make `warn_once` report every topic again."""
     with _reported_lock:
         _reported.clear()
 
 
 def _after_fork_in_child() -> None:
     global _reported_lock
-    _reported_lock = threading.Lock()  # another thread may have held it, which is not here
+    _reported_lock = threading.Lock()  # a thread of the parent may have held the old one
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

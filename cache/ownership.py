@@ -1,10 +1,10 @@
-"""Directories and files that nobody else can have written, reached by descriptors alone.
+"""Access to directories and files that no other user can have written, through descriptors only.
 
 Compiled kernels are native code, and the cache deletes whole trees: both are safe only in a
-directory that belongs to the user. So a path is walked once, component by component; what is
-checked is the open directory, and whatever happens in it afterwards goes through its descriptor.
-Who may write to a directory above can hide the cache by renaming it, and can do no more: what he
-puts in its place belongs to him, and a link of his is not followed.
+directory that belongs to the user. So a path is walked once, component by component, the open
+directory is checked, and all later access goes through its descriptor. Another user who may write
+to a directory above can rename the cache, but no more: a directory that he puts in its place
+belongs to him and is refused, and his links are not followed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .errors import DamagedEntry, RefusedEntry
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# O_DIRECTORY besides O_PATH: without it an automounter would not be asked for what is there.
+# O_DIRECTORY too, because O_PATH alone does not trigger an automounter.
 _TRAVERSE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_LINKS = 40  # as the kernel's own limit
 _ROOT_UID = 0
@@ -32,13 +32,13 @@ _ROOT_UID = 0
 class Directory:
     """An open directory. Closed by `close`, or at the end of a `with` block.
 
-    Its methods raise RefusedEntry for what somebody outside `owners` owns or may write to, and
-    OSErrors that name the whole path.
+    Its methods raise RefusedEntry for anything that a user outside `owners` owns or may write to.
+    Their OSErrors name the whole path.
 
     Attributes:
-        fd: its descriptor, good for `dir_fd` but not for reading.
-        path: where it was found, for messages only.
-        owners: the user ids to which all in it may belong.
+        fd: its descriptor, for use as `dir_fd` but not for reading.
+        path: its path, for messages only.
+        owners: the user ids that may own it and everything in it.
     """
 
     def __init__(self, fd: int, path: Path, owners: frozenset[int]) -> None:
@@ -58,12 +58,12 @@ class Directory:
         return Path(f"/proc/{os.getpid()}/fd/{self.fd}/{name}")
 
     def status(self, name: str) -> os.stat_result:
-        """What lstat says of `name`."""
+        """The lstat result of `name`."""
         with self.named(name):
             return os.lstat(name, dir_fd=self.fd)
 
     def names(self) -> list[str]:
-        """What is in it, sorted."""
+        """The names in the directory, sorted."""
         with self.named("."), self.readable() as fd:
             return sorted(os.listdir(fd))
 
@@ -79,7 +79,7 @@ class Directory:
         return _checked(Directory(fd, path, self.owners))
 
     def make(self, name: str, mode: int) -> Directory:
-        """Open a subdirectory, after making it if it is missing."""
+        """Open a subdirectory; it is created if it is missing."""
         with self.named(name), contextlib.suppress(FileExistsError):
             os.mkdir(name, mode & 0o700, dir_fd=self.fd)
             if mode & ~0o700:
@@ -91,7 +91,7 @@ class Directory:
         path = self.path / name
         with self.named(name):
             with contextlib.suppress(FileNotFoundError):
-                # Before it is opened: a device may do something, and a link would just fail.
+                # Checked before opening: opening a device may have effects, and a link just fails.
                 _check_file(path, os.lstat(name, dir_fd=self.fd), self.owners)
             flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
             fd = os.open(name, flags, mode, dir_fd=self.fd)
@@ -103,7 +103,7 @@ class Directory:
         return fd
 
     def move(self, name: str, to: Directory, new_name: str) -> None:
-        """Rename into another directory. What belongs to the user is made movable first."""
+        """Rename into another directory. A directory without write permission is given it first."""
         with self.named(name):
             try:
                 os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=to.fd)
@@ -113,7 +113,7 @@ class Directory:
                 os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=to.fd)
 
     def remove(self, name: str) -> None:
-        """Delete whatever `name` is, with all that is in it; no link is followed.
+        """Delete `name`, with everything in it if it is a directory. Links are not followed.
 
         Raises OSError if something remains.
         """
@@ -134,7 +134,7 @@ class Directory:
                 raise OSError(errno.ENOTEMPTY, "nested too deeply to be deleted") from None
 
     def make_accessible(self, name: str) -> bool:
-        """Give the owner all rights to a directory of his; whether that changed anything."""
+        """Give the owner all rights to a directory. Return whether that changed anything."""
         status = os.lstat(name, dir_fd=self.fd)
         if not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o700 == 0o700:
             return False
@@ -142,7 +142,7 @@ class Directory:
         return True
 
     def sync(self) -> None:
-        """Have the directory's names on disk."""
+        """Write the directory's names to disk."""
         with self.named("."), self.readable() as fd:
             try:
                 os.fsync(fd)
@@ -161,7 +161,7 @@ class Directory:
 
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Have OSErrors name the whole path, where the system was given a part of it."""
+        """Make OSErrors name the whole path, since the system was given a part of it."""
         try:
             yield
         except OSError as error:
@@ -170,10 +170,10 @@ class Directory:
 
 
 def open_directory(path: Path, owners: frozenset[int], make_mode: int | None = None) -> Directory:
-    """Open the directory at an absolute path; a missing one is made if `make_mode` is given.
+    """Open the directory at an absolute path. With `make_mode`, create it if it is missing.
 
     Links on the way are followed if they belong to root or to one of `owners`. Directories above
-    are made with the user's umask.
+    are created with the user's umask.
 
     Raises FileNotFoundError, NotADirectoryError or another OSError, and RefusedEntry.
     """
@@ -217,7 +217,7 @@ def _open_or_make(here: Directory, name: str, mode: int, *, chmod: bool) -> int:
 
 
 def _link_target(here: Directory, name: str) -> str:
-    """Where a link leads, if it belongs to who may decide that."""
+    """The target of a link, if it belongs to root or to one of the owners."""
     fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here.fd)
     try:
         status = os.fstat(fd)
@@ -234,9 +234,9 @@ def _link_target(here: Directory, name: str) -> str:
 
 
 def _may_be_root(here: Directory, link: os.stat_result) -> bool:
-    """Whether a link may be root's in a user namespace, as of a container, that has no name for it.
+    """Whether a link may belong to root outside of the user namespace, such as a container's.
 
-    All users without a name look the same there; so nobody else may write to its directory.
+    There all unmapped users have the same id. So nobody else may write to the link's directory.
     """
     unnamed = int(Path("/proc/sys/kernel/overflowuid").read_text())
     all_named = "4294967295" in Path("/proc/self/uid_map").read_text().split()
@@ -260,7 +260,7 @@ def _check_file(path: Path, status: os.stat_result, owners: frozenset[int]) -> N
 
 
 def refuse_strangers(path: Path, status: os.stat_result, owners: frozenset[int]) -> None:
-    """Raise RefusedEntry if somebody outside `owners` owns what has this status, or may write."""
+    """Raise RefusedEntry if a user outside `owners` owns or may write to the file of `status`."""
     mode = stat.S_IMODE(status.st_mode)
     if stat.S_ISLNK(status.st_mode):
         problem = "is a symbolic link"

@@ -1,7 +1,7 @@
-"""Plans: functions from a call's parameters to the kernels that it will need.
+"""Plans: functions from an operator's parameters to the kernels that its calls need.
 
-They are declared, since a spec file names them and no other function, and they are strict: a value
-that means the same as another but is none of its type would make a key that never matches.
+Plans are declared, because a spec file may call no other function. They are strict about types:
+an equal value of another type (1 for True) would make a key that no call looks for.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def planner(function: Callable[_P, Requests]) -> Callable[_P, Requests]:
     Its arguments must be of the annotated types exactly: `1` is no `bool` and no `float`.
 
     Args:
-        function: takes the architecture, and parameters by name that TOML has: bool, int, float,
-            str, lists of them, and None. Returns pairs of KernelDef and specialisation; raises
-            NotImplementedError or ValueError for what has no kernel.
+        function: takes the architecture, and keyword parameters of TOML's types (bool, int, float,
+            str, lists of them) or None. It returns pairs of KernelDef and specialisation, and
+            raises NotImplementedError or ValueError for parameters that have no kernel.
 
     Raises:
-        TypeError: when it is called, for an argument of another type, naming it; or if what it
-            returns is something else.
+        TypeError: from a call of the plan: an argument has a wrong type, which the message names,
+            or the function does not return such pairs.
     """
     signature = inspect.signature(function)
     expected = functools.cache(lambda: _parameter_types(function))

@@ -13,7 +13,7 @@ from .errors import CacheError
 from .log import warn_once
 
 LAYOUT = "v1"
-"""The directory in a cache directory, whose format it names."""
+"""Name of the directory in a cache directory that holds everything; it is the format's version."""
 
 DEFAULT_MAX_BYTES = 5 * 2**30
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -24,7 +24,7 @@ def cache_directory() -> Path | None:
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
     if chosen:
         return absolute(chosen)
-    import platformdirs  # 6 ms, and not needed where the variable is set
+    import platformdirs  # takes 6 ms, so only if the variable is not set
 
     try:
         default = Path(platformdirs.user_cache_dir("cute_attn", appauthor=False))
@@ -56,12 +56,12 @@ def absolute(text: str) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is one that can be seen."""
+    """Whether path is a file; False if this user cannot see it."""
     return os.path.isfile(path)  # noqa: PTH113
 
 
 def _is_directory(path: Path) -> bool:
-    """Whether it is one that can be seen; `Path.is_dir` may raise PermissionError."""
+    """Whether path is a directory; False where `Path.is_dir` would raise PermissionError."""
     return os.path.isdir(path)  # noqa: PTH112
 
 

@@ -1,13 +1,13 @@
-"""Reading a file that says which kernels a server needs, to build or to warm them up.
+"""Reads spec files, which list the kernels that a server needs, to build or to warm them up.
 
     [[operator]]
     plan = "cute_attn.ops.lightning:plan_decode"
     dtype = "bfloat16"
     head_dim_k = 128
 
-`plan` names a function `plan(arch, **parameters)` declared with `planner`, which returns pairs of
-KernelDef and specialisation. `arch` is the architecture, or the list of those, that the table is
-for; without it, it is for all. Other keys are the plan's parameters.
+`plan` names a function `plan(arch, **parameters)` that is declared with `planner` and returns pairs
+of KernelDef and specialisation. `arch` is an architecture or a list of them; a table without `arch`
+is for all architectures. The other keys are the plan's parameters.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ else:
 
 
 def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, Any]]:
-    """The kernels that a file asks for, with their specialisations for `arch`.
+    """The kernels that a spec file lists for `arch`, with their specialisations.
 
-    Raises CacheError, naming the file or the plan, if it cannot be read or planned.
+    Raises CacheError if the file cannot be read or a plan fails; the message names it.
     """
     plan = plan_for(read_plans(Path(path)), [arch])
     if plan.refusals:
@@ -41,7 +41,7 @@ def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, 
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """The `[[operator]]` tables of a file. Raises CacheError if it is not such a file."""
+    """The `[[operator]]` tables of a file. Raises CacheError if it is not a spec file."""
     try:
         with path.open("rb") as file:
             document = tomllib.load(file)
@@ -62,23 +62,23 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
 
 
 def _architectures(table: dict[str, Any]) -> list[str]:
-    """The architectures that a table names; none if it is for all."""
+    """The architectures that a table names; empty if it is for all."""
     named = table.get("arch", [])
     return [named] if isinstance(named, str) else list(named)
 
 
 class Plan(NamedTuple):
-    """What plans ask for: (kernel, specialisation, arch), and what has no kernel, in words."""
+    """Requests as (kernel, specialisation, arch), and a message for each table without a kernel."""
 
     requests: list[tuple[KernelDef, Any, str]]
     refusals: list[str]
 
 
 def plan_for(tables: list[dict[str, Any]], architectures: list[str]) -> Plan:
-    """What the tables ask for, for each architecture.
+    """Call the plans of the tables for each architecture.
 
-    Raises CacheError naming the plan that cannot be imported, is not declared as one, or does not
-    take such parameters.
+    Raises CacheError if a plan cannot be imported, is not declared with `planner`, or does not take
+    the parameters; the message names it.
     """
     requests: list[tuple[KernelDef, Any, str]] = []
     refusals = []

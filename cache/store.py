@@ -1,16 +1,16 @@
-"""A directory of entries that many processes, users and machines' clocks can be careless with.
+"""A directory of entries that withstands many processes, killed ones and wrong clocks.
 
 Layout, below a root of mode 0700:
 
-    v1/ab/abcd.../      an entry (see entry.py), named for its key's digest
-    v1/locks/           one lock file per key being compiled, and one for who evicts
-    v1/staging/         what is being written, evicted or put aside, each with a lock file
-    v1/quarantine/      damaged entries, moved out of the way
-    v1/ledger           the size of all this when it was last counted, and what came since
+    v1/ab/abcd.../      an entry (see entry.py), named by its key's digest
+    v1/locks/           a lock file for each key being compiled, and one for eviction
+    v1/staging/         entries being written or removed, each with a lock file
+    v1/quarantine/      damaged entries
+    v1/ledger           the total size when it was last measured, and the sizes added since
 
-An entry appears by one rename of a complete and synced directory, and disappears by one rename: no
-reader ever sees half of it, on NFS neither. Whatever a killed process leaves lies in `staging`,
-from which nothing is loaded; it is removed once nobody holds its lock.
+An entry appears by one rename of a complete and synced directory, and disappears by one rename, so
+no reader ever sees half of it, not even on NFS. A killed process leaves files only in `staging`,
+from which nothing is loaded; they are removed when their lock is free.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ _LOCKS, _STAGING, _QUARANTINE, _LEDGER = "locks", "staging", "quarantine", "ledg
 _OWN_NAMES = (_LOCKS, _STAGING, _QUARANTINE)
 _SHARD_NAME = re.compile("[0-9a-f]{2}")
 _DIGEST = re.compile("[0-9a-f]{64}")
-_LONGEST_SIGNATURE = 300  # of a lock's holder: a number and a host name
+_LONGEST_SIGNATURE = 300  # bytes of a lock file: the holder's process id and host name
 _EVICTION_LOCK = "evict.lock"
-_REMOVED = "removed"  # in a staging directory: what is on its way out
+_REMOVED = "removed"  # name of an entry in a staging directory that is being deleted
 
 _POLL_SECONDS = 0.02
 _SLOWEST_POLL_SECONDS = 0.25
-_SILENT_WAIT_SECONDS = 10.0  # then say whom for
-_LONGEST_WAIT_SECONDS = 600.0  # then compile all the same: publication is atomic
+_SILENT_WAIT_SECONDS = 10.0  # then a warning names the holder of the lock
+_LONGEST_WAIT_SECONDS = 600.0  # then compile without the lock: publication is atomic
 _LONGEST_WAIT_TO_EVICT_SECONDS = 60.0
 _TOLERATED_SKEW_SECONDS = 30 * 24 * 3600.0
-_UNLOCKABLE_LEFTOVER_SECONDS = 24 * 3600.0  # where locks do not work, age has to do
+_UNLOCKABLE_LEFTOVER_SECONDS = 24 * 3600.0  # without locks, leftovers are recognised by age
 
-# The ledger is an estimate. Everything is counted anew after so many entries, whatever it says:
-# a process killed between publishing an entry and noting it leaves that entry out.
+# The ledger is an estimate: a process killed after publishing an entry does not note it. So
+# everything is measured again after this many entries.
 _ENTRIES_BETWEEN_COUNTS = 64
 _LARGEST_LEDGER = 64 * 2**10
-# Eviction goes on to a little below the limit. Else a full cache would be counted at each entry.
+# Eviction goes a little below the limit, so that a full cache is not measured at each entry.
 _HEADROOM = 1 / 32
 
 
 class Evicted(NamedTuple):
-    """What `Store.evict` or `Store.clear` did.
+    """Result of `Store.evict` or `Store.clear`.
 
     Attributes:
-        entries: how many it removed.
-        bytes: how much space it freed, entries removed meanwhile by others included.
-        in_use: how many it would have removed, had no process loaded them.
-        remaining: the bytes that the store takes afterwards.
-        problems: what could not be removed, and why.
+        entries: number of entries removed.
+        bytes: bytes freed, including entries that other processes removed meanwhile.
+        in_use: number of entries that stay because a process has loaded them.
+        remaining: bytes that the store takes afterwards.
+        problems: a message for each thing that could not be removed.
     """
 
     entries: int = 0
@@ -76,11 +76,11 @@ class Evicted(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What `Store.contents` found.
+    """Result of `Store.contents`.
 
     Attributes:
-        digests: of all entries, unopened, sorted.
-        problems: what cannot be looked into, or is no part of a cache, each as a sentence.
+        digests: of all entries, sorted; the entries were not opened.
+        problems: a message for each thing that cannot be read or is no part of a cache.
     """
 
     digests: tuple[str, ...]
@@ -88,7 +88,7 @@ class Contents(NamedTuple):
 
 
 class _Removal(enum.Enum):
-    """What came of removing an entry."""
+    """The result of removing an entry."""
 
     REMOVED = "removed"
     GONE = "removed by another process"
@@ -96,7 +96,7 @@ class _Removal(enum.Enum):
 
 
 class _Candidate(NamedTuple):
-    """An entry that may be evicted. Sorted, the first goes first."""
+    """An entry that may be evicted. They sort in the order of eviction."""
 
     last_use: float
     digest: str
@@ -106,13 +106,13 @@ class _Candidate(NamedTuple):
 class Store:
     """The entries below one root directory.
 
-    Everything is reached through descriptors of directories that have been checked, also to delete:
-    see `ownership`. So every method that touches the directory may raise RefusedEntry.
+    Every access, also to delete, goes through descriptors of checked directories: see `ownership`.
+    So every method that touches the directory may raise RefusedEntry.
 
     Args:
-        root: the directory, an absolute path; made when the first entry is published.
-        read_only: a prebuilt directory. It may belong to root, and nothing in it is changed.
-        public: what is published here can be read by every user, as a prebuilt directory is.
+        root: the directory, an absolute path; created when the first entry is published.
+        read_only: whether it is a prebuilt directory, which may belong to root and is not changed.
+        public: whether every user may read its entries, as those of a prebuilt directory.
     """
 
     def __init__(self, root: Path, *, read_only: bool = False, public: bool = False) -> None:
@@ -157,7 +157,10 @@ class Store:
             return shard.directory(digest)
 
     def contents(self) -> Contents:
-        """All entries, unopened, and what else is there that should not be. Raises nothing."""
+        """List all entries without opening them, and everything that is no part of a cache.
+
+        Raises nothing.
+        """
         digests: list[str] = []
         problems: list[str] = []
 
@@ -178,11 +181,11 @@ class Store:
         return Contents(tuple(digests), tuple(problems))
 
     def digests(self) -> list[str]:
-        """The digests of all entries, unopened."""
+        """The digests of all entries."""
         return list(self.contents().digests)
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry that can be opened, closed again after its turn."""
+        """Yield every entry that can be opened. Each is closed when the next one is requested."""
         for digest in self.digests():
             try:
                 entry = self.open(digest)
@@ -197,10 +200,10 @@ class Store:
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """A directory for what is not yet, or no longer, an entry. Removed afterwards.
+        """A temporary directory in `staging`, removed afterwards.
 
-        The path leads through a descriptor, for this process and its children: it stays what it is
-        whatever happens to the directories above.
+        The path, for this process and its children, leads through a descriptor, so that it stays
+        valid if a directory above is renamed.
 
         Raises OSError if the store cannot be written to, RefusedEntry if others can write to it.
         """
@@ -219,9 +222,9 @@ class Store:
                 state = attempt.enter_context(self._lock_file(parent, f"{name}.lock"))
                 if state is not LockState.HELD_ELSEWHERE:
                     break
-                attempt.close()  # a sweep was faster: it will delete that lock
+                attempt.close()  # a sweep holds the lock file, and will delete it
             stack.push(attempt)
-            # Locked before the directory exists: one without a live lock is a leftover.
+            # Locked before the directory exists, because one without a held lock is a leftover.
             directory = stack.enter_context(parent.make(name, 0o700))
             try:
                 yield directory
@@ -232,10 +235,9 @@ class Store:
                     parent.remove(f"{name}.lock")
 
     def publish(self, built: Built) -> Path:
-        """Write an entry; if another process was faster, leave that one. Return its path.
+        """Write an entry, unless another process has published it meanwhile. Return its path.
 
-        Raises OSError if there is no room, no permission and so on, RefusedEntry if others can
-        write to the store.
+        Raises OSError if the store cannot be written to, RefusedEntry if others can write to it.
         """
         digest = built.key.digest
         with self._staging() as staging, staging.make("entry", 0o700) as directory:
@@ -256,7 +258,7 @@ class Store:
         return self.entry_path(digest)
 
     def _make_directory(self, name: str) -> Directory:
-        """Open a directory of the cache, made if need be."""
+        """Open a directory of the cache, created if it is missing."""
         with (
             open_directory(self.root, self._owners, self._directory_mode) as root,
             root.make(LAYOUT, self._directory_mode) as base,
@@ -277,9 +279,9 @@ class Store:
 
     @contextlib.contextmanager
     def compiling(self, digest: str, published: Callable[[], bool]) -> Iterator[None]:
-        """Hold a key's lock, or wait until another process has `published` what it is for.
+        """Hold a key's lock, or wait for another process's lock until `published` returns True.
 
-        Where the store cannot be written to, or locks do not work, nothing is held.
+        If the store cannot be written to, or locks do not work, nothing is held.
         """
         with contextlib.ExitStack() as held:
             started = time.monotonic()
@@ -307,7 +309,7 @@ class Store:
             yield
 
     def _take_compile_lock(self, digest: str, held: contextlib.ExitStack) -> bool:
-        """Whether to go on: with the lock in `held`, or without one where locks are no use."""
+        """Whether to go on: with the lock in `held`, or without one if locks do not work."""
         attempt = contextlib.ExitStack()
         try:
             with self._make_directory(_LOCKS) as directory:
@@ -339,13 +341,13 @@ class Store:
     # -- cleaning up
 
     def quarantine(self, digest: str) -> str | None:
-        """Move an entry out of the way; return what was done, or None if it had gone already.
+        """Move an entry to the quarantine; return what was done, or None if it was gone already.
 
-        What takes the place of its shard goes instead, if that is no directory. What cannot be
-        moved is deleted, as an entry that belongs to a lower layer of an overlay.
+        If its shard is not a directory, that is moved instead. Anything that cannot be moved, such
+        as an entry in a lower layer of an overlay, is deleted.
 
-        Call it while holding the key's lock, and after finding the entry damaged under that lock:
-        otherwise it may be another process's new entry.
+        Call it while holding the key's lock, after finding the entry damaged under that lock.
+        Otherwise it may remove another process's new entry.
         """
         with self._make_directory(_QUARANTINE) as quarantine, self._open_base() as base:
             try:
@@ -359,7 +361,7 @@ class Store:
                 return _put_aside(shard, digest, quarantine)
 
     def sweep(self) -> int:
-        """Remove what dead processes left in `staging`; return how much.
+        """Remove what dead processes left in `staging`; return the number of things removed.
 
         Raises RefusedEntry, and OSError if the directory cannot be read.
         """
@@ -389,9 +391,9 @@ class Store:
         return False
 
     def make_room(self, max_bytes: int, added: str) -> Evicted:
-        """Account for the entry `added`, and evict others if the store has grown too large.
+        """Add the entry `added` to the ledger, and evict others if the store has grown too large.
 
-        As long as the ledger says that there is room, nothing is listed and nothing counted.
+        While the ledger says that there is room, no entry is listed or measured.
         """
         try:
             base = self._open_base()
@@ -403,7 +405,7 @@ class Store:
             if _fits(base, max_bytes):
                 return Evicted()
             with self._evicting():
-                if _fits(base, max_bytes):  # another process has been at it meanwhile
+                if _fits(base, max_bytes):  # another process has evicted meanwhile
                     return Evicted()
                 self.sweep()
                 evicted = self._evict(base, max_bytes, int(max_bytes * (1 - _HEADROOM)), added)
@@ -422,9 +424,8 @@ class Store:
     def evict(self, max_bytes: int, keep: str = "") -> Evicted:
         """Remove quarantined, then least recently used entries, until all fits in `max_bytes`.
 
-        Entries that a process has loaded are passed by, and so is the entry `keep`. All that lies
-        in the directory counts, in allocated bytes. One process at a time evicts: what others have
-        removed or published meanwhile is taken into account.
+        Entries that a process has loaded stay, and so does the entry `keep`. The size is that of
+        everything in the directory, in allocated bytes. Only one process evicts at a time.
         """
         try:
             base = self._open_base()
@@ -435,7 +436,7 @@ class Store:
 
     @contextlib.contextmanager
     def _evicting(self) -> Iterator[None]:
-        """Hold the lock of who evicts; go without where locks do not work."""
+        """Hold the eviction lock, or nothing if locks do not work or the wait is too long."""
         with contextlib.ExitStack() as held:
             end = time.monotonic() + _LONGEST_WAIT_TO_EVICT_SECONDS
             pause = _POLL_SECONDS / 4
@@ -457,7 +458,8 @@ class Store:
 
     @contextlib.contextmanager
     def _lock_file(self, directory: Directory, name: str) -> Iterator[LockState]:
-        """`try_lock_file` in a directory of the cache; UNSUPPORTED if it says what cannot be."""
+        """`try_lock_file` in a directory of the cache. The state is UNSUPPORTED if the file system
+        reports every lock as held."""
         with contextlib.ExitStack() as stack:
             with directory.named(name):
                 state = stack.enter_context(try_lock_file(name, directory.fd))
@@ -466,7 +468,7 @@ class Store:
             yield state
 
     def _locks_work(self, directory: Directory) -> bool:
-        """Whether a file that nobody else knows can be locked. Tried once."""
+        """Whether a new file, which nobody else can have locked, can be locked. Tried once."""
         if self._have_locks is None:
             name = f"probe-{os.urandom(8).hex()}"
             with directory.named(name), try_lock_file(name, directory.fd) as state:
@@ -482,13 +484,13 @@ class Store:
         candidates = _candidates(base, problems)
         total = sum(candidate.bytes for candidate in candidates)
         damaged = _sizes(base, _QUARANTINE)
-        staged = _sizes(base, _STAGING, own=False)  # an evictor's empty directory is no excess
+        staged = _sizes(base, _STAGING, own=False)  # without the empty directory of this eviction
         total += sum(damaged.values()) + sum(staged.values())
         excess = total - down_to if total > max_bytes else 0
         freed = removed = in_use = 0
         if damaged and excess > 0:
             with noting(problems), base.directory(_QUARANTINE) as quarantine:
-                for name, size in damaged.items():  # of use to nobody but who looks into the damage
+                for name, size in damaged.items():  # kept only for whoever examines the damage
                     if freed < excess:
                         with noting(problems):
                             quarantine.remove(name)
@@ -508,7 +510,7 @@ class Store:
         return Evicted(removed, freed, in_use, total - freed, tuple(problems))
 
     def remove(self, digest: str) -> bool:
-        """Delete an entry unless it is in use; whether this call deleted it. Raises OSError."""
+        """Delete an entry unless it is in use. Return whether this call did. Raises OSError."""
         try:
             with self._open_base() as base:
                 return self._remove(base, digest) is _Removal.REMOVED
@@ -516,7 +518,7 @@ class Store:
             return False
 
     def _remove(self, base: Directory, digest: str) -> _Removal:
-        """Delete an entry, or what is in its place, unless it is in use. Raises OSError."""
+        """Delete an entry, or whatever has its name, unless it is in use. Raises OSError."""
         with contextlib.ExitStack() as stack:
             try:
                 shard = stack.enter_context(base.directory(digest[:2]))
@@ -542,13 +544,13 @@ class Store:
         return _Removal.REMOVED
 
     def clear(self) -> Evicted:
-        """Delete every entry that is not in use, the quarantine, and what dead processes left."""
+        """Delete all entries that are not in use, the quarantine, and leftovers in `staging`."""
         problems = self._remove_strange()
         evicted = self.evict(max_bytes=-1)
         return evicted._replace(problems=(*problems, *evicted.problems, *self.tidy()))
 
     def _remove_strange(self) -> list[str]:
-        """Delete what is in the place of a shard or an entry without being one."""
+        """Delete everything with the name of a shard, or inside a shard, that is not an entry."""
         problems: list[str] = []
         with contextlib.suppress(FileNotFoundError), self._open_base() as base:
             for name in filter(_SHARD_NAME.fullmatch, base.names()):
@@ -566,7 +568,7 @@ class Store:
     def tidy(self) -> list[str]:
         """Delete the quarantine, what dead processes left, and the locks that nobody holds.
 
-        Returns what could not be removed, and why.
+        Returns a message for each thing that could not be removed.
         """
         problems: list[str] = []
         try:
@@ -594,7 +596,7 @@ class Store:
 
 
 def _sign(directory: Directory, name: str) -> None:
-    """Write into a lock's file who holds it, for those who wait."""
+    """Write this process's id and host name into a lock file, for the messages of those waiting."""
     with contextlib.suppress(OSError, CacheError):  # a full disk
         fd = directory.file(name, os.O_WRONLY | os.O_TRUNC)
         try:
@@ -604,7 +606,7 @@ def _sign(directory: Directory, name: str) -> None:
 
 
 def _state_of(pid: int) -> str:
-    """What is remarkable about a process of this machine, as a clause."""
+    """A clause for messages if a process of this machine is stopped or invisible, else ""."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -614,7 +616,7 @@ def _state_of(pid: int) -> str:
 
 @contextlib.contextmanager
 def noting(problems: list[str]) -> Iterator[None]:
-    """Go on after an error, which is noted; that something is not there is none."""
+    """Append errors to `problems` and go on. A missing file is not an error."""
     try:
         yield
     except FileNotFoundError:
@@ -637,7 +639,7 @@ def _sync_directory(directory: Directory) -> None:
 
 
 def _put_aside(parent: Directory, name: str, quarantine: Directory) -> str | None:
-    """Move `name` into the quarantine, or delete it where it is; what was done."""
+    """Move `name` into the quarantine, or delete it if that fails; return what was done."""
     moved = f"{name}-{os.urandom(4).hex()}"
     try:
         parent.move(name, quarantine, moved)
@@ -650,14 +652,14 @@ def _put_aside(parent: Directory, name: str, quarantine: Directory) -> str | Non
 
 
 def _remove_in_place(shard: Directory, digest: str) -> None:
-    """Delete an entry under the eyes of readers: first what makes it an entry."""
+    """Delete an entry that readers may see: `meta.json` first, since no entry is without it."""
     with contextlib.suppress(OSError, CacheError), shard.directory(digest) as entry:
         entry.remove(META)
     shard.remove(digest)
 
 
 def _open_to_lock(shard: Directory, digest: str) -> int | None:
-    """A descriptor of an entry's lock; None if nobody can have loaded the entry.
+    """A descriptor to lock an entry with; None if no process can have loaded the entry.
 
     Raises FileNotFoundError if there is no entry.
     """
@@ -690,9 +692,9 @@ def _remove_free_lock(locks: Directory, name: str) -> None:
 def _allocated(
     parent_fd: int, name: str, depth: int = 8, own: bool = True
 ) -> tuple[int, os.stat_result | None]:
-    """The bytes that `name` takes with all in it, and the status of its file of uses.
+    """The bytes that `name` takes with its contents, and the status of its file `uses`.
 
-    Without `own`, only what is in it counts.
+    Without `own`, only the contents are counted.
     """
     total = 0
     uses = None
@@ -717,14 +719,14 @@ def _allocated(
 
 
 def _sizes(base: Directory, name: str, own: bool = True) -> dict[str, int]:
-    """The bytes that each thing in a directory takes, or without `own`, what is in each."""
+    """The bytes of each thing in a directory; without `own`, only of its contents."""
     with contextlib.suppress(OSError, CacheError), base.directory(name) as directory:
         return {item: _allocated(directory.fd, item, own=own)[0] for item in directory.names()}
     return {}
 
 
 def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
-    """All entries, least recently used first, and before them what is none."""
+    """All entries, least recently used first; before them, files in the place of entries."""
     now = time.time()
     found: list[_Candidate] = []
     ahead: list[tuple[_Candidate, str]] = []
@@ -738,7 +740,7 @@ def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
                     size, uses = _allocated(shard.fd, digest)
                     used = uses or status
                     moment = used.st_mtime if stat.S_ISDIR(status.st_mode) else 0.0
-                    # Where the system's own time of the change is no later, the moment is made up.
+                    # A time far in the future is made up if the inode's own change time is not later.
                     made_up = moment > now + _TOLERATED_SKEW_SECONDS and used.st_ctime <= now
                     candidate = _Candidate(0.0 if made_up else moment, digest, size)
                     if candidate.last_use > now:
@@ -746,8 +748,8 @@ def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
                         ahead.append((candidate, path))
                     else:
                         found.append(candidate)
-    # The clock has been set back since they were used: they keep their order, from now on. Else
-    # they would stay ahead of all others until the clock is where it was.
+    # The clock has been set back since these were used. They get the current time, in their order;
+    # else they would count as the newest until the clock catches up.
     for i, (candidate, path) in enumerate(sorted(ahead)):
         moment = now + 1e-6 * i
         with contextlib.suppress(OSError):
@@ -760,7 +762,7 @@ def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
 
 
 def _start_ledger(base: Directory) -> None:
-    """Empty the ledger, before counting: what is published meanwhile is noted after that."""
+    """Empty the ledger before measuring, so that entries published meanwhile are added to it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with contextlib.suppress(OSError):
         try:
@@ -771,7 +773,7 @@ def _start_ledger(base: Directory) -> None:
 
 
 def _note_in_ledger(base: Directory, line: str) -> None:
-    # Without a ledger the next process counts, and so it does if the disk is full.
+    # If this fails, the next process measures the store.
     with contextlib.suppress(OSError, CacheError):
         fd = base.file(_LEDGER, os.O_WRONLY | os.O_APPEND)
         try:

@@ -1,8 +1,8 @@
-"""What a compiled kernel depends on besides its sources, found without importing the compiler.
+"""The versions that a compiled kernel depends on, found without importing the compiler.
 
-Where the compiler is not installed (a server image with prebuilt kernels), its version is unknown
-and the key is *open*: an entry matches by all the other fields, and what decides is whether the
-runtime library at hand defines every symbol that the entry needs, which loading checks.
+If the compiler is not installed (a server image with prebuilt kernels), its version is unknown and
+the key is *open*: an entry matches by all other fields. Loading then checks that the installed
+runtime library defines every symbol that the entry needs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .ownership import open_directory
 
 RUNTIME_LIBRARY_NAME = "libcute_dsl_runtime.so"
 
-# Settings of the DSL's environment that change the code it emits. The architecture is not among
-# them: it is always given as an option.
+# Environment variables of the DSL that change the code it emits, except for the architecture,
+# which is always given as an option.
 _CODE_CHANGING_VARIABLES = (
     "AUTO_M2S",
     "COMPILER_BACKEND",
@@ -45,7 +45,7 @@ class RuntimeLibrary(NamedTuple):
 
     path: Path
     cuda: str | None
-    """`"cu12"` or `"cu13"`, as the path says; None if it does not."""
+    """`"cu12"` or `"cu13"`, a component of the path; None if it has no such component."""
 
 
 def compile_options(kernel_options: str) -> str:
@@ -72,7 +72,7 @@ def dsl_version() -> str | None:
 
 @functools.cache
 def runtime_version() -> str | None:
-    """The version of the runtime library, as far as an installed distribution tells it."""
+    """The version of the runtime library, or None if no installed distribution tells it."""
     cuda = runtime_library().cuda
     version = _installed_version(f"nvidia-cutlass-dsl-libs-{cuda}") if cuda else None
     return version or dsl_version()
@@ -103,15 +103,15 @@ def tvm_ffi_abi() -> str:
 def host_platform() -> str:
     """Operating system, machine and C library: `"linux-x86_64-glibc"`.
 
-    No version of the C library: an object refers to no symbol of it. No CPU model: objects are
-    compiled for the machine's baseline (see `compiler`).
+    The C library's version is left out because an object refers to no symbol of it, and the CPU
+    model because objects are compiled for the machine's baseline (see `compiler`).
     """
     libc = platform.libc_ver()[0] or "libc"
     return f"{sys.platform}-{platform.machine()}-{libc}"
 
 
 def _installed_flavours() -> dict[int, Path]:
-    """CUDA major version -> runtime library, for each that the wheels have installed."""
+    """CUDA major version -> runtime library, for each installed wheel."""
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     found: dict[int, Path] = {}
     for root in spec.submodule_search_locations or () if spec else ():
@@ -123,7 +123,7 @@ def _installed_flavours() -> dict[int, Path]:
 
 
 def _chosen_flavour(flavours: dict[int, Path]) -> str:
-    """The flavour that the DSL takes: the newest that the driver supports, or the newest of all."""
+    """The flavour that the DSL uses: the newest that the driver supports, or the newest of all."""
     driver = _driver_cuda_major() if len(flavours) > 1 else None
     usable = [major for major in flavours if driver is None or major <= driver]
     return f"cu{max(usable or flavours)}"
@@ -162,20 +162,19 @@ def runtime_library() -> RuntimeLibrary:
     try:
         _refuse_strangers(path)
     except RefusedEntry as refusal:
-        # Whoever can do that can change the packages around it, too: refusing would be no defence.
+        # Whoever can change the library can change the packages beside it, so refusing is no help.
         warn_once(f"runtime {path}", "loaded all the same, as the Python around it: %s", refusal)
     return RuntimeLibrary(path, cuda)
 
 
 def _refuse_strangers(library: Path) -> None:
-    """Raise RefusedEntry if others may write to a library or to its directory.
-
-    Others are not: this user, root, and who owns the Python that runs.
+    """Raise RefusedEntry if a library or its directory belongs to, or can be written by, others
+    than this user, root and the owner of the running Python.
     """
     owners = frozenset({os.geteuid(), 0, Path(sys.prefix).stat().st_uid})
     library = Path(os.path.realpath(library))
     with contextlib.suppress(OSError), open_directory(library.parent, owners) as directory:
-        os.close(directory.file(library.name))  # what cannot be opened cannot be loaded either
+        os.close(directory.file(library.name))  # an OSError is ignored: loading will report it
 
 
 def forget() -> None:

@@ -1,4 +1,4 @@
-"""Compiling many kernels before they are needed, in parallel; one failure loses no other."""
+"""Compiles many kernels in parallel before they are needed; a failure does not stop the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .log import logger, warn_once
 from .store import Store
 from .wire import NotPortable, encode_request
 
-_MOST_JOBS_BY_DEFAULT = 16  # a compiler process takes 1 GB or so
+_MOST_JOBS_BY_DEFAULT = 16  # a compiler process takes about 1 GB
 
 
 class Failure(NamedTuple):
@@ -35,14 +35,14 @@ class Failure(NamedTuple):
 
 
 class WarmupReport(NamedTuple):
-    """What `warmup` did.
+    """Result of `warmup`.
 
     Attributes:
-        kernels: how many different kernels were asked for.
-        compiled: the keys of those that this call compiled.
-        found: how many were in memory or on disk already.
-        failures: those that failed.
-        seconds: how long it took altogether.
+        kernels: number of different kernels requested.
+        compiled: keys of the kernels that this call compiled.
+        found: number of kernels that were in memory or on disk already.
+        failures: the kernels that failed, each with its message.
+        seconds: duration of the call.
     """
 
     kernels: int
@@ -77,19 +77,19 @@ def warmup(
     jobs: int | None = None,
     progress: bool | None = None,
 ) -> WarmupReport:
-    """Load what is cached of a list of kernels, compile the rest in parallel, and load that.
+    """Load a list of kernels; those that are not cached are first compiled in parallel.
 
     Afterwards every kernel is in memory, and `cute_attn.cache.freeze` can be called.
 
     Args:
-        requests: pairs of kernel and specialisation; doubles are dropped.
+        requests: pairs of kernel and specialisation; duplicates are dropped.
         arch: by default `cute_attn.cache.current_arch`.
-        jobs: how many processes compile at once; by default one per CPU, and at most 16. With 1,
-            or if there is one kernel to compile, this process compiles.
-        progress: show a progress bar on stderr; by default if that is a terminal.
+        jobs: how many processes compile at once; by default one per CPU, at most 16. With 1, or if
+            there is one kernel to compile, this process compiles.
+        progress: whether to show a progress bar on stderr; by default if that is a terminal.
 
     Raises:
-        CompileError: at the end, if kernels failed, naming each (attribute `report`).
+        CompileError: at the end, if kernels failed; it names each, and has the attribute `report`.
         TypeError: as `cute_attn.cache.get`.
         CacheError: as `cute_attn.cache.get`.
     """
@@ -103,7 +103,7 @@ def warmup(
     outcome = Outcome()
     if missing and places.store is not None:
         outcome = compile_all(missing, places.store, jobs=jobs, progress=progress)
-    # Loads what the workers stored, and compiles here what they could not.
+    # Load what the workers stored, and compile here what they could not store.
     failures = list(outcome.failures)
     failed = {failure.key for failure in failures}
     for job in work:
@@ -142,7 +142,7 @@ def unique_jobs(requests: Iterable[tuple[KernelDef, Any, str]]) -> list[Job]:
 
 
 class Outcome(NamedTuple):
-    """What `compile_all` did."""
+    """Result of `compile_all`."""
 
     stored: tuple[KeyDescription, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -151,7 +151,7 @@ class Outcome(NamedTuple):
 def compile_all(
     work: list[Job], store: Store, *, jobs: int | None = None, progress: bool | None = None
 ) -> Outcome:
-    """Compile kernels into `store` in `jobs` processes; a kernel that fails raises nothing."""
+    """Compile kernels into `store` in `jobs` processes. Failures are returned, not raised."""
     portable, local = [], []
     for job in work:
         request = _portable_request(job)
@@ -190,7 +190,7 @@ def _portable_request(job: Job) -> dict[str, Any] | None:
 
 
 def _compile_here(job: Job, store: Store) -> str | None:
-    """Compile in this process; the error, if any."""
+    """Compile in this process; return the error, if any."""
     try:
         found = jit.obtain(*job, jit.verified, jit.Places((), store))
     except CacheError as error:
@@ -202,7 +202,7 @@ def _compile_here(job: Job, store: Store) -> str | None:
 
 
 def compile_elsewhere(kernel: KernelDef, spec: Any, key: KeyDescription) -> Built:
-    """Compile in a process of its own, for one whose compiler cannot be used.
+    """Compile in a new process, for a forked one that cannot use its compiler.
 
     Raises CompileError.
     """
@@ -248,7 +248,7 @@ def _run_workers(
     store: Store,
     done: Callable[[Job, str | None], None],
 ) -> list[Job]:
-    """Compile in `number` processes; the jobs that were not begun, since no process starts."""
+    """Compile in `number` processes; return the jobs left over if none of these can be started."""
     pending: queue.SimpleQueue[tuple[Job, dict[str, Any]]] = queue.SimpleQueue()
     for item in work:
         pending.put(item)
@@ -322,7 +322,7 @@ class _Worker:
     """A process that runs `cute_attn.cache._worker`."""
 
     def __init__(self) -> None:
-        # The same sys.path, however this process came by it, so that the same modules are found.
+        # With this process's sys.path, so that the worker finds the same modules.
         program = (
             "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
             f"from {__package__}._worker import main; main()"
@@ -336,7 +336,7 @@ class _Worker:
         )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Its answer; None if it died instead."""
+        """Send a request and return the answer; None if the process died instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -349,7 +349,7 @@ class _Worker:
         return answer
 
     def close(self) -> int:
-        """Let it end; its exit status."""
+        """Wait for the process to end; return its exit status."""
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
         return self._process.returncode

@@ -1,8 +1,8 @@
 """Kernel requests as JSON, for worker processes. Plain values only, so no pickle is needed.
 
-A specialisation travels as the name of its class and its fields: numbers (which JSON as Python
-writes it keeps exactly, int or float), strings and None as they are, and the rest as a list that
-begins with its kind: `["tuple", ...]`, `["dtype", "bfloat16"]`, `["enum", class, name]`.
+A specialisation is sent as the name of its class and its fields. Numbers, which Python's JSON keeps
+exactly, strings and None are sent as they are. Other values are sent as a list that begins with
+their kind: `["tuple", ...]`, `["dtype", "bfloat16"]`, `["enum", class, name]`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ class NotPortable(Exception):
 
 
 def encode_request(kernel: KernelDef, spec: Any) -> dict[str, Any]:
-    """Raises NotPortable if the specialisation, or the kernel, lives where nobody can import it."""
+    """The request as JSON values.
+
+    Raises NotPortable if another process cannot import the kernel or its specialisation's class.
+    """
     if kernel.module == "__main__":
         raise NotPortable(kernel.target)
     return {
@@ -46,7 +49,7 @@ def _encode(value: Any) -> Any:
         return ["tuple", *map(_encode, value)]
     if type(value) in (bool, int, float, str) or value is None:
         return value
-    return ["dtype", str(value).removeprefix("torch.")]  # key.canonical_text knows nothing else
+    return ["dtype", str(value).removeprefix("torch.")]  # key.canonical_text admits no other type
 
 
 def _decode(value: Any) -> Any:
