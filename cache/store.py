@@ -740,7 +740,7 @@ def _candidates(base: Directory, problems: list[str]) -> list[_Candidate]:
                     size, uses = _allocated(shard.fd, digest)
                     used = uses or status
                     moment = used.st_mtime if stat.S_ISDIR(status.st_mode) else 0.0
-                    # A time far in the future is made up if the inode's own change time is not later.
+                    # A time far in the future is made up if the inode's change time is not.
                     made_up = moment > now + _TOLERATED_SKEW_SECONDS and used.st_ctime <= now
                     candidate = _Candidate(0.0 if made_up else moment, digest, size)
                     if candidate.last_use > now:
