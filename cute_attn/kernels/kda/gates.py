@@ -1,11 +1,11 @@
-"""The gate: from what a layer projects to the logarithm of a decay, fast or accurate.
+"""The gate, which maps a layer's projection g to the natural logarithm of a decay.
 
     -exp(A_log) softplus(g + dt_bias)                    "softplus"
     lower_bound sigmoid(exp(A_log) (g + dt_bias))        "lower_bound"
     g                                                    "none"
 
-in natural logarithms, where exp(A_log) is 1 if there is none (Kimi Linear, arXiv 2510.26692, and
-its successors' bounded gate).
+Without A_log, exp(A_log) is 1. "softplus" is Kimi Linear's gate (arXiv 2510.26692), "lower_bound"
+that of its successors. `log2_decay` is fast, `log_decay` accurate.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cutlass import Float32
 from ..common.numbers import LOG2_E
 from ..common.ptx.math import exp2, log2, reciprocal
 
-# A decay so small that nothing of a state is left; sums of such logarithms stay finite.
+# This decay erases a state, and sums of such logarithms stay finite.
 SMALLEST_LOG2_DECAY = -128.0 * LOG2_E
-LARGEST_EXPONENT = 80.0  # of a sigmoid: its reciprocal, 1e-35, is as good as 0
+LARGEST_EXPONENT = 80.0  # of the exponential in a sigmoid, which then is 1e-35, as good as 0
 
 
 def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
-    """In base 2, of one element, all in float32; no less than SMALLEST_LOG2_DECAY.
+    """The logarithm of a decay in base 2, at least SMALLEST_LOG2_DECAY; one float32 element.
 
     Args:
         rate: exp(A_log), or 1.0 where there is none.
@@ -34,12 +34,12 @@ def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any
     if gate == "none":
         result = g * Float32(LOG2_E)
     elif gate == "softplus":
-        # log2(1 + 2^y) = max(y, 0) + log2(1 + 2^-|y|), whose terms stay in range
-        y = cute.math.fma(g, Float32(LOG2_E), bias * LOG2_E)  # g of -inf makes a gate of 0
+        # log2(1 + 2^y) = max(y, 0) + log2(1 + 2^-|y|) does not overflow
+        y = cute.math.fma(g, Float32(LOG2_E), bias * LOG2_E)  # g = -inf gives a gate of 0
         magnitude = cute.arch.fmax(y, -y)
         result = -rate * (cute.arch.fmax(y, Float32(0.0)) + log2(1.0 + exp2(-magnitude)))
     else:
-        # g is -inf where there is no token; a rate of 0 must not make that NaN.
+        # Rows past the end have g = -inf, and 0 * -inf would be NaN: the slope must not be 0.
         slope = cute.arch.fmin(-rate * LOG2_E, Float32(-1e-30))
         bound = Float32(lower_bound) * LOG2_E
         result = bound * reciprocal(1.0 + exp2(cute.math.fma(g, slope, bias * slope)))
@@ -47,26 +47,26 @@ def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any
 
 
 def sigmoid(x: Any) -> Any:
-    # where 2^-x overflows, its reciprocal is 0
+    # Where 2^-x overflows to inf, its reciprocal is 0, as it should be.
     return reciprocal(1.0 + exp2(-x * Float32(LOG2_E)))
 
 
 def log_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
-    """The natural logarithm, for results that stay in float32: approximate instructions have an
-    absolute error that is too large for gates near 0."""
+    """The natural logarithm of a decay, for results stored in float32: the absolute error of the
+    approximate instructions is too large for gates near 0."""
     if gate == "none":
         return g
     x = g + bias
     if gate == "lower_bound":
         return lower_bound * accurate_sigmoid(rate * x)
-    # softplus(x) = max(x, 0) + log(1 + exp(-|x|)), whose terms stay in range
+    # softplus(x) = max(x, 0) + log(1 + exp(-|x|)) does not overflow
     magnitude = cute.arch.fmax(x, -x)
     softplus = cute.arch.fmax(x, Float32(0.0)) + cute.math.log1p(cute.math.exp(-magnitude))
     return -rate * softplus
 
 
 def accurate_sigmoid(x: Any) -> Any:
-    # Nothing overflows, lest the refinement of the reciprocal multiplies 0 by inf.
+    # The bound avoids overflow: the refinement of the reciprocal would multiply 0 by inf.
     divisor = 1.0 + cute.math.exp(cute.arch.fmin(-x, Float32(LARGEST_EXPONENT)))
     inverse = reciprocal(divisor)
     return cute.math.fma(inverse, cute.math.fma(-divisor, inverse, Float32(1.0)), inverse)

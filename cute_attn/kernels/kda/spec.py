@@ -1,4 +1,4 @@
-"""What the specs of all KDA kernels share. Importing this loads no compiler."""
+"""Constants that the Specs of all KDA kernels share. Importing this loads no compiler."""
 
 from __future__ import annotations
 

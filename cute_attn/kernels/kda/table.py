@@ -1,10 +1,10 @@
-"""The Kimi Delta Attention kernels, by name; no compiler is imported."""
+"""The Kimi Delta Attention kernels, by name. Importing this loads no compiler."""
 
 from __future__ import annotations
 
 from ...cache import KernelDef
 
-# The fused path over chunks, and what splits long sequences.
+# The fused path over chunks; SEGMENTS is for split sequences.
 PREPARE = KernelDef(
     name="kda_prepare", target="cute_attn.kernels.kda.chunk.fused.prepare:KdaPrepare"
 )

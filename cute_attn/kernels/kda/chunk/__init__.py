@@ -1,1 +1,1 @@
-"""Chunked kernels: 64 tokens at a time, by matrix products."""
+"""Chunked kernels, which process 64 tokens at a time by matrix products."""

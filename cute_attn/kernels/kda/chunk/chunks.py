@@ -1,13 +1,13 @@
-"""Where a chunk of 64 tokens lies, found by the CTA that works on it.
+"""The places of 64-token chunks, which each CTA finds for itself.
 
-The chunks of a batch have slots: chunk c of sequence n has
+Chunk c of sequence n has the slot
 
     n * ceil(T / 64) + c              where all sequences have T tokens
     cu_seqlens[n] // 64 + n + c       where they are packed
 
-In the second case, too, slots of different chunks differ and ascend, since the chunks of the
-sequences before n are at most (cu_seqlens[n] + 63 n) / 64; some slots are nobody's. So a CTA
-finds the chunk of its slot by a search: the host plans nothing, and nothing is read back.
+Slots of packed chunks are distinct and ascend too, since the sequences before n have at most
+(cu_seqlens[n] + 63 n) / 64 chunks; some slots have no chunk. A CTA finds the chunk of its slot by
+binary search, so the host needs no plan and reads nothing back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK_SHIFT = CHUNK.bit_length() - 1
 class ChunkPlace(NamedTuple):
     """A chunk's place: its row of the batch, sequence, index within it, first token and length."""
 
-    valid: Any  # whether the slot is somebody's; all else is 0 where it is not
+    valid: Any  # whether the slot has a chunk; the length is 0 where it has none
     batch: Any
     sequence: Any
     index: Any
@@ -46,7 +46,7 @@ class SequencePlace(NamedTuple):
 
 @cute.jit
 def num_slots(batch: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
-    """For host code: return how many slots there are at most."""
+    """For host code: return an upper bound of the number of slots."""
     slots = batch * ((tokens + (CHUNK - 1)) // CHUNK)
     if cutlass.const_expr(cu_seqlens is not None):
         slots = tokens // CHUNK + cu_seqlens.shape[0] - 1
@@ -63,8 +63,8 @@ def num_sequences(batch: Int32, cu_seqlens: cute.Tensor | None) -> Any:
 
 @cute.jit
 def sequence_place(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
-    """Find a sequence; `tokens` is T. Offsets that descend or leave the tensor are taken for empty
-    sequences, so that no call reads or writes what is not its own."""
+    """Find a sequence; `tokens` is T. A sequence whose cu_seqlens descend or leave the tensor
+    counts as empty, so that no access is out of bounds."""
     if cutlass.const_expr(cu_seqlens is None):
         chunks = Int32(cutlass.Uint32(tokens + (CHUNK - 1)) >> CHUNK_SHIFT)
         return SequencePlace(sequence, Int32(0), tokens, sequence * chunks)
@@ -88,7 +88,7 @@ def chunk_place(slot: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> A
         length = cutlass.min(tokens - start, Int32(CHUNK))
         return ChunkPlace(Boolean(True), sequence, sequence, index, start, length)
     else:
-        # The last sequence whose first slot is not behind `slot`.
+        # The last sequence whose first slot is at most `slot`.
         low = Int32(0)
         high = Int32(cu_seqlens.shape[0] - 1)
         while high - low > 1:
@@ -112,8 +112,8 @@ def chunk_place(slot: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> A
 
 
 def slot_and_head(heads: Any) -> tuple[Any, Any]:
-    """Of a CTA of a grid of slots times heads. A slot's heads are next to each other, so that value
-    heads that share q and k read them together."""
+    """The slot and value head of this CTA, in a grid of slots times heads. The head is the fast
+    index, so that value heads that share q and k find them in L2."""
     block, _, _ = cute.arch.block_idx()
     slot = Uint32(block) // Uint32(heads)
     return Int32(slot), Int32(Uint32(block) - slot * Uint32(heads))
@@ -126,8 +126,8 @@ def shared_head(head: Any, heads_v: Any, heads_qk: Any) -> Any:
 
 @cute.jit
 def chunks_before(sequence: Int32, tokens: Int32, cu_seqlens: cute.Tensor | None) -> Any:
-    """How many chunks the packed sequences before `sequence` have: its first one's place in h.
-    Every lane of a warp must call it; each counts some sequences."""
+    """Return how many chunks the packed sequences before `sequence` have: the index of its first
+    chunk in h. Every lane of a warp must call it, as each counts some of the sequences."""
     count = Int32(0)
     if cutlass.const_expr(cu_seqlens is not None):
         for i in cutlass.range(cute.arch.lane_idx(), sequence, WARP_SIZE, unroll=1):
@@ -147,7 +147,7 @@ def row_address(x: cute.Tensor, batch: Any, token: Any, head: Any, column: Any =
 
 
 def row_bytes(x: cute.Tensor) -> Any:
-    """Return the bytes from one token's row of x to the next one's."""
+    """Return the stride of a token's row of x, in bytes."""
     return Int64(x.stride[1]) * (x.element_type.width // 8)
 
 
@@ -157,18 +157,18 @@ def row_bytes(x: cute.Tensor) -> Any:
 class Rows(NamedTuple):
     """The chunk's rows of a tensor."""
 
-    start: Any  # address of the first
-    pitch: Any  # bytes from one to the next: Uint32, as nobody has rows of 4 GB
+    start: Any  # address of the first row
+    pitch: Any  # row stride in bytes, Uint32
 
 
 def row_offset(row: Any, pitch: Any) -> Any:
-    """Return the bytes to a row, by one multiplication."""
+    """Return the byte offset of a row, with one 32-bit multiplication to 64 bits."""
     return Int64(Uint64(Uint32(row)) * Uint64(pitch))
 
 
 def divisors(g: cute.Tensor, q: cute.Tensor) -> tuple[Any, Any, Any]:
-    """For host code, the divisors of `place_of`: of a CTA's index by value heads, of a value head
-    by those of a group, and of a slot by the chunks of a sequence where these are not packed."""
+    """For host code: the divisors of `place_of`, which are the number of value heads, the value
+    heads of a group, and the chunks of a sequence that is not packed."""
     heads = g.shape[2]
     return tuple(
         cute.fast_divmod_create_divisor_v2(x)
@@ -184,8 +184,8 @@ def place_of(
     tokens: Int32,
     cu_seqlens: cute.Tensor | None,
 ) -> Any:
-    """(slot, value head, head of q and k, chunk) of this CTA. Value heads of a group are
-    neighbours, and find q and k in L2."""
+    """(slot, value head, head of q and k, chunk) of this CTA. The value head is the fast index, so
+    that those of a group find q and k in L2."""
     block, _, _ = cute.arch.block_idx()
     slot, head = divmod(block, by_heads)
     head_qk, _ = divmod(head, by_group)

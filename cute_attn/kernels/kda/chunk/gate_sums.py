@@ -1,6 +1,6 @@
-"""Sums of gates within sub-chunks: P, or the factors made of it, and the decays between sub-chunks.
+"""Sums of gates within sub-chunks: P, or factors computed from it, and decays between sub-chunks.
 
-`scores` explains what they are for, and which rows are in range.
+`scores` explains their use, and which rows are in range.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ...common.ptx.memory import load_shared, store_shared
 from ...common.spec import WARP_SIZE
 from .sub_chunks import SUB_CHUNK, SUB_CHUNKS, ChunkMemory, parity
 
-LOWEST, HIGHEST = -120.0, 40.0  # of P in range
+LOWEST, HIGHEST = -120.0, 40.0  # bounds of P in range
 
 
 class GateSums:
-    """Keeps the sums in shared memory, and reads them. All methods run on the device."""
+    """Stores the sums in shared memory, and reads them. All methods run on the device."""
 
     def __init__(self, memory: ChunkMemory):
         self.memory, self.dtype = memory, memory.dtype
@@ -28,12 +28,12 @@ class GateSums:
     def store_sums(
         self, smem: Any, pair: Any, sub: Any, gates: list[Any], *, ascending: bool
     ) -> None:
-        """Store P of a sub-chunk and two channels, and what `finish_tables` needs of it.
+        """Store P of a sub-chunk for two channels, and the input of `finish_tables`.
 
         Args:
-            pair: of channels, 2 pair and 2 pair + 1.
-            gates: of the 16 tokens, base 2; 0 past the chunk's end.
-            ascending: gates may be above 0.
+            pair: the channels are 2 pair and 2 pair + 1.
+            gates: gates of the 16 tokens, base 2; 0 past the chunk's end.
+            ascending: gates may be positive.
         """
         total = [Float32(0.0), Float32(0.0)]
         sums = [total]
@@ -107,8 +107,8 @@ class GateSums:
         return rows
 
     def rows_of_half(self, smem: Any, b: Any, half: Any) -> Any:
-        """Return the same for half of the channels. If it is 16, P's place holds exp2(-shift -
-        P)."""
+        """Return `rows_in_range` for half of the channels. If it is 16, the buffer of P holds
+        exp2(-shift - P)."""
         if not self.memory.in_one_product:
             return Int32(0)
         warps = self.memory.head_dim_k // 2 // WARP_SIZE
@@ -116,8 +116,8 @@ class GateSums:
         return load_shared(Int32, smem + self.memory["out_of_range"] + at)[0]
 
     def finish_tables(self, smem: Any, channel: Any) -> Any:
-        """Fill `start`, `to_next` and `to_end` from what `store_sums` has left: each sub-chunk's
-        first gate and the sum of its others. Return G at the chunk's end."""
+        """Fill `start`, `to_next` and `to_end` from the output of `store_sums`: each sub-chunk's
+        first gate, and the sum of its other gates. Return G at the chunk's end."""
         at = smem + (channel << 2)
         first, total = (
             [load_shared(Float32, at + table + b * self.memory.p_row)[0] for b in range(SUB_CHUNKS)]
@@ -139,9 +139,11 @@ class GateSums:
         store_shared(Float32, at + self.memory["start"], [exp2(start - self.memory.shift)])
 
     def decays(self, p: list[Any], until: list[Any], in_range: bool) -> list[Any]:
-        """Return the decays from tokens, whose P (or factors, if `in_range`) are given, to a later
-        one. `until` is G from the sub-chunk's first token to that one, plus the shift, or exp2 of
-        it."""
+        """Return the decays from a row's token to a later token, for some channels.
+
+        `p` is P of the row. `until` is the sum of gates from the sub-chunk's first token to the
+        later token, plus the shift. With `in_range`, `p` is exp2(-shift - P) and `until` exp2 of
+        that sum."""
         if in_range:
             return [x * y for x, y in zip(p, until, strict=True)]
         return [
@@ -150,8 +152,8 @@ class GateSums:
         ]
 
     def sums_of(self, p: list[Any], row: Any, in_range: Any) -> list[Any]:
-        """Return P from what is stored. P of a row in range comes from its factor even where P
-        itself is stored, so that its bits do not depend on the rows behind it."""
+        """Return P from the stored values of a row. P of a row in range is computed from its factor
+        even where P itself is stored, so that its bits do not depend on later rows."""
         if not self.memory.in_one_product:
             return p
         whole, inside = in_range == SUB_CHUNK, row < in_range

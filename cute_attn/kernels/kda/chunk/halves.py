@@ -1,4 +1,4 @@
-"""Scores of a sub-chunk with itself by halves, for rows that are out of range (see `scores`)."""
+"""Scores within a sub-chunk by halves, for rows that are out of range (see `scores`)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from .sub_chunks import (
 
 
 class ScoresByHalves:
-    """Scores 8 tokens against the 8 before them, then 4, 2 and 1. All methods run on the device."""
+    """Computes the scores of 8 tokens against the 8 before them, then of 4, 2 and 1. All methods
+    run on the device."""
 
     def __init__(self, memory: ChunkMemory, sums: GateSums):
         self.memory, self.sums, self.dtype = memory, sums, memory.dtype
 
     @cute.jit
     def levels(self, smem: Int32, b: Int32, half: Int32, scale: Float32) -> None:
-        """Store half of the scores within sub-chunk b: L below the diagonal of its block, scale q k
-        above it, transposed.
+        """Store the scores of two of the four levels of sub-chunk b: L below the diagonal of its
+        block, and scale q k, transposed, above it.
 
-        At a level with h later tokens against the h before them there are 8 of each in all: the 8
-        rows of q are rows 0 to 7 of the left operand, those of k rows 8 to 15, and the 8 columns
-        are the right operand. Of the result those elements count whose tokens are of the same 2 h.
+        A level pairs h later tokens with the h before them. A sub-chunk has 8 later tokens in all:
+        rows 0 to 7 of the left operand are their q, rows 8 to 15 their k. The right operand has
+        the 8 earlier tokens. Only elements whose tokens share a group of 2 h are used.
         """
         for level in cutlass.range(2 * half, 2 * half + 2, unroll=1):
             shift = 3 - level
@@ -68,10 +69,9 @@ class ScoresByHalves:
                     store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 
     def _level(self, smem: Any, b: Any, later: Any, earlier: Any, reference: Any) -> list[Any]:
-        """Return the product of a level, as accumulators, for the thread's tokens of sub-chunk
-        b."""
+        """Return the accumulators of a level's product, for the thread's tokens of sub-chunk b."""
         _, c = row_and_part()
-        acc = [[Float32(0.0)] * 4 for _ in range(2)]  # two, since a sum is a chain
+        acc = [[Float32(0.0)] * 4 for _ in range(2)]  # two, to shorten the chain of MMAs
         first = b * SUB_CHUNK
         memory = self.memory
         k_later, k_earlier = (
@@ -89,7 +89,7 @@ class ScoresByHalves:
             )
             for row in (later, earlier, reference)
         ]
-        # With 255 registers the compiler would work on all groups at once, and spill for it.
+        # Given 255 registers, the compiler would interleave all groups and spill.
         hasty = memory.blocks_per_sm() == 1
         for g in range(memory.groups):
             if hasty:

@@ -1,4 +1,4 @@
-"""Which of the chunked KDA kernels run, and with which tuning."""
+"""Selection and tuning of the chunked KDA kernels."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Any
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
 from .spec import CHUNK, record_elements
 
-MOST_STAGES = 3  # of `state_pass`: with more there is nothing left to wait for
+MOST_STAGES = 3  # of `state_pass`: more stages hide no further latency
 
-# Measured on an H100: 12 heads are best in 3 segments, 121 us rather than 155 at 8192 tokens, and
-# 370 rather than 600 at 32768; 32 heads are best whole.
-CTAS_PER_SM = 78 / 132  # of the pass over segments with output
+# Measured on an H100: 12 heads are fastest in 3 segments (121 us rather than 155 at 8192 tokens,
+# 370 rather than 600 at 32768), 32 heads without segments.
+CTAS_PER_SM = 78 / 132  # target for the pass that writes outputs
 FEWEST_CHUNKS_OF_A_SEGMENT = 16
 MOST_SEGMENTS = 16
 
 
 def fused(*, disable_recompute: bool, return_intermediate_states: bool) -> bool:
-    """Whether the two kernels of the fused path run, rather than the stages one by one.
+    """Whether the fused path runs, rather than the modular one.
 
-    They write half of the bytes, for any shape. What the stages leave behind is asked for by
-    `return_intermediate_states`, and is what `disable_recompute` will keep for a backward pass.
+    The fused path writes half of the bytes for any shape. The modular path keeps intermediate
+    results: for the caller with `return_intermediate_states`, and for a backward pass, which does
+    not exist yet, with `disable_recompute`.
     """
     return not (disable_recompute or return_intermediate_states)
 
 
 def state_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of a StatePassSpec: as many chunks in shared memory as help and fit."""
+    """The tuning fields of a StatePassSpec, with as many stages as help and fit."""
     del head_dim_v  # a multiple of the tile
     tile_v = 64
     stage = 2 * (record_elements(head_dim_k) + CHUNK * tile_v) + max(1024, head_dim_k * 4)
@@ -47,19 +48,19 @@ def has_bulk_copies(arch: str) -> bool:
 def chunks_per_segment(
     *, sequences: int, tokens: int, heads: int, head_dim_v: int, packed: bool, num_sms: int
 ) -> int:
-    """How long the segments are that sequences are split into, or 0 where they are not split.
+    """Chunks of a segment, or 0 where sequences are not split.
 
     `state_pass` has a CTA for each sequence, value head and 64 columns of V. Where these leave most
-    of the SMs idle, it pays to have several CTAs at work on one sequence.
+    of the SMs idle, splitting sequences into segments is faster.
 
     Args:
-        tokens: of a sequence, or where they are packed, of all.
+        tokens: tokens of each sequence, or of all packed sequences together.
     """
     columns = heads * (head_dim_v // 64)
     ctas = int(CTAS_PER_SM * num_sms)
     if ctas // (sequences * columns) < 2:
         return 0
-    # Of packed sequences only all lengths together are known, and so the segments of all together.
+    # The host only knows the total length of packed sequences, which bounds their segments.
     segments = min(ctas // (columns if packed else sequences * columns), MOST_SEGMENTS)
     chunks = -(-tokens // CHUNK)
     length = max(FEWEST_CHUNKS_OF_A_SEGMENT, -(-chunks // segments))
@@ -67,7 +68,7 @@ def chunks_per_segment(
 
 
 def segments_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of a SegmentsSpec: many CTAs, the next transition on its way."""
+    """The tuning fields of a SegmentsSpec: narrow tiles, and two stages where they fit."""
     del head_dim_v  # a multiple of the tile
     tile_v = 16
     states = 2 * tile_v * (head_dim_k + 4) * 4
@@ -83,7 +84,7 @@ def delta_h_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, 
 
 
 def output_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of an OutputSpec: all columns of V, so that q and G are read once, where
-    that leaves room for several CTAs."""
+    """The tuning fields of an OutputSpec: tiles of up to 128 columns of V, so that q and G are read
+    rarely, where several such CTAs fit an SM."""
     del head_dim_k
     return {"tile_v": 64 if smem_bytes(arch) == SMALLEST_SMEM_BYTES else min(head_dim_v, 128)}

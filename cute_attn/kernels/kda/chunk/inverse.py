@@ -1,12 +1,11 @@
 """(I + L)^-1 of a chunk, L strictly lower triangular, 64 by 64 in blocks of 16 by 16.
 
-A block on the diagonal is inverted by forward substitution in float32, a lane a column
-(`invert_diagonal`). The rest follows from
+`invert_diagonal` inverts a block on the diagonal by forward substitution in float32, with one
+column in each lane. `invert` computes the other blocks of the inverse X, from 16 to 32 to 64, by
 
     [ A  0 ]^-1   [  A^-1            0    ]
     [ B  C ]    = [ -C^-1 B A^-1    C^-1  ]
 
-from 16 to 32 to 64 (`invert`), with X the inverse:
 
     warp   first                  then                           last
     0      X10 = -X11 L10 X00
@@ -16,11 +15,10 @@ from 16 to 32 to 64 (`invert`), with X the inverse:
     4      N21 = L21 X11          X21 = -X22 N21, X32 N21
     5      N31 = L31 X11                                          X31 = -X33 N31 - X32 N21
 
-All factors are true inverses, or L itself, so nothing grows that would have to cancel. Products are
-of tf32 in three parts, nearly as accurate as float32. They are computed transposed, as in
-N20^T = X00^T L20^T: accumulators of 16 by 8 are where the left operand of the next product wants
-them, if its index k runs 0, 2, 4, 6, 1, 3, 5, 7; and then a right operand M^T is two neighbours of
-a row of M.
+All factors are inverses, or L itself, so no large terms cancel. Each product is three of tf32, and
+nearly as accurate as float32. Products are transposed, as in N20^T = X00^T L20^T: accumulators of
+16 by 8 are then the left operand of the next product, with its index k in the order 0, 2, 4, 6, 1,
+3, 5, 7, and a thread's part of a right operand M^T is two neighbours of a row of M.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ from .sub_chunks import (
 
 
 def split(x: Any) -> tuple[Any, Any]:
-    """x as two operands of a tf32 product, which takes the upper 19 bits of each: the second is x
-    less what is taken of the first. To 21 bits."""
+    """Split x into two tf32 operands whose sum is x to 21 bits: its upper 19 bits, which are all
+    that a tf32 MMA reads of an operand, and the rest."""
     x = Float32(x)
     high = Int32(x.bitcast(Int32)) & Int32(-(1 << 13))
     low = x - high.bitcast(Float32)
@@ -61,12 +59,12 @@ class Inverse:
     """Inverts L, block by block. All methods run on the device."""
 
     def __init__(self, memory: ChunkMemory, *, times_beta: bool):
-        """times_beta: whether columns of the result are multiplied by beta of their tokens."""
+        """times_beta: whether the result is Akk Diag(beta) rather than Akk."""
         self.memory, self.dtype, self.times_beta = memory, memory.dtype, times_beta
 
     @cute.jit
     def invert_diagonal(self, smem: Int32, b: Int32) -> None:
-        """Block (b, b) below its diagonal becomes that of the inverse, whose diagonal is 1."""
+        """Replace block (b, b), below its diagonal, by its inverse, whose diagonal is 1."""
         lane = cute.arch.lane_idx()
         n = lane & (SUB_CHUNK - 1)
         block = smem + self.memory["blocks"] + block_offset(b, b)
@@ -91,12 +89,12 @@ class Inverse:
 
     @cute.jit
     def invert(self, smem: Int32, part: Int32) -> None:
-        """Store all blocks of the inverse to `tile_kk`, by all warps, of which this one is `part`.
-        Starts when L and the inverted blocks on the diagonal can be read by all, and ends when the
-        results can."""
+        """Store all blocks of the inverse to `tile_kk`. All warps call this; `part` is the warp.
+        L and the inverted diagonal blocks must be visible to all before, as the results are after.
+        """
         n = cute.make_rmem_tensor((8,), Float32)  # N, transposed, as accumulators
         n.fill(0.0)
-        # The rows and columns of the warp's blocks.
+        # The warp's block is (i, j).
         i = 2 + (part & 1)
         i = Int32(1) if part == 0 else i
         j = part >> 2
@@ -151,8 +149,8 @@ class Inverse:
     # -- between warps ------------------------------------------------------------------------
 
     def _exchange(self, smem: Any, index: Any) -> Any:
-        """Where accumulators of a 16 by 16 block are left for another warp: what is free of the
-        regions."""
+        """Address of a lane's accumulators of a 16 by 16 block for another warp, in the unused part
+        of a region."""
         return smem + REGION["exchange"] + index * REGION.nbytes + cute.arch.lane_idx() * 16
 
     def _leave(self, smem: Any, index: Any, x: list[Any]) -> None:
@@ -179,12 +177,12 @@ class Inverse:
     # -- operands -----------------------------------------------------------------------------
 
     def _split(self, x: list[Any]) -> list[Any]:
-        """Return 8 float32 as operands, and 8 more for what these leave out."""
+        """Return the high operands of 8 float32, followed by the low ones."""
         high, low = zip(*map(split, x), strict=True)
         return [*high, *low]
 
     def _rows(self, block: Any) -> list[Any]:
-        """The part of a block that a right operand takes: [8 rows][8 columns][2 neighbours]."""
+        """Load a thread's part of a block as right operands: [8 rows][8 columns][2 neighbours]."""
         r, c = row_and_part()
         values: list[Any] = []
         for t in range(2):
@@ -227,8 +225,8 @@ class Inverse:
         return self._times(self._split([-n[m] for m in range(8)]), rows, lower=True)
 
     def _times(self, a: list[Any], rows: list[Any], *, lower: bool = False) -> list[Any]:
-        """a m^T, 16 by 16, as accumulators: a split, m as `_rows`; with `lower` what is above the
-        diagonal of m is 0."""
+        """Return a m^T, 16 by 16, as accumulators. a comes from `_split`, m from `_rows`; with
+        `lower`, m is lower triangular."""
         result: list[Any] = []
         for t in range(2):
             main, small, rest = ([Float32(0.0)] * 4 for _ in range(3))

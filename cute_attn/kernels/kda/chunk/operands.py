@@ -20,13 +20,13 @@ from .spec import CHUNK
 from .sub_chunks import NUM_THREADS, ChunkMemory, parity, row_and_part
 from .tiles import UNIT_BYTES
 
-# With the norm within, rows longer than LONG are multiplied by SHORTENED before anything else: the
-# shifted product of two others stays below 2^120, and so do those of rows up to 2^64.
+# With l2norm, rows longer than LONG are first multiplied by SHORTENED. The shifted product of two
+# other rows stays below 2^120, and so do those of shortened rows up to a length of 2^64.
 LONG, SHORTENED = 2.0**30, 2.0**-34
 
 
 class Operands:
-    """Copies q and k, and finds their norms. All methods run on the device."""
+    """Copies q and k, and computes their norms. All methods run on the device."""
 
     def __init__(self, memory: ChunkMemory):
         self.memory, self.dtype = memory, memory.dtype
@@ -52,17 +52,17 @@ class Operands:
 
     @cute.jit
     def norms(self, smem: Int32, scale: Float32) -> None:
-        """Store scale q . k of 8 rows of each warp, and with l2norm the inverses of both lengths.
+        """Store scale q . k for 8 rows of each warp, and with l2norm the inverse norms of both.
 
         The left operand has q in rows 0 to 7 and k in rows 8 to 15; the right one is k, then q.
-        The results' diagonals are what is wanted.
+        Only the diagonals of the results are used.
         """
         thread, _, _ = cute.arch.thread_idx()
         r, c = row_and_part()
         row = (thread >> 5) * 8 + r
         at = smem + self.memory["q"] + row * self.memory.qk_row + c * 16
         by_k, by_q = self._products_of_rows(at, parity(row) << 6)
-        # By so much rows of q and k are longer than what is left of them.
+        # Factors from the length of a shortened row to that of the original one.
         longer_q, longer_k = Float32(1.0), Float32(1.0)
         if cutlass.const_expr(self.memory.l2norm and self.memory.in_one_product):
             q_square, k_square = (
@@ -90,8 +90,9 @@ class Operands:
             store_shared(Float32, place + self.memory["own_score"], [dot])
 
     def _shorten(self, at: Any, swap: Any, square: Any) -> Any:
-        """Multiply the thread's row in shared memory by SHORTENED if it is long, and return what
-        that takes from its length. Its sum of squares has lane r / 2 of the row's four."""
+        """Multiply the thread's row in shared memory by SHORTENED if it is long, and return the
+        inverse of the factor. The row's sum of squares is in `square` of lane r // 2 of its four.
+        """
         lane = cute.arch.lane_idx()
         is_long = cute.arch.shuffle_sync(square, (lane & ~3) + (lane >> 3)) > LONG * LONG
         factor = cutlass.select_(is_long, Float32(SHORTENED), Float32(1.0))

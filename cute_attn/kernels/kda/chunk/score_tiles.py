@@ -1,4 +1,4 @@
-"""From partial sums of scores to the rows of L and Aqk."""
+"""The rows of L and Aqk, from partial sums of scores."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SWAP_BARRIER = 1  # the first of the named barriers of `swap_sums`, one for each
 
 
 class ScoreTiles:
-    """Adds up partial sums, and keeps L and Aqk. All methods run on the device."""
+    """Adds partial sums, and stores L and Aqk in shared memory. All methods run on the device."""
 
     def __init__(self, memory: ChunkMemory, sums: GateSums):
         self.memory, self.sums, self.dtype = memory, sums, memory.dtype
 
     def swap_sums(self, smem: Any, b: Any, half: Any, acc: cute.Tensor) -> None:
-        """The two warps of sub-chunk b give each other what they do not `take`: warp b (half 0)
-        its part of the sums of q, warp b + 4 that of the sums of k."""
+        """Exchange partial sums between the two warps of sub-chunk b: warp b (half 0) gives its
+        sums of q, warp b + 4 its sums of k. Each may then `take` the other kind."""
         first = half == 0
         at = [self._partial_sums(smem, b, which) for which in (0, 1)]
         at = cutlass.select_(first, *at)
@@ -43,7 +43,7 @@ class ScoreTiles:
                 cutlass.select_(first, acc[n + i], acc[8 * SUB_CHUNKS + n + i]) for i in range(4)
             ]
             store_shared(Float32, at + n // 4 * (WARP_SIZE * 16), values)
-        # One instruction for both warps: PTX does not ask for that, compute-sanitizer does.
+        # Both warps must execute the same bar.sync for compute-sanitizer; PTX does not ask for it.
         cute.arch.barrier(barrier_id=SWAP_BARRIER + b, number_of_threads=2 * WARP_SIZE)
 
     def take(self, smem: Any, b: Any, which: int, acc: cute.Tensor) -> list[Any]:
@@ -62,19 +62,19 @@ class ScoreTiles:
         return smem + at + b * REGION.nbytes + cute.arch.lane_idx() * 16
 
     def unshifted(self, back: int, factor: Any) -> Any:
-        """Return a factor of sums over earlier columns, whose rows are too large by the shift."""
+        """Divide 2^shift out of the factor of sums with earlier sub-chunks, whose rows have it."""
         return factor * 2.0**-self.memory.shift if back and self.memory.shift else factor
 
     def scaled(self, sums: Any, n: int, row: Any, columns: Any) -> list[Any]:
-        """Return two sums times their row's and their columns' factors."""
+        """Return two sums times the factors of their row and of their columns."""
         if columns is None:
             return [sums[n + e] * row for e in range(2)]
         return [sums[n + e] * (row * columns[e]) for e in range(2)]
 
     @cute.jit
     def finish_scores(self, smem: Int32, b: Int32, scale: Float32, acc: cute.Tensor) -> None:
-        """Store the rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4, which may then read
-        them; after `swap_sums`."""
+        """Store the rows of Aqk of sub-chunk b to `tile_qk`, by warp b + 4 after `swap_sums`. This
+        warp may then read them."""
         sums = self.take(smem, b, 0, acc)
         cute.arch.sync_warp()
         self.stage_scores(smem, b, scale, sums)
@@ -82,8 +82,8 @@ class ScoreTiles:
 
     @cute.jit
     def finish_lower(self, smem: Int32, b: Int32, acc: cute.Tensor) -> None:
-        """Store the rows of L of sub-chunk b, by warp b, which may then read them; after
-        `swap_sums`."""
+        """Store the rows of L of sub-chunk b, by warp b after `swap_sums`. This warp may then read
+        them."""
         self.store_lower(smem, b, self.take(smem, b, 1, acc))
         cute.arch.sync_warp()
 

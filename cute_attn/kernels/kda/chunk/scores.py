@@ -5,29 +5,28 @@ With G the sum of a channel's gates (base 2) from the start of the chunk, a chun
     Aqk_ij = scale sum_d q_id k_jd exp2(G_id - G_jd)     j <= i
     L_ij   = beta_i sum_d k_id k_jd exp2(G_id - G_jd)    j < i
 
-by products on the tensor cores, so that exp2 has to be split into a factor of row i and one of
-column j. Tokens are in sub-chunks of 16, and P is the sum of gates from the first token of its
-sub-chunk (0 there). The factor of row i is exp2(P_i), and that of a column of an earlier sub-chunk
-the decay from j to the first token of i's: both are at most 1 for gates that are at most 0.
+For the tensor cores, exp2 is split into a factor of row i and a factor of column j. Tokens are in
+sub-chunks of 16, and P is the sum of gates from the first token of the sub-chunk, where it is 0.
+The factor of row i is exp2(P_i). The factor of a column j of an earlier sub-chunk is the decay from
+j to the first token of i's sub-chunk. Both are at most 1 for gates that are at most 0.
 
 The factor of a column j of i's own sub-chunk is exp2(-P_j). With bfloat16, whose exponents are
-those of float32, this is taken as it is, divided by 2^60, and rows are multiplied by 2^60, as long
-as P stays within -120 and 40. A row i where it does not, by any channel, is said to be out of
-range, and so are those after it: a row's result depends on no token after it, not even by rounding.
-Such rows, and with float16 all of them, have their scores by halves: 8 tokens against the 8 before
-them, with the first of the later ones as the reference of both factors; then 4, 2 and 1 (`halves`).
+those of float32, it is used directly, divided by 2^60, while rows are multiplied by 2^60. This
+needs P within -120 and 40. A row with a channel outside, and every later row of its sub-chunk, is
+out of range; so a row's result depends on no later token, not even by rounding. Rows out of range,
+and with float16 all rows, are scored by halves: 8 tokens against the 8 before them, both factors
+relative to the first of the later ones; then 4, 2 and 1 (`halves`).
 
-Exponentials are few: where 64 channels of a sub-chunk are in range, exp2(-P - 60) is stored instead
-of P, and all factors are products of that, or of its reciprocal, and one exponential a channel.
+Where 64 channels of a sub-chunk are in range, exp2(-P - 60) is stored instead of P. All factors are
+then products of it, or of its reciprocal, and one exponential for each channel.
 
-Factors are multiplied in float32, and the products rounded once, as operands. Scores of a token
-with itself have no decay, and come from `operands`, which also finds the lengths of q and k: these
-are factors of the scores, and of all else that is made of q and k, which are never rounded again.
+Factors are multiplied in float32, and operands are rounded once. Scores of a token with itself have
+no decay; `operands` computes them, and the norms of q and k. The norms multiply the results, so q
+and k are never rounded again.
 
-All 8 warps work on scores: warps b and b + 4 have the rows of sub-chunk b, each for half of the
-channels. Then warp b adds up and keeps L, warp b + 4 Aqk. In every product the order of channels is
-the one that lets a thread load 8 neighbours at a time: with row = lane // 4, a thread has channels
-8 (lane % 4) to + 7 of each 32.
+Warps b and b + 4 score the rows of sub-chunk b, each for half of the channels. Then warp b adds up
+L, and warp b + 4 Aqk. In every product, channels are ordered so that a thread loads 8 neighbours at
+a time: channels 8 (lane % 4) to 8 (lane % 4) + 7 of each 32, in row lane // 4.
 """
 
 from __future__ import annotations
@@ -58,25 +57,25 @@ from .sub_chunks import (
 
 
 class Outputs(Protocol):
-    """Takes q and k, decayed: 8 channels of a row, 8 half + lane // 4 of sub-chunk b, at a time."""
+    """Receives decayed q and k, 8 channels of row 8 half + lane // 4 of sub-chunk b at a time."""
 
     def decayed_k(self, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any) -> None:
-        """Take k. Times `start` and the norm it is decayed from the start of the chunk."""
+        """Take exp2(P + shift) * k. Times `start` and the inverse norm it is exp2(G) * k."""
 
     def decayed_q(
         self, smem: Any, b: Any, half: int, group: Any, q: list[Any], start: Any, scale: Any
     ) -> None:
-        """Take the same of q."""
+        """Take the same for q."""
 
     def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
-        """Take k, which is decayed to the end of the chunk but for the norm."""
+        """Take exp2(G_e - G) * k; times the inverse norm it is kg."""
 
 
 class Scores:
     """The products of q and k with their decays. All methods run on the device."""
 
     def __init__(self, memory: ChunkMemory, sums: GateSums, *, few_registers: bool = False):
-        """few_registers: whether `Outputs` leave few registers to the scores."""
+        """few_registers: whether the kernel's `Outputs` take many registers."""
         self.memory, self.sums, self.dtype = memory, sums, memory.dtype
         self.halves = ScoresByHalves(memory, sums)
         self.few_registers = few_registers
@@ -86,9 +85,9 @@ class Scores:
         self, smem: Int32, b: Int32, half: Int32, scale: Float32, out: Outputs, acc: cute.Tensor
     ) -> None:
         """Run `score_rows`, and decay k to the end of the chunk. Nothing reads q, k and P
-        afterwards, so that their place is free."""
+        afterwards, so their shared memory is free."""
         self.score_rows(smem, b, half, scale, out, acc)
-        # Those with few blocks of scores have more of kg: sub-chunks 0 and 1, 2, 3, none.
+        # Warps with fewer blocks of scores do more of kg: sub-chunks 0 and 1, 2, 3, none.
         first = Int32(0) if b == 0 else b + 1
         last = cutlass.min(b + 2, Int32(SUB_CHUNKS))
         for sub in cutlass.range(first, last, unroll=1):
@@ -100,7 +99,7 @@ class Scores:
         self, smem: Int32, b: Int32, half: Int32, scale: Float32, out: Outputs, acc: cute.Tensor
     ) -> None:
         """Score the rows of sub-chunk b against itself and the sub-chunks before it, over half of
-        the channels, without scale and beta. On the way q and k, decayed, go to `out`.
+        the channels, without scale and beta. Hand decayed q and k to `out`.
 
         Args:
             acc: 64 float32 in registers: [q, k][sub-chunks back][half of its tokens][accumulators].
@@ -124,7 +123,7 @@ class Scores:
         g: Int32,
         acc: cute.Tensor,
     ) -> None:
-        """Do `score_rows` for 32 channels."""
+        """Run `score_rows` for 32 channels."""
         r, c = row_and_part()
         at_qk = smem + ((g << 6) ^ ((parity(r) << 6) + c * 16))
         at_p = smem + (g << 7) + c * 32
@@ -136,7 +135,7 @@ class Scores:
             self._own_rows(smem, b, scale, out, g, at_qk, at_p, rows, acc, in_range)
         else:
             self._own_rows(smem, b, scale, out, g, at_qk, at_p, rows, acc, None)
-        # G from the columns' next sub-chunk to this one, plus the shift.
+        # The shift, to which `_columns` adds the sum of gates from its sub-chunk to this one.
         gap = cute.make_rmem_tensor((8,), Float32)
         gap.fill(self.memory.shift)
         for back in cutlass.range_constexpr(1, SUB_CHUNKS):
@@ -154,11 +153,11 @@ class Scores:
         rows: cute.Tensor, acc: cute.Tensor, in_range: Any,
     ) -> None:  # fmt: skip
         """Multiply the rows, as left operands, by the sub-chunk's own columns. `in_range` is None
-        where all rows are; a row that is has the same factors in either case, bit by bit."""
+        where all rows are in range; a row in range has bitwise the same factors in either case."""
         r, _ = row_and_part()
         own = []
         slow = in_range is not None
-        # Registers are short here: loads are held back, and some are repeated.
+        # To save registers, loads are delayed, and some are repeated.
         frugal = slow or self.few_registers
         late = frugal or target_architecture().startswith("sm_10")
         for half in range(2):
@@ -224,7 +223,7 @@ class Scores:
         self, back: int, in_range: bool, j: Any, at_qk: Any, at_p: Any, rows: cute.Tensor,
         gap: cute.Tensor, acc: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Multiply the rows by the columns of sub-chunk j, `back` before."""
+        """Multiply the rows by the columns of sub-chunk j, `back` sub-chunks earlier."""
         r, _ = row_and_part()
         step = load_channels(at_p + self.memory["to_next"] + j * self.memory.p_row, 0)
         for i in range(8):
@@ -244,7 +243,7 @@ class Scores:
     def _accumulate(
         self, acc: cute.Tensor, back: int, half: int, rows: cute.Tensor, column: Any
     ) -> None:
-        """Add both matrices' rows times 8 columns, over 32 channels, to `acc`."""
+        """Add the rows of q and of k times 8 columns, over 32 channels, to `acc`."""
         for which in range(2):
             first = which * 8
             n = ((which * SUB_CHUNKS + back) * 2 + half) * 4

@@ -13,7 +13,7 @@ SUB_TILE = 64 * 64  # elements of a sub-tile: 64 rows of 128 bytes, swizzled as 
 DTYPES = ("bfloat16", "float16")
 GATE_DTYPES = ("float32", "bfloat16", "float16")
 BETA_DTYPES = ("float32", "bfloat16", "float16")
-HEAD_DIMS = (64, 128)  # K; 256 would be 128 registers a thread for the state, and 112 KiB a record
+HEAD_DIMS = (64, 128)  # K; 256 would need 128 registers a thread for the state, 112 KiB a record
 HEAD_DIMS_V = (64, 128, 256)
 
 ALLOWED: dict[str, tuple[object, ...]] = {
@@ -39,16 +39,16 @@ class CheckedSpec(Spec):
 
 @dataclass(frozen=True)
 class ChunkSpec(CheckedSpec):
-    """What all chunked kernels have compiled in.
+    """The compile-time parameters that all chunked kernels share.
 
     Attributes:
-        dtype: of q, k, v and o, and of what one stage leaves to the next.
+        dtype: dtype of q, k, v and o, and of intermediate results between kernels.
         head_dim_k, head_dim_v: K and V.
-        index_dtype: of cu_seqlens; "none" where sequences are not packed.
+        index_dtype: dtype of cu_seqlens; "none" where sequences are not packed.
 
     Raises:
-        TypeError: a field that is not plain.
-        ValueError: a value without a kernel; the message names the field.
+        TypeError: a field has another type than its annotation.
+        ValueError: a field's value is not supported; the message names the field.
     """
 
     dtype: str
@@ -66,11 +66,11 @@ class PrepareSpec(ChunkSpec):
     """The fused path's preparation of chunks (`prepare`).
 
     Attributes:
-        gate_dtype: of g.
-        beta_dtype: of beta.
-        gate: what g is: "none" (the logarithm of the decay), or the input of a gate: "softplus",
-            "lower_bound" (see `gates`).
-        has_A_log, has_dt_bias: whether the gate has these.
+        gate_dtype: dtype of g.
+        beta_dtype: dtype of beta.
+        gate: "none" (g is the logarithm of the decay), "softplus" or "lower_bound" (g is the input
+            of this gate, see `gates`).
+        has_A_log, has_dt_bias: whether the gate has A_log, dt_bias.
         l2norm: q and k are normalised.
         beta_sigmoid: beta is the input of a sigmoid.
     """
@@ -85,12 +85,12 @@ class PrepareSpec(ChunkSpec):
 
     @property
     def elements(self) -> int:
-        """Of the tiles of a chunk and head: kd, qg, kg, Akk, Aqk."""
+        """Elements of a chunk's record, see `record_elements`."""
         return record_elements(self.head_dim_k)
 
 
 def record_elements(head_dim_k: int) -> int:
-    """Of what `prepare` writes for a chunk and head: kd, qg, kg, Akk Diag(beta), Aqk."""
+    """Elements that `prepare` writes for a chunk and head: kd, qg, kg, Akk Diag(beta), Aqk."""
     return (3 * (head_dim_k // 64) + 2) * SUB_TILE
 
 
@@ -100,9 +100,9 @@ class StatePassSpec(ChunkSpec):
 
     Attributes:
         state_v_first: states are [N, HV, V, K] rather than [N, HV, K, V].
-        has_initial_state, has_final_state: whether there are these.
+        has_initial_state, has_final_state: whether the call has these tensors.
         tile_v: columns of V of a CTA.
-        num_stages: chunks in shared memory.
+        num_stages: stages of the ring in shared memory, each of one chunk.
         copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
         products: "mma" (mma.sync, any architecture) or "wgmma" (sm_90a, with bulk copies).
         segments: "none", or one of the two passes over split sequences: "transitions", "outputs".
@@ -135,7 +135,7 @@ class StatePassSpec(ChunkSpec):
 
 @dataclass(frozen=True)
 class GateSpec(CheckedSpec):
-    """Gate and sum within chunks (`gate_cumsum`): fields as in `PrepareSpec`."""
+    """The gate and its sums within chunks (`gate_cumsum`): fields as in `PrepareSpec`."""
 
     head_dim_k: int
     gate_dtype: str
@@ -147,12 +147,12 @@ class GateSpec(CheckedSpec):
 
 @dataclass(frozen=True)
 class IntraSpec(ChunkSpec):
-    """Within chunks (`chunk_intra`).
+    """The products within chunks (`chunk_intra`).
 
     Attributes:
-        beta_dtype: of beta.
+        beta_dtype: dtype of beta.
         l2norm: q and k are normalised.
-        store_qg: qg is asked for besides; it is of q as given, so not with l2norm.
+        store_qg: qg is an output too; it uses q as given, so l2norm excludes it.
     """
 
     beta_dtype: str
@@ -167,7 +167,7 @@ class IntraSpec(ChunkSpec):
 
 @dataclass(frozen=True)
 class RecomputeSpec(ChunkSpec):
-    """w and u from Akk (`recompute_w_u`); store_qg and store_kg ask for these besides."""
+    """w and u from Akk (`recompute_w_u`); with store_qg and store_kg also qg and kg."""
 
     beta_dtype: str
     store_qg: bool
@@ -176,7 +176,7 @@ class RecomputeSpec(ChunkSpec):
 
 @dataclass(frozen=True)
 class DeltaHSpec(ChunkSpec):
-    """States at the start of chunks (`delta_h`); fields as in `StatePassSpec`."""
+    """The states at the start of chunks (`delta_h`); fields as in `StatePassSpec`."""
 
     state_v_first: bool
     has_initial_state: bool
@@ -203,11 +203,11 @@ class OutputSpec(ChunkSpec):
 
 @dataclass(frozen=True)
 class SegmentsSpec(CheckedSpec):
-    """The states at which segments start (`segments`).
+    """The states at the start of segments (`segments`).
 
     Attributes:
         tile_v: columns of V of a CTA.
-        num_stages: transitions in shared memory.
+        num_stages: stages of the ring in shared memory, each of one transition matrix.
     """
 
     head_dim_k: int

@@ -1,12 +1,12 @@
-"""A state in the registers of warps, transposed, and the products that it takes part in.
+"""A transposed state in registers, and its products.
 
-A warp has 16 columns of V and all of K: S^T, 16 by K, as accumulators in the layout of products of
-16 by 8 by 16 (see `common.ptx.mma`). Rounded to 16 bits they are, where they lie, the left operand
-of the next product, and so are that product's results. Right operands are a chunk's 64 rows in
-shared memory, in sub-tiles of 64 columns with TMA's swizzle.
+A warp has 16 columns of V and all of K: S^T, 16 by K, as accumulators in the layout of m16n8k16
+(see `common.ptx.mma`). Rounded to 16 bits, in the same registers, they are the left operand of the
+next product, and so are that product's results. Right operands are a chunk's 64 rows in shared
+memory, in sub-tiles of 64 columns with TMA's swizzle.
 
-Products run on `mma.sync`, or on `wgmma` (sm_90a), with the same fragments in the same threads:
-then `times_rows` and `times_columns` only start them, and `done` waits. All methods run on the
+Products run on `mma.sync`, or on `wgmma` (sm_90a) with the same fragments in the same threads.
+`times_rows` and `times_columns` start a wgmma, and `done` waits for it. All methods run on the
 device.
 """
 
@@ -32,17 +32,17 @@ from .tiles import (
     right_offsets,
 )
 
-STEP = 16  # of the summed dimension, in a product
+STEP = 16  # k of one MMA
 
 
 class TransposedState:
-    """What a kernel that carries a state from chunk to chunk does with it.
+    """The operations on a state that is carried from chunk to chunk.
 
     Attributes:
-        dtype: of operands.
+        dtype: dtype of operands.
         head_dim_k: K.
         wgmma: whether products run on `wgmma`.
-        sub_tile_step: bytes from a sub-tile of the rows of `times_rows` to the next.
+        sub_tile_step: stride, in bytes, of the sub-tiles that `times_rows` reads.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class TransposedState:
             x[i] = value
 
     def operand(self, x: list[Any]) -> list[Any]:
-        """Accumulators of 16 by n as the left operand of the next product: 4 registers for each 16
-        of n, of each 8 of n those of rows 0 to 7 and of rows 8 to 15."""
+        """Round accumulators of 16 by n to the left operand of the next product: 4 registers for
+        each 16 of n; in each 8 of n, first rows 0 to 7, then rows 8 to 15."""
         return [pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]
 
     def decayed(self, state: cute.Tensor, decay: Any) -> list[Any]:
-        """Return S^T Diag(decay), with decay at that address in shared memory."""
+        """Return S^T Diag(decay); `decay` is an address in shared memory."""
         at = decay + ((cute.arch.lane_idx() & 3) << 3)
         values = []
         for j in range(self.head_dim_k // 8):
@@ -84,8 +84,8 @@ class TransposedState:
     def times_rows(
         self, a: list[Any], base: Any, *, triangular: bool = False, c: list[Any] | None = None
     ) -> list[Any]:
-        """Start c + a m^T, with m the 64 rows at `base`: 16 by 64. With `triangular`, what is above
-        the diagonal of m is 0, and may be left out."""
+        """Start c + a m^T, 16 by 64, with m the 64 rows at `base`. With `triangular`, m must be
+        lower triangular, and blocks above its diagonal may be skipped."""
         steps = range(len(a) // 4)
         if self.wgmma:
             first = wgmma.rows_descriptor(base)
@@ -101,7 +101,7 @@ class TransposedState:
         return result
 
     def times_columns(self, a: list[Any], base: Any, c: list[Any]) -> list[Any]:
-        """Start c + a m, with m the 64 rows, of K elements, at `base`: 16 by K."""
+        """Start c + a m, 16 by K, with m the 64 rows of K elements at `base`."""
         steps = range(CHUNK // STEP)
         if self.wgmma:
             first = wgmma.columns_descriptor(base)
@@ -115,11 +115,11 @@ class TransposedState:
         return result
 
     def done(self, c: list[Any], *, pending: int = 0) -> list[Any]:
-        """Return the result of a product, once at most `pending` later ones are under way."""
+        """Return the result of a product, once at most `pending` later ones are unfinished."""
         return wgmma.wait(c, pending) if self.wgmma else c
 
     def _add(self, c: list[Any], at: int, a: list[Any], b: Any) -> None:
-        """c += a b, of c the 16 columns whose accumulators begin at `at`."""
+        """c += a b, for the 16 columns of c whose accumulators begin at `at`."""
         for i in range(2):
             n = at + 4 * i
             c[n : n + 4] = mma(self.dtype, c[n : n + 4], a, b[2 * i : 2 * i + 2])
@@ -145,17 +145,17 @@ class TransposedState:
         self, state: cute.Tensor, target: cute.Tensor | None, v_first: bool, sequence: Any,
         head: Any, first_v: Any,
     ) -> None:  # fmt: skip
-        """Store to `target`, if there is one, as `load` reads it."""
+        """Store to `target`, if there is one, in the layout of `load`."""
         if target is None:
             return
         thread, _, _ = cute.arch.thread_idx()
-        lane = thread & (WARP_SIZE - 1)  # so that no address is kept from `load` until now
+        lane = thread & (WARP_SIZE - 1)  # computed anew, or `load`'s addresses stay in registers
         for i in range(cute.size(state)):
             k, v = self.element(i, first_v, lane)
             row, column = (v, k) if v_first else (k, v)
             target[sequence, head, row, column] = state[i]
 
     def element(self, i: int, first_v: Any, lane: Any) -> tuple[Any, Any]:
-        """Return (k, v) of a lane's accumulator of S^T."""
+        """Return (k, v) of a lane's i-th accumulator of S^T."""
         k = i // 4 * 8 + ((lane & 3) << 1) + i % 2
         return k, first_v + (lane >> 2) + i % 4 // 2 * 8

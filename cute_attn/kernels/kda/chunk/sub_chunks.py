@@ -1,4 +1,4 @@
-"""A chunk in sub-chunks of 16 tokens: what a CTA keeps of it in shared memory, and where."""
+"""Sub-chunks of 16 tokens, and the shared memory of a CTA that works on a chunk."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NUM_THREADS = NUM_WARPS * WARP_SIZE
 GROUP = 32  # channels that a warp takes at a time, 8 a thread
 BLOCK_BYTES = SUB_CHUNK * SUB_CHUNK * 4
 NUM_BLOCKS = SUB_CHUNKS * (SUB_CHUNKS + 1) // 2
-SHIFT = 60.0  # of exponents of rows, with bfloat16
-RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
+SHIFT = 60.0  # log2 of the factor of rows with bfloat16 (see `scores`)
+RESERVED_BYTES = 1024  # shared memory that the hardware takes for each CTA
 
-# What a sub-chunk has in the place of q, k and P, once the scores are summed: 16 rows of Aqk and of
-# Akk as 16-bit tiles, and room for a block that goes from warp to warp. Before, either half has
-# partial sums, of q's scores and of k's.
+# A sub-chunk's region overwrites q, k and P once the scores are summed. It has 16 rows of Aqk and
+# of Akk as 16-bit tiles, and room to exchange a block between warps. Before that, the first half
+# has partial sums of q's scores, the second of k's.
 REGION = SharedMemory(
     Buffer("tile_qk", cutlass.Int16, SUB_CHUNK * CHUNK),
     Buffer("exchange", cutlass.Float32, 2 * SUB_CHUNK * SUB_CHUNK),
@@ -41,35 +41,34 @@ REGIONS = Buffer("regions", cutlass.Int8, REGION.nbytes, SUB_CHUNKS)
 
 
 def target_architecture() -> str:
-    """Return the architecture that is compiled for, such as "sm_90a"."""
+    """Return the architecture of the current compilation, such as "sm_90a"."""
     return str(BaseDSL._get_dsl().get_arch_enum().name)
 
 
 def block_offset(i: Any, j: Any) -> Any:
-    """Bytes to block (i, j), j <= i, of the 16 by 16 blocks of L."""
+    """Byte offset of block (i, j), j <= i, of the 16 by 16 blocks of L."""
     return (((i * (i + 1)) >> 1) + j) * BLOCK_BYTES
 
 
 def block_element(i: Any, j: Any) -> Any:
-    """Bytes to element (i, j) of a block of float32. Halves of rows change places in every other
-    pair of rows, so that 4 rows of 32 bytes are in different banks."""
+    """Byte offset of element (i, j) of a block of float32. Halves of rows are swapped in every
+    other pair of rows, so that 4 rows of 32 bytes are in different banks."""
     return (i << 6) + ((j << 2) ^ ((i & 2) << 4))
 
 
 def tile_unit(row: Any, unit: Any) -> Any:
-    """Bytes to a 16-byte unit (0 to 7) of a row of a sub-tile."""
+    """Byte offset of a 16-byte unit (0 to 7) of a row of a sub-tile."""
     return row * LINE_BYTES + ((unit ^ (row & 7)) << 4)
 
 
 def parity(row: Any) -> Any:
-    """The bit by which rows of q, k and P are swizzled: it differs between neighbours, and between
-    neighbours of every other row."""
+    """The bit by which rows of q, k and P are swizzled: 0, 1, 1, 0 in rows 0 to 3, and so on."""
     return (row ^ (row >> 1)) & 1
 
 
 def groups_of_half(groups: int) -> Any:
-    """Return how many groups of channels a warp goes through. The compiler must not know when it is
-    one: without the loop it keeps more in registers than there are."""
+    """Return how many groups of channels a warp iterates over. If this is one, it is hidden from
+    the compiler, which would remove the loop and then spill."""
     if groups > 2:
         return groups // 2
     return opaque(Int32(groups // 2))
@@ -82,7 +81,8 @@ def row_and_part() -> tuple[Any, Any]:
 
 
 def load_channels(address: Any, swap: Any) -> list[Any]:
-    """Load 8 neighbours of a row of float32; `swap` is 16 where the row's units change places."""
+    """Load 8 neighbours of a row of float32; `swap` is 16 where the row's units are swapped, else
+    0."""
     return [
         *load_shared(Float32, address + swap, 4),
         *load_shared(Float32, (address + 16) - swap, 4),
@@ -92,19 +92,19 @@ def load_channels(address: Any, swap: Any) -> list[Any]:
 class ChunkMemory(SharedMemory):
     """The shared memory of a CTA that works on one chunk of one value head.
 
-    Rows of q and k are of 2 K bytes; halves of 128 bytes (64) change places where `parity` is 1.
-    Rows of P, or of exp2(-shift - P) where a sub-chunk's 64 channels are all in range, are of 4 K
-    bytes; 16-byte units 2 u and 2 u + 1 change places where `parity` is 1. So two rows that a
-    quarter of a warp reads together are in different banks.
+    Rows of q and k have 2 K bytes; the two 64-byte halves of 128 bytes are swapped where `parity`
+    is 1. Rows of P, or of exp2(-shift - P) where 64 channels of a sub-chunk are all in range, have
+    4 K bytes; the 16-byte units 2 u and 2 u + 1 are swapped where `parity` is 1. So two rows that
+    a quarter of a warp reads together are in different banks.
 
-    Once the scores are summed, q, k and P give way to the REGIONS.
+    Once the scores are summed, the REGIONS overwrite q, k and P.
 
     Attributes:
-        dtype: of q and k.
-        groups: of 32 channels.
-        qk_row, p_row: bytes of a row.
-        in_one_product: whether factors of rows in range are taken as they are (see `scores`).
-        shift: of exponents, with that.
+        dtype: dtype of q and k.
+        groups: number of groups of 32 channels.
+        qk_row, p_row: bytes of a row of q or k, and of P.
+        in_one_product: whether one product scores the rows in range (see `scores`).
+        shift: log2 of the factor of rows in that product, otherwise 0.
     """
 
     def __init__(self, dtype: str, head_dim_k: int, *more: Buffer, l2norm: bool):
@@ -126,11 +126,11 @@ class ChunkMemory(SharedMemory):
             Buffer("q", self.dtype, CHUNK * head_dim_k, alignment=SWIZZLE_ALIGNMENT),
             Buffer("k", self.dtype, CHUNK * head_dim_k),
             Buffer("p", Float32, CHUNK * head_dim_k),
-            # Of blocks on the diagonal, what is below the diagonal is overwritten by the inverse;
-            # above it stands Aqk, transposed, of rows out of range.
+            # In blocks on the diagonal, the inverse overwrites L below the diagonal; above it is
+            # the transposed Aqk of rows out of range.
             Buffer("blocks", Float32, SUB_CHUNK * SUB_CHUNK, NUM_BLOCKS, holds="L"),
             sums("start", "exp2(G - shift) at the first token of a sub-chunk"),
-            sums("to_next", "G from there to the first token of the next one"),
+            sums("to_next", "G from there to the first token of the next sub-chunk"),
             sums("to_end", "G from there to the end of the chunk"),
             tokens("beta", ""),
             tokens("own_score", "scale q . k"),
@@ -143,8 +143,8 @@ class ChunkMemory(SharedMemory):
         assert REGIONS.nbytes <= self["blocks"]
 
     def blocks_per_sm(self) -> int:
-        """Return two if the architecture that is compiled for has the shared memory; threads then
-        have 128 registers."""
+        """Return how many CTAs fit an SM of the architecture compiled for, at most two. With two,
+        a thread has 128 registers."""
         available = smem_bytes(target_architecture()) + RESERVED_BYTES
         return min(2, available // (self.nbytes + RESERVED_BYTES))
 
@@ -157,21 +157,22 @@ class ChunkMemory(SharedMemory):
         return load_shared(Float32, smem + self[name] + row * 4)[0]
 
     def row_factor(self, smem: Any, row: Any) -> Any:
-        """Return the factor of a row of L: beta times the norm."""
+        """Return the factor of a row of L: beta, with l2norm times the inverse norm of k."""
         factor = self.of_token(smem, "beta", row)
         if self.l2norm:
             factor = factor * self.of_token(smem, "inverse_norm_k", row)
         return factor
 
     def normalised(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
-        """Return channels of a row of k, or of a multiple of it, times the norm."""
+        """Return channels of a row of k, or of a multiple of it, times the inverse norm of k."""
         if not self.l2norm:
             return k
         norm = self.of_token(smem, "inverse_norm_k", row)
         return [x * norm for x in k]
 
     def column_factors(self, smem: Any, j: Any) -> Any:
-        """Load the norms of k of the thread's columns of sub-chunk j, [half of its tokens][2]."""
+        """Load the inverse norms of k for the thread's columns of sub-chunk j: [half of its
+        tokens][2]."""
         if not self.l2norm:
             return (None, None)
         _, c = row_and_part()

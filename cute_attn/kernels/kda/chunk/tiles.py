@@ -1,8 +1,8 @@
-"""A chunk's rows in global memory, in swizzled shared memory and as fragments of products.
+"""A chunk's rows in global memory, in swizzled shared memory and as MMA fragments.
 
-In shared memory 64 rows of 16-bit elements are sub-tiles of 64 columns, 8,192 bytes each, in which
-the 16-byte unit u of row r lies at unit u ^ (r & 7): eight rows' units of one column, and one row's
-units, are in different banks. Addresses of rows in global memory are 64-bit integers.
+In shared memory 64 rows of 16-bit elements are sub-tiles of 64 columns, 8,192 bytes each. The
+16-byte unit u of row r lies at unit u ^ (r & 7), so that neither a row of units nor a column of
+eight units has bank conflicts. Addresses in global memory are 64-bit integers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...common.spec import WARP_SIZE
 from .spec import CHUNK
 
 UNIT_BYTES = 16  # of a copy, and of the swizzle
-LINE_BYTES = 128  # of a row of a sub-tile
+LINE_BYTES = 128  # a row of a sub-tile
 SUB_TILE_BYTES = CHUNK * LINE_BYTES
 FRAGMENT_ROWS = 16
 
@@ -36,7 +36,7 @@ def thread_and_warp() -> tuple[Any, Any]:
 
 
 def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
-    """Load `count` elements of `dtype` from global memory, 4 or 8, as float32."""
+    """Load 4 or 8 (`count`) elements of `dtype` from global memory, as float32."""
     if dtype is Float32:
         values = []
         for i in range(0, count, 4):
@@ -51,8 +51,9 @@ def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
 def copy_rows(
     shared: Any, source: Any, pitch: Any, length: Any, columns: int, num_threads: int
 ) -> None:
-    """Start copying a chunk's rows of `columns` 16-bit elements by all threads; rows at and past
-    `length` become 0. `source` is the address of the first row, `pitch` the bytes to the next."""
+    """Start the cp.async of a chunk's rows of `columns` 16-bit elements, by all threads. Rows from
+    `length` on become 0. `source` is the address of the first row, `pitch` the row stride in
+    bytes."""
     thread, _, _ = cute.arch.thread_idx()
     units = columns * 2 // UNIT_BYTES
     step = num_threads // units
@@ -74,7 +75,7 @@ def copy_rows(
 
 
 def left_fragment(shared: Any, first_row: Any, step: int) -> list[Any]:
-    """Rows first_row to first_row + 15, columns 16 step to 16 step + 15, as a left operand."""
+    """Load rows first_row to first_row + 15, columns 16 step to 16 step + 15, as a left operand."""
     lane = cute.arch.lane_idx()
     matrix, r = lane >> 3, lane & 7
     row = first_row + ((matrix & 1) << 3) + r
@@ -83,8 +84,8 @@ def left_fragment(shared: Any, first_row: Any, step: int) -> list[Any]:
 
 
 def lower_triangle(shared: Any, first_row: Any) -> list[list[Any]]:
-    """Rows first_row to first_row + 15 of 64 by 64 as left operands, with 0 above the diagonal,
-    whatever is in memory there."""
+    """Load rows first_row to first_row + 15 of a 64 by 64 matrix as left operands, with 0 above the
+    diagonal whatever memory holds there."""
     lane = cute.arch.lane_idx()
     fragments = []
     for step in range(CHUNK // 16):
@@ -108,8 +109,8 @@ def lower_times(
     first_column: cutlass.Constexpr,
     warp_index: Int32,
 ) -> None:
-    """c += a m, accumulators of 16 rows by some columns: `fragments` are the warp's rows of a lower
-    triangular a, m are 64 rows in shared memory, of which columns from first_column on count."""
+    """c += a m for the warp's 16 rows: `fragments` are its rows of a lower triangular a, and m is
+    64 rows in shared memory, from column first_column on."""
     for step in cutlass.range_constexpr(CHUNK // 16):
         if step <= warp_index:
             add_product(c, dtype, fragments[step], shared, offsets, step, first_column)
@@ -124,7 +125,7 @@ def add_product(
     step: int,
     first_column: int,
 ) -> None:
-    """c += a m, with `fragment` 16 columns of a, and m 16 rows from row 16 step on."""
+    """c += a m, where `fragment` is 16 columns of a, and m the 16 rows from row 16 step on."""
     for j in range(cute.size(c) // 8):
         b = right_fragments(shared, offsets, step, first_column // 16 + j)
         for i in range(2):
@@ -137,8 +138,8 @@ def add_product(
 def right_fragments_of_rows(
     shared: Any, first_row: int, step: int, sub_tile_bytes: int = SUB_TILE_BYTES
 ) -> Any:
-    """Columns 16 step to 16 step + 15 as a right operand of which rows are n: those for rows
-    first_row to first_row + 7, and the 8 behind them."""
+    """Load columns 16 step to 16 step + 15 (k) of 16 rows (n) as two right operands, of rows
+    first_row to first_row + 7 and of the next 8."""
     lane = cute.arch.lane_idx()
     matrix, r = lane >> 3, lane & 7
     unit = (2 * step % 8) | (matrix & 1)
@@ -149,7 +150,8 @@ def right_fragments_of_rows(
 def transposed_accumulators(
     dtype: Any, shared: Any, first_row: int, first_column: Any
 ) -> list[Any]:
-    """16 columns of 16 rows, as accumulators of the transpose: 16 by 8, and the 8 rows behind."""
+    """Load 16 columns of 16 rows as accumulators of the transpose: 16 by 8 for 8 rows, then for
+    the next 8."""
     lane = cute.arch.lane_idx()
     matrix, r = lane >> 3, lane & 7
     unit = (first_column >> 3) + (matrix & 1)
@@ -161,7 +163,7 @@ def transposed_accumulators(
 
 
 def right_offsets() -> list[Any]:
-    """Where this lane reads for `right_fragments`, for each pair of units of a sub-tile."""
+    """The lane's byte offsets for `right_fragments`, for each pair of units of a sub-tile."""
     lane = cute.arch.lane_idx()
     matrix, r = lane >> 3, lane & 7
     row = ((matrix & 1) << 3) + r
@@ -172,8 +174,8 @@ def right_offsets() -> list[Any]:
 def right_fragments(
     shared: Any, offsets: list[Any], step: int, pair: int, sub_tile_bytes: int = SUB_TILE_BYTES
 ) -> Any:
-    """Rows 16 step to 16 step + 15 as a right operand of which columns are n: those for columns
-    16 pair to 16 pair + 7, and the 8 behind them."""
+    """Load rows 16 step to 16 step + 15 (k) of 16 columns (n) as two right operands, of columns
+    16 pair to 16 pair + 7 and of the next 8."""
     at = offsets[pair % 4] + (pair // 4) * sub_tile_bytes + step * FRAGMENT_ROWS * LINE_BYTES
     return load_matrices(shared + at, transposed=True)
 
@@ -184,9 +186,9 @@ def right_fragments(
 def store_fragments(
     dtype: Any, values: list[Any], scratch: Any, target: Any, pitch: Any, length: Any
 ) -> None:
-    """16 rows of 64 columns, accumulators of one warp, to global memory in 16-byte pieces, by way
-    of 2,048 bytes of shared memory that are the warp's own. Rows at and past `length` are left out.
-    `target` is the address of the first row."""
+    """Store a warp's accumulators of 16 rows by 64 columns to global memory, 16 bytes at a time,
+    through `scratch`, 2,048 bytes of shared memory of this warp. Rows from `length` on are not
+    stored. `target` is the address of the first row."""
     lane = cute.arch.lane_idx()
     row, pair = lane >> 2, lane & 3
     registers = pack_all(dtype, values)
@@ -206,14 +208,14 @@ def store_fragments(
 
 
 def paired_offset() -> Any:
-    """Byte of a row of 16 elements at which this lane stores what `paired` gave it."""
+    """Byte offset in a row of 16 elements at which this lane stores the result of `paired`."""
     pair = cute.arch.lane_idx() & 3
     return ((pair & 2) << 2) | ((pair & 1) << 4)
 
 
 def paired(left: Any, right: Any) -> list[Any]:
-    """4 neighbouring elements of a row, for each lane, from (row, col), (row, col + 1) of two
-    matrices of 8 by 8 that lie side by side: whole sectors from what fragments hold."""
+    """Exchange fragments of two adjacent 8 by 8 matrices so that each lane has 4 neighbouring
+    elements of a row, and a warp stores whole sectors."""
     odd = (cute.arch.lane_idx() & 1) != 0
     got = cute.arch.shuffle_sync_bfly(cutlass.select_(odd, left, right), offset=1)
     return [cutlass.select_(odd, got, left), cutlass.select_(odd, right, got)]
@@ -221,6 +223,6 @@ def paired(left: Any, right: Any) -> list[Any]:
 
 @cute.jit
 def store_if(condition: cutlass.Boolean, address: Int64, values: Any) -> None:
-    """16 bytes to global memory, where `condition` holds."""
+    """Store 16 bytes to global memory if `condition` holds."""
     if condition:
         store_global(Int32, address, values)

@@ -1,1 +1,1 @@
-"""Kernels that advance the state token by token: decode, and whole sequences."""
+"""Kernels that advance the state token by token: decode, and `recurrent` for whole sequences."""

@@ -1,4 +1,4 @@
-"""Stand-ins for the arguments that the kernels that go token by token share."""
+"""Placeholder arguments that the token-by-token kernels share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .spec import StepSpec
 
 
 class Sizes:
-    """Symbols that several tensors share."""
+    """Symbolic sizes that several tensors share."""
 
     def __init__(self) -> None:
         self.batch, self.tokens, self.heads, self.heads_v = (cute.sym_int() for _ in range(4))
 
 
 def rows(dtype: str, *shape: Any) -> Any:
-    """Any strides, but for the last dimension, which is contiguous."""
+    """A tensor whose last dimension is contiguous; its other strides are free."""
     element = DTYPE[dtype]
     return fake_rows(element, shape, align=element.width // 8)
 
@@ -44,7 +44,7 @@ def inputs(spec: StepSpec, sizes: Sizes, step: tuple[Any, ...]) -> tuple[Any, ..
 
 
 def states(spec: StepSpec, sizes: Sizes, slots: Any) -> Any:
-    """A head's matrix is contiguous, and starts on a 16-byte boundary."""
+    """States of `slots` slots: each head's matrix is contiguous, on a 16-byte boundary."""
     matrix = (spec.head_dim_k, spec.head_dim_v)
     if spec.state_v_first:
         matrix = matrix[::-1]

@@ -1,22 +1,22 @@
-"""KDA decode: a CTA holds a tile of the recurrent state in registers.
+"""KDA decode, with a tile of the recurrent state in a CTA's registers.
 
 Per token and value head, with the state a K by V matrix S:
 
     S <- Diag(decay) S      u = beta (v - S^T k)      S <- S + k u^T      o = scale S^T q
 
-A call reads and writes the state once. All other bytes are a fiftieth of that, so the kernel is a
-copy with arithmetic in the middle, as Lightning's is (docs/kernels/kda.md, "Decode").
+A call reads and writes the state once. Everything else is a fiftieth of these bytes, so the kernel
+is bound by memory bandwidth, as Lightning's is (docs/kernels/kda.md, "Decode").
 
     CTA (tile of V, value head, sequence)
-      fetch     the token's q, k, v, g and beta, which wait for nothing
+      fetch     the token's q, k, v, g and beta
       load      the tile of the slot's state, 16 bytes an access
-      prepare   norms, gate and sigmoid, once a CTA, to shared memory; barrier
+      prepare   norms, gate and sigmoid, once for the CTA, to shared memory; barrier
       advance   decay, both sums over K in one pass, rank-1 update
       store     the tile, in place; barrier; the output
 
-With several tokens, the next one is fetched and prepared while one is computed: one barrier a
-token. Of drafted tokens in records the accepted ones come first, and the state is stored after
-them; with a slot for each position it is stored after every token.
+With several tokens, the next one is fetched and prepared while the current one is computed, with
+one barrier for each token. With records, the accepted drafted tokens come first, and the state is
+stored after them. With a slot for each position, it is stored after every token.
 
 Runs on sm_80 and newer. Shared memory: two stages of a token, 8 KiB at most.
 """
@@ -48,7 +48,7 @@ from .tokens import (
 
 
 class Records(Carried):
-    """The records, and a sequence's slot in them, of which `count` tokens were accepted."""
+    """The records of drafted tokens, and a sequence's slot and accepted `count` in them."""
 
     def __init__(self, k: Any, g: Any, u: Any, slot: Any, count: Any):
         self.k, self.g, self.u, self.slot, self.count = k, g, u, slot, count
@@ -77,8 +77,8 @@ class KdaDecode:
         record_g       [N, S, HV, K]
         record_u       [N, S, HV, V]         float32
 
-    The records of k and g are only read here: all CTAs of a head, and of a group of heads, share
-    them. `records` writes them afterwards.
+    This kernel only reads record_k and record_g, which several CTAs share (of a head, and of the
+    value heads of a group). `records` writes them afterwards.
     """
 
     def __init__(self, spec: DecodeSpec):
@@ -141,7 +141,7 @@ class KdaDecode:
         spec = self.spec
         batch, heads = q.shape[0], cute.size(q, mode=[cute.rank(q) - 2])
         heads_v = state.shape[1]
-        # A call that must not run gets no CTAs: the driver refuses that, and the operator says why.
+        # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the reason.
         ctas = heads_v
         pools = (state, record_k, record_g, record_u)
         inputs = (q, k, v, g, beta, A_log, dt_bias, state_indices, num_accepted)
@@ -208,8 +208,8 @@ class KdaDecode:
         elif cutlass.const_expr(spec.indexed):
             slot = state_indices[sequence]
         if cutlass.const_expr(spec.indexed):
-            # A negative index is padding. One past the pool is a caller's bug that must not become
-            # a write to somebody else's memory; it is treated alike.
+            # A negative index is padding. An index past the pool is a caller's bug; it is treated
+            # as padding, so that no access is out of bounds.
             valid = slot >= 0 and slot < state.shape[0]
 
         gate = self.reader.gate(A_log, dt_bias, lower_bound, head)
@@ -239,7 +239,7 @@ class KdaDecode:
         elif valid:
             count = Int32(0)
             if cutlass.const_expr(self.replays):
-                # An accepted count is data from outside: never read past the records.
+                # The count is untrusted data: never read past the records.
                 count = cutlass.min(cutlass.max(num_accepted[sequence], 0), record_u.shape[1])
             source = Source(
                 Tokens(q, k, v, g, beta, sequence, Int32(0), head, head_qk),
@@ -268,7 +268,7 @@ class KdaDecode:
         o: cute.Tensor,
         tile_index: Int32,
     ) -> None:
-        """Advance by the accepted tokens among the records, then by this call's."""
+        """Advance by the accepted tokens of the records, then by this call's tokens."""
         spec = self.spec
         records, head, sequence = source.records, source.tokens.head, source.tokens.batch
         in_place = state[records.slot, head, None, None]
@@ -283,7 +283,7 @@ class KdaDecode:
         s.store(loaded.load().to(Float32))
         cute.arch.sync_threads()
         for i in cutlass.range(total, unroll=1):
-            # The next token is made ready, and the one after it is on its way.
+            # Prepare the next token, and fetch the one after it.
             if i + 1 < total:
                 self.prepare(memory, source, i + 1, fetched, gate, beta_scale)
             if i + 2 < total:
@@ -291,7 +291,7 @@ class KdaDecode:
             stage = stage_of(spec, memory, i, record=self.replays)
             if cutlass.const_expr(self.replays):
                 if i == records.count:
-                    # Only what was accepted is kept; from here on, tokens are drafts.
+                    # The stored state has the accepted tokens only; later ones are drafts.
                     self.tile.store(s, in_place, tile_index)
                 if i < records.count:
                     self.tile.replay(s, stage)
@@ -316,7 +316,7 @@ class KdaDecode:
     def accepted_position(
         self, sequence: Int32, state_indices: cute.Tensor, num_accepted: cute.Tensor | None
     ) -> Int32:
-        """Return which of a sequence's slots to start from; a count is data from outside."""
+        """Return which of a sequence's slots to start from, within bounds for any count."""
         position = Int32(0)
         if cutlass.const_expr(num_accepted is not None):
             accepted = cutlass.min(cutlass.max(num_accepted[sequence], 1), state_indices.shape[1])
@@ -325,7 +325,7 @@ class KdaDecode:
 
     @cute.jit
     def fetch(self, fetched: Fetched, source: Source, i: Int32, tile_index: Int32) -> None:
-        """Fetch the i-th token; the first come from the records."""
+        """Fetch the i-th token, from the records first, then from the call."""
         tokens, records = source.tokens, source.records
         if cutlass.const_expr(self.replays):
             if i < records.count:
@@ -351,7 +351,7 @@ class KdaDecode:
         gate: Gate,
         beta_scale: Float32,
     ) -> None:
-        """Prepare what `fetch` has fetched."""
+        """Prepare the i-th token, which `fetch` has fetched."""
         stage = stage_of(self.spec, memory, i, record=self.replays)
         if cutlass.const_expr(self.replays):
             if i < source.records.count:

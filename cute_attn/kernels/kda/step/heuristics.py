@@ -1,12 +1,11 @@
-"""The tuning of the KDA kernels that go token by token. It was measured against
-`candidate_configs` on an H100.
+"""Tuning of the token-by-token KDA kernels, measured against `candidate_configs` on an H100.
 
-One rule serves every batch size, so that no dispatch switches as a batch grows. It sets how many
-values of the state a thread holds:
+The same rule holds for every batch size, so that the kernel does not change as a batch grows. It
+sets how many values of the state a thread holds:
 
     one token a call      16: a warp reduces 4 rows of V at once, and 5 CTAs fit an SM
     several tokens        32: rows share the reads of k, q and decay
-    V contiguous          64 at most: a warp has 64 bytes of each of K rows
+    V contiguous          64 at most: a warp has 64 bytes of each of the K rows
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
 
-TILE = 4096  # values of the state, of a CTA, with K contiguous
+TILE = 4096  # values of the state that a CTA holds, with K contiguous
 MAX_WARPS_V_CONTIGUOUS = 4
 MAX_VALUES_V_CONTIGUOUS = 64
 
@@ -38,7 +37,7 @@ def step_config(
     else:
         lanes_per_row = 4
         while head_dim_k * lanes_per_row * vector > MAX_VALUES_V_CONTIGUOUS * WARP_SIZE:
-            if lanes_per_row == 2:  # a sector of 32 bytes is the least
+            if lanes_per_row == 2:  # a 32-byte sector is the smallest access
                 break
             lanes_per_row //= 2
         num_warps = min(MAX_WARPS_V_CONTIGUOUS, head_dim_v // (lanes_per_row * vector))
@@ -47,14 +46,13 @@ def step_config(
         "tile_v": tile_v,
         "num_warps": num_warps,
         "lanes_per_row": lanes_per_row,
-        # Left alone, ptxas trades spills for occupancy in the loop over tokens.
+        # Without a bound, ptxas spills in the loop over tokens to gain occupancy.
         "blocks_per_sm": 1 if multi_token else 0,
     }
 
 
 def candidate_configs() -> list[dict[str, Any]]:
-    """Tunings worth measuring against each other for one token a call, K = V = 128, and a float32
-    state with K contiguous."""
+    """Tunings to measure for one token a call, K = V = 128, and a float32 state with K contiguous."""
     return [
         {
             "tile_v": tile_v,

@@ -1,7 +1,7 @@
-"""KDA decode: copies the k and g of drafted tokens to their slots' records.
+"""KDA decode: copies k and g of drafted tokens to their slots' records.
 
-It is a kernel of its own, which runs after `decode`: there, all CTAs of a head, and of a group of
-heads, read the records that this one overwrites.
+This is a separate kernel after `decode`, because in `decode` several CTAs (of a head, and of the
+value heads of a group) read the records that this one overwrites.
 
     CTA (row: a head of k, or of g; token; sequence)
 """

@@ -1,11 +1,11 @@
-"""KDA token by token over whole sequences: a CTA holds a tile of the state in registers.
+"""KDA token by token over whole sequences, with a tile of the state in a CTA's registers.
 
-The arithmetic is that of `decode`; the state is read before a sequence's first token, if at all,
-and written after its last, to another place.
+The arithmetic is that of `decode`. The state is read before a sequence's first token, if there is
+an initial state, and written to a separate tensor after its last.
 
     CTA (tile of V, value head, sequence)
       load      the tile of the initial state, or zeros
-      token     fetch, prepare, advance and the output, as in `decode`: one barrier a token
+      token     fetch, prepare, advance and output as in `decode`, with one barrier for each token
       store     the tile to the final state
 
 Runs on sm_80 and newer. Shared memory: two stages of a token, 7 KiB at most.
@@ -38,7 +38,7 @@ class KdaRecurrent:
     A_log          [HV]
     dt_bias        [HV * K] or [HV, K]
     initial_state  [N, HV, V, K] or [N, HV, K, V]     a head's matrix contiguous
-    final_state    likewise
+    final_state    as initial_state
     cu_seqlens     [N + 1]
     """
 
@@ -85,7 +85,7 @@ class KdaRecurrent:
         spec = self.spec
         heads, heads_v = q.shape[2], v.shape[2]
         sequences = num_sequences(q.shape[0], cu_seqlens)
-        # A call that must not run gets no CTAs: the driver refuses that, and the operator says why.
+        # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the reason.
         ctas = heads_v
         if heads_v % cutlass.max(heads, 1) != 0:
             ctas = 0
@@ -153,7 +153,7 @@ class KdaRecurrent:
             self.reader.fetch(fetched, tokens.at(1), tile_index)
         cute.arch.sync_threads()
         for i in cutlass.range(total, unroll=1):
-            # The next token is made ready, and the one after it is on its way.
+            # Prepare the next token, and fetch the one after it.
             if i + 1 < total:
                 stage = stage_of(spec, memory, i + 1, record=False)
                 self.reader.prepare(stage, fetched, gate, beta_scale)

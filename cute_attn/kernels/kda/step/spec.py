@@ -1,4 +1,4 @@
-"""Specs of the KDA kernels that go token by token. Importing this loads no compiler."""
+"""Specs of the token-by-token KDA kernels. Importing this loads no compiler."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "index_dtype": INDEX_DTYPES,
 }
 
-MAX_REGISTERS = 160  # of a thread's 255, for its part of the state; the rest is for all else
+MAX_REGISTERS = 160  # of a thread's 255 registers, for its part of the state
 
 
 @dataclass(frozen=True)
 class StepSpec(Spec):
-    """What all kernels that go token by token have compiled in.
+    """The compile-time parameters that all token-by-token kernels share.
 
-    The first group is the operator's: what the caller's tensors are. The second is the tuning
-    that `heuristics` picks; any legal choice computes the same function.
+    The first group of fields describes the caller's tensors. The second is the tuning that
+    `heuristics` picks; any legal choice computes the same function.
 
     Attributes:
-        dtype: of q, k, v and o.
-        gate_dtype, beta_dtype: of g and beta.
-        state_dtype: of the state in memory; arithmetic is float32 in any case.
-        A_log_dtype, dt_bias_dtype: of the gate's parameters; "none" where there are none.
-        dt_bias_dims: 1 for [HV * K], 2 for [HV, K], 0 where there is none.
+        dtype: dtype of q, k, v and o.
+        gate_dtype, beta_dtype: dtypes of g and beta.
+        state_dtype: dtype of the state in memory; arithmetic is always float32.
+        A_log_dtype, dt_bias_dtype: dtypes of the gate's parameters; "none" for an absent one.
+        dt_bias_dims: 1 for [HV * K], 2 for [HV, K], 0 without dt_bias.
         head_dim_k, head_dim_v: K and V.
         state_v_first: states are [N, HV, V, K] (K contiguous) rather than [N, HV, K, V].
-        gate: what g is: "none" (the logarithm of the decay), or the input of a gate: "softplus",
-            "lower_bound" (see `gates`).
+        gate: "none" (g is the logarithm of the decay), "softplus" or "lower_bound" (g is the input
+            of this gate, see `gates`).
         l2norm: q and k are normalised.
         beta_sigmoid: beta is the input of a sigmoid.
         tile_v: columns of V of a CTA.
-        num_warps: warps of a CTA. Each has rows of V of its own with state_v_first, and columns
-            of V without; no sum crosses warps.
+        num_warps: warps of a CTA. A warp has some of the tile's columns of V and all of K, so no
+            sum crosses warps.
         lanes_per_row: lanes of a warp along the contiguous dimension of the state.
-        blocks_per_sm: that the registers of a thread must allow for; 0 leaves it to the compiler.
+        blocks_per_sm: CTAs of an SM that the compiler must limit registers for; 0 for no limit.
 
     Raises:
-        TypeError: a field that is not plain.
-        ValueError: a combination without a kernel; the message names the field.
+        TypeError: a field has another type than its annotation.
+        ValueError: a combination of fields is not supported; the message names the field.
     """
 
     ALLOWED = ALLOWED
@@ -122,7 +122,7 @@ class StepSpec(Spec):
 
     @property
     def vector(self) -> int:
-        """State elements in one access of one thread."""
+        """State elements of a 16-byte access."""
         return VECTOR_BYTES // (4 if self.state_dtype == "float32" else 2)
 
     @property
@@ -132,7 +132,7 @@ class StepSpec(Spec):
 
     @property
     def lanes_of_k(self) -> int:
-        """Lanes that share a column of V, and sum over K."""
+        """Lanes that share a column of V, and reduce over K."""
         return self.lanes_per_row if self.state_v_first else self.rows_per_step
 
     @property
@@ -154,15 +154,15 @@ class StepSpec(Spec):
 
 @dataclass(frozen=True)
 class DecodeSpec(StepSpec):
-    """All that `decode` has compiled in.
+    """The compile-time parameters of `decode`.
 
     Attributes:
         multi_token: tensors are [B, T, H, D] and T is an argument; otherwise [B, H, D].
-        slots: where states are: "batch" (sequence b has slot b), "indexed" (an index for each
+        slots: how states are found: "batch" (sequence b has slot b), "indexed" (an index for each
             sequence), "positions" (an index for each position of each sequence), or "records" (an
             index for each sequence or none, and the records of drafted tokens).
-        indexed: with "records": there are indices.
-        accepted: with "positions": there are accepted counts.
+        indexed: state_indices is given; free only with "records".
+        accepted: num_accepted is given; free only with "positions".
     """
 
     multi_token: bool
@@ -194,11 +194,11 @@ class RecordsSpec(Spec):
 
 @dataclass(frozen=True)
 class RecurrentSpec(StepSpec):
-    """All that `recurrent` has compiled in.
+    """The compile-time parameters of `recurrent`.
 
     Attributes:
-        index_dtype: of cu_seqlens; "none" where sequences are not packed.
-        has_initial_state, has_final_state: whether there are these.
+        index_dtype: dtype of cu_seqlens; "none" where sequences are not packed.
+        has_initial_state, has_final_state: whether the call has these tensors.
     """
 
     index_dtype: str

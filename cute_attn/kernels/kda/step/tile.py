@@ -1,9 +1,9 @@
-"""A tile of the KDA state in the registers of a CTA's warps, and what a token does to it.
+"""A tile of the KDA state in the registers of a CTA, and its update by a token.
 
-A CTA has `tile_v` columns of V and all of K of one head; a warp has some of these columns, again
-with all of K, so that the sums over K stay within a warp. In memory the tile has rows with
-contiguous elements: V rows of K with state_v_first, else K rows of V. One access of a warp covers
-`rows_per_step` rows, every lane with `vector` neighbouring elements of one.
+A CTA has `tile_v` columns of V and all of K of one head. A warp has some of these columns, with all
+of K, so that sums over K stay within a warp. In memory the tile has contiguous rows: V rows of K
+with state_v_first, else K rows of V. One access of a warp covers `rows_per_step` rows, where every
+lane has `vector` neighbouring elements of a row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tokens import KK, KQ, QQ, TokenReader, TokenStage, reciprocal_norm
 
 
 class StateTile:
-    """Who holds what of a tile, and the arithmetic on it. All methods run on the device."""
+    """The distribution of a tile over threads, and its arithmetic. All methods run on the device."""
 
     def __init__(self, spec: StepSpec, reader: TokenReader):
         self.spec = spec
@@ -36,20 +36,20 @@ class StateTile:
             self.shape = (self.vector, self.values_of_v, self.values_of_k // self.vector)
         else:
             self.shape = (self.vector, self.values_of_k, 1)
-        # Distances of the lanes that share a column of V, from far to near.
+        # Butterfly distances of the lanes that share a column of V, from far to near.
         first = 1 if spec.state_v_first else self.lanes_per_row
         self.distances = [first << i for i in reversed(range(spec.lanes_of_k.bit_length() - 1))]
 
-    # -- who holds what ---------------------------------------------------------------------
+    # -- distribution -----------------------------------------------------------------------
 
     def element(self, k: int, v: int) -> tuple[int, int, int]:
-        """Return where a thread keeps its k-th index of K and v-th of V."""
+        """Return the register index, in `self.shape`, of a thread's k-th of K and v-th of V."""
         if self.spec.state_v_first:
             return k % self.vector, v, k // self.vector
         return v, k, 0
 
     def v_in_tile(self, v: Any) -> Any:
-        """Return the column of the tile that is this thread's v-th."""
+        """Return the tile's column of this thread's v-th index of V."""
         warp, lane = warp_and_lane()
         if self.spec.state_v_first:
             rows_per_warp = self.values_of_v * self.rows_per_step
@@ -58,7 +58,7 @@ class StateTile:
 
     @cute.jit
     def along_k(self, x: cute.Tensor) -> list[Any]:
-        """Load those of K float32 in shared memory that are at this thread's indices."""
+        """Load the elements at this thread's indices of K from K float32 in shared memory."""
         _, lane = warp_and_lane()
         values = []
         if cutlass.const_expr(self.spec.state_v_first):
@@ -101,7 +101,7 @@ class StateTile:
 
     @cute.jit
     def load(self, state: cute.Tensor, tile_index: Int32) -> cute.Tensor:
-        """Start loading the tile, as it is in memory."""
+        """Start loading the tile, in the dtype of memory."""
         atom = cute.make_copy_atom(
             CopyG2ROp(), self.state_dtype, num_bits_per_copy=8 * VECTOR_BYTES
         )
@@ -122,11 +122,11 @@ class StateTile:
 
     @cute.jit
     def advance(self, s: cute.Tensor, token: TokenStage, scale: Float32) -> None:
-        """One token: s <- Diag(decay) s + k u^T, and its output, o = scale s^T q, to the stage.
+        """Process one token: s <- Diag(decay) s + k u^T, and its output o = scale s^T q to the
+        stage.
 
-        What k recalls and what q recalls are both taken of the decayed state, in one pass over it:
-        q recalls of the new state what it did of the old, and (k . q) u. The norms of k and q are
-        factors of sums.
+        One pass computes both s^T k and s^T q of the decayed state; that of the new state is
+        s^T q + (k . q) u. The norms of k and q multiply the sums.
         """
         _, lane = warp_and_lane()
         decay, k, q = (self.along_k(x) for x in (token.decay, token.k, token.q))
@@ -140,8 +140,8 @@ class StateTile:
                 other = self.values_of_v + v
                 sums[other] = cute.math.fma(decayed, q[n], sums[other])
 
-        # Of the lanes that share columns, the lower half get the sums with k, the others those
-        # with q, of the same columns: `first` and the following ones of this thread's.
+        # Of the lanes that share columns, the lower half gets the sums with k, the upper half those
+        # with q, for the same columns: this thread's v-th from `first` on.
         first, sums = self.sum_over_k(sums, lane)
         k_factor, q_factor = Float32(1.0), scale
         if cutlass.const_expr(self.spec.l2norm):
@@ -175,7 +175,7 @@ class StateTile:
 
     @cute.jit
     def replay(self, s: cute.Tensor, token: TokenStage) -> None:
-        """Do `advance` for a token whose u is known; u is where v was."""
+        """Process a token whose u is known, without output; the stage has u in place of v."""
         decay, k = self.along_k(token.decay), self.along_k(token.k)
         k_factor = Float32(1.0)
         if cutlass.const_expr(self.spec.l2norm):
@@ -187,9 +187,11 @@ class StateTile:
                 s[at] = cute.math.fma(k[n], u, s[at] * decay[n])
 
     def sum_over_k(self, sums: list[Any], lane: Any) -> tuple[Any, list[Any]]:
-        """Totals over the lanes that share columns, of 2 * values_of_v sums. Lanes trade sums as
-        they halve the problem, until each has its share of the totals, or one that others have
-        too: the index of the first (less values_of_v in the upper half), and the totals."""
+        """Reduce 2 * values_of_v sums over the lanes that share columns.
+
+        Each step halves the sums of a lane, until it has its share of the totals, or one total that
+        it shares with other lanes. Return the index of its first total (less values_of_v in the
+        upper half), and the totals."""
         first = Int32(0)
         for distance in self.distances:
             if len(sums) > 1:
@@ -209,8 +211,8 @@ class StateTile:
         return first, sums
 
     def holder(self, v: int) -> tuple[int, int]:
-        """Where `sum_over_k` leaves the first sum of this thread's v-th column: bits of the lane
-        (of those that `distances` are), and the index among the lane's totals."""
+        """Return where `sum_over_k` leaves the total with k of this thread's v-th column: the bits
+        of the lane, out of `distances`, and the index among the lane's totals."""
         bits, size = 0, self.values_of_v
         for distance in self.distances[1:]:
             if size > 1:
@@ -221,7 +223,7 @@ class StateTile:
 
     @property
     def idle_lanes(self) -> int:
-        """Bits of the lane that tell lanes with the same totals apart."""
+        """Bits of the lane in which lanes with the same totals differ."""
         halvings = (2 * self.values_of_v).bit_length() - 1
         return sum(self.distances[halvings:])
 

@@ -1,20 +1,20 @@
 """KDA's preparation of chunks: the first kernel of the fused path.
 
-For every chunk of 64 tokens and value head, what does not depend on the state, as tiles that
-`state_pass` copies into shared memory as they are (see `__call__`).
+For every chunk of 64 tokens and value head it computes everything that does not depend on the
+state, as tiles in the layout of `state_pass`'s shared memory (see `__call__`).
 
     CTA (value head, chunk), 8 warps
       load      q and k by cp.async; gates and beta to registers
       gates     the gate, and its sums within sub-chunks of 16 tokens
-      norms     of q and k, which are then factors of all that is made of them
-      scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; kd, qg and kg
-                on the way
-      inverse   warps 0 to 3: L, and its blocks on the diagonal inverted
-                warps 4 to 7: Aqk to memory
-                all: the other blocks of the inverse, and Akk to memory
+      norms     with l2norm, the norms of q and k; they multiply all later results
+      scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; also kd, qg
+                and kg
+      inverse   warps 0 to 3: L, and the inverses of its blocks on the diagonal
+                warps 4 to 7: Aqk to global memory
+                all: the other blocks of the inverse, and Akk to global memory
 
-Sums of gates are kept within sub-chunks, and decays between sub-chunks multiplied, so that a large
-gate costs the tokens behind it no accuracy.
+Gates are summed within sub-chunks only, and decays between sub-chunks are multiplied, so a large
+gate costs later tokens no accuracy.
 """
 
 from __future__ import annotations
@@ -66,27 +66,27 @@ from ..sub_chunks import (
 )
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES
 
-# In a register, twice if it has room for two.
+# -inf of a dtype in a register, twice for 16 bits.
 MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
 
 
 class Record(Carried):
-    """Where a chunk and head has its tiles in memory; takes q and k, decayed, as `scores.Outputs`.
+    """The tiles of a chunk and head in global memory; a `scores.Outputs` for decayed q and k.
 
     Args:
-        base: address of all tiles.
-        unit: the first of the record's 16-byte units: Uint32, as nobody has 64 GB of them.
+        base: address of the tensor of all records.
+        unit: index of the record's first 16-byte unit. Uint32, which covers 64 GB.
     """
 
     def __init__(self, memory: ChunkMemory, base: Any, unit: Any):
         self.memory, self.base, self.unit = memory, base, unit
-        # Byte offsets of the matrices. kd and qg alternate, sub-tile by sub-tile.
+        # Byte offsets of the matrices. Sub-tiles of kd and qg alternate.
         matrix = memory.head_dim_k // 64 * SUB_TILE_BYTES
         self.kd, self.qg, self.kg = 0, SUB_TILE_BYTES, 2 * matrix
         self.akk, self.aqk = 3 * matrix, 3 * matrix + SUB_TILE_BYTES
 
     def at(self, offset: Any) -> Any:
-        """Return the address of a byte, whose offset is a multiple of 16."""
+        """Return the address of a byte offset that is a multiple of 16."""
         return self.base + Int64(Uint64(self.unit + Uint32(offset >> 4)) * Uint64(UNIT_BYTES))
 
     def decayed_k(self, smem: Any, b: Any, half: int, group: Any, k: list[Any], start: Any) -> None:
@@ -183,7 +183,7 @@ class KdaPrepare:
         beta_scale: Float32,
         stream: Any,
     ) -> None:
-        """Prepare all chunks. With G the sum of gates (base 2) in a chunk and e its last token,
+        """Prepare all chunks. The record of a chunk and value head in `tiles` is, in this order,
 
             kd = exp2(G) * k         K / 64 sub-tiles
             qg = scale exp2(G) * q   K / 64
@@ -191,21 +191,21 @@ class KdaPrepare:
             Akk Diag(beta)           1
             Aqk                      1
 
-        in this order are the record of a chunk and value head in `tiles`, except that sub-tiles of
-        kd and qg alternate. A sub-tile is 64 rows of 64 columns; unit u of 8 elements of row r lies
-        at unit u ^ (r & 7). Rows past the chunk's end are 0.
+        except that sub-tiles of kd and qg alternate. G is the sum of gates (base 2) in the chunk,
+        and e its last token. A sub-tile is 64 rows of 64 columns; unit u of 8 elements of row r
+        lies at unit u ^ (r & 7). Rows past the chunk's end are 0.
 
         Args:
             q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1.
-            g: [B, T, HV, K], likewise.
+            g: [B, T, HV, K], with the same alignment.
             beta: [B, T, HV], any strides.
             A_log: float32 [HV], or None.
             dt_bias: float32 [HV, K], or None.
             cu_seqlens: [N + 1], or None.
-            tiles: [slots, HV, elements] (see `chunks` for slots).
-            decay: float32 [slots, HV, K]: exp2(G_e).
-            lower_bound: of the gate, if it has one.
-            beta_scale: multiplies the sigmoid of beta.
+            tiles: [slots, HV, elements], written (see `chunks` for slots).
+            decay: float32 [slots, HV, K], written: exp2(G_e).
+            lower_bound: the lower bound of the gate "lower_bound"; other gates ignore it.
+            beta_scale: factor of the sigmoid of beta.
         """
         slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
         self.kernel(
@@ -254,7 +254,7 @@ class KdaPrepare:
         slot, head, head_qk, place = place_of(by_heads, by_group, by_chunks, g.shape[1], cu_seqlens)
         smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
-            # All loads, before anything waits for one.
+            # All loads are issued before the first wait.
             raw = self.load_gates(rows_of(g, place, head), place.length)
             a, bias = self.load_parameters(A_log, dt_bias, head)
             own_beta = self.load_beta(beta, place, head)
@@ -299,7 +299,7 @@ class KdaPrepare:
 
     @cute.jit
     def load_beta(self, beta: cute.Tensor, place: Any, head: Int32) -> Any:
-        """Load the beta of a token, by a thread each."""
+        """Load beta, one token for each thread."""
         thread, _, _ = cute.arch.thread_idx()
         x = Float32(0.0)
         if thread < place.length:
@@ -318,7 +318,7 @@ class KdaPrepare:
     def load_parameters(
         self, A_log: cute.Tensor | None, dt_bias: cute.Tensor | None, head: Int32
     ) -> Any:
-        """Load A_log, and dt_bias of the thread's two channels."""
+        """Load A_log, and dt_bias for the thread's two channels."""
         thread, _, _ = cute.arch.thread_idx()
         pair = thread % (self.spec.head_dim_k // 2)
         a = Float32(0.0)
@@ -331,8 +331,8 @@ class KdaPrepare:
 
     @cute.jit
     def load_gates(self, rows: Any, length: Int32) -> Any:
-        """A thread's part of g, as it is: a sub-chunk's rows of two channels. Rows past the chunk's
-        end are its last one."""
+        """Load a thread's part of g, in its dtype: two channels of a sub-chunk's rows. Rows past
+        the chunk's end repeat its last row."""
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.spec.head_dim_k // 2
         registers = self.gate_dtype.width // 16
@@ -349,7 +349,7 @@ class KdaPrepare:
 
     @cute.jit
     def blank_gates(self, raw: cute.Tensor, length: Int32) -> None:
-        """Overwrite rows past the chunk's end with what makes a gate of 0."""
+        """Overwrite rows past the chunk's end with values whose gate is 0."""
         thread, _, _ = cute.arch.thread_idx()
         first = thread // (self.spec.head_dim_k // 2) * SUB_CHUNK
         blank = Int32(0 if self.spec.gate == "none" else MINUS_INFINITY[self.spec.gate_dtype])

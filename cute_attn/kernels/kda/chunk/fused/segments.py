@@ -1,18 +1,18 @@
-"""The states at which the segments of split sequences start: see `state_pass`.
+"""The states at the start of the segments of split sequences: see `state_pass`.
 
-    S_1 = B_0                  the first segment started from the sequence's own state
+    S_1 = B_0                  segment 0 starts from the sequence's initial state
     S_(p+1) = M_p S_p + B_p
 
-With P - 1 products of K by K by V in a chain, all that counts is how soon one is done. So a CTA
-has few columns of V, kept transposed, and each of its warps a quarter of K, whose rows of M_(p+1)
-are on their way while it works with those of M_p. Products are of tf32 pieces, three for each,
-which is nearly float32. S^T goes through shared memory from step to step.
+The products, of K by K by V, form a chain, so latency is all that counts. A CTA has few columns of
+V, transposed, and each of its warps a quarter of K. A warp loads its rows of M_(p+1) while it
+multiplies by those of M_p. Each product is three of tf32 pieces, nearly as accurate as float32. S^T
+passes through shared memory between steps.
 
     CTA (tile of V, value head, sequence)
-      load      M_p, by cp.async, a warp its own rows
-      operand   S_p^T, both pieces, from shared memory
-      product   with M_p^T, added to B_p^T
-      hand on   S_(p+1)^T, to shared memory, and to where B_p was
+      load      M_p by cp.async, each warp its own rows
+      operand   S_p^T from shared memory, as two tf32 pieces
+      product   B_p^T + S_p^T M_p^T
+      hand on   S_(p+1)^T to shared memory, and to global memory in the place of B_p
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class KdaSegments:
 
     def __init__(self, spec: SegmentsSpec):
         self.spec = spec
-        self.columns = spec.head_dim_k // NUM_WARPS  # of S^T, a warp's
-        # In floats. Rows lie 4 banks apart where 8 of them are read together, a pair a lane, and 8
-        # banks where 4 are.
+        self.columns = spec.head_dim_k // NUM_WARPS  # a warp's columns of S^T
+        # Row strides in floats, padded against bank conflicts: rows of S^T are 4 banks apart, rows
+        # of M 8 banks.
         self.state_row, self.transition_row = spec.head_dim_k + 4, spec.head_dim_k + 8
         self.memory = SharedMemory(
             Buffer("state", Float32, spec.tile_v * self.state_row, stages=2, alignment=128),
@@ -107,7 +107,7 @@ class KdaSegments:
         row, pair = lane // 4, 2 * (lane % 4)
         place = sequence_place(sequence, tokens, cu_seqlens)
         num_chunks = (place.length + (CHUNK - 1)) // CHUNK
-        # The sequence's segments, those with chunks. All but the first and the last make a step.
+        # The number of segments with chunks. All but the first and the last make a step.
         count = (num_chunks + (chunks_per_segment - 1)) // chunks_per_segment
 
         smem = shared_address(
@@ -150,7 +150,7 @@ class KdaSegments:
     def load(
         self, transitions: cute.Tensor, p: Int32, count: Int32, target: Int32, mine: Int32
     ) -> None:
-        """Start the copy of the warp's rows of M_p, if it is needed, and commit it in any case."""
+        """Start the copy of the warp's rows of M_p, if it is needed. Commit a group in any case."""
         lane = cute.arch.lane_idx()
         if p < count - 1:
             units = self.spec.head_dim_k // UNIT
@@ -168,7 +168,7 @@ class KdaSegments:
                 )
         cute.arch.cp_async_commit_group()
 
-    # Accumulators are [16 columns of V][8 of K][2 halves of those of V][2 neighbours of K].
+    # Accumulators: [tiles of 16 of V][tiles of 8 of K][halves of the 16][2 neighbours of K].
 
     def places(self, v: Any, k: Any) -> list[tuple[Any, Any]]:
         return [
@@ -195,9 +195,9 @@ class KdaSegments:
             store_shared(Float32, at, values[i : i + 2])
 
     def step(self, values: list[Any], buffer: Any, m: Any, row: Any, pair: Any) -> list[Any]:
-        """values + S^T M^T, the warp's columns; S^T at `buffer`, the lane's first row of M at `m`.
-        Of each 8 of the sum, the product's index t is element 2 t and its index t + 4 is element
-        2 t + 1, so that both operands are read in pairs."""
+        """Return values + S^T M^T for the warp's columns; S^T is at `buffer`, the lane's first row
+        of M at `m`. In each 8 of k, index t of the MMA is element 2 t, and index t + 4 is element
+        2 t + 1, so that both operands are loaded in pairs."""
         values = list(values)
         tiles = self.columns // 8
         for s in range(self.spec.head_dim_k // 8):

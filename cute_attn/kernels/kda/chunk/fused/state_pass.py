@@ -1,32 +1,32 @@
-"""KDA's state from chunk to chunk, with the output: the second kernel of the fused path.
+"""KDA's pass of the state through the chunks, with the output: second kernel of the fused path.
 
-`prepare` has left for every chunk what does not depend on the state. With S the state at the
-chunk's start, a K by V matrix, a chunk does
+`prepare` has computed kd, qg, kg, Akk, Aqk and the decay of every chunk. With S the state at the
+chunk's start, a K by V matrix, a chunk computes
 
-    r     = v - kd S                   what is left to learn
-    v_new = Akk Diag(beta) r           the corrections of its tokens
+    r     = v - kd S                   residuals of the delta rule
+    v_new = Akk Diag(beta) r           corrections of the chunk's tokens
     o     = qg S + Aqk v_new
     S    <- Diag(decay) S + kg^T v_new
 
-Everything is kept transposed. A warp owns 16 columns of V and all of K: S^T, 16 by K, are the
-accumulators of its products, and packed to 16 bits they are, where they lie, the left operand of
-the next ones, as r^T and v_new^T are. So the chain from chunk to chunk never leaves a warp's
-registers, and warps share nothing but the chunk's tiles in shared memory.
+All matrices are transposed. A warp owns 16 columns of V and all of K: S^T, 16 by K, are the
+accumulators of its products. Packed to 16 bits, in the same registers, they are the left operand of
+the next products, and so are r^T and v_new^T. So the recurrence never leaves a warp's registers,
+and warps share only the chunk's tiles in shared memory.
 
     CTA (tile of V, value head, sequence)
       warp tile_v / 16     load      tiles, decay and v of chunk after chunk
       the warps before it  remember  start kd S and qg S
-                           store     o of the last chunk
+                           store     o of the previous chunk
                            correct   r, then v_new
                            update    S; and o, in registers
 
 `products="wgmma"` (sm_90a) has the same fragments in the same threads.
 
-One long sequence leaves most SMs idle, so it may be split in segments. What a segment does to the
-state is affine, S' = M S + B, and this kernel itself finds both: B from a state of 0, M as what
-becomes of the identity where the values are 0. So `segments="transitions"` runs [B | M] through
-every segment but the last, without outputs; the kernel of `segments` turns that into the states at
-the segments' starts; and `segments="outputs"` runs every segment from its own.
+One long sequence leaves most SMs idle, so it may be split in segments. A segment's effect on the
+state is affine, S' = M S + B. This kernel computes B from a state of 0, and M from the identity
+with values of 0. So `segments="transitions"` passes [B | M] through every segment but the last,
+without outputs. The kernel of `segments` turns these into the states at the segments' starts, from
+which `segments="outputs"` runs all segments.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from ..tiles import (
     UNIT_BYTES,
 )
 
-KD_STEP = 2 * SUB_TILE_BYTES  # from a sub-tile of kd, or qg, to the next
+KD_STEP = 2 * SUB_TILE_BYTES  # stride of the sub-tiles of kd, and of qg
 
 
 class KdaStatePass:
@@ -71,7 +71,7 @@ class KdaStatePass:
         state = Role("state", range(self.num_warps))
         load = Role("load", range(self.num_warps, self.num_warps + 1))
         self.roles = (state, load)
-        # Every lane copies some of v, and of the tiles too where there are no bulk copies.
+        # Every lane copies part of v; without bulk copies, part of the tiles too.
         copied = Kind.THREADS | (Kind.BYTES if self.bulk else Kind.THREADS)
         self.pipeline = Pipeline(
             Edge("chunk_full", load, state, spec.num_stages, copied, payload="a chunk's tiles"),
@@ -79,7 +79,7 @@ class KdaStatePass:
         )
         rows = CHUNK * spec.head_dim_k
         self.stage = SharedMemory(
-            # The record that `prepare` has left; sub-tiles of kd and qg alternate.
+            # The record of `prepare`; sub-tiles of kd and qg alternate.
             Buffer("kd_qg", self.dtype, 2 * rows, alignment=SWIZZLE_ALIGNMENT),
             Buffer("kg", self.dtype, rows),
             Buffer("akk", self.dtype, CHUNK * CHUNK, holds="Akk Diag(beta)"),
@@ -95,18 +95,18 @@ class KdaStatePass:
         )
         self.smem_bytes = self.memory.nbytes
         self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
-        # What a chunk's record has that is needed: (offset, bytes).
+        # The parts of a chunk's record that this kernel reads: (offset, bytes).
         self.parts = [(0, record_bytes)]
         if self.transitions:
             sub_tiles = spec.head_dim_k // 64
             self.parts = [(i * KD_STEP, SUB_TILE_BYTES) for i in range(sub_tiles)]
             self.parts.append((self.stage["kg"], self.stage["aqk"] - self.stage["kg"]))
-        # A row of v: whole lines of 128 bytes, or one shorter line.
+        # Bytes of a line of v: a row is lines of 128 bytes, or one shorter line.
         self.v_line = min(spec.tile_v * 2, 128)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        """What reports and traces call barriers, buffers and warps: the arguments of the emulator's
-        `Names`. Shared memory begins at address `shared_base`."""
+        """Arguments of the emulator's `Names`: the mbarriers, buffers and warps in its reports and
+        traces. Shared memory begins at address `shared_base`."""
         memory = self.memory.names(shared_base)
         del memory["barriers"]
         return {
@@ -139,9 +139,9 @@ class KdaStatePass:
         )
 
     def fake_workspace(self, sequences: Any, heads: Any) -> tuple[Any, Any]:
-        """Stand-ins for segment_states `[N, P, HV, V, K]`, and segment_transitions
-        `[N, P, HV, K, K]`. Of a segment that another follows, the first holds B, and later the
-        state that the other starts from; the second holds M."""
+        """Placeholders for segment_states `[N, P, HV, V, K]` and segment_transitions
+        `[N, P, HV, K, K]`. For every segment but the last, the first holds B, and later the state
+        at the start of the next segment; the second holds M."""
         spec, leading = self.spec, (sequences, cute.sym_int(), heads)
         states = fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k))
         transitions = fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k))
@@ -221,8 +221,8 @@ class KdaStatePass:
             first = segment * chunks_per_segment
             end = cutlass.min(first + chunks_per_segment, end)
             if cutlass.const_expr(self.transitions):
-                # Nobody starts where a sequence's last segment ends, and what the first one starts
-                # from is known.
+                # The last segment's result is not needed, nor is M of the first segment, whose
+                # start is known.
                 needed = end < last and (segment > 0 or tile_start < spec.head_dim_v)
                 end = end if needed else first
 
@@ -281,7 +281,7 @@ class KdaStatePass:
         unit = lane % line_units
         v_column = tile_start + unit * (UNIT_BYTES // 2)
         v_start = row_address(v, place.batch, place.start, head, v_column)
-        # A distance, since another address would be another register.
+        # An offset is a constant; a second address would take a register.
         offsets = self.pipeline.offsets
         full_to_empty = (offsets["chunk_empty"] - offsets["chunk_full"]) * MBARRIER_BYTES
         stage = Int32(0)
@@ -289,7 +289,7 @@ class KdaStatePass:
         for c in cutlass.range(first, end, unroll=1):
             full = barriers.address("chunk_full", stage)
             at = stages + stage * self.stage_bytes
-            # The first use of a stage is free, as if a phase had been completed before.
+            # Waiting for the other parity returns at once in the first use of a stage.
             mbarrier.wait(full + full_to_empty, phase ^ 1)
             slot = place.slot + c
             record = (
@@ -372,7 +372,7 @@ class KdaStatePass:
             if first < end:
                 self.state.load(state, starts, True, sequence, head, column)
 
-        # The output of the chunk before, 16 tokens of 2 columns: it is stored while products run.
+        # o of the previous chunk, 16 tokens by 2 columns; it is stored while products run.
         output = cute.make_rmem_tensor((CHUNK // 4,), Int32)
         output.fill(0)
         stage = Int32(0)
@@ -402,7 +402,7 @@ class KdaStatePass:
         elif cutlass.const_expr(spec.segments == "none"):
             self.state.store(state, final_state, v_first, sequence, head, column)
         elif cutlass.const_expr(spec.has_final_state):
-            # By the segment with the last token, or the first where there is none.
+            # Stored by the segment with the last token, or the first of an empty sequence.
             if (first < end and end == last) or (last == 0 and segment == 0):
                 self.state.store(state, final_state, v_first, sequence, head, column)
 
@@ -410,8 +410,8 @@ class KdaStatePass:
         self, state: cute.Tensor, output: cute.Tensor, stage: Any, o: cute.Tensor, place: Any,
         head: Any, column: Any, c: Any, has_output: Any,
     ) -> None:  # fmt: skip
-        """From state to state, and from the output of the chunk before to this one's. No branch may
-        come between the start of a `wgmma` and its end, or they run one by one."""
+        """Update the state, store the previous chunk's output and compute this one's. A branch
+        between the start and the wait of a `wgmma` would make the compiler serialise them."""
         # remember: (kd S)^T and (qg S)^T, 16 columns of V by 64 tokens
         s = self.state.operand(self.state.values(state))
         recalled = self.state.times_rows(s, stage + self.stage["kd_qg"])
@@ -447,8 +447,8 @@ class KdaStatePass:
     # -- v and o ------------------------------------------------------------------------------
 
     def v_offset(self, row: Any, unit: Any) -> Any:
-        """Byte of the 16-byte unit of a row of v, swizzled so that 8 rows' units of one column, and
-        a row's units, are in different banks."""
+        """Byte offset of a 16-byte unit of a row of v, swizzled so that neither a row of units nor
+        a column of 8 units has bank conflicts."""
         units = self.v_line // UNIT_BYTES
         swizzle = row % 8 if units == 8 else (row // (8 // units)) % units
         within = row * self.v_line + (((unit % units) ^ swizzle) << 4)
@@ -471,8 +471,8 @@ class KdaStatePass:
         self, output: cute.Tensor, o: cute.Tensor, place: Any, head: Any, column: Any, c: Any,
         present: Any,
     ) -> None:  # fmt: skip
-        """Store o of chunk c, 4 bytes of 8 rows an access: the two halves of a sector meet in
-        L2."""
+        """Store o of chunk c, 16 bytes of each of 8 rows for each store of a warp; L2 merges the
+        two halves of a sector."""
         if self.transitions:
             return
         lane = cute.arch.lane_idx()

@@ -10,12 +10,12 @@ For every chunk of 64 tokens and value head (see `kda_chunk_intra_reference` in
 
     CTA (value head, chunk), 8 warps
       load      q and k by cp.async; G, as sums within sub-chunks of 16 tokens, and beta
-      norms     with l2norm: of q and k, which are then factors of all that is made of them
-      scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; qg, kg, and
-                beta exp2(G) * k to shared memory on the way
-      inverse   warps 0 to 3: L, and its blocks on the diagonal inverted
-                warps 4 to 7: Aqk to memory, beta v to shared memory
-                all: the other blocks of the inverse, and Akk to memory
+      norms     with l2norm, the norms of q and k; they multiply all later results
+      scores    warps b and b + 4: rows of sub-chunk b, half of the channels each; also qg, kg,
+                and beta exp2(G) * k to shared memory
+      inverse   warps 0 to 3: L, and the inverses of its blocks on the diagonal
+                warps 4 to 7: Aqk to global memory, beta v to shared memory
+                all: the other blocks of the inverse, and Akk to global memory
       products  warps 0 to 3: w, 16 tokens each
                 warps 4 to 7: u
 """
@@ -69,12 +69,12 @@ MOST_COLUMNS = 128  # of a product
 
 
 class Outputs(Carried):
-    """Takes q and k, decayed, as `scores.Outputs`: to qg and kg in memory, and to shared memory.
+    """A `scores.Outputs` that stores qg and kg to global memory, and decayed k to shared memory.
 
     Args:
-        k_decayed: byte of shared memory at which beta exp2(G) * k begins.
+        k_decayed: byte offset of beta exp2(G) * k in shared memory.
         length: rows of the chunk.
-        qg, kg: rows to write; None where there are none.
+        qg, kg: rows to write; qg may be None.
     """
 
     def __init__(self, memory: ChunkMemory, k_decayed: int, length: Any, qg: Rows | None, kg: Rows):
@@ -106,15 +106,16 @@ class Outputs(Carried):
 
 @cute.jit
 def put(rows: Any, length: Int32, row: Int32, unit: Int32, x: Any) -> None:
-    """Store 16 bytes of a row, unless it is past the chunk's end."""
+    """Store 16 bytes of a row, unless the row is past the chunk's end."""
     if row < length:
         address = rows.start + row_offset(row, rows.pitch) + Int64(unit * UNIT_BYTES)
         store_global(Int32, address, x)
 
 
 def store_columns(tile: Any, row: Any, group: Any, part: Any, packed: Any) -> None:
-    """8 neighbours, the part-th 8 of 32, to an operand: pair i goes to the i-th unit of these 32,
-    in the place where the product has it in the same thread as the other three pairs."""
+    """Store the part-th 8 neighbours of a group of 32 columns to an operand. Pair i goes to unit i
+    of the group, so that a thread of the product gets all four pairs and stores 16 bytes at once.
+    """
     base = tile + (group >> 1) * SUB_TILE_BYTES + 4 * part
     for i in range(4):
         at = base + tile_unit(row, ((group & 1) << 2) + i)
@@ -127,13 +128,12 @@ class KdaChunkIntra:
     def __init__(self, spec: IntraSpec):
         self.spec = spec
         self.dtype, self.beta_dtype = DTYPE[spec.dtype], DTYPE[spec.beta_dtype]
-        # Of v a thread has this many units at a time, and of u this many columns, lest registers
-        # run out.
-        self.units = spec.head_dim_v // 8  # of a row
+        # v is loaded, and u computed, in parts that fit the registers.
+        self.units = spec.head_dim_v // 8  # 16-byte units of a row of v
         self.parts = max(1, spec.head_dim_v // MOST_COLUMNS)
         self.loads = CHUNK * self.units // HALF // self.parts
-        # beta exp2(G) * k and beta v, as operands: sub-tiles in which the columns of 32 are in the
-        # order of `store_columns`. The second has the place of P, if that is large enough.
+        # beta exp2(G) * k and beta v are operands: sub-tiles whose columns are in the order of
+        # `store_columns`. beta v overwrites P if it fits.
         k_decayed = Buffer("k_decayed", self.dtype, CHUNK * spec.head_dim_k)
         v = Buffer("v", self.dtype, CHUNK * spec.head_dim_v)
         later = SharedMemory(REGIONS, v)
@@ -192,20 +192,20 @@ class KdaChunkIntra:
         scale: Float32,
         stream: Any,
     ) -> None:
-        """All chunks.
+        """Process all chunks. Unless stated otherwise, the strides of tensors are multiples of 16
+        bytes, and the last one is 1.
 
         Args:
-            q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1, here and
-                below.
+            q, k: [B, T, HQK, K].
             v: [B, T, HV, V].
-            g: float32 [B, T, HV, K]: G, as `gate_cumsum` leaves it.
+            g: float32 [B, T, HV, K]: G, the output of `gate_cumsum`.
             beta: [B, T, HV], any strides.
             cu_seqlens: [N + 1], or None.
             Aqk, Akk: [B, T, HV, 64], written; columns are tokens of the chunk, and 0 above the
                 diagonal.
-            w, qg, kg: [B, T, HV, K], written; qg is None unless the spec has it.
+            w, qg, kg: [B, T, HV, K], written; qg is None without store_qg.
             u: [B, T, HV, V], written.
-            scale: of Aqk. qg does not include it.
+            scale: factor of Aqk; qg does not include it.
         """
         slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
         self.kernel(
@@ -319,13 +319,13 @@ class KdaChunkIntra:
 
     @cute.jit
     def load_sums(self, rows: Any, length: Int32) -> Any:
-        """A thread's part of G: a sub-chunk's rows of two channels. Past the chunk's end G stays
-        what it is there."""
+        """Load a thread's part of G: two channels of a sub-chunk's rows. Rows past the chunk's end
+        repeat its last row."""
         thread, _, _ = cute.arch.thread_idx()
         pairs = self.spec.head_dim_k // 2
         raw = cute.make_rmem_tensor((2 * SUB_CHUNK,), Float32)
         if cutlass.const_expr(pairs * SUB_CHUNKS < NUM_THREADS):
-            raw.fill(0.0)  # nobody uses those of the others, but no register is read unset
+            raw.fill(0.0)  # the other threads' values are unused, but must not be undefined
         if thread < pairs * SUB_CHUNKS:
             first, pair = thread // pairs * SUB_CHUNK, thread % pairs
             source = rows.start + Int64(pair * 8)
@@ -370,7 +370,7 @@ class KdaChunkIntra:
 
     @cute.jit
     def load_values(self, v: Any, b: Int32, part: cutlass.Constexpr, length: Int32) -> Any:
-        """What the thread, of 128, has of a part of v's rows: 8 neighbours of some of these."""
+        """Load 8 neighbours of some rows of a part of v, by 128 threads."""
         thread = b * WARP_SIZE + cute.arch.lane_idx()
         values = cute.make_rmem_tensor((4 * self.loads,), Int32)
         values.fill(0)

@@ -1,18 +1,19 @@
-"""The state from chunk to chunk, from w, u and kg: states at the chunks' starts, and corrections.
+"""The pass of the state through the chunks, from w, u and kg: the states h at the chunks' starts
+and the corrections v_new.
 
     h = S        v_new = u - w S        S <- Diag(exp2(G_e)) S + kg^T v_new
 
-Everything is kept transposed, as in `state_pass`: a warp owns 16 columns of V and all of K. S^T, 16
-by K, are the accumulators of its products; rounded they are h and, where they lie, the left operand
-of the next product, as v_new^T is. So the chain from chunk to chunk never leaves the registers of a
-warp, and warps share nothing but the chunk's rows in shared memory.
+All matrices are transposed, as in `state_pass`: a warp owns 16 columns of V and all of K. S^T, 16
+by K, are the accumulators of its products. Rounded they are h and, in the same registers, the left
+operand of the next product, and so is v_new^T. So the recurrence never leaves a warp's registers,
+and warps share only the chunk's rows in shared memory.
 
 `products="wgmma"` (sm_90a) has the same fragments in the same threads, and reads the rows once
-rather than once a warp. Copies are started and results stored while its products run.
+rather than once for each warp. Its products overlap the start of copies and the stores of results.
 
     CTA (tile of V, value head, sequence), tile_v / 16 warps
       load      w, kg and u of chunk c + num_stages - 1, by cp.async; G_e of chunk c + 1
-      keep      h
+      keep      store h
       correct   v_new
       update    S
 """
@@ -59,7 +60,7 @@ from ..tiles import (
     transposed_accumulators,
 )
 
-TILE_V = 64  # with 32, as with 128 on sm_90, registers do not suffice
+TILE_V = 64  # with 32, or 128 on sm_90, the kernel would spill
 
 
 class KdaDeltaH:
@@ -74,7 +75,7 @@ class KdaDeltaH:
             raise ValueError(f"num_stages is {spec.num_stages}, must be at least 1")
         self.num_warps = spec.tile_v // FRAGMENT_ROWS
         self.num_threads = self.num_warps * WARP_SIZE
-        self.decays = -(-spec.head_dim_k // self.num_threads)  # of a thread
+        self.decays = -(-spec.head_dim_k // self.num_threads)  # channels of a thread
         rows = CHUNK * spec.head_dim_k
         self.stage = SharedMemory(
             Buffer("w", self.dtype, rows, alignment=SWIZZLE_ALIGNMENT),
@@ -155,14 +156,14 @@ class KdaDeltaH:
         spec = self.spec
         tile, head, sequence = cute.arch.block_idx()
         _, warp_index = thread_and_warp()
-        # The same in all lanes, as the compiler cannot know of what is loaded. It saves registers.
+        # Loaded values are uniform, which the compiler cannot know; this saves registers.
         place = SequencePlace(
             *map(cute.arch.make_warp_uniform, sequence_place(sequence, u.shape[1], cu_seqlens))
         )
         first_chunk = chunks_before(sequence, u.shape[1], cu_seqlens)
         first_chunk = cute.arch.make_warp_uniform(first_chunk)
         num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
-        # Whatever cu_seqlens holds, nothing is written behind h.
+        # Stay within h for any cu_seqlens.
         num_chunks = cutlass.min(num_chunks, h.shape[1] - first_chunk)
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
@@ -183,7 +184,7 @@ class KdaDeltaH:
             ahead = stage + (spec.num_stages - 1)
             ahead = ahead - spec.num_stages if ahead >= spec.num_stages else ahead
             if cutlass.const_expr(spec.num_stages == 1):
-                # Everybody is done with the last chunk.
+                # All warps have read the previous chunk.
                 cute.arch.sync_threads()
                 self.load(c, base, kg, w, u, place, head, tile_start)
                 cute.arch.cp_async_wait_group(0)
@@ -191,7 +192,7 @@ class KdaDeltaH:
                 cute.arch.cp_async_wait_group(spec.num_stages - 2)
             if cutlass.const_expr(self.state.wgmma):
                 cute.arch.fence_proxy("async.shared", space="cta")
-            # Everybody's copies of this chunk are here, and everybody is done with the last one.
+            # All threads' copies of this chunk are done, and all warps have read the previous one.
             cute.arch.sync_threads()
             copies = (c + spec.num_stages - 1, base + ahead * self.stage_bytes, kg, w, u)
             self.load_decay(logs, c + 1, num_chunks, g, place, head)
@@ -229,7 +230,7 @@ class KdaDeltaH:
         head: Any,
         tile_start: Any,
     ) -> None:
-        """Start the copies of chunk c. Where there is none it has no rows, and is filled with 0."""
+        """Start the copies of chunk c. Past the last chunk, fill the stage with zeros."""
         start = place.start + c * CHUNK
         length = place.length - c * CHUNK
         for x, offset, columns, first in (
@@ -290,15 +291,16 @@ class KdaDeltaH:
         index: Any,
         copies: tuple[Any, ...],
     ) -> None:
-        """From state to state; `copies` says what to load meanwhile. No branch may come between the
-        start of a `wgmma` and its end, or they run one by one."""
+        """Update the state, and start the loads given by `copies`. A branch between the start and
+        the wait of a `wgmma` would make the compiler serialise them."""
         spec, dtype = self.spec, self.dtype
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
-        # keep and correct: S^T rounded, 4 registers for each 16 of K; 16 of V by 64 tokens
+        # keep and correct: `s` is S^T rounded, 4 registers for each 16 of K
         s = self.state.operand(self.state.values(state))
         ahead = spec.num_stages > 1
-        if ahead and not self.state.wgmma:  # which leaves fewer registers
+        # With wgmma, copies start while the product runs.
+        if ahead and not self.state.wgmma:
             self.load(*copies, place, head, tile_start)
         recalled = self.state.times_rows(s, stage + self.stage["w"])
         if ahead and self.state.wgmma:
@@ -324,7 +326,7 @@ class KdaDeltaH:
     def store_h(
         self, s: list[Any], h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any
     ) -> None:
-        """Store the warp's 16 columns of V of h, by whole sectors."""
+        """Store the warp's 16 columns of V of h, in whole sectors."""
         spec = self.spec
         row = cute.arch.lane_idx() >> 2
         start = h.iterator + (

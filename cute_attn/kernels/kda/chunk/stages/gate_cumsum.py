@@ -1,12 +1,12 @@
 """The gate, and its sum from the start of each chunk: G, in base 2 and float32.
 
-Bound by bytes. A thread holds 4 channels of 8 tokens, all loaded before the first is used; the
-chunk's 8 groups of 8 tokens exchange their sums through shared memory. A token's sum depends on no
-later token. The groups' sums are added in two floats: their sum, unlike those within a group, is as
-large as G itself, and an error of its steps would be left in all that follow.
+The kernel is bound by memory bandwidth. A thread holds 4 channels of 8 tokens, and issues all loads
+before the first use. The chunk's 8 groups of 8 tokens exchange their sums through shared memory. A
+token's sum depends on no later token. The groups' sums are added in double-float arithmetic: these
+sums are as large as G, and a rounding error would stay in all later tokens.
 
     CTA (slot of a chunk, value head), 2 K threads
-      load      8 tokens by 4 channels a thread
+      load      8 tokens by 4 channels for each thread
       gate      `gates.log_decay`, and the sum within the group
       exchange  the groups' sums
       store     G
@@ -127,7 +127,7 @@ class KdaGateCumsum:
         channel = (thread & (self.threads_a_row - 1)) * CHANNELS
         first = group * ROWS
 
-        # A token past the end is read as the last one: it counts only in sums that nobody sees.
+        # Past the end, the last token is read again; it only enters sums that are not stored.
         source = row_address(g, place.batch, place.start, head, channel)
         pitch = row_bytes(g)
         rows = []
@@ -170,7 +170,7 @@ class KdaGateCumsum:
 
 
 def add_exactly(total: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
-    """total + x, where `total` is a float and what it lacks; Knuth's sum of two floats."""
+    """total + x by Knuth's two-sum, where `total` is a float32 and its rounding error."""
     high, low = total
     result = high + x
     of_x = result - high

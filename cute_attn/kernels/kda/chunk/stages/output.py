@@ -2,21 +2,19 @@
 
     o = scale (exp2(G) * q) h + Aqk v_new
 
-Bound by bytes. A warp has 16 rows. It loads its rows of q and G where it needs them, as fragments
-of a left operand: of each 16 channels a lane takes 4 neighbouring ones of a row, which makes whole
-sectors, and the rows of h are read from shared memory in the order that this gives them,
+The kernel is bound by memory bandwidth. A warp has 16 rows. It loads q and G directly as fragments
+of a left operand. In each 16 channels a lane takes 4 neighbours of a row, so that loads are whole
+sectors. This permutes the channels, and the rows of h are read in the same order:
 
     position in the fragment    2 i, 2 i + 1, 2 i + 8, 2 i + 9        i = lane % 4
     channel                     4 i, 4 i + 1, 4 i + 2, 4 i + 3
 
-which changes nothing of a sum over all channels.
-
     CTA (tile of V, value head, slot of a chunk), 4 warps
-      load      h, Aqk and v_new by cp.async; q and G into registers, 64 channels at once; the
-                norms of q, which are factors of what comes of the state
-      state     scale (exp2(G) * q) h
-      chunk     Aqk v_new, of Aqk the blocks up to the diagonal
-      store     by way of the warp's rows of Aqk, which it has in registers
+      load      h, Aqk and v_new by cp.async; q and G into registers, 64 channels at once; with
+                l2norm, the norms of q
+      state     scale (exp2(G) * q) h, times the inverse norms
+      chunk     Aqk v_new, for Aqk's blocks up to the diagonal
+      store     through the shared memory of the warp's rows of Aqk, which are in registers
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ NUM_WARPS = CHUNK // FRAGMENT_ROWS
 NUM_THREADS = NUM_WARPS * WARP_SIZE
 COLUMNS = 64  # of o, stored at once
 STEP = 16  # channels of a product
-STEPS_AT_ONCE = 4  # whose q and G are in registers
+STEPS_AT_ONCE = 4  # products whose q and G are in registers at once
 
 
 class KdaOutput:
@@ -177,7 +175,7 @@ class KdaOutput:
         """Start the copies of h, Aqk and v_new."""
         spec = self.spec
         first_v = tile * spec.tile_v
-        state = cutlass.min(state, h.shape[1] - 1)  # whatever cu_seqlens holds
+        state = cutlass.min(state, h.shape[1] - 1)  # stay in bounds for any cu_seqlens
         source = (
             h.iterator
             + (
@@ -204,8 +202,8 @@ class KdaOutput:
         cute.arch.cp_async_commit_group()
 
     def copy_state(self, source: Any, shared: Any) -> None:
-        """h, its lines of 64 elements swizzled so that those that a fragment takes from one column
-        are in different banks: rows 4 i + (0, 1), or with state_v_first four neighbouring rows."""
+        """Copy h in lines of 64 elements. They are swizzled so that the rows that one load of a
+        fragment reads (4 i + (0, 1), or with state_v_first four neighbours) do not conflict."""
         thread, _, _ = cute.arch.thread_idx()
         units = self.h_columns * 2 // UNIT_BYTES
         step = NUM_THREADS // units
@@ -227,8 +225,8 @@ class KdaOutput:
     def queries(
         self, q: cute.Tensor, g: cute.Tensor, place: Any, head: Int32, scale: Float32
     ) -> Any:
-        """exp2(G) * q of the warp's rows, as left operands: 4 registers for each 16 channels; and
-        the factors of both of the thread's rows: scale, and with l2norm the norm."""
+        """Return exp2(G) * q of the warp's rows as left operands, 4 registers for each 16 channels,
+        and the factors of the thread's two rows: scale, with l2norm times the inverse norm."""
         _, warp_index = thread_and_warp()
         lane = cute.arch.lane_idx()
         row, channel = warp_index * FRAGMENT_ROWS + (lane >> 2), (lane & 3) << 2
@@ -321,7 +319,8 @@ class KdaOutput:
             )
 
     def state_offsets(self, shared: Any) -> list[Any]:
-        """Where this lane reads h in `state_fragments`, for each 16 columns of a line."""
+        """Return the lane's addresses of h for `state_fragments`, one for each 16 columns of a
+        line."""
         lane = cute.arch.lane_idx()
         if self.spec.state_v_first:
             row, i = lane >> 2, lane & 3
@@ -333,8 +332,8 @@ class KdaOutput:
         return [shared + (offset ^ (unit << 4)) for unit in range(0, 8, 2)]
 
     def state_fragments(self, offsets: list[Any], step: int, j: int) -> Any:
-        """h as right operands: channels 16 step to 16 step + 15, in the fragment's order, and
-        columns 16 j to 16 j + 7 of V, then the 8 behind them."""
+        """Load h as right operands: channels 16 step to 16 step + 15, in the fragment's order, by
+        columns 16 j to 16 j + 7 of V, then by the next 8."""
         sub_tile_bytes = self.h_rows * LINE_BYTES
         if not self.spec.state_v_first:
             return right_fragments(0, offsets, step, j, sub_tile_bytes)

@@ -1,16 +1,16 @@
-"""w and u of a chunk from Akk, the inverse that `chunk_intra` has left; qg and kg where asked for.
+"""w and u of a chunk from Akk, the inverse computed by `chunk_intra`; optionally qg and kg.
 
     w = Akk Diag(beta) (exp2(G) * k)        qg = exp2(G) * q
     u = Akk Diag(beta) v                    kg = exp2(G_e - G) * k
 
-Bound by bytes: what is computed hides behind the loads of the other CTAs of an SM.
+The kernel is bound by memory bandwidth: arithmetic overlaps the loads of the other CTAs of an SM.
 
     CTA (slot of a chunk, value head), 4 warps
-      load      Akk and v by cp.async; k, q and G into registers, 4 rows a thread at once
+      load      Akk and v by cp.async; k, q and G into registers, 4 rows of a thread at once
       scale     beta exp2(G) * k -> shared memory; qg and kg -> global memory
-      w         a warp has 16 rows, and of Akk the blocks up to the diagonal as left operands
-      u         the same with these times beta, rounded: v is an operand as it came
-      store     by way of the warp's rows of Akk, which it has in registers
+      w         16 rows for each warp; left operands are Akk's blocks up to the diagonal
+      u         the same with Akk Diag(beta), rounded, so that v is an operand without conversion
+      store     through the shared memory of the warp's rows of Akk, which are in registers
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ..tiles import (
 
 NUM_WARPS = CHUNK // FRAGMENT_ROWS
 NUM_THREADS = NUM_WARPS * WARP_SIZE
-CHANNELS = 8  # of a thread, where it scales
+CHANNELS = 8  # of a thread in `scale`
 ROWS = 4  # of a thread, loaded at once
 COLUMNS = 64  # of w or u, accumulated at once
 
@@ -184,8 +184,8 @@ class KdaRecomputeWU:
         head: Int32,
         base: Int32,
     ) -> None:
-        """Store beta exp2(G) * k to shared memory, with rows of 0 past the end, qg and kg to
-        global."""
+        """Store beta exp2(G) * k to shared memory, with zeros past the chunk's end, and qg and kg
+        to global memory."""
         spec, dtype = self.spec, self.dtype
         thread, _, _ = cute.arch.thread_idx()
         threads_a_row = spec.head_dim_k // CHANNELS
