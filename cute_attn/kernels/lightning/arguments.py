@@ -1,4 +1,4 @@
-"""The arguments that every Lightning decode kernel takes, as stand-ins to compile against.
+"""The arguments of every Lightning decode kernel, and placeholders to compile against.
 
     q, k          [B, H, K] or [B, T, H, K]          any strides, last dimension contiguous
     v, o          [B, H, V] or [B, T, H, V]
@@ -9,10 +9,10 @@
     draft_v       [N, S, H, V]
     num_accepted  [B]              int32
     softmax_scale float32
-    num_blocks    int32                              only of a persistent kernel: CTAs to launch
-    (stream: the environment's)
+    num_blocks    int32                              CTAs to launch, for a persistent kernel only
+    stream                                           the stream of the TVM FFI environment
 
-Sizes and strides are arguments, so that none of them recompiles; the compiled host code checks
+Sizes and strides are symbolic, so no new size recompiles a kernel; the compiled host code checks
 that they agree with each other.
 """
 
@@ -31,7 +31,7 @@ from .spec import DecodeSpec
 
 
 def fake_args(spec: DecodeSpec) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of a kernel's `__call__`, in order."""
+    """Placeholders for the arguments of a kernel's `__call__`, in order."""
     dtype, state_dtype = DTYPE[spec.dtype], DTYPE[spec.state_dtype]
     batch, heads, tokens, records = (cute.sym_int() for _ in range(4))
     slots = cute.sym_int() if spec.indexed else batch

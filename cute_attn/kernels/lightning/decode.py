@@ -1,12 +1,12 @@
-"""Lightning Attention decode: a CTA holds a tile of the recurrent state in registers.
+"""Lightning Attention decode, with a tile of the recurrent state in a CTA's registers.
 
-Per token and head, with S the state seen as V rows of K:
+Per token and head, with S the state as a V by K matrix:
 
     S <- exp(-decay) * S + v k^T            o = softmax_scale * S q
 
-A call reads and writes the state once, and everything else is a hundredth of that, so the kernel
-is a copy with arithmetic in the middle: every thread issues all of its loads before the first
-use, and the CTAs resident on an SM hide each other's latency.
+A call reads and writes the state once, and everything else is a hundredth of these bytes, so the
+kernel is bound by memory bandwidth. Every thread issues all of its loads before the first use, and
+the CTAs resident on an SM hide each other's latency.
 
     CTA (tile of V, head, sequence)
       load      the tile of the slot's state, 16 bytes an access
@@ -14,8 +14,8 @@ use, and the CTAs resident on an SM hide each other's latency.
       token     for each of the T tokens: decay, rank-1 update, o = S q
       store     the tile, in place
 
-Runs on sm_80 and newer. Shared memory holds sums only: tile_v floats in "vk", num_warps * tile_v in
-"kv".
+Runs on sm_80 and newer. Shared memory holds only the sums of the output: tile_v floats in "vk",
+num_warps * tile_v in "kv".
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LightningDecode:
         stream: Any,
     ) -> None:
         batch, heads = q.shape[0], state.shape[1]
-        # A call that must not run gets no CTAs: the driver refuses that, and the operator says why.
+        # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the reason.
         inputs = (q, k, v, decay, state_indices, draft_k, draft_v, num_accepted)
         if overlaps((o, state), inputs, (state, draft_k, draft_v)):
             heads = 0
@@ -73,7 +73,7 @@ class LightningDecode:
         ).launch(
             grid=[self.spec.head_dim_v // self.spec.tile_v, heads, batch],
             block=[self.spec.num_threads, 1, 1],
-            # Left alone, ptxas for sm_80 trades spills for occupancy in the loop over tokens.
+            # Without a bound, ptxas for sm_80 spills in the loop over tokens to gain occupancy.
             min_blocks_per_mp=1 if self.spec.multi_token and not self.tile.state_is_vk else 0,
             stream=stream,
         )
@@ -97,8 +97,8 @@ class LightningDecode:
         slot = sequence
         valid = cutlass.Boolean(True)
         if cutlass.const_expr(self.spec.indexed):
-            # A negative index is a padded row. One past the pool is a caller's bug that must not
-            # become a write to somebody else's memory; it is treated alike.
+            # A negative index is padding. An index past the pool is a caller's bug; it is treated
+            # as padding, so that no access is out of bounds.
             slot = state_indices[sequence]
             valid = slot >= 0 and slot < state.shape[0]
 
@@ -114,7 +114,7 @@ class LightningDecode:
                 self.tile.replay(
                     s, factor, draft_k, draft_v, num_accepted, sequence, slot, head, tile_index
                 )
-                # Only what was accepted is committed; the new tokens are drafts themselves.
+                # The stored state has the accepted tokens only; this call's tokens are drafts.
                 stored.store(s.load().to(self.state_dtype))
                 cute.copy(self.store_atom(), stored, part)
                 self.tile.tokens(s, factor, q, k, v, o, softmax_scale, sequence, head, tile_index)
@@ -124,7 +124,7 @@ class LightningDecode:
                 stored.store(s.load().to(self.state_dtype))
                 cute.copy(self.store_atom(), stored, part)
             else:
-                # q, k and v are on their way before the state is waited for.
+                # Issue the loads of q, k and v before the first use of the state.
                 q_frag = self.tile.along_k(q[sequence, head, None])
                 k_frag = self.tile.along_k(k[sequence, head, None])
                 v_frag = self.tile.along_v(v[sequence, head, None], tile_index)

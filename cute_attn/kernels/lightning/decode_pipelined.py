@@ -1,17 +1,17 @@
-"""Lightning Attention decode through shared memory: every warp is a pipeline of its own.
+"""Lightning Attention decode through shared memory, with a pipeline for each warp.
 
-The same function as `decode`, for one token a call. A tile (tile_v rows of K, contiguous in
-memory) is on its way into shared memory while the warp works on another. No warp waits for
-another: a warp has its own ring of `num_stages` tiles, and its own share of the tiles, dealt out
-round robin over a persistent grid.
+It computes the same function as `decode`, for one token a call. A warp loads further tiles (tile_v
+rows of K, contiguous in memory) into shared memory while it computes on one. Warps never wait for
+each other: each has its own ring of `num_stages` tiles, and gets tiles round robin in a persistent
+grid.
 
-    start      the load of tile i + num_stages - 1, into the stage that tile i - 1 has left
+    start      the load of tile i + num_stages - 1, into the stage of tile i - 1
     wait       for tile i
     compute    in registers
     write back tile i, from registers or through its stage
 
-`load="bulk"` moves a tile with one `cp.async.bulk` by lane 0 and an mbarrier a stage (sm_90 and
-newer); "cp_async" has every lane fetch what it will use itself, so that the lanes never meet.
+`load="bulk"` loads a tile with one `cp.async.bulk` by lane 0, and has an mbarrier for each stage
+(sm_90 and newer). With "cp_async" every lane loads what it uses itself, so lanes need no barrier.
 
 Shared memory: num_warps * num_stages * (tile bytes + one mbarrier); checked in the Spec.
 """
@@ -44,7 +44,7 @@ class LightningDecodePipelined:
         self.bulk_write_back = spec.write_back == "bulk"
         self.tiles_per_head = spec.head_dim_v // spec.tile_v
         self.tile_elements = spec.tile_v * spec.head_dim_k
-        # Each warp is producer and consumer of a ring of its own.
+        # Each warp is producer and consumer of its own ring.
         warp = Role("warp", range(1))
         self.pipeline = Pipeline(
             Edge("tile_full", warp, warp, spec.num_stages, Kind.BYTES, payload="a tile")
@@ -57,7 +57,7 @@ class LightningDecodePipelined:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        """What reports call barriers and tiles: the arguments of the emulator's `Names`. Shared
+        """Arguments of the emulator's `Names`: the mbarriers and tiles in its reports. Shared
         memory begins at address `shared_base`."""
         shared = self.memory.names(shared_base)
         barriers, _, _ = shared.pop("barriers")
@@ -133,7 +133,7 @@ class LightningDecodePipelined:
         num_tiles = self.tiles_per_head * state.shape[1] * q.shape[0]
         first = block * num_warps + warp
         step = blocks * num_warps
-        mine = (num_tiles - first + step - 1) // step  # at most 0 when there is none
+        mine = (num_tiles - first + step - 1) // step  # the warp's tiles; none if <= 0
 
         for i in cutlass.range_constexpr(stages - 1):
             self.start_load(
@@ -153,7 +153,7 @@ class LightningDecodePipelined:
                 stored = cute.make_rmem_tensor(part.shape, self.state_dtype)
                 s = cute.make_rmem_tensor(part.shape, cutlass.Float32)
                 factor = cute.math.exp(-decay[head])
-                # q, k and v are on their way while the tile is waited for.
+                # Issue the loads of q, k and v before waiting for the tile.
                 q_frag = self.tile.along_k(q[sequence, head, None])
                 k_frag = self.tile.along_k(k[sequence, head, None])
                 v_frag = self.tile.along_v(v[sequence, head, None], tile_index)
@@ -167,11 +167,11 @@ class LightningDecodePipelined:
                 self.wait_load(barriers.stage_pointer("tile_full", stage), i)
                 self.tile.zeros(o, sequence, head, tile_index)
                 if cutlass.const_expr(self.bulk_write_back):
-                    cute.arch.cp_async_bulk_commit_group()  # an empty one: a group for every tile
+                    cute.arch.cp_async_bulk_commit_group()  # empty: every tile has a group
 
             following = i + stages - 1
             if cutlass.const_expr(self.bulk_write_back):
-                # Its stage held tile i - 1: wait until that store, not the latest, has read it.
+                # The next load overwrites tile i - 1, which its store must have read.
                 cute.arch.cp_async_bulk_wait_group(1, read=True)
             if cutlass.const_expr(self.bulk_load):
                 cute.arch.sync_warp()  # every lane has read tile i - 1
@@ -188,8 +188,8 @@ class LightningDecodePipelined:
     def locate(
         self, index: cutlass.Int32, state: cute.Tensor, state_indices: cute.Tensor | None
     ) -> Any:
-        """(tile of V, head, sequence, slot, whether the slot exists) of a tile's index. Tiles
-        next to each other in memory have neighbouring indices."""
+        """(tile of V, head, sequence, slot, whether the slot exists) of a tile's index. Tiles with
+        consecutive indices are adjacent in memory."""
         heads = state.shape[1]
         tile_index = index % self.tiles_per_head
         head = (index // self.tiles_per_head) % heads
@@ -197,7 +197,7 @@ class LightningDecodePipelined:
         slot = sequence
         valid = cutlass.Boolean(True)
         if cutlass.const_expr(self.spec.indexed):
-            # A negative index is a padded row; one past the pool is treated alike, see `decode`.
+            # Negative indices, and those past the pool, are padding: see `decode`.
             slot = state_indices[sequence]
             valid = slot >= 0 and slot < state.shape[0]
         return tile_index, head, sequence, slot, valid
@@ -214,7 +214,7 @@ class LightningDecodePipelined:
         loaded: cute.Pointer,
         lane: cutlass.Int32,
     ) -> None:
-        """Start the copy of this warp's tile number i, if there is one, into its stage."""
+        """Start the copy of this warp's i-th tile, if there is one, into its stage."""
         if i < mine:
             tile_index, head, _, slot, valid = self.locate(index, state, state_indices)
             if cutlass.const_expr(self.bulk_load):
@@ -238,11 +238,11 @@ class LightningDecodePipelined:
                     source = self.tile.thread_part(state[slot, head, None, None], tile_index)
                     cute.copy(atom, source, self.tile.thread_part(buffer, cutlass.Int32(0)))
         if cutlass.const_expr(not self.bulk_load):
-            cute.arch.cp_async_commit_group()  # also where there was nothing: one for every tile
+            cute.arch.cp_async_commit_group()  # an empty one too: every tile has a group
 
     @cute.jit
     def wait_load(self, loaded: cute.Pointer, i: cutlass.Int32) -> None:
-        """Wait until this warp's tile number i has arrived."""
+        """Wait for the load of this warp's i-th tile."""
         if cutlass.const_expr(self.bulk_load):
             cute.arch.mbarrier_wait(loaded, (i // self.num_stages) & 1)
         else:
@@ -262,13 +262,13 @@ class LightningDecodePipelined:
         stored.store(s.load().to(self.state_dtype))
         if cutlass.const_expr(self.bulk_write_back):
             cute.autovec_copy(stored, part)
-            cute.arch.fence_proxy("async.shared", space="cta")  # the copy engine reads it next
+            cute.arch.fence_proxy("async.shared", space="cta")  # the async proxy reads it next
             cute.arch.sync_warp()
             if lane == 0:
                 atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), self.state_dtype)
-                # Lane 0 holds the first elements of the tile, so its target is the tile's start.
+                # Lane 0 has the tile's first elements, so its target is the start of the tile.
                 tile = cute.make_tensor(target.iterator, cute.make_layout((self.tile_elements,)))
                 cute.copy(atom, buffer, tile)
-            cute.arch.cp_async_bulk_commit_group()  # groups are a lane's own: empty but for lane 0
+            cute.arch.cp_async_bulk_commit_group()  # each lane has its own; only lane 0's is full
         else:
             cute.autovec_copy(stored, target)

@@ -1,14 +1,13 @@
-"""Which tuning the Lightning decode kernel gets. The evidence is in
-docs/kernels/lightning_decode.md; `python -m cute_attn.bench lightning-decode --variants` repeats
-it.
+"""Tuning of the Lightning decode kernel. The measurements are in docs/kernels/lightning_decode.md;
+`python -m cute_attn.bench lightning-decode --variants` repeats them.
 
-One rule serves every batch size, so that no dispatch switches as a batch grows. It sets how much
-of the state a thread holds, in 16-byte vectors:
+The same rule holds for every batch size, so that the kernel does not change as a batch grows. It
+sets how many 16-byte vectors of the state a thread holds:
 
     one token a call      2    at most 32 registers, so that an SM holds its full 2048 threads
-    few SMs (H20)         4    each SM must issue for more of the memory's bandwidth
-    several tokens        8    rows share loads of q and k, whose arithmetic starts to count
-                          (4 for a bfloat16 state, whose vectors are twice as long)
+    few SMs (H20)         4    each SM must keep more bytes in flight
+    several tokens        8    rows share loads of q and k, and arithmetic is no longer free
+                          (4 for a bfloat16 state, whose vectors have twice as many elements)
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .spec import PIPELINES
 
-TILE_BYTES = 16 * 1024  # of the state in float32, of a CTA in layout "vk"
-TILE_V_KV = 64  # whole 128-byte lines of a row, in layout "kv"
+TILE_BYTES = 16 * 1024  # a CTA's tile of a float32 state in layout "vk"
+TILE_V_KV = 64  # columns of a tile in layout "kv": rows are whole 128-byte lines
 MAX_WARPS = 32
-FEW_SMS = 100  # an H20 has 78 for the bandwidth of an H200, which has 132
+FEW_SMS = 100  # an H20 has the bandwidth of an H200, but 78 SMs rather than 132
 
 
 def decode_config(
@@ -54,8 +53,8 @@ def decode_config(
 
 
 def candidate_configs(head_dim_k: int = 128) -> list[dict[str, Any]]:
-    """Tunings worth measuring against each other for a float32 state in layout "vk": of the
-    register kernel and, those with "num_stages", of the pipelined kernel."""
+    """Tunings to measure for a float32 state in layout "vk": those with "num_stages" are of the
+    pipelined kernel, the others of the register kernel."""
     lanes = min(WARP_SIZE, head_dim_k // 4)
     register = [
         {"tile_v": tile_v, "num_warps": num_warps, "lanes_per_row": lanes_per_row}

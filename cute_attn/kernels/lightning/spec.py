@@ -30,25 +30,25 @@ PIPELINES = (("bulk", "bulk"), ("bulk", "vector"), ("cp_async", "vector"))  # lo
 
 
 def check_operator(**fields: object) -> None:
-    """Raise ValueError for a value that no kernel serves, naming the field."""
+    """Raise ValueError, naming the field, if a field's value is not supported."""
     check_allowed(ALLOWED, fields)
 
 
 @dataclass(frozen=True)
 class DecodeSpec(Spec):
-    """All that the register kernel (`decode`) has compiled in.
+    """The compile-time parameters of the register kernel (`decode`).
 
-    The first group is the operator's: what the caller's tensors are. The second is the tuning
-    that `heuristics` picks; any legal choice computes the same function.
+    The first group of fields describes the caller's tensors. The second is the tuning that
+    `heuristics` picks; any legal choice computes the same function.
 
     Attributes:
-        dtype: of q, k, v and o.
-        state_dtype: of the recurrent state in memory; arithmetic is float32 in any case.
+        dtype: dtype of q, k, v and o.
+        state_dtype: dtype of the recurrent state in memory; arithmetic is always float32.
         head_dim_k, head_dim_v: K and V.
         state_layout: "vk" (K contiguous) or "kv" (V contiguous).
         multi_token: tensors are [B, T, H, D] and T is an argument; otherwise [B, H, D].
         indexed: a state_indices argument picks each sequence's slot.
-        replay: draft records and accepted counts come with the call (see the operator).
+        replay: draft records and accepted counts are arguments (see the operator).
         aligned: rows of q, k and v start on 16-byte boundaries, and are read in vectors.
         tile_v: columns of V in a tile.
         num_warps: warps of a CTA.
@@ -56,8 +56,8 @@ class DecodeSpec(Spec):
         streaming: loads and stores of the state carry the streaming (evict-first) hint.
 
     Raises:
-        TypeError: a field that is not plain.
-        ValueError: a combination without a kernel; the message names the field.
+        TypeError: a field has another type than its annotation.
+        ValueError: a combination of fields is not supported; the message names the field.
     """
 
     ALLOWED = ALLOWED
@@ -77,7 +77,7 @@ class DecodeSpec(Spec):
     lanes_per_row: int
     streaming: bool
 
-    persistent = False  # one CTA a tile, not a loop over tiles
+    persistent = False  # one CTA for each tile
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +101,7 @@ class DecodeSpec(Spec):
 
     @property
     def vector(self) -> int:
-        """State elements in one access of one thread."""
+        """State elements of a 16-byte access."""
         return VECTOR_BYTES // (4 if self.state_dtype == "float32" else 2)
 
     @property
@@ -137,13 +137,13 @@ class DecodeSpec(Spec):
 
 @dataclass(frozen=True)
 class PipelinedDecodeSpec(DecodeSpec):
-    """All that the pipelined kernel (`decode_pipelined`) has compiled in.
+    """The compile-time parameters of the pipelined kernel (`decode_pipelined`).
 
-    A tile belongs to one warp here, and must be contiguous in memory: layout "vk" only. One token
-    a call.
+    A tile belongs to one warp, and must be contiguous in memory, so the layout is "vk". A call has
+    one token.
 
     Attributes:
-        num_stages: tiles that a warp keeps in shared memory.
+        num_stages: stages of a warp's ring in shared memory, each of one tile.
         load: "bulk" (cp.async.bulk, sm_90 and newer) or "cp_async" (16 bytes a lane).
         write_back: "bulk" from shared memory, or "vector" from registers.
     """
@@ -183,5 +183,5 @@ class PipelinedDecodeSpec(DecodeSpec):
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles and one mbarrier for each."""
+        """Bytes of the tiles and their mbarriers."""
         return self.num_warps * self.num_stages * (self.tile_bytes + MBARRIER_BYTES)

@@ -1,4 +1,4 @@
-"""The Lightning Attention kernels, by name; no compiler is imported."""
+"""The Lightning Attention kernels, by name. Importing this loads no compiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ...cache import KernelDef
 DECODE = KernelDef(
     name="lightning_decode", target="cute_attn.kernels.lightning.decode:LightningDecode"
 )
-# Measured beside it, and chosen nowhere: see docs/kernels/lightning_decode.md.
+# Only for measurements; no operator uses it (see docs/kernels/lightning_decode.md).
 DECODE_PIPELINED = KernelDef(
     name="lightning_decode_pipelined",
     target="cute_attn.kernels.lightning.decode_pipelined:LightningDecodePipelined",

@@ -1,10 +1,9 @@
-"""A tile of the Lightning state in the registers of one or more warps, and what is done to it.
+"""A tile of the Lightning state in the registers of one or more warps, and its arithmetic.
 
-The tile has rows and columns, columns contiguous in memory: V by K in layout "vk", K by V in
-"kv". Each warp owns a contiguous band of rows, and one access of a warp covers `32 / lanes_per_row`
-of them, every lane holding `vector` neighbouring columns. The reduction over K of the output runs
-along the columns in "vk" (shuffles only) and along the rows in "kv" (shuffles, then shared memory
-across the warps).
+Rows of a tile are contiguous in memory: it is V by K in layout "vk", K by V in "kv". Each warp owns
+a contiguous band of rows. One access of a warp covers `32 / lanes_per_row` of them, where every
+lane has `vector` neighbouring columns. The output's reduction over K runs along a row in "vk" (by
+shuffles), and along a column in "kv" (by shuffles, then between warps through shared memory).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_REGISTERS = 200  # of a thread's 255; the rest is for addresses and temporar
 
 
 class StateTile:
-    """Who holds what of a tile, and the arithmetic on it. All methods run on the device."""
+    """A tile's distribution over threads, and its arithmetic. All methods run on the device."""
 
     def __init__(self, spec: DecodeSpec):
         self.dtype = DTYPE[spec.dtype]
@@ -37,7 +36,7 @@ class StateTile:
         self.vector, self.rows, self.vectors = spec.thread_shape
         self.rows_per_warp = self.rows * self.rows_per_step
 
-        # Registers: the tile, k and q (or v) along its columns, one coefficient a row.
+        # Registers: the tile, two vectors along its columns, and two values for each row.
         held = self.vector * self.rows * self.vectors
         self.registers = held + 2 * self.vector * self.vectors + 2 * self.rows
         if self.registers > MAX_REGISTERS:
@@ -46,7 +45,7 @@ class StateTile:
                 f"registers a thread, more than {MAX_REGISTERS}: use more warps or a smaller tile"
             )
 
-    # -- who holds what ---------------------------------------------------------------------
+    # -- distribution -----------------------------------------------------------------------
 
     def warp_and_lane(self) -> tuple[Any, Any]:
         """This thread's warp, counted among those that share its tile, and its lane."""
@@ -109,14 +108,14 @@ class StateTile:
 
     @cute.jit
     def along_k(self, x: cute.Tensor) -> cute.Tensor:
-        """q or k of one token, as this thread needs it."""
+        """The elements of a token's q or k that this thread needs."""
         if cutlass.const_expr(self.state_is_vk):
             return self.along_columns(x, cutlass.Int32(0))
         return self.along_rows(x, cutlass.Int32(0))
 
     @cute.jit
     def along_v(self, x: cute.Tensor, tile_index: cutlass.Int32) -> cute.Tensor:
-        """v of one token, as this thread needs it."""
+        """The elements of a token's v that this thread needs."""
         offset = tile_index * self.tile_v
         if cutlass.const_expr(self.state_is_vk):
             return self.along_rows(x, offset)
@@ -128,8 +127,8 @@ class StateTile:
     def update(
         self, s: cute.Tensor, factor: cutlass.Float32, k_frag: cute.Tensor, v_frag: cute.Tensor
     ) -> None:
-        """s <- factor * s + v k^T. The rounding is spelled out (product, then one fused
-        multiply-add), so that T tokens at once and T calls agree bitwise."""
+        """s <- factor * s + v k^T. The rounding is fixed (a product, then one fused multiply-add),
+        so that T tokens in one call and T calls agree bitwise."""
         by_column, by_row = (k_frag, v_frag) if self.state_is_vk else (v_frag, k_frag)
         for r in cutlass.range_constexpr(self.rows):
             for j in cutlass.range_constexpr(self.vectors):
@@ -160,8 +159,8 @@ class StateTile:
         softmax_scale: cutlass.Float32,
         tile_index: cutlass.Int32,
     ) -> None:
-        """Each row is a dot product over the lanes of the row. Lanes trade rows as they halve the
-        problem, so that every step moves half of what is left and lane i ends with row i's sum."""
+        """Reduce each row over the lanes that share it. Each step exchanges half of a lane's rows
+        with another lane, so that lane i ends with the sum of row i."""
         warp, lane = self.warp_and_lane()
         sums = []
         for r in cutlass.range_constexpr(self.rows):
@@ -186,7 +185,7 @@ class StateTile:
                 sums = [sums[0] + cute.arch.shuffle_sync_bfly(sums[0], offset=step)]
             step = step // 2
 
-        # What is left: `len(sums)` rows a lane, or one row shared by `sharing` lanes.
+        # Now a lane has `len(sums)` rows, or `sharing` lanes have the same row.
         sharing = max(1, self.lanes_per_row // self.rows)
         lane_in_row = lane % self.lanes_per_row
         first = (lane_in_row // sharing) * len(sums)
@@ -198,7 +197,7 @@ class StateTile:
                     row = start + base + (first + r) * self.rows_per_step
                     o[row] = (sums[r] * softmax_scale).to(self.dtype)
         else:
-            # Through shared memory, since two bytes a warp would be a partial sector each.
+            # Stage in shared memory: direct stores of a warp would be partial sectors.
             collected = self.allocate(self.tile_v)
             if lane_in_row % sharing == 0:
                 for r in cutlass.range_constexpr(len(sums)):
@@ -219,7 +218,7 @@ class StateTile:
         softmax_scale: cutlass.Float32,
         tile_index: cutlass.Int32,
     ) -> None:
-        """Columns are summed over the rows of a thread, the lanes of a warp, then the warps."""
+        """Reduce each column over the rows of a thread, the lanes of a warp, then the warps."""
         warp, lane = self.warp_and_lane()
         thread = warp * WARP_SIZE + lane
         _, column = self.first_row_and_column()
@@ -263,8 +262,8 @@ class StateTile:
         head: cutlass.Int32,
         tile_index: cutlass.Int32,
     ) -> None:
-        """Advance s by the accepted tokens among the slot's draft records."""
-        # An accepted count is data from outside: never read past the records.
+        """Advance s by the accepted tokens of the slot's draft records."""
+        # The count is untrusted data: never read past the records.
         accepted = cutlass.min(num_accepted[sequence], draft_k.shape[1])
         for i in cutlass.range(accepted, unroll=1):
             k_frag = self.along_k(draft_k[slot, i, head, None])
@@ -285,13 +284,13 @@ class StateTile:
         head: cutlass.Int32,
         tile_index: cutlass.Int32,
     ) -> None:
-        """Advance s by the call's T tokens, with the output after each."""
+        """Advance s by the call's T tokens, and write the output of each."""
         last = q.shape[1] - 1
         q_frag = self.along_k(q[sequence, 0, head, None])
         k_frag = self.along_k(k[sequence, 0, head, None])
         v_frag = self.along_v(v[sequence, 0, head, None], tile_index)
         for t in cutlass.range(last + 1, unroll=1):
-            # The next token's rows are on their way while this one is computed.
+            # Load the next token while this one is computed.
             following = cutlass.min(t + 1, last)
             q_next = self.along_k(q[sequence, following, head, None])
             k_next = self.along_k(k[sequence, following, head, None])
@@ -310,7 +309,7 @@ class StateTile:
         head: cutlass.Int32,
         tile_index: cutlass.Int32,
     ) -> None:
-        """The output of a padded row."""
+        """Write zeros, the output of a padded sequence."""
         if cutlass.const_expr(self.multi_token):
             for t in cutlass.range(o.shape[1], unroll=1):
                 self.store_zeros(o[sequence, t, head, None], tile_index)

@@ -52,7 +52,7 @@ def step_config(
 
 
 def candidate_configs() -> list[dict[str, Any]]:
-    """Tunings to measure for one token a call, K = V = 128, and a float32 state with K contiguous."""
+    """Tunings to measure for one token a call, K = V = 128, a float32 state with K contiguous."""
     return [
         {
             "tile_v": tile_v,

@@ -22,7 +22,7 @@ from .tokens import KK, KQ, QQ, TokenReader, TokenStage, reciprocal_norm
 
 
 class StateTile:
-    """The distribution of a tile over threads, and its arithmetic. All methods run on the device."""
+    """A tile's distribution over threads, and its arithmetic. All methods run on the device."""
 
     def __init__(self, spec: StepSpec, reader: TokenReader):
         self.spec = spec

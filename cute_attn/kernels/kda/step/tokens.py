@@ -1,12 +1,12 @@
-"""Tokens in registers and shared memory: fetched a token ahead, prepared once for the whole CTA.
+"""Tokens in registers and shared memory, fetched one token ahead and prepared once for the CTA.
 
     fetch     a token's q, k, v, g and beta, from global memory to registers
-    prepare   gate, sigmoid, and sums of squares; what the warps need of the token, in float32, to
-              its stage in shared memory
+    prepare   gate, sigmoid and sums of squares; the token, in float32, to its stage in shared
+              memory
 
-A thread has the same channels of q, k and g, and some threads an element of v. The gate is computed
-once a CTA, so that accuracy costs little: library functions, and approximations refined to
-float32. The norms of q and k are factors of what is summed with them, which the warps apply.
+A thread has the same channels of q, k and g, and some threads have an element of v. The CTA
+computes the gate only once, so it uses accurate functions. The norms of q and k multiply the sums
+over K; the warps apply them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ QQ, KK, KQ = range(3)
 class TokenStage(Carried):
     """A token in shared memory, all float32.
 
-    decay, k, q   [K]: the factor of the state's decay; k and q as they are given
-    sums          [3, K / 32]: of the squares of q and of k, and of their products, of 32 channels
-    v             [tile_v]: of the tile; in its place, u where that is known
+    decay, k, q   [K]: the decay factors of the state; k and q without normalisation
+    sums          [3, K / 32]: q . q, k . k and k . q over each group of 32 channels
+    v             [tile_v]: v of the tile; for a recorded token, its u
     beta          [1]
-    o, u          [tile_v]: the results, to be written by whole sectors; u only if it is recorded
+    o, u          [tile_v]: the results, staged to be written in whole sectors; u only to record it
     """
 
     def __init__(self, spec: StepSpec, memory: cute.Tensor, record: bool):
@@ -63,19 +63,19 @@ class TokenStage(Carried):
 
 
 def stage_of(spec: StepSpec, memory: cute.Tensor, i: Any, *, record: bool) -> TokenStage:
-    """Return the stage of the i-th token in the memory of all stages."""
+    """Return the stage of the i-th token; `memory` has all stages."""
     offset = (i & (STAGES - 1)) * TokenStage.elements(spec)
     return TokenStage(spec, cute.domain_offset((offset,), memory), record)
 
 
 def groups_of_k(spec: StepSpec) -> int:
-    """Return how many groups of 32 channels there are: a sum over channels adds up sums of groups,
-    however many threads there are."""
+    """Return the number of groups of 32 channels. Sums over K add the sums of these groups, so that
+    the result does not depend on the number of threads."""
     return spec.head_dim_k // WARP_SIZE
 
 
 class Token(Carried):
-    """A token's rows in global memory: q, k, v and g of a head, and beta's one element."""
+    """A token's rows of q, k, v and g of a head in global memory, and its element of beta."""
 
     def __init__(self, q: Any, k: Any, v: Any, g: Any, beta: Any):
         self.q, self.k, self.v, self.g, self.beta = q, k, v, g, beta
@@ -111,14 +111,14 @@ class Tokens(Carried):
 
 
 class Gate(Carried):
-    """What the gate of a head has besides g: scalars, and this thread's channels of dt_bias."""
+    """The parameters of a head's gate: scalars, and this thread's channels of dt_bias."""
 
     def __init__(self, rate: Any, bias: Any, lower_bound: Any):
         self.rate, self.bias, self.lower_bound = rate, bias, lower_bound
 
 
 class Fetched(Carried):
-    """A token in registers, as it is in memory: this thread's share."""
+    """This thread's share of a token in registers, in the dtypes of memory."""
 
     def __init__(self, spec: StepSpec):
         dtype = DTYPE[spec.dtype]
@@ -149,8 +149,8 @@ class TokenReader:
         return thread + i * self.spec.num_threads
 
     def column(self, i: int) -> Any:
-        """This thread's i-th of the tile's V, if it is not negative: of the last threads, since
-        the first ones have channels."""
+        """Return this thread's i-th column of the tile; a negative one does not exist. The last
+        threads have the columns, since the first ones have the channels."""
         thread, _, _ = cute.arch.thread_idx()
         return (
             thread
@@ -160,7 +160,7 @@ class TokenReader:
         )
 
     def is_last_thread(self) -> Any:
-        """Return whether this is the thread that has beta."""
+        """Return whether this thread has beta."""
         thread, _, _ = cute.arch.thread_idx()
         return thread == self.spec.num_threads - 1
 
@@ -189,7 +189,7 @@ class TokenReader:
 
     @cute.jit
     def fetch(self, into: Fetched, token: Token, tile_index: Int32) -> None:
-        """Start the loads of a token; nothing waits for them here."""
+        """Start the loads of a token, without waiting for them."""
         for i in cutlass.range_constexpr(self.of_k):
             if self.channel(i) < self.spec.head_dim_k:
                 into.q[i] = token.q[self.channel(i)]
@@ -210,7 +210,7 @@ class TokenReader:
         u: cute.Tensor,
         tile_index: Int32,
     ) -> None:
-        """Do the same for a record, which has u in place of the rest."""
+        """Start the loads of a recorded token, which has k, g and u only."""
         for i in cutlass.range_constexpr(self.of_k):
             if self.channel(i) < self.spec.head_dim_k:
                 into.k[i] = k[self.channel(i)]
@@ -281,7 +281,7 @@ class TokenReader:
     # -- from shared memory -----------------------------------------------------------------
 
     def total(self, stage: TokenStage, which: int) -> Any:
-        """Return QQ, KK or KQ over all of K."""
+        """Return the sum QQ, KK or KQ over all of K."""
         groups = groups_of_k(self.spec)
         total = stage.sums[which * groups]
         for group in range(1, groups):
@@ -290,7 +290,7 @@ class TokenReader:
 
     @cute.jit
     def write(self, result: cute.Tensor, row: cute.Tensor, tile_index: Int32) -> None:
-        """Write what a stage has collected, o or u, to its row in global memory."""
+        """Write a stage's o or u to its row in global memory."""
         for i in cutlass.range_constexpr(self.of_v):
             if self.column(i) >= 0:
                 value = result[self.column(i)].to(row.element_type)
@@ -298,7 +298,7 @@ class TokenReader:
 
     @cute.jit
     def write_zeros(self, row: cute.Tensor, tile_index: Int32) -> None:
-        """Write the output of padding."""
+        """Write zeros, the output of a padded sequence."""
         for i in cutlass.range_constexpr(self.of_v):
             if self.column(i) >= 0:
                 row[tile_index * self.spec.tile_v + self.column(i)] = row.element_type(0.0)
