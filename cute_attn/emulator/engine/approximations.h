@@ -4,15 +4,15 @@
 // A function is interpolated on segments of its argument. The leading bits of the argument choose
 // the segment, the next 17 are d, and the value is
 //   c0 + c1 d + c2 s(d)   in units of 2^-40,
-// where s is the square of d less the partial products that the squarer leaves out. Results are cut
-// off, never rounded. An entry of a table has c0 / 2^13 (27 bits), c1 (20) and |c2| (17). Of a
-// falling curve, c0 and c1 tell what is missing from 1.
+// where s is the square of d less the partial products that the squarer leaves out. Results are
+// truncated, never rounded. An entry of a table has c0 / 2^13 (27 bits), c1 (20) and |c2| (17). For
+// a falling curve, c0 and c1 are the differences to 1.
 #ifndef CUTE_ATTN_APPROXIMATIONS_H
 #define CUTE_ATTN_APPROXIMATIONS_H
 
 #include "scalar.h"
 
-// The bias of c0 rounds, or makes up for what the squarer leaves out.
+// The bias of c0 rounds, or compensates the products that the squarer leaves out.
 typedef struct { int bias; bool falling, concave; uint64_t entries[128]; } Curve;
 
 static const Curve RCP = {8092, true, false, {  // mantissas, in 128 segments
@@ -205,15 +205,15 @@ ALWAYS_INLINE uint64_t on_curve(const Curve *c, uint64_t e, uint32_t d) {
 ALWAYS_INLINE uint64_t interpolated(const Curve *c, uint32_t segment, uint32_t d) {
   return on_curve(c, c->entries[segment], d);
 }
-// v / 2^scale in f32, cut off; v < 2^52.
+// v / 2^scale in f32, truncated; v < 2^52.
 ALWAYS_INLINE uint32_t cut_off(uint64_t v, int scale) {
   double d = as_double(v | 0x4330000000000000) - 0x1p52;
   return v ? (uint32_t)(double_bits(d) >> 29) - ((896u + scale) << 23) : 0;
 }
 
-// A function is three steps: where on its curve the argument lies, the value there, and the
-// result of that. mufu_<name> takes them for one argument; mufu_<name>s for many, step by step, so
-// that the compiler can make vectors of all but the look-up.
+// A function has three steps: the argument's place on the curve, the value there, and the result.
+// mufu_<name> takes them for one argument, mufu_<name>s step by step for many, so that the compiler
+// can vectorise all but the look-up.
 typedef struct { uint32_t segment, d; } Place;
 #define MUFU(name, curve) \
   ALWAYS_INLINE uint32_t mufu_##name(uint32_t x) { \

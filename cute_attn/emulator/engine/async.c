@@ -1,5 +1,5 @@
-// Asynchronous operations: their queues, the stages that the schedule runs, and the registers that
-// wait for them.
+// Asynchronous operations: their queues, the stages that the schedule runs, and their pending
+// registers.
 #include "core.h"
 
 AsyncOp *new_async(Warp *w, const Insn *I, const char *what, int agent_kind, Clock clock) {
@@ -14,7 +14,7 @@ AsyncOp *new_async(Warp *w, const Insn *I, const char *what, int agent_kind, Clo
   op->issued = e->time;
   op->view = view_new(e);
   view_copy(e, &op->view, &w->view);
-  // What the issuing thread itself has done so far comes before what it issues.
+  // The issuing thread's earlier effects are ordered before the operation.
   uint32_t own = agent_of(w, AG_GENERIC);
   if (op->view.vc[own] < w->agent_clock[AG_GENERIC]) op->view.vc[own] = w->agent_clock[AG_GENERIC];
   w->agent_clock[AG_GENERIC]++;
@@ -101,7 +101,7 @@ static bool is_wgmma(const AsyncOp *op) {
   return op->access.agent == agent_of(op->warp, AG_WGMMA);
 }
 
-// Wait for the operation that owns a register, as the assembler's code would, and free all of its.
+// Wait for the operation that will write a register, as machine code does, and release its others.
 static void complete_pending(Warp *w, const Operand *o) {
   AsyncOp *op = w->pending[o->id];
   uint32_t agent = op->access.agent;
@@ -138,7 +138,7 @@ void pending_write(Warp *w, const Insn *I, const Operand *o) {
   complete_pending(w, o);
 }
 
-// An operation may run its next stage unless an earlier one of its queue has not run that yet.
+// An operation may run its next stage once all earlier ones of its queue have run that stage.
 static bool eligible(const AsyncOp *op) {
   if (op->on_demand) return false;
   if (!op->queue) return true;

@@ -2,7 +2,7 @@
 #include "memory.h"
 #include "reductions.h"
 
-// What an operation does to a register, which holds two elements of the packed types. Floating-point
+// The operation on a register, which holds two elements of the packed types. Floating-point
 // addition differs between global and shared memory.
 typedef struct { Reduction global, shared; uint32_t bytes; } Atomic;
 
@@ -28,8 +28,8 @@ static void exchange(uint8_t *to, const uint8_t *from, uint32_t bytes) { memcpy(
 enum { AT_SEM, AT_SCOPE, AT_SPACE, AT_OPERATION, AT_HINT, AT_TYPE };
 enum { AT_VECTOR = AT_TYPE, AT_VECTOR_TYPE };
 
-// One lane's share of the instruction: `n` registers at consecutive places. With `c` each is
-// compared with b, and c takes its place if they are equal. Whether it changes anything.
+// One lane's share of the instruction: `n` consecutive registers. With `c` each is compared with b
+// and replaced by c if they are equal. Returns whether memory changes.
 static bool apply(const Atomic *op, bool shared, uint8_t *at, const Values *b, const Values *c,
                   int n, int lane) {
   uint8_t before[MAX_ACCESS];
@@ -68,7 +68,7 @@ static int atomic(Warp *w, const Insn *I, Mask m, const Atomic *op, int vector, 
 
   int space = I->mod[AT_SPACE];
   uint32_t bytes = (uint32_t)n * t.bytes;
-  // An exchange whose result is not wanted does not read.
+  // An exchange whose result is discarded does not read.
   bool blind = op->global == exchange && (!d || d->kind == K_NONE);
   Cursor cursor;
   Batch batch;

@@ -1,4 +1,4 @@
-// Barriers of a CTA, which have numbers, and the barrier of a cluster.
+// The numbered barriers of a CTA (bar.sync), and the barrier of a cluster.
 #include "barrier.h"
 
 // The value of an operand that has to be the same in all lanes.
@@ -16,10 +16,10 @@ static uint32_t uniform(Warp *w, const Insn *I, int k, Mask m, const char *name)
 
 // ------------------------------------------------------------------------------- named barriers
 //
-// A warp arrives once all of its live lanes have come; the counts are in units of whole warps. It
-// may do so more than once in a generation (bar.arrive, then bar.sync): arrivals are only counted.
-// The warp that completes a generation hands the result to the groups that wait for it, which
-// carry the barrier and the generation in note[0].
+// A warp arrives once all of its live lanes have come; thread counts are multiples of a warp. It
+// may arrive more than once in a generation (bar.arrive, then bar.sync): arrivals are only counted.
+// The warp that completes a generation passes the result to the waiting groups, which hold the
+// barrier and the generation in note[0].
 
 enum { BAR_SYNC, BAR_ARRIVE, BAR_POPC, BAR_AND, BAR_OR };
 enum { BAR_GATHERING = 1, BAR_WAITING, BAR_COMPLETE };  // Group.step
@@ -44,7 +44,7 @@ static void complete_named(Cta *cta, int id) {
     for (int g = 0; g < v->ngroups && !v->exited; g++) {
       Group *group = &v->groups[g];
       if (group->step != BAR_WAITING || group->note[0] != ticket) continue;
-      if (group->note[1] == BAR_ARRIVE) continue;  // learns nothing of the others
+      if (group->note[1] == BAR_ARRIVE) continue;  // it does not wait, so nothing is ordered
       group->step = BAR_COMPLETE;
       group->note[1] = result;
       acquire_from(v, &b->next);
@@ -64,7 +64,7 @@ static void try_complete_named(Cta *cta, int id) {
   if (b->arrived && (b->arrived >= b->expected || all_warps_there(cta, b))) complete_named(cta, id);
 }
 
-// The thread count in operand k; *all_live: none is given, it is all threads that have not exited.
+// The thread count in operand k. *all_live: no count is given, so that all live threads count.
 static int thread_count(Warp *w, const Insn *I, int k, Mask m, int kind, bool *all_live) {
   int all = 32 * w->cta->nwarps;
   uint32_t count = 0;
@@ -98,7 +98,7 @@ static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool all
                  where(b->first));
 }
 
-// All live lanes of the warp have come: it arrives. Groups of its lanes that gathered go on.
+// The warp arrives, as all of its live lanes have come. Groups of lanes that waited for them go on.
 static void warp_arrives(Warp *w, const Insn *I, int id, int expected, bool all, bool red) {
   Cta *cta = w->cta;
   NamedBarrier *b = &cta->bars[id];

@@ -1,5 +1,5 @@
-// Bulk copies: those of a linear range and their reductions, groups, and what tensor copies share
-// with them, from the stages that read and write to the exit of a warp.
+// Bulk copies: linear copies, reductions and bulk groups, and what tensor copies share with them:
+// the stages that read and write, and the checks when a warp exits.
 #include "copy.h"
 #include "matrix.h"
 
@@ -63,7 +63,7 @@ static uint32_t footprint(const Copy *c) {
   return c->map.swizzle ? (bytes + 127) & ~127u : bytes;
 }
 
-// Checks each chunk that a box touches, or the whole where it leaves no gaps.
+// Check each chunk that a box touches, or the whole range if there are no gaps.
 static void touch_shared(const Access *a, const Copy *c, Cta *cta, uint32_t offset, bool writes) {
   void (*touch)(const Access *, Cta *, uint32_t, uint32_t) = writes ? shared_write : shared_read;
   const TensorMap *t = &c->map;
@@ -302,7 +302,7 @@ static int exec_bulk_multicast(Warp *w, const Insn *I, Mask m) {
   return load_linear(w, I, m, SRC32(4));
 }
 
-// Shared memory to that of a CTA of the cluster; reductions too.
+// Copies and reductions from shared memory to that of a CTA of the cluster.
 static int shared_to_shared(Warp *w, const Insn *I, Mask m, Reduction reduce) {
   uint64_t to[32], from[32], barrier[32];
   addresses_of(w, I, &I->op[0], m, to);
@@ -445,7 +445,7 @@ static void bulk_at_exit(Warp *w, int lane) {
     if (c->lane == lane) culprit = insn_of(emu_of(w), c);
   const Insn *here = &emu_of(w)->program->code[group_of(w)->pc];
   bool committed = awaited(&state->bulk, lane, 0) >= issued;
-  // The SM keeps a CTA's shared memory until such copies have read it.
+  // Only a note: the SM keeps a CTA's shared memory until such copies have read it.
   finding_with(w, here, culprit, CK_EXIT, SEV_NOTE,
                "lane %d exits while a bulk copy may still read shared memory: %s", lane,
                committed ? "no cp.async.bulk.wait_group awaits its group"

@@ -1,4 +1,4 @@
-// Control flow, and what a warp asks of its SM: registers and dependent launches.
+// Control flow, setmaxnreg, and dependent launches.
 #include "engine.h"
 
 static int exec_bra(Warp *w, const Insn *I, Mask m) {
@@ -72,7 +72,7 @@ int exec_nothing(Warp *w, const Insn *I, Mask m) {
 // ------------------------------------------------------------------------------------ setmaxnreg
 //
 // All warps of a warpgroup (four consecutive ones) should execute the same sequence. Otherwise the
-// behaviour is undefined on paper; on hardware each warp gets what it asks for.
+// PTX ISA leaves the behaviour undefined; on hardware each warp gets what it asks for.
 
 static void check_warpgroup(Warp *w, const Insn *I, int count) {
   const Cta *cta = w->cta;

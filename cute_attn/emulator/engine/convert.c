@@ -4,7 +4,7 @@
 
 #define HANDLER(name) static int name(Warp *w, const Insn *I, Mask m)
 
-// Registers may be wider than the types: sources are cut off, results extended.
+// Registers may be wider than the types: sources are truncated, results extended.
 static const uint32_t *low_words(Warp *w, const Insn *I, int k, Mask m, uint32_t buffer[32]) {
   const Operand *o = &I->op[k];
   if (o->kind != K_REG || o->bits != 64) return src32_of(w, I, o, m, buffer);
@@ -15,7 +15,7 @@ static const uint32_t *low_words(Warp *w, const Insn *I, int k, Mask m, uint32_t
 }
 #define LOW_WORDS(name, k) \
   uint32_t name##_store[32]; const uint32_t *name = low_words(w, I, k, m, name##_store)
-// Results extended to 32 bits, `is_signed` telling how to go on from there.
+// Results extended to 32 bits; wider registers are sign-extended from there if `is_signed`.
 static void put_extended(Warp *w, const Insn *I, Mask m, const uint32_t *v, bool is_signed) {
   const Operand *o = &I->op[0];
   if (o->bits == 64) {
@@ -61,7 +61,7 @@ static void put_extended(Warp *w, const Insn *I, Mask m, const uint32_t *v, bool
   ((v) < 0 ? LOWEST_##d == 0 || (int64_t)(v) < (int64_t)LOWEST_##d ? (T_##d)LOWEST_##d \
                                                                   : (T_##d)(v) \
            : (uint64_t)(v) > (uint64_t)HIGHEST_##d ? (T_##d)HIGHEST_##d : (T_##d)(v))
-// What the lanes of sources and results are called, by width.
+// Names of the lanes of sources and results, by width.
 #define SOURCE_32(name) LOW_WORDS(name, 1)
 #define SOURCE_64(name) LANES64(name, 1)
 #define RESULT_32(r, is_signed) put_extended(w, I, m, r, is_signed)
@@ -112,7 +112,7 @@ static void load_float(Warp *w, const Insn *I, Mask m, int type, bool ftz, doubl
   else if (type == TY_BF16) FOR_LANES(l) v[l] = as_float(f32_of_bf16(a[l]));
   else FOR_LANES(l) v[l] = as_float(f32_of_f16(a[l] & 0xFFFF));
 }
-// A NaN made quiet, with its sign and what there is room for of its payload.
+// A quiet NaN with the sign, and as many bits of the payload as fit.
 static uint32_t narrow_nan(double v, const Format *f) {
   uint64_t bits = double_bits(v) >> (52 - f->mantissa);
   uint32_t sign = (uint32_t)signbit(v) << (f->bits - 1), quiet = 1u << (f->mantissa - 1);
@@ -352,7 +352,7 @@ HANDLER(tf32_from_f32) {
   FOR_LANES(l) r[l] = rounded(as_float(a[l]), &TF32, how, 0) << 13;
   PUT32(0, r); return DONE;
 }
-// Rounding with ties away is done in integers, with what that means for NaN. mod: satfinite
+// Rounding with ties away works on the bits as an integer, NaN included. mod: satfinite
 HANDLER(tf32_from_f32_away) {
   LANES32(a, 1); uint32_t r[32]; bool finite = I->mod[0];
   FOR_LANES(l) {
@@ -393,7 +393,7 @@ HANDLER(bf16x2_from_ue8m0) {
   PUT32(0, r); return DONE;
 }
 
-// cvt.pack: two integers saturated and packed above what is kept of c. mod: type
+// cvt.pack: two integers, saturated and packed above the kept bits of c. mod: type
 ALWAYS_INLINE uint32_t packed(int32_t v, int bits, bool is_signed) {
   int32_t high = is_signed ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
   int32_t low = is_signed ? -(1 << (bits - 1)) : 0;

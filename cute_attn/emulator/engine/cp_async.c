@@ -13,7 +13,7 @@ typedef struct {
   uint8_t bytes[32 * 16];
 } CpAsync;
 
-// Lanes from `l` on whose copies follow each other in memory.
+// The run of lanes from `l` on whose copies are adjacent in memory.
 static int global_run(const CpAsync *c, int l) {
   int end = l + 1;
   while (end < 32 && c->lanes >> end & 1 && c->taken[end - 1] == c->size &&
@@ -145,7 +145,7 @@ typedef struct { int count; Clock clock; struct { Cta *cta; uint32_t offset; int
     LateArrival;
 
 static void run_late_arrival(AsyncOp *op, int stage) {
-  if (stage == 0) return;  // so that it comes after the writes of the copies before it
+  if (stage == 0) return;  // arrive in stage 1, after the writes of earlier copies
   LateArrival *a = op->data;
   for (int i = 0; i < a->count; i++) {
     Mbarrier *b = find_mbarrier(op->warp, op->insn, a->at[i].cta, a->at[i].offset);
@@ -167,7 +167,7 @@ static int exec_cp_async_arrive(Warp *w, const Insn *I, Mask m) {
     Cta *cta = shared_target(w, (uint32_t)address[l], &offset);
     Mbarrier *b = cta ? find_mbarrier(w, I, cta, offset) : NULL;
     if (!b) continue;
-    if (!counted) {  // one arrival more is awaited, and comes with the copies
+    if (!counted) {  // the pending count grows by the arrival that the copies make
       b->pending++;
       mbarrier_expect_tx(w, I, cta, b, 0);
     }

@@ -1,4 +1,4 @@
-// What kernels call of the host: vprintf and __assertfail.
+// External functions that kernels call: vprintf and __assertfail.
 #include "engine.h"
 #include "float_bits.h"
 #include <stdio.h>
@@ -26,7 +26,7 @@ static void append(Emu *e, const char *part, size_t length) {
   o->text[o->used] = 0;
 }
 
-// Memory of one lane behind a generic address: how many bytes may be read there.
+// The memory of one lane at a generic address, and how many bytes may be read there.
 static const uint8_t *readable(Warp *w, int lane, uint64_t address, uint64_t *bytes) {
   Emu *e = emu_of(w);
   Cta *cta = NULL;
@@ -66,7 +66,7 @@ typedef struct {
   uint64_t next;  // generic address of the next argument
 } VarArgs;
 
-// Variable arguments lie one after the other, each aligned to its size.
+// Variable arguments are consecutive, each aligned to its size.
 static uint64_t next_argument(VarArgs *v, uint32_t size) {
   uint64_t value = 0, bytes;
   v->next = (v->next + size - 1) & ~(uint64_t)(size - 1);
@@ -117,7 +117,7 @@ static void print_value(VarArgs *v, const char *spec, const char *length, char c
   if (printed > 0) append(emu_of(v->w), out, (size_t)printed);
 }
 
-// The specification that starts behind a %; returns what follows it.
+// Parse the specification after a %. Returns the text that follows it.
 static const char *print_conversion(VarArgs *v, const char *at) {
   char spec[48], length[3] = "";
   size_t n = 0;

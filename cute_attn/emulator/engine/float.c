@@ -34,8 +34,8 @@ static void flush_all(int n, const uint32_t *a, uint32_t *r) {
 static void saturate_all(int n, uint32_t *r) {
   for (int i = 0; i < n; i++) r[i] = saturated(r[i]);
 }
-// Results are flushed if they are tiny after rounding to 24 bits whatever the exponent: some of
-// those that became the smallest normal number, too.
+// Results are flushed if they are tiny after rounding to 24 bits with unbounded exponent, including
+// some that would round to the smallest normal number.
 static void flush_results(Wide *wide, int n, int mode, const uint32_t *a, const uint32_t *b,
                           const uint32_t *c, uint32_t *r) {
   uint32_t smallest = 0;
@@ -72,7 +72,7 @@ ALWAYS_INLINE void run_kernel(Kernel *kernel, Wide *wide, int n, int mode, bool 
 
 #define ALIAS32(name, other) const uint32_t *name = other
 #define ALIAS64(name, other) const uint64_t *name = other
-// Operands of one, two and three sources; what is not there stands for the first.
+// Operands of one, two and three sources; absent ones repeat the first.
 #define SOURCES_1(W) LANES##W(a, 1); ALIAS##W(b, a); ALIAS##W(c, a)
 #define SOURCES_2(W) LANES##W(a, 1); LANES##W(b, 2); ALIAS##W(c, a)
 #define SOURCES_3(W) LANES##W(a, 1); LANES##W(b, 2); LANES##W(c, 3)
@@ -151,7 +151,7 @@ static void to_doubles(int n, bool bf16, const uint32_t *codes, double *r) {
   widen(n, bf16, codes, bits);
   for (int i = 0; i < n; i++) r[i] = as_float(bits[i]);
 }
-// The NaN of elements outside a tensor, if its map asks for it; fma.oob does not mind the sign.
+// The NaN that a tensor map may give elements outside of its tensor; fma.oob ignores the sign.
 #define OOB_NAN 0x7FF7u   // in both formats
 enum { H_FTZ = 1, H_SAT = 2, H_RELU = 4, H_OOB = 8 };
 
@@ -346,7 +346,7 @@ DOUBLE(sqrt, 1, __builtin_sqrt(x))
 
 // ----------------------------------------------------------------------------- approximations
 //
-// As ptxas builds them of the special function unit: without .ftz, what that would flush is scaled.
+// As ptxas builds them from the special function unit, which flushes: without .ftz, it is scaled.
 // mod: ftz
 #define APPROXIMATE(name, condition, argument, result) \
   HANDLER(name##_approx_f32) { \
@@ -375,7 +375,7 @@ APPROXIMATE(sqrt, SMALL, x * 0x1p24f, y * 0x1p-12f)
 APPROXIMATE(rsq, SMALL, x * 0x1p24f, y * 0x1p12f)
 APPROXIMATE(rcp, SMALL | LARGE(x), x * (LARGE(x) ? 0.25f : 0x1p24f),
             y * (LARGE(x) ? 0.25f : 0x1p24f))
-// The unit takes angles in turns: the argument times the f32 near 1 / (2 pi), cut off.
+// The unit takes angles in turns: the argument times the f32 near 1 / (2 pi), truncated.
 ALWAYS_INLINE uint32_t turns(uint32_t x) {
   double t = (double)as_float(x) * 0x1.45f306p-3;
   return float_bits((float)as_double(double_bits(t) & ~0x1FFFFFFFull));
@@ -394,7 +394,7 @@ HANDLER(tanh_f32) {
   mufu_tanhs(a, r, 32);
   PUT32(0, r); return DONE;
 }
-// Those of 16 bits cut the result off once more.
+// The 16-bit forms truncate the result once more.
 #define HALF_APPROXIMATE(name, type, bf16, pair) \
   HANDLER(name##_##type) { \
     LANES32(a, 1); uint32_t codes[64], arguments[64], x[64], r[32]; \

@@ -71,7 +71,7 @@
     PUT(t, 0, r); return DONE; \
   }
 #define ALL_TYPES(X) X(u16) X(s16) X(u32) X(s32) X(u64) X(s64)
-#define WIDTHS(X) X(u16) X(u32) X(u64)      // where the sign makes no difference
+#define WIDTHS(X) X(u16) X(u32) X(u64)      // for operations that ignore the sign
 
 // --------------------------------------------------------------------------------- arithmetic
 
@@ -157,8 +157,8 @@ BINARY(max_s16x2, u32, HALVES(int16_t, MORE))
 BINARY(min_relu_s16x2, u32, HALVES(int16_t, LESS_RELU))
 BINARY(max_relu_s16x2, u32, HALVES(int16_t, MORE_RELU))
 
-// Extended precision: the carry of each lane in Warp.carry. To subtract is to add the complement:
-// no borrow is a carry, as mixtures of addc and subc show.
+// Extended precision: the carry of each lane is in Warp.carry. Subtraction adds the complement, so
+// that no borrow is a carry; mixtures of addc and subc on hardware show this.
 #define CARRIED(name, t, arity, with_carry, sum, carry_out) \
   HANDLER(name) { \
     LANES(t, a, 1); LANES(t, b, 2); LANES(t, c, arity); \
@@ -277,8 +277,8 @@ ALWAYS_INLINE uint32_t extended(uint32_t v, uint32_t width, bool clamp, bool is_
 }
 BINARY(szext_b32, u32, extended(x, y, I->mod[0] == 1, I->mod[1] == 2))
 
-// Fields: position and length are the low bytes of 32-bit operands for 32-bit values; 64-bit fields
-// are made of shifts, which look at all of the operands.
+// Bit fields: for 32-bit values position and length are the low bytes of 32-bit operands; 64-bit
+// fields are built from shifts, which use the whole operands.
 ALWAYS_INLINE uint64_t extracted(uint64_t v, uint32_t position, uint32_t length, int bits,
                                  bool is_signed) {
   if (bits == 32) position &= 255, length &= 255;
@@ -395,7 +395,7 @@ HANDLER(lop3_predicate) {  // operands: d p a b c table q
 
 #define PREDICATE(name, expr) \
   HANDLER(name) { Mask x = SRCP(1), y = SRCP(2); PUTP(0, expr); return DONE; }
-// One operand may decide the result, whatever the other is.
+// One operand may decide the result, even if the other is undefined.
 #define DECIDED(name, expr, decides) \
   HANDLER(name) { \
     Mask x = SRCP(1), y = SRCP(2); \
@@ -456,7 +456,7 @@ static Mask chosen_between(Warp *w, const Operand *x, const Operand *y, const Op
   Mask good_x = defined_in(w, x) | chosen_in(w, x), good_y = defined_in(w, y) | chosen_in(w, y);
   return (known & ((p & good_x) | (~p & good_y))) | (~known & good_x & good_y);
 }
-// What is undefined stays so only if it is selected.
+// An undefined operand matters only in lanes that select it.
 #define SELECT(t) \
   HANDLER(selp_##t) { \
     LANES(t, a, 1); LANES(t, b, 2); WORD(t) r[32]; \
@@ -496,8 +496,8 @@ WIDTHS(SELECT)
   }
 WIDTHS(MOVE)
 
-// Vectors of `bits` in all. One that is packed counts as defined if any element is: compilers
-// leave halves that nobody looks at undefined.
+// Vectors of `bits` in all. A packed vector counts as defined if any element is: compilers leave
+// unused halves undefined.
 static Mask defined_list(Warp *w, const Operand *list, int count) {
   Mask defined = 0;
   for (int i = 0; i < count; i++) defined |= defined_in(w, &list[i]);

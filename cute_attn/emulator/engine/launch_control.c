@@ -1,5 +1,5 @@
-// Cluster launch control: clusterlaunchcontrol asks for the work of a cluster not yet launched. A
-// response holds the coordinates of the cancelled cluster's first CTA, and what became of it.
+// Cluster launch control: clusterlaunchcontrol takes over the work of a cluster not yet launched. A
+// response holds the coordinates of the cancelled cluster's first CTA, and whether it succeeded.
 #include "barrier.h"
 
 #define RESPONSE_BYTES 16
@@ -13,8 +13,8 @@ typedef struct {
   uint32_t response[4];
 } Request;
 
-// The distributor's answer. Where the option says so, it may be "none left" while there are some;
-// a cluster that has been told so gets no other answer from then on.
+// The distributor's answer. With spurious_cancel it may be "none left" although some are left; a
+// cluster that got this answer gets no other from then on.
 static void ask_distributor(AsyncOp *op, Request *r) {
   Emu *e = op->emu;
   Cluster *k = op->cta->cluster;
@@ -80,7 +80,7 @@ static int exec_try_cancel(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
-// The response in operand k, 4 words a lane, after checks; NULL if it is no 128-bit register.
+// The checked response in operand k, 4 words per lane; NULL if it is no 128-bit register.
 static const uint32_t *response_of(Warp *w, const Insn *I, Mask m, int k) {
   const Operand *o = &I->op[k];
   check_read(w, I, o, m);

@@ -4,10 +4,10 @@
 
 // ------------------------------------------------------------------------------------- mbarriers
 
-#define COUNT_LIMIT ((1 << 20) - 1)  // of arrivals, and of bytes either way
+#define COUNT_LIMIT ((1 << 20) - 1)  // of arrivals, and of bytes in either direction
 #define PHASE_BITS 23
 
-// What the 8 bytes hold, and what an arrival returns: pending and expected arrivals, the phase,
+// The 8 bytes of an mbarrier, which an arrival returns: pending and expected arrivals, the phase,
 // and a bit that is always set.
 static uint64_t packed(const Mbarrier *b) {
   uint64_t phase = b->phase & ((1u << PHASE_BITS) - 1);
@@ -105,7 +105,7 @@ static void complete_phase(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
   progress(e);
 }
 
-// -- who has signalled an mbarrier
+// -- the signals of an mbarrier
 
 static void note_signal(Warp *w, const Insn *I, Mbarrier *b) {
   int i = b->nsignals - 1;
@@ -123,7 +123,7 @@ static void note_signal(Warp *w, const Insn *I, Mbarrier *b) {
   b->signals[b->nsignals - 1] = s;
 }
 
-// The instruction behind the latest signal but `I` itself, for findings to refer to.
+// The instruction of the latest signal that is not by `I`, for findings.
 static const Insn *last_signal(const Mbarrier *b, const Insn *I) {
   for (int i = b->nsignals - 1; i >= 0; i--)
     if (b->signals[i].insn != I) return b->signals[i].insn;
@@ -144,7 +144,7 @@ const char *warps_text(uint32_t warps) {
   return text("warp%s %s", warps & (warps - 1) ? "s" : "", out);
 }
 
-// Signals of the current phase, or of those before it; the number of them.
+// The signals of the current phase, or of earlier ones. Returns their number.
 static int list_signals(FILE *out, const Cta *cta, const Mbarrier *b, bool current) {
   int n = 0;
   for (int i = 0; i < b->nsignals; i++) {
@@ -172,7 +172,7 @@ const char *mbarrier_history(const Cta *cta, const Mbarrier *b) {
   return text("%s", buffer);
 }
 
-// After a change of the counts.
+// Complete the phase if the counts say so; called after each change of them.
 static void settle(Warp *w, const Insn *I, Cta *cta, Mbarrier *b) {
   if (b->pending == 0 && b->tx == 0) {
     complete_phase(w, I, cta, b);
@@ -256,8 +256,8 @@ void mbarrier_async_arrive(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int co
   take_arrivals(w, I, cta, b, count);
 }
 
-// A producer may announce bytes at the end that it never sends; bytes of which some have come are
-// another matter.
+// A producer's last expect_tx may have no copies at all. A phase that has received only some of its
+// bytes is an error.
 void mbarriers_at_exit(Cta *cta) {
   for (int i = 0; i < cta->nmbarriers; i++) {
     Mbarrier *b = &cta->mbarriers[i];
@@ -348,7 +348,7 @@ static void initialise(Warp *w, const Insn *I, Cta *cta, uint32_t offset, uint32
   b->expect_insn = NULL;
   view_clear(cta->emu, &b->next);
   view_clear(cta->emu, &b->done);
-  // The asynchronous proxy learns of it by a fence.
+  // The asynchronous proxy sees it only after a fence.
   if (ordering(cta->emu)) w->view.vc[b->agent] = b->clock;
   store_packed(cta, b);
   progress(cta->emu);
@@ -400,7 +400,7 @@ static void drop_expected(Warp *w, const Insn *I, Cta *cta, Mbarrier *b, int cou
   b->expected -= count;
 }
 
-// One thread's arrival; what the thread gets is the state before it.
+// One thread's arrival. Returns the state before it.
 static uint64_t arrive_once(Warp *w, const Insn *I, Target *t, Mbarrier *b, uint32_t operand,
                             bool drop) {
   int kind = I->mod[0];
@@ -430,7 +430,7 @@ static int arrive(Warp *w, const Insn *I, Mask m, bool drop) {
     if (!b) continue;
     Clock phase = b->phase - 1;
     FOR_SET(l, t->lanes) {
-      if (b->phase != phase) {  // once for each phase that the lanes arrive in
+      if (b->phase != phase) {  // release once per phase in which lanes arrive
         if (relaxed) relaxed_release_into(w, &b->next);
         else release_into(w, &b->next);
         phase = b->phase;
@@ -506,7 +506,7 @@ static Mask complete_lanes(Warp *w, const Insn *I, Mask m, const Target *t, Mbar
   return done;
 }
 
-// A waiter by parity that sleeps through a whole phase would wait for ever.
+// A thread that waits by parity and misses a whole phase would wait forever.
 static bool missed_a_phase(Warp *w, const Insn *I, const Target *t, const Mbarrier *b) {
   Clock since = b->phase - (Clock)group_of(w)->note[1];
   if (since < 2) return false;
@@ -517,7 +517,7 @@ static bool missed_a_phase(Warp *w, const Insn *I, const Target *t, const Mbarri
   return true;
 }
 
-// A waiting thread may be told "not yet" at any time: seldom, where the schedule is not fair.
+// A try_wait may fail at any time: here rarely, and not under the fair schedule.
 static bool gives_up(Warp *w) {
   Group *g = group_of(w);
   return g->timed_out || (g->step == 0 && emu_of(w)->schedule && emu_random(emu_of(w), 8) == 0);
@@ -541,7 +541,7 @@ static int mbarrier_wait(Warp *w, const Insn *I, Mask m, WaitForm form) {
   Group *g = group_of(w);
   Target targets[32];
   int n = targets_of(w, I, 1, m, I->mod[2], targets);
-  Mask done = m;  // also lanes whose address means nothing: they would wait for ever
+  Mask done = m;  // includes lanes with invalid addresses, which would wait forever
   for (int i = 0; i < n; i++) done &= ~targets[i].lanes;
   Mbarrier *first = NULL;
   for (int i = 0; i < n; i++) {

@@ -34,7 +34,7 @@ static bool in_parameters(const Emu *e, uint64_t address, uint64_t bytes) {
   return at < size && bytes <= size - at;
 }
 
-// An address in words, by the tensor that it lies in or next to.
+// Describes an address by the tensor that it is in or next to.
 static const char *global_place(Emu *e, uint64_t address, uint64_t bytes) {
   typedef unsigned long long ull;
   if ((address & TAG_MASK) == SHARED_TAG) return "a generic address of shared memory";
@@ -119,7 +119,7 @@ static bool shared_legal(Warp *w, const Insn *I, int lane, const Cta *cta, uint3
   return true;
 }
 
-// Shared memory of a CTA lives as long as the CTA does.
+// Shared memory of a CTA exists only until the CTA exits.
 static void check_alive(Warp *w, const Insn *I, const Cta *cta) {
   if (cta != w->cta && !live_cta(cta))
     finding(w, I, CK_CLUSTER, SEV_ERROR,
@@ -159,7 +159,7 @@ static Mask lanes_like(const uint64_t a[32], Mask m, int shift, uint64_t value) 
   return same & m;
 }
 
-// Smallest and largest address, and all bits that are set in any of them.
+// The smallest and the largest address, and the bitwise or of all.
 typedef struct { uint64_t low, high, bits; } Range;
 static Range range_of(const uint64_t a[32]) {
   Range r = {a[0], a[0], 0};
@@ -296,8 +296,8 @@ bool next_batch(Cursor *c, Batch *b) {
   return false;
 }
 
-// Which memory an address operand of ld.param and st.param means: the kernel's parameters, or
-// those of a call, which live in local memory.
+// The memory of an address operand of ld.param and st.param: the kernel's parameters, or those of a
+// call, which are in local memory.
 static Space parameter_space(Warp *w, const Operand *o, uint64_t address) {
   if (o->sub == K_LOCAL_SYM) return SP_LOCAL;
   if (o->sub == K_REG && address < (uint64_t)emu_of(w)->program->local_bytes) return SP_LOCAL;
@@ -310,7 +310,7 @@ void start_access(Cursor *c, Warp *w, const Insn *I, const Operand *address, Mas
   c->bytes = bytes, c->write = write, c->own_cta = false;
   addresses_of(w, I, address, m, c->a);
   if (I->flags & F_PROPAGATE && address->sub == K_REG && m & ~w->defined[address->id])
-    undefined_read(w, I, address, m & ~w->defined[address->id]);  // that is for the data alone
+    undefined_read(w, I, address, m & ~w->defined[address->id]);  // F_PROPAGATE is for the data
   if (space == SP_SHARED) FOR_LANES(l) c->a[l] = (uint32_t)c->a[l];
   if (space == SP_PARAM) c->space = parameter_space(w, address, c->a[first_lane(m)]);
   if (space == SP_CONST) c->space = SP_GLOBAL;
@@ -318,7 +318,7 @@ void start_access(Cursor *c, Warp *w, const Insn *I, const Operand *address, Mas
 
 // --------------------------------------------------------------------------- checks and counters
 
-// What the lanes touch, in ascending order without gaps and repetitions.
+// The runs of bytes that the lanes access, in ascending order and without overlaps.
 typedef struct {
   int count, distinct;  // runs; different addresses
   struct { uint64_t start, bytes; } run[32];
@@ -352,8 +352,8 @@ static void find_runs(Runs *r, const Batch *b, uint32_t bytes) {
   }
 }
 
-// Shared memory serves 32 words of different banks at a time; 8 and 16 bytes a lane go by half
-// and quarter warps.
+// Shared memory serves 32 words of different banks at a time; accesses of 8 and 16 bytes per lane
+// are split into half and quarter warps.
 static void count_banks(Emu *e, const Batch *b, uint32_t bytes) {
   int lanes = bytes <= 4 ? 32 : 128 / (int)bytes, words = bytes <= 4 ? 1 : (int)bytes / 4;
   for (int group = 0; group < 32; group += lanes) {
@@ -409,7 +409,7 @@ static void check_barriers(Warp *w, const Insn *I, const Cta *cta, uint64_t star
   }
 }
 
-// The values of lanes that store to the same place: one of them stays, unspecified which.
+// Lanes that store different values to the same place: it is unspecified which value stays.
 static void check_conflicts(Warp *w, const Insn *I, const Batch *b, const uint8_t *values,
                             uint32_t bytes) {
   FOR_SET(l, b->m)
@@ -437,7 +437,7 @@ int announce(Warp *w, const Insn *I, const Batch *b, uint32_t bytes, int kind,
   const uint64_t wanted = 1ull << CK_RACE | 1ull << CK_PROXY | 1ull << CK_UNINITIALISED |
                           1ull << CK_COUNTERS | 1ull << CK_BARRIER;
   if (b->space != SP_GLOBAL && b->space != SP_SHARED) return 0;
-  if (!(e->checks & wanted)) {  // what a launch has written stays known for the next one
+  if (!(e->checks & wanted)) {  // the next launch needs to know what this one has written
     if (b->space == SP_GLOBAL && kind & WRITES)
       FOR_SET(l, b->m) global_write(access, host_of(b, l), bytes);
     return 0;
@@ -566,8 +566,8 @@ enum { SEM_WEAK = 1, SEM_RELAXED = 3, SEM_ORDERED = 7, SEM_MMIO = 11 };
 static bool is_strong(int semantics) { return semantics > SEM_WEAK; }
 static bool is_ordered(int semantics) { return semantics >= SEM_ORDERED && semantics < SEM_MMIO; }
 
-// Lanes that load what nothing has written: their registers are as undefined, and a finding once
-// anything depends on them.
+// Lanes that load unwritten bytes: their registers are undefined, and a finding once anything
+// depends on them.
 static Mask undefined_lanes(Warp *w, const Batch *b, uint32_t at, uint32_t bytes) {
   const uint8_t *written = b->space == SP_LOCAL ? w->local_init : b->cta->shared_init;
   Mask bad = 0;
@@ -576,7 +576,7 @@ static Mask undefined_lanes(Warp *w, const Batch *b, uint32_t at, uint32_t bytes
   return bad;
 }
 
-// Of these lanes those that load a value which was chosen and stored as such.
+// The lanes among these that load a chosen value (Warp.chosen).
 static Mask chosen_lanes(const Batch *b, uint32_t at, uint32_t bytes) {
   if (b->space != SP_SHARED || !b->cta->shared_chosen) return 0;
   Mask chosen = b->m;
@@ -618,7 +618,7 @@ static int load(Warp *w, const Insn *I, Mask m, Space space, int semantics, int 
   return DONE;
 }
 
-// Generic forms name no space, so their later modifiers come one place earlier.
+// Generic forms have no modifier for the space, so that later modifiers come one place earlier.
 #define NO_SPACE(space) ((space) == SP_GENERIC)
 #define LOAD(name, space)                                                       \
   static int name(Warp *w, const Insn *I, Mask m) {                             \
@@ -660,7 +660,7 @@ static void gather(uint8_t *out, Mask m, const Values *v, int n, uint32_t bytes)
       memcpy(out + l * MAX_ACCESS + (uint32_t)k * bytes, v[k].data + l * v[k].stride, bytes);
 }
 
-// What a batch of a store is about to write.
+// The data that a batch of a store writes.
 typedef struct { const Batch *batch; const Values *values; int n; uint32_t bytes; } Stored;
 
 static bool already_there(const void *data, const uint8_t *word) {
@@ -675,7 +675,7 @@ static bool already_there(const void *data, const uint8_t *word) {
   return true;
 }
 
-// Undefined values make local and shared memory undefined; anywhere else they have an effect.
+// Undefined values make local and shared memory undefined; elsewhere storing them is an error.
 static void note_definedness(Warp *w, const Insn *I, const Batch *b, const Operand *value,
                              uint32_t at, uint32_t bytes) {
   Mask defined = I->flags & F_PROPAGATE ? defined_in(w, value) : ALL_LANES;
@@ -738,8 +738,8 @@ static int store(Warp *w, const Insn *I, Mask m, Space space) {
   return store_as(w, I, m, space, I->mod[ST_SEM], mod[ST_VECTOR], TYPE[mod[ST_TYPE] - 1]);
 }
 
-// st.async to global memory: a store that releases. It may take effect at any later time; here it
-// does at once.
+// st.async to global memory is a release. It may take effect at any later time; here it does at
+// once.
 static int exec_st_async_release(Warp *w, const Insn *I, Mask m) {
   static const uint8_t bytes[] = {2, 4, 8, 2, 4, 8, 2, 4, 8, 4, 8};
   Type t = {bytes[I->mod[3] - 1], false};
@@ -787,7 +787,7 @@ static int exec_st_bulk(Warp *w, const Insn *I, Mask m) {
 
 // ------------------------------------------------------------------------------------- caches
 
-// Hints change nothing; their address only has to be a defined value.
+// Hints have no effect; only their address has to be defined.
 static int exec_hint(Warp *w, const Insn *I, Mask m) {
   uint64_t a[32];
   addresses_of(w, I, &I->op[0], m, a);
@@ -822,7 +822,7 @@ static int exec_discard(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
-// A policy's bits are opaque: these name the primary priority.
+// A policy's bits are opaque; here they hold the primary priority.
 static int put_policy(Warp *w, const Insn *I, Mask m, int primary) {
   uint64_t r[32];
   FOR_LANES(l) r[l] = 0x10F0000000000000ull | (uint64_t)primary << 57;
@@ -862,7 +862,7 @@ const Form FORMS_MEMORY[] = {
     LD("{.weak}", "(.local)", exec_ld_local),
     LD("{.weak}", "(.param|param::entry|param::func)", exec_ld_param),
     LD("{.weak}", "(.const)", exec_ld_const),
-    {"ldu{.global}" VECTOR TYPES, "dxl a s64?", exec_ldu, 0},  // no policy, but load() looks
+    {"ldu{.global}" VECTOR TYPES, "dxl a s64?", exec_ldu, 0},  // load() needs the policy operand
 
     ST(ST_SEMANTICS, "", exec_st_generic, F_PROPAGATE),
     ST(ST_SEMANTICS, "(.global)", exec_st_global, 0),

@@ -31,7 +31,7 @@ static uint8_t *row_pointer(Warp *w, const Insn *I, bool generic, uint64_t addre
   return NULL;
 }
 
-// Each eight rows go through the banks together: as many times as rows share 16-byte columns.
+// Eight rows access the banks together, in as many wavefronts as rows share a 16-byte column.
 static void count_rows(Warp *w, const uint64_t *address, int rows) {
   Emu *e = emu_of(w);
   for (int first = 0; first < rows; first += 8) {
@@ -47,8 +47,8 @@ static void count_rows(Warp *w, const uint64_t *address, int rows) {
   }
 }
 
-// Matrix rows as they stand in memory, from the addresses of the first `rows` lanes. `bytes`:
-// how many of the 16 hold data. `known`, where it is given, gets 1 for each byte with a value.
+// Matrix rows as they are in memory, at the addresses of the first `rows` lanes. `bytes`: how many
+// of the 16 hold data. `known`, if not NULL, gets 1 for each byte with a defined value.
 static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool generic, int rows,
                       int bytes, uint8_t out[32][16], uint8_t known[32][16]) {
   Mask lanes = m & (rows == 32 ? ALL_LANES : (1u << rows) - 1);
@@ -77,7 +77,7 @@ static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool gen
 
 static int matrices(int modifier) { return 1 << (modifier - 1); }  // .x1 .x2 .x4
 
-// What each lane gets of an 8 x 8 matrix of 16-bit elements.
+// Each lane's elements of an 8 x 8 matrix of 16-bit elements.
 static void fragment(uint8_t x[8][16], bool transposed, uint32_t v[32]) {
   FOR_LANES(l) {
     int g = l / 4, t = l % 4;
@@ -168,7 +168,7 @@ static void store_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool ge
   uint64_t address[32] = {0};
   addresses_of(w, I, o, lanes, address);
   if (I->flags & F_PROPAGATE && o->sub == K_REG && lanes & ~w->defined[o->id])
-    undefined_read(w, I, o, lanes & ~w->defined[o->id]);  // the flag is for the data alone
+    undefined_read(w, I, o, lanes & ~w->defined[o->id]);  // F_PROPAGATE is for the data
   Access a = access_of(w, I, "stmatrix");
   uint64_t own[32];
   Mask mine = 0;
@@ -251,9 +251,9 @@ static int exec_movmatrix(Warp *w, const Insn *I, Mask m) {
 
 // -------------------------------------------------------------------------------- fragments
 //
-// In bytes all operands are alike. A row of A (a column of B) has 16 or 32 bytes; register r of
-// lane 4g + t holds four of them, from 4t on (and from 16 + 4t on for its second half), of rows g
-// and g + 8 in turn.
+// In bytes all types have the same layout. A row of A (a column of B) has 16 or 32 bytes; register
+// r of lane 4g + t holds four of them, from 4t on (and from 16 + 4t on for its second half), of
+// rows g and g + 8 in turn.
 
 #define MAX_K_BYTES 32
 
@@ -369,7 +369,7 @@ static Mask undefined_in(Warp *w, const Operand *o, unsigned chosen) {
   return bad;
 }
 
-static unsigned fours(Mask lanes) {  // which rows of four lanes are meant, one bit each
+static unsigned fours(Mask lanes) {  // quads (rows) with a lane in the mask, one bit each
   unsigned rows = 0;
   for (int g = 0; g < 8; g++) rows |= (unsigned)((lanes >> 4 * g & 15) != 0) << g;
   return rows;
@@ -410,7 +410,7 @@ static int float_mma(Warp *w, const Insn *I, Mask m, const FloatMma *f) {
     Numerics n = numerics_of(e, UNIT_MMA, f->a, f->b, f->f16_d, SCALED_NONE);
     mma_tile(&n, 16, 8, f->k, A, B, D, true);
   }
-  // D may be C: what is undefined has to be known before it is written.
+  // D may be C, so undefined lanes are found before D is written.
   Mask undefined[4] = {0};
   const Operand *c = list_of(w, &I->op[3]);
   for (int r = 0; r < 4 && r < count_of(&I->op[3]); r++) {

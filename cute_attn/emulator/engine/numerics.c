@@ -46,7 +46,7 @@ void decode_fp4(const uint8_t *raw, int count, float *out) {
 
 // --------------------------------------------------------------------------------------- rules
 
-// What is known of each generation. A rule holds from its architecture on, until a later rule for
+// The parameters of each generation. A rule holds from its architecture on, up to the next rule for
 // the same unit and operands.
 enum { OPERAND_HALF, OPERAND_TF32, OPERAND_FP8, OPERAND_SCALED, OPERAND_SCALED_FP4 };
 typedef struct { int arch; MmaUnit unit; int operand, block_k, fraction_bits, result_bits; } Rule;
@@ -156,9 +156,9 @@ static inline double power_of_two(int e) {   // -1022 <= e <= 1023
 }
 static inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
-#define NO_EXPONENT (-2000)  // of zero: never the largest
-#define LOWEST (-133)        // exponent of the alignment when all else is zero or smaller
-#define BAD_EXPONENT 12000   // of what the vector path leaves to exact_element
+#define NO_EXPONENT (-2000)  // of zero, so that it is never the largest
+#define LOWEST (-133)        // the smallest exponent that products are aligned to
+#define BAD_EXPONENT 12000   // marks values that the vector path leaves to exact_element
 
 static inline int exponent_of(float x, int lowest) {
   uint32_t bits = float_bits(x) & 0x7FFFFFFF;
@@ -167,10 +167,10 @@ static inline int exponent_of(float x, int lowest) {
   return e < lowest ? lowest : e;
 }
 
-// The sign of a result that has become zero is lost.
+// A result that has become zero loses its sign.
 static inline float positive_zero(float x) { return x == 0 ? 0 : x; }
 
-// An exact value as the accumulator's format holds it.
+// An exact value rounded to the accumulator's format.
 static float rounded(const Numerics *num, double v) {
   if (v == 0) return 0;
   if (num->f16_result) {
@@ -208,9 +208,9 @@ static float exact_element(const Numerics *num, int K, const float *a, const flo
 
 // ------------------------------------------------------------------------------- blocks, exact
 //
-// Eight columns at a time. Products are formed in f32, where they are exact as long as their
-// factors stay between 2^-50 and 2^60; smaller factors are left out, and elements for which that
-// could matter are done again by exact_element.
+// Eight columns at a time. Products are formed in f32, where they are exact if their factors are
+// between 2^-50 and 2^60; smaller factors are left out, and exact_element recomputes elements for
+// which that could matter.
 
 #define MAX_BLOCK 64
 #define SMALLEST (-50)
@@ -249,7 +249,7 @@ static inline v8s take_exponents(float *x, int lowest, v8s *left) {
   v8i large = e > LARGEST, usual = (e >= SMALLEST) & ~large, zero = bits == 0;
   e = max8i(e, (v8i){0} + lowest);
   e = (e & ~zero) | (zero & NO_EXPONENT);
-  // Too large for the vector path: as if something enormous had been left out.
+  // Too large for the vector path: treated as if a huge value had been left out.
   v8i out = (large & BAD_EXPONENT) | (usual & (2 * NO_EXPONENT)) | (e & ~large & ~usual);
   *left = __builtin_convertvector(out, v8s);
   *(v8i *)x &= usual;
@@ -289,7 +289,7 @@ static inline v8f rounded8(const Numerics *num, v8i total, v8i exponent, v8i *ag
   v8i bits = (v8i)__builtin_convertvector(magnitude, v8f);  // to nearest: undo rounding up
   v8i back = __builtin_convertvector((v8f)bits, v8i);
   bits += (back > magnitude) | (back < 0);
-  if (num->f16_result)  // what is lost is gathered in the last bit
+  if (num->f16_result)  // lost bits are collected in the last one
     bits |= (__builtin_convertvector((v8f)bits, v8i) != magnitude) & 1;
   else bits &= ~((1 << (23 - num->result_bits)) - 1);
   v8i field = (bits >> 23) + exponent;
@@ -299,7 +299,7 @@ static inline v8f rounded8(const Numerics *num, v8i total, v8i exponent, v8i *ag
   return (v8f)((v8i)value | (sign & (int32_t)0x80000000 & ((v8i)value != 0)));
 }
 
-// Adds one block of K products to eight columns of a row. Returns the columns to do again, one bit
+// Adds one block of K products to eight columns of a row. Returns the columns to recompute, one bit
 // each.
 static inline __attribute__((always_inline)) unsigned exact_eight(
     const Block *b, int K, int n0, const float *a, const int16_t *ea, int row_top, int row_small,
@@ -336,7 +336,7 @@ static inline __attribute__((always_inline)) unsigned exact_eight(
   v8i c_small = __builtin_convertvector(*(const v8s *)(b->column_small + n0), v8i) + row_top;
   v8i r_small = __builtin_convertvector(*(const v8s *)(b->column_top + n0), v8i) + row_small;
   v8i limit = max8i(c_small, r_small) + shift + F + 3;
-  // What was left out has an effect, or the scale was out of range.
+  // A factor that was left out has an effect, or the scale was out of range.
   again |= (e < limit) | (e > F + 120) | ((e < F - 126) & ~((total == 0) & c_zero));
   v8f out = rounded8(num, total, e - F, &again);
   out = (v8f)(((v8i)out & ~again) | ((v8i)c8 & again));
@@ -344,7 +344,7 @@ static inline __attribute__((always_inline)) unsigned exact_eight(
   return mask_of(again);
 }
 
-// The same with the usual lengths known to the compiler.
+// The same with the usual lengths as compile-time constants.
 static unsigned exact_columns(const Block *b, int n0, const float *a, const int16_t *ea,
                               int row_top, int row_small, int row_shift, float *c) {
   switch (b->K) {
@@ -358,7 +358,7 @@ static inline int scale_exponent(float s) {
   return s == 0 || !isfinite(s) ? 0 : ilogbf(s);
 }
 
-// B, made ready for exact_eight: columns n0 .. n0 + K of its rows.
+// Prepare B for exact_eight: columns n0 .. n0 + K of its rows.
 static Block prepare(const Numerics *num, int N, int ld, int k0, int K, const float *B,
                      const int16_t *scale) {
   int padded = (N + 7) & ~7;
@@ -418,7 +418,7 @@ static void exact_block(const Block *block, int M, int N, int ld, int k0, const 
   }
 }
 
-// What the last call of mma_tile left in the working arrays, if its K was one block.
+// The prepared B of the last call of mma_tile, if its K was one block.
 typedef struct { Numerics num; Block block; const float *B; int N, K; bool exact; } Latest;
 
 static Latest *latest_of(const Numerics *num) {
@@ -471,8 +471,8 @@ static float *prescaled(const Numerics *num, int slot, const float *X, const flo
   return out;
 }
 
-// fp4 with scale factors: `scale_group` products are summed exactly, times the significands of the
-// scale factors; the exponents of the latter decide how these sums are aligned.
+// fp4 with scale factors: `scale_group` products are summed exactly and multiplied by the
+// significands of the scale factors, whose exponents decide how these sums are aligned.
 static float grouped_element(const Numerics *num, int K, const float *a, const float *b,
                              const float *sa, const float *sb, int vector, float c) {
   double part[64];

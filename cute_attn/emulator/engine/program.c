@@ -1,4 +1,4 @@
-// Programs as library.py packs them, the forms that they name, and the names of all enumerations.
+// Programs (packed by lowering.py), the table of all forms, and the names of all enumerations.
 #include "engine.h"
 
 // ------------------------------------------------------------------------------------- names
@@ -79,7 +79,7 @@ typedef struct {
   int32_t launch_registers, keeps_registers;
 } ProgramHeader;
 
-// How many entries of Insn.op a form's destinations take: they come first.
+// The number of entries of Insn.op for a form's destinations, which come first.
 static uint8_t destinations(const Form *form) {
   uint8_t n = 0;
   for (const char *token = form->operands; *token == 'd';) {

@@ -1,4 +1,4 @@
-// The arithmetic of reductions; reductions.h says who uses it.
+// The arithmetic of reductions, see reductions.h.
 #include "reductions.h"
 #include "scalar.h"
 

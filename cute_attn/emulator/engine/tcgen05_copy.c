@@ -1,4 +1,4 @@
-// tcgen05.cp, shift, commit and fences, and how operations of the tensor core are issued.
+// tcgen05.cp, shift, commit and fences, and the issue of tensor core operations.
 #include "numerics.h"
 #include "tcgen05.h"
 
@@ -35,7 +35,7 @@ Touched *fetch_begin(const Cta *cta) {
 
 void fetch_end(Touched *touched, const Access *access, Cta *cta, const char *name) {
   Access plain = *access, *a = &plain;
-  a->tensor = 0;  // in shared memory the fences of the asynchronous proxy count
+  a->tensor = 0;  // on shared memory only fences of the asynchronous proxy matter
   if (touched->bad)
     finding(a->warp, a->insn, CK_BOUNDS, SEV_ERROR,
             "%s reaches shared address 0x%x, outside the %u bytes of CTA %u from 0x%x on", name,
@@ -93,7 +93,7 @@ typedef struct {
   uint32_t address;
 } Copy;
 
-// Lanes that row `row` goes to; how many.
+// The lanes that row `row` is copied to. Returns their number.
 static int copy_lanes(int shape, int row, int lanes[4]) {
   switch (shape) {
     case CP_4x256b: lanes[0] = 32 * row; return 1;
@@ -168,7 +168,7 @@ static int exec_cp(Warp *w, const Insn *I, Mask m) {
 
 typedef struct { int group; uint32_t address; } Shift;
 
-// Rows 1 to 31 of 32 lanes move to the lane before; the last keeps what it has.
+// Rows 1 to 31 of 32 lanes move down by one lane; the last lane keeps its row.
 static void run_shift(AsyncOp *op, int stage) {
   (void)stage;
   const Shift *s = op->data;

@@ -60,8 +60,8 @@ typedef struct {
   uint64_t zero_columns;    // descriptor of the mask of columns of B, of .ws
 } Mma;
 
-// Where the rows of D (and of A) lie in the TMEM of one CTA: `folds` groups of columns stand
-// below each other; with `half` only 16 of every 32 lanes are used.
+// Layout of the rows of D (and of A) in the TMEM of one CTA: `folds` groups of columns are stacked
+// along the lanes; with `half` only 16 of every 32 lanes are used.
 typedef struct { int rows, folds, columns, base; bool half; } Layout;
 
 static Layout layout_of(const Mma *m) {
@@ -80,7 +80,7 @@ static inline int lane_of(const Layout *l, int row, int fold) {
 static inline int blocks_of(const Layout *l) { return l->half ? 4 : 1; }
 static inline int block_rows(const Layout *l) { return l->half ? 16 : l->rows; }
 
-// The operands of the multiplication under way.
+// The operands of the current multiplication.
 typedef struct {
   _Alignas(64) float a_tile[128 * 64], b_tile[256 * 64], d_tile[128 * 256];
   _Alignas(64) uint8_t a_raw[128][K_BYTES], b_raw[256 + 64][K_BYTES];
@@ -94,7 +94,7 @@ static int bits_of(FloatType type) {
   return type == FT_E2M1 ? 4 : type == FT_E2M3 || type == FT_E3M2 ? 6 : 8;
 }
 
-// In TMEM narrow elements stand alone in a byte, their sign in bit 5.
+// In TMEM elements under 8 bits have a byte each, with the sign in bit 5.
 static uint8_t narrow_from_byte(uint8_t byte, int bits) {
   return (uint8_t)(byte >> (6 - bits) & ((1u << bits) - 1));
 }
@@ -137,7 +137,7 @@ static void load_a_from_tmem(const AsyncOp *op, const Mma *m, Cta *cta, const La
   if (m->shift_a) memmove(t->a_raw[0], t->a_raw[1], (size_t)(l->rows - 1) * K_BYTES);
 }
 
-// D into d_tile. A read of what the same operation goes on to write needs no mark of its own.
+// Read D into d_tile. The same operation writes D, so that the read needs no mark of its own.
 static bool load_d(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, int fold) {
   Tiles *t = tiles_of(op->emu);
   int column = (int)(m->d & 0xFFFF), n = l->columns;
@@ -193,8 +193,8 @@ static void multiply_rows(Tiles *t, const Mma *m, int rows, int columns, int fir
                     m->accumulate, m->saturate);
 }
 
-// Scale factors: those of row (or column) i stand in lane i % 32 of a 32-lane partition, in
-// column i / 32, one byte each. Every partition has its own copy.
+// Scale factors of row (or column) i are in lane i % 32 of a 32-lane partition, in column i / 32,
+// one byte each. Every partition has its own copy.
 static void load_scales(const AsyncOp *op, const Mma *m, Cta *cta, const Layout *l, int fold) {
   Tiles *t = tiles_of(op->emu);
   const struct Tmem *tmem = cta->tmem;
@@ -326,7 +326,7 @@ static bool bad_shape(const Mma *m) {
   return !rows || m->N < step || m->N > 256 || m->N % step;
 }
 
-// Read the instruction descriptor; false after a finding that leaves nothing to compute.
+// Read the instruction descriptor; false after a finding if nothing can be computed.
 static bool read_descriptor(Warp *w, const Insn *I, uint32_t d, Mma *m) {
   const char *kind = KINDS[m->kind].name;
   int d_type = d >> 4 & 3, a_type = d >> 7 & 7, b_type = d >> 10 & 7;
@@ -443,7 +443,7 @@ static void check_lanes(Warp *w, const Insn *I, const Mma *m) {
             "A of tcgen05.mma at lane %u, D at lane %u: they must be aligned alike", a_lane, lane);
 }
 
-// Collector buffers hold nothing of their own here, but what a reuse would take must be in them.
+// Collector buffers hold no data here; a reuse is only checked for an earlier fill with its matrix.
 static void check_collector(Warp *w, const Insn *I, const Mma *m, int modifier) {
   enum { FILL = 1, USE, LAST_USE, DISCARD };
   int usage = modifier ? (modifier - 1) % 4 + 1 : DISCARD;

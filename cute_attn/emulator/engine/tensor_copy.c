@@ -4,7 +4,7 @@
 
 // ------------------------------------------------------------------------------- rows of a tensor
 //
-// Contiguous runs of bytes in global memory, and where they are in the box.
+// Contiguous runs of bytes in global memory, and their places in the box.
 
 typedef struct {
   AsyncOp *op;
@@ -14,7 +14,7 @@ typedef struct {
   uint32_t place, bytes;
 } Runs;
 
-// What a load makes of F32 elements of a TF32 tensor map: rounded to nearest.
+// Loads round F32 elements of a TF32 tensor map to nearest.
 static void round_to_tf32(uint8_t *elements, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; i += 4) {
     uint32_t v;
@@ -52,7 +52,7 @@ static void add_run(Runs *r, uint64_t address, uint32_t place, uint32_t bytes) {
   r->bytes = bytes;
 }
 
-// Units of a packed type that lie apart in shared memory; loads alone.
+// Units of a packed type with gaps between them in shared memory; only for loads.
 static void add_units(Runs *r, const TensorMap *t, uint64_t address, uint32_t place,
                       uint32_t count) {
   AsyncOp *op = r->op;
@@ -63,8 +63,8 @@ static void add_units(Runs *r, const TensorMap *t, uint64_t address, uint32_t pl
     memcpy(r->copy->buffer + place + i * t->spread, p + i * t->bytes, t->bytes);
 }
 
-// One row of the box: the elements from (x, at[1], at[2] ...) on, as far as they exist. Stores do
-// not cut the 16 bytes in which a row ends.
+// One row of the box: the elements from (x, at[1], at[2] ...) on that exist. Stores write all of
+// the 16 bytes in which a row ends.
 static void add_row(Runs *r, const TensorMap *t, int64_t x, const int64_t at[5], uint32_t row) {
   uint64_t address = t->address;
   for (int d = 1; d < t->rank; d++) {
@@ -203,8 +203,7 @@ static Copy *tensor_copy(Warp *w, const Insn *I, const Coordinates *from, int la
   return NULL;
 }
 
-// A load that cannot be done at all leaves its barrier without the bytes, as hardware (which
-// stops) would.
+// A load that cannot be done never delivers its bytes to the mbarrier; hardware stops there.
 static int load_tensor(Warp *w, const Insn *I, Mask m, TensorMode mode, const int32_t pixel[32][3],
                        const uint32_t *masks, bool pair) {
   Coordinates from;
@@ -267,7 +266,7 @@ static int exec_im2col_multicast(Warp *w, const Insn *I, Mask m) {
   return load_im2col(w, I, m, SRC32(5), pair_of(I, 7));
 }
 
-// What loads allow and stores do not: hardware stops at these, but for the last.
+// Restrictions of stores that loads do not have. Hardware stops at all of them but the last.
 static bool storable(Warp *w, const Insn *I, const Copy *c) {
   const TensorMap *t = &c->map;
   for (int d = 0; d < t->rank && c->mode != MODE_GATHER; d++) {

@@ -1,7 +1,7 @@
 // Tensor maps: reading them, tensormap.replace and tensormap.cp_fenceproxy.
 //
-// A tensor map as the hardware reads it: the first 16 of its 32 words. (The driver puts further
-// ones behind them, the DSL's host code leaves them undefined: nothing depends on them.)
+// A tensor map as the hardware reads it: the first 16 of its 32 words. (The driver writes further
+// words, the DSL's host code leaves them undefined: nothing depends on them.)
 //   words 0, 1  global address
 //   word 2      bit 0: im2col; 1: set by the DSL, not by the driver; 4-6: rank - 1;
 //               7-10: element type as .elemtype counts them, but TF32 is F32 with bit 16 set, and
@@ -51,7 +51,7 @@ static void decode_corners(TensorMap *t, uint32_t word) {
   }
 }
 
-// False for what is no tensor map at all, or none of a kind known here.
+// False if the bytes are no tensor map, or one of an unknown kind.
 static bool decode_tensor_map(TensorMap *t, const uint32_t words[16]) {
   uint32_t flags = words[2];
   int type = element_type(flags);
@@ -87,7 +87,7 @@ static bool decode_tensor_map(TensorMap *t, const uint32_t words[16]) {
 
 enum { MAP_FIELDS = 34 };
 
-// What is read out of a tensor map, for comparisons: address, rank, type, im2col, interleave,
+// The fields of a tensor map, for comparisons: address, rank, type, im2col, interleave,
 // swizzle, fill, pixels; sizes, strides, box sizes, element strides (5 each); lower and upper
 // corners (3 each). False: it is none.
 int emu_tensor_map(const char *map, int64_t out[MAP_FIELDS]) {
@@ -108,7 +108,7 @@ int emu_tensor_map(const char *map, int64_t out[MAP_FIELDS]) {
   return 1;
 }
 
-// What is wrong with a tensor map whatever it is used for; NULL: nothing.
+// An error of the tensor map for any use; NULL if there is none.
 static const char *map_fault(const TensorMap *t) {
   if (t->address % (t->interleave == 2 ? 32 : 16))
     return text("the global address 0x%llx is not a multiple of %d",

@@ -72,7 +72,7 @@ static bool slices_free(const struct Tmem *t, int first, int count) {
   return true;
 }
 
-// Allocate the first free columns that are the same in all of the CTAs; -1 if there are none.
+// Allocate the first columns that are free in all of the CTAs; -1 if there are none.
 static int allocate(Warp *w, const Insn *I, Cta **ctas, int n, int columns) {
   int count = columns / SLICE;
   for (int first = 0; first + count <= SLICES; first++) {
@@ -290,7 +290,7 @@ static inline void cell_write(const Cells *c, struct Tmem *t, int lane, int colu
   t->words[lane][column + 1] = v >> 16;
 }
 
-// Decode the operands of ld or st; false after a finding that leaves nothing to do.
+// Decode the operands of ld or st; false after a finding if nothing can be done.
 static bool cells_of(Warp *w, const Insn *I, Mask m, const Operand *address, int shape, int num,
                      bool halves, int split, int registers, const char *what, Cells *c) {
   uint64_t addresses[32];
@@ -317,7 +317,7 @@ static bool cells_of(Warp *w, const Insn *I, Mask m, const Operand *address, int
   }
   int own = 32 * (w->index % 4), lanes = SHAPES[shape].lanes;
   if (c->lane != own && !(lanes == 16 && c->lane == own + 16)) {
-    // Which quarter is the warp's own the hardware knows by itself: DeepGEMM never names it.
+    // The hardware knows the warp's own quarter: DeepGEMM's addresses never name it.
     if (c->lane == 0 || (lanes == 16 && c->lane == 16))
       finding(w, I, CK_TMEM, SEV_NOTE,
               "%s at lane %d by warp %d, whose lanes are %d to %d: it works only because the "
@@ -539,7 +539,7 @@ static int exec_wait_ld(Warp *w, const Insn *I, Mask m) {
     AsyncOp *op = s->loads[0];
     Load d = *(Load *)op->data;
     force(op);
-    // It goes when its last register is no longer pending: off the list first.
+    // It is freed once no register is pending on it, so take it off the list first.
     if (s->nloads && s->loads[0] == op)
       memmove(&s->loads[0], &s->loads[1], sizeof *s->loads * (size_t)--s->nloads);
     for (int r = 0; r <= d.cells.count; r++) {

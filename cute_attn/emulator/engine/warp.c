@@ -5,8 +5,8 @@
 
 // ---------------------------------------------------------------------------------- member masks
 //
-// The lanes that execute an instruction need not name the same members: two halves of a warp may
-// each work among themselves. A part is a set of lanes that name the same members.
+// The lanes that execute an instruction may name different members: two halves of a warp may
+// each work separately. A part is a set of lanes that name the same members.
 
 typedef struct { Mask members, lanes; } Part;
 
@@ -22,8 +22,8 @@ static void require_defined(Warp *w, const Insn *I, const Operand *o, Mask m) {
   if (bad) undefined_read(w, I, o, bad);
 }
 
-// The parts among lanes m by the masks in operand o, of which only lanes in `known` are kept.
-// False: some members have still to come, and the group is blocked.
+// The parts of lanes m by the masks in operand o, restricted to lanes in `known`. False: some
+// members have not arrived yet, and the group is blocked.
 static bool gather(Warp *w, const Insn *I, Mask m, const Operand *o, Mask known, Part parts[32],
                    int *count) {
   uint32_t buffer[32];
@@ -91,7 +91,7 @@ static int exec_shfl(Warp *w, const Insn *I, Mask m) {
       finding(w, I, CK_SYNC, SEV_ERROR,
               "lane %d reads from lane %d, which is inactive or not in the member mask 0x%08x "
               "(executing: 0x%08x)", bad, from, parts[p].members, lanes);
-    defined |= astray;  // said already
+    defined |= astray;  // already reported
   }
   PUT32(0, result);
   set_chosen(w, &I->op[0], m, defined, chosen);

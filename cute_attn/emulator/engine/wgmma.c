@@ -1,14 +1,14 @@
 // wgmma: asynchronous matrix multiplication by warpgroups of four warps.
 //
 // Each warp computes its 16 of the 64 rows as an operation of its own. The hardware starts when
-// all four warps have arrived: so the operations of the first three are kept back, and that of the
-// last one runs them all. What a warp has waited for has been done by all four.
+// all four warps have arrived, so the operations of the first three are held back, and that of the
+// last one runs them all. A wgmma that one warp has waited for is complete in all four.
 #include "engine.h"
 #include "float_bits.h"
 #include "matrix.h"
 #include "numerics.h"
 
-#define GROUPS 64          // commit groups remembered
+#define GROUPS 64          // the latest commit groups
 #define MAX_N 256
 
 typedef enum { OPERANDS_FLOAT, OPERANDS_INT, OPERANDS_BIT } OperandClass;
@@ -35,7 +35,7 @@ struct Wgmma {
   uint64_t group_end[GROUPS];     // `issued` when the group was committed
   const Insn *latest;
   Multiply *first_waiting, *last_waiting;
-  int held; HeldRegister registers[256];  // of A, read by wgmmas in flight
+  int held; HeldRegister registers[256];  // registers of A that wgmmas in flight read
 };
 
 static struct Wgmma *state_of(Warp *w) {
@@ -71,7 +71,7 @@ static Clock clock_of(const Warp *w, uint64_t group) {
 
 static Matrix matrix_of_bits(uint64_t bits) { return matrix_of(bits & ~(1ull << 61)); }
 
-// Complain about a descriptor that cannot mean what it says. `rows`: M or N.
+// Report an invalid descriptor. `rows`: M or N.
 static void check_descriptor(Warp *w, const Insn *I, const char *which, uint64_t bits,
                              bool transposed, int rows) {
   uint64_t reserved = bits & 0x3FF1C000C000C000ull;
@@ -106,7 +106,7 @@ static const uint8_t *chunk_pointer(const Access *a, uint32_t address, bool chec
   return cta->shared + offset;
 }
 
-// Rows first .. first + rows of an operand, each with its 32 bytes of K together. Of every four
+// Read rows first .. first + rows of an operand, 32 contiguous bytes of K each. Of every four
 // groups of eight rows, those in the mask `check` are checked for races.
 static void read_rows(const Access *a, uint64_t bits, bool transposed, int first, int rows,
                       unsigned check, uint8_t *out) {
@@ -202,8 +202,8 @@ static void multiply_bits(const Multiply *x, const uint8_t *a, const uint8_t *b,
   }
 }
 
-// B as the last warp to arrive has read it: the others use it while it runs them; and of the warp
-// that runs A and D.
+// B as read by the last warp to arrive, which runs the operations of all four; and A and D of the
+// warp whose operation it runs.
 typedef struct { bool valid; uint64_t descriptor; uint8_t rows[MAX_N * K_BYTES];
                  _Alignas(64) float values[MAX_N * K_BYTES], A[16 * K_BYTES], D[16 * MAX_N];
 } SharedB;
@@ -230,7 +230,7 @@ static void run_part(Multiply *x) {
   float *A = shared_b->A, *D = shared_b->D;
   uint8_t a[16 * K_BYTES];
   const uint8_t *a_rows = x->a_in_registers ? x->a : a;
-  // All four warps read the same B: each checks a quarter, another one for each step along K.
+  // All four warps read the same B: each checks a quarter, a different one at each step along K.
   read_b(shared_b, x, 1u << (((unsigned)w->index + 1 + (unsigned)(x->b_descriptor >> 1)) & 3));
   if (!x->a_in_registers)
     read_rows(&x->op->access, x->a_descriptor, x->mn_major_a, w->index % 4 * 16, 16, 15, a);
@@ -250,7 +250,7 @@ static void run_part(Multiply *x) {
   write_accumulators(w, x, D);
 }
 
-// The wgmma that warp w has still to run first, if it is the one of this number.
+// The first wgmma that warp w has still to run, if it has this number.
 static Multiply *waiting(Warp *w, uint64_t number) {
   Multiply *x = w->wgmma ? w->wgmma->first_waiting : NULL;
   return x && x->number == number ? x : NULL;
@@ -295,7 +295,7 @@ static void check_fenced(Warp *w, const Insn *I, const Operand *o, const char *w
   w->unfenced[o->id] = 0;
 }
 
-// A wgmma in flight owns register o: another may only go on with the same accumulators.
+// A wgmma in flight will write register o: another may only use exactly the same accumulators.
 static void check_chain(Warp *w, const Insn *I, const Multiply *x, const Operand *o) {
   if (!w->npending || o->kind != K_REG || !w->pending[o->id]) return;
   AsyncOp *op = w->pending[o->id];
@@ -345,8 +345,8 @@ static void take_a_registers(Warp *w, const Insn *I, Mask m, Multiply *x) {
   }
 }
 
-// Registers of A that were overwritten while a wgmma was reading them. Those of groups up to
-// `group` are not read any more.
+// Check for registers of A that were overwritten while a wgmma was reading them. Groups up to
+// `group` no longer read theirs.
 static void release_registers(Warp *w, const Insn *I, uint64_t group) {
   struct Wgmma *s = w->wgmma;
   int kept = 0;
@@ -532,7 +532,7 @@ static int exec_wait(Warp *w, const Insn *I, Mask m) {
   if (left + 1 >= w->wgmma_group) return DONE;
   uint64_t group = w->wgmma_group - 1 - left;
   uint64_t oldest = w->wgmma_group > GROUPS ? w->wgmma_group - GROUPS : 1;
-  if (group < oldest) return DONE;  // waited for long ago, in all likelihood
+  if (group < oldest) return DONE;  // dropped from the ring, and most likely awaited long ago
   uint64_t end = s->group_end[group % GROUPS];
   FOR_PEERS(peer, w)
     if (!peer->exited && issued_by(peer) < end) return wait_for(w, WAIT_WGMMA, group, end);

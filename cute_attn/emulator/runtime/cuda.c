@@ -1,6 +1,6 @@
-// A stand-in for the CUDA runtime: what a compiled function's host code calls, without a GPU.
+// A stand-in for the CUDA runtime: the functions that a compiled function's host code calls.
 // It is linked with the function's object file. Launches go to the hook that host.py sets;
-// everything else is answered as a healthy device would.
+// all other calls succeed as on a real device.
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -31,7 +31,7 @@ enum { ATTRIBUTE_CLUSTER = 4 };
 enum {  // of the device
   MULTIPROCESSORS = 16, MAJOR = 75, MINOR = 76, SHARED_MEMORY_LIMIT = 97
 };
-#define SHARED_BYTES 232448  // what one CTA may have on sm_90 and sm_100
+#define SHARED_BYTES 232448  // the most that one CTA may have on sm_90 and sm_100
 
 // kernel, grid + block + cluster + dynamic shared memory, pointers to the arguments; 0 if it ran
 typedef int (*Hook)(const char *kernel, const uint32_t *dims, void **arguments);
@@ -121,8 +121,8 @@ int _cudaStreamSynchronize(void *stream) {
   return SUCCESS;
 }
 
-// The first 16 words of a tensor map, as engine/copy.c describes them; element types and swizzles
-// are in the driver's order, and the sizes that it refuses are left to the engine's checks.
+// The first 16 words of a tensor map, see engine/tensor_map.c; element types and swizzles are in
+// the driver's order, and the engine checks the sizes that the driver refuses.
 int _cuTensorMapEncodeTiled(uint32_t *map, uint32_t type, uint32_t rank, const void *address,
                             const uint64_t *sizes, const uint64_t *strides, const uint32_t *box,
                             const uint32_t *steps, uint32_t interleave, uint32_t swizzle,
