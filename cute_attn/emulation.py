@@ -1,4 +1,4 @@
-"""Which device stands for which: within `emulated()`, an emulator for the tensors on the CPU."""
+"""Runs operators on CPU tensors in an emulator, within `emulated()` or by CUTE_ATTN_EMULATE=1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_EMULATED_ARCH = "sm_90a"
 
 
 class Emulation:
-    """What operators on CPU tensors run on: an emulator, and the architecture it stands for."""
+    """An emulator that runs operators on CPU tensors, and the architecture that it emulates."""
 
     def __init__(self, emulator: Emulator, arch: str) -> None:
         self.emulator = emulator
@@ -64,33 +64,33 @@ def _arch_to_emulate() -> str:
 
 
 def current_emulation() -> Emulation | None:
-    """What CPU tensors run on: `emulated()`'s, else that of CUTE_ATTN_EMULATE=1, else None."""
+    """The emulation for CPU tensors: of `emulated()`, else of CUTE_ATTN_EMULATE=1, else None."""
     return _emulation.get() or _emulation_of_environment()
 
 
 @contextlib.contextmanager
 def emulated(arch: str | None = None, emulator: Emulator | None = None) -> Iterator[Emulator]:
-    """Within it, operators take CPU tensors and run their kernels in an emulator.
+    """Context manager in which operators take CPU tensors and run their kernels in an emulator.
 
         with cute_attn.emulated("sm_100a") as emulator:
             o = cute_attn.lightning_attn_decode(q, k, v, state, decay)
         print(emulator.report)
 
-    `CUTE_ATTN_EMULATE=1` does the same for a whole process. This one holds for the thread or task
-    that enters it. A thread that is started within does not see it, unless it runs in a copy of
-    the context, as `asyncio.to_thread` does:
+    `CUTE_ATTN_EMULATE=1` does the same for a whole process. The context manager is in force only
+    in the thread or task that enters it. A thread started within is not affected, unless it runs
+    in a copy of the context, as with `asyncio.to_thread`:
 
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(function,)).start()
 
     Args:
-        arch: to emulate: "sm_80", "sm_90a", "sm_100a" ...; None is `CUTE_ATTN_ARCH`, else
+        arch: the architecture: "sm_80", "sm_90a", "sm_100a" ...; None is `CUTE_ATTN_ARCH`, else
             "sm_90a".
-        emulator: to run on; None makes one with every check on.
+        emulator: the emulator; None makes one with every check on.
 
     Raises:
-        TypeError: arch is no string, or emulator no Emulator.
-        ValueError: arch is not written like "sm_90a".
+        TypeError: arch is not a string, or emulator not an Emulator.
+        ValueError: arch is not of the form "sm_90a".
         NotImplementedError: arch is older than "sm_80".
         cute_attn.emulator.EmulatorUnavailable: there is no C compiler to build the emulator with.
     """

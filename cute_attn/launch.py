@@ -1,8 +1,8 @@
 """The bridge between operators and compiled kernels: (kernel, Spec, arch) -> callable.
 
-A family of kernels names them in its `table.py`. Each KernelDef there holds the import path of a
-kernel class, so that the class, and with it the compiler, is imported only when something has to be
-compiled. Device code knows nothing of the cache, and the cache nothing of kernels.
+Each family lists its kernels in its `table.py`. A KernelDef there holds the import path of a kernel
+class, so that the class, and with it the compiler, is imported only to compile. Device code does
+not depend on the cache, nor the cache on kernels.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def get(kernel: KernelDef, spec: Any, arch: str) -> Callable[..., Any]:
     """The TVM-FFI function of `kernel` for `spec` and `arch`, loaded or compiled.
 
     Raises:
-        cute_attn.cache.CacheError: the cache is frozen and has no such entry.
+        cute_attn.cache.CacheError: the cache is frozen and does not have the kernel.
         cute_attn.cache.CompileError: the compiler failed.
     """
     return cache.get(kernel, spec, arch)
 
 
 def get_for(device: torch.device, kernel: KernelDef, spec: Any) -> Callable[..., Any]:
-    """The function of `kernel` for tensors on `device`: emulated for those on the CPU."""
+    """The function of `kernel` for tensors on `device`; on the CPU, it runs in the emulator."""
     if device.type != "cpu":
         return get(kernel, spec, arch_of(device.index))
     emulation = current_emulation()
@@ -59,7 +59,7 @@ def arch_for(device: torch.device) -> str:
 
 
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of the device, or of the emulator that stands for one."""
+    """The number of SMs of the device, or of the emulator for CPU tensors."""
     emulation = current_emulation() if device.type == "cpu" else None
     if emulation:
         return emulation.emulator.num_sms
@@ -69,7 +69,7 @@ def num_sms(device: torch.device) -> int:
 
 
 def check_device(name: str, device: torch.device) -> None:
-    """Raises ValueError unless kernels can run on tensors of `device`: CUDA, or emulated."""
+    """Raise ValueError unless `device` is a CUDA device, or the CPU within an emulation."""
     if device.type != "cuda" and not (device.type == "cpu" and current_emulation()):
         hint = ", or on the CPU in a thread within cute_attn.emulated()"
         raise ValueError(
@@ -84,7 +84,7 @@ def warmup(
     jobs: int | None = None,
     progress: bool | None = None,
 ) -> WarmupReport:
-    """Compile or load what a server will need, so that no request waits for the compiler.
+    """Compile or load the kernels that a server needs, so that no request waits for the compiler.
 
     Args:
         requests: (kernel, Spec) pairs, as the `plan_*` functions of `cute_attn.ops` return them, or
@@ -94,7 +94,7 @@ def warmup(
         progress: show a progress bar; None shows one on a terminal.
 
     Raises:
-        cute_attn.cache.CompileError: naming every kernel that failed; the others are ready.
+        cute_attn.cache.CompileError: kernels failed; it names each, and all others are ready.
     """
     if isinstance(requests, str | os.PathLike):
         requests = cache.plan_file(requests, arch or cache.current_arch())

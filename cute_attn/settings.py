@@ -1,4 +1,4 @@
-"""What the environment says about how operators run, read once: see docs/environment.md."""
+"""Settings of the operators from environment variables, read once: see docs/environment.md."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _on_reload: list[Callable[[], None]] = []
 
 
 class Settings:
-    """The settings in force, each read from the environment when it is first asked for.
+    """The settings in force. Each is read from the environment at its first use.
 
     Attributes:
-        scheduler: what `scheduler=None` means to the attention operators: "static", or "clc" where
-            `FA_CLC=1`.
-        kda_split: whether `chunk_kda` may split a few long sequences to fill the GPU; not where
+        scheduler: what `scheduler=None` means to the attention operators: "clc" with `FA_CLC=1`,
+            else "static".
+        kda_split: whether `chunk_kda` may split a few long sequences to fill the GPU; False with
             `CUTE_ATTN_KDA_SPLIT=0`.
-        emulate: whether operators run CPU tensors in the emulator: where `CUTE_ATTN_EMULATE=1`.
+        emulate: whether operators run CPU tensors in the emulator; True with `CUTE_ATTN_EMULATE=1`.
 
     Raises:
-        ValueError: at the first use of one whose variable has a value that means nothing; the
-            message names the variable, and what it may be.
+        ValueError: at the first use of a setting whose variable has an invalid value; the message
+            names the variable and the valid values.
     """
 
     @functools.cached_property
@@ -59,22 +59,22 @@ def _switch(name: str) -> str:
 
 
 def reload_settings() -> Settings:
-    """Read the environment again, and return what is now in force.
+    """Read the environment again, and return the settings now in force.
 
-    For a process that has changed `FA_CLC`, `CUTE_ATTN_KDA_SPLIT` or `CUTE_ATTN_EMULATE` in
-    `os.environ` after an operator was called.
+    Call it after changing `FA_CLC`, `CUTE_ATTN_KDA_SPLIT` or `CUTE_ATTN_EMULATE` in `os.environ`
+    if an operator was called before.
 
     Raises:
-        ValueError: one of them has a value that means nothing; the message names it.
+        ValueError: a variable has an invalid value; the message names it.
     """
     settings.cache_clear()
     for forget in _on_reload:
         forget()
     now = settings()
-    _ = now.scheduler, now.kda_split, now.emulate  # all of them, so that a bad one is told here
+    _ = now.scheduler, now.kda_split, now.emulate  # an invalid one raises here
     return now
 
 
 def on_reload(forget: Callable[[], None]) -> None:
-    """For whoever keeps what follows from the settings: call `forget` when they are read again."""
+    """Call `forget`, which drops what was derived from the settings, at each reload."""
     _on_reload.append(forget)

@@ -1,1 +1,1 @@
-"""Other libraries' doors to the operators. Each module imports its host only when used."""
+"""Integrations with other libraries. Each module imports its library only when it is used."""

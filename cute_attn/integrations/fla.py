@@ -1,14 +1,14 @@
-"""flash-linear-attention: its own `chunk_kda`, run by the kernels of this package.
+"""A backend for flash-linear-attention: its `chunk_kda` runs on the kernels of this package.
 
     from cute_attn.integrations.fla import register
 
     register()
     o, state = fla.ops.kda.chunk_kda(...)      # or a layer or model that calls it
 
-flash-linear-attention asks, at each call, its registered backends in order of priority whether they
-take it. A backend answers with a verifier, which may decline and say why; the next one is asked
-then, and at last its own Triton kernels. The first time that a call is declined, and the first time
-that one is taken, is logged by `fla.backends` at level info.
+At each call flash-linear-attention asks its registered backends, in order of priority, whether they
+take it. A backend's verifier may decline with a reason; then the next backend is asked, and finally
+the library's own Triton kernels run. `fla.backends` logs the first call that is declined, and the
+first that is taken, at level info.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ NAME = "cute_attn"
 ENVIRONMENT_VARIABLE = "FLA_CUTE_ATTN"
 PRIORITY = 2  # lower is earlier: before FlashKDA (3) and TileLang (5)
 
-LN2_RECIPROCAL = 1.4426950408889634  # what G is scaled by, so that it is in base 2
+LN2_RECIPROCAL = 1.4426950408889634  # factor of G, for base 2
 
 
 def register() -> None:
     """Make this package a backend of flash-linear-attention's dispatch, for Kimi Delta Attention.
 
-    Served by `cute_attn.chunk_kda`, `fused_recurrent_kda` and `kda_decode`: its `chunk_kda`, its
-    `fused_recurrent_kda`, and the form of the latter that servers call, `fused_recurrent_kda_fwd`
-    with a state in place and in slots, speculative decoding included. All without gradients, and
-    with any number of value heads for a query head (GVA). In training, which `chunk_kda` declines,
-    the stages of its forward pass, and of what the backward pass computes again, are served one by
-    one: `kda_gate_chunk_cumsum`, `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
+    The backend takes calls without gradients of `chunk_kda`, of `fused_recurrent_kda`, and of
+    `fused_recurrent_kda_fwd`, which servers call with states in slots that are updated in place;
+    speculative decoding and any number of value heads for a query head (GVA) are included. In
+    training it declines `chunk_kda`, but takes stages of the forward pass and of the recomputation
+    in the backward pass: `kda_gate_chunk_cumsum`, `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
 
-    Declined, with a reason in the log of `fla.backends`: gradients, context parallelism
+    It declines, with a reason in the log of `fla.backends`: gradients, context parallelism
     (`cp_context`), head dimensions and dtypes without a kernel, chunks of 32, intermediate states
-    of packed sequences without `cu_seqlens_cpu`, a beta for each channel, and states in place of
+    of packed sequences without `cu_seqlens_cpu`, a beta for each channel, and in-place states of
     packed sequences.
 
-    One thing differs: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
-    and not 0.
+    One result differs: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
+    not 0.
 
-    The environment variable FLA_CUTE_ATTN=0 turns the backend off, at any time; so does
-    FLA_DISABLE_BACKEND_DISPATCH=1 for all backends, if it is set before the import. Needs
+    The environment variable FLA_CUTE_ATTN=0 disables the backend at any time.
+    FLA_DISABLE_BACKEND_DISPATCH=1 disables all backends if it is set before the import. This needs
     flash-linear-attention 0.6 or later. Registering again changes nothing.
     """
     from fla.backends import BaseBackend
@@ -86,7 +85,7 @@ def register() -> None:
     register_backend("kda")(CuteAttnBackend)
 
 
-# The names of arguments that may be given by their place.
+# The names of positional arguments, in their order.
 _CHUNK_KDA = (
     "q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state",
     "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
@@ -110,8 +109,8 @@ _INTRA = (
 )  # fmt: skip
 _RECOMPUTE = ("k", "v", "beta", "A", "gk", "q", "cu_seqlens", "chunk_indices", "use_graph")
 
-# Of `chunk_kda`, what is handed on as it is. safe_gate promises what our kernels do not need;
-# use_graph, max_num_seqs: they plan on the device anyway.
+# Arguments of `chunk_kda` that are passed on. use_graph and max_num_seqs are not: the kernels find
+# the chunks on the device anyway.
 _HANDED_ON = (
     "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
     "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate",
@@ -119,7 +118,7 @@ _HANDED_ON = (
     "cu_seqlens", "A_log", "dt_bias",
 )  # fmt: skip
 
-# Of `fused_recurrent_kda_fwd`.
+# Arguments of `fused_recurrent_kda_fwd` that both `fused_recurrent_kda` and `kda_decode` take.
 _OF_BOTH_STEPS = (
     "A_log", "dt_bias", "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
     "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "state_v_first",
@@ -143,7 +142,7 @@ def _verifier(
     return staticmethod(verify)
 
 
-# -- why not ------------------------------------------------------------------------------------
+# -- reasons to decline a call ------------------------------------------------------------------
 
 
 def _declines_dtypes_and_sizes(
@@ -151,7 +150,7 @@ def _declines_dtypes_and_sizes(
     dtypes: tuple[str, ...] = DTYPES,
     head_dims: Mapping[str, tuple[int, ...]] = HEAD_DIMS,
 ) -> Reason:
-    """Of q, k and v, as far as there are these, g or gk, and beta."""
+    """Why the dtypes or sizes of k, v, beta, g or gk, and q and A if given, have no kernel."""
     first = given["k"]
     if not runs_on(first.device):
         return f"the tensors are on {first.device}, and {NAME} runs on CUDA devices"
@@ -217,7 +216,7 @@ def _declines_recurrent(given: Arguments) -> Reason:
 
 
 def _declines_in_place(given: Arguments) -> Reason:
-    """What `kda_decode` does not do."""
+    """Why `kda_decode` cannot take a call with in-place states."""
     state, indices = given["initial_state"], given.get("ssm_state_indices")
     if given.get("cu_seqlens") is not None:
         return f"{NAME} has no packed sequences with a state in place"
@@ -282,7 +281,7 @@ def _chunk_kda(*args: Any, **kwargs: Any) -> Any:
 
     given = _named(_CHUNK_KDA, args, kwargs)
     rest = {name: given[name] for name in _HANDED_ON if name in given}
-    # The copy on the host only says how many chunks there are, which nothing else asks for.
+    # Only the shape of the intermediate states depends on cu_seqlens_cpu.
     if given.get("return_intermediate_states"):
         rest["cu_seqlens_cpu"] = given.get("cu_seqlens_cpu")
     return chunk_kda(*(given[name] for name in ("q", "k", "v", "g", "beta")), **rest)
@@ -336,7 +335,7 @@ def _gate_cumsum(*args: Any, **kwargs: Any) -> Tensor:
 def _intra(
     *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """(w, u, qg, kg, Aqk, Akk); qg only where disable_recompute asks for what can be kept."""
+    """(w, u, qg, kg, Aqk, Akk); qg is None without disable_recompute."""
     from ..ops.kda import kda_chunk_intra
 
     given = _named(_INTRA, args, kwargs)

@@ -5,19 +5,19 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="cute_attn")
 
-transformers asks two functions of an attention implementation: one that makes a mask, once for each
-forward pass and kind of layer, and the attention itself. The kernel makes causal masks and windows
-of numbers, so the first makes none of these: it returns what the numbers do not say, which is
-mostly nothing.
+transformers needs two functions of an attention implementation: one that makes a mask, once for
+each forward pass and kind of layer, and the attention itself. The kernel computes causal masks and
+windows from numbers, so the mask that the first function returns holds only the lengths and the
+padding:
 
-- None: all keys count, and the last query stands at the last key.
-- `[batch, 1, 1, 1]` int32: only so many keys do (a static cache that is not full).
-- `[batch, 1, 1, 1 + queries + keys]` int32: there is padding. So many keys count; then the queries
-  in an order with the padding in front, then the keys in an order with the padding behind. In these
-  orders the sequences end at the last query and start at the first key, which is what the
-  kernel wants, wherever the padding was. It costs a copy of k and v; nothing waits for the GPU.
+- None: all keys are used, and the last query is at the position of the last key.
+- `[batch, 1, 1, 1]` int32: the number of keys used (a static cache that is not full).
+- `[batch, 1, 1, 1 + queries + keys]` int32, with padding: the number of keys used, a permutation of
+  the queries that moves padding to the front, and a permutation of the keys that moves padding to
+  the end. Permuted like this, the sequences end at the last query and start at the first key, as
+  the kernel requires. This costs a copy of k and v, but no wait for the GPU.
 
-(Four dimensions, because transformers hands a mask on as it is if it has four.)
+It has four dimensions because transformers passes on such a mask unchanged.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ NAME = "cute_attn"
 def register(name: str = NAME) -> None:
     """Make `attn_implementation=name` known to Hugging Face transformers.
 
-    Serves inference of models whose attention layers have head_dim 256 (Gemma 2 and 3, Qwen3-Next,
-    Qwen3.5 ...) in bfloat16 or float16: causal and bidirectional attention, causal sliding windows,
-    softcap, sinks, grouped heads, dynamic and static caches, and padding on either side or in
-    between. A sliding window counts tokens, not padding, as FlashAttention's does; eager attention
-    differs where padding is in between. With padding k and v are copied in each layer, so that
-    batches without any should come without a mask, as `generate` sees to.
+    It supports inference of models whose attention layers have head_dim 256 (Gemma 2 and 3,
+    Qwen3-Next, Qwen3.5 ...) in bfloat16 or float16: causal and bidirectional attention, causal
+    sliding windows, softcap, sinks, grouped heads, dynamic and static caches, and padding on either
+    side or in between. A sliding window counts tokens, not padding, as in FlashAttention; eager
+    attention differs if there is padding in between. With padding, k and v are copied in each
+    layer, so a batch without padding should come without a mask, as it does from `generate`.
 
-    Refused, when a model asks for it, with NotImplementedError: gradients, dropout, attention
-    weights as an output, masks other than those above (packed sequences, chunks, blocks of images,
-    bidirectional windows), paged caches, and what `cute_attn.flash_attn_func` has no kernel for.
+    A model raises NotImplementedError if it needs gradients, dropout, attention weights as an
+    output, other masks (packed sequences, chunks, blocks of images, bidirectional windows), paged
+    caches, or anything that `cute_attn.flash_attn_func` has no kernel for.
 
-    Needs transformers 5.23 or later, and with it Python 3.11.
+    It needs transformers 5.23 or later, and so Python 3.11.
 
     Args:
-        name: what `attn_implementation` is to be called.
+        name: the value for `attn_implementation`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -74,7 +74,7 @@ def _mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Tensor | None:
-    """What `_attention` gets as its mask; arguments are those of transformers' `sdpa_mask`.
+    """The mask for `_attention`; arguments are those of transformers' `sdpa_mask`.
 
     Args:
         q_offset, kv_offset: positions of the first query and the first key.
@@ -83,7 +83,7 @@ def _mask(
     _check_pattern(mask_function)
     if attention_mask is not None and not _any_padding(attention_mask):
         attention_mask = None
-    end = q_offset + q_length - kv_offset  # of the keys that are there, and of the queries
+    end = q_offset + q_length - kv_offset  # position after the last query, and so after the keys
     if attention_mask is None:
         if not isinstance(end, Tensor):
             if end == kv_length:
@@ -91,7 +91,7 @@ def _mask(
             end = torch.tensor(end, device=device)
         return end.to(torch.int32).expand(batch_size).reshape(batch_size, 1, 1, 1)
 
-    # Positions that the mask does not reach are those of a cache that is not full.
+    # Positions past the mask belong to a static cache that is not full.
     missing = kv_offset + kv_length - attention_mask.shape[1]
     counts = torch.nn.functional.pad(attention_mask.bool(), (0, max(missing, 0)))
     counts = counts[:, kv_offset : kv_offset + kv_length]
@@ -107,15 +107,15 @@ def _mask(
 
 
 def _any_padding(attention_mask: Tensor) -> bool:
-    """Whether there may be any. This is the one place where the host waits for the device."""
+    """Whether the mask may have padding. Only here the host waits for the device."""
     return torch.compiler.is_compiling() or not bool(attention_mask.all())
 
 
 def _check_pattern(mask_function: Callable[..., Any] | None) -> None:
     """Raise NotImplementedError unless the mask is causal, full, or a causal sliding window.
 
-    transformers describes a mask by a function of positions. Only those that it makes itself are
-    known here, by their code and what they enclose: a function of a user's could do anything.
+    transformers describes a mask by a function of positions. Its own functions are recognised by
+    their code and closures; a user's function could do anything.
     """
     from transformers import masking_utils
 
@@ -133,7 +133,7 @@ def _check_pattern(mask_function: Callable[..., Any] | None) -> None:
 
 
 def _same_make(function: Any, other: Any) -> bool:
-    """Whether two mask functions are the same but for numbers that they enclose."""
+    """Whether two mask functions are equal except for ints in their closures."""
     if function is other:
         return True
     if isinstance(function, tuple) and isinstance(other, tuple):
@@ -163,12 +163,12 @@ def _attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`[batch, queries, heads, head_dim]`, and no attention weights.
+    """The output, `[batch, queries, heads, head_dim]`, and None for the attention weights.
 
     Args:
         query, key, value: `[batch, heads, tokens, head_dim]`.
-        attention_mask: what `_mask` returned.
-        sliding_window: how many keys a query sees, its own among them.
+        attention_mask: the result of `_mask`.
+        sliding_window: how many keys a query sees, including its own.
         s_aux: the learnable sink.
     """
     _check_request(dropout, others, query, key, value)
@@ -209,7 +209,7 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _checked(attention_mask: Any, q: Tensor, k: Tensor) -> Tensor:
-    """The mask as `[batch, n]`, if `_mask` made it for such tensors."""
+    """The mask as `[batch, n]`, after checking that `_mask` made it for tensors of these sizes."""
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     sizes = (1, 1 + queries + keys)
     if (

@@ -1,4 +1,4 @@
-"""Softmax attention in plain PyTorch: the definition that tests hold the kernels to."""
+"""Softmax attention in plain PyTorch: the reference for tests of the kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 class Sequence(NamedTuple):
-    """Where one sequence's queries and keys lie: the index in front of them, and the rows."""
+    """The indices and rows of one sequence's queries and keys."""
 
-    index_q: int | None  # of the batch dimension; None where sequences are packed
+    index_q: int | None  # in the batch dimension; None for packed sequences
     rows_q: slice
     index_k: int | None
     rows_k: slice
@@ -37,31 +37,31 @@ def attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cute_attn.flash_attn_func` and `flash_attn_varlen_func`, a sequence and head at a time.
 
-    With sq queries and sk keys in a sequence, the last query stands at the last key: query i is at
-    position i + sk - sq. It sees key j if the key's distance, j - (i + sk - sq), is at least
+    With sq queries and sk keys in a sequence, query i is at position i + sk - sq, so that the last
+    query is at the last key. It sees key j if the distance j - (i + sk - sq) is at least
     -window_size[0] and at most window_size[1]; causal is a window of 0 to the right. Then
 
         s_j = softmax_scale * q . k_j              softcap * tanh(s_j / softcap), with a softcap
         lse = log(sum over visible j of exp(s_j) + exp(sink))
         o   = sum over visible j of exp(s_j - lse) v_j
 
-    A key that is not visible contributes nothing, whatever k and v hold there. A row without
-    visible keys, or with scores of -inf only, has output 0 and an lse of -inf or the sink. A
-    visible score of NaN or +inf makes the row's output and lse NaN, as does such a sink of a row
-    that sees a key.
+    A key that is not visible contributes nothing, even if k or v is NaN there. A row without
+    visible keys, or with scores of -inf only, has output 0 and as lse the sink, or -inf without
+    one. A visible score of NaN or +inf makes the row's output and lse NaN; so does such a sink if
+    the row sees a key.
 
     Args:
         q: `[B, SQ, HQ, D]`, or `[total, HQ, D]` with cu_seqlens_q; k and v likewise, with HK heads
             that divide HQ: query head h uses head h // (HQ // HK).
         window_size: keys to the left and right that a query sees; None or -1 is all.
         cu_seqlens_q, cu_seqlens_k: `[B + 1]`, where each sequence's rows begin and end.
-        seqused_q, seqused_k: `[B]`, how many of each sequence's rows count: at most all.
-        dtype: the arithmetic. float64 gives the reference.
-        p_dtype: what the probabilities are rounded to before they meet v.
+        seqused_q, seqused_k: `[B]`, how many of each sequence's rows are used.
+        dtype: of the arithmetic. float64 gives the reference.
+        p_dtype: dtype that the probabilities are rounded to before the product with v.
 
     Returns:
         (o, lse) in `dtype`: o is shaped as q, lse `[B, HQ, SQ]` or `[HQ, total]`. Rows that belong
-        to no sequence hold NaN: they are not part of the result.
+        to no sequence are undefined, and NaN here.
     """
     heads, heads_k = q.shape[-2], k.shape[-2]
     group = heads // heads_k if heads_k else 1
@@ -92,11 +92,11 @@ def attention_reference(
 def attention_in_low_precision(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same formula as plain low-precision code computes it: the yardstick for errors.
+    """The same formula in plain low-precision code: tests compare the kernels' error with its own.
 
-    Products of q.dtype are summed in float32, the softmax is float32, and what has to be q.dtype
-    is: the probabilities, which are an operand of the second product, and the output. Nothing else
-    is rounded, so this is about the least error that such inputs allow.
+    Products are summed in float32, and the softmax is float32. Only the probabilities, an operand
+    of the second product, and the output are rounded to q.dtype, so the error is about the smallest
+    that such inputs allow.
     """
     o, lse = attention_reference(
         q, k, v, **options, dtype=torch.float32, p_dtype=q.dtype  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def _one_head(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -math.inf)
     unseen = (scores == -math.inf).all(dim=1)
-    if sink is not None:  # a key like any other, but for its value, which is 0
+    if sink is not None:  # an extra key, whose value is 0
         scores = torch.cat([scores, sink.expand(scores.shape[0], 1)], dim=1)
     if scores.shape[1] == 0:
         return q.new_zeros(q.shape[0], v.shape[1]), q.new_full((q.shape[0],), -math.inf)
@@ -177,6 +177,6 @@ def _one_head(
         p = p.to(p_dtype).to(p.dtype)
     if bool(v.isfinite().all()):
         return p @ v, lse
-    # 0 times NaN is NaN: add up, row by row, what the row sees.
+    # 0 times NaN is NaN, so each row sums over its visible keys only.
     o = torch.stack([p[i, mask[i]] @ v[mask[i]] for i in range(p.shape[0])]) if len(p) else p @ v
     return o, lse

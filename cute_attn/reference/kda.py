@@ -1,20 +1,21 @@
-"""Kimi Delta Attention in plain PyTorch: the definition that tests hold the kernels to.
+"""Kimi Delta Attention in plain PyTorch: the reference for tests of the kernels.
 
-With the state of a value head a K by V matrix S, a token does (Kimi Linear, arXiv 2510.26692):
+For each token, where the state S of a value head is a K by V matrix (Kimi Linear, arXiv
+2510.26692):
 
-    S <- Diag(exp(g)) S        forget, each row of S at its own rate
-    u  = beta (v - S^T k)      what k should recall, less what it does recall
+    S <- Diag(exp(g)) S        decay, each row of S at its own rate
+    u  = beta (v - S^T k)      the correction: v minus what S holds for k
     S <- S + k u^T
     o  = scale S^T q
 
-`kda_reference` and `kda_decode_reference` do just that, token by token, and are the arbiters. The
-functions named for a stage do the same a chunk of 64 tokens at a time, as the kernels do, so that
-each stage can be tested alone; `kda_chunk_reference` runs them all.
+`kda_reference` and `kda_decode_reference` compute this token by token, and are the references. The
+functions named for a stage compute the same in chunks of 64 tokens, as the kernels do, so that each
+stage can be tested alone; `kda_chunk_reference` runs them all.
 
 Shapes: q, k `[B, T, HQK, K]`; v `[B, T, HV, V]`; g `[B, T, HV, K]`; beta `[B, T, HV]`. With grouped
 value heads, HV is a multiple of HQK, and value head h uses query and key head h // (HV // HQK).
-With cu_seqlens `[N + 1]`, B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n + 1], of
-which there may be none. Results hold NaN for tokens that belong to no sequence: they are undefined.
+With cu_seqlens `[N + 1]`, B is 1 and tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1 are sequence n,
+which may be empty. Results for tokens of no sequence are undefined, and NaN here.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ L2NORM_EPSILON = 1e-6  # added to the sum of squares, as in flash-linear-attenti
 
 
 class KdaResult(NamedTuple):
-    """What a run over whole sequences gives.
+    """Results for whole sequences.
 
-    Of the states, `final_state` is `[N, HV, K, V]`, and `h`, those at the start of every chunk,
-    `[B, chunks, HV, K, V]`, the chunks of packed sequences one after the other. With state_v_first
-    both end in `V, K`.
+    `final_state` is `[N, HV, K, V]`. `h`, the states at the start of every chunk, is
+    `[B, chunks, HV, K, V]`, with the chunks of packed sequences one after the other. With
+    state_v_first both end in `V, K`.
     """
 
     o: torch.Tensor
@@ -44,10 +45,10 @@ class KdaResult(NamedTuple):
 
 
 class KdaRecords(NamedTuple):
-    """The drafted tokens of each slot, from which the state after any of them can be rebuilt.
+    """The drafted tokens of each slot, from which the state after any of them can be computed.
 
-    k and g are as the call was given them, so that a replay repeats the arithmetic of the draft
-    exactly; u is the correction, which saves the product of state and k.
+    k and g are the call's arguments, unchanged, so that a replay repeats the draft's arithmetic
+    exactly; u is the correction, which saves the replay the product of state and k.
     """
 
     k: torch.Tensor  # [slots, S, HQK, K]
@@ -56,7 +57,7 @@ class KdaRecords(NamedTuple):
 
 
 class KdaDecodeResult(NamedTuple):
-    """What a decode step gives; `records` is None unless it was given some."""
+    """Results of a decode step; `records` is None if the call had none."""
 
     o: torch.Tensor
     state: torch.Tensor
@@ -64,7 +65,7 @@ class KdaDecodeResult(NamedTuple):
 
 
 class KdaIntra(NamedTuple):
-    """What is computed for each chunk on its own. Aqk and Akk are 0 above the diagonal."""
+    """The results of a chunk that need no state. Aqk and Akk are 0 above the diagonal."""
 
     Aqk: torch.Tensor  # [B, T, HV, CHUNK], includes the scale
     Akk: torch.Tensor  # [B, T, HV, CHUNK], the inverse
@@ -75,7 +76,7 @@ class KdaIntra(NamedTuple):
 
 
 class KdaStates(NamedTuple):
-    """What the recurrence over chunks gives: states as in `KdaResult`."""
+    """Results of the pass over chunks, with states as in `KdaResult`."""
 
     h: torch.Tensor
     v_new: torch.Tensor  # [B, T, HV, V]
@@ -104,7 +105,7 @@ def log_decay(
     lower_bound: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The gate: the natural logarithm of the decay, from what a layer projects.
+    """The gate, which is the natural logarithm of the decay, from a layer's projection g:
 
         -exp(A_log) softplus(g + dt_bias)                    without a lower bound
         lower_bound sigmoid(exp(A_log) (g + dt_bias))        with one; exp(A_log) is 1 without A_log
@@ -126,7 +127,7 @@ def log_decay(
 
 
 def l2norm(x: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Rows of length 1, nearly: see L2NORM_EPSILON."""
+    """x with every row divided by its norm; see L2NORM_EPSILON."""
     x = x.to(dtype)
     return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) + L2NORM_EPSILON)
 
@@ -146,7 +147,7 @@ def prepare(
     dt_bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q and k as they multiply the state, g as a natural logarithm, beta as a factor."""
+    """Apply the norms, the gate and the sigmoid to q, k, g and beta where they are requested."""
     assert use_beta_sigmoid_in_kernel or not allow_neg_eigval
     q, k = (l2norm(x, dtype) if use_qk_l2norm_in_kernel else x.to(dtype) for x in (q, k))
     g = log_decay(g, A_log, dt_bias, lower_bound, dtype) if use_gate_in_kernel else g.to(dtype)
@@ -157,7 +158,7 @@ def prepare(
 
 
 def per_value_head(x: torch.Tensor, heads_v: int) -> torch.Tensor:
-    """q or k, `[..., HQK, K]`, with the head that each value head uses: `[..., HV, K]`."""
+    """q or k, `[..., HQK, K]`, with each head repeated for its value heads: `[..., HV, K]`."""
     heads = x.shape[-2]
     assert heads_v % heads == 0, f"{heads_v} value heads cannot share {heads} query and key heads"
     return x[..., torch.arange(heads_v, device=x.device) // (heads_v // heads), :]
@@ -187,17 +188,17 @@ def kda_reference(
     dt_bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> KdaResult:
-    """What `chunk_kda` and `fused_recurrent_kda` compute.
+    """The reference for `chunk_kda` and `fused_recurrent_kda`.
 
     Args:
-        scale: of q; 1 / sqrt(K) by default.
+        scale: factor of q; 1 / sqrt(K) by default.
         initial_state: `[N, HV, K, V]`, or `[N, HV, V, K]` with state_v_first; zeros by default.
-        use_gate_in_kernel: g is what `log_decay` takes, rather than what it gives.
-        allow_neg_eigval: beta is twice the sigmoid.
-        safe_gate: a promise that the gates are bounded. It changes no result.
-        lower_bound: of the gate; without use_gate_in_kernel it is ignored.
-        dtype: the arithmetic. float64 gives the reference; float32 gives what a plain PyTorch
-            implementation computes.
+        use_gate_in_kernel: whether g is the input of `log_decay`, not the gate itself.
+        allow_neg_eigval: beta is 2 sigmoid(beta).
+        safe_gate: the gates are bounded. It changes no result.
+        lower_bound: of the gate; ignored without use_gate_in_kernel.
+        dtype: of the arithmetic. float64 gives the reference, float32 the result of a plain PyTorch
+            implementation.
     """
     q, k, g, beta = prepare(
         q,
@@ -233,14 +234,14 @@ def kda_reference(
 def advance(
     state: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of all value heads: the state after it, `[HV, K, V]`, and the correction u."""
+    """Advance all value heads by a token: the state after it, `[HV, K, V]`, and the correction."""
     state = torch.exp(g).unsqueeze(-1) * state
     u = beta.unsqueeze(-1) * (v - torch.einsum("hkv,hk->hv", state, k))
     return state + k.unsqueeze(-1) * u.unsqueeze(-2), u
 
 
 def replay(state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """`advance` by a token whose correction is known."""
+    """The state after a token whose correction u is known."""
     return torch.exp(g).unsqueeze(-1) * state + k.unsqueeze(-1) * u.unsqueeze(-2)
 
 
@@ -266,33 +267,32 @@ def kda_decode_reference(
     records: KdaRecords | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> KdaDecodeResult:
-    """One token, or a few, of every sequence of a batch; no input is changed.
+    """The reference for `kda_decode`: one or more tokens of every sequence. No input is changed.
 
-    Plain decoding: sequence b starts from slot state_indices[b] (or b) of the pool, and leaves
-    there the state after its last token.
+    Plain decoding: sequence b starts from slot state_indices[b] (or b) of the pool, and stores the
+    state after its last token there.
 
     Speculative decoding with a slot for each position: state_indices is `[B, 1 + S]`, and there are
-    at most 1 + S tokens. The state after token t is left in slot state_indices[b, t]. Of the tokens
-    of the last call the first num_accepted_tokens[b] were right, so that this one starts from slot
-    state_indices[b, num_accepted_tokens[b] - 1]. Counts are taken to be at least 1 and at most
-    1 + S.
+    at most 1 + S tokens. The state after token t is stored in slot state_indices[b, t]. The first
+    num_accepted_tokens[b] tokens of the last call were accepted, so this call starts from slot
+    state_indices[b, num_accepted_tokens[b] - 1]. Counts are clamped to 1..1 + S.
 
     Speculative decoding with records: the slot holds the state before the tokens of the last call,
-    and `records` those tokens. This call replays the first num_accepted_tokens[b] of them, leaves
-    that state in the slot, and goes on to its own tokens, at most S, which it leaves in the records
-    and not in the state. Counts are taken to be at least 0 and at most S.
+    and `records` holds those tokens. This call replays the first num_accepted_tokens[b] of them and
+    stores that state in the slot. Then it computes its own tokens, at most S, and stores them in
+    the records, not in the state. Counts are clamped to 0..S.
 
-    A sequence whose starting slot is negative, or past the pool, is padding: it gives 0 and touches
-    neither state nor records. The state for a position with such a slot is not kept.
+    A sequence whose starting slot is negative, or past the pool, is padding: its output is 0, and
+    neither state nor records change. The state for a position with such a slot is not stored.
 
     Args:
-        q, k, v, g, beta: with their second dimension, the tokens, or without.
+        q, k, v, g, beta: `[B, T, ...]`, or without the dimension of tokens.
         state: the pool, `[slots, HV, V, K]`, or `[slots, HV, K, V]` without state_v_first.
-        dtype: the arithmetic, as in `kda_reference`.
+        dtype: of the arithmetic, as in `kda_reference`.
 
     Returns:
-        Everything in `dtype`, except that states and records have passed through the dtype that
-        they are kept in: their rounding belongs to the definition unless `dtype` is float64.
+        All results in `dtype`. Unless that is float64, states and records have been rounded to the
+        dtypes that they are stored in.
     """
     squeeze = q.dim() == 3
     if squeeze:
@@ -370,7 +370,7 @@ def kda_decode_reference(
 
 
 class Chunk(NamedTuple):
-    """Where a chunk lies: its rows of a batch, its sequence, and its place among the states h."""
+    """A chunk: its batch index and rows, its sequence, and its index among the states h."""
 
     batch: int
     rows: slice
@@ -379,7 +379,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Iterator[Chunk]:
-    """The chunks of all sequences of x, `[B, T, ...]`, those of a sequence in their order."""
+    """The chunks of all sequences of x, `[B, T, ...]`, in order within each sequence."""
     if cu_seqlens is None:
         bounds = [(b, 0, x.shape[1]) for b in range(x.shape[0])]
     else:
@@ -397,7 +397,7 @@ def chunks(x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Iterator[
 def kda_gate_cumsum_reference(
     g: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """G: natural logarithms of decay, `[B, T, HV, K]`, summed in each chunk, in base 2."""
+    """G: the cumulative sum of g, `[B, T, HV, K]`, within each chunk, divided by ln 2."""
     total = torch.full(g.shape, math.nan, dtype=dtype, device=g.device)
     for chunk in chunks(g, cu_seqlens):
         at = (chunk.batch, chunk.rows)
@@ -417,17 +417,17 @@ def kda_chunk_intra_reference(
     dtype: torch.dtype = torch.float64,
     stage_dtype: torch.dtype | None = None,
 ) -> KdaIntra:
-    """Within a chunk, with i and j its tokens, and all for one value head:
+    """The part of a chunk that needs no state. For one value head, with i and j its tokens:
 
         Aqk_ij = scale sum_d q_id k_jd exp2(G_id - G_jd)                     for j <= i
         L_ij   = beta_i sum_d k_id k_jd exp2(G_id - G_jd)                    for j < i
         Akk    = (I + L)^-1
 
-    and w, u, qg and kg as `kda_recompute_w_u_reference` has them. Each exponent is a difference
-    of sums, none is split in two, so that no gate overflows.
+    and w, u, qg and kg of `kda_recompute_w_u_reference`. Each exponent is a difference of sums, so
+    that no gate overflows.
 
     Args:
-        g: G, what `kda_gate_cumsum_reference` gives.
+        g: G, the result of `kda_gate_cumsum_reference`.
         stage_dtype: as in `kda_chunk_reference`.
     """
     heads = v.shape[2]
@@ -467,7 +467,7 @@ def kda_recompute_w_u_reference(
     dtype: torch.dtype = torch.float64,
     stage_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The chunk as seen from the state that it starts from; with e its last token:
+    """The factors of a chunk that multiply its initial state or update it; e is its last token:
 
     w = Akk Diag(beta) (exp2(G) * k)        qg = exp2(G) * q
     u = Akk Diag(beta) v                    kg = exp2(G_e - G) * k
@@ -502,7 +502,7 @@ def kda_chunk_delta_h_reference(
     dtype: torch.dtype = torch.float64,
     stage_dtype: torch.dtype | None = None,
 ) -> KdaStates:
-    """From chunk to chunk, with e the last token:
+    """The pass of the state over chunks, where e is a chunk's last token:
 
     h = S        v_new = u - w S        S <- Diag(exp2(G_e)) S + kg^T v_new
     """
@@ -574,15 +574,14 @@ def kda_chunk_reference(
 ) -> KdaStages:
     """`kda_reference` by chunks, with the results of every stage.
 
-    A gate of -inf, which the recurrence takes for a decay of 0, makes NaN here: a sum of gates
-    that is -inf cannot be subtracted from another.
+    A gate of -inf, which is a decay of 0 in `kda_reference`, makes NaN here, because the difference
+    of two sums that are -inf is NaN.
 
     Args:
-        stage_dtype: what q and k after their normalisation, and all that a stage leaves to the
-            next, are rounded to, as are the operands of products that are made of them. G and the
-            state from chunk to chunk stay in `dtype`. With `dtype` float32 this is what plain code
-            computes that keeps these tensors in 16 bits: the yardstick for errors. None rounds
-            nothing. o is not rounded.
+        stage_dtype: dtype that normalised q and k, the results that a stage passes to the next, and
+            the operands of products made of these are rounded to. G, the state and o are not
+            rounded. With `dtype` float32 this is plain code that stores these tensors in 16 bits,
+            with whose error tests compare that of the kernels. None rounds nothing.
     """
     q, k, g, beta = prepare(
         q,
@@ -639,14 +638,14 @@ def _stored(x: torch.Tensor, stage_dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _laid_out(states: torch.Tensor, state_v_first: bool) -> torch.Tensor:
-    """Between the layout that a caller asked for and `[..., K, V]`, which is used here."""
+    """Convert states between the caller's layout and `[..., K, V]`, which is used here."""
     return states.transpose(-1, -2) if state_v_first else states
 
 
 def _states_of_chunks(
     q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
-    """Room for the state at the start of every chunk."""
+    """A tensor of NaN for the states at the start of every chunk."""
     count = sum(1 for _ in chunks(q[:1], cu_seqlens))
     return v.new_full((q.shape[0], count, v.shape[2], q.shape[-1], v.shape[-1]), math.nan)
 
@@ -659,7 +658,7 @@ def _initial_states(
     state_v_first: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`[N, HV, K, V]`, to be written to."""
+    """A copy of the initial states, or zeros: `[N, HV, K, V]`."""
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is None:
         shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1])

@@ -1,4 +1,4 @@
-"""Lightning Attention in plain PyTorch: the definition that tests hold the kernels to."""
+"""Lightning Attention in plain PyTorch: the reference for tests of the kernels."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ def lightning_attn_decode_reference(
     S <- exp(-decay) S + v k^T and o = softmax_scale S q.
 
     Args:
-        dtype: the arithmetic. float64 gives the reference; float32 gives what a plain PyTorch
-            implementation computes, whose error is the yardstick for the kernels'.
+        dtype: of the arithmetic. float64 gives the reference, float32 the result of a plain PyTorch
+            implementation, with whose error tests compare that of the kernels.
 
     Returns:
-        (o, new_state) in `dtype`, except that new_state has passed through `state.dtype`: the
-        state lives in memory between calls, and its rounding belongs to the definition unless
-        `dtype` is float64.
+        (o, new_state) in `dtype`. Unless `dtype` is float64, new_state has been rounded to
+        `state.dtype`, in which the state is stored between calls.
     """
     squeeze = q.dim() == 3
     if squeeze:
