@@ -4,17 +4,17 @@
 
 What it shows:
 
-- a prebuilt cache: the kernels are built before serving, by the command that an image's build
-  would run, and found through CUTE_ATTN_PREBUILT; nothing compiles while it serves;
-- `cache.freeze()`: if a kernel were missing, the server would fail at once rather than stall;
-- a pool of state slots: a request takes one when it is admitted and gives it back when done;
+- a prebuilt cache: the command that an image's build would run builds the kernels, and the server
+  finds them through CUTE_ATTN_PREBUILT; nothing compiles while it serves;
+- `cache.freeze()`: if a kernel were missing, the server would fail at once and not stall;
+- a pool of state slots: a request gets one when it is admitted and frees it when it is done;
 - continuous batching: requests of different lengths come and go at every step;
 - a CUDA graph for each batch size: a step's batch is padded to the next captured size with rows
   whose slot is -1;
 - q, k and v as views of one packed projection.
 
-At the end some requests are decoded again, alone and in plain PyTorch, to the same tokens.
-Without a GPU the example builds the cache for Hopper and Blackwell, and stops there.
+At the end some requests are decoded again, alone and in plain PyTorch, and must give the same
+tokens. Without a GPU the example builds the cache for Hopper and Blackwell, and stops there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ HEADS, HEAD_DIM, VOCABULARY = 8, 128, 1000
 SLOTS = 32
 GRAPH_BATCHES = (1, 2, 4, 8, 16, 32)
 
-# The kernels that this server needs, as the build of its image is told. Activations are float32 so
-# that the tokens can be compared; cute_attn/models/serving.toml has the kernels of real models.
+# The spec file of the image's build, with the kernels that this server needs. Activations are
+# float32 so that tokens can be compared; cute_attn/models/serving.toml has those of real models.
 SPEC_FILE = f"""
 [[operator]]
 plan = "cute_attn.ops.lightning:plan_decode"
@@ -52,7 +52,7 @@ indexed = true
 
 
 def prebuild(directory: Path, arch: str) -> Path:
-    """Do what the build of a server's image does; the directory of prebuilt kernels."""
+    """Build the kernels, as the build of a server's image does; return their directory."""
     spec_file, prebuilt = directory / "server.toml", directory / "prebuilt"
     spec_file.write_text(SPEC_FILE)
     command = [sys.executable, "-m", "cute_attn.cache", "build", str(spec_file)]
@@ -61,7 +61,7 @@ def prebuild(directory: Path, arch: str) -> Path:
 
 
 class Model(torch.nn.Module):
-    """A stack of Lightning Attention layers, with little between them that would hide a mistake."""
+    """A stack of Lightning Attention layers with little else, so that errors change tokens."""
 
     def __init__(self, layers: int):
         super().__init__()
@@ -77,10 +77,10 @@ class Model(torch.nn.Module):
     def forward(
         self, tokens: torch.Tensor, states: torch.Tensor, attend: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """The tokens [B] that follow `tokens` [B].
+        """Return the next tokens `[B]` after `tokens` `[B]`.
 
-        `states` is [layers, slots, H, V, K]; `attend(q, k, v, state, decay)` decodes one layer and
-        updates its state in place.
+        `states` is `[layers, slots, H, V, K]`; `attend(q, k, v, state, decay)` decodes one layer
+        and updates its state in place.
         """
         x = self.embedding(tokens)
         for project, state in zip(self.qkv, states, strict=True):
@@ -107,13 +107,13 @@ class Server:
         self.states = torch.zeros(layers, SLOTS, HEADS, HEAD_DIM, HEAD_DIM, device="cuda")
         self.free = list(range(SLOTS))
         self.active: list[Request] = []
-        # The graphs read these; a smaller batch uses the first rows.
+        # The graphs read these tensors; a smaller batch uses their first rows.
         self.tokens = torch.zeros(max(GRAPH_BATCHES), dtype=torch.long, device="cuda")
         self.slots = torch.full((max(GRAPH_BATCHES),), -1, dtype=torch.int32, device="cuda")
         self.graphs = {batch: self.capture(batch) for batch in GRAPH_BATCHES}
 
     def capture(self, batch: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """The graph of a step of `batch` rows, and the tensor that receives the next tokens."""
+        """Capture a step of `batch` rows: the graph, and the tensor that gets the next tokens."""
         tokens, slots = self.tokens[:batch], self.slots[:batch]
 
         def attend(*qkv_state_decay: torch.Tensor) -> torch.Tensor:

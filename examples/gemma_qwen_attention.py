@@ -5,14 +5,14 @@
 What it shows:
 
 - q, k and v as views of one fused projection, read in place;
-- a KV cache that is longer than what it holds: `seqused_k` says on the device how much is filled,
-  so that a decode step could be captured in a CUDA graph;
+- a KV cache that is only partly filled: `seqused_k` holds the filled lengths on the device, so that
+  a decode step could be captured in a CUDA graph;
 - a prefill of prompts of different lengths, each at the start of its row of the cache;
-- grouped query heads: at decode those of a K/V head share a tile, so that K and V are read once;
+- grouped query heads: in decode those of a K/V head share a tile, so that K and V are read once;
 - Gemma 3's sliding windows of w tokens, the query included: window_size=(w - 1, 0).
 
 Every output of the operator is compared with the float64 reference on the same q, k and v, and its
-error with that of plain PyTorch code. Without a Blackwell GPU the kernels run in the emulator, with
+error with that of plain PyTorch. Without a Blackwell GPU the kernels run in the emulator, with
 every check on.
 """
 
@@ -38,12 +38,12 @@ CACHE = 200  # rows for each sequence
 
 @dataclass(frozen=True)
 class Kind:
-    """What sets the layers apart."""
+    """The parameters in which the layers differ."""
 
     heads: int
     heads_k: int
     rotary: int  # dimensions of a head that are rotated
-    window: int | None = None  # tokens that a query sees, itself among them
+    window: int | None = None  # tokens that a query sees, including itself
     gated: bool = False  # the output is multiplied by a sigmoid of a projection
 
 
@@ -62,7 +62,7 @@ class Errors:
     plain: dict[str, float] = field(default_factory=dict)
 
     def note(self, phase: str, o: Tensor, counted: Tensor, call: dict[str, object]) -> None:
-        """Compare the rows of o that `counted` picks, which are tokens rather than padding."""
+        """Compare the rows of o that `counted` selects, which are tokens and not padding."""
         exact = attention_reference(**call)[0][counted]
         for errors, result in (
             (self.kernel, o),
@@ -87,15 +87,15 @@ class AttentionLayer(torch.nn.Module):
         self.out = torch.nn.Linear(kind.heads * HEAD_DIM, WIDTH, bias=False)
         self.norm_q = torch.nn.RMSNorm(HEAD_DIM)
         self.norm_k = torch.nn.RMSNorm(HEAD_DIM)
-        # Rows that were never written are not read: NaN there shows it.
+        # NaN in rows that were never written would show if they were read.
         cache = torch.full((2, sequences, CACHE, kind.heads_k, HEAD_DIM), torch.nan)
         self.register_buffer("cache", cache)
 
     def forward(self, x: Tensor, positions: Tensor, counted: Tensor, errors: Errors) -> Tensor:
         """The layer's output for x `[batch, tokens, width]`.
 
-        The tokens that are `counted` end each row of x, at `positions` of their sequence; the cache
-        holds the tokens before them.
+        `counted` selects the tokens of x, which are at the end of each row, at `positions` of their
+        sequence; the rest is padding. The cache holds the tokens before them.
         """
         kind = self.kind
         sizes = [kind.heads, kind.heads_k, kind.heads_k] + [kind.heads] * kind.gated
@@ -139,7 +139,7 @@ def prefill_and_decode(kind: Kind, device: str) -> Errors:
     errors = Errors()
     lengths = torch.tensor(PROMPTS, device=device)[:, None]
     x = torch.randn(len(PROMPTS), max(PROMPTS), WIDTH, device=device, dtype=torch.bfloat16)
-    # Prompts are padded on the left, so that they end together; queries of padding see no key.
+    # Prompts are padded on the left, so that they end together; padding's queries see no key.
     positions = torch.arange(max(PROMPTS), device=device) - (max(PROMPTS) - lengths)
     layer(x, positions.clamp(min=0), positions >= 0, errors)
     for step in range(STEPS):

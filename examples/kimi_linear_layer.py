@@ -8,14 +8,14 @@ What it shows:
   value heads, a gated norm; the kernels apply the gate, the normalisation of q and k and beta's
   sigmoid;
 - q, k and v as views of one convolved projection, read in place;
-- prefill: prompts of different lengths are packed, and long ones come in pieces. `chunk_kda` starts
-  from the states of the piece before, which live in a pool of slots;
-- decode: `kda_decode` updates slots of the same pool in place; a slot of -1 is a row of padding. On
-  a GPU it runs in a CUDA graph, captured once and replayed for every token;
-- neither operator waits for the device, nor asks the host how the prompts are packed.
+- prefill: prompts of different lengths are packed, and long ones are split into pieces. `chunk_kda`
+  starts from the states after the previous piece, which are in a pool of slots;
+- decode: `kda_decode` updates slots of the same pool in place; slot -1 marks a row of padding. On a
+  GPU it runs in a CUDA graph, captured once and replayed for every token;
+- neither operator waits for the device, nor needs on the host how the prompts are packed.
 
 At the end all outputs of the operators are compared with the float64 reference, which runs from the
-first prompt token to the last decoded one, and their errors with those of plain PyTorch.
+first prompt token to the last decoded one. Their errors are compared with those of plain PyTorch.
 Without a GPU the kernels run in the emulator, with every check on.
 """
 
@@ -75,19 +75,19 @@ class KimiDeltaAttention(torch.nn.Module):
         self.out_gate = torch.nn.Linear(WIDTH, heads_v * dim, bias=False)
         self.norm = torch.nn.RMSNorm(dim)
         self.out = torch.nn.Linear(heads_v * dim, WIDTH, bias=False)
-        # These stay in float32, whatever the dtype of the rest of the model.
+        # These stay in float32 in a model of any dtype.
         self.register_buffer("A_log", torch.rand(heads_v) - 0.5)
         self.register_buffer("dt_bias", -4 * torch.rand(heads_v * dim))
         self.register_buffer("states", torch.zeros(slots, heads_v, dim, dim))
-        # The inputs that the convolutions still see, and a spare row for padding.
+        # The last inputs, which the next convolutions need, and a spare row for padding.
         past = torch.zeros(slots + 1, CONVOLUTION - 1, sum(self.widths), dtype=DTYPE)
         self.register_buffer("past", past)
 
     def prefill(self, x: Tensor, lengths: list[int], slots: list[int], log: Log) -> Tensor:
-        """The layer's output for x `[1, tokens, width]`, pieces of several prompts packed together.
+        """The layer's output for x `[1, tokens, width]`, packed pieces of several prompts.
 
         Args:
-            lengths, slots: of the pieces.
+            lengths, slots: of each piece.
         """
         convolved = []
         for piece, slot in zip(self.qkv(x)[0].split(lengths), slots, strict=True):
@@ -112,7 +112,7 @@ class KimiDeltaAttention(torch.nn.Module):
         return self.finish(o, x)
 
     def decode(self, x: Tensor, slots: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """A decode step for x `[batch, width]`, a token of each slot. A CUDA graph can capture it.
+        """A decode step for x `[batch, width]`, a token per slot. A CUDA graph can capture it.
 
         Returns:
             The layer's output, and the operator's inputs and output.
@@ -142,7 +142,7 @@ class KimiDeltaAttention(torch.nn.Module):
 
 @dataclass
 class Log:
-    """Inputs and outputs of the operators, to be computed again at the end."""
+    """Inputs and outputs of the operators, which the references compute again at the end."""
 
     layer: KimiDeltaAttention
     calls: list[Callable[[Tensor, dict[str, Any]], tuple[str, Tensor, Tensor]]] = field(
@@ -150,7 +150,7 @@ class Log:
     )
 
     def prefill(self, call: dict[str, Any], slots: Tensor, o: Tensor) -> None:
-        """`call` holds the operator's arguments, except the state."""
+        """Record a call; `call` holds the operator's arguments, except the state."""
         kept = {name: x.clone() if isinstance(x, Tensor) else x for name, x in call.items()}
         kept["cu_seqlens"] = kept["cu_seqlens"].cpu()
         ours, where = o.clone(), slots.clone()

@@ -2,7 +2,7 @@
 
     python examples/quickstart.py
 
-Without a GPU, or on one that an operator has no kernel for, the same kernels run in the emulator,
+Without a GPU, or on a GPU that an operator has no kernel for, the same kernels run in the emulator,
 for Hopper and for Blackwell, with every check on and fewer heads.
 """
 
@@ -58,7 +58,7 @@ def main() -> bool:
                 errors, plain = check.run(
                     "cpu" if emulated else "cuda", EMULATED_HEADS if emulated else HEADS
                 )
-            # The rule of docs/testing.md: twice plain arithmetic's error, and one rounding.
+            # The rule of docs/testing.md: at most twice plain PyTorch's error, plus one rounding.
             agrees = all(e <= 2 * p + ROUNDING for e, p in zip(errors, plain, strict=True))
             passed &= agrees
             table.add_row(
@@ -84,7 +84,7 @@ Errors = tuple[list[float], list[float]]  # of output and state: the kernel's, p
 
 
 class Check(NamedTuple):
-    """Runs an operator on a device with a number of heads; and the architectures that have it."""
+    """A function of device and heads that runs an operator, and the operator's architectures."""
 
     run: Callable[[str, int], Errors]
     gpus: tuple[str, ...] | None = None  # None: any
@@ -110,7 +110,7 @@ def machine(emulated: str | None) -> Iterator[None]:
 
 
 def attention(device: str, heads: int) -> Errors:
-    """head_dim 256, causal, GQA; plain is PyTorch with P in bfloat16."""
+    """head_dim 256, causal, GQA; `plain` is PyTorch with the probabilities in bfloat16."""
     group = heads // 2 + 1
     q, k, v = (
         torch.randn(1, rows, heads, 256, device=device).to(torch.bfloat16)
@@ -123,7 +123,7 @@ def attention(device: str, heads: int) -> Errors:
 
 
 def lightning_decode(name: str, device: str, heads: int) -> Errors:
-    """Plain is the formula in PyTorch float32."""
+    """One or more tokens a sequence; `plain` is the formula in PyTorch float32."""
     step, state_dtype, layout = LIGHTNING[name]
     q, k, v = torch.randn(3, *step, heads, HEAD_DIM, device=device).to(torch.bfloat16)
     state = torch.randn(SLOTS, heads, HEAD_DIM, HEAD_DIM, device=device).to(state_dtype)
@@ -161,7 +161,7 @@ def kda_inputs(device: str, heads: int, *rows: int) -> dict[str, torch.Tensor]:
 
 
 def kda_prefill(device: str, heads: int) -> Errors:
-    """Three packed sequences; plain is the chunked formula with bfloat16 between its stages."""
+    """Three packed sequences; `plain` is the chunked formula with bfloat16 between its stages."""
     call = kda_inputs(device, max(1, heads // 2), 1, 150) | {
         "lower_bound": -5.0,
         "use_qk_l2norm_in_kernel": True,
@@ -180,7 +180,7 @@ def kda_prefill(device: str, heads: int) -> Errors:
 
 
 def kda_recurrent(device: str, heads: int) -> Errors:
-    """Two short sequences, token by token; plain is the formula in PyTorch float32."""
+    """Two short sequences, token by token; `plain` is the formula in PyTorch float32."""
     call = kda_inputs(device, max(1, heads // 2), 1, 7) | {
         "lower_bound": -5.0,
         "use_qk_l2norm_in_kernel": True,
@@ -201,7 +201,7 @@ def kda_recurrent(device: str, heads: int) -> Errors:
 
 
 def kda_decode(device: str, heads: int) -> Errors:
-    """One token; plain is the formula in PyTorch float32."""
+    """One token; `plain` is the formula in PyTorch float32."""
     heads = max(1, heads // 2)
     slots = torch.randperm(SLOTS, device=device)[:8].to(torch.int32)
     slots[0] = -1  # a padded row
