@@ -1,4 +1,4 @@
-"""What every test shares: a kernel cache apart, hypothesis profiles, and skips without a GPU."""
+"""Set-up of all tests: a separate kernel cache, hypothesis profiles, and skips without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 GPU_TESTS = Path(__file__).parent / "gpu"
 KEPT_KERNELS = Path(__file__).parents[1] / "build" / "kernels"
 
-# What a user may have set, and what would change the outcome of a test.
+# Variables that a user may have set, and that would change the outcome of a test.
 CACHE_SETTINGS = (
     "CUTE_ATTN_ARCH",
     "CUTE_ATTN_CACHE_MAX_BYTES",
@@ -50,8 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Point the kernel cache to a directory of this test run, before any test module is imported.
 
-    The workers of pytest-xdist inherit it from the process that starts them, so that they share
-    compiled kernels with one another, and with nobody else.
+    The workers of pytest-xdist inherit the directory from their parent process, so that they share
+    compiled kernels.
     """
     if config.getoption("record_durations"):
         config.pluginmanager.register(durations.Recorder(config))
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     for name in CACHE_SETTINGS:
         os.environ.pop(name, None)
-    if config.getoption("keep_kernels"):  # the cache's key has all that a kernel is compiled from
+    if config.getoption("keep_kernels"):  # safe: the cache's keys cover the kernels' sources
         directory = str(KEPT_KERNELS)
         KEPT_KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
     else:
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def engine_directory() -> None:
-    """The emulator's engine is built once for all test runs: its file is named for its sources."""
+    """Build the emulator's engine once for all test runs: its path has a digest of its sources."""
     from cute_attn.emulator import build
 
     build.directory = Path(__file__).parents[1] / "build" / "emulator"
@@ -97,11 +97,11 @@ def why_no_gpu() -> str | None:
 
 
 EMULATED_ARCHS = ("sm_90a", "sm_100a")
-QUICK_ARCH = "sm_100a"  # `make gpu-check` has the other one
+QUICK_ARCH = "sm_100a"  # `make gpu-check` covers sm_90a
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.everywhere`: on a GPU, and in the emulator for each architecture."""
+    """`@pytest.mark.everywhere`: run on a GPU, and in the emulator for each architecture."""
     if metafunc.definition.get_closest_marker("everywhere"):
         emulated = [pytest.param("cpu", id=arch) for arch in EMULATED_ARCHS]
         metafunc.parametrize("device", [*emulated, pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -109,7 +109,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Where a test that runs everywhere is given "cpu", its operators run in the emulator."""
+    """`@pytest.mark.everywhere` with device "cpu": the operators run in the emulator."""
     parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
     with contextlib.ExitStack() as stack:
         if item.get_closest_marker("everywhere") and parameters["device"] == "cpu":
@@ -124,20 +124,20 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def assert_no_race(emulator: Any) -> None:
-    """Of our own kernels not even those that are notes, as between lanes of a warp."""
+    """Our own kernels must have no race, not even a note such as one between lanes of a warp."""
     races = [str(found) for found in emulator.report.findings if found.check == "race"]
     assert not races, "\n".join(races)
 
 
 def emulated_arch(item: pytest.Item) -> str | None:
-    """The architecture that a test which runs everywhere is given, or None on a GPU."""
+    """The architecture of a case of `everywhere`, or None if it runs on a GPU."""
     parameters = item.name.rstrip("]").replace("[", "-").split("-")
     return next((arch for arch in EMULATED_ARCHS if arch in parameters), None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Iterator[None]:
-    """`@pytest.mark.in_turn(name)` and `everywhere`: what `make test` need not repeat is slow."""
+    """`@pytest.mark.in_turn(name)` and `everywhere`: mark repetitions as slow."""
     made: Any = yield
     for position, item in enumerate(made if isinstance(made, list) else ()):
         if isinstance(item, pytest.Function) and is_repetition(item, position):
@@ -146,11 +146,11 @@ def pytest_pycollect_makeitem() -> Iterator[None]:
 
 
 def is_repetition(item: pytest.Function, position: int) -> bool:
-    """Whether a test of the other architecture, or at a value whose turn it is not, repeats others.
+    """Whether a case repeats others: with the slow architecture, or out of its value's turn.
 
-    Tests that run everywhere have one architecture so that they share compiled kernels. A parameter
-    that is taken in turn has, with two others, each pair of values with either; and begins where
-    the test's name says, so that tests with few cases do not all have the same.
+    Cases of `everywhere` keep a single architecture, so that they share compiled kernels. The turns
+    of an `in_turn` parameter cover its pairs of values with each of two other parameters. They
+    start at a digest of the test's name, so that tests with few cases differ in their values.
     """
     everywhere, in_turn = (item.get_closest_marker(name) for name in ("everywhere", "in_turn"))
     one_arch = everywhere and not everywhere.kwargs.get("each")
@@ -180,7 +180,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory for one test, already set in the environment."""
+    """An empty cache directory for one test, set in the environment."""
     directory = tmp_path / "cache"
     directory.mkdir(mode=0o700)
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(directory))

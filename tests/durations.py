@@ -1,10 +1,10 @@
-"""What the tests of `make test` cost, and the budget that they have to keep.
+"""The cost of the tests of `make test`, and the budget for it.
 
     pytest -n 2 -m "not slow" --record-durations     # all of them, or only the files that changed
     python -m tests.durations                        # the table of docs/testing.md, written there
 
-Recorded are CPU seconds by file, of the tests and of the processes that they start: wall time says
-more about what else the machine does. A kernel counts where it is compiled first.
+The record holds CPU seconds by file, of the tests and of the processes that they start: wall time
+would depend on what else the machine does. A kernel counts for the test that compiles it first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MACHINE = "2 cores of an Intel Xeon at 2.3 GHz"
 CORES, MINUTES = 2, 10.0  # the aim is 8
 BUDGET_S = CORES * MINUTES * 60
 FULL_EXAMPLES = 10
-"""How many times as many random examples `make test-full` draws."""
+"""The factor by which `make test-full` draws more random examples."""
 
 START = "start and collection"
 
 
 def cpu_seconds() -> float:
-    """Of this process, and of its children that have ended."""
+    """CPU seconds of this process, and of its children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -41,13 +41,13 @@ def test_files() -> list[str]:
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """By file: CPU seconds of its quick tests, how many these are, and how many all are."""
+    """File -> CPU seconds of its quick tests, their number, and the number of all its tests."""
     record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())
     return record
 
 
 class Recorder:
-    """A plugin that measures; with pytest-xdist in every worker, and in the process above them."""
+    """A plugin that measures, with pytest-xdist in every worker and in their parent process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -91,9 +91,9 @@ class Recorder:
         self.seconds[START] += cpu_seconds() - self.started - sum(self.seconds.values())
 
     def write(self) -> None:
-        """Replace what was recorded of the files that have run; drop files that are gone."""
+        """Replace the records of the files that have run; drop files that no longer exist."""
         there = {START, *test_files()}
-        if set(self.quick) < set(test_files()):  # some files' start says nothing of the whole
+        if set(self.quick) < set(test_files()):  # the start of a part of the files is no measure
             del self.seconds[START]
         record = {file: row for file, row in read().items() if file in there}
         for file, seconds in self.seconds.items():
@@ -110,14 +110,14 @@ class Recorder:
 
 
 def full_seconds(file: str, row: dict[str, Any]) -> float:
-    """An estimate: slow tests cost what the file's quick ones do, random ones as often as drawn."""
+    """An estimate: slow tests cost as much as the file's quick ones; random examples, tenfold."""
     seconds = row["seconds"] * row["all"] / max(1, row["quick"])
     random = file != START and "hypothesis" in (ROOT / file).read_text()
     return seconds * FULL_EXAMPLES if random else seconds
 
 
 def table() -> str:
-    """Markdown: a row for each directory, and what follows for both targets."""
+    """Markdown: a row for each directory, and the times of both targets of make."""
     rows: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     for file, row in read().items():
         part = file if file == START else "/".join(file.split("/")[:2])
@@ -144,7 +144,7 @@ MARKS = "<!-- python -m tests.durations -->", "<!-- end of the table -->"
 
 
 def page() -> str:
-    """The page as it should be."""
+    """The page with an up-to-date table."""
     begin, end = map(re.escape, MARKS)
     pattern = re.compile(f"(?<={begin}\n).*?(?=\n{end})", re.DOTALL)
     text, count = pattern.subn(lambda _: f"\n{table()}\n", PAGE.read_text())

@@ -1,6 +1,6 @@
-"""What the package costs before its first launch, on the CPU: imports, cache look-ups, races.
+"""Costs of the package before its first launch, on the CPU: imports, cache look-ups, races.
 
-Start-up is measured in fresh processes, the alternatives in turns, so that a busy machine slows
+Start-up is measured in fresh processes. The alternatives take turns, so that a busy machine slows
 all of them. Each process times its own statements; starting the interpreter is not included.
 """
 
@@ -23,7 +23,7 @@ from .harness.registry import Benchmark, GpuCheckStage
 from .harness.report import Report, Row, Verdict
 from .harness.timing import quantile
 
-# What a server's first kernel would be: see cute_attn.ops.lightning.plan_decode.
+# The first kernel of a server, see cute_attn.ops.lightning.plan_decode.
 PLAN = "cute_attn.ops.lightning:plan_decode"
 PARAMETERS: dict[str, Any] = {"dtype": "bfloat16", "head_dim_k": 128, "head_dim_v": 128}
 DEFAULT_ARCH = "sm_90a"
@@ -32,7 +32,7 @@ PEER, PEER_IMPORT = "flash-attn-4", "import flash_attn.cute"
 MAX_IMPORT_MS, MAX_READY_MS, MAX_LOOKUP_NS = 50.0, 150.0, 1000.0
 RACERS = 16
 
-# Each program prints one line of JSON last: milliseconds by name, and counts.
+# Each program's last line is JSON: milliseconds by name, and counts.
 _TIMED_IMPORT = """
 import json, time
 start = time.perf_counter()
@@ -149,14 +149,14 @@ def _start_up_samples(
     for _ in track(range(repeats), "cache: fresh processes"):
         for name, text in programs.items():
             with contextlib.ExitStack() as stack:
-                if name == "peer":  # it may be installed and yet not import, without a GPU say
+                if name == "peer":  # it may be installed but fail to import, as without a GPU
                     stack.enter_context(contextlib.suppress(ChildError))
                 samples[name].append(run_child(text, env))
     return samples
 
 
 def run_race(text: str, env: Mapping[str, str], racers: int) -> list[dict[str, Any]]:
-    """Start processes that print "ready", let all go at once, and collect what each says."""
+    """Start processes that print "ready", release them at once, and collect their output."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", text],

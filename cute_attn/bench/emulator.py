@@ -1,8 +1,8 @@
-"""How fast the emulator is: warp-instructions a second, with and without its checks.
+"""Speed of the emulator in warp-instructions per second, with and without its checks.
 
-FlashAttention-4's head_dim 256 forward for sm_100a is the yardstick, because none of it is ours; it
-is left out where that package is missing. Lightning decode shows how time grows with size. Nothing
-here needs a GPU.
+The yardstick is FlashAttention-4's head_dim 256 forward for sm_100a, because it is not our code; it
+is left out if that package is missing. Lightning decode shows how time grows with size. No GPU is
+needed.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _flash_attention(scratch: Path, short: bool) -> list[tuple[str, int, Call]]:
     """FlashAttention-4's kernels, compiled into `scratch`.
 
     Raises:
-        ImportError: FlashAttention-4 is not here.
+        ImportError: FlashAttention-4 is not installed.
     """
     from . import peers  # imports torch
 

@@ -1,14 +1,14 @@
 """Everything that needs a GPU, in one offline command of at most eight minutes.
 
-First, for at most half of the time, the GPU tests that are not slow; then short benchmarks, those
-that ask for it by `gpu_check`. The one that ran longest ago, by the reports that are kept, comes
-first, and one that would not end in time is left out: its turn comes with the next report.
+The GPU tests that are not slow come first, for at most half of the time, then short runs of the
+benchmarks that have `gpu_check` stages, those with the oldest kept reports first. A benchmark that
+would not end in time is left to a later run.
 
-Each stage is a process of its own with a time limit, so that neither a hang nor a crash of the
-driver's context takes the others along. The table comes last; the JSON holds all parts' reports.
+Each stage is a process of its own with a time limit, so that a hang or a crash of the driver's
+context does not affect the others. The table comes last; the JSON holds the reports of all parts.
 
 The exit code is 0 only if all tests passed and every benchmark ran to its end. A benchmark that
-says it cannot run on this machine (no ncu, say) is reported and does not fail the check.
+cannot run on this machine (without ncu, for example) is reported and does not fail the check.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .harness.output import DEFAULT_OUT
 from .harness.registry import BENCHMARKS, EXIT_UNAVAILABLE, Benchmark, Unavailable, load
 from .harness.report import Report, ReportError, Row
 
-TOTAL_LIMIT_S = 465.0  # of the eight minutes, leaving some for start-up and the report
+TOTAL_LIMIT_S = 465.0  # eight minutes, less start-up and the report
 TEST_LIMIT_S = TOTAL_LIMIT_S / 2
-SPREAD = 1.3  # a benchmark may take so much longer than in its last report
-TEST_PROCESSES = 10  # a file each; they compile first, and then take turns on the GPU
+SPREAD = 1.3  # a benchmark may take this much longer than in its last report
+TEST_PROCESSES = 10  # one file each; they compile first, and then take turns on the GPU
 KILL_GRACE_S = 5.0
 
 
@@ -45,7 +45,7 @@ class Stage:
 
     Attributes:
         result: the file that it writes, JUnit XML or a report's JSON.
-        expected_s: how long it may take, by its last report; None without one.
+        expected_s: seconds that it may take by its last report; None if it has none.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended: its exit code, or None if it was cut at its limit."""
+    """The outcome of a process: its exit code, or None if it was ended at its limit."""
 
     returncode: int | None
     seconds: float
@@ -85,9 +85,9 @@ def stages(
     directory: Path,
     commit: str | None = None,
 ) -> list[Stage]:
-    """The stages in order; what they write goes to `directory`."""
+    """The stages in order; their files go to `directory`."""
     results = directory / "tests.xml"
-    # Files side by side: each compiles first, and then waits for the GPU.
+    # Test files run in parallel: each compiles first, and then waits for the GPU.
     side_by_side: tuple[str, ...] = ()
     if importlib.util.find_spec("xdist") is not None:
         side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "loadfile")
@@ -116,7 +116,7 @@ def stages(
 
 
 def in_turn(found: Sequence[Stage], results: Path | None) -> list[Stage]:
-    """The tests, and then the benchmarks, the one that ran longest ago first."""
+    """The tests, and then the benchmarks, those with the oldest reports first."""
     last: dict[str, tuple[str, float]] = {}
     for path in results.glob("gpu-check-*.json") if results is not None else ():
         report = Report.from_json(path.read_text())
@@ -182,7 +182,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def run_limited(command: Sequence[str], limit_s: float) -> Outcome:
-    """Run a command with the caller's output; after `limit_s` seconds, end it and its children."""
+    """Run a command with the caller's output; end it and its children after `limit_s` seconds."""
     start = time.monotonic()
     if limit_s <= 0:
         return Outcome(None, 0.0)
@@ -209,13 +209,13 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def left_out(stage: Stage, left_s: float) -> Row:
-    """The summary line of a benchmark whose turn it is not."""
+    """The summary line of a benchmark that is left to a later run."""
     detail = f"may take {stage.expected_s:.0f} s, and {max(left_s, 0.0):.0f} s are left"
     return {"stage": stage.name, "result": "left out", "time_s": 0.0, "detail": detail}
 
 
 def judge(stage: Stage, outcome: Outcome, limit_s: float) -> tuple[Row, Report | None]:
-    """The summary line of a stage, and its report if it is a benchmark that wrote one."""
+    """The summary line of a stage, and the report that a benchmark wrote."""
     part = None
     if outcome.returncode is None:
         result, detail = "cut", f"not done after {limit_s:.0f} s" if limit_s > 0 else "no time left"
@@ -230,7 +230,7 @@ def judge(stage: Stage, outcome: Outcome, limit_s: float) -> tuple[Row, Report |
 
 
 def _judge_tests(results: Path, returncode: int) -> tuple[str, str]:
-    """("passed" or "failed", the counts). A run in which no test passed proves nothing: failed."""
+    """("passed" or "failed", the counts). A run in which no test passed has failed."""
     try:
         suites = ElementTree.parse(results).getroot().iter("testsuite")
         counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}

@@ -1,7 +1,7 @@
-"""Host time of one launch: the public operator and the layers under it, beside torch.mul.
+"""Host time of one launch: the public operator and the layers under it, compared with torch.mul.
 
-Nothing waits for the device inside a batch of calls, so that this is what a decode step costs the
-Python thread, and bounds how many kernels a second an eager loop can launch.
+No call of a batch waits for the device, so that this is the cost of a decode step to the Python
+thread, and bounds how many kernels per second an eager loop can launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> Report:
 
     from .lightning.problem import Case, launch_paths, make_inputs
 
-    case = Case(batch=1, heads=8, head_dim_k=64, head_dim_v=64)  # the device must not lag behind
+    case = Case(batch=1, heads=8, head_dim_k=64, head_dim_v=64)  # small: the host must be slower
     a = torch.randn(1024, device="cuda")
     b = torch.empty_like(a)
     paths = {

@@ -1,10 +1,10 @@
-"""Static analysis of attention kernels for Blackwell, ours beside FlashAttention-4's.
+"""Static analysis of attention kernels for Blackwell, ours compared with FlashAttention-4's.
 
-`cute_attn.machine_code.tile_model` counts what a K/V tile costs each warp role, and for how many
-clocks each unit of an SM is busy with it. Nothing here is measured, and no GPU is needed: the bound
-says what a kernel cannot beat, not what it reaches.
+`cute_attn.machine_code.tile_model` counts the instructions of a K/V tile for each warp role, and
+the clocks for which each unit of an SM is busy with it. Nothing is measured, and no GPU is needed:
+the result is an upper bound of a kernel's speed, not its speed.
 
-FlashAttention-4's kernels are left out where that package is missing (extras "test" and "bench").
+FlashAttention-4's kernels are left out if that package is missing (extras "test" and "bench").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Analysed:
 
 
 def analyse(program: Program, nvdisasm: Path) -> Analysed:
-    """Raises DisassemblyError, and AnalysisError where the kernel is not of the expected form."""
+    """Raises DisassemblyError, or AnalysisError if the kernel does not have the expected form."""
     listing = disassemble(program.cubin, nvdisasm)
     return Analysed(program, model.tile_cost(listing, program.ptx, model.HD256_FORWARD))
 
@@ -247,7 +247,7 @@ def _calibration_notes(analysed: Sequence[Analysed]) -> list[str]:
 def verdicts(
     analysed: Sequence[Analysed], specialisations: Sequence[Specialisation]
 ) -> list[Verdict]:
-    """That ours does not spill, and is not above theirs on the unit that limits it."""
+    """Our kernel does not spill, and its busiest unit takes no more clocks than theirs."""
     at = {(a.program.kernel, a.program.specialisation): a for a in analysed}
     ours = [a for a in analysed if a.program.kernel == OURS]
     spilling = [

@@ -1,7 +1,7 @@
 """The cubins in an object file, and the registers that ptxas gave their kernels.
 
-The cache reads .nv.info by itself (`cache/cubin.py`, for an entry's record): it must work without
-the rest of the package, and the emulator and this one without the cache.
+The cache has its own reader of .nv.info (`cache/cubin.py`, for an entry's record): the cache must
+work without the rest of the package, and the emulator and this module without the cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 EM_CUDA = 190  # machine of an ELF file that holds code for a GPU
 
-# Entries of .nv.info: format, attribute and two bytes, which are the value or the value's size.
+# Entries of .nv.info: format, attribute and two bytes, which are the value or its size.
 _HAS_SIZED_VALUE = 0x04
 _REGISTER_COUNT = 0x2F  # index of the kernel's symbol, registers
 _INSTRUCTION_BYTES = 16
@@ -22,12 +22,12 @@ _OPCODE_BITS, _USETMAXREG = 0xFFF, 0x9C8
 
 @dataclass(frozen=True)
 class RegisterUse:
-    """The registers of a kernel as it was assembled.
+    """The registers of a kernel in its machine code.
 
     Attributes:
         registers: of a thread, at launch.
-        sets_registers: whether it has any USETMAXREG. ptxas leaves all of them out if it does not
-            know at compile time how many registers the kernel is launched with.
+        sets_registers: whether it has any USETMAXREG. ptxas drops all of them if it does not know
+            at compile time how many registers the kernel is launched with.
     """
 
     registers: int
@@ -35,13 +35,13 @@ class RegisterUse:
 
 
 def cubins(object_file: bytes) -> list[bytes]:
-    """The code for GPUs that an object file of the compiler holds, as ELF files."""
+    """The cubins, which are ELF files, in an object file of the compiler."""
     found = []
     at = object_file.find(b"\x7fELF", 1)
     while at >= 0:
         header = object_file[at : at + 64]
         if len(header) == 64 and int.from_bytes(header[18:20], "little") == EM_CUDA:
-            # The end of its last table: what follows belongs to the object file.
+            # The cubin ends with the later of its two header tables.
             programs, sections = (int.from_bytes(header[i : i + 8], "little") for i in (32, 40))
             size, count = (int.from_bytes(header[i : i + 2], "little") for i in (54, 56))
             section_size, section_count = (
@@ -54,7 +54,7 @@ def cubins(object_file: bytes) -> list[bytes]:
 
 
 def register_uses(object_file: bytes) -> dict[str, RegisterUse]:
-    """Symbol -> registers, of the kernels that an object file of the compiler holds."""
+    """Symbol -> registers of the kernels in an object file of the compiler."""
     found: dict[str, RegisterUse] = {}
     for image in cubins(object_file):
         found.update(_kernels(image))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class DisassemblyError(RuntimeError):
-    """There is no nvdisasm, or the one found does not know the architecture."""
+    """There is no nvdisasm, or it does not support the architecture."""
 
 
 def find_nvdisasm() -> Path:
@@ -47,7 +47,7 @@ def disassemble(cubin: bytes, nvdisasm: Path) -> str:
     """The listing of a cubin, with encodings.
 
     Raises:
-        DisassemblyError: this nvdisasm does not know the architecture.
+        DisassemblyError: this nvdisasm does not support the architecture.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

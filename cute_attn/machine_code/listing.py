@@ -1,10 +1,10 @@
-"""The machine code of a kernel, as nvdisasm lists it: instructions, basic blocks, loops.
+"""A listing of nvdisasm as instructions, basic blocks and loops.
 
     (function,) = functions(text)           # of `nvdisasm -c -hex`
     for loop in function.loops(): ...       # natural loops
     blocks = function.path(loop, gain)      # one path through a loop's body
 
-It reads only what the analysis of a loop body needs: operands stay text.
+It parses only what the analysis of a loop body needs: operands stay text.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TARGET = re.compile(r"`\((\.L\w+)\)")
 _TABLE = re.compile(r"BRANCH_TARGETS\s+([^\"]*)")
 _REGISTERS = re.compile(r"\.x(\d+)$")
 
-# Bits of the second 64-bit word: the clocks that the warp stalls after the instruction. NVIDIA does
-# not document them; arXiv:1804.06826 does, from Volta on.
+# Bits of the second 64-bit word: the clocks that the warp stalls after the instruction. They are
+# not documented by NVIDIA, but by arXiv:1804.06826, from Volta on.
 _STALL_SHIFT, _STALL_MASK = 41, 0xF
 
 
 class ListingError(ValueError):
-    """The text is not a listing of nvdisasm, or it holds something that is not understood."""
+    """The text is not a listing of nvdisasm, or has a branch to an unknown label."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """A natural loop, by the numbers of its blocks; `header` is where it is entered."""
+    """A natural loop: the numbers of its blocks, and of its entry block, `header`."""
 
     header: int
     blocks: frozenset[int]
@@ -193,14 +193,14 @@ class Function:
         return sorted(found, key=lambda loop: (len(loop.blocks), loop.header))
 
     def within(self, loop: Loop) -> list[Instruction]:
-        """All instructions of a loop, on whichever path."""
+        """All instructions of a loop, on all of its paths."""
         return [i for block in sorted(loop.blocks) for i in self.blocks[block]]
 
     def path(self, loop: Loop, gain: Callable[[Instruction], float]) -> list[int]:
         """The blocks of one path from a loop's header back to it.
 
-        Of all paths it is the one with the most gain, and then the fewest instructions. It goes
-        through an inner loop at most once.
+        It is the path with the largest sum of `gain`, and among those the one with the fewest
+        instructions. It goes through an inner loop at most once.
         """
         back = set(self.back_edges)
         best: dict[int, tuple[float, float, list[int]] | None] = {}

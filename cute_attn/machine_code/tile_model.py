@@ -1,9 +1,8 @@
-"""What a loop over K/V tiles asks of a Blackwell SM: instructions by kind, clocks by unit.
+"""The cost of a loop over K/V tiles on a Blackwell SM: instructions by kind, clocks by unit.
 
-A role's loop over K/V tiles is recognised by the instructions in it. A tile's instructions are
-those on the path that a tile in the middle takes: no mask, no rescaling, no waiting. Their number
-divided by a unit's published rate is the clocks for which the unit is busy; the busiest unit bounds
-the kernel.
+A role's loop over K/V tiles is recognised by the instructions in it. Counted are those on the path
+of a tile in the middle: no mask, no rescaling, no waiting. Their number divided by a unit's
+published rate is the clocks for which the unit is busy; the busiest unit bounds the kernel.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from dataclasses import dataclass, field
 from .listing import Function, Instruction, Loop, functions
 
 WARP = 32
-SCHEDULERS = 4  # of an SM: each issues an instruction a clock, and has a warp of four to itself
+SCHEDULERS = 4  # of an SM: each issues one instruction per clock, for every fourth warp
 
 
 class AnalysisError(ValueError):
-    """A kernel whose loops are not as expected, so that any count of them could be wrong."""
+    """A kernel whose loops are not as expected, so that a count could be wrong."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What one pass of the loop over K/V tiles does in one CTA.
+    """The work of one K/V tile in one CTA.
 
     Attributes:
         rows, keys, head_dim: of the CTA's part of S, and of q, k and v.
-        ctas: that share an MMA.
+        ctas: number of CTAs that share an MMA.
         score_mma, output_mma: (M, N, K) of the MMAs for S = Q K^T and O += P V, of all CTAs. The
             first has both operands in shared memory, the second P in tensor memory.
-        loads: TMA loads of a tile.
+        loads: TMA loads per tile.
         role_warps: warps of each role.
     """
 
@@ -52,7 +51,7 @@ class Geometry:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes of K and V that one CTA loads, at two bytes an element: the CTAs share a tile."""
+        """Bytes of K and V that one CTA loads, its share of the tile, at two bytes per element."""
         return 2 * 2 * self.keys * self.head_dim // self.ctas
 
 
@@ -73,7 +72,7 @@ ROLES = tuple(HD256_FORWARD.role_warps)
 
 # -- kinds of instructions ------------------------------------------------------------------------
 
-# In this order, the first that matches. The columns of the table of counts.
+# The kind is the first that matches. These are the columns of the table of counts.
 KINDS: dict[str, str] = {
     "mma": r"UTC\w*MMA",
     "mufu_ex2": r"MUFU\.EX2",
@@ -104,7 +103,7 @@ def kind(instruction: Instruction) -> str:
 
 # -- rates ----------------------------------------------------------------------------------------
 
-# Of one SM, a clock. Sources:
+# Rates of one SM per clock. Sources:
 #   MMA, MUFU, shared memory: FlashAttention-4 (Zadouri et al., 2026), "feeds and speeds" of B200:
 #     8192 dense bf16 FLOP, 16 MUFU operations, 128 bytes.
 #   fp32, int: CUDA C++ Programming Guide, arithmetic throughput, compute capability 10.0: 128 lanes
@@ -143,14 +142,14 @@ PEAK_TFLOPS = MMA_FLOP * SMS * BOOST_MHZ / 1e6
 
 @dataclass(frozen=True)
 class RoleCount:
-    """One warp of a role, one K/V tile. Numbers may be fractions where a loop is unrolled.
+    """Counts for one warp of a role and one K/V tile; they may be fractions if a loop is unrolled.
 
     Attributes:
         kinds: instructions by kind.
         opcodes: the same by opcode without modifiers.
         tmem_read, tmem_written, shared: bytes that its own instructions move.
-        schedule: clocks that the compiler's stall counts add up to: how long a warp that has its
-            scheduler to itself takes at least, waiting for nothing. 0 if the listing has no counts.
+        schedule: sum of the compiler's stall counts in clocks: the least time of a warp that has
+            its scheduler to itself and never waits. 0 if the listing has no counts.
     """
 
     instructions: float
@@ -164,11 +163,11 @@ class RoleCount:
 
 @dataclass(frozen=True)
 class KernelCount:
-    """A kernel's roles.
+    """Counts of a kernel's roles.
 
     Attributes:
-        rescale: the correction role where it does rescale, a tile; None if it never does.
-        local_accesses: loads and stores of local memory anywhere in the kernel: spills, or arrays.
+        rescale: the correction role for a tile that rescales O; None if it never does.
+        local_accesses: loads and stores of local memory anywhere in the kernel: spills or arrays.
     """
 
     roles: Mapping[str, RoleCount]
@@ -186,7 +185,7 @@ def _is_mma(instruction: Instruction) -> bool:
 
 
 def _hands_over(instructions: Iterable[Instruction]) -> bool:
-    """Whether they wait for another role or signal one, as every tile does."""
+    """Whether they wait for another role or signal one, as they do in every tile."""
     return any(_is(i, "SYNCS", "BAR") for i in instructions)
 
 
@@ -198,7 +197,7 @@ def count_kernel(function: Function, geometry: Geometry) -> KernelCount:
     """Find the roles' loops over K/V tiles, and count one tile's instructions in each.
 
     Raises:
-        AnalysisError: a role without such a loop, or one whose work is no whole number of tiles.
+        AnalysisError: a role has no such loop, or its work is not a whole number of tiles.
     """
     loops = [(loop, function.within(loop)) for loop in function.loops()]
     tiled = [(loop, body) for loop, body in loops if _hands_over(body)]
@@ -209,7 +208,7 @@ def count_kernel(function: Function, geometry: Geometry) -> KernelCount:
         if not inner:
             raise AnalysisError(f"{function.name}: no loop of the role {role}")
         ways = [_way(function, loop, role, geometry) for loop in inner]
-        # Loops with and without a mask are two loops; most tiles need none.
+        # Masked and unmasked tiles have a loop each; most tiles need no mask.
         loop, chosen = min(zip(inner, ways, strict=True), key=lambda w: w[1].instructions)
         found[role] = chosen
         if role == "correction":
@@ -227,7 +226,7 @@ def _has_role(role: str, body: list[Instruction]) -> bool:
     if role == "softmax":
         return exponentials >= WARP and any(_is(i, "LDTM") for i in body)
     assert role == "correction", role
-    # The epilogue reads O as well, but does not write it back.
+    # The epilogue also reads O, but does not write it back.
     return not exponentials and all(any(_is(i, o) for i in body) for o in ("LDTM", "STTM"))
 
 
@@ -236,7 +235,7 @@ def _innermost(loops: list[Loop]) -> list[Loop]:
 
 
 def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleCount:
-    """A tile in the middle: the path with all of the role's work and the least beside it."""
+    """Counts of a tile in the middle: the shortest path with all of the role's work."""
     if role == "load":
         blocks = function.path(loop, lambda i: float(_is(i, "UTMALDG")))
         work = sum(_is(i, "UTMALDG") for i in _of(function, blocks)) / geometry.loads
@@ -256,7 +255,7 @@ def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleC
 
 
 def _rescaling(function: Function, loop: Loop, geometry: Geometry) -> RoleCount | None:
-    """The correction of a tile that rescales O, inner loops counted as often as they run."""
+    """Counts of a tile that rescales O, with inner loops counted as often as they run."""
     blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
     inner = [
         other.blocks
@@ -303,7 +302,7 @@ def _count(
 
 
 def mma_shape(instruction: Instruction, geometry: Geometry) -> tuple[int, int, int]:
-    """(M, N, K) of an MMA: its first operand says which of the two products it is."""
+    """(M, N, K) of an MMA: its first operand distinguishes the two products."""
     first = instruction.operands.partition("[")[0].strip()
     shapes = {"gdesc": geometry.score_mma, "tmem": geometry.output_mma}
     if first not in shapes or ".2CTA" not in instruction.opcode or geometry.ctas != 2:
@@ -325,10 +324,10 @@ def check_shapes(ptx: str, geometry: Geometry) -> bool:
     """Compare the MMA shapes of `geometry` with the instruction descriptors in a kernel's PTX.
 
     Returns:
-        Whether all of them are constants; those that a kernel computes are not checked.
+        Whether all descriptors are constants; those that a kernel computes are not checked.
 
     Raises:
-        AnalysisError: one is of another shape.
+        AnalysisError: an MMA has another shape.
     """
     constants: dict[str, int] = {}
     known, mmas = 0, 0
@@ -354,11 +353,11 @@ def check_shapes(ptx: str, geometry: Geometry) -> bool:
 
 @dataclass(frozen=True)
 class Clocks:
-    """For how many clocks each unit of an SM is busy with one K/V tile, rows x keys in its CTA.
+    """Clocks for which each unit of an SM is busy with one K/V tile of rows x keys.
 
     Attributes:
-        units: by name. "warp: ROLE" is the time that a warp of the role takes by itself.
-        floor: that of the MMAs, which no kernel gets below.
+        units: clocks by name. "warp: ROLE" is the time that a warp of the role takes by itself.
+        floor: clocks of the MMAs, a lower bound for every kernel.
     """
 
     units: Mapping[str, float]
@@ -366,7 +365,7 @@ class Clocks:
 
     @property
     def order(self) -> list[str]:
-        """The units, busiest first; the MMA before others that are as busy."""
+        """The units, busiest first; the MMA comes before equally busy units."""
         return sorted(self.units, key=lambda unit: (-self.units[unit], unit != "mma"))
 
     @property
@@ -436,11 +435,12 @@ def clocks(counted: KernelCount, geometry: Geometry, *, rescale: float = 0.0) ->
 
 @dataclass(frozen=True)
 class TileCost:
-    """What a K/V tile costs a kernel.
+    """The cost of a K/V tile in a kernel.
 
     Attributes:
-        clocks: of a tile after which O is not rescaled; `rescaling`: of one after which it is.
-        shapes_checked: whether the PTX says the shapes of all MMAs; else they are presumed.
+        clocks: of a tile after which O is not rescaled.
+        rescaling: clocks of a tile after which O is rescaled.
+        shapes_checked: whether the PTX confirms the shapes of all MMAs; else they are assumed.
     """
 
     counted: KernelCount
@@ -450,14 +450,14 @@ class TileCost:
 
 
 def tile_cost(listing: str, ptx: str, geometry: Geometry) -> TileCost:
-    """The cost of a K/V tile to the one kernel of a listing.
+    """The cost of a K/V tile in the one kernel of a listing.
 
     Args:
         listing: of `nvdisasm -c -hex`.
 
     Raises:
-        AnalysisError: the kernel is not of the form that `geometry` describes.
-        ListingError: the listing cannot be read.
+        AnalysisError: the kernel does not match `geometry`.
+        ListingError: the listing cannot be parsed.
     """
     (function,) = functions(listing)
     checked = check_shapes(ptx, geometry)

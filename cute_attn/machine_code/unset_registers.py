@@ -1,10 +1,10 @@
 """Registers that a kernel's machine code reads without having set them.
 
-A compiler that loses track of a register leaves such a read behind. The kernel then computes with
-whatever value another kernel left there. ptxas 13.4 has done so (docs/kernels/kda.md).
+Such a read is an error of the compiler: the kernel computes with a value that another kernel left
+in the register. ptxas 13.4 has emitted one (docs/kernels/kda.md).
 
     (function,) = functions(text)        # of `nvdisasm -c`
-    unset_reads(function)                # [] in code that is sound
+    unset_reads(function)                # [] in correct code
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REGISTER = re.compile(r"(?<![\w.])(U?R)(\d+)\b")
 _PREDICATE = re.compile(r"!?U?P(?:[0-9T]|R)")
 _SHAPE = re.compile(r"\.(\d+)x(\d+)x(\d+)")
 
-# These set no register, whatever their first operand is.
+# These set no register, even if their first operand is one.
 _SETS_NOTHING = frozenset(
     (
         "BAR", "BRA", "BRX", "BSSY", "BSYNC", "CCTL", "CCTLL", "DEPBAR", "ERRBAR", "EXIT",
@@ -36,7 +36,7 @@ Register = tuple[str, int]  # ("R", 5), ("UR", 5)
 
 @dataclass(frozen=True)
 class UnsetRead:
-    """A read of a register that nothing before it can have set."""
+    """A read of a register that no earlier instruction can have set."""
 
     instruction: Instruction
     register: str
@@ -47,14 +47,14 @@ class UnsetRead:
 
 
 def unset_reads(function: Function) -> list[UnsetRead]:
-    """All reads of registers that no path from the entry has set, back edges left out.
+    """All reads of registers that no path from the entry sets, ignoring back edges.
 
-    A register that some paths set, or that is set under a predicate, counts as set: code often
-    reads one just to discard the value. A copy is no read; its target is as unset as its source.
-    Only the first register of a wide operand is looked at, and predicate registers are not.
+    A register that only some paths set, or that is set under a predicate, counts as set: code often
+    reads such a register and discards the value. A copy is no read; its target is unset if its
+    source is. Of a wide operand only the first register is checked; predicate registers are not.
     """
     back = set(function.back_edges)
-    # Block -> registers that some path to it sets; unreachable blocks are not in it.
+    # Reachable block -> registers that some path to it sets.
     before: dict[int, frozenset[Register]] = {0: frozenset()}
     waiting = [0]
     while waiting:
@@ -85,7 +85,7 @@ def _go_on(instruction: Instruction, known: set[Register]) -> list[Register]:
         (kind, int(number))
         for source in sources
         for kind, number in _REGISTER.findall(source)
-        if not source.startswith("gdesc")  # of four registers, the first two of which are not used
+        if not source.startswith("gdesc")  # four registers, of which the first two are unused
     ]
     unset = [register for register in read if register not in known]
     if _is_copy(instruction):
@@ -93,7 +93,7 @@ def _go_on(instruction: Instruction, known: set[Register]) -> list[Register]:
             known.discard(target)
             return []
     elif instruction.base in ("LOP3", "ULOP3", "PRMT", "UPRMT"):
-        # Flags are put into a register bit by bit, so that its old value does not matter.
+        # Code that collects flags sets a register bit by bit: its old value does not matter.
         unset = [register for register in unset if register != target]
     if target is not None:
         kind, first = target
@@ -111,7 +111,7 @@ def _target_and_sources(instruction: Instruction) -> tuple[Register | None, list
     operands = _split(instruction.operands)
     if instruction.base in _SETS_NOTHING or instruction.base.endswith("SETP"):
         return None, operands
-    # Some, such as SHFL, have a predicate as their first result.
+    # The first result of some, such as SHFL, is a predicate.
     place = next((n for n, x in enumerate(operands) if not _PREDICATE.fullmatch(x)), None)
     if place is None:
         return None, operands

@@ -1,1 +1,1 @@
-"""What the benchmarks of attention share."""
+"""Parts that the benchmarks of attention share."""

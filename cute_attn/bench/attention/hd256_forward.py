@@ -1,4 +1,4 @@
-"""The forward at head_dim 256 as machine code: ours, and FlashAttention-4's, by specialisation."""
+"""Machine code of the forward at head_dim 256, ours and FlashAttention-4's, by specialisation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PUBLISHED_TFLOPS = {4096: 1488, 8192: 1608, 16384: 1680, 32768: 1726}
 
 @dataclass(frozen=True)
 class Specialisation:
-    """A specialisation of the kernel, and the one of FlashAttention-4's to compare it with.
+    """A specialisation of our kernel, and that of FlashAttention-4 to compare it with.
 
     Attributes:
         ours: fields of our spec that differ from the plain one.
         theirs: options of FlashAttention-4's forward; None if it has no such specialisation.
-        beside: if so, the specialisation whose `theirs` this one is compared with.
+        beside: without `theirs`, the specialisation whose `theirs` this one is compared with.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Program:
     """One compiled kernel.
 
     Attributes:
-        spilled: bytes that ptxas says it spills; None if it was not asked.
+        spilled: bytes of spills that ptxas reports; None if there is no report.
         shared: bytes of shared memory of a CTA, static and dynamic.
     """
 
@@ -106,7 +106,7 @@ class Program:
 
 
 def our_program(specialisation: Specialisation) -> Program:
-    """Compile ours, or take it from the cache.
+    """Compile our kernel, or take it from the cache.
 
     Raises:
         Unavailable: there is no compiler.
@@ -138,10 +138,10 @@ def our_program(specialisation: Specialisation) -> Program:
 def their_programs(
     specialisations: Sequence[Specialisation], directory: Path
 ) -> tuple[list[Program], list[str]]:
-    """FlashAttention-4's programs, compiled into `directory` unless there; notes on missing ones.
+    """FlashAttention-4's programs, compiled into `directory` or found there, and notes on failures.
 
     Raises:
-        ImportError: FlashAttention-4 is not here.
+        ImportError: FlashAttention-4 is not installed.
     """
     from .. import peers  # imports torch
 
@@ -184,7 +184,7 @@ def _their_program(name: str, captured: peers.Captured) -> Program:
 
 
 def _dynamic_shared(captured: peers.Captured) -> int | None:
-    """The dynamic shared memory that the host code asks for: it runs, but launches nothing."""
+    """Bytes of dynamic shared memory that the host code requests; it runs without launching."""
     from ...emulator import EmulatorUnavailable
     from ...emulator.host import HostFunction, Launch
 

@@ -1,4 +1,4 @@
-"""What every benchmark uses: `timing` (what a time means), `roofline` (what the machine can do),
-`report` (tables, JSON, Markdown), `output` and `plot`, `environment` (where it was measured), and
-`registry`, which finds benchmarks by name. `ncu` and `green_context` serve some of them.
+"""Parts that all benchmarks use: `timing`, `roofline` (ceilings of the machine), `report` (tables,
+JSON, Markdown), `output`, `plot`, `environment` (hardware and versions), and `registry`, which
+finds benchmarks by name. Some also use `ncu` and `green_context`.
 """

@@ -1,14 +1,14 @@
-"""Whether a contender computes the operator at all: before that, its time means nothing."""
+"""Checks that a contender computes the operator, before it is timed."""
 
 from __future__ import annotations
 
 import torch
 
-ROWS = 32  # of the first dimension at a time: float64 takes twice the memory, or four times
+ROWS = 32  # of the first dimension at a time, since float64 takes two or four times the memory
 
 
 class Disagreement(AssertionError):
-    """A contender, `who`, does not compute the operator."""
+    """The contender `who` does not compute the operator."""
 
     def __init__(self, who: str, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Where a number was measured: hardware, software and command line."""
+"""The environment of a measurement: hardware, software and command line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Union
 
 Facts = dict[str, Union[str, int, float, bool, None]]  # noqa: UP007  (evaluated on 3.10)
 
-# distribution names of what the numbers depend on; those not installed are left out
+# Distributions that the numbers depend on; those not installed are left out.
 PACKAGES = ("cute-attn", "torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
 PEERS = ("fla-core", "flash-linear-attention", "flash-attn-4")
 
-# options of the command line that change where results go, not what they are
+# Options of the command line that do not change the results.
 OUTPUT_OPTIONS = ("--out", "--json", "--tag", "--commit")
 
 
@@ -39,7 +39,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def is_checkout(directory: Path) -> bool:
-    """Whether a checkout of this project has its root here."""
+    """Whether `directory` is the root of a checkout of this project."""
     try:
         text = (directory / "pyproject.toml").read_text()
     except (OSError, UnicodeDecodeError):
@@ -48,13 +48,13 @@ def is_checkout(directory: Path) -> bool:
 
 
 def checkout() -> Path | None:
-    """The root of the checkout of this project that the working directory is in, if it is."""
+    """The root of this project's checkout around the working directory, or None."""
     here = Path.cwd()
     return next(filter(is_checkout, (here, *here.parents)), None)
 
 
 def describe(argv: Sequence[str], *, commit: str | None = None) -> Facts:
-    """The environment of a report: plain values, those that do not apply left out.
+    """The environment of a report as plain values; those that do not apply are left out.
 
     Args:
         argv: arguments after `python -m cute_attn.bench`.
@@ -74,7 +74,7 @@ def describe(argv: Sequence[str], *, commit: str | None = None) -> Facts:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command that repeats the measurement, without the options that say where to write."""
+    """The command that repeats the measurement, without the options for its output."""
     kept: list[str] = []
     arguments = iter(argv)
     for argument in arguments:
@@ -88,7 +88,7 @@ def command_line(argv: Sequence[str]) -> str:
 
 def _gpu() -> Facts:
     if "torch" not in sys.modules:
-        return {}  # a benchmark of the CPU side did not load it, and must not pay for it
+        return {}  # CPU benchmarks do not load torch, and must not pay for the import
     import torch
 
     if not torch.cuda.is_available():
@@ -127,7 +127,7 @@ def _commit() -> str | None:
     if git is None:
         return None
     root = Path(__file__).resolve().parents[3]
-    if not is_checkout(root):  # installed; what lies around that may be another project's history
+    if not is_checkout(root):  # installed: a git history around it may be another project's
         return None
 
     def ask(*words: str) -> str | None:

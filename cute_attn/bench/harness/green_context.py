@@ -1,9 +1,9 @@
 """A part of the GPU: a CUDA green context with a given number of SMs.
 
-Work belongs to a green context through its stream, not through the context that is current: the
-code under test may select its device (and with it the primary context) on every launch, and stays
-inside the partition all the same. So the benchmark runs on a stream created in the green context.
-`visible_sms` counts the SMs that a kernel really reaches, which proves it.
+Work belongs to a green context through its stream, not through the current context: code that
+selects its device (and so the primary context) on every launch stays inside the partition. So the
+benchmark runs on a stream created in the green context. `visible_sms` counts the SMs that a kernel
+really uses, which confirms it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def torch_sm_partition(num_sms: int) -> Iterator[int]:
 
 
 def visible_sms(*, graph: bool) -> int:
-    """How many different SMs a kernel on the current stream lands on, eagerly or from a graph."""
+    """The number of SMs that a kernel on the current stream runs on, eagerly or in a graph."""
     import torch
 
     from .sm_ids import CTAS, record_smid

@@ -1,4 +1,4 @@
-"""Nsight Compute: running it on a command, and reading its CSV."""
+"""Running Nsight Compute on a command, and parsing its CSV."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ REGISTERS = ("launch__registers_per_thread",)
 
 _STALL = re.compile(r"^smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio$")
 
-# factor to microseconds, and to bytes: `--print-units base` still leaves each metric its own
+# Factors to microseconds and to bytes: with `--print-units base` metrics still differ in unit.
 _TO_US = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3,
           "s": 1e6, "second": 1e6}  # fmt: skip
 _TO_BYTES = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 
 
 class NcuError(RuntimeError):
-    """ncu ran and gave nothing usable; the message holds the end of what it said."""
+    """ncu ran without usable results; the message holds the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Kernel:
     def stalls(self) -> list[tuple[str, float]]:
         """(reason, share of all warp-cycles between two issues), the largest share first.
 
-        `selected` counts the cycle in which the warp issues, so it is in the total, but no stall.
+        `selected` is the cycle in which the warp issues: part of the total, but no stall.
         """
         cycles = {
             match[1]: value
@@ -110,7 +110,7 @@ def find_ncu() -> str:
 
 
 def name_pattern(word: str) -> str:
-    """An ncu kernel-name filter: names that contain `word`, in whichever case.
+    """An ncu kernel-name filter for names that contain `word`, in upper or lower case.
 
     ncu's regular expressions have no case-insensitive flag.
     """
@@ -201,10 +201,10 @@ def _number(text: str) -> float | None:
 
 
 def median_kernel(kernels: Sequence[Kernel]) -> Kernel:
-    """Launches of one kernel as one: the median of each metric over those that have it.
+    """Launches of one kernel merged: the median of each metric over those that have it.
 
     Raises:
-        NcuError: they are of several kernels.
+        NcuError: the launches are of several kernels.
     """
     names = {kernel.name for kernel in kernels}
     if len(names) != 1:

@@ -1,4 +1,4 @@
-"""Where a report goes: files, and the terminal."""
+"""Output of reports to files and the terminal."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def directory(args: argparse.Namespace) -> Path | None:
-    """Where files go, or None. Before the run, which may be long, it warns of a report that
-    nothing will keep."""
+    """The directory of the files, or None. Warns, before a long run, if the report is not kept."""
     if args.print_only:
         return None
     if args.out is not None:
@@ -59,7 +58,7 @@ def deliver(report: Report, out: Path | None, json: Path | None) -> None:
 
 
 def write_report(report: Report, directory: Path) -> list[Path]:
-    """Write JSON, Markdown and, if it has plots and matplotlib is there, a PNG; their paths.
+    """Write JSON, Markdown and, for plots and with matplotlib, a PNG. Returns their paths.
 
     Raises:
         ReportError: see `Report.validate`; nothing is written.

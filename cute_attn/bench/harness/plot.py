@@ -1,4 +1,4 @@
-"""Pictures of a report, if matplotlib is installed."""
+"""Plots of a report, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def draw(report: Report, path: Path) -> Path | None:
     """Draw all plots of `report` side by side into the PNG at `path`.
 
     Returns:
-        `path`, or None if there is nothing to draw or matplotlib is not installed (which is said
-        on stderr: the JSON holds all that a later `render` needs).
+        `path`, or None if there is nothing to draw or matplotlib is not installed. The latter is
+        reported on stderr: the JSON holds all that a later `render` needs.
     """
     if not report.plots or not report.rows:
         return None

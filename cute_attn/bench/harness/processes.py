@@ -1,4 +1,4 @@
-"""Measuring in a fresh process: a program that prints its result as JSON, last."""
+"""Measuring in a fresh process, whose last line of output is the result as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ChildError(RuntimeError):
 
 
 def run_child(text: str, env: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Run a Python program in a fresh process, and return what its last line of output says.
+    """Run a Python program in a fresh process. Returns the JSON object on its last output line.
 
     Raises:
         ChildError: it failed, or its last line is no JSON object.

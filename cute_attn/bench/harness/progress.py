@@ -1,4 +1,4 @@
-"""A progress bar on stderr: rich's, or a line per step where rich is not installed."""
+"""A progress bar on stderr: rich's, or a line per step if rich is not installed."""
 
 from __future__ import annotations
 

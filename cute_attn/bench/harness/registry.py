@@ -1,4 +1,4 @@
-"""The table of benchmarks, and what one is. A benchmark is imported when its name is given."""
+"""The table of benchmarks, and their interface. A benchmark is imported when its name is given."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class Benchmark:
     """A benchmark.
 
     Attributes:
-        run: measures and returns the report. Its argument holds the parsed options, `short` among
-            them, and the command line as `argv`. Raises `Unavailable` where it cannot run.
-        needs_gpu: whether it is refused on a machine without one.
+        run: measures and returns the report. Its argument holds the parsed options, including
+            `short`, and the command line as `argv`. Raises `Unavailable` if it cannot run.
+        needs_gpu: whether it is refused on a machine without a GPU.
         add_arguments: adds its own options to a parser.
-        gpu_check: the command lines, name left out, that `gpu-check` runs.
+        gpu_check: the command lines, without the name, that `gpu-check` runs.
     """
 
     run: Callable[[argparse.Namespace], Report]
@@ -84,7 +84,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class GpuCheckStage:
-    """One run of a benchmark within `gpu-check`: options beside --short, and a limit in seconds."""
+    """One run of a benchmark in `gpu-check`: options added to --short, and a limit in seconds."""
 
     arguments: tuple[str, ...]
     limit_s: float

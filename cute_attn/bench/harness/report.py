@@ -1,7 +1,6 @@
 """The report of a benchmark, as a table on the terminal, as JSON and as Markdown.
 
-JSON is the form that is kept: `Report.from_dict` reads it back, so that Markdown and plots (`plot`)
-can be made again elsewhere from the same numbers.
+`Report.from_dict` reads the JSON back, so that Markdown and plots can be made again from it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ UNIT_PREFIXES = ("share_of_", "speedup_vs_")
 
 
 class ReportError(ValueError):
-    """A report that would mislead or not read back: the message names the place."""
+    """A report that would mislead or could not be read back; the message names the place."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One question that the benchmark answers; `passed` is None if it could not be asked."""
+    """A target of the benchmark; `passed` is None if it could not be judged."""
 
     name: str
     passed: bool | None
@@ -44,7 +43,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plot:
-    """What to draw: columns `ys` over column `x`, one line each, for the rows that `where` selects.
+    """A plot of the columns `ys` over column `x`, one line each, for the rows that match `where`.
 
     Attributes:
         lines: a horizontal line at each value, by label.
@@ -71,10 +70,10 @@ class Report:
         parameters: the benchmark's own settings.
         roofline: ceilings measured in the same run, units in the names.
         rows: the table; all rows have the same keys, units in the names.
-        verdicts, notes, plots: as their names say.
-        parts: reports of which this one is the summary.
-        succeeded: False if the run itself failed, whatever its numbers say.
-        tag: part of the file names, to keep runs apart that would share one.
+        verdicts: the targets; notes: lines of text; plots: to draw from the rows.
+        parts: reports that this one summarises.
+        succeeded: False if the run itself failed, whatever its numbers.
+        tag: part of the file names, to distinguish runs.
     """
 
     benchmark: str
@@ -106,8 +105,8 @@ class Report:
         """Check the table.
 
         Raises:
-            ReportError: rows of different columns, a value that is no scalar, NaN or infinity, or
-                a fractional number without a unit.
+            ReportError: rows have different columns, a value is no scalar, NaN or infinity, or a
+                fractional number has no unit.
         """
         for index, row in enumerate(self.rows):
             where = f"{self.benchmark}, row {index}"
@@ -136,7 +135,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Report:
-        """Read back what `to_dict` gave.
+        """The report whose `to_dict` is `document`.
 
         Raises:
             ReportError: another schema version, or fields missing or unknown.
@@ -217,7 +216,7 @@ def _has_unit(column: str, columns: Sequence[str]) -> bool:
 
 
 def format_value(value: object) -> str:
-    """A cell: floats to four significant digits, but never fewer than all integer ones."""
+    """A cell: floats have four significant digits, or all of their integer digits."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -266,7 +265,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None
         return
     console = Console()
     if not console.is_terminal:
-        # Never wrap a cell because a log or a pipe claims to be 80 columns wide.
+        # rich would wrap cells at 80 columns in a log or a pipe.
         console = Console(width=10_000, no_color=True)
     table = Table(title=title)
     for column in columns:

@@ -1,4 +1,4 @@
-"""What the machine can do, measured in the same run and by the same clock as the benchmark."""
+"""Ceilings of the machine, measured in the same run and by the same clock as the benchmark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gbps(num_bytes: float, time_us: float) -> float:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Ceilings of the GPU, or of the part of it that the current stream reaches.
+    """Ceilings of the GPU, or of the green context of the current stream.
 
     Attributes:
         memcpy_gbps: `Tensor.copy_` of 1 GiB, which is a driver memcpy; bytes read plus written.

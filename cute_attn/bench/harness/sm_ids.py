@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CTAS = 8192  # many waves on any GPU, so that every SM that can be reached runs some
+CTAS = 8192  # many waves on any GPU, so that every reachable SM runs some
 
 
 @triton.jit

@@ -1,19 +1,19 @@
-"""What a time means in every benchmark.
+"""Timing, for all benchmarks.
 
 Device times come from CUDA events around one call, after a warm-up, with the L2 cache flushed
-before each call: a decode step finds its state in device memory, never in a cache that the
-previous step of the same layer filled. Functions that are compared are timed in turns within one
-loop, so that a change of clocks or temperature meets all of them.
+before each call: a decode step finds its state in device memory, not in a cache that the previous
+step of the same layer filled. Functions that are compared take turns in one loop, so that a change
+of clocks or temperature affects all of them.
 
 Three modes:
 
 - `do_bench`: `triton.testing.do_bench`, one function after the other. The flush is queued before
-  the call and hides up to its own duration (about 0.1 ms) of the host's work; a call that costs the
-  host more is timed with what lies beyond, as an eager caller would wait for it.
-- `eager`: the same, but in turns, so that the longer calls leave the host time to run ahead: the
-  device's time alone, launch gaps included.
-- `graph`: the call captured once in a CUDA graph, and the replay timed. This is what an inference
-  server runs. A replay costs the same few microseconds whatever it holds.
+  the call and hides up to its own duration (about 0.1 ms) of the host's work; the rest of the
+  host's work counts, as an eager caller would wait for it.
+- `eager`: the same, but in turns, so that the host runs ahead during longer calls: only the
+  device's time, including launch gaps.
+- `graph`: the replay of a CUDA graph in which the call was captured once, as in an inference
+  server. Any replay costs the host the same few microseconds.
 
 Three flushes:
 
@@ -21,7 +21,7 @@ Three flushes:
   lines, whose write-back is charged to the timed call.
 - `read`: read 256 MiB. The L2 is then full of clean lines, and the call pays for its own traffic
   only.
-- `none`: no flush; the call finds what its previous run left.
+- `none`: no flush; the L2 holds what the previous run left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLUSHES: tuple[Flush, ...] = ("zero", "read", "none")
 # Several times the L2 of any GPU supported here (H100 50 MB, B200 126 MB).
 FLUSH_BYTES = 256 * 2**20
 
-# With fewer samples the quantiles mean little; with more nothing changes but the waiting.
+# Fewer samples give poor quantiles; more only take longer.
 MIN_SAMPLES, MAX_SAMPLES = 20, 500
 
 Call = Callable[[], object]

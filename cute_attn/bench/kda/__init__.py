@@ -1,1 +1,1 @@
-"""Benchmarks of Kimi Delta Attention; `cases`, `problem` and `fla_tuning` are what they share."""
+"""Benchmarks of Kimi Delta Attention, which share `cases`, `problem` and `fla_tuning`."""

@@ -39,11 +39,11 @@ class Case:
 
     Attributes:
         heads, heads_v: of q and k, and of v.
-        tokens: of a row of the batch; with packed sequences, of all of them.
-        sequences: how many are packed into the one row; 0 where none are.
-        lengths: of packed sequences: "uniform", "skewed" (the last one has half of the tokens),
-            "random"; "" where none are packed.
-        gate: one of GATES: the kind, and how strong, see `problem.gate_parameters`.
+        tokens: of one row of the batch; with packed sequences, of all sequences together.
+        sequences: packed sequences in the single row; 0 for a dense batch.
+        lengths: of packed sequences: "uniform", "skewed" (the last one has half of the tokens) or
+            "random"; "" for a dense batch.
+        gate: one of GATES: the kind and its strength, see `problem.gate_parameters`.
     """
 
     heads: int
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def rows(self) -> Row:
-        """The columns that tell one case from another."""
+        """The columns that identify a case."""
         return {
             "batch": self.batch,
             "heads": self.heads,
@@ -83,7 +83,7 @@ class Case:
         gate = "" if self.gate == GATES[0] else f", gate {self.gate}"
         return f"B={self.batch} H={self.heads} HV={self.heads_v} T={self.tokens}{packed}{gate}"
 
-    # ---- how many there are
+    # ---- counts
 
     @property
     def states(self) -> int:
@@ -91,7 +91,7 @@ class Case:
 
     @property
     def chunk_heads(self) -> int:
-        """Chunks, one for each value head; packed sequences have a little more than counted."""
+        """Number of chunks of all value heads; packed sequences have slightly more."""
         return self.batch * -(-self.tokens // CHUNK) * self.heads_v
 
     # ---- bytes of tensors
@@ -152,7 +152,7 @@ class Case:
 
     @property
     def fused_bytes(self) -> int:
-        """`chunk_kda` by its fused path: records between its kernels are written and read."""
+        """`chunk_kda` by its fused path, whose kernels write and read records in between."""
         between = 3 * self.k_wide + 2 * self.scores + self.chunk_heads * self.head_dim_k * FLOAT
         return self.one_kernel_bytes + 2 * between
 
@@ -168,7 +168,7 @@ class Case:
 
     @property
     def peak_bytes(self) -> int:
-        """What a call takes at most, roughly: its inputs, and what the stages keep (h as G)."""
+        """A rough upper bound of a call's memory: its inputs, and the stages' results (h as G)."""
         given = 2 * self.qk_bytes + self.v_wide + self.sums
         kept = 2 * self.qk_bytes + 2 * self.sums + 2 * self.k_wide + 3 * self.v_wide
         return given + kept + 3 * self.scores
@@ -176,7 +176,7 @@ class Case:
     # ---- packed sequences
 
     def sequence_lengths(self, seed: int = SEED) -> list[int]:
-        """Of the packed sequences, at least 1 each."""
+        """Lengths of the packed sequences, at least 1 each."""
         count, tokens = self.sequences, self.tokens
         if self.lengths == "uniform":
             return [tokens // count + (i < tokens % count) for i in range(count)]
@@ -194,8 +194,8 @@ class DecodeCase:
     """A decode step: one token of each sequence of a batch.
 
     Attributes:
-        slots: where the states are. "batch": in the order of the batch, without indices; "random":
-            in a pool, by indices in random order, as those of a server are after a while.
+        slots: places of the states. "batch": in the order of the batch, without indices; "random":
+            in a pool, with indices in random order, as in a server that has run for a while.
     """
 
     batch: int
@@ -281,7 +281,7 @@ AnyCase = TypeVar("AnyCase", Case, DecodeCase)
 
 
 def chosen(cases: Sequence[AnyCase], only: Sequence[Filter] | None) -> list[AnyCase]:
-    """The cases that pass one of the filters. Those that are not packed have N=0, lengths=dense."""
+    """The cases that pass one of the filters. Dense cases have N=0 and lengths=dense."""
     if not only:
         return list(cases)
     return [case for case in cases if any(_fits(case, one) for one in only)]
@@ -310,7 +310,7 @@ def that_fit(cases: Sequence[Case], free_bytes: int) -> tuple[list[Case], list[s
 def timing_columns(
     timings: Mapping[str, Timing], floor_bytes: int, roofline: Roofline
 ) -> dict[str, float | None]:
-    """Columns of the times of "ours" and, if timed, "fla", beside the time of the bytes alone."""
+    """Columns: times of "ours" and, if timed, "fla", and the time of moving the bytes alone."""
     ours, fla = timings["ours"], timings.get("fla")
     floor_us = floor_bytes / roofline.copy_gbps / 1e3
     return {
@@ -327,7 +327,7 @@ def timing_columns(
 
 
 def at_least(what: str, row: Row, column: str, target: float, goal: float | None = None) -> Verdict:
-    """Whether a row's column reaches a target; a further goal is only mentioned."""
+    """Whether a row's column reaches a target; `goal` is only mentioned."""
     value = row[column]
     name = f"{what}: {column} at least {target:g}"
     if value is None:
@@ -342,6 +342,6 @@ def at_least(what: str, row: Row, column: str, target: float, goal: float | None
 
 
 def label(row: Row) -> str:
-    """A case in a verdict's name."""
+    """The part of a verdict's name that identifies the case."""
     packed = "" if row["lengths"] == "dense" else f" in {row['sequences']} {row['lengths']}"
     return f"H={row['heads']} HV={row['heads_v']} T={row['tokens']}{packed}"

@@ -1,10 +1,10 @@
 """chunk_kda, whole prompts from raw projections to outputs and final states, against FLA.
 
-Dense and packed sequences; gate, normalisation and sigmoid within the kernels. Each case is checked
-against the float64 reference, then timed: do_bench medians, which is what a call costs, and the
-replay of a CUDA graph, which is the device's part of it. The roofline is the time in which a copy
-moves the bytes that the path's kernels must move, see docs/kernels/kda.md. `--path fused modular`
-also times the operator stage by stage, as `disable_recompute=True` runs it.
+Dense and packed sequences; the kernels apply gate, normalisation and sigmoid. Each case is checked
+against the float64 reference, then timed: do_bench medians, the cost of a call, and the replay of a
+CUDA graph, the device's part of it. The roofline is the time in which a copy moves the bytes that
+the path's kernels must move, see docs/kernels/kda.md. `--path fused modular` also times the modular
+path, which runs stage by stage, as with `disable_recompute=True`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SEQUENCES = (8, 20)
 GATE_TOKENS = 8192
 MODES: tuple[Mode, ...] = ("do_bench", "graph")
 
-# What `chunk_kda` is held to, from so many tokens on.
+# Targets of `chunk_kda`, from this many tokens on.
 TARGET, GOAL, TARGET_TOKENS = 1.6, 2.0, 4096
 FUSED_TARGET, FUSED_TOKENS, FUSED_HEADS = 2.0, 8192, 64
 
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def tuning_cases(cases: Sequence[Case]) -> list[Case]:
-    """For each set of kernels that the peer compiles, the case of the size that is judged."""
+    """One case for each set of kernels that the peer compiles, of the size that is judged."""
     found: dict[tuple[object, ...], Case] = {}
     for case in cases:
         kind = (case.heads, case.heads_v, bool(case.sequences), case.bounded)
@@ -171,7 +171,7 @@ def time_case(
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """The targets, by what a call costs."""
+    """Verdicts on the targets, by the cost of a call."""
     found = []
     for row in rows:
         tokens = row["tokens"]
@@ -187,7 +187,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def plots(rows: Sequence[Row]) -> list[Plot]:
-    """Time over tokens, for each number of heads of which there are a few dense cases."""
+    """Time over tokens, for each number of heads with several dense cases."""
     found = []
     for heads, heads_v in HEADS:
         where: Row = {

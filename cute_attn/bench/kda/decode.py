@@ -1,11 +1,11 @@
 """kda_decode, one token of each sequence, against FLA's fused_recurrent_kda and the copy bandwidth.
 
 The kernels apply gate, normalisation and sigmoid. Ours updates the float32 state in place; FLA's
-writes a new one. With slots "batch" states are in the order of the batch, as FLA's call has them;
-with "random", which only ours can do, indices point into a pool in another order. Each case is
-checked against the float64 reference, then timed: do_bench medians, which is what a call costs, and
-the replay of a CUDA graph. The roofline is the time in which a copy moves the states twice and the
-rest once.
+writes a new one. With slots "batch" states are in the order of the batch, as FLA's call takes them;
+with "random", which only ours supports, indices point into a pool in another order. Each case is
+checked against the float64 reference, then timed: do_bench medians, the cost of a call, and the
+replay of a CUDA graph. The roofline is the time in which a copy moves the states twice and the
+other tensors once.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def time_case(
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """A call's time against FLA's; the share of the copy bandwidth as a call and in a graph."""
+    """Verdicts on a call's time against FLA's, and on the share of the copy bandwidth."""
     found = []
     for row in rows:
         batch = row["batch"]

@@ -2,10 +2,10 @@
 
 Each program runs in a process of its own: it makes random inputs, waits for the device, and then
 times importing the library, the first call and the first call of another size. A call's time ends
-when its result is there. The first result is the import and the first call together. Cold: the
+when its result is complete. The first result is import and first call together. Cold: the
 compilers' caches are empty directories, as on a new machine; warm: the same directories, filled by
-the run before. Ours compiles without timing anything; FLA's autotuner times every configuration of
-every kernel for a number of heads.
+the run before. Ours compiles without tuning; FLA's autotuner times every configuration of every
+kernel for each number of heads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODULES = {  # what a user imports
     ("fla", "kda_decode"): "fla.ops.kda",
 }
 
-# What may take seconds, with a cold cache, and what nothing, with a warm one.
+# Limits of a first call: seconds with a cold cache, next to nothing with a warm one.
 COLD_S, WARM_S = 30.0, 1.0
 
 TIMES = ("first_result_s", "import_s", "first_call_s", "other_size_s")
@@ -125,8 +125,8 @@ def measure(
 ) -> tuple[list[Row], list[str]]:
     """A row with cold caches and one with warm ones, the shortest times of `repeats`; and notes.
 
-    A process that takes longer than LIMIT_S ends the measurement with a note. Rows are shown on
-    stderr as they come, since a peer that tunes itself takes minutes for each.
+    A process that takes longer than LIMIT_S ends the measurement with a note. Rows are printed to
+    stderr at once, since a peer with an autotuner takes minutes for each.
     """
     code = _PROGRAM.format(
         call=call, who=who, heads=heads, heads_v=heads_v, module=MODULES[who, call]
@@ -176,7 +176,7 @@ def _row(call: str, who: str, caches: str, found: Mapping[str, Any]) -> Row:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """Seconds at most to compile, nothing from a warm cache, and nothing for another length."""
+    """Verdicts: a cold call takes seconds, a warm call or another length compiles nothing."""
     found = []
     for row in rows:
         if row["library"] != "ours":

@@ -1,8 +1,8 @@
-"""Prepares flash-linear-attention for timing: its autotuner alone would take minutes.
+"""Preparation of flash-linear-attention for timing, as its autotuner alone would take minutes.
 
 For every number of heads the autotuner compiles some 80 configurations, one after the other, and
-times each. `compile_peer` has several processes compile them beforehand, so that the autotuner
-finds them in Triton's cache. `keep_tuning` writes what it chose to files that
+times each. `compile_peer` compiles them in several processes beforehand, so that the autotuner
+finds them in Triton's cache. `keep_tuning` writes its choices to files that
 flash-linear-attention reads (`FLA_CONFIG_DIR`), for later runs on the same kind of GPU.
 """
 
@@ -38,7 +38,7 @@ with torch.no_grad():
 def compiled_peer(
     kind: str, cases: Sequence[Case], args: argparse.Namespace
 ) -> tuple[bool, list[str]]:
-    """Compile and tune the peer for `cases`; whether it can be timed, and notes.
+    """Compile and tune the peer for `cases`. Returns whether it can be timed, and notes.
 
     Its autotuner chooses at the first call with a number of heads, whatever the number of tokens,
     so these cases are called first.
@@ -54,7 +54,7 @@ def compiled_peer(
         compile_peer(kind, [replace(case, tokens=512) for case in cases], args.peer_jobs)
     for case in cases:
         start = time.perf_counter()
-        with problem.freed(), contextlib.suppress(Exception):  # a check that comes later says why
+        with problem.freed(), contextlib.suppress(Exception):  # a later check reports the error
             warm(kind, case)
         seconds = time.perf_counter() - start
         print(f"FLA's first call, {case}: {seconds:.1f} s", file=sys.stderr, flush=True)
@@ -65,7 +65,7 @@ def compiled_peer(
 
 
 def warm(kind: str, case: Case) -> None:
-    """Call the peer once, so that it has compiled and tuned."""
+    """Call the peer once, so that it compiles and tunes."""
     if kind == "chunk":
         call = problem.chunk_calls(problem.chunk_arguments(case), with_peer=True).get("fla")
     else:
@@ -108,11 +108,11 @@ def _same_heads(case: Case, others: Sequence[Case]) -> bool:
 
 
 def compile_share(kind: str, case: Case, index: int, count: int, *, tuned: bool) -> None:
-    """Compile every count-th configuration of each kernel of a call, and launch none of these.
+    """Compile every count-th configuration of each kernel of a call, without launching them.
 
     Args:
-        tuned: another case with these heads comes first: of the kernels whose autotuner does not
-            tell packed sequences from others, one configuration will do, and is left to the call.
+        tuned: another case with these heads has been compiled before. Kernels whose autotuner does
+            not distinguish packed sequences then need one configuration, which the call compiles.
     """
     from triton.runtime.autotuner import Autotuner
 
@@ -123,25 +123,25 @@ def compile_share(kind: str, case: Case, index: int, count: int, *, tuned: bool)
         self.nargs = dict(zip(self.arg_names, args, strict=False))
         kwargs["warmup"] = True
         for config in self.prune_configs(kwargs)[index::count]:
-            with contextlib.suppress(Exception):  # what does not fit the GPU is tuned out
+            with contextlib.suppress(Exception):  # the autotuner drops what does not fit the GPU
                 self.fn.run(*args, **kwargs, **config.all_kwargs())
 
     Autotuner.run = compile_only
     warm(kind, case)
 
 
-# ---- what the autotuner chose
+# ---- the autotuner's choices
 
 
 def use_tuning(directory: Path) -> None:
-    """Let the peer, which is not imported yet, take its configurations from `directory`."""
+    """Make the peer, which must not be imported yet, read its configurations from `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     os.environ["FLA_CONFIG_DIR"] = str(directory)
     os.environ["FLA_CACHE_MODE"] = "strict"
 
 
 def keep_tuning(directory: Path) -> None:
-    """Add what the autotuners of this process chose to the files that `use_tuning` reads."""
+    """Add the choices of this process's autotuners to the files that `use_tuning` reads."""
     from fla.ops.utils.cache import AutotuneKey, CachedAutotuner
 
     for tuner in [x for x in gc.get_objects() if type(x) is CachedAutotuner]:

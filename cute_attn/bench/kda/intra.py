@@ -1,4 +1,4 @@
-"""kda_chunk_intra, everything of a chunk that needs no state, against FLA's chunk_kda_fwd_intra.
+"""kda_chunk_intra, the part of a chunk that needs no state, against FLA's chunk_kda_fwd_intra.
 
 Aqk, the inverse Akk, w, u and kg, from normalised q and k and the summed gate; FLA with safe_gate.
 The roofline is the time in which a copy moves what the stage reads and writes.

@@ -26,7 +26,7 @@ Arguments = dict[str, Any]
 Results = dict[str, torch.Tensor]
 
 # The error rule (docs/testing.md) holds for ours. A peer only has to compute the same operator: its
-# error is reported, and refused where it is too large for rounding.
+# error is reported, and refused if it is too large for rounding.
 PEERS = ("fla",)
 PEER_MAX_ERROR = 0.05
 
@@ -35,7 +35,7 @@ PEER_MAX_ERROR = 0.05
 
 
 class _Random:
-    """Fresh normal and uniform numbers of one seed."""
+    """A stream of normal and uniform random numbers from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator(device=DEVICE).manual_seed(seed)
@@ -50,9 +50,9 @@ class _Random:
 def gate_parameters(
     random: _Random, heads_v: int, head_dim_k: int, *, strong: bool = False
 ) -> Arguments:
-    """A_log and dt_bias with which channels forget within one token, or within hundreds.
+    """A_log and dt_bias for channels that forget within one token up to within hundreds.
 
-    If `strong`, most forget within a token or two; this is the distribution of FLA's own tests.
+    If `strong`, most forget within a token or two, as in FLA's own tests.
     """
     if strong:
         return {
@@ -66,7 +66,7 @@ def gate_parameters(
 
 
 def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
-    """Arguments of `chunk_kda`, ours and the peer's, with all that a layer leaves to kernels."""
+    """Arguments of `chunk_kda`, ours and the peer's: the kernels apply gate, norms and sigmoid."""
     random = _Random(seed)
     shape = (case.batch, case.tokens)
     arguments: Arguments = {
@@ -96,7 +96,7 @@ def chunk_arguments(case: Case, seed: int = SEED) -> Arguments:
 def stage_arguments(case: Case, seed: int = SEED) -> Arguments:
     """Arguments of `kda_chunk_intra` and `kda_recompute_w_u`: q and k normalised, G summed.
 
-    Akk is unit lower triangular, with elements that an inverse may have.
+    Akk is unit lower triangular, with elements of the size that an inverse has.
     """
     random = _Random(seed)
     shape = (case.batch, case.tokens)
@@ -113,7 +113,7 @@ def stage_arguments(case: Case, seed: int = SEED) -> Arguments:
     Akk = torch.empty(*shape, case.heads_v, reference.CHUNK, device=DEVICE, dtype=DTYPE)
     lower = torch.ones(reference.CHUNK, reference.CHUNK, device=DEVICE).tril(-1)[:, None]
     one = torch.eye(reference.CHUNK, device=DEVICE)[:, None]
-    for start in range(0, case.tokens, reference.CHUNK):  # by chunks: large cases fill the memory
+    for start in range(0, case.tokens, reference.CHUNK):  # by chunks, as large cases fill memory
         rows = slice(start, min(start + reference.CHUNK, case.tokens))
         raw = random.normal(*G[:, rows].shape, dtype=torch.float32)
         gate = LOWER_BOUND * torch.sigmoid(rate * (raw + bias))
@@ -156,7 +156,7 @@ def decode_arguments(case: DecodeCase, seed: int = SEED) -> Arguments:
 
 
 def peer(path: str) -> Callable[..., Any] | None:
-    """A function of flash-linear-attention's by module and name, or None without the package."""
+    """A function of flash-linear-attention by module and name, or None without the package."""
     module, _, name = path.partition(":")
     try:
         found: Callable[..., Any] = getattr(__import__(module, fromlist=[name]), name)
@@ -183,7 +183,7 @@ def chunk_calls(
 
 
 def compile_chunk(cases: Sequence[Case], paths: Sequence[Path]) -> None:
-    """Make the kernels of such cases ready with all cores, rather than one by one when called."""
+    """Compile the kernels of the cases on all cores, instead of one by one when called."""
     from cute_attn import cache, warmup
     from cute_attn.ops.kda.chunk import plan_chunk_kda
 
@@ -211,7 +211,7 @@ RECOMPUTE = ("w", "u", "qg", "kg")
 
 
 def intra_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
-    """`kda_chunk_intra` of each contender, as `Results`; qg is not asked for."""
+    """`kda_chunk_intra` of each contender, as `Results`, without qg."""
     from cute_attn.ops.kda import kda_chunk_intra
 
     given = {name: arguments[name] for name in ("q", "k", "v", "g", "beta")}
@@ -226,7 +226,7 @@ def intra_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
 
 
 def recompute_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]:
-    """`kda_recompute_w_u` of each contender, as `Results`; qg is not asked for."""
+    """`kda_recompute_w_u` of each contender, as `Results`, without qg."""
     from cute_attn.ops.kda import kda_recompute_w_u
 
     k, v, g, beta, Akk = (arguments[name] for name in ("k", "v", "g", "beta", "Akk"))
@@ -238,7 +238,7 @@ def recompute_calls(arguments: Arguments, *, with_peer: bool) -> dict[str, Call]
 
 
 def intra_results(name: str, result: Any) -> Results:
-    """The stage's tensors by name; the peer returns them in an order of its own."""
+    """The stage's tensors by name; the peer returns them in another order."""
     order = INTRA if name == "ours" else ("w", "u", "qg", "kg", "Aqk", "Akk")
     return _named(order, result)
 
@@ -298,7 +298,7 @@ def _order(arguments: Arguments) -> torch.Tensor:
 def time_calls(
     calls: Mapping[str, Call], mode: Mode, rep_ms: float
 ) -> tuple[dict[str, Timing], list[str]]:
-    """Times of the contenders, and notes; a peer that cannot be timed so is left out."""
+    """Times of the contenders, and notes; a peer that cannot be timed in this mode is left out."""
     try:
         return time_cuda_interleaved(calls, mode=mode, rep_ms=rep_ms), []
     except (RuntimeError, ValueError) as error:
@@ -321,7 +321,7 @@ def some_heads(heads: int, heads_v: int) -> tuple[list[int], list[int]]:
 
 
 def of_heads(arguments: Arguments, heads: int, heads_v: int, dim: int) -> Arguments:
-    """The arguments of a call for `some_heads` alone; `dim` is that of the heads in q."""
+    """The arguments of a call for `some_heads` alone; `dim` is the dimension of q's heads."""
     few, few_v = some_heads(heads, heads_v)
     cut = dict(arguments)
     for name in ("q", "k", "v", "g", "beta", "Akk"):
@@ -339,14 +339,14 @@ def of_heads(arguments: Arguments, heads: int, heads_v: int, dim: int) -> Argume
 def hold(
     what: str, actual: Mapping[str, Results], plain: Results, exact: Results
 ) -> dict[str, float]:
-    """Relative errors by contender and tensor, "ours o" and so on, if all of them are fit.
+    """Relative errors by contender and tensor ("ours o" and so on), if all are acceptable.
 
     Args:
-        actual: by contender, tensors of `some_heads`.
-        plain, exact: of plain PyTorch, in the dtypes that ours have, and in float64.
+        actual: tensors of `some_heads`, by contender.
+        plain, exact: results of plain PyTorch, in the dtypes of our results and in float64.
 
     Raises:
-        Disagreement: one of ours breaks the error rule, a peer computes something else.
+        Disagreement: one of ours breaks the error rule, or a peer computes something else.
     """
     errors: dict[str, float] = {}
     for who, results in actual.items():
@@ -369,10 +369,10 @@ def hold(
 def agreed(
     check: Callable[[Mapping[str, Call]], dict[str, float]], calls: Mapping[str, Call]
 ) -> tuple[dict[str, float], dict[str, Call], list[str]]:
-    """(errors, the contenders that may be timed, notes): without the peers that disagree.
+    """(errors, the contenders to time, notes); peers that disagree are left out.
 
     Raises:
-        Disagreement: ours does.
+        Disagreement: ours disagrees.
     """
     try:
         return check(calls), dict(calls), []
@@ -385,7 +385,7 @@ def agreed(
 
 
 def _result(who: str, call: Call) -> Any:
-    """The result of a call, once the device has it: a device error is then that contender's."""
+    """The result of a call, synchronised, so that a device error is attributed to its contender."""
     try:
         result = call()
         if torch.cuda.is_available():
@@ -399,13 +399,13 @@ def _result(who: str, call: Call) -> Any:
 
 
 def _poison(*like: torch.Tensor) -> None:
-    """Leave NaN in the memory that the next tensors of these sizes are likely to get."""
+    """Leave NaN in memory that the allocator is likely to reuse for tensors of these sizes."""
     held = [torch.full_like(x, torch.nan) for x in like]
     del held
 
 
 def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> dict[str, float]:
-    """Compare each contender with the float64 reference, on a few heads of all tokens."""
+    """Compare each contender with the float64 reference, on all tokens of a few heads."""
     few = some_heads(case.heads, case.heads_v)[1]
     actual: dict[str, Results] = {}
     for who, call in calls.items():
@@ -440,7 +440,7 @@ def check_stage(
     for who, call in calls.items():
         _poison(arguments["v"], arguments["v"], arguments["Akk"])
         actual[who] = {name: x[:, :, few] for name, x in named(who, _result(who, call)).items()}
-        if who != "ours" and "Aqk" in actual[who]:  # what the peer never writes
+        if who != "ours" and "Aqk" in actual[who]:  # elements that the peer never writes
             actual[who]["Aqk"] = actual[who]["Aqk"].masked_fill(later, 0)
     cut = of_heads(arguments, case.heads, case.heads_v, 2)
 
@@ -463,7 +463,7 @@ def check_decode(
     cut = of_heads(arguments, case.heads, case.heads_v, 1)
     cut.pop("out")
     if "state_indices" in cut:
-        cut["state_indices"] = cut["state_indices"].cpu()  # read once a sequence
+        cut["state_indices"] = cut["state_indices"].cpu()  # read once per sequence
 
     def results(**how: Any) -> Results:
         found = reference.kda_decode_reference(**cut, **how)
@@ -484,7 +484,7 @@ def check_decode(
 
 
 def worst_errors(errors: Sequence[Mapping[str, float]]) -> str:
-    """A note: the largest error of each contender's tensors over all cases."""
+    """A note of the largest error of each contender's tensors over all cases."""
     worst: dict[str, float] = {}
     for case in errors:
         for name, error in case.items():
@@ -496,12 +496,12 @@ def worst_errors(errors: Sequence[Mapping[str, float]]) -> str:
     )
 
 
-# ---- room on the device
+# ---- device memory
 
 
 @contextlib.contextmanager
 def freed() -> Iterator[None]:
-    """Give the memory that a case allocated back to the device afterwards."""
+    """Return the memory that a case allocated to the device afterwards."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What `kda-intra` and `kda-recompute` share: they time a stage of the modular path by itself.
+"""Timing of one stage of the modular path, for `kda-intra` and `kda-recompute`.
 
 B = 2, and 64 heads of q and k with 64 and with 128 value heads.
 """
@@ -37,7 +37,7 @@ def run_stage(stage: str, title: str, target: float, args: argparse.Namespace) -
     """The report of "intra" or "recompute".
 
     Args:
-        target: the speedup over the peer that every case is held to.
+        target: the speedup over the peer that every case should reach.
     """
     import torch
 
@@ -80,7 +80,7 @@ def run_stage(stage: str, title: str, target: float, args: argparse.Namespace) -
 
 
 def tuning_cases(cases: Sequence[Case]) -> list[Case]:
-    """For each number of heads the middle of its sizes."""
+    """The case of the middle size for each number of heads."""
     by_heads: dict[tuple[int, int], list[Case]] = {}
     for case in cases:
         by_heads.setdefault((case.heads, case.heads_v), []).append(case)

@@ -1,1 +1,1 @@
-"""Benchmarks of Lightning Attention; `problem` is what they share."""
+"""Benchmarks of Lightning Attention, which share `problem`."""

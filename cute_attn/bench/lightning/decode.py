@@ -2,9 +2,9 @@
 
 Every batch size is first checked against the float64 reference, then timed: this package, FLA's
 `fused_recurrent_fwd`, and a plain copy of as many bytes as the call must move, in turns in one
-loop (see `timing`). `--sms N` does all of it, the ceilings included, inside a CUDA green context.
-`--variants` times kernels of other tuning beside the chosen one: those that the choice was made
-from, or, with `--variants tile_v=8,16,32 num_warps=4,8`, all combinations of such fields.
+loop (see `timing`). `--sms N` runs all of it, including the ceilings, in a CUDA green context.
+`--variants` also times other tunings than the chosen one: those that the package compared, or, with
+`--variants tile_v=8,16,32 num_warps=4,8`, all combinations of such fields.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 SHORT_BATCHES = (1, 8, 64, 256)
 SEED = 20261120
 
-# What the kernel is held to, at 64 heads, K = V = 128, one bf16 token and a float32 "vk" state.
+# Targets of the kernel at 64 heads, K = V = 128, one bf16 token and a float32 "vk" state.
 SMALL_BATCHES, SMALL_SPEEDUP = (1, 8), 5.0
 LARGE_BATCHES, LARGE_SHARE = (64, 128, 256), 0.97
 PARTITION_MIN_BATCH, PARTITION_SPEEDUP = 64, 1.2
@@ -149,7 +149,7 @@ def _is_standard(case: Case) -> bool:
 
 @contextmanager
 def _partition(sms: int | None) -> Iterator[dict[str, int]]:
-    """The GPU, or part of it; how many SMs the part has, and how many kernels were seen to use."""
+    """The GPU, or a part of it with the SMs that it has and those that kernels really used."""
     if sms is None:
         yield {}
         return
@@ -174,8 +174,8 @@ def _time_contenders(
 
     from .problem import check_agreement, copy, fla, fla_tuning, make_inputs, ours
 
-    # FLA tunes once a process, for whichever batch comes first: let it be the one that it is
-    # judged on, not the smallest.
+    # FLA tunes once per process, for the first batch size: let that be the one that is judged,
+    # not the smallest.
     largest = make_inputs(cases[-1], SEED)
     fla(cases[-1], largest)()
     del largest
@@ -288,7 +288,7 @@ def verdicts(rows: Sequence[Row], *, standard: bool, partition: bool) -> list[Ve
             ]
         elif standard:
             for row in chosen:
-                if row["batch"] in SMALL_BATCHES and mode == "do_bench":  # a call, host included
+                if row["batch"] in SMALL_BATCHES and mode == "do_bench":  # includes host time
                     found.append(_at_least(row, "speedup_vs_fla", SMALL_SPEEDUP, how))
                 if row["batch"] in LARGE_BATCHES:
                     found.append(_at_least(row, "share_of_copy", LARGE_SHARE, how))
@@ -312,7 +312,7 @@ def _at_least(row: Row, column: str, target: float, how: str) -> Verdict:
 
 
 def _monotone(rows: Sequence[Row], how: str) -> Verdict:
-    """Does time never fall as the batch grows, but for the spread (p80 - p20) of the samples?"""
+    """Verdict: time does not fall as the batch grows, within the spread (p80 - p20) of samples."""
     times = [_number(row["time_us"]) for row in rows]
     spreads = [_number(row["p80_us"]) - _number(row["p20_us"]) for row in rows]
     rates = [_number(row["gbps"]) for row in rows]

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def row(batch: int, min_bytes: int, kernel: ncu.Kernel) -> Row:
-    """A line of the table; what ncu did not report is None."""
+    """A row of the table; values that ncu did not report are None."""
     stalls: list[tuple[str, float] | None] = [*kernel.stalls()[:TOP_STALLS]]
     stalls += [None] * (TOP_STALLS - len(stalls))
     duration, moved = kernel.duration_us, kernel.dram_bytes

@@ -29,7 +29,7 @@ REGISTERS_PER_SM = 65536  # of every architecture since Kepler
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes of one decode call; dtypes by their torch names."""
+    """The sizes of one decode call; dtypes are torch names."""
 
     batch: int
     heads: int = 64
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of one call. `out` starts as NaN, so that an element left unwritten shows."""
+    """Tensors of one call. `out` starts as NaN, which reveals unwritten elements."""
 
     case: Case
     q: torch.Tensor
@@ -115,8 +115,8 @@ def make_inputs(case: Case, seed: int) -> Inputs:
 def ours(case: Case, inputs: Inputs, num_sms: int | None = None) -> Callable[[], object]:
     """A call of the public operator; it updates `inputs.state` and `inputs.out` in place.
 
-    On part of a GPU, which the operator cannot see, `num_sms` picks the kernel that a GPU of that
-    size gets.
+    In a green context, which the operator cannot see, `num_sms` selects the kernel for a GPU with
+    that many SMs.
     """
     from cute_attn import cache, lightning_attn_decode
 
@@ -216,10 +216,10 @@ Candidate = tuple["KernelDef", "DecodeSpec"]
 def candidates(
     kernel: KernelDef, spec: DecodeSpec, vary: Mapping[str, Sequence[int | str]]
 ) -> dict[str, Candidate]:
-    """What to time against each other, by name: "chosen" is (kernel, spec) itself.
+    """The kernels to time, by name: "chosen" is (kernel, spec) itself.
 
-    The others have fields as in `vary`, in all combinations that are legal. If `vary` is empty
-    they are the tunings that the package itself compares, the pipelined kernel's included.
+    The others have the fields in `vary`, in all legal combinations. If `vary` is empty they are the
+    tunings that the package itself compares, including those of the pipelined kernel.
 
     Raises:
         TypeError: a name in `vary` is no field of the Spec.
@@ -257,7 +257,7 @@ def variants(
     """(a bare call for each of the case's `candidates`, the names of those that do not compile).
 
     Raises:
-        Disagreement: a candidate that compiles is wrong.
+        Disagreement: a candidate computes a wrong result.
     """
     from cute_attn import cache
 
@@ -291,7 +291,7 @@ def variants(
 
 
 def _resident_ctas(spec: Any, registers: int, num_sms: int | None) -> int:
-    """CTAs of a persistent kernel that the GPU, or `num_sms` of its SMs, holds at once."""
+    """Resident CTAs of a persistent kernel on the GPU, or on `num_sms` of its SMs."""
     gpu = torch.cuda.get_device_properties(DEVICE)
     per_sm = min(
         gpu.shared_memory_per_multiprocessor // (spec.smem_bytes + 1024),  # 1 KiB is the system's
@@ -373,7 +373,7 @@ def compare(
     state_dtype: torch.dtype,
     expected: tuple[torch.Tensor, torch.Tensor],
 ) -> Agreement:
-    """Errors of (output, state [B, H, K, V]), the latter kept in memory as `state_dtype`."""
+    """Errors of (output, state [B, H, K, V]); the state is stored as `state_dtype`."""
     (out, state), (expected_out, expected_state) = actual, expected
     sums = case.tokens * case.head_dim_k * torch.finfo(torch.float32).eps
     return Agreement(
@@ -411,5 +411,5 @@ def fla_tuning() -> str:
 
     kernel = fused_recurrent_fwd_kernel
     while not hasattr(kernel, "best_config"):
-        kernel = kernel.fn  # the autotuner lies under other decorators
+        kernel = kernel.fn  # the autotuner is below other decorators
     return str(kernel.best_config)
