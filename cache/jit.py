@@ -64,9 +64,20 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Stats(NamedTuple):
-    """What the cache has done in this process since it started, or since `reset_stats`.
+    """Counters of this process since it started, or since `reset_stats`.
 
     Look-ups in memory are not counted: that path takes no lock and writes nothing.
+
+    Attributes:
+        compiles: kernels compiled.
+        compile_seconds: total time of these.
+        disk_hits: kernels found in the user's directory.
+        prebuilt_hits: kernels found in prebuilt directories.
+        waits: kernels that another process compiled while this one waited.
+        quarantined: damaged entries put aside.
+        memory_only: compiled kernels that could not be stored.
+        failures: compilations that failed.
+        evicted: entries evicted.
     """
 
     compiles: int = 0
@@ -581,7 +592,7 @@ def _store(store: Store, kernel: KernelDef, spec: Any, built: Built, use: _Use[_
             error,
         )
         return use(built)
-    with contextlib.suppress(OSError, CacheError):  # the kernel is stored, whatever happens here
+    with contextlib.suppress(OSError, CacheError):  # the kernel is stored already
         count(evicted=store.make_room(settings.max_bytes_or_default(), built.digest).entries)
         store.sweep()
     return result

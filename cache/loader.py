@@ -54,7 +54,7 @@ def _load_library(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
             f"cannot be loaded with {runtime}: {error}"
         ) from None
     finally:
-        os.close(fd)  # what is mapped stays
+        os.close(fd)  # the mapping stays
     symbol = getattr(library, f"__tvm_ffi_{FUNCTION}")
     address = ctypes.cast(symbol, ctypes.c_void_p).value
     assert address is not None

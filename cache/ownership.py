@@ -83,7 +83,7 @@ class Directory:
         with self.named(name), contextlib.suppress(FileExistsError):
             os.mkdir(name, mode & 0o700, dir_fd=self.fd)
             if mode & ~0o700:
-                os.chmod(name, mode, dir_fd=self.fd)  # whatever the umask
+                os.chmod(name, mode, dir_fd=self.fd)  # mkdir applied the umask
         return self.directory(name)
 
     def file(self, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:

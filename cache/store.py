@@ -518,7 +518,7 @@ class Store:
             return False
 
     def _remove(self, base: Directory, digest: str) -> _Removal:
-        """Delete an entry, or whatever has its name, unless it is in use. Raises OSError."""
+        """Delete an entry, or a file in its place, unless it is in use. Raises OSError."""
         with contextlib.ExitStack() as stack:
             try:
                 shard = stack.enter_context(base.directory(digest[:2]))

@@ -73,8 +73,8 @@ def main() -> bool:
     console.print(table)
     if any(emulated for _, _, emulated in runs):
         console.print(
-            "Emulated means that no GPU here runs these kernels: the emulator ran what was "
-            "compiled, and found no race, no missing fence, no access out of bounds and no "
+            "Emulated means that no GPU here runs these kernels: the emulator ran the "
+            "compiled code, and found no race, no missing fence, no access out of bounds and no "
             "uninitialised read."
         )
     return passed

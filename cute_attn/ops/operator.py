@@ -6,11 +6,10 @@ class adds the table of loaded kernels, the route of a call, the registration wi
 the fake implementation, autograd, and error messages for calls that compiled host code refuses.
 
 A call takes one of two routes. Plain tensors and parameters go straight to the kernel (`forward`).
-A call goes through torch's dispatcher (`routed`), as torch's own operators do, if torch may
-intercept it: under torch.compile, a dispatch mode or forward-mode AD, or with a tensor subclass or
-an object that has `__torch_function__`. A call with gradients starts in `forward`, which hands it
-to the dispatcher. The dispatcher then calls the registered operator's implementation, which treats
-every tensor that it gets as plain memory.
+If torch may intercept the call, it goes through torch's dispatcher, as with torch's own operators:
+under torch.compile or a dispatch mode, with a tensor subclass, or with an object that has
+`__torch_function__` (`routed`), and if a gradient is needed (`forward`). The dispatcher then calls
+the registered operator's implementation, which treats every tensor that it gets as plain memory.
 
 The public function chooses the route first, with inline tests because a call would cost time:
 
@@ -147,8 +146,8 @@ class Operator(Generic[_Arguments]):
         """Raise the documented exception for wrong alignment or overlap of the tensors' memory."""
 
     def prepare(self, a: _Arguments) -> Any:
-        """Load the kernels for these arguments, and return them with all else that a launch needs
-        and that is the same for every call with this key (a default scale, say)."""
+        """Load the kernels for these arguments. Return them with everything else that a launch
+        needs and that is the same for all calls with this key, such as a default scale."""
         raise NotImplementedError
 
     def stale(self, ready: Any, a: _Arguments) -> bool:
@@ -192,7 +191,7 @@ class Operator(Generic[_Arguments]):
         """Compute the gradients of the arguments in `needed`, by name.
 
         The kernels of the backward belong to an `Operator` of their own, which this calls through
-        its `registered`, so that it can be traced.
+        `routed`, so that the backward can be traced. tests/ops/test_operator.py has an example.
 
         Args:
             saved: the arguments and results that the attribute `saved` names. A result that was

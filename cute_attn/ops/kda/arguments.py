@@ -248,7 +248,7 @@ def check_beta_options(use_beta_sigmoid_in_kernel: Any, allow_neg_eigval: Any) -
         )
 
 
-# Of the operators that work token by token.
+# Checks of the operators that work token by token.
 
 
 def check_step_dtypes(given: dict[str, Tensor]) -> None:

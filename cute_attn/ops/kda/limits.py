@@ -10,7 +10,7 @@ DTYPES = chunk.DTYPES
 HEAD_DIMS = {"K": chunk.HEAD_DIMS, "V": chunk.HEAD_DIMS_V}
 GATE_DTYPES, BETA_DTYPES = chunk.GATE_DTYPES, chunk.BETA_DTYPES
 
-# Of the operators that work token by token.
+# Limits of the operators that work token by token.
 STEP_DTYPES = step.DTYPES
 STEP_HEAD_DIMS = {"K": step.HEAD_DIMS, "V": step.HEAD_DIMS}
 STEP_STATE_DTYPES = step.STATE_DTYPES
