@@ -60,11 +60,11 @@ def check_tensor(name: str, x: Any) -> None:
     check_tangents(**{name: x})
     if x.is_nested or x.layout is not torch.strided:
         layout = "nested" if x.is_nested else str(x.layout)
-        raise TypeError(f"{name} has layout {layout}, must be torch.strided, which is not nested")
+        raise TypeError(f"{name} has layout {layout}, must be torch.strided and not nested")
     if x.is_neg() or x.is_conj():
         bit = "neg" if x.is_neg() else "conj"
         raise ValueError(
-            f"{name} is a view that does not show what is in memory (is_{bit}): give "
+            f"{name} is a view whose values differ from those in memory (is_{bit}): give "
             f"{name}.resolve_{bit}()"
         )
 

@@ -156,7 +156,7 @@ def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any)
         return None
     check_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
     if cu_seqlens is None:
-        raise ValueError("cu_seqlens_cpu is given without cu_seqlens, of which it is the copy")
+        raise ValueError("cu_seqlens_cpu is given without cu_seqlens, of which it must be a copy")
     if not isinstance(cu_seqlens, Tensor):
         return None  # another check refuses it
     check_tensor("cu_seqlens", cu_seqlens)
