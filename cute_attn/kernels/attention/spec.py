@@ -10,7 +10,7 @@ from ..common.numbers import FLOAT32_MAX, LOG2_E
 from ..common.spec import Spec
 
 DTYPES = ("bfloat16", "float16")
-SCHEDULERS = ("single", "static", "clc")
+KERNEL_SCHEDULERS = ("single", "static", "clc")  # operators offer the last two
 SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 
 TILE_M = 256  # rows of a cluster's tile: two CTAs of 128
@@ -50,7 +50,7 @@ class Hd256ForwardSpec(Spec):
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": DTYPES,
-        "scheduler": SCHEDULERS,
+        "scheduler": KERNEL_SCHEDULERS,
         "sink_dtype": SINK_DTYPES,
         "packed_heads": tuple(2**n for n in range(MAX_PACKED_HEADS.bit_length())),
     }
