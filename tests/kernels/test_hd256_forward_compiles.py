@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from cute_attn import cache
-from cute_attn.kernels.attention.spec import DTYPES, SCHEDULERS, SINK_DTYPES, Hd256ForwardSpec
+from cute_attn.kernels.attention.spec import (
+    DTYPES,
+    KERNEL_SCHEDULERS,
+    SINK_DTYPES,
+    Hd256ForwardSpec,
+)
 from cute_attn.kernels.attention.table import HD256_FORWARD
 from tests.kernels.machine_code import assert_sound
 
@@ -35,7 +40,7 @@ EVERYTHING = [
         dtype, scheduler, packed_heads, window_left, window_right, softcap, sink_dtype,
         varlen_q, varlen_k, seqused_q, seqused_k, lse,
     ) in itertools.product(
-        DTYPES, SCHEDULERS, (1, 2, 4, 8, 16, 32, 64), BOOLS, BOOLS, BOOLS, SINK_DTYPES,
+        DTYPES, KERNEL_SCHEDULERS, (1, 2, 4, 8, 16, 32, 64), BOOLS, BOOLS, BOOLS, SINK_DTYPES,
         BOOLS, BOOLS, BOOLS, BOOLS, BOOLS,
     )
     if varlen_q or not seqused_q
