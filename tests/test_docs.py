@@ -31,7 +31,7 @@ def settings() -> dict[str, Any]:
 
 @pytest.mark.parametrize("link", ["there.md", "there.md#a-place", "gone.md", "there.md#gone"])
 def test_lint_fails_for_a_broken_link(link: str, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """The very command of `make lint`, on a site with our rules and one link."""
+    """The command of `make lint`, on a site with our rules and one link."""
     recipe = subprocess.run(
         ["make", "-n", "lint", f"PYTHON={sys.executable}"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""`make test` stays within its budget, by what is recorded of it."""
+"""The recorded durations of `make test` are within its budget."""
 
 from __future__ import annotations
 

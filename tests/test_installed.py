@@ -1,4 +1,4 @@
-"""The package as users have it: a wheel in a fresh virtual environment, far from the checkout.
+"""The installed package: a wheel in a fresh virtual environment, outside of the checkout.
 
 What the package requires is linked into the environments from where the tests run: they need no
 network, and hold nothing that was not asked for.
@@ -96,7 +96,7 @@ class Environment:
             target.symlink_to(files[0].locate().parents[len(files[0].parts) - 1] / part)
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run the environment's Python, with no setting of the user's or the tests'."""
+        """Run the environment's Python without settings of the user or the tests."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -112,7 +112,7 @@ class Environment:
         )
 
     def tell(self, program: str, *arguments: str, **environment: str) -> Any:
-        """What a program that ends well prints, in JSON, as its last line."""
+        """The last line of output, as JSON, of a program that must succeed."""
         done = self.run("-c", program, *arguments, **environment)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
@@ -140,7 +140,7 @@ def required(names: Iterable[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def default(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What `pip install cute-attn` makes."""
+    """An environment as `pip install cute-attn` makes it."""
     names = required(PYPROJECT["project"]["dependencies"])
     return Environment(tmp_path_factory.mktemp("default"), wheel, names)
 

@@ -1,4 +1,4 @@
-"""What a release is made from agrees with itself: version, change log, tag, workflow."""
+"""Version, changelog, tag and workflow of a release agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHANGELOG = f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-11-22\n\n-
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """As much of a checkout as is looked at, about to be released."""
+    """The files of a checkout that a release reads, with a version to release."""
     (tmp_path / "cute_attn").mkdir()
     shutil.copy(ROOT / "cute_attn/_version.py", tmp_path / "cute_attn")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

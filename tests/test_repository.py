@@ -1,4 +1,4 @@
-"""What a release depends on besides the code: packaging, truthful documents, and rooms."""
+"""What a release needs besides the code: packaging, correct documents, and the folder layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def package_files() -> dict[str, Path]:
 
 
 def test_what_the_top_level_holds() -> None:
-    """A new folder here is a decision: most things have a place in one of these."""
+    """A new top-level folder should be deliberate: most files belong in one of these."""
     listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=False)
     if listing.returncode != 0:
         pytest.skip("not a git checkout")
@@ -129,7 +129,7 @@ def test_environment_variables_are_documented() -> None:
 
 
 def test_no_package_registry_is_named() -> None:
-    """Where packages come from is the business of whoever installs them."""
+    """The package index is the choice of whoever installs the package."""
     registries = [
         ".".join(host)
         for host in (
@@ -297,7 +297,7 @@ def test_rooms_import_in_one_direction(room: str) -> None:
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
-    """Not even late, within a function: modules of a circle can only be understood together.
+    """Imports within functions count as well: modules of a cycle must be read together.
 
     The cache has one and is left out: `warm` compiles by `jit`, which lets `warm` start workers.
     """

@@ -1,4 +1,4 @@
-"""What the environment says, read by whoever needs it, and the emulator's switch."""
+"""Settings in the environment, and the emulator's switch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SWITCHES = ("FA_CLC", "CUTE_ATTN_KDA_SPLIT", "CUTE_ATTN_EMULATE")
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """To set variables in, which are read again."""
+    """Sets variables of the environment, and makes the package read them again."""
 
     def forget() -> None:
         for name in (*SWITCHES, "CUTE_ATTN_ARCH"):
@@ -38,7 +38,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 
 
 def read_again() -> None:
-    """As a process that starts."""
+    """Read the settings again, as in a new process."""
     settings.cache_clear()
     emulation._emulation_of_environment.cache_clear()
 

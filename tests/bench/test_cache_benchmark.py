@@ -24,7 +24,7 @@ def test_an_import_is_timed_apart_from_torch(tmp_path):
 
 
 def test_racers_start_together(tmp_path):
-    """None goes before all are ready: each sees the marks of all the others."""
+    """No process starts before all are ready: each sees the marks of all others."""
     text = f"""
 import json, os, pathlib, sys
 mine = pathlib.Path({str(tmp_path)!r}) / str(os.getpid())

@@ -156,7 +156,7 @@ def test_no_time_left_is_said_and_nothing_runs(tmp_path):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """The check itself needs no GPU, what it starts does."""
+    """The check itself needs no GPU, but the stages that it starts do."""
     monkeypatch.setattr("cute_attn.bench.__main__.require_gpu", lambda: None)
 
 

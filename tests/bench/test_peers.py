@@ -1,4 +1,4 @@
-"""The harness of peers' kernels: memory, and captures where the peers are."""
+"""The harness of peers' kernels: memory, and captures of installed peers."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def analysed(kernel, specialisation, function=None, **facts):
 
 
 def slow():
-    """One whose softmax needs more than the MMAs' time for its exponentials."""
+    """A kernel whose exponentials take longer than its MMAs."""
     body = [WAIT, *["LDTM.x32 R4, tmem[UR4]"] * 4, *["MUFU.EX2 R0, R1"] * 300]
     return made(masked=[], softmax=loop(".L_softmax", *body))
 
@@ -83,7 +83,7 @@ def nvdisasm():
 
 
 def check(specialisations, nvdisasm):
-    """No spills, and no unit that limits ours more than theirs."""
+    """Our kernels do not spill, and their busiest unit takes no more clocks than theirs."""
     programs = [forward.our_program(s) for s in specialisations]
     assert [(p.specialisation, p.spilled, p.stack) for p in programs] == [
         (s.name, 0, 0) for s in specialisations

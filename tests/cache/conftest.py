@@ -1,4 +1,4 @@
-"""Fixtures of the cache's tests: a directory apart, entries to damage, processes to kill."""
+"""Fixtures of the cache's tests: a separate directory, entries to damage, processes to kill."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ARCH = "sm_90a"
 
 
 def forget_everything() -> None:
-    """Bring the cache's state in this process back to that of a new one."""
+    """Reset the cache's state in this process to that of a new process."""
     cache.clear_memory()
     cache.unfreeze()
     cache.reset_stats()
@@ -40,7 +40,7 @@ def forget_everything() -> None:
 
 @pytest.fixture(autouse=True)
 def new_process() -> Iterator[None]:
-    """Every test begins, and leaves the others, as if nothing had been loaded."""
+    """Every test starts, and leaves the process, as if no kernel had been loaded."""
     forget_everything()
     yield
     forget_everything()
@@ -48,7 +48,7 @@ def new_process() -> Iterator[None]:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty user cache directory, in force."""
+    """An empty user cache directory, set in the environment."""
     path = tmp_path / "cache"
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(path))
     return path
@@ -66,7 +66,7 @@ def compiled_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def filled_root(root: Path, compiled_root: Path) -> Path:
-    """A user cache directory, in force, with a copy of the compiled entry."""
+    """A user cache directory, set in the environment, with a copy of the compiled entry."""
     shutil.copytree(compiled_root, root)
     return root
 
@@ -81,7 +81,7 @@ def entry_path(filled_root: Path) -> Path:
 
 @pytest.fixture
 def instant_compiler(compiled_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every kernel compile at once, to what was compiled once."""
+    """Make every compilation return at once the kernel that was compiled first."""
     store = Store(compiled_root)
     (digest,) = store.digests()
     entry = store.open(digest)

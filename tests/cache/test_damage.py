@@ -1,4 +1,4 @@
-"""Damaged, foreign and unsafe entries: found before anything of them is loaded."""
+"""Damaged, foreign and unsafe entries are found before any part of them is loaded."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_an_unsafe_root_is_not_used_and_the_kernel_runs_from_memory(
 
 @contextlib.contextmanager
 def as_nobody() -> Iterator[None]:
-    """Be an ordinary user for a while."""
+    """Run as an ordinary user within the block."""
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     os.seteuid(65534)
@@ -289,7 +289,7 @@ def sparse(name: str) -> Callable[[Path], None]:
 
 
 def signed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """A `meta.json` that is changed, and has the right checksum all the same."""
+    """A changed `meta.json` with the right checksum."""
 
     def spoil(entry: Path) -> None:
         meta = json.loads((entry / META).read_text())
@@ -594,7 +594,7 @@ def test_links_that_lead_in_a_circle(tmp_path: Path) -> None:
 def test_a_directory_swapped_after_the_check_is_out_of_reach(
     filled_root: Path, entry_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As somebody can who may write to the directory above, at the worst of moments."""
+    """A user who may write to the parent directory replaces the cache at the worst moment."""
     before = content(victim)
     real = store_module._candidates
 

@@ -1,4 +1,4 @@
-"""What the cache asks of the CUDA driver, against a toy one and without any."""
+"""The cache's calls of the CUDA driver, with a toy driver and without any."""
 
 from __future__ import annotations
 

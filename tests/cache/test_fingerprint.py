@@ -1,4 +1,4 @@
-"""The fingerprint: what a kernel can execute counts, and nothing else does."""
+"""The fingerprint covers the code that a kernel can execute, and nothing else."""
 
 from __future__ import annotations
 

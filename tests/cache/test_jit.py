@@ -1,4 +1,4 @@
-"""Getting a kernel: where it is looked for, what is counted and logged, and what cannot stop it."""
+"""Getting a kernel: where it is looked up, what is counted and logged, what must not fail it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cute_attn.cache.store import Store
 
 
 def is_the_kernel(function: Callable[..., Any]) -> bool:
-    """Call it with tensors that it must refuse: its host code runs, and there is no GPU here."""
+    """Call the kernel with tensors that it must refuse: its host code runs without a GPU."""
     with pytest.raises((ValueError, TypeError), match="device"):
         function(torch.zeros(3), torch.zeros(3))
     return True
@@ -198,7 +198,7 @@ class Looks(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Shape:
-    """A specialisation whose equality leaves out a field."""
+    """A specialisation with a field that equality ignores."""
 
     factor: Any
     note: Any = field(default=None, compare=False)

@@ -1,4 +1,4 @@
-"""Keys: canonical, unambiguous, and refused where they could never match."""
+"""Keys are canonical and unambiguous, and refused if they could never match."""
 
 from __future__ import annotations
 

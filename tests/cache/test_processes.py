@@ -1,4 +1,4 @@
-"""Many processes, and processes killed at the worst of moments."""
+"""Concurrent processes, and processes killed at the worst moments."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_reading_publishing_and_evicting_at_once_never_shows_a_damaged_entry(
 
 
 def test_processes_killed_at_random_leave_nothing(run: Run, root: Path) -> None:
-    """No entry is ever half there, no lock is ever stuck, and no leftover survives a sweep."""
+    """Every entry is complete, no lock is stuck, and no leftover survives a sweep."""
     chance = random.Random(0)
     program = (
         CHURN + "tell(started=True)\nchurn([publish, publish, read, lambda: store.evict(0)], 60)"

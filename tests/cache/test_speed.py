@@ -1,4 +1,4 @@
-"""How long a warm cache takes, in processes of their own; docs/benchmarks has the full figures."""
+"""Times of a warm cache in separate processes; docs/benchmarks has the full figures."""
 
 from __future__ import annotations
 

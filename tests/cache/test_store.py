@@ -266,7 +266,7 @@ def test_what_lies_in_staging_counts(root: Path) -> None:
 
 
 def test_what_another_process_is_removing_does_not_count(root: Path) -> None:
-    """Neither the entry on its way out nor the directories that it passes through."""
+    """Neither the entry being removed nor the directories that it passes through are counted."""
     paths = fill(root, 4)
     limit = 4 * space(paths[0])
     for _ in range(3):
@@ -400,7 +400,7 @@ def test_a_wrong_ledger_is_corrected(
 
 
 def test_entries_that_nobody_noted_are_found_in_the_end(root: Path, builds: list[Built]) -> None:
-    """As when a process is killed between publishing an entry and noting it."""
+    """This happens if a process is killed between publishing an entry and recording it."""
     store = Store(root)
     published(store, builds[0])
     paths = fill(root, 40)

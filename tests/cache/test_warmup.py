@@ -1,4 +1,4 @@
-"""Warming up: in parallel, without doubles, and without losing kernels to one that fails."""
+"""Warming up runs in parallel, compiles no kernel twice, and goes on after a failure."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from cute_attn.emulator.program import Program
 
 
 class Ptx:
-    """A text of PTX and its lines; every edit gives another one."""
+    """A PTX text and its lines; every edit returns a new text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -34,7 +34,7 @@ class Ptx:
         return self.lines[line - 1]
 
     def all(self, pattern: str, first: int = 1, last: int | None = None) -> list[int]:
-        """Lines from `first` to `last` with a match of `pattern` in them, comments apart."""
+        """Lines from `first` to `last` that match `pattern`, ignoring comments."""
         search = re.compile(pattern).search
         end = len(self.lines) if last is None else last
         return [n for n in range(first, end + 1) if search(self[n].split("//")[0])]
@@ -69,7 +69,7 @@ class Ptx:
         return Ptx("\n".join([*self.lines[: line - 1], text, *self.lines[line:]]))
 
     def drop(self, *lines: int) -> Ptx:
-        """Without these instructions. A wait for an mbarrier is answered with "complete"."""
+        """The text without these instructions. A wait for an mbarrier becomes "complete"."""
         changed = self
         for line in lines:
             wait = re.match(r"\s*mbarrier\.\w+_wait\S*\s+([%\w]+)\s*,", self[line])
@@ -78,23 +78,23 @@ class Ptx:
         return changed
 
     def double(self, line: int) -> Ptx:
-        """With an instruction a second time, on the same line."""
+        """The text with an instruction doubled on the same line."""
         return self.with_line(line, f"{self[line].split('//')[0]} {self[line].strip()}")
 
     def swap(self, line: int, pattern: str, replacement: str) -> Ptx:
-        """With something in a line replaced; the pattern must match once."""
+        """The text with a replacement in one line; the pattern must match once."""
         text, count = re.subn(pattern, replacement, self[line])
         assert count == 1, f"{count} matches of {pattern!r} in {self[line]!r}"
         return self.with_line(line, text)
 
     def insert(self, line: int, text: str, *, behind: bool = False) -> Ptx:
-        """With more instructions in front of those of a line, or behind them."""
+        """The text with instructions inserted before or after those of a line."""
         code, slashes, comment = self[line].partition("//")
         parts = (code, text) if behind else (text, code)
         return self.with_line(line, " ".join(parts) + slashes + comment)
 
     def changed_operand(self, line: int, operand: str, opcode: str, by: int) -> Ptx:
-        """With a 32-bit operand of one instruction replaced by `opcode operand, by`."""
+        """The text with a 32-bit operand of one instruction replaced by `opcode operand, by`."""
         pattern = re.escape(operand) + r"(?!\w)"
         code, slashes, comment = self[line].partition("//")
         changed, count = re.subn(pattern, "planted", code)
@@ -151,7 +151,7 @@ class Recorded:
         return machine.programs(self.text if text is None else text)[self.kernel]
 
     def run(self, program: Program, **options: Any) -> Run:
-        """Play the launch with this program, on the memory that the real one found."""
+        """Repeat the launch with this program, on the memory contents of the recorded launch."""
         assert self._before is not None
         self._before.restore()
         emulator = Machine(num_sms=self.num_sms, **options)
@@ -162,7 +162,7 @@ class Recorded:
         )
 
     def content(self) -> list[bytes]:
-        """What the memory holds after a run."""
+        """The contents of the memory after a run."""
         return [ctypes.string_at(base, size) for base, size, _ in self.spans]
 
 
@@ -217,7 +217,7 @@ def record(
 
 
 def record_capture(captured: Any) -> Iterator[Recorded]:
-    """The launches of all calls of a capture of a peer's, in order."""
+    """The launches of all calls in a capture of a peer, in order."""
     memory = captured.materialise(captured.random_inputs(0))
     spans = [(*memory.address(name), name) for name in captured.buffers]
     for call in captured.calls:

@@ -70,7 +70,7 @@ QUICK_REQUESTS = [
 
 
 def capture(kernel: Request, others: Iterable[Request] = ()) -> Captured:
-    """The kernel's capture, made by the dozen with others of its architecture; or skip."""
+    """The kernel's capture, compiled in one batch with others of its architecture; or skip."""
     if reason := missing(kernel.peer):
         pytest.skip(reason)
     alike = [r for r in dict.fromkeys(others) if r.arch == kernel.arch and not missing(r.peer)]

@@ -1,4 +1,4 @@
-"""What the kernels of peers should compute, in float64, and what plain PyTorch makes of it."""
+"""References for peers' kernels: results in float64, and of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def inputs(captured: Captured, seed: int = 0) -> Tensors:
-    """Random inputs that make sense together: out and lse of a backward pass are a forward's."""
+    """Consistent random inputs: out and lse of a backward pass come from a forward pass."""
     given = captured.random_inputs(seed)
     options = dict(captured.request.options)
     function = captured.request.function
@@ -49,7 +49,7 @@ def inputs(captured: Captured, seed: int = 0) -> Tensors:
 
 
 def expected(captured: Captured, given: Tensors) -> dict[str, Expected]:
-    """By name of the output, or of what `results` makes of it."""
+    """Expected results by name of the output, or of an entry of `results`."""
     compute = {"forward": _attend, "backward": _attend_backward, "gemm": _gemm}
     function = captured.request.function
     options = dict(captured.request.options)

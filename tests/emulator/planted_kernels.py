@@ -509,7 +509,7 @@ HALF = np.float16
 
 
 def matrices(rows: int, columns: int, tiles: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles of A [rows, 16] then B [columns, 16] one behind the other, and the sum of A B^T."""
+    """Consecutive tiles of A [rows, 16] and B [columns, 16], and the sum of A B^T."""
     generator = np.random.default_rng(0)
     values = generator.integers(-8, 8, (tiles, rows + columns, 16)).astype(HALF)
     a, b = values[:, :rows].astype(np.float32), values[:, rows:].astype(np.float32)

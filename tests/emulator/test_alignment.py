@@ -1,4 +1,4 @@
-"""Kernels that want tensors aligned as CUDA's are, and CPU tensors, which are not."""
+"""Kernels that require the alignment of CUDA tensors, with CPU tensors, which lack it."""
 
 from __future__ import annotations
 

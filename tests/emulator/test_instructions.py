@@ -274,7 +274,7 @@ def extreme(codes: list[int], larger: bool, absolute: bool, nan_wins: bool) -> i
 @pytest.mark.parametrize("absolute", ["", ".abs"])
 @pytest.mark.parametrize("operation", ["min", "max"])
 def test_the_extreme_of_a_warp(operation: str, absolute: str, nan: str) -> None:
-    """CTA b has the special values from the b-th on, the tenth NaNs alone."""
+    """CTA b has the special values from the b-th on; the tenth has only NaNs."""
     body = f"""
     mov.u32 %r1, %ctaid.x; shl.b32 %r1, %r1, 5; add.u32 %r1, %r1, %thread;
     mul.wide.u32 %rd3, %r1, 4; add.s64 %rd4, %rd1, %rd3; add.s64 %rd5, %rd2, %rd3;
@@ -411,7 +411,7 @@ WAIT:
 
 
 def test_the_stand_in_makes_tensor_maps_as_the_driver_does(encode: Any) -> None:
-    """But for a hint in word 2, and what lies behind the 16 words."""
+    """Equal except for a hint in word 2, and the words after the first 16."""
     index, _ = unpack()
     seen = 0
     for m, text in zip(descriptors(), index["descriptors"], strict=True):

@@ -52,7 +52,7 @@ def store(value: str, kind: str = "u32") -> str:
 
 
 def computed(body: str, threads: int = 32, blocks: int = 1, **options: Any) -> np.ndarray:
-    """What every thread leaves in %r10."""
+    """The value of %r10 in every thread."""
     out = np.zeros(threads * blocks, np.uint32)
     parts = {name: options.pop(name) for name in ("before",) if name in options}
     text = module(THREAD + body + store("%r10"), **parts)
@@ -380,7 +380,7 @@ def test_deadlock() -> None:
 
 @pytest.mark.parametrize("checks", [None, ()])
 def test_a_loop_that_ends_by_a_made_up_value_is_given_up(checks: tuple[str, ...] | None) -> None:
-    """It makes progress all the time, so that it is no livelock."""
+    """The kernel makes progress all the time, so that this is no livelock."""
     text = module("""
         ld.param.u64 %rd1, [out];
         mov.u32 %r1, 0;
@@ -401,7 +401,7 @@ def test_a_loop_that_ends_by_a_made_up_value_is_given_up(checks: tuple[str, ...]
 
 
 def test_errors_that_make_up_values_end_no_launch_that_gets_on() -> None:
-    """Each block reads what is not there, and then counts: all together longer than one may."""
+    """Each CTA reads out of bounds and then counts: together they take longer than one may."""
     text = module(
         THREAD
         + """

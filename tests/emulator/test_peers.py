@@ -221,7 +221,7 @@ def parameters(quick: list[Request], slow: list[Request]) -> list[Any]:
 
 @pytest.fixture
 def captured(kernel: Request, request: pytest.FixtureRequest) -> Captured:
-    """The kernel's capture. Those that the session needs are made by the dozen."""
+    """The kernel's capture. All that the test run needs are compiled in batches."""
     if kernel in QUICK_REQUESTS:
         return capture(kernel, QUICK_REQUESTS)
     parameters = [
@@ -254,7 +254,7 @@ def is_known(captured: Captured, finding: Finding) -> bool:
 
 
 def check(captured: Captured, **options: Any) -> Report:
-    """Run it, and compare; the report."""
+    """Run the call and compare its results. Returns the report."""
     given = peer_results.inputs(captured)
     memory = captured.materialise(given)
     emulator = Emulator(on_findings="collect", **options)
@@ -298,7 +298,7 @@ def test_the_known_bug_is_still_there(captured: Captured) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kernel", parameters([QUICK[2]], CLC))
 def test_survives_early_answers_of_cluster_launch_control(captured: Captured, seed: int) -> None:
-    """Some clusters then stop before the others, which have to do what is left."""
+    """Some clusters then stop early, and the others have to do the remaining work."""
     schedule = ("fair", "random", "random", "adversarial")[seed]
     check(captured, schedule=schedule, seed=seed, spurious_cancel=True)
 

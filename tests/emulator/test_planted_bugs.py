@@ -553,7 +553,7 @@ BULK_STORE = r"cp\.async\.bulk\.global"
 
 
 def operand(p: Ptx, line: int) -> str:
-    """The operand behind the address, or the last one."""
+    """The operand after the address, or the last one."""
     found = re.search(r"\],\s*(%\w+)|,\s*(%\w+);", p[line])
     assert found is not None, p[line]
     return found[1] or found[2]
@@ -566,7 +566,7 @@ def address(p: Ptx, line: int) -> str:
 
 
 def wait_before(p: Ptx, line: int) -> list[int]:
-    """The wait for an mbarrier nearest before a line: its loop, and the look before it."""
+    """The last wait for an mbarrier before a line: its loop, and the try_wait before that."""
     loop = p.before(LOOP, line)
     peeks = p.all(PEEK, loop - 10, loop)
     return [*peeks, loop]
@@ -1181,7 +1181,7 @@ BUGS = [*SMALL_BUGS, *WHOLE_BUGS]
 
 
 def by_kernel(kernel: str) -> Any:
-    """Marks: of peers' kernels, whose pipelines are much alike, make test has a few."""
+    """Marks: `make test` runs only a few bugs in peers' kernels, whose pipelines are alike."""
     return pytest.mark.slow if kernel in PEERS and kernel not in QUICK_PEERS else ()
 
 

@@ -1,4 +1,4 @@
-"""Parsing PTX, and lowering it as far as that needs no engine."""
+"""Parsing PTX, and the parts of lowering that need no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registers of warps: how many they start with, and what becomes of setmaxnreg."""
+"""Registers of warps: their number at launch, and whether ptxas keeps setmaxnreg."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARCHS = ("sm_90a", "sm_100a")
 
 
 class Trade:
-    """The first warpgroup grows by what the others give back."""
+    """The first warpgroup grows by the registers that the others release."""
 
     def __init__(self, threads: int, grow: int, shrink: int, blocks_per_sm: int) -> None:
         self.threads, self.blocks_per_sm = threads, blocks_per_sm
@@ -154,7 +154,7 @@ def text(arch: str, threads: int, grow: int, shrink: int | None) -> str:
 
 @pytest.mark.parametrize(("threads", "grow", "launched"), LAUNCHES)
 def test_the_estimate_for_ptx_alone(threads: int, grow: int, launched: int) -> None:
-    """Others may shrink to what they have, and not to more: that tells how many they have."""
+    """A warp may shrink to its own number of registers but not above: that reveals the number."""
     held = (launched + 7) // 8 * 8
 
     def run(shrink: int | None) -> list[str]:

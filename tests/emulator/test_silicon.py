@@ -38,7 +38,7 @@ def cases(part: int) -> list[Case]:
 
 
 def wrong(case: Case, schedule: int) -> str:
-    """What does not agree with the GPU, or nothing."""
+    """A description of the differences to the GPU, or nothing."""
     index, outputs = unpack()
     legal = case.name in outputs
     entry = index["cases" if legal else "failures"][case.name]

@@ -1,4 +1,4 @@
-"""Threads and forked processes that run emulators at once, each its own or all the same."""
+"""Threads and forked processes that run emulators concurrently, shared or one each."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def at_once(function: Callable[[int], T], threads: int = THREADS) -> list[T]:
 
 
 def outcome(name: str, module: Module, schedule: int) -> tuple[Any, ...]:
-    """All that a launch says, and the bits of what it has written."""
+    """The whole report of a launch, and the bits that it has written."""
     kernel = KERNELS[name]
     arguments = kernel.arguments()
     run = run_ptx(
@@ -118,7 +118,7 @@ def kda_step_with_a_race(emulator: Emulator) -> list[torch.Tensor]:
 
 
 def told(step: Callable[[Emulator], list[torch.Tensor]]) -> tuple[Any, ...]:
-    """What a step gives in an emulator of its own, and all that the emulator says of it."""
+    """The results of a step in an emulator of its own, and the emulator's report."""
     emulator = Emulator(on_findings="collect")
     outputs = [tensor.view(torch.uint8).numpy().tobytes() for tensor in step(emulator)]
     report = emulator.report
@@ -138,7 +138,7 @@ def test_two_emulators_run_different_kernels_at_once() -> None:
 
 
 def test_the_engine_keeps_nothing_outside_of_its_machines() -> None:
-    """What is written has to belong to a machine, or to a thread."""
+    """The engine has no writable variables that machines or threads share."""
     kept = set()
     for source in build.ENGINE.glob("*.c"):
         with build.object_file(source).open("rb") as file:

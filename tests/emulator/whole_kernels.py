@@ -79,7 +79,7 @@ CASES = {case.name: case for case in _cases()}
 
 
 def inputs(case: Case, captured: Captured) -> dict[str, torch.Tensor]:
-    """Random inputs; for a backward pass, what its forward pass would have left."""
+    """Random inputs; for a backward pass, they include results of its forward pass."""
     given = captured.random_inputs(zlib.crc32(case.name.encode()))
     if case.request.function == "backward":
         q, k, v = (given[name] for name in ("q", "k", "v"))
@@ -91,7 +91,7 @@ def inputs(case: Case, captured: Captured) -> dict[str, torch.Tensor]:
 
 
 def digest(given: dict[str, torch.Tensor]) -> int:
-    """Of the inputs, so that a change of torch's random numbers does not pass for a difference."""
+    """A checksum of the inputs, to detect a change of torch's random numbers."""
     value = 0
     for name in sorted(given):
         value = zlib.crc32(given[name].contiguous().view(torch.uint8).numpy().tobytes(), value)

@@ -1,4 +1,4 @@
-"""What tests on a GPU share."""
+"""Fixtures of the tests on a GPU."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ WRAPPED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Plain(Tensor):
-    """A subclass that says nothing of its own."""
+    """A subclass that overrides nothing."""
 
 
 def arguments(name: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def arguments(name: str) -> dict[str, Any]:
 
 
 def call(name: str, args: dict[str, Any]) -> list[Tensor]:
-    """What a call gives and writes, as plain tensors."""
+    """The results of a call and the tensors that it writes, as plain tensors."""
     with torch.no_grad():
         results = tensors_in(OPERATORS[name].function(**args))
     written = [args[key] for key in OPERATORS[name].written]

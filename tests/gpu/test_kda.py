@@ -230,7 +230,7 @@ def copies(results: Any) -> list[torch.Tensor]:
 
 
 def test_no_call_waits_for_the_device(call: tuple[dict[str, Any], Callable[[], Any]]):
-    """Neither the first nor those after; torch raises where it would wait."""
+    """No call synchronises, neither the first nor later ones: torch would raise."""
     _, run = call
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -283,7 +283,7 @@ def test_is_captured_in_a_cuda_graph(call: tuple[dict[str, Any], Callable[[], An
 
 
 def test_a_captured_call_follows_the_lengths():
-    """The packed lengths are only on the device: a replay takes them from there."""
+    """The packed lengths are only on the device, and a replay reads them there."""
     arguments, run = packed_call(cu_seqlens_cpu=None)
     run()
     graph = torch.cuda.CUDAGraph()

@@ -39,7 +39,7 @@ BESIDE = [
 
 @pytest.mark.parametrize("case", BESIDE, ids=str)
 def test_chunk_kda_beside_fla(fla: Any, case: Case):
-    """The same arguments mean the same: both are held to the reference, ours by the error rule."""
+    """Both take the same arguments and match the reference, ours by the error rule."""
     arguments = problem.chunk_arguments(case, 17)
     calls = problem.chunk_calls(arguments, with_peer=True)
     errors = problem.check_chunk(case, arguments, calls)

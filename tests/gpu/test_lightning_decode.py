@@ -164,7 +164,7 @@ def bad(change: dict[str, Any], case: Case | None = None) -> dict[str, Any]:
 
 
 def test_after_a_good_call_bad_ones_are_still_explained():
-    """The warm path leaves the checks to the compiled host code; the words are the operator's."""
+    """The warm path leaves the checks to the compiled host code; the operator words the error."""
     run(Case().inputs())
     with pytest.raises(ValueError, match="k is on cpu, must be on the device of q, cuda"):
         run(bad({"k": torch.zeros(3, 2, 128).bfloat16()}))

@@ -1,4 +1,4 @@
-"""The machine code of the compiler of a GPU machine, not that of machines without one."""
+"""Machine code from the compiler of a GPU machine, which may be another version."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What flash-linear-attention says, who says each thing once in a process."""
+    """The warnings of flash-linear-attention, which gives each only once in a process."""
     backends = pytest.importorskip("fla.backends", exc_type=ImportError)
     for registry in itertools.chain(
         backends._function_registries.values(), backends._operation_registries.values()
@@ -78,7 +78,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 
 class Case:
-    """Random arguments of `chunk_kda`, all of whose work is left to the kernel."""
+    """Random arguments of `chunk_kda`, with gate, norms and sigmoid in the kernel."""
 
     def __init__(self, device: str, *, packed: bool = False, heads: int = 1, **changes: Any):
         generator = torch.Generator().manual_seed(7)
@@ -352,7 +352,7 @@ def test_registering_again_changes_nothing(fla: Any) -> None:
 
 @pytest.fixture
 def emulated() -> Iterator[None]:
-    """CPU tensors are as good as others to a verifier."""
+    """Emulate, so that flash-linear-attention's verifier accepts CPU tensors."""
     import cute_attn
 
     with cute_attn.emulated("sm_90a"):

@@ -153,7 +153,7 @@ def test_prefill_and_decode(name: str) -> None:
 
 @pytest.mark.parametrize("other_window", [WINDOW - 1, WINDOW + 1])
 def test_a_window_off_by_one_would_be_seen(other_window: int) -> None:
-    """Of the test above: what it lets pass is less than what one key more or less changes."""
+    """The bound of the test above is smaller than the effect of one key more or less."""
     trio = Trio(gemma3)
     trio.models[0].model.layers[0].self_attn.sliding_window = other_window
     ours, eager = trio.errors(tokens_of(2, 17), 13)

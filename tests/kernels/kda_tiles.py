@@ -1,4 +1,4 @@
-"""What `kda.chunk.fused.prepare` leaves for `state_pass`, in PyTorch, and the layouts of both."""
+"""The records that `kda.chunk.fused.prepare` writes for `state_pass`, in PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cute_attn.reference import kda
 
 
 def slots(tokens: int, batch: int, cu_seqlens: torch.Tensor | None) -> int:
-    """How many slots there are for chunks."""
+    """The number of slots for chunks."""
     if cu_seqlens is None:
         return batch * -(-tokens // CHUNK)
     return tokens // CHUNK + len(cu_seqlens) - 1

@@ -1,4 +1,4 @@
-"""What must hold of the machine code of every kernel, whatever compiler is installed."""
+"""Checks of the machine code of every kernel, with any installed compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/kernels/hd256_forward.md says what the kernel's tables say."""
+"""docs/kernels/hd256_forward.md agrees with the kernel's tables."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ TYPICAL = {
 
 
 def some_call(generator: random.Random) -> dict[str, Any]:
-    """What a call may be like."""
+    """The parameters of a call."""
     chosen: dict[str, Any] = {flag: generator.random() < 0.5 for flag in FLAGS}
     for name in ("head_dim_k", "head_dim_v"):
         chosen[name] = generator.choice(ALLOWED[name])

@@ -122,7 +122,7 @@ def test_candidates_are_legal(config: dict[str, Any]):
 
 
 def test_the_heuristics_fill_the_tile():
-    """Threads times what each holds is the tile."""
+    """The threads' elements together are the tile."""
     for kernel in sample(100, seed=4):
         (_, spec), *_ = kernel.plan("sm_90a")
         held = spec.values_of_k * spec.values_of_v

@@ -1,4 +1,4 @@
-"""What KDA computes within chunks, in the emulator: `prepare` and `chunk_intra`."""
+"""KDA's kernels within chunks, `prepare` and `chunk_intra`, in the emulator."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run_prepare(
     cu_seqlens: torch.Tensor | None = None,
     arch: str = "sm_90a",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tiles, decay); what nothing was written to is NaN."""
+    """(tiles, decay); elements that were not written are NaN."""
     batch, tokens, heads, dim_k = x["g"].shape
     spec = PrepareSpec(
         dtype=NAMES[x["q"].dtype],

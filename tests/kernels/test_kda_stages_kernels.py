@@ -59,7 +59,7 @@ def shape_of(index_dtype: str) -> tuple[int, int]:
 
 
 def check(name: str, x: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
-    """The error rule, and that nothing was written where the reference says nothing."""
+    """The error rule holds, and elements that the reference leaves out are not written."""
     exact, plain = exact.double(), plain.to(x.dtype).double()
     defined = ~exact.isnan()
     assert torch.equal(~x.isnan(), defined), f"{name}: not where the reference is"
@@ -75,7 +75,7 @@ def gates(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 class Stages:
-    """Inputs of all stages, and what the reference makes of them."""
+    """Inputs of all stages, and the reference's results."""
 
     def __init__(
         self,

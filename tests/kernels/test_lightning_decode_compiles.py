@@ -66,7 +66,7 @@ def pairs_of(request: dict[str, Any]) -> set[Any]:
 
 
 def covering(requests: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """A few of the requests, in which every pair of values that occurs, occurs."""
+    """A few of the requests that together have every pair of values of all of them."""
     shuffled = random.Random(seed).sample(requests, len(requests))
     missing = set().union(*map(pairs_of, requests))
     chosen = []
@@ -150,7 +150,7 @@ def test_the_pipelined_kernel_compiles_without_spills(config: dict[str, Any], tu
 
 @given(st.sampled_from(EVERYTHING))
 def test_the_heuristics_fill_the_tile(request_: dict[str, Any]):
-    """Threads times what each holds is the tile, and tiles cover V."""
+    """The threads' elements together are the tile, and tiles cover V."""
     ((_, spec),) = plan_decode("sm_90a", **request_)
     vector, rows, vectors = spec.thread_shape
     tile_rows, tile_columns = spec.tile_shape

@@ -1,4 +1,4 @@
-"""What host code refuses of overlapping memory, which on a warm path is all that looks at it."""
+"""Host code refuses overlapping memory; on a warm path it is the only check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POOLS = {
 
 
 def one_after_another(args: dict[str, Any], first: str, second: str, shared: int) -> None:
-    """Put both into one piece of memory, where `shared` bytes are theirs together."""
+    """Put both into one piece of memory, with `shared` bytes in common."""
     x, y = args[first], args[second]
     memory = torch.zeros(x.nbytes + y.nbytes, dtype=torch.uint8)
     args[first] = memory[: x.nbytes].view(x.dtype).view(x.shape)

@@ -1,4 +1,4 @@
-"""Edges of a pipeline: what follows from their declaration, on the host."""
+"""Edges of a pipeline: properties that the host derives from their declaration."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def interval(first: int, end: int) -> list[int]:
 
 @pytest.mark.parametrize("rows_per_token", [1, 2])
 def test_tiles_are_those_of_the_mask(rows_per_token: int) -> None:
-    """Every tile with a visible pair of an existing row and key, and no other."""
+    """Exactly the tiles with a visible pair of an existing row and key."""
     for seqlen_q, seqlen_k, left, right, seen in windows():
         sees = Visibility(TILE_M, TILE_N, rows_per_token, left, right)
         rows = seen[:seqlen_q, :seqlen_k].repeat_interleave(rows_per_token, 0)

@@ -1,4 +1,4 @@
-"""Listings of kernels with the roles of the hd256 forward, in as few instructions as can be."""
+"""Listings of kernels with the roles of the hd256 forward, in as few instructions as possible."""
 
 from cute_attn.machine_code.listing import functions
 
@@ -31,7 +31,7 @@ def kernel(roles):
 
 
 def made(**changes):
-    """A kernel with the roles of hd256-fwd, in as few instructions as can be."""
+    """A kernel with the roles of hd256-fwd, in as few instructions as possible."""
     softmax = [WAIT, *["LDTM.x32 R4, tmem[UR4]"] * 4, *["MUFU.EX2 R0, R1"] * 128]
     softmax += ["FFMA2 R0, R2, R4, R6"] * 64 + ["STTM.x32 tmem[UR4], R4"] * 2
     roles = {

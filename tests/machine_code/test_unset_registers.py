@@ -1,4 +1,4 @@
-"""Which registers machine code reads without having set them, in listings by hand."""
+"""Registers that machine code reads without having set them, in hand-written listings."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_a_register_that_nothing_sets():
 
 
 def test_a_register_that_is_set_only_when_the_loop_goes_round():
-    """As ptxas 13.4 left it: in the first round, and after the loop, R5 is not the thread."""
+    """The error of ptxas 13.4: in the first round, and after the loop, R5 is not the thread."""
     lost = ("LOP3.LUT R1, R5, 0x1f, RZ, 0xc0, !PT", "MUFU.EX2 R5, R1", "@P0 BRA `(.L_x_1)")
     code = ("S2R R0, SR_TID.X", ".L_x_1:", "S2R R2, SR_TID.X", *lost, "EXIT")
     assert unset(*code) == ["R5"]
@@ -39,7 +39,7 @@ def test_a_register_that_is_set_only_when_the_loop_goes_round():
 
 
 def test_what_one_way_sets_is_set():
-    """The other way only reads it to discard it."""
+    """The other path reads the register only to discard it."""
     code = ("@P0 BRA `(.L_x_1)", "LDG.E R4, desc[UR4][R2.64]", ".L_x_1:", "SEL R5, R4, RZ, P0")
     assert unset("MOV R2, 0x0", "ULDC.64 UR4, c[0x0][0x208]", *code, "EXIT") == []
     assert unset("@P0 MOV R4, 0x1", "@P0 IADD3 R5, R4, 0x1, RZ", "EXIT") == []

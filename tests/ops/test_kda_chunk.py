@@ -129,7 +129,7 @@ def test_the_norm_takes_rows_of_any_length(device: str, size: float, gates: str,
 @examples(2)
 @given(seed=st.integers(0, 2**31))
 def test_gates_above_zero(device: str, seed: int):
-    """Within a chunk their sums stay in range."""
+    """Sums of gates within a chunk stay in range."""
     args = Case(DECAYS, (100, 70), seed=seed).arguments(device)
     generator = torch.Generator().manual_seed(seed)
     gates = 0.05 * torch.rand(args["g"].shape, generator=generator) - 0.02
@@ -229,7 +229,7 @@ def test_a_setting_forbids_splitting(device: str, split_setting: Callable[[str],
     ],
 )
 def test_no_schedule_changes_a_bit(path: str, arch: str):
-    """However warps and blocks take turns, and however many SMs there are."""
+    """The result is the same under any schedule of warps and CTAs, and with any number of SMs."""
     args = Case(PACKED, (70, 0, 130), gates="strong").arguments("cpu")
     results = []
     for num_sms, schedule, seed in (
@@ -283,7 +283,7 @@ def test_long_sequences_are_split(lengths: tuple[int, ...]):
 @examples(2)
 @given(data=st.data())
 def test_chunks_are_tokens_in_turn(device: str, path: str, data: st.DataObject):
-    """They differ by no more than the rule allows both."""
+    """The results differ by no more than the error rule allows for both."""
     of = SOME if path == "fused" else SOME_MODULAR
     args = data.draw(cases(device, of)).arguments(device) | {"output_final_state": True}
     options = {"disable_recompute", "safe_gate"}
@@ -365,7 +365,7 @@ def test_packed_sequences_are_sequences_alone(device: str, data: st.DataObject):
 @examples(3)
 @given(data=st.data())
 def test_later_tokens_do_not_matter(device: str, data: st.DataObject):
-    """Neither what they are nor whether there are any, to the last bit."""
+    """Later tokens change no bit of earlier results, nor does their absence."""
     case = replace(data.draw(cases(device, [PLAIN, SMALL])), layout="contiguous")
     args = case.arguments(device)
     o, _ = run(args)

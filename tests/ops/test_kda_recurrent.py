@@ -30,7 +30,7 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "f
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is compiled in."""
+    """The parameters that are compiled in."""
 
     head_dim_k: int = 64
     head_dim_v: int = 64
@@ -97,7 +97,7 @@ def compiled_beforehand() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What hypothesis draws."""
+    """The parameters that hypothesis draws."""
 
     kernel: Kernel = Kernel()
     lengths: tuple[int, ...] = (5, 5)  # equal unless packed
@@ -323,7 +323,7 @@ def test_parameters_and_states_of_other_forms_are_converted(device: str):
 
 @pytest.mark.everywhere
 def test_offsets_past_the_tokens_are_an_empty_sequence(device: str):
-    """A caller's bug that must not become a read of somebody else's memory."""
+    """A caller's error must not cause a read of other memory."""
     case = Case(Kernel(index_dtype=torch.int32, state_v_first=True, has_dt_bias=False))
     case = replace(case, lengths=(3, 2))
     args = case.inputs(device)

@@ -25,7 +25,7 @@ def arguments(
     dtype: torch.dtype = torch.bfloat16,
     records: int | None = None,
 ) -> dict[str, Any]:
-    """A good call."""
+    """Arguments of a valid call."""
     step = (batch,) if tokens is None else (batch, tokens)
     matrix = (v, k) if layout == "vk" else (k, v)
     args: dict[str, Any] = {

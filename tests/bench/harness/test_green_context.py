@@ -12,7 +12,7 @@ class Status(IntEnum):
 
 
 class FakeDriver:
-    """The part of cuda.bindings.driver that a partition takes: calls give (status, *results)."""
+    """The part of cuda.bindings.driver that a partition needs; calls return (status, *results)."""
 
     CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1)
     CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)
@@ -86,7 +86,7 @@ def test_more_sms_than_there_are():
 
 
 def test_the_driver_binding_has_what_is_used():
-    """Against the real module, which imports without a driver."""
+    """The real module, which imports without a driver, has the names that are used."""
     driver = pytest.importorskip("cuda.bindings.driver")
     for name in (
         "cuInit", "cuDeviceGet", "cuDeviceGetDevResource", "cuDevSmResourceSplitByCount",

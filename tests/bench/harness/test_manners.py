@@ -1,4 +1,4 @@
-"""Where the benchmarks write, and whose history and tests they take for this project's."""
+"""The benchmarks write, and read git history and tests, only in this project's checkout."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_elsewhere_nothing_is_written_unless_asked(
 def test_it_is_said_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A benchmark can take an hour: one should not learn at its end that nothing is kept."""
+    """A benchmark can take an hour: that nothing is kept is reported before it starts."""
     monkeypatch.chdir(tmp_path)
     assert command.main(["toy"]) == 0
     heard = capsys.readouterr().err

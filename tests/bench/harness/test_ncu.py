@@ -85,7 +85,7 @@ def test_the_name_filter_ignores_case():
 
 
 def fake_ncu(directory, script):
-    """An executable `ncu` on a PATH of its own, running a Python script."""
+    """An executable `ncu`, alone on PATH, that runs a Python script."""
     path = directory / "ncu"
     path.write_text(f"#!{sys.executable}\n{script}")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -1,4 +1,4 @@
-"""The table of benchmarks, and what naming one imports."""
+"""The table of benchmarks, and the imports of a command line."""
 
 import re
 import subprocess

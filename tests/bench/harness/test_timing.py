@@ -15,7 +15,7 @@ from cute_attn.bench.harness.timing import (
 
 
 class SimulatedDevice:
-    """A device whose clock is advanced by the work it is given, in microseconds."""
+    """A device whose clock advances by the duration of its work, in microseconds."""
 
     def __init__(self):
         self.now_us = 0.0
@@ -23,7 +23,7 @@ class SimulatedDevice:
         self.captured = 0
 
     def work(self, name, durations_us):
-        """A call that takes the next of `durations_us`, the last one for ever."""
+        """A call that takes the next of `durations_us`; the last one repeats."""
         remaining = list(durations_us)
 
         def call():

@@ -1,4 +1,4 @@
-"""The KDA benchmarks on the CPU: all but the GPU's time is real, and kernels are plain PyTorch."""
+"""The KDA benchmarks on the CPU, with plain PyTorch for kernels and formulas for GPU times."""
 
 import argparse
 import functools
@@ -70,7 +70,7 @@ def plain_decode(q, k, v, g, beta, state, *, out, **rest):
 
 
 def fla_intra(q, k, v, gk, beta, scale, safe_gate):
-    """In FLA's order, with rubbish where it writes nothing."""
+    """Results in FLA's order, with garbage in elements that FLA does not write."""
     assert safe_gate
     Aqk, Akk, w, u, qg, kg = plain_intra(q, k, v, gk, beta, scale)
     rows = torch.arange(q.shape[1]) % 64
@@ -96,7 +96,7 @@ PEER = {
 
 
 def install(monkeypatch, **functions):
-    """Of cute_attn and of cute_attn.ops.kda."""
+    """Replace public functions of cute_attn and of cute_attn.ops.kda."""
     stages = ModuleType("cute_attn.ops.kda")
     for name, function in functions.items():
         monkeypatch.setitem(sys.modules["cute_attn"].__dict__, name, function)
@@ -119,7 +119,7 @@ def contenders(monkeypatch):
 
 @pytest.fixture
 def fake_gpu(monkeypatch, contenders):
-    """Times by formula; the contenders run once each, so that they must work."""
+    """Times come from a formula; each contender runs once, so that it must work."""
 
     def fake_times(fns, *, mode, rep_ms):
         for fn in fns.values():
@@ -136,7 +136,7 @@ def fake_gpu(monkeypatch, contenders):
 
 
 def test_byte_counts_are_those_of_the_page():
-    """docs/kernels/kda.md, at B = 1, T = 8192, 64 heads, in MB."""
+    """The numbers of docs/kernels/kda.md for B = 1, T = 8192, 64 heads, in MB."""
     case = Case(64, 64, 8192)
     states = 2 * case.state
     assert round(case.intra_bytes / 1e6) == pytest.approx(673 + 537, abs=1)
@@ -260,7 +260,7 @@ def test_decode_contenders_compute_the_operator(contenders, slots):
 )
 @pytest.mark.parametrize("who", ["ours", "fla"])
 def test_a_wrong_result_is_never_timed(contenders, monkeypatch, spoil, who):
-    """The peer's may be less exact, and is refused where it computes something else."""
+    """The peer's result may be less exact; it is refused if it computes something else."""
     case = SMALL[2]
     arguments = problem.chunk_arguments(case, 5)
     calls = problem.chunk_calls(arguments, with_peer=True)
@@ -502,7 +502,7 @@ def test_a_first_result_that_does_not_come_is_noted(monkeypatch, tmp_path, capsy
 
 
 def test_the_peers_kernels_are_compiled_by_processes(monkeypatch, tmp_path):
-    """Every share of every case is, and not more at once than asked for."""
+    """Every share of every case is compiled, by no more processes at once than requested."""
     program = (
         "import os, time, pathlib\n"
         f"here = pathlib.Path({str(tmp_path)!r})\n"
@@ -524,7 +524,7 @@ def test_the_peers_kernels_are_compiled_by_processes(monkeypatch, tmp_path):
 
 
 class FakeTuner:
-    """As much of Triton's autotuner as is used."""
+    """The part of Triton's autotuner that is used."""
 
     def __init__(self, name, keys, configs):
         self.base_fn = SimpleNamespace(__name__=name)

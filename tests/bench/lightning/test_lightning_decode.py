@@ -1,4 +1,4 @@
-"""The Lightning benchmarks on the CPU: everything but the GPU's time is real."""
+"""The Lightning benchmarks on the CPU, with formulas for GPU times."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def plain_ours(q, k, v, state, decay, *, softmax_scale, out, state_layout, **_):
 
 
 def plain_fla(q, k, v, *, g_gamma, scale, initial_state, output_final_state):
-    """What FLA says it computes: q, k, v are [B, T, H, D], the state [N, H, K, V]."""
+    """FLA's operator by its documentation: q, k, v are [B, T, H, D], the state [N, H, K, V]."""
     assert output_final_state
     assert initial_state.dtype == torch.float32
     state, outs = initial_state, []
@@ -205,7 +205,7 @@ def test_one_batch_cannot_grow():
 
 @pytest.fixture
 def fake_gpu(monkeypatch, contenders):
-    """Times by formula in place of a GPU; the contenders run once each, so that they must work."""
+    """Times come from a formula; each contender runs once, so that it must work."""
 
     def fake_times(fns, *, mode, flush, rep_ms, **_):
         for fn in fns.values():

@@ -1,4 +1,4 @@
-"""Cases of mbarriers and clusters, as far as they can be told apart by results."""
+"""Cases of mbarriers and clusters whose effects show in results."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def _clusters() -> Iterator[Case]:
 
 
 def _fences() -> Iterator[Case]:
-    """Fences and hints of all kinds, for whether they are known; they have no result."""
+    """Fences and hints of all kinds, which have no result: they only have to run."""
     fences = [
         f"fence{order}.{scope};"
         for order in ("", ".sc", ".acq_rel", ".acquire", ".release")

@@ -1,4 +1,4 @@
-"""Cases: a small kernel each, around one instruction mostly, with its operands."""
+"""Cases: each is a small kernel, mostly of one instruction, with its operands."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def checksum(self) -> int:
-        """Of what runs: the input, the kernel and its launch."""
+        """A checksum of the input, the kernel and its launch."""
         shape = self.threads, self.blocks, self.cluster, self.shared, self.maps
         text = f"{_kernel(self, 0)}{shape}".encode()
         return zlib.crc32(text, zlib.crc32(self.input().tobytes()))
@@ -99,7 +99,7 @@ def _aligned(size: int) -> int:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where parts of these sizes in bytes start."""
+    """The offsets of parts of these sizes in bytes."""
     found, offset = [], 0
     for size in sizes:
         found.append(offset)

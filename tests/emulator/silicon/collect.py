@@ -63,7 +63,7 @@ def work(numbers: Sequence[int], target: Path) -> None:
 def _assembled(
     driver: Driver, cases: Sequence[Case], numbers: list[int], tell: Any
 ) -> Iterator[tuple[Any, list[int]]]:
-    """Modules that the driver takes: halved where it refuses."""
+    """Modules that the driver loads; a module that it refuses is halved."""
     try:
         yield driver.load(module([cases[n] for n in numbers])), numbers
     except RuntimeError as error:
@@ -93,7 +93,7 @@ def describe(target: Path) -> None:
 
 
 def _child(arguments: Sequence[str], target: Path) -> str:
-    """Run this module as a worker; nothing if it ended well, else why not."""
+    """Run this module as a worker. Returns the reason if it failed."""
     command = [sys.executable, "-m", __spec__.name, str(target.parent), *arguments]
     process = subprocess.Popen(
         command, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -613,7 +613,7 @@ def _im2col() -> Iterator[Case]:
 
 
 def _prefetches() -> Iterator[Case]:
-    """They have no result, but for whether they are known."""
+    """They have no result: they only have to run."""
     image = packed("u16", (16, 10, 9, 3), (16, 24), corners=((-1, -1), (-1, -1)))
     flat = packed("u16", (80, 6), (32, 4))
     for hint in (False, True):

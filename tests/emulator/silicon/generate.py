@@ -56,7 +56,7 @@ def expand(pattern: str) -> Iterator[tuple[str, ...]]:
 
 
 def widths(opcode: str, tokens: Sequence[Token]) -> Iterator[list[str]]:
-    """Guesses, best first, at the register types of the operands that may have several."""
+    """Candidate register types of the operands that may have several, best first."""
     open_tokens = [t for t in tokens if t.width in ("32", "x")]
     count = len(open_tokens)
     types = [register(w) for w in opcode.split(".")[1:] if _TYPE.match(w)]

@@ -1,4 +1,4 @@
-"""Cases of loads, stores, atomics and addresses: each thread has 16 bytes of its own, mostly."""
+"""Cases of loads, stores, atomics and addresses; mostly each thread has 16 bytes of its own."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _stores() -> Iterator[Case]:
 
 
 def _store(opcode: str, place: str, kind: str, width: int, count: int) -> Case:
-    """The thread's bytes, then the store over them from the middle, then what is there."""
+    """Load the thread's bytes, store over them from the middle on, and load the result."""
     vector = f".v{count}" if count > 1 else ""
     register = f"b{width}"
     names = [f"v{i}" for i in range(count)]

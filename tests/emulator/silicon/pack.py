@@ -40,7 +40,7 @@ def read(source: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 @dataclass(frozen=True)
 class Output:
-    """What is kept of an output buffer: its beginning, and the digest of all if that is not all."""
+    """The beginning of an output buffer, and a digest of the whole if it is longer."""
 
     size: int
     start: np.ndarray

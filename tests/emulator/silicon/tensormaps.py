@@ -120,7 +120,7 @@ ADDRESS = 0x123456789000  # of what `descriptors` describes; nothing need be the
 
 
 def descriptors() -> list[TensorMap]:
-    """Maps of which the driver's encoding is kept: each parameter by itself, and mixtures."""
+    """Maps whose encoding by the driver is kept: each parameter varied alone, and mixtures."""
     plain = packed("f16", (256, 64, 32), (64, 8, 4))
     found = [plain]
     for element in TYPES:
