@@ -352,7 +352,7 @@ def test_registering_again_changes_nothing(fla: Any) -> None:
 
 @pytest.fixture
 def emulated() -> Iterator[None]:
-    """Emulate, so that flash-linear-attention's verifier accepts CPU tensors."""
+    """Run in the emulator, so that the backend's verifier accepts CPU tensors."""
     import cute_attn
 
     with cute_attn.emulated("sm_90a"):
