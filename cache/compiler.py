@@ -62,6 +62,8 @@ _HOST_BASELINE = {
 
 # No compilation has been seen to write more (PTX, cubin, object and shared object).
 _SCRATCH_BYTES = 16 * 2**20
+LINE_INFO = "--generate-line-info"
+
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
@@ -91,7 +93,8 @@ def compile_kernel(
             uses: tuple[KernelUse, ...] = ()
             with _path_in_options(scratch) as path:
                 options = _options(kernel, key.arch, path)
-                compiled = compile_function(instance, *arguments, options=options)
+                with _source_locations(LINE_INFO in options):
+                    compiled = compile_function(instance, *arguments, options=options)
                 _use_baseline_cpu(compiled.ir_module)
                 if scratch is None:
                     files = {OBJECT: _export_to_memory(compiled)}
@@ -182,6 +185,28 @@ def _options(kernel: KernelDef, arch: str, scratch: Path | None) -> str:
         options += ["--keep-ptx", "--keep-cubin", f"--dump-dir {scratch}"]
         options += [f"--remark-output {scratch / 'remarks'}", "remarks{ptx}"]
     return " ".join([*options, kernel.options])
+
+
+@contextlib.contextmanager
+def _source_locations(wanted: bool) -> Iterator[None]:
+    """Have the DSL look up the line of source of every operation only where they are wanted. With
+    remarks it does so for their sake, which takes a third of the time of a compilation, and
+    ptxas's remarks name no lines."""
+    from cutlass.base_dsl import dsl
+
+    switch = getattr(dsl, "_set_enable_frame_filtering", None)  # not public: it may go
+    if wanted or switch is None:
+        yield
+        return
+
+    def switch_off(enable: bool) -> None:
+        switch(enable and kernel_in_compiler() is None)  # other threads' compilations are theirs
+
+    dsl._set_enable_frame_filtering = switch_off
+    try:
+        yield
+    finally:
+        dsl._set_enable_frame_filtering = switch
 
 
 def _export_to_memory(compiled: Any) -> bytes:

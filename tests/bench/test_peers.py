@@ -150,6 +150,7 @@ def test_the_backward_of_flash_attention_4(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("k.o")} == before
 
 
+@pytest.mark.slow  # make test runs GEMMs of quack in tests/emulator/test_peers.py
 @needs_quack
 def test_a_gemm_of_quack_and_what_it_refuses(tmp_path: Path) -> None:
     good = quack_kernels.gemm(arch="sm_90a", scheduler="dynamic", num_sms=2)

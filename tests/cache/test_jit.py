@@ -130,6 +130,22 @@ def test_compile_builds_for_any_arch_without_a_gpu(root: Path, target: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore:This static loop has")
+@pytest.mark.parametrize("options", ["", "--generate-line-info"])
+def test_lines_of_source_are_looked_up_only_for_line_info(
+    root: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    """A third of the time of a compilation would go there."""
+    from cutlass._mlir_helpers import op
+
+    looked_up = []
+    look_up = op._get_caller_frame_info
+    monkeypatch.setattr(op, "_get_caller_frame_info", lambda: (looked_up.append(1), look_up())[1])
+    kernel = dataclasses.replace(SCALE, options=options)
+    entry = cache.compile(kernel, ScaleSpec(), ARCH)
+    assert bool(looked_up) == bool(options)
+    assert (b".loc" in entry.read("kernel.ptx")) == bool(options)
+
+
 def test_spills_are_those_that_ptxas_reports(root: Path) -> None:
     (few,) = cache.compile(SUM, SumSpec(terms=4), ARCH).kernels
     assert few.spills == few.stack == 0

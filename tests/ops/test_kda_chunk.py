@@ -76,7 +76,7 @@ def compiled_beforehand() -> None:
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("path", PATHS)
-@examples(6)
+@examples(4)
 @given(data=st.data())
 def test_agrees_with_the_reference(device: str, path: str, data: st.DataObject):
     case = data.draw(cases(device, SOME if path == "fused" else SOME_MODULAR))
