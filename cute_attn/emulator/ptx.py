@@ -479,12 +479,14 @@ class _Parser:
         kind = ""
         while match := _ATTRIBUTE.match(declared, position):
             position = match.end()
-            if match[1] in ("v2", "v4", "v8"):
+            if match[1] in ("v2", "v4"):
                 elements = int(match[1][1:])
-            else:
-                kind = match[1]
-        if kind not in TYPE_BITS:
-            raise self.error(f"registers of type .{kind} are not emulated")
+                continue
+            kind = match[1]
+            if kind not in TYPE_BITS:
+                raise self.error(f"registers of type .{kind} are not emulated")
+        if not kind:
+            raise self.error(f"registers without a type: {declared}")
         register = RegisterType(kind, TYPE_BITS[kind], elements)
         for piece in declared[position:].split(","):
             name = piece.strip()

@@ -494,6 +494,12 @@ def test_unknown_instructions() -> None:
         run_ptx(module("add.foo.f32 %f1, %f2, %f3;", parameters=""))
 
 
+def test_vectors_of_eight_registers_are_refused() -> None:
+    """PTX declares .v2 and .v4; .v8 is for loads and stores alone."""
+    with pytest.raises(PtxError, match=r"registers of type \.v8 are not emulated"):
+        run_ptx(module(".reg .v8 .b32 %v;", parameters=""))
+
+
 def test_the_engine_agrees_on_the_enumerations() -> None:
     found = library.engine()  # asserts on names of checks and special registers
     assert len(set(found.counters)) == len(found.counters) > 0
