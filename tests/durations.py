@@ -135,7 +135,7 @@ def table() -> str:
     lines += [
         "",
         f"On {MACHINE}, `make test` then takes about {minutes:.1f} minutes, of {MINUTES:.0f} "
-        f"that it may. `make test-full` takes about {hours:.0f} hours there.",
+        f"that it may. `make test-full` takes about {hours:.1f} hours there.",
     ]
     return "\n".join(lines)
 
