@@ -62,8 +62,6 @@ _HOST_BASELINE = {
 
 # No compilation has been seen to write more (PTX, cubin, object and shared object).
 _SCRATCH_BYTES = 16 * 2**20
-LINE_INFO = "--generate-line-info"
-
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
@@ -93,7 +91,7 @@ def compile_kernel(
             uses: tuple[KernelUse, ...] = ()
             with _path_in_options(scratch) as path:
                 options = _options(kernel, key.arch, path)
-                with _source_locations(LINE_INFO in options):
+                with _source_locations(wanted=bool(key.options)):
                     compiled = compile_function(instance, *arguments, options=options)
                 _use_baseline_cpu(compiled.ir_module)
                 if scratch is None:
@@ -189,18 +187,18 @@ def _options(kernel: KernelDef, arch: str, scratch: Path | None) -> str:
 
 @contextlib.contextmanager
 def _source_locations(wanted: bool) -> Iterator[None]:
-    """Have the DSL look up the line of source of every operation only where they are wanted. With
-    remarks it does so for their sake, which takes a third of the time of a compilation, and
-    ptxas's remarks name no lines."""
+    """Unless `wanted`, stop the DSL from recording the source line of every operation. It does so
+    if remarks are requested, which takes a third of the compile time, but ptxas's remarks have no
+    lines. Options of the kernel or of the environment may need them, as for line info."""
     from cutlass.base_dsl import dsl
 
-    switch = getattr(dsl, "_set_enable_frame_filtering", None)  # not public: it may go
+    switch = getattr(dsl, "_set_enable_frame_filtering", None)  # private: a release may remove it
     if wanted or switch is None:
         yield
         return
 
     def switch_off(enable: bool) -> None:
-        switch(enable and kernel_in_compiler() is None)  # other threads' compilations are theirs
+        switch(enable and kernel_in_compiler() is None)  # not for compilations of other threads
 
     dsl._set_enable_frame_filtering = switch_off
     try:

@@ -146,6 +146,18 @@ def test_lines_of_source_are_looked_up_only_for_line_info(
     assert (b".loc" in entry.read("kernel.ptx")) == bool(options)
 
 
+def test_line_info_by_the_environment_is_that_by_the_option(run: Callable[..., Process]) -> None:
+    program = f"""
+import dataclasses, re
+for options in ("", "--generate-line-info"):
+    entry = cache.compile(dataclasses.replace(SCALE, options=options), ScaleSpec(), "{ARCH}")
+    tell(lines=re.findall(r"[.]loc.*", entry.read("kernel.ptx").decode()))
+"""
+    process = run(program, CUTE_DSL_LINEINFO="1")
+    by_environment, by_option = (process.hear()["lines"] for _ in range(2))
+    assert by_environment == by_option != []
+
+
 def test_spills_are_those_that_ptxas_reports(root: Path) -> None:
     (few,) = cache.compile(SUM, SumSpec(terms=4), ARCH).kernels
     assert few.spills == few.stack == 0
