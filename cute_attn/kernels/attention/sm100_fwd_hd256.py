@@ -39,7 +39,16 @@ from cutlass.cute.runtime import make_fake_stream
 from ..common.dtypes import DTYPE
 from ..common.exp2 import exp2_mixed
 from ..common.numbers import INF
-from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role
+from ..common.pipeline import (
+    CTAS,
+    Barriers,
+    Edge,
+    Kind,
+    Pipeline,
+    Reach,
+    Role,
+    report_names,
+)
 from ..common.ptx.cluster import cta_rank
 from ..common.ptx.compiler import keep_branch
 from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
@@ -153,14 +162,7 @@ class Sm100Hd256Forward:
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        """Arguments of the emulator's `Names`: the mbarriers, buffers and warps in its reports and
-        traces. Shared memory begins at address `shared_base`."""
-        shared = self.smem.names(shared_base)
-        barriers, _, _ = shared.pop("barriers")
-        return {
-            "shared": shared | self.pipeline.names(barriers),
-            "warps": {role.name: (role.warps[0], role.warps[-1]) for role in ROLES},
-        }
+        return report_names(self.smem, self.pipeline, ROLES, shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""

@@ -11,7 +11,7 @@ is not a power of two count stages and phases themselves, with `stage_pointer` o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import Any
@@ -22,6 +22,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import tcgen05
 
 from .carried import Carried
+from .smem import SharedMemory
 from .spec import MBARRIER_BYTES, WARP_SIZE
 
 CTAS = 2  # of a pair
@@ -152,6 +153,19 @@ class Pipeline:
 
     def __getitem__(self, name: str) -> Edge:
         return self.edges[name]
+
+
+def report_names(
+    memory: SharedMemory, pipeline: Pipeline, roles: Iterable[Role], shared_base: int
+) -> dict[str, dict[str, Any]]:
+    """Arguments of the emulator's `Names`: the mbarriers, buffers and warps in its reports and
+    traces. Shared memory begins at address `shared_base`, and has the mbarriers in "barriers"."""
+    shared = memory.names(shared_base)
+    barriers, _, _ = shared.pop("barriers")
+    return {
+        "shared": shared | pipeline.names(barriers),
+        "warps": {role.name: (role.warps[0], role.warps[-1]) for role in roles},
+    }
 
 
 class Barriers(Carried):

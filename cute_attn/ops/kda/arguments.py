@@ -335,3 +335,37 @@ def gate_kind(use_gate_in_kernel: bool, lower_bound: Any) -> str:
     if not use_gate_in_kernel:
         return "none"
     return "softplus" if lower_bound is None else "lower_bound"
+
+
+# -- plans and launches -------------------------------------------------------------------------
+
+
+def sequence_plan(a: Any) -> dict[str, Any]:
+    """The parameters that `plan_chunk_kda` and `plan_fused_recurrent_kda` share, from a call's
+    arguments."""
+    return {
+        "dtype": DTYPE_NAMES[a.q.dtype],
+        "gate_dtype": DTYPE_NAMES[a.g.dtype],
+        "beta_dtype": DTYPE_NAMES[a.beta.dtype],
+        "head_dim_k": a.q.shape[-1],
+        "head_dim_v": a.v.shape[-1],
+        "initial_state": a.initial_state is not None,
+        "output_final_state": bool(a.output_final_state),
+        "use_qk_l2norm_in_kernel": bool(a.use_qk_l2norm_in_kernel),
+        "use_gate_in_kernel": bool(a.use_gate_in_kernel),
+        "use_beta_sigmoid_in_kernel": bool(a.use_beta_sigmoid_in_kernel),
+        "lower_bound": a.lower_bound is not None,
+        "state_v_first": bool(a.state_v_first),
+        "index_dtype": index_dtype(a.cu_seqlens),
+        "A_log": a.A_log is not None,
+        "dt_bias": a.dt_bias is not None,
+    }
+
+
+def launch_scalars(a: Any) -> tuple[float, float, float]:
+    """The scale, the gate's lower bound and the factor of beta's sigmoid, as kernels take them."""
+    return (
+        a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
+        0.0 if a.lower_bound is None else float(a.lower_bound),
+        2.0 if a.allow_neg_eigval else 1.0,
+    )

@@ -58,7 +58,7 @@ from ...kernels.kda.chunk.spec import (
     record_elements,
 )
 from ...settings import settings
-from ..checks import DTYPE_NAMES, check_flags, check_number
+from ..checks import check_flags, check_number
 from ..operator import (
     PLAIN,
     Operator,
@@ -78,10 +78,11 @@ from .arguments import (
     contiguous,
     count_chunks,
     gate_kind,
-    index_dtype,
+    launch_scalars,
     readable,
     readable_parameters,
     readable_state,
+    sequence_plan,
     unchanged,
 )
 
@@ -420,37 +421,18 @@ class _Chunk(Operator[_Arguments]):
 
     def prepare(self, a: _Arguments) -> _Ready | str:
         """The kernels of the fused path, or BY_STAGES: each stage looks up its own kernel."""
-        device, dim_k = a.q.device, a.q.shape[-1]
+        device = a.q.device
         if not fused(
             disable_recompute=bool(a.disable_recompute),
             return_intermediate_states=bool(a.return_intermediate_states),
         ):
             return BY_STAGES
-        prepare, state_pass, *split = plan_chunk_kda(
-            launch.arch_for(device),
-            dtype=DTYPE_NAMES[a.q.dtype],
-            gate_dtype=DTYPE_NAMES[a.g.dtype],
-            beta_dtype=DTYPE_NAMES[a.beta.dtype],
-            head_dim_k=dim_k,
-            head_dim_v=a.v.shape[-1],
-            initial_state=a.initial_state is not None,
-            output_final_state=bool(a.output_final_state),
-            use_qk_l2norm_in_kernel=bool(a.use_qk_l2norm_in_kernel),
-            use_gate_in_kernel=bool(a.use_gate_in_kernel),
-            use_beta_sigmoid_in_kernel=bool(a.use_beta_sigmoid_in_kernel),
-            lower_bound=a.lower_bound is not None,
-            state_v_first=bool(a.state_v_first),
-            index_dtype=index_dtype(a.cu_seqlens),
-            A_log=a.A_log is not None,
-            dt_bias=a.dt_bias is not None,
-        )
+        prepare, state_pass, *split = plan_chunk_kda(launch.arch_for(device), **sequence_plan(a))
         return _Ready(
             launch.get_for(device, *prepare),
             launch.get_for(device, *state_pass),
-            record_elements(dim_k),
-            dim_k**-0.5 if a.scale is None else float(a.scale),
-            0.0 if a.lower_bound is None else float(a.lower_bound),
-            2.0 if a.allow_neg_eigval else 1.0,
+            record_elements(a.q.shape[-1]),
+            *launch_scalars(a),
             launch.num_sms(device) if split else 0,
             tuple(split),
         )

@@ -54,6 +54,7 @@ from .arguments import (
     check_step_dtypes,
     check_step_shapes,
     gate_kind,
+    launch_scalars,
 )
 
 __all__ = ["kda_decode", "plan_kda_decode"]
@@ -384,9 +385,7 @@ class _Decode(Operator[_Arguments]):
         return (
             function,
             rest[0] if rest else None,
-            a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
-            0.0 if a.lower_bound is None else float(a.lower_bound),
-            2.0 if a.allow_neg_eigval else 1.0,
+            *launch_scalars(a),
             bool(a.use_gate_in_kernel) and a.A_log is not None and a.A_log.dim() != 1,
         )
 

@@ -17,7 +17,7 @@ from ... import launch
 from ...kernels.kda import table
 from ...kernels.kda.step.heuristics import step_config
 from ...kernels.kda.step.spec import RecurrentSpec
-from ..checks import DTYPE_NAMES, check_flags, check_number
+from ..checks import check_flags, check_number
 from ..operator import (
     PLAIN,
     Operator,
@@ -35,9 +35,10 @@ from .arguments import (
     check_step_shapes,
     contiguous,
     gate_kind,
-    index_dtype,
+    launch_scalars,
     readable_parameters,
     readable_state,
+    sequence_plan,
     unchanged,
 )
 
@@ -254,30 +255,8 @@ class _Recurrent(Operator[_Arguments]):
         check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound)
 
     def prepare(self, a: _Arguments) -> _Ready:
-        (request,) = plan_fused_recurrent_kda(
-            launch.arch_for(a.q.device),
-            dtype=DTYPE_NAMES[a.q.dtype],
-            gate_dtype=DTYPE_NAMES[a.g.dtype],
-            beta_dtype=DTYPE_NAMES[a.beta.dtype],
-            head_dim_k=a.q.shape[-1],
-            head_dim_v=a.v.shape[-1],
-            initial_state=a.initial_state is not None,
-            output_final_state=bool(a.output_final_state),
-            use_qk_l2norm_in_kernel=bool(a.use_qk_l2norm_in_kernel),
-            use_gate_in_kernel=bool(a.use_gate_in_kernel),
-            use_beta_sigmoid_in_kernel=bool(a.use_beta_sigmoid_in_kernel),
-            lower_bound=a.lower_bound is not None,
-            state_v_first=bool(a.state_v_first),
-            index_dtype=index_dtype(a.cu_seqlens),
-            A_log=a.A_log is not None,
-            dt_bias=a.dt_bias is not None,
-        )
-        return (
-            launch.get_for(a.q.device, *request),
-            a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale),
-            0.0 if a.lower_bound is None else float(a.lower_bound),
-            2.0 if a.allow_neg_eigval else 1.0,
-        )
+        (request,) = plan_fused_recurrent_kda(launch.arch_for(a.q.device), **sequence_plan(a))
+        return (launch.get_for(a.q.device, *request), *launch_scalars(a))
 
     def forward(  # type: ignore[override]
         self,

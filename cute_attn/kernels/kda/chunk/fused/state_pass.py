@@ -40,7 +40,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
-from ....common.pipeline import Barriers, Edge, Kind, Pipeline, Role
+from ....common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ....common.ptx import mbarrier
 from ....common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
 from ....common.ptx.convert import unpack
@@ -105,14 +105,7 @@ class KdaStatePass:
         self.v_line = min(spec.tile_v * 2, 128)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
-        """Arguments of the emulator's `Names`: the mbarriers, buffers and warps in its reports and
-        traces. Shared memory begins at address `shared_base`."""
-        memory = self.memory.names(shared_base)
-        del memory["barriers"]
-        return {
-            "shared": memory | self.pipeline.names(shared_base + self.memory["barriers"]),
-            "warps": {role.name: (role.warps[0], role.warps[-1]) for role in self.roles},
-        }
+        return report_names(self.memory, self.pipeline, self.roles, shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
