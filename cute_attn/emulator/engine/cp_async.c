@@ -59,6 +59,20 @@ static void run_cp_async(AsyncOp *op, int stage) {
   else cp_async_write(op, op->data);
 }
 
+// Submit an operation of two stages that runs after the warp's earlier ones, at the clock of its
+// latest cp.async.
+static int submit_in_turn(Warp *w, const Insn *I, const char *what,
+                          void (*run)(AsyncOp *, int), void *data) {
+  AsyncOp *op = new_async(w, I, what, AG_CP_ASYNC, cp_clock(w, (uint32_t)w->cp_issued));
+  op->run = run;
+  op->stages = 2;
+  op->queue = queue_of(w, AG_CP_ASYNC);
+  op->access.async = 0;
+  op->data = data;
+  submit(op);
+  return DONE;
+}
+
 static int start_cp_async(Warp *w, const Insn *I, Mask m, const uint32_t *source_bytes,
                           Mask ignored) {
   if (I->nops > 4) read_policy(w, I, &I->op[4], m);
@@ -96,14 +110,7 @@ static int start_cp_async(Warp *w, const Insn *I, Mask m, const uint32_t *source
   c->number = (uint32_t)++w->cp_issued;
   w->agent_clock[AG_CP_ASYNC] = cp_clock(w, c->number);
   FOR_SET(l, m) state->cp_issued[l] = c->number;
-  AsyncOp *op = new_async(w, I, "cp.async", AG_CP_ASYNC, cp_clock(w, c->number));
-  op->run = run_cp_async;
-  op->stages = 2;
-  op->queue = queue_of(w, AG_CP_ASYNC);
-  op->access.async = 0;
-  op->data = c;
-  submit(op);
-  return DONE;
+  return submit_in_turn(w, I, "cp.async", run_cp_async, c);
 }
 
 static int exec_cp_async(Warp *w, const Insn *I, Mask m) {
@@ -177,15 +184,7 @@ static int exec_cp_async_arrive(Warp *w, const Insn *I, Mask m) {
     a->at[i].offset = offset;
     a->at[i].lanes++;
   }
-  AsyncOp *op = new_async(w, I, "cp.async.mbarrier.arrive", AG_CP_ASYNC,
-                          cp_clock(w, (uint32_t)w->cp_issued));
-  op->run = run_late_arrival;
-  op->stages = 2;
-  op->queue = queue_of(w, AG_CP_ASYNC);
-  op->access.async = 0;
-  op->data = a;
-  submit(op);
-  return DONE;
+  return submit_in_turn(w, I, "cp.async.mbarrier.arrive", run_late_arrival, a);
 }
 
 // ------------------------------------------------------------------------------------ at exit
