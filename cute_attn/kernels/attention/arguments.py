@@ -9,6 +9,7 @@ from cutlass import Float32, Int32
 
 from ..common.arguments import fake_contiguous, fake_rows, fake_strided
 from ..common.dtypes import DTYPE
+from .statistics import STATS_ROWS
 
 
 class FakeArguments:
@@ -35,6 +36,10 @@ class FakeArguments:
         if not self.spec.varlen_q:
             shape = (self.batch, *shape)
         return fake_strided(Float32, shape)
+
+    def stats(self) -> Any:
+        """`[2, heads, padded rows]`; see `statistics`."""
+        return fake_contiguous(Float32, (2, self.heads, cute.sym_int(divisibility=STATS_ROWS)), 16)
 
     def sink(self) -> Any:
         """`[heads]`, or None."""

@@ -15,6 +15,8 @@ SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 
 TILE_M = 256  # rows of a cluster's tile: two CTAs of 128
 TILE_N = 128  # keys of a K/V tile
+# The dK/dV kernel swaps the sides: a cluster has 256 keys, and loops over tiles of 128 queries.
+DKDV_TILE_M, DKDV_TILE_N = 128, 256
 # A CTA's 128 rows must cover at least two tokens, or TMA could not clip the rows past the end of a
 # packed sequence (see `common/tma.py`).
 MAX_PACKED_HEADS = 64
@@ -67,6 +69,91 @@ class Hd256ForwardSpec(Spec):
     seqused_q: bool
     seqused_k: bool
     lse: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seqused_q and not self.varlen_q:
+            raise ValueError("seqused_q is True, it needs varlen_q")
+
+    @property
+    def ragged_q(self) -> bool:
+        """Whether rows past the end of a sequence of queries lie inside the tensor."""
+        return self.varlen_q
+
+    @property
+    def ragged_k(self) -> bool:
+        """The same for keys and values."""
+        return self.varlen_k or self.seqused_k
+
+
+@dataclass(frozen=True)
+class Hd256PreprocessSpec(Spec):
+    """The compile-time parameters of the backward's first kernel for head_dim 256.
+
+    Attributes:
+        dtype: dtype of o and its gradient.
+        varlen_q: o and lse are packed sequences, with cu_seqlens.
+        seqused_q: an argument gives the number of used tokens of each sequence.
+        sink_dtype: dtype of the learnable sink whose gradient is computed, or "none".
+        dlse: the log-sum-exp has a gradient.
+
+    Raises:
+        TypeError: a field has another type than its annotation.
+        ValueError: a field's value is not supported; the message names the field.
+    """
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "dtype": DTYPES,
+        "sink_dtype": SINK_DTYPES,
+    }
+
+    dtype: str
+    varlen_q: bool
+    seqused_q: bool
+    sink_dtype: str
+    dlse: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seqused_q and not self.varlen_q:
+            raise ValueError("seqused_q is True, it needs varlen_q")
+
+
+@dataclass(frozen=True)
+class Hd256BackwardSpec(Spec):
+    """The compile-time parameters of the SM100 dQ and dK/dV kernels for head_dim 256.
+
+    Attributes:
+        dtype: dtype of q, k, v, the gradient of o, and dq.
+        scheduler: as for `Hd256ForwardSpec`.
+        window_left, window_right: an argument bounds the keys that a query sees left or right of
+            the diagonal. Causal is window_right with a bound of 0.
+        softcap: scores become softcap * tanh(score / softcap).
+        varlen_q, varlen_k: q (and o, dq), or k, v, dk and dv, are packed, with cu_seqlens.
+        seqused_q, seqused_k: an argument gives the number of used tokens of each sequence.
+        partial: dk and dv are float32 partial sums, one for each split of a group of query heads.
+            Only the dK/dV kernel takes True.
+
+    Raises:
+        TypeError: a field has another type than its annotation.
+        ValueError: a field's value is not supported; the message names the field.
+    """
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "dtype": DTYPES,
+        "scheduler": KERNEL_SCHEDULERS,
+    }
+
+    dtype: str
+    scheduler: str
+    window_left: bool
+    window_right: bool
+    softcap: bool
+    varlen_q: bool
+    varlen_k: bool
+    seqused_q: bool
+    seqused_k: bool
+    partial: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,33 @@
+"""What the backward needs to know of each query row: lse in base 2, and delta.
+
+The preprocess kernel writes both as float32 `[2, heads, padded rows]`, and the dQ and dK/dV kernels
+read them. lse2 is lse * log2(e), so P = 2^(score log2(e) - lse2); delta is the sum of o * do over
+head_dim, less the gradient of lse. Sequences start at multiples of STATS_ROWS, so that a tile of
+queries is one aligned copy. Rows that see no key, and padding, have lse2 = inf, hence P = 0, and
+delta = 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .sequences import Sequences
+
+STATS_ROWS = 128  # rows of a query tile, to which a sequence's rows are padded
+LSE2, DELTA = 0, 1  # of the first mode
+
+
+def padded_start(queries: Sequences, sequence: Any) -> Any:
+    """The padded row of a sequence's first token."""
+    if queries.cu_seqlens is None:
+        return sequence * round_up(queries.tokens)
+    return (queries.start(sequence) + STATS_ROWS * sequence) & -STATS_ROWS
+
+
+def padded_rows(tokens: int, batch: int, varlen: bool) -> int:
+    """The number of padded rows of a head; `tokens` of each sequence, or of all packed ones."""
+    return round_up(tokens + STATS_ROWS * batch) if varlen else batch * round_up(tokens)
+
+
+def round_up(tokens: Any) -> Any:
+    return (tokens + (STATS_ROWS - 1)) & -STATS_ROWS
