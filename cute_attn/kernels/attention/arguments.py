@@ -47,14 +47,20 @@ class FakeArguments:
             return None
         return fake_contiguous(DTYPE[self.spec.sink_dtype], (self.heads,))
 
+    def queries(self) -> tuple[Any, Any]:
+        """cu_seqlens_q and seqused_q; None for an absent one."""
+        return self._lengths(self.spec.varlen_q, self.spec.seqused_q)
+
     def sequences(self) -> tuple[Any, Any, Any, Any]:
         """cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k; None for an absent one."""
-        spec = self.spec
+        cu_seqlens_q, seqused_q = self.queries()
+        cu_seqlens_k, seqused_k = self._lengths(self.spec.varlen_k, self.spec.seqused_k)
+        return cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+
+    def _lengths(self, varlen: bool, seqused: bool) -> tuple[Any, Any]:
         return (
-            fake_contiguous(Int32, (self.bounds,)) if spec.varlen_q else None,
-            fake_contiguous(Int32, (self.bounds,)) if spec.varlen_k else None,
-            fake_contiguous(Int32, (self.batch,)) if spec.seqused_q else None,
-            fake_contiguous(Int32, (self.batch,)) if spec.seqused_k else None,
+            fake_contiguous(Int32, (self.bounds,)) if varlen else None,
+            fake_contiguous(Int32, (self.batch,)) if seqused else None,
         )
 
     def _rows(self, packed: bool, seqlen: Any, heads: Any) -> Any:

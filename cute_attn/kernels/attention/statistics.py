@@ -4,14 +4,15 @@ The preprocess kernel writes both as float32 `[2, heads, padded rows]`, and the 
 read them. lse2 is lse * log2(e), so P = 2^(score log2(e) - lse2); delta is the sum of o * do over
 head_dim, less the gradient of lse. Sequences start at multiples of STATS_ROWS, so that a tile of
 queries is one aligned copy. Rows that see no key, and padding, have lse2 = inf, hence P = 0, and
-delta = 0.
+delta = 0. Importing this loads no compiler.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .sequences import Sequences
+if TYPE_CHECKING:
+    from .sequences import Sequences
 
 STATS_ROWS = 128  # rows of a query tile, to which a sequence's rows are padded
 LSE2, DELTA = 0, 1  # of the first mode

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 from ...cache import KernelDef
 from .spec import TILE_M, TILE_N
+from .statistics import STATS_ROWS
 
 
 class AttentionKernel(NamedTuple):
     """A kernel, with its tile and cluster sizes."""
 
     kernel: KernelDef
-    tile: tuple[int, int]  # query rows and keys of one cluster's tile
+    tile: tuple[int, int]  # query rows and keys of one cluster's tile; 0 keys where it reads none
     cluster: int  # CTAs of a cluster
 
 
@@ -24,14 +25,31 @@ HD256_FORWARD = AttentionKernel(
     cluster=2,
 )
 
+HD256_BACKWARD_PREPROCESS = AttentionKernel(
+    KernelDef(
+        name="hd256_backward_preprocess",
+        target="cute_attn.kernels.attention.backward_preprocess:Hd256BackwardPreprocess",
+    ),
+    tile=(STATS_ROWS, 0),
+    cluster=1,
+)
+
+# Of the partial sums of a backward; on every architecture.
+SUM_PARTIALS = KernelDef(
+    name="attention_sum_partials", target="cute_attn.kernels.attention.sum_partials:SumPartials"
+)
+
 KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
     ("forward", "sm_100a", 256): HD256_FORWARD,
     ("forward", "sm_103a", 256): HD256_FORWARD,
+    ("backward_preprocess", "sm_100a", 256): HD256_BACKWARD_PREPROCESS,
+    ("backward_preprocess", "sm_103a", 256): HD256_BACKWARD_PREPROCESS,
 }
 
 
 def find(direction: str, arch: str, head_dim: int) -> AttentionKernel:
-    """The kernel for a direction ("forward"), an architecture ("sm_100a") and a head_dim.
+    """The kernel for a direction, an architecture and a head_dim, such as ("forward", "sm_100a",
+    256).
 
     Raises:
         NotImplementedError: there is no such kernel; the message lists the existing ones.

@@ -1,0 +1,249 @@
+"""The first kernel of the backward at head_dim 256: the statistics of query rows, and dsink's sums.
+
+For row i of a head, with s the sink (see `statistics` for the layout of lse2 and delta):
+
+    lse2_i  = lse_i log2(e)
+    delta_i = sum_d o_id do_id - dlse_i
+    dsink   = sum_i -exp(s - lse_i) delta_i
+
+The kernel is bound by memory bandwidth: it reads o and do once. Eight threads share a row, so an
+instruction of a warp reads whole 128-byte lines of four rows. Each CTA writes its part of dsink,
+which `sum_partials` adds up in a fixed order.
+
+    CTA (tile of STATS_ROWS rows, head, sequence), 8 warps
+      rows        32 rows at once: the sums of o * do, to shared memory
+      statistics  a thread for each row: lse2 and delta, to global memory, and its part of dsink
+
+Runs on sm_80 and newer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.arguments import fake_contiguous
+from ..common.dtypes import DTYPE
+from ..common.numbers import INF, LOG2_E
+from ..common.ptx.convert import unpack_all
+from ..common.ptx.math import exp2
+from ..common.ptx.memory import load_global
+from ..common.smem import Buffer, SharedMemory
+from ..common.spec import VECTOR_BYTES, WARP_SIZE
+from .arguments import FakeArguments
+from .sequences import Sequences
+from .spec import Hd256PreprocessSpec
+from .statistics import DELTA, LSE2, STATS_ROWS, padded_start
+from .work import TileMap
+
+HEAD_DIM = 256
+NUM_THREADS = 256
+THREADS_A_ROW = 8
+VECTOR = VECTOR_BYTES // 2  # elements of a load
+ROWS = NUM_THREADS // THREADS_A_ROW  # rows at once
+STATS_WARPS = STATS_ROWS // WARP_SIZE
+
+
+class Hd256BackwardPreprocess:
+    """The kernel for one Hd256PreprocessSpec; see the module's docstring."""
+
+    def __init__(self, spec: Hd256PreprocessSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.smem = SharedMemory(
+            Buffer("sums", Float32, STATS_ROWS, holds="sums of o * do of the rows"),
+            Buffer("dsink", Float32, STATS_WARPS, holds="parts of dsink of the warps"),
+        )
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, HEAD_DIM)
+        sink = fake.sink()
+        return (
+            fake.q(),
+            fake.q(),
+            fake.lse(),
+            fake.lse() if self.spec.dlse else None,
+            sink,
+            *fake.queries(),
+            fake.stats(),
+            None if sink is None else fake_contiguous(Float32, (cute.sym_int(), fake.heads)),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        stats: cute.Tensor,
+        dsink_partial: cute.Tensor | None,
+        stream: Any,
+    ) -> None:
+        """Launch a CTA for each tile of a head.
+
+        Args:
+            o, do: `[batch, seqlen, heads, 256]`, or packed `[tokens, heads, 256]`.
+            lse, dlse: `[batch, heads, seqlen]`, or `[heads, tokens]`.
+            sink: `[heads]`.
+            stats: `[2, heads, padded rows]`; see `statistics`.
+            dsink_partial: `[tiles, heads]` with the tiles of a head that `num_tiles` counts.
+        """
+        self.kernel(o, do, lse, dlse, sink, cu_seqlens_q, seqused_q, stats, dsink_partial).launch(
+            grid=[self.tile_map(o, cu_seqlens_q, seqused_q).count(), 1, 1],
+            block=[NUM_THREADS, 1, 1],
+            stream=stream,
+        )
+
+    def tile_map(
+        self, o: cute.Tensor, cu_seqlens_q: cute.Tensor | None, seqused_q: cute.Tensor | None
+    ) -> TileMap:
+        """The tiles; the head is the fast index, since heads of a token are neighbours."""
+        queries, heads = Sequences(o.shape[-3], cu_seqlens_q, seqused_q), o.shape[-2]
+        batch = o.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, heads, batch, heads * batch)
+
+    @cute.kernel
+    def kernel(
+        self,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        stats: cute.Tensor,
+        dsink_partial: cute.Tensor | None,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        number, _, _ = cute.arch.block_idx()
+        storage = self.smem.allocate()
+        sums = cute.make_tensor(storage.sums, cute.make_layout(STATS_ROWS))
+        warp_dsink = cute.make_tensor(storage.dsink, cute.make_layout(STATS_WARPS))
+        tiles = self.tile_map(o, cu_seqlens_q, seqused_q)
+        exists, block, head, sequence = tiles.locate(number)
+
+        dsink = Float32(0.0)
+        if exists:
+            length = tiles.queries.length(sequence)
+            first = block * STATS_ROWS
+            self.sum_rows(
+                self.sequence_of(o, tiles.queries, sequence, head),
+                self.sequence_of(do, tiles.queries, sequence, head),
+                o.stride[-3], do.stride[-3], first, length, sums,
+            )  # fmt: skip
+            cute.arch.sync_threads()
+            if thread < STATS_ROWS:
+                dsink = self.write_statistics(
+                    lse, dlse, sink, stats, tiles.queries, sums[thread],
+                    head, sequence, first + thread, length,
+                )  # fmt: skip
+        if cutlass.const_expr(sink is not None):
+            for bit in cutlass.range_constexpr(5):
+                dsink += cute.arch.shuffle_sync_bfly(dsink, offset=1 << bit)
+            if thread < STATS_ROWS and cute.arch.lane_idx() == 0:
+                warp_dsink[thread // WARP_SIZE] = dsink
+            cute.arch.sync_threads()
+            if thread == 0:
+                total = warp_dsink[0]
+                for warp in cutlass.range_constexpr(1, STATS_WARPS):
+                    total += warp_dsink[warp]
+                (dsink_partial.iterator + number).store(total)
+
+    def sequence_of(self, x: cute.Tensor, queries: Sequences, sequence: Any, head: Any) -> Any:
+        """The pointer to a head's row of a sequence's first token."""
+        offset = Int64(queries.start(sequence)) * x.stride[-3] + Int64(head) * x.stride[-2]
+        if not self.spec.varlen_q:
+            offset = offset + Int64(sequence) * x.stride[0]
+        return x.iterator + offset
+
+    @cute.jit
+    def sum_rows(
+        self,
+        o: cute.Pointer,
+        do: cute.Pointer,
+        o_stride: Int64,
+        do_stride: Int64,
+        first: Int32,
+        length: Int32,
+        sums: cute.Tensor,
+    ) -> None:
+        """Store the tile's sums of o * do over head_dim. Past the end of the sequence, the last row
+        is read again."""
+        thread, _, _ = cute.arch.thread_idx()
+        column = thread % THREADS_A_ROW * VECTOR
+        for step in cutlass.range_constexpr(STATS_ROWS // ROWS):
+            row = step * ROWS + thread // THREADS_A_ROW
+            token = Int64(cutlass.min(first + row, length - 1))
+            loaded = []
+            for x, stride in ((o, o_stride), (do, do_stride)):
+                at = (x + (token * stride + column)).toint()
+                loaded.append(
+                    [
+                        load_global(Int32, at + 2 * i, VECTOR // 2)
+                        for i in range(0, HEAD_DIM, THREADS_A_ROW * VECTOR)
+                    ]
+                )
+            # A sum of its own for each vector: four chains of additions rather than one.
+            parts = []
+            for x, y in zip(*loaded, strict=True):
+                part = Float32(0.0)
+                for a, b in zip(unpack_all(self.dtype, x), unpack_all(self.dtype, y), strict=True):
+                    part += a * b
+                parts.append(part)
+            total = (parts[0] + parts[1]) + (parts[2] + parts[3])
+            for distance in (1, 2, 4):
+                total += cute.arch.shuffle_sync_bfly(total, offset=distance)
+            if thread % THREADS_A_ROW == 0:
+                sums[row] = total
+
+    @cute.jit
+    def write_statistics(
+        self,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        stats: cute.Tensor,
+        queries: Sequences,
+        delta: Float32,
+        head: Int32,
+        sequence: Int32,
+        token: Int32,
+        length: Int32,
+    ) -> Float32:
+        """Write lse2 and delta of a row, and return its part of dsink."""
+        lse2, dsink = Float32(INF), Float32(0.0)
+        if token < length:
+            if cutlass.const_expr(self.spec.varlen_q):
+                place = (head, queries.start(sequence) + token)
+            else:
+                place = (sequence, head, token)
+            log_sum = lse[place]
+            if cutlass.const_expr(dlse is not None):
+                delta -= dlse[place]
+            lse2 = log_sum * LOG2_E
+            if cutlass.const_expr(sink is not None):
+                score = Float32(sink[head])
+                # Equal, they may both be infinite: a row that sees no key has the sink as its lse.
+                probability = Float32(1.0)
+                if score != log_sum:
+                    probability = exp2(score * LOG2_E - lse2)
+                dsink = -probability * delta
+            if log_sum == -INF:
+                lse2 = Float32(INF)
+        if lse2 == INF:
+            delta = Float32(0.0)
+        row = Int64(padded_start(queries, sequence) + token)
+        stats[LSE2, head, row] = lse2
+        stats[DELTA, head, row] = delta
+        return dsink

@@ -1,0 +1,101 @@
+"""Sums of partial results in a fixed order: of dK and dV over splits, and of dsink over tiles.
+
+    out[row, column] = sum_i partials[i, row, column]        in float32, rounded once
+
+`slices` threads share the sum of the same elements: thread s adds up partials s, s + slices, ... in
+order, and the slices' sums are then added in order too. So the bits depend on the number of
+partials alone. The kernel is bound by memory bandwidth; it reads each partial once.
+
+    CTA (THREADS / slices vectors of consecutive elements), 8 warps
+      sum     a thread's partials of its vector
+      reduce  (with slices) the slices' sums, through shared memory
+
+Runs on sm_80 and newer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.arguments import fake_contiguous
+from ..common.dtypes import DTYPE
+from ..common.ptx.memory import load_global
+from ..common.smem import Buffer, SharedMemory
+from .spec import SumPartialsSpec
+
+NUM_THREADS = 256
+UNROLL = 4  # loads of a thread in flight
+
+
+class SumPartials:
+    """The kernel for one SumPartialsSpec; see the module's docstring."""
+
+    def __init__(self, spec: SumPartialsSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.vectors = NUM_THREADS // spec.slices  # of a CTA
+        self.smem = SharedMemory(
+            Buffer("sums", Float32, NUM_THREADS, spec.vector, holds="sums of the slices")
+        )
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        rows, vector = cute.sym_int(), self.spec.vector
+        columns = cute.sym_int(divisibility=vector)
+        return (
+            fake_contiguous(Float32, (cute.sym_int(), rows, columns), 4 * vector),
+            fake_contiguous(self.dtype, (rows, columns), vector * self.dtype.width // 8),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(self, partials: cute.Tensor, out: cute.Tensor, stream: Any) -> None:
+        """Launch the kernel.
+
+        Args:
+            partials: `[n, rows, columns]`, float32.
+            out: `[rows, columns]`.
+        """
+        elements = Int64(out.shape[0]) * out.shape[1]
+        of_cta = self.vectors * self.spec.vector
+        self.kernel(partials, out, elements).launch(
+            grid=[Int32((elements + (of_cta - 1)) // of_cta), 1, 1],
+            block=[NUM_THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, partials: cute.Tensor, out: cute.Tensor, elements: Int64) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        vector = self.spec.vector
+        slice_, within = thread // self.vectors, thread % self.vectors
+        first = (Int64(cta) * self.vectors + within) * vector
+        total = cute.make_rmem_tensor((vector,), Float32)
+        total.fill(0.0)
+        if first < elements:
+            for i in cutlass.range(slice_, partials.shape[0], self.spec.slices, unroll=UNROLL):
+                at = (partials.iterator + (Int64(i) * elements + first)).toint()
+                values = load_global(Float32, at, vector)
+                for j in cutlass.range_constexpr(vector):
+                    total[j] += values[j]
+        if cutlass.const_expr(self.spec.slices > 1):
+            sums = cute.make_tensor(
+                self.smem.allocate().sums,
+                cute.make_layout((vector, self.vectors, self.spec.slices)),
+            )
+            cute.autovec_copy(total, sums[None, within, slice_])
+            cute.arch.sync_threads()
+            for other in cutlass.range_constexpr(1, self.spec.slices):
+                for j in cutlass.range_constexpr(vector):
+                    total[j] += sums[j, within, other]
+        if slice_ == 0 and first < elements:
+            rounded = cute.make_rmem_tensor((vector,), self.dtype)
+            rounded.store(total.load().to(self.dtype))
+            target = cute.make_tensor(out.iterator + first, cute.make_layout(vector))
+            cute.autovec_copy(rounded, target)

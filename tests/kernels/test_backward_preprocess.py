@@ -1,0 +1,135 @@
+"""The backward's small kernels against float64: row statistics, and sums of partial results."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_attn import cache
+from cute_attn.cache import KernelDef
+from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention.spec import Hd256PreprocessSpec, SumPartialsSpec
+from cute_attn.kernels.attention.statistics import padded_rows
+from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS, SUM_PARTIALS
+from cute_attn.kernels.common.numbers import LOG2_E
+
+HEADS, HEAD_DIM, TILE = 3, 256, 128
+DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def launch(kernel: KernelDef, spec: Any, *args: Any, arch: str = "sm_100a") -> None:
+    emulator = Emulator()
+    emulator.load(cache.compile(kernel, spec, arch=arch))(*args)
+    assert emulator.report.findings == []
+
+
+def of_sequence(x: Tensor, varlen: bool, sequence: int, rows: slice) -> Tensor:
+    """Rows of o (rows, heads, columns) or lse (heads, rows) of a sequence."""
+    if x.shape[-1] == HEAD_DIM:
+        return x[rows] if varlen else x[sequence, rows]
+    return x[:, rows] if varlen else x[sequence, :, rows]
+
+
+@pytest.mark.parametrize(
+    ("spec", "lengths"),
+    [
+        (Hd256PreprocessSpec("bfloat16", False, False, "none", False), (130, 130)),
+        (Hd256PreprocessSpec("float16", False, False, "bfloat16", True), (128,)),
+        (Hd256PreprocessSpec("bfloat16", True, False, "float16", False), (0, 5, 129, 0, 128)),
+        (Hd256PreprocessSpec("bfloat16", True, True, "none", True), (3, 200, 70)),
+    ],
+    ids=["dense", "dense, sink, dlse", "packed, sink", "packed, seqused, dlse"],
+)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_statistics_of_rows(spec: Hd256PreprocessSpec, lengths: tuple[int, ...], arch: str) -> None:
+    """Rows of no sequence hold NaN and are not read."""
+    torch.manual_seed(0)
+    dtype, sink_dtype = DTYPES[spec.dtype], DTYPES[spec.sink_dtype]
+    starts = [0, *itertools.accumulate(lengths)]
+    total, tail = starts[-1], 4
+    shape = (total + tail, HEADS) if spec.varlen_q else (len(lengths), lengths[0], HEADS)
+    lse_shape = shape[::-1] if spec.varlen_q else (shape[0], HEADS, shape[1])
+    o = torch.randn(*shape, HEAD_DIM).to(dtype)
+    do = torch.randn(*shape, HEAD_DIM + 8).to(dtype)[..., :HEAD_DIM]
+    lse = torch.randn(lse_shape) * 3
+    dlse = torch.randn(*lse_shape, 2)[..., 0] if spec.dlse else None
+    sink = torch.randn(HEADS).to(sink_dtype) if sink_dtype else None
+    if sink is not None:
+        sink[-1] = -math.inf
+    # Rows that see no key.
+    lse[..., ::7] = -math.inf if sink is None else sink.float()[:, None]
+    used = [n // 2 + 1 for n in lengths] if spec.seqused_q else list(lengths)
+    if spec.varlen_q:
+        for x in (o, do):
+            x[total:] = math.nan
+    rows = padded_rows(shape[-2], len(lengths), spec.varlen_q)
+    stats = torch.full((2, HEADS, rows), math.nan)
+    tiles = sum(-(-n // TILE) for n in lengths)
+    if spec.varlen_q:
+        tiles = (total + tail) // TILE + len(lengths)
+    dsink = None if sink is None else torch.full((tiles, HEADS), math.nan)
+    launch(
+        HD256_BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse, sink,
+        torch.tensor(starts, dtype=torch.int32) if spec.varlen_q else None,
+        torch.tensor(used, dtype=torch.int32) if spec.seqused_q else None,
+        stats, dsink, arch=arch,
+    )  # fmt: skip
+
+    expected = torch.full(stats.shape, math.nan, dtype=torch.float64)
+    expected_dsink = torch.zeros(HEADS, dtype=torch.float64)
+    for sequence, length in enumerate(used):
+        start = starts[sequence] if spec.varlen_q else 0
+        at = slice(start, start + length)
+        x, dx, y = (of_sequence(t, spec.varlen_q, sequence, at).double() for t in (o, do, lse))
+        delta = (x * dx).sum(-1).T
+        if dlse is not None:
+            delta -= of_sequence(dlse, spec.varlen_q, sequence, at).double()
+        if sink is not None:
+            expected_dsink -= (
+                torch.where(y == sink[:, None], 1.0, (sink.double()[:, None] - y).exp())
+                .mul(delta)
+                .sum(-1)
+            )
+        first = (start + TILE * sequence) // TILE * TILE
+        if not spec.varlen_q:
+            first = sequence * -(-length // TILE) * TILE
+        padded = slice(first, first + -(-length // TILE) * TILE)
+        expected[0, :, padded], expected[1, :, padded] = math.inf, 0.0
+        seen = ~y.isinf()
+        expected[0, :, first : first + length] = torch.where(seen, y * LOG2_E, math.inf)
+        expected[1, :, first : first + length] = torch.where(seen, delta, 0.0)
+    # Tiles of no sequence are not written.
+    torch.testing.assert_close(stats.double(), expected, rtol=1e-6, atol=1e-4, equal_nan=True)
+    if dsink is not None:
+        assert not dsink.isnan().any()
+        torch.testing.assert_close(dsink.double().sum(0), expected_dsink, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        (SumPartialsSpec("bfloat16", 4, 1), (3, 5, 256)),
+        (SumPartialsSpec("float16", 1, 32), (70, 1, 13)),
+        (SumPartialsSpec("float32", 1, 32), (1, 1, 3)),
+    ],
+    ids=["of splits", "of tiles", "one"],
+)
+def test_sums_of_partial_results(spec: SumPartialsSpec, shape: tuple[int, ...]) -> None:
+    """Rounded once, and with the same bits on every schedule."""
+    torch.manual_seed(0)
+    partials = torch.randn(shape)
+    dtype = getattr(torch, spec.dtype)
+    results = []
+    for arch in ("sm_90a", "sm_100a"):
+        out = torch.full(shape[1:], math.nan, dtype=dtype)
+        launch(SUM_PARTIALS, spec, partials, out, arch=arch)
+        results.append(out)
+    assert torch.equal(*results)
+    exact = partials.double().sum(0)
+    error = (results[0].double() - exact).abs()
+    assert (error <= torch.finfo(dtype).eps / 2 * exact.abs() + 1e-5).all()
