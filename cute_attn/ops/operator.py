@@ -72,6 +72,9 @@ _NEVER_INTERCEPT = PLAIN | {type(None), bool, int, float, str}
 # Their subclasses are other errors: out of memory, a damaged cache, a finding of the emulator.
 _REFUSALS = frozenset({AttributeError, IndexError, TypeError, ValueError, RuntimeError})
 
+# A kernel refuses overlapping tensors by a launch without CTAs, which is cudaErrorInvalidValue.
+_INVALID_VALUE = 1
+
 _MOST_READY = 4096  # entries of an operator's table; keys with floats would let it grow forever
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
@@ -243,7 +246,7 @@ class Operator(Generic[_Arguments]):
         """
         if ready is None:
             return self._first_call(key, self.arguments(*arguments))
-        if key is None or type(error) not in _REFUSALS:
+        if key is None or not _is_refusal(error):
             raise error
         a = self.arguments(*arguments)
         self._validate(a)
@@ -366,8 +369,6 @@ class Operator(Generic[_Arguments]):
         a = self.arguments(*map(plain, given), **{name: plain(x) for name, x in named.items()})
         self._check_tangents(a)
         if self.written:
-            if is_grad_enabled():
-                self.takes_gradient(*self.tensors(a).values())
             self.forward(*a)
             return None
         with torch.no_grad():  # the gradient is that of `backward`, never one through `forward`
@@ -415,6 +416,13 @@ def plain(x: _T) -> _T:
     if isinstance(x, Tensor) and type(x) not in PLAIN:
         return x.as_subclass(Tensor)  # type: ignore[return-value]
     return x
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether compiled host code refused the arguments, rather than failed for another reason."""
+    if type(error).__name__ == "CUDADialectError":  # with the compiler loaded; else a RuntimeError
+        return getattr(error, "_error_code", None) == _INVALID_VALUE
+    return type(error) in _REFUSALS
 
 
 def _intercepted(*arguments: Any) -> bool:

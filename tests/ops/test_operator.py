@@ -5,7 +5,7 @@ No operator of the package has a backward yet; the first that gets one relies on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -159,14 +159,29 @@ def test_the_second_call_only_launches():
     assert TOY.log == ["check", "prepare", "launch sum=False", "launch sum=False"]
 
 
-def test_what_host_code_refuses_is_said_in_the_operators_words():
+def launch_error(code: int) -> Exception:
+    """What a failed launch raises where the compiler is loaded."""
+    from cutlass.cutlass_dsl.tvm_ffi_provider import CUDADialectError
+
+    error: Exception = CUDADialectError(f"CUDA Error Code: {code}")
+    return error
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: RuntimeError("Mismatched b.shape[1] on argument #2"), lambda: launch_error(1)],
+    ids=["host code", "launch"],
+)
+def test_what_host_code_refuses_is_said_in_the_operators_words(made: Callable[[], Exception]):
+    error = made()
     a, b = pair()
     product(a, b)
-    TOY.error = RuntimeError("Mismatched b.shape[1] on argument #2")
+    TOY.error = error
     with pytest.raises(ValueError, match=r"b has shape \[3, 5\], must be \[3, 4\]"):
         product(a, torch.zeros(3, 5))
-    with pytest.raises(RuntimeError, match="Mismatched"):  # nothing is wrong that is known
+    with pytest.raises(type(error)) as caught:  # nothing is wrong that is known
         product(a, b)
+    assert caught.value is error
 
 
 def test_what_host_code_refuses_is_mended_where_it_can_be():
@@ -178,16 +193,18 @@ def test_what_host_code_refuses_is_mended_where_it_can_be():
 
 
 @pytest.mark.parametrize(
-    "error",
+    "made",
     [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        MemoryError(),
-        NotImplementedError("of another"),
-        type("CacheError", (RuntimeError,), {})("damaged"),
+        lambda: torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError,
+        lambda: NotImplementedError("of another"),
+        lambda: type("CacheError", (RuntimeError,), {})("damaged"),
+        lambda: launch_error(2),
     ],
-    ids=lambda error: type(error).__name__,
+    ids=["out of memory", "of the host", "not implemented", "cache", "launch out of memory"],
 )
-def test_what_is_no_refusal_is_not_diagnosed(error: Exception):
+def test_what_is_no_refusal_is_not_diagnosed(made: Callable[[], Exception]):
+    error = made()
     a, b = pair()
     product(a, b)
     TOY.log.clear()

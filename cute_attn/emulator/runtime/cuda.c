@@ -178,6 +178,7 @@ int cuda_dialect_unload_library_once(void **handle) {
 }
 
 void CuteDSLRT_TVMFFISetRaisedCudaError(int error) {
-  (void)error;
-  TVMFFIErrorSetRaisedFromCStr("RuntimeError", "the emulated launch failed");
+  char message[64];  // kind and format are those of the DSL's own runtime
+  snprintf(message, sizeof message, "CUDA Error Code: %d", error);
+  TVMFFIErrorSetRaisedFromCStr("CUDADialectError", message);
 }
