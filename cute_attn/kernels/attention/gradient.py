@@ -1,0 +1,80 @@
+"""The elementwise part of the backward: P from S and the log-sum-exp, dS from P and dP.
+
+    P  = 2^(S log2 - lse2)                 S log2 are the scaled scores in base 2
+    dS = P (dP - delta)                    the gradient of scores, before the softmax scale
+    dS = P (1 - tanh^2) (dP - delta)       with a softcap, where P = 2^(tanh log2 - lse2)
+
+Functions work on pairs of a thread's values. Where the thread has a row of S, `lse2` and `delta`
+are the row's scalars; where it has a column, or a row of S^T, they are indexed like the values.
+Hidden values may have any P and dS: the caller replaces them by 0 (`mask.mask_row`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from ..common.exp2 import Pair, exp2_pairs
+from ..common.numbers import LOG2_E
+from .softmax import Scaling
+
+
+def probabilities(
+    values: Any, columns: range, lse2: Any, scaling: Scaling, *, softcap: bool
+) -> tuple[list[Pair], list[Pair]]:
+    """(P, P times the slope of the softcap) of an even number of columns of S; without a softcap
+    both are the same list.
+
+    P uses the forward's tanh, with whose error the log-sum-exp was computed. Its slope is not
+    1 - tanh^2, in which that error would remain where the tanh saturates, but e (1 + |tanh|)^2
+    with e = exp(-2 |x|), whose relative error is 2^-11 everywhere.
+    """
+    pairs = [(values[j], values[j + 1]) for j in columns[::2]]
+    inside: list[Pair] = []
+    if softcap:
+        inside = [_times(pair, _both(scaling.before_tanh)) for pair in pairs]
+        pairs = [
+            (cute.math.tanh(x, fastmath=True), cute.math.tanh(y, fastmath=True)) for x, y in inside
+        ]
+    # The negation costs nothing: it is a modifier of the exponential's operand.
+    negated = [
+        cute.arch.fma_packed_f32x2(pair, _both(-scaling.log2), _pair(lse2, j))
+        for pair, j in zip(pairs, columns[::2], strict=True)
+    ]
+    p = [(cute.math.exp2(-x, fastmath=True), cute.math.exp2(-y, fastmath=True)) for x, y in negated]
+    if not softcap:
+        return p, p
+    exponentials = exp2_pairs(
+        [_times((_abs(x), _abs(y)), _both(Float32(-2.0 * LOG2_E))) for x, y in inside],
+        bounded=True,
+    )
+    above = [(1.0 + _abs(x), 1.0 + _abs(y)) for x, y in pairs]
+    slopes = [_times(e, _times(a, a)) for e, a in zip(exponentials, above, strict=True)]
+    return p, [_times(x, slope) for x, slope in zip(p, slopes, strict=True)]
+
+
+def score_gradients(p: list[Pair], dp: Any, columns: range, delta: Any) -> list[Pair]:
+    """dS of the columns whose P, times the slope of a softcap, are the pairs `p`."""
+    return [
+        _times(pair, cute.arch.sub_packed_f32x2((dp[j], dp[j + 1]), _pair(delta, j)))
+        for pair, j in zip(p, columns[::2], strict=True)
+    ]
+
+
+def _times(x: Pair, y: Pair) -> Pair:
+    return cute.arch.mul_packed_f32x2(x, y)
+
+
+def _abs(x: Any) -> Any:
+    return cute.math.absf(x)
+
+
+def _both(x: Any) -> Pair:
+    return x, x
+
+
+def _pair(x: Any, j: int) -> Pair:
+    """Of columns j and j + 1: of a scalar, twice the scalar."""
+    return (x, x) if isinstance(x, Float32) else (x[j], x[j + 1])
