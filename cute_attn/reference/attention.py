@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,15 @@ class Sequence(NamedTuple):
     rows_q: slice
     index_k: int | None
     rows_k: slice
+
+
+class Gradients(NamedTuple):
+    """Gradients of q, k, v and learnable_sink, shaped as they are; dsink is None without a sink."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dsink: torch.Tensor | None
 
 
 def attention_reference(
@@ -34,6 +43,8 @@ def attention_reference(
     seqused_k: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
+    jitter: torch.Generator | None = None,
+    by_row: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cute_attn.flash_attn_func` and `flash_attn_varlen_func`, a sequence and head at a time.
 
@@ -58,6 +69,10 @@ def attention_reference(
         seqused_q, seqused_k: `[B]`, how many of each sequence's rows are used.
         dtype: of the arithmetic. float64 gives the reference.
         p_dtype: dtype that the probabilities are rounded to before the product with v.
+        jitter: draws a factor from [1, 2) for each probability, by which it is multiplied while it
+            is rounded: other roundings of the same size.
+        by_row: form each row's products with its visible keys only, so that a hidden pair adds 0 to
+            gradients even if q, k, v or do is NaN there. P V is formed so wherever v is not finite.
 
     Returns:
         (o, lse) in `dtype`: o is shaped as q, lse `[B, HQ, SQ]` or `[HQ, total]`. Rows that belong
@@ -85,8 +100,46 @@ def attention_reference(
                 softcap,
                 sink,
                 p_dtype,
+                jitter,
+                by_row,
             )
     return o, lse_rows.transpose(-1, -2)
+
+
+def attention_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    **options: Any,
+) -> Gradients:
+    """The gradients of sum(o * do) + sum(lse * dlse) in float64, by autograd of the definition.
+
+    A hidden pair of query and key adds 0 to every gradient, even if do, q, k or v is NaN there.
+    Rows that belong to no sequence have gradient 0, whatever do and dlse hold there.
+
+    Args:
+        do, dlse: shaped as o and lse of `attention_reference`; None is 0.
+        learnable_sink, options: as for `attention_reference`.
+    """
+    sinks = [] if learnable_sink is None else [learnable_sink]
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v, *sinks)]
+    given = [g.double() for g in (do, dlse) if g is not None]
+    results = attention_reference(
+        *leaves[:3],
+        learnable_sink=leaves[3] if sinks else None,
+        by_row=not all(bool(x.isfinite().all()) for x in (*leaves[:3], *given)),
+        **options,
+    )
+    outputs = [x for x, g in zip(results, (do, dlse), strict=True) if g is not None]
+    gradients: list[torch.Tensor] = [torch.zeros_like(x) for x in leaves]
+    if any(x.requires_grad for x in outputs):
+        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+        gradients = [zero if g is None else g for g, zero in zip(found, gradients, strict=True)]
+    return Gradients(*gradients[:3], gradients[3] if sinks else None)
 
 
 def attention_in_low_precision(
@@ -102,6 +155,83 @@ def attention_in_low_precision(
         q, k, v, **options, dtype=torch.float32, p_dtype=q.dtype  # type: ignore[arg-type]
     )  # fmt: skip
     return o.to(q.dtype), lse
+
+
+def attention_gradients_in_low_precision(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    jitter: torch.Generator | None = None,
+    **lengths: torch.Tensor | None,
+) -> Gradients:
+    """The gradients in plain low-precision code, for finite inputs.
+
+    With o in q.dtype and lse in float32, as `attention_in_low_precision` returns them,
+
+        P = exp(s - lse),  dP = do . v,  delta = sum(do * o) - dlse
+        dS = P * (dP - delta)                 * (1 - tanh(...)^2), with a softcap
+        dV = P^T do,  dQ = softmax_scale * dS K,  dK = softmax_scale * dS^T Q
+
+    Products are summed in float32. P and dS are rounded to q.dtype where they are operands of a
+    product, and the gradients at the end.
+
+    Args:
+        jitter: as for `attention_reference`, also of the roundings of P and dS.
+        lengths: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k.
+    """
+    o, lse = attention_in_low_precision(
+        q,
+        k,
+        v,
+        learnable_sink=learnable_sink,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        jitter=jitter,
+        **lengths,
+    )
+    dlse_rows = (torch.zeros_like(lse) if dlse is None else dlse.float()).transpose(-1, -2)
+    lse_rows = lse.transpose(-1, -2)
+    do = torch.zeros_like(o) if do is None else do
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
+    dsink = None if learnable_sink is None else torch.zeros(len(learnable_sink))
+    group = q.shape[-2] // k.shape[-2]
+    for index_q, rows_q, index_k, rows_k in sequences(q, k, **lengths):
+        at_q = rows_q if index_q is None else (index_q, rows_q)
+        at_k = rows_k if index_k is None else (index_k, rows_k)
+        mask = visible(q[at_q].shape[0], k[at_k].shape[0], causal, window_size)
+        for head in range(q.shape[-2]):
+            q_h, o_h, do_h = (x[at_q][:, head].float() for x in (q, o, do))
+            k_h, v_h = (x[at_k][:, head // group].float() for x in (k, v))
+            lse_h, dlse_h = (x[at_q][:, head, None] for x in (lse_rows, dlse_rows))
+            scores = scale * (q_h @ k_h.T)
+            slope = torch.ones_like(scores)
+            if softcap:
+                bounded = torch.tanh(scores / softcap)
+                scores, slope = softcap * bounded, 1 - bounded**2
+            p = torch.exp(scores - lse_h).masked_fill(~mask, 0.0)
+            delta = (do_h * o_h).sum(1, keepdim=True) - dlse_h
+            ds = p * (do_h @ v_h.T - delta) * slope
+            p, ds = (_rounded(x, q.dtype, jitter) for x in (p, ds))
+            dq[at_q][:, head] = scale * (ds @ k_h)
+            dk[at_k][:, head // group] += scale * (ds.T @ q_h)
+            dv[at_k][:, head // group] += p.T @ do_h
+            if dsink is not None and learnable_sink is not None:
+                dsink[head] -= (torch.exp(learnable_sink[head].float() - lse_h) * delta).sum()
+    return Gradients(
+        *(x.to(q.dtype) for x in (dq, dk, dv)),
+        None if dsink is None or learnable_sink is None else dsink.to(learnable_sink.dtype),
+    )
 
 
 def visible(
@@ -153,9 +283,11 @@ def _one_head(
     softcap: float,
     sink: torch.Tensor | None,
     p_dtype: torch.dtype | None,
+    jitter: torch.Generator | None,
+    by_row: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o `[SQ, D]` and lse `[SQ]` of one head of one sequence."""
-    scores = scale * (q @ k.T)
+    scores = scale * (_products_by_row(q, k, mask) if by_row else q @ k.T)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -math.inf)
@@ -164,19 +296,36 @@ def _one_head(
         scores = torch.cat([scores, sink.expand(scores.shape[0], 1)], dim=1)
     if scores.shape[1] == 0:
         return q.new_zeros(q.shape[0], v.shape[1]), q.new_full((q.shape[0],), -math.inf)
-    maximum = scores.amax(dim=1, keepdim=True)
+    maximum = scores.detach().amax(dim=1, keepdim=True)  # it cancels, and so does its gradient
     shift = maximum.masked_fill(maximum == -math.inf, 0.0)
     p = torch.exp(scores - shift)
     total = p.sum(dim=1, keepdim=True)
-    lse = (shift + torch.log(total)).squeeze(1)
-    p = (p / total.masked_fill(total == 0, 1.0))[:, : k.shape[0]]
+    empty = total == 0
+    divisor = total.masked_fill(empty, 1.0)
+    lse = (shift + torch.log(divisor)).masked_fill(empty, -math.inf).squeeze(1)
+    p = (p / divisor)[:, : k.shape[0]]
     if sink is not None:  # which may be NaN or infinite
         lse = torch.where(unseen, sink, lse)
         p = p.masked_fill(unseen[:, None], 0.0)
     if p_dtype is not None:
-        p = p.to(p_dtype).to(p.dtype)
-    if bool(v.isfinite().all()):
+        p = _rounded(p, p_dtype, jitter)
+    if len(p) == 0 or (not by_row and bool(v.isfinite().all())):
         return p @ v, lse
     # 0 times NaN is NaN, so each row sums over its visible keys only.
-    o = torch.stack([p[i, mask[i]] @ v[mask[i]] for i in range(p.shape[0])]) if len(p) else p @ v
-    return o, lse
+    return torch.stack([p[i, mask[i]] @ v[mask[i]] for i in range(len(p))]), lse
+
+
+def _products_by_row(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """q @ k.T where `mask`, else 0: a hidden pair touches neither q nor k, nor their gradients."""
+    products = q.new_zeros(mask.shape)
+    for i in range(q.shape[0]):
+        products[i, mask[i]] = k[mask[i]] @ q[i]
+    return products
+
+
+def _rounded(x: torch.Tensor, dtype: torch.dtype, jitter: torch.Generator | None) -> torch.Tensor:
+    """x rounded to `dtype`, and back; with `jitter`, while multiplied by random factors."""
+    if jitter is None:
+        return x.to(dtype).to(x.dtype)
+    factor = 1 + torch.rand(x.shape, generator=jitter, dtype=x.dtype)
+    return (x * factor).to(dtype).to(x.dtype) / factor

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from cute_attn.reference.attention import (
+    attention_gradients,
+    attention_gradients_in_low_precision,
     attention_in_low_precision,
     attention_reference,
     visible,
@@ -249,3 +251,147 @@ def test_low_precision_errs_by_its_roundings(dtype: torch.dtype):
     eps = torch.finfo(dtype).eps
     assert eps / 16 < error < eps / 2
     torch.testing.assert_close(plain_lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+# -- gradients
+
+
+def weights(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of o and lse, 0 where those are not defined or infinite."""
+    generator = torch.Generator().manual_seed(99)
+    do, dlse = (torch.randn(x.shape, generator=generator, dtype=F64) for x in (o, lse))
+    return do.masked_fill(o.isnan(), 0.0), dlse.masked_fill(~lse.isfinite(), 0.0)
+
+
+VARLEN: dict[str, Any] = {
+    "cu_seqlens_q": torch.tensor([0, 3, 3, 10], dtype=torch.int32),
+    "cu_seqlens_k": torch.tensor([0, 5, 9, 14], dtype=torch.int32),
+}
+USED: dict[str, Any] = {
+    "seqused_q": torch.tensor([2, 0, 7], dtype=torch.int32),
+    "seqused_k": torch.tensor([4, 4, 3], dtype=torch.int32),
+}
+SINK = torch.tensor([0.4, -1.0, 0.0, 2.0], dtype=F64)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (2, 1)},
+    "softcap": {"softcap": 0.7, "softmax_scale": 0.9},
+    "sink": {"learnable_sink": SINK, "window_size": (None, -3)},
+    "varlen": {**VARLEN, "causal": True},
+    "used": {**VARLEN, **USED, "causal": True, "softcap": 1.5, "learnable_sink": SINK},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_are_the_slopes_in_random_directions(options: dict[str, Any]):
+    tensors = problem(10, sq=7, sk=5)
+    if "cu_seqlens_q" in options:
+        tensors = problem(10, 1, 10, 14)
+        tensors = (tensors[0][0], tensors[1][0], tensors[2][0])
+    sinks = [options["learnable_sink"]] if "learnable_sink" in options else []
+    rest = {name: x for name, x in options.items() if name != "learnable_sink"}
+
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sink = inputs[3] if sinks else None
+        return attention_reference(*inputs[:3], learnable_sink=sink, **rest)
+
+    do, dlse = weights(*forward(*tensors, *sinks))
+
+    def value(*inputs: torch.Tensor) -> float:
+        o, lse = forward(*inputs)
+        parts = (torch.where(g == 0, 0.0, x * g).sum() for x, g in ((o, do), (lse, dlse)))
+        return sum(part.item() for part in parts)
+
+    sink = sinks[0] if sinks else None
+    found = list(attention_gradients(*tensors, do, dlse, learnable_sink=sink, **rest))
+    assert (found[3] is None) == (sink is None)
+    generator = torch.Generator().manual_seed(11)
+    for position, x in enumerate([*tensors, *sinks]):
+        direction = torch.randn(x.shape, generator=generator, dtype=F64)
+        values = []
+        for step in (1e-6, -1e-6):
+            moved = [*tensors, *sinks]
+            moved[position] = x + step * direction
+            values.append(value(*moved))
+        slope = (found[position] * direction).sum().item()
+        assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-6, abs=1e-7)
+
+
+def test_gradients_agree_with_torch():
+    q, k, v = problem(12)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    mask = mask_by_hand(5, 7, True, (None, None))
+    o = by_torch(*leaves, mask, 8**-0.5)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(13), dtype=F64)
+    expected = torch.autograd.grad(o, leaves, do)
+    found = attention_gradients(q, k, v, do, causal=True)
+    for actual, gradient in zip(found[:3], expected, strict=True):
+        torch.testing.assert_close(actual, gradient)
+
+
+@pytest.mark.parametrize("sink", [None, SINK], ids=["none", "sink"])
+def test_rows_without_keys_have_no_gradient(sink: torch.Tensor | None):
+    """But that of the sink, which is their lse."""
+    q, k, v = problem(14, sq=6, sk=2)
+    o, lse = attention_reference(q, k, v, causal=True, learnable_sink=sink)
+    do, dlse = (torch.ones_like(x) for x in (o, lse))
+    found = attention_gradients(q, k, v, do, dlse, causal=True, learnable_sink=sink)
+    assert all(x.isfinite().all() for x in found if x is not None)
+    assert not found.dq[:, :4].any() and found.dq[:, 4:].any()
+    if sink is not None and found.dsink is not None:
+        unseen = attention_gradients(
+            q[:, :4], k[:, :0], v[:, :0], do[:, :4], dlse[..., :4], learnable_sink=sink
+        )
+        assert unseen.dsink is not None and (unseen.dsink == 8).all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_hidden_has_no_gradient_and_gives_none(name: str, value: float):
+    """Query 3 alone sees key 5: NaN there reaches no gradient of others."""
+    q, k, v = problem(15, sq=4, sk=6)
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(15), dtype=F64)
+    expected = attention_gradients(q[:, :3], k[:, :5], v[:, :5], do[:, :3], causal=True)
+    {"q": q, "k": k, "v": v, "do": do}[name][:, 3 if name in ("q", "do") else 5] = value
+    found = attention_gradients(q, k, v, do, causal=True)
+    torch.testing.assert_close(found.dq[:, :3], expected.dq)
+    assert found.dq[:, 3].isnan().any()
+    # Query 3 sees all keys: the gradient of k shows it.
+    assert found.dk.isnan().any()
+
+
+def test_gradients_of_rows_of_no_sequence_are_zero():
+    q, k, v = (x[0] for x in problem(16, 1, 12, 16))
+    q[10:], k[14:], v[14:] = math.nan, math.nan, math.nan
+    do = torch.randn(q.shape, dtype=F64)
+    do[10:] = math.nan
+    found = attention_gradients(q, k, v, do, **VARLEN, **USED)
+    assert all(x.isfinite().all() for x in found[:3])
+    rows_q, rows_k = [2, 10, 11], [4, 12, 13, 14, 15]
+    assert not found.dq[rows_q].any() and not found.dk[rows_k].any() and not found.dv[rows_k].any()
+    plain = attention_gradients_in_low_precision(q.nan_to_num(), k, v, do, **VARLEN, **USED)
+    assert not plain.dq[rows_q].any() and not plain.dk[rows_k].any() and not plain.dv[rows_k].any()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("jitter", [False, True])
+def test_low_precision_gradients_err_by_their_roundings(options: dict[str, Any], jitter: bool):
+    dtype = torch.bfloat16
+    if "cu_seqlens_q" in options:
+        q, k, v = (x[0].to(dtype) for x in problem(17, 1, 10, 14, dim=64))
+    else:
+        q, k, v = (x.to(dtype) for x in problem(17, sq=20, sk=24, dim=64))
+    options = {n: x.float() if n == "learnable_sink" else x for n, x in options.items()}
+    do, dlse = weights(*attention_reference(q, k, v, **options))
+    do, dlse = do.to(dtype), dlse.float()
+    generator = torch.Generator().manual_seed(3) if jitter else None
+    exact = attention_gradients(q, k, v, do, dlse, **options)
+    plain = attention_gradients_in_low_precision(q, k, v, do, dlse, jitter=generator, **options)
+    eps = torch.finfo(dtype).eps
+    for actual, true in zip(plain[:3], exact[:3], strict=True):
+        assert actual.dtype == dtype
+        error = ((actual.double() - true).norm() / true.norm()).item()
+        assert eps / 16 < error < 1.5 * eps
+    if plain.dsink is not None:
+        torch.testing.assert_close(plain.dsink.double(), exact.dsink, rtol=eps, atol=4 * eps)
