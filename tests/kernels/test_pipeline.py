@@ -15,19 +15,36 @@ LOAD, MATH = Role("load", range(1)), Role("math", range(1, 4))
     ("producer", "kind", "reach", "arrivals"),
     [
         (LOAD, Kind.BYTES, Reach.CTA, 1),
-        (LOAD, Kind.BYTES, Reach.LEADER, 1),  # CTA 0 alone expects the bytes of both
+        (LOAD, Kind.BYTES, Reach.LEADER, 1),  # the leader alone expects the bytes of both
         (LOAD, Kind.COMMIT, Reach.PAIR, 1),
         (MATH, Kind.WARPS, Reach.CTA, 3),
         (MATH, Kind.WARPS, Reach.LEADER, 6),
         (MATH, Kind.THREADS, Reach.CTA, 96),
         (LOAD, Kind.BYTES | Kind.THREADS, Reach.CTA, 33),
-        (HARDWARE, Kind.BYTES, Reach.PAIR, 1),
+        (MATH, Kind.WARPS, Reach.PARTNER, 3),
+        (MATH, Kind.WARPS, Reach.FIRST, 6),
+        (HARDWARE, Kind.BYTES, Reach.CLUSTER, 1),
     ],
 )
 def test_arrivals_follow_from_role_kind_and_reach(
     producer: Role, kind: Kind, reach: Reach, arrivals: int
 ) -> None:
     assert Edge("full", producer, MATH, 1, kind, reach).arrivals == arrivals
+
+
+def test_a_pipeline_tells_its_edges_the_size_of_the_cluster() -> None:
+    pipeline = Pipeline(
+        Edge("read", MATH, LOAD, 1, Kind.WARPS, Reach.FIRST),
+        Edge("ready", MATH, LOAD, 1, Kind.WARPS, Reach.LEADER),
+        Edge("sent", MATH, MATH, 1, Kind.WARPS, Reach.PARTNER),
+        cluster=4,
+    )
+    assert [edge.arrivals for edge in pipeline] == [12, 6, 3]
+    assert [str(edge) for edge in pipeline] == [
+        "math of all CTAs -> load of CTA 0",
+        "math of both CTAs -> load of the leader",
+        "math -> math of the partner",
+    ]
 
 
 PIPELINE = Pipeline(
@@ -48,7 +65,7 @@ def test_mbarriers_lie_one_after_the_other() -> None:
 
 def test_the_table_of_a_pipeline() -> None:
     assert PIPELINE.table().splitlines()[2:] == [
-        "| `full` | load of both CTAs -> math of CTA 0 | 3 | 1 | bytes | a tile |",
+        "| `full` | load of both CTAs -> math of the leader | 3 | 1 | bytes | a tile |",
         "| `empty` | math -> load | 3 | 3 | warps | its stage |",
         "| `done` | load -> math | 1 | 2 | bytes and warps |  |",
     ]

@@ -9,6 +9,7 @@ from cutlass import Float32, Int32
 
 from ..common.arguments import fake_contiguous, fake_rows, fake_strided
 from ..common.dtypes import DTYPE
+from ..common.spec import VECTOR_BYTES
 from .statistics import STATS_ROWS
 
 
@@ -29,6 +30,13 @@ class FakeArguments:
     def k(self) -> Any:
         """k, v or a gradient of either, with the K/V heads."""
         return self._rows(self.spec.varlen_k, self.seqlen_k, self.kv_heads)
+
+    def k_partial(self) -> Any:
+        """Partial sums of a gradient of k or v: float32 `[splits, ...]`, contiguous."""
+        shape = (self.seqlen_k, self.kv_heads, self.head_dim)
+        if not self.spec.varlen_k:
+            shape = (self.batch, *shape)
+        return fake_contiguous(Float32, (cute.sym_int(), *shape), VECTOR_BYTES)
 
     def lse(self) -> Any:
         """`[batch, heads, seqlen]`, or `[heads, tokens]` of packed sequences."""

@@ -12,7 +12,7 @@ is not a power of two count stages and phases themselves, with `stage_pointer` o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, Flag, auto
 from typing import Any
 
@@ -22,11 +22,12 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import tcgen05
 
 from .carried import Carried
+from .ptx.cluster import cta_rank
 from .smem import SharedMemory
 from .spec import MBARRIER_BYTES, WARP_SIZE
 
 CTAS = 2  # of a pair
-BOTH_CTAS = 0b11
+BOTH_CTAS = 0b11  # of a pair whose leader has rank 0
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,16 @@ class Kind(Flag):
 
 
 class Reach(Enum):
-    """Which CTA's mbarrier a producer completes."""
+    """Which CTA's mbarrier a producer completes.
+
+    CTAs 0 and 1 of a cluster are a pair, and so are CTAs 2 and 3. The CTA of even rank leads."""
 
     CTA = "its own"
-    LEADER = "that of CTA 0, by the producers of both CTAs of a pair"
-    PAIR = "those of both CTAs of a pair, by the producer of CTA 0"
+    LEADER = "that of a pair's leader, by the producers of both CTAs"
+    PAIR = "those of both CTAs of a pair, by the producer of the leader"
+    PARTNER = "that of the CTA with the same place in the other pair of a cluster of four"
+    FIRST = "that of CTA 0 of the cluster, by the producers of all CTAs"
+    CLUSTER = "those of all CTAs of the cluster, by the producer of CTA 0"
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Edge:
         name: the condition that a completed phase signals, such as "s_full".
         stages: mbarriers of the ring.
         payload: what the consumer may then use, for the documentation.
+        cluster: CTAs of the cluster; the Pipeline sets it.
     """
 
     name: str
@@ -77,6 +84,7 @@ class Edge:
     kind: Kind
     reach: Reach = Reach.CTA
     payload: str = ""
+    cluster: int = CTAS
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -87,9 +95,14 @@ class Edge:
             raise ValueError(f"edge {self.name}: its producer {self.producer.name} has no warps")
 
     @property
+    def producer_ctas(self) -> int:
+        """How many CTAs' producers complete one mbarrier."""
+        return {Reach.LEADER: CTAS, Reach.FIRST: self.cluster}.get(self.reach, 1)
+
+    @property
     def arrivals(self) -> int:
         """How many arrivals complete a phase."""
-        warps = len(self.producer) * (CTAS if self.reach is Reach.LEADER else 1)
+        warps = len(self.producer) * self.producer_ctas
         return (
             (1 if Kind.BYTES in self.kind else 0)
             + (1 if Kind.COMMIT in self.kind else 0)
@@ -98,20 +111,27 @@ class Edge:
         )
 
     def __str__(self) -> str:
-        """For example "softmax of both CTAs -> mma of CTA 0"."""
+        """For example "softmax of both CTAs -> mma of the leader"."""
         of_producer, of_consumer = {
             Reach.CTA: ("", ""),
-            Reach.LEADER: (" of both CTAs", " of CTA 0"),
-            Reach.PAIR: (" of CTA 0" if len(self.producer) else "", " of both CTAs"),
+            Reach.LEADER: (" of both CTAs", " of the leader"),
+            Reach.PAIR: (" of the leader", " of both CTAs"),
+            Reach.PARTNER: ("", " of the partner"),
+            Reach.FIRST: (" of all CTAs", " of CTA 0"),
+            Reach.CLUSTER: (" of CTA 0", " of all CTAs"),
         }[self.reach]
+        if not len(self.producer):
+            of_producer = ""
         return f"{self.producer.name}{of_producer} -> {self.consumer.name}{of_consumer}"
 
 
 class Pipeline:
-    """All edges of a kernel, with their mbarriers contiguous in shared memory."""
+    """All edges of a kernel whose clusters have `cluster` CTAs, with their mbarriers contiguous in
+    shared memory."""
 
-    def __init__(self, *edges: Edge):
-        self.edges = {edge.name: edge for edge in edges}
+    def __init__(self, *edges: Edge, cluster: int = CTAS):
+        self.cluster = cluster
+        self.edges = {edge.name: replace(edge, cluster=cluster) for edge in edges}
         if len(self.edges) < len(edges):
             names = [edge.name for edge in edges]
             twice = next(name for name in names if names.count(name) > 1)
@@ -217,22 +237,35 @@ class Barriers(Carried):
 
     def warp_arrives(self, name: str, n: Any) -> None:
         """Arrive once for the whole warp, after everything that its threads did before."""
-        leader = 0 if self.pipeline[name].reach is Reach.LEADER else None
+        owner = self.owner(name)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.pointer(name, n), leader)
+            cute.arch.mbarrier_arrive(self.pointer(name, n), owner)
+
+    def owner(self, name: str) -> Any:
+        """The rank of the CTA whose mbarrier this CTA's producers complete; None is its own."""
+        reach = self.pipeline[name].reach
+        if reach is Reach.PARTNER:
+            return cta_rank() ^ CTAS
+        if reach is Reach.LEADER:
+            return 0 if self.pipeline.cluster == CTAS else cta_rank() & -CTAS
+        return 0 if reach is Reach.FIRST else None
 
     def expect(self, name: str, n: Any, nbytes: int) -> None:
-        """Arrive with expect_tx of `nbytes` from each producer CTA, by one thread of the CTA that
-        owns the mbarrier."""
-        producers = CTAS if self.pipeline[name].reach is Reach.LEADER else 1
-        cute.arch.mbarrier_arrive_and_expect_tx(self.pointer(name, n), producers * nbytes)
+        """Arrive with expect_tx of `nbytes` from each producer CTA, by one thread: of the CTA that
+        owns the mbarrier, or for a partner's mbarrier of the producer."""
+        edge = self.pipeline[name]
+        owner = self.owner(name) if edge.reach is Reach.PARTNER else None
+        cute.arch.mbarrier_arrive_and_expect_tx(
+            self.pointer(name, n), edge.producer_ctas * nbytes, owner
+        )
 
     @cute.jit
     def leader_expects(
         self, name: cutlass.Constexpr, n: Int32, nbytes: cutlass.Constexpr, cta: Int32
     ) -> None:
-        """`expect` by one thread, in CTA 0 of a pair; nothing in CTA 1. The whole warp calls it."""
+        """`expect` by one thread of a pair's leader, whose place `cta` in the pair is 0; nothing
+        in CTA 1. The whole warp calls it."""
         if cta == 0:
             with cute.arch.elect_one():
                 self.expect(name, n, nbytes)
@@ -240,8 +273,11 @@ class Barriers(Carried):
     def commit(self, name: str, n: Any) -> None:
         """Let the mbarrier complete once the MMAs that this warp has issued so far are done."""
         pair = self.pipeline[name].reach is Reach.PAIR
+        both = BOTH_CTAS
+        if pair and self.pipeline.cluster > CTAS:
+            both = BOTH_CTAS << (cta_rank() & -CTAS)
         with cute.arch.elect_one():
             if pair:
-                tcgen05.commit(self.pointer(name, n), BOTH_CTAS, tcgen05.CtaGroup.TWO)
+                tcgen05.commit(self.pointer(name, n), both, tcgen05.CtaGroup.TWO)
             else:
                 tcgen05.commit(self.pointer(name, n))

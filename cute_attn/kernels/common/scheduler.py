@@ -88,8 +88,8 @@ class ClcScheduler(SingleTileScheduler):
     @staticmethod
     def edges(scheduler: Role) -> tuple[Edge, ...]:
         return (
-            Edge("clc_answer", HARDWARE, scheduler, 1, Kind.BYTES, Reach.PAIR, "the next tile"),
-            Edge("clc_read", scheduler, scheduler, 1, Kind.WARPS, Reach.LEADER, "ask again"),
+            Edge("clc_answer", HARDWARE, scheduler, 1, Kind.BYTES, Reach.CLUSTER, "the next tile"),
+            Edge("clc_read", scheduler, scheduler, 1, Kind.WARPS, Reach.FIRST, "ask again"),
         )
 
     def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):

@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 from .pipeline import Barriers
 
 BOX = 64  # columns of 16 bits: 128 bytes, the width of the swizzle
+FLOAT32_BOX = 32
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class BoxedRows:
         ragged: a sequence's rows may be followed by rows of another, or by unused ones. Boxes then
             need at least two tokens: TMA sees no index out of bounds in a dimension of size 1.
         batched: the tensor has a mode of sequences.
+        box_columns: columns of a box, 128 bytes.
     """
 
     rows: int
@@ -40,6 +42,7 @@ class BoxedRows:
     ragged: bool
     batched: bool
     packed: int = 1
+    box_columns: int = BOX
 
     @property
     def tokens(self) -> int:
@@ -62,7 +65,10 @@ class BoxedRows:
     def atom(self, op: Any, x: cute.Tensor) -> Any:
         """(TMA atom, tensor of coordinates) of copies of x, box by box."""
         return cpasync.make_tiled_tma_atom(
-            op, self.view(x), box_layout(self.rows), (self.rows, BOX)
+            op,
+            self.view(x),
+            box_layout(self.rows, columns=self.box_columns),
+            (self.rows, self.box_columns),
         )
 
     def box(
@@ -83,10 +89,11 @@ class BoxedRows:
         return cute.local_tile(x, (self.rows, self.columns), (0, 0))
 
 
-def box_layout(rows: int, *more: tuple[int, int]) -> cute.ComposedLayout:
-    """Swizzled boxes of (rows, 64) in shared memory; `more` are (size, stride) of further modes."""
-    shape = (rows, BOX, *(size for size, _ in more))
-    stride = (BOX, 1, *(step for _, step in more))
+def box_layout(rows: int, *more: tuple[int, int], columns: int = BOX) -> cute.ComposedLayout:
+    """Swizzled boxes of (rows, columns) in shared memory, 128 bytes wide; `more` are (size, stride)
+    of further modes."""
+    shape = (rows, columns, *(size for size, _ in more))
+    stride = (columns, 1, *(step for _, step in more))
     return cute.make_composed_layout(
         cute.make_swizzle(3, 4, 3), 0, cute.make_layout(shape, stride=stride)
     )
@@ -97,9 +104,11 @@ def swizzled(buffer: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(buffer, layout.inner), layout.outer)
 
 
-def boxes(buffer: cute.Pointer, rows: int, *more: tuple[int, int]) -> cute.Tensor:
+def boxes(
+    buffer: cute.Pointer, rows: int, *more: tuple[int, int], columns: int = BOX
+) -> cute.Tensor:
     """A buffer in shared memory as boxes: see `box_layout`."""
-    return swizzled(buffer, box_layout(rows, *more))
+    return swizzled(buffer, box_layout(rows, *more, columns=columns))
 
 
 def partition(tma: cute.CopyAtom, rows: cute.Tensor, smem: cute.Tensor) -> tuple[Any, Any]:

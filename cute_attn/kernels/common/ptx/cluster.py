@@ -1,13 +1,14 @@
-"""A CTA's place in its cluster (sm_90 and newer)."""
+"""A CTA's place in its cluster, and stores to the shared memory of others (sm_90 and newer)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .asm import asm
+from .asm import asm, operands
 
 
 def cta_rank() -> Any:
@@ -15,3 +16,19 @@ def cta_rank() -> Any:
     return cute.arch.make_warp_uniform(
         asm("mov.u32 $0, %cluster_ctarank;", [Int32], [], volatile=True)
     )
+
+
+def remote_address(address: Any, rank: Any) -> Any:
+    """Map a shared address of this CTA to the same place in the CTA of `rank`."""
+    text = "mapa.shared::cluster.u32 $0, $1, $2;"
+    return asm(text, [Int32], [Int32(address), Int32(rank)])
+
+
+def store_async(address: Any, values: Sequence[Any], barrier: Any) -> None:
+    """Store four Int32 to a remote address, 16-byte aligned; the mbarrier at a remote address of
+    the same CTA counts the bytes (`st.async`)."""
+    text = (
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
+        f"[$0], {{{operands(2, 4)}}}, [$1];"
+    )
+    asm(text, [], [Int32(address), Int32(barrier), *map(Int32, values)], memory=True)
