@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...cache import KernelDef
-from .spec import TILE_M, TILE_N
+from .spec import DKDV_TILE_M, DKDV_TILE_N, TILE_M, TILE_N
 from .statistics import STATS_ROWS
 
 
@@ -34,6 +34,15 @@ HD256_BACKWARD_PREPROCESS = AttentionKernel(
     cluster=1,
 )
 
+HD256_BACKWARD_DKDV = AttentionKernel(
+    KernelDef(
+        name="hd256_backward_dkdv",
+        target="cute_attn.kernels.attention.sm100_bwd_hd256_dkdv:Sm100Hd256DkDv",
+    ),
+    tile=(DKDV_TILE_M, DKDV_TILE_N),
+    cluster=4,
+)
+
 # Of the partial sums of a backward; on every architecture.
 SUM_PARTIALS = KernelDef(
     name="attention_sum_partials", target="cute_attn.kernels.attention.sum_partials:SumPartials"
@@ -44,6 +53,8 @@ KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
     ("forward", "sm_103a", 256): HD256_FORWARD,
     ("backward_preprocess", "sm_100a", 256): HD256_BACKWARD_PREPROCESS,
     ("backward_preprocess", "sm_103a", 256): HD256_BACKWARD_PREPROCESS,
+    ("backward_dkdv", "sm_100a", 256): HD256_BACKWARD_DKDV,
+    ("backward_dkdv", "sm_103a", 256): HD256_BACKWARD_DKDV,
 }
 
 

@@ -22,7 +22,6 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import tcgen05
 
 from .carried import Carried
-from .ptx.cluster import cta_rank
 from .smem import SharedMemory
 from .spec import MBARRIER_BYTES, WARP_SIZE
 
@@ -246,9 +245,9 @@ class Barriers(Carried):
         """The rank of the CTA whose mbarrier this CTA's producers complete; None is its own."""
         reach = self.pipeline[name].reach
         if reach is Reach.PARTNER:
-            return cta_rank() ^ CTAS
+            return cute.arch.block_idx_in_cluster() ^ CTAS
         if reach is Reach.LEADER:
-            return 0 if self.pipeline.cluster == CTAS else cta_rank() & -CTAS
+            return 0 if self.pipeline.cluster == CTAS else cute.arch.block_idx_in_cluster() & -CTAS
         return 0 if reach is Reach.FIRST else None
 
     def expect(self, name: str, n: Any, nbytes: int) -> None:
@@ -275,7 +274,7 @@ class Barriers(Carried):
         pair = self.pipeline[name].reach is Reach.PAIR
         both = BOTH_CTAS
         if pair and self.pipeline.cluster > CTAS:
-            both = BOTH_CTAS << (cta_rank() & -CTAS)
+            both = BOTH_CTAS << (cute.arch.block_idx_in_cluster() & -CTAS)
         with cute.arch.elect_one():
             if pair:
                 tcgen05.commit(self.pointer(name, n), both, tcgen05.CtaGroup.TWO)

@@ -1,0 +1,920 @@
+"""Gradients of k and v at head_dim 256 for SM100: clusters of four CTAs, two pairs.
+
+A cluster computes dK and dV of 256 keys of a K/V head. It loops over the query heads of the head's
+group, or of a split of it, and over the tiles of 128 queries that see some of the keys.
+The CTAs of a pair hold 128 keys each, and the MMAs of cta_group::2 read both CTAs' operands.
+
+    value pair (CTAs 0 and 1)                   key pair (CTAs 2 and 3)
+    S^T = K Q^T        256 x 128, K = 256       dP^T = V dO^T
+    P^T = 2^(c S^T - lse2), over S^T            dS^T = P'^T * (dP^T - delta), over dP^T
+    dV += P^T dO       256 x 256, K = 128       dK += dS^T Q
+
+P' is P, with a softcap P times the slope of the cap. It goes from a thread of CTA c to the thread
+of CTA c + 2 that has the same key and queries, by st.async. Apart from this, both pairs run one
+pipeline: T = X Y^T in tensor memory, from a resident X and tiles Y; the elementwise warps turn T
+into T'; acc += T' Z.
+
+    warps    role         work on a tile
+    8        load         X of the keys, then Y_0, Y_1, Z_0, Y_2, Z_1, ... and statistics, by TMA
+    9        mma          T_0, T_1, acc += T'_0 Z_0, T_2, acc += T'_1 Z_1, ... (the leader only)
+    0-7      elementwise  half a row of T for each thread: T -> T'; at the end acc -> shared memory
+    10       store        dV or dK by TMA
+    11       scheduler    publishes the next tile of keys to all other warps
+
+`EDGES` declares the pipeline; `TMEM`, `Sm100Hd256DkDv.smem` and the register counts below declare
+the budgets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.dtypes import DTYPE
+from ..common.pipeline import (
+    CTAS,
+    Barriers,
+    Edge,
+    Kind,
+    Pipeline,
+    Reach,
+    Role,
+    report_names,
+)
+from ..common.ptx.async_copy import copy_bulk
+from ..common.ptx.cluster import cta_rank, remote_address, store_async
+from ..common.ptx.compiler import keep_branch
+from ..common.ptx.convert import pack, unpack
+from ..common.ptx.memory import load_shared, shared_address
+from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
+from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ..common.spec import WARP_SIZE
+from ..common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, partition, swizzled
+from ..common.tmem import Region, TensorMemory, shifted
+from .arguments import FakeArguments
+from .epilogue import round_row, scale_row, stage_row
+from .gradient import probabilities, score_gradients
+from .mask import mask_words
+from .sequences import Sequences
+from .softmax import Scaling
+from .spec import DKDV_TILE_M, DKDV_TILE_N, Hd256BackwardSpec
+from .statistics import DELTA, LSE2, padded_start
+from .visibility import Visibility
+from .work import TileMap, Work, heads_in_l2
+
+HEAD_DIM = 256
+CLUSTER = 2 * CTAS  # a value pair and a key pair
+ROWS = DKDV_TILE_N // CTAS  # keys of a CTA
+QUERIES = DKDV_TILE_M
+Y_ROWS = QUERIES // CTAS  # queries of Y that a CTA loads
+DIMS = HEAD_DIM // CTAS  # columns of Z that a CTA loads
+
+YZ_STAGES = 4
+T_STAGES = 2
+STATS_STAGES = 4
+OUT_STAGES = 2  # boxes of dV or dK that wait for TMA
+
+COLUMNS = QUERIES // 2  # of a row of T, that a thread has
+FRAGMENT = 32  # columns of a row that a TMEM instruction loads or stores
+CHUNK = 8  # values of P' in 16 bytes
+STEP = 16  # columns whose statistics are in registers at once
+
+TMEM = TensorMemory(
+    Region("t", QUERIES, T_STAGES, "S^T or dP^T, and P^T or dS^T over it"),
+    Region("acc", HEAD_DIM, holds="dV or dK"),
+    pair=True,
+)
+
+# Warps.
+ELEMENTWISE = Role("elementwise", range(0, 8))
+LOAD, MMA = Role("load", range(8, 9)), Role("mma", range(9, 10))
+STORE, SCHEDULER = Role("store", range(10, 11)), Role("scheduler", range(11, 12))
+ROLES = (ELEMENTWISE, LOAD, MMA, STORE, SCHEDULER)
+WORKERS = Role("all others", range(0, 11))
+NUM_WARPS = sum(map(len, ROLES))
+
+# Registers of a thread: all 384 threads start with 168; warps 8-11 give some up.
+ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
+assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
+
+# In the order in which a tile meets them. Uses count works for X and acc; boxes for the staged
+# output; and tiles of queries for the rest, where Y and Z are two uses of one ring.
+EDGES = (
+    *TileQueue.edges(SCHEDULER, WORKERS),
+    Edge("x_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "K or V"),
+    Edge("x_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "its buffer, after the last T"),
+    Edge("yz_full", LOAD, MMA, YZ_STAGES, Kind.BYTES, Reach.LEADER, "Q or dO, as Y or Z"),
+    Edge("yz_empty", MMA, LOAD, YZ_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
+    Edge("stats_full", LOAD, ELEMENTWISE, STATS_STAGES, Kind.BYTES, payload="lse2 or delta"),
+    Edge("stats_empty", ELEMENTWISE, LOAD, STATS_STAGES, Kind.WARPS, payload="its stage"),
+    Edge("t_full", MMA, ELEMENTWISE, T_STAGES, Kind.COMMIT, Reach.PAIR, "T"),
+    Edge("t_done", ELEMENTWISE, MMA, T_STAGES, Kind.WARPS, Reach.LEADER, "T', in place of T"),
+    # From the key pair to the value pair, and back. A work without queries exchanges nothing, but
+    # stages zeros, so that the key pair grants each use of the buffer once it is free.
+    Edge("exchange_free", ELEMENTWISE, ELEMENTWISE, 1, Kind.WARPS, Reach.PARTNER, "P's buffer"),
+    Edge("exchange_full", ELEMENTWISE, ELEMENTWISE, 1, Kind.BYTES, Reach.PARTNER, "P'"),
+    Edge("acc_full", MMA, ELEMENTWISE, 1, Kind.COMMIT, Reach.PAIR, "dV or dK"),
+    Edge("acc_empty", ELEMENTWISE, MMA, 1, Kind.WARPS, Reach.LEADER, "its columns"),
+    Edge("staged", ELEMENTWISE, STORE, OUT_STAGES, Kind.WARPS, payload="a box of dV or dK"),
+    Edge("stored", STORE, ELEMENTWISE, OUT_STAGES, Kind.WARPS, payload="its stage"),
+)
+
+X_BYTES = ROWS * HEAD_DIM * 2
+YZ_BYTES = Y_ROWS * HEAD_DIM * 2
+STATS_BYTES = QUERIES * 4
+EXCHANGE_BYTES = ROWS * QUERIES * 2
+BOX_BYTES = ROWS * 128
+assert YZ_BYTES == QUERIES * DIMS * 2, "Y and Z share a ring"
+assert OUT_STAGES * BOX_BYTES == EXCHANGE_BYTES, "dV and dK are staged in P's buffer"
+
+
+class Sm100Hd256DkDv:
+    """The kernel for one Hd256BackwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Hd256BackwardSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.out_dtype = Float32 if spec.partial else self.dtype
+        self.box = FLOAT32_BOX if spec.partial else BOX
+        self.scheduler = SCHEDULER_CLASSES[spec.scheduler]
+        self.pipeline = Pipeline(*EDGES, *self.scheduler.edges(SCHEDULER), cluster=CLUSTER)
+        self.smem = SharedMemory(
+            Buffer("x", self.dtype, ROWS * HEAD_DIM, 1, SWIZZLE_ALIGNMENT, "K or V, 128 x 256"),
+            Buffer(
+                "yz", self.dtype, Y_ROWS * HEAD_DIM, YZ_STAGES, SWIZZLE_ALIGNMENT,
+                "Q or dO, 64 x 256 or 128 x 128",
+            ),
+            Buffer(
+                "exchange", self.dtype, ROWS * QUERIES, 1, SWIZZLE_ALIGNMENT,
+                "P', 128 x 128, then dV or dK, 2 x 128 x 64",
+            ),
+            Buffer("stats", Float32, QUERIES, STATS_STAGES, holds="lse2 or delta of queries"),
+            TileQueue.buffer(Work),
+            Buffer("clc_response", Int32, CLC_RESPONSE_BYTES // 4),
+            Buffer("barriers", Int64, self.pipeline.count),
+            Buffer("tmem_address", Int32, 1),
+        )  # fmt: skip
+        self.x_rows = BoxedRows(ROWS, HEAD_DIM, spec.ragged_k, batched=not spec.varlen_k)
+        self.y_rows, self.z_rows = (
+            BoxedRows(rows, HEAD_DIM, spec.ragged_q, batched=not spec.varlen_q)
+            for rows in (Y_ROWS, QUERIES)
+        )
+        self.out_rows = BoxedRows(
+            ROWS, HEAD_DIM, spec.ragged_k, batched=spec.partial or not spec.varlen_k,
+            box_columns=self.box,
+        )  # fmt: skip
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, ROLES, shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, HEAD_DIM)
+        out = fake.k_partial if self.spec.partial else fake.k
+        return (
+            fake.q(),
+            fake.k(),
+            fake.k(),
+            fake.q(),
+            fake.stats(),
+            out(),
+            out(),
+            *fake.sequences(),
+            Float32(1.0),
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        stats: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_splits: Int32,
+        num_clusters: Int32,
+        stream: Any,
+    ) -> None:
+        spec = self.spec
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        if cutlass.const_expr(spec.varlen_k):
+            batch = cu_seqlens_k.shape[0] - 1
+        else:
+            batch = k.shape[0]
+        seqlen_q = q.shape[-3]
+
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        k_copy, v_copy = self.x_rows.atom(load, k), self.x_rows.atom(load, v)
+        q_as_y, do_as_y = self.y_rows.atom(load, q), self.y_rows.atom(load, do)
+        q_as_z, do_as_z = self.z_rows.atom(load, q), self.z_rows.atom(load, do)
+        dk_copy = self.out_rows.atom(store, self.outputs(dk))
+        dv_copy = self.out_rows.atom(store, self.outputs(dv))
+
+        split_heads = kv_heads * num_splits  # each split of a group counts as a K/V head
+        group = heads // split_heads
+        head_bytes = Int64(seqlen_q) * (2 * 2 * HEAD_DIM) * group  # of Q and dO
+        heads_at_once = heads_in_l2(head_bytes, split_heads * batch)
+        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
+        keys = Sequences(k.shape[-3], cu_seqlens_k, seqused_k)
+        tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
+        num_tiles = tiles.count()
+        if cutlass.const_expr(spec.softcap):
+            scaling = Scaling.of(softmax_scale, softcap)
+        else:
+            scaling = Scaling.of(softmax_scale)
+
+        self.kernel(
+            *k_copy, *v_copy, *q_as_y, *do_as_y, *q_as_z, *do_as_z, *dk_copy, *dv_copy,
+            stats, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            scaling, softmax_scale, window_left, window_right,
+            heads, split_heads, num_splits, batch, seqlen_q, k.shape[-3], heads_at_once, num_tiles,
+        ).launch(
+            grid=[CLUSTER * self.scheduler.clusters(num_tiles, num_clusters), 1, 1],
+            block=[NUM_WARPS * WARP_SIZE, 1, 1],
+            cluster=[CLUSTER, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    def outputs(self, x: cute.Tensor) -> cute.Tensor:
+        """dk or dv, with the splits of partial sums in the mode of sequences."""
+        if not self.spec.partial or self.spec.varlen_k:
+            return x
+        splits, batch, *rest = x.shape
+        _, *strides = x.stride
+        return cute.make_tensor(
+            x.iterator, cute.make_layout((splits * batch, *rest), stride=tuple(strides))
+        )
+
+    def tile_map(
+        self,
+        queries: Sequences,
+        keys: Sequences,
+        heads: Any,
+        split_heads: Any,
+        batch: Any,
+        heads_at_once: Any,
+    ) -> TileMap:
+        return TileMap(
+            DKDV_TILE_N, 1, False,
+            queries, keys, heads, split_heads, batch, heads_at_once, of_keys=True,
+        )  # fmt: skip
+
+    def mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """The MMAs of T = X Y^T and acc += T' Z, made in the kernel: passed as arguments, their
+        flags would be run-time values, which take registers and instructions."""
+        t_mma = sm100.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
+            tcgen05.CtaGroup.TWO, (DKDV_TILE_N, QUERIES),
+        )  # fmt: skip
+        acc_mma = sm100.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
+            tcgen05.CtaGroup.TWO, (DKDV_TILE_N, HEAD_DIM), tcgen05.OperandSource.TMEM,
+        )  # fmt: skip
+        return t_mma, acc_mma
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        qy_tma: cute.CopyAtom,
+        qy: cute.Tensor,
+        doy_tma: cute.CopyAtom,
+        doy: cute.Tensor,
+        qz_tma: cute.CopyAtom,
+        qz: cute.Tensor,
+        doz_tma: cute.CopyAtom,
+        doz: cute.Tensor,
+        dk_tma: cute.CopyAtom,
+        dk: cute.Tensor,
+        dv_tma: cute.CopyAtom,
+        dv: cute.Tensor,
+        stats: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scaling: Scaling,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        heads: Int32,
+        split_heads: Int32,
+        num_splits: Int32,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_at_once: Int32,
+        num_tiles: Int32,
+    ) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+
+        if warp == LOAD.warps[0]:
+            for tma in (k_tma, v_tma, qy_tma, doy_tma, qz_tma, doz_tma, dk_tma, dv_tma):
+                cpasync.prefetch_descriptor(tma)
+            with cute.arch.elect_one():
+                barriers.init()
+            cute.arch.mbarrier_init_fence()
+        if warp == MMA.warps[0]:
+            TMEM.allocate(storage.tmem_address)
+            tcgen05_fence_before()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        tcgen05_fence_after()
+
+        t_mma, acc_mma = self.mmas()
+
+        # Stage 0 of T, and acc, as a CTA sees them: (rows, columns).
+        t_shape = t_mma.get_slice(0).partition_shape_C((DKDV_TILE_N, QUERIES))
+        t = t_mma.make_fragment_C(t_shape)
+        t = cute.make_tensor(TMEM.pointer("t"), t.layout)
+        acc_shape = acc_mma.get_slice(0).partition_shape_C((DKDV_TILE_N, HEAD_DIM))
+        acc = acc_mma.make_fragment_C(acc_shape)
+        acc = cute.make_tensor(TMEM.pointer("acc"), acc.layout)
+
+        queue = TileQueue(Work, storage.work, barriers)
+        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
+        visible = Visibility(
+            QUERIES, DKDV_TILE_N, 1,
+            window_left if self.spec.window_left else None,
+            window_right if self.spec.window_right else None,
+        )  # fmt: skip
+        group = heads // split_heads  # query heads of a work
+
+        # setmaxregister applies to whole warpgroups.
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if warp == SCHEDULER.warps[0]:
+                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
+                tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
+                scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
+                queue.fill(scheduler, tiles)
+            elif warp == LOAD.warps[0]:
+                if cta_rank() < CTAS:
+                    self.load_warp(
+                        k_tma, k, qy_tma, qy, doz_tma, doz, stats, LSE2,
+                        storage, barriers, queue, visible, queries, group, num_splits,
+                    )  # fmt: skip
+                else:
+                    self.load_warp(
+                        v_tma, v, doy_tma, doy, qz_tma, qz, stats, DELTA,
+                        storage, barriers, queue, visible, queries, group, num_splits,
+                    )  # fmt: skip
+            elif warp == MMA.warps[0]:
+                self.mma_warp(t_mma, acc_mma, storage, t, acc, barriers, queue, visible, group)
+            elif cta_rank() < CTAS:
+                self.store_warp(dv_tma, dv, storage, barriers, queue, num_splits, batch)
+            else:
+                self.store_warp(dk_tma, dk, storage, barriers, queue, num_splits, batch)
+        else:
+            cute.arch.setmaxregister_increase(ELEMENTWISE_REGISTERS)
+            if cta_rank() < CTAS:
+                self.elementwise_warps(
+                    False, t, acc, storage, barriers, queue, visible, group, scaling, softmax_scale
+                )
+            else:
+                self.elementwise_warps(
+                    True, t, acc, storage, barriers, queue, visible, group, scaling, softmax_scale
+                )
+
+        # A CTA must not exit while another may still signal its mbarriers or access its smem.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp == MMA.warps[0]:
+            TMEM.free()
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        x_tma: cute.CopyAtom,
+        x: cute.Tensor,
+        y_tma: cute.CopyAtom,
+        y: cute.Tensor,
+        z_tma: cute.CopyAtom,
+        z: cute.Tensor,
+        stats: cute.Tensor,
+        kind: cutlass.Constexpr[int],
+        storage: Pointers,
+        barriers: Barriers,
+        queue: TileQueue,
+        visible: Visibility,
+        queries: Sequences,
+        group: Int32,
+        num_splits: Int32,
+    ) -> None:
+        """Load X of each work, then its tiles of Y, Z and statistics, head by head; each CTA loads
+        its half of X, Y and Z."""
+        across = HEAD_DIM // BOX
+        x_smem = boxes(storage.x, ROWS, (across, ROWS * BOX), (1, X_BYTES // 2))
+        y_smem = boxes(storage.yz, Y_ROWS, (across, Y_ROWS * BOX), (YZ_STAGES, YZ_BYTES // 2))
+        z_smem = boxes(
+            storage.yz, QUERIES, (DIMS // BOX, QUERIES * BOX), (YZ_STAGES, YZ_BYTES // 2)
+        )
+        heads, padded_rows = stats.shape[1], stats.shape[2]
+        taken = Int32(0)  # works, from the queue
+        loaded_x = Int32(0)
+        n = Int32(0)  # uses of the ring
+        loaded_stats = Int32(0)
+        work = queue.take(taken)
+        while work.exists:
+            cta = cta_rank() & (CTAS - 1)
+            first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            if first < end:
+                barriers.wait_previous("x_empty", loaded_x)
+                barriers.leader_expects("x_full", loaded_x, X_BYTES, cta)
+                kv_head, _ = self.head_and_split(work, num_splits)
+                x_box = self.x_rows.box(x, CTAS * work.block + cta, kv_head, *work.keys[1:])
+                load_boxes(x_tma, x_box, x_smem, barriers, "x_full", loaded_x)
+                loaded_x += 1
+                stats_start = padded_start(queries, work.sequence)
+                y_tile, y_head = first, work.head
+                z_tile, z_head = first, work.head
+                for i in cutlass.range((end - first) * group + 1, unroll=1):
+                    if i < (end - first) * group:
+                        barriers.wait_previous("yz_empty", n)
+                        barriers.leader_expects("yz_full", n, YZ_BYTES, cta)
+                        y_box = self.y_rows.box(y, CTAS * y_tile + cta, y_head, *work.queries[1:])
+                        load_boxes(y_tma, y_box, y_smem, barriers, "yz_full", n)
+                        n += 1
+                        barriers.wait_previous("stats_empty", loaded_stats)
+                        row = Int64(kind * heads + y_head) * padded_rows
+                        row += stats_start + y_tile * QUERIES
+                        with cute.arch.elect_one():
+                            barriers.expect("stats_full", loaded_stats, STATS_BYTES)
+                            copy_bulk(
+                                shared_address(storage.stats)
+                                + (loaded_stats & (STATS_STAGES - 1)) * STATS_BYTES,
+                                stats.iterator.toint() + row * 4,
+                                STATS_BYTES,
+                                shared_address(barriers.pointer("stats_full", loaded_stats)),
+                            )
+                        loaded_stats += 1
+                        y_tile, y_head = following(y_tile, y_head, first, end)
+                    if i > 0:
+                        barriers.wait_previous("yz_empty", n)
+                        barriers.leader_expects("yz_full", n, YZ_BYTES, cta)
+                        z_box = self.z_rows.box(z, z_tile, z_head, *work.queries[1:])
+                        z_box = cute.domain_offset((0, cta * DIMS), z_box)
+                        load_boxes(z_tma, z_box, z_smem, barriers, "yz_full", n)
+                        n += 1
+                        z_tile, z_head = following(z_tile, z_head, first, end)
+            taken += 1
+            work = queue.take(taken)
+
+    def head_and_split(self, work: Work, num_splits: Int32) -> tuple[Any, Any]:
+        """The K/V head of a work, and the number of its split."""
+        if not self.spec.partial:
+            return work.kv_head, 0
+        head = work.kv_head // num_splits
+        return head, work.kv_head - head * num_splits
+
+    # -- device: MMA --------------------------------------------------------------------------
+
+    @cute.jit
+    def mma_warp(
+        self,
+        t_mma: cute.TiledMma,
+        acc_mma: cute.TiledMma,
+        storage: Pointers,
+        t: cute.Tensor,
+        acc: cute.Tensor,
+        barriers: Barriers,
+        queue: TileQueue,
+        visible: Visibility,
+        group: Int32,
+    ) -> None:
+        """Issue T of the next tile before T' Z of this one, so that the elementwise warps overlap
+        an MMA."""
+        x_layout = sm100.make_smem_layout_a(t_mma, (DKDV_TILE_N, QUERIES, HEAD_DIM), self.dtype, 1)
+        y_layout = sm100.make_smem_layout_b(
+            t_mma, (DKDV_TILE_N, QUERIES, HEAD_DIM), self.dtype, YZ_STAGES
+        )
+        z_layout = sm100.make_smem_layout_b(
+            acc_mma, (DKDV_TILE_N, HEAD_DIM, QUERIES), self.dtype, YZ_STAGES
+        )
+        done_layout = sm100.make_smem_layout_a(
+            acc_mma, (DKDV_TILE_N, HEAD_DIM, QUERIES), self.dtype, 1
+        )
+        x_frag = t_mma.make_fragment_A(swizzled(storage.x, x_layout))
+        y_frag = t_mma.make_fragment_B(swizzled(storage.yz, y_layout))
+        z_frag = acc_mma.make_fragment_B(swizzled(storage.yz, z_layout))
+        done_frag = acc_mma.get_slice(0).make_fragment_A(
+            cute.make_tensor(t.iterator, done_layout.outer)
+        )
+
+        taken = Int32(0)  # works, from the queue
+        worked = Int32(0)  # those with tiles of queries
+        n = Int32(0)  # uses of the ring
+        issued = Int32(0)  # tiles whose T has been issued
+        added = Int32(0)  # tiles whose T' Z has been issued
+        work = queue.take(taken)
+        while work.exists:
+            first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            count = (end - first) * group
+            if first < end and cta_rank() & (CTAS - 1) == 0:
+                barriers.wait("x_full", worked)
+                for i in cutlass.range(count + 1, unroll=1):
+                    if i < count:
+                        barriers.wait("yz_full", n)
+                        # This overwrites the T' of two tiles ago. The T' Z that reads it has been
+                        # issued, and MMAs run in order.
+                        tcgen05_fence_after()
+                        self.issue_t(t_mma, t, x_frag, y_frag, issued, n)
+                        barriers.commit("yz_empty", n)
+                        barriers.commit("t_full", issued)
+                        n += 1
+                        issued += 1
+                        if i == count - 1:
+                            barriers.commit("x_empty", worked)
+                    if i > 0:
+                        barriers.wait("yz_full", n)
+                        if i == 1:
+                            barriers.wait_previous("acc_empty", worked)
+                        barriers.wait("t_done", added)
+                        tcgen05_fence_after()
+                        self.issue_acc(acc_mma, acc, done_frag, z_frag, added, n, i > 1)
+                        barriers.commit("yz_empty", n)
+                        n += 1
+                        added += 1
+                barriers.commit("acc_full", worked)
+                worked += 1
+            taken += 1
+            work = queue.take(taken)
+
+    @cute.jit
+    def issue_t(
+        self,
+        mma: cute.TiledMma,
+        t: cute.Tensor,
+        x_frag: cute.Tensor,
+        y_frag: cute.Tensor,
+        issued: Int32,
+        n: Int32,
+    ) -> None:
+        stage = n & (YZ_STAGES - 1)
+        t = shifted(t, QUERIES * (issued & (T_STAGES - 1)))
+        mma.set(tcgen05.Field.ACCUMULATE, False)
+        for step in cutlass.range_constexpr(cute.size(x_frag, mode=[2])):
+            cute.gemm(mma, t, x_frag[None, None, step, 0], y_frag[None, None, step, stage], t)
+            mma.set(tcgen05.Field.ACCUMULATE, True)
+
+    @cute.jit
+    def issue_acc(
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        done_frag: cute.Tensor,
+        z_frag: cute.Tensor,
+        added: Int32,
+        n: Int32,
+        accumulate: Boolean,
+    ) -> None:
+        stage = n & (YZ_STAGES - 1)
+        # A 32-bit column of tensor memory holds two values of T'.
+        done = shifted(done_frag, 2 * QUERIES * (added & (T_STAGES - 1)))
+        # Each half of T' begins where the same half of T did, which its own warps have read.
+        done_second = shifted(done, COLUMNS)
+        mma.set(tcgen05.Field.ACCUMULATE, accumulate)
+        steps = cute.size(z_frag, mode=[2])
+        for step in cutlass.range_constexpr(steps):
+            half = done if step < steps // 2 else done_second
+            cute.gemm(mma, acc, half[None, None, step, 0], z_frag[None, None, step, stage], acc)
+            mma.set(tcgen05.Field.ACCUMULATE, True)
+
+    # -- device: elementwise ------------------------------------------------------------------
+
+    @cute.jit
+    def elementwise_warps(
+        self,
+        of_keys: cutlass.Constexpr[bool],
+        t: cute.Tensor,
+        acc: cute.Tensor,
+        storage: Pointers,
+        barriers: Barriers,
+        queue: TileQueue,
+        visible: Visibility,
+        group: Int32,
+        scaling: Scaling,
+        softmax_scale: Float32,
+    ) -> None:
+        """Each thread has half a row of T: a key and 64 queries. The value pair makes P and sends
+        P'; the key pair (`of_keys`) makes dS."""
+        row = cute.arch.thread_idx()[0] % ROWS
+        half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (ROWS // WARP_SIZE)
+        t_rows = t[(None, None), 0, 0]
+        t_half = cute.composition(t_rows, cute.make_layout((ROWS, COLUMNS)))
+        load = tcgen05.make_tmem_copy(
+            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), t_half
+        ).get_slice(row)
+        t_from = shifted(load.partition_S(t_half), half * COLUMNS)
+        values_shape = load.partition_D(cute.make_identity_tensor((ROWS, COLUMNS))).shape
+        words_half = cute.composition(t_rows, cute.make_layout((ROWS, COLUMNS // 2)))
+        store = tcgen05.make_tmem_copy(
+            cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(COLUMNS // 2)), Float32),
+            words_half,
+        ).get_slice(row)
+        words_to = shifted(store.partition_D(words_half), half * COLUMNS)
+        words_shape = store.partition_S(cute.make_identity_tensor((ROWS, COLUMNS // 2))).shape
+
+        stats = cute.make_tensor(
+            storage.stats, cute.make_layout((COLUMNS, QUERIES // COLUMNS, STATS_STAGES))
+        )
+        # A thread's chunks of 16 bytes lie ROWS chunks apart, so that a warp's are contiguous.
+        exchange = shared_address(storage.exchange)
+        exchange += (half * (COLUMNS // CHUNK) * ROWS + row) * 16
+
+        taken = Int32(0)  # works, from the queue
+        worked = Int32(0)  # those with tiles of queries
+        n = Int32(0)  # tiles of queries
+        staged = Int32(0)  # boxes of acc
+        queue.wait(taken)
+        work = queue.read(taken)
+        while work.exists:
+            first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            # Whole tiles of queries need no mask: every key of this CTA is seen by every query.
+            whole_first, whole_end = visible.whole_query_tiles(
+                first_key(work.block), ROWS, work.seqlen_q, work.seqlen_k
+            )
+            count = (end - first) * group
+            tile = first
+            if cutlass.const_expr(of_keys):
+                if first < end:
+                    # P' of this work overwrites what was staged for the previous one.
+                    for stage in cutlass.range_constexpr(OUT_STAGES):
+                        barriers.wait_previous("stored", staged + stage)
+                    barriers.warp_arrives("exchange_free", n)
+            for i in cutlass.range(count, unroll=1):
+                masked = tile < whole_first or tile >= whole_end
+                statistic = stats[None, half, n & (STATS_STAGES - 1)]
+                words = cute.make_rmem_tensor(words_shape, Int32)
+                if cutlass.const_expr(of_keys):
+                    received = cute.make_rmem_tensor((COLUMNS // 2,), Int32)
+                    barriers.wait("exchange_full", n)
+                    for chunk in cutlass.range_constexpr(COLUMNS // CHUNK):
+                        part = load_shared(Int32, exchange + chunk * ROWS * 16, 4)
+                        for j in cutlass.range_constexpr(4):
+                            received[4 * chunk + j] = part[j]
+                    if i < count - 1:
+                        barriers.warp_arrives("exchange_free", n + 1)
+                barriers.wait("stats_full", n)
+                barriers.wait("t_full", n)
+                tcgen05_fence_after()
+                column = QUERIES * (n & (T_STAGES - 1))
+                values = cute.make_rmem_tensor(values_shape, Float32)
+                cute.copy(load, shifted(t_from, column), values)
+                cute.arch.fence_view_async_tmem_load()
+                sent = words  # P', where it is not P
+                if cutlass.const_expr(of_keys):
+                    self.differentiate(values, statistic, received, words)
+                else:
+                    if cutlass.const_expr(self.spec.softcap):
+                        sent = cute.make_rmem_tensor(words_shape, Int32)
+                    self.exponentiate(values, statistic, scaling, words, sent)
+                barriers.warp_arrives("stats_empty", n)
+                if masked:
+                    self.mask(words, sent, tile, row, half, queue, taken, visible)
+                cute.copy(
+                    store,
+                    cute.recast_tensor(words, Float32),
+                    shifted(words_to, column),
+                )
+                cute.arch.fence_view_async_tmem_store()
+                tcgen05_fence_before()
+                barriers.warp_arrives("t_done", n)
+                if cutlass.const_expr(not of_keys):
+                    self.send(sent, exchange, barriers, n)
+                n += 1
+                tile += 1
+                if tile == end:
+                    tile = first
+
+            queue.release(taken)
+            factor = None
+            if cutlass.const_expr(of_keys):
+                factor = softmax_scale
+            if first < end:
+                barriers.wait("acc_full", worked)
+                tcgen05_fence_after()
+            staged = self.stage_output(
+                acc, factor, first < end, row, half, storage, barriers, staged
+            )
+            if first < end:
+                tcgen05_fence_before()
+                barriers.warp_arrives("acc_empty", worked)
+                worked += 1
+            taken += 1
+            queue.wait(taken)
+            work = queue.read(taken)
+        queue.release(taken)
+
+    @cute.jit
+    def exponentiate(
+        self,
+        values: cute.Tensor,
+        lse2: cute.Tensor,
+        scaling: Scaling,
+        words: cute.Tensor,
+        sent: cute.Tensor,
+    ) -> None:
+        """P from S, and P' to send where it is another tensor."""
+        for first in cutlass.range_constexpr(0, COLUMNS, STEP):
+            columns = range(first, first + STEP)
+            p, with_slope = probabilities(
+                values, columns, statistics(lse2, columns), scaling, softcap=self.spec.softcap
+            )
+            for j in cutlass.range_constexpr(STEP // 2):
+                words[first // 2 + j] = pack(self.dtype, *p[j])
+                if cutlass.const_expr(sent is not words):
+                    sent[first // 2 + j] = pack(self.dtype, *with_slope[j])
+
+    @cute.jit
+    def differentiate(
+        self,
+        values: cute.Tensor,
+        delta: cute.Tensor,
+        received: cute.Tensor,
+        words: cute.Tensor,
+    ) -> None:
+        """dS from dP and P'."""
+        for first in cutlass.range_constexpr(0, COLUMNS, STEP):
+            columns = range(first, first + STEP)
+            p = [unpack(self.dtype, received[first // 2 + j]) for j in range(STEP // 2)]
+            ds = score_gradients(p, values, columns, statistics(delta, columns))
+            for j in cutlass.range_constexpr(STEP // 2):
+                words[first // 2 + j] = pack(self.dtype, *ds[j])
+
+    @cute.jit
+    def mask(
+        self,
+        words: cute.Tensor,
+        sent: cute.Tensor,
+        tile: Int32,
+        row: Int32,
+        half: Int32,
+        queue: TileQueue,
+        taken: Int32,
+        visible: Visibility,
+    ) -> None:
+        """Set the columns of queries that do not see the row's key to 0."""
+        keep_branch()
+        work = queue.read(taken)
+        low, high = visible.tokens(first_key(work.block) + row, work.seqlen_q, work.seqlen_k)
+        start = tile * QUERIES + half * COLUMNS
+        if cutlass.const_expr(self.spec.window_right):
+            low = low - start
+        else:
+            low = None
+        mask_words(words, range(COLUMNS), low, high - start)
+        if cutlass.const_expr(sent is not words):
+            mask_words(sent, range(COLUMNS), low, high - start)
+
+    @cute.jit
+    def send(self, words: cute.Tensor, exchange: Int32, barriers: Barriers, n: Int32) -> None:
+        """Send P' to the key pair's thread of the same row and columns."""
+        barriers.wait("exchange_free", n)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == ELEMENTWISE.warps[0]:
+            with cute.arch.elect_one():
+                barriers.expect("exchange_full", n, EXCHANGE_BYTES)
+        partner = cta_rank() ^ CTAS
+        to = remote_address(exchange, partner)
+        full = remote_address(shared_address(barriers.pointer("exchange_full", n)), partner)
+        for chunk in cutlass.range_constexpr(COLUMNS // CHUNK):
+            store_async(to + chunk * ROWS * 16, [words[4 * chunk + j] for j in range(4)], full)
+
+    @cute.jit
+    def stage_output(
+        self,
+        acc: cute.Tensor,
+        factor: Float32 | None,
+        has_tiles: Boolean,
+        row: Int32,
+        half: Int32,
+        storage: Pointers,
+        barriers: Barriers,
+        staged: Int32,
+    ) -> Int32:
+        """Stage acc, times the factor, box by box for TMA, and return the number of boxes so far.
+        A thread has half a row of each box."""
+        columns = self.box // 2
+        acc_rows = cute.composition(acc[(None, None), 0, 0], cute.make_layout((ROWS, columns)))
+        load = tcgen05.make_tmem_copy(
+            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), Float32), acc_rows
+        ).get_slice(row)
+        acc_from = shifted(load.partition_S(acc_rows), half * columns)
+        shape = load.partition_D(cute.make_identity_tensor((ROWS, columns))).shape
+        buffer = cute.recast_ptr(storage.exchange, dtype=self.out_dtype)
+        elements = BOX_BYTES // (self.out_dtype.width // 8)
+        out_smem = boxes(buffer, ROWS, (OUT_STAGES, elements), columns=self.box)
+        for box in cutlass.range(HEAD_DIM // self.box, unroll=1):
+            values = cute.make_rmem_tensor(shape, Float32)
+            if has_tiles:
+                cute.copy(load, shifted(acc_from, box * self.box), values)
+                cute.arch.fence_view_async_tmem_load()
+            else:  # no query sees these keys; acc may hold anything
+                values.fill(0.0)
+            if cutlass.const_expr(factor is not None):
+                scale_row(values, factor)
+            rounded = round_row(values, self.out_dtype)
+            barriers.wait_previous("stored", staged)
+            smem_row = out_smem[row, None, staged & (OUT_STAGES - 1)]
+            part = cute.logical_divide(smem_row, cute.make_layout(columns))[None, half]
+            stage_row(rounded, part)
+            cute.arch.fence_view_async_shared()
+            barriers.warp_arrives("staged", staged)
+            staged += 1
+        return staged
+
+    # -- device: store ------------------------------------------------------------------------
+
+    @cute.jit
+    def store_warp(
+        self,
+        tma: cute.CopyAtom,
+        x: cute.Tensor,
+        storage: Pointers,
+        barriers: Barriers,
+        queue: TileQueue,
+        num_splits: Int32,
+        batch: Int32,
+    ) -> None:
+        buffer = cute.recast_ptr(storage.exchange, dtype=self.out_dtype)
+        elements = BOX_BYTES // (self.out_dtype.width // 8)
+        out_smem = boxes(buffer, ROWS, (OUT_STAGES, elements), columns=self.box)
+        taken = Int32(0)  # works, from the queue
+        stored = Int32(0)
+        work = queue.take(taken)
+        while work.exists:
+            head, split = self.head_and_split(work, num_splits)
+            outer = work.sequence
+            if cutlass.const_expr(self.spec.partial):
+                outer = split if self.spec.varlen_k else split * batch + work.sequence
+            index = CTAS * work.block + (cta_rank() & (CTAS - 1))
+            rows = self.out_rows.box(x, index, head, outer, work.k_start, work.seqlen_k)
+            tiled = cute.local_tile(rows, (ROWS, self.box), (0, None))
+            to, source = partition(tma, tiled, out_smem)
+            for box in cutlass.range_constexpr(HEAD_DIM // self.box):
+                barriers.wait("staged", stored)
+                with cute.arch.elect_one():
+                    cute.copy(tma, source[None, stored & (OUT_STAGES - 1)], to[None, box])
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    barriers.arrive("stored", stored)
+                stored += 1
+            taken += 1
+            work = queue.take(taken)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)
+
+
+def first_key(block: Any) -> Any:
+    """The first key of this CTA in a work's tile of keys."""
+    return (CTAS * block + (cta_rank() & (CTAS - 1))) * ROWS
+
+
+def following(tile: Any, head: Any, first: Any, end: Any) -> tuple[Any, Any]:
+    """The next tile of queries and its head, after all tiles of a head the next head's first."""
+    last = tile + 1 == end
+    return cutlass.select_(last, first, tile + 1), cutlass.select_(last, head + 1, head)
+
+
+def statistics(stats: cute.Tensor, columns: range) -> dict[int, Any]:
+    """The columns' statistics, loaded from shared memory, by column."""
+    values = cute.make_rmem_tensor((len(columns),), Float32)
+    part = cute.logical_divide(stats, cute.make_layout(len(columns)))
+    cute.autovec_copy(part[None, columns.start // len(columns)], values)
+    return {column: values[j] for j, column in enumerate(columns)}
