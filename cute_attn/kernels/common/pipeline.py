@@ -5,8 +5,9 @@ addresses in shared memory, the initialisation, the names in the emulator's repo
 the kernel's documentation.
 
 Producers and consumers count the uses of an edge from 0. Use `n` is stage `n % stages`, and `n`
-also implies the phase to wait for, so no thread keeps a phase bit. Kernels whose number of stages
-is not a power of two count stages and phases themselves, with `stage_pointer` or `address`.
+also implies the phase to wait for, so no thread keeps a phase bit. Where the number of stages is no
+power of two, this takes a division; a kernel that cannot afford it counts stages and phases itself,
+with `stage_pointer` or `address`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import tcgen05
 
 from .carried import Carried
@@ -210,16 +211,20 @@ class Barriers(Carried):
 
     def pointer(self, name: str, n: Any) -> cute.Pointer:
         """The mbarrier of use n."""
-        return self.stage_pointer(name, n & (self._ring(name) - 1))
+        return self.stage_pointer(name, self.stage(name, n))
 
-    def phase(self, name: str, n: Any) -> Any:
-        return (Int32(n) >> (self._ring(name).bit_length() - 1)) & 1
-
-    def _ring(self, name: str) -> int:
+    def stage(self, name: str, n: Any) -> Any:
+        """The stage of use n."""
         stages = self.pipeline[name].stages
         if stages & (stages - 1):
-            raise ValueError(f"uses of {name} cannot be counted: {stages} is no power of two")
-        return stages
+            return Int32(Uint32(n) % stages)
+        return n & (stages - 1)
+
+    def phase(self, name: str, n: Any) -> Any:
+        stages = self.pipeline[name].stages
+        if stages & (stages - 1):
+            return Int32(Uint32(n) // stages) & 1
+        return (Int32(n) >> (stages.bit_length() - 1)) & 1
 
     def wait(self, name: str, n: Any) -> None:
         """Wait, as a consumer, until use n is full."""

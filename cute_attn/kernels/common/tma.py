@@ -131,9 +131,9 @@ def load_boxes(
     """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages)."""
     tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
     source, to = partition(tma, tiled, smem)
-    stages = cute.size(smem, mode=[3])
+    stage = barriers.stage(edge, n)
     for box in cutlass.range_constexpr(cute.size(smem, mode=[2])):
         cute.copy(
-            tma, source[None, box], to[None, box, n & (stages - 1)],
+            tma, source[None, box], to[None, box, stage],
             tma_bar_ptr=barriers.pointer(edge, n),
         )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32
+from cutlass.cute.nvgpu import tcgen05
 
 MAX_TMEM_COLUMNS = 512  # of 32 bits, in each of 128 lanes
 
@@ -69,3 +70,29 @@ class TensorMemory:
 def shifted(x: cute.Tensor, columns: Any) -> cute.Tensor:
     """x moved by `columns`, in units of its elements; for example to another stage."""
     return cute.make_tensor(x.iterator + columns, x.layout)
+
+
+def first_columns(accumulator: cute.Tensor, columns: int) -> cute.Tensor:
+    """The first columns of an accumulator: (rows of the CTA, columns)."""
+    rows = accumulator[(None, None), 0, 0]
+    return cute.composition(rows, cute.make_layout((cute.size(rows, mode=[0]), columns)))
+
+
+def row_load(rows: cute.Tensor, row: Any, columns: int) -> tuple[cute.TiledCopy, cute.Tensor, Any]:
+    """(copy, its source, shape of its values) for a thread to load its row, `columns` at once."""
+    copy = _row_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), rows, row)
+    return copy, copy.partition_S(rows), copy.partition_D(_identity(rows)).shape
+
+
+def row_store(rows: cute.Tensor, row: Any, columns: int) -> tuple[cute.TiledCopy, cute.Tensor, Any]:
+    """(copy, its target, shape of its values) for a thread to store its row, as `row_load`."""
+    copy = _row_copy(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), rows, row)
+    return copy, copy.partition_D(rows), copy.partition_S(_identity(rows)).shape
+
+
+def _row_copy(op: Any, rows: cute.Tensor, row: Any) -> Any:
+    return tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), rows).get_slice(row)
+
+
+def _identity(rows: cute.Tensor) -> cute.Tensor:
+    return cute.make_identity_tensor(rows.shape)

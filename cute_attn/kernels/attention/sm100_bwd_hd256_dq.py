@@ -1,0 +1,733 @@
+"""Gradient of q of softmax attention at head_dim 256 for SM100: clusters of two CTAs, MMAs across
+both.
+
+A cluster computes dQ of a tile of 256 query rows, over its visible K/V tiles of 128 keys from the
+last to the first. Each CTA holds 128 of the rows. It loads half of the keys of K and V, and K once
+more as half of its columns; the MMAs of cta_group::2 read both CTAs' halves.
+
+    S  = Q K^T       256 x 128, K = 256    Q and K in shared memory, S in tensor memory
+    dP = dO V^T      256 x 128, K = 256    dO and V in shared memory, dP in tensor memory
+    dS = P (dP - delta)                    in place of dP; P = 2^(c S - lse2), see `gradient`
+    dQ = dQ + dS K   256 x 256, K = 128    dS and dQ in tensor memory, K in shared memory
+
+Every buffer has one stage, or one for each operand, yet the MMAs need not wait: while S of the next
+K/V tile and dP of this one are computed, P waits in registers and dS is made.
+
+    warps    role         work on a tile
+    8        load         dO, V_0, K_0, Q, K_1, K_0 by columns, V_1, ... by TMA
+    9        mma          dP_0, S_0, S_1, dQ += dS_0 K_0, dP_1, S_2, ... (CTA 0 issues for both)
+    0-7      elementwise  half a row for each thread: S, dP -> dS; at the end dQ -> shared memory
+    10       store        dQ by TMA, from Q's buffer
+    11       scheduler    publishes the next tile to all other warps
+
+`EDGES` declares the pipeline; `TMEM`, `Sm100Hd256Dq.smem` and the register counts below
+declare the budgets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.dtypes import DTYPE
+from ..common.numbers import INF
+from ..common.pipeline import (
+    CTAS,
+    Barriers,
+    Edge,
+    Kind,
+    Pipeline,
+    Reach,
+    Role,
+    report_names,
+)
+from ..common.ptx.cluster import cta_rank
+from ..common.ptx.compiler import keep_branch
+from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
+from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ..common.spec import WARP_SIZE
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
+from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
+from .arguments import FakeArguments
+from .epilogue import round_row, scale_row, stage_row
+from .gradient import probabilities, score_gradients
+from .mask import mask_row
+from .sequences import Sequences
+from .sm100_mma import (
+    HEAD_DIM,
+    OVER_HEAD_DIM,
+    OVER_TILE,
+    accumulator,
+    halves_apart,
+    issue_mma,
+    mma_over_head_dim,
+    mma_over_tile,
+    shared_a,
+    shared_b,
+    tensor_a,
+)
+from .softmax import Scaling
+from .spec import TILE_M, TILE_N, Hd256BackwardSpec
+from .statistics import DELTA, LSE2, padded_start
+from .visibility import Visibility
+from .work import TileMap, Work, heads_in_l2
+
+ROWS = TILE_M // CTAS  # query rows of a CTA
+KEYS = TILE_N // CTAS  # rows of K and V that a CTA loads
+DIMS = HEAD_DIM // CTAS  # columns of K that a CTA loads
+COLUMNS = TILE_N // 2  # of S and dP, of each thread of the two elementwise warpgroups
+
+KV_STAGES = 3
+DQ_BOXES = HEAD_DIM // BOX
+
+FRAGMENT = 32  # columns of a row that a TMEM instruction loads or stores
+
+TMEM = TensorMemory(
+    Region("s", TILE_N, holds="S"),
+    Region("dp", TILE_N, holds="dP, and dS in its place"),
+    Region("dq", HEAD_DIM, holds="dQ"),
+    pair=True,
+)
+
+# Warps.
+ELEMENTWISE = Role("elementwise", range(0, 8))
+LOAD, MMA = Role("load", range(8, 9)), Role("mma", range(9, 10))
+STORE, SCHEDULER = Role("store", range(10, 11)), Role("scheduler", range(11, 12))
+ROLES = (ELEMENTWISE, LOAD, MMA, STORE, SCHEDULER)
+WORKERS = Role("all others", range(0, 11))
+Q_WRITERS = Role("load, elementwise", range(0, 9))
+NUM_WARPS = sum(map(len, ROLES))
+
+# Registers of a thread: all 384 threads start with 168; warps 8-11 give some up to elementwise.
+ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 200, 96
+assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
+
+# In the order in which a tile meets them. Uses count tiles for the last edge of Q; tiles with
+# visible keys for dO, the other edge of Q, and dQ; boxes for dQ's buffers; operands for "kv", where
+# V, K and K by columns are three uses of one ring; and K/V tiles for the rest.
+EDGES = (
+    *TileQueue.edges(SCHEDULER, WORKERS),
+    Edge("do_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "dO"),
+    Edge("do_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "dO's buffer, after the last dP"),
+    Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
+    Edge("kv_full", LOAD, MMA, KV_STAGES, Kind.BYTES, Reach.LEADER, "V, K or K by columns"),
+    Edge("kv_empty", MMA, LOAD, KV_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
+    Edge("s_full", MMA, ELEMENTWISE, 1, Kind.COMMIT, Reach.PAIR, "S"),
+    Edge("s_read", ELEMENTWISE, MMA, 1, Kind.WARPS, Reach.LEADER, "S's columns"),
+    Edge("dp_full", MMA, ELEMENTWISE, 1, Kind.COMMIT, Reach.PAIR, "dP"),
+    Edge("ds_full", ELEMENTWISE, MMA, 1, Kind.WARPS, Reach.LEADER, "dS, in place of dP"),
+    Edge("dq_full", MMA, ELEMENTWISE, 1, Kind.COMMIT, Reach.PAIR, "dQ"),
+    Edge("dq_read", ELEMENTWISE, MMA, 1, Kind.WARPS, Reach.LEADER, "dQ's columns"),
+    Edge("dq_staged", ELEMENTWISE, STORE, DQ_BOXES, Kind.WARPS, payload="a box of dQ"),
+    Edge("q_empty", STORE, Q_WRITERS, 1, Kind.WARPS, payload="Q's buffer, which held dQ"),
+)
+
+Q_BYTES = ROWS * HEAD_DIM * 2
+KV_BYTES = KEYS * HEAD_DIM * 2
+assert KV_BYTES == TILE_N * DIMS * 2, "K by rows and K by columns share a ring"
+
+
+class Sm100Hd256Dq:
+    """The kernel for one Hd256BackwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Hd256BackwardSpec):
+        if spec.partial:
+            raise ValueError("partial is True, the dQ kernel has no partial sums")
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.scheduler = SCHEDULER_CLASSES[spec.scheduler]
+        self.pipeline = Pipeline(*EDGES, *self.scheduler.edges(SCHEDULER))
+        self.smem = SharedMemory(
+            Buffer(
+                "q", self.dtype, ROWS * HEAD_DIM, 1, SWIZZLE_ALIGNMENT,
+                "Q, 128 x 256, and at the end dQ",
+            ),
+            Buffer("do", self.dtype, ROWS * HEAD_DIM, 1, SWIZZLE_ALIGNMENT, "dO, 128 x 256"),
+            Buffer(
+                "kv", self.dtype, KEYS * HEAD_DIM, KV_STAGES, SWIZZLE_ALIGNMENT,
+                "K or V, 64 x 256, or K, 128 x 128",
+            ),
+            TileQueue.buffer(Work),
+            Buffer("clc_response", Int32, CLC_RESPONSE_BYTES // 4),
+            Buffer("barriers", Int64, self.pipeline.count),
+            Buffer("tmem_address", Int32, 1),
+        )  # fmt: skip
+        self.q_rows = BoxedRows(ROWS, HEAD_DIM, spec.ragged_q, batched=not spec.varlen_q)
+        self.k_rows, self.k_columns = (
+            BoxedRows(rows, HEAD_DIM, spec.ragged_k, batched=not spec.varlen_k)
+            for rows in (KEYS, TILE_N)
+        )
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, ROLES, shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, HEAD_DIM)
+        return (
+            fake.q(),
+            fake.k(),
+            fake.k(),
+            fake.q(),
+            fake.stats(),
+            fake.q(),
+            *fake.sequences(),
+            Float32(1.0),
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        stats: cute.Tensor,
+        dq: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_clusters: Int32,
+        stream: Any,
+    ) -> None:
+        spec = self.spec
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        if cutlass.const_expr(spec.varlen_q):
+            batch = cu_seqlens_q.shape[0] - 1
+        else:
+            batch = q.shape[0]
+        seqlen_k = k.shape[-3]
+
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        q_copy, do_copy = self.q_rows.atom(load, q), self.q_rows.atom(load, do)
+        k_copy, v_copy = self.k_rows.atom(load, k), self.k_rows.atom(load, v)
+        k_columns_copy = self.k_columns.atom(load, k)
+        dq_copy = self.q_rows.atom(store, dq)
+
+        head_bytes = Int64(seqlen_k) * (2 * 2 * HEAD_DIM)  # of K and V
+        heads_at_once = heads_in_l2(head_bytes, heads * batch)
+        queries = Sequences(q.shape[-3], cu_seqlens_q, seqused_q)
+        keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
+        num_tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once).count()
+        if cutlass.const_expr(spec.softcap):
+            scaling = Scaling.of(softmax_scale, softcap)
+        else:
+            scaling = Scaling.of(softmax_scale)
+
+        self.kernel(
+            *q_copy, *do_copy, *k_copy, *v_copy, *k_columns_copy, *dq_copy, stats,
+            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            softmax_scale, scaling, window_left, window_right,
+            heads, kv_heads, batch, q.shape[-3], seqlen_k, heads_at_once, num_tiles,
+        ).launch(
+            grid=[CTAS * self.scheduler.clusters(num_tiles, num_clusters), 1, 1],
+            block=[NUM_WARPS * WARP_SIZE, 1, 1],
+            cluster=[CTAS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    def tile_map(
+        self,
+        queries: Sequences,
+        keys: Sequences,
+        heads: Any,
+        kv_heads: Any,
+        batch: Any,
+        heads_at_once: Any,
+    ) -> TileMap:
+        return TileMap(
+            TILE_M, 1, self.spec.window_right, queries, keys, heads, kv_heads, batch, heads_at_once
+        )
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_tma: cute.CopyAtom,
+        q: cute.Tensor,
+        do_tma: cute.CopyAtom,
+        do: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        k_columns_tma: cute.CopyAtom,
+        k_columns: cute.Tensor,
+        dq_tma: cute.CopyAtom,
+        dq: cute.Tensor,
+        stats: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        scaling: Scaling,
+        window_left: Int32,
+        window_right: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_at_once: Int32,
+        num_tiles: Int32,
+    ) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+
+        if warp == LOAD.warps[0]:
+            for tma in (q_tma, do_tma, k_tma, v_tma, k_columns_tma, dq_tma):
+                cpasync.prefetch_descriptor(tma)
+            with cute.arch.elect_one():
+                barriers.init()
+            cute.arch.mbarrier_init_fence()
+        if warp == MMA.warps[0]:
+            TMEM.allocate(storage.tmem_address)
+            tcgen05_fence_before()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        tcgen05_fence_after()
+
+        s_mma, dq_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
+        s = accumulator(s_mma, TILE_N, TMEM.pointer("s"))
+        dp = accumulator(s_mma, TILE_N, TMEM.pointer("dp"))
+        dq_acc = accumulator(dq_mma, HEAD_DIM, TMEM.pointer("dq"))
+
+        queue = TileQueue(Work, storage.work, barriers)
+        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
+        visible = Visibility(
+            TILE_M, TILE_N, 1,
+            window_left if self.spec.window_left else None,
+            window_right if self.spec.window_right else None,
+        )  # fmt: skip
+
+        # setmaxregister applies to whole warpgroups.
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if warp == SCHEDULER.warps[0]:
+                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
+                tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once)
+                scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
+                queue.fill(scheduler, tiles)
+            elif warp == LOAD.warps[0]:
+                self.load_warp(
+                    q_tma, q, do_tma, do, k_tma, k, v_tma, v, k_columns_tma, k_columns,
+                    storage, barriers, queue, visible,
+                )  # fmt: skip
+            elif warp == MMA.warps[0]:
+                self.mma_warp(s_mma, dq_mma, storage, s, dp, dq_acc, barriers, queue, visible)
+            else:
+                self.store_warp(dq_tma, dq, storage, barriers, queue)
+        else:
+            cute.arch.setmaxregister_increase(ELEMENTWISE_REGISTERS)
+            self.elementwise_warps(
+                s, dp, dq_acc, stats, storage, barriers, queue, visible, queries,
+                softmax_scale, scaling,
+            )  # fmt: skip
+
+        # A CTA must not exit while the other may still signal its mbarriers or read its smem.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp == MMA.warps[0]:
+            TMEM.free()
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        q_tma: cute.CopyAtom,
+        q: cute.Tensor,
+        do_tma: cute.CopyAtom,
+        do: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        k_columns_tma: cute.CopyAtom,
+        k_columns: cute.Tensor,
+        storage: Pointers,
+        barriers: Barriers,
+        queue: TileQueue,
+        visible: Visibility,
+    ) -> None:
+        """Load the operands of each tile in the order of the MMAs; each CTA loads its half."""
+        across = HEAD_DIM // BOX
+        q_smem = boxes(storage.q, ROWS, (across, ROWS * BOX), (1, Q_BYTES // 2))
+        do_smem = boxes(storage.do, ROWS, (across, ROWS * BOX), (1, Q_BYTES // 2))
+        rows_smem = boxes(storage.kv, KEYS, (across, KEYS * BOX), (KV_STAGES, KV_BYTES // 2))
+        columns_smem = boxes(
+            storage.kv, TILE_N, (DIMS // BOX, TILE_N * BOX), (KV_STAGES, KV_BYTES // 2)
+        )
+        taken = Int32(0)  # tiles, from the queue
+        loaded = Int32(0)  # tiles with visible keys
+        n = Int32(0)  # uses of the ring
+        work = queue.take(taken)
+        while work.exists:
+            cta = cta_rank()
+            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            if first < end:
+                barriers.wait_previous("do_empty", loaded)
+                barriers.leader_expects("do_full", loaded, Q_BYTES, cta)
+                rows = self.q_rows.box(do, CTAS * work.block + cta, *work.queries)
+                load_boxes(do_tma, rows, do_smem, barriers, "do_full", loaded)
+                self.load_rows(v_tma, v, end - 1, work, rows_smem, barriers, n)
+                n += 1
+                for i in cutlass.range(end - first + 1, unroll=1):
+                    key_tile = end - 1 - i
+                    if key_tile >= first:
+                        self.load_rows(k_tma, k, key_tile, work, rows_smem, barriers, n)
+                        n += 1
+                    if i == 0:
+                        barriers.wait_previous("q_empty", taken)
+                        barriers.leader_expects("q_full", loaded, Q_BYTES, cta)
+                        rows = self.q_rows.box(q, CTAS * work.block + cta, *work.queries)
+                        load_boxes(q_tma, rows, q_smem, barriers, "q_full", loaded)
+                    else:
+                        barriers.wait_previous("kv_empty", n)
+                        barriers.leader_expects("kv_full", n, KV_BYTES, cta)
+                        keys = self.k_columns.box(k_columns, key_tile + 1, *work.keys)
+                        keys = cute.domain_offset((0, cta * DIMS), keys)
+                        load_boxes(k_columns_tma, keys, columns_smem, barriers, "kv_full", n)
+                        n += 1
+                        if key_tile >= first:
+                            self.load_rows(v_tma, v, key_tile, work, rows_smem, barriers, n)
+                            n += 1
+                loaded += 1
+            else:  # every phase has to be waited for: waits see its parity only
+                barriers.wait_previous("q_empty", taken)
+            taken += 1
+            work = queue.take(taken)
+
+    @cute.jit
+    def load_rows(
+        self,
+        tma: cute.CopyAtom,
+        x: cute.Tensor,
+        key_tile: Int32,
+        work: Work,
+        smem: cute.Tensor,
+        barriers: Barriers,
+        n: Int32,
+    ) -> None:
+        """Load a CTA's half of the rows of K or V."""
+        cta = cta_rank()
+        barriers.wait_previous("kv_empty", n)
+        barriers.leader_expects("kv_full", n, KV_BYTES, cta)
+        rows = self.k_rows.box(x, CTAS * key_tile + cta, *work.keys)
+        load_boxes(tma, rows, smem, barriers, "kv_full", n)
+
+    # -- device: MMA --------------------------------------------------------------------------
+
+    @cute.jit
+    def mma_warp(
+        self,
+        s_mma: cute.TiledMma,
+        dq_mma: cute.TiledMma,
+        storage: Pointers,
+        s: cute.Tensor,
+        dp: cute.Tensor,
+        dq_acc: cute.Tensor,
+        barriers: Barriers,
+        queue: TileQueue,
+        visible: Visibility,
+    ) -> None:
+        """Issue S of the next K/V tile before dQ of this one, so that dS is made during an MMA.
+
+        dP overwrites dS of the K/V tile before. The MMA that reads it has been issued, and MMAs run
+        in order.
+        """
+        q_frag = shared_a(s_mma, OVER_HEAD_DIM, self.dtype, storage.q)
+        do_frag = shared_a(s_mma, OVER_HEAD_DIM, self.dtype, storage.do)
+        rows_frag = shared_b(s_mma, OVER_HEAD_DIM, self.dtype, storage.kv, KV_STAGES)
+        columns_frag = shared_b(dq_mma, OVER_TILE, self.dtype, storage.kv, KV_STAGES)
+        ds_frag = tensor_a(dq_mma, OVER_TILE, self.dtype, TMEM.offsets["dp"])
+        ds_frag = halves_apart(ds_frag, COLUMNS)
+
+        taken = Int32(0)  # tiles, from the queue
+        done = Int32(0)  # tiles with visible keys
+        n = Int32(0)  # uses of the ring
+        issued = Int32(0)  # K/V tiles whose S has been issued
+        added = Int32(0)  # K/V tiles whose dS K has been issued
+        work = queue.take(taken)
+        while work.exists:
+            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            if first < end and cta_rank() == 0:
+                barriers.wait("do_full", done)
+                self.issue_dp(s_mma, dp, do_frag, rows_frag, barriers, n, added)
+                n += 1
+                if end - first == 1:
+                    barriers.commit("do_empty", done)
+                barriers.wait("q_full", done)
+                for i in cutlass.range(end - first + 1, unroll=1):
+                    if i < end - first:
+                        barriers.wait("kv_full", n)
+                        barriers.wait_previous("s_read", issued)
+                        tcgen05_fence_after()
+                        stage = barriers.stage("kv_full", n)
+                        issue_mma(s_mma, s, q_frag, rows_frag, stage, False)
+                        barriers.commit("kv_empty", n)
+                        barriers.commit("s_full", issued)
+                        n += 1
+                        issued += 1
+                    if i > 0:
+                        if i == 1:
+                            barriers.wait_previous("dq_read", done)
+                        barriers.wait("kv_full", n)
+                        barriers.wait("ds_full", added)
+                        tcgen05_fence_after()
+                        stage = barriers.stage("kv_full", n)
+                        issue_mma(dq_mma, dq_acc, ds_frag, columns_frag, stage, i > 1)
+                        barriers.commit("kv_empty", n)
+                        n += 1
+                        added += 1
+                        if i < end - first:
+                            self.issue_dp(s_mma, dp, do_frag, rows_frag, barriers, n, added)
+                            n += 1
+                            if i == end - first - 1:
+                                barriers.commit("do_empty", done)
+                barriers.commit("dq_full", done)
+                done += 1
+            taken += 1
+            work = queue.take(taken)
+
+    @cute.jit
+    def issue_dp(
+        self,
+        mma: cute.TiledMma,
+        dp: cute.Tensor,
+        do_frag: cute.Tensor,
+        rows_frag: cute.Tensor,
+        barriers: Barriers,
+        n: Int32,
+        issued: Int32,
+    ) -> None:
+        barriers.wait("kv_full", n)
+        tcgen05_fence_after()
+        issue_mma(mma, dp, do_frag, rows_frag, barriers.stage("kv_full", n), False)
+        barriers.commit("kv_empty", n)
+        barriers.commit("dp_full", issued)
+
+    # -- device: elementwise ------------------------------------------------------------------
+
+    @cute.jit
+    def elementwise_warps(
+        self,
+        s: cute.Tensor,
+        dp: cute.Tensor,
+        dq_acc: cute.Tensor,
+        stats: cute.Tensor,
+        storage: Pointers,
+        barriers: Barriers,
+        queue: TileQueue,
+        visible: Visibility,
+        queries: Sequences,
+        softmax_scale: Float32,
+        scaling: Scaling,
+    ) -> None:
+        """Each thread has half a row of S and dP, and writes dS over dP; at the end it stages half
+        of each box of its row of dQ."""
+        row = cute.arch.thread_idx()[0] % ROWS
+        half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // ROWS)
+        s_load, s_from, _ = row_load(first_columns(s, COLUMNS), row, FRAGMENT)
+        dp_load, dp_from, shape = row_load(first_columns(dp, COLUMNS), row, FRAGMENT)
+        ds_store, ds_to, words_shape = row_store(
+            first_columns(dp, COLUMNS // 2), row, FRAGMENT // 2
+        )
+        s_from, dp_from = shifted(s_from, half * COLUMNS), shifted(dp_from, half * COLUMNS)
+        ds_to = shifted(ds_to, half * COLUMNS)
+
+        taken = Int32(0)  # tiles, from the queue
+        done = Int32(0)  # tiles with visible keys
+        n = Int32(0)  # K/V tiles
+        # The stage is released late: reading the work twice saves registers.
+        queue.wait(taken)
+        work = queue.read(taken)
+        while work.exists:
+            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first_row = (CTAS * work.block + cta_rank()) * ROWS
+            # Whole K/V tiles need no mask: every row of this CTA sees every key.
+            whole_first, whole_end = visible.whole_key_tiles(
+                first_row, ROWS, work.seqlen_q, work.seqlen_k
+            )
+            lse2, delta = Float32(INF), Float32(0.0)
+            if first_row + row < work.seqlen_q:
+                at = padded_start(queries, work.sequence) + first_row + row
+                lse2, delta = stats[LSE2, work.head, at], stats[DELTA, work.head, at]
+            for i in cutlass.range(end - first, unroll=1):
+                key_tile = end - 1 - i
+                barriers.wait("s_full", n)
+                tcgen05_fence_after()
+                values = cute.make_rmem_tensor(shape, Float32)
+                cute.copy(s_load, s_from, values)
+                cute.arch.fence_view_async_tmem_load()
+                tcgen05_fence_before()
+                barriers.warp_arrives("s_read", n)
+                self.to_probabilities(values, lse2, scaling)
+
+                barriers.wait("dp_full", n)
+                tcgen05_fence_after()
+                gradients = cute.make_rmem_tensor(shape, Float32)
+                cute.copy(dp_load, dp_from, gradients)
+                cute.arch.fence_view_async_tmem_load()
+                self.to_score_gradients(values, gradients, delta)
+                if key_tile < whole_first or key_tile >= whole_end:
+                    self.mask(gradients, key_tile, row, half, queue, taken, visible)
+                self.store_row(gradients, ds_store, ds_to, words_shape)
+                cute.arch.fence_view_async_tmem_store()
+                tcgen05_fence_before()
+                barriers.warp_arrives("ds_full", n)
+                n += 1
+
+            queue.release(taken)
+            self.stage_dq(
+                dq_acc, storage, barriers, row, half, taken, done,
+                first < end, lse2 != INF, softmax_scale,
+            )  # fmt: skip
+            if first < end:
+                done += 1
+            taken += 1
+            queue.wait(taken)
+            work = queue.read(taken)
+        queue.release(taken)
+
+    @cute.jit
+    def to_probabilities(self, values: cute.Tensor, lse2: Float32, scaling: Scaling) -> None:
+        """Replace S by P, times the slope of a softcap."""
+        for fragment in cutlass.range_constexpr(COLUMNS // FRAGMENT):
+            columns = range(fragment * FRAGMENT, (fragment + 1) * FRAGMENT)
+            _, p = probabilities(values, columns, lse2, scaling, softcap=self.spec.softcap)
+            for j in cutlass.range_constexpr(FRAGMENT // 2):
+                values[columns[2 * j]], values[columns[2 * j + 1]] = p[j]
+
+    @cute.jit
+    def to_score_gradients(self, p: cute.Tensor, gradients: cute.Tensor, delta: Float32) -> None:
+        """Replace dP by dS."""
+        pairs = [(p[j], p[j + 1]) for j in range(0, COLUMNS, 2)]
+        ds = score_gradients(pairs, gradients, range(COLUMNS), delta)
+        for j in cutlass.range_constexpr(COLUMNS // 2):
+            gradients[2 * j], gradients[2 * j + 1] = ds[j]
+
+    @cute.jit
+    def mask(
+        self,
+        gradients: cute.Tensor,
+        key_tile: Int32,
+        row: Int32,
+        half: Int32,
+        queue: TileQueue,
+        taken: Int32,
+        visible: Visibility,
+    ) -> None:
+        """Set dS of keys that the row does not see to 0."""
+        keep_branch()
+        work = queue.read(taken)
+        token = (CTAS * work.block + cta_rank()) * ROWS + row
+        low, high = visible.keys(token, work.seqlen_q, work.seqlen_k)
+        left = key_tile * TILE_N + half * COLUMNS
+        low, high = low - left, high - left
+        mask_row(gradients, range(COLUMNS), low if self.spec.window_left else None, high, 0.0)
+
+    @cute.jit
+    def store_row(
+        self, gradients: cute.Tensor, store: cute.TiledCopy, to: cute.Tensor, shape: Any
+    ) -> None:
+        """Round dS and store it to tensor memory, two values in a word."""
+        words = cute.make_rmem_tensor(shape, Float32)
+        rounded = cute.make_tensor(
+            cute.recast_ptr(words.iterator, dtype=self.dtype), cute.make_layout(COLUMNS)
+        )
+        rounded.store(round_row(gradients, self.dtype).load())
+        cute.copy(store, words, to)
+
+    @cute.jit
+    def stage_dq(
+        self,
+        dq_acc: cute.Tensor,
+        storage: Pointers,
+        barriers: Barriers,
+        row: Int32,
+        half: Int32,
+        taken: Int32,
+        done: Int32,
+        computed: Boolean,
+        sees: Boolean,
+        softmax_scale: Float32,
+    ) -> None:
+        """Stage dQ in Q's buffer; 0 in rows that see no key, and if nothing was computed."""
+        width = BOX // 2  # columns of a box for each warpgroup
+        load, dq_from, shape = row_load(first_columns(dq_acc, width), row, width)
+        dq_from = shifted(dq_from, half * width)
+        dq_smem = boxes(storage.q, ROWS, (DQ_BOXES, ROWS * BOX))
+        if computed:
+            barriers.wait("dq_full", done)
+            tcgen05_fence_after()
+        barriers.wait_previous("q_empty", taken)
+        for box in cutlass.range(DQ_BOXES, unroll=1):
+            values = cute.make_rmem_tensor(shape, Float32)
+            if computed:
+                cute.copy(load, shifted(dq_from, box * BOX), values)
+                cute.arch.fence_view_async_tmem_load()
+            if not sees:  # dQ may hold anything
+                values.fill(0.0)
+            scale_row(values, softmax_scale)
+            halves = cute.logical_divide(dq_smem[row, None, box], cute.make_layout(width))
+            stage_row(round_row(values, self.dtype), halves[None, half])
+            cute.arch.fence_view_async_shared()
+            barriers.warp_arrives("dq_staged", DQ_BOXES * taken + box)
+        if computed:
+            tcgen05_fence_before()
+            barriers.warp_arrives("dq_read", done)
+
+    # -- device: store ------------------------------------------------------------------------
+
+    @cute.jit
+    def store_warp(
+        self,
+        dq_tma: cute.CopyAtom,
+        dq: cute.Tensor,
+        storage: Pointers,
+        barriers: Barriers,
+        queue: TileQueue,
+    ) -> None:
+        dq_smem = boxes(storage.q, ROWS, (DQ_BOXES, ROWS * BOX))
+        taken = Int32(0)  # tiles, from the queue
+        work = queue.take(taken)
+        while work.exists:
+            rows = self.q_rows.box(dq, CTAS * work.block + cta_rank(), *work.queries)
+            tiled = cute.local_tile(rows, (ROWS, BOX), (0, None))
+            dq_to, dq_from = partition(dq_tma, tiled, dq_smem)
+            for box in cutlass.range_constexpr(DQ_BOXES):
+                barriers.wait("dq_staged", DQ_BOXES * taken + box)
+                with cute.arch.elect_one():
+                    cute.copy(dq_tma, dq_from[None, box], dq_to[None, box])
+                    cute.arch.cp_async_bulk_commit_group()
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                barriers.arrive("q_empty", taken)
+            taken += 1
+            work = queue.take(taken)
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)
