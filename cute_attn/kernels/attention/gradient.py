@@ -6,7 +6,7 @@
 
 Functions work on pairs of a thread's values. Where the thread has a row of S, `lse2` and `delta`
 are the row's scalars; where it has a column, or a row of S^T, they are indexed like the values.
-Hidden values may have any P and dS: the caller replaces them by 0 (`mask.mask_row`).
+Hidden values may have any P and dS: the caller replaces them by 0 (`mask.mask_words`).
 """
 
 from __future__ import annotations

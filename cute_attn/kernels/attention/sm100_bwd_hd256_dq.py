@@ -48,6 +48,7 @@ from ..common.pipeline import (
 )
 from ..common.ptx.cluster import cta_rank
 from ..common.ptx.compiler import keep_branch
+from ..common.ptx.convert import pack
 from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -57,7 +58,7 @@ from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_sto
 from .arguments import FakeArguments
 from .epilogue import round_row, scale_row, stage_row
 from .gradient import probabilities, score_gradients
-from .mask import mask_row
+from .mask import mask_words
 from .sequences import Sequences
 from .sm100_mma import (
     HEAD_DIM,
@@ -592,10 +593,10 @@ class Sm100Hd256Dq:
                 gradients = cute.make_rmem_tensor(shape, Float32)
                 cute.copy(dp_load, dp_from, gradients)
                 cute.arch.fence_view_async_tmem_load()
-                self.to_score_gradients(values, gradients, delta)
+                words = self.score_gradients(values, gradients, delta, words_shape)
                 if key_tile < whole_first or key_tile >= whole_end:
-                    self.mask(gradients, key_tile, row, half, queue, taken, visible)
-                self.store_row(gradients, ds_store, ds_to, words_shape)
+                    self.mask(words, key_tile, row, half, queue, taken, visible)
+                cute.copy(ds_store, cute.recast_tensor(words, Float32), ds_to)
                 cute.arch.fence_view_async_tmem_store()
                 tcgen05_fence_before()
                 barriers.warp_arrives("ds_full", n)
@@ -623,17 +624,21 @@ class Sm100Hd256Dq:
                 values[columns[2 * j]], values[columns[2 * j + 1]] = p[j]
 
     @cute.jit
-    def to_score_gradients(self, p: cute.Tensor, gradients: cute.Tensor, delta: Float32) -> None:
-        """Replace dP by dS."""
+    def score_gradients(
+        self, p: cute.Tensor, dp: cute.Tensor, delta: Float32, shape: Any
+    ) -> cute.Tensor:
+        """dS, rounded, two values in a word."""
         pairs = [(p[j], p[j + 1]) for j in range(0, COLUMNS, 2)]
-        ds = score_gradients(pairs, gradients, range(COLUMNS), delta)
+        ds = score_gradients(pairs, dp, range(COLUMNS), delta)
+        words = cute.make_rmem_tensor(shape, Int32)
         for j in cutlass.range_constexpr(COLUMNS // 2):
-            gradients[2 * j], gradients[2 * j + 1] = ds[j]
+            words[j] = pack(self.dtype, *ds[j])
+        return words
 
     @cute.jit
     def mask(
         self,
-        gradients: cute.Tensor,
+        words: cute.Tensor,
         key_tile: Int32,
         row: Int32,
         half: Int32,
@@ -648,19 +653,7 @@ class Sm100Hd256Dq:
         low, high = visible.keys(token, work.seqlen_q, work.seqlen_k)
         left = key_tile * TILE_N + half * COLUMNS
         low, high = low - left, high - left
-        mask_row(gradients, range(COLUMNS), low if self.spec.window_left else None, high, 0.0)
-
-    @cute.jit
-    def store_row(
-        self, gradients: cute.Tensor, store: cute.TiledCopy, to: cute.Tensor, shape: Any
-    ) -> None:
-        """Round dS and store it to tensor memory, two values in a word."""
-        words = cute.make_rmem_tensor(shape, Float32)
-        rounded = cute.make_tensor(
-            cute.recast_ptr(words.iterator, dtype=self.dtype), cute.make_layout(COLUMNS)
-        )
-        rounded.store(round_row(gradients, self.dtype).load())
-        cute.copy(store, words, to)
+        mask_words(words, range(COLUMNS), low if self.spec.window_left else None, high)
 
     @cute.jit
     def stage_dq(

@@ -34,6 +34,15 @@ HD256_BACKWARD_PREPROCESS = AttentionKernel(
     cluster=1,
 )
 
+HD256_BACKWARD_DQ = AttentionKernel(
+    KernelDef(
+        name="hd256_backward_dq",
+        target="cute_attn.kernels.attention.sm100_bwd_hd256_dq:Sm100Hd256Dq",
+    ),
+    tile=(TILE_M, TILE_N),
+    cluster=2,
+)
+
 HD256_BACKWARD_DKDV = AttentionKernel(
     KernelDef(
         name="hd256_backward_dkdv",
@@ -53,6 +62,8 @@ KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
     ("forward", "sm_103a", 256): HD256_FORWARD,
     ("backward_preprocess", "sm_100a", 256): HD256_BACKWARD_PREPROCESS,
     ("backward_preprocess", "sm_103a", 256): HD256_BACKWARD_PREPROCESS,
+    ("backward_dq", "sm_100a", 256): HD256_BACKWARD_DQ,
+    ("backward_dq", "sm_103a", 256): HD256_BACKWARD_DQ,
     ("backward_dkdv", "sm_100a", 256): HD256_BACKWARD_DKDV,
     ("backward_dkdv", "sm_103a", 256): HD256_BACKWARD_DKDV,
 }
