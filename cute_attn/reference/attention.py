@@ -135,11 +135,13 @@ def attention_gradients(
         **options,
     )
     outputs = [x for x, g in zip(results, (do, dlse), strict=True) if g is not None]
-    gradients: list[torch.Tensor] = [torch.zeros_like(x) for x in leaves]
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
     if any(x.requires_grad for x in outputs):
-        found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
-        gradients = [zero if g is None else g for g, zero in zip(found, gradients, strict=True)]
-    return Gradients(*gradients[:3], gradients[3] if sinks else None)
+        torch.autograd.backward(outputs, given)
+    dq, dk, dv, *dsinks = (leaf.grad for leaf in leaves)
+    assert dq is not None and dk is not None and dv is not None
+    return Gradients(dq, dk, dv, dsinks[0] if dsinks else None)
 
 
 def attention_in_low_precision(
@@ -228,10 +230,9 @@ def attention_gradients_in_low_precision(
             dv[at_k][:, head // group] += p.T @ do_h
             if dsink is not None and learnable_sink is not None:
                 dsink[head] -= (torch.exp(learnable_sink[head].float() - lse_h) * delta).sum()
-    return Gradients(
-        *(x.to(q.dtype) for x in (dq, dk, dv)),
-        None if dsink is None or learnable_sink is None else dsink.to(learnable_sink.dtype),
-    )
+    if dsink is not None and learnable_sink is not None:
+        dsink = dsink.to(learnable_sink.dtype)
+    return Gradients(dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsink)
 
 
 def visible(
