@@ -1,21 +1,23 @@
-"""The cost of a loop over K/V tiles on a Blackwell SM: instructions by kind, clocks by unit.
+"""The cost of a loop over tiles of scores on a Blackwell SM: instructions by kind, clocks by unit.
 
-A role's loop over K/V tiles is recognised by the instructions in it. Counted are those on the path
+A role's loop over tiles is recognised by the instructions in it. Counted are those on the path
 of a tile in the middle: no mask, no rescaling, no waiting. Their number divided by a unit's
 published rate is the clocks for which the unit is busy; the busiest unit bounds the kernel.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .listing import Function, Instruction, Loop, functions
 
 WARP = 32
 SCHEDULERS = 4  # of an SM: each issues one instruction per clock, for every fourth warp
+SQUARE = 128  # queries and keys, on a pair of SMs: what kernels with different tiles compare by
 
 
 class AnalysisError(ValueError):
@@ -23,51 +25,96 @@ class AnalysisError(ValueError):
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """The work of one K/V tile in one CTA.
+class Product:
+    """A matrix product of a tile, made of MMAs that accumulate.
 
     Attributes:
-        rows, keys, head_dim: of the CTA's part of S, and of q, k and v.
-        ctas: number of CTAs that share an MMA.
-        score_mma, output_mma: (M, N, K) of the MMAs for S = Q K^T and O += P V, of all CTAs. The
-            first has both operands in shared memory, the second P in tensor memory.
-        loads: TMA loads per tile.
-        role_warps: warps of each role.
+        mma: (M, N, K) of an MMA, of all CTAs that share it.
+        mmas: how many there are.
+        a_in_tmem: whether the first operand is in tensor memory, rather than in shared memory.
     """
 
-    rows: int
-    keys: int
+    mma: tuple[int, int, int]
+    mmas: int
+    a_in_tmem: bool = False
+
+    def flop(self, ctas: int) -> int:
+        """FLOP of one CTA."""
+        m, n, k = self.mma
+        return self.mmas * 2 * m * n * k // ctas
+
+    def operand_bytes(self, ctas: int) -> int:
+        """Bytes that the MMAs read from the shared memory of one CTA: its parts of A and of B."""
+        m, n, k = self.mma
+        return self.mmas * 2 * (n + (0 if self.a_in_tmem else m)) * k // ctas
+
+
+@dataclass(frozen=True)
+class Role:
+    """A warp role.
+
+    Attributes:
+        warps: how many warps have it.
+        owns: whether a loop with these instructions is the role's.
+        columns: of tensor memory that a warp reads for a tile; 0 if this does not tell the tiles of
+            the role's loop, but its loads or MMAs do.
+        broadcast: words that a warp reads from shared memory for a tile, in vectors of four words,
+            the same in all of its lanes: such a load takes a clock, others one for each 128 bytes.
+    """
+
+    warps: int
+    owns: Callable[[list[Instruction]], bool]
+    columns: int = 0
+    broadcast: int = 0
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The work of one tile in one CTA.
+
+    Attributes:
+        tile: (queries, keys) of a cluster.
+        cluster: CTAs of a cluster.
+        ctas: number of CTAs that share an MMA.
+        products: of the CTAs that share MMAs.
+        loads: TMA loads per tile.
+        filled_bytes: what other units and other CTAs write to the CTA's shared memory for a tile.
+    """
+
+    tile: tuple[int, int]
+    cluster: int
     head_dim: int
     ctas: int
-    score_mma: tuple[int, int, int]
-    output_mma: tuple[int, int, int]
+    products: tuple[Product, ...]
     loads: int
-    role_warps: Mapping[str, int]
+    filled_bytes: int
+    roles: Mapping[str, Role]
+
+    @property
+    def squares(self) -> float:
+        """How many tiles of 128 queries and 128 keys a pair of CTAs has of a cluster's tile."""
+        queries, keys = self.tile
+        return queries * keys / SQUARE**2 / (self.cluster / 2)
+
+    def tiles(self, seqlen: int, causal: bool) -> int:
+        """The tiles of a head with as many queries as keys in which a query sees a key."""
+        queries, keys = self.tile
+        lasts = range(queries, seqlen + queries, queries)
+        return sum(-(-(min(last, seqlen) if causal else seqlen) // keys) for last in lasts)
 
     @property
     def flop(self) -> int:
-        """FLOP of a tile in one CTA: two products."""
-        return 2 * 2 * self.rows * self.keys * self.head_dim
+        """FLOP of a tile in one CTA."""
+        return sum(product.flop(self.ctas) for product in self.products)
 
     @property
-    def loaded_bytes(self) -> int:
-        """Bytes of K and V that one CTA loads, its share of the tile, at two bytes per element."""
-        return 2 * 2 * self.keys * self.head_dim // self.ctas
+    def operand_bytes(self) -> int:
+        """Bytes that the MMAs of a tile read from the shared memory of one CTA."""
+        return sum(product.operand_bytes(self.ctas) for product in self.products)
 
-
-# Both kernels: clusters of two CTAs with 128 rows each, 128 keys at a time. A TMA box is 128 bytes
-# wide, so that half of the keys (K) come in four, and half of the columns (V) in two.
-HD256_FORWARD = Geometry(
-    rows=128,
-    keys=128,
-    head_dim=256,
-    ctas=2,
-    score_mma=(256, 128, 16),
-    output_mma=(256, 256, 16),
-    loads=6,
-    role_warps={"load": 1, "mma": 1, "softmax": 4, "correction": 4},
-)
-ROLES = tuple(HD256_FORWARD.role_warps)
+    def mmas(self, a_in_tmem: bool) -> int:
+        """The MMAs of a tile with this kind of first operand."""
+        return sum(p.mmas for p in self.products if p.a_in_tmem == a_in_tmem)
 
 
 # -- kinds of instructions ------------------------------------------------------------------------
@@ -194,7 +241,7 @@ def _columns(instructions: Iterable[Instruction], opcode: str) -> int:
 
 
 def count_kernel(function: Function, geometry: Geometry) -> KernelCount:
-    """Find the roles' loops over K/V tiles, and count one tile's instructions in each.
+    """Find the roles' loops over tiles, and count one tile's instructions in each.
 
     Raises:
         AnalysisError: a role has no such loop, or its work is not a whole number of tiles.
@@ -203,8 +250,8 @@ def count_kernel(function: Function, geometry: Geometry) -> KernelCount:
     tiled = [(loop, body) for loop, body in loops if _hands_over(body)]
     found: dict[str, RoleCount] = {}
     rescale = None
-    for role in geometry.role_warps:
-        inner = _innermost([loop for loop, body in tiled if _has_role(role, body)])
+    for role, what in geometry.roles.items():
+        inner = _innermost([loop for loop, body in tiled if what.owns(body)])
         if not inner:
             raise AnalysisError(f"{function.name}: no loop of the role {role}")
         ways = [_way(function, loop, role, geometry) for loop in inner]
@@ -217,56 +264,69 @@ def count_kernel(function: Function, geometry: Geometry) -> KernelCount:
     return KernelCount(found, rescale, local, len(function.instructions))
 
 
-def _has_role(role: str, body: list[Instruction]) -> bool:
-    exponentials = sum(_is(i, "MUFU.EX2") for i in body)
-    if role == "load":
-        return any(_is(i, "UTMALDG") for i in body)
-    if role == "mma":
-        return any(_is_mma(i) for i in body)
-    if role == "softmax":
-        return exponentials >= WARP and any(_is(i, "LDTM") for i in body)
-    assert role == "correction", role
-    # The epilogue also reads O, but does not write it back.
-    return not exponentials and all(any(_is(i, o) for i in body) for o in ("LDTM", "STTM"))
-
-
 def _innermost(loops: list[Loop]) -> list[Loop]:
     return [a for a in loops if not any(b.blocks < a.blocks for b in loops)]
 
 
 def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleCount:
     """Counts of a tile in the middle: the shortest path with all of the role's work."""
-    if role == "load":
+    what = geometry.roles[role]
+    body = function.within(loop)
+    if any(_is_mma(i) for i in body):
+        return _way_of_mmas(function, loop, role, geometry)
+    if what.columns:
+        blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
+        work = _columns(_of(function, blocks), "LDTM") / what.columns
+    elif any(_is(i, "UTMALDG") for i in body):
         blocks = function.path(loop, lambda i: float(_is(i, "UTMALDG")))
         work = sum(_is(i, "UTMALDG") for i in _of(function, blocks)) / geometry.loads
-    elif role == "mma":
-        blocks = function.path(loop, lambda i: float(_is_mma(i)))
-        flop = sum(mma_flop(i, geometry) for i in _of(function, blocks) if _is_mma(i))
-        work = flop / (geometry.flop * geometry.ctas)
-    elif role == "softmax":
-        blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
-        work = _columns(_of(function, blocks), "LDTM") / geometry.keys
     else:
         blocks = function.path(loop, lambda i: 0.0)
         work = 1
     if work < 1 or work != int(work):
         raise AnalysisError(f"{function.name}: the loop of the role {role} does {work:g} tiles")
-    return _count(function, blocks, tiles=int(work))
+    return _count(function, blocks, what, tiles=int(work))
 
 
-def _rescaling(function: Function, loop: Loop, geometry: Geometry) -> RoleCount | None:
-    """Counts of a tile that rescales O, with inner loops counted as often as they run."""
-    blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
+def _way_of_mmas(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleCount:
+    """A loop within, over parts of a product, runs as often as the tile's MMAs require."""
+    blocks = function.path(loop, lambda i: float(_is_mma(i)))
+    nested = _nested(function, loop, blocks)
+    for tiles, times in itertools.product(range(1, 5), range(1, 9 if nested else 2)):
+        repeated = dict.fromkeys(nested, times)
+        made = Counter(
+            _a_in_tmem(i, geometry)
+            for block in blocks
+            for _ in range(repeated.get(block, 1))
+            for i in function.blocks[block]
+            if _is_mma(i)
+        )
+        if all(made[kind] == tiles * geometry.mmas(kind) for kind in (False, True)):
+            return _count(function, blocks, geometry.roles[role], tiles=tiles, times=repeated)
+    mmas = sum(_is_mma(i) for i in _of(function, blocks))
+    work = mmas / sum(product.mmas for product in geometry.products)
+    raise AnalysisError(f"{function.name}: the loop of the role {role} does {work:g} tiles")
+
+
+def _nested(function: Function, loop: Loop, blocks: Iterable[int]) -> list[int]:
+    """Those of the blocks that are in a loop within this one, but no wait for another role."""
     inner = [
         other.blocks
         for other in function.loops()
         if other.blocks < loop.blocks and not _hands_over(function.within(other))
     ]
-    nested = [b for b in blocks if any(b in body for body in inner)]
+    return [b for b in blocks if any(b in body for body in inner)]
+
+
+def _rescaling(function: Function, loop: Loop, geometry: Geometry) -> RoleCount | None:
+    """Counts of a tile that rescales O, with inner loops counted as often as they run."""
+    blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
+    nested = _nested(function, loop, blocks)
     columns = _columns(_of(function, nested or blocks), "LDTM")
     if not columns or geometry.head_dim % columns:
         raise AnalysisError(f"{function.name}: rescaling reads {columns} columns of O at a time")
-    return _count(function, blocks, times=dict.fromkeys(nested, geometry.head_dim // columns))
+    times = dict.fromkeys(nested, geometry.head_dim // columns)
+    return _count(function, blocks, geometry.roles["correction"], times=times)
 
 
 def _of(function: Function, blocks: list[int]) -> list[Instruction]:
@@ -274,7 +334,11 @@ def _of(function: Function, blocks: list[int]) -> list[Instruction]:
 
 
 def _count(
-    function: Function, blocks: list[int], tiles: int = 1, times: Mapping[int, int] | None = None
+    function: Function,
+    blocks: list[int],
+    role: Role,
+    tiles: int = 1,
+    times: Mapping[int, int] | None = None,
 ) -> RoleCount:
     kinds: Counter[str] = Counter()
     opcodes: Counter[str] = Counter()
@@ -288,7 +352,7 @@ def _count(
             opcodes[instruction.base] += factor
             totals["instructions"] += factor
             totals["schedule"] += factor * (instruction.stall or 0)
-            if name in ("tmem_load", "tmem_store", "shared"):
+            if name in ("tmem_load", "tmem_store", "shared") and instruction.predicate != "!PT":
                 totals[name] += moved
     return RoleCount(
         instructions=totals["instructions"] / tiles,
@@ -296,56 +360,117 @@ def _count(
         opcodes={name: count / tiles for name, count in opcodes.items()},
         tmem_read=totals["tmem_load"] / tiles,
         tmem_written=totals["tmem_store"] / tiles,
-        shared=totals["shared"] / tiles,
+        shared=totals["shared"] / tiles - role.broadcast * (WARP - 8) * 4,
         schedule=totals["schedule"] / tiles,
     )
 
 
-def mma_shape(instruction: Instruction, geometry: Geometry) -> tuple[int, int, int]:
-    """(M, N, K) of an MMA: its first operand distinguishes the two products."""
+def _a_in_tmem(instruction: Instruction, geometry: Geometry) -> bool:
+    """Whether the first operand of an MMA is in tensor memory."""
     first = instruction.operands.partition("[")[0].strip()
-    shapes = {"gdesc": geometry.score_mma, "tmem": geometry.output_mma}
-    if first not in shapes or ".2CTA" not in instruction.opcode or geometry.ctas != 2:
+    if first not in ("gdesc", "tmem") or ".2CTA" not in instruction.opcode or geometry.ctas != 2:
         raise AnalysisError(f"an MMA of another kind: {instruction.opcode} {instruction.operands}")
-    return shapes[first]
+    return first == "tmem"
 
 
-def mma_flop(instruction: Instruction, geometry: Geometry) -> int:
-    """FLOP of an MMA, in all CTAs that share it."""
-    m, n, k = mma_shape(instruction, geometry)
-    return 2 * m * n * k
-
-
-_CONSTANT = re.compile(r"mov\.b32\s+(\S+)\s*,\s*(0x[0-9a-fA-F]+|\d+)\s*;")
+_DEFINED = re.compile(r"\s(mov|selp|or)\.b32\s+(\S+)\s*,\s*([^;]*);")
 _MMA = re.compile(r"tcgen05\.mma\.cta_group::\S+\s+\[[^\]]*\]\s*,\s*([^,]+),[^,]+,\s*([^,\s]+)\s*,")
 
 
 def check_shapes(ptx: str, geometry: Geometry) -> bool:
     """Compare the MMA shapes of `geometry` with the instruction descriptors in a kernel's PTX.
 
+    A descriptor may be one of several constants, as long as the shape is the same in all of them.
+
     Returns:
-        Whether all descriptors are constants; those that a kernel computes are not checked.
+        Whether all descriptors are known; those that a kernel computes are not checked.
 
     Raises:
-        AnalysisError: an MMA has another shape.
+        AnalysisError: an MMA has a shape that no product of the geometry has.
     """
-    constants: dict[str, int] = {}
+    constants: dict[str, frozenset[int]] = {}
+
+    def values(operand: str) -> frozenset[int]:
+        try:
+            return frozenset({int(operand, 0)})
+        except ValueError:
+            return constants.get(operand, frozenset())
+
     known, mmas = 0, 0
     for line in ptx.splitlines():
-        if match := _CONSTANT.search(line):
-            constants[match[1]] = int(match[2], 0)
+        if match := _DEFINED.search(line):
+            first, second, *_ = (*(o.strip() for o in match[3].split(",")), "")
+            if match[1] == "or":
+                found = frozenset(a | b for a in values(first) for b in values(second))
+            elif match[1] == "selp":
+                both = values(first), values(second)
+                found = both[0] | both[1] if all(both) else frozenset()
+            else:
+                found = values(first)
+            constants[match[2]] = found
         elif match := _MMA.search(line):
             mmas += 1
-            expected = geometry.output_mma if match[1].startswith("[") else geometry.score_mma
-            descriptor = constants.get(match[2])
-            if descriptor is None:
-                continue
-            known += 1
+            in_tmem = match[1].startswith("[")
+            expected = {p.mma for p in geometry.products if p.a_in_tmem == in_tmem}
             # PTX ISA, instruction descriptor of kind::f16: N / 8 in bits 17-22, M / 16 in 24-28.
-            shape = (descriptor >> 24 & 0x1F) * 16, (descriptor >> 17 & 0x3F) * 8, 16
-            if shape != expected:
-                raise AnalysisError(f"an MMA of shape {shape}, not {expected}: {line.strip()}")
+            shapes = {((d >> 24 & 0x1F) * 16, (d >> 17 & 0x3F) * 8, 16) for d in values(match[2])}
+            known += len(shapes) == 1
+            if len(shapes) == 1 and not shapes <= expected:
+                of_products = " or ".join(map(str, sorted(expected)))
+                raise AnalysisError(
+                    f"an MMA of shape {shapes.pop()}, not {of_products}: {line.strip()}"
+                )
     return 0 < known == mmas
+
+
+# -- geometries -----------------------------------------------------------------------------------
+
+
+def loads(body: list[Instruction]) -> bool:
+    """Whether TMA loads are in it."""
+    return any(_is(i, "UTMALDG") for i in body)
+
+
+def multiplies(body: list[Instruction]) -> bool:
+    """Whether MMAs are in it."""
+    return any(_is_mma(i) for i in body)
+
+
+def exponentiates(body: list[Instruction], at_least: int = WARP) -> bool:
+    """Whether it reads tensor memory, and has so many exponentials on the SFU."""
+    found = sum(_is(i, "MUFU.EX2") for i in body)
+    return found >= at_least and any(_is(i, "LDTM") for i in body)
+
+
+def rescales(body: list[Instruction]) -> bool:
+    """Whether it reads and writes tensor memory, without exponentials.
+
+    The forward's epilogue also reads O, but does not write it back.
+    """
+    both = all(any(_is(i, o) for i in body) for o in ("LDTM", "STTM"))
+    return both and not any(_is(i, "MUFU.EX2") for i in body)
+
+
+LOAD, MMA = Role(1, loads), Role(1, multiplies)
+KIB = 1024
+
+# Both forwards: clusters of two CTAs with 128 rows each, 128 keys at a time. A TMA box is 128 bytes
+# wide, so that half of the keys (K) come in four, and half of the columns (V) in two.
+HD256_FORWARD = Geometry(
+    tile=(256, 128),
+    cluster=2,
+    head_dim=256,
+    ctas=2,
+    products=(Product((256, 128, 16), 16), Product((256, 256, 16), 8, a_in_tmem=True)),
+    loads=6,
+    filled_bytes=64 * KIB,
+    roles={
+        "load": LOAD,
+        "mma": MMA,
+        "softmax": Role(4, exponentiates, columns=128),
+        "correction": Role(4, rescales),
+    },
+)
 
 
 # -- clocks ---------------------------------------------------------------------------------------
@@ -353,7 +478,7 @@ def check_shapes(ptx: str, geometry: Geometry) -> bool:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clocks for which each unit of an SM is busy with one K/V tile of rows x keys.
+    """Clocks for which each unit of an SM is busy with one tile.
 
     Attributes:
         units: clocks by name. "warp: ROLE" is the time that a warp of the role takes by itself.
@@ -390,8 +515,9 @@ def clocks(counted: KernelCount, geometry: Geometry, *, rescale: float = 0.0) ->
         parts = [(1.0, plain)]
         if role == "correction" and counted.rescale is not None:
             parts = [(1.0 - rescale, plain), (rescale, counted.rescale)]
-        warps = geometry.role_warps[role]
-        issued[role] = sum(w * part.instructions for w, part in parts)
+        warps = geometry.roles[role].warps
+        # A scheduler has every fourth warp of a role.
+        issued[role] = sum(w * part.instructions for w, part in parts) * max(1, warps // SCHEDULERS)
         schedule[role] = sum(w * part.schedule for w, part in parts)
         for weight, part in ((w * warps, part) for w, part in parts):
             kinds = part.kinds
@@ -407,16 +533,10 @@ def clocks(counted: KernelCount, geometry: Geometry, *, rescale: float = 0.0) ->
             read += weight * part.tmem_read
             written += weight * part.tmem_written
             shared += weight * part.shared
-    m, n, k = geometry.score_mma
-    score_mmas = geometry.keys * geometry.head_dim // (n * k)
-    score_bytes = score_mmas * 2 * (m // geometry.ctas * k + n // geometry.ctas * k)
-    m, n, k = geometry.output_mma
-    output_mmas = geometry.head_dim * geometry.keys // (n * k)
-    output_bytes = output_mmas * 2 * (n // geometry.ctas * k)
-    shared += geometry.loaded_bytes + score_bytes + output_bytes
+    shared += geometry.filled_bytes + geometry.operand_bytes
     by_scheduler = [
-        sum(issued[r] for r in issued if geometry.role_warps[r] >= SCHEDULERS),
-        max((issued[r] for r in issued if geometry.role_warps[r] < SCHEDULERS), default=0.0),
+        sum(issued[r] for r in issued if geometry.roles[r].warps >= SCHEDULERS),
+        max((issued[r] for r in issued if geometry.roles[r].warps < SCHEDULERS), default=0.0),
     ]
     floor = geometry.flop / MMA_FLOP
     units = {
@@ -435,7 +555,7 @@ def clocks(counted: KernelCount, geometry: Geometry, *, rescale: float = 0.0) ->
 
 @dataclass(frozen=True)
 class TileCost:
-    """The cost of a K/V tile in a kernel.
+    """The cost of a tile in a kernel.
 
     Attributes:
         clocks: of a tile after which O is not rescaled.
@@ -449,18 +569,22 @@ class TileCost:
     shapes_checked: bool
 
 
-def tile_cost(listing: str, ptx: str, geometry: Geometry) -> TileCost:
-    """The cost of a K/V tile in the one kernel of a listing.
+def tile_cost(listing: str, ptx: str, geometry: Geometry, kernel: str = "") -> TileCost:
+    """The cost of a tile in a kernel.
 
     Args:
         listing: of `nvdisasm -c -hex`.
+        ptx: of the kernel's module.
+        kernel: part of the kernel's name, if there are several in the listing and the module.
 
     Raises:
         AnalysisError: the kernel does not match `geometry`.
         ListingError: the listing cannot be parsed.
     """
-    (function,) = functions(listing)
-    checked = check_shapes(ptx, geometry)
+    (function,) = (f for f in functions(listing) if kernel in f.name)
+    entries = ptx.split(".entry ")[1:] or [ptx]
+    (own,) = (entry for entry in entries if kernel in entry.partition("(")[0])
+    checked = check_shapes(own, geometry)
     counted = count_kernel(function, geometry)
     return TileCost(
         counted,

@@ -5,8 +5,11 @@ import pytest
 
 from cute_attn.bench import sass
 from cute_attn.bench.__main__ import main
+from cute_attn.bench.attention import hd256_backward as backward
 from cute_attn.bench.attention import hd256_forward as forward
-from cute_attn.bench.attention.hd256_forward import OURS, SHORT, THEIRS
+from cute_attn.bench.attention.analysis import Analysed, analyse
+from cute_attn.bench.attention.hd256_forward import SHORT
+from cute_attn.bench.attention.programs import OURS, THEIRS, Program
 from cute_attn.bench.harness.registry import EXIT_UNAVAILABLE
 from cute_attn.machine_code import tile_model as model
 from cute_attn.machine_code.disassembly import DisassemblyError, find_nvdisasm
@@ -27,14 +30,14 @@ def test_without_nvdisasm_it_says_what_to_install(monkeypatch, capsys):
 
 def program(kernel, specialisation, **facts):
     known = {"registers": 168, "stack": 0, "spilled": 0, "shared": 230000, **facts}
-    return forward.Program(kernel, specialisation, b"", "", **known)
+    return Program(kernel, specialisation, "", b"", "", **known)
 
 
 def analysed(kernel, specialisation, function=None, **facts):
     counted = model.count_kernel(function or made(), HD256_FORWARD)
     clocks = [model.clocks(counted, HD256_FORWARD, rescale=share) for share in (0.0, 1.0)]
     cost = model.TileCost(counted, *clocks, shapes_checked=True)
-    return sass.Analysed(program(kernel, specialisation, **facts), cost)
+    return Analysed(program(kernel, specialisation, **facts), cost, HD256_FORWARD)
 
 
 def slow():
@@ -93,7 +96,7 @@ def check(specialisations, nvdisasm):
     except ImportError as reason:
         pytest.skip(str(reason))
     assert missing == []
-    found = [sass.analyse(p, nvdisasm) for p in (*programs, *theirs)]
+    found = [analyse(p, nvdisasm, HD256_FORWARD) for p in (*programs, *theirs)]
     assert all(a.tile.shapes_checked for a in found)
     missed = [v for v in sass.verdicts(found, specialisations) if v.passed is not True]
     assert missed == []
@@ -119,3 +122,85 @@ def test_the_whole_benchmark(nvdisasm, tmp_path):
     assert [row["specialisation"] for row in ours] == list(SHORT)
     text = next(tmp_path.glob("sass-hd256-fwd-*.md")).read_text()
     assert "nothing is measured" in text
+
+
+# -- the backward ---------------------------------------------------------------------------------
+
+
+def part(kernel, specialisation, geometry, name, bound):
+    cost = model.TileCost(
+        model.KernelCount({}, None, 0, 0), model.Clocks({"mma": bound}, bound), None, True
+    )
+    return Analysed(program(kernel, specialisation), cost, geometry, name)
+
+
+def parts(ours_key=2048.0, which="dense"):
+    """Of both, as the model of the design has them."""
+    return [
+        part(OURS, which, backward.OUR_DQ, backward.DQ, 3072.0),
+        part(OURS, which, backward.OUR_VALUE_PAIR, backward.VALUE, 2000.0),
+        part(OURS, which, backward.OUR_KEY_PAIR, backward.KEY, ours_key),
+        part(THEIRS, which, backward.THEIR_DQ, backward.DQ, 3072.0),
+        part(THEIRS, which, backward.THEIR_DKDV, backward.DKDV, 3072.0),
+    ]
+
+
+def test_the_slower_pair_and_both_kernels_count():
+    """In the causal step our larger tiles of keys have 2 of 66 more at the diagonal."""
+    dense = [
+        backward.step_clocks(parts(), kernel, "dense", 8192, causal=False)
+        for kernel in (OURS, THEIRS)
+    ]
+    assert dense == [64 * 64 * (1536 + 2048), 64 * 64 * (1536 + 3072)]
+    causal = [
+        backward.step_clocks(parts(), kernel, "dense", 8192, causal=True)
+        for kernel in (OURS, THEIRS)
+    ]
+    dq = 32 * 33 * 3072
+    assert causal == [dq + 32 * 33 * 2 * 2048, dq + 64 * 65 // 2 * 3072]
+    assert backward.step_clocks(parts()[:1], OURS, "dense", 8192, causal=False) is None
+    assert backward.step_clocks([], THEIRS, "dense", 8192, causal=False) is None
+
+
+def test_verdicts_of_the_backward():
+    specialisations = [s for s in backward.BACKWARD if s.name in backward.SHORT]
+    both = [*parts(), *parts(which="causal")]
+    assert [v.passed for v in backward.verdicts(both, specialisations)] == [True] * 5
+    slow = [*parts(2200.0), *parts(which="causal")]
+    missed = [v.name for v in backward.verdicts(slow, specialisations) if not v.passed]
+    assert [name.partition(":")[0] for name in missed] == ["dense", "dense step, 8192 tokens"]
+    alone = backward.verdicts(parts()[:3], specialisations)
+    assert [v.passed for v in alone] == [True, None, None, None, None]
+
+
+def test_every_specialisation_of_the_backward_is_a_spec():
+    from cute_attn.kernels.attention.spec import Hd256BackwardSpec
+
+    specs = [Hd256BackwardSpec(**{**backward.PLAIN, **s.ours}) for s in backward.BACKWARD]
+    assert len(set(specs)) == len(specs) == len({s.name for s in backward.BACKWARD})
+    with_peer = {s.name for s in backward.BACKWARD if s.theirs is not None}
+    assert all((s.theirs is None) == (s.beside in with_peer) for s in backward.BACKWARD)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["dense", pytest.param("causal", marks=pytest.mark.slow)])
+def test_their_backward_is_as_its_design_has_it(name, nvdisasm):
+    """The dQ kernel is bound by its MMAs, the dK/dV kernel by shared memory; dQ spills."""
+    specialisations = [s for s in backward.BACKWARD if s.name == name]
+    try:
+        theirs, missing = backward.their_programs(specialisations, CAPTURES)
+    except ImportError as reason:
+        pytest.skip(str(reason))
+    assert missing == []
+    found = [a for part, p in theirs for a in backward.analyse_parts(p, part, nvdisasm)]
+    assert all(a.tile.shapes_checked for a in found)
+    for a in found:
+        clocks = a.tile.clocks
+        busiest, of_the_design = {
+            backward.DQ: ("mma", {"mma": 3072, "shared memory": 2560}),
+            backward.DKDV: ("shared memory", {"mma": 2048, "shared memory": 3072}),
+        }[a.part]
+        assert clocks.order[0] == busiest
+        for unit, least in of_the_design.items():  # and what the elementwise warps access
+            assert least <= clocks.units[unit] <= 1.05 * least
+        assert (a.tile.counted.local_accesses > 0) == (a.part == backward.DQ)

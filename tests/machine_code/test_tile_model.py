@@ -4,7 +4,13 @@ import pytest
 
 from cute_attn.machine_code import tile_model as model
 from cute_attn.machine_code.listing import Instruction
-from cute_attn.machine_code.tile_model import HD256_FORWARD, AnalysisError
+from cute_attn.machine_code.tile_model import (
+    HD256_FORWARD,
+    AnalysisError,
+    Geometry,
+    Product,
+    Role,
+)
 from tests.machine_code.made import OUTPUT, SCORE, WAIT, loop, made
 
 # -- kinds, roles, counts -------------------------------------------------------------------------
@@ -142,3 +148,84 @@ def test_mma_shapes_are_checked_with_the_ptx():
         model.check_shapes(SCORE_PTX.replace("270533776", "0x8200490"), HD256_FORWARD)
     with pytest.raises(AnalysisError, match=r"\(256, 128, 16\), not \(256, 256, 16\)"):
         model.check_shapes(OUTPUT_PTX.replace("0x10410490", "0x10200490"), HD256_FORWARD)
+
+
+def test_a_descriptor_chosen_by_a_predicate_has_one_shape():
+    """Bits 13 and 14 negate an operand, which some compilers leave to a run-time argument."""
+    chosen = SCORE_PTX.replace(
+        "mov.b32 %r7, 270533776;",
+        "selp.b32 %r5, 270541968, 270533776, %p9;\n\tselp.b32 %r6, 16384, 0, %p10;\n"
+        "\tor.b32 %r7, %r5, %r6;",
+    )
+    assert model.check_shapes(chosen + OUTPUT_PTX, HD256_FORWARD)
+    shapes = chosen.replace("270541968", "0x8200490")
+    assert not model.check_shapes(shapes + OUTPUT_PTX, HD256_FORWARD)
+    with pytest.raises(AnalysisError, match="not"):
+        model.check_shapes(shapes.replace("270533776", "0x8202490") + OUTPUT_PTX, HD256_FORWARD)
+
+
+# -- other kernels --------------------------------------------------------------------------------
+
+PARTS = Geometry(
+    tile=(256, 128),
+    cluster=2,
+    head_dim=256,
+    ctas=2,
+    products=(Product((256, 128, 16), 32), Product((256, 256, 16), 8, a_in_tmem=True)),
+    loads=6,
+    filled_bytes=1024,
+    roles={
+        "mma": model.MMA,
+        "softmax": Role(8, model.exponentiates, columns=128, broadcast=8),
+    },
+)
+
+
+def test_what_products_cost():
+    """A and B from shared memory, half of each in each CTA; or B only."""
+    score, output = PARTS.products
+    assert score.flop(2) == 2 * 2 * 128 * 128 * 256
+    assert score.operand_bytes(2) == 2 * 2 * (128 + 64) * 256
+    assert output.operand_bytes(2) == 2 * 128 * 128
+    assert (PARTS.mmas(a_in_tmem=False), PARTS.mmas(a_in_tmem=True)) == (32, 8)
+
+
+def test_tiles_that_have_a_visible_pair():
+    for tile in ((256, 128), (128, 256), (128, 128)):
+        geometry = Geometry(tile, 2, 256, 2, (), 1, 0, {})
+        for seqlen in (1, 128, 300, 1024):
+            seen = {
+                (i // tile[0], j // tile[1])
+                for i in range(seqlen)
+                for j in range(0, i + 1, 64 if i % 64 else 1)
+            }
+            assert geometry.tiles(seqlen, causal=True) == len(seen)
+            every = -(-seqlen // tile[0]) * -(-seqlen // tile[1])
+            assert geometry.tiles(seqlen, causal=False) == every
+    assert PARTS.squares == 2
+    assert Geometry((128, 256), 4, 256, 2, (), 1, 0, {}).squares == 1
+
+
+def test_a_loop_over_parts_of_a_product_runs_as_often_as_its_work_says():
+    inner = loop(".L_part", *[SCORE] * 8)
+    body = loop(".L_mma", WAIT, *inner, "NOP", *[OUTPUT] * 8)
+    counted = model.count_kernel(made(mma=body), PARTS)
+    assert counted.roles["mma"].kinds["mma"] == 4 * 8 + 8
+    assert counted.roles["mma"].instructions == 1 + 4 * 9 + 1 + 8 + 1
+    with pytest.raises(AnalysisError, match=r"role mma does 0\.\d+ tiles"):
+        model.count_kernel(made(mma=loop(".L_mma", WAIT, *inner, *[OUTPUT] * 7)), PARTS)
+
+
+def test_loads_of_the_same_words_by_all_lanes():
+    body = [WAIT, *["LDTM.x32 R4, tmem[UR4]"] * 4, *["MUFU.EX2 R0, R1"] * 32]
+    body += ["LDS.128 R4, [R1]"] * 3 + ["@!PT LDS RZ, [RZ]"] * 5
+    counted = model.count_kernel(
+        made(masked=[], mma=loop(".L_mma", WAIT, *[SCORE] * 32, *[OUTPUT] * 8),
+             softmax=loop(".L_softmax", *body)), PARTS,
+    )  # fmt: skip
+    # Two loads take 128 bytes, the third one 512; the others are never carried out.
+    assert counted.roles["softmax"].shared == 2 * 128 + 512
+    units = model.clocks(counted, PARTS).units
+    operands = 2 * 2 * (128 + 64) * 256 + 2 * 128 * 128
+    assert units["shared memory"] == (operands + 1024 + 8 * 768) / 128
+    assert units["issue"] == 2 * counted.roles["softmax"].instructions + 42

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...machine_code.cubin import cubins
-from ...machine_code.tile_model import SMS
-from ..harness.registry import Unavailable
-
-if TYPE_CHECKING:
-    from .. import peers
-
-ARCH = "sm_100a"
-OURS, THEIRS = "cute_attn", "FlashAttention-4"
+from ...kernels.attention.spec import Hd256ForwardSpec
+from ...kernels.attention.table import HD256_FORWARD
+from . import programs
+from .programs import ARCH, Program
 
 # FlashAttention-4 pull request 2454, B200 at 1965 MHz, head_dim 256, bf16, 8 heads, non-causal,
 # half of the exponentials on the FMA units: TFLOP/s by sequence length.
@@ -83,124 +77,24 @@ PLAIN = {
 }
 
 
-@dataclass(frozen=True)
-class Program:
-    """One compiled kernel.
-
-    Attributes:
-        spilled: bytes of spills that ptxas reports; None if there is no report.
-        shared: bytes of shared memory of a CTA, static and dynamic.
-    """
-
-    kernel: str
-    specialisation: str
-    cubin: bytes = field(repr=False)
-    ptx: str = field(repr=False)
-    registers: int
-    stack: int
-    spilled: int | None
-    shared: int | None
-
-
 # -- compiling ------------------------------------------------------------------------------------
 
 
 def our_program(specialisation: Specialisation) -> Program:
-    """Compile our kernel, or take it from the cache.
-
-    Raises:
-        Unavailable: there is no compiler.
-        cute_attn.cache.CompileError: it does not compile.
-    """
-    if importlib.util.find_spec("cutlass") is None:
-        raise Unavailable("needs nvidia-cutlass-dsl, which is not installed")
-    from ... import cache
-    from ...kernels.attention.spec import Hd256ForwardSpec
-    from ...kernels.attention.table import HD256_FORWARD
-
+    """Compile our kernel, or take it from the cache: see `programs.our_program`."""
     spec = Hd256ForwardSpec(**{**PLAIN, **specialisation.ours})
-    entry = cache.compile(HD256_FORWARD.kernel, spec, arch=ARCH)
-    (cubin,) = cubins(entry.read("kernel.o"))
-    (use,) = entry.kernels
-    dynamic = use.dynamic_shared
-    return Program(
-        OURS,
-        specialisation.name,
-        cubin,
-        entry.read("kernel.ptx").decode(),
-        use.registers,
-        use.stack,
-        use.spills,
-        None if dynamic is None else use.static_shared + dynamic,
-    )
+    return programs.our_program(HD256_FORWARD.kernel, spec, specialisation.name)
 
 
 def their_programs(
     specialisations: Sequence[Specialisation], directory: Path
 ) -> tuple[list[Program], list[str]]:
-    """FlashAttention-4's programs, compiled into `directory` or found there, and notes on failures.
+    """FlashAttention-4's programs: see `programs.their_programs`."""
+    from ..peers.flash_attention_4 import forward  # imports torch
 
-    Raises:
-        ImportError: FlashAttention-4 is not installed.
-    """
-    from .. import peers  # imports torch
-
-    if reason := peers.missing("flash_attention_4"):
-        raise ImportError(reason)
-    programs, missing = [], []
-    for specialisation in specialisations:
-        if specialisation.theirs is None:
-            continue
-        request = peers.flash_attention_4.forward(
-            arch=ARCH, head_dim=256, seqlen_q=512, **specialisation.theirs
-        )
-        try:
-            captured = request.capture(directory)
-        except peers.CaptureError as error:
-            last = str(error).strip().splitlines()[-1]
-            missing.append(f"{THEIRS} has no {specialisation.name}: {last}")
-            continue
-        programs.append(_their_program(specialisation.name, captured))
-    return programs, missing
-
-
-def _their_program(name: str, captured: peers.Captured) -> Program:
-    from ...cache.cubin import kernel_uses
-
-    (call,) = captured.calls
-    (cubin,) = cubins(Path(call.function.object_file).read_bytes())
-    (use,) = kernel_uses(cubin, ptxas_log="", host_code="")
-    dynamic = _dynamic_shared(captured)
-    return Program(
-        THEIRS,
-        name,
-        cubin,
-        call.function.ptx,
-        use.registers,
-        use.stack,
-        use.spills,
-        None if dynamic is None else use.static_shared + dynamic,
-    )
-
-
-def _dynamic_shared(captured: peers.Captured) -> int | None:
-    """Bytes of dynamic shared memory that the host code requests; it runs without launching."""
-    from ...emulator import EmulatorUnavailable
-    from ...emulator.host import HostFunction, Launch
-
-    (call,) = captured.calls
-    launches: list[Launch] = []
-    try:
-        function = HostFunction(
-            Path(call.function.object_file).read_bytes(),
-            "k",
-            launches.append,
-            num_sms=SMS,
-            capability=(10, 0),
-        )
-    except EmulatorUnavailable:  # no C compiler to link with
-        return None
-    memory = captured.materialise(captured.random_inputs())
-    function(*memory.arguments(call))
-    (launch,) = launches
-    return launch.dynamic_shared
+    requests = [
+        (s.name, forward(arch=ARCH, head_dim=256, seqlen_q=512, **s.theirs))
+        for s in specialisations
+        if s.theirs is not None
+    ]
+    return programs.their_programs(requests, directory)
