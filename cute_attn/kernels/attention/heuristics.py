@@ -1,4 +1,4 @@
-"""Tuning of the attention forwards.
+"""Tuning of the attention kernels.
 
 The packing rule counts tiles; it is not measured. Each tile of TILE_M rows reads its K/V head from
 end to end. With `p` query heads for each K/V head, `seqlen_q` tokens take p * ceil(seqlen_q /
@@ -9,13 +9,31 @@ the number of tiles: where a head fills at most half a tile.
 The caller chooses the scheduler. The operators never choose "single" (one cluster for each tile,
 not persistent). It would suit few tiles, but then the batch size would select the kernel, and
 serving would compile one more.
+
+The backward's dK/dV kernel loops over the query heads of a K/V head. Where its blocks of keys are
+too few for the GPU, or leave a part of it idle at the end, the heads of a group are split among
+clusters, each of which writes float32 partial sums. `num_splits` weighs the clocks of the busiest
+cluster against those of writing and adding up the partial sums. Its numbers are estimates from the
+design (`docs/kernels/hd256_backward.md`), not measured. It looks at shapes and the number of SMs
+only, so that the same call always adds in the same order.
 """
 
 from __future__ import annotations
 
-from .spec import MAX_PACKED_HEADS, TILE_M
+from .spec import DKDV_TILE_M, DKDV_TILE_N, MAX_PACKED_HEADS, TILE_M
 
 SHORT_SEQLEN_Q = TILE_M // 2
+
+# How `sum_partials` adds up the few partial sums of dk and dv, and the many, of few elements, of
+# dsink.
+FEW_PARTIALS = {"vector": 4, "slices": 1}
+MANY_PARTIALS = {"vector": 1, "slices": 32}
+
+# Clocks of the dK/dV kernel.
+_TILE = 2048  # of a pair's MMAs for a query tile of a head
+_EPILOGUE = 4096  # beside the loop, of a cluster's block of keys; twice that with partial sums
+_SUM = 170  # of the whole GPU: writing, reading and adding up a block's partial sums of one split
+_LEAST_GAIN = 0.95  # of the clocks without splits, for which partial sums are worth their memory
 
 
 def packed_heads(*, heads: int, heads_k: int, short: bool) -> int:
@@ -29,3 +47,54 @@ def packed_heads(*, heads: int, heads_k: int, short: bool) -> int:
         return 1
     group = heads // heads_k
     return min(group & -group, MAX_PACKED_HEADS)  # the largest power of two that divides it
+
+
+def num_splits(
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    batch: int,
+    heads: int,
+    heads_k: int,
+    window_left: int | None,
+    window_right: int | None,
+    clusters: int,
+) -> int:
+    """Into how many parts of equal size the query heads of a K/V head are split.
+
+    Args:
+        seqlen_q, seqlen_k: lengths of the sequences; of packed ones, their mean.
+        batch: number of sequences.
+        heads, heads_k: numbers of query heads and of K/V heads.
+        window_left, window_right: bounds of the window, None for none; 0 to the right is causal.
+        clusters: how many clusters of the dK/dV kernel run at once.
+    """
+    blocks = -(-seqlen_k // DKDV_TILE_N) * batch * heads_k
+    if not (blocks and heads and clusters):
+        return 1
+    group = heads // heads_k
+    most, mean = _query_tiles(seqlen_q, seqlen_k, window_left, window_right)
+
+    def clocks(splits: int) -> float:
+        of_block = group // splits * _TILE
+        epilogue = _EPILOGUE if splits == 1 else 2 * _EPILOGUE
+        waves = -(-blocks * splits // clusters)
+        sums = 0 if splits == 1 else splits * blocks * _SUM
+        return max(most * of_block + epilogue, waves * (mean * of_block + epilogue)) + sums
+
+    best = min((n for n in range(1, group + 1) if group % n == 0), key=clocks)
+    return best if clocks(best) <= _LEAST_GAIN * clocks(1) else 1
+
+
+def _query_tiles(
+    seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
+) -> tuple[int, float]:
+    """The most query tiles that see a block of keys, and the mean of all blocks."""
+    offset = seqlen_k - seqlen_q  # query i is at the position of key i + offset
+    counts = []
+    for first in range(0, seqlen_k, DKDV_TILE_N):
+        last = min(first + DKDV_TILE_N, seqlen_k) - 1
+        low = 0 if window_right is None else max(0, first - window_right - offset)
+        high = seqlen_q if window_left is None else min(seqlen_q, last + window_left + 1 - offset)
+        counts.append(max(0, -(-high // DKDV_TILE_M) - low // DKDV_TILE_M) if high > low else 0)
+    return max(counts), sum(counts) / len(counts)

@@ -30,5 +30,13 @@ def padded_rows(tokens: int, batch: int, varlen: bool) -> int:
     return round_up(tokens + STATS_ROWS * batch) if varlen else batch * round_up(tokens)
 
 
+def num_tiles(tokens: int, batch: int, varlen: bool) -> int:
+    """How many tiles of STATS_ROWS a head has, the number of parts of dsink: of packed sequences,
+    an upper bound."""
+    return (
+        tokens // STATS_ROWS + batch if varlen else padded_rows(tokens, batch, False) // STATS_ROWS
+    )
+
+
 def round_up(tokens: Any) -> Any:
     return (tokens + (STATS_ROWS - 1)) & -STATS_ROWS

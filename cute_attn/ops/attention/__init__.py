@@ -1,6 +1,6 @@
 """Softmax attention: the operators."""
 
 from .api import flash_attn_func, flash_attn_varlen_func
-from .plan import plan_attention
+from .plan import plan_attention, plan_attention_backward
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "plan_attention"]
+__all__ = ["flash_attn_func", "flash_attn_varlen_func", "plan_attention", "plan_attention_backward"]

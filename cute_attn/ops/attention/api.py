@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checks import check_flags
 from ..operator import (
     PLAIN,
     dispatch_mode_depth,
@@ -33,6 +34,7 @@ def flash_attn_func(
     window_size: Window = (None, None),
     learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
+    deterministic: bool = False,
     scheduler: str | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -56,6 +58,8 @@ def flash_attn_func(
         learnable_sink: `[heads]`, bfloat16, float16 or float32: each head's score of one extra key,
             whose value is 0. It is not scaled.
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
+        deterministic: accepted for compatibility with FlashAttention: every call is deterministic,
+            forward and backward.
         scheduler: "static" (each cluster's tiles are fixed) or "clc" (clusters take tiles from the
             hardware's queue, which balances uneven ones); both give the same bits. None follows
             the environment variable `FA_CLC`, see `cute_attn.reload_settings`.
@@ -66,14 +70,20 @@ def flash_attn_func(
         `[batch, heads, seqlen_q]`, natural logarithm, or None without return_lse. For a query that
         sees no key, o is 0, and lse is the sink, or -inf without one.
 
+    Both are differentiable with respect to q, k, v and learnable_sink, once. Only the gradients
+    that are needed are computed, each in its tensor's dtype; the sums over queries, keys and heads
+    are float32. A query that sees no key, and a key that no query sees, have gradient 0.
+
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, strides, alignment, devices or values.
         NotImplementedError: a head dimension or an architecture without a kernel (the message
-            lists the supported ones), or a tensor that requires a gradient: no backward yet.
+            lists the supported ones).
     """
     if type(window_size) is not tuple or len(window_size) != 2:
         window_size = _pair(window_size)
+    if deterministic is not False:
+        check_flags(deterministic=deterministic)
     left, right = window_size
     call = (
         _forward
@@ -107,6 +117,7 @@ def flash_attn_varlen_func(
     window_size: Window = (None, None),
     learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
+    deterministic: bool = False,
     scheduler: str | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -132,6 +143,7 @@ def flash_attn_varlen_func(
         window_size: as for `flash_attn_func`, within each sequence.
         learnable_sink: as for `flash_attn_func`.
         softcap: as for `flash_attn_func`.
+        deterministic: as for `flash_attn_func`.
         scheduler: as for `flash_attn_func`.
         return_lse: as for `flash_attn_func`.
 
@@ -139,6 +151,9 @@ def flash_attn_varlen_func(
         The pair (o, lse). o is contiguous, of q's shape and dtype. lse is float32
         `[heads, total_q]`, or `[batch, heads, seqlen_q]` without cu_seqlens_q, or None without
         return_lse. Both are undefined for rows of q that belong to no sequence.
+
+    Differentiable as `flash_attn_func`; rows of q, k and v that belong to no sequence, or that are
+    not used, have gradient 0, whatever the gradient of o holds there.
 
     Raises:
         TypeError: as `flash_attn_func`.
@@ -151,6 +166,8 @@ def flash_attn_varlen_func(
         _length_on_the_host("max_seqlen_k", max_seqlen_k)
     if type(window_size) is not tuple or len(window_size) != 2:
         window_size = _pair(window_size)
+    if deterministic is not False:
+        check_flags(deterministic=deterministic)
     left, right = window_size
     call = (
         _forward

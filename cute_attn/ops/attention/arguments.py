@@ -58,18 +58,47 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
     _check_shapes(a, {name: x for name, x in given.items() if name in _LENGTHS})
     for name in ("q", "k", "v"):
         x = given[name]
-        if x.numel() and (
-            x.stride(-1) != 1
-            or any(
-                size > 1 and stride % VECTOR
-                for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-            )
-        ):
+        if not has_readable_strides(x):
             raise ValueError(
                 f"{name} has strides {x.stride()}: TMA, which reads it in place, needs the last "
                 f"dimension contiguous and the others to step by multiples of {VECTOR} elements"
             )
     check_contiguous(given, (*_LENGTHS, "learnable_sink"))
+
+
+def has_readable_strides(x: Tensor) -> bool:
+    """Whether TMA can read x, `[..., rows, heads, head_dim]`, in place."""
+    return not x.numel() or (
+        x.stride(-1) == 1
+        and all(
+            size <= 1 or stride % VECTOR == 0
+            for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        )
+    )
+
+
+def with_strides_for_tma(x: Tensor) -> Tensor:
+    """x, or a view with another stride for each dimension of size 1 whose stride TMA refuses."""
+    if all(stride % VECTOR == 0 for stride in x.stride()[:-1]):
+        return x
+    strides = [
+        stride if stride % VECTOR == 0 else x.shape[-1]
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    return x.as_strided(x.shape, (*strides, 1))
+
+
+def check_alignment(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{name} starts at address {x.data_ptr():#x}: TMA, which reads it in place, "
+                f"needs {ALIGNMENT}-byte alignment"
+            )
+
+
+def no_sequences(cu_seqlens_q: Tensor | None) -> bool:
+    return cu_seqlens_q is not None and len(cu_seqlens_q) == 1
 
 
 def check_length(name: str, value: Any) -> None:

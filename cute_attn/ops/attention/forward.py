@@ -1,4 +1,4 @@
-"""Softmax attention: the forward operator.
+"""Softmax attention: the forward operator, and its gradient.
 
 A warm call looks up the loaded kernel, allocates the output and calls the kernel. The look-up's key
 holds everything that the choice of a kernel depends on, and every tensor's batch size. The compiled
@@ -9,7 +9,7 @@ and devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,16 @@ from ...kernels.attention.heuristics import SHORT_SEQLEN_Q
 from ...kernels.attention.spec import LARGEST_SCALE
 from ..checks import DTYPE_NAMES
 from ..operator import Operator, is_grad_enabled
-from .arguments import ALIGNMENT, SMALLEST_SCALE, VECTOR, Arguments, bounds, check
+from .arguments import (
+    SMALLEST_SCALE,
+    Arguments,
+    bounds,
+    check,
+    check_alignment,
+    no_sequences,
+    with_strides_for_tma,
+)
+from .backward import BACKWARD
 from .plan import plan_attention
 
 _empty_like = torch.empty_like
@@ -36,18 +45,19 @@ class Forward(Operator[Arguments]):
     public_name = "flash_attn_func, as flash_attn_varlen_func,"
     arguments = Arguments
     results = (("o", ""), ("lse", "return_lse"))
+    saved = (
+        "q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
+        "learnable_sink", "softmax_scale", "causal", "window_left", "window_right", "softcap",
+        "scheduler",
+    )  # fmt: skip
+    kept: Mapping[str, Any] = {"return_lse": True}
 
     def check(self, a: Arguments, given: dict[str, Tensor]) -> None:
         check(a, given)
 
     def check_memory(self, a: Arguments) -> None:
         table.find("forward", launch.arch_for(a.q.device), a.q.shape[-1])
-        for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
-            if x.data_ptr() % ALIGNMENT:
-                raise ValueError(
-                    f"{name} starts at address {x.data_ptr():#x}: TMA, which reads it in place, "
-                    f"needs {ALIGNMENT}-byte alignment"
-                )
+        check_alignment(q=a.q, k=a.k, v=a.v)
 
     def prepare(self, a: Arguments) -> _Ready:
         left, right = bounds(a)
@@ -101,8 +111,14 @@ class Forward(Operator[Arguments]):
         ready: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         key = None
-        if is_grad_enabled():
-            self.takes_gradient(q, k, v, learnable_sink)
+        if is_grad_enabled() and self.takes_gradient(q, k, v, learnable_sink):
+            return self._dispatched(  # type: ignore[no-any-return]
+                (
+                    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
+                    softmax_scale, causal, window_left, window_right, learnable_sink, softcap,
+                    scheduler, return_lse,
+                )
+            )  # fmt: skip
         try:
             if ready is None:
                 q_shape, k_shape = q.shape, k.shape
@@ -156,13 +172,12 @@ class Forward(Operator[Arguments]):
         return o, _empty_lse(a.q) if a.return_lse else None
 
     def readable(self, a: Arguments) -> Arguments:
-        q, k, v = map(_with_strides_for_tma, a[:3])
+        q, k, v = map(with_strides_for_tma, a[:3])
         return a._replace(q=q, k=k, v=v)
 
     def nothing(self, a: Arguments) -> tuple[Tensor, Tensor | None] | None:
         """The results if there are no queries, no keys or no sequences."""
-        no_sequences = a.cu_seqlens_q is not None and len(a.cu_seqlens_q) == 1
-        if a.q.numel() and a.k.numel() and not no_sequences:
+        if a.q.numel() and a.k.numel() and not no_sequences(a.cu_seqlens_q):
             return None
         o, lse = self.outputs(a)
         if lse is not None:
@@ -170,6 +185,28 @@ class Forward(Operator[Arguments]):
             if a.learnable_sink is not None:
                 lse.copy_(a.learnable_sink[:, None])
         return o.zero_(), lse
+
+    def backward(
+        self,
+        saved: Mapping[str, Any],
+        gradients: Mapping[str, Tensor | None],
+        needed: frozenset[str],
+    ) -> Mapping[str, Tensor]:
+        do = gradients["o"]
+        if do is None:  # only the log-sum-exp has a gradient
+            do = torch.zeros_like(saved["o"])
+        dq, dk, dv, dsink = BACKWARD.routed(
+            *(saved[name] for name in ("q", "k", "v", "o")),
+            do,
+            saved["lse"],
+            gradients["lse"],
+            *(saved[name] for name in self.saved[5:]),
+            "q" in needed,
+            not needed.isdisjoint(("k", "v")),
+            "learnable_sink" in needed,
+        )
+        found = {"q": dq, "k": dk, "v": dv, "learnable_sink": dsink}
+        return {name: found[name] for name in needed}
 
 
 def _empty_lse(q: Tensor) -> Tensor:
@@ -186,17 +223,6 @@ def _is_short(
     if max_seqlen_q is not None:
         return max_seqlen_q <= SHORT_SEQLEN_Q
     return q_shape[0] <= SHORT_SEQLEN_Q * (cu_seqlens_q.shape[0] - 1)
-
-
-def _with_strides_for_tma(x: Tensor) -> Tensor:
-    """x, or a view with another stride for each dimension of size 1 whose stride TMA refuses."""
-    if all(stride % VECTOR == 0 for stride in x.stride()[:-1]):
-        return x
-    strides = [
-        stride if stride % VECTOR == 0 else x.shape[-1]
-        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    ]
-    return x.as_strided(x.shape, (*strides, 1))
 
 
 FORWARD = Forward()

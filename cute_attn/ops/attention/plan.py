@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ... import launch
 from ...kernels.attention import table
-from ...kernels.attention.heuristics import packed_heads
-from ...kernels.attention.spec import Hd256ForwardSpec
+from ...kernels.attention.heuristics import FEW_PARTIALS, MANY_PARTIALS, packed_heads
+from ...kernels.attention.spec import (
+    Hd256BackwardSpec,
+    Hd256ForwardSpec,
+    Hd256PreprocessSpec,
+    SumPartialsSpec,
+)
 from ...settings import settings
 from .arguments import USER_SCHEDULERS
 
@@ -65,9 +72,7 @@ def plan_attention(
     kernel = table.find("forward", arch, head_dim).kernel
     if heads_k < 1 or heads < 1 or heads % heads_k:
         raise ValueError(f"heads is {heads}, must be a positive multiple of heads_k, {heads_k}")
-    chosen = settings().scheduler if scheduler is None else scheduler
-    if chosen not in USER_SCHEDULERS:
-        raise ValueError(f"scheduler is {scheduler!r}, must be one of {USER_SCHEDULERS} or None")
+    chosen = _scheduler(scheduler)
     packings = [
         packed_heads(heads=heads, heads_k=heads_k, short=case)
         for case in ((False, True) if short is None else (short,))
@@ -92,3 +97,151 @@ def plan_attention(
         )
         for packing in dict.fromkeys(packings)
     ]
+
+
+@launch.planner
+def plan_attention_backward(
+    arch: str,
+    *,
+    head_dim: int = 256,
+    dtype: str = "bfloat16",
+    causal: bool = False,
+    window_left: bool = False,
+    window_right: bool = False,
+    sink: str | None = None,
+    softcap: bool = False,
+    varlen_q: bool = False,
+    varlen_k: bool = False,
+    seqused_q: bool = False,
+    seqused_k: bool = False,
+    scheduler: str | None = None,
+    dlse: bool = False,
+    dq: bool = True,
+    dkdv: bool = True,
+    split: bool | None = None,
+) -> list[launch.Request]:
+    """The kernels that the gradient of the attention functions uses; those of the forward, with
+    return_lse, are `plan_attention`'s.
+
+    Args:
+        arch: such as "sm_100a".
+        head_dim: of q, k and v.
+        dtype: of q, k and v.
+        causal: as the operator's.
+        window_left: whether window_size has a bound to the left.
+        window_right: whether window_size has a bound to the right.
+        sink: dtype of a learnable_sink that requires a gradient; None without one.
+        softcap: whether softcap is not 0.
+        varlen_q: whether cu_seqlens_q is given.
+        varlen_k: whether cu_seqlens_k is given.
+        seqused_q: whether seqused_q is given.
+        seqused_k: whether seqused_k is given.
+        scheduler: as the operator's; None follows `FA_CLC`.
+        dlse: whether lse is returned and has a gradient.
+        dq: whether q requires a gradient.
+        dkdv: whether k or v requires a gradient.
+        split: True for calls that split the query heads of a K/V head among clusters (few K/V
+            heads, short sequences), False for others, None for both.
+
+    Returns:
+        Pairs of a kernel and its specialisation.
+
+    Raises:
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names it.
+        NotImplementedError: there is no kernel for this head_dim on this architecture.
+    """
+    requests = [
+        request
+        for case in ((False, True) if split is None else (split,))
+        for request in backward_requests(
+            arch,
+            head_dim=head_dim,
+            dtype=dtype,
+            window_left=window_left,
+            window_right=window_right or causal,
+            sink=sink,
+            softcap=softcap,
+            varlen_q=varlen_q,
+            varlen_k=varlen_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            scheduler=scheduler,
+            dlse=dlse,
+            dq=dq,
+            dkdv=dkdv,
+            split=case,
+        )
+        if request is not None
+    ]
+    return list(dict.fromkeys(requests))
+
+
+class BackwardRequests(NamedTuple):
+    """The kernels of a backward; None for one that is not needed."""
+
+    preprocess: launch.Request
+    dq: launch.Request | None
+    dkdv: launch.Request | None
+    sum_dkdv: launch.Request | None
+    sum_dsink: launch.Request | None
+
+
+def backward_requests(
+    arch: str,
+    *,
+    head_dim: int,
+    dtype: str,
+    window_left: bool,
+    window_right: bool,
+    sink: str | None,
+    softcap: bool,
+    varlen_q: bool,
+    varlen_k: bool,
+    seqused_q: bool,
+    seqused_k: bool,
+    scheduler: str | None,
+    dlse: bool,
+    dq: bool,
+    dkdv: bool,
+    split: bool,
+) -> BackwardRequests:
+    """The same kernels by their part; arguments and errors as for `plan_attention_backward`."""
+
+    def main(direction: str, *, partial: bool = False) -> launch.Request:
+        spec = Hd256BackwardSpec(
+            dtype=dtype,
+            scheduler=_scheduler(scheduler),
+            window_left=window_left,
+            window_right=window_right,
+            softcap=softcap,
+            varlen_q=varlen_q,
+            varlen_k=varlen_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            partial=partial,
+        )
+        return table.find(direction, arch, head_dim).kernel, spec
+
+    preprocess = Hd256PreprocessSpec(
+        dtype=dtype,
+        varlen_q=varlen_q,
+        seqused_q=seqused_q,
+        sink_dtype=sink or "none",
+        dlse=dlse,
+    )
+    partial = dkdv and split
+    return BackwardRequests(
+        preprocess=(table.find("backward_preprocess", arch, head_dim).kernel, preprocess),
+        dq=main("backward_dq") if dq else None,
+        dkdv=main("backward_dkdv", partial=partial) if dkdv else None,
+        sum_dkdv=(table.SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,
+        sum_dsink=(table.SUM_PARTIALS, SumPartialsSpec(sink, **MANY_PARTIALS)) if sink else None,
+    )
+
+
+def _scheduler(scheduler: str | None) -> str:
+    chosen = settings().scheduler if scheduler is None else scheduler
+    if chosen not in USER_SCHEDULERS:
+        raise ValueError(f"scheduler is {scheduler!r}, must be one of {USER_SCHEDULERS} or None")
+    return chosen

@@ -1,0 +1,322 @@
+"""Softmax attention: the operator of the backward, which computes the gradients of a forward.
+
+Up to five kernels, none of which adds in an order that depends on timing, so that every run gives
+the same bits:
+
+    preprocess    stats: lse and delta of the query rows; parts of dsink
+    dq            dq
+    dkdv          dk and dv, or with splits float32 parts of them
+    sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts
+
+Workspaces, allocated through torch, in bytes, with R the padded rows (`statistics.padded_rows`: at
+most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the number of splits
+(`heuristics.num_splits`) and T <= R / 128:
+
+    stats            8 heads R
+    parts of dk, dv  8 S (elements of k)     only with S > 1
+    parts of dsink   4 heads T               only with a sink that requires a gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...kernels.attention import table
+from ...kernels.attention.heuristics import num_splits
+from ...kernels.attention.statistics import num_tiles, padded_rows
+from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags
+from ..operator import Operator
+from .arguments import (
+    ALIGNMENT,
+    Arguments,
+    bounds,
+    check,
+    check_alignment,
+    has_readable_strides,
+    no_sequences,
+    with_strides_for_tma,
+)
+from .plan import backward_requests
+
+_contiguous = torch.contiguous_format
+_Function = Callable[..., None]
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class BackwardArguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    do: Tensor
+    lse: Tensor
+    dlse: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    learnable_sink: Tensor | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    scheduler: str | None = None
+    need_dq: bool = True
+    need_dkdv: bool = True
+    need_dsink: bool = False
+
+    @property
+    def forward(self) -> Arguments:
+        """The arguments of the forward."""
+        shared = {name: getattr(self, name) for name in Arguments._fields if hasattr(self, name)}
+        return Arguments(**shared)
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def splits(self) -> int:
+        """Into how many parts the query heads of each K/V head are split among clusters."""
+        varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
+        tile = table.find("backward_dkdv", launch.arch_for(self.q.device), self.q.shape[-1])
+        batch, (left, right) = self.batch, bounds(self.forward)
+        return num_splits(
+            seqlen_q=-(-self.q.shape[-3] // max(batch, 1)) if varlen_q else self.q.shape[-3],
+            seqlen_k=-(-self.k.shape[-3] // max(batch, 1)) if varlen_k else self.k.shape[-3],
+            batch=batch,
+            heads=self.q.shape[-2],
+            heads_k=self.k.shape[-2],
+            window_left=left,
+            window_right=right,
+            clusters=launch.num_sms(self.q.device) // tile.cluster,
+        )
+
+
+class _Ready(NamedTuple):
+    """Loaded kernels, None for those not needed, and what is the same for all calls with a key."""
+
+    preprocess: _Function
+    dq: _Function | None
+    dkdv: _Function | None
+    sum_dkdv: _Function | None
+    sum_dsink: _Function | None
+    default_scale: float
+    softcap: float
+    left: int
+    right: int
+    splits: int
+    dq_clusters: int
+    dkdv_clusters: int
+
+
+class Backward(Operator[BackwardArguments]):
+    name = "flash_attn_backward"
+    arguments = BackwardArguments
+    results = (
+        ("dq", "need_dq"),
+        ("dk", "need_dkdv"),
+        ("dv", "need_dkdv"),
+        ("dsink", "need_dsink"),
+    )
+
+    def check(self, a: BackwardArguments, given: dict[str, Tensor]) -> None:
+        check(a.forward, given)
+        check_flags(need_dq=a.need_dq, need_dkdv=a.need_dkdv, need_dsink=a.need_dsink)
+        if not (a.need_dq or a.need_dkdv or a.need_dsink):
+            raise ValueError("need_dq, need_dkdv and need_dsink are False, one must be True")
+        if a.need_dsink and a.learnable_sink is None:
+            raise ValueError("need_dsink is True, it needs learnable_sink")
+        check_dtypes_are(given, ("o", "do"), a.q.dtype)
+        check_dtypes_are(given, ("lse", "dlse"), torch.float32)
+        *batch, seqlen_q, heads, _ = a.q.shape
+        of_rows = (*batch, heads, seqlen_q)
+        expected = {"o": tuple(a.q.shape), "do": tuple(a.q.shape), "lse": of_rows, "dlse": of_rows}
+        for name, shape in expected.items():
+            if name in given and tuple(given[name].shape) != shape:
+                raise ValueError(
+                    f"{name} has shape {list(given[name].shape)}, must be {list(shape)}"
+                )
+
+    def check_memory(self, a: BackwardArguments) -> None:
+        arch, head_dim = launch.arch_for(a.q.device), a.q.shape[-1]
+        for direction in ("backward_preprocess", "backward_dq", "backward_dkdv"):
+            table.find(direction, arch, head_dim)
+        check_alignment(q=a.q, k=a.k, v=a.v)
+
+    def prepare(self, a: BackwardArguments) -> _Ready:
+        left, right = bounds(a.forward)
+        arch, device = launch.arch_for(a.q.device), a.q.device
+        head_dim = a.q.shape[-1]
+        splits = a.splits
+        requests = backward_requests(
+            arch,
+            head_dim=head_dim,
+            dtype=DTYPE_NAMES[a.q.dtype],
+            window_left=left is not None,
+            window_right=right is not None,
+            sink=DTYPE_NAMES[a.learnable_sink.dtype] if a.need_dsink else None,  # type: ignore[union-attr]
+            softcap=bool(a.softcap),
+            varlen_q=a.cu_seqlens_q is not None,
+            varlen_k=a.cu_seqlens_k is not None,
+            seqused_q=a.seqused_q is not None,
+            seqused_k=a.seqused_k is not None,
+            scheduler=a.scheduler,
+            dlse=a.dlse is not None,
+            dq=bool(a.need_dq),
+            dkdv=bool(a.need_dkdv),
+            split=splits > 1,
+        )
+        functions = [None if x is None else launch.get_for(device, *x) for x in requests]
+        sms = launch.num_sms(device)
+        return _Ready(
+            *functions,  # type: ignore[arg-type]
+            default_scale=head_dim**-0.5,
+            softcap=float(a.softcap or 1.0),
+            left=left or 0,
+            right=right or 0,
+            splits=splits,
+            dq_clusters=max(1, sms // table.find("backward_dq", arch, head_dim).cluster),
+            dkdv_clusters=max(1, sms // table.find("backward_dkdv", arch, head_dim).cluster),
+        )
+
+    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
+        a = self.arguments(*arguments)
+        lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
+        return (
+            len(a.q.shape),
+            a.q.shape[-2],
+            a.k.shape[-2],
+            a.q.shape[0] if a.cu_seqlens_q is None else None,
+            a.k.shape[0] if a.cu_seqlens_k is None else None,
+            *(None if x is None else x.shape for x in lengths),
+            a.q.dtype,
+            a.q.get_device(),
+            None if a.learnable_sink is None else a.learnable_sink.dtype,
+            a.dlse is None,
+            a.softmax_scale,
+            a.causal,
+            a.window_left,
+            a.window_right,
+            a.softcap,
+            a.scheduler,
+            a.need_dq,
+            a.need_dkdv,
+            a.need_dsink,
+            a.splits,
+            # Keys of empty tensors are never in the table.
+            not (a.q.numel() and a.k.numel()),
+        )
+
+    def launch(self, ready: _Ready, *arguments: Any, **_: Any) -> _Gradients:
+        a = self.arguments(*arguments)
+        q, k, v, do = a.q, a.k, a.v, a.do
+        heads, varlen_q = q.shape[-2], a.cu_seqlens_q is not None
+        sizes = q.shape[-3], a.batch, varlen_q
+        stats = q.new_empty((2, heads, padded_rows(*sizes)), dtype=torch.float32)
+        parts = dsink = None
+        if ready.sum_dsink is not None:
+            parts = q.new_empty((num_tiles(*sizes), heads), dtype=torch.float32)
+        ready.preprocess(
+            a.o, do, a.lse, a.dlse, None if parts is None else a.learnable_sink,
+            a.cu_seqlens_q, a.seqused_q, stats, parts,
+        )  # fmt: skip
+        if parts is not None:
+            dsink = torch.empty_like(a.learnable_sink)
+            ready.sum_dsink(parts[:, None], dsink[None])  # type: ignore[misc]
+
+        scalars = (
+            ready.default_scale if a.softmax_scale is None else a.softmax_scale,
+            ready.softcap,
+            ready.left,
+            ready.right,
+        )
+        lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
+        dq = dk = dv = None
+        if ready.dq is not None:
+            dq = _gradient(q, some_unused=varlen_q)
+            ready.dq(q, k, v, do, stats, dq, *lengths, *scalars, ready.dq_clusters)
+        if ready.dkdv is not None:
+            some_unused = a.cu_seqlens_k is not None or a.seqused_k is not None
+            if ready.sum_dkdv is None:
+                dk, dv = _gradient(k, some_unused), _gradient(v, some_unused)
+                written = dk, dv
+            else:
+                dk, dv = (torch.empty_like(x, memory_format=_contiguous) for x in (k, v))
+                new = k.new_zeros if some_unused else k.new_empty
+                written = new((2, ready.splits, *k.shape), dtype=torch.float32).unbind()
+            ready.dkdv(
+                q, k, v, do, stats, *written, *lengths, *scalars, ready.splits,
+                ready.dkdv_clusters,
+            )  # fmt: skip
+            if ready.sum_dkdv is not None:
+                for partial, out in zip(written, (dk, dv), strict=True):
+                    ready.sum_dkdv(partial.flatten(1, -2), out.flatten(0, -2))
+        return dq, dk, dv, dsink
+
+    def outputs(self, a: BackwardArguments) -> _Gradients:
+        dq = torch.empty_like(a.q, memory_format=_contiguous) if a.need_dq else None
+        dk, dv = (
+            torch.empty_like(x, memory_format=_contiguous) if a.need_dkdv else None
+            for x in (a.k, a.v)
+        )
+        dsink = None
+        if a.need_dsink and a.learnable_sink is not None:
+            dsink = torch.empty_like(a.learnable_sink)
+        return dq, dk, dv, dsink
+
+    def readable(self, a: BackwardArguments) -> BackwardArguments:
+        q, k, v = map(with_strides_for_tma, (a.q, a.k, a.v))
+        o, do = map(_readable, (a.o, a.do))
+        return a._replace(q=q, k=k, v=v, o=o, do=do)
+
+    def nothing(self, a: BackwardArguments) -> _Gradients | None:
+        """The gradients if there are no queries, no keys or no sequences."""
+        unused = no_sequences(a.cu_seqlens_q)
+        if a.q.numel() and a.k.numel() and not unused:
+            return None
+        results = self.outputs(a)
+        for x in results:
+            if x is not None:
+                x.zero_()
+        dsink = results[-1]
+        if dsink is not None and a.dlse is not None and not unused:
+            # Without a key, the log-sum-exp of a row is the sink.
+            dsink.copy_(a.dlse.sum(dim=-1).reshape(-1, len(dsink)).sum(dim=0))
+        return results
+
+    def backward(
+        self,
+        saved: Mapping[str, Any],
+        gradients: Mapping[str, Tensor | None],
+        needed: frozenset[str],
+    ) -> Mapping[str, Tensor]:
+        raise NotImplementedError(
+            "flash_attn_func, as flash_attn_varlen_func, has no second derivative: take the first "
+            "one without create_graph=True, or use another implementation"
+        )
+
+
+def _gradient(x: Tensor, some_unused: bool) -> Tensor:
+    """Memory for the gradient of x: 0 where rows may belong to no sequence, since no kernel writes
+    those."""
+    make = torch.zeros_like if some_unused else torch.empty_like
+    return make(x, memory_format=_contiguous)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a view or a copy of it that kernels can read in place."""
+    if not has_readable_strides(x):
+        return x.contiguous()
+    if x.data_ptr() % ALIGNMENT:
+        return x.clone(memory_format=_contiguous)
+    return with_strides_for_tma(x)
+
+
+BACKWARD = Backward()
