@@ -52,11 +52,7 @@ def check_tensor(name: str, x: Any) -> None:
     """Raise the exceptions of `check_tensors` for x, except that for its device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if _is_functorch_wrapped(x):
-        raise NotImplementedError(
-            f"{name} comes from a transform of torch.func (vmap, grad, jvp ...), and operators "
-            "have no rule for these: batch by the dimensions that they take"
-        )
+    check_transforms(**{name: x})
     check_tangents(**{name: x})
     if x.is_nested or x.layout is not torch.strided:
         layout = "nested" if x.is_nested else str(x.layout)
@@ -67,6 +63,17 @@ def check_tensor(name: str, x: Any) -> None:
             f"{name} is a view whose values differ from those in memory (is_{bit}): give "
             f"{name}.resolve_{bit}()"
         )
+
+
+def check_transforms(**tensors: Any) -> None:
+    """Refuse tensors that a transform of torch.func made."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and _is_functorch_wrapped(x):
+            raise NotImplementedError(
+                f"{name} comes from a transform of torch.func (vmap, grad, jvp ...), and operators "
+                "have no rule for these: batch by the dimensions that they take, and differentiate "
+                "with torch.autograd"
+            )
 
 
 def check_tangents(**tensors: Any) -> None:

@@ -41,7 +41,7 @@ from torch.overrides import is_tensor_like
 
 from .. import launch
 from ..settings import on_reload
-from .checks import check_tangents, check_tensors
+from .checks import check_tangents, check_tensors, check_transforms
 
 __all__ = [
     "PLAIN",
@@ -351,6 +351,8 @@ class Operator(Generic[_Arguments]):
         """Call the registered operator, so that the dispatcher sees the call."""
         a = given = self.arguments(*arguments)
         if is_grad_enabled() and self.takes_gradient(*self.tensors(a).values()):
+            if not is_compiling():
+                check_transforms(**self.tensors(a))
             a = a._replace(**self.kept)
         if self.written:
             a = self._with_out(a, torch.contiguous_format)

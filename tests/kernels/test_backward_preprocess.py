@@ -63,6 +63,8 @@ def test_statistics_of_rows(spec: Hd256PreprocessSpec, lengths: tuple[int, ...],
         sink[-1] = -math.inf
     # Rows that see no key.
     lse[..., ::7] = -math.inf if sink is None else sink.float()[:, None]
+    for x, value in ((o, 0.0), (do, math.nan)):
+        x.transpose(-3, -2)[..., ::7, :] = value
     used = [n // 2 + 1 for n in lengths] if spec.seqused_q else list(lengths)
     if spec.varlen_q:
         for x in (o, do):
@@ -86,7 +88,7 @@ def test_statistics_of_rows(spec: Hd256PreprocessSpec, lengths: tuple[int, ...],
         start = starts[sequence] if spec.varlen_q else 0
         at = slice(start, start + length)
         x, dx, y = (of_sequence(t, spec.varlen_q, sequence, at).double() for t in (o, do, lse))
-        delta = (x * dx).sum(-1).T
+        delta = (x * dx).masked_fill(x == 0, 0.0).sum(-1).T
         if dlse is not None:
             delta -= of_sequence(dlse, spec.varlen_q, sequence, at).double()
         if sink is not None:

@@ -182,6 +182,10 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
+# Those with a gradient, with respect to all of their floating-point arguments.
+DIFFERENTIABLE = ("flash_attn_func", "flash_attn_varlen_func")
+
+
 def tensors_in(results: Any) -> list[Tensor]:
     """The tensors that an operator returned."""
     if isinstance(results, Tensor):

@@ -298,23 +298,6 @@ def test_misaligned_addresses_are_refused():
         cute_attn.flash_attn_func(**args)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "learnable_sink"])
-def test_autograd_is_refused_before_anything_is_launched(name: str):
-    args = dense(learnable_sink=torch.zeros(4))
-    args[name].requires_grad_()
-    with (
-        cute_attn.emulated("sm_100a") as emulator,
-        pytest.raises(NotImplementedError, match="no backward yet"),
-    ):
-        cute_attn.flash_attn_func(**args)
-    assert not emulator.report.launches
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises(NotImplementedError, match="no backward yet"),
-    ):
-        cute_attn.flash_attn_func(**args)
-
-
 # -- nothing to do
 
 
@@ -592,12 +575,16 @@ def test_a_window_is_a_pair_in_a_warm_call_too(warm: Any):
         cute_attn.flash_attn_func(**dense(window_size=None))
 
 
-def test_a_warm_call_refuses_autograd(warm: Any):
+def test_a_warm_call_takes_a_gradient(warm: Any, monkeypatch: pytest.MonkeyPatch):
+    """By way of the dispatcher, with a kernel that keeps lse."""
     warm(lambda *_: pytest.fail("launched"), **dense())
+    kept: list[Any] = []
+    monkeypatch.setattr(FORWARD, "_first_call", lambda key, a: kept.append(a) or FORWARD.outputs(a))
     args = dense()
     args["v"].requires_grad_()
-    with pytest.raises(NotImplementedError, match="no backward yet"):
-        cute_attn.flash_attn_func(**args)
+    o, lse = cute_attn.flash_attn_func(**args)
+    assert o.requires_grad and lse is None
+    assert [a.return_lse for a in kept] == [True]
 
 
 def test_what_the_host_code_refuses_is_said_in_the_operators_words(warm: Any):

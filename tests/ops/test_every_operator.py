@@ -20,7 +20,7 @@ from torch.nn import Parameter
 import cute_attn
 from cute_attn.emulation import Emulation
 
-from .operators import OPERATORS, Operator, tensors_in
+from .operators import DIFFERENTIABLE, OPERATORS, Operator, tensors_in
 
 each_operator = pytest.mark.parametrize("name", OPERATORS)
 
@@ -265,7 +265,7 @@ def test_what_kernels_cannot_read_is_refused_by_name(
 # -- derivatives ---------------------------------------------------------------------------------
 
 
-@each_operator
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in DIFFERENTIABLE])
 def test_gradients_are_refused(launches: list[tuple[Any, ...]], name: str):
     """Of arguments, and of what is written; and nothing is, before."""
     for argument in OPERATORS[name].floats:
@@ -279,6 +279,23 @@ def test_gradients_are_refused(launches: list[tuple[Any, ...]], name: str):
         ):
             OPERATORS[name].function(**args)
     assert not launches
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_a_gradient_of_each_argument_is_taken(launches: list[tuple[Any, ...]], name: str):
+    """On memory, and by the fake implementation."""
+    for argument in OPERATORS[name].floats:
+        args = OPERATORS[name].arguments()
+        args[argument].requires_grad_()
+        results = tensors_in(OPERATORS[name].function(**args))
+        assert launches and all(x.requires_grad for x in results)
+        sum(x.float().sum() for x in results).backward()
+        assert args[argument].grad.shape == args[argument].shape
+        launches.clear()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            results = tensors_in(OPERATORS[name].function(**args))
+            assert all(x.requires_grad for x in results)
+        assert not launches
 
 
 @pytest.mark.parametrize("gradients", [True, False])

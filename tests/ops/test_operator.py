@@ -1,7 +1,4 @@
-"""What `ops/operator.py` gives every family, shown on one that has a gradient: o = scale a b.
-
-No operator of the package has a backward yet; the first that gets one relies on this.
-"""
+"""What `ops/operator.py` gives every family, shown on one that has a gradient: o = scale a b."""
 
 from __future__ import annotations
 

@@ -202,6 +202,13 @@ class Hd256BackwardPreprocess:
                     part += a * b
                 parts.append(part)
             total = (parts[0] + parts[1]) + (parts[2] + parts[3])
+            if cutlass.const_expr(self.spec.sink_dtype != "none"):
+                # A row that sees no key has o = 0, and its do, even NaN, must not reach dsink.
+                bits = Int32(0)
+                for words in loaded[0]:
+                    for word in words:
+                        bits = bits | word
+                total = Float32(cutlass.select_((bits & 0x7FFF7FFF) == 0, Float32(0.0), total))
             for distance in (1, 2, 4):
                 total += cute.arch.shuffle_sync_bfly(total, offset=distance)
             if thread % THREADS_A_ROW == 0:

@@ -20,6 +20,8 @@ only, so that the same call always adds in the same order.
 
 from __future__ import annotations
 
+import functools
+
 from .spec import DKDV_TILE_M, DKDV_TILE_N, MAX_PACKED_HEADS, TILE_M
 
 SHORT_SEQLEN_Q = TILE_M // 2
@@ -33,6 +35,7 @@ MANY_PARTIALS = {"vector": 1, "slices": 32}
 _TILE = 2048  # of a pair's MMAs for a query tile of a head
 _EPILOGUE = 4096  # beside the loop, of a cluster's block of keys; twice that with partial sums
 _SUM = 170  # of the whole GPU: writing, reading and adding up a block's partial sums of one split
+_SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 _LEAST_GAIN = 0.95  # of the clocks without splits, for which partial sums are worth their memory
 
 
@@ -49,6 +52,7 @@ def packed_heads(*, heads: int, heads_k: int, short: bool) -> int:
     return min(group & -group, MAX_PACKED_HEADS)  # the largest power of two that divides it
 
 
+@functools.lru_cache(maxsize=4096)
 def num_splits(
     *,
     seqlen_q: int,
@@ -89,10 +93,11 @@ def num_splits(
 def _query_tiles(
     seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
 ) -> tuple[int, float]:
-    """The most query tiles that see a block of keys, and the mean of all blocks."""
+    """The most query tiles that see a block of keys, and the mean, of up to _SAMPLES blocks."""
     offset = seqlen_k - seqlen_q  # query i is at the position of key i + offset
     counts = []
-    for first in range(0, seqlen_k, DKDV_TILE_N):
+    step = -(-seqlen_k // (_SAMPLES * DKDV_TILE_N)) * DKDV_TILE_N
+    for first in range(0, seqlen_k, step):
         last = min(first + DKDV_TILE_N, seqlen_k) - 1
         low = 0 if window_right is None else max(0, first - window_right - offset)
         high = seqlen_q if window_left is None else min(seqlen_q, last + window_left + 1 - offset)

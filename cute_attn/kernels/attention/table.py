@@ -58,14 +58,14 @@ SUM_PARTIALS = KernelDef(
 )
 
 KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
-    ("forward", "sm_100a", 256): HD256_FORWARD,
-    ("forward", "sm_103a", 256): HD256_FORWARD,
-    ("backward_preprocess", "sm_100a", 256): HD256_BACKWARD_PREPROCESS,
-    ("backward_preprocess", "sm_103a", 256): HD256_BACKWARD_PREPROCESS,
-    ("backward_dq", "sm_100a", 256): HD256_BACKWARD_DQ,
-    ("backward_dq", "sm_103a", 256): HD256_BACKWARD_DQ,
-    ("backward_dkdv", "sm_100a", 256): HD256_BACKWARD_DKDV,
-    ("backward_dkdv", "sm_103a", 256): HD256_BACKWARD_DKDV,
+    (direction, arch, 256): kernel
+    for direction, kernel in (
+        ("forward", HD256_FORWARD),
+        ("backward_preprocess", HD256_BACKWARD_PREPROCESS),
+        ("backward_dq", HD256_BACKWARD_DQ),
+        ("backward_dkdv", HD256_BACKWARD_DKDV),
+    )
+    for arch in ("sm_100a", "sm_103a")
 }
 
 

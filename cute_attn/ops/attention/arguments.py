@@ -97,6 +97,22 @@ def check_alignment(**tensors: Tensor) -> None:
             )
 
 
+def check_tiles(a: Arguments, tile_rows: int) -> None:
+    """Raise ValueError if q has too many tiles of so many rows for a grid."""
+    heads = a.q.shape[-2]
+    if a.cu_seqlens_q is not None:  # an upper bound: the host knows no lengths
+        batch = a.cu_seqlens_q.shape[0] - 1
+        tiles = heads * (a.q.shape[0] // tile_rows + batch)
+    else:
+        batch = a.q.shape[0]
+        tiles = heads * batch * -(-a.q.shape[1] // tile_rows)
+    if tiles >= _MAX_TILES:
+        raise ValueError(
+            f"q has {batch} sequences of {heads} heads, {tiles} tiles of {tile_rows} rows: fewer "
+            f"than {_MAX_TILES} fit one call"
+        )
+
+
 def no_sequences(cu_seqlens_q: Tensor | None) -> bool:
     return cu_seqlens_q is not None and len(cu_seqlens_q) == 1
 
@@ -203,16 +219,7 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
         raise NotImplementedError(
             "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
         )
-    tile_rows = table.smallest_tile("forward", head_dim)
-    if "cu_seqlens_q" in lengths:  # an upper bound: the host knows no lengths
-        tiles = heads * (q.shape[0] // tile_rows + batch)
-    else:
-        tiles = heads * batch * -(-q.shape[1] // tile_rows)
-    if tiles >= _MAX_TILES:
-        raise ValueError(
-            f"q has {batch} sequences of {heads} heads, {tiles} tiles of {tile_rows} rows: fewer "
-            f"than {_MAX_TILES} fit one call"
-        )
+    check_tiles(a, table.smallest_tile("forward", head_dim))
 
 
 def _shape(x: Tensor) -> list[int]:

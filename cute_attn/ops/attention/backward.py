@@ -28,7 +28,7 @@ from torch import Tensor
 from ... import launch
 from ...kernels.attention import table
 from ...kernels.attention.heuristics import num_splits
-from ...kernels.attention.statistics import num_tiles, padded_rows
+from ...kernels.attention.statistics import STATS_ROWS, num_tiles, padded_rows
 from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags
 from ..operator import Operator
 from .arguments import (
@@ -37,6 +37,7 @@ from .arguments import (
     bounds,
     check,
     check_alignment,
+    check_tiles,
     has_readable_strides,
     no_sequences,
     with_strides_for_tma,
@@ -128,6 +129,7 @@ class Backward(Operator[BackwardArguments]):
 
     def check(self, a: BackwardArguments, given: dict[str, Tensor]) -> None:
         check(a.forward, given)
+        check_tiles(a.forward, STATS_ROWS)
         check_flags(need_dq=a.need_dq, need_dkdv=a.need_dkdv, need_dsink=a.need_dsink)
         if not (a.need_dq or a.need_dkdv or a.need_dsink):
             raise ValueError("need_dq, need_dkdv and need_dsink are False, one must be True")
@@ -173,10 +175,17 @@ class Backward(Operator[BackwardArguments]):
             dkdv=bool(a.need_dkdv),
             split=splits > 1,
         )
-        functions = [None if x is None else launch.get_for(device, *x) for x in requests]
+
+        def load(request: launch.Request | None) -> _Function | None:
+            return None if request is None else launch.get_for(device, *request)
+
         sms = launch.num_sms(device)
         return _Ready(
-            *functions,  # type: ignore[arg-type]
+            preprocess=launch.get_for(device, *requests.preprocess),
+            dq=load(requests.dq),
+            dkdv=load(requests.dkdv),
+            sum_dkdv=load(requests.sum_dkdv),
+            sum_dsink=load(requests.sum_dsink),
             default_scale=head_dim**-0.5,
             softcap=float(a.softcap or 1.0),
             left=left or 0,
@@ -220,16 +229,16 @@ class Backward(Operator[BackwardArguments]):
         heads, varlen_q = q.shape[-2], a.cu_seqlens_q is not None
         sizes = q.shape[-3], a.batch, varlen_q
         stats = q.new_empty((2, heads, padded_rows(*sizes)), dtype=torch.float32)
-        parts = dsink = None
+        sink = parts = dsink = None
         if ready.sum_dsink is not None:
+            sink = a.learnable_sink
             parts = q.new_empty((num_tiles(*sizes), heads), dtype=torch.float32)
         ready.preprocess(
-            a.o, do, a.lse, a.dlse, None if parts is None else a.learnable_sink,
-            a.cu_seqlens_q, a.seqused_q, stats, parts,
+            a.o, do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, parts
         )  # fmt: skip
-        if parts is not None:
-            dsink = torch.empty_like(a.learnable_sink)
-            ready.sum_dsink(parts[:, None], dsink[None])  # type: ignore[misc]
+        if sink is not None and parts is not None and ready.sum_dsink is not None:
+            dsink = torch.empty_like(sink)
+            ready.sum_dsink(parts[:, None], dsink[None])
 
         scalars = (
             ready.default_scale if a.softmax_scale is None else a.softmax_scale,
@@ -244,9 +253,9 @@ class Backward(Operator[BackwardArguments]):
             ready.dq(q, k, v, do, stats, dq, *lengths, *scalars, ready.dq_clusters)
         if ready.dkdv is not None:
             some_unused = a.cu_seqlens_k is not None or a.seqused_k is not None
+            written: tuple[Tensor, ...]
             if ready.sum_dkdv is None:
-                dk, dv = _gradient(k, some_unused), _gradient(v, some_unused)
-                written = dk, dv
+                written = dk, dv = _gradient(k, some_unused), _gradient(v, some_unused)
             else:
                 dk, dv = (torch.empty_like(x, memory_format=_contiguous) for x in (k, v))
                 new = k.new_zeros if some_unused else k.new_empty

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Forward(Operator[Arguments]):
         "learnable_sink", "softmax_scale", "causal", "window_left", "window_right", "softcap",
         "scheduler",
     )  # fmt: skip
-    kept: Mapping[str, Any] = {"return_lse": True}
+    kept: ClassVar[Mapping[str, Any]] = {"return_lse": True}
 
     def check(self, a: Arguments, given: dict[str, Tensor]) -> None:
         check(a, given)

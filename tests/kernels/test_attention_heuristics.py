@@ -1,0 +1,57 @@
+"""How the backward splits the query heads of a K/V head among clusters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cute_attn.kernels.attention.heuristics import num_splits
+
+CLUSTERS = 37  # of four CTAs, on 148 SMs
+
+
+def splits(seqlen: int, heads: int = 32, heads_k: int = 2, batch: int = 1, **more: Any) -> int:
+    options = {"window_left": None, "window_right": None, "clusters": CLUSTERS} | more
+    return num_splits(
+        seqlen_q=seqlen, seqlen_k=seqlen, batch=batch, heads=heads, heads_k=heads_k, **options
+    )
+
+
+@pytest.mark.parametrize("right", [None, 0])
+@pytest.mark.parametrize("seqlen", [700, 2048, 8192])
+def test_few_heads_of_keys_fill_the_gpu(seqlen: int, right: int | None) -> None:
+    found = splits(seqlen, window_right=right)
+    assert 16 % found == 0
+    blocks = -(-seqlen // 256) * 2
+    waves = -(-blocks * found // CLUSTERS)
+    assert blocks * found / (waves * CLUSTERS) >= 0.6  # of the clusters have work
+
+
+def test_what_fills_the_gpu_is_not_split() -> None:
+    assert splits(32768) == 1
+    assert splits(2048, batch=32) == 1
+    assert splits(8192, heads=4, heads_k=4, batch=8) == 1
+
+
+def test_a_group_is_split_evenly_or_not_at_all() -> None:
+    assert splits(300, heads=7, heads_k=1) in (1, 7)
+    assert splits(300, heads=3, heads_k=3) == 1
+
+
+def test_a_short_window_is_not_worth_partial_sums() -> None:
+    assert splits(8192, heads=4, heads_k=2, window_left=0, window_right=0) == 1
+
+
+@pytest.mark.parametrize("empty", ["seqlen", "batch", "heads", "clusters"])
+def test_nothing_to_do(empty: str) -> None:
+    given = {"seqlen": 300, "batch": 2, "heads": 4} | {empty: 0}
+    assert splits(**given, heads_k=2) == 1
+
+
+def test_windows_that_hide_everything() -> None:
+    """Rows before the first key: no block is seen."""
+    assert num_splits(
+        seqlen_q=5000, seqlen_k=10, batch=1, heads=4, heads_k=1, window_left=0, window_right=0,
+        clusters=CLUSTERS,
+    ) in (1, 2, 4)  # fmt: skip

@@ -1,0 +1,193 @@
+"""What stands in for the attention kernels where a test is about the operators around them.
+
+Each computes what the kernel of its name does, from the same arguments, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from cute_attn.cache import KernelDef
+from cute_attn.emulation import Emulation
+from cute_attn.kernels.attention import table
+from cute_attn.kernels.attention.statistics import STATS_ROWS, round_up
+from cute_attn.kernels.common.numbers import LOG2_E
+from cute_attn.ops.attention.arguments import ALIGNMENT, has_readable_strides
+from cute_attn.reference.attention import attention_reference, sequences, visible
+
+
+class StandIns:
+    """The kernels that were launched: their names, specs and arguments, in order."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[str, Any, tuple[Any, ...]]] = []
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.launched]
+
+    def function(self, _: Emulation, kernel: KernelDef, spec: Any) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            _refuse_what_host_code_refuses(args)
+            KERNELS[kernel.name](spec, *args)
+            self.launched.append((kernel.name, spec, args))
+
+        return run
+
+
+@contextmanager
+def stand_ins() -> Iterator[StandIns]:
+    """Within it, no attention kernel is compiled."""
+    found = StandIns()
+    with mock.patch.object(Emulation, "function", lambda *args: found.function(*args)):
+        yield found
+
+
+def _refuse_what_host_code_refuses(args: tuple[Any, ...]) -> None:
+    for x in args:
+        if not isinstance(x, Tensor) or x.dim() < 3 or x.shape[-1] != 256:
+            continue
+        if not has_readable_strides(x) or x.data_ptr() % ALIGNMENT:
+            raise ValueError(f"host code refuses strides {x.stride()}, {x.data_ptr():#x}")
+
+
+def _options(spec: Any, softcap: float, left: int, right: int) -> dict[str, Any]:
+    return {
+        "window_size": (left if spec.window_left else None, right if spec.window_right else None),
+        "softcap": softcap if spec.softcap else 0.0,
+    }
+
+
+def _forward(
+    spec: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, sink: Tensor | None,
+    cu_q: Tensor | None, cu_k: Tensor | None, used_q: Tensor | None, used_k: Tensor | None,
+    scale: float, softcap: float, left: int, right: int, clusters: int,
+) -> None:  # fmt: skip
+    exact_o, exact_lse = attention_reference(
+        q, k, v, softmax_scale=scale, learnable_sink=sink, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
+        seqused_q=used_q, seqused_k=used_k, **_options(spec, softcap, left, right),
+    )  # fmt: skip
+    assert spec.lse == (lse is not None)
+    o.copy_(exact_o)
+    if lse is not None:
+        lse.copy_(exact_lse)
+
+
+def _padded(q: Tensor, cu_q: Tensor | None, sequence: int) -> int:
+    if cu_q is None:
+        return sequence * round_up(q.shape[1])
+    return (int(cu_q[sequence]) + STATS_ROWS * sequence) // STATS_ROWS * STATS_ROWS
+
+
+def _preprocess(
+    spec: Any, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None,
+    cu_q: Tensor | None, used_q: Tensor | None, stats: Tensor, parts: Tensor | None,
+) -> None:  # fmt: skip
+    assert (spec.sink_dtype != "none") == (sink is not None) == (parts is not None)
+    stats.fill_(math.nan)
+    if parts is not None:
+        parts.zero_()
+    for number, (index, rows, _, _) in enumerate(sequences(o, o, cu_q, cu_q, used_q, used_q)):
+        x, dx, y, dy = (
+            None if t is None else t if index is None else t[index] for t in (o, do, lse, dlse)
+        )
+        assert x is not None and dx is not None and y is not None
+        delta = (x[rows].double() * dx[rows].double()).sum(-1).T
+        if dy is not None:
+            delta = delta - dy[:, rows]
+        y = y[:, rows].double()
+        if parts is not None and sink is not None:
+            p = torch.where(y == sink[:, None], 1.0, (sink.double()[:, None] - y).exp())
+            parts[0] -= (p * delta).sum(-1)
+        first, count = _padded(o, cu_q, number), y.shape[1]
+        stats[0, :, first : first + round_up(count)] = math.inf
+        stats[1, :, first : first + round_up(count)] = 0.0
+        seen = y != -math.inf
+        stats[0, :, first : first + count] = torch.where(seen, y * LOG2_E, math.inf)
+        stats[1, :, first : first + count] = torch.where(seen, delta, 0.0)
+
+
+def _of_heads(
+    spec: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: Tensor, lengths: Any,
+    scale: float, softcap: float, left: int, right: int,
+) -> Iterator[tuple[Any, Any, int, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Of each sequence and query head: where its rows of q and of k are, the head, P, dS, Q, K and
+    dO."""
+    group = q.shape[-2] // k.shape[-2]
+    options = _options(spec, softcap, left, right)
+    for number, (index_q, rows_q, index_k, rows_k) in enumerate(sequences(q, k, *lengths)):
+        at_q = rows_q if index_q is None else (index_q, rows_q)
+        at_k = rows_k if index_k is None else (index_k, rows_k)
+        first = _padded(q, lengths[0], number)
+        for head in range(q.shape[-2]):
+            q_h, do_h = (x[at_q][:, head].double() for x in (q, do))
+            k_h, v_h = (x[at_k][:, head // group].double() for x in (k, v))
+            rows = slice(first, first + len(q_h))
+            lse2, delta = stats[:, head, rows, None].double()
+            score, slope = scale * (q_h @ k_h.T), 1.0
+            if options["softcap"]:
+                t = torch.tanh(score / softcap)
+                score, slope = softcap * t, 1 - t**2
+            seen = visible(len(q_h), len(k_h), window_size=options["window_size"])
+            p = torch.exp2(score * LOG2_E - lse2).masked_fill(~seen, 0.0)
+            ds = (p * (do_h @ v_h.T - delta) * slope).masked_fill(~seen, 0.0)
+            yield at_q, at_k, head, p, ds, q_h, k_h, do_h
+
+
+def _dq(
+    spec: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: Tensor, dq: Tensor,
+    *rest: Any,
+) -> None:  # fmt: skip
+    *lengths, scale, softcap, left, right, clusters = rest
+    assert not spec.partial and clusters >= 1
+    for at_q, _, head, _, ds, _, k_h, _ in _of_heads(
+        spec, q, k, v, do, stats, lengths, scale, softcap, left, right
+    ):
+        dq[at_q][:, head] = (scale * (ds @ k_h)).to(dq.dtype)
+
+
+def _dkdv(
+    spec: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: Tensor, dk: Tensor, dv: Tensor,
+    *rest: Any,
+) -> None:  # fmt: skip
+    *lengths, scale, softcap, left, right, splits, clusters = rest
+    assert clusters >= 1 and (splits > 1) == spec.partial
+    group = q.shape[-2] // k.shape[-2]
+    assert group % splits == 0
+    exact_k, exact_v = (torch.zeros(splits, *k.shape, dtype=torch.float64) for _ in range(2))
+    written = torch.zeros(k.shape[:-2], dtype=torch.bool)
+    for _, at_k, head, p, ds, q_h, _, do_h in _of_heads(
+        spec, q, k, v, do, stats, lengths, scale, softcap, left, right
+    ):
+        split = head % group // (group // splits)
+        exact_k[split][at_k][:, head // group] += scale * (ds.T @ q_h)
+        exact_v[split][at_k][:, head // group] += p.T @ do_h
+        written[at_k] = True
+    for exact, out in ((exact_k, dk), (exact_v, dv)):
+        if not spec.partial:
+            exact, out = exact, out[None]
+        assert out.shape == exact.shape
+        assert out.dtype == (torch.float32 if spec.partial else k.dtype)
+        out[:, written] = exact[:, written].to(out.dtype)
+
+
+def _sum_partials(spec: Any, partials: Tensor, out: Tensor) -> None:
+    assert partials.is_contiguous() and partials.dtype == torch.float32
+    assert partials.shape[-1] % spec.vector == 0
+    out.copy_(partials.double().sum(0))
+
+
+KERNELS = {
+    table.HD256_FORWARD.kernel.name: _forward,
+    table.HD256_BACKWARD_PREPROCESS.kernel.name: _preprocess,
+    table.HD256_BACKWARD_DQ.kernel.name: _dq,
+    table.HD256_BACKWARD_DKDV.kernel.name: _dkdv,
+    table.SUM_PARTIALS.name: _sum_partials,
+}
