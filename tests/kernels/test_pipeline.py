@@ -47,6 +47,18 @@ def test_a_pipeline_tells_its_edges_the_size_of_the_cluster() -> None:
     ]
 
 
+def test_an_edge_by_warp_has_a_ring_for_each_warp() -> None:
+    pipeline = Pipeline(
+        Edge("sent", MATH, MATH, 2, Kind.WARPS, by_warp=True),
+        Edge("next", MATH, LOAD, 1, Kind.WARPS),
+    )
+    assert [edge.mbarriers for edge in pipeline] == [6, 1]
+    assert pipeline["sent"].arrivals == 1
+    assert pipeline.offsets == {"sent": 0, "next": 6}
+    assert pipeline.names(0)["sent"] == (0, 48, 8)
+    assert pipeline.table().splitlines()[2] == "| `sent` | math -> math | 2 a warp | 1 | warps |  |"
+
+
 PIPELINE = Pipeline(
     Edge("full", LOAD, MATH, 3, Kind.BYTES, Reach.LEADER, "a tile"),
     Edge("empty", MATH, LOAD, 3, Kind.WARPS, payload="its stage"),
@@ -76,6 +88,7 @@ def test_the_table_of_a_pipeline() -> None:
     [
         ({"stages": 0}, "full has 0 stages, must have at least 1"),
         ({"kind": Kind(0)}, "full has no kind"),
+        ({"by_warp": True}, "full: its producer and consumer have different warps"),
         ({"producer": HARDWARE, "kind": Kind.WARPS}, "full: its producer hardware has no warps"),
     ],
 )

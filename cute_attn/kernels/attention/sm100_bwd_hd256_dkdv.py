@@ -31,9 +31,8 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream
 
 from ..common.dtypes import DTYPE
@@ -56,20 +55,32 @@ from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, partition, swizzled
-from ..common.tmem import Region, TensorMemory, shifted
+from ..common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, partition
+from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
 from .arguments import FakeArguments
 from .epilogue import round_row, scale_row, stage_row
 from .gradient import probabilities, score_gradients
 from .mask import mask_words
 from .sequences import Sequences
+from .sm100_mma import (
+    HEAD_DIM,
+    OVER_HEAD_DIM,
+    OVER_TILE,
+    accumulator,
+    halves_apart,
+    issue_mma,
+    mma_over_head_dim,
+    mma_over_tile,
+    shared_a,
+    shared_b,
+    tensor_a,
+)
 from .softmax import Scaling
 from .spec import DKDV_TILE_M, DKDV_TILE_N, Hd256BackwardSpec
 from .statistics import DELTA, LSE2, padded_start
 from .visibility import Visibility
 from .work import TileMap, Work, heads_in_l2
 
-HEAD_DIM = 256
 CLUSTER = 2 * CTAS  # a value pair and a key pair
 ROWS = DKDV_TILE_N // CTAS  # keys of a CTA
 QUERIES = DKDV_TILE_M
@@ -116,15 +127,21 @@ EDGES = (
     Edge("stats_empty", ELEMENTWISE, LOAD, STATS_STAGES, Kind.WARPS, payload="its stage"),
     Edge("t_full", MMA, ELEMENTWISE, T_STAGES, Kind.COMMIT, Reach.PAIR, "T"),
     Edge("t_done", ELEMENTWISE, MMA, T_STAGES, Kind.WARPS, Reach.LEADER, "T', in place of T"),
-    # From the key pair to the value pair, and back. A work without queries exchanges nothing, but
-    # stages zeros, so that the key pair grants each use of the buffer once it is free.
-    Edge("exchange_free", ELEMENTWISE, ELEMENTWISE, 1, Kind.WARPS, Reach.PARTNER, "P's buffer"),
-    Edge("exchange_full", ELEMENTWISE, ELEMENTWISE, 1, Kind.BYTES, Reach.PARTNER, "P'"),
+    # From the key pair to the value pair, and back, warp by warp. A work without queries exchanges
+    # nothing, but stages zeros, so that the key pair grants each use of the buffer once it is free.
+    Edge(
+        "exchange_free", ELEMENTWISE, ELEMENTWISE, 1, Kind.WARPS, Reach.PARTNER,
+        "the warp's part of P's buffer", by_warp=True,
+    ),
+    Edge(
+        "exchange_full", ELEMENTWISE, ELEMENTWISE, 1, Kind.BYTES, Reach.PARTNER,
+        "the warp's part of P'", by_warp=True,
+    ),
     Edge("acc_full", MMA, ELEMENTWISE, 1, Kind.COMMIT, Reach.PAIR, "dV or dK"),
     Edge("acc_empty", ELEMENTWISE, MMA, 1, Kind.WARPS, Reach.LEADER, "its columns"),
     Edge("staged", ELEMENTWISE, STORE, OUT_STAGES, Kind.WARPS, payload="a box of dV or dK"),
     Edge("stored", STORE, ELEMENTWISE, OUT_STAGES, Kind.WARPS, payload="its stage"),
-)
+)  # fmt: skip
 
 X_BYTES = ROWS * HEAD_DIM * 2
 YZ_BYTES = Y_ROWS * HEAD_DIM * 2
@@ -286,19 +303,6 @@ class Sm100Hd256DkDv:
             queries, keys, heads, split_heads, batch, heads_at_once, of_keys=True,
         )  # fmt: skip
 
-    def mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
-        """The MMAs of T = X Y^T and acc += T' Z, made in the kernel: passed as arguments, their
-        flags would be run-time values, which take registers and instructions."""
-        t_mma = sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
-            tcgen05.CtaGroup.TWO, (DKDV_TILE_N, QUERIES),
-        )  # fmt: skip
-        acc_mma = sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
-            tcgen05.CtaGroup.TWO, (DKDV_TILE_N, HEAD_DIM), tcgen05.OperandSource.TMEM,
-        )  # fmt: skip
-        return t_mma, acc_mma
-
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
@@ -355,15 +359,9 @@ class Sm100Hd256DkDv:
         cute.arch.cluster_wait()
         tcgen05_fence_after()
 
-        t_mma, acc_mma = self.mmas()
-
-        # Stage 0 of T, and acc, as a CTA sees them: (rows, columns).
-        t_shape = t_mma.get_slice(0).partition_shape_C((DKDV_TILE_N, QUERIES))
-        t = t_mma.make_fragment_C(t_shape)
-        t = cute.make_tensor(TMEM.pointer("t"), t.layout)
-        acc_shape = acc_mma.get_slice(0).partition_shape_C((DKDV_TILE_N, HEAD_DIM))
-        acc = acc_mma.make_fragment_C(acc_shape)
-        acc = cute.make_tensor(TMEM.pointer("acc"), acc.layout)
+        t_mma, acc_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
+        t = accumulator(t_mma, QUERIES, TMEM.pointer("t"))  # of stage 0
+        acc = accumulator(acc_mma, HEAD_DIM, TMEM.pointer("acc"))
 
         queue = TileQueue(Work, storage.work, barriers)
         queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
@@ -520,22 +518,11 @@ class Sm100Hd256DkDv:
     ) -> None:
         """Issue T of the next tile before T' Z of this one, so that the elementwise warps overlap
         an MMA."""
-        x_layout = sm100.make_smem_layout_a(t_mma, (DKDV_TILE_N, QUERIES, HEAD_DIM), self.dtype, 1)
-        y_layout = sm100.make_smem_layout_b(
-            t_mma, (DKDV_TILE_N, QUERIES, HEAD_DIM), self.dtype, YZ_STAGES
-        )
-        z_layout = sm100.make_smem_layout_b(
-            acc_mma, (DKDV_TILE_N, HEAD_DIM, QUERIES), self.dtype, YZ_STAGES
-        )
-        done_layout = sm100.make_smem_layout_a(
-            acc_mma, (DKDV_TILE_N, HEAD_DIM, QUERIES), self.dtype, 1
-        )
-        x_frag = t_mma.make_fragment_A(swizzled(storage.x, x_layout))
-        y_frag = t_mma.make_fragment_B(swizzled(storage.yz, y_layout))
-        z_frag = acc_mma.make_fragment_B(swizzled(storage.yz, z_layout))
-        done_frag = acc_mma.get_slice(0).make_fragment_A(
-            cute.make_tensor(t.iterator, done_layout.outer)
-        )
+        x_frag = shared_a(t_mma, OVER_HEAD_DIM, self.dtype, storage.x)
+        y_frag = shared_b(t_mma, OVER_HEAD_DIM, self.dtype, storage.yz, YZ_STAGES)
+        z_frag = shared_b(acc_mma, OVER_TILE, self.dtype, storage.yz, YZ_STAGES)
+        done_frag = tensor_a(acc_mma, OVER_TILE, self.dtype, TMEM.offsets["t"])
+        done_frag = halves_apart(done_frag, COLUMNS)
 
         taken = Int32(0)  # works, from the queue
         worked = Int32(0)  # those with tiles of queries
@@ -554,7 +541,9 @@ class Sm100Hd256DkDv:
                         # This overwrites the T' of two tiles ago. The T' Z that reads it has been
                         # issued, and MMAs run in order.
                         tcgen05_fence_after()
-                        self.issue_t(t_mma, t, x_frag, y_frag, issued, n)
+                        to = shifted(t, QUERIES * (issued & (T_STAGES - 1)))
+                        stage = barriers.stage("yz_full", n)
+                        issue_mma(t_mma, to, x_frag, y_frag, stage, Boolean(False))
                         barriers.commit("yz_empty", n)
                         barriers.commit("t_full", issued)
                         n += 1
@@ -567,7 +556,10 @@ class Sm100Hd256DkDv:
                             barriers.wait_previous("acc_empty", worked)
                         barriers.wait("t_done", added)
                         tcgen05_fence_after()
-                        self.issue_acc(acc_mma, acc, done_frag, z_frag, added, n, i > 1)
+                        # A 32-bit column of tensor memory holds two values of T'.
+                        done = shifted(done_frag, 2 * QUERIES * (added & (T_STAGES - 1)))
+                        stage = barriers.stage("yz_full", n)
+                        issue_mma(acc_mma, acc, done, z_frag, stage, i > 1)
                         barriers.commit("yz_empty", n)
                         n += 1
                         added += 1
@@ -575,46 +567,6 @@ class Sm100Hd256DkDv:
                 worked += 1
             taken += 1
             work = queue.take(taken)
-
-    @cute.jit
-    def issue_t(
-        self,
-        mma: cute.TiledMma,
-        t: cute.Tensor,
-        x_frag: cute.Tensor,
-        y_frag: cute.Tensor,
-        issued: Int32,
-        n: Int32,
-    ) -> None:
-        stage = n & (YZ_STAGES - 1)
-        t = shifted(t, QUERIES * (issued & (T_STAGES - 1)))
-        mma.set(tcgen05.Field.ACCUMULATE, False)
-        for step in cutlass.range_constexpr(cute.size(x_frag, mode=[2])):
-            cute.gemm(mma, t, x_frag[None, None, step, 0], y_frag[None, None, step, stage], t)
-            mma.set(tcgen05.Field.ACCUMULATE, True)
-
-    @cute.jit
-    def issue_acc(
-        self,
-        mma: cute.TiledMma,
-        acc: cute.Tensor,
-        done_frag: cute.Tensor,
-        z_frag: cute.Tensor,
-        added: Int32,
-        n: Int32,
-        accumulate: Boolean,
-    ) -> None:
-        stage = n & (YZ_STAGES - 1)
-        # A 32-bit column of tensor memory holds two values of T'.
-        done = shifted(done_frag, 2 * QUERIES * (added & (T_STAGES - 1)))
-        # Each half of T' begins where the same half of T did, which its own warps have read.
-        done_second = shifted(done, COLUMNS)
-        mma.set(tcgen05.Field.ACCUMULATE, accumulate)
-        steps = cute.size(z_frag, mode=[2])
-        for step in cutlass.range_constexpr(steps):
-            half = done if step < steps // 2 else done_second
-            cute.gemm(mma, acc, half[None, None, step, 0], z_frag[None, None, step, stage], acc)
-            mma.set(tcgen05.Field.ACCUMULATE, True)
 
     # -- device: elementwise ------------------------------------------------------------------
 
@@ -636,20 +588,10 @@ class Sm100Hd256DkDv:
         P'; the key pair (`of_keys`) makes dS."""
         row = cute.arch.thread_idx()[0] % ROWS
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (ROWS // WARP_SIZE)
-        t_rows = t[(None, None), 0, 0]
-        t_half = cute.composition(t_rows, cute.make_layout((ROWS, COLUMNS)))
-        load = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), t_half
-        ).get_slice(row)
-        t_from = shifted(load.partition_S(t_half), half * COLUMNS)
-        values_shape = load.partition_D(cute.make_identity_tensor((ROWS, COLUMNS))).shape
-        words_half = cute.composition(t_rows, cute.make_layout((ROWS, COLUMNS // 2)))
-        store = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(COLUMNS // 2)), Float32),
-            words_half,
-        ).get_slice(row)
-        words_to = shifted(store.partition_D(words_half), half * COLUMNS)
-        words_shape = store.partition_S(cute.make_identity_tensor((ROWS, COLUMNS // 2))).shape
+        load, t_from, values_shape = row_load(first_columns(t, COLUMNS), row, FRAGMENT)
+        t_from = shifted(t_from, half * COLUMNS)
+        store, words_to, words_shape = row_store(first_columns(t, COLUMNS // 2), row, COLUMNS // 2)
+        words_to = shifted(words_to, half * COLUMNS)
 
         stats = cute.make_tensor(
             storage.stats, cute.make_layout((COLUMNS, QUERIES // COLUMNS, STATS_STAGES))
@@ -807,9 +749,8 @@ class Sm100Hd256DkDv:
     def send(self, words: cute.Tensor, exchange: Int32, barriers: Barriers, n: Int32) -> None:
         """Send P' to the key pair's thread of the same row and columns."""
         barriers.wait("exchange_free", n)
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == ELEMENTWISE.warps[0]:
-            with cute.arch.elect_one():
-                barriers.expect("exchange_full", n, EXCHANGE_BYTES)
+        with cute.arch.elect_one():
+            barriers.expect("exchange_full", n, EXCHANGE_BYTES // len(ELEMENTWISE))
         partner = cta_rank() ^ CTAS
         to = remote_address(exchange, partner)
         full = remote_address(shared_address(barriers.pointer("exchange_full", n)), partner)
@@ -831,12 +772,8 @@ class Sm100Hd256DkDv:
         """Stage acc, times the factor, box by box for TMA, and return the number of boxes so far.
         A thread has half a row of each box."""
         columns = self.box // 2
-        acc_rows = cute.composition(acc[(None, None), 0, 0], cute.make_layout((ROWS, columns)))
-        load = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), Float32), acc_rows
-        ).get_slice(row)
-        acc_from = shifted(load.partition_S(acc_rows), half * columns)
-        shape = load.partition_D(cute.make_identity_tensor((ROWS, columns))).shape
+        load, acc_from, shape = row_load(first_columns(acc, columns), row, columns)
+        acc_from = shifted(acc_from, half * columns)
         buffer = cute.recast_ptr(storage.exchange, dtype=self.out_dtype)
         elements = BOX_BYTES // (self.out_dtype.width // 8)
         out_smem = boxes(buffer, ROWS, (OUT_STAGES, elements), columns=self.box)

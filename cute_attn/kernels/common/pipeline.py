@@ -74,6 +74,7 @@ class Edge:
         name: the condition that a completed phase signals, such as "s_full".
         stages: mbarriers of the ring.
         payload: what the consumer may then use, for the documentation.
+        by_warp: each producer warp has a ring of its own, for the consumer warp of the same number.
         cluster: CTAs of the cluster; the Pipeline sets it.
     """
 
@@ -84,6 +85,7 @@ class Edge:
     kind: Kind
     reach: Reach = Reach.CTA
     payload: str = ""
+    by_warp: bool = False
     cluster: int = CTAS
 
     def __post_init__(self) -> None:
@@ -93,6 +95,13 @@ class Edge:
             raise ValueError(f"edge {self.name} has no kind, nothing would complete it")
         if self.kind & (Kind.WARPS | Kind.THREADS) and not len(self.producer):
             raise ValueError(f"edge {self.name}: its producer {self.producer.name} has no warps")
+        if self.by_warp and self.producer.warps != self.consumer.warps:
+            raise ValueError(f"edge {self.name}: its producer and consumer have different warps")
+
+    @property
+    def mbarriers(self) -> int:
+        """How many mbarriers the edge has in each CTA."""
+        return self.stages * (len(self.producer) if self.by_warp else 1)
 
     @property
     def producer_ctas(self) -> int:
@@ -102,7 +111,7 @@ class Edge:
     @property
     def arrivals(self) -> int:
         """How many arrivals complete a phase."""
-        warps = len(self.producer) * self.producer_ctas
+        warps = self.producer_ctas * (1 if self.by_warp else len(self.producer))
         return (
             (1 if Kind.BYTES in self.kind else 0)
             + (1 if Kind.COMMIT in self.kind else 0)
@@ -140,7 +149,7 @@ class Pipeline:
         self.count = 0
         for edge in edges:
             self.offsets[edge.name] = self.count
-            self.count += edge.stages
+            self.count += edge.mbarriers
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +159,7 @@ class Pipeline:
         """For the emulator: name -> (address, bytes, bytes of an mbarrier)."""
         return {
             name: (address + MBARRIER_BYTES * self.offsets[name], n, MBARRIER_BYTES)
-            for name, n in ((e.name, MBARRIER_BYTES * e.stages) for e in self)
+            for name, n in ((e.name, MBARRIER_BYTES * e.mbarriers) for e in self)
         }
 
     def table(self) -> str:
@@ -161,7 +170,8 @@ class Pipeline:
         ]
         for e in self:
             kinds = " and ".join(kind.name.lower() for kind in Kind if kind in e.kind)
-            rows.append(f"| `{e.name}` | {e} | {e.stages} | {e.arrivals} | {kinds} | {e.payload} |")
+            stages = f"{e.stages} a warp" if e.by_warp else e.stages
+            rows.append(f"| `{e.name}` | {e} | {stages} | {e.arrivals} | {kinds} | {e.payload} |")
         return "\n".join(rows)
 
     def at(self, base: cute.Pointer) -> Barriers:
@@ -199,8 +209,8 @@ class Barriers(Carried):
         """Initialise all mbarriers, by one thread. A fence and a CTA or cluster barrier must
         follow."""
         for edge in self.pipeline:
-            for stage in range(edge.stages):
-                cute.arch.mbarrier_init(self.stage_pointer(edge.name, stage), edge.arrivals)
+            for i in range(edge.mbarriers):
+                cute.arch.mbarrier_init(self.stage_pointer(edge.name, i), edge.arrivals)
 
     def stage_pointer(self, name: str, stage: Any) -> cute.Pointer:
         return self.base + self.pipeline.offsets[name] + stage
@@ -210,8 +220,12 @@ class Barriers(Carried):
         return Int32(self.stage_pointer(name, stage).toint())
 
     def pointer(self, name: str, n: Any) -> cute.Pointer:
-        """The mbarrier of use n."""
-        return self.stage_pointer(name, self.stage(name, n))
+        """The mbarrier of use n; of the calling warp's ring, if each has its own."""
+        pointer = self.stage_pointer(name, self.stage(name, n))
+        edge = self.pipeline[name]
+        if edge.by_warp:
+            pointer += edge.stages * (cute.arch.warp_idx() - edge.producer.warps[0])
+        return pointer
 
     def stage(self, name: str, n: Any) -> Any:
         """The stage of use n."""
