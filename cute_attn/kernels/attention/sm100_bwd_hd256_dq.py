@@ -87,7 +87,7 @@ COLUMNS = TILE_N // 2  # of S and dP, of each thread of the two elementwise warp
 KV_STAGES = 3
 DQ_BOXES = HEAD_DIM // BOX
 
-FRAGMENT = 32  # columns of a row that a TMEM instruction loads or stores
+STEP = 16  # columns whose P is computed together
 
 TMEM = TensorMemory(
     Region("s", TILE_N, holds="S"),
@@ -106,7 +106,7 @@ Q_WRITERS = Role("load, elementwise", range(0, 9))
 NUM_WARPS = sum(map(len, ROLES))
 
 # Registers of a thread: all 384 threads start with 168; warps 8-11 give some up to elementwise.
-ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 200, 96
+ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
 # In the order in which a tile meets them. Uses count tiles for the last edge of Q; tiles with
@@ -552,11 +552,9 @@ class Sm100Hd256Dq:
         of each box of its row of dQ."""
         row = cute.arch.thread_idx()[0] % ROWS
         half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // ROWS)
-        s_load, s_from, _ = row_load(first_columns(s, COLUMNS), row, FRAGMENT)
-        dp_load, dp_from, shape = row_load(first_columns(dp, COLUMNS), row, FRAGMENT)
-        ds_store, ds_to, words_shape = row_store(
-            first_columns(dp, COLUMNS // 2), row, FRAGMENT // 2
-        )
+        s_load, s_from, _ = row_load(first_columns(s, COLUMNS), row, COLUMNS)
+        dp_load, dp_from, shape = row_load(first_columns(dp, COLUMNS), row, COLUMNS)
+        ds_store, ds_to, words_shape = row_store(first_columns(dp, COLUMNS // 2), row, COLUMNS // 2)
         s_from, dp_from = shifted(s_from, half * COLUMNS), shifted(dp_from, half * COLUMNS)
         ds_to = shifted(ds_to, half * COLUMNS)
 
@@ -617,10 +615,10 @@ class Sm100Hd256Dq:
     @cute.jit
     def to_probabilities(self, values: cute.Tensor, lse2: Float32, scaling: Scaling) -> None:
         """Replace S by P, times the slope of a softcap."""
-        for fragment in cutlass.range_constexpr(COLUMNS // FRAGMENT):
-            columns = range(fragment * FRAGMENT, (fragment + 1) * FRAGMENT)
+        for first in cutlass.range_constexpr(0, COLUMNS, STEP):
+            columns = range(first, first + STEP)
             _, p = probabilities(values, columns, lse2, scaling, softcap=self.spec.softcap)
-            for j in cutlass.range_constexpr(FRAGMENT // 2):
+            for j in cutlass.range_constexpr(STEP // 2):
                 values[columns[2 * j]], values[columns[2 * j + 1]] = p[j]
 
     @cute.jit
@@ -683,7 +681,9 @@ class Sm100Hd256Dq:
             if computed:
                 cute.copy(load, shifted(dq_from, box * BOX), values)
                 cute.arch.fence_view_async_tmem_load()
-            if not sees:  # dQ may hold anything
+            else:
+                values.fill(0.0)
+            if not sees:  # a hidden key that is not finite has spread
                 values.fill(0.0)
             scale_row(values, softmax_scale)
             halves = cute.logical_divide(dq_smem[row, None, box], cute.make_layout(width))
