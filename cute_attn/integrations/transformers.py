@@ -38,16 +38,16 @@ NAME = "cute_attn"
 def register(name: str = NAME) -> None:
     """Make `attn_implementation=name` known to Hugging Face transformers.
 
-    It supports inference of models whose attention layers have head_dim 256 (Gemma 2 and 3,
-    Qwen3-Next, Qwen3.5 ...) in bfloat16 or float16: causal and bidirectional attention, causal
-    sliding windows, softcap, sinks, grouped heads, dynamic and static caches, and padding on either
-    side or in between. A sliding window counts tokens, not padding, as in FlashAttention; eager
-    attention differs if there is padding in between. With padding, k and v are copied in each
+    It supports inference and training of models whose attention layers have head_dim 256 (Gemma 2
+    and 3, Qwen3-Next, Qwen3.5 ...) in bfloat16 or float16: causal and bidirectional attention,
+    causal sliding windows, softcap, sinks, grouped heads, dynamic and static caches, and padding on
+    either side or in between. A sliding window counts tokens, not padding, as in FlashAttention;
+    eager attention differs if there is padding in between. With padding, k and v are copied in each
     layer, so a batch without padding should come without a mask, as it does from `generate`.
 
-    A model raises NotImplementedError if it needs gradients, dropout, attention weights as an
-    output, other masks (packed sequences, chunks, blocks of images, bidirectional windows), paged
-    caches, or anything that `cute_attn.flash_attn_func` has no kernel for.
+    A model raises NotImplementedError if it needs dropout, attention weights as an output, other
+    masks (packed sequences, chunks, blocks of images, bidirectional windows), paged caches, or
+    anything that `cute_attn.flash_attn_func` has no kernel for.
 
     It needs transformers 5.23 or later, and so Python 3.11.
 
@@ -171,7 +171,7 @@ def _attention(
         sliding_window: how many keys a query sees, including its own.
         s_aux: the learnable sink.
     """
-    _check_request(dropout, others, query, key, value)
+    _check_request(dropout, others)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if sliding_window is not None and not is_causal:
@@ -229,7 +229,7 @@ def _checked(attention_mask: Any, q: Tensor, k: Tensor) -> Tensor:
     return attention_mask[:, 0, 0]
 
 
-def _check_request(dropout: float, others: dict[str, Any], *tensors: Tensor) -> None:
+def _check_request(dropout: float, others: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError(
             f"attn_implementation={NAME!r} has no dropout, asked for {dropout}"
@@ -241,8 +241,3 @@ def _check_request(dropout: float, others: dict[str, Any], *tensors: Tensor) -> 
     for name in ("position_bias", "cache", "block_table", "cu_seq_lens_q", "cu_seq_lens_k"):
         if others.get(name) is not None:
             raise NotImplementedError(f"attn_implementation={NAME!r} does not take {name}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise NotImplementedError(
-            f"attn_implementation={NAME!r} has no backward yet: call the model under "
-            "torch.inference_mode() or torch.no_grad()"
-        )

@@ -266,6 +266,46 @@ def test_scaling_softcap_and_sink_reach_the_kernel() -> None:
     assert relative_error(o, exact) <= 2 * relative_error(plain, exact)
 
 
+# -- training
+
+
+def gradients(model: Any, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Of the attention layers' parameters, for a loss that weighs every logit of a token."""
+    logits = model(tokens, attention_mask=mask, use_cache=False).logits.float()
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    if mask is not None:
+        weights *= mask[:, :, None]
+    (logits * weights).sum().backward()
+    found = [x.grad for name, x in model.named_parameters() if "self_attn" in name]
+    return torch.cat([x.double().flatten() for x in found])
+
+
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [
+        ("gemma3", False),
+        pytest.param("gemma3", True, marks=pytest.mark.slow),  # six kernels more
+        ("qwen3_next", False),
+    ],
+)
+def test_training(name: str, padded: bool) -> None:
+    mask = torch.tensor(PADDINGS["left"]) if padded else None
+    with torch.inference_mode(False), torch.enable_grad():
+        ours, eager, exact = (
+            gradients(model.train(), tokens_of(2, 13), mask) for model in Trio(MODELS[name]).models
+        )
+    assert relative_error(ours, exact) <= 2 * relative_error(eager, exact)
+
+
+def test_training_with_checkpoints() -> None:
+    """The gradients of a model that recomputes its activations are the same."""
+    with torch.inference_mode(False), torch.enable_grad():
+        plain, checkpointed = (Trio(gemma3).models[0].train() for _ in range(2))
+        checkpointed.activation_checkpointing_enable()
+        found = [gradients(model, tokens_of(2, 9), None) for model in (plain, checkpointed)]
+    assert torch.equal(*found)
+
+
 # -- what is refused
 
 
@@ -277,13 +317,6 @@ def ours(**changes: Any) -> Any:
     model = gemma3(**changes).to(torch.bfloat16).eval()
     model.set_attn_implementation("cute_attn")
     return model
-
-
-def test_training_is_refused() -> None:
-    with torch.inference_mode(False), torch.enable_grad():
-        model = ours()
-        with refused("no backward"):
-            model(tokens_of(1, 4))
 
 
 def test_dropout_is_refused() -> None:

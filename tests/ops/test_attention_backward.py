@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cute_attn
+from cute_attn.cache.specfile import plan_file
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention import table
 from cute_attn.ops import operator
+from cute_attn.ops.attention import plan_attention_backward
 from cute_attn.ops.attention.backward import BACKWARD
 from cute_attn.ops.attention.forward import FORWARD
 from cute_attn.reference.attention import attention_gradients
@@ -429,3 +432,48 @@ def test_an_architecture_without_a_kernel_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(table.KERNELS, ("backward_dq", ARCH, 256))
     with pytest.raises(NotImplementedError, match="no attention kernel for head_dim 256 on sm_100"):
         o.sum().backward()
+
+
+# -- plans
+
+
+def requests_of_a_step(args: dict[str, Any]) -> set[tuple[str, Any]]:
+    """The kernels of a forward and backward, with and without splits."""
+    found = set()
+    for num_sms in (4, 148):
+        with stand_ins() as kernels, cute_attn.emulated(ARCH, Emulator(num_sms=num_sms)):
+            o, _ = call(args)
+            o.sum().backward()
+            found |= {(name, spec) for name, spec, _ in kernels.launched}
+    return found
+
+
+def test_models_name_the_kernels_of_a_step():
+    models = Path(cute_attn.__file__).parent / "models" / "training.toml"
+    planned = {(kernel.name, spec) for kernel, spec in plan_file(models, ARCH)}
+    q = torch.randn(1, 600, 8, 256).bfloat16().requires_grad_()
+    k, v = (torch.randn(1, 600, 1, 256).bfloat16().requires_grad_() for _ in range(2))
+    offsets = torch.tensor([0, 150, 600], dtype=torch.int32)
+    steps: list[dict[str, Any]] = [
+        {"q": q, "k": k, "v": v},
+        {"q": q, "k": k, "v": v, "window_size": (50, None)},
+        {"q": q[0], "k": k[0], "v": v[0], "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
+    ]
+    used = set().union(*(requests_of_a_step(args | {"causal": True}) for args in steps))
+    assert SUM in {name for name, _ in used}
+    assert used == planned
+
+
+def test_a_plan_holds_only_what_is_needed():
+    def names(**options: Any) -> list[str]:
+        return [kernel.name for kernel, _ in plan_attention_backward(ARCH, **options)]
+
+    assert names(split=False) == [PREPROCESS, DQ, DKDV]
+    assert names(split=True) == [PREPROCESS, DQ, DKDV, SUM]
+    assert names() == [PREPROCESS, DQ, DKDV, DKDV, SUM]
+    assert names(dkdv=False, sink="float32") == [PREPROCESS, DQ, SUM]
+    assert names(dq=False, split=False) == [PREPROCESS, DKDV]
+    with pytest.raises(NotImplementedError, match="head_dim 256 on sm_90a"):
+        plan_attention_backward("sm_90a")
+    with pytest.raises(ValueError, match="scheduler is 'fast'"):
+        plan_attention_backward(ARCH, scheduler="fast")
