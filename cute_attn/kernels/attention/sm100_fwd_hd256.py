@@ -31,9 +31,8 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream
 
 from ..common.dtypes import DTYPE
@@ -55,12 +54,24 @@ from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition, swizzled
-from ..common.tmem import Region, TensorMemory, shifted
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
+from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
 from .arguments import FakeArguments
 from .epilogue import round_row, scale_row, stage_row
 from .mask import mask_row
 from .sequences import Sequences
+from .sm100_mma import (
+    HEAD_DIM,
+    OVER_HEAD_DIM,
+    OVER_TILE,
+    accumulator,
+    issue_mma,
+    mma_over_head_dim,
+    mma_over_tile,
+    shared_a,
+    shared_b,
+    tensor_a,
+)
 from .softmax import (
     Scaling,
     cap_row,
@@ -74,7 +85,6 @@ from .spec import TILE_M, TILE_N, Hd256ForwardSpec
 from .visibility import Visibility
 from .work import TileMap, Work, heads_in_l2
 
-HEAD_DIM = 256
 ROWS = TILE_M // CTAS  # query rows of a CTA
 KEYS = TILE_N // CTAS  # rows of K that a CTA loads
 DIMS = HEAD_DIM // CTAS  # columns of V that a CTA loads
@@ -255,19 +265,6 @@ class Sm100Hd256Forward:
             queries, keys, heads, kv_heads, batch, heads_at_once,
         )  # fmt: skip
 
-    def mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
-        """The MMAs of S = Q K^T and O += P V, made in the kernel: passed as arguments, their flags
-        would be run-time values, which take registers and instructions."""
-        qk_mma = sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
-            tcgen05.CtaGroup.TWO, (TILE_M, TILE_N),
-        )  # fmt: skip
-        pv_mma = sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
-            tcgen05.CtaGroup.TWO, (TILE_M, HEAD_DIM), tcgen05.OperandSource.TMEM,
-        )  # fmt: skip
-        return qk_mma, pv_mma
-
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
@@ -315,15 +312,9 @@ class Sm100Hd256Forward:
         cute.arch.cluster_wait()
         tcgen05_fence_after()
 
-        qk_mma, pv_mma = self.mmas()
-
-        # Stage 0 of S, and O, as a CTA sees them: (rows, columns).
-        s_shape = qk_mma.get_slice(0).partition_shape_C((TILE_M, TILE_N))
-        s = qk_mma.make_fragment_C(s_shape)
-        s = cute.make_tensor(TMEM.pointer("s"), s.layout)
-        o_shape = pv_mma.get_slice(0).partition_shape_C((TILE_M, HEAD_DIM))
-        o_acc = pv_mma.make_fragment_C(o_shape)
-        o_acc = cute.make_tensor(TMEM.pointer("o"), o_acc.layout)
+        qk_mma, pv_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
+        s = accumulator(qk_mma, TILE_N, TMEM.pointer("s"))  # stage 0
+        o_acc = accumulator(pv_mma, HEAD_DIM, TMEM.pointer("o"))
 
         queue = TileQueue(Work, storage.work, barriers)
         scale = cute.make_tensor(storage.scale, cute.make_layout((ROWS, S_STAGES)))
@@ -430,18 +421,10 @@ class Sm100Hd256Forward:
         visible: Visibility,
     ) -> None:
         """Issue S of the next K/V tile before P V of this one, so that softmax overlaps an MMA."""
-        q_layout = sm100.make_smem_layout_a(qk_mma, (TILE_M, TILE_N, HEAD_DIM), self.dtype, 1)
-        k_layout = sm100.make_smem_layout_b(
-            qk_mma, (TILE_M, TILE_N, HEAD_DIM), self.dtype, KV_STAGES
-        )
-        v_layout = sm100.make_smem_layout_b(
-            pv_mma, (TILE_M, HEAD_DIM, TILE_N), self.dtype, KV_STAGES
-        )
-        p_layout = sm100.make_smem_layout_a(pv_mma, (TILE_M, HEAD_DIM, TILE_N), self.dtype, 1)
-        q_frag = qk_mma.make_fragment_A(swizzled(storage.q, q_layout))
-        k_frag = qk_mma.make_fragment_B(swizzled(storage.kv, k_layout))
-        v_frag = pv_mma.make_fragment_B(swizzled(storage.kv, v_layout))
-        p_frag = pv_mma.get_slice(0).make_fragment_A(cute.make_tensor(s.iterator, p_layout.outer))
+        q_frag = shared_a(qk_mma, OVER_HEAD_DIM, self.dtype, storage.q)
+        k_frag = shared_b(qk_mma, OVER_HEAD_DIM, self.dtype, storage.kv, KV_STAGES)
+        v_frag = shared_b(pv_mma, OVER_TILE, self.dtype, storage.kv, KV_STAGES)
+        p_frag = tensor_a(pv_mma, OVER_TILE, self.dtype, TMEM.offsets["s"])
 
         taken = Int32(0)  # tiles, from the queue
         loaded_q = Int32(0)
@@ -459,7 +442,9 @@ class Sm100Hd256Forward:
                         # This overwrites the P of two K/V tiles ago. The P V that reads it has been
                         # issued, and MMAs run in order.
                         tcgen05_fence_after()
-                        self.issue_qk(qk_mma, s, q_frag, k_frag, issued, n)
+                        to = shifted(s, TILE_N * (issued & (S_STAGES - 1)))
+                        stage = barriers.stage("kv_full", n)
+                        issue_mma(qk_mma, to, q_frag, k_frag, stage, Boolean(False))
                         barriers.commit("kv_empty", n)
                         barriers.commit("s_full", issued)
                         n += 1
@@ -471,7 +456,10 @@ class Sm100Hd256Forward:
                         barriers.wait("o_ready", added)
                         barriers.wait("p_full", added)
                         tcgen05_fence_after()
-                        self.issue_pv(pv_mma, o_acc, p_frag, v_frag, added, n, i > 1)
+                        # A 32-bit column of tensor memory holds two values of P.
+                        p = shifted(p_frag, 2 * TILE_N * (added & (S_STAGES - 1)))
+                        stage = barriers.stage("kv_full", n)
+                        issue_mma(pv_mma, o_acc, p, v_frag, stage, i > 1)
                         barriers.commit("kv_empty", n)
                         barriers.commit("pv_done", added)
                         n += 1
@@ -479,44 +467,6 @@ class Sm100Hd256Forward:
                 loaded_q += 1
             taken += 1
             work = queue.take(taken)
-
-    @cute.jit
-    def issue_qk(
-        self,
-        mma: cute.TiledMma,
-        s: cute.Tensor,
-        q_frag: cute.Tensor,
-        k_frag: cute.Tensor,
-        issued: Int32,
-        n: Int32,
-    ) -> None:
-        stage = n & (KV_STAGES - 1)
-        column = TILE_N * (issued & (S_STAGES - 1))
-        s = shifted(s, column)
-        mma.set(tcgen05.Field.ACCUMULATE, False)
-        for step in cutlass.range_constexpr(cute.size(q_frag, mode=[2])):
-            cute.gemm(mma, s, q_frag[None, None, step, 0], k_frag[None, None, step, stage], s)
-            mma.set(tcgen05.Field.ACCUMULATE, True)
-
-    @cute.jit
-    def issue_pv(
-        self,
-        mma: cute.TiledMma,
-        o_acc: cute.Tensor,
-        p_frag: cute.Tensor,
-        v_frag: cute.Tensor,
-        added: Int32,
-        n: Int32,
-        accumulate: Boolean,
-    ) -> None:
-        stage = n & (KV_STAGES - 1)
-        # A 32-bit column of tensor memory holds two values of P.
-        column = 2 * TILE_N * (added & (S_STAGES - 1))
-        p = shifted(p_frag, column)
-        mma.set(tcgen05.Field.ACCUMULATE, accumulate)
-        for step in cutlass.range_constexpr(cute.size(v_frag, mode=[2])):
-            cute.gemm(mma, o_acc, p[None, None, step, 0], v_frag[None, None, step, stage], o_acc)
-            mma.set(tcgen05.Field.ACCUMULATE, True)
 
     # -- device: softmax ----------------------------------------------------------------------
 
@@ -535,21 +485,8 @@ class Sm100Hd256Forward:
     ) -> None:
         """Each thread has a row of S, and writes P over it."""
         row = cute.arch.thread_idx()[0] % ROWS
-        s_rows = s[(None, None), 0, 0]
-        load = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), s_rows
-        ).get_slice(row)
-        s_from = load.partition_S(s_rows)
-        values_shape = load.partition_D(cute.make_identity_tensor((ROWS, TILE_N))).shape
-        p_rows = cute.make_tensor(
-            s_rows.iterator, cute.composition(s_rows.layout, cute.make_layout((ROWS, TILE_N // 2)))
-        )
-        store = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT // 2)), Float32),
-            p_rows,
-        ).get_slice(row)
-        p_to = store.partition_D(p_rows)
-        words_shape = store.partition_S(cute.make_identity_tensor((ROWS, TILE_N // 2))).shape
+        load, s_from, values_shape = row_load(first_columns(s, TILE_N), row, FRAGMENT)
+        store, p_to, words_shape = row_store(first_columns(s, TILE_N // 2), row, FRAGMENT // 2)
 
         taken = Int32(0)  # tiles, from the queue
         n = Int32(0)  # K/V tiles
@@ -696,15 +633,8 @@ class Sm100Hd256Forward:
         """Each thread has a row of O. It rescales the row where its maximum moved, and divides it
         by the sum at the end."""
         row = cute.arch.thread_idx()[0] % ROWS
-        o_rows = cute.composition(o_acc[(None, None), 0, 0], cute.make_layout((ROWS, BOX)))
-        load = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), o_rows
-        ).get_slice(row)
-        store = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(FRAGMENT)), Float32), o_rows
-        ).get_slice(row)
-        o_from, o_to = load.partition_S(o_rows), store.partition_D(o_rows)
-        shape = load.partition_D(cute.make_identity_tensor((ROWS, BOX))).shape
+        load, o_from, shape = row_load(first_columns(o_acc, BOX), row, FRAGMENT)
+        store, o_to, _ = row_store(first_columns(o_acc, BOX), row, FRAGMENT)
         o_smem = boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
 
         taken = Int32(0)  # tiles, from the queue
