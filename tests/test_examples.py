@@ -105,6 +105,33 @@ def test_gemma_qwen_attention_notices_a_wrong_window(monkeypatch: pytest.MonkeyP
         assert not example.prefill_and_decode(example.KINDS["Gemma 3, sliding"], "cpu").agree
 
 
+def train(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], float, float]:
+    example = load("train_step")
+    monkeypatch.setattr(example, "TOKENS", 40)
+    monkeypatch.setattr(example, "STEPS", 2)
+    with cute_attn.emulated("sm_100a", Emulator(num_sms=4, schedule="random")):
+        result: tuple[list[float], float, float] = example.train("cpu")
+    return result
+
+
+def test_train_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, ours, plain = train(monkeypatch)
+    assert losses[1] < losses[0]
+    assert ours <= 2 * plain
+
+
+def test_train_step_notices_a_wrong_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cute_attn.flash_attn_func
+
+    def wrong(*args: Any, window_size: tuple[int | None, None], **rest: Any) -> object:
+        left, _ = window_size
+        return right(*args, window_size=(left and left + 1, None), **rest)
+
+    monkeypatch.setattr(cute_attn, "flash_attn_func", wrong)
+    _, ours, plain = train(monkeypatch)
+    assert ours > 2 * plain
+
+
 def kimi_linear() -> dict[str, tuple[float, float]]:
     example = load("kimi_linear_layer")
     sizes = example.Sizes(heads=1, heads_v=2, head_dim=64, prompts=(90, 5), piece=66, steps=2)
