@@ -1,6 +1,6 @@
 """Writes what hd256_forward.md shows of the kernel's own tables, and its pipeline.
 
-    python docs/kernels/hd256_forward_page.py
+    python -m docs.kernels.hd256_forward_page
 
 writes both anew: the tables between the page's markers, and hd256_forward.svg, drawn from a
 timeline of the emulator.
@@ -9,7 +9,6 @@ timeline of the emulator.
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from dataclasses import dataclass
 from html import escape
@@ -21,9 +20,9 @@ import torch
 import cute_attn.kernels.attention.sm100_fwd_hd256 as kernel
 from cute_attn import cache
 from cute_attn.emulator import Emulator, Names
-from cute_attn.kernels.common.spec import MAX_SMEM_BYTES
-from cute_attn.kernels.common.tmem import MAX_TMEM_COLUMNS
 from cute_attn.ops.attention import plan_attention
+
+from .page_tables import budgets, filled
 
 PAGE = Path(__file__).with_name("hd256_forward.md")
 DIAGRAM = PAGE.with_suffix(".svg")
@@ -37,46 +36,15 @@ RANK_SHIFT = 24  # a cluster address: the CTA's rank, then the address in it
 def tables(spec: Any) -> dict[str, str]:
     """Marker -> Markdown."""
     chosen = kernel.Sm100Hd256Forward(spec)
-    return {"edges": chosen.pipeline.table(), "budgets": budgets(chosen)}
-
-
-def budgets(chosen: kernel.Sm100Hd256Forward) -> str:
-    buffers = chosen.smem.buffers.values()
-    large = [b for b in buffers if b.nbytes >= 8192]
-    small = [b for b in buffers if b not in large]
-    rows = [(b.holds, f"{b.stages} x {b.stage_bytes:,}", f"{b.nbytes:,} bytes") for b in large]
-    rows += [
-        (", ".join(b.name for b in small), "", f"{sum(b.nbytes for b in small):,} bytes"),
-        ("all, aligned", "", f"{chosen.smem.nbytes:,} of {MAX_SMEM_BYTES:,} bytes"),
-    ]
-    rows = [("shared memory", *row) for row in rows]
-    rows += [
-        ("tensor memory", r.holds, f"{r.stages} x {r.columns}", f"{r.stages * r.columns} columns")
-        for r in kernel.TMEM.regions
-    ]
-    rows.append(
-        ("tensor memory", "all", "", f"{kernel.TMEM.columns} of {MAX_TMEM_COLUMNS} columns")
-    )
-    for roles, registers in (
-        ("softmax", kernel.SOFTMAX_REGISTERS),
-        ("correction", kernel.CORRECTION_REGISTERS),
-        ("load, mma, store, scheduler", kernel.OTHER_REGISTERS),
-    ):
-        rows.append(("registers", roles, "", f"{registers} a thread"))
-    head = ["| resource | for | stages | |", "| --- | --- | ---: | ---: |"]
-    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def filled(page: str, parts: dict[str, str]) -> str:
-    """The page with what is between `<!-- name -->` and `<!-- /name -->` replaced."""
-    for name, text in parts.items():
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        page, count = re.subn(
-            pattern, lambda m, text=text: f"{m[1]}{text}\n{m[2]}", page, flags=re.DOTALL
-        )
-        if count != 1:
-            raise ValueError(f"the page has {count} places for {name}")
-    return page
+    registers = {
+        "softmax": kernel.SOFTMAX_REGISTERS,
+        "correction": kernel.CORRECTION_REGISTERS,
+        "load, mma, store, scheduler": kernel.OTHER_REGISTERS,
+    }
+    return {
+        "edges": chosen.pipeline.table(),
+        "budgets": budgets(chosen.smem, kernel.TMEM, registers),
+    }
 
 
 # -- the timeline

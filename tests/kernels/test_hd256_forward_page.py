@@ -6,12 +6,13 @@ import re
 
 from cute_attn.kernels.attention.sm100_fwd_hd256 import EDGES
 from docs.kernels import hd256_forward_page as page
+from docs.kernels.page_tables import filled
 
 
 def test_the_tables_are_current() -> None:
     text = page.PAGE.read_text()
-    assert page.filled(text, page.tables(page.plain_spec())) == text, (
-        "python docs/kernels/hd256_forward_page.py"
+    assert filled(text, page.tables(page.plain_spec())) == text, (
+        "python -m docs.kernels.hd256_forward_page"
     )
 
 
