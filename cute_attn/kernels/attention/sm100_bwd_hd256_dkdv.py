@@ -93,7 +93,6 @@ STATS_STAGES = 4
 OUT_STAGES = 2  # boxes of dV or dK that wait for TMA
 
 COLUMNS = QUERIES // 2  # of a row of T, that a thread has
-FRAGMENT = 32  # columns of a row that a TMEM instruction loads or stores
 CHUNK = 8  # values of P' in 16 bytes
 STEP = 16  # columns whose statistics are in registers at once
 
@@ -588,7 +587,7 @@ class Sm100Hd256DkDv:
         P'; the key pair (`of_keys`) makes dS."""
         row = cute.arch.thread_idx()[0] % ROWS
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (ROWS // WARP_SIZE)
-        load, t_from, values_shape = row_load(first_columns(t, COLUMNS), row, FRAGMENT)
+        load, t_from, values_shape = row_load(first_columns(t, COLUMNS), row, COLUMNS)
         t_from = shifted(t_from, half * COLUMNS)
         store, words_to, words_shape = row_store(first_columns(t, COLUMNS // 2), row, COLUMNS // 2)
         words_to = shifted(words_to, half * COLUMNS)
