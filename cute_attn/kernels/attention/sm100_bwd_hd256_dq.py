@@ -10,14 +10,15 @@ more as half of its columns; the MMAs of cta_group::2 read both CTAs' halves.
     dS = P (dP - delta)                    in place of dP; P = 2^(c S - lse2), see `gradient`
     dQ = dQ + dS K   256 x 256, K = 128    dS and dQ in tensor memory, K in shared memory
 
-Every buffer has one stage, or one for each operand, yet the MMAs need not wait: while S of the next
-K/V tile and dP of this one are computed, P waits in registers and dS is made.
+S and dP have one stage each, yet the MMAs need not wait: P of the next K/V tile is made during the
+MMAs of dQ and dP, dS during that of S. At the end dQ goes through a stage of the ring of K and V to
+shared memory, while the next tile's first S and dP are computed.
 
     warps    role         work on a tile
-    8        load         dO, V_0, K_0, Q, K_1, K_0 by columns, V_1, ... by TMA
-    9        mma          dP_0, S_0, S_1, dQ += dS_0 K_0, dP_1, S_2, ... (CTA 0 issues for both)
+    8        load         Q, K_0, dO, V_0, K_1, K_0 by columns, V_1, K_2, ... by TMA
+    9        mma          S_0, dP_0, S_1, dQ += dS_0 K_0, dP_1, S_2, ... (CTA 0 issues for both)
     0-7      elementwise  half a row for each thread: S, dP -> dS; at the end dQ -> shared memory
-    10       store        dQ by TMA, from Q's buffer
+    10       store        dQ by TMA
     11       scheduler    publishes the next tile to all other warps
 
 `EDGES` declares the pipeline; `TMEM`, `Sm100Hd256Dq.smem` and the register counts below
@@ -85,7 +86,7 @@ DIMS = HEAD_DIM // CTAS  # columns of K that a CTA loads
 COLUMNS = TILE_N // 2  # of S and dP, of each thread of the two elementwise warpgroups
 
 KV_STAGES = 3
-DQ_BOXES = HEAD_DIM // BOX
+DQ_STAGES = 2  # boxes of dQ that wait for TMA
 
 STEP = 16  # columns whose P is computed together
 
@@ -102,22 +103,22 @@ LOAD, MMA = Role("load", range(8, 9)), Role("mma", range(9, 10))
 STORE, SCHEDULER = Role("store", range(10, 11)), Role("scheduler", range(11, 12))
 ROLES = (ELEMENTWISE, LOAD, MMA, STORE, SCHEDULER)
 WORKERS = Role("all others", range(0, 11))
-Q_WRITERS = Role("load, elementwise", range(0, 9))
 NUM_WARPS = sum(map(len, ROLES))
 
 # Registers of a thread: all 384 threads start with 168; warps 8-11 give some up to elementwise.
 ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
-# In the order in which a tile meets them. Uses count tiles for the last edge of Q; tiles with
-# visible keys for dO, the other edge of Q, and dQ; boxes for dQ's buffers; operands for "kv", where
-# V, K and K by columns are three uses of one ring; and K/V tiles for the rest.
+# In the order in which a tile meets them. Uses count tiles with visible keys for Q, dO and dQ's
+# columns; boxes for what is staged; and K/V tiles for the rest. In a tile's uses of "kv", K, K by
+# columns and V of each K/V tile are followed by dQ, whose stage the store warp releases.
 EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
+    Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
+    Edge("q_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "Q's buffer, after the tile's last S"),
     Edge("do_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "dO"),
     Edge("do_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "dO's buffer, after the last dP"),
-    Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
-    Edge("kv_full", LOAD, MMA, KV_STAGES, Kind.BYTES, Reach.LEADER, "V, K or K by columns"),
+    Edge("kv_full", LOAD, MMA, KV_STAGES, Kind.BYTES, Reach.LEADER, "K, V or K by columns"),
     Edge("kv_empty", MMA, LOAD, KV_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
     Edge("s_full", MMA, ELEMENTWISE, 1, Kind.COMMIT, Reach.PAIR, "S"),
     Edge("s_read", ELEMENTWISE, MMA, 1, Kind.WARPS, Reach.LEADER, "S's columns"),
@@ -125,13 +126,14 @@ EDGES = (
     Edge("ds_full", ELEMENTWISE, MMA, 1, Kind.WARPS, Reach.LEADER, "dS, in place of dP"),
     Edge("dq_full", MMA, ELEMENTWISE, 1, Kind.COMMIT, Reach.PAIR, "dQ"),
     Edge("dq_read", ELEMENTWISE, MMA, 1, Kind.WARPS, Reach.LEADER, "dQ's columns"),
-    Edge("dq_staged", ELEMENTWISE, STORE, DQ_BOXES, Kind.WARPS, payload="a box of dQ"),
-    Edge("q_empty", STORE, Q_WRITERS, 1, Kind.WARPS, payload="Q's buffer, which held dQ"),
+    Edge("dq_staged", ELEMENTWISE, STORE, DQ_STAGES, Kind.WARPS, payload="a box of dQ"),
+    Edge("dq_stored", STORE, ELEMENTWISE, DQ_STAGES, Kind.WARPS, payload="its stage"),
 )
 
 Q_BYTES = ROWS * HEAD_DIM * 2
 KV_BYTES = KEYS * HEAD_DIM * 2
 assert KV_BYTES == TILE_N * DIMS * 2, "K by rows and K by columns share a ring"
+assert KV_BYTES == DQ_STAGES * ROWS * BOX * 2, "dQ is staged in a stage of the ring"
 
 
 class Sm100Hd256Dq:
@@ -145,14 +147,11 @@ class Sm100Hd256Dq:
         self.scheduler = SCHEDULER_CLASSES[spec.scheduler]
         self.pipeline = Pipeline(*EDGES, *self.scheduler.edges(SCHEDULER))
         self.smem = SharedMemory(
-            Buffer(
-                "q", self.dtype, ROWS * HEAD_DIM, 1, SWIZZLE_ALIGNMENT,
-                "Q, 128 x 256, and at the end dQ",
-            ),
+            Buffer("q", self.dtype, ROWS * HEAD_DIM, 1, SWIZZLE_ALIGNMENT, "Q, 128 x 256"),
             Buffer("do", self.dtype, ROWS * HEAD_DIM, 1, SWIZZLE_ALIGNMENT, "dO, 128 x 256"),
             Buffer(
                 "kv", self.dtype, KEYS * HEAD_DIM, KV_STAGES, SWIZZLE_ALIGNMENT,
-                "K or V, 64 x 256, or K, 128 x 128",
+                "K or V, 64 x 256, K, 128 x 128, or dQ, 2 x 128 x 64",
             ),
             TileQueue.buffer(Work),
             Buffer("clc_response", Int32, CLC_RESPONSE_BYTES // 4),
@@ -340,7 +339,7 @@ class Sm100Hd256Dq:
             elif warp == MMA.warps[0]:
                 self.mma_warp(s_mma, dq_mma, storage, s, dp, dq_acc, barriers, queue, visible)
             else:
-                self.store_warp(dq_tma, dq, storage, barriers, queue)
+                self.store_warp(dq_tma, dq, storage, barriers, queue, visible)
         else:
             cute.arch.setmaxregister_increase(ELEMENTWISE_REGISTERS)
             self.elementwise_warps(
@@ -390,22 +389,20 @@ class Sm100Hd256Dq:
             cta = cta_rank()
             first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
-                barriers.wait_previous("do_empty", loaded)
-                barriers.leader_expects("do_full", loaded, Q_BYTES, cta)
-                rows = self.q_rows.box(do, CTAS * work.block + cta, *work.queries)
-                load_boxes(do_tma, rows, do_smem, barriers, "do_full", loaded)
-                self.load_rows(v_tma, v, end - 1, work, rows_smem, barriers, n)
-                n += 1
+                barriers.wait_previous("q_empty", loaded)
+                barriers.leader_expects("q_full", loaded, Q_BYTES, cta)
+                rows = self.q_rows.box(q, CTAS * work.block + cta, *work.queries)
+                load_boxes(q_tma, rows, q_smem, barriers, "q_full", loaded)
                 for i in cutlass.range(end - first + 1, unroll=1):
                     key_tile = end - 1 - i
                     if key_tile >= first:
                         self.load_rows(k_tma, k, key_tile, work, rows_smem, barriers, n)
                         n += 1
                     if i == 0:
-                        barriers.wait_previous("q_empty", taken)
-                        barriers.leader_expects("q_full", loaded, Q_BYTES, cta)
-                        rows = self.q_rows.box(q, CTAS * work.block + cta, *work.queries)
-                        load_boxes(q_tma, rows, q_smem, barriers, "q_full", loaded)
+                        barriers.wait_previous("do_empty", loaded)
+                        barriers.leader_expects("do_full", loaded, Q_BYTES, cta)
+                        rows = self.q_rows.box(do, CTAS * work.block + cta, *work.queries)
+                        load_boxes(do_tma, rows, do_smem, barriers, "do_full", loaded)
                     else:
                         barriers.wait_previous("kv_empty", n)
                         barriers.leader_expects("kv_full", n, KV_BYTES, cta)
@@ -413,12 +410,14 @@ class Sm100Hd256Dq:
                         keys = cute.domain_offset((0, cta * DIMS), keys)
                         load_boxes(k_columns_tma, keys, columns_smem, barriers, "kv_full", n)
                         n += 1
-                        if key_tile >= first:
-                            self.load_rows(v_tma, v, key_tile, work, rows_smem, barriers, n)
-                            n += 1
+                    if key_tile >= first:
+                        self.load_rows(v_tma, v, key_tile, work, rows_smem, barriers, n)
+                        n += 1
                 loaded += 1
-            else:  # every phase has to be waited for: waits see its parity only
-                barriers.wait_previous("q_empty", taken)
+            # The use for dQ loads nothing, but each use completes a phase of both edges.
+            barriers.wait_previous("kv_empty", n)
+            barriers.leader_expects("kv_full", n, 0, cta)
+            n += 1
             taken += 1
             work = queue.take(taken)
 
@@ -470,17 +469,12 @@ class Sm100Hd256Dq:
         taken = Int32(0)  # tiles, from the queue
         done = Int32(0)  # tiles with visible keys
         n = Int32(0)  # uses of the ring
-        issued = Int32(0)  # K/V tiles whose S has been issued
+        issued = Int32(0)  # K/V tiles whose S and dP have been issued
         added = Int32(0)  # K/V tiles whose dS K has been issued
         work = queue.take(taken)
         while work.exists:
             first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end and cta_rank() == 0:
-                barriers.wait("do_full", done)
-                self.issue_dp(s_mma, dp, do_frag, rows_frag, barriers, n, added)
-                n += 1
-                if end - first == 1:
-                    barriers.commit("do_empty", done)
                 barriers.wait("q_full", done)
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
@@ -491,8 +485,9 @@ class Sm100Hd256Dq:
                         issue_mma(s_mma, s, q_frag, rows_frag, stage, False)
                         barriers.commit("kv_empty", n)
                         barriers.commit("s_full", issued)
+                        if i == end - first - 1:
+                            barriers.commit("q_empty", done)
                         n += 1
-                        issued += 1
                     if i > 0:
                         if i == 1:
                             barriers.wait_previous("dq_read", done)
@@ -504,32 +499,26 @@ class Sm100Hd256Dq:
                         barriers.commit("kv_empty", n)
                         n += 1
                         added += 1
-                        if i < end - first:
-                            self.issue_dp(s_mma, dp, do_frag, rows_frag, barriers, n, added)
-                            n += 1
-                            if i == end - first - 1:
-                                barriers.commit("do_empty", done)
+                    if i < end - first:
+                        if i == 0:
+                            barriers.wait("do_full", done)
+                        barriers.wait("kv_full", n)
+                        tcgen05_fence_after()
+                        stage = barriers.stage("kv_full", n)
+                        issue_mma(s_mma, dp, do_frag, rows_frag, stage, False)
+                        barriers.commit("kv_empty", n)
+                        barriers.commit("dp_full", issued)
+                        if i == end - first - 1:
+                            barriers.commit("do_empty", done)
+                        n += 1
+                        issued += 1
                 barriers.commit("dq_full", done)
                 done += 1
+            if cta_rank() == 0:
+                barriers.wait("kv_full", n)  # dQ's use
+                n += 1
             taken += 1
             work = queue.take(taken)
-
-    @cute.jit
-    def issue_dp(
-        self,
-        mma: cute.TiledMma,
-        dp: cute.Tensor,
-        do_frag: cute.Tensor,
-        rows_frag: cute.Tensor,
-        barriers: Barriers,
-        n: Int32,
-        issued: Int32,
-    ) -> None:
-        barriers.wait("kv_full", n)
-        tcgen05_fence_after()
-        issue_mma(mma, dp, do_frag, rows_frag, barriers.stage("kv_full", n), False)
-        barriers.commit("kv_empty", n)
-        barriers.commit("dp_full", issued)
 
     # -- device: elementwise ------------------------------------------------------------------
 
@@ -602,7 +591,7 @@ class Sm100Hd256Dq:
 
             queue.release(taken)
             self.stage_dq(
-                dq_acc, storage, barriers, row, half, taken, done,
+                dq_acc, storage, barriers, row, half, taken, done, 3 * n + taken,
                 first < end, lse2 != INF, softmax_scale,
             )  # fmt: skip
             if first < end:
@@ -663,20 +652,23 @@ class Sm100Hd256Dq:
         half: Int32,
         taken: Int32,
         done: Int32,
+        use: Int32,
         computed: Boolean,
         sees: Boolean,
         softmax_scale: Float32,
     ) -> None:
-        """Stage dQ in Q's buffer; 0 in rows that see no key, and if nothing was computed."""
+        """Stage dQ for TMA, in the stage of a use of K and V's ring; 0 in rows that see no key, and
+        if nothing was computed."""
         width = BOX // 2  # columns of a box for each warpgroup
         load, dq_from, shape = row_load(first_columns(dq_acc, width), row, width)
         dq_from = shifted(dq_from, half * width)
-        dq_smem = boxes(storage.q, ROWS, (DQ_BOXES, ROWS * BOX))
+        dq_smem = self.staged_boxes(storage)[None, None, None, barriers.stage("kv_full", use)]
         if computed:
             barriers.wait("dq_full", done)
             tcgen05_fence_after()
-        barriers.wait_previous("q_empty", taken)
-        for box in cutlass.range(DQ_BOXES, unroll=1):
+        barriers.wait_previous("kv_empty", use)
+        for box in cutlass.range(HEAD_DIM // BOX, unroll=1):
+            staged = HEAD_DIM // BOX * taken + box
             values = cute.make_rmem_tensor(shape, Float32)
             if computed:
                 cute.copy(load, shifted(dq_from, box * BOX), values)
@@ -686,13 +678,19 @@ class Sm100Hd256Dq:
             if not sees:  # a hidden key that is not finite has spread
                 values.fill(0.0)
             scale_row(values, softmax_scale)
-            halves = cute.logical_divide(dq_smem[row, None, box], cute.make_layout(width))
-            stage_row(round_row(values, self.dtype), halves[None, half])
+            rounded = round_row(values, self.dtype)
+            barriers.wait_previous("dq_stored", staged)
+            smem_row = dq_smem[row, None, barriers.stage("dq_staged", staged)]
+            stage_row(rounded, cute.logical_divide(smem_row, cute.make_layout(width))[None, half])
             cute.arch.fence_view_async_shared()
-            barriers.warp_arrives("dq_staged", DQ_BOXES * taken + box)
+            barriers.warp_arrives("dq_staged", staged)
         if computed:
             tcgen05_fence_before()
             barriers.warp_arrives("dq_read", done)
+
+    def staged_boxes(self, storage: Pointers) -> cute.Tensor:
+        """Where dQ is staged: (rows, columns, boxes, stages of the ring)."""
+        return boxes(storage.kv, ROWS, (DQ_STAGES, ROWS * BOX), (KV_STAGES, KV_BYTES // 2))
 
     # -- device: store ------------------------------------------------------------------------
 
@@ -704,22 +702,31 @@ class Sm100Hd256Dq:
         storage: Pointers,
         barriers: Barriers,
         queue: TileQueue,
+        visible: Visibility,
     ) -> None:
-        dq_smem = boxes(storage.q, ROWS, (DQ_BOXES, ROWS * BOX))
         taken = Int32(0)  # tiles, from the queue
+        stored = Int32(0)  # boxes
+        use = Int32(0)  # of the ring of K and V
         work = queue.take(taken)
         while work.exists:
+            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            use += 3 * (end - first)
+            dq_smem = self.staged_boxes(storage)[None, None, None, barriers.stage("kv_full", use)]
             rows = self.q_rows.box(dq, CTAS * work.block + cta_rank(), *work.queries)
             tiled = cute.local_tile(rows, (ROWS, BOX), (0, None))
             dq_to, dq_from = partition(dq_tma, tiled, dq_smem)
-            for box in cutlass.range_constexpr(DQ_BOXES):
-                barriers.wait("dq_staged", DQ_BOXES * taken + box)
+            for box in cutlass.range_constexpr(HEAD_DIM // BOX):
+                barriers.wait("dq_staged", stored)
                 with cute.arch.elect_one():
-                    cute.copy(dq_tma, dq_from[None, box], dq_to[None, box])
+                    stage = barriers.stage("dq_staged", stored)
+                    cute.copy(dq_tma, dq_from[None, stage], dq_to[None, box])
                     cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    barriers.arrive("dq_stored", stored)
+                stored += 1
             with cute.arch.elect_one():
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                barriers.arrive("q_empty", taken)
+                barriers.arrive("kv_empty", use)
+            use += 1
             taken += 1
             work = queue.take(taken)
         with cute.arch.elect_one():
