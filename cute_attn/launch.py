@@ -7,12 +7,14 @@ not depend on the cache, nor the cache on kernels.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import cache
-from .cache import KernelDef
+from .cache import KernelDef, driver
+from .cache.driver import DriverError
 from .cache.planner import planner as planner
 from .emulation import current_emulation
 
@@ -66,6 +68,50 @@ def num_sms(device: torch.device) -> int:
     import torch
 
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def num_clusters(device: torch.device, size: int) -> int:
+    """How many clusters of `size` CTAs, each of which fills an SM, run at once on the device, or in
+    the emulator for CPU tensors; at least 1.
+
+    On a GPU there may be fewer than the SMs would hold, since a cluster is in one GPC.
+    """
+    at_most = max(1, num_sms(device) // size)
+    if device.type == "cpu" or size == 1:
+        return at_most
+    try:
+        return max(1, min(at_most, _resident_clusters(device.index, size)))
+    except DriverError:
+        return at_most
+
+
+_PROBE = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry probe() { ret; }\0"
+
+
+@functools.cache
+def _resident_clusters(device_index: int, size: int) -> int:
+    """The CUDA driver's answer, for a kernel that takes all of an SM's shared memory."""
+    import torch
+
+    binding = driver.binding()
+    memory = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+    config, attribute = binding.CUlaunchConfig(), binding.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1
+    config.sharedMemBytes = memory
+    attribute.id = binding.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    shape = attribute.value.clusterDim
+    shape.x, shape.y, shape.z = size, 1, 1
+    config.attrs, config.numAttrs = [attribute], 1
+    with torch.cuda.device(device_index):
+        module = driver.ask("cuModuleLoadData", _PROBE)
+        try:
+            function = driver.ask("cuModuleGetFunction", module, b"probe")
+            limit = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.ask("cuFuncSetAttribute", function, limit, memory)
+            return int(driver.ask("cuOccupancyMaxActiveClusters", function, config))
+        finally:
+            driver.ask("cuModuleUnload", module)
 
 
 def check_device(name: str, device: torch.device) -> None:

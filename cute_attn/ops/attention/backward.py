@@ -179,7 +179,9 @@ class Backward(Operator[BackwardArguments]):
         def load(request: launch.Request | None) -> _Function | None:
             return None if request is None else launch.get_for(device, *request)
 
-        sms = launch.num_sms(device)
+        def clusters(direction: str) -> int:
+            return launch.num_clusters(device, table.find(direction, arch, head_dim).cluster)
+
         return _Ready(
             preprocess=launch.get_for(device, *requests.preprocess),
             dq=load(requests.dq),
@@ -191,8 +193,8 @@ class Backward(Operator[BackwardArguments]):
             left=left or 0,
             right=right or 0,
             splits=splits,
-            dq_clusters=max(1, sms // table.find("backward_dq", arch, head_dim).cluster),
-            dkdv_clusters=max(1, sms // table.find("backward_dkdv", arch, head_dim).cluster),
+            dq_clusters=clusters("backward_dq"),
+            dkdv_clusters=clusters("backward_dkdv"),
         )
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:

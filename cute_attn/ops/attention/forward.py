@@ -87,7 +87,7 @@ class Forward(Operator[Arguments]):
             float(a.softcap or 1.0),
             left or 0,
             right or 0,
-            max(1, launch.num_sms(a.q.device) // table.find("forward", arch, head_dim).cluster),
+            launch.num_clusters(a.q.device, table.find("forward", arch, head_dim).cluster),
         )
 
     def forward(  # type: ignore[override]

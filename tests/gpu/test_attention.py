@@ -1,0 +1,157 @@
+"""Softmax attention on a GPU: the backward's small kernels on any, a training step on Blackwell.
+
+The other kernels of the backward need sm_100; the emulator runs all of them in tests/ops.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn import cache, launch
+from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention.spec import Hd256PreprocessSpec, SumPartialsSpec
+from cute_attn.kernels.attention.statistics import num_tiles, padded_rows
+from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS, SUM_PARTIALS
+from cute_attn.reference.attention import attention_gradients
+
+DEVICE = torch.device("cuda", 0)
+blackwell = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 10,
+    reason="there is no kernel for this compute capability",
+)
+
+
+def on_both(kernel: Any, spec: Any, *args: Any, written: tuple[int, ...]) -> list[Any]:
+    """What the GPU and the emulator write."""
+    arch = launch.arch_of(0)
+    gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in args]
+    launch.get(kernel, spec, arch)(*gpu)
+    Emulator().load(cache.compile(kernel, spec, arch=arch))(*args)
+    return [(gpu[i].cpu(), args[i]) for i in written]
+
+
+@pytest.mark.parametrize("sink_dtype", ["none", "float32"])
+def test_statistics_of_rows_are_the_emulators(sink_dtype: str):
+    torch.manual_seed(0)
+    lengths, heads = (300, 0, 77), 4
+    total = sum(lengths)
+    spec = Hd256PreprocessSpec("bfloat16", True, False, sink_dtype, True)
+    o, do = torch.randn(2, total, heads, 256).bfloat16()
+    lse, dlse = torch.randn(2, heads, total)
+    lse[:, ::5] = -math.inf if sink_dtype == "none" else 1.0
+    has_sink = sink_dtype != "none"
+    parts = torch.zeros(num_tiles(total, len(lengths), True), heads) if has_sink else None
+    results = on_both(
+        HD256_BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse,
+        torch.ones(heads) if has_sink else None,
+        torch.tensor([0, 300, 300, 377], dtype=torch.int32), None,
+        torch.zeros(2, heads, padded_rows(total, len(lengths), True)), parts,
+        written=(7, 8) if has_sink else (7,),
+    )  # fmt: skip
+    for found, emulated in results:
+        torch.testing.assert_close(found, emulated, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [
+        (SumPartialsSpec("bfloat16", 4, 1), (3, 50, 256)),
+        (SumPartialsSpec("float32", 1, 32), (100, 1, 13)),
+    ],
+    ids=["of splits", "of tiles"],
+)
+def test_sums_of_partial_results_are_the_emulators(spec: SumPartialsSpec, shape: tuple[int, ...]):
+    torch.manual_seed(0)
+    out = torch.zeros(shape[1:], dtype=getattr(torch, spec.dtype))
+    ((found, emulated),) = on_both(SUM_PARTIALS, spec, torch.randn(shape), out, written=(1,))
+    assert torch.equal(found, emulated)
+
+
+def test_clusters_that_run_at_once():
+    """The driver answers, unless the GPU is older than clusters."""
+    sms = launch.num_sms(DEVICE)
+    if torch.cuda.get_device_capability()[0] < 9:
+        assert launch.num_clusters(DEVICE, 4) == sms // 4
+        return
+    assert launch._resident_clusters(0, 1) == sms
+    for size in (2, 4):
+        assert sms // size * 3 // 4 <= launch.num_clusters(DEVICE, size) <= sms // size
+
+
+# -- on Blackwell
+
+
+def inputs(seqlen: int = 1000) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(2, seqlen, heads, 256, device=DEVICE).bfloat16().requires_grad_()
+        for heads in (8, 2, 2)
+    ]
+
+
+@blackwell
+@pytest.mark.parametrize("scheduler", ["static", "clc"])
+def test_gradients_agree_and_repeat(scheduler: str):
+    q, k, v = inputs()
+    do = torch.randn_like(q)
+    results = []
+    for _ in range(3):
+        o, _ = cute_attn.flash_attn_func(q, k, v, causal=True, scheduler=scheduler)
+        results.append(torch.autograd.grad(o, (q, k, v), do))
+    for again in results[1:]:
+        assert all(map(torch.equal, results[0], again))
+    exact = attention_gradients(q, k, v, do, causal=True)
+    for x, true in zip(results[0], exact, strict=False):
+        assert (x.double() - true).norm() <= 0.01 * true.norm()
+
+
+@blackwell
+def test_a_compiled_step():
+    q, k, v = inputs()
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        return cute_attn.flash_attn_func(q, k, v, causal=True)[0].float().square().mean()
+
+    plain = torch.autograd.grad(step(q, k, v), (q, k, v))
+    found = torch.autograd.grad(torch.compile(step, fullgraph=True)(q, k, v), (q, k, v))
+    for x, y in zip(found, plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=1e-6)
+
+
+@blackwell
+def test_a_graph_of_a_training_step():
+    """Forward, backward and optimiser: replayed, it does what eager steps do."""
+    finals = []
+    for captured in (False, True):
+        tensors = inputs()
+        optimiser = torch.optim.SGD(tensors, lr=1.0)
+
+        def step(tensors: Any = tensors, optimiser: Any = optimiser) -> None:
+            optimiser.zero_grad(set_to_none=True)
+            o, _ = cute_attn.flash_attn_func(*tensors, causal=True)
+            o.float().square().sum().backward()
+            optimiser.step()
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            for _ in range(3):
+                graph.replay()
+        else:
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        finals.append([x.detach().clone() for x in tensors])
+    assert all(map(torch.equal, *finals))
