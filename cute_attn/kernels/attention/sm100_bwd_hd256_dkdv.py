@@ -114,8 +114,8 @@ NUM_WARPS = sum(map(len, ROLES))
 ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
-# In the order in which a tile meets them. Uses count works for X and acc; boxes for the staged
-# output; and tiles of queries for the rest, where Y and Z are two uses of one ring.
+# In the order in which a tile meets them. Uses count work items for X and acc; boxes for
+# the staged output; and tiles of queries for the rest, where Y and Z are two uses of one ring.
 EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("x_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "K or V"),
@@ -126,8 +126,8 @@ EDGES = (
     Edge("stats_empty", ELEMENTWISE, LOAD, STATS_STAGES, Kind.WARPS, payload="its stage"),
     Edge("t_full", MMA, ELEMENTWISE, T_STAGES, Kind.COMMIT, Reach.PAIR, "T"),
     Edge("t_done", ELEMENTWISE, MMA, T_STAGES, Kind.WARPS, Reach.LEADER, "T', in place of T"),
-    # From the key pair to the value pair, and back, warp by warp. A work without queries exchanges
-    # nothing, but stages zeros, so that the key pair grants each use of the buffer once it is free.
+    # From the key pair to the value pair, and back, warp by warp. The key pair grants each use of
+    # the buffer: a work item that no query sees stages zeros there, but exchanges nothing.
     Edge(
         "exchange_free", ELEMENTWISE, ELEMENTWISE, 1, Kind.WARPS, Reach.PARTNER,
         "the warp's part of P's buffer", by_warp=True,
@@ -369,7 +369,7 @@ class Sm100Hd256DkDv:
             window_left if self.spec.window_left else None,
             window_right if self.spec.window_right else None,
         )  # fmt: skip
-        group = heads // split_heads  # query heads of a work
+        group = heads // split_heads  # query heads of a work item
 
         # setmaxregister applies to whole warpgroups.
         if warp >= LOAD.warps[0]:
@@ -434,7 +434,7 @@ class Sm100Hd256DkDv:
         group: Int32,
         num_splits: Int32,
     ) -> None:
-        """Load X of each work, then its tiles of Y, Z and statistics, head by head; each CTA loads
+        """Load X of each work item, then its Y, Z and statistics, head by head; each CTA loads
         its half of X, Y and Z."""
         across = HEAD_DIM // BOX
         x_smem = boxes(storage.x, ROWS, (across, ROWS * BOX), (1, X_BYTES // 2))
@@ -443,7 +443,7 @@ class Sm100Hd256DkDv:
             storage.yz, QUERIES, (DIMS // BOX, QUERIES * BOX), (YZ_STAGES, YZ_BYTES // 2)
         )
         heads, padded_rows = stats.shape[1], stats.shape[2]
-        taken = Int32(0)  # works, from the queue
+        taken = Int32(0)  # work items, from the queue
         loaded_x = Int32(0)
         n = Int32(0)  # uses of the ring
         loaded_stats = Int32(0)
@@ -494,7 +494,7 @@ class Sm100Hd256DkDv:
             work = queue.take(taken)
 
     def head_and_split(self, work: Work, num_splits: Int32) -> tuple[Any, Any]:
-        """The K/V head of a work, and the number of its split."""
+        """The K/V head of a work item, and the number of its split."""
         if not self.spec.partial:
             return work.kv_head, 0
         head = work.kv_head // num_splits
@@ -523,8 +523,8 @@ class Sm100Hd256DkDv:
         done_frag = tensor_a(acc_mma, OVER_TILE, self.dtype, TMEM.offsets["t"])
         done_frag = halves_apart(done_frag, COLUMNS)
 
-        taken = Int32(0)  # works, from the queue
-        worked = Int32(0)  # those with tiles of queries
+        taken = Int32(0)  # work items, from the queue
+        computed = Int32(0)  # those that some query sees
         n = Int32(0)  # uses of the ring
         issued = Int32(0)  # tiles whose T has been issued
         added = Int32(0)  # tiles whose T' Z has been issued
@@ -533,7 +533,7 @@ class Sm100Hd256DkDv:
             first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             count = (end - first) * group
             if first < end and cta_rank() & (CTAS - 1) == 0:
-                barriers.wait("x_full", worked)
+                barriers.wait("x_full", computed)
                 for i in cutlass.range(count + 1, unroll=1):
                     if i < count:
                         barriers.wait("yz_full", n)
@@ -548,11 +548,11 @@ class Sm100Hd256DkDv:
                         n += 1
                         issued += 1
                         if i == count - 1:
-                            barriers.commit("x_empty", worked)
+                            barriers.commit("x_empty", computed)
                     if i > 0:
                         barriers.wait("yz_full", n)
                         if i == 1:
-                            barriers.wait_previous("acc_empty", worked)
+                            barriers.wait_previous("acc_empty", computed)
                         barriers.wait("t_done", added)
                         tcgen05_fence_after()
                         # A 32-bit column of tensor memory holds two values of T'.
@@ -562,8 +562,8 @@ class Sm100Hd256DkDv:
                         barriers.commit("yz_empty", n)
                         n += 1
                         added += 1
-                barriers.commit("acc_full", worked)
-                worked += 1
+                barriers.commit("acc_full", computed)
+                computed += 1
             taken += 1
             work = queue.take(taken)
 
@@ -572,7 +572,7 @@ class Sm100Hd256DkDv:
     @cute.jit
     def elementwise_warps(
         self,
-        of_keys: cutlass.Constexpr[bool],
+        key_pair: cutlass.Constexpr[bool],
         t: cute.Tensor,
         acc: cute.Tensor,
         storage: Pointers,
@@ -584,7 +584,7 @@ class Sm100Hd256DkDv:
         softmax_scale: Float32,
     ) -> None:
         """Each thread has half a row of T: a key and 64 queries. The value pair makes P and sends
-        P'; the key pair (`of_keys`) makes dS."""
+        P'; the key pair (`key_pair`) makes dS."""
         row = cute.arch.thread_idx()[0] % ROWS
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (ROWS // WARP_SIZE)
         load, t_from, values_shape = row_load(first_columns(t, COLUMNS), row, COLUMNS)
@@ -599,8 +599,8 @@ class Sm100Hd256DkDv:
         exchange = shared_address(storage.exchange)
         exchange += (half * (COLUMNS // CHUNK) * ROWS + row) * 16
 
-        taken = Int32(0)  # works, from the queue
-        worked = Int32(0)  # those with tiles of queries
+        taken = Int32(0)  # work items, from the queue
+        computed = Int32(0)  # those that some query sees
         n = Int32(0)  # tiles of queries
         staged = Int32(0)  # boxes of acc
         queue.wait(taken)
@@ -613,9 +613,9 @@ class Sm100Hd256DkDv:
             )
             count = (end - first) * group
             tile = first
-            if cutlass.const_expr(of_keys):
+            if cutlass.const_expr(key_pair):
                 if first < end:
-                    # P' of this work overwrites what was staged for the previous one.
+                    # P' overwrites what was staged for the previous work item.
                     for stage in cutlass.range_constexpr(OUT_STAGES):
                         barriers.wait_previous("stored", staged + stage)
                     barriers.warp_arrives("exchange_free", n)
@@ -623,7 +623,7 @@ class Sm100Hd256DkDv:
                 masked = tile < whole_first or tile >= whole_end
                 statistic = stats[None, half, n & (STATS_STAGES - 1)]
                 words = cute.make_rmem_tensor(words_shape, Int32)
-                if cutlass.const_expr(of_keys):
+                if cutlass.const_expr(key_pair):
                     received = cute.make_rmem_tensor((COLUMNS // 2,), Int32)
                     barriers.wait("exchange_full", n)
                     for chunk in cutlass.range_constexpr(COLUMNS // CHUNK):
@@ -640,7 +640,7 @@ class Sm100Hd256DkDv:
                 cute.copy(load, shifted(t_from, column), values)
                 cute.arch.fence_view_async_tmem_load()
                 sent = words  # P', where it is not P
-                if cutlass.const_expr(of_keys):
+                if cutlass.const_expr(key_pair):
                     self.differentiate(values, statistic, received, words)
                 else:
                     if cutlass.const_expr(self.spec.softcap):
@@ -649,15 +649,11 @@ class Sm100Hd256DkDv:
                 barriers.warp_arrives("stats_empty", n)
                 if masked:
                     self.mask(words, sent, tile, row, half, queue, taken, visible)
-                cute.copy(
-                    store,
-                    cute.recast_tensor(words, Float32),
-                    shifted(words_to, column),
-                )
+                cute.copy(store, cute.recast_tensor(words, Float32), shifted(words_to, column))
                 cute.arch.fence_view_async_tmem_store()
                 tcgen05_fence_before()
                 barriers.warp_arrives("t_done", n)
-                if cutlass.const_expr(not of_keys):
+                if cutlass.const_expr(not key_pair):
                     self.send(sent, exchange, barriers, n)
                 n += 1
                 tile += 1
@@ -666,18 +662,18 @@ class Sm100Hd256DkDv:
 
             queue.release(taken)
             factor = None
-            if cutlass.const_expr(of_keys):
+            if cutlass.const_expr(key_pair):
                 factor = softmax_scale
             if first < end:
-                barriers.wait("acc_full", worked)
+                barriers.wait("acc_full", computed)
                 tcgen05_fence_after()
             staged = self.stage_output(
                 acc, factor, first < end, row, half, storage, barriers, staged
             )
             if first < end:
                 tcgen05_fence_before()
-                barriers.warp_arrives("acc_empty", worked)
-                worked += 1
+                barriers.warp_arrives("acc_empty", computed)
+                computed += 1
             taken += 1
             queue.wait(taken)
             work = queue.read(taken)
@@ -696,7 +692,7 @@ class Sm100Hd256DkDv:
         for first in cutlass.range_constexpr(0, COLUMNS, STEP):
             columns = range(first, first + STEP)
             p, with_slope = probabilities(
-                values, columns, statistics(lse2, columns), scaling, softcap=self.spec.softcap
+                values, columns, of_columns(lse2, columns), scaling, softcap=self.spec.softcap
             )
             for j in cutlass.range_constexpr(STEP // 2):
                 words[first // 2 + j] = pack(self.dtype, *p[j])
@@ -715,7 +711,7 @@ class Sm100Hd256DkDv:
         for first in cutlass.range_constexpr(0, COLUMNS, STEP):
             columns = range(first, first + STEP)
             p = [unpack(self.dtype, received[first // 2 + j]) for j in range(STEP // 2)]
-            ds = score_gradients(p, values, columns, statistics(delta, columns))
+            ds = score_gradients(p, values, columns, of_columns(delta, columns))
             for j in cutlass.range_constexpr(STEP // 2):
                 words[first // 2 + j] = pack(self.dtype, *ds[j])
 
@@ -811,7 +807,7 @@ class Sm100Hd256DkDv:
         buffer = cute.recast_ptr(storage.exchange, dtype=self.out_dtype)
         elements = BOX_BYTES // (self.out_dtype.width // 8)
         out_smem = boxes(buffer, ROWS, (OUT_STAGES, elements), columns=self.box)
-        taken = Int32(0)  # works, from the queue
+        taken = Int32(0)  # work items, from the queue
         stored = Int32(0)
         work = queue.take(taken)
         while work.exists:
@@ -838,7 +834,7 @@ class Sm100Hd256DkDv:
 
 
 def first_key(block: Any) -> Any:
-    """The first key of this CTA in a work's tile of keys."""
+    """The first key of this CTA in tile `block` of keys."""
     return (CTAS * block + (cta_rank() & (CTAS - 1))) * ROWS
 
 
@@ -848,7 +844,7 @@ def following(tile: Any, head: Any, first: Any, end: Any) -> tuple[Any, Any]:
     return cutlass.select_(last, first, tile + 1), cutlass.select_(last, head + 1, head)
 
 
-def statistics(stats: cute.Tensor, columns: range) -> dict[int, Any]:
+def of_columns(stats: cute.Tensor, columns: range) -> dict[int, Any]:
     """The columns' statistics, loaded from shared memory, by column."""
     values = cute.make_rmem_tensor((len(columns),), Float32)
     part = cute.logical_divide(stats, cute.make_layout(len(columns)))
