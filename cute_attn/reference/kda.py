@@ -10,7 +10,8 @@ For each token, where the state S of a value head is a K by V matrix (Kimi Linea
 
 `kda_reference` and `kda_decode_reference` compute this token by token, and are the references. The
 functions named for a stage compute the same in chunks of 64 tokens, as the kernels do, so that each
-stage can be tested alone; `kda_chunk_reference` runs them all.
+stage can be tested alone; `kda_chunk_reference` runs them all. `kda_gradients` and
+`kda_chunk_gradients` differentiate the two by autograd.
 
 Shapes: q, k `[B, T, HQK, K]`; v `[B, T, HV, V]`; g `[B, T, HV, K]`; beta `[B, T, HV]`. With grouped
 value heads, HV is a multiple of HQK, and value head h uses query and key head h // (HV // HQK).
@@ -22,8 +23,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +43,19 @@ class KdaResult(NamedTuple):
     o: torch.Tensor
     final_state: torch.Tensor
     h: torch.Tensor
+
+
+class KdaGradients(NamedTuple):
+    """Gradients, shaped as the arguments; None for an argument not given or not used."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dg: torch.Tensor
+    dbeta: torch.Tensor
+    dA_log: torch.Tensor | None
+    ddt_bias: torch.Tensor | None
+    dinitial_state: torch.Tensor | None
 
 
 class KdaRecords(NamedTuple):
@@ -219,15 +233,17 @@ def kda_reference(
     scale = _scale(scale, q)
     o = torch.full_like(v, math.nan)
     h = _states_of_chunks(q, v, cu_seqlens)
-    final_state = _initial_states(initial_state, q, v, cu_seqlens, state_v_first, dtype)
+    states = _initial_states(initial_state, q, v, cu_seqlens, state_v_first, dtype)
     for chunk in chunks(q, cu_seqlens):
-        state = final_state[chunk.sequence]
-        h[chunk.state] = state
+        state, rows = states[chunk.sequence], []
+        h[chunk.state] = state.detach()
         for t in range(chunk.rows.start, chunk.rows.stop):
             at = (chunk.batch, t)
             state, _ = advance(state, k[at], v[at], g[at], beta[at])
-            o[at] = scale * torch.einsum("hkv,hk->hv", state, q[at])
-        final_state[chunk.sequence] = state
+            rows.append(scale * torch.einsum("hkv,hk->hv", state, q[at]))
+        o[chunk.batch, chunk.rows] = torch.stack(rows)
+        states[chunk.sequence] = state
+    final_state = _stacked(states, q, v)
     return KdaResult(o, _laid_out(final_state, state_v_first), _laid_out(h, state_v_first))
 
 
@@ -509,16 +525,18 @@ def kda_chunk_delta_h_reference(
     kg, w, u, g = (x.to(dtype) for x in (kg, w, u, g))
     v_new = torch.full_like(u, math.nan)
     h = _states_of_chunks(w, u, cu_seqlens)
-    final_state = _initial_states(initial_state, w, u, cu_seqlens, state_v_first, dtype)
+    states = _initial_states(initial_state, w, u, cu_seqlens, state_v_first, dtype)
     for chunk in chunks(u, cu_seqlens):
         at = (chunk.batch, chunk.rows)
-        state = final_state[chunk.sequence]
-        h[chunk.state] = _stored(state, stage_dtype)
-        new = u[at] - torch.einsum("ihk,hkv->ihv", w[at], h[chunk.state])
-        v_new[at] = _stored(new, stage_dtype)
-        final_state[chunk.sequence] = torch.exp2(g[at][-1]).unsqueeze(-1) * state + torch.einsum(
-            "ihk,ihv->hkv", kg[at], v_new[at]
+        state = states[chunk.sequence]
+        start = _stored(state, stage_dtype)
+        h[chunk.state] = start
+        new = _stored(u[at] - torch.einsum("ihk,hkv->ihv", w[at], start), stage_dtype)
+        v_new[at] = new
+        states[chunk.sequence] = torch.exp2(g[at][-1]).unsqueeze(-1) * state + torch.einsum(
+            "ihk,ihv->hkv", kg[at], new
         )
+    final_state = _stacked(states, w, u)
     return KdaStates(_laid_out(h, state_v_first), v_new, _laid_out(final_state, state_v_first))
 
 
@@ -629,6 +647,109 @@ def kda_chunk_reference(
     return KdaStages(q, k, beta, g, intra, states, o)
 
 
+# ---- gradients
+
+
+def kda_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    do: torch.Tensor | None = None,
+    dfinal_state: torch.Tensor | None = None,
+    **options: Any,
+) -> KdaGradients:
+    """The gradients of sum(o * do) + sum(final_state * dfinal_state) in float64, by autograd of
+    `kda_reference`. Tokens of no sequence have gradient 0, whatever the tensors hold there.
+
+    Args:
+        do, dfinal_state: shaped as o and final_state of `kda_reference`; None is 0.
+        options: the other arguments of `kda_reference`.
+    """
+
+    def results(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return kda_reference(**arguments)[:2]
+
+    return _differentiated(results, torch.float64, (q, k, v, g, beta), (do, dfinal_state), options)
+
+
+def kda_chunk_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    do: torch.Tensor | None = None,
+    dfinal_state: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    stage_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> KdaGradients:
+    """The same gradients by autograd of `kda_chunk_reference`.
+
+    Args:
+        dtype: of the arithmetic and of the gradients.
+        stage_dtype: as in `kda_chunk_reference`. The gradients of what is rounded to it are rounded
+            to it too. With `dtype` float32 this is plain code, whose error tests compare with that
+            of the kernels.
+    """
+
+    def results(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = kda_chunk_reference(**arguments, dtype=dtype, stage_dtype=stage_dtype)
+        return found.o, found.states.final_state
+
+    return _differentiated(results, dtype, (q, k, v, g, beta), (do, dfinal_state), options)
+
+
+def _differentiated(
+    results: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype,
+    tensors: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor | None, torch.Tensor | None],
+    options: dict[str, Any],
+) -> KdaGradients:
+    """Differentiate `results`, which returns o and final_state, for the tokens of sequences."""
+    do, dfinal_state = gradients
+    options = dict(options)
+    tokens = torch.arange(tensors[0].shape[1], device=tensors[0].device)
+    cu_seqlens = options.get("cu_seqlens")
+    if cu_seqlens is not None:
+        tokens = tokens[cu_seqlens[0] : cu_seqlens[-1]]
+        options["cu_seqlens"] = cu_seqlens - cu_seqlens[0]
+    names = ["q", "k", "v", "g", "beta"]
+    leaves = {name: x[:, tokens] for name, x in zip(names, tensors, strict=True)}
+    parameters = ("A_log", "dt_bias") if options.get("use_gate_in_kernel") else ()
+    for name in (*parameters, "initial_state"):
+        if options.get(name) is not None:
+            leaves[name] = options[name]
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+    o, final_state = results(**options | leaves)
+    pairs = [(o, None if do is None else do[:, tokens]), (final_state, dfinal_state)]
+    pairs = [(x, dx) for x, dx in pairs if dx is not None and x.requires_grad]
+    found = dict.fromkeys(leaves, torch.empty(0))
+    if pairs:
+        slopes = torch.autograd.grad(
+            [x for x, _ in pairs],
+            list(leaves.values()),
+            [dx.to(dtype) for _, dx in pairs if dx is not None],
+            allow_unused=True,
+        )
+        found = dict(zip(leaves, slopes, strict=True))
+    given: dict[str, torch.Tensor | None] = {}
+    for name, leaf in leaves.items():
+        slope = found[name]
+        slope = torch.zeros_like(leaf) if slope is None or slope.shape != leaf.shape else slope
+        if name in names:
+            x = tensors[names.index(name)]
+            slope = torch.zeros(x.shape, dtype=dtype, device=x.device).index_copy(1, tokens, slope)
+        given[name] = slope
+    return KdaGradients(
+        *(given.get(name) for name in (*names, "A_log", "dt_bias", "initial_state"))  # type: ignore[arg-type]
+    )
+
+
 def _scale(scale: float | None, q: torch.Tensor) -> float:
     return float(q.shape[-1] ** -0.5) if scale is None else scale
 
@@ -657,11 +778,18 @@ def _initial_states(
     cu_seqlens: torch.Tensor | None,
     state_v_first: bool,
     dtype: torch.dtype,
-) -> torch.Tensor:
-    """A copy of the initial states, or zeros: `[N, HV, K, V]`."""
+) -> list[torch.Tensor]:
+    """The initial state of each sequence, or zeros: `[HV, K, V]`."""
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is None:
-        shape = (sequences, v.shape[2], q.shape[-1], v.shape[-1])
-        return torch.zeros(shape, dtype=dtype, device=q.device)
+        zero = torch.zeros((v.shape[2], q.shape[-1], v.shape[-1]), dtype=dtype, device=q.device)
+        return [zero] * sequences
     assert initial_state.shape[0] == sequences
-    return _laid_out(initial_state.to(dtype), state_v_first).clone()
+    return list(_laid_out(initial_state.to(dtype, copy=True), state_v_first))
+
+
+def _stacked(states: list[torch.Tensor], q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The states of all sequences, `[N, HV, K, V]`."""
+    if not states:
+        return v.new_zeros((0, v.shape[2], q.shape[-1], v.shape[-1]))
+    return torch.stack(states)

@@ -18,9 +18,11 @@ from cute_attn.reference.kda import (
     KdaRecords,
     KdaStages,
     kda_chunk_delta_h_reference,
+    kda_chunk_gradients,
     kda_chunk_output_reference,
     kda_chunk_reference,
     kda_decode_reference,
+    kda_gradients,
     kda_recompute_w_u_reference,
     kda_reference,
     l2norm,
@@ -438,6 +440,133 @@ def test_stage_dtype_rounds_what_is_stored():
         assert not torch.equal(x, x.bfloat16().float())
     plain = kda_chunk_reference(**p, dtype=torch.float32)
     assert (rounded.o - exact.o).norm() > (plain.o - exact.o).norm()
+
+
+# ---- gradients
+
+
+DIFFERENTIATED: dict[str, Any] = {
+    "plain": lambda: problem(40, tokens=70),
+    "raw": lambda: raw_problem(41, tokens=5) | {"scale": 0.3},
+    "bound": lambda: raw_problem(42, tokens=5) | {"lower_bound": -5.0, "allow_neg_eigval": True},
+    "no A_log": lambda: raw_problem(43, tokens=5) | {"lower_bound": -5.0, "A_log": None},
+    "packed": lambda: between(packed(raw_problem(44, tokens=80), [3, 0, 66])),
+    "v first": lambda: v_first(problem(45, tokens=5)),
+    "no state": lambda: problem(46, tokens=5) | {"initial_state": None},
+}
+OF_TOKENS = ("q", "k", "v", "g", "beta")
+OF_ALL = ("A_log", "dt_bias", "initial_state")
+
+
+def v_first(p: dict[str, Any]) -> dict[str, Any]:
+    return p | {"initial_state": p["initial_state"].mT, "state_v_first": True}
+
+
+def between(p: dict[str, Any]) -> dict[str, Any]:
+    """Packed sequences between tokens of no sequence, which hold NaN."""
+    x = p["cu_seqlens"] + 2
+    padded = {}
+    for name in OF_TOKENS:
+        y = p[name]
+        rows = torch.full((1, y.shape[1] + 5, *y.shape[2:]), math.nan, dtype=y.dtype)
+        rows[:, 2 : 2 + y.shape[1]] = y
+        padded[name] = rows
+    return p | padded | {"cu_seqlens": x}
+
+
+def weights(p: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random gradients of o and final_state; NaN for tokens of no sequence."""
+    generator = torch.Generator().manual_seed(47)
+    o, state, _ = kda_reference(**p)
+    do, dstate = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (o, state))
+    return torch.where(o.isnan(), math.nan, do), dstate
+
+
+def used(p: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    return x if "cu_seqlens" not in p else x[:, p["cu_seqlens"][0] : p["cu_seqlens"][-1]]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_are_the_slopes_in_random_directions(name: str):
+    p = DIFFERENTIATED[name]()
+    do, dstate = weights(p)
+
+    def value(moved: dict[str, Any]) -> float:
+        o, state, _ = kda_reference(**moved)
+        return ((used(p, o) * used(p, do)).sum() + (state * dstate).sum()).item()
+
+    found = kda_gradients(**p, do=do, dfinal_state=dstate)
+    generator = torch.Generator().manual_seed(48)
+    differentiated = 0
+    for argument, gradient in zip((*OF_TOKENS, *OF_ALL), found, strict=True):
+        x = p.get(argument)
+        assert (gradient is None) == (x is None)
+        if x is None or gradient is None:
+            continue
+        direction = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        low, high = (value(p | {argument: x + step * direction}) for step in (-1e-6, 1e-6))
+        slope = (gradient * direction).sum().item()
+        assert (high - low) / 2e-6 == pytest.approx(slope, rel=1e-6, abs=1e-6), argument
+        differentiated += 1
+    assert differentiated >= 5
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_by_chunks_are_gradients(name: str):
+    p = DIFFERENTIATED[name]()
+    do, dstate = weights(p)
+    for pair in ((do, dstate), (do, None), (None, dstate), (None, None)):
+        by_tokens, by_chunks = (
+            run(**p, do=pair[0], dfinal_state=pair[1])
+            for run in (kda_gradients, kda_chunk_gradients)
+        )
+        for x, y in zip(by_tokens, by_chunks, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_tokens_of_no_sequence_have_no_gradient():
+    p = DIFFERENTIATED["packed"]()
+    do, dstate = weights(p)
+    found = kda_gradients(**p, do=do, dfinal_state=dstate)
+    for x in found:
+        assert x is not None and x.isfinite().all()
+    for x in found[:5]:
+        assert not x[:, :2].any() and not x[:, -3:].any() and x[:, 2:-3].any()
+
+
+@pytest.mark.parametrize("gate", [-1e-6, -5.0, -1e3, -math.inf])
+def test_gradients_of_gates_of_any_size_are_finite(gate: float):
+    p = problem(49, tokens=CHUNK + 2)
+    p["g"][:, 1::3] = gate
+    do, dstate = weights(p)
+    for x in kda_gradients(**p, do=do, dfinal_state=dstate):
+        assert x is None or x.isfinite().all()
+
+
+def test_a_parameter_without_a_gate_has_no_gradient():
+    p = problem(50, tokens=3) | {"A_log": torch.zeros(4), "dt_bias": torch.zeros(4, K)}
+    found = kda_gradients(**p, do=torch.ones_like(p["v"]))
+    assert found.dA_log is None and found.ddt_bias is None
+
+
+def test_gradients_in_16_bits_are_rounded():
+    p = problem(51)
+    do, dstate = weights(p)
+    exact = kda_gradients(**p, do=do, dfinal_state=dstate)
+    errors = []
+    for stage_dtype in (None, torch.float16, torch.bfloat16):
+        found = kda_chunk_gradients(
+            **p, do=do, dfinal_state=dstate, dtype=torch.float32, stage_dtype=stage_dtype
+        )
+        errors.append(
+            [
+                ((x - y).norm() / y.norm()).item()
+                for x, y in zip(found, exact, strict=True)
+                if x is not None and y is not None
+            ]
+        )
+    for none, half, bfloat in zip(*errors, strict=True):
+        assert none < 1e-5 < half < 3e-3 and half < bfloat < 3e-2
 
 
 # ---- decoding
