@@ -185,7 +185,7 @@ def chunk_calls(
 def compile_chunk(cases: Sequence[Case], paths: Sequence[Path]) -> None:
     """Compile the kernels of the cases on all cores, instead of one by one when called."""
     from cute_attn import cache, warmup
-    from cute_attn.ops.kda.chunk import plan_chunk_kda
+    from cute_attn.ops.kda import plan_chunk_kda
 
     kinds = {(case.bounded, bool(case.sequences)) for case in cases}
     warmup(

@@ -1,6 +1,7 @@
 """Kimi Delta Attention: the operators, and the stages of `chunk_kda`."""
 
-from .chunk import chunk_kda, plan_chunk_kda
+from .chunk import chunk_kda
+from .chunk_plan import plan_chunk_kda
 from .decode import kda_decode, plan_kda_decode
 from .recurrent import fused_recurrent_kda, plan_fused_recurrent_kda
 from .stages import (

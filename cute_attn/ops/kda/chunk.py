@@ -29,7 +29,6 @@ It recomputes G, w, u, qg, kg, h and v_new with `kda_gate_cumsum`, `kda_recomput
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,28 +36,8 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.kda import table
-from ...kernels.kda.chunk.heuristics import (
-    chunks_per_segment,
-    delta_h_config,
-    fused,
-    output_config,
-    segments_config,
-    state_pass_config,
-)
-from ...kernels.kda.chunk.spec import (
-    CHUNK,
-    DeltaHSpec,
-    GateSpec,
-    IntraSpec,
-    OutputSpec,
-    PrepareSpec,
-    SegmentsSpec,
-    StatePassSpec,
-    record_elements,
-)
-from ...settings import settings
-from ..checks import check_flags, check_number
+from ...kernels.kda.chunk.heuristics import chunks_per_segment, fused
+from ...kernels.kda.chunk.spec import CHUNK, record_elements
 from ..operator import (
     PLAIN,
     Operator,
@@ -69,15 +48,8 @@ from ..operator import (
 )
 from . import stages
 from .arguments import (
-    Sizes,
-    check_beta_options,
-    check_dtypes,
-    check_gate,
-    check_gate_and_beta_dtypes,
-    check_state,
     contiguous,
     count_chunks,
-    gate_kind,
     launch_scalars,
     readable,
     readable_parameters,
@@ -85,8 +57,10 @@ from .arguments import (
     sequence_plan,
     unchanged,
 )
+from .chunk_arguments import ChunkArguments, check
+from .chunk_plan import plan_chunk_kda
 
-__all__ = ["chunk_kda", "plan_chunk_kda"]
+__all__ = ["chunk_kda"]
 
 
 def chunk_kda(
@@ -205,158 +179,12 @@ def chunk_kda(
     return results if return_intermediate_states else results[:2]
 
 
-@launch.planner
-def plan_chunk_kda(
-    arch: str,
-    *,
-    dtype: str = "bfloat16",
-    gate_dtype: str | None = None,
-    beta_dtype: str | None = None,
-    head_dim_k: int = 128,
-    head_dim_v: int = 128,
-    initial_state: bool = False,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    lower_bound: bool = False,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    state_v_first: bool = False,
-    index_dtype: str = "none",
-    A_log: bool = True,
-    dt_bias: bool = True,
-    split: bool | None = None,
-) -> list[launch.Request]:
-    """The kernels that `chunk_kda` uses for such arguments, for `cute_attn.warmup` and spec files.
-    Except for `split`, they do not depend on batch, lengths and numbers of heads.
-
-    Args:
-        arch: such as "sm_90a".
-        dtype: of q, k and v.
-        gate_dtype: of g; None is that of q.
-        beta_dtype: of beta; None is that of q.
-        head_dim_k: K, of q and k.
-        head_dim_v: V, of v.
-        initial_state: whether initial_state is given.
-        output_final_state: as the operator's.
-        use_qk_l2norm_in_kernel: as the operator's.
-        use_gate_in_kernel: as the operator's.
-        use_beta_sigmoid_in_kernel: as the operator's.
-        lower_bound: whether lower_bound is given.
-        disable_recompute: as the operator's.
-        return_intermediate_states: as the operator's.
-        state_v_first: as the operator's.
-        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
-        A_log: whether A_log is given; ignored without use_gate_in_kernel.
-        dt_bias: likewise.
-        split: whether to include the three kernels that split a few long sequences with few heads
-            among the SMs. None follows `CUTE_ATTN_KDA_SPLIT`.
-
-    Returns:
-        Pairs of a kernel and its specialisation.
-
-    Raises:
-        TypeError: a parameter has a wrong type.
-        ValueError: a parameter has a value that kernels do not support; the message names it.
-    """
-    gate = gate_kind(use_gate_in_kernel, 0.0 if lower_bound else None)
-    if gate == "softplus" and not A_log:
-        raise ValueError("A_log is False, must be True with use_gate_in_kernel without lower_bound")
-    base: dict[str, Any] = {
-        "dtype": dtype,
-        "head_dim_k": head_dim_k,
-        "head_dim_v": head_dim_v,
-        "index_dtype": index_dtype,
-    }
-    dims: dict[str, Any] = {"arch": arch, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
-    gate_fields: dict[str, Any] = {
-        "gate_dtype": gate_dtype or dtype,
-        "gate": gate,
-        "has_A_log": bool(A_log and use_gate_in_kernel),
-        "has_dt_bias": bool(dt_bias and use_gate_in_kernel),
-    }
-    state_fields: dict[str, Any] = {
-        "state_v_first": bool(state_v_first),
-        "has_initial_state": bool(initial_state),
-        "has_final_state": bool(output_final_state),
-    }
-    if fused(
-        disable_recompute=bool(disable_recompute),
-        return_intermediate_states=bool(return_intermediate_states),
-    ):
-        prepare = PrepareSpec(
-            **base,
-            **gate_fields,
-            beta_dtype=beta_dtype or dtype,
-            l2norm=bool(use_qk_l2norm_in_kernel),
-            beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
-        )
-        state_pass = StatePassSpec(**base, **state_fields, **state_pass_config(**dims))
-        combine = SegmentsSpec(
-            head_dim_k=head_dim_k,
-            head_dim_v=head_dim_v,
-            index_dtype=index_dtype,
-            **segments_config(**dims),
-        )
-        if split is None:
-            split = settings().kda_split
-        return [(table.PREPARE, prepare), (table.STATE_PASS, state_pass)] + split * [
-            (table.STATE_PASS, dataclasses.replace(state_pass, segments="transitions")),
-            (table.SEGMENTS, combine),
-            (table.STATE_PASS, dataclasses.replace(state_pass, segments="outputs")),
-        ]
-
-    gates = GateSpec(head_dim_k=head_dim_k, index_dtype=index_dtype, **gate_fields)
-    l2norm = bool(use_qk_l2norm_in_kernel)
-    intra = IntraSpec(
-        **base,
-        beta_dtype="float32" if use_beta_sigmoid_in_kernel else beta_dtype or dtype,
-        l2norm=l2norm,
-        store_qg=False,
-    )
-    delta_h = DeltaHSpec(**base, **state_fields, store_v_new=True, **delta_h_config(**dims))
-    output = OutputSpec(
-        **base, l2norm=l2norm, state_v_first=bool(state_v_first), **output_config(**dims)
-    )
-    return [
-        (table.GATE_CUMSUM, gates),
-        (table.CHUNK_INTRA, intra),
-        (table.DELTA_H, delta_h),
-        (table.OUTPUT, output),
-    ]
-
-
 # -- the operator -------------------------------------------------------------------------------
 
 _empty = torch.empty
 _empty_like = torch.empty_like
 _new_empty = Tensor.new_empty
 _contiguous = torch.contiguous_format
-
-
-class _Arguments(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    scale: float | None = None
-    initial_state: Tensor | None = None
-    output_final_state: bool = False
-    use_qk_l2norm_in_kernel: bool = False
-    use_gate_in_kernel: bool = False
-    use_beta_sigmoid_in_kernel: bool = False
-    allow_neg_eigval: bool = False
-    safe_gate: bool = False
-    lower_bound: float | None = None
-    disable_recompute: bool = False
-    return_intermediate_states: bool = False
-    state_v_first: bool = False
-    cu_seqlens: Tensor | None = None
-    num_chunks: int | None = None
-    A_log: Tensor | None = None
-    dt_bias: Tensor | None = None
 
 
 BY_STAGES = "by stages"
@@ -376,50 +204,19 @@ class _Ready(NamedTuple):
     split: tuple[launch.Request, ...]
 
 
-class _Chunk(Operator[_Arguments]):
+class _Chunk(Operator[ChunkArguments]):
     name = "chunk_kda"
-    arguments = _Arguments
+    arguments = ChunkArguments
     results = (
         ("o", ""),
         ("final_state", "output_final_state"),
         ("h", "return_intermediate_states"),
     )
 
-    def check(self, a: _Arguments, given: dict[str, Tensor]) -> None:
-        check_number("scale", a.scale)
-        check_number("lower_bound", a.lower_bound)
-        check_flags(
-            output_final_state=a.output_final_state,
-            use_qk_l2norm_in_kernel=a.use_qk_l2norm_in_kernel,
-            use_gate_in_kernel=a.use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel=a.use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=a.allow_neg_eigval,
-            safe_gate=a.safe_gate,
-            disable_recompute=a.disable_recompute,
-            return_intermediate_states=a.return_intermediate_states,
-            state_v_first=a.state_v_first,
-        )
-        check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
-        if a.disable_recompute and a.return_intermediate_states:
-            raise ValueError(
-                "disable_recompute is True, must be False with return_intermediate_states: one is "
-                "for training, the other for inference"
-            )
-        check_dtypes(given, ("q", "k", "v"))
-        check_gate_and_beta_dtypes(given)
-        sizes = Sizes()
-        sizes.take("q", a.q, "B T HQK K")
-        sizes.take("k", a.k, "B T HQK K")
-        sizes.take("v", a.v, "B T HV V")
-        sizes.check_heads()
-        sizes.check_dims()
-        sizes.take("g", a.g, "B T HV K")
-        sizes.take("beta", a.beta, "B T HV")
-        sizes.check_sequences(a.cu_seqlens)
-        check_state(sizes, a.initial_state, a.state_v_first)
-        check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
+    def check(self, a: ChunkArguments, given: dict[str, Tensor]) -> None:
+        check(a, given)
 
-    def prepare(self, a: _Arguments) -> _Ready | str:
+    def prepare(self, a: ChunkArguments) -> _Ready | str:
         """The kernels of the fused path, or BY_STAGES: each stage looks up its own kernel."""
         device = a.q.device
         if not fused(
@@ -557,7 +354,7 @@ class _Chunk(Operator[_Arguments]):
                 return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log, dt_bias,
             )  # fmt: skip
 
-    def outputs(self, a: _Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def outputs(self, a: ChunkArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
         batch, tokens, heads, dim_v = a.v.shape
         dim_k, sequences = a.q.shape[-1], batch
         matrix = (dim_v, dim_k) if a.state_v_first else (dim_k, dim_v)
@@ -576,7 +373,7 @@ class _Chunk(Operator[_Arguments]):
             h = _empty((batch, chunks, heads, *matrix), dtype=a.v.dtype, device=a.v.device)
         return o, final_state, h
 
-    def readable(self, a: _Arguments) -> _Arguments:
+    def readable(self, a: ChunkArguments) -> ChunkArguments:
         changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkvg"}
         if a.use_gate_in_kernel:
             changed |= readable_parameters(a)
@@ -586,7 +383,7 @@ class _Chunk(Operator[_Arguments]):
             cu_seqlens=None if a.cu_seqlens is None else contiguous(a.cu_seqlens),
         )
 
-    def nothing(self, a: _Arguments) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    def nothing(self, a: ChunkArguments) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
             return None
         o, final_state, h = self.outputs(a)

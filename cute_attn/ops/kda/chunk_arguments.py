@@ -1,0 +1,81 @@
+"""The arguments of `chunk_kda`, and their checks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..checks import check_flags, check_number
+from .arguments import (
+    Sizes,
+    check_beta_options,
+    check_dtypes,
+    check_gate,
+    check_gate_and_beta_dtypes,
+    check_state,
+)
+
+
+class ChunkArguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float | None = None
+    initial_state: Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    safe_gate: bool = False
+    lower_bound: float | None = None
+    disable_recompute: bool = False
+    return_intermediate_states: bool = False
+    state_v_first: bool = False
+    cu_seqlens: Tensor | None = None
+    num_chunks: int | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+
+def check(a: ChunkArguments, given: dict[str, Tensor]) -> None:
+    """Raise the documented exception if no kernel can take these arguments.
+
+    Args:
+        given: those that are tensors, by name.
+    """
+    check_number("scale", a.scale)
+    check_number("lower_bound", a.lower_bound)
+    check_flags(
+        output_final_state=a.output_final_state,
+        use_qk_l2norm_in_kernel=a.use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=a.use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=a.use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=a.allow_neg_eigval,
+        safe_gate=a.safe_gate,
+        disable_recompute=a.disable_recompute,
+        return_intermediate_states=a.return_intermediate_states,
+        state_v_first=a.state_v_first,
+    )
+    check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
+    if a.disable_recompute and a.return_intermediate_states:
+        raise ValueError(
+            "disable_recompute is True, must be False with return_intermediate_states: one is "
+            "for training, the other for inference"
+        )
+    check_dtypes(given, ("q", "k", "v"))
+    check_gate_and_beta_dtypes(given)
+    sizes = Sizes()
+    sizes.take("q", a.q, "B T HQK K")
+    sizes.take("k", a.k, "B T HQK K")
+    sizes.take("v", a.v, "B T HV V")
+    sizes.check_heads()
+    sizes.check_dims()
+    sizes.take("g", a.g, "B T HV K")
+    sizes.take("beta", a.beta, "B T HV")
+    sizes.check_sequences(a.cu_seqlens)
+    check_state(sizes, a.initial_state, a.state_v_first)
+    check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
