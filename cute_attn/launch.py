@@ -94,7 +94,9 @@ def _resident_clusters(device_index: int, size: int) -> int:
     import torch
 
     binding = driver.binding()
-    memory = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
+    optin = binding.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    device = driver.ask("cuDeviceGet", device_index)
+    memory = driver.ask("cuDeviceGetAttribute", optin, device)
     config, attribute = binding.CUlaunchConfig(), binding.CUlaunchAttribute()
     config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = 128, 1, 1

@@ -1,4 +1,5 @@
-"""The backward's small kernels against float64: row statistics, and sums of partial results."""
+"""The backward's small kernels: row statistics and sums of partial results against float64, and
+zeros in rows of no sequence."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from torch import Tensor
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.spec import Hd256PreprocessSpec, SumPartialsSpec
+from cute_attn.kernels.attention.spec import Hd256PreprocessSpec, SumPartialsSpec, ZeroUnusedSpec
 from cute_attn.kernels.attention.statistics import padded_rows
-from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS, SUM_PARTIALS
+from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS, SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.kernels.common.numbers import LOG2_E
 
 HEADS, HEAD_DIM, TILE = 3, 256, 128
@@ -135,3 +136,32 @@ def test_sums_of_partial_results(spec: SumPartialsSpec, shape: tuple[int, ...]) 
     exact = partials.double().sum(0)
     error = (results[0].double() - exact).abs()
     assert (error <= torch.finfo(dtype).eps / 2 * exact.abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize("used", [None, (0, 3, 90, 200, 1)])
+@pytest.mark.parametrize("tail", [0, 70])
+def test_zeros_in_rows_of_no_packed_sequence(used: tuple[int, ...] | None, tail: int) -> None:
+    """And in no other row, of tensors that share the sequences."""
+    starts = torch.tensor([5, 5, 40, 130, 260, 261], dtype=torch.int32)
+    x = torch.randint(1, 100, (2, int(starts[-1]) + tail, 8), dtype=torch.int32)
+    expected = x.clone()
+    expected[:, : starts[0]] = 0
+    expected[:, starts[-1] :] = 0
+    for i, count in enumerate(used or ()):
+        expected[:, min(starts[i] + count, starts[i + 1]) : starts[i + 1]] = 0
+    launch(
+        ZERO_UNUSED, ZeroUnusedSpec(True, used is not None), x, starts,
+        None if used is None else torch.tensor(used, dtype=torch.int32),
+    )  # fmt: skip
+    assert torch.equal(x, expected)
+
+
+def test_zeros_in_unused_rows_of_a_batch() -> None:
+    used = [0, 70, 130, 999, -1]
+    x = torch.randint(1, 100, (10, 130, 4), dtype=torch.int32)
+    expected = x.clone()
+    for i in range(10):
+        expected[i, max(0, used[i % 5]) :] = 0
+    spec = ZeroUnusedSpec(False, True)
+    launch(ZERO_UNUSED, spec, x, None, torch.tensor(used, dtype=torch.int32))
+    assert torch.equal(x, expected)

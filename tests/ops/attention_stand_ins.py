@@ -184,10 +184,25 @@ def _sum_partials(spec: Any, partials: Tensor, out: Tensor) -> None:
     out.copy_(partials.double().sum(0))
 
 
+def _zero_unused(spec: Any, x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> None:
+    assert x.is_contiguous() and x.dtype == torch.int32 and x.dim() == 3
+    assert spec.varlen == (cu_seqlens is not None) and spec.seqused == (seqused is not None)
+    rows = torch.ones(x.shape[:2], dtype=torch.bool)
+    for n in range(len(x)):
+        batch = x if seqused is None or cu_seqlens is not None else x[: len(seqused)]
+        for number, at in enumerate(
+            sequences(batch, batch, cu_seqlens, cu_seqlens, seqused, seqused)
+        ):
+            if cu_seqlens is not None or number == n % len(batch):
+                rows[n, at.rows_q] = False
+    x[rows] = 0
+
+
 KERNELS = {
     table.HD256_FORWARD.kernel.name: _forward,
     table.HD256_BACKWARD_PREPROCESS.kernel.name: _preprocess,
     table.HD256_BACKWARD_DQ.kernel.name: _dq,
     table.HD256_BACKWARD_DKDV.kernel.name: _dkdv,
     table.SUM_PARTIALS.name: _sum_partials,
+    table.ZERO_UNUSED.name: _zero_unused,
 }

@@ -37,7 +37,7 @@ PREPROCESS, DQ, DKDV = (
         table.HD256_BACKWARD_DKDV,
     )
 )
-SUM = table.SUM_PARTIALS.name
+SUM, ZERO = table.SUM_PARTIALS.name, table.ZERO_UNUSED.name
 
 
 @pytest.fixture(autouse=True)
@@ -201,8 +201,10 @@ def test_query_heads_are_split_where_clusters_are_few(kernels: StandIns):
             kernels.launched.clear()
             do = torch.randn_like(o)
             found = torch.autograd.grad(o, [args[name] for name in "qkv"], do)
-        assert kernels.names == [PREPROCESS, DQ, DKDV, SUM, SUM]
-        _, spec, given = kernels.launched[2]
+        zeros = "cu_seqlens_q" in args
+        launched = [PREPROCESS, *[ZERO] * zeros, DQ, *[ZERO] * (2 * zeros), DKDV, SUM, SUM]
+        assert kernels.names == launched
+        _, spec, given = kernels.launched[-3]
         assert spec.partial and given[5].shape == (4, *args["k"].shape)
         for x, exact in zip(found, attention_gradients(do=do, **args), strict=False):
             torch.testing.assert_close(x.double(), exact, rtol=0.01, atol=0.02)
@@ -473,6 +475,8 @@ def test_a_plan_holds_only_what_is_needed():
     assert names() == [PREPROCESS, DQ, DKDV, DKDV, SUM]
     assert names(dkdv=False, sink="float32") == [PREPROCESS, DQ, SUM]
     assert names(dq=False, split=False) == [PREPROCESS, DKDV]
+    assert names(varlen_q=True, seqused_k=True, split=False) == [PREPROCESS, DQ, DKDV, ZERO, ZERO]
+    assert names(varlen_q=True, dq=False, split=False) == [PREPROCESS, DKDV]
     with pytest.raises(NotImplementedError, match="head_dim 256 on sm_90a"):
         plan_attention_backward("sm_90a")
     with pytest.raises(ValueError, match="scheduler is 'fast'"):

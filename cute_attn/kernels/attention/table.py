@@ -52,9 +52,13 @@ HD256_BACKWARD_DKDV = AttentionKernel(
     cluster=4,
 )
 
-# Of the partial sums of a backward; on every architecture.
+# Beside the kernels of a backward; on every architecture.
 SUM_PARTIALS = KernelDef(
     name="attention_sum_partials", target="cute_attn.kernels.attention.sum_partials:SumPartials"
+)
+
+ZERO_UNUSED = KernelDef(
+    name="attention_zero_unused", target="cute_attn.kernels.attention.zero_unused:ZeroUnused"
 )
 
 KERNELS: dict[tuple[str, str, int], AttentionKernel] = {

@@ -1,12 +1,13 @@
 """Softmax attention: the operator of the backward, which computes the gradients of a forward.
 
-Up to five kernels, none of which adds in an order that depends on timing, so that every run gives
+Up to six kernels, none of which adds in an order that depends on timing, so that every run gives
 the same bits:
 
     preprocess    stats: lse and delta of the query rows; parts of dsink
     dq            dq
     dkdv          dk and dv, or with splits float32 parts of them
     sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts
+    zero_unused   rows of no sequence, which the others do not write
 
 Workspaces, allocated through torch, in bytes, with R the padded rows (`statistics.padded_rows`: at
 most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the number of splits
@@ -108,6 +109,8 @@ class _Ready(NamedTuple):
     dkdv: _Function | None
     sum_dkdv: _Function | None
     sum_dsink: _Function | None
+    zero_dq: _Function | None
+    zero_dkdv: _Function | None
     default_scale: float
     softcap: float
     left: int
@@ -188,6 +191,8 @@ class Backward(Operator[BackwardArguments]):
             dkdv=load(requests.dkdv),
             sum_dkdv=load(requests.sum_dkdv),
             sum_dsink=load(requests.sum_dsink),
+            zero_dq=load(requests.zero_dq),
+            zero_dkdv=load(requests.zero_dkdv),
             default_scale=head_dim**-0.5,
             softcap=float(a.softcap or 1.0),
             left=left or 0,
@@ -251,24 +256,26 @@ class Backward(Operator[BackwardArguments]):
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
         dq = dk = dv = None
         if ready.dq is not None:
-            dq = _gradient(q, some_unused=varlen_q)
+            dq = torch.empty_like(q, memory_format=_contiguous)
+            if ready.zero_dq is not None:
+                ready.zero_dq(_words(dq), a.cu_seqlens_q, a.seqused_q)
             ready.dq(q, k, v, do, stats, dq, *lengths, *scalars, ready.dq_clusters)
         if ready.dkdv is not None:
-            some_unused = a.cu_seqlens_k is not None or a.seqused_k is not None
-            written: tuple[Tensor, ...]
-            if ready.sum_dkdv is None:
-                written = dk, dv = _gradient(k, some_unused), _gradient(v, some_unused)
-            else:
-                dk, dv = (torch.empty_like(x, memory_format=_contiguous) for x in (k, v))
-                new = k.new_zeros if some_unused else k.new_empty
-                written = new((2, ready.splits, *k.shape), dtype=torch.float32).unbind()
+            dk, dv = (torch.empty_like(x, memory_format=_contiguous) for x in (k, v))
+            written: tuple[Tensor, ...] = dk, dv
+            if ready.sum_dkdv is not None:
+                partial = (ready.splits, *k.shape)
+                written = tuple(k.new_empty(partial, dtype=torch.float32) for _ in range(2))
+            if ready.zero_dkdv is not None:
+                for x in written:
+                    ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
             ready.dkdv(
                 q, k, v, do, stats, *written, *lengths, *scalars, ready.splits,
                 ready.dkdv_clusters,
             )  # fmt: skip
             if ready.sum_dkdv is not None:
-                for partial, out in zip(written, (dk, dv), strict=True):
-                    ready.sum_dkdv(partial.flatten(1, -2), out.flatten(0, -2))
+                for x, out in zip(written, (dk, dv), strict=True):
+                    ready.sum_dkdv(x.flatten(1, -2), out.flatten(0, -2))
         return dq, dk, dv, dsink
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
@@ -314,11 +321,9 @@ class Backward(Operator[BackwardArguments]):
         )
 
 
-def _gradient(x: Tensor, some_unused: bool) -> Tensor:
-    """Memory for the gradient of x: 0 where rows may belong to no sequence, since no kernel writes
-    those."""
-    make = torch.zeros_like if some_unused else torch.empty_like
-    return make(x, memory_format=_contiguous)
+def _words(x: Tensor) -> Tensor:
+    """x, `[..., tokens, heads, head_dim]`, as 32-bit words, `[n, tokens, words]`."""
+    return x[None].view(torch.int32).flatten(-2).flatten(0, -3)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from ...kernels.attention.spec import (
     Hd256ForwardSpec,
     Hd256PreprocessSpec,
     SumPartialsSpec,
+    ZeroUnusedSpec,
 )
 from ...settings import settings
 from .arguments import USER_SCHEDULERS
@@ -185,6 +186,8 @@ class BackwardRequests(NamedTuple):
     dkdv: launch.Request | None
     sum_dkdv: launch.Request | None
     sum_dsink: launch.Request | None
+    zero_dq: launch.Request | None
+    zero_dkdv: launch.Request | None
 
 
 def backward_requests(
@@ -223,6 +226,11 @@ def backward_requests(
         )
         return table.find(direction, arch, head_dim).kernel, spec
 
+    def zeros(varlen: bool, seqused: bool) -> launch.Request | None:
+        if not (varlen or seqused):
+            return None
+        return table.ZERO_UNUSED, ZeroUnusedSpec(varlen=varlen, seqused=seqused)
+
     preprocess = Hd256PreprocessSpec(
         dtype=dtype,
         varlen_q=varlen_q,
@@ -237,6 +245,8 @@ def backward_requests(
         dkdv=main("backward_dkdv", partial=partial) if dkdv else None,
         sum_dkdv=(table.SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,
         sum_dsink=(table.SUM_PARTIALS, SumPartialsSpec(sink, **MANY_PARTIALS)) if sink else None,
+        zero_dq=zeros(varlen_q, seqused_q) if dq else None,
+        zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,
     )
 
 
