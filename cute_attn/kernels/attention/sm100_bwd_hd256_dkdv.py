@@ -149,6 +149,7 @@ EXCHANGE_BYTES = ROWS * QUERIES * 2
 BOX_BYTES = ROWS * 128
 assert YZ_BYTES == QUERIES * DIMS * 2, "Y and Z share a ring"
 assert OUT_STAGES * BOX_BYTES == EXCHANGE_BYTES, "dV and dK are staged in P's buffer"
+assert OUT_STAGES == QUERIES // COLUMNS, "a box for each half of P'"
 
 
 class Sm100Hd256DkDv:
@@ -615,9 +616,9 @@ class Sm100Hd256DkDv:
             tile = first
             if cutlass.const_expr(key_pair):
                 if first < end:
-                    # P' overwrites what was staged for the previous work item.
-                    for stage in cutlass.range_constexpr(OUT_STAGES):
-                        barriers.wait_previous("stored", staged + stage)
+                    # P' overwrites what was staged for the previous work item: the chunks of each
+                    # half one box.
+                    barriers.wait_previous("stored", staged + half)
                     barriers.warp_arrives("exchange_free", n)
             for i in cutlass.range(count, unroll=1):
                 masked = tile < whole_first or tile >= whole_end
