@@ -6,7 +6,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32, Int32
+
+from ..common.pipeline import Barriers
+from ..common.tmem import first_columns, row_load, shifted
 
 
 @cute.jit
@@ -37,3 +40,57 @@ def stage_row(rounded: cute.Tensor, smem_row: cute.Tensor) -> None:
     source = cute.logical_divide(rounded, cute.make_layout(width))
     for c in cutlass.range_constexpr(cute.size(rounded) // width):
         cute.copy(atom, source[None, c], chunks[None, c])
+
+
+@cute.jit
+def stage_accumulator(
+    accumulator: cute.Tensor,
+    columns: cutlass.Constexpr[int],
+    factor: Float32 | None,
+    computed: Boolean,
+    kept: Boolean | None,
+    row: Int32,
+    half: Int32,
+    smem: cute.Tensor,
+    barriers: Barriers,
+    edges: cutlass.Constexpr[tuple[str, str]],
+    staged: Int32,
+) -> Int32:
+    """Stage an accumulator's rows, times `factor`, box by box for TMA; two warpgroups share a row.
+
+    Args:
+        columns: of the accumulator.
+        computed: whether there is anything in the accumulator; otherwise all rows are 0.
+        kept: whether the thread's row is not 0 in any case; None keeps every row.
+        row, half: of the thread, in each box.
+        smem: (rows, columns of a box, stages).
+        edges: from here to the store warp, once a box is staged; and back, once it is stored.
+        staged: boxes so far.
+
+    Returns:
+        The boxes so far.
+    """
+    box_columns = cute.size(smem, mode=[1])
+    width = box_columns // 2
+    load, source, shape = row_load(first_columns(accumulator, width), row, width)
+    source = shifted(source, half * width)
+    for box in cutlass.range(columns // box_columns, unroll=1):
+        values = cute.make_rmem_tensor(shape, Float32)
+        if computed:
+            cute.copy(load, shifted(source, box * box_columns), values)
+            cute.arch.fence_view_async_tmem_load()
+        else:
+            values.fill(0.0)
+        if cutlass.const_expr(kept is not None):
+            if not kept:
+                values.fill(0.0)
+        if cutlass.const_expr(factor is not None):
+            scale_row(values, factor)
+        rounded = round_row(values, smem.element_type)
+        barriers.wait_previous(edges[1], staged)
+        smem_row = smem[row, None, barriers.stage(edges[0], staged)]
+        stage_row(rounded, cute.logical_divide(smem_row, cute.make_layout(width))[None, half])
+        cute.arch.fence_view_async_shared()
+        barriers.warp_arrives(edges[0], staged)
+        staged += 1
+    return staged

@@ -35,6 +35,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream
 
+from ..common.cluster import finish_cluster, start_cluster
 from ..common.dtypes import DTYPE
 from ..common.pipeline import (
     CTAS,
@@ -58,7 +59,7 @@ from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, partition
 from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
 from .arguments import FakeArguments
-from .epilogue import round_row, scale_row, stage_row
+from .epilogue import stage_accumulator
 from .gradient import probabilities, score_gradients
 from .mask import mask_words
 from .sequences import Sequences
@@ -346,18 +347,10 @@ class Sm100Hd256DkDv:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
 
-        if warp == LOAD.warps[0]:
-            for tma in (k_tma, v_tma, qy_tma, doy_tma, qz_tma, doz_tma, dk_tma, dv_tma):
-                cpasync.prefetch_descriptor(tma)
-            with cute.arch.elect_one():
-                barriers.init()
-            cute.arch.mbarrier_init_fence()
-        if warp == MMA.warps[0]:
-            TMEM.allocate(storage.tmem_address)
-            tcgen05_fence_before()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        tcgen05_fence_after()
+        start_cluster(
+            warp, LOAD, MMA, (k_tma, v_tma, qy_tma, doy_tma, qz_tma, doz_tma, dk_tma, dv_tma),
+            barriers, TMEM, storage.tmem_address,
+        )  # fmt: skip
 
         t_mma, acc_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
         t = accumulator(t_mma, QUERIES, TMEM.pointer("t"))  # of stage 0
@@ -408,11 +401,7 @@ class Sm100Hd256DkDv:
                     True, t, acc, storage, barriers, queue, visible, group, scaling, softmax_scale
                 )
 
-        # A CTA must not exit while another may still signal its mbarriers or access its smem.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        if warp == MMA.warps[0]:
-            TMEM.free()
+        finish_cluster(warp, MMA, TMEM)
 
     # -- device: load -------------------------------------------------------------------------
 
@@ -767,30 +756,16 @@ class Sm100Hd256DkDv:
     ) -> Int32:
         """Stage acc, times the factor, box by box for TMA, and return the number of boxes so far.
         A thread has half a row of each box."""
-        columns = self.box // 2
-        load, acc_from, shape = row_load(first_columns(acc, columns), row, columns)
-        acc_from = shifted(acc_from, half * columns)
+        return stage_accumulator(
+            acc, HEAD_DIM, factor, has_tiles, None, row, half, self.staged_boxes(storage), barriers,
+            ("staged", "stored"), staged,
+        )  # fmt: skip
+
+    def staged_boxes(self, storage: Pointers) -> cute.Tensor:
+        """Where dV or dK is staged: (rows, columns, stages)."""
         buffer = cute.recast_ptr(storage.exchange, dtype=self.out_dtype)
         elements = BOX_BYTES // (self.out_dtype.width // 8)
-        out_smem = boxes(buffer, ROWS, (OUT_STAGES, elements), columns=self.box)
-        for box in cutlass.range(HEAD_DIM // self.box, unroll=1):
-            values = cute.make_rmem_tensor(shape, Float32)
-            if has_tiles:
-                cute.copy(load, shifted(acc_from, box * self.box), values)
-                cute.arch.fence_view_async_tmem_load()
-            else:  # no query sees these keys; acc may hold anything
-                values.fill(0.0)
-            if cutlass.const_expr(factor is not None):
-                scale_row(values, factor)
-            rounded = round_row(values, self.out_dtype)
-            barriers.wait_previous("stored", staged)
-            smem_row = out_smem[row, None, staged & (OUT_STAGES - 1)]
-            part = cute.logical_divide(smem_row, cute.make_layout(columns))[None, half]
-            stage_row(rounded, part)
-            cute.arch.fence_view_async_shared()
-            barriers.warp_arrives("staged", staged)
-            staged += 1
-        return staged
+        return boxes(buffer, ROWS, (OUT_STAGES, elements), columns=self.box)
 
     # -- device: store ------------------------------------------------------------------------
 
@@ -805,9 +780,7 @@ class Sm100Hd256DkDv:
         num_splits: Int32,
         batch: Int32,
     ) -> None:
-        buffer = cute.recast_ptr(storage.exchange, dtype=self.out_dtype)
-        elements = BOX_BYTES // (self.out_dtype.width // 8)
-        out_smem = boxes(buffer, ROWS, (OUT_STAGES, elements), columns=self.box)
+        out_smem = self.staged_boxes(storage)
         taken = Int32(0)  # work items, from the queue
         stored = Int32(0)
         work = queue.take(taken)

@@ -35,6 +35,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream
 
+from ..common.cluster import finish_cluster, start_cluster
 from ..common.dtypes import DTYPE
 from ..common.numbers import INF
 from ..common.pipeline import (
@@ -57,7 +58,7 @@ from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
 from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
 from .arguments import FakeArguments
-from .epilogue import round_row, scale_row, stage_row
+from .epilogue import stage_accumulator
 from .gradient import probabilities, score_gradients
 from .mask import mask_words
 from .sequences import Sequences
@@ -297,18 +298,10 @@ class Sm100Hd256Dq:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
 
-        if warp == LOAD.warps[0]:
-            for tma in (q_tma, do_tma, k_tma, v_tma, k_columns_tma, dq_tma):
-                cpasync.prefetch_descriptor(tma)
-            with cute.arch.elect_one():
-                barriers.init()
-            cute.arch.mbarrier_init_fence()
-        if warp == MMA.warps[0]:
-            TMEM.allocate(storage.tmem_address)
-            tcgen05_fence_before()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        tcgen05_fence_after()
+        start_cluster(
+            warp, LOAD, MMA, (q_tma, do_tma, k_tma, v_tma, k_columns_tma, dq_tma),
+            barriers, TMEM, storage.tmem_address,
+        )  # fmt: skip
 
         s_mma, dq_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
         s = accumulator(s_mma, TILE_N, TMEM.pointer("s"))
@@ -347,11 +340,7 @@ class Sm100Hd256Dq:
                 softmax_scale, scaling,
             )  # fmt: skip
 
-        # A CTA must not exit while the other may still signal its mbarriers or read its smem.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        if warp == MMA.warps[0]:
-            TMEM.free()
+        finish_cluster(warp, MMA, TMEM)
 
     # -- device: load -------------------------------------------------------------------------
 
@@ -659,31 +648,16 @@ class Sm100Hd256Dq:
     ) -> None:
         """Stage dQ for TMA, in the stage of a use of K and V's ring; 0 in rows that see no key, and
         if nothing was computed."""
-        width = BOX // 2  # columns of a box for each warpgroup
-        load, dq_from, shape = row_load(first_columns(dq_acc, width), row, width)
-        dq_from = shifted(dq_from, half * width)
-        dq_smem = self.staged_boxes(storage)[None, None, None, barriers.stage("kv_full", use)]
         if computed:
             barriers.wait("dq_full", done)
             tcgen05_fence_after()
         barriers.wait_previous("kv_empty", use)
-        for box in cutlass.range(HEAD_DIM // BOX, unroll=1):
-            staged = HEAD_DIM // BOX * taken + box
-            values = cute.make_rmem_tensor(shape, Float32)
-            if computed:
-                cute.copy(load, shifted(dq_from, box * BOX), values)
-                cute.arch.fence_view_async_tmem_load()
-            else:
-                values.fill(0.0)
-            if not sees:  # a hidden key that is not finite has spread
-                values.fill(0.0)
-            scale_row(values, softmax_scale)
-            rounded = round_row(values, self.dtype)
-            barriers.wait_previous("dq_stored", staged)
-            smem_row = dq_smem[row, None, barriers.stage("dq_staged", staged)]
-            stage_row(rounded, cute.logical_divide(smem_row, cute.make_layout(width))[None, half])
-            cute.arch.fence_view_async_shared()
-            barriers.warp_arrives("dq_staged", staged)
+        smem = self.staged_boxes(storage)[None, None, None, barriers.stage("kv_full", use)]
+        # dQ of a row that sees no key may hold what a hidden key that is not finite has left.
+        stage_accumulator(
+            dq_acc, HEAD_DIM, softmax_scale, computed, sees, row, half, smem, barriers,
+            ("dq_staged", "dq_stored"), HEAD_DIM // BOX * taken,
+        )  # fmt: skip
         if computed:
             tcgen05_fence_before()
             barriers.warp_arrives("dq_read", done)

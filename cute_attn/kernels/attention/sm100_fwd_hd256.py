@@ -35,6 +35,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.runtime import make_fake_stream
 
+from ..common.cluster import finish_cluster, start_cluster
 from ..common.dtypes import DTYPE
 from ..common.exp2 import exp2_mixed
 from ..common.numbers import INF
@@ -299,18 +300,10 @@ class Sm100Hd256Forward:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
 
-        if warp == LOAD.warps[0]:
-            for tma in (q_tma, k_tma, v_tma, o_tma):
-                cpasync.prefetch_descriptor(tma)
-            with cute.arch.elect_one():
-                barriers.init()
-            cute.arch.mbarrier_init_fence()
-        if warp == MMA.warps[0]:
-            TMEM.allocate(storage.tmem_address)
-            tcgen05_fence_before()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        tcgen05_fence_after()
+        start_cluster(
+            warp, LOAD, MMA, (q_tma, k_tma, v_tma, o_tma),
+            barriers, TMEM, storage.tmem_address,
+        )  # fmt: skip
 
         qk_mma, pv_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
         s = accumulator(qk_mma, TILE_N, TMEM.pointer("s"))  # stage 0
@@ -348,11 +341,7 @@ class Sm100Hd256Forward:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
             self.correction_warps(o_acc, scale, inverse_sum, storage, barriers, queue, visible)
 
-        # A CTA must not exit while the other may still signal its mbarriers or read its smem.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        if warp == MMA.warps[0]:
-            TMEM.free()
+        finish_cluster(warp, MMA, TMEM)
 
     # -- device: load -------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import tcgen05
 
+from .carried import Carried
+
 MAX_TMEM_COLUMNS = 512  # of 32 bits, in each of 128 lanes
 
 
@@ -27,7 +29,7 @@ class Region:
     holds: str = ""
 
 
-class TensorMemory:
+class TensorMemory(Carried):
     """Regions of tensor memory, in the order given. All 512 columns are always allocated, so that
     addresses are compile-time constants and take no register.
 
