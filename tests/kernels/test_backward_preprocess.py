@@ -58,7 +58,13 @@ def test_statistics_of_rows(spec: Hd256PreprocessSpec, lengths: tuple[int, ...],
     o = torch.randn(*shape, HEAD_DIM).to(dtype)
     do = torch.randn(*shape, HEAD_DIM + 8).to(dtype)[..., :HEAD_DIM]
     lse = torch.randn(lse_shape) * 3
-    dlse = torch.randn(*lse_shape, 2)[..., 0] if spec.dlse else None
+    dlse = None
+    if spec.dlse:  # of any strides, those of lse.sum() included
+        dlse = (
+            torch.randn(()).expand(lse_shape)
+            if spec.varlen_q
+            else torch.randn(*lse_shape, 2)[..., 0]
+        )
     sink = torch.randn(HEADS).to(sink_dtype) if sink_dtype else None
     if sink is not None:
         sink[-1] = -math.inf

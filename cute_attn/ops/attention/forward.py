@@ -30,7 +30,7 @@ from .arguments import (
     no_sequences,
     with_strides_for_tma,
 )
-from .backward import BACKWARD
+from .backward import BACKWARD, BackwardArguments
 from .plan import plan_attention
 
 _empty_like = torch.empty_like
@@ -195,16 +195,15 @@ class Forward(Operator[Arguments]):
         do = gradients["o"]
         if do is None:  # only the log-sum-exp has a gradient
             do = torch.zeros_like(saved["o"])
-        dq, dk, dv, dsink = BACKWARD.routed(
-            *(saved[name] for name in ("q", "k", "v", "o")),
-            do,
-            saved["lse"],
-            gradients["lse"],
-            *(saved[name] for name in self.saved[5:]),
-            "q" in needed,
-            not needed.isdisjoint(("k", "v")),
-            "learnable_sink" in needed,
+        call = BackwardArguments(
+            **saved,
+            do=do,
+            dlse=gradients["lse"],
+            need_dq="q" in needed,
+            need_dkdv=not needed.isdisjoint(("k", "v")),
+            need_dsink="learnable_sink" in needed,
         )
+        dq, dk, dv, dsink = BACKWARD.routed(*call)
         found = {"q": dq, "k": dk, "v": dv, "learnable_sink": dsink}
         return {name: found[name] for name in needed}
 
