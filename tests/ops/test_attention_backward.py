@@ -69,7 +69,7 @@ def packed(**more: Any) -> dict[str, Any]:
 
 
 def sink() -> Tensor:
-    return torch.tensor([0.5, -1.0, 2.0, -math.inf], dtype=torch.float32).requires_grad_()
+    return torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, -math.inf]))
 
 
 def call(args: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -453,7 +453,7 @@ def requests_of_a_step(args: dict[str, Any]) -> set[tuple[str, Any]]:
 def test_models_name_the_kernels_of_a_step():
     models = Path(cute_attn.__file__).parent / "models" / "training.toml"
     planned = {(kernel.name, spec) for kernel, spec in plan_file(models, ARCH)}
-    q = torch.randn(1, 600, 8, 256).bfloat16().requires_grad_()
+    q = torch.randn(1, 600, 4, 256).bfloat16().requires_grad_()
     k, v = (torch.randn(1, 600, 1, 256).bfloat16().requires_grad_() for _ in range(2))
     offsets = torch.tensor([0, 150, 600], dtype=torch.int32)
     steps: list[dict[str, Any]] = [
