@@ -87,3 +87,9 @@ def prepared(
             tiles[slot, head] = pack(*matrices)
             decay[slot, head] = torch.exp2(sums[at][-1, head])
     return tiles.to(dtype), decay.float()
+
+
+def matrix_of(elements: torch.Tensor, rows: int) -> torch.Tensor:
+    """A chunk's `[rows, columns]` from sub-tiles: for each 64 rows, one for each 64 columns."""
+    sub_tiles = elements.reshape(rows // 64, -1, 64, 64)
+    return torch.cat([torch.cat([swizzled(x) for x in line], dim=1) for line in sub_tiles])

@@ -172,8 +172,8 @@ def check(
         of_pass = replace(spec, segments=segments)
         names = Names(**KdaStatePass(of_pass).names(SHARED_BASE))
         emulator.load(cache.compile(STATE_PASS, of_pass, arch=arch), names)(
-            x["v"], tiles, decay, o, state if initial else None, final_state, x["cu_seqlens"],
-            *workspace,
+            x["v"], tiles, decay, o, None, None, state if initial else None, final_state,
+            x["cu_seqlens"], *workspace,
         )  # fmt: skip
 
     if not chunks_per_segment:

@@ -15,6 +15,12 @@ SEGMENTS = KernelDef(
     name="kda_segments", target="cute_attn.kernels.kda.chunk.fused.segments:KdaSegments"
 )
 
+# The backward of the chunked path, which also runs PREPARE and STATE_PASS.
+ADJOINT_PASS = KernelDef(
+    name="kda_adjoint_pass",
+    target="cute_attn.kernels.kda.chunk.backward.adjoint_pass:KdaAdjointPass",
+)
+
 # The stages of the modular path.
 GATE_CUMSUM = KernelDef(
     name="kda_gate_cumsum", target="cute_attn.kernels.kda.chunk.stages.gate_cumsum:KdaGateCumsum"

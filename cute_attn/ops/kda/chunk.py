@@ -332,8 +332,9 @@ class _Chunk(Operator[ChunkArguments]):
                 )
             if not length:
                 state_pass(
-                    v, tiles, decay, o, initial_state, final_state, cu_seqlens, None, None, 0, 1
-                )
+                    v, tiles, decay, o, None, None, initial_state, final_state, cu_seqlens, None,
+                    None, 0, 1,
+                )  # fmt: skip
                 return o, final_state, None
             count = -(-tokens // (CHUNK * length))
             states, moves = (
@@ -341,7 +342,7 @@ class _Chunk(Operator[ChunkArguments]):
                 for rows in (dim_v, dim_k)
             )
             transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
-            given = (v, tiles, decay, o, initial_state, final_state, cu_seqlens)
+            given = (v, tiles, decay, o, None, None, initial_state, final_state, cu_seqlens)
             transitions(*given, states, moves, length, count)
             combine(cu_seqlens, states, moves, tokens, length)
             outputs(*given, states, None, length, count)

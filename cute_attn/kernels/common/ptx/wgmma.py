@@ -21,7 +21,7 @@ SUB_TILE_BYTES = 64 * 128
 _SWIZZLE_128 = 1 << 62
 _STRIDE = (8 * 128) >> 4  # from 8 rows to the next 8, in units of 16 bytes
 _ROWS = _SWIZZLE_128 | _STRIDE << 32 | 1 << 16
-_COLUMNS = _SWIZZLE_128 | _STRIDE << 32 | (SUB_TILE_BYTES >> 4) << 16
+_COLUMNS = _SWIZZLE_128 | _STRIDE << 32
 
 
 def rows_descriptor(address: Any) -> Any:
@@ -30,10 +30,10 @@ def rows_descriptor(address: Any) -> Any:
     return Int64(_ROWS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
-def columns_descriptor(address: Any) -> Any:
+def columns_descriptor(address: Any, sub_tile_step: int = SUB_TILE_BYTES) -> Any:
     """Describe a right operand whose rows are the rows at `address` (MN-major), 64 columns in each
-    sub-tile. Each further k is 128 bytes on."""
-    return Int64(_COLUMNS) | Int64((Int32(address) >> 4) & 0x3FFF)
+    sub-tile; sub-tiles are `sub_tile_step` bytes apart. Each further k is 128 bytes on."""
+    return Int64(_COLUMNS | (sub_tile_step >> 4) << 16) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
 def product(

@@ -7,7 +7,7 @@ from typing import Any
 from ...common.spec import MBARRIER_BYTES, SMALLEST_SMEM_BYTES, smem_bytes
 from .spec import CHUNK, record_elements
 
-MOST_STAGES = 3  # of `state_pass`: more stages hide no further latency
+MOST_STAGES = 3  # of a pass: more stages hide no further latency
 
 # Measured on an H100: 12 heads are fastest in 3 segments (121 us rather than 155 at 8192 tokens,
 # 370 rather than 600 at 32768), 32 heads without segments.

@@ -16,6 +16,9 @@ BETA_DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128)  # K; 256 would need 128 registers a thread for the state, 112 KiB a record
 HEAD_DIMS_V = (64, 128, 256)
 
+# The backward divides v_new by beta, so there a smaller |beta| counts as this, with its sign.
+SMALLEST_BETA = {"bfloat16": 2.0**-60, "float16": 2.0**-14}
+
 ALLOWED: dict[str, tuple[object, ...]] = {
     "dtype": DTYPES,
     "gate_dtype": GATE_DTYPES,
@@ -73,6 +76,7 @@ class PrepareSpec(ChunkSpec):
         has_A_log, has_dt_bias: whether the gate has A_log, dt_bias.
         l2norm: q and k are normalised.
         beta_sigmoid: beta is the input of a sigmoid.
+        nonzero_beta: a beta too near 0 to divide by is replaced; see `SMALLEST_BETA`.
     """
 
     gate_dtype: str
@@ -82,6 +86,7 @@ class PrepareSpec(ChunkSpec):
     has_dt_bias: bool
     l2norm: bool
     beta_sigmoid: bool
+    nonzero_beta: bool = False
 
     @property
     def elements(self) -> int:
@@ -95,12 +100,12 @@ def record_elements(head_dim_k: int) -> int:
 
 
 @dataclass(frozen=True)
-class StatePassSpec(ChunkSpec):
-    """The fused path's pass of the state through chunks (`state_pass`).
+class PassSpec(ChunkSpec):
+    """A pass that carries a K by V matrix through chunks (`chunk_pass`).
 
     Attributes:
         state_v_first: states are [N, HV, V, K] rather than [N, HV, K, V].
-        has_initial_state, has_final_state: whether the call has these tensors.
+        has_initial_state, has_final_state: whether the call has these tensors, or their gradients.
         tile_v: columns of V of a CTA.
         num_stages: stages of the ring in shared memory, each of one chunk.
         copies: "cp_async" (any architecture) or "bulk" (sm_90 and newer).
@@ -131,6 +136,29 @@ class StatePassSpec(ChunkSpec):
                 f"tile_v is {self.tile_v}, must be a multiple of {unit} that divides "
                 f"head_dim_v={self.head_dim_v}"
             )
+
+
+@dataclass(frozen=True)
+class StatePassSpec(PassSpec):
+    """The fused path's pass of the state through chunks (`state_pass`).
+
+    Attributes:
+        store_o: whether the output is a result.
+        store_states: whether the states at the chunks' starts and v_new are results.
+    """
+
+    store_o: bool = True
+    store_states: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.store_o or self.store_states):
+            raise ValueError("store_o is False, must be True without store_states")
+
+
+@dataclass(frozen=True)
+class AdjointPassSpec(PassSpec):
+    """The pass of the state's gradient backwards through chunks (`adjoint_pass`)."""
 
 
 @dataclass(frozen=True)

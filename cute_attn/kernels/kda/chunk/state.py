@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from ...common.ptx import wgmma
 from ...common.ptx.convert import pack
@@ -33,6 +33,7 @@ from .tiles import (
 )
 
 STEP = 16  # k of one MMA
+SIGNS = -0x7FFF8000  # the sign bits of a register's two elements
 
 
 class TransposedState:
@@ -70,6 +71,10 @@ class TransposedState:
         each 16 of n; in each 8 of n, first rows 0 to 7, then rows 8 to 15."""
         return [pack(self.dtype, x[i], x[i + 1]) for i in range(0, len(x), 2)]
 
+    def negated(self, a: list[Any]) -> list[Any]:
+        """Negate an operand."""
+        return [x ^ Int32(SIGNS) for x in a]
+
     def decayed(self, state: cute.Tensor, decay: Any) -> list[Any]:
         """Return S^T Diag(decay); `decay` is an address in shared memory."""
         at = decay + ((cute.arch.lane_idx() & 3) << 3)
@@ -100,17 +105,24 @@ class TransposedState:
                 self._add(result, 8 * j, a[4 * s : 4 * s + 4], b)
         return result
 
-    def times_columns(self, a: list[Any], base: Any, c: list[Any]) -> list[Any]:
-        """Start c + a m, 16 by K, with m the 64 rows of K elements at `base`."""
+    def times_columns(
+        self, a: list[Any], base: Any, c: list[Any] | None = None, *, columns: int = 0,
+        sub_tile_step: int = SUB_TILE_BYTES, triangular: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        """Start c + a m, with m the 64 rows at `base` of `columns` elements, K if this is 0, in
+        sub-tiles `sub_tile_step` bytes apart; `triangular` as in `times_rows`."""
+        columns = columns or self.head_dim_k
         steps = range(CHUNK // STEP)
         if self.wgmma:
-            first = wgmma.columns_descriptor(base)
+            first = wgmma.columns_descriptor(base, sub_tile_step)
             descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
-            return wgmma.product(self.dtype, c, a, descriptors, self.head_dim_k, columns=True)
-        result, offsets = list(c), right_offsets()
+            return wgmma.product(self.dtype, c, a, descriptors, columns, columns=True)
+        count = FRAGMENT_ROWS * columns // WARP_SIZE
+        result = [Float32(0.0)] * count if c is None else list(c)
+        offsets = right_offsets()
         for s in steps:
-            for j in range(self.head_dim_k // 16):
-                b = right_fragments(base, offsets, s, j)
+            for j in range(s + 1 if triangular else columns // 16):
+                b = right_fragments(base, offsets, s, j, sub_tile_step)
                 self._add(result, 8 * j, a[4 * s : 4 * s + 4], b)
         return result
 

@@ -221,6 +221,17 @@ def paired(left: Any, right: Any) -> list[Any]:
     return [cutlass.select_(odd, got, left), cutlass.select_(odd, right, got)]
 
 
+def store_units(
+    sub_tile: Any, first_row: Any, pair: int, registers: tuple[Any, Any]
+) -> None:
+    """Store 8 rows from first_row, a multiple of 8, of units 2 pair and 2 pair + 1 of a sub-tile in
+    global memory, in whole sectors; `registers` are the fragments of the two units."""
+    lane = cute.arch.lane_idx()
+    row, odd = lane >> 2, lane & 1
+    at = row * LINE_BYTES + (((odd ^ row) << 4) ^ (pair << 5)) + ((lane & 2) << 2)
+    store_global(Int32, sub_tile + (first_row * LINE_BYTES + at), paired(*registers))
+
+
 @cute.jit
 def store_if(condition: cutlass.Boolean, address: Int64, values: Any) -> None:
     """Store 16 bytes to global memory if `condition` holds."""

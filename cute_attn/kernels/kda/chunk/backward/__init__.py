@@ -1,0 +1,1 @@
+"""The backward of the chunked path."""

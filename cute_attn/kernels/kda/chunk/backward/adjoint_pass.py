@@ -1,0 +1,74 @@
+"""KDA's pass of the state's gradient backwards through the chunks.
+
+`prepare` has computed kd, qg, kg, Akk, Aqk and the decay of every chunk, and do is the gradient of
+o. With dS the gradient of the state after a chunk, a K by V matrix, the chunk computes
+
+    dv_new = Aqk^T do + kg dS
+    dr     = (Akk Diag(beta))^T dv_new
+    dS    <- Diag(decay) dS + qg^T do - kd^T dr
+
+which is the adjoint of `state_pass`, step by step, and like it three products that depend on one
+another. The pass starts from the gradient of the final state, or from 0, and ends with the gradient
+of the initial state. It stores dS before each of these updates.
+
+    warps of `state`, see `chunk_pass`
+      see     start Aqk^T do
+      recall  start kg dS on top of it, and Diag(decay) dS + qg^T do; store dS
+      solve   dr
+      update  dS
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+
+from ..chunk_pass import KD_STEP, ChunkPass, Place, Results
+from ..spec import CHUNK, AdjointPassSpec
+from ..tiles import SUB_TILE_BYTES
+
+
+class KdaAdjointPass(ChunkPass):
+    """The kernel for one AdjointPassSpec; see the module's docstring."""
+
+    backwards = True
+
+    def __init__(self, spec: AdjointPassSpec):
+        super().__init__(
+            spec,
+            rows_step=SUB_TILE_BYTES,
+            scores=True,
+            starts=spec.has_final_state,
+            ends=spec.has_initial_state,
+            store_o=False,
+            store_states=spec.segments != "transitions",
+            store_v_new=False,
+        )
+
+    def chunk(
+        self, state: cute.Tensor, held: Any, stage: Any, results: Results, place: Place,
+        index: Any, later: Any,
+    ) -> None:  # fmt: skip
+        product, kd = self.state.times_columns, stage + self.stage["kd_qg"]
+        # see: (Aqk^T do)^T, 16 columns of V by 64 tokens
+        do = [x for load in self.transposed_rows(stage + self.stage["rows"]) for x in load()]
+        seen = product(do, stage + self.stage["aqk"], columns=CHUNK, triangular=True)
+
+        # recall
+        s = self.state.operand(self.state.values(state))
+        seen = self.state.done(seen)
+        dv_new = self.state.times_rows(s, stage + self.stage["kg"], c=seen)
+        decayed = self.state.decayed(state, stage + self.stage["decay"])
+        updated = product(do, kd + SUB_TILE_BYTES, decayed, sub_tile_step=KD_STEP)
+        self.store_state(s, results, place, index)
+
+        # solve
+        dv_new = self.state.operand(self.state.done(dv_new, pending=1))
+        dr = product(dv_new, stage + self.stage["akk"], columns=CHUNK, triangular=True)
+        updated = self.state.done(updated, pending=1)
+        dr = self.state.negated(self.state.operand(self.state.done(dr)))
+
+        # update
+        updated = product(dr, kd, updated, sub_tile_step=KD_STEP)
+        self.state.assign(state, self.state.done(updated))

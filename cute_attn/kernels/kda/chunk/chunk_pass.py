@@ -1,0 +1,530 @@
+"""The base of the passes that carry a K by V matrix through the chunks of sequences.
+
+`state_pass` carries the state forwards, `adjoint_pass` its gradient backwards. Both read the records
+that `prepare` has written, and 64 rows of V elements for each chunk: v, or the gradient of o.
+
+All matrices are transposed. A warp owns 16 columns of V and all of K: the carried matrix, 16 by K,
+is the accumulators of its products. Packed to 16 bits, in the same registers, it is the left operand
+of the next products, and so are their results. So the recurrence never leaves a warp's registers,
+and warps share only the chunk's tiles in shared memory.
+
+    CTA (tile of V, value head, sequence)
+      warp tile_v / 16     load    tiles, decay and rows of chunk after chunk
+      the warps before it  `chunk` of the pass
+
+`products="wgmma"` (sm_90a) has the same fragments in the same threads.
+
+A pass counts chunks and segments in its own direction, and so do `first`, `end` and `last`.
+
+One long sequence leaves most SMs idle, so it may be split in segments. A segment's effect on the
+carried matrix is affine, S' = M S + B. A pass computes B from a matrix of 0, and M from the identity
+with rows of 0. So `segments="transitions"` passes [B | M] through every segment but the last,
+without results. The kernel of `segments` turns these into the matrices at the segments' starts, from
+which `segments="outputs"` runs all segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream
+
+from ...common.arguments import fake_matrices, fake_offsets, fake_rows
+from ...common.dtypes import DTYPE
+from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ...common.ptx import mbarrier
+from ...common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
+from ...common.ptx.matrices import load_matrices
+from ...common.ptx.memory import shared_address
+from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ...common.spec import MBARRIER_BYTES, WARP_SIZE
+from .chunks import num_sequences, row_address, sequence_place
+from .spec import CHUNK, PassSpec, record_elements
+from .state import STEP, TransposedState
+from .tiles import (
+    SUB_TILE_BYTES,
+    UNIT_BYTES,
+    store_units,
+)
+
+KD_STEP = 2 * SUB_TILE_BYTES  # stride of the sub-tiles of kd, and of qg
+
+
+class Results(NamedTuple):
+    """What a pass stores for each chunk; see `ChunkPass.__call__`."""
+
+    o: cute.Tensor | None
+    states: cute.Tensor | None
+    v_new: cute.Tensor | None
+
+
+class Place(NamedTuple):
+    """What a warp of a pass works on."""
+
+    sequence: Any  # a SequencePlace
+    head: Any
+    column: Any  # the warp's first of V
+
+
+class ChunkPass:
+    """A pass for one PassSpec; see the module's docstring.
+
+    Args:
+        rows_step: stride of the sub-tiles that `TransposedState.times_rows` reads.
+        scores: whether the pass needs qg and Aqk.
+        starts, ends: whether the call has the first matrix of each sequence, and the last.
+        store_o, store_states, store_v_new: which results the call has.
+    """
+
+    backwards = False
+
+    def __init__(
+        self, spec: PassSpec, *, rows_step: int, scores: bool, starts: bool, ends: bool,
+        store_o: bool, store_states: bool, store_v_new: bool,
+    ):  # fmt: skip
+        self.spec, self.dtype = spec, DTYPE[spec.dtype]
+        self.starts, self.ends = starts, ends
+        self.has_o, self.has_states, self.has_v_new = store_o, store_states, store_v_new
+        self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products, rows_step)
+        self.num_warps = spec.tile_v // 16
+        self.bulk = spec.copies == "bulk"
+        self.transitions = spec.segments == "transitions"
+        state = Role("state", range(self.num_warps))
+        load = Role("load", range(self.num_warps, self.num_warps + 1))
+        self.roles = (state, load)
+        # Every lane copies part of the rows; without bulk copies, part of the tiles too.
+        copied = Kind.THREADS | (Kind.BYTES if self.bulk else Kind.THREADS)
+        self.pipeline = Pipeline(
+            Edge("chunk_full", load, state, spec.num_stages, copied, payload="a chunk's tiles"),
+            Edge("chunk_empty", state, load, spec.num_stages, Kind.WARPS, payload="its stage"),
+        )
+        tile = CHUNK * spec.head_dim_k
+        self.stage = SharedMemory(
+            # The record of `prepare`; sub-tiles of kd and qg alternate.
+            Buffer("kd_qg", self.dtype, 2 * tile, alignment=SWIZZLE_ALIGNMENT),
+            Buffer("kg", self.dtype, tile),
+            Buffer("akk", self.dtype, CHUNK * CHUNK, holds="Akk Diag(beta)"),
+            Buffer("aqk", self.dtype, CHUNK * CHUNK),
+            Buffer("rows", self.dtype, CHUNK * spec.tile_v, holds="v, or the gradient of o"),
+            Buffer("decay", Float32, spec.head_dim_k),
+        )
+        record_bytes = self.stage["rows"]
+        assert record_bytes == record_elements(spec.head_dim_k) * 2
+        self.memory = SharedMemory(
+            Buffer.ring("chunk", self.stage, spec.num_stages),
+            Buffer("barriers", Int64, self.pipeline.count, alignment=MBARRIER_BYTES),
+        )
+        self.smem_bytes = self.memory.nbytes
+        self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
+        # The parts of a chunk's record that this kernel reads: (offset, bytes).
+        self.parts = [(0, record_bytes)]
+        if not scores:
+            sub_tiles = spec.head_dim_k // 64
+            self.parts = [(i * KD_STEP, SUB_TILE_BYTES) for i in range(sub_tiles)]
+            self.parts.append((self.stage["kg"], self.stage["aqk"] - self.stage["kg"]))
+        # Bytes of a line of the rows: a row is lines of 128 bytes, or one shorter line.
+        self.line = min(spec.tile_v * 2, 128)
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.memory, self.pipeline, self.roles, shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec = self.spec
+        batch, tokens, heads, slots, sequences = (cute.sym_int() for _ in range(5))
+
+        def matrices(present: bool) -> Any:
+            matrix = (spec.head_dim_k, spec.head_dim_v)
+            if spec.state_v_first:
+                matrix = matrix[::-1]
+            return fake_matrices((sequences, heads), matrix) if present else None
+
+        def of_chunks(present: bool, elements: int) -> Any:
+            return fake_rows(self.dtype, (slots, heads, elements)) if present else None
+
+        def rows(present: bool) -> Any:
+            shape = (batch, tokens, heads, spec.head_dim_v)
+            return fake_rows(self.dtype, shape) if present else None
+
+        return (
+            rows(True),
+            of_chunks(True, record_elements(spec.head_dim_k)),
+            fake_rows(Float32, (slots, heads, spec.head_dim_k)),
+            rows(self.has_o),
+            of_chunks(self.has_states, spec.head_dim_v * spec.head_dim_k),
+            of_chunks(self.has_v_new, CHUNK * spec.head_dim_v),
+            matrices(self.starts),
+            matrices(self.ends),
+            fake_offsets(spec.index_dtype),
+            *self.fake_workspace(sequences, heads),
+            Int32(1),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    def fake_workspace(self, sequences: Any, heads: Any) -> tuple[Any, Any]:
+        """Placeholders for segment_states `[N, P, HV, V, K]` and segment_transitions
+        `[N, P, HV, K, K]`. For every segment but the last, the first holds B, and later the matrix
+        at the start of the next segment; the second holds M."""
+        spec, leading = self.spec, (sequences, cute.sym_int(), heads)
+        states = fake_matrices(leading, (spec.head_dim_v, spec.head_dim_k))
+        transitions = fake_matrices(leading, (spec.head_dim_k, spec.head_dim_k))
+        return (
+            None if spec.segments == "none" else states,
+            transitions if self.transitions else None,
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,
+        tiles: cute.Tensor,
+        decay: cute.Tensor,
+        o: cute.Tensor | None,
+        states: cute.Tensor | None,
+        v_new: cute.Tensor | None,
+        start: cute.Tensor | None,
+        result: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        segment_states: cute.Tensor | None,
+        segment_transitions: cute.Tensor | None,
+        chunks_per_segment: Int32,
+        num_segments: Int32,
+        stream: Any,
+    ) -> None:
+        """Run the pass. A tensor is None unless the spec has it.
+
+        Args:
+            rows: [B, T, HV, V], v or the gradient of o.
+            tiles: [slots, HV, elements] and
+            decay: float32 [slots, HV, K], as `prepare` writes them.
+            o: [B, T, HV, V], written.
+            states: [slots, HV, V * K], written: the carried matrix at the start of each chunk (the
+                end, if the pass runs backwards) rounded and transposed, V rows of K. For each 64
+                rows it has K / 64 sub-tiles, swizzled as those of a record are.
+            v_new: [slots, HV, 64 * V], written: 64 rows of V as V / 64 such sub-tiles, with zeros
+                past the end of a short chunk.
+            start, result: float32 [N, HV, K, V], or with state_v_first [N, HV, V, K]: the carried
+                matrix before the first chunk of the pass, and after the last, which is written.
+            cu_seqlens: [N + 1].
+            segment_states, segment_transitions: see `fake_workspace`.
+        """
+        columns = self.spec.head_dim_v + (self.spec.head_dim_k if self.transitions else 0)
+        sequences = num_sequences(rows.shape[0], cu_seqlens)
+        self.kernel(
+            rows,
+            tiles,
+            decay,
+            o,
+            states,
+            v_new,
+            start,
+            result,
+            cu_seqlens,
+            segment_states,
+            segment_transitions,
+            chunks_per_segment,
+            num_segments,
+        ).launch(
+            grid=[columns // self.spec.tile_v, rows.shape[2], sequences * num_segments],
+            block=[(self.num_warps + 1) * WARP_SIZE, 1, 1],
+            smem=self.smem_bytes,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        rows: cute.Tensor,
+        tiles: cute.Tensor,
+        decay: cute.Tensor,
+        o: cute.Tensor | None,
+        states: cute.Tensor | None,
+        v_new: cute.Tensor | None,
+        start: cute.Tensor | None,
+        result: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        segment_states: cute.Tensor | None,
+        segment_transitions: cute.Tensor | None,
+        chunks_per_segment: Int32,
+        num_segments: Int32,
+    ) -> None:
+        tile, head, sequence = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // WARP_SIZE)
+        spec = self.spec
+        segment = Int32(0)
+        if cutlass.const_expr(spec.segments != "none"):
+            segment = sequence % num_segments
+            sequence = sequence // num_segments
+        place = sequence_place(sequence, rows.shape[1], cu_seqlens)
+        tile_start = tile * spec.tile_v
+        column = tile_start + warp_index * 16  # the warp's first
+        first = Int32(0)
+        end = (place.length + (CHUNK - 1)) // CHUNK
+        last = end
+        if cutlass.const_expr(spec.segments != "none"):
+            first = segment * chunks_per_segment
+            end = cutlass.min(first + chunks_per_segment, end)
+            if cutlass.const_expr(self.transitions):
+                # The last segment's result is not needed, nor is M of the first segment, whose
+                # start is known.
+                needed = end < last and (segment > 0 or tile_start < spec.head_dim_v)
+                end = end if needed else first
+
+        smem = self.memory.allocate()
+        stages = shared_address(smem.chunk)
+        barriers = self.pipeline.at(smem.barriers)
+        if thread == 0:
+            for stage in cutlass.range_constexpr(spec.num_stages):
+                for edge in self.pipeline:
+                    at = barriers.stage_pointer(edge.name, stage)
+                    cute.arch.mbarrier_init(at, edge.arrivals)
+            if cutlass.const_expr(self.bulk):
+                cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp_index == self.num_warps:
+            self.load_warp(
+                rows, tiles, decay, place, head, tile_start, stages, barriers, first, end, last
+            )
+        else:
+            self.state_warp(
+                Results(o, states, v_new),
+                start,
+                result,
+                segment_states,
+                segment_transitions,
+                Place(place, head, column),
+                sequence,
+                segment,
+                stages,
+                barriers,
+                first,
+                end,
+                last,
+            )
+
+    def chunk_index(self, c: Any, last: Any) -> Any:
+        """Return the index of the pass's chunk c in its sequence, of `last` chunks."""
+        return last - 1 - c if self.backwards else c
+
+    # -- the warp that copies -----------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        rows: cute.Tensor,
+        tiles: cute.Tensor,
+        decay: cute.Tensor,
+        place: Any,
+        head: Int32,
+        tile_start: Int32,
+        stages: Int32,
+        barriers: Barriers,
+        first: Int32,
+        end: Int32,
+        last: Int32,
+    ) -> None:
+        spec = self.spec
+        lane = cute.arch.lane_idx()
+        line_units = spec.tile_v * 2 // UNIT_BYTES
+        row = lane // line_units
+        unit = lane % line_units
+        column = tile_start + unit * (UNIT_BYTES // 2)
+        start = row_address(rows, place.batch, place.start, head, column)
+        # An offset is a constant; a second address would take a register.
+        offsets = self.pipeline.offsets
+        full_to_empty = (offsets["chunk_empty"] - offsets["chunk_full"]) * MBARRIER_BYTES
+        stage = Int32(0)
+        phase = Int32(0)
+        for c in cutlass.range(first, end, unroll=1):
+            index = self.chunk_index(c, last)
+            full = barriers.address("chunk_full", stage)
+            at = stages + stage * self.stage_bytes
+            # Waiting for the other parity returns at once in the first use of a stage.
+            mbarrier.wait(full + full_to_empty, phase ^ 1)
+            slot = place.slot + index
+            record = (
+                tiles.iterator + (Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1])
+            ).toint()
+            decays = (
+                decay.iterator + (Int64(slot) * decay.stride[0] + Int64(head) * decay.stride[1])
+            ).toint()
+            decay_bytes = spec.head_dim_k * 4
+            if cutlass.const_expr(self.bulk):
+                if lane == 0:
+                    nbytes = sum(size for _, size in self.parts) + decay_bytes
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        barriers.stage_pointer("chunk_full", stage), nbytes
+                    )
+                    for offset, size in self.parts:
+                        copy_bulk(at + offset, record + offset, size, full)
+                    copy_bulk(at + self.stage["decay"], decays, decay_bytes, full)
+            else:
+                for offset, size in self.parts:
+                    for i in cutlass.range(size // (WARP_SIZE * UNIT_BYTES), unroll=8):
+                        x = offset + (i * WARP_SIZE + lane) * UNIT_BYTES
+                        copy_async(at + x, record + x, True)
+                if lane < decay_bytes // UNIT_BYTES:
+                    x = lane * UNIT_BYTES
+                    copy_async(at + self.stage["decay"] + x, decays + x, True)
+            step = WARP_SIZE // line_units
+            for i in cutlass.range_constexpr(CHUNK // step):
+                token = index * CHUNK + row + i * step
+                present = token < place.length and tile_start < spec.head_dim_v
+                token = token if present else Int32(0)
+                copy_async(
+                    at + self.stage["rows"] + self.row_offset(row + i * step, unit),
+                    start + Int64(token) * (rows.stride[1] * 2),
+                    present,
+                )
+            copies_arrive(full)
+            stage = stage + 1
+            if stage == spec.num_stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+
+    # -- the warps that carry the matrix ------------------------------------------------------
+
+    @cute.jit
+    def state_warp(
+        self,
+        results: Any,
+        start: cute.Tensor | None,
+        result: cute.Tensor | None,
+        segment_states: cute.Tensor | None,
+        segment_transitions: cute.Tensor | None,
+        place: Any,
+        sequence: Int32,
+        segment: Int32,
+        stages: Int32,
+        barriers: Barriers,
+        first: Int32,
+        end: Int32,
+        last: Int32,
+    ) -> None:
+        spec = self.spec
+        v_first = spec.state_v_first
+        head = place.head
+        column = place.column
+        state = self.state.empty()
+        if cutlass.const_expr(spec.segments == "none"):
+            self.state.load(state, start, v_first, sequence, head, column)
+        elif cutlass.const_expr(self.transitions):
+            if column >= spec.head_dim_v:
+                self.identity(state, column - spec.head_dim_v)
+            elif segment == 0:
+                self.state.load(state, start, v_first, sequence, head, column)
+            else:
+                state.fill(0.0)
+        elif segment == 0:
+            self.state.load(state, start, v_first, sequence, head, column)
+        else:
+            starts = segment_states[None, segment - 1, None, None, None]
+            if first < end:
+                self.state.load(state, starts, True, sequence, head, column)
+
+        held = self.hold()
+        stage = Int32(0)
+        phase = Int32(0)
+        for c in cutlass.range(first, end, unroll=1):
+            at = stages + stage * self.stage_bytes
+            mbarrier.wait(barriers.address("chunk_full", stage), phase)
+            self.chunk(state, held, at, results, place, self.chunk_index(c, last), c > first)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                mbarrier.arrive(barriers.address("chunk_empty", stage))
+            stage = stage + 1
+            if stage == spec.num_stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+        self.finish(held, results, place, end, first < end)
+
+        if cutlass.const_expr(self.transitions):
+            if first < end:
+                if column < spec.head_dim_v:
+                    target = segment_states[None, segment, None, None, None]
+                    self.state.store(state, target, True, sequence, head, column)
+                else:
+                    target = segment_transitions[None, segment, None, None, None]
+                    at = column - spec.head_dim_v
+                    self.state.store(state, target, False, sequence, head, at)
+        elif cutlass.const_expr(spec.segments == "none"):
+            self.state.store(state, result, v_first, sequence, head, column)
+        elif cutlass.const_expr(self.ends):
+            # Stored by the segment with the last chunk, or the first of an empty sequence.
+            if (first < end and end == last) or (last == 0 and segment == 0):
+                self.state.store(state, result, v_first, sequence, head, column)
+
+    def identity(self, state: cute.Tensor, first_v: Any) -> None:
+        lane = cute.arch.lane_idx()
+        for i in range(cute.size(state)):
+            k, v = self.state.element(i, first_v, lane)
+            state[i] = Float32(k == v)
+
+    # -- of a pass ----------------------------------------------------------------------------
+
+    def hold(self) -> Any:
+        """Return registers that `chunk` keeps from one chunk to the next."""
+        return None
+
+    def chunk(
+        self, state: cute.Tensor, held: Any, stage: Any, results: Results, place: Place,
+        index: Any, later: Any,
+    ) -> None:  # fmt: skip
+        """Update the carried matrix by a chunk whose tiles are at `stage`, and store the results of
+        its `index`. `later` is false for the first chunk of the pass. A branch between the start
+        and the wait of a `wgmma` would make the compiler serialise them."""
+        raise NotImplementedError
+
+    def finish(self, held: Any, results: Results, place: Place, end: Any, present: Any) -> None:
+        """Store what the last chunk before `end` held, if `present`."""
+
+    # -- rows of V ----------------------------------------------------------------------------
+
+    def row_offset(self, row: Any, unit: Any) -> Any:
+        """Byte offset of a 16-byte unit of a row, swizzled so that neither a row of units nor a
+        column of 8 units has bank conflicts."""
+        units = self.line // UNIT_BYTES
+        swizzle = row % 8 if units == 8 else (row // (8 // units)) % units
+        within = row * self.line + (((unit % units) ^ swizzle) << 4)
+        return within + (unit // units) * (CHUNK * self.line)
+
+    def transposed_rows(self, base: Any) -> list[Any]:
+        """Return loaders of the transposed rows of the warp's 16 columns, 16 tokens each, as left
+        operands."""
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        matrix, r = lane // 8, lane % 8
+
+        def load(j: int) -> Any:
+            row = 8 * (j + matrix // 2) + r
+            at = base + self.row_offset(row, 2 * warp_index + matrix % 2)
+            return load_matrices(at, transposed=True)
+
+        return [lambda j=j: load(j) for j in range(0, CHUNK // 8, 2)]
+
+    # -- states -------------------------------------------------------------------------------
+
+    def store_state(self, s: list[Any], results: Results, place: Place, index: Any) -> None:
+        """Store a chunk's carried matrix, rounded to the operand s."""
+        if self.transitions or not self.has_states:
+            return
+        steps = self.spec.head_dim_k // STEP
+        base = self.of_chunk(results.states, place, index)
+        base = base + Int64(place.column // 64 * (self.spec.head_dim_k // 64) * SUB_TILE_BYTES)
+        for step in range(steps):
+            sub_tile = base + step // 4 * SUB_TILE_BYTES
+            for half in range(2):
+                row = place.column % 64 + 8 * half
+                x = s[4 * step + half], s[4 * step + 2 + half]
+                store_units(sub_tile, row, step % 4, x)
+
+    def of_chunk(self, x: cute.Tensor, place: Place, index: Any) -> Any:
+        """Return the address of a chunk and head's elements of x, `[slots, HV, elements]`."""
+        slot = place.sequence.slot + index
+        offset = Int64(slot) * x.stride[0] + Int64(place.head) * x.stride[1]
+        return (x.iterator + offset).toint()
