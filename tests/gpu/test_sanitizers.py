@@ -54,7 +54,8 @@ def is_settled(race: list[tuple[str, str, str, str]]) -> bool:
     """
     copies = lines_of("kernels/common/ptx/async_copy.py", "copy_async", "copy_bulk")
     return {kind for kind, *_ in race} == {"Read", "Write"} and all(
-        "KdaStatePass" in kernel and ((file, int(line)) in copies) == (kind == "Write")
+        re.search("Kda(State|Adjoint)Pass", kernel)
+        and ((file, int(line)) in copies) == (kind == "Write")
         for kind, kernel, file, line in race
     )
 

@@ -129,13 +129,15 @@ def test_the_states_pass_keeps_what_a_backward_needs(
         torch.stack([exact.states.h[chunk.state] for chunk in chunks]),
     )
     ours = [per_head(v_new[p], CHUNK).transpose(0, 1) for p in places]
-    of_tokens = [y[: chunk.rows.stop - chunk.rows.start] for y, chunk in zip(ours, chunks)]
+    of_tokens = [
+        y[: chunk.rows.stop - chunk.rows.start] for y, chunk in zip(ours, chunks, strict=True)
+    ]
     check(
         torch.cat(of_tokens),
         torch.cat([plain.states.v_new[chunk.batch, chunk.rows] for chunk in chunks]).to(case.dtype),
         torch.cat([exact.states.v_new[chunk.batch, chunk.rows] for chunk in chunks]),
     )
-    for y, part in zip(ours, of_tokens):
+    for y, part in zip(ours, of_tokens, strict=True):
         assert not y[len(part) :].any()
     check_untouched(places, states, v_new)
     if case.final:

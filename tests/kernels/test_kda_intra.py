@@ -15,7 +15,7 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.chunk.spec import CHUNK, IntraSpec, PrepareSpec
+from cute_attn.kernels.kda.chunk.spec import CHUNK, SMALLEST_BETA, IntraSpec, PrepareSpec
 from cute_attn.kernels.kda.table import CHUNK_INTRA, PREPARE
 from cute_attn.reference import kda
 
@@ -80,6 +80,7 @@ def run_prepare(
     beta_scale: float = 1.0,
     cu_seqlens: torch.Tensor | None = None,
     arch: str = "sm_90a",
+    nonzero_beta: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(tiles, decay); elements that were not written are NaN."""
     batch, tokens, heads, dim_k = x["g"].shape
@@ -95,6 +96,7 @@ def run_prepare(
         has_dt_bias=x["dt_bias"] is not None,
         l2norm=l2norm,
         beta_sigmoid=beta_sigmoid,
+        nonzero_beta=nonzero_beta,
     )
     count = slots(tokens, batch, cu_seqlens)
     tiles = torch.full((count, heads, spec.elements), math.nan, dtype=x["q"].dtype)
@@ -259,6 +261,21 @@ def test_prepare_of_strided_views_without_norms_and_with_beta_up_to_two() -> Non
     beta = torch.randn(heads, tokens, batch, generator=generator).permute(2, 1, 0)
     x = {"q": q, "k": k, "g": g, "beta": beta, "A_log": torch.zeros(heads), "dt_bias": None}
     check_prepare(x, l2norm=False, beta_scale=2.0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, slow(FP16)])
+def test_prepare_may_keep_beta_away_from_zero(dtype: torch.dtype) -> None:
+    """As if beta itself had been larger. A row past the end stays 0."""
+    x = draw(1, 19, 1, 1, 64, dtype, BF16, FP32)
+    smallest = SMALLEST_BETA[NAMES[dtype]]
+    given = torch.tensor([0.0, -0.0, 1e-30, -1e-30, smallest, -smallest, 0.99 * smallest, 1.0])
+    kept = [smallest, -smallest, smallest, -smallest, smallest, -smallest, smallest, 1.0]
+    x["beta"].flatten()[: len(given)] = given
+    y = dict(x, beta=x["beta"].clone())
+    y["beta"].flatten()[: len(given)] = torch.tensor(kept)
+    tiles, _ = run_prepare(x, beta_sigmoid=False, nonzero_beta=True)
+    assert torch.equal(tiles, run_prepare(y, beta_sigmoid=False)[0])
+    assert not unpack(tiles[0, 0], 64)["Akk"][19:].any()
 
 
 @pytest.mark.parametrize("dtype", [BF16, slow(FP16)])

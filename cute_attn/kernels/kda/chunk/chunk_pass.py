@@ -1,12 +1,12 @@
 """The base of the passes that carry a K by V matrix through the chunks of sequences.
 
-`state_pass` carries the state forwards, `adjoint_pass` its gradient backwards. Both read the records
-that `prepare` has written, and 64 rows of V elements for each chunk: v, or the gradient of o.
+`state_pass` carries the state forwards, `adjoint_pass` its gradient backwards. For each chunk both
+read the record that `prepare` has written, and 64 rows of V elements: v, or the gradient of o.
 
 All matrices are transposed. A warp owns 16 columns of V and all of K: the carried matrix, 16 by K,
-is the accumulators of its products. Packed to 16 bits, in the same registers, it is the left operand
-of the next products, and so are their results. So the recurrence never leaves a warp's registers,
-and warps share only the chunk's tiles in shared memory.
+is the accumulators of its products. Packed to 16 bits, in the same registers, it is the left
+operand of the next products, and so are their results. So the recurrence never leaves a warp's
+registers, and warps share only the chunk's tiles in shared memory.
 
     CTA (tile of V, value head, sequence)
       warp tile_v / 16     load    tiles, decay and rows of chunk after chunk
@@ -14,13 +14,14 @@ and warps share only the chunk's tiles in shared memory.
 
 `products="wgmma"` (sm_90a) has the same fragments in the same threads.
 
-A pass counts chunks and segments in its own direction, and so do `first`, `end` and `last`.
-
 One long sequence leaves most SMs idle, so it may be split in segments. A segment's effect on the
-carried matrix is affine, S' = M S + B. A pass computes B from a matrix of 0, and M from the identity
-with rows of 0. So `segments="transitions"` passes [B | M] through every segment but the last,
-without results. The kernel of `segments` turns these into the matrices at the segments' starts, from
-which `segments="outputs"` runs all segments.
+carried matrix is affine, S' = M S + B. A pass computes B from a matrix of 0, and M from the
+identity with rows of 0. So `segments="transitions"` passes [B | M] through every segment but the
+last, without results. The kernel of `segments` turns these into the matrices at the segments'
+starts, from which `segments="outputs"` runs all segments.
+
+A pass counts chunks and segments in its own direction: the first chunk of a backward pass is the
+last of its sequence.
 """
 
 from __future__ import annotations

@@ -221,9 +221,7 @@ def paired(left: Any, right: Any) -> list[Any]:
     return [cutlass.select_(odd, got, left), cutlass.select_(odd, right, got)]
 
 
-def store_units(
-    sub_tile: Any, first_row: Any, pair: int, registers: tuple[Any, Any]
-) -> None:
+def store_units(sub_tile: Any, first_row: Any, pair: int, registers: tuple[Any, Any]) -> None:
     """Store 8 rows from first_row, a multiple of 8, of units 2 pair and 2 pair + 1 of a sub-tile in
     global memory, in whole sectors; `registers` are the fragments of the two units."""
     lane = cute.arch.lane_idx()
