@@ -607,8 +607,9 @@ def test_what_the_fused_kernels_are_given(monkeypatch: pytest.MonkeyPatch):
     assert tiles.shape == (6, 4, 5 * 64 * 64) and tiles.dtype == torch.bfloat16
     assert decay.shape == (6, 4, 64) and decay.dtype == torch.float32
     assert second[0] is args["v"] and second[1] is tiles and second[2] is decay
-    assert second[3] is o and second[4] is args["initial_state"] and second[5] is final_state
-    assert second[6:] == (None, None, None, 0, 1)
+    assert second[3] is o and second[4:6] == (None, None)
+    assert second[6] is args["initial_state"] and second[7] is final_state
+    assert second[8:] == (None, None, None, 0, 1)
     assert final_state.shape == (2, 4, 64, 128)
 
 
@@ -621,7 +622,7 @@ def test_packed_sequences_have_a_slot_each_besides_those_of_their_tokens(
         _, final_state = cute_attn.chunk_kda(**args)
     tiles = seen[2][7]
     assert tiles.shape[0] == 130 // 64 + 3
-    assert seen[2][6] is args["cu_seqlens"] and seen[3][6] is args["cu_seqlens"]
+    assert seen[2][6] is args["cu_seqlens"] and seen[3][8] is args["cu_seqlens"]
     assert final_state.shape[0] == 3
 
 
