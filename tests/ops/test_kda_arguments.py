@@ -649,7 +649,7 @@ def test_what_a_kernel_cannot_read_is_copied(
         cute_attn.chunk_kda(**call(**GATED) | {name: x})
     _, _, first, second = seen
     position = {"q": 0, "k": 1, "g": 2, "A_log": 4, "dt_bias": 5}
-    got = second[0 if name == "v" else 4] if name not in position else first[position[name]]
+    got = second[0 if name == "v" else 6] if name not in position else first[position[name]]
     assert got is not x and got.is_contiguous() and got.data_ptr() % 16 == 0
     assert torch.equal(got.flatten(), x.flatten().to(got.dtype))
 
