@@ -18,6 +18,11 @@ def assert_sound(entry: Entry) -> None:
         assert not reads, f"{entry.directory}: " + "; ".join(reads[:3])
 
 
+def machine_code(entry: Entry) -> str:
+    """The listing of all kernels."""
+    return "\n".join(disassemble(cubin, _nvdisasm()) for cubin in cubins(entry.read("kernel.o")))
+
+
 _nvdisasm = cache(find_nvdisasm)
 
 

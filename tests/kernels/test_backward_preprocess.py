@@ -17,7 +17,6 @@ from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention.spec import Hd256PreprocessSpec, SumPartialsSpec, ZeroUnusedSpec
 from cute_attn.kernels.attention.statistics import padded_rows
 from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS, SUM_PARTIALS, ZERO_UNUSED
-from cute_attn.kernels.common.numbers import LOG2_E
 
 HEADS, HEAD_DIM, TILE = 3, 256, 128
 DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -110,7 +109,7 @@ def test_statistics_of_rows(spec: Hd256PreprocessSpec, lengths: tuple[int, ...],
         padded = slice(first, first + -(-length // TILE) * TILE)
         expected[0, :, padded], expected[1, :, padded] = math.inf, 0.0
         seen = ~y.isinf()
-        expected[0, :, first : first + length] = torch.where(seen, y * LOG2_E, math.inf)
+        expected[0, :, first : first + length] = torch.where(seen, y, math.inf)
         expected[1, :, first : first + length] = torch.where(seen, delta, 0.0)
     # Tiles of no sequence are not written.
     torch.testing.assert_close(stats.double(), expected, rtol=1e-6, atol=1e-4, equal_nan=True)

@@ -13,7 +13,7 @@ import pytest
 from cute_attn import cache
 from cute_attn.kernels.attention.spec import DTYPES, KERNEL_SCHEDULERS, Hd256BackwardSpec
 from cute_attn.kernels.attention.table import HD256_BACKWARD_DKDV, HD256_BACKWARD_DQ
-from tests.kernels.machine_code import assert_sound
+from tests.kernels.machine_code import assert_sound, machine_code
 
 ARCH = "sm_100a"
 BOOLS = (False, True)
@@ -63,6 +63,13 @@ def test_no_spills(kernel: str, fields: dict[str, Any]) -> None:
 @extremes
 def test_the_machine_code_is_sound(kernel: str, fields: dict[str, Any]) -> None:
     assert_sound(compiled(kernel, fields))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_scores_are_rounded_before_lse_is_subtracted(kernel: str) -> None:
+    """A score and the log-sum-exp that it determines must cancel. Packed FMAs would be products
+    that the assembler fused with the subtraction: without a softcap the kernels have none."""
+    assert "FFMA2" not in machine_code(compiled(kernel, PLAIN))
 
 
 @extremes

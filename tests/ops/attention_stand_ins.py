@@ -18,7 +18,6 @@ from cute_attn.cache import KernelDef
 from cute_attn.emulation import Emulation
 from cute_attn.kernels.attention import table
 from cute_attn.kernels.attention.statistics import STATS_ROWS, round_up
-from cute_attn.kernels.common.numbers import LOG2_E
 from cute_attn.ops.attention.arguments import ALIGNMENT, has_readable_strides
 from cute_attn.reference.attention import attention_reference, sequences, visible
 
@@ -110,7 +109,7 @@ def _preprocess(
         stats[0, :, first : first + round_up(count)] = math.inf
         stats[1, :, first : first + round_up(count)] = 0.0
         seen = y != -math.inf
-        stats[0, :, first : first + count] = torch.where(seen, y * LOG2_E, math.inf)
+        stats[0, :, first : first + count] = torch.where(seen, y, math.inf)
         stats[1, :, first : first + count] = torch.where(seen, delta, 0.0)
 
 
@@ -130,13 +129,13 @@ def _of_heads(
             q_h, do_h = (x[at_q][:, head].double() for x in (q, do))
             k_h, v_h = (x[at_k][:, head // group].double() for x in (k, v))
             rows = slice(first, first + len(q_h))
-            lse2, delta = stats[:, head, rows, None].double()
+            lse, delta = stats[:, head, rows, None].double()
             score, slope = scale * (q_h @ k_h.T), 1.0
             if options["softcap"]:
                 t = torch.tanh(score / softcap)
                 score, slope = softcap * t, 1 - t**2
             seen = visible(len(q_h), len(k_h), window_size=options["window_size"])
-            p = torch.exp2(score * LOG2_E - lse2).masked_fill(~seen, 0.0)
+            p = torch.exp(score - lse).masked_fill(~seen, 0.0)
             ds = (p * (do_h @ v_h.T - delta) * slope).masked_fill(~seen, 0.0)
             yield at_q, at_k, head, p, ds, q_h, k_h, do_h
 

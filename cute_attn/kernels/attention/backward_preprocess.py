@@ -1,8 +1,7 @@
 """The first kernel of the backward at head_dim 256: the statistics of query rows, and dsink's sums.
 
-For row i of a head, with s the sink (see `statistics` for the layout of lse2 and delta):
+For row i of a head, with s the sink (`statistics` has the layout, and the lse of unseen rows):
 
-    lse2_i  = lse_i log2(e)
     delta_i = sum_d o_id do_id - dlse_i
     dsink   = sum_i -exp(s - lse_i) delta_i
 
@@ -12,7 +11,7 @@ which `sum_partials` adds up in a fixed order.
 
     CTA (tile of STATS_ROWS rows, head, sequence), 8 warps
       rows        32 rows at once: the sums of o * do, to shared memory
-      statistics  a thread for each row: lse2 and delta, to global memory, and its part of dsink
+      statistics  a thread for each row: lse and delta, to global memory, and its part of dsink
 
 Runs on sm_80 and newer.
 """
@@ -37,7 +36,7 @@ from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .arguments import FakeArguments
 from .sequences import Sequences
 from .spec import Hd256PreprocessSpec
-from .statistics import DELTA, LSE2, STATS_ROWS, padded_start
+from .statistics import DELTA, LSE, STATS_ROWS, padded_start
 from .work import TileMap
 
 HEAD_DIM = 256
@@ -228,8 +227,8 @@ class Hd256BackwardPreprocess:
         token: Int32,
         length: Int32,
     ) -> Float32:
-        """Write lse2 and delta of a row, and return its part of dsink."""
-        lse2, dsink = Float32(INF), Float32(0.0)
+        """Write lse and delta of a row, and return its part of dsink."""
+        log_sum, dsink = Float32(INF), Float32(0.0)
         if token < length:
             if cutlass.const_expr(self.spec.varlen_q):
                 place = (head, queries.start(sequence) + token)
@@ -238,19 +237,18 @@ class Hd256BackwardPreprocess:
             log_sum = lse[place]
             if cutlass.const_expr(dlse is not None):
                 delta -= dlse[place]
-            lse2 = log_sum * LOG2_E
             if cutlass.const_expr(sink is not None):
                 score = Float32(sink[head])
                 # Equal, they may both be infinite: a row that sees no key has the sink as its lse.
                 probability = Float32(1.0)
                 if score != log_sum:
-                    probability = exp2(score * LOG2_E - lse2)
+                    probability = exp2((score - log_sum) * LOG2_E)
                 dsink = -probability * delta
             if log_sum == -INF:
-                lse2 = Float32(INF)
-        if lse2 == INF:
+                log_sum = Float32(INF)
+        if log_sum == INF:
             delta = Float32(0.0)
         row = Int64(padded_start(queries, sequence) + token)
-        stats[LSE2, head, row] = lse2
+        stats[LSE, head, row] = log_sum
         stats[DELTA, head, row] = delta
         return dsink

@@ -1,10 +1,10 @@
 """The elementwise part of the backward: P from S and the log-sum-exp, dS from P and dP.
 
-    P  = 2^(S log2 - lse2)                 S log2 are the scaled scores in base 2
+    P  = exp(S factor - lse)               S factor are the scaled scores
     dS = P (dP - delta)                    the gradient of scores, before the softmax scale
-    dS = P (1 - tanh^2) (dP - delta)       with a softcap, where P = 2^(tanh log2 - lse2)
+    dS = P (1 - tanh^2) (dP - delta)       with a softcap, where P = exp(tanh factor - lse)
 
-Functions work on pairs of a thread's values. Where the thread has a row of S, `lse2` and `delta`
+Functions work on pairs of a thread's values. Where the thread has a row of S, `lse` and `delta`
 are the row's scalars; where it has a column, or a row of S^T, they are indexed like the values.
 Hidden values may have any P and dS: the caller replaces them by 0 (`mask.mask_words`).
 """
@@ -22,7 +22,7 @@ from .softmax import Scaling
 
 
 def probabilities(
-    values: Any, columns: range, lse2: Any, scaling: Scaling, *, softcap: bool
+    values: Any, columns: range, lse: Any, scaling: Scaling, *, softcap: bool
 ) -> tuple[list[Pair], list[Pair]]:
     """(P, P times the slope of the softcap) of an even number of columns of S; without a softcap
     both are the same list.
@@ -38,12 +38,15 @@ def probabilities(
         pairs = [
             (cute.math.tanh(x, fastmath=True), cute.math.tanh(y, fastmath=True)) for x, y in inside
         ]
-    # The negation costs nothing: it is a modifier of the exponential's operand.
-    negated = [
-        cute.arch.fma_packed_f32x2(pair, _both(-scaling.log2), _pair(lse2, j))
-        for pair, j in zip(pairs, columns[::2], strict=True)
-    ]
-    p = [(cute.math.exp2(-x, fastmath=True), cute.math.exp2(-y, fastmath=True)) for x, y in negated]
+    # The product is rounded before the subtraction, as it was in lse. Fused with it, a large score
+    # and its own lse would differ by the rounding of lse; ptxas fuses two .rn, but not .rn and .rz.
+    p = []
+    for pair, j in zip(pairs, columns[::2], strict=True):
+        above_lse = cute.arch.sub_packed_f32x2(
+            _times(pair, _both(scaling.factor)), _pair(lse, j), rnd="rz"
+        )
+        x, y = _times(above_lse, _both(Float32(LOG2_E)))
+        p.append((cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)))
     if not softcap:
         return p, p
     exponentials = exp2_pairs(

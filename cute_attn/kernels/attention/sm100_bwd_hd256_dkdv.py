@@ -6,7 +6,7 @@ The CTAs of a pair hold 128 keys each, and the MMAs of cta_group::2 read both CT
 
     value pair (CTAs 0 and 1)                   key pair (CTAs 2 and 3)
     S^T = K Q^T        256 x 128, K = 256       dP^T = V dO^T
-    P^T = 2^(c S^T - lse2), over S^T            dS^T = P'^T * (dP^T - delta), over dP^T
+    P^T = exp(c S^T - lse), over S^T            dS^T = P'^T * (dP^T - delta), over dP^T
     dV += P^T dO       256 x 256, K = 128       dK += dS^T Q
 
 P' is P, with a softcap P times the slope of the cap. It goes from a thread of CTA c to the thread
@@ -78,7 +78,7 @@ from .sm100_mma import (
 )
 from .softmax import Scaling
 from .spec import DKDV_TILE_M, DKDV_TILE_N, Hd256BackwardSpec
-from .statistics import DELTA, LSE2, padded_start
+from .statistics import DELTA, LSE, padded_start
 from .visibility import Visibility
 from .work import TileMap, Work, heads_in_l2
 
@@ -123,7 +123,7 @@ EDGES = (
     Edge("x_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "its buffer, after the last T"),
     Edge("yz_full", LOAD, MMA, YZ_STAGES, Kind.BYTES, Reach.LEADER, "Q or dO, as Y or Z"),
     Edge("yz_empty", MMA, LOAD, YZ_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
-    Edge("stats_full", LOAD, ELEMENTWISE, STATS_STAGES, Kind.BYTES, payload="lse2 or delta"),
+    Edge("stats_full", LOAD, ELEMENTWISE, STATS_STAGES, Kind.BYTES, payload="lse or delta"),
     Edge("stats_empty", ELEMENTWISE, LOAD, STATS_STAGES, Kind.WARPS, payload="its stage"),
     Edge("t_full", MMA, ELEMENTWISE, T_STAGES, Kind.COMMIT, Reach.PAIR, "T"),
     Edge("t_done", ELEMENTWISE, MMA, T_STAGES, Kind.WARPS, Reach.LEADER, "T', in place of T"),
@@ -173,7 +173,7 @@ class Sm100Hd256DkDv:
                 "exchange", self.dtype, ROWS * QUERIES, 1, SWIZZLE_ALIGNMENT,
                 "P', 128 x 128, then dV or dK, 2 x 128 x 64",
             ),
-            Buffer("stats", Float32, QUERIES, STATS_STAGES, holds="lse2 or delta of queries"),
+            Buffer("stats", Float32, QUERIES, STATS_STAGES, holds="lse or delta of queries"),
             TileQueue.buffer(Work),
             Buffer("clc_response", Int32, CLC_RESPONSE_BYTES // 4),
             Buffer("barriers", Int64, self.pipeline.count),
@@ -376,7 +376,7 @@ class Sm100Hd256DkDv:
             elif warp == LOAD.warps[0]:
                 if cta_rank() < CTAS:
                     self.load_warp(
-                        k_tma, k, qy_tma, qy, doz_tma, doz, stats, LSE2,
+                        k_tma, k, qy_tma, qy, doz_tma, doz, stats, LSE,
                         storage, barriers, queue, visible, queries, group, num_splits,
                     )  # fmt: skip
                 else:
@@ -673,7 +673,7 @@ class Sm100Hd256DkDv:
     def exponentiate(
         self,
         values: cute.Tensor,
-        lse2: cute.Tensor,
+        lse: cute.Tensor,
         scaling: Scaling,
         words: cute.Tensor,
         sent: cute.Tensor,
@@ -682,7 +682,7 @@ class Sm100Hd256DkDv:
         for first in cutlass.range_constexpr(0, COLUMNS, STEP):
             columns = range(first, first + STEP)
             p, with_slope = probabilities(
-                values, columns, of_columns(lse2, columns), scaling, softcap=self.spec.softcap
+                values, columns, of_columns(lse, columns), scaling, softcap=self.spec.softcap
             )
             for j in cutlass.range_constexpr(STEP // 2):
                 words[first // 2 + j] = pack(self.dtype, *p[j])

@@ -7,7 +7,7 @@ more as half of its columns; the MMAs of cta_group::2 read both CTAs' halves.
 
     S  = Q K^T       256 x 128, K = 256    Q and K in shared memory, S in tensor memory
     dP = dO V^T      256 x 128, K = 256    dO and V in shared memory, dP in tensor memory
-    dS = P (dP - delta)                    in place of dP; P = 2^(c S - lse2), see `gradient`
+    dS = P (dP - delta)                    in place of dP; P = exp(c S - lse), see `gradient`
     dQ = dQ + dS K   256 x 256, K = 128    dS and dQ in tensor memory, K in shared memory
 
 S and dP have one stage each, yet the MMAs need not wait: P of the next K/V tile is made during the
@@ -77,7 +77,7 @@ from .sm100_mma import (
 )
 from .softmax import Scaling
 from .spec import TILE_M, TILE_N, Hd256BackwardSpec
-from .statistics import DELTA, LSE2, padded_start
+from .statistics import DELTA, LSE, padded_start
 from .visibility import Visibility
 from .work import TileMap, Work, heads_in_l2
 
@@ -549,10 +549,10 @@ class Sm100Hd256Dq:
             whole_first, whole_end = visible.whole_key_tiles(
                 first_row, ROWS, work.seqlen_q, work.seqlen_k
             )
-            lse2, delta = Float32(INF), Float32(0.0)
+            lse, delta = Float32(INF), Float32(0.0)
             if first_row + row < work.seqlen_q:
                 at = padded_start(queries, work.sequence) + first_row + row
-                lse2, delta = stats[LSE2, work.head, at], stats[DELTA, work.head, at]
+                lse, delta = stats[LSE, work.head, at], stats[DELTA, work.head, at]
             for i in cutlass.range(end - first, unroll=1):
                 key_tile = end - 1 - i
                 barriers.wait("s_full", n)
@@ -562,7 +562,7 @@ class Sm100Hd256Dq:
                 cute.arch.fence_view_async_tmem_load()
                 tcgen05_fence_before()
                 barriers.warp_arrives("s_read", n)
-                self.to_probabilities(values, lse2, scaling)
+                self.to_probabilities(values, lse, scaling)
 
                 barriers.wait("dp_full", n)
                 tcgen05_fence_after()
@@ -581,7 +581,7 @@ class Sm100Hd256Dq:
             queue.release(taken)
             self.stage_dq(
                 dq_acc, storage, barriers, row, half, taken, done, 3 * n + taken,
-                first < end, lse2 != INF, softmax_scale,
+                first < end, lse != INF, softmax_scale,
             )  # fmt: skip
             if first < end:
                 done += 1
@@ -591,11 +591,11 @@ class Sm100Hd256Dq:
         queue.release(taken)
 
     @cute.jit
-    def to_probabilities(self, values: cute.Tensor, lse2: Float32, scaling: Scaling) -> None:
+    def to_probabilities(self, values: cute.Tensor, lse: Float32, scaling: Scaling) -> None:
         """Replace S by P, times the slope of a softcap."""
         for first in cutlass.range_constexpr(0, COLUMNS, STEP):
             columns = range(first, first + STEP)
-            _, p = probabilities(values, columns, lse2, scaling, softcap=self.spec.softcap)
+            _, p = probabilities(values, columns, lse, scaling, softcap=self.spec.softcap)
             for j in cutlass.range_constexpr(STEP // 2):
                 values[columns[2 * j]], values[columns[2 * j + 1]] = p[j]
 

@@ -1,9 +1,9 @@
-"""What the backward needs to know of each query row: lse in base 2, and delta.
+"""What the backward needs to know of each query row: its log-sum-exp, and delta.
 
 The preprocess kernel writes both as float32 `[2, heads, padded rows]`, and the dQ and dK/dV kernels
-read them. lse2 is lse * log2(e), so P = 2^(score log2(e) - lse2); delta is the sum of o * do over
+read them. P is exp(score - lse), with the natural lse; delta is the sum of o * do over
 head_dim, less the gradient of lse. Sequences start at multiples of STATS_ROWS, so that a tile of
-queries is one aligned copy. Rows that see no key, and padding, have lse2 = inf, hence P = 0, and
+queries is one aligned copy. Rows that see no key, and padding, have lse = inf, hence P = 0, and
 delta = 0. Importing this loads no compiler.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .sequences import Sequences
 
 STATS_ROWS = 128  # rows of a query tile, to which a sequence's rows are padded
-LSE2, DELTA = 0, 1  # of the first mode
+LSE, DELTA = 0, 1  # of the first mode
 
 
 def padded_start(queries: Sequences, sequence: Any) -> Any:
