@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..common.numbers import INF
-
-HALVES = (0x0000FFFF, -0x00010000)  # the lower and the upper 16 bits of an Int32
+from ..common.ptx.asm import asm
 
 
 @cute.jit
@@ -30,20 +30,28 @@ def mask_row(
 
 
 @cute.jit
-def mask_words(
-    words: cute.Tensor,
-    columns: cutlass.Constexpr[Sequence[int]],
-    low: Int32 | None,
-    high: Int32,
-) -> None:
-    """Set the values of 16 bits whose columns are not in [low, high) to 0. A word holds two columns
-    next to each other, the first in its lower half; a `low` of None is no bound."""
-    for j in cutlass.range_constexpr(len(columns) // 2):
-        kept = Int32(0)
-        for half in cutlass.range_constexpr(2):
-            column = columns[2 * j + half]
-            visible = column < high
-            if cutlass.const_expr(low is not None):
-                visible = visible and column >= low
-            kept = kept | (Int32(HALVES[half]) if visible else Int32(0))
-        words[j] = words[j] & kept
+def mask_words(words: cute.Tensor, low: Int32 | None, high: Int32) -> None:
+    """Set the values of 16 bits whose columns are not in [low, high) to 0. Word j has column 2j in
+    its lower half and 2j + 1 in its upper one, for a multiple of 16 words; a `low` of None is no
+    bound."""
+    for first in cutlass.range_constexpr(0, 2 * cute.size(words), 32):
+        visible = _bits_below(high - first)
+        if cutlass.const_expr(low is not None):
+            visible = visible & ~_bits_below(low - first)
+        # A byte permutation copies the highest bit of a byte to all of its bits, so each column's
+        # bit is shifted to such a place.
+        shifted = [visible << n for n in range(8)]
+        for column in cutlass.range_constexpr(0, 32, 2):
+            kept = _halves(shifted[7 - column % 8], shifted[6 - column % 8], column // 8)
+            words[(first + column) // 2] = words[(first + column) // 2] & kept
+
+
+def _bits_below(n: Any) -> Any:
+    """The lowest n bits of a word; none if n <= 0, all if n >= 32."""
+    return asm("bmsk.clamp.b32 $0, $1, $2;", [Int32], [Int32(0), cutlass.max(n, Int32(0))])
+
+
+def _halves(low: Any, high: Any, byte: int) -> Any:
+    """Two halves of 16 bits, each filled with the highest bit of a byte of `low` and of `high`."""
+    selector = (8 + byte) * 0x11 + (12 + byte) * 0x1100
+    return asm("prmt.b32 $0, $1, $2, $3;", [Int32], [low, high, Int32(selector)])

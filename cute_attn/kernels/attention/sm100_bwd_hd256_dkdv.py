@@ -726,9 +726,9 @@ class Sm100Hd256DkDv:
             low = low - start
         else:
             low = None
-        mask_words(words, range(COLUMNS), low, high - start)
+        mask_words(words, low, high - start)
         if cutlass.const_expr(sent is not words):
-            mask_words(sent, range(COLUMNS), low, high - start)
+            mask_words(sent, low, high - start)
 
     @cute.jit
     def send(self, words: cute.Tensor, exchange: Int32, barriers: Barriers, n: Int32) -> None:

@@ -629,7 +629,7 @@ class Sm100Hd256Dq:
         low, high = visible.keys(token, work.seqlen_q, work.seqlen_k)
         left = key_tile * TILE_N + half * COLUMNS
         low, high = low - left, high - left
-        mask_words(words, range(COLUMNS), low if self.spec.window_left else None, high)
+        mask_words(words, low if self.spec.window_left else None, high)
 
     @cute.jit
     def stage_dq(
