@@ -212,12 +212,9 @@ def analyse_parts(program: Program, part: str, nvdisasm: Path) -> list[Analysed]
 def report(options: argparse.Namespace, nvdisasm: Path, captures: Path) -> Report:
     specialisations = [s for s in BACKWARD if s.name in SHORT or not options.short]
     compiled: list[tuple[str, Program]] = []
+    for specialisation in track(specialisations, f"compiling {OURS}"):
+        compiled += our_programs(specialisation).items()
     notes: list[str] = []
-    try:
-        for specialisation in track(specialisations, f"compiling {OURS}"):
-            compiled += our_programs(specialisation).items()
-    except NotImplementedError as error:
-        notes.append(f"without {OURS}: {error}")
     try:
         theirs, missing = their_programs(specialisations, captures)
         compiled += theirs
