@@ -174,7 +174,7 @@ class Case:
         unused_q, unused_k: how many rows of each do not count, with seqused.
         group: query heads to a head of k.
         left, right: of window_size; right None and the kind having a bound there is causal.
-        layout: of q, k and v in memory: see `_allocate`.
+        layout: of q, k and v in memory: see `allocate`.
         tilt: factor by which scores grow from the last keys to the first: running maxima move.
         tail: rows behind the last packed sequence that belong to none.
     """
@@ -225,7 +225,7 @@ class Case:
                 counts = [n - m for n, m in zip(lengths, unused, strict=True)]
                 args[f"seqused_{side}"] = torch.tensor(counts, dtype=torch.int32)
             for name in names:
-                args[name] = _allocate((*shape, heads, HEAD_DIM), dtype, self.layout, side)
+                args[name] = allocate((*shape, heads, HEAD_DIM), dtype, self.layout, side)
         for at_q, at_k in rows_of(args):
             for name, at in (("q", at_q), ("k", at_k), ("v", at_k)):
                 view = args[name][at]
@@ -254,7 +254,7 @@ class Case:
         return args
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, layout: str, side: str) -> torch.Tensor:
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, layout: str, side: str) -> torch.Tensor:
     """A tensor of NaNs, `[..., rows, heads, head_dim]`."""
     *outer, rows, heads, dim = shape
     if layout == "contiguous":
@@ -399,7 +399,7 @@ def kept_programs() -> Iterator[None]:
 def run(
     args: dict[str, Any], scheduler: str = "static", on: Machine = Machine(), **changes: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, lse), where no check of the emulator finds anything but what `_is_known` says."""
+    """(o, lse), where no check of the emulator finds anything but what `is_known` says."""
     args = args | changes
     varlen = any(name.startswith(("cu_", "seqused_")) for name in args)
     function = cute_attn.flash_attn_varlen_func if varlen else cute_attn.flash_attn_func
@@ -411,11 +411,11 @@ def run(
     )
     with cute_attn.emulated(ARCH, emulator):
         result = function(**args, scheduler=scheduler)
-    assert all(map(_is_known, emulator.report.findings)), emulator.report
+    assert all(map(is_known, emulator.report.findings)), emulator.report
     return result
 
 
-def _is_known(finding: Finding) -> bool:
+def is_known(finding: Finding) -> bool:
     """The compiler moves what tcgen05.ld has loaded to other registers before the wait that the
     kernel has written. The assembler, which tracks those loads, waits there by itself: a note.
     """
