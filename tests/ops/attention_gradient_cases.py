@@ -39,9 +39,9 @@ from .attention_cases import (
     Kind,
     Machine,
     allocate,
-    is_known,
     cases,
     covering_pairs,
+    is_known,
     reference_arguments,
     rows_of,
 )
