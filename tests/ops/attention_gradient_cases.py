@@ -228,7 +228,7 @@ def assert_gradients_agree(
     plains = [plain_gradients(args, do, dlse, seed) for seed in (None, *range(OTHER_ROUNDINGS))]
     for name, gradient in found.items():
         true = exact[name]
-        assert true is not None and gradient.shape == true.shape and gradient.is_contiguous()
+        assert true is not None and gradient.shape == true.shape
         others = [p for plain in plains if (p := plain[name]) is not None]
         try:
             assert_no_worse_than_any(gradient, others, true)
