@@ -366,7 +366,7 @@ def test_scores_that_saturate_the_softcap(kind: Kind, softcap: float, magnitude:
 @pytest.mark.slow
 @pytest.mark.parametrize("tilt", [1.0, 8.0])
 @pytest.mark.parametrize(
-    ("magnitude", "scale"), [(1e4, None), (1.0, 1e4), (1e-20, None), (1e-3, 100.0)]
+    ("magnitude", "scale"), [(1e4, None), (1e10, None), (1.0, 1e8), (1e-20, None), (1e-3, 100.0)]
 )
 def test_large_and_small_scores(magnitude: float, scale: float | None, tilt: float):
     case = Case(
