@@ -21,6 +21,9 @@ class Listed(NamedTuple):
 
 
 BENCHMARKS = {
+    "attention-exchange": Listed(
+        "attention.exchange", "st.async between CTAs, as the dK/dV kernel at head_dim 256 uses it"
+    ),
     "cache": Listed("cache", "imports, look-ups and races of the kernel cache, on the CPU"),
     "emulator": Listed(
         "emulator", "speed of the emulator, with and without its checks; needs no GPU"

@@ -224,7 +224,9 @@ class Barriers(Carried):
         pointer = self.stage_pointer(name, self.stage(name, n))
         edge = self.pipeline[name]
         if edge.by_warp:
-            pointer += edge.stages * (cute.arch.warp_idx() - edge.producer.warps[0])
+            # Not warp_idx(), a shuffle: only one lane of the warp may execute this.
+            warp = cute.arch.thread_idx()[0] // WARP_SIZE
+            pointer += edge.stages * (warp - edge.producer.warps[0])
         return pointer
 
     def stage(self, name: str, n: Any) -> Any:
