@@ -739,8 +739,9 @@ def _differentiated(
         found = dict(zip(leaves, slopes, strict=True))
     given: dict[str, torch.Tensor | None] = {}
     for name, leaf in leaves.items():
-        slope = found[name]
-        slope = torch.zeros_like(leaf) if slope is None or slope.shape != leaf.shape else slope
+        slope: torch.Tensor | None = found[name]
+        if slope is None or slope.shape != leaf.shape:
+            slope = torch.zeros_like(leaf)
         if name in names:
             x = tensors[names.index(name)]
             slope = torch.zeros(x.shape, dtype=dtype, device=x.device).index_copy(1, tokens, slope)

@@ -322,14 +322,12 @@ def verdicts(
             for kernel, which in ((OURS, name), (THEIRS, beside))
         )
         found.append(_at_most(question, ours, theirs, 4))
-    for specialisation in SHORT:
+    for short in SHORT:
         ours, theirs = (
-            step_clocks(analysed, kernel, specialisation, 8192, specialisation == "causal")
+            step_clocks(analysed, kernel, short, 8192, short == "causal")
             for kernel in (OURS, THEIRS)
         )
-        found.append(
-            _at_most(f"{specialisation} step, 8192 tokens: at most {GOAL:g}", ours, theirs, 1)
-        )
+        found.append(_at_most(f"{short} step, 8192 tokens: at most {GOAL:g}", ours, theirs, 1))
     return found
 
 

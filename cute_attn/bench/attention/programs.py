@@ -86,7 +86,8 @@ def their_programs(
 
     if reason := peers.missing("flash_attention_4"):
         raise ImportError(reason)
-    programs, missing = [], []
+    programs: list[Program] = []
+    missing: list[str] = []
     for specialisation, request in requests:
         try:
             captured = request.capture(directory)
