@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cute_attn.emulator import machine
+from cute_attn.emulator import Finding, machine
 from cute_attn.emulator.host import HostFunction, Launch
 from cute_attn.emulator.machine import Machine, Run
 from cute_attn.emulator.program import Program
@@ -104,6 +104,35 @@ class Ptx:
             f"{{ .reg .b32 planted; {opcode} planted, {operand}, {by}; {changed} }}"
             f"{slashes}{comment}",
         )
+
+
+# -- patterns of lines ----------------------------------------------------------------------------
+
+MMA = r"tcgen05\.mma"
+LOAD = r"cp\.async\.bulk\.tensor\S*\.shared::c\w+\.global"
+STORE = r"cp\.async\.bulk\.tensor\S*\.global\.shared"
+TRY = r"mbarrier\.try_wait"
+LOOP = rf"{TRY}\.parity\.shared"  # in a loop of its own
+PEEK = rf"{TRY}\.parity\.acquire"  # a look beforehand, with the loop skipped where it succeeds
+RELEASE = r"mbarrier\.arrive\.shared(::cluster)?\.b64"
+EXPECT = r"mbarrier\.arrive\.expect_tx"
+STMATRIX = r"^\s*stmatrix"
+TMEM_LOAD = r"^\s*tcgen05\.ld"
+TMEM_STORE = r"^\s*tcgen05\.st"
+COMMIT_MMA = r"^\s*tcgen05\.commit"
+
+
+def operand(p: Ptx, line: int) -> str:
+    """The operand after the address, or the last one."""
+    found = re.search(r"\],\s*(%\w+)|,\s*(%\w+);", p[line])
+    assert found is not None, p[line]
+    return found[1] or found[2]
+
+
+def address(p: Ptx, line: int) -> str:
+    found = re.search(r"\[.*\]", p[line])
+    assert found is not None, p[line]
+    return found[0]
 
 
 # -- kernels that work ----------------------------------------------------------------------------
@@ -229,3 +258,69 @@ def record_capture(captured: Any) -> Iterator[Recorded]:
         ):
             recorded._keep.append(memory)
             yield recorded
+
+
+# -- bugs -----------------------------------------------------------------------------------------
+
+FAIR, RANDOM, ADVERSARIAL = range(3)
+SEEDS = [(FAIR, 0), (RANDOM, 0), (ADVERSARIAL, 0)]
+MORE_SEEDS = [
+    *((RANDOM, seed) for seed in range(1, 23)),
+    *((ADVERSARIAL, seed) for seed in range(1, 9)),
+]
+
+Planted = tuple[Ptx, Iterable[int]]  # the text with the bug, and the lines that it shows at
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug and how it is reported.
+
+    Attributes:
+        kernel: the key of the kernel that it is planted in.
+        plant: makes the text with the bug, and tells its lines.
+        checks: names of checks, one of which must report it; "value" stands for a wrong result, of
+            bugs that break no rule.
+        severity: of that finding.
+    """
+
+    name: str
+    kernel: str
+    plant: Callable[[Ptx], Planted]
+    checks: tuple[str, ...]
+    severity: str = "error"
+
+
+def reported(bug: Bug, run: Run, lines: set[int], right: bool) -> bool:
+    def names(finding: Finding) -> set[int | None]:
+        if finding.check == "deadlock":
+            return {int(line) for line in re.findall(r"PTX line (\d+)", finding.message)}
+        return {finding.line, finding.other_line}
+
+    if "value" in bug.checks and not right:
+        return True
+    return any(
+        finding.check in bug.checks
+        and finding.severity == bug.severity
+        and not lines.isdisjoint(names(finding))
+        for finding in run.findings
+    )
+
+
+Prepared = Callable[[str | None], Callable[[int, int], tuple[Run, bool]]]
+
+
+def launch_recorded(kernel: Recorded) -> Prepared:
+    kernel.run(kernel.program())
+    expected = kernel.content()
+
+    def prepare(text: str | None) -> Callable[[int, int], tuple[Run, bool]]:
+        program = kernel.program(text)
+
+        def run(schedule: int, seed: int) -> tuple[Run, bool]:
+            done = kernel.run(program, schedule=schedule, seed=seed)
+            return done, kernel.content() == expected
+
+        return run
+
+    return prepare

@@ -13,72 +13,49 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cute_attn.emulator import Finding
 from cute_attn.emulator.machine import Run
 from cute_attn.emulator.runner import Buffer, run_ptx
 
 from . import planted_kernels as small
-from .mutations import Ptx, Recorded, record, record_capture
+from .mutations import (
+    COMMIT_MMA,
+    EXPECT,
+    LOAD,
+    LOOP,
+    MMA,
+    MORE_SEEDS,
+    PEEK,
+    RELEASE,
+    SEEDS,
+    STMATRIX,
+    STORE,
+    TMEM_LOAD,
+    TMEM_STORE,
+    TRY,
+    Bug,
+    Planted,
+    Prepared,
+    Ptx,
+    Recorded,
+    address,
+    launch_recorded,
+    operand,
+    record,
+    record_capture,
+    reported,
+)
 from .peer_captures import PEERS, QUICK_PEERS, QUICK_REQUESTS, capture
-
-FAIR, RANDOM, ADVERSARIAL = range(3)
-SEEDS = [(FAIR, 0), (RANDOM, 0), (ADVERSARIAL, 0)]
-MORE_SEEDS = [
-    *((RANDOM, seed) for seed in range(1, 23)),
-    *((ADVERSARIAL, seed) for seed in range(1, 9)),
-]
-
-Planted = tuple[Ptx, Iterable[int]]  # the text with the bug, and the lines that it shows at
-
-
-@dataclass(frozen=True)
-class Bug:
-    """A bug and how it is reported.
-
-    Attributes:
-        kernel: the key of the kernel that it is planted in.
-        plant: makes the text with the bug, and tells its lines.
-        checks: names of checks, one of which must report it; "value" stands for a wrong result, of
-            bugs that break no rule.
-        severity: of that finding.
-    """
-
-    name: str
-    kernel: str
-    plant: Callable[[Ptx], Planted]
-    checks: tuple[str, ...]
-    severity: str = "error"
-
-
-def reported(bug: Bug, run: Run, lines: set[int], right: bool) -> bool:
-    def names(finding: Finding) -> set[int | None]:
-        if finding.check == "deadlock":
-            return {int(line) for line in re.findall(r"PTX line (\d+)", finding.message)}
-        return {finding.line, finding.other_line}
-
-    if "value" in bug.checks and not right:
-        return True
-    return any(
-        finding.check in bug.checks
-        and finding.severity == bug.severity
-        and not lines.isdisjoint(names(finding))
-        for finding in run.findings
-    )
-
 
 # -- kernels --------------------------------------------------------------------------------------
 
-Launch = Callable[[str | None], Callable[[int, int], tuple[Run, bool]]]
 
-
-def launch_small(kernel: small.Small) -> Launch:
+def launch_small(kernel: small.Small) -> Prepared:
     """Prepares a text in place of the kernel's; then runs it by schedule and seed, and tells
     whether the result is right."""
 
@@ -96,22 +73,6 @@ def launch_small(kernel: small.Small) -> Launch:
             )
             out = arguments[-1].array if isinstance(arguments[-1], Buffer) else arguments[-1]
             return done, np.array_equal(out, kernel.expected)
-
-        return run
-
-    return prepare
-
-
-def launch_recorded(kernel: Recorded) -> Launch:
-    kernel.run(kernel.program())
-    expected = kernel.content()
-
-    def prepare(text: str | None) -> Callable[[int, int], tuple[Run, bool]]:
-        program = kernel.program(text)
-
-        def run(schedule: int, seed: int) -> tuple[Run, bool]:
-            done = kernel.run(program, schedule=schedule, seed=seed)
-            return done, kernel.content() == expected
 
         return run
 
@@ -176,7 +137,7 @@ def record_lightning(arch: str, load: str | None, write_back: str | None) -> Rec
 
 
 @functools.cache
-def kernel_of(name: str) -> tuple[Ptx, Launch]:
+def kernel_of(name: str) -> tuple[Ptx, Prepared]:
     if name in SMALL:
         return Ptx(SMALL[name].text), launch_small(SMALL[name])
     recorded = record_lightning(*LIGHTNING[name]) if name in LIGHTNING else record_peer(name)
@@ -536,33 +497,8 @@ SMALL_BUGS = [
 # -- bugs in whole kernels ------------------------------------------------------------------------
 
 WGMMA = r"^wgmma\.mma_async"
-MMA = r"tcgen05\.mma"
-LOAD = r"cp\.async\.bulk\.tensor\S*\.shared::c\w+\.global"
-STORE = r"cp\.async\.bulk\.tensor\S*\.global\.shared"
-TRY = r"mbarrier\.try_wait"
-LOOP = rf"{TRY}\.parity\.shared"  # in a loop of its own
-PEEK = rf"{TRY}\.parity\.acquire"  # a look beforehand, with the loop skipped where it succeeds
-RELEASE = r"mbarrier\.arrive\.shared(::cluster)?\.b64"
-EXPECT = r"mbarrier\.arrive\.expect_tx"
-STMATRIX = r"^\s*stmatrix"
-TMEM_LOAD = r"^\s*tcgen05\.ld"
-TMEM_STORE = r"^\s*tcgen05\.st"
-COMMIT_MMA = r"^\s*tcgen05\.commit"
 BULK_LOAD = r"cp\.async\.bulk\.shared"
 BULK_STORE = r"cp\.async\.bulk\.global"
-
-
-def operand(p: Ptx, line: int) -> str:
-    """The operand after the address, or the last one."""
-    found = re.search(r"\],\s*(%\w+)|,\s*(%\w+);", p[line])
-    assert found is not None, p[line]
-    return found[1] or found[2]
-
-
-def address(p: Ptx, line: int) -> str:
-    found = re.search(r"\[.*\]", p[line])
-    assert found is not None, p[line]
-    return found[0]
 
 
 def wait_before(p: Ptx, line: int) -> list[int]:
