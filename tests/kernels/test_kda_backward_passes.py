@@ -166,20 +166,22 @@ def test_the_adjoint_pass_is_the_gradient_of_the_recurrence(
     dfinal = x["dfinal"] if case.final else None
     start = None if dfinal is None else case.laid_out(dfinal)
     dinitial = torch.full_like(case.laid_out(x["dfinal"]), math.nan)
+    dv = torch.full_like(x["v"], math.nan)
     run(
-        spec, arch, x, x["do"], (None, adjoints, None),
+        spec, arch, x, x["do"], (dv, adjoints, None),
         (start, dinitial if case.initial else None), case,
     )  # fmt: skip
 
     chunks = list(kda.chunks(x["q"], x["cu_seqlens"]))
     places = [slot_of(chunk, x["q"].shape[1], x["cu_seqlens"]) for chunk in chunks]
-    exact, exact_initial = exact_adjoints(x, dfinal)
-    plain, plain_initial = plain_adjoints(x, dfinal, case.dtype)
+    exact = exact_adjoints(x, dfinal)
+    plain = plain_adjoints(x, dfinal, case.dtype)
     ours = torch.stack([per_head(adjoints[p], dim_v).transpose(-1, -2) for p in places])
-    check(ours, plain.to(case.dtype), exact)
+    check(ours, plain.of_chunks.to(case.dtype), exact.of_chunks)
     check_untouched(places, adjoints)
+    check(dv, plain.dv.to(case.dtype), exact.dv)
     if case.initial:
-        check(dinitial, case.laid_out(plain_initial), case.laid_out(exact_initial))
+        check(dinitial, case.laid_out(plain.initial), case.laid_out(exact.initial))
 
 
 def inputs_of(case: Case) -> dict[str, Any]:
@@ -222,8 +224,8 @@ def run(
             torch.full((len(case.lengths), count, heads, dim, spec.head_dim_k), math.nan)
             for dim in (spec.head_dim_v, spec.head_dim_k)
         )
-        of_chunks = results if isinstance(spec, StatePassSpec) else (None, None, None)
-        launch("transitions", of_chunks, states, transitions, length, count)
+        unused = results if isinstance(spec, StatePassSpec) else (results[0], None, None)
+        launch("transitions", unused, states, transitions, length, count)
         dims: dict[str, Any] = {"head_dim_k": spec.head_dim_k, "head_dim_v": spec.head_dim_v}
         combine = SegmentsSpec(
             **dims, index_dtype=spec.index_dtype, **segments_config(arch=arch, **dims)
@@ -240,12 +242,18 @@ def per_head(elements: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.stack([matrix_of(x, rows) for x in elements])
 
 
-def exact_adjoints(
-    x: dict[str, Any], dfinal: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Autograd through the token-by-token reference in float64: the gradient of the state at the
-    end of each chunk, `[chunks, HV, K, V]`, and of the initial state. The recurrence is affine in
-    the state, so it may start from 0."""
+class Adjoints(NamedTuple):
+    """Gradients of the state at the end of each chunk, of the initial state and of v."""
+
+    of_chunks: torch.Tensor  # [chunks, HV, K, V]
+    initial: torch.Tensor
+    dv: torch.Tensor
+
+
+def exact_adjoints(x: dict[str, Any], dfinal: torch.Tensor | None) -> Adjoints:
+    """Autograd through the token-by-token reference in float64. The recurrence is affine in the
+    state and in v, so both may be 0."""
+    dv = torch.full_like(x["v"], math.nan, dtype=torch.float64)
     gradient = torch.zeros_like(x["dfinal"], dtype=torch.float64)
     if dfinal is not None:
         gradient += dfinal
@@ -254,18 +262,17 @@ def exact_adjoints(
         after = gradient[chunk.sequence].clone()
         adjoints.append(after)
         rows = slice(chunk.batch, chunk.batch + 1), chunk.rows
+        q, k, g, beta, do = (x[name][rows].double() for name in ("q", "k", "g", "beta", "do"))
         state = torch.zeros_like(after).unsqueeze(0).requires_grad_()
-        tensors = (x[name][rows].double() for name in ("q", "k", "v", "g", "beta"))
-        got = kda.kda_reference(*tensors, initial_state=state)
-        loss = (got.o * x["do"][rows].double()).sum() + (got.final_state * after).sum()
-        (before,) = torch.autograd.grad(loss, state)
+        v = torch.zeros_like(do).requires_grad_()
+        got = kda.kda_reference(q, k, v, g, beta, initial_state=state)
+        loss = (got.o * do).sum() + (got.final_state * after).sum()
+        before, dv[rows] = torch.autograd.grad(loss, (state, v))
         gradient[chunk.sequence] = before[0]
-    return torch.stack(adjoints[::-1]), gradient
+    return Adjoints(torch.stack(adjoints[::-1]), gradient, dv)
 
 
-def plain_adjoints(
-    x: dict[str, Any], dfinal: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_adjoints(x: dict[str, Any], dfinal: torch.Tensor | None, dtype: torch.dtype) -> Adjoints:
     """The same in plain float32 code by chunks, with operands of products rounded to `dtype`."""
 
     def stored(y: torch.Tensor) -> torch.Tensor:
@@ -275,6 +282,7 @@ def plain_adjoints(
         *(x[name].double() for name in ("q", "k", "g", "beta")), x["cu_seqlens"], dtype
     )
     tokens, _, dim_k = x["g"].shape[1:]
+    dv = torch.full_like(x["v"], math.nan, dtype=torch.float32)
     gradient = torch.zeros_like(x["dfinal"]) if dfinal is None else dfinal.clone()
     adjoints = []
     for chunk in reversed(list(kda.chunks(x["q"], x["cu_seqlens"]))):
@@ -287,12 +295,13 @@ def plain_adjoints(
             aqk, akk = (m[name][:, : do.shape[1]] for name in ("Aqk", "Akk"))
             dv_new = aqk.T @ do[head] + m["kg"] @ stored(after[head])
             dr = akk.T @ stored(dv_new)
+            dv[chunk.batch, chunk.rows, head] = dr
             gradient[chunk.sequence, head] = (
                 decay[slot, head].unsqueeze(-1) * after[head]
                 + m["qg"].T @ do[head]
                 - m["kd"].T @ stored(dr)
             )
-    return torch.stack(adjoints[::-1]), gradient
+    return Adjoints(torch.stack(adjoints[::-1]), gradient, dv)
 
 
 def check(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:

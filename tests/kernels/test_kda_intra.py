@@ -15,7 +15,7 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.kda.chunk.spec import CHUNK, SMALLEST_BETA, IntraSpec, PrepareSpec
+from cute_attn.kernels.kda.chunk.spec import CHUNK, IntraSpec, PrepareSpec
 from cute_attn.kernels.kda.table import CHUNK_INTRA, PREPARE
 from cute_attn.reference import kda
 
@@ -263,13 +263,12 @@ def test_prepare_of_strided_views_without_norms_and_with_beta_up_to_two() -> Non
     check_prepare(x, l2norm=False, beta_scale=2.0)
 
 
-@pytest.mark.parametrize("dtype", [BF16, slow(FP16)])
-def test_prepare_may_keep_beta_away_from_zero(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "smallest"), [(BF16, 2.0**-40), slow(FP16, 2.0**-14)])
+def test_prepare_may_keep_beta_away_from_zero(dtype: torch.dtype, smallest: float) -> None:
     """As if beta itself had been larger. A row past the end stays 0."""
     x = draw(1, 19, 1, 1, 64, dtype, BF16, FP32)
-    smallest = SMALLEST_BETA[NAMES[dtype]]
     given = torch.tensor([0.0, -0.0, 1e-30, -1e-30, smallest, -smallest, 0.99 * smallest, 1.0])
-    kept = [smallest, -smallest, smallest, -smallest, smallest, -smallest, smallest, 1.0]
+    kept = [smallest, smallest, smallest, -smallest, smallest, -smallest, smallest, 1.0]
     x["beta"].flatten()[: len(given)] = given
     y = dict(x, beta=x["beta"].clone())
     y["beta"].flatten()[: len(given)] = torch.tensor(kept)

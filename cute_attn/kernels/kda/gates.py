@@ -46,6 +46,18 @@ def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any
     return cute.arch.fmax(result, Float32(SMALLEST_LOG2_DECAY))
 
 
+SMALLEST_BETA = {cutlass.BFloat16: 2.0**-40, cutlass.Float16: 2.0**-14}
+
+
+def nonzero_beta(dtype: Any, beta: Any) -> Any:
+    """beta, or the number of the same sign and of SMALLEST_BETA, if that is larger. The backward
+    divides by it. Its square must be in the range of float32, and it in that of `dtype`."""
+    smallest = Float32(SMALLEST_BETA[dtype])
+    signed = cutlass.select_(beta < Float32(0.0), -smallest, smallest)
+    is_small = cute.arch.fmax(beta, -beta) < smallest
+    return Float32(cutlass.select_(is_small, signed, beta))
+
+
 def sigmoid(x: Any) -> Any:
     # Where 2^-x overflows to inf, its reciprocal is 0, as it should be.
     return reciprocal(1.0 + exp2(-x * Float32(LOG2_E)))

@@ -39,7 +39,7 @@ from ...common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_name
 from ...common.ptx import mbarrier
 from ...common.ptx.async_copy import copies_arrive, copy_async, copy_bulk
 from ...common.ptx.matrices import load_matrices
-from ...common.ptx.memory import shared_address
+from ...common.ptx.memory import shared_address, store_global_where
 from ...common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ...common.spec import MBARRIER_BYTES, WARP_SIZE
 from .chunks import num_sequences, row_address, sequence_place
@@ -201,7 +201,7 @@ class ChunkPass:
             rows: [B, T, HV, V], v or the gradient of o.
             tiles: [slots, HV, elements] and
             decay: float32 [slots, HV, K], as `prepare` writes them.
-            o: [B, T, HV, V], written.
+            o: [B, T, HV, V], written: the output, or the gradient of v.
             states: [slots, HV, V * K], written: the carried matrix at the start of each chunk (the
                 end, if the pass runs backwards) rounded and transposed, V rows of K. For each 64
                 rows it has K / 64 sub-tiles, swizzled as those of a record are.
@@ -507,6 +507,25 @@ class ChunkPass:
             return load_matrices(at, transposed=True)
 
         return [lambda j=j: load(j) for j in range(0, CHUNK // 8, 2)]
+
+    def store_rows(self, rows: Any, o: cute.Tensor, place: Place, index: Any, present: Any) -> None:
+        """Store a chunk's rows of the warp's 16 columns to o, `[B, T, HV, V]`: 16 bytes of each of
+        8 rows for each store of a warp; L2 merges the two halves of a sector. `rows` are fragments
+        of the untransposed rows, 2 for each 8 of them."""
+        sequence = place.sequence
+        lane = cute.arch.lane_idx()
+        row = index * CHUNK + lane // 4
+        end = sequence.length
+        if present is not True:
+            end = cutlass.select_(present, end, Int32(-CHUNK))  # no row is before that
+        step = o.stride[1] * 2
+        column = place.column + 2 * (lane % 4)
+        at = row_address(o, sequence.batch, sequence.start, place.head, column)
+        at = at + Int64(row) * step
+        for j in range(CHUNK // 8):
+            for half in range(2):
+                store_global_where(row < end, at + 16 * half, rows[2 * j + half])
+            row, at = row + 8, at + 8 * step
 
     # -- states -------------------------------------------------------------------------------
 

@@ -16,9 +16,6 @@ BETA_DTYPES = ("float32", "bfloat16", "float16")
 HEAD_DIMS = (64, 128)  # K; 256 would need 128 registers a thread for the state, 112 KiB a record
 HEAD_DIMS_V = (64, 128, 256)
 
-# The backward divides v_new by beta, so there a smaller |beta| counts as this, with its sign.
-SMALLEST_BETA = {"bfloat16": 2.0**-60, "float16": 2.0**-14}
-
 ALLOWED: dict[str, tuple[object, ...]] = {
     "dtype": DTYPES,
     "gate_dtype": GATE_DTYPES,
@@ -65,8 +62,8 @@ class ChunkSpec(CheckedSpec):
 
 
 @dataclass(frozen=True)
-class PrepareSpec(ChunkSpec):
-    """The fused path's preparation of chunks (`prepare`).
+class InputsSpec(ChunkSpec):
+    """What kernels read that take the inputs of `chunk_kda`.
 
     Attributes:
         gate_dtype: dtype of g.
@@ -76,7 +73,6 @@ class PrepareSpec(ChunkSpec):
         has_A_log, has_dt_bias: whether the gate has A_log, dt_bias.
         l2norm: q and k are normalised.
         beta_sigmoid: beta is the input of a sigmoid.
-        nonzero_beta: a beta too near 0 to divide by is replaced; see `SMALLEST_BETA`.
     """
 
     gate_dtype: str
@@ -86,6 +82,16 @@ class PrepareSpec(ChunkSpec):
     has_dt_bias: bool
     l2norm: bool
     beta_sigmoid: bool
+
+
+@dataclass(frozen=True)
+class PrepareSpec(InputsSpec):
+    """The fused path's preparation of chunks (`prepare`).
+
+    Attributes:
+        nonzero_beta: a beta too near 0 to divide by is replaced, see `gates.nonzero_beta`.
+    """
+
     nonzero_beta: bool = False
 
     @property

@@ -9,13 +9,14 @@ o. With dS the gradient of the state after a chunk, a K by V matrix, the chunk c
 
 which is the adjoint of `state_pass`, step by step, and like it three products that depend on one
 another. The pass starts from the gradient of the final state, or from 0, and ends with the gradient
-of the initial state. It stores dS before each of these updates.
+of the initial state. It stores dS before each of these updates, and dr, which is also the gradient
+of v.
 
     warps of `state`, see `chunk_pass`
       see     start Aqk^T do
       recall  start kg dS on top of it, and Diag(decay) dS + qg^T do; store dS
       solve   dr
-      update  dS
+      update  dS; store dr
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import cutlass.cute as cute
 
+from ....common.ptx.matrices import transpose_matrix
 from ..chunk_pass import KD_STEP, ChunkPass, Place, Results
 from ..spec import CHUNK, AdjointPassSpec
 from ..tiles import SUB_TILE_BYTES
@@ -41,7 +43,7 @@ class KdaAdjointPass(ChunkPass):
             scores=True,
             starts=spec.has_final_state,
             ends=spec.has_initial_state,
-            store_o=False,
+            store_o=True,
             store_states=spec.segments != "transitions",
             store_v_new=False,
         )
@@ -67,8 +69,11 @@ class KdaAdjointPass(ChunkPass):
         dv_new = self.state.operand(self.state.done(dv_new, pending=1))
         dr = product(dv_new, stage + self.stage["akk"], columns=CHUNK, triangular=True)
         updated = self.state.done(updated, pending=1)
-        dr = self.state.negated(self.state.operand(self.state.done(dr)))
+        dr = self.state.operand(self.state.done(dr))
 
         # update
-        updated = product(dr, kd, updated, sub_tile_step=KD_STEP)
+        updated = product(self.state.negated(dr), kd, updated, sub_tile_step=KD_STEP)
+        if not self.transitions:
+            rows = [transpose_matrix(x) for x in dr]
+            self.store_rows(rows, results.o, place, index, True)
         self.state.assign(state, self.state.done(updated))

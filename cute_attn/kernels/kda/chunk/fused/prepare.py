@@ -47,14 +47,14 @@ from ....common.ptx.memory import (
     store_shared,
 )
 from ....common.spec import WARP_SIZE
-from ...gates import log2_decay, sigmoid
+from ...gates import log2_decay, nonzero_beta, sigmoid
 from ..chunks import divisors, num_slots, place_of, row_offset, rows_of
 from ..gate_sums import GateSums
 from ..inverse import Inverse
 from ..operands import Operands
 from ..score_tiles import ScoreTiles
 from ..scores import Scores
-from ..spec import CHUNK, SMALLEST_BETA, PrepareSpec
+from ..spec import CHUNK, PrepareSpec
 from ..sub_chunks import (
     NUM_THREADS,
     REGION,
@@ -313,16 +313,8 @@ class KdaPrepare:
             if cutlass.const_expr(self.spec.beta_sigmoid):
                 x = cutlass.select_(thread < length, beta_scale * sigmoid(x), Float32(0.0))
             if cutlass.const_expr(self.spec.nonzero_beta):
-                x = cutlass.select_(thread < length, self.away_from_zero(x), Float32(0.0))
+                x = cutlass.select_(thread < length, nonzero_beta(self.dtype, x), Float32(0.0))
             store_shared(Float32, smem + self.memory["beta"] + thread * 4, [Float32(x)])
-
-    def away_from_zero(self, beta: Any) -> Any:
-        """Return beta, or where |beta| is less the smallest beta of the backward, with its sign."""
-        bits = Int32(Float32(beta).bitcast(Int32))
-        smallest = Float32(SMALLEST_BETA[self.spec.dtype])
-        size = Int32(bits & 0x7FFFFFFF).bitcast(Float32)
-        signed = Int32(smallest.bitcast(Int32) | (bits & Int32(-(1 << 31)))).bitcast(Float32)
-        return cutlass.select_(size < smallest, signed, beta)
 
     @cute.jit
     def load_parameters(

@@ -21,15 +21,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ....common.ptx.convert import unpack
 from ....common.ptx.matrices import transpose_matrix
-from ....common.ptx.memory import store_global_where
 from ..chunk_pass import KD_STEP, ChunkPass, Place, Results
-from ..chunks import row_address
 from ..spec import CHUNK, StatePassSpec
 from ..tiles import SUB_TILE_BYTES, store_units
 
@@ -113,22 +110,8 @@ class KdaStatePass(ChunkPass):
     def store_o(
         self, output: Any, o: cute.Tensor | None, place: Place, index: Any, present: Any
     ) -> None:
-        """Store o of a chunk, 16 bytes of each of 8 rows for each store of a warp; L2 merges the
-        two halves of a sector."""
-        if not self.outputs:
-            return
-        sequence = place.sequence
-        lane = cute.arch.lane_idx()
-        row = index * CHUNK + lane // 4
-        end = cutlass.select_(present, sequence.length, Int32(-CHUNK))  # no row is before that
-        step = o.stride[1] * 2
-        column = place.column + 2 * (lane % 4)
-        at = row_address(o, sequence.batch, sequence.start, place.head, column)
-        at = at + Int64(row) * step
-        for j in range(CHUNK // 8):
-            for half in range(2):
-                store_global_where(row < end, at + 16 * half, output[2 * j + half])
-            row, at = row + 8, at + 8 * step
+        if self.outputs:
+            self.store_rows(output, o, place, index, present)
 
     def store_v_new(self, v_new: list[Any], results: Results, place: Place, index: Any) -> None:
         if self.transitions or not self.has_v_new:
