@@ -317,26 +317,26 @@ def check_untouched(places: list[int], *tensors: torch.Tensor) -> None:
     assert all(x[unused].isnan().all() for x in tensors)
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", *map(slow, ("sm_80", "sm_86", "sm_120a"))])
 @pytest.mark.parametrize(
-    "arch",
-    ["sm_90a", "sm_100a", *(slow(x) for x in ("sm_80", "sm_86", "sm_120a"))],
+    ("dims", "segments"),
+    [
+        ((128, 128), "none"),
+        slow((128, 128), "transitions"),
+        slow((128, 128), "outputs"),
+        slow((64, 64), "none"),
+        slow((128, 256), "none"),
+    ],
 )
-@pytest.mark.parametrize("dims", [(128, 128), slow((64, 64)), slow((128, 256))])
-def test_no_pass_spills(arch: str, dims: tuple[int, int]) -> None:
-    case = Case([1], True, dims, BF16)
-    fields = case.fields("bulk", "mma") | state_pass_config(
-        arch=arch, head_dim_k=dims[0], head_dim_v=dims[1]
-    )
-    both = [
-        (definition, kind(**(fields | {"segments": segments}), **more))
-        for segments in ("none", "transitions", "outputs")
-        for definition, kind, more in (
-            (ADJOINT_PASS, AdjointPassSpec, {}),
-            (STATE_PASS, StatePassSpec, {"store_o": False, "store_states": True}),
-            (STATE_PASS, StatePassSpec, {"store_o": True, "store_states": True}),
-        )
-    ]
-    for definition, spec in both if dims == (128, 128) else both[:3]:
+def test_no_pass_spills(arch: str, dims: tuple[int, int], segments: str) -> None:
+    fields = Case([1], True, dims, BF16).fields("bulk", "mma")
+    config = state_pass_config(arch=arch, head_dim_k=dims[0], head_dim_v=dims[1])
+    fields |= config | {"segments": segments}
+    for definition, spec in (
+        (ADJOINT_PASS, AdjointPassSpec(**fields)),
+        (STATE_PASS, StatePassSpec(**fields, store_o=False, store_states=True)),
+        (STATE_PASS, StatePassSpec(**fields, store_o=True, store_states=True)),
+    ):
         entry = cache.compile(definition, spec, arch=arch)
         assert_sound(entry)
         for use in entry.kernels:
