@@ -105,7 +105,9 @@ def _resident_clusters(device_index: int, size: int) -> int:
     shape = attribute.value.clusterDim
     shape.x, shape.y, shape.z = size, 1, 1
     config.attrs, config.numAttrs = [attribute], 1
-    with torch.cuda.device(device_index):
+    # torch makes its context current only with its first own call that needs it.
+    driver.ask("cuCtxPushCurrent", driver.ask("cuDevicePrimaryCtxRetain", device))
+    try:
         module = driver.ask("cuModuleLoadData", _PROBE)
         try:
             function = driver.ask("cuModuleGetFunction", module, b"probe")
@@ -114,6 +116,9 @@ def _resident_clusters(device_index: int, size: int) -> int:
             return int(driver.ask("cuOccupancyMaxActiveClusters", function, config))
         finally:
             driver.ask("cuModuleUnload", module)
+    finally:
+        driver.ask("cuCtxPopCurrent")
+        driver.ask("cuDevicePrimaryCtxRelease", device)
 
 
 def check_device(name: str, device: torch.device) -> None:

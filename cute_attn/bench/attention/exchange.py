@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> Report:
                 {
                     "stages": stages,
                     "clusters": clusters,
-                    "clocks_a_tile": each.median().item(),
-                    "slowest_clocks_a_tile": each.max().item(),
-                    "bytes_a_clock": EXCHANGE_BYTES / each.median().item(),
+                    "tile_clocks": each.median().item(),
+                    "slowest_tile_clocks": each.max().item(),
+                    "bytes_per_clock": EXCHANGE_BYTES / each.median().item(),
                 }
             )
     single = next(row for row in rows if row["stages"] == 1 and row["clusters"] == most)
-    reached = float(single["bytes_a_clock"])  # type: ignore[arg-type]
+    reached = float(single["bytes_per_clock"])  # type: ignore[arg-type]
     return Report(
         benchmark="attention-exchange",
         title="st.async between the CTAs of clusters of four",
