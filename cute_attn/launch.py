@@ -91,7 +91,6 @@ _PROBE = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry probe(
 @functools.cache
 def _resident_clusters(device_index: int, size: int) -> int:
     """The CUDA driver's answer, for a kernel that takes all of an SM's shared memory."""
-    import torch
 
     binding = driver.binding()
     optin = binding.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN

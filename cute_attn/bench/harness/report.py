@@ -21,8 +21,8 @@ SCHEMA = 1
 # A fractional number without its unit in its column's name is refused. `share`, `speedup` and
 # `error` are pure numbers; a table whose rows differ in unit has a `unit` column instead.
 UNIT_SUFFIXES = (
-    "_ns", "_us", "_ms", "_s", "_clocks", "_gbps", "_tflops", "_per_clock", "_pct", "_ratio", "_mib",
-    "_error",
+    "_ns", "_us", "_ms", "_s", "_clocks", "_gbps", "_tflops", "_per_clock", "_pct", "_ratio",
+    "_mib", "_error",
 )  # fmt: skip
 UNIT_PREFIXES = ("share_of_", "speedup_vs_")
 
