@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..common.numbers import LOG2_E
+from ..common.numbers import LN_2, LOG2_E
 from ..common.ptx.math import exp2, log2, reciprocal
 
 # This decay erases a state, and sums of such logarithms stay finite.
@@ -44,6 +44,32 @@ def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any
         bound = Float32(lower_bound) * LOG2_E
         result = bound * reciprocal(1.0 + exp2(cute.math.fma(g, slope, bias * slope)))
     return cute.arch.fmax(result, Float32(SMALLEST_LOG2_DECAY))
+
+
+def log_decay_gradients(
+    gate: str, dg: Any, g: Any, rate: Any, bias: Any, lower_bound: Any
+) -> tuple[Any, Any]:
+    """Return the gradients of g (and of dt_bias), and of A_log, from dg, that of the logarithm of
+    the decay. Both are 0 where `log2_decay` replaces the logarithm."""
+    if gate == "none":
+        d, of_rate = dg, Float32(0.0)
+        log2_gate = g * LOG2_E
+    elif gate == "softplus":
+        log2_gate = log2_decay(gate, g, rate, bias, lower_bound)
+        d, of_rate = dg * (-rate * sigmoid(g + bias)), dg * (log2_gate * LN_2)
+    else:
+        # sigmoid(z) sigmoid(-z) = 2^-|z| / (1 + 2^-|z|)^2 does not cancel.
+        x = g + bias
+        z = x * (rate * LOG2_E)
+        small = exp2(-cute.arch.fmax(z, -z))
+        inverse = reciprocal(1.0 + small)
+        d = dg * (Float32(lower_bound) * rate * (small * inverse * inverse))
+        log2_gate = log2_decay(gate, g, rate, bias, lower_bound)
+        # Where g is infinite, so is x, and d is 0.
+        of_rate = cutlass.select_(d == Float32(0.0), Float32(0.0), d * x)
+    zero = Float32(0.0)
+    kept = log2_gate > Float32(SMALLEST_LOG2_DECAY)
+    return Float32(cutlass.select_(kept, d, zero)), Float32(cutlass.select_(kept, of_rate, zero))
 
 
 SMALLEST_BETA = {cutlass.BFloat16: 2.0**-40, cutlass.Float16: 2.0**-14}

@@ -20,6 +20,9 @@ ADJOINT_PASS = KernelDef(
     name="kda_adjoint_pass",
     target="cute_attn.kernels.kda.chunk.backward.adjoint_pass:KdaAdjointPass",
 )
+GRADIENTS = KernelDef(
+    name="kda_gradients", target="cute_attn.kernels.kda.chunk.backward.gradients:KdaGradients"
+)
 
 # The stages of the modular path.
 GATE_CUMSUM = KernelDef(

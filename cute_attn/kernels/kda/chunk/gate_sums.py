@@ -19,6 +19,24 @@ from .sub_chunks import SUB_CHUNK, SUB_CHUNKS, ChunkMemory, parity
 LOWEST, HIGHEST = -120.0, 40.0  # bounds of P in range
 
 
+def is_outside(sums: Any) -> Any:
+    """Return whether P of a token, for two channels, is out of range."""
+    center, reach = (HIGHEST + LOWEST) / 2, (HIGHEST - LOWEST) / 2
+    distance = [cute.arch.fmax(x - center, center - x) for x in sums]
+    return cute.arch.fmax(*distance) > reach
+
+
+def first_outside(sums: Any) -> Any:
+    """Return the first token of a sub-chunk for which P of a warp's channels is out of range, or
+    16. `sums` is P of its tokens for two channels."""
+    first = Int32(SUB_CHUNK)
+    for t in reversed(range(1, SUB_CHUNK)):
+        first = Int32(cutlass.select_(is_outside(sums[t]), Int32(t), first))
+    for distance in (1, 2, 4, 8, 16):
+        first = cutlass.min(first, cute.arch.shuffle_sync_bfly(first, distance))
+    return first
+
+
 class GateSums:
     """Stores the sums in shared memory, and reads them. All methods run on the device."""
 
@@ -53,9 +71,9 @@ class GateSums:
             self._store_rows_of_p(smem, pair, sub, sums)
             return
         checked = range(1, SUB_CHUNK) if ascending else range(SUB_CHUNK - 1, SUB_CHUNK)
-        found = self._is_outside(sums[checked[0]])
+        found = is_outside(sums[checked[0]])
         for t in checked[1:]:
-            found = found | self._is_outside(sums[t])
+            found = found | is_outside(sums[t])
         self._store_factors(smem, pair, sub, sums, found)
 
     def _store_rows_of_p(self, smem: Any, pair: Any, sub: Any, rows: list[Any]) -> None:
@@ -72,7 +90,7 @@ class GateSums:
         thread, _, _ = cute.arch.thread_idx()
         first = Int32(SUB_CHUNK)
         if cute.arch.vote_any_sync(found):
-            first = self._first_outside(sums)
+            first = first_outside(sums)
             self._store_rows_of_p(smem, pair, sub, sums)
         else:
             self._store_rows_of_p(
@@ -80,19 +98,6 @@ class GateSums:
             )
         if (thread & (WARP_SIZE - 1)) == 0:
             store_shared(Int32, smem + self.memory["out_of_range"] + (thread >> 5) * 4, [first])
-
-    def _is_outside(self, sums: Any) -> Any:
-        center, reach = (HIGHEST + LOWEST) / 2, (HIGHEST - LOWEST) / 2
-        distance = [cute.arch.fmax(x - center, center - x) for x in sums]
-        return cute.arch.fmax(*distance) > reach
-
-    def _first_outside(self, sums: Any) -> Any:
-        first = Int32(SUB_CHUNK)
-        for t in reversed(range(1, SUB_CHUNK)):
-            first = Int32(cutlass.select_(self._is_outside(sums[t]), Int32(t), first))
-        for distance in (1, 2, 4, 8, 16):
-            first = cutlass.min(first, cute.arch.shuffle_sync_bfly(first, distance))
-        return first
 
     def rows_in_range(self, smem: Any, b: Any) -> Any:
         """Return how many rows of sub-chunk b are in range, from the first on."""

@@ -168,6 +168,17 @@ class AdjointPassSpec(PassSpec):
 
 
 @dataclass(frozen=True)
+class GradientsSpec(InputsSpec):
+    """The backward's gradients of q, k, g and beta (`backward.gradients`).
+
+    Attributes:
+        num_stages: stages of the ring in shared memory, each of 64 columns of V.
+    """
+
+    num_stages: int
+
+
+@dataclass(frozen=True)
 class GateSpec(CheckedSpec):
     """The gate and its sums within chunks (`gate_cumsum`): fields as in `PrepareSpec`."""
 

@@ -35,6 +35,12 @@ def thread_and_warp() -> tuple[Any, Any]:
 # -- elements
 
 
+def tile_offset(row: Any, column: Any) -> Any:
+    """Byte offset of an element of 64 rows in sub-tiles."""
+    unit = ((column >> 3) & 7) ^ (row & 7)
+    return (column >> 6) * SUB_TILE_BYTES + row * LINE_BYTES + (unit << 4) + ((column & 7) << 1)
+
+
 def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
     """Load 4 or 8 (`count`) elements of `dtype` from global memory, as float32."""
     if dtype is Float32:
@@ -81,6 +87,16 @@ def left_fragment(shared: Any, first_row: Any, step: int) -> list[Any]:
     row = first_row + ((matrix & 1) << 3) + r
     unit = (2 * step + (matrix >> 1)) ^ r
     return list(load_matrices(shared + row * LINE_BYTES + (unit << 4)))
+
+
+def left_fragment_of_columns(shared: Any, first_column: Any, step: Any) -> list[Any]:
+    """Load columns first_column to first_column + 15 of rows 16 step to 16 step + 15 as a left
+    operand, with a row of the operand for each column."""
+    lane = cute.arch.lane_idx()
+    matrix, r = lane >> 3, lane & 7
+    row = FRAGMENT_ROWS * step + ((matrix >> 1) << 3) + r
+    unit = ((first_column >> 3) + (matrix & 1)) ^ r
+    return list(load_matrices(shared + row * LINE_BYTES + (unit << 4), transposed=True))
 
 
 def lower_triangle(shared: Any, first_row: Any) -> list[list[Any]]:

@@ -1,0 +1,135 @@
+"""The shared memory of `gradients`, and where its warps find their elements.
+
+Warp 4 n + b has the rows of sub-chunk b, and the n-th quarter of the channels. A thread has
+accumulators of products of 16 rows by 8 channels (see `common.ptx.mma`), and operands of 16 tokens
+by 8 channels; both are pairs of these for each 16 channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Float32, Int32
+
+from ....common.dtypes import DTYPE
+from ....common.ptx.convert import unpack
+from ....common.ptx.memory import load_shared
+from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ....common.spec import WARP_SIZE
+from ..spec import CHUNK, GradientsSpec
+from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
+from ..tiles import SUB_TILE_BYTES, right_fragments, right_offsets, thread_and_warp, tile_offset
+
+QUARTERS = 4
+NUM_WARPS = SUB_CHUNKS * QUARTERS
+NUM_THREADS = NUM_WARPS * WARP_SIZE
+TILE_V = 64  # columns of V of a stage
+
+
+class GradientMemory(SharedMemory):
+    """Shared memory of a CTA that works on a chunk and a head of q and k.
+
+    P is the sum of gates (base 2) from a sub-chunk's first token, where it is 0. Its 32-byte unit u
+    of row r lies at unit u ^ (r & 7). Later, dG has its place.
+    """
+
+    def __init__(self, spec: GradientsSpec):
+        self.dtype, self.l2norm = DTYPE[spec.dtype], spec.l2norm
+        self.head_dim_k = spec.head_dim_k
+        self.p_row = 4 * spec.head_dim_k
+        self.pairs = spec.head_dim_k // (16 * QUARTERS)  # of a warp: 16 channels each
+
+        def sums(name: str, holds: str) -> Buffer:
+            return Buffer(name, Float32, SUB_CHUNKS * spec.head_dim_k, holds=holds)
+
+        def tokens(name: str, holds: str, count: int = 1) -> Buffer:
+            return Buffer(name, Float32, count * CHUNK, holds=holds)
+
+        self.stage = SharedMemory(
+            Buffer("state", self.dtype, TILE_V * spec.head_dim_k, alignment=SWIZZLE_ALIGNMENT),
+            Buffer("adjoint", self.dtype, TILE_V * spec.head_dim_k),
+            Buffer("do", self.dtype, CHUNK * TILE_V),
+            Buffer("dr", self.dtype, CHUNK * TILE_V),
+            Buffer("v_new", self.dtype, CHUNK * TILE_V),
+        )
+        super().__init__(
+            Buffer.ring("stage", self.stage, spec.num_stages),
+            Buffer("q", self.dtype, CHUNK * spec.head_dim_k, alignment=SWIZZLE_ALIGNMENT),
+            Buffer("k", self.dtype, CHUNK * spec.head_dim_k),
+            Buffer("daqk", self.dtype, CHUNK * CHUNK, holds="scale dAqk below its diagonal"),
+            Buffer("dlower", self.dtype, CHUNK * CHUNK, holds="the gradient of L / beta"),
+            Buffer("p", Float32, CHUNK * spec.head_dim_k),
+            sums("first", "the gate of a sub-chunk's first token"),
+            sums("steps", "G from there to the next sub-chunk's first token, or the chunk's end"),
+            sums("to_end", "G from there to the end of the chunk"),
+            sums("into_state", "sum over a sub-chunk of kg dkg"),
+            sums("of_state", "the state times its gradient, summed over a part of V"),
+            sums("later", "dG, summed over a sub-chunk"),
+            sums("of_A_log", "the gradient of A_log, summed over a sub-chunk"),
+            sums("of_dt_bias", ""),
+            tokens("own_score", "scale dAqk on its diagonal"),
+            tokens("inverse_norm_q", ""),
+            tokens("inverse_norm_k", ""),
+            tokens("along", "q dq and k dk of a quarter of the channels", 2 * QUARTERS),
+            Buffer("out_of_range", Int32, 2 * SUB_CHUNKS, holds="a gate warp's first such row"),
+        )
+
+    # -- places of a thread's elements --------------------------------------------------------
+
+    def warp_place(self) -> tuple[Any, Any]:
+        """Return the warp's sub-chunk and quarter."""
+        _, warp = thread_and_warp()
+        return warp & (SUB_CHUNKS - 1), warp >> 2
+
+    def first_unit(self) -> Any:
+        """Return the warp's first unit of 8 channels."""
+        return self.warp_place()[1] * (2 * self.pairs)
+
+    def operand_offsets(self) -> list[Any]:
+        """Return the lane's byte offsets, for each pair, of `operands` in 64 rows of K channels."""
+        unit = self.first_unit()
+        tile = (unit >> 3) * SUB_TILE_BYTES
+        swap = (unit & 7) << 4
+        return [(x ^ swap) + tile for x in right_offsets()[: self.pairs]]
+
+    def operands(self, matrix: Any, step: Any, pair: int) -> Any:
+        """Load rows 16 step to 16 step + 15 of the warp's 16 channels as two right operands."""
+        return right_fragments(matrix, self.operand_offsets(), step, pair)
+
+    def rows(self) -> list[Any]:
+        """Return the two rows of the chunk of which the thread has accumulators."""
+        b, _ = self.warp_place()
+        r, _ = row_and_part()
+        return [b * SUB_CHUNK + r, b * SUB_CHUNK + r + 8]
+
+    def accumulator_channel(self, pair: int, i: int) -> Any:
+        """Return the first of the two neighbouring channels of the thread's accumulators."""
+        return ((self.first_unit() + (2 * pair + i)) << 3) + 2 * row_and_part()[1]
+
+    def operand_channel(self, pair: int, i: int) -> Any:
+        return ((self.first_unit() + (2 * pair + i)) << 3) + row_and_part()[0]
+
+    def p_place(self, row: Any, channel: Any) -> Any:
+        """Byte offset of an element of P."""
+        unit = (channel >> 3) ^ (row & 7)
+        return self["p"] + row * self.p_row + (unit << 5) + ((channel & 7) << 2)
+
+    def load_p(self, smem: Any, row: Any, channel: Any, count: int) -> Any:
+        return load_shared(Float32, smem + self.p_place(row, channel), count)
+
+    def load_sums(self, smem: Any, name: str, b: Any, channel: Any, count: int = 1) -> Any:
+        """Load a sub-chunk's sums of `count` channels."""
+        at = smem + self[name] + b * self.p_row + (channel << 2)
+        return load_shared(Float32, at, count)
+
+    def load_pair(self, smem: Any, name: str, row: Any, channel: Any) -> list[Any]:
+        """Load two neighbouring channels of normalised q or k."""
+        at = smem + self[name] + tile_offset(row, channel)
+        values = list(unpack(self.dtype, load_shared(Int32, at)[0]))
+        if self.l2norm:
+            norm = self.of_token(smem, f"inverse_norm_{name}", row)
+            values = [x * norm for x in values]
+        return values
+
+    def of_token(self, smem: Any, name: str, row: Any) -> Any:
+        return load_shared(Float32, smem + self[name] + row * 4)[0]

@@ -1,0 +1,100 @@
+"""A chunk's gates from their inputs: two channels of a sub-chunk of 16 tokens for each thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...common.dtypes import DTYPE
+from ...common.numbers import LOG2_E
+from ...common.ptx.compiler import keep_branch
+from ...common.ptx.convert import unpack
+from ...common.ptx.math import exp2
+from ...common.ptx.memory import load_global
+from ..gates import log2_decay
+from .chunks import row_offset
+from .spec import CHUNK, InputsSpec
+from .sub_chunks import SUB_CHUNK, SUB_CHUNKS
+
+# -inf of a dtype in a register, twice for 16 bits.
+MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
+
+
+class GateInputs:
+    """Loads g, A_log and dt_bias. Threads 0 to 2 K - 1 have gates: thread t has channel
+    2 (t % (K / 2)) and the next one of sub-chunk t // (K / 2). All methods run on the device."""
+
+    def __init__(self, spec: InputsSpec):
+        self.spec, self.dtype = spec, DTYPE[spec.gate_dtype]
+        self.pairs = spec.head_dim_k // 2
+        self.num_threads = self.pairs * SUB_CHUNKS
+        self.registers = self.dtype.width // 16  # of a token's two channels
+
+    @cute.jit
+    def load_parameters(
+        self, A_log: cute.Tensor | None, dt_bias: cute.Tensor | None, head: Int32
+    ) -> Any:
+        """Load A_log, and dt_bias for the thread's two channels."""
+        thread, _, _ = cute.arch.thread_idx()
+        pair = thread % (self.spec.head_dim_k // 2)
+        a = Float32(0.0)
+        bias = (Float32(0.0), Float32(0.0))
+        if cutlass.const_expr(A_log is not None):
+            a = A_log[head]
+        if cutlass.const_expr(dt_bias is not None):
+            bias = (dt_bias[head, 2 * pair], dt_bias[head, 2 * pair + 1])
+        return a, bias
+
+    @cute.jit
+    def load(self, rows: Any, length: Int32) -> Any:
+        """Load a thread's part of g, in its dtype. Rows past the chunk's end repeat the last."""
+        thread, _, _ = cute.arch.thread_idx()
+        pairs = self.spec.head_dim_k // 2
+        registers = self.dtype.width // 16
+        raw = cute.make_rmem_tensor((SUB_CHUNK * registers,), Int32)
+        if thread < pairs * SUB_CHUNKS:
+            first, pair = thread // pairs * SUB_CHUNK, thread % pairs
+            source = rows.start + Int64(pair * (4 * registers))
+            for t in cutlass.range_constexpr(SUB_CHUNK):
+                at = cutlass.min(first + t, length - 1)
+                x = load_global(Int32, source + row_offset(at, rows.pitch), registers)
+                for n in cutlass.range_constexpr(registers):
+                    raw[t * registers + n] = x[n]
+        return raw
+
+    @cute.jit
+    def blank(self, raw: cute.Tensor, length: Int32) -> None:
+        """Overwrite rows past the chunk's end with values whose gate is 0."""
+        thread, _, _ = cute.arch.thread_idx()
+        first = thread // (self.spec.head_dim_k // 2) * SUB_CHUNK
+        blank = Int32(0 if self.spec.gate == "none" else MINUS_INFINITY[self.spec.gate_dtype])
+        registers = self.dtype.width // 16
+        if length < CHUNK:
+            keep_branch()
+            for t in cutlass.range_constexpr(SUB_CHUNK):
+                for n in cutlass.range_constexpr(registers):
+                    if first + t >= length:
+                        raw[t * registers + n] = blank
+
+    def rate(self, a: Any) -> Any:
+        """Return exp(A_log)."""
+        return exp2(a * LOG2_E) if self.spec.has_A_log else Float32(1.0)
+
+    def gates(self, raw: cute.Tensor, rate: Any, bias: Any, lower_bound: Any) -> list[list[Any]]:
+        """Return the gates of the 16 tokens, base 2."""
+        return [
+            [
+                log2_decay(self.spec.gate, x, rate, y, lower_bound)
+                for x, y in zip(self.pair(raw, t), bias, strict=True)
+            ]
+            for t in range(SUB_CHUNK)
+        ]
+
+    def pair(self, raw: cute.Tensor, t: int) -> tuple[Any, Any]:
+        """Return g of a token, as float32."""
+        if self.dtype is Float32:
+            return tuple(Int32(raw[2 * t + n]).bitcast(Float32) for n in range(2))
+        return unpack(self.dtype, raw[t])
