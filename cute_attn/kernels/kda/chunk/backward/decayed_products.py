@@ -14,6 +14,13 @@ part is the sum before the first sub-chunk; for columns, which go backwards, its
 Within a sub-chunk, decays are relative to a reference, as for the scores (see `..scores`): rows in
 range take one product, with a constant reference; the others are multiplied by halves, in four
 products relative to the first of the later tokens.
+
+A term of dq_i times q_i is one of col_j times k_j, and in dG, the gradient of G,
+
+    dG = q dq + k row - k col
+
+they cancel wherever both tokens are before or after a gate. So that rounding does not hinder that,
+dG multiplies each product by the operand of its counterpart, as rounded there.
 """
 
 from __future__ import annotations
@@ -47,9 +54,11 @@ class DecayedProducts:
     # -- between sub-chunks -------------------------------------------------------------------
 
     @cute.jit
-    def add_rows(self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor) -> None:
+    def add_rows(
+        self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, dG: cute.Tensor
+    ) -> None:
         """From products relative to the chunk's start (of q with the scale, of dr with its sign),
-        make dq and row, without the sub-chunk's own products."""
+        make dq and row, without the sub-chunk's own products, and add their part of dG."""
         b, _ = self.memory.warp_place()
         for j in cutlass.range(b, unroll=1):
             rows_q = left_fragment(smem + self.memory["daqk"], b * SUB_CHUNK, j)
@@ -66,17 +75,19 @@ class DecayedProducts:
                 channel = self.memory.accumulator_channel(pair, i)
                 for half in cutlass.range_constexpr(2):
                     row = self.memory.rows()[half]
-                    p = self.memory.load_p(smem, row, channel, 2)
+                    decay = [exp2(x) for x in self.memory.load_p(smem, row, channel, 2)]
+                    q = self.rounded(smem, "q", row, channel, decay)
+                    k = self.rounded(smem, "k", row, channel, decay)
                     for e in cutlass.range_constexpr(2):
                         n = 8 * pair + 4 * i + 2 * half + e
-                        decay = exp2(p[e])
-                        acc_q[n] = acc_q[n] * decay
-                        acc_k[n] = acc_k[n] * decay
+                        dG[n] = dG[n] + (q[e] * acc_q[n] + k[e] * acc_k[n])
+                        acc_q[n] = acc_q[n] * decay[e]
+                        acc_k[n] = acc_k[n] * decay[e]
 
     @cute.jit
-    def add_columns(self, smem: Int32, acc: cute.Tensor) -> None:
+    def add_columns(self, smem: Int32, acc: cute.Tensor, dG: cute.Tensor) -> None:
         """From products relative to the chunk's end, make col, without the sub-chunk's own
-        products."""
+        products, and add its part of dG."""
         b, _ = self.memory.warp_place()
         for back in cutlass.range(SUB_CHUNKS - 1 - b, unroll=1):
             m = SUB_CHUNKS - 1 - back
@@ -95,9 +106,18 @@ class DecayedProducts:
                 for half in cutlass.range_constexpr(2):
                     row = self.memory.rows()[half]
                     p = self.memory.load_p(smem, row, channel, 2)
+                    decay = [exp2(gap[2 * i + e] - p[e]) for e in range(2)]
+                    k = self.rounded(smem, "k", row, channel, decay)
                     for e in cutlass.range_constexpr(2):
                         n = 8 * pair + 4 * i + 2 * half + e
-                        acc[n] = acc[n] * exp2(gap[2 * i + e] - p[e])
+                        dG[n] = dG[n] - k[e] * acc[n]
+                        acc[n] = acc[n] * decay[e]
+
+    def rounded(self, smem: Any, name: str, row: Any, channel: Any, decay: list[Any]) -> list[Any]:
+        """Return two neighbouring channels of decayed q or k, as they are rounded in operands."""
+        values = self.memory.load_pair(smem, name, row, channel)
+        values = [x * y for x, y in zip(values, decay, strict=True)]
+        return unpack_all(self.dtype, pack_all(self.dtype, values))
 
     def _gap_logs(self, smem: Any, b: Any, pair: int) -> list[Any]:
         """Load `steps` of a sub-chunk for the thread's accumulators: [8 channels][2]."""
@@ -156,10 +176,10 @@ class DecayedProducts:
     @cute.jit
     def add_own(
         self, smem: Int32, in_range: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor,
-        acc: cute.Tensor,
+        acc: cute.Tensor, dG: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Add the products of the sub-chunk with itself to dq, row and col. The first `in_range`
-        rows take one product."""
+        """Add the products of the sub-chunk with itself to dq, row, col and dG. The first
+        `in_range` rows take one product."""
         first = Int32(0)
         end = Int32(LEVELS)
         if cutlass.const_expr(self.in_one_product):
@@ -167,22 +187,23 @@ class DecayedProducts:
             end = Int32(LEVELS + 1)
         for level in cutlass.range(first, end, unroll=1):
             for pair in cutlass.range_constexpr(self.pairs):
-                self._own_rows(smem, level, in_range, pair, acc_q, acc_k)
-                self._own_columns(smem, level, in_range, pair, acc)
+                self._own_rows(smem, level, in_range, pair, acc_q, acc_k, dG)
+                self._own_columns(smem, level, in_range, pair, acc, dG)
 
     def _own_rows(
         self, smem: Any, level: Any, in_range: Any, pair: int, acc_q: cute.Tensor,
-        acc_k: cute.Tensor,
+        acc_k: cute.Tensor, dG: cute.Tensor,
     ) -> None:  # fmt: skip
         b, _ = self.memory.warp_place()
         column = self._own_operand(smem, "k", level, in_range, pair, later=False)
         factors = self._own_factors(smem, level, in_range, pair, later=True)
-        for name, target in (("daqk", acc_q), ("dlower", acc_k)):
-            left = left_fragment(smem + self.memory[name], b * SUB_CHUNK, b)
-            self._add_own(target, pair, self._in_groups(left, level), [column], factors)
+        for matrix, name, target in (("daqk", "q", acc_q), ("dlower", "k", acc_k)):
+            left = left_fragment(smem + self.memory[matrix], b * SUB_CHUNK, b)
+            product = self._own_product(self._in_groups(left, level), [column])
+            self._add_own(smem, target, dG, pair, product, factors, name)
 
     def _own_columns(
-        self, smem: Any, level: Any, in_range: Any, pair: int, acc: cute.Tensor
+        self, smem: Any, level: Any, in_range: Any, pair: int, acc: cute.Tensor, dG: cute.Tensor
     ) -> None:
         b, _ = self.memory.warp_place()
         q, k = (
@@ -193,20 +214,33 @@ class DecayedProducts:
             at = smem + self.memory[name]
             left += self._in_groups(left_fragment_of_columns(at, b * SUB_CHUNK, b), level)
         factors = self._own_factors(smem, level, in_range, pair, later=False)
-        self._add_own(acc, pair, left, [q, k], factors)
+        product = self._own_product(left, [q, k])
+        self._add_own(smem, acc, dG, pair, product, factors, "k", sign=-1.0)
 
-    def _add_own(
-        self, acc: cute.Tensor, pair: int, left: list[Any], right: list[Any], factors: list[Any]
-    ) -> None:
-        """acc += factors * sum of products; 4 registers of `left` for each of `right`."""
+    def _own_product(self, left: list[Any], right: list[Any]) -> list[Any]:
+        """Return a sum of products; 4 registers of `left` for each of `right`."""
+        result: list[Any] = []
         for i in range(2):
-            product = [Float32(0.0)] * 4
+            product: Any = [Float32(0.0)] * 4
             for n, operand in enumerate(right):
                 a = left[4 * n : 4 * n + 4]
                 product = mma(self.dtype, product, a, operand[2 * i : 2 * i + 2])
-            for n in range(4):
-                at = 8 * pair + 4 * i + n
-                acc[at] = acc[at] + product[n] * factors[4 * i + n]
+            result += product
+        return result
+
+    def _add_own(
+        self, smem: Any, acc: cute.Tensor, dG: cute.Tensor, pair: int, product: list[Any],
+        factors: list[Any], name: str, sign: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Add a product to acc, and to dG."""
+        rows = self.memory.rows()
+        for n in range(0, 8, 2):
+            channel = self.memory.accumulator_channel(pair, n // 4)
+            x = self.rounded(smem, name, rows[n // 2 % 2], channel, factors[n : n + 2])
+            for e in range(2):
+                at = 8 * pair + n + e
+                acc[at] = acc[at] + product[n + e] * factors[n + e]
+                dG[at] = dG[at] + product[n + e] * (x[e] * sign)
 
     def _shift(self, level: Any) -> Any:
         """Return log2 of the tokens of a group; a level pairs its halves."""

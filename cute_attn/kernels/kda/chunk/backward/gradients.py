@@ -270,6 +270,7 @@ class KdaGradients:
                 acc_q = cute.make_rmem_tensor((count,), Float32)
                 acc_k = cute.make_rmem_tensor((count,), Float32)
                 acc = cute.make_rmem_tensor((count,), Float32)
+                dG = cute.make_rmem_tensor((count,), Float32)
                 of_state = cute.make_rmem_tensor((2 * self.pairs,), Float32)
                 scores = cute.make_rmem_tensor((16,), Float32)
                 for x in (acc_q, acc_k, acc, of_state, scores):
@@ -288,16 +289,16 @@ class KdaGradients:
                 self.store_scores(smem, scores, beta, dbeta, place, head, scale, beta_scale)
                 self.finish_dv(dv, beta, place, head, beta_scale)
                 self.sum_into_state(smem, acc, of_state)
-                self.from_start(smem, acc_q, acc_k, scale)
+                self.from_start(smem, acc_q, acc_k, acc, dG, scale)
                 cute.arch.sync_threads()
 
                 b, _ = self.memory.warp_place()
-                self.products.add_rows(smem, acc_q, acc_k)
-                self.products.add_columns(smem, acc)
+                self.products.add_rows(smem, acc_q, acc_k, dG)
+                self.products.add_columns(smem, acc, dG)
                 in_range = self.gates.rows_in_range(smem, b)
-                self.products.add_own(smem, in_range, acc_q, acc_k, acc)
+                self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
                 cute.arch.sync_threads()  # P has been read
-                self.finish(smem, acc_q, acc_k, acc, dq_sum, dk_sum)
+                self.finish(smem, acc_q, acc_k, acc, dG, dq_sum, dk_sum)
                 cute.arch.sync_threads()
                 self.gates.sum_rows(smem)
                 cute.arch.sync_threads()
@@ -500,25 +501,48 @@ class KdaGradients:
 
     @cute.jit
     def from_start(
-        self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, scale: Float32
-    ) -> None:
-        """Decay the products with the state to the chunk's first token, and scale them."""
+        self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
+        dG: cute.Tensor, scale: Float32,
+    ) -> None:  # fmt: skip
+        """Decay the products with the state to the chunk's first token, and scale them. In dG,
+        `decayed_products` will multiply them by rounded q and k; set it to what that leaves."""
+        b, _ = self.memory.warp_place()
         for pair in cutlass.range_constexpr(self.pairs):
             for i in cutlass.range_constexpr(2):
                 channel = self.memory.accumulator_channel(pair, i)
                 first = self.memory.load_sums(smem, "first", 0, channel, 2)
-                for n in cutlass.range_constexpr(4):
-                    at = 8 * pair + 4 * i + n
-                    decay = exp2(first[n % 2])
-                    acc_q[at] = acc_q[at] * (decay * scale)
-                    acc_k[at] = acc_k[at] * -decay
+                whole = self.memory.load_sums(smem, "to_end", 0, channel, 2)
+                to_end = self.memory.load_sums(smem, "to_end", b, channel, 2)
+                steps = self.memory.load_sums(smem, "steps", b, channel, 2)
+                start = [exp2(first[e] + (whole[e] - to_end[e])) for e in range(2)]
+                end = [exp2(to_end[e] - steps[e]) for e in range(2)]
+                for half in cutlass.range_constexpr(2):
+                    row = self.memory.rows()[half]
+                    p = self.memory.load_p(smem, row, channel, 2)
+                    decay = [exp2(x) for x in p]
+                    q = self.lost(smem, "q", row, channel, decay)
+                    k = self.lost(smem, "k", row, channel, decay)
+                    decay = [exp2(steps[e] - p[e]) for e in range(2)]
+                    column = self.lost(smem, "k", row, channel, decay)
+                    for e in cutlass.range_constexpr(2):
+                        at = 8 * pair + 4 * i + 2 * half + e
+                        x, y = acc_q[at] * scale, -acc_k[at]
+                        dG[at] = (q[e] * x + k[e] * y) * start[e] - column[e] * (acc[at] * end[e])
+                        acc_q[at] = x * exp2(first[e])
+                        acc_k[at] = y * exp2(first[e])
+
+    def lost(self, smem: Any, name: str, row: Any, channel: Any, decay: list[Any]) -> list[Any]:
+        """Return two channels of decayed q or k, without what rounding leaves of them."""
+        values = self.memory.load_pair(smem, name, row, channel)
+        rounded = self.products.rounded(smem, name, row, channel, decay)
+        return [x * y - z for x, y, z in zip(values, decay, rounded, strict=True)]
 
     # -- results ------------------------------------------------------------------------------
 
     @cute.jit
     def finish(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
-        dq_sum: cute.Tensor, dk_sum: cute.Tensor,
+        dG: cute.Tensor, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
     ) -> None:  # fmt: skip
         """Store dG in the place of P, and add dq and dk of a value head to the group's."""
         for half in cutlass.range_constexpr(2):
@@ -529,13 +553,13 @@ class KdaGradients:
                     channel = self.memory.accumulator_channel(pair, i)
                     q = self.memory.load_pair(smem, "q", row, channel)
                     k = self.memory.load_pair(smem, "k", row, channel)
-                    dG = []
                     for e in cutlass.range_constexpr(2):
                         at = 8 * pair + 4 * i + 2 * half + e
-                        dG.append(q[e] * acc_q[at] + k[e] * (acc_k[at] - acc[at]))
                         dq_sum[at] = dq_sum[at] + (acc_q[at] + own * k[e])
                         dk_sum[at] = dk_sum[at] + (acc_k[at] + acc[at] + own * q[e])
-                    store_shared(Float32, smem + self.memory.p_place(row, channel), dG)
+                    at = 8 * pair + 4 * i + 2 * half
+                    place = smem + self.memory.p_place(row, channel)
+                    store_shared(Float32, place, [dG[at], dG[at + 1]])
 
     @cute.jit
     def norm_gradients(self, smem: Int32, dq: cute.Tensor, dk: cute.Tensor) -> None:
