@@ -172,9 +172,11 @@ class GradientsSpec(InputsSpec):
     """The backward's gradients of q, k, g and beta (`backward.gradients`).
 
     Attributes:
+        grouped: whether a head of q and k has several value heads.
         num_stages: stages of the ring in shared memory, each of 64 columns of V.
     """
 
+    grouped: bool
     num_stages: int
 
 

@@ -185,9 +185,13 @@ class DecayedProducts:
         if cutlass.const_expr(self.in_one_product):
             first = Int32(LEVELS) if in_range == SUB_CHUNK else Int32(0)
             end = Int32(LEVELS + 1)
-        for level in cutlass.range(first, end, unroll=1):
-            for pair in cutlass.range_constexpr(self.pairs):
+        # The compiler would load P before the loops, or mix these, and spill.
+        for pair in cutlass.range_constexpr(self.pairs):
+            for level in cutlass.range(first, end, unroll=1):
+                cute.arch.sync_warp()
                 self._own_rows(smem, level, in_range, pair, acc_q, acc_k, dG)
+            for level in cutlass.range(first, end, unroll=1):
+                cute.arch.sync_warp()
                 self._own_columns(smem, level, in_range, pair, acc, dG)
 
     def _own_rows(
@@ -213,8 +217,9 @@ class DecayedProducts:
         for name in ("daqk", "dlower"):
             at = smem + self.memory[name]
             left += self._in_groups(left_fragment_of_columns(at, b * SUB_CHUNK, b), level)
-        factors = self._own_factors(smem, level, in_range, pair, later=False)
         product = self._own_product(left, [q, k])
+        cute.arch.sync_warp()
+        factors = self._own_factors(smem, level, in_range, pair, later=False)
         self._add_own(smem, acc, dG, pair, product, factors, "k", sign=-1.0)
 
     def _own_product(self, left: list[Any], right: list[Any]) -> list[Any]:

@@ -257,61 +257,99 @@ class KdaGradients:
             count = 8 * self.pairs
             dq_sum = cute.make_rmem_tensor((count,), Float32)
             dk_sum = cute.make_rmem_tensor((count,), Float32)
-            dq_sum.fill(0.0)
-            dk_sum.fill(0.0)
-            for n in cutlass.range(group, unroll=1):
-                head = first_head + n
-                self.gates.store_sums(
-                    smem, rows_of(g, place, head), place.length, A_log, dt_bias, head, lower_bound
-                )
-                cute.arch.sync_threads()
-                self.gates.finish_sums(smem)
-
-                acc_q = cute.make_rmem_tensor((count,), Float32)
-                acc_k = cute.make_rmem_tensor((count,), Float32)
-                acc = cute.make_rmem_tensor((count,), Float32)
-                dG = cute.make_rmem_tensor((count,), Float32)
-                of_state = cute.make_rmem_tensor((2 * self.pairs,), Float32)
-                scores = cute.make_rmem_tensor((16,), Float32)
-                for x in (acc_q, acc_k, acc, of_state, scores):
-                    x.fill(0.0)
-                for t in cutlass.range(self.tiles_v, unroll=1):
-                    index = n * self.tiles_v + t
-                    stage = smem + index % self.spec.num_stages * self.stage_bytes
-                    cute.arch.cp_async_wait_group(self.spec.num_stages - 1)
-                    cute.arch.sync_threads()
-                    self.multiply(stage, acc_q, acc_k, acc, of_state, scores)
-                    cute.arch.sync_threads()
-                    self.start_copy(
-                        smem, states, adjoints, do, dv, v_new, place, slot, first_head,
-                        index + self.spec.num_stages, total,
+            if cutlass.const_expr(self.spec.grouped):
+                dq_sum.fill(0.0)
+                dk_sum.fill(0.0)
+                for n in cutlass.range(group, unroll=1):
+                    self.value_head(
+                        g, beta, A_log, dt_bias, do, states, adjoints, v_new, dv, dg, dbeta,
+                        dA_log, ddt_bias, place, slot, first_head, n, total, smem, scale,
+                        lower_bound, beta_scale, dq_sum, dk_sum,
                     )  # fmt: skip
-                self.store_scores(smem, scores, beta, dbeta, place, head, scale, beta_scale)
-                self.finish_dv(dv, beta, place, head, beta_scale)
-                self.sum_into_state(smem, acc, of_state)
-                self.from_start(smem, acc_q, acc_k, acc, dG, scale)
-                cute.arch.sync_threads()
-
-                b, _ = self.memory.warp_place()
-                self.products.add_rows(smem, acc_q, acc_k, dG)
-                self.products.add_columns(smem, acc, dG)
-                in_range = self.gates.rows_in_range(smem, b)
-                self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
-                cute.arch.sync_threads()  # P has been read
-                self.finish(smem, acc_q, acc_k, acc, dG, dq_sum, dk_sum)
-                cute.arch.sync_threads()
-                self.gates.sum_rows(smem)
-                cute.arch.sync_threads()
-                self.gates.store(
-                    smem, rows_of(g, place, head), rows_of(dg, place, head), place.length, A_log,
-                    dt_bias, head, lower_bound,
+            else:
+                self.value_head(
+                    g, beta, A_log, dt_bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
+                    ddt_bias, place, slot, first_head, Int32(0), total, smem, scale, lower_bound,
+                    beta_scale, dq_sum, dk_sum,
                 )  # fmt: skip
-                cute.arch.sync_threads()
-                self.gates.store_partial_sums(smem, dA_log, ddt_bias, slot, head)
             if cutlass.const_expr(self.spec.l2norm):
                 self.norm_gradients(smem, dq_sum, dk_sum)
             self.store_rows(dq, dq_sum, place, head_qk)
             self.store_rows(dk, dk_sum, place, head_qk)
+
+    @cute.jit
+    def value_head(
+        self, g: cute.Tensor, beta: cute.Tensor, A_log: cute.Tensor | None,
+        dt_bias: cute.Tensor | None, do: cute.Tensor, states: cute.Tensor, adjoints: cute.Tensor,
+        v_new: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
+        dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, place: Any, slot: Int32,
+        first_head: Int32, n: Int32, total: Int32, smem: Int32, scale: Float32,
+        lower_bound: Float32, beta_scale: Float32, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
+    ) -> None:  # fmt: skip
+        """Store the gradients of the group's n-th value head, and add those of q and k."""
+        head = first_head + n
+        self.gates.store_sums(
+            smem, rows_of(g, place, head), place.length, A_log, dt_bias, head, lower_bound
+        )
+        cute.arch.sync_threads()
+        self.gates.finish_sums(smem)
+
+        count = 8 * self.pairs
+        acc_q = cute.make_rmem_tensor((count,), Float32)
+        acc_k = cute.make_rmem_tensor((count,), Float32)
+        acc = cute.make_rmem_tensor((count,), Float32)
+        self.state_products(
+            beta, do, states, adjoints, v_new, dv, dbeta, place, slot, first_head, n, total, smem,
+            scale, beta_scale, acc_q, acc_k, acc,
+        )  # fmt: skip
+        dG = cute.make_rmem_tensor((count,), Float32)
+        self.from_start(smem, acc_q, acc_k, acc, dG, scale)
+        cute.arch.sync_threads()
+
+        b, _ = self.memory.warp_place()
+        self.products.add_rows(smem, acc_q, acc_k, dG)
+        self.products.add_columns(smem, acc, dG)
+        in_range = self.gates.rows_in_range(smem, b)
+        self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
+        cute.arch.sync_threads()  # P has been read
+        self.finish(smem, acc_q, acc_k, acc, dG, dq_sum, dk_sum)
+        cute.arch.sync_threads()
+        self.gates.sum_rows(smem)
+        cute.arch.sync_threads()
+        self.gates.store(
+            smem, rows_of(g, place, head), rows_of(dg, place, head), place.length, A_log, dt_bias,
+            head, lower_bound,
+        )  # fmt: skip
+        cute.arch.sync_threads()
+        self.gates.store_partial_sums(smem, dA_log, ddt_bias, slot, head)
+
+    @cute.jit
+    def state_products(
+        self, beta: cute.Tensor, do: cute.Tensor, states: cute.Tensor, adjoints: cute.Tensor,
+        v_new: cute.Tensor, dv: cute.Tensor, dbeta: cute.Tensor, place: Any, slot: Int32,
+        first_head: Int32, n: Int32, total: Int32, smem: Int32, scale: Float32,
+        beta_scale: Float32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
+    ) -> None:  # fmt: skip
+        """Compute all products over V."""
+        of_state = cute.make_rmem_tensor((2 * self.pairs,), Float32)
+        scores = cute.make_rmem_tensor((16,), Float32)
+        for x in (acc_q, acc_k, acc, of_state, scores):
+            x.fill(0.0)
+        for t in cutlass.range(self.tiles_v, unroll=1):
+            index = n * self.tiles_v + t
+            stage = smem + index % self.spec.num_stages * self.stage_bytes
+            cute.arch.cp_async_wait_group(self.spec.num_stages - 1)
+            cute.arch.sync_threads()
+            self.multiply(stage, acc_q, acc_k, acc, of_state, scores)
+            cute.arch.sync_threads()
+            self.start_copy(
+                smem, states, adjoints, do, dv, v_new, place, slot, first_head,
+                index + self.spec.num_stages, total,
+            )  # fmt: skip
+        head = first_head + n
+        self.store_scores(smem, scores, beta, dbeta, place, head, scale, beta_scale)
+        self.finish_dv(dv, beta, place, head, beta_scale)
+        self.sum_into_state(smem, acc, of_state)
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -371,7 +409,7 @@ class KdaGradients:
         """Add the products of 64 columns of V: do S^T, dr S^T and v' dS'^T; the warp's block of
         do v'^T and dr v'^T, if it has one; and for a quarter of the columns, sum_V S dS'."""
         b, quarter = self.memory.warp_place()
-        for step in cutlass.range_constexpr(STEPS):
+        for step in cutlass.range(STEPS, unroll=1):
             do, dr, v_new = (
                 left_fragment(stage + self.memory.stage[name], b * SUB_CHUNK, step)
                 for name in ("do", "dr", "v_new")
@@ -475,6 +513,7 @@ class KdaGradients:
         r, c = row_and_part()
         for pair in cutlass.range_constexpr(self.pairs):
             for i in cutlass.range_constexpr(2):
+                cute.arch.sync_warp()
                 channel = self.memory.accumulator_channel(pair, i)
                 to_end = self.memory.load_sums(smem, "to_end", b, channel, 2)
                 total = [Float32(0.0), Float32(0.0)]
@@ -509,6 +548,7 @@ class KdaGradients:
         b, _ = self.memory.warp_place()
         for pair in cutlass.range_constexpr(self.pairs):
             for i in cutlass.range_constexpr(2):
+                cute.arch.sync_warp()
                 channel = self.memory.accumulator_channel(pair, i)
                 first = self.memory.load_sums(smem, "first", 0, channel, 2)
                 whole = self.memory.load_sums(smem, "to_end", 0, channel, 2)
@@ -555,8 +595,11 @@ class KdaGradients:
                     k = self.memory.load_pair(smem, "k", row, channel)
                     for e in cutlass.range_constexpr(2):
                         at = 8 * pair + 4 * i + 2 * half + e
-                        dq_sum[at] = dq_sum[at] + (acc_q[at] + own * k[e])
-                        dk_sum[at] = dk_sum[at] + (acc_k[at] + acc[at] + own * q[e])
+                        of_q = acc_q[at] + own * k[e]
+                        of_k = acc_k[at] + acc[at] + own * q[e]
+                        if cutlass.const_expr(self.spec.grouped):
+                            of_q, of_k = dq_sum[at] + of_q, dk_sum[at] + of_k
+                        dq_sum[at], dk_sum[at] = of_q, of_k
                     at = 8 * pair + 4 * i + 2 * half
                     place = smem + self.memory.p_place(row, channel)
                     store_shared(Float32, place, [dG[at], dG[at + 1]])

@@ -1,0 +1,278 @@
+"""KDA's last kernel of the backward, alone, in the emulator."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import cache
+from cute_attn.emulator import Emulator
+from cute_attn.kernels.kda.chunk.spec import GradientsSpec
+from cute_attn.kernels.kda.table import GRADIENTS
+from cute_attn.reference import kda
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kda_gradients import Passes, exact, gradients, pack_rows, pack_states, passes, slots
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+BF16, FP16, FP32 = NAMES
+IN_KERNEL = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+}
+BOUNDED = IN_KERNEL | {"lower_bound": -5.0, "allow_neg_eigval": True}
+
+
+def slow(*values: Any) -> Any:
+    """A case that compiles a kernel of its own."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@functools.cache
+def function(spec: GradientsSpec, arch: str) -> Callable[..., None]:
+    return Emulator().load(cache.compile(GRADIENTS, spec, arch=arch))
+
+
+class Problem:
+    """A call's tensors, and the results of the kernels before this one, in float64."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: tuple[int, int] = (1, 1),
+        dims: tuple[int, int] = (64, 64),
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (BF16, FP32, FP32),
+        gates: float = 0.2,
+        seed: int = 0,
+        **options: Any,
+    ):
+        """lengths: of packed sequences if there are several.
+        dtypes: of q, g and beta.
+        gates: their magnitude."""
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype, gate_dtype, beta_dtype = dtypes
+        self.options = options
+        packed = len(lengths) > 1
+        tokens, (heads_qk, heads_v), (dim_k, dim_v) = sum(lengths), heads, dims
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(1, tokens, *shape, generator=self.generator)
+
+        q, k = normal(heads_qk, dim_k), normal(heads_qk, dim_k)
+        if not options.get("use_qk_l2norm_in_kernel"):
+            q, k = (kda.l2norm(x, FP32) for x in (q, k))
+        g, beta = gates * normal(heads_v, dim_k), normal(heads_v)
+        in_kernel = options.get("use_gate_in_kernel")
+        if not in_kernel:
+            g = -g.abs()
+        if not options.get("use_beta_sigmoid_in_kernel"):
+            beta = beta.sigmoid()
+        self.x: dict[str, Any] = {
+            "q": q.to(self.dtype),
+            "k": k.to(self.dtype),
+            "v": normal(heads_v, dim_v).to(self.dtype),
+            "g": g.to(gate_dtype),
+            "beta": beta.to(beta_dtype),
+            "initial_state": torch.randn(
+                len(lengths), heads_v, dim_k, dim_v, generator=self.generator
+            ),
+            "cu_seqlens": torch.tensor([0, *accumulate(lengths)]) if packed else None,
+        }
+        if in_kernel:
+            self.x["A_log"] = torch.rand(heads_v, generator=self.generator)
+            self.x["dt_bias"] = torch.randn(heads_v, dim_k, generator=self.generator)
+        self.do = normal(heads_v, dim_v).to(self.dtype)
+        self.dfinal = torch.randn(self.x["initial_state"].shape, generator=self.generator)
+
+    def spec(self, num_stages: int) -> GradientsSpec:
+        x, options, gate = self.x, self.options, "none"
+        if options.get("use_gate_in_kernel"):
+            gate = "softplus" if options.get("lower_bound") is None else "lower_bound"
+        return GradientsSpec(
+            dtype=NAMES[self.dtype],
+            head_dim_k=x["k"].shape[-1],
+            head_dim_v=x["v"].shape[-1],
+            index_dtype="none" if x["cu_seqlens"] is None else "int64",
+            gate_dtype=NAMES[x["g"].dtype],
+            beta_dtype=NAMES[x["beta"].dtype],
+            gate=gate,
+            has_A_log="A_log" in x,
+            has_dt_bias="dt_bias" in x,
+            l2norm=bool(options.get("use_qk_l2norm_in_kernel")),
+            beta_sigmoid=bool(options.get("use_beta_sigmoid_in_kernel")),
+            grouped=x["v"].shape[2] > x["k"].shape[2],
+            num_stages=num_stages,
+        )
+
+    def passes(self) -> Passes:
+        return passes(self.x, self.options, self.do, self.dfinal, self.dtype)
+
+    def run(
+        self, found: Passes, *, arch: str = "sm_90a", num_stages: int = 1
+    ) -> dict[str, torch.Tensor]:
+        """The kernel's results; what it does not write is NaN."""
+        x, dtype = self.x, self.dtype
+        batch, tokens, heads, dim_k = x["g"].shape
+        count = slots(tokens, batch, x["cu_seqlens"])
+
+        def empty(*shape: int, like: torch.dtype = FP32) -> torch.Tensor:
+            return torch.full(shape, math.nan, dtype=like)
+
+        out = {name: torch.full_like(x[name], math.nan) for name in ("q", "k", "g", "beta")}
+        out["v"] = found.dr.to(dtype)
+        if "A_log" in x:
+            out["A_log"] = empty(count, 1, heads)
+        if "dt_bias" in x:
+            out["dt_bias"] = empty(count, heads, dim_k)
+        function(self.spec(num_stages), arch)(
+            *(x.get(name) for name in ("q", "k", "g", "beta", "A_log", "dt_bias")),
+            self.do,
+            pack_states(found.states, count, heads, dtype),
+            pack_states(found.adjoints, count, heads, dtype),
+            pack_rows(found.v_new, count, heads, dtype),
+            *(out.get(name) for name in ("v", "q", "k", "g", "beta", "A_log", "dt_bias")),
+            x["cu_seqlens"],
+            self.options.get("scale") or dim_k**-0.5,
+            self.options.get("lower_bound") or 0.0,
+            2.0 if self.options.get("allow_neg_eigval") else 1.0,
+        )
+        for name in ("A_log", "dt_bias"):
+            if name in out:
+                out[name] = out[name].sum(0).reshape(x[name].shape)
+        return out
+
+    def check(self, *, arch: str = "sm_90a", num_stages: int = 1) -> dict[str, torch.Tensor]:
+        """Run the kernel, and compare its errors with those of plain PyTorch."""
+        found = self.passes()
+        ours = self.run(found, arch=arch, num_stages=num_stages)
+        right = exact(self.x, self.options, self.do, self.dfinal)
+        plain = gradients(self.x, self.options, self.do, found, FP32, self.dtype)
+        for name, y in ours.items():
+            theirs = plain[name].to(y.dtype).double()
+            limit = 2 * (theirs - right[name]).norm() + 1e-7 * right[name].norm()
+            assert (y.double() - right[name]).norm() <= limit, name
+        return ours
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dims", "options"),
+    [
+        ([70], (8, 8), {}),
+        ([33, 0, 64, 1], (8, 16), IN_KERNEL),
+        ([70], (8, 8), BOUNDED | {"scale": 0.7}),
+    ],
+)
+def test_the_formulas_are_those_of_autograd(
+    lengths: list[int], dims: tuple[int, int], options: dict[str, Any]
+) -> None:
+    problem = Problem(lengths, (1, 2), dims, **options)
+    problem.x["beta"][:, ::5] = -40.0 if options else 0.0
+    x = {
+        name: y.double() if name != "cu_seqlens" and y is not None else y
+        for name, y in problem.x.items()
+    }
+    found = gradients(x, options, problem.do.double(), problem.passes())
+    right = exact(x, options, problem.do, problem.dfinal)
+    for name, y in found.items():
+        assert torch.allclose(y, right[name], rtol=1e-9, atol=1e-9), name
+
+
+@pytest.mark.in_turn("arch")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "dims", "dtypes", "gates", "options"),
+    [
+        ([70, 0, 1, 64], (1, 2), (128, 128), (BF16, BF16, BF16), 1.0, IN_KERNEL),
+        ([65], (1, 1), (64, 64), (FP16, FP32, FP32), 5.0, {}),
+        slow([70], (2, 2), (128, 64), (BF16, FP32, BF16), 0.2, {}),
+        slow([130], (1, 1), (64, 128), (FP16, FP16, FP16), 1.0, BOUNDED),
+        slow([9], (1, 3), (128, 256), (BF16, FP16, FP32), 1.0, BOUNDED | {"scale": 0.3}),
+        slow([64], (1, 2), (64, 256), (FP16, BF16, FP32), 1.0, IN_KERNEL),
+    ],
+)
+def test_gradients(
+    arch: str,
+    lengths: list[int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtypes: Any,
+    gates: float,
+    options: dict[str, Any],
+) -> None:
+    Problem(lengths, heads, dims, dtypes, gates, **options).check(arch=arch)
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "gates", ["0", "-1e-6", "-5", "mixed", "some are -1000", "large, then small"]
+)
+def test_gates_of_any_size(gates: str, dtype: torch.dtype) -> None:
+    problem = Problem([64], dtypes=(dtype, FP32, FP32))
+    g = problem.x["g"]
+    chosen = torch.rand(g.shape, generator=problem.generator)
+    if gates == "mixed":
+        g.copy_(-20 * chosen**4)
+    elif gates == "some are -1000":
+        g[chosen < 0.02] = -1000.0
+    elif gates == "large, then small":
+        g[:, 5] = g[:, 30] = -90.0
+    else:
+        g.fill_(float(gates))
+    problem.check()
+
+
+def test_beta_near_0() -> None:
+    problem = Problem([40])
+    problem.x["beta"][:, ::3] = 0.0
+    problem.x["beta"][:, 1::6] = 1e-20
+    ours = problem.check()
+    assert not ours["v"][:, ::3].any()
+    assert ours["beta"][:, ::3].all()
+
+
+def test_long_rows() -> None:
+    """Rows of q and k of any length, where the kernel normalises them."""
+    short = Problem([30], **IN_KERNEL)
+    long = Problem([30], **IN_KERNEL)
+    for name, factor in (("q", 2.0**55), ("k", 2.0**40)):
+        short.x[name][:, ::2] *= 2.0**5
+        long.x[name][:, ::2] *= factor
+    found = short.passes()
+    ours, of_short = long.run(found), short.run(found)
+    for name in ("g", "beta", "v", "A_log", "dt_bias"):
+        assert torch.allclose(ours[name].float(), of_short[name].float(), rtol=1e-3, atol=1e-6)
+    for name, factor in (("q", 2.0**50), ("k", 2.0**35)):
+        assert torch.allclose(ours[name][:, ::2].float() * factor, of_short[name][:, ::2].float())
+
+
+def test_a_gradient_of_q_does_not_depend_on_later_tokens() -> None:
+    problem = Problem([64])
+    problem.x["g"][:, 40:44] = -60.0
+    found = problem.passes()
+    first = problem.run(found)
+    problem.x["g"][:, 44:] = -1000.0
+    problem.x["k"][:, 44:] += 1.0
+    assert torch.equal(problem.run(found)["q"][:, :44], first["q"][:, :44])
+
+
+@pytest.mark.slow
+def test_two_stages_give_the_same() -> None:
+    problem = Problem([70], (1, 2), (64, 128))
+    found = problem.passes()
+    one, two = problem.run(found), problem.run(found, num_stages=2)
+    for name, y in one.items():
+        assert torch.equal(y, two[name]), name
+
+
+def test_a_slot_without_a_chunk_adds_nothing_to_the_sums() -> None:
+    problem = Problem([3, 0, 0, 2], **IN_KERNEL)
+    problem.check()
