@@ -35,20 +35,18 @@ from ....common.arguments import (
 )
 from ....common.carried import Carried
 from ....common.dtypes import DTYPE
-from ....common.numbers import LOG2_E
-from ....common.ptx.compiler import keep_branch
-from ....common.ptx.convert import pack_all, unpack
+from ....common.ptx.convert import pack_all
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import (
-    load_global,
     load_shared,
     shared_address,
     store_global,
     store_shared,
 )
 from ....common.spec import WARP_SIZE
-from ...gates import log2_decay, nonzero_beta, sigmoid
-from ..chunks import divisors, num_slots, place_of, row_offset, rows_of
+from ...gates import nonzero_beta, sigmoid
+from ..chunks import divisors, num_slots, place_of, rows_of
+from ..gate_inputs import GateInputs
 from ..gate_sums import GateSums
 from ..inverse import Inverse
 from ..operands import Operands
@@ -65,9 +63,6 @@ from ..sub_chunks import (
     tile_unit,
 )
 from ..tiles import LINE_BYTES, SUB_TILE_BYTES, UNIT_BYTES
-
-# -inf of a dtype in a register, twice for 16 bits.
-MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
 
 
 class Record(Carried):
@@ -135,6 +130,7 @@ class KdaPrepare:
         self.spec = spec
         self.memory = ChunkMemory(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm)
         self.smem_bytes = self.memory.nbytes
+        self.inputs = GateInputs(spec)
         self.operands = Operands(self.memory)
         self.sums = GateSums(self.memory)
         self.scores = Scores(self.memory, self.sums)
@@ -255,8 +251,8 @@ class KdaPrepare:
         smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
         if place.valid:
             # All loads are issued before the first wait.
-            raw = self.load_gates(rows_of(g, place, head), place.length)
-            a, bias = self.load_parameters(A_log, dt_bias, head)
+            raw = self.inputs.load(rows_of(g, place, head), place.length)
+            a, bias = self.inputs.load_parameters(A_log, dt_bias, head)
             own_beta = self.load_beta(beta, place, head)
             self.operands.start_copy(
                 rows_of(q, place, head_qk), smem + self.memory["q"], place.length
@@ -265,7 +261,7 @@ class KdaPrepare:
                 rows_of(k, place, head_qk), smem + self.memory["k"], place.length
             )
             cute.arch.cp_async_commit_group()
-            self.blank_gates(raw, place.length)
+            self.inputs.blank(raw, place.length)
             self.sum_gates(raw, a, bias, smem, lower_bound)
             self.store_beta(own_beta, smem, place.length, beta_scale)
             cute.arch.cp_async_wait_group(0)
@@ -317,53 +313,6 @@ class KdaPrepare:
             store_shared(Float32, smem + self.memory["beta"] + thread * 4, [Float32(x)])
 
     @cute.jit
-    def load_parameters(
-        self, A_log: cute.Tensor | None, dt_bias: cute.Tensor | None, head: Int32
-    ) -> Any:
-        """Load A_log, and dt_bias for the thread's two channels."""
-        thread, _, _ = cute.arch.thread_idx()
-        pair = thread % (self.spec.head_dim_k // 2)
-        a = Float32(0.0)
-        bias = (Float32(0.0), Float32(0.0))
-        if cutlass.const_expr(A_log is not None):
-            a = A_log[head]
-        if cutlass.const_expr(dt_bias is not None):
-            bias = (dt_bias[head, 2 * pair], dt_bias[head, 2 * pair + 1])
-        return a, bias
-
-    @cute.jit
-    def load_gates(self, rows: Any, length: Int32) -> Any:
-        """Load a thread's part of g, in its dtype: two channels of a sub-chunk's rows. Rows past
-        the chunk's end repeat its last row."""
-        thread, _, _ = cute.arch.thread_idx()
-        pairs = self.spec.head_dim_k // 2
-        registers = self.gate_dtype.width // 16
-        raw = cute.make_rmem_tensor((SUB_CHUNK * registers,), Int32)
-        if thread < pairs * SUB_CHUNKS:
-            first, pair = thread // pairs * SUB_CHUNK, thread % pairs
-            source = rows.start + Int64(pair * (4 * registers))
-            for t in cutlass.range_constexpr(SUB_CHUNK):
-                at = cutlass.min(first + t, length - 1)
-                x = load_global(Int32, source + row_offset(at, rows.pitch), registers)
-                for n in cutlass.range_constexpr(registers):
-                    raw[t * registers + n] = x[n]
-        return raw
-
-    @cute.jit
-    def blank_gates(self, raw: cute.Tensor, length: Int32) -> None:
-        """Overwrite rows past the chunk's end with values whose gate is 0."""
-        thread, _, _ = cute.arch.thread_idx()
-        first = thread // (self.spec.head_dim_k // 2) * SUB_CHUNK
-        blank = Int32(0 if self.spec.gate == "none" else MINUS_INFINITY[self.spec.gate_dtype])
-        registers = self.gate_dtype.width // 16
-        if length < CHUNK:
-            keep_branch()
-            for t in cutlass.range_constexpr(SUB_CHUNK):
-                for n in cutlass.range_constexpr(registers):
-                    if first + t >= length:
-                        raw[t * registers + n] = blank
-
-    @cute.jit
     def sum_gates(
         self,
         raw: cute.Tensor,
@@ -376,20 +325,5 @@ class KdaPrepare:
         pairs = self.spec.head_dim_k // 2
         if thread < pairs * SUB_CHUNKS:
             sub, pair = thread // pairs, thread % pairs
-            rate = Float32(1.0)
-            if cutlass.const_expr(self.spec.has_A_log):
-                rate = exp2(a * LOG2_E)
-            gates = []
-            for t in cutlass.range_constexpr(SUB_CHUNK):
-                gates.append(
-                    [
-                        log2_decay(self.spec.gate, x, rate, y, lower_bound)
-                        for x, y in zip(self.gate_pair(raw, t), bias, strict=True)
-                    ]
-                )
+            gates = self.inputs.gates(raw, self.inputs.rate(a), bias, lower_bound)
             self.sums.store_sums(smem, pair, sub, gates, ascending=self.spec.gate == "none")
-
-    def gate_pair(self, raw: cute.Tensor, t: int) -> tuple[Any, Any]:
-        if self.gate_dtype is Float32:
-            return tuple(Int32(raw[2 * t + n]).bitcast(Float32) for n in range(2))
-        return unpack(self.gate_dtype, raw[t])
