@@ -9,6 +9,7 @@ It parses only what the analysis of a loop body needs: operands stay text.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -233,6 +234,31 @@ class Function:
         if chosen is None:
             raise ListingError(f"{self.name}: no way through the loop at block {loop.header}")
         return chosen[2]
+
+    def path_with(
+        self, loop: Loop, counts: Callable[[Instruction], bool], total: int
+    ) -> list[int] | None:
+        """The blocks of the path from a loop's header back to it that has the fewest instructions
+        among those with `total` instructions that count; None if there is no such path."""
+        back = set(self.back_edges)
+
+        @functools.cache
+        def best(block: int, left: int) -> tuple[int, tuple[int, ...]] | None:
+            left -= sum(map(counts, self.blocks[block]))
+            if left < 0:
+                return None
+            own = len(self.blocks[block])
+            found = [
+                (own + rest[0], (block, *rest[1]))
+                for s in self.successors[block]
+                if s in loop.blocks and (block, s) not in back and (rest := best(s, left))
+            ]
+            if (block, loop.header) in back and left == 0:
+                found.append((own, (block,)))
+            return min(found, default=None)
+
+        chosen = best(loop.header, total)
+        return None if chosen is None else list(chosen[1])
 
 
 def functions(text: str) -> list[Function]:

@@ -278,7 +278,9 @@ def _way(function: Function, loop: Loop, role: str, geometry: Geometry) -> RoleC
         blocks = function.path(loop, lambda i: float(_is(i, "LDTM", "STTM")))
         work = _columns(_of(function, blocks), "LDTM") / what.columns
     elif any(_is(i, "UTMALDG") for i in body):
-        blocks = function.path(loop, lambda i: float(_is(i, "UTMALDG")))
+        # Tiles in the middle load less than the first one, which may load other operands too.
+        exact = function.path_with(loop, lambda i: _is(i, "UTMALDG"), geometry.loads)
+        blocks = exact or function.path(loop, lambda i: float(_is(i, "UTMALDG")))
         work = sum(_is(i, "UTMALDG") for i in _of(function, blocks)) / geometry.loads
     else:
         blocks = function.path(loop, lambda i: 0.0)

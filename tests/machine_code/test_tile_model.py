@@ -229,3 +229,15 @@ def test_loads_of_the_same_words_by_all_lanes():
     operands = 2 * 2 * (128 + 64) * 256 + 2 * 128 * 128
     assert units["shared memory"] == (operands + 1024 + 8 * 768) / 128
     assert units["issue"] == 2 * counted.roles["softmax"].instructions + 42
+
+
+def test_a_tile_in_the_middle_loads_less_than_the_first_one():
+    """Which also loads an operand that stays, behind a branch."""
+    load = "UTMALDG.4D.2CTA [UR8], [UR6], desc[URZ]"
+    first = ["@P1 BRA `(.L_more)", *[load] * 4, "NOP", ".L_more:"]
+    body = loop(".L_load", WAIT, *[load] * 2, *first, *[load] * 4)
+    counted = model.count_kernel(made(load=body), HD256_FORWARD)
+    assert counted.roles["load"].kinds["tma"] == 6
+    assert counted.roles["load"].instructions == 1 + 2 + 1 + 4 + 1
+    with pytest.raises(AnalysisError, match="role load does 0.5 tiles"):
+        model.count_kernel(made(load=loop(".L_load", WAIT, *[load] * 3)), HD256_FORWARD)
