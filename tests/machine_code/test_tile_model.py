@@ -239,5 +239,5 @@ def test_a_tile_in_the_middle_loads_less_than_the_first_one():
     counted = model.count_kernel(made(load=body), HD256_FORWARD)
     assert counted.roles["load"].kinds["tma"] == 6
     assert counted.roles["load"].instructions == 1 + 2 + 1 + 4 + 1
-    with pytest.raises(AnalysisError, match="role load does 0.5 tiles"):
+    with pytest.raises(AnalysisError, match=r"role load does 0\.5 tiles"):
         model.count_kernel(made(load=loop(".L_load", WAIT, *[load] * 3)), HD256_FORWARD)
