@@ -134,11 +134,13 @@ def attention_gradients(
         by_row=not all(bool(x.isfinite().all()) for x in (*leaves[:3], *given)),
         **options,
     )
-    outputs = [x for x, g in zip(results, (do, dlse), strict=True) if g is not None]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
-    if any(x.requires_grad for x in outputs):
-        torch.autograd.backward(outputs, given)
+    outputs = [x for x, g in zip(results, (do, dlse), strict=True) if g is not None]
+    # Without queries or without keys, a result may depend on nothing.
+    pairs = [(x, g) for x, g in zip(outputs, given, strict=True) if x.requires_grad]
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
     dq, dk, dv, *dsinks = (leaf.grad for leaf in leaves)
     assert dq is not None and dk is not None and dv is not None
     return Gradients(dq, dk, dv, dsinks[0] if dsinks else None)

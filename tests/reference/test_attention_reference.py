@@ -235,9 +235,14 @@ def test_visible_nan_and_infinity_show(score: float):
 @pytest.mark.parametrize(("sq", "sk"), [(0, 3), (3, 0), (0, 0)])
 def test_nothing(sq: int, sk: int):
     q, k, v = problem(8, sq=sq, sk=sk)
-    o, lse = attention_reference(q, k, v, learnable_sink=torch.full((4,), 1.5))
+    sink = torch.full((4,), 1.5)
+    o, lse = attention_reference(q, k, v, learnable_sink=sink)
     assert o.shape == (2, sq, 4, 8) and lse.shape == (2, 4, sq)
     assert not o.any() and (lse == 1.5).all()
+    for sinks in ({}, {"learnable_sink": sink}):
+        found = attention_gradients(q, k, v, torch.ones_like(o), torch.ones_like(lse), **sinks)
+        assert not any(x.any() for x in found[:3])
+        assert found.dsink is None or (found.dsink == 2 * sq).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
