@@ -14,9 +14,11 @@ import torch
 import cute_attn
 from cute_attn import cache, launch
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.spec import Hd256PreprocessSpec, SumPartialsSpec
+from cute_attn.kernels.attention.spec import Hd256PreprocessSpec
 from cute_attn.kernels.attention.statistics import num_tiles, padded_rows
-from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS, SUM_PARTIALS
+from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS
+from cute_attn.kernels.common.sum_partials_spec import SumPartialsSpec
+from cute_attn.kernels.common.table import SUM_PARTIALS
 from cute_attn.reference.attention import attention_gradients
 
 DEVICE = torch.device("cuda", 0)

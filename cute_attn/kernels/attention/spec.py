@@ -172,31 +172,6 @@ class Hd256BackwardSpec(Spec):
 
 
 @dataclass(frozen=True)
-class SumPartialsSpec(Spec):
-    """The compile-time parameters of the kernel that sums partial results.
-
-    Attributes:
-        dtype: dtype of the sums; the partial results are float32.
-        vector: consecutive elements that a thread loads at once; it divides a row's columns.
-        slices: threads that share the partial results of an element, for many of few elements.
-
-    Raises:
-        TypeError: a field has another type than its annotation.
-        ValueError: a field's value is not supported; the message names the field.
-    """
-
-    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "dtype": SINK_DTYPES[1:],
-        "vector": (1, 2, 4),
-        "slices": (1, 2, 4, 8, 16, 32),
-    }
-
-    dtype: str
-    vector: int
-    slices: int
-
-
-@dataclass(frozen=True)
 class ZeroUnusedSpec(Spec):
     """The compile-time parameters of the kernel that zeroes rows of no sequence.
 

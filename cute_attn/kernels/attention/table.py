@@ -53,10 +53,6 @@ HD256_BACKWARD_DKDV = AttentionKernel(
 )
 
 # Beside the kernels of a backward; on every architecture.
-SUM_PARTIALS = KernelDef(
-    name="attention_sum_partials", target="cute_attn.kernels.attention.sum_partials:SumPartials"
-)
-
 ZERO_UNUSED = KernelDef(
     name="attention_zero_unused", target="cute_attn.kernels.attention.zero_unused:ZeroUnused"
 )

@@ -1,4 +1,5 @@
-"""Sums of partial results in a fixed order: of dK and dV over splits, and of dsink over tiles.
+"""Sums of partial results in a fixed order: of dK and dV over splits, of dsink over tiles, and of
+dA_log and ddt_bias over chunks.
 
     out[row, column] = sum_i partials[i, row, column]        in float32, rounded once
 
@@ -22,11 +23,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common.arguments import fake_contiguous
-from ..common.dtypes import DTYPE
-from ..common.ptx.memory import load_global
-from ..common.smem import Buffer, SharedMemory
-from .spec import SumPartialsSpec
+from .arguments import fake_contiguous
+from .dtypes import DTYPE
+from .ptx.memory import load_global
+from .smem import Buffer, SharedMemory
+from .sum_partials_spec import SumPartialsSpec
 
 NUM_THREADS = 256
 UNROLL = 4  # loads of a thread in flight

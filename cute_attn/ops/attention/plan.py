@@ -11,9 +11,10 @@ from ...kernels.attention.spec import (
     Hd256BackwardSpec,
     Hd256ForwardSpec,
     Hd256PreprocessSpec,
-    SumPartialsSpec,
     ZeroUnusedSpec,
 )
+from ...kernels.common.sum_partials_spec import SumPartialsSpec
+from ...kernels.common.table import SUM_PARTIALS
 from ...settings import settings
 from .arguments import USER_SCHEDULERS
 
@@ -243,8 +244,8 @@ def backward_requests(
         preprocess=(table.find("backward_preprocess", arch, head_dim).kernel, preprocess),
         dq=main("backward_dq") if dq else None,
         dkdv=main("backward_dkdv", partial=partial) if dkdv else None,
-        sum_dkdv=(table.SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,
-        sum_dsink=(table.SUM_PARTIALS, SumPartialsSpec(sink, **MANY_PARTIALS)) if sink else None,
+        sum_dkdv=(SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,
+        sum_dsink=(SUM_PARTIALS, SumPartialsSpec(sink, **MANY_PARTIALS)) if sink else None,
         zero_dq=zeros(varlen_q, seqused_q) if dq else None,
         zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,
     )
