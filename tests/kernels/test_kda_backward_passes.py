@@ -158,8 +158,24 @@ def test_the_adjoint_pass_is_the_gradient_of_the_recurrence(
 ) -> None:
     if products == "wgmma" and case.tile_v < 64:
         pytest.skip("a warpgroup has 64 columns of V")
+    check_adjoints(AdjointPassSpec(**case.fields(copies, products)), arch, inputs_of(case), case)
+
+
+@pytest.mark.parametrize("gates", ["near 0", slow("bounded"), slow("large"), "some huge"])
+def test_gates_of_any_size_have_adjoints(gates: str) -> None:
+    case = Case([130], False, (64, 64), BF16)
     x = inputs_of(case)
-    spec = AdjointPassSpec(**case.fields(copies, products))
+    uniform = torch.rand(x["g"].shape, generator=torch.Generator().manual_seed(2))
+    x["g"] = {
+        "near 0": -1e-6 * uniform,
+        "bounded": -5 * uniform,
+        "large": -20 * uniform,
+        "some huge": torch.where(uniform < 0.02, -1000.0, -0.1 * uniform),
+    }[gates]
+    check_adjoints(AdjointPassSpec(**case.fields("bulk", "wgmma")), "sm_90a", x, case)
+
+
+def check_adjoints(spec: AdjointPassSpec, arch: str, x: dict[str, Any], case: Case) -> None:
     heads, (dim_k, dim_v) = x["v"].shape[2], case.dims
     count = slots(x["v"].shape[1], len(x["v"]), x["cu_seqlens"])
     adjoints = torch.full((count, heads, dim_v * dim_k), math.nan, dtype=case.dtype)
