@@ -293,6 +293,26 @@ def test_empty_tensors_have_gradients(kernels: StandIns, shape: Any):
     torch.testing.assert_close(args["learnable_sink"].grad, dlse.sum((0, 2)))
 
 
+def test_without_keys_the_sink_has_the_gradient_of_rows_of_sequences():
+    """Other rows of dlse may hold anything, as where the kernels run."""
+    q = torch.randn(12, 4, 256).bfloat16()
+    k = torch.zeros(2, 0, 2, 256).bfloat16()
+    args = {
+        "q": q,
+        "k": k,
+        "v": k,
+        "cu_seqlens_q": torch.tensor([1, 1, 9], dtype=torch.int32),
+        "seqused_q": torch.tensor([0, 5], dtype=torch.int32),
+        "learnable_sink": sink(),
+    }
+    _, lse = call(args | {"return_lse": True})
+    assert lse is not None
+    dlse = torch.full_like(lse, math.nan)
+    dlse[:, 1:6] = torch.randn(4, 5)
+    lse.backward(dlse)
+    torch.testing.assert_close(args["learnable_sink"].grad, dlse[:, 1:6].sum(1))
+
+
 def test_no_packed_sequences_have_gradients(kernels: StandIns):
     args = packed(learnable_sink=sink(), return_lse=True)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):

@@ -306,7 +306,11 @@ class Backward(Operator[BackwardArguments]):
         dsink = results[-1]
         if dsink is not None and a.dlse is not None and not unused:
             # Without a key, the log-sum-exp of a row is the sink.
-            dsink.copy_(a.dlse.sum(dim=-1).reshape(-1, len(dsink)).sum(dim=0))
+            dlse = a.dlse
+            if a.cu_seqlens_q is not None:
+                of_sequences = _rows_of_sequences(dlse.shape[-1], a.cu_seqlens_q, a.seqused_q)
+                dlse = dlse.masked_fill(~of_sequences, 0.0)
+            dsink.copy_(dlse.sum(dim=-1).reshape(-1, len(dsink)).sum(dim=0))
         return results
 
     def backward(
@@ -324,6 +328,17 @@ class Backward(Operator[BackwardArguments]):
 def _words(x: Tensor) -> Tensor:
     """x, `[..., tokens, heads, head_dim]`, as 32-bit words, `[n, tokens, words]`."""
     return x[None].view(torch.int32).flatten(-2).flatten(0, -3)
+
+
+def _rows_of_sequences(rows: int, offsets: Tensor, used: Tensor | None) -> Tensor:
+    """Which of so many packed rows belong to a sequence, and are used: booleans `[rows]`."""
+    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    sequence = torch.searchsorted(offsets[1:], row, right=True)
+    inside = (row >= offsets[0]) & (sequence < len(offsets) - 1)
+    if used is not None:
+        sequence = sequence.clamp(max=len(used) - 1)
+        inside &= row - offsets[sequence] < used[sequence]
+    return inside
 
 
 def _readable(x: Tensor) -> Tensor:
