@@ -86,7 +86,8 @@ KEYS = TILE_N // CTAS  # rows of K and V that a CTA loads
 DIMS = HEAD_DIM // CTAS  # columns of K that a CTA loads
 COLUMNS = TILE_N // 2  # of S and dP, of each thread of the two elementwise warpgroups
 
-KV_STAGES = 3
+KV_STAGES = 3  # as many as a K/V tile has uses: a tile's last use always has the last stage
+LAST_STAGE = KV_STAGES - 1
 DQ_STAGES = 2  # boxes of dQ that wait for TMA
 
 STEP = 16  # columns whose P is computed together
@@ -111,8 +112,8 @@ ELEMENTWISE_REGISTERS, OTHER_REGISTERS = 208, 88
 assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 
 # In the order in which a tile meets them. Uses count tiles with visible keys for Q, dO and dQ's
-# columns; boxes for what is staged; and K/V tiles for the rest. In a tile's uses of "kv", K, K by
-# columns and V of each K/V tile are followed by dQ, whose stage the store warp releases.
+# columns; boxes for what is staged; K, V and K by columns for "kv"; and K/V tiles for the rest.
+# Tiles without visible keys use none.
 EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
@@ -120,6 +121,7 @@ EDGES = (
     Edge("do_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "dO"),
     Edge("do_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "dO's buffer, after the last dP"),
     Edge("kv_full", LOAD, MMA, KV_STAGES, Kind.BYTES, Reach.LEADER, "K, V or K by columns"),
+    # For a tile's last use the store warp arrives, once dQ is stored, in place of a commit.
     Edge("kv_empty", MMA, LOAD, KV_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
     Edge("s_full", MMA, ELEMENTWISE, 1, Kind.COMMIT, Reach.PAIR, "S"),
     Edge("s_read", ELEMENTWISE, MMA, 1, Kind.WARPS, Reach.LEADER, "S's columns"),
@@ -235,7 +237,7 @@ class Sm100Hd256Dq:
             scaling = Scaling.of(softmax_scale)
 
         self.kernel(
-            *q_copy, *do_copy, *k_copy, *v_copy, *k_columns_copy, *dq_copy, stats,
+            *q_copy, *do_copy, *k_copy, *v_copy, *k_columns_copy, *dq_copy, dq, stats,
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             softmax_scale, scaling, window_left, window_right,
             heads, kv_heads, batch, q.shape[-3], seqlen_k, heads_at_once, num_tiles,
@@ -276,6 +278,7 @@ class Sm100Hd256Dq:
         k_columns_tma: cute.CopyAtom,
         k_columns: cute.Tensor,
         dq_tma: cute.CopyAtom,
+        dq_boxes: cute.Tensor,
         dq: cute.Tensor,
         stats: cute.Tensor,
         cu_seqlens_q: cute.Tensor | None,
@@ -332,11 +335,11 @@ class Sm100Hd256Dq:
             elif warp == MMA.warps[0]:
                 self.mma_warp(s_mma, dq_mma, storage, s, dp, dq_acc, barriers, queue, visible)
             else:
-                self.store_warp(dq_tma, dq, storage, barriers, queue, visible)
+                self.store_warp(dq_tma, dq_boxes, storage, barriers, queue, visible)
         else:
             cute.arch.setmaxregister_increase(ELEMENTWISE_REGISTERS)
             self.elementwise_warps(
-                s, dp, dq_acc, stats, storage, barriers, queue, visible, queries,
+                s, dp, dq_acc, dq, stats, storage, barriers, queue, visible, queries,
                 softmax_scale, scaling,
             )  # fmt: skip
 
@@ -403,10 +406,6 @@ class Sm100Hd256Dq:
                         self.load_rows(v_tma, v, key_tile, work, rows_smem, barriers, n)
                         n += 1
                 loaded += 1
-            # The use for dQ loads nothing, but each use completes a phase of both edges.
-            barriers.wait_previous("kv_empty", n)
-            barriers.leader_expects("kv_full", n, 0, cta)
-            n += 1
             taken += 1
             work = queue.take(taken)
 
@@ -485,7 +484,8 @@ class Sm100Hd256Dq:
                         tcgen05_fence_after()
                         stage = barriers.stage("kv_full", n)
                         issue_mma(dq_mma, dq_acc, ds_frag, columns_frag, stage, i > 1)
-                        barriers.commit("kv_empty", n)
+                        if i < end - first:
+                            barriers.commit("kv_empty", n)
                         n += 1
                         added += 1
                     if i < end - first:
@@ -503,9 +503,6 @@ class Sm100Hd256Dq:
                         issued += 1
                 barriers.commit("dq_full", done)
                 done += 1
-            if cta_rank() == 0:
-                barriers.wait("kv_full", n)  # dQ's use
-                n += 1
             taken += 1
             work = queue.take(taken)
 
@@ -517,6 +514,7 @@ class Sm100Hd256Dq:
         s: cute.Tensor,
         dp: cute.Tensor,
         dq_acc: cute.Tensor,
+        dq: cute.Tensor,
         stats: cute.Tensor,
         storage: Pointers,
         barriers: Barriers,
@@ -578,13 +576,14 @@ class Sm100Hd256Dq:
                 barriers.warp_arrives("ds_full", n)
                 n += 1
 
-            queue.release(taken)
-            self.stage_dq(
-                dq_acc, storage, barriers, row, half, taken, done, 3 * n + taken,
-                first < end, lse != INF, softmax_scale,
-            )  # fmt: skip
             if first < end:
+                queue.release(taken)
+                self.stage_dq(dq_acc, storage, barriers, row, half, done, lse != INF, softmax_scale)
                 done += 1
+            else:
+                if first_row + row < work.seqlen_q:
+                    self.fill_zero(dq, work, first_row + row, half)
+                queue.release(taken)
             taken += 1
             queue.wait(taken)
             work = queue.read(taken)
@@ -639,32 +638,40 @@ class Sm100Hd256Dq:
         barriers: Barriers,
         row: Int32,
         half: Int32,
-        taken: Int32,
         done: Int32,
-        use: Int32,
-        computed: Boolean,
         sees: Boolean,
         softmax_scale: Float32,
     ) -> None:
-        """Stage dQ for TMA, in the stage of a use of K and V's ring; 0 in rows that see no key, and
-        if nothing was computed."""
-        if computed:
-            barriers.wait("dq_full", done)
-            tcgen05_fence_after()
-        barriers.wait_previous("kv_empty", use)
-        smem = self.staged_boxes(storage)[None, None, None, barriers.stage("kv_full", use)]
+        """Stage dQ for TMA, in the stage of the tile's last K by columns."""
+        barriers.wait("dq_full", done)
+        tcgen05_fence_after()
         # dQ of a row that sees no key may hold what a hidden key that is not finite has left.
         stage_accumulator(
-            dq_acc, HEAD_DIM, softmax_scale, computed, sees, row, half, smem, barriers,
-            ("dq_staged", "dq_stored"), HEAD_DIM // BOX * taken,
+            dq_acc, HEAD_DIM, softmax_scale, Boolean(True), sees, row, half,
+            self.staged_boxes(storage), barriers, ("dq_staged", "dq_stored"),
+            HEAD_DIM // BOX * done,
         )  # fmt: skip
-        if computed:
-            tcgen05_fence_before()
-            barriers.warp_arrives("dq_read", done)
+        tcgen05_fence_before()
+        barriers.warp_arrives("dq_read", done)
+
+    @cute.jit
+    def fill_zero(self, dq: cute.Tensor, work: Work, token: Int32, half: Int32) -> None:
+        """Set half a row of a tile without visible keys to 0."""
+        if cutlass.const_expr(self.spec.varlen_q):
+            dq_row = dq[work.q_start + token, work.head, None]
+        else:
+            dq_row = dq[work.sequence, token, work.head, None]
+        chunk = 128 // self.dtype.width
+        chunks = cute.logical_divide(dq_row, cute.make_layout(chunk))
+        zeros = cute.make_rmem_tensor((chunk,), self.dtype)
+        zeros.fill(0.0)
+        for c in cutlass.range_constexpr(HEAD_DIM // 2 // chunk):
+            cute.autovec_copy(zeros, chunks[None, half * (HEAD_DIM // 2 // chunk) + c])
 
     def staged_boxes(self, storage: Pointers) -> cute.Tensor:
-        """Where dQ is staged: (rows, columns, boxes, stages of the ring)."""
-        return boxes(storage.kv, ROWS, (DQ_STAGES, ROWS * BOX), (KV_STAGES, KV_BYTES // 2))
+        """Where dQ is staged: (rows, columns, stages)."""
+        last = storage.kv + LAST_STAGE * (KV_BYTES // 2)
+        return boxes(last, ROWS, (DQ_STAGES, ROWS * BOX))
 
     # -- device: store ------------------------------------------------------------------------
 
@@ -678,29 +685,29 @@ class Sm100Hd256Dq:
         queue: TileQueue,
         visible: Visibility,
     ) -> None:
+        dq_smem = self.staged_boxes(storage)
         taken = Int32(0)  # tiles, from the queue
         stored = Int32(0)  # boxes
-        use = Int32(0)  # of the ring of K and V
+        n = Int32(0)  # uses of the ring
         work = queue.take(taken)
         while work.exists:
             first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            use += 3 * (end - first)
-            dq_smem = self.staged_boxes(storage)[None, None, None, barriers.stage("kv_full", use)]
-            rows = self.q_rows.box(dq, CTAS * work.block + cta_rank(), *work.queries)
-            tiled = cute.local_tile(rows, (ROWS, BOX), (0, None))
-            dq_to, dq_from = partition(dq_tma, tiled, dq_smem)
-            for box in cutlass.range_constexpr(HEAD_DIM // BOX):
-                barriers.wait("dq_staged", stored)
+            if first < end:
+                n += 3 * (end - first)
+                rows = self.q_rows.box(dq, CTAS * work.block + cta_rank(), *work.queries)
+                tiled = cute.local_tile(rows, (ROWS, BOX), (0, None))
+                dq_to, dq_from = partition(dq_tma, tiled, dq_smem)
+                for box in cutlass.range_constexpr(HEAD_DIM // BOX):
+                    barriers.wait("dq_staged", stored)
+                    with cute.arch.elect_one():
+                        stage = barriers.stage("dq_staged", stored)
+                        cute.copy(dq_tma, dq_from[None, stage], dq_to[None, box])
+                        cute.arch.cp_async_bulk_commit_group()
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        barriers.arrive("dq_stored", stored)
+                    stored += 1
                 with cute.arch.elect_one():
-                    stage = barriers.stage("dq_staged", stored)
-                    cute.copy(dq_tma, dq_from[None, stage], dq_to[None, box])
-                    cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    barriers.arrive("dq_stored", stored)
-                stored += 1
-            with cute.arch.elect_one():
-                barriers.arrive("kv_empty", use)
-            use += 1
+                    barriers.arrive("kv_empty", n - 1)
             taken += 1
             work = queue.take(taken)
         with cute.arch.elect_one():
