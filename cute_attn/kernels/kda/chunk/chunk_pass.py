@@ -75,7 +75,7 @@ class ChunkPass:
 
     Args:
         rows_step: stride of the sub-tiles that `TransposedState.times_rows` reads.
-        scores: whether the pass needs qg and Aqk.
+        scores: whether the pass needs qg and Aqk where it has rows.
         starts, ends: whether the call has the first matrix of each sequence, and the last.
         store_o, store_states, store_v_new: which results the call has.
     """
@@ -120,12 +120,16 @@ class ChunkPass:
         )
         self.smem_bytes = self.memory.nbytes
         self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
-        # The parts of a chunk's record that this kernel reads: (offset, bytes).
-        self.parts = [(0, record_bytes)]
-        if not scores:
-            sub_tiles = spec.head_dim_k // 64
-            self.parts = [(i * KD_STEP, SUB_TILE_BYTES) for i in range(sub_tiles)]
+        # The parts of a chunk's record that all CTAs read, and those that only CTAs with rows read:
+        # (offset, bytes).
+        self.parts, self.parts_of_rows = [(0, record_bytes)], []
+        if self.transitions or not scores:
+            steps = [i * KD_STEP for i in range(spec.head_dim_k // 64)]
+            self.parts = [(step, SUB_TILE_BYTES) for step in steps]
             self.parts.append((self.stage["kg"], self.stage["aqk"] - self.stage["kg"]))
+            if scores:
+                offsets = [step + SUB_TILE_BYTES for step in steps] + [self.stage["aqk"]]
+                self.parts_of_rows = [(offset, SUB_TILE_BYTES) for offset in offsets]
         # Bytes of a line of the rows: a row is lines of 128 bytes, or one shorter line.
         self.line = min(spec.tile_v * 2, 128)
 
@@ -355,23 +359,33 @@ class ChunkPass:
                 decay.iterator + (Int64(slot) * decay.stride[0] + Int64(head) * decay.stride[1])
             ).toint()
             decay_bytes = spec.head_dim_k * 4
+            has_rows = tile_start < spec.head_dim_v
             if cutlass.const_expr(self.bulk):
                 if lane == 0:
                     nbytes = sum(size for _, size in self.parts) + decay_bytes
+                    if cutlass.const_expr(self.parts_of_rows):
+                        more = sum(size for _, size in self.parts_of_rows)
+                        nbytes = cutlass.select_(has_rows, Int32(nbytes + more), Int32(nbytes))
                     cute.arch.mbarrier_arrive_and_expect_tx(
                         barriers.stage_pointer("chunk_full", stage), nbytes
                     )
                     for offset, size in self.parts:
                         copy_bulk(at + offset, record + offset, size, full)
                     copy_bulk(at + self.stage["decay"], decays, decay_bytes, full)
+                    if cutlass.const_expr(self.parts_of_rows):
+                        if has_rows:
+                            for offset, size in self.parts_of_rows:
+                                copy_bulk(at + offset, record + offset, size, full)
             else:
                 for offset, size in self.parts:
-                    for i in cutlass.range(size // (WARP_SIZE * UNIT_BYTES), unroll=8):
-                        x = offset + (i * WARP_SIZE + lane) * UNIT_BYTES
-                        copy_async(at + x, record + x, True)
+                    self.copy_part(at, record, offset, size, lane)
                 if lane < decay_bytes // UNIT_BYTES:
                     x = lane * UNIT_BYTES
                     copy_async(at + self.stage["decay"] + x, decays + x, True)
+                if cutlass.const_expr(self.parts_of_rows):
+                    if has_rows:
+                        for offset, size in self.parts_of_rows:
+                            self.copy_part(at, record, offset, size, lane)
             step = WARP_SIZE // line_units
             for i in cutlass.range_constexpr(CHUNK // step):
                 token = index * CHUNK + row + i * step
@@ -387,6 +401,20 @@ class ChunkPass:
             if stage == spec.num_stages:
                 stage = Int32(0)
                 phase = phase ^ 1
+
+    @cute.jit
+    def copy_part(
+        self,
+        target: Int32,
+        record: Int64,
+        offset: cutlass.Constexpr,
+        size: cutlass.Constexpr,
+        lane: Int32,
+    ) -> None:
+        """Start the copy of a part of a record, by a warp."""
+        for i in cutlass.range(size // (WARP_SIZE * UNIT_BYTES), unroll=8):
+            x = offset + (i * WARP_SIZE + lane) * UNIT_BYTES
+            copy_async(target + x, record + x, True)
 
     # -- the warps that carry the matrix ------------------------------------------------------
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from ....common.ptx.matrices import transpose_matrix
 from ..chunk_pass import KD_STEP, ChunkPass, Place, Results
@@ -52,28 +53,52 @@ class KdaAdjointPass(ChunkPass):
         self, state: cute.Tensor, held: Any, stage: Any, results: Results, place: Place,
         index: Any, later: Any,
     ) -> None:  # fmt: skip
+        if self.transitions:
+            self.transition(state, stage, place.column)
+        else:
+            self.update(state, stage, True, results, place, index)
+
+    @cute.jit
+    def transition(self, state: cute.Tensor, stage: Int32, column: Int32) -> None:
+        """Update columns of [B | M]; those of M have no rows."""
+        if column < self.spec.head_dim_v:
+            self.update(state, stage, True)
+        else:
+            self.update(state, stage, False)
+
+    def update(
+        self, state: cute.Tensor, stage: Any, has_rows: bool, results: Results | None = None,
+        place: Place | None = None, index: Any = None,
+    ) -> None:  # fmt: skip
+        """Update dS, and store results if there are any."""
         product, kd = self.state.times_columns, stage + self.stage["kd_qg"]
-        # see: (Aqk^T do)^T, 16 columns of V by 64 tokens
-        do = [x for load in self.transposed_rows(stage + self.stage["rows"]) for x in load()]
-        seen = product(do, stage + self.stage["aqk"], columns=CHUNK, triangular=True)
+        do: list[Any] = []
+        seen = None
+        if has_rows:
+            # see: (Aqk^T do)^T, 16 columns of V by 64 tokens
+            do = [x for load in self.transposed_rows(stage + self.stage["rows"]) for x in load()]
+            seen = product(do, stage + self.stage["aqk"], columns=CHUNK, triangular=True)
 
         # recall
         s = self.state.operand(self.state.values(state))
-        seen = self.state.done(seen)
+        if seen is not None:
+            seen = self.state.done(seen)
         dv_new = self.state.times_rows(s, stage + self.stage["kg"], c=seen)
-        decayed = self.state.decayed(state, stage + self.stage["decay"])
-        updated = product(do, kd + SUB_TILE_BYTES, decayed, sub_tile_step=KD_STEP)
-        self.store_state(s, results, place, index)
+        updated = self.state.decayed(state, stage + self.stage["decay"])
+        if has_rows:
+            updated = product(do, kd + SUB_TILE_BYTES, updated, sub_tile_step=KD_STEP)
+        if results is not None:
+            self.store_state(s, results, place, index)
 
         # solve
-        dv_new = self.state.operand(self.state.done(dv_new, pending=1))
+        dv_new = self.state.operand(self.state.done(dv_new, pending=1 if has_rows else 0))
         dr = product(dv_new, stage + self.stage["akk"], columns=CHUNK, triangular=True)
-        updated = self.state.done(updated, pending=1)
+        if has_rows:
+            updated = self.state.done(updated, pending=1)
         dr = self.state.operand(self.state.done(dr))
 
         # update
         updated = product(self.state.negated(dr), kd, updated, sub_tile_step=KD_STEP)
-        if not self.transitions:
-            rows = [transpose_matrix(x) for x in dr]
-            self.store_rows(rows, results.o, place, index, True)
+        if results is not None:
+            self.store_rows([transpose_matrix(x) for x in dr], results.o, place, index, True)
         self.state.assign(state, self.state.done(updated))
