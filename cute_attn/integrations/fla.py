@@ -43,16 +43,17 @@ LN2_RECIPROCAL = 1.4426950408889634  # factor of G, for base 2
 def register() -> None:
     """Make this package a backend of flash-linear-attention's dispatch, for Kimi Delta Attention.
 
-    The backend takes calls without gradients of `chunk_kda`, of `fused_recurrent_kda`, and of
-    `fused_recurrent_kda_fwd`, which servers call with states in slots that are updated in place;
-    speculative decoding and any number of value heads for a query head (GVA) are included. In
-    training it declines `chunk_kda`, but takes stages of the forward pass and of the recomputation
-    in the backward pass: `kda_gate_chunk_cumsum`, `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
+    The backend takes calls of `chunk_kda`, with gradients and without, and calls without gradients
+    of `fused_recurrent_kda` and of `fused_recurrent_kda_fwd`, which servers call with states in
+    slots that are updated in place; speculative decoding and any number of value heads for a query
+    head (GVA) are included. Where it declines a `chunk_kda` that needs gradients, it still takes
+    stages of the forward, which the backward runs again: `kda_gate_chunk_cumsum`,
+    `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
 
-    It declines, with a reason in the log of `fla.backends`: gradients, context parallelism
-    (`cp_context`), head dimensions and dtypes without a kernel, chunks of 32, intermediate states
-    of packed sequences without `cu_seqlens_cpu`, a beta for each channel, and in-place states of
-    packed sequences.
+    It declines, with a reason in the log of `fla.backends`: context parallelism (`cp_context`),
+    head dimensions and dtypes without a kernel, chunks of 32, intermediate states of packed
+    sequences without `cu_seqlens_cpu`, a beta for each channel, in-place states of packed
+    sequences, and gradients of the recurrent functions.
 
     One result differs: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
     not 0.
@@ -180,7 +181,7 @@ def _declines_gradients(given: Arguments) -> Reason:
     if torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in given.values()
     ):
-        return f"{NAME} has no backward pass: call it under torch.no_grad() or inference_mode()"
+        return f"{NAME} has no backward for it: call it under torch.no_grad() or inference_mode()"
     return None
 
 
@@ -196,7 +197,7 @@ def _declines_chunk_kda(given: Arguments) -> Reason:
             return "the number of chunks is not known without cu_seqlens_cpu"
         if given.get("use_graph"):
             return "the number of chunks may change from replay to replay (use_graph)"
-    return _declines_gradients(given) or _declines_dtypes_and_sizes(given)
+    return _declines_dtypes_and_sizes(given)
 
 
 def _declines_recurrent(given: Arguments) -> Reason:

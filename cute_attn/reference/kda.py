@@ -10,8 +10,8 @@ For each token, where the state S of a value head is a K by V matrix (Kimi Linea
 
 `kda_reference` and `kda_decode_reference` compute this token by token, and are the references. The
 functions named for a stage compute the same in chunks of 64 tokens, as the kernels do, so that each
-stage can be tested alone; `kda_chunk_reference` runs them all. `kda_gradients` and
-`kda_chunk_gradients` differentiate the two by autograd.
+stage can be tested alone; `kda_chunk_reference` runs them all. `kda_gradients` differentiates the
+reference by autograd; `kda_chunk_gradients` computes the same by chunks.
 
 Shapes: q, k `[B, T, HQK, K]`; v `[B, T, HV, V]`; g `[B, T, HV, K]`; beta `[B, T, HV]`. With grouped
 value heads, HV is a multiple of HQK, and value head h uses query and key head h // (HV // HQK).
@@ -23,13 +23,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 CHUNK = 64
 L2NORM_EPSILON = 1e-6  # added to the sum of squares, as in flash-linear-attention
+# The backward divides by beta; a smaller |beta| counts as this, with its sign.
+SMALLEST_BETA = {torch.bfloat16: 2.0**-40, torch.float16: 2.0**-14}
+
+_Tensors = dict[str, torch.Tensor]
 
 
 class KdaResult(NamedTuple):
@@ -668,10 +672,11 @@ def kda_gradients(
         options: the other arguments of `kda_reference`.
     """
 
-    def results(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return kda_reference(**arguments)[:2]
+    def slopes(leaves: _Tensors, options: dict[str, Any], *weights: torch.Tensor) -> _Tensors:
+        results = kda_reference(**options | leaves)[:2]
+        return _slopes(results, weights, leaves)
 
-    return _differentiated(results, torch.float64, (q, k, v, g, beta), (do, dfinal_state), options)
+    return _of_used_tokens(slopes, torch.float64, (q, k, v, g, beta), (do, dfinal_state), options)
 
 
 def kda_chunk_gradients(
@@ -687,68 +692,186 @@ def kda_chunk_gradients(
     stage_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> KdaGradients:
-    """The same gradients by autograd of `kda_chunk_reference`.
+    """The same gradients by chunks, as the kernels compute them: the states forwards, their
+    gradients backwards, then for each chunk its tokens' (docs/kernels/kda.md has the formulas).
 
     Args:
         dtype: of the arithmetic and of the gradients.
-        stage_dtype: as in `kda_chunk_reference`. The gradients of what is rounded to it are rounded
-            to it too. With `dtype` float32 this is plain code, whose error tests compare with that
-            of the kernels.
+        stage_dtype: dtype that normalised q and k, what a stage leaves to the next (states, their
+            gradients, v_new and its like) and the operands of products made of these are rounded
+            to. With `dtype` float32 this is plain code, whose error tests compare with that of the
+            kernels. None rounds nothing.
     """
 
-    def results(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        found = kda_chunk_reference(**arguments, dtype=dtype, stage_dtype=stage_dtype)
-        return found.o, found.states.final_state
+    def slopes(leaves: _Tensors, options: dict[str, Any], *weights: torch.Tensor) -> _Tensors:
+        options = dict(options)
+        scale = _scale(options.pop("scale", None), q)
+        cu_seqlens = options.pop("cu_seqlens", None)
+        v_first = options.pop("state_v_first", False)
+        options.pop("safe_gate", None)
+        state = leaves.get("initial_state", options.pop("initial_state", None))
+        v = leaves["v"].detach()
+        prepared_of = {x: leaves[x] for x in leaves if x not in ("v", "initial_state")}
+        prepared = prepare(**options | prepared_of, dtype=dtype)
+        q_, k_, g_, beta_ = (x.detach() for x in prepared)
+        states = _initial_states(
+            None if state is None else state.detach(), q_, v, cu_seqlens, v_first, dtype
+        )
+        adjoints = list(_laid_out(weights[1], v_first))
+        found = [torch.zeros_like(x) for x in (q_, k_, v, g_, beta_)]
+        of_chunks = []
+        for chunk in chunks(q_, cu_seqlens):
+            at = (chunk.batch, chunk.rows)
+            tiles = _Tiles(scale, stage_dtype, *(x[at] for x in (q_, k_, v, g_, beta_)))
+            start = states[chunk.sequence]
+            states[chunk.sequence] = tiles.forwards(start)
+            of_chunks.append((chunk, tiles, start))
+        for chunk, tiles, start in reversed(of_chunks):
+            at = (chunk.batch, chunk.rows)
+            after = adjoints[chunk.sequence]
+            adjoints[chunk.sequence] = tiles.backwards(after, weights[0][at])
+            for whole, part in zip(found, tiles.gradients(start, after), strict=True):
+                whole[at] = part
+        dq, dk, dv, dg, dbeta = found
+        slopes = _slopes(prepared, (dq, dk, dg, dbeta), prepared_of) | {"v": dv}
+        if "initial_state" in leaves:
+            stacked = _stacked(adjoints, q_, v)
+            slopes["initial_state"] = _laid_out(stacked, v_first)
+        return slopes
 
-    return _differentiated(results, dtype, (q, k, v, g, beta), (do, dfinal_state), options)
+    return _of_used_tokens(slopes, dtype, (q, k, v, g, beta), (do, dfinal_state), options)
 
 
-def _differentiated(
-    results: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+class _Tiles:
+    """A chunk of all value heads, `[HV, C, ...]`, and its gradients; arguments are its tokens."""
+
+    def __init__(
+        self,
+        scale: float,
+        stage_dtype: torch.dtype | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> None:
+        heads = v.shape[1]
+        self.group, self.scale, self.stage_dtype = heads // q.shape[1], scale, stage_dtype
+        self.q, self.k = (per_value_head(self.stored(x), heads).transpose(0, 1) for x in (q, k))
+        self.v, g = v.transpose(0, 1), g.transpose(0, 1).cumsum(dim=1)
+        later = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).triu(1)
+        pairs = (g.unsqueeze(2) - g.unsqueeze(1)).masked_fill(later[..., None], -math.inf)
+        self.pairs = torch.exp(pairs)  # decay from token j to token i, [HV, i, j, K]
+        self.from_start, self.to_end = torch.exp(g), torch.exp(g[:, -1:] - g)
+        # The gradient of beta is divided by it.
+        smallest = SMALLEST_BETA[stage_dtype or torch.bfloat16]
+        self.true_beta = beta.T.unsqueeze(-1)
+        self.beta = torch.copysign(self.true_beta.abs().clamp(min=smallest), self.true_beta)
+        Aqk = scale * torch.einsum("hid,hjd,hijd->hij", self.q, self.k, self.pairs)
+        lower = self.beta * torch.einsum("hid,hjd,hijd->hij", self.k, self.k, self.pairs).tril(-1)
+        one = torch.eye(g.shape[1], dtype=g.dtype, device=g.device).expand_as(lower)
+        inverse = torch.linalg.solve_triangular(one + lower, one, upper=False)
+        self.Aqk, self.Akk = self.stored(Aqk), self.stored(inverse * self.beta.mT)
+        self.kd = self.stored(self.from_start * self.k)
+        self.qg = self.stored(scale * self.from_start * self.q)
+        self.kg = self.stored(self.to_end * self.k)
+        self.decay = self.from_start[:, -1].unsqueeze(-1)
+
+    def stored(self, x: torch.Tensor) -> torch.Tensor:
+        return _stored(x, self.stage_dtype)
+
+    def forwards(self, state: torch.Tensor) -> torch.Tensor:
+        """The state after the chunk."""
+        self.v_new = self.stored(self.Akk @ self.stored(self.v - self.kd @ self.stored(state)))
+        return self.decay * state + self.kg.mT @ self.v_new
+
+    def backwards(self, after: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
+        """The gradient of the state before the chunk, from that of the state after it."""
+        self.do = do.transpose(0, 1)
+        dv_new = self.Aqk.mT @ self.do + self.kg @ self.stored(after)
+        self.dr = self.stored(self.Akk.mT @ self.stored(dv_new))
+        return self.decay * after + self.qg.mT @ self.do - self.kd.mT @ self.dr
+
+    def gradients(self, state: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Those of q, k, v, g and beta, in their shapes."""
+        q, k, scale = self.q, self.k, self.scale
+        state, after = self.stored(state), self.stored(after)
+        dAqk = scale * self.do @ self.v_new.mT
+        both = -self.dr @ self.v_new.mT
+        own = dAqk.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # of a token with itself: no decay
+        dAqk, dlower = (self.stored(x.tril(-1)) for x in (dAqk, both))
+        row_q = scale * self.from_start * (self.do @ state.mT)
+        row_q = row_q + torch.einsum("hij,hjd,hijd->hid", dAqk, k, self.pairs)
+        row_k = -self.from_start * (self.dr @ state.mT)
+        row_k = row_k + torch.einsum("hij,hjd,hijd->hid", dlower, k, self.pairs)
+        of_end = self.to_end * (self.v_new @ after.mT)
+        column = torch.einsum("hij,hid,hijd->hjd", dAqk, q, self.pairs)
+        column = column + torch.einsum("hij,hid,hijd->hjd", dlower, k, self.pairs) + of_end
+        dg = q * row_q + k * row_k - k * column
+        dg[:, -1] += (k * of_end).sum(1) + (self.decay * state * after).sum(2)
+        dg = dg.flip(1).cumsum(dim=1).flip(1)
+        dbeta = -both.diagonal(dim1=1, dim2=2).unsqueeze(-1) / self.beta**2
+        dv = self.dr * (self.true_beta / self.beta)
+        dq, dk = (
+            x.unflatten(0, (-1, self.group)).sum(1)
+            for x in (row_q + own * k, row_k + column + own * q)
+        )
+        return *(x.transpose(0, 1) for x in (dq, dk, dv, dg)), dbeta.squeeze(-1).T
+
+
+def _slopes(
+    results: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], leaves: _Tensors
+) -> _Tensors:
+    """The gradients of the sum of results * weights."""
+    pairs = [(x, dx) for x, dx in zip(results, weights, strict=True) if x.requires_grad]
+    if not pairs:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    found = torch.autograd.grad(
+        [x for x, _ in pairs],
+        list(leaves.values()),
+        [dx for _, dx in pairs],
+        materialize_grads=True,
+    )
+    return dict(zip(leaves, found, strict=True))
+
+
+def _of_used_tokens(
+    slopes: Callable[..., _Tensors],
     dtype: torch.dtype,
     tensors: tuple[torch.Tensor, ...],
-    gradients: tuple[torch.Tensor | None, torch.Tensor | None],
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
     options: dict[str, Any],
 ) -> KdaGradients:
-    """Differentiate `results`, which returns o and final_state, for the tokens of sequences."""
-    do, dfinal_state = gradients
+    """The gradients that `slopes` computes from the arguments that have one, by name, the other
+    options, and the gradients of o and final_state; all for the tokens of sequences alone."""
+    q, _, v, *_ = tensors
     options = dict(options)
-    tokens = torch.arange(tensors[0].shape[1], device=tensors[0].device)
+    tokens = torch.arange(q.shape[1], device=q.device)
     cu_seqlens = options.get("cu_seqlens")
     if cu_seqlens is not None:
         tokens = tokens[cu_seqlens[0] : cu_seqlens[-1]]
         options["cu_seqlens"] = cu_seqlens - cu_seqlens[0]
     names = ["q", "k", "v", "g", "beta"]
     leaves = {name: x[:, tokens] for name, x in zip(names, tensors, strict=True)}
-    parameters = ("A_log", "dt_bias") if options.get("use_gate_in_kernel") else ()
-    for name in (*parameters, "initial_state"):
-        if options.get(name) is not None:
-            leaves[name] = options[name]
+    used = {"A_log": "use_gate_in_kernel", "dt_bias": "use_gate_in_kernel", "initial_state": ""}
+    for name, flag in used.items():
+        x = options.pop(name, None)
+        if x is not None and (not flag or options.get(flag)):
+            leaves[name] = x
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
-    o, final_state = results(**options | leaves)
-    pairs = [(o, None if do is None else do[:, tokens]), (final_state, dfinal_state)]
-    pairs = [(x, dx) for x, dx in pairs if dx is not None and x.requires_grad]
-    found = dict.fromkeys(leaves, torch.empty(0))
-    if pairs:
-        slopes = torch.autograd.grad(
-            [x for x, _ in pairs],
-            list(leaves.values()),
-            [dx.to(dtype) for _, dx in pairs if dx is not None],
-            allow_unused=True,
-        )
-        found = dict(zip(leaves, slopes, strict=True))
-    given: dict[str, torch.Tensor | None] = {}
-    for name, leaf in leaves.items():
-        slope: torch.Tensor | None = found[name]
-        if slope is None or slope.shape != leaf.shape:
-            slope = torch.zeros_like(leaf)
-        if name in names:
-            x = tensors[names.index(name)]
-            slope = torch.zeros(x.shape, dtype=dtype, device=x.device).index_copy(1, tokens, slope)
-        given[name] = slope
-    return KdaGradients(
-        *(given.get(name) for name in (*names, "A_log", "dt_bias", "initial_state"))  # type: ignore[arg-type]
-    )
+    do, dfinal_state = weights
+    if dfinal_state is None:
+        sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        matrix = (q.shape[-1], v.shape[-1])
+        matrix = matrix[::-1] if options.get("state_v_first") else matrix
+        dfinal_state = q.new_zeros((sequences, v.shape[2], *matrix), dtype=dtype)
+    do = torch.zeros_like(v) if do is None else do
+    with torch.enable_grad():
+        found = slopes(leaves, options, do[:, tokens].to(dtype), dfinal_state.to(dtype))
+    for name, x in zip(names, tensors, strict=True):
+        whole = torch.zeros(x.shape, dtype=dtype, device=x.device)
+        found[name] = whole.index_copy(1, tokens, found[name])
+    return KdaGradients(*(found.get(name) for name in (*names, *used)))  # type: ignore[arg-type]
 
 
 def _scale(scale: float | None, q: torch.Tensor) -> float:

@@ -40,7 +40,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, (kind, lengths) in CHUNK_KDA.items():
         case = kda_cases.Case(kind=kind, lengths=lengths, heads=2)
         for modular in (False, True):
-            arguments = case.arguments("cuda") | {"disable_recompute": modular}
+            arguments = case.arguments("cuda") | {"return_intermediate_states": modular}
             path = "modular" if modular else "fused"
             yield f"chunk_kda, {name}, {path}", (cute_attn.chunk_kda, arguments)
     long = kda_cases.Case(lengths=(33 * CHUNK,), heads=1, group=1)
@@ -57,14 +57,14 @@ def requests() -> list[Any]:
     wanted = [request for kernel in DECODE.values() for request in kernel.plan(arch)]
     for kind, _ in CHUNK_KDA.values():
         for modular in (False, True):
-            wanted += kind.requests(arch, disable_recompute=modular)
+            wanted += kind.requests(arch, return_intermediate_states=modular)
     return wanted
 
 
 def main() -> None:
     if sys.argv[1:] == ["compile"]:
         cute_attn.warmup(requests())
-    with torch.no_grad():
+    with torch.inference_mode():
         for name, (operator, arguments) in calls():
             operator(**arguments)
             torch.cuda.synchronize()

@@ -52,7 +52,7 @@ def compiled_beforehand() -> None:
             **whole,
             lower_bound=lower_bound,
             index_dtype=index_dtype,
-            disable_recompute=modular,
+            return_intermediate_states=modular,
         )
     ]
     requests += plan_chunk_kda(arch, **whole, lower_bound=True, state_v_first=True)
@@ -93,10 +93,10 @@ def test_chunk_kda_on_more_of_them(case: Case, path: str):
 
 def check_large(case: Case, path: str) -> None:
     arguments = problem.chunk_arguments(case, 11)
-    arguments["disable_recompute"] = path == "modular"
-    calls = problem.chunk_calls(arguments, with_peer=False)
+    calls = problem.chunk_calls(arguments, with_peer=False, paths=(path,))
     problem.check_chunk(case, arguments, calls)
-    first, again = calls["ours"](), calls["ours"]()
+    (call,) = calls.values()
+    first, again = call(), call()
     assert all(map(torch.equal, first, again))
 
 
@@ -171,6 +171,11 @@ def chunk_call(**changes: Any) -> tuple[dict[str, Any], Callable[[], Any]]:
     return arguments, lambda: cute_attn.chunk_kda(**arguments)
 
 
+def modular_call() -> tuple[dict[str, Any], Callable[[], Any]]:
+    arguments, run = chunk_call(return_intermediate_states=True)
+    return arguments, torch.inference_mode()(run)
+
+
 def packed_call(**changes: Any) -> tuple[dict[str, Any], Callable[[], Any]]:
     case = Case(4, 8, 500, sequences=5, lengths="random")
     arguments = problem.chunk_arguments(case, 5) | changes
@@ -204,7 +209,7 @@ def stages_call() -> tuple[dict[str, Any], Callable[[], Any]]:
 
 CALLS = {
     "chunk": chunk_call,
-    "modular": lambda: chunk_call(disable_recompute=True),
+    "modular": modular_call,
     "packed": packed_call,
     "packed, no copy on the host": lambda: packed_call(cu_seqlens_cpu=None),
     "decode": decode_call,

@@ -267,11 +267,14 @@ def test_the_stages_are_ours(fla: Any, reached: Counter[str], device: str, packe
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`transpose_state_layout`")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_a_training_step_goes_through_our_stages(
-    fla: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch, packed: bool
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "stages"])
+def test_a_training_step(
+    fla: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch, packed: bool, whole: bool
 ) -> None:
-    """Gradients with our stages are as near to those of its naive function as with its own."""
+    """Gradients with our chunk_kda, and with our stages where it is declined, are as near to those
+    of its naive function as with its own."""
     from fla.ops.kda.naive import naive_recurrent_kda
 
     case = Case("cuda", packed=packed, heads=2)
@@ -297,10 +300,12 @@ def test_a_training_step_goes_through_our_stages(
         return torch.cat(pieces, dim=1)
 
     exact = gradients(naive)
-    ours = gradients(lambda given: fla.chunk_kda(**given)[0])
-    assert reached["chunk_kda"] == 0
-    assert reached["kda_gate_cumsum"] and reached["kda_chunk_intra"]
-    assert reached["kda_recompute_w_u"]
+    # Its former name of an argument is declined.
+    declined = {} if whole else {"transpose_state_layout": False}
+    ours = gradients(lambda given: fla.chunk_kda(**given, **declined)[0])
+    assert reached["chunk_kda"] == whole
+    for stage in ("kda_gate_cumsum", "kda_chunk_intra", "kda_recompute_w_u"):
+        assert (reached[stage] == 0) == whole
     monkeypatch.setenv("FLA_CUTE_ATTN", "0")
     before = reached.total()
     theirs = gradients(lambda given: fla.chunk_kda(**given)[0])
@@ -330,16 +335,16 @@ def test_off_by_the_environment(
     assert not reached
 
 
-def test_gradients_are_declined_with_a_reason(
+def test_gradients_of_the_recurrent_form_are_declined_with_a_reason(
     fla: Any, reached: Counter[str], log: pytest.LogCaptureFixture
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     case = Case(device)
     case.arguments["q"].requires_grad_()
     with contextlib.suppress(Exception):
-        fla.chunk_kda(**case.arguments)
-    assert reached["chunk_kda"] == 0
-    assert "chunk_kda -> cute_attn rejected: cute_attn has no backward pass" in log.text
+        fla.fused_recurrent_kda(**case.arguments)
+    assert reached["fused_recurrent_kda"] == 0
+    assert "cute_attn rejected: cute_attn has no backward for it" in log.text
 
 
 def test_registering_again_changes_nothing(fla: Any) -> None:

@@ -33,6 +33,7 @@ FLAGS = (
     "use_gate_in_kernel",
     "use_beta_sigmoid_in_kernel",
     "disable_recompute",
+    "return_intermediate_states",
     "state_v_first",
 )
 
@@ -61,7 +62,7 @@ def some_call(generator: random.Random) -> dict[str, Any]:
         "lower_bound": bound,
         "A_log": not bound or generator.random() < 0.5,
         "dt_bias": generator.random() < 0.5,
-        "split": not chosen["disable_recompute"] and generator.random() < 0.5,
+        "split": not chosen["return_intermediate_states"] and generator.random() < 0.5,
     }
 
 
@@ -88,7 +89,7 @@ def check(requests: list[launch.Request], arch: str, spilled: dict[str, int]) ->
 )
 def test_what_a_server_needs(arch: str, changes: dict[str, Any]) -> None:
     for modular in (False, True):
-        call = TYPICAL | changes | {"split": False, "disable_recompute": modular}
+        call = TYPICAL | changes | {"split": False, "return_intermediate_states": modular}
         check(plan_chunk_kda(arch, **call), arch, spilled={})
 
 
@@ -97,6 +98,6 @@ def test_what_a_server_needs(arch: str, changes: dict[str, Any]) -> None:
 def test_any_call(arch: str) -> None:
     """Both paths as servers and trainers call them, and ten calls drawn at random."""
     generator = random.Random(ARCHS.index(arch))
-    calls = [TYPICAL | {"split": True}, TYPICAL | {"disable_recompute": True}]
+    calls = [TYPICAL | {"split": True}, TYPICAL | {"return_intermediate_states": True}]
     for call in calls + [some_call(generator) for _ in range(10)]:
         check(plan_chunk_kda(arch, **call), arch, spilled=FEW)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn.launch import Request
 from cute_attn.ops import operator
-from cute_attn.ops.kda import chunk, plan_chunk_kda, stages
+from cute_attn.ops.kda import chunk, chunk_backward, chunk_passes, plan_chunk_kda, stages
 from cute_attn.reference.kda import (
     CHUNK,
     KdaResult,
@@ -339,10 +339,10 @@ def poisoned_outputs() -> Iterator[None]:
         return torch.full(*shape or (x.shape,), math.nan, dtype=x.dtype, device=x.device)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunk, stages):
-            patch.setattr(module, "_empty", empty)
-        patch.setattr(chunk, "_empty_like", like)
-        patch.setattr(chunk, "_new_empty", like)
+        for module in (chunk, chunk_backward, chunk_passes, stages):
+            for name, poisoned in (("_empty", empty), ("_empty_like", like), ("_new_empty", like)):
+                if hasattr(module, name):
+                    patch.setattr(module, name, poisoned)
         yield
 
 
@@ -351,7 +351,7 @@ def warm() -> Iterator[None]:
     """Loaded kernels are remembered in the emulator, too: it must be one emulator."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator, "may_remember", lambda _: True)
-        for one in (chunk._chunk, *vars(stages).values()):
+        for one in (chunk._chunk, chunk_backward.BACKWARD, *vars(stages).values()):
             if isinstance(one, operator.Operator):
                 patch.setattr(one, "ready", {})
         yield
@@ -359,8 +359,10 @@ def warm() -> Iterator[None]:
 
 def run(args: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final_state)"""
-    with torch.no_grad(), poisoned_outputs():
-        o, final_state = cute_attn.chunk_kda(**args | changes)
+    args = args | changes
+    modular = args.get("return_intermediate_states")
+    with torch.inference_mode() if modular else torch.no_grad(), poisoned_outputs():
+        o, final_state, *_ = cute_attn.chunk_kda(**args)
     return o, final_state
 
 
@@ -405,7 +407,9 @@ def same(args: dict[str, Any], one: Any, other: Any) -> bool:
 
 def definition(args: dict[str, Any]) -> dict[str, Any]:
     """The arguments that the references take."""
-    operators = ("output_final_state", "disable_recompute", "cu_seqlens_cpu")
+    operators = (
+        "output_final_state", "disable_recompute", "return_intermediate_states", "cu_seqlens_cpu",
+    )  # fmt: skip
     return {name: x for name, x in args.items() if name not in operators}
 
 

@@ -183,7 +183,7 @@ OPERATORS: dict[str, Operator] = {
 
 
 # Those with a gradient, with respect to all of their floating-point arguments.
-DIFFERENTIABLE = ("flash_attn_func", "flash_attn_varlen_func")
+DIFFERENTIABLE = ("flash_attn_func", "flash_attn_varlen_func", "chunk_kda")
 
 
 def tensors_in(results: Any) -> list[Tensor]:

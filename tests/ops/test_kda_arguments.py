@@ -25,7 +25,7 @@ from cute_attn.emulation import Emulation
 from cute_attn.kernels.common.spec import smem_bytes
 from cute_attn.kernels.kda.chunk.heuristics import chunks_per_segment
 from cute_attn.ops import kda
-from cute_attn.ops.kda import plan_chunk_kda
+from cute_attn.ops.kda import plan_chunk_kda, plan_chunk_kda_backward
 
 MODELS = Path(cute_attn.__file__).parent / "models" / "serving.toml"
 
@@ -230,23 +230,6 @@ def test_sizes_that_a_kernel_cannot_count():
     many = one.expand(1, 1, 65536, 64)
     with pytest.raises(ValueError, match="there are 65536 value heads, must be at most 65535"):
         cute_attn.chunk_kda(many, many, many, many, many[..., 0])
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"])
-def test_autograd_is_refused_before_anything_is_launched(name: str):
-    args = call(**GATED, initial_state=f32(2, 4, 64, 128), dt_bias=f32(256))
-    args[name] = args[name].clone().requires_grad_()
-    with (
-        cute_attn.emulated("sm_90a") as emulator,
-        pytest.raises(NotImplementedError, match="chunk_kda has no backward yet: call it under"),
-    ):
-        cute_attn.chunk_kda(**args)
-    assert not emulator.report.launches
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises(NotImplementedError, match="chunk_kda has no backward yet"),
-    ):
-        cute_attn.chunk_kda(**args)
 
 
 # -- stages
@@ -546,8 +529,8 @@ def test_the_plan_names_the_kernels_that_a_call_loads(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], path: str
 ):
     seen = planned(monkeypatch)
-    args = call(**options, disable_recompute=path == "modular")
-    with cute_attn.emulated("sm_90a"):
+    args = call(**options, return_intermediate_states=path == "modular")
+    with cute_attn.emulated("sm_90a"), torch.inference_mode():
         cute_attn.chunk_kda(**args)
     names = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
     packed = args.get("cu_seqlens")
@@ -571,7 +554,7 @@ def test_the_plan_names_the_kernels_that_a_call_loads(
                 "use_qk_l2norm_in_kernel",
                 "use_gate_in_kernel",
                 "use_beta_sigmoid_in_kernel",
-                "disable_recompute",
+                "return_intermediate_states",
                 "state_v_first",
             )
             if name in args
@@ -712,15 +695,28 @@ def test_long_sequences_are_split_where_sms_would_be_idle(sizes: dict[str, Any],
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
 def test_planned_kernels_fit_in_shared_memory(arch: str, dims: tuple[int, int]):
     sized = set()
-    for path in ({}, {"disable_recompute": True}):
-        options = {"head_dim_k": dims[0], "head_dim_v": dims[1], **path}
-        for kernel, spec in plan_chunk_kda(arch, **options, use_qk_l2norm_in_kernel=True):
-            module, _, name = kernel.target.partition(":")
-            built = getattr(importlib.import_module(module), name)(spec)
-            nbytes = getattr(built, "smem_bytes", 0)
-            assert nbytes <= smem_bytes(arch), kernel.name
-            sized |= {kernel.name} if nbytes else set()
+    options = {
+        "head_dim_k": dims[0], "head_dim_v": dims[1], "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+    requests = [
+        *plan_chunk_kda(arch, **options),
+        *plan_chunk_kda(arch, **options, return_intermediate_states=True),
+    ]
+    small = smem_bytes(arch) < 100 * 1024 and dims[0] == 128
+    if small:
+        with pytest.raises(NotImplementedError, match=f"head_dim_k={dims[0]} does not fit {arch}"):
+            plan_chunk_kda_backward(arch, **options)
+    else:
+        for grouped in (False, True):
+            requests += plan_chunk_kda_backward(arch, **options, grouped=grouped)
+    for kernel, spec in requests:
+        module, _, name = kernel.target.partition(":")
+        built = getattr(importlib.import_module(module), name)(spec)
+        nbytes = getattr(built, "smem_bytes", 0)
+        assert nbytes <= smem_bytes(arch), kernel.name
+        sized |= {kernel.name} if nbytes else set()
     assert {"kda_prepare", "kda_state_pass", "kda_segments", "kda_delta_h"} <= sized
+    assert ({"kda_adjoint_pass", "kda_gradients"} <= sized) != small
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ from .kda_cases import (
     warm,
 )
 
-STAGE_BY_STAGE = {"disable_recompute": True}
+STAGE_BY_STAGE = {"return_intermediate_states": True}
 PATHS = {"fused": {}, "modular": STAGE_BY_STAGE}
 
 
@@ -286,7 +286,7 @@ def test_chunks_are_tokens_in_turn(device: str, path: str, data: st.DataObject):
     """The results differ by no more than the error rule allows for both."""
     of = SOME if path == "fused" else SOME_MODULAR
     args = data.draw(cases(device, of)).arguments(device) | {"output_final_state": True}
-    options = {"disable_recompute", "safe_gate"}
+    options = {"safe_gate"}
     results = run(args, **PATHS[path])
     with torch.no_grad():
         in_turn = cute_attn.fused_recurrent_kda(

@@ -4,7 +4,7 @@ Dense and packed sequences; the kernels apply gate, normalisation and sigmoid. E
 against the float64 reference, then timed: do_bench medians, the cost of a call, and the replay of a
 CUDA graph, the device's part of it. The roofline is the time in which a copy moves the bytes that
 the path's kernels must move, see docs/kernels/kda.md. `--path fused modular` also times the modular
-path, which runs stage by stage, as with `disable_recompute=True`.
+path, which runs stage by stage, as with `return_intermediate_states=True`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[PATHS[0]],
         choices=PATHS,
-        help="of ours; modular is what disable_recompute=True asks for",
+        help="of ours; modular is what return_intermediate_states=True asks for",
     )
 
 

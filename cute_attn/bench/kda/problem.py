@@ -175,7 +175,8 @@ def chunk_calls(
     if "fused" in paths:
         calls["ours"] = lambda: chunk_kda(**arguments)
     if "modular" in paths:
-        calls["modular"] = lambda: chunk_kda(**arguments | {"disable_recompute": True})
+        modular = torch.inference_mode()(chunk_kda)
+        calls["modular"] = lambda: modular(**arguments, return_intermediate_states=True)[:2]
     theirs = peer("fla.ops.kda:chunk_kda") if with_peer else None
     if theirs is not None:
         calls["fla"] = lambda: theirs(**arguments)
@@ -200,7 +201,7 @@ def compile_chunk(cases: Sequence[Case], paths: Sequence[Path]) -> None:
             use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             lower_bound=lower_bound,
-            disable_recompute=path == "modular",
+            return_intermediate_states=path == "modular",
             index_dtype="int64" if packed else "none",
         )
     )

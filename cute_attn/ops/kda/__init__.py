@@ -1,7 +1,7 @@
 """Kimi Delta Attention: the operators, and the stages of `chunk_kda`."""
 
 from .chunk import chunk_kda
-from .chunk_plan import plan_chunk_kda
+from .chunk_plan import plan_chunk_kda, plan_chunk_kda_backward
 from .decode import kda_decode, plan_kda_decode
 from .recurrent import fused_recurrent_kda, plan_fused_recurrent_kda
 from .stages import (
@@ -28,6 +28,7 @@ __all__ = [
     "kda_gate_cumsum",
     "kda_recompute_w_u",
     "plan_chunk_kda",
+    "plan_chunk_kda_backward",
     "plan_fused_recurrent_kda",
     "plan_kda_decode",
 ]

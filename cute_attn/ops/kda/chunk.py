@@ -3,7 +3,7 @@
 `chunk_kda` has two paths, which compute the same function:
 
     fused      prepare, state_pass                        the default: moves half of the bytes
-    modular    gate_cumsum, chunk_intra, delta_h, output  keeps the results of the stages
+    modular    gate_cumsum, chunk_intra, delta_h, output  has the intermediate states
 
 If few long sequences would leave SMs idle, the fused path splits them. It then runs three kernels
 in place of state_pass, and the last bits of a sequence's result may depend on the rest of the call.
@@ -16,27 +16,21 @@ the other tensors' dtypes and devices.
 Nothing here reads device memory or waits for it: the kernels find the chunks of packed sequences
 themselves, see `kernels/kda/chunk/chunks.py`.
 
-The backward, which does not exist yet, will need from the forward only what the fused path has:
-
-    q, k, v, g, beta, A_log, dt_bias,    as given: norms, gates and sigmoid are recomputed
-    initial_state, cu_seqlens
-    Aqk, Akk                             `[B, T, HV, 64]` each, in the dtype of k: two of the tiles
-                                         that `prepare` writes, Akk with its columns times beta
-
-It recomputes G, w, u, qg, kg, h and v_new with `kda_gate_cumsum`, `kda_recompute_w_u` and
-`kda_chunk_delta_h`. With disable_recompute the modular path saves them instead.
+A forward that needs a gradient keeps its arguments alone. With disable_recompute it also keeps the
+records of `prepare`, the states at the start of each chunk and the corrections v_new, which the
+backward (`chunk_backward`) otherwise computes again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.kda.chunk.heuristics import chunks_per_segment, fused
+from ...kernels.kda.chunk.heuristics import chunks_per_segment
 from ...kernels.kda.chunk.spec import CHUNK, record_elements
 from ..operator import (
     PLAIN,
@@ -57,7 +51,9 @@ from .arguments import (
     sequence_plan,
     unchanged,
 )
-from .chunk_arguments import ChunkArguments, check
+from .chunk_arguments import ChunkArguments, check, check_disable_recompute
+from .chunk_backward import SAVED, backward
+from .chunk_passes import empty_records, empty_states, empty_v_new, run_in_segments
 from .chunk_plan import plan_chunk_kda
 
 __all__ = ["chunk_kda"]
@@ -121,7 +117,8 @@ def chunk_kda(
         safe_gate: the gates are bounded; with use_gate_in_kernel it needs a lower_bound in [-5, 0).
             It changes no result, since the kernels take gates of any size.
         lower_bound: of the gate, negative; ignored without use_gate_in_kernel.
-        disable_recompute: run the modular path, whose results a backward pass can keep.
+        disable_recompute: keep intermediate results for the backward, which is then faster;
+            without a gradient it has no effect.
         return_intermediate_states: also return h, the state at the start of every chunk. Only
             under `torch.inference_mode()`.
         state_v_first: states are `[..., V, K]` rather than `[..., K, V]`.
@@ -148,7 +145,7 @@ def chunk_kda(
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
         NotImplementedError: a head dimension without a kernel (the message lists the supported
-            ones), or a tensor that requires a gradient: no backward yet.
+            ones), or a second derivative.
     """
     num_chunks = None
     if cu_seqlens_cpu is not None:
@@ -158,6 +155,9 @@ def chunk_kda(
             "return_intermediate_states is True, must be False outside of torch.inference_mode(): "
             "no gradient goes through these states"
         )
+    if disable_recompute is not False:
+        check_disable_recompute(disable_recompute, return_intermediate_states)
+        disable_recompute = bool(disable_recompute) and is_grad_enabled()
     call = (
         _forward
         if not is_dynamo_compiling()
@@ -170,13 +170,13 @@ def chunk_kda(
         and not dispatch_mode_depth()
         else _chunk.routed
     )
-    results: tuple[Any, Any, Any] = call(
+    results: _Results = call(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
         disable_recompute, return_intermediate_states, state_v_first, cu_seqlens, num_chunks,
         A_log, dt_bias,
     )  # fmt: skip
-    return results if return_intermediate_states else results[:2]
+    return results[:3] if return_intermediate_states else results[:2]  # type: ignore[return-value]
 
 
 # -- the operator -------------------------------------------------------------------------------
@@ -186,6 +186,16 @@ _empty_like = torch.empty_like
 _new_empty = Tensor.new_empty
 _contiguous = torch.contiguous_format
 
+# o, final_state, h, and what a forward with disable_recompute keeps: tiles, decay, states, v_new
+_Results = tuple[
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+]
 
 BY_STAGES = "by stages"
 
@@ -211,7 +221,12 @@ class _Chunk(Operator[ChunkArguments]):
         ("o", ""),
         ("final_state", "output_final_state"),
         ("h", "return_intermediate_states"),
+        ("tiles", "disable_recompute"),
+        ("decay", "disable_recompute"),
+        ("states", "disable_recompute"),
+        ("v_new", "disable_recompute"),
     )
+    saved = SAVED
 
     def check(self, a: ChunkArguments, given: dict[str, Tensor]) -> None:
         check(a, given)
@@ -219,12 +234,13 @@ class _Chunk(Operator[ChunkArguments]):
     def prepare(self, a: ChunkArguments) -> _Ready | str:
         """The kernels of the fused path, or BY_STAGES: each stage looks up its own kernel."""
         device = a.q.device
-        if not fused(
-            disable_recompute=bool(a.disable_recompute),
-            return_intermediate_states=bool(a.return_intermediate_states),
-        ):
+        if a.return_intermediate_states:
             return BY_STAGES
-        prepare, state_pass, *split = plan_chunk_kda(launch.arch_for(device), **sequence_plan(a))
+        prepare, state_pass, *split = plan_chunk_kda(
+            launch.arch_for(device),
+            **sequence_plan(a),
+            disable_recompute=bool(a.disable_recompute),
+        )
         return _Ready(
             launch.get_for(device, *prepare),
             launch.get_for(device, *state_pass),
@@ -258,10 +274,20 @@ class _Chunk(Operator[ChunkArguments]):
         A_log: Tensor | None,
         dt_bias: Tensor | None,
         ready: Any = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> _Results:
         key = None
-        if is_grad_enabled():
-            self.takes_gradient(q, k, v, g, beta, initial_state, A_log, dt_bias)
+        if is_grad_enabled() and self.takes_gradient(
+            q, k, v, g, beta, initial_state, A_log, dt_bias
+        ):
+            return self._dispatched(  # type: ignore[no-any-return]
+                (
+                    q, k, v, g, beta, scale, initial_state, output_final_state,
+                    use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                    allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
+                    return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log,
+                    dt_bias,
+                )
+            )  # fmt: skip
         try:
             if ready is None:
                 batch, tokens, heads_qk, dim_k = q.shape
@@ -313,7 +339,10 @@ class _Chunk(Operator[ChunkArguments]):
             tiles = _new_empty(q, (slots, heads, elements))
             decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
             o = _empty_like(v, memory_format=_contiguous)
-            final_state = None
+            states = v_new = final_state = None
+            if disable_recompute:
+                states = _new_empty(q, (slots, heads, dim_v * dim_k))
+                v_new = _new_empty(q, (slots, heads, CHUNK * dim_v))
             if output_final_state:
                 matrix = (dim_v, dim_k) if state_v_first else (dim_k, dim_v)
                 final_state = _empty(
@@ -330,23 +359,19 @@ class _Chunk(Operator[ChunkArguments]):
                     packed=cu_seqlens is not None,
                     num_sms=num_sms,
                 )
-            if not length:
-                state_pass(
-                    v, tiles, decay, o, None, None, initial_state, final_state, cu_seqlens, None,
-                    None, 0, 1,
+            if length:
+                run_in_segments(
+                    split, length, v, tiles, decay, (o, states, v_new), initial_state, final_state,
+                    cu_seqlens,
                 )  # fmt: skip
-                return o, final_state, None
-            count = -(-tokens // (CHUNK * length))
-            states, moves = (
-                _empty((sequences, count, heads, rows, dim_k), dtype=torch.float32, device=device)
-                for rows in (dim_v, dim_k)
-            )
-            transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
-            given = (v, tiles, decay, o, None, None, initial_state, final_state, cu_seqlens)
-            transitions(*given, states, moves, length, count)
-            combine(cu_seqlens, states, moves, tokens, length)
-            outputs(*given, states, None, length, count)
-            return o, final_state, None
+            else:
+                state_pass(
+                    v, tiles, decay, o, states, v_new, initial_state, final_state, cu_seqlens,
+                    None, None, 0, 1,
+                )  # fmt: skip
+            if disable_recompute:
+                return o, final_state, None, tiles, decay, states, v_new
+            return o, final_state, None, None, None, None, None
         except Exception as error:
             return self.failed(  # type: ignore[no-any-return]
                 error, key, ready, q, k, v, g, beta, scale, initial_state, output_final_state,
@@ -355,7 +380,7 @@ class _Chunk(Operator[ChunkArguments]):
                 return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log, dt_bias,
             )  # fmt: skip
 
-    def outputs(self, a: ChunkArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def outputs(self, a: ChunkArguments) -> _Results:
         batch, tokens, heads, dim_v = a.v.shape
         dim_k, sequences = a.q.shape[-1], batch
         matrix = (dim_v, dim_k) if a.state_v_first else (dim_k, dim_v)
@@ -372,7 +397,10 @@ class _Chunk(Operator[ChunkArguments]):
             final_state = _empty(shape, dtype=torch.float32, device=a.v.device)
         if a.return_intermediate_states:
             h = _empty((batch, chunks, heads, *matrix), dtype=a.v.dtype, device=a.v.device)
-        return o, final_state, h
+        if not a.disable_recompute:
+            return o, final_state, h, None, None, None, None
+        given = a.q, a.v, a.cu_seqlens
+        return o, final_state, h, *empty_records(*given), empty_states(*given), empty_v_new(*given)
 
     def readable(self, a: ChunkArguments) -> ChunkArguments:
         changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkvg"}
@@ -384,11 +412,19 @@ class _Chunk(Operator[ChunkArguments]):
             cu_seqlens=None if a.cu_seqlens is None else contiguous(a.cu_seqlens),
         )
 
-    def nothing(self, a: ChunkArguments) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    def nothing(self, a: ChunkArguments) -> _Results | None:
         if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
             return None
-        o, final_state, h = self.outputs(a)
-        return o, unchanged(final_state, a.initial_state), h
+        o, final_state, *rest = self.outputs(a)
+        return o, unchanged(final_state, a.initial_state), *rest  # type: ignore[return-value]
+
+    def backward(
+        self,
+        saved: Mapping[str, Any],
+        gradients: Mapping[str, Tensor | None],
+        needed: frozenset[str],
+    ) -> Mapping[str, Tensor]:
+        return backward(saved, gradients["o"], gradients["final_state"], needed)
 
 
 _chunk = _Chunk()
@@ -413,7 +449,7 @@ def _by_stages(
     num_chunks: int | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> _Results:
     """Run the modular path; beta has been through its sigmoid, if any."""
     G = stages.GATE_CUMSUM.forward(g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens)
     Aqk, _, w, u, _, kg = stages.CHUNK_INTRA.forward(
@@ -423,4 +459,4 @@ def _by_stages(
         kg, w, u, G, initial_state, output_final_state, True, state_v_first, cu_seqlens, num_chunks
     )
     o = stages.OUTPUT.forward(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens, l2norm)
-    return o, final_state, h if return_intermediate_states else None
+    return o, final_state, h if return_intermediate_states else None, None, None, None, None

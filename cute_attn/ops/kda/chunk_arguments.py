@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -56,16 +56,11 @@ def check(a: ChunkArguments, given: dict[str, Tensor]) -> None:
         use_beta_sigmoid_in_kernel=a.use_beta_sigmoid_in_kernel,
         allow_neg_eigval=a.allow_neg_eigval,
         safe_gate=a.safe_gate,
-        disable_recompute=a.disable_recompute,
         return_intermediate_states=a.return_intermediate_states,
         state_v_first=a.state_v_first,
     )
     check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
-    if a.disable_recompute and a.return_intermediate_states:
-        raise ValueError(
-            "disable_recompute is True, must be False with return_intermediate_states: one is "
-            "for training, the other for inference"
-        )
+    check_disable_recompute(a.disable_recompute, a.return_intermediate_states)
     check_dtypes(given, ("q", "k", "v"))
     check_gate_and_beta_dtypes(given)
     sizes = Sizes()
@@ -79,3 +74,12 @@ def check(a: ChunkArguments, given: dict[str, Tensor]) -> None:
     sizes.check_sequences(a.cu_seqlens)
     check_state(sizes, a.initial_state, a.state_v_first)
     check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
+
+
+def check_disable_recompute(disable_recompute: Any, return_intermediate_states: Any) -> None:
+    check_flags(disable_recompute=disable_recompute)
+    if disable_recompute and return_intermediate_states:
+        raise ValueError(
+            "disable_recompute is True, must be False with return_intermediate_states: one is "
+            "for training, the other for inference"
+        )

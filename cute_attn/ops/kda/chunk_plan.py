@@ -1,24 +1,32 @@
-"""The kernels of `chunk_kda`."""
+"""The kernels of `chunk_kda` and of its gradient."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import launch
+from ...cache import KernelDef
+from ...kernels.attention.spec import ZeroUnusedSpec
+from ...kernels.attention.table import ZERO_UNUSED
+from ...kernels.common.sum_partials_spec import SumPartialsSpec
+from ...kernels.common.table import SUM_PARTIALS
 from ...kernels.kda import table
 from ...kernels.kda.chunk.heuristics import (
     delta_h_config,
-    fused,
+    gradients_config,
     output_config,
     segments_config,
     state_pass_config,
 )
 from ...kernels.kda.chunk.spec import (
+    AdjointPassSpec,
     DeltaHSpec,
     GateSpec,
+    GradientsSpec,
     IntraSpec,
     OutputSpec,
+    PassSpec,
     PrepareSpec,
     SegmentsSpec,
     StatePassSpec,
@@ -66,7 +74,7 @@ def plan_chunk_kda(
         use_gate_in_kernel: as the operator's.
         use_beta_sigmoid_in_kernel: as the operator's.
         lower_bound: whether lower_bound is given.
-        disable_recompute: as the operator's.
+        disable_recompute: as the operator's, for a call that needs a gradient.
         return_intermediate_states: as the operator's.
         state_v_first: as the operator's.
         index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
@@ -82,68 +90,294 @@ def plan_chunk_kda(
         TypeError: a parameter has a wrong type.
         ValueError: a parameter has a value that kernels do not support; the message names it.
     """
-    gate = gate_kind(use_gate_in_kernel, 0.0 if lower_bound else None)
-    if gate == "softplus" and not A_log:
-        raise ValueError("A_log is False, must be True with use_gate_in_kernel without lower_bound")
-    base: dict[str, Any] = {
-        "dtype": dtype,
-        "head_dim_k": head_dim_k,
-        "head_dim_v": head_dim_v,
-        "index_dtype": index_dtype,
-    }
-    dims: dict[str, Any] = {"arch": arch, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v}
-    gate_fields: dict[str, Any] = {
-        "gate_dtype": gate_dtype or dtype,
-        "gate": gate,
-        "has_A_log": bool(A_log and use_gate_in_kernel),
-        "has_dt_bias": bool(dt_bias and use_gate_in_kernel),
-    }
-    state_fields: dict[str, Any] = {
-        "state_v_first": bool(state_v_first),
-        "has_initial_state": bool(initial_state),
-        "has_final_state": bool(output_final_state),
-    }
-    if fused(
-        disable_recompute=bool(disable_recompute),
-        return_intermediate_states=bool(return_intermediate_states),
-    ):
-        prepare = PrepareSpec(
-            **base,
-            **gate_fields,
-            beta_dtype=beta_dtype or dtype,
-            l2norm=bool(use_qk_l2norm_in_kernel),
-            beta_sigmoid=bool(use_beta_sigmoid_in_kernel),
+    call = _Call(
+        arch,
+        dtype=dtype,
+        gate_dtype=gate_dtype,
+        beta_dtype=beta_dtype,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        has_initial_state=initial_state,
+        has_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        lower_bound=lower_bound,
+        state_v_first=state_v_first,
+        index_dtype=index_dtype,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        split=split,
+    )
+    if return_intermediate_states:
+        return call.stages()
+    keeps = bool(disable_recompute)
+    return [call.prepare(nonzero_beta=keeps), *call.state_pass(store_states=keeps)]
+
+
+@launch.planner
+def plan_chunk_kda_backward(
+    arch: str,
+    *,
+    dtype: str = "bfloat16",
+    gate_dtype: str | None = None,
+    beta_dtype: str | None = None,
+    head_dim_k: int = 128,
+    head_dim_v: int = 128,
+    initial_state: bool = False,
+    dfinal_state: bool = False,
+    dinitial_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    lower_bound: bool = False,
+    disable_recompute: bool = False,
+    state_v_first: bool = False,
+    index_dtype: str = "none",
+    A_log: bool = True,
+    dt_bias: bool = True,
+    inputs: bool = True,
+    grouped: bool = False,
+    split: bool | None = None,
+) -> list[launch.Request]:
+    """The kernels that the gradient of `chunk_kda` uses, as `plan_chunk_kda`; those of the forward
+    are in that one's plan.
+
+    Args:
+        arch: such as "sm_90a".
+        dtype: of q, k and v.
+        gate_dtype: of g; None is that of q.
+        beta_dtype: of beta; None is that of q.
+        head_dim_k: K, of q and k.
+        head_dim_v: V, of v.
+        initial_state: whether initial_state is given.
+        dfinal_state: whether final_state has a gradient.
+        dinitial_state: whether initial_state requires a gradient.
+        use_qk_l2norm_in_kernel: as the operator's.
+        use_gate_in_kernel: as the operator's.
+        use_beta_sigmoid_in_kernel: as the operator's.
+        lower_bound: whether lower_bound is given.
+        disable_recompute: as the operator's.
+        state_v_first: as the operator's.
+        index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
+        A_log: whether A_log is given; ignored without use_gate_in_kernel.
+        dt_bias: likewise.
+        inputs: whether any other argument than initial_state requires a gradient.
+        grouped: whether there are more value heads than heads of q and k.
+        split: as for `plan_chunk_kda`.
+
+    Returns:
+        Pairs of a kernel and its specialisation.
+
+    Raises:
+        TypeError: a parameter has a wrong type.
+        ValueError: a parameter has a value that kernels do not support; the message names it.
+        NotImplementedError: there is no kernel for this K on this architecture.
+    """
+    found = backward_requests(
+        arch,
+        dtype=dtype,
+        gate_dtype=gate_dtype,
+        beta_dtype=beta_dtype,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        initial_state=initial_state,
+        dfinal_state=dfinal_state,
+        dinitial_state=dinitial_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        lower_bound=lower_bound,
+        disable_recompute=disable_recompute,
+        state_v_first=state_v_first,
+        index_dtype=index_dtype,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        inputs=inputs,
+        grouped=grouped,
+        split=split,
+    )
+    single = (found.prepare, found.gradients, found.sum_A_log, found.sum_dt_bias, found.zero_unused)
+    requests = [*found.state_pass, *found.adjoint_pass, *filter(None, single)]
+    return list(dict.fromkeys(requests))
+
+
+_SUM_A_LOG = SUM_PARTIALS, SumPartialsSpec("float32", vector=1, slices=32)
+_SUM_DT_BIAS = SUM_PARTIALS, SumPartialsSpec("float32", vector=4, slices=8)
+_ZERO_UNUSED = ZERO_UNUSED, ZeroUnusedSpec(varlen=True, seqused=False)
+
+
+class BackwardRequests(NamedTuple):
+    """The kernels of a backward; None or empty where there is nothing to compute. Those of a pass
+    are the kernel for whole sequences, then the three for split ones."""
+
+    prepare: launch.Request | None
+    state_pass: list[launch.Request]
+    adjoint_pass: list[launch.Request]
+    gradients: launch.Request | None
+    sum_A_log: launch.Request | None
+    sum_dt_bias: launch.Request | None
+    zero_unused: launch.Request | None
+
+
+def backward_requests(
+    arch: str,
+    *,
+    initial_state: bool,
+    dfinal_state: bool,
+    dinitial_state: bool,
+    disable_recompute: bool,
+    inputs: bool,
+    grouped: bool,
+    **options: Any,
+) -> BackwardRequests:
+    """The same kernels by their part; arguments and errors as for `plan_chunk_kda_backward`."""
+    forward = _Call(arch, has_initial_state=initial_state, has_final_state=False, **options)
+    adjoint = _Call(arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options)
+    recompute = inputs and not disable_recompute
+    gate = forward.gate_fields
+    return BackwardRequests(
+        prepare=None if disable_recompute else forward.prepare(nonzero_beta=True),
+        state_pass=forward.state_pass(store_o=False, store_states=True) if recompute else [],
+        adjoint_pass=adjoint.adjoint_pass(),
+        gradients=forward.gradients(grouped=grouped) if inputs else None,
+        sum_A_log=_SUM_A_LOG if inputs and gate["has_A_log"] else None,
+        sum_dt_bias=_SUM_DT_BIAS if inputs and gate["has_dt_bias"] else None,
+        zero_unused=_ZERO_UNUSED if inputs and forward.base["index_dtype"] != "none" else None,
+    )
+
+
+class _Call:
+    """The requests of a call with these parameters; see `plan_chunk_kda`.
+
+    Args:
+        has_initial_state, has_final_state: whether its passes have these tensors.
+    """
+
+    def __init__(
+        self,
+        arch: str,
+        *,
+        dtype: str,
+        gate_dtype: str | None,
+        beta_dtype: str | None,
+        head_dim_k: int,
+        head_dim_v: int,
+        has_initial_state: bool,
+        has_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        use_gate_in_kernel: bool,
+        use_beta_sigmoid_in_kernel: bool,
+        lower_bound: bool,
+        state_v_first: bool,
+        index_dtype: str,
+        A_log: bool,
+        dt_bias: bool,
+        split: bool | None,
+    ) -> None:
+        gate = gate_kind(use_gate_in_kernel, 0.0 if lower_bound else None)
+        if gate == "softplus" and not A_log:
+            raise ValueError(
+                "A_log is False, must be True with use_gate_in_kernel without lower_bound"
+            )
+        self.base: dict[str, Any] = {
+            "dtype": dtype,
+            "head_dim_k": head_dim_k,
+            "head_dim_v": head_dim_v,
+            "index_dtype": index_dtype,
+        }
+        self.dims: dict[str, Any] = {
+            "arch": arch, "head_dim_k": head_dim_k, "head_dim_v": head_dim_v,
+        }  # fmt: skip
+        self.gate_fields: dict[str, Any] = {
+            "gate_dtype": gate_dtype or dtype,
+            "gate": gate,
+            "has_A_log": bool(A_log and use_gate_in_kernel),
+            "has_dt_bias": bool(dt_bias and use_gate_in_kernel),
+        }
+        self.state_fields: dict[str, Any] = {
+            "state_v_first": bool(state_v_first),
+            "has_initial_state": bool(has_initial_state),
+            "has_final_state": bool(has_final_state),
+        }
+        self.beta_dtype = beta_dtype or dtype
+        self.l2norm = bool(use_qk_l2norm_in_kernel)
+        self.beta_sigmoid = bool(use_beta_sigmoid_in_kernel)
+        self.split = settings().kda_split if split is None else split
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return {
+            **self.base,
+            **self.gate_fields,
+            "beta_dtype": self.beta_dtype,
+            "l2norm": self.l2norm,
+            "beta_sigmoid": self.beta_sigmoid,
+        }
+
+    def prepare(self, *, nonzero_beta: bool) -> launch.Request:
+        return table.PREPARE, PrepareSpec(**self.inputs, nonzero_beta=nonzero_beta)
+
+    def state_pass(
+        self, *, store_o: bool = True, store_states: bool = False
+    ) -> list[launch.Request]:
+        spec = StatePassSpec(
+            **self.base,
+            **self.state_fields,
+            **state_pass_config(**self.dims),
+            store_o=store_o,
+            store_states=store_states,
         )
-        state_pass = StatePassSpec(**base, **state_fields, **state_pass_config(**dims))
+        return self._with_segments(table.STATE_PASS, spec)
+
+    def adjoint_pass(self) -> list[launch.Request]:
+        spec = AdjointPassSpec(**self.base, **self.state_fields, **state_pass_config(**self.dims))
+        return self._with_segments(table.ADJOINT_PASS, spec)
+
+    def _with_segments(self, kernel: KernelDef, spec: PassSpec) -> list[launch.Request]:
         combine = SegmentsSpec(
-            head_dim_k=head_dim_k,
-            head_dim_v=head_dim_v,
-            index_dtype=index_dtype,
-            **segments_config(**dims),
+            head_dim_k=spec.head_dim_k,
+            head_dim_v=spec.head_dim_v,
+            index_dtype=spec.index_dtype,
+            **segments_config(**self.dims),
         )
-        if split is None:
-            split = settings().kda_split
-        return [(table.PREPARE, prepare), (table.STATE_PASS, state_pass)] + split * [
-            (table.STATE_PASS, dataclasses.replace(state_pass, segments="transitions")),
+        transitions = dataclasses.replace(spec, segments="transitions")
+        if isinstance(transitions, StatePassSpec):  # one for all forwards: it stores no results
+            transitions = dataclasses.replace(transitions, store_o=True, store_states=False)
+        return [(kernel, spec)] + self.split * [
+            (kernel, transitions),
             (table.SEGMENTS, combine),
-            (table.STATE_PASS, dataclasses.replace(state_pass, segments="outputs")),
+            (kernel, dataclasses.replace(spec, segments="outputs")),
         ]
 
-    gates = GateSpec(head_dim_k=head_dim_k, index_dtype=index_dtype, **gate_fields)
-    l2norm = bool(use_qk_l2norm_in_kernel)
-    intra = IntraSpec(
-        **base,
-        beta_dtype="float32" if use_beta_sigmoid_in_kernel else beta_dtype or dtype,
-        l2norm=l2norm,
-        store_qg=False,
-    )
-    delta_h = DeltaHSpec(**base, **state_fields, store_v_new=True, **delta_h_config(**dims))
-    output = OutputSpec(
-        **base, l2norm=l2norm, state_v_first=bool(state_v_first), **output_config(**dims)
-    )
-    return [
-        (table.GATE_CUMSUM, gates),
-        (table.CHUNK_INTRA, intra),
-        (table.DELTA_H, delta_h),
-        (table.OUTPUT, output),
-    ]
+    def gradients(self, *, grouped: bool) -> launch.Request:
+        spec = GradientsSpec(**self.inputs, grouped=grouped, **gradients_config(**self.dims))
+        return table.GRADIENTS, spec
+
+    def stages(self) -> list[launch.Request]:
+        gates = GateSpec(
+            head_dim_k=self.base["head_dim_k"],
+            index_dtype=self.base["index_dtype"],
+            **self.gate_fields,
+        )
+        intra = IntraSpec(
+            **self.base,
+            beta_dtype="float32" if self.beta_sigmoid else self.beta_dtype,
+            l2norm=self.l2norm,
+            store_qg=False,
+        )
+        delta_h = DeltaHSpec(
+            **self.base, **self.state_fields, store_v_new=True, **delta_h_config(**self.dims)
+        )
+        output = OutputSpec(
+            **self.base,
+            l2norm=self.l2norm,
+            state_v_first=self.state_fields["state_v_first"],
+            **output_config(**self.dims),
+        )
+        return [
+            (table.GATE_CUMSUM, gates),
+            (table.CHUNK_INTRA, intra),
+            (table.DELTA_H, delta_h),
+            (table.OUTPUT, output),
+        ]

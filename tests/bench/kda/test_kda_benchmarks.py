@@ -44,7 +44,9 @@ def on_the_cpu(monkeypatch):
 # ---- stand-ins for the kernels and for the peer
 
 
-def plain_chunk(*, output_final_state, cu_seqlens_cpu=None, disable_recompute=False, **rest):
+def plain_chunk(
+    *, output_final_state, cu_seqlens_cpu=None, return_intermediate_states=False, **rest
+):
     assert output_final_state
     stages = reference.kda_chunk_reference(**rest, **PLAIN)
     return stages.o.to(rest["v"].dtype), stages.states.final_state

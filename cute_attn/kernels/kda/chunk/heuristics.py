@@ -16,16 +16,6 @@ FEWEST_CHUNKS_OF_A_SEGMENT = 16
 MOST_SEGMENTS = 16
 
 
-def fused(*, disable_recompute: bool, return_intermediate_states: bool) -> bool:
-    """Whether the fused path runs, rather than the modular one.
-
-    The fused path writes half of the bytes for any shape. The modular path keeps intermediate
-    results: for the caller with `return_intermediate_states`, and for a backward pass, which does
-    not exist yet, with `disable_recompute`.
-    """
-    return not (disable_recompute or return_intermediate_states)
-
-
 def state_pass_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
     """The tuning fields of a StatePassSpec, with as many stages as help and fit."""
     del head_dim_v  # a multiple of the tile

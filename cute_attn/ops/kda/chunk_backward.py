@@ -1,0 +1,389 @@
+"""Kimi Delta Attention over whole sequences: the operator of the backward.
+
+Four kernels, and sums of partial results. None adds in an order that depends on timing, so that
+every run gives the same bits:
+
+    prepare        the records of the chunks, again
+    state_pass     the state at the start of each chunk and the corrections v_new, again
+    adjoint_pass   the gradient of the state after each chunk; dinitial_state
+    gradients      dq, dk, dv, dg, dbeta; partial sums of dA_log and ddt_bias
+    sum_partials   dA_log, ddt_bias
+    zero_unused    tokens of no sequence, which the others do not write
+
+The first two do not run after a forward with disable_recompute, which keeps their results. Other
+forwards keep their arguments alone. If only initial_state requires a gradient, state_pass and
+gradients do not run.
+
+Memory in bytes, allocated through torch, with C the chunks of all sequences (of packed ones, the
+slots T // 64 + N) times HV:
+
+    records              C (128 (3 K + 128) + 4 K)    kept with disable_recompute, else a workspace
+    states, v_new        C (2 K V + 128 V)            likewise
+    adjoints             2 C K V                      a workspace
+    parts of dA_log      4 C                          a workspace, with A_log
+    parts of ddt_bias    4 C K                        a workspace, with dt_bias
+
+If few long sequences are split, as in the forward, the segments take 4 (K + V) K bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ..checks import check_dtypes_are, check_flags
+from ..operator import Operator
+from .arguments import (
+    Sizes,
+    contiguous,
+    launch_scalars,
+    readable,
+    readable_parameters,
+    readable_state,
+    sequence_plan,
+    unchanged,
+)
+from .chunk_arguments import ChunkArguments, check
+from .chunk_passes import Pass, empty_records, empty_states, empty_v_new, num_slots
+from .chunk_plan import backward_requests
+
+_empty = torch.empty
+_empty_like = torch.empty_like
+_contiguous = torch.contiguous_format
+_Function = Callable[..., None]
+_Gradients = tuple[Tensor | None, ...]
+
+_INPUTS = ("q", "k", "v", "g", "beta")
+_KEPT = ("tiles", "decay", "states", "v_new")
+_OPTIONS = (
+    "initial_state", "cu_seqlens", "A_log", "dt_bias", "scale", "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound",
+    "state_v_first",
+)  # fmt: skip
+
+# What the forward's autograd saves.
+SAVED = (*_INPUTS, *_OPTIONS, "disable_recompute", *_KEPT)
+
+
+class BackwardArguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    do: Tensor
+    dfinal_state: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    tiles: Tensor | None = None
+    decay: Tensor | None = None
+    states: Tensor | None = None
+    v_new: Tensor | None = None
+    scale: float | None = None
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    lower_bound: float | None = None
+    state_v_first: bool = False
+    need_inputs: bool = True
+    need_dA_log: bool = False
+    need_ddt_bias: bool = False
+    need_dinitial_state: bool = False
+
+    @property
+    def forward(self) -> ChunkArguments:
+        """The arguments of the forward."""
+        names = (*_INPUTS, *_OPTIONS)
+        return ChunkArguments(**{name: getattr(self, name) for name in names})
+
+    @property
+    def from_tokens(self) -> bool:
+        """Whether a gradient is needed that `gradients` computes."""
+        return bool(self.need_inputs or self.need_dA_log or self.need_ddt_bias)
+
+    @property
+    def of_gate(self) -> tuple[Tensor | None, Tensor | None]:
+        """A_log and dt_bias as kernels take them, None if not used."""
+        A, bias = (self.A_log, self.dt_bias) if self.use_gate_in_kernel else (None, None)
+        heads, dim_k = self.g.shape[2:]
+        return None if A is None else A.view(heads), None if bias is None else bias.view(-1, dim_k)
+
+
+class _Ready(NamedTuple):
+    """Loaded kernels, None for those not needed, and what is the same for all calls with a key."""
+
+    prepare: _Function | None
+    state_pass: Pass | None
+    adjoint_pass: Pass
+    gradients: _Function | None
+    sum_A_log: _Function | None
+    sum_dt_bias: _Function | None
+    zero_unused: _Function | None
+    scalars: tuple[float, float, float]
+
+
+class Backward(Operator[BackwardArguments]):
+    name = "chunk_kda_backward"
+    arguments = BackwardArguments
+    results = (
+        *((f"d{name}", "need_inputs") for name in _INPUTS),
+        ("dA_log", "need_dA_log"),
+        ("ddt_bias", "need_ddt_bias"),
+        ("dinitial_state", "need_dinitial_state"),
+    )
+
+    def check(self, a: BackwardArguments, given: dict[str, Tensor]) -> None:
+        check(a.forward, given)
+        needs = {name: getattr(a, name) for name in BackwardArguments._fields[-4:]}
+        check_flags(**needs)
+        if not any(needs.values()):
+            raise ValueError(f"{', '.join(needs)} are False, one must be True")
+        for name in ("A_log", "dt_bias", "initial_state"):
+            if needs[f"need_d{name}"] and name not in given:
+                raise ValueError(f"need_d{name} is True, it needs {name}")
+        for name in ("A_log", "dt_bias"):
+            if needs[f"need_d{name}"] and not a.use_gate_in_kernel:
+                raise ValueError(f"need_d{name} is True, it needs use_gate_in_kernel")
+        check_dtypes_are(given, ("do", "tiles", "states", "v_new"), a.q.dtype)
+        check_dtypes_are(given, ("dfinal_state", "decay"), torch.float32)
+        sizes = Sizes()
+        sizes.take("q", a.q, "B T HQK K")
+        sizes.take("v", a.v, "B T HV V")
+        sizes.take("do", a.do, "B T HV V")
+        sizes.check_sequences(a.cu_seqlens)
+        if a.dfinal_state is not None:
+            shape = "N HV V K" if a.state_v_first else "N HV K V"
+            sizes.take("dfinal_state", a.dfinal_state, shape)
+        kept = [name for name in _KEPT if name in given]
+        if kept and len(kept) != len(_KEPT):
+            raise ValueError(f"{', '.join(kept)} are given, must be all of {_KEPT} or none")
+        if kept:
+            for name, x in zip(_KEPT, _kept(a), strict=True):
+                if given[name].shape != x.shape:
+                    raise ValueError(
+                        f"{name} has shape {list(given[name].shape)}, must be {list(x.shape)}"
+                    )
+
+    def prepare(self, a: BackwardArguments) -> _Ready:
+        device = a.q.device
+        plan = sequence_plan(a.forward)
+        plan.pop("output_final_state")
+        requests = backward_requests(
+            launch.arch_for(device),
+            **plan,
+            dfinal_state=a.dfinal_state is not None,
+            dinitial_state=bool(a.need_dinitial_state),
+            disable_recompute=a.tiles is not None,
+            inputs=a.from_tokens,
+            grouped=a.q.shape[2] != a.v.shape[2],
+            split=None,
+        )
+
+        def load(request: launch.Request | None) -> _Function | None:
+            return None if request is None else launch.get_for(device, *request)
+
+        adjoint_pass = Pass.load(device, requests.adjoint_pass)
+        assert adjoint_pass is not None
+        return _Ready(
+            prepare=load(requests.prepare),
+            state_pass=Pass.load(device, requests.state_pass),
+            adjoint_pass=adjoint_pass,
+            gradients=load(requests.gradients),
+            sum_A_log=load(requests.sum_A_log if a.need_dA_log else None),
+            sum_dt_bias=load(requests.sum_dt_bias if a.need_ddt_bias else None),
+            zero_unused=load(requests.zero_unused),
+            scalars=launch_scalars(a),
+        )
+
+    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
+        a = self.arguments(*arguments)
+        return (
+            *a.q.shape[2:],
+            *a.v.shape[2:],
+            a.q.dtype,
+            a.g.dtype,
+            a.beta.dtype,
+            a.q.get_device(),
+            None if a.cu_seqlens is None else a.cu_seqlens.dtype,
+            *(x is None for x in a[6:15]),
+            *a[15:],
+            type(a.scale),
+            type(a.lower_bound),
+            # No kernel's host code compares all of these. Keys of empty tensors are never in the
+            # table.
+            a.q.shape[:2] == a.v.shape[:2] == a.do.shape[:2],
+            a.v.numel() > 0,
+            *(x is None or x.shape[0] == _sequences(a) for x in (a.initial_state, a.dfinal_state)),
+            a.cu_seqlens is None or (a.q.shape[0] == 1 and a.cu_seqlens.dim() == 1),
+        )
+
+    def launch(self, ready: _Ready, *arguments: Any, **_: Any) -> _Gradients:
+        a = self.arguments(*arguments)
+        q, v, cu_seqlens = a.q, a.v, a.cu_seqlens
+        given = q, v, cu_seqlens
+        A, bias = a.of_gate
+        inputs = (q, a.k, a.g, a.beta, A, bias)
+        tiles, decay, states, v_new = a.tiles, a.decay, a.states, a.v_new
+        if ready.prepare is not None:
+            tiles, decay = empty_records(*given)
+            ready.prepare(*inputs, cu_seqlens, tiles, decay, *ready.scalars)
+        assert tiles is not None and decay is not None
+        if ready.state_pass is not None:
+            states, v_new = empty_states(*given), empty_v_new(*given)
+            ready.state_pass.run(
+                v, tiles, decay, (None, states, v_new), a.initial_state, None, cu_seqlens
+            )
+        dinitial_state = _dinitial_state(a) if a.need_dinitial_state else None
+        adjoints, dv = empty_states(*given), _empty_like(v, memory_format=_contiguous)
+        ready.adjoint_pass.run(
+            a.do, tiles, decay, (dv, adjoints, None), a.dfinal_state, dinitial_state, cu_seqlens
+        )
+        if ready.gradients is None:
+            return (None,) * 7 + (dinitial_state,)
+        dq, dk, dg, dbeta = (
+            _empty_like(x, memory_format=_contiguous) for x in (q, a.k, a.g, a.beta)
+        )
+        results = dq, dk, dv, dg, dbeta
+        if ready.zero_unused is not None:
+            _zero_unused(ready.zero_unused, results, cu_seqlens)
+        parts = (num_slots(v, cu_seqlens), *a.g.shape[2:])
+        dA_log = ddt_bias = A_parts = bias_parts = None
+        if A is not None:
+            A_parts = _empty((parts[0], 1, parts[1]), dtype=torch.float32, device=v.device)
+        if bias is not None:
+            bias_parts = _empty(parts, dtype=torch.float32, device=v.device)
+        ready.gradients(
+            *inputs, a.do, states, adjoints, v_new, dv, dq, dk, dg, dbeta, A_parts, bias_parts,
+            cu_seqlens, *ready.scalars,
+        )  # fmt: skip
+        if ready.sum_A_log is not None and A_parts is not None:
+            dA_log = _empty(parts[1:2], dtype=torch.float32, device=v.device)
+            ready.sum_A_log(A_parts, dA_log[None])
+        if ready.sum_dt_bias is not None and bias_parts is not None:
+            ddt_bias = _empty(parts[1:], dtype=torch.float32, device=v.device)
+            ready.sum_dt_bias(bias_parts, ddt_bias)
+        return *(results if a.need_inputs else [None] * 5), dA_log, ddt_bias, dinitial_state
+
+    def outputs(self, a: BackwardArguments) -> _Gradients:
+        inputs = [_empty_like(getattr(a, name), memory_format=_contiguous) for name in _INPUTS]
+        heads = a.g.shape[2:]
+        return (
+            *(inputs if a.need_inputs else [None] * 5),
+            a.q.new_empty(heads[:1], dtype=torch.float32) if a.need_dA_log else None,
+            a.q.new_empty(heads, dtype=torch.float32) if a.need_ddt_bias else None,
+            _dinitial_state(a) if a.need_dinitial_state else None,
+        )
+
+    def readable(self, a: BackwardArguments) -> BackwardArguments:
+        changed: dict[str, Any] = {
+            name: readable(getattr(a, name)) for name in ("q", "k", "v", "g", "do")
+        }
+        if a.use_gate_in_kernel:
+            changed |= readable_parameters(a)
+        for name in (*_KEPT, "cu_seqlens"):
+            x = getattr(a, name)
+            changed[name] = None if x is None else contiguous(x)
+        for name in ("initial_state", "dfinal_state"):
+            changed[name] = readable_state(getattr(a, name))
+        return a._replace(**changed)
+
+    def nothing(self, a: BackwardArguments) -> _Gradients | None:
+        if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
+            return None
+        *inputs, dinitial_state = self.outputs(a)
+        for x in inputs:
+            if x is not None:
+                x.zero_()
+        return *inputs, unchanged(dinitial_state, a.dfinal_state)
+
+    def backward(
+        self,
+        saved: Mapping[str, Any],
+        gradients: Mapping[str, Tensor | None],
+        needed: frozenset[str],
+    ) -> Mapping[str, Tensor]:
+        raise NotImplementedError(
+            "chunk_kda has no second derivative: take the first one without create_graph=True"
+        )
+
+
+def _sequences(a: BackwardArguments) -> int:
+    return a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
+
+
+def _dinitial_state(a: BackwardArguments) -> Tensor:
+    dim_k, dim_v = a.q.shape[-1], a.v.shape[-1]
+    matrix = (dim_v, dim_k) if a.state_v_first else (dim_k, dim_v)
+    shape = (_sequences(a), a.v.shape[2], *matrix)
+    return _empty(shape, dtype=torch.float32, device=a.v.device)
+
+
+def _kept(a: BackwardArguments) -> tuple[Tensor, ...]:
+    """Tensors of the shapes that a forward with disable_recompute keeps, without memory."""
+    given = a.q.to("meta"), a.v.to("meta"), a.cu_seqlens
+    return *empty_records(*given), empty_states(*given), empty_v_new(*given)
+
+
+def _zero_unused(kernel: _Function, results: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> None:
+    """Zero the tokens of no sequence in `results`, `[1, T, ...]`."""
+    assert cu_seqlens is not None
+    offsets = cu_seqlens.to(torch.int32)
+    for x in results:
+        row = x[0, 0].numel() * x.element_size()
+        if row % 16:
+            x.zero_()
+        else:
+            kernel(x.flatten(2).view(torch.int32), offsets, None)
+
+
+BACKWARD = Backward()
+
+
+def backward(
+    saved: Mapping[str, Any],
+    do: Tensor | None,
+    dfinal_state: Tensor | None,
+    needed: frozenset[str],
+) -> dict[str, Tensor]:
+    """The gradients of the arguments of `chunk_kda` in `needed`.
+
+    Args:
+        saved: what `SAVED` names.
+        do, dfinal_state: the gradients of o and final_state; None is 0.
+    """
+    a = {name: saved[name] for name in (*_INPUTS, *_OPTIONS)}
+    if saved["disable_recompute"]:
+        a |= {name: saved[name] for name in _KEPT}
+    if do is None:
+        do = torch.zeros_like(saved["v"])
+    needed = needed if saved["use_gate_in_kernel"] else needed - {"A_log", "dt_bias"}
+    if not needed:
+        return {}
+    found = dict(
+        zip(
+            (*_INPUTS, "A_log", "dt_bias", "initial_state"),
+            BACKWARD.routed(
+                *BackwardArguments(
+                    **a,
+                    do=do,
+                    dfinal_state=dfinal_state,
+                    need_inputs=not needed.isdisjoint(_INPUTS),
+                    need_dA_log="A_log" in needed,
+                    need_ddt_bias="dt_bias" in needed,
+                    need_dinitial_state="initial_state" in needed,
+                )
+            ),
+            strict=True,
+        )
+    )
+    for name in ("A_log", "dt_bias", "initial_state"):  # float32 so far
+        if name in needed:
+            found[name] = found[name].to(saved[name].dtype).view(saved[name].shape)
+    return {name: found[name] for name in needed}

@@ -1,0 +1,125 @@
+"""What the kernels of `chunk_kda` and of its gradient leave to one another, and the passes over
+chunks, whole or in segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...kernels.kda.chunk.heuristics import chunks_per_segment
+from ...kernels.kda.chunk.spec import CHUNK, record_elements
+
+_empty = torch.empty
+_new_empty = Tensor.new_empty
+
+
+def num_slots(v: Tensor, cu_seqlens: Tensor | None) -> int:
+    """See `kernels/kda/chunk/chunks.py`."""
+    batch, tokens = v.shape[:2]
+    if cu_seqlens is None:
+        return batch * ((tokens + CHUNK - 1) // CHUNK)
+    return tokens // CHUNK + cu_seqlens.shape[0] - 1
+
+
+def empty_records(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Memory for what `prepare` writes: tiles `[slots, HV, elements]` and decay `[slots, HV, K]`,
+    float32."""
+    dim_k, shape = q.shape[-1], (num_slots(v, cu_seqlens), v.shape[2])
+    tiles = _new_empty(q, (*shape, record_elements(dim_k)))
+    return tiles, _empty((*shape, dim_k), dtype=torch.float32, device=q.device)
+
+
+def empty_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Memory for a matrix of each chunk, `[slots, HV, V * K]`."""
+    return _new_empty(q, (num_slots(v, cu_seqlens), v.shape[2], v.shape[3] * q.shape[-1]))
+
+
+def empty_v_new(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Memory for the corrections of each chunk, `[slots, HV, 64 * V]`."""
+    return _new_empty(q, (num_slots(v, cu_seqlens), v.shape[2], CHUNK * v.shape[3]))
+
+
+class Pass(NamedTuple):
+    """The kernels of a pass.
+
+    Attributes:
+        whole: takes whole sequences.
+        split: transitions, segments, outputs; loaded when a call first splits sequences.
+        num_sms: 0 if sequences may not be split.
+    """
+
+    whole: Callable[..., None]
+    split: tuple[launch.Request, ...]
+    num_sms: int
+
+    @staticmethod
+    def load(device: torch.device, requests: Sequence[launch.Request]) -> Pass | None:
+        """The pass of these requests, None without any."""
+        if not requests:
+            return None
+        whole, *split = requests
+        num_sms = launch.num_sms(device) if split else 0
+        return Pass(launch.get_for(device, *whole), tuple(split), num_sms)
+
+    def run(
+        self,
+        rows: Tensor,
+        tiles: Tensor,
+        decay: Tensor,
+        written: tuple[Tensor | None, Tensor | None, Tensor | None],
+        first: Tensor | None,
+        last: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Launch the pass; see `ChunkPass.__call__` for the arguments."""
+        batch, tokens, heads, dim_v = rows.shape
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        length = 0
+        if 2 * sequences * heads <= self.num_sms:
+            length = chunks_per_segment(
+                sequences=sequences,
+                tokens=tokens,
+                heads=heads,
+                head_dim_v=dim_v,
+                packed=cu_seqlens is not None,
+                num_sms=self.num_sms,
+            )
+        if length:
+            run_in_segments(
+                self.split, length, rows, tiles, decay, written, first, last, cu_seqlens
+            )
+        else:
+            self.whole(rows, tiles, decay, *written, first, last, cu_seqlens, None, None, 0, 1)
+
+
+def run_in_segments(
+    split: tuple[launch.Request, ...],
+    length: int,
+    rows: Tensor,
+    tiles: Tensor,
+    decay: Tensor,
+    written: tuple[Tensor | None, Tensor | None, Tensor | None],
+    first: Tensor | None,
+    last: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Launch a pass in segments of `length` chunks."""
+    batch, tokens, heads, dim_v = rows.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    device, dim_k = rows.device, decay.shape[-1]
+    count = -(-tokens // (CHUNK * length))
+    states, moves = (
+        _empty((sequences, count, heads, size, dim_k), dtype=torch.float32, device=device)
+        for size in (dim_v, dim_k)
+    )
+    transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
+    given = rows, tiles, decay
+    # The first kernel writes none of `written`; it takes any o of this shape.
+    rest = first, last, cu_seqlens
+    transitions(*given, rows, None, None, *rest, states, moves, length, count)
+    combine(cu_seqlens, states, moves, tokens, length)
+    outputs(*given, *written, *rest, states, None, length, count)
