@@ -75,14 +75,16 @@ class Case(NamedTuple):
         return (state.transpose(-1, -2) if self.v_first else state).contiguous()
 
 
-CASES = [
+QUICK = [
     Case([130], False, (128, 128), BF16),
-    slow(Case([1, 1], False, (128, 64), FP16, v_first=True, initial=False, num_stages=3)),
     Case([70, 0, 64, 1], True, (64, 128), BF16, v_first=True, tile_v=128, final=False),
-    slow(Case([65, 3], True, (64, 64), BF16, tile_v=32, num_stages=1)),
-    slow(Case([65], False, (64, 256), FP16)),
-    slow(Case([300], False, (128, 128), BF16, chunks_per_segment=2)),
     Case([200, 0, 129, 1], True, (64, 64), BF16, v_first=True, chunks_per_segment=1),
+]
+SLOW = [
+    Case([1, 1], False, (128, 64), FP16, v_first=True, initial=False, num_stages=3),
+    Case([65, 3], True, (64, 64), BF16, tile_v=32, num_stages=1),
+    Case([65], False, (64, 256), FP16),
+    Case([300], False, (128, 128), BF16, chunks_per_segment=2),
 ]
 
 MACHINES = [
@@ -96,8 +98,15 @@ everywhere = pytest.mark.parametrize(("arch", "copies", "products"), MACHINES)
 
 @pytest.mark.in_turn("arch")
 @everywhere
-@pytest.mark.parametrize("store_o", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "store_o"),
+    [
+        *((case, False) for case in QUICK),
+        (QUICK[0], True),
+        *(slow(case, True) for case in (*QUICK[1:], *SLOW)),
+        *(slow(case, False) for case in SLOW),
+    ],
+)
 def test_the_states_pass_keeps_what_a_backward_needs(
     arch: str, copies: str, products: str, store_o: bool, case: Case
 ) -> None:
@@ -152,7 +161,7 @@ def test_the_states_pass_keeps_what_a_backward_needs(
 
 @pytest.mark.in_turn("arch")
 @everywhere
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*QUICK, *map(slow, SLOW)])
 def test_the_adjoint_pass_is_the_gradient_of_the_recurrence(
     arch: str, copies: str, products: str, case: Case
 ) -> None:
