@@ -407,6 +407,24 @@ def test_special_values_that_every_row_sees_propagate_like_the_definition(name: 
         assert torch.equal(gradient.isfinite(), true.isfinite()), tensor
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+def test_a_nan_stays_in_its_head_and_sequence(name: str):
+    """Within them it may reach hidden pairs that share a tile with it."""
+    args = Case(CAUSAL, lengths_q=(140,) * 2, lengths_k=(150,) * 2, heads_k=2, seed=9).arguments()
+    do, _ = Upstream().gradients(args)
+    clean = gradients(args, do)
+    tensors = {**args, "do": do}
+    tensors[name] = tensors[name].clone()
+    tensors[name][0, 70, 0, 3] = math.nan
+    changed_do = tensors.pop("do")
+    found = gradients(tensors, changed_do)
+    assert found["q"][0, :, 0].isnan().any()
+    for tensor, gradient in found.items():
+        assert torch.equal(gradient[1], clean[tensor][1])
+        assert torch.equal(gradient[0, :, 1], clean[tensor][0, :, 1])
+
+
 # -- sizes
 
 
