@@ -93,7 +93,7 @@ class Problem:
         self.do = normal(heads_v, dim_v).to(self.dtype)
         self.dfinal = torch.randn(self.x["initial_state"].shape, generator=self.generator)
 
-    def spec(self, num_stages: int) -> GradientsSpec:
+    def spec(self, num_stages: int, shared_sums: bool) -> GradientsSpec:
         x, options, gate = self.x, self.options, "none"
         if options.get("use_gate_in_kernel"):
             gate = "softplus" if options.get("lower_bound") is None else "lower_bound"
@@ -109,17 +109,29 @@ class Problem:
             has_dt_bias="dt_bias" in x,
             l2norm=bool(options.get("use_qk_l2norm_in_kernel")),
             beta_sigmoid=bool(options.get("use_beta_sigmoid_in_kernel")),
-            grouped=x["v"].shape[2] > x["k"].shape[2],
+            grouped=self.grouped,
+            shared_sums=shared_sums,
             num_stages=num_stages,
         )
+
+    @property
+    def grouped(self) -> bool:
+        return bool(self.x["v"].shape[2] > self.x["k"].shape[2])
 
     def passes(self) -> Passes:
         return passes(self.x, self.options, self.do, self.dfinal, self.dtype)
 
     def run(
-        self, found: Passes, *, arch: str = "sm_90a", num_stages: int = 1
+        self,
+        found: Passes,
+        *,
+        arch: str = "sm_90a",
+        num_stages: int = 1,
+        shared_sums: bool | None = None,
     ) -> dict[str, torch.Tensor]:
         """The kernel's results; what it does not write is NaN."""
+        if shared_sums is None:
+            shared_sums = self.grouped
         x, dtype = self.x, self.dtype
         batch, tokens, heads, dim_k = x["g"].shape
         count = slots(tokens, batch, x["cu_seqlens"])
@@ -133,7 +145,7 @@ class Problem:
             out["A_log"] = empty(count, 1, heads)
         if "dt_bias" in x:
             out["dt_bias"] = empty(count, heads, dim_k)
-        function(self.spec(num_stages), arch)(
+        function(self.spec(num_stages, shared_sums), arch)(
             *(x.get(name) for name in ("q", "k", "g", "beta", "A_log", "dt_bias")),
             self.do,
             pack_states(found.states, count, heads, dtype),
@@ -265,12 +277,15 @@ def test_a_gradient_of_q_does_not_depend_on_later_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_two_stages_give_the_same() -> None:
-    problem = Problem([70], (1, 2), (64, 128))
+@pytest.mark.parametrize("dim_v", [64, 128])
+def test_tuning_changes_no_bit(dim_v: int) -> None:
+    problem = Problem([70], (1, 3), (64, dim_v))
     found = problem.passes()
-    one, two = problem.run(found), problem.run(found, num_stages=2)
-    for name, y in one.items():
-        assert torch.equal(y, two[name]), name
+    one = problem.run(found)
+    for other in ({"num_stages": 2}, {"shared_sums": False}):
+        two = problem.run(found, **other)
+        for name, y in one.items():
+            assert torch.equal(y, two[name]), name
 
 
 def test_a_slot_without_a_chunk_adds_nothing_to_the_sums() -> None:

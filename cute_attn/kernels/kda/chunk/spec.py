@@ -173,11 +173,18 @@ class GradientsSpec(InputsSpec):
 
     Attributes:
         grouped: whether a head of q and k has several value heads.
+        shared_sums: whether shared memory has the sums of dq and dk over a group, not registers.
         num_stages: stages of the ring in shared memory, each of 64 columns of V.
     """
 
     grouped: bool
+    shared_sums: bool
     num_stages: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shared_sums and not self.grouped:
+            raise ValueError("shared_sums is True, must be False where heads are not grouped")
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ....common.ptx.convert import pack_all, unpack_all
+from ....common.ptx.compiler import keep_branch
+from ....common.ptx.convert import pack_all, unpack, unpack_all
 from ....common.ptx.math import exp2
-from ....common.ptx.memory import load_shared
+from ....common.ptx.memory import load_shared, store_shared
 from ....common.ptx.mma import mma
 from ..sub_chunks import SHIFT, SUB_CHUNK, SUB_CHUNKS, row_and_part
-from ..tiles import left_fragment, left_fragment_of_columns
+from ..tiles import left_fragment, left_fragment_of_columns, tile_offset
+from .gate_gradients import GateGradients
 from .layout import GradientMemory
 
 LEVELS = 4  # of the products by halves
@@ -46,10 +48,52 @@ ONE_PRODUCT = LEVELS  # the index of the product of the rows in range
 class DecayedProducts:
     """Adds the products to a warp's accumulators. All methods run on the device."""
 
-    def __init__(self, memory: GradientMemory):
-        self.memory, self.dtype = memory, memory.dtype
+    def __init__(self, memory: GradientMemory, sums: GateGradients):
+        self.memory, self.sums, self.dtype = memory, sums, memory.dtype
         self.pairs = memory.pairs
         self.in_one_product = self.dtype is cutlass.BFloat16
+
+    # -- operands -----------------------------------------------------------------------------
+
+    @cute.jit
+    def store_operands(self, smem: Int32) -> None:
+        """Store decayed q and k, 8 threads a row, in the place of the ring: the rows' from the
+        sub-chunk's first token, times 2^SHIFT if all its rows are in range; the columns' to the
+        next sub-chunk (or the chunk's end), or to the reference 2^-SHIFT if all are in range."""
+        thread, _, _ = cute.arch.thread_idx()
+        row = thread >> 3
+        b = row >> 4
+        whole = self.sums.rows_in_range(smem, b) == SUB_CHUNK
+        shift = cutlass.select_(whole, Float32(SHIFT), Float32(0.0))
+        for n in cutlass.range_constexpr(self.memory.head_dim_k // 64):
+            channel = 64 * n + 8 * (thread & 7)
+            at = tile_offset(row, channel)
+            p = self.memory.load_p(smem, row, channel, 8)
+            rows = [exp2(x + shift) for x in p]
+            steps = self.memory.load_sums(smem, "steps", b, channel, 8)
+            columns = [
+                exp2(cutlass.select_(whole, Float32(-SHIFT), y) - x)
+                for x, y in zip(p, steps, strict=True)
+            ]
+            q, k = (self._load_row(smem, name, row, at) for name in ("q", "k"))
+            for name, x, decay in (
+                ("q_rows", q, rows), ("k_rows", k, rows), ("k_columns", k, columns)
+            ):  # fmt: skip
+                values = [y * z for y, z in zip(x, decay, strict=True)]
+                store_shared(Int32, smem + self.memory[name] + at, pack_all(self.dtype, values))
+
+    def _load_row(self, smem: Any, name: str, row: Any, at: Any) -> list[Any]:
+        """Load 8 channels of normalised q or k."""
+        values = unpack_all(self.dtype, load_shared(Int32, smem + self.memory[name] + at, 4))
+        if self.memory.l2norm:
+            norm = self.memory.of_token(smem, f"inverse_norm_{name}", row)
+            values = [x * norm for x in values]
+        return values
+
+    def load_operand(self, smem: Any, name: str, row: Any, channel: Any) -> list[Any]:
+        """Load two neighbouring channels of an operand."""
+        at = smem + self.memory[name] + tile_offset(row, channel)
+        return list(unpack(self.dtype, load_shared(Int32, at)[0]))
 
     # -- between sub-chunks -------------------------------------------------------------------
 
@@ -57,78 +101,121 @@ class DecayedProducts:
     def add_rows(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, dG: cute.Tensor
     ) -> None:
-        """From products relative to the chunk's start (of q with the scale, of dr with its sign),
-        make dq and row, without the sub-chunk's own products, and add their part of dG."""
+        """From products relative to the chunk's first token (of q with the scale, of dr with its
+        sign), make dq and row, and add their part of dG. Of the sub-chunk's own products, this
+        adds the one of the rows in range."""
         b, _ = self.memory.warp_place()
         for j in cutlass.range(b, unroll=1):
+            whole = self.sums.rows_in_range(smem, j) == SUB_CHUNK
             rows_q = left_fragment(smem + self.memory["daqk"], b * SUB_CHUNK, j)
             rows_k = left_fragment(smem + self.memory["dlower"], b * SUB_CHUNK, j)
             for pair in cutlass.range_constexpr(self.pairs):
-                gap = self._gap(smem, j, pair)
-                self._scale(acc_q, pair, gap)
-                self._scale(acc_k, pair, gap)
-                column = self._decayed(smem, "k", j, pair, to_next=True)
-                self._multiply(acc_q, pair, rows_q, column)
-                self._multiply(acc_k, pair, rows_k, column)
+                steps = self._steps(smem, j, pair)
+                before, after = [], []
+                for x in steps:
+                    gap = exp2(x + cutlass.select_(whole, Float32(SHIFT), Float32(0.0)))
+                    before.append(cutlass.select_(whole, Float32(2.0**-SHIFT), gap))
+                    after.append(cutlass.select_(whole, gap, Float32(1.0)))
+                column = self.memory.operands(smem + self.memory["k_columns"], j, pair)
+                for acc, rows in ((acc_q, rows_q), (acc_k, rows_k)):
+                    self._scale(acc, pair, before)
+                    self._multiply(acc, pair, rows, column)
+                    self._scale(acc, pair, after)
+        in_range = self.sums.rows_in_range(smem, b)
+        if cutlass.const_expr(self.in_one_product):
+            for acc in (acc_q, acc_k):
+                for n in cutlass.range_constexpr(8 * self.pairs):
+                    acc[n] = acc[n] * (2.0**-SHIFT)
+            rows_q = left_fragment(smem + self.memory["daqk"], b * SUB_CHUNK, b)
+            rows_k = left_fragment(smem + self.memory["dlower"], b * SUB_CHUNK, b)
+            if in_range < SUB_CHUNK:
+                keep_branch()
+                rows_q, rows_k = self._in_range(rows_q, in_range), self._in_range(rows_k, in_range)
+                for pair in cutlass.range_constexpr(self.pairs):
+                    cute.arch.sync_warp()
+                    column = self._own_operand(
+                        smem, "k", Int32(ONE_PRODUCT), in_range, pair, later=False
+                    )
+                    self._multiply(acc_q, pair, rows_q, column)
+                    self._multiply(acc_k, pair, rows_k, column)
+            else:
+                for pair in cutlass.range_constexpr(self.pairs):
+                    column = self.memory.operands(smem + self.memory["k_columns"], b, pair)
+                    self._multiply(acc_q, pair, rows_q, column)
+                    self._multiply(acc_k, pair, rows_k, column)
+        shift = SHIFT if self.in_one_product else 0.0
+        # What the operands lack of the shift.
+        lacking = cutlass.select_(in_range == SUB_CHUNK, Float32(1.0), Float32(2.0**shift))
         for pair in cutlass.range_constexpr(self.pairs):
-            for i in cutlass.range_constexpr(2):
-                channel = self.memory.accumulator_channel(pair, i)
-                for half in cutlass.range_constexpr(2):
-                    row = self.memory.rows()[half]
-                    decay = [exp2(x) for x in self.memory.load_p(smem, row, channel, 2)]
-                    q = self.rounded(smem, "q", row, channel, decay)
-                    k = self.rounded(smem, "k", row, channel, decay)
-                    for e in cutlass.range_constexpr(2):
-                        n = 8 * pair + 4 * i + 2 * half + e
-                        dG[n] = dG[n] + (q[e] * acc_q[n] + k[e] * acc_k[n])
-                        acc_q[n] = acc_q[n] * decay[e]
-                        acc_k[n] = acc_k[n] * decay[e]
-
-    @cute.jit
-    def add_columns(self, smem: Int32, acc: cute.Tensor, dG: cute.Tensor) -> None:
-        """From products relative to the chunk's end, make col, without the sub-chunk's own
-        products, and add its part of dG."""
-        b, _ = self.memory.warp_place()
-        for back in cutlass.range(SUB_CHUNKS - 1 - b, unroll=1):
-            m = SUB_CHUNKS - 1 - back
-            columns_q = left_fragment_of_columns(smem + self.memory["daqk"], b * SUB_CHUNK, m)
-            columns_k = left_fragment_of_columns(smem + self.memory["dlower"], b * SUB_CHUNK, m)
-            for pair in cutlass.range_constexpr(self.pairs):
-                self._scale(acc, pair, self._gap(smem, m, pair))
-                q = self._decayed(smem, "q", m, pair, to_next=False)
-                self._multiply(acc, pair, columns_q, q)
-                k = self._decayed(smem, "k", m, pair, to_next=False)
-                self._multiply(acc, pair, columns_k, k)
-        for pair in cutlass.range_constexpr(self.pairs):
-            gap = self._gap_logs(smem, b, pair)
             for i in cutlass.range_constexpr(2):
                 channel = self.memory.accumulator_channel(pair, i)
                 for half in cutlass.range_constexpr(2):
                     row = self.memory.rows()[half]
                     p = self.memory.load_p(smem, row, channel, 2)
-                    decay = [exp2(gap[2 * i + e] - p[e]) for e in range(2)]
-                    k = self.rounded(smem, "k", row, channel, decay)
+                    q = self.load_operand(smem, "q_rows", row, channel)
+                    k = self.load_operand(smem, "k_rows", row, channel)
+                    for e in cutlass.range_constexpr(2):
+                        n = 8 * pair + 4 * i + 2 * half + e
+                        dG[n] = (q[e] * acc_q[n] + k[e] * acc_k[n]) * lacking
+                        decay = exp2(p[e] + shift)
+                        acc_q[n] = acc_q[n] * decay
+                        acc_k[n] = acc_k[n] * decay
+
+    @cute.jit
+    def add_columns(self, smem: Int32, acc: cute.Tensor, dG: cute.Tensor) -> None:
+        """From products relative to the chunk's end, make col, and add its part of dG. Of the
+        sub-chunk's own products, this adds the one of rows in range if all are."""
+        b, _ = self.memory.warp_place()
+        for back in cutlass.range(SUB_CHUNKS - 1 - b, unroll=1):
+            m = SUB_CHUNKS - 1 - back
+            whole = self.sums.rows_in_range(smem, m) == SUB_CHUNK
+            shift = cutlass.select_(whole, Float32(SHIFT), Float32(0.0))
+            unshift = cutlass.select_(whole, Float32(2.0**-SHIFT), Float32(1.0))
+            for pair in cutlass.range_constexpr(self.pairs):
+                self._scale(acc, pair, [exp2(x + shift) for x in self._steps(smem, m, pair)])
+                self._multiply_columns(smem, acc, pair, b, m)
+                self._scale(acc, pair, [unshift] * 4)
+        whole = self.sums.rows_in_range(smem, b) == SUB_CHUNK
+        if whole:
+            for pair in cutlass.range_constexpr(self.pairs):
+                steps = self._steps(smem, b, pair)
+                self._scale(acc, pair, [exp2(x + SHIFT) for x in steps])
+                self._multiply_columns(smem, acc, pair, b, b)
+        for pair in cutlass.range_constexpr(self.pairs):
+            steps = self._steps(smem, b, pair)
+            reference = [cutlass.select_(whole, Float32(-SHIFT), x) for x in steps]
+            for i in cutlass.range_constexpr(2):
+                channel = self.memory.accumulator_channel(pair, i)
+                for half in cutlass.range_constexpr(2):
+                    row = self.memory.rows()[half]
+                    p = self.memory.load_p(smem, row, channel, 2)
+                    k = self.load_operand(smem, "k_columns", row, channel)
                     for e in cutlass.range_constexpr(2):
                         n = 8 * pair + 4 * i + 2 * half + e
                         dG[n] = dG[n] - k[e] * acc[n]
-                        acc[n] = acc[n] * decay[e]
+                        acc[n] = acc[n] * exp2(reference[2 * i + e] - p[e])
 
-    def rounded(self, smem: Any, name: str, row: Any, channel: Any, decay: list[Any]) -> list[Any]:
-        """Return two neighbouring channels of decayed q or k, as they are rounded in operands."""
-        values = self.memory.load_pair(smem, name, row, channel)
-        values = [x * y for x, y in zip(values, decay, strict=True)]
-        return unpack_all(self.dtype, pack_all(self.dtype, values))
+    def _multiply_columns(self, smem: Any, acc: cute.Tensor, pair: int, b: Any, m: Any) -> None:
+        """acc += the columns of sub-chunk b of dAqk and dLhat, times the rows of sub-chunk m."""
+        for matrix, name in (("daqk", "q_rows"), ("dlower", "k_rows")):
+            columns = left_fragment_of_columns(smem + self.memory[matrix], b * SUB_CHUNK, m)
+            rows = self.memory.operands(smem + self.memory[name], m, pair)
+            self._multiply(acc, pair, columns, rows)
 
-    def _gap_logs(self, smem: Any, b: Any, pair: int) -> list[Any]:
+    def _in_range(self, left: list[Any], in_range: Any) -> list[Any]:
+        """Set the rows of a left operand that are out of range to 0."""
+        r, _ = row_and_part()
+        return [
+            cutlass.select_(r + 8 * (n % 2) < in_range, x, Int32(0)) for n, x in enumerate(left)
+        ]
+
+    def _steps(self, smem: Any, b: Any, pair: int) -> list[Any]:
         """Load `steps` of a sub-chunk for the thread's accumulators: [8 channels][2]."""
         steps: list[Any] = []
         for i in range(2):
             channel = self.memory.accumulator_channel(pair, i)
             steps += self.memory.load_sums(smem, "steps", b, channel, 2)
         return steps
-
-    def _gap(self, smem: Any, b: Any, pair: int) -> list[Any]:
-        return [exp2(x) for x in self._gap_logs(smem, b, pair)]
 
     def _scale(self, acc: cute.Tensor, pair: int, factors: list[Any]) -> None:
         for n in range(8):
@@ -158,18 +245,11 @@ class DecayedProducts:
             values = [x * norms[n % 4] for n, x in enumerate(values)]
         return values
 
-    def _decayed(self, smem: Any, name: str, b: Any, pair: int, *, to_next: bool) -> list[Any]:
-        """Return q or k of a sub-chunk, decayed from its first token, or else from the token to the
-        next sub-chunk (or the chunk's end), as an operand."""
-        values = self._elements(smem, name, b, pair)
-        for i in range(2):
-            channel = self.memory.operand_channel(pair, i)
-            if to_next:
-                (gap,) = self.memory.load_sums(smem, "steps", b, channel)
-            for n, token in enumerate(self._tokens(b)):
-                (p,) = self.memory.load_p(smem, token, channel, 1)
-                values[4 * i + n] = values[4 * i + n] * exp2(gap - p if to_next else p)
-        return pack_all(self.dtype, values)
+    def rounded(self, smem: Any, name: str, row: Any, channel: Any, decay: list[Any]) -> list[Any]:
+        """Return two neighbouring channels of decayed q or k, as they are rounded in operands."""
+        values = self.memory.load_pair(smem, name, row, channel)
+        values = [x * y for x, y in zip(values, decay, strict=True)]
+        return unpack_all(self.dtype, pack_all(self.dtype, values))
 
     # -- within a sub-chunk -------------------------------------------------------------------
 
@@ -178,21 +258,18 @@ class DecayedProducts:
         self, smem: Int32, in_range: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor,
         acc: cute.Tensor, dG: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Add the products of the sub-chunk with itself to dq, row, col and dG. The first
-        `in_range` rows take one product."""
-        first = Int32(0)
-        end = Int32(LEVELS)
-        if cutlass.const_expr(self.in_one_product):
-            first = Int32(LEVELS) if in_range == SUB_CHUNK else Int32(0)
-            end = Int32(LEVELS + 1)
-        # The compiler would load P before the loops, or mix these, and spill.
-        for pair in cutlass.range_constexpr(self.pairs):
-            for level in cutlass.range(first, end, unroll=1):
-                cute.arch.sync_warp()
-                self._own_rows(smem, level, in_range, pair, acc_q, acc_k, dG)
-            for level in cutlass.range(first, end, unroll=1):
-                cute.arch.sync_warp()
-                self._own_columns(smem, level, in_range, pair, acc, dG)
+        """Add the other products of the sub-chunk with itself: those by halves, and the one of
+        rows in range to col."""
+        if in_range < SUB_CHUNK:
+            # The compiler would load P before the loops, or mix these, and spill.
+            for pair in cutlass.range_constexpr(self.pairs):
+                for level in cutlass.range(LEVELS, unroll=1):
+                    cute.arch.sync_warp()
+                    self._own_rows(smem, level, in_range, pair, acc_q, acc_k, dG)
+                count = LEVELS + 1 if self.in_one_product else LEVELS
+                for level in cutlass.range(count, unroll=1):
+                    cute.arch.sync_warp()
+                    self._own_columns(smem, level, in_range, pair, acc, dG)
 
     def _own_rows(
         self, smem: Any, level: Any, in_range: Any, pair: int, acc_q: cute.Tensor,

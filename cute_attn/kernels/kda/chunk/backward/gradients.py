@@ -52,7 +52,7 @@ from ...gates import SMALLEST_BETA, nonzero_beta, sigmoid
 from ...spec import L2NORM_EPSILON
 from ..chunks import chunk_place, num_slots, row_offset, rows_of
 from ..spec import CHUNK, GradientsSpec
-from ..sub_chunks import SUB_CHUNK, row_and_part
+from ..sub_chunks import SHIFT, SUB_CHUNK, row_and_part
 from ..tiles import (
     UNIT_BYTES,
     copy_rows,
@@ -77,8 +77,8 @@ class KdaGradients:
         self.memory = GradientMemory(spec)
         self.smem_bytes = self.memory.nbytes
         self.stage_bytes = self.memory.buffers["stage"].stage_bytes
-        self.products = DecayedProducts(self.memory)
         self.gates = GateGradients(spec, self.memory)
+        self.products = DecayedProducts(self.memory, self.gates)
         self.dtype = DTYPE[spec.dtype]
         self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
         self.pairs = self.memory.pairs
@@ -246,8 +246,9 @@ class KdaGradients:
             total = group * self.tiles_v
             for n in cutlass.range_constexpr(self.spec.num_stages):
                 self.start_copy(
-                    smem, states, adjoints, do, dv, v_new, place, slot, first_head, Int32(n), total
-                )
+                    smem, states, adjoints, do, dv, v_new, place, slot, first_head, Int32(n),
+                    Int32(self.tiles_v),
+                )  # fmt: skip
             # The last groups of copies may still be under way: all but the first.
             cute.arch.cp_async_wait_group(self.spec.num_stages - 1)
             cute.arch.sync_threads()
@@ -258,14 +259,21 @@ class KdaGradients:
             dq_sum = cute.make_rmem_tensor((count,), Float32)
             dk_sum = cute.make_rmem_tensor((count,), Float32)
             if cutlass.const_expr(self.spec.grouped):
-                dq_sum.fill(0.0)
-                dk_sum.fill(0.0)
+                shared = cutlass.const_expr(self.spec.shared_sums)
+                if cutlass.const_expr(shared):
+                    self.zero_sums(smem)
+                else:
+                    dq_sum.fill(0.0)
+                    dk_sum.fill(0.0)
                 for n in cutlass.range(group, unroll=1):
                     self.value_head(
                         g, beta, A_log, dt_bias, do, states, adjoints, v_new, dv, dg, dbeta,
                         dA_log, ddt_bias, place, slot, first_head, n, total, smem, scale,
-                        lower_bound, beta_scale, dq_sum, dk_sum,
+                        lower_bound, beta_scale, None if shared else dq_sum,
+                        None if shared else dk_sum,
                     )  # fmt: skip
+                if cutlass.const_expr(shared):
+                    self.load_sums(smem, dq_sum, dk_sum)
             else:
                 self.value_head(
                     g, beta, A_log, dt_bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
@@ -284,7 +292,8 @@ class KdaGradients:
         v_new: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
         dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, place: Any, slot: Int32,
         first_head: Int32, n: Int32, total: Int32, smem: Int32, scale: Float32,
-        lower_bound: Float32, beta_scale: Float32, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
+        lower_bound: Float32, beta_scale: Float32, dq_sum: cute.Tensor | None,
+        dk_sum: cute.Tensor | None,
     ) -> None:  # fmt: skip
         """Store the gradients of the group's n-th value head, and add those of q and k."""
         head = first_head + n
@@ -303,15 +312,22 @@ class KdaGradients:
             scale, beta_scale, acc_q, acc_k, acc,
         )  # fmt: skip
         dG = cute.make_rmem_tensor((count,), Float32)
-        self.from_start(smem, acc_q, acc_k, acc, dG, scale)
+        self.from_start(smem, acc_q, acc_k, scale)
+        self.products.store_operands(smem)
         cute.arch.sync_threads()
+        self.sum_into_state(smem, acc)
 
         b, _ = self.memory.warp_place()
         self.products.add_rows(smem, acc_q, acc_k, dG)
         self.products.add_columns(smem, acc, dG)
         in_range = self.gates.rows_in_range(smem, b)
         self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
-        cute.arch.sync_threads()  # P has been read
+        cute.arch.sync_threads()  # P and the operands have been read
+        for stage in cutlass.range_constexpr(self.spec.num_stages):
+            self.start_copy(
+                smem, states, adjoints, do, dv, v_new, place, slot, first_head,
+                (n + 1) * self.tiles_v + stage, cutlass.min((n + 2) * self.tiles_v, total),
+            )  # fmt: skip
         self.finish(smem, acc_q, acc_k, acc, dG, dq_sum, dk_sum)
         cute.arch.sync_threads()
         self.gates.sum_rows(smem)
@@ -344,12 +360,12 @@ class KdaGradients:
             cute.arch.sync_threads()
             self.start_copy(
                 smem, states, adjoints, do, dv, v_new, place, slot, first_head,
-                index + self.spec.num_stages, total,
+                index + self.spec.num_stages, (n + 1) * self.tiles_v,
             )  # fmt: skip
         head = first_head + n
         self.store_scores(smem, scores, beta, dbeta, place, head, scale, beta_scale)
         self.finish_dv(dv, beta, place, head, beta_scale)
-        self.sum_into_state(smem, acc, of_state)
+        self.store_of_state(smem, of_state)
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -506,30 +522,40 @@ class KdaGradients:
                     store_global(Int32, at, pack_all(self.dtype, [y * factor for y in values]))
 
     @cute.jit
-    def sum_into_state(self, smem: Int32, acc: cute.Tensor, of_state: cute.Tensor) -> None:
-        """Store the parts of dG at the chunk's end: sums over the warp's rows of kg dkg, and over
-        its part of V of S dS'."""
+    def sum_into_state(self, smem: Int32, acc: cute.Tensor) -> None:
+        """Store the sum over the warp's rows of kg dkg, with k as rounded in operands."""
         b, _ = self.memory.warp_place()
-        r, c = row_and_part()
+        r, _ = row_and_part()
+        whole = self.gates.rows_in_range(smem, b) == SUB_CHUNK
         for pair in cutlass.range_constexpr(self.pairs):
             for i in cutlass.range_constexpr(2):
-                cute.arch.sync_warp()
                 channel = self.memory.accumulator_channel(pair, i)
-                to_end = self.memory.load_sums(smem, "to_end", b, channel, 2)
                 total = [Float32(0.0), Float32(0.0)]
                 for half in cutlass.range_constexpr(2):
                     row = self.memory.rows()[half]
-                    p = self.memory.load_p(smem, row, channel, 2)
-                    k = self.memory.load_pair(smem, "k", row, channel)
+                    k = self.products.load_operand(smem, "k_columns", row, channel)
                     for e in cutlass.range_constexpr(2):
                         x = acc[8 * pair + 4 * i + 2 * half + e]
-                        total[e] = total[e] + k[e] * (exp2(to_end[e] - p[e]) * x)
+                        total[e] = cute.math.fma(k[e], x, total[e])
                 for e in cutlass.range_constexpr(2):
                     for bit in cutlass.range_constexpr(2, 5):
                         total[e] = total[e] + cute.arch.shuffle_sync_bfly(total[e], offset=1 << bit)
                 if r == 0:
+                    to_end = self.memory.load_sums(smem, "to_end", b, channel, 2)
+                    steps = self.memory.load_sums(smem, "steps", b, channel, 2)
+                    for e in cutlass.range_constexpr(2):
+                        reached = cutlass.select_(whole, Float32(-SHIFT), steps[e])
+                        total[e] = total[e] * exp2(to_end[e] - reached)
                     at = smem + self.memory["into_state"] + b * self.memory.p_row + (channel << 2)
                     store_shared(Float32, at, total)
+
+    @cute.jit
+    def store_of_state(self, smem: Int32, of_state: cute.Tensor) -> None:
+        """Store the warp's part of the sum over V of S dS'."""
+        b, _ = self.memory.warp_place()
+        _, c = row_and_part()
+        for pair in cutlass.range_constexpr(self.pairs):
+            for i in cutlass.range_constexpr(2):
                 x = of_state[2 * pair + i]
                 for bit in cutlass.range_constexpr(2):
                     x = x + cute.arch.shuffle_sync_bfly(x, offset=1 << bit)
@@ -540,49 +566,25 @@ class KdaGradients:
 
     @cute.jit
     def from_start(
-        self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
-        dG: cute.Tensor, scale: Float32,
-    ) -> None:  # fmt: skip
-        """Decay the products with the state to the chunk's first token, and scale them. In dG,
-        `decayed_products` will multiply them by rounded q and k; set it to what that leaves."""
-        b, _ = self.memory.warp_place()
+        self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, scale: Float32
+    ) -> None:
+        """Decay the products with the state to the chunk's first token, and scale them."""
         for pair in cutlass.range_constexpr(self.pairs):
             for i in cutlass.range_constexpr(2):
-                cute.arch.sync_warp()
                 channel = self.memory.accumulator_channel(pair, i)
                 first = self.memory.load_sums(smem, "first", 0, channel, 2)
-                whole = self.memory.load_sums(smem, "to_end", 0, channel, 2)
-                to_end = self.memory.load_sums(smem, "to_end", b, channel, 2)
-                steps = self.memory.load_sums(smem, "steps", b, channel, 2)
-                start = [exp2(first[e] + (whole[e] - to_end[e])) for e in range(2)]
-                end = [exp2(to_end[e] - steps[e]) for e in range(2)]
-                for half in cutlass.range_constexpr(2):
-                    row = self.memory.rows()[half]
-                    p = self.memory.load_p(smem, row, channel, 2)
-                    decay = [exp2(x) for x in p]
-                    q = self.lost(smem, "q", row, channel, decay)
-                    k = self.lost(smem, "k", row, channel, decay)
-                    decay = [exp2(steps[e] - p[e]) for e in range(2)]
-                    column = self.lost(smem, "k", row, channel, decay)
-                    for e in cutlass.range_constexpr(2):
-                        at = 8 * pair + 4 * i + 2 * half + e
-                        x, y = acc_q[at] * scale, -acc_k[at]
-                        dG[at] = (q[e] * x + k[e] * y) * start[e] - column[e] * (acc[at] * end[e])
-                        acc_q[at] = x * exp2(first[e])
-                        acc_k[at] = y * exp2(first[e])
-
-    def lost(self, smem: Any, name: str, row: Any, channel: Any, decay: list[Any]) -> list[Any]:
-        """Return two channels of decayed q or k, without what rounding leaves of them."""
-        values = self.memory.load_pair(smem, name, row, channel)
-        rounded = self.products.rounded(smem, name, row, channel, decay)
-        return [x * y - z for x, y, z in zip(values, decay, rounded, strict=True)]
+                decay = [exp2(first[e]) for e in range(2)]
+                for n in cutlass.range_constexpr(4):
+                    at = 8 * pair + 4 * i + n
+                    acc_q[at] = acc_q[at] * (decay[n % 2] * scale)
+                    acc_k[at] = acc_k[at] * -decay[n % 2]
 
     # -- results ------------------------------------------------------------------------------
 
     @cute.jit
     def finish(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
-        dG: cute.Tensor, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
+        dG: cute.Tensor, dq_sum: cute.Tensor | None, dk_sum: cute.Tensor | None,
     ) -> None:  # fmt: skip
         """Store dG in the place of P, and add dq and dk of a value head to the group's."""
         for half in cutlass.range_constexpr(2):
@@ -597,12 +599,40 @@ class KdaGradients:
                         at = 8 * pair + 4 * i + 2 * half + e
                         of_q = acc_q[at] + own * k[e]
                         of_k = acc_k[at] + acc[at] + own * q[e]
-                        if cutlass.const_expr(self.spec.grouped):
-                            of_q, of_k = dq_sum[at] + of_q, dk_sum[at] + of_k
-                        dq_sum[at], dk_sum[at] = of_q, of_k
+                        if cutlass.const_expr(self.spec.shared_sums):
+                            self.add_shared(smem, "dq", row, channel + e, of_q)
+                            self.add_shared(smem, "dk", row, channel + e, of_k)
+                        else:
+                            if cutlass.const_expr(self.spec.grouped):
+                                of_q, of_k = dq_sum[at] + of_q, dk_sum[at] + of_k
+                            dq_sum[at], dk_sum[at] = of_q, of_k
                     at = 8 * pair + 4 * i + 2 * half
                     place = smem + self.memory.p_place(row, channel)
                     store_shared(Float32, place, [dG[at], dG[at + 1]])
+
+    def add_shared(self, smem: Any, name: str, row: Any, channel: Any, x: Any) -> None:
+        """Add to an element of the group's sums, which only this thread uses."""
+        at = smem + self.memory.p_place(row, channel, name)
+        store_shared(Float32, at, [load_shared(Float32, at)[0] + x])
+
+    def zero_sums(self, smem: Any) -> None:
+        for name in ("dq", "dk"):
+            for _, at in self.pairs_of_sums(smem, name):
+                store_shared(Float32, at, [Float32(0.0)] * 2)
+
+    def load_sums(self, smem: Any, dq_sum: cute.Tensor, dk_sum: cute.Tensor) -> None:
+        for name, x in (("dq", dq_sum), ("dk", dk_sum)):
+            for n, at in self.pairs_of_sums(smem, name):
+                x[n], x[n + 1] = load_shared(Float32, at, 2)
+
+    def pairs_of_sums(self, smem: Any, name: str) -> list[tuple[int, Any]]:
+        """Return the first of each two neighbouring accumulators, and its address."""
+        places = []
+        for n in range(0, 8 * self.pairs, 2):
+            channel = self.memory.accumulator_channel(n // 8, n // 4 % 2)
+            row = self.memory.rows()[n // 2 % 2]
+            places.append((n, smem + self.memory.p_place(row, channel, name)))
+        return places
 
     @cute.jit
     def norm_gradients(self, smem: Int32, dq: cute.Tensor, dk: cute.Tensor) -> None:

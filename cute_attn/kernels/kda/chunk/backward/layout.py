@@ -26,11 +26,22 @@ NUM_THREADS = NUM_WARPS * WARP_SIZE
 TILE_V = 64  # columns of V of a stage
 
 
+def load_floats(address: Any, count: int) -> list[Any]:
+    """Load 1, 2, 4 or 8 neighbours from shared memory."""
+    values: list[Any] = []
+    for n in range(0, count, 4):
+        values += load_shared(Float32, address + 4 * n, min(count, 4))
+    return values
+
+
 class GradientMemory(SharedMemory):
     """Shared memory of a CTA that works on a chunk and a head of q and k.
 
     P is the sum of gates (base 2) from a sub-chunk's first token, where it is 0. Its 32-byte unit u
     of row r lies at unit u ^ (r & 7). Later, dG has its place.
+
+    Decayed q and k (see `decayed_products`) overwrite the ring, once a head's columns of V are
+    done.
     """
 
     def __init__(self, spec: GradientsSpec):
@@ -72,7 +83,17 @@ class GradientMemory(SharedMemory):
             tokens("inverse_norm_k", ""),
             tokens("along", "q dq and k dk of a quarter of the channels", 2 * QUARTERS),
             Buffer("out_of_range", Int32, 2 * SUB_CHUNKS, holds="a gate warp's first such row"),
+            *(
+                Buffer(name, Float32, CHUNK * spec.head_dim_k, holds="summed over the group")
+                for name in ("dq", "dk")
+                if spec.shared_sums
+            ),
         )
+
+        matrix = 2 * CHUNK * spec.head_dim_k
+        for n, name in enumerate(("q_rows", "k_rows", "k_columns")):
+            self.offsets[name] = self["stage"] + n * matrix
+        assert 3 * matrix <= self.stage.nbytes
 
     # -- places of a thread's elements --------------------------------------------------------
 
@@ -109,18 +130,18 @@ class GradientMemory(SharedMemory):
     def operand_channel(self, pair: int, i: int) -> Any:
         return ((self.first_unit() + (2 * pair + i)) << 3) + row_and_part()[0]
 
-    def p_place(self, row: Any, channel: Any) -> Any:
-        """Byte offset of an element of P."""
+    def p_place(self, row: Any, channel: Any, name: str = "p") -> Any:
+        """Byte offset of an element of P, or of another matrix in its layout."""
         unit = (channel >> 3) ^ (row & 7)
-        return self["p"] + row * self.p_row + (unit << 5) + ((channel & 7) << 2)
+        return self[name] + row * self.p_row + (unit << 5) + ((channel & 7) << 2)
 
-    def load_p(self, smem: Any, row: Any, channel: Any, count: int) -> Any:
-        return load_shared(Float32, smem + self.p_place(row, channel), count)
+    def load_p(self, smem: Any, row: Any, channel: Any, count: int) -> list[Any]:
+        return load_floats(smem + self.p_place(row, channel), count)
 
     def load_sums(self, smem: Any, name: str, b: Any, channel: Any, count: int = 1) -> Any:
         """Load a sub-chunk's sums of `count` channels."""
         at = smem + self[name] + b * self.p_row + (channel << 2)
-        return load_shared(Float32, at, count)
+        return load_floats(at, count)
 
     def load_pair(self, smem: Any, name: str, row: Any, channel: Any) -> list[Any]:
         """Load two neighbouring channels of normalised q or k."""
