@@ -351,7 +351,8 @@ class _Call:
         ]
 
     def gradients(self, *, grouped: bool) -> launch.Request:
-        spec = GradientsSpec(**self.inputs, grouped=grouped, **gradients_config(**self.dims))
+        config = gradients_config(**self.dims, grouped=grouped)
+        spec = GradientsSpec(**self.inputs, grouped=grouped, **config)
         return table.GRADIENTS, spec
 
     def stages(self) -> list[launch.Request]:
