@@ -17,12 +17,15 @@ from cute_attn.kernels.kda.chunk.spec import (
     GATE_DTYPES,
 )
 from cute_attn.kernels.kda.spec import INDEX_DTYPES
-from cute_attn.ops.kda import plan_chunk_kda
+from cute_attn.ops.kda import plan_chunk_kda, plan_chunk_kda_backward
 from tests.kernels.machine_code import assert_sound
 
 # Bytes, stored and loaded, that a few registers outside of loops may cost calls that few make (K of
 # 64 on sm_100a, gates as they are without l2norm).
 FEW = {"kda_prepare": 48, "kda_chunk_intra": 48}
+
+# Of the gradients with grouped heads on sm_100a; 20 on sm_90a without groups.
+SPILLED_IN_TRAINING = {"kda_gradients": 1408}
 
 ARCHS = ("sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120a")
 
@@ -91,6 +94,25 @@ def test_what_a_server_needs(arch: str, changes: dict[str, Any]) -> None:
     for modular in (False, True):
         call = TYPICAL | changes | {"split": False, "return_intermediate_states": modular}
         check(plan_chunk_kda(arch, **call), arch, spilled={})
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        # The operator's tests compile it, too.
+        ("sm_100a", {"index_dtype": "int32", "state_v_first": True, "grouped": True}),
+        *(
+            pytest.param(arch, {}, marks=pytest.mark.slow)
+            for arch in ("sm_80", "sm_90a", "sm_100a")
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_trainer_needs(arch: str, changes: dict[str, Any]) -> None:
+    call = {name: x for name, x in TYPICAL.items() if name != "output_final_state"} | {
+        "dfinal_state": True, "dinitial_state": True, "split": False,
+    }  # fmt: skip
+    check(plan_chunk_kda_backward(arch, **call | changes), arch, spilled=SPILLED_IN_TRAINING)
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ slots T // 64 + N) times HV:
     parts of dA_log      4 C                          a workspace, with A_log
     parts of ddt_bias    4 C K                        a workspace, with dt_bias
 
-If few long sequences are split, as in the forward, the segments take 4 (K + V) K bytes each.
+The records are freed before the results, dv apart, are allocated. If few long sequences are split,
+as in the forward, the segments take 4 (K + V) K bytes each.
 """
 
 from __future__ import annotations
@@ -247,6 +248,7 @@ class Backward(Operator[BackwardArguments]):
         )
         if ready.gradients is None:
             return (None,) * 7 + (dinitial_state,)
+        del tiles, decay  # their memory, unless kept, serves the results
         dq, dk, dg, dbeta = (
             _empty_like(x, memory_format=_contiguous) for x in (q, a.k, a.g, a.beta)
         )
