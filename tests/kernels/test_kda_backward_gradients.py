@@ -15,9 +15,12 @@ import torch
 
 from cute_attn import cache
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.common.spec import smem_bytes
+from cute_attn.kernels.kda.chunk.heuristics import gradients_config
 from cute_attn.kernels.kda.chunk.spec import GradientsSpec
 from cute_attn.kernels.kda.table import GRADIENTS
 from cute_attn.reference import kda
+from tests.kernels.machine_code import assert_sound
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kda_gradients import Passes, exact, gradients, pack_rows, pack_states, passes, slots
@@ -291,3 +294,37 @@ def test_tuning_changes_no_bit(dim_v: int) -> None:
 def test_a_slot_without_a_chunk_adds_nothing_to_the_sums() -> None:
     problem = Problem([3, 0, 0, 2], **IN_KERNEL)
     problem.check()
+
+
+@pytest.mark.parametrize(
+    ("arch", "grouped", "spilled"),
+    [
+        slow("sm_80", False, 0),
+        ("sm_90a", False, 0),
+        slow("sm_100a", False, 416),
+        slow("sm_90a", True, 784),
+        slow("sm_100a", True, 1364),
+    ],
+)
+def test_machine_code_at_128(arch: str, grouped: bool, spilled: int) -> None:
+    """It fits, reads no register that was never set, and spills no more than it is known to."""
+    problem = Problem([1, 1], (1, 1 + grouped), (128, 128), (BF16, BF16, BF16), **IN_KERNEL)
+    config = gradients_config(arch=arch, head_dim_k=128, head_dim_v=128, grouped=grouped)
+    entry = cache.compile(GRADIENTS, problem.spec(**config), arch=arch)
+    assert_sound(entry)
+    (use,) = entry.kernels
+    assert (use.spills or 0) <= spilled
+    assert use.static_shared + (use.dynamic_shared or 0) <= smem_bytes(arch) + 1024
+
+
+def test_a_spec_has_sums_only_of_groups() -> None:
+    with pytest.raises(ValueError, match="shared_sums is True, must be False"):
+        Problem([1]).spec(num_stages=1, shared_sums=True)
+
+
+def test_it_says_where_it_does_not_fit() -> None:
+    with pytest.raises(NotImplementedError, match="head_dim_k=128 does not fit sm_120a"):
+        gradients_config(arch="sm_120a", head_dim_k=128, head_dim_v=128, grouped=False)
+    for grouped in (False, True):
+        config = gradients_config(arch="sm_120a", head_dim_k=64, head_dim_v=64, grouped=grouped)
+        assert config == {"shared_sums": False, "num_stages": 1}
