@@ -157,7 +157,9 @@ def test_no_package_registry_is_named() -> None:
 # ---- rooms: which may import which (docs/design.md)
 
 # Where a family of kernels names them to the cache, which device code must know nothing of.
-TABLES = {f"cute_attn.kernels.{family}.table" for family in ("attention", "kda", "lightning")}
+TABLES = {
+    f"cute_attn.kernels.{family}.table" for family in ("attention", "common", "kda", "lightning")
+}
 
 FORBIDDEN = {
     "cache": {"cute_attn", "torch"},

@@ -124,6 +124,8 @@ EDGES = (
     Edge("yz_full", LOAD, MMA, YZ_STAGES, Kind.BYTES, Reach.LEADER, "Q or dO, as Y or Z"),
     Edge("yz_empty", MMA, LOAD, YZ_STAGES, Kind.COMMIT, Reach.PAIR, "its stage"),
     Edge("stats_full", LOAD, ELEMENTWISE, STATS_STAGES, Kind.BYTES, payload="lse or delta"),
+    # t_done implies stats_empty and acc_empty, through the order of the elementwise warps' work.
+    # They stay: a change of that order must not become a race.
     Edge("stats_empty", ELEMENTWISE, LOAD, STATS_STAGES, Kind.WARPS, payload="its stage"),
     Edge("t_full", MMA, ELEMENTWISE, T_STAGES, Kind.COMMIT, Reach.PAIR, "T"),
     Edge("t_done", ELEMENTWISE, MMA, T_STAGES, Kind.WARPS, Reach.LEADER, "T', in place of T"),

@@ -117,6 +117,8 @@ assert 2 * ELEMENTWISE_REGISTERS + OTHER_REGISTERS <= 3 * 168
 EDGES = (
     *TileQueue.edges(SCHEDULER, WORKERS),
     Edge("q_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "Q"),
+    # Other edges imply q_empty and dq_read, through the order of the producers' work. They stay: a
+    # change of that order must not become a race, and they cost one arrival a tile of queries.
     Edge("q_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "Q's buffer, after the tile's last S"),
     Edge("do_full", LOAD, MMA, 1, Kind.BYTES, Reach.LEADER, "dO"),
     Edge("do_empty", MMA, LOAD, 1, Kind.COMMIT, Reach.PAIR, "dO's buffer, after the last dP"),
