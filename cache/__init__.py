@@ -28,12 +28,12 @@ from .key import KernelDef, KeyDescription, describe, spec
 from .log import configure_from_environment
 
 if TYPE_CHECKING:
-    from .planner import planner
+    from .plans import planner
     from .specfile import plan_file
     from .warm import WarmupReport, warmup
 
 # name -> module, imported on first use because a hit does not need it
-_LAZY = {"WarmupReport": "warm", "plan_file": "specfile", "planner": "planner", "warmup": "warm"}
+_LAZY = {"WarmupReport": "warm", "plan_file": "specfile", "planner": "plans", "warmup": "warm"}
 
 __all__ = [
     "Built",

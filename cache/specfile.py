@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from .arch import check_arch
 from .errors import CacheError
 from .key import KernelDef
-from .planner import Requests, is_planner
+from .plans import Requests, is_planner
 
 if sys.version_info >= (3, 11):
     import tomllib

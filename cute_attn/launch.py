@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import cache
 from .cache import KernelDef, driver
 from .cache.driver import DriverError
-from .cache.planner import planner as planner
+from .cache.plans import planner as planner
 from .emulation import current_emulation
 
 if TYPE_CHECKING:

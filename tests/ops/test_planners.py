@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import cute_attn.ops
-from cute_attn.cache.planner import is_planner
+from cute_attn.cache.plans import is_planner
 
 
 def planners() -> Iterator[Callable[..., Any]]:

@@ -177,7 +177,8 @@ int cuda_dialect_unload_library_once(void **handle) {
   return SUCCESS;
 }
 
-void CuteDSLRT_TVMFFISetRaisedCudaError(int error) {
+void CuteDSLRT_TVMFFISetRaisedCudaError(void *set_raised, int error) {
+  (void)set_raised;
   char message[64];  // kind and format are those of the DSL's own runtime
   snprintf(message, sizeof message, "CUDA Error Code: %d", error);
   TVMFFIErrorSetRaisedFromCStr("CUDADialectError", message);
