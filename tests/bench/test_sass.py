@@ -212,6 +212,7 @@ def check_backward(specialisations, nvdisasm):
         assert a.part != backward.DQ or a.tile.counted.local_accesses > 0
 
 
+@pytest.mark.slow  # it compiles FlashAttention-4's backward
 @pytest.mark.timeout(900)
 def test_our_backward_takes_less_than_theirs(nvdisasm):
     check_backward([s for s in backward.BACKWARD if s.name == "dense"], nvdisasm)

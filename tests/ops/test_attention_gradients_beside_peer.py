@@ -28,8 +28,8 @@ def case(**options: Any) -> Request:
     return backward(arch=ARCH, head_dim=256, **{"heads": 1, "seqlen_q": 300} | options)
 
 
-QUICK = {"dense": case(heads=2, seqlen_q=256, seqlen_k=512)}
-SLOW = {
+DENSE = {"dense": case(heads=2, seqlen_q=256, seqlen_k=512)}
+OTHERS = {
     "causal": case(causal=True),
     "causal, 200 x 333": case(causal=True, seqlen_q=200, seqlen_k=333),
     "float16": case(dtype="float16", seqlen_k=400),
@@ -38,7 +38,7 @@ SLOW = {
         heads=2, causal=True, seqlens_q=(100, 60, 1), seqlens_k=(130, 60, 77)
     ),
 }
-CASES = QUICK | SLOW
+CASES = DENSE | OTHERS
 
 
 def errors(captured: Captured) -> dict[str, Errors]:
@@ -71,13 +71,8 @@ def ours(options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str,
     return dict(zip(GRADIENTS, found, strict=False))
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        *(pytest.param(r, id=name) for name, r in QUICK.items()),
-        *(pytest.param(r, id=name, marks=pytest.mark.slow) for name, r in SLOW.items()),
-    ],
-)
+@pytest.mark.slow  # it compiles FlashAttention-4's backward
+@pytest.mark.parametrize("request_", [pytest.param(r, id=name) for name, r in CASES.items()])
 def test_errors_are_of_the_same_size(request_: Request) -> None:
     """By the rule for the error of a kernel, which both keep."""
     if reason := missing(request_.peer):
