@@ -15,9 +15,8 @@ LOADED = ROWS + COLUMNS // 2
 SENT = 4  # columns of a row that go to the other pair
 
 # Each pair computes its own 256 x 32 product, issued by its CTA of even rank. Then each thread
-# sends 4 values of its row to the CTA of the other pair that has the same place.
-# Shared memory: mbarriers of the product at 0 and of the exchange at 8, the address of tensor
-# memory at 16, A at 1024, B at 1024 + 4096, what was received at 8192.
+# sends 4 values of its row to the CTA of the other pair that has the same place. Shared memory has
+# mbarriers at 0 and 8, TMEM's address at 16, A at 1024, B at 5120, what was received at 8192.
 PAIRS = module(
     f"""
     ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [out];

@@ -28,8 +28,8 @@ def case(**options: Any) -> Request:
     return backward(arch=ARCH, head_dim=256, **{"heads": 1, "seqlen_q": 300} | options)
 
 
-DENSE = {"dense": case(heads=2, seqlen_q=256, seqlen_k=512)}
-OTHERS = {
+CASES = {
+    "dense": case(heads=2, seqlen_q=256, seqlen_k=512),
     "causal": case(causal=True),
     "causal, 200 x 333": case(causal=True, seqlen_q=200, seqlen_k=333),
     "float16": case(dtype="float16", seqlen_k=400),
@@ -38,7 +38,6 @@ OTHERS = {
         heads=2, causal=True, seqlens_q=(100, 60, 1), seqlens_k=(130, 60, 77)
     ),
 }
-CASES = DENSE | OTHERS
 
 
 def errors(captured: Captured) -> dict[str, Errors]:

@@ -38,8 +38,9 @@ def probabilities(
         pairs = [
             (cute.math.tanh(x, fastmath=True), cute.math.tanh(y, fastmath=True)) for x, y in inside
         ]
-    # The product is rounded before the subtraction, as it was in lse. Fused with it, a large score
-    # and its own lse would differ by the rounding of lse; ptxas fuses two .rn, but not .rn and .rz.
+    # The product is rounded first, as it was in lse: fused with the subtraction, a large score
+    # and its own lse would differ by the rounding of lse. The subtraction rounds towards zero,
+    # since ptxas fuses it if it rounds as the product does.
     p = []
     for pair, j in zip(pairs, columns[::2], strict=True):
         above_lse = cute.arch.sub_packed_f32x2(

@@ -56,7 +56,7 @@ from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, partition
+from ..common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, store_boxes
 from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
 from .arguments import FakeArguments
 from .epilogue import stage_accumulator
@@ -264,10 +264,7 @@ class Sm100Hd256DkDv:
         keys = Sequences(k.shape[-3], cu_seqlens_k, seqused_k)
         tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
         num_tiles = tiles.count()
-        if cutlass.const_expr(spec.softcap):
-            scaling = Scaling.of(softmax_scale, softcap)
-        else:
-            scaling = Scaling.of(softmax_scale)
+        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
 
         self.kernel(
             *k_copy, *v_copy, *q_as_y, *do_as_y, *q_as_z, *do_as_z, *dk_copy, *dv_copy,
@@ -360,11 +357,7 @@ class Sm100Hd256DkDv:
 
         queue = TileQueue(Work, storage.work, barriers)
         queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-        visible = Visibility(
-            QUERIES, DKDV_TILE_N, 1,
-            window_left if self.spec.window_left else None,
-            window_right if self.spec.window_right else None,
-        )  # fmt: skip
+        visible = Visibility.of(self.spec, QUERIES, DKDV_TILE_N, 1, window_left, window_right)
         group = heads // split_heads  # query heads of a work item
 
         # setmaxregister applies to whole warpgroups.
@@ -793,16 +786,7 @@ class Sm100Hd256DkDv:
                 outer = split if self.spec.varlen_k else split * batch + work.sequence
             index = CTAS * work.block + (cta_rank() & (CTAS - 1))
             rows = self.out_rows.box(x, index, head, outer, work.k_start, work.seqlen_k)
-            tiled = cute.local_tile(rows, (ROWS, self.box), (0, None))
-            to, source = partition(tma, tiled, out_smem)
-            for box in cutlass.range_constexpr(HEAD_DIM // self.box):
-                barriers.wait("staged", stored)
-                with cute.arch.elect_one():
-                    cute.copy(tma, source[None, stored & (OUT_STAGES - 1)], to[None, box])
-                    cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    barriers.arrive("stored", stored)
-                stored += 1
+            stored = store_boxes(tma, rows, out_smem, barriers, ("staged", "stored"), stored)
             taken += 1
             work = queue.take(taken)
         with cute.arch.elect_one():

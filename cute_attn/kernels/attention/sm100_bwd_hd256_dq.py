@@ -55,7 +55,7 @@ from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes, store_boxes
 from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
 from .arguments import FakeArguments
 from .epilogue import stage_accumulator
@@ -233,10 +233,7 @@ class Sm100Hd256Dq:
         queries = Sequences(q.shape[-3], cu_seqlens_q, seqused_q)
         keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
         num_tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once).count()
-        if cutlass.const_expr(spec.softcap):
-            scaling = Scaling.of(softmax_scale, softcap)
-        else:
-            scaling = Scaling.of(softmax_scale)
+        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
 
         self.kernel(
             *q_copy, *do_copy, *k_copy, *v_copy, *k_columns_copy, *dq_copy, dq, stats,
@@ -315,11 +312,7 @@ class Sm100Hd256Dq:
 
         queue = TileQueue(Work, storage.work, barriers)
         queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-        visible = Visibility(
-            TILE_M, TILE_N, 1,
-            window_left if self.spec.window_left else None,
-            window_right if self.spec.window_right else None,
-        )  # fmt: skip
+        visible = Visibility.of(self.spec, TILE_M, TILE_N, 1, window_left, window_right)
 
         # setmaxregister applies to whole warpgroups.
         if warp >= LOAD.warps[0]:
@@ -697,17 +690,9 @@ class Sm100Hd256Dq:
             if first < end:
                 n += 3 * (end - first)
                 rows = self.q_rows.box(dq, CTAS * work.block + cta_rank(), *work.queries)
-                tiled = cute.local_tile(rows, (ROWS, BOX), (0, None))
-                dq_to, dq_from = partition(dq_tma, tiled, dq_smem)
-                for box in cutlass.range_constexpr(HEAD_DIM // BOX):
-                    barriers.wait("dq_staged", stored)
-                    with cute.arch.elect_one():
-                        stage = barriers.stage("dq_staged", stored)
-                        cute.copy(dq_tma, dq_from[None, stage], dq_to[None, box])
-                        cute.arch.cp_async_bulk_commit_group()
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                        barriers.arrive("dq_stored", stored)
-                    stored += 1
+                stored = store_boxes(
+                    dq_tma, rows, dq_smem, barriers, ("dq_staged", "dq_stored"), stored
+                )
                 with cute.arch.elect_one():
                     barriers.arrive("kv_empty", n - 1)
             taken += 1

@@ -55,7 +55,7 @@ from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes, store_boxes
 from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
 from .arguments import FakeArguments
 from .epilogue import round_row, scale_row, stage_row
@@ -234,10 +234,7 @@ class Sm100Hd256Forward:
         queries = Sequences(q.shape[-3], cu_seqlens_q, seqused_q)
         keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
         num_tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once).count()
-        if cutlass.const_expr(spec.softcap):
-            scaling = Scaling.of(softmax_scale, softcap)
-        else:
-            scaling = Scaling.of(softmax_scale)
+        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
 
         self.kernel(
             *q_copy, *k_copy, *v_copy, *o_copy,
@@ -312,11 +309,7 @@ class Sm100Hd256Forward:
         queue = TileQueue(Work, storage.work, barriers)
         scale = cute.make_tensor(storage.scale, cute.make_layout((ROWS, S_STAGES)))
         inverse_sum = cute.make_tensor(storage.inverse_sum, cute.make_layout((ROWS, 2)))
-        visible = Visibility(
-            TILE_M, TILE_N, self.packed,
-            window_left if self.spec.window_left else None,
-            window_right if self.spec.window_right else None,
-        )  # fmt: skip
+        visible = Visibility.of(self.spec, TILE_M, TILE_N, self.packed, window_left, window_right)
 
         # setmaxregister applies to whole warpgroups. Correction keeps its 168 registers, but ptxas
         # has to be told the limit of each branch.
@@ -694,16 +687,7 @@ class Sm100Hd256Forward:
         work = queue.take(taken)
         while work.exists:
             rows = self.q_rows.box(o, CTAS * work.block + cta_rank(), *work.queries)
-            tiled = cute.local_tile(rows, (ROWS, BOX), (0, None))
-            o_to, o_from = partition(o_tma, tiled, o_smem)
-            for box in cutlass.range_constexpr(HEAD_DIM // BOX):
-                barriers.wait("o_staged", stored)
-                with cute.arch.elect_one():
-                    cute.copy(o_tma, o_from[None, stored & (O_STAGES - 1)], o_to[None, box])
-                    cute.arch.cp_async_bulk_commit_group()
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    barriers.arrive("o_stored", stored)
-                stored += 1
+            stored = store_boxes(o_tma, rows, o_smem, barriers, ("o_staged", "o_stored"), stored)
             taken += 1
             work = queue.take(taken)
         with cute.arch.elect_one():

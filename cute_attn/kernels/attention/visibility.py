@@ -35,6 +35,17 @@ class Visibility(Carried):
     left: Any = None
     right: Any = None
 
+    @classmethod
+    def of(
+        cls, spec: Any, tile_m: int, tile_n: int, rows_per_token: int, left: Any, right: Any
+    ) -> Visibility:
+        """With those of the bounds that the kernel's spec has."""
+        return cls(
+            tile_m, tile_n, rows_per_token,
+            left if spec.window_left else None,
+            right if spec.window_right else None,
+        )  # fmt: skip
+
     def token(self, row: Any) -> Any:
         return row >> _log2(self.rows_per_token)
 

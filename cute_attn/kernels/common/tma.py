@@ -137,3 +137,32 @@ def load_boxes(
             tma, source[None, box], to[None, box, stage],
             tma_bar_ptr=barriers.pointer(edge, n),
         )  # fmt: skip
+
+
+@cute.jit
+def store_boxes(
+    tma: cute.CopyAtom,
+    rows: cute.Tensor,
+    smem: cute.Tensor,
+    barriers: Barriers,
+    edges: cutlass.Constexpr[tuple[str, str]],
+    stored: Int32,
+) -> Int32:
+    """Store rows from boxes that other warps stage in `smem`, (rows, columns of a box, stages), and
+    return the number of boxes so far.
+
+    Args:
+        edges: to here, once a box is staged; and back, once TMA has read it.
+        stored: boxes so far.
+    """
+    box_shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
+    to, source = partition(tma, cute.local_tile(rows, box_shape, (0, None)), smem)
+    for box in cutlass.range_constexpr(cute.size(to, mode=[1])):
+        barriers.wait(edges[0], stored)
+        with cute.arch.elect_one():
+            cute.copy(tma, source[None, barriers.stage(edges[0], stored)], to[None, box])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            barriers.arrive(edges[1], stored)
+        stored += 1
+    return stored
