@@ -14,11 +14,12 @@ from torch import Tensor
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.spec import Hd256PreprocessSpec, ZeroUnusedSpec
+from cute_attn.kernels.attention.spec import Hd256PreprocessSpec
 from cute_attn.kernels.attention.statistics import padded_rows
-from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS, ZERO_UNUSED
+from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS
 from cute_attn.kernels.common.sum_partials_spec import SumPartialsSpec
-from cute_attn.kernels.common.table import SUM_PARTIALS
+from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
+from cute_attn.kernels.common.zero_unused_spec import ZeroUnusedSpec
 
 HEADS, HEAD_DIM, TILE = 3, 256, 128
 DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -17,8 +17,8 @@ import torch
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.sequences import Sequences
 from cute_attn.kernels.attention.work import TileMap
+from cute_attn.kernels.common.sequences import Sequences
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tile_map_kernel import HEADS, KV_HEADS, TILE, TileMapSpec

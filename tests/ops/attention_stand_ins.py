@@ -18,7 +18,7 @@ from cute_attn.cache import KernelDef
 from cute_attn.emulation import Emulation
 from cute_attn.kernels.attention import table
 from cute_attn.kernels.attention.statistics import STATS_ROWS, round_up
-from cute_attn.kernels.common.table import SUM_PARTIALS
+from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.ops.attention.arguments import ALIGNMENT, has_readable_strides
 from cute_attn.reference.attention import attention_reference, sequences, visible
 
@@ -204,5 +204,5 @@ KERNELS = {
     table.HD256_BACKWARD_DQ.kernel.name: _dq,
     table.HD256_BACKWARD_DKDV.kernel.name: _dkdv,
     SUM_PARTIALS.name: _sum_partials,
-    table.ZERO_UNUSED.name: _zero_unused,
+    ZERO_UNUSED.name: _zero_unused,
 }

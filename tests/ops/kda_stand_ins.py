@@ -18,8 +18,7 @@ from torch import Tensor
 
 from cute_attn.cache import KernelDef
 from cute_attn.emulation import Emulation
-from cute_attn.kernels.attention.table import ZERO_UNUSED
-from cute_attn.kernels.common.table import SUM_PARTIALS
+from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.kernels.kda import table
 from cute_attn.kernels.kda.chunk.spec import CHUNK, record_elements
 from cute_attn.reference.kda import KdaGradients, kda_reference

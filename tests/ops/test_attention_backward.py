@@ -19,7 +19,7 @@ import cute_attn
 from cute_attn.cache.specfile import plan_file
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention import table
-from cute_attn.kernels.common.table import SUM_PARTIALS
+from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.ops import operator
 from cute_attn.ops.attention import plan_attention_backward
 from cute_attn.ops.attention.backward import BACKWARD
@@ -38,7 +38,7 @@ PREPROCESS, DQ, DKDV = (
         table.HD256_BACKWARD_DKDV,
     )
 )
-SUM, ZERO = SUM_PARTIALS.name, table.ZERO_UNUSED.name
+SUM, ZERO = SUM_PARTIALS.name, ZERO_UNUSED.name
 
 
 @pytest.fixture(autouse=True)

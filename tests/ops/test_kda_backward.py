@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import cute_attn
 from cute_attn.cache.specfile import plan_file
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.table import ZERO_UNUSED
-from cute_attn.kernels.common.table import SUM_PARTIALS
+from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.kernels.kda import table
 from cute_attn.ops.kda import chunk, plan_chunk_kda_backward
 from cute_attn.ops.kda.chunk_backward import BACKWARD

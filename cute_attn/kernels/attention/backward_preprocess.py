@@ -31,10 +31,10 @@ from ..common.numbers import INF, LOG2_E
 from ..common.ptx.convert import unpack_all
 from ..common.ptx.math import exp2
 from ..common.ptx.memory import load_global
+from ..common.sequences import Sequences
 from ..common.smem import Buffer, SharedMemory
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .arguments import FakeArguments
-from .sequences import Sequences
 from .spec import Hd256PreprocessSpec
 from .statistics import DELTA, LSE, STATS_ROWS, padded_start
 from .work import TileMap

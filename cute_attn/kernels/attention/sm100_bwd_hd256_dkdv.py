@@ -54,6 +54,7 @@ from ..common.ptx.convert import pack, unpack
 from ..common.ptx.memory import load_shared, shared_address
 from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
+from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, store_boxes
@@ -62,7 +63,6 @@ from .arguments import FakeArguments
 from .epilogue import stage_accumulator
 from .gradient import probabilities, score_gradients
 from .mask import mask_words
-from .sequences import Sequences
 from .sm100_mma import (
     HEAD_DIM,
     OVER_HEAD_DIM,

@@ -53,6 +53,7 @@ from ..common.ptx.compiler import keep_branch
 from ..common.ptx.convert import pack
 from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
+from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_boxes, store_boxes
@@ -61,7 +62,6 @@ from .arguments import FakeArguments
 from .epilogue import stage_accumulator
 from .gradient import probabilities, score_gradients
 from .mask import mask_words
-from .sequences import Sequences
 from .sm100_mma import (
     HEAD_DIM,
     OVER_HEAD_DIM,

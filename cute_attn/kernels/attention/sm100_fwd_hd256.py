@@ -53,6 +53,7 @@ from ..common.ptx.cluster import cta_rank
 from ..common.ptx.compiler import keep_branch
 from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
+from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_boxes, store_boxes
@@ -60,7 +61,6 @@ from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_sto
 from .arguments import FakeArguments
 from .epilogue import round_row, scale_row, stage_row
 from .mask import mask_row
-from .sequences import Sequences
 from .sm100_mma import (
     HEAD_DIM,
     OVER_HEAD_DIM,

@@ -169,25 +169,3 @@ class Hd256BackwardSpec(Spec):
     def ragged_k(self) -> bool:
         """The same for keys and values."""
         return self.varlen_k or self.seqused_k
-
-
-@dataclass(frozen=True)
-class ZeroUnusedSpec(Spec):
-    """The compile-time parameters of the kernel that zeroes rows of no sequence.
-
-    Attributes:
-        varlen: the rows are packed sequences, with cu_seqlens.
-        seqused: an argument gives the number of used tokens of each sequence.
-
-    Raises:
-        TypeError: a field has another type than its annotation.
-        ValueError: no row can be unused.
-    """
-
-    varlen: bool
-    seqused: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.varlen or self.seqused):
-            raise ValueError("varlen and seqused are False, so that every row is used")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .sequences import Sequences
+    from ..common.sequences import Sequences
 
 STATS_ROWS = 128  # rows of a query tile, to which a sequence's rows are padded
 LSE, DELTA = 0, 1  # of the first mode

@@ -52,11 +52,6 @@ HD256_BACKWARD_DKDV = AttentionKernel(
     cluster=4,
 )
 
-# Beside the kernels of a backward; on every architecture.
-ZERO_UNUSED = KernelDef(
-    name="attention_zero_unused", target="cute_attn.kernels.attention.zero_unused:ZeroUnused"
-)
-
 KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
     (direction, arch, 256): kernel
     for direction, kernel in (

@@ -10,8 +10,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ..common.carried import Carried
+from ..common.sequences import Sequences
 from ..common.spec import WARP_SIZE
-from .sequences import Sequences
 
 L2_BYTES = 32 * 1024 * 1024  # budget for the data that tiles reread; the rest of L2 is for streams
 

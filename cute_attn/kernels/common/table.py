@@ -7,3 +7,7 @@ from ...cache import KernelDef
 SUM_PARTIALS = KernelDef(
     name="sum_partials", target="cute_attn.kernels.common.sum_partials:SumPartials"
 )
+
+ZERO_UNUSED = KernelDef(
+    name="zero_unused", target="cute_attn.kernels.common.zero_unused:ZeroUnused"
+)

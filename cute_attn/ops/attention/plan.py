@@ -11,10 +11,10 @@ from ...kernels.attention.spec import (
     Hd256BackwardSpec,
     Hd256ForwardSpec,
     Hd256PreprocessSpec,
-    ZeroUnusedSpec,
 )
 from ...kernels.common.sum_partials_spec import SumPartialsSpec
-from ...kernels.common.table import SUM_PARTIALS
+from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
+from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
 from ...settings import settings
 from .arguments import USER_SCHEDULERS
 
@@ -230,7 +230,7 @@ def backward_requests(
     def zeros(varlen: bool, seqused: bool) -> launch.Request | None:
         if not (varlen or seqused):
             return None
-        return table.ZERO_UNUSED, ZeroUnusedSpec(varlen=varlen, seqused=seqused)
+        return ZERO_UNUSED, ZeroUnusedSpec(varlen=varlen, seqused=seqused)
 
     preprocess = Hd256PreprocessSpec(
         dtype=dtype,

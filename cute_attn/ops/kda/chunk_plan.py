@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from ... import launch
 from ...cache import KernelDef
-from ...kernels.attention.spec import ZeroUnusedSpec
-from ...kernels.attention.table import ZERO_UNUSED
 from ...kernels.common.sum_partials_spec import SumPartialsSpec
-from ...kernels.common.table import SUM_PARTIALS
+from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
+from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
 from ...kernels.kda import table
 from ...kernels.kda.chunk.heuristics import (
     delta_h_config,

@@ -1,6 +1,6 @@
 """Zeros in the rows of a tensor that belong to no sequence, or that are not used.
 
-The dQ and dK/dV kernels write the used rows of each sequence, and only these, so that every row of
+The kernels of a backward write the used rows of each sequence, and only these, so that every row of
 a gradient is written once. Here a CTA has a tile of rows. It zeroes those before the first sequence
 and after the last, and with seqused those behind the used rows of each sequence.
 
@@ -16,11 +16,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..common.arguments import fake_contiguous
-from ..common.ptx.memory import store_global
-from ..common.spec import VECTOR_BYTES
+from .arguments import fake_contiguous
+from .ptx.memory import store_global
 from .sequences import Sequences
-from .spec import ZeroUnusedSpec
+from .spec import VECTOR_BYTES
+from .zero_unused_spec import ZeroUnusedSpec
 
 NUM_THREADS = 256
 ROWS = 64  # of a CTA
