@@ -80,9 +80,10 @@ def run_prepare(
     beta_scale: float = 1.0,
     cu_seqlens: torch.Tensor | None = None,
     arch: str = "sm_90a",
-    nonzero_beta: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tiles, decay); elements that were not written are NaN."""
+    for_backward: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """(tiles, decay), and with `spec.store_norms` the inverse norms; elements that were not written
+    are NaN."""
     batch, tokens, heads, dim_k = x["g"].shape
     spec = PrepareSpec(
         dtype=NAMES[x["q"].dtype],
@@ -96,16 +97,19 @@ def run_prepare(
         has_dt_bias=x["dt_bias"] is not None,
         l2norm=l2norm,
         beta_sigmoid=beta_sigmoid,
-        nonzero_beta=nonzero_beta,
+        for_backward=for_backward,
     )
     count = slots(tokens, batch, cu_seqlens)
     tiles = torch.full((count, heads, spec.elements), math.nan, dtype=x["q"].dtype)
     decay = torch.full((count, heads, dim_k), math.nan)
+    norms = None
+    if spec.store_norms:
+        norms = torch.full((count, x["q"].shape[2], 2 * CHUNK), math.nan)
     function(PREPARE, spec, arch)(
         *(x[name] for name in ("q", "k", "g", "beta", "A_log", "dt_bias")),
-        *(cu_seqlens, tiles, decay, dim_k**-0.5, lower_bound, beta_scale),
+        *(cu_seqlens, tiles, decay, norms, dim_k**-0.5, lower_bound, beta_scale),
     )
-    return tiles, decay
+    return (tiles, decay) if norms is None else (tiles, decay, norms)
 
 
 def matrices_of(
@@ -272,9 +276,36 @@ def test_prepare_may_keep_beta_away_from_zero(dtype: torch.dtype, smallest: floa
     x["beta"].flatten()[: len(given)] = given
     y = dict(x, beta=x["beta"].clone())
     y["beta"].flatten()[: len(given)] = torch.tensor(kept)
-    tiles, _ = run_prepare(x, beta_sigmoid=False, nonzero_beta=True)
+    tiles = run_prepare(x, beta_sigmoid=False, for_backward=True)[0]
     assert torch.equal(tiles, run_prepare(y, beta_sigmoid=False)[0])
     assert not unpack(tiles[0, 0], 64)["Akk"][19:].any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, slow(FP16)])
+def test_prepare_may_store_the_inverse_norms(dtype: torch.dtype) -> None:
+    """Once for a group of value heads, and those of rows of any length. Everything else is as
+    without them."""
+    lengths = [70, 0, 3]
+    cu_seqlens = offsets(lengths)
+    x = draw(1, 73, 2, 4, 64, dtype, BF16, FP32)
+    x["q"][:, :2] *= 1e-4
+    x["k"][:, 1] = 0
+    if dtype is BF16:
+        x["q"][:, 3], x["k"][:, 5] = 1e15 * x["q"][:, 3], 1e12 * x["k"][:, 5]
+    tiles, decay, norms = run_prepare(x, cu_seqlens=cu_seqlens, for_backward=True)
+    plain = run_prepare(x, cu_seqlens=cu_seqlens)
+    assert torch.equal(tiles.view(torch.int16), plain[0].view(torch.int16))
+    assert torch.equal(decay.view(torch.int32), plain[1].view(torch.int32))
+    used = []
+    for chunk in kda.chunks(x["q"], cu_seqlens):
+        slot = slot_of(chunk, 73, cu_seqlens)
+        used.append(slot)
+        for ours, name in zip(norms[slot].view(2, 2, CHUNK).unbind(1), "qk", strict=True):
+            rows = x[name][chunk.batch, chunk.rows].double()
+            exact = (rows.square().sum(-1) + 1e-6).rsqrt().T
+            torch.testing.assert_close(ours[:, : len(rows)].double(), exact, rtol=1e-6, atol=0)
+            assert ours.isfinite().all()
+    assert norms[[s for s in range(len(norms)) if s not in used]].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [BF16, slow(FP16)])

@@ -335,8 +335,10 @@ def poisoned_outputs() -> Iterator[None]:
     def empty(shape: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(shape, math.nan, dtype=dtype, device=device)
 
-    def like(x: torch.Tensor, *shape: Any, **_: Any) -> torch.Tensor:
-        return torch.full(*shape or (x.shape,), math.nan, dtype=x.dtype, device=x.device)
+    def like(
+        x: torch.Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any
+    ) -> torch.Tensor:
+        return torch.full(*shape or (x.shape,), math.nan, dtype=dtype or x.dtype, device=x.device)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (chunk, chunk_backward, chunk_passes, stages):

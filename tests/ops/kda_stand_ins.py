@@ -75,7 +75,7 @@ class StandIns:
     def _prepare(
         self, spec: Any, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A: Tensor | None,
         bias: Tensor | None, cu_seqlens: Tensor | None, tiles: Tensor, decay: Tensor,
-        scale: float, bound: float, beta_scale: float,
+        inverse_norms: Tensor | None, scale: float, bound: float, beta_scale: float,
     ) -> None:  # fmt: skip
         assert (spec.has_A_log, spec.has_dt_bias) == (A is not None, bias is not None)
         heads, dim_k = g.shape[2:]
@@ -84,6 +84,10 @@ class StandIns:
             slots = q.shape[1] // CHUNK + len(cu_seqlens) - 1
         assert tiles.shape == (slots, heads, record_elements(dim_k))
         assert decay.shape == (slots, heads, dim_k)
+        assert spec.store_norms == (inverse_norms is not None)
+        if inverse_norms is not None:
+            assert inverse_norms.shape == (slots, q.shape[2], 2 * CHUNK)
+            assert inverse_norms.dtype == torch.float32
         options = {
             "scale": scale,
             "use_qk_l2norm_in_kernel": spec.l2norm,
@@ -96,8 +100,9 @@ class StandIns:
             "cu_seqlens": cu_seqlens,
         }
         of = {"q": q, "k": k, "g": g, "beta": beta} | options
-        self._make(tiles, kind="tiles", of=of, nonzero_beta=spec.nonzero_beta)
+        self._make(tiles, kind="tiles", of=of, for_backward=spec.for_backward)
         self._make(decay, kind="decay", of=of)
+        self._make(inverse_norms, kind="inverse_norms", of=of)
 
     def _recorded(self, tiles: Tensor, decay: Tensor) -> dict[str, Any]:
         of = self._of(tiles)
@@ -112,7 +117,7 @@ class StandIns:
         of = self._recorded(tiles, decay)
         assert spec.store_o == (o is not None)
         assert spec.store_states == (states is not None) == (v_new is not None)
-        assert of["nonzero_beta"] == spec.store_states
+        assert of["for_backward"] == spec.store_states
         assert spec.has_initial_state == (initial_state is not None)
         assert spec.has_final_state == (final_state is not None)
         assert is_same(rest[0], of["of"]["cu_seqlens"]) and rest[1:] == (None, None, 0, 1)
@@ -139,7 +144,7 @@ class StandIns:
         assert dv.shape == do.shape and v_new is None
         assert spec.has_final_state == (dfinal_state is not None)
         assert spec.has_initial_state == (dinitial_state is not None)
-        assert of["nonzero_beta"]
+        assert of["for_backward"]
         assert is_same(rest[0], of["of"]["cu_seqlens"]) and rest[1:] == (None, None, 0, 1)
         if dinitial_state is not None:
             found = kda_gradients(

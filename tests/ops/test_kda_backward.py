@@ -399,7 +399,10 @@ def test_arguments_of_the_backward_are_checked():
     results = torch.ops.cute_attn.chunk_kda(
         **{name: args[name] for name in TOKENS}, disable_recompute=True
     )
-    kept = dict(zip(("tiles", "decay", "states", "v_new"), results[3:], strict=True))
+    names = ("tiles", "decay", "inverse_norms", "states", "v_new")
+    kept = dict(zip(names, results[3:], strict=True))
+    norms = kept.pop("inverse_norms")
+    assert not norms.numel()
     good = {name: args[name] for name in TOKENS} | kept | {"do": results[0]}
     torch.ops.cute_attn.chunk_kda_backward(**good)
 
@@ -421,6 +424,13 @@ def test_arguments_of_the_backward_are_checked():
     )  # fmt: skip
     refused(ValueError, "need_dinitial_state is True", need_dinitial_state=True)
     refused(ValueError, "tiles, states, v_new are given, must be all", decay=None)
+    norms = torch.ones(2, 1, 128)
+    refused(ValueError, "inverse_norms, states, v_new are given, must be", inverse_norms=norms)
+    refused(ValueError, "decay, states, v_new are given, .* 'inver", use_qk_l2norm_in_kernel=True)
+    refused(
+        ValueError, r"inverse_norms has shape \[1, 1, 128\], must be \[2, 1, 128\]",
+        inverse_norms=norms[:1], use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
     refused(ValueError, "states has shape", states=kept["states"][:1])
     refused(ValueError, "k has shape", k=args["k"][:1])
 

@@ -186,9 +186,11 @@ _empty_like = torch.empty_like
 _new_empty = Tensor.new_empty
 _contiguous = torch.contiguous_format
 
-# o, final_state, h, and what a forward with disable_recompute keeps: tiles, decay, states, v_new
+# o, final_state, h, and what a forward with disable_recompute keeps: tiles, decay, inverse_norms,
+# states, v_new
 _Results = tuple[
     Tensor,
+    Tensor | None,
     Tensor | None,
     Tensor | None,
     Tensor | None,
@@ -223,6 +225,7 @@ class _Chunk(Operator[ChunkArguments]):
         ("h", "return_intermediate_states"),
         ("tiles", "disable_recompute"),
         ("decay", "disable_recompute"),
+        ("inverse_norms", "disable_recompute"),
         ("states", "disable_recompute"),
         ("v_new", "disable_recompute"),
     )
@@ -339,8 +342,12 @@ class _Chunk(Operator[ChunkArguments]):
             tiles = _new_empty(q, (slots, heads, elements))
             decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
             o = _empty_like(v, memory_format=_contiguous)
-            states = v_new = final_state = None
+            inverse_norms = states = v_new = final_state = None
             if disable_recompute:
+                if use_qk_l2norm_in_kernel:
+                    inverse_norms = _empty(
+                        (slots, q.shape[2], 2 * CHUNK), dtype=torch.float32, device=device
+                    )
                 states = _new_empty(q, (slots, heads, dim_v * dim_k))
                 v_new = _new_empty(q, (slots, heads, CHUNK * dim_v))
             if output_final_state:
@@ -348,7 +355,10 @@ class _Chunk(Operator[ChunkArguments]):
                 final_state = _empty(
                     (sequences, heads, *matrix), dtype=torch.float32, device=device
                 )
-            prepare(q, k, g, beta, A, bias, cu_seqlens, tiles, decay, q_scale, bound, beta_scale)
+            prepare(
+                q, k, g, beta, A, bias, cu_seqlens, tiles, decay, inverse_norms, q_scale, bound,
+                beta_scale,
+            )  # fmt: skip
             length = 0
             if 2 * sequences * heads <= num_sms:
                 length = chunks_per_segment(
@@ -370,8 +380,8 @@ class _Chunk(Operator[ChunkArguments]):
                     None, None, 0, 1,
                 )  # fmt: skip
             if disable_recompute:
-                return o, final_state, None, tiles, decay, states, v_new
-            return o, final_state, None, None, None, None, None
+                return o, final_state, None, tiles, decay, inverse_norms, states, v_new
+            return o, final_state, None, None, None, None, None, None
         except Exception as error:
             return self.failed(  # type: ignore[no-any-return]
                 error, key, ready, q, k, v, g, beta, scale, initial_state, output_final_state,
@@ -398,9 +408,10 @@ class _Chunk(Operator[ChunkArguments]):
         if a.return_intermediate_states:
             h = _empty((batch, chunks, heads, *matrix), dtype=a.v.dtype, device=a.v.device)
         if not a.disable_recompute:
-            return o, final_state, h, None, None, None, None
+            return o, final_state, h, None, None, None, None, None
         given = a.q, a.v, a.cu_seqlens
-        return o, final_state, h, *empty_records(*given), empty_states(*given), empty_v_new(*given)
+        records = empty_records(*given, a.use_qk_l2norm_in_kernel)
+        return o, final_state, h, *records, empty_states(*given), empty_v_new(*given)
 
     def readable(self, a: ChunkArguments) -> ChunkArguments:
         changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkvg"}
@@ -459,4 +470,4 @@ def _by_stages(
         kg, w, u, G, initial_state, output_final_state, True, state_v_first, cu_seqlens, num_chunks
     )
     o = stages.OUTPUT.forward(q, v_new, G, Aqk, h, scale, state_v_first, cu_seqlens, l2norm)
-    return o, final_state, h if return_intermediate_states else None, None, None, None, None
+    return o, final_state, h if return_intermediate_states else None, *(None,) * 5

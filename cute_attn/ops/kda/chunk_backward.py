@@ -18,6 +18,7 @@ Memory in bytes, allocated through torch, with C the chunks of all sequences (of
 slots T // 64 + N) times HV:
 
     records              C (128 (3 K + 128) + 4 K)    kept with disable_recompute, else a workspace
+    inverse_norms        512 C HQK / HV               likewise, with use_qk_l2norm_in_kernel
     states, v_new        C (2 K V + 128 V)            likewise
     adjoints             2 C K V                      a workspace
     parts of dA_log      4 C                          a workspace, with A_log
@@ -59,7 +60,7 @@ _Function = Callable[..., None]
 _Gradients = tuple[Tensor | None, ...]
 
 _INPUTS = ("q", "k", "v", "g", "beta")
-_KEPT = ("tiles", "decay", "states", "v_new")
+_KEPT = ("tiles", "decay", "inverse_norms", "states", "v_new")
 _OPTIONS = (
     "initial_state", "cu_seqlens", "A_log", "dt_bias", "scale", "use_qk_l2norm_in_kernel",
     "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound",
@@ -84,6 +85,7 @@ class BackwardArguments(NamedTuple):
     dt_bias: Tensor | None = None
     tiles: Tensor | None = None
     decay: Tensor | None = None
+    inverse_norms: Tensor | None = None
     states: Tensor | None = None
     v_new: Tensor | None = None
     scale: float | None = None
@@ -153,7 +155,7 @@ class Backward(Operator[BackwardArguments]):
             if needs[f"need_d{name}"] and not a.use_gate_in_kernel:
                 raise ValueError(f"need_d{name} is True, it needs use_gate_in_kernel")
         check_dtypes_are(given, ("do", "tiles", "states", "v_new"), a.q.dtype)
-        check_dtypes_are(given, ("dfinal_state", "decay"), torch.float32)
+        check_dtypes_are(given, ("dfinal_state", "decay", "inverse_norms"), torch.float32)
         sizes = Sizes()
         sizes.take("q", a.q, "B T HQK K")
         sizes.take("v", a.v, "B T HV V")
@@ -163,14 +165,15 @@ class Backward(Operator[BackwardArguments]):
             shape = "N HV V K" if a.state_v_first else "N HV K V"
             sizes.take("dfinal_state", a.dfinal_state, shape)
         kept = [name for name in _KEPT if name in given]
-        if kept and len(kept) != len(_KEPT):
-            raise ValueError(f"{', '.join(kept)} are given, must be all of {_KEPT} or none")
-        if kept:
-            for name, x in zip(_KEPT, _kept(a), strict=True):
-                if given[name].shape != x.shape:
-                    raise ValueError(
-                        f"{name} has shape {list(given[name].shape)}, must be {list(x.shape)}"
-                    )
+        expected = {name: x for name, x in zip(_KEPT, _kept(a), strict=True) if x is not None}
+        if kept and kept != [*expected]:
+            raise ValueError(f"{', '.join(kept)} are given, must be all of {[*expected]} or none")
+        for name in kept:
+            if given[name].shape != expected[name].shape:
+                raise ValueError(
+                    f"{name} has shape {list(given[name].shape)}, "
+                    f"must be {list(expected[name].shape)}"
+                )
 
     def prepare(self, a: BackwardArguments) -> _Ready:
         device = a.q.device
@@ -213,8 +216,8 @@ class Backward(Operator[BackwardArguments]):
             a.beta.dtype,
             a.q.get_device(),
             None if a.cu_seqlens is None else a.cu_seqlens.dtype,
-            *(x is None for x in a[6:15]),
-            *a[15:],
+            *(x is None for x in a[6:16]),
+            *a[16:],
             type(a.scale),
             type(a.lower_bound),
             # No kernel's host code compares all of these. Keys of empty tensors are never in the
@@ -231,10 +234,10 @@ class Backward(Operator[BackwardArguments]):
         given = q, v, cu_seqlens
         A, bias = a.of_gate
         inputs = (q, a.k, a.g, a.beta, A, bias)
-        tiles, decay, states, v_new = a.tiles, a.decay, a.states, a.v_new
+        tiles, decay, inverse_norms, states, v_new = (getattr(a, name) for name in _KEPT)
         if ready.prepare is not None:
-            tiles, decay = empty_records(*given)
-            ready.prepare(*inputs, cu_seqlens, tiles, decay, *ready.scalars)
+            tiles, decay, inverse_norms = empty_records(*given, a.use_qk_l2norm_in_kernel)
+            ready.prepare(*inputs, cu_seqlens, tiles, decay, inverse_norms, *ready.scalars)
         assert tiles is not None and decay is not None
         if ready.state_pass is not None:
             states, v_new = empty_states(*given), empty_v_new(*given)
@@ -327,10 +330,11 @@ def _dinitial_state(a: BackwardArguments) -> Tensor:
     return _empty(shape, dtype=torch.float32, device=a.v.device)
 
 
-def _kept(a: BackwardArguments) -> tuple[Tensor, ...]:
+def _kept(a: BackwardArguments) -> tuple[Tensor | None, ...]:
     """Tensors of the shapes that a forward with disable_recompute keeps, without memory."""
     given = a.q.to("meta"), a.v.to("meta"), a.cu_seqlens
-    return *empty_records(*given), empty_states(*given), empty_v_new(*given)
+    records = empty_records(*given, a.use_qk_l2norm_in_kernel)
+    return *records, empty_states(*given), empty_v_new(*given)
 
 
 def _zero_unused(kernel: _Function, results: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> None:
@@ -363,6 +367,8 @@ def backward(
     a = {name: saved[name] for name in (*_INPUTS, *_OPTIONS)}
     if saved["disable_recompute"]:
         a |= {name: saved[name] for name in _KEPT}
+        if not saved["use_qk_l2norm_in_kernel"]:
+            del a["inverse_norms"]  # a tensor of no elements
     if do is None:
         do = torch.zeros_like(saved["v"])
     needed = needed if saved["use_gate_in_kernel"] else needed - {"A_log", "dt_bias"}

@@ -25,12 +25,18 @@ def num_slots(v: Tensor, cu_seqlens: Tensor | None) -> int:
     return tokens // CHUNK + cu_seqlens.shape[0] - 1
 
 
-def empty_records(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Memory for what `prepare` writes: tiles `[slots, HV, elements]` and decay `[slots, HV, K]`,
-    float32."""
-    dim_k, shape = q.shape[-1], (num_slots(v, cu_seqlens), v.shape[2])
-    tiles = _new_empty(q, (*shape, record_elements(dim_k)))
-    return tiles, _empty((*shape, dim_k), dtype=torch.float32, device=q.device)
+def empty_records(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, l2norm: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Memory for what `prepare` writes for a backward: tiles `[slots, HV, elements]`, and float32
+    decay `[slots, HV, K]` and, with l2norm, inverse_norms `[slots, HQK, 2 * 64]`."""
+    slots, heads_qk, dim_k = num_slots(v, cu_seqlens), *q.shape[2:]
+    heads = v.shape[2]
+    tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
+    decay = _new_empty(q, (slots, heads, dim_k), dtype=torch.float32)
+    if not l2norm:
+        return tiles, decay, None
+    return tiles, decay, _new_empty(q, (slots, heads_qk, 2 * CHUNK), dtype=torch.float32)
 
 
 def empty_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:

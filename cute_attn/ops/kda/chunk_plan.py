@@ -111,7 +111,7 @@ def plan_chunk_kda(
     if return_intermediate_states:
         return call.stages()
     keeps = bool(disable_recompute)
-    return [call.prepare(nonzero_beta=keeps), *call.state_pass(store_states=keeps)]
+    return [call.prepare(for_backward=keeps), *call.state_pass(store_states=keeps)]
 
 
 @launch.planner
@@ -236,7 +236,7 @@ def backward_requests(
     recompute = inputs and not disable_recompute
     gate = forward.gate_fields
     return BackwardRequests(
-        prepare=None if disable_recompute else forward.prepare(nonzero_beta=True),
+        prepare=None if disable_recompute else forward.prepare(for_backward=True),
         state_pass=forward.state_pass(store_o=False, store_states=True) if recompute else [],
         adjoint_pass=adjoint.adjoint_pass(),
         gradients=forward.gradients(grouped=grouped) if inputs else None,
@@ -314,8 +314,8 @@ class _Call:
             "beta_sigmoid": self.beta_sigmoid,
         }
 
-    def prepare(self, *, nonzero_beta: bool) -> launch.Request:
-        return table.PREPARE, PrepareSpec(**self.inputs, nonzero_beta=nonzero_beta)
+    def prepare(self, *, for_backward: bool) -> launch.Request:
+        return table.PREPARE, PrepareSpec(**self.inputs, for_backward=for_backward)
 
     def state_pass(
         self, *, store_o: bool = True, store_states: bool = False

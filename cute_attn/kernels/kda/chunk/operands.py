@@ -51,11 +51,21 @@ class Operands:
             )
 
     @cute.jit
-    def norms(self, smem: Int32, scale: Float32) -> None:
+    def norms(
+        self,
+        smem: Int32,
+        scale: Float32,
+        results: cute.Tensor | None = None,
+        is_stored: cutlass.Boolean | bool = True,
+    ) -> None:
         """Store scale q . k for 8 rows of each warp, and with l2norm the inverse norms of both.
 
         The left operand has q in rows 0 to 7 and k in rows 8 to 15; the right one is k, then q.
         Only the diagonals of the results are used.
+
+        Args:
+            results: float32 [2 * 64] in global memory, which gets the inverse norms of the rows of
+                q as given, then of k, if `is_stored`. Rows past the chunk's end are 0 here.
         """
         thread, _, _ = cute.arch.thread_idx()
         r, c = row_and_part()
@@ -83,6 +93,9 @@ class Operands:
                 of_q = self._inverse_norm(cutlass.select_(odd, by_q[1], by_q[0]))
                 of_k = self._inverse_norm(cutlass.select_(odd, by_k[3], by_k[2]))
                 dot = dot * (of_q * of_k)
+                if cutlass.const_expr(results is not None):
+                    if is_stored:
+                        results[row], results[CHUNK + row] = of_q, of_k
                 if cutlass.const_expr(self.memory.in_one_product):
                     of_q, of_k = of_q * longer_q, of_k * longer_k
                 store_shared(Float32, place + self.memory["inverse_norm_q"], [of_q * scale])

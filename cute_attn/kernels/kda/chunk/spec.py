@@ -89,10 +89,15 @@ class PrepareSpec(InputsSpec):
     """The fused path's preparation of chunks (`prepare`).
 
     Attributes:
-        nonzero_beta: a beta too near 0 to divide by is replaced, see `gates.nonzero_beta`.
+        for_backward: the records serve a backward too: a beta too near 0 to divide by is replaced
+            (`gates.nonzero_beta`), and with l2norm the inverse norms of q and k are a result.
     """
 
-    nonzero_beta: bool = False
+    for_backward: bool = False
+
+    @property
+    def store_norms(self) -> bool:
+        return self.for_backward and self.l2norm
 
     @property
     def elements(self) -> int:

@@ -156,6 +156,7 @@ class KdaPrepare:
             fake_offsets(spec.index_dtype),
             fake_matrices((slots,), (heads, spec.elements), self.dtype),
             fake_matrices((slots,), (heads, spec.head_dim_k)),
+            fake_matrices((slots,), (heads_qk, 2 * CHUNK)) if spec.store_norms else None,
             Float32(1.0),
             Float32(1.0),
             Float32(1.0),
@@ -174,6 +175,7 @@ class KdaPrepare:
         cu_seqlens: cute.Tensor | None,
         tiles: cute.Tensor,
         decay: cute.Tensor,
+        inverse_norms: cute.Tensor | None,
         scale: Float32,
         lower_bound: Float32,
         beta_scale: Float32,
@@ -200,6 +202,9 @@ class KdaPrepare:
             cu_seqlens: [N + 1], or None.
             tiles: [slots, HV, elements], written (see `chunks` for slots).
             decay: float32 [slots, HV, K], written: exp2(G_e).
+            inverse_norms: float32 [slots, HQK, 2 * 64], written: the inverse norms of the chunk's
+                rows of q, without the scale, then of k; any finite numbers for rows past its end.
+                None without `spec.store_norms`.
             lower_bound: the lower bound of the gate "lower_bound"; other gates ignore it.
             beta_scale: factor of the sigmoid of beta.
         """
@@ -214,6 +219,7 @@ class KdaPrepare:
             cu_seqlens,
             tiles,
             decay,
+            inverse_norms,
             scale,
             lower_bound,
             beta_scale,
@@ -239,6 +245,7 @@ class KdaPrepare:
         cu_seqlens: cute.Tensor | None,
         tiles: cute.Tensor,
         decay: cute.Tensor,
+        inverse_norms: cute.Tensor | None,
         scale: Float32,
         lower_bound: Float32,
         beta_scale: Float32,
@@ -267,7 +274,11 @@ class KdaPrepare:
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
 
-            self.operands.norms(smem, scale)
+            norms, first_of_group = None, True
+            if cutlass.const_expr(inverse_norms is not None):
+                norms = inverse_norms[slot, head_qk, None]
+                first_of_group = divmod(head, by_group)[1] == 0
+            self.operands.norms(smem, scale, norms, first_of_group)
             if thread < self.spec.head_dim_k:
                 decay[slot, head, thread] = exp2(self.sums.finish_tables(smem, thread))
             cute.arch.sync_threads()
@@ -308,7 +319,7 @@ class KdaPrepare:
         if thread < CHUNK:
             if cutlass.const_expr(self.spec.beta_sigmoid):
                 x = cutlass.select_(thread < length, beta_scale * sigmoid(x), Float32(0.0))
-            if cutlass.const_expr(self.spec.nonzero_beta):
+            if cutlass.const_expr(self.spec.for_backward):
                 x = cutlass.select_(thread < length, nonzero_beta(self.dtype, x), Float32(0.0))
             store_shared(Float32, smem + self.memory["beta"] + thread * 4, [Float32(x)])
 
