@@ -71,6 +71,7 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     assert [s.name for s in found[1:]] == [
         "attention-exchange",
         "cache --repeats 1",
+        "kda-backward --no-peer",
         "kda-chunk --no-peer",
         "kda-decode --no-peer",
         "kda-first-result --no-peer",

@@ -31,6 +31,9 @@ BENCHMARKS = {
     "gpu-check": Listed(
         "gpu_check", "everything that needs a GPU: its tests, then short benchmarks"
     ),
+    "kda-backward": Listed(
+        "kda.backward", "the gradient of chunk_kda: its kernels, memory and layers, against FLA"
+    ),
     "kda-chunk": Listed(
         "kda.chunk", "chunk_kda forward against FLA and the bytes that it must move"
     ),

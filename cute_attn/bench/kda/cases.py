@@ -6,9 +6,10 @@ The byte counts are those of docs/kernels/kda.md, stage by stage.
 from __future__ import annotations
 
 import argparse
+import operator
 import pathlib
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal, TypeVar
@@ -28,6 +29,13 @@ GATES = ("lower_bound", "softplus", "lower_bound-strong", "softplus-strong")
 LENGTHS = ("uniform", "skewed", "random")
 Slots = Literal["batch", "random"]  # of `DecodeCase`
 SLOTS: tuple[Slots, ...] = ("batch", "random")
+
+# Of q and k, of v.
+HEADS = ((12, 12), (32, 32), (64, 64), (96, 96), (32, 64))
+PACKED_HEADS = ((64, 64), (32, 64))
+PACKED_TOKENS = (8192, 32768)
+SEQUENCES = (8, 20)
+JUDGED_TOKENS = 8192  # of the cases that a peer is tuned for
 
 # The share of a GPU's memory that the tensors of a call, and of a peer's, may take.
 MEMORY_SHARE = 0.75
@@ -153,18 +161,68 @@ class Case:
     @property
     def fused_bytes(self) -> int:
         """`chunk_kda` by its fused path, whose kernels write and read records in between."""
-        between = 3 * self.k_wide + 2 * self.scores + self.chunk_heads * self.head_dim_k * FLOAT
+        between = 3 * self.k_wide + 2 * self.scores + self.decays
         return self.one_kernel_bytes + 2 * between
 
     @property
     def modular_bytes(self) -> int:
         """`chunk_kda` stage by stage: gate, intra, delta_h, output."""
-        h = self.chunk_heads * self.head_dim_k * self.head_dim_v * ELEMENT
-        decays = self.chunk_heads * self.head_dim_k * FLOAT
+        h = self.chunk_states
         gate = self.k_wide + self.sums
-        delta_h = 2 * self.k_wide + 2 * self.v_wide + decays + h + 2 * self.state
+        delta_h = 2 * self.k_wide + 2 * self.v_wide + self.decays + h + 2 * self.state
         output = self.qk_bytes + 2 * self.v_wide + self.sums + self.scores + h
         return gate + self.intra_bytes + delta_h + output
+
+    # ---- bytes of the backward's kernels, without states at the ends
+
+    @property
+    def decays(self) -> int:
+        """The decay of each chunk."""
+        return self.chunk_heads * self.head_dim_k * FLOAT
+
+    @property
+    def chunk_states(self) -> int:
+        """A state of each chunk, or its gradient, in 16 bits."""
+        return self.chunk_heads * self.head_dim_k * self.head_dim_v * ELEMENT
+
+    @property
+    def prepare_bytes(self) -> int:
+        """`prepare`: q, k, g, beta in; the records out."""
+        read = 2 * self.qk_bytes + self.k_wide + self.beta
+        return read + 3 * self.k_wide + 2 * self.scores + self.decays
+
+    @property
+    def state_pass_bytes(self) -> int:
+        """`state_pass` without o: v, kd, kg, Akk in; states and v_new out."""
+        read = self.v_wide + 2 * self.k_wide + self.scores + self.decays
+        return read + self.chunk_states + self.v_wide
+
+    @property
+    def adjoint_pass_bytes(self) -> int:
+        """`adjoint_pass`: do and the records in; gradients of states and dv out."""
+        read = self.v_wide + 3 * self.k_wide + 2 * self.scores + self.decays
+        return read + self.chunk_states + self.v_wide
+
+    @property
+    def gradients_bytes(self) -> int:
+        """`gradients`: q, k, g, beta, do, dv, v_new, states and their gradients in; dq, dk, dg,
+        dbeta out."""
+        tokens = 2 * self.qk_bytes + self.k_wide + self.beta
+        return 2 * tokens + 3 * self.v_wide + 2 * self.chunk_states
+
+    @property
+    def training_bytes(self) -> int:
+        """A rough upper bound of the memory of a training step, ours or the peer's: G, gradients of
+        q, k and g in float32, states and their gradients, and 12 tensors of 16 bits."""
+        wide = max(self.k_wide, self.v_wide)
+        return 4 * self.sums + 2 * self.chunk_states + 12 * wide + 6 * self.scores
+
+    @property
+    def layer_bytes(self) -> int:
+        """A rough upper bound of what a layer leaves to its backward, and of its gradients."""
+        return self.sums + 2 * self.scores + 8 * max(self.k_wide, self.v_wide)
+
+    # ---- memory
 
     @property
     def peak_bytes(self) -> int:
@@ -218,6 +276,20 @@ class DecodeCase:
         return f"B={self.batch} H={self.heads} HV={self.heads_v}{slots}"
 
 
+def dense_cases(tokens: Sequence[int]) -> list[Case]:
+    return [Case(heads, heads_v, count) for heads, heads_v in HEADS for count in tokens]
+
+
+def packed_cases(lengths: Sequence[str]) -> list[Case]:
+    return [
+        Case(heads, heads_v, tokens, sequences=sequences, lengths=how)
+        for heads, heads_v in PACKED_HEADS
+        for tokens in PACKED_TOKENS
+        for sequences in SEQUENCES
+        for how in lengths
+    ]
+
+
 # ---- choosing
 
 
@@ -252,6 +324,12 @@ def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str]) -> None
         metavar="N",
         help="processes that compile the peer's kernels beforehand, so that its autotuner, which "
         "compiles one configuration after the other, finds them in Triton's cache",
+    )
+    parser.add_argument(
+        "--peer-rep",
+        type=float,
+        metavar="MS",
+        help="milliseconds for which the peer's autotuner times a configuration (its default: 100)",
     )
     parser.add_argument(
         "--peer-tuning",
@@ -293,11 +371,26 @@ def _fits(case: Case | DecodeCase, one: Filter) -> bool:
     return all(of_case[name] == value for name, value in one.items())
 
 
-def that_fit(cases: Sequence[Case], free_bytes: int) -> tuple[list[Case], list[str]]:
+def tuning_cases(cases: Sequence[Case]) -> list[Case]:
+    """One case for each set of kernels that the peer compiles, of the size that is judged."""
+    found: dict[tuple[object, ...], Case] = {}
+    for case in cases:
+        kind = (case.heads, case.heads_v, bool(case.sequences), case.bounded)
+        best = found.get(kind)
+        if best is None or abs(case.tokens - JUDGED_TOKENS) < abs(best.tokens - JUDGED_TOKENS):
+            found[kind] = case
+    return list(found.values())
+
+
+def that_fit(
+    cases: Sequence[Case],
+    free_bytes: int,
+    need: Callable[[Case], int] = operator.attrgetter("peak_bytes"),
+) -> tuple[list[Case], list[str]]:
     """The cases that fit into the GPU's memory, and a note for each of the others."""
-    fit = [case for case in cases if case.peak_bytes <= MEMORY_SHARE * free_bytes]
+    fit = [case for case in cases if need(case) <= MEMORY_SHARE * free_bytes]
     notes = [
-        f"left out for want of memory: {case} (about {case.peak_bytes / 2**30:.0f} GiB)"
+        f"left out for want of memory: {case} (about {need(case) / 2**30:.0f} GiB)"
         for case in cases
         if case not in fit
     ]

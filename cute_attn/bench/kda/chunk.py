@@ -22,6 +22,7 @@ from ..harness.timing import Mode
 from .cases import (
     CHUNK_FILTERS,
     GATES,
+    HEADS,
     LENGTHS,
     PATHS,
     Case,
@@ -29,16 +30,15 @@ from .cases import (
     add_arguments,
     at_least,
     chosen,
+    dense_cases,
     label,
+    packed_cases,
     that_fit,
     timing_columns,
+    tuning_cases,
 )
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-HEADS = ((12, 12), (32, 32), (64, 64), (96, 96), (32, 64))  # of q and k, of v
-PACKED_HEADS = ((64, 64), (32, 64))
-PACKED_TOKENS = (8192, 32768)
-SEQUENCES = (8, 20)
 GATE_TOKENS = 8192
 MODES: tuple[Mode, ...] = ("do_bench", "graph")
 
@@ -60,16 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def all_cases() -> list[Case]:
-    dense = [Case(heads, heads_v, tokens) for heads, heads_v in HEADS for tokens in TOKENS]
-    packed = [
-        Case(heads, heads_v, tokens, sequences=sequences, lengths=lengths)
-        for heads, heads_v in PACKED_HEADS
-        for tokens in PACKED_TOKENS
-        for sequences in SEQUENCES
-        for lengths in LENGTHS
-    ]
     gates = [Case(64, 64, GATE_TOKENS, gate=gate) for gate in GATES[1:]]
-    return dense + packed + gates
+    return [*dense_cases(TOKENS), *packed_cases(LENGTHS), *gates]
 
 
 def short_cases() -> list[Case]:
@@ -119,17 +111,6 @@ def run(args: argparse.Namespace) -> Report:
         notes=[worst_errors(errors), *peer_notes, *notes],
         plots=plots(rows),
     )
-
-
-def tuning_cases(cases: Sequence[Case]) -> list[Case]:
-    """One case for each set of kernels that the peer compiles, of the size that is judged."""
-    found: dict[tuple[object, ...], Case] = {}
-    for case in cases:
-        kind = (case.heads, case.heads_v, bool(case.sequences), case.bounded)
-        best = found.get(kind)
-        if best is None or abs(case.tokens - FUSED_TOKENS) < abs(best.tokens - FUSED_TOKENS):
-            found[kind] = case
-    return list(found.values())
 
 
 def time_case(

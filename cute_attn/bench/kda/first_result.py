@@ -1,4 +1,5 @@
-"""How long a fresh process waits for its first KDA result, with cold and with warm caches.
+"""How long a fresh process waits for its first KDA result, with cold and with warm caches: of
+chunk_kda, of a training step (forward and backward) and of kda_decode.
 
 Each program runs in a process of its own: it makes random inputs, waits for the device, and then
 times importing the library, the first call and the first call of another size. A call's time ends
@@ -26,11 +27,14 @@ from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Report, Row, Verdict
 
 LIMIT_S = 420.0
-CALLS = ("chunk_kda", "kda_decode")
+CALLS = ("chunk_kda", "training_step", "kda_decode")
+SHORT_CALLS = ("chunk_kda", "kda_decode")
 MODULES = {  # what a user imports
     ("ours", "chunk_kda"): "cute_attn.ops.kda.chunk",
+    ("ours", "training_step"): "cute_attn.ops.kda.chunk",
     ("ours", "kda_decode"): "cute_attn.ops.kda.decode",
     ("fla", "chunk_kda"): "fla.ops.kda",
+    ("fla", "training_step"): "fla.ops.kda",
     ("fla", "kda_decode"): "fla.ops.kda",
 }
 
@@ -42,13 +46,16 @@ TIMES = ("first_result_s", "import_s", "first_call_s", "other_size_s")
 _PROGRAM = """
 import json, sys, time
 import torch
-from cute_attn.bench.kda import problem
+from cute_attn.bench.kda import problem, training
 from cute_attn.bench.kda.cases import Case, DecodeCase
 
 who, call = {who!r}, {call!r}
 if call == "chunk_kda":
     cases = [Case({heads}, {heads_v}, tokens) for tokens in (4096, 5000)]
     make, calls = problem.chunk_arguments, problem.chunk_calls
+elif call == "training_step":
+    cases = [Case({heads}, {heads_v}, tokens) for tokens in (4096, 5000)]
+    make, calls = training.arguments, training.calls
 else:
     cases = [DecodeCase(batch, {heads}, {heads_v}) for batch in (8, 24)]
     make, calls = problem.decode_arguments, problem.decode_calls
@@ -81,7 +88,7 @@ print(json.dumps(found))
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--heads-v", type=int, default=32)
-    parser.add_argument("--calls", nargs="+", default=list(CALLS), choices=CALLS)
+    parser.add_argument("--calls", nargs="+", choices=CALLS, help="all of them by default")
     parser.add_argument("--no-peer", action="store_true", help="leave flash-linear-attention out")
     parser.add_argument("--repeats", type=int, help="processes with warm caches, of each kind")
 
@@ -95,7 +102,7 @@ def run(args: argparse.Namespace) -> Report:
         why = "--no-peer" if args.no_peer else "flash-linear-attention cannot be imported"
         notes.append(f"FLA was left out: {why}")
     rows: list[Row] = []
-    for call in args.calls:
+    for call in args.calls or (SHORT_CALLS if args.short else CALLS):
         for who in contenders:
             found, note = measure(call, who, args.heads, args.heads_v, repeats)
             rows += found
@@ -108,6 +115,7 @@ def run(args: argparse.Namespace) -> Report:
             "heads": args.heads,
             "heads_v": args.heads_v,
             "chunk_kda": "B=1, T=4096, then T=5000",
+            "training_step": "the same, forward and backward",
             "kda_decode": "B=8, then B=24",
             "repeats_warm": repeats,
         },

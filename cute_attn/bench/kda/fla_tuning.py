@@ -2,8 +2,10 @@
 
 For every number of heads the autotuner compiles some 80 configurations, one after the other, and
 times each. `compile_peer` compiles them in several processes beforehand, so that the autotuner
-finds them in Triton's cache. `keep_tuning` writes its choices to files that
-flash-linear-attention reads (`FLA_CONFIG_DIR`), for later runs on the same kind of GPU.
+finds them in Triton's cache. `bound_timing` shortens the timing of each. `share_norms` keeps the
+norms, whose key depends on the number of tokens, from being tuned for each size. `keep_tuning`
+writes the choices to files that flash-linear-attention reads (`FLA_CONFIG_DIR`), for later runs on
+the same kind of GPU.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import problem
-from .cases import Case
+from . import problem, training
+from .cases import MEMORY_SHARE, Case
+
+FEW_TOKENS = 512
 
 _SHARE = """
 import torch
@@ -49,24 +54,36 @@ def compiled_peer(
         use_tuning(args.peer_tuning)
     if problem.peer("fla.ops.kda:chunk_kda") is None:
         return False, ["FLA was left out: flash-linear-attention cannot be imported"]
+    notes = []
+    if args.peer_rep:
+        bound_timing(args.peer_rep)
+        notes.append(f"FLA's autotuner timed each configuration for {args.peer_rep:g} ms")
     if args.peer_jobs:
         print(f"compiling FLA's kernels in {args.peer_jobs} processes", file=sys.stderr, flush=True)
-        compile_peer(kind, [replace(case, tokens=512) for case in cases], args.peer_jobs)
+        start = time.perf_counter()
+        few = [replace(case, tokens=compile_tokens(case, args.peer_jobs)) for case in cases]
+        compile_peer(kind, few, args.peer_jobs)
+        print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     for case in cases:
         start = time.perf_counter()
         with problem.freed(), contextlib.suppress(Exception):  # a later check reports the error
             warm(kind, case)
         seconds = time.perf_counter() - start
         print(f"FLA's first call, {case}: {seconds:.1f} s", file=sys.stderr, flush=True)
+        share_norms()
     if args.peer_tuning:
         keep_tuning(args.peer_tuning)
     tuned = "; ".join(str(case) for case in cases)
-    return True, [f"FLA's autotuner chose at {tuned}"]
+    return True, [f"FLA's autotuner chose at {tuned}", *notes]
 
 
 def warm(kind: str, case: Case) -> None:
     """Call the peer once, so that it compiles and tunes."""
-    if kind == "chunk":
+    call: problem.Call | None
+    if kind == "training":
+        step = training.steps(training.arguments(case), with_peer=True).get("fla")
+        call = None if step is None else step.both
+    elif kind == "chunk":
         call = problem.chunk_calls(problem.chunk_arguments(case), with_peer=True).get("fla")
     else:
         calls = {"intra": problem.intra_calls, "recompute": problem.recompute_calls}[kind]
@@ -74,6 +91,13 @@ def warm(kind: str, case: Case) -> None:
     if call is not None:
         call()
         torch.cuda.synchronize()
+
+
+def compile_tokens(case: Case, jobs: int) -> int:
+    """The tokens of a call that compiles only: those of the case, on which the norms' kernels
+    depend, unless `jobs` such calls at once need too much memory."""
+    free, _ = torch.cuda.mem_get_info()
+    return case.tokens if jobs * case.training_bytes <= MEMORY_SHARE * free else FEW_TOKENS
 
 
 def compile_peer(kind: str, cases: Sequence[Case], jobs: int) -> None:
@@ -133,6 +157,38 @@ def compile_share(kind: str, case: Case, index: int, count: int, *, tuned: bool)
 # ---- the autotuner's choices
 
 
+def bound_timing(rep_ms: float) -> None:
+    """Make Triton's autotuner time each configuration for about `rep_ms` milliseconds."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    Autotuner.do_bench = staticmethod(partial(do_bench, warmup=rep_ms / 4, rep=rep_ms))
+
+
+class Shared(dict[Any, Any]):
+    """The choices of an autotuner, of which the first serves every other key."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: Any) -> Any:
+        return next(iter(self.values()))
+
+
+def share_norms() -> None:
+    """Let the first choice for a kernel of the norms serve every number of tokens."""
+    for tuner in tuners():
+        if "NB" in tuner.keys and tuner.cache and not isinstance(tuner.cache, Shared):
+            tuner.cache = Shared(tuner.cache)
+
+
+def tuners() -> list[Any]:
+    """The autotuners of the peer's kernels in this process."""
+    from fla.ops.utils.cache import CachedAutotuner
+
+    return [x for x in gc.get_objects() if type(x) is CachedAutotuner]
+
+
 def use_tuning(directory: Path) -> None:
     """Make the peer, which must not be imported yet, read its configurations from `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -142,9 +198,9 @@ def use_tuning(directory: Path) -> None:
 
 def keep_tuning(directory: Path) -> None:
     """Add the choices of this process's autotuners to the files that `use_tuning` reads."""
-    from fla.ops.utils.cache import AutotuneKey, CachedAutotuner
+    from fla.ops.utils.cache import AutotuneKey
 
-    for tuner in [x for x in gc.get_objects() if type(x) is CachedAutotuner]:
+    for tuner in tuners():
         entries = {
             AutotuneKey.key_hash(key): {
                 "autotune_key": AutotuneKey.normalize_autotune_key(key),

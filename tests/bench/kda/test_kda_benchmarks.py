@@ -117,6 +117,7 @@ def contenders(monkeypatch):
     )
     monkeypatch.setattr(problem, "peer", PEER.get)
     monkeypatch.setattr(problem, "compile_chunk", lambda cases, paths: None)
+    monkeypatch.setattr(fla_tuning, "share_norms", lambda: None)
 
 
 @pytest.fixture

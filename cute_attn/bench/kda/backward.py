@@ -1,0 +1,400 @@
+"""The gradient of chunk_kda, as training needs it, against FLA's.
+
+Dense and packed sequences, without states at the ends; the kernels apply gate, normalisation and
+sigmoid. On few tokens of each number of heads the gradients are compared with the float64
+reference. Each case's gradients are compared with FLA's, then timed with do_bench: the forward,
+also as a training step calls it, the backward, and 16 layers in a row, forward and backward. Each
+kernel's time, as CUPTI reports it, stands beside the time in which a copy moves the bytes that it
+must move, see docs/kernels/kda.md. `--stage` has kernels of both sides grouped by what they
+compute. The memory of a training step is measured at B=1 T=32768 H=32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from ..harness.environment import describe
+from ..harness.progress import track
+from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.report import Plot, Report, Row, Verdict
+from ..harness.roofline import Roofline, measure_roofline
+from .cases import (
+    HEADS,
+    MEMORY_SHARE,
+    Case,
+    add_arguments,
+    at_least,
+    chosen,
+    dense_cases,
+    label,
+    packed_cases,
+    that_fit,
+    tuning_cases,
+)
+
+if TYPE_CHECKING:
+    from ..harness.timing import Timing
+    from .training import Step
+
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+LENGTHS = ("skewed", "random")
+FILTERS = ("B", "H", "HV", "T", "N", "lengths")
+RECOMPUTE = {"yes": False, "no": True}  # disable_recompute by the option's name
+MEMORY_CASE = Case(32, 32, 32768)
+
+# Targets, from this many tokens on.
+TARGET_TOKENS = 4096
+TARGET, FEW_HEADS_TARGET, FEW_HEADS = 2.5, 3.0, 12
+STEP_TARGET = 2.5  # of forward and backward
+MAX_RATIO = 2.5  # of our backward to our forward
+
+# Our kernels by a part of their names, and the bytes that each must move.
+KERNELS = {
+    "prepare": ("KdaPrepare", attrgetter("prepare_bytes")),
+    "state_pass": ("KdaStatePass", attrgetter("state_pass_bytes")),
+    "adjoint_pass": ("KdaAdjointPass", attrgetter("adjoint_pass_bytes")),
+    "gradients": ("KdaGradients", attrgetter("gradients_bytes")),
+}
+OTHERS = "others"
+
+# What kernels of either side compute, by a part of their names.
+STAGES = {
+    "KdaPrepare": "records, states again",
+    "KdaStatePass": "records, states again",
+    "KdaAdjointPass": "gradients of states",
+    "KdaSegments": "gradients of states",
+    "kda_gate_chunk_cumsum": "records, states again",
+    "recompute_w_u_fwd": "records, states again",
+    "chunk_gated_delta_rule_fwd_kernel_h": "records, states again",
+    "chunk_kda_bwd_kernel_dAv": "gradients of states",
+    "chunk_gated_delta_rule_bwd_kernel_dhu": "gradients of states",
+}
+REST = "gradients of tokens and parameters"  # all other kernels
+
+CULA = (
+    "cuLA publishes no backward; its forward stages on SM100, beside FLA with repeated heads: "
+    "chunk_intra 1.5, recompute_w_u 1.27, and 2.7 with two value heads a head of q and k"
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser, FILTERS)
+    parser.add_argument(
+        "--recompute",
+        nargs="+",
+        default=["yes"],
+        choices=tuple(RECOMPUTE),
+        help="no: disable_recompute=True",
+    )
+    parser.add_argument(
+        "--stage", action="store_true", help="also compare what groups of kernels take with FLA's"
+    )
+
+
+def all_cases() -> list[Case]:
+    return [*dense_cases(TOKENS), *packed_cases(LENGTHS)]
+
+
+def short_cases() -> list[Case]:
+    return [
+        Case(12, 12, 8192),
+        Case(64, 64, 8192),
+    ]
+
+
+def run(args: argparse.Namespace) -> Report:
+    import torch
+
+    from . import training
+    from .fla_tuning import compiled_peer
+    from .problem import freed, worst_errors
+
+    cases = chosen(all_cases() if args.only or not args.short else short_cases(), args.only)
+    free = torch.cuda.mem_get_info()[0]
+    cases, notes = that_fit(cases, free, attrgetter("training_bytes"))
+    keep = [RECOMPUTE[name] for name in args.recompute]
+    training.compile_ours(cases, [*keep, *([True] if MEMORY_CASE in cases else [])])
+    rep_ms = 20.0 if args.short else 100.0
+    roofline = measure_roofline(matmul=False, rep_ms=rep_ms)
+    with_peer, peer_notes = compiled_peer("training", tuning_cases(cases), args)
+    errors: list[Mapping[str, float]] = []
+    for case in tuning_cases(cases):
+        with freed():
+            found, more = training.checks(case, with_peer=with_peer)
+        errors.append(found)
+        notes += more
+    timer = Timer(with_peer, roofline, rep_ms, args.stage, MEMORY_SHARE * free)
+    for case in track(cases, "kda-backward"):
+        for disable_recompute in keep:
+            with freed():
+                timer.time(case, disable_recompute=disable_recompute)
+    if MEMORY_CASE in cases:
+        timer.measure_memory()
+    parts = [
+        Report(f"kda-backward-{name}", title, {}, rows=rows)
+        for name, title, rows in (
+            ("kernels", "Kernels of our backward", timer.kernels),
+            ("stages", "Kernels of the backward by what they compute", timer.stages),
+            ("memory", f"Memory of a training step, {MEMORY_CASE}", timer.memory),
+        )
+        if rows
+    ]
+    return Report(
+        benchmark="kda-backward",
+        title="Kimi Delta Attention, gradients, K = V = 128, bfloat16",
+        environment=describe(args.argv, commit=args.commit),
+        parameters={"states": "none", "layers": training.LAYERS, "rep_ms": rep_ms},
+        roofline=roofline.to_dict(),
+        rows=timer.rows,
+        verdicts=[*verdicts(timer.rows), *memory_verdicts(timer.memory)],
+        notes=[
+            worst_errors(errors),
+            *timer.differences(),
+            f"layer_us: forward and backward of one of {training.LAYERS} layers",
+            "kernels: CUPTI's times in repeated backwards, with a warm L2",
+            *([CULA] if args.stage else []),
+            *peer_notes,
+            *notes,
+            *timer.notes,
+        ],
+        plots=plots(timer.rows),
+        parts=parts,
+    )
+
+
+class Timer:
+    """Times cases; `rows`, `kernels`, `stages` and `memory` are its tables."""
+
+    def __init__(
+        self, with_peer: bool, roofline: Roofline, rep_ms: float, by_stage: bool, memory: float
+    ) -> None:
+        self.with_peer, self.roofline, self.rep_ms = with_peer, roofline, rep_ms
+        self.by_stage, self.limit = by_stage, memory
+        self.rows: list[Row] = []
+        self.kernels: list[Row] = []
+        self.stages: list[Row] = []
+        self.memory: list[Row] = []
+        self.notes: list[str] = []
+        self.beside: dict[str, float] = {}  # the largest difference of each of FLA's gradients
+
+    def time(self, case: Case, *, disable_recompute: bool) -> None:
+        """Compare the gradients of both sides, then add the case's rows."""
+        from . import training
+        from .problem import agreed
+
+        given = training.arguments(case, disable_recompute=disable_recompute)
+        steps = training.steps(given, with_peer=self.with_peer)
+        first = steps["ours"].both()
+        repeats = training.repeats(first, steps["ours"].both())
+        peers = {who: step.both for who, step in steps.items() if who != "ours"}
+        found, agreeing, notes = agreed(partial(training.check_beside, case, first), peers)
+        del first
+        for name, difference in found.items():
+            self.beside[name] = max(difference, self.beside.get(name, 0.0))
+        self.notes += notes
+        steps = {who: step for who, step in steps.items() if who == "ours" or who in agreeing}
+        sizes: Row = {name: value for name, value in case.rows.items() if name != "gate"}
+        sizes["disable_recompute"] = disable_recompute
+        times = self.times(case, steps)
+        self.rows.append(sizes | times | {"bitwise_repeat": repeats})
+        before = len(self.kernels)
+        self.time_kernels(case, sizes, steps)
+        # Rows are printed at once, since a peer with an autotuner may outlast a time limit.
+        known = [f"{name} {x:.4g}" for name, x in times.items() if isinstance(x, float)]
+        known += [f"{row['kernel']} {row['time_us']:.4g}" for row in self.kernels[before:]]
+        print(f"{case}: {', '.join(known)}", file=sys.stderr, flush=True)
+
+    def times(self, case: Case, steps: Mapping[str, Step]) -> Row:
+        from . import training
+        from .problem import time_calls
+
+        def median(call: str) -> dict[str, float]:
+            timings, _ = time_calls(
+                {who: getattr(step, call) for who, step in steps.items()}, "do_bench", self.rep_ms
+            )
+            return {who: timing.median_us for who, timing in timings.items()}
+
+        forward, training_forward = median("forward"), median("training_forward")
+        backwards: dict[str, Timing] = {}
+        for who, step in steps.items():
+            o = step.training_forward()
+            timings, _ = time_calls({who: partial(step.backward, o)}, "do_bench", self.rep_ms)
+            backwards |= timings
+            del o
+        layer: dict[str, float] = {}
+        if training.LAYERS * case.layer_bytes + case.training_bytes <= self.limit:
+            calls = {who: step.layers() for who, step in steps.items()}
+            timings, _ = time_calls(calls, "do_bench", self.rep_ms)
+            layer = {who: t.median_us / training.LAYERS for who, t in timings.items()}
+        else:
+            self.notes.append(f"no layers in a row for want of memory: {case}")
+        ours = backwards["ours"]
+        fla = backwards["fla"].median_us if "fla" in backwards else None
+        return {
+            "forward_us": forward["ours"],
+            "training_forward_us": training_forward["ours"],
+            "backward_us": ours.median_us,
+            "p20_us": ours.p20_us,
+            "p80_us": ours.p80_us,
+            "backward_to_forward_ratio": ours.median_us / forward["ours"],
+            "fla_forward_us": forward.get("fla"),
+            "fla_training_forward_us": training_forward.get("fla"),
+            "fla_backward_us": fla,
+            "speedup_vs_fla": None if fla is None else fla / ours.median_us,
+            "layer_us": layer.get("ours"),
+            "fla_layer_us": layer.get("fla"),
+            "speedup_vs_fla_layer": layer["fla"] / layer["ours"] if "fla" in layer else None,
+        }
+
+    def time_kernels(self, case: Case, sizes: Row, steps: Mapping[str, Step]) -> None:
+        """Add rows on the kernels of the backward."""
+        from . import training
+
+        found = {}
+        for who, step in steps.items():
+            if who == "ours" or self.by_stage:
+                o = step.training_forward()
+                found[who] = training.kernel_times(partial(step.backward, o))
+                del o
+        self.kernels += [sizes | row for row in kernel_rows(case, found["ours"], self.roofline)]
+        if self.by_stage:
+            self.stages += [sizes | row for row in stage_rows(found)]
+
+    def measure_memory(self) -> None:
+        from . import training
+        from .problem import freed
+
+        functions = training.functions(with_peer=self.with_peer)
+        for disable_recompute in (False, True):
+            for who, function in functions.items():
+                with freed(), training.without_launches(who):
+                    given = training.arguments(MEMORY_CASE, disable_recompute=disable_recompute)
+                    step = training.Step(function, given, training.slope(given))
+                    self.memory.append(
+                        {
+                            "who": who,
+                            "disable_recompute": disable_recompute,
+                            **training.memory(step),
+                        }
+                    )
+                    del given, step
+
+    def differences(self) -> list[str]:
+        """A note on the largest differences of FLA's gradients from ours."""
+        if not self.beside:
+            return []
+        listed = ", ".join(f"{name} {error:.2e}" for name, error in self.beside.items())
+        return [f"largest relative difference of a gradient from ours over all cases: {listed}"]
+
+
+def kernel_rows(case: Case, found: Mapping[str, float], roofline: Roofline) -> list[Row]:
+    """Rows of our kernels, from the microseconds of each by its full name."""
+    rows: list[Row] = []
+    rest = dict(found)
+    for kernel, (part, of_case) in KERNELS.items():
+        names = [name for name in rest if part in name]
+        if names:
+            us, bytes_ = sum(rest.pop(name) for name in names), of_case(case)
+            floor_us = bytes_ / roofline.copy_gbps / 1e3
+            rows.append(
+                {
+                    "kernel": kernel,
+                    "time_us": us,
+                    "floor_us": floor_us,
+                    "share_of_floor": floor_us / us,
+                }
+            )
+    others: Row = {"kernel": OTHERS, "time_us": sum(rest.values()), "floor_us": None}
+    return [*rows, others | {"share_of_floor": None}]
+
+
+def stage_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """Rows of the stages of a backward, from the microseconds of kernels by contender."""
+    sums: dict[str, dict[str, float]] = {who: {} for who in found}
+    for who, kernels in found.items():
+        for name, us in kernels.items():
+            stage = next((stage for part, stage in STAGES.items() if part in name), REST)
+            sums[who][stage] = sums[who].get(stage, 0.0) + us
+    rows: list[Row] = []
+    for stage in (*dict.fromkeys(STAGES.values()), REST):
+        ours, fla = sums["ours"].get(stage, 0.0), sums.get("fla", {}).get(stage)
+        both = ours > 0 and fla is not None
+        speedup = fla / ours if both and fla is not None else None
+        rows.append({"stage": stage, "time_us": ours, "fla_us": fla, "speedup_vs_fla": speedup})
+    return rows
+
+
+# ---- verdicts
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    found = []
+    for row in rows:
+        what, tokens, heads = label(row), row["tokens"], row["heads"]
+        what += ", disable_recompute" if row["disable_recompute"] else ""
+        assert isinstance(tokens, int)
+        if not row["bitwise_repeat"]:
+            found.append(Verdict(f"{what}: repeated runs have the same bits", False, "they differ"))
+        if tokens < TARGET_TOKENS:
+            continue
+        target = FEW_HEADS_TARGET if heads == FEW_HEADS else TARGET
+        of_backward = row | {"time_us": row["backward_us"], "fla_us": row["fla_backward_us"]}
+        found.append(at_least(f"{what}, backward", of_backward, "speedup_vs_fla", target))
+        if row["layer_us"] is not None:
+            of_layer = row | {"time_us": row["layer_us"], "fla_us": row["fla_layer_us"]}
+            found.append(at_least(f"{what}, layer", of_layer, "speedup_vs_fla_layer", STEP_TARGET))
+        ratio = row["backward_to_forward_ratio"]
+        assert isinstance(ratio, float)
+        name = f"{what}: backward at most {MAX_RATIO:g} of our forward"
+        found.append(Verdict(name, ratio <= MAX_RATIO, f"{ratio:.2f}"))
+    if rows and all(row["bitwise_repeat"] for row in rows):
+        detail = f"{len(rows)} cases"
+        found.insert(0, Verdict("repeated runs have the same bits", True, detail))
+    return found
+
+
+def memory_verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Whether our peak of a training step is at most FLA's."""
+    found = []
+    for ours in [row for row in rows if row["who"] == "ours"]:
+        same = [r for r in rows if r["disable_recompute"] == ours["disable_recompute"]]
+        fla = next((row["peak_mib"] for row in same if row["who"] == "fla"), None)
+        peak = ours["peak_mib"]
+        name = f"disable_recompute={ours['disable_recompute']}: peak memory at most FLA's"
+        assert isinstance(peak, float)
+        if fla is None:
+            found.append(Verdict(name, None, f"{peak:.0f} MiB; FLA's was not measured"))
+        else:
+            assert isinstance(fla, float)
+            found.append(Verdict(name, peak <= fla, f"{peak:.0f} MiB, FLA {fla:.0f} MiB"))
+    return found
+
+
+def plots(rows: Sequence[Row]) -> list[Plot]:
+    """Time of a backward over tokens, for each number of heads with several dense cases."""
+    found = []
+    for heads, heads_v in HEADS:
+        where: Row = {
+            "heads": heads, "heads_v": heads_v, "lengths": "dense",
+            "disable_recompute": rows[0]["disable_recompute"],
+        }  # fmt: skip
+        of_heads = [row for row in rows if all(row[k] == v for k, v in where.items())]
+        if len(of_heads) > 1:
+            ys: tuple[str, ...] = ("backward_us", "forward_us")
+            if all(row["fla_backward_us"] is not None for row in of_heads):
+                ys += ("fla_backward_us",)
+            title = f"H={heads} HV={heads_v}"
+            found.append(Plot("tokens", ys, title, "us", where, log_x=True, log_y=True))
+    return found
+
+
+BENCHMARK = Benchmark(
+    run=run,
+    add_arguments=add_options,
+    gpu_check=(GpuCheckStage(("--no-peer",), 40),),
+)
