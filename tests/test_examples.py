@@ -16,6 +16,7 @@ import torch
 
 import cute_attn
 from cute_attn.emulator import Emulator, build
+from tests.ops.kda_stand_ins import stand_ins
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -130,6 +131,51 @@ def test_train_step_notices_a_wrong_window(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cute_attn, "flash_attn_func", wrong)
     _, ours, plain = train(monkeypatch)
     assert ours > 2 * plain
+
+
+def train_kimi_linear(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], float, float]:
+    example = load("train_kimi_linear")
+    monkeypatch.setattr(example, "TOKENS", 12)
+    monkeypatch.setattr(example, "STEPS", 2)
+    result: tuple[list[float], float, float] = example.train("cpu")
+    return result
+
+
+def test_train_kimi_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the kernels: `test_train_kimi_linear_emulated` runs the kernels."""
+    with stand_ins() as kernels, cute_attn.emulated("sm_90a"):
+        losses, ours, plain = train_kimi_linear(monkeypatch)
+    assert losses[1] < losses[0]
+    assert ours <= 2 * plain
+    assert kernels.names.count("kda_gradients") == 1 + 2
+
+
+@pytest.mark.slow
+def test_train_kimi_linear_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cute_attn.emulated("sm_90a", Emulator(num_sms=4, schedule="random")):
+        losses, ours, plain = train_kimi_linear(monkeypatch)
+    assert losses[1] < losses[0]
+    assert ours <= 2 * plain
+
+
+def test_train_kimi_linear_notices_a_gradient_twice_as_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = cute_attn.chunk_kda
+
+    def wrong(*args: Any, A_log: torch.Tensor, **rest: Any) -> object:
+        return right(*args, A_log=2 * A_log - A_log.detach(), **rest)
+
+    monkeypatch.setattr(cute_attn, "chunk_kda", wrong)
+    with stand_ins(), cute_attn.emulated("sm_90a"):
+        _, ours, plain = train_kimi_linear(monkeypatch)
+    assert ours > 2 * plain
+
+
+@pytest.mark.gpu
+def test_train_kimi_linear_with_fla() -> None:
+    pytest.importorskip("fla.models.kda", exc_type=ImportError)
+    assert load("train_kimi_linear").main()
 
 
 def kimi_linear() -> dict[str, tuple[float, float]]:

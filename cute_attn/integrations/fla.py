@@ -29,6 +29,7 @@ from ..ops.kda.limits import (
     STEP_DTYPES,
     STEP_HEAD_DIMS,
     STEP_STATE_DTYPES,
+    why_no_gradients,
 )
 
 __all__ = ["register"]
@@ -51,14 +52,16 @@ def register() -> None:
     `chunk_kda_fwd_intra` and `recompute_w_u_fwd`.
 
     It declines, with a reason in the log of `fla.backends`: context parallelism (`cp_context`),
-    head dimensions and dtypes without a kernel, chunks of 32, intermediate states of packed
-    sequences without `cu_seqlens_cpu`, a beta for each channel, in-place states of packed
-    sequences, and gradients of the recurrent functions.
+    head dimensions and dtypes without a kernel, gradients at a K without a kernel on the GPU's
+    architecture, chunks of 32, intermediate states of packed sequences without `cu_seqlens_cpu`, a
+    beta for each channel, in-place states of packed sequences, and gradients of the recurrent
+    functions.
 
     One result differs: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
     not 0.
 
-    The environment variable FLA_CUTE_ATTN=0 disables the backend at any time.
+    The environment variable FLA_CUTE_ATTN=0 disables the backend at any time; the gradient of a
+    call is computed by whoever computed the call.
     FLA_DISABLE_BACKEND_DISPATCH=1 disables all backends if it is set before the import. This needs
     flash-linear-attention 0.6 or later. Registering again changes nothing.
     """
@@ -177,12 +180,27 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _declines_gradients(given: Arguments) -> Reason:
-    if torch.is_grad_enabled() and any(
+def _needs_gradients(given: Arguments) -> bool:
+    return torch.is_grad_enabled() and any(
         isinstance(x, Tensor) and x.requires_grad for x in given.values()
-    ):
+    )
+
+
+def _declines_gradients(given: Arguments) -> Reason:
+    if _needs_gradients(given):
         return f"{NAME} has no backward for it: call it under torch.no_grad() or inference_mode()"
     return None
+
+
+def _declines_gradients_of_chunk_kda(given: Arguments) -> Reason:
+    """Why a call that has kernels without gradients has none with them."""
+    if not _needs_gradients(given):
+        return None
+    k, v = given["k"], given["v"]
+    reason = why_no_gradients(
+        k.device, head_dim_k=k.shape[-1], head_dim_v=v.shape[-1], grouped=k.shape[2] != v.shape[2]
+    )
+    return reason and f"{NAME} has no gradients here: {reason}"
 
 
 def _declines_chunk_kda(given: Arguments) -> Reason:
@@ -197,7 +215,7 @@ def _declines_chunk_kda(given: Arguments) -> Reason:
             return "the number of chunks is not known without cu_seqlens_cpu"
         if given.get("use_graph"):
             return "the number of chunks may change from replay to replay (use_graph)"
-    return _declines_dtypes_and_sizes(given)
+    return _declines_dtypes_and_sizes(given) or _declines_gradients_of_chunk_kda(given)
 
 
 def _declines_recurrent(given: Arguments) -> Reason:

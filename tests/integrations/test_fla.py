@@ -12,57 +12,19 @@ import logging
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-import cute_attn.ops.kda as operators
 from cute_attn.integrations import fla as integration
 from cute_attn.reference import kda as reference
 from tests.naive import naive_inputs
 from tests.ops.lightning_cases import assert_no_worse
-from tests.untuned import untuned
 
 DTYPE = torch.bfloat16
 PLAIN = {"dtype": torch.float32, "stage_dtype": DTYPE}
-OPERATORS = (
-    "chunk_kda",
-    "fused_recurrent_kda",
-    "kda_chunk_intra",
-    "kda_decode",
-    "kda_gate_cumsum",
-    "kda_recompute_w_u",
-)
-
-
-@pytest.fixture
-def fla(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """flash-linear-attention, with the backend registered."""
-    package = pytest.importorskip(
-        "fla.ops.kda", reason="needs flash-linear-attention and triton", exc_type=ImportError
-    )
-    untuned(monkeypatch)
-    integration.register()
-    return package
-
-
-@pytest.fixture
-def reached(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each of our operators was called."""
-    calls: Counter[str] = Counter()
-
-    def counted(name: str, operator: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return operator(*args, **kwargs)
-
-        return call
-
-    for name in OPERATORS:
-        monkeypatch.setattr(operators, name, counted(name, getattr(operators, name)))
-    return calls
 
 
 @pytest.fixture
@@ -104,6 +66,16 @@ class Case:
         if packed:
             self.arguments["cu_seqlens"] = torch.tensor([0, 30, 30, tokens], device=device)
         self.arguments |= changes
+
+    def weights(self, results: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random gradients of o and of the final state, in the dtypes of these results."""
+        generator = torch.Generator().manual_seed(8)
+        v, state = self.arguments["v"], self.arguments["initial_state"]
+        do, dfinal_state = (
+            torch.randn(x.shape, generator=generator).to(DTYPE).to(x.device, y.dtype)
+            for x, y in zip((v, state), results or (v, state), strict=True)
+        )
+        return do, dfinal_state
 
     def assert_agrees(self, o: torch.Tensor, final_state: torch.Tensor) -> None:
         exact = reference.kda_chunk_reference(**self.arguments)
@@ -266,59 +238,113 @@ def test_the_stages_are_ours(fla: Any, reached: Counter[str], device: str, packe
     assert reached == {"kda_gate_cumsum": 1, "kda_chunk_intra": 1, "kda_recompute_w_u": 1}
 
 
+LEAVES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+
+Call = Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
+
+
+def gradients(case: Case, call: Call) -> list[torch.Tensor]:
+    """Of `LEAVES`, through o and the final state."""
+    leaves = {name: case.arguments[name].detach().clone().requires_grad_() for name in LEAVES}
+    results = call(case.arguments | leaves)
+    return list(torch.autograd.grad(results, list(leaves.values()), case.weights(results)))
+
+
+def assert_gradients_no_worse(ours: Any, theirs: Any, exact: Any) -> None:
+    """By the error rule, each but that of A_log: of its few elements an error says little. All
+    together, relative to their norms, too."""
+    for name, *found in zip(LEAVES, ours, theirs, exact, strict=True):
+        if name != "A_log":
+            assert_no_worse(*(x.double().view(found[0].shape) for x in found))
+    norms = [x.double().norm() for x in exact]
+    together = (
+        torch.cat([(x.double() / n).flatten() for x, n in zip(gradient, norms, strict=True)])
+        for gradient in (ours, theirs, exact)
+    )
+    assert_no_worse(*together)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_ours(
+    fla: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch, device: str, name: str
+) -> None:
+    """Also where the backend is off by the time of the backward."""
+    case = Case(device, **CASES[name])
+
+    def call(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        results: tuple[torch.Tensor, torch.Tensor] = fla.chunk_kda(**given, output_final_state=True)
+        monkeypatch.setenv("FLA_CUTE_ATTN", "0")
+        return results
+
+    ours = gradients(case, call)
+    assert reached == {"chunk_kda": 1}
+    do, dfinal_state = case.weights()
+    of = case.arguments | {"do": do, "dfinal_state": dfinal_state}
+    found = (
+        reference.kda_gradients(**of),
+        reference.kda_chunk_gradients(**of, **PLAIN),
+    )
+    exact, plain = ([getattr(x, f"d{leaf}") for leaf in LEAVES] for x in found)
+    plain = [x.to(y.dtype) for x, y in zip(plain, ours, strict=True)]
+    assert_gradients_no_worse(ours, plain, exact)
+
+
+BOUNDED = {"lower_bound": -5.0, "safe_gate": True, "allow_neg_eigval": True}
+STEPS: dict[str, tuple[bool, dict[str, Any]]] = {  # whether the whole call is ours
+    "dense": (True, {"heads": 2}),
+    "packed": (True, {"packed": True, "heads": 2}),
+    "grouped value heads": (True, {"packed": True, "disable_recompute": True, **BOUNDED}),
+    "stages, dense": (False, {"heads": 2}),
+    "stages, packed": (False, {"packed": True, "heads": 2}),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:`transpose_state_layout`")
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "stages"])
+@pytest.mark.parametrize("name", STEPS)
 def test_a_training_step(
-    fla: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch, packed: bool, whole: bool
+    fla: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Gradients with our chunk_kda, and with our stages where it is declined, are as near to those
     of its naive function as with its own."""
     from fla.ops.kda.naive import naive_recurrent_kda
 
-    case = Case("cuda", packed=packed, heads=2)
-    arguments = case.arguments
-    inputs = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
-    weights = torch.randn_like(arguments["v"])
+    whole, changes = STEPS[name]
+    case = Case("cuda", **changes)
 
-    def gradients(call: Any) -> list[torch.Tensor]:
-        leaves = {name: arguments[name].detach().clone().requires_grad_() for name in inputs}
-        o = call(arguments | leaves)
-        return list(torch.autograd.grad((o.float() * weights).sum(), list(leaves.values())))
-
-    def naive(given: dict[str, Any]) -> torch.Tensor:
+    def naive(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         tensors, states = naive_inputs(given), given["initial_state"]
-        if not packed:
-            return naive_recurrent_kda(*tensors, initial_state=states)[0]
-        offsets = given["cu_seqlens"].tolist()
-        pieces = [
-            naive_recurrent_kda(*(x[:, a:b] for x in tensors), initial_state=states[n : n + 1])[0]
-            for n, (a, b) in enumerate(itertools.pairwise(offsets))
-            if b > a
+        rows = [slice(None)]
+        if "cu_seqlens" in given:
+            rows = [slice(a, b) for a, b in itertools.pairwise(given["cu_seqlens"].tolist())]
+        results = [
+            naive_recurrent_kda(
+                *(x[:, at] for x in tensors),
+                initial_state=states if len(rows) == 1 else states[n : n + 1],
+                output_final_state=True,
+            )
+            for n, at in enumerate(rows)
         ]
-        return torch.cat(pieces, dim=1)
+        o, final_states = zip(*results, strict=True)
+        return torch.cat(o, dim=1), torch.cat(final_states)
 
-    exact = gradients(naive)
+    def step(**more: Any) -> list[torch.Tensor]:
+        return gradients(
+            case, lambda given: fla.chunk_kda(**given, **more, output_final_state=True)
+        )
+
+    exact = gradients(case, naive)
     # Its former name of an argument is declined.
-    declined = {} if whole else {"transpose_state_layout": False}
-    ours = gradients(lambda given: fla.chunk_kda(**given, **declined)[0])
+    ours = step(**({} if whole else {"transpose_state_layout": False}))
     assert reached["chunk_kda"] == whole
     for stage in ("kda_gate_cumsum", "kda_chunk_intra", "kda_recompute_w_u"):
         assert (reached[stage] == 0) == whole
     monkeypatch.setenv("FLA_CUTE_ATTN", "0")
     before = reached.total()
-    theirs = gradients(lambda given: fla.chunk_kda(**given)[0])
+    theirs = step()
     assert reached.total() == before
-    norms = [e.double().norm() for e in exact]
-    for a, b, e in zip(ours[:6], theirs[:6], exact[:6], strict=True):
-        assert_no_worse(a, b, e.double())
-    # Of the few elements of A_log's an error says little: the gradients of all count together.
-    together = [
-        torch.cat([(x.double() / n).flatten() for x, n in zip(gradient, norms, strict=True)])
-        for gradient in (ours, theirs, exact)
-    ]
-    assert_no_worse(*together)
+    assert_gradients_no_worse(ours, theirs, [x.double() for x in exact])
 
 
 # -- what does not
@@ -388,6 +414,25 @@ CHUNK_KDA_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
         "from replay to replay",
     ),
 }
+
+
+def test_gradients_are_declined_where_they_do_not_fit() -> None:
+    """At K = 128 with 99 KiB of shared memory."""
+    import cute_attn
+
+    small, large = Case("cpu").arguments, Case("cpu").arguments
+    for name in ("q", "k", "g"):
+        large[name] = torch.cat([large[name], large[name]], dim=-1)
+    with cute_attn.emulated("sm_89"):
+        assert integration._declines_chunk_kda(large) is None
+        for arguments in (small, large):
+            arguments["q"].requires_grad_()
+        assert integration._declines_chunk_kda(small) is None
+        assert "no gradients here" in str(integration._declines_chunk_kda(large))
+        with torch.no_grad():
+            assert integration._declines_chunk_kda(large) is None
+    with cute_attn.emulated("sm_90a"):
+        assert integration._declines_chunk_kda(large) is None
 
 
 @pytest.mark.parametrize("what", CHUNK_KDA_DECLINED)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
+from ... import launch
 from ...kernels.kda.chunk import spec as chunk
+from ...kernels.kda.chunk.heuristics import gradients_config
 from ...kernels.kda.step import spec as step
 
 CHUNK = chunk.CHUNK
@@ -14,3 +18,19 @@ GATE_DTYPES, BETA_DTYPES = chunk.GATE_DTYPES, chunk.BETA_DTYPES
 STEP_DTYPES = step.DTYPES
 STEP_HEAD_DIMS = {"K": step.HEAD_DIMS, "V": step.HEAD_DIMS}
 STEP_STATE_DTYPES = step.STATE_DTYPES
+
+
+def why_no_gradients(
+    device: torch.device, *, head_dim_k: int, head_dim_v: int, grouped: bool
+) -> str | None:
+    """Why `chunk_kda` has no backward on the device, or None if it has one."""
+    try:
+        gradients_config(
+            arch=launch.arch_for(device),
+            head_dim_k=head_dim_k,
+            head_dim_v=head_dim_v,
+            grouped=grouped,
+        )
+    except NotImplementedError as error:
+        return str(error)
+    return None
