@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from .timing import Call, Flush, Timing, time_cuda, time_cuda_interleaved
+from .report import Row, Verdict
+from .timing import Call, Flush, Mode, Timing, time_cuda, time_cuda_interleaved
 
 COPY_BYTES = 2**30  # large enough that launch and drain are under 1 % of the time
 MATMUL_SIZE = 8192
+MAX_COPY_RATIO = 1.01  # of a memory-bound call to a copy of as many bytes
 
 
 def gbps(num_bytes: float, time_us: float) -> float:
@@ -38,17 +41,37 @@ class Roofline:
         return {"copy_gbps": self.copy_gbps, **asdict(self)}
 
 
-def measure_copies(flush: Flush = "zero", rep_ms: float = 100.0) -> dict[str, Timing]:
-    """Times of the two 1 GiB copies of `Roofline`."""
+def copies(num_bytes: int, device: str = "cuda") -> dict[str, Call]:
+    """The two copies of `Roofline`, each of which reads and writes `num_bytes` in all."""
     import torch
 
-    source = torch.randn(COPY_BYTES // 4, dtype=torch.float32, device="cuda")
+    source = torch.randn(num_bytes // 2 // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    fns: dict[str, Call] = {
+    return {
         "memcpy": lambda: target.copy_(source),
         "kernel_copy": lambda: torch.neg(source, out=target),
     }
-    return time_cuda_interleaved(fns, flush=flush, rep_ms=rep_ms)
+
+
+def copy_columns(timings: Mapping[str, Timing], mode: Mode) -> dict[str, float]:
+    """Columns: the time of a copy of as many bytes, and that of "ours" over it. The copy is
+    `Tensor.copy_`, but the kernel in a graph, where a memcpy node takes half as long again."""
+    copy_us = timings["kernel_copy" if mode == "graph" else "memcpy"].median_us
+    return {"copy_us": copy_us, "time_to_copy_ratio": timings["ours"].median_us / copy_us}
+
+
+def beside_copy(what: str, row: Row) -> Verdict:
+    """Whether a row's time is at most that of a copy of as many bytes, within 1 %."""
+    ratio = row["time_to_copy_ratio"]
+    assert isinstance(ratio, float)
+    detail = f"{ratio:.3f}, {row['time_us']:.1f} us, the copy {row['copy_us']:.1f} us"
+    name = f"{what}: time_to_copy_ratio at most {MAX_COPY_RATIO:g}"
+    return Verdict(name, ratio <= MAX_COPY_RATIO, detail)
+
+
+def measure_copies(flush: Flush = "zero", rep_ms: float = 100.0) -> dict[str, Timing]:
+    """Times of the two 1 GiB copies of `Roofline`."""
+    return time_cuda_interleaved(copies(2 * COPY_BYTES), flush=flush, rep_ms=rep_ms)
 
 
 def measure_roofline(

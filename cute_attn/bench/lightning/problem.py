@@ -171,12 +171,6 @@ def fla(case: Case, inputs: Inputs) -> Callable[[], tuple[torch.Tensor, torch.Te
     return call
 
 
-def copy(case: Case) -> Callable[[], torch.Tensor]:
-    """A plain copy, within device memory, of as many bytes as the case must move."""
-    source = torch.randn(case.min_bytes // 2 // 4, device=DEVICE)
-    return partial(torch.empty_like(source).copy_, source)
-
-
 def bare(function: Callable[..., None], inputs: Inputs) -> Callable[..., None]:
     """A call of the compiled function; the order is that of `kernels.lightning.arguments`."""
     return partial(
