@@ -98,22 +98,14 @@ everywhere = pytest.mark.parametrize(("arch", "copies", "products"), MACHINES)
 
 @pytest.mark.in_turn("arch")
 @everywhere
-@pytest.mark.parametrize(
-    ("case", "store_o"),
-    [
-        *((case, False) for case in QUICK),
-        (QUICK[0], True),
-        *(slow(case, True) for case in (*QUICK[1:], *SLOW)),
-        *(slow(case, False) for case in SLOW),
-    ],
-)
-def test_the_states_pass_keeps_what_a_backward_needs(
-    arch: str, copies: str, products: str, store_o: bool, case: Case
+@pytest.mark.parametrize("case", [*QUICK, *map(slow, SLOW)])
+def test_the_state_pass_keeps_what_a_backward_needs(
+    arch: str, copies: str, products: str, case: Case
 ) -> None:
     if products == "wgmma" and case.tile_v < 64:
         pytest.skip("a warpgroup has 64 columns of V")
     x = inputs_of(case)
-    spec = StatePassSpec(**case.fields(copies, products), store_o=store_o, store_states=True)
+    spec = StatePassSpec(**case.fields(copies, products), store_states=True)
     heads, (dim_k, dim_v) = x["v"].shape[2], case.dims
     count = slots(x["v"].shape[1], len(x["v"]), x["cu_seqlens"])
     o = torch.full_like(x["v"], math.nan)
@@ -122,7 +114,7 @@ def test_the_states_pass_keeps_what_a_backward_needs(
     start = case.laid_out(x["initial_state"])
     final_state = torch.full_like(start, math.nan)
     run(
-        spec, arch, x, x["v"], (o if store_o else None, states, v_new),
+        spec, arch, x, x["v"], (o, states, v_new),
         (start if case.initial else None, final_state if case.final else None), case,
     )  # fmt: skip
 
@@ -155,8 +147,7 @@ def test_the_states_pass_keeps_what_a_backward_needs(
             case.laid_out(plain.states.final_state),
             case.laid_out(exact.states.final_state),
         )
-    if store_o:
-        check(o, plain.o.to(case.dtype), exact.o)
+    check(o, plain.o.to(case.dtype), exact.o)
 
 
 @pytest.mark.in_turn("arch")
@@ -359,8 +350,7 @@ def test_no_pass_spills(arch: str, dims: tuple[int, int], segments: str) -> None
     fields |= config | {"segments": segments}
     for definition, spec in (
         (ADJOINT_PASS, AdjointPassSpec(**fields)),
-        (STATE_PASS, StatePassSpec(**fields, store_o=False, store_states=True)),
-        (STATE_PASS, StatePassSpec(**fields, store_o=True, store_states=True)),
+        (STATE_PASS, StatePassSpec(**fields, store_states=True)),
     ):
         entry = cache.compile(definition, spec, arch=arch)
         assert_sound(entry)

@@ -35,7 +35,7 @@ FLAGS = (
     "use_qk_l2norm_in_kernel",
     "use_gate_in_kernel",
     "use_beta_sigmoid_in_kernel",
-    "disable_recompute",
+    "gradient",
     "return_intermediate_states",
     "state_v_first",
 )
@@ -109,10 +109,13 @@ def test_what_a_server_needs(arch: str, changes: dict[str, Any]) -> None:
     ids=str,
 )
 def test_what_a_trainer_needs(arch: str, changes: dict[str, Any]) -> None:
-    call = {name: x for name, x in TYPICAL.items() if name != "output_final_state"} | {
-        "dfinal_state": True, "dinitial_state": True, "split": False,
+    call = TYPICAL | {"split": False} | changes
+    grouped = call.pop("grouped", False)
+    check(plan_chunk_kda(arch, **call, gradient=True), arch, spilled={})
+    call = {name: x for name, x in call.items() if "l_state" not in name} | {
+        "dfinal_state": True, "dinitial_state": True, "grouped": grouped,
     }  # fmt: skip
-    check(plan_chunk_kda_backward(arch, **call | changes), arch, spilled=SPILLED_IN_TRAINING)
+    check(plan_chunk_kda_backward(arch, **call), arch, spilled=SPILLED_IN_TRAINING)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from cute_attn.cache.specfile import plan_file
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.kernels.kda import table
-from cute_attn.ops.kda import chunk, plan_chunk_kda_backward
+from cute_attn.ops.kda import chunk, chunk_passes, plan_chunk_kda_backward
 from cute_attn.ops.kda.chunk_backward import BACKWARD
 from cute_attn.reference.kda import kda_gradients
 
@@ -43,7 +43,7 @@ from .kda_stand_ins import StandIns, stand_ins
 ARCH = "sm_100a"
 TOKENS = ("q", "k", "v", "g", "beta")
 INPUTS = (*TOKENS, "A_log", "dt_bias", "initial_state")
-FORWARD = [table.PREPARE.name, table.STATE_PASS.name]
+PREPARE, STATE_PASS = table.PREPARE.name, table.STATE_PASS.name
 ADJOINT, GRADIENTS = table.ADJOINT_PASS.name, table.GRADIENTS.name
 SUM, ZERO = SUM_PARTIALS.name, ZERO_UNUSED.name
 
@@ -141,12 +141,12 @@ def test_gradients_are_those_of_the_definition(case: str, disable_recompute: boo
 @pytest.mark.parametrize(
     ("requires", "launched"),
     [
-        (("q",), [*FORWARD, ADJOINT, GRADIENTS]),
-        (("v", "initial_state"), [*FORWARD, ADJOINT, GRADIENTS]),
-        (("A_log",), [*FORWARD, ADJOINT, GRADIENTS, SUM]),
-        (("dt_bias",), [*FORWARD, ADJOINT, GRADIENTS, SUM]),
-        (("initial_state",), [FORWARD[0], ADJOINT]),
-        (INPUTS, [*FORWARD, ADJOINT, GRADIENTS, SUM, SUM]),
+        (("q",), [PREPARE, ADJOINT, GRADIENTS]),
+        (("v", "initial_state"), [PREPARE, ADJOINT, GRADIENTS]),
+        (("A_log",), [PREPARE, ADJOINT, GRADIENTS, SUM]),
+        (("dt_bias",), [PREPARE, ADJOINT, GRADIENTS, SUM]),
+        (("initial_state",), [PREPARE, ADJOINT]),
+        (INPUTS, [PREPARE, ADJOINT, GRADIENTS, SUM, SUM]),
     ],
     ids=lambda x: "-".join(x) if x and x[0] in INPUTS else "",
 )
@@ -155,12 +155,12 @@ def test_only_what_is_needed_is_computed(
 ):
     args = arguments(CASES["dense"], requires)
     results = call(args, disable_recompute=disable_recompute)
-    assert kernels.names == FORWARD
+    assert kernels.names == [PREPARE, STATE_PASS]
     kernels.launched.clear()
     gradients = weights(*results)
     found = taken(args, results, gradients)
     if disable_recompute:
-        launched = [name for name in launched if name not in FORWARD]
+        launched = launched[1:]
     # Partial sums of a parameter that needs none are not added up.
     assert kernels.names == launched
     assert_exact(args, found, *gradients)
@@ -168,15 +168,17 @@ def test_only_what_is_needed_is_computed(
 
 def test_only_a_gradient_makes_a_forward_keep_anything(kernels: StandIns):
     args = arguments(CASES["dense"], ())
-    for options in ({}, {"disable_recompute": True}):
-        with torch.no_grad():
-            call(args, **options)
+    for disable_recompute in (False, True):
+        call(args, disable_recompute=disable_recompute)
     args["q"].requires_grad_()
-    call(args)
-    call(args, disable_recompute=True)
-    passes = [spec for name, spec, _ in kernels.launched if name == table.STATE_PASS.name]
-    assert [spec.store_states for spec in passes] == [False, False, False, True]
-    assert all(spec.store_o for spec in passes)
+    for disable_recompute in (False, True):
+        with torch.no_grad():
+            call(args, disable_recompute=disable_recompute)
+    for disable_recompute in (False, True):
+        call(args, disable_recompute=disable_recompute)
+    for kernel, field in ((PREPARE, "for_backward"), (STATE_PASS, "store_states")):
+        specs = [spec for name, spec, _ in kernels.launched if name == kernel]
+        assert [getattr(spec, field) for spec in specs] == 4 * [False] + 2 * [True]
 
 
 def test_a_parameter_that_is_ignored_has_no_gradient():
@@ -359,7 +361,8 @@ def test_activation_checkpointing(kernels: StandIns):
                 x.grad = None
             o = checkpoint(layer, *inputs, use_reentrant=reentrant)
             o.backward(do)
-            assert kernels.names.count(table.PREPARE.name) == (2 if disable_recompute else 3)
+            assert kernels.names.count(PREPARE) == (2 if disable_recompute else 3)
+            assert kernels.names.count(STATE_PASS) == 2
             for x, gradient in zip(inputs, plain, strict=True):
                 assert torch.equal(x.grad, gradient)
 
@@ -373,22 +376,24 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_registered_operators_are_sound():
+def test_the_registered_operators_are_sound(kernels: StandIns):
+    kernels.copied = True
     args = arguments(Case(PACKED, (3, 4), group=1))
     forward = torch.ops.cute_attn.chunk_kda.default
-    rest = {name: x for name, x in args.items() if name not in TOKENS}
+    rest = {name: x for name, x in args.items() if name not in TOKENS} | {"keep_states": True}
     torch.library.opcheck(forward, tuple(args[name] for name in TOKENS), rest)
+    states, v_new = forward(*(args[name] for name in TOKENS), **rest)[3:5]
     args = {name: x.detach() if isinstance(x, Tensor) else x for name, x in args.items()}
     op = torch.ops.cute_attn.chunk_kda_backward.default
     do = torch.randn_like(args["v"])
     rest = {name: x for name, x in args.items() if name not in (*TOKENS, "output_final_state")}
     rest.pop("allow_neg_eigval")
-    tensors = tuple(args[name] for name in TOKENS)
-    torch.library.opcheck(op, (*tensors, do), rest)
+    tensors = (*(args[name] for name in TOKENS), do, states.detach(), v_new.detach())
+    torch.library.opcheck(op, tensors, rest)
     needs = {"need_dA_log": True, "need_ddt_bias": True, "need_dinitial_state": True}
     rest["dfinal_state"] = torch.randn_like(args["initial_state"])
-    torch.library.opcheck(op, (*tensors, do), rest | needs)
-    torch.library.opcheck(op, (*tensors, do), rest | needs | {"need_inputs": False})
+    torch.library.opcheck(op, tensors, rest | needs)
+    torch.library.opcheck(op, tensors, rest | needs | {"need_inputs": False})
 
 
 # -- what is refused
@@ -397,9 +402,9 @@ def test_the_registered_operators_are_sound():
 def test_arguments_of_the_backward_are_checked():
     args = arguments(Case(PLAIN, (5, 5)), ())
     results = torch.ops.cute_attn.chunk_kda(
-        **{name: args[name] for name in TOKENS}, disable_recompute=True
+        **{name: args[name] for name in TOKENS}, disable_recompute=True, keep_states=True
     )
-    names = ("tiles", "decay", "inverse_norms", "states", "v_new")
+    names = ("states", "v_new", "tiles", "decay", "inverse_norms")
     kept = dict(zip(names, results[3:], strict=True))
     norms = kept.pop("inverse_norms")
     assert not norms.numel()
@@ -423,10 +428,10 @@ def test_arguments_of_the_backward_are_checked():
         dt_bias=args["dt_bias"],
     )  # fmt: skip
     refused(ValueError, "need_dinitial_state is True", need_dinitial_state=True)
-    refused(ValueError, "tiles, states, v_new are given, must be all", decay=None)
+    refused(ValueError, "tiles are given, must be all of tiles, decay, or none", decay=None)
     norms = torch.ones(2, 1, 128)
-    refused(ValueError, "inverse_norms, states, v_new are given, must be", inverse_norms=norms)
-    refused(ValueError, "decay, states, v_new are given, .* 'inver", use_qk_l2norm_in_kernel=True)
+    refused(ValueError, "tiles, decay, inverse_norms are given, must be", inverse_norms=norms)
+    refused(ValueError, "all of tiles, decay, inverse_norms, or", use_qk_l2norm_in_kernel=True)
     refused(
         ValueError, r"inverse_norms has shape \[1, 1, 128\], must be \[2, 1, 128\]",
         inverse_norms=norms[:1], use_qk_l2norm_in_kernel=True,
@@ -455,9 +460,9 @@ def test_a_plan_holds_only_what_is_needed():
     def names(**options: Any) -> list[str]:
         return [kernel.name for kernel, _ in plan_chunk_kda_backward(ARCH, split=False, **options)]
 
-    assert sorted(names()) == sorted([*FORWARD, ADJOINT, GRADIENTS])
+    assert sorted(names()) == sorted([PREPARE, ADJOINT, GRADIENTS])
     assert sorted(names(disable_recompute=True)) == sorted([ADJOINT, GRADIENTS])
-    assert sorted(names(inputs=False)) == sorted([FORWARD[0], ADJOINT])
+    assert sorted(names(inputs=False)) == sorted([PREPARE, ADJOINT])
     gated = names(use_gate_in_kernel=True, index_dtype="int32")
     assert gated.count(SUM) == 2 and gated.count(ZERO) == 1
     split = plan_chunk_kda_backward(ARCH, split=True)
@@ -467,15 +472,15 @@ def test_a_plan_holds_only_what_is_needed():
 
 
 def test_few_long_sequences_are_split(monkeypatch: pytest.MonkeyPatch):
-    """Both passes, each with a workspace of its own."""
+    """In both directions, each with a workspace of its own."""
     asked: list[int] = []
-    monkeypatch.setattr(chunk, "chunks_per_segment", lambda **_: 0)
-    monkeypatch.setattr(
-        "cute_attn.ops.kda.chunk_passes.chunks_per_segment",
-        lambda *, tokens, **_: asked.append(tokens) or 0,
-    )
+    for module in (chunk, chunk_passes):
+        monkeypatch.setattr(
+            module, "chunks_per_segment", lambda *, tokens, **_: asked.append(tokens) or 0
+        )
     args = arguments(CASES["dense"])
     with cute_attn.emulated(ARCH, Emulator(num_sms=16)):
         results = call(args)
+        assert asked == [5]
         taken(args, results, weights(*results))
     assert asked == [5, 5]

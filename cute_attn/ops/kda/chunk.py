@@ -16,15 +16,15 @@ the other tensors' dtypes and devices.
 Nothing here reads device memory or waits for it: the kernels find the chunks of packed sequences
 themselves, see `kernels/kda/chunk/chunks.py`.
 
-A forward that needs a gradient keeps its arguments alone. With disable_recompute it also keeps the
-records of `prepare`, the states at the start of each chunk and the corrections v_new, which the
-backward (`chunk_backward`) otherwise computes again.
+A forward that needs a gradient keeps its arguments, the states at the start of each chunk and the
+corrections v_new. With disable_recompute it also keeps the records of `prepare`, which the backward
+(`chunk_backward`) otherwise computes again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ from .arguments import (
     unchanged,
 )
 from .chunk_arguments import ChunkArguments, check, check_disable_recompute
-from .chunk_backward import SAVED, backward
+from .chunk_backward import RECORDS, SAVED, backward
 from .chunk_passes import empty_records, empty_states, empty_v_new, run_in_segments
 from .chunk_plan import plan_chunk_kda
 
@@ -117,7 +117,7 @@ def chunk_kda(
         safe_gate: the gates are bounded; with use_gate_in_kernel it needs a lower_bound in [-5, 0).
             It changes no result, since the kernels take gates of any size.
         lower_bound: of the gate, negative; ignored without use_gate_in_kernel.
-        disable_recompute: keep intermediate results for the backward, which is then faster;
+        disable_recompute: keep all intermediate results for the backward, which is then faster;
             without a gradient it has no effect.
         return_intermediate_states: also return h, the state at the start of every chunk. Only
             under `torch.inference_mode()`.
@@ -157,7 +157,7 @@ def chunk_kda(
         )
     if disable_recompute is not False:
         check_disable_recompute(disable_recompute, return_intermediate_states)
-        disable_recompute = bool(disable_recompute) and is_grad_enabled()
+        disable_recompute = bool(disable_recompute)
     call = (
         _forward
         if not is_dynamo_compiling()
@@ -174,7 +174,7 @@ def chunk_kda(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
         disable_recompute, return_intermediate_states, state_v_first, cu_seqlens, num_chunks,
-        A_log, dt_bias,
+        A_log, dt_bias, False,
     )  # fmt: skip
     return results[:3] if return_intermediate_states else results[:2]  # type: ignore[return-value]
 
@@ -186,8 +186,8 @@ _empty_like = torch.empty_like
 _new_empty = Tensor.new_empty
 _contiguous = torch.contiguous_format
 
-# o, final_state, h, and what a forward with disable_recompute keeps: tiles, decay, inverse_norms,
-# states, v_new
+# o, final_state, h, and what a forward keeps for the backward: states, v_new, and with
+# disable_recompute tiles, decay, inverse_norms
 _Results = tuple[
     Tensor,
     Tensor | None,
@@ -223,13 +223,12 @@ class _Chunk(Operator[ChunkArguments]):
         ("o", ""),
         ("final_state", "output_final_state"),
         ("h", "return_intermediate_states"),
-        ("tiles", "disable_recompute"),
-        ("decay", "disable_recompute"),
-        ("inverse_norms", "disable_recompute"),
-        ("states", "disable_recompute"),
-        ("v_new", "disable_recompute"),
+        ("states", "keep_states"),
+        ("v_new", "keep_states"),
+        *((name, "disable_recompute") for name in RECORDS),
     )
     saved = SAVED
+    kept: ClassVar[Mapping[str, Any]] = {"keep_states": True}
 
     def check(self, a: ChunkArguments, given: dict[str, Tensor]) -> None:
         check(a, given)
@@ -242,7 +241,7 @@ class _Chunk(Operator[ChunkArguments]):
         prepare, state_pass, *split = plan_chunk_kda(
             launch.arch_for(device),
             **sequence_plan(a),
-            disable_recompute=bool(a.disable_recompute),
+            gradient=bool(a.keep_states),
         )
         return _Ready(
             launch.get_for(device, *prepare),
@@ -276,6 +275,7 @@ class _Chunk(Operator[ChunkArguments]):
         num_chunks: int | None,
         A_log: Tensor | None,
         dt_bias: Tensor | None,
+        keep_states: bool,
         ready: Any = None,
     ) -> _Results:
         key = None
@@ -288,7 +288,7 @@ class _Chunk(Operator[ChunkArguments]):
                     use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
                     allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
                     return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log,
-                    dt_bias,
+                    dt_bias, keep_states,
                 )
             )  # fmt: skip
         try:
@@ -301,7 +301,7 @@ class _Chunk(Operator[ChunkArguments]):
                     scale, type(scale), initial_state is None, output_final_state,
                     use_qk_l2norm_in_kernel, use_gate_in_kernel,
                     use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
-                    lower_bound, type(lower_bound), disable_recompute, return_intermediate_states,
+                    lower_bound, type(lower_bound), keep_states, return_intermediate_states,
                     state_v_first, None if cu_seqlens is None else cu_seqlens.dtype, A_log is None,
                     dt_bias is None,
                     # No kernel's host code compares v with q, or a state with cu_seqlens.
@@ -343,7 +343,7 @@ class _Chunk(Operator[ChunkArguments]):
             decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
             o = _empty_like(v, memory_format=_contiguous)
             inverse_norms = states = v_new = final_state = None
-            if disable_recompute:
+            if keep_states:
                 if use_qk_l2norm_in_kernel:
                     inverse_norms = _empty(
                         (slots, q.shape[2], 2 * CHUNK), dtype=torch.float32, device=device
@@ -379,15 +379,16 @@ class _Chunk(Operator[ChunkArguments]):
                     v, tiles, decay, o, states, v_new, initial_state, final_state, cu_seqlens,
                     None, None, 0, 1,
                 )  # fmt: skip
-            if disable_recompute:
-                return o, final_state, None, tiles, decay, inverse_norms, states, v_new
-            return o, final_state, None, None, None, None, None, None
+            if keep_states and disable_recompute:
+                return o, final_state, None, states, v_new, tiles, decay, inverse_norms
+            return o, final_state, None, states, v_new, None, None, None
         except Exception as error:
             return self.failed(  # type: ignore[no-any-return]
                 error, key, ready, q, k, v, g, beta, scale, initial_state, output_final_state,
                 use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
                 allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
                 return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log, dt_bias,
+                keep_states,
             )  # fmt: skip
 
     def outputs(self, a: ChunkArguments) -> _Results:
@@ -407,11 +408,13 @@ class _Chunk(Operator[ChunkArguments]):
             final_state = _empty(shape, dtype=torch.float32, device=a.v.device)
         if a.return_intermediate_states:
             h = _empty((batch, chunks, heads, *matrix), dtype=a.v.dtype, device=a.v.device)
-        if not a.disable_recompute:
+        if not a.keep_states:
             return o, final_state, h, None, None, None, None, None
         given = a.q, a.v, a.cu_seqlens
-        records = empty_records(*given, a.use_qk_l2norm_in_kernel)
-        return o, final_state, h, *records, empty_states(*given), empty_v_new(*given)
+        states, v_new = empty_states(*given), empty_v_new(*given)
+        if not a.disable_recompute:
+            return o, final_state, h, states, v_new, None, None, None
+        return o, final_state, h, states, v_new, *empty_records(*given, a.use_qk_l2norm_in_kernel)
 
     def readable(self, a: ChunkArguments) -> ChunkArguments:
         changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkvg"}

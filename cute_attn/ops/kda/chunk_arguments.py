@@ -39,6 +39,7 @@ class ChunkArguments(NamedTuple):
     num_chunks: int | None = None
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
+    keep_states: bool = False  # set where a gradient is needed
 
 
 def check(a: ChunkArguments, given: dict[str, Tensor]) -> None:
@@ -61,6 +62,9 @@ def check(a: ChunkArguments, given: dict[str, Tensor]) -> None:
     )
     check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
     check_disable_recompute(a.disable_recompute, a.return_intermediate_states)
+    check_flags(keep_states=a.keep_states)
+    if a.keep_states and a.return_intermediate_states:
+        raise ValueError("keep_states is True, must be False with return_intermediate_states")
     check_dtypes(given, ("q", "k", "v"))
     check_gate_and_beta_dtypes(given)
     sizes = Sizes()

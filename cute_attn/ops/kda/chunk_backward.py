@@ -1,25 +1,24 @@
 """Kimi Delta Attention over whole sequences: the operator of the backward.
 
-Four kernels, and sums of partial results. None adds in an order that depends on timing, so that
+Three kernels, and sums of partial results. None adds in an order that depends on timing, so that
 every run gives the same bits:
 
     prepare        the records of the chunks, again
-    state_pass     the state at the start of each chunk and the corrections v_new, again
     adjoint_pass   the gradient of the state after each chunk; dinitial_state
     gradients      dq, dk, dv, dg, dbeta; partial sums of dA_log and ddt_bias
     sum_partials   dA_log, ddt_bias
     zero_unused    tokens of no sequence, which the others do not write
 
-The first two do not run after a forward with disable_recompute, which keeps their results. Other
-forwards keep their arguments alone. If only initial_state requires a gradient, state_pass and
-gradients do not run.
+The forward keeps its arguments, the state at the start of each chunk and the corrections v_new.
+With disable_recompute it keeps the records too, and prepare does not run. If only initial_state
+requires a gradient, gradients does not run.
 
 Memory in bytes, allocated through torch, with C the chunks of all sequences (of packed ones, the
 slots T // 64 + N) times HV:
 
+    states, v_new        C (2 K V + 128 V)            kept
     records              C (128 (3 K + 128) + 4 K)    kept with disable_recompute, else a workspace
     inverse_norms        512 C HQK / HV               likewise, with use_qk_l2norm_in_kernel
-    states, v_new        C (2 K V + 128 V)            likewise
     adjoints             2 C K V                      a workspace
     parts of dA_log      4 C                          a workspace, with A_log
     parts of ddt_bias    4 C K                        a workspace, with dt_bias
@@ -60,7 +59,8 @@ _Function = Callable[..., None]
 _Gradients = tuple[Tensor | None, ...]
 
 _INPUTS = ("q", "k", "v", "g", "beta")
-_KEPT = ("tiles", "decay", "inverse_norms", "states", "v_new")
+_STATES = ("states", "v_new")
+RECORDS = ("tiles", "decay", "inverse_norms")
 _OPTIONS = (
     "initial_state", "cu_seqlens", "A_log", "dt_bias", "scale", "use_qk_l2norm_in_kernel",
     "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound",
@@ -68,7 +68,7 @@ _OPTIONS = (
 )  # fmt: skip
 
 # What the forward's autograd saves.
-SAVED = (*_INPUTS, *_OPTIONS, "disable_recompute", *_KEPT)
+SAVED = (*_INPUTS, *_OPTIONS, "disable_recompute", *_STATES, *RECORDS)
 
 
 class BackwardArguments(NamedTuple):
@@ -78,6 +78,8 @@ class BackwardArguments(NamedTuple):
     g: Tensor
     beta: Tensor
     do: Tensor
+    states: Tensor
+    v_new: Tensor
     dfinal_state: Tensor | None = None
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
@@ -86,8 +88,6 @@ class BackwardArguments(NamedTuple):
     tiles: Tensor | None = None
     decay: Tensor | None = None
     inverse_norms: Tensor | None = None
-    states: Tensor | None = None
-    v_new: Tensor | None = None
     scale: float | None = None
     use_qk_l2norm_in_kernel: bool = False
     use_gate_in_kernel: bool = False
@@ -123,7 +123,6 @@ class _Ready(NamedTuple):
     """Loaded kernels, None for those not needed, and what is the same for all calls with a key."""
 
     prepare: _Function | None
-    state_pass: Pass | None
     adjoint_pass: Pass
     gradients: _Function | None
     sum_A_log: _Function | None
@@ -154,7 +153,7 @@ class Backward(Operator[BackwardArguments]):
         for name in ("A_log", "dt_bias"):
             if needs[f"need_d{name}"] and not a.use_gate_in_kernel:
                 raise ValueError(f"need_d{name} is True, it needs use_gate_in_kernel")
-        check_dtypes_are(given, ("do", "tiles", "states", "v_new"), a.q.dtype)
+        check_dtypes_are(given, ("do", *_STATES, "tiles"), a.q.dtype)
         check_dtypes_are(given, ("dfinal_state", "decay", "inverse_norms"), torch.float32)
         sizes = Sizes()
         sizes.take("q", a.q, "B T HQK K")
@@ -164,11 +163,15 @@ class Backward(Operator[BackwardArguments]):
         if a.dfinal_state is not None:
             shape = "N HV V K" if a.state_v_first else "N HV K V"
             sizes.take("dfinal_state", a.dfinal_state, shape)
-        kept = [name for name in _KEPT if name in given]
-        expected = {name: x for name, x in zip(_KEPT, _kept(a), strict=True) if x is not None}
-        if kept and kept != [*expected]:
-            raise ValueError(f"{', '.join(kept)} are given, must be all of {[*expected]} or none")
-        for name in kept:
+        kept = (*_STATES, *RECORDS)
+        expected = {name: x for name, x in zip(kept, _kept(a), strict=True) if x is not None}
+        records = [name for name in RECORDS if name in given]
+        if records and records != [name for name in RECORDS if name in expected]:
+            raise ValueError(
+                f"{', '.join(records)} are given, must be all of "
+                f"{', '.join(name for name in RECORDS if name in expected)}, or none"
+            )
+        for name in (*_STATES, *records):
             if given[name].shape != expected[name].shape:
                 raise ValueError(
                     f"{name} has shape {list(given[name].shape)}, "
@@ -178,7 +181,7 @@ class Backward(Operator[BackwardArguments]):
     def prepare(self, a: BackwardArguments) -> _Ready:
         device = a.q.device
         plan = sequence_plan(a.forward)
-        plan.pop("output_final_state")
+        del plan["initial_state"], plan["output_final_state"]
         requests = backward_requests(
             launch.arch_for(device),
             **plan,
@@ -193,12 +196,9 @@ class Backward(Operator[BackwardArguments]):
         def load(request: launch.Request | None) -> _Function | None:
             return None if request is None else launch.get_for(device, *request)
 
-        adjoint_pass = Pass.load(device, requests.adjoint_pass)
-        assert adjoint_pass is not None
         return _Ready(
             prepare=load(requests.prepare),
-            state_pass=Pass.load(device, requests.state_pass),
-            adjoint_pass=adjoint_pass,
+            adjoint_pass=Pass.load(device, requests.adjoint_pass),
             gradients=load(requests.gradients),
             sum_A_log=load(requests.sum_A_log if a.need_dA_log else None),
             sum_dt_bias=load(requests.sum_dt_bias if a.need_ddt_bias else None),
@@ -216,7 +216,7 @@ class Backward(Operator[BackwardArguments]):
             a.beta.dtype,
             a.q.get_device(),
             None if a.cu_seqlens is None else a.cu_seqlens.dtype,
-            *(x is None for x in a[6:16]),
+            *(x is None for x in a[8:16]),
             *a[16:],
             type(a.scale),
             type(a.lower_bound),
@@ -234,16 +234,11 @@ class Backward(Operator[BackwardArguments]):
         given = q, v, cu_seqlens
         A, bias = a.of_gate
         inputs = (q, a.k, a.g, a.beta, A, bias)
-        tiles, decay, inverse_norms, states, v_new = (getattr(a, name) for name in _KEPT)
+        tiles, decay, inverse_norms = (getattr(a, name) for name in RECORDS)
         if ready.prepare is not None:
             tiles, decay, inverse_norms = empty_records(*given, a.use_qk_l2norm_in_kernel)
             ready.prepare(*inputs, cu_seqlens, tiles, decay, inverse_norms, *ready.scalars)
         assert tiles is not None and decay is not None
-        if ready.state_pass is not None:
-            states, v_new = empty_states(*given), empty_v_new(*given)
-            ready.state_pass.run(
-                v, tiles, decay, (None, states, v_new), a.initial_state, None, cu_seqlens
-            )
         dinitial_state = _dinitial_state(a) if a.need_dinitial_state else None
         adjoints, dv = empty_states(*given), _empty_like(v, memory_format=_contiguous)
         ready.adjoint_pass.run(
@@ -265,7 +260,7 @@ class Backward(Operator[BackwardArguments]):
         if bias is not None:
             bias_parts = _empty(parts, dtype=torch.float32, device=v.device)
         ready.gradients(
-            *inputs, a.do, states, adjoints, v_new, dv, dq, dk, dg, dbeta, A_parts, bias_parts,
+            *inputs, a.do, a.states, adjoints, a.v_new, dv, dq, dk, dg, dbeta, A_parts, bias_parts,
             cu_seqlens, *ready.scalars,
         )  # fmt: skip
         if ready.sum_A_log is not None and A_parts is not None:
@@ -292,7 +287,7 @@ class Backward(Operator[BackwardArguments]):
         }
         if a.use_gate_in_kernel:
             changed |= readable_parameters(a)
-        for name in (*_KEPT, "cu_seqlens"):
+        for name in (*_STATES, *RECORDS, "cu_seqlens"):
             x = getattr(a, name)
             changed[name] = None if x is None else contiguous(x)
         for name in ("initial_state", "dfinal_state"):
@@ -334,7 +329,7 @@ def _kept(a: BackwardArguments) -> tuple[Tensor | None, ...]:
     """Tensors of the shapes that a forward with disable_recompute keeps, without memory."""
     given = a.q.to("meta"), a.v.to("meta"), a.cu_seqlens
     records = empty_records(*given, a.use_qk_l2norm_in_kernel)
-    return *records, empty_states(*given), empty_v_new(*given)
+    return empty_states(*given), empty_v_new(*given), *records
 
 
 def _zero_unused(kernel: _Function, results: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> None:
@@ -364,11 +359,11 @@ def backward(
         saved: what `SAVED` names.
         do, dfinal_state: the gradients of o and final_state; None is 0.
     """
-    a = {name: saved[name] for name in (*_INPUTS, *_OPTIONS)}
+    a = {name: saved[name] for name in (*_INPUTS, *_OPTIONS, *_STATES)}
     if saved["disable_recompute"]:
-        a |= {name: saved[name] for name in _KEPT}
-        if not saved["use_qk_l2norm_in_kernel"]:
-            del a["inverse_norms"]  # a tensor of no elements
+        # A result that was not requested is a tensor of no elements.
+        records = RECORDS if saved["use_qk_l2norm_in_kernel"] else RECORDS[:2]
+        a |= {name: saved[name] for name in records}
     if do is None:
         do = torch.zeros_like(saved["v"])
     needed = needed if saved["use_gate_in_kernel"] else needed - {"A_log", "dt_bias"}

@@ -63,10 +63,7 @@ class Pass(NamedTuple):
     num_sms: int
 
     @staticmethod
-    def load(device: torch.device, requests: Sequence[launch.Request]) -> Pass | None:
-        """The pass of these requests, None without any."""
-        if not requests:
-            return None
+    def load(device: torch.device, requests: Sequence[launch.Request]) -> Pass:
         whole, *split = requests
         num_sms = launch.num_sms(device) if split else 0
         return Pass(launch.get_for(device, *whole), tuple(split), num_sms)
@@ -76,7 +73,7 @@ class Pass(NamedTuple):
         rows: Tensor,
         tiles: Tensor,
         decay: Tensor,
-        written: tuple[Tensor | None, Tensor | None, Tensor | None],
+        written: tuple[Tensor, Tensor | None, Tensor | None],
         first: Tensor | None,
         last: Tensor | None,
         cu_seqlens: Tensor | None,
@@ -108,7 +105,7 @@ def run_in_segments(
     rows: Tensor,
     tiles: Tensor,
     decay: Tensor,
-    written: tuple[Tensor | None, Tensor | None, Tensor | None],
+    written: tuple[Tensor, Tensor | None, Tensor | None],
     first: Tensor | None,
     last: Tensor | None,
     cu_seqlens: Tensor | None,

@@ -49,7 +49,7 @@ def plan_chunk_kda(
     use_gate_in_kernel: bool = False,
     use_beta_sigmoid_in_kernel: bool = False,
     lower_bound: bool = False,
-    disable_recompute: bool = False,
+    gradient: bool = False,
     return_intermediate_states: bool = False,
     state_v_first: bool = False,
     index_dtype: str = "none",
@@ -73,7 +73,7 @@ def plan_chunk_kda(
         use_gate_in_kernel: as the operator's.
         use_beta_sigmoid_in_kernel: as the operator's.
         lower_bound: whether lower_bound is given.
-        disable_recompute: as the operator's, for a call that needs a gradient.
+        gradient: whether the call needs a gradient; disable_recompute has no effect here.
         return_intermediate_states: as the operator's.
         state_v_first: as the operator's.
         index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
@@ -110,7 +110,7 @@ def plan_chunk_kda(
     )
     if return_intermediate_states:
         return call.stages()
-    keeps = bool(disable_recompute)
+    keeps = bool(gradient)
     return [call.prepare(for_backward=keeps), *call.state_pass(store_states=keeps)]
 
 
@@ -123,7 +123,6 @@ def plan_chunk_kda_backward(
     beta_dtype: str | None = None,
     head_dim_k: int = 128,
     head_dim_v: int = 128,
-    initial_state: bool = False,
     dfinal_state: bool = False,
     dinitial_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -149,7 +148,6 @@ def plan_chunk_kda_backward(
         beta_dtype: of beta; None is that of q.
         head_dim_k: K, of q and k.
         head_dim_v: V, of v.
-        initial_state: whether initial_state is given.
         dfinal_state: whether final_state has a gradient.
         dinitial_state: whether initial_state requires a gradient.
         use_qk_l2norm_in_kernel: as the operator's.
@@ -180,7 +178,6 @@ def plan_chunk_kda_backward(
         beta_dtype=beta_dtype,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
-        initial_state=initial_state,
         dfinal_state=dfinal_state,
         dinitial_state=dinitial_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -197,8 +194,7 @@ def plan_chunk_kda_backward(
         split=split,
     )
     single = (found.prepare, found.gradients, found.sum_A_log, found.sum_dt_bias, found.zero_unused)
-    requests = [*found.state_pass, *found.adjoint_pass, *filter(None, single)]
-    return list(dict.fromkeys(requests))
+    return [*found.adjoint_pass, *filter(None, single)]
 
 
 _SUM_A_LOG = SUM_PARTIALS, SumPartialsSpec("float32", vector=1, slices=32)
@@ -207,11 +203,10 @@ _ZERO_UNUSED = ZERO_UNUSED, ZeroUnusedSpec(varlen=True, seqused=False)
 
 
 class BackwardRequests(NamedTuple):
-    """The kernels of a backward; None or empty where there is nothing to compute. Those of a pass
-    are the kernel for whole sequences, then the three for split ones."""
+    """The kernels of a backward, None where there is nothing to compute. Those of the pass are the
+    kernel for whole sequences, then the three for split ones."""
 
     prepare: launch.Request | None
-    state_pass: list[launch.Request]
     adjoint_pass: list[launch.Request]
     gradients: launch.Request | None
     sum_A_log: launch.Request | None
@@ -222,7 +217,6 @@ class BackwardRequests(NamedTuple):
 def backward_requests(
     arch: str,
     *,
-    initial_state: bool,
     dfinal_state: bool,
     dinitial_state: bool,
     disable_recompute: bool,
@@ -231,18 +225,15 @@ def backward_requests(
     **options: Any,
 ) -> BackwardRequests:
     """The same kernels by their part; arguments and errors as for `plan_chunk_kda_backward`."""
-    forward = _Call(arch, has_initial_state=initial_state, has_final_state=False, **options)
-    adjoint = _Call(arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options)
-    recompute = inputs and not disable_recompute
-    gate = forward.gate_fields
+    call = _Call(arch, has_initial_state=dinitial_state, has_final_state=dfinal_state, **options)
+    gate = call.gate_fields
     return BackwardRequests(
-        prepare=None if disable_recompute else forward.prepare(for_backward=True),
-        state_pass=forward.state_pass(store_o=False, store_states=True) if recompute else [],
-        adjoint_pass=adjoint.adjoint_pass(),
-        gradients=forward.gradients(grouped=grouped) if inputs else None,
+        prepare=None if disable_recompute else call.prepare(for_backward=True),
+        adjoint_pass=call.adjoint_pass(),
+        gradients=call.gradients(grouped=grouped) if inputs else None,
         sum_A_log=_SUM_A_LOG if inputs and gate["has_A_log"] else None,
         sum_dt_bias=_SUM_DT_BIAS if inputs and gate["has_dt_bias"] else None,
-        zero_unused=_ZERO_UNUSED if inputs and forward.base["index_dtype"] != "none" else None,
+        zero_unused=_ZERO_UNUSED if inputs and call.base["index_dtype"] != "none" else None,
     )
 
 
@@ -317,14 +308,11 @@ class _Call:
     def prepare(self, *, for_backward: bool) -> launch.Request:
         return table.PREPARE, PrepareSpec(**self.inputs, for_backward=for_backward)
 
-    def state_pass(
-        self, *, store_o: bool = True, store_states: bool = False
-    ) -> list[launch.Request]:
+    def state_pass(self, *, store_states: bool) -> list[launch.Request]:
         spec = StatePassSpec(
             **self.base,
             **self.state_fields,
             **state_pass_config(**self.dims),
-            store_o=store_o,
             store_states=store_states,
         )
         return self._with_segments(table.STATE_PASS, spec)
@@ -342,7 +330,7 @@ class _Call:
         )
         transitions = dataclasses.replace(spec, segments="transitions")
         if isinstance(transitions, StatePassSpec):  # one for all forwards: it stores no results
-            transitions = dataclasses.replace(transitions, store_o=True, store_states=False)
+            transitions = dataclasses.replace(transitions, store_states=False)
         return [(kernel, spec)] + self.split * [
             (kernel, transitions),
             (table.SEGMENTS, combine),

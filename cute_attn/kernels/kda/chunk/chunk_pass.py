@@ -57,7 +57,7 @@ KD_STEP = 2 * SUB_TILE_BYTES  # stride of the sub-tiles of kd, and of qg
 class Results(NamedTuple):
     """What a pass stores for each chunk; see `ChunkPass.__call__`."""
 
-    o: cute.Tensor | None
+    o: cute.Tensor
     states: cute.Tensor | None
     v_new: cute.Tensor | None
 
@@ -75,20 +75,20 @@ class ChunkPass:
 
     Args:
         rows_step: stride of the sub-tiles that `TransposedState.times_rows` reads.
-        scores: whether the pass needs qg and Aqk where it has rows.
+        scores: whether transitions need qg and Aqk too, where they have rows.
         starts, ends: whether the call has the first matrix of each sequence, and the last.
-        store_o, store_states, store_v_new: which results the call has.
+        store_states, store_v_new: which results the call has, beside o.
     """
 
     backwards = False
 
     def __init__(
         self, spec: PassSpec, *, rows_step: int, scores: bool, starts: bool, ends: bool,
-        store_o: bool, store_states: bool, store_v_new: bool,
+        store_states: bool, store_v_new: bool,
     ):  # fmt: skip
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.starts, self.ends = starts, ends
-        self.has_o, self.has_states, self.has_v_new = store_o, store_states, store_v_new
+        self.has_states, self.has_v_new = store_states, store_v_new
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products, rows_step)
         self.num_warps = spec.tile_v // 16
         self.bulk = spec.copies == "bulk"
@@ -123,7 +123,7 @@ class ChunkPass:
         # The parts of a chunk's record that all CTAs read, and those that only CTAs with rows read:
         # (offset, bytes).
         self.parts, self.parts_of_rows = [(0, record_bytes)], []
-        if self.transitions or not scores:
+        if self.transitions:
             steps = [i * KD_STEP for i in range(spec.head_dim_k // 64)]
             self.parts = [(step, SUB_TILE_BYTES) for step in steps]
             self.parts.append((self.stage["kg"], self.stage["aqk"] - self.stage["kg"]))
@@ -149,15 +149,14 @@ class ChunkPass:
         def of_chunks(present: bool, elements: int) -> Any:
             return fake_rows(self.dtype, (slots, heads, elements)) if present else None
 
-        def rows(present: bool) -> Any:
-            shape = (batch, tokens, heads, spec.head_dim_v)
-            return fake_rows(self.dtype, shape) if present else None
+        def rows() -> Any:
+            return fake_rows(self.dtype, (batch, tokens, heads, spec.head_dim_v))
 
         return (
-            rows(True),
+            rows(),
             of_chunks(True, record_elements(spec.head_dim_k)),
             fake_rows(Float32, (slots, heads, spec.head_dim_k)),
-            rows(self.has_o),
+            rows(),
             of_chunks(self.has_states, spec.head_dim_v * spec.head_dim_k),
             of_chunks(self.has_v_new, CHUNK * spec.head_dim_v),
             matrices(self.starts),
@@ -187,7 +186,7 @@ class ChunkPass:
         rows: cute.Tensor,
         tiles: cute.Tensor,
         decay: cute.Tensor,
-        o: cute.Tensor | None,
+        o: cute.Tensor,
         states: cute.Tensor | None,
         v_new: cute.Tensor | None,
         start: cute.Tensor | None,
@@ -246,7 +245,7 @@ class ChunkPass:
         rows: cute.Tensor,
         tiles: cute.Tensor,
         decay: cute.Tensor,
-        o: cute.Tensor | None,
+        o: cute.Tensor,
         states: cute.Tensor | None,
         v_new: cute.Tensor | None,
         start: cute.Tensor | None,

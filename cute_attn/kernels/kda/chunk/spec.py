@@ -154,17 +154,10 @@ class StatePassSpec(PassSpec):
     """The fused path's pass of the state through chunks (`state_pass`).
 
     Attributes:
-        store_o: whether the output is a result.
         store_states: whether the states at the chunks' starts and v_new are results.
     """
 
-    store_o: bool = True
     store_states: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.store_o or self.store_states):
-            raise ValueError("store_o is False, must be True without store_states")
 
 
 @dataclass(frozen=True)

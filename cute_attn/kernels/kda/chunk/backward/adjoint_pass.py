@@ -44,7 +44,6 @@ class KdaAdjointPass(ChunkPass):
             scores=True,
             starts=spec.has_final_state,
             ends=spec.has_initial_state,
-            store_o=True,
             store_states=spec.segments != "transitions",
             store_v_new=False,
         )

@@ -14,7 +14,7 @@ chunk's start, a K by V matrix, a chunk computes
       correct   r, then v_new
       update    S; and o, in registers
 
-For a backward pass it stores S of each chunk and v_new, with or without o.
+For a backward pass it also stores S of each chunk and v_new.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ class KdaStatePass(ChunkPass):
     """The kernel for one StatePassSpec; see the module's docstring."""
 
     def __init__(self, spec: StatePassSpec):
-        self.outputs = spec.store_o and spec.segments != "transitions"
+        self.outputs = spec.segments != "transitions"
         super().__init__(
             spec,
             rows_step=KD_STEP,
-            scores=self.outputs,
+            scores=False,
             starts=spec.has_initial_state,
             ends=spec.has_final_state,
-            store_o=spec.store_o,
             store_states=spec.store_states,
             store_v_new=spec.store_states,
         )
@@ -50,8 +49,6 @@ class KdaStatePass(ChunkPass):
     def hold(self) -> Any:
         """Return o of the previous chunk, 16 tokens by 2 columns; it is stored while products
         run."""
-        if not self.has_o:
-            return None
         output = cute.make_rmem_tensor((CHUNK // 4,), Int32)
         output.fill(0)
         return output
@@ -107,9 +104,7 @@ class KdaStatePass(ChunkPass):
                 values += unpack(self.dtype, x)
         return values
 
-    def store_o(
-        self, output: Any, o: cute.Tensor | None, place: Place, index: Any, present: Any
-    ) -> None:
+    def store_o(self, output: Any, o: cute.Tensor, place: Place, index: Any, present: Any) -> None:
         if self.outputs:
             self.store_rows(output, o, place, index, present)
 
