@@ -56,7 +56,6 @@ MAX_RATIO = 2.5  # of our backward to our forward
 # Our kernels by a part of their names, and the bytes that each must move.
 KERNELS = {
     "prepare": ("KdaPrepare", attrgetter("prepare_bytes")),
-    "state_pass": ("KdaStatePass", attrgetter("state_pass_bytes")),
     "adjoint_pass": ("KdaAdjointPass", attrgetter("adjoint_pass_bytes")),
     "gradients": ("KdaGradients", attrgetter("gradients_bytes")),
 }
@@ -65,7 +64,6 @@ OTHERS = "others"
 # What kernels of either side compute, by a part of their names.
 STAGES = {
     "KdaPrepare": "records, states again",
-    "KdaStatePass": "records, states again",
     "KdaAdjointPass": "gradients of states",
     "KdaSegments": "gradients of states",
     "kda_gate_chunk_cumsum": "records, states again",

@@ -187,15 +187,10 @@ class Case:
 
     @property
     def prepare_bytes(self) -> int:
-        """`prepare`: q, k, g, beta in; the records out."""
+        """`prepare`: q, k, g, beta in; the records and the inverse norms out."""
         read = 2 * self.qk_bytes + self.k_wide + self.beta
-        return read + 3 * self.k_wide + 2 * self.scores + self.decays
-
-    @property
-    def state_pass_bytes(self) -> int:
-        """`state_pass` without o: v, kd, kg, Akk in; states and v_new out."""
-        read = self.v_wide + 2 * self.k_wide + self.scores + self.decays
-        return read + self.chunk_states + self.v_wide
+        norms = self.chunk_heads // self.heads_v * self.heads * 2 * CHUNK * FLOAT
+        return read + 3 * self.k_wide + 2 * self.scores + self.decays + norms
 
     @property
     def adjoint_pass_bytes(self) -> int:

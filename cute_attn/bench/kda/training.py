@@ -70,17 +70,19 @@ def compile_ours(cases: Sequence[Case], keep: Sequence[bool]) -> None:
     kinds = {(bool(case.sequences), case.heads != case.heads_v) for case in cases}
     requests = []
     for packed, grouped in sorted(kinds):
+        options: dict[str, Any] = {
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "lower_bound": True,
+            "index_dtype": "int64" if packed else "none",
+        }
+        for gradient in (False, True):
+            requests += plan_chunk_kda(arch, gradient=gradient, **options)
         for disable_recompute in {False, *keep}:
-            options: dict[str, Any] = {
-                "use_qk_l2norm_in_kernel": True,
-                "use_gate_in_kernel": True,
-                "use_beta_sigmoid_in_kernel": True,
-                "lower_bound": True,
-                "disable_recompute": disable_recompute,
-                "index_dtype": "int64" if packed else "none",
-            }
-            requests += plan_chunk_kda(arch, **options)
-            requests += plan_chunk_kda_backward(arch, grouped=grouped, **options)
+            requests += plan_chunk_kda_backward(
+                arch, grouped=grouped, disable_recompute=disable_recompute, **options
+            )
     warmup(dict.fromkeys(requests))
 
 
