@@ -5,7 +5,8 @@
     g                                                    "none"
 
 Without A_log, exp(A_log) is 1. "softplus" is Kimi Linear's gate (arXiv 2510.26692), "lower_bound"
-that of its successors. `log2_decay` is fast, `log_decay` accurate.
+that of its successors. `log2_decay` is fast, `log_decay` accurate; so are
+their gradients.
 """
 
 from __future__ import annotations
@@ -101,6 +102,26 @@ def log_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
     magnitude = cute.arch.fmax(x, -x)
     softplus = cute.arch.fmax(x, Float32(0.0)) + cute.math.log1p(cute.math.exp(-magnitude))
     return -rate * softplus
+
+
+def accurate_log_decay_gradients(
+    gate: str, dg: Any, g: Any, rate: Any, bias: Any, lower_bound: Any
+) -> tuple[Any, Any]:
+    """`log_decay_gradients` to the accuracy of float32, for results stored in it."""
+    decay = log_decay(gate, g, rate, bias, lower_bound)
+    zero = Float32(0.0)
+    if gate == "none":
+        d, of_rate = dg, zero
+    elif gate == "softplus":
+        d, of_rate = dg * (-rate * accurate_sigmoid(g + bias)), dg * decay
+    else:
+        x = g + bias
+        z = rate * x
+        # sigmoid(-z) rather than 1 - sigmoid(z), which cancels.
+        d = dg * (lower_bound * rate * (accurate_sigmoid(z) * accurate_sigmoid(-z)))
+        of_rate = cutlass.select_(d == zero, zero, d * x)
+    kept = decay * Float32(LOG2_E) > Float32(SMALLEST_LOG2_DECAY)
+    return Float32(cutlass.select_(kept, d, zero)), Float32(cutlass.select_(kept, of_rate, zero))
 
 
 def accurate_sigmoid(x: Any) -> Any:

@@ -40,6 +40,20 @@ DELTA_H = KernelDef(
 )
 OUTPUT = KernelDef(name="kda_output", target="cute_attn.kernels.kda.chunk.stages.output:KdaOutput")
 
+# The backward of the stages.
+GATE_CUMSUM_BACKWARD = KernelDef(
+    name="kda_gate_cumsum_backward",
+    target="cute_attn.kernels.kda.chunk.stages.gate_cumsum_backward:KdaGateCumsumBackward",
+)
+DELTA_H_BACKWARD = KernelDef(
+    name="kda_delta_h_backward",
+    target="cute_attn.kernels.kda.chunk.stages.delta_h_backward:KdaDeltaHBackward",
+)
+OUTPUT_BACKWARD = KernelDef(
+    name="kda_output_backward",
+    target="cute_attn.kernels.kda.chunk.stages.output_backward:KdaOutputBackward",
+)
+
 # Token by token.
 DECODE = KernelDef(name="kda_decode", target="cute_attn.kernels.kda.step.decode:KdaDecode")
 DECODE_RECORDS = KernelDef(

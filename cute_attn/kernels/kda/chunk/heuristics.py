@@ -90,6 +90,14 @@ def delta_h_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, 
     return {"tile_v": 64, "num_stages": 2, "products": "wgmma" if arch == "sm_90a" else "mma"}
 
 
+def delta_h_backward_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The tuning fields of a DeltaHBackwardSpec: two stages where they fit."""
+    config = delta_h_config(arch=arch, head_dim_k=head_dim_k, head_dim_v=head_dim_v)
+    stage = 2 * CHUNK * (3 * head_dim_k + 2 * config["tile_v"])
+    fits = 2 * stage + 8 * head_dim_k <= smem_bytes(arch)
+    return config | {"num_stages": 2 if fits else 1}
+
+
 def output_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
     """The tuning fields of an OutputSpec: tiles of up to 128 columns of V, so that q and G are read
     rarely, where several such CTAs fit an SM."""

@@ -254,6 +254,34 @@ class OutputSpec(ChunkSpec):
 
 
 @dataclass(frozen=True)
+class DeltaHBackwardSpec(ChunkSpec):
+    """The gradients of the states after chunks (`delta_h_backward`).
+
+    Attributes:
+        state_v_first: as in `StatePassSpec`.
+        has_initial_state: whether dinitial_state is a result.
+        has_final_state: whether the call has dfinal_state.
+        tile_v, num_stages, products: as in `DeltaHSpec`.
+    """
+
+    state_v_first: bool
+    has_initial_state: bool
+    has_final_state: bool
+    tile_v: int
+    num_stages: int
+    products: str = "mma"
+
+
+@dataclass(frozen=True)
+class OutputBackwardSpec(CheckedSpec):
+    """The gradients of Aqk and v_new (`output_backward`): fields as in `ChunkSpec`."""
+
+    dtype: str
+    head_dim_v: int
+    index_dtype: str
+
+
+@dataclass(frozen=True)
 class SegmentsSpec(CheckedSpec):
     """The states at the start of segments (`segments`).
 

@@ -115,6 +115,22 @@ def lower_triangle(shared: Any, first_row: Any) -> list[list[Any]]:
     return fragments
 
 
+def upper_triangle_of_columns(shared: Any, first_column: Any) -> list[list[Any]]:
+    """Load columns first_column to first_column + 15 of a lower triangular 64 by 64 matrix as left
+    operands, the rows of its transpose, with 0 for what memory holds above the diagonal."""
+    lane = cute.arch.lane_idx()
+    fragments = []
+    for step in range(CHUNK // 16):
+        fragment = left_fragment_of_columns(shared, first_column, step)
+        for i in range(4):
+            column = first_column + (lane >> 2) + 8 * (i % 2)
+            row = 16 * step + 8 * (i // 2) + ((lane & 3) << 1)
+            keep = cutlass.select_(row < column, Int32(-0x10000), Int32(-1))
+            fragment[i] = fragment[i] & cutlass.select_(row + 1 < column, Int32(0), keep)
+        fragments.append(fragment)
+    return fragments
+
+
 @cute.jit
 def lower_times(
     c: cute.Tensor,

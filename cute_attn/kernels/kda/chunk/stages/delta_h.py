@@ -49,7 +49,7 @@ from ..chunks import (
     row_bytes,
     sequence_place,
 )
-from ..spec import CHUNK, DeltaHSpec
+from ..spec import CHUNK, DeltaHBackwardSpec, DeltaHSpec
 from ..state import STEP, TransposedState
 from ..tiles import (
     FRAGMENT_ROWS,
@@ -63,10 +63,12 @@ from ..tiles import (
 TILE_V = 64  # with 32, or 128 on sm_90, the kernel would spill
 
 
-class KdaDeltaH:
-    """The kernel for one DeltaHSpec; see the module's docstring."""
+class ChunkStates:
+    """What `delta_h` and its backward share: the state's registers, the decays of chunks, and the
+    stores of h and v_new."""
 
-    def __init__(self, spec: DeltaHSpec):
+    def __init__(self, spec: DeltaHSpec | DeltaHBackwardSpec, stage: SharedMemory):
+        """stage: the ring's, of one chunk."""
         self.spec, self.dtype = spec, DTYPE[spec.dtype]
         self.state = TransposedState(self.dtype, spec.head_dim_k, spec.products)
         if spec.tile_v != TILE_V:
@@ -76,12 +78,7 @@ class KdaDeltaH:
         self.num_warps = spec.tile_v // FRAGMENT_ROWS
         self.num_threads = self.num_warps * WARP_SIZE
         self.decays = -(-spec.head_dim_k // self.num_threads)  # channels of a thread
-        rows = CHUNK * spec.head_dim_k
-        self.stage = SharedMemory(
-            Buffer("w", self.dtype, rows, alignment=SWIZZLE_ALIGNMENT),
-            Buffer("kg", self.dtype, rows),
-            Buffer("u", self.dtype, CHUNK * spec.tile_v),
-        )
+        self.stage = stage
         self.memory = SharedMemory(
             Buffer.ring("chunk", self.stage, spec.num_stages),
             Buffer("decay", Float32, spec.head_dim_k, stages=2, holds="exp2(G_e)"),
@@ -89,6 +86,91 @@ class KdaDeltaH:
         self.smem_bytes = self.memory.nbytes
         self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
         self.decay_bytes = self.memory.buffers["decay"].stage_bytes
+
+    # -- decays -------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_decay(
+        self,
+        logs: cute.Tensor,
+        c: Int32,
+        num_chunks: Int32,
+        g: cute.Tensor,
+        place: Any,
+        head: Int32,
+    ) -> None:
+        """Load G_e of chunk c, if there is one."""
+        thread, _, _ = cute.arch.thread_idx()
+        if c < num_chunks and thread < self.spec.head_dim_k:
+            last = cutlass.min((c + 1) * CHUNK, place.length) - 1
+            address = row_address(g, place.batch, place.start + last, head, thread)
+            for i in cutlass.range_constexpr(self.decays):
+                logs[i] = load_global(Float32, address + i * self.num_threads * 4)[0]
+
+    @cute.jit
+    def keep_decay(self, logs: cute.Tensor, c: Int32, base: Int32) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < self.spec.head_dim_k:
+            at = base + self.memory["decay"] + (c & 1) * self.decay_bytes + thread * 4
+            for i in cutlass.range_constexpr(self.decays):
+                store_shared(Float32, at + i * self.num_threads * 4, [exp2(logs[i])])
+
+    # -- h and v_new --------------------------------------------------------------------------
+
+    def store_h(
+        self, s: list[Any], h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any
+    ) -> None:
+        """Store the warp's 16 columns of V of h, in whole sectors."""
+        spec = self.spec
+        row = cute.arch.lane_idx() >> 2
+        start = h.iterator + (
+            Int64(batch) * h.stride[0] + Int64(index) * h.stride[1] + Int64(head) * h.stride[2]
+        )
+        if spec.state_v_first:
+            start = start + (first_v + row) * spec.head_dim_k
+        else:
+            start = start + (row * spec.head_dim_v + first_v)
+        start = start.toint() + paired_offset()
+        for step in range(spec.head_dim_k // STEP):
+            part = s[4 * step : 4 * step + 4]
+            for i in range(2):
+                if spec.state_v_first:
+                    at = start + (8 * i * spec.head_dim_k + STEP * step) * 2
+                    x = paired(part[i], part[2 + i])
+                else:
+                    at = start + (STEP * step + 8 * i) * spec.head_dim_v * 2
+                    x = paired(*(transpose_matrix(y) for y in part[2 * i : 2 * i + 2]))
+                store_global(Int32, at, x)
+
+    def store_v_new(
+        self,
+        corrections: list[Any],
+        v_new: cute.Tensor,
+        place: Any,
+        head: Any,
+        first_v: Any,
+        c: Any,
+    ) -> None:
+        row = c * CHUNK + (cute.arch.lane_idx() >> 2)
+        start = row_address(v_new, place.batch, place.start + row, head, first_v)
+        start = start + paired_offset()
+        for j in range(CHUNK // 8):
+            x = paired(*(transpose_matrix(corrections[2 * j + half]) for half in range(2)))
+            at = start + Int64(8 * j) * row_bytes(v_new)
+            store_global_where(row + 8 * j < place.length, at, *x)
+
+
+class KdaDeltaH(ChunkStates):
+    """The kernel for one DeltaHSpec; see the module's docstring."""
+
+    def __init__(self, spec: DeltaHSpec):
+        dtype, rows = DTYPE[spec.dtype], CHUNK * spec.head_dim_k
+        stage = SharedMemory(
+            Buffer("w", dtype, rows, alignment=SWIZZLE_ALIGNMENT),
+            Buffer("kg", dtype, rows),
+            Buffer("u", dtype, CHUNK * spec.tile_v),
+        )
+        super().__init__(spec, stage)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec, dtype = self.spec, self.dtype
@@ -248,32 +330,6 @@ class KdaDeltaH:
             )
         cute.arch.cp_async_commit_group()
 
-    @cute.jit
-    def load_decay(
-        self,
-        logs: cute.Tensor,
-        c: Int32,
-        num_chunks: Int32,
-        g: cute.Tensor,
-        place: Any,
-        head: Int32,
-    ) -> None:
-        """Load G_e of chunk c, if there is one."""
-        thread, _, _ = cute.arch.thread_idx()
-        if c < num_chunks and thread < self.spec.head_dim_k:
-            last = cutlass.min((c + 1) * CHUNK, place.length) - 1
-            address = row_address(g, place.batch, place.start + last, head, thread)
-            for i in cutlass.range_constexpr(self.decays):
-                logs[i] = load_global(Float32, address + i * self.num_threads * 4)[0]
-
-    @cute.jit
-    def keep_decay(self, logs: cute.Tensor, c: Int32, base: Int32) -> None:
-        thread, _, _ = cute.arch.thread_idx()
-        if thread < self.spec.head_dim_k:
-            at = base + self.memory["decay"] + (c & 1) * self.decay_bytes + thread * 4
-            for i in cutlass.range_constexpr(self.decays):
-                store_shared(Float32, at + i * self.num_threads * 4, [exp2(logs[i])])
-
     # -- a chunk ------------------------------------------------------------------------------
 
     def chunk(
@@ -320,47 +376,3 @@ class KdaDeltaH:
         if spec.store_v_new:
             self.store_v_new(corrections, v_new, place, head, first_v, c)
         self.state.assign(state, self.state.done(updated))
-
-    # -- h and v_new --------------------------------------------------------------------------
-
-    def store_h(
-        self, s: list[Any], h: cute.Tensor, batch: Any, index: Any, head: Any, first_v: Any
-    ) -> None:
-        """Store the warp's 16 columns of V of h, in whole sectors."""
-        spec = self.spec
-        row = cute.arch.lane_idx() >> 2
-        start = h.iterator + (
-            Int64(batch) * h.stride[0] + Int64(index) * h.stride[1] + Int64(head) * h.stride[2]
-        )
-        if spec.state_v_first:
-            start = start + (first_v + row) * spec.head_dim_k
-        else:
-            start = start + (row * spec.head_dim_v + first_v)
-        start = start.toint() + paired_offset()
-        for step in range(spec.head_dim_k // STEP):
-            part = s[4 * step : 4 * step + 4]
-            for i in range(2):
-                if spec.state_v_first:
-                    at = start + (8 * i * spec.head_dim_k + STEP * step) * 2
-                    x = paired(part[i], part[2 + i])
-                else:
-                    at = start + (STEP * step + 8 * i) * spec.head_dim_v * 2
-                    x = paired(*(transpose_matrix(y) for y in part[2 * i : 2 * i + 2]))
-                store_global(Int32, at, x)
-
-    def store_v_new(
-        self,
-        corrections: list[Any],
-        v_new: cute.Tensor,
-        place: Any,
-        head: Any,
-        first_v: Any,
-        c: Any,
-    ) -> None:
-        row = c * CHUNK + (cute.arch.lane_idx() >> 2)
-        start = row_address(v_new, place.batch, place.start + row, head, first_v)
-        start = start + paired_offset()
-        for j in range(CHUNK // 8):
-            x = paired(*(transpose_matrix(corrections[2 * j + half]) for half in range(2)))
-            at = start + Int64(8 * j) * row_bytes(v_new)
-            store_global_where(row + 8 * j < place.length, at, *x)

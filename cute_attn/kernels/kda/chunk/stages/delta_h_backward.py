@@ -1,0 +1,269 @@
+"""The pass of the state's gradient backwards through the chunks, from qg, kg and w: the gradients
+dh of the states after the chunks, and the gradient of u.
+
+    dh = dS        du = dv_new + kg dS        dS <- Diag(exp2(G_e)) dS + scale qg^T do - w^T du
+
+It is the adjoint of `delta_h`, whose structure it has: a warp owns 16 columns of V and all of K.
+dv_new is the gradient of v_new through the output, from `output_backward`.
+
+    CTA (tile of V, value head, sequence), tile_v / 16 warps
+      load      qg, kg, w, do, dv_new of chunk c - num_stages + 1, by cp.async; G_e of chunk c - 1
+      keep      store dh
+      correct   du
+      update    dS
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream
+
+from ....common.arguments import fake_matrices, fake_offsets, fake_rows
+from ....common.dtypes import DTYPE
+from ....common.ptx.memory import shared_address
+from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ..chunks import (
+    CHUNK_SHIFT,
+    SequencePlace,
+    chunks_before,
+    num_sequences,
+    row_address,
+    row_bytes,
+    sequence_place,
+)
+from ..spec import CHUNK, DeltaHBackwardSpec
+from ..tiles import FRAGMENT_ROWS, copy_rows, thread_and_warp, transposed_accumulators
+from .delta_h import ChunkStates
+
+
+class KdaDeltaHBackward(ChunkStates):
+    """The kernel for one DeltaHBackwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: DeltaHBackwardSpec):
+        dtype = DTYPE[spec.dtype]
+        rows = CHUNK * spec.head_dim_k
+        stage = SharedMemory(
+            Buffer("kg", dtype, rows, alignment=SWIZZLE_ALIGNMENT),
+            Buffer("qg", dtype, rows),
+            Buffer("w", dtype, rows),
+            Buffer("do", dtype, CHUNK * spec.tile_v),
+            Buffer("dv", dtype, CHUNK * spec.tile_v),
+        )
+        super().__init__(spec, stage)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec, dtype = self.spec, self.dtype
+        batch, tokens, heads, chunks = (cute.sym_int() for _ in range(4))
+        sequences = cute.sym_int() if spec.varlen else batch
+
+        def rows(columns: int, element: Any = dtype) -> Any:
+            return fake_rows(element, (batch, tokens, heads, columns))
+
+        K, V = spec.head_dim_k, spec.head_dim_v
+        matrix = (V, K) if spec.state_v_first else (K, V)
+        leading = (sequences, heads)
+        return (
+            rows(K),
+            rows(K),
+            rows(K),
+            rows(K, Float32),
+            rows(V),
+            rows(V),
+            fake_matrices(leading, matrix) if spec.has_final_state else None,
+            fake_offsets(spec.index_dtype),
+            fake_matrices((batch, chunks, heads), matrix, dtype),
+            fake_matrices(leading, matrix) if spec.has_initial_state else None,
+            rows(V),
+            Float32(1.0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        qg: cute.Tensor,
+        kg: cute.Tensor,
+        w: cute.Tensor,
+        g: cute.Tensor,
+        do: cute.Tensor,
+        dv: cute.Tensor,
+        dfinal_state: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        dh: cute.Tensor,
+        dinitial_state: cute.Tensor | None,
+        du: cute.Tensor,
+        scale: Float32,
+        stream: Any,
+    ) -> None:
+        self.kernel(
+            qg, kg, w, g, do, dv, dfinal_state, cu_seqlens, dh, dinitial_state, du, scale
+        ).launch(
+            grid=[
+                self.spec.head_dim_v // self.spec.tile_v,
+                do.shape[2],
+                num_sequences(do.shape[0], cu_seqlens),
+            ],
+            block=[self.num_threads, 1, 1],
+            smem=self.smem_bytes,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        qg: cute.Tensor,
+        kg: cute.Tensor,
+        w: cute.Tensor,
+        g: cute.Tensor,
+        do: cute.Tensor,
+        dv: cute.Tensor,
+        dfinal_state: cute.Tensor | None,
+        cu_seqlens: cute.Tensor | None,
+        dh: cute.Tensor,
+        dinitial_state: cute.Tensor | None,
+        du: cute.Tensor,
+        scale: Float32,
+    ) -> None:
+        spec = self.spec
+        tile, head, sequence = cute.arch.block_idx()
+        _, warp_index = thread_and_warp()
+        # Loaded values are uniform, which the compiler cannot know; this saves registers.
+        place = SequencePlace(
+            *map(cute.arch.make_warp_uniform, sequence_place(sequence, do.shape[1], cu_seqlens))
+        )
+        first_chunk = chunks_before(sequence, do.shape[1], cu_seqlens)
+        first_chunk = cute.arch.make_warp_uniform(first_chunk)
+        num_chunks = (place.length + (CHUNK - 1)) >> CHUNK_SHIFT
+        # Stay within dh for any cu_seqlens.
+        num_chunks = cutlass.min(num_chunks, dh.shape[1] - first_chunk)
+        smem = cutlass.memory.SmemAllocator()
+        base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
+        tile_start = tile * spec.tile_v
+        first_v = tile_start + warp_index * FRAGMENT_ROWS
+
+        sources = ((kg, "kg"), (qg, "qg"), (w, "w"), (do, "do"), (dv, "dv"))
+        last = num_chunks - 1
+        for i in cutlass.range_constexpr(spec.num_stages - 1):
+            self.load(last - i, base + i * self.stage_bytes, sources, place, head, tile_start)
+        logs = cute.make_rmem_tensor((self.decays,), Float32)  # G_e of the thread's channels
+        logs.fill(0.0)
+        self.load_decay(logs, cutlass.max(last, Int32(0)), num_chunks, g, place, head)
+        state = self.state.empty()
+        self.state.load(state, dfinal_state, spec.state_v_first, sequence, head, first_v)
+        self.keep_decay(logs, 0, base)
+
+        stage = Int32(0)
+        for i in cutlass.range(num_chunks, unroll=1):
+            c = last - i
+            ahead = stage + (spec.num_stages - 1)
+            ahead = ahead - spec.num_stages if ahead >= spec.num_stages else ahead
+            if cutlass.const_expr(spec.num_stages == 1):
+                # All warps have read the previous chunk.
+                cute.arch.sync_threads()
+                self.load(c, base, sources, place, head, tile_start)
+                cute.arch.cp_async_wait_group(0)
+            else:
+                cute.arch.cp_async_wait_group(spec.num_stages - 2)
+            if cutlass.const_expr(self.state.wgmma):
+                cute.arch.fence_proxy("async.shared", space="cta")
+            # All threads' copies of this chunk are done, and all warps have read the previous one.
+            cute.arch.sync_threads()
+            before = c - 1 if c > 0 else num_chunks  # there is no chunk num_chunks to load
+            self.load_decay(logs, before, num_chunks, g, place, head)
+            self.chunk(
+                state,
+                base + stage * self.stage_bytes,
+                base + self.memory["decay"] + (i & 1) * self.decay_bytes,
+                dh,
+                du,
+                scale,
+                place,
+                head,
+                tile_start,
+                warp_index,
+                c,
+                first_chunk + c,
+                (c - spec.num_stages + 1, base + ahead * self.stage_bytes, sources),
+            )
+            self.keep_decay(logs, i + 1, base)
+            stage = stage + 1
+            stage = Int32(0) if stage == spec.num_stages else stage
+
+        cute.arch.cp_async_wait_group(0)
+        self.state.store(state, dinitial_state, spec.state_v_first, sequence, head, first_v)
+
+    def load(
+        self, c: Any, stage: Any, sources: tuple[Any, ...], place: Any, head: Any, tile_start: Any
+    ) -> None:
+        """Start the copies of chunk c. Before the first chunk, fill the stage with zeros."""
+        length = cutlass.select_(c < 0, Int32(0), place.length - c * CHUNK)
+        start = place.start + cutlass.max(c, Int32(0)) * CHUNK
+        for x, name in sources:
+            of_v = name in ("do", "dv")
+            copy_rows(
+                stage + self.stage[name],
+                row_address(x, place.batch, start, head, tile_start if of_v else 0),
+                row_bytes(x),
+                length,
+                self.spec.tile_v if of_v else self.spec.head_dim_k,
+                self.num_threads,
+            )
+        cute.arch.cp_async_commit_group()
+
+    def chunk(
+        self,
+        state: cute.Tensor,
+        stage: Any,
+        decay: Any,
+        dh: cute.Tensor,
+        du: cute.Tensor,
+        scale: Any,
+        place: Any,
+        head: Any,
+        tile_start: Any,
+        warp_index: Any,
+        c: Any,
+        index: Any,
+        copies: tuple[Any, ...],
+    ) -> None:
+        """Update dS, and start the loads given by `copies`. A branch between the start and the wait
+        of a `wgmma` would make the compiler serialise them."""
+        first_v = tile_start + warp_index * FRAGMENT_ROWS
+
+        # keep and correct: `s` is dS^T rounded, 4 registers for each 16 of K
+        s = self.state.operand(self.state.values(state))
+        ahead = self.spec.num_stages > 1
+        # With wgmma, copies start while the product runs.
+        if ahead and not self.state.wgmma:
+            self.load(*copies, place, head, tile_start)
+        recalled = self.state.times_rows(s, stage + self.stage["kg"])
+        if ahead and self.state.wgmma:
+            self.load(*copies, place, head, tile_start)
+        self.store_h(s, dh, place.batch, index, head, first_v)
+        dv = self.transposed(stage + self.stage["dv"], warp_index)
+        recalled = self.state.done(recalled)
+        corrected = self.state.operand([x + y for x, y in zip(dv, recalled, strict=True)])
+
+        # update
+        do = self.state.operand(self.transposed(stage + self.stage["do"], warp_index))
+        seen = self.state.times_columns(do, stage + self.stage["qg"])
+        decayed = self.state.decayed(state, decay)
+        seen = self.state.done(seen)
+        updated = [cute.math.fma(scale, x, y) for x, y in zip(seen, decayed, strict=True)]
+        updated = self.state.times_columns(
+            self.state.negated(corrected), stage + self.stage["w"], updated
+        )
+        self.store_v_new(corrected, du, place, head, first_v, c)
+        self.state.assign(state, self.state.done(updated))
+
+    def transposed(self, rows: Any, warp_index: Any) -> list[Any]:
+        """Load the warp's 16 columns of a chunk's rows as accumulators of the transpose."""
+        values = []
+        for j in range(0, CHUNK // 8, 2):
+            values += transposed_accumulators(self.dtype, rows, 8 * j, warp_index * FRAGMENT_ROWS)
+        return values
