@@ -55,11 +55,17 @@ def load_floats(dtype: Any, address: Any, count: int) -> list[Any]:
 
 
 def copy_rows(
-    shared: Any, source: Any, pitch: Any, length: Any, columns: int, num_threads: int
+    shared: Any,
+    source: Any,
+    pitch: Any,
+    length: Any,
+    columns: int,
+    num_threads: int,
+    few_registers: bool = False,
 ) -> None:
     """Start the cp.async of a chunk's rows of `columns` 16-bit elements, by all threads. Rows from
     `length` on become 0. `source` is the address of the first row, `pitch` the row stride in
-    bytes."""
+    bytes. With `few_registers` the loop over rows is not unrolled."""
     thread, _, _ = cute.arch.thread_idx()
     units = columns * 2 // UNIT_BYTES
     step = num_threads // units
@@ -68,6 +74,9 @@ def copy_rows(
     start = source + Int64(row) * pitch + Int64(unit * UNIT_BYTES)
     line = shared + row * LINE_BYTES + ((unit >> 3) * SUB_TILE_BYTES)
     within = ((unit & 7) ^ (row & 7)) << 4
+    if few_registers:
+        _copy_in_turn(line, within, start, pitch, row, length, step)
+        return
     for i in range(CHUNK // step):
         flip = (i * step & 7) << 4
         copy_async(
@@ -75,6 +84,22 @@ def copy_rows(
             start + i * step * pitch,
             row + i * step < length,
         )
+
+
+@cute.jit
+def _copy_in_turn(
+    line: Int32,
+    within: Int32,
+    start: Int64,
+    pitch: Int64,
+    row: Int32,
+    length: Int32,
+    step: cutlass.Constexpr,
+) -> None:
+    """Copy a unit of every `step`-th row."""
+    for i in cutlass.range(0, CHUNK, step, unroll=1):
+        at = line + i * LINE_BYTES + (within ^ ((i & 7) << 4))
+        copy_async(at, start + Int64(i) * pitch, row + i < length)
 
 
 # -- fragments

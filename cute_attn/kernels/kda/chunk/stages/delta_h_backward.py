@@ -26,6 +26,7 @@ from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
 from ....common.ptx.memory import shared_address
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
+from ....common.spec import WARP_SIZE
 from ..chunks import (
     CHUNK_SHIFT,
     SequencePlace,
@@ -36,7 +37,16 @@ from ..chunks import (
     sequence_place,
 )
 from ..spec import CHUNK, DeltaHBackwardSpec
-from ..tiles import FRAGMENT_ROWS, copy_rows, thread_and_warp, transposed_accumulators
+from ..state import STEP
+from ..tiles import (
+    FRAGMENT_ROWS,
+    SUB_TILE_BYTES,
+    add_product,
+    copy_rows,
+    right_offsets,
+    thread_and_warp,
+    transposed_accumulators,
+)
 from .delta_h import ChunkStates
 
 
@@ -212,6 +222,7 @@ class KdaDeltaHBackward(ChunkStates):
                 length,
                 self.spec.tile_v if of_v else self.spec.head_dim_k,
                 self.num_threads,
+                few_registers=True,
             )
         cute.arch.cp_async_commit_group()
 
@@ -231,19 +242,15 @@ class KdaDeltaHBackward(ChunkStates):
         index: Any,
         copies: tuple[Any, ...],
     ) -> None:
-        """Update dS, and start the loads given by `copies`. A branch between the start and the wait
-        of a `wgmma` would make the compiler serialise them."""
+        """Update dS, and start the loads given by `copies`, whose loop must not stand between the
+        start and the wait of a `wgmma`."""
         first_v = tile_start + warp_index * FRAGMENT_ROWS
 
         # keep and correct: `s` is dS^T rounded, 4 registers for each 16 of K
         s = self.state.operand(self.state.values(state))
-        ahead = self.spec.num_stages > 1
-        # With wgmma, copies start while the product runs.
-        if ahead and not self.state.wgmma:
+        if self.spec.num_stages > 1:
             self.load(*copies, place, head, tile_start)
         recalled = self.state.times_rows(s, stage + self.stage["kg"])
-        if ahead and self.state.wgmma:
-            self.load(*copies, place, head, tile_start)
         self.store_h(s, dh, place.batch, index, head, first_v)
         dv = self.transposed(stage + self.stage["dv"], warp_index)
         recalled = self.state.done(recalled)
@@ -251,15 +258,32 @@ class KdaDeltaHBackward(ChunkStates):
 
         # update
         do = self.state.operand(self.transposed(stage + self.stage["do"], warp_index))
-        seen = self.state.times_columns(do, stage + self.stage["qg"])
-        decayed = self.state.decayed(state, decay)
-        seen = self.state.done(seen)
-        updated = [cute.math.fma(scale, x, y) for x, y in zip(seen, decayed, strict=True)]
+        updated = self.state.decayed(state, decay)
+        self.add_seen(updated, do, stage + self.stage["qg"], scale)
         updated = self.state.times_columns(
             self.state.negated(corrected), stage + self.stage["w"], updated
         )
         self.store_v_new(corrected, du, place, head, first_v, c)
         self.state.assign(state, self.state.done(updated))
+
+    def add_seen(self, c: list[Any], do: list[Any], qg: Any, scale: Any) -> None:
+        """c += scale do^T qg. Few columns are accumulated at once, or the kernel would spill."""
+        columns = 64 if self.state.wgmma else STEP
+        offsets = right_offsets()
+        for first in range(0, self.spec.head_dim_k, columns):
+            if self.state.wgmma:
+                sub_tile = qg + first // columns * SUB_TILE_BYTES
+                seen = self.state.done(self.state.times_columns(do, sub_tile, columns=columns))
+            else:
+                part = cute.make_rmem_tensor((FRAGMENT_ROWS * columns // WARP_SIZE,), Float32)
+                part.fill(0.0)
+                for step in range(CHUNK // STEP):
+                    a = do[4 * step : 4 * step + 4]
+                    add_product(part, self.dtype, a, qg, offsets, step, first)
+                seen = self.state.values(part)
+            at = first * FRAGMENT_ROWS // WARP_SIZE
+            for i, x in enumerate(seen, at):
+                c[i] = cute.math.fma(scale, x, c[i])
 
     def transposed(self, rows: Any, warp_index: Any) -> list[Any]:
         """Load the warp's 16 columns of a chunk's rows as accumulators of the transpose."""
