@@ -16,7 +16,12 @@ import pytest
 import torch
 
 from cute_attn.kernels.kda import table
-from cute_attn.kernels.kda.chunk.spec import DeltaHBackwardSpec, GateSpec, OutputBackwardSpec
+from cute_attn.kernels.kda.chunk.spec import (
+    DeltaHBackwardSpec,
+    GateSpec,
+    OutputBackwardSpec,
+    RecomputeBackwardSpec,
+)
 from cute_attn.reference import kda
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,6 +60,14 @@ class Problem(Stages):
         self.do = torch.randn(self.v.shape, generator=generator).to(self.dtype)
         self.dv = (torch.randn(self.v.shape, generator=generator) / 4).to(self.dtype)
         self.dfinal_state = torch.randn(self.initial_state.shape, generator=generator)
+        states = gradients.delta_h(
+            *(self.intra.qg, self.intra.kg, self.intra.w, self.g, self.do, self.dv),
+            self.dfinal_state,
+            self.scale,
+            state_v_first=self.state_v_first,
+            cu_seqlens=self.cu_seqlens,
+        )
+        self.dh, self.du = states.dh.to(self.dtype).contiguous(), states.dv.to(self.dtype)
         self.of_scores = (*self.v.shape[:3], kda.CHUNK)
         # flash-linear-attention leaves what is above the diagonal as it was
         self.Aqk_unmasked = self.intra.Aqk.clone()
@@ -190,3 +203,44 @@ def test_delta_h(spec: DeltaHBackwardSpec, arch: str, products: str) -> None:
     check("dv", du, exact.dv, plain.dv)
     if dinitial_state is not None:
         check("dinitial_state", dinitial_state, exact.dinitial_state, plain.dinitial_state)
+
+
+# -- recompute_w_u
+
+
+@pytest.mark.in_turn("arch")
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RecomputeBackwardSpec("bfloat16", 64, 64, "int32", "float32", False),
+        slow(RecomputeBackwardSpec("bfloat16", 128, 128, "none", "bfloat16", False)),
+        slow(RecomputeBackwardSpec("float16", 128, 64, "int64", "float32", True)),
+        slow(RecomputeBackwardSpec("float16", 64, 256, "none", "float16", True)),
+    ],
+)
+def test_recompute_w_u(spec: RecomputeBackwardSpec, arch: str) -> None:
+    s = Problem(
+        spec.head_dim_k,
+        spec.head_dim_v,
+        spec.dtype,
+        spec.index_dtype,
+        spec.beta_dtype,
+        state_v_first=spec.state_v_first,
+    )
+    arguments = (s.q, s.k, s.v, s.v_new, s.g, s.beta, s.intra.Akk, s.h, s.do, s.dh, s.du)
+    exact, plain = s.both(
+        gradients.recompute_w_u, *arguments, s.scale, state_v_first=spec.state_v_first
+    )
+    dq, dk, dg = (poisoned(s.g.shape, torch.float32) for _ in range(3))
+    found = gradients.RecomputedGradients(
+        dq,
+        dk,
+        poisoned(s.v.shape, s.dtype),
+        poisoned(s.beta.shape, torch.float32),
+        dg,
+        poisoned(s.of_scores, torch.float32),
+    )
+    kernel(table.RECOMPUTE_W_U_BACKWARD, spec, arch)(*arguments, s.cu_seqlens, *found, s.scale)
+    for name in found._fields:
+        check(name, *(getattr(x, name) for x in (found, exact, plain)))

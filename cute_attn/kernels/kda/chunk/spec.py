@@ -254,6 +254,19 @@ class OutputSpec(ChunkSpec):
 
 
 @dataclass(frozen=True)
+class RecomputeBackwardSpec(ChunkSpec):
+    """The gradients through products with the state (`recompute_w_u_backward`).
+
+    Attributes:
+        beta_dtype: dtype of beta.
+        state_v_first: h and dh are [..., V, K] rather than [..., K, V].
+    """
+
+    beta_dtype: str
+    state_v_first: bool
+
+
+@dataclass(frozen=True)
 class DeltaHBackwardSpec(ChunkSpec):
     """The gradients of the states after chunks (`delta_h_backward`).
 
