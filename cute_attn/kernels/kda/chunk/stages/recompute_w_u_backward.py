@@ -291,6 +291,7 @@ class KdaRecomputeWUBackward:
                 place.length,
                 COLUMNS,
                 NUM_THREADS,
+                few_registers=True,
             )
         for x, name in ((h, "h"), (dh, "dh")):
             source = (
@@ -305,12 +306,14 @@ class KdaRecomputeWUBackward:
             shared = base + self.memory[name]
             if cutlass.const_expr(spec.state_v_first):
                 pitch = Int64(2 * spec.head_dim_k)
-                copy_rows(shared, source, pitch, Int32(CHUNK), spec.head_dim_k, NUM_THREADS)
+                copy_rows(shared, source, pitch, Int32(CHUNK), spec.head_dim_k, NUM_THREADS, True)
             else:
                 pitch = Int64(2 * spec.head_dim_v)
                 for row in cutlass.range_constexpr(0, spec.head_dim_k, CHUNK):
                     at = shared + row * LINE_BYTES
-                    copy_rows(at, source + row * pitch, pitch, Int32(CHUNK), COLUMNS, NUM_THREADS)
+                    copy_rows(
+                        at, source + row * pitch, pitch, Int32(CHUNK), COLUMNS, NUM_THREADS, True
+                    )
         cute.arch.cp_async_commit_group()
 
     @cute.jit
