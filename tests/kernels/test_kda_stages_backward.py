@@ -19,6 +19,7 @@ from cute_attn.kernels.kda import table
 from cute_attn.kernels.kda.chunk.spec import (
     DeltaHBackwardSpec,
     GateSpec,
+    IntraBackwardSpec,
     OutputBackwardSpec,
     RecomputeBackwardSpec,
 )
@@ -242,5 +243,40 @@ def test_recompute_w_u(spec: RecomputeBackwardSpec, arch: str) -> None:
         poisoned(s.of_scores, torch.float32),
     )
     kernel(table.RECOMPUTE_W_U_BACKWARD, spec, arch)(*arguments, s.cu_seqlens, *found, s.scale)
+    for name in found._fields:
+        check(name, *(getattr(x, name) for x in (found, exact, plain)))
+
+
+# -- intra
+
+
+@pytest.mark.in_turn("arch")
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        IntraBackwardSpec("bfloat16", 64, "int32", "float32", True),
+        slow(IntraBackwardSpec("bfloat16", 128, "none", "bfloat16", False)),
+        slow(IntraBackwardSpec("float16", 128, "int64", "float32", True)),
+    ],
+)
+def test_intra(spec: IntraBackwardSpec, arch: str) -> None:
+    heads_qk = 1 if spec.grouped else 2
+    s = Problem(
+        spec.head_dim_k, 64, spec.dtype, spec.index_dtype, spec.beta_dtype, heads_qk=heads_qk
+    )
+    generator = torch.Generator().manual_seed(13)
+    dA = [torch.randn(s.of_scores, generator=generator) for _ in range(2)]
+    others = [
+        torch.randn(shape, generator=generator)
+        for shape in (s.g.shape, s.g.shape, s.beta.shape, s.g.shape)
+    ]
+    arguments = (s.q, s.k, s.g, s.beta, *dA, *others)
+    exact, plain = (
+        gradients.intra(*arguments, cu_seqlens=s.cu_seqlens, dtype=dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    found = gradients.IntraGradients(*(poisoned(x.shape, torch.float32) for x in exact))
+    kernel(table.INTRA_BACKWARD, spec, arch)(*arguments, s.cu_seqlens, *found)
     for name in found._fields:
         check(name, *(getattr(x, name) for x in (found, exact, plain)))

@@ -45,6 +45,10 @@ GATE_CUMSUM_BACKWARD = KernelDef(
     name="kda_gate_cumsum_backward",
     target="cute_attn.kernels.kda.chunk.stages.gate_cumsum_backward:KdaGateCumsumBackward",
 )
+INTRA_BACKWARD = KernelDef(
+    name="kda_intra_backward",
+    target="cute_attn.kernels.kda.chunk.stages.intra_backward:KdaIntraBackward",
+)
 RECOMPUTE_W_U_BACKWARD = KernelDef(
     name="kda_recompute_w_u_backward",
     target="cute_attn.kernels.kda.chunk.stages.recompute_w_u_backward:KdaRecomputeWUBackward",

@@ -254,6 +254,23 @@ class OutputSpec(ChunkSpec):
 
 
 @dataclass(frozen=True)
+class IntraBackwardSpec(CheckedSpec):
+    """The gradients through the products within chunks (`intra_backward`).
+
+    Attributes:
+        dtype, head_dim_k, index_dtype: as in `ChunkSpec`.
+        beta_dtype: dtype of beta.
+        grouped: whether a head of q and k has several value heads.
+    """
+
+    dtype: str
+    head_dim_k: int
+    index_dtype: str
+    beta_dtype: str
+    grouped: bool
+
+
+@dataclass(frozen=True)
 class RecomputeBackwardSpec(ChunkSpec):
     """The gradients through products with the state (`recompute_w_u_backward`).
 
