@@ -159,6 +159,8 @@ class KdaIntraBackward:
         smem = cutlass.memory.SmemAllocator()
         base = shared_address(smem.allocate(self.smem_bytes, self.memory.alignment))
         if place.valid:
+            if cutlass.const_expr(self.spec.grouped):
+                self.clear_sums(base)
             group = Int32(Uint32(g.shape[2]) // Uint32(q.shape[2]))
             for n in cutlass.range(group, unroll=1):
                 head = head_qk * group + n
@@ -166,7 +168,7 @@ class KdaIntraBackward:
                 self.load(dAqk, dAkk, beta, place, head, base)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_threads()
-                of_beta = cute.make_rmem_tensor((SUB_CHUNK,), Float32)
+                of_beta = cute.make_rmem_tensor((1,), Float32)  # of token `lane`
                 of_beta.fill(0.0)
                 for part in cutlass.range(self.spec.head_dim_k // CHANNELS, unroll=1):
                     self.channel(
@@ -177,11 +179,11 @@ class KdaIntraBackward:
                         head_qk,
                         head,
                         part,
-                        n == 0,
-                        n == group - 1,
                         base,
                     )
                 self.reduce(of_beta, dbeta, dbeta_out, place, head, base)
+            if cutlass.const_expr(self.spec.grouped):
+                self.store_sums(dq_out, dk_out, place, head_qk, base)
 
     @cute.jit
     def load(
@@ -211,7 +213,13 @@ class KdaIntraBackward:
 
     # -- a channel of a sub-chunk -------------------------------------------------------------
 
-    def rows(self, x: cute.Tensor, place: Any, head: Any, channel: Any) -> cute.Tensor:
+    def own_place(self, part: Any) -> tuple[Any, Any]:
+        """Return the thread's sub-chunk, and its channel of the `part`-th 64."""
+        _, warp_index = thread_and_warp()
+        channel = part * CHANNELS + (warp_index & 1) * WARP_SIZE + cute.arch.lane_idx()
+        return Int32(Uint32(warp_index) >> 1), channel
+
+    def of_channel(self, x: cute.Tensor, place: Any, head: Any, channel: Any) -> cute.Tensor:
         """Return the chunk's elements of a channel."""
         offset = (
             Int64(place.batch) * x.stride[0]
@@ -219,7 +227,9 @@ class KdaIntraBackward:
             + Int64(head) * x.stride[2]
             + channel
         )
-        return cute.make_tensor(x.iterator + offset, cute.make_layout(CHUNK, stride=x.stride[1]))
+        # A stride of 32 bits saves registers.
+        layout = cute.make_layout(CHUNK, stride=Int32(x.stride[1]))
+        return cute.make_tensor(x.iterator + offset, layout)
 
     @cute.jit
     def channel(
@@ -231,16 +241,12 @@ class KdaIntraBackward:
         head_qk: Int32,
         head: Int32,
         part: Int32,
-        first_head: cutlass.Boolean,
-        last_head: cutlass.Boolean,
         base: Int32,
     ) -> None:
         """Compute and store the gradients of the thread's channel and tokens."""
-        _, warp_index = thread_and_warp()
-        b = Int32(Uint32(warp_index) >> 1)
-        channel = part * CHANNELS + (warp_index & 1) * WARP_SIZE + cute.arch.lane_idx()
-        q, k = (self.rows(x, place, head_qk, channel) for x in sources[:2])
-        g, dq, dk, dg = (self.rows(x, place, head, channel) for x in sources[2:])
+        b, channel = self.own_place(part)
+        q, k = (self.of_channel(x, place, head_qk, channel) for x in sources[:2])
+        g, dq, dk, dg = (self.of_channel(x, place, head, channel) for x in sources[2:])
         last = place.length - 1
         first = b * SUB_CHUNK
 
@@ -264,43 +270,25 @@ class KdaIntraBackward:
             row_q[i] = row_q[i] * from_start
             row_k[i] = row_k[i] * from_start
             column[i] = column[i] * exp2(after - G[i])
-        own = self.own(row_q, row_k, column, G, q_own, k_own, first, base)
-
-        betas = self.beta_rows(first, base)
-        dq_out, dk_out = (self.rows(x, place, head_qk, channel) for x in results[:2])
-        dg_out = self.rows(results[2], place, head, channel)
-        thread, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range_constexpr(SUB_CHUNK):
-            of_row = betas[i] * row_k[i]
-            of_beta[i] = of_beta[i] + k_own[i] * row_k[i]
-            of_q = row_q[i] + own[i] * k_own[i]
-            of_k = of_row + column[i] + own[i] * q_own[i]
-            row = first + i
-            if row <= last:
-                of_gate = q_own[i] * row_q[i] + k_own[i] * (of_row - column[i])
-                dg_out[row] = Float32(dg[row]) + of_gate
-                sums = [Float32(dq[row]) + of_q, Float32(dk[row]) + of_k]
-                if cutlass.const_expr(self.spec.grouped):
-                    at = base + self.memory["sums"] + thread * 4
-                    at = at + (part * (2 * SUB_CHUNK) + 2 * i) * (NUM_THREADS * 4)
-                    ats = (at, at + NUM_THREADS * 4)
-                    if not first_head:
-                        for n in cutlass.range_constexpr(2):
-                            sums[n] = sums[n] + load_shared(Float32, ats[n])[0]
-                    for n in cutlass.range_constexpr(2):
-                        store_shared(Float32, ats[n], [sums[n]])
-                if last_head:
-                    dq_out[row] = sums[0]
-                    dk_out[row] = sums[1]
+        self.own(
+            (row_q, row_k, column),
+            (G, q_own, k_own),
+            (dq, dk, dg),
+            tuple(
+                self.of_channel(x, place, y, channel)
+                for x, y in zip(results, (head_qk, head_qk, head), strict=True)
+            ),
+            of_beta,
+            first,
+            last,
+            part,
+            base,
+        )
 
     def vectors(self, name: str, row: Any, column: Any, count: int, base: Any) -> list[Any]:
         """Load `count` neighbouring elements of dA, and a few more if they are no multiple of 4."""
         at = base + self.memory[name] + row * ROW_BYTES + column * 4
         return [x for i in range(0, count, VECTOR) for x in load_shared(Float32, at + 4 * i, 4)]
-
-    def beta_rows(self, first: Any, base: Any) -> list[Any]:
-        at = base + self.memory["beta"] + first * 4
-        return [x for i in range(0, SUB_CHUNK, 4) for x in load_shared(Float32, at + 4 * i, 4)]
 
     @cute.jit
     def earlier(
@@ -316,18 +304,19 @@ class KdaIntraBackward:
         base: Int32,
     ) -> None:
         """Add to the rows the pairs with an earlier sub-chunk."""
-        decayed = []
-        for j in cutlass.range_constexpr(SUB_CHUNK):
-            # An earlier sub-chunk is whole, unless this one has no tokens.
-            at = cutlass.min(other + j, last)
-            decayed.append(Float32(k[at]) * exp2(start - Float32(g[at])))
-        for i in cutlass.range_constexpr(SUB_CHUNK):
-            for x, name in ((row_q, "aqk"), (row_k, "akk")):
-                dA = self.vectors(name, first + i, other, SUB_CHUNK, base)
-                total = x[i]
-                for j in cutlass.range_constexpr(SUB_CHUNK):
-                    total = cute.math.fma(dA[j], decayed[j], total)
-                x[i] = total
+        for j in cutlass.range(other, other + SUB_CHUNK, VECTOR, unroll=1):
+            decayed = []
+            for n in cutlass.range_constexpr(VECTOR):
+                # An earlier sub-chunk is whole, unless this one has no tokens.
+                at = cutlass.min(j + n, last)
+                decayed.append(Float32(k[at]) * exp2(start - Float32(g[at])))
+            for i in cutlass.range_constexpr(SUB_CHUNK):
+                for x, name in ((row_q, "aqk"), (row_k, "akk")):
+                    dA = self.vectors(name, first + i, j, VECTOR, base)
+                    total = x[i]
+                    for n in cutlass.range_constexpr(VECTOR):
+                        total = cute.math.fma(dA[n], decayed[n], total)
+                    x[i] = total
 
     @cute.jit
     def later(
@@ -343,47 +332,100 @@ class KdaIntraBackward:
         base: Int32,
     ) -> None:
         """Add to the columns the pairs with a later sub-chunk."""
-        betas = self.beta_rows(other, base)
-        for i in cutlass.range_constexpr(SUB_CHUNK):
-            at = cutlass.min(other + i, last)
+        for i in cutlass.range(other, other + SUB_CHUNK, unroll=2):
+            at = cutlass.min(i, last)
+            (beta,) = load_shared(Float32, base + self.memory["beta"] + i * 4)
             decay = exp2(Float32(g[at]) - after)
             decayed_q = Float32(q[at]) * decay
-            decayed_k = Float32(k[at]) * decay * betas[i]
-            of_qk = self.vectors("aqk", other + i, first, SUB_CHUNK, base)
-            of_kk = self.vectors("akk", other + i, first, SUB_CHUNK, base)
+            decayed_k = Float32(k[at]) * decay * beta
+            of_qk = self.vectors("aqk", i, first, SUB_CHUNK, base)
+            of_kk = self.vectors("akk", i, first, SUB_CHUNK, base)
             for j in cutlass.range_constexpr(SUB_CHUNK):
                 total = cute.math.fma(of_qk[j], decayed_q, column[j])
                 column[j] = cute.math.fma(of_kk[j], decayed_k, total)
 
+    @cute.jit
     def own(
         self,
-        row_q: cute.Tensor,
-        row_k: cute.Tensor,
-        column: cute.Tensor,
-        G: cute.Tensor,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        first: Any,
-        base: Any,
-    ) -> list[Any]:
-        """Add the pairs within the sub-chunk. Return dAqk of the tokens with themselves."""
-        betas = self.beta_rows(first, base)
-        diagonal = []
-        for i in range(SUB_CHUNK):
-            of_qk = self.vectors("aqk", first + i, first, i + 1, base)
-            of_kk = self.vectors("akk", first + i, first, i, base)
-            scaled_k = betas[i] * k[i]
+        sums: Any,
+        values: Any,
+        given: Any,
+        results: Any,
+        of_beta: cute.Tensor,
+        first: Int32,
+        last: Int32,
+        part: Int32,
+        base: Int32,
+    ) -> None:
+        """Add the pairs within the sub-chunk, from its last token to its first. A token's sums are
+        complete with those of its own row, and stored at once: this saves registers."""
+        row_q, row_k, column = sums
+        G, q, k = values
+        dq, dk, dg = given
+        dq_out, dk_out, dg_out = results
+        lane = cute.arch.lane_idx()
+        for n in cutlass.range_constexpr(SUB_CHUNK):
+            i = SUB_CHUNK - 1 - n
+            row = first + i
+            of_qk = self.vectors("aqk", row, first, i + 1, base)
+            of_kk = self.vectors("akk", row, first, i, base)
+            (beta,) = load_shared(Float32, base + self.memory["beta"] + row * 4)
+            scaled_k = beta * k[i]
             total_q, total_k = row_q[i], row_k[i]
-            for j in range(i):
+            for j in cutlass.range_constexpr(i):
                 decay = exp2(G[i] - G[j])
                 decayed = decay * k[j]
                 total_q = cute.math.fma(of_qk[j], decayed, total_q)
                 total_k = cute.math.fma(of_kk[j], decayed, total_k)
                 both = cute.math.fma(of_qk[j], q[i], of_kk[j] * scaled_k)
                 column[j] = cute.math.fma(decay, both, column[j])
-            row_q[i], row_k[i] = total_q, total_k
-            diagonal.append(of_qk[i])
-        return diagonal
+
+            of_token = k[i] * total_k
+            for bit in cutlass.range_constexpr(5):
+                of_token = of_token + cute.arch.shuffle_sync_bfly(of_token, offset=1 << bit)
+            of_beta[0] = of_beta[0] + cutlass.select_(lane == i, of_token, Float32(0.0))
+            if row <= last:
+                of_row = beta * total_k
+                of_gate = q[i] * total_q + k[i] * (of_row - column[i])
+                dg_out[row] = Float32(dg[row]) + of_gate
+                total_q = Float32(dq[row]) + (total_q + of_qk[i] * k[i])
+                total_k = Float32(dk[row]) + (of_row + column[i] + of_qk[i] * q[i])
+                if cutlass.const_expr(self.spec.grouped):
+                    at = self.sums_at(part, i, base)
+                    for x, to in ((total_q, at), (total_k, at + NUM_THREADS * 4)):
+                        store_shared(Float32, to, [load_shared(Float32, to)[0] + x])
+                else:
+                    dq_out[row] = total_q
+                    dk_out[row] = total_k
+
+    # -- sums over a group --------------------------------------------------------------------
+
+    def sums_at(self, part: Any, i: Any, base: Any) -> Any:
+        """Return the address of the thread's sum of dq of a token; that of dk is a row further."""
+        thread, _, _ = cute.arch.thread_idx()
+        row = (part * SUB_CHUNK + i) * 2
+        return base + self.memory["sums"] + row * (NUM_THREADS * 4) + thread * 4
+
+    @cute.jit
+    def clear_sums(self, base: Int32) -> None:
+        for i in cutlass.range(SUB_CHUNK * (self.spec.head_dim_k // CHANNELS), unroll=4):
+            at = self.sums_at(0, i, base)
+            for n in cutlass.range_constexpr(2):
+                store_shared(Float32, at + n * (NUM_THREADS * 4), [Float32(0.0)])
+
+    @cute.jit
+    def store_sums(
+        self, dq: cute.Tensor, dk: cute.Tensor, place: Any, head: Int32, base: Int32
+    ) -> None:
+        for part in cutlass.range(self.spec.head_dim_k // CHANNELS, unroll=1):
+            b, channel = self.own_place(part)
+            first = b * SUB_CHUNK
+            targets = [self.of_channel(x, place, head, channel) for x in (dq, dk)]
+            for i in cutlass.range(SUB_CHUNK, unroll=4):
+                if first + i < place.length:
+                    at = self.sums_at(part, i, base)
+                    targets[0][first + i] = load_shared(Float32, at)[0]
+                    targets[1][first + i] = load_shared(Float32, at + NUM_THREADS * 4)[0]
 
     # -- beta ---------------------------------------------------------------------------------
 
@@ -397,18 +439,12 @@ class KdaIntraBackward:
         head: Int32,
         base: Int32,
     ) -> None:
-        """Sum the channels' parts of dbeta, and store it."""
+        """Store dbeta, the sum of the two warps' parts."""
         thread, warp_index = thread_and_warp()
         lane = cute.arch.lane_idx()
-        mine = Float32(0.0)
-        for i in cutlass.range_constexpr(SUB_CHUNK):
-            total = of_beta[i]
-            for bit in cutlass.range_constexpr(5):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << bit)
-            mine = cutlass.select_(lane == i, total, mine)
         if lane < SUB_CHUNK:
             at = (warp_index & 1) * CHUNK + Int32(Uint32(warp_index) >> 1) * SUB_CHUNK + lane
-            store_shared(Float32, base + self.memory["dbeta"] + at * 4, [mine])
+            store_shared(Float32, base + self.memory["dbeta"] + at * 4, [of_beta[0]])
         cute.arch.sync_threads()
         if thread < place.length:
             at = base + self.memory["dbeta"] + thread * 4
