@@ -37,9 +37,11 @@ from test_kda_stages_kernels import (
     offsets,
     poisoned,
     shape_of,
-    slow,
     torch_dtype,
 )
+
+# The quick run puts all of them together (tests/ops/test_kda_stages_backward.py).
+pytestmark = pytest.mark.slow
 
 
 def check_sum(name: str, x: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
@@ -86,16 +88,15 @@ class Problem(Stages):
 # -- gate_cumsum
 
 
-@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "spec",
     [
         GateSpec(128, "bfloat16", "softplus", True, True, "none"),
         GateSpec(64, "float32", "lower_bound", True, True, "int64"),
-        slow(GateSpec(128, "float32", "softplus", True, False, "int32")),
-        slow(GateSpec(128, "float32", "lower_bound", False, True, "none")),
-        slow(GateSpec(128, "float16", "none", False, False, "int32")),
+        GateSpec(128, "float32", "softplus", True, False, "int32"),
+        GateSpec(128, "float32", "lower_bound", False, True, "none"),
+        GateSpec(128, "float16", "none", False, False, "int32"),
     ],
 )
 def test_gate_cumsum(spec: GateSpec, arch: str) -> None:
@@ -146,14 +147,13 @@ def test_gate_cumsum(spec: GateSpec, arch: str) -> None:
 # -- output
 
 
-@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "spec",
     [
         OutputBackwardSpec("bfloat16", 128, "int32"),
-        slow(OutputBackwardSpec("float16", 64, "none")),
-        slow(OutputBackwardSpec("bfloat16", 256, "int64")),
+        OutputBackwardSpec("float16", 64, "none"),
+        OutputBackwardSpec("bfloat16", 256, "int64"),
     ],
 )
 def test_output(spec: OutputBackwardSpec, arch: str) -> None:
@@ -170,15 +170,14 @@ def test_output(spec: OutputBackwardSpec, arch: str) -> None:
 # -- delta_h
 
 
-@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize(("arch", "products"), [("sm_90a", "wgmma"), ("sm_100a", "mma")])
 @pytest.mark.parametrize(
     "spec",
     [
         DeltaHBackwardSpec("bfloat16", 64, 64, "int32", False, True, True, 64, 2),
-        slow(DeltaHBackwardSpec("bfloat16", 128, 128, "none", True, True, True, 64, 2)),
-        slow(DeltaHBackwardSpec("float16", 128, 64, "int64", True, False, True, 64, 1)),
-        slow(DeltaHBackwardSpec("float16", 64, 128, "none", False, True, False, 64, 1)),
+        DeltaHBackwardSpec("bfloat16", 128, 128, "none", True, True, True, 64, 2),
+        DeltaHBackwardSpec("float16", 128, 64, "int64", True, False, True, 64, 1),
+        DeltaHBackwardSpec("float16", 64, 128, "none", False, True, False, 64, 1),
     ],
 )
 def test_delta_h(spec: DeltaHBackwardSpec, arch: str, products: str) -> None:
@@ -209,15 +208,14 @@ def test_delta_h(spec: DeltaHBackwardSpec, arch: str, products: str) -> None:
 # -- recompute_w_u
 
 
-@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "spec",
     [
         RecomputeBackwardSpec("bfloat16", 64, 64, "int32", "float32", False),
-        slow(RecomputeBackwardSpec("bfloat16", 128, 128, "none", "bfloat16", False)),
-        slow(RecomputeBackwardSpec("float16", 128, 64, "int64", "float32", True)),
-        slow(RecomputeBackwardSpec("float16", 64, 256, "none", "float16", True)),
+        RecomputeBackwardSpec("bfloat16", 128, 128, "none", "bfloat16", False),
+        RecomputeBackwardSpec("float16", 128, 64, "int64", "float32", True),
+        RecomputeBackwardSpec("float16", 64, 256, "none", "float16", True),
     ],
 )
 def test_recompute_w_u(spec: RecomputeBackwardSpec, arch: str) -> None:
@@ -250,14 +248,13 @@ def test_recompute_w_u(spec: RecomputeBackwardSpec, arch: str) -> None:
 # -- intra
 
 
-@pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "spec",
     [
         IntraBackwardSpec("bfloat16", 64, "int32", "float32", True),
-        slow(IntraBackwardSpec("bfloat16", 128, "none", "bfloat16", False)),
-        slow(IntraBackwardSpec("float16", 128, "int64", "float32", True)),
+        IntraBackwardSpec("bfloat16", 128, "none", "bfloat16", False),
+        IntraBackwardSpec("float16", 128, "int64", "float32", True),
     ],
 )
 def test_intra(spec: IntraBackwardSpec, arch: str) -> None:

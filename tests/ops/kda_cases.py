@@ -22,7 +22,14 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn.launch import Request
 from cute_attn.ops import operator
-from cute_attn.ops.kda import chunk, chunk_backward, chunk_passes, plan_chunk_kda, stages
+from cute_attn.ops.kda import (
+    chunk,
+    chunk_backward,
+    chunk_passes,
+    plan_chunk_kda,
+    stages,
+    stages_backward,
+)
 from cute_attn.reference.kda import (
     CHUNK,
     KdaResult,
@@ -341,7 +348,7 @@ def poisoned_outputs() -> Iterator[None]:
         return torch.full(*shape or (x.shape,), math.nan, dtype=dtype or x.dtype, device=x.device)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunk, chunk_backward, chunk_passes, stages):
+        for module in (chunk, chunk_backward, chunk_passes, stages, stages_backward):
             for name, poisoned in (("_empty", empty), ("_empty_like", like), ("_new_empty", like)):
                 if hasattr(module, name):
                     patch.setattr(module, name, poisoned)

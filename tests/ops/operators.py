@@ -159,6 +159,42 @@ def output() -> dict[str, Any]:
     }
 
 
+def float32s(*names: str) -> dict[str, Any]:
+    """Gradients of `[1, 5, 4, 64]`."""
+    return {name: values(1, 5, 4, 64, dtype=torch.float32) for name in names}
+
+
+def gate_backward() -> dict[str, Any]:
+    return gate() | float32s("dg")
+
+
+def intra_backward() -> dict[str, Any]:
+    given = intra()
+    del given["v"]
+    found = given | float32s("dAqk", "dAkk", "dq", "dk", "dg")
+    return found | {"dbeta": values(1, 5, 4, dtype=torch.float32)}
+
+
+def recompute_backward() -> dict[str, Any]:
+    return recompute() | {
+        **{name: values(1, 5, 4, 64) for name in ("v_new", "do", "dv")},
+        **{name: values(1, 2, 4, 64, 64) for name in ("h", "dh")},
+    }
+
+
+def delta_h_backward() -> dict[str, Any]:
+    given = delta_h()
+    del given["u"]
+    given["dfinal_state"] = given.pop("initial_state")
+    return given | {name: values(1, 5, 4, 64) for name in ("qg", "do", "dv")}
+
+
+def output_backward() -> dict[str, Any]:
+    given = output()
+    names = ("v_new", "Aqk", "cu_seqlens")
+    return {name: given[name] for name in names} | {"do": values(1, 5, 4, 64), "scale": 0.5}
+
+
 OPERATORS: dict[str, Operator] = {
     "flash_attn_func": Operator(cute_attn.flash_attn_func, dense, "sm_100a"),
     "flash_attn_varlen_func": Operator(cute_attn.flash_attn_varlen_func, varlen, "sm_100a"),
@@ -179,6 +215,11 @@ OPERATORS: dict[str, Operator] = {
     "kda_recompute_w_u": Operator(kda.kda_recompute_w_u, recompute),
     "kda_chunk_delta_h": Operator(kda.kda_chunk_delta_h, delta_h),
     "kda_chunk_output": Operator(kda.kda_chunk_output, output),
+    "kda_chunk_output_backward": Operator(kda.kda_chunk_output_backward, output_backward),
+    "kda_chunk_delta_h_backward": Operator(kda.kda_chunk_delta_h_backward, delta_h_backward),
+    "kda_recompute_w_u_backward": Operator(kda.kda_recompute_w_u_backward, recompute_backward),
+    "kda_chunk_intra_backward": Operator(kda.kda_chunk_intra_backward, intra_backward),
+    "kda_gate_cumsum_backward": Operator(kda.kda_gate_cumsum_backward, gate_backward),
 }
 
 

@@ -419,6 +419,10 @@ NUMBERS = [
     ("kda_gate_cumsum", "lower_bound"),
     ("kda_chunk_intra", "scale"),
     ("kda_chunk_output", "scale"),
+    ("kda_chunk_output_backward", "scale"),
+    ("kda_chunk_delta_h_backward", "scale"),
+    ("kda_recompute_w_u_backward", "scale"),
+    ("kda_gate_cumsum_backward", "lower_bound"),
 ]
 
 
@@ -443,7 +447,14 @@ def test_what_is_no_number_is_refused(launches: list[tuple[Any, ...]], name: str
 
 
 @pytest.mark.parametrize(
-    "name", ["kda_decode", "fused_recurrent_kda", "chunk_kda", "kda_gate_cumsum"]
+    "name",
+    [
+        "kda_decode",
+        "fused_recurrent_kda",
+        "chunk_kda",
+        "kda_gate_cumsum",
+        "kda_gate_cumsum_backward",
+    ],
 )
 def test_a_lower_bound_that_is_none_is_refused(launches: list[tuple[Any, ...]], name: str):
     """With a gate of 0 nothing decays, and with one above it states grow without end."""

@@ -186,10 +186,12 @@ def check_offsets_on_the_host(cu_seqlens_cpu: Any, cu_seqlens: Any, tokens: Any)
     return chunks
 
 
-def check_state(sizes: Sizes, initial_state: Tensor | None, state_v_first: bool) -> None:
-    if initial_state is not None:
-        check_dtype("initial_state", initial_state, STATE_DTYPES)
-        sizes.take("initial_state", initial_state, "N HV V K" if state_v_first else "N HV K V")
+def check_state(
+    sizes: Sizes, state: Tensor | None, state_v_first: bool, name: str = "initial_state"
+) -> None:
+    if state is not None:
+        check_dtype(name, state, STATE_DTYPES)
+        sizes.take(name, state, "N HV V K" if state_v_first else "N HV K V")
 
 
 def check_lower_bound(lower_bound: float | None) -> None:

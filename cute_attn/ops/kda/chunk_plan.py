@@ -197,8 +197,8 @@ def plan_chunk_kda_backward(
     return [*found.adjoint_pass, *filter(None, single)]
 
 
-_SUM_A_LOG = SUM_PARTIALS, SumPartialsSpec("float32", vector=1, slices=32)
-_SUM_DT_BIAS = SUM_PARTIALS, SumPartialsSpec("float32", vector=4, slices=8)
+SUM_A_LOG = SUM_PARTIALS, SumPartialsSpec("float32", vector=1, slices=32)
+SUM_DT_BIAS = SUM_PARTIALS, SumPartialsSpec("float32", vector=4, slices=8)
 _ZERO_UNUSED = ZERO_UNUSED, ZeroUnusedSpec(varlen=True, seqused=False)
 
 
@@ -231,8 +231,8 @@ def backward_requests(
         prepare=None if disable_recompute else call.prepare(for_backward=True),
         adjoint_pass=call.adjoint_pass(),
         gradients=call.gradients(grouped=grouped) if inputs else None,
-        sum_A_log=_SUM_A_LOG if inputs and gate["has_A_log"] else None,
-        sum_dt_bias=_SUM_DT_BIAS if inputs and gate["has_dt_bias"] else None,
+        sum_A_log=SUM_A_LOG if inputs and gate["has_A_log"] else None,
+        sum_dt_bias=SUM_DT_BIAS if inputs and gate["has_dt_bias"] else None,
         zero_unused=_ZERO_UNUSED if inputs and call.base["index_dtype"] != "none" else None,
     )
 

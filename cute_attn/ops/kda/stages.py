@@ -305,7 +305,7 @@ def kda_chunk_output(
 # -- the operators ------------------------------------------------------------------------------
 
 
-class _Stage(Operator[Any]):
+class Stage(Operator[Any]):
     """Base class of the stages. `launch` copies tensors that a kernel cannot read in place, and
     `nothing` allocates the results if there are no tokens."""
 
@@ -317,7 +317,7 @@ class _Stage(Operator[Any]):
         return self.outputs(a)
 
 
-def _packing(x: Tensor, cu_seqlens: Tensor | None) -> Any:
+def packing(x: Tensor, cu_seqlens: Tensor | None) -> Any:
     """The part of a key that depends on cu_seqlens, whether x, `[B, ...]`, fits it, and whether x
     is empty."""
     if cu_seqlens is None:
@@ -326,7 +326,7 @@ def _packing(x: Tensor, cu_seqlens: Tensor | None) -> Any:
     return cu_seqlens.dtype, len(shape), shape[0] == 1, x.shape[0] == 1, x.numel() == 0
 
 
-def _indices(cu_seqlens: Tensor | None) -> Tensor | None:
+def indices(cu_seqlens: Tensor | None) -> Tensor | None:
     return None if cu_seqlens is None else contiguous(cu_seqlens)
 
 
@@ -342,7 +342,7 @@ class _GateArguments(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-class _GateCumsum(_Stage):
+class _GateCumsum(Stage):
     name = "kda_gate_cumsum"
     arguments = _GateArguments
     results = (("G", ""),)
@@ -363,7 +363,7 @@ class _GateCumsum(_Stage):
         g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = arguments
         return (
             g.shape[2:], g.dtype, g.get_device(), use_gate_in_kernel, lower_bound,
-            type(lower_bound), A_log is None, dt_bias is None, _packing(g, cu_seqlens),
+            type(lower_bound), A_log is None, dt_bias is None, packing(g, cu_seqlens),
         )  # fmt: skip
 
     def prepare(self, a: _GateArguments) -> Any:
@@ -386,7 +386,7 @@ class _GateCumsum(_Stage):
         G = _empty(g.shape, dtype=torch.float32, device=g.device)
         ready(
             readable(g), readable_parameter(A_log, heads), readable_parameter(dt_bias, heads, dim),
-            _indices(cu_seqlens), G, 0.0 if lower_bound is None else float(lower_bound),
+            indices(cu_seqlens), G, 0.0 if lower_bound is None else float(lower_bound),
         )  # fmt: skip
         return G
 
@@ -397,7 +397,7 @@ class _GateCumsum(_Stage):
 # -- within chunks
 
 
-def _check_heads_of_a_chunk(
+def check_heads_of_a_chunk(
     given: dict[str, Tensor], names: tuple[str, ...], cu_seqlens: Tensor | None
 ) -> Sizes:
     """Check dtypes and shapes of a stage's tensors; the first of `names` decides the dtype."""
@@ -437,7 +437,7 @@ class _IntraArguments(NamedTuple):
     l2norm: bool = False  # the kernel normalises q and k
 
 
-class _ChunkIntra(_Stage):
+class _ChunkIntra(Stage):
     name = "kda_chunk_intra"
     arguments = _IntraArguments
     results = (("Aqk", ""), ("Akk", ""), ("w", ""), ("u", ""), ("qg", "output_qg"), ("kg", ""))
@@ -446,13 +446,13 @@ class _ChunkIntra(_Stage):
     def check(self, a: _IntraArguments, given: dict[str, Tensor]) -> None:
         check_number("scale", a.scale)
         check_flags(output_qg=a.output_qg)
-        _check_heads_of_a_chunk(given, ("q", "k", "v"), a.cu_seqlens)
+        check_heads_of_a_chunk(given, ("q", "k", "v"), a.cu_seqlens)
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         q, _k, v, _g, beta, scale, cu_seqlens, output_qg, l2norm = arguments
         return (
             q.shape[2:], v.shape[2:], q.dtype, beta.dtype, q.get_device(), scale, type(scale),
-            _packing(v, cu_seqlens), output_qg, l2norm,
+            packing(v, cu_seqlens), output_qg, l2norm,
         )  # fmt: skip
 
     def prepare(self, a: _IntraArguments) -> Any:
@@ -471,7 +471,7 @@ class _ChunkIntra(_Stage):
         q, k, v, g, beta, scale, cu_seqlens, output_qg, _l2norm = arguments
         results = _intra_outputs(q, v, output_qg)
         ready(
-            readable(q), readable(k), readable(v), readable(g), beta, _indices(cu_seqlens),
+            readable(q), readable(k), readable(v), readable(g), beta, indices(cu_seqlens),
             *results, q.shape[-1] ** -0.5 if scale is None else float(scale),
         )  # fmt: skip
         return results
@@ -504,7 +504,7 @@ class _RecomputeArguments(NamedTuple):
     output_kg: bool
 
 
-class _RecomputeWU(_Stage):
+class _RecomputeWU(Stage):
     name = "kda_recompute_w_u"
     arguments = _RecomputeArguments
     results = (("w", ""), ("u", ""), ("qg", "q"), ("kg", "output_kg"))
@@ -512,13 +512,13 @@ class _RecomputeWU(_Stage):
 
     def check(self, a: _RecomputeArguments, given: dict[str, Tensor]) -> None:
         check_flags(output_kg=a.output_kg)
-        _check_heads_of_a_chunk(given, ("k", "q", "v", "Akk"), a.cu_seqlens)
+        check_heads_of_a_chunk(given, ("k", "q", "v", "Akk"), a.cu_seqlens)
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         q, k, v, _g, beta, _Akk, cu_seqlens, output_kg = arguments
         return (
             k.shape[2:], v.shape[2:], k.dtype, beta.dtype, k.get_device(), q is None,
-            _packing(v, cu_seqlens), output_kg,
+            packing(v, cu_seqlens), output_kg,
         )  # fmt: skip
 
     def prepare(self, a: _RecomputeArguments) -> Any:
@@ -538,7 +538,7 @@ class _RecomputeWU(_Stage):
         results = _recomputed_outputs(k, v, q is not None, output_kg)
         ready(
             None if q is None else readable(q), readable(k), readable(v), readable(g), beta,
-            readable(Akk), _indices(cu_seqlens), *results,
+            readable(Akk), indices(cu_seqlens), *results,
         )  # fmt: skip
         return results
 
@@ -571,7 +571,7 @@ class _DeltaHArguments(NamedTuple):
     num_chunks: int | None
 
 
-class _DeltaH(_Stage):
+class _DeltaH(Stage):
     name = "kda_chunk_delta_h"
     arguments = _DeltaHArguments
     results = (("h", ""), ("v_new", "output_v_new"), ("final_state", "output_final_state"))
@@ -602,7 +602,7 @@ class _DeltaH(_Stage):
         states = None if initial_state is None else initial_state.shape[0] == sequences
         return (
             w.shape[2:], u.shape[-1], u.dtype, u.get_device(), states, final, v_new,
-            state_v_first, _packing(u, cu_seqlens),
+            state_v_first, packing(u, cu_seqlens),
         )  # fmt: skip
 
     def prepare(self, a: _DeltaHArguments) -> Any:
@@ -622,15 +622,15 @@ class _DeltaH(_Stage):
     def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor | None, ...]:
         kg, w, u, g, initial_state, *rest = arguments
         cu_seqlens = rest[3]
-        h, v_new, final_state = results = _delta_h_outputs(w, u, *rest)
+        h, v_new, final_state = results = delta_h_outputs(w, u, *rest)
         ready(
             readable(kg), readable(w), readable(u), readable(g), readable_state(initial_state),
-            _indices(cu_seqlens), h, v_new, final_state,
+            indices(cu_seqlens), h, v_new, final_state,
         )  # fmt: skip
         return results
 
     def outputs(self, a: _DeltaHArguments) -> tuple[Tensor | None, ...]:
-        return _delta_h_outputs(a.w, a.u, *a[5:])
+        return delta_h_outputs(a.w, a.u, *a[5:])
 
     def nothing(self, a: _DeltaHArguments) -> Any:
         results = super().nothing(a)
@@ -639,7 +639,7 @@ class _DeltaH(_Stage):
         return results
 
 
-def _delta_h_outputs(
+def delta_h_outputs(
     w: Tensor,
     u: Tensor,
     output_final_state: bool,
@@ -680,7 +680,7 @@ class _OutputArguments(NamedTuple):
     l2norm: bool = False  # the kernel normalises q
 
 
-class _Output(_Stage):
+class _Output(Stage):
     name = "kda_chunk_output"
     arguments = _OutputArguments
     results = (("o", ""),)
@@ -689,7 +689,7 @@ class _Output(_Stage):
     def check(self, a: _OutputArguments, given: dict[str, Tensor]) -> None:
         check_number("scale", a.scale)
         check_flags(state_v_first=a.state_v_first)
-        sizes = _check_heads_of_a_chunk(given, ("q", "v_new", "Aqk", "h"), a.cu_seqlens)
+        sizes = check_heads_of_a_chunk(given, ("q", "v_new", "Aqk", "h"), a.cu_seqlens)
         if a.cu_seqlens is None:
             sizes["chunks"] = sizes.num_chunks(None)
         sizes.take("h", a.h, "B chunks HV V K" if a.state_v_first else "B chunks HV K V")
@@ -698,7 +698,7 @@ class _Output(_Stage):
         q, v_new, _g, _Aqk, h, scale, state_v_first, cu_seqlens, l2norm = arguments
         return (
             q.shape[2:], v_new.shape[2:], q.dtype, q.get_device(), scale, type(scale),
-            state_v_first, _packing(v_new, cu_seqlens), l2norm,
+            state_v_first, packing(v_new, cu_seqlens), l2norm,
             # The kernel's host code does not check that h has as many chunks as T needs.
             cu_seqlens is not None or h.shape[1] == (q.shape[1] + CHUNK - 1) // CHUNK,
         )  # fmt: skip
@@ -720,7 +720,7 @@ class _Output(_Stage):
         o = _empty(v_new.shape, dtype=q.dtype, device=q.device)
         ready(
             readable(q), readable(v_new), readable(g), readable(Aqk), contiguous(h),
-            _indices(cu_seqlens), o, q.shape[-1] ** -0.5 if scale is None else float(scale),
+            indices(cu_seqlens), o, q.shape[-1] ** -0.5 if scale is None else float(scale),
         )  # fmt: skip
         return o
 
