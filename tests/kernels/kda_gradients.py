@@ -13,6 +13,7 @@ import torch
 from kda_tiles import slot_of, slots, swizzled
 
 from cute_attn.kernels.kda.chunk.spec import CHUNK
+from cute_attn.kernels.kda.spec import L2NORM_EPSILON
 from cute_attn.reference import kda
 
 SMALLEST_BETA = {torch.bfloat16: 2.0**-40, torch.float16: 2.0**-14, torch.float64: 2.0**-40}
@@ -141,6 +142,21 @@ def pack_rows(rows: Tensors, count: int, heads: int, dtype: torch.dtype) -> torc
     return out
 
 
+def pack_norms(x: dict[str, Any], count: int) -> torch.Tensor:
+    """`[slots, HQK, 2 * 64]`: the inverse norms of a chunk's q, then of its k. Rows past a chunk's
+    end are 1, other slots NaN."""
+    tokens, heads = x["q"].shape[1:3]
+    out = torch.full((count, heads, 2, CHUNK), torch.nan)
+    for chunk in kda.chunks(x["q"], x.get("cu_seqlens")):
+        slot = slot_of(chunk, tokens, x.get("cu_seqlens"))
+        for n, name in enumerate(("q", "k")):
+            rows = x[name][chunk.batch, chunk.rows].double()
+            norms = (rows.square().sum(-1) + L2NORM_EPSILON).rsqrt().float()
+            out[slot, :, n] = 1.0
+            out[slot, :, n, : len(rows)] = norms.T
+    return out.flatten(2)
+
+
 def gradients(
     x: dict[str, Any],
     options: dict[str, Any],
@@ -209,4 +225,4 @@ def gradients(
     return result | {"v": dv}
 
 
-__all__ = ["exact", "gradients", "pack_rows", "pack_states", "passes", "slots"]
+__all__ = ["exact", "gradients", "pack_norms", "pack_rows", "pack_states", "passes", "slots"]

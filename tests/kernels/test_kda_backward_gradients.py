@@ -23,7 +23,16 @@ from cute_attn.reference import kda
 from tests.kernels.machine_code import assert_sound
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kda_gradients import Passes, exact, gradients, pack_rows, pack_states, passes, slots
+from kda_gradients import (
+    Passes,
+    exact,
+    gradients,
+    pack_norms,
+    pack_rows,
+    pack_states,
+    passes,
+    slots,
+)
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 BF16, FP16, FP32 = NAMES
@@ -96,7 +105,7 @@ class Problem:
         self.do = normal(heads_v, dim_v).to(self.dtype)
         self.dfinal = torch.randn(self.x["initial_state"].shape, generator=self.generator)
 
-    def spec(self, num_stages: int, shared_sums: bool) -> GradientsSpec:
+    def spec(self, **config: Any) -> GradientsSpec:
         x, options, gate = self.x, self.options, "none"
         if options.get("use_gate_in_kernel"):
             gate = "softplus" if options.get("lower_bound") is None else "lower_bound"
@@ -113,8 +122,7 @@ class Problem:
             l2norm=bool(options.get("use_qk_l2norm_in_kernel")),
             beta_sigmoid=bool(options.get("use_beta_sigmoid_in_kernel")),
             grouped=self.grouped,
-            shared_sums=shared_sums,
-            num_stages=num_stages,
+            **config,
         )
 
     @property
@@ -129,14 +137,13 @@ class Problem:
         found: Passes,
         *,
         arch: str = "sm_90a",
-        num_stages: int = 1,
-        shared_sums: bool | None = None,
+        **tuning: Any,
     ) -> dict[str, torch.Tensor]:
         """The kernel's results; what it does not write is NaN."""
-        if shared_sums is None:
-            shared_sums = self.grouped
         x, dtype = self.x, self.dtype
         batch, tokens, heads, dim_k = x["g"].shape
+        dims = {"head_dim_k": dim_k, "head_dim_v": x["v"].shape[-1]}
+        spec = self.spec(**(gradients_config(arch=arch, **dims) | tuning))
         count = slots(tokens, batch, x["cu_seqlens"])
 
         def empty(*shape: int, like: torch.dtype = FP32) -> torch.Tensor:
@@ -145,11 +152,12 @@ class Problem:
         out = {name: torch.full_like(x[name], math.nan) for name in ("q", "k", "g", "beta")}
         out["v"] = found.dr.to(dtype)
         if "A_log" in x:
-            out["A_log"] = empty(count, 1, heads)
+            out["A_log"] = empty(count, spec.cluster, heads)
         if "dt_bias" in x:
             out["dt_bias"] = empty(count, heads, dim_k)
-        function(self.spec(num_stages, shared_sums), arch)(
+        function(spec, arch)(
             *(x.get(name) for name in ("q", "k", "g", "beta", "A_log", "dt_bias")),
+            pack_norms(x, count) if spec.l2norm else None,
             self.do,
             pack_states(found.states, count, heads, dtype),
             pack_states(found.adjoints, count, heads, dtype),
@@ -162,13 +170,13 @@ class Problem:
         )
         for name in ("A_log", "dt_bias"):
             if name in out:
-                out[name] = out[name].sum(0).reshape(x[name].shape)
+                out[name] = out[name].sum(0 if name == "dt_bias" else (0, 1))
         return out
 
-    def check(self, *, arch: str = "sm_90a", num_stages: int = 1) -> dict[str, torch.Tensor]:
+    def check(self, *, arch: str = "sm_90a", **tuning: Any) -> dict[str, torch.Tensor]:
         """Run the kernel, and compare its errors with those of plain PyTorch."""
         found = self.passes()
-        ours = self.run(found, arch=arch, num_stages=num_stages)
+        ours = self.run(found, arch=arch, **tuning)
         right = exact(self.x, self.options, self.do, self.dfinal)
         plain = gradients(self.x, self.options, self.do, found, FP32, self.dtype)
         for name, y in ours.items():

@@ -55,19 +55,22 @@ def log_decay_gradients(
     if gate == "none":
         d, of_rate = dg, Float32(0.0)
         log2_gate = g * LOG2_E
-    elif gate == "softplus":
-        log2_gate = log2_decay(gate, g, rate, bias, lower_bound)
-        d, of_rate = dg * (-rate * sigmoid(g + bias)), dg * (log2_gate * LN_2)
     else:
-        # sigmoid(z) sigmoid(-z) = 2^-|z| / (1 + 2^-|z|)^2 does not cancel.
+        # sigmoid(z) is either of inverse and small * inverse, sigmoid(-z) the other: no difference
+        # of the two cancels.
         x = g + bias
-        z = x * (rate * LOG2_E)
+        z = x * LOG2_E if gate == "softplus" else x * (rate * LOG2_E)
         small = exp2(-cute.arch.fmax(z, -z))
         inverse = reciprocal(1.0 + small)
-        d = dg * (Float32(lower_bound) * rate * (small * inverse * inverse))
-        log2_gate = log2_decay(gate, g, rate, bias, lower_bound)
-        # Where g is infinite, so is x, and d is 0.
-        of_rate = cutlass.select_(d == Float32(0.0), Float32(0.0), d * x)
+        slope = Float32(cutlass.select_(z < Float32(0.0), small * inverse, inverse))
+        if gate == "softplus":
+            log2_gate = -rate * (cute.arch.fmax(z, Float32(0.0)) + log2(1.0 + small))
+            d, of_rate = dg * (-rate * slope), dg * (log2_gate * LN_2)
+        else:
+            log2_gate = (Float32(lower_bound) * LOG2_E) * slope
+            d = dg * (Float32(lower_bound) * rate * (small * inverse * inverse))
+            # Where g is infinite, so is x, and d is 0.
+            of_rate = cutlass.select_(d == Float32(0.0), Float32(0.0), d * x)
     zero = Float32(0.0)
     kept = log2_gate > Float32(SMALLEST_LOG2_DECAY)
     return Float32(cutlass.select_(kept, d, zero)), Float32(cutlass.select_(kept, of_rate, zero))

@@ -57,21 +57,23 @@ def chunks_per_segment(
     return length if length < chunks else 0
 
 
-def gradients_config(
-    *, arch: str, head_dim_k: int, head_dim_v: int, grouped: bool
-) -> dict[str, Any]:
-    """The tuning fields of a GradientsSpec. Sums over a group have precedence over a second stage.
-    Raises NotImplementedError where the kernel's shared memory does not fit."""
+def gradients_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The tuning fields of a GradientsSpec.
+
+    Raises:
+        NotImplementedError: the kernel's shared memory does not fit.
+    """
     del head_dim_v  # a multiple of a stage's columns
-    # The stages of the ring, and what is beside it.
-    stage = 2 * 64 * (2 * head_dim_k + 3 * 64)
-    beside = 64 * 8 * head_dim_k + 2 * 2 * 64 * 64 + 8 * 4 * 4 * head_dim_k + 3072
-    sums = 8 * 64 * head_dim_k
-    shared_sums = grouped and beside + sums + stage <= smem_bytes(arch)
-    num_stages = min(2, (smem_bytes(arch) - beside - shared_sums * sums) // stage)
-    if num_stages < 1:
+    bulk = has_bulk_copies(arch)
+    cluster = head_dim_k // 64 if bulk else 1
+    # A test compares this with what the kernel declares.
+    if smem_bytes(arch) < 44_000 + 896 * (head_dim_k // cluster):
         raise NotImplementedError(f"the backward at head_dim_k={head_dim_k} does not fit {arch}")
-    return {"shared_sums": shared_sums, "num_stages": num_stages}
+    return {
+        "cluster": cluster,
+        "copies": "bulk" if bulk else "cp_async",
+        "products": "wgmma" if arch == "sm_90a" else "mma",
+    }
 
 
 def segments_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:

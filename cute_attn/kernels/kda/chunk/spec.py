@@ -171,18 +171,28 @@ class GradientsSpec(InputsSpec):
 
     Attributes:
         grouped: whether a head of q and k has several value heads.
-        shared_sums: whether shared memory has the sums of dq and dk over a group, not registers.
-        num_stages: stages of the ring in shared memory, each of 64 columns of V.
+        cluster: 1, or 2 CTAs that share a chunk and a head of q and k, and have half of K each.
+        copies, products: as in `PassSpec`.
     """
 
     grouped: bool
-    shared_sums: bool
-    num_stages: int
+    cluster: int
+    copies: str
+    products: str
+
+    ALLOWED = ALLOWED | {"cluster": (1, 2)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shared_sums and not self.grouped:
-            raise ValueError("shared_sums is True, must be False where heads are not grouped")
+        if self.head_dim_k // self.cluster % 64:
+            raise ValueError(
+                f"cluster is {self.cluster}, must be 1 at head_dim_k={self.head_dim_k}"
+            )
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a norm's gradient needs sums over the channels of both CTAs."""
+        return self.l2norm and self.cluster > 1
 
 
 @dataclass(frozen=True)

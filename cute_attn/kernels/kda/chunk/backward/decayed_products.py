@@ -36,10 +36,11 @@ from ....common.ptx.convert import pack_all, unpack, unpack_all
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_shared, store_shared
 from ....common.ptx.mma import mma
+from ..spec import CHUNK
 from ..sub_chunks import SHIFT, SUB_CHUNK, SUB_CHUNKS, row_and_part
 from ..tiles import left_fragment, left_fragment_of_columns, tile_offset
 from .gate_gradients import GateGradients
-from .layout import GradientMemory
+from .layout import PAIRS, GradientMemory
 
 LEVELS = 4  # of the products by halves
 ONE_PRODUCT = LEVELS  # the index of the product of the rows in range
@@ -50,37 +51,38 @@ class DecayedProducts:
 
     def __init__(self, memory: GradientMemory, sums: GateGradients):
         self.memory, self.sums, self.dtype = memory, sums, memory.dtype
-        self.pairs = memory.pairs
         self.in_one_product = self.dtype is cutlass.BFloat16
+        self.shift = SHIFT if self.in_one_product else 0.0
 
     # -- operands -----------------------------------------------------------------------------
 
     @cute.jit
     def store_operands(self, smem: Int32) -> None:
-        """Store decayed q and k, 8 threads a row, in the place of the ring: the rows' from the
-        sub-chunk's first token, times 2^SHIFT if all its rows are in range; the columns' to the
-        next sub-chunk (or the chunk's end), or to the reference 2^-SHIFT if all are in range."""
+        """Store decayed q and k, 8 threads a row, in the place of the stage: the rows' from the
+        sub-chunk's first token, times 2^shift; the columns' to the next sub-chunk (or the chunk's
+        end), or to the reference 2^-shift if all rows of the sub-chunk are in range."""
         thread, _, _ = cute.arch.thread_idx()
-        row = thread >> 3
-        b = row >> 4
-        whole = self.sums.rows_in_range(smem, b) == SUB_CHUNK
-        shift = cutlass.select_(whole, Float32(SHIFT), Float32(0.0))
-        for n in cutlass.range_constexpr(self.memory.head_dim_k // 64):
-            channel = 64 * n + 8 * (thread & 7)
-            at = tile_offset(row, channel)
-            p = self.memory.load_p(smem, row, channel, 8)
-            rows = [exp2(x + shift) for x in p]
-            steps = self.memory.load_sums(smem, "steps", b, channel, 8)
-            columns = [
-                exp2(cutlass.select_(whole, Float32(-SHIFT), y) - x)
-                for x, y in zip(p, steps, strict=True)
-            ]
-            q, k = (self._load_row(smem, name, row, at) for name in ("q", "k"))
-            for name, x, decay in (
-                ("q_rows", q, rows), ("k_rows", k, rows), ("k_columns", k, columns)
-            ):  # fmt: skip
-                values = [y * z for y, z in zip(x, decay, strict=True)]
-                store_shared(Int32, smem + self.memory[name] + at, pack_all(self.dtype, values))
+        rows_of_pass = self.memory.num_threads // 8
+        for i in cutlass.range_constexpr(CHUNK // rows_of_pass):
+            row = (thread >> 3) + i * rows_of_pass
+            b = row >> 4
+            whole = self.sums.rows_in_range(smem, b) == SUB_CHUNK
+            for n in cutlass.range_constexpr(self.memory.channels // 64):
+                channel = 64 * n + 8 * (thread & 7)
+                at = tile_offset(row, channel)
+                p = self.memory.load_p(smem, row, channel, 8)
+                rows = [exp2(x + self.shift) for x in p]
+                steps = self.memory.load_sums(smem, "steps", b, channel, 8)
+                columns = [
+                    exp2(cutlass.select_(whole, Float32(-self.shift), y) - x)
+                    for x, y in zip(p, steps, strict=True)
+                ]
+                q, k = (self._load_row(smem, name, row, at) for name in ("q", "k"))
+                for name, x, decay in (
+                    ("q_rows", q, rows), ("k_rows", k, rows), ("k_columns", k, columns)
+                ):  # fmt: skip
+                    values = [y * z for y, z in zip(x, decay, strict=True)]
+                    store_shared(Int32, smem + self.memory[name] + at, pack_all(self.dtype, values))
 
     def _load_row(self, smem: Any, name: str, row: Any, at: Any) -> list[Any]:
         """Load 8 channels of normalised q or k."""
@@ -102,36 +104,32 @@ class DecayedProducts:
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, dG: cute.Tensor
     ) -> None:
         """From products relative to the chunk's first token (of q with the scale, of dr with its
-        sign), make dq and row, and add their part of dG. Of the sub-chunk's own products, this
-        adds the one of the rows in range."""
+        sign), times 2^-shift, make dq and row, and add their part of dG. Of the sub-chunk's own
+        products, this adds the one of the rows in range."""
         b, _ = self.memory.warp_place()
         for j in cutlass.range(b, unroll=1):
             whole = self.sums.rows_in_range(smem, j) == SUB_CHUNK
             rows_q = left_fragment(smem + self.memory["daqk"], b * SUB_CHUNK, j)
             rows_k = left_fragment(smem + self.memory["dlower"], b * SUB_CHUNK, j)
-            for pair in cutlass.range_constexpr(self.pairs):
-                steps = self._steps(smem, j, pair)
-                before, after = [], []
-                for x in steps:
-                    gap = exp2(x + cutlass.select_(whole, Float32(SHIFT), Float32(0.0)))
-                    before.append(cutlass.select_(whole, Float32(2.0**-SHIFT), gap))
-                    after.append(cutlass.select_(whole, gap, Float32(1.0)))
+            for pair in cutlass.range_constexpr(PAIRS):
+                gap = [exp2(x) for x in self._steps(smem, j, pair)]
+                if not whole:
+                    keep_branch()
+                    for acc in (acc_q, acc_k):
+                        self._scale(acc, pair, [x * 2.0**self.shift for x in gap])
                 column = self.memory.operands(smem + self.memory["k_columns"], j, pair)
+                after = [cutlass.select_(whole, x, Float32(2.0**-self.shift)) for x in gap]
                 for acc, rows in ((acc_q, rows_q), (acc_k, rows_k)):
-                    self._scale(acc, pair, before)
                     self._multiply(acc, pair, rows, column)
                     self._scale(acc, pair, after)
         in_range = self.sums.rows_in_range(smem, b)
         if cutlass.const_expr(self.in_one_product):
-            for acc in (acc_q, acc_k):
-                for n in cutlass.range_constexpr(8 * self.pairs):
-                    acc[n] = acc[n] * (2.0**-SHIFT)
             rows_q = left_fragment(smem + self.memory["daqk"], b * SUB_CHUNK, b)
             rows_k = left_fragment(smem + self.memory["dlower"], b * SUB_CHUNK, b)
             if in_range < SUB_CHUNK:
                 keep_branch()
                 rows_q, rows_k = self._in_range(rows_q, in_range), self._in_range(rows_k, in_range)
-                for pair in cutlass.range_constexpr(self.pairs):
+                for pair in cutlass.range_constexpr(PAIRS):
                     cute.arch.sync_warp()
                     column = self._own_operand(
                         smem, "k", Int32(ONE_PRODUCT), in_range, pair, later=False
@@ -139,14 +137,11 @@ class DecayedProducts:
                     self._multiply(acc_q, pair, rows_q, column)
                     self._multiply(acc_k, pair, rows_k, column)
             else:
-                for pair in cutlass.range_constexpr(self.pairs):
+                for pair in cutlass.range_constexpr(PAIRS):
                     column = self.memory.operands(smem + self.memory["k_columns"], b, pair)
                     self._multiply(acc_q, pair, rows_q, column)
                     self._multiply(acc_k, pair, rows_k, column)
-        shift = SHIFT if self.in_one_product else 0.0
-        # What the operands lack of the shift.
-        lacking = cutlass.select_(in_range == SUB_CHUNK, Float32(1.0), Float32(2.0**shift))
-        for pair in cutlass.range_constexpr(self.pairs):
+        for pair in cutlass.range_constexpr(PAIRS):
             for i in cutlass.range_constexpr(2):
                 channel = self.memory.accumulator_channel(pair, i)
                 for half in cutlass.range_constexpr(2):
@@ -156,34 +151,35 @@ class DecayedProducts:
                     k = self.load_operand(smem, "k_rows", row, channel)
                     for e in cutlass.range_constexpr(2):
                         n = 8 * pair + 4 * i + 2 * half + e
-                        dG[n] = (q[e] * acc_q[n] + k[e] * acc_k[n]) * lacking
-                        decay = exp2(p[e] + shift)
+                        dG[n] = q[e] * acc_q[n] + k[e] * acc_k[n]
+                        decay = exp2(p[e] + self.shift)
                         acc_q[n] = acc_q[n] * decay
                         acc_k[n] = acc_k[n] * decay
 
     @cute.jit
     def add_columns(self, smem: Int32, acc: cute.Tensor, dG: cute.Tensor) -> None:
-        """From products relative to the chunk's end, make col, and add its part of dG. Of the
+        """From products relative to the chunk's end make col, and add its part of dG. Of the
         sub-chunk's own products, this adds the one of rows in range if all are."""
         b, _ = self.memory.warp_place()
+        if cutlass.const_expr(self.in_one_product):
+            for pair in cutlass.range_constexpr(PAIRS):
+                self._scale(acc, pair, [2.0**self.shift] * 4)
         for back in cutlass.range(SUB_CHUNKS - 1 - b, unroll=1):
             m = SUB_CHUNKS - 1 - back
-            whole = self.sums.rows_in_range(smem, m) == SUB_CHUNK
-            shift = cutlass.select_(whole, Float32(SHIFT), Float32(0.0))
-            unshift = cutlass.select_(whole, Float32(2.0**-SHIFT), Float32(1.0))
-            for pair in cutlass.range_constexpr(self.pairs):
-                self._scale(acc, pair, [exp2(x + shift) for x in self._steps(smem, m, pair)])
+            for pair in cutlass.range_constexpr(PAIRS):
+                self._scale(acc, pair, [exp2(x) for x in self._steps(smem, m, pair)])
                 self._multiply_columns(smem, acc, pair, b, m)
-                self._scale(acc, pair, [unshift] * 4)
         whole = self.sums.rows_in_range(smem, b) == SUB_CHUNK
         if whole:
-            for pair in cutlass.range_constexpr(self.pairs):
-                steps = self._steps(smem, b, pair)
-                self._scale(acc, pair, [exp2(x + SHIFT) for x in steps])
+            for pair in cutlass.range_constexpr(PAIRS):
+                self._scale(acc, pair, [exp2(x) for x in self._steps(smem, b, pair)])
                 self._multiply_columns(smem, acc, pair, b, b)
-        for pair in cutlass.range_constexpr(self.pairs):
+        elif cutlass.const_expr(self.in_one_product):
+            for pair in cutlass.range_constexpr(PAIRS):
+                self._scale(acc, pair, [2.0**-self.shift] * 4)
+        for pair in cutlass.range_constexpr(PAIRS):
             steps = self._steps(smem, b, pair)
-            reference = [cutlass.select_(whole, Float32(-SHIFT), x) for x in steps]
+            reference = [cutlass.select_(whole, Float32(-self.shift), x) for x in steps]
             for i in cutlass.range_constexpr(2):
                 channel = self.memory.accumulator_channel(pair, i)
                 for half in cutlass.range_constexpr(2):
@@ -262,7 +258,7 @@ class DecayedProducts:
         rows in range to col."""
         if in_range < SUB_CHUNK:
             # The compiler would load P before the loops, or mix these, and spill.
-            for pair in cutlass.range_constexpr(self.pairs):
+            for pair in cutlass.range_constexpr(PAIRS):
                 for level in cutlass.range(LEVELS, unroll=1):
                     cute.arch.sync_warp()
                     self._own_rows(smem, level, in_range, pair, acc_q, acc_k, dG)
@@ -360,7 +356,7 @@ class DecayedProducts:
         takes_part = self._takes_part(level, token, in_range, later)
         result = []
         for x, y in zip(p, at_reference, strict=True):
-            y = cutlass.select_(level == ONE_PRODUCT, Float32(-SHIFT), y)
+            y = cutlass.select_(level == ONE_PRODUCT, Float32(-self.shift), y)
             decay = exp2(x - y if later else y - x)
             result.append(Float32(cutlass.select_(takes_part, decay, Float32(0.0))))
         return result

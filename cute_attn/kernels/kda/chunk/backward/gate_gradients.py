@@ -26,7 +26,11 @@ from .layout import GradientMemory
 
 
 class GateGradients:
-    """Computes P before the products, and dg after them. All methods run on the device."""
+    """Computes P before the products, and dg after them. All methods run on the device.
+
+    Args:
+        spec: with the channels of one CTA as `head_dim_k`; rows and dt_bias begin there.
+    """
 
     def __init__(self, spec: GradientsSpec, memory: GradientMemory):
         self.spec, self.memory = spec, memory
@@ -105,18 +109,6 @@ class GateGradients:
     # -- gradients ----------------------------------------------------------------------------
 
     @cute.jit
-    def sum_rows(self, smem: Int32) -> None:
-        """Store the sums of dG over sub-chunks."""
-        thread, _, _ = cute.arch.thread_idx()
-        if thread < self.inputs.num_threads:
-            sub, channel = self._place()
-            total = [Float32(0.0), Float32(0.0)]
-            for t in cutlass.range_constexpr(SUB_CHUNK):
-                x = self.memory.load_p(smem, sub * SUB_CHUNK + (SUB_CHUNK - 1 - t), channel, 2)
-                total = [total[0] + x[0], total[1] + x[1]]
-            self._put(smem, "later", sub, channel, total)
-
-    @cute.jit
     def store(
         self, smem: Int32, rows: Any, target: Any, length: Int32, A_log: cute.Tensor | None,
         dt_bias: cute.Tensor | None, head: Int32, lower_bound: Float32,
@@ -125,6 +117,18 @@ class GateGradients:
         thread, _, _ = cute.arch.thread_idx()
         raw = self.inputs.load(rows, length)
         a, bias = self.inputs.load_parameters(A_log, dt_bias, head)
+        dG = cute.make_rmem_tensor((2 * SUB_CHUNK,), Float32)
+        if thread < self.inputs.num_threads:
+            sub, channel = self._place()
+            total = [Float32(0.0), Float32(0.0)]
+            for n in cutlass.range_constexpr(SUB_CHUNK):
+                t = SUB_CHUNK - 1 - n
+                x = self.memory.load_p(smem, sub * SUB_CHUNK + t, channel, 2)
+                for e in cutlass.range_constexpr(2):
+                    dG[2 * t + e] = x[e]
+                    total[e] = total[e] + x[e]
+            self._put(smem, "later", sub, channel, total)
+        cute.arch.sync_threads()
         if thread < self.inputs.num_threads:
             sub, channel = self._place()
             running = self._after(smem, sub, channel)
@@ -136,8 +140,7 @@ class GateGradients:
             for n in cutlass.range_constexpr(SUB_CHUNK):
                 t = SUB_CHUNK - 1 - n
                 row = sub * SUB_CHUNK + t
-                x = self.memory.load_p(smem, row, channel, 2)
-                running = [running[0] + x[0], running[1] + x[1]]
+                running = [running[e] + dG[2 * t + e] for e in range(2)]
                 g = self.inputs.pair(raw, t)
                 found = [
                     log_decay_gradients(
@@ -183,22 +186,25 @@ class GateGradients:
     @cute.jit
     def store_partial_sums(
         self, smem: Int32, dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, slot: Int32,
-        head: Int32,
+        head: Int32, cta: Int32,
     ) -> None:  # fmt: skip
-        """Store the chunk's parts of the gradients of A_log and dt_bias."""
+        """Store the parts of the gradients of A_log and dt_bias that the chunk has in the CTA's
+        channels."""
         thread, _, _ = cute.arch.thread_idx()
+        channels = self.spec.head_dim_k
         if cutlass.const_expr(ddt_bias is not None):
-            if thread < self.spec.head_dim_k:
-                ddt_bias[slot, head, thread] = self._sum(smem, "of_dt_bias", thread)
+            if thread < channels:
+                at = cta * channels + thread
+                ddt_bias[slot, head, at] = self._sum(smem, "of_dt_bias", thread)
         if cutlass.const_expr(dA_log is not None):
             if thread < WARP_SIZE:
                 total = Float32(0.0)
-                for n in cutlass.range_constexpr(self.spec.head_dim_k // WARP_SIZE):
+                for n in cutlass.range_constexpr(channels // WARP_SIZE):
                     total = total + self._sum(smem, "of_A_log", n * WARP_SIZE + thread)
                 for bit in cutlass.range_constexpr(5):
                     total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << bit)
                 if thread == 0:
-                    dA_log[slot, 0, head] = total
+                    dA_log[slot, cta, head] = total
 
     def _sum(self, smem: Any, name: str, channel: Any) -> Any:
         total = Float32(0.0)
@@ -208,13 +214,15 @@ class GateGradients:
 
     @cute.jit
     def store_no_sums(
-        self, dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, slot: Int32, head: Int32
-    ) -> None:
+        self, dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, slot: Int32, head: Int32,
+        cta: Int32,
+    ) -> None:  # fmt: skip
         """Store zeros in place of the sums, for a slot that has no chunk."""
         thread, _, _ = cute.arch.thread_idx()
+        channels = self.spec.head_dim_k
         if cutlass.const_expr(ddt_bias is not None):
-            if thread < self.spec.head_dim_k:
-                ddt_bias[slot, head, thread] = Float32(0.0)
+            if thread < channels:
+                ddt_bias[slot, head, cta * channels + thread] = Float32(0.0)
         if cutlass.const_expr(dA_log is not None):
             if thread == 0:
-                dA_log[slot, 0, head] = Float32(0.0)
+                dA_log[slot, cta, head] = Float32(0.0)

@@ -2,18 +2,21 @@
 
 The last kernel of the backward. It needs nothing from another chunk.
 
-    CTA (head of q and k, chunk), 16 warps; warp 4 n + b: rows of sub-chunk b, a quarter n of the
-    channels, or of dAqk's columns
-      load       q and k, once; norms
+    CTA (half of K, head of q and k, chunk), 8 warps; warp 4 n + b: rows of sub-chunk b, the n-th 32
+    channels. The CTAs of both halves are a cluster.
+      load       q, k and their inverse norms, once
       for each value head of the group:
-        gates      the sums of gates within sub-chunks (warps 0 to 7)
+        gates      the sums of gates within sub-chunks (warps 0 to 3)
         for each 64 columns of V:
           state      do S^T, dr S^T, v' dS'^T; dAqk = do v'^T, dLhat = -dr v'^T; sum_V S dS'
         beta       dbeta, from the diagonal of dr v'^T; rows of dv whose beta is nearly 0
         products   the products within the chunk (`decayed_products`)
         dG         q dq + k row - k col to shared memory
-        gates      dg, and sums of the gradients of A_log and dt_bias (warps 0 to 7)
-      norms      dq and dk, summed over the group
+        gates      dg, and sums of the gradients of A_log and dt_bias (warps 0 to 3)
+      norms      dq and dk, summed over the group; the CTAs exchange q dq and k dk
+
+Both CTAs compute dAqk and dLhat: exchanging them would take longer. At K = 64 a CTA has all of K;
+so it has, with 16 warps, at K = 128 where the architecture has no clusters.
 
 With S the state at the chunk's start, dS' the gradient of the state after it, v' = Akk Diag(beta) r
 the corrections and dr the gradient of r, which is also that of v (docs/kernels/kda.md).
@@ -21,6 +24,7 @@ the corrections and dr the gradient of r, which is also that of v (docs/kernels/
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -36,10 +40,13 @@ from ....common.arguments import (
     fake_strided,
 )
 from ....common.dtypes import DTYPE
-from ....common.ptx.async_copy import copy_async
+from ....common.pipeline import Barriers, report_names
+from ....common.ptx import wgmma
+from ....common.ptx.async_copy import copy_async, copy_bulk
+from ....common.ptx.cluster import remote_address, store_async
 from ....common.ptx.compiler import keep_branch
 from ....common.ptx.convert import pack, pack_all, unpack_all
-from ....common.ptx.math import exp2, reciprocal, reciprocal_sqrt
+from ....common.ptx.math import exp2, reciprocal
 from ....common.ptx.memory import (
     load_global,
     load_shared,
@@ -49,11 +56,12 @@ from ....common.ptx.memory import (
 )
 from ....common.ptx.mma import mma
 from ...gates import SMALLEST_BETA, nonzero_beta, sigmoid
-from ...spec import L2NORM_EPSILON
-from ..chunks import chunk_place, num_slots, row_offset, rows_of
+from ..chunks import Rows, chunk_place, num_slots, row_offset, rows_of
 from ..spec import CHUNK, GradientsSpec
-from ..sub_chunks import SHIFT, SUB_CHUNK, row_and_part
+from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
 from ..tiles import (
+    LINE_BYTES,
+    SUB_TILE_BYTES,
     UNIT_BYTES,
     copy_rows,
     left_fragment,
@@ -64,9 +72,10 @@ from ..tiles import (
 )
 from .decayed_products import DecayedProducts
 from .gate_gradients import GateGradients
-from .layout import NUM_THREADS, QUARTERS, TILE_V, GradientMemory
+from .layout import PAIRS, PART, TILE_V, GradientMemory
 
 STEPS = TILE_V // 16
+SUMS = 8 * PAIRS  # accumulators of a thread for 16 rows and the warp's channels
 
 
 class KdaGradients:
@@ -76,13 +85,20 @@ class KdaGradients:
         self.spec = spec
         self.memory = GradientMemory(spec)
         self.smem_bytes = self.memory.nbytes
-        self.stage_bytes = self.memory.buffers["stage"].stage_bytes
-        self.gates = GateGradients(spec, self.memory)
+        self.channels, self.parts = self.memory.channels, self.memory.parts
+        self.num_threads = self.memory.num_threads
+        self.gates = GateGradients(replace(spec, head_dim_k=self.channels, cluster=1), self.memory)
         self.products = DecayedProducts(self.memory, self.gates)
         self.dtype = DTYPE[spec.dtype]
         self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
-        self.pairs = self.memory.pairs
         self.tiles_v = spec.head_dim_v // TILE_V
+        self.bulk, self.wgmma = spec.copies == "bulk", spec.products == "wgmma"
+        # Columns of dAqk and dLhat that a warp computes, and its accumulators for them.
+        self.columns = CHUNK // self.parts
+        self.num_scores = SUB_CHUNK * self.columns // 32
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.memory, self.memory.pipeline, self.memory.roles, shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -109,6 +125,7 @@ class KdaGradients:
             fake_strided(self.beta_dtype, (batch, tokens, heads)),
             fake_contiguous(Float32, (heads,)) if spec.has_A_log else None,
             fake_contiguous(Float32, (heads, spec.head_dim_k), 16) if has_dt_bias else None,
+            fake_matrices((slots,), (heads_qk, 2 * CHUNK)) if spec.l2norm else None,
             of_v(),
             states(),
             states(),
@@ -118,7 +135,7 @@ class KdaGradients:
             of_qk(),
             rows(self.gate_dtype, heads, spec.head_dim_k),
             fake_strided(self.beta_dtype, (batch, tokens, heads)),
-            fake_contiguous(Float32, (slots, 1, heads)) if spec.has_A_log else None,
+            fake_contiguous(Float32, (slots, spec.cluster, heads)) if spec.has_A_log else None,
             fake_contiguous(Float32, (slots, heads, spec.head_dim_k), 16) if has_dt_bias else None,
             fake_offsets(spec.index_dtype),
             Float32(1.0),
@@ -136,6 +153,7 @@ class KdaGradients:
         beta: cute.Tensor,
         A_log: cute.Tensor | None,
         dt_bias: cute.Tensor | None,
+        inverse_norms: cute.Tensor | None,
         do: cute.Tensor,
         states: cute.Tensor,
         adjoints: cute.Tensor,
@@ -158,6 +176,8 @@ class KdaGradients:
         Args:
             q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, beta_scale: as in
                 `prepare`.
+            inverse_norms: float32 [slots, HQK, 2 * 64], those of a chunk's q and then k, with
+                l2norm; as `prepare` writes them.
             do: [B, T, HV, V], the gradient of o.
             states, adjoints: [slots, HV, V K], the state at the start of each chunk and the
                 gradient of the state after it, transposed: for each 64 rows of V, K / 64 sub-tiles.
@@ -166,8 +186,8 @@ class KdaGradients:
             dq, dk: [B, T, HQK, K], written, and so are the following.
             dg: [B, T, HV, K].
             dbeta: [B, T, HV], any strides.
-            dA_log, ddt_bias: float32 [slots, 1, HV] and [slots, HV, K], the gradients of A_log and
-                dt_bias are their sums over slots; or None.
+            dA_log, ddt_bias: float32 [slots, cluster, HV] and [slots, HV, K]; the gradients of
+                A_log and dt_bias are their sums over slots and cluster; or None.
         """
         slots = num_slots(g.shape[0], g.shape[1], cu_seqlens)
         self.kernel(
@@ -177,6 +197,7 @@ class KdaGradients:
             beta,
             A_log,
             dt_bias,
+            inverse_norms,
             do,
             states,
             adjoints,
@@ -194,10 +215,12 @@ class KdaGradients:
             beta_scale,
             cute.fast_divmod_create_divisor_v2(q.shape[2]),
         ).launch(
-            grid=[q.shape[2] * slots, 1, 1],
-            block=[NUM_THREADS, 1, 1],
+            grid=[q.shape[2] * slots * self.spec.cluster, 1, 1],
+            block=[self.num_threads, 1, 1],
+            cluster=[self.spec.cluster, 1, 1],
             smem=self.smem_bytes,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=512 // self.num_threads,
+            preferred_smem_carveout=100,
             stream=stream,
         )
 
@@ -210,6 +233,7 @@ class KdaGradients:
         beta: cute.Tensor,
         A_log: cute.Tensor | None,
         dt_bias: cute.Tensor | None,
+        inverse_norms: cute.Tensor | None,
         do: cute.Tensor,
         states: cute.Tensor,
         adjoints: cute.Tensor,
@@ -227,63 +251,85 @@ class KdaGradients:
         beta_scale: Float32,
         by_heads: cute.FastDivmodDivisorV2,
     ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        slot, head_qk = divmod(block, by_heads)
+        cta = block % self.spec.cluster  # the CTA's half of K
+        slot, head_qk = divmod(block // self.spec.cluster, by_heads)
         group = g.shape[2] // q.shape[2]
         first_head = head_qk * group
         place = chunk_place(slot, g.shape[1], cu_seqlens)
-        smem = shared_address(cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024))
+        storage = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024)
+        smem = shared_address(storage)
+        barriers = self.barriers(storage)
+        if cutlass.const_expr(barriers is not None):
+            if thread == 0:
+                barriers.init()
+                if cutlass.const_expr(self.spec.exchanges):
+                    # Each part's sums of q dq and k dk, of all rows.
+                    barriers.expect("along_full", 0, self.parts * 2 * CHUNK * 4)
+            cute.arch.mbarrier_init_fence()
+            if cutlass.const_expr(self.spec.exchanges):
+                cute.arch.cluster_arrive()
+            cute.arch.sync_threads()
         if not place.valid:
             for n in cutlass.range(group, unroll=1):
-                self.gates.store_no_sums(dA_log, ddt_bias, slot, first_head + n)
+                self.gates.store_no_sums(dA_log, ddt_bias, slot, first_head + n, cta)
         else:
+            bias = dt_bias
+            if cutlass.const_expr(dt_bias is not None):
+                bias = cute.domain_offset((0, cta * self.channels), dt_bias)
             for x, name in ((q, "q"), (k, "k")):
-                rows = rows_of(x, place, head_qk)
+                rows = self.rows(x, place, head_qk, cta)
                 copy_rows(
                     smem + self.memory[name], rows.start, Int64(rows.pitch), place.length,
-                    self.spec.head_dim_k, NUM_THREADS,
+                    self.channels, self.num_threads,
                 )  # fmt: skip
-            total = group * self.tiles_v
-            for n in cutlass.range_constexpr(self.spec.num_stages):
-                self.start_copy(
-                    smem, states, adjoints, do, dv, v_new, place, slot, first_head, Int32(n),
-                    Int32(self.tiles_v),
-                )  # fmt: skip
-            # The last groups of copies may still be under way: all but the first.
-            cute.arch.cp_async_wait_group(self.spec.num_stages - 1)
-            cute.arch.sync_threads()
-            if cutlass.const_expr(self.spec.l2norm):
-                self.norms(smem)
-
-            count = 8 * self.pairs
-            dq_sum = cute.make_rmem_tensor((count,), Float32)
-            dk_sum = cute.make_rmem_tensor((count,), Float32)
+            if cutlass.const_expr(inverse_norms is not None):
+                if thread < 2 * CHUNK * 4 // UNIT_BYTES:
+                    start = Int64(slot) * inverse_norms.stride[0]
+                    start = start + Int64(head_qk) * inverse_norms.stride[1]
+                    copy_async(
+                        smem + (self.memory["inverse_norm_q"] + thread * UNIT_BYTES),
+                        (inverse_norms.iterator + start).toint() + Int64(thread * UNIT_BYTES),
+                        True,
+                    )
+            self.start_copy(
+                smem, barriers, states, adjoints, do, dv, v_new, place, slot, first_head, Int32(0),
+                cta,
+            )  # fmt: skip
+            dq_sum = cute.make_rmem_tensor((SUMS,), Float32)
+            dk_sum = cute.make_rmem_tensor((SUMS,), Float32)
             if cutlass.const_expr(self.spec.grouped):
-                shared = cutlass.const_expr(self.spec.shared_sums)
-                if cutlass.const_expr(shared):
-                    self.zero_sums(smem)
-                else:
-                    dq_sum.fill(0.0)
-                    dk_sum.fill(0.0)
+                dq_sum.fill(0.0)
+                dk_sum.fill(0.0)
                 for n in cutlass.range(group, unroll=1):
                     self.value_head(
-                        g, beta, A_log, dt_bias, do, states, adjoints, v_new, dv, dg, dbeta,
-                        dA_log, ddt_bias, place, slot, first_head, n, total, smem, scale,
-                        lower_bound, beta_scale, None if shared else dq_sum,
-                        None if shared else dk_sum,
+                        g, beta, A_log, bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
+                        ddt_bias, place, slot, first_head, n, group, smem, barriers, cta, scale,
+                        lower_bound, beta_scale, dq_sum, dk_sum,
                     )  # fmt: skip
-                if cutlass.const_expr(shared):
-                    self.load_sums(smem, dq_sum, dk_sum)
             else:
                 self.value_head(
-                    g, beta, A_log, dt_bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
-                    ddt_bias, place, slot, first_head, Int32(0), total, smem, scale, lower_bound,
-                    beta_scale, dq_sum, dk_sum,
+                    g, beta, A_log, bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
+                    ddt_bias, place, slot, first_head, Int32(0), Int32(1), smem, barriers, cta,
+                    scale, lower_bound, beta_scale, dq_sum, dk_sum,
                 )  # fmt: skip
             if cutlass.const_expr(self.spec.l2norm):
-                self.norm_gradients(smem, dq_sum, dk_sum)
-            self.store_rows(dq, dq_sum, place, head_qk)
-            self.store_rows(dk, dk_sum, place, head_qk)
+                self.norm_gradients(smem, barriers, cta, dq_sum, dk_sum)
+            self.store_rows(self.rows(dq, place, head_qk, cta), dq_sum, place)
+            self.store_rows(self.rows(dk, place, head_qk, cta), dk_sum, place)
+
+    def barriers(self, storage: cute.Pointer) -> Barriers | None:
+        if not self.memory.pipeline.count:
+            return None
+        at = storage + self.memory["barriers"]
+        return self.memory.pipeline.at(cute.recast_ptr(at, dtype=Int64))
+
+    def rows(self, x: cute.Tensor, place: Any, head: Any, cta: Any) -> Rows:
+        """The chunk's rows of a tensor [B, T, heads, K], from the CTA's first channel on."""
+        rows = rows_of(x, place, head)
+        width = x.element_type.width // 8
+        return Rows(rows.start + Int64(cta * (self.channels * width)), rows.pitch)
 
     @cute.jit
     def value_head(
@@ -291,27 +337,32 @@ class KdaGradients:
         dt_bias: cute.Tensor | None, do: cute.Tensor, states: cute.Tensor, adjoints: cute.Tensor,
         v_new: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
         dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, place: Any, slot: Int32,
-        first_head: Int32, n: Int32, total: Int32, smem: Int32, scale: Float32,
-        lower_bound: Float32, beta_scale: Float32, dq_sum: cute.Tensor | None,
-        dk_sum: cute.Tensor | None,
+        first_head: Int32, n: Int32, group: Int32, smem: Int32, barriers: Any, cta: Int32,
+        scale: Float32, lower_bound: Float32, beta_scale: Float32, dq_sum: cute.Tensor,
+        dk_sum: cute.Tensor,
     ) -> None:  # fmt: skip
         """Store the gradients of the group's n-th value head, and add those of q and k."""
+        thread, _, _ = cute.arch.thread_idx()
         head = first_head + n
+        own_beta = Float32(0.0)
+        if thread < place.length:
+            own_beta = Float32(beta[place.batch, place.start + thread, head])
+        if thread < CHUNK:
+            self.store_of_token(smem, "beta", thread, own_beta)
         self.gates.store_sums(
-            smem, rows_of(g, place, head), place.length, A_log, dt_bias, head, lower_bound
+            smem, self.rows(g, place, head, cta), place.length, A_log, dt_bias, head, lower_bound
         )
         cute.arch.sync_threads()
         self.gates.finish_sums(smem)
 
-        count = 8 * self.pairs
-        acc_q = cute.make_rmem_tensor((count,), Float32)
-        acc_k = cute.make_rmem_tensor((count,), Float32)
-        acc = cute.make_rmem_tensor((count,), Float32)
+        acc_q = cute.make_rmem_tensor((SUMS,), Float32)
+        acc_k = cute.make_rmem_tensor((SUMS,), Float32)
+        acc = cute.make_rmem_tensor((SUMS,), Float32)
         self.state_products(
-            beta, do, states, adjoints, v_new, dv, dbeta, place, slot, first_head, n, total, smem,
-            scale, beta_scale, acc_q, acc_k, acc,
+            own_beta, do, states, adjoints, v_new, dv, dbeta, place, slot, first_head, n, smem,
+            barriers, cta, scale, beta_scale, acc_q, acc_k, acc,
         )  # fmt: skip
-        dG = cute.make_rmem_tensor((count,), Float32)
+        dG = cute.make_rmem_tensor((SUMS,), Float32)
         self.from_start(smem, acc_q, acc_k, scale)
         self.products.store_operands(smem)
         cute.arch.sync_threads()
@@ -323,130 +374,187 @@ class KdaGradients:
         in_range = self.gates.rows_in_range(smem, b)
         self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
         cute.arch.sync_threads()  # P and the operands have been read
-        for stage in cutlass.range_constexpr(self.spec.num_stages):
-            self.start_copy(
-                smem, states, adjoints, do, dv, v_new, place, slot, first_head,
-                (n + 1) * self.tiles_v + stage, cutlass.min((n + 2) * self.tiles_v, total),
-            )  # fmt: skip
+        if cutlass.const_expr(self.spec.grouped):
+            if n + 1 < group:
+                if cutlass.const_expr(self.bulk):
+                    cute.arch.fence_view_async_shared()  # the stage held operands
+                    cute.arch.sync_threads()
+                self.start_copy(
+                    smem, barriers, states, adjoints, do, dv, v_new, place, slot, first_head,
+                    (n + 1) * self.tiles_v, cta,
+                )  # fmt: skip
         self.finish(smem, acc_q, acc_k, acc, dG, dq_sum, dk_sum)
         cute.arch.sync_threads()
-        self.gates.sum_rows(smem)
-        cute.arch.sync_threads()
         self.gates.store(
-            smem, rows_of(g, place, head), rows_of(dg, place, head), place.length, A_log, dt_bias,
-            head, lower_bound,
+            smem, self.rows(g, place, head, cta), self.rows(dg, place, head, cta), place.length,
+            A_log, dt_bias, head, lower_bound,
         )  # fmt: skip
         cute.arch.sync_threads()
-        self.gates.store_partial_sums(smem, dA_log, ddt_bias, slot, head)
+        self.gates.store_partial_sums(smem, dA_log, ddt_bias, slot, head, cta)
 
     @cute.jit
     def state_products(
-        self, beta: cute.Tensor, do: cute.Tensor, states: cute.Tensor, adjoints: cute.Tensor,
+        self, own_beta: Float32, do: cute.Tensor, states: cute.Tensor, adjoints: cute.Tensor,
         v_new: cute.Tensor, dv: cute.Tensor, dbeta: cute.Tensor, place: Any, slot: Int32,
-        first_head: Int32, n: Int32, total: Int32, smem: Int32, scale: Float32,
+        first_head: Int32, n: Int32, smem: Int32, barriers: Any, cta: Int32, scale: Float32,
         beta_scale: Float32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
     ) -> None:  # fmt: skip
         """Compute all products over V."""
-        of_state = cute.make_rmem_tensor((2 * self.pairs,), Float32)
-        scores = cute.make_rmem_tensor((16,), Float32)
-        for x in (acc_q, acc_k, acc, of_state, scores):
+        of_state = cute.make_rmem_tensor((2 * PAIRS,), Float32)
+        daqk = cute.make_rmem_tensor((self.num_scores,), Float32)
+        dlower = cute.make_rmem_tensor((self.num_scores,), Float32)
+        for x in (acc_q, acc_k, acc, of_state, daqk, dlower):
             x.fill(0.0)
+        stage = smem + self.memory["stage"]
         for t in cutlass.range(self.tiles_v, unroll=1):
-            index = n * self.tiles_v + t
-            stage = smem + index % self.spec.num_stages * self.stage_bytes
-            cute.arch.cp_async_wait_group(self.spec.num_stages - 1)
+            cute.arch.cp_async_wait_group(0)
+            if cutlass.const_expr(self.wgmma):
+                cute.arch.fence_view_async_shared()
+            if cutlass.const_expr(self.bulk):
+                barriers.wait("stage_full", n * self.tiles_v + t)
             cute.arch.sync_threads()
-            self.multiply(stage, acc_q, acc_k, acc, of_state, scores)
+            self.multiply(stage, acc_q, acc_k, acc, daqk, dlower, of_state)
             cute.arch.sync_threads()
-            self.start_copy(
-                smem, states, adjoints, do, dv, v_new, place, slot, first_head,
-                index + self.spec.num_stages, (n + 1) * self.tiles_v,
-            )  # fmt: skip
+            if t + 1 < self.tiles_v:
+                self.start_copy(
+                    smem, barriers, states, adjoints, do, dv, v_new, place, slot, first_head,
+                    n * self.tiles_v + (t + 1), cta,
+                )  # fmt: skip
         head = first_head + n
-        self.store_scores(smem, scores, beta, dbeta, place, head, scale, beta_scale)
-        self.finish_dv(dv, beta, place, head, beta_scale)
+        self.store_scores(smem, "daqk", daqk, scale)
+        self.store_scores(smem, "dlower", dlower, Float32(-1.0))
+        self.store_diagonals(smem, daqk, dlower, dbeta, place, head, cta, scale, beta_scale)
+        if cta == 0:
+            self.finish_dv(own_beta, dv, place, head, beta_scale)
         self.store_of_state(smem, of_state)
 
     # -- loads --------------------------------------------------------------------------------
 
     @cute.jit
     def start_copy(
-        self, smem: Int32, states: cute.Tensor, adjoints: cute.Tensor, do: cute.Tensor,
-        dv: cute.Tensor, v_new: cute.Tensor, place: Any, slot: Int32, first_head: Int32,
-        index: Int32, total: Int32,
+        self, smem: Int32, barriers: Any, states: cute.Tensor, adjoints: cute.Tensor,
+        do: cute.Tensor, dv: cute.Tensor, v_new: cute.Tensor, place: Any, slot: Int32,
+        first_head: Int32, index: Int32, cta: Int32,
     ) -> None:  # fmt: skip
         """Start the copies of 64 columns of V, the index-th of the group's; one cp.async group."""
         thread, _, _ = cute.arch.thread_idx()
-        stage = smem + index % self.spec.num_stages * self.stage_bytes
-        if index < total:
-            head, tile = first_head + index // self.tiles_v, index % self.tiles_v
-            for x, name in ((states, "state"), (adjoints, "adjoint"), (v_new, "v_new")):
-                nbytes = self.memory.stage.buffers[name].nbytes
-                start = Int64(slot) * x.stride[0] + Int64(head) * x.stride[1]
-                start = (x.iterator + start).toint() + Int64(tile * nbytes)
-                for i in cutlass.range_constexpr(nbytes // (NUM_THREADS * UNIT_BYTES)):
-                    at = (i * NUM_THREADS + thread) * UNIT_BYTES
+        stage = smem + self.memory["stage"]
+        head, tile = first_head + index // self.tiles_v, index % self.tiles_v
+        of_channels = self.channels // 64 * SUB_TILE_BYTES
+        of_state = (tile * self.spec.cluster + cta) * of_channels
+        parts = (
+            (states, "state", of_state, of_channels),
+            (adjoints, "adjoint", of_state, of_channels),
+            (v_new, "v_new", tile * SUB_TILE_BYTES, SUB_TILE_BYTES),
+        )
+        if cutlass.const_expr(self.bulk):
+            if thread == 0:
+                barriers.expect("stage_full", 0, sum(nbytes for *_, nbytes in parts))
+                full = barriers.address("stage_full", 0)
+                for x, name, offset, nbytes in parts:
+                    start = self.slot_address(x, slot, head) + Int64(offset)
+                    copy_bulk(stage + self.memory.stage[name], start, nbytes, full)
+        else:
+            for x, name, offset, nbytes in parts:
+                start = self.slot_address(x, slot, head) + Int64(offset)
+                for i in cutlass.range_constexpr(nbytes // (self.num_threads * UNIT_BYTES)):
+                    at = (i * self.num_threads + thread) * UNIT_BYTES
                     copy_async(stage + self.memory.stage[name] + at, start + Int64(at), True)
-            for x, name in ((do, "do"), (dv, "dr")):
-                rows = rows_of(x, place, head)
-                copy_rows(
-                    stage + self.memory.stage[name], rows.start + Int64(tile * (2 * TILE_V)),
-                    Int64(rows.pitch), place.length, TILE_V, NUM_THREADS,
-                )  # fmt: skip
+        for x, name in ((do, "do"), (dv, "dr")):
+            rows = rows_of(x, place, head)
+            copy_rows(
+                stage + self.memory.stage[name], rows.start + Int64(tile * (2 * TILE_V)),
+                Int64(rows.pitch), place.length, TILE_V, self.num_threads,
+            )  # fmt: skip
         cute.arch.cp_async_commit_group()
 
-    @cute.jit
-    def norms(self, smem: Int32) -> None:
-        """Store the inverse norms of q and k, of each row by 4 lanes."""
-        thread, _, _ = cute.arch.thread_idx()
-        row, part = (thread >> 2) & (CHUNK - 1), thread & 3
-        is_k = thread >= 4 * CHUNK
-        matrix = smem + cutlass.select_(is_k, Int32(self.memory["k"]), Int32(self.memory["q"]))
-        total = Float32(0.0)
-        for n in cutlass.range_constexpr(self.spec.head_dim_k // 32):
-            at = matrix + tile_offset(row, 8 * (4 * n + part))
-            for x in unpack_all(self.dtype, load_shared(Int32, at, 4)):
-                total = cute.math.fma(x, x, total)
-        for bit in cutlass.range_constexpr(2):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << bit)
-        if part == 0:
-            at = cutlass.select_(
-                is_k, Int32(self.memory["inverse_norm_k"]), Int32(self.memory["inverse_norm_q"])
-            )
-            store_shared(Float32, smem + at + row * 4, [reciprocal_sqrt(total + L2NORM_EPSILON)])
+    def slot_address(self, x: cute.Tensor, slot: Any, head: Any) -> Any:
+        return (x.iterator + (Int64(slot) * x.stride[0] + Int64(head) * x.stride[1])).toint()
 
     # -- products with the state --------------------------------------------------------------
 
     @cute.jit
     def multiply(
         self, stage: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
-        of_state: cute.Tensor, scores: cute.Tensor,
+        daqk: cute.Tensor, dlower: cute.Tensor, of_state: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Add the products of 64 columns of V: do S^T, dr S^T and v' dS'^T; the warp's block of
-        do v'^T and dr v'^T, if it has one; and for a quarter of the columns, sum_V S dS'."""
-        b, quarter = self.memory.warp_place()
-        for step in cutlass.range(STEPS, unroll=1):
-            do, dr, v_new = (
-                left_fragment(stage + self.memory.stage[name], b * SUB_CHUNK, step)
-                for name in ("do", "dr", "v_new")
-            )
-            for pair in cutlass.range_constexpr(self.pairs):
-                state = self.memory.operands(stage + self.memory.stage["state"], step, pair)
-                self.add_product(acc_q, 8 * pair, do, state)
-                self.add_product(acc_k, 8 * pair, dr, state)
-                adjoint = self.memory.operands(stage + self.memory.stage["adjoint"], step, pair)
-                self.add_product(acc, 8 * pair, v_new, adjoint)
-                if b == step:
-                    x, y = (unpack_all(self.dtype, z) for z in (state, adjoint))
-                    for n in cutlass.range_constexpr(8):
-                        i = 2 * pair + n // 4
-                        of_state[i] = cute.math.fma(x[n], y[n], of_state[i])
-            if quarter <= b:
-                columns = right_fragments_of_rows(
-                    stage + self.memory.stage["v_new"], quarter * SUB_CHUNK, step
+        """Add the products of 64 columns of V: do S^T, dr S^T and v' dS'^T; the warp's part of
+        do v'^T and dr v'^T; and for a quarter of the columns, sum_V S dS'."""
+        b, part = self.memory.warp_place()
+        places = {name: stage + at for name, at in self.memory.stage.offsets.items()}
+        if cutlass.const_expr(self.wgmma):
+            self.multiply_wgmma(places, acc_q, acc_k, acc, daqk, dlower)
+            for pair in cutlass.range_constexpr(PAIRS):
+                state, adjoint = (
+                    self.memory.operands(places[name], b, pair) for name in ("state", "adjoint")
                 )
-                self.add_product(scores, 0, do, columns)
-                self.add_product(scores, 8, dr, columns)
+                self.add_of_state(of_state, pair, state, adjoint)
+        else:
+            for step in cutlass.range(STEPS, unroll=1):
+                do, dr, v_new = (
+                    left_fragment(places[name], b * SUB_CHUNK, step)
+                    for name in ("do", "dr", "v_new")
+                )
+                for pair in cutlass.range_constexpr(PAIRS):
+                    state = self.memory.operands(places["state"], step, pair)
+                    self.add_product(acc_q, 8 * pair, do, state)
+                    self.add_product(acc_k, 8 * pair, dr, state)
+                    adjoint = self.memory.operands(places["adjoint"], step, pair)
+                    self.add_product(acc, 8 * pair, v_new, adjoint)
+                    if b == step:
+                        keep_branch()
+                        self.add_of_state(of_state, pair, state, adjoint)
+                for n in cutlass.range_constexpr(self.columns // 16):
+                    column = part * self.columns + 16 * n
+                    if column <= b * SUB_CHUNK:
+                        columns = right_fragments_of_rows(places["v_new"], column, step)
+                        self.add_product(daqk, 8 * n, do, columns)
+                        self.add_product(dlower, 8 * n, dr, columns)
+
+    def multiply_wgmma(
+        self, places: dict[str, Any], acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
+        daqk: cute.Tensor, dlower: cute.Tensor,
+    ) -> None:  # fmt: skip
+        """`multiply` without its last sum, by a warpgroup for its part of the channels."""
+        _, part = self.memory.warp_place()
+        channel = part * PART
+        offset = (channel >> 6) * SUB_TILE_BYTES + (channel & 63) * 2
+        rows = {
+            name: [wgmma.rows_descriptor(places[name]) + (s * 32 >> 4) for s in range(STEPS)]
+            for name in ("do", "dr", "v_new")
+        }
+        of_channels = {
+            name: [
+                wgmma.columns_descriptor(places[name] + offset) + (s * 16 * LINE_BYTES >> 4)
+                for s in range(STEPS)
+            ]
+            for name in ("state", "adjoint")
+        }
+        first = places["v_new"] + part * (self.columns * LINE_BYTES)
+        columns = [wgmma.rows_descriptor(first) + (s * 32 >> 4) for s in range(STEPS)]
+        started = []
+        for c, left, right, is_state in (
+            (acc_q, "do", of_channels["state"], True),
+            (daqk, "do", columns, False),
+            (acc_k, "dr", of_channels["state"], True),
+            (dlower, "dr", columns, False),
+            (acc, "v_new", of_channels["adjoint"], True),
+        ):
+            n = PART if is_state else self.columns
+            values = [c[i] for i in range(cute.size(c))]
+            started.append(
+                (c, wgmma.product(self.dtype, values, rows[left], right, n, columns=is_state))
+            )
+        for c, values in started:
+            for i, x in enumerate(wgmma.wait(values)):
+                c[i] = x
+
+    def add_of_state(self, of_state: cute.Tensor, pair: int, state: Any, adjoint: Any) -> None:
+        """Add to the sums over V of S dS', for the thread's elements of right operands."""
+        x, y = (unpack_all(self.dtype, z) for z in (state, adjoint))
+        for n in range(8):
+            i = 2 * pair + n // 4
+            of_state[i] = cute.math.fma(x[n], y[n], of_state[i])
 
     def add_product(self, acc: cute.Tensor, first: int, left: Any, right: Any) -> None:
         """acc += left right, of 16 by 16."""
@@ -457,42 +565,49 @@ class KdaGradients:
                 acc[at + n] = x
 
     @cute.jit
-    def store_scores(
-        self, smem: Int32, scores: cute.Tensor, beta: cute.Tensor, dbeta: cute.Tensor, place: Any,
-        head: Int32, scale: Float32, beta_scale: Float32,
-    ) -> None:  # fmt: skip
-        """Store dAqk and dLhat below their diagonals, and from the diagonals the terms i == j of
-        dAqk, and dbeta."""
-        b, quarter = self.memory.warp_place()
+    def store_scores(self, smem: Int32, name: str, scores: cute.Tensor, factor: Float32) -> None:
+        """Store dAqk or dLhat below its diagonal."""
+        b, part = self.memory.warp_place()
         r, c = row_and_part()
-        if quarter <= b:
-            for name, factor, first in (("daqk", scale, 0), ("dlower", Float32(-1.0), 8)):
+        for n in cutlass.range_constexpr(self.columns // 16):
+            if part * self.columns + 16 * n <= b * SUB_CHUNK:
                 for i in cutlass.range_constexpr(2):
                     for half in cutlass.range_constexpr(2):
                         row = b * SUB_CHUNK + r + 8 * half
-                        column = quarter * SUB_CHUNK + 8 * i + 2 * c
+                        column = part * self.columns + 16 * n + 8 * i + 2 * c
                         pair = []
                         for e in cutlass.range_constexpr(2):
-                            x = scores[first + 4 * i + 2 * half + e] * factor
+                            x = scores[8 * n + 4 * i + 2 * half + e] * factor
                             pair.append(cutlass.select_(column + e < row, x, Float32(0.0)))
                         at = smem + self.memory[name] + tile_offset(row, column)
                         store_shared(Int32, at, [pack(self.dtype, *pair)])
-        if quarter == b and c == r >> 1:
-            odd = (r & 1) == 1
-            for half in cutlass.range_constexpr(2):
-                row = b * SUB_CHUNK + r + 8 * half
-                n = 4 * half + 2 * half
-                own = cutlass.select_(odd, scores[n + 1], scores[n]) * scale
-                store_shared(Float32, smem + self.memory["own_score"] + row * 4, [Float32(own)])
-                if row < place.length:
-                    token = place.start + row
-                    value, slope = self.beta_and_slope(
-                        Float32(beta[place.batch, token, head]), beta_scale
-                    )
-                    inverse = reciprocal(nonzero_beta(self.dtype, value))
-                    dot = Float32(cutlass.select_(odd, scores[8 + n + 1], scores[8 + n]))
-                    result = ((dot * inverse) * inverse) * slope
-                    dbeta[place.batch, token, head] = result.to(self.beta_dtype)
+
+    @cute.jit
+    def store_diagonals(
+        self, smem: Int32, daqk: cute.Tensor, dlower: cute.Tensor, dbeta: cute.Tensor, place: Any,
+        head: Int32, cta: Int32, scale: Float32, beta_scale: Float32,
+    ) -> None:  # fmt: skip
+        """Store the terms i == j of dAqk, and dbeta."""
+        b, part = self.memory.warp_place()
+        r, c = row_and_part()
+        for n in cutlass.range_constexpr(self.columns // 16):
+            if part * self.columns + 16 * n == b * SUB_CHUNK and c == r >> 1:
+                odd = (r & 1) == 1
+                for half in cutlass.range_constexpr(2):
+                    row = b * SUB_CHUNK + r + 8 * half
+                    at = 8 * n + 6 * half
+                    own = cutlass.select_(odd, daqk[at + 1], daqk[at]) * scale
+                    x = self.memory.of_token(smem, "beta", row)
+                    self.store_of_token(smem, "own_score", row, own)
+                    if row < place.length and cta == 0:
+                        value, slope = self.beta_and_slope(x, beta_scale)
+                        inverse = reciprocal(nonzero_beta(self.dtype, value))
+                        dot = Float32(cutlass.select_(odd, dlower[at + 1], dlower[at]))
+                        result = ((dot * inverse) * inverse) * slope
+                        dbeta[place.batch, place.start + row, head] = result.to(self.beta_dtype)
+
+    def store_of_token(self, smem: Any, name: str, row: Any, x: Any) -> None:
+        store_shared(Float32, smem + self.memory[name] + row * 4, [Float32(x)])
 
     def beta_and_slope(self, x: Any, beta_scale: Any) -> tuple[Any, Any]:
         """Return beta from its input, and its derivative."""
@@ -503,13 +618,13 @@ class KdaGradients:
 
     @cute.jit
     def finish_dv(
-        self, dv: cute.Tensor, beta: cute.Tensor, place: Any, head: Int32, beta_scale: Float32
+        self, beta: Float32, dv: cute.Tensor, place: Any, head: Int32, beta_scale: Float32
     ) -> None:
-        """Multiply the rows of dv whose beta `nonzero_beta` replaced."""
+        """Multiply the rows of dv whose beta `nonzero_beta` replaced; `beta` is that of the row of
+        the thread."""
         thread, _, _ = cute.arch.thread_idx()
         if thread < place.length:
-            x = Float32(beta[place.batch, place.start + thread, head])
-            value, _ = self.beta_and_slope(x, beta_scale)
+            value, _ = self.beta_and_slope(beta, beta_scale)
             smallest = Float32(SMALLEST_BETA[self.dtype])
             if cute.arch.fmax(value, -value) < smallest:
                 keep_branch()
@@ -527,7 +642,7 @@ class KdaGradients:
         b, _ = self.memory.warp_place()
         r, _ = row_and_part()
         whole = self.gates.rows_in_range(smem, b) == SUB_CHUNK
-        for pair in cutlass.range_constexpr(self.pairs):
+        for pair in cutlass.range_constexpr(PAIRS):
             for i in cutlass.range_constexpr(2):
                 channel = self.memory.accumulator_channel(pair, i)
                 total = [Float32(0.0), Float32(0.0)]
@@ -544,7 +659,7 @@ class KdaGradients:
                     to_end = self.memory.load_sums(smem, "to_end", b, channel, 2)
                     steps = self.memory.load_sums(smem, "steps", b, channel, 2)
                     for e in cutlass.range_constexpr(2):
-                        reached = cutlass.select_(whole, Float32(-SHIFT), steps[e])
+                        reached = cutlass.select_(whole, Float32(-self.products.shift), steps[e])
                         total[e] = total[e] * exp2(to_end[e] - reached)
                     at = smem + self.memory["into_state"] + b * self.memory.p_row + (channel << 2)
                     store_shared(Float32, at, total)
@@ -554,7 +669,7 @@ class KdaGradients:
         """Store the warp's part of the sum over V of S dS'."""
         b, _ = self.memory.warp_place()
         _, c = row_and_part()
-        for pair in cutlass.range_constexpr(self.pairs):
+        for pair in cutlass.range_constexpr(PAIRS):
             for i in cutlass.range_constexpr(2):
                 x = of_state[2 * pair + i]
                 for bit in cutlass.range_constexpr(2):
@@ -568,12 +683,13 @@ class KdaGradients:
     def from_start(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, scale: Float32
     ) -> None:
-        """Decay the products with the state to the chunk's first token, and scale them."""
-        for pair in cutlass.range_constexpr(self.pairs):
+        """Decay the products with the state to the chunk's first token, times 2^-shift; and give
+        them the scale and the sign."""
+        for pair in cutlass.range_constexpr(PAIRS):
             for i in cutlass.range_constexpr(2):
                 channel = self.memory.accumulator_channel(pair, i)
                 first = self.memory.load_sums(smem, "first", 0, channel, 2)
-                decay = [exp2(first[e]) for e in range(2)]
+                decay = [exp2(first[e] - self.products.shift) for e in range(2)]
                 for n in cutlass.range_constexpr(4):
                     at = 8 * pair + 4 * i + n
                     acc_q[at] = acc_q[at] * (decay[n % 2] * scale)
@@ -584,106 +700,88 @@ class KdaGradients:
     @cute.jit
     def finish(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
-        dG: cute.Tensor, dq_sum: cute.Tensor | None, dk_sum: cute.Tensor | None,
+        dG: cute.Tensor, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
     ) -> None:  # fmt: skip
         """Store dG in the place of P, and add dq and dk of a value head to the group's."""
         for half in cutlass.range_constexpr(2):
             row = self.memory.rows()[half]
             own = self.memory.of_token(smem, "own_score", row)
-            for pair in cutlass.range_constexpr(self.pairs):
+            for pair in cutlass.range_constexpr(PAIRS):
                 for i in cutlass.range_constexpr(2):
                     channel = self.memory.accumulator_channel(pair, i)
                     q = self.memory.load_pair(smem, "q", row, channel)
                     k = self.memory.load_pair(smem, "k", row, channel)
-                    for e in cutlass.range_constexpr(2):
-                        at = 8 * pair + 4 * i + 2 * half + e
-                        of_q = acc_q[at] + own * k[e]
-                        of_k = acc_k[at] + acc[at] + own * q[e]
-                        if cutlass.const_expr(self.spec.shared_sums):
-                            self.add_shared(smem, "dq", row, channel + e, of_q)
-                            self.add_shared(smem, "dk", row, channel + e, of_k)
-                        else:
-                            if cutlass.const_expr(self.spec.grouped):
-                                of_q, of_k = dq_sum[at] + of_q, dk_sum[at] + of_k
-                            dq_sum[at], dk_sum[at] = of_q, of_k
                     at = 8 * pair + 4 * i + 2 * half
+                    for e in cutlass.range_constexpr(2):
+                        of_q = cute.math.fma(own, k[e], acc_q[at + e])
+                        of_k = cute.math.fma(own, q[e], acc_k[at + e] + acc[at + e])
+                        if cutlass.const_expr(self.spec.grouped):
+                            of_q, of_k = dq_sum[at + e] + of_q, dk_sum[at + e] + of_k
+                        dq_sum[at + e], dk_sum[at + e] = of_q, of_k
                     place = smem + self.memory.p_place(row, channel)
                     store_shared(Float32, place, [dG[at], dG[at + 1]])
 
-    def add_shared(self, smem: Any, name: str, row: Any, channel: Any, x: Any) -> None:
-        """Add to an element of the group's sums, which only this thread uses."""
-        at = smem + self.memory.p_place(row, channel, name)
-        store_shared(Float32, at, [load_shared(Float32, at)[0] + x])
-
-    def zero_sums(self, smem: Any) -> None:
-        for name in ("dq", "dk"):
-            for _, at in self.pairs_of_sums(smem, name):
-                store_shared(Float32, at, [Float32(0.0)] * 2)
-
-    def load_sums(self, smem: Any, dq_sum: cute.Tensor, dk_sum: cute.Tensor) -> None:
-        for name, x in (("dq", dq_sum), ("dk", dk_sum)):
-            for n, at in self.pairs_of_sums(smem, name):
-                x[n], x[n + 1] = load_shared(Float32, at, 2)
-
-    def pairs_of_sums(self, smem: Any, name: str) -> list[tuple[int, Any]]:
-        """Return the first of each two neighbouring accumulators, and its address."""
-        places = []
-        for n in range(0, 8 * self.pairs, 2):
-            channel = self.memory.accumulator_channel(n // 8, n // 4 % 2)
-            row = self.memory.rows()[n // 2 % 2]
-            places.append((n, smem + self.memory.p_place(row, channel, name)))
-        return places
-
     @cute.jit
-    def norm_gradients(self, smem: Int32, dq: cute.Tensor, dk: cute.Tensor) -> None:
+    def norm_gradients(
+        self, smem: Int32, barriers: Any, cta: Int32, dq: cute.Tensor, dk: cute.Tensor
+    ) -> None:
         """From the gradients of normalised q and k, make those of q and k."""
-        _, quarter = self.memory.warp_place()
-        _, c = row_and_part()
-        for which, name, x in ((0, "q", dq), (1, "k", dk)):
+        b, part = self.memory.warp_place()
+        r, c = row_and_part()
+        along = []  # [q, k][row]
+        for name, x in (("q", dq), ("k", dk)):
             for half in cutlass.range_constexpr(2):
                 row = self.memory.rows()[half]
-                along = Float32(0.0)
-                for pair in cutlass.range_constexpr(self.pairs):
+                total = Float32(0.0)
+                for pair in cutlass.range_constexpr(PAIRS):
                     for i in cutlass.range_constexpr(2):
                         channel = self.memory.accumulator_channel(pair, i)
                         y = self.memory.load_pair(smem, name, row, channel)
                         for e in cutlass.range_constexpr(2):
-                            along = cute.math.fma(y[e], x[8 * pair + 4 * i + 2 * half + e], along)
+                            total = cute.math.fma(y[e], x[8 * pair + 4 * i + 2 * half + e], total)
                 for bit in cutlass.range_constexpr(2):
-                    along = along + cute.arch.shuffle_sync_bfly(along, offset=1 << bit)
-                if c == 0:
-                    at = (
-                        smem
-                        + self.memory["along"]
-                        + ((which * QUARTERS + quarter) * CHUNK + row) * 4
-                    )
-                    store_shared(Float32, at, [along])
+                    total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << bit)
+                along.append(total)
+        first = smem + self.memory["along"] + (b * 8 + r) * 16
+        step = SUB_CHUNKS * 8 * 16  # from a part of the channels to the next
+        if cutlass.const_expr(self.spec.exchanges):
+            cute.arch.cluster_wait()  # the other CTA has initialised its mbarrier
+        if c == 0:
+            at = first + (cta * self.parts + part) * step
+            store_shared(Float32, at, along)
+            if cutlass.const_expr(self.spec.exchanges):
+                full = barriers.address("along_full", 0)
+                store_async(
+                    remote_address(at, cta ^ 1), [x.bitcast(Int32) for x in along],
+                    remote_address(full, cta ^ 1),
+                )  # fmt: skip
         cute.arch.sync_threads()
+        if cutlass.const_expr(self.spec.exchanges):
+            barriers.wait("along_full", 0)
+        along = [Float32(0.0)] * 4
+        for n in cutlass.range_constexpr(self.memory.all_parts):
+            values = load_shared(Float32, first + n * step, 4)
+            along = [x + y for x, y in zip(along, values, strict=True)]
         for which, name, x in ((0, "q", dq), (1, "k", dk)):
             for half in cutlass.range_constexpr(2):
                 row = self.memory.rows()[half]
-                along = Float32(0.0)
-                for n in cutlass.range_constexpr(QUARTERS):
-                    at = smem + self.memory["along"] + ((which * QUARTERS + n) * CHUNK + row) * 4
-                    along = along + load_shared(Float32, at)[0]
                 norm = self.memory.of_token(smem, f"inverse_norm_{name}", row)
-                for pair in cutlass.range_constexpr(self.pairs):
+                for pair in cutlass.range_constexpr(PAIRS):
                     for i in cutlass.range_constexpr(2):
                         channel = self.memory.accumulator_channel(pair, i)
                         y = self.memory.load_pair(smem, name, row, channel)
                         for e in cutlass.range_constexpr(2):
                             at = 8 * pair + 4 * i + 2 * half + e
-                            x[at] = norm * (x[at] - y[e] * along)
+                            x[at] = norm * (x[at] - y[e] * along[2 * which + half])
 
     @cute.jit
-    def store_rows(self, target: cute.Tensor, values: cute.Tensor, place: Any, head: Int32) -> None:
+    def store_rows(self, rows: Any, values: cute.Tensor, place: Any) -> None:
         """Store the warp's rows and channels of dq or dk."""
-        rows = rows_of(target, place, head)
         unit = self.memory.first_unit()
         for half in cutlass.range_constexpr(2):
             row = self.memory.rows()[half]
             start = rows.start + row_offset(row, rows.pitch)
-            for pair in cutlass.range_constexpr(self.pairs):
+            for pair in cutlass.range_constexpr(PAIRS):
                 registers = []
                 for i in cutlass.range_constexpr(2):
                     n = 8 * pair + 4 * i + 2 * half

@@ -1,6 +1,6 @@
 """The shared memory of `gradients`, and where its warps find their elements.
 
-Warp 4 n + b has the rows of sub-chunk b, and the n-th quarter of the channels. A thread has
+Warp 4 n + b has the rows of sub-chunk b, and the n-th part of the channels. A thread has
 accumulators of products of 16 rows by 8 channels (see `common.ptx.mma`), and operands of 16 tokens
 by 8 channels; both are pairs of these for each 16 channels.
 """
@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from ....common.dtypes import DTYPE
+from ....common.pipeline import Edge, Kind, Pipeline, Role
 from ....common.ptx.convert import unpack
 from ....common.ptx.memory import load_shared
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
-from ....common.spec import WARP_SIZE
+from ....common.spec import MBARRIER_BYTES, WARP_SIZE
 from ..spec import CHUNK, GradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
 from ..tiles import SUB_TILE_BYTES, right_fragments, right_offsets, thread_and_warp, tile_offset
 
-QUARTERS = 4
-NUM_WARPS = SUB_CHUNKS * QUARTERS
-NUM_THREADS = NUM_WARPS * WARP_SIZE
+PART = 32  # channels of a warp
+PAIRS = PART // 16
 TILE_V = 64  # columns of V of a stage
 
 
@@ -35,41 +35,56 @@ def load_floats(address: Any, count: int) -> list[Any]:
 
 
 class GradientMemory(SharedMemory):
-    """Shared memory of a CTA that works on a chunk and a head of q and k.
+    """Shared memory of a CTA that works on a chunk, a head of q and k, and `channels` of K.
 
     P is the sum of gates (base 2) from a sub-chunk's first token, where it is 0. Its 32-byte unit u
     of row r lies at unit u ^ (r & 7). Later, dG has its place.
 
-    Decayed q and k (see `decayed_products`) overwrite the ring, once a head's columns of V are
+    Decayed q and k (see `decayed_products`) overwrite the stage, once a head's columns of V are
     done.
     """
 
     def __init__(self, spec: GradientsSpec):
         self.dtype, self.l2norm = DTYPE[spec.dtype], spec.l2norm
-        self.head_dim_k = spec.head_dim_k
-        self.p_row = 4 * spec.head_dim_k
-        self.pairs = spec.head_dim_k // (16 * QUARTERS)  # of a warp: 16 channels each
+        self.channels = spec.head_dim_k // spec.cluster
+        self.p_row = 4 * self.channels
+        self.parts = self.channels // PART
+        self.num_threads = self.parts * SUB_CHUNKS * WARP_SIZE
+        self.all_parts = self.parts * spec.cluster
+        warps = Role("gradients", range(self.parts * SUB_CHUNKS))
+        self.roles = (warps,)
+        edges = []
+        if spec.copies == "bulk":
+            payload = "64 columns of V of S, of dS' and of v'"
+            edges.append(Edge("stage_full", warps, warps, 1, Kind.BYTES, payload=payload))
+        if spec.exchanges:
+            payload = "the other CTA's sums of q dq and k dk"
+            edges.append(Edge("along_full", warps, warps, 1, Kind.BYTES, payload=payload))
+        self.pipeline = Pipeline(*edges)
+
+        def tile(name: str, holds: str = "") -> Buffer:
+            alignment = SWIZZLE_ALIGNMENT
+            return Buffer(name, self.dtype, CHUNK * TILE_V, alignment=alignment, holds=holds)
+
+        def channels(name: str, holds: str = "") -> Buffer:
+            return Buffer(name, self.dtype, CHUNK * self.channels, holds=holds)
 
         def sums(name: str, holds: str) -> Buffer:
-            return Buffer(name, Float32, SUB_CHUNKS * spec.head_dim_k, holds=holds)
+            return Buffer(name, Float32, SUB_CHUNKS * self.channels, holds=holds)
 
-        def tokens(name: str, holds: str, count: int = 1) -> Buffer:
-            return Buffer(name, Float32, count * CHUNK, holds=holds)
+        def tokens(name: str, holds: str) -> Buffer:
+            return Buffer(name, Float32, CHUNK, holds=holds)
 
         self.stage = SharedMemory(
-            Buffer("state", self.dtype, TILE_V * spec.head_dim_k, alignment=SWIZZLE_ALIGNMENT),
-            Buffer("adjoint", self.dtype, TILE_V * spec.head_dim_k),
-            Buffer("do", self.dtype, CHUNK * TILE_V),
-            Buffer("dr", self.dtype, CHUNK * TILE_V),
-            Buffer("v_new", self.dtype, CHUNK * TILE_V),
+            tile("do"), tile("dr"), tile("v_new"), channels("state"), channels("adjoint")
         )
         super().__init__(
-            Buffer.ring("stage", self.stage, spec.num_stages),
-            Buffer("q", self.dtype, CHUNK * spec.head_dim_k, alignment=SWIZZLE_ALIGNMENT),
-            Buffer("k", self.dtype, CHUNK * spec.head_dim_k),
+            Buffer.ring("stage", self.stage, 1),
+            Buffer("q", self.dtype, CHUNK * self.channels, alignment=SWIZZLE_ALIGNMENT),
+            channels("k"),
             Buffer("daqk", self.dtype, CHUNK * CHUNK, holds="scale dAqk below its diagonal"),
             Buffer("dlower", self.dtype, CHUNK * CHUNK, holds="the gradient of L / beta"),
-            Buffer("p", Float32, CHUNK * spec.head_dim_k),
+            Buffer("p", Float32, CHUNK * self.channels),
             sums("first", "the gate of a sub-chunk's first token"),
             sums("steps", "G from there to the next sub-chunk's first token, or the chunk's end"),
             sums("to_end", "G from there to the end of the chunk"),
@@ -78,40 +93,41 @@ class GradientMemory(SharedMemory):
             sums("later", "dG, summed over a sub-chunk"),
             sums("of_A_log", "the gradient of A_log, summed over a sub-chunk"),
             sums("of_dt_bias", ""),
-            tokens("own_score", "scale dAqk on its diagonal"),
+            tokens("own_score", "scale dAqk on its diagonal; before that, beta as given"),
             tokens("inverse_norm_q", ""),
             tokens("inverse_norm_k", ""),
-            tokens("along", "q dq and k dk of a quarter of the channels", 2 * QUARTERS),
+            # For each part of the channels and two rows 8 apart.
+            Buffer("along", Float32, self.all_parts * 2 * CHUNK, holds="sums of q dq and k dk"),
             Buffer("out_of_range", Int32, 2 * SUB_CHUNKS, holds="a gate warp's first such row"),
             *(
-                Buffer(name, Float32, CHUNK * spec.head_dim_k, holds="summed over the group")
-                for name in ("dq", "dk")
-                if spec.shared_sums
+                [Buffer("barriers", Int64, self.pipeline.count, alignment=MBARRIER_BYTES)]
+                if edges
+                else []
             ),
         )
 
-        matrix = 2 * CHUNK * spec.head_dim_k
         for n, name in enumerate(("q_rows", "k_rows", "k_columns")):
-            self.offsets[name] = self["stage"] + n * matrix
-        assert 3 * matrix <= self.stage.nbytes
+            self.offsets[name] = self["stage"] + n * (2 * CHUNK * self.channels)
+        self.offsets["beta"] = self["own_score"]
+        assert 3 * (2 * CHUNK * self.channels) <= self.stage.nbytes
 
     # -- places of a thread's elements --------------------------------------------------------
 
     def warp_place(self) -> tuple[Any, Any]:
-        """Return the warp's sub-chunk and quarter."""
+        """Return the warp's sub-chunk and part of the channels."""
         _, warp = thread_and_warp()
         return warp & (SUB_CHUNKS - 1), warp >> 2
 
     def first_unit(self) -> Any:
         """Return the warp's first unit of 8 channels."""
-        return self.warp_place()[1] * (2 * self.pairs)
+        return self.warp_place()[1] * (2 * PAIRS)
 
     def operand_offsets(self) -> list[Any]:
         """Return the lane's byte offsets, for each pair, of `operands` in 64 rows of K channels."""
         unit = self.first_unit()
         tile = (unit >> 3) * SUB_TILE_BYTES
         swap = (unit & 7) << 4
-        return [(x ^ swap) + tile for x in right_offsets()[: self.pairs]]
+        return [(x ^ swap) + tile for x in right_offsets()[:PAIRS]]
 
     def operands(self, matrix: Any, step: Any, pair: int) -> Any:
         """Load rows 16 step to 16 step + 15 of the warp's 16 channels as two right operands."""
