@@ -11,6 +11,7 @@ their gradients.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
@@ -53,27 +54,26 @@ def log_decay_gradients(
     """Return the gradients of g (and of dt_bias), and of A_log, from dg, that of the logarithm of
     the decay. Both are 0 where `log2_decay` replaces the logarithm."""
     if gate == "none":
-        d, of_rate = dg, Float32(0.0)
-        log2_gate = g * LOG2_E
-    else:
-        # sigmoid(z) is either of inverse and small * inverse, sigmoid(-z) the other: no difference
-        # of the two cancels.
-        x = g + bias
-        z = x * LOG2_E if gate == "softplus" else x * (rate * LOG2_E)
-        small = exp2(-cute.arch.fmax(z, -z))
-        inverse = reciprocal(1.0 + small)
-        slope = Float32(cutlass.select_(z < Float32(0.0), small * inverse, inverse))
-        if gate == "softplus":
-            log2_gate = -rate * (cute.arch.fmax(z, Float32(0.0)) + log2(1.0 + small))
-            d, of_rate = dg * (-rate * slope), dg * (log2_gate * LN_2)
-        else:
-            log2_gate = (Float32(lower_bound) * LOG2_E) * slope
-            d = dg * (Float32(lower_bound) * rate * (small * inverse * inverse))
-            # Where g is infinite, so is x, and d is 0.
-            of_rate = cutlass.select_(d == Float32(0.0), Float32(0.0), d * x)
-    zero = Float32(0.0)
-    kept = log2_gate > Float32(SMALLEST_LOG2_DECAY)
-    return Float32(cutlass.select_(kept, d, zero)), Float32(cutlass.select_(kept, of_rate, zero))
+        kept = g * LOG2_E > Float32(SMALLEST_LOG2_DECAY)
+        return Float32(cutlass.select_(kept, dg, Float32(0.0))), Float32(0.0)
+    x = g + bias
+    z = x * LOG2_E if gate == "softplus" else x * (rate * LOG2_E)
+    # sigmoid(z) sigmoid(-z) = 2^-|z| / (1 + 2^-|z|)^2 does not cancel.
+    small = exp2(-cute.arch.fmax(z, -z))
+    inverse = reciprocal(1.0 + small)
+    if gate == "softplus":
+        log2_gate = -rate * (cute.arch.fmax(z, Float32(0.0)) + log2(1.0 + small))
+        kept = log2_gate > Float32(SMALLEST_LOG2_DECAY)
+        kept_dg = Float32(cutlass.select_(kept, dg, Float32(0.0)))
+        slope = cutlass.select_(z < Float32(0.0), small * inverse, inverse)
+        return kept_dg * (-rate * slope), kept_dg * (log2_gate * LN_2)
+    # The bound times sigmoid(z) is in range below this z.
+    share = SMALLEST_LOG2_DECAY / (Float32(lower_bound) * LOG2_E)
+    most = cutlass.select_(share < Float32(1.0), log2(share / (1.0 - share)), Float32(math.inf))
+    kept_dg = Float32(cutlass.select_(z < most, dg, Float32(0.0)))
+    d = kept_dg * (Float32(lower_bound) * rate * (small * inverse * inverse))
+    # Where g is infinite, so is x, and d is 0.
+    return d, Float32(cutlass.select_(d == Float32(0.0), Float32(0.0), d * x))
 
 
 SMALLEST_BETA = {cutlass.BFloat16: 2.0**-40, cutlass.Float16: 2.0**-14}

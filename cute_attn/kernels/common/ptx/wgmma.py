@@ -1,8 +1,8 @@
-"""`wgmma` of a warpgroup (sm_90a), with the left operand in registers or in shared memory.
+"""`wgmma` of a warpgroup (sm_90a), with the left operand in registers.
 
 Fragments are those of `mma`: warp w of the warpgroup has rows 16 w to 16 w + 15 of the left operand
-and of the result, in the layout of m16n8k16. Operands in shared memory are in sub-tiles of 64 rows
-of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
+and of the result, in the layout of m16n8k16. The right operand is in shared memory, in sub-tiles of
+64 rows of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
 
 `product` starts an asynchronous product. Its result may be used only as returned by `wait`.
 """
@@ -25,8 +25,8 @@ _COLUMNS = _SWIZZLE_128 | _STRIDE << 32
 
 
 def rows_descriptor(address: Any) -> Any:
-    """Describe a right operand whose columns are the rows at `address` (K-major), or a left operand
-    of these rows. Each further 8 of k are 16 bytes on, and each further 64 one sub-tile."""
+    """Describe a right operand whose columns are the rows at `address` (K-major). Each further 8 of
+    k are 16 bytes on, and each further 64 one sub-tile."""
     return Int64(_ROWS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
@@ -49,7 +49,7 @@ def product(
 
     Args:
         c: n / 2 float32 of each thread; None is 0.
-        a: for each 16 of k 4 registers, or one descriptor from `rows_descriptor`.
+        a: 4 registers for each 16 of k.
         descriptors: descriptors of b, one for each 16 of k.
         columns: whether they come from `columns_descriptor` rather than `rows_descriptor`.
     """
@@ -57,23 +57,17 @@ def product(
     count = n // 2
     first = count if c is None else 2 * count
     steps = len(descriptors)
-    in_memory = len(a) == steps
-    of_step = 1 if in_memory else 4
-    transposed = f"0, {int(columns)}" if in_memory else int(columns)
     lines = ["{", ".reg .pred none, some;", "setp.ne.b32 none, 0, 0;", "setp.eq.b32 some, 0, 0;"]
     lines.append("wgmma.fence.sync.aligned;")
     for s in range(steps):
         keep = "some" if s or c is not None else "none"
-        at = first + of_step * s
-        left = f"${at}" if in_memory else f"{{{operands(at, 4)}}}"
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} "
-            f"{{{operands(0, count)}}}, {left}, ${first + of_step * steps + s}, "
-            f"{keep}, 1, 1, {transposed};"
+            f"{{{operands(0, count)}}}, {{{operands(first + 4 * s, 4)}}}, "
+            f"${first + 4 * steps + s}, {keep}, 1, 1, {int(columns)};"
         )
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
-    kind = Int64 if in_memory else Int32
-    arguments = [*map(Float32, c or ()), *map(kind, a), *map(Int64, descriptors)]
+    arguments = [*map(Float32, c or ()), *map(Int32, a), *map(Int64, descriptors)]
     tied = 0 if c is None else count
     return list(asm("\n".join(lines), [Float32] * count, arguments, tied=tied, memory=True))
 

@@ -189,6 +189,14 @@ def place_of(
     block, _, _ = cute.arch.block_idx()
     slot, head = divmod(block, by_heads)
     head_qk, _ = divmod(head, by_group)
+    return slot, head, head_qk, place_of_slot(slot, by_chunks, tokens, cu_seqlens)
+
+
+@cute.jit
+def place_of_slot(
+    slot: Int32, by_chunks: cute.FastDivmodDivisorV2, tokens: Int32, cu_seqlens: cute.Tensor | None
+) -> Any:
+    """`chunk_place`, with a divisor of `divisors`."""
     if cutlass.const_expr(cu_seqlens is None):
         sequence, index = divmod(slot, by_chunks)
         start = index * CHUNK
@@ -196,7 +204,7 @@ def place_of(
         place = ChunkPlace(cutlass.Boolean(True), sequence, sequence, index, start, length)
     else:
         place = chunk_place(slot, tokens, cu_seqlens)
-    return slot, head, head_qk, place
+    return place
 
 
 def rows_of(x: cute.Tensor | None, place: Any, head: Any) -> Rows | None:

@@ -1,4 +1,4 @@
-"""A chunk's gates from their inputs: two channels of a sub-chunk of 16 tokens for each thread."""
+"""A chunk's gates from their inputs: two channels of some neighbouring tokens for each thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...common.ptx.memory import load_global
 from ..gates import log2_decay
 from .chunks import row_offset
 from .spec import CHUNK, InputsSpec
-from .sub_chunks import SUB_CHUNK, SUB_CHUNKS
+from .sub_chunks import SUB_CHUNK
 
 # -inf of a dtype in a register, twice for 16 bits.
 MINUS_INFINITY = {"float32": -0x800000, "bfloat16": -0x7F0080, "float16": -0x3FF0400}
@@ -27,19 +27,25 @@ class GateInputs:
     """Loads g, A_log and dt_bias. Threads 0 to 2 K - 1 have gates: thread t has channel
     2 (t % (K / 2)) and the next one of sub-chunk t // (K / 2). All methods run on the device."""
 
+    tokens = SUB_CHUNK  # of a thread
+
     def __init__(self, spec: InputsSpec):
         self.spec, self.dtype = spec, DTYPE[spec.gate_dtype]
         self.pairs = spec.head_dim_k // 2
-        self.num_threads = self.pairs * SUB_CHUNKS
+        self.num_threads = self.pairs * (CHUNK // self.tokens)
         self.registers = self.dtype.width // 16  # of a token's two channels
+
+    def place(self) -> tuple[Any, Any]:
+        """Return the thread's first token, and its pair of channels."""
+        thread, _, _ = cute.arch.thread_idx()
+        return thread // self.pairs * SUB_CHUNK, thread % self.pairs
 
     @cute.jit
     def load_parameters(
         self, A_log: cute.Tensor | None, dt_bias: cute.Tensor | None, head: Int32
     ) -> Any:
         """Load A_log, and dt_bias for the thread's two channels."""
-        thread, _, _ = cute.arch.thread_idx()
-        pair = thread % (self.spec.head_dim_k // 2)
+        _, pair = self.place()
         a = Float32(0.0)
         bias = (Float32(0.0), Float32(0.0))
         if cutlass.const_expr(A_log is not None):
@@ -52,13 +58,12 @@ class GateInputs:
     def load(self, rows: Any, length: Int32) -> Any:
         """Load a thread's part of g, in its dtype. Rows past the chunk's end repeat the last."""
         thread, _, _ = cute.arch.thread_idx()
-        pairs = self.spec.head_dim_k // 2
         registers = self.dtype.width // 16
-        raw = cute.make_rmem_tensor((SUB_CHUNK * registers,), Int32)
-        if thread < pairs * SUB_CHUNKS:
-            first, pair = thread // pairs * SUB_CHUNK, thread % pairs
+        raw = cute.make_rmem_tensor((self.tokens * registers,), Int32)
+        if thread < self.num_threads:
+            first, pair = self.place()
             source = rows.start + Int64(pair * (4 * registers))
-            for t in cutlass.range_constexpr(SUB_CHUNK):
+            for t in cutlass.range_constexpr(self.tokens):
                 at = cutlass.min(first + t, length - 1)
                 x = load_global(Int32, source + row_offset(at, rows.pitch), registers)
                 for n in cutlass.range_constexpr(registers):
@@ -68,13 +73,12 @@ class GateInputs:
     @cute.jit
     def blank(self, raw: cute.Tensor, length: Int32) -> None:
         """Overwrite rows past the chunk's end with values whose gate is 0."""
-        thread, _, _ = cute.arch.thread_idx()
-        first = thread // (self.spec.head_dim_k // 2) * SUB_CHUNK
+        first, _ = self.place()
         blank = Int32(0 if self.spec.gate == "none" else MINUS_INFINITY[self.spec.gate_dtype])
         registers = self.dtype.width // 16
         if length < CHUNK:
             keep_branch()
-            for t in cutlass.range_constexpr(SUB_CHUNK):
+            for t in cutlass.range_constexpr(self.tokens):
                 for n in cutlass.range_constexpr(registers):
                     if first + t >= length:
                         raw[t * registers + n] = blank
@@ -84,13 +88,13 @@ class GateInputs:
         return exp2(a * LOG2_E) if self.spec.has_A_log else Float32(1.0)
 
     def gates(self, raw: cute.Tensor, rate: Any, bias: Any, lower_bound: Any) -> list[list[Any]]:
-        """Return the gates of the 16 tokens, base 2."""
+        """Return the gates of the thread's tokens, base 2."""
         return [
             [
                 log2_decay(self.spec.gate, x, rate, y, lower_bound)
                 for x, y in zip(self.pair(raw, t), bias, strict=True)
             ]
-            for t in range(SUB_CHUNK)
+            for t in range(self.tokens)
         ]
 
     def pair(self, raw: cute.Tensor, t: int) -> tuple[Any, Any]:

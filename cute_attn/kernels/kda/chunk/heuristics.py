@@ -69,11 +69,7 @@ def gradients_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str
     # A test compares this with what the kernel declares.
     if smem_bytes(arch) < 44_000 + 896 * (head_dim_k // cluster):
         raise NotImplementedError(f"the backward at head_dim_k={head_dim_k} does not fit {arch}")
-    return {
-        "cluster": cluster,
-        "copies": "bulk" if bulk else "cp_async",
-        "products": "wgmma" if arch == "sm_90a" else "mma",
-    }
+    return {"cluster": cluster, "copies": "bulk" if bulk else "cp_async"}
 
 
 def segments_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:

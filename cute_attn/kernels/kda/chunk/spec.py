@@ -172,13 +172,12 @@ class GradientsSpec(InputsSpec):
     Attributes:
         grouped: whether a head of q and k has several value heads.
         cluster: 1, or 2 CTAs that share a chunk and a head of q and k, and have half of K each.
-        copies, products: as in `PassSpec`.
+        copies: as in `PassSpec`.
     """
 
     grouped: bool
     cluster: int
     copies: str
-    products: str
 
     ALLOWED = ALLOWED | {"cluster": (1, 2)}
 

@@ -72,17 +72,24 @@ class DecayedProducts:
                 at = tile_offset(row, channel)
                 p = self.memory.load_p(smem, row, channel, 8)
                 rows = [exp2(x + self.shift) for x in p]
-                steps = self.memory.load_sums(smem, "steps", b, channel, 8)
-                columns = [
-                    exp2(cutlass.select_(whole, Float32(-self.shift), y) - x)
-                    for x, y in zip(p, steps, strict=True)
-                ]
+                columns = self._columns_decays(smem, whole, p, b, channel)
                 q, k = (self._load_row(smem, name, row, at) for name in ("q", "k"))
                 for name, x, decay in (
                     ("q_rows", q, rows), ("k_rows", k, rows), ("k_columns", k, columns)
                 ):  # fmt: skip
                     values = [y * z for y, z in zip(x, decay, strict=True)]
                     store_shared(Int32, smem + self.memory[name] + at, pack_all(self.dtype, values))
+
+    @cute.jit
+    def _columns_decays(
+        self, smem: Int32, whole: cutlass.Boolean, p: Any, b: Int32, channel: Int32
+    ) -> Any:
+        decays = [exp2(-self.shift - x) for x in p]
+        if not whole:
+            keep_branch()
+            steps = self.memory.load_sums(smem, "steps", b, channel, 8)
+            decays = [exp2(y - x) for x, y in zip(p, steps, strict=True)]
+        return decays
 
     def _load_row(self, smem: Any, name: str, row: Any, at: Any) -> list[Any]:
         """Load 8 channels of normalised q or k."""

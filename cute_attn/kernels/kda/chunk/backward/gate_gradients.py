@@ -1,4 +1,7 @@
-"""The gates of a chunk and their gradients, a sub-chunk of two channels for each thread.
+"""The gates of a chunk and their gradients, 8 tokens of two channels for each thread.
+
+Warp 4 n + b has sub-chunk b of the n-th 32 channels; the upper half of its lanes has the later 8
+tokens.
 
 With dG the gradient of G, the gradient of a token's gate is the sum of dG over the tokens from it
 to the chunk's end. There dG has a further term, the gradient through the decay of the state and kg.
@@ -12,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from ....common.ptx.compiler import keep_branch
 from ....common.ptx.convert import pack
 from ....common.ptx.math import exp2
 from ....common.ptx.memory import load_shared, store_global, store_shared
@@ -19,10 +23,29 @@ from ....common.spec import WARP_SIZE
 from ...gates import log_decay_gradients
 from ..chunks import row_offset
 from ..gate_inputs import GateInputs
-from ..gate_sums import first_outside
-from ..spec import GradientsSpec
+from ..gate_sums import is_outside
+from ..spec import CHUNK, GradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS
-from .layout import GradientMemory
+from .layout import PART, GradientMemory
+
+HALF = SUB_CHUNK // 2  # tokens of a thread
+OTHER_HALF = WARP_SIZE // 2  # the distance of the lane that has the sub-chunk's other tokens
+
+
+class WarpGateInputs(GateInputs):
+    """GateInputs whose places are those of the module's docstring."""
+
+    tokens = HALF
+
+    def __init__(self, spec: GradientsSpec, memory: GradientMemory):
+        super().__init__(spec)
+        self.memory = memory
+
+    def place(self) -> tuple[Any, Any]:
+        b, part = self.memory.warp_place()
+        lane = cute.arch.lane_idx()
+        pair = part * (PART // 2) + (lane & (OTHER_HALF - 1))
+        return b * SUB_CHUNK + (lane >> 4) * HALF, pair
 
 
 class GateGradients:
@@ -34,17 +57,19 @@ class GateGradients:
 
     def __init__(self, spec: GradientsSpec, memory: GradientMemory):
         self.spec, self.memory = spec, memory
-        self.inputs = GateInputs(spec)
+        self.inputs = WarpGateInputs(spec, memory)
 
-    def _place(self) -> tuple[Any, Any]:
-        """Return the thread's sub-chunk and its first channel."""
-        thread, _, _ = cute.arch.thread_idx()
-        pairs = self.inputs.pairs
-        return thread // pairs, thread % pairs * 2
+    def _sums(self, smem: Any, name: str, channel: Any) -> Any:
+        """The address of an element of the warp's sub-chunk in a buffer of sums."""
+        b, _ = self.memory.warp_place()
+        return smem + self.memory[name] + b * self.memory.p_row + (channel << 2)
 
-    def _put(self, smem: Any, name: str, sub: Any, channel: Any, values: list[Any]) -> None:
-        at = smem + self.memory[name] + sub * self.memory.p_row + (channel << 2)
-        store_shared(Float32, at, values)
+    def _is_later(self) -> Any:
+        """Whether the lane has the later tokens."""
+        return cute.arch.lane_idx() >= OTHER_HALF
+
+    def _of_other_half(self, values: list[Any]) -> list[Any]:
+        return [cute.arch.shuffle_sync_bfly(x, offset=OTHER_HALF) for x in values]
 
     # -- sums of gates ------------------------------------------------------------------------
 
@@ -54,28 +79,54 @@ class GateGradients:
         dt_bias: cute.Tensor | None, head: Int32, lower_bound: Float32,
     ) -> None:  # fmt: skip
         """Store P and the input of `finish_sums`."""
-        thread, _, _ = cute.arch.thread_idx()
         raw = self.inputs.load(rows, length)
         a, bias = self.inputs.load_parameters(A_log, dt_bias, head)
         self.inputs.blank(raw, length)
-        if thread < self.inputs.num_threads:
-            sub, channel = self._place()
-            gates = self.inputs.gates(raw, self.inputs.rate(a), bias, lower_bound)
-            total = [Float32(0.0), Float32(0.0)]
-            sums = [total]
-            for t in cutlass.range_constexpr(1, SUB_CHUNK):
-                total = [total[0] + gates[t][0], total[1] + gates[t][1]]
-                sums.append(total)
-            for t in cutlass.range_constexpr(SUB_CHUNK):
-                place = self.memory.p_place(sub * SUB_CHUNK + t, channel)
-                store_shared(Float32, smem + place, sums[t])
-            self._put(smem, "first", sub, channel, gates[0])
-            self._put(smem, "steps", sub, channel, total)
-            if cutlass.const_expr(self.spec.dtype == "bfloat16"):
-                first = first_outside(sums)
-                if (thread & (WARP_SIZE - 1)) == 0:
-                    at = smem + self.memory["out_of_range"] + (thread >> 5) * 4
-                    store_shared(Int32, at, [first])
+        token, pair = self.inputs.place()
+        channel = 2 * pair
+        gates = self.inputs.gates(raw, self.inputs.rate(a), bias, lower_bound)
+        later = self._is_later()
+        total = [Float32(cutlass.select_(later, x, Float32(0.0))) for x in gates[0]]
+        sums = [total]
+        for t in cutlass.range_constexpr(1, HALF):
+            total = [total[0] + gates[t][0], total[1] + gates[t][1]]
+            sums.append(total)
+        before = [cutlass.select_(later, x, Float32(0.0)) for x in self._of_other_half(total)]
+        sums = [[x + y for x, y in zip(row, before, strict=True)] for row in sums]
+        for t in cutlass.range_constexpr(HALF):
+            store_shared(Float32, smem + self.memory.p_place(token + t, channel), sums[t])
+        first, steps = self._sums(smem, "first", channel), self._sums(smem, "steps", channel)
+        values = [
+            Float32(cutlass.select_(later, x, y)) for x, y in zip(sums[-1], gates[0], strict=True)
+        ]
+        store_shared(Float32, cutlass.select_(later, steps, first), values)
+        if cutlass.const_expr(self.spec.dtype == "bfloat16"):
+            # Only without a gate may sums ascend.
+            found = is_outside(sums[-1])
+            if cutlass.const_expr(self.spec.gate == "none"):
+                for row in sums[:-1]:
+                    found = found | is_outside(row)
+            self._store_first_outside(smem, sums, token & (SUB_CHUNK - 1), found)
+
+    @cute.jit
+    def _store_first_outside(
+        self, smem: Int32, sums: Any, token: Int32, found: cutlass.Boolean
+    ) -> None:
+        """Store the first token of the sub-chunk with P out of range in the warp's channels, 16 for
+        none."""
+        first = Int32(SUB_CHUNK)
+        if cute.arch.vote_any_sync(found):
+            keep_branch()
+            for n in cutlass.range_constexpr(HALF):
+                t = HALF - 1 - n
+                first = Int32(cutlass.select_(is_outside(sums[t]), token + t, first))
+            for bit in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_bfly(first, offset=1 << bit)
+                first = cutlass.min(first, other)
+        if cute.arch.lane_idx() == 0:
+            b, part = self.memory.warp_place()
+            at = smem + self.memory["out_of_range"] + (b * self.memory.parts + part) * 4
+            store_shared(Int32, at, [first])
 
     @cute.jit
     def finish_sums(self, smem: Int32) -> None:
@@ -92,15 +143,16 @@ class GateGradients:
             for n in cutlass.range_constexpr(SUB_CHUNKS):
                 b = SUB_CHUNKS - 1 - n
                 to_end = to_end + steps[b]
-                self._put(smem, "steps", b, thread, [steps[b]])
-                self._put(smem, "to_end", b, thread, [to_end])
+                for name, x in (("steps", steps[b]), ("to_end", to_end)):
+                    at = smem + self.memory[name] + b * self.memory.p_row + (thread << 2)
+                    store_shared(Float32, at, [x])
 
     def rows_in_range(self, smem: Any, b: Any) -> Any:
         """Return how many rows of sub-chunk b are in range, from the first on."""
         if self.spec.dtype != "bfloat16":
             return Int32(0)
-        warps = self.inputs.pairs // WARP_SIZE
-        found = load_shared(Int32, smem + self.memory["out_of_range"] + b * (4 * warps), warps)
+        at = smem + self.memory["out_of_range"] + b * (4 * self.memory.parts)
+        found = load_shared(Int32, at, self.memory.parts)
         rows = found[0]
         for other in found[1:]:
             rows = cutlass.min(rows, other)
@@ -113,58 +165,100 @@ class GateGradients:
         self, smem: Int32, rows: Any, target: Any, length: Int32, A_log: cute.Tensor | None,
         dt_bias: cute.Tensor | None, head: Int32, lower_bound: Float32,
     ) -> None:  # fmt: skip
-        """Store dg, and the sub-chunks' sums of the gradients of A_log and dt_bias."""
-        thread, _, _ = cute.arch.thread_idx()
+        """Store dg, and the sub-chunks' sums of the gradients of A_log and dt_bias, from the dG
+        that the warp has stored."""
         raw = self.inputs.load(rows, length)
         a, bias = self.inputs.load_parameters(A_log, dt_bias, head)
-        dG = cute.make_rmem_tensor((2 * SUB_CHUNK,), Float32)
-        if thread < self.inputs.num_threads:
-            sub, channel = self._place()
-            total = [Float32(0.0), Float32(0.0)]
-            for n in cutlass.range_constexpr(SUB_CHUNK):
-                t = SUB_CHUNK - 1 - n
-                x = self.memory.load_p(smem, sub * SUB_CHUNK + t, channel, 2)
-                for e in cutlass.range_constexpr(2):
-                    dG[2 * t + e] = x[e]
-                    total[e] = total[e] + x[e]
-            self._put(smem, "later", sub, channel, total)
+        token, pair = self.inputs.place()
+        channel = 2 * pair
+        later = self._is_later()
+        dG = cute.make_rmem_tensor((2 * HALF,), Float32)
+        own = [Float32(0.0), Float32(0.0)]
+        for n in cutlass.range_constexpr(HALF):
+            t = HALF - 1 - n
+            x = self.memory.load_p(smem, token + t, channel, 2)
+            for e in cutlass.range_constexpr(2):
+                dG[2 * t + e] = x[e]
+                own[e] = own[e] + x[e]
+        others = self._of_other_half(own)
+        total = [x + y for x, y in zip(own, others, strict=True)]
+        # Both lanes store the same sum.
+        store_shared(Float32, self._sums(smem, "later", channel), total)
         cute.arch.sync_threads()
-        if thread < self.inputs.num_threads:
-            sub, channel = self._place()
-            running = self._after(smem, sub, channel)
-            rate = self.inputs.rate(a)
-            of_A_log = [Float32(0.0), Float32(0.0)]
-            of_dt_bias = [Float32(0.0), Float32(0.0)]
-            registers = self.inputs.registers
-            start = target.start + Int64(channel * (2 * registers))
-            for n in cutlass.range_constexpr(SUB_CHUNK):
-                t = SUB_CHUNK - 1 - n
-                row = sub * SUB_CHUNK + t
-                running = [running[e] + dG[2 * t + e] for e in range(2)]
-                g = self.inputs.pair(raw, t)
-                found = [
-                    log_decay_gradients(
-                        self.spec.gate, running[e], g[e], rate, bias[e], lower_bound
-                    )
-                    for e in range(2)
-                ]
-                if row < length:
-                    at = start + row_offset(row, target.pitch)
-                    dg = [found[e][0] for e in range(2)]
-                    if cutlass.const_expr(registers == 2):
-                        store_global(Float32, at, dg)
-                    else:
-                        store_global(Int32, at, [pack(self.inputs.dtype, *dg)])
-                    of_dt_bias = [of_dt_bias[e] + found[e][0] for e in range(2)]
-                    of_A_log = [of_A_log[e] + found[e][1] for e in range(2)]
-            if cutlass.const_expr(self.spec.has_A_log):
-                self._put(smem, "of_A_log", sub, channel, of_A_log)
-            if cutlass.const_expr(self.spec.has_dt_bias):
-                self._put(smem, "of_dt_bias", sub, channel, of_dt_bias)
+        running = cute.make_rmem_tensor((2,), Float32)
+        after = self._after(smem, channel)
+        for e in cutlass.range_constexpr(2):
+            running[e] = after[e] + cutlass.select_(later, Float32(0.0), others[e])
+        rate = self.inputs.rate(a)
+        sums = cute.make_rmem_tensor((4,), Float32)
+        sums.fill(0.0)
+        if length == CHUNK:
+            self._store_rows(
+                target, raw, dG, running, sums, token, channel, length, rate, bias, lower_bound,
+                False,
+            )  # fmt: skip
+        else:
+            keep_branch()
+            self._store_rows(
+                target, raw, dG, running, sums, token, channel, length, rate, bias, lower_bound,
+                True,
+            )  # fmt: skip
+        for name, first in (("of_A_log", 0), ("of_dt_bias", 2)):
+            if cutlass.const_expr(getattr(self.spec, "has" + name[2:])):
+                halves = [sums[first], sums[first + 1]]
+                others = self._of_other_half(halves)
+                both = [x + y for x, y in zip(halves, others, strict=True)]
+                store_shared(Float32, self._sums(smem, name, channel), both)
+
+    def _store_rows(
+        self, target: Any, raw: cute.Tensor, dG: cute.Tensor, running: cute.Tensor,
+        sums: cute.Tensor, token: Any, channel: Any, length: Any, rate: Any, bias: Any,
+        lower_bound: Any, masked: bool,
+    ) -> None:  # fmt: skip
+        registers = self.inputs.registers
+        start = target.start + Int64(channel * (2 * registers))
+        for t in reversed(range(HALF)):
+            g = self.inputs.pair(raw, t)
+            dg, of_rate = [], []
+            for e in range(2):
+                running[e] = running[e] + dG[2 * t + e]
+                x, y = log_decay_gradients(
+                    self.spec.gate, running[e], g[e], rate, bias[e], lower_bound
+                )
+                dg.append(x)
+                of_rate.append(y)
+            if masked:
+                self._store_row(start, target, token + t, length, dg, of_rate, sums)
+            else:
+                self._store_values(start + row_offset(token + t, target.pitch), dg)
+                self._add_to_sums(sums, dg, of_rate)
 
     @cute.jit
-    def _after(self, smem: Int32, sub: Int32, channel: Int32) -> Any:
-        """The sum of dG over the tokens after a sub-chunk, with the state's term."""
+    def _store_row(
+        self, start: Int64, target: Any, row: Int32, length: Int32, dg: Any, of_rate: Any,
+        sums: cute.Tensor,
+    ) -> None:  # fmt: skip
+        if row < length:
+            self._store_values(start + row_offset(row, target.pitch), dg)
+            self._add_to_sums(sums, dg, of_rate)
+
+    def _store_values(self, at: Any, dg: Any) -> None:
+        if self.inputs.registers == 2:
+            store_global(Float32, at, dg)
+        else:
+            store_global(Int32, at, [pack(self.inputs.dtype, *dg)])
+
+    def _add_to_sums(self, sums: cute.Tensor, dg: Any, of_rate: Any) -> None:
+        for e in range(2):
+            if self.spec.has_A_log:
+                sums[e] = sums[e] + of_rate[e]
+            if self.spec.has_dt_bias:
+                sums[2 + e] = sums[2 + e] + dg[e]
+
+    @cute.jit
+    def _after(self, smem: Int32, channel: Int32) -> Any:
+        """The sum of dG over the tokens after the warp's sub-chunk, with the state's term."""
+        sub, _ = self.memory.warp_place()
         first = self.memory.load_sums(smem, "first", 0, channel, 2)
         to_end = self.memory.load_sums(smem, "to_end", 0, channel, 2)
         of_state = [Float32(0.0), Float32(0.0)]

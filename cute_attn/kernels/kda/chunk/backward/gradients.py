@@ -41,11 +41,10 @@ from ....common.arguments import (
 )
 from ....common.dtypes import DTYPE
 from ....common.pipeline import Barriers, report_names
-from ....common.ptx import wgmma
 from ....common.ptx.async_copy import copy_async, copy_bulk
 from ....common.ptx.cluster import remote_address, store_async
 from ....common.ptx.compiler import keep_branch
-from ....common.ptx.convert import pack, pack_all, unpack_all
+from ....common.ptx.convert import pack, pack_all, unpack, unpack_all
 from ....common.ptx.math import exp2, reciprocal
 from ....common.ptx.memory import (
     load_global,
@@ -56,11 +55,10 @@ from ....common.ptx.memory import (
 )
 from ....common.ptx.mma import mma
 from ...gates import SMALLEST_BETA, nonzero_beta, sigmoid
-from ..chunks import Rows, chunk_place, num_slots, row_offset, rows_of
+from ..chunks import Rows, num_slots, place_of_slot, row_offset, rows_of
 from ..spec import CHUNK, GradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
 from ..tiles import (
-    LINE_BYTES,
     SUB_TILE_BYTES,
     UNIT_BYTES,
     copy_rows,
@@ -72,7 +70,7 @@ from ..tiles import (
 )
 from .decayed_products import DecayedProducts
 from .gate_gradients import GateGradients
-from .layout import PAIRS, PART, TILE_V, GradientMemory
+from .layout import PAIRS, TILE_V, GradientMemory
 
 STEPS = TILE_V // 16
 SUMS = 8 * PAIRS  # accumulators of a thread for 16 rows and the warp's channels
@@ -92,7 +90,7 @@ class KdaGradients:
         self.dtype = DTYPE[spec.dtype]
         self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
         self.tiles_v = spec.head_dim_v // TILE_V
-        self.bulk, self.wgmma = spec.copies == "bulk", spec.products == "wgmma"
+        self.bulk = spec.copies == "bulk"
         # Columns of dAqk and dLhat that a warp computes, and its accumulators for them.
         self.columns = CHUNK // self.parts
         self.num_scores = SUB_CHUNK * self.columns // 32
@@ -214,6 +212,7 @@ class KdaGradients:
             lower_bound,
             beta_scale,
             cute.fast_divmod_create_divisor_v2(q.shape[2]),
+            cute.fast_divmod_create_divisor_v2((g.shape[1] + (CHUNK - 1)) // CHUNK),
         ).launch(
             grid=[q.shape[2] * slots * self.spec.cluster, 1, 1],
             block=[self.num_threads, 1, 1],
@@ -250,14 +249,15 @@ class KdaGradients:
         lower_bound: Float32,
         beta_scale: Float32,
         by_heads: cute.FastDivmodDivisorV2,
+        by_chunks: cute.FastDivmodDivisorV2,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        cta = block % self.spec.cluster  # the CTA's half of K
-        slot, head_qk = divmod(block // self.spec.cluster, by_heads)
+        cta = block & (self.spec.cluster - 1)  # the CTA's half of K
+        slot, head_qk = divmod(block >> (self.spec.cluster - 1), by_heads)
         group = g.shape[2] // q.shape[2]
         first_head = head_qk * group
-        place = chunk_place(slot, g.shape[1], cu_seqlens)
+        place = place_of_slot(slot, by_chunks, g.shape[1], cu_seqlens)
         storage = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024)
         smem = shared_address(storage)
         barriers = self.barriers(storage)
@@ -267,9 +267,9 @@ class KdaGradients:
                 if cutlass.const_expr(self.spec.exchanges):
                     # Each part's sums of q dq and k dk, of all rows.
                     barriers.expect("along_full", 0, self.parts * 2 * CHUNK * 4)
-            cute.arch.mbarrier_init_fence()
+                cute.arch.mbarrier_init_fence()
             if cutlass.const_expr(self.spec.exchanges):
-                cute.arch.cluster_arrive()
+                cute.arch.cluster_arrive_relaxed()
             cute.arch.sync_threads()
         if not place.valid:
             for n in cutlass.range(group, unroll=1):
@@ -299,6 +299,8 @@ class KdaGradients:
             )  # fmt: skip
             dq_sum = cute.make_rmem_tensor((SUMS,), Float32)
             dk_sum = cute.make_rmem_tensor((SUMS,), Float32)
+            raw_q = cute.make_rmem_tensor((SUMS // 2,), Int32)
+            raw_k = cute.make_rmem_tensor((SUMS // 2,), Int32)
             if cutlass.const_expr(self.spec.grouped):
                 dq_sum.fill(0.0)
                 dk_sum.fill(0.0)
@@ -306,16 +308,16 @@ class KdaGradients:
                     self.value_head(
                         g, beta, A_log, bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
                         ddt_bias, place, slot, first_head, n, group, smem, barriers, cta, scale,
-                        lower_bound, beta_scale, dq_sum, dk_sum,
+                        lower_bound, beta_scale, raw_q, raw_k, dq_sum, dk_sum,
                     )  # fmt: skip
             else:
                 self.value_head(
                     g, beta, A_log, bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
                     ddt_bias, place, slot, first_head, Int32(0), Int32(1), smem, barriers, cta,
-                    scale, lower_bound, beta_scale, dq_sum, dk_sum,
+                    scale, lower_bound, beta_scale, raw_q, raw_k, dq_sum, dk_sum,
                 )  # fmt: skip
             if cutlass.const_expr(self.spec.l2norm):
-                self.norm_gradients(smem, barriers, cta, dq_sum, dk_sum)
+                self.norm_gradients(smem, barriers, cta, raw_q, raw_k, dq_sum, dk_sum)
             self.store_rows(self.rows(dq, place, head_qk, cta), dq_sum, place)
             self.store_rows(self.rows(dk, place, head_qk, cta), dk_sum, place)
 
@@ -338,8 +340,8 @@ class KdaGradients:
         v_new: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
         dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, place: Any, slot: Int32,
         first_head: Int32, n: Int32, group: Int32, smem: Int32, barriers: Any, cta: Int32,
-        scale: Float32, lower_bound: Float32, beta_scale: Float32, dq_sum: cute.Tensor,
-        dk_sum: cute.Tensor,
+        scale: Float32, lower_bound: Float32, beta_scale: Float32, raw_q: cute.Tensor,
+        raw_k: cute.Tensor, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
     ) -> None:  # fmt: skip
         """Store the gradients of the group's n-th value head, and add those of q and k."""
         thread, _, _ = cute.arch.thread_idx()
@@ -380,11 +382,11 @@ class KdaGradients:
                     cute.arch.fence_view_async_shared()  # the stage held operands
                     cute.arch.sync_threads()
                 self.start_copy(
-                    smem, barriers, states, adjoints, do, dv, v_new, place, slot, first_head,
-                    (n + 1) * self.tiles_v, cta,
+                    smem, barriers, states, adjoints, do, dv, v_new, place, slot, head + 1,
+                    Int32(0), cta,
                 )  # fmt: skip
-        self.finish(smem, acc_q, acc_k, acc, dG, dq_sum, dk_sum)
-        cute.arch.sync_threads()
+        self.finish(smem, acc_q, acc_k, acc, dG, raw_q, raw_k, dq_sum, dk_sum)
+        cute.arch.sync_warp()
         self.gates.store(
             smem, self.rows(g, place, head, cta), self.rows(dg, place, head, cta), place.length,
             A_log, dt_bias, head, lower_bound,
@@ -406,10 +408,9 @@ class KdaGradients:
         for x in (acc_q, acc_k, acc, of_state, daqk, dlower):
             x.fill(0.0)
         stage = smem + self.memory["stage"]
+        head = first_head + n
         for t in cutlass.range(self.tiles_v, unroll=1):
             cute.arch.cp_async_wait_group(0)
-            if cutlass.const_expr(self.wgmma):
-                cute.arch.fence_view_async_shared()
             if cutlass.const_expr(self.bulk):
                 barriers.wait("stage_full", n * self.tiles_v + t)
             cute.arch.sync_threads()
@@ -417,10 +418,8 @@ class KdaGradients:
             cute.arch.sync_threads()
             if t + 1 < self.tiles_v:
                 self.start_copy(
-                    smem, barriers, states, adjoints, do, dv, v_new, place, slot, first_head,
-                    n * self.tiles_v + (t + 1), cta,
+                    smem, barriers, states, adjoints, do, dv, v_new, place, slot, head, t + 1, cta,
                 )  # fmt: skip
-        head = first_head + n
         self.store_scores(smem, "daqk", daqk, scale)
         self.store_scores(smem, "dlower", dlower, Float32(-1.0))
         self.store_diagonals(smem, daqk, dlower, dbeta, place, head, cta, scale, beta_scale)
@@ -434,12 +433,11 @@ class KdaGradients:
     def start_copy(
         self, smem: Int32, barriers: Any, states: cute.Tensor, adjoints: cute.Tensor,
         do: cute.Tensor, dv: cute.Tensor, v_new: cute.Tensor, place: Any, slot: Int32,
-        first_head: Int32, index: Int32, cta: Int32,
+        head: Int32, tile: Int32, cta: Int32,
     ) -> None:  # fmt: skip
-        """Start the copies of 64 columns of V, the index-th of the group's; one cp.async group."""
+        """Start the copies of a head's 64 columns of V, as one cp.async group."""
         thread, _, _ = cute.arch.thread_idx()
         stage = smem + self.memory["stage"]
-        head, tile = first_head + index // self.tiles_v, index % self.tiles_v
         of_channels = self.channels // 64 * SUB_TILE_BYTES
         of_state = (tile * self.spec.cluster + cta) * of_channels
         parts = (
@@ -482,72 +480,25 @@ class KdaGradients:
         do v'^T and dr v'^T; and for a quarter of the columns, sum_V S dS'."""
         b, part = self.memory.warp_place()
         places = {name: stage + at for name, at in self.memory.stage.offsets.items()}
-        if cutlass.const_expr(self.wgmma):
-            self.multiply_wgmma(places, acc_q, acc_k, acc, daqk, dlower)
-            for pair in cutlass.range_constexpr(PAIRS):
-                state, adjoint = (
-                    self.memory.operands(places[name], b, pair) for name in ("state", "adjoint")
-                )
-                self.add_of_state(of_state, pair, state, adjoint)
-        else:
-            for step in cutlass.range(STEPS, unroll=1):
-                do, dr, v_new = (
-                    left_fragment(places[name], b * SUB_CHUNK, step)
-                    for name in ("do", "dr", "v_new")
-                )
-                for pair in cutlass.range_constexpr(PAIRS):
-                    state = self.memory.operands(places["state"], step, pair)
-                    self.add_product(acc_q, 8 * pair, do, state)
-                    self.add_product(acc_k, 8 * pair, dr, state)
-                    adjoint = self.memory.operands(places["adjoint"], step, pair)
-                    self.add_product(acc, 8 * pair, v_new, adjoint)
-                    if b == step:
-                        keep_branch()
-                        self.add_of_state(of_state, pair, state, adjoint)
-                for n in cutlass.range_constexpr(self.columns // 16):
-                    column = part * self.columns + 16 * n
-                    if column <= b * SUB_CHUNK:
-                        columns = right_fragments_of_rows(places["v_new"], column, step)
-                        self.add_product(daqk, 8 * n, do, columns)
-                        self.add_product(dlower, 8 * n, dr, columns)
-
-    def multiply_wgmma(
-        self, places: dict[str, Any], acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
-        daqk: cute.Tensor, dlower: cute.Tensor,
-    ) -> None:  # fmt: skip
-        """`multiply` without its last sum, by a warpgroup for its part of the channels."""
-        _, part = self.memory.warp_place()
-        channel = part * PART
-        offset = (channel >> 6) * SUB_TILE_BYTES + (channel & 63) * 2
-        rows = {
-            name: [wgmma.rows_descriptor(places[name]) + (s * 32 >> 4) for s in range(STEPS)]
-            for name in ("do", "dr", "v_new")
-        }
-        of_channels = {
-            name: [
-                wgmma.columns_descriptor(places[name] + offset) + (s * 16 * LINE_BYTES >> 4)
-                for s in range(STEPS)
-            ]
-            for name in ("state", "adjoint")
-        }
-        first = places["v_new"] + part * (self.columns * LINE_BYTES)
-        columns = [wgmma.rows_descriptor(first) + (s * 32 >> 4) for s in range(STEPS)]
-        started = []
-        for c, left, right, is_state in (
-            (acc_q, "do", of_channels["state"], True),
-            (daqk, "do", columns, False),
-            (acc_k, "dr", of_channels["state"], True),
-            (dlower, "dr", columns, False),
-            (acc, "v_new", of_channels["adjoint"], True),
-        ):
-            n = PART if is_state else self.columns
-            values = [c[i] for i in range(cute.size(c))]
-            started.append(
-                (c, wgmma.product(self.dtype, values, rows[left], right, n, columns=is_state))
+        for step in cutlass.range(STEPS, unroll=1):
+            do, dr, v_new = (
+                left_fragment(places[name], b * SUB_CHUNK, step) for name in ("do", "dr", "v_new")
             )
-        for c, values in started:
-            for i, x in enumerate(wgmma.wait(values)):
-                c[i] = x
+            for pair in cutlass.range_constexpr(PAIRS):
+                state = self.memory.operands(places["state"], step, pair)
+                self.add_product(acc_q, 8 * pair, do, state)
+                self.add_product(acc_k, 8 * pair, dr, state)
+                adjoint = self.memory.operands(places["adjoint"], step, pair)
+                self.add_product(acc, 8 * pair, v_new, adjoint)
+                if b == step:
+                    keep_branch()
+                    self.add_of_state(of_state, pair, state, adjoint)
+            for n in cutlass.range_constexpr(self.columns // 16):
+                column = part * self.columns + 16 * n
+                if column <= b * SUB_CHUNK:
+                    columns = right_fragments_of_rows(places["v_new"], column, step)
+                    self.add_product(daqk, 8 * n, do, columns)
+                    self.add_product(dlower, 8 * n, dr, columns)
 
     def add_of_state(self, of_state: cute.Tensor, pair: int, state: Any, adjoint: Any) -> None:
         """Add to the sums over V of S dS', for the thread's elements of right operands."""
@@ -640,8 +591,8 @@ class KdaGradients:
     def sum_into_state(self, smem: Int32, acc: cute.Tensor) -> None:
         """Store the sum over the warp's rows of kg dkg, with k as rounded in operands."""
         b, _ = self.memory.warp_place()
-        r, _ = row_and_part()
-        whole = self.gates.rows_in_range(smem, b) == SUB_CHUNK
+        r, c = row_and_part()
+        values = []
         for pair in cutlass.range_constexpr(PAIRS):
             for i in cutlass.range_constexpr(2):
                 channel = self.memory.accumulator_channel(pair, i)
@@ -652,17 +603,23 @@ class KdaGradients:
                     for e in cutlass.range_constexpr(2):
                         x = acc[8 * pair + 4 * i + 2 * half + e]
                         total[e] = cute.math.fma(k[e], x, total[e])
-                for e in cutlass.range_constexpr(2):
-                    for bit in cutlass.range_constexpr(2, 5):
-                        total[e] = total[e] + cute.arch.shuffle_sync_bfly(total[e], offset=1 << bit)
-                if r == 0:
-                    to_end = self.memory.load_sums(smem, "to_end", b, channel, 2)
-                    steps = self.memory.load_sums(smem, "steps", b, channel, 2)
-                    for e in cutlass.range_constexpr(2):
-                        reached = cutlass.select_(whole, Float32(-self.products.shift), steps[e])
-                        total[e] = total[e] * exp2(to_end[e] - reached)
-                    at = smem + self.memory["into_state"] + b * self.memory.p_row + (channel << 2)
-                    store_shared(Float32, at, total)
+                values += total
+        # Lanes 4 apart have other rows: in each step one of them keeps half of the channels.
+        for bit in (4, 3, 2):
+            upper = ((cute.arch.lane_idx() >> bit) & 1) == 1
+            half = len(values) // 2
+            given = [cutlass.select_(upper, values[n], values[n + half]) for n in range(half)]
+            kept = [cutlass.select_(upper, values[n + half], values[n]) for n in range(half)]
+            got = [cute.arch.shuffle_sync_bfly(x, offset=1 << bit) for x in given]
+            values = [x + y for x, y in zip(kept, got, strict=True)]
+        # r is now 4 pair + 2 i + e.
+        channel = (self.memory.first_unit() << 3) + ((r >> 1) << 3) + 2 * c + (r & 1)
+        (to_end,) = self.memory.load_sums(smem, "to_end", b, channel)
+        (steps,) = self.memory.load_sums(smem, "steps", b, channel)
+        whole = self.gates.rows_in_range(smem, b) == SUB_CHUNK
+        reached = cutlass.select_(whole, Float32(-self.products.shift), steps)
+        at = smem + self.memory["into_state"] + b * self.memory.p_row + (channel << 2)
+        store_shared(Float32, at, [values[0] * exp2(to_end - reached)])
 
     @cute.jit
     def store_of_state(self, smem: Int32, of_state: cute.Tensor) -> None:
@@ -700,45 +657,48 @@ class KdaGradients:
     @cute.jit
     def finish(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
-        dG: cute.Tensor, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
+        dG: cute.Tensor, q: cute.Tensor, k: cute.Tensor, dq: cute.Tensor, dk: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Store dG in the place of P, and add dq and dk of a value head to the group's."""
+        """Store dG in the place of P, load q and k as given, two channels a register, and add dq
+        and dk of a value head to the group's."""
         for half in cutlass.range_constexpr(2):
             row = self.memory.rows()[half]
             own = self.memory.of_token(smem, "own_score", row)
-            for pair in cutlass.range_constexpr(PAIRS):
-                for i in cutlass.range_constexpr(2):
-                    channel = self.memory.accumulator_channel(pair, i)
-                    q = self.memory.load_pair(smem, "q", row, channel)
-                    k = self.memory.load_pair(smem, "k", row, channel)
-                    at = 8 * pair + 4 * i + 2 * half
-                    for e in cutlass.range_constexpr(2):
-                        of_q = cute.math.fma(own, k[e], acc_q[at + e])
-                        of_k = cute.math.fma(own, q[e], acc_k[at + e] + acc[at + e])
-                        if cutlass.const_expr(self.spec.grouped):
-                            of_q, of_k = dq_sum[at + e] + of_q, dk_sum[at + e] + of_k
-                        dq_sum[at + e], dk_sum[at + e] = of_q, of_k
-                    place = smem + self.memory.p_place(row, channel)
-                    store_shared(Float32, place, [dG[at], dG[at + 1]])
+            of_q, of_k = own, own
+            if cutlass.const_expr(self.spec.l2norm):
+                of_q = own * self.memory.of_token(smem, "inverse_norm_q", row)
+                of_k = own * self.memory.of_token(smem, "inverse_norm_k", row)
+            for n in cutlass.range_constexpr(2 * PAIRS):
+                channel = self.memory.accumulator_channel(n // 2, n % 2)
+                at = tile_offset(row, channel)
+                for name, x in (("q", q), ("k", k)):
+                    x[2 * n + half] = load_shared(Int32, smem + self.memory[name] + at)[0]
+                q_pair, k_pair = (unpack(self.dtype, x[2 * n + half]) for x in (q, k))
+                at = 4 * n + 2 * half
+                for e in cutlass.range_constexpr(2):
+                    new_q = cute.math.fma(of_k, k_pair[e], acc_q[at + e])
+                    new_k = cute.math.fma(of_q, q_pair[e], acc_k[at + e] + acc[at + e])
+                    if cutlass.const_expr(self.spec.grouped):
+                        new_q, new_k = dq[at + e] + new_q, dk[at + e] + new_k
+                    dq[at + e], dk[at + e] = new_q, new_k
+                place = smem + self.memory.p_place(row, channel)
+                store_shared(Float32, place, [dG[at], dG[at + 1]])
 
     @cute.jit
     def norm_gradients(
-        self, smem: Int32, barriers: Any, cta: Int32, dq: cute.Tensor, dk: cute.Tensor
-    ) -> None:
+        self, smem: Int32, barriers: Any, cta: Int32, q: cute.Tensor, k: cute.Tensor,
+        dq: cute.Tensor, dk: cute.Tensor,
+    ) -> None:  # fmt: skip
         """From the gradients of normalised q and k, make those of q and k."""
         b, part = self.memory.warp_place()
         r, c = row_and_part()
-        along = []  # [q, k][row]
-        for name, x in (("q", dq), ("k", dk)):
+        along = []  # [q, k][row]: the raw row times the gradient
+        for x, dx in ((q, dq), (k, dk)):
             for half in cutlass.range_constexpr(2):
-                row = self.memory.rows()[half]
                 total = Float32(0.0)
-                for pair in cutlass.range_constexpr(PAIRS):
-                    for i in cutlass.range_constexpr(2):
-                        channel = self.memory.accumulator_channel(pair, i)
-                        y = self.memory.load_pair(smem, name, row, channel)
-                        for e in cutlass.range_constexpr(2):
-                            total = cute.math.fma(y[e], x[8 * pair + 4 * i + 2 * half + e], total)
+                for n in cutlass.range_constexpr(2 * PAIRS):
+                    for e, y in enumerate(unpack(self.dtype, x[2 * n + half])):
+                        total = cute.math.fma(y, dx[4 * n + 2 * half + e], total)
                 for bit in cutlass.range_constexpr(2):
                     total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << bit)
                 along.append(total)
@@ -762,17 +722,14 @@ class KdaGradients:
         for n in cutlass.range_constexpr(self.memory.all_parts):
             values = load_shared(Float32, first + n * step, 4)
             along = [x + y for x, y in zip(along, values, strict=True)]
-        for which, name, x in ((0, "q", dq), (1, "k", dk)):
+        for which, name, x, dx in ((0, "q", q, dq), (1, "k", k, dk)):
             for half in cutlass.range_constexpr(2):
-                row = self.memory.rows()[half]
-                norm = self.memory.of_token(smem, f"inverse_norm_{name}", row)
-                for pair in cutlass.range_constexpr(PAIRS):
-                    for i in cutlass.range_constexpr(2):
-                        channel = self.memory.accumulator_channel(pair, i)
-                        y = self.memory.load_pair(smem, name, row, channel)
-                        for e in cutlass.range_constexpr(2):
-                            at = 8 * pair + 4 * i + 2 * half + e
-                            x[at] = norm * (x[at] - y[e] * along[2 * which + half])
+                norm = self.memory.of_token(smem, f"inverse_norm_{name}", self.memory.rows()[half])
+                factor = -(along[2 * which + half] * norm) * norm
+                for n in cutlass.range_constexpr(2 * PAIRS):
+                    for e, y in enumerate(unpack(self.dtype, x[2 * n + half])):
+                        at = 4 * n + 2 * half + e
+                        dx[at] = norm * cute.math.fma(y, factor, dx[at])
 
     @cute.jit
     def store_rows(self, rows: Any, values: cute.Tensor, place: Any) -> None:

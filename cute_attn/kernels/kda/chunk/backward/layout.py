@@ -98,7 +98,7 @@ class GradientMemory(SharedMemory):
             tokens("inverse_norm_k", ""),
             # For each part of the channels and two rows 8 apart.
             Buffer("along", Float32, self.all_parts * 2 * CHUNK, holds="sums of q dq and k dk"),
-            Buffer("out_of_range", Int32, 2 * SUB_CHUNKS, holds="a gate warp's first such row"),
+            Buffer("out_of_range", Int32, 4 * SUB_CHUNKS, holds="a warp's first such row"),
             *(
                 [Buffer("barriers", Int64, self.pipeline.count, alignment=MBARRIER_BYTES)]
                 if edges
