@@ -68,8 +68,9 @@ def log_decay_gradients(
         slope = cutlass.select_(z < Float32(0.0), small * inverse, inverse)
         return kept_dg * (-rate * slope), kept_dg * (log2_gate * LN_2)
     # The bound times sigmoid(z) is in range below this z.
-    share = SMALLEST_LOG2_DECAY / (Float32(lower_bound) * LOG2_E)
-    most = cutlass.select_(share < Float32(1.0), log2(share / (1.0 - share)), Float32(math.inf))
+    share = SMALLEST_LOG2_DECAY * reciprocal(Float32(lower_bound) * LOG2_E)
+    most = log2(share * reciprocal(1.0 - share))
+    most = cutlass.select_(share < Float32(1.0), most, Float32(math.inf))
     kept_dg = Float32(cutlass.select_(z < most, dg, Float32(0.0)))
     d = kept_dg * (Float32(lower_bound) * rate * (small * inverse * inverse))
     # Where g is infinite, so is x, and d is 0.

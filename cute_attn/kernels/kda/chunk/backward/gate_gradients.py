@@ -162,12 +162,11 @@ class GateGradients:
 
     @cute.jit
     def store(
-        self, smem: Int32, rows: Any, target: Any, length: Int32, A_log: cute.Tensor | None,
+        self, smem: Int32, raw: cute.Tensor, target: Any, length: Int32, A_log: cute.Tensor | None,
         dt_bias: cute.Tensor | None, head: Int32, lower_bound: Float32,
     ) -> None:  # fmt: skip
         """Store dg, and the sub-chunks' sums of the gradients of A_log and dt_bias, from the dG
-        that the warp has stored."""
-        raw = self.inputs.load(rows, length)
+        that the warp has stored; `raw` is g."""
         a, bias = self.inputs.load_parameters(A_log, dt_bias, head)
         token, pair = self.inputs.place()
         channel = 2 * pair

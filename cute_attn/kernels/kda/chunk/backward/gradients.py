@@ -44,7 +44,7 @@ from ....common.pipeline import Barriers, report_names
 from ....common.ptx.async_copy import copy_async, copy_bulk
 from ....common.ptx.cluster import remote_address, store_async
 from ....common.ptx.compiler import keep_branch
-from ....common.ptx.convert import pack, pack_all, unpack, unpack_all
+from ....common.ptx.convert import pack, pack_all, unpack_all
 from ....common.ptx.math import exp2, reciprocal
 from ....common.ptx.memory import (
     load_global,
@@ -59,6 +59,7 @@ from ..chunks import Rows, num_slots, place_of_slot, row_offset, rows_of
 from ..spec import CHUNK, GradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
 from ..tiles import (
+    LINE_BYTES,
     SUB_TILE_BYTES,
     UNIT_BYTES,
     copy_rows,
@@ -74,6 +75,7 @@ from .layout import PAIRS, TILE_V, GradientMemory
 
 STEPS = TILE_V // 16
 SUMS = 8 * PAIRS  # accumulators of a thread for 16 rows and the warp's channels
+ALONG_STEP = SUB_CHUNKS * 8 * 16  # from a part of the channels to the next
 
 
 class KdaGradients:
@@ -299,8 +301,6 @@ class KdaGradients:
             )  # fmt: skip
             dq_sum = cute.make_rmem_tensor((SUMS,), Float32)
             dk_sum = cute.make_rmem_tensor((SUMS,), Float32)
-            raw_q = cute.make_rmem_tensor((SUMS // 2,), Int32)
-            raw_k = cute.make_rmem_tensor((SUMS // 2,), Int32)
             if cutlass.const_expr(self.spec.grouped):
                 dq_sum.fill(0.0)
                 dk_sum.fill(0.0)
@@ -308,16 +308,16 @@ class KdaGradients:
                     self.value_head(
                         g, beta, A_log, bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
                         ddt_bias, place, slot, first_head, n, group, smem, barriers, cta, scale,
-                        lower_bound, beta_scale, raw_q, raw_k, dq_sum, dk_sum,
+                        lower_bound, beta_scale, dq_sum, dk_sum,
                     )  # fmt: skip
             else:
                 self.value_head(
                     g, beta, A_log, bias, do, states, adjoints, v_new, dv, dg, dbeta, dA_log,
                     ddt_bias, place, slot, first_head, Int32(0), Int32(1), smem, barriers, cta,
-                    scale, lower_bound, beta_scale, raw_q, raw_k, dq_sum, dk_sum,
+                    scale, lower_bound, beta_scale, dq_sum, dk_sum,
                 )  # fmt: skip
             if cutlass.const_expr(self.spec.l2norm):
-                self.norm_gradients(smem, barriers, cta, raw_q, raw_k, dq_sum, dk_sum)
+                self.norm_gradients(smem, barriers, dq_sum, dk_sum)
             self.store_rows(self.rows(dq, place, head_qk, cta), dq_sum, place)
             self.store_rows(self.rows(dk, place, head_qk, cta), dk_sum, place)
 
@@ -340,8 +340,8 @@ class KdaGradients:
         v_new: cute.Tensor, dv: cute.Tensor, dg: cute.Tensor, dbeta: cute.Tensor,
         dA_log: cute.Tensor | None, ddt_bias: cute.Tensor | None, place: Any, slot: Int32,
         first_head: Int32, n: Int32, group: Int32, smem: Int32, barriers: Any, cta: Int32,
-        scale: Float32, lower_bound: Float32, beta_scale: Float32, raw_q: cute.Tensor,
-        raw_k: cute.Tensor, dq_sum: cute.Tensor, dk_sum: cute.Tensor,
+        scale: Float32, lower_bound: Float32, beta_scale: Float32, dq_sum: cute.Tensor,
+        dk_sum: cute.Tensor,
     ) -> None:  # fmt: skip
         """Store the gradients of the group's n-th value head, and add those of q and k."""
         thread, _, _ = cute.arch.thread_idx()
@@ -354,9 +354,6 @@ class KdaGradients:
         self.gates.store_sums(
             smem, self.rows(g, place, head, cta), place.length, A_log, dt_bias, head, lower_bound
         )
-        cute.arch.sync_threads()
-        self.gates.finish_sums(smem)
-
         acc_q = cute.make_rmem_tensor((SUMS,), Float32)
         acc_k = cute.make_rmem_tensor((SUMS,), Float32)
         acc = cute.make_rmem_tensor((SUMS,), Float32)
@@ -375,6 +372,7 @@ class KdaGradients:
         self.products.add_columns(smem, acc, dG)
         in_range = self.gates.rows_in_range(smem, b)
         self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
+        raw = self.gates.inputs.load(self.rows(g, place, head, cta), place.length)
         cute.arch.sync_threads()  # P and the operands have been read
         if cutlass.const_expr(self.spec.grouped):
             if n + 1 < group:
@@ -385,11 +383,14 @@ class KdaGradients:
                     smem, barriers, states, adjoints, do, dv, v_new, place, slot, head + 1,
                     Int32(0), cta,
                 )  # fmt: skip
-        self.finish(smem, acc_q, acc_k, acc, dG, raw_q, raw_k, dq_sum, dk_sum)
+        self.finish(smem, acc_q, acc_k, acc, dG, dq_sum, dk_sum)
+        if cutlass.const_expr(self.spec.l2norm):
+            if n + 1 == group:
+                self.sum_along(smem, barriers, cta, dq_sum, dk_sum)
         cute.arch.sync_warp()
         self.gates.store(
-            smem, self.rows(g, place, head, cta), self.rows(dg, place, head, cta), place.length,
-            A_log, dt_bias, head, lower_bound,
+            smem, raw, self.rows(dg, place, head, cta), place.length, A_log, dt_bias, head,
+            lower_bound,
         )  # fmt: skip
         cute.arch.sync_threads()
         self.gates.store_partial_sums(smem, dA_log, ddt_bias, slot, head, cta)
@@ -414,6 +415,8 @@ class KdaGradients:
             if cutlass.const_expr(self.bulk):
                 barriers.wait("stage_full", n * self.tiles_v + t)
             cute.arch.sync_threads()
+            if t == 0:
+                self.gates.finish_sums(smem)
             self.multiply(stage, acc_q, acc_k, acc, daqk, dlower, of_state)
             cute.arch.sync_threads()
             if t + 1 < self.tiles_v:
@@ -520,18 +523,21 @@ class KdaGradients:
         """Store dAqk or dLhat below its diagonal."""
         b, part = self.memory.warp_place()
         r, c = row_and_part()
+        row = b * SUB_CHUNK + r
         for n in cutlass.range_constexpr(self.columns // 16):
-            if part * self.columns + 16 * n <= b * SUB_CHUNK:
+            first = part * self.columns + 16 * n
+            values = [scores[8 * n + i] * factor for i in range(8)]
+            if first == b * SUB_CHUNK:
+                keep_branch()
+                for i in cutlass.range_constexpr(8):
+                    column, of_row = 8 * (i // 4) + 2 * c + i % 2, r + 8 * (i // 2 % 2)
+                    values[i] = Float32(cutlass.select_(column < of_row, values[i], Float32(0.0)))
+            if first <= b * SUB_CHUNK:
                 for i in cutlass.range_constexpr(2):
+                    at = smem + self.memory[name] + tile_offset(row, first + 8 * i + 2 * c)
                     for half in cutlass.range_constexpr(2):
-                        row = b * SUB_CHUNK + r + 8 * half
-                        column = part * self.columns + 16 * n + 8 * i + 2 * c
-                        pair = []
-                        for e in cutlass.range_constexpr(2):
-                            x = scores[8 * n + 4 * i + 2 * half + e] * factor
-                            pair.append(cutlass.select_(column + e < row, x, Float32(0.0)))
-                        at = smem + self.memory[name] + tile_offset(row, column)
-                        store_shared(Int32, at, [pack(self.dtype, *pair)])
+                        x = pack(self.dtype, *values[4 * i + 2 * half : 4 * i + 2 * half + 2])
+                        store_shared(Int32, at + half * 8 * LINE_BYTES, [x])
 
     @cute.jit
     def store_diagonals(
@@ -657,10 +663,9 @@ class KdaGradients:
     @cute.jit
     def finish(
         self, smem: Int32, acc_q: cute.Tensor, acc_k: cute.Tensor, acc: cute.Tensor,
-        dG: cute.Tensor, q: cute.Tensor, k: cute.Tensor, dq: cute.Tensor, dk: cute.Tensor,
+        dG: cute.Tensor, dq: cute.Tensor, dk: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Store dG in the place of P, load q and k as given, two channels a register, and add dq
-        and dk of a value head to the group's."""
+        """Store dG in the place of P, and add dq and dk of a value head to the group's."""
         for half in cutlass.range_constexpr(2):
             row = self.memory.rows()[half]
             own = self.memory.of_token(smem, "own_score", row)
@@ -670,66 +675,74 @@ class KdaGradients:
                 of_k = own * self.memory.of_token(smem, "inverse_norm_k", row)
             for n in cutlass.range_constexpr(2 * PAIRS):
                 channel = self.memory.accumulator_channel(n // 2, n % 2)
-                at = tile_offset(row, channel)
-                for name, x in (("q", q), ("k", k)):
-                    x[2 * n + half] = load_shared(Int32, smem + self.memory[name] + at)[0]
-                q_pair, k_pair = (unpack(self.dtype, x[2 * n + half]) for x in (q, k))
+                q, k = (self.memory.load_raw(smem, name, row, channel) for name in ("q", "k"))
                 at = 4 * n + 2 * half
                 for e in cutlass.range_constexpr(2):
-                    new_q = cute.math.fma(of_k, k_pair[e], acc_q[at + e])
-                    new_k = cute.math.fma(of_q, q_pair[e], acc_k[at + e] + acc[at + e])
+                    new_q = cute.math.fma(of_k, k[e], acc_q[at + e])
+                    new_k = cute.math.fma(of_q, q[e], acc_k[at + e] + acc[at + e])
                     if cutlass.const_expr(self.spec.grouped):
                         new_q, new_k = dq[at + e] + new_q, dk[at + e] + new_k
                     dq[at + e], dk[at + e] = new_q, new_k
                 place = smem + self.memory.p_place(row, channel)
                 store_shared(Float32, place, [dG[at], dG[at + 1]])
 
+    def along(self, smem: Any) -> Any:
+        """The address of the sums of the thread's rows over the first part of the channels."""
+        b, _ = self.memory.warp_place()
+        r, _ = row_and_part()
+        return smem + self.memory["along"] + (b * 8 + r) * 16
+
     @cute.jit
-    def norm_gradients(
-        self, smem: Int32, barriers: Any, cta: Int32, q: cute.Tensor, k: cute.Tensor,
-        dq: cute.Tensor, dk: cute.Tensor,
-    ) -> None:  # fmt: skip
-        """From the gradients of normalised q and k, make those of q and k."""
-        b, part = self.memory.warp_place()
-        r, c = row_and_part()
-        along = []  # [q, k][row]: the raw row times the gradient
-        for x, dx in ((q, dq), (k, dk)):
+    def sum_along(
+        self, smem: Int32, barriers: Any, cta: Int32, dq: cute.Tensor, dk: cute.Tensor
+    ) -> None:
+        """Store the sums of q dq and k dk, with q and k as given, over the warp's channels; to the
+        other CTA too."""
+        _, part = self.memory.warp_place()
+        _, c = row_and_part()
+        sums = []  # [q, k][row]
+        for name, x in (("q", dq), ("k", dk)):
             for half in cutlass.range_constexpr(2):
+                row = self.memory.rows()[half]
                 total = Float32(0.0)
                 for n in cutlass.range_constexpr(2 * PAIRS):
-                    for e, y in enumerate(unpack(self.dtype, x[2 * n + half])):
-                        total = cute.math.fma(y, dx[4 * n + 2 * half + e], total)
+                    channel = self.memory.accumulator_channel(n // 2, n % 2)
+                    for e, y in enumerate(self.memory.load_raw(smem, name, row, channel)):
+                        total = cute.math.fma(y, x[4 * n + 2 * half + e], total)
                 for bit in cutlass.range_constexpr(2):
                     total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << bit)
-                along.append(total)
-        first = smem + self.memory["along"] + (b * 8 + r) * 16
-        step = SUB_CHUNKS * 8 * 16  # from a part of the channels to the next
+                sums.append(total)
         if cutlass.const_expr(self.spec.exchanges):
             cute.arch.cluster_wait()  # the other CTA has initialised its mbarrier
         if c == 0:
-            at = first + (cta * self.parts + part) * step
-            store_shared(Float32, at, along)
+            at = self.along(smem) + (cta * self.parts + part) * ALONG_STEP
+            store_shared(Float32, at, sums)
             if cutlass.const_expr(self.spec.exchanges):
                 full = barriers.address("along_full", 0)
                 store_async(
-                    remote_address(at, cta ^ 1), [x.bitcast(Int32) for x in along],
+                    remote_address(at, cta ^ 1), [x.bitcast(Int32) for x in sums],
                     remote_address(full, cta ^ 1),
                 )  # fmt: skip
-        cute.arch.sync_threads()
+
+    @cute.jit
+    def norm_gradients(self, smem: Int32, barriers: Any, dq: cute.Tensor, dk: cute.Tensor) -> None:
+        """From the gradients of normalised q and k, make those of q and k."""
         if cutlass.const_expr(self.spec.exchanges):
             barriers.wait("along_full", 0)
         along = [Float32(0.0)] * 4
         for n in cutlass.range_constexpr(self.memory.all_parts):
-            values = load_shared(Float32, first + n * step, 4)
+            values = load_shared(Float32, self.along(smem) + n * ALONG_STEP, 4)
             along = [x + y for x, y in zip(along, values, strict=True)]
-        for which, name, x, dx in ((0, "q", q, dq), (1, "k", k, dk)):
+        for which, name, x in ((0, "q", dq), (1, "k", dk)):
             for half in cutlass.range_constexpr(2):
-                norm = self.memory.of_token(smem, f"inverse_norm_{name}", self.memory.rows()[half])
+                row = self.memory.rows()[half]
+                norm = self.memory.of_token(smem, f"inverse_norm_{name}", row)
                 factor = -(along[2 * which + half] * norm) * norm
                 for n in cutlass.range_constexpr(2 * PAIRS):
-                    for e, y in enumerate(unpack(self.dtype, x[2 * n + half])):
+                    channel = self.memory.accumulator_channel(n // 2, n % 2)
+                    for e, y in enumerate(self.memory.load_raw(smem, name, row, channel)):
                         at = 4 * n + 2 * half + e
-                        dx[at] = norm * cute.math.fma(y, factor, dx[at])
+                        x[at] = norm * cute.math.fma(y, factor, x[at])
 
     @cute.jit
     def store_rows(self, rows: Any, values: cute.Tensor, place: Any) -> None:

@@ -159,10 +159,14 @@ class GradientMemory(SharedMemory):
         at = smem + self[name] + b * self.p_row + (channel << 2)
         return load_floats(at, count)
 
+    def load_raw(self, smem: Any, name: str, row: Any, channel: Any) -> tuple[Any, Any]:
+        """Load two neighbouring channels of q or k, as given."""
+        at = smem + self[name] + tile_offset(row, channel)
+        return unpack(self.dtype, load_shared(Int32, at)[0])
+
     def load_pair(self, smem: Any, name: str, row: Any, channel: Any) -> list[Any]:
         """Load two neighbouring channels of normalised q or k."""
-        at = smem + self[name] + tile_offset(row, channel)
-        values = list(unpack(self.dtype, load_shared(Int32, at)[0]))
+        values = list(self.load_raw(smem, name, row, channel))
         if self.l2norm:
             norm = self.of_token(smem, f"inverse_norm_{name}", row)
             values = [x * norm for x in values]
