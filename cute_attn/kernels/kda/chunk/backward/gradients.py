@@ -499,6 +499,7 @@ class KdaGradients:
             for n in cutlass.range_constexpr(self.columns // 16):
                 column = part * self.columns + 16 * n
                 if column <= b * SUB_CHUNK:
+                    keep_branch()
                     columns = right_fragments_of_rows(places["v_new"], column, step)
                     self.add_product(daqk, 8 * n, do, columns)
                     self.add_product(dlower, 8 * n, dr, columns)
