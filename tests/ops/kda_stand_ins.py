@@ -164,10 +164,10 @@ class StandIns:
 
     def _gradients(
         self, spec: Any, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A: Tensor | None,
-        bias: Tensor | None, do: Tensor, states: Tensor, adjoints: Tensor, v_new: Tensor,
-        dv: Tensor, dq: Tensor, dk: Tensor, dg: Tensor, dbeta: Tensor, A_parts: Tensor | None,
-        bias_parts: Tensor | None, cu_seqlens: Tensor | None, scale: float, bound: float,
-        beta_scale: float,
+        bias: Tensor | None, inverse_norms: Tensor | None, do: Tensor, states: Tensor,
+        adjoints: Tensor, v_new: Tensor, dv: Tensor, dq: Tensor, dk: Tensor, dg: Tensor,
+        dbeta: Tensor, A_parts: Tensor | None, bias_parts: Tensor | None,
+        cu_seqlens: Tensor | None, scale: float, bound: float, beta_scale: float,
     ) -> None:  # fmt: skip
         of_states, of_adjoints = self._of("states", states), self._of("adjoints", adjoints)
         of = of_adjoints["of"]
@@ -177,6 +177,9 @@ class StandIns:
         # The states are from the forward, the adjoints from records that may be the backward's own.
         torch.testing.assert_close(of_states.pop("of"), of, rtol=0, atol=0, equal_nan=True)
         del of_adjoints["of"]
+        assert (inverse_norms is not None) == spec.l2norm
+        if inverse_norms is not None:
+            assert self._of("inverse_norms", inverse_norms)["of"] == of
         assert is_same(of_adjoints["do"], do) and scale == of["scale"]
         assert spec.l2norm == of["use_qk_l2norm_in_kernel"]
         assert beta_scale == (2.0 if of["allow_neg_eigval"] else 1.0)
@@ -190,7 +193,8 @@ class StandIns:
             assert (parts is None) == (exact is None)
             if parts is not None and exact is not None:
                 assert parts.dtype == torch.float32 and len(parts) == len(states)
-                parts.copy_(exact.view(parts.shape[1:]) / len(parts))
+                exact = exact.view(parts.shape[-1 if parts is A_parts else 1 :])
+                parts.copy_(exact * (exact.numel() / parts.numel()))
 
     def _sum_partials(self, spec: Any, partials: Tensor, out: Tensor) -> None:
         assert partials.is_contiguous() and partials.dtype == torch.float32

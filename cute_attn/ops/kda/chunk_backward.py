@@ -20,7 +20,7 @@ slots T // 64 + N) times HV:
     records              C (128 (3 K + 128) + 4 K)    kept with disable_recompute, else a workspace
     inverse_norms        512 C HQK / HV               likewise, with use_qk_l2norm_in_kernel
     adjoints             2 C K V                      a workspace
-    parts of dA_log      4 C                          a workspace, with A_log
+    parts of dA_log      4 C, 8 C in clusters of 2    a workspace, with A_log
     parts of ddt_bias    4 C K                        a workspace, with dt_bias
 
 The records are freed before the results, dv apart, are allocated. If few long sequences are split,
@@ -129,6 +129,7 @@ class _Ready(NamedTuple):
     sum_dt_bias: _Function | None
     zero_unused: _Function | None
     scalars: tuple[float, float, float]
+    cluster: int  # CTAs of gradients that share a chunk and a head
 
 
 class Backward(Operator[BackwardArguments]):
@@ -204,6 +205,7 @@ class Backward(Operator[BackwardArguments]):
             sum_dt_bias=load(requests.sum_dt_bias if a.need_ddt_bias else None),
             zero_unused=load(requests.zero_unused),
             scalars=launch_scalars(a),
+            cluster=requests.gradients[1].cluster if requests.gradients else 1,
         )
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
@@ -256,16 +258,17 @@ class Backward(Operator[BackwardArguments]):
         parts = (num_slots(v, cu_seqlens), *a.g.shape[2:])
         dA_log = ddt_bias = A_parts = bias_parts = None
         if A is not None:
-            A_parts = _empty((parts[0], 1, parts[1]), dtype=torch.float32, device=v.device)
+            shape = parts[0], ready.cluster, parts[1]
+            A_parts = _empty(shape, dtype=torch.float32, device=v.device)
         if bias is not None:
             bias_parts = _empty(parts, dtype=torch.float32, device=v.device)
         ready.gradients(
-            *inputs, a.do, a.states, adjoints, a.v_new, dv, dq, dk, dg, dbeta, A_parts, bias_parts,
-            cu_seqlens, *ready.scalars,
+            *inputs, inverse_norms, a.do, a.states, adjoints, a.v_new, dv, dq, dk, dg, dbeta,
+            A_parts, bias_parts, cu_seqlens, *ready.scalars,
         )  # fmt: skip
         if ready.sum_A_log is not None and A_parts is not None:
             dA_log = _empty(parts[1:2], dtype=torch.float32, device=v.device)
-            ready.sum_A_log(A_parts, dA_log[None])
+            ready.sum_A_log(A_parts.view(-1, 1, parts[1]), dA_log[None])
         if ready.sum_dt_bias is not None and bias_parts is not None:
             ddt_bias = _empty(parts[1:], dtype=torch.float32, device=v.device)
             ready.sum_dt_bias(bias_parts, ddt_bias)

@@ -338,7 +338,7 @@ class _Call:
         ]
 
     def gradients(self, *, grouped: bool) -> launch.Request:
-        config = gradients_config(**self.dims, grouped=grouped)
+        config = gradients_config(**self.dims)
         spec = GradientsSpec(**self.inputs, grouped=grouped, **config)
         return table.GRADIENTS, spec
 

@@ -162,6 +162,8 @@ class DecayedProducts:
                         decay = exp2(p[e] + self.shift)
                         acc_q[n] = acc_q[n] * decay
                         acc_k[n] = acc_k[n] * decay
+        if cutlass.const_expr(self.memory.can_put_aside):
+            self.memory.put_aside(smem + self.memory["aside"], dG)
 
     @cute.jit
     def add_columns(self, smem: Int32, acc: cute.Tensor, dG: cute.Tensor) -> None:
@@ -184,6 +186,8 @@ class DecayedProducts:
         elif cutlass.const_expr(self.in_one_product):
             for pair in cutlass.range_constexpr(PAIRS):
                 self._scale(acc, pair, [2.0**-self.shift] * 4)
+        if cutlass.const_expr(self.memory.can_put_aside):
+            self.memory.take_back(smem + self.memory["aside"], dG)
         for pair in cutlass.range_constexpr(PAIRS):
             steps = self._steps(smem, b, pair)
             reference = [cutlass.select_(whole, Float32(-self.shift), x) for x in steps]

@@ -71,10 +71,9 @@ from ..tiles import (
 )
 from .decayed_products import DecayedProducts
 from .gate_gradients import GateGradients
-from .layout import PAIRS, TILE_V, GradientMemory
+from .layout import PAIRS, SUMS, TILE_V, GradientMemory
 
 STEPS = TILE_V // 16
-SUMS = 8 * PAIRS  # accumulators of a thread for 16 rows and the warp's channels
 ALONG_STEP = SUB_CHUNKS * 8 * 16  # from a part of the channels to the next
 
 
@@ -387,11 +386,19 @@ class KdaGradients:
         if cutlass.const_expr(self.spec.l2norm):
             if n + 1 == group:
                 self.sum_along(smem, barriers, cta, dq_sum, dk_sum)
+        aside = cutlass.const_expr(self.memory.can_put_aside and not self.spec.grouped)
+        at = smem + self.memory["stage"]
+        if cutlass.const_expr(aside):
+            self.memory.put_aside(at, dq_sum)
+            self.memory.put_aside(at + self.num_threads * SUMS * 4, dk_sum)
         cute.arch.sync_warp()
         self.gates.store(
             smem, raw, self.rows(dg, place, head, cta), place.length, A_log, dt_bias, head,
             lower_bound,
         )  # fmt: skip
+        if cutlass.const_expr(aside):
+            self.memory.take_back(at, dq_sum)
+            self.memory.take_back(at + self.num_threads * SUMS * 4, dk_sum)
         cute.arch.sync_threads()
         self.gates.store_partial_sums(smem, dA_log, ddt_bias, slot, head, cta)
 

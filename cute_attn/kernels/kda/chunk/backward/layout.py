@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ....common.dtypes import DTYPE
 from ....common.pipeline import Edge, Kind, Pipeline, Role
 from ....common.ptx.convert import unpack
-from ....common.ptx.memory import load_shared
+from ....common.ptx.memory import load_shared, store_shared
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ....common.spec import MBARRIER_BYTES, WARP_SIZE
 from ..spec import CHUNK, GradientsSpec
@@ -23,6 +24,7 @@ from ..tiles import SUB_TILE_BYTES, right_fragments, right_offsets, thread_and_w
 
 PART = 32  # channels of a warp
 PAIRS = PART // 16
+SUMS = 8 * PAIRS  # accumulators of a thread for 16 rows and its warp's channels
 TILE_V = 64  # columns of V of a stage
 
 
@@ -109,7 +111,11 @@ class GradientMemory(SharedMemory):
         for n, name in enumerate(("q_rows", "k_rows", "k_columns")):
             self.offsets[name] = self["stage"] + n * (2 * CHUNK * self.channels)
         self.offsets["beta"] = self["own_score"]
-        assert 3 * (2 * CHUNK * self.channels) <= self.stage.nbytes
+        operands = 3 * (2 * CHUNK * self.channels)
+        assert operands <= self.stage.nbytes
+        # Behind the operands, and later in their place: registers that threads put aside.
+        self.offsets["aside"] = self["stage"] + operands
+        self.can_put_aside = operands + self.num_threads * SUMS * 4 <= self.stage.nbytes
 
     # -- places of a thread's elements --------------------------------------------------------
 
@@ -171,6 +177,22 @@ class GradientMemory(SharedMemory):
             norm = self.of_token(smem, f"inverse_norm_{name}", row)
             values = [x * norm for x in values]
         return values
+
+    # -- registers put aside ------------------------------------------------------------------
+
+    def put_aside(self, at: Any, values: cute.Tensor) -> None:
+        """Store a thread's SUMS values in shared memory from `at` on, so as not to spill them."""
+        for place, n in self._aside(at):
+            store_shared(Float32, place, [values[n + i] for i in range(4)])
+
+    def take_back(self, at: Any, values: cute.Tensor) -> None:
+        for place, n in self._aside(at):
+            for i, x in enumerate(load_shared(Float32, place, 4)):
+                values[n + i] = x
+
+    def _aside(self, at: Any) -> list[tuple[Any, int]]:
+        thread, _, _ = cute.arch.thread_idx()
+        return [(at + (n * self.num_threads + thread * 4) * 4, n) for n in range(0, SUMS, 4)]
 
     def of_token(self, smem: Any, name: str, row: Any) -> Any:
         return load_shared(Float32, smem + self[name] + row * 4)[0]
