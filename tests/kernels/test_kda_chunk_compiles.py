@@ -24,7 +24,7 @@ from tests.kernels.machine_code import assert_sound
 # 64 on sm_100a, gates as they are without l2norm).
 FEW = {"kda_prepare": 48, "kda_chunk_intra": 48}
 
-# Of the gradients with grouped heads on sm_100a; 20 on sm_90a without groups.
+# Of `gradients` with grouped heads on sm_100a, where registers have sums over the group.
 SPILLED_IN_TRAINING = {"kda_gradients": 1408}
 
 ARCHS = ("sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120a")
