@@ -5,8 +5,9 @@ sigmoid. On few tokens of each number of heads the gradients are compared with t
 reference. Each case's gradients are compared with FLA's, then timed with do_bench: the forward,
 also as a training step calls it, the backward, and 16 layers in a row, forward and backward. Each
 kernel's time, as CUPTI reports it, stands beside the time in which a copy moves the bytes that it
-must move, see docs/kernels/kda.md. `--stage` has kernels of both sides grouped by what they
-compute. The memory of a training step is measured at B=1 T=32768 H=32.
+must move, see docs/kernels/kda.md, and kernels of both sides are grouped by what they compute.
+`--stage` compares the public stages of the backward with FLA's. The memory of a training step is
+measured at B=1 T=32768 H=32.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .cases import (
 
 if TYPE_CHECKING:
     from ..harness.timing import Timing
+    from .problem import Arguments
     from .training import Step
 
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -62,7 +64,7 @@ KERNELS = {
 OTHERS = "others"
 
 # What kernels of either side compute, by a part of their names.
-STAGES = {
+GROUPS = {
     "KdaPrepare": "records, states again",
     "KdaAdjointPass": "gradients of states",
     "KdaSegments": "gradients of states",
@@ -90,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="no: disable_recompute=True",
     )
     parser.add_argument(
-        "--stage", action="store_true", help="also compare what groups of kernels take with FLA's"
+        "--stage", action="store_true", help="also compare the public stages with FLA's"
     )
 
 
@@ -137,7 +139,8 @@ def run(args: argparse.Namespace) -> Report:
         Report(f"kda-backward-{name}", title, {}, rows=rows)
         for name, title, rows in (
             ("kernels", "Kernels of our backward", timer.kernels),
-            ("stages", "Kernels of the backward by what they compute", timer.stages),
+            ("stages", "Public stages of the backward", timer.stages),
+            ("groups", "Kernels of the backward by what they compute", timer.groups),
             ("memory", f"Memory of a training step, {MEMORY_CASE}", timer.memory),
         )
         if rows
@@ -166,7 +169,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 class Timer:
-    """Times cases; `rows`, `kernels`, `stages` and `memory` are its tables."""
+    """Times cases; `rows`, `kernels`, `stages`, `groups` and `memory` are its tables."""
 
     def __init__(
         self, with_peer: bool, roofline: Roofline, rep_ms: float, by_stage: bool, memory: float
@@ -176,6 +179,7 @@ class Timer:
         self.rows: list[Row] = []
         self.kernels: list[Row] = []
         self.stages: list[Row] = []
+        self.groups: list[Row] = []
         self.memory: list[Row] = []
         self.notes: list[str] = []
         self.beside: dict[str, float] = {}  # the largest difference of each of FLA's gradients
@@ -202,6 +206,8 @@ class Timer:
         self.rows.append(sizes | times | {"bitwise_repeat": repeats})
         before = len(self.kernels)
         self.time_kernels(case, sizes, steps)
+        if self.by_stage and not case.sequences and not disable_recompute:
+            self.time_stages(sizes, given, with_peer=len(steps) > 1)
         # Rows are printed at once, since a peer with an autotuner may outlast a time limit.
         known = [f"{name} {x:.4g}" for name, x in times.items() if isinstance(x, float)]
         known += [f"{row['kernel']} {row['time_us']:.4g}" for row in self.kernels[before:]]
@@ -255,13 +261,30 @@ class Timer:
 
         found = {}
         for who, step in steps.items():
-            if who == "ours" or self.by_stage:
-                o = step.training_forward()
-                found[who] = training.kernel_times(partial(step.backward, o))
-                del o
+            o = step.training_forward()
+            found[who] = training.kernel_times(partial(step.backward, o))
+            del o
         self.kernels += [sizes | row for row in kernel_rows(case, found["ours"], self.roofline)]
-        if self.by_stage:
-            self.stages += [sizes | row for row in stage_rows(found)]
+        if "fla" in found:
+            self.groups += [sizes | row for row in group_rows(found)]
+
+    def time_stages(self, sizes: Row, given: Arguments, *, with_peer: bool) -> None:
+        """Compare each public stage of the backward with the peer's, then add its row."""
+        from . import training_stages
+        from .problem import agreed, time_calls
+
+        for name, stage in training_stages.stages(given, with_peer=with_peer).items():
+            peers = {who: call for who, call in stage.calls.items() if who != "ours"}
+            check = partial(training_stages.check, name, stage)
+            _, peers, notes = agreed(check, peers)
+            self.notes += notes
+            calls = {"ours": stage.calls["ours"], **peers}
+            timings, _ = time_calls(calls, "do_bench", self.rep_ms)
+            ours = timings["ours"].median_us
+            fla = timings["fla"].median_us if "fla" in timings else None
+            times: Row = {"time_us": ours, "fla_us": fla}
+            speedup = None if fla is None else fla / ours
+            self.stages.append(sizes | {"stage": name} | times | {"speedup_vs_fla": speedup})
 
     def measure_memory(self) -> None:
         from . import training
@@ -311,19 +334,19 @@ def kernel_rows(case: Case, found: Mapping[str, float], roofline: Roofline) -> l
     return [*rows, others | {"share_of_floor": None}]
 
 
-def stage_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """Rows of the stages of a backward, from the microseconds of kernels by contender."""
+def group_rows(found: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """Rows of groups of a backward's kernels, from the microseconds of kernels by contender."""
     sums: dict[str, dict[str, float]] = {who: {} for who in found}
     for who, kernels in found.items():
         for name, us in kernels.items():
-            stage = next((stage for part, stage in STAGES.items() if part in name), REST)
-            sums[who][stage] = sums[who].get(stage, 0.0) + us
+            group = next((group for part, group in GROUPS.items() if part in name), REST)
+            sums[who][group] = sums[who].get(group, 0.0) + us
     rows: list[Row] = []
-    for stage in (*dict.fromkeys(STAGES.values()), REST):
-        ours, fla = sums["ours"].get(stage, 0.0), sums.get("fla", {}).get(stage)
+    for group in (*dict.fromkeys(GROUPS.values()), REST):
+        ours, fla = sums["ours"].get(group, 0.0), sums.get("fla", {}).get(group)
         both = ours > 0 and fla is not None
         speedup = fla / ours if both and fla is not None else None
-        rows.append({"stage": stage, "time_us": ours, "fla_us": fla, "speedup_vs_fla": speedup})
+        rows.append({"group": group, "time_us": ours, "fla_us": fla, "speedup_vs_fla": speedup})
     return rows
 
 

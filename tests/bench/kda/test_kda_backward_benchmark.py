@@ -11,7 +11,7 @@ from cute_attn.bench.__main__ import main
 from cute_attn.bench.harness.report import Report
 from cute_attn.bench.harness.roofline import Roofline
 from cute_attn.bench.harness.timing import Timing
-from cute_attn.bench.kda import backward, fla_tuning, problem, training
+from cute_attn.bench.kda import backward, fla_tuning, problem, training, training_stages
 from cute_attn.bench.kda.cases import Case
 from cute_attn.reference import kda as reference
 
@@ -189,16 +189,16 @@ def test_rows_of_kernels():
     assert rows["prepare"]["share_of_floor"] == pytest.approx(case.prepare_bytes / 3e6 / 4.0)
 
 
-def test_rows_of_stages():
+def test_rows_of_groups():
     assert [
-        (row["stage"], row["time_us"], row["fla_us"], row["speedup_vs_fla"])
-        for row in backward.stage_rows(KERNELS)
+        (row["group"], row["time_us"], row["fla_us"], row["speedup_vs_fla"])
+        for row in backward.group_rows(KERNELS)
     ] == [
         ("records, states again", 4.0, 8.0, 2.0),
         ("gradients of states", 0.0, 5.0, None),
         ("gradients of tokens and parameters", 16.0, 30.0, 1.875),
     ]
-    ours = backward.stage_rows({"ours": KERNELS["ours"]})
+    ours = backward.group_rows({"ours": KERNELS["ours"]})
     assert all(row["fla_us"] is None and row["speedup_vs_fla"] is None for row in ours)
 
 
@@ -208,7 +208,7 @@ def test_rows_of_stages():
 def test_kda_backward(fake_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(backward, "TARGET_TOKENS", 100)
     monkeypatch.setattr(backward, "MEMORY_CASE", SMALL[0])
-    report = run(tmp_path, "--stage", "--recompute", "yes", "no")
+    report = run(tmp_path, "--recompute", "yes", "no")
     assert [(row["tokens"], row["disable_recompute"]) for row in report["rows"]] == [
         (70, False), (70, True), (100, False), (100, True),
     ]  # fmt: skip
@@ -233,7 +233,7 @@ def test_kda_backward(fake_gpu, monkeypatch, tmp_path, capsys):
         "disable_recompute=True: peak memory at most FLA's": False,
     }
     assert [part["benchmark"] for part in report["parts"]] == [
-        "kda-backward-kernels", "kda-backward-stages", "kda-backward-memory",
+        "kda-backward-kernels", "kda-backward-groups", "kda-backward-memory",
     ]  # fmt: skip
     assert {"gradients", "others"} <= {row["kernel"] for row in report["parts"][0]["rows"]}
     assert any("fla q" in note for note in report["notes"])
@@ -322,3 +322,41 @@ def test_the_peer_is_tuned_by_a_training_step(monkeypatch, peer):
     monkeypatch.setattr(training.Step, "both", lambda self: ran.append(self.function))
     fla_tuning.warm("training", SMALL[0])
     assert ran == [peer]
+
+
+# ---- the public stages
+
+
+@pytest.fixture
+def fake_stages(fake_gpu, monkeypatch):
+    """Two stages, of which tests can change what the peer returns; the first has no peer."""
+    result = torch.ones(3)
+    theirs = [result]
+    stages = {
+        "output": training_stages.Stage(("dAqk",), {"ours": lambda: (result,)}),
+        "gate_cumsum": training_stages.Stage(
+            ("dg", "dA_log"), {"ours": lambda: (result, None), "fla": lambda: (theirs[0], result)}
+        ),
+    }
+    monkeypatch.setattr(training_stages, "stages", lambda given, with_peer: stages)
+    monkeypatch.setitem(MICROSECONDS["ours"], "<lambda>", 20.0)
+    monkeypatch.setitem(MICROSECONDS["fla"], "<lambda>", 50.0)
+    return theirs
+
+
+def test_stages(fake_stages, tmp_path):
+    report = run(tmp_path, "--stage", "--only", "T=70")
+    (part,) = [part for part in report["parts"] if part["benchmark"] == "kda-backward-stages"]
+    assert [(row["stage"], row["time_us"], row["fla_us"]) for row in part["rows"]] == [
+        ("output", 20.0, None), ("gate_cumsum", 20.0, 50.0),
+    ]  # fmt: skip
+    assert part["rows"][1]["speedup_vs_fla"] == 2.5
+    assert any("cuLA" in note for note in report["notes"])
+
+
+def test_a_stage_that_differs_is_not_timed(fake_stages, tmp_path):
+    fake_stages[0] = torch.tensor([1.0, 1.0, 1.2])
+    report = run(tmp_path, "--stage", "--only", "T=70")
+    (part,) = [part for part in report["parts"] if part["benchmark"] == "kda-backward-stages"]
+    assert [row["fla_us"] for row in part["rows"]] == [None, None]
+    assert any("fla, gate_cumsum backward: dg differs" in note for note in report["notes"])
