@@ -197,9 +197,7 @@ def _declines_gradients_of_chunk_kda(given: Arguments) -> Reason:
     if not _needs_gradients(given):
         return None
     k, v = given["k"], given["v"]
-    reason = why_no_gradients(
-        k.device, head_dim_k=k.shape[-1], head_dim_v=v.shape[-1], grouped=k.shape[2] != v.shape[2]
-    )
+    reason = why_no_gradients(k.device, head_dim_k=k.shape[-1], head_dim_v=v.shape[-1])
     return reason and f"{NAME} has no gradients here: {reason}"
 
 
