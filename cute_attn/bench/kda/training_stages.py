@@ -44,12 +44,13 @@ def stages(given: Arguments, *, with_peer: bool) -> dict[str, Stage]:
         gate = {name: given[name] for name in ("A_log", "dt_bias")} | {"lower_bound": LOWER_BOUND}
         G = kda.kda_gate_cumsum(given["g"], **gate, use_gate_in_kernel=True)
         x = kda.kda_chunk_intra(q, k, v, G, beta, scale, output_qg=True)
-        assert x.qg is not None
+        qg = x.qg
+        assert qg is not None
         states = kda.kda_chunk_delta_h(x.kg, x.w, x.u, G)
         h, v_new = states.h, states.v_new
         assert v_new is not None
         of_output = kda.kda_chunk_output_backward(v_new, x.Aqk, do, scale)
-        of_state = kda.kda_chunk_delta_h_backward(x.qg, x.kg, x.w, G, do, of_output.dv, scale=scale)
+        of_state = kda.kda_chunk_delta_h_backward(qg, x.kg, x.w, G, do, of_output.dv, scale=scale)
         tiles = q, k, v, v_new, G, beta, x.Akk, h, do, of_state.dh, of_state.dv, scale
         recomputed = kda.kda_recompute_w_u_backward(*tiles)
         within = (
@@ -67,7 +68,7 @@ def stages(given: Arguments, *, with_peer: bool) -> dict[str, Stage]:
             ("dh", "dinitial_state", "dv"),
             {
                 "ours": lambda: kda.kda_chunk_delta_h_backward(
-                    x.qg, x.kg, x.w, G, do, of_output.dv, scale=scale
+                    qg, x.kg, x.w, G, do, of_output.dv, scale=scale
                 )
             },
         ),
@@ -110,7 +111,7 @@ def stages(given: Arguments, *, with_peer: bool) -> dict[str, Stage]:
     calls: dict[str, Call] = {
         "output": lambda: theirs["output"](q, k, v_new, do, A=x.Aqk, scale=scale),
         "delta_h": lambda: theirs["delta_h"](
-            q=x.qg, k=x.kg, w=x.w, gk=G, do=do, dv=of_output.dv, scale=scale
+            q=qg, k=x.kg, w=x.w, gk=G, do=do, dv=of_output.dv, scale=scale
         ),
         "recompute_w_u": lambda: theirs["recompute_w_u"](*tiles),
         "intra": intra,
