@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from cute_attn import cache
+from cute_attn.kernels.common.spec import smem_bytes
 from cute_attn.kernels.kda import table
+from cute_attn.kernels.kda.chunk.heuristics import delta_h_backward_config
 from cute_attn.kernels.kda.chunk.spec import (
     DeltaHBackwardSpec,
     GateSpec,
@@ -24,6 +27,7 @@ from cute_attn.kernels.kda.chunk.spec import (
     RecomputeBackwardSpec,
 )
 from cute_attn.reference import kda
+from tests.kernels.machine_code import assert_sound
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kda_stage_gradients as gradients
@@ -277,3 +281,32 @@ def test_intra(spec: IntraBackwardSpec, arch: str) -> None:
     kernel(table.INTRA_BACKWARD, spec, arch)(*arguments, s.cu_seqlens, *found)
     for name in found._fields:
         check(name, *(getattr(x, name) for x in (found, exact, plain)))
+
+
+# -- machine code
+
+# Bytes that registers of K = V = 128 may spill: in a loop with `mma.sync`, and outside of loops.
+SPILLED = {"kda_delta_h_backward": 128, "kda_intra_backward": 256}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120a"])
+def test_kernels_compile_and_fit(arch: str) -> None:
+    dims: dict[str, Any] = {"head_dim_k": 128, "head_dim_v": 128}
+    tuned = delta_h_backward_config(arch=arch, **dims)
+    few = ("bfloat16", 128, "int32", "float32")
+    of_state = ("bfloat16", 128, 128, "int32")
+    for definition, spec in (
+        (table.OUTPUT_BACKWARD, OutputBackwardSpec("bfloat16", 128, "int32")),
+        (table.DELTA_H_BACKWARD, DeltaHBackwardSpec(*of_state, True, True, True, **tuned)),
+        (table.RECOMPUTE_W_U_BACKWARD, RecomputeBackwardSpec(*of_state, "float32", False)),
+        (table.RECOMPUTE_W_U_BACKWARD, RecomputeBackwardSpec(*of_state, "float32", True)),
+        (table.INTRA_BACKWARD, IntraBackwardSpec(*few, False)),
+        (table.INTRA_BACKWARD, IntraBackwardSpec(*few, True)),
+        (table.GATE_CUMSUM_BACKWARD, GateSpec(128, "bfloat16", "softplus", True, True, "int32")),
+    ):
+        entry = cache.compile(definition, spec, arch=arch)
+        assert_sound(entry)
+        for use in entry.kernels:
+            assert (use.spills or 0) <= SPILLED.get(definition.name, 0), f"{spec}: {use.spills}"
+            shared = use.static_shared + (use.dynamic_shared or 0)
+            assert shared <= smem_bytes(arch) + 1024, f"{spec}: {shared} bytes of shared memory"

@@ -260,13 +260,46 @@ def gate(**more: Any) -> dict[str, Any]:
     return {"g": bf16(2, 5, 4, 64)} | more
 
 
-STAGES: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
+def output_backward(**more: Any) -> dict[str, Any]:
+    args: dict[str, Any] = {name: output()[name] for name in ("v_new", "Aqk")}
+    return args | {"do": bf16(2, 5, 4, 128), "scale": 0.5} | more
+
+
+def delta_h_backward(**more: Any) -> dict[str, Any]:
+    args = {name: bf16(2, 5, 4, 64) for name in ("qg", "kg", "w")} | {"g": f32(2, 5, 4, 64)}
+    return args | {name: bf16(2, 5, 4, 128) for name in ("do", "dv")} | more
+
+
+def recompute_backward(**more: Any) -> dict[str, Any]:
+    args = recompute() | {name: bf16(2, 5, 4, 128) for name in ("v_new", "do", "dv")}
+    return args | {name: bf16(2, 1, 4, 64, 128) for name in ("h", "dh")} | more
+
+
+def intra_backward(**more: Any) -> dict[str, Any]:
+    args = {name: intra()[name] for name in ("q", "k", "g", "beta")}
+    names = ("dAqk", "dAkk", "dq", "dk", "dg")
+    return args | {name: f32(2, 5, 4, 64) for name in names} | {"dbeta": f32(2, 5, 4)} | more
+
+
+def gate_backward(**more: Any) -> dict[str, Any]:
+    return {"dg": f32(2, 5, 4, 64)} | gate() | more
+
+
+FORWARD_STAGES: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
     "kda_gate_cumsum": (kda.kda_gate_cumsum, gate),
     "kda_chunk_intra": (kda.kda_chunk_intra, intra),
     "kda_recompute_w_u": (kda.kda_recompute_w_u, recompute),
     "kda_chunk_delta_h": (kda.kda_chunk_delta_h, delta_h),
     "kda_chunk_output": (kda.kda_chunk_output, output),
 }
+BACKWARD_STAGES = {
+    "kda_chunk_output_backward": (kda.kda_chunk_output_backward, output_backward),
+    "kda_chunk_delta_h_backward": (kda.kda_chunk_delta_h_backward, delta_h_backward),
+    "kda_recompute_w_u_backward": (kda.kda_recompute_w_u_backward, recompute_backward),
+    "kda_chunk_intra_backward": (kda.kda_chunk_intra_backward, intra_backward),
+    "kda_gate_cumsum_backward": (kda.kda_gate_cumsum_backward, gate_backward),
+}
+STAGES = FORWARD_STAGES | BACKWARD_STAGES
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -304,6 +337,30 @@ def test_good_arguments_of_stages_are_refused_for_the_device_alone(stage: str):
         ("kda_chunk_output", {"h": f32(2, 1, 4, 64, 128)}, TypeError, "h has dtype torch.float32"),
         ("kda_chunk_output", {"state_v_first": True}, ValueError, r"must be \[B, chunks, HV, V"),
         ("kda_chunk_output", {"Aqk": bf16(2, 5, 2, 64)}, ValueError, "Aqk has shape"),
+        ("kda_chunk_output_backward", {"do": f32(2, 5, 4, 128)}, TypeError, "do has dtype"),
+        ("kda_chunk_output_backward", {"do": bf16(2, 5, 4, 64)}, ValueError, "do has shape"),
+        ("kda_chunk_output_backward", {"Aqk": bf16(2, 5, 4, 32)}, ValueError, "Aqk has shape"),
+        ("kda_chunk_output_backward", {"scale": None}, TypeError, "scale must be a float, got Non"),
+        ("kda_chunk_delta_h_backward", {"qg": bf16(2, 5, 2, 64)}, ValueError, "kg has shape"),
+        ("kda_chunk_delta_h_backward", {"g": bf16(2, 5, 4, 64)}, TypeError, "g has dtype"),
+        (
+            "kda_chunk_delta_h_backward",
+            {"dfinal_state": f32(1, 4, 64, 128)},
+            ValueError,
+            "dfinal_state has shape",
+        ),
+        ("kda_chunk_delta_h_backward", {"state_v_first": "no"}, TypeError, "must be a bool"),
+        ("kda_recompute_w_u_backward", {"dh": bf16(2, 2, 4, 64, 128)}, ValueError, "dh has shape"),
+        ("kda_recompute_w_u_backward", {"dh": f32(2, 1, 4, 64, 128)}, TypeError, "dh has dtype"),
+        ("kda_recompute_w_u_backward", {"state_v_first": True}, ValueError, "h has shape"),
+        ("kda_recompute_w_u_backward", {"v": bf16(2, 5, 3, 128)}, ValueError, "v_new has shape"),
+        ("kda_chunk_intra_backward", {"dAqk": bf16(2, 5, 4, 64)}, TypeError, "dAqk has dtype"),
+        ("kda_chunk_intra_backward", {"dq": f32(2, 5, 2, 64)}, ValueError, "dq has shape"),
+        ("kda_chunk_intra_backward", {"dbeta": f32(2, 5, 2)}, ValueError, "dbeta has shape"),
+        ("kda_chunk_intra_backward", {"g": f32(2, 5, 3, 64)}, ValueError, "head counts do not fit"),
+        ("kda_gate_cumsum_backward", {"dg": bf16(2, 5, 4, 64)}, TypeError, "dg has dtype"),
+        ("kda_gate_cumsum_backward", {"dg": f32(2, 5, 4, 128)}, ValueError, "dg has shape"),
+        ("kda_gate_cumsum_backward", {**GATED, "A_log": f32(5)}, ValueError, "A_log has shape"),
     ],
 )
 def test_bad_arguments_of_stages(
@@ -318,7 +375,7 @@ def test_bad_arguments_of_stages(
 def test_stages_refuse_autograd(stage: str):
     function, arguments = STAGES[stage]
     args = arguments()
-    args["g"].requires_grad_()
+    args["g" if "g" in args else "do"].requires_grad_()
     with (
         cute_attn.emulated("sm_90a") as emulator,
         pytest.raises(NotImplementedError, match=f"{stage} has no backward yet"),
@@ -371,6 +428,16 @@ def test_stages_of_no_tokens():
         assert torch.equal(result.final_state, state)
         args = {name: x[:, :0] for name, x in recompute().items()}
         assert kda.kda_recompute_w_u(**args).w.shape == (2, 0, 4, 64)
+        args = {name: x[:, :0] for name, x in delta_h_backward().items()}
+        result = kda.kda_chunk_delta_h_backward(
+            **args, dfinal_state=state, output_dinitial_state=True
+        )
+        assert torch.equal(result.dinitial_state, state)
+        args = {name: x[:, :0] for name, x in gate_backward().items()}
+        found = kda.kda_gate_cumsum_backward(
+            **args, A_log=f32(4), dt_bias=bf16(256), use_gate_in_kernel=True
+        )
+        assert torch.equal(found.dA_log, f32(4)) and torch.equal(found.ddt_bias, bf16(256))
     assert not emulator.report.launches
 
 
@@ -429,10 +496,9 @@ def test_fake_tensors_are_checked():
 @pytest.mark.parametrize("stage", STAGES)
 def test_stages_give_fake_tensors_the_shapes_that_real_ones_get(stage: str):
     function, arguments = STAGES[stage]
-    empty = {name: x[:, :0] if x.dim() == 4 else x for name, x in arguments().items()}
-    for name, x in empty.items():
-        if x.dim() != 4:
-            empty[name] = x[:, :0]
+    empty = {
+        name: x[:, :0] if isinstance(x, torch.Tensor) else x for name, x in arguments().items()
+    }
     with cute_attn.emulated("sm_90a"):
         real = function(**empty)
     with FakeTensorMode():
@@ -484,9 +550,30 @@ def test_stages_compile_as_one_graph():
         return kda.kda_chunk_output(q, v_new, total, Aqk, h)
 
     calls = captured(layer, *args.values())
-    for name in STAGES:
+    for name in FORWARD_STAGES:
         if name != "kda_recompute_w_u":
             assert any(f"cute_attn.{name}" in target for target in calls), calls
+
+
+def test_the_backward_of_stages_compiles_as_one_graph():
+    args = recompute_backward()
+    names = ("q", "k", "v", "v_new", "g", "beta", "Akk", "h", "do")
+
+    def layer(q, k, v, v_new, g, beta, Akk, h, do):
+        dAqk, dv = kda.kda_chunk_output_backward(v_new, Akk, do, 0.5)
+        w = q.repeat_interleave(2, 2)
+        dh, _, dv = kda.kda_chunk_delta_h_backward(w, w, w, g, do, dv)
+        dq, dk, dv, dbeta, dg, dAkk = kda.kda_recompute_w_u_backward(
+            q, k, v, v_new, g, beta, Akk, h, do, dh, dv
+        )
+        dq, dk, dbeta, dg = kda.kda_chunk_intra_backward(
+            q, k, g, beta, dAqk, dAkk, dq, dk, dbeta, dg
+        )
+        return dq, dk, dv, dbeta, kda.kda_gate_cumsum_backward(dg, g).dg
+
+    calls = captured(layer, *(args[name] for name in names))
+    for name in BACKWARD_STAGES:
+        assert any(f"cute_attn.{name}" in target for target in calls), calls
 
 
 def test_schemas_write_nothing():

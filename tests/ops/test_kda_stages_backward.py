@@ -119,3 +119,41 @@ def test_packed_sequences_are_each_sequence_alone(device: str) -> None:
         got = put_together(alone, weight)
         assert same(got, {name: found[name][at] for name in names}, names)
         assert torch.equal(got["initial_state"][0], found["initial_state"][n])
+
+
+@pytest.mark.everywhere
+@pytest.mark.slow
+def test_the_registered_operators_are_well_behaved(device: str) -> None:
+    args = Case(replace(FEW, index=torch.int32, dt_bias=True), (5, 60)).arguments(device)
+    q, k, v, beta, cu_seqlens = (args[name] for name in ("q", "k", "v", "beta", "cu_seqlens"))
+    g, A_log, dt_bias = (args[name] for name in ("g", "A_log", "dt_bias"))
+    G = kda.kda_gate_cumsum(
+        g, A_log=A_log, lower_bound=-5.0, use_gate_in_kernel=True, cu_seqlens=cu_seqlens
+    )
+    named = {"cu_seqlens": cu_seqlens, "output_qg": True}
+    Aqk, Akk, w, u, qg, kg = kda.kda_chunk_intra(q, k, v, G, beta, **named)
+    h, v_new, _ = kda.kda_chunk_delta_h(kg, w, u, G, state_v_first=True, cu_seqlens=cu_seqlens)
+    dA, dv = kda.kda_chunk_output_backward(v_new, Aqk, u, 0.5, cu_seqlens=cu_seqlens)
+    dbeta = beta.float()
+    operators = torch.ops.cute_attn
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (operators.kda_chunk_output_backward, (v_new, Aqk, u, 0.5, cu_seqlens)),
+        (
+            operators.kda_chunk_delta_h_backward,
+            (qg, kg, w, G, u, dv, None, None, True, True, cu_seqlens, 2),
+        ),
+        (
+            operators.kda_recompute_w_u_backward,
+            (q, k, v, v_new, G, beta, Akk, h, u, h, dv, None, True, cu_seqlens),
+        ),
+        (
+            operators.kda_chunk_intra_backward,
+            (q, k, G, beta, dA, dA, G, G, dbeta, G, cu_seqlens),
+        ),
+        (
+            operators.kda_gate_cumsum_backward,
+            (G, g, A_log, dt_bias, -5.0, True, cu_seqlens),
+        ),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator.default, arguments)
