@@ -114,7 +114,7 @@ def record_lightning(arch: str, load: str | None, write_back: str | None) -> Rec
         "tile_v": 4 if load else 32,
         "num_warps": 2,
         "lanes_per_row": 16,
-        "streaming": False,
+        "hints": "none",
     }
     kernel, spec = DECODE, DecodeSpec
     if load is not None:

@@ -175,7 +175,7 @@ def fields(**changes: Any) -> dict[str, Any]:
         ({"num_warps": 5}, ValueError, "do not divide over 5 warps"),
         ({"replay": True}, ValueError, "replay needs multi_token"),
         ({"tile_v": 32.0}, TypeError, "DecodeSpec.tile_v must be an int"),
-        ({"streaming": None}, TypeError, "DecodeSpec.streaming must be"),
+        ({"hints": None}, TypeError, "DecodeSpec.hints must be"),
     ],
 )
 def test_a_spec_without_a_kernel_is_refused(

@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
 from ..common.overlap import overlaps
+from ..common.ptx.cache_policy import cache_policy
 from ..common.spec import VECTOR_BYTES
 from .arguments import fake_args
 from .spec import DecodeSpec
@@ -105,7 +106,7 @@ class LightningDecode:
         if valid:
             part = self.tile.thread_part(state[slot, head, None, None], tile_index)
             stored = cute.make_rmem_tensor(part.shape, self.state_dtype)
-            cute.copy(self.load_atom(), part, stored)
+            self.load(part, stored)
             factor = cute.math.exp(-decay[head])
             s = cute.make_rmem_tensor(part.shape, cutlass.Float32)
 
@@ -116,13 +117,13 @@ class LightningDecode:
                 )
                 # The stored state has the accepted tokens only; this call's tokens are drafts.
                 stored.store(s.load().to(self.state_dtype))
-                cute.copy(self.store_atom(), stored, part)
+                self.store(stored, part)
                 self.tile.tokens(s, factor, q, k, v, o, softmax_scale, sequence, head, tile_index)
             elif cutlass.const_expr(self.spec.multi_token):
                 s.store(stored.load().to(cutlass.Float32))
                 self.tile.tokens(s, factor, q, k, v, o, softmax_scale, sequence, head, tile_index)
                 stored.store(s.load().to(self.state_dtype))
-                cute.copy(self.store_atom(), stored, part)
+                self.store(stored, part)
             else:
                 # Issue the loads of q, k and v before the first use of the state.
                 q_frag = self.tile.along_k(q[sequence, head, None])
@@ -131,21 +132,30 @@ class LightningDecode:
                 s.store(stored.load().to(cutlass.Float32))
                 self.tile.update(s, factor, k_frag, v_frag)
                 stored.store(s.load().to(self.state_dtype))
-                cute.copy(self.store_atom(), stored, part)
+                self.store(stored, part)
                 self.tile.output(s, q_frag, o[sequence, head, None], softmax_scale, tile_index)
         else:
             self.tile.zeros(o, sequence, head, tile_index)
 
     # -- copies -----------------------------------------------------------------------------
 
-    def load_atom(self) -> cute.CopyAtom:
-        mode = LoadCacheMode.STREAMING if self.spec.streaming else LoadCacheMode.ALWAYS
-        return cute.make_copy_atom(
+    @cute.jit
+    def load(self, part: cute.Tensor, stored: cute.Tensor) -> None:
+        """Start loading this thread's part of the tile."""
+        hints = self.spec.hints
+        mode = LoadCacheMode.STREAMING if hints == "streaming" else LoadCacheMode.ALWAYS
+        atom = cute.make_copy_atom(
             CopyG2ROp(), self.state_dtype, num_bits_per_copy=8 * VECTOR_BYTES, load_cache_mode=mode
         )
+        policy = cache_policy("evict_last") if cutlass.const_expr(hints == "hold") else None
+        cute.copy(atom, part, stored, cache_policy=policy)
 
-    def store_atom(self) -> cute.CopyAtom:
-        mode = StoreCacheMode.STREAMING if self.spec.streaming else StoreCacheMode.WRITE_BACK
-        return cute.make_copy_atom(
+    @cute.jit
+    def store(self, stored: cute.Tensor, part: cute.Tensor) -> None:
+        hints = self.spec.hints
+        mode = StoreCacheMode.STREAMING if hints == "streaming" else StoreCacheMode.WRITE_BACK
+        atom = cute.make_copy_atom(
             CopyR2GOp(), self.state_dtype, num_bits_per_copy=8 * VECTOR_BYTES, store_cache_mode=mode
         )
+        policy = cache_policy("evict_normal") if cutlass.const_expr(hints == "hold") else None
+        cute.copy(atom, stored, part, cache_policy=policy)

@@ -8,6 +8,8 @@ sets how many 16-byte vectors of the state a thread holds:
     few SMs (H20)         4    each SM must keep more bytes in flight
     several tokens        8    rows share loads of q and k, and arithmetic is no longer free
                           (4 for a bfloat16 state, whose vectors have twice as many elements)
+
+L2 holds the state's lines from load to store.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
-from .spec import PIPELINES
+from .spec import HINTS, PIPELINES
 
 TILE_BYTES = 16 * 1024  # a CTA's tile of a float32 state in layout "vk"
 TILE_V_KV = 64  # columns of a tile in layout "kv": rows are whole 128-byte lines
@@ -48,7 +50,7 @@ def decode_config(
         "tile_v": tile_v,
         "num_warps": min(MAX_WARPS, max(1, accesses // vectors)),
         "lanes_per_row": lanes_per_row,
-        "streaming": False,
+        "hints": "hold",
     }
 
 
@@ -56,7 +58,7 @@ def candidate_configs(head_dim_k: int = 128) -> list[dict[str, Any]]:
     """Tunings to measure for a float32 state in layout "vk": those with "num_stages" are of the
     pipelined kernel, the others of the register kernel."""
     lanes = min(WARP_SIZE, head_dim_k // 4)
-    register = [
+    register: list[dict[str, Any]] = [
         {"tile_v": tile_v, "num_warps": num_warps, "lanes_per_row": lanes_per_row}
         for tile_v, num_warps, lanes_per_row in (
             (4, 1, lanes),
@@ -72,7 +74,12 @@ def candidate_configs(head_dim_k: int = 128) -> list[dict[str, Any]]:
             (64, 32, lanes),
         )
     ]
-    register += [config | {"streaming": True} for config in register if config["tile_v"] == 32]
+    register = [
+        config | {"hints": hints}
+        for hints in HINTS
+        for config in register
+        if hints != "streaming" or config["tile_v"] == 32
+    ]
     pipelined = [
         {
             "tile_v": tile_v,
@@ -91,4 +98,4 @@ def candidate_configs(head_dim_k: int = 128) -> list[dict[str, Any]]:
             (32, 4, 3),
         )
     ]
-    return [{"streaming": False} | config for config in register + pipelined]
+    return register + [config | {"hints": "none"} for config in pipelined]

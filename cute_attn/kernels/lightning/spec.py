@@ -16,6 +16,7 @@ from ..common.spec import (
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16")
 STATE_LAYOUTS = ("vk", "kv")
+HINTS = ("none", "streaming", "hold")
 HEAD_DIMS = (64, 128, 256)
 
 ALLOWED: dict[str, tuple[object, ...]] = {
@@ -24,6 +25,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "head_dim_k": HEAD_DIMS,
     "head_dim_v": HEAD_DIMS,
     "state_layout": STATE_LAYOUTS,
+    "hints": HINTS,
 }
 
 PIPELINES = (("bulk", "bulk"), ("bulk", "vector"), ("cp_async", "vector"))  # load, write-back
@@ -53,7 +55,8 @@ class DecodeSpec(Spec):
         tile_v: columns of V in a tile.
         num_warps: warps of a CTA.
         lanes_per_row: lanes of a warp across one row of the tile.
-        streaming: loads and stores of the state carry the streaming (evict-first) hint.
+        hints: of loads and stores of the state. "hold": L2 keeps a line from its load (evict_last)
+            to its store (evict_normal); "streaming": evict-first for both.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -75,7 +78,7 @@ class DecodeSpec(Spec):
     tile_v: int
     num_warps: int
     lanes_per_row: int
-    streaming: bool
+    hints: str
 
     persistent = False  # one CTA for each tile
 

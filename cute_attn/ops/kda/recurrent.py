@@ -197,7 +197,7 @@ def plan_fused_recurrent_kda(
         has_initial_state=bool(initial_state),
         has_final_state=bool(output_final_state),
         **tuned,
-        **step_config(**tuned, multi_token=True),
+        **step_config(**tuned, multi_token=True, in_place=False),
     )
     return [(table.RECURRENT, spec)]
 

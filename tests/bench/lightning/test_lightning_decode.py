@@ -305,13 +305,13 @@ def test_the_partition_is_part_of_the_report(fake_gpu, monkeypatch, tmp_path):
 
 def test_variants_are_ranked_by_batch(fake_gpu, monkeypatch, tmp_path):
     def variants(case, inputs, vary, num_sms):
-        assert vary == {"tile_v": [8, 16], "streaming": [0]}
+        assert vary == {"tile_v": [8, 16], "hints": ["none"]}
         assert num_sms is None
         call = problem.ours(case, inputs)
         return {"slow": call, "ours": call}, ["tile_v=16"]
 
     monkeypatch.setattr(problem, "variants", variants)
-    argv = ["lightning-decode", "--variants", "tile_v=8,16", "streaming=0", "--mode", "graph"]
+    argv = ["lightning-decode", "--variants", "tile_v=8,16", "hints=none", "--mode", "graph"]
     argv += ["--batches", "1", "2", "--heads", "2", "--out", str(tmp_path)]
     assert main(argv) == 0
     report = json.loads(next(tmp_path.glob("lightning-decode-variants-*.json")).read_text())

@@ -6,6 +6,8 @@ sets how many values of the state a thread holds:
     one token a call      16: a warp reduces 4 rows of V at once, and 5 CTAs fit an SM
     several tokens        32: rows share the reads of k, q and decay
     V contiguous          64 at most: a warp has 64 bytes of each of the K rows
+
+L2 holds the lines of a state that is updated in place from load to store (docs/kernels/kda.md).
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ def step_config(
     head_dim_v: int,
     state_v_first: bool,
     multi_token: bool,
+    in_place: bool,
 ) -> dict[str, Any]:
-    """The tuning fields of a StepSpec for these tensors."""
+    """The tuning fields of a StepSpec for these tensors; `in_place`: the kernel stores the state
+    where it loaded it."""
     vector = VECTOR_BYTES // (4 if state_dtype == "float32" else 2)
     if state_v_first:
         tile_v = min(head_dim_v, TILE // head_dim_k)
@@ -48,12 +52,13 @@ def step_config(
         "lanes_per_row": lanes_per_row,
         # Without a bound, ptxas spills in the loop over tokens to gain occupancy.
         "blocks_per_sm": 1 if multi_token else 0,
+        "hints": "hold" if in_place else "none",
     }
 
 
 def candidate_configs() -> list[dict[str, Any]]:
     """Tunings to measure for one token a call, K = V = 128, a float32 state with K contiguous."""
-    return [
+    return [{"hints": "none"}] + [
         {
             "tile_v": tile_v,
             "num_warps": num_warps,

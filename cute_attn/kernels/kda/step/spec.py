@@ -12,6 +12,7 @@ STATE_DTYPES = ("float32", "bfloat16")
 PARAMETER_DTYPES = ("float32", "bfloat16")
 HEAD_DIMS = (64, 128, 256)
 SLOTS = ("batch", "indexed", "positions", "records")
+HINTS = ("none", "hold")
 
 ALLOWED: dict[str, tuple[object, ...]] = {
     "dtype": DTYPES,
@@ -25,6 +26,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "head_dim_v": HEAD_DIMS,
     "gate": GATES,
     "slots": SLOTS,
+    "hints": HINTS,
     "index_dtype": INDEX_DTYPES,
 }
 
@@ -55,6 +57,8 @@ class StepSpec(Spec):
             sum crosses warps.
         lanes_per_row: lanes of a warp along the contiguous dimension of the state.
         blocks_per_sm: CTAs of an SM that the compiler must limit registers for; 0 for no limit.
+        hints: of loads and stores of the state. "hold": L2 keeps a line from its load (evict_last)
+            to its store (evict_normal), for states that are updated in place.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -81,6 +85,7 @@ class StepSpec(Spec):
     num_warps: int
     lanes_per_row: int
     blocks_per_sm: int
+    hints: str
 
     def __post_init__(self) -> None:
         super().__post_init__()

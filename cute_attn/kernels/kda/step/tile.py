@@ -16,6 +16,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp
 
 from ...common.dtypes import DTYPE
+from ...common.ptx.cache_policy import cache_policy
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
 from .spec import StepSpec
 from .tokens import KK, KQ, QQ, TokenReader, TokenStage, reciprocal_norm
@@ -28,6 +29,7 @@ class StateTile:
         self.spec = spec
         self.reader = reader
         self.state_dtype = DTYPE[spec.state_dtype]
+        self.holds = spec.hints == "hold"
         self.vector = spec.vector
         self.lanes_per_row, self.rows_per_step = spec.lanes_per_row, spec.rows_per_step
         self.values_of_k, self.values_of_v = spec.values_of_k, spec.values_of_v
@@ -106,7 +108,8 @@ class StateTile:
             CopyG2ROp(), self.state_dtype, num_bits_per_copy=8 * VECTOR_BYTES
         )
         loaded = cute.make_rmem_tensor(self.shape, self.state_dtype)
-        cute.copy(atom, self.in_memory(state, tile_index), loaded)
+        policy = cache_policy("evict_last") if cutlass.const_expr(self.holds) else None
+        cute.copy(atom, self.in_memory(state, tile_index), loaded, cache_policy=policy)
         return loaded
 
     @cute.jit
@@ -116,7 +119,8 @@ class StateTile:
         )
         stored = cute.make_rmem_tensor(self.shape, self.state_dtype)
         stored.store(s.load().to(self.state_dtype))
-        cute.copy(atom, stored, self.in_memory(state, tile_index))
+        policy = cache_policy("evict_normal") if cutlass.const_expr(self.holds) else None
+        cute.copy(atom, stored, self.in_memory(state, tile_index), cache_policy=policy)
 
     # -- arithmetic -------------------------------------------------------------------------
 
