@@ -341,11 +341,36 @@ class Operator(Generic[_Arguments]):
         _library.impl(self.name, self._implementation, "CompositeExplicitAutograd")
         qualified = f"cute_attn::{self.name}"
         torch.library.register_fake(qualified, self._fake_implementation, lib=_library)
-        if self._has_backward:
-            torch.library.register_autograd(
-                qualified, self._backward, setup_context=self._save, lib=_library
-            )
         self.registered = getattr(torch.ops.cute_attn, self.name)
+        if self._has_backward:
+            self._register_autograd()
+
+    def _register_autograd(self) -> None:
+        """Do what torch.library.register_autograd does. That reads the schema's list of arguments
+        anew for each of them, which took most of the time of a call in training."""
+        operator, overload = self, self.registered.default
+
+        def below(keyset: Any, arguments: tuple[Any, ...]) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
+                results = below(keyset, arguments)
+                operator._save(ctx, arguments, results)
+                return results
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+                return None, *operator._backward(ctx, *gradients)
+
+        def implementation(keyset: Any, *arguments: Any) -> Any:
+            if is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+                return Function.apply(keyset, *arguments)
+            return below(keyset, arguments)
+
+        _library.impl(self.name, implementation, "Autograd", with_keyset=True)
 
     def _dispatched(self, arguments: tuple[Any, ...]) -> Any:
         """Call the registered operator, so that the dispatcher sees the call."""
@@ -400,7 +425,7 @@ class Operator(Generic[_Arguments]):
         saved = dict(zip(ctx.tensors, ctx.saved_tensors, strict=True)) | ctx.rest
         # The dispatcher leaves out trailing arguments that have their defaults.
         needed = frozenset(
-            name for name, need in zip(fields, ctx.needs_input_grad, strict=False) if need
+            name for name, need in zip(fields, ctx.needs_input_grad[1:], strict=False) if need
         )
         names = [name for name, _ in self.results]
         found = self.backward(saved, dict(zip(names, gradients, strict=True)), needed)
