@@ -621,6 +621,12 @@ class _IntraArguments(NamedTuple):
     cu_seqlens: Tensor | None
 
 
+def _near_rows(x: Tensor) -> Tensor:
+    """x as a kernel can read it that computes offsets within a chunk in 32 bits."""
+    x = readable(x)
+    return x if x.stride(1) * CHUNK < 2**31 else x.contiguous()
+
+
 class _ChunkIntraBackward(Stage):
     name = "kda_chunk_intra_backward"
     arguments = _IntraArguments
@@ -665,8 +671,9 @@ class _ChunkIntraBackward(Stage):
     def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor, ...]:
         a = _IntraArguments(*arguments)
         results = self.outputs(a)
+        q, k, g, dq, dk, dg = map(_near_rows, (a.q, a.k, a.g, a.dq, a.dk, a.dg))
         ready(
-            *map(readable, a[:3]), a.beta, *map(readable, a[4:8]), a.dbeta, readable(a.dg),
+            q, k, g, a.beta, readable(a.dAqk), readable(a.dAkk), dq, dk, a.dbeta, dg,
             indices(a.cu_seqlens), *results,
         )  # fmt: skip
         return results
