@@ -82,6 +82,8 @@ def test_a_layer(
     exact = {name: gradient.double() for name, gradient in step().items()}
     assert exact["A_log"].isfinite().all() and exact["dt_bias"].any()
     for of, true in exact.items():
+        for found in (ours, theirs):
+            assert (found[of] - true).norm() < 0.05 * true.norm(), of
         if of != "A_log":  # of a few numbers an error says little
             assert_no_worse(ours[of], theirs[of], true)
 
@@ -94,7 +96,7 @@ LEARNING_RATE = 1e-3
 
 
 class FullAttention(torch.nn.Module):
-    """Softmax attention without positions, as every fourth layer of Kimi Linear."""
+    """Softmax attention without positions, as every fourth layer of Kimi Linear has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ class FullAttention(torch.nn.Module):
 
 
 def kimi_linear() -> Any:
-    """Three layers of Kimi Delta Attention and one of full attention."""
+    """Two layers of Kimi Delta Attention and one of full attention."""
     from fla.models.kda import KDAConfig, KDAForCausalLM
 
     torch.manual_seed(0)
@@ -117,7 +119,7 @@ def kimi_linear() -> Any:
         head_dim=128,
         num_heads=1,
         num_v_heads=2,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         hidden_ratio=2,
         vocab_size=256,
         fuse_norm=False,
@@ -180,12 +182,12 @@ def test_a_model_trains_to_the_same_losses(
     dispatched = layers.chunk_kda
     batches = texts()
     ours = train(batches)
-    assert reached == {"chunk_kda": 3 * STEPS}
+    assert reached == {"chunk_kda": 2 * STEPS}
     assert ours[-10:].mean() < 0.5 * ours[0], "it learns nothing"
 
     monkeypatch.setattr(layers, "chunk_kda", without(dispatched, "k"))
     wrong = train(batches)
-    assert reached == {"chunk_kda": 6 * STEPS}
+    assert reached == {"chunk_kda": 4 * STEPS}
 
     monkeypatch.setenv("FLA_CUTE_ATTN", "0")
     theirs = []
@@ -193,7 +195,7 @@ def test_a_model_trains_to_the_same_losses(
         call = functools.partial(dispatched, chunk_size=chunk_size)
         monkeypatch.setattr(layers, "chunk_kda", call)
         theirs.append(train(order))
-    assert reached == {"chunk_kda": 6 * STEPS}
+    assert reached == {"chunk_kda": 4 * STEPS}
 
     between = [distance(one, other) for one, other in itertools.combinations(theirs, 2)]
     from_theirs, of_wrong = ([distance(run, other) for other in theirs] for run in (ours, wrong))

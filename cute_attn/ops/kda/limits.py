@@ -23,11 +23,7 @@ STEP_STATE_DTYPES = step.STATE_DTYPES
 def why_no_gradients(device: torch.device, *, head_dim_k: int, head_dim_v: int) -> str | None:
     """Why `chunk_kda` has no backward on the device, or None if it has one."""
     try:
-        gradients_config(
-            arch=launch.arch_for(device),
-            head_dim_k=head_dim_k,
-            head_dim_v=head_dim_v,
-        )
+        gradients_config(arch=launch.arch_for(device), head_dim_k=head_dim_k, head_dim_v=head_dim_v)
     except NotImplementedError as error:
         return str(error)
     return None
