@@ -10,6 +10,7 @@ original; lines count from 1. An instruction that is taken out leaves a comment.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,44 @@ class Ptx:
             f"{{ .reg .b32 planted; {opcode} planted, {operand}, {by}; {changed} }}"
             f"{slashes}{comment}",
         )
+
+
+class Edged(Ptx):
+    """A kernel's PTX, and the mbarriers in it.
+
+    Attributes:
+        mbarriers: of each edge, the offset in shared memory and the bytes.
+    """
+
+    def __init__(self, text: str, mbarriers: dict[str, tuple[int, int]]):
+        super().__init__(text)
+        self.mbarriers = mbarriers
+
+    def of(self, edge: str, pattern: str) -> list[int]:
+        """The lines that match the pattern, at an mbarrier of that edge."""
+        found = [line for line in self.all(pattern) if self._edge(line) == edge]
+        assert found, f"no {pattern!r} of {edge}"
+        return found
+
+    def _edge(self, line: int) -> str | None:
+        """The edge whose mbarrier an instruction has as its last address."""
+        register, offset = re.findall(r"\[(%\w+)(?:\+(\d+))?\]", self[line])[-1]
+        if offset:
+            return self._at(int(offset))
+        waiting = [(register, line)]  # registers that its address depends on
+        for name, before in itertools.islice(waiting, 20):
+            definition = self.all(rf"^\s*[\w.:]+\s+{re.escape(name)}\s*,", 1, before - 1)
+            if definition:
+                operands = self[definition[-1]].split(",", 1)[1]
+                for constant in re.findall(r"(?<![\w%.-])\d+\b", operands):
+                    if edge := self._at(int(constant)):
+                        return edge
+                waiting += [(r, definition[-1]) for r in re.findall(r"%r\d+", operands)]
+        return None
+
+    def _at(self, offset: int) -> str | None:
+        found = (e for e, (first, n) in self.mbarriers.items() if first <= offset < first + n)
+        return next(found, None)
 
 
 # -- patterns of lines ----------------------------------------------------------------------------
