@@ -76,6 +76,11 @@ GROUPS = {
 }
 REST = "gradients of tokens and parameters"  # all other kernels
 
+MEMORY_NOTE = (
+    "peak_mib has the inputs and their gradients, kept_mib what lies between forward and backward, "
+    "o included; FLA's tuned kernels were not launched"
+)
+
 CULA = (
     "cuLA publishes no backward; its forward stages on SM100, beside FLA with repeated heads: "
     "chunk_intra 1.5, recompute_w_u 1.27, and 2.7 with two value heads a head of q and k"
@@ -90,6 +95,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=["yes"],
         choices=tuple(RECOMPUTE),
         help="no: disable_recompute=True",
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="measure the memory of a training step, and no times"
     )
     parser.add_argument(
         "--stage", action="store_true", help="also compare the public stages with FLA's"
@@ -114,6 +122,8 @@ def run(args: argparse.Namespace) -> Report:
     from .fla_tuning import compiled_peer
     from .problem import freed, worst_errors
 
+    if args.memory:
+        return run_memory(args)
     cases = chosen(all_cases() if args.only or not args.short else short_cases(), args.only)
     free = torch.cuda.mem_get_info()[0]
     cases, notes = that_fit(cases, free, attrgetter("training_bytes"))
@@ -133,15 +143,14 @@ def run(args: argparse.Namespace) -> Report:
         for disable_recompute in keep:
             with freed():
                 timer.time(case, disable_recompute=disable_recompute)
-    if MEMORY_CASE in cases:
-        timer.measure_memory()
+    memory = memory_rows(with_peer=with_peer) if MEMORY_CASE in cases else []
     parts = [
         Report(f"kda-backward-{name}", title, {}, rows=rows)
         for name, title, rows in (
             ("kernels", "Kernels of our backward", timer.kernels),
             ("stages", "Public stages of the backward", timer.stages),
             ("groups", "Kernels of the backward by what they compute", timer.groups),
-            ("memory", f"Memory of a training step, {MEMORY_CASE}", timer.memory),
+            ("memory", f"Memory of a training step, {MEMORY_CASE}", memory),
         )
         if rows
     ]
@@ -152,12 +161,13 @@ def run(args: argparse.Namespace) -> Report:
         parameters={"states": "none", "layers": training.LAYERS, "rep_ms": rep_ms},
         roofline=roofline.to_dict(),
         rows=timer.rows,
-        verdicts=[*verdicts(timer.rows), *memory_verdicts(timer.memory)],
+        verdicts=[*verdicts(timer.rows), *memory_verdicts(memory)],
         notes=[
             worst_errors(errors),
             *timer.differences(),
             f"layer_us: forward and backward of one of {training.LAYERS} layers",
             "kernels: CUPTI's times in repeated backwards, with a warm L2",
+            *([MEMORY_NOTE] if memory else []),
             *([CULA] if args.stage else []),
             *peer_notes,
             *notes,
@@ -168,8 +178,24 @@ def run(args: argparse.Namespace) -> Report:
     )
 
 
+def run_memory(args: argparse.Namespace) -> Report:
+    """The report of `--memory`, for which FLA's kernels need not be compiled."""
+    from . import training
+
+    training.compile_ours([MEMORY_CASE], [True])
+    rows = memory_rows(with_peer=not args.no_peer)
+    return Report(
+        benchmark="kda-backward-memory",
+        title=f"Memory of a training step of chunk_kda, {MEMORY_CASE}",
+        environment=describe(args.argv, commit=args.commit),
+        rows=rows,
+        verdicts=memory_verdicts(rows),
+        notes=[MEMORY_NOTE],
+    )
+
+
 class Timer:
-    """Times cases; `rows`, `kernels`, `stages`, `groups` and `memory` are its tables."""
+    """Times cases; `rows`, `kernels`, `stages` and `groups` are its tables."""
 
     def __init__(
         self, with_peer: bool, roofline: Roofline, rep_ms: float, by_stage: bool, memory: float
@@ -180,7 +206,6 @@ class Timer:
         self.kernels: list[Row] = []
         self.stages: list[Row] = []
         self.groups: list[Row] = []
-        self.memory: list[Row] = []
         self.notes: list[str] = []
         self.beside: dict[str, float] = {}  # the largest difference of each of FLA's gradients
 
@@ -286,31 +311,29 @@ class Timer:
             speedup = None if fla is None else fla / ours
             self.stages.append(sizes | {"stage": name} | times | {"speedup_vs_fla": speedup})
 
-    def measure_memory(self) -> None:
-        from . import training
-        from .problem import freed
-
-        functions = training.functions(with_peer=self.with_peer)
-        for disable_recompute in (False, True):
-            for who, function in functions.items():
-                with freed(), training.without_launches(who):
-                    given = training.arguments(MEMORY_CASE, disable_recompute=disable_recompute)
-                    step = training.Step(function, given, training.slope(given))
-                    self.memory.append(
-                        {
-                            "who": who,
-                            "disable_recompute": disable_recompute,
-                            **training.memory(step),
-                        }
-                    )
-                    del given, step
-
     def differences(self) -> list[str]:
         """A note on the largest differences of FLA's gradients from ours."""
         if not self.beside:
             return []
         listed = ", ".join(f"{name} {error:.2e}" for name, error in self.beside.items())
         return [f"largest relative difference of a gradient from ours over all cases: {listed}"]
+
+
+def memory_rows(*, with_peer: bool) -> list[Row]:
+    """The memory of a training step of each contender, with both values of disable_recompute."""
+    from . import training
+    from .problem import freed
+
+    rows: list[Row] = []
+    for disable_recompute in (False, True):
+        for who, function in training.functions(with_peer=with_peer).items():
+            with freed(), training.without_launches(who):
+                given = training.arguments(MEMORY_CASE, disable_recompute=disable_recompute)
+                step = training.Step(function, given, training.slope(given))
+                found = training.memory(step)
+                rows.append({"who": who, "disable_recompute": disable_recompute, **found})
+                del given, step
+    return rows
 
 
 def kernel_rows(case: Case, found: Mapping[str, float], roofline: Roofline) -> list[Row]:

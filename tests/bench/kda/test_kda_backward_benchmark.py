@@ -242,6 +242,17 @@ def test_kda_backward(fake_gpu, monkeypatch, tmp_path, capsys):
     assert "## Kernels of our backward" in text and "peak_mib" in text
 
 
+def test_memory_alone(fake_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(backward, "MEMORY_CASE", SMALL[0])
+    report = run(tmp_path, "--memory")
+    assert [(row["who"], row["disable_recompute"], row["peak_mib"]) for row in report["rows"]] == [
+        ("ours", False, 600.0), ("fla", False, 550.0), ("ours", True, 900.0), ("fla", True, 850.0),
+    ]  # fmt: skip
+    assert [v["passed"] for v in report["verdicts"]] == [False, False]
+    alone = run(tmp_path / "alone", "--memory", "--no-peer")
+    assert [v["passed"] for v in alone["verdicts"]] == [None, None]
+
+
 def test_kda_backward_without_the_peer(fake_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(backward, "TARGET_TOKENS", 70)
     report = run(tmp_path, "--no-peer", "--only", "T=70")
