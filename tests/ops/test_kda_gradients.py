@@ -22,7 +22,7 @@ from cute_attn import launch
 from cute_attn.emulator import Emulator
 from cute_attn.ops.kda import chunk, chunk_passes
 from cute_attn.ops.kda.chunk_backward import BACKWARD
-from cute_attn.reference.kda import kda_chunk_gradients, kda_gradients
+from cute_attn.reference.kda import kda_chunk_gradients, kda_chunk_reference, kda_gradients
 
 from .kda_cases import (
     DECAYS,
@@ -35,6 +35,7 @@ from .kda_cases import (
     WIDE_K,
     WIDE_V,
     Case,
+    Kind,
     assert_no_worse,
     bounded,
     cases,
@@ -155,6 +156,34 @@ def test_kept_results_change_no_bit(device: str, case: Case):
     found = differentiated(args, of)
     assert_agrees(args, of, found)
     assert same(found, differentiated(args, of, **KEEP))
+
+
+@pytest.mark.everywhere
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "gates"),
+    [(PLAIN, "weak"), (PLAIN, "mixed"), (DECAYS, "weak"), (WIDE_V, "weak"), (WIDE_V, "mixed")],
+)
+def test_no_worse_than_autocast(device: str, kind: Kind, gates: str):
+    """Beside a baseline that knows nothing of the kernels: PyTorch differentiates the chunked
+    definition, and autocast rounds the operands and results of products."""
+    args = Case(kind, (130,), gates=gates, seed=4).arguments(device)
+    of = weights(args)
+    found = differentiated(args, of)
+    leaves = {name: args[name].detach().requires_grad_() for name in found}
+    with torch.autocast(torch.device(device).type, args["q"].dtype):
+        stages = kda_chunk_reference(**definition(bounded(args)) | leaves, dtype=torch.float32)
+    results = {"do": stages.o, "dfinal_state": stages.states.final_state}
+    plain = torch.autograd.grad(
+        [results[name] for name in of],
+        list(leaves.values()),
+        [x.to(results[name].dtype) for name, x in of.items()],
+    )
+    exact = kda_gradients(**definition(args), **of)._asdict()
+    for name, theirs in zip(leaves, plain, strict=True):
+        if name != "A_log":  # a few numbers, see `_terms`
+            true = exact[f"d{name}"].view(theirs.shape)
+            assert_no_worse(found[name], theirs, true, f"gradient of {name}")
 
 
 @pytest.mark.everywhere
