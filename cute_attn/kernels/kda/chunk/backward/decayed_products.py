@@ -162,12 +162,10 @@ class DecayedProducts:
                         decay = exp2(p[e] + self.shift)
                         acc_q[n] = acc_q[n] * decay
                         acc_k[n] = acc_k[n] * decay
-        if cutlass.const_expr(self.memory.can_put_aside):
-            self.memory.put_aside(smem + self.memory["aside"], dG)
 
     @cute.jit
-    def add_columns(self, smem: Int32, acc: cute.Tensor, dG: cute.Tensor) -> None:
-        """From products relative to the chunk's end make col, and add its part of dG. Of the
+    def add_columns(self, smem: Int32, acc: cute.Tensor) -> None:
+        """To products relative to the chunk's end add those of later sub-chunks. Of the
         sub-chunk's own products, this adds the one of rows in range if all are."""
         b, _ = self.memory.warp_place()
         if cutlass.const_expr(self.in_one_product):
@@ -186,8 +184,12 @@ class DecayedProducts:
         elif cutlass.const_expr(self.in_one_product):
             for pair in cutlass.range_constexpr(PAIRS):
                 self._scale(acc, pair, [2.0**-self.shift] * 4)
-        if cutlass.const_expr(self.memory.can_put_aside):
-            self.memory.take_back(smem + self.memory["aside"], dG)
+
+    @cute.jit
+    def finish_columns(self, smem: Int32, acc: cute.Tensor, dG: cute.Tensor) -> None:
+        """From the sums of `add_columns` make col, and add its part of dG."""
+        b, _ = self.memory.warp_place()
+        whole = self.sums.rows_in_range(smem, b) == SUB_CHUNK
         for pair in cutlass.range_constexpr(PAIRS):
             steps = self._steps(smem, b, pair)
             reference = [cutlass.select_(whole, Float32(-self.shift), x) for x in steps]

@@ -367,8 +367,17 @@ class KdaGradients:
         self.sum_into_state(smem, acc)
 
         b, _ = self.memory.warp_place()
+        aside = smem + self.memory["aside"]
+        if cutlass.const_expr(self.memory.can_put_aside):
+            self.memory.put_aside(aside, acc)
         self.products.add_rows(smem, acc_q, acc_k, dG)
-        self.products.add_columns(smem, acc, dG)
+        if cutlass.const_expr(self.memory.can_put_aside):
+            self.memory.take_back(aside, acc)
+            self.memory.put_aside(aside, dG)
+        self.products.add_columns(smem, acc)
+        if cutlass.const_expr(self.memory.can_put_aside):
+            self.memory.take_back(aside, dG)
+        self.products.finish_columns(smem, acc, dG)
         in_range = self.gates.rows_in_range(smem, b)
         self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
         raw = self.gates.inputs.load(self.rows(g, place, head, cta), place.length)
