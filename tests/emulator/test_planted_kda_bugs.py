@@ -417,8 +417,8 @@ def _(p: Edged) -> Planted:
 
 def product_left_out(kernel: str, nth: int) -> None:
     def plant(p: Edged) -> Planted:
-        line = p.one(MMA, nth=nth)
-        return p.drop(line), [line]
+        # What it would have set is used in many places, if it is the first of a sum.
+        return p.drop(p.one(MMA, nth=nth)), range(1, len(p.lines))
 
     planted(kernel, f"product {nth} left out", "value uninitialised")(plant)
 
