@@ -176,6 +176,20 @@ def modular_call() -> tuple[dict[str, Any], Callable[[], Any]]:
     return arguments, torch.inference_mode()(run)
 
 
+def training_call(**changes: Any) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """The gradients of a loss, half of the sum of squares of o and final_state."""
+    arguments, _ = chunk_call(**changes)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+        leaves = {name: arguments[name].detach().requires_grad_() for name in names}
+        with torch.enable_grad():
+            o, state = cute_attn.chunk_kda(**arguments | leaves)
+        return torch.autograd.grad((o, state), [*leaves.values()], (o.detach(), state.detach()))
+
+    return arguments, call
+
+
 def packed_call(**changes: Any) -> tuple[dict[str, Any], Callable[[], Any]]:
     case = Case(4, 8, 500, sequences=5, lengths="random")
     arguments = problem.chunk_arguments(case, 5) | changes
@@ -210,6 +224,8 @@ def stages_call() -> tuple[dict[str, Any], Callable[[], Any]]:
 CALLS = {
     "chunk": chunk_call,
     "modular": modular_call,
+    "training": training_call,
+    "training, records kept": lambda: training_call(disable_recompute=True),
     "packed": packed_call,
     "packed, no copy on the host": lambda: packed_call(cu_seqlens_cpu=None),
     "decode": decode_call,
@@ -274,7 +290,8 @@ def test_is_captured_in_a_cuda_graph(call: tuple[dict[str, Any], Callable[[], An
     restored(arguments, state)
     for x in results:
         if x is not arguments.get("state"):
-            x.fill_(torch.nan)
+            with torch.inference_mode(x.is_inference()):
+                x.fill_(torch.nan)
     graph.replay()
     assert all(map(torch.equal, results, expected))
 
