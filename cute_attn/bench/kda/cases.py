@@ -186,11 +186,15 @@ class Case:
         return self.chunk_heads * self.head_dim_k * self.head_dim_v * ELEMENT
 
     @property
+    def norms(self) -> int:
+        """The inverse norms of q and k, in float32."""
+        return self.chunk_heads // self.heads_v * self.heads * 2 * CHUNK * FLOAT
+
+    @property
     def prepare_bytes(self) -> int:
         """`prepare`: q, k, g, beta in; the records and the inverse norms out."""
         read = 2 * self.qk_bytes + self.k_wide + self.beta
-        norms = self.chunk_heads // self.heads_v * self.heads * 2 * CHUNK * FLOAT
-        return read + 3 * self.k_wide + 2 * self.scores + self.decays + norms
+        return read + 3 * self.k_wide + 2 * self.scores + self.decays + self.norms
 
     @property
     def adjoint_pass_bytes(self) -> int:
@@ -200,10 +204,10 @@ class Case:
 
     @property
     def gradients_bytes(self) -> int:
-        """`gradients`: q, k, g, beta, do, dv, v_new, states and their gradients in; dq, dk, dg,
-        dbeta out."""
+        """`gradients`: q, k, their norms, g, beta, do, dv, v_new, states and their gradients in;
+        dq, dk, dg, dbeta out."""
         tokens = 2 * self.qk_bytes + self.k_wide + self.beta
-        return 2 * tokens + 3 * self.v_wide + 2 * self.chunk_states
+        return 2 * tokens + self.norms + 3 * self.v_wide + 2 * self.chunk_states
 
     @property
     def training_bytes(self) -> int:
