@@ -12,18 +12,19 @@ With D_ij = exp2(G_i - G_j), and the gradients dA (`dAqk`) of the product of q a
 which are added to what the other stages gave; dq and dk are then summed over the value heads that
 share q and k. A token's product with itself has no decay, so that dG has no part of it.
 
-Sums run on the CUDA cores in float32, since this kernel moves so many bytes that they are nearly
-free. A thread has one channel of the 16 tokens of a sub-chunk. Within it, D_ij is computed for
-every pair; between sub-chunks it is split, as in the forward, at the first token of the later
-sub-chunk for rows, or of the one after the earlier for columns. No factor exceeds 1.
+Sums run on the CUDA cores in float32, since this kernel moves many bytes. A thread has two channels
+of 8 tokens, so that an element of dA in shared memory serves two channels. Between blocks of 8
+tokens D_ij is split, as in the forward, at the first token of the later block for rows, or of the
+one after the earlier for columns. Within a block it is computed for every pair. No factor exceeds
+1.
 
-    CTA (slot of a chunk, head of q and k), 8 warps: warps 2 b and 2 b + 1 have sub-chunk b
+    CTA (slot of a chunk, head of q and k), 8 warps with 8 tokens each
       for each value head
         load    dAqk, dAkk by cp.async; beta
-        for each 64 channels, a warp has 32
-          rows, columns  between sub-chunks: every warp has three blocks of 16 by 16 pairs
-          own            within the sub-chunk
-          store          dG, and dq and dk, or add these to the sums in shared memory
+        for each 64 channels
+          earlier, later  the pairs with the other 7 blocks of tokens
+          own             those within the block; store dG, and dq and dk, or add these to the
+                          sums in shared memory
         reduce  dbeta
 """
 
@@ -39,17 +40,26 @@ from cutlass.cute.runtime import make_fake_stream
 from ....common.arguments import fake_offsets, fake_rows, fake_strided
 from ....common.dtypes import DTYPE
 from ....common.ptx.async_copy import copy_async
+from ....common.ptx.convert import unpack
 from ....common.ptx.math import exp2
-from ....common.ptx.memory import load_shared, shared_address, store_shared
+from ....common.ptx.memory import (
+    load_global,
+    load_shared,
+    shared_address,
+    store_global,
+    store_shared,
+)
 from ....common.smem import Buffer, SharedMemory
 from ....common.spec import SMALLEST_SMEM_BYTES, WARP_SIZE
-from ..chunks import chunk_place, num_slots, row_address, row_bytes, slot_and_head
+from ..chunks import Rows, chunk_place, num_slots, row_address, row_bytes, row_offset, slot_and_head
 from ..spec import CHUNK, IntraBackwardSpec
-from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS
 from ..tiles import UNIT_BYTES, thread_and_warp
 
-CHANNELS = 64  # at once
-NUM_THREADS = CHANNELS * SUB_CHUNKS
+TOKENS = 8  # of a warp
+BLOCKS = CHUNK // TOKENS
+CHANNELS = 2  # of a thread
+PART = CHANNELS * WARP_SIZE  # channels at once
+NUM_THREADS = WARP_SIZE * BLOCKS
 VECTOR = 4  # elements of dA of a load
 ROW_BYTES = CHUNK * 4  # of dA
 
@@ -62,13 +72,12 @@ class KdaIntraBackward:
         self.dtype = DTYPE[spec.dtype]
         self.beta_dtype = DTYPE[spec.beta_dtype]
         # Sums over a group: dq and dk of the thread's tokens and channels.
-        sums = 2 * SUB_CHUNK * spec.head_dim_k // CHANNELS if spec.grouped else 0
+        sums = 2 * TOKENS * (spec.head_dim_k // PART) if spec.grouped else 0
         self.memory = SharedMemory(
             Buffer("aqk", Float32, CHUNK * CHUNK),
             Buffer("akk", Float32, CHUNK * CHUNK),
             Buffer("beta", Float32, CHUNK),
-            Buffer("dbeta", Float32, CHUNK, stages=2),
-            Buffer("sums", Float32, NUM_THREADS, stages=sums),
+            Buffer("sums", Float32, NUM_THREADS * CHANNELS, stages=sums),
             limit=SMALLEST_SMEM_BYTES,
         )
         self.smem_bytes = self.memory.nbytes
@@ -132,6 +141,8 @@ class KdaIntraBackward:
             grid=[slots * q.shape[2], 1, 1],
             block=[NUM_THREADS, 1, 1],
             smem=self.smem_bytes,
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=100 if self.spec.grouped else 50,
             stream=stream,
         )  # fmt: skip
 
@@ -168,10 +179,10 @@ class KdaIntraBackward:
                 self.load(dAqk, dAkk, beta, place, head, base)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.sync_threads()
-                of_beta = cute.make_rmem_tensor((1,), Float32)  # of token `lane`
+                of_beta = cute.make_rmem_tensor((1,), Float32)  # of the warp's token `lane`
                 of_beta.fill(0.0)
-                for part in cutlass.range(self.spec.head_dim_k // CHANNELS, unroll=1):
-                    self.channel(
+                for part in cutlass.range(self.spec.head_dim_k // PART, unroll=1):
+                    self.channels(
                         (q, k, g, dq, dk, dg),
                         (dq_out, dk_out, dg_out),
                         of_beta,
@@ -181,7 +192,7 @@ class KdaIntraBackward:
                         part,
                         base,
                     )
-                self.reduce(of_beta, dbeta, dbeta_out, place, head, base)
+                self.store_dbeta(of_beta, dbeta, dbeta_out, place, head)
             if cutlass.const_expr(self.spec.grouped):
                 self.store_sums(dq_out, dk_out, place, head_qk, base)
 
@@ -211,28 +222,31 @@ class KdaIntraBackward:
             x = Float32(beta[place.batch, token, head])
             store_shared(Float32, base + self.memory["beta"] + thread * 4, [x])
 
-    # -- a channel of a sub-chunk -------------------------------------------------------------
+    # -- two channels of a block of tokens ----------------------------------------------------
 
     def own_place(self, part: Any) -> tuple[Any, Any]:
-        """Return the thread's sub-chunk, and its channel of the `part`-th 64."""
+        """Return the warp's first token, and the thread's first channel of the `part`-th 64."""
         _, warp_index = thread_and_warp()
-        channel = part * CHANNELS + (warp_index & 1) * WARP_SIZE + cute.arch.lane_idx()
-        return Int32(Uint32(warp_index) >> 1), channel
+        return warp_index * TOKENS, part * PART + cute.arch.lane_idx() * CHANNELS
 
-    def of_channel(self, x: cute.Tensor, place: Any, head: Any, channel: Any) -> cute.Tensor:
-        """Return the chunk's elements of a channel."""
-        offset = (
-            Int64(place.batch) * x.stride[0]
-            + Int64(place.start) * x.stride[1]
-            + Int64(head) * x.stride[2]
-            + channel
-        )
-        # Offsets of 32 bits save registers. The operator copies a tensor whose rows are too far.
-        layout = cute.make_layout(CHUNK, stride=Int32(x.stride[1]))
-        return cute.make_tensor(x.iterator + offset, layout)
+    def of_channels(self, x: cute.Tensor, place: Any, head: Any, channel: Any) -> Rows:
+        """Return the chunk's rows of x, from a channel on."""
+        start = row_address(x, place.batch, place.start, head, channel)
+        return Rows(start, Uint32(x.stride[1] * (x.element_type.width // 8)))
+
+    def load_pair(self, rows: Rows, row: Any) -> Any:
+        """Load two channels of q or k."""
+        (x,) = load_global(Int32, rows.start + row_offset(row, rows.pitch))
+        return unpack(self.dtype, x)
+
+    def load_floats(self, rows: Rows, row: Any) -> Any:
+        return load_global(Float32, rows.start + row_offset(row, rows.pitch), CHANNELS)
+
+    def store_floats(self, rows: Rows, row: Any, values: list[Any]) -> None:
+        store_global(Float32, rows.start + row_offset(row, rows.pitch), values)
 
     @cute.jit
-    def channel(
+    def channels(
         self,
         sources: Any,
         results: Any,
@@ -243,39 +257,40 @@ class KdaIntraBackward:
         part: Int32,
         base: Int32,
     ) -> None:
-        """Compute and store the gradients of the thread's channel and tokens."""
-        b, channel = self.own_place(part)
-        q, k = (self.of_channel(x, place, head_qk, channel) for x in sources[:2])
-        g, dq, dk, dg = (self.of_channel(x, place, head, channel) for x in sources[2:])
+        """Compute and store the gradients of the thread's channels and tokens."""
+        first, channel = self.own_place(part)
+        q, k = (self.of_channels(x, place, head_qk, channel) for x in sources[:2])
+        g, dq, dk, dg = (self.of_channels(x, place, head, channel) for x in sources[2:])
         last = place.length - 1
-        first = b * SUB_CHUNK
 
-        row_q, row_k, column = (cute.make_rmem_tensor((SUB_CHUNK,), Float32) for _ in range(3))
+        count = TOKENS * CHANNELS
+        row_q, row_k, column = (cute.make_rmem_tensor((count,), Float32) for _ in range(3))
         for x in (row_q, row_k, column):
             x.fill(0.0)
-        # R: of the sub-chunk's first token, and of the next one's
-        start = Float32(g[cutlass.min(first, last)])
-        after = Float32(g[cutlass.min(first + SUB_CHUNK, last)])
-        for other in cutlass.range(b, unroll=1):
-            self.earlier(row_q, row_k, k, g, start, first, other * SUB_CHUNK, last, base)
-        for other in cutlass.range(b + 1, SUB_CHUNKS, unroll=1):
-            self.later(column, q, k, g, after, first, other * SUB_CHUNK, last, base)
+        start = self.load_floats(g, cutlass.min(first, last))
+        after = self.load_floats(g, cutlass.min(first + TOKENS, last))
+        for other in cutlass.range(0, first, TOKENS, unroll=1):
+            self.earlier(row_q, row_k, k, g, start, first, other, last, base)
+        for other in cutlass.range(first + TOKENS, CHUNK, TOKENS, unroll=1):
+            self.later(column, q, k, g, after, first, other, last, base)
 
-        G, k_own, q_own = (cute.make_rmem_tensor((SUB_CHUNK,), Float32) for _ in range(3))
-        for i in cutlass.range_constexpr(SUB_CHUNK):
-            at = cutlass.min(first + i, last)
-            G[i], k_own[i], q_own[i] = Float32(g[at]), Float32(k[at]), Float32(q[at])
-        for i in cutlass.range_constexpr(SUB_CHUNK):
-            from_start = exp2(G[i] - start)
-            row_q[i] = row_q[i] * from_start
-            row_k[i] = row_k[i] * from_start
-            column[i] = column[i] * exp2(after - G[i])
+        G, k_own = (cute.make_rmem_tensor((count,), Float32) for _ in range(2))
+        for i in cutlass.range_constexpr(TOKENS):
+            row = cutlass.min(first + i, last)
+            totals, keys = self.load_floats(g, row), self.load_pair(k, row)
+            for n in cutlass.range_constexpr(CHANNELS):
+                at = CHANNELS * i + n
+                G[at], k_own[at] = totals[n], keys[n]
+                from_start = exp2(totals[n] - start[n])
+                row_q[at] = row_q[at] * from_start
+                row_k[at] = row_k[at] * from_start
+                column[at] = column[at] * exp2(after[n] - totals[n])
         self.own(
             (row_q, row_k, column),
-            (G, q_own, k_own),
-            (dq, dk, dg),
+            (G, k_own),
+            (q, dq, dk, dg),
             tuple(
-                self.of_channel(x, place, y, channel)
+                self.of_channels(x, place, y, channel)
                 for x, y in zip(results, (head_qk, head_qk, head), strict=True)
             ),
             of_beta,
@@ -295,54 +310,58 @@ class KdaIntraBackward:
         self,
         row_q: cute.Tensor,
         row_k: cute.Tensor,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        start: Float32,
+        k: Any,
+        g: Any,
+        start: Any,
         first: Int32,
         other: Int32,
         last: Int32,
         base: Int32,
     ) -> None:
-        """Add to the rows the pairs with an earlier sub-chunk."""
-        for j in cutlass.range(other, other + SUB_CHUNK, VECTOR, unroll=1):
+        """Add to the rows the pairs with an earlier block."""
+        for j in cutlass.range(other, other + TOKENS, VECTOR, unroll=1):
             decayed = []
-            for n in cutlass.range_constexpr(VECTOR):
-                # An earlier sub-chunk is whole, unless this one has no tokens.
-                at = cutlass.min(j + n, last)
-                decayed.append(Float32(k[at]) * exp2(start - Float32(g[at])))
-            for i in cutlass.range_constexpr(SUB_CHUNK):
+            for m in cutlass.range_constexpr(VECTOR):
+                # An earlier block is whole, unless this one has no tokens.
+                row = cutlass.min(j + m, last)
+                totals, keys = self.load_floats(g, row), self.load_pair(k, row)
+                decayed.append([keys[n] * exp2(start[n] - totals[n]) for n in range(CHANNELS)])
+            for i in cutlass.range_constexpr(TOKENS):
                 for x, name in ((row_q, "aqk"), (row_k, "akk")):
                     dA = self.vectors(name, first + i, j, VECTOR, base)
-                    total = x[i]
-                    for n in cutlass.range_constexpr(VECTOR):
-                        total = cute.math.fma(dA[n], decayed[n], total)
-                    x[i] = total
+                    for n in cutlass.range_constexpr(CHANNELS):
+                        total = x[CHANNELS * i + n]
+                        for m in cutlass.range_constexpr(VECTOR):
+                            total = cute.math.fma(dA[m], decayed[m][n], total)
+                        x[CHANNELS * i + n] = total
 
     @cute.jit
     def later(
         self,
         column: cute.Tensor,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        after: Float32,
+        q: Any,
+        k: Any,
+        g: Any,
+        after: Any,
         first: Int32,
         other: Int32,
         last: Int32,
         base: Int32,
     ) -> None:
-        """Add to the columns the pairs with a later sub-chunk."""
-        for i in cutlass.range(other, other + SUB_CHUNK, unroll=2):
-            at = cutlass.min(i, last)
+        """Add to the columns the pairs with a later block."""
+        for i in cutlass.range(other, other + TOKENS, unroll=4):
+            row = cutlass.min(i, last)
             (beta,) = load_shared(Float32, base + self.memory["beta"] + i * 4)
-            decay = exp2(Float32(g[at]) - after)
-            decayed_q = Float32(q[at]) * decay
-            decayed_k = Float32(k[at]) * decay * beta
-            of_qk = self.vectors("aqk", i, first, SUB_CHUNK, base)
-            of_kk = self.vectors("akk", i, first, SUB_CHUNK, base)
-            for j in cutlass.range_constexpr(SUB_CHUNK):
-                total = cute.math.fma(of_qk[j], decayed_q, column[j])
-                column[j] = cute.math.fma(of_kk[j], decayed_k, total)
+            totals = self.load_floats(g, row)
+            queries, keys = self.load_pair(q, row), self.load_pair(k, row)
+            of_qk = self.vectors("aqk", i, first, TOKENS, base)
+            of_kk = self.vectors("akk", i, first, TOKENS, base)
+            for n in cutlass.range_constexpr(CHANNELS):
+                decay = exp2(totals[n] - after[n])
+                decayed_q, decayed_k = queries[n] * decay, keys[n] * decay * beta
+                for j in cutlass.range_constexpr(TOKENS):
+                    total = cute.math.fma(of_qk[j], decayed_q, column[CHANNELS * j + n])
+                    column[CHANNELS * j + n] = cute.math.fma(of_kk[j], decayed_k, total)
 
     @cute.jit
     def own(
@@ -357,97 +376,99 @@ class KdaIntraBackward:
         part: Int32,
         base: Int32,
     ) -> None:
-        """Add the pairs within the sub-chunk, from its last token to its first. A token's sums are
+        """Add the pairs within the block, from its last token to its first. A token's sums are
         complete with those of its own row, and stored at once: this saves registers."""
         row_q, row_k, column = sums
-        G, q, k = values
-        dq, dk, dg = given
+        G, k = values
+        q, dq, dk, dg = given
         dq_out, dk_out, dg_out = results
         lane = cute.arch.lane_idx()
-        for n in cutlass.range_constexpr(SUB_CHUNK):
-            i = SUB_CHUNK - 1 - n
+        for down in cutlass.range_constexpr(TOKENS):
+            i = TOKENS - 1 - down
             row = first + i
             of_qk = self.vectors("aqk", row, first, i + 1, base)
             of_kk = self.vectors("akk", row, first, i, base)
             (beta,) = load_shared(Float32, base + self.memory["beta"] + row * 4)
-            scaled_k = beta * k[i]
-            total_q, total_k = row_q[i], row_k[i]
-            for j in cutlass.range_constexpr(i):
-                decay = exp2(G[i] - G[j])
-                decayed = decay * k[j]
-                total_q = cute.math.fma(of_qk[j], decayed, total_q)
-                total_k = cute.math.fma(of_kk[j], decayed, total_k)
-                both = cute.math.fma(of_qk[j], q[i], of_kk[j] * scaled_k)
-                column[j] = cute.math.fma(decay, both, column[j])
-
-            of_token = k[i] * total_k
+            queries = self.load_pair(q, cutlass.min(row, last))
+            of_q, of_k, of_row, of_gate = [], [], [], []
+            of_token = Float32(0.0)
+            for n in cutlass.range_constexpr(CHANNELS):
+                at = CHANNELS * i + n
+                scaled_k = beta * k[at]
+                total_q, total_k = row_q[at], row_k[at]
+                for j in cutlass.range_constexpr(i):
+                    earlier = CHANNELS * j + n
+                    decay = exp2(G[at] - G[earlier])
+                    decayed = decay * k[earlier]
+                    total_q = cute.math.fma(of_qk[j], decayed, total_q)
+                    total_k = cute.math.fma(of_kk[j], decayed, total_k)
+                    both = cute.math.fma(of_qk[j], queries[n], of_kk[j] * scaled_k)
+                    column[earlier] = cute.math.fma(decay, both, column[earlier])
+                of_token = of_token + k[at] * total_k
+                of_row = beta * total_k
+                of_gate.append(queries[n] * total_q + k[at] * (of_row - column[at]))
+                of_q.append(total_q + of_qk[i] * k[at])
+                of_k.append(of_row + column[at] + of_qk[i] * queries[n])
             for bit in cutlass.range_constexpr(5):
                 of_token = of_token + cute.arch.shuffle_sync_bfly(of_token, offset=1 << bit)
             of_beta[0] = of_beta[0] + cutlass.select_(lane == i, of_token, Float32(0.0))
             if row <= last:
-                of_row = beta * total_k
-                of_gate = q[i] * total_q + k[i] * (of_row - column[i])
-                dg_out[row] = Float32(dg[row]) + of_gate
-                total_q = Float32(dq[row]) + (total_q + of_qk[i] * k[i])
-                total_k = Float32(dk[row]) + (of_row + column[i] + of_qk[i] * q[i])
+                for x, rows in ((of_q, dq), (of_k, dk), (of_gate, dg)):
+                    others = self.load_floats(rows, row)
+                    for n in cutlass.range_constexpr(CHANNELS):
+                        x[n] = x[n] + others[n]
+                self.store_floats(dg_out, row, of_gate)
                 if cutlass.const_expr(self.spec.grouped):
-                    at = self.sums_at(part, i, base)
-                    for x, to in ((total_q, at), (total_k, at + NUM_THREADS * 4)):
-                        store_shared(Float32, to, [load_shared(Float32, to)[0] + x])
+                    at_sums = self.sums_at(part, i, base)
+                    for x, to in ((of_q, at_sums), (of_k, at_sums + NUM_THREADS * 8)):
+                        others = load_shared(Float32, to, CHANNELS)
+                        store_shared(Float32, to, [others[n] + x[n] for n in range(CHANNELS)])
                 else:
-                    dq_out[row] = total_q
-                    dk_out[row] = total_k
+                    self.store_floats(dq_out, row, of_q)
+                    self.store_floats(dk_out, row, of_k)
 
     # -- sums over a group --------------------------------------------------------------------
 
     def sums_at(self, part: Any, i: Any, base: Any) -> Any:
-        """Return the address of the thread's sum of dq of a token; that of dk is a row further."""
+        """Return the address of the thread's sums of dq of a token. Those of dk are a row later."""
         thread, _, _ = cute.arch.thread_idx()
-        row = (part * SUB_CHUNK + i) * 2
-        return base + self.memory["sums"] + row * (NUM_THREADS * 4) + thread * 4
+        row = (part * TOKENS + i) * 2
+        return base + self.memory["sums"] + (row * NUM_THREADS + thread) * (4 * CHANNELS)
 
     @cute.jit
     def clear_sums(self, base: Int32) -> None:
-        for i in cutlass.range(SUB_CHUNK * (self.spec.head_dim_k // CHANNELS), unroll=4):
+        for i in cutlass.range(TOKENS * (self.spec.head_dim_k // PART), unroll=4):
             at = self.sums_at(0, i, base)
             for n in cutlass.range_constexpr(2):
-                store_shared(Float32, at + n * (NUM_THREADS * 4), [Float32(0.0)])
+                store_shared(Float32, at + n * (NUM_THREADS * 8), [Float32(0.0)] * CHANNELS)
 
     @cute.jit
     def store_sums(
         self, dq: cute.Tensor, dk: cute.Tensor, place: Any, head: Int32, base: Int32
     ) -> None:
-        for part in cutlass.range(self.spec.head_dim_k // CHANNELS, unroll=1):
-            b, channel = self.own_place(part)
-            first = b * SUB_CHUNK
-            targets = [self.of_channel(x, place, head, channel) for x in (dq, dk)]
-            for i in cutlass.range(SUB_CHUNK, unroll=4):
+        for part in cutlass.range(self.spec.head_dim_k // PART, unroll=1):
+            first, channel = self.own_place(part)
+            targets = [self.of_channels(x, place, head, channel) for x in (dq, dk)]
+            for i in cutlass.range(TOKENS, unroll=4):
                 if first + i < place.length:
                     at = self.sums_at(part, i, base)
-                    targets[0][first + i] = load_shared(Float32, at)[0]
-                    targets[1][first + i] = load_shared(Float32, at + NUM_THREADS * 4)[0]
+                    for n in cutlass.range_constexpr(2):
+                        x = load_shared(Float32, at + n * (NUM_THREADS * 8), CHANNELS)
+                        self.store_floats(targets[n], first + i, x)
 
     # -- beta ---------------------------------------------------------------------------------
 
     @cute.jit
-    def reduce(
+    def store_dbeta(
         self,
         of_beta: cute.Tensor,
         dbeta: cute.Tensor,
         dbeta_out: cute.Tensor,
         place: Any,
         head: Int32,
-        base: Int32,
     ) -> None:
-        """Store dbeta, the sum of the two warps' parts."""
-        thread, warp_index = thread_and_warp()
         lane = cute.arch.lane_idx()
-        if lane < SUB_CHUNK:
-            at = (warp_index & 1) * CHUNK + Int32(Uint32(warp_index) >> 1) * SUB_CHUNK + lane
-            store_shared(Float32, base + self.memory["dbeta"] + at * 4, [of_beta[0]])
-        cute.arch.sync_threads()
-        if thread < place.length:
-            at = base + self.memory["dbeta"] + thread * 4
-            token = place.start + thread
-            total = load_shared(Float32, at)[0] + load_shared(Float32, at + 4 * CHUNK)[0]
-            dbeta_out[place.batch, token, head] = total + dbeta[place.batch, token, head]
+        first, _ = self.own_place(0)
+        if lane < TOKENS and first + lane < place.length:
+            token = place.start + first + lane
+            dbeta_out[place.batch, token, head] = of_beta[0] + dbeta[place.batch, token, head]
