@@ -18,10 +18,7 @@ import torch
 from cute_attn import cache
 from cute_attn.kernels.common.spec import smem_bytes
 from cute_attn.kernels.kda import table
-from cute_attn.kernels.kda.chunk.heuristics import (
-    delta_h_backward_config,
-    recompute_backward_config,
-)
+from cute_attn.kernels.kda.chunk.heuristics import delta_h_backward_config
 from cute_attn.kernels.kda.chunk.spec import (
     DeltaHBackwardSpec,
     GateSpec,
@@ -219,10 +216,10 @@ def test_delta_h(spec: DeltaHBackwardSpec, arch: str, products: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        RecomputeBackwardSpec("bfloat16", 64, 64, "int32", "float32", False, 1),
-        RecomputeBackwardSpec("bfloat16", 128, 128, "none", "bfloat16", False, 2),
-        RecomputeBackwardSpec("float16", 128, 64, "int64", "float32", True, 1),
-        RecomputeBackwardSpec("float16", 64, 256, "none", "float16", True, 2),
+        RecomputeBackwardSpec("bfloat16", 64, 64, "int32", "float32", False),
+        RecomputeBackwardSpec("bfloat16", 128, 128, "none", "bfloat16", False),
+        RecomputeBackwardSpec("float16", 128, 64, "int64", "float32", True),
+        RecomputeBackwardSpec("float16", 64, 256, "none", "float16", True),
     ],
 )
 def test_recompute_w_u(spec: RecomputeBackwardSpec, arch: str) -> None:
@@ -296,14 +293,13 @@ SPILLED = {"kda_delta_h_backward": 128, "kda_intra_backward": 256}
 def test_kernels_compile_and_fit(arch: str) -> None:
     dims: dict[str, Any] = {"head_dim_k": 128, "head_dim_v": 128}
     tuned = delta_h_backward_config(arch=arch, **dims)
-    stages = recompute_backward_config(arch=arch, **dims)["num_stages"]
     few = ("bfloat16", 128, "int32", "float32")
     of_state = ("bfloat16", 128, 128, "int32")
     for definition, spec in (
         (table.OUTPUT_BACKWARD, OutputBackwardSpec("bfloat16", 128, "int32")),
         (table.DELTA_H_BACKWARD, DeltaHBackwardSpec(*of_state, True, True, True, **tuned)),
-        (table.RECOMPUTE_W_U_BACKWARD, RecomputeBackwardSpec(*of_state, "float32", False, stages)),
-        (table.RECOMPUTE_W_U_BACKWARD, RecomputeBackwardSpec(*of_state, "float32", True, stages)),
+        (table.RECOMPUTE_W_U_BACKWARD, RecomputeBackwardSpec(*of_state, "float32", False)),
+        (table.RECOMPUTE_W_U_BACKWARD, RecomputeBackwardSpec(*of_state, "float32", True)),
         (table.INTRA_BACKWARD, IntraBackwardSpec(*few, False)),
         (table.INTRA_BACKWARD, IntraBackwardSpec(*few, True)),
         (table.GATE_CUMSUM_BACKWARD, GateSpec(128, "bfloat16", "softplus", True, True, "int32")),

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.kda import table
-from ...kernels.kda.chunk.heuristics import delta_h_backward_config, recompute_backward_config
+from ...kernels.kda.chunk.heuristics import delta_h_backward_config
 from ...kernels.kda.chunk.spec import (
     CHUNK,
     DeltaHBackwardSpec,
@@ -576,14 +576,13 @@ class _RecomputeWUBackward(Stage):
         )  # fmt: skip
 
     def prepare(self, a: _RecomputeArguments) -> Any:
-        dims: dict[str, Any] = {"head_dim_k": a.q.shape[-1], "head_dim_v": a.v.shape[-1]}
         spec = RecomputeBackwardSpec(
             dtype=DTYPE_NAMES[a.q.dtype],
+            head_dim_k=a.q.shape[-1],
+            head_dim_v=a.v.shape[-1],
             index_dtype=index_dtype(a.cu_seqlens),
             beta_dtype=DTYPE_NAMES[a.beta.dtype],
             state_v_first=bool(a.state_v_first),
-            **dims,
-            **recompute_backward_config(arch=launch.arch_for(a.q.device), **dims),
         )
         return launch.get_for(a.q.device, table.RECOMPUTE_W_U_BACKWARD, spec)
 

@@ -96,14 +96,6 @@ def delta_h_backward_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> d
     return config | {"num_stages": 2 if fits else 1}
 
 
-def recompute_backward_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The tuning fields of a RecomputeBackwardSpec: two stages where they fit and help."""
-    stage = 2 * 64 * (4 * CHUNK + 2 * head_dim_k)
-    beside = 4 * 64 * CHUNK + 4 * head_dim_k * 12 + 8 * CHUNK
-    fits = 2 * stage + beside <= smem_bytes(arch)
-    return {"num_stages": 2 if fits and head_dim_v > 64 else 1}
-
-
 def output_config(*, arch: str, head_dim_k: int, head_dim_v: int) -> dict[str, Any]:
     """The tuning fields of an OutputSpec: tiles of up to 128 columns of V, so that q and G are read
     rarely, where several such CTAs fit an SM."""

@@ -286,12 +286,10 @@ class RecomputeBackwardSpec(ChunkSpec):
     Attributes:
         beta_dtype: dtype of beta.
         state_v_first: h and dh are [..., V, K] rather than [..., K, V].
-        num_stages: stages of the ring in shared memory, each of 64 columns of V.
     """
 
     beta_dtype: str
     state_v_first: bool
-    num_stages: int
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ dL needs no product of 64 by 64 matrices: it is -Akk^T dAkk Akk^T, and dAkk Akk^
 
     CTA (slot of a chunk, value head), 8 warps: a warp has 16 rows, and half of the channels
       for each 64 columns of V
-        load    do, du, v, v_new, h and dh by cp.async, num_stages - 1 times 64 columns ahead
+        load    do, du, v, v_new, h and dh by cp.async
         solve   dy -> shared memory; dv; its part of dbeta
         sum     do h^T, v_new dh^T, dy h^T, dy v_new^T, and h * dh
       store     dAkk
@@ -45,7 +45,7 @@ from ....common.ptx.memory import (
 )
 from ....common.ptx.mma import mma
 from ....common.smem import Buffer, SharedMemory
-from ....common.spec import WARP_SIZE
+from ....common.spec import SMALLEST_SMEM_BYTES, WARP_SIZE
 from ..chunks import (
     chunk_place,
     chunks_before,
@@ -93,21 +93,18 @@ class KdaRecomputeWUBackward:
         # Threads that share the sum of h * dh of a channel, or with state_v_first of two.
         self.sharers = NUM_THREADS // (spec.head_dim_k // (2 if spec.state_v_first else 1))
         state = spec.head_dim_k * COLUMNS
-        self.stage = SharedMemory(
+        self.memory = SharedMemory(
+            Buffer("akk", self.dtype, CHUNK * CHUNK, alignment=LINE_BYTES),
             *(Buffer(name, self.dtype, CHUNK * COLUMNS) for name in ROWS_AND_COLUMNS),
+            Buffer("dy", self.dtype, CHUNK * COLUMNS),
             Buffer("h", self.dtype, state),
             Buffer("dh", self.dtype, state),
-        )
-        self.memory = SharedMemory(
-            Buffer.ring("tile", self.stage, spec.num_stages),
-            Buffer("akk", self.dtype, CHUNK * CHUNK, alignment=LINE_BYTES),
-            Buffer("dy", self.dtype, CHUNK * COLUMNS),
             Buffer("of_state", Float32, spec.head_dim_k, stages=self.sharers, holds="h * dh"),
             Buffer("of_end", Float32, spec.head_dim_k, stages=BANDS, holds="k * dke"),
             Buffer("dbeta", Float32, CHUNK, stages=2),
+            limit=SMALLEST_SMEM_BYTES,
         )
         self.smem_bytes = self.memory.nbytes
-        self.stage_bytes = self.memory.buffers["tile"].stage_bytes
 
     def fake_args(self) -> tuple[Any, ...]:
         spec, dtype = self.spec, self.dtype
@@ -257,20 +254,15 @@ class KdaRecomputeWUBackward:
             CHUNK,
             NUM_THREADS,
         )
-        cute.arch.cp_async_commit_group()
-        tiles = self.spec.head_dim_v // COLUMNS
-        for tile in cutlass.range_constexpr(self.spec.num_stages - 1):
-            self.load(of_columns, tile, place, state, head, base)
-        for tile in cutlass.range(tiles, unroll=1):
+        for tile in cutlass.range(self.spec.head_dim_v // COLUMNS, unroll=1):
             cute.arch.sync_threads()  # all warps have read the previous tile
-            self.load(of_columns, tile + self.spec.num_stages - 1, place, state, head, base)
-            cute.arch.cp_async_wait_group(self.spec.num_stages - 1)
+            self.load(of_columns, place, state, head, tile * COLUMNS, base)
+            cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
-            stage = base + tile % self.spec.num_stages * self.stage_bytes
-            self.solve(dv, betas, of_beta, place, head, tile * COLUMNS, band, half, base, stage)
+            self.solve(dv, betas, of_beta, place, head, tile * COLUMNS, band, half, base)
             cute.arch.sync_threads()
-            self.products(sums, lower, band, half, base, stage)
-            self.state_products(of_state, stage)
+            self.products(sums, lower, band, half, base)
+            self.state_products(of_state, base)
         self.store_lower(lower, dAkk, place, head, band, half)
         self.store_state_sums(of_state, base)
         self.decay(q, k, g, dq, dk, dg, sums, betas, of_beta, scale, place, head, band, half, base)
@@ -286,22 +278,14 @@ class KdaRecomputeWUBackward:
 
     @cute.jit
     def load(
-        self, of_columns: Any, tile: Int32, place: Any, state: Int32, head: Int32, base: Int32
+        self, of_columns: Any, place: Any, state: Int32, head: Int32, first: Int32, base: Int32
     ) -> None:
-        """Start the copies of 64 columns of V, if there are so many."""
-        if tile < self.spec.head_dim_v // COLUMNS:
-            stage = base + tile % self.spec.num_stages * self.stage_bytes
-            self.copy(of_columns, tile * COLUMNS, place, state, head, stage)
-        cute.arch.cp_async_commit_group()
-
-    def copy(
-        self, of_columns: Any, first: Any, place: Any, state: Any, head: Any, stage: Any
-    ) -> None:
+        """Load 64 columns of V."""
         spec = self.spec
         do, du, v, v_new, h, dh = of_columns
         for x, name in zip((do, du, v, v_new), ROWS_AND_COLUMNS, strict=True):
             copy_rows(
-                stage + self.stage[name],
+                base + self.memory[name],
                 row_address(x, place.batch, place.start, head, first),
                 row_bytes(x),
                 place.length,
@@ -319,20 +303,18 @@ class KdaRecomputeWUBackward:
                     + first * (spec.head_dim_k if spec.state_v_first else 1)
                 )
             ).toint()
-            # Rows of K in groups of 64, or with state_v_first 64 rows of V.
-            pitch, columns = 2 * spec.head_dim_v, COLUMNS
-            if spec.state_v_first:
-                pitch, columns = 2 * spec.head_dim_k, spec.head_dim_k
-            for row in range(0, COLUMNS if spec.state_v_first else spec.head_dim_k, CHUNK):
-                copy_rows(
-                    stage + self.stage[name] + row * LINE_BYTES,
-                    source + row * pitch,
-                    Int64(pitch),
-                    Int32(CHUNK),
-                    columns,
-                    NUM_THREADS,
-                    few_registers=True,
-                )
+            shared = base + self.memory[name]
+            if cutlass.const_expr(spec.state_v_first):
+                pitch = Int64(2 * spec.head_dim_k)
+                copy_rows(shared, source, pitch, Int32(CHUNK), spec.head_dim_k, NUM_THREADS, True)
+            else:
+                pitch = Int64(2 * spec.head_dim_v)
+                for row in cutlass.range_constexpr(0, spec.head_dim_k, CHUNK):
+                    at = shared + row * LINE_BYTES
+                    copy_rows(
+                        at, source + row * pitch, pitch, Int32(CHUNK), COLUMNS, NUM_THREADS, True
+                    )
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def solve(
@@ -346,7 +328,6 @@ class KdaRecomputeWUBackward:
         band: Int32,
         half: Int32,
         base: Int32,
-        stage: Int32,
     ) -> None:
         """Compute dy of the warp's 16 rows and 32 columns; store dv, and dy in shared memory."""
         lane = cute.arch.lane_idx()
@@ -358,7 +339,7 @@ class KdaRecomputeWUBackward:
         for step in cutlass.range_constexpr(BANDS):
             if step >= band:
                 add_product(
-                    c, self.dtype, fragments[step], stage + self.stage["du"], offsets, step, 0
+                    c, self.dtype, fragments[step], base + self.memory["du"], offsets, step, 0
                 )
         column = half * HALF + ((lane & 3) << 1)
         for i in cutlass.range_constexpr(2):
@@ -366,11 +347,10 @@ class KdaRecomputeWUBackward:
             packed = []
             for j in cutlass.range_constexpr(HALF // 8):
                 x = [c[4 * j + 2 * i + n] for n in range(2)]
-                at = tile_offset(row, column + 8 * j)
-                (value,) = load_shared(Int32, stage + self.stage["v"] + at)
-                values = unpack(self.dtype, value)
+                at = base + tile_offset(row, column + 8 * j)
+                values = unpack(self.dtype, load_shared(Int32, at + self.memory["v"])[0])
                 of_beta[i] = of_beta[i] + (x[0] * values[0] + x[1] * values[1])
-                store_shared(Int32, base + self.memory["dy"] + at, [pack(self.dtype, *x)])
+                store_shared(Int32, at + self.memory["dy"], [pack(self.dtype, *x)])
                 packed.append(pack(self.dtype, betas[i] * x[0], betas[i] * x[1]))
             at_row = row_address(dv, place.batch, place.start + row, head, first + half * HALF)
             at_row = at_row + paired_offset()
@@ -381,26 +361,26 @@ class KdaRecomputeWUBackward:
 
     @cute.jit
     def products(
-        self, sums: Any, lower: cute.Tensor, band: Int32, half: Int32, base: Int32, stage: Int32
+        self, sums: Any, lower: cute.Tensor, band: Int32, half: Int32, base: Int32
     ) -> None:
         """Add 64 columns of V to the sums."""
         first_row = band * FRAGMENT_ROWS
-        lefts = (stage + self.stage["do"], stage + self.stage["v_new"], base + self.memory["dy"])
+        names = ("do", "v_new", "dy")
         offsets = right_offsets()
         if cutlass.const_expr(self.spec.head_dim_k == 64):
             offsets = [x ^ (half << 6) for x in offsets]
         for step in cutlass.range_constexpr(COLUMNS // STEP):
-            a = [left_fragment(x, first_row, step) for x in lefts]
+            a = [left_fragment(base + self.memory[x], first_row, step) for x in names]
             for j in cutlass.range_constexpr(self.channels // 16):
                 h, dh = (
-                    self.state_fragments(stage + self.stage[x], offsets, half, step, j)
+                    self.state_fragments(base + self.memory[x], offsets, half, step, j)
                     for x in ("h", "dh")
                 )
                 for c, left, right in ((sums[0], a[0], h), (sums[1], a[1], dh), (sums[2], a[2], h)):
                     self.add(c, 8 * j, left, right)
             for j in cutlass.range_constexpr(HALF // 16):
                 if half * 2 + j <= band:
-                    rows = stage + self.stage["v_new"] + half * (HALF * LINE_BYTES)
+                    rows = base + self.memory["v_new"] + half * (HALF * LINE_BYTES)
                     self.add(lower, 8 * j, a[2], right_fragments_of_rows(rows, 16 * j, step))
 
     def state_fragments(self, shared: Any, offsets: list[Any], half: Any, step: int, j: int) -> Any:
@@ -423,7 +403,7 @@ class KdaRecomputeWUBackward:
     # -- the gradient of the decay of the state -----------------------------------------------
 
     @cute.jit
-    def state_products(self, total: cute.Tensor, stage: Int32) -> None:
+    def state_products(self, total: cute.Tensor, base: Int32) -> None:
         """Add the thread's part of h * dh, summed over 64 columns of V."""
         thread, _, _ = cute.arch.thread_idx()
         if cutlass.const_expr(self.spec.state_v_first):
@@ -433,9 +413,9 @@ class KdaRecomputeWUBackward:
             column = 2 * (thread & (pairs - 1))
             rows = COLUMNS // self.sharers
             for i in cutlass.range_constexpr(rows):
-                at = stage + tile_offset(sharer * rows + i, column)
+                at = base + tile_offset(sharer * rows + i, column)
                 x, y = (
-                    unpack(self.dtype, load_shared(Int32, at + self.stage[name])[0])
+                    unpack(self.dtype, load_shared(Int32, at + self.memory[name])[0])
                     for name in ("h", "dh")
                 )
                 for n in cutlass.range_constexpr(2):
@@ -447,9 +427,9 @@ class KdaRecomputeWUBackward:
             units = COLUMNS // 8 // self.sharers
             for i in cutlass.range_constexpr(units):
                 unit = (sharer * units + i) ^ (channel & 7)
-                at = stage + channel * LINE_BYTES + (unit << 4)
+                at = base + channel * LINE_BYTES + (unit << 4)
                 x, y = (
-                    unpack_all(self.dtype, load_shared(Int32, at + self.stage[name], 4))
+                    unpack_all(self.dtype, load_shared(Int32, at + self.memory[name], 4))
                     for name in ("h", "dh")
                 )
                 for n in cutlass.range_constexpr(8):
