@@ -43,7 +43,7 @@ from ....common.dtypes import DTYPE
 from ....common.pipeline import Barriers, report_names
 from ....common.ptx.async_copy import copy_async, copy_bulk
 from ....common.ptx.cluster import remote_address, store_async
-from ....common.ptx.compiler import keep_branch
+from ....common.ptx.compiler import keep_branch, opaque
 from ....common.ptx.convert import pack, pack_all, unpack_all
 from ....common.ptx.math import exp2, reciprocal
 from ....common.ptx.memory import (
@@ -51,6 +51,7 @@ from ....common.ptx.memory import (
     load_shared,
     shared_address,
     store_global,
+    store_global_where,
     store_shared,
 )
 from ....common.ptx.mma import mma
@@ -212,6 +213,7 @@ class KdaGradients:
             scale,
             lower_bound,
             beta_scale,
+            g.shape[2] // q.shape[2] if self.spec.grouped else 1,
             cute.fast_divmod_create_divisor_v2(q.shape[2]),
             cute.fast_divmod_create_divisor_v2((g.shape[1] + (CHUNK - 1)) // CHUNK),
         ).launch(
@@ -249,6 +251,7 @@ class KdaGradients:
         scale: Float32,
         lower_bound: Float32,
         beta_scale: Float32,
+        group: Int32 | int,
         by_heads: cute.FastDivmodDivisorV2,
         by_chunks: cute.FastDivmodDivisorV2,
     ) -> None:
@@ -256,7 +259,6 @@ class KdaGradients:
         block, _, _ = cute.arch.block_idx()
         cta = block & (self.spec.cluster - 1)  # the CTA's half of K
         slot, head_qk = divmod(block >> (self.spec.cluster - 1), by_heads)
-        group = g.shape[2] // q.shape[2]
         first_head = head_qk * group
         place = place_of_slot(slot, by_chunks, g.shape[1], cu_seqlens)
         storage = cutlass.memory.SmemAllocator().allocate(self.smem_bytes, 1024)
@@ -298,6 +300,8 @@ class KdaGradients:
                 smem, barriers, states, adjoints, do, dv, v_new, place, slot, first_head, Int32(0),
                 cta,
             )  # fmt: skip
+            if cutlass.const_expr(self.spec.exchanges):
+                cute.arch.cluster_wait()  # the other CTA has initialised its mbarrier
             dq_sum = cute.make_rmem_tensor((SUMS,), Float32)
             dk_sum = cute.make_rmem_tensor((SUMS,), Float32)
             if cutlass.const_expr(self.spec.grouped):
@@ -729,8 +733,6 @@ class KdaGradients:
                 for bit in cutlass.range_constexpr(2):
                     total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << bit)
                 sums.append(total)
-        if cutlass.const_expr(self.spec.exchanges):
-            cute.arch.cluster_wait()  # the other CTA has initialised its mbarrier
         if c == 0:
             at = self.along(smem) + (cta * self.parts + part) * ALONG_STEP
             store_shared(Float32, at, sums)
@@ -764,16 +766,17 @@ class KdaGradients:
     @cute.jit
     def store_rows(self, rows: Any, values: cute.Tensor, place: Any) -> None:
         """Store the warp's rows and channels of dq or dk."""
+        # Opaque: the compiler would form the sum of all offsets anew for each store.
         unit = self.memory.first_unit()
+        first = rows.start + Int64(opaque(unit * UNIT_BYTES + paired_offset()))
         for half in cutlass.range_constexpr(2):
             row = self.memory.rows()[half]
-            start = rows.start + row_offset(row, rows.pitch)
+            start = first + row_offset(row, rows.pitch)
+            present = cutlass.select_(row < place.length, Int32(1), Int32(0))
             for pair in cutlass.range_constexpr(PAIRS):
                 registers = []
                 for i in cutlass.range_constexpr(2):
                     n = 8 * pair + 4 * i + 2 * half
                     registers.append(pack(self.dtype, values[n], values[n + 1]))
                 x = paired(*registers)
-                if row < place.length:
-                    offset = (unit + 2 * pair) * UNIT_BYTES + paired_offset()
-                    store_global(Int32, start + Int64(offset), x)
+                store_global_where(present, start + pair * (2 * UNIT_BYTES), *x)
