@@ -285,8 +285,8 @@ def test_intra(spec: IntraBackwardSpec, arch: str) -> None:
 
 # -- machine code
 
-# Bytes that registers of K = V = 128 may spill: in a loop with `mma.sync`, and outside of loops.
-SPILLED = {"kda_delta_h_backward": 128, "kda_intra_backward": 256}
+# Bytes at K = V = 128: in a loop with `mma.sync`, and with registers for two CTAs an SM.
+SPILLED = {"kda_delta_h_backward": 128, "kda_intra_backward": 448}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120a"])
