@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .rounding import rounded
+
 
 class Sequence(NamedTuple):
     """The indices and rows of one sequence's queries and keys."""
@@ -226,7 +228,7 @@ def attention_gradients_in_low_precision(
             p = torch.exp(scores - lse_h).masked_fill(~mask, 0.0)
             delta = (do_h * o_h).sum(1, keepdim=True) - dlse_h
             ds = p * (do_h @ v_h.T - delta) * slope
-            p, ds = (_rounded(x, q.dtype, jitter) for x in (p, ds))
+            p, ds = (rounded(x, q.dtype, jitter) for x in (p, ds))
             dq[at_q][:, head] = scale * (ds @ k_h)
             dk[at_k][:, head // group] += scale * (ds.T @ q_h)
             dv[at_k][:, head // group] += p.T @ do_h
@@ -311,7 +313,7 @@ def _one_head(
         lse = torch.where(unseen, sink, lse)
         p = p.masked_fill(unseen[:, None], 0.0)
     if p_dtype is not None:
-        p = _rounded(p, p_dtype, jitter)
+        p = rounded(p, p_dtype, jitter)
     if len(p) == 0 or (not by_row and bool(v.isfinite().all())):
         return p @ v, lse
     # 0 times NaN is NaN, so each row sums over its visible keys only.
@@ -324,11 +326,3 @@ def _products_by_row(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> to
     for i in range(q.shape[0]):
         products[i, mask[i]] = k[mask[i]] @ q[i]
     return products
-
-
-def _rounded(x: torch.Tensor, dtype: torch.dtype, jitter: torch.Generator | None) -> torch.Tensor:
-    """x rounded to `dtype`, and back; with `jitter`, while multiplied by random factors."""
-    if jitter is None:
-        return x.to(dtype).to(x.dtype)
-    factor = 1 + torch.rand(x.shape, generator=jitter, dtype=x.dtype)
-    return (x * factor).to(dtype).to(x.dtype) / factor

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .rounding import rounded
+
 CHUNK = 64
 L2NORM_EPSILON = 1e-6  # added to the sum of squares, as in flash-linear-attention
 # The backward divides by beta; a smaller |beta| counts as this, with its sign.
@@ -690,6 +692,7 @@ def kda_chunk_gradients(
     *,
     dtype: torch.dtype = torch.float64,
     stage_dtype: torch.dtype | None = None,
+    jitter: torch.Generator | None = None,
     **options: Any,
 ) -> KdaGradients:
     """The same gradients by chunks, as the kernels compute them: the states forwards, their
@@ -701,6 +704,8 @@ def kda_chunk_gradients(
             gradients, v_new and its like) and the operands of products made of these are rounded
             to. With `dtype` float32 this is plain code, whose error tests compare with that of the
             kernels. None rounds nothing.
+        jitter: a source of random factors, by which what is rounded to `stage_dtype` is multiplied
+            meanwhile: other roundings of the same size.
     """
 
     def slopes(leaves: _Tensors, options: dict[str, Any], *weights: torch.Tensor) -> _Tensors:
@@ -722,7 +727,8 @@ def kda_chunk_gradients(
         of_chunks = []
         for chunk in chunks(q_, cu_seqlens):
             at = (chunk.batch, chunk.rows)
-            tiles = _Tiles(scale, stage_dtype, *(x[at] for x in (q_, k_, v, g_, beta_)))
+            tokens = (x[at] for x in (q_, k_, v, g_, beta_))
+            tiles = _Tiles(scale, stage_dtype, jitter, *tokens)
             start = states[chunk.sequence]
             states[chunk.sequence] = tiles.forwards(start)
             of_chunks.append((chunk, tiles, start))
@@ -749,6 +755,7 @@ class _Tiles:
         self,
         scale: float,
         stage_dtype: torch.dtype | None,
+        jitter: torch.Generator | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -756,6 +763,7 @@ class _Tiles:
         beta: torch.Tensor,
     ) -> None:
         heads = v.shape[1]
+        self.jitter = jitter
         self.group, self.scale, self.stage_dtype = heads // q.shape[1], scale, stage_dtype
         self.q, self.k = (per_value_head(self.stored(x), heads).transpose(0, 1) for x in (q, k))
         self.v, g = v.transpose(0, 1), g.transpose(0, 1).cumsum(dim=1)
@@ -778,7 +786,7 @@ class _Tiles:
         self.decay = self.from_start[:, -1].unsqueeze(-1)
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:
-        return _stored(x, self.stage_dtype)
+        return _stored(x, self.stage_dtype, self.jitter)
 
     def forwards(self, state: torch.Tensor) -> torch.Tensor:
         """The state after the chunk."""
@@ -878,8 +886,10 @@ def _scale(scale: float | None, q: torch.Tensor) -> float:
     return float(q.shape[-1] ** -0.5) if scale is None else scale
 
 
-def _stored(x: torch.Tensor, stage_dtype: torch.dtype | None) -> torch.Tensor:
-    return x if stage_dtype is None else x.to(stage_dtype).to(x.dtype)
+def _stored(
+    x: torch.Tensor, stage_dtype: torch.dtype | None, jitter: torch.Generator | None = None
+) -> torch.Tensor:
+    return x if stage_dtype is None else rounded(x, stage_dtype, jitter)
 
 
 def _laid_out(states: torch.Tensor, state_v_first: bool) -> torch.Tensor:
