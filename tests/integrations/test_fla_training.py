@@ -168,6 +168,7 @@ def without(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     return lambda **given: call(**given | {name: given[name].detach()})
 
 
+@pytest.mark.slow  # six runs, each of five seconds or more
 def test_a_model_trains_to_the_same_losses(
     layers: Any, reached: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
