@@ -121,6 +121,8 @@ def assert_agrees(args: dict[str, Any], of: dict[str, Tensor], found: Gradients)
                     error = (x.double() - true.view(x.shape)).norm().item()
                     granted = 2 * _terms(args, theirs.dg.double() - exact.dg).norm().item()
                     assert error <= 2 * granted, f"error {error:.3e}, {granted:.3e}"
+                elif name == "g":
+                    assert_gate_agrees(args, x, theirs.dg, exact)
                 else:
                     what = f"gradient of {name}"
                     assert_no_worse(x, theirs[i].view(x.shape), true.view(x.shape), what)
@@ -129,6 +131,21 @@ def assert_agrees(args: dict[str, Any], of: dict[str, Tensor], found: Gradients)
                 failures.append(f"{name}: {failure}")
         else:
             raise AssertionError("\n".join(failures))
+
+
+def assert_gate_agrees(
+    args: dict[str, Any], actual: Tensor, theirs: Tensor, exact: KdaGradients
+) -> None:
+    """The error rule for the gradient of g. It is a difference of sums of k dk, which are not small
+    where gates are so large that nothing is left of it: their rounding in float32 is granted."""
+    error, granted = (
+        (x.to(actual.dtype).double() - exact.dg).norm().item() for x in (actual, theirs)
+    )
+    of_k = torch.cat([(args["k"].double() * exact.dk)[at] for at in spans(args)]).norm().item()
+    size = exact.dg.norm().item() + of_k
+    assert error <= 2 * granted + torch.finfo(torch.float32).eps * size, (
+        f"gradient of g: error {error:.3e}, plain {granted:.3e}, of {size:.3e}"
+    )
 
 
 def _terms(args: dict[str, Any], dg: Tensor) -> Tensor:
@@ -236,14 +253,8 @@ def test_gates_of_any_size(device: str, gate: float | str):
     of = weights(args)
     found = differentiated(args, of)
     if gate == -1000.0:  # nothing is left of the past: these gradients are 0 in float32
-        assert all(x.isfinite().all() for x in found.values())
         assert found["g"].abs().max() < 1e-30
-        del found["g"]
-        exact = kda_gradients(**definition(args), **of)._asdict()
-        for name, x in found.items():
-            torch.testing.assert_close(x.double(), exact[f"d{name}"], rtol=0.02, atol=1e-2)
-    else:
-        assert_agrees(args, of, found)
+    assert_agrees(args, of, found)
 
 
 @pytest.mark.everywhere
