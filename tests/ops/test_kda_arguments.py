@@ -789,7 +789,7 @@ def test_planned_kernels_fit_in_shared_memory(arch: str, dims: tuple[int, int]):
         *plan_chunk_kda(arch, **options),
         *plan_chunk_kda(arch, **options, return_intermediate_states=True),
     ]
-    small = smem_bytes(arch) < 100 * 1024 and dims[0] == 128
+    small = arch == "sm_86" and dims[0] == 128  # sm_120 has as little, but clusters
     if small:
         with pytest.raises(NotImplementedError, match=f"head_dim_k={dims[0]} does not fit {arch}"):
             plan_chunk_kda_backward(arch, **options)
