@@ -96,9 +96,9 @@ class Recorder:
         if set(self.quick) < set(test_files()):  # the start of a part of the files is no measure
             del self.seconds[START]
         record = {file: row for file, row in read().items() if file in there}
-        for file, seconds in self.seconds.items():
+        for file in self.seconds | self.total:  # a file may have slow tests only
             record[file] = {
-                "seconds": round(seconds, 1),
+                "seconds": round(self.seconds[file], 1),
                 "quick": self.quick[file],
                 "all": self.total[file],
             }
