@@ -6,14 +6,15 @@ The last kernel of the backward. It needs nothing from another chunk.
     channels. The CTAs of both halves are a cluster.
       load       q, k and their inverse norms, once
       for each value head of the group:
-        gates      the sums of gates within sub-chunks (warps 0 to 3)
+        gates      the sums of gates within sub-chunks
         for each 64 columns of V:
           state      do S^T, dr S^T, v' dS'^T; dAqk = do v'^T, dLhat = -dr v'^T; sum_V S dS'
         beta       dbeta, from the diagonal of dr v'^T; rows of dv whose beta is nearly 0
         products   the products within the chunk (`decayed_products`)
         dG         q dq + k row - k col to shared memory
-        gates      dg, and sums of the gradients of A_log and dt_bias (warps 0 to 3)
-      norms      dq and dk, summed over the group; the CTAs exchange q dq and k dk
+        gates      dg, and sums of the gradients of A_log and dt_bias; before the last head's, the
+                   CTAs exchange q dq and k dk
+      norms      dq and dk, summed over the group
 
 Both CTAs compute dAqk and dLhat: exchanging them would take longer. At K = 64 a CTA has all of K;
 so it has, with 16 warps, at K = 128 where the architecture has no clusters.
@@ -399,19 +400,21 @@ class KdaGradients:
         if cutlass.const_expr(self.spec.l2norm):
             if n + 1 == group:
                 self.sum_along(smem, barriers, cta, dq_sum, dk_sum)
-        aside = cutlass.const_expr(self.memory.can_put_aside and not self.spec.grouped)
-        at = smem + self.memory["stage"]
-        if cutlass.const_expr(aside):
-            self.memory.put_aside(at, dq_sum)
-            self.memory.put_aside(at + self.num_threads * SUMS * 4, dk_sum)
+        # With groups, the stage may be receiving the next head's tiles.
+        stage_is_free = cutlass.const_expr(self.memory.can_put_aside and not self.spec.grouped)
+        of_q = smem + self.memory["stage"]
+        of_k = of_q + self.num_threads * SUMS * 4
+        if cutlass.const_expr(stage_is_free):
+            self.memory.put_aside(of_q, dq_sum)
+            self.memory.put_aside(of_k, dk_sum)
         cute.arch.sync_warp()
         self.gates.store(
             smem, raw, self.rows(dg, place, head, cta), place.length, A_log, dt_bias, head,
             lower_bound,
         )  # fmt: skip
-        if cutlass.const_expr(aside):
-            self.memory.take_back(at, dq_sum)
-            self.memory.take_back(at + self.num_threads * SUMS * 4, dk_sum)
+        if cutlass.const_expr(stage_is_free):
+            self.memory.take_back(of_q, dq_sum)
+            self.memory.take_back(of_k, dk_sum)
         cute.arch.sync_threads()
         self.gates.store_partial_sums(smem, dA_log, ddt_bias, slot, head, cta)
 
