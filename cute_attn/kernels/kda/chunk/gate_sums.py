@@ -26,12 +26,12 @@ def is_outside(sums: Any) -> Any:
     return cute.arch.fmax(*distance) > reach
 
 
-def first_outside(sums: Any) -> Any:
+def first_outside(sums: Any, token: Any) -> Any:
     """Return the first token of a sub-chunk for which P of a warp's channels is out of range, or
-    16. `sums` is P of its tokens for two channels."""
+    16. `sums` is P of the tokens from `token` on, for two channels."""
     first = Int32(SUB_CHUNK)
-    for t in reversed(range(1, SUB_CHUNK)):
-        first = Int32(cutlass.select_(is_outside(sums[t]), Int32(t), first))
+    for t in reversed(range(len(sums))):
+        first = Int32(cutlass.select_(is_outside(sums[t]), Int32(token + t), first))
     for distance in (1, 2, 4, 8, 16):
         first = cutlass.min(first, cute.arch.shuffle_sync_bfly(first, distance))
     return first
@@ -90,7 +90,7 @@ class GateSums:
         thread, _, _ = cute.arch.thread_idx()
         first = Int32(SUB_CHUNK)
         if cute.arch.vote_any_sync(found):
-            first = first_outside(sums)
+            first = first_outside(sums[1:], 1)  # P of token 0 is 0
             self._store_rows_of_p(smem, pair, sub, sums)
         else:
             self._store_rows_of_p(

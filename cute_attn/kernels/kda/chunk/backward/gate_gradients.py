@@ -23,7 +23,7 @@ from ....common.spec import WARP_SIZE
 from ...gates import log_decay_gradients
 from ..chunks import row_offset
 from ..gate_inputs import GateInputs
-from ..gate_sums import is_outside
+from ..gate_sums import first_outside, is_outside
 from ..spec import CHUNK, GradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS
 from .layout import PART, GradientMemory
@@ -117,12 +117,7 @@ class GateGradients:
         first = Int32(SUB_CHUNK)
         if cute.arch.vote_any_sync(found):
             keep_branch()
-            for n in cutlass.range_constexpr(HALF):
-                t = HALF - 1 - n
-                first = Int32(cutlass.select_(is_outside(sums[t]), token + t, first))
-            for bit in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_bfly(first, offset=1 << bit)
-                first = cutlass.min(first, other)
+            first = first_outside(sums, token)
         if cute.arch.lane_idx() == 0:
             b, part = self.memory.warp_place()
             at = smem + self.memory["out_of_range"] + (b * self.memory.parts + part) * 4

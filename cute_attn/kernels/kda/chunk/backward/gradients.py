@@ -373,15 +373,12 @@ class KdaGradients:
 
         b, _ = self.memory.warp_place()
         aside = smem + self.memory["aside"]
-        if cutlass.const_expr(self.memory.can_put_aside):
-            self.memory.put_aside(aside, acc)
+        self.memory.put_aside(aside, acc)
         self.products.add_rows(smem, acc_q, acc_k, dG)
-        if cutlass.const_expr(self.memory.can_put_aside):
-            self.memory.take_back(aside, acc)
-            self.memory.put_aside(aside, dG)
+        self.memory.take_back(aside, acc)
+        self.memory.put_aside(aside, dG)
         self.products.add_columns(smem, acc)
-        if cutlass.const_expr(self.memory.can_put_aside):
-            self.memory.take_back(aside, dG)
+        self.memory.take_back(aside, dG)
         self.products.finish_columns(smem, acc, dG)
         in_range = self.gates.rows_in_range(smem, b)
         self.products.add_own(smem, in_range, acc_q, acc_k, acc, dG)
@@ -400,11 +397,10 @@ class KdaGradients:
         if cutlass.const_expr(self.spec.l2norm):
             if n + 1 == group:
                 self.sum_along(smem, barriers, cta, dq_sum, dk_sum)
-        # With groups, the stage may be receiving the next head's tiles.
-        stage_is_free = cutlass.const_expr(self.memory.can_put_aside and not self.spec.grouped)
         of_q = smem + self.memory["stage"]
         of_k = of_q + self.num_threads * SUMS * 4
-        if cutlass.const_expr(stage_is_free):
+        # With groups, the stage may be receiving the next head's tiles.
+        if cutlass.const_expr(not self.spec.grouped):
             self.memory.put_aside(of_q, dq_sum)
             self.memory.put_aside(of_k, dk_sum)
         cute.arch.sync_warp()
@@ -412,7 +408,7 @@ class KdaGradients:
             smem, raw, self.rows(dg, place, head, cta), place.length, A_log, dt_bias, head,
             lower_bound,
         )  # fmt: skip
-        if cutlass.const_expr(stage_is_free):
+        if cutlass.const_expr(not self.spec.grouped):
             self.memory.take_back(of_q, dq_sum)
             self.memory.take_back(of_k, dk_sum)
         cute.arch.sync_threads()
@@ -438,7 +434,7 @@ class KdaGradients:
             if cutlass.const_expr(self.bulk):
                 barriers.wait("stage_full", n * self.tiles_v + t)
             cute.arch.sync_threads()
-            if t == 0:
+            if t == 0:  # the barrier before it has ended `store_sums` too
                 self.gates.finish_sums(smem)
             self.multiply(stage, acc_q, acc_k, acc, daqk, dlower, of_state)
             cute.arch.sync_threads()

@@ -181,7 +181,8 @@ class GradientMemory(SharedMemory):
     # -- registers put aside ------------------------------------------------------------------
 
     def put_aside(self, at: Any, values: cute.Tensor) -> None:
-        """Store a thread's SUMS values in shared memory from `at` on, so as not to spill them."""
+        """Store a thread's SUMS values in shared memory from `at` on, lest they spill. Where
+        there is no room for them they stay in registers."""
         for place, n in self._aside(at):
             store_shared(Float32, place, [values[n + i] for i in range(4)])
 
@@ -191,6 +192,8 @@ class GradientMemory(SharedMemory):
                 values[n + i] = x
 
     def _aside(self, at: Any) -> list[tuple[Any, int]]:
+        if not self.can_put_aside:
+            return []
         thread, _, _ = cute.arch.thread_idx()
         return [(at + (n * self.num_threads + thread * 4) * 4, n) for n in range(0, SUMS, 4)]
 

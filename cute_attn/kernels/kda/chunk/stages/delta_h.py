@@ -20,7 +20,8 @@ rather than once for each warp. Its products overlap the start of copies and the
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -63,6 +64,19 @@ from ..tiles import (
 TILE_V = 64  # with 32, or 128 on sm_90, the kernel would spill
 
 
+class Placeholders(NamedTuple):
+    """See `ChunkStates.placeholders`."""
+
+    of_k: Callable[[], Any]
+    of_v: Callable[[], Any]
+    g: Any
+    start: Any  # initial_state or its gradient
+    end: Any  # final_state or its gradient
+    cu_seqlens: Any
+    h: Any  # or its gradient
+    stream: Any
+
+
 class ChunkStates:
     """What `delta_h` and its backward share: the state's registers, the decays of chunks, and the
     stores of h and v_new."""
@@ -86,6 +100,29 @@ class ChunkStates:
         self.smem_bytes = self.memory.nbytes
         self.stage_bytes = self.memory.buffers["chunk"].stage_bytes
         self.decay_bytes = self.memory.buffers["decay"].stage_bytes
+
+    def placeholders(self) -> Placeholders:
+        """Tensors to compile against, in which sizes other than K and V are symbols."""
+        spec = self.spec
+        batch, tokens, heads, chunks = (cute.sym_int() for _ in range(4))
+        sequences = cute.sym_int() if spec.varlen else batch
+
+        def rows(columns: int, element: Any = self.dtype) -> Any:
+            return fake_rows(element, (batch, tokens, heads, columns))
+
+        K, V = spec.head_dim_k, spec.head_dim_v
+        matrix = (V, K) if spec.state_v_first else (K, V)
+        leading = (sequences, heads)
+        return Placeholders(
+            of_k=lambda: rows(K),
+            of_v=lambda: rows(V),
+            g=rows(K, Float32),
+            start=fake_matrices(leading, matrix) if spec.has_initial_state else None,
+            end=fake_matrices(leading, matrix) if spec.has_final_state else None,
+            cu_seqlens=fake_offsets(spec.index_dtype),
+            h=fake_matrices((batch, chunks, heads), matrix, self.dtype),
+            stream=make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
 
     # -- decays -------------------------------------------------------------------------------
 
@@ -173,27 +210,18 @@ class KdaDeltaH(ChunkStates):
         super().__init__(spec, stage)
 
     def fake_args(self) -> tuple[Any, ...]:
-        spec, dtype = self.spec, self.dtype
-        batch, tokens, heads, chunks = (cute.sym_int() for _ in range(4))
-        sequences = cute.sym_int() if spec.varlen else batch
-
-        def rows(columns: int, element: Any = dtype) -> Any:
-            return fake_rows(element, (batch, tokens, heads, columns))
-
-        K, V = spec.head_dim_k, spec.head_dim_v
-        matrix = (V, K) if spec.state_v_first else (K, V)
-        leading = (sequences, heads)
+        x = self.placeholders()
         return (
-            rows(K),
-            rows(K),
-            rows(V),
-            rows(K, Float32),
-            fake_matrices(leading, matrix) if spec.has_initial_state else None,
-            fake_offsets(spec.index_dtype),
-            fake_matrices((batch, chunks, heads), matrix, dtype),
-            rows(V) if spec.store_v_new else None,
-            fake_matrices(leading, matrix) if spec.has_final_state else None,
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+            x.of_k(),
+            x.of_k(),
+            x.of_v(),
+            x.g,
+            x.start,
+            x.cu_seqlens,
+            x.h,
+            x.of_v() if self.spec.store_v_new else None,
+            x.end,
+            x.stream,
         )
 
     @cute.jit

@@ -20,9 +20,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream
 
-from ....common.arguments import fake_matrices, fake_offsets, fake_rows
 from ....common.dtypes import DTYPE
 from ....common.ptx.memory import shared_address
 from ....common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
@@ -66,30 +64,21 @@ class KdaDeltaHBackward(ChunkStates):
         super().__init__(spec, stage)
 
     def fake_args(self) -> tuple[Any, ...]:
-        spec, dtype = self.spec, self.dtype
-        batch, tokens, heads, chunks = (cute.sym_int() for _ in range(4))
-        sequences = cute.sym_int() if spec.varlen else batch
-
-        def rows(columns: int, element: Any = dtype) -> Any:
-            return fake_rows(element, (batch, tokens, heads, columns))
-
-        K, V = spec.head_dim_k, spec.head_dim_v
-        matrix = (V, K) if spec.state_v_first else (K, V)
-        leading = (sequences, heads)
+        x = self.placeholders()
         return (
-            rows(K),
-            rows(K),
-            rows(K),
-            rows(K, Float32),
-            rows(V),
-            rows(V),
-            fake_matrices(leading, matrix) if spec.has_final_state else None,
-            fake_offsets(spec.index_dtype),
-            fake_matrices((batch, chunks, heads), matrix, dtype),
-            fake_matrices(leading, matrix) if spec.has_initial_state else None,
-            rows(V),
+            x.of_k(),
+            x.of_k(),
+            x.of_k(),
+            x.g,
+            x.of_v(),
+            x.of_v(),
+            x.end,
+            x.cu_seqlens,
+            x.h,
+            x.start,
+            x.of_v(),
             Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+            x.stream,
         )
 
     @cute.jit
