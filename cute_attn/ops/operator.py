@@ -5,11 +5,12 @@ schema, and a subclass of `Operator` with its checks, its choice of kernels and 
 class adds the table of loaded kernels, the route of a call, the registration with torch.library,
 the fake implementation, autograd, and error messages for calls that compiled host code refuses.
 
-A call takes one of two routes. Plain tensors and parameters go straight to the kernel (`forward`).
-If torch may intercept the call, it goes through torch's dispatcher, as with torch's own operators:
-under torch.compile or a dispatch mode, with a tensor subclass, or with an object that has
-`__torch_function__` (`routed`), and if a gradient is needed (`forward`). The dispatcher then calls
-the registered operator's implementation, which treats every tensor that it gets as plain memory.
+A call takes one of two routes. Plain tensors and parameters go straight to the kernel (`forward`),
+through a torch.autograd.Function if a gradient is needed (`recorded`). If torch may intercept the
+call, it goes through torch's dispatcher, as with torch's own operators: under torch.compile or a
+dispatch mode, with a tensor subclass, or with an object that has `__torch_function__` (`routed`).
+The dispatcher then calls the registered operator's implementation, which treats every tensor that
+it gets as plain memory.
 
 The public function chooses the route first, with inline tests because a call would cost time:
 
@@ -30,7 +31,8 @@ A wrapper subclass that has no memory must not reach a kernel: its address is 0.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, get_type_hints
 
 import torch
@@ -99,7 +101,7 @@ class Operator(Generic[_Arguments]):
 
     Methods that every subclass defines: `check`, `prepare`, and either `key` and `launch`, or
     `forward`, which does the work of both in one Python frame and so costs less per call. Such a
-    `forward` must hand a call that `takes_gradient` to `_dispatched`, and exceptions to `failed`.
+    `forward` must hand a call that `takes_gradient` to `recorded`, and exceptions to `failed`.
     `outputs` is required if `written` is empty. `check_memory`, `readable`, `nothing` and `stale`
     have defaults. An operator with a gradient also defines `saved`, `kept` and `backward`.
     """
@@ -129,6 +131,8 @@ class Operator(Generic[_Arguments]):
         self._required = {name for name in self._tensors if hints[name] is Tensor}
         if self.written:
             self._required.discard("out")
+        names = (*self.arguments._fields, *(name for name, _ in self.results))
+        self._saved_positions = [(name, names.index(name)) for name in self.saved]
         self._first = next(name for name in self._tensors if name in self._required)
         self._register(hints)
 
@@ -214,7 +218,7 @@ class Operator(Generic[_Arguments]):
         """
         key = None
         if is_grad_enabled() and self.takes_gradient(*[arguments[i] for i in self._positions]):
-            return self._dispatched(arguments)
+            return self.recorded(*arguments)
         try:
             if ready is None:
                 key = self.key(*arguments)
@@ -350,14 +354,14 @@ class Operator(Generic[_Arguments]):
         anew for each of them, which took most of the time of a call in training."""
         operator, overload = self, self.registered.default
 
-        def below(keyset: Any, arguments: tuple[Any, ...]) -> Any:
+        def below(keyset: Any, *arguments: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
         class Function(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
-                results = below(keyset, arguments)
+            def forward(ctx: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
+                results = compute(*arguments)
                 operator._save(ctx, arguments, results)
                 return results
 
@@ -367,10 +371,22 @@ class Operator(Generic[_Arguments]):
 
         def implementation(keyset: Any, *arguments: Any) -> Any:
             if is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-                return Function.apply(keyset, *arguments)
-            return below(keyset, arguments)
+                return Function.apply(partial(below, keyset), *arguments)
+            return below(keyset, *arguments)
 
         _library.impl(self.name, implementation, "Autograd", with_keyset=True)
+        self._function = Function
+
+    def recorded(self, *arguments: Any) -> Any:
+        """Run the operator on plain tensors of which one requires a gradient: as the dispatcher
+        would, without the time that it takes to convert the arguments twice."""
+        given = self.arguments(*arguments)
+        check_transforms(**self.tensors(given))
+        a = given._replace(**self.kept)
+        return self._requested(given, self._function.apply(self._compute, *a))
+
+    def _compute(self, *arguments: Any) -> Any:
+        return _filled(self.forward(*arguments))
 
     def _dispatched(self, arguments: tuple[Any, ...]) -> Any:
         """Call the registered operator, so that the dispatcher sees the call."""
@@ -383,7 +399,10 @@ class Operator(Generic[_Arguments]):
             a = self._with_out(a, torch.contiguous_format)
             self.registered(*a)
             return a.out
-        results = self.registered(*a)
+        return self._requested(given, self.registered(*a))
+
+    def _requested(self, given: Any, results: Any) -> Any:
+        """The results, None for those that the call's arguments do not request."""
         if len(self.results) == 1:
             return results
         return tuple(
@@ -407,17 +426,20 @@ class Operator(Generic[_Arguments]):
         return _filled(self.outputs(a))
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        results = output if isinstance(output, tuple) else (output,)
-        names = [name for name, _ in self.results]
-        values = self.arguments(*inputs)._asdict() | dict(zip(names, results, strict=True))
+        a = self.arguments(*inputs)
         for name, value in self.kept.items():
-            if values[name] != value:  # a direct call of torch.ops.cute_attn.<name>
-                raise ValueError(f"{name} is {values[name]}, must be {value} for a gradient")
-        saved = {name: values[name] for name in self.saved}
-        tensors = [name for name, x in saved.items() if isinstance(x, Tensor)]
-        ctx.save_for_backward(*(saved[name] for name in tensors))
-        ctx.tensors = tensors
-        ctx.rest = {name: x for name, x in saved.items() if name not in tensors}
+            found = getattr(a, name)
+            if found != value:  # a direct call of torch.ops.cute_attn.<name>
+                raise ValueError(f"{name} is {found}, must be {value} for a gradient")
+        values = (*a, *output) if isinstance(output, tuple) else (*a, output)
+        tensors: dict[str, Tensor] = {}
+        rest: dict[str, Any] = {}
+        for name, position in self._saved_positions:
+            x = values[position]
+            (tensors if isinstance(x, Tensor) else rest)[name] = x
+        ctx.save_for_backward(*tensors.values())
+        ctx.tensors = tuple(tensors)
+        ctx.rest = rest
         ctx.set_materialize_grads(False)
 
     def _backward(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -112,12 +112,10 @@ class Forward(Operator[Arguments]):
     ) -> tuple[Tensor, Tensor | None]:
         key = None
         if is_grad_enabled() and self.takes_gradient(q, k, v, learnable_sink):
-            return self._dispatched(  # type: ignore[no-any-return]
-                (
-                    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
-                    softmax_scale, causal, window_left, window_right, learnable_sink, softcap,
-                    scheduler, return_lse,
-                )
+            return self.recorded(  # type: ignore[no-any-return]
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
+                softmax_scale, causal, window_left, window_right, learnable_sink, softcap,
+                scheduler, return_lse,
             )  # fmt: skip
         try:
             if ready is None:

@@ -282,14 +282,12 @@ class _Chunk(Operator[ChunkArguments]):
         if is_grad_enabled() and self.takes_gradient(
             q, k, v, g, beta, initial_state, A_log, dt_bias
         ):
-            return self._dispatched(  # type: ignore[no-any-return]
-                (
-                    q, k, v, g, beta, scale, initial_state, output_final_state,
-                    use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                    allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
-                    return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log,
-                    dt_bias, keep_states,
-                )
+            return self.recorded(  # type: ignore[no-any-return]
+                q, k, v, g, beta, scale, initial_state, output_final_state,
+                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                allow_neg_eigval, safe_gate, lower_bound, disable_recompute,
+                return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A_log,
+                dt_bias, keep_states,
             )  # fmt: skip
         try:
             if ready is None:
