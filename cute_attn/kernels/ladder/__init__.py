@@ -1,0 +1,1 @@
+"""The FMHA ladder: one attention forward, written again with one more idea at each step."""

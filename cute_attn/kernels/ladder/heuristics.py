@@ -1,0 +1,92 @@
+"""The only place that chooses the ladder's tiles; docs/ladder.md has the measurements."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..common.spec import smem_bytes
+from .spec import ELEMENT_BYTES, FmhaLadderSpec
+
+RESERVED_BYTES = 1024  # of shared memory, by the system for each CTA
+K_STAGES, V_STAGES = 2, 4  # at most, from step 3 on
+PIPELINED, OCCUPANCY = 3, 4  # the first steps with stages, and with an occupancy target
+
+
+class Config(NamedTuple):
+    """Tiles by name; those of sm_100 and sm_120 are the published ladder's."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    occupancy: int
+
+
+CONFIGS = {
+    "sm_80": Config(128, 64, 4, 2),
+    "sm_90": Config(128, 64, 4, 2),
+    "sm_100": Config(256, 128, 8, 1),
+    "sm_100-2": Config(128, 128, 4, 2),
+    "sm_120": Config(64, 64, 4, 2),
+}
+
+
+def config_of(arch: str) -> str:
+    """The name of the configuration for a target such as "sm_90a"."""
+    name = arch.rstrip("af")
+    return {"sm_103": "sm_100", "sm_90": "sm_90", "sm_100": "sm_100", "sm_80": "sm_80"}.get(
+        name, "sm_120"
+    )
+
+
+def stages(tile_m: int, tile_n: int, head_dim: int, occupancy: int, arch: str) -> tuple[int, int]:
+    """Stages of K and of V: as many of 2 and 4 as fit with `occupancy` CTAs on an SM."""
+    tile = tile_n * head_dim * ELEMENT_BYTES
+    limit = (smem_bytes(arch) + RESERVED_BYTES) // max(1, occupancy) - RESERVED_BYTES
+    room = (limit - tile_m * head_dim * ELEMENT_BYTES) // tile
+    k_stages = min(K_STAGES, max(1, room // 2))
+    return k_stages, min(V_STAGES, max(1, room - k_stages))
+
+
+def spec_of(
+    step: int,
+    arch: str,
+    *,
+    dtype: str = "float16",
+    head_dim: int = 128,
+    causal: bool = True,
+    config: str | None = None,
+    tile_m: int | None = None,
+    tile_n: int | None = None,
+    num_warps: int | None = None,
+    occupancy: int | None = None,
+    k_stages: int | None = None,
+    v_stages: int | None = None,
+) -> FmhaLadderSpec:
+    """The spec of a step on `arch`; None leaves a value to the configuration.
+
+    Raises:
+        ValueError: an unknown configuration, or values that no kernel supports.
+    """
+    name = config_of(arch) if config is None else config
+    if name not in CONFIGS:
+        raise ValueError(f"config is {name!r}, must be one of {tuple(CONFIGS)}")
+    chosen = CONFIGS[name]
+    tile_m = chosen.tile_m if tile_m is None else tile_m
+    tile_n = chosen.tile_n if tile_n is None else tile_n
+    if occupancy is None:
+        occupancy = chosen.occupancy if step >= OCCUPANCY else 0
+    fit = (1, 1)
+    if step >= PIPELINED:
+        fit = stages(tile_m, tile_n, head_dim, occupancy, arch)
+    return FmhaLadderSpec(
+        step=step,
+        dtype=dtype,
+        head_dim=head_dim,
+        causal=causal,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        num_warps=chosen.num_warps if num_warps is None else num_warps,
+        k_stages=fit[0] if k_stages is None else k_stages,
+        v_stages=fit[1] if v_stages is None else v_stages,
+        occupancy=occupancy,
+    )
