@@ -58,7 +58,8 @@ def deliver(report: Report, out: Path | None, json: Path | None) -> None:
 
 
 def write_report(report: Report, directory: Path) -> list[Path]:
-    """Write JSON, Markdown and, for plots and with matplotlib, a PNG. Returns their paths.
+    """Write JSON, Markdown, the log if there is one and, for plots and with matplotlib, a PNG.
+    Returns their paths.
 
     Raises:
         ReportError: see `Report.validate`; nothing is written.
@@ -70,4 +71,12 @@ def write_report(report: Report, directory: Path) -> list[Path]:
     picture = draw(report, directory / f"{report.stem}.png")
     markdown_path = directory / f"{report.stem}.md"
     markdown_path.write_text(report.to_markdown(picture.name if picture else None))
-    return [json_path, markdown_path, *([picture] if picture else [])]
+    log_path = directory / f"{report.stem}.log"
+    if report.log:
+        log_path.write_text("\n".join(report.log) + "\n")
+    return [
+        json_path,
+        markdown_path,
+        *([picture] if picture else []),
+        *([log_path] if report.log else []),
+    ]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .report import Plot, Report
+from .report import Plot, Report, Row
 
 
 def draw(report: Report, path: Path) -> Path | None:
@@ -27,15 +27,36 @@ def draw(report: Report, path: Path) -> Path | None:
     figure = Figure(figsize=(6.4 * len(report.plots), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     for index, plot in enumerate(report.plots):
-        _draw_one(figure.add_subplot(1, len(report.plots), index + 1), report, plot)
+        draw_one = _waterfall if plot.kind == "waterfall" else _draw_one
+        draw_one(figure.add_subplot(1, len(report.plots), index + 1), report, plot)
     facts = report.environment
     figure.suptitle(f"{facts.get('gpu') or facts.get('cpu')}, {facts.get('date')}")
     figure.savefig(path, dpi=120)
     return path
 
 
+def _matching(report: Report, plot: Plot) -> list[Row]:
+    return [r for r in report.rows if all(r[key] == value for key, value in plot.where.items())]
+
+
+def _waterfall(axes: Any, report: Report, plot: Plot) -> None:
+    (row,) = _matching(report, plot)
+    before = 0.0
+    for name in plot.ys:
+        value = row[name]
+        if not isinstance(value, float):
+            continue  # not measured
+        axes.bar(name, value - before, bottom=before, color="C0" if value >= before else "C3")
+        axes.annotate(f"{value:.0f}", (name, max(value, before)), ha="center", va="bottom")
+        before = value
+    axes.set_title(plot.title)
+    axes.set_ylabel(plot.y_label)
+    axes.tick_params(axis="x", rotation=60)
+    axes.grid(alpha=0.3, axis="y")
+
+
 def _draw_one(axes: Any, report: Report, plot: Plot) -> None:
-    rows = [r for r in report.rows if all(r[key] == value for key, value in plot.where.items())]
+    rows = _matching(report, plot)
     for column in plot.ys:
         points = [(row[plot.x], row[column]) for row in rows if row[column] is not None]
         if points:

@@ -28,6 +28,9 @@ BENCHMARKS = {
     "emulator": Listed(
         "emulator", "speed of the emulator, with and without its checks; needs no GPU"
     ),
+    "fmha-ladder": Listed(
+        "ladder.fmha", "what each optimisation of an attention forward brings, step by step"
+    ),
     "gpu-check": Listed(
         "gpu_check", "everything that needs a GPU: its tests, then short benchmarks"
     ),

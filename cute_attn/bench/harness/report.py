@@ -50,6 +50,8 @@ class Plot:
 
     Attributes:
         lines: a horizontal line at each value, by label.
+        kind: "lines", or "waterfall": bars for the one row that matches, each from the value of
+            the column before it to its own.
     """
 
     x: str
@@ -60,6 +62,7 @@ class Plot:
     lines: Mapping[str, float] = field(default_factory=dict)
     log_x: bool = False
     log_y: bool = False
+    kind: str = "lines"
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Report:
         rows: the table; all rows have the same keys, units in the names.
         verdicts: the targets; notes: lines of text; plots: to draw from the rows.
         parts: reports that this one summarises.
+        log: lines, in the order of time, for a file of their own.
         succeeded: False if the run itself failed, whatever its numbers.
         tag: part of the file names, to distinguish runs.
     """
@@ -89,6 +93,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
     parts: list[Report] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
     succeeded: bool = True
     tag: str = ""
 

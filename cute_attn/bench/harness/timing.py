@@ -233,6 +233,16 @@ def time_cuda_interleaved(
     return {name: Timing.from_samples(times) for name, times in samples_us.items()}
 
 
+def time_cudagraph(fn: Call, rep_ms: float = 20.0) -> Timing:
+    """Device times in microseconds by `triton.testing.do_bench_cudagraph`: a graph with as many
+    calls as fill `rep_ms`, replayed ten times; each sample is the mean of a replay. The L2 holds
+    what the previous call left."""
+    from triton.testing import do_bench_cudagraph
+
+    samples_ms = do_bench_cudagraph(fn, rep=rep_ms, return_mode="all")
+    return Timing.from_samples([sample * 1e3 for sample in samples_ms])
+
+
 def time_host(
     fns: Mapping[str, Call],
     *,

@@ -1,0 +1,219 @@
+"""A size of the FMHA ladder: inputs, contenders, and the check that comes before timing."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ... import launch
+from ...kernels.attention import table as attention_table
+from ...kernels.ladder.spec import FmhaLadderSpec
+from ...kernels.ladder.table import LadderStep
+from ...reference.attention import attention_in_low_precision, attention_reference
+from ..harness.agreement import Disagreement
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+CHECKED_ROWS = 1024  # at a time: the scores of these rows take memory
+MAX_ERROR_RATIO = 2.0  # of the error of plain low-precision arithmetic
+
+Call = Callable[[], torch.Tensor]
+
+
+class NotHere(RuntimeError):
+    """A contender that does not exist on this machine: an architecture or a package is missing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A size."""
+
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int
+    causal: bool
+    dtype: str
+
+    @property
+    def flops(self) -> float:
+        """Of both products; with a causal mask half of them count."""
+        pairs = self.seqlen**2 / (2 if self.causal else 1)
+        return 4.0 * self.batch * self.heads * pairs * self.head_dim
+
+    def tflops(self, time_us: float) -> float:
+        return self.flops / time_us / 1e6
+
+
+class Problem:
+    """Inputs `[B, S, H, D]` of a case, and what its output should be in a few heads."""
+
+    def __init__(self, case: Case, device: str, seed: int):
+        self.case = case
+        generator = torch.Generator(device).manual_seed(seed)
+        shape = (case.batch, case.seqlen, case.heads, case.head_dim)
+        self.q, self.k, self.v = (
+            torch.randn(shape, generator=generator, device=device).to(DTYPES[case.dtype])
+            for _ in range(3)
+        )
+        self.scale = case.head_dim**-0.5
+        self.out = torch.empty_like(self.q)
+        ends = {(0, 0), (case.batch - 1, case.heads - 1)}
+        self._heads = [(b, h, *self._expected(b, h)) for b, h in sorted(ends)]
+
+    def _expected(self, batch: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(float64 reference, plain low-precision arithmetic) of a head, some rows at a time."""
+        parts: list[tuple[torch.Tensor, ...]] = []
+        at = slice(batch, batch + 1), slice(head, head + 1)
+        q, k, v = (x[at[0], :, at[1]] for x in (self.q, self.k, self.v))
+        causal = self.case.causal
+        for start in range(0, self.case.seqlen, CHECKED_ROWS):
+            end = min(start + CHECKED_ROWS, self.case.seqlen)
+            keys = end if causal else self.case.seqlen  # so that the last row sees the last key
+            rows = q[:, start:end], k[:, :keys], v[:, :keys]
+            parts.append(
+                tuple(
+                    definition(*rows, causal=causal)[0][0, :, 0]
+                    for definition in (attention_reference, attention_in_low_precision)
+                )
+            )
+        expected, plain = (torch.cat(column) for column in zip(*parts, strict=True))
+        return expected, plain
+
+    def check(self, who: str, call: Call) -> float:
+        """Run a contender and compare its output with the reference, in norm and at worst.
+
+        Returns:
+            The larger of the two errors, as a multiple of that of plain arithmetic.
+
+        Raises:
+            Disagreement: an element is not finite, or an error is more than MAX_ERROR_RATIO times
+                that of plain arithmetic.
+        """
+        self.out.fill_(math.nan)
+        o = call()
+        if not bool(torch.isfinite(o).all()):
+            raise Disagreement(who, f"{who} left elements that are not finite at {self.case}")
+        worst = 0.0
+        for batch, head, expected, plain in self._heads:
+            own = (o[batch, :, head].double() - expected).abs()
+            allowed = (plain.double() - expected).abs()
+            for measure in (torch.linalg.vector_norm, torch.amax):
+                worst = max(worst, float(measure(own) / measure(allowed)))
+        if not worst <= MAX_ERROR_RATIO:
+            raise Disagreement(
+                who,
+                f"{who} has {worst:.3g} times the error of plain {self.case.dtype} arithmetic at "
+                f"{self.case}, at most {MAX_ERROR_RATIO:g}",
+            )
+        return worst
+
+    # -- contenders ---------------------------------------------------------------------------
+
+    def step(self, step: LadderStep, spec: FmhaLadderSpec | None) -> Call:
+        """A call of a step; `spec` is None for PyTorch."""
+        if step.kernel is None:
+            return self.pytorch()
+        function = launch.get_for(self.q.device, step.kernel, spec)
+        call = partial(function, self.q, self.k, self.v, self.out, self.scale)
+
+        def run() -> torch.Tensor:
+            call()
+            return self.out
+
+        return run
+
+    def pytorch(self, backend: Any = None) -> Call:
+        """PyTorch's scaled_dot_product_attention, with a backend of its own choice or a given
+        one."""
+        from torch.nn.attention import sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
+
+        def run() -> torch.Tensor:
+            o: torch.Tensor = scaled_dot_product_attention(
+                q, k, v, is_causal=self.case.causal, scale=self.scale
+            )
+            return o.transpose(1, 2)
+
+        def forced() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return run()
+
+        return run if backend is None else forced
+
+    def flash_attention_2(self) -> Call:
+        """PyTorch's flash backend, which is FlashAttention-2."""
+        from torch.nn.attention import SDPBackend
+
+        if not self.q.is_cuda:
+            raise NotHere("FlashAttention-2 needs a GPU")
+        return self.pytorch(SDPBackend.FLASH_ATTENTION)
+
+    def flash_attention_4(self) -> Call:
+        """
+        Raises:
+            NotHere: the package is missing, or there is no GPU.
+        """
+        if not self.q.is_cuda:
+            raise NotHere("FlashAttention-4 needs a GPU")
+        try:
+            from flash_attn.cute import flash_attn_func
+        except ImportError as error:
+            raise NotHere(f"FlashAttention-4 cannot be imported: {error}") from error
+
+        def run() -> torch.Tensor:
+            out = flash_attn_func(
+                self.q, self.k, self.v, softmax_scale=self.scale, causal=self.case.causal
+            )
+            o: torch.Tensor = out[0] if isinstance(out, tuple) else out
+            return o
+
+        return run
+
+    def production(self) -> Call:
+        """`cute_attn.flash_attn_func`.
+
+        Raises:
+            NotHere: it has no kernel for this architecture and head_dim.
+        """
+        from cute_attn import flash_attn_func
+
+        arch = launch.arch_for(self.q.device)
+        try:
+            attention_table.find("forward", arch, self.case.head_dim)
+        except NotImplementedError as error:
+            raise NotHere(str(error)) from error
+
+        def run() -> torch.Tensor:
+            o: torch.Tensor = flash_attn_func(
+                self.q, self.k, self.v, softmax_scale=self.scale, causal=self.case.causal
+            )
+            return o
+
+        return run
+
+
+def peers(problem: Problem) -> dict[str, Callable[[], Call]]:
+    """What is timed beside the steps, by name; each makes its call."""
+    return {
+        "flash-attention-2": problem.flash_attention_2,
+        "flash-attention-4": problem.flash_attention_4,
+        "production": problem.production,
+    }
+
+
+def compile_all(steps: Sequence[tuple[LadderStep, FmhaLadderSpec]], arch: str) -> None:
+    """Compile the steps' kernels on all cores; one that does not compile fails again when it is
+    loaded, by name."""
+    from ... import cache
+
+    requests = [(step.kernel, spec) for step, spec in steps if step.kernel is not None]
+    with contextlib.suppress(cache.CompileError):
+        launch.warmup(requests, arch=arch)

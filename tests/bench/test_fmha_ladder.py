@@ -1,0 +1,113 @@
+"""The tables of the FMHA ladder's benchmark, and a run in the emulator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cute_attn.bench.__main__ import main
+from cute_attn.bench.harness.output import write_report
+from cute_attn.bench.harness.report import Report
+from cute_attn.bench.ladder import fmha, problem
+from cute_attn.kernels.ladder import heuristics
+from cute_attn.kernels.ladder.table import find
+
+SMALL = ("--tile-m", "16", "--tile-n", "16", "--num-warps", "1")
+
+
+def timed(tflops: float) -> dict[str, object]:
+    return {"step": "", "latency_ms": 1.0, "tflops": tflops}
+
+
+def test_gains_are_over_the_last_step_that_was_timed():
+    names = ["0_pytorch", "1_basic", "2_math", "3_memory"]
+    table = {"0_pytorch": timed(50.0), "1_basic": timed(100.0), "3_memory": timed(150.0)}
+    assert fmha.impact_row(1024, table, names) == {
+        "seqlen": 1024,
+        "1_basic_pct": None,
+        "2_math_pct": None,
+        "3_memory_pct": 50.0,
+        "all_speedup": 1.5,
+    }
+    assert fmha.performance_row(1024, table, names)["2_math_tflops"] is None
+    assert fmha.with_speedup(table["1_basic"], table["0_pytorch"])["speedup_vs_pytorch"] == 2.0
+
+
+def test_targets_are_judged_from_4096_on_and_only_with_the_peer():
+    table = {"4_full": timed(80.0), "5_swizzle": timed(91.0), "flash-attention-2": timed(100.0)}
+    found = fmha.verdicts({1024: table, 4096: table}, "sm_90a")
+    assert [(v.name[:18], v.passed) for v in found] == [
+        ("S=4096: step 4 or ", True),
+        ("S=4096: step 10 at", None),
+    ]
+    table["5_swizzle"] = timed(89.0)
+    (portable,) = fmha.verdicts({4096: table}, "sm_80")
+    assert portable.passed is False and portable.detail == "0.890x"
+
+
+def test_a_report_has_all_tables_and_files(tmp_path: Path):
+    arguments = fmha.argparse.Namespace(causal=True, steps=[0, 1])
+    names = ("config", "tile_m", "tile_n", "num_warps", "occupancy", "k_stages", "v_stages")
+    vars(arguments).update(dict.fromkeys(names), dtype="float16", head_dim=128)
+    ladder = fmha.Ladder(arguments, "sm_90a", [find(0), find(1)])
+    case = problem.Case(4, 32, 1024, 128, True, "float16")
+    row = {"step": "1_basic", "latency_ms": 1.0, "tflops": 34.4, "error_ratio": 0.9}
+    report = ladder.report([case], {1024: {"1_basic": row}})
+    report.log = ["12:00:00 S=1024 1_basic"]
+    report.environment = {"gpu": "Test", "date": "2026-11-22"}
+    titles = [part.title for part in report.parts]
+    assert titles[0] == "Sequence length 1024"
+    assert titles[1].startswith("Optimization impact")
+    assert titles[2] == "Published by others, not measured here"
+    paths = write_report(report, tmp_path)
+    assert {path.suffix for path in paths} >= {".json", ".md", ".log"}
+    assert Report.from_json(paths[0].read_text()).to_json() == report.to_json()
+
+
+def test_flops_of_a_causal_case_are_half():
+    case = problem.Case(4, 32, 1024, 128, True, "float16")
+    assert case.flops == 4 * 4 * 32 * 1024**2 * 128 / 2
+    assert case.tflops(1e3) == pytest.approx(34.36, rel=1e-3)
+
+
+def test_a_wrong_step_is_reported_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    step = problem.Problem.step
+
+    def wrong(self, which, spec):
+        call = step(self, which, spec)
+        return (lambda: call().mul_(1.01)) if which.number == 1 else call
+
+    monkeypatch.setattr(problem.Problem, "step", wrong)
+    out = tmp_path / "out.json"
+    sizes = ("--seqlens", "20", "--head-dim", "64", "--steps", "1", "1", *SMALL)
+    code = main(["fmha-ladder", "--emulate", "sm_90a", *sizes, "--print-only", "--json", str(out)])
+    assert code == 1
+    document = json.loads(out.read_text())
+    assert document["rows"] == []
+    assert "1_basic FAILED: Disagreement: 1_basic has" in document["notes"][0]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"])
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_every_target_has_a_configuration_that_fits(arch: str, step: int):
+    spec = heuristics.spec_of(step, arch)
+    limit = heuristics.smem_bytes(arch)
+    assert spec.smem_bytes <= limit
+    if step >= heuristics.OCCUPANCY:
+        of_one = spec.smem_bytes + heuristics.RESERVED_BYTES
+        assert of_one * spec.occupancy <= limit + heuristics.RESERVED_BYTES
+
+
+def test_an_unknown_configuration_is_refused():
+    with pytest.raises(ValueError, match="config is 'sm_70', must be one of"):
+        heuristics.spec_of(1, "sm_90a", config="sm_70")
+    with pytest.raises(ValueError, match="tile_m is 48, must be one of"):
+        heuristics.spec_of(1, "sm_90a", tile_m=48)
+    with pytest.raises(ValueError, match="tile_m is 64, must be a multiple of 16 rows for each"):
+        heuristics.spec_of(1, "sm_90a", tile_m=64, num_warps=8)
+    with pytest.raises(ValueError, match="step is 99, must be one of"):
+        find(99)
