@@ -29,7 +29,7 @@ def test_gains_are_over_the_last_step_that_was_timed():
         "1_basic_pct": None,
         "2_math_pct": None,
         "3_memory_pct": 50.0,
-        "all_speedup": 1.5,
+        "speedup_vs_first": 1.5,
     }
     assert fmha.performance_row(1024, table, names)["2_math_tflops"] is None
     assert fmha.with_speedup(table["1_basic"], table["0_pytorch"])["speedup_vs_pytorch"] == 2.0

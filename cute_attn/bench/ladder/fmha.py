@@ -293,7 +293,7 @@ class Ladder:
         parts += [
             part(
                 "impact",
-                "Optimization impact by sequence length: speed over the step before, in percent",
+                "Optimization impact by sequence length: gain over the step before",
                 [impact_row(seqlen, tables[seqlen], steps) for seqlen in tables],
             ),
             part(
@@ -360,7 +360,7 @@ def impact_row(seqlen: int, table: dict[str, Row], steps: Sequence[str]) -> Row:
             gain = 100 * (times - 1)
         row[f"{name}_pct"] = gain
         before = table.get(name, before)
-    row["all_speedup"] = ratio(before, first)
+    row["speedup_vs_first"] = ratio(before, first)
     return row
 
 
