@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -63,8 +63,12 @@ class Problem:
         )
         self.scale = case.head_dim**-0.5
         self.out = torch.empty_like(self.q)
-        ends = {(0, 0), (case.batch - 1, case.heads - 1)}
-        self._heads = [(b, h, *self._expected(b, h)) for b, h in sorted(ends)]
+
+    @cached_property
+    def _heads(self) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """The first and the last head: batch, head, and what is expected of them."""
+        ends = {(0, 0), (self.case.batch - 1, self.case.heads - 1)}
+        return [(b, h, *self._expected(b, h)) for b, h in sorted(ends)]
 
     def _expected(self, batch: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(float64 reference, plain low-precision arithmetic) of a head, some rows at a time."""

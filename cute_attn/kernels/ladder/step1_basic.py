@@ -29,6 +29,7 @@ from ..attention.visibility import Visibility
 from ..common.carried import Carried
 from ..common.dtypes import DTYPE
 from ..common.numbers import INF
+from ..common.ptx.compiler import keep_branch
 from ..common.ptx.convert import pack
 from ..common.ptx.matrices import load_matrices
 from ..common.ptx.memory import shared_address, store_shared
@@ -92,7 +93,9 @@ class FmhaStep1:
         self.kernel(q, k, v, o, softmax_scale).launch(
             grid=[tiles, heads, batch],
             block=[self.spec.num_threads, 1, 1],
+            smem=self.memory.nbytes,
             min_blocks_per_mp=self.spec.occupancy,
+            preferred_smem_carveout=100,
             stream=stream,
         )
 
@@ -235,6 +238,7 @@ class FmhaStep1:
     ) -> Any:
         """P as left operands; scales `acc` and `total` to the new maximum."""
         if tile >= work.whole:
+            keep_branch()  # most tiles need no mask
             self.mask(work, s, tile)
         for row in cutlass.range_constexpr(self.rows):
             self.softmax_row(work, s[row, None], row, acc, maximum, total)

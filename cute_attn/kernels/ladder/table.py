@@ -35,7 +35,13 @@ def _kernel(number: int, name: str) -> KernelDef:
 
 STEPS = (
     LadderStep(0, "pytorch", "PyTorch's scaled_dot_product_attention as it chooses", None),
-    LadderStep(1, "basic", "tensor cores; K transposed through shared memory", _kernel(1, "basic")),
+    LadderStep(1, "basic", "tensor cores; K transposed in shared memory", _kernel(1, "basic")),
+    LadderStep(2, "math", "exponentials in base 2, the scale folded in", _kernel(2, "math")),
+    LadderStep(3, "memory", "loads ahead, K read without a transpose", _kernel(3, "memory")),
+    LadderStep(
+        4, "full", "occupancy target, approximate division, longest first", _kernel(4, "full")
+    ),
+    LadderStep(5, "swizzle", "swizzled shared memory, ldmatrix.x4", _kernel(5, "swizzle")),
 )
 
 
