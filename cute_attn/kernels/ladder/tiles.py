@@ -72,12 +72,15 @@ class TileLayout:
         thread, _, _ = cute.arch.thread_idx()
         units = self.row_bytes // UNIT_BYTES
         row, unit = thread // units, thread % units
-        target = shared + self.offset(row, unit)
+        offset = self.offset(row, unit)
         at = source.address + Int64(first + row) * source.pitch + Int64(unit * UNIT_BYTES)
         step = num_threads // units
         for i in range(0, rows, step):
             present = first + row + i < source.length
-            copy_async(target + i * self.row_bytes, at + i * source.pitch, present)
+            # i has no bit in common with row, so that it flips bits of the swizzle.
+            flip = (i & 7) * UNIT_BYTES if self.swizzled else 0
+            target = (offset ^ flip) + i * self.row_bytes
+            copy_async(shared + target, at + i * source.pitch, present)
 
     def store(self, dtype: Any, values: list[Any], shared: Any, target: Rows, first: Any) -> None:
         """Store a warp's accumulators of 16 rows to global memory, 16 bytes of a row at a time,
