@@ -331,6 +331,11 @@ def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str]) -> None
         help="milliseconds for which the peer's autotuner times a configuration (its default: 100)",
     )
     parser.add_argument(
+        "--peer-share",
+        action="store_true",
+        help="let the peer run packed sequences with what its autotuner chose for dense ones",
+    )
+    parser.add_argument(
         "--peer-tuning",
         type=pathlib.Path,
         metavar="DIR",

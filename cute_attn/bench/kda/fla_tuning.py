@@ -2,10 +2,10 @@
 
 For every number of heads the autotuner compiles some 80 configurations, one after the other, and
 times each. `compile_peer` compiles them in several processes beforehand, so that the autotuner
-finds them in Triton's cache. `bound_timing` shortens the timing of each. `share_norms` keeps the
-norms, whose key depends on the number of tokens, from being tuned for each size. `keep_tuning`
-writes the choices to files that flash-linear-attention reads (`FLA_CONFIG_DIR`), for later runs on
-the same kind of GPU.
+finds them in Triton's cache. `bound_timing` shortens the timing of each. `share` keeps the norms,
+whose key depends on the number of tokens, from being tuned for each size, and on request packed
+sequences from being tuned beside dense ones. `keep_tuning` writes the choices to files that
+flash-linear-attention reads (`FLA_CONFIG_DIR`), for later runs on the same kind of GPU.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import argparse
 import contextlib
 import gc
 import json
+import operator
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,8 @@ def compiled_peer(
         print(f"compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     for case in cases:
         start = time.perf_counter()
+        if args.peer_share and case.sequences:
+            share(tuners())
         with problem.freed(), contextlib.suppress(Exception):  # a later check reports the error
             warm(kind, case)
         seconds = time.perf_counter() - start
@@ -73,7 +76,9 @@ def compiled_peer(
         share_norms()
     if args.peer_tuning:
         keep_tuning(args.peer_tuning)
-    tuned = "; ".join(str(case) for case in cases)
+    if args.peer_share:
+        notes.append("FLA runs packed sequences with what its autotuner chose for dense ones")
+    tuned = "; ".join(str(case) for case in cases if not (args.peer_share and case.sequences))
     return True, [f"FLA's autotuner chose at {tuned}", *notes]
 
 
@@ -166,19 +171,24 @@ def bound_timing(rep_ms: float) -> None:
 
 
 class Shared(dict[Any, Any]):
-    """The choices of an autotuner, of which the first serves every other key."""
+    """The choices of an autotuner, of which the one with the most similar key serves a new key."""
 
     def __contains__(self, key: object) -> bool:
         return True
 
     def __missing__(self, key: Any) -> Any:
-        return next(iter(self.values()))
+        return self[max(self, key=lambda known: sum(map(operator.eq, known, key)))]
 
 
 def share_norms() -> None:
     """Let the first choice for a kernel of the norms serve every number of tokens."""
-    for tuner in tuners():
-        if "NB" in tuner.keys and tuner.cache and not isinstance(tuner.cache, Shared):
+    share(tuner for tuner in tuners() if "NB" in tuner.keys)
+
+
+def share(these: Iterable[Any]) -> None:
+    """Let the choices of these autotuners so far serve all later calls."""
+    for tuner in these:
+        if tuner.cache and not isinstance(tuner.cache, Shared):
             tuner.cache = Shared(tuner.cache)
 
 

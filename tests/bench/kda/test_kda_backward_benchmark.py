@@ -309,6 +309,13 @@ def test_the_norms_are_tuned_once(monkeypatch):
     assert (12,) not in others.cache and (128, 2) not in idle.cache
 
 
+def test_packed_sequences_take_what_was_chosen_for_the_nearest_dense_ones():
+    tuner = SimpleNamespace(cache={(12, 12, False): "few", (64, 64, False): "many"})
+    fla_tuning.share([tuner])
+    assert tuner.cache[64, 64, True] == "many" and tuner.cache[12, 12, True] == "few"
+    assert tuner.cache[64, 64, False] == "many"
+
+
 def test_the_timing_of_a_configuration_is_bounded(monkeypatch):
     tuner, testing = ModuleType("triton.runtime.autotuner"), ModuleType("triton.testing")
     tuner.Autotuner = type("Autotuner", (), {"do_bench": None})
