@@ -159,7 +159,7 @@ def test_no_package_registry_is_named() -> None:
 # Where a family of kernels names them to the cache, which device code must know nothing of.
 TABLES = {
     f"cute_attn.kernels.{family}.table"
-    for family in ("attention", "common", "kda", "ladder", "lightning")
+    for family in ("async_copy", "attention", "common", "kda", "ladder", "lightning")
 }
 
 FORBIDDEN = {

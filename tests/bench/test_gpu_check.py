@@ -69,6 +69,7 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     found = stages(everything, Path("tests/gpu"), 200.0, tmp_path)
     assert found[0].is_tests
     assert [s.name for s in found[1:]] == [
+        "async-copy",
         "attention-exchange",
         "cache --repeats 1",
         "kda-backward --no-peer",

@@ -21,6 +21,9 @@ class Listed(NamedTuple):
 
 
 BENCHMARKS = {
+    "async-copy": Listed(
+        "async_copy.study", "copies of tiles to shared memory: plain loads, cp.async, bulk and TMA"
+    ),
     "attention-exchange": Listed(
         "attention.exchange", "st.async between CTAs, as the dK/dV kernel at head_dim 256 uses it"
     ),

@@ -10,12 +10,12 @@ from cutlass import Int32, Int64
 from .asm import asm
 
 
-def copy_async(shared: Any, source: Any, present: Any) -> None:
-    """Start a `cp.async` of 16 bytes from a 64-bit global address to a 32-bit shared address. Where
-    `present` is false it reads nothing and writes zeros. Commit and wait with
-    `cute.arch.cp_async_commit_group` and `cp_async_wait_group`."""
+def copy_async(shared: Any, source: Any, present: Any, *, level: str = "cg") -> None:
+    """Start a `cp.async` of 16 bytes from a 64-bit global address to a 32-bit shared address,
+    through L2 only ("cg") or L1 too ("ca"). Where `present` is false it reads nothing and writes
+    zeros. Commit and wait with `cute.arch.cp_async_commit_group` and `cp_async_wait_group`."""
     nbytes = Int32(16) if present is True else cutlass.select_(present, Int32(16), Int32(0))
-    text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+    text = f"cp.async.{level}.shared.global [$0], [$1], 16, $2;"
     asm(text, [], [Int32(shared), Int64(source), Int32(nbytes)], memory=True)
 
 

@@ -1,0 +1,250 @@
+"""cp.async against TMA, and plain loads beside them: copies of tiles of K or V to shared memory.
+
+    repeated    one tile a CTA again and again, which an L1 or L2 serves: the published experiment
+    streams     tiles from memory and from L2, by the bytes in flight
+    producers   1 to 4 warps that copy
+    boxes       one tile in instructions of different shapes
+    latency     a single tile on an idle GPU
+    products    a loop that also does a fixed number of MMAs a tile
+
+The sums that the kernels return show that every tile of every run has landed; a run with a wrong
+sum fails the benchmark. Without a GPU, or with --emulate, all kernels run in the emulator, on a few
+tiles, and the tables have instructions in place of times.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..harness.environment import describe
+from ..harness.progress import track
+from ..harness.registry import Benchmark, GpuCheckStage
+from ..harness.report import Plot, Report, Row, Scalar, Verdict
+from . import cases
+from .cases import PARTS, PUBLISHED, REPEATS, Run
+
+if TYPE_CHECKING:
+    from .machines import Emulator, Gpu
+
+LEVELS = ("hbm", "l2")
+TITLES = {
+    "repeated": "One tile a CTA, copied 4096 times: as published for an RTX 5090",
+    "streams": "Tiles copied to shared memory, by the bytes in flight on an SM",
+    "producers": "Producer warps, 64 KiB in flight, 16 of vector loads",
+    "boxes": "Tiles of 64 by 128 in boxes of different shapes, 64 KiB in flight",
+    "latency": "Clocks from the start of the copy of a single tile until it may be used",
+    "products": "Loops with MMAs: tiles of 64 by 128 from L2, 64 KiB in flight",
+}
+SHARED = ("multicast", "pairs")  # copies whose tiles two CTAs share
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS, help="parts")
+    parser.add_argument("--emulate", action="store_true", help="in the emulator, for --arch")
+    parser.add_argument("--arch", default="sm_90a", help="that the emulator emulates")
+
+
+def run(args: argparse.Namespace) -> Report:
+    from .machines import Gpu
+
+    machine = _machine(args)
+    on_gpu = isinstance(machine, Gpu)
+    runs = {name: make(machine.arch, args.short) for name, make in PARTS.items()}
+    runs = {name: runs[name] for name in PARTS if name in args.only}
+    parts: list[Report] = []
+    problems: list[str] = []
+    ceilings: dict[str, float | None] = {}
+    if isinstance(machine, Gpu):
+        ceilings = _ceilings(machine, [r for some in runs.values() for r in some])
+    for name, some in runs.items():
+        if isinstance(machine, Gpu):
+            rows, wrong = _measure(name, machine, some)
+        else:
+            rows, wrong = _emulate(name, machine, some)
+        problems += wrong
+        parts.append(Report(f"async-copy-{name}", TITLES[name], {}, rows=rows))
+    # The streams are the report's own table, so that its plots are drawn.
+    first = next((part for part in parts if part.benchmark.endswith("streams")), None)
+    report = Report(
+        benchmark="async-copy" if on_gpu else f"async-copy-emulated-{machine.arch}",
+        title=TITLES["streams"] if first else "Copies of tiles to shared memory",
+        environment=describe(args.argv, commit=args.commit),
+        parameters=_parameters(on_gpu),
+        roofline=ceilings,
+        rows=first.rows if first else [],
+        verdicts=[
+            Verdict(
+                "every tile landed where it belongs, in every run",
+                not problems,
+                "; ".join(problems) or f"{machine.checked} tiles",
+            )
+        ],
+        notes=_notes(machine.arch),
+        parts=[part for part in parts if part is not first],
+        succeeded=not problems,
+    )
+    if on_gpu and first:
+        report.plots = _plots(report.columns, ceilings)
+    return report
+
+
+def _machine(args: argparse.Namespace) -> Gpu | Emulator:
+    import torch
+
+    from .machines import Emulator, Gpu
+
+    return Gpu() if torch.cuda.is_available() and not args.emulate else Emulator(args.arch)
+
+
+def _parameters(on_gpu: bool) -> dict[str, object]:
+    if not on_gpu:
+        return {"ctas": 2, "consumer_warps": 4}
+    from . import machines
+
+    return {
+        "ctas": "one an SM",
+        "consumer_warps": 4,
+        "hbm_bytes": machines.MEMORY_BYTES,
+        "l2_bytes": machines.L2_BYTES,
+        "rep_ms": machines.REP_MS,
+    }
+
+
+def _notes(arch: str) -> list[str]:
+    notes = [
+        "GB/s are bytes that land in shared memory; those of multicast and of pairs are read from "
+        "L2 or memory for two CTAs at once",
+        "published_gbps: RTX 5090, 170 CTAs, 7 repeats, not measured here",
+    ]
+    missing = [copy for copy in cases.COPIES if not cases.supported(copy, arch)]
+    if missing:
+        notes.append(f"{arch} has no {', '.join(missing)}: these need sm_90 or newer")
+    return notes
+
+
+def _ceilings(gpu: Gpu, runs: list[Run]) -> dict[str, float | None]:
+    from ..harness.roofline import measure_roofline
+
+    gpu.prepare(runs)
+    ceilings = measure_roofline(flush="none", matmul=False, rep_ms=10.0).to_dict()
+    return {**ceilings, **{f"{level}_read_gbps": gpu.read(level) for level in LEVELS}}
+
+
+def _attempt(
+    problems: list[str], function: Callable[..., float], run: Run, *arguments: object
+) -> float | None:
+    """The result of a run; None, and a line in `problems`, if it is wrong."""
+    from .problem import WrongTiles
+
+    try:
+        return function(run, *arguments)
+    except WrongTiles as error:
+        problems.append(f"{dict(run.labels)}: {error}")
+        return None
+
+
+def _measure(part: str, gpu: Gpu, runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
+    """The rows of a part, and what was wrong."""
+    from .machines import registers
+
+    rows: dict[object, Row] = {}
+    problems: list[str] = []
+    for run in track(runs, f"async-copy {part}"):
+        labels: Row = dict(run.labels)
+        if part == "repeated":
+            rate = _attempt(problems, gpu.repeated, run, REPEATS)
+            rows[run] = {**labels, "gbps": rate, "published_gbps": _published(run)}
+            continue
+        for level in LEVELS:
+            if part == "latency":
+                value = _attempt(problems, gpu.latency, run, level)
+                _put(rows, run, f"{level}_clocks", value)
+                continue
+            value = _attempt(problems, gpu.stream, run, level)
+            if part in ("streams", "producers"):
+                # A column for each copy, a row for the rest.
+                key = (level, *(v for k, v in run.labels if k != "copy"))
+                row = rows.setdefault(key, _wide(part, level, run, runs))
+                row[f"{run['copy']}_gbps"] = value
+            else:
+                _put(rows, run, f"{level}_gbps", value)
+                if part == "products" and level == "l2":
+                    rows[run]["registers"] = registers(run.spec, gpu.arch)
+    return _finish(part, list(rows.values())), problems
+
+
+def _put(rows: dict[object, Row], run: Run, column: str, value: Scalar) -> None:
+    rows.setdefault(run, dict(run.labels))[column] = value
+
+
+def _wide(part: str, level: str, run: Run, runs: Sequence[Run]) -> Row:
+    row: Row = {"source": level, **{k: v for k, v in run.labels if k != "copy"}}
+    copies = dict.fromkeys(str(r["copy"]) for r in runs)
+    return {**row, **{f"{copy}_gbps": None for copy in copies}}
+
+
+def _published(run: Run) -> int | None:
+    cp_async, tma = PUBLISHED[run.spec.tile_columns, run.spec.tile_rows]
+    return {"cp_async": cp_async, "cp_async_l1": cp_async, "tensor": tma}.get(run.spec.copy)
+
+
+def _finish(part: str, rows: list[Row]) -> list[Row]:
+    """Add the columns that compare rows."""
+    if part == "repeated":
+        by_key = {(r["head_dim"], r["block_kv"], r["copy"]): r["gbps"] for r in rows}
+        for row in rows:
+            tma = by_key.get((row["head_dim"], row["block_kv"], "tensor"))
+            row["gbps_to_tma_ratio"] = _ratio(row["gbps"], tma)
+    if part == "products":
+        alone = {r["mmas_per_fragment"]: r["l2_gbps"] for r in rows if r["how"] == "no copies"}
+        for row in rows:
+            base = alone.get(row["mmas_per_fragment"])
+            for level in LEVELS:
+                row[f"{level}_time_to_mmas_alone_ratio"] = _ratio(base, row[f"{level}_gbps"])
+    return rows
+
+
+def _ratio(x: Scalar, y: Scalar) -> float | None:
+    return x / y if isinstance(x, float) and isinstance(y, float) else None
+
+
+def _emulate(part: str, machine: Emulator, runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
+    from .machines import registers
+
+    rows: list[Row] = []
+    problems: list[str] = []
+    for run in track(runs, f"async-copy {part} in the emulator"):
+        count = _attempt(problems, machine.instructions, run)
+        labels: Row = dict(run.labels)
+        rows.append(
+            {
+                **labels,
+                "tile_kib": run.spec.tile_bytes // cases.KIB,
+                "num_stages": run.spec.num_stages,
+                "registers": registers(run.spec, machine.arch),
+                "tile_instructions": None if count is None else round(count),
+            }
+        )
+    return rows, problems
+
+
+def _plots(columns: Sequence[str], ceilings: dict[str, float | None]) -> list[Plot]:
+    rates = tuple(column for column in columns if column.endswith("_gbps"))
+    plots = []
+    for level, place in (("hbm", "memory"), ("l2", "L2")):
+        ceiling = ceilings[f"{level}_read_gbps"]
+        assert ceiling is not None
+        plots.append(
+            Plot(
+                "in_flight_kib", rates, f"tiles from {place}", "GB/s", {"source": level},
+                lines={"plain reads": ceiling}, log_x=True,
+            )
+        )  # fmt: skip
+    return plots
+
+
+BENCHMARK = Benchmark(
+    run=run, needs_gpu=False, add_arguments=add_arguments, gpu_check=(GpuCheckStage((), 60),)
+)

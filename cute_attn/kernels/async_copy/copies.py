@@ -1,0 +1,209 @@
+"""The ways to copy a tile from global to shared memory, one class each, behind one interface.
+
+    class             who copies       instruction                             a tile is complete
+    VectorLoads       all threads      ld.global.v4, st.shared.v4              when they arrive
+    CpAsync           all threads      cp.async of 16 bytes, .cg or .ca        when their copies are
+    Bulk              one thread       cp.async.bulk                           when all bytes are
+    Tensor            one thread       cp.async.bulk.tensor.2d (TMA)           when all bytes are
+    MulticastTensor   one of each CTA  cp.async.bulk.tensor.2d to both CTAs    when all bytes are
+
+A tile lies in shared memory as boxes of `box_columns` columns, each row after row; the 128-byte
+swizzle permutes the 16-byte units of a box.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from ..common.carried import Carried
+from ..common.ptx.async_copy import copy_async, copy_bulk
+from ..common.ptx.cluster import cta_rank
+from ..common.ptx.memory import load_global, shared_address, store_shared
+from ..common.spec import VECTOR_BYTES
+from ..common.tma import box_layout, partition
+from .spec import BY_ONE_WARP, CLUSTER, ELEMENT_BYTES, VECTOR_WORDS, AsyncCopySpec
+
+BOTH_CTAS = 0b11
+
+
+class Source(Carried):
+    """Tiles in global memory: the tensor `[rows, heads * tile_columns]`, and how TMA sees it."""
+
+    def __init__(self, tensor: cute.Tensor, atom: Any, coordinates: Any):
+        self.tensor, self.atom, self.coordinates = tensor, atom, coordinates
+
+
+class TileCopy:
+    """Base of the copies for one spec. `place` is the index of a tile in memory. All threads that
+    copy call `start`; those of one warp if `one_warp`, of which one thread copies."""
+
+    one_warp = False
+
+    def __init__(self, spec: AsyncCopySpec):
+        self.spec = spec
+
+    def prepare(self, source: cute.Tensor) -> tuple[Any, Any]:
+        """On the host: the TMA atom and coordinates of the source, or None."""
+        del source
+        return None, None
+
+    def address(self, source: Source, place: Any) -> Any:
+        """The 64-bit address of a tile's first element."""
+        spec = self.spec
+        row = Int64(place // spec.heads) * (spec.tile_rows * spec.heads)
+        element = (row + place % spec.heads) * spec.tile_columns
+        return (source.tensor.iterator + element).toint()
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from a row of a tile to the next, in global memory."""
+        return self.spec.heads * self.spec.row_bytes
+
+
+class ByThreads(TileCopy):
+    """Base of copies in which each thread has 16-byte units of the tile."""
+
+    def units(self, thread: Any) -> list[tuple[Any, Any]]:
+        """Byte offsets of a thread's units in shared and in global memory. All threads together
+        copy whole rows at once."""
+        spec = self.spec
+        units_of_row = spec.row_bytes // VECTOR_BYTES
+        step = spec.copying_threads * VECTOR_BYTES
+        rows = step // spec.row_bytes
+        row, unit = thread // units_of_row, thread % units_of_row
+        source = Int64(row * self.pitch + unit * VECTOR_BYTES)
+        return [
+            (thread * VECTOR_BYTES + n * step, source + n * rows * self.pitch)
+            for n in range(spec.tile_bytes // step)
+        ]
+
+
+class VectorLoads(ByThreads):
+    """Plain loads to registers, all of a tile's before the first store."""
+
+    def load(self, source: Source, place: Any, thread: Any) -> list[Any]:
+        tile = self.address(source, place)
+        return [load_global(Int32, tile + at, VECTOR_WORDS) for _, at in self.units(thread)]
+
+    def store(self, stage: cute.Pointer, thread: Any, values: list[Any]) -> None:
+        for (at, _), words in zip(self.units(thread), values, strict=True):
+            store_shared(Int32, shared_address(stage) + at, words)
+
+
+class CpAsync(ByThreads):
+    """cp.async of 16 bytes a thread."""
+
+    def start(self, source: Source, place: Any, stage: cute.Pointer, thread: Any) -> None:
+        level = "ca" if self.spec.copy == "cp_async_l1" else "cg"
+        to, tile = shared_address(stage), self.address(source, place)
+        for shared, at in self.units(thread):
+            copy_async(to + shared, tile + at, True, level=level)
+
+
+class Bulk(TileCopy):
+    """cp.async.bulk: `box_rows` adjacent rows with each instruction."""
+
+    one_warp = True
+
+    def start(
+        self, source: Source, place: Any, tiles: cute.Pointer, stage: Any, full: cute.Pointer
+    ) -> None:
+        spec = self.spec
+        to = shared_address(tiles) + stage * spec.tile_bytes
+        tile = self.address(source, place)
+        nbytes = spec.box_rows * spec.row_bytes
+        with cute.arch.elect_one():
+            for box in range(spec.tile_rows // spec.box_rows):
+                source_rows = tile + box * spec.box_rows * self.pitch
+                copy_bulk(to + box * nbytes, source_rows, nbytes, shared_address(full))
+
+
+class Tensor(TileCopy):
+    """TMA through a descriptor of the two-dimensional source: a box with each instruction."""
+
+    one_warp = True
+    op: Any = staticmethod(cpasync.CopyBulkTensorTileG2SOp)
+    rows_of_cta = 1  # the part of a tile's rows that a CTA copies, as a divisor
+
+    def prepare(self, source: cute.Tensor) -> tuple[Any, Any]:
+        spec = self.spec
+        return cpasync.make_tiled_tma_atom(
+            self.op(), source, self.layout(), (spec.box_rows, spec.box_columns)
+        )
+
+    def layout(self, *more: tuple[int, int]) -> Any:
+        """A box in shared memory, and further modes of (size, stride)."""
+        spec = self.spec
+        if spec.copy != "tensor":
+            return box_layout(spec.box_rows, *more, columns=spec.box_columns)
+        return cute.make_layout(
+            (spec.box_rows, spec.box_columns, *(size for size, _ in more)),
+            stride=(spec.box_columns, 1, *(step for _, step in more)),
+        )
+
+    def start(
+        self, source: Source, place: Any, tiles: cute.Pointer, stage: Any, full: cute.Pointer
+    ) -> None:
+        spec = self.spec
+        row_boxes = spec.tile_rows // spec.box_rows
+        column_boxes = spec.tile_columns // spec.box_columns
+        box = spec.box_rows * spec.box_columns
+        elements = spec.tile_bytes // ELEMENT_BYTES
+        layout = self.layout(
+            (row_boxes, box), (column_boxes, box * row_boxes), (spec.num_stages, elements)
+        )
+        if isinstance(layout, cute.ComposedLayout):
+            boxes = cute.make_tensor(cute.recast_ptr(tiles, layout.inner), layout.outer)
+        else:
+            boxes = cute.make_tensor(tiles, layout)
+        everything = cute.local_tile(
+            source.coordinates, (spec.box_rows, spec.box_columns), (None, None)
+        )
+        origin, to = partition(source.atom, everything, boxes)
+        row = place // spec.heads * row_boxes
+        column = place % spec.heads * column_boxes
+        for c in range(column_boxes):
+            for r in range(row_boxes // self.rows_of_cta):
+                r = self.first_row_box(row_boxes) + r
+                cute.copy(
+                    source.atom, origin[None, row + r, column + c], to[None, r, c, stage],
+                    tma_bar_ptr=full, **self.options(),
+                )  # fmt: skip
+
+    def first_row_box(self, row_boxes: int) -> Any:
+        del row_boxes
+        return 0
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+
+class MulticastTensor(Tensor):
+    """TMA to both CTAs of a cluster: each loads half of a tile's rows for both."""
+
+    op = staticmethod(cpasync.CopyBulkTensorTileG2SMulticastOp)
+    rows_of_cta = CLUSTER
+
+    def first_row_box(self, row_boxes: int) -> Any:
+        return cta_rank() * (row_boxes // CLUSTER)
+
+    def options(self) -> dict[str, Any]:
+        return {"mcast_mask": cutlass.Int16(BOTH_CTAS)}
+
+
+CLASSES = {
+    "none": VectorLoads,
+    "vector": VectorLoads,
+    "cp_async": CpAsync,
+    "cp_async_l1": CpAsync,
+    "bulk": Bulk,
+    "tensor": Tensor,
+    "tensor_swizzled": Tensor,
+    "multicast": MulticastTensor,
+}
+assert {name for name, kind in CLASSES.items() if kind.one_warp} == set(BY_ONE_WARP)
