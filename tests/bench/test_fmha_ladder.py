@@ -14,7 +14,8 @@ from cute_attn.bench.ladder import fmha, problem
 from cute_attn.kernels.ladder import heuristics
 from cute_attn.kernels.ladder.table import find
 
-SMALL = ("--tile-m", "16", "--tile-n", "16", "--num-warps", "1")
+# A kernel that tests/kernels/test_ladder.py has too.
+SMALL = ("--tile-m=32", "--tile-n=16", "--num-warps=2", "--head-dim=64", "--dtype=bfloat16")
 
 
 def timed(tflops: float) -> dict[str, object]:
@@ -83,8 +84,8 @@ def test_a_wrong_step_is_reported_and_the_others_go_on(
 
     monkeypatch.setattr(problem.Problem, "step", wrong)
     out = tmp_path / "out.json"
-    sizes = ("--seqlens", "20", "--head-dim", "64", "--steps", "1", "1", *SMALL)
-    code = main(["fmha-ladder", "--emulate", "sm_90a", *sizes, "--print-only", "--json", str(out)])
+    sizes = ("--seqlens", "20", "--steps", "1", *SMALL)
+    code = main(["fmha-ladder", "--emulate=sm_80", *sizes, "--print-only", "--json", str(out)])
     assert code == 1
     document = json.loads(out.read_text())
     assert document["rows"] == []
