@@ -50,7 +50,16 @@ def test_targets_are_judged_from_4096_on_and_only_with_the_peer():
 
 def test_a_report_has_all_tables_and_files(tmp_path: Path):
     arguments = fmha.argparse.Namespace(causal=True, steps=[0, 1])
-    names = ("config", "tile_m", "tile_n", "num_warps", "occupancy", "k_stages", "v_stages")
+    names = (
+        "config",
+        "tile_m",
+        "tile_n",
+        "num_warps",
+        "occupancy",
+        "k_stages",
+        "v_stages",
+        "swizzled",
+    )
     vars(arguments).update(dict.fromkeys(names), dtype="float16", head_dim=128)
     ladder = fmha.Ladder(arguments, "sm_90a", [find(0), find(1)])
     case = problem.Case(4, 32, 1024, 128, True, "float16")
@@ -103,6 +112,24 @@ def test_every_target_has_a_configuration_that_fits(arch: str, step: int):
         assert of_one * spec.occupancy <= limit + heuristics.RESERVED_BYTES
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--emulate", "sm_70"), "compute capability 7.0 is not supported"),
+        (("--emulate", "hopper"), "'hopper' is not an architecture"),
+        (("--seqlens", "0"), "0 is not at least 1"),
+        (("--steps", "99"), "invalid choice: 99"),
+        (("--config", "sm_70"), "invalid choice: 'sm_70'"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main(["fmha-ladder", *options])
+    assert message in capsys.readouterr().err
+
+
 def test_an_unknown_configuration_is_refused():
     with pytest.raises(ValueError, match="config is 'sm_70', must be one of"):
         heuristics.spec_of(1, "sm_90a", config="sm_70")
@@ -110,5 +137,7 @@ def test_an_unknown_configuration_is_refused():
         heuristics.spec_of(1, "sm_90a", tile_m=48)
     with pytest.raises(ValueError, match="tile_m is 64, must be a multiple of 16 rows for each"):
         heuristics.spec_of(1, "sm_90a", tile_m=64, num_warps=8)
+    with pytest.raises(ValueError, match="tile_n is 32, must be at least 64 to swizzle the trans"):
+        heuristics.spec_of(1, "sm_90a", tile_n=32, swizzled=True)
     with pytest.raises(ValueError, match="step is 99, must be one of"):
         find(99)

@@ -47,6 +47,15 @@ def _positive(text: str) -> int:
     return value
 
 
+def _arch(text: str) -> str:
+    from ...cache.arch import check_arch
+
+    try:
+        return check_arch(text)
+    except (ValueError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ...kernels.ladder.heuristics import CONFIGS
     from ...kernels.ladder.spec import DTYPES, HEAD_DIMS
@@ -64,9 +73,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", choices=CONFIGS, help="tiles by name (default: those of the GPU)")
     for name in ("tile-m", "tile-n", "num-warps", "occupancy", "k-stages", "v-stages"):
         add(f"--{name}", type=_positive, help="in place of the configuration's")
+    add(
+        "--swizzled",
+        action=argparse.BooleanOptionalAction,
+        help="tiles of all steps that copy by cp.async (default: from step 5 on)",
+    )
     add("--no-peers", action="store_true", help=f"leave out {FA2}, {FA4} and the operator")
     add("--rep", type=_positive, help=f"milliseconds of each timing (default: {REP_MS})")
-    add("--emulate", metavar="ARCH", help="check in the emulator, such as sm_90a; needs no GPU")
+    add(
+        "--emulate",
+        type=_arch,
+        metavar="ARCH",
+        help="check in the emulator, such as sm_90a; needs no GPU",
+    )
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -130,7 +149,7 @@ class Ladder:
         spec = None
         if step.kernel is not None:
             tuning = ("config", "tile_m", "tile_n", "num_warps", "occupancy", "k_stages")
-            names = (*tuning, "v_stages", "dtype", "head_dim", "causal")
+            names = (*tuning, "v_stages", "swizzled", "dtype", "head_dim", "causal")
             try:
                 spec = spec_of(
                     step.number, self.arch, **{name: getattr(self.args, name) for name in names}
@@ -159,7 +178,7 @@ class Ladder:
         case = cases[0]
         tiles = {
             name: f"{s.tile_m}x{s.tile_n}, {s.num_warps} warps, occupancy {s.occupancy}, stages of "
-            f"K {s.k_stages} and of V {s.v_stages}"
+            f"K {s.k_stages} and of V {s.v_stages}{', swizzled' * s.swizzled}"
             for name, (_, s) in self.specs.items()
             if s is not None
         }

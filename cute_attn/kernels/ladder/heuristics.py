@@ -9,7 +9,7 @@ from .spec import ELEMENT_BYTES, FmhaLadderSpec
 
 RESERVED_BYTES = 1024  # of shared memory, by the system for each CTA
 K_STAGES, V_STAGES = 2, 4  # at most, from step 3 on
-PIPELINED, OCCUPANCY = 3, 4  # the first steps with stages, and with an occupancy target
+PIPELINED, OCCUPANCY, SWIZZLED = 3, 4, 5  # the first steps with these ideas
 
 
 class Config(NamedTuple):
@@ -61,6 +61,7 @@ def spec_of(
     occupancy: int | None = None,
     k_stages: int | None = None,
     v_stages: int | None = None,
+    swizzled: bool | None = None,
 ) -> FmhaLadderSpec:
     """The spec of a step on `arch`; None leaves a value to the configuration.
 
@@ -89,4 +90,5 @@ def spec_of(
         k_stages=fit[0] if k_stages is None else k_stages,
         v_stages=fit[1] if v_stages is None else v_stages,
         occupancy=occupancy,
+        swizzled=step >= SWIZZLED if swizzled is None else swizzled,
     )

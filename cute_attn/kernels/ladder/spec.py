@@ -10,6 +10,8 @@ DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (64, 128)
 ELEMENT_BYTES = 2
 FRAGMENT_ROWS = 16  # of an mma.sync
+FIRST_WITHOUT_TRANSPOSE = 3  # the step
+SWIZZLE_KEYS = 64  # elements of the 128 bytes in which units are swizzled
 
 
 ALLOWED: dict[str, tuple[object, ...]] = {
@@ -36,6 +38,7 @@ class FmhaLadderSpec(Spec):
         k_stages, v_stages: tiles of K and of V in shared memory at once; steps whose stage holds a
             tile of each take as many of both.
         occupancy: CTAs of an SM that registers are allotted for, at least; 0 leaves it to ptxas.
+        swizzled: of a step that copies by cp.async, whether its tiles are swizzled.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -54,6 +57,7 @@ class FmhaLadderSpec(Spec):
     k_stages: int
     v_stages: int
     occupancy: int
+    swizzled: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +70,11 @@ class FmhaLadderSpec(Spec):
             raise ValueError(
                 f"tile_m is {self.tile_m}, must be a multiple of {FRAGMENT_ROWS} rows for each of "
                 f"{self.num_warps} warps"
+            )
+        if self.swizzled and self.step < FIRST_WITHOUT_TRANSPOSE and self.tile_n < SWIZZLE_KEYS:
+            raise ValueError(
+                f"tile_n is {self.tile_n}, must be at least {SWIZZLE_KEYS} to swizzle the "
+                "transpose of a K tile"
             )
         if self.smem_bytes > MAX_SMEM_BYTES:
             raise ValueError(

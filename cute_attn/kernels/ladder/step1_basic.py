@@ -36,7 +36,7 @@ from ..common.ptx.memory import shared_address, store_shared
 from ..common.ptx.mma import mma
 from ..common.smem import Buffer, SharedMemory
 from .arguments import fake_args
-from .spec import FRAGMENT_ROWS, FmhaLadderSpec
+from .spec import ELEMENT_BYTES, FRAGMENT_ROWS, FmhaLadderSpec
 from .tiles import Rows, TileLayout
 
 
@@ -50,13 +50,13 @@ class Work(Carried):
 class FmhaStep1:
     """The kernel for one FmhaLadderSpec; see the module's docstring."""
 
-    swizzled = False
     operands_per_load = 1  # right operands that one ldmatrix loads
 
     def __init__(self, spec: FmhaLadderSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.layout = TileLayout(spec.row_bytes, self.swizzled)
+        self.layout = TileLayout(spec.row_bytes, spec.swizzled)
+        self.transposed_layout = TileLayout(spec.tile_n * ELEMENT_BYTES, spec.swizzled)
         self.visibility = Visibility(
             spec.tile_m, spec.tile_n, rows_per_token=1, right=0 if spec.causal else None
         )
@@ -181,16 +181,15 @@ class FmhaStep1:
         """Write the transpose of the K tile, 8 by 8 elements for each matrix of an ldmatrix."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        pitch = self.spec.tile_n * 2
         blocks = self.spec.tile_n // 8
         for i in range(self.spec.head_dim // 32 * blocks // self.spec.num_warps):
             index = i * self.spec.num_warps + warp  # of 8 keys by 32 columns
             key, unit = index % blocks * 8, index // blocks * 4
             source = self.layout.offset(key + (lane & 7), unit + (lane >> 3))
             block = load_matrices(work.smem_k + source, transposed=True)
-            target = work.smem_k_transposed + (unit * 8 + (lane >> 2)) * pitch
             for m, x in enumerate(block):
-                store_shared(Int32, target + 8 * m * pitch + key * 2 + (lane & 3) * 4, [x])
+                target = self.transposed_layout.offset((unit + m) * 8 + (lane >> 2), key // 8)
+                store_shared(Int32, work.smem_k_transposed + target + (lane & 3) * 4, [x])
         cute.arch.sync_threads()
 
     # -- S = Q K^T ----------------------------------------------------------------------------
@@ -220,9 +219,7 @@ class FmhaStep1:
 
     def keys(self, smem_k: Any, n: int, step: int) -> Any:
         """Right operands of K^T, of keys from 8 n on and columns from 16 step on."""
-        return TileLayout(self.spec.tile_n * 2, False).right(
-            smem_k, n, step, self.operands_per_load
-        )
+        return self.transposed_layout.right(smem_k, n, step, self.operands_per_load)
 
     # -- P = softmax(S) -----------------------------------------------------------------------
 

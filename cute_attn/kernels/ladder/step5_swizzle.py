@@ -1,8 +1,9 @@
 """Step 5 of the ladder, swizzle: shared memory without bank conflicts, and wider ldmatrix.
 
 A matrix of an ldmatrix is 16 bytes of each of 8 rows. Rows of 256 bytes all start in the same
-bank, so that it takes 8 wavefronts in place of one. With unit u of row r at u ^ (r & 7) the 8
-units lie in different banks. One ldmatrix.x4 then loads two right operands in place of one.
+bank, so that it takes 8 wavefronts in place of one. With unit u of row r at u ^ (r & 7), as
+`spec.swizzled` says, the 8 units lie in different banks. One ldmatrix.x4 then loads two right
+operands in place of one.
 """
 
 from __future__ import annotations
@@ -11,5 +12,4 @@ from .step4_full import FmhaStep4
 
 
 class FmhaStep5(FmhaStep4):
-    swizzled = True
     operands_per_load = 2
