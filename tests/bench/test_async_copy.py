@@ -155,5 +155,5 @@ def test_emulated_from_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
     report = json.loads(path.read_text())
     (part,) = report["parts"]
     assert [row["copy"] for row in part["rows"]] == ["vector", "cp_async"]
-    assert all(row["tile_instructions"] > 0 for row in part["rows"])
+    assert all(row["consumer_instructions"] > 0 for row in part["rows"])
     assert any("sm_80 has no bulk, tensor" in note for note in report["notes"])

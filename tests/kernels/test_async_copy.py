@@ -51,7 +51,7 @@ def run_of(arch: str, fields: dict[str, Any]) -> Run:
 
 
 def run_and_compile(run: Run, arch: str) -> None:
-    Emulator(arch).execute(run, 2 * run.spec.num_stages + run.spec.producer_warps)
+    Emulator(arch).check(run)
     entry = cache.compile(kernel_of(run.spec), run.spec, arch)
     (use,) = entry.kernels
     assert use.spill_stores == use.spill_loads == 0

@@ -246,8 +246,7 @@ def with_products(arch: str, short: bool) -> list[Run]:
         (
             (
                 make_spec(
-                    copy, arch, rows=64, stages=1 if copy == "none" else 4, producers=warps,
-                    products=products,
+                    copy, arch, rows=64, stages=4, producers=warps, products=products
                 ),
                 {"mmas_per_fragment": products, "how": how},
                 1,

@@ -120,7 +120,7 @@ def expected_sums(spec: AsyncCopySpec, source: torch.Tensor, how: Tiles) -> torc
     n = torch.arange(how.count, device=source.device)[:, None]
     places = (torch.arange(streams, device=source.device) + n * streams) % how.tiles
     if spec.copy == "none":
-        places = places[:1].expand(how.count, -1)
+        places = places[n.flatten() % spec.num_stages]
     of_tiles = _products(spec, source) if spec.products else _checksums(spec, source)
     # (tiles, vectors that differ from tile to tile, threads, words)
     vector = (n % of_tiles.shape[1]).expand(-1, streams)

@@ -9,14 +9,14 @@
 
 The sums that the kernels return show that every tile of every run has landed; a run with a wrong
 sum fails the benchmark. Without a GPU, or with --emulate, all kernels run in the emulator, on a few
-tiles, and the tables have instructions in place of times.
+tiles, and the tables have registers and instructions of a tile in place of times.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..harness.environment import describe
 from ..harness.progress import track
@@ -27,6 +27,8 @@ from .cases import PARTS, PUBLISHED, REPEATS, Run
 
 if TYPE_CHECKING:
     from .machines import Emulator, Gpu
+
+T = TypeVar("T")
 
 LEVELS = ("hbm", "l2")
 TITLES = {
@@ -133,8 +135,8 @@ def _ceilings(gpu: Gpu, runs: list[Run]) -> dict[str, float | None]:
 
 
 def _attempt(
-    problems: list[str], function: Callable[..., float], run: Run, *arguments: object
-) -> float | None:
+    problems: list[str], function: Callable[..., T], run: Run, *arguments: object
+) -> T | None:
     """The result of a run; None, and a line in `problems`, if it is wrong."""
     from .problem import WrongTiles
 
@@ -211,23 +213,36 @@ def _ratio(x: Scalar, y: Scalar) -> float | None:
 
 
 def _emulate(part: str, machine: Emulator, runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
+    """Rows of each kernel's registers and instructions, and what was wrong."""
     from .machines import registers
 
     rows: list[Row] = []
     problems: list[str] = []
     for run in track(runs, f"async-copy {part} in the emulator"):
-        count = _attempt(problems, machine.instructions, run)
-        labels: Row = dict(run.labels)
+        _attempt(problems, machine.check, run)
+        use, copy = _issue_slots(run, machine.arch)
         rows.append(
             {
-                **labels,
+                **dict(run.labels),
                 "tile_kib": run.spec.tile_bytes // cases.KIB,
                 "num_stages": run.spec.num_stages,
                 "registers": registers(run.spec, machine.arch),
-                "tile_instructions": None if count is None else round(count),
+                "consumer_instructions": use,
+                "producer_instructions": copy,
             }
         )
     return rows, problems
+
+
+def _issue_slots(run: Run, arch: str) -> tuple[int | None, int | None]:
+    """See `issue.issue_slots`; None without a disassembler."""
+    from ...machine_code.disassembly import DisassemblyError
+    from .issue import issue_slots
+
+    try:
+        return issue_slots(run.spec, arch)
+    except DisassemblyError:
+        return None, None
 
 
 def _plots(columns: Sequence[str], ceilings: dict[str, float | None]) -> list[Plot]:

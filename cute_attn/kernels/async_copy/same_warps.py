@@ -95,20 +95,18 @@ class SameWarps:
             cute.arch.sync_threads()
 
         place, step = first_and_step(sums, sharing)
-        for n in cutlass.range_constexpr(spec.num_stages - 1 if spec.copy != "none" else 0):
+        for n in cutlass.range_constexpr(spec.num_stages - (spec.copy != "none")):
             self.start(source, place, smem.tiles, Int32(n), n < count, barriers, thread)
             place = next_place(place, step, tiles)
         if cutlass.const_expr(spec.copy == "none"):
-            self.start(source, place, smem.tiles, Int32(0), count > 0, barriers, thread)
             cute.arch.sync_threads()
 
         result = self.work.start()
         waited = Int64(0)
         for n in cutlass.range(count, unroll=1):
-            tile = shared_address(smem.tiles)
+            tile = shared_address(smem.tiles) + barriers.stage("full", n) * spec.tile_bytes
             if cutlass.const_expr(spec.copy != "none"):
                 ahead = n + (spec.num_stages - 1)
-                tile += barriers.stage("full", n) * spec.tile_bytes
                 if cutlass.const_expr(spec.num_stages == 1):
                     cute.arch.sync_threads()  # the tile before has been used
                     before = clock() if cutlass.const_expr(spec.latency) else None

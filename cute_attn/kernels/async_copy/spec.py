@@ -30,7 +30,8 @@ class AsyncCopySpec(Spec):
         copy: "vector" loads to registers; "cp_async" of 16 bytes a thread, through L2 only, or
             "cp_async_l1" through L1 too; "bulk" is cp.async.bulk; "tensor" is cp.async.bulk.tensor,
             without and with the 128-byte swizzle; "multicast" is the latter to both CTAs of a
-            cluster, each of which loads half of the boxes; "none" copies only the first tiles.
+            cluster, each of which loads half of the boxes; "none" copies only as many tiles as
+            there are stages, and uses them again and again.
         tile_rows, tile_columns: a tile, of 16-bit elements.
         heads: tiles beside each other in a row of memory. With one head, tiles are contiguous.
         box_rows, box_columns: what an instruction of one thread copies.
