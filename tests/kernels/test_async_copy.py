@@ -21,16 +21,19 @@ ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 
 # Small tiles, a few stages. The first ones are in the quick suite, each on one architecture.
 SMALL: list[dict[str, Any]] = [
-    *({"copy": c, "rows": 16, "producers": 2, "stages": 2} for c in COPIES if c != "none"),
+    {"copy": "vector", "rows": 16, "stages": 2, "producers": 2},
+    {"copy": "bulk", "rows": 16, "stages": 2, "producers": 2},
+    {"copy": "multicast", "rows": 16, "stages": 2, "producers": 2},
     {"copy": "cp_async", "rows": 16, "stages": 3, "products": 1},
     {"copy": "tensor_swizzled", "rows": 16, "stages": 2, "products": 2, "box": (8, 64)},
-    *({"copy": c, "rows": 16} for c in COPIES if c != "multicast"),
     {"copy": "tensor", "rows": 16, "stages": 2, "producers": 1, "box": (4, 32), "heads": 2},
+    *({"copy": c, "rows": 32, "stages": 5, "producers": 4} for c in COPIES if c != "none"),
+    *({"copy": c, "rows": 16} for c in COPIES if c != "multicast"),
     {"copy": "bulk", "rows": 16, "whole_tile": False, "box": (1, 128), "heads": 2},
     {"copy": "cp_async_l1", "rows": 16, "columns": 256, "producers": 1, "heads": 3},
     {"copy": "tensor_swizzled", "rows": 16, "columns": 64, "latency": True},
 ]
-QUICK = 9
+QUICK = 6
 
 
 def cases() -> list[Any]:
@@ -100,6 +103,11 @@ def fields(**changes: Any) -> dict[str, Any]:
         ),
         ({"copy": "bulk", "heads": 2}, ValueError, "rows of several heads are not adjacent"),
         ({"tile_rows": 4, "box_rows": 4}, ValueError, "consumer_warps is 4: 128 threads"),
+        (
+            {"copy": "bulk", "producer_warps": 4},
+            ValueError,
+            "producer_warps is 4, that take turns: must be at most num_stages=2",
+        ),
         ({"copy": "none"}, ValueError, "producer_warps must be 0"),
         ({"latency": True}, ValueError, "latency needs one stage"),
         ({"copy": "vector", "producer_warps": 0}, ValueError, "vector loads fill 1"),

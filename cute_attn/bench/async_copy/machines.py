@@ -163,7 +163,7 @@ class Emulator:
         spec = run.spec
         streams = self.ctas // run.sharing
         # The last tiles are the first ones again.
-        tiles = max(streams * max(1, spec.producer_warps), streams * count - 1)
+        tiles = max(streams * spec.turns, streams * count - 1)
         tiles = -(-tiles // spec.heads) * spec.heads
         how = Tiles(self.ctas, tiles, count, run.sharing)
         device = torch.device("cpu")

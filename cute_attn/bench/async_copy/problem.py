@@ -48,7 +48,7 @@ class Tiles:
 
     def check(self, spec: AsyncCopySpec) -> None:
         """Raise ValueError if the kernel of `spec` cannot run this."""
-        step = self.ctas // self.sharing * max(1, spec.producer_warps)
+        step = self.ctas // self.sharing * spec.turns
         if self.ctas % self.sharing or self.tiles < step or self.count < 1:
             raise ValueError(f"{self}: needs whole groups of CTAs, at least {step} tiles")
         if self.sharing % spec.cluster:

@@ -98,6 +98,12 @@ class AsyncCopySpec(Spec):
                 )
         elif self.copy == "none":
             raise ValueError("producer_warps must be 0 where copy is 'none'")
+        if self.copy in BY_ONE_WARP and self.producer_warps > self.num_stages:
+            # A warp would not know which of two phases of a stage is the latest.
+            raise ValueError(
+                f"producer_warps is {self.producer_warps}, that take turns: must be at most "
+                f"num_stages={self.num_stages}"
+            )
         if self.latency and (self.producer_warps or self.num_stages > 1):
             raise ValueError("latency needs one stage and no producer_warps")
         if self.products and not self.whole_tile:
@@ -152,6 +158,11 @@ class AsyncCopySpec(Spec):
     def vectors(self) -> int:
         """16-byte vectors of a tile that a consumer thread reads."""
         return self.tile_bytes // (self.consumer_threads * VECTOR_BYTES)
+
+    @property
+    def turns(self) -> int:
+        """Warps that take turns at copying tiles."""
+        return max(1, self.producer_warps) if self.copy in BY_ONE_WARP else 1
 
     @property
     def cluster(self) -> int:
