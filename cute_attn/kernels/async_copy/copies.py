@@ -25,7 +25,7 @@ from ..common.ptx.async_copy import copy_async, copy_bulk
 from ..common.ptx.cluster import cta_rank
 from ..common.ptx.memory import load_global, shared_address, store_shared
 from ..common.spec import VECTOR_BYTES
-from ..common.tma import box_layout, partition
+from ..common.tma import box_layout, partition, swizzled
 from .spec import BY_ONE_WARP, CLUSTER, ELEMENT_BYTES, VECTOR_WORDS, AsyncCopySpec
 
 BOTH_CTAS = 0b11
@@ -128,7 +128,7 @@ class Tensor(TileCopy):
 
     one_warp = True
     op: Any = staticmethod(cpasync.CopyBulkTensorTileG2SOp)
-    rows_of_cta = 1  # the part of a tile's rows that a CTA copies, as a divisor
+    ctas = 1  # that copy a tile together
 
     def prepare(self, source: cute.Tensor) -> tuple[Any, Any]:
         spec = self.spec
@@ -158,7 +158,7 @@ class Tensor(TileCopy):
             (row_boxes, box), (column_boxes, box * row_boxes), (spec.num_stages, elements)
         )
         if isinstance(layout, cute.ComposedLayout):
-            boxes = cute.make_tensor(cute.recast_ptr(tiles, layout.inner), layout.outer)
+            boxes = swizzled(tiles, layout)
         else:
             boxes = cute.make_tensor(tiles, layout)
         everything = cute.local_tile(
@@ -167,9 +167,10 @@ class Tensor(TileCopy):
         origin, to = partition(source.atom, everything, boxes)
         row = place // spec.heads * row_boxes
         column = place % spec.heads * column_boxes
+        first = self.first_row_box(row_boxes)
         for c in range(column_boxes):
-            for r in range(row_boxes // self.rows_of_cta):
-                r = self.first_row_box(row_boxes) + r
+            for r in range(row_boxes // self.ctas):
+                r = first + r
                 cute.copy(
                     source.atom, origin[None, row + r, column + c], to[None, r, c, stage],
                     tma_bar_ptr=full, **self.options(),
@@ -187,7 +188,7 @@ class MulticastTensor(Tensor):
     """TMA to both CTAs of a cluster: each loads half of a tile's rows for both."""
 
     op = staticmethod(cpasync.CopyBulkTensorTileG2SMulticastOp)
-    rows_of_cta = CLUSTER
+    ctas = CLUSTER
 
     def first_row_box(self, row_boxes: int) -> Any:
         return cta_rank() * (row_boxes // CLUSTER)
