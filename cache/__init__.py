@@ -29,11 +29,18 @@ from .log import configure_from_environment
 
 if TYPE_CHECKING:
     from .plans import planner
+    from .record import record
     from .specfile import plan_file
     from .warm import WarmupReport, warmup
 
 # name -> module, imported on first use because a hit does not need it
-_LAZY = {"WarmupReport": "warm", "plan_file": "specfile", "planner": "plans", "warmup": "warm"}
+_LAZY = {
+    "WarmupReport": "warm",
+    "plan_file": "specfile",
+    "planner": "plans",
+    "record": "record",
+    "warmup": "warm",
+}
 
 __all__ = [
     "Built",
@@ -54,6 +61,7 @@ __all__ = [
     "is_frozen",
     "plan_file",
     "planner",
+    "record",
     "reset_stats",
     "spec",
     "stats",

@@ -160,7 +160,10 @@ def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
         ) from error
     _, _, attribute = kernel.target.partition(":")
     module: Any = importlib.import_module(kernel.module)
-    return cute.compile, functools.reduce(getattr, attribute.split("."), module)
+    target = functools.reduce(getattr, attribute.split("."), module)
+    if not hasattr(target, "fake_args"):  # a spec file may call nothing else
+        raise TypeError(f"{kernel.target} is no kernel: it has no fake_args")
+    return cute.compile, target
 
 
 @contextlib.contextmanager

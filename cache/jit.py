@@ -40,6 +40,7 @@ _entries_in_use: collections.deque[Entry] = collections.deque()
 _MOST_ENTRIES_HELD = 64
 _digest_locks: dict[str, threading.Lock] = {}
 _frozen = False
+_recording: Path | None = None  # the spec file that `record` named
 
 
 class _ThisThread(threading.local):
@@ -168,7 +169,32 @@ def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> _Function:
             _functions_by_digest[key.digest] = (key, function)
             _functions_by_text[kernel, type(spec), key.spec, arch] = function
             _functions.setdefault((kernel, spec, arch), (spec, function))
+    _record(kernel, spec, arch)
     return function
+
+
+def used() -> list[tuple[KernelDef, Any, str]]:
+    """The kernels in memory: (kernel, specialisation, arch)."""
+    with _lock:
+        return [(kernel, spec, arch) for (kernel, _, arch), (spec, _) in _functions.items()]
+
+
+def record_to(path: Path | None) -> None:
+    """Have the kernels that are loaded from now on recorded in a file."""
+    global _recording
+    _recording = path
+
+
+def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
+    path = _recording or settings.record_path()
+    if path is None:
+        return
+    from .record import add
+
+    try:
+        add(path, [(kernel, spec, arch)])
+    except CacheError as error:
+        warn_once(f"record {path}", "%s", error)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,12 @@ def prebuilt_directories() -> list[Path]:
     return paths
 
 
+def record_path() -> Path | None:
+    """`CUTE_ATTN_RECORD`: the spec file in which kernels are recorded as they are used."""
+    path = os.environ.get("CUTE_ATTN_RECORD", "")
+    return absolute(path) if path else None
+
+
 def absolute(text: str) -> Path:
     """A path as a shell would read it: `~` is the home directory, if the user has one."""
     try:

@@ -8,11 +8,22 @@
 `plan` names a function `plan(arch, **parameters)` that is declared with `planner` and returns pairs
 of KernelDef and specialisation. `arch` is an architecture or a list of them; a table without `arch`
 is for all architectures. The other keys are the plan's parameters.
+
+    [[kernel]]
+    name = "scale"
+    target = "mypackage.scale:Scale"
+    spec = "mypackage.scale_spec:ScaleSpec"
+    arch = "sm_90a"
+    fields = { dtype = "bfloat16" }
+
+Such tables, which `record` writes, name one kernel each: the values of its KernelDef, and the class
+and the fields of its specialisation.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -22,6 +33,7 @@ from .arch import check_arch
 from .errors import CacheError
 from .key import KernelDef
 from .plans import Requests, is_planner
+from .wire import decode_request, encode_request
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,24 +53,53 @@ def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, 
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """The `[[operator]]` tables of a file. Raises CacheError if it is not a spec file."""
+    """The `[[operator]]` and `[[kernel]]` tables of a file. Raises CacheError if it is not a spec
+    file."""
     try:
-        with path.open("rb") as file:
-            document = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise CacheError(f"{path}: {error}") from error
-    tables = document.get("operator")
-    if not isinstance(tables, list) or not tables:
-        raise CacheError(f"{path}: no [[operator]] table")
-    for number, table in enumerate(tables, start=1):
-        if not isinstance(table, dict) or ":" not in str(table.get("plan", "")):
-            raise CacheError(f"{path}: operator {number} has no plan = 'package.module:function'")
-        try:
-            for arch in _architectures(table):
-                check_arch(arch)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise CacheError(f"{path}: arch of operator {number}: {error}") from None
+    tables = parse(text, path)
+    if not tables:
+        raise CacheError(f"{path}: no [[operator]] or [[kernel]] table")
     return tables
+
+
+def parse(text: str, path: Path) -> list[dict[str, Any]]:
+    """The tables in the text of a spec file. Raises CacheError, naming `path`."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CacheError(f"{path}: {error}") from error
+    found: list[dict[str, Any]] = []
+    for kind, needed in _NEEDED.items():
+        tables = document.get(kind, [])
+        if not isinstance(tables, list):
+            raise CacheError(f"{path}: {kind} is {tables!r}, must be [[{kind}]] tables")
+        for number, table in enumerate(tables, start=1):
+            for key, form in needed.items():
+                given = table.get(key, "") if isinstance(table, dict) else ""
+                if not isinstance(given, str) or (":" in form and ":" not in given) or not given:
+                    raise CacheError(f"{path}: {kind} {number} has no {key} = '{form}'")
+            try:
+                for arch in _architectures(table):
+                    check_arch(arch)
+            except (TypeError, ValueError, NotImplementedError) as error:
+                raise CacheError(f"{path}: arch of {kind} {number}: {error}") from None
+        found += tables
+    return found
+
+
+# The keys that each kind of table must have, and their form.
+_NEEDED = {
+    "operator": {"plan": "package.module:function"},
+    "kernel": {
+        "name": "name",
+        "target": "package.module:Class",
+        "spec": "package.module:Class",
+        "arch": "sm_90a",
+    },
+}
 
 
 def _architectures(table: dict[str, Any]) -> list[str]:
@@ -78,13 +119,16 @@ def plan_for(tables: list[dict[str, Any]], architectures: list[str]) -> Plan:
     """Call the plans of the tables for each architecture.
 
     Raises CacheError if a plan cannot be imported, is not declared with `planner`, or does not take
-    the parameters; the message names it.
+    the parameters, or if there is no such specialisation of a kernel; the message names it.
     """
     requests: list[tuple[KernelDef, Any, str]] = []
     refusals = []
     for arch in architectures:
         for table in tables:
             if arch not in (_architectures(table) or [arch]):
+                continue
+            if "plan" not in table:
+                requests.append((*_kernel(table), arch))
                 continue
             parameters = {k: v for k, v in table.items() if k not in ("plan", "arch")}
             shown = "".join(f", {name}={value!r}" for name, value in parameters.items())
@@ -111,3 +155,48 @@ def _call(plan: str, arch: str, parameters: dict[str, Any]) -> Requests:
         )
     planned: Requests = function(arch, **parameters)
     return planned
+
+
+# -- [[kernel]] tables
+
+
+def kernel_table(kernel: KernelDef, spec: Any, arch: str) -> str:
+    """The text of the `[[kernel]]` table of a kernel.
+
+    Raises NotPortable if another process cannot import the kernel or its specialisation's class.
+    """
+    request = encode_request(kernel, spec)
+    values = {name: x for name, x in request["kernel"].items() if x}
+    values |= {"spec": request["class"], "arch": arch}
+    lines = ["[[kernel]]", *(f"{name} = {_to_toml(x)}" for name, x in values.items())]
+    lines += ["[kernel.fields]"]
+    lines += [f"{name} = {_to_toml(x)}" for name, x in request["fields"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _to_toml(value: Any) -> str:
+    """A value of a request as TOML, which has no None: it is ["none"]."""
+    if value is None:
+        return '["none"]'
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_to_toml, value))}]"
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def _from_toml(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return None if value == ["none"] else [_from_toml(x) for x in value]
+
+
+def _kernel(table: dict[str, Any]) -> tuple[KernelDef, Any]:
+    """The kernel and the specialisation of a `[[kernel]]` table."""
+    values = {name: table[name] for name in table if name not in ("spec", "arch", "fields")}
+    fields = {name: _from_toml(x) for name, x in table.get("fields", {}).items()}
+    try:
+        return decode_request({"kernel": values, "class": table["spec"], "fields": fields})
+    except Exception as error:
+        message = f"{table['name']} {table['spec']}: {type(error).__name__}: {error}"
+        raise CacheError(message) from error

@@ -1,4 +1,4 @@
-"""Kernel requests as JSON, for worker processes. Plain values only, so no pickle is needed.
+"""Kernel requests as JSON, for worker processes and spec files. Plain values only: no pickle.
 
 A specialisation is sent as the name of its class and its fields. Numbers, which Python's JSON keeps
 exactly, strings and None are sent as they are. Other values are sent as a list that begins with
@@ -35,8 +35,13 @@ def encode_request(kernel: KernelDef, spec: Any) -> dict[str, Any]:
 
 
 def decode_request(request: dict[str, Any]) -> tuple[KernelDef, Any]:
-    """The inverse of `encode_request`; imports the module of the specialisation."""
+    """The inverse of `encode_request`; imports the module of the specialisation.
+
+    Raises TypeError if the class is no dataclass.
+    """
     cls = _find_class(request["class"])
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise TypeError(f"{request['class']} is no dataclass")
     given = {f.name for f in dataclasses.fields(cls) if f.init}
     fields = {name: _decode(v) for name, v in request["fields"].items() if name in given}
     return KernelDef(**request["kernel"]), cls(**fields)

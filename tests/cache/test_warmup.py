@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from toy_specs import BROKEN, SCALE, ScaleSpec
 
 from cute_attn import cache
-from cute_attn.cache import warm
+from cute_attn.cache import specfile, warm
+from cute_attn.cache.key import spec_items
 from cute_attn.cache.store import Store
 from cute_attn.cache.warm import WarmupError
 from cute_attn.cache.wire import NotPortable, decode_request, encode_request
@@ -179,6 +180,16 @@ def test_a_request_arrives_as_it_was_sent(value: Any) -> None:
     assert cache.describe(kernel, spec, ARCH) == cache.describe(SCALE, WireSpec(value), ARCH)
 
 
+@given(value=values)
+def test_a_recorded_specialisation_is_the_same(value: Any) -> None:
+    sys.modules.setdefault(WireSpec.__module__, sys.modules[__name__])
+    kernel = cache.KernelDef("k", "some.module:Kernel", "--opt", "some", ("other", "ones"))
+    recorded = specfile.parse(specfile.kernel_table(kernel, WireSpec(value), ARCH), Path("x.toml"))
+    ((found, spec, arch),) = specfile.plan_for(recorded, [ARCH]).requests
+    assert (found, arch) == (kernel, ARCH)
+    assert spec_items(spec) == spec_items(WireSpec(value))
+
+
 def test_a_class_that_nobody_else_can_import_is_not_sent() -> None:
     @dataclass(frozen=True)
     class Inner:
@@ -194,7 +205,8 @@ def test_a_worker_ends_with_the_process_that_started_it(
     run: Callable[..., Process], root: Path
 ) -> None:
     parent = run("""
-from cute_attn.cache import warm
+from cute_attn.cache import specfile, warm
+from cute_attn.cache.key import spec_items
 worker = warm._Worker()
 tell(pid=worker._process.pid)
 time.sleep(1000)

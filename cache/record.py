@@ -1,0 +1,70 @@
+"""Records the kernels that a process uses in a spec file, which `build` and `warmup` take."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import jit, settings
+from .errors import CacheError
+from .key import KernelDef
+from .log import warn_once
+from .specfile import kernel_table, parse
+from .wire import NotPortable
+
+
+def record(path: str | os.PathLike[str] | None) -> None:
+    """Record every kernel that this process has used or will use in a spec file.
+
+    The file gets a `[[kernel]]` table for each kernel that is not in it yet, when the kernel is
+    first loaded. What is in the file stays, so that several runs, or the ranks of one, may share a
+    file: `python -m cute_attn.cache build` and `cute_attn.warmup` take it like one written by hand.
+    `CUTE_ATTN_RECORD` in the environment does the same. Kernels that run in the emulator are not
+    recorded.
+
+    Args:
+        path: of the file, which is created if need be; None stops recording.
+
+    Raises:
+        CacheError: the file cannot be written, or is not a spec file.
+    """
+    if path is None:
+        jit.record_to(None)
+        return
+    file = settings.absolute(os.fspath(path))
+    add(file, jit.used())
+    jit.record_to(file)
+
+
+def add(path: Path, used: Iterable[tuple[KernelDef, Any, str]]) -> None:
+    """Add the kernels to the file that are not in it yet. Raises CacheError as `record`."""
+    try:
+        with path.open("a+", encoding="utf-8") as file:
+            _lock(file.fileno())
+            file.seek(0)
+            text = file.read()
+            known = parse(text, path)
+            new = ""
+            for kernel, spec, arch in used:
+                try:
+                    table = kernel_table(kernel, spec, arch)
+                except NotPortable as error:
+                    warn_once(f"record {error}", "not recorded, nobody can import it: %s", error)
+                    continue
+                if parse(table, path)[0] not in known:
+                    known += parse(table, path)
+                    new += "\n" + table if text or new else table
+            if new:
+                file.write(new)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CacheError(f"cannot record kernels in {path}: {error}") from error
+
+
+def _lock(fd: int) -> None:
+    """Wait until no other process writes to the file."""
+    with contextlib.suppress(OSError):  # without locks, a kernel is listed twice at worst
+        fcntl.flock(fd, fcntl.LOCK_EX)

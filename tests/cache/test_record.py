@@ -1,0 +1,82 @@
+"""What a process uses is recorded in a spec file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cache_processes import python_path
+from conftest import ARCH
+from toy_specs import SCALE, SUM, ScaleSpec, SumSpec
+
+from cute_attn import cache
+
+
+def test_what_a_process_uses_is_a_spec_file_that_builds_it(
+    filled_root: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "used.toml"
+    path.write_text('[[operator]]\nplan = "toy_specs:plan_scale"\nfactors = [9.0]\n')
+    cache.get(SCALE, ScaleSpec(2.0), ARCH)
+    cache.record(path)
+    cache.get(SUM, SumSpec(3), ARCH)
+    cache.get(SCALE, ScaleSpec(2.0), ARCH)
+    cache.record(None)
+    cache.get(SCALE, ScaleSpec(5.0), ARCH)
+    requests = [(SCALE, ScaleSpec(9.0)), (SCALE, ScaleSpec(2.0)), (SUM, SumSpec(3))]
+    assert cache.plan_file(path, ARCH) == requests
+    assert cache.plan_file(path, "sm_80") == requests[:1]
+    assert cache.warmup(cache.plan_file(path, ARCH)[1:], arch=ARCH, progress=False).found == 2
+
+
+def test_several_processes_record_in_one_file(
+    filled_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "used.toml"
+    code = (
+        "from cute_attn import cache; from toy_specs import SCALE, ScaleSpec\n"
+        f"cache.get(SCALE, ScaleSpec(2.0), {ARCH!r})"
+    )
+    monkeypatch.setenv("CUTE_ATTN_RECORD", str(path))
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    ranks = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    assert cache.plan_file(path, ARCH) == [(SCALE, ScaleSpec(2.0))]
+    assert path.read_text().count("[[kernel]]") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[[kernel]]\nname = 'x'\ntarget = 'toy_kernels:Scale'", "kernel 1 has no spec"),
+        ("[[kernel]]\nname = 'x'\ntarget = 'a:b'\nspec = 'os:system'\narch = 'sm_90a'", "no datac"),
+        ("[[kernel]]\nname = 'x'\ntarget = 'a:b'\nspec = 'c:d'\narch = 'h100'", "arch of kernel 1"),
+        ("kernel = 1", "kernel is 1"),
+    ],
+)
+def test_tables_of_kernels_that_make_no_sense(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    with pytest.raises(cache.CacheError, match=problem):
+        cache.plan_file(path, ARCH)
+
+
+def test_a_spec_file_calls_nothing_but_kernels(root: Path) -> None:
+    with pytest.raises(cache.CompileError, match="subprocess:run is no kernel"):
+        cache.compile(cache.KernelDef("x", "subprocess:run"), ScaleSpec(), ARCH)
+
+
+def test_a_file_that_cannot_be_written(
+    filled_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(cache.CacheError, match="cannot record kernels in"):
+        cache.record(tmp_path)
+    path = tmp_path / "other.toml"
+    path.write_text("not toml")
+    with pytest.raises(cache.CacheError, match=r"other\.toml"):
+        cache.record(path)
+    assert path.read_text() == "not toml"
+    monkeypatch.setenv("CUTE_ATTN_RECORD", str(tmp_path))  # a server goes on, after a warning
+    assert cache.get(SCALE, ScaleSpec(2.0), ARCH) is not None
