@@ -143,10 +143,13 @@ def run(args: argparse.Namespace) -> Report:
         errors.append(found)
         notes += more
     timer = Timer(with_peer, roofline, rep_ms, args.mode, args.stage, MEMORY_SHARE * free)
-    for case in track(cases, "kda-backward"):
-        for disable_recompute in keep:
-            with freed():
-                timer.time(case, disable_recompute=disable_recompute)
+    try:
+        for case in track(cases, "kda-backward"):
+            for disable_recompute in keep:
+                with freed():
+                    timer.time(case, disable_recompute=disable_recompute)
+    except KeyboardInterrupt:  # what has been measured is worth a report
+        notes.append(f"interrupted: {len(timer.rows)} rows of {len(cases)} cases")
     memory = memory_rows(with_peer=with_peer) if MEMORY_CASE in cases else []
     parts = [
         Report(f"kda-backward-{name}", title, {}, rows=rows)

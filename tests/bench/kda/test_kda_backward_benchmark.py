@@ -295,6 +295,20 @@ def test_layers_that_do_not_fit_are_noted(fake_gpu, monkeypatch, tmp_path):
     assert any("no layers in a row for want of memory" in note for note in report["notes"])
 
 
+def test_an_interrupted_run_reports_what_it_has(fake_gpu, monkeypatch, tmp_path):
+    timed = backward.Timer.time
+
+    def interrupted(self, case, **options):
+        if self.rows:
+            raise KeyboardInterrupt
+        timed(self, case, **options)
+
+    monkeypatch.setattr(backward.Timer, "time", interrupted)
+    report = run(tmp_path, "--no-peer")
+    assert len(report["rows"]) == len(backward.MODES)
+    assert f"interrupted: {len(backward.MODES)} rows of {len(SMALL)} cases" in report["notes"]
+
+
 # ---- the peer's autotuner
 
 
