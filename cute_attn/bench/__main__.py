@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = Report.from_json(args.file.read_text())
         if out is not None:
             for part in report.parts:
-                output.write_report(part, out)
+                if part.environment:  # a run of its own, not a table of this one
+                    output.write_report(part, out)
     else:
         benchmark = load(args.name)
         args.argv = list(argv)

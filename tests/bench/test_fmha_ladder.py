@@ -82,7 +82,7 @@ def test_flops_of_a_causal_case_are_half():
     assert case.tflops(1e3) == pytest.approx(34.36, rel=1e-3)
 
 
-def test_a_wrong_step_is_reported_and_the_others_go_on(
+def test_a_wrong_step_is_reported_and_a_right_one_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     step = problem.Problem.step
@@ -99,6 +99,16 @@ def test_a_wrong_step_is_reported_and_the_others_go_on(
     document = json.loads(out.read_text())
     assert document["rows"] == []
     assert "1_basic FAILED: Disagreement: 1_basic has" in document["notes"][0]
+
+    monkeypatch.undo()
+    code = main(["fmha-ladder", "--emulate=sm_80", *sizes, "--print-only", "--json", str(out)])
+    assert code == 0
+    document = json.loads(out.read_text())
+    (row,), (loop,) = document["rows"], document["parts"][0]["rows"]
+    assert row["error_ratio"] <= 2 and row["bank_conflicts_ratio"] > 4
+    # A warp's 16 rows: 2 times 4 MMAs for 16 keys and 64 columns, then 8 for 8 blocks of columns.
+    assert loop["mma"] == 16 and row["mma"] == 4 * 16
+    assert any("1_basic" in line for line in document["log"])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"])

@@ -201,21 +201,29 @@ class Ladder:
         from ... import cache
         from ...emulation import emulated
         from ...emulator import Emulator
+        from ...machine_code.disassembly import DisassemblyError
+        from .machine_code import loop_row
         from .problem import Problem
 
         rows: list[Row] = []
+        loops: dict[str, Row] = {}
         for case in cases:
             problem = Problem(case, "cpu", SEED)
             for name, (step, spec) in track(list(self.specs.items()), f"S={case.seqlen}"):
                 if step.kernel is None:
                     continue
                 try:
-                    (use,) = cache.compile(step.kernel, spec, arch=self.arch).kernels
+                    entry = cache.compile(step.kernel, spec, arch=self.arch)
                     with emulated(self.arch, Emulator(schedule="random", seed=0)) as emulator:
                         error = problem.check(name, problem.step(step, spec))
                 except Exception as failure:
                     self._fail(name, failure)
                     continue
+                try:
+                    loops.setdefault(name, loop_row(name, entry))
+                except DisassemblyError as reason:
+                    self._leave_out(f"the machine code: {reason}")
+                (use,) = entry.kernels
                 counts = emulator.report.by_opcode
                 rows.append(
                     {
@@ -229,6 +237,7 @@ class Ladder:
                         "ldmatrix": _count(counts, ("ldmatrix",)),
                         "exponentials": _count(counts, ("ex2",)),
                         "barriers": _count(counts, ("bar.", "barrier.")),
+                        "shared_wavefronts": emulator.report.counters["shared_wavefronts"],
                         "bank_conflicts_ratio": emulator.report.bank_conflicts,
                     }
                 )
@@ -239,6 +248,13 @@ class Ladder:
             environment={},
             parameters=self.parameters(cases),
             rows=rows,
+            parts=[
+                part(
+                    "machine-code",
+                    "Machine code: instructions of a warp for a K/V tile without a mask",
+                    list(loops.values()),
+                )
+            ],
         )
 
     # -- on the GPU ---------------------------------------------------------------------------

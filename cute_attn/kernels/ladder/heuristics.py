@@ -41,7 +41,7 @@ def config_of(arch: str) -> str:
 def stages(tile_m: int, tile_n: int, head_dim: int, occupancy: int, arch: str) -> tuple[int, int]:
     """Stages of K and of V: as many of 2 and 4 as fit with `occupancy` CTAs on an SM."""
     tile = tile_n * head_dim * ELEMENT_BYTES
-    limit = (smem_bytes(arch) + RESERVED_BYTES) // max(1, occupancy) - RESERVED_BYTES
+    limit = (smem_bytes(arch) + RESERVED_BYTES) // occupancy - RESERVED_BYTES
     room = (limit - tile_m * head_dim * ELEMENT_BYTES) // tile
     k_stages = min(K_STAGES, max(1, room // 2))
     return k_stages, min(V_STAGES, max(1, room - k_stages))
@@ -75,7 +75,7 @@ def spec_of(
     tile_m = chosen.tile_m if tile_m is None else tile_m
     tile_n = chosen.tile_n if tile_n is None else tile_n
     if occupancy is None:
-        occupancy = chosen.occupancy if step >= OCCUPANCY else 0
+        occupancy = chosen.occupancy if step >= OCCUPANCY else 1
     fit = (1, 1)
     if step >= PIPELINED:
         fit = stages(tile_m, tile_n, head_dim, occupancy, arch)

@@ -37,7 +37,7 @@ class FmhaLadderSpec(Spec):
         num_warps: warps that compute; a step may add producer warps.
         k_stages, v_stages: tiles of K and of V in shared memory at once; steps whose stage holds a
             tile of each take as many of both.
-        occupancy: CTAs of an SM that registers are allotted for, at least; 0 leaves it to ptxas.
+        occupancy: CTAs of an SM that registers are allotted for.
         swizzled: of a step that copies by cp.async, whether its tiles are swizzled.
 
     Raises:
@@ -61,11 +61,9 @@ class FmhaLadderSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("k_stages", "v_stages"):
+        for name in ("k_stages", "v_stages", "occupancy"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
-        if self.occupancy < 0:
-            raise ValueError(f"occupancy is {self.occupancy}, must be at least 0")
         if self.tile_m % (self.num_warps * FRAGMENT_ROWS):
             raise ValueError(
                 f"tile_m is {self.tile_m}, must be a multiple of {FRAGMENT_ROWS} rows for each of "
