@@ -162,10 +162,13 @@ class Ladder:
     def _log(self, line: str) -> None:
         self.lines.append(f"{time.strftime('%H:%M:%S')} {line}")
 
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+            self._log(note)
+
     def _leave_out(self, why: str) -> None:
-        if why not in self.notes:
-            self.notes.append(why)
-            self._log(f"left out: {why}")
+        self._note(f"left out: {why}")
 
     def _fail(self, name: str, error: Exception) -> None:
         self.wrong = True
@@ -269,6 +272,8 @@ class Ladder:
         tables: dict[int, dict[str, Row]] = {}
         for case in track(cases, "fmha-ladder"):
             problem = Problem(case, "cuda", SEED + case.seqlen)
+            if BASELINE in self.specs:
+                self._note(f"{BASELINE} is PyTorch's {problem.pytorch_backend()}")
             makers: dict[str, Callable[[], Call]] = {
                 name: partial(problem.step, step, spec) for name, (step, spec) in self.specs.items()
             }

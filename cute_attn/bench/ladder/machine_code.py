@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ...cache import Entry
+from ...cache.entry import Built, Entry
 from ...machine_code.cubin import cubins
 from ...machine_code.disassembly import disassemble, find_nvdisasm
 from ...machine_code.listing import Function, Instruction, Loop, functions
@@ -24,7 +24,7 @@ KINDS = {
 _KIND = {opcode: kind for kind, opcodes in KINDS.items() for opcode in opcodes}
 
 
-def loop_row(name: str, entry: Entry) -> Row:
+def loop_row(name: str, entry: Entry | Built) -> Row:
     """Instructions of a warp for a K/V tile in the middle, without a mask.
 
     Raises:

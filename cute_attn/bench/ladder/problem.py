@@ -152,6 +152,14 @@ class Problem:
 
         return run if backend is None else forced
 
+    def pytorch_backend(self) -> str:
+        """The backend that PyTorch chooses, such as "CUDNN_ATTENTION"."""
+        from torch.nn.attention import SDPBackend
+
+        q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
+        choice = torch._fused_sdp_choice(q, k, v, is_causal=self.case.causal)
+        return str(SDPBackend(choice).name)
+
     def flash_attention_2(self) -> Call:
         """PyTorch's flash backend, which is FlashAttention-2."""
         from torch.nn.attention import SDPBackend
