@@ -19,7 +19,7 @@ from ..common.carried import Carried
 
 @dataclass(frozen=True)
 class Visibility(Carried):
-    """A window, and tiles of rows and keys, whose sizes are powers of two.
+    """A window, and tiles of rows and keys.
 
     Attributes:
         tile_m: rows of a query tile.
@@ -114,13 +114,19 @@ def _log2(power: int) -> int:
     return power.bit_length() - 1
 
 
+def _divided(x: Any, size: int) -> Any:
+    """x // size, of an x that is not negative where `size` is no power of two."""
+    return x // size if size & (size - 1) else x >> _log2(size)
+
+
 def _tiles(low: Any, high: Any, size: int) -> tuple[Any, Any]:
     """[first, end) of the tiles that [low, high) touches; empty if [low, high) is."""
-    first = low >> _log2(size)
-    end = (cutlass.max(high, 0) + (size - 1)) >> _log2(size)
+    first = _divided(low, size)
+    end = _divided(cutlass.max(high, 0) + (size - 1), size)
     return first, cutlass.max(first, end)
 
 
 def _whole_tiles(low: Any, high: Any, size: int) -> tuple[Any, Any]:
     """[first, end) of the tiles that lie in [low, high); first may be past end."""
-    return (cutlass.max(low, 0) + (size - 1)) >> _log2(size), cutlass.max(high, 0) >> _log2(size)
+    first = _divided(cutlass.max(low, 0) + (size - 1), size)
+    return first, _divided(cutlass.max(high, 0), size)

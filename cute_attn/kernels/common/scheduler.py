@@ -23,6 +23,7 @@ from cutlass import Int32
 
 from .carried import Carried
 from .pipeline import HARDWARE, Barriers, Edge, Kind, Reach, Role
+from .ptx.memory import increment_global
 from .smem import Buffer
 
 NO_TILE = -1
@@ -72,6 +73,29 @@ class StaticPersistentScheduler(SingleTileScheduler):
     @cute.jit
     def advance_to_next_work(self, tile: Int32, n: Int32) -> Int32:
         following = tile + cute.arch.cluster_dim()[0]  # as many as there are clusters
+        if following >= self.num_tiles:
+            following = Int32(NO_TILE)
+        return following
+
+
+class CounterScheduler(StaticPersistentScheduler):
+    """Persistent clusters, each of which takes the next tile that none has taken yet.
+
+    `counter` is an Int32 in global memory. It must be 0, and is 0 again afterwards: it wraps after
+    `num_tiles` requests, which are all of them, since the last one of each cluster fails. Launches
+    that may overlap need counters of their own.
+    """
+
+    def __init__(self, num_tiles: Any, barriers: Barriers, counter: cute.Pointer):
+        self.num_tiles = num_tiles
+        self.counter = counter
+
+    @cute.jit
+    def advance_to_next_work(self, tile: Int32, n: Int32) -> Int32:
+        taken = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            taken = increment_global(self.counter.toint(), self.num_tiles - 1)
+        following = cute.arch.shuffle_sync(taken, 0) + cute.arch.cluster_dim()[0]
         if following >= self.num_tiles:
             following = Int32(NO_TILE)
         return following
@@ -169,13 +193,21 @@ class TileQueue(Carried):
         while tile >= 0:
             exists, block, head, sequence = tiles.locate(tile)
             if exists:
-                self.publish(published, _words(tiles.work(block, head, sequence)))
+                self.publish_work(published, tiles.work(block, head, sequence))
                 published += 1
             scheduler.prefetch_next_work(requests)
             tile = scheduler.advance_to_next_work(tile, requests)
             requests += 1
-        self.publish(published, (Int32(NO_TILE),))
+        self.publish_end(published)
         scheduler.producer_tail(requests)
+
+    def publish_work(self, n: Any, work: Any) -> None:
+        """Publish a tile as work n."""
+        self.publish(n, _words(work))
+
+    def publish_end(self, n: Any) -> None:
+        """End the queue, after n tiles."""
+        self.publish(n, (Int32(NO_TILE),))
 
     @cute.jit
     def publish(self, n: Int32, words: Any) -> None:

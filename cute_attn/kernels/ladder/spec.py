@@ -17,8 +17,8 @@ SWIZZLE_KEYS = 64  # elements of the 128 bytes in which units are swizzled
 ALLOWED: dict[str, tuple[object, ...]] = {
     "dtype": DTYPES,
     "head_dim": HEAD_DIMS,
-    "tile_m": (16, 32, 64, 128, 256),
-    "tile_n": (16, 32, 64, 128, 256),
+    "tile_m": (16, 32, 64, 128, 192, 256),
+    "tile_n": (16, 32, 64, 80, 96, 112, 128, 144, 160, 176, 256),
     "num_warps": (1, 2, 4, 8, 12, 16),
 }
 

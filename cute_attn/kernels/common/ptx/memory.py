@@ -40,6 +40,13 @@ def store_global(kind: Any, address: Any, values: Sequence[Any]) -> None:
     _store("global", kind, Int64(address), values)
 
 
+def increment_global(address: Any, last: Any) -> Any:
+    """Add 1 to the Int32 at a 64-bit address in global memory, or set it to 0 if it was `last`;
+    atomic, of the whole GPU. Return what it was."""
+    text = "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;"
+    return asm(text, [Int32], [Int64(address), Int32(last)], memory=True)
+
+
 def store_global_where(condition: Any, address: Any, *values: Any) -> None:
     """Store 1, 2 or 4 Int32 to a 64-bit global address if `condition` is not 0, with a predicated
     store rather than a branch."""

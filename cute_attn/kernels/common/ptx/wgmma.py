@@ -1,10 +1,11 @@
-"""`wgmma` of a warpgroup (sm_90a), with the left operand in registers.
+"""`wgmma` of a warpgroup (sm_90a), with the left operand in registers or in shared memory.
 
 Fragments are those of `mma`: warp w of the warpgroup has rows 16 w to 16 w + 15 of the left operand
 and of the result, in the layout of m16n8k16. The right operand is in shared memory, in sub-tiles of
 64 rows of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
 
-`product` starts an asynchronous product. Its result may be used only as returned by `wait`.
+`product` and `shared_product` start an asynchronous product. Its result may be used only as
+returned by `wait`.
 """
 
 from __future__ import annotations
@@ -53,21 +54,51 @@ def product(
         descriptors: descriptors of b, one for each 16 of k.
         columns: whether they come from `columns_descriptor` rather than `rows_descriptor`.
     """
+    left = [[*map(Int32, a[4 * s : 4 * s + 4])] for s in range(len(descriptors))]
+    return _start(dtype, c, left, descriptors, n, f"{int(columns)}")
+
+
+def shared_product(
+    dtype: Any,
+    c: Sequence[Any] | None,
+    a: Sequence[Any],
+    descriptors: Sequence[Any],
+    n: int,
+    *,
+    columns: bool,
+) -> list[Any]:
+    """As `product`, with the left operand in shared memory: `a` has a descriptor of its 64 rows for
+    each 16 of k, from `rows_descriptor`."""
+    return _start(dtype, c, [[Int64(x)] for x in a], descriptors, n, f"0, {int(columns)}")
+
+
+def _start(
+    dtype: Any,
+    c: Sequence[Any] | None,
+    left: Sequence[Sequence[Any]],
+    descriptors: Sequence[Any],
+    n: int,
+    transposed: str,
+) -> list[Any]:
+    """Start c + a b; `left` has the operands of a for each 16 of k: 4 registers, or a
+    descriptor."""
     name = TYPE_NAMES[dtype]
     count = n // 2
     first = count if c is None else 2 * count
     steps = len(descriptors)
+    width = len(left[0])
     lines = ["{", ".reg .pred none, some;", "setp.ne.b32 none, 0, 0;", "setp.eq.b32 some, 0, 0;"]
     lines.append("wgmma.fence.sync.aligned;")
     for s in range(steps):
         keep = "some" if s or c is not None else "none"
+        a = operands(first + width * s, width)
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} "
-            f"{{{operands(0, count)}}}, {{{operands(first + 4 * s, 4)}}}, "
-            f"${first + 4 * steps + s}, {keep}, 1, 1, {int(columns)};"
+            f"{{{operands(0, count)}}}, {a if width == 1 else f'{{{a}}}'}, "
+            f"${first + width * steps + s}, {keep}, 1, 1, {transposed};"
         )
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
-    arguments = [*map(Float32, c or ()), *map(Int32, a), *map(Int64, descriptors)]
+    arguments = [*map(Float32, c or ()), *(x for xs in left for x in xs), *map(Int64, descriptors)]
     tied = 0 if c is None else count
     return list(asm("\n".join(lines), [Float32] * count, arguments, tied=tied, memory=True))
 

@@ -1,0 +1,143 @@
+"""Rows of S, P and O in registers, as the accumulators of `mma` and `wgmma`.
+
+A warp has 16 rows of a tile. A lane has parts of two of them, lane // 4 and lane // 4 + 8: of each 8
+columns the pair 2 * (lane % 4) and the next. Tensors here have the shape (pair, row, columns / 8),
+in the order of the accumulators; `lane_row` is a row of the lane, 0 or 1. Four lanes share a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ..common.carried import Carried
+from ..common.numbers import INF
+from ..common.ptx.convert import pack
+from ..common.ptx.math import exp2, reciprocal
+from ..common.ptx.memory import store_shared
+from ..common.spec import WARP_SIZE
+from .mask import mask_row
+from .softmax import RESCALE_THRESHOLD, row_maximum
+
+LANE_ROWS = 2
+LANE_ROW_STEP = 8  # rows from a lane's first to its second
+LANES = 4  # of a row
+BOX_COLUMNS = 64  # of 16 bits, as wide as the swizzle of TMA
+LOWEST = -(2.0**100)  # a finite number below any maximum of products of 16-bit values
+
+
+def accumulators(columns: int) -> cute.Tensor:
+    """Registers for a lane's part of 16 rows."""
+    return cute.make_rmem_tensor((2, LANE_ROWS, columns // 8), Float32)
+
+
+def values(x: cute.Tensor) -> list[Any]:
+    """The registers, in the order in which products take them."""
+    return [x[i] for i in range(cute.size(x))]
+
+
+def assign(x: cute.Tensor, new: list[Any]) -> None:
+    for i, value in enumerate(new):
+        x[i] = value
+
+
+def first_row(warp: Any) -> Any:
+    """The lane's first row, of a tile's rows; `warp` counts its warps."""
+    return warp * 16 + cute.arch.lane_idx() // LANES
+
+
+def mask_rows(s: cute.Tensor, highs: list[Any]) -> None:
+    """Set the columns from `highs` on, one bound for each lane row, to -inf."""
+    count = cute.size(s) // LANE_ROWS
+    columns = [8 * (j // 2) + j % 2 for j in range(count)]
+    shift = cute.arch.lane_idx() % LANES * 2
+    for lane_row, high in enumerate(highs):
+        mask_row(s[None, lane_row, None], columns, None, high - shift)
+
+
+class OnlineSoftmax(Carried):
+    """The online softmax of a lane's rows.
+
+    Attributes:
+        maximum: of each row so far, in units of S.
+        total: the lane's part of the row's sum of P.
+        log2: turns S into exponents of 2.
+    """
+
+    def __init__(self, log2: Any):
+        self.log2 = log2
+        self.growth = RESCALE_THRESHOLD / log2
+        self.maximum = cute.make_rmem_tensor((LANE_ROWS,), Float32)
+        self.total = cute.make_rmem_tensor((LANE_ROWS,), Float32)
+
+    def start(self) -> None:
+        self.maximum.fill(-INF)
+        self.total.fill(0.0)
+
+    def update(self, s: cute.Tensor) -> list[Any]:
+        """Replace S by P, and return the factor of each lane row of O."""
+        rows = [s[None, r, None] for r in range(LANE_ROWS)]
+        previous = [self.maximum[r] for r in range(LANE_ROWS)]
+        highest = [row_maximum(row, x) for row, x in zip(rows, previous, strict=True)]
+        highest = across_lanes(lambda x, y: cute.arch.fmax(x, y, nan=True), highest)
+        factors = []
+        for r, row in enumerate(rows):
+            stays = highest[r] <= previous[r] + self.growth
+            self.maximum[r] = cutlass.select_(stays, previous[r], highest[r])
+            used = cute.arch.fmax(self.maximum[r], LOWEST, nan=True)  # of a row without keys so far
+            factor = exp2((previous[r] - used) * self.log2)
+            factors.append(cutlass.select_(stays, Float32(1.0), factor))
+            offset = -used * self.log2
+            for j in range(cute.size(row)):
+                row[j] = exp2(cute.math.fma(row[j], self.log2, offset))
+            self.total[r] = cute.math.fma(self.total[r], factors[r], _sum(row))
+        return factors
+
+    def inverse_totals(self) -> list[Any]:
+        """What to multiply each lane row of O with at the end."""
+        totals = [self.total[r] for r in range(LANE_ROWS)]
+        return [reciprocal(x) for x in across_lanes(lambda x, y: x + y, totals)]
+
+
+def _sum(row: cute.Tensor) -> Any:
+    sums = [row[j] for j in range(4)]
+    for j in range(4, cute.size(row)):
+        sums[j % 4] = sums[j % 4] + row[j]
+    return (sums[0] + sums[1]) + (sums[2] + sums[3])
+
+
+def across_lanes(combine: Any, rows: list[Any]) -> list[Any]:
+    """Combine the values of the four lanes that share a row, of each lane row."""
+    for step in (1, 2):
+        others = [cute.arch.shuffle_sync_bfly(x, step) for x in rows]
+        rows = [combine(x, y) for x, y in zip(rows, others, strict=True)]
+    return rows
+
+
+def scale_rows(o: cute.Tensor, factors: list[Any]) -> None:
+    for r, factor in enumerate(factors):
+        row = o[None, r, None]
+        for j in range(cute.size(row)):
+            row[j] = row[j] * factor
+
+
+def operand(x: cute.Tensor, dtype: Any) -> list[Any]:
+    """Round accumulators to the left operand of a product over their columns: 4 registers for each
+    16 of them."""
+    return [pack(dtype, x[i], x[i + 1]) for i in range(0, cute.size(x), 2)]
+
+
+def stage_rows(words: list[Any], base: Any, warp: Any, rows: int) -> None:
+    """Store rounded rows, as `operand` gives them, to the boxes of `rows` rows at shared address
+    `base`, with TMA's swizzle; `warp` counts the boxes' warps."""
+    lane = cute.arch.lane_idx()
+    row = lane // LANES  # of 8; their 16-byte units are permuted by its number
+    at = base + (warp * 16 + row) * (BOX_COLUMNS * 2) + lane % LANES * 4
+    for i, word in enumerate(words):
+        unit, lane_row = i // LANE_ROWS, i % LANE_ROWS
+        box = unit // 8 * (rows * BOX_COLUMNS * 2)
+        swizzled = ((unit % 8) ^ row) << 4
+        store_shared(Int32, at + box + lane_row * LANE_ROW_STEP * BOX_COLUMNS * 2 + swizzled, [word])

@@ -1,0 +1,50 @@
+"""The products of attention on `wgmma`: of a warpgroup with 64 query rows and a K/V tile.
+
+Q, K and V are in shared memory in boxes of 64 columns, as `common.tma` loads them. S, P and O are
+in registers, see `fragments`. A product that has been started may be used only after `wgmma.wait`;
+until then neither its accumulators nor P may be touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..common.ptx import wgmma
+
+ROWS = 64  # of a warpgroup
+WARPGROUP = 128  # threads
+STEP = 16  # of the contracted dimension, of one instruction
+LINE_BYTES = 128
+STEP_BYTES = STEP * 2
+STEPS_OF_LINE = LINE_BYTES // STEP_BYTES
+
+
+def start_scores(
+    dtype: Any, q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
+) -> list[Any]:
+    """Start S = Q K^T, 64 by tile_n. `q` is the shared address of the warpgroup's first row, in
+    boxes of `tile_m` rows, and `k` that of the K tile."""
+    steps = range(head_dim // STEP)
+    return wgmma.shared_product(
+        dtype, None, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), tile_n,
+        columns=False,
+    )  # fmt: skip
+
+
+def start_output(
+    dtype: Any, o: list[Any], p: list[Any], v: Any, *, tile_n: int, head_dim: int
+) -> list[Any]:
+    """Start O + P V, 64 by head_dim; `v` is the shared address of the V tile."""
+    first = wgmma.columns_descriptor(v, tile_n * LINE_BYTES)
+    steps = range(tile_n // STEP)
+    descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
+    return wgmma.product(dtype, o, p, descriptors, head_dim, columns=True)
+
+
+def _along_rows(base: Any, rows: int, steps: range) -> list[Any]:
+    """Descriptors of 16 columns each of the rows at `base`, in boxes of `rows` rows."""
+    first = wgmma.rows_descriptor(base)
+    offsets = [
+        s // STEPS_OF_LINE * (rows * LINE_BYTES) + s % STEPS_OF_LINE * STEP_BYTES for s in steps
+    ]
+    return [first + (offset >> 4) for offset in offsets]

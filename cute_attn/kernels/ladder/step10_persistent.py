@@ -1,0 +1,99 @@
+"""Step 10 of the ladder, persistent: a CTA for each SM takes one tile after another.
+
+While the consumers finish a tile, the load warp already fetches the next one's Q, K and V, so that
+a tile's end and the next one's start overlap. The stores of O run beside the next tile too.
+
+The load warp takes the next tile when it has started the last load of this one: the next that no
+CTA has taken, counted in global memory. It tells the consumers through a queue in shared memory.
+Heads whose K and V fit L2 together are worked on together; among them the longest tiles come first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..attention.work import TileMap, Work, heads_in_l2
+from ..common.arguments import fake_contiguous
+from ..common.pipeline import Barriers, Edge
+from ..common.scheduler import CounterScheduler, TileQueue
+from ..common.sequences import Sequences
+from ..common.smem import Buffer, Pointers
+from .step7_wgmma import Consumer, Operands
+from .step9_overlap import FmhaStep9
+
+
+class FmhaStep10(FmhaStep9):
+    def edges(self) -> tuple[Edge, ...]:
+        return (*super().edges(), *TileQueue.edges(self.load, self.consumers))
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (*super().buffers(), TileQueue.buffer(Work))
+
+    def fake_args(self) -> tuple[Any, ...]:
+        *arguments, stream = super().fake_args()
+        return (*arguments, Int32(1), fake_contiguous(Int32, (1,)), stream)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        softmax_scale: Float32,
+        num_ctas: Int32,
+        counter: cute.Tensor,
+        stream: Any,
+    ) -> None:
+        """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
+        batch, seqlen, heads, _ = q.shape
+        num_tiles = self.tile_map(seqlen, heads, batch).count()
+        ctas = CounterScheduler.clusters(num_tiles, num_ctas)
+        self.launch([ctas, 1, 1], q, k, v, o, softmax_scale, counter, stream)
+
+    def tile_map(self, seqlen: Any, heads: Any, batch: Any) -> TileMap:
+        tokens = Sequences(seqlen)
+        head_bytes = Int64(seqlen) * (2 * self.spec.row_bytes)  # of K and V
+        return TileMap(
+            self.spec.tile_m, 1, self.spec.causal, tokens, tokens, heads, heads, batch,
+            heads_in_l2(head_bytes, heads * batch),
+        )  # fmt: skip
+
+    @cute.jit
+    def load_warp(self, x: Operands, storage: Pointers, barriers: Barriers) -> None:
+        (_, seqlen), _, heads, batch = x.q.shape
+        tiles = self.tile_map(seqlen, heads, batch)
+        scheduler = CounterScheduler(tiles.count(), barriers, x.counter.iterator)
+        queue = TileQueue(Work, storage.work, barriers)
+        index = Int32(0)  # of the CTA's tiles
+        n = Int32(0)  # K/V tiles
+        number = scheduler.initial_work_tile()
+        while number >= 0:
+            _, block, head, sequence = tiles.locate(number)
+            queue.publish_work(index, tiles.work(block, head, sequence))
+            n = self.load_tile(
+                x, storage, barriers, self.tile(x, block, head, sequence), index, n
+            )
+            index += 1
+            number = scheduler.advance_to_next_work(number, index)
+        queue.publish_end(index)
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        queue = TileQueue(Work, storage.work, own.barriers)
+        self.first_turn(own)
+        index = Int32(0)
+        n = Int32(0)
+        work = queue.take(index)
+        while work.exists:
+            tile = self.tile(x, work.block, work.head, work.sequence)
+            n = self.compute_tile(own, tile, index, n)
+            self.store_tile(x, own, storage, tile)
+            index += 1
+            work = queue.take(index)
+        self.stores_done(own)
+        self.last_turn(own)

@@ -1,0 +1,406 @@
+"""Step 7 of the ladder, wgmma: a warpgroup's products run asynchronously, out of shared memory.
+
+`mma.sync` multiplies what a warp has loaded to registers; four warps load the same K and V. One
+`wgmma` multiplies 64 rows of a warpgroup by a whole K/V tile, which the tensor cores read from
+shared memory themselves. S and O are accumulators, and P the left operand, in registers: P never
+goes through shared memory.
+
+    warps          role       work
+    0-3            consumers  S = Q K^T, softmax, O += P V; then O to shared memory, and TMA
+    4              load       Q, then each K/V tile, by TMA
+
+K/V tiles come from the last to the first, because only the first ones to come can need a mask. The
+pipeline's edges and the shared memory are declared in `__init__`. `fragments` has the arithmetic on
+rows in registers, and `sm90_mma` the products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from ..attention import fragments
+from ..attention.sm90_mma import ROWS, WARPGROUP, start_output, start_scores
+from ..attention.visibility import Visibility
+from ..common.carried import Carried
+from ..common.dtypes import DTYPE
+from ..common.numbers import LOG2_E
+from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ..common.ptx import wgmma
+from ..common.ptx.memory import shared_address
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ..common.spec import WARP_SIZE
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
+from .arguments import fake_args
+from .spec import FmhaLadderSpec
+
+WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
+STAGED = 1  # the first of a named barrier for each warpgroup; 0 is that of all threads
+
+
+class Operands(Carried):
+    """The kernel's arguments: TMA's atoms and coordinates of q, k, v and o, and `log2`, which turns
+    scores into exponents of 2. Step 10 adds a counter."""
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+
+class Tile(Carried):
+    """A tile of queries.
+
+    Attributes:
+        block, head, sequence: of the tile.
+        seqlen: of its sequence.
+        end: its K/V tiles are 0 to end - 1.
+        whole: those that need no mask are 0 to whole - 1.
+    """
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+
+class Consumer(Carried):
+    """What a warp of the consumers keeps.
+
+    Attributes:
+        warp, group: its number, and that of its warpgroup.
+        barriers: of the CTA.
+        q, k, v, o: shared addresses: of its warpgroup's rows of Q and O, and of the rings.
+        s, p, acc: registers of S, of P as an operand, and of O.
+        softmax: of its rows.
+    """
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+
+class FmhaStep7:
+    """The kernel for one FmhaLadderSpec; see the module's docstring."""
+
+    def __init__(self, spec: FmhaLadderSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.warpgroups = spec.num_warps // WARPGROUP_WARPS
+        if spec.tile_m != self.warpgroups * ROWS:
+            raise ValueError(
+                f"tile_m is {spec.tile_m}, must be {ROWS} for each of {spec.num_warps} / "
+                f"{WARPGROUP_WARPS} warpgroups"
+            )
+        self.consumers = Role("consumers", range(spec.num_warps))
+        self.load = Role("load", range(spec.num_warps, spec.num_warps + 1))
+        self.pipeline = Pipeline(*self.edges())
+        self.smem = SharedMemory(
+            *self.buffers(), Buffer("barriers", Int64, self.pipeline.count)
+        )
+        self.q_rows, self.kv_rows, self.o_rows = (
+            BoxedRows(rows, spec.head_dim, ragged=False, batched=True)
+            for rows in (spec.tile_m, spec.tile_n, ROWS)
+        )
+        self.visible = Visibility(spec.tile_m, spec.tile_n, 1, right=0 if spec.causal else None)
+
+    def edges(self) -> tuple[Edge, ...]:
+        load, consumers = self.load, self.consumers
+        k_stages, v_stages = self.spec.k_stages, self.spec.v_stages
+        return (
+            Edge("q_full", load, consumers, 1, Kind.BYTES, payload="Q"),
+            Edge("q_empty", consumers, load, 1, Kind.WARPS, payload="its buffer"),
+            Edge("k_full", load, consumers, k_stages, Kind.BYTES, payload="K"),
+            Edge("k_empty", consumers, load, k_stages, Kind.WARPS, payload="its stage"),
+            Edge("v_full", load, consumers, v_stages, Kind.BYTES, payload="V"),
+            Edge("v_empty", consumers, load, v_stages, Kind.WARPS, payload="its stage"),
+        )
+
+    def buffers(self) -> tuple[Buffer, ...]:
+        spec, at = self.spec, SWIZZLE_ALIGNMENT
+        rows, tile = ROWS * spec.head_dim, spec.tile_n * spec.head_dim
+        return (
+            Buffer("q", self.dtype, self.warpgroups * rows, 1, at, "Q"),
+            Buffer("k", self.dtype, tile, spec.k_stages, at, "K"),
+            Buffer("v", self.dtype, tile, spec.v_stages, at, "V"),
+            Buffer("o", self.dtype, rows, self.warpgroups, at, "O of a warpgroup"),
+        )
+
+    @property
+    def num_threads(self) -> int:
+        return self.spec.num_threads + WARP_SIZE
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (self.consumers, self.load), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        return fake_args(self.spec)
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        softmax_scale: Float32,
+        stream: Any,
+    ) -> None:
+        batch, seqlen, heads, _ = q.shape
+        tiles = (seqlen + (self.spec.tile_m - 1)) // self.spec.tile_m
+        self.launch([tiles, heads, batch], q, k, v, o, softmax_scale, None, stream)
+
+    @cute.jit
+    def launch(
+        self,
+        grid: list[Any],
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        softmax_scale: Float32,
+        counter: cute.Tensor | None,
+        stream: Any,
+    ) -> None:
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        self.kernel(
+            *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
+            *self.o_rows.atom(store, o), softmax_scale * LOG2_E, counter,
+        ).launch(
+            grid=grid,
+            block=[self.num_threads, 1, 1],
+            min_blocks_per_mp=self.spec.occupancy,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )  # fmt: skip
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_tma: cute.CopyAtom,
+        q: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        o_tma: cute.CopyAtom,
+        o: cute.Tensor,
+        log2: Float32,
+        counter: cute.Tensor | None,
+    ) -> None:
+        x = Operands(
+            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, o_tma=o_tma, o=o, log2=log2,
+            counter=counter,
+        )  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == self.load.warps[0]:
+            for descriptor in (q_tma, k_tma, v_tma, o_tma):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                barriers.init()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        self.roles(x, storage, barriers, warp)
+
+    @cute.jit
+    def roles(self, x: Operands, storage: Pointers, barriers: Barriers, warp: Int32) -> None:
+        if warp >= self.load.warps[0]:
+            self.load_warp(x, storage, barriers)
+        else:
+            self.consumer_warps(x, self.consumer(x, storage, barriers, warp), storage)
+
+    def consumer(self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any) -> Consumer:
+        spec = self.spec
+        group = warp // WARPGROUP_WARPS
+        return Consumer(
+            warp=warp,
+            group=group,
+            barriers=barriers,
+            q=shared_address(storage.q) + group * (ROWS * BOX * 2),
+            k=shared_address(storage.k),
+            v=shared_address(storage.v),
+            o=shared_address(storage.o) + group * (ROWS * spec.row_bytes),
+            s=fragments.accumulators(spec.tile_n),
+            p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
+            acc=fragments.accumulators(spec.head_dim),
+            softmax=fragments.OnlineSoftmax(x.log2),
+        )
+
+    def tile(self, x: Operands, block: Any, head: Any, sequence: Any) -> Tile:
+        seqlen = x.q.shape[0][1]
+        _, end = self.visible.key_tiles(block, seqlen, seqlen)
+        _, whole = self.visible.whole_key_tiles(
+            block * self.spec.tile_m, self.spec.tile_m, seqlen, seqlen
+        )
+        return Tile(
+            block=block, head=head, sequence=sequence, seqlen=seqlen, end=end, whole=whole
+        )
+
+    def tile_of_cta(self, x: Operands) -> Tile:
+        """The tile of a CTA; the last one of a head has the most keys, and starts first."""
+        block, head, sequence = cute.arch.block_idx()
+        if self.spec.causal:
+            block = cute.arch.grid_dim()[0] - 1 - block
+        return self.tile(x, block, head, sequence)
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(self, x: Operands, storage: Pointers, barriers: Barriers) -> None:
+        self.load_tile(x, storage, barriers, self.tile_of_cta(x), Int32(0), Int32(0))
+
+    @cute.jit
+    def load_tile(
+        self,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tile: Tile,
+        index: Int32,
+        n: Int32,
+    ) -> Int32:
+        """Load Q of the CTA's tile `index` and its K/V tiles, of which n came before; return how
+        many there are then."""
+        spec = self.spec
+        across = (spec.head_dim // BOX, spec.tile_n * BOX)
+        k_smem = boxes(storage.k, spec.tile_n, across, (spec.k_stages, spec.tile_n * spec.head_dim))
+        v_smem = boxes(storage.v, spec.tile_n, across, (spec.v_stages, spec.tile_n * spec.head_dim))
+        q_smem = boxes(storage.q, spec.tile_m, (spec.head_dim // BOX, spec.tile_m * BOX), (1, 0))
+        place = (tile.head, tile.sequence, 0, tile.seqlen)
+
+        queries = self.q_rows.box(x.q, tile.block, *place)
+        self.load_rows("q", x.q_tma, queries, q_smem, barriers, index)
+        for i in cutlass.range(tile.end, unroll=1):
+            keys = self.kv_rows.box(x.k, tile.end - 1 - i, *place)
+            self.load_rows("k", x.k_tma, keys, k_smem, barriers, n)
+            values = self.kv_rows.box(x.v, tile.end - 1 - i, *place)
+            self.load_rows("v", x.v_tma, values, v_smem, barriers, n)
+            n += 1
+        return n
+
+    @cute.jit
+    def load_rows(
+        self,
+        name: cutlass.Constexpr[str],
+        tma: cute.CopyAtom,
+        rows: cute.Tensor,
+        smem: cute.Tensor,
+        barriers: Barriers,
+        n: Int32,
+    ) -> None:
+        """Use n of a ring: wait until its stage is empty, and start to fill it."""
+        barriers.wait_previous(f"{name}_empty", n)
+        with cute.arch.elect_one():
+            barriers.expect(f"{name}_full", n, cute.size(rows) * 2)
+        load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
+
+    # -- device: products and softmax ---------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        tile = self.tile_of_cta(x)
+        self.compute_tile(own, tile, Int32(0), Int32(0))
+        self.store_tile(x, own, storage, tile)
+        self.stores_done(own)
+
+    @cute.jit
+    def compute_tile(self, own: Consumer, tile: Tile, index: Int32, n: Int32) -> Int32:
+        """Compute O of the CTA's tile `index`; n K/V tiles came before it. Return how many there
+        are then."""
+        own.softmax.start()
+        own.acc.fill(0.0)
+        own.barriers.wait("q_full", index)
+        for i in cutlass.range(tile.end, unroll=1):
+            self.key_tile(own, tile, tile.end - 1 - i, n)
+            n += 1
+        own.barriers.warp_arrives("q_empty", index)
+        fragments.scale_rows(own.acc, own.softmax.inverse_totals())
+        return n
+
+    @cute.jit
+    def key_tile(self, own: Consumer, tile: Tile, key_tile: Int32, n: Int32) -> None:
+        own.barriers.wait("k_full", n)
+        scores = self.start_scores(own, n)
+        fragments.assign(own.s, wgmma.wait(scores))
+        own.barriers.warp_arrives("k_empty", n)
+        if key_tile >= tile.whole:
+            self.mask(own, tile, key_tile)
+        factors = own.softmax.update(own.s)
+        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        self.rescale(own, factors)
+        own.barriers.wait("v_full", n)
+        out = self.start_output(own, n)
+        fragments.assign(own.acc, wgmma.wait(out))
+        own.barriers.warp_arrives("v_empty", n)
+
+    @cute.jit
+    def rescale(self, own: Consumer, factors: list[Any]) -> None:
+        """Multiply the rows of O by their factors, which are mostly 1: see `OnlineSoftmax`."""
+        if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+            fragments.scale_rows(own.acc, factors)
+
+    def start_scores(self, own: Consumer, n: Any) -> list[Any]:
+        """Start S = Q K^T, with use n of K."""
+        spec = self.spec
+        stage = own.barriers.stage("k_full", n) * (spec.tile_n * spec.row_bytes)
+        return start_scores(
+            self.dtype, own.q, own.k + stage,
+            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def start_output(self, own: Consumer, n: Any) -> list[Any]:
+        """Start O + P V, with use n of V."""
+        spec = self.spec
+        stage = own.barriers.stage("v_full", n) * (spec.tile_n * spec.row_bytes)
+        o, p = fragments.values(own.acc), fragments.values(own.p)
+        return start_output(
+            self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim
+        )
+
+    def mask(self, own: Consumer, tile: Tile, key_tile: Any) -> None:
+        """Set the columns of keys that a row does not see to -inf."""
+        row = tile.block * self.spec.tile_m + fragments.first_row(own.warp)
+        highs = []
+        for lane_row in range(fragments.LANE_ROWS):
+            token = row + lane_row * fragments.LANE_ROW_STEP
+            _, high = self.visible.keys(token, tile.seqlen, tile.seqlen)
+            highs.append(high - key_tile * self.spec.tile_n)
+        fragments.mask_rows(own.s, highs)
+
+    # -- device: store ------------------------------------------------------------------------
+
+    @cute.jit
+    def store_tile(self, x: Operands, own: Consumer, storage: Pointers, tile: Tile) -> None:
+        """Store the warpgroup's rows through shared memory, by TMA."""
+        spec = self.spec
+        self.stores_done(own)  # of the tile before, out of the same buffer
+        self.group_barrier(own)
+        words = fragments.operand(own.acc, self.dtype)
+        fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, ROWS)
+        cute.arch.fence_view_async_shared()
+        self.group_barrier(own)
+        if own.warp % WARPGROUP_WARPS == 0:
+            across = (spec.head_dim // BOX, ROWS * BOX)
+            o_smem = boxes(storage.o, ROWS, across, (self.warpgroups, ROWS * spec.head_dim))
+            block = tile.block * self.warpgroups + own.group
+            rows = self.o_rows.box(x.o, block, tile.head, tile.sequence, 0, tile.seqlen)
+            to, source = partition(x.o_tma, cute.local_tile(rows, (ROWS, BOX), (0, None)), o_smem)
+            with cute.arch.elect_one():
+                for box in cutlass.range_constexpr(spec.head_dim // BOX):
+                    cute.copy(x.o_tma, source[None, box, own.group], to[None, box])
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def stores_done(self, own: Consumer) -> None:
+        """Wait, in the thread that starts the stores, until they have read shared memory."""
+        if own.warp % WARPGROUP_WARPS == 0:
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def group_barrier(self, own: Consumer) -> None:
+        cute.arch.barrier(barrier_id=STAGED + own.group, number_of_threads=WARPGROUP)

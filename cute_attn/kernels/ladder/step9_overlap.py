@@ -1,0 +1,130 @@
+"""Step 9 of the ladder, overlap: products run while a softmax is computed.
+
+In step 8 a warpgroup's S = Q K^T, its softmax and O += P V follow each other. Two things overlap
+them. Within a warpgroup, the scores of the next K/V tile are started before this tile's P V, and
+its softmax is computed while P V runs:
+
+    start  S_j = Q K_j^T
+    start  O += P_j+1 V_j+1       of the K/V tile before
+    wait   for S_j; compute P_j and the factor of O
+    wait   for O, and rescale it
+
+And the warpgroups take turns to start products (named barriers), so that one's softmax falls into
+the other one's products, and not into its softmax.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..attention import fragments
+from ..attention.sm90_mma import WARPGROUP
+from ..common.ptx import wgmma
+from ..common.smem import Pointers
+from .step7_wgmma import Consumer, Operands, Tile
+from .step8_warpgroups import FmhaStep8
+
+
+TURN = 8  # the first of a named barrier for each warpgroup
+
+
+class FmhaStep9(FmhaStep8):
+    EARLY_V = False
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        self.first_turn(own)
+        tile = self.tile_of_cta(x)
+        self.compute_tile(own, tile, Int32(0), Int32(0))
+        self.store_tile(x, own, storage, tile)
+        self.stores_done(own)
+        self.last_turn(own)
+
+    @cute.jit
+    def compute_tile(self, own: Consumer, tile: Tile, index: Int32, n: Int32) -> Int32:
+        own.softmax.start()
+        own.acc.fill(0.0)
+        # The last K/V tile: there is no P yet for a second product.
+        own.barriers.wait("q_full", index)
+        own.barriers.wait("k_full", n)
+        scores = self.start_scores(own, n)
+        fragments.assign(own.s, wgmma.wait(scores))
+        own.barriers.warp_arrives("k_empty", n)
+        key_tile = tile.end - 1
+        if key_tile >= tile.whole:
+            self.mask(own, tile, key_tile)
+        own.softmax.update(own.s)
+        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        if cutlass.const_expr(self.EARLY_V):
+            own.barriers.wait("v_full", n)
+        n += 1
+        if cutlass.const_expr(self.spec.causal and self.spec.tile_m != self.spec.tile_n):
+            while key_tile > tile.whole:
+                key_tile -= 1
+                self.next_key_tile(own, tile, key_tile, n, True)
+                n += 1
+        while key_tile > 0:
+            key_tile -= 1
+            self.next_key_tile(own, tile, key_tile, n, False)
+            n += 1
+        own.barriers.warp_arrives("q_empty", index)
+        if cutlass.const_expr(not self.EARLY_V):
+            own.barriers.wait("v_full", n - 1)
+        out = self.start_output(own, n - 1)
+        factors = own.softmax.inverse_totals()
+        fragments.assign(own.acc, wgmma.wait(out))
+        own.barriers.warp_arrives("v_empty", n - 1)
+        fragments.scale_rows(own.acc, factors)
+        return n
+
+    @cute.jit
+    def next_key_tile(
+        self,
+        own: Consumer,
+        tile: Tile,
+        key_tile: Int32,
+        n: Int32,
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """P of use n of K, beside the product of the P and V before."""
+        own.barriers.wait("k_full", n)
+        self.wait_turn(own)
+        scores = self.start_scores(own, n)
+        if cutlass.const_expr(not self.EARLY_V):
+            own.barriers.wait("v_full", n - 1)
+        out = self.start_output(own, n - 1)
+        self.pass_turn(own)
+        fragments.assign(own.s, wgmma.wait(scores, pending=1))
+        own.barriers.warp_arrives("k_empty", n)
+        if cutlass.const_expr(masked):
+            self.mask(own, tile, key_tile)
+        factors = own.softmax.update(own.s)
+        if cutlass.const_expr(self.EARLY_V):
+            own.barriers.wait("v_full", n)
+        fragments.assign(own.acc, wgmma.wait(out))
+        own.barriers.warp_arrives("v_empty", n - 1)
+        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        self.rescale(own, factors)
+
+    # -- turns --------------------------------------------------------------------------------
+
+    @cute.jit
+    def first_turn(self, own: Consumer) -> None:
+        if own.group == self.warpgroups - 1:
+            self.pass_turn(own)
+
+    def wait_turn(self, own: Consumer) -> None:
+        cute.arch.barrier(barrier_id=TURN + own.group, number_of_threads=2 * WARPGROUP)
+
+    def pass_turn(self, own: Consumer) -> None:
+        last = own.group == self.warpgroups - 1
+        following = cutlass.select_(last, Int32(0), own.group + 1)
+        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def last_turn(self, own: Consumer) -> None:
+        """Take the turn that is left over, so that no barrier has an arrival at the end."""
+        if own.group == 0:
+            self.wait_turn(own)
