@@ -124,7 +124,11 @@ class Problem:
         if step.kernel is None:
             return self.pytorch()
         function = launch.get_for(self.q.device, step.kernel, spec)
-        call = partial(function, self.q, self.k, self.v, self.out, self.scale)
+        arguments = [self.q, self.k, self.v, self.out, self.scale]
+        if step.persistent:
+            counter = torch.zeros(1, dtype=torch.int32, device=self.q.device)
+            arguments += [launch.num_sms(self.q.device), counter]
+        call = partial(function, *arguments)
 
         def run() -> torch.Tensor:
             call()

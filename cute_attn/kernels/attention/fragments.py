@@ -1,8 +1,8 @@
 """Rows of S, P and O in registers, as the accumulators of `mma` and `wgmma`.
 
-A warp has 16 rows of a tile. A lane has parts of two of them, lane // 4 and lane // 4 + 8: of each 8
-columns the pair 2 * (lane % 4) and the next. Tensors here have the shape (pair, row, columns / 8),
-in the order of the accumulators; `lane_row` is a row of the lane, 0 or 1. Four lanes share a row.
+A warp has 16 rows of a tile. A lane has parts of two of them, lane // 4 and lane // 4 + 8: of each
+8 columns, column 2 * (lane % 4) and the next. Tensors here have the shape (2 columns, 2 rows,
+columns / 8), in the order of the accumulators; a `lane_row` is 0 or 1. Four lanes share a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ..common.numbers import INF
 from ..common.ptx.convert import pack
 from ..common.ptx.math import exp2, reciprocal
 from ..common.ptx.memory import store_shared
-from ..common.spec import WARP_SIZE
 from .mask import mask_row
 from .softmax import RESCALE_THRESHOLD, row_maximum
 
@@ -140,4 +139,6 @@ def stage_rows(words: list[Any], base: Any, warp: Any, rows: int) -> None:
         unit, lane_row = i // LANE_ROWS, i % LANE_ROWS
         box = unit // 8 * (rows * BOX_COLUMNS * 2)
         swizzled = ((unit % 8) ^ row) << 4
-        store_shared(Int32, at + box + lane_row * LANE_ROW_STEP * BOX_COLUMNS * 2 + swizzled, [word])
+        store_shared(
+            Int32, at + box + lane_row * LANE_ROW_STEP * BOX_COLUMNS * 2 + swizzled, [word]
+        )

@@ -29,6 +29,15 @@ CONFIGS = {
     "sm_120": Config(64, 64, 4, 2),
 }
 
+# From step 6 on, which need Hopper: by step, with the stages of K, which are those of V too.
+HOPPER_CONFIGS = {
+    6: (Config(128, 64, 8, 1), 2),
+    7: (Config(64, 128, 4, 2), 1),
+    8: (Config(128, 128, 8, 1), 2),
+    9: (Config(128, 128, 8, 1), 2),
+    10: (Config(128, 128, 8, 1), 2),
+}
+
 
 def config_of(arch: str) -> str:
     """The name of the configuration for a target such as "sm_90a"."""
@@ -63,7 +72,8 @@ def spec_of(
     v_stages: int | None = None,
     swizzled: bool | None = None,
 ) -> FmhaLadderSpec:
-    """The spec of a step on `arch`; None leaves a value to the configuration.
+    """The spec of a step on `arch`; None leaves a value to the configuration. Those by name are of
+    the portable steps; the others have their own.
 
     Raises:
         ValueError: an unknown configuration, or values that no kernel supports.
@@ -71,13 +81,15 @@ def spec_of(
     name = config_of(arch) if config is None else config
     if name not in CONFIGS:
         raise ValueError(f"config is {name!r}, must be one of {tuple(CONFIGS)}")
-    chosen = CONFIGS[name]
+    chosen, hopper_stages = HOPPER_CONFIGS.get(step, (CONFIGS[name], 0))
     tile_m = chosen.tile_m if tile_m is None else tile_m
     tile_n = chosen.tile_n if tile_n is None else tile_n
     if occupancy is None:
         occupancy = chosen.occupancy if step >= OCCUPANCY else 1
     fit = (1, 1)
-    if step >= PIPELINED:
+    if hopper_stages:
+        fit = (hopper_stages, hopper_stages)
+    elif step >= PIPELINED:
         fit = stages(tile_m, tile_n, head_dim, occupancy, arch)
     return FmhaLadderSpec(
         step=step,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -75,9 +74,7 @@ class FmhaStep10(FmhaStep9):
         while number >= 0:
             _, block, head, sequence = tiles.locate(number)
             queue.publish_work(index, tiles.work(block, head, sequence))
-            n = self.load_tile(
-                x, storage, barriers, self.tile(x, block, head, sequence), index, n
-            )
+            n = self.load_tile(x, storage, barriers, self.tile(x, block, head, sequence), index, n)
             index += 1
             number = scheduler.advance_to_next_work(number, index)
         queue.publish_end(index)

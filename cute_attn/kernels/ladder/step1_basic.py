@@ -200,7 +200,7 @@ class FmhaStep1:
         s = [[[Float32(0.0)] * 4 for _ in range(columns)] for _ in range(self.m_blocks)]
         for step in range(self.spec.head_dim // 16):
             q = [
-                self.layout.left(work.smem_q + m * FRAGMENT_ROWS * self.spec.row_bytes, step)
+                self.layout.left(work.smem_q + m * FRAGMENT_ROWS * self.layout.pitch, step)
                 for m in range(self.m_blocks)
             ]
             for n in range(0, columns, self.operands_per_load):
@@ -337,7 +337,7 @@ class FmhaStep1:
         for m in range(self.m_blocks):
             size = cute.size(acc) // self.m_blocks
             values = [acc[m * size + i] for i in range(size)]
-            shared = work.smem_q + m * FRAGMENT_ROWS * self.spec.row_bytes
+            shared = work.smem_q + m * FRAGMENT_ROWS * self.layout.pitch
             self.layout.store(self.dtype, values, shared, o, work.first_row + 16 * m)
 
     def divide(self, acc: cute.Tensor, row: int, total: Any) -> None:

@@ -94,9 +94,7 @@ class FmhaStep7:
         self.consumers = Role("consumers", range(spec.num_warps))
         self.load = Role("load", range(spec.num_warps, spec.num_warps + 1))
         self.pipeline = Pipeline(*self.edges())
-        self.smem = SharedMemory(
-            *self.buffers(), Buffer("barriers", Int64, self.pipeline.count)
-        )
+        self.smem = SharedMemory(*self.buffers(), Buffer("barriers", Int64, self.pipeline.count))
         self.q_rows, self.kv_rows, self.o_rows = (
             BoxedRows(rows, spec.head_dim, ragged=False, batched=True)
             for rows in (spec.tile_m, spec.tile_n, ROWS)
@@ -237,9 +235,7 @@ class FmhaStep7:
         _, whole = self.visible.whole_key_tiles(
             block * self.spec.tile_m, self.spec.tile_m, seqlen, seqlen
         )
-        return Tile(
-            block=block, head=head, sequence=sequence, seqlen=seqlen, end=end, whole=whole
-        )
+        return Tile(block=block, head=head, sequence=sequence, seqlen=seqlen, end=end, whole=whole)
 
     def tile_of_cta(self, x: Operands) -> Tile:
         """The tile of a CTA; the last one of a head has the most keys, and starts first."""

@@ -26,13 +26,10 @@ from ..common.smem import Pointers
 from .step7_wgmma import Consumer, Operands, Tile
 from .step8_warpgroups import FmhaStep8
 
-
 TURN = 8  # the first of a named barrier for each warpgroup
 
 
 class FmhaStep9(FmhaStep8):
-    EARLY_V = False
-
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
         self.first_turn(own)
@@ -57,8 +54,6 @@ class FmhaStep9(FmhaStep8):
             self.mask(own, tile, key_tile)
         own.softmax.update(own.s)
         fragments.assign(own.p, fragments.operand(own.s, self.dtype))
-        if cutlass.const_expr(self.EARLY_V):
-            own.barriers.wait("v_full", n)
         n += 1
         if cutlass.const_expr(self.spec.causal and self.spec.tile_m != self.spec.tile_n):
             while key_tile > tile.whole:
@@ -70,8 +65,7 @@ class FmhaStep9(FmhaStep8):
             self.next_key_tile(own, tile, key_tile, n, False)
             n += 1
         own.barriers.warp_arrives("q_empty", index)
-        if cutlass.const_expr(not self.EARLY_V):
-            own.barriers.wait("v_full", n - 1)
+        own.barriers.wait("v_full", n - 1)
         out = self.start_output(own, n - 1)
         factors = own.softmax.inverse_totals()
         fragments.assign(own.acc, wgmma.wait(out))
@@ -92,8 +86,7 @@ class FmhaStep9(FmhaStep8):
         own.barriers.wait("k_full", n)
         self.wait_turn(own)
         scores = self.start_scores(own, n)
-        if cutlass.const_expr(not self.EARLY_V):
-            own.barriers.wait("v_full", n - 1)
+        own.barriers.wait("v_full", n - 1)
         out = self.start_output(own, n - 1)
         self.pass_turn(own)
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
@@ -101,8 +94,6 @@ class FmhaStep9(FmhaStep8):
         if cutlass.const_expr(masked):
             self.mask(own, tile, key_tile)
         factors = own.softmax.update(own.s)
-        if cutlass.const_expr(self.EARLY_V):
-            own.barriers.wait("v_full", n)
         fragments.assign(own.acc, wgmma.wait(out))
         own.barriers.warp_arrives("v_empty", n - 1)
         fragments.assign(own.p, fragments.operand(own.s, self.dtype))

@@ -16,6 +16,7 @@ class LadderStep(NamedTuple):
         idea: what the step adds, in one line.
         kernel: None for PyTorch.
         archs: the targets that it runs on; empty for all from sm_80 on.
+        persistent: its kernel takes the number of CTAs, and an int32 that is 0, before the stream.
     """
 
     number: int
@@ -23,6 +24,7 @@ class LadderStep(NamedTuple):
     idea: str
     kernel: KernelDef | None
     archs: tuple[str, ...] = ()
+    persistent: bool = False
 
     def runs_on(self, arch: str) -> bool:
         return not self.archs or arch in self.archs
@@ -33,6 +35,8 @@ def _kernel(number: int, name: str) -> KernelDef:
     return KernelDef(name=f"fmha_step{number}_{name}", target=f"{module}:FmhaStep{number}")
 
 
+HOPPER = ("sm_90a",)
+
 STEPS = (
     LadderStep(0, "pytorch", "PyTorch's scaled_dot_product_attention as it chooses", None),
     LadderStep(1, "basic", "tensor cores; K transposed in shared memory", _kernel(1, "basic")),
@@ -42,6 +46,22 @@ STEPS = (
         4, "full", "occupancy target, approximate division, longest first", _kernel(4, "full")
     ),
     LadderStep(5, "swizzle", "swizzled shared memory, ldmatrix.x4", _kernel(5, "swizzle")),
+    LadderStep(6, "tma", "TMA by a load warp, mbarriers", _kernel(6, "tma"), HOPPER),
+    LadderStep(
+        7, "wgmma", "wgmma out of shared memory, P in registers", _kernel(7, "wgmma"), HOPPER
+    ),
+    LadderStep(
+        8, "warpgroups", "two consumer warpgroups, setmaxnreg", _kernel(8, "warpgroups"), HOPPER
+    ),
+    LadderStep(9, "overlap", "softmax beside products, in turns", _kernel(9, "overlap"), HOPPER),
+    LadderStep(
+        10,
+        "persistent",
+        "a CTA an SM, tiles by a counter, longest first",
+        _kernel(10, "persistent"),
+        HOPPER,
+        persistent=True,
+    ),
 )
 
 

@@ -49,6 +49,11 @@ class TileLayout:
     row_bytes: int
     swizzled: bool
 
+    @property
+    def pitch(self) -> int:
+        """Bytes from a row to the next."""
+        return self.row_bytes
+
     def offset(self, row: Any, unit: Any) -> Any:
         """Offset of a unit."""
         if self.swizzled:
