@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cute_attn.bench.__main__ import main
 from cute_attn.bench.async_copy import cases, study
 from cute_attn.bench.async_copy.cases import PARTS, Run, make_spec
+from cute_attn.bench.async_copy.kda import differing
 from cute_attn.bench.async_copy.machines import Gpu
 from cute_attn.bench.async_copy.problem import (
     Tiles,
@@ -103,6 +104,9 @@ class FakeGpu(Gpu):
     def latency(self, run: Run, level: str) -> float:
         return float(run.spec.tile_bytes)
 
+    def kda(self, tokens: int, heads: int) -> tuple[dict[str, float | None], list[str]]:
+        return {"bulk, mma.sync": float(heads)}, ["kda differs"] if self.wrong == "kda" else []
+
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +118,9 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def report_of(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, *parts: str) -> Any:
     monkeypatch.setattr(study, "_machine", lambda args: gpu)
-    args = argparse.Namespace(only=parts or PARTS, emulate=False, short=False, argv=[], commit="c")
+    args = argparse.Namespace(
+        only=parts or study.EVERYTHING, emulate=False, short=False, argv=[], commit="c"
+    )
     report = study.run(args)
     report.validate()
     return report
@@ -132,6 +138,7 @@ def test_the_tables(no_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(r for r in parts["products"] if r["how"] == "no copies")
     assert row["l2_time_to_mmas_alone_ratio"] == 1.0
     assert {r["box_columns"] for r in parts["boxes"]} == {8, 16, 32, 64, 128}
+    assert [r["time_us"] for r in parts["kda"]] == list(study.KDA_HEADS)
 
 
 def test_a_wrong_tile_fails_the_benchmark(
@@ -142,6 +149,19 @@ def test_a_wrong_tile_fails_the_benchmark(
     assert "wrong sums of CTAs [0]" in report.verdicts[0].detail
     assert all(row["bulk_gbps"] is None for row in report.rows)
     assert any(row["tensor_gbps"] is not None for row in report.rows)
+
+
+def test_other_bits_of_the_state_pass_fail_the_benchmark(
+    no_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = report_of(monkeypatch, FakeGpu(wrong="kda"), "kda")
+    assert not report.succeeded
+    x = torch.ones(2)
+    outputs = {"bulk, wgmma": x, "bulk, mma.sync": 2 * x, "cp.async, mma.sync": 2 * x}
+    assert differing(outputs) == []
+    (line,) = differing(outputs | {"cp.async, mma.sync": x})
+    assert "with cp.async, mma.sync differs" in line
+    assert len(differing({"bulk, mma.sync": x * torch.nan})) == 1
 
 
 def test_emulated_from_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from ...kernels.async_copy import table
 from ...kernels.async_copy.spec import READ_THREADS, VECTOR_WORDS, AsyncCopySpec, PlainReadSpec
 from ...kernels.common.spec import VECTOR_BYTES
 from ..harness.roofline import gbps
-from ..harness.timing import CudaDevice, time_cuda
+from ..harness.timing import CudaDevice, time_cuda, time_cuda_interleaved
+from . import kda
 from .cases import KIB, Run
 from .problem import (
     Tiles,
@@ -52,8 +53,10 @@ class Gpu:
 
     def prepare(self, runs: list[Run]) -> None:
         """Compile all kernels, in parallel."""
+        records, passes = kda.requests(self.arch)
         requests: list[Any] = [(table.kernel_of(run.spec), run.spec) for run in runs]
-        kernels.warmup([*requests, (table.PLAIN_READ, PlainReadSpec(READ_UNROLL))], arch=self.arch)
+        requests += [(table.PLAIN_READ, PlainReadSpec(READ_UNROLL)), records, *passes.values()]
+        kernels.warmup(requests, arch=self.arch)
 
     def ctas(self, run: Run) -> int:
         cluster = run.spec.cluster
@@ -118,6 +121,13 @@ class Gpu:
             found.append(int(clocks[0]) / how.count)
         return statistics.median(found)
 
+    def kda(self, tokens: int, heads: int) -> tuple[dict[str, float | None], list[str]]:
+        """Microseconds of the state pass with each choice of copies, and what differed."""
+        calls, outputs = kda.state_passes(self.arch, self.device, tokens, heads)
+        timings = time_cuda_interleaved(calls, flush="zero", rep_ms=REP_MS)
+        times: dict[str, float | None] = {n: t.median_us for n, t in timings.items()}
+        return times, kda.differing(outputs)
+
     def read(self, level: str) -> float:
         """GB/s of plain loads to registers."""
         spec = PlainReadSpec(READ_UNROLL)
@@ -152,6 +162,14 @@ class Emulator:
     def check(self, run: Run) -> None:
         """Run with as many tiles as show every stage again, for each producer warp."""
         self.execute(run, 2 * run.spec.num_stages + run.spec.producer_warps)
+
+    def kda(self, tokens: int, heads: int) -> tuple[dict[str, float | None], list[str]]:
+        """None for each choice of copies of the state pass, and what differed."""
+        with emulated(self.arch):
+            calls, outputs = kda.state_passes(self.arch, torch.device("cpu"), tokens, heads)
+            for call in calls.values():
+                call()
+        return dict.fromkeys(calls), kda.differing(outputs)
 
     def execute(self, run: Run, count: int) -> None:
         """Copy and check `count` tiles a CTA.

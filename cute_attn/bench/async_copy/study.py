@@ -6,6 +6,7 @@
     boxes       one tile in instructions of different shapes
     latency     a single tile on an idle GPU
     products    a loop that also does a fixed number of MMAs a tile
+    kda         a kernel of this package with other copies than it chooses
 
 The sums that the kernels return show that every tile of every run has landed; a run with a wrong
 sum fails the benchmark. Without a GPU, or with --emulate, all kernels run in the emulator, on a few
@@ -31,19 +32,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LEVELS = ("hbm", "l2")
+KDA = "kda"
 TITLES = {
     "repeated": "One tile a CTA, copied 4096 times: as published for an RTX 5090",
     "streams": "Tiles copied to shared memory, by the bytes in flight on an SM",
     "producers": "Producer warps, 64 KiB in flight, 16 of vector loads",
     "boxes": "Tiles of 64 by 128 in boxes of different shapes, 64 KiB in flight",
     "latency": "Clocks from the start of the copy of a single tile until it may be used",
-    "products": "Loops with MMAs: tiles of 64 by 128 from L2, 64 KiB in flight",
+    "products": "Loops with MMAs: tiles of 64 by 128, 64 KiB in flight",
+    KDA: "The state pass of chunk_kda, 8192 tokens, K = V = 128",
 }
-SHARED = ("multicast", "pairs")  # copies whose tiles two CTAs share
+EVERYTHING = (*PARTS, KDA)
+KDA_TOKENS, KDA_HEADS = 8192, (16, 64)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS, help="parts")
+    parser.add_argument("--only", nargs="+", default=EVERYTHING, choices=EVERYTHING, help="parts")
     parser.add_argument("--emulate", action="store_true", help="in the emulator, for --arch")
     parser.add_argument("--arch", default="sm_90a", help="that the emulator emulates")
 
@@ -66,7 +70,9 @@ def run(args: argparse.Namespace) -> Report:
         else:
             rows, wrong = _emulate(name, machine, some)
         problems += wrong
-        parts.append(Report(f"async-copy-{name}", TITLES[name], {}, rows=rows))
+        parts.append(_part(name, rows))
+    if KDA in args.only:
+        parts.append(_part(KDA, _kda(machine, problems)))
     # The streams are the report's own table, so that its plots are drawn.
     first = next((part for part in parts if part.benchmark.endswith("streams")), None)
     report = Report(
@@ -90,6 +96,10 @@ def run(args: argparse.Namespace) -> Report:
     if on_gpu and first:
         report.plots = _plots(report.columns, ceilings)
     return report
+
+
+def _part(name: str, rows: list[Row]) -> Report:
+    return Report(f"async-copy-{name}", TITLES[name], {}, rows=rows)
 
 
 def _machine(args: argparse.Namespace) -> Gpu | Emulator:
@@ -232,6 +242,23 @@ def _emulate(part: str, machine: Emulator, runs: Sequence[Run]) -> tuple[list[Ro
             }
         )
     return rows, problems
+
+
+def _kda(machine: Gpu | Emulator, problems: list[str]) -> list[Row]:
+    """Rows of the state pass with each choice of copies, timed on a GPU."""
+    from . import kda
+    from .machines import Gpu
+
+    on_gpu = isinstance(machine, Gpu)
+    rows: list[Row] = []
+    for heads in KDA_HEADS if on_gpu else (1,):
+        tokens = KDA_TOKENS if on_gpu else 2 * kda.CHUNK
+        times, found = machine.kda(tokens, heads)
+        problems += found
+        for choice, time_us in times.items():
+            labels: Row = {"heads": heads, "tokens": tokens, "copies, products": choice}
+            rows.append({**labels, "time_us": time_us})
+    return rows
 
 
 def _issue_slots(run: Run, arch: str) -> tuple[int | None, int | None]:
