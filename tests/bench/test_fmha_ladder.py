@@ -117,6 +117,7 @@ def test_every_target_has_a_configuration_that_fits(arch: str, step: int):
     spec = heuristics.spec_of(step, arch)
     limit = heuristics.smem_bytes(arch)
     assert spec.smem_bytes <= limit
+    assert spec.k_stages in (1, 2) and spec.v_stages in (1, 2, 4)
     if step >= heuristics.OCCUPANCY:
         of_one = spec.smem_bytes + heuristics.RESERVED_BYTES
         assert of_one * spec.occupancy <= limit + heuristics.RESERVED_BYTES

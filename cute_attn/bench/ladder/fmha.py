@@ -234,7 +234,7 @@ class Ladder:
                         "step": name,
                         "error_ratio": error,
                         "registers": use.registers,
-                        "spill_bytes": (use.spill_stores or 0) + (use.spill_loads or 0),
+                        "spill_bytes": use.spills,
                         "warp_instructions": emulator.report.instructions,
                         "mma": _count(counts, ("mma.sync", "wgmma.mma_async")),
                         "ldmatrix": _count(counts, ("ldmatrix",)),

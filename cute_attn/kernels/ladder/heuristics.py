@@ -48,12 +48,14 @@ def config_of(arch: str) -> str:
 
 
 def stages(tile_m: int, tile_n: int, head_dim: int, occupancy: int, arch: str) -> tuple[int, int]:
-    """Stages of K and of V: as many of 2 and 4 as fit with `occupancy` CTAs on an SM."""
+    """Stages of K and of V: as many of 2 and 4 as fit with `occupancy` CTAs on an SM. Powers of two
+    only, since the place of a tile in its ring would take a division."""
     tile = tile_n * head_dim * ELEMENT_BYTES
     limit = (smem_bytes(arch) + RESERVED_BYTES) // occupancy - RESERVED_BYTES
     room = (limit - tile_m * head_dim * ELEMENT_BYTES) // tile
-    k_stages = min(K_STAGES, max(1, room // 2))
-    return k_stages, min(V_STAGES, max(1, room - k_stages))
+    k_stages = K_STAGES if room >= 2 * K_STAGES else 1
+    fitting = (n for n in (V_STAGES, V_STAGES // 2) if n <= room - k_stages)
+    return k_stages, next(fitting, 1)
 
 
 def spec_of(
