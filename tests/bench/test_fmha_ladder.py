@@ -148,7 +148,11 @@ def test_an_unknown_configuration_is_refused():
         heuristics.spec_of(1, "sm_90a", tile_m=48)
     with pytest.raises(ValueError, match="tile_m is 64, must be a multiple of 16 rows for each"):
         heuristics.spec_of(1, "sm_90a", tile_m=64, num_warps=8)
-    with pytest.raises(ValueError, match="tile_n is 32, must be at least 64 to swizzle the trans"):
+    with pytest.raises(ValueError, match="tile_n is 32, must be a multiple of 64 to swizzle the t"):
         heuristics.spec_of(1, "sm_90a", tile_n=32, swizzled=True)
+    with pytest.raises(
+        ValueError, match="tile_n is 16, must be a multiple of the 32 rows that 8 w"
+    ):
+        heuristics.spec_of(3, "sm_90a", tile_n=16, num_warps=8, head_dim=64)
     with pytest.raises(ValueError, match="step is 99, must be one of"):
         find(99)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE, Spec
+from ..common.spec import MAX_SMEM_BYTES, VECTOR_BYTES, WARP_SIZE, Spec
 
 DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (64, 128)
 ELEMENT_BYTES = 2
 FRAGMENT_ROWS = 16  # of an mma.sync
-FIRST_WITHOUT_TRANSPOSE = 3  # the step
+FIRST_WITHOUT_TRANSPOSE, FIRST_WITH_TMA = 3, 6  # steps
 SWIZZLE_KEYS = 64  # elements of the 128 bytes in which units are swizzled
 
 
@@ -69,9 +69,15 @@ class FmhaLadderSpec(Spec):
                 f"tile_m is {self.tile_m}, must be a multiple of {FRAGMENT_ROWS} rows for each of "
                 f"{self.num_warps} warps"
             )
-        if self.swizzled and self.step < FIRST_WITHOUT_TRANSPOSE and self.tile_n < SWIZZLE_KEYS:
+        copied = self.num_threads * VECTOR_BYTES // self.row_bytes
+        if self.step < FIRST_WITH_TMA and self.tile_n % copied:
             raise ValueError(
-                f"tile_n is {self.tile_n}, must be at least {SWIZZLE_KEYS} to swizzle the "
+                f"tile_n is {self.tile_n}, must be a multiple of the {copied} rows that "
+                f"{self.num_warps} warps copy at once"
+            )
+        if self.swizzled and self.step < FIRST_WITHOUT_TRANSPOSE and self.tile_n % SWIZZLE_KEYS:
+            raise ValueError(
+                f"tile_n is {self.tile_n}, must be a multiple of {SWIZZLE_KEYS} to swizzle the "
                 "transpose of a K tile"
             )
         if self.smem_bytes > MAX_SMEM_BYTES:
