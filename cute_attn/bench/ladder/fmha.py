@@ -213,7 +213,7 @@ class Ladder:
         for case in cases:
             problem = Problem(case, "cpu", SEED)
             for name, (step, spec) in track(list(self.specs.items()), f"S={case.seqlen}"):
-                if step.kernel is None:
+                if step.kernel is None or spec is None:
                     continue
                 try:
                     entry = cache.compile(step.kernel, spec, arch=self.arch)
@@ -223,7 +223,7 @@ class Ladder:
                     self._fail(name, failure)
                     continue
                 try:
-                    loops.setdefault(name, loop_row(name, entry))
+                    loops.setdefault(name, loop_row(name, entry, spec))
                 except DisassemblyError as reason:
                     self._leave_out(f"the machine code: {reason}")
                 (use,) = entry.kernels
@@ -254,7 +254,7 @@ class Ladder:
             parts=[
                 part(
                     "machine-code",
-                    "Machine code: instructions of a warp for a K/V tile without a mask",
+                    "Machine code: instructions of a warp for its rows of a K/V tile, no mask",
                     list(loops.values()),
                 )
             ],

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from ...cache.entry import Built, Entry
+from ...kernels.ladder.spec import FmhaLadderSpec
 from ...machine_code.cubin import cubins
 from ...machine_code.disassembly import disassemble, find_nvdisasm
-from ...machine_code.listing import Function, Instruction, Loop, functions
+from ...machine_code.listing import Function, Loop, functions
 from ..harness.report import Row
 
 # Opcodes by column; what is in none is "other".
@@ -24,8 +25,8 @@ KINDS = {
 _KIND = {opcode: kind for kind, opcodes in KINDS.items() for opcode in opcodes}
 
 
-def loop_row(name: str, entry: Entry | Built) -> Row:
-    """Instructions of a warp for a K/V tile in the middle, without a mask.
+def loop_row(name: str, entry: Entry | Built, spec: FmhaLadderSpec) -> Row:
+    """Instructions of a warp for its rows of a K/V tile in the middle, without a mask.
 
     Raises:
         DisassemblyError: there is no nvdisasm.
@@ -36,18 +37,20 @@ def loop_row(name: str, entry: Entry | Built) -> Row:
         for cubin in cubins(entry.read("kernel.o"))
         for function in functions(disassemble(cubin, nvdisasm))
     )
-    loop = max(function.loops(), key=lambda found: _density(function, found))
+    with_mma = [loop for loop in function.loops() if _mmas(function, loop)]
+    inner = [a for a in with_mma if not any(b.blocks < a.blocks for b in with_mma)]
+    loop = max(inner, key=lambda found: _mmas(function, found))
     # Through all MMAs and copies, else the shortest path: it leaves the mask out.
     blocks = function.path(loop, lambda i: float(_KIND.get(i.base) in ("mma", "copies")))
     counts = Counter(_KIND.get(i.base, "other") for block in blocks for i in function.blocks[block])
     return {
         "step": name,
+        "rows": spec.tile_m // spec.num_warps,
+        "keys": spec.tile_n,
         "instructions": sum(counts.values()),
         **{kind: counts[kind] for kind in (*KINDS, "other")},
     }
 
 
-def _density(function: Function, loop: Loop) -> tuple[int, int]:
-    """For the innermost of the loops with the most MMAs."""
-    body: list[Instruction] = function.within(loop)
-    return sum(_KIND.get(i.base) == "mma" for i in body), -len(body)
+def _mmas(function: Function, loop: Loop) -> int:
+    return sum(_KIND.get(i.base) == "mma" for i in function.within(loop))
