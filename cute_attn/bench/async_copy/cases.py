@@ -28,7 +28,7 @@ PUBLISHED = {
 REPEATS = 4096  # copies of the same tile
 REPEATED_COPIES = ("vector", "cp_async", "cp_async_l1", "bulk", "tensor", "tensor_swizzled")
 
-IN_FLIGHT_KIB = (2, 4, 8, 16, 32, 64, 96, 128, 192)
+IN_FLIGHT_KIB = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
 SHORT_IN_FLIGHT_KIB = (4, 32, 128)
 MOST_VECTOR_KIB = 32  # that four warps hold in registers
 LARGEST_TILE = 16 * KIB
@@ -98,6 +98,16 @@ def supported(copy: str, arch: str) -> bool:
     return has_async_proxy(arch) or copy not in BY_ONE_WARP
 
 
+# Copy, producer warps, CTAs that share a tile. "pairs" are those of multicast, without it.
+STREAMS = {
+    **{copy: (copy, producer_warps(copy), 1) for copy in COPIES[:-1]},
+    "cp_async_same_warps": ("cp_async", 0, 1),
+    "tensor_same_warps": ("tensor_swizzled", 0, 1),
+    "pairs": ("tensor_swizzled", 1, CLUSTER),
+    "multicast": ("multicast", 1, CLUSTER),
+}
+
+
 @dataclass(frozen=True)
 class Run:
     """A kernel, and columns of the report's row that it belongs to."""
@@ -137,7 +147,7 @@ def repeated(arch: str, short: bool) -> list[Run]:
     )
 
 
-def in_flight(copy: str, arch: str, kib: int) -> AsyncCopySpec | None:
+def in_flight(copy: str, arch: str, kib: int, warps: int) -> AsyncCopySpec | None:
     """A ring of two or more tiles with `kib` KiB in flight, or None."""
     if copy == "vector":
         # Registers hold what is in flight; shared memory has two stages besides.
@@ -146,23 +156,20 @@ def in_flight(copy: str, arch: str, kib: int) -> AsyncCopySpec | None:
         rows, stages = kib * KIB // 256, 2
     else:
         tile = max(2 * KIB, min(LARGEST_TILE, kib * KIB // 2))
-        rows, stages = tile // 256, kib * KIB // tile
+        rows, stages = tile // 256, kib * KIB // tile + (warps == 0)
     if copy == "multicast" and rows < 16:
         return None  # half of it would be less than a period of the swizzle
-    return make_spec(copy, arch, rows=rows, stages=stages, producers=producer_warps(copy))
+    return make_spec(copy, arch, rows=rows, stages=stages, producers=warps)
 
 
 def streams(arch: str, short: bool) -> list[Run]:
-    """Copies by the bytes in flight, a CTA a tile; "pairs" is TMA with tiles shared by two CTAs, as
-    with multicast but without it."""
+    """Copies by the bytes in flight."""
     specs: list[tuple[AsyncCopySpec, Labels, int]] = []
     for kib in SHORT_IN_FLIGHT_KIB if short else IN_FLIGHT_KIB:
-        for copy in (*COPIES, "pairs"):
-            name = "tensor_swizzled" if copy == "pairs" else copy
-            spec = in_flight(name, arch, kib) if supported(name, arch) else None
+        for name, (copy, warps, sharing) in STREAMS.items():
+            spec = in_flight(copy, arch, kib, warps) if supported(copy, arch) else None
             if spec is not None:
-                sharing = CLUSTER if copy in ("multicast", "pairs") else 1
-                specs.append((spec, {"in_flight_kib": kib, "copy": copy}, sharing))
+                specs.append((spec, {"in_flight_kib": kib, "copy": name}, sharing))
     return _runs(arch, specs)
 
 
@@ -228,7 +235,8 @@ def latency(arch: str, short: bool) -> list[Run]:
 
 
 WORK = (
-    ("no copies", "none", 0),
+    ("no copies, by the same warps", "none", 0),
+    ("no copies, 1 producer warp", "none", 1),
     ("cp.async, by the same warps", "cp_async", 0),
     ("cp.async, 1 producer warp", "cp_async", 1),
     ("cp.async, 4 producer warps", "cp_async", 4),

@@ -38,9 +38,11 @@ def issue_slots(spec: AsyncCopySpec, arch: str) -> tuple[int, int]:
         return copying + (spec.consumer_warps - 1) * others, 0
     loops = [loop for loop in function.loops() if _has(function, loop, COPYING)]
     warps = 1 if by_one_warp else spec.producer_warps
+    # Without copies, the first tiles are copied all the same.
+    way = ((), COPYING) if spec.copy == "none" else (COPYING, ())
     return (
         spec.consumer_warps * _length(function, using, USING),
-        warps * _length(function, loops, COPYING),
+        warps * _length(function, loops, *way),
     )
 
 

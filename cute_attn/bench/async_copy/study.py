@@ -210,11 +210,17 @@ def _finish(part: str, rows: list[Row]) -> list[Row]:
             tma = by_key.get((row["head_dim"], row["block_kv"], "tensor"))
             row["gbps_to_tma_ratio"] = _ratio(row["gbps"], tma)
     if part == "products":
-        alone = {r["mmas_per_fragment"]: r["l2_gbps"] for r in rows if r["how"] == "no copies"}
+        # Beside the same loop, with its hand-overs, without copies.
         for row in rows:
-            base = alone.get(row["mmas_per_fragment"])
+            warps = "same warps" if "same warps" in str(row["how"]) else "1 producer warp"
+            base = next(
+                r for r in rows
+                if r["mmas_per_fragment"] == row["mmas_per_fragment"]
+                and str(r["how"]).startswith("no copies") and str(r["how"]).endswith(warps)
+            )  # fmt: skip
             for level in LEVELS:
-                row[f"{level}_time_to_mmas_alone_ratio"] = _ratio(base, row[f"{level}_gbps"])
+                column = f"{level}_gbps"
+                row[f"{level}_time_to_no_copies_ratio"] = _ratio(base[column], row[column])
     return rows
 
 

@@ -44,6 +44,8 @@ class ProducerWarps:
         self.roles = (use, load)
         stages = spec.num_stages
         by = Kind.BYTES if self.copy.one_warp else Kind.THREADS
+        if spec.copy == "none":
+            by = Kind.WARPS
         edges = [
             Edge("full", load, use, stages, by, payload="a tile"),
             Edge("empty", use, load, stages, Kind.WARPS, payload="its stage"),
@@ -157,7 +159,14 @@ class ProducerWarps:
             for n in cutlass.range(count, unroll=1):
                 to = buffer + barriers.stage("full", n) * (spec.tile_bytes // ELEMENT_BYTES)
                 full = barriers.address("full", barriers.stage("full", n))
-                if cutlass.const_expr(spec.copy == "vector"):
+                if cutlass.const_expr(spec.copy == "none"):
+                    self.wait_free(barriers, n)
+                    if n < spec.num_stages:
+                        self.copy.store(to, thread, self.copy.load(source, place, thread))
+                    cute.arch.sync_warp()
+                    if thread % WARP_SIZE == 0:
+                        mbarrier.arrive(full)
+                elif cutlass.const_expr(spec.copy == "vector"):
                     values = self.copy.load(source, place, thread)
                     self.wait_free(barriers, n)
                     self.copy.store(to, thread, values)
@@ -191,7 +200,7 @@ class ProducerWarps:
         thread: Int32,
     ) -> None:
         """The work of a consumer warp."""
-        result = self.work.start()
+        result = self.work.start(count)
         for n in cutlass.range(count, unroll=1):
             stage = barriers.stage("full", n)
             self.wait(barriers, "full", n, 0)

@@ -98,14 +98,14 @@ class SameWarps:
         for n in cutlass.range_constexpr(spec.num_stages - (spec.copy != "none")):
             self.start(source, place, smem.tiles, Int32(n), n < count, barriers, thread)
             place = next_place(place, step, tiles)
-        if cutlass.const_expr(spec.copy == "none"):
-            cute.arch.sync_threads()
 
-        result = self.work.start()
+        result = self.work.start(count)
         waited = Int64(0)
         for n in cutlass.range(count, unroll=1):
             tile = shared_address(smem.tiles) + barriers.stage("full", n) * spec.tile_bytes
-            if cutlass.const_expr(spec.copy != "none"):
+            if cutlass.const_expr(spec.copy == "none"):
+                cute.arch.sync_threads()
+            else:
                 ahead = n + (spec.num_stages - 1)
                 if cutlass.const_expr(spec.num_stages == 1):
                     cute.arch.sync_threads()  # the tile before has been used

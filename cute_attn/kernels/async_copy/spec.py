@@ -31,7 +31,7 @@ class AsyncCopySpec(Spec):
             "cp_async_l1" through L1 too; "bulk" is cp.async.bulk; "tensor" is cp.async.bulk.tensor,
             without and with the 128-byte swizzle; "multicast" is the latter to both CTAs of a
             cluster, each of which loads half of the boxes; "none" copies only as many tiles as
-            there are stages, and uses them again and again.
+            there are stages, and uses them again and again, with the same hand-overs.
         tile_rows, tile_columns: a tile, of 16-bit elements.
         heads: tiles beside each other in a row of memory. With one head, tiles are contiguous.
         box_rows, box_columns: what an instruction of one thread copies.
@@ -96,8 +96,6 @@ class AsyncCopySpec(Spec):
                 raise ValueError(
                     f"num_stages is {self.num_stages}: without producer warps, vector loads fill 1"
                 )
-        elif self.copy == "none":
-            raise ValueError("producer_warps must be 0 where copy is 'none'")
         if self.copy in BY_ONE_WARP and self.producer_warps > self.num_stages:
             # A warp would not know which of two phases of a stage is the latest.
             raise ValueError(
@@ -170,8 +168,11 @@ class AsyncCopySpec(Spec):
 
     @property
     def bytes_in_flight(self) -> int:
-        """The most that are on their way to an SM. Vector loads hold them in registers."""
-        return self.tile_bytes * (1 if self.copy == "vector" else self.num_stages)
+        """The most that are on their way to an SM. Vector loads hold them in registers. Warps that
+        use a tile themselves start the next copies before."""
+        if self.copy == "vector" or self.num_stages == 1:
+            return self.tile_bytes
+        return self.tile_bytes * (self.num_stages - (self.producer_warps == 0))
 
     @property
     def smem_bytes(self) -> int:

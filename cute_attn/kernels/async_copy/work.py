@@ -28,7 +28,8 @@ class Checksum:
     def __init__(self, spec: AsyncCopySpec):
         self.spec = spec
 
-    def start(self) -> cute.Tensor:
+    def start(self, count: Any) -> cute.Tensor:
+        del count
         sums = cute.make_rmem_tensor((VECTOR_WORDS,), Int32)
         sums.fill(0)
         return sums
@@ -62,13 +63,19 @@ class Products:
     def __init__(self, spec: AsyncCopySpec):
         self.spec = spec
 
-    def start(self) -> cute.Tensor:
+    def start(self, count: Any) -> tuple[cute.Tensor, cute.Tensor]:
+        """The accumulators, and the elements of the left operands in pairs. These are not constants
+        to the compiler: it would copy them again for each tile."""
         accumulators = cute.make_rmem_tensor((4, 2, self.spec.products), Float32)
         accumulators.fill(0.0)
-        return accumulators
+        left = cute.make_rmem_tensor((self.spec.products,), Int32)
+        for j in range(self.spec.products):
+            bits = int.from_bytes(struct.pack("<e", j + 1), "little")
+            left[j] = Int32(bits << 16 | bits) | (count >> 31)
+        return accumulators, left
 
     @cute.jit
-    def use(self, accumulators: cute.Tensor, tile: Int32, thread: Int32, n: Int32) -> None:
+    def use(self, operands: tuple[Any, Any], tile: Int32, thread: Int32, n: Int32) -> None:
         """Multiply by the tile at shared address `tile`."""
         tile += thread * VECTOR_BYTES
         for vector in cutlass.range_constexpr(self.spec.vectors):
@@ -76,17 +83,17 @@ class Products:
             words = load_shared(Int32, at, VECTOR_WORDS)
             for half in cutlass.range_constexpr(2):
                 for j in cutlass.range_constexpr(self.spec.products):
-                    self.multiply(accumulators, half, j, words[2 * half : 2 * half + 2])
+                    self.multiply(operands, half, j, words[2 * half : 2 * half + 2])
 
-    def multiply(self, accumulators: cute.Tensor, half: int, j: int, right: Any) -> None:
-        bits = int.from_bytes(struct.pack("<e", j + 1), "little")
-        left = [Int32(bits << 16 | bits)] * 4
+    def multiply(self, operands: tuple[Any, Any], half: int, j: int, right: Any) -> None:
+        accumulators, left = operands
         c = [accumulators[i, half, j] for i in range(4)]
-        for i, x in enumerate(mma(cutlass.Float16, c, left, right)):
+        for i, x in enumerate(mma(cutlass.Float16, c, [left[j]] * 4, right)):
             accumulators[i, half, j] = x
 
-    def result(self, accumulators: cute.Tensor) -> list[Any]:
+    def result(self, operands: tuple[Any, Any]) -> list[Any]:
         """For each of the four elements of a fragment, the sum over all accumulators."""
+        accumulators, _ = operands
         results = []
         for i in range(4):
             total = Int32(0)
