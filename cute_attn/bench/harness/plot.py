@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .report import Plot, Report, Row
+from .report import Plot, Report
 
 
 def draw(report: Report, path: Path) -> Path | None:
@@ -35,12 +35,8 @@ def draw(report: Report, path: Path) -> Path | None:
     return path
 
 
-def _matching(report: Report, plot: Plot) -> list[Row]:
-    return [r for r in report.rows if all(r[key] == value for key, value in plot.where.items())]
-
-
 def _waterfall(axes: Any, report: Report, plot: Plot) -> None:
-    (row,) = _matching(report, plot)
+    (row,) = plot.matching(report.rows)
     before = 0.0
     for name in plot.ys:
         value = row[name]
@@ -56,7 +52,7 @@ def _waterfall(axes: Any, report: Report, plot: Plot) -> None:
 
 
 def _draw_one(axes: Any, report: Report, plot: Plot) -> None:
-    rows = _matching(report, plot)
+    rows = plot.matching(report.rows)
     for column in plot.ys:
         points = [(row[plot.x], row[column]) for row in rows if row[column] is not None]
         if points:

@@ -24,6 +24,7 @@ UNIT_SUFFIXES = (
     "_ns", "_us", "_ms", "_s", "_clocks", "_gbps", "_tflops", "_per_clock", "_pct", "_ratio",
     "_mib", "_error",
 )  # fmt: skip
+PLOT_KINDS = ("lines", "waterfall")
 UNIT_PREFIXES = ("share_of_", "speedup_vs_")
 
 
@@ -63,6 +64,9 @@ class Plot:
     log_x: bool = False
     log_y: bool = False
     kind: str = "lines"
+
+    def matching(self, rows: Sequence[Row]) -> list[Row]:
+        return [r for r in rows if all(r[key] == value for key, value in self.where.items())]
 
 
 @dataclass
@@ -131,6 +135,11 @@ class Report:
         for name in (column for plot in self.plots for column in (plot.x, *plot.ys)):
             if self.rows and name not in self.columns:
                 raise ReportError(f"{self.benchmark}: a plot of {name}, which is no column")
+        for plot in self.plots:
+            if plot.kind not in PLOT_KINDS:
+                raise ReportError(f"{self.benchmark}: a plot of kind {plot.kind!r}: {PLOT_KINDS}")
+            if plot.kind == "waterfall" and self.rows and len(plot.matching(self.rows)) != 1:
+                raise ReportError(f"{self.benchmark}: a waterfall shows one row, {plot.where}")
         for part in self.parts:
             part.validate()
 

@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -138,6 +139,21 @@ def test_files_are_named_for_benchmark_machine_and_date(tmp_path):
     assert json.loads(paths[0].read_text())["rows"][1]["fla_us"] == 88.0
 
 
+def test_the_log_is_a_file(tmp_path):
+    *_, path = write_report(make_report(plots=[], log=["10:00 a", "10:01 b"]), tmp_path)
+    assert path.suffix == ".log" and path.read_text() == "10:00 a\n10:01 b\n"
+
+
+def test_a_waterfall_is_of_one_row(tmp_path):
+    waterfall = Plot("batch", ("time_us", "fla_us"), "w", "us", {"batch": 8}, kind="waterfall")
+    paths = write_report(make_report(plots=[waterfall]), tmp_path)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths if path.suffix == ".png")
+    assert Report.from_json(paths[0].read_text()).plots == [waterfall]
+    for wrong, message in (({"where": {}}, "shows one row"), ({"kind": "pie"}, "kind 'pie'")):
+        with pytest.raises(ReportError, match=message):
+            make_report(plots=[replace(waterfall, **wrong)]).validate()
+
+
 @needs_matplotlib
 def test_the_plot_is_drawn_and_linked(tmp_path):
     _, markdown, picture = write_report(make_report(), tmp_path)
@@ -156,11 +172,14 @@ def test_no_plot_without_matplotlib(tmp_path, monkeypatch, capsys):
 
 def test_render_makes_the_files_again(tmp_path, capsys):
     source = tmp_path / "in.json"
-    source.write_text(make_report(parts=[make_report(benchmark="part", tag="kv")]).to_json())
+    table = make_report(benchmark="table", environment={})  # of this run, so no file of its own
+    parts = [make_report(benchmark="part", tag="kv"), table]
+    source.write_text(make_report(parts=parts).to_json())
     assert main(["render", str(source), "--out", str(tmp_path / "out")]) == 0
     again = tmp_path / "out" / "toy-nvidia-h100-80gb-2026-11-20.json"
     assert again.read_text() == source.read_text()
     assert (tmp_path / "out" / "part-kv-nvidia-h100-80gb-2026-11-20.md").exists()
+    assert not list((tmp_path / "out").glob("table*"))
     assert f"wrote {again}" in capsys.readouterr().out
 
 
