@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn.emulator import Emulator, machine
 from cute_attn.emulator.report import Finding
+from cute_attn.kernels.attention.spec import MAX_PACKED_HEADS, SM90_MAX_PACKED_HEADS
 from cute_attn.launch import Request
 from cute_attn.ops.attention import plan_attention
 from cute_attn.reference.attention import (
@@ -31,7 +32,6 @@ from cute_attn.reference.attention import (
 )
 
 ARCH = "sm_100a"
-HEAD_DIM = 256
 SHORT = 128  # dense calls with so many queries pack heads; packed sequences follow max_seqlen_q
 FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 DTYPE_NAMES = {
@@ -50,6 +50,39 @@ TANH_ERROR = 2.0**-10.987
 
 # A tensor core adds up a score in 16 steps of 16 products, and cuts each sum off at 24 bits.
 SCORE_ERROR = 16 * 2.0**-23
+
+
+# -- where it runs
+
+
+@dataclass(frozen=True)
+class Target:
+    """The kernel that is tested."""
+
+    arch: str = ARCH
+    head_dim: int = 256
+
+    @property
+    def most_packed_heads(self) -> int:
+        return MAX_PACKED_HEADS if self.arch == ARCH else SM90_MAX_PACKED_HEADS
+
+
+_target = Target()
+
+
+def target() -> Target:
+    """The target of all calls, which `on_target` chooses."""
+    return _target
+
+
+@contextmanager
+def on_target(chosen: Target) -> Iterator[None]:
+    global _target
+    before, _target = _target, chosen
+    try:
+        yield
+    finally:
+        _target = before
 
 
 # -- what is compiled in
@@ -80,7 +113,8 @@ class Kind:
 
     def request(self, scheduler: str) -> Request:
         (request,) = plan_attention(
-            ARCH,
+            target().arch,
+            head_dim=target().head_dim,
             dtype=DTYPE_NAMES[self.dtype],
             heads=self.packed_heads,
             heads_k=1,
@@ -225,7 +259,7 @@ class Case:
                 counts = [n - m for n, m in zip(lengths, unused, strict=True)]
                 args[f"seqused_{side}"] = torch.tensor(counts, dtype=torch.int32)
             for name in names:
-                args[name] = allocate((*shape, heads, HEAD_DIM), dtype, self.layout, side)
+                args[name] = allocate((*shape, heads, target().head_dim), dtype, self.layout, side)
         for at_q, at_k in rows_of(args):
             for name, at in (("q", at_q), ("k", at_k), ("v", at_k)):
                 view = args[name][at]
@@ -409,7 +443,7 @@ def run(
         seed=on.seed,
         spurious_cancel=on.spurious_cancel,
     )
-    with cute_attn.emulated(ARCH, emulator):
+    with cute_attn.emulated(target().arch, emulator):
         result = function(**args, scheduler=scheduler)
     assert all(map(is_known, emulator.report.findings)), emulator.report
     return result

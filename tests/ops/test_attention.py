@@ -1,4 +1,5 @@
-"""Attention on sm_100a agrees with the float64 reference, and has exact properties.
+"""Attention agrees with the float64 reference, and has exact properties: on sm_100a here, and on
+other targets in `test_attention_sm90`.
 
 All of it runs in the emulator, whose checks must find nothing.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +20,16 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn.emulation import current_emulation
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.spec import LARGEST_SCALE, MAX_PACKED_HEADS
+from cute_attn.kernels.attention.spec import LARGEST_SCALE
 from cute_attn.reference.attention import attention_reference
 
 from .attention_cases import (
-    ARCH,
     BOTH_SCHEDULERS,
     CACHE,
     CAPPED,
     CAUSAL,
     EXP2_ERROR,
     FULL,
-    HEAD_DIM,
     MACHINES,
     PACKED_HEADS,
     PLAIN,
@@ -48,6 +47,7 @@ from .attention_cases import (
     rows_of,
     run,
     same,
+    target,
     valid,
 )
 
@@ -268,7 +268,8 @@ def test_rows_of_no_sequence_do_not_matter(case: Case):
 def test_linear_in_v(case: Case, random: Any):
     args = case.arguments()
     o, lse = run(args)
-    order = random.sample(range(HEAD_DIM), HEAD_DIM)
+    dims = target().head_dim
+    order = random.sample(range(dims), dims)
     doubled, lse_doubled = run(args, v=2 * args["v"])
     permuted, _ = run(args, v=args["v"][..., order])
     assert torch.equal(doubled, 2 * o) and torch.equal(lse_doubled, lse)
@@ -499,9 +500,10 @@ def test_more_sequences_than_a_warp_has_lanes():
 
 def test_as_many_heads_in_a_tile_as_there_may_be():
     """A CTA then has two tokens, and the other CTA's may lie in the next sequence."""
-    kind = Kind(varlen_q=True, packed_heads=MAX_PACKED_HEADS)
+    most = target().most_packed_heads
+    kind = Kind(varlen_q=True, packed_heads=most)
     for lengths in ((1,), (1, 2, 1), (3,)):
-        case = Case(kind, lengths, (5,) * len(lengths), group=MAX_PACKED_HEADS)
+        case = Case(kind, lengths, (5,) * len(lengths), group=most)
         args = case.arguments()
         assert_agrees(args, *run(args))
 
@@ -534,7 +536,7 @@ def test_tensors_beyond_two_to_the_31_elements(side: str):
 def test_a_dimension_of_one_element_may_have_any_stride():
     args = Case(PLAIN, lengths_q=(5,), lengths_k=(7,)).arguments()
     odd = {
-        name: args[name].as_strided(args[name].shape, (3, HEAD_DIM, 1, 1))
+        name: args[name].as_strided(args[name].shape, (3, target().head_dim, 1, 1))
         for name in ("q", "k", "v")
     }
     assert same(args, run(args), run(args, **odd))
@@ -542,7 +544,7 @@ def test_a_dimension_of_one_element_may_have_any_stride():
 
 def test_the_registered_operator_is_well_behaved():
     args = Case(CAUSAL, lengths_q=(5,), lengths_k=(7,)).arguments()
-    with cute_attn.emulated(ARCH, Emulator()):
+    with cute_attn.emulated(target().arch, Emulator()):
         torch.library.opcheck(
             torch.ops.cute_attn.flash_attn.default,
             (args["q"], args["k"], args["v"]),
@@ -557,46 +559,44 @@ def test_compiled_code_calls_the_kernel():
         return cute_attn.flash_attn_func(q, k, v, causal=True, return_lse=True)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    with cute_attn.emulated(ARCH, Emulator()) as emulator:
+    with cute_attn.emulated(target().arch, Emulator()) as emulator:
         result = compiled(*(args[name] for name in ("q", "k", "v")))
     assert emulator.report.launches
     assert same(args, run(args), result)
 
 
-@pytest.mark.parametrize(
-    ("position", "bad"),
-    [
-        (0, torch.zeros(1, 5, 2, 128, dtype=torch.bfloat16)),
-        (0, torch.zeros(1, 5, 2, 260, dtype=torch.bfloat16)[..., :256]),
-        (0, torch.zeros(2561, dtype=torch.bfloat16)[1:].view(1, 5, 2, 256)),
-        (0, torch.zeros(1, 5, 2, 256, dtype=torch.float16)),
-        (0, torch.zeros(5, 2, 256, dtype=torch.bfloat16)),
-        (1, torch.zeros(2, 7, 2, 256, dtype=torch.bfloat16)),
-        (1, torch.zeros(1, 7, 2, 256, dtype=torch.float16)),
-        (2, torch.zeros(1, 8, 2, 256, dtype=torch.bfloat16)),
-        (2, torch.zeros(1, 7, 1, 256, dtype=torch.bfloat16)),
-        (2, torch.zeros(1, 7, 2, 512, dtype=torch.bfloat16)[..., ::2]),
-    ],
-    ids=[
-        "q-head_dim", "q-strides", "q-address", "q-dtype", "q-rank", "k-batch", "k-dtype",
-        "v-rows", "v-heads", "v-strides",
-    ],
-)  # fmt: skip
-def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(
-    position: int, bad: torch.Tensor
-):
+REFUSED: dict[str, tuple[int, Callable[[int], torch.Tensor]]] = {
+    "q-head_dim": (0, lambda d: torch.zeros(1, 5, 2, d // 2, dtype=torch.bfloat16)),
+    "q-strides": (0, lambda d: torch.zeros(1, 5, 2, d + 4, dtype=torch.bfloat16)[..., :d]),
+    "q-address": (0, lambda d: torch.zeros(10 * d + 1, dtype=torch.bfloat16)[1:].view(1, 5, 2, d)),
+    "q-dtype": (0, lambda d: torch.zeros(1, 5, 2, d, dtype=torch.float16)),
+    "q-rank": (0, lambda d: torch.zeros(5, 2, d, dtype=torch.bfloat16)),
+    "k-batch": (1, lambda d: torch.zeros(2, 7, 2, d, dtype=torch.bfloat16)),
+    "k-dtype": (1, lambda d: torch.zeros(1, 7, 2, d, dtype=torch.float16)),
+    "v-rows": (2, lambda d: torch.zeros(1, 8, 2, d, dtype=torch.bfloat16)),
+    "v-heads": (2, lambda d: torch.zeros(1, 7, 1, d, dtype=torch.bfloat16)),
+    "v-strides": (2, lambda d: torch.zeros(1, 7, 2, 2 * d, dtype=torch.bfloat16)[..., ::2]),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(what: str):
     """On a GPU the operator's own checks run only once it has refused."""
     kernel, spec = PLAIN.request("static")
-    q, k, v = (torch.zeros(1, n, 2, 256, dtype=torch.bfloat16) for n in (5, 7, 7))
+    head_dim = target().head_dim
+    q, k, v = (torch.zeros(1, n, 2, head_dim, dtype=torch.bfloat16) for n in (5, 7, 7))
     tensors = [q, k, v, torch.empty_like(q), torch.empty(1, 2, 5)]
-    numbers = (0.0625, 1.0, 0, 0, 2)
-    with cute_attn.emulated(ARCH, Emulator()) as emulator:
+    more: tuple[Any, ...] = (*[None] * 5, 0.0625, 1.0, 0, 0, 2)
+    if spec.scheduler == "counter":
+        more = (*more, torch.zeros(1, dtype=torch.int32))
+    with cute_attn.emulated(target().arch, Emulator()) as emulator:
         emulation = current_emulation()
         assert emulation is not None
         function = emulation.function(kernel, spec)
-        function(*tensors, *[None] * 5, *numbers)
+        function(*tensors, *more)
         assert len(emulator.report.launches) == 1
-        tensors[position] = bad
+        position, bad = REFUSED[what]
+        tensors[position] = bad(head_dim)
         with pytest.raises((ValueError, TypeError, RuntimeError)):
-            function(*tensors, *[None] * 5, *numbers)
+            function(*tensors, *more)
         assert len(emulator.report.launches) == 1

@@ -23,7 +23,7 @@ import cute_attn
 from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention.heuristics import SHORT_SEQLEN_Q, packed_heads
-from cute_attn.ops.attention import plan_attention
+from cute_attn.ops.attention import plan, plan_attention
 from cute_attn.ops.attention.forward import FORWARD
 from cute_attn.settings import settings
 
@@ -161,7 +161,11 @@ def test_good_varlen_arguments_are_refused_for_the_device_alone(change: dict[str
         ({"heads_k": 0}, ValueError, "q has 4 heads, must be a multiple of the heads of k, 0"),
         ({"learnable_sink": torch.zeros(2)}, ValueError, r"learnable_sink has shape \[2\], must b"),
         ({"learnable_sink": torch.zeros(())}, ValueError, r"learnable_sink has shape \[\]"),
-        ({"dim": 128}, NotImplementedError, r"head_dim of q is 128, there are kernels for: \(256"),
+        (
+            {"dim": 96},
+            NotImplementedError,
+            r"head_dim of q is 96, there are kernels for: \(64, 128,",
+        ),
         ({"dim": 0}, NotImplementedError, "head_dim of q is 0"),
         # strides
         ({"q": bf16(2, 256, 4, 3).mT.transpose(1, 2)[:, :, :, ::1]}, NotImplementedError, "head_d"),
@@ -227,7 +231,7 @@ def test_sizes_that_int32_cannot_hold():
     with pytest.raises(ValueError, match="k has 1073741824 rows, must be fewer than 1073741824"):
         cute_attn.flash_attn_func(one, *[one.expand(1, 2**30, 1, 256)] * 2)
     many = one.expand(2**16, 1, 2**15, 256)
-    with pytest.raises(ValueError, match="2147483648 tiles of 256 rows: fewer than 2147483648"):
+    with pytest.raises(ValueError, match="2147483648 tiles of 128 rows: fewer than 2147483648"):
         cute_attn.flash_attn_func(many, many, many)
 
 
@@ -272,17 +276,15 @@ def test_only_q_k_and_v_go_by_position(name: str):
 
 def test_architectures_without_a_kernel_are_named():
     with (
-        cute_attn.emulated("sm_90a"),
+        cute_attn.emulated("sm_80"),
         pytest.raises(
-            NotImplementedError, match="head_dim 256 on sm_90a; there is: head_dim 256 on sm_100a"
+            NotImplementedError, match="head_dim 256 on sm_80; there is: head_dim 64 on sm_90a; "
         ),
     ):
         cute_attn.flash_attn_func(**dense())
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "arch"), [(128, "sm_100a"), (256, "sm_90a"), (256, "sm_120a")]
-)
+@pytest.mark.parametrize(("head_dim", "arch"), [(128, "sm_100a"), (96, "sm_90a"), (256, "sm_120a")])
 def test_planning_without_a_kernel(head_dim: int, arch: str):
     with pytest.raises(NotImplementedError, match=f"head_dim {head_dim} on {arch}; there is: head"):
         plan_attention(arch, head_dim=head_dim)
@@ -375,9 +377,13 @@ def test_no_more_rows_count_than_a_sequence_has():
     ("heads", "heads_k", "packed"),
     [(1, 1, 1), (8, 8, 1), (8, 4, 2), (8, 1, 8), (6, 1, 2), (24, 2, 4), (7, 1, 1), (512, 1, 64)],
 )
-def test_short_sequences_pack_the_power_of_two_in_the_group(heads: int, heads_k: int, packed: int):
-    assert packed_heads(heads=heads, heads_k=heads_k, short=True) == packed
-    assert packed_heads(heads=heads, heads_k=heads_k, short=False) == 1
+@pytest.mark.parametrize(("arch", "most"), [("sm_100a", 64), ("sm_90a", 32)])
+def test_short_sequences_pack_the_power_of_two_in_the_group(
+    arch: str, most: int, heads: int, heads_k: int, packed: int
+):
+    group = {"arch": arch, "heads": heads, "heads_k": heads_k}
+    assert packed_heads(**group, short=True) == min(packed, most)
+    assert packed_heads(**group, short=False) == 1
 
 
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -423,6 +429,23 @@ def test_the_spec_follows_the_arguments(
     assert {name: getattr(spec, name) for name in expected} == expected
     assert len(arguments) == 15
     assert arguments[-1] == 3  # clusters of two on 7 SMs
+
+
+def test_on_hopper_every_scheduler_is_the_counter(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    specs = planned(monkeypatch)
+    plan._say_static.cache_clear()
+    with cute_attn.emulated("sm_90a", Emulator(num_sms=7)), caplog.at_level("INFO", "cute_attn"):
+        for scheduler in ("static", "clc", "clc"):
+            cute_attn.flash_attn_func(**dense(dim=128, scheduler=scheduler))
+    assert [spec.scheduler for spec in specs[::2]] == ["counter"] * 3
+    assert [spec.head_dim for spec in specs[::2]] == [128] * 3
+    for *_, ctas, counter in specs[1::2]:
+        assert ctas == 7
+        assert counter.dtype == torch.int32 and counter.tolist() == [0]
+    (record,) = caplog.records
+    assert "sm_90a has no cluster launch control" in record.getMessage()
 
 
 def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch):
@@ -506,7 +529,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> Any:
         packed = "cu_seqlens_q" in arguments
         (cute_attn.flash_attn_varlen_func if packed else cute_attn.flash_attn_func)(**arguments)
         (key,) = keys
-        FORWARD.ready[key] = (function, 0.0625, 2.5, 7, 0, 66)
+        FORWARD.ready[key] = (function, 0.0625, 2.5, 7, 0, 66, False)
         monkeypatch.setattr(FORWARD, "_first_call", None)
 
     return ready
@@ -576,13 +599,14 @@ def test_a_window_is_a_pair_in_a_warm_call_too(warm: Any):
 
 
 def test_a_warm_call_takes_a_gradient(warm: Any, monkeypatch: pytest.MonkeyPatch):
-    """By way of the dispatcher, with a kernel that keeps lse."""
+    """Through a torch.autograd.Function, with a kernel that keeps lse."""
     warm(lambda *_: pytest.fail("launched"), **dense())
     kept: list[Any] = []
     monkeypatch.setattr(FORWARD, "_first_call", lambda key, a: kept.append(a) or FORWARD.outputs(a))
     args = dense()
     args["v"].requires_grad_()
-    o, lse = cute_attn.flash_attn_func(**args)
+    with cute_attn.emulated("sm_100a"):
+        o, lse = cute_attn.flash_attn_func(**args)
     assert o.requires_grad and lse is None
     assert [a.return_lse for a in kept] == [True]
 
@@ -715,3 +739,19 @@ def test_compiles_as_one_graph(dynamic: bool):
 def test_the_schema_writes_nothing():
     schema = torch.ops.cute_attn.flash_attn.default._schema
     assert not any(a.alias_info for a in [*schema.arguments, *schema.returns])
+
+
+def test_a_gradient_without_a_kernel_is_refused_before_the_forward(monkeypatch: pytest.MonkeyPatch):
+    specs = planned(monkeypatch)
+    args = dense(dim=128)
+    args["k"].requires_grad_()
+    with (
+        cute_attn.emulated("sm_90a"),
+        pytest.raises(
+            NotImplementedError, match="no attention backward for head_dim 128 on sm_90a; there is"
+        ),
+    ):
+        cute_attn.flash_attn_func(**args)
+    assert not specs
+    with pytest.raises(ValueError, match="q is on cpu"):
+        cute_attn.flash_attn_func(**args)

@@ -453,7 +453,9 @@ def test_an_architecture_without_a_kernel_is_named(monkeypatch: pytest.MonkeyPat
     args = dense()
     o, _ = call(args)
     monkeypatch.delitem(table.KERNELS, ("backward_dq", ARCH, 256))
-    with pytest.raises(NotImplementedError, match="no attention kernel for head_dim 256 on sm_100"):
+    with pytest.raises(
+        NotImplementedError, match="no attention backward for head_dim 256 on sm_100"
+    ):
         o.sum().backward()
 
 

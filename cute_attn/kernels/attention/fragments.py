@@ -48,13 +48,15 @@ def first_row(warp: Any) -> Any:
     return warp * 16 + cute.arch.lane_idx() // LANES
 
 
-def mask_rows(s: cute.Tensor, highs: list[Any]) -> None:
-    """Set the columns from `highs` on, one bound for each lane row, to -inf."""
+def mask_rows(s: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -> None:
+    """Set the columns from `highs` on, and those before `lows`, to -inf: one bound for each lane
+    row; None is no bound."""
     count = cute.size(s) // LANE_ROWS
     columns = [8 * (j // 2) + j % 2 for j in range(count)]
     shift = cute.arch.lane_idx() % LANES * 2
     for lane_row, high in enumerate(highs):
-        mask_row(s[None, lane_row, None], columns, None, high - shift)
+        low = None if lows is None else lows[lane_row] - shift
+        mask_row(s[None, lane_row, None], columns, low, high - shift)
 
 
 class OnlineSoftmax(Carried):

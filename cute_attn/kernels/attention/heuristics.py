@@ -21,8 +21,19 @@ only, so that the same call always adds in the same order.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from .spec import DKDV_TILE_M, DKDV_TILE_N, MAX_PACKED_HEADS, TILE_M
+from .spec import (
+    DKDV_TILE_M,
+    DKDV_TILE_N,
+    MAX_PACKED_HEADS,
+    SM90_MAX_PACKED_HEADS,
+    SM90_TILES,
+    TILE_M,
+    ForwardSpec,
+    Hd256ForwardSpec,
+    Sm90ForwardSpec,
+)
 
 SHORT_SEQLEN_Q = TILE_M // 2
 
@@ -39,17 +50,41 @@ _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 _LEAST_GAIN = 0.95  # of the clocks without splits, for which partial sums are worth their memory
 
 
-def packed_heads(*, heads: int, heads_k: int, short: bool) -> int:
+def packed_heads(*, arch: str, heads: int, heads_k: int, short: bool) -> int:
     """How many query heads of a K/V head share a tile.
 
     Args:
+        arch: such as "sm_100a".
         heads, heads_k: numbers of query heads and of K/V heads.
         short: whether no sequence has more than SHORT_SEQLEN_Q queries.
     """
     if not short:
         return 1
     group = heads // heads_k
-    return min(group & -group, MAX_PACKED_HEADS)  # the largest power of two that divides it
+    most = SM90_MAX_PACKED_HEADS if arch == "sm_90a" else MAX_PACKED_HEADS
+    return min(group & -group, most)  # the largest power of two that divides it
+
+
+def has_clc(arch: str) -> bool:
+    """Whether the kernels on `arch` can take tiles from the hardware's queue."""
+    return arch != "sm_90a"
+
+
+def forward_spec(arch: str, head_dim: int, *, scheduler: str, **fields: Any) -> ForwardSpec:
+    """The specialisation of the forward on `arch`, whose other `fields` are those of every
+    forward; the scheduler is the caller's, "static" or "clc". On SM90 both are "counter", which
+    gives the same bits."""
+    if arch != "sm_90a":
+        return Hd256ForwardSpec(scheduler=scheduler, **fields)
+    tile_m, tile_n, stages = SM90_TILES[head_dim]
+    return Sm90ForwardSpec(
+        scheduler="counter",
+        head_dim=head_dim,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        stages=stages,
+        **fields,
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,6 +19,7 @@ from cutlass import Boolean, Float32
 from ..common.carried import Carried
 from ..common.numbers import FLOAT32_MAX, INF, LN_2, LOG2_E, NAN
 from ..common.ptx.compiler import keep_branch
+from ..common.ptx.math import add_rounded_down
 
 RESCALE_THRESHOLD = 8.0  # log2 of the growth that leaves the maximum in place: P is at most 2^8
 # Below this, rounding an offset m * scale costs at most 2^-13, a factor of 1 + 8.5e-5: as much as
@@ -91,15 +92,21 @@ def row_maximum(values: cute.Tensor, previous: Float32) -> Float32:
 
 @cute.jit
 def move_maximum(
-    highest: Float32, previous: Float32, scaling: Scaling
+    highest: Float32,
+    previous: Float32,
+    scaling: Scaling,
+    packed: cutlass.Constexpr[bool] = True,
 ) -> tuple[Float32, Float32, Boolean, Boolean]:
     """(the new maximum, a finite replacement for it where it is -inf, whether it is the previous
-    one, whether the row's scores are large)."""
+    one, whether the row's scores are large). `packed`: there are packed instructions (sm_100)."""
     large = (abs(highest) >= scaling.large) & (highest != -INF)
     # Rounded down: an ulp of a large maximum may exceed `growth`.
-    passed, _ = cute.arch.add_packed_f32x2(
-        (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
-    )
+    if cutlass.const_expr(packed):
+        passed, _ = cute.arch.add_packed_f32x2(
+            (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
+        )
+    else:
+        passed = add_rounded_down(previous, scaling.growth)
     stays = highest <= passed
     maximum = previous if stays else highest
     used = cute.arch.fmax(maximum, scaling.lowest, nan=True)

@@ -20,6 +20,11 @@ DKDV_TILE_M, DKDV_TILE_N = 128, 256
 # A CTA's 128 rows must cover at least two tokens, or TMA could not clip the rows past the end of a
 # packed sequence (see `common/tma.py`).
 MAX_PACKED_HEADS = 64
+# On SM90 a warpgroup stores its 64 rows by itself.
+SM90_MAX_PACKED_HEADS = 32
+# (tile_m, tile_n, stages) of the SM90 forward by head_dim.
+SM90_TILES = {64: (192, 128, 2), 128: (128, 128, 2), 256: (128, 80, 2)}
+SM90_HEAD_DIMS = tuple(SM90_TILES)
 
 # softmax_scale * log2(e) must be finite in float32.
 LARGEST_SCALE = FLOAT32_MAX / LOG2_E * (1 - 2.0**-23)
@@ -28,13 +33,14 @@ LARGEST_SOFTCAP = 2.0**64
 
 
 @dataclass(frozen=True)
-class Hd256ForwardSpec(Spec):
-    """The compile-time parameters of the SM100 forward for head_dim 256.
+class ForwardSpec(Spec):
+    """The compile-time parameters of every forward kernel.
 
     Attributes:
         dtype: dtype of q, k, v and o.
-        scheduler: "single" (a cluster for each tile), "static" (persistent, every n-th tile) or
-            "clc" (persistent, with cluster launch control).
+        scheduler: "single" (a cluster for each tile), "static" (persistent, every n-th tile),
+            "clc" (persistent, with cluster launch control) or "counter" (persistent, the next tile
+            that nobody has taken).
         packed_heads: how many query heads of one K/V head share the rows of a tile; a power of two
             that divides the number of query heads for each K/V head. 1: rows are tokens.
         window_left, window_right: an argument bounds the keys that a query sees left or right of
@@ -52,9 +58,7 @@ class Hd256ForwardSpec(Spec):
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": DTYPES,
-        "scheduler": KERNEL_SCHEDULERS,
         "sink_dtype": SINK_DTYPES,
-        "packed_heads": tuple(2**n for n in range(MAX_PACKED_HEADS.bit_length())),
     }
 
     dtype: str
@@ -84,6 +88,47 @@ class Hd256ForwardSpec(Spec):
     def ragged_k(self) -> bool:
         """The same for keys and values."""
         return self.varlen_k or self.seqused_k
+
+
+def _powers_of_two(most: int) -> tuple[int, ...]:
+    return tuple(2**n for n in range(most.bit_length()))
+
+
+@dataclass(frozen=True)
+class Hd256ForwardSpec(ForwardSpec):
+    """The compile-time parameters of the SM100 forward for head_dim 256; see `ForwardSpec`."""
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **ForwardSpec.ALLOWED,
+        "scheduler": KERNEL_SCHEDULERS,
+        "packed_heads": _powers_of_two(MAX_PACKED_HEADS),
+    }
+
+
+@dataclass(frozen=True)
+class Sm90ForwardSpec(ForwardSpec):
+    """The compile-time parameters of the SM90 forward; see `ForwardSpec` for the others.
+
+    Attributes:
+        head_dim: of q, k, v and o.
+        tile_m: query rows of a tile: 64 for each consumer warpgroup.
+        tile_n: keys of a K/V tile, a multiple of 16.
+        stages: tiles of K in shared memory at once, and as many of V.
+    """
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **ForwardSpec.ALLOWED,
+        "scheduler": ("single", "counter"),
+        "packed_heads": _powers_of_two(SM90_MAX_PACKED_HEADS),
+        "head_dim": SM90_HEAD_DIMS,
+        "tile_m": (128, 192),
+        "tile_n": tuple(range(16, 257, 16)),
+    }
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    stages: int
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...cache import KernelDef
-from .spec import DKDV_TILE_M, DKDV_TILE_N, TILE_M, TILE_N
+from .spec import DKDV_TILE_M, DKDV_TILE_N, SM90_TILES, TILE_M, TILE_N
 from .statistics import STATS_ROWS
 
 
@@ -23,6 +23,10 @@ HD256_FORWARD = AttentionKernel(
     ),
     tile=(TILE_M, TILE_N),
     cluster=2,
+)
+
+SM90_FORWARD = KernelDef(
+    name="sm90_forward", target="cute_attn.kernels.attention.sm90_fwd:Sm90Forward"
 )
 
 HD256_BACKWARD_PREPROCESS = AttentionKernel(
@@ -61,7 +65,15 @@ KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
         ("backward_dkdv", HD256_BACKWARD_DKDV),
     )
     for arch in ("sm_100a", "sm_103a")
+} | {
+    ("forward", "sm_90a", head_dim): AttentionKernel(SM90_FORWARD, tile[:2], cluster=1)
+    for head_dim, tile in SM90_TILES.items()
 }
+
+
+def has(direction: str, arch: str, head_dim: int) -> bool:
+    """Whether there is such a kernel."""
+    return (direction, arch, head_dim) in KERNELS
 
 
 def find(direction: str, arch: str, head_dim: int) -> AttentionKernel:
@@ -78,15 +90,16 @@ def find(direction: str, arch: str, head_dim: int) -> AttentionKernel:
             for dim in head_dims(direction)
         }
         there_is = "; ".join(f"head_dim {dim} on {', '.join(of)}" for dim, of in archs.items())
+        way = direction.partition("_")[0]
         raise NotImplementedError(
-            f"there is no attention kernel for head_dim {head_dim} on {arch}; there is: {there_is}"
+            f"there is no attention {way} for head_dim {head_dim} on {arch}; there is: {there_is}"
         )
     return found
 
 
 def head_dims(direction: str) -> tuple[int, ...]:
     """The head dimensions that some architecture has a kernel for."""
-    return tuple(dict.fromkeys(dim for way, _, dim in KERNELS if way == direction))
+    return tuple(sorted({dim for way, _, dim in KERNELS if way == direction}))
 
 
 def smallest_tile(direction: str, head_dim: int) -> int:

@@ -40,16 +40,19 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
+    There are kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), forward, and for 256 on
+    Blackwell (sm_100a, sm_103a), forward and backward.
+
     Arguments and defaults are those of FlashAttention-4's function of this name, so that a user
     only changes the import. Arguments after v are keyword-only, because the fourth one differs
     between FlashAttention's versions. Positions are aligned at the end: with `causal`, query i
     sees the keys up to i + seqlen_k - seqlen_q.
 
     Args:
-        q: `[batch, seqlen_q, heads, 256]`, bfloat16 or float16. q, k and v are read in place: the
-            last dimension must be contiguous, and the other strides multiples of 8 elements.
-        k: `[batch, seqlen_k, heads_k, 256]`, dtype of q. heads_k divides heads (MHA, GQA, MQA):
-            query head h uses head h // (heads // heads_k).
+        q: `[batch, seqlen_q, heads, head_dim]`, bfloat16 or float16. q, k and v are read in place:
+            the last dimension must be contiguous, and the other strides multiples of 8 elements.
+        k: `[batch, seqlen_k, heads_k, head_dim]`, dtype of q. heads_k divides heads (MHA, GQA,
+            MQA): query head h uses head h // (heads // heads_k).
         v: of k's shape and dtype.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: mask the keys after a query's position.
@@ -62,7 +65,8 @@ def flash_attn_func(
             forward and backward.
         scheduler: "static" (each cluster's tiles are fixed) or "clc" (clusters take tiles from the
             hardware's queue, which balances uneven ones); both give the same bits. None follows
-            the environment variable `FA_CLC`, see `cute_attn.reload_settings`.
+            the environment variable `FA_CLC`, see `cute_attn.reload_settings`. Hopper has no such
+            queue: CTAs count the tiles that are taken, whatever is asked for.
         return_lse: whether to compute the log-sum-exp.
 
     Returns:
@@ -124,9 +128,11 @@ def flash_attn_varlen_func(
     """Softmax attention over sequences of different lengths, packed one after another.
 
     Args:
-        q: `[total_q, heads, 256]` with cu_seqlens_q, else `[batch, seqlen_q, heads, 256]`.
-        k: `[total_k, heads_k, 256]` with cu_seqlens_k, else `[batch, seqlen_k, heads_k, 256]`:
-            a KV cache, whose filled lengths are in seqused_k.
+        q: `[total_q, heads, head_dim]` with cu_seqlens_q, else
+            `[batch, seqlen_q, heads, head_dim]`.
+        k: `[total_k, heads_k, head_dim]` with cu_seqlens_k, else
+            `[batch, seqlen_k, heads_k, head_dim]`: a KV cache, whose filled lengths are in
+            seqused_k.
         v: of k's shape and dtype.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b. Not decreasing, at most total_q; not checked, since that would synchronise.

@@ -20,6 +20,7 @@ from ...kernels.attention import table
 from ...kernels.attention.heuristics import SHORT_SEQLEN_Q
 from ...kernels.attention.spec import LARGEST_SCALE
 from ..checks import DTYPE_NAMES
+from ..counters import counter_for
 from ..operator import Operator, is_grad_enabled
 from .arguments import (
     SMALLEST_SCALE,
@@ -36,8 +37,9 @@ from .plan import plan_attention
 _empty_like = torch.empty_like
 _contiguous = torch.contiguous_format
 
-# (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU)
-_Ready = tuple[Callable[..., None], float, float, int, int, int]
+# (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
+# whether it takes a counter)
+_Ready = tuple[Callable[..., None], float, float, int, int, int, bool]
 
 
 class Forward(Operator[Arguments]):
@@ -88,6 +90,7 @@ class Forward(Operator[Arguments]):
             left or 0,
             right or 0,
             launch.num_clusters(a.q.device, table.find("forward", arch, head_dim).cluster),
+            spec.scheduler == "counter",
         )
 
     def forward(  # type: ignore[override]
@@ -149,13 +152,13 @@ class Forward(Operator[Arguments]):
                     ),
                 )
                 ready = self.ready[key]
-            function, default_scale, cap, left, right, clusters = ready
+            function, default_scale, cap, left, right, clusters, counts = ready
             o = _empty_like(q, memory_format=_contiguous)
             lse = _empty_lse(q) if return_lse else None
             function(
                 q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 default_scale if softmax_scale is None else softmax_scale, cap, left, right,
-                clusters,
+                clusters, *((counter_for(q),) if counts else ()),
             )  # fmt: skip
             return o, lse
         except Exception as error:
@@ -164,6 +167,15 @@ class Forward(Operator[Arguments]):
                 seqused_q, seqused_k, softmax_scale, causal, window_left, window_right,
                 learnable_sink, softcap, scheduler, return_lse,
             )  # fmt: skip
+
+    def recorded(self, *arguments: Any) -> Any:
+        """Refuses before the forward what the backward has no kernel for."""
+        q = arguments[0]
+        launch.check_device("q", q.device)
+        arch, head_dim = launch.arch_for(q.device), q.shape[-1]
+        if table.has("forward", arch, head_dim):
+            table.find("backward_dq", arch, head_dim)
+        return super().recorded(*arguments)
 
     def outputs(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
         o = _empty_like(a.q, memory_format=_contiguous)

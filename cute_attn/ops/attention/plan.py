@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import NamedTuple
 
 from ... import launch
 from ...kernels.attention import table
-from ...kernels.attention.heuristics import FEW_PARTIALS, MANY_PARTIALS, packed_heads
-from ...kernels.attention.spec import (
-    Hd256BackwardSpec,
-    Hd256ForwardSpec,
-    Hd256PreprocessSpec,
+from ...kernels.attention.heuristics import (
+    FEW_PARTIALS,
+    MANY_PARTIALS,
+    forward_spec,
+    has_clc,
+    packed_heads,
 )
+from ...kernels.attention.spec import Hd256BackwardSpec, Hd256PreprocessSpec
 from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
 from ...settings import settings
 from .arguments import USER_SCHEDULERS
+
+logger = logging.getLogger(__name__)
 
 
 @launch.planner
@@ -75,14 +81,18 @@ def plan_attention(
     if heads_k < 1 or heads < 1 or heads % heads_k:
         raise ValueError(f"heads is {heads}, must be a positive multiple of heads_k, {heads_k}")
     chosen = _scheduler(scheduler)
+    if chosen == "clc" and not has_clc(arch):
+        _say_static(arch)
     packings = [
-        packed_heads(heads=heads, heads_k=heads_k, short=case)
+        packed_heads(arch=arch, heads=heads, heads_k=heads_k, short=case)
         for case in ((False, True) if short is None else (short,))
     ]
     return [
         (
             kernel,
-            Hd256ForwardSpec(
+            forward_spec(
+                arch,
+                head_dim,
                 dtype=dtype,
                 scheduler=chosen,
                 packed_heads=packing,
@@ -249,6 +259,12 @@ def backward_requests(
         zero_dq=zeros(varlen_q, seqused_q) if dq else None,
         zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,
     )
+
+
+@functools.cache
+def _say_static(arch: str) -> None:
+    """Once for each architecture."""
+    logger.info("%s has no cluster launch control: attention runs with the static scheduler", arch)
 
 
 def _scheduler(scheduler: str | None) -> str:

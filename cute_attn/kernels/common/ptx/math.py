@@ -1,4 +1,4 @@
-"""Approximate functions of float32, one instruction each."""
+"""Functions of float32, one instruction each; most are approximate."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def reciprocal(x: Any) -> Any:
 
 def reciprocal_sqrt(x: Any) -> Any:
     return asm("rsqrt.approx.ftz.f32 $0, $1;", [Float32], [Float32(x)])
+
+
+def add_rounded_down(x: Any, y: Any) -> Any:
+    """Return the largest float32 that is at most x + y."""
+    return asm("add.rm.f32 $0, $1, $2;", [Float32], [Float32(x), Float32(y)])

@@ -1,0 +1,594 @@
+"""Softmax attention forward for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
+
+A CTA computes a tile of query rows, 64 for each of two or three consumer warpgroups, over its
+visible K/V tiles, from the last to the first.
+
+    S = Q K^T        64 x tile_n a warpgroup    Q and K in shared memory, S in registers
+    P = 2^(c S - m)                             c = softmax_scale * log2(e), m the (late) maximum
+    O = O a + P V    64 x head_dim              P and O in registers, V in shared memory
+
+The maximum m moves only when it has grown by more than RESCALE_THRESHOLD (in log2), so O is rarely
+rescaled (by a); see `softmax`. Two things overlap softmax with products. A warpgroup starts the
+scores of the next K/V tile before this tile's P V, and computes that softmax while P V runs. And
+the warpgroups take turns to start products (named barriers), so that the softmax of one falls into
+the products of another.
+
+    warps             role        work on a tile
+    first             consumers   S, softmax, O; at the end O / sum through shared memory, by TMA
+    the one after     load        finds the next tile; Q, then each K/V tile, by TMA
+
+The load warp's warpgroup gives its registers to the consumers; its three other warps idle. O is
+staged in a buffer of its own where one fits, otherwise in that of Q.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.arguments import fake_contiguous
+from ..common.carried import Carried
+from ..common.dtypes import DTYPE
+from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ..common.ptx import wgmma
+from ..common.ptx.memory import shared_address
+from ..common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
+from ..common.sequences import Sequences
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
+from . import fragments
+from .arguments import FakeArguments
+from .fragment_softmax import FragmentSoftmax
+from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
+from .softmax import Scaling, cap_row, finish_row
+from .spec import Sm90ForwardSpec
+from .visibility import Visibility
+from .work import TileMap, Work, heads_in_l2
+
+WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
+# Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+# The first of a named barrier for each warpgroup; 0 is that of all threads.
+STAGED, TURN = 1, 8
+
+SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
+    "single": SingleTileScheduler,
+    "counter": CounterScheduler,
+}
+
+
+class Operands(Carried):
+    """The kernel's arguments: TMA's atoms and coordinates of q, k, v and o, and the others."""
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+
+class Consumer(Carried):
+    """What a warp of the consumers keeps.
+
+    Attributes:
+        warp, group: its number, and that of its warpgroup.
+        barriers: of the CTA.
+        q, o: shared addresses of its warpgroup's rows of Q, and of staged O.
+        k, v: shared addresses of the rings.
+        s, p, acc: registers of S, of P as an operand, and of O.
+        softmax: of its rows.
+        visible: which keys a query sees.
+    """
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+
+class Sm90Forward:
+    """The kernel for one Sm90ForwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Sm90ForwardSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.scheduler = SCHEDULERS[spec.scheduler]
+        self.warpgroups = spec.tile_m // ROWS
+        self.row_bytes = 2 * spec.head_dim
+        consumer_warps = self.warpgroups * WARPGROUP_WARPS
+        self.consumers = Role("consumers", range(consumer_warps))
+        self.load = Role("load", range(consumer_warps, consumer_warps + 1))
+        self.pipeline = Pipeline(*self.edges())
+        self.o_apart = self.buffers(o_apart=True).nbytes <= MAX_SMEM_BYTES
+        self.smem = self.buffers(o_apart=self.o_apart)
+        # Rows of the boxes in which O is staged.
+        self.o_box_rows = ROWS if self.o_apart else spec.tile_m
+        self.q_rows, self.o_rows = (
+            BoxedRows(
+                rows, spec.head_dim, spec.ragged_q, not spec.varlen_q, packed=spec.packed_heads
+            )
+            for rows in (spec.tile_m, ROWS)
+        )
+        self.kv_rows = BoxedRows(spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+
+    def edges(self) -> tuple[Edge, ...]:
+        load, consumers, stages = self.load, self.consumers, self.spec.stages
+        return (
+            *TileQueue.edges(load, consumers),
+            Edge("q_full", load, consumers, 1, Kind.BYTES, payload="Q"),
+            Edge("q_empty", consumers, load, 1, Kind.WARPS, payload="its buffer"),
+            Edge("k_full", load, consumers, stages, Kind.BYTES, payload="K"),
+            Edge("k_empty", consumers, load, stages, Kind.WARPS, payload="its stage"),
+            Edge("v_full", load, consumers, stages, Kind.BYTES, payload="V"),
+            Edge("v_empty", consumers, load, stages, Kind.WARPS, payload="its stage"),
+        )
+
+    def buffers(self, *, o_apart: bool) -> SharedMemory:
+        spec, at = self.spec, SWIZZLE_ALIGNMENT
+        rows, tile = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
+        o = (Buffer("o", self.dtype, rows, 1, at, "O"),) if o_apart else ()
+        return SharedMemory(
+            Buffer("q", self.dtype, rows, 1, at, "Q" if o_apart else "Q, then O"),
+            Buffer("k", self.dtype, tile, spec.stages, at, "K"),
+            Buffer("v", self.dtype, tile, spec.stages, at, "V"),
+            *o,
+            TileQueue.buffer(Work),
+            Buffer("barriers", Int64, self.pipeline.count),
+            limit=2 * MAX_SMEM_BYTES if o_apart else MAX_SMEM_BYTES,
+        )
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (self.consumers, self.load), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, self.spec.head_dim)
+        return (
+            fake.q(),
+            fake.k(),
+            fake.k(),
+            fake.q(),
+            fake.lse() if self.spec.lse else None,
+            fake.sink(),
+            *fake.sequences(),
+            Float32(1.0),
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            fake_contiguous(Int32, (1,)) if self.spec.scheduler == "counter" else None,
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_ctas: Int32,
+        counter: cute.Tensor | None,
+        stream: Any,
+    ) -> None:
+        """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
+        spec = self.spec
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        if cutlass.const_expr(spec.varlen_q):
+            batch = cu_seqlens_q.shape[0] - 1
+        else:
+            batch = q.shape[0]
+        seqlen_k = k.shape[-3]
+
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        head_bytes = Int64(seqlen_k) * (2 * self.row_bytes)  # of K and V
+        tiles = TileMap(
+            spec.tile_m, spec.packed_heads, spec.window_right,
+            Sequences(q.shape[-3], cu_seqlens_q, seqused_q),
+            Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
+            heads_in_l2(head_bytes, heads // spec.packed_heads * batch),
+        )  # fmt: skip
+        num_tiles = tiles.count()
+        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
+        self.kernel(
+            *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
+            *self.o_rows.atom(store, o), lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+            seqused_k, scaling, window_left, window_right, heads, kv_heads, batch, q.shape[-3],
+            seqlen_k, tiles.heads_at_once, num_tiles, counter,
+        ).launch(
+            grid=[self.scheduler.clusters(num_tiles, num_ctas), 1, 1],
+            block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_tma: cute.CopyAtom,
+        q: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        o_tma: cute.CopyAtom,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        sink: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scaling: Scaling,
+        window_left: Int32,
+        window_right: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_at_once: Int32,
+        num_tiles: Int32,
+        counter: cute.Tensor | None,
+    ) -> None:
+        spec = self.spec
+        x = Operands(
+            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, o_tma=o_tma, o=o, lse=lse,
+            sink=sink, num_tiles=num_tiles, counter=counter,
+        )  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == self.load.warps[0]:
+            for descriptor in (q_tma, k_tma, v_tma, o_tma):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                barriers.init()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        visible = Visibility.of(
+            spec, spec.tile_m, spec.tile_n, spec.packed_heads, window_left, window_right
+        )
+        load_registers, consumer_registers = REGISTERS[self.warpgroups]
+        if warp >= self.load.warps[0]:
+            cute.arch.setmaxregister_decrease(load_registers)
+            if warp == self.load.warps[0]:
+                tiles = TileMap(
+                    spec.tile_m, spec.packed_heads, spec.window_right,
+                    Sequences(seqlen_q, cu_seqlens_q, seqused_q),
+                    Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
+                    heads_at_once,
+                )  # fmt: skip
+                self.load_warp(x, storage, barriers, tiles, visible)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            own = self.consumer(storage, barriers, warp, visible, scaling)
+            self.consumer_warps(x, own, storage)
+
+    def consumer(
+        self, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
+        scaling: Scaling,
+    ) -> Consumer:  # fmt: skip
+        spec = self.spec
+        group = warp // WARPGROUP_WARPS
+        rows = group * (ROWS * BOX * 2)
+        q = shared_address(storage.q) + rows
+        o = shared_address(storage.o) + group * (ROWS * self.row_bytes) if self.o_apart else q
+        return Consumer(
+            warp=warp,
+            group=group,
+            barriers=barriers,
+            q=q,
+            k=shared_address(storage.k),
+            v=shared_address(storage.v),
+            o=o,
+            s=fragments.accumulators(spec.tile_n),
+            p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
+            acc=fragments.accumulators(spec.head_dim),
+            softmax=FragmentSoftmax(scaling),
+            visible=visible,
+        )
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tiles: TileMap,
+        visible: Visibility,
+    ) -> None:
+        """Publish each tile of the CTA and load its Q, then its K/V tiles from the last to the
+        first."""
+        spec = self.spec
+        across = (spec.head_dim // BOX, spec.tile_n * BOX)
+        stages = (spec.stages, spec.tile_n * spec.head_dim)
+        k_smem = boxes(storage.k, spec.tile_n, across, stages)
+        v_smem = boxes(storage.v, spec.tile_n, across, stages)
+        q_smem = boxes(storage.q, spec.tile_m, (spec.head_dim // BOX, spec.tile_m * BOX), (1, 0))
+        counter = None
+        if cutlass.const_expr(x.counter is not None):
+            counter = x.counter.iterator
+        scheduler = self.scheduler(x.num_tiles, barriers, counter)
+        queue = TileQueue(Work, storage.work, barriers)
+        taken = Int32(0)  # tiles
+        n = Int32(0)  # K/V tiles
+        number = scheduler.initial_work_tile()
+        while number >= 0:
+            exists, block, head, sequence = tiles.locate(number)
+            if exists:
+                work = tiles.work(block, head, sequence)
+                queue.publish_work(taken, work)
+                queries = self.q_rows.box(x.q, work.block, *work.queries)
+                self.load_rows("q", x.q_tma, queries, q_smem, barriers, taken)
+                first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+                for i in cutlass.range(end - first, unroll=1):
+                    keys = self.kv_rows.box(x.k, end - 1 - i, *work.keys)
+                    self.load_rows("k", x.k_tma, keys, k_smem, barriers, n)
+                    values = self.kv_rows.box(x.v, end - 1 - i, *work.keys)
+                    self.load_rows("v", x.v_tma, values, v_smem, barriers, n)
+                    n += 1
+                taken += 1
+            number = scheduler.advance_to_next_work(number, taken)
+        queue.publish_end(taken)
+
+    @cute.jit
+    def load_rows(
+        self,
+        name: cutlass.Constexpr[str],
+        tma: cute.CopyAtom,
+        rows: cute.Tensor,
+        smem: cute.Tensor,
+        barriers: Barriers,
+        n: Int32,
+    ) -> None:
+        """Use n of a ring: wait until its stage is empty, and start to fill it."""
+        barriers.wait_previous(f"{name}_empty", n)
+        with cute.arch.elect_one():
+            barriers.expect(f"{name}_full", n, cute.size(rows) * 2)
+        load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
+
+    # -- device: products and softmax ---------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        queue = TileQueue(Work, storage.work, own.barriers)
+        self.first_turn(own)
+        taken = Int32(0)  # tiles
+        n = Int32(0)  # K/V tiles
+        work = queue.take(taken)
+        while work.exists:
+            own.softmax.start()
+            own.acc.fill(0.0)
+            own.barriers.wait("q_full", taken)
+            first, end = own.visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            if first < end:
+                n = self.compute_tile(own, work, first, end, n)
+            if cutlass.const_expr(self.o_apart):
+                own.barriers.warp_arrives("q_empty", taken)
+            self.finish_rows(x, own, work)
+            self.store_tile(x, own, storage, work, taken)
+            taken += 1
+            work = queue.take(taken)
+        self.stores_done(own)
+        self.last_turn(own)
+
+    @cute.jit
+    def compute_tile(self, own: Consumer, work: Work, first: Int32, end: Int32, n: Int32) -> Int32:
+        """Compute P V of a tile over its K/V tiles, of which n came before; return how many there
+        are then."""
+        spec = self.spec
+        whole_first, whole_end = own.visible.whole_key_tiles(
+            work.block * spec.tile_m, spec.tile_m, work.seqlen_q, work.seqlen_k
+        )
+        key_tile = end - 1
+        # The last K/V tile: there is no P yet for a second product.
+        own.barriers.wait("k_full", n)
+        scores = self.start_scores(own, n)
+        fragments.assign(own.s, wgmma.wait(scores))
+        own.barriers.warp_arrives("k_empty", n)
+        if cutlass.const_expr(spec.softcap):
+            self.cap(own)
+        if key_tile >= whole_end or key_tile < whole_first:
+            self.mask(own, work, key_tile)
+        own.softmax.update(own.s)
+        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        n += 1
+        # The K/V tiles on the right bound, those in between, and those on the left bound.
+        if cutlass.const_expr(spec.window_right):
+            while key_tile > cutlass.max(whole_end, first):
+                key_tile -= 1
+                self.next_key_tile(own, work, key_tile, n, True)
+                n += 1
+        while key_tile > cutlass.max(whole_first, first):
+            key_tile -= 1
+            self.next_key_tile(own, work, key_tile, n, False)
+            n += 1
+        if cutlass.const_expr(spec.window_left):
+            while key_tile > first:
+                key_tile -= 1
+                self.next_key_tile(own, work, key_tile, n, True)
+                n += 1
+        own.barriers.wait("v_full", n - 1)
+        out = self.start_output(own, n - 1)
+        fragments.assign(own.acc, wgmma.wait(out))
+        own.barriers.warp_arrives("v_empty", n - 1)
+        return n
+
+    @cute.jit
+    def next_key_tile(
+        self,
+        own: Consumer,
+        work: Work,
+        key_tile: Int32,
+        n: Int32,
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """P of use n of K, beside the product of the P and V before."""
+        own.barriers.wait("k_full", n)
+        self.wait_turn(own)
+        scores = self.start_scores(own, n)
+        own.barriers.wait("v_full", n - 1)
+        out = self.start_output(own, n - 1)
+        self.pass_turn(own)
+        fragments.assign(own.s, wgmma.wait(scores, pending=1))
+        own.barriers.warp_arrives("k_empty", n)
+        if cutlass.const_expr(self.spec.softcap):
+            self.cap(own)
+        if cutlass.const_expr(masked):
+            self.mask(own, work, key_tile)
+        factors = own.softmax.update(own.s)
+        fragments.assign(own.acc, wgmma.wait(out))
+        own.barriers.warp_arrives("v_empty", n - 1)
+        fragments.assign(own.p, fragments.operand(own.s, self.dtype))
+        if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+            fragments.scale_rows(own.acc, factors)
+
+    def start_scores(self, own: Consumer, n: Any) -> list[Any]:
+        """Start S = Q K^T, with use n of K."""
+        spec = self.spec
+        stage = own.barriers.stage("k_full", n) * (spec.tile_n * self.row_bytes)
+        return start_scores(
+            self.dtype, own.q, own.k + stage,
+            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def start_output(self, own: Consumer, n: Any) -> list[Any]:
+        """Start O + P V, with use n of V."""
+        spec = self.spec
+        stage = own.barriers.stage("v_full", n) * (spec.tile_n * self.row_bytes)
+        o, p = fragments.values(own.acc), fragments.values(own.p)
+        return start_output(
+            self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim
+        )
+
+    def cap(self, own: Consumer) -> None:
+        for lane_row in range(fragments.LANE_ROWS):
+            cap_row(own.s[None, lane_row, None], own.softmax.scaling)
+
+    def row(self, own: Consumer, work: Work, lane_row: int) -> Any:
+        """A lane row's row of its sequence, of the pack of heads."""
+        first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
+        return first + lane_row * fragments.LANE_ROW_STEP
+
+    def mask(self, own: Consumer, work: Work, key_tile: Any) -> None:
+        """Set the columns of keys that a row does not see to -inf."""
+        lows, highs = [], []
+        for lane_row in range(fragments.LANE_ROWS):
+            token = own.visible.token(self.row(own, work, lane_row))
+            low, high = own.visible.keys(token, work.seqlen_q, work.seqlen_k)
+            lows.append(low - key_tile * self.spec.tile_n)
+            highs.append(high - key_tile * self.spec.tile_n)
+        fragments.mask_rows(own.s, highs, lows if self.spec.window_left else None)
+
+    # -- turns of the warpgroups
+
+    @cute.jit
+    def first_turn(self, own: Consumer) -> None:
+        if own.group == self.warpgroups - 1:
+            self.pass_turn(own)
+
+    def wait_turn(self, own: Consumer) -> None:
+        cute.arch.barrier(barrier_id=TURN + own.group, number_of_threads=2 * WARPGROUP)
+
+    def pass_turn(self, own: Consumer) -> None:
+        last = own.group == self.warpgroups - 1
+        following = cutlass.select_(last, Int32(0), own.group + 1)
+        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def last_turn(self, own: Consumer) -> None:
+        """Take the turn that is left over, so that no barrier has an arrival at the end."""
+        if own.group == 0:
+            self.wait_turn(own)
+
+    # -- device: epilogue ---------------------------------------------------------------------
+
+    @cute.jit
+    def finish_rows(self, x: Operands, own: Consumer, work: Work) -> None:
+        """Divide the rows of O by their sums, and store the log-sum-exp."""
+        spec = self.spec
+        totals = own.softmax.totals()
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            row = self.row(own, work, lane_row)
+            token = own.visible.token(row)
+            head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+            sink = None
+            if cutlass.const_expr(x.sink is not None):
+                sink = Float32(0.0)
+                if token < work.seqlen_q:
+                    sink = Float32(x.sink[head])
+            inverse, log_sum = finish_row(
+                totals[lane_row], own.softmax.maximum[lane_row], own.softmax.scaling, sink
+            )
+            values = own.acc[None, lane_row, None]
+            for j in cutlass.range_constexpr(cute.size(values)):
+                # A row without a visible key is 0, whatever P V holds.
+                scaled = values[j] * inverse
+                values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
+            if cutlass.const_expr(x.lse is not None):
+                if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
+                    if cutlass.const_expr(spec.varlen_q):
+                        x.lse[head, work.q_start + token] = log_sum
+                    else:
+                        x.lse[work.sequence, head, token] = log_sum
+
+    @cute.jit
+    def store_tile(
+        self, x: Operands, own: Consumer, storage: Pointers, work: Work, taken: Int32
+    ) -> None:
+        """Store the warpgroup's rows through shared memory, by TMA."""
+        spec = self.spec
+        if cutlass.const_expr(self.o_apart):
+            self.stores_done(own)  # of the tile before, out of the same buffer
+        # All warps of the warpgroup are done with its rows of Q.
+        self.group_barrier(own)
+        words = fragments.operand(own.acc, self.dtype)
+        fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, self.o_box_rows)
+        cute.arch.fence_view_async_shared()
+        self.group_barrier(own)
+        if own.warp % WARPGROUP_WARPS == 0:
+            if cutlass.const_expr(self.o_apart):
+                staged, step = storage.o, ROWS * spec.head_dim
+            else:
+                staged, step = storage.q, ROWS * BOX
+            across = (spec.head_dim // BOX, self.o_box_rows * BOX)
+            o_smem = boxes(staged, ROWS, across, (self.warpgroups, step))
+            block = work.block * self.warpgroups + own.group
+            rows = self.o_rows.box(x.o, block, *work.queries)
+            to, source = partition(x.o_tma, cute.local_tile(rows, (ROWS, BOX), (0, None)), o_smem)
+            with cute.arch.elect_one():
+                for box in cutlass.range_constexpr(spec.head_dim // BOX):
+                    cute.copy(x.o_tma, source[None, box, own.group], to[None, box])
+                cute.arch.cp_async_bulk_commit_group()
+        if cutlass.const_expr(not self.o_apart):
+            self.stores_done(own)
+            own.barriers.warp_arrives("q_empty", taken)
+
+    @cute.jit
+    def stores_done(self, own: Consumer) -> None:
+        """Wait, in the thread that starts the stores, until they have read shared memory."""
+        if own.warp % WARPGROUP_WARPS == 0:
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def group_barrier(self, own: Consumer) -> None:
+        cute.arch.barrier(barrier_id=STAGED + own.group, number_of_threads=WARPGROUP)
