@@ -15,7 +15,7 @@ from cute_attn.kernels.attention.visibility import Visibility
 
 LENGTHS = (0, 1, 2, 3, 5, 8)
 BOUNDS = (None, 0, 1, 4)
-TILE_M, TILE_N = 4, 2
+TILES = ((4, 2, 1), (4, 2, 2), (6, 3, 1))  # rows, keys, rows of a token
 
 
 def mask(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> torch.Tensor:
@@ -40,15 +40,15 @@ def interval(first: int, end: int) -> list[int]:
     return list(range(first, end))
 
 
-@pytest.mark.parametrize("rows_per_token", [1, 2])
-def test_tiles_are_those_of_the_mask(rows_per_token: int) -> None:
+@pytest.mark.parametrize(("tile_m", "tile_n", "rows_per_token"), TILES)
+def test_tiles_are_those_of_the_mask(tile_m: int, tile_n: int, rows_per_token: int) -> None:
     """Exactly the tiles with a visible pair of an existing row and key."""
     for seqlen_q, seqlen_k, left, right, seen in windows():
-        sees = Visibility(TILE_M, TILE_N, rows_per_token, left, right)
+        sees = Visibility(tile_m, tile_n, rows_per_token, left, right)
         rows = seen[:seqlen_q, :seqlen_k].repeat_interleave(rows_per_token, 0)
-        blocks, key_tiles = -(-len(rows) // TILE_M), -(-seqlen_k // TILE_N)
+        blocks, key_tiles = -(-len(rows) // tile_m), -(-seqlen_k // tile_n)
         tiles = [
-            [bool(tile.any()) for tile in block.split(TILE_N, 1)] for block in rows.split(TILE_M)
+            [bool(tile.any()) for tile in block.split(tile_n, 1)] for block in rows.split(tile_m)
         ]
         if not seqlen_k:
             tiles = [[] for _ in range(blocks)]
@@ -63,33 +63,33 @@ def test_tiles_are_those_of_the_mask(rows_per_token: int) -> None:
             assert interval(first, end) == [b for b in range(blocks) if tiles[b][t]], case
 
 
-@pytest.mark.parametrize("rows_per_token", [1, 2])
-def test_whole_tiles_need_no_mask(rows_per_token: int) -> None:
+@pytest.mark.parametrize(("tile_m", "tile_n", "rows_per_token"), TILES)
+def test_whole_tiles_need_no_mask(tile_m: int, tile_n: int, rows_per_token: int) -> None:
     """Of keys: all exist, and every row of half a tile sees them. Of queries: the inverse."""
     for seqlen_q, seqlen_k, left, right, seen in windows():
-        sees = Visibility(TILE_M, TILE_N, rows_per_token, left, right)
+        sees = Visibility(tile_m, tile_n, rows_per_token, left, right)
         rows = seen.repeat_interleave(rows_per_token, 0)
         case = (seqlen_q, seqlen_k, left, right)
-        half = TILE_M // 2
+        half = tile_m // 2
         for first_row in range(0, seqlen_q * rows_per_token, half):
             found = interval(*sees.whole_key_tiles(first_row, half, seqlen_q, seqlen_k))
             assert found == [
                 t
-                for t in range(seqlen_k // TILE_N)
-                if rows[first_row : first_row + half, t * TILE_N : (t + 1) * TILE_N].all()
+                for t in range(seqlen_k // tile_n)
+                if rows[first_row : first_row + half, t * tile_n : (t + 1) * tile_n].all()
             ], case
-        for first_key, keys in itertools.product(range(seqlen_k), (1, TILE_N)):
+        for first_key, keys in itertools.product(range(seqlen_k), (1, tile_n)):
             found = interval(*sees.whole_query_tiles(first_key, keys, seqlen_q, seqlen_k))
             assert found == [
                 b
-                for b in range(seqlen_q * rows_per_token // TILE_M)
-                if rows[b * TILE_M : (b + 1) * TILE_M, first_key : first_key + keys].all()
+                for b in range(seqlen_q * rows_per_token // tile_m)
+                if rows[b * tile_m : (b + 1) * tile_m, first_key : first_key + keys].all()
             ], case
 
 
 def test_rows_and_keys_agree_on_what_is_seen() -> None:
     for seqlen_q, seqlen_k, left, right, seen in windows():
-        sees = Visibility(TILE_M, TILE_N, 1, left, right)
+        sees = Visibility(*TILES[0], left, right)
         by_token, by_key = torch.zeros(seqlen_q, seqlen_k), torch.zeros(seqlen_q, seqlen_k)
         for token in range(seqlen_q):
             low, high = sees.keys(token, seqlen_q, seqlen_k)
