@@ -20,6 +20,7 @@ from ..harness.environment import describe
 from ..harness.progress import track
 from ..harness.registry import Benchmark, GpuCheckStage, require_gpu
 from ..harness.report import Plot, Report, Row, Scalar, Verdict
+from . import FA2, FA4, PRODUCTION
 from .published import PUBLISHED
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ EMULATED = {"batch": 1, "heads": 1, "seqlens": [200]}
 GPU = {"batch": 4, "heads": 32}
 
 BASELINE = "0_pytorch"
-FA2, FA4 = "flash-attention-2", "flash-attention-4"
 LAST_PORTABLE, LAST_HOPPER = (4, 5), 10
 TARGET, TARGET_SEQLEN = 0.9, 4096  # of the peers' speed, from this length on
 
@@ -320,7 +320,7 @@ class Ladder:
     def report(self, cases: Sequence[Case], tables: dict[int, dict[str, Row]]) -> Report:
         """The report of what was timed, by sequence length and contender."""
         names = list(dict.fromkeys(name for table in tables.values() for name in table))
-        steps = [name for name in names if name in self.specs]
+        steps = [name for name in names if name in self.specs or name == PRODUCTION]
         performance = [performance_row(seqlen, tables[seqlen], names) for seqlen in tables]
         parts = [
             part(

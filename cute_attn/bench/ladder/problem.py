@@ -17,6 +17,7 @@ from ...kernels.ladder.spec import FmhaLadderSpec
 from ...kernels.ladder.table import LadderStep
 from ...reference.attention import attention_in_low_precision, attention_reference
 from ..harness.agreement import Disagreement
+from . import FA2, FA4, PRODUCTION
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 CHECKED_ROWS = 1024  # at a time: the scores of these rows take memory
@@ -219,9 +220,9 @@ class Problem:
 def peers(problem: Problem) -> dict[str, Callable[[], Call]]:
     """What is timed beside the steps, by name; each makes its call."""
     return {
-        "flash-attention-2": problem.flash_attention_2,
-        "flash-attention-4": problem.flash_attention_4,
-        "production": problem.production,
+        FA2: problem.flash_attention_2,
+        FA4: problem.flash_attention_4,
+        PRODUCTION: problem.production,
     }
 
 
