@@ -1,6 +1,6 @@
 """KDA's state pass with other copies than its heuristics choose.
 
-The pass reads a record of 90 KiB and 8 KiB of v for each chunk of 64 tokens, K = V = 128.
+The pass reads a record of 64 KiB and 8 KiB of v for each chunk of 64 tokens, K = V = 128.
 """
 
 from __future__ import annotations
