@@ -19,6 +19,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from ...cache.arch import check_arch
 from ..harness.environment import describe
 from ..harness.progress import track
 from ..harness.registry import Benchmark, GpuCheckStage
@@ -49,7 +50,9 @@ KDA_TOKENS, KDA_HEADS = 8192, (16, 64)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=EVERYTHING, choices=EVERYTHING, help="parts")
     parser.add_argument("--emulate", action="store_true", help="in the emulator, for --arch")
-    parser.add_argument("--arch", default="sm_90a", help="that the emulator emulates")
+    parser.add_argument(
+        "--arch", default="sm_90a", type=check_arch, help="that the emulator emulates"
+    )
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -178,7 +181,7 @@ def _measure(part: str, gpu: Gpu, runs: Sequence[Run]) -> tuple[list[Row], list[
             if part in ("streams", "producers"):
                 # A column for each copy, a row for the rest.
                 key = (level, *(v for k, v in run.labels if k != "copy"))
-                row = rows.setdefault(key, _wide(part, level, run, runs))
+                row = rows.setdefault(key, _wide(level, run, runs))
                 row[f"{run['copy']}_gbps"] = value
             else:
                 _put(rows, run, f"{level}_gbps", value)
@@ -191,7 +194,7 @@ def _put(rows: dict[object, Row], run: Run, column: str, value: Scalar) -> None:
     rows.setdefault(run, dict(run.labels))[column] = value
 
 
-def _wide(part: str, level: str, run: Run, runs: Sequence[Run]) -> Row:
+def _wide(level: str, run: Run, runs: Sequence[Run]) -> Row:
     row: Row = {"source": level, **{k: v for k, v in run.labels if k != "copy"}}
     copies = dict.fromkeys(str(r["copy"]) for r in runs)
     return {**row, **{f"{copy}_gbps": None for copy in copies}}
