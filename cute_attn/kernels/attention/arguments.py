@@ -21,6 +21,7 @@ class FakeArguments:
         self.head_dim = head_dim
         self.batch, self.heads, self.kv_heads = (cute.sym_int() for _ in range(3))
         self.seqlen_q, self.seqlen_k, self.bounds = (cute.sym_int() for _ in range(3))
+        self.num_pages = cute.sym_int()
 
     def q(self) -> Any:
         """q, o or a gradient of either: `[batch, seqlen, heads, head_dim]`, or packed
@@ -28,7 +29,10 @@ class FakeArguments:
         return self._rows(self.spec.varlen_q, self.seqlen_q, self.heads)
 
     def k(self) -> Any:
-        """k, v or a gradient of either, with the K/V heads."""
+        """k, v or a gradient of either, with the K/V heads; or pages of k or v."""
+        if getattr(self.spec, "page_rows", 0):
+            shape = (self.num_pages, self.seqlen_k, self.kv_heads, self.head_dim)
+            return fake_rows(DTYPE[self.spec.dtype], shape)
         return self._rows(self.spec.varlen_k, self.seqlen_k, self.kv_heads)
 
     def k_partial(self) -> Any:
@@ -64,6 +68,12 @@ class FakeArguments:
         cu_seqlens_q, seqused_q = self.queries()
         cu_seqlens_k, seqused_k = self._lengths(self.spec.varlen_k, self.spec.seqused_k)
         return cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+
+    def page_table(self) -> Any:
+        """`[batch, max_pages]`, or None."""
+        if not self.spec.page_rows:
+            return None
+        return fake_contiguous(Int32, (self.batch, cute.sym_int()))
 
     def _lengths(self, varlen: bool, seqused: bool) -> tuple[Any, Any]:
         return (

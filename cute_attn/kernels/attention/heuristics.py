@@ -21,6 +21,7 @@ only, so that the same call always adds in the same order.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from .spec import (
@@ -70,19 +71,28 @@ def has_clc(arch: str) -> bool:
     return arch != "sm_90a"
 
 
-def forward_spec(arch: str, head_dim: int, *, scheduler: str, **fields: Any) -> ForwardSpec:
+def forward_spec(
+    arch: str, head_dim: int, *, scheduler: str, page_size: int | None, **fields: Any
+) -> ForwardSpec:
     """The specialisation of the forward on `arch`, whose other `fields` are those of every
     forward; the scheduler is the caller's, "static" or "clc". On SM90 both are "counter", which
     gives the same bits."""
     if arch != "sm_90a":
+        if page_size is not None:
+            raise NotImplementedError(
+                f"there is no attention forward with page_table on {arch}; there is: sm_90a"
+            )
         return Hd256ForwardSpec(scheduler=scheduler, **fields)
     tile_m, tile_n, stages = SM90_TILES[head_dim]
+    # A box of keys lies in a page and in a tile.
+    page_rows = 0 if page_size is None else math.gcd(page_size, tile_n)
     return Sm90ForwardSpec(
         scheduler="counter",
         head_dim=head_dim,
         tile_m=tile_m,
         tile_n=tile_n,
         stages=stages,
+        page_rows=page_rows,
         **fields,
     )
 

@@ -45,6 +45,7 @@ from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
 from . import fragments
 from .arguments import FakeArguments
 from .fragment_softmax import FragmentSoftmax
+from .pages import Pages
 from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
 from .softmax import Scaling, cap_row, finish_row
 from .spec import Sm90ForwardSpec
@@ -110,7 +111,9 @@ class Sm90Forward:
             )
             for rows in (spec.tile_m, ROWS)
         )
-        self.kv_rows = BoxedRows(spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+        self.kv_rows = BoxedRows(
+            spec.page_rows or spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k
+        )
 
     def edges(self) -> tuple[Edge, ...]:
         load, consumers, stages = self.load, self.consumers, self.spec.stages
@@ -152,6 +155,7 @@ class Sm90Forward:
             fake.lse() if self.spec.lse else None,
             fake.sink(),
             *fake.sequences(),
+            fake.page_table(),
             Float32(1.0),
             Float32(1.0),
             Int32(0),
@@ -176,6 +180,7 @@ class Sm90Forward:
         cu_seqlens_k: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
+        page_table: cute.Tensor | None,
         softmax_scale: Float32,
         softcap: Float32,
         window_left: Int32,
@@ -192,6 +197,10 @@ class Sm90Forward:
         else:
             batch = q.shape[0]
         seqlen_k = k.shape[-3]
+        by_page = None
+        if cutlass.const_expr(page_table is not None):
+            by_page = cute.fast_divmod_create_divisor_v2(seqlen_k)
+            seqlen_k = seqlen_k * page_table.shape[1]
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         head_bytes = Int64(seqlen_k) * (2 * self.row_bytes)  # of K and V
@@ -207,7 +216,7 @@ class Sm90Forward:
             *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
             *self.o_rows.atom(store, o), lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
             seqused_k, scaling, window_left, window_right, heads, kv_heads, batch, q.shape[-3],
-            seqlen_k, tiles.heads_at_once, num_tiles, counter,
+            seqlen_k, tiles.heads_at_once, num_tiles, page_table, by_page, k.shape[-3], counter,
         ).launch(
             grid=[self.scheduler.clusters(num_tiles, num_ctas), 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
@@ -244,6 +253,9 @@ class Sm90Forward:
         seqlen_k: Int32,
         heads_at_once: Int32,
         num_tiles: Int32,
+        page_table: cute.Tensor | None,
+        by_page: cute.FastDivmodDivisorV2 | None,
+        page_size: Int32,
         counter: cute.Tensor | None,
     ) -> None:
         spec = self.spec
@@ -275,7 +287,10 @@ class Sm90Forward:
                     Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
                     heads_at_once,
                 )  # fmt: skip
-                self.load_warp(x, storage, barriers, tiles, visible)
+                pages = None
+                if cutlass.const_expr(page_table is not None):
+                    pages = Pages(page_table, by_page, page_size, spec.page_rows, spec.tile_n)
+                self.load_warp(x, storage, barriers, tiles, visible, pages)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             own = self.consumer(storage, barriers, warp, visible, scaling)
@@ -315,6 +330,7 @@ class Sm90Forward:
         barriers: Barriers,
         tiles: TileMap,
         visible: Visibility,
+        pages: Pages | None,
     ) -> None:
         """Publish each tile of the CTA and load its Q, then its K/V tiles from the last to the
         first."""
@@ -323,6 +339,9 @@ class Sm90Forward:
         stages = (spec.stages, spec.tile_n * spec.head_dim)
         k_smem = boxes(storage.k, spec.tile_n, across, stages)
         v_smem = boxes(storage.v, spec.tile_n, across, stages)
+        if cutlass.const_expr(pages is not None):
+            k_smem = pages.view(storage.k, spec.head_dim, spec.stages)
+            v_smem = pages.view(storage.v, spec.head_dim, spec.stages)
         q_smem = boxes(storage.q, spec.tile_m, (spec.head_dim // BOX, spec.tile_m * BOX), (1, 0))
         counter = None
         if cutlass.const_expr(x.counter is not None):
@@ -341,10 +360,17 @@ class Sm90Forward:
                 self.load_rows("q", x.q_tma, queries, q_smem, barriers, taken)
                 first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
                 for i in cutlass.range(end - first, unroll=1):
-                    keys = self.kv_rows.box(x.k, end - 1 - i, *work.keys)
-                    self.load_rows("k", x.k_tma, keys, k_smem, barriers, n)
-                    values = self.kv_rows.box(x.v, end - 1 - i, *work.keys)
-                    self.load_rows("v", x.v_tma, values, v_smem, barriers, n)
+                    key_tile = end - 1 - i
+                    if cutlass.const_expr(pages is None):
+                        keys = self.kv_rows.box(x.k, key_tile, *work.keys)
+                        self.load_rows("k", x.k_tma, keys, k_smem, barriers, n)
+                        values = self.kv_rows.box(x.v, key_tile, *work.keys)
+                        self.load_rows("v", x.v_tma, values, v_smem, barriers, n)
+                    else:
+                        found = pages.of_tile(key_tile, work.sequence, work.seqlen_k)
+                        to = (found, work.kv_head)
+                        self.load_pages(pages, "k", x.k_tma, x.k, *to, k_smem, barriers, n)
+                        self.load_pages(pages, "v", x.v_tma, x.v, *to, v_smem, barriers, n)
                     n += 1
                 taken += 1
             number = scheduler.advance_to_next_work(number, taken)
@@ -365,6 +391,25 @@ class Sm90Forward:
         with cute.arch.elect_one():
             barriers.expect(f"{name}_full", n, cute.size(rows) * 2)
         load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
+
+    @cute.jit
+    def load_pages(
+        self,
+        pages: Pages,
+        name: cutlass.Constexpr[str],
+        tma: cute.CopyAtom,
+        x: cute.Tensor,
+        found: Any,
+        head: Int32,
+        smem: cute.Tensor,
+        barriers: Barriers,
+        n: Int32,
+    ) -> None:
+        """As `load_rows`, of a tile in pages."""
+        barriers.wait_previous(f"{name}_empty", n)
+        with cute.arch.elect_one():
+            barriers.expect(f"{name}_full", n, self.spec.tile_n * self.row_bytes)
+        pages.load(tma, x, self.kv_rows, found, head, smem, barriers, f"{name}_full", n)
 
     # -- device: products and softmax ---------------------------------------------------------
 

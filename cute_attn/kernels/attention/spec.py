@@ -50,6 +50,7 @@ class ForwardSpec(Spec):
         varlen_q, varlen_k: q (and o, lse), or k and v, are packed sequences, with cu_seqlens.
         seqused_q, seqused_k: an argument gives the number of used tokens of each sequence.
         lse: the kernel writes the log-sum-exp.
+        page_rows: k and v are pages, which are loaded so many rows at a time; 0: they are not.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -59,6 +60,7 @@ class ForwardSpec(Spec):
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": DTYPES,
         "sink_dtype": SINK_DTYPES,
+        "page_rows": tuple(range(0, 129, 16)),
     }
 
     dtype: str
@@ -73,11 +75,16 @@ class ForwardSpec(Spec):
     seqused_q: bool
     seqused_k: bool
     lse: bool
+    page_rows: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seqused_q and not self.varlen_q:
             raise ValueError("seqused_q is True, it needs varlen_q")
+        if self.page_rows and (self.varlen_k or not self.seqused_k):
+            raise ValueError(
+                f"page_rows is {self.page_rows}, it needs seqused_k, and varlen_k must be False"
+            )
 
     @property
     def ragged_q(self) -> bool:
@@ -102,10 +109,11 @@ class Hd256ForwardSpec(ForwardSpec):
         **ForwardSpec.ALLOWED,
         "scheduler": KERNEL_SCHEDULERS,
         "packed_heads": _powers_of_two(MAX_PACKED_HEADS),
+        "page_rows": (0,),
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sm90ForwardSpec(ForwardSpec):
     """The compile-time parameters of the SM90 forward; see `ForwardSpec` for the others.
 

@@ -99,7 +99,7 @@ def flash_attn_func(
         else FORWARD.routed
     )
     result: tuple[Tensor, Tensor | None] = call(
-        q, k, v, None, None, None, None, None, softmax_scale, causal, left, right,
+        q, k, v, None, None, None, None, None, None, softmax_scale, causal, left, right,
         learnable_sink, softcap, scheduler, return_lse,
     )  # fmt: skip
     return result
@@ -116,6 +116,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int | Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (None, None),
@@ -132,7 +133,8 @@ def flash_attn_varlen_func(
             `[batch, seqlen_q, heads, head_dim]`.
         k: `[total_k, heads_k, head_dim]` with cu_seqlens_k, else
             `[batch, seqlen_k, heads_k, head_dim]`: a KV cache, whose filled lengths are in
-            seqused_k.
+            seqused_k. With page_table, `[num_pages, page_size, heads_k, head_dim]`, page_size a
+            multiple of 16.
         v: of k's shape and dtype.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b. Not decreasing, at most total_q; not checked, since that would synchronise.
@@ -144,6 +146,9 @@ def flash_attn_varlen_func(
         seqused_q: `[batch]` int32: how many of a sequence's rows of q are used, clamped to
             0..length. Needs cu_seqlens_q.
         seqused_k: `[batch]` int32: likewise for the rows of k and v.
+        page_table: `[batch, max_pages]` int32 (Hopper): sequence b's keys j * page_size to
+            (j + 1) * page_size - 1 are in page page_table[b, j]. Needs seqused_k; entries of
+            pages without a used key are not read. Not differentiable.
         softmax_scale: as for `flash_attn_func`.
         causal: as for `flash_attn_func`, within each sequence.
         window_size: as for `flash_attn_func`, within each sequence.
@@ -183,14 +188,15 @@ def flash_attn_varlen_func(
         and (cu_seqlens_k is None or type(cu_seqlens_k) is Tensor)
         and (seqused_q is None or type(seqused_q) is Tensor)
         and (seqused_k is None or type(seqused_k) is Tensor)
+        and (page_table is None or type(page_table) is Tensor)
         and (learnable_sink is None or type(learnable_sink) in PLAIN)
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
         else FORWARD.routed
     )
     result: tuple[Tensor, Tensor | None] = call(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, softmax_scale,
-        causal, left, right, learnable_sink, softcap, scheduler, return_lse,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, page_table,
+        softmax_scale, causal, left, right, learnable_sink, softcap, scheduler, return_lse,
     )  # fmt: skip
     return result
 

@@ -26,6 +26,7 @@ MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
 ALIGNMENT = 16  # bytes: TMA requires it of addresses and strides
 VECTOR = ALIGNMENT // 2  # elements
 _MAX_TILES = 2**31
+PAGE_STEP = 16  # what page_size is a multiple of
 
 
 class Arguments(NamedTuple):
@@ -37,6 +38,7 @@ class Arguments(NamedTuple):
     max_seqlen_q: int | None = None
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
+    page_table: Tensor | None = None
     softmax_scale: float | None = None
     causal: bool = False
     window_left: int | None = None
@@ -51,7 +53,7 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
     _check_scalars(a)
     check_dtype("q", a.q, DTYPES)
     check_dtypes_are(given, ("k", "v"), a.q.dtype)
-    check_dtypes_are(given, _LENGTHS, torch.int32)
+    check_dtypes_are(given, _INTEGERS, torch.int32)
     sink = given.get("learnable_sink")
     if sink is not None and DTYPE_NAMES.get(sink.dtype) not in SINK_DTYPES:
         raise TypeError(f"learnable_sink has dtype {sink.dtype}, must be one of {SINK_DTYPES[1:]}")
@@ -63,7 +65,7 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
                 f"{name} has strides {x.stride()}: TMA, which reads it in place, needs the last "
                 f"dimension contiguous and the others to step by multiples of {VECTOR} elements"
             )
-    check_contiguous(given, (*_LENGTHS, "learnable_sink"))
+    check_contiguous(given, (*_INTEGERS, "learnable_sink"))
 
 
 def has_readable_strides(x: Tensor) -> bool:
@@ -135,6 +137,7 @@ def bounds(a: Arguments) -> tuple[int | None, int | None]:
 
 
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+_INTEGERS = (*_LENGTHS, "page_table")
 
 
 def _check_scalars(a: Arguments) -> None:
@@ -176,11 +179,17 @@ def _check_window(a: Arguments) -> None:
 
 def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
     q, k = a.q, a.k
+    if a.page_table is not None and a.cu_seqlens_k is not None:
+        raise ValueError("page_table is given with cu_seqlens_k, must be with seqused_k alone")
+    if a.page_table is not None and a.seqused_k is None:
+        raise ValueError("page_table is given, it needs seqused_k: the keys of each sequence")
     for name, x in (("q", q), ("k", k)):
         packed = f"cu_seqlens_{name}" in lengths
         if x.dim() != (3 if packed else 4):
             heads_of = "heads" if name == "q" else "heads_k"
             rows = f"total_{name}" if packed else f"batch, seqlen_{name}"
+            if name == "k" and a.page_table is not None:
+                rows = "num_pages, page_size"
             given = "given" if packed else "not given"
             raise ValueError(
                 f"{name} has shape {_shape(x)}, must be [{rows}, {heads_of}, head_dim] where "
@@ -188,6 +197,8 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
             )
         if x.shape[-3] >= MAX_SEQLEN:
             raise ValueError(f"{name} has {x.shape[-3]} rows, must be fewer than {MAX_SEQLEN}")
+    if a.page_table is not None:
+        _check_pages(a, a.page_table)
     head_dim = int(q.shape[-1])
     if head_dim not in table.head_dims("forward"):
         raise NotImplementedError(
@@ -201,12 +212,15 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
     expected_k = (
         (k.shape[0], heads_k, head_dim)
         if "cu_seqlens_k" in lengths
-        else (batch, k.shape[1], heads_k, head_dim)
+        else (batch if a.page_table is None else k.shape[0], k.shape[1], heads_k, head_dim)
     )
     expected: dict[str, tuple[Any, ...]] = {"k": expected_k, "v": expected_k}
     tensors = {"k": k, "v": a.v} | lengths
     for name in lengths:
         expected[name] = (batch + 1,) if name.startswith("cu_") else (batch,)
+    if a.page_table is not None:
+        expected["page_table"] = (batch, a.page_table.shape[-1])
+        tensors["page_table"] = a.page_table
     if a.learnable_sink is not None:
         expected["learnable_sink"] = (heads,)
         tensors["learnable_sink"] = a.learnable_sink
@@ -220,6 +234,21 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
             "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
         )
     check_tiles(a, table.smallest_tile("forward", head_dim))
+
+
+def _check_pages(a: Arguments, page_table: Tensor) -> None:
+    if page_table.dim() != 2:
+        raise ValueError(f"page_table has shape {_shape(page_table)}, must be [batch, max_pages]")
+    page_size = a.k.shape[1]
+    if page_size % PAGE_STEP or not page_size:
+        raise ValueError(
+            f"k has pages of {page_size} rows, must be a positive multiple of {PAGE_STEP}"
+        )
+    if page_table.shape[1] * page_size >= MAX_SEQLEN:
+        raise ValueError(
+            f"page_table has {page_table.shape[1]} pages of {page_size} rows, must be fewer than "
+            f"{MAX_SEQLEN} rows"
+        )
 
 
 def _shape(x: Tensor) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ... import launch
 from ...kernels.attention import table
 from ...kernels.attention.heuristics import SHORT_SEQLEN_Q
-from ...kernels.attention.spec import LARGEST_SCALE
+from ...kernels.attention.spec import LARGEST_SCALE, Sm90ForwardSpec
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
 from ..operator import Operator, is_grad_enabled
@@ -38,7 +38,7 @@ _empty_like = torch.empty_like
 _contiguous = torch.contiguous_format
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
-# whether it takes a counter)
+# whether it takes a page table and a counter)
 _Ready = tuple[Callable[..., None], float, float, int, int, int, bool]
 
 
@@ -79,6 +79,7 @@ class Forward(Operator[Arguments]):
             varlen_k=a.cu_seqlens_k is not None,
             seqused_q=a.seqused_q is not None,
             seqused_k=a.seqused_k is not None,
+            page_size=None if a.page_table is None else a.k.shape[1],
             scheduler=a.scheduler,
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
@@ -90,7 +91,7 @@ class Forward(Operator[Arguments]):
             left or 0,
             right or 0,
             launch.num_clusters(a.q.device, table.find("forward", arch, head_dim).cluster),
-            spec.scheduler == "counter",
+            isinstance(spec, Sm90ForwardSpec),
         )
 
     def forward(  # type: ignore[override]
@@ -103,6 +104,7 @@ class Forward(Operator[Arguments]):
         max_seqlen_q: int | None,
         seqused_q: Tensor | None,
         seqused_k: Tensor | None,
+        page_table: Tensor | None,
         softmax_scale: float | None,
         causal: bool,
         window_left: int | None,
@@ -117,8 +119,8 @@ class Forward(Operator[Arguments]):
         if is_grad_enabled() and self.takes_gradient(q, k, v, learnable_sink):
             return self.recorded(  # type: ignore[no-any-return]
                 q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
-                softmax_scale, causal, window_left, window_right, learnable_sink, softcap,
-                scheduler, return_lse,
+                page_table, softmax_scale, causal, window_left, window_right, learnable_sink,
+                softcap, scheduler, return_lse,
             )  # fmt: skip
         try:
             if ready is None:
@@ -128,7 +130,8 @@ class Forward(Operator[Arguments]):
                     q_shape[-2],
                     k_shape[-2],
                     q_shape[0] if cu_seqlens_q is None else None,
-                    k_shape[0] if cu_seqlens_k is None else None,
+                    k_shape[0] if cu_seqlens_k is None and page_table is None else None,
+                    None if page_table is None else (k_shape[1], page_table.shape),
                     None if cu_seqlens_q is None else cu_seqlens_q.shape,
                     None if cu_seqlens_k is None else cu_seqlens_k.shape,
                     None if seqused_q is None else seqused_q.shape,
@@ -152,19 +155,20 @@ class Forward(Operator[Arguments]):
                     ),
                 )
                 ready = self.ready[key]
-            function, default_scale, cap, left, right, clusters, counts = ready
+            function, default_scale, cap, left, right, clusters, hopper = ready
             o = _empty_like(q, memory_format=_contiguous)
             lse = _empty_lse(q) if return_lse else None
             function(
                 q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+                *((page_table,) if hopper else ()),
                 default_scale if softmax_scale is None else softmax_scale, cap, left, right,
-                clusters, *((counter_for(q),) if counts else ()),
+                clusters, *((counter_for(q),) if hopper else ()),
             )  # fmt: skip
             return o, lse
         except Exception as error:
             return self.failed(  # type: ignore[no-any-return]
                 error, key, ready, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                seqused_q, seqused_k, softmax_scale, causal, window_left, window_right,
+                seqused_q, seqused_k, page_table, softmax_scale, causal, window_left, window_right,
                 learnable_sink, softcap, scheduler, return_lse,
             )  # fmt: skip
 
@@ -173,6 +177,8 @@ class Forward(Operator[Arguments]):
         q = arguments[0]
         launch.check_device("q", q.device)
         arch, head_dim = launch.arch_for(q.device), q.shape[-1]
+        if arguments[Arguments._fields.index("page_table")] is not None:
+            raise NotImplementedError("page_table has no backward: k and v are not in one piece")
         if table.has("forward", arch, head_dim):
             table.find("backward_dq", arch, head_dim)
         return super().recorded(*arguments)
@@ -187,7 +193,8 @@ class Forward(Operator[Arguments]):
 
     def nothing(self, a: Arguments) -> tuple[Tensor, Tensor | None] | None:
         """The results if there are no queries, no keys or no sequences."""
-        if a.q.numel() and a.k.numel() and not no_sequences(a.cu_seqlens_q):
+        pages = a.page_table is None or a.page_table.numel()
+        if a.q.numel() and a.k.numel() and pages and not no_sequences(a.cu_seqlens_q):
             return None
         o, lse = self.outputs(a)
         if lse is not None:

@@ -42,6 +42,7 @@ def plan_attention(
     varlen_k: bool = False,
     seqused_q: bool = False,
     seqused_k: bool = False,
+    page_size: int | None = None,
     scheduler: str | None = None,
     return_lse: bool = False,
     short: bool | None = None,
@@ -64,6 +65,7 @@ def plan_attention(
         varlen_k: whether cu_seqlens_k is given.
         seqused_q: whether seqused_q is given.
         seqused_k: whether seqused_k is given.
+        page_size: rows of a page of k and v, a multiple of 16; None without page_table.
         scheduler: as the operator's; None follows `FA_CLC`.
         return_lse: as the operator's.
         short: True for at most 128 queries a sequence (decode), False for more (prefill), None for
@@ -104,6 +106,7 @@ def plan_attention(
                 varlen_k=varlen_k,
                 seqused_q=seqused_q,
                 seqused_k=seqused_k,
+                page_size=page_size,
                 lse=return_lse,
             ),
         )

@@ -1,0 +1,90 @@
+"""Keys and values in pages, `[pages, page_size, heads_k, head_dim]`, as a page table orders them.
+
+A K/V tile is loaded in boxes of `rows` keys, which divides the tile and the page: a box lies in one
+page. The lanes of the load warp look up the pages of a tile's boxes at once. Entries of the table
+are read only for keys that exist; rows of a page behind the last key are loaded as 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..common.carried import Carried
+from ..common.pipeline import Barriers
+from ..common.tma import BOX, BoxedRows, boxes, partition
+
+
+@dataclass(frozen=True)
+class Pages(Carried):
+    """The page table.
+
+    Attributes:
+        table: `[batch, max_pages]`.
+        by_size: divides by the tokens of a page.
+        size: tokens of a page.
+        rows: keys of a box.
+        tile_n: keys of a K/V tile.
+    """
+
+    table: Any
+    by_size: Any
+    size: Any
+    rows: int
+    tile_n: int
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a K/V tile."""
+        return self.tile_n // self.rows
+
+    @cute.jit
+    def of_tile(self, key_tile: Int32, sequence: Int32, seqlen_k: Int32) -> Any:
+        """Of the box of the lane's number: (its page, its number in the page, used tokens of the
+        page)."""
+        lane = cute.arch.lane_idx()
+        key = key_tile * self.tile_n + lane * self.rows
+        number, row = divmod(key, self.by_size)
+        page, used = Int32(0), Int32(0)
+        if lane < self.boxes and key < seqlen_k:
+            page = self.table[sequence, number]
+            used = cutlass.min(seqlen_k - number * self.size, self.size)
+        return page, row // self.rows, used
+
+    def view(self, buffer: cute.Pointer, head_dim: int, stages: int) -> cute.Tensor:
+        """A ring of K/V tiles in shared memory: (rows, columns, boxes of rows, boxes of columns,
+        stages)."""
+        return boxes(
+            buffer, self.rows, (self.boxes, self.rows * BOX), (head_dim // BOX, self.tile_n * BOX),
+            (stages, self.tile_n * head_dim),
+        )  # fmt: skip
+
+    @cute.jit
+    def load(
+        self,
+        tma: cute.CopyAtom,
+        x: cute.Tensor,
+        boxed: cutlass.Constexpr[BoxedRows],
+        found: Any,
+        head: Int32,
+        smem: cute.Tensor,
+        barriers: Barriers,
+        edge: cutlass.Constexpr[str],
+        n: Int32,
+    ) -> None:
+        """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`."""
+        stage = barriers.stage(edge, n)
+        for i in cutlass.range(self.boxes, unroll=1):  # registers are few
+            page, index, used = (cute.arch.shuffle_sync(value, i) for value in found)
+            rows = boxed.box(x, index, head, page, 0, used)
+            tiled = cute.local_tile(rows, (self.rows, BOX), (0, None))
+            source, to = partition(tma, tiled, smem)
+            for box in cutlass.range_constexpr(cute.size(to, mode=[2])):
+                cute.copy(
+                    tma, source[None, box], to[None, i, box, stage],
+                    tma_bar_ptr=barriers.pointer(edge, n),
+                )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Keys and values in pages give the same bits as in one piece, whatever else the pages hold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cute_attn
+from cute_attn.ops.attention import plan_attention
+
+from .attention_cases import (
+    CACHE,
+    FULL,
+    Case,
+    Kind,
+    Machine,
+    Target,
+    assert_agrees,
+    kept_programs,
+    on_target,
+    run,
+    same,
+)
+
+ARCH = "sm_90a"
+PLAIN = Kind(seqused_k=True)
+CAUSAL = Kind(seqused_k=True, window_right=True)
+WINDOW = Kind(
+    dtype=torch.float16, seqused_k=True, window_left=True, window_right=True, softcap=True
+)
+SPARE = 2  # pages of no sequence, and entries of the table behind a sequence's pages
+
+
+def in_pages(args: dict[str, Any], page_size: int, seed: int) -> dict[str, Any]:
+    """The same call with k and v in pages in random order. Rows that are not used hold NaN, and
+    entries of the table for no used key hold what is no page."""
+    generator = torch.Generator().manual_seed(seed)
+    used = args["seqused_k"].clamp(0, args["k"].shape[1]).tolist()
+    counts = [-(-n // page_size) for n in used]
+    order = torch.randperm(sum(counts) + SPARE, generator=generator).tolist()
+    table = torch.full((len(used), max(counts) + SPARE), -(2**20), dtype=torch.int32)
+    paged = args | {"page_table": table}
+    for name in ("k", "v"):
+        rows = args[name]
+        pages = torch.full((len(order), page_size, *rows.shape[2:]), math.nan, dtype=rows.dtype)
+        free = iter(order)
+        for sequence, (count, length) in enumerate(zip(counts, used, strict=True)):
+            for j in range(count):
+                page = table[sequence, j] = next(free)
+                part = rows[sequence, j * page_size : min((j + 1) * page_size, length)]
+                pages[page, : len(part)] = part
+        paged[name] = pages
+    return paged
+
+
+def of_kind(kind: Kind, lengths: tuple[int, ...], queries: int, **more: Any) -> Case:
+    most = max(lengths)
+    return Case(
+        kind,
+        lengths_q=(queries,) * len(lengths),
+        lengths_k=(most,) * len(lengths),
+        unused_k=tuple(most - n for n in lengths),
+        group=kind.packed_heads,
+        **more,
+    )
+
+
+def assert_same_in_pages(case: Case, page_size: int, on: Machine) -> None:
+    args = case.arguments()
+    whole = run(args, on=on)
+    assert_agrees(args, *whole)
+    assert same(args, whole, run(in_pages(args, page_size, case.seed), on=on))
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(128, 16), (256, 64)])
+def test_a_few_calls(head_dim: int, page_size: int):
+    with on_target(Target(ARCH, head_dim)):
+        assert_same_in_pages(of_kind(CAUSAL, (150, 0, 33), 20), page_size, Machine())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@settings(max_examples=150 if FULL else 25)
+@given(
+    kind=st.sampled_from([PLAIN, CAUSAL, WINDOW, CACHE]),
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=3).filter(any).map(tuple),
+    queries=st.integers(1, 60),
+    pages=st.sampled_from([1, 2, 3, 4, 5, 8, 16]),
+    left=st.integers(0, 200),
+    seed=st.integers(0, 2**31),
+    schedule=st.sampled_from(["random", "adversarial"]),
+)
+def test_pages_change_no_bit(
+    head_dim: int,
+    kind: Kind,
+    lengths: tuple[int, ...],
+    queries: int,
+    pages: int,
+    left: int,
+    seed: int,
+    schedule: str,
+):
+    with kept_programs(), on_target(Target(ARCH, head_dim)):
+        case = of_kind(kind, lengths, queries, left=left, seed=seed)
+        assert_same_in_pages(case, 16 * pages, Machine(num_sms=3, schedule=schedule, seed=seed))
+
+
+def good() -> dict[str, Any]:
+    return in_pages(of_kind(PLAIN, (5, 40), 3).arguments(), 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"seqused_k": None}, ValueError, "page_table is given, it needs seqused_k"),
+        ({"cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}, ValueError, "with cu_seqlens_k"),
+        ({"page_table": torch.zeros(2, 3)}, TypeError, "page_table has dtype torch.float32"),
+        (
+            {"page_table": torch.zeros(3, 3, dtype=torch.int32)},
+            ValueError,
+            r"page_table has shape \[3, 3\], must be \[2, 3\]",
+        ),
+        ({"page_table": torch.zeros(6, dtype=torch.int32)}, ValueError, "must be \\[batch, max"),
+        (
+            {"page_table": torch.zeros(3, 2, dtype=torch.int32).T},
+            ValueError,
+            "page_table has strides",
+        ),
+        ({"k": torch.zeros(9, 24, 1, 256).bfloat16()}, ValueError, "k has pages of 24 rows, must"),
+        ({"v": torch.zeros(9, 16, 1, 256).bfloat16()}, ValueError, "v has shape"),
+        (
+            {"page_table": torch.zeros(1, dtype=torch.int32).expand(2, 2**26)},
+            ValueError,
+            "page_table has 67108864 pages of 16 rows, must be fewer than 1073741824 rows",
+        ),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str):
+    with cute_attn.emulated(ARCH), pytest.raises(error, match=message):
+        cute_attn.flash_attn_varlen_func(**good() | change)
+
+
+def test_what_has_no_kernel():
+    args = good()
+    with (
+        cute_attn.emulated("sm_100a"),
+        pytest.raises(NotImplementedError, match="with page_table on sm_100a; there is: sm_90a"),
+    ):
+        cute_attn.flash_attn_varlen_func(**args)
+    args["q"].requires_grad_()
+    with cute_attn.emulated(ARCH), pytest.raises(NotImplementedError, match="has no backward"):
+        cute_attn.flash_attn_varlen_func(**args)
+
+
+def test_the_plan_depends_on_what_divides_pages_and_tiles():
+    def rows(page_size: int, head_dim: int) -> set[int]:
+        planned = plan_attention(ARCH, head_dim=head_dim, seqused_k=True, page_size=page_size)
+        return {spec.page_rows for _, spec in planned}
+
+    assert [rows(n, 128) for n in (16, 48, 64, 256)] == [{16}, {16}, {64}, {128}]
+    assert [rows(n, 256) for n in (16, 64, 160)] == [{16}, {16}, {80}]
