@@ -14,7 +14,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .emulation import emulated
     from .launch import warmup
-    from .ops.attention import flash_attn_func, flash_attn_varlen_func
+    from .ops.attention import flash_attn_combine, flash_attn_func, flash_attn_varlen_func
     from .ops.kda import chunk_kda, fused_recurrent_kda, kda_decode
     from .ops.lightning import lightning_attn_decode
     from .settings import reload_settings
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "chunk_kda": "cute_attn.ops.kda",
     "emulated": "cute_attn.emulation",
+    "flash_attn_combine": "cute_attn.ops.attention",
     "flash_attn_func": "cute_attn.ops.attention",
     "flash_attn_varlen_func": "cute_attn.ops.attention",
     "fused_recurrent_kda": "cute_attn.ops.kda",
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "chunk_kda",
     "emulated",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "fused_recurrent_kda",

@@ -56,6 +56,13 @@ def dense() -> dict[str, Any]:
     }
 
 
+def splits() -> dict[str, Any]:
+    return {
+        "out_partial": values(3, 2, 5, 4, 64, dtype=torch.float32),
+        "lse_partial": values(3, 2, 5, 4, dtype=torch.float32),
+    }
+
+
 def varlen() -> dict[str, Any]:
     return {
         "q": values(6, 4, 256),
@@ -198,6 +205,7 @@ def output_backward() -> dict[str, Any]:
 OPERATORS: dict[str, Operator] = {
     "flash_attn_func": Operator(cute_attn.flash_attn_func, dense, "sm_100a"),
     "flash_attn_varlen_func": Operator(cute_attn.flash_attn_varlen_func, varlen, "sm_100a"),
+    "flash_attn_combine": Operator(cute_attn.flash_attn_combine, splits),
     "lightning_attn_decode": Operator(
         cute_attn.lightning_attn_decode, lightning, written=("state", "out")
     ),

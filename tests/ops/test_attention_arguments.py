@@ -529,7 +529,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> Any:
         packed = "cu_seqlens_q" in arguments
         (cute_attn.flash_attn_varlen_func if packed else cute_attn.flash_attn_func)(**arguments)
         (key,) = keys
-        FORWARD.ready[key] = (function, 0.0625, 2.5, 7, 0, 66, False)
+        FORWARD.ready[key] = (function, 0.0625, 2.5, 7, 0, 66, False, None)
         monkeypatch.setattr(FORWARD, "_first_call", None)
 
     return ready

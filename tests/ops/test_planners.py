@@ -30,6 +30,7 @@ WRONG = {
     "bool": (0, 1, 1023, "true", None),
     "bool | None": (0, 1),
     "int": (True, 128.0, "128", None),
+    "int | None": (True, 128.0, "128"),
     "str": (None, 16, True),
     "str | None": (0, False),
 }

@@ -21,7 +21,7 @@ class FakeArguments:
         self.head_dim = head_dim
         self.batch, self.heads, self.kv_heads = (cute.sym_int() for _ in range(3))
         self.seqlen_q, self.seqlen_k, self.bounds = (cute.sym_int() for _ in range(3))
-        self.num_pages = cute.sym_int()
+        self.num_pages, self.splits = cute.sym_int(), cute.sym_int()
 
     def q(self) -> Any:
         """q, o or a gradient of either: `[batch, seqlen, heads, head_dim]`, or packed
@@ -48,6 +48,20 @@ class FakeArguments:
         if not self.spec.varlen_q:
             shape = (self.batch, *shape)
         return fake_strided(Float32, shape)
+
+    def o_splits(self) -> Any:
+        """o of splits: float32 `[splits, ...]`, contiguous."""
+        shape = (self.seqlen_q, self.heads, self.head_dim)
+        if not self.spec.varlen_q:
+            shape = (self.batch, *shape)
+        return fake_contiguous(Float32, (self.splits, *shape), VECTOR_BYTES)
+
+    def lse_splits(self) -> Any:
+        """lse of splits: `[splits, ...]`."""
+        shape = (self.heads, self.seqlen_q)
+        if not self.spec.varlen_q:
+            shape = (self.batch, *shape)
+        return fake_strided(Float32, (self.splits, *shape))
 
     def stats(self) -> Any:
         """`[2, heads, padded rows]`; see `statistics`."""

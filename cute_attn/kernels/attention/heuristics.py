@@ -43,6 +43,12 @@ SHORT_SEQLEN_Q = TILE_M // 2
 FEW_PARTIALS = {"vector": 4, "slices": 1}
 MANY_PARTIALS = {"vector": 1, "slices": 32}
 
+# Splits of the forward.
+MOST_SPLITS = 128
+FEWEST_KEY_TILES = 2  # of a split: fewer take less time than the combination
+ENOUGH_TILES = 0.8  # of the CTAs at once, for which no split pays
+NEARLY = 0.85
+
 # Clocks of the dK/dV kernel.
 _TILE = 2048  # of a pair's MMAs for a query tile of a head
 _EPILOGUE = 4096  # beside the loop, of a cluster's block of keys; twice that with partial sums
@@ -71,8 +77,60 @@ def has_clc(arch: str) -> bool:
     return arch != "sm_90a"
 
 
+def has_splits(arch: str) -> bool:
+    """Whether the forward on `arch` can share out the keys of a tile among CTAs."""
+    return arch == "sm_90a"
+
+
+@functools.lru_cache(maxsize=4096)
+def num_splits_of_forward(
+    arch: str,
+    *,
+    head_dim: int,
+    rows: int,
+    batch: int,
+    heads: int,
+    heads_k: int,
+    short: bool,
+    seqlen_k: int,
+    ctas: int,
+) -> int:
+    """Into how many parts the keys of a tile of queries are split: the fewest that use the GPU's
+    CTAs nearly as well as any number does. Counted, not measured.
+
+    Args:
+        rows: of q, of all sequences together.
+        batch: number of sequences.
+        heads, heads_k: numbers of query heads and of K/V heads.
+        short: as for `packed_heads`.
+        seqlen_k: the most keys of a sequence that a query sees, as far as the host knows.
+        ctas: how many run at once.
+    """
+    if not (rows and heads and batch):
+        return 1
+    tile_m, tile_n, _ = SM90_TILES[head_dim]
+    packed = packed_heads(arch=arch, heads=heads, heads_k=heads_k, short=short)
+    tiles = heads // packed * max(batch, -(-rows * packed // tile_m))
+    most = min(-(-seqlen_k // tile_n) // FEWEST_KEY_TILES, MOST_SPLITS)
+    if tiles >= ENOUGH_TILES * ctas or most <= 1:
+        return 1
+
+    def use(splits: int) -> float:
+        waves = tiles * splits / ctas
+        return waves / math.ceil(waves)
+
+    best = max(map(use, range(1, most + 1)))
+    return next(n for n in range(1, most + 1) if use(n) >= NEARLY * best)
+
+
 def forward_spec(
-    arch: str, head_dim: int, *, scheduler: str, page_size: int | None, **fields: Any
+    arch: str,
+    head_dim: int,
+    *,
+    scheduler: str,
+    page_size: int | None,
+    split: bool,
+    **fields: Any,
 ) -> ForwardSpec:
     """The specialisation of the forward on `arch`, whose other `fields` are those of every
     forward; the scheduler is the caller's, "static" or "clc". On SM90 both are "counter", which
@@ -81,6 +139,10 @@ def forward_spec(
         if page_size is not None:
             raise NotImplementedError(
                 f"there is no attention forward with page_table on {arch}; there is: sm_90a"
+            )
+        if split:
+            raise NotImplementedError(
+                f"there is no attention forward with num_splits > 1 on {arch}; there is: sm_90a"
             )
         return Hd256ForwardSpec(scheduler=scheduler, **fields)
     tile_m, tile_n, stages = SM90_TILES[head_dim]
@@ -93,7 +155,8 @@ def forward_spec(
         tile_n=tile_n,
         stages=stages,
         page_rows=page_rows,
-        **fields,
+        split=split,
+        **fields | ({"lse": True, "sink_dtype": "none"} if split else {}),
     )
 
 

@@ -19,6 +19,9 @@ the products of another.
 
 The load warp's warpgroup gives its registers to the consumers; its three other warps idle. O is
 staged in a buffer of its own where one fits, otherwise in that of Q.
+
+With splits, a tile's K/V tiles are shared out among CTAs. Each stores its O and log-sum-exp in
+float32, straight from registers, and `combine` adds them up.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
 from .softmax import Scaling, cap_row, finish_row
 from .spec import Sm90ForwardSpec
 from .visibility import Visibility
-from .work import TileMap, Work, heads_in_l2
+from .work import SplitWork, TileMap, Work, heads_in_l2
 
 WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
@@ -101,7 +104,9 @@ class Sm90Forward:
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
         self.pipeline = Pipeline(*self.edges())
-        self.o_apart = self.buffers(o_apart=True).nbytes <= MAX_SMEM_BYTES
+        self.work = SplitWork if spec.split else Work
+        # With splits O is not staged: Q is free as soon as it has been read.
+        self.o_apart = spec.split or self.buffers(o_apart=True).nbytes <= MAX_SMEM_BYTES
         self.smem = self.buffers(o_apart=self.o_apart)
         # Rows of the boxes in which O is staged.
         self.o_box_rows = ROWS if self.o_apart else spec.tile_m
@@ -130,13 +135,13 @@ class Sm90Forward:
     def buffers(self, *, o_apart: bool) -> SharedMemory:
         spec, at = self.spec, SWIZZLE_ALIGNMENT
         rows, tile = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
-        o = (Buffer("o", self.dtype, rows, 1, at, "O"),) if o_apart else ()
+        o = (Buffer("o", self.dtype, rows, 1, at, "O"),) if o_apart and not spec.split else ()
         return SharedMemory(
             Buffer("q", self.dtype, rows, 1, at, "Q" if o_apart else "Q, then O"),
             Buffer("k", self.dtype, tile, spec.stages, at, "K"),
             Buffer("v", self.dtype, tile, spec.stages, at, "V"),
             *o,
-            TileQueue.buffer(Work),
+            TileQueue.buffer(self.work),
             Buffer("barriers", Int64, self.pipeline.count),
             limit=2 * MAX_SMEM_BYTES if o_apart else MAX_SMEM_BYTES,
         )
@@ -151,8 +156,8 @@ class Sm90Forward:
             fake.q(),
             fake.k(),
             fake.k(),
-            fake.q(),
-            fake.lse() if self.spec.lse else None,
+            fake.o_splits() if self.spec.split else fake.q(),
+            fake.lse_splits() if self.spec.split else fake.lse() if self.spec.lse else None,
             fake.sink(),
             *fake.sequences(),
             fake.page_table(),
@@ -211,10 +216,15 @@ class Sm90Forward:
             heads_in_l2(head_bytes, heads // spec.packed_heads * batch),
         )  # fmt: skip
         num_tiles = tiles.count()
+        o_copy = (None, o)
+        if cutlass.const_expr(spec.split):
+            num_tiles = num_tiles * o.shape[0]
+        else:
+            o_copy = self.o_rows.atom(store, o)
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
         self.kernel(
             *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
-            *self.o_rows.atom(store, o), lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+            *o_copy, lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
             seqused_k, scaling, window_left, window_right, heads, kv_heads, batch, q.shape[-3],
             seqlen_k, tiles.heads_at_once, num_tiles, page_table, by_page, k.shape[-3], counter,
         ).launch(
@@ -235,7 +245,7 @@ class Sm90Forward:
         k: cute.Tensor,
         v_tma: cute.CopyAtom,
         v: cute.Tensor,
-        o_tma: cute.CopyAtom,
+        o_tma: cute.CopyAtom | None,
         o: cute.Tensor,
         lse: cute.Tensor | None,
         sink: cute.Tensor | None,
@@ -267,7 +277,7 @@ class Sm90Forward:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == self.load.warps[0]:
-            for descriptor in (q_tma, k_tma, v_tma, o_tma):
+            for descriptor in (q_tma, k_tma, v_tma, *(() if spec.split else (o_tma,))):
                 cpasync.prefetch_descriptor(descriptor)
             with cute.arch.elect_one():
                 barriers.init()
@@ -304,7 +314,9 @@ class Sm90Forward:
         group = warp // WARPGROUP_WARPS
         rows = group * (ROWS * BOX * 2)
         q = shared_address(storage.q) + rows
-        o = shared_address(storage.o) + group * (ROWS * self.row_bytes) if self.o_apart else q
+        o = q
+        if self.o_apart and not spec.split:
+            o = shared_address(storage.o) + group * (ROWS * self.row_bytes)
         return Consumer(
             warp=warp,
             group=group,
@@ -347,18 +359,25 @@ class Sm90Forward:
         if cutlass.const_expr(x.counter is not None):
             counter = x.counter.iterator
         scheduler = self.scheduler(x.num_tiles, barriers, counter)
-        queue = TileQueue(Work, storage.work, barriers)
+        queue = TileQueue(self.work, storage.work, barriers)
         taken = Int32(0)  # tiles
         n = Int32(0)  # K/V tiles
         number = scheduler.initial_work_tile()
         while number >= 0:
-            exists, block, head, sequence = tiles.locate(number)
+            tile, split = number, Int32(0)
+            if cutlass.const_expr(spec.split):
+                splits = x.o.shape[0]
+                tile = number // splits
+                split = number - tile * splits
+            exists, block, head, sequence = tiles.locate(tile)
             if exists:
                 work = tiles.work(block, head, sequence)
+                if cutlass.const_expr(spec.split):
+                    work = SplitWork(*(vars(work).values()), split, x.o.shape[0])
                 queue.publish_work(taken, work)
                 queries = self.q_rows.box(x.q, work.block, *work.queries)
                 self.load_rows("q", x.q_tma, queries, q_smem, barriers, taken)
-                first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+                first, end = self.key_tiles(visible, work)
                 for i in cutlass.range(end - first, unroll=1):
                     key_tile = end - 1 - i
                     if cutlass.const_expr(pages is None):
@@ -415,7 +434,7 @@ class Sm90Forward:
 
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
-        queue = TileQueue(Work, storage.work, own.barriers)
+        queue = TileQueue(self.work, storage.work, own.barriers)
         self.first_turn(own)
         taken = Int32(0)  # tiles
         n = Int32(0)  # K/V tiles
@@ -424,17 +443,26 @@ class Sm90Forward:
             own.softmax.start()
             own.acc.fill(0.0)
             own.barriers.wait("q_full", taken)
-            first, end = own.visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first, end = self.key_tiles(own.visible, work)
             if first < end:
                 n = self.compute_tile(own, work, first, end, n)
             if cutlass.const_expr(self.o_apart):
                 own.barriers.warp_arrives("q_empty", taken)
             self.finish_rows(x, own, work)
-            self.store_tile(x, own, storage, work, taken)
+            if cutlass.const_expr(self.spec.split):
+                self.store_split(x, own, work)
+            else:
+                self.store_tile(x, own, storage, work, taken)
             taken += 1
             work = queue.take(taken)
-        self.stores_done(own)
+        if cutlass.const_expr(not self.spec.split):
+            self.stores_done(own)
         self.last_turn(own)
+
+    def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
+        """[first, end) of the K/V tiles of a tile, or of a part of it."""
+        first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        return work.part(first, end) if self.spec.split else (first, end)
 
     @cute.jit
     def compute_tile(self, own: Consumer, work: Work, first: Int32, end: Int32, n: Int32) -> Int32:
@@ -591,10 +619,11 @@ class Sm90Forward:
                 values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
             if cutlass.const_expr(x.lse is not None):
                 if token < work.seqlen_q and cute.arch.lane_idx() % fragments.LANES == 0:
+                    split = (work.split,) if spec.split else ()
                     if cutlass.const_expr(spec.varlen_q):
-                        x.lse[head, work.q_start + token] = log_sum
+                        x.lse[(*split, head, work.q_start + token)] = log_sum
                     else:
-                        x.lse[work.sequence, head, token] = log_sum
+                        x.lse[(*split, work.sequence, head, token)] = log_sum
 
     @cute.jit
     def store_tile(
@@ -627,6 +656,24 @@ class Sm90Forward:
         if cutlass.const_expr(not self.o_apart):
             self.stores_done(own)
             own.barriers.warp_arrives("q_empty", taken)
+
+    @cute.jit
+    def store_split(self, x: Operands, own: Consumer, work: SplitWork) -> None:
+        """Store the warpgroup's rows of a split from registers: two columns of a lane at once."""
+        spec = self.spec
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            row = self.row(own, work, lane_row)
+            token = own.visible.token(row)
+            head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+            if token < work.seqlen_q:
+                if cutlass.const_expr(spec.varlen_q):
+                    to = x.o[work.split, work.q_start + token, head, None]
+                else:
+                    to = x.o[work.split, work.sequence, token, head, None]
+                to = cute.logical_divide(to, cute.make_layout(2))
+                for n in cutlass.range_constexpr(spec.head_dim // 8):
+                    pair = to[None, 4 * n + cute.arch.lane_idx() % fragments.LANES]
+                    cute.autovec_copy(own.acc[None, lane_row, n], pair)
 
     @cute.jit
     def stores_done(self, own: Consumer) -> None:

@@ -122,6 +122,7 @@ class Sm90ForwardSpec(ForwardSpec):
         tile_m: query rows of a tile: 64 for each consumer warpgroup.
         tile_n: keys of a K/V tile, a multiple of 16.
         stages: tiles of K in shared memory at once, and as many of V.
+        split: a tile's K/V tiles are split; o and lse are those of each split, in float32.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -137,6 +138,39 @@ class Sm90ForwardSpec(ForwardSpec):
     tile_m: int
     tile_n: int
     stages: int
+    split: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split and (self.sink_dtype != "none" or not self.lse):
+            raise ValueError("split is True, it needs lse, and the sink is the combination's")
+
+
+@dataclass(frozen=True)
+class CombineSpec(Spec):
+    """The compile-time parameters of the kernel that combines splits.
+
+    Attributes:
+        dtype: dtype of o; those of the splits are float32.
+        head_dim: of o.
+        sink_dtype: dtype of the learnable sink, or "none".
+        lse: the kernel writes the log-sum-exp.
+
+    Raises:
+        TypeError: a field has another type than its annotation.
+        ValueError: a field's value is not supported; the message names the field.
+    """
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "dtype": (*DTYPES, "float32"),
+        "head_dim": SM90_HEAD_DIMS,
+        "sink_dtype": SINK_DTYPES,
+    }
+
+    dtype: str
+    head_dim: int
+    sink_dtype: str
+    lse: bool
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ SM90_FORWARD = KernelDef(
     name="sm90_forward", target="cute_attn.kernels.attention.sm90_fwd:Sm90Forward"
 )
 
+COMBINE = KernelDef(name="combine", target="cute_attn.kernels.attention.combine:Combine")
+
 HD256_BACKWARD_PREPROCESS = AttentionKernel(
     KernelDef(
         name="hd256_backward_preprocess",

@@ -51,6 +51,24 @@ class Work(Carried):
         return self.kv_head, self.sequence, self.k_start, self.seqlen_k
 
 
+@dataclass(frozen=True)
+class SplitWork(Work):
+    """A part of the K/V tiles of a tile.
+
+    Attributes:
+        split, splits: the part, of how many.
+    """
+
+    split: Any
+    splits: Any
+
+    def part(self, first: Any, end: Any) -> tuple[Any, Any]:
+        """The part's K/V tiles, of first to end - 1. All parts but the last ones are as long."""
+        length = (end - first + (self.splits - 1)) // self.splits
+        first = cutlass.min(first + self.split * length, end)
+        return first, cutlass.min(first + length, end)
+
+
 def heads_in_l2(head_bytes: Any, heads: Any) -> Any:
     """How many heads fit L2 together, if tiles reread `head_bytes` (an Int64) of each."""
     at_once = cutlass.max(Int32(1), Int32(L2_BYTES // (head_bytes + 1)))

@@ -1,6 +1,13 @@
 """Softmax attention: the operators."""
 
 from .api import flash_attn_func, flash_attn_varlen_func
+from .combine import flash_attn_combine
 from .plan import plan_attention, plan_attention_backward
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", "plan_attention", "plan_attention_backward"]
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "plan_attention",
+    "plan_attention_backward",
+]

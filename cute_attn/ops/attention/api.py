@@ -34,6 +34,7 @@ def flash_attn_func(
     window_size: Window = (None, None),
     learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
+    num_splits: int = 1,
     deterministic: bool = False,
     scheduler: str | None = None,
     return_lse: bool = False,
@@ -61,6 +62,10 @@ def flash_attn_func(
         learnable_sink: `[heads]`, bfloat16, float16 or float32: each head's score of one extra key,
             whose value is 0. It is not scaled.
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
+        num_splits: into how many parts the keys are split, each for a CTA of its own, whose results
+            a second kernel combines (Hopper). More than one pays for a few short queries with
+            many keys; 0 chooses by shapes alone, without reading the device. The bits depend on
+            the number, and on nothing else.
         deterministic: accepted for compatibility with FlashAttention: every call is deterministic,
             forward and backward.
         scheduler: "static" (each cluster's tiles are fixed) or "clc" (clusters take tiles from the
@@ -99,8 +104,8 @@ def flash_attn_func(
         else FORWARD.routed
     )
     result: tuple[Tensor, Tensor | None] = call(
-        q, k, v, None, None, None, None, None, None, softmax_scale, causal, left, right,
-        learnable_sink, softcap, scheduler, return_lse,
+        q, k, v, None, None, None, None, None, None, None, softmax_scale, causal, left, right,
+        learnable_sink, softcap, scheduler, num_splits, return_lse,
     )  # fmt: skip
     return result
 
@@ -122,6 +127,7 @@ def flash_attn_varlen_func(
     window_size: Window = (None, None),
     learnable_sink: Tensor | None = None,
     softcap: float = 0.0,
+    num_splits: int = 1,
     deterministic: bool = False,
     scheduler: str | None = None,
     return_lse: bool = False,
@@ -142,7 +148,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: length of the longest sequence, an int or a tensor. Only a hint: heads share
             a query tile if sequences are short. None, or a tensor, which is not read, stands for
             the mean length.
-        max_seqlen_k: for compatibility with FlashAttention; not used.
+        max_seqlen_k: length of the longest sequence of keys, likewise: with num_splits of 0 it
+            says how many keys there are to split, if the tensors have room for more.
         seqused_q: `[batch]` int32: how many of a sequence's rows of q are used, clamped to
             0..length. Needs cu_seqlens_q.
         seqused_k: `[batch]` int32: likewise for the rows of k and v.
@@ -154,6 +161,7 @@ def flash_attn_varlen_func(
         window_size: as for `flash_attn_func`, within each sequence.
         learnable_sink: as for `flash_attn_func`.
         softcap: as for `flash_attn_func`.
+        num_splits: as for `flash_attn_func`.
         deterministic: as for `flash_attn_func`.
         scheduler: as for `flash_attn_func`.
         return_lse: as for `flash_attn_func`.
@@ -173,8 +181,8 @@ def flash_attn_varlen_func(
     """
     if max_seqlen_q is not None and type(max_seqlen_q) is not int:
         max_seqlen_q = _length_on_the_host("max_seqlen_q", max_seqlen_q)
-    if max_seqlen_k is not None:
-        _length_on_the_host("max_seqlen_k", max_seqlen_k)
+    if max_seqlen_k is not None and type(max_seqlen_k) is not int:
+        max_seqlen_k = _length_on_the_host("max_seqlen_k", max_seqlen_k)
     if type(window_size) is not tuple or len(window_size) != 2:
         window_size = _pair(window_size)
     if deterministic is not False:
@@ -195,8 +203,9 @@ def flash_attn_varlen_func(
         else FORWARD.routed
     )
     result: tuple[Tensor, Tensor | None] = call(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k, page_table,
-        softmax_scale, causal, left, right, learnable_sink, softcap, scheduler, return_lse,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+        page_table, softmax_scale, causal, left, right, learnable_sink, softcap, scheduler,
+        num_splits, return_lse,
     )  # fmt: skip
     return result
 

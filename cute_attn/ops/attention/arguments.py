@@ -26,6 +26,7 @@ MAX_SEQLEN = 2**30  # positions and their distances are int32 in a kernel
 ALIGNMENT = 16  # bytes: TMA requires it of addresses and strides
 VECTOR = ALIGNMENT // 2  # elements
 _MAX_TILES = 2**31
+MAX_SPLITS = 256
 PAGE_STEP = 16  # what page_size is a multiple of
 
 
@@ -36,6 +37,7 @@ class Arguments(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
@@ -46,6 +48,7 @@ class Arguments(NamedTuple):
     learnable_sink: Tensor | None = None
     softcap: float = 0.0
     scheduler: str | None = None
+    num_splits: int = 1
     return_lse: bool = False
 
 
@@ -158,8 +161,12 @@ def _check_scalars(a: Arguments) -> None:
     _check_window(a)
     if a.scheduler is not None and a.scheduler not in USER_SCHEDULERS:
         raise ValueError(f"scheduler is {a.scheduler!r}, must be one of {USER_SCHEDULERS} or None")
-    if a.max_seqlen_q is not None:
-        check_length("max_seqlen_q", a.max_seqlen_q)
+    for name, length in (("max_seqlen_q", a.max_seqlen_q), ("max_seqlen_k", a.max_seqlen_k)):
+        if length is not None:
+            check_length(name, length)
+    check_length("num_splits", a.num_splits)
+    if a.num_splits > MAX_SPLITS:
+        raise ValueError(f"num_splits is {a.num_splits}, must be at most {MAX_SPLITS}")
 
 
 def _check_window(a: Arguments) -> None:

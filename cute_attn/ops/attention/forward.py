@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import launch
 from ...kernels.attention import table
-from ...kernels.attention.heuristics import SHORT_SEQLEN_Q
+from ...kernels.attention.heuristics import (
+    SHORT_SEQLEN_Q,
+    has_splits,
+    num_splits_of_forward,
+)
 from ...kernels.attention.spec import LARGEST_SCALE, Sm90ForwardSpec
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
 from ..operator import Operator, is_grad_enabled
 from .arguments import (
+    MAX_SPLITS,
     SMALLEST_SCALE,
     Arguments,
     bounds,
@@ -38,8 +43,8 @@ _empty_like = torch.empty_like
 _contiguous = torch.contiguous_format
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
-# whether it takes a page table and a counter)
-_Ready = tuple[Callable[..., None], float, float, int, int, int, bool]
+# whether it takes a page table and a counter, the kernel that combines splits)
+_Ready = tuple[Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None]
 
 
 class Forward(Operator[Arguments]):
@@ -65,7 +70,7 @@ class Forward(Operator[Arguments]):
         left, right = bounds(a)
         arch = launch.arch_for(a.q.device)
         head_dim = a.q.shape[-1]
-        ((kernel, spec),) = plan_attention(
+        (kernel, spec), *combine = plan_attention(
             arch,
             head_dim=head_dim,
             dtype=DTYPE_NAMES[a.q.dtype],
@@ -81,6 +86,7 @@ class Forward(Operator[Arguments]):
             seqused_k=a.seqused_k is not None,
             page_size=None if a.page_table is None else a.k.shape[1],
             scheduler=a.scheduler,
+            num_splits=a.num_splits,
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
         )
@@ -92,6 +98,7 @@ class Forward(Operator[Arguments]):
             right or 0,
             launch.num_clusters(a.q.device, table.find("forward", arch, head_dim).cluster),
             isinstance(spec, Sm90ForwardSpec),
+            launch.get_for(a.q.device, *combine[0]) if combine else None,
         )
 
     def forward(  # type: ignore[override]
@@ -102,6 +109,7 @@ class Forward(Operator[Arguments]):
         cu_seqlens_q: Tensor | None,
         cu_seqlens_k: Tensor | None,
         max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
         seqused_q: Tensor | None,
         seqused_k: Tensor | None,
         page_table: Tensor | None,
@@ -112,17 +120,22 @@ class Forward(Operator[Arguments]):
         learnable_sink: Tensor | None,
         softcap: float,
         scheduler: str | None,
+        num_splits: int,
         return_lse: bool,
         ready: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         key = None
         if is_grad_enabled() and self.takes_gradient(q, k, v, learnable_sink):
             return self.recorded(  # type: ignore[no-any-return]
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, seqused_q, seqused_k,
-                page_table, softmax_scale, causal, window_left, window_right, learnable_sink,
-                softcap, scheduler, return_lse,
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+                seqused_k, page_table, softmax_scale, causal, window_left, window_right,
+                learnable_sink, softcap, scheduler, num_splits, return_lse,
             )  # fmt: skip
         try:
+            if num_splits == 0:
+                num_splits = _chosen_splits(
+                    q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, page_table, window_left,
+                )  # fmt: skip
             if ready is None:
                 q_shape, k_shape = q.shape, k.shape
                 key = (
@@ -145,6 +158,7 @@ class Forward(Operator[Arguments]):
                     window_right,
                     softcap,
                     scheduler,
+                    num_splits > 1,
                     return_lse,
                     # Keys of empty tensors, or of an invalid scale, are never in the table.
                     not (q.numel() and k.numel()),
@@ -153,11 +167,23 @@ class Forward(Operator[Arguments]):
                         SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE
                         and softmax_scale is not True
                     ),
+                    num_splits <= MAX_SPLITS,
                 )
                 ready = self.ready[key]
-            function, default_scale, cap, left, right, clusters, hopper = ready
+            function, default_scale, cap, left, right, clusters, hopper, combine = ready
             o = _empty_like(q, memory_format=_contiguous)
             lse = _empty_lse(q) if return_lse else None
+            if combine is not None:
+                # The sink counts once, in the combination.
+                parts = _Splits.allocate(q, num_splits)
+                function(
+                    q, k, v, parts.o, parts.lse.mT, None, cu_seqlens_q, cu_seqlens_k, seqused_q,
+                    seqused_k, page_table,
+                    default_scale if softmax_scale is None else softmax_scale, cap, left, right,
+                    clusters, counter_for(q),
+                )  # fmt: skip
+                parts.combine(combine, o, lse, learnable_sink)
+                return o, lse
             function(
                 q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 *((page_table,) if hopper else ()),
@@ -167,9 +193,9 @@ class Forward(Operator[Arguments]):
             return o, lse
         except Exception as error:
             return self.failed(  # type: ignore[no-any-return]
-                error, key, ready, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                error, key, ready, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                 seqused_q, seqused_k, page_table, softmax_scale, causal, window_left, window_right,
-                learnable_sink, softcap, scheduler, return_lse,
+                learnable_sink, softcap, scheduler, num_splits, return_lse,
             )  # fmt: skip
 
     def recorded(self, *arguments: Any) -> Any:
@@ -223,6 +249,71 @@ class Forward(Operator[Arguments]):
         dq, dk, dv, dsink = BACKWARD.routed(*call)
         found = {"q": dq, "k": dk, "v": dv, "learnable_sink": dsink}
         return {name: found[name] for name in needed}
+
+
+class _Splits(NamedTuple):
+    """What splits compute: o `[splits, (batch,) seqlen, heads, head_dim]`, and lse `[splits,
+    (batch,) seqlen, heads]`."""
+
+    o: Tensor
+    lse: Tensor
+
+    @classmethod
+    def allocate(cls, q: Tensor, splits: int) -> _Splits:
+        shape = (splits, *q.shape)
+        return cls(*(q.new_empty(x, dtype=torch.float32) for x in (shape, shape[:-1])))
+
+    def combine(
+        self, kernel: Callable[..., None], o: Tensor, lse: Tensor | None, sink: Tensor | None
+    ) -> None:
+        """Into o and lse of the call."""
+        if lse is not None:
+            lse = lse.mT
+        if o.dim() == 4:
+            kernel(self.o, self.lse, o, lse, sink)
+        else:
+            kernel(
+                self.o[:, None],
+                self.lse[:, None],
+                o[None],
+                None if lse is None else lse[None],
+                sink,
+            )
+
+
+def _chosen_splits(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    page_table: Tensor | None,
+    window_left: int | None,
+) -> int:
+    """`num_splits` of 0, from what the host knows."""
+    arch = launch.arch_for(q.device)
+    if not has_splits(arch):
+        return 1
+    seqlen_k = k.shape[-3]
+    if page_table is not None:
+        seqlen_k = seqlen_k * page_table.shape[1]
+    if max_seqlen_k is not None:
+        seqlen_k = min(seqlen_k, max_seqlen_k)
+    if window_left is not None and window_left >= 0:
+        seqlen_k = min(
+            seqlen_k, window_left + 1 + (q.shape[-3] if max_seqlen_q is None else max_seqlen_q)
+        )
+    return num_splits_of_forward(
+        arch,
+        head_dim=q.shape[-1],
+        rows=q.shape[-3] * (q.shape[0] if cu_seqlens_q is None else 1),
+        batch=q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+        heads=q.shape[-2],
+        heads_k=k.shape[-2],
+        short=_is_short(q.shape, cu_seqlens_q, max_seqlen_q),
+        seqlen_k=seqlen_k,
+        ctas=launch.num_sms(q.device),
+    )
 
 
 def _empty_lse(q: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from ...kernels.attention.heuristics import (
     MANY_PARTIALS,
     forward_spec,
     has_clc,
+    has_splits,
     packed_heads,
 )
-from ...kernels.attention.spec import Hd256BackwardSpec, Hd256PreprocessSpec
+from ...kernels.attention.spec import CombineSpec, Hd256BackwardSpec, Hd256PreprocessSpec
 from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
@@ -44,6 +45,7 @@ def plan_attention(
     seqused_k: bool = False,
     page_size: int | None = None,
     scheduler: str | None = None,
+    num_splits: int = 1,
     return_lse: bool = False,
     short: bool | None = None,
 ) -> list[launch.Request]:
@@ -67,6 +69,7 @@ def plan_attention(
         seqused_k: whether seqused_k is given.
         page_size: rows of a page of k and v, a multiple of 16; None without page_table.
         scheduler: as the operator's; None follows `FA_CLC`.
+        num_splits: 1 for calls without splits, more for those with, 0 for both.
         return_lse: as the operator's.
         short: True for at most 128 queries a sequence (decode), False for more (prefill), None for
             both, which are two kernels if heads_k < heads.
@@ -89,7 +92,7 @@ def plan_attention(
         packed_heads(arch=arch, heads=heads, heads_k=heads_k, short=case)
         for case in ((False, True) if short is None else (short,))
     ]
-    return [
+    requests: list[launch.Request] = [
         (
             kernel,
             forward_spec(
@@ -107,11 +110,17 @@ def plan_attention(
                 seqused_q=seqused_q,
                 seqused_k=seqused_k,
                 page_size=page_size,
+                split=split,
                 lse=return_lse,
             ),
         )
         for packing in dict.fromkeys(packings)
+        for split in ([False, True] if not num_splits and has_splits(arch) else [num_splits > 1])
     ]
+    if any(getattr(spec, "split", False) for _, spec in requests):
+        combine = CombineSpec(dtype, head_dim, sink_dtype=sink or "none", lse=return_lse)
+        requests.append((table.COMBINE, combine))
+    return requests
 
 
 @launch.planner

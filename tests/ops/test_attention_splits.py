@@ -1,0 +1,196 @@
+"""Keys in parts, each for a CTA of its own, and their combination."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cute_attn
+from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention.heuristics import num_splits_of_forward
+from cute_attn.ops.attention import plan_attention
+from cute_attn.ops.attention.arguments import MAX_SPLITS
+
+from .attention_cases import (
+    CACHE,
+    CAPPED,
+    CAUSAL,
+    FULL,
+    USED,
+    VARLEN,
+    WINDOW,
+    Case,
+    Machine,
+    Target,
+    assert_agrees,
+    cases,
+    kept_programs,
+    on_target,
+    run,
+    same,
+)
+
+ARCH = "sm_90a"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "case", "splits"),
+    [
+        (128, Case(CACHE, (1, 0, 3), (700,) * 3, unused_k=(0, 9, 699), group=2), 5),
+        (256, Case(CAUSAL, (70,), (300,), heads_k=2), 3),
+    ],
+    ids=["decode", "prefill"],
+)
+def test_splits_agree_with_the_reference(head_dim: int, case: Case, splits: int):
+    with on_target(Target(ARCH, head_dim)):
+        args = case.arguments()
+        first = run(args, on=Machine(num_sms=2, schedule="adversarial"), num_splits=splits)
+        assert_agrees(args, *first)
+        assert same(args, first, run(args, on=Machine(num_sms=7), num_splits=splits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@settings(max_examples=150 if FULL else 25)
+@given(
+    case=cases([CAUSAL, WINDOW, VARLEN, CACHE, CAPPED, USED]),
+    splits=st.sampled_from([2, 3, 8, 40]),
+    num_sms=st.integers(2, 7),
+    schedule=st.sampled_from(["random", "adversarial"]),
+)
+def test_any_number_of_splits(head_dim: int, case: Case, splits: int, num_sms: int, schedule: str):
+    with kept_programs(), on_target(Target(ARCH, head_dim)):
+        args = case.arguments()
+        on = Machine(num_sms=num_sms, schedule=schedule, seed=case.seed)
+        assert_agrees(args, *run(args, on=on, num_splits=splits))
+
+
+# -- the combination
+
+
+def combined(o: torch.Tensor, lse: torch.Tensor, **options: Any) -> Any:
+    emulator = Emulator()
+    with cute_attn.emulated(ARCH, emulator):
+        result = cute_attn.flash_attn_combine(o, lse, **options)
+    assert not emulator.report.findings, emulator.report
+    return result
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 3, 2, 128), (70, 4, 3, 64), (1, 1, 1, 1, 256)], ids=str)
+def test_combines_as_the_formula_says(shape: tuple[int, ...]):
+    o, lse = torch.randn(shape), 5 * torch.randn(shape[:-1])
+    lse[0, 0] = -math.inf
+    o[0, 0] = math.nan  # which is not read
+    exact_lse = lse.double().logsumexp(0)
+    weights = (lse.double() - exact_lse).exp().nan_to_num(0.0)
+    exact = (weights[..., None] * o.double().nan_to_num(0.0)).sum(0)
+    plain_lse = lse.logsumexp(0)
+    plain = ((lse - plain_lse).exp().nan_to_num(0.0)[..., None] * o.nan_to_num(0.0)).sum(0)
+    out, found = combined(o, lse)
+    assert torch.equal(found == -math.inf, exact_lse == -math.inf)
+    seen = exact_lse.isfinite()
+    for ours, theirs, true in (
+        (out, plain, exact),
+        (found[seen], plain_lse[seen], exact_lse[seen]),
+    ):
+        error, allowed = ((x.double() - true).norm() for x in (ours, theirs))
+        assert error <= 2 * allowed + torch.finfo(torch.float32).eps * true.norm()
+    rounded, none = combined(o, lse, out_dtype=torch.bfloat16, return_lse=False)
+    assert none is None and torch.equal(rounded, out.bfloat16())
+
+
+def test_attention_over_parts_of_the_keys_is_attention_over_all():
+    """As a cascade or a context-parallel group does it."""
+    with on_target(Target(ARCH, 128)):
+        args = Case(lengths_q=(9,), lengths_k=(150,), heads_k=2).arguments()
+        whole = run(args)
+        parts = [
+            run(args, **{name: args[name][:, part] for name in ("k", "v")})
+            for part in (slice(0, 60), slice(60, 150))
+        ]
+    o = torch.stack([o.float() for o, _ in parts])
+    lse = torch.stack([lse.mT for _, lse in parts if lse is not None])
+    out, found = combined(o, lse, out_dtype=torch.bfloat16)
+    torch.testing.assert_close(out, whole[0], rtol=2**-6, atol=2**-9)
+    torch.testing.assert_close(found.mT, whole[1], rtol=1e-5, atol=1e-5)
+
+
+def test_strides_are_free():
+    o, lse = torch.randn(3, 2, 5, 2, 64), torch.randn(3, 2, 2, 5).mT
+    expected = combined(o, lse.contiguous())
+    odd = torch.randn(3, 2, 5, 2, 66)[..., :64].copy_(o)
+    for a, b in zip(combined(odd, lse), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"out_partial": torch.zeros(3, 2, 5, 4, 96)}, NotImplementedError, "head_dim .* is 96"),
+        ({"out_partial": torch.zeros(5, 4, 64)}, ValueError, "out_partial has shape"),
+        ({"out_partial": torch.zeros(0, 2, 5, 4, 64)}, ValueError, "has 0 splits"),
+        ({"out_partial": torch.zeros(3, 2, 5, 4, 64).half()}, TypeError, "out_partial has dtype"),
+        ({"lse_partial": torch.zeros(3, 2, 4, 5)}, ValueError, r"must be \[3, 2, 5, 4\]"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype is torch.int32"),
+        ({"return_lse": "yes"}, TypeError, "return_lse"),
+    ],
+)
+def test_bad_arguments_of_the_combination(
+    change: dict[str, Any], error: type[Exception], message: str
+):
+    good = {"out_partial": torch.zeros(3, 2, 5, 4, 64), "lse_partial": torch.zeros(3, 2, 5, 4)}
+    with cute_attn.emulated(ARCH), pytest.raises(error, match=message):
+        cute_attn.flash_attn_combine(**good | change)
+
+
+# -- the number of splits
+
+
+def chosen(**changed: Any) -> int:
+    shape = {"head_dim": 128, "rows": 1, "batch": 1, "heads": 16, "heads_k": 2, "short": True}
+    given = shape | {"seqlen_k": 32768, "ctas": 132} | changed
+    return num_splits_of_forward(ARCH, **given)
+
+
+def test_few_queries_with_many_keys_are_split():
+    assert chosen() > 30
+    assert chosen(seqlen_k=128) == 1
+    assert chosen(batch=64, rows=64) == 1
+    assert 1 < chosen(batch=8, rows=8) < 16
+    assert chosen(seqlen_k=10**7) <= 128
+    assert chosen(heads=0, heads_k=0) == chosen(rows=0) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_splits", "error", "message"),
+    [
+        (MAX_SPLITS + 1, ValueError, f"num_splits is {MAX_SPLITS + 1}, must be at most"),
+        (-1, ValueError, "num_splits is -1, must be at least 0"),
+        (1.0, TypeError, "num_splits must be an int"),
+    ],
+)
+def test_bad_numbers_of_splits(num_splits: Any, error: type[Exception], message: str):
+    args = Case(lengths_q=(2,), lengths_k=(3,)).arguments()
+    with cute_attn.emulated(ARCH), pytest.raises(error, match=message):
+        cute_attn.flash_attn_func(args["q"], args["k"], args["v"], num_splits=num_splits)
+
+
+def test_blackwell_has_no_splits_yet():
+    args = Case(lengths_q=(2,), lengths_k=(3,)).arguments()
+    given = args["q"], args["k"], args["v"]
+    with cute_attn.emulated("sm_100a"):
+        with pytest.raises(NotImplementedError, match="num_splits > 1 on sm_100a; there is"):
+            cute_attn.flash_attn_func(*given, num_splits=2)
+        cute_attn.flash_attn_func(*given, num_splits=0)
+
+
+def test_a_plan_has_what_both_kinds_of_calls_need():
+    planned = plan_attention(ARCH, head_dim=128, num_splits=0, return_lse=True)
+    assert [getattr(spec, "split", None) for _, spec in planned] == [False, True, None]
+    assert [kernel.name for kernel, _ in planned][-1] == "combine"
+    assert len(plan_attention("sm_100a", num_splits=0)) == 1
