@@ -70,6 +70,7 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     assert found[0].is_tests
     assert [s.name for s in found[1:]] == [
         "async-copy",
+        "attention --no-peer",
         "attention-exchange",
         "cache --repeats 1",
         "fmha-ladder --no-peers --seqlens 1024",

@@ -23,3 +23,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
         difference += (a.double() - e.double()).square().sum()
         norm += e.double().square().sum()
     return float((difference / norm).sqrt())
+
+
+def poison(*like: torch.Tensor) -> None:
+    """Leave NaN in memory that the allocator is likely to reuse for tensors of these sizes."""
+    held = [torch.full_like(x, torch.nan) for x in like]
+    del held

@@ -8,15 +8,19 @@ from typing import Any
 
 from .report import Plot, Report
 
+COLUMNS = 4  # of plots in a picture
+
 
 def draw(report: Report, path: Path) -> Path | None:
-    """Draw all plots of `report` side by side into the PNG at `path`.
+    """Draw all plots of `report`, and of those parts that are its tables, into the PNG at `path`.
 
     Returns:
         `path`, or None if there is nothing to draw or matplotlib is not installed. The latter is
         reported on stderr: the JSON holds all that a later `render` needs.
     """
-    if not report.plots or not report.rows:
+    tables = [report, *(part for part in report.parts if not part.environment)]
+    plots = [(table, plot) for table in tables if table.rows for plot in table.plots]
+    if not plots:
         return None
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,11 +28,13 @@ def draw(report: Report, path: Path) -> Path | None:
     except ImportError:
         print("matplotlib is not installed: no plot", file=sys.stderr)
         return None
-    figure = Figure(figsize=(6.4 * len(report.plots), 4.8), layout="constrained")
+    columns = min(len(plots), COLUMNS)
+    lines = -(-len(plots) // columns)
+    figure = Figure(figsize=(6.4 * columns, 4.8 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    for index, plot in enumerate(report.plots):
+    for number, (table, plot) in enumerate(plots, start=1):
         draw_one = _waterfall if plot.kind == "waterfall" else _draw_one
-        draw_one(figure.add_subplot(1, len(report.plots), index + 1), report, plot)
+        draw_one(figure.add_subplot(lines, columns, number), table, plot)
     facts = report.environment
     figure.suptitle(f"{facts.get('gpu') or facts.get('cpu')}, {facts.get('date')}")
     figure.savefig(path, dpi=120)

@@ -24,6 +24,10 @@ BENCHMARKS = {
     "async-copy": Listed(
         "async_copy.study", "copies of tiles to shared memory: plain loads, cp.async, bulk and TMA"
     ),
+    "attention": Listed(
+        "attention.operators",
+        "attention forward, backward and decode against FlashAttention-4 and cuDNN",
+    ),
     "attention-exchange": Listed(
         "attention.exchange", "st.async between CTAs, as the dK/dV kernel at head_dim 256 uses it"
     ),

@@ -40,6 +40,8 @@ FLUSHES: tuple[Flush, ...] = ("zero", "read", "none")
 # Several times the L2 of any GPU supported here (H100 50 MB, B200 126 MB).
 FLUSH_BYTES = 256 * 2**20
 
+REST_S = 0.12  # before a timing in `time_rested`
+
 # Fewer samples give poor quantiles; more only take longer.
 MIN_SAMPLES, MAX_SAMPLES = 20, 500
 
@@ -231,6 +233,42 @@ def time_cuda_interleaved(
     for name, start, end in events:
         samples_us[name].append(start.elapsed_time(end) * 1e3)
     return {name: Timing.from_samples(times) for name, times in samples_us.items()}
+
+
+def time_rested(
+    fns: Mapping[str, Call],
+    *,
+    mode: Mode = "do_bench",
+    rounds: int = 3,
+    rest_s: float = REST_S,
+    warmup_ms: float = 8.0,
+    rep_ms: float = 25.0,
+    device: Device | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, Timing]:
+    """Device times of functions that load the GPU fully, each by itself and after a rest.
+
+    An H200 lowers its clocks under load, so that one of two functions in a row may seem slower by a
+    fifth. Every other round goes through the functions backwards.
+
+    Args:
+        mode, warmup_ms, rep_ms, device: as for `time_cuda`.
+        rounds: how often each is timed; the round with the median time counts.
+        rest_s: seconds that the GPU idles before each timing.
+    """
+    device = CudaDevice() if device is None else device
+    found: dict[str, list[Timing]] = {name: [] for name in fns}
+    for number in range(rounds):
+        for name in list(fns) if number % 2 == 0 else reversed(list(fns)):
+            device.synchronize()
+            sleep(rest_s)
+            found[name].append(
+                time_cuda(fns[name], mode=mode, warmup_ms=warmup_ms, rep_ms=rep_ms, device=device)
+            )
+    return {
+        name: sorted(times, key=lambda timing: timing.median_us)[len(times) // 2]
+        for name, times in found.items()
+    }
 
 
 def time_cudagraph(fn: Call, rep_ms: float = 20.0) -> Timing:

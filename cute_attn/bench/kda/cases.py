@@ -10,10 +10,11 @@ import operator
 import pathlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from ..harness import choosing
+from ..harness.choosing import Filter, add_only
 from ..harness.report import Row, Verdict
 from ..harness.roofline import Roofline, gbps
 from ..harness.timing import Timing
@@ -308,13 +309,7 @@ _FILTERS = {
 def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     """The options of all KDA benchmarks that time against a peer."""
     known = {name: _FILTERS[name] for name in names}
-    parser.add_argument(
-        "--only",
-        type=partial(_filter, known),
-        nargs="+",
-        metavar="NAME=VALUE,...",
-        help=f"the cases that fit one of these, such as H=64,T=8192 (names: {', '.join(known)})",
-    )
+    add_only(parser, known, "H=64,T=8192")
     parser.add_argument("--no-peer", action="store_true", help="leave flash-linear-attention out")
     parser.add_argument(
         "--peer-jobs",
@@ -343,36 +338,17 @@ def add_arguments(parser: argparse.ArgumentParser, names: Iterable[str]) -> None
     )
 
 
-Filter = Mapping[str, object]
-
-
-def _filter(known: Mapping[str, str], text: str) -> Filter:
-    """ "H=64,T=8192" -> {"heads": 64, "tokens": 8192}"""
-    found: dict[str, object] = {}
-    for part in text.split(","):
-        name, equals, value = part.partition("=")
-        if name not in known or not equals:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is not NAME=VALUE with a name of {', '.join(known)}"
-            )
-        found[known[name]] = int(value) if value.isdigit() else value
-    return found
-
-
 AnyCase = TypeVar("AnyCase", Case, DecodeCase)
 
 
 def chosen(cases: Sequence[AnyCase], only: Sequence[Filter] | None) -> list[AnyCase]:
     """The cases that pass one of the filters. Dense cases have N=0 and lengths=dense."""
-    if not only:
-        return list(cases)
-    return [case for case in cases if any(_fits(case, one) for one in only)]
+    return choosing.chosen(cases, only, _value_of)
 
 
-def _fits(case: Case | DecodeCase, one: Filter) -> bool:
-    of_case = {field.name: getattr(case, field.name) for field in fields(case)}
-    of_case["lengths"] = of_case.get("lengths") or "dense"
-    return all(of_case[name] == value for name, value in one.items())
+def _value_of(case: Case | DecodeCase, field: str) -> object:
+    value: object = getattr(case, field)
+    return value or "dense" if field == "lengths" else value
 
 
 def tuning_cases(cases: Sequence[Case]) -> list[Case]:

@@ -14,7 +14,7 @@ import torch
 
 from cute_attn.reference import kda as reference
 
-from ..harness.agreement import Disagreement, relative_error
+from ..harness.agreement import Disagreement, poison, relative_error
 from ..harness.timing import Mode, Timing, time_cuda_interleaved
 from .cases import LOWER_BOUND, SEED, Case, DecodeCase, Path
 
@@ -404,18 +404,12 @@ def outcome(who: str, call: Call) -> Any:
         raise Disagreement(who, f"{who}, which failed: {reason}") from error
 
 
-def _poison(*like: torch.Tensor) -> None:
-    """Leave NaN in memory that the allocator is likely to reuse for tensors of these sizes."""
-    held = [torch.full_like(x, torch.nan) for x in like]
-    del held
-
-
 def check_chunk(case: Case, arguments: Arguments, calls: Mapping[str, Call]) -> dict[str, float]:
     """Compare each contender with the float64 reference, on all tokens of a few heads."""
     few = some_heads(case.heads, case.heads_v)[1]
     actual: dict[str, Results] = {}
     for who, call in calls.items():
-        _poison(arguments["v"], arguments["initial_state"])
+        poison(arguments["v"], arguments["initial_state"])
         o, final_state = outcome(who, call)[:2]
         actual[who] = {"o": o[:, :, few], "final_state": final_state[:, few]}
         del o, final_state
@@ -444,7 +438,7 @@ def check_stage(
     later = (columns > rows[:, None])[:, None]
     actual: dict[str, Results] = {}
     for who, call in calls.items():
-        _poison(arguments["v"], arguments["v"], arguments["Akk"])
+        poison(arguments["v"], arguments["v"], arguments["Akk"])
         actual[who] = {name: x[:, :, few] for name, x in named(who, outcome(who, call)).items()}
         if who != "ours" and "Aqk" in actual[who]:  # elements that the peer never writes
             actual[who]["Aqk"] = actual[who]["Aqk"].masked_fill(later, 0)

@@ -15,13 +15,11 @@ from ... import launch
 from ...kernels.attention import table as attention_table
 from ...kernels.ladder.spec import FmhaLadderSpec
 from ...kernels.ladder.table import LadderStep
-from ...reference.attention import attention_in_low_precision, attention_reference
+from ..attention.agreement import MAX_ERROR_RATIO, Expected, error_ratio, expected_in
 from ..harness.agreement import Disagreement
 from . import FA2, FA4, PRODUCTION
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-CHECKED_ROWS = 1024  # at a time: the scores of these rows take memory
-MAX_ERROR_RATIO = 2.0  # of the error of plain low-precision arithmetic
 
 Call = Callable[[], torch.Tensor]
 
@@ -66,29 +64,10 @@ class Problem:
         self.out = torch.empty_like(self.q)
 
     @cached_property
-    def _heads(self) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """The first and the last head: batch, head, and what is expected of them."""
+    def _expected(self) -> list[Expected]:
+        """Of the first and the last head."""
         ends = {(0, 0), (self.case.batch - 1, self.case.heads - 1)}
-        return [(b, h, *self._expected(b, h)) for b, h in sorted(ends)]
-
-    def _expected(self, batch: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(float64 reference, plain low-precision arithmetic) of a head, some rows at a time."""
-        parts: list[tuple[torch.Tensor, ...]] = []
-        at = slice(batch, batch + 1), slice(head, head + 1)
-        q, k, v = (x[at[0], :, at[1]] for x in (self.q, self.k, self.v))
-        causal = self.case.causal
-        for start in range(0, self.case.seqlen, CHECKED_ROWS):
-            end = min(start + CHECKED_ROWS, self.case.seqlen)
-            keys = end if causal else self.case.seqlen  # so that the last row sees the last key
-            rows = q[:, start:end], k[:, :keys], v[:, :keys]
-            parts.append(
-                tuple(
-                    definition(*rows, causal=causal)[0][0, :, 0]
-                    for definition in (attention_reference, attention_in_low_precision)
-                )
-            )
-        expected, plain = (torch.cat(column) for column in zip(*parts, strict=True))
-        return expected, plain
+        return expected_in(self.q, self.k, self.v, sorted(ends), causal=self.case.causal)
 
     def check(self, who: str, call: Call) -> float:
         """Run a contender and compare its output with the reference, in norm and at worst.
@@ -104,12 +83,7 @@ class Problem:
         o = call()
         if not bool(torch.isfinite(o).all()):
             raise Disagreement(who, f"{who} left elements that are not finite at {self.case}")
-        worst = 0.0
-        for batch, head, expected, plain in self._heads:
-            own = (o[batch, :, head].double() - expected).abs()
-            allowed = (plain.double() - expected).abs()
-            for measure in (torch.linalg.vector_norm, torch.amax):
-                worst = max(worst, float(measure(own) / measure(allowed)))
+        worst = error_ratio(o, self._expected)
         if not worst <= MAX_ERROR_RATIO:
             raise Disagreement(
                 who,

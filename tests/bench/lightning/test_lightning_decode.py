@@ -9,6 +9,7 @@ import torch
 
 from cute_attn.bench import launch_overhead
 from cute_attn.bench.__main__ import main
+from cute_attn.bench.attention import problem as attention_problem
 from cute_attn.bench.harness.agreement import ROWS
 from cute_attn.bench.harness.registry import Unavailable
 from cute_attn.bench.harness.roofline import Roofline, copies, copy_columns, gbps
@@ -404,6 +405,7 @@ def test_launch_paths_hand_over_the_documented_arguments(monkeypatch):
 def test_launch_overhead_compares_with_torch_mul(monkeypatch, tmp_path):
     def fake_time_host(fns, *, calls, batches, synchronize):
         durations = dict.fromkeys(fns, 6.0) | {launch_overhead.BASELINE: 7.5, "bare": 4.5}
+        durations[launch_overhead.PUBLIC_ATTENTION] = 9.5
         return {name: Timing.from_samples([us] * batches) for name, us in durations.items()}
 
     monkeypatch.setattr(launch_overhead, "time_host", fake_time_host)
@@ -411,6 +413,10 @@ def test_launch_overhead_compares_with_torch_mul(monkeypatch, tmp_path):
         problem,
         "launch_paths",
         lambda case, inputs, public_name: dict.fromkeys((public_name, "bare")),
+    )
+    monkeypatch.setattr(attention_problem, "has_forward", lambda head_dim: head_dim == 256)
+    monkeypatch.setattr(
+        attention_problem, "launch_paths", lambda name, head_dim: dict.fromkeys([name])
     )
     monkeypatch.setattr(torch, "randn", cpu_randn(torch.randn))
     monkeypatch.setattr("cute_attn.bench.__main__.require_gpu", lambda: None)
@@ -420,7 +426,8 @@ def test_launch_overhead_compares_with_torch_mul(monkeypatch, tmp_path):
     ratios = {r["call"]: r["to_torch_mul_ratio"] for r in report["rows"]}
     assert ratios[launch_overhead.PUBLIC] == pytest.approx(0.8)
     assert ratios["bare"] == pytest.approx(0.6)
-    assert report["verdicts"][0]["passed"] is True
+    assert report["parameters"]["attention_head_dim"] == 256
+    assert [verdict["passed"] for verdict in report["verdicts"]] == [True, False] * 2
 
 
 def cpu_randn(real):

@@ -1,0 +1,339 @@
+"""Cases, counts and verdicts of the benchmark of attention; this module does not need torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..harness.report import Plot, Row, Verdict
+from ..harness.roofline import Roofline, gbps
+from ..harness.timing import Timing
+
+FA4, CUDNN, FA2 = "fa4", "cudnn", "fa2"  # the last one is PyTorch's flash backend
+PEERS = (FA4, CUDNN, FA2)
+
+HEAD_DIMS = (64, 128, 256)
+TOKENS = 16384  # of a batch, or one longer sequence
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+GROUPS = (1, 4, 8)
+WIDTH = 2048  # heads times head_dim
+
+DECODE_HEADS, DECODE_GROUP = 16, 8
+DECODE_BATCHES = (1, 4, 16, 64, 256)
+DECODE_KEYS = (1024, 8192, 32768, 131072)
+PAGE_SIZE = 64
+PAGE_SIZES = (16, 64, 128, 256)
+SHORT_QUERIES = 128  # heads share tiles up to so many
+
+ELEMENT = 2  # bytes
+
+# Targets: from these lengths on, as a multiple of a peer's speed.
+FORWARD_TARGETS: Mapping[int, Mapping[str, float]] = {
+    64: {"best": 1.0}, 128: {"best": 1.0}, 256: {FA4: 1.05, CUDNN: 1.15},
+}  # fmt: skip
+BACKWARD_TARGETS: Mapping[int, Mapping[str, float]] = {
+    64: {FA4: 1.0}, 128: {FA4: 1.0}, 256: {"best": 1.5},
+}  # fmt: skip
+TARGET_SEQLEN = 4096
+BACKWARD_TFLOPS = 560.0  # of head_dim 256, dense
+LARGE_CACHE = 64 * 10**6  # bytes of K and V, above which decode is held to the copy bandwidth
+DECODE_SHARE = 0.9
+MAX_PAGE_LOSS_PCT, LOSS_PAGE_SIZE = 5.0, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sizes of a call.
+
+    Attributes:
+        seqlen_q, seqlen_k: of each sequence.
+        group: query heads of a K/V head.
+        page_size: of K and V in pages; 0: they are in one piece.
+        part: of the benchmark: "forward", "backward", "decode" or "pages".
+    """
+
+    part: str
+    head_dim: int
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    group: int
+    causal: bool
+    page_size: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def heads_k(self) -> int:
+        return self.heads // self.group
+
+    @property
+    def cached(self) -> bool:
+        """Whether K and V are a cache, whose lengths the device knows."""
+        return self.part in ("decode", "pages")
+
+    @property
+    def flops(self) -> float:
+        """Of the products; with a causal mask half of the pairs of a square count."""
+        pairs = self.seqlen_q * self.seqlen_k / (2 if self.causal else 1)
+        forward = 4.0 * self.batch * self.heads * pairs * self.head_dim
+        return 2.5 * forward if self.part == "backward" else forward
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.batch * self.seqlen_k * self.heads_k * self.head_dim * ELEMENT
+
+    @property
+    def min_bytes(self) -> int:
+        """K and V, q and o, once."""
+        return self.kv_bytes + 2 * self.batch * self.seqlen_q * self.heads * self.head_dim * ELEMENT
+
+    @property
+    def memory_bytes(self) -> int:
+        """A rough upper bound, of all contenders: K and V in pages are a copy of those in one piece
+        if both are timed; a backward has gradients, in float32 too, and what autograd keeps."""
+        return self.min_bytes * {"forward": 3, "backward": 10, "decode": 2, "pages": 3}[self.part]
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Of `cute_attn.ops.attention.plan_attention`."""
+        return {
+            "head_dim": self.head_dim, "dtype": self.dtype, "heads": self.heads,
+            "heads_k": self.heads_k, "causal": self.causal, "seqused_k": self.cached,
+            "page_size": self.page_size or None, "short": self.seqlen_q <= SHORT_QUERIES,
+            "return_lse": self.part == "backward",
+        }  # fmt: skip
+
+    @property
+    def row(self) -> Row:
+        """The columns that identify a case."""
+        common: Row = {"head_dim": self.head_dim, "batch": self.batch}
+        heads: Row = {"heads": self.heads, "heads_k": self.heads_k}
+        if self.part == "decode":
+            return common | {"keys": self.seqlen_k, "page_size": self.page_size} | heads
+        lengths: Row = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k}
+        if self.part == "pages":
+            return common | lengths | heads | {"causal": self.causal, "page_size": self.page_size}
+        return common | {"seqlen": self.seqlen_q} | heads | {"causal": self.causal}
+
+    def __str__(self) -> str:
+        return f"{self.part}: {', '.join(f'{name}={value}' for name, value in self.row.items())}"
+
+
+FILTERS = {
+    "D": "head_dim",
+    "B": "batch",
+    "S": "seqlen_k",
+    "group": "group",
+    "causal": "causal",
+    "page": "page_size",
+}
+
+
+def _whole(part: str, head_dim: int, seqlen: int, group: int, causal: bool) -> Case:
+    heads = WIDTH // head_dim
+    return Case(part, head_dim, max(1, TOKENS // seqlen), seqlen, seqlen, heads, group, causal)
+
+
+def _decode(head_dim: int, batch: int, keys: int, page_size: int) -> Case:
+    heads, group = DECODE_HEADS, DECODE_GROUP
+    return Case("decode", head_dim, batch, 1, keys, heads, group, False, page_size)
+
+
+def _pages(head_dim: int, queries: int, batch: int, keys: int, page_size: int) -> Case:
+    heads, group = DECODE_HEADS, DECODE_GROUP
+    return Case("pages", head_dim, batch, queries, keys, heads, group, queries > 1, page_size)
+
+
+def all_cases() -> list[Case]:
+    whole = [
+        _whole(part, head_dim, seqlen, group, causal)
+        for part in ("forward", "backward")
+        for head_dim in HEAD_DIMS
+        for group in GROUPS
+        for causal in (False, True)
+        for seqlen in SEQLENS
+    ]
+    decode = [
+        _decode(head_dim, batch, keys, page_size)
+        for head_dim in HEAD_DIMS
+        for page_size in (0, PAGE_SIZE)
+        for keys in DECODE_KEYS
+        for batch in DECODE_BATCHES
+    ]
+    pages = [
+        _pages(head_dim, *sizes, page_size)
+        for head_dim in HEAD_DIMS
+        for sizes in ((4096, 4, 4096), (1, 64, 8192))
+        for page_size in PAGE_SIZES
+    ]
+    return [*whole, *decode, *pages]
+
+
+def short_cases() -> list[Case]:
+    return [
+        *(
+            _whole("forward", head_dim, 4096, 1, causal)
+            for head_dim in HEAD_DIMS
+            for causal in (False, True)
+        ),
+        *(_whole("backward", head_dim, 4096, 1, True) for head_dim in HEAD_DIMS),
+        *(_decode(head_dim, 64, 8192, PAGE_SIZE) for head_dim in HEAD_DIMS),
+        *(_pages(head_dim, 4096, 4, 4096, PAGE_SIZE) for head_dim in HEAD_DIMS),
+    ]
+
+
+# ---- rows
+
+
+def peer_columns(timings: Mapping[str, Timing]) -> Row:
+    """Of the times of the peers, and ours beside each and beside the fastest."""
+    us = {who: timing.median_us for who, timing in timings.items()}
+    peers = {who: us[who] for who in PEERS if who in us}
+    speedup = {who: peer_us / us["ours"] for who, peer_us in peers.items() if "ours" in us}
+    return {
+        **{f"{who}_us": peers.get(who) for who in PEERS},
+        **{f"speedup_vs_{who}": speedup.get(who) for who in PEERS},
+        "speedup_vs_best": min(speedup.values()) if speedup else None,
+    }
+
+
+def time_columns(timings: Mapping[str, Timing]) -> Row:
+    ours = timings.get("ours")
+    names = ("median_us", "p20_us", "p80_us")
+    median, p20, p80 = (getattr(ours, name) if ours else None for name in names)
+    return {"time_us": median, "p20_us": p20, "p80_us": p80}
+
+
+def whole_row(case: Case, timings: Mapping[str, Timing], roofline: Roofline) -> Row:
+    """Of a forward or a backward, by products. Without timings there is no kernel of ours."""
+    tflops = {who: case.flops / timing.median_us / 1e6 for who, timing in timings.items()}
+    limit = roofline.matmul_tflops
+    judged = "ours" in tflops and limit is not None
+    return {
+        **case.row,
+        **time_columns(timings),
+        "tflops": tflops.get("ours"),
+        "share_of_matmul": tflops["ours"] / limit if judged and limit else None,
+        **{f"{who}_tflops": tflops.get(who) for who in PEERS},
+        **peer_columns(timings),
+    }
+
+
+def decode_row(case: Case, timings: Mapping[str, Timing], roofline: Roofline) -> Row:
+    speed = gbps(case.min_bytes, timings["ours"].median_us)
+    return {
+        **case.row,
+        "kv_mib": case.kv_bytes / 2**20,
+        **time_columns(timings),
+        "gbps": speed,
+        "share_of_copy": speed / roofline.copy_gbps,
+        **peer_columns(timings),
+    }
+
+
+def pages_row(case: Case, timings: Mapping[str, Timing]) -> Row:
+    """Of K and V in pages beside the same in one piece, "contiguous"."""
+    ours, contiguous = timings["ours"].median_us, timings["contiguous"].median_us
+    return {
+        **case.row,
+        **time_columns(timings),
+        "contiguous_us": contiguous,
+        "loss_pct": 100 * (ours / contiguous - 1),
+        **peer_columns(timings),
+    }
+
+
+# ---- verdicts
+
+
+def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
+    """The targets, for every row that they are set for; `tables` are rows by part."""
+    found: list[Verdict] = []
+    for part, targets in (("forward", FORWARD_TARGETS), ("backward", BACKWARD_TARGETS)):
+        for row in tables.get(part, ()):
+            if _number(row, "seqlen") < TARGET_SEQLEN:
+                continue
+            for who, target in targets[int(_number(row, "head_dim"))].items():
+                found.append(_at_least(part, row, f"speedup_vs_{who}", target))
+            judged = (row["head_dim"], row["seqlen"], row["causal"]) == (256, TOKENS, False)
+            if part == "backward" and judged:
+                found.append(_at_least(part, row, "tflops", BACKWARD_TFLOPS))
+    for row in tables.get("decode", ()):
+        if _number(row, "kv_mib") * 2**20 > LARGE_CACHE:
+            found.append(_at_least("decode", row, "share_of_copy", DECODE_SHARE))
+        found.append(_at_least("decode", row, f"speedup_vs_{FA4}", 1.0))
+    for row in tables.get("pages", ()):
+        if _number(row, "page_size") >= LOSS_PAGE_SIZE:
+            loss = _number(row, "loss_pct")
+            name = f"pages, {_label(row)}: at most {MAX_PAGE_LOSS_PCT:g} % slower than contiguous"
+            found.append(Verdict(name, loss <= MAX_PAGE_LOSS_PCT, f"{loss:+.1f} %"))
+    return found
+
+
+def _label(row: Row) -> str:
+    names = (
+        "head_dim", "batch", "seqlen", "seqlen_q", "keys", "heads", "heads_k", "causal",
+        "page_size", "mode",
+    )  # fmt: skip
+    return " ".join(f"{name}={row[name]}" for name in names if name in row)
+
+
+def _number(row: Row, column: str) -> float:
+    value = row[column]
+    assert isinstance(value, (int, float)), column
+    return value
+
+
+def _at_least(part: str, row: Row, column: str, target: float) -> Verdict:
+    name = f"{part}, {_label(row)}: {column} at least {target:g}"
+    if row["time_us"] is None:
+        return Verdict(name, None, "there is no kernel")
+    if row[column] is None:
+        return Verdict(name, None, "the peer was not timed")
+    value = _number(row, column)
+    return Verdict(name, value >= target, f"{value:.3f}, {_number(row, 'time_us'):.1f} us")
+
+
+# ---- plots
+
+
+def whole_plots(rows: Sequence[Row], roofline: Roofline) -> list[Plot]:
+    """Speed by length, of one query head a K/V head."""
+    found = []
+    limit = roofline.matmul_tflops
+    for head_dim in HEAD_DIMS:
+        for causal in (False, True):
+            heads = WIDTH // head_dim
+            where: Row = {"head_dim": head_dim, "causal": causal, "heads_k": heads}
+            of_plot = [row for row in rows if all(row[k] == v for k, v in where.items())]
+            ys = _measured(of_plot, ("tflops", *(f"{who}_tflops" for who in PEERS)))
+            if len(of_plot) > 1 and ys:
+                mode = of_plot[0]["mode"]
+                title = f"head_dim {head_dim}, {'causal' if causal else 'dense'} ({mode})"
+                found.append(
+                    Plot("seqlen", ys, title, "TFLOP/s", where | {"mode": mode}, log_x=True,
+                         lines={} if limit is None else {"matmul 8192": limit})
+                )  # fmt: skip
+    return found
+
+
+def decode_plots(rows: Sequence[Row]) -> list[Plot]:
+    """Time of a step by batch, for each length of paged caches."""
+    found = []
+    for head_dim in HEAD_DIMS:
+        for keys in DECODE_KEYS:
+            where: Row = {"head_dim": head_dim, "keys": keys, "page_size": PAGE_SIZE}
+            of_plot = [row for row in rows if all(row[k] == v for k, v in where.items())]
+            ys = _measured(of_plot, ("time_us", f"{FA4}_us"))
+            if len(of_plot) > 1 and ys:
+                mode = of_plot[0]["mode"]
+                title = f"decode, head_dim {head_dim}, {keys} keys ({mode})"
+                where["mode"] = mode
+                found.append(Plot("batch", ys, title, "us", where, log_x=True, log_y=True))
+    return found
+
+
+def _measured(rows: Sequence[Row], columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(c for c in columns if any(row[c] is not None for row in rows))

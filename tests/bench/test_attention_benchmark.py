@@ -1,0 +1,272 @@
+"""`attention` on the CPU, with plain PyTorch for kernels and a table for GPU times."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn.bench.__main__ import main
+from cute_attn.bench.attention import agreement, cases, operators, problem
+from cute_attn.bench.attention.cases import CUDNN, FA2, FA4, Case
+from cute_attn.bench.harness.agreement import Disagreement
+from cute_attn.bench.harness.roofline import Roofline
+from cute_attn.bench.harness.timing import Timing, time_rested
+from cute_attn.reference.attention import attention_reference
+
+SMALL = [
+    Case("forward", 16, 2, 40, 40, 2, 1, True),
+    Case("forward", 16, 1, 24, 24, 4, 2, False),
+    Case("backward", 16, 1, 24, 24, 4, 2, True),
+    Case("decode", 16, 3, 1, 64, 4, 2, False),
+    Case("decode", 16, 3, 1, 64, 4, 2, False, 16),
+    Case("pages", 16, 2, 32, 32, 4, 2, True, 16),
+]
+MICROSECONDS = {"ours": 2.0, "contiguous": 1.9, FA4: 3.0, CUDNN: 2.5, FA2: 4.0}
+
+
+def low(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    o, _ = attention_reference(q, k, v, dtype=torch.float32, **options)
+    return o.to(q.dtype)
+
+
+def dense(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[torch.Tensor, None]:
+    return low(q, k, v, causal=causal), None
+
+
+def varlen(q: Any, k: Any, v: Any, *, page_table: Any = None, **options: Any) -> Any:
+    if page_table is not None:
+        k, v = (x[page_table.long()].flatten(1, 2) for x in (k, v))
+    return low(q, k, v, **options), None
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem, "DEVICE", "cpu")
+    monkeypatch.setattr(problem, "CHECKED_TOKENS", 24)
+    monkeypatch.setattr(problem, "with_kernel", lambda found: (found, []))
+    monkeypatch.setattr(problem, "compile_all", lambda found: None)
+    monkeypatch.setattr(problem, "capturable", lambda case, calls: (calls, []))
+    monkeypatch.setattr(problem, "peer_functions", lambda: ({"dense": dense, "varlen": varlen}, []))
+    monkeypatch.setattr(
+        problem, "_sdpa", lambda who, q, k, v, case: low(q, k, v, causal=case.causal)
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))
+    monkeypatch.setattr("cute_attn.bench.__main__.require_gpu", lambda: None)
+    package = sys.modules["cute_attn"].__dict__
+    monkeypatch.setitem(package, "flash_attn_func", dense)
+    monkeypatch.setitem(package, "flash_attn_varlen_func", varlen)
+    monkeypatch.setattr(operators, "measure_roofline", lambda **_: Roofline(3000.0, 2900.0, 700.0))
+    monkeypatch.setattr(operators, "all_cases", lambda: SMALL)
+    monkeypatch.setattr(operators, "time_rested", fake_times)
+
+
+def fake_times(calls: Any, **_: Any) -> dict[str, Timing]:
+    for call in calls.values():
+        call()
+    return {who: Timing.from_samples([MICROSECONDS[who]] * 3) for who in calls}
+
+
+def run(tmp_path: Path, *argv: str, code: int = 0) -> Any:
+    assert main(["attention", *argv, "--out", str(tmp_path), "--commit", "abc"]) == code
+    return json.loads(next(tmp_path.glob("*.json")).read_text())
+
+
+# ---- cases
+
+
+def test_the_issues_cases_are_all_there():
+    found = cases.all_cases()
+    assert len(set(found)) == len(found)
+    whole = {(c.part, c.head_dim, c.seqlen_q, c.group, c.causal) for c in found if not c.cached}
+    assert len(whole) == 2 * 3 * 7 * 3 * 2
+    assert {c.batch * c.seqlen_q for c in found if not c.cached} == {16384, 32768}
+    decode = {(c.batch, c.seqlen_k) for c in found if c.part == "decode"}
+    assert {b for b, _ in decode} >= {1, 256} and {s for _, s in decode} >= {1024, 131072}
+    assert all(c.group == 8 for c in found if c.cached)
+    assert {c.page_size for c in found if c.part == "decode"} == {0, 64}
+    assert set(cases.short_cases()) <= set(found)
+
+
+def test_counts():
+    case = Case("forward", 128, 4, 4096, 4096, 16, 4, True)
+    assert case.flops == 4 * 4 * 16 * 4096**2 * 128 / 2 and case.heads_k == 4
+    decode = Case("decode", 128, 2, 1, 1000, 16, 8, False)
+    assert decode.kv_bytes == 2 * 2 * 1000 * 2 * 128 * 2
+    assert decode.min_bytes == decode.kv_bytes + 2 * 2 * 16 * 128 * 2
+    assert decode.plan["short"] and decode.plan["seqused_k"] and decode.plan["page_size"] is None
+
+
+# ---- agreement
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_a_wrong_contender_is_never_timed(case: Case):
+    given = problem.make_inputs(case)
+    if case.part == "backward":
+        found, _ = problem.backward_calls(case, given, None)
+        wrong = {who: (lambda: [2 * x for x in found["ours"]()]) for who in (FA4, CUDNN)}
+        timed, notes = problem.agreeing_gradients(case, {**found, **wrong})
+        assert list(timed) == ["ours"] and "dq differs from ours by" in notes[0]
+        return
+    contenders = problem.calls(case, given, {"dense": dense, "varlen": varlen})
+    timed, errors, notes = problem.agreeing(case, given, contenders)
+    assert list(timed) == list(contenders) and not notes
+    assert errors["ours"] < 1.01 and all(errors[who] < 0.01 for who in errors if who in cases.PEERS)
+    last = (case.batch - 1, case.seqlen_q - 1, case.heads - 1)
+
+    def spoiled() -> torch.Tensor:
+        o = problem.output(contenders[FA4]()).clone()
+        o[last] += 1.0
+        return o
+
+    timed, _, notes = problem.agreeing(case, given, contenders | {FA4: spoiled})
+    assert FA4 not in timed and f"not timed: {FA4} at {case.part}" in notes[0]
+    with pytest.raises(Disagreement, match="an error of"):
+        problem.agreeing(case, given, contenders | {"ours": spoiled})
+
+
+def test_blocks_of_rows_have_the_first_and_the_last():
+    assert agreement._blocks(2500, None) == [(0, 1024), (1024, 2048), (2048, 2500)]
+    found = agreement._blocks(2**15, 3)
+    assert len(found) == 3 and found[0][0] == 0 and found[-1][1] == 2**15
+    q, k, v = torch.randn(3, 1, 40, 2, 16)
+    (head,) = agreement.expected_in(q, k, v, [(0, 1)], causal=True)
+    whole = attention_reference(q, k, v, causal=True)[0]
+    torch.testing.assert_close(head.exact, whole[0, :, 1])
+
+
+def test_gradients_are_held_to_the_rule(monkeypatch: pytest.MonkeyPatch):
+    errors = problem.check_gradients(SMALL[2])
+    assert set(errors) == {"dq", "dk", "dv"}
+    monkeypatch.setattr(
+        problem, "calls", lambda case, x, _: {"ours": lambda: 1.1 * low(x.q, x.k, x.v)}
+    )
+    with pytest.raises(Disagreement, match="dq has"):
+        problem.check_gradients(SMALL[2])
+
+
+# ---- the command
+
+
+def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = run(tmp_path)
+    assert [row["seqlen"] for row in found["rows"]] == [40, 24]
+    row = found["rows"][0]
+    assert row["tflops"] == pytest.approx(SMALL[0].flops / 2.0 / 1e6)
+    assert row["share_of_matmul"] == pytest.approx(row["tflops"] / 700)
+    assert row["speedup_vs_fa4"] == 1.5 and row["speedup_vs_best"] == 1.25
+    backward, decode, pages = found["parts"]
+    assert [part["benchmark"] for part in found["parts"]] == [
+        "attention-backward", "attention-decode", "attention-pages",
+    ]  # fmt: skip
+    assert backward["rows"][0]["fa2_us"] == 4.0 and backward["rows"][0]["mode"] == "do_bench"
+    contiguous, paged = decode["rows"]
+    assert contiguous["cudnn_us"] == 2.5 and paged["cudnn_us"] is None
+    assert paged["mode"] == "graph" and paged["speedup_vs_fa4"] == 1.5
+    assert paged["share_of_copy"] == pytest.approx(SMALL[4].min_bytes / 2.0 / 1e3 / 3000)
+    assert pages["rows"][0]["loss_pct"] == pytest.approx(100 * (2.0 / 1.9 - 1))
+    assert "largest errors" in found["notes"][0]
+    assert "forward: head_dim=16" in capsys.readouterr().err
+
+
+def test_a_missing_backward_is_reported_as_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def forward_only(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
+        if q.requires_grad:
+            raise NotImplementedError("there is no attention backward")
+        return dense(q, k, v, causal=causal)
+
+    monkeypatch.setitem(sys.modules["cute_attn"].__dict__, "flash_attn_func", forward_only)
+    found = run(tmp_path, "--part", "backward")
+    (row,) = found["rows"]
+    assert row["time_us"] is None and row["fa4_us"] is None
+    assert "backward: there is no attention backward" in found["notes"]
+    assert found["succeeded"]
+
+
+def test_a_wrong_result_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wrong = lambda q, k, v, *, causal: (low(q, k, v, causal=False), None)  # noqa: E731
+    monkeypatch.setitem(sys.modules["cute_attn"].__dict__, "flash_attn_func", wrong)
+    found = run(tmp_path, "--part", "forward", "--no-peer", code=1)
+    assert [row["causal"] for row in found["rows"]] == [False]
+    assert any(note.startswith("FAILED: forward: head_dim=16, batch=2") for note in found["notes"])
+
+
+def test_an_interrupted_run_reports_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = problem.make_inputs
+
+    def interrupted(case: Case, *seed: int) -> Any:
+        if case == SMALL[1]:
+            raise KeyboardInterrupt
+        return made(case, *seed)
+
+    monkeypatch.setattr(problem, "make_inputs", interrupted)
+    found = run(tmp_path, "--no-peer")
+    assert len(found["rows"]) == 1 and found["rows"][0]["fa4_us"] is None
+    assert "interrupted: 1 of 6 cases are done" in found["notes"]
+
+
+# ---- verdicts
+
+
+def whole(**columns: Any) -> dict[str, Any]:
+    timings = {who: Timing.from_samples([us]) for who, us in MICROSECONDS.items()}
+    case = Case("forward", 256, 4, 4096, 4096, 8, 1, True)
+    row = cases.whole_row(case, timings, Roofline(3000.0, 2900.0, 700.0))
+    return row | {"mode": "do_bench"} | columns
+
+
+def test_targets():
+    found = cases.verdicts({"forward": [whole(), whole(seqlen=2048), whole(head_dim=64)]})
+    assert [(v.name.rpartition(": ")[2], v.passed) for v in found] == [
+        ("speedup_vs_fa4 at least 1.05", True),
+        ("speedup_vs_cudnn at least 1.15", True),
+        ("speedup_vs_best at least 1", True),
+    ]
+    rows = [whole(seqlen=16384, causal=False, tflops=559.0), whole(head_dim=128, time_us=None)]
+    assert [v.passed for v in cases.verdicts({"backward": rows})] == [False, False, None]
+    decode = {"head_dim": 64, "batch": 64, "keys": 8192, "kv_mib": 62.0, "time_us": 1.0}
+    decode |= {"share_of_copy": 0.89, "speedup_vs_fa4": None}
+    assert [v.passed for v in cases.verdicts({"decode": [decode]})] == [False, None]
+    assert len(cases.verdicts({"decode": [decode | {"kv_mib": 61.0}]})) == 1
+    pages = {"head_dim": 64, "page_size": 64, "loss_pct": 5.1}
+    judged = cases.verdicts({"pages": [pages, pages | {"page_size": 16}]})
+    assert [v.passed for v in judged] == [False]
+
+
+def test_a_case_without_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    monkeypatch.setattr("cute_attn.cache.current_arch", lambda: "sm_100a")
+    found = [case for case in cases.short_cases() if case.part == "forward"]
+    there_is, notes = problem.with_kernel(found)
+    assert {case.head_dim for case in there_is} == {256}
+    assert "forward, head_dim 64: there is no attention forward for head_dim 64" in notes[0]
+
+
+def test_plots_need_two_lengths():
+    roofline = Roofline(3000.0, 2900.0, 700.0)
+    assert cases.whole_plots([whole()], roofline) == []
+    (plot,) = cases.whole_plots([whole(), whole(seqlen=8192, fa2_tflops=None)], roofline)
+    assert plot.where == {"head_dim": 256, "causal": True, "heads_k": 8, "mode": "do_bench"}
+    assert plot.ys == ("tflops", "fa4_tflops", "cudnn_tflops", "fa2_tflops")
+
+
+def test_timings_are_rested_and_in_turns():
+    said: list[Any] = []
+
+    class Device:
+        def synchronize(self) -> None:
+            pass
+
+        def do_bench(self, fn: Any, warmup_ms: float, rep_ms: float) -> list[float]:
+            said.append(fn())
+            return [float(len(said))] * 3
+
+    fns = {"a": lambda: "a", "b": lambda: "b"}
+    found = time_rested(fns, rest_s=0.5, device=Device(), sleep=said.append)  # type: ignore[arg-type]
+    assert said == [x for who in "abbaab" for x in (0.5, who)]
+    assert found["a"].median_us == 8.0 and found["b"].median_us == 6.0
