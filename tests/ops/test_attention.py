@@ -586,7 +586,7 @@ def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(what: st
     head_dim = target().head_dim
     q, k, v = (torch.zeros(1, n, 2, head_dim, dtype=torch.bfloat16) for n in (5, 7, 7))
     tensors = [q, k, v, torch.empty_like(q), torch.empty(1, 2, 5)]
-    more: tuple[Any, ...] = (*[None] * 5, 0.0625, 1.0, 0, 0, 2)
+    more: tuple[Any, ...] = (*[None] * 6, 0.0625, 1.0, 0, 0, 2)
     if spec.scheduler == "counter":
         more = (*more, torch.zeros(1, dtype=torch.int32))
     with cute_attn.emulated(target().arch, Emulator()) as emulator:

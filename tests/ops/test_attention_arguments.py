@@ -427,7 +427,7 @@ def test_the_spec_follows_the_arguments(
         cute_attn.flash_attn_func(**dense(**options))
     spec, arguments = specs
     assert {name: getattr(spec, name) for name in expected} == expected
-    assert len(arguments) == 15
+    assert len(arguments) == 16
     assert arguments[-1] == 3  # clusters of two on 7 SMs
 
 
@@ -457,8 +457,8 @@ def test_what_the_kernel_is_given(monkeypatch: pytest.MonkeyPatch):
     _, first, _, second = specs
     assert first[:3] == (args["q"], args["k"], args["v"])
     assert first[3] is o and first[4] is lse and first[5] is args["learnable_sink"]
-    assert first[6:] == (None, None, None, None, 256**-0.5, 2.5, 3, 4, 2)
-    assert second[10:] == (0.7, 1.0, 3, 0, 2)
+    assert first[6:] == (None, None, None, None, None, 256**-0.5, 2.5, 3, 4, 2)
+    assert second[11:] == (0.7, 1.0, 3, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -543,7 +543,7 @@ def test_a_warm_call_is_one_look_up(warm: Any):
     (given,) = calls
     tensors = (args["q"], args["k"], args["v"], o, lse)
     assert all(a is b for a, b in zip(given, tensors, strict=False))
-    assert given[5:] == (None,) * 5 + (0.0625, 2.5, 7, 0, 66)
+    assert given[5:] == (None,) * 6 + (0.0625, 2.5, 7, 0, 66)
     assert lse.shape == (2, 4, 3)
 
 
@@ -552,7 +552,7 @@ def test_lengths_scales_and_forms_of_the_window_do_not_make_a_call_cold(warm: An
     warm(lambda *arguments: calls.append(arguments), **dense())
     for change in ({"sq": 100, "sk": 9000}, {"window_size": [None, None]}, {"softmax_scale": 3}):
         cute_attn.flash_attn_func(**dense(**change))
-    assert [call[10] for call in calls] == [0.0625, 0.0625, 3]
+    assert [call[11] for call in calls] == [0.0625, 0.0625, 3]
     warm(lambda *arguments: calls.append(arguments), **varlen())
     cute_attn.flash_attn_varlen_func(**varlen(sq=60, sk=77, max_seqlen_q=3, max_seqlen_k=1))
     assert len(calls) == 4

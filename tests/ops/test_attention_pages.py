@@ -77,14 +77,20 @@ def assert_same_in_pages(case: Case, page_size: int, on: Machine) -> None:
     assert same(args, whole, run(in_pages(args, page_size, case.seed), on=on))
 
 
-@pytest.mark.parametrize(("head_dim", "page_size"), [(128, 16), (256, 64)])
-def test_a_few_calls(head_dim: int, page_size: int):
-    with on_target(Target(ARCH, head_dim)):
+@pytest.mark.parametrize(
+    ("on", "page_size"),
+    [(Target(ARCH, 128), 16), (Target(ARCH, 256), 64), (Target("sm_100a"), 16)],
+    ids=str,
+)
+def test_a_few_calls(on: Target, page_size: int):
+    with on_target(on):
         assert_same_in_pages(of_kind(CAUSAL, (150, 0, 33), 20), page_size, Machine())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "on", [*(Target(ARCH, head_dim) for head_dim in (64, 128, 256)), Target("sm_100a")], ids=str
+)
 @settings(max_examples=150 if FULL else 25)
 @given(
     kind=st.sampled_from([PLAIN, CAUSAL, WINDOW, CACHE]),
@@ -96,7 +102,7 @@ def test_a_few_calls(head_dim: int, page_size: int):
     schedule=st.sampled_from(["random", "adversarial"]),
 )
 def test_pages_change_no_bit(
-    head_dim: int,
+    on: Target,
     kind: Kind,
     lengths: tuple[int, ...],
     queries: int,
@@ -105,7 +111,7 @@ def test_pages_change_no_bit(
     seed: int,
     schedule: str,
 ):
-    with kept_programs(), on_target(Target(ARCH, head_dim)):
+    with kept_programs(), on_target(on):
         case = of_kind(kind, lengths, queries, left=left, seed=seed)
         assert_same_in_pages(case, 16 * pages, Machine(num_sms=3, schedule=schedule, seed=seed))
 
@@ -145,22 +151,19 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
         cute_attn.flash_attn_varlen_func(**good() | change)
 
 
-def test_what_has_no_kernel():
+def test_pages_take_no_gradient():
     args = good()
-    with (
-        cute_attn.emulated("sm_100a"),
-        pytest.raises(NotImplementedError, match="with page_table on sm_100a; there is: sm_90a"),
-    ):
-        cute_attn.flash_attn_varlen_func(**args)
     args["q"].requires_grad_()
-    with cute_attn.emulated(ARCH), pytest.raises(NotImplementedError, match="has no backward"):
-        cute_attn.flash_attn_varlen_func(**args)
+    for arch in (ARCH, "sm_100a"):
+        with cute_attn.emulated(arch), pytest.raises(NotImplementedError, match="has no backward"):
+            cute_attn.flash_attn_varlen_func(**args)
 
 
 def test_the_plan_depends_on_what_divides_pages_and_tiles():
-    def rows(page_size: int, head_dim: int) -> set[int]:
-        planned = plan_attention(ARCH, head_dim=head_dim, seqused_k=True, page_size=page_size)
+    def rows(page_size: int, arch: str, head_dim: int) -> set[int]:
+        planned = plan_attention(arch, head_dim=head_dim, seqused_k=True, page_size=page_size)
         return {spec.page_rows for _, spec in planned}
 
-    assert [rows(n, 128) for n in (16, 48, 64, 256)] == [{16}, {16}, {64}, {128}]
-    assert [rows(n, 256) for n in (16, 64, 160)] == [{16}, {16}, {80}]
+    assert [rows(n, ARCH, 128) for n in (16, 48, 64, 256)] == [{16}, {16}, {64}, {128}]
+    assert [rows(n, ARCH, 256) for n in (16, 64, 160)] == [{16}, {16}, {80}]
+    assert [rows(n, "sm_100a", 256) for n in (16, 96, 256)] == [{16}, {32}, {64}]

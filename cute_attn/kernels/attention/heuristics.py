@@ -31,6 +31,7 @@ from .spec import (
     SM90_MAX_PACKED_HEADS,
     SM90_TILES,
     TILE_M,
+    TILE_N,
     ForwardSpec,
     Hd256ForwardSpec,
     Sm90ForwardSpec,
@@ -136,17 +137,14 @@ def forward_spec(
     forward; the scheduler is the caller's, "static" or "clc". On SM90 both are "counter", which
     gives the same bits."""
     if arch != "sm_90a":
-        if page_size is not None:
-            raise NotImplementedError(
-                f"there is no attention forward with page_table on {arch}; there is: sm_90a"
-            )
         if split:
             raise NotImplementedError(
                 f"there is no attention forward with num_splits > 1 on {arch}; there is: sm_90a"
             )
-        return Hd256ForwardSpec(scheduler=scheduler, **fields)
+        # A box of keys lies in a page, and in the half of a K tile that a CTA loads.
+        page_rows = 0 if page_size is None else math.gcd(page_size, TILE_N // 2)
+        return Hd256ForwardSpec(scheduler=scheduler, page_rows=page_rows, **fields)
     tile_m, tile_n, stages = SM90_TILES[head_dim]
-    # A box of keys lies in a page and in a tile.
     page_rows = 0 if page_size is None else math.gcd(page_size, tile_n)
     return Sm90ForwardSpec(
         scheduler="counter",

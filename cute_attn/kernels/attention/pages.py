@@ -28,7 +28,7 @@ class Pages(Carried):
         by_size: divides by the tokens of a page.
         size: tokens of a page.
         rows: keys of a box.
-        tile_n: keys of a K/V tile.
+        tile_n: keys of a K/V tile, or of a CTA's part of it.
     """
 
     table: Any
@@ -36,6 +36,18 @@ class Pages(Carried):
     size: Any
     rows: int
     tile_n: int
+
+    @classmethod
+    def of(cls, table: cute.Tensor, x: cute.Tensor, spec: Any, tile_n: int) -> Pages:
+        """Those of x, `[pages, page_size, heads_k, head_dim]`; for host code."""
+        size = x.shape[1]
+        by_size = cute.fast_divmod_create_divisor_v2(size)
+        return cls(table, by_size, size, spec.page_rows, tile_n)
+
+    @property
+    def most_keys(self) -> Any:
+        """The most keys of a sequence."""
+        return self.size * self.table.shape[1]
 
     @property
     def boxes(self) -> int:
@@ -75,12 +87,16 @@ class Pages(Carried):
         barriers: Barriers,
         edge: cutlass.Constexpr[str],
         n: Int32,
+        column: Int32 | None = None,
     ) -> None:
-        """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`."""
+        """Load a tile, whose boxes `of_tile` has found, to the stage of use n of `edge`: as many
+        columns as `smem` has, from `column` on."""
         stage = barriers.stage(edge, n)
         for i in cutlass.range(self.boxes, unroll=1):  # registers are few
             page, index, used = (cute.arch.shuffle_sync(value, i) for value in found)
             rows = boxed.box(x, index, head, page, 0, used)
+            if cutlass.const_expr(column is not None):
+                rows = cute.domain_offset((0, column), rows)
             tiled = cute.local_tile(rows, (self.rows, BOX), (0, None))
             source, to = partition(tma, tiled, smem)
             for box in cutlass.range_constexpr(cute.size(to, mode=[2])):

@@ -27,6 +27,7 @@ declare the budgets.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -61,6 +62,7 @@ from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_sto
 from .arguments import FakeArguments
 from .epilogue import round_row, scale_row, stage_row
 from .mask import mask_row
+from .pages import Pages
 from .sm100_mma import (
     HEAD_DIM,
     OVER_HEAD_DIM,
@@ -168,7 +170,7 @@ class Sm100Hd256Forward:
             ROWS, HEAD_DIM, spec.ragged_q, batched=not spec.varlen_q, packed=self.packed
         )
         self.k_rows, self.v_rows = (
-            BoxedRows(rows, HEAD_DIM, spec.ragged_k, batched=not spec.varlen_k)
+            BoxedRows(spec.page_rows or rows, HEAD_DIM, spec.ragged_k, batched=not spec.varlen_k)
             for rows in (KEYS, TILE_N)
         )
 
@@ -186,6 +188,7 @@ class Sm100Hd256Forward:
             fake.lse() if self.spec.lse else None,
             fake.sink(),
             *fake.sequences(),
+            fake.page_table(),
             Float32(1.0),
             Float32(1.0),
             Int32(0),
@@ -209,6 +212,7 @@ class Sm100Hd256Forward:
         cu_seqlens_k: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
         seqused_k: cute.Tensor | None,
+        page_table: cute.Tensor | None,
         softmax_scale: Float32,
         softcap: Float32,
         window_left: Int32,
@@ -222,7 +226,10 @@ class Sm100Hd256Forward:
             batch = cu_seqlens_q.shape[0] - 1
         else:
             batch = q.shape[0]
-        seqlen_k = k.shape[-3]
+        seqlen_k, pages = k.shape[-3], None
+        if cutlass.const_expr(page_table is not None):
+            pages = Pages.of(page_table, k, spec, TILE_N)
+            seqlen_k = pages.most_keys
 
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
@@ -240,7 +247,7 @@ class Sm100Hd256Forward:
             *q_copy, *k_copy, *v_copy, *o_copy,
             lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             scaling, window_left, window_right,
-            heads, kv_heads, batch, q.shape[-3], seqlen_k, heads_at_once, num_tiles,
+            heads, kv_heads, batch, q.shape[-3], seqlen_k, heads_at_once, num_tiles, pages,
         ).launch(
             grid=[CTAS * self.scheduler.clusters(num_tiles, num_clusters), 1, 1],
             block=[NUM_WARPS * WARP_SIZE, 1, 1],
@@ -292,6 +299,7 @@ class Sm100Hd256Forward:
         seqlen_k: Int32,
         heads_at_once: Int32,
         num_tiles: Int32,
+        pages: Pages | None,
     ) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
@@ -322,7 +330,9 @@ class Sm100Hd256Forward:
                 scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
                 queue.fill(scheduler, tiles)
             elif warp == LOAD.warps[0]:
-                self.load_warp(q_tma, q, k_tma, k, v_tma, v, storage, barriers, queue, visible)
+                self.load_warp(
+                    q_tma, q, k_tma, k, v_tma, v, storage, barriers, queue, visible, pages
+                )  # fmt: skip
             elif warp == MMA.warps[0]:
                 self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, queue, visible)
             else:
@@ -351,6 +361,7 @@ class Sm100Hd256Forward:
         barriers: Barriers,
         queue: TileQueue,
         visible: Visibility,
+        pages: Pages | None,
     ) -> None:
         """Load Q of each tile, then its K/V tiles from the last to the first; each CTA loads its
         half."""
@@ -358,6 +369,10 @@ class Sm100Hd256Forward:
         q_smem = boxes(storage.q, ROWS, (across, ROWS * BOX), (1, Q_BYTES // 2))
         k_smem = boxes(storage.kv, KEYS, (across, KEYS * BOX), (KV_STAGES, KV_BYTES // 2))
         v_smem = boxes(storage.kv, TILE_N, (DIMS // BOX, TILE_N * BOX), (KV_STAGES, KV_BYTES // 2))
+        if cutlass.const_expr(pages is not None):
+            k_pages = replace(pages, tile_n=KEYS)
+            k_smem = k_pages.view(storage.kv, HEAD_DIM, KV_STAGES)
+            v_smem = pages.view(storage.kv, DIMS, KV_STAGES)
         taken = Int32(0)  # tiles, from the queue
         loaded_q = Int32(0)
         n = Int32(0)  # uses of the ring
@@ -375,15 +390,30 @@ class Sm100Hd256Forward:
                     if i < end - first:
                         barriers.wait_previous("kv_empty", n)
                         barriers.leader_expects("kv_full", n, KV_BYTES, cta)
-                        keys = self.k_rows.box(k, CTAS * (end - 1 - i) + cta, *work.keys)
-                        load_boxes(k_tma, keys, k_smem, barriers, "kv_full", n)
+                        tile = CTAS * (end - 1 - i) + cta
+                        if cutlass.const_expr(pages is None):
+                            keys = self.k_rows.box(k, tile, *work.keys)
+                            load_boxes(k_tma, keys, k_smem, barriers, "kv_full", n)
+                        else:
+                            found = k_pages.of_tile(tile, work.sequence, work.seqlen_k)
+                            k_pages.load(
+                                k_tma, k, self.k_rows, found, work.kv_head, k_smem, barriers,
+                                "kv_full", n,
+                            )  # fmt: skip
                         n += 1
                     if i > 0:
                         barriers.wait_previous("kv_empty", n)
                         barriers.leader_expects("kv_full", n, KV_BYTES, cta)
-                        values = self.v_rows.box(v, end - i, *work.keys)
-                        values = cute.domain_offset((0, cta * DIMS), values)
-                        load_boxes(v_tma, values, v_smem, barriers, "kv_full", n)
+                        if cutlass.const_expr(pages is None):
+                            values = self.v_rows.box(v, end - i, *work.keys)
+                            values = cute.domain_offset((0, cta * DIMS), values)
+                            load_boxes(v_tma, values, v_smem, barriers, "kv_full", n)
+                        else:
+                            found = pages.of_tile(end - i, work.sequence, work.seqlen_k)
+                            pages.load(
+                                v_tma, v, self.v_rows, found, work.kv_head, v_smem, barriers,
+                                "kv_full", n, cta * DIMS,
+                            )  # fmt: skip
                         n += 1
             taken += 1
             work = queue.take(taken)

@@ -201,11 +201,10 @@ class Sm90Forward:
             batch = cu_seqlens_q.shape[0] - 1
         else:
             batch = q.shape[0]
-        seqlen_k = k.shape[-3]
-        by_page = None
+        seqlen_k, pages = k.shape[-3], None
         if cutlass.const_expr(page_table is not None):
-            by_page = cute.fast_divmod_create_divisor_v2(seqlen_k)
-            seqlen_k = seqlen_k * page_table.shape[1]
+            pages = Pages.of(page_table, k, spec, spec.tile_n)
+            seqlen_k = pages.most_keys
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         head_bytes = Int64(seqlen_k) * (2 * self.row_bytes)  # of K and V
@@ -226,7 +225,7 @@ class Sm90Forward:
             *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
             *o_copy, lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
             seqused_k, scaling, window_left, window_right, heads, kv_heads, batch, q.shape[-3],
-            seqlen_k, tiles.heads_at_once, num_tiles, page_table, by_page, k.shape[-3], counter,
+            seqlen_k, tiles.heads_at_once, num_tiles, pages, counter,
         ).launch(
             grid=[self.scheduler.clusters(num_tiles, num_ctas), 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
@@ -263,9 +262,7 @@ class Sm90Forward:
         seqlen_k: Int32,
         heads_at_once: Int32,
         num_tiles: Int32,
-        page_table: cute.Tensor | None,
-        by_page: cute.FastDivmodDivisorV2 | None,
-        page_size: Int32,
+        pages: Pages | None,
         counter: cute.Tensor | None,
     ) -> None:
         spec = self.spec
@@ -297,9 +294,6 @@ class Sm90Forward:
                     Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
                     heads_at_once,
                 )  # fmt: skip
-                pages = None
-                if cutlass.const_expr(page_table is not None):
-                    pages = Pages(page_table, by_page, page_size, spec.page_rows, spec.tile_n)
                 self.load_warp(x, storage, barriers, tiles, visible, pages)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)

@@ -109,7 +109,7 @@ class Hd256ForwardSpec(ForwardSpec):
         **ForwardSpec.ALLOWED,
         "scheduler": KERNEL_SCHEDULERS,
         "packed_heads": _powers_of_two(MAX_PACKED_HEADS),
-        "page_rows": (0,),
+        "page_rows": (0, 16, 32, 64),
     }
 
 

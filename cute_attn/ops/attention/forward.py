@@ -22,7 +22,7 @@ from ...kernels.attention.heuristics import (
     has_splits,
     num_splits_of_forward,
 )
-from ...kernels.attention.spec import LARGEST_SCALE, Sm90ForwardSpec
+from ...kernels.attention.spec import LARGEST_SCALE
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
 from ..operator import Operator, is_grad_enabled
@@ -43,7 +43,7 @@ _empty_like = torch.empty_like
 _contiguous = torch.contiguous_format
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
-# whether it takes a page table and a counter, the kernel that combines splits)
+# whether it takes a counter, the kernel that combines splits)
 _Ready = tuple[Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None]
 
 
@@ -97,7 +97,7 @@ class Forward(Operator[Arguments]):
             left or 0,
             right or 0,
             launch.num_clusters(a.q.device, table.find("forward", arch, head_dim).cluster),
-            isinstance(spec, Sm90ForwardSpec),
+            spec.scheduler == "counter",
             launch.get_for(a.q.device, *combine[0]) if combine else None,
         )
 
@@ -170,7 +170,7 @@ class Forward(Operator[Arguments]):
                     num_splits <= MAX_SPLITS,
                 )
                 ready = self.ready[key]
-            function, default_scale, cap, left, right, clusters, hopper, combine = ready
+            function, default_scale, cap, left, right, clusters, counts, combine = ready
             o = _empty_like(q, memory_format=_contiguous)
             lse = _empty_lse(q) if return_lse else None
             if combine is not None:
@@ -186,9 +186,8 @@ class Forward(Operator[Arguments]):
                 return o, lse
             function(
                 q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                *((page_table,) if hopper else ()),
-                default_scale if softmax_scale is None else softmax_scale, cap, left, right,
-                clusters, *((counter_for(q),) if hopper else ()),
+                page_table, default_scale if softmax_scale is None else softmax_scale, cap, left,
+                right, clusters, *((counter_for(q),) if counts else ()),
             )  # fmt: skip
             return o, lse
         except Exception as error:
