@@ -35,7 +35,7 @@ LIGHTNING = {
 HEADS, HEAD_DIM, SLOTS = 16, 128, 12
 EMULATED_HEADS = 3
 ROUNDING = torch.finfo(torch.float32).eps
-HOPPER, BLACKWELL = EMULATED_ARCHS = ("sm_90a", "sm_100a")
+EMULATED_ARCHS = ("sm_90a", "sm_100a")
 
 console = Console()
 
@@ -120,6 +120,18 @@ def attention(device: str, heads: int) -> Errors:
     plain, _ = attention_in_low_precision(q, k, v, causal=True)
     o, _ = cute_attn.flash_attn_func(q, k, v, causal=True)
     return [relative_error(o, exact)], [relative_error(plain, exact)]
+
+
+def combination(device: str, heads: int) -> Errors:
+    """Three parts of the keys; `plain` is the formula in PyTorch float32."""
+    o = torch.randn(3, 2, 9, heads, HEAD_DIM, device=device)
+    lse = torch.randn(3, 2, 9, heads, device=device)
+    exact, plain = (
+        ((lse.to(dtype) - lse.to(dtype).logsumexp(0)).exp()[..., None] * o.to(dtype)).sum(0)
+        for dtype in (torch.float64, torch.float32)
+    )
+    out, _ = cute_attn.flash_attn_combine(o, lse)
+    return [relative_error(out, exact)], [relative_error(plain, exact)]
 
 
 def lightning_decode(name: str, device: str, heads: int) -> Errors:
@@ -217,9 +229,8 @@ def kda_decode(device: str, heads: int) -> Errors:
 
 
 CHECKS = {
-    "Softmax attention, head_dim 256": Check(
-        attention, gpus=("sm_100a", "sm_103a"), emulated=(BLACKWELL,)
-    ),
+    "Softmax attention, head_dim 256": Check(attention, gpus=("sm_90a", "sm_100a", "sm_103a")),
+    "Softmax attention, parts combined": Check(combination),
     **{name: Check(partial(lightning_decode, name)) for name in LIGHTNING},
     "KDA, prefill": Check(kda_prefill),
     "KDA, recurrent": Check(kda_recurrent),

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import cute_attn
+from cute_attn.cache import plan_file
+from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator, build
 from tests.ops.kda_stand_ins import stand_ins
 
@@ -204,3 +206,33 @@ def test_kimi_linear_layer_notices_a_state_that_is_not_carried(
     monkeypatch.setattr(cute_attn, "chunk_kda", forgetful)
     errors = kimi_linear()
     assert all(ours > 2 * plain for ours, plain in errors.values())
+
+
+def test_the_paged_server_prebuilds_what_it_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load("paged_server")
+    monkeypatch.setenv("CUTE_ATTN_PREBUILT", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *_, **__: None)
+        example.prebuild(tmp_path, "sm_90a")
+    monkeypatch.delenv("CUTE_ATTN_PREBUILT")
+    used: set[Any] = set()
+
+    def function(_self: Emulation, kernel: Any, spec: Any) -> Any:
+        used.add((kernel, spec))
+        return lambda *_: None
+
+    monkeypatch.setattr(Emulation, "function", function)
+    monkeypatch.setattr(example, "errors", lambda *_: (0.0, 0.0))
+    for arch in ("sm_90a", "sm_100a"):
+        used.clear()
+        with cute_attn.emulated(arch, Emulator(num_sms=132)):
+            prefills, decodes, *_ = example.run("cpu", [300, 1, 20, *[5] * 9], 30)
+        assert prefills > 5 and decodes > 30
+        assert len(used) > 1 and used <= set(plan_file(tmp_path / "server.toml", arch))
+
+
+@pytest.mark.slow
+def test_the_paged_server_agrees_with_plain_attention() -> None:
+    assert load("paged_server").main(requests=0)
