@@ -363,3 +363,91 @@ def launch_recorded(kernel: Recorded) -> Prepared:
         return run
 
     return prepare
+
+
+def found_on(
+    bug: Bug, kernel: tuple[Ptx, Prepared], seeds: Iterable[tuple[int, int]]
+) -> Iterator[str]:
+    """Of each schedule and seed that misses the bug, what it found instead."""
+    ptx, prepare = kernel
+    changed, at = bug.plant(ptx)
+    lines = set(at)
+    run = prepare(changed.text)
+    for schedule, seed in seeds:
+        done, right = run(schedule, seed)
+        if not reported(bug, done, lines, right):
+            found = "\n".join(map(str, done.findings)) or f"nothing; the result is right: {right}"
+            yield f"{(schedule, seed)}: {found}"
+
+
+# -- bugs of Hopper's pipelines: a load warp hands tiles to consumer warpgroups --------------------
+
+WAIT = r"mbarrier\.(test|try)_wait"
+ARRIVE = r"mbarrier\.arrive\.shared"
+WGMMA = r"^\s*wgmma\.mma_async"
+SHARED = r"^\s*(@%p\d+ )?(ld|st)\.shared"
+
+
+class Planter:
+    """The bugs of a kernel, planted by decorated functions, which tell the lines that they show
+    at."""
+
+    def __init__(self, kernel: str):
+        self.kernel = kernel
+        self.bugs: list[Bug] = []
+
+    def __call__(
+        self, name: str, checks: str, severity: str = "error"
+    ) -> Callable[[Callable[[Any], Planted]], None]:
+        """Decorates what plants the bug of this name; checks are separated by spaces."""
+
+        def add(plant: Callable[[Any], Planted]) -> None:
+            self.bugs.append(Bug(name, self.kernel, plant, tuple(checks.split()), severity))
+
+        return add
+
+
+def lines_of(p: Ptx, *patterns: str) -> list[int]:
+    return [line for pattern in patterns for line in p.all(pattern)]
+
+
+def all_waits(p: Ptx) -> list[int]:
+    """Waits for mbarriers, with the branches of their loops."""
+    return [line + n for line in p.all(WAIT) for n in range(4)]
+
+
+def bugs_of_an_edge(planted: Planter, name: str) -> None:
+    """At the mbarriers of what the load warp hands to the consumers: "q", "k", "v" or "work"."""
+    full, empty = f"{name}_full", f"{name}_empty"
+    touched = (SHARED,) if name == "work" else (LOAD, WGMMA)
+
+    @planted(f"wait for {full} dropped", "race uninitialised deadlock")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.of(full, WAIT)), [*lines_of(p, *touched), *all_waits(p)]
+
+    @planted(f"release of {empty} dropped", "deadlock")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.of(empty, ARRIVE)), all_waits(p)
+
+    @planted(f"parity of the wait for {full} wrong", "deadlock race uninitialised barrier value")
+    def _(p: Edged) -> Planted:
+        line = next(x for x in p.of(full, WAIT) if re.search(r"\], %r", p[x]))
+        changed = p.changed_operand(line, operand(p, line), "xor.b32", 1)
+        return changed, [*all_waits(p), *lines_of(p, *touched, ARRIVE)]
+
+
+def bug_of_a_stage(planted: Planter, name: str) -> None:
+    """The wait for a stage to be empty."""
+
+    @planted(f"wait for {name}_empty dropped", "race barrier")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.of(f"{name}_empty", WAIT)), lines_of(p, LOAD, WGMMA, EXPECT, ARRIVE)
+
+
+def bug_of_products(planted: Planter, nth: int, name: str) -> None:
+    """The nth wait for products in the text."""
+
+    @planted(f"wait for {name} dropped", "wgmma race")
+    def _(p: Edged) -> Planted:
+        line = p.one(r"wgmma\.wait_group", nth=nth)
+        return p.drop(line), range(1, len(p.lines))  # whatever touches an accumulator next

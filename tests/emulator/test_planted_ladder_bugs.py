@@ -7,8 +7,6 @@ change the result. Waits and arrivals are found by the edge of the pipeline that
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -23,15 +21,23 @@ from .mutations import (
     LOAD,
     MORE_SEEDS,
     SEEDS,
+    SHARED,
     STORE,
+    WGMMA,
     Bug,
     Edged,
     Planted,
+    Planter,
     Prepared,
+    all_waits,
+    bug_of_a_stage,
+    bug_of_products,
+    bugs_of_an_edge,
+    found_on,
     launch_recorded,
+    lines_of,
     operand,
     record,
-    reported,
 )
 
 SMS = 2
@@ -58,71 +64,17 @@ def kernel() -> tuple[Edged, Prepared]:
     return ptx, launch_recorded(recorded)
 
 
-WAIT = r"mbarrier\.(test|try)_wait"
-ARRIVE = r"mbarrier\.arrive\.shared"
-WGMMA = r"^\s*wgmma\.mma_async"
-SHARED = r"^\s*(@%p\d+ )?(ld|st)\.shared"
 EDGES = ("q", "k", "v", "work")
 
-BUGS: list[Bug] = []
-
-
-def planted(name: str, checks: str, severity: str = "error") -> Callable[..., None]:
-    """Decorates a function that plants a bug, and tells the lines that it shows at."""
-
-    def add(plant: Callable[[Edged], Planted]) -> None:
-        expected = tuple(checks.split())
-        BUGS.append(Bug(name, "step 10", plant, expected, severity))  # type: ignore[arg-type]
-
-    return add
-
-
-def lines(p: Edged, *patterns: str) -> list[int]:
-    return [line for pattern in patterns for line in p.all(pattern)]
-
-
-def waits(p: Edged, *edges: str) -> list[int]:
-    """Waits of these edges, with the branches of their loops."""
-    return [line + n for edge in edges for line in p.of(edge, WAIT) for n in range(4)]
-
-
-def all_waits(p: Edged) -> list[int]:
-    return [line + n for line in p.all(WAIT) for n in range(4)]
-
-
-def of_an_edge(name: str) -> None:
-    """Bugs at the mbarriers of what the load warp hands to the consumers."""
-    full, empty = f"{name}_full", f"{name}_empty"
-    touched = (SHARED,) if name == "work" else (LOAD, WGMMA)
-
-    @planted(f"wait for {full} dropped", "race uninitialised deadlock")
-    def _(p: Edged) -> Planted:
-        return p.drop(*p.of(full, WAIT)), [*lines(p, *touched), *all_waits(p)]
-
-    @planted(f"release of {empty} dropped", "deadlock")
-    def _(p: Edged) -> Planted:
-        return p.drop(*p.of(empty, ARRIVE)), all_waits(p)
-
-    @planted(f"parity of the wait for {full} wrong", "deadlock race uninitialised barrier value")
-    def _(p: Edged) -> Planted:
-        line = next(x for x in p.of(full, WAIT) if re.search(r"\], %r", p[x]))
-        changed = p.changed_operand(line, operand(p, line), "xor.b32", 1)
-        return changed, [*all_waits(p), *lines(p, *touched, ARRIVE)]
-
+planted = Planter("step 10")
 
 for edge in EDGES:
-    of_an_edge(edge)
-
-
-def wait_for_a_stage(name: str) -> None:
-    @planted(f"wait for {name}_empty dropped", "race barrier")
-    def _(p: Edged) -> Planted:
-        return p.drop(*p.of(f"{name}_empty", WAIT)), lines(p, LOAD, WGMMA, EXPECT, ARRIVE)
+    bugs_of_an_edge(planted, edge)
 
 
 # That for work_empty is not needed in this launch: the rings of K and V hold the load warp back.
 for edge in EDGES[:3]:
-    wait_for_a_stage(edge)
+    bug_of_a_stage(planted, edge)
 
 
 @planted("expect_tx of V 16 too many", "deadlock")
@@ -133,19 +85,12 @@ def _(p: Edged) -> Planted:
 
 @planted("barrier after the initialisation dropped", "barrier race")
 def _(p: Edged) -> Planted:
-    return p.drop(p.one(r"bar\.sync\s+0")), lines(p, r"mbarrier\.", LOAD)
-
-
-def wait_for_products(nth: int, name: str) -> None:
-    @planted(f"wait for {name} dropped", "wgmma race")
-    def _(p: Edged) -> Planted:
-        line = p.one(r"wgmma\.wait_group", nth=nth)
-        return p.drop(line), range(1, len(p.lines))  # whatever touches an accumulator next
+    return p.drop(p.one(r"bar\.sync\s+0")), lines_of(p, r"mbarrier\.", LOAD)
 
 
 # In the order of the text: the first S, then S and O of the masked loop and of the other one.
 for nth, name in enumerate(("the first S", "S, masked", "O, masked", "S", "O", "the last O")):
-    wait_for_products(nth, name)
+    bug_of_products(planted, nth, name)
 
 
 @planted("S not waited for, only the product before", "wgmma race")
@@ -156,12 +101,12 @@ def _(p: Edged) -> Planted:
 
 @planted("fence of a product dropped", "wgmma", "note")
 def _(p: Edged) -> Planted:
-    return p.drop(p.one(r"wgmma\.fence", nth=-1)), lines(p, WGMMA)
+    return p.drop(p.one(r"wgmma\.fence", nth=-1)), lines_of(p, WGMMA)
 
 
 @planted("proxy fence before the store of O dropped", "proxy-fence")
 def _(p: Edged) -> Planted:
-    return p.drop(p.one(r"fence\.proxy\.async")), lines(p, STORE, SHARED)
+    return p.drop(p.one(r"fence\.proxy\.async")), lines_of(p, STORE, SHARED)
 
 
 def barrier_of_o(nth: int, checks: str) -> None:
@@ -169,7 +114,7 @@ def barrier_of_o(nth: int, checks: str) -> None:
     def _(p: Edged) -> Planted:
         fence = p.one(r"fence\.proxy\.async")
         line = p.after(r"bar\.sync", fence) if nth else p.before(r"bar\.sync", fence)
-        return p.drop(line), lines(p, STORE, SHARED)
+        return p.drop(line), lines_of(p, STORE, SHARED)
 
 
 barrier_of_o(0, "race")
@@ -178,7 +123,7 @@ barrier_of_o(1, "race proxy-fence")
 
 @planted("wait for the stores of O dropped", "race")
 def _(p: Edged) -> Planted:
-    return p.drop(*p.all(r"cp\.async\.bulk\.wait_group")), lines(p, STORE, SHARED)
+    return p.drop(*p.all(r"cp\.async\.bulk\.wait_group")), lines_of(p, STORE, SHARED)
 
 
 @planted("turn not passed", "deadlock")
@@ -212,16 +157,6 @@ QUICK = {
 }
 
 
-def check(bug: Bug, seeds: Iterable[tuple[int, int]]) -> None:
-    ptx, prepare = kernel()
-    changed, at = bug.plant(ptx)
-    run = prepare(changed.text)
-    for schedule, seed in seeds:
-        done, right = run(schedule, seed)
-        found = "\n".join(map(str, done.findings)) or f"nothing; the result is right: {right}"
-        assert reported(bug, done, set(at), right), f"{(schedule, seed)}: {found}"
-
-
 def test_the_kernel_is_clean() -> None:
     _, prepare = kernel()
     run = prepare(None)
@@ -234,14 +169,14 @@ def test_the_kernel_is_clean() -> None:
     "bug",
     [
         pytest.param(bug, id=bug.name, marks=() if bug.name in QUICK else pytest.mark.slow)
-        for bug in BUGS
+        for bug in planted.bugs
     ],
 )
 def test_the_bug_is_found(bug: Bug) -> None:
-    check(bug, SEEDS)
+    assert list(found_on(bug, kernel(), SEEDS)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", planted.bugs, ids=lambda bug: bug.name)
 def test_the_bug_is_found_on_more_seeds(bug: Bug) -> None:
-    check(bug, MORE_SEEDS[::6])
+    assert list(found_on(bug, kernel(), MORE_SEEDS[::6])) == []

@@ -1,0 +1,466 @@
+"""Bugs planted in attention's forward on SM90: every schedule must find each of them.
+
+A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
+change the result. Three kernels: "dense" (causal, with lse), "pages" (K and V in pages), and
+"shared", whose O is staged in Q's buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+
+from cute_attn import cache
+from cute_attn.kernels.attention.sm90_fwd import Sm90Forward
+from cute_attn.kernels.attention.spec import Sm90ForwardSpec
+from cute_attn.kernels.attention.table import SM90_FORWARD
+
+from .mutations import (
+    ARRIVE,
+    EXPECT,
+    LOAD,
+    MORE_SEEDS,
+    SEEDS,
+    SHARED,
+    STORE,
+    WAIT,
+    WGMMA,
+    Bug,
+    Edged,
+    Planted,
+    Planter,
+    Prepared,
+    all_waits,
+    bug_of_a_stage,
+    bug_of_products,
+    bugs_of_an_edge,
+    found_on,
+    launch_recorded,
+    lines_of,
+    operand,
+    record,
+)
+
+SMS = 2
+PAGE = 32
+
+PLAIN = {
+    "dtype": "float16",
+    "scheduler": "counter",
+    "packed_heads": 1,
+    "window_left": False,
+    "window_right": False,
+    "softcap": False,
+    "sink_dtype": "none",
+    "varlen_q": False,
+    "varlen_k": False,
+    "seqused_q": False,
+    "seqused_k": False,
+    "lse": False,
+    "head_dim": 64,
+    "tile_m": 128,
+    "tile_n": 64,
+    "stages": 2,
+}
+SPECS = {
+    "dense": Sm90ForwardSpec(**PLAIN | {"window_right": True, "lse": True}),
+    "pages": Sm90ForwardSpec(**PLAIN | {"seqused_k": True, "page_rows": 16}),
+    "shared": Sm90ForwardSpec(**PLAIN | {"head_dim": 256, "tile_n": 80}),
+}
+# Queries, keys and heads; each CTA gets two tiles of queries. Of the last page one row is used.
+SIZES = {"dense": (200, 200, 2), "pages": (130, 193, 2), "shared": (200, 90, 2)}
+SCALE = 1.0  # large, so that maxima move by more than the threshold
+
+
+@functools.cache
+def kernel(name: str) -> tuple[Edged, Prepared]:
+    """The PTX, and a launch."""
+    spec = SPECS[name]
+    queries, keys, heads = SIZES[name]
+    entry = cache.compile(SM90_FORWARD, spec, arch="sm_90a")
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.float16)
+
+    q = normal(1, queries, heads, spec.head_dim)
+    rows: tuple[int, ...] = (1, keys)
+    used = pages = None
+    if spec.page_rows:
+        each = -(-keys // PAGE)
+        rows = each, PAGE
+        used = torch.tensor([keys], dtype=torch.int32)
+        pages = torch.randperm(each, generator=generator).to(torch.int32)[None]
+    k, v = (normal(*rows, heads, spec.head_dim) for _ in range(2))
+    if pages is not None:
+        v[pages[0, -1].item(), keys % PAGE :] = float("nan")
+    o = torch.full_like(q, float("nan"))
+    lse = torch.full((1, heads, queries), float("nan")) if spec.lse else None
+    counter = torch.zeros(1, dtype=torch.int32)
+    arguments = [
+        q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter,
+    ]  # fmt: skip
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "counter": counter, "used": used}
+    tensors["pages"] = pages
+    spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items() if x is not None]
+    image, text = entry.read("kernel.o"), entry.read("kernel.ptx").decode()
+    (recorded,) = record(image, text, arguments, spans, num_sms=SMS)
+    shared = Sm90Forward(spec).names(0)["shared"]
+    ptx = Edged(recorded.text, {edge: (at, size) for edge, (at, size, *_) in shared.items()})
+    return ptx, launch_recorded(recorded)
+
+
+def early_release(p: Edged, release: int) -> str:
+    """An arrival of one thread of the warp, as `release` has it."""
+    address = re.findall(r"\[.*\]", p[release])[0]
+    arrive = f"@one mbarrier.arrive.shared.b64 _, {address};"
+    return f"{{ .reg .pred one; elect.sync _|one, -1; {arrive} }}"
+
+
+EDGES = ("q", "k", "v", "work")
+LOADS = rf"{LOAD}|{EXPECT}"
+
+dense, pages, shared = Planter("dense"), Planter("pages"), Planter("shared")
+
+# -- edges of the pipeline
+
+for edge in EDGES:
+    bugs_of_an_edge(dense, edge)
+# The ring of K and V holds the load warp back, so that work_empty alone does not matter here.
+for edge in EDGES[:3]:
+    bug_of_a_stage(dense, edge)
+for edge in ("k", "v"):
+    bugs_of_an_edge(pages, edge)
+    bug_of_a_stage(pages, edge)
+bugs_of_an_edge(shared, "q")
+bug_of_a_stage(shared, "q")
+
+
+@dense("expect_tx of V 16 too many", "deadlock")
+def _(p: Edged) -> Planted:
+    line = p.of("v_full", EXPECT)[0]
+    return p.changed_operand(line, operand(p, line), "add.s32", 16), all_waits(p)
+
+
+@pages("expect_tx of K a page too few", "barrier race")
+def _(p: Edged) -> Planted:
+    line = p.of("k_full", EXPECT)[0]
+    changed = p.changed_operand(line, operand(p, line), "sub.s32", PAGE * 128)
+    return changed, lines_of(p, LOADS, WGMMA)
+
+
+@dense("K arrives at V's barrier", "deadlock barrier")
+def _(p: Edged) -> Planted:
+    line = p.of("k_full", LOAD)[0]
+    at = p.mbarriers["v_full"][0] - p.mbarriers["k_full"][0]
+    offset = int(re.findall(r"\+(\d+)\]", p[line])[-1])
+    changed = p.swap(line, rf"\+{offset}\]", f"+{offset + at}]")
+    return changed, [*all_waits(p), *lines_of(p, LOADS)]
+
+
+@dense("barrier after the initialisation dropped", "barrier race")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"bar\.sync\s+0")), lines_of(p, r"mbarrier\.", LOAD)
+
+
+@dense("count of k_empty one too many", "deadlock")
+def _(p: Edged) -> Planted:
+    line = p.of("k_empty", r"mbarrier\.init")[0]
+    return p.changed_operand(line, operand(p, line), "add.s32", 1), all_waits(p)
+
+
+@dense("fence of the initialisation dropped", "proxy-fence barrier")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"fence\.mbarrier_init")), lines_of(p, r"mbarrier\.", LOAD)
+
+
+# -- products
+
+# In the order of the text: the first S, then S and O of the masked loop and of the other one.
+for nth, name in enumerate(("the first S", "S, masked", "O, masked", "S", "O", "the last O")):
+    bug_of_products(dense, nth, name)
+
+
+@dense("S not waited for, only the product before", "wgmma race")
+def _(p: Edged) -> Planted:
+    line = p.one(r"wgmma\.wait_group\S*\s+1", nth=-1)
+    return p.swap(line, r"aligned 1", "aligned 2"), range(1, len(p.lines))
+
+
+@dense("fence of a product dropped", "wgmma", "note")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"wgmma\.fence", nth=-1)), lines_of(p, WGMMA)
+
+
+@dense("a sixteenth of S left out", "value")
+def _(p: Edged) -> Planted:
+    line = p.before(WGMMA, p.all(r"wgmma\.commit")[-3])
+    return p.drop(line), [line]
+
+
+@dense("16 keys of the last P V left out", "value")
+def _(p: Edged) -> Planted:
+    line = p.before(WGMMA, p.all(r"wgmma\.commit")[-1])
+    return p.drop(line), [line]
+
+
+# The same of K changes nothing: its next use comes after that of V, which waits for this product.
+@dense("V is released before its product is waited for", "race")
+def _(p: Edged) -> Planted:
+    release = p.of("v_empty", ARRIVE)[-2]
+    wait = p.before(r"wgmma\.wait_group\S*\s+0", release)
+    return p.drop(release).insert(wait, early_release(p, release)), lines_of(p, LOADS, WGMMA)
+
+
+@dense("Q is released before the last product", "race")
+def _(p: Edged) -> Planted:
+    (release,) = p.of("q_empty", ARRIVE)
+    waited = p.of("q_full", WAIT)[0] + 4
+    early = early_release(p, release)
+    return p.drop(release).insert(waited, early, behind=True), lines_of(p, LOADS, WGMMA)
+
+
+# -- softmax
+
+
+@dense("the mask is one key too wide", "value")
+def _(p: Edged) -> Planted:
+    line = p.before(r"sub\.s32", p.one(r"selp\.f32.*0fFF800000"))
+    result = p[line].split()[1].rstrip(",")
+    return p.insert(line, f"add.s32 {result}, {result}, 1;", behind=True), [line]
+
+
+@dense("a column is not masked", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(r"selp\.f32.*0fFF800000", nth=40)
+    target, source = re.findall(r"%r\d+", p[line])
+    return p.with_line(line, f"mov.b32 {target}, {source};"), [line]
+
+
+@dense("O is not rescaled", "value")
+def _(p: Edged) -> Planted:
+    votes = [line for line in p.all(r"vote\.sync\.any") if "or.pred" in p[line - 1]]
+    changed = p
+    for line in votes:
+        changed = changed.swap(line, r"vote\.sync\.any\.pred", "vote.sync.all.pred")
+    return changed, votes
+
+
+@dense("the maximum of a lane alone", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(r"shfl\.sync\.bfly", nth=-8)
+    return p.swap(line, r", 1, 31", ", 0, 31"), [line]
+
+
+@dense("the sum of a lane alone", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(r"shfl\.sync\.bfly", nth=-1)
+    return p.swap(line, r", 2, 31", ", 0, 31"), [line]
+
+
+@dense("lse of another row", "value race")
+def _(p: Edged) -> Planted:
+    line = p.one(r"st\.global")
+    return p.swap(line, r"\[(%rd\d+)\]", r"[\1+4]"), [line]
+
+
+# -- turns (one that is not waited for only costs time)
+
+
+@dense("turn not passed", "deadlock")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.all(r"bar\.arrive")), range(1, len(p.lines))
+
+
+@dense("first turn not given", "deadlock")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"bar\.arrive")), range(1, len(p.lines))
+
+
+@dense("turn passed to oneself", "deadlock barrier")
+def _(p: Edged) -> Planted:
+    line = p.one(r"bar\.arrive", nth=-1)
+    own = re.findall(r"%r\d+", p[p.one(r"bar\.sync\s+%r\d+, 256")])[0]
+    changed = p
+    for line in p.all(r"bar\.arrive\s+%r\d+")[1:]:
+        changed = changed.swap(line, r"%r\d+", own)
+    return changed, range(1, len(p.lines))
+
+
+@dense("a warpgroup too many waits for a turn", "deadlock barrier")
+def _(p: Edged) -> Planted:
+    changed = p
+    for line in p.all(r"bar\.sync\s+%r\d+, 256"):
+        changed = changed.swap(line, "256", "384")
+    return changed, range(1, len(p.lines))
+
+
+@dense("last turn not taken", "barrier deadlock")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"bar\.sync\s+8, 256")), range(1, len(p.lines))
+
+
+# -- storing
+
+
+@dense("proxy fence before the store of O dropped", "proxy-fence")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"fence\.proxy\.async")), lines_of(p, STORE, SHARED)
+
+
+def barrier_of_o(planted: Planter, nth: int, checks: str) -> None:
+    @planted(f"barrier {nth} around the staging of O dropped", checks)
+    def _(p: Edged) -> Planted:
+        fence = p.one(r"fence\.proxy\.async")
+        line = p.after(r"bar\.sync", fence) if nth else p.before(r"bar\.sync", fence)
+        return p.drop(line), lines_of(p, STORE, SHARED, WGMMA)
+
+
+for planter in (dense, shared):
+    barrier_of_o(planter, 0, "race")
+    barrier_of_o(planter, 1, "race proxy-fence")
+
+
+@dense("wait for the stores of O dropped", "race")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.all(r"cp\.async\.bulk\.wait_group")), lines_of(p, STORE, SHARED)
+
+
+@dense("commit of the store of O dropped", "race exit")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"cp\.async\.bulk\.commit")), lines_of(p, STORE, SHARED)
+
+
+@dense("last wait for the stores of O dropped", "exit", "note")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"cp\.async\.bulk\.wait_group", nth=-1)), range(1, len(p.lines))
+
+
+@shared("Q is released before O has left its buffer", "race")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"cp\.async\.bulk\.wait_group")), lines_of(p, STORE, LOAD, SHARED)
+
+
+@dense("the rows of a warpgroup are stored twice", "value race")
+def _(p: Edged) -> Planted:
+    line = p.one(STORE)
+    row = re.findall(r"\{(.*?)\}", p[line])[0].split(",")[1].strip()
+    return p.changed_operand(line, row, "and.b32", ~64), [line]
+
+
+# -- tiles
+
+
+@dense("a tile left out", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(r"atom\.\S*inc")
+    taken = p[line].split(",")[0].split()[-1]
+    return p.insert(line, f"add.s32 {taken}, {taken}, 1;", behind=True), [line]
+
+
+@dense("the counter does not return to 0", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(r"atom\.\S*inc")
+    return p.changed_operand(line, p[line].split()[-1].rstrip(";"), "add.s32", 1), [line]
+
+
+@dense("the first K/V tile left out", "value deadlock")
+def _(p: Edged) -> Planted:
+    line = p.one(r"setp\.gt\.u32\s+%p\d+, %r\d+, 1;", nth=-1)
+    return p.swap(line, ", 1;", ", 2;"), range(1, len(p.lines))
+
+
+@dense("a release doubled", "barrier deadlock")
+def _(p: Edged) -> Planted:
+    line = p.of("k_empty", ARRIVE)[0]
+    return p.double(line), [line, *all_waits(p)]
+
+
+# -- pages
+
+
+def looked_up(p: Edged) -> list[int]:
+    """The shuffles of (page, index, used rows), of K and then of V."""
+    first = p.of("k_full", LOAD)[0]
+    start = p.all(r"shfl\.sync\.idx", 1, first)[-3]
+    return p.all(r"shfl\.sync\.idx", start, p.of("v_full", LOAD)[0])
+
+
+def wrong_lane(nth: int, name: str) -> None:
+    @pages(f"{name} of another box", "value bounds")
+    def _(p: Edged) -> Planted:
+        line = looked_up(p)[nth]
+        lane = p[line].split(",")[2].strip()
+        return p.changed_operand(line, lane, "xor.b32", 1), [line, *lines_of(p, LOAD)]
+
+
+for nth, name in enumerate(("page of K", "rows within a page of K")):
+    wrong_lane(nth, name)
+wrong_lane(3, "page of V")
+
+
+@pages("rows behind the last key are loaded", "value")
+def _(p: Edged) -> Planted:
+    line = looked_up(p)[5]
+    used = p[line].split(",")[0].split()[-1]
+    return p.insert(line, f"mov.u32 {used}, {PAGE};", behind=True), [line]
+
+
+@pages("entries behind the last page are read", "bounds uninitialised memory out-of-bounds")
+def _(p: Edged) -> Planted:
+    load = p.one(r"ld\.global\.b32", nth=-1)
+    line = p.before(r"or\.pred", load)
+    target, lanes, _ = re.findall(r"%p\d+", p[line])
+    return p.with_line(line, f"mov.pred {target}, {lanes};"), [load]
+
+
+BUGS = [*dense.bugs, *pages.bugs, *shared.bugs]
+QUICK = {
+    "dense: wait for k_full dropped",
+    "dense: O is not rescaled",
+    "dense: S not waited for, only the product before",
+}
+MISSED = {
+    "dense: last turn not taken": "arrivals that a named barrier holds when the CTA exits are not reported",
+    # Each warp stages its own 16 rows, which no other warp's part of a product reads.
+    "shared: barrier 0 around the staging of O dropped": (
+        "a wgmma that one warp has waited for is complete in all four"
+    ),
+}
+
+
+def name_of(bug: Bug) -> str:
+    return f"{bug.kernel}: {bug.name}"
+
+
+def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
+    name = name_of(bug)
+    missed = [pytest.mark.xfail(strict=True, reason=MISSED[name])] if name in MISSED else []
+    return [*missed, *([] if name in QUICK else [pytest.mark.slow])]
+
+
+@pytest.mark.parametrize("name", ["dense", *(pytest.param(n, marks=pytest.mark.slow)
+                                             for n in ("pages", "shared"))])  # fmt: skip
+def test_the_kernel_is_clean(name: str) -> None:
+    _, prepare = kernel(name)
+    run = prepare(None)
+    for schedule, seed in SEEDS:
+        done, right = run(schedule, seed)
+        assert done.findings == [] and right, (schedule, seed)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, id=name_of(bug), marks=marks_of(bug)) for bug in BUGS],
+)
+def test_the_bug_is_found(bug: Bug) -> None:
+    assert list(found_on(bug, kernel(bug.kernel), SEEDS)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [b for b in BUGS if name_of(b) not in MISSED], ids=name_of)
+def test_the_bug_is_found_on_more_seeds(bug: Bug) -> None:
+    assert list(found_on(bug, kernel(bug.kernel), MORE_SEEDS[::6])) == []
