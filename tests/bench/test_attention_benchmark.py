@@ -38,7 +38,10 @@ def dense(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[torch.Tensor, None]:
     return low(q, k, v, causal=causal), None
 
 
-def varlen(q: Any, k: Any, v: Any, *, page_table: Any = None, **options: Any) -> Any:
+def varlen(
+    q: Any, k: Any, v: Any, *, page_table: Any = None, num_splits: int = 1, **options: Any
+) -> Any:
+    del num_splits
     if page_table is not None:
         k, v = (x[page_table.long()].flatten(1, 2) for x in (k, v))
     return low(q, k, v, **options), None
@@ -99,6 +102,7 @@ def test_counts():
     assert decode.kv_bytes == 2 * 2 * 1000 * 2 * 128 * 2
     assert decode.min_bytes == decode.kv_bytes + 2 * 2 * 16 * 128 * 2
     assert decode.plan["short"] and decode.plan["seqused_k"] and decode.plan["page_size"] is None
+    assert (decode.plan["num_splits"], case.plan["num_splits"]) == (0, 1)
 
 
 # ---- agreement

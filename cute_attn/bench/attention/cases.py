@@ -96,13 +96,18 @@ class Case:
         return self.min_bytes * {"forward": 3, "backward": 10, "decode": 2, "pages": 3}[self.part]
 
     @property
+    def num_splits(self) -> int:
+        """As the call has it: of a step the operator chooses."""
+        return 0 if self.cached and self.seqlen_q <= SHORT_QUERIES else 1
+
+    @property
     def plan(self) -> dict[str, Any]:
         """Of `cute_attn.ops.attention.plan_attention`."""
         return {
             "head_dim": self.head_dim, "dtype": self.dtype, "heads": self.heads,
             "heads_k": self.heads_k, "causal": self.causal, "seqused_k": self.cached,
             "page_size": self.page_size or None, "short": self.seqlen_q <= SHORT_QUERIES,
-            "return_lse": self.part == "backward",
+            "num_splits": self.num_splits, "return_lse": self.part == "backward",
         }  # fmt: skip
 
     @property

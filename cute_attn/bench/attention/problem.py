@@ -141,10 +141,11 @@ def calls(
         pages: dict[str, Any] = {}
         if given.page_table is not None:
             pages["page_table"] = given.page_table
-        found["ours"] = partial(flash_attn_varlen_func, *tensors, **options, **pages)
+        ours = partial(flash_attn_varlen_func, num_splits=case.num_splits, **options)
+        found["ours"] = partial(ours, *tensors, **pages)
         if case.part == "pages":
             whole = given.q, *given.in_one_piece()
-            found["contiguous"] = partial(flash_attn_varlen_func, *whole, **options)
+            found["contiguous"] = partial(ours, *whole)
         if theirs:
             found[FA4] = partial(theirs["varlen"], *tensors, **options, **pages)
     if theirs is not None and given.page_table is None:
