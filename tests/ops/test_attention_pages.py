@@ -79,7 +79,11 @@ def assert_same_in_pages(case: Case, page_size: int, on: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("on", "page_size"),
-    [(Target(ARCH, 128), 16), (Target(ARCH, 256), 64), (Target("sm_100a"), 16)],
+    [
+        pytest.param(Target(ARCH, 128), 16, marks=pytest.mark.slow),
+        (Target(ARCH, 256), 64),
+        (Target("sm_100a"), 16),
+    ],
     ids=str,
 )
 def test_a_few_calls(on: Target, page_size: int):

@@ -42,7 +42,7 @@ ARCH = "sm_90a"
     ("head_dim", "case", "splits"),
     [
         (128, Case(CACHE, (1, 0, 3), (700,) * 3, unused_k=(0, 9, 699), group=2), 5),
-        (256, Case(CAUSAL, (70,), (300,), heads_k=2), 3),
+        pytest.param(256, Case(CAUSAL, (70,), (300,), heads_k=2), 3, marks=pytest.mark.slow),
     ],
     ids=["decode", "prefill"],
 )
