@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import cute_attn
+from cute_attn.kernels.attention import table
 from cute_attn.kernels.kda.chunk.spec import CHUNK
-from tests.ops import kda_cases, kda_decode_cases, lightning_cases
+from tests.ops import attention_cases, kda_cases, kda_decode_cases, lightning_cases
 
 LENGTHS = (70, 0, 63)  # of sequences that are packed: two chunks, none, and one that is not whole
 CHUNK_KDA = {
@@ -33,7 +34,21 @@ LIGHTNING = {
     "drafts": lightning_cases.Case(tokens=3, slots=5, records=4),
 }
 
+ATTENTION = {
+    "causal": attention_cases.Case(attention_cases.CAUSAL, (130,), (200,), heads_k=2),
+    "cache": attention_cases.Case(
+        attention_cases.CACHE, (1, 0, 3), (150,) * 3, unused_k=(0, 9, 149), group=2
+    ),
+}
+
 Call = tuple[Callable[..., Any], dict[str, Any]]
+
+
+def attention_targets() -> list[attention_cases.Target]:
+    """The attention kernels of this GPU."""
+    current = cute_attn.cache.current_arch()
+    dims = [d for way, arch, d in table.KERNELS if (way, arch) == ("forward", current)]
+    return [attention_cases.Target(current, head_dim) for head_dim in dims]
 
 
 def calls() -> Iterator[tuple[str, Call]]:
@@ -51,6 +66,17 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, lightning in LIGHTNING.items():
         yield f"Lightning decode, {name}", (cute_attn.lightning_attn_decode, lightning.inputs())
 
+    for target in attention_targets():
+        with attention_cases.on_target(target):
+            for name, attention in ATTENTION.items():
+                given = {
+                    key: x.cuda() if isinstance(x, torch.Tensor) else x
+                    for key, x in attention.arguments().items()
+                }
+                packed = "cu_seqlens_q" in given
+                function = cute_attn.flash_attn_varlen_func if packed else cute_attn.flash_attn_func
+                yield f"attention, {name}, head_dim {target.head_dim}", (function, given)
+
 
 def requests() -> list[Any]:
     arch = cute_attn.cache.current_arch()
@@ -58,6 +84,9 @@ def requests() -> list[Any]:
     for kind, _ in CHUNK_KDA.values():
         for modular in (False, True):
             wanted += kind.requests(arch, return_intermediate_states=modular)
+    for target in attention_targets():
+        with attention_cases.on_target(target):
+            wanted += [case.kind.request("static") for case in ATTENTION.values()]
     return wanted
 
 

@@ -1,0 +1,206 @@
+"""Softmax attention's forward on a GPU, at real sizes; tests/ops has its properties."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cute_attn
+from cute_attn import cache
+from cute_attn.kernels.attention import table
+from tests.ops.attention_cases import (
+    CACHE,
+    CAPPED,
+    CAUSAL,
+    PACKED_HEADS,
+    PLAIN,
+    SOME,
+    USED,
+    VARLEN,
+    WINDOW,
+    Case,
+    Kind,
+    Target,
+    assert_agrees,
+    on_target,
+    same,
+)
+from tests.ops.test_attention_pages import in_pages, of_kind
+
+ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
+HEAD_DIMS = [dim for way, arch, dim in table.KERNELS if (way, arch) == ("forward", ARCH)]
+hopper = pytest.mark.skipif(ARCH != "sm_90a", reason="splits need Hopper")
+
+pytestmark = [
+    pytest.mark.skipif(not HEAD_DIMS, reason="there is no kernel for this GPU"),
+    pytest.mark.usefixtures("no_gradients"),
+]
+
+
+@pytest.fixture(scope="module", params=HEAD_DIMS or [256])
+def head_dim(request: pytest.FixtureRequest) -> Iterator[int]:
+    with on_target(Target(ARCH, request.param)):
+        yield request.param
+
+
+def on_gpu(args: dict[str, Any]) -> dict[str, Any]:
+    """Strides and all: a view moves with the memory that it is a view of."""
+    moved = {}
+    for name, x in args.items():
+        if isinstance(x, torch.Tensor):
+            whole = (x if x._base is None else x._base).cuda()
+            x = whole.as_strided(x.shape, x.stride(), x.storage_offset())
+        moved[name] = x
+    return moved
+
+
+def call(args: dict[str, Any], **options: Any) -> Any:
+    varlen = any(name.startswith(("cu_", "seqused_")) for name in args)
+    function = cute_attn.flash_attn_varlen_func if varlen else cute_attn.flash_attn_func
+    return function(**args | options)
+
+
+LARGE = {
+    "dense": Case(PLAIN, (3000,), (3000,), heads_k=4),
+    "causal, grouped": Case(CAUSAL, (2049,) * 2, (4100,) * 2, heads_k=2, group=3),
+    "window": Case(WINDOW, (2500,), (2500,), heads_k=4, left=700, right=3),
+    "packed sequences": Case(VARLEN, (1, 0, 1500, 700), (900, 300, 1500, 1701), heads_k=4, tail=9),
+    "packed heads": Case(PACKED_HEADS, (100,), (5000,), heads_k=3, group=4),
+    "decode": Case(CACHE, (1, 3, 0, 2) * 8, (3000,) * 32, (), (0, 2999, 17, 3000) * 8, 4, 2),
+    "softcap": Case(CAPPED, (1100,), (1300,), heads_k=3, left=900, softcap=20.0),
+    "used": Case(USED, (900, 70), (1000, 300), (100, 0), (3, 299), 4, left=400),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_agrees_with_the_reference(head_dim: int, name: str):
+    args = on_gpu(LARGE[name].arguments())
+    first = call(args)
+    assert_agrees(args, *first)
+    for _ in range(5):
+        assert same(args, first, call(args))
+
+
+@settings(max_examples=30)
+@given(
+    kind=st.sampled_from(SOME),
+    lengths=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), min_size=1, max_size=4),
+    group=st.sampled_from([1, 3]),
+    left=st.integers(0, 500),
+    tilt=st.sampled_from([1.0, 8.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape(
+    head_dim: int, kind: Kind, lengths: list[tuple[int, int]], group: int, **rest: Any
+):
+    def of(side: int, varlen: bool) -> tuple[int, ...]:
+        values = [max(1, pair[side]) for pair in lengths]
+        return tuple(pair[side] for pair in lengths) if varlen else (values[0],) * len(values)
+
+    case = Case(
+        kind, of(0, kind.varlen_q), of(1, kind.varlen_k), group=group * kind.packed_heads, **rest
+    )
+    args = on_gpu(case.arguments())
+    assert_agrees(args, *call(args))
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+def test_pages_change_no_bit(head_dim: int, page_size: int):
+    case = of_kind(Kind(seqused_k=True, window_right=True), (3000, 1, 0, 777), 70, heads_k=3)
+    args = case.arguments()
+    whole = call(on_gpu(args))
+    assert_agrees(on_gpu(args), *whole)
+    assert same(args, whole, call(on_gpu(in_pages(args, page_size, 0))))
+
+
+@hopper
+@pytest.mark.parametrize("splits", [0, 2, 7, 128])
+def test_splits(head_dim: int, splits: int):
+    args = on_gpu(LARGE["decode"].arguments())
+    first = call(args, num_splits=splits)
+    assert_agrees(args, *first)
+    assert same(args, first, call(args, num_splits=splits))
+    args = on_gpu(Case(CAUSAL, (130,), (9000,), heads_k=2).arguments())
+    assert_agrees(args, *call(args, num_splits=splits))
+
+
+def test_streams_do_not_share_tiles(head_dim: int):
+    """Launches that overlap have counters of their own."""
+    cases = [Case(CAUSAL, (1500,), (1500,), heads_k=6, seed=seed) for seed in range(3)]
+    given = [on_gpu(case.arguments()) for case in cases]
+    expected = [call(args) for args in given]
+    streams = [torch.cuda.Stream() for _ in given]
+    torch.cuda.synchronize()
+    results: list[list[Any]] = [[] for _ in given]
+    for _ in range(20):
+        for args, stream, found in zip(given, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(call(args))
+    torch.cuda.synchronize()
+    for args, one, found in zip(given, expected, results, strict=True):
+        assert all(same(args, one, other) for other in found)
+
+
+@pytest.mark.parametrize("splits", [1, pytest.param(0, marks=hopper)])
+def test_a_graph_follows_lengths_and_pages(head_dim: int, splits: int):
+    """Captured once, it serves other lengths and another page table. Two graphs overlap."""
+    lengths = [(900, 30, 512), (1, 1000, 0)]
+    calls = [
+        in_pages(of_kind(Kind(seqused_k=True), n, 1, heads_k=2, group=1).arguments(), 64, seed)
+        for seed, n in enumerate(lengths)
+    ]
+    pages = max(len(args["k"]) for args in calls)
+    columns = max(args["page_table"].shape[1] for args in calls)
+    for args in calls:
+        for name in ("k", "v"):
+            args[name] = torch.nn.functional.pad(args[name], (0,) * 7 + (pages - len(args[name]),))
+        more = columns - args["page_table"].shape[1]
+        args["page_table"] = torch.nn.functional.pad(args["page_table"], (0, more), value=-7)
+    first, second = map(on_gpu, calls)
+    expected = [[x.clone() for x in call(args, num_splits=splits)] for args in (first, second)]
+    buffers = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in first.items()}
+    graphs, results = [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append(call(buffers, num_splits=splits))
+        graphs.append(graph)
+    for args, true in zip((first, second), expected, strict=True):
+        for name, x in args.items():
+            if isinstance(x, torch.Tensor):
+                buffers[name].copy_(x)
+        torch.cuda.synchronize()
+        for graph in graphs:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph.replay()
+        torch.cuda.synchronize()
+        for found in results:
+            assert all(map(torch.equal, found, true))
+
+
+def test_compiled_code_and_no_synchronisation(head_dim: int):
+    args = on_gpu(LARGE["decode"].arguments())
+    expected = call(args)
+    compiled = torch.compile(lambda: call(args), fullgraph=True)
+    assert same(args, expected, compiled())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(args)
+        call(args, num_splits=0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_combines_as_plain_pytorch_does():
+    o, lse = torch.randn(9, 3, 200, 5, 128).cuda(), 4 * torch.randn(9, 3, 200, 5).cuda()
+    out, found = cute_attn.flash_attn_combine(o, lse)
+    for ours, true in (
+        (found, lse.double().logsumexp(0)),
+        (out, (lse.double().softmax(0)[..., None] * o.double()).sum(0)),
+    ):
+        assert (ours.double() - true).norm() <= 4 * torch.finfo(torch.float32).eps * true.norm()
