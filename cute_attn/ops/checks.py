@@ -124,22 +124,22 @@ def check_not_expanded(given: dict[str, Tensor], names: Sequence[str]) -> None:
             raise ValueError(f"{name} is expanded: it is written, so its elements must be distinct")
 
 
-def check_state_strides(state: Tensor, vector_bytes: int) -> None:
+def check_state_strides(state: Tensor, vector_bytes: int, name: str = "state") -> None:
     """Raise ValueError unless kernels can read `state`, `[slots, heads, rows, columns]`."""
     vector = vector_bytes // state.element_size()
     slot, head, row, column = state.stride()
     if column != 1 or row != state.shape[3] or slot % vector or head % vector:
         raise ValueError(
-            f"state has strides {state.stride()}: a head's matrix must be contiguous, and slots "
+            f"{name} has strides {state.stride()}: a head's matrix must be contiguous, and slots "
             f"and heads start on {vector_bytes}-byte boundaries"
         )
 
 
-def check_state_address(state: Tensor, vector_bytes: int) -> None:
+def check_state_address(state: Tensor, vector_bytes: int, name: str = "state") -> None:
     address = state.data_ptr()
     if address % vector_bytes:
         raise ValueError(
-            f"state starts at address {address:#x}, must be {vector_bytes}-byte aligned"
+            f"{name} starts at address {address:#x}, must be {vector_bytes}-byte aligned"
         )
 
 

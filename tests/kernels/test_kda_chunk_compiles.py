@@ -56,6 +56,8 @@ def some_call(generator: random.Random) -> dict[str, Any]:
     for name in ("head_dim_k", "head_dim_v"):
         chosen[name] = generator.choice(ALLOWED[name])
     gate = chosen["use_gate_in_kernel"]
+    in_pool = not (chosen["gradient"] or chosen["return_intermediate_states"])
+    in_pool = in_pool and generator.random() < 0.5
     bound = gate and generator.random() < 0.5
     return chosen | {
         "dtype": generator.choice(DTYPES),
@@ -65,6 +67,9 @@ def some_call(generator: random.Random) -> dict[str, Any]:
         "lower_bound": bound,
         "A_log": not bound or generator.random() < 0.5,
         "dt_bias": generator.random() < 0.5,
+        "state_indices": in_pool,
+        "state_dtype": generator.choice(("float32", "bfloat16")),
+        "checkpoint_indices": in_pool and generator.random() < 0.5,
         "split": not chosen["return_intermediate_states"] and generator.random() < 0.5,
     }
 

@@ -26,6 +26,7 @@ from cute_attn.ops.kda import (
     chunk,
     chunk_backward,
     chunk_passes,
+    chunk_pool,
     plan_chunk_kda,
     stages,
     stages_backward,
@@ -348,7 +349,8 @@ def poisoned_outputs() -> Iterator[None]:
         return torch.full(*shape or (x.shape,), math.nan, dtype=dtype or x.dtype, device=x.device)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (chunk, chunk_backward, chunk_passes, stages, stages_backward):
+        modules = chunk, chunk_backward, chunk_passes, chunk_pool, stages, stages_backward
+        for module in modules:
             for name, poisoned in (("_empty", empty), ("_empty_like", like), ("_new_empty", like)):
                 if hasattr(module, name):
                     patch.setattr(module, name, poisoned)
@@ -360,7 +362,8 @@ def warm() -> Iterator[None]:
     """Loaded kernels are remembered in the emulator, too: it must be one emulator."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator, "may_remember", lambda _: True)
-        for one in (chunk._chunk, chunk_backward.BACKWARD, *vars(stages).values()):
+        whole = chunk._chunk, chunk_backward.BACKWARD, chunk_pool._pool
+        for one in (*whole, *vars(stages).values()):
             if isinstance(one, operator.Operator):
                 patch.setattr(one, "ready", {})
         yield

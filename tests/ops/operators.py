@@ -131,6 +131,16 @@ def sequences() -> dict[str, Any]:
     }
 
 
+def in_pool() -> dict[str, Any]:
+    given = sequences()
+    del given["output_final_state"]
+    return given | {
+        "initial_state": values(4, 4, 64, 64, dtype=torch.float32),
+        "state_indices": torch.tensor([3, 0], dtype=INT32),
+        "checkpoint_indices": torch.tensor([[2], [-1]], dtype=INT32),
+    }
+
+
 def gate() -> dict[str, Any]:
     given = sequences()
     names = ("g", "A_log", "dt_bias", "use_gate_in_kernel", "cu_seqlens")
@@ -218,6 +228,7 @@ OPERATORS: dict[str, Operator] = {
     "chunk_kda": Operator(
         cute_attn.chunk_kda, lambda: sequences() | {"cu_seqlens_cpu": torch.tensor([0, 2, 5])}
     ),
+    "chunk_kda_in_pool": Operator(cute_attn.chunk_kda, in_pool, written=("initial_state",)),
     "kda_gate_cumsum": Operator(kda.kda_gate_cumsum, gate),
     "kda_chunk_intra": Operator(kda.kda_chunk_intra, intra),
     "kda_recompute_w_u": Operator(kda.kda_recompute_w_u, recompute),

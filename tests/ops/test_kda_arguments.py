@@ -788,6 +788,7 @@ def test_planned_kernels_fit_in_shared_memory(arch: str, dims: tuple[int, int]):
     requests = [
         *plan_chunk_kda(arch, **options),
         *plan_chunk_kda(arch, **options, return_intermediate_states=True),
+        *plan_chunk_kda(arch, **options, state_indices=True, checkpoint_indices=True),
     ]
     small = arch == "sm_86" and dims[0] == 128  # sm_120 has as little, but clusters
     if small:
@@ -814,6 +815,13 @@ def test_planned_kernels_fit_in_shared_memory(arch: str, dims: tuple[int, int]):
         ({"gate_dtype": "int8"}, "gate_dtype is 'int8'"),
         ({"index_dtype": "int8"}, "index_dtype is 'int8'"),
         ({"use_gate_in_kernel": True, "A_log": False}, "A_log is False, must be True"),
+        ({"state_indices": True, "state_dtype": "float16"}, "state_dtype is 'float16', must be"),
+        ({"state_indices": True, "gradient": True}, "gradient is True, must be False with"),
+        (
+            {"state_indices": True, "return_intermediate_states": True},
+            "return_intermediate_states is True, must be False with state_indices",
+        ),
+        ({"checkpoint_indices": True}, "checkpoint_indices is True, must be False without"),
     ],
     ids=str,
 )
@@ -858,7 +866,8 @@ def test_signature_is_flash_linear_attentions():
     positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     shared = [argument.arg for argument in theirs.args if argument.arg in ours]
     assert positional == shared
-    assert set(ours) - set(positional) == {"A_log", "dt_bias"}  # of their **kwargs
+    of_pools = {"state_indices", "checkpoint_indices", "checkpoint_interval"}
+    assert set(ours) - set(positional) == {"A_log", "dt_bias"} | of_pools  # of their **kwargs
     required = len(theirs.args) - len(theirs.defaults)
     for argument, default in zip(theirs.args[required:], theirs.defaults, strict=True):
         if argument.arg in ours:

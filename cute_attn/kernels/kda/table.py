@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from ...cache import KernelDef
 
-# The fused path over chunks; SEGMENTS is for split sequences.
+# The fused path over chunks; POOL_PASS is for states in a pool, SEGMENTS for split sequences.
 PREPARE = KernelDef(
     name="kda_prepare", target="cute_attn.kernels.kda.chunk.fused.prepare:KdaPrepare"
 )
 STATE_PASS = KernelDef(
     name="kda_state_pass", target="cute_attn.kernels.kda.chunk.fused.state_pass:KdaStatePass"
+)
+POOL_PASS = KernelDef(
+    name="kda_pool_pass", target="cute_attn.kernels.kda.chunk.fused.pool_pass:KdaPoolPass"
 )
 SEGMENTS = KernelDef(
     name="kda_segments", target="cute_attn.kernels.kda.chunk.fused.segments:KdaSegments"

@@ -55,6 +55,7 @@ from .chunk_arguments import ChunkArguments, check, check_disable_recompute
 from .chunk_backward import RECORDS, SAVED, backward
 from .chunk_passes import empty_records, empty_states, empty_v_new, run_in_segments
 from .chunk_plan import plan_chunk_kda
+from .chunk_pool import chunk_kda_in_pool
 
 __all__ = ["chunk_kda"]
 
@@ -82,6 +83,9 @@ def chunk_kda(
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    checkpoint_interval: int = CHUNK,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi Delta Attention over sequences, a chunk of 64 tokens at a time.
 
@@ -107,7 +111,7 @@ def chunk_kda(
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
         scale: factor of q; None is K ** -0.5.
         initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
-            number of sequences, is B without cu_seqlens.
+            number of sequences, is B without cu_seqlens. With state_indices: a pool, see below.
         output_final_state: whether to return the states after each sequence's last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6).
         use_gate_in_kernel: the gate is -exp(A_log) softplus(g + dt_bias), or with a lower_bound
@@ -130,6 +134,25 @@ def chunk_kda(
         A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
         dt_bias: HV * K numbers, likewise; None is 0. Ignored, as A_log is, without
             use_gate_in_kernel.
+        state_indices: `[N]` int32, contiguous: the slot of the pool that each sequence uses, see
+            below.
+        checkpoint_indices: `[N, C]` int32, contiguous: the slots of each sequence's checkpoints;
+            needs state_indices.
+        checkpoint_interval: tokens from one checkpoint to the next, a multiple of 64; ignored
+            without checkpoint_indices.
+
+    A server's pool, for inference only: with state_indices, initial_state is a pool of states
+    `[slots, HV, K, V]`, float32 or bfloat16, each head's matrix contiguous and 16-byte aligned. A
+    sequence starts from the state in its slot, and its final state is written to the same slot, in
+    place. A new sequence's slot must hold 0. A negative index marks padding: that sequence starts
+    from 0, its o is computed from there, and its final state is written nowhere. An index >= slots
+    is an error of the caller; it is treated as padding, since a check would synchronise. Slots that
+    are not named are neither read nor written. No slot may be named twice; if one is, results and
+    the slot are undefined.
+
+    Checkpoints, for prefix caches: the state after (i + 1) * checkpoint_interval tokens of this
+    call's sequence n is also written to slot checkpoint_indices[n, i] of the pool, if the sequence
+    has as many tokens and the index names a slot. Further states are not stored.
 
     A few long sequences with few heads are split to fill the GPU, which may change the last bits of
     their results. Otherwise, and always with `CUTE_ATTN_KDA_SPLIT=0` in the environment (see
@@ -138,15 +161,23 @@ def chunk_kda(
     Returns:
         (o, final_state), or (o, final_state, h) with return_intermediate_states. o is
         `[B, T, HV, V]`, dtype of q, contiguous, undefined for tokens of no sequence. final_state is
-        `[N, HV, K, V]` float32, or None without output_final_state. h is that of
-        `kda_chunk_delta_h`.
+        `[N, HV, K, V]` float32, or None without output_final_state; with state_indices it is the
+        pool itself. h is that of `kda_chunk_delta_h`.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
         NotImplementedError: a head dimension without a kernel (the message lists the supported
-            ones), or a second derivative.
+            ones), a second derivative, or a tensor that requires a gradient with state_indices.
     """
+    if state_indices is not None or checkpoint_indices is not None:
+        return chunk_kda_in_pool(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+            lower_bound, disable_recompute, return_intermediate_states, state_v_first, cu_seqlens,
+            cu_seqlens_cpu, A_log, dt_bias, state_indices, checkpoint_indices,
+            checkpoint_interval,
+        )  # fmt: skip
     num_chunks = None
     if cu_seqlens_cpu is not None:
         num_chunks = count_chunks(cu_seqlens_cpu, cu_seqlens, q)
@@ -369,8 +400,8 @@ class _Chunk(Operator[ChunkArguments]):
                 )
             if length:
                 run_in_segments(
-                    split, length, v, tiles, decay, (o, states, v_new), initial_state, final_state,
-                    cu_seqlens,
+                    split, length, v, tiles, decay, (o, states, v_new),
+                    (initial_state, final_state), cu_seqlens,
                 )  # fmt: skip
             else:
                 state_pass(

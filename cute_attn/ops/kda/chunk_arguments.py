@@ -42,8 +42,8 @@ class ChunkArguments(NamedTuple):
     keep_states: bool = False  # set where a gradient is needed
 
 
-def check(a: ChunkArguments, given: dict[str, Tensor]) -> None:
-    """Raise the documented exception if no kernel can take these arguments.
+def check(a: ChunkArguments, given: dict[str, Tensor]) -> Sizes:
+    """Raise the documented exception if no kernel can take these arguments; return their sizes.
 
     Args:
         given: those that are tensors, by name.
@@ -78,6 +78,7 @@ def check(a: ChunkArguments, given: dict[str, Tensor]) -> None:
     sizes.check_sequences(a.cu_seqlens)
     check_state(sizes, a.initial_state, a.state_v_first)
     check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
+    return sizes
 
 
 def check_disable_recompute(disable_recompute: Any, return_intermediate_states: Any) -> None:

@@ -4,7 +4,7 @@ chunks, whole or in segments."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class Pass(NamedTuple):
             )
         if length:
             run_in_segments(
-                self.split, length, rows, tiles, decay, written, first, last, cu_seqlens
+                self.split, length, rows, tiles, decay, written, (first, last), cu_seqlens
             )
         else:
             self.whole(rows, tiles, decay, *written, first, last, cu_seqlens, None, None, 0, 1)
@@ -105,12 +105,16 @@ def run_in_segments(
     rows: Tensor,
     tiles: Tensor,
     decay: Tensor,
-    written: tuple[Tensor, Tensor | None, Tensor | None],
-    first: Tensor | None,
-    last: Tensor | None,
+    written: tuple[Tensor | None, ...],
+    carried: tuple[Any, ...],
     cu_seqlens: Tensor | None,
 ) -> None:
-    """Launch a pass in segments of `length` chunks."""
+    """Launch a pass in segments of `length` chunks.
+
+    Args:
+        written: the kernel's arguments from `o` up to the carried matrices.
+        carried: its arguments from there up to cu_seqlens: where these matrices are.
+    """
     batch, tokens, heads, dim_v = rows.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     device, dim_k = rows.device, decay.shape[-1]
@@ -122,7 +126,8 @@ def run_in_segments(
     transitions, combine, outputs = (launch.get_for(device, *request) for request in split)
     given = rows, tiles, decay
     # The first kernel writes none of `written`; it takes any o of this shape.
-    rest = first, last, cu_seqlens
-    transitions(*given, rows, None, None, *rest, states, moves, length, count)
+    rest = *carried, cu_seqlens
+    nothing = (None,) * (len(written) - 1)
+    transitions(*given, rows, *nothing, *rest, states, moves, length, count)
     combine(cu_seqlens, states, moves, tokens, length)
     outputs(*given, *written, *rest, states, None, length, count)

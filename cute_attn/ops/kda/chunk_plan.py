@@ -26,6 +26,7 @@ from ...kernels.kda.chunk.spec import (
     IntraSpec,
     OutputSpec,
     PassSpec,
+    PoolPassSpec,
     PrepareSpec,
     SegmentsSpec,
     StatePassSpec,
@@ -52,6 +53,9 @@ def plan_chunk_kda(
     gradient: bool = False,
     return_intermediate_states: bool = False,
     state_v_first: bool = False,
+    state_indices: bool = False,
+    state_dtype: str = "float32",
+    checkpoint_indices: bool = False,
     index_dtype: str = "none",
     A_log: bool = True,
     dt_bias: bool = True,
@@ -76,6 +80,10 @@ def plan_chunk_kda(
         gradient: whether the call needs a gradient; disable_recompute has no effect here.
         return_intermediate_states: as the operator's.
         state_v_first: as the operator's.
+        state_indices: whether state_indices is given: initial_state is a pool. The parameters
+            initial_state and output_final_state are ignored then.
+        state_dtype: of the pool; ignored without state_indices.
+        checkpoint_indices: whether checkpoint_indices is given.
         index_dtype: of cu_seqlens, "int32" or "int64"; "none" without cu_seqlens.
         A_log: whether A_log is given; ignored without use_gate_in_kernel.
         dt_bias: likewise.
@@ -89,6 +97,14 @@ def plan_chunk_kda(
         TypeError: a parameter has a wrong type.
         ValueError: a parameter has a value that kernels do not support; the message names it.
     """
+    for name, value in (
+        ("gradient", gradient),
+        ("return_intermediate_states", return_intermediate_states),
+    ):
+        if state_indices and value:
+            raise ValueError(f"{name} is True, must be False with state_indices")
+    if checkpoint_indices and not state_indices:
+        raise ValueError("checkpoint_indices is True, must be False without state_indices")
     call = _Call(
         arch,
         dtype=dtype,
@@ -96,8 +112,8 @@ def plan_chunk_kda(
         beta_dtype=beta_dtype,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
-        has_initial_state=initial_state,
-        has_final_state=output_final_state,
+        has_initial_state=initial_state or state_indices,
+        has_final_state=output_final_state or state_indices,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
@@ -110,6 +126,9 @@ def plan_chunk_kda(
     )
     if return_intermediate_states:
         return call.stages()
+    if state_indices:
+        passes = call.pool_pass(state_dtype=state_dtype, checkpoints=checkpoint_indices)
+        return [call.prepare(for_backward=False), *passes]
     keeps = bool(gradient)
     return [call.prepare(for_backward=keeps), *call.state_pass(store_states=keeps)]
 
@@ -316,6 +335,16 @@ class _Call:
             store_states=store_states,
         )
         return self._with_segments(table.STATE_PASS, spec)
+
+    def pool_pass(self, *, state_dtype: str, checkpoints: bool) -> list[launch.Request]:
+        spec = PoolPassSpec(
+            **self.base,
+            **self.state_fields,
+            **state_pass_config(**self.dims),
+            state_dtype=state_dtype,
+            checkpoints=checkpoints,
+        )
+        return self._with_segments(table.POOL_PASS, spec)
 
     def adjoint_pass(self) -> list[launch.Request]:
         spec = AdjointPassSpec(**self.base, **self.state_fields, **state_pass_config(**self.dims))

@@ -62,6 +62,14 @@ class Results(NamedTuple):
     v_new: cute.Tensor | None
 
 
+class Slots(NamedTuple):
+    """Where a pool has the matrices of the sequences; see `fused.pool_pass`."""
+
+    state_indices: Any
+    checkpoint_indices: Any
+    checkpoint_chunks: Any
+
+
 class Place(NamedTuple):
     """What a warp of a pass works on."""
 
@@ -215,8 +223,6 @@ class ChunkPass:
             cu_seqlens: [N + 1].
             segment_states, segment_transitions: see `fake_workspace`.
         """
-        columns = self.spec.head_dim_v + (self.spec.head_dim_k if self.transitions else 0)
-        sequences = num_sequences(rows.shape[0], cu_seqlens)
         self.kernel(
             rows,
             tiles,
@@ -226,18 +232,25 @@ class ChunkPass:
             v_new,
             start,
             result,
+            None,
+            None,
+            None,
             cu_seqlens,
             segment_states,
             segment_transitions,
             chunks_per_segment,
             num_segments,
-        ).launch(
-            grid=[columns // self.spec.tile_v, rows.shape[2], sequences * num_segments],
-            block=[(self.num_warps + 1) * WARP_SIZE, 1, 1],
-            smem=self.smem_bytes,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        ).launch(**self.launch_config(rows, cu_seqlens, num_segments), stream=stream)
+
+    def launch_config(self, rows: Any, cu_seqlens: Any, num_segments: Any) -> dict[str, Any]:
+        columns = self.spec.head_dim_v + (self.spec.head_dim_k if self.transitions else 0)
+        sequences = num_sequences(rows.shape[0], cu_seqlens)
+        return {
+            "grid": [columns // self.spec.tile_v, rows.shape[2], sequences * num_segments],
+            "block": [(self.num_warps + 1) * WARP_SIZE, 1, 1],
+            "smem": self.smem_bytes,
+            "min_blocks_per_mp": 1,
+        }
 
     @cute.kernel
     def kernel(
@@ -250,6 +263,9 @@ class ChunkPass:
         v_new: cute.Tensor | None,
         start: cute.Tensor | None,
         result: cute.Tensor | None,
+        state_indices: cute.Tensor | None,
+        checkpoint_indices: cute.Tensor | None,
+        checkpoint_chunks: Int32 | None,
         cu_seqlens: cute.Tensor | None,
         segment_states: cute.Tensor | None,
         segment_transitions: cute.Tensor | None,
@@ -299,6 +315,7 @@ class ChunkPass:
                 Results(o, states, v_new),
                 start,
                 result,
+                Slots(state_indices, checkpoint_indices, checkpoint_chunks),
                 segment_states,
                 segment_transitions,
                 Place(place, head, column),
@@ -423,6 +440,7 @@ class ChunkPass:
         results: Any,
         start: cute.Tensor | None,
         result: cute.Tensor | None,
+        slots: Any,
         segment_states: cute.Tensor | None,
         segment_transitions: cute.Tensor | None,
         place: Any,
@@ -435,21 +453,20 @@ class ChunkPass:
         last: Int32,
     ) -> None:
         spec = self.spec
-        v_first = spec.state_v_first
         head = place.head
         column = place.column
         state = self.state.empty()
         if cutlass.const_expr(spec.segments == "none"):
-            self.state.load(state, start, v_first, sequence, head, column)
+            self.load_start(state, start, slots, segment_states, sequence, head, column)
         elif cutlass.const_expr(self.transitions):
             if column >= spec.head_dim_v:
                 self.identity(state, column - spec.head_dim_v)
             elif segment == 0:
-                self.state.load(state, start, v_first, sequence, head, column)
+                self.load_start(state, start, slots, segment_states, sequence, head, column)
             else:
                 state.fill(0.0)
         elif segment == 0:
-            self.state.load(state, start, v_first, sequence, head, column)
+            self.load_start(state, start, slots, segment_states, sequence, head, column)
         else:
             starts = segment_states[None, segment - 1, None, None, None]
             if first < end:
@@ -462,6 +479,7 @@ class ChunkPass:
             at = stages + stage * self.stage_bytes
             mbarrier.wait(barriers.address("chunk_full", stage), phase)
             self.chunk(state, held, at, results, place, self.chunk_index(c, last), c > first)
+            self.checkpoint(state, result, slots, place, sequence, c + 1)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 mbarrier.arrive(barriers.address("chunk_empty", stage))
@@ -481,11 +499,11 @@ class ChunkPass:
                     at = column - spec.head_dim_v
                     self.state.store(state, target, False, sequence, head, at)
         elif cutlass.const_expr(spec.segments == "none"):
-            self.state.store(state, result, v_first, sequence, head, column)
+            self.store_result(state, result, slots, sequence, head, column)
         elif cutlass.const_expr(self.ends):
             # Stored by the segment with the last chunk, or the first of an empty sequence.
             if (first < end and end == last) or (last == 0 and segment == 0):
-                self.state.store(state, result, v_first, sequence, head, column)
+                self.store_result(state, result, slots, sequence, head, column)
 
     def identity(self, state: cute.Tensor, first_v: Any) -> None:
         lane = cute.arch.lane_idx()
@@ -494,6 +512,26 @@ class ChunkPass:
             state[i] = Float32(k == v)
 
     # -- of a pass ----------------------------------------------------------------------------
+
+    def load_start(
+        self, state: cute.Tensor, start: cute.Tensor | None, slots: Slots,
+        segment_states: cute.Tensor | None, sequence: Any, head: Any, column: Any,
+    ) -> None:  # fmt: skip
+        """Load the carried matrix before the first chunk of a sequence."""
+        self.state.load(state, start, self.spec.state_v_first, sequence, head, column)
+
+    def store_result(
+        self, state: cute.Tensor, result: cute.Tensor | None, slots: Slots, sequence: Any,
+        head: Any, column: Any,
+    ) -> None:  # fmt: skip
+        """Store the carried matrix after the last chunk of a sequence."""
+        self.state.store(state, result, self.spec.state_v_first, sequence, head, column)
+
+    def checkpoint(
+        self, state: cute.Tensor, result: cute.Tensor | None, slots: Slots, place: Place,
+        sequence: Any, count: Any,
+    ) -> None:  # fmt: skip
+        """Store the carried matrix after `count` chunks of a sequence, where it is asked for."""
 
     def hold(self) -> Any:
         """Return registers that `chunk` keeps from one chunk to the next."""

@@ -161,6 +161,26 @@ class StatePassSpec(PassSpec):
 
 
 @dataclass(frozen=True)
+class PoolPassSpec(StatePassSpec):
+    """The pass of states that are in a pool (`pool_pass`).
+
+    Attributes:
+        state_dtype: dtype of the pool.
+        checkpoints: whether the pool also takes states between the chunks of a sequence.
+    """
+
+    state_dtype: str = "float32"
+    checkpoints: bool = False
+
+    ALLOWED = ALLOWED | {"state_dtype": ("float32", "bfloat16")}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.store_states or not (self.has_initial_state and self.has_final_state):
+            raise ValueError("a pool has the initial and the final states, and no backward")
+
+
+@dataclass(frozen=True)
 class AdjointPassSpec(PassSpec):
     """The pass of the state's gradient backwards through chunks (`adjoint_pass`)."""
 

@@ -151,7 +151,7 @@ class TransposedState:
         for i in range(cute.size(state)):
             k, v = self.element(i, first_v, lane)
             row, column = (v, k) if v_first else (k, v)
-            state[i] = source[sequence, head, row, column]
+            state[i] = Float32(source[sequence, head, row, column])
 
     def store(
         self, state: cute.Tensor, target: cute.Tensor | None, v_first: bool, sequence: Any,
@@ -165,7 +165,7 @@ class TransposedState:
         for i in range(cute.size(state)):
             k, v = self.element(i, first_v, lane)
             row, column = (v, k) if v_first else (k, v)
-            target[sequence, head, row, column] = state[i]
+            target[sequence, head, row, column] = state[i].to(target.element_type)
 
     def element(self, i: int, first_v: Any, lane: Any) -> tuple[Any, Any]:
         """Return (k, v) of a lane's i-th accumulator of S^T."""

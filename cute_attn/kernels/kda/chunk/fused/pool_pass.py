@@ -1,0 +1,176 @@
+"""`state_pass` where a pool has the states: it reads and writes them in place, as servers need it.
+
+    state_indices       [N]      a sequence's slot: of its initial state, and then of its final one
+    checkpoint_indices  [N, C]   slots of the states after every checkpoint_chunks chunks of it
+
+A sequence without a slot starts from 0, and its final state is stored nowhere. A warp reads and
+writes the same part of a slot, so one kernel can do both in place. Of a split sequence, however,
+the CTAs of the first segment read the slot, and those of the last one write it. So `transitions`
+copies the initial state to the place in segment_states that belongs to the last of the call's
+segments, which has no B. `outputs` starts from this copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.runtime import make_fake_stream
+
+from ....common.arguments import fake_contiguous, fake_matrices, fake_offsets, fake_rows
+from ....common.dtypes import DTYPE
+from ....common.overlap import overlaps
+from ..chunk_pass import Place, Slots
+from ..spec import CHUNK, PoolPassSpec, record_elements
+from .state_pass import KdaStatePass
+
+
+class KdaPoolPass(KdaStatePass):
+    """The kernel for one PoolPassSpec; see the module's docstring."""
+
+    spec: PoolPassSpec
+
+    def fake_args(self) -> tuple[Any, ...]:
+        spec = self.spec
+        batch, tokens, heads, chunks, sequences = (cute.sym_int() for _ in range(5))
+        matrix = (spec.head_dim_k, spec.head_dim_v)
+        if spec.state_v_first:
+            matrix = matrix[::-1]
+
+        def rows() -> Any:
+            return fake_rows(self.dtype, (batch, tokens, heads, spec.head_dim_v))
+
+        return (
+            rows(),
+            fake_rows(self.dtype, (chunks, heads, record_elements(spec.head_dim_k))),
+            fake_rows(cutlass.Float32, (chunks, heads, spec.head_dim_k)),
+            rows(),
+            fake_matrices((cute.sym_int(), heads), matrix, DTYPE[spec.state_dtype]),
+            fake_contiguous(Int32, (sequences,)),
+            fake_contiguous(Int32, (sequences, cute.sym_int())) if spec.checkpoints else None,
+            Int32(1),
+            fake_offsets(spec.index_dtype),
+            *self.fake_workspace(sequences, heads),
+            Int32(1),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,
+        tiles: cute.Tensor,
+        decay: cute.Tensor,
+        o: cute.Tensor,
+        pool: cute.Tensor,
+        state_indices: cute.Tensor,
+        checkpoint_indices: cute.Tensor | None,
+        checkpoint_chunks: Int32,
+        cu_seqlens: cute.Tensor | None,
+        segment_states: cute.Tensor | None,
+        segment_transitions: cute.Tensor | None,
+        chunks_per_segment: Int32,
+        num_segments: Int32,
+        stream: Any,
+    ) -> None:
+        """Run the pass; see `ChunkPass.__call__` for the other arguments.
+
+        Args:
+            pool: [slots, HV, K, V], or with state_v_first [slots, HV, V, K], of state_dtype.
+            state_indices, checkpoint_indices, checkpoint_chunks: see the module's docstring.
+        """
+        config = self.launch_config(rows, cu_seqlens, num_segments)
+        if cutlass.const_expr(self.outputs):
+            # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the
+            # reason.
+            columns, heads, sequences = config["grid"]
+            read = (rows, state_indices, checkpoint_indices, cu_seqlens)
+            if overlaps((o, pool), read, (pool,)):
+                heads = 0
+            config["grid"] = [columns, heads, sequences]
+        self.kernel(
+            rows,
+            tiles,
+            decay,
+            o,
+            None,
+            None,
+            pool,
+            pool,
+            state_indices,
+            checkpoint_indices,
+            checkpoint_chunks,
+            cu_seqlens,
+            segment_states,
+            segment_transitions,
+            chunks_per_segment,
+            num_segments,
+        ).launch(**config, stream=stream)
+
+    @cute.jit
+    def load_start(
+        self,
+        state: cute.Tensor,
+        start: cute.Tensor,
+        slots: Slots,
+        segment_states: cute.Tensor | None,
+        sequence: Int32,
+        head: Int32,
+        column: Int32,
+    ) -> None:
+        v_first = self.spec.state_v_first
+        if cutlass.const_expr(self.spec.segments == "outputs"):
+            copy = segment_states[None, segment_states.shape[1] - 1, None, None, None]
+            self.state.load(state, copy, True, sequence, head, column)
+        else:
+            state.fill(0.0)
+            slot = slots.state_indices[sequence]
+            if is_slot(slot, start):
+                self.state.load(state, start, v_first, slot, head, column)
+            if cutlass.const_expr(self.transitions):
+                copy = segment_states[None, segment_states.shape[1] - 1, None, None, None]
+                self.state.store(state, copy, True, sequence, head, column)
+
+    @cute.jit
+    def store_result(
+        self,
+        state: cute.Tensor,
+        result: cute.Tensor,
+        slots: Slots,
+        sequence: Int32,
+        head: Int32,
+        column: Int32,
+    ) -> None:
+        slot = slots.state_indices[sequence]
+        if is_slot(slot, result):
+            self.state.store(state, result, self.spec.state_v_first, slot, head, column)
+
+    @cute.jit
+    def checkpoint(
+        self,
+        state: cute.Tensor,
+        result: cute.Tensor,
+        slots: Slots,
+        place: Place,
+        sequence: Int32,
+        count: Int32,
+    ) -> None:
+        if cutlass.const_expr(self.spec.checkpoints and self.outputs):
+            n = count // slots.checkpoint_chunks
+            due = n * slots.checkpoint_chunks == count and n <= slots.checkpoint_indices.shape[1]
+            # A checkpoint is a state between chunks: the last chunk counts only if it is full.
+            if due and count * CHUNK <= place.sequence.length:
+                slot = slots.checkpoint_indices[sequence, n - 1]
+                if is_slot(slot, result):
+                    v_first = self.spec.state_v_first
+                    self.state.store(state, result, v_first, slot, place.head, place.column)
+
+
+@cute.jit
+def is_slot(slot: Int32, pool: cute.Tensor) -> Any:
+    """A negative index is padding. An index past the pool is a caller's bug; it is treated as
+    padding, so that no access is out of bounds."""
+    return slot >= 0 and slot < pool.shape[0]

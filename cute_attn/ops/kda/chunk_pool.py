@@ -1,0 +1,368 @@
+"""`chunk_kda` on a server's pool of states: the operator.
+
+It is an operator of its own since it writes one of its arguments, the pool. It has the fused path
+only, whole or in segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import launch
+from ...kernels.common.spec import VECTOR_BYTES
+from ...kernels.kda.chunk.heuristics import chunks_per_segment
+from ...kernels.kda.chunk.spec import CHUNK, record_elements
+from ..checks import (
+    DTYPE_NAMES,
+    check_contiguous,
+    check_dtype,
+    check_dtypes_are,
+    check_flags,
+    check_not_expanded,
+    check_state_address,
+    check_state_strides,
+    is_int,
+)
+from ..memory import check_memory
+from ..operator import (
+    PLAIN,
+    Operator,
+    dispatch_mode_depth,
+    forward_ad,
+    increment_version,
+    is_dynamo_compiling,
+    is_grad_enabled,
+)
+from .arguments import (
+    STATE_DTYPES,
+    contiguous,
+    count_chunks,
+    launch_scalars,
+    readable,
+    readable_parameters,
+    sequence_plan,
+)
+from .chunk_arguments import ChunkArguments, check
+from .chunk_passes import run_in_segments
+from .chunk_plan import plan_chunk_kda
+
+_empty = torch.empty
+_empty_like = torch.empty_like
+_new_empty = Tensor.new_empty
+_contiguous = torch.contiguous_format
+
+_WRITTEN = ("initial_state", "out")
+
+
+def chunk_kda_in_pool(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    use_gate_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool,
+    allow_neg_eigval: bool,
+    safe_gate: bool,
+    lower_bound: float | None,
+    disable_recompute: bool,
+    return_intermediate_states: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    state_indices: Tensor | None,
+    checkpoint_indices: Tensor | None,
+    checkpoint_interval: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_kda` with state_indices; see there."""
+    if state_indices is None:
+        raise ValueError("checkpoint_indices is given without state_indices, which it needs")
+    if initial_state is None:
+        raise ValueError("initial_state is None, must be the pool of states with state_indices")
+    check_flags(
+        output_final_state=output_final_state,
+        disable_recompute=disable_recompute,
+        return_intermediate_states=return_intermediate_states,
+    )
+    if return_intermediate_states:
+        raise ValueError(
+            "return_intermediate_states is True, must be False with state_indices: give "
+            "checkpoint_indices for states between chunks"
+        )
+    if cu_seqlens_cpu is not None:
+        count_chunks(cu_seqlens_cpu, cu_seqlens, q)
+    call = (
+        _forward
+        if not is_dynamo_compiling()
+        and type(q) is type(k) is type(v) is type(g) is type(beta) is Tensor
+        and type(initial_state) is type(state_indices) is Tensor
+        and (A_log is None or type(A_log) in PLAIN)
+        and (dt_bias is None or type(dt_bias) in PLAIN)
+        and (cu_seqlens is None or type(cu_seqlens) is Tensor)
+        and (checkpoint_indices is None or type(checkpoint_indices) is Tensor)
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+        else _pool.routed
+    )
+    o: Tensor = call(
+        q, k, v, g, beta, initial_state, state_indices, None, scale, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
+        state_v_first, cu_seqlens, A_log, dt_bias, checkpoint_indices, checkpoint_interval,
+    )  # fmt: skip
+    return o, initial_state if output_final_state else None
+
+
+class _Arguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor
+    state_indices: Tensor
+    out: Tensor
+    scale: float | None = None
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    safe_gate: bool = False
+    lower_bound: float | None = None
+    state_v_first: bool = False
+    cu_seqlens: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    checkpoint_indices: Tensor | None = None
+    checkpoint_interval: int = CHUNK
+
+    @property
+    def output_final_state(self) -> bool:
+        return True
+
+
+_OF_CHUNK_KDA = tuple(
+    name
+    for name in _Arguments._fields
+    if name in ChunkArguments._fields and name != "initial_state"
+)
+
+
+class _Ready(NamedTuple):
+    """The kernels, and their arguments that are the same at each call; see `chunk._Ready`."""
+
+    prepare: Callable[..., None]
+    pool_pass: Callable[..., None]
+    scale: float
+    lower_bound: float
+    beta_scale: float
+    num_sms: int  # 0 if sequences may not be split
+    split: tuple[launch.Request, ...]
+
+
+class _Pool(Operator[_Arguments]):
+    name = "chunk_kda_in_pool"
+    public_name = "chunk_kda with state_indices"
+    arguments = _Arguments
+    written = _WRITTEN
+
+    def check(self, a: _Arguments, given: dict[str, Tensor]) -> None:
+        sizes = check(ChunkArguments(**{name: getattr(a, name) for name in _OF_CHUNK_KDA}), given)
+        check_dtype("initial_state", a.initial_state, STATE_DTYPES)
+        matrix = "V K" if a.state_v_first else "K V"
+        sizes.take("initial_state", a.initial_state, f"slots HV {matrix}")
+        for name, shape in (("state_indices", "N"), ("checkpoint_indices", "N C")):
+            if name in given:
+                check_dtype(name, given[name], ("int32",))
+                sizes.take(name, given[name], shape)
+        interval = a.checkpoint_interval
+        if not is_int(interval):
+            raise TypeError(f"checkpoint_interval must be an int, got {type(interval).__name__}")
+        if a.checkpoint_indices is not None and (interval <= 0 or interval % CHUNK):
+            raise ValueError(
+                f"checkpoint_interval is {interval}, must be a positive multiple of {CHUNK}"
+            )
+        check_contiguous(given, ("state_indices", "checkpoint_indices", "out"))
+        check_state_strides(a.initial_state, VECTOR_BYTES, "initial_state")
+        check_not_expanded(given, _WRITTEN)
+        if "out" in given:
+            check_dtypes_are(given, ("out",), a.q.dtype)
+            sizes.take("out", a.out, "B T HV V")
+
+    def check_memory(self, a: _Arguments) -> None:
+        check_state_address(a.initial_state, VECTOR_BYTES, "initial_state")
+        tensors = self.tensors(a)
+        if a.out is not None:
+            address = a.out.data_ptr()
+            if address % VECTOR_BYTES:
+                raise ValueError(
+                    f"out starts at address {address:#x}, must be {VECTOR_BYTES}-byte aligned"
+                )
+        written = {name: tensors.pop(name) for name in _WRITTEN}
+        check_memory(written, tensors)
+
+    def _check_inputs(self, initial_state: Tensor, **inputs: Tensor | None) -> None:
+        """Refuse inputs of `prepare` that overlap the pool: its host code does not see the pool."""
+        memory = initial_state.untyped_storage().data_ptr()
+        for x in inputs.values():
+            if x is not None and x.untyped_storage().data_ptr() == memory:
+                check_memory({"initial_state": initial_state}, inputs)
+                return
+
+    def nothing(self, a: _Arguments) -> Tensor | None:
+        """Without tokens the states stay as they are."""
+        if a.v.numel() and (a.cu_seqlens is None or len(a.cu_seqlens) > 1):
+            return None
+        return a.out
+
+    def readable(self, a: _Arguments) -> _Arguments:
+        changed: dict[str, Any] = {name: readable(getattr(a, name)) for name in "qkvg"}
+        if a.use_gate_in_kernel:
+            changed |= readable_parameters(a)
+        if a.cu_seqlens is not None:
+            changed["cu_seqlens"] = contiguous(a.cu_seqlens)
+        return a._replace(**changed)
+
+    def prepare(self, a: _Arguments) -> _Ready:
+        device = a.q.device
+        prepare, pool_pass, *split = plan_chunk_kda(
+            launch.arch_for(device),
+            **sequence_plan(a),
+            state_indices=True,
+            state_dtype=DTYPE_NAMES[a.initial_state.dtype],
+            checkpoint_indices=a.checkpoint_indices is not None,
+        )
+        return _Ready(
+            launch.get_for(device, *prepare),
+            launch.get_for(device, *pool_pass),
+            *launch_scalars(a),
+            launch.num_sms(device) if split else 0,
+            tuple(split),
+        )
+
+    def key(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        state_indices: Tensor,
+        out: Tensor | None,
+        scale: float | None,
+        use_qk_l2norm_in_kernel: bool,
+        use_gate_in_kernel: bool,
+        use_beta_sigmoid_in_kernel: bool,
+        allow_neg_eigval: bool,
+        safe_gate: bool,
+        lower_bound: float | None,
+        state_v_first: bool,
+        cu_seqlens: Tensor | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        checkpoint_indices: Tensor | None,
+        checkpoint_interval: int,
+    ) -> tuple[Any, ...]:
+        batch, tokens, heads_qk, dim_k = q.shape
+        batch_v, tokens_v, heads, dim_v = v.shape
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return (
+            heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, initial_state.dtype,
+            q.get_device(), scale, type(scale), use_qk_l2norm_in_kernel, use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
+            type(lower_bound), state_v_first, None if cu_seqlens is None else cu_seqlens.dtype,
+            A_log is None, dt_bias is None, checkpoint_indices is None, checkpoint_interval,
+            type(checkpoint_interval),
+            # No kernel's host code compares v with q, or the indices with cu_seqlens.
+            batch == batch_v
+            and tokens == tokens_v
+            and batch > 0 < tokens
+            and sequences > 0
+            and (cu_seqlens is None or (batch == 1 and cu_seqlens.dim() == 1))
+            and state_indices.shape[0] == sequences,
+        )  # fmt: skip
+
+    def launch(
+        self,
+        ready: _Ready,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        state_indices: Tensor,
+        out: Tensor | None,
+        scale: float | None,
+        use_qk_l2norm_in_kernel: bool,
+        use_gate_in_kernel: bool,
+        use_beta_sigmoid_in_kernel: bool,
+        allow_neg_eigval: bool,
+        safe_gate: bool,
+        lower_bound: float | None,
+        state_v_first: bool,
+        cu_seqlens: Tensor | None,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        checkpoint_indices: Tensor | None,
+        checkpoint_interval: int,
+    ) -> Tensor:
+        batch, tokens, heads, dim_v = v.shape
+        dim_k, device = q.shape[3], q.device
+        if cu_seqlens is None:
+            sequences = batch
+            slots = batch * ((tokens + CHUNK - 1) // CHUNK)
+        else:
+            sequences = cu_seqlens.shape[0] - 1
+            slots = tokens // CHUNK + sequences
+        A, bias = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+        if bias is not None and bias.dim() != 2:
+            bias = bias.view(-1, dim_k)
+        if A is not None and A.dim() != 1:
+            A = A.view(-1)
+        self._check_inputs(initial_state, q=q, k=k, g=g, beta=beta, A_log=A, dt_bias=bias)
+        tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
+        decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
+        o = _empty_like(v, memory_format=_contiguous) if out is None else out
+        ready.prepare(
+            q, k, g, beta, A, bias, cu_seqlens, tiles, decay, None, ready.scale,
+            ready.lower_bound, ready.beta_scale,
+        )  # fmt: skip
+        length = 0
+        if 2 * sequences * heads <= ready.num_sms:
+            length = chunks_per_segment(
+                sequences=sequences,
+                tokens=tokens,
+                heads=heads,
+                head_dim_v=dim_v,
+                packed=cu_seqlens is not None,
+                num_sms=ready.num_sms,
+            )
+        states = initial_state, state_indices, checkpoint_indices, checkpoint_interval // CHUNK
+        if length:
+            run_in_segments(ready.split, length, v, tiles, decay, (o,), states, cu_seqlens)
+        else:
+            ready.pool_pass(v, tiles, decay, o, *states, cu_seqlens, None, None, 0, 1)
+        if is_grad_enabled():
+            increment_version((o, initial_state))
+        return o
+
+    def _with_out(self, a: Any, memory_format: torch.memory_format) -> Any:
+        """o is contiguous, whatever the layout of v."""
+        if a.out is not None:
+            return a
+        return a._replace(out=_empty_like(a.v, memory_format=_contiguous))
+
+
+_pool = _Pool()
+_forward = _pool.forward  # bound once: this saves time per call
