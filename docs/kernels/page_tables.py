@@ -10,7 +10,7 @@ from cute_attn.kernels.common.spec import MAX_SMEM_BYTES
 from cute_attn.kernels.common.tmem import MAX_TMEM_COLUMNS, TensorMemory
 
 
-def budgets(memory: SharedMemory, tmem: TensorMemory, registers: Mapping[str, int]) -> str:
+def budgets(memory: SharedMemory, tmem: TensorMemory | None, registers: Mapping[str, int]) -> str:
     """A CTA's shared memory, tensor memory and registers, in Markdown. `registers` are those of a
     thread, by roles."""
     buffers = memory.buffers.values()
@@ -22,11 +22,13 @@ def budgets(memory: SharedMemory, tmem: TensorMemory, registers: Mapping[str, in
         ("all, aligned", "", f"{memory.nbytes:,} of {MAX_SMEM_BYTES:,} bytes"),
     ]
     table = [("shared memory", *row) for row in rows]
-    table += [
-        ("tensor memory", r.holds, f"{r.stages} x {r.columns}", f"{r.stages * r.columns} columns")
-        for r in tmem.regions
-    ]
-    table.append(("tensor memory", "all", "", f"{tmem.columns} of {MAX_TMEM_COLUMNS} columns"))
+    if tmem is not None:
+        table += [
+            ("tensor memory", r.holds, f"{r.stages} x {r.columns}",
+             f"{r.stages * r.columns} columns")
+            for r in tmem.regions
+        ]  # fmt: skip
+        table.append(("tensor memory", "all", "", f"{tmem.columns} of {MAX_TMEM_COLUMNS} columns"))
     table += [("registers", roles, "", f"{n} a thread") for roles, n in registers.items()]
     head = ["| resource | for | stages | |", "| --- | --- | ---: | ---: |"]
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in table)])

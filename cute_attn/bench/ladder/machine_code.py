@@ -8,7 +8,7 @@ from ...cache.entry import Built, Entry
 from ...kernels.ladder.spec import FmhaLadderSpec
 from ...machine_code.cubin import cubins
 from ...machine_code.disassembly import disassemble, find_nvdisasm
-from ...machine_code.listing import Function, Loop, functions
+from ...machine_code.listing import Function, Instruction, Loop, functions
 from ..harness.report import Row
 
 # Opcodes by column; what is in none is "other".
@@ -25,8 +25,8 @@ KINDS = {
 _KIND = {opcode: kind for kind, opcodes in KINDS.items() for opcode in opcodes}
 
 
-def loop_row(name: str, entry: Entry | Built, spec: FmhaLadderSpec) -> Row:
-    """Instructions of a warp for its rows of a K/V tile in the middle, without a mask.
+def key_tile(entry: Entry | Built) -> list[Instruction]:
+    """What a warp executes for a K/V tile in the middle, without a mask.
 
     Raises:
         DisassemblyError: there is no nvdisasm.
@@ -39,10 +39,23 @@ def loop_row(name: str, entry: Entry | Built, spec: FmhaLadderSpec) -> Row:
     )
     with_mma = [loop for loop in function.loops() if _mmas(function, loop)]
     inner = [a for a in with_mma if not any(b.blocks < a.blocks for b in with_mma)]
-    loop = max(inner, key=lambda found: _mmas(function, found))
-    # Through all MMAs and copies, else the shortest path: it leaves the mask out.
-    blocks = function.path(loop, lambda i: float(_KIND.get(i.base) in ("mma", "copies")))
-    counts = Counter(_KIND.get(i.base, "other") for block in blocks for i in function.blocks[block])
+    most = max(_mmas(function, loop) for loop in inner)
+
+    def path(loop: Loop) -> list[Instruction]:
+        # Through all MMAs and copies, else the shortest path: it leaves the mask out.
+        blocks = function.path(loop, lambda i: float(_KIND.get(i.base) in ("mma", "copies")))
+        return [i for block in blocks for i in function.blocks[block]]
+
+    return min((path(loop) for loop in inner if _mmas(function, loop) == most), key=len)
+
+
+def loop_row(name: str, entry: Entry | Built, spec: FmhaLadderSpec) -> Row:
+    """Instructions of a warp for its rows of a K/V tile in the middle, without a mask.
+
+    Raises:
+        DisassemblyError: there is no nvdisasm.
+    """
+    counts = Counter(_KIND.get(i.base, "other") for i in key_tile(entry))
     return {
         "step": name,
         "rows": spec.tile_m // spec.num_warps,

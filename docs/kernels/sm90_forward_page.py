@@ -1,0 +1,102 @@
+"""Writes what sm90_forward.md shows of the kernel's own declarations and machine code.
+
+    python -m docs.kernels.sm90_forward_page
+
+writes the tables between the page's markers anew; those of machine code need nvdisasm.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import cute_attn.kernels.attention.sm90_fwd as kernel
+from cute_attn import cache
+from cute_attn.bench.ladder.machine_code import key_tile
+from cute_attn.kernels.attention.spec import SM90_HEAD_DIMS
+from cute_attn.launch import Request
+from cute_attn.ops.attention import plan_attention
+
+from .page_tables import budgets, filled
+
+PAGE = Path(__file__).with_name("sm90_forward.md")
+ARCH = "sm_90a"
+
+# Rates of an SM: FLOP a clock of wgmma, bytes a clock of shared memory, exponentials a clock.
+TENSOR_CORES, SHARED, SFU = 4096, 128, 16
+GHZ, SMS = 1.98, 132  # of an H200
+
+
+def request(head_dim: int, *, causal: bool = False) -> Request:
+    (found,) = plan_attention(ARCH, head_dim=head_dim, causal=causal, short=False)
+    return found
+
+
+def tables() -> dict[str, str]:
+    """Marker -> Markdown, of the specialisations without options; without machine code."""
+    kernels = {dim: kernel.Sm90Forward(request(dim)[1]) for dim in SM90_HEAD_DIMS}
+    found = {"edges": kernels[128].pipeline.table(), "roofline": roofline()}
+    for head_dim, chosen in kernels.items():
+        load, consumers = kernel.REGISTERS[chosen.warpgroups]
+        registers = {"consumers": consumers, "load and its idle warps": load}
+        found[f"budgets{head_dim}"] = budgets(chosen.smem, None, registers)
+    return found
+
+
+def roofline() -> str:
+    """Clocks of an SM for the products and exponentials of a tile, and the bounds that they set."""
+    rows = []
+    peak = TENSOR_CORES * SMS * GHZ / 1e3
+    for head_dim in SM90_HEAD_DIMS:
+        spec = request(head_dim)[1]
+        m, n = spec.tile_m, spec.tile_n
+        groups = m // kernel.ROWS
+        products = 4 * m * n * head_dim / TENSOR_CORES
+        exponentials = m * n / SFU
+        # A wgmma reads its operands: S those of Q and K, P V that of V.
+        operands = groups * 2 * (kernel.ROWS + 2 * n) * head_dim / SHARED
+        loads = 4 * n * head_dim / products
+        in_turn = peak * products / (products + exponentials)
+        rows.append(
+            f"| {head_dim} | {m} x {n} | {products:.0f} | {exponentials:.0f} | {operands:.0f} "
+            f"| {loads:.0f} | {peak:.0f} | {in_turn:.0f} |"
+        )
+    head = [
+        "| head_dim | tile | products | exponentials | shared memory | K and V, bytes a clock | "
+        "overlapped, TFLOP/s | in turn |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    return "\n".join([*head, *rows])
+
+
+def machine_code() -> str:
+    """What a warp executes for a K/V tile without a mask."""
+    rows = []
+    for head_dim in SM90_HEAD_DIMS:
+        for causal in (False, True):
+            entry = cache.compile(*request(head_dim, causal=causal), arch=ARCH)
+            (use,) = entry.kernels
+            found = key_tile(entry)
+            counts = Counter(i.base for i in found)
+            waits = [n for n, i in enumerate(found) if i.opcode.startswith("WARPGROUP.DEPBAR")]
+            hidden = sum(i.base == "MUFU" for i in found[: waits[-1]])
+            rows.append(
+                f"| {head_dim} | {'causal' if causal else 'dense'} | {use.registers} "
+                f"| {use.spills} | {len(found)} | {counts['HGMMA']} | {len(waits)} "
+                f"| {hidden} of {counts['MUFU']} | {counts['R2UR']} |"
+            )
+    head = [
+        "| head_dim | | registers | spilled bytes | instructions | HGMMA | waits for them "
+        "| exponentials before the wait for O | R2UR |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    return "\n".join([*head, *rows])
+
+
+def main() -> None:
+    parts = tables() | {"machine-code": machine_code()}
+    PAGE.write_text(filled(PAGE.read_text(), parts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""docs/kernels/sm90_forward.md agrees with the kernel's declarations."""
+
+from __future__ import annotations
+
+import re
+
+from cute_attn.kernels.attention import sm90_fwd
+from docs.kernels import sm90_forward_page as page
+from docs.kernels.page_tables import filled
+
+
+def test_the_tables_are_current() -> None:
+    text = page.PAGE.read_text()
+    assert filled(text, page.tables()) == text, "python -m docs.kernels.sm90_forward_page"
+
+
+def test_the_text_has_the_kernels_registers() -> None:
+    text = page.PAGE.read_text()
+    for number in (0, 1):
+        two, three = (sm90_fwd.REGISTERS[groups][number] for groups in (2, 3))
+        assert re.search(rf"\| {two} \({three}\) \|", text), number
