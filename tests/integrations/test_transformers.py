@@ -283,8 +283,8 @@ def gradients(model: Any, tokens: torch.Tensor, mask: torch.Tensor | None) -> to
 @pytest.mark.parametrize(
     ("name", "padded"),
     [
-        ("gemma3", False),
-        pytest.param("gemma3", True, marks=pytest.mark.slow),  # six kernels more
+        pytest.param("gemma3", False, marks=pytest.mark.slow),  # six kernels more, as the next
+        pytest.param("gemma3", True, marks=pytest.mark.slow),
         ("qwen3_next", False),
     ],
 )

@@ -85,6 +85,7 @@ def test_agrees_with_the_reference(device: str, path: str, data: st.DataObject):
 
 
 @pytest.mark.everywhere
+@pytest.mark.in_turn("gates")
 @pytest.mark.parametrize("gates", GATES)
 def test_gates_of_any_size(device: str, gates: str):
     for kind, lengths in ((PLAIN, (130,)), (DECAYS, (64, 0, 70)), (WIDE_V, (129, 1))):
@@ -167,6 +168,7 @@ def test_sequences_in_segments(device: str, data: st.DataObject):
     in_segments(case.arguments(device), data.draw(st.integers(1, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.everywhere
 def test_many_segments(device: str):
     in_segments(Case(SMALL, (450,), gates="weak", alike=True).arguments(device), 1)
@@ -221,11 +223,11 @@ def test_a_setting_forbids_splitting(device: str, split_setting: Callable[[str],
     ("path", "arch"),
     [
         ("fused", "sm_90a"),
-        ("fused", "sm_100a"),
+        pytest.param("fused", "sm_100a", marks=pytest.mark.slow),
         pytest.param("modular", "sm_90a", marks=pytest.mark.slow),
         ("modular", "sm_100a"),
         pytest.param("segments", "sm_90a", marks=pytest.mark.slow),
-        ("segments", "sm_100a"),
+        pytest.param("segments", "sm_100a", marks=pytest.mark.slow),
     ],
 )
 def test_no_schedule_changes_a_bit(path: str, arch: str):
