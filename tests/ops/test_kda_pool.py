@@ -341,6 +341,7 @@ def test_good_calls_on_the_cpu_are_refused_for_the_device_alone():
         {"initial_state": torch.zeros(4, 2, 64, 64, dtype=BF16), "safe_gate": True},
         {"checkpoint_indices": checkpoints, "checkpoint_interval": 128},
         {"checkpoint_interval": 3},  # ignored
+        {"checkpoint_indices": checkpoints, "checkpoint_interval": 2**31 - 64},
         {"cu_seqlens": None, "state_indices": torch.zeros(1, dtype=torch.int32)},
         {"cu_seqlens_cpu": torch.tensor([0, 2, 5])},
     ):
@@ -387,7 +388,15 @@ def test_good_calls_on_the_cpu_are_refused_for_the_device_alone():
                 "checkpoint_interval": 100,
             },
             ValueError,
-            "checkpoint_interval is 100, must be a positive multiple of 64",
+            "checkpoint_interval is 100, must be a multiple of 64 from 64 to 2147483584",
+        ),
+        (
+            {
+                "checkpoint_indices": torch.zeros(2, 1, dtype=torch.int32),
+                "checkpoint_interval": 2**38,
+            },
+            ValueError,
+            "checkpoint_interval is 274877906944, must be a multiple of 64",
         ),
         ({"checkpoint_interval": 64.0}, TypeError, "checkpoint_interval must be an int"),
         ({"output_final_state": "no"}, TypeError, "output_final_state must be a bool"),

@@ -38,6 +38,7 @@ from ..operator import (
     is_grad_enabled,
 )
 from .arguments import (
+    MAX_TOKENS,
     STATE_DTYPES,
     contiguous,
     count_chunks,
@@ -187,9 +188,12 @@ class _Pool(Operator[_Arguments]):
         interval = a.checkpoint_interval
         if not is_int(interval):
             raise TypeError(f"checkpoint_interval must be an int, got {type(interval).__name__}")
-        if a.checkpoint_indices is not None and (interval <= 0 or interval % CHUNK):
+        if a.checkpoint_indices is not None and (
+            not 0 < interval <= MAX_TOKENS or interval % CHUNK
+        ):
             raise ValueError(
-                f"checkpoint_interval is {interval}, must be a positive multiple of {CHUNK}"
+                f"checkpoint_interval is {interval}, must be a multiple of {CHUNK} from {CHUNK} to "
+                f"{MAX_TOKENS}"
             )
         check_contiguous(given, ("state_indices", "checkpoint_indices", "out"))
         check_state_strides(a.initial_state, VECTOR_BYTES, "initial_state")
@@ -348,7 +352,8 @@ class _Pool(Operator[_Arguments]):
                 packed=cu_seqlens is not None,
                 num_sms=ready.num_sms,
             )
-        states = initial_state, state_indices, checkpoint_indices, checkpoint_interval // CHUNK
+        chunks = 0 if checkpoint_indices is None else checkpoint_interval // CHUNK
+        states = initial_state, state_indices, checkpoint_indices, chunks
         if length:
             run_in_segments(ready.split, length, v, tiles, decay, (o,), states, cu_seqlens)
         else:
