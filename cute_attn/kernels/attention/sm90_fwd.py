@@ -44,7 +44,7 @@ from ..common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
+from ..common.tma import BOX, BoxedRows, boxes, load_use, partition
 from . import fragments
 from .arguments import FakeArguments
 from .fragment_softmax import FragmentSoftmax
@@ -52,14 +52,14 @@ from .pages import Pages
 from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
 from .softmax import Scaling, cap_row, finish_row
 from .spec import Sm90ForwardSpec
+from .turns import Turns
 from .visibility import Visibility
 from .work import SplitWork, TileMap, Work, heads_in_l2
 
 WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
 REGISTERS = {2: (24, 240), 3: (32, 160)}
-# The first of a named barrier for each warpgroup; 0 is that of all threads.
-STAGED, TURN = 1, 8
+STAGED = 1  # the first of a named barrier for each warpgroup; 0 is that of all threads
 
 SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "single": SingleTileScheduler,
@@ -79,6 +79,7 @@ class Consumer(Carried):
 
     Attributes:
         warp, group: its number, and that of its warpgroup.
+        turns: of its warpgroup.
         barriers: of the CTA.
         q, o: shared addresses of its warpgroup's rows of Q, and of staged O.
         k, v: shared addresses of the rings.
@@ -314,6 +315,7 @@ class Sm90Forward:
         return Consumer(
             warp=warp,
             group=group,
+            turns=Turns(group, self.warpgroups),
             barriers=barriers,
             q=q,
             k=shared_address(storage.k),
@@ -370,15 +372,15 @@ class Sm90Forward:
                     work = SplitWork(*(vars(work).values()), split, x.o.shape[0])
                 queue.publish_work(taken, work)
                 queries = self.q_rows.box(x.q, work.block, *work.queries)
-                self.load_rows("q", x.q_tma, queries, q_smem, barriers, taken)
+                load_use("q", x.q_tma, queries, q_smem, barriers, taken)
                 first, end = self.key_tiles(visible, work)
                 for i in cutlass.range(end - first, unroll=1):
                     key_tile = end - 1 - i
                     if cutlass.const_expr(pages is None):
                         keys = self.kv_rows.box(x.k, key_tile, *work.keys)
-                        self.load_rows("k", x.k_tma, keys, k_smem, barriers, n)
+                        load_use("k", x.k_tma, keys, k_smem, barriers, n)
                         values = self.kv_rows.box(x.v, key_tile, *work.keys)
-                        self.load_rows("v", x.v_tma, values, v_smem, barriers, n)
+                        load_use("v", x.v_tma, values, v_smem, barriers, n)
                     else:
                         found = pages.of_tile(key_tile, work.sequence, work.seqlen_k)
                         to = (found, work.kv_head)
@@ -388,22 +390,6 @@ class Sm90Forward:
                 taken += 1
             number = scheduler.advance_to_next_work(number, taken)
         queue.publish_end(taken)
-
-    @cute.jit
-    def load_rows(
-        self,
-        name: cutlass.Constexpr[str],
-        tma: cute.CopyAtom,
-        rows: cute.Tensor,
-        smem: cute.Tensor,
-        barriers: Barriers,
-        n: Int32,
-    ) -> None:
-        """Use n of a ring: wait until its stage is empty, and start to fill it."""
-        barriers.wait_previous(f"{name}_empty", n)
-        with cute.arch.elect_one():
-            barriers.expect(f"{name}_full", n, cute.size(rows) * 2)
-        load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
 
     @cute.jit
     def load_pages(
@@ -418,7 +404,7 @@ class Sm90Forward:
         barriers: Barriers,
         n: Int32,
     ) -> None:
-        """As `load_rows`, of a tile in pages."""
+        """As `load_use`, of a tile in pages."""
         barriers.wait_previous(f"{name}_empty", n)
         with cute.arch.elect_one():
             barriers.expect(f"{name}_full", n, self.spec.tile_n * self.row_bytes)
@@ -429,7 +415,7 @@ class Sm90Forward:
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
         queue = TileQueue(self.work, storage.work, own.barriers)
-        self.first_turn(own)
+        own.turns.begin()
         taken = Int32(0)  # tiles
         n = Int32(0)  # K/V tiles
         work = queue.take(taken)
@@ -451,7 +437,7 @@ class Sm90Forward:
             work = queue.take(taken)
         if cutlass.const_expr(not self.spec.split):
             self.stores_done(own)
-        self.last_turn(own)
+        own.turns.end()
 
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
@@ -511,11 +497,11 @@ class Sm90Forward:
     ) -> None:
         """P of use n of K, beside the product of the P and V before."""
         own.barriers.wait("k_full", n)
-        self.wait_turn(own)
+        own.turns.wait()
         scores = self.start_scores(own, n)
         own.barriers.wait("v_full", n - 1)
         out = self.start_output(own, n - 1)
-        self.pass_turn(own)
+        own.turns.give()
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
         own.barriers.warp_arrives("k_empty", n)
         if cutlass.const_expr(self.spec.softcap):
@@ -565,27 +551,6 @@ class Sm90Forward:
             lows.append(low - key_tile * self.spec.tile_n)
             highs.append(high - key_tile * self.spec.tile_n)
         fragments.mask_rows(own.s, highs, lows if self.spec.window_left else None)
-
-    # -- turns of the warpgroups
-
-    @cute.jit
-    def first_turn(self, own: Consumer) -> None:
-        if own.group == self.warpgroups - 1:
-            self.pass_turn(own)
-
-    def wait_turn(self, own: Consumer) -> None:
-        cute.arch.barrier(barrier_id=TURN + own.group, number_of_threads=2 * WARPGROUP)
-
-    def pass_turn(self, own: Consumer) -> None:
-        last = own.group == self.warpgroups - 1
-        following = cutlass.select_(last, Int32(0), own.group + 1)
-        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def last_turn(self, own: Consumer) -> None:
-        """Take the turn that is left over, so that no barrier has an arrival at the end."""
-        if own.group == 0:
-            self.wait_turn(own)
 
     # -- device: epilogue ---------------------------------------------------------------------
 

@@ -140,6 +140,23 @@ def load_boxes(
 
 
 @cute.jit
+def load_use(
+    name: cutlass.Constexpr[str],
+    tma: cute.CopyAtom,
+    rows: cute.Tensor,
+    smem: cute.Tensor,
+    barriers: Barriers,
+    n: Int32,
+) -> None:
+    """Use n of a ring of tiles of 16 bits, with edges `{name}_empty` and `{name}_full`: wait until
+    its stage is empty, and start to fill it; see `load_boxes`. By one warp."""
+    barriers.wait_previous(f"{name}_empty", n)
+    with cute.arch.elect_one():
+        barriers.expect(f"{name}_full", n, cute.size(rows) * 2)
+    load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
+
+
+@cute.jit
 def store_boxes(
     tma: cute.CopyAtom,
     rows: cute.Tensor,

@@ -82,7 +82,7 @@ class FmhaStep10(FmhaStep9):
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
         queue = TileQueue(Work, storage.work, own.barriers)
-        self.first_turn(own)
+        own.turns.begin()
         index = Int32(0)
         n = Int32(0)
         work = queue.take(index)
@@ -93,4 +93,4 @@ class FmhaStep10(FmhaStep9):
             index += 1
             work = queue.take(index)
         self.stores_done(own)
-        self.last_turn(own)
+        own.turns.end()

@@ -28,7 +28,7 @@ from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx.memory import shared_address
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes, load_boxes
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
 from .spec import FmhaLadderSpec
 from .step1_basic import Work
 from .step5_swizzle import FmhaStep5
@@ -204,25 +204,9 @@ class FmhaStep6(FmhaStep5):
             load_boxes(q_tma, queries, q_smem, barriers, "q_full", 0)
         for n in cutlass.range(end, unroll=1):
             keys = self.tile_rows.box(k, n, *place)
-            self.load_tile("k", k_tma, keys, k_smem, barriers, n)
+            load_use("k", k_tma, keys, k_smem, barriers, n)
             values = self.tile_rows.box(v, n, *place)
-            self.load_tile("v", v_tma, values, v_smem, barriers, n)
-
-    @cute.jit
-    def load_tile(
-        self,
-        name: cutlass.Constexpr[str],
-        tma: cute.CopyAtom,
-        rows: cute.Tensor,
-        smem: cute.Tensor,
-        barriers: Barriers,
-        n: Int32,
-    ) -> None:
-        """Use n of a ring: wait until its stage is empty, and start to fill it."""
-        barriers.wait_previous(f"{name}_empty", n)
-        with cute.arch.elect_one():
-            barriers.expect(f"{name}_full", n, self.spec.tile_n * self.spec.row_bytes)
-        load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
+            load_use("v", v_tma, values, v_smem, barriers, n)
 
     @cute.jit
     def key_tiles(

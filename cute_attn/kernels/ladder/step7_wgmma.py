@@ -34,7 +34,7 @@ from ..common.ptx import wgmma
 from ..common.ptx.memory import shared_address
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes, load_boxes, partition
+from ..common.tma import BOX, BoxedRows, boxes, load_use, partition
 from .arguments import fake_args
 from .spec import FmhaLadderSpec
 
@@ -270,30 +270,14 @@ class FmhaStep7:
         place = (tile.head, tile.sequence, 0, tile.seqlen)
 
         queries = self.q_rows.box(x.q, tile.block, *place)
-        self.load_rows("q", x.q_tma, queries, q_smem, barriers, index)
+        load_use("q", x.q_tma, queries, q_smem, barriers, index)
         for i in cutlass.range(tile.end, unroll=1):
             keys = self.kv_rows.box(x.k, tile.end - 1 - i, *place)
-            self.load_rows("k", x.k_tma, keys, k_smem, barriers, n)
+            load_use("k", x.k_tma, keys, k_smem, barriers, n)
             values = self.kv_rows.box(x.v, tile.end - 1 - i, *place)
-            self.load_rows("v", x.v_tma, values, v_smem, barriers, n)
+            load_use("v", x.v_tma, values, v_smem, barriers, n)
             n += 1
         return n
-
-    @cute.jit
-    def load_rows(
-        self,
-        name: cutlass.Constexpr[str],
-        tma: cute.CopyAtom,
-        rows: cute.Tensor,
-        smem: cute.Tensor,
-        barriers: Barriers,
-        n: Int32,
-    ) -> None:
-        """Use n of a ring: wait until its stage is empty, and start to fill it."""
-        barriers.wait_previous(f"{name}_empty", n)
-        with cute.arch.elect_one():
-            barriers.expect(f"{name}_full", n, cute.size(rows) * 2)
-        load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
 
     # -- device: products and softmax ---------------------------------------------------------
 

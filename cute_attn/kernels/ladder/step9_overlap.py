@@ -15,29 +15,35 @@ the other one's products, and not into its softmax.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ..attention import fragments
-from ..attention.sm90_mma import WARPGROUP
+from ..attention.turns import Turns
+from ..common.pipeline import Barriers
 from ..common.ptx import wgmma
 from ..common.smem import Pointers
 from .step7_wgmma import Consumer, Operands, Tile
 from .step8_warpgroups import FmhaStep8
 
-TURN = 8  # the first of a named barrier for each warpgroup
-
 
 class FmhaStep9(FmhaStep8):
+    def consumer(self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any) -> Consumer:
+        own = super().consumer(x, storage, barriers, warp)
+        own.turns = Turns(own.group, self.warpgroups)
+        return own
+
     @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
-        self.first_turn(own)
+        own.turns.begin()
         tile = self.tile_of_cta(x)
         self.compute_tile(own, tile, Int32(0), Int32(0))
         self.store_tile(x, own, storage, tile)
         self.stores_done(own)
-        self.last_turn(own)
+        own.turns.end()
 
     @cute.jit
     def compute_tile(self, own: Consumer, tile: Tile, index: Int32, n: Int32) -> Int32:
@@ -84,11 +90,11 @@ class FmhaStep9(FmhaStep8):
     ) -> None:
         """P of use n of K, beside the product of the P and V before."""
         own.barriers.wait("k_full", n)
-        self.wait_turn(own)
+        own.turns.wait()
         scores = self.start_scores(own, n)
         own.barriers.wait("v_full", n - 1)
         out = self.start_output(own, n - 1)
-        self.pass_turn(own)
+        own.turns.give()
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
         own.barriers.warp_arrives("k_empty", n)
         if cutlass.const_expr(masked):
@@ -98,24 +104,3 @@ class FmhaStep9(FmhaStep8):
         own.barriers.warp_arrives("v_empty", n - 1)
         fragments.assign(own.p, fragments.operand(own.s, self.dtype))
         self.rescale(own, factors)
-
-    # -- turns --------------------------------------------------------------------------------
-
-    @cute.jit
-    def first_turn(self, own: Consumer) -> None:
-        if own.group == self.warpgroups - 1:
-            self.pass_turn(own)
-
-    def wait_turn(self, own: Consumer) -> None:
-        cute.arch.barrier(barrier_id=TURN + own.group, number_of_threads=2 * WARPGROUP)
-
-    def pass_turn(self, own: Consumer) -> None:
-        last = own.group == self.warpgroups - 1
-        following = cutlass.select_(last, Int32(0), own.group + 1)
-        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def last_turn(self, own: Consumer) -> None:
-        """Take the turn that is left over, so that no barrier has an arrival at the end."""
-        if own.group == 0:
-            self.wait_turn(own)
