@@ -73,12 +73,10 @@ def expected_in(
     for batch, head in heads:
         q_head = q[batch : batch + 1, :, head : head + 1]
         at = slice(batch, batch + 1), slice(None), slice(head // group, head // group + 1)
-        blocks = [
-            (slice(start, end), *_block(q_head, k[at], v[at], start, end, causal))
-            for start, end in _blocks(q.shape[1], max_blocks)
-        ]
-        rows = torch.cat([torch.arange(r.start, r.stop, device=q.device) for r, _, _ in blocks])
-        exact, plain = (torch.cat([block[i] for block in blocks]) for i in (1, 2))
+        blocks = _blocks(q.shape[1], max_blocks)
+        rows = torch.cat([torch.arange(*block, device=q.device) for block in blocks])
+        results = [_block(q_head, k[at], v[at], *block, causal) for block in blocks]
+        exact, plain = (torch.cat(of_blocks) for of_blocks in zip(*results, strict=True))
         found.append(Expected(batch, head, rows, exact, plain))
     return found
 
