@@ -1,8 +1,8 @@
 """Bugs planted in attention's forward on SM90: every schedule must find each of them.
 
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
-change the result. Three kernels: "dense" (causal, with lse), "pages" (K and V in pages), and
-"shared", whose O is staged in Q's buffer.
+change the result. Four kernels: "dense" (causal, with lse), "pages" (K and V in pages), "shared",
+whose O is staged in Q's buffer, and "splits", which stores it from registers.
 """
 
 from __future__ import annotations
@@ -69,9 +69,13 @@ SPECS = {
     "dense": Sm90ForwardSpec(**PLAIN | {"window_right": True, "lse": True}),
     "pages": Sm90ForwardSpec(**PLAIN | {"seqused_k": True, "page_rows": 16}),
     "shared": Sm90ForwardSpec(**PLAIN | {"head_dim": 256, "tile_n": 80}),
+    "splits": Sm90ForwardSpec(**PLAIN | {"split": True, "lse": True}),
 }
 # Queries, keys and heads; each CTA gets two tiles of queries. Of the last page one row is used.
-SIZES = {"dense": (200, 200, 2), "pages": (130, 193, 2), "shared": (200, 90, 2)}
+SIZES = {
+    "dense": (200, 200, 2), "pages": (130, 193, 2), "shared": (200, 90, 2), "splits": (20, 300, 1),
+}  # fmt: skip
+SPLITS = 4
 SCALE = 1.0  # large, so that maxima move by more than the threshold
 
 
@@ -99,6 +103,9 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
         v[pages[0, -1].item(), keys % PAGE :] = float("nan")
     o = torch.full_like(q, float("nan"))
     lse = torch.full((1, heads, queries), float("nan")) if spec.lse else None
+    if spec.split:
+        o = torch.full((SPLITS, *q.shape), float("nan"))
+        lse = torch.full((SPLITS, 1, heads, queries), float("nan"))
     counter = torch.zeros(1, dtype=torch.int32)
     arguments = [
         q, k, v, o, lse, None, None, None, None, used, pages, SCALE, 1.0, 0, 0, SMS, counter,
@@ -123,7 +130,7 @@ def early_release(p: Edged, release: int) -> str:
 EDGES = ("q", "k", "v", "work")
 LOADS = rf"{LOAD}|{EXPECT}"
 
-dense, pages, shared = Planter("dense"), Planter("pages"), Planter("shared")
+dense, pages, shared, splits = (Planter(name) for name in SPECS)
 
 # -- edges of the pipeline
 
@@ -417,7 +424,33 @@ def _(p: Edged) -> Planted:
     return p.with_line(line, f"mov.pred {target}, {lanes};"), [load]
 
 
-BUGS = [*dense.bugs, *pages.bugs, *shared.bugs]
+# -- splits
+
+for edge in ("q", "work"):
+    bugs_of_an_edge(splits, edge)
+
+
+@splits("consumers take another split than was loaded", "value deadlock race")
+def _(p: Edged) -> Planted:
+    line = p.after(r"st\.shared\.v4", p.one(r"st\.shared\.v4")) + 1
+    line = p.one(r"st\.shared\.v", line)
+    split = re.findall(r"\{(.*?)\}", p[line])[0].split(",")[0].strip()
+    return p.changed_operand(line, split, "xor.b32", 1), [*all_waits(p), *lines_of(p, WGMMA, LOAD)]
+
+
+@splits("two columns of O are stored eight further", "value race bounds")
+def _(p: Edged) -> Planted:
+    line = p.one(r"st\.global\.v2")
+    return p.swap(line, r"\[(%rd\d+)(\+0)?\]", r"[\1+32]"), [line]
+
+
+@splits("lse of another split", "value race")
+def _(p: Edged) -> Planted:
+    line = p.one(r"st\.global\.b32")
+    return p.swap(line, r"\[(%rd\d+)\]", rf"[\1+{4 * SIZES['splits'][0]}]"), [line]
+
+
+BUGS = [*dense.bugs, *pages.bugs, *shared.bugs, *splits.bugs]
 QUICK = {
     "dense: wait for k_full dropped",
     "dense: O is not rescaled",
@@ -443,7 +476,7 @@ def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", ["dense", *(pytest.param(n, marks=pytest.mark.slow)
-                                             for n in ("pages", "shared"))])  # fmt: skip
+                                             for n in ("pages", "shared", "splits"))])  # fmt: skip
 def test_the_kernel_is_clean(name: str) -> None:
     _, prepare = kernel(name)
     run = prepare(None)
