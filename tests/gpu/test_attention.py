@@ -14,9 +14,9 @@ import torch
 import cute_attn
 from cute_attn import cache, launch
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.spec import Hd256PreprocessSpec
+from cute_attn.kernels.attention.spec import PreprocessSpec
 from cute_attn.kernels.attention.statistics import num_tiles, padded_rows
-from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS
+from cute_attn.kernels.attention.table import BACKWARD_PREPROCESS
 from cute_attn.kernels.common.sum_partials_spec import SumPartialsSpec
 from cute_attn.kernels.common.table import SUM_PARTIALS
 from cute_attn.reference.attention import attention_gradients
@@ -42,14 +42,14 @@ def test_statistics_of_rows_are_the_emulators(sink_dtype: str):
     torch.manual_seed(0)
     lengths, heads = (300, 0, 77), 4
     total = sum(lengths)
-    spec = Hd256PreprocessSpec("bfloat16", True, False, sink_dtype, True)
+    spec = PreprocessSpec("bfloat16", True, False, sink_dtype, True)
     o, do = torch.randn(2, total, heads, 256).bfloat16()
     lse, dlse = torch.randn(2, heads, total)
     lse[:, ::5] = -math.inf if sink_dtype == "none" else 1.0
     has_sink = sink_dtype != "none"
     parts = torch.zeros(num_tiles(total, len(lengths), True), heads) if has_sink else None
     results = on_both(
-        HD256_BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse,
+        BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse,
         torch.ones(heads) if has_sink else None,
         torch.tensor([0, 300, 300, 377], dtype=torch.int32), None,
         torch.zeros(2, heads, padded_rows(total, len(lengths), True)), parts,

@@ -14,9 +14,9 @@ from torch import Tensor
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.spec import Hd256PreprocessSpec
+from cute_attn.kernels.attention.spec import PreprocessSpec
 from cute_attn.kernels.attention.statistics import padded_rows
-from cute_attn.kernels.attention.table import HD256_BACKWARD_PREPROCESS
+from cute_attn.kernels.attention.table import BACKWARD_PREPROCESS
 from cute_attn.kernels.common.sum_partials_spec import SumPartialsSpec
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.kernels.common.zero_unused_spec import ZeroUnusedSpec
@@ -41,15 +41,15 @@ def of_sequence(x: Tensor, varlen: bool, sequence: int, rows: slice) -> Tensor:
 @pytest.mark.parametrize(
     ("spec", "lengths"),
     [
-        (Hd256PreprocessSpec("bfloat16", False, False, "none", False), (130, 130)),
-        (Hd256PreprocessSpec("float16", False, False, "bfloat16", True), (128,)),
-        (Hd256PreprocessSpec("bfloat16", True, False, "float16", False), (0, 5, 129, 0, 128)),
-        (Hd256PreprocessSpec("bfloat16", True, True, "none", True), (3, 200, 70)),
+        (PreprocessSpec("bfloat16", False, False, "none", False), (130, 130)),
+        (PreprocessSpec("float16", False, False, "bfloat16", True), (128,)),
+        (PreprocessSpec("bfloat16", True, False, "float16", False), (0, 5, 129, 0, 128)),
+        (PreprocessSpec("bfloat16", True, True, "none", True), (3, 200, 70)),
     ],
     ids=["dense", "dense, sink, dlse", "packed, sink", "packed, seqused, dlse"],
 )
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_statistics_of_rows(spec: Hd256PreprocessSpec, lengths: tuple[int, ...], arch: str) -> None:
+def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch: str) -> None:
     """Rows of no sequence hold NaN and are not read."""
     torch.manual_seed(0)
     dtype, sink_dtype = DTYPES[spec.dtype], DTYPES[spec.sink_dtype]
@@ -85,7 +85,7 @@ def test_statistics_of_rows(spec: Hd256PreprocessSpec, lengths: tuple[int, ...],
         tiles = (total + tail) // TILE + len(lengths)
     dsink = None if sink is None else torch.full((tiles, HEADS), math.nan)
     launch(
-        HD256_BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse, sink,
+        BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse, sink,
         torch.tensor(starts, dtype=torch.int32) if spec.varlen_q else None,
         torch.tensor(used, dtype=torch.int32) if spec.seqused_q else None,
         stats, dsink, arch=arch,

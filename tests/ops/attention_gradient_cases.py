@@ -26,7 +26,6 @@ from cute_attn.reference.attention import (
 )
 
 from .attention_cases import (
-    ARCH,
     CACHE,
     CAPPED,
     CAUSAL,
@@ -46,6 +45,7 @@ from .attention_cases import (
     is_known,
     reference_arguments,
     rows_of,
+    target,
 )
 
 INPUTS = ("q", "k", "v", "learnable_sink")
@@ -178,7 +178,7 @@ def gradients(
         seed=on.seed,
         spurious_cancel=on.spurious_cancel,
     )
-    with cute_attn.emulated(ARCH, emulator), poisoned():
+    with cute_attn.emulated(target().arch, emulator), poisoned():
         o, lse = function(**args | leaves | {"return_lse": dlse is not None}, scheduler=scheduler)
         given = [(x, g) for x, g in ((o, do), (lse, dlse)) if g is not None]
         torch.autograd.backward(*map(list, zip(*given, strict=True)))

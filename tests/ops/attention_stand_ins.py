@@ -200,7 +200,7 @@ def _zero_unused(spec: Any, x: Tensor, cu_seqlens: Tensor | None, seqused: Tenso
 
 KERNELS = {
     table.HD256_FORWARD.kernel.name: _forward,
-    table.HD256_BACKWARD_PREPROCESS.kernel.name: _preprocess,
+    table.BACKWARD_PREPROCESS.kernel.name: _preprocess,
     table.HD256_BACKWARD_DQ.kernel.name: _dq,
     table.HD256_BACKWARD_DKDV.kernel.name: _dkdv,
     SUM_PARTIALS.name: _sum_partials,

@@ -743,12 +743,12 @@ def test_the_schema_writes_nothing():
 
 def test_a_gradient_without_a_kernel_is_refused_before_the_forward(monkeypatch: pytest.MonkeyPatch):
     specs = planned(monkeypatch)
-    args = dense(dim=128)
+    args = dense(dim=256)
     args["k"].requires_grad_()
     with (
         cute_attn.emulated("sm_90a"),
         pytest.raises(
-            NotImplementedError, match="no attention backward for head_dim 128 on sm_90a; there is"
+            NotImplementedError, match="no attention backward for head_dim 256 on sm_90a; there is"
         ),
     ):
         cute_attn.flash_attn_func(**args)

@@ -33,7 +33,7 @@ INPUTS = ("q", "k", "v", "learnable_sink")
 PREPROCESS, DQ, DKDV = (
     kernel.kernel.name
     for kernel in (
-        table.HD256_BACKWARD_PREPROCESS,
+        table.BACKWARD_PREPROCESS,
         table.HD256_BACKWARD_DQ,
         table.HD256_BACKWARD_DKDV,
     )

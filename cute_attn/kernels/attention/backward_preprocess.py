@@ -1,4 +1,4 @@
-"""The first kernel of the backward at head_dim 256: the statistics of query rows, and dsink's sums.
+"""The first kernel of the backward: the statistics of query rows, and dsink's sums.
 
 For row i of a head, with s the sink (`statistics` has the layout, and the lse of unseen rows):
 
@@ -35,11 +35,10 @@ from ..common.sequences import Sequences
 from ..common.smem import Buffer, SharedMemory
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .arguments import FakeArguments
-from .spec import Hd256PreprocessSpec
+from .spec import PreprocessSpec
 from .statistics import DELTA, LSE, STATS_ROWS, padded_start
 from .work import TileMap
 
-HEAD_DIM = 256
 NUM_THREADS = 256
 THREADS_A_ROW = 8
 VECTOR = VECTOR_BYTES // 2  # elements of a load
@@ -47,10 +46,10 @@ ROWS = NUM_THREADS // THREADS_A_ROW  # rows at once
 STATS_WARPS = STATS_ROWS // WARP_SIZE
 
 
-class Hd256BackwardPreprocess:
-    """The kernel for one Hd256PreprocessSpec; see the module's docstring."""
+class BackwardPreprocess:
+    """The kernel for one PreprocessSpec; see the module's docstring."""
 
-    def __init__(self, spec: Hd256PreprocessSpec):
+    def __init__(self, spec: PreprocessSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.smem = SharedMemory(
@@ -60,7 +59,7 @@ class Hd256BackwardPreprocess:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, HEAD_DIM)
+        fake = FakeArguments(self.spec, self.spec.head_dim)
         sink = fake.sink()
         return (
             fake.q(),
@@ -91,7 +90,7 @@ class Hd256BackwardPreprocess:
         """Launch a CTA for each tile of a head.
 
         Args:
-            o, do: `[batch, seqlen, heads, 256]`, or packed `[tokens, heads, 256]`.
+            o, do: `[batch, seqlen, heads, head_dim]`, or packed `[tokens, heads, head_dim]`.
             lse, dlse: `[batch, heads, seqlen]`, or `[heads, tokens]`.
             sink: `[heads]`.
             stats: `[2, heads, padded rows]`; see `statistics`.
@@ -190,17 +189,17 @@ class Hd256BackwardPreprocess:
                 loaded.append(
                     [
                         load_global(Int32, at + 2 * i, VECTOR // 2)
-                        for i in range(0, HEAD_DIM, THREADS_A_ROW * VECTOR)
+                        for i in range(0, self.spec.head_dim, THREADS_A_ROW * VECTOR)
                     ]
                 )
-            # A sum of its own for each vector: four chains of additions rather than one.
+            # A sum of its own for each vector: several chains of additions rather than one.
             parts = []
             for x, y in zip(*loaded, strict=True):
                 part = Float32(0.0)
                 for a, b in zip(unpack_all(self.dtype, x), unpack_all(self.dtype, y), strict=True):
                     part += a * b
                 parts.append(part)
-            total = (parts[0] + parts[1]) + (parts[2] + parts[3])
+            total = pairwise_sum(parts)
             if cutlass.const_expr(self.spec.sink_dtype != "none"):
                 # A row that sees no key has o = 0, and its do, even NaN, must not reach dsink.
                 bits = Int32(0)
@@ -252,3 +251,10 @@ class Hd256BackwardPreprocess:
         stats[LSE, head, row] = log_sum
         stats[DELTA, head, row] = delta
         return dsink
+
+
+def pairwise_sum(parts: list[Any]) -> Any:
+    """The sum of a power of two of parts."""
+    while len(parts) > 1:
+        parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]

@@ -18,7 +18,7 @@ from ..common.numbers import INF
 from ..common.ptx.convert import pack
 from ..common.ptx.math import exp2, reciprocal
 from ..common.ptx.memory import store_shared
-from .mask import mask_row
+from .mask import mask_fragment_words, mask_row
 from .softmax import RESCALE_THRESHOLD, row_maximum
 
 LANE_ROWS = 2
@@ -57,6 +57,15 @@ def mask_rows(s: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -
     for lane_row, high in enumerate(highs):
         low = None if lows is None else lows[lane_row] - shift
         mask_row(s[None, lane_row, None], columns, low, high - shift)
+
+
+def mask_operand(words: cute.Tensor, highs: list[Any], lows: list[Any] | None = None) -> None:
+    """As `mask_rows`, of rounded values in the order of `operand`, which become 0; for a multiple
+    of 32 columns."""
+    shift = cute.arch.lane_idx() % LANES * 2
+    if lows is not None:
+        lows = [low - shift for low in lows]
+    mask_fragment_words(words, lows, [high - shift for high in highs])
 
 
 class OnlineSoftmax(Carried):
@@ -131,10 +140,11 @@ def operand(x: cute.Tensor, dtype: Any) -> list[Any]:
     return [pack(dtype, x[i], x[i + 1]) for i in range(0, cute.size(x), 2)]
 
 
-def stage_rows(words: list[Any], base: Any, warp: Any, rows: int) -> None:
+def stage_rows(words: list[Any], base: Any, warp: Any, rows: int, lane: Any = None) -> None:
     """Store rounded rows, as `operand` gives them, to the boxes of `rows` rows at shared address
-    `base`, with TMA's swizzle; `warp` counts the boxes' warps."""
-    lane = cute.arch.lane_idx()
+    `base`, with TMA's swizzle; `warp` counts the boxes' warps. `lane` is that of the thread: an
+    opaque one keeps the compiler from holding addresses in registers across loops."""
+    lane = cute.arch.lane_idx() if lane is None else lane
     row = lane // LANES  # of 8; their 16-byte units are permuted by its number
     at = base + (warp * 16 + row) * (BOX_COLUMNS * 2) + lane % LANES * 4
     for i, word in enumerate(words):

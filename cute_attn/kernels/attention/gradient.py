@@ -18,14 +18,21 @@ from cutlass import Float32
 
 from ..common.exp2 import Pair, exp2_pairs
 from ..common.numbers import LOG2_E
+from ..common.ptx.math import exp2, subtract_towards_zero
 from .softmax import Scaling
 
 
 def probabilities(
-    values: Any, columns: range, lse: Any, scaling: Scaling, *, softcap: bool
+    values: Any,
+    columns: range,
+    lse: Any,
+    scaling: Scaling,
+    *,
+    softcap: bool,
+    packed: bool = True,
 ) -> tuple[list[Pair], list[Pair]]:
     """(P, P times the slope of the softcap) of an even number of columns of S; without a softcap
-    both are the same list.
+    both are the same list. `packed`: there are packed instructions (sm_100).
 
     P uses the forward's tanh, with whose error the log-sum-exp was computed. Its slope is not
     1 - tanh^2, in which that error would remain where the tanh saturates, but e (1 + |tanh|)^2
@@ -34,7 +41,7 @@ def probabilities(
     pairs = [(values[j], values[j + 1]) for j in columns[::2]]
     inside: list[Pair] = []
     if softcap:
-        inside = [_times(pair, _both(scaling.before_tanh)) for pair in pairs]
+        inside = [_times(pair, _both(scaling.before_tanh), packed) for pair in pairs]
         pairs = [
             (cute.math.tanh(x, fastmath=True), cute.math.tanh(y, fastmath=True)) for x, y in inside
         ]
@@ -43,32 +50,48 @@ def probabilities(
     # since ptxas fuses it if it rounds as the product does.
     p = []
     for pair, j in zip(pairs, columns[::2], strict=True):
-        above_lse = cute.arch.sub_packed_f32x2(
-            _times(pair, _both(scaling.factor)), _pair(lse, j), rnd="rz"
-        )
-        x, y = _times(above_lse, _both(Float32(LOG2_E)))
+        scores = _times(pair, _both(scaling.factor), packed)
+        above_lse = _minus(scores, _pair(lse, j), packed, rnd="rz")
+        x, y = _times(above_lse, _both(Float32(LOG2_E)), packed)
         p.append((cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)))
     if not softcap:
         return p, p
-    exponentials = exp2_pairs(
-        [_times((_abs(x), _abs(y)), _both(Float32(-2.0 * LOG2_E))) for x, y in inside],
-        bounded=True,
-    )
+    exponents = [
+        _times((_abs(x), _abs(y)), _both(Float32(-2.0 * LOG2_E)), packed) for x, y in inside
+    ]
+    if packed:
+        exponentials = exp2_pairs(exponents, bounded=True)
+    else:
+        exponentials = [(exp2(x), exp2(y)) for x, y in exponents]
     above = [(1.0 + _abs(x), 1.0 + _abs(y)) for x, y in pairs]
-    slopes = [_times(e, _times(a, a)) for e, a in zip(exponentials, above, strict=True)]
-    return p, [_times(x, slope) for x, slope in zip(p, slopes, strict=True)]
+    slopes = [
+        _times(e, _times(a, a, packed), packed) for e, a in zip(exponentials, above, strict=True)
+    ]
+    return p, [_times(x, slope, packed) for x, slope in zip(p, slopes, strict=True)]
 
 
-def score_gradients(p: list[Pair], dp: Any, columns: range, delta: Any) -> list[Pair]:
+def score_gradients(
+    p: list[Pair], dp: Any, columns: range, delta: Any, *, packed: bool = True
+) -> list[Pair]:
     """dS of the columns whose P, times the slope of a softcap, are the pairs `p`."""
     return [
-        _times(pair, cute.arch.sub_packed_f32x2((dp[j], dp[j + 1]), _pair(delta, j)))
+        _times(pair, _minus((dp[j], dp[j + 1]), _pair(delta, j), packed), packed)
         for pair, j in zip(p, columns[::2], strict=True)
     ]
 
 
-def _times(x: Pair, y: Pair) -> Pair:
-    return cute.arch.mul_packed_f32x2(x, y)
+def _times(x: Pair, y: Pair, packed: bool) -> Pair:
+    if packed:
+        return cute.arch.mul_packed_f32x2(x, y)
+    return x[0] * y[0], x[1] * y[1]
+
+
+def _minus(x: Pair, y: Pair, packed: bool, rnd: str = "rn") -> Pair:
+    if packed:
+        return cute.arch.sub_packed_f32x2(x, y, **({} if rnd == "rn" else {"rnd": rnd}))
+    if rnd == "rz":
+        return subtract_towards_zero(x[0], y[0]), subtract_towards_zero(x[1], y[1])
+    return x[0] - y[0], x[1] - y[1]
 
 
 def _abs(x: Any) -> Any:

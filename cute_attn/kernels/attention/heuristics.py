@@ -28,12 +28,17 @@ from .spec import (
     DKDV_TILE_M,
     DKDV_TILE_N,
     MAX_PACKED_HEADS,
+    SM90_DKDV_TILES,
+    SM90_DQ_TILES,
     SM90_MAX_PACKED_HEADS,
     SM90_TILES,
     TILE_M,
     TILE_N,
+    BackwardSpec,
     ForwardSpec,
+    Hd256BackwardSpec,
     Hd256ForwardSpec,
+    Sm90BackwardSpec,
     Sm90ForwardSpec,
 )
 
@@ -51,7 +56,9 @@ ENOUGH_TILES = 0.8  # of the CTAs at once, for which no split pays
 NEARLY = 0.85
 
 # Clocks of the dK/dV kernel.
-_TILE = 2048  # of a pair's MMAs for a query tile of a head
+# Of the products for a query tile of a head: 4 x 128 x 256 x 256 by two SMs of SM100, and as many
+# by an SM of SM90 for any of its tiles.
+_TILE = 2048
 _EPILOGUE = 4096  # beside the loop, of a cluster's block of keys; twice that with partial sums
 _SUM = 170  # of the whole GPU: writing, reading and adding up a block's partial sums of one split
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
@@ -158,6 +165,16 @@ def forward_spec(
     )
 
 
+def backward_spec(arch: str, head_dim: int, *, of_keys: bool, **fields: Any) -> BackwardSpec:
+    """The specialisation of the dQ kernel on `arch`, or with `of_keys` of the dK/dV kernel; the
+    scheduler is the caller's, see `forward_spec`."""
+    if arch != "sm_90a":
+        return Hd256BackwardSpec(**fields)
+    tile_m, tile_n = (SM90_DKDV_TILES if of_keys else SM90_DQ_TILES)[head_dim]
+    fields["scheduler"] = "counter"
+    return Sm90BackwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, **fields)
+
+
 @functools.lru_cache(maxsize=4096)
 def num_splits(
     *,
@@ -169,6 +186,7 @@ def num_splits(
     window_left: int | None,
     window_right: int | None,
     clusters: int,
+    tile: tuple[int, int] = (DKDV_TILE_M, DKDV_TILE_N),
 ) -> int:
     """Into how many parts of equal size the query heads of a K/V head are split.
 
@@ -178,12 +196,13 @@ def num_splits(
         heads, heads_k: numbers of query heads and of K/V heads.
         window_left, window_right: bounds of the window, None for none; 0 to the right is causal.
         clusters: how many clusters of the dK/dV kernel run at once.
+        tile: queries and keys of a cluster's tile.
     """
-    blocks = -(-seqlen_k // DKDV_TILE_N) * batch * heads_k
+    blocks = -(-seqlen_k // tile[1]) * batch * heads_k
     if not (blocks and heads and clusters):
         return 1
     group = heads // heads_k
-    most, mean = _query_tiles(seqlen_q, seqlen_k, window_left, window_right)
+    most, mean = _query_tiles(seqlen_q, seqlen_k, window_left, window_right, tile)
 
     def clocks(splits: int) -> float:
         of_block = group // splits * _TILE
@@ -197,15 +216,20 @@ def num_splits(
 
 
 def _query_tiles(
-    seqlen_q: int, seqlen_k: int, window_left: int | None, window_right: int | None
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int | None,
+    window_right: int | None,
+    tile: tuple[int, int],
 ) -> tuple[int, float]:
     """The most query tiles that see a block of keys, and the mean, of up to _SAMPLES blocks."""
+    tile_m, tile_n = tile
     offset = seqlen_k - seqlen_q  # query i is at the position of key i + offset
     counts = []
-    step = -(-seqlen_k // (_SAMPLES * DKDV_TILE_N)) * DKDV_TILE_N
+    step = -(-seqlen_k // (_SAMPLES * tile_n)) * tile_n
     for first in range(0, seqlen_k, step):
-        last = min(first + DKDV_TILE_N, seqlen_k) - 1
+        last = min(first + tile_n, seqlen_k) - 1
         low = 0 if window_right is None else max(0, first - window_right - offset)
         high = seqlen_q if window_left is None else min(seqlen_q, last + window_left + 1 - offset)
-        counts.append(max(0, -(-high // DKDV_TILE_M) - low // DKDV_TILE_M) if high > low else 0)
+        counts.append(max(0, -(-high // tile_m) - low // tile_m) if high > low else 0)
     return max(counts), sum(counts) / len(counts)

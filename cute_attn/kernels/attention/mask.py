@@ -46,6 +46,25 @@ def mask_words(words: cute.Tensor, low: Int32 | None, high: Int32) -> None:
             words[(first + column) // 2] = words[(first + column) // 2] & kept
 
 
+@cute.jit
+def mask_fragment_words(
+    words: cute.Tensor, lows: cutlass.Constexpr[Any], highs: cutlass.Constexpr[Any]
+) -> None:
+    """As `mask_words`, of rows in fragments (see `fragments`): word 2 u + r has the lane's two
+    columns of the 8 from 8 u on, of lane row r. Bounds are of the row's columns less those that
+    the lane's first is from the row's; for a multiple of 32 columns."""
+    for lane_row in cutlass.range_constexpr(len(highs)):
+        for unit in cutlass.range_constexpr(0, cute.size(words) // len(highs), 4):
+            visible = _bits_below(highs[lane_row] - 8 * unit)
+            if cutlass.const_expr(lows is not None):
+                visible = visible & ~_bits_below(lows[lane_row] - 8 * unit)
+            # Bits 8 i and 8 i + 1 are the lane's columns: each moves to the top of its byte.
+            even, odd = visible << 7, visible << 6
+            for i in cutlass.range_constexpr(4):
+                word = len(highs) * (unit + i) + lane_row
+                words[word] = words[word] & _halves(even, odd, i)
+
+
 def _bits_below(n: Any) -> Any:
     """The lowest n bits of a word; none if n <= 0, all if n >= 32."""
     return asm("bmsk.clamp.b32 $0, $1, $2;", [Int32], [Int32(0), cutlass.max(n, Int32(0))])

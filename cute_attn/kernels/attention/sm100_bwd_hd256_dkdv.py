@@ -80,7 +80,7 @@ from .softmax import Scaling
 from .spec import DKDV_TILE_M, DKDV_TILE_N, Hd256BackwardSpec
 from .statistics import DELTA, LSE, padded_start
 from .visibility import Visibility
-from .work import TileMap, Work, heads_in_l2
+from .work import TileMap, Work, following, heads_in_l2
 
 CLUSTER = 2 * CTAS  # a value pair and a key pair
 ROWS = DKDV_TILE_N // CTAS  # keys of a CTA
@@ -796,12 +796,6 @@ class Sm100Hd256DkDv:
 def first_key(block: Any) -> Any:
     """The first key of this CTA in tile `block` of keys."""
     return (CTAS * block + (cta_rank() & (CTAS - 1))) * ROWS
-
-
-def following(tile: Any, head: Any, first: Any, end: Any) -> tuple[Any, Any]:
-    """The next tile of queries and its head, after all tiles of a head the next head's first."""
-    last = tile + 1 == end
-    return cutlass.select_(last, first, tile + 1), cutlass.select_(last, head + 1, head)
 
 
 def of_columns(stats: cute.Tensor, columns: range) -> dict[int, Any]:

@@ -25,6 +25,10 @@ SM90_MAX_PACKED_HEADS = 32
 # (tile_m, tile_n, stages) of the SM90 forward by head_dim.
 SM90_TILES = {64: (192, 128, 2), 128: (128, 128, 2), 256: (128, 80, 2)}
 SM90_HEAD_DIMS = tuple(SM90_TILES)
+# (tile_m, tile_n) of the SM90 backward by head_dim.
+SM90_DKDV_TILES = {64: (64, 128), 128: (64, 128)}
+SM90_DQ_TILES = {64: (128, 128), 128: (128, 96)}
+SM90_BACKWARD_HEAD_DIMS = tuple(SM90_DKDV_TILES)
 
 # softmax_scale * log2(e) must be finite in float32.
 LARGEST_SCALE = FLOAT32_MAX / LOG2_E * (1 - 2.0**-23)
@@ -174,8 +178,8 @@ class CombineSpec(Spec):
 
 
 @dataclass(frozen=True)
-class Hd256PreprocessSpec(Spec):
-    """The compile-time parameters of the backward's first kernel for head_dim 256.
+class PreprocessSpec(Spec):
+    """The compile-time parameters of the backward's first kernel, on every architecture.
 
     Attributes:
         dtype: dtype of o and its gradient.
@@ -183,6 +187,7 @@ class Hd256PreprocessSpec(Spec):
         seqused_q: an argument gives the number of used tokens of each sequence.
         sink_dtype: dtype of the learnable sink whose gradient is computed, or "none".
         dlse: the log-sum-exp has a gradient.
+        head_dim: of o and its gradient.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -192,6 +197,7 @@ class Hd256PreprocessSpec(Spec):
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": DTYPES,
         "sink_dtype": SINK_DTYPES,
+        "head_dim": SM90_HEAD_DIMS,
     }
 
     dtype: str
@@ -199,6 +205,7 @@ class Hd256PreprocessSpec(Spec):
     seqused_q: bool
     sink_dtype: str
     dlse: bool
+    head_dim: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,12 +214,12 @@ class Hd256PreprocessSpec(Spec):
 
 
 @dataclass(frozen=True)
-class Hd256BackwardSpec(Spec):
-    """The compile-time parameters of the SM100 dQ and dK/dV kernels for head_dim 256.
+class BackwardSpec(Spec):
+    """The compile-time parameters of every dQ and dK/dV kernel.
 
     Attributes:
         dtype: dtype of q, k, v, the gradient of o, and dq.
-        scheduler: as for `Hd256ForwardSpec`.
+        scheduler: as for `ForwardSpec`.
         window_left, window_right: an argument bounds the keys that a query sees left or right of
             the diagonal. Causal is window_right with a bound of 0.
         softcap: scores become softcap * tanh(score / softcap).
@@ -226,10 +233,7 @@ class Hd256BackwardSpec(Spec):
         ValueError: a field's value is not supported; the message names the field.
     """
 
-    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "dtype": DTYPES,
-        "scheduler": KERNEL_SCHEDULERS,
-    }
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {"dtype": DTYPES}
 
     dtype: str
     scheduler: str
@@ -240,7 +244,7 @@ class Hd256BackwardSpec(Spec):
     varlen_k: bool
     seqused_q: bool
     seqused_k: bool
-    partial: bool = False
+    partial: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -256,3 +260,38 @@ class Hd256BackwardSpec(Spec):
     def ragged_k(self) -> bool:
         """The same for keys and values."""
         return self.varlen_k or self.seqused_k
+
+
+@dataclass(frozen=True)
+class Hd256BackwardSpec(BackwardSpec):
+    """The compile-time parameters of the SM100 dQ and dK/dV kernels for head_dim 256; see
+    `BackwardSpec`."""
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **BackwardSpec.ALLOWED,
+        "scheduler": KERNEL_SCHEDULERS,
+    }
+
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Sm90BackwardSpec(BackwardSpec):
+    """The compile-time parameters of the SM90 dQ and dK/dV kernels; see `BackwardSpec` for the
+    others.
+
+    Attributes:
+        head_dim: of q, k and v.
+        tile_m: query rows of a tile.
+        tile_n: keys of a K/V tile.
+    """
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **BackwardSpec.ALLOWED,
+        "scheduler": ("counter",),
+        "head_dim": SM90_BACKWARD_HEAD_DIMS,
+    }
+
+    head_dim: int
+    tile_m: int
+    tile_n: int

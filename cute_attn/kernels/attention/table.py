@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...cache import KernelDef
-from .spec import DKDV_TILE_M, DKDV_TILE_N, SM90_TILES, TILE_M, TILE_N
+from .spec import (
+    DKDV_TILE_M,
+    DKDV_TILE_N,
+    SM90_DKDV_TILES,
+    SM90_DQ_TILES,
+    SM90_TILES,
+    TILE_M,
+    TILE_N,
+)
 from .statistics import STATS_ROWS
 
 
@@ -31,10 +39,10 @@ SM90_FORWARD = KernelDef(
 
 COMBINE = KernelDef(name="combine", target="cute_attn.kernels.attention.combine:Combine")
 
-HD256_BACKWARD_PREPROCESS = AttentionKernel(
+BACKWARD_PREPROCESS = AttentionKernel(
     KernelDef(
-        name="hd256_backward_preprocess",
-        target="cute_attn.kernels.attention.backward_preprocess:Hd256BackwardPreprocess",
+        name="attention_backward_preprocess",
+        target="cute_attn.kernels.attention.backward_preprocess:BackwardPreprocess",
     ),
     tile=(STATS_ROWS, 0),
     cluster=1,
@@ -58,18 +66,34 @@ HD256_BACKWARD_DKDV = AttentionKernel(
     cluster=4,
 )
 
+SM90_BACKWARD_DQ = KernelDef(
+    name="sm90_backward_dq", target="cute_attn.kernels.attention.sm90_bwd_dq:Sm90Dq"
+)
+
+SM90_BACKWARD_DKDV = KernelDef(
+    name="sm90_backward_dkdv", target="cute_attn.kernels.attention.sm90_bwd_dkdv:Sm90DkDv"
+)
+
+SM90_PREPROCESS_TILES = {head_dim: BACKWARD_PREPROCESS.tile for head_dim in SM90_DKDV_TILES}
+
 KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
     (direction, arch, 256): kernel
     for direction, kernel in (
         ("forward", HD256_FORWARD),
-        ("backward_preprocess", HD256_BACKWARD_PREPROCESS),
+        ("backward_preprocess", BACKWARD_PREPROCESS),
         ("backward_dq", HD256_BACKWARD_DQ),
         ("backward_dkdv", HD256_BACKWARD_DKDV),
     )
     for arch in ("sm_100a", "sm_103a")
 } | {
-    ("forward", "sm_90a", head_dim): AttentionKernel(SM90_FORWARD, tile[:2], cluster=1)
-    for head_dim, tile in SM90_TILES.items()
+    (direction, "sm_90a", head_dim): AttentionKernel(kernel, tile[:2], cluster=1)
+    for direction, kernel, tiles in (
+        ("forward", SM90_FORWARD, SM90_TILES),
+        ("backward_preprocess", BACKWARD_PREPROCESS.kernel, SM90_PREPROCESS_TILES),
+        ("backward_dq", SM90_BACKWARD_DQ, SM90_DQ_TILES),
+        ("backward_dkdv", SM90_BACKWARD_DKDV, SM90_DKDV_TILES),
+    )
+    for head_dim, tile in tiles.items()
 }
 
 

@@ -75,6 +75,12 @@ def heads_in_l2(head_bytes: Any, heads: Any) -> Any:
     return cutlass.min(at_once, heads)
 
 
+def following(tile: Any, head: Any, first: Any, end: Any) -> tuple[Any, Any]:
+    """The next tile of queries and its head, after all tiles of a head the next head's first."""
+    last = tile + 1 == end
+    return cutlass.select_(last, first, tile + 1), cutlass.select_(last, head + 1, head)
+
+
 @dataclass(frozen=True)
 class TileMap(Carried):
     """Maps the number of a tile to its block, head and sequence.

@@ -31,6 +31,7 @@ from ...kernels.attention import table
 from ...kernels.attention.heuristics import num_splits
 from ...kernels.attention.statistics import STATS_ROWS, num_tiles, padded_rows
 from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags
+from ..counters import counter_for
 from ..operator import Operator
 from .arguments import (
     ALIGNMENT,
@@ -98,6 +99,7 @@ class BackwardArguments(NamedTuple):
             window_left=left,
             window_right=right,
             clusters=launch.num_sms(self.q.device) // tile.cluster,
+            tile=tile.tile,
         )
 
 
@@ -118,6 +120,7 @@ class _Ready(NamedTuple):
     splits: int
     dq_clusters: int
     dkdv_clusters: int
+    counts: bool  # the dq and dkdv kernels take a counter
 
 
 class Backward(Operator[BackwardArguments]):
@@ -200,6 +203,11 @@ class Backward(Operator[BackwardArguments]):
             splits=splits,
             dq_clusters=clusters("backward_dq"),
             dkdv_clusters=clusters("backward_dkdv"),
+            counts=any(
+                getattr(request[1], "scheduler", None) == "counter"
+                for request in (requests.dq, requests.dkdv)
+                if request is not None
+            ),
         )
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
@@ -254,12 +262,13 @@ class Backward(Operator[BackwardArguments]):
             ready.right,
         )
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
+        counter = (counter_for(q),) if ready.counts else ()
         dq = dk = dv = None
         if ready.dq is not None:
             dq = torch.empty_like(q, memory_format=_contiguous)
             if ready.zero_dq is not None:
                 ready.zero_dq(_words(dq), a.cu_seqlens_q, a.seqused_q)
-            ready.dq(q, k, v, do, stats, dq, *lengths, *scalars, ready.dq_clusters)
+            ready.dq(q, k, v, do, stats, dq, *lengths, *scalars, ready.dq_clusters, *counter)
         if ready.dkdv is not None:
             dk, dv = (torch.empty_like(x, memory_format=_contiguous) for x in (k, v))
             written: tuple[Tensor, ...] = dk, dv
@@ -271,7 +280,7 @@ class Backward(Operator[BackwardArguments]):
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
             ready.dkdv(
                 q, k, v, do, stats, *written, *lengths, *scalars, ready.splits,
-                ready.dkdv_clusters,
+                ready.dkdv_clusters, *counter,
             )  # fmt: skip
             if ready.sum_dkdv is not None:
                 for x, out in zip(written, (dk, dv), strict=True):

@@ -11,12 +11,13 @@ from ...kernels.attention import table
 from ...kernels.attention.heuristics import (
     FEW_PARTIALS,
     MANY_PARTIALS,
+    backward_spec,
     forward_spec,
     has_clc,
     has_splits,
     packed_heads,
 )
-from ...kernels.attention.spec import CombineSpec, Hd256BackwardSpec, Hd256PreprocessSpec
+from ...kernels.attention.spec import CombineSpec, PreprocessSpec
 from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
@@ -235,7 +236,11 @@ def backward_requests(
     """The same kernels by their part; arguments and errors as for `plan_attention_backward`."""
 
     def main(direction: str, *, partial: bool = False) -> launch.Request:
-        spec = Hd256BackwardSpec(
+        kernel = table.find(direction, arch, head_dim).kernel
+        spec = backward_spec(
+            arch,
+            head_dim,
+            of_keys=direction == "backward_dkdv",
             dtype=dtype,
             scheduler=_scheduler(scheduler),
             window_left=window_left,
@@ -247,19 +252,20 @@ def backward_requests(
             seqused_k=seqused_k,
             partial=partial,
         )
-        return table.find(direction, arch, head_dim).kernel, spec
+        return kernel, spec
 
     def zeros(varlen: bool, seqused: bool) -> launch.Request | None:
         if not (varlen or seqused):
             return None
         return ZERO_UNUSED, ZeroUnusedSpec(varlen=varlen, seqused=seqused)
 
-    preprocess = Hd256PreprocessSpec(
+    preprocess = PreprocessSpec(
         dtype=dtype,
         varlen_q=varlen_q,
         seqused_q=seqused_q,
         sink_dtype=sink or "none",
         dlse=dlse,
+        head_dim=head_dim,
     )
     partial = dkdv and split
     return BackwardRequests(

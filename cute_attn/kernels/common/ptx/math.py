@@ -31,3 +31,8 @@ def reciprocal_sqrt(x: Any) -> Any:
 def add_rounded_down(x: Any, y: Any) -> Any:
     """Return the largest float32 that is at most x + y."""
     return asm("add.rm.f32 $0, $1, $2;", [Float32], [Float32(x), Float32(y)])
+
+
+def subtract_towards_zero(x: Any, y: Any) -> Any:
+    """Return x - y, rounded towards zero."""
+    return asm("sub.rz.f32 $0, $1, $2;", [Float32], [Float32(x), Float32(y)])

@@ -1,0 +1,630 @@
+"""Gradients of k and v for SM90, at head_dim 64 and 128: wgmma, TMA, warp-specialised.
+
+A CTA computes dK and dV of a tile of keys of a K/V head, 64 for each of two consumer warpgroups.
+It loops over the query heads of the head's group, or of a split of it, and over the tiles of
+queries that see some of the keys.
+
+    S^T = K Q^T            64 x tile_m a warpgroup     K and Q in shared memory
+    P^T = exp(c S^T - lse)                             in registers
+    dV += P^T dO           64 x head_dim               P^T and dV in registers
+    dP^T = V dO^T          64 x tile_m                 V and dO in shared memory
+    dS^T = P'^T * (dP^T - delta)                       in registers
+    dK += dS^T Q           64 x head_dim               dS^T and dK in registers
+
+P' is P, with a softcap P times the slope of the cap. A warpgroup starts S^T of the next tile of
+queries before this tile's dS^T Q, and computes P^T while that and dP^T run.
+
+    warps    role         work on a tile of keys
+    0-7      consumers    all of the above; at the end dK and dV through shared memory, by TMA
+    8        load         finds the next tile; K and V, then Q, lse, dO and delta of each tile
+
+dK and dV are staged in the buffers of K and V. Partial sums of splits are stored from registers.
+The load warp's warpgroup gives its registers to the consumers; its three other warps idle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.arguments import fake_contiguous
+from ..common.carried import Carried
+from ..common.dtypes import DTYPE
+from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ..common.ptx import wgmma
+from ..common.ptx.async_copy import copy_bulk
+from ..common.ptx.compiler import opaque
+from ..common.ptx.memory import load_shared, shared_address, store_global
+from ..common.scheduler import CounterScheduler, TileQueue
+from ..common.sequences import Sequences
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ..common.spec import WARP_SIZE
+from ..common.tma import BOX, BoxedRows, boxes
+from . import fragments
+from .arguments import FakeArguments
+from .sm90_gradients import (
+    differentiate,
+    exponentiate,
+    group_barrier,
+    load_rows,
+    store_staged,
+)
+from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
+from .softmax import Scaling
+from .spec import Sm90BackwardSpec
+from .statistics import DELTA, LSE, padded_start
+from .visibility import Visibility
+from .work import TileMap, Work, following, heads_in_l2
+
+WARPGROUPS = 2
+WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
+CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
+LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
+
+# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
+assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
+
+# Q of a tile is used until dS^T Q, which runs beside the next tile's products; dO is not.
+Q_STAGES, DO_STAGES = 3, 2
+
+# In the order in which a tile meets them. Uses count tiles of keys for k and v, tiles of queries
+# for the rest.
+EDGES = (
+    *TileQueue.edges(LOAD, CONSUMERS),
+    Edge("k_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="K"),
+    Edge("k_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dK stored"),
+    Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
+    Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dV stored"),
+    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
+    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, payload="their stage"),
+    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
+    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
+)
+
+
+class Operands(Carried):
+    """The kernel's arguments: TMA's atoms and coordinates of tensors, and the others."""
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+
+class Consumer(Carried):
+    """What a warp of the consumers keeps.
+
+    Attributes:
+        warp, group: its number, and that of its warpgroup.
+        barriers, queue: of the CTA.
+        k, v: shared addresses of its warpgroup's rows of K and V.
+        q, do, lse, delta: shared addresses of the rings.
+        s, dp: registers of S^T, then P'^T, and of dP^T.
+        p, ds: registers of P^T and dS^T as operands.
+        dk, dv: accumulators.
+        scaling: of the scores.
+        visible: which queries see a key.
+    """
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+
+class Sm90DkDv:
+    """The kernel for one Sm90BackwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Sm90BackwardSpec):
+        if spec.tile_n != WARPGROUPS * ROWS:
+            raise ValueError(f"tile_n is {spec.tile_n}, must be {WARPGROUPS * ROWS}")
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.out_dtype = Float32 if spec.partial else self.dtype
+        self.q_bytes = 2 * spec.tile_m * spec.head_dim
+        self.stats_bytes = 4 * spec.tile_m
+        self.pipeline = Pipeline(*EDGES)
+        q, keys, at = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim, SWIZZLE_ALIGNMENT
+        self.smem = SharedMemory(
+            Buffer("k", self.dtype, keys, 1, at, "K, then dK"),
+            Buffer("v", self.dtype, keys, 1, at, "V, then dV"),
+            Buffer("q", self.dtype, q, Q_STAGES, at, "Q"),
+            Buffer("do", self.dtype, q, DO_STAGES, at, "dO"),
+            Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
+            Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
+            TileQueue.buffer(Work),
+            Buffer("barriers", Int64, self.pipeline.count),
+        )
+        self.q_rows = BoxedRows(spec.tile_m, spec.head_dim, spec.ragged_q, not spec.varlen_q)
+        self.k_rows, self.out_rows = (
+            BoxedRows(rows, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+            for rows in (spec.tile_n, ROWS)
+        )
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, self.spec.head_dim)
+        out = fake.k_partial if self.spec.partial else fake.k
+        return (
+            fake.q(),
+            fake.k(),
+            fake.k(),
+            fake.q(),
+            fake.stats(),
+            out(),
+            out(),
+            *fake.sequences(),
+            Float32(1.0),
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            Int32(1),
+            fake_contiguous(Int32, (1,)),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        stats: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_splits: Int32,
+        num_ctas: Int32,
+        counter: cute.Tensor,
+        stream: Any,
+    ) -> None:
+        """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
+        spec = self.spec
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        if cutlass.const_expr(spec.varlen_k):
+            batch = cu_seqlens_k.shape[0] - 1
+        else:
+            batch = k.shape[0]
+        seqlen_q = q.shape[-3]
+
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        if cutlass.const_expr(spec.partial):
+            outputs = (None, dk, None, dv)
+        else:
+            outputs = (*self.out_rows.atom(store, dk), *self.out_rows.atom(store, dv))
+        split_heads = kv_heads * num_splits  # each split of a group counts as a K/V head
+        group = heads // split_heads
+        head_bytes = Int64(seqlen_q) * (2 * 2 * spec.head_dim) * group  # of Q and dO
+        tiles = self.tile_map(
+            Sequences(seqlen_q, cu_seqlens_q, seqused_q),
+            Sequences(k.shape[-3], cu_seqlens_k, seqused_k), heads, split_heads, batch,
+            heads_in_l2(head_bytes, split_heads * batch),
+        )  # fmt: skip
+        num_tiles = tiles.count()
+        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
+        self.kernel(
+            *self.q_rows.atom(load, q), *self.k_rows.atom(load, k), *self.k_rows.atom(load, v),
+            *self.q_rows.atom(load, do), *outputs, stats, cu_seqlens_q, cu_seqlens_k, seqused_q,
+            seqused_k, scaling, softmax_scale, window_left, window_right, heads, split_heads,
+            num_splits, batch, seqlen_q, k.shape[-3], tiles.heads_at_once, num_tiles, counter,
+        ).launch(
+            grid=[CounterScheduler.clusters(num_tiles, num_ctas), 1, 1],
+            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    def tile_map(
+        self,
+        queries: Sequences,
+        keys: Sequences,
+        heads: Any,
+        split_heads: Any,
+        batch: Any,
+        heads_at_once: Any,
+    ) -> TileMap:
+        return TileMap(
+            self.spec.tile_n, 1, False,
+            queries, keys, heads, split_heads, batch, heads_at_once, of_keys=True,
+        )  # fmt: skip
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_tma: cute.CopyAtom,
+        q: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        do_tma: cute.CopyAtom,
+        do: cute.Tensor,
+        dk_tma: cute.CopyAtom | None,
+        dk: cute.Tensor,
+        dv_tma: cute.CopyAtom | None,
+        dv: cute.Tensor,
+        stats: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scaling: Scaling,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        heads: Int32,
+        split_heads: Int32,
+        num_splits: Int32,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_at_once: Int32,
+        num_tiles: Int32,
+        counter: cute.Tensor,
+    ) -> None:
+        spec = self.spec
+        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
+        x = Operands(
+            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
+            dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, queries=queries,
+            group=heads // split_heads, num_splits=num_splits, batch=batch, num_tiles=num_tiles,
+            counter=counter, softmax_scale=softmax_scale,
+        )  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == LOAD.warps[0]:
+            for descriptor in (q_tma, k_tma, v_tma, do_tma):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                barriers.init()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == LOAD.warps[0]:
+                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
+                tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
+                self.load_warp(x, storage, barriers, tiles, visible)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consumer_warps(x, self.consumer(storage, barriers, warp, visible, scaling), storage)
+
+    def consumer(
+        self, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
+        scaling: Scaling,
+    ) -> Consumer:  # fmt: skip
+        spec = self.spec
+        group = warp // WARPGROUP_WARPS
+        rows = group * (ROWS * BOX * 2)
+        return Consumer(
+            warp=warp,
+            group=group,
+            barriers=barriers,
+            queue=TileQueue(Work, storage.work, barriers),
+            k=shared_address(storage.k) + rows,
+            v=shared_address(storage.v) + rows,
+            q=shared_address(storage.q),
+            do=shared_address(storage.do),
+            lse=shared_address(storage.lse),
+            delta=shared_address(storage.delta),
+            s=fragments.accumulators(spec.tile_m),
+            dp=fragments.accumulators(spec.tile_m),
+            p=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
+            ds=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
+            dk=fragments.accumulators(spec.head_dim),
+            dv=fragments.accumulators(spec.head_dim),
+            scaling=scaling,
+            visible=visible,
+        )
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tiles: TileMap,
+        visible: Visibility,
+    ) -> None:
+        """Publish each tile of the CTA and load its K and V, then the queries that see it, head by
+        head."""
+        spec = self.spec
+        across, q_across = ((spec.head_dim // BOX, n * BOX) for n in (spec.tile_n, spec.tile_m))
+        k_smem, v_smem = (
+            boxes(buffer, spec.tile_n, across, (1, 0)) for buffer in (storage.k, storage.v)
+        )
+        q_smem, do_smem = (
+            boxes(buffer, spec.tile_m, q_across, (stages, self.q_bytes // 2))
+            for buffer, stages in ((storage.q, Q_STAGES), (storage.do, DO_STAGES))
+        )
+        scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
+        queue = TileQueue(Work, storage.work, barriers)
+        taken = Int32(0)  # tiles of keys
+        n = Int32(0)  # tiles of queries
+        number = scheduler.initial_work_tile()
+        while number >= 0:
+            exists, block, split_head, sequence = tiles.locate(number)
+            if exists:
+                work = tiles.work(block, split_head, sequence)
+                queue.publish_work(taken, work)
+                kv_head, _ = self.head_and_split(x, work)
+                keys = self.k_rows.box(x.k, work.block, kv_head, *work.keys[1:])
+                load_rows("k", x.k_tma, keys, k_smem, barriers, taken)
+                values = self.k_rows.box(x.v, work.block, kv_head, *work.keys[1:])
+                load_rows("v", x.v_tma, values, v_smem, barriers, taken)
+                first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+                stats_start = padded_start(x.queries, work.sequence)
+                tile, head = first, work.head
+                for _ in cutlass.range((end - first) * x.group, unroll=1):
+                    row = stats_start + tile * spec.tile_m
+                    q_box = self.q_rows.box(x.q, tile, head, *work.queries[1:])
+                    load_rows("q", x.q_tma, q_box, q_smem, barriers, n, self.stats_bytes)
+                    self.load_stats("q", storage.lse, LSE, x, head, row, barriers, n)
+                    do_box = self.q_rows.box(x.do, tile, head, *work.queries[1:])
+                    load_rows("do", x.do_tma, do_box, do_smem, barriers, n, self.stats_bytes)
+                    self.load_stats("do", storage.delta, DELTA, x, head, row, barriers, n)
+                    n += 1
+                    tile, head = following(tile, head, first, end)
+                taken += 1
+            number = scheduler.advance_to_next_work(number, taken)
+        queue.publish_end(taken)
+
+    def load_stats(
+        self, name: str, buffer: cute.Pointer, kind: int, x: Operands, head: Any, row: Any,
+        barriers: Barriers, n: Any,
+    ) -> None:  # fmt: skip
+        """Copy the statistics of a tile's queries, from padded row `row` on, to use n of a ring."""
+        heads, padded_rows = x.stats.shape[1], x.stats.shape[2]
+        at = Int64(kind * heads + head) * padded_rows + row
+        stage = barriers.stage(f"{name}_full", n)
+        with cute.arch.elect_one():
+            copy_bulk(
+                shared_address(buffer) + stage * self.stats_bytes,
+                x.stats.iterator.toint() + at * 4,
+                self.stats_bytes,
+                shared_address(barriers.pointer(f"{name}_full", n)),
+            )
+
+    def head_and_split(self, x: Operands, work: Work) -> tuple[Any, Any]:
+        """The K/V head of a tile, and the number of its split."""
+        if not self.spec.partial:
+            return work.kv_head, 0
+        head = work.kv_head // x.num_splits
+        return head, work.kv_head - head * x.num_splits
+
+    # -- device: products ---------------------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        queue = own.queue
+        taken = Int32(0)  # tiles of keys
+        n = Int32(0)  # tiles of queries
+        queue.wait(taken)
+        work = queue.read(taken)
+        while work.exists:
+            own.dk.fill(0.0)
+            own.dv.fill(0.0)
+            own.barriers.wait("k_full", taken)
+            own.barriers.wait("v_full", taken)
+            first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            if first < end:
+                n = self.compute_tile(own, work, first, end, (end - first) * x.group, taken, n)
+            # The work is read again where it is needed: registers are scarce in between.
+            work = queue.read(taken)
+            queue.release(taken)
+            fragments.scale_rows(own.dk, [x.softmax_scale] * fragments.LANE_ROWS)
+            if cutlass.const_expr(self.spec.partial):
+                self.store_partial(x, own, work)
+            else:
+                self.store_tile(x, own, storage, work)
+            own.barriers.warp_arrives("k_empty", taken)
+            own.barriers.warp_arrives("v_empty", taken)
+            taken += 1
+            queue.wait(taken)
+            work = queue.read(taken)
+        queue.release(taken)
+
+    @cute.jit
+    def compute_tile(
+        self,
+        own: Consumer,
+        work: Work,
+        first: Int32,
+        end: Int32,
+        count: Int32,
+        taken: Int32,
+        n: Int32,
+    ) -> Int32:
+        """Compute dK and dV of work `taken` from `count` tiles of queries, before which there were n;
+        return how many there are then."""
+        # Whole tiles of queries need no mask: every query sees every key of the warpgroup.
+        whole_first, whole_end = own.visible.whole_query_tiles(
+            self.first_key(own, work), ROWS, work.seqlen_q, work.seqlen_k
+        )
+        tile = first
+        masked = tile < whole_first or tile >= whole_end
+        self.next_query_tile(own, taken, tile, n, masked, True)
+        n += 1
+        for _ in cutlass.range(count - 1, unroll=1):
+            tile = cutlass.select_(tile + 1 == end, first, tile + 1)
+            masked = tile < whole_first or tile >= whole_end
+            self.next_query_tile(own, taken, tile, n, masked, False)
+            n += 1
+        dk = self.start_dk(own, n - 1)
+        fragments.assign(own.dk, wgmma.wait(dk))
+        own.barriers.warp_arrives("q_empty", n - 1)
+        return n
+
+    @cute.jit
+    def next_query_tile(
+        self,
+        own: Consumer,
+        taken: Int32,
+        tile: Int32,
+        n: Int32,
+        masked: Boolean,
+        starts: cutlass.Constexpr[bool],
+    ) -> None:
+        """P^T, dV and dS^T of use n of Q and dO, beside the product of the dS^T and Q before; with
+        `starts` there is none before."""
+        barriers, pending = own.barriers, 1 if starts else 2
+        barriers.wait("q_full", n)
+        scores = self.start_scores(own, n)
+        if cutlass.const_expr(not starts):
+            dk = self.start_dk(own, n - 1)
+        barriers.wait("do_full", n)
+        dp = self.start_dp(own, n)
+        fragments.assign(own.s, wgmma.wait(scores, pending=pending))
+        lse = own.lse + barriers.stage("q_full", n) * self.stats_bytes
+        exponentiate(
+            own.s, own.p, lambda columns: of_columns(lse, columns), own.scaling, self.dtype,
+            softcap=self.spec.softcap,
+        )  # fmt: skip
+        if masked:
+            self.mask(own, taken, tile, own.p)
+        dv = self.start_dv(own, n)
+        fragments.assign(own.dp, wgmma.wait(dp, pending=1))
+        if cutlass.const_expr(not starts):
+            fragments.assign(own.dk, wgmma.wait(dk, pending=1))
+            barriers.warp_arrives("q_empty", n - 1)
+        delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
+        differentiate(
+            own.dp, own.s, own.ds, lambda columns: of_columns(delta, columns), self.dtype
+        )
+        if masked:
+            self.mask(own, taken, tile, own.ds)
+        fragments.assign(own.dv, wgmma.wait(dv))
+        barriers.warp_arrives("do_empty", n)
+
+    def start_scores(self, own: Consumer, n: Any) -> list[Any]:
+        """Start S^T = K Q^T, with use n of Q."""
+        return self.start_transposed(own.k, own.q + own.barriers.stage("q_full", n) * self.q_bytes)
+
+    def start_dp(self, own: Consumer, n: Any) -> list[Any]:
+        """Start dP^T = V dO^T, with use n of dO."""
+        stage = own.barriers.stage("do_full", n) * self.q_bytes
+        return self.start_transposed(own.v, own.do + stage)
+
+    def start_transposed(self, keys: Any, queries: Any) -> list[Any]:
+        spec = self.spec
+        return start_scores(
+            self.dtype, opaque(keys), queries,
+            tile_m=spec.tile_n, tile_n=spec.tile_m, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def start_dv(self, own: Consumer, n: Any) -> list[Any]:
+        """Start dV + P^T dO, with use n of dO."""
+        stage = own.barriers.stage("do_full", n) * self.q_bytes
+        return self.start_sum(own.dv, own.p, own.do + stage)
+
+    def start_dk(self, own: Consumer, n: Any) -> list[Any]:
+        """Start dK + dS^T Q, with use n of Q."""
+        stage = own.barriers.stage("q_full", n) * self.q_bytes
+        return self.start_sum(own.dk, own.ds, own.q + stage)
+
+    def start_sum(self, acc: cute.Tensor, left: cute.Tensor, queries: Any) -> list[Any]:
+        spec = self.spec
+        return start_output(
+            self.dtype, fragments.values(acc), fragments.values(left), queries,
+            tile_n=spec.tile_m, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def first_key(self, own: Consumer, work: Work) -> Any:
+        """The first key of the warpgroup."""
+        return work.block * self.spec.tile_n + own.group * ROWS
+
+    def key(self, own: Consumer, work: Work, lane_row: int) -> Any:
+        """A lane row's key."""
+        first = work.block * self.spec.tile_n + fragments.first_row(own.warp)
+        return first + lane_row * fragments.LANE_ROW_STEP
+
+    def mask(self, own: Consumer, taken: Any, tile: Any, words: cute.Tensor) -> None:
+        """Set the columns of queries that do not see a row's key to 0."""
+        work = own.queue.read(taken)
+        lows, highs = [], []
+        for lane_row in range(fragments.LANE_ROWS):
+            key = self.key(own, work, lane_row)
+            low, high = own.visible.tokens(key, work.seqlen_q, work.seqlen_k)
+            lows.append(low - tile * self.spec.tile_m)
+            highs.append(high - tile * self.spec.tile_m)
+        fragments.mask_operand(words, highs, lows if self.spec.window_right else None)
+
+    # -- device: epilogue ---------------------------------------------------------------------
+
+    @cute.jit
+    def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
+        """Store the warpgroup's rows of dK and dV through the buffers of K and V, by TMA."""
+        spec = self.spec
+        # All warps of the warpgroup are done with its rows of K and V.
+        group_barrier(own.group)
+        warp = own.warp % WARPGROUP_WARPS
+        for acc, at in ((own.dk, own.k), (own.dv, own.v)):
+            words = fragments.operand(acc, self.dtype)
+            fragments.stage_rows(words, at, warp, spec.tile_n, opaque(cute.arch.lane_idx()))
+        cute.arch.fence_view_async_shared()
+        group_barrier(own.group)
+        if warp == 0:
+            block = work.block * WARPGROUPS + own.group
+            with cute.arch.elect_one():
+                for tma, out, staged in (
+                    (x.dk_tma, x.dk, storage.k),
+                    (x.dv_tma, x.dv, storage.v),
+                ):
+                    rows = self.out_rows.box(out, block, *work.keys)
+                    store_staged(tma, rows, staged, own.group, WARPGROUPS, spec.head_dim)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_partial(self, x: Operands, own: Consumer, work: Work) -> None:
+        """Store the warpgroup's rows of a split's partial sums: a lane has two neighbouring columns
+        of each 8."""
+        spec = self.spec
+        head, split = self.head_and_split(x, work)
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            key = self.key(own, work, lane_row)
+            if key < work.seqlen_k:
+                if cutlass.const_expr(spec.varlen_k):
+                    first = Int64(split) * x.dk.shape[1] + work.k_start
+                else:
+                    first = (Int64(split) * x.batch + work.sequence) * x.dk.shape[2]
+                offset = ((first + key) * x.dk.shape[-2] + head) * spec.head_dim
+                offset += cute.arch.lane_idx() % fragments.LANES * 2
+                for acc, out in ((own.dk, x.dk), (own.dv, x.dv)):
+                    at = out.iterator.toint() + offset * 4
+                    values = acc[None, lane_row, None]
+                    for j in cutlass.range_constexpr(0, cute.size(values), 2):
+                        store_global(Float32, at + 16 * j, [values[j], values[j + 1]])
+
+
+def of_columns(stats: Any, columns: range) -> list[dict[int, Any]]:
+    """Statistics of a lane row's columns by column, which both lane rows share, from the shared
+    address of a tile's."""
+    at = stats + opaque(cute.arch.lane_idx()) % fragments.LANES * 8
+    found: dict[int, Any] = {}
+    for j in columns[::2]:
+        found[j], found[j + 1] = load_shared(Float32, at + 16 * j, 2)
+    return [found] * fragments.LANE_ROWS

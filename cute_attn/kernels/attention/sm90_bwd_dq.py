@@ -1,0 +1,527 @@
+"""The gradient of q for SM90, at head_dim 64 and 128: wgmma, TMA, warp-specialised.
+
+A CTA computes dQ of a tile of query rows, 64 for each of two consumer warpgroups, over the K/V
+tiles that they see.
+
+    S = Q K^T            64 x tile_n a warpgroup     Q and K in shared memory
+    P = exp(c S - lse)                               in registers
+    dP = dO V^T          64 x tile_n                 dO and V in shared memory
+    dS = P' * (dP - delta)                           in registers
+    dQ += dS K           64 x head_dim               dS and dQ in registers
+
+P' is P, with a softcap P times the slope of the cap. A warpgroup starts S of the next K/V tile
+before this tile's dS K, and computes P while that and dP run.
+
+    warps    role         work on a tile of queries
+    0-7      consumers    all of the above; at the end dQ through shared memory, by TMA
+    8        load         finds the next tile; Q and dO, then each K/V tile, by TMA
+
+dQ is staged in the buffer of Q. The load warp's warpgroup gives its registers to the consumers;
+its three other warps idle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.arguments import fake_contiguous
+from ..common.carried import Carried
+from ..common.dtypes import DTYPE
+from ..common.numbers import INF
+from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
+from ..common.ptx import wgmma
+from ..common.ptx.compiler import opaque
+from ..common.ptx.memory import shared_address
+from ..common.scheduler import CounterScheduler, TileQueue
+from ..common.sequences import Sequences
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ..common.spec import WARP_SIZE
+from ..common.tma import BOX, BoxedRows, boxes
+from . import fragments
+from .arguments import FakeArguments
+from .sm90_gradients import (
+    differentiate,
+    exponentiate,
+    group_barrier,
+    load_rows,
+    store_staged,
+)
+from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
+from .softmax import Scaling
+from .spec import Sm90BackwardSpec
+from .statistics import DELTA, LSE, padded_start
+from .visibility import Visibility
+from .work import TileMap, Work, heads_in_l2
+
+WARPGROUPS = 2
+WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
+CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
+LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
+
+# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
+assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
+
+# K of a tile is used until dS K, which runs beside the next tile's products; V is not.
+K_STAGES, V_STAGES = 3, 2
+
+# In the order in which a tile meets them. Uses count tiles of queries for q and do, K/V tiles for
+# the rest.
+EDGES = (
+    *TileQueue.edges(LOAD, CONSUMERS),
+    Edge("q_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="Q"),
+    Edge("q_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dQ stored"),
+    Edge("do_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="dO"),
+    Edge("do_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
+    Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
+    Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
+    Edge("v_full", LOAD, CONSUMERS, V_STAGES, Kind.BYTES, payload="V"),
+    Edge("v_empty", CONSUMERS, LOAD, V_STAGES, Kind.WARPS, payload="its stage"),
+)
+
+
+class Operands(Carried):
+    """The kernel's arguments: TMA's atoms and coordinates of tensors, and the others."""
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+
+class Consumer(Carried):
+    """What a warp of the consumers keeps.
+
+    Attributes:
+        warp, group: its number, and that of its warpgroup.
+        barriers, queue: of the CTA.
+        q, do: shared addresses of its warpgroup's rows of Q and dO.
+        k, v: shared addresses of the rings.
+        s, dp: registers of S, then P', and of dP.
+        ds: registers of dS as an operand.
+        dq: accumulators.
+        lse, delta: of the lane's rows.
+        scaling: of the scores.
+        visible: which keys a query sees.
+    """
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+
+class Sm90Dq:
+    """The kernel for one Sm90BackwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Sm90BackwardSpec):
+        if spec.tile_m != WARPGROUPS * ROWS:
+            raise ValueError(f"tile_m is {spec.tile_m}, must be {WARPGROUPS * ROWS}")
+        if spec.partial:
+            raise ValueError("partial is True, dq has no partial sums")
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.kv_bytes = 2 * spec.tile_n * spec.head_dim
+        self.pipeline = Pipeline(*EDGES)
+        q, kv, at = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim, SWIZZLE_ALIGNMENT
+        self.smem = SharedMemory(
+            Buffer("q", self.dtype, q, 1, at, "Q, then dQ"),
+            Buffer("do", self.dtype, q, 1, at, "dO"),
+            Buffer("k", self.dtype, kv, K_STAGES, at, "K"),
+            Buffer("v", self.dtype, kv, V_STAGES, at, "V"),
+            TileQueue.buffer(Work),
+            Buffer("barriers", Int64, self.pipeline.count),
+        )
+        self.q_rows, self.dq_rows = (
+            BoxedRows(rows, spec.head_dim, spec.ragged_q, not spec.varlen_q)
+            for rows in (spec.tile_m, ROWS)
+        )
+        self.kv_rows = BoxedRows(spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, self.spec.head_dim)
+        return (
+            fake.q(),
+            fake.k(),
+            fake.k(),
+            fake.q(),
+            fake.stats(),
+            fake.q(),
+            *fake.sequences(),
+            Float32(1.0),
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            fake_contiguous(Int32, (1,)),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        stats: cute.Tensor,
+        dq: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_ctas: Int32,
+        counter: cute.Tensor,
+        stream: Any,
+    ) -> None:
+        """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
+        spec = self.spec
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        if cutlass.const_expr(spec.varlen_q):
+            batch = cu_seqlens_q.shape[0] - 1
+        else:
+            batch = q.shape[0]
+        seqlen_k = k.shape[-3]
+
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        head_bytes = Int64(seqlen_k) * (2 * 2 * spec.head_dim)  # of K and V
+        tiles = TileMap(
+            spec.tile_m, 1, spec.window_right,
+            Sequences(q.shape[-3], cu_seqlens_q, seqused_q),
+            Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
+            heads_in_l2(head_bytes, heads * batch),
+        )  # fmt: skip
+        num_tiles = tiles.count()
+        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
+        self.kernel(
+            *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
+            *self.q_rows.atom(load, do), *self.dq_rows.atom(store, dq), stats, cu_seqlens_q,
+            cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right,
+            heads, kv_heads, batch, q.shape[-3], seqlen_k, tiles.heads_at_once, num_tiles, counter,
+        ).launch(
+            grid=[CounterScheduler.clusters(num_tiles, num_ctas), 1, 1],
+            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_tma: cute.CopyAtom,
+        q: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        do_tma: cute.CopyAtom,
+        do: cute.Tensor,
+        dq_tma: cute.CopyAtom,
+        dq: cute.Tensor,
+        stats: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scaling: Scaling,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        heads: Int32,
+        kv_heads: Int32,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_at_once: Int32,
+        num_tiles: Int32,
+        counter: cute.Tensor,
+    ) -> None:
+        spec = self.spec
+        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
+        x = Operands(
+            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
+            dq_tma=dq_tma, dq=dq, stats=stats, queries=queries, num_tiles=num_tiles,
+            counter=counter, softmax_scale=softmax_scale,
+        )  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == LOAD.warps[0]:
+            for descriptor in (q_tma, k_tma, v_tma, do_tma, dq_tma):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                barriers.init()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == LOAD.warps[0]:
+                tiles = TileMap(
+                    spec.tile_m, 1, spec.window_right, queries,
+                    Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
+                    heads_at_once,
+                )  # fmt: skip
+                self.load_warp(x, storage, barriers, tiles, visible)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consumer_warps(x, self.consumer(storage, barriers, warp, visible, scaling), storage)
+
+    def consumer(
+        self, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
+        scaling: Scaling,
+    ) -> Consumer:  # fmt: skip
+        spec = self.spec
+        group = warp // WARPGROUP_WARPS
+        rows = group * (ROWS * BOX * 2)
+        return Consumer(
+            warp=warp,
+            group=group,
+            barriers=barriers,
+            queue=TileQueue(Work, storage.work, barriers),
+            q=shared_address(storage.q) + rows,
+            do=shared_address(storage.do) + rows,
+            k=shared_address(storage.k),
+            v=shared_address(storage.v),
+            s=fragments.accumulators(spec.tile_n),
+            dp=fragments.accumulators(spec.tile_n),
+            ds=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
+            dq=fragments.accumulators(spec.head_dim),
+            lse=cute.make_rmem_tensor((fragments.LANE_ROWS,), Float32),
+            delta=cute.make_rmem_tensor((fragments.LANE_ROWS,), Float32),
+            scaling=scaling,
+            visible=visible,
+        )
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tiles: TileMap,
+        visible: Visibility,
+    ) -> None:
+        """Publish each tile of the CTA and load its Q and dO, then its K/V tiles."""
+        spec = self.spec
+        across, kv_across = ((spec.head_dim // BOX, n * BOX) for n in (spec.tile_m, spec.tile_n))
+        q_smem, do_smem = (
+            boxes(buffer, spec.tile_m, across, (1, 0)) for buffer in (storage.q, storage.do)
+        )
+        k_smem, v_smem = (
+            boxes(buffer, spec.tile_n, kv_across, (stages, self.kv_bytes // 2))
+            for buffer, stages in ((storage.k, K_STAGES), (storage.v, V_STAGES))
+        )
+        scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
+        queue = TileQueue(Work, storage.work, barriers)
+        taken = Int32(0)  # tiles of queries
+        n = Int32(0)  # K/V tiles
+        number = scheduler.initial_work_tile()
+        while number >= 0:
+            exists, block, head, sequence = tiles.locate(number)
+            if exists:
+                work = tiles.work(block, head, sequence)
+                queue.publish_work(taken, work)
+                queries = self.q_rows.box(x.q, work.block, *work.queries)
+                load_rows("q", x.q_tma, queries, q_smem, barriers, taken)
+                gradients = self.q_rows.box(x.do, work.block, *work.queries)
+                load_rows("do", x.do_tma, gradients, do_smem, barriers, taken)
+                first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+                for i in cutlass.range(first, end, unroll=1):
+                    keys = self.kv_rows.box(x.k, i, *work.keys)
+                    load_rows("k", x.k_tma, keys, k_smem, barriers, n)
+                    values = self.kv_rows.box(x.v, i, *work.keys)
+                    load_rows("v", x.v_tma, values, v_smem, barriers, n)
+                    n += 1
+                taken += 1
+            number = scheduler.advance_to_next_work(number, taken)
+        queue.publish_end(taken)
+
+    # -- device: products ---------------------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        queue = own.queue
+        taken = Int32(0)  # tiles of queries
+        n = Int32(0)  # K/V tiles
+        queue.wait(taken)
+        work = queue.read(taken)
+        while work.exists:
+            own.dq.fill(0.0)
+            self.read_statistics(x, own, work)
+            own.barriers.wait("q_full", taken)
+            own.barriers.wait("do_full", taken)
+            first, end = own.visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            if first < end:
+                n = self.compute_tile(own, work, first, end, taken, n)
+            own.barriers.warp_arrives("do_empty", taken)
+            # The work is read again where it is needed: registers are scarce in between.
+            work = queue.read(taken)
+            queue.release(taken)
+            self.finish_rows(x, own)
+            self.store_tile(x, own, storage, work)
+            own.barriers.warp_arrives("q_empty", taken)
+            taken += 1
+            queue.wait(taken)
+            work = queue.read(taken)
+        queue.release(taken)
+
+    def read_statistics(self, x: Operands, own: Consumer, work: Work) -> None:
+        """Of the lane's rows; those past the end of the sequence are padding, which exists."""
+        start = padded_start(x.queries, work.sequence)
+        for lane_row in range(fragments.LANE_ROWS):
+            row = Int64(start + self.row(own, work, lane_row))
+            own.lse[lane_row] = x.stats[LSE, work.head, row]
+            own.delta[lane_row] = x.stats[DELTA, work.head, row]
+
+    @cute.jit
+    def compute_tile(
+        self, own: Consumer, work: Work, first: Int32, end: Int32, taken: Int32, n: Int32
+    ) -> Int32:
+        """Compute dQ of work `taken` over its K/V tiles, of which n came before; return how many there
+        are then."""
+        spec = self.spec
+        # Whole K/V tiles need no mask: every query of the warpgroup sees every key.
+        whole_first, whole_end = own.visible.whole_key_tiles(
+            work.block * spec.tile_m + own.group * ROWS, ROWS, work.seqlen_q, work.seqlen_k
+        )
+        tile = first
+        masked = tile < whole_first or tile >= whole_end
+        self.next_key_tile(own, taken, tile, n, masked, True)
+        n += 1
+        for _ in cutlass.range(end - first - 1, unroll=1):
+            tile += 1
+            masked = tile < whole_first or tile >= whole_end
+            self.next_key_tile(own, taken, tile, n, masked, False)
+            n += 1
+        dq = self.start_dq(own, n - 1)
+        fragments.assign(own.dq, wgmma.wait(dq))
+        own.barriers.warp_arrives("k_empty", n - 1)
+        return n
+
+    @cute.jit
+    def next_key_tile(
+        self,
+        own: Consumer,
+        taken: Int32,
+        tile: Int32,
+        n: Int32,
+        masked: Boolean,
+        starts: cutlass.Constexpr[bool],
+    ) -> None:
+        """dS of use n of K and V, beside the product of the dS and K before; with `starts` there is
+        none before."""
+        barriers = own.barriers
+        barriers.wait("k_full", n)
+        scores = self.start_scores(own, n)
+        if cutlass.const_expr(not starts):
+            dq = self.start_dq(own, n - 1)
+        barriers.wait("v_full", n)
+        dp = self.start_dp(own, n)
+        fragments.assign(own.s, wgmma.wait(scores, pending=1 if starts else 2))
+        exponentiate(
+            own.s, None, lambda _: of_rows(own.lse), own.scaling, self.dtype,
+            softcap=self.spec.softcap,
+        )  # fmt: skip
+        fragments.assign(own.dp, wgmma.wait(dp))
+        barriers.warp_arrives("v_empty", n)
+        if cutlass.const_expr(not starts):
+            fragments.assign(own.dq, wgmma.wait(dq))
+            barriers.warp_arrives("k_empty", n - 1)
+        differentiate(own.dp, own.s, own.ds, lambda _: of_rows(own.delta), self.dtype)
+        if masked:
+            self.mask(own, taken, tile)
+
+    def start_scores(self, own: Consumer, n: Any) -> list[Any]:
+        """Start S = Q K^T, with use n of K."""
+        stage = own.barriers.stage("k_full", n) * self.kv_bytes
+        return self.start_over_head_dim(own.q, own.k + stage)
+
+    def start_dp(self, own: Consumer, n: Any) -> list[Any]:
+        """Start dP = dO V^T, with use n of V."""
+        stage = own.barriers.stage("v_full", n) * self.kv_bytes
+        return self.start_over_head_dim(own.do, own.v + stage)
+
+    def start_over_head_dim(self, queries: Any, keys: Any) -> list[Any]:
+        spec = self.spec
+        return start_scores(
+            self.dtype, opaque(queries), keys,
+            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def start_dq(self, own: Consumer, n: Any) -> list[Any]:
+        """Start dQ + dS K, with use n of K."""
+        spec = self.spec
+        stage = own.barriers.stage("k_full", n) * self.kv_bytes
+        return start_output(
+            self.dtype, fragments.values(own.dq), fragments.values(own.ds), own.k + stage,
+            tile_n=spec.tile_n, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def row(self, own: Consumer, work: Work, lane_row: int) -> Any:
+        """A lane row's row of its sequence."""
+        first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
+        return first + lane_row * fragments.LANE_ROW_STEP
+
+    def mask(self, own: Consumer, taken: Any, tile: Any) -> None:
+        """Set dS of keys that a row does not see to 0."""
+        work = own.queue.read(taken)
+        lows, highs = [], []
+        for lane_row in range(fragments.LANE_ROWS):
+            row = self.row(own, work, lane_row)
+            low, high = own.visible.keys(row, work.seqlen_q, work.seqlen_k)
+            lows.append(low - tile * self.spec.tile_n)
+            highs.append(high - tile * self.spec.tile_n)
+        fragments.mask_operand(own.ds, highs, lows if self.spec.window_left else None)
+
+    # -- device: epilogue ---------------------------------------------------------------------
+
+    def finish_rows(self, x: Operands, own: Consumer) -> None:
+        """Scale dQ. That of a row which sees no key may hold what a hidden key that is not finite
+        has left."""
+        for lane_row in range(fragments.LANE_ROWS):
+            values = own.dq[None, lane_row, None]
+            sees = own.lse[lane_row] != INF
+            for j in range(cute.size(values)):
+                scaled = values[j] * x.softmax_scale
+                values[j] = cutlass.select_(sees, scaled, Float32(0.0))
+
+    @cute.jit
+    def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
+        """Store the warpgroup's rows of dQ through the buffer of Q, by TMA."""
+        spec = self.spec
+        # All warps of the warpgroup are done with its rows of Q.
+        group_barrier(own.group)
+        warp = own.warp % WARPGROUP_WARPS
+        words = fragments.operand(own.dq, self.dtype)
+        fragments.stage_rows(words, own.q, warp, spec.tile_m, opaque(cute.arch.lane_idx()))
+        cute.arch.fence_view_async_shared()
+        group_barrier(own.group)
+        if warp == 0:
+            rows = self.dq_rows.box(x.dq, work.block * WARPGROUPS + own.group, *work.queries)
+            with cute.arch.elect_one():
+                store_staged(x.dq_tma, rows, storage.q, own.group, WARPGROUPS, spec.head_dim)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def of_rows(statistics: cute.Tensor) -> list[Any]:
+    """Statistics of each lane row."""
+    return [statistics[lane_row] for lane_row in range(fragments.LANE_ROWS)]

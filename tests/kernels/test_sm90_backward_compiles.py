@@ -1,0 +1,129 @@
+"""The specialisations of the SM90 dQ and dK/dV kernels compile, spill no register, and keep their
+products asynchronous."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+import re
+from typing import Any
+
+import pytest
+
+from cute_attn import cache
+from cute_attn.kernels.attention.spec import (
+    DTYPES,
+    SM90_BACKWARD_HEAD_DIMS,
+    SM90_DKDV_TILES,
+    SM90_DQ_TILES,
+    Sm90BackwardSpec,
+)
+from cute_attn.kernels.attention.table import SM90_BACKWARD_DKDV, SM90_BACKWARD_DQ
+from tests.kernels.machine_code import assert_sound, machine_code
+
+ARCH = "sm_90a"
+BOOLS = (False, True)
+KERNELS = {"dq": SM90_BACKWARD_DQ, "dkdv": SM90_BACKWARD_DKDV}
+TILES = {"dq": SM90_DQ_TILES, "dkdv": SM90_DKDV_TILES}
+PARTIAL = {"dq": (False,), "dkdv": BOOLS}
+FLAGS = (
+    "window_left", "window_right", "softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k",
+)  # fmt: skip
+
+
+def spec(kernel: str, head_dim: int, **fields: Any) -> Sm90BackwardSpec:
+    tile_m, tile_n = TILES[kernel][head_dim]
+    plain = dict.fromkeys((*FLAGS, "partial"), False) | {"dtype": "bfloat16"}
+    sizes = {"head_dim": head_dim, "tile_m": tile_m, "tile_n": tile_n}
+    return Sm90BackwardSpec(**{**plain, **sizes, "scheduler": "counter", **fields})
+
+
+def everything(kernel: str, head_dim: int) -> list[Sm90BackwardSpec]:
+    names = ("dtype", *FLAGS, "partial")
+    values = (DTYPES, *[BOOLS] * len(FLAGS), PARTIAL[kernel])
+    drawn = (dict(zip(names, some, strict=True)) for some in itertools.product(*values))
+    return [
+        spec(kernel, head_dim, **fields)
+        for fields in drawn
+        if fields["varlen_q"] or not fields["seqused_q"]
+    ]
+
+
+FULL = dict.fromkeys(FLAGS, True) | {"dtype": "float16"}
+# The quick suite compiles what a quick test of gradients launches.
+PACKED = {"window_right": True, "varlen_q": True, "varlen_k": True}
+EXTREMES = [
+    pytest.param(
+        kernel, spec(kernel, head_dim, **fields), id=f"{kernel}-{head_dim}-{name}",
+        marks=[] if (head_dim, name) == (128, "packed") else pytest.mark.slow,
+    )
+    for kernel in KERNELS
+    for head_dim in SM90_BACKWARD_HEAD_DIMS
+    for name, fields in (
+        ("plain", {}), ("packed", PACKED), ("full", FULL),
+        *([("full, partial", {**FULL, "partial": True})] if kernel == "dkdv" else []),
+    )
+]  # fmt: skip
+extremes = pytest.mark.parametrize(("kernel", "spec"), EXTREMES)
+
+
+def problems(kernel: str, spec: Sm90BackwardSpec) -> list[str]:
+    entry = cache.compile(KERNELS[kernel], spec, arch=ARCH)
+    found = []
+    if spilled := sum(use.spills for use in entry.kernels):
+        found.append(f"{spilled} bytes spilled")
+    code = machine_code(entry)
+    products, waits = (len(re.findall(name, code)) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+    # Short of registers, the assembler waits for every product before it starts the next.
+    if not products or waits > products // 2:
+        found.append(f"{waits} waits for {products} products")
+    return found
+
+
+@extremes
+def test_no_spills_and_asynchronous_products(kernel: str, spec: Sm90BackwardSpec) -> None:
+    assert problems(kernel, spec) == []
+
+
+@extremes
+def test_the_machine_code_is_sound(kernel: str, spec: Sm90BackwardSpec) -> None:
+    assert_sound(cache.compile(KERNELS[kernel], spec, arch=ARCH))
+
+
+@extremes
+def test_the_budget_of_shared_memory_is_what_is_launched(
+    kernel: str, spec: Sm90BackwardSpec
+) -> None:
+    module, _, name = KERNELS[kernel].target.partition(":")
+    made = getattr(importlib.import_module(module), name)(spec)
+    (use,) = cache.compile(KERNELS[kernel], spec, arch=ARCH).kernels
+    assert use.dynamic_shared == made.smem.nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("head_dim", SM90_BACKWARD_HEAD_DIMS)
+def test_no_problem_in_a_random_sample(kernel: str, head_dim: int) -> None:
+    """Others in every run."""
+    drawn = random.sample(everything(kernel, head_dim), 8)
+    assert [(one, found) for one in drawn if (found := problems(kernel, one))] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "float32"), ("scheduler", "static"), ("head_dim", 96), ("softcap", None)],
+)
+def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=field):
+        spec("dq", 128, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "field", "value"),
+    [("dq", "partial", True), ("dq", "tile_m", 64), ("dkdv", "tile_n", 64)],
+)
+def test_a_kernel_refuses_what_it_cannot_do(kernel: str, field: str, value: Any) -> None:
+    module, _, name = KERNELS[kernel].target.partition(":")
+    with pytest.raises(ValueError, match=field):
+        getattr(importlib.import_module(module), name)(spec(kernel, 128, **{field: value}))

@@ -1,0 +1,27 @@
+"""Gradients of attention on sm_90a: every property of `test_attention_gradients`, where slow tests
+run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cute_attn.kernels.attention.spec import SM90_BACKWARD_HEAD_DIMS
+
+from .attention_cases import Target, on_target
+from .test_attention_gradients import *  # noqa: F403 (its tests)
+from .test_attention_gradients import programs  # noqa: F401 (a fixture of this module too)
+
+
+@pytest.fixture(
+    scope="module",
+    autouse=True,
+    params=[
+        pytest.param(Target("sm_90a", head_dim), id=str(head_dim), marks=pytest.mark.slow)
+        for head_dim in SM90_BACKWARD_HEAD_DIMS
+    ],
+)
+def target_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    with on_target(request.param):
+        yield

@@ -1,0 +1,38 @@
+"""A few gradients of attention on sm_90a; `test_attention_gradients_sm90` has all, and takes long."""
+
+from __future__ import annotations
+
+import pytest
+
+from .attention_cases import CAPPED, USED, VARLEN, WINDOW, Case, Machine, Target, on_target
+from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients, same
+
+USED_CASE = Case(
+    USED, lengths_q=(150, 70), lengths_k=(200, 90), unused_q=(30, 0), unused_k=(0, 41), left=60,
+    softcap=5.0, tail=20,
+)  # fmt: skip
+FEW = [
+    pytest.param(128, Case(VARLEN, lengths_q=(70, 0, 130), lengths_k=(50, 30, 140), tail=9)),
+    pytest.param(
+        64,
+        Case(WINDOW, lengths_q=(300,), lengths_k=(430,), left=150, right=10, heads_k=2),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(64, USED_CASE, marks=pytest.mark.slow),
+    pytest.param(
+        128,
+        Case(CAPPED, lengths_q=(200,), lengths_k=(270,), group=3, left=100, softcap=0.5),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "case"), FEW)
+def test_agrees_with_float64(head_dim: int, case: Case):
+    """And is the same bit for bit in another schedule."""
+    with on_target(Target("sm_90a", head_dim)):
+        args = case.arguments()
+        do, dlse = Upstream(of_lse=True).gradients(args)
+        first = gradients(args, do, dlse, "static", Machine(num_sms=2, schedule="adversarial"))
+        assert_gradients_agree(args, first, do, dlse)
+        assert same(first, gradients(args, do, dlse, "clc", Machine(num_sms=5)))
