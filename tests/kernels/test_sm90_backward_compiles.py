@@ -7,16 +7,16 @@ import importlib
 import itertools
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cute_attn import cache
+from cute_attn.kernels.attention.heuristics import backward_spec
 from cute_attn.kernels.attention.spec import (
     DTYPES,
     SM90_BACKWARD_HEAD_DIMS,
-    SM90_DKDV_TILES,
-    SM90_DQ_TILES,
     Sm90BackwardSpec,
 )
 from cute_attn.kernels.attention.table import SM90_BACKWARD_DKDV, SM90_BACKWARD_DQ
@@ -25,7 +25,6 @@ from tests.kernels.machine_code import assert_sound, machine_code
 ARCH = "sm_90a"
 BOOLS = (False, True)
 KERNELS = {"dq": SM90_BACKWARD_DQ, "dkdv": SM90_BACKWARD_DKDV}
-TILES = {"dq": SM90_DQ_TILES, "dkdv": SM90_DKDV_TILES}
 PARTIAL = {"dq": (False,), "dkdv": BOOLS}
 FLAGS = (
     "window_left", "window_right", "softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k",
@@ -33,10 +32,11 @@ FLAGS = (
 
 
 def spec(kernel: str, head_dim: int, **fields: Any) -> Sm90BackwardSpec:
-    tile_m, tile_n = TILES[kernel][head_dim]
     plain = dict.fromkeys((*FLAGS, "partial"), False) | {"dtype": "bfloat16"}
-    sizes = {"head_dim": head_dim, "tile_m": tile_m, "tile_n": tile_n}
-    return Sm90BackwardSpec(**{**plain, **sizes, "scheduler": "counter", **fields})
+    of_keys = kernel == "dkdv"
+    return backward_spec(  # type: ignore[return-value]
+        ARCH, head_dim, of_keys=of_keys, **{**plain, "scheduler": "static", **fields}
+    )
 
 
 def everything(kernel: str, head_dim: int) -> list[Sm90BackwardSpec]:
@@ -116,7 +116,7 @@ def test_no_problem_in_a_random_sample(kernel: str, head_dim: int) -> None:
 )
 def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=field):
-        spec("dq", 128, **{field: value})
+        replace(spec("dq", 128), **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -126,4 +126,4 @@ def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None
 def test_a_kernel_refuses_what_it_cannot_do(kernel: str, field: str, value: Any) -> None:
     module, _, name = KERNELS[kernel].target.partition(":")
     with pytest.raises(ValueError, match=field):
-        getattr(importlib.import_module(module), name)(spec(kernel, 128, **{field: value}))
+        getattr(importlib.import_module(module), name)(replace(spec(kernel, 128), **{field: value}))

@@ -1,4 +1,4 @@
-"""A few gradients of attention on sm_90a; `test_attention_gradients_sm90` has all, and takes long."""
+"""A few gradients of attention on sm_90a; `test_attention_gradients_sm90` has all of them."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def mask_fragment_words(
     words: cute.Tensor, lows: cutlass.Constexpr[Any], highs: cutlass.Constexpr[Any]
 ) -> None:
     """As `mask_words`, of rows in fragments (see `fragments`): word 2 u + r has the lane's two
-    columns of the 8 from 8 u on, of lane row r. Bounds are of the row's columns less those that
-    the lane's first is from the row's; for a multiple of 32 columns."""
+    columns of the 8 from 8 u on, of lane row r; for a multiple of 32 columns. The bounds count
+    columns from the lane's first."""
     for lane_row in cutlass.range_constexpr(len(highs)):
         for unit in cutlass.range_constexpr(0, cute.size(words) // len(highs), 4):
             visible = _bits_below(highs[lane_row] - 8 * unit)

@@ -39,20 +39,22 @@ from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
 from ..common.ptx.async_copy import copy_bulk
 from ..common.ptx.compiler import opaque
+from ..common.ptx.convert import unpack
 from ..common.ptx.memory import load_shared, shared_address, store_global
 from ..common.scheduler import CounterScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes
+from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
 from .sm90_gradients import (
     differentiate,
     exponentiate,
     group_barrier,
-    load_rows,
     store_staged,
+    store_words,
+    word,
 )
 from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
 from .softmax import Scaling
@@ -103,8 +105,9 @@ class Consumer(Carried):
         barriers, queue: of the CTA.
         k, v: shared addresses of its warpgroup's rows of K and V.
         q, do, lse, delta: shared addresses of the rings.
-        s, dp: registers of S^T, then P'^T, and of dP^T.
+        s, dp: registers of S^T and dP^T.
         p, ds: registers of P^T and dS^T as operands.
+        slopes: registers of P'^T with a softcap, rounded as an operand.
         dk, dv: accumulators.
         scaling: of the scores.
         visible: which queries see a key.
@@ -308,7 +311,9 @@ class Sm90DkDv:
                 self.load_warp(x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consumer_warps(x, self.consumer(storage, barriers, warp, visible, scaling), storage)
+            self.consumer_warps(
+                x, self.consumer(storage, barriers, warp, visible, scaling), storage
+            )
 
     def consumer(
         self, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
@@ -332,6 +337,7 @@ class Sm90DkDv:
             dp=fragments.accumulators(spec.tile_m),
             p=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
             ds=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
+            slopes=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
             dk=fragments.accumulators(spec.head_dim),
             dv=fragments.accumulators(spec.head_dim),
             scaling=scaling,
@@ -372,19 +378,19 @@ class Sm90DkDv:
                 queue.publish_work(taken, work)
                 kv_head, _ = self.head_and_split(x, work)
                 keys = self.k_rows.box(x.k, work.block, kv_head, *work.keys[1:])
-                load_rows("k", x.k_tma, keys, k_smem, barriers, taken)
+                load_use("k", x.k_tma, keys, k_smem, barriers, taken)
                 values = self.k_rows.box(x.v, work.block, kv_head, *work.keys[1:])
-                load_rows("v", x.v_tma, values, v_smem, barriers, taken)
+                load_use("v", x.v_tma, values, v_smem, barriers, taken)
                 first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
                 stats_start = padded_start(x.queries, work.sequence)
                 tile, head = first, work.head
                 for _ in cutlass.range((end - first) * x.group, unroll=1):
                     row = stats_start + tile * spec.tile_m
                     q_box = self.q_rows.box(x.q, tile, head, *work.queries[1:])
-                    load_rows("q", x.q_tma, q_box, q_smem, barriers, n, self.stats_bytes)
+                    load_use("q", x.q_tma, q_box, q_smem, barriers, n, self.stats_bytes)
                     self.load_stats("q", storage.lse, LSE, x, head, row, barriers, n)
                     do_box = self.q_rows.box(x.do, tile, head, *work.queries[1:])
-                    load_rows("do", x.do_tma, do_box, do_smem, barriers, n, self.stats_bytes)
+                    load_use("do", x.do_tma, do_box, do_smem, barriers, n, self.stats_bytes)
                     self.load_stats("do", storage.delta, DELTA, x, head, row, barriers, n)
                     n += 1
                     tile, head = following(tile, head, first, end)
@@ -458,8 +464,8 @@ class Sm90DkDv:
         taken: Int32,
         n: Int32,
     ) -> Int32:
-        """Compute dK and dV of work `taken` from `count` tiles of queries, before which there were n;
-        return how many there are then."""
+        """Compute dK and dV of work `taken` from `count` tiles of queries, before which there were
+        n; return how many there are then."""
         # Whole tiles of queries need no mask: every query sees every key of the warpgroup.
         whole_first, whole_end = own.visible.whole_query_tiles(
             self.first_key(own, work), ROWS, work.seqlen_q, work.seqlen_k
@@ -490,18 +496,18 @@ class Sm90DkDv:
     ) -> None:
         """P^T, dV and dS^T of use n of Q and dO, beside the product of the dS^T and Q before; with
         `starts` there is none before."""
-        barriers, pending = own.barriers, 1 if starts else 2
+        barriers = own.barriers
         barriers.wait("q_full", n)
         scores = self.start_scores(own, n)
         if cutlass.const_expr(not starts):
             dk = self.start_dk(own, n - 1)
         barriers.wait("do_full", n)
         dp = self.start_dp(own, n)
-        fragments.assign(own.s, wgmma.wait(scores, pending=pending))
+        fragments.assign(own.s, wgmma.wait(scores, pending=1 if starts else 2))
         lse = own.lse + barriers.stage("q_full", n) * self.stats_bytes
         exponentiate(
-            own.s, own.p, lambda columns: of_columns(lse, columns), own.scaling, self.dtype,
-            softcap=self.spec.softcap,
+            own.s, lambda columns: of_columns(lse, columns), own.scaling,
+            lambda *p: self.round_probabilities(own, *p), softcap=self.spec.softcap,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.p)
@@ -512,12 +518,25 @@ class Sm90DkDv:
             barriers.warp_arrives("q_empty", n - 1)
         delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
         differentiate(
-            own.dp, own.s, own.ds, lambda columns: of_columns(delta, columns), self.dtype
-        )
+            own.dp, lambda *at: self.rounded_probabilities(own, *at), own.ds,
+            lambda columns: of_columns(delta, columns), self.dtype,
+        )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.ds)
         fragments.assign(own.dv, wgmma.wait(dv))
         barriers.warp_arrives("do_empty", n)
+
+    def round_probabilities(
+        self, own: Consumer, lane_row: int, columns: range, p: list[Any], with_slope: list[Any]
+    ) -> None:
+        store_words(own.p, lane_row, columns, p, self.dtype)
+        if self.spec.softcap:
+            store_words(own.slopes, lane_row, columns, with_slope, self.dtype)
+
+    def rounded_probabilities(self, own: Consumer, lane_row: int, columns: range) -> list[Any]:
+        """P', which rounded takes half the registers."""
+        words = own.slopes if self.spec.softcap else own.p
+        return [unpack(self.dtype, words[word(lane_row, j)]) for j in columns[::2]]
 
     def start_scores(self, own: Consumer, n: Any) -> list[Any]:
         """Start S^T = K Q^T, with use n of Q."""

@@ -42,14 +42,13 @@ from ..common.scheduler import CounterScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes
+from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
 from .sm90_gradients import (
     differentiate,
     exponentiate,
     group_barrier,
-    load_rows,
     store_staged,
 )
 from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
@@ -280,7 +279,9 @@ class Sm90Dq:
                 self.load_warp(x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consumer_warps(x, self.consumer(storage, barriers, warp, visible, scaling), storage)
+            self.consumer_warps(
+                x, self.consumer(storage, barriers, warp, visible, scaling), storage
+            )
 
     def consumer(
         self, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
@@ -340,15 +341,15 @@ class Sm90Dq:
                 work = tiles.work(block, head, sequence)
                 queue.publish_work(taken, work)
                 queries = self.q_rows.box(x.q, work.block, *work.queries)
-                load_rows("q", x.q_tma, queries, q_smem, barriers, taken)
+                load_use("q", x.q_tma, queries, q_smem, barriers, taken)
                 gradients = self.q_rows.box(x.do, work.block, *work.queries)
-                load_rows("do", x.do_tma, gradients, do_smem, barriers, taken)
+                load_use("do", x.do_tma, gradients, do_smem, barriers, taken)
                 first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
                 for i in cutlass.range(first, end, unroll=1):
                     keys = self.kv_rows.box(x.k, i, *work.keys)
-                    load_rows("k", x.k_tma, keys, k_smem, barriers, n)
+                    load_use("k", x.k_tma, keys, k_smem, barriers, n)
                     values = self.kv_rows.box(x.v, i, *work.keys)
-                    load_rows("v", x.v_tma, values, v_smem, barriers, n)
+                    load_use("v", x.v_tma, values, v_smem, barriers, n)
                     n += 1
                 taken += 1
             number = scheduler.advance_to_next_work(number, taken)
@@ -395,8 +396,8 @@ class Sm90Dq:
     def compute_tile(
         self, own: Consumer, work: Work, first: Int32, end: Int32, taken: Int32, n: Int32
     ) -> Int32:
-        """Compute dQ of work `taken` over its K/V tiles, of which n came before; return how many there
-        are then."""
+        """Compute dQ of work `taken` over its K/V tiles, before which there were n; return how many
+        there are then."""
         spec = self.spec
         # Whole K/V tiles need no mask: every query of the warpgroup sees every key.
         whole_first, whole_end = own.visible.whole_key_tiles(
@@ -437,17 +438,32 @@ class Sm90Dq:
         dp = self.start_dp(own, n)
         fragments.assign(own.s, wgmma.wait(scores, pending=1 if starts else 2))
         exponentiate(
-            own.s, None, lambda _: of_rows(own.lse), own.scaling, self.dtype,
-            softcap=self.spec.softcap,
+            own.s, lambda _: of_rows(own.lse), own.scaling,
+            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap,
         )  # fmt: skip
         fragments.assign(own.dp, wgmma.wait(dp))
         barriers.warp_arrives("v_empty", n)
         if cutlass.const_expr(not starts):
             fragments.assign(own.dq, wgmma.wait(dq))
             barriers.warp_arrives("k_empty", n - 1)
-        differentiate(own.dp, own.s, own.ds, lambda _: of_rows(own.delta), self.dtype)
+        differentiate(
+            own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
+            lambda _: of_rows(own.delta), self.dtype,
+        )  # fmt: skip
         if masked:
             self.mask(own, taken, tile)
+
+    def keep_probabilities(
+        self, own: Consumer, lane_row: int, columns: range, _: Any, with_slope: list[Any]
+    ) -> None:
+        """Replace S by P'."""
+        row = own.s[None, lane_row, None]
+        for j, (x, y) in zip(columns[::2], with_slope, strict=True):
+            row[j], row[j + 1] = x, y
+
+    def kept_probabilities(self, own: Consumer, lane_row: int, columns: range) -> list[Any]:
+        row = own.s[None, lane_row, None]
+        return [(row[j], row[j + 1]) for j in columns[::2]]
 
     def start_scores(self, own: Consumer, n: Any) -> list[Any]:
         """Start S = Q K^T, with use n of K."""

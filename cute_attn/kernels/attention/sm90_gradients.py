@@ -12,9 +12,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from ..common.pipeline import Barriers
 from ..common.ptx.convert import pack
-from ..common.tma import BOX, boxes, load_boxes, partition
+from ..common.tma import BOX, boxes, partition
 from . import fragments
 from .gradient import probabilities, score_gradients
 from .sm90_mma import ROWS, WARPGROUP
@@ -25,19 +24,15 @@ STAGED = 1  # the first warpgroup's named barrier; 0 is that of all threads
 
 # Statistics of a range of a lane row's columns, for each lane row: as `gradient` takes them.
 Statistics = Callable[[range], list[Any]]
+Store = Callable[[int, range, list[Any], list[Any]], None]
+Load = Callable[[int, range], list[Any]]
 
 
 def exponentiate(
-    s: cute.Tensor,
-    words: cute.Tensor | None,
-    lse: Statistics,
-    scaling: Scaling,
-    dtype: Any,
-    *,
-    softcap: bool,
+    s: cute.Tensor, lse: Statistics, scaling: Scaling, store: Store, *, softcap: bool
 ) -> None:
-    """Round P of S to `words`, an operand if it is wanted, and replace S by P, times the slope of a
-    softcap."""
+    """Call store(lane row, columns, P, P') with pairs of values, where P' is P, with a softcap P
+    times the slope of the cap."""
     for columns in _steps(s):
         statistics = lse(columns)
         for lane_row in range(fragments.LANE_ROWS):
@@ -45,56 +40,40 @@ def exponentiate(
             p, with_slope = probabilities(
                 row, columns, statistics[lane_row], scaling, softcap=softcap, packed=False
             )
-            if words is not None:
-                _round(words, lane_row, columns, p, dtype)
-            for j, (x, y) in zip(columns[::2], with_slope, strict=True):
-                row[j], row[j + 1] = x, y
+            store(lane_row, columns, p, with_slope)
 
 
 def differentiate(
-    dp: cute.Tensor, p: cute.Tensor, words: cute.Tensor, delta: Statistics, dtype: Any
+    dp: cute.Tensor, p: Load, words: cute.Tensor, delta: Statistics, dtype: Any
 ) -> None:
-    """Round dS to `words`, an operand; `p` is as `exponentiate` leaves it in S."""
+    """Round dS to `words`, an operand; p(lane row, columns) are pairs of P'."""
     for columns in _steps(dp):
         statistics = delta(columns)
         for lane_row in range(fragments.LANE_ROWS):
-            p_row = p[None, lane_row, None]
-            pairs = [(p_row[j], p_row[j + 1]) for j in columns[::2]]
             ds = score_gradients(
-                pairs, dp[None, lane_row, None], columns, statistics[lane_row], packed=False
-            )
-            _round(words, lane_row, columns, ds, dtype)
+                p(lane_row, columns), dp[None, lane_row, None], columns, statistics[lane_row],
+                packed=False,
+            )  # fmt: skip
+            store_words(words, lane_row, columns, ds, dtype)
+
+
+def store_words(
+    words: cute.Tensor, lane_row: int, columns: range, pairs: list[Any], dtype: Any
+) -> None:
+    """Round pairs of values to an operand."""
+    for j, pair in zip(columns[::2], pairs, strict=True):
+        words[word(lane_row, j)] = pack(dtype, *pair)
+
+
+def word(lane_row: int, column: int) -> int:
+    """The word of an operand with a lane row's columns `column`, an even one, and the next."""
+    return column // 2 * fragments.LANE_ROWS + lane_row
 
 
 def _steps(x: cute.Tensor) -> list[range]:
     """The columns of a lane row, STEP at a time."""
     count = cute.size(x) // fragments.LANE_ROWS
     return [range(first, first + STEP) for first in range(0, count, STEP)]
-
-
-def _round(
-    words: cute.Tensor, lane_row: int, columns: range, pairs: list[Any], dtype: Any
-) -> None:
-    for j, pair in zip(columns[::2], pairs, strict=True):
-        words[j // 2 * fragments.LANE_ROWS + lane_row] = pack(dtype, *pair)
-
-
-@cute.jit
-def load_rows(
-    name: cutlass.Constexpr[str],
-    tma: cute.CopyAtom,
-    rows: cute.Tensor,
-    smem: cute.Tensor,
-    barriers: Barriers,
-    n: Any,
-    more_bytes: cutlass.Constexpr[int] = 0,
-) -> None:
-    """Use n of a ring: wait until its stage is empty, and start to fill it. The caller copies
-    `more_bytes` for the same use."""
-    barriers.wait_previous(f"{name}_empty", n)
-    with cute.arch.elect_one():
-        barriers.expect(f"{name}_full", n, cute.size(rows) * 2 + more_bytes)
-    load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
 
 
 def group_barrier(group: Any) -> None:

@@ -147,12 +147,14 @@ def load_use(
     smem: cute.Tensor,
     barriers: Barriers,
     n: Int32,
+    more_bytes: cutlass.Constexpr[int] = 0,
 ) -> None:
     """Use n of a ring of tiles of 16 bits, with edges `{name}_empty` and `{name}_full`: wait until
-    its stage is empty, and start to fill it; see `load_boxes`. By one warp."""
+    its stage is empty, and start to fill it; see `load_boxes`. By one warp, which copies
+    `more_bytes` for the same use itself."""
     barriers.wait_previous(f"{name}_empty", n)
     with cute.arch.elect_one():
-        barriers.expect(f"{name}_full", n, cute.size(rows) * 2)
+        barriers.expect(f"{name}_full", n, cute.size(rows) * 2 + more_bytes)
     load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
 
 
