@@ -68,8 +68,9 @@ def _options(spec: Any, softcap: float, left: int, right: int) -> dict[str, Any]
 def _forward(
     spec: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, sink: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, used_q: Tensor | None, used_k: Tensor | None,
-    scale: float, softcap: float, left: int, right: int, clusters: int,
+    pages: Tensor | None, scale: float, softcap: float, left: int, right: int, clusters: int,
 ) -> None:  # fmt: skip
+    assert pages is None
     exact_o, exact_lse = attention_reference(
         q, k, v, softmax_scale=scale, learnable_sink=sink, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
         seqused_q=used_q, seqused_k=used_k, **_options(spec, softcap, left, right),
