@@ -121,7 +121,7 @@ def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None
 
 @pytest.mark.parametrize(
     ("kernel", "field", "value"),
-    [("dq", "partial", True), ("dq", "tile_m", 64), ("dkdv", "tile_n", 64)],
+    [("dq", "partial", True), ("dq", "tile_m", 64), ("dkdv", "tile_n", 64), ("dkdv", "tile_m", 96)],
 )
 def test_a_kernel_refuses_what_it_cannot_do(kernel: str, field: str, value: Any) -> None:
     module, _, name = KERNELS[kernel].target.partition(":")

@@ -59,7 +59,7 @@ from .sm90_gradients import (
 from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
 from .softmax import Scaling
 from .spec import Sm90BackwardSpec
-from .statistics import DELTA, LSE, padded_start
+from .statistics import DELTA, LSE, STATS_ROWS, padded_start
 from .visibility import Visibility
 from .work import TileMap, Work, following, heads_in_l2
 
@@ -123,6 +123,8 @@ class Sm90DkDv:
     def __init__(self, spec: Sm90BackwardSpec):
         if spec.tile_n != WARPGROUPS * ROWS:
             raise ValueError(f"tile_n is {spec.tile_n}, must be {WARPGROUPS * ROWS}")
+        if STATS_ROWS % spec.tile_m or spec.tile_m % 32:
+            raise ValueError(f"tile_m is {spec.tile_m}, must be 32, 64 or {STATS_ROWS}")
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.out_dtype = Float32 if spec.partial else self.dtype
