@@ -57,7 +57,7 @@ class Recorder:
         self.total: defaultdict[str, int] = defaultdict(int)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        self.total[item.location[0]] += 1
+        self.total[item.nodeid.partition("::")[0]] += 1
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
@@ -65,8 +65,8 @@ class Recorder:
         try:
             return (yield)
         finally:
-            self.seconds[item.location[0]] += cpu_seconds() - before
-            self.quick[item.location[0]] += 1
+            self.seconds[item.nodeid.partition("::")[0]] += cpu_seconds() - before
+            self.quick[item.nodeid.partition("::")[0]] += 1
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

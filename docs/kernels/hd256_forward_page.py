@@ -80,7 +80,7 @@ def timeline(key_tiles: int = 12) -> list[Event]:
         for rows in (kernel.TILE_M, key_tiles * kernel.TILE_N, key_tiles * kernel.TILE_N)
     )
     o = torch.empty_like(q)
-    run(q, k, v, o, *[None] * 6, kernel.HEAD_DIM**-0.5, 1.0, 0, 0, 1)
+    run(q, k, v, o, *[None] * 7, kernel.HEAD_DIM**-0.5, 1.0, 0, 0, 1)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "timeline.json")
         emulator.trace(path)

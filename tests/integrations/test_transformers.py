@@ -144,7 +144,9 @@ def tokens_of(batch: int, length: int) -> torch.Tensor:
     return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gemma3" else n for n in MODELS]
+)
 def test_prefill_and_decode(name: str) -> None:
     """The prompt is longer than the window, and decode drops what leaves the sliding cache."""
     ours, eager = Trio(MODELS[name]).errors(tokens_of(2, 17), 13)

@@ -81,7 +81,7 @@ def assert_same_in_pages(case: Case, page_size: int, on: Machine) -> None:
     ("on", "page_size"),
     [
         pytest.param(Target(ARCH, 128), 16, marks=pytest.mark.slow),
-        (Target(ARCH, 256), 64),
+        pytest.param(Target(ARCH, 256), 64, marks=pytest.mark.slow),
         (Target("sm_100a"), 16),
     ],
     ids=str,

@@ -160,6 +160,7 @@ def test_states_at_the_start_of_chunks(device: str, data: st.DataObject):
     assert_agrees(args | {"output_final_state": True}, o, state)
 
 
+@pytest.mark.slow
 @pytest.mark.everywhere
 @examples(3)
 @given(data=st.data())
@@ -578,8 +579,9 @@ def test_later_calls_only_launch(device: str, path: str, monkeypatch: pytest.Mon
         assert torch.equal(run(empty, **options)[1], first["initial_state"])
 
 
+@pytest.mark.slow
 @pytest.mark.everywhere
-@pytest.mark.parametrize("path", ["fused", pytest.param("modular", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", ["fused", "modular"])
 def test_later_calls_with_packed_sequences(device: str, path: str):
     options = PATHS[path]
     with warm():
