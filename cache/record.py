@@ -55,8 +55,9 @@ def add(path: Path, used: Iterable[tuple[KernelDef, Any, str]]) -> None:
                 except NotPortable as error:
                     warn_once(f"record {error}", "not recorded, nobody can import it: %s", error)
                     continue
-                if parse(table, path)[0] not in known:
-                    known += parse(table, path)
+                (request,) = parse(table, path)
+                if request not in known:
+                    known.append(request)
                     new += "\n" + table if text or new else table
             if new:
                 file.write(new)

@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
-from ..common.carried import Carried
+from ..common.carried import Named
 from ..common.dtypes import DTYPE
 from ..common.numbers import INF
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
@@ -41,17 +41,22 @@ from ..common.ptx.memory import shared_address
 from ..common.scheduler import CounterScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
-from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
 from .sm90_gradients import (
     differentiate,
     exponentiate,
-    group_barrier,
     store_staged,
 )
-from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
+from .sm90_mma import (
+    ROWS,
+    WARPGROUP,
+    WARPGROUP_WARPS,
+    group_barrier,
+    start_output,
+    start_scores,
+)
 from .softmax import Scaling
 from .spec import Sm90BackwardSpec
 from .statistics import DELTA, LSE, padded_start
@@ -59,7 +64,6 @@ from .visibility import Visibility
 from .work import TileMap, Work, heads_in_l2
 
 WARPGROUPS = 2
-WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
 CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 
@@ -85,14 +89,11 @@ EDGES = (
 )
 
 
-class Operands(Carried):
+class Operands(Named):
     """The kernel's arguments: TMA's atoms and coordinates of tensors, and the others."""
 
-    def __init__(self, **values: Any):
-        vars(self).update(values)
 
-
-class Consumer(Carried):
+class Consumer(Named):
     """What a warp of the consumers keeps.
 
     Attributes:
@@ -107,9 +108,6 @@ class Consumer(Carried):
         scaling: of the scores.
         visible: which keys a query sees.
     """
-
-    def __init__(self, **values: Any):
-        vars(self).update(values)
 
 
 class Sm90Dq:

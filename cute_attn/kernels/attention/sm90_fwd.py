@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
-from ..common.carried import Carried
+from ..common.carried import Named
 from ..common.dtypes import DTYPE
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
@@ -43,23 +43,28 @@ from ..common.ptx.memory import shared_address
 from ..common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
-from ..common.spec import MAX_SMEM_BYTES, WARP_SIZE
+from ..common.spec import MAX_SMEM_BYTES
 from ..common.tma import BOX, BoxedRows, boxes, load_use, partition
 from . import fragments
 from .arguments import FakeArguments
 from .fragment_softmax import FragmentSoftmax
 from .pages import Pages
-from .sm90_mma import ROWS, WARPGROUP, start_output, start_scores
+from .sm90_mma import (
+    ROWS,
+    WARPGROUP,
+    WARPGROUP_WARPS,
+    group_barrier,
+    start_output,
+    start_scores,
+)
 from .softmax import Scaling, cap_row, finish_row
 from .spec import Sm90ForwardSpec
 from .turns import Turns
 from .visibility import Visibility
 from .work import SplitWork, TileMap, Work, heads_in_l2
 
-WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
 REGISTERS = {2: (24, 240), 3: (32, 160)}
-STAGED = 1  # the first of a named barrier for each warpgroup; 0 is that of all threads
 
 SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "single": SingleTileScheduler,
@@ -67,14 +72,11 @@ SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
 }
 
 
-class Operands(Carried):
+class Operands(Named):
     """The kernel's arguments: TMA's atoms and coordinates of q, k, v and o, and the others."""
 
-    def __init__(self, **values: Any):
-        vars(self).update(values)
 
-
-class Consumer(Carried):
+class Consumer(Named):
     """What a warp of the consumers keeps.
 
     Attributes:
@@ -87,9 +89,6 @@ class Consumer(Carried):
         softmax: of its rows.
         visible: which keys a query sees.
     """
-
-    def __init__(self, **values: Any):
-        vars(self).update(values)
 
 
 class Sm90Forward:
@@ -593,11 +592,11 @@ class Sm90Forward:
         if cutlass.const_expr(self.o_apart):
             self.stores_done(own)  # of the tile before, out of the same buffer
         # All warps of the warpgroup are done with its rows of Q.
-        self.group_barrier(own)
+        group_barrier(own.group)
         words = fragments.operand(own.acc, self.dtype)
         fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, self.o_box_rows)
         cute.arch.fence_view_async_shared()
-        self.group_barrier(own)
+        group_barrier(own.group)
         if own.warp % WARPGROUP_WARPS == 0:
             if cutlass.const_expr(self.o_apart):
                 staged, step = storage.o, ROWS * spec.head_dim
@@ -640,6 +639,3 @@ class Sm90Forward:
         if own.warp % WARPGROUP_WARPS == 0:
             with cute.arch.elect_one():
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def group_barrier(self, own: Consumer) -> None:
-        cute.arch.barrier(barrier_id=STAGED + own.group, number_of_threads=WARPGROUP)

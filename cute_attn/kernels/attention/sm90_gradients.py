@@ -16,11 +16,10 @@ from ..common.ptx.convert import pack
 from ..common.tma import BOX, boxes, partition
 from . import fragments
 from .gradient import probabilities, score_gradients
-from .sm90_mma import ROWS, WARPGROUP
+from .sm90_mma import ROWS
 from .softmax import Scaling
 
 STEP = 8  # columns of a lane row whose statistics are in registers at once
-STAGED = 1  # the first warpgroup's named barrier; 0 is that of all threads
 
 # Statistics of a range of a lane row's columns, for each lane row: as `gradient` takes them.
 Statistics = Callable[[range], list[Any]]
@@ -74,11 +73,6 @@ def _steps(x: cute.Tensor) -> list[range]:
     """The columns of a lane row, STEP at a time."""
     count = cute.size(x) // fragments.LANE_ROWS
     return [range(first, first + STEP) for first in range(0, count, STEP)]
-
-
-def group_barrier(group: Any) -> None:
-    """Of the threads of a warpgroup."""
-    cute.arch.barrier(barrier_id=STAGED + group, number_of_threads=WARPGROUP)
 
 
 @cute.jit

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 
-from .carried import Carried
+from .carried import Named
 from .spec import MAX_SMEM_BYTES
 
 SWIZZLE_ALIGNMENT = 1024  # of a buffer with a 128-byte swizzle
@@ -106,8 +106,5 @@ class SharedMemory:
         )
 
 
-class Pointers(Carried):
+class Pointers(Named):
     """The buffers of a SharedMemory as attributes."""
-
-    def __init__(self, **pointers: Any):
-        vars(self).update(pointers)

@@ -26,7 +26,7 @@ from cutlass import Float32, Int32
 
 from ..attention.mask import mask_row
 from ..attention.visibility import Visibility
-from ..common.carried import Carried
+from ..common.carried import Named
 from ..common.dtypes import DTYPE
 from ..common.numbers import INF
 from ..common.ptx.compiler import keep_branch
@@ -40,11 +40,8 @@ from .spec import ELEMENT_BYTES, FRAGMENT_ROWS, FmhaLadderSpec
 from .tiles import Rows, TileLayout
 
 
-class Work(Carried):
+class Work(Named):
     """The work of a warp: its CTA's tiles, and where its own rows of Q are."""
-
-    def __init__(self, **values: Any):
-        vars(self).update(values)
 
 
 class FmhaStep1:

@@ -24,9 +24,15 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..attention import fragments
-from ..attention.sm90_mma import ROWS, WARPGROUP, start_output, start_scores
+from ..attention.sm90_mma import (
+    ROWS,
+    WARPGROUP_WARPS,
+    group_barrier,
+    start_output,
+    start_scores,
+)
 from ..attention.visibility import Visibility
-from ..common.carried import Carried
+from ..common.carried import Named
 from ..common.dtypes import DTYPE
 from ..common.numbers import LOG2_E
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
@@ -38,19 +44,13 @@ from ..common.tma import BOX, BoxedRows, boxes, load_use, partition
 from .arguments import fake_args
 from .spec import FmhaLadderSpec
 
-WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
-STAGED = 1  # the first of a named barrier for each warpgroup; 0 is that of all threads
 
-
-class Operands(Carried):
+class Operands(Named):
     """The kernel's arguments: TMA's atoms and coordinates of q, k, v and o, and `log2`, which turns
     scores into exponents of 2. Step 10 adds a counter."""
 
-    def __init__(self, **values: Any):
-        vars(self).update(values)
 
-
-class Tile(Carried):
+class Tile(Named):
     """A tile of queries.
 
     Attributes:
@@ -60,11 +60,8 @@ class Tile(Carried):
         whole: those that need no mask are 0 to whole - 1.
     """
 
-    def __init__(self, **values: Any):
-        vars(self).update(values)
 
-
-class Consumer(Carried):
+class Consumer(Named):
     """What a warp of the consumers keeps.
 
     Attributes:
@@ -74,9 +71,6 @@ class Consumer(Carried):
         s, p, acc: registers of S, of P as an operand, and of O.
         softmax: of its rows.
     """
-
-    def __init__(self, **values: Any):
-        vars(self).update(values)
 
 
 class FmhaStep7:
@@ -359,11 +353,11 @@ class FmhaStep7:
         """Store the warpgroup's rows through shared memory, by TMA."""
         spec = self.spec
         self.stores_done(own)  # of the tile before, out of the same buffer
-        self.group_barrier(own)
+        group_barrier(own.group)
         words = fragments.operand(own.acc, self.dtype)
         fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, ROWS)
         cute.arch.fence_view_async_shared()
-        self.group_barrier(own)
+        group_barrier(own.group)
         if own.warp % WARPGROUP_WARPS == 0:
             across = (spec.head_dim // BOX, ROWS * BOX)
             o_smem = boxes(storage.o, ROWS, across, (self.warpgroups, ROWS * spec.head_dim))
@@ -381,6 +375,3 @@ class FmhaStep7:
         if own.warp % WARPGROUP_WARPS == 0:
             with cute.arch.elect_one():
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def group_barrier(self, own: Consumer) -> None:
-        cute.arch.barrier(barrier_id=STAGED + own.group, number_of_threads=WARPGROUP)
