@@ -50,7 +50,6 @@ from .arguments import FakeArguments
 from .sm90_gradients import (
     differentiate,
     exponentiate,
-    store_staged,
     store_words,
     word,
 )
@@ -58,10 +57,10 @@ from .sm90_mma import (
     ROWS,
     WARPGROUP,
     WARPGROUP_WARPS,
-    group_barrier,
     start_output,
     start_scores,
 )
+from .sm90_store import group_barrier, store_staged
 from .softmax import Scaling
 from .spec import Sm90BackwardSpec
 from .statistics import DELTA, LSE, STATS_ROWS, padded_start
@@ -613,7 +612,9 @@ class Sm90DkDv:
                     (x.dv_tma, x.dv, storage.v),
                 ):
                     rows = self.out_rows.box(out, block, *work.keys)
-                    store_staged(tma, rows, staged, own.group, WARPGROUPS, spec.head_dim)
+                    store_staged(
+                        tma, rows, staged, own.group, WARPGROUPS, spec.tile_n, spec.head_dim
+                    )
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -47,16 +47,15 @@ from .arguments import FakeArguments
 from .sm90_gradients import (
     differentiate,
     exponentiate,
-    store_staged,
 )
 from .sm90_mma import (
     ROWS,
     WARPGROUP,
     WARPGROUP_WARPS,
-    group_barrier,
     start_output,
     start_scores,
 )
+from .sm90_store import group_barrier, store_staged
 from .softmax import Scaling
 from .spec import Sm90BackwardSpec
 from .statistics import DELTA, LSE, padded_start
@@ -531,7 +530,9 @@ class Sm90Dq:
         if warp == 0:
             rows = self.dq_rows.box(x.dq, work.block * WARPGROUPS + own.group, *work.queries)
             with cute.arch.elect_one():
-                store_staged(x.dq_tma, rows, storage.q, own.group, WARPGROUPS, spec.head_dim)
+                store_staged(
+                    x.dq_tma, rows, storage.q, own.group, WARPGROUPS, spec.tile_m, spec.head_dim
+                )
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 

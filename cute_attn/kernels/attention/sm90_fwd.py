@@ -44,7 +44,7 @@ from ..common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import MAX_SMEM_BYTES
-from ..common.tma import BOX, BoxedRows, boxes, load_use, partition
+from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
 from .fragment_softmax import FragmentSoftmax
@@ -53,10 +53,10 @@ from .sm90_mma import (
     ROWS,
     WARPGROUP,
     WARPGROUP_WARPS,
-    group_barrier,
     start_output,
     start_scores,
 )
+from .sm90_store import group_barrier, store_staged
 from .softmax import Scaling, cap_row, finish_row
 from .spec import Sm90ForwardSpec
 from .turns import Turns
@@ -598,18 +598,14 @@ class Sm90Forward:
         cute.arch.fence_view_async_shared()
         group_barrier(own.group)
         if own.warp % WARPGROUP_WARPS == 0:
-            if cutlass.const_expr(self.o_apart):
-                staged, step = storage.o, ROWS * spec.head_dim
-            else:
-                staged, step = storage.q, ROWS * BOX
-            across = (spec.head_dim // BOX, self.o_box_rows * BOX)
-            o_smem = boxes(staged, ROWS, across, (self.warpgroups, step))
             block = work.block * self.warpgroups + own.group
             rows = self.o_rows.box(x.o, block, *work.queries)
-            to, source = partition(x.o_tma, cute.local_tile(rows, (ROWS, BOX), (0, None)), o_smem)
+            staged = storage.o if cutlass.const_expr(self.o_apart) else storage.q
             with cute.arch.elect_one():
-                for box in cutlass.range_constexpr(spec.head_dim // BOX):
-                    cute.copy(x.o_tma, source[None, box, own.group], to[None, box])
+                store_staged(
+                    x.o_tma, rows, staged, own.group, self.warpgroups, self.o_box_rows,
+                    spec.head_dim,
+                )  # fmt: skip
                 cute.arch.cp_async_bulk_commit_group()
         if cutlass.const_expr(not self.o_apart):
             self.stores_done(own)

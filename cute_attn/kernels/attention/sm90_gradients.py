@@ -1,4 +1,4 @@
-"""What the SM90 kernels of the backward share: P and dS in fragments, and their output.
+"""What the SM90 kernels of the backward share: P and dS in fragments.
 
 Rows of a warpgroup's tiles are queries in the dQ kernel and keys in the dK/dV kernel, whose tiles
 are S^T and dP^T.
@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 
 from ..common.ptx.convert import pack
-from ..common.tma import BOX, boxes, partition
 from . import fragments
 from .gradient import probabilities, score_gradients
-from .sm90_mma import ROWS
 from .softmax import Scaling
 
 STEP = 8  # columns of a lane row whose statistics are in registers at once
@@ -73,21 +70,3 @@ def _steps(x: cute.Tensor) -> list[range]:
     """The columns of a lane row, STEP at a time."""
     count = cute.size(x) // fragments.LANE_ROWS
     return [range(first, first + STEP) for first in range(0, count, STEP)]
-
-
-@cute.jit
-def store_staged(
-    tma: cute.CopyAtom,
-    rows: cute.Tensor,
-    staged: cute.Pointer,
-    group: Any,
-    groups: cutlass.Constexpr[int],
-    head_dim: cutlass.Constexpr[int],
-) -> None:
-    """Start to store a warpgroup's staged rows by TMA, by one thread. `staged` are boxes with the
-    rows of all warpgroups."""
-    across = (head_dim // BOX, groups * ROWS * BOX)
-    smem = boxes(staged, ROWS, across, (groups, ROWS * BOX))
-    to, source = partition(tma, cute.local_tile(rows, (ROWS, BOX), (0, None)), smem)
-    for box in cutlass.range_constexpr(head_dim // BOX):
-        cute.copy(tma, source[None, box, group], to[None, box])

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass.cute as cute
-
 from ..common.ptx import wgmma
 from ..common.spec import WARP_SIZE
 
 ROWS = 64  # of a warpgroup
 WARPGROUP = 128  # threads
 WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
-GROUP_BARRIER = 1  # the first warpgroup's named barrier; 0 is that of all threads
 STEP = 16  # of the contracted dimension, of one instruction
 LINE_BYTES = 128
 STEP_BYTES = STEP * 2
@@ -44,11 +41,6 @@ def start_output(
     steps = range(tile_n // STEP)
     descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
     return wgmma.product(dtype, o, p, descriptors, head_dim, columns=True)
-
-
-def group_barrier(group: Any) -> None:
-    """Wait for the threads of consumer warpgroup `group`."""
-    cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
 
 
 def _along_rows(base: Any, rows: int, steps: range) -> list[Any]:

@@ -27,10 +27,10 @@ from ..attention import fragments
 from ..attention.sm90_mma import (
     ROWS,
     WARPGROUP_WARPS,
-    group_barrier,
     start_output,
     start_scores,
 )
+from ..attention.sm90_store import group_barrier, store_staged
 from ..attention.visibility import Visibility
 from ..common.carried import Named
 from ..common.dtypes import DTYPE
@@ -40,7 +40,7 @@ from ..common.ptx import wgmma
 from ..common.ptx.memory import shared_address
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
-from ..common.tma import BOX, BoxedRows, boxes, load_use, partition
+from ..common.tma import BOX, BoxedRows, boxes, load_use
 from .arguments import fake_args
 from .spec import FmhaLadderSpec
 
@@ -359,14 +359,12 @@ class FmhaStep7:
         cute.arch.fence_view_async_shared()
         group_barrier(own.group)
         if own.warp % WARPGROUP_WARPS == 0:
-            across = (spec.head_dim // BOX, ROWS * BOX)
-            o_smem = boxes(storage.o, ROWS, across, (self.warpgroups, ROWS * spec.head_dim))
             block = tile.block * self.warpgroups + own.group
             rows = self.o_rows.box(x.o, block, tile.head, tile.sequence, 0, tile.seqlen)
-            to, source = partition(x.o_tma, cute.local_tile(rows, (ROWS, BOX), (0, None)), o_smem)
             with cute.arch.elect_one():
-                for box in cutlass.range_constexpr(spec.head_dim // BOX):
-                    cute.copy(x.o_tma, source[None, box, own.group], to[None, box])
+                store_staged(
+                    x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, spec.head_dim
+                )
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
