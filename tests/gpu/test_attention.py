@@ -1,7 +1,5 @@
-"""Softmax attention on a GPU: the backward's small kernels on any, a training step on Blackwell.
-
-The other kernels of the backward need sm_100; the emulator runs all of them in tests/ops.
-"""
+"""Softmax attention on a GPU: the backward's small kernels on any, and training steps at the
+head_dims that the GPU has a backward for. The emulator runs all kernels in tests/ops."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import torch
 import cute_attn
 from cute_attn import cache, launch
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention import table
 from cute_attn.kernels.attention.spec import PreprocessSpec
 from cute_attn.kernels.attention.statistics import num_tiles, padded_rows
 from cute_attn.kernels.attention.table import BACKWARD_PREPROCESS
@@ -22,9 +21,10 @@ from cute_attn.kernels.common.table import SUM_PARTIALS
 from cute_attn.reference.attention import attention_gradients
 
 DEVICE = torch.device("cuda", 0)
-blackwell = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 10,
-    reason="there is no kernel for this compute capability",
+ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
+SCHEDULERS = ["static", "clc"] if ARCH.startswith("sm_10") else ["static"]
+of_every_head_dim = pytest.mark.parametrize(
+    "head_dim", [dim for way, arch, dim in table.KERNELS if (way, arch) == ("backward_dq", ARCH)]
 )
 
 
@@ -85,21 +85,21 @@ def test_clusters_that_run_at_once():
         assert sms // size * 3 // 4 <= launch.num_clusters(DEVICE, size) <= sms // size
 
 
-# -- on Blackwell
+# -- training steps
 
 
-def inputs(seqlen: int = 1000) -> list[torch.Tensor]:
+def inputs(head_dim: int, seqlen: int = 1000) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [
-        torch.randn(2, seqlen, heads, 256, device=DEVICE).bfloat16().requires_grad_()
+        torch.randn(2, seqlen, heads, head_dim, device=DEVICE).bfloat16().requires_grad_()
         for heads in (8, 2, 2)
     ]
 
 
-@blackwell
-@pytest.mark.parametrize("scheduler", ["static", "clc"])
-def test_gradients_agree_and_repeat(scheduler: str):
-    q, k, v = inputs()
+@of_every_head_dim
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_gradients_agree_and_repeat(head_dim: int, scheduler: str):
+    q, k, v = inputs(head_dim)
     do = torch.randn_like(q)
     results = []
     for _ in range(3):
@@ -112,9 +112,9 @@ def test_gradients_agree_and_repeat(scheduler: str):
         assert (x.double() - true).norm() <= 0.01 * true.norm()
 
 
-@blackwell
-def test_a_compiled_step():
-    q, k, v = inputs()
+@of_every_head_dim
+def test_a_compiled_step(head_dim: int):
+    q, k, v = inputs(head_dim)
 
     def step(q: Any, k: Any, v: Any) -> Any:
         return cute_attn.flash_attn_func(q, k, v, causal=True)[0].float().square().mean()
@@ -125,12 +125,12 @@ def test_a_compiled_step():
         torch.testing.assert_close(x, y, rtol=0.02, atol=1e-6)
 
 
-@blackwell
-def test_a_graph_of_a_training_step():
+@of_every_head_dim
+def test_a_graph_of_a_training_step(head_dim: int):
     """Forward, backward and optimiser: replayed, it does what eager steps do."""
     finals = []
     for captured in (False, True):
-        tensors = inputs()
+        tensors = inputs(head_dim)
         optimiser = torch.optim.SGD(tensors, lr=1.0)
 
         def step(tensors: Any = tensors, optimiser: Any = optimiser) -> None:

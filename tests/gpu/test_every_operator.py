@@ -14,7 +14,7 @@ from torch.nn import Parameter
 import cute_attn
 from tests.ops.operators import OPERATORS, tensors_in
 
-ARCHS = {"flash_attn_func": (10,), "flash_attn_varlen_func": (10,)}  # else from Ampere on
+ARCHS = {"flash_attn_func": (9, 10), "flash_attn_varlen_func": (9, 10)}  # else from Ampere on
 
 WRAPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "parameter": lambda x: Parameter(x, requires_grad=False),

@@ -563,6 +563,7 @@ def test_lengths_scales_and_forms_of_the_window_do_not_make_a_call_cold(warm: An
     [
         {"sq": 1000},  # no longer packed
         {"heads": 8},
+        {"dim": 128},
         {"batch": 3},
         {"k": bf16(3, 5, 2, 256)},
         {"causal": True},

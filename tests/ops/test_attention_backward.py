@@ -248,6 +248,15 @@ def test_the_gradient_of_o_may_have_any_layout(
     assert len(BACKWARD.ready) == 1
 
 
+def test_a_kernel_of_one_head_dim_is_not_used_for_another():
+    def key(head_dim: int) -> tuple[Any, ...]:
+        q, o, do = torch.zeros(3, 1, 2, 1, head_dim)
+        return BACKWARD.key(q, q, q, o, do, torch.zeros(1, 1, 2))
+
+    with cute_attn.emulated("sm_90a"):
+        assert key(64) != key(128)
+
+
 def test_inputs_may_be_views():
     """Of one projection, whose gradient then is one tensor."""
     qkv = torch.randn(2, 5, 8, 256).bfloat16().requires_grad_()

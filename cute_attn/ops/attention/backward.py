@@ -215,7 +215,7 @@ class Backward(Operator[BackwardArguments]):
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
         return (
             len(a.q.shape),
-            a.q.shape[-2],
+            a.q.shape[-2:],
             a.k.shape[-2],
             a.q.shape[0] if a.cu_seqlens_q is None else None,
             a.k.shape[0] if a.cu_seqlens_k is None else None,

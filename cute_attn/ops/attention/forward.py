@@ -140,7 +140,7 @@ class Forward(Operator[Arguments]):
                 q_shape, k_shape = q.shape, k.shape
                 key = (
                     len(q_shape),
-                    q_shape[-2],
+                    q_shape[-2:],
                     k_shape[-2],
                     q_shape[0] if cu_seqlens_q is None else None,
                     k_shape[0] if cu_seqlens_k is None and page_table is None else None,
