@@ -76,6 +76,10 @@ def varlen() -> dict[str, Any]:
     }
 
 
+def into() -> dict[str, Any]:
+    return varlen() | {"out": torch.zeros(6, 4, 256, dtype=BF16)}
+
+
 def lightning() -> dict[str, Any]:
     return {
         "q": values(2, 2, 3, 64),
@@ -215,6 +219,7 @@ def output_backward() -> dict[str, Any]:
 OPERATORS: dict[str, Operator] = {
     "flash_attn_func": Operator(cute_attn.flash_attn_func, dense, "sm_100a"),
     "flash_attn_varlen_func": Operator(cute_attn.flash_attn_varlen_func, varlen, "sm_100a"),
+    "flash_attn_out": Operator(cute_attn.flash_attn_varlen_func, into, "sm_100a", written=("out",)),
     "flash_attn_combine": Operator(cute_attn.flash_attn_combine, splits),
     "lightning_attn_decode": Operator(
         cute_attn.lightning_attn_decode, lightning, written=("state", "out")

@@ -236,7 +236,7 @@ def test_sizes_that_int32_cannot_hold():
 
 
 def test_signatures_are_flash_attentions():
-    """Names and defaults of FlashAttention-4's arguments, without those that it alone has.
+    """Names and defaults of FlashAttention-4's arguments, without those that it or we alone have.
 
     What goes by position here has the same position there. Read from its source: importing it needs
     a GPU's libraries.
@@ -254,7 +254,7 @@ def test_signatures_are_flash_attentions():
         ours = inspect.signature(getattr(cute_attn, name)).parameters
         theirs = functions[name]
         shared = [argument.arg for argument in theirs.args if argument.arg in ours]
-        assert [parameter for parameter in ours if parameter != "scheduler"] == shared
+        assert [name for name in ours if name not in ("scheduler", "out")] == shared
         positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert positional == [argument.arg for argument in theirs.args[: len(positional)]]
         required = len(theirs.args) - len(theirs.defaults)

@@ -1,7 +1,8 @@
 """Softmax attention: the public functions.
 
 Both `flash_attn_func` and `flash_attn_varlen_func` call one operator,
-`torch.ops.cute_attn.flash_attn`. Nothing here reads device memory.
+`torch.ops.cute_attn.flash_attn`, or with `out` `torch.ops.cute_attn.flash_attn_out`. Nothing here
+reads device memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..operator import (
 )
 from .arguments import check_length
 from .forward import FORWARD
+from .into import attention_into
 
 Window = tuple[int | None, int | None]
 _forward = FORWARD.forward  # bound once: this saves time per call
@@ -38,6 +40,7 @@ def flash_attn_func(
     deterministic: bool = False,
     scheduler: str | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
@@ -73,11 +76,14 @@ def flash_attn_func(
             the environment variable `FA_CLC`, see `cute_attn.reload_settings`. Hopper has no such
             queue: CTAs count the tiles that are taken, whatever is asked for.
         return_lse: whether to compute the log-sum-exp.
+        out: a tensor to write o to, of q's shape and dtype, with the last dimension contiguous and
+            the other strides multiples of 8 elements. It must not overlap an argument. There is no
+            gradient then.
 
     Returns:
-        The pair (o, lse). o is contiguous, of q's shape and dtype. lse is float32
-        `[batch, heads, seqlen_q]`, natural logarithm, or None without return_lse. For a query that
-        sees no key, o is 0, and lse is the sink, or -inf without one.
+        The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape and dtype. lse is
+        float32 `[batch, heads, seqlen_q]`, natural logarithm, or None without return_lse. For a
+        query that sees no key, o is 0, and lse is the sink, or -inf without one.
 
     Both are differentiable with respect to q, k, v and learnable_sink, once. Only the gradients
     that are needed are computed, each in its tensor's dtype; the sums over queries, keys and heads
@@ -87,13 +93,18 @@ def flash_attn_func(
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, strides, alignment, devices or values.
         NotImplementedError: a head dimension or an architecture without a kernel (the message
-            lists the supported ones).
+            lists the supported ones), or `out` where a gradient is needed.
     """
     if type(window_size) is not tuple or len(window_size) != 2:
         window_size = _pair(window_size)
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     left, right = window_size
+    if out is not None:
+        return attention_into(
+            q, k, v, out, None, None, None, None, None, None, None, softmax_scale, causal, left,
+            right, learnable_sink, softcap, scheduler, num_splits, return_lse,
+        )  # fmt: skip
     call = (
         _forward
         if not is_dynamo_compiling()
@@ -131,6 +142,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     scheduler: str | None = None,
     return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over sequences of different lengths, packed one after another.
 
@@ -165,11 +177,13 @@ def flash_attn_varlen_func(
         deterministic: as for `flash_attn_func`.
         scheduler: as for `flash_attn_func`.
         return_lse: as for `flash_attn_func`.
+        out: as for `flash_attn_func`. Rows that belong to no sequence keep what they hold, or are
+            overwritten.
 
     Returns:
-        The pair (o, lse). o is contiguous, of q's shape and dtype. lse is float32
-        `[heads, total_q]`, or `[batch, heads, seqlen_q]` without cu_seqlens_q, or None without
-        return_lse. Both are undefined for rows of q that belong to no sequence.
+        The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape and dtype. lse is
+        float32 `[heads, total_q]`, or `[batch, heads, seqlen_q]` without cu_seqlens_q, or None
+        without return_lse. Both are undefined for rows of q that belong to no sequence.
 
     Differentiable as `flash_attn_func`; rows of q, k and v that belong to no sequence, or that are
     not used, have gradient 0, whatever the gradient of o holds there.
@@ -188,6 +202,12 @@ def flash_attn_varlen_func(
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     left, right = window_size
+    if out is not None:
+        return attention_into(
+            q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+            seqused_k, page_table, softmax_scale, causal, left, right, learnable_sink, softcap,
+            scheduler, num_splits, return_lse,
+        )  # fmt: skip
     call = (
         _forward
         if not is_dynamo_compiling()

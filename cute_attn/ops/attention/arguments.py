@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,14 +62,19 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
     if sink is not None and DTYPE_NAMES.get(sink.dtype) not in SINK_DTYPES:
         raise TypeError(f"learnable_sink has dtype {sink.dtype}, must be one of {SINK_DTYPES[1:]}")
     _check_shapes(a, {name: x for name, x in given.items() if name in _LENGTHS})
-    for name in ("q", "k", "v"):
-        x = given[name]
-        if not has_readable_strides(x):
-            raise ValueError(
-                f"{name} has strides {x.stride()}: TMA, which reads it in place, needs the last "
-                f"dimension contiguous and the others to step by multiples of {VECTOR} elements"
-            )
+    check_strides(given, ("q", "k", "v"))
     check_contiguous(given, (*_INTEGERS, "learnable_sink"))
+
+
+def check_strides(given: dict[str, Tensor], names: Sequence[str]) -> None:
+    """Raise ValueError for a tensor with strides that TMA cannot take."""
+    for name in names:
+        if not has_readable_strides(given[name]):
+            raise ValueError(
+                f"{name} has strides {given[name].stride()}: TMA, which takes it in place, needs "
+                f"the last dimension contiguous and the others to step by multiples of {VECTOR} "
+                "elements"
+            )
 
 
 def has_readable_strides(x: Tensor) -> bool:
@@ -97,7 +103,7 @@ def check_alignment(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if x.data_ptr() % ALIGNMENT:
             raise ValueError(
-                f"{name} starts at address {x.data_ptr():#x}: TMA, which reads it in place, "
+                f"{name} starts at address {x.data_ptr():#x}: TMA, which takes it in place, "
                 f"needs {ALIGNMENT}-byte alignment"
             )
 

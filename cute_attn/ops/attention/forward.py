@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,26 +47,17 @@ _contiguous = torch.contiguous_format
 _Ready = tuple[Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None]
 
 
-class Forward(Operator[Arguments]):
-    name = "flash_attn"
-    public_name = "flash_attn_func, as flash_attn_varlen_func,"
-    arguments = Arguments
-    results = (("o", ""), ("lse", "return_lse"))
-    saved = (
-        "q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
-        "learnable_sink", "softmax_scale", "causal", "window_left", "window_right", "softcap",
-        "scheduler",
-    )  # fmt: skip
-    kept: ClassVar[Mapping[str, Any]] = {"return_lse": True}
+_Called = TypeVar("_Called", bound=tuple[Any, ...])
 
-    def check(self, a: Arguments, given: dict[str, Tensor]) -> None:
-        check(a, given)
 
-    def check_memory(self, a: Arguments) -> None:
+class Attention(Operator[_Called]):
+    """What the operator that allocates o and the one that writes to a given `out` share."""
+
+    def check_memory(self, a: Any) -> None:
         table.find("forward", launch.arch_for(a.q.device), a.q.shape[-1])
         check_alignment(q=a.q, k=a.k, v=a.v)
 
-    def prepare(self, a: Arguments) -> _Ready:
+    def prepare(self, a: Any) -> _Ready:
         left, right = bounds(a)
         arch = launch.arch_for(a.q.device)
         head_dim = a.q.shape[-1]
@@ -123,7 +114,9 @@ class Forward(Operator[Arguments]):
         num_splits: int,
         return_lse: bool,
         ready: Any = None,
+        written: tuple[Tensor, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        """The forward of `Arguments`; `written` are o and lse, None to allocate them."""
         key = None
         if is_grad_enabled() and self.takes_gradient(q, k, v, learnable_sink):
             return self.recorded(  # type: ignore[no-any-return]
@@ -171,8 +164,11 @@ class Forward(Operator[Arguments]):
                 )
                 ready = self.ready[key]
             function, default_scale, cap, left, right, clusters, counts, combine = ready
-            o = _empty_like(q, memory_format=_contiguous)
-            lse = _empty_lse(q) if return_lse else None
+            if written is None:
+                o = _empty_like(q, memory_format=_contiguous)
+                lse = empty_lse(q) if return_lse else None
+            else:
+                o, lse = written
             if combine is not None:
                 # The sink counts once, in the combination.
                 parts = _Splits.allocate(q, num_splits)
@@ -194,8 +190,44 @@ class Forward(Operator[Arguments]):
             return self.failed(  # type: ignore[no-any-return]
                 error, key, ready, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                 seqused_q, seqused_k, page_table, softmax_scale, causal, window_left, window_right,
-                learnable_sink, softcap, scheduler, num_splits, return_lse,
+                learnable_sink, softcap, scheduler, num_splits, return_lse, *(written or ()),
             )  # fmt: skip
+
+    def readable(self, a: Any) -> Any:
+        q, k, v = map(with_strides_for_tma, a[:3])
+        return a._replace(q=q, k=k, v=v)
+
+    def results_of(self, a: Any) -> tuple[Tensor, Tensor | None]:
+        """o and lse, which a call without keys fills by itself."""
+        raise NotImplementedError
+
+    def nothing(self, a: Any) -> Any:
+        """The results if there are no queries, no keys or no sequences."""
+        pages = a.page_table is None or a.page_table.numel()
+        if a.q.numel() and a.k.numel() and pages and not no_sequences(a.cu_seqlens_q):
+            return None
+        o, lse = self.results_of(a)
+        if lse is not None:
+            lse.fill_(-math.inf)
+            if a.learnable_sink is not None:
+                lse.copy_(a.learnable_sink[:, None])
+        return o.zero_(), lse
+
+
+class Forward(Attention[Arguments]):
+    name = "flash_attn"
+    public_name = "flash_attn_func, as flash_attn_varlen_func,"
+    arguments = Arguments
+    results = (("o", ""), ("lse", "return_lse"))
+    saved = (
+        "q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
+        "learnable_sink", "softmax_scale", "causal", "window_left", "window_right", "softcap",
+        "scheduler",
+    )  # fmt: skip
+    kept: ClassVar[Mapping[str, Any]] = {"return_lse": True}
+
+    def check(self, a: Arguments, given: dict[str, Tensor]) -> None:
+        check(a, given)
 
     def recorded(self, *arguments: Any) -> Any:
         """Refuses before the forward what the backward has no kernel for."""
@@ -210,23 +242,10 @@ class Forward(Operator[Arguments]):
 
     def outputs(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
         o = _empty_like(a.q, memory_format=_contiguous)
-        return o, _empty_lse(a.q) if a.return_lse else None
+        return o, empty_lse(a.q) if a.return_lse else None
 
-    def readable(self, a: Arguments) -> Arguments:
-        q, k, v = map(with_strides_for_tma, a[:3])
-        return a._replace(q=q, k=k, v=v)
-
-    def nothing(self, a: Arguments) -> tuple[Tensor, Tensor | None] | None:
-        """The results if there are no queries, no keys or no sequences."""
-        pages = a.page_table is None or a.page_table.numel()
-        if a.q.numel() and a.k.numel() and pages and not no_sequences(a.cu_seqlens_q):
-            return None
-        o, lse = self.outputs(a)
-        if lse is not None:
-            lse.fill_(-math.inf)
-            if a.learnable_sink is not None:
-                lse.copy_(a.learnable_sink[:, None])
-        return o.zero_(), lse
+    def results_of(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
+        return self.outputs(a)
 
     def backward(
         self,
@@ -315,7 +334,8 @@ def _chosen_splits(
     )
 
 
-def _empty_lse(q: Tensor) -> Tensor:
+def empty_lse(q: Tensor) -> Tensor:
+    """The log-sum-exp of a call, without values."""
     *batch, seqlen_q, heads, _ = q.shape
     return q.new_empty((*batch, heads, seqlen_q), dtype=torch.float32)
 

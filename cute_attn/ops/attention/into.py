@@ -1,0 +1,163 @@
+"""Softmax attention into a given tensor: the operator.
+
+It is an operator of its own since it writes one of its arguments. The kernels are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    check_contiguous,
+    check_dtype,
+    check_dtypes_are,
+    check_flags,
+    check_not_expanded,
+)
+from ..memory import check_memory, share_memory
+from ..operator import (
+    NEVER_INTERCEPT,
+    dispatch_mode_depth,
+    forward_ad,
+    increment_version,
+    is_dynamo_compiling,
+    is_grad_enabled,
+)
+from .arguments import (
+    ALIGNMENT,
+    Arguments,
+    check,
+    check_alignment,
+    check_strides,
+    with_strides_for_tma,
+)
+from .forward import Attention, empty_lse
+
+_WRITTEN = ("out", "lse")
+
+
+class IntoArguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    page_table: Tensor | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    learnable_sink: Tensor | None = None
+    softcap: float = 0.0
+    scheduler: str | None = None
+    num_splits: int = 1
+
+    @property
+    def return_lse(self) -> bool:
+        return self.lse is not None
+
+
+class Into(Attention[IntoArguments]):
+    name = "flash_attn_out"
+    public_name = "flash_attn_func, as flash_attn_varlen_func, with out"
+    arguments = IntoArguments
+    written = _WRITTEN
+
+    def check(self, a: IntoArguments, given: dict[str, Tensor]) -> None:
+        check(Arguments(*a[:3], *a[5:], return_lse=a.return_lse), given)
+        check_dtypes_are(given, ("out",), a.q.dtype)
+        *batch, rows, heads, _ = a.q.shape
+        expected = {"out": tuple(a.q.shape), "lse": (*batch, heads, rows)}
+        for name, shape in expected.items():
+            if name in given and tuple(given[name].shape) != shape:
+                raise ValueError(
+                    f"{name} has shape {list(given[name].shape)}, must be {list(shape)}"
+                )
+        check_not_expanded(given, _WRITTEN)
+        check_strides(given, ("out",))
+        if "lse" in given:
+            check_dtype("lse", given["lse"], ("float32",))
+            check_contiguous(given, ("lse",))
+
+    def check_memory(self, a: IntoArguments) -> None:
+        super().check_memory(a)
+        check_alignment(out=a.out)
+        tensors = self.tensors(a)
+        written = {name: tensors.pop(name) for name in _WRITTEN}
+        check_memory(written, tensors)
+
+    def results_of(self, a: IntoArguments) -> tuple[Tensor, Tensor | None]:
+        return a.out, a.lse
+
+    def readable(self, a: IntoArguments) -> IntoArguments:
+        found: IntoArguments = super().readable(a)
+        return found._replace(out=with_strides_for_tma(a.out))
+
+    def refuse_gradient(self) -> NoReturn:
+        raise NotImplementedError(
+            "out is given, and an argument requires a gradient: with out there is no backward, so "
+            "leave it away, call under torch.no_grad() or torch.inference_mode(), or detach"
+        )
+
+    def forward(self, *arguments: Any, ready: Any = None) -> Any:
+        q, k, v, out, lse, *rest = arguments
+        tracked = is_grad_enabled()
+        if tracked:
+            self.takes_gradient(*[arguments[i] for i in self._positions])
+        try:
+            usable = (
+                out.shape == q.shape
+                and out.dtype is q.dtype
+                and out.get_device() == q.get_device()
+                and out.is_contiguous()
+                and not out.data_ptr() % ALIGNMENT
+                and not share_memory(out, [arguments[i] for i in self._positions if i != 3])
+            )
+        except Exception:
+            usable = False
+        if not usable:
+            # Compiled host code does not check out for splits, nor overlaps.
+            self._validate(self.arguments(*arguments))
+        results = super().forward(q, k, v, *rest, lse is not None, ready, (out, lse))
+        if tracked:
+            increment_version((out,) if lse is None else (out, lse))
+        return results
+
+    def failed(self, error: Exception, key: Any, ready: Any, *arguments: Any) -> Any:
+        q, k, v, *rest, _, out, lse = arguments
+        return super().failed(error, key, ready, q, k, v, out, lse, *rest)
+
+
+INTO = Into()
+_into = INTO.forward
+
+
+def attention_into(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The public functions with `out`; `arguments` are those of `Arguments` behind v."""
+    *rest, return_lse = arguments
+    check_flags(return_lse=return_lse)
+    lse = None
+    if return_lse:
+        # What is no q is refused, or handles the call, below.
+        lse = empty_lse(q) if isinstance(q, Tensor) and q.dim() > 2 else torch.empty(0)
+    call = (
+        _into
+        if not is_dynamo_compiling()
+        and NEVER_INTERCEPT.issuperset(map(type, (q, k, v, out, *rest)))
+        and forward_ad._current_level < 0
+        and not dispatch_mode_depth()
+        else INTO.routed
+    )
+    call(q, k, v, out, lse, *rest)
+    return out, lse

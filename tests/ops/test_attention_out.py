@@ -1,0 +1,237 @@
+"""`out`: the results of a call without it, in the tensor that is given, and nothing beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cute_attn
+from cute_attn.ops.attention.forward import FORWARD
+from cute_attn.ops.attention.into import INTO
+
+from .attention_cases import CACHE, CAUSAL, VARLEN, Case, Machine, Target, on_target, run, same
+from .attention_stand_ins import StandIns, stand_ins
+from .test_attention_pages import in_pages
+
+BF16 = torch.bfloat16
+
+
+def poisoned(args: dict[str, Any], layout: str = "contiguous") -> torch.Tensor:
+    """NaN, of q's shape, with free strides in rows and heads."""
+    *rows, heads, dim = args["q"].shape
+    whole = torch.full((*rows, heads + 1, dim + 8), math.nan, dtype=args["q"].dtype)
+    view = whole[..., 1:, 8:]
+    return view.contiguous() if layout == "contiguous" else view
+
+
+@pytest.fixture
+def launched() -> Iterator[StandIns]:
+    """Of kernels that only a float64 reference stands for."""
+    with stand_ins() as found, cute_attn.emulated("sm_100a"):
+        yield found
+
+
+# -- kernels
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "case", "paged", "splits"),
+    [
+        (128, Case(CACHE, (1, 0, 2), (300,) * 3, unused_k=(0, 9, 299), group=2), False, 2),
+        pytest.param(
+            128, Case(CACHE, (2, 1), (90,) * 2, unused_k=(7, 0), group=2), True, 1,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            64, Case(CAUSAL, (70,), (300,), heads_k=2), False, 1, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["splits", "pages", "dense"],
+)  # fmt: skip
+def test_the_kernels_write_the_same_bits(head_dim: int, case: Case, paged: bool, splits: int):
+    with on_target(Target("sm_90a", head_dim)):
+        args = case.arguments()
+        calls = in_pages(args, 16, 0) if paged else args
+        expected = run(calls, num_splits=splits)
+        out = poisoned(args, "gaps")
+        result = run(calls, on=Machine(num_sms=3), num_splits=splits, out=out)
+    assert result[0] is out and same(args, expected, result)
+    whole = out._base
+    assert whole is not None
+    assert whole.isnan().sum() == whole.numel() - out.numel() + out.isnan().sum()
+
+
+@pytest.mark.slow
+def test_the_kernel_for_blackwell_writes_the_same_bits():
+    args = Case(VARLEN, (3, 0, 70), (40, 9, 100), heads_k=2, tail=3).arguments()
+    out = poisoned(args, "gaps")
+    result = run(args, out=out)
+    assert result[0] is out and same(args, run(args), result)
+
+
+# -- what the operators do
+
+
+def test_out_is_what_is_returned(launched: StandIns):
+    args = Case(CAUSAL, (5,), (7,), heads_k=2).arguments()
+    expected = cute_attn.flash_attn_func(**args)
+    for layout in ("contiguous", "gaps"):
+        out = poisoned(args, layout)
+        before = out._version
+        result = cute_attn.flash_attn_func(**args, out=out)
+        assert result[0] is out and out._version > before
+        assert all(map(torch.equal, result, expected))
+        assert launched.launched[-1][2][3] is out
+    _, none = cute_attn.flash_attn_func(**args | {"return_lse": False}, out=out)
+    assert none is None
+
+
+def test_a_dimension_of_one_element_may_have_any_stride(launched: StandIns):
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    expected, _ = cute_attn.flash_attn_func(**args)
+    out = poisoned(args).as_strided(args["q"].shape, (3, 256, 7, 1))
+    assert cute_attn.flash_attn_func(**args, out=out)[0] is out
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("sink", [None, torch.tensor([1.0, -2.0])])
+def test_without_keys_out_is_zero(launched: StandIns, sink: torch.Tensor | None):
+    q, k = torch.randn(1, 3, 2, 256).to(BF16), torch.randn(1, 0, 1, 256).to(BF16)
+    out = poisoned({"q": q}, "gaps")
+    _, lse = cute_attn.flash_attn_func(q, k, k, learnable_sink=sink, return_lse=True, out=out)
+    assert not out.any() and not launched.names
+    wanted = torch.full((2,), -math.inf) if sink is None else sink
+    assert torch.equal(lse, wanted[None, :, None].expand(1, 2, 3))
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        (bf16(1, 5, 1, 128), ValueError, r"out has shape \[1, 5, 1, 128\], must be \[1, 5, 1, 256"),
+        (bf16(5, 1, 256), ValueError, r"out has shape \[5, 1, 256\]"),
+        (bf16(1, 5, 1, 256).half(), TypeError, r"out has dtype torch.float16, must be torch.bf"),
+        (bf16(1, 5, 1, 256).to("meta"), ValueError, "out is on meta"),
+        (bf16(1, 5, 1, 512)[..., ::2], ValueError, "out has strides .* last dimension contiguous"),
+        (bf16(1, 5, 1, 260)[..., :256], ValueError, "out has strides .* multiples of 8 elements"),
+        (bf16(1, 1, 1, 256).expand(1, 5, 1, 256), ValueError, "out is expanded"),
+        (bf16(5 * 256 + 1)[1:].view(1, 5, 1, 256), ValueError, "out starts at .* 16-byte align"),
+        (
+            bf16(5 * 256).as_strided((1, 5, 1, 256), (1280, 128, 256, 1)),
+            ValueError,
+            "out has shape .* elements overlap in memory",
+        ),
+        ([1.0], TypeError, "out must be a torch.Tensor, got list"),
+    ],
+)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_bad_tensors_are_refused_before_any_launch(
+    out: Any, error: type[Exception], message: str, splits: int
+):
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    with stand_ins() as found, cute_attn.emulated("sm_90a"):
+        with pytest.raises(error, match=message):
+            cute_attn.flash_attn_func(**args, num_splits=splits, out=out)
+        assert not found.names
+
+
+def test_a_part_of_q_is_no_out(launched: StandIns):
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    with pytest.raises(ValueError, match="out overlaps q in memory"):
+        cute_attn.flash_attn_func(**args, out=args["q"])
+    assert not launched.names
+
+
+def test_gradients_need_a_call_without_out(launched: StandIns):
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    args["q"].requires_grad_()
+    out = torch.empty_like(args["q"], requires_grad=False)
+    with pytest.raises(
+        NotImplementedError, match=r"out is given, .* no backward, so leave it away"
+    ):
+        cute_attn.flash_attn_func(**args, out=out)
+    assert not launched.names
+    with torch.no_grad():
+        cute_attn.flash_attn_func(**args, out=out)
+
+
+@pytest.mark.parametrize("bad", [{"return_lse": "yes"}, {"q": None}, {"softmax_scale": "1"}])
+def test_other_arguments_are_checked_as_ever(launched: StandIns, bad: dict[str, Any]):
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    with pytest.raises(TypeError, match=next(iter(bad))):
+        cute_attn.flash_attn_func(**args | bad, out=poisoned(args))
+    assert not launched.names
+
+
+# -- warm calls, on a GPU
+
+
+def test_a_warm_call_checks_out_and_looks_up_once(monkeypatch: pytest.MonkeyPatch):
+    """CPU tensors take this path where the slow one is forbidden."""
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    keys: list[Any] = []
+    monkeypatch.setattr(INTO, "ready", {})
+    monkeypatch.setattr(INTO, "_first_call", lambda key, _: keys.append(key))
+    cute_attn.flash_attn_func(**args, out=poisoned(args))
+    given: list[Any] = []
+    ready = lambda *arguments: given.append(arguments), 0.0625, 1.0, 0, 0, 66, False, None
+    INTO.ready[keys[0]] = ready
+    monkeypatch.setattr(INTO, "_first_call", None)
+    out = poisoned(args)
+    _, lse = cute_attn.flash_attn_func(**args, out=out)
+    ((q, k, v, o, written, *_),) = given
+    assert q is args["q"] and k is args["k"] and v is args["v"] and o is out and written is lse
+    for bad in (out[:, :, :, ::2], out.half(), out.expand(2, -1, -1, -1), args["q"]):
+        with cute_attn.emulated("sm_100a"), pytest.raises((TypeError, ValueError), match="out"):
+            cute_attn.flash_attn_func(**args, out=bad)
+    assert len(given) == 1 and not FORWARD.ready
+
+
+# -- torch.compile
+
+
+def test_the_schema_declares_what_is_written():
+    schema = torch.ops.cute_attn.flash_attn_out.default._schema
+    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    assert written == ["out", "lse"] and not schema.returns
+
+
+def test_compiled_code_writes_to_out(launched: StandIns):
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    expected = cute_attn.flash_attn_func(**args)
+
+    def attend(out: torch.Tensor, *qkv: torch.Tensor) -> Any:
+        _, lse = cute_attn.flash_attn_func(*qkv, causal=True, return_lse=True, out=out)
+        return out + 0, lse
+
+    out = poisoned(args)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    result = compiled(out, *(args[name] for name in "qkv"))
+    assert all(map(torch.equal, result, expected)) and torch.equal(out, expected[0])
+
+
+def test_the_registered_operator_is_well_behaved(launched: StandIns):
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    torch.library.opcheck(
+        torch.ops.cute_attn.flash_attn_out.default,
+        (args["q"], args["k"], args["v"], torch.zeros_like(args["q"]), torch.zeros(1, 1, 5)),
+        {"causal": True},
+    )
+
+
+def test_fake_tensors_are_checked():
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    with FakeTensorMode():
+        fake = {n: torch.empty(args[n].shape, dtype=BF16, device="cuda") for n in "qkv"}
+        o, lse = cute_attn.flash_attn_func(**fake, out=(out := fake["q"].new_empty(1, 5, 1, 256)))
+        assert o is out and lse is None
+        with pytest.raises(ValueError, match="out has shape"):
+            cute_attn.flash_attn_func(**fake, out=fake["k"])
