@@ -73,7 +73,8 @@ class Into(Attention[IntoArguments]):
     written = _WRITTEN
 
     def check(self, a: IntoArguments, given: dict[str, Tensor]) -> None:
-        check(Arguments(*a[:3], *a[5:], return_lse=a.return_lse), given)
+        shared: tuple[Any, ...] = (*a[:3], *a[5:], a.return_lse)
+        check(Arguments(*shared), given)
         check_dtypes_are(given, ("out",), a.q.dtype)
         *batch, rows, heads, _ = a.q.shape
         expected = {"out": tuple(a.q.shape), "lse": (*batch, heads, rows)}
@@ -127,7 +128,8 @@ class Into(Attention[IntoArguments]):
         if not usable:
             # Compiled host code does not check out for splits, nor overlaps.
             self._validate(self.arguments(*arguments))
-        results = super().forward(q, k, v, *rest, lse is not None, ready, (out, lse))
+        given: tuple[Any, ...] = (q, k, v, *rest, lse is not None)
+        results = super().forward(*given, ready=ready, written=(out, lse))
         if tracked:
             increment_version((out,) if lse is None else (out, lse))
         return results
@@ -142,7 +144,7 @@ _into = INTO.forward
 
 
 def attention_into(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments: Any
+    q: Any, k: Any, v: Any, out: Any, *arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The public functions with `out`; `arguments` are those of `Arguments` behind v."""
     *rest, return_lse = arguments
