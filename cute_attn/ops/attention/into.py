@@ -128,8 +128,8 @@ class Into(Attention[IntoArguments]):
         if not usable:
             # Compiled host code does not check out for splits, nor overlaps.
             self._validate(self.arguments(*arguments))
-        given: tuple[Any, ...] = (q, k, v, *rest, lse is not None)
-        results = super().forward(*given, ready=ready, written=(out, lse))
+        attend: Any = super().forward
+        results = attend(q, k, v, *rest, lse is not None, ready, (out, lse))
         if tracked:
             increment_version((out,) if lse is None else (out, lse))
         return results
