@@ -65,8 +65,7 @@ def of_kind(kind: Kind, lengths: tuple[int, ...], queries: int, **more: Any) -> 
         lengths_q=(queries,) * len(lengths),
         lengths_k=(most,) * len(lengths),
         unused_k=tuple(most - n for n in lengths),
-        group=kind.packed_heads,
-        **more,
+        **{"group": kind.packed_heads} | more,
     )
 
 

@@ -2,7 +2,7 @@
 
 A K/V tile is loaded in boxes of `rows` keys, which divides the tile and the page: a box lies in one
 page. The lanes of the load warp look up the pages of a tile's boxes at once. Entries of the table
-are read only for keys that exist; rows of a page behind the last key are loaded as 0.
+are read only for keys that exist; rows of a box behind the last key are loaded as 0.
 """
 
 from __future__ import annotations
@@ -58,14 +58,12 @@ class Pages(Carried):
     def of_tile(self, key_tile: Int32, sequence: Int32, seqlen_k: Int32) -> Any:
         """Of the box of the lane's number: (its page, its number in the page, used tokens of the
         page)."""
-        lane = cute.arch.lane_idx()
-        key = key_tile * self.tile_n + lane * self.rows
-        number, row = divmod(key, self.by_size)
-        page, used = Int32(0), Int32(0)
-        if lane < self.boxes and key < seqlen_k:
-            page = self.table[sequence, number]
-            used = cutlass.min(seqlen_k - number * self.size, self.size)
-        return page, row // self.rows, used
+        # A box behind the last key is that key's box again, whose P is 0: TMA may fault on a box
+        # that is out of bounds as a whole, since its tensor starts before the pages.
+        key = key_tile * self.tile_n + cute.arch.lane_idx() * self.rows
+        number, row = divmod(cutlass.min(key, seqlen_k - 1), self.by_size)
+        used = cutlass.min(seqlen_k - number * self.size, self.size)
+        return self.table[sequence, number], row // self.rows, used
 
     def view(self, buffer: cute.Pointer, head_dim: int, stages: int) -> cute.Tensor:
         """A ring of K/V tiles in shared memory: (rows, columns, boxes of rows, boxes of columns,
