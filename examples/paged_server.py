@@ -7,7 +7,7 @@ What it shows:
 - a pool of pages of 16 keys: a request gets pages as it grows, and returns them when it is done;
 - chunked prefill: prompts are read in pieces, those of several requests packed into one call;
 - decode with continuous batching: requests of different lengths come and go at every step, and
-  `num_splits=0` shares the keys of a small batch out among all SMs (Hopper);
+  `num_splits=0` shares the keys of a small batch out among all SMs;
 - a CUDA graph for each batch size: page table and lengths stay on the device, where a graph reads
   them; rows that fill a batch up have no key;
 - a prebuilt cache, found through CUTE_ATTN_PREBUILT, and `cache.freeze()`: nothing compiles while

@@ -34,7 +34,6 @@ from tests.ops.test_attention_pages import in_pages, of_kind
 
 ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
 HEAD_DIMS = [dim for way, arch, dim in table.KERNELS if (way, arch) == ("forward", ARCH)]
-hopper = pytest.mark.skipif(ARCH != "sm_90a", reason="splits need Hopper")
 
 pytestmark = [
     pytest.mark.skipif(not HEAD_DIMS, reason="there is no kernel for this GPU"),
@@ -118,7 +117,6 @@ def test_pages_change_no_bit(head_dim: int, page_size: int):
     assert same(args, whole, call(on_gpu(in_pages(args, page_size, 0))))
 
 
-@hopper
 @pytest.mark.parametrize("splits", [0, 2, 7, 128])
 def test_splits(head_dim: int, splits: int):
     args = on_gpu(LARGE["decode"].arguments())
@@ -146,7 +144,7 @@ def test_streams_do_not_share_tiles(head_dim: int):
         assert all(same(args, one, other) for other in found)
 
 
-@pytest.mark.parametrize("splits", [1, pytest.param(0, marks=hopper)])
+@pytest.mark.parametrize("splits", [1, 0])
 def test_a_graph_follows_lengths_and_pages(head_dim: int, splits: int):
     """Captured once, it serves other lengths and another page table. Two graphs overlap."""
     lengths = [(900, 30, 512), (1, 1000, 0)]

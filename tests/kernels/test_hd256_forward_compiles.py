@@ -90,6 +90,16 @@ def test_the_budget_of_shared_memory_is_what_is_launched(fields: dict[str, Any])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
+def test_splits_do_not_spill(fields: dict[str, Any]) -> None:
+    fields = fields | {"split": True, "lse": True, "sink_dtype": "none"}
+    assert spills(fields) == 0
+    assert_sound(cache.compile(HD256_FORWARD.kernel, Hd256ForwardSpec(**fields), arch=ARCH))
+    with pytest.raises(ValueError, match="split is True, it needs lse, and the sink is the comb"):
+        Hd256ForwardSpec(**fields | {"lse": False})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_spills_in_a_random_sample(part: int) -> None:
     """Forty of all the specialisations, others in every run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.work import TileMap
+from cute_attn.kernels.attention.work import SplitTileMap, TileMap
 from cute_attn.kernels.common.sequences import Sequences
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -71,6 +72,24 @@ def test_work_of_a_tile_of_keys(packed_heads: int) -> None:
     """Its head is the first (pack) of those that share the K/V head."""
     work = tile_map(True, packed_heads, False, at_once=1).work(block=4, head=1, sequence=0)
     assert (work.queries, work.keys) == ((2 // packed_heads, 0, 0, 20), (1, 0, 0, 33))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_splits_of_a_tile_follow_one_another_and_share_its_key_tiles(splits: int) -> None:
+    whole = tile_map(False, 2, True, at_once=2)
+    given = {f.name: getattr(whole, f.name) for f in fields(whole) if f.init}
+    tiles = SplitTileMap(**given, splits=splits)
+    assert tiles.count() == splits * whole.count()
+    for number in range(tiles.count()):
+        _, *where, split = tiles.locate(number)
+        assert (*where, split) == (*whole.locate(number // splits)[1:], number % splits)
+        work = tiles.work(*where, split)
+        assert (work.queries, work.keys) == (whole.work(*where).queries, whole.work(*where).keys)
+        assert (work.split, work.splits) == (split, splits)
+    for first, end in ((2, 2), (0, 1), (1, 8), (0, 9), (3, 40)):
+        parts = [tiles.work(0, 0, 0, split).part(first, end) for split in range(splits)]
+        assert [i for part in parts for i in range(*part)] == list(range(first, end))
+        assert all(first <= a <= b <= end for a, b in parts)
 
 
 def test_packed_sequences_have_starts_and_as_many_tokens_as_are_used() -> None:

@@ -54,20 +54,51 @@ def test_splits_agree_with_the_reference(head_dim: int, case: Case, splits: int)
         assert same(args, first, run(args, on=Machine(num_sms=7), num_splits=splits))
 
 
+BLACKWELL = Target("sm_100a", 256)
+
+
+def test_splits_agree_with_the_reference_on_blackwell():
+    """The second sequence has no key, and one key tile is left for three splits of the first."""
+    case = Case(CACHE, (1, 2), (200,) * 2, unused_k=(90, 200), group=2)
+    with on_target(BLACKWELL):
+        args = case.arguments()
+        on = Machine(num_sms=4, schedule="adversarial")
+        assert_agrees(args, *run(args, on=on, num_splits=3))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("scheduler", ["static", "clc"])
+def test_nothing_but_the_number_of_splits_changes_a_bit(scheduler: str):
+    with on_target(BLACKWELL):
+        args = Case(CAUSAL, (300,), (700,), heads_k=2).arguments()
+        first = run(args, num_splits=3)
+        assert_agrees(args, *first)
+        for seed, sms in enumerate((2, 4, 7)):
+            on = Machine(num_sms=sms, seed=seed, spurious_cancel=bool(seed % 2))
+            assert same(args, first, run(args, scheduler, on, num_splits=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "target",
+    [*(Target(ARCH, head_dim) for head_dim in (64, 128, 256)), BLACKWELL],
+    ids=["64", "128", "256", "blackwell"],
+)
 @settings(max_examples=150 if FULL else 25)
 @given(
     case=cases([CAUSAL, WINDOW, VARLEN, CACHE, CAPPED, USED]),
     splits=st.sampled_from([2, 3, 8, 40]),
+    scheduler=st.sampled_from(["static", "clc"]),
     num_sms=st.integers(2, 7),
     schedule=st.sampled_from(["random", "adversarial"]),
 )
-def test_any_number_of_splits(head_dim: int, case: Case, splits: int, num_sms: int, schedule: str):
-    with kept_programs(), on_target(Target(ARCH, head_dim)):
+def test_any_number_of_splits(
+    target: Target, case: Case, splits: int, scheduler: str, num_sms: int, schedule: str
+):
+    with kept_programs(), on_target(target):
         args = case.arguments()
         on = Machine(num_sms=num_sms, schedule=schedule, seed=case.seed)
-        assert_agrees(args, *run(args, on=on, num_splits=splits))
+        assert_agrees(args, *run(args, scheduler, on, num_splits=splits))
 
 
 # -- the combination
@@ -151,19 +182,23 @@ def test_bad_arguments_of_the_combination(
 # -- the number of splits
 
 
-def chosen(**changed: Any) -> int:
-    shape = {"head_dim": 128, "rows": 1, "batch": 1, "heads": 16, "heads_k": 2, "short": True}
-    given = shape | {"seqlen_k": 32768, "ctas": 132} | changed
-    return num_splits_of_forward(ARCH, **given)
+HOPPER_GPU = {"arch": ARCH, "head_dim": 128, "clusters": 132}
+BLACKWELL_GPU = {"arch": "sm_100a", "head_dim": 256, "clusters": 74}
 
 
-def test_few_queries_with_many_keys_are_split():
-    assert chosen() > 30
-    assert chosen(seqlen_k=128) == 1
-    assert chosen(batch=64, rows=64) == 1
-    assert 1 < chosen(batch=8, rows=8) < 16
-    assert chosen(seqlen_k=10**7) <= 128
-    assert chosen(heads=0, heads_k=0) == chosen(rows=0) == 1
+def chosen(gpu: dict[str, Any], **changed: Any) -> int:
+    shape = {"rows": 1, "batch": 1, "heads": 16, "heads_k": 2, "short": True, "seqlen_k": 32768}
+    return num_splits_of_forward(**gpu | shape | changed)
+
+
+@pytest.mark.parametrize("gpu", [HOPPER_GPU, BLACKWELL_GPU], ids=lambda gpu: gpu["arch"])
+def test_few_queries_with_many_keys_are_split(gpu: dict[str, Any]):
+    assert chosen(gpu) > 30
+    assert chosen(gpu, seqlen_k=128) == 1
+    assert chosen(gpu, batch=64, rows=64) == 1
+    assert 1 < chosen(gpu, batch=8, rows=8) < 16
+    assert chosen(gpu, seqlen_k=10**7) <= 128
+    assert chosen(gpu, heads=0, heads_k=0) == chosen(gpu, rows=0) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,17 +215,8 @@ def test_bad_numbers_of_splits(num_splits: Any, error: type[Exception], message:
         cute_attn.flash_attn_func(args["q"], args["k"], args["v"], num_splits=num_splits)
 
 
-def test_blackwell_has_no_splits_yet():
-    args = Case(lengths_q=(2,), lengths_k=(3,)).arguments()
-    given = args["q"], args["k"], args["v"]
-    with cute_attn.emulated("sm_100a"):
-        with pytest.raises(NotImplementedError, match="num_splits > 1 on sm_100a; there is"):
-            cute_attn.flash_attn_func(*given, num_splits=2)
-        cute_attn.flash_attn_func(*given, num_splits=0)
-
-
-def test_a_plan_has_what_both_kinds_of_calls_need():
-    planned = plan_attention(ARCH, head_dim=128, num_splits=0, return_lse=True)
+@pytest.mark.parametrize(("arch", "head_dim"), [(ARCH, 128), ("sm_100a", 256)])
+def test_a_plan_has_what_both_kinds_of_calls_need(arch: str, head_dim: int):
+    planned = plan_attention(arch, head_dim=head_dim, num_splits=0, return_lse=True)
     assert [getattr(spec, "split", None) for _, spec in planned] == [False, True, None]
     assert [kernel.name for kernel, _ in planned][-1] == "combine"
-    assert len(plan_attention("sm_100a", num_splits=0)) == 1

@@ -52,7 +52,7 @@ MANY_PARTIALS = {"vector": 1, "slices": 32}
 # Splits of the forward.
 MOST_SPLITS = 128
 FEWEST_KEY_TILES = 2  # of a split: fewer take less time than the combination
-ENOUGH_TILES = 0.8  # of the CTAs at once, for which no split pays
+ENOUGH_TILES = 0.8  # of the clusters at once, for which no split pays
 NEARLY = 0.85
 
 # Clocks of the dK/dV kernel.
@@ -85,11 +85,6 @@ def has_clc(arch: str) -> bool:
     return arch != "sm_90a"
 
 
-def has_splits(arch: str) -> bool:
-    """Whether the forward on `arch` can share out the keys of a tile among CTAs."""
-    return arch == "sm_90a"
-
-
 @functools.lru_cache(maxsize=4096)
 def num_splits_of_forward(
     arch: str,
@@ -101,10 +96,10 @@ def num_splits_of_forward(
     heads_k: int,
     short: bool,
     seqlen_k: int,
-    ctas: int,
+    clusters: int,
 ) -> int:
     """Into how many parts the keys of a tile of queries are split: the fewest that use the GPU's
-    CTAs nearly as well as any number does. Counted, not measured.
+    SMs nearly as well as any number does. Counted, not measured.
 
     Args:
         rows: of q, of all sequences together.
@@ -112,19 +107,19 @@ def num_splits_of_forward(
         heads, heads_k: numbers of query heads and of K/V heads.
         short: as for `packed_heads`.
         seqlen_k: the most keys of a sequence that a query sees, as far as the host knows.
-        ctas: how many run at once.
+        clusters: how many clusters of the kernel run at once.
     """
     if not (rows and heads and batch):
         return 1
-    tile_m, tile_n, _ = SM90_TILES[head_dim]
+    tile_m, tile_n = SM90_TILES[head_dim][:2] if arch == "sm_90a" else (TILE_M, TILE_N)
     packed = packed_heads(arch=arch, heads=heads, heads_k=heads_k, short=short)
     tiles = heads // packed * max(batch, -(-rows * packed // tile_m))
     most = min(-(-seqlen_k // tile_n) // FEWEST_KEY_TILES, MOST_SPLITS)
-    if tiles >= ENOUGH_TILES * ctas or most <= 1:
+    if tiles >= ENOUGH_TILES * clusters or most <= 1:
         return 1
 
     def use(splits: int) -> float:
-        waves = tiles * splits / ctas
+        waves = tiles * splits / clusters
         return waves / math.ceil(waves)
 
     best = max(map(use, range(1, most + 1)))
@@ -143,11 +138,8 @@ def forward_spec(
     """The specialisation of the forward on `arch`, whose other `fields` are those of every
     forward; the scheduler is the caller's, "static" or "clc". On SM90 both are "counter", which
     gives the same bits."""
+    fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
     if arch != "sm_90a":
-        if split:
-            raise NotImplementedError(
-                f"there is no attention forward with num_splits > 1 on {arch}; there is: sm_90a"
-            )
         # A box of keys lies in a page, and in the half of a K tile that a CTA loads.
         page_rows = 0 if page_size is None else math.gcd(page_size, TILE_N // 2)
         return Hd256ForwardSpec(scheduler=scheduler, page_rows=page_rows, **fields)
@@ -160,8 +152,7 @@ def forward_spec(
         tile_n=tile_n,
         stages=stages,
         page_rows=page_rows,
-        split=split,
-        **fields | ({"lse": True, "sink_dtype": "none"} if split else {}),
+        **fields,
     )
 
 

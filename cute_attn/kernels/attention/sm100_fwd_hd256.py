@@ -21,6 +21,9 @@ the special function unit alone would need half of the MMAs' time.
     10       store        O by TMA
     11       scheduler    publishes the next tile to all other warps
 
+With splits, a tile's K/V tiles are shared out among clusters. The correction warps store each
+split's O in float32, straight from registers, and `combine` adds them up.
+
 `EDGES` declares the pipeline; `TMEM`, `Sm100Hd256Forward.smem` and the register counts below
 declare the budgets.
 """
@@ -52,6 +55,7 @@ from ..common.pipeline import (
 )
 from ..common.ptx.cluster import cta_rank
 from ..common.ptx.compiler import keep_branch
+from ..common.ptx.memory import store_global
 from ..common.ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from ..common.scheduler import CLC_RESPONSE_BYTES, SCHEDULER_CLASSES, TileQueue
 from ..common.sequences import Sequences
@@ -86,7 +90,7 @@ from .softmax import (
 )
 from .spec import TILE_M, TILE_N, Hd256ForwardSpec
 from .visibility import Visibility
-from .work import TileMap, Work, heads_in_l2
+from .work import SplitTileMap, SplitWork, TileMap, Work, heads_in_l2
 
 ROWS = TILE_M // CTAS  # query rows of a CTA
 KEYS = TILE_N // CTAS  # rows of K that a CTA loads
@@ -95,6 +99,7 @@ DIMS = HEAD_DIM // CTAS  # columns of V that a CTA loads
 KV_STAGES = 4
 S_STAGES = 2
 O_STAGES = 2  # boxes of O that wait for TMA
+VECTOR = 4  # float32 of O of a split that a thread stores at once
 
 FRAGMENT = 32  # columns of a row that a TMEM instruction loads or stores
 ON_FMA_UNITS = range(1, FRAGMENT // 2, 2)  # pairs of a fragment that `exp2_mixed` runs there
@@ -152,6 +157,7 @@ class Sm100Hd256Forward:
         self.scheduler = SCHEDULER_CLASSES[spec.scheduler]
         self.pipeline = Pipeline(*EDGES, *self.scheduler.edges(SCHEDULER))
         self.packed = spec.packed_heads
+        self.work = SplitWork if spec.split else Work
         self.smem = SharedMemory(
             Buffer("q", self.dtype, ROWS * HEAD_DIM, 1, SWIZZLE_ALIGNMENT, "Q, 128 x 256"),
             Buffer(
@@ -161,7 +167,7 @@ class Sm100Hd256Forward:
             Buffer("o", self.dtype, ROWS * BOX, O_STAGES, SWIZZLE_ALIGNMENT, "O, 128 x 64"),
             Buffer("scale", Float32, ROWS, S_STAGES, holds="factors of O's rows"),
             Buffer("inverse_sum", Float32, ROWS, 2, holds="1 / sum of rows"),
-            TileQueue.buffer(Work),
+            TileQueue.buffer(self.work),
             Buffer("clc_response", Int32, CLC_RESPONSE_BYTES // 4),
             Buffer("barriers", Int64, self.pipeline.count),
             Buffer("tmem_address", Int32, 1),
@@ -184,8 +190,8 @@ class Sm100Hd256Forward:
             fake.q(),
             fake.k(),
             fake.k(),
-            fake.q(),
-            fake.lse() if self.spec.lse else None,
+            fake.o_splits() if self.spec.split else fake.q(),
+            fake.lse_splits() if self.spec.split else fake.lse() if self.spec.lse else None,
             fake.sink(),
             *fake.sequences(),
             fake.page_table(),
@@ -233,14 +239,19 @@ class Sm100Hd256Forward:
 
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
-        q_copy, o_copy = self.q_rows.atom(load, q), self.q_rows.atom(store, o)
+        q_copy, o_copy, splits = self.q_rows.atom(load, q), (None, o), 1
+        if cutlass.const_expr(spec.split):
+            splits = o.shape[0]
+        else:
+            o_copy = self.q_rows.atom(store, o)
         k_copy, v_copy = self.k_rows.atom(load, k), self.v_rows.atom(load, v)
 
         head_bytes = Int64(seqlen_k) * (2 * 2 * HEAD_DIM)  # of K and V
         heads_at_once = heads_in_l2(head_bytes, heads // self.packed * batch)
         queries = Sequences(q.shape[-3], cu_seqlens_q, seqused_q)
         keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-        num_tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once).count()
+        tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once, splits)
+        num_tiles = tiles.count()
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
 
         self.kernel(
@@ -264,11 +275,18 @@ class Sm100Hd256Forward:
         kv_heads: Any,
         batch: Any,
         heads_at_once: Any,
+        splits: Any,
     ) -> TileMap:
-        return TileMap(
+        given = (
             TILE_M, self.packed, self.spec.window_right,
             queries, keys, heads, kv_heads, batch, heads_at_once,
         )  # fmt: skip
+        return SplitTileMap(*given, splits=splits) if self.spec.split else TileMap(*given)
+
+    def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
+        """[first, end) of the K/V tiles of a tile, or of a part of it."""
+        first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        return work.part(first, end) if self.spec.split else (first, end)
 
     # -- device: set-up -----------------------------------------------------------------------
 
@@ -281,7 +299,7 @@ class Sm100Hd256Forward:
         k: cute.Tensor,
         v_tma: cute.CopyAtom,
         v: cute.Tensor,
-        o_tma: cute.CopyAtom,
+        o_tma: cute.CopyAtom | None,
         o: cute.Tensor,
         lse: cute.Tensor | None,
         sink: cute.Tensor | None,
@@ -305,16 +323,14 @@ class Sm100Hd256Forward:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
 
-        start_cluster(
-            warp, LOAD, MMA, (q_tma, k_tma, v_tma, o_tma),
-            barriers, TMEM, storage.tmem_address,
-        )  # fmt: skip
+        copies = (q_tma, k_tma, v_tma, *(() if self.spec.split else (o_tma,)))
+        start_cluster(warp, LOAD, MMA, copies, barriers, TMEM, storage.tmem_address)
 
         qk_mma, pv_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
         s = accumulator(qk_mma, TILE_N, TMEM.pointer("s"))  # stage 0
         o_acc = accumulator(pv_mma, HEAD_DIM, TMEM.pointer("o"))
 
-        queue = TileQueue(Work, storage.work, barriers)
+        queue = TileQueue(self.work, storage.work, barriers)
         scale = cute.make_tensor(storage.scale, cute.make_layout((ROWS, S_STAGES)))
         inverse_sum = cute.make_tensor(storage.inverse_sum, cute.make_layout((ROWS, 2)))
         visible = Visibility.of(self.spec, TILE_M, TILE_N, self.packed, window_left, window_right)
@@ -326,7 +342,8 @@ class Sm100Hd256Forward:
             if warp == SCHEDULER.warps[0]:
                 queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
                 keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-                tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once)
+                splits = o.shape[0] if self.spec.split else 1
+                tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once, splits)
                 scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
                 queue.fill(scheduler, tiles)
             elif warp == LOAD.warps[0]:
@@ -342,7 +359,7 @@ class Sm100Hd256Forward:
             self.softmax_warps(s, scale, inverse_sum, lse, sink, barriers, queue, visible, scaling)
         else:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
-            self.correction_warps(o_acc, scale, inverse_sum, storage, barriers, queue, visible)
+            self.correction_warps(o_acc, scale, inverse_sum, storage, o, barriers, queue, visible)
 
         finish_cluster(warp, MMA, TMEM)
 
@@ -379,7 +396,7 @@ class Sm100Hd256Forward:
         work = queue.take(taken)
         while work.exists:
             cta = cta_rank()
-            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first, end = self.key_tiles(visible, work)
             if first < end:
                 barriers.wait_previous("q_empty", loaded_q)
                 barriers.leader_expects("q_full", loaded_q, Q_BYTES, cta)
@@ -445,7 +462,7 @@ class Sm100Hd256Forward:
         added = Int32(0)  # K/V tiles whose P V has been issued
         work = queue.take(taken)
         while work.exists:
-            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first, end = self.key_tiles(visible, work)
             if first < end and cta_rank() == 0:
                 barriers.wait("q_full", loaded_q)
                 for i in cutlass.range(end - first + 1, unroll=1):
@@ -506,7 +523,7 @@ class Sm100Hd256Forward:
         queue.wait(taken)
         work = queue.read(taken)
         while work.exists:
-            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first, end = self.key_tiles(visible, work)
             # Whole K/V tiles need no mask: every row of this CTA sees every key.
             whole_first, whole_end = visible.whole_key_tiles(
                 (CTAS * work.block + cta_rank()) * ROWS, ROWS, work.seqlen_q, work.seqlen_k
@@ -568,10 +585,11 @@ class Sm100Hd256Forward:
             barriers.warp_arrives("sum_full", taken)
             if cutlass.const_expr(lse is not None):
                 if token < ended.seqlen_q:
+                    split = (ended.split,) if self.spec.split else ()
                     if cutlass.const_expr(self.spec.varlen_q):
-                        lse[head, ended.q_start + token] = log_sum
+                        lse[(*split, head, ended.q_start + token)] = log_sum
                     else:
-                        lse[ended.sequence, head, token] = log_sum
+                        lse[(*split, ended.sequence, head, token)] = log_sum
             taken += 1
             queue.wait(taken)
             work = queue.read(taken)
@@ -638,6 +656,7 @@ class Sm100Hd256Forward:
         scale: cute.Tensor,
         inverse_sum: cute.Tensor,
         storage: Pointers,
+        o: cute.Tensor,
         barriers: Barriers,
         queue: TileQueue,
         visible: Visibility,
@@ -654,7 +673,7 @@ class Sm100Hd256Forward:
         staged = Int32(0)  # boxes of O
         work = queue.take(taken)
         while work.exists:
-            first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first, end = self.key_tiles(visible, work)
             for i in cutlass.range(end - first, unroll=1):
                 barriers.wait("scale_full", n)
                 factor = scale[row, n & (S_STAGES - 1)]
@@ -690,22 +709,48 @@ class Sm100Hd256Forward:
                 if inverse == 0.0:  # no visible key; O may hold anything
                     values.fill(0.0)
                 scale_row(values, inverse)
-                rounded = round_row(values, self.dtype)
-                barriers.wait_previous("o_stored", staged)
-                stage_row(rounded, o_smem[row, None, staged & (O_STAGES - 1)])
-                cute.arch.fence_view_async_shared()
-                barriers.warp_arrives("o_staged", staged)
-                staged += 1
+                if cutlass.const_expr(self.spec.split):
+                    self.store_split(values, o, work, box * BOX, row, visible)
+                else:
+                    rounded = round_row(values, self.dtype)
+                    barriers.wait_previous("o_stored", staged)
+                    stage_row(rounded, o_smem[row, None, staged & (O_STAGES - 1)])
+                    cute.arch.fence_view_async_shared()
+                    barriers.warp_arrives("o_staged", staged)
+                    staged += 1
             tcgen05_fence_before()
             taken += 1
             work = queue.take(taken)
+
+    @cute.jit
+    def store_split(
+        self,
+        values: cute.Tensor,
+        o: cute.Tensor,
+        work: SplitWork,
+        column: Int32,
+        row: Int32,
+        visible: Visibility,
+    ) -> None:
+        """Store columns of a split's row from registers."""
+        packed_row = (CTAS * work.block + cta_rank()) * ROWS + row
+        token = visible.token(packed_row)
+        head = work.head * self.packed + (packed_row & (self.packed - 1))
+        if token < work.seqlen_q:
+            if cutlass.const_expr(self.spec.varlen_q):
+                to = o[work.split, work.q_start + token, head, None]
+            else:
+                to = o[work.split, work.sequence, token, head, None]
+            address = (to.iterator + column).toint()
+            for j in cutlass.range_constexpr(0, cute.size(values), VECTOR):
+                store_global(Float32, address + 4 * j, [values[j + c] for c in range(VECTOR)])
 
     # -- device: store ------------------------------------------------------------------------
 
     @cute.jit
     def store_warp(
         self,
-        o_tma: cute.CopyAtom,
+        o_tma: cute.CopyAtom | None,
         o: cute.Tensor,
         storage: Pointers,
         barriers: Barriers,
@@ -716,8 +761,10 @@ class Sm100Hd256Forward:
         stored = Int32(0)
         work = queue.take(taken)
         while work.exists:
-            rows = self.q_rows.box(o, CTAS * work.block + cta_rank(), *work.queries)
-            stored = store_boxes(o_tma, rows, o_smem, barriers, ("o_staged", "o_stored"), stored)
+            if cutlass.const_expr(not self.spec.split):
+                rows = self.q_rows.box(o, CTAS * work.block + cta_rank(), *work.queries)
+                edges = ("o_staged", "o_stored")
+                stored = store_boxes(o_tma, rows, o_smem, barriers, edges, stored)
             taken += 1
             work = queue.take(taken)
         with cute.arch.elect_one():

@@ -55,6 +55,7 @@ class ForwardSpec(Spec):
         seqused_q, seqused_k: an argument gives the number of used tokens of each sequence.
         lse: the kernel writes the log-sum-exp.
         page_rows: k and v are pages, which are loaded so many rows at a time; 0: they are not.
+        split: a tile's K/V tiles are split; o and lse are those of each split, in float32.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -80,6 +81,7 @@ class ForwardSpec(Spec):
     seqused_k: bool
     lse: bool
     page_rows: int = 0
+    split: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,6 +91,8 @@ class ForwardSpec(Spec):
             raise ValueError(
                 f"page_rows is {self.page_rows}, it needs seqused_k, and varlen_k must be False"
             )
+        if self.split and (self.sink_dtype != "none" or not self.lse):
+            raise ValueError("split is True, it needs lse, and the sink is the combination's")
 
     @property
     def ragged_q(self) -> bool:
@@ -126,7 +130,6 @@ class Sm90ForwardSpec(ForwardSpec):
         tile_m: query rows of a tile: 64 for each consumer warpgroup.
         tile_n: keys of a K/V tile, a multiple of 16.
         stages: tiles of K in shared memory at once, and as many of V.
-        split: a tile's K/V tiles are split; o and lse are those of each split, in float32.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -142,12 +145,6 @@ class Sm90ForwardSpec(ForwardSpec):
     tile_m: int
     tile_n: int
     stages: int
-    split: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.split and (self.sink_dtype != "none" or not self.lse):
-            raise ValueError("split is True, it needs lse, and the sink is the combination's")
 
 
 @dataclass(frozen=True)

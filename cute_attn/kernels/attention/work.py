@@ -202,3 +202,23 @@ class TileMap(Carried):
         if cutlass.const_expr(self.longest_last):
             block = blocks - 1 - block
         return sequence >= 0, block, head, sequence
+
+
+@dataclass(frozen=True)
+class SplitTileMap(TileMap):
+    """The same where `splits` CTAs or clusters share out the K/V tiles of a tile; the split is the
+    fast index."""
+
+    splits: Any = 1
+
+    def count(self) -> Any:
+        return super().count() * self.splits
+
+    def locate(self, number: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """(whether the tile exists, its block, head and sequence, the split)."""
+        tile = number // self.splits
+        return *super().locate(tile), number - tile * self.splits
+
+    def work(self, block: Any, head: Any, sequence: Any, split: Any) -> SplitWork:
+        own = super().work(block, head, sequence)
+        return SplitWork(*(vars(own).values()), split, self.splits)

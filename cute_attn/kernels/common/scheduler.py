@@ -191,9 +191,9 @@ class TileQueue(Carried):
         requests = Int32(0)
         tile = scheduler.initial_work_tile()
         while tile >= 0:
-            exists, block, head, sequence = tiles.locate(tile)
+            exists, *where = tiles.locate(tile)
             if exists:
-                self.publish_work(published, tiles.work(block, head, sequence))
+                self.publish_work(published, tiles.work(*where))
                 published += 1
             scheduler.prefetch_next_work(requests)
             tile = scheduler.advance_to_next_work(tile, requests)

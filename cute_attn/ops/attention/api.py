@@ -66,7 +66,7 @@ def flash_attn_func(
             whose value is 0. It is not scaled.
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
         num_splits: into how many parts the keys are split, each for a CTA of its own, whose results
-            a second kernel combines (Hopper). More than one pays for a few short queries with
+            a second kernel combines. More than one pays for a few short queries with
             many keys; 0 chooses by shapes alone, without reading the device. The bits depend on
             the number, and on nothing else.
         deterministic: accepted for compatibility with FlashAttention: every call is deterministic,

@@ -19,7 +19,6 @@ from ... import launch
 from ...kernels.attention import table
 from ...kernels.attention.heuristics import (
     SHORT_SEQLEN_Q,
-    has_splits,
     num_splits_of_forward,
 )
 from ...kernels.attention.spec import LARGEST_SCALE
@@ -176,7 +175,7 @@ class Attention(Operator[_Called]):
                     q, k, v, parts.o, parts.lse.mT, None, cu_seqlens_q, cu_seqlens_k, seqused_q,
                     seqused_k, page_table,
                     default_scale if softmax_scale is None else softmax_scale, cap, left, right,
-                    clusters, counter_for(q),
+                    clusters, *((counter_for(q),) if counts else ()),
                 )  # fmt: skip
                 parts.combine(combine, o, lse, learnable_sink)
                 return o, lse
@@ -310,8 +309,6 @@ def _chosen_splits(
 ) -> int:
     """`num_splits` of 0, from what the host knows."""
     arch = launch.arch_for(q.device)
-    if not has_splits(arch):
-        return 1
     seqlen_k = k.shape[-3]
     if page_table is not None:
         seqlen_k = seqlen_k * page_table.shape[1]
@@ -330,7 +327,7 @@ def _chosen_splits(
         heads_k=k.shape[-2],
         short=_is_short(q.shape, cu_seqlens_q, max_seqlen_q),
         seqlen_k=seqlen_k,
-        ctas=launch.num_sms(q.device),
+        clusters=launch.num_clusters(q.device, table.find("forward", arch, q.shape[-1]).cluster),
     )
 
 

@@ -14,7 +14,6 @@ from ...kernels.attention.heuristics import (
     backward_spec,
     forward_spec,
     has_clc,
-    has_splits,
     packed_heads,
 )
 from ...kernels.attention.spec import CombineSpec, PreprocessSpec
@@ -116,7 +115,7 @@ def plan_attention(
             ),
         )
         for packing in dict.fromkeys(packings)
-        for split in ([False, True] if not num_splits and has_splits(arch) else [num_splits > 1])
+        for split in ([num_splits > 1] if num_splits else [False, True])
     ]
     if any(getattr(spec, "split", False) for _, spec in requests):
         combine = CombineSpec(dtype, head_dim, sink_dtype=sink or "none", lse=return_lse)
