@@ -13,22 +13,34 @@ from typing import Any
 import pytest
 
 from cute_attn import cache
+from cute_attn.kernels.attention import table
 from cute_attn.kernels.attention.heuristics import backward_spec
 from cute_attn.kernels.attention.spec import (
     DTYPES,
     SM90_BACKWARD_HEAD_DIMS,
     Sm90BackwardSpec,
 )
-from cute_attn.kernels.attention.table import SM90_BACKWARD_DKDV, SM90_BACKWARD_DQ
 from tests.kernels.machine_code import assert_sound, machine_code
 
 ARCH = "sm_90a"
 BOOLS = (False, True)
-KERNELS = {"dq": SM90_BACKWARD_DQ, "dkdv": SM90_BACKWARD_DKDV}
 PARTIAL = {"dq": (False,), "dkdv": BOOLS}
 FLAGS = (
     "window_left", "window_right", "softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k",
 )  # fmt: skip
+
+
+def definition(kernel: str, head_dim: int) -> cache.KernelDef:
+    return table.find(f"backward_{kernel}", ARCH, head_dim).kernel
+
+
+def made(kernel: str, spec: Sm90BackwardSpec) -> Any:
+    module, _, name = definition(kernel, spec.head_dim).target.partition(":")
+    return getattr(importlib.import_module(module), name)(spec)
+
+
+def compiled(kernel: str, spec: Sm90BackwardSpec) -> cache.Entry:
+    return cache.compile(definition(kernel, spec.head_dim), spec, arch=ARCH)
 
 
 def spec(kernel: str, head_dim: int, **fields: Any) -> Sm90BackwardSpec:
@@ -58,7 +70,7 @@ EXTREMES = [
         kernel, spec(kernel, head_dim, **fields), id=f"{kernel}-{head_dim}-{name}",
         marks=[] if (head_dim, name) == (128, "packed") else pytest.mark.slow,
     )
-    for kernel in KERNELS
+    for kernel in PARTIAL
     for head_dim in SM90_BACKWARD_HEAD_DIMS
     for name, fields in (
         ("plain", {}), ("packed", PACKED), ("full", FULL),
@@ -69,7 +81,7 @@ extremes = pytest.mark.parametrize(("kernel", "spec"), EXTREMES)
 
 
 def problems(kernel: str, spec: Sm90BackwardSpec) -> list[str]:
-    entry = cache.compile(KERNELS[kernel], spec, arch=ARCH)
+    entry = compiled(kernel, spec)
     found = []
     if spilled := sum(use.spills for use in entry.kernels):
         found.append(f"{spilled} bytes spilled")
@@ -88,21 +100,19 @@ def test_no_spills_and_asynchronous_products(kernel: str, spec: Sm90BackwardSpec
 
 @extremes
 def test_the_machine_code_is_sound(kernel: str, spec: Sm90BackwardSpec) -> None:
-    assert_sound(cache.compile(KERNELS[kernel], spec, arch=ARCH))
+    assert_sound(compiled(kernel, spec))
 
 
 @extremes
 def test_the_budget_of_shared_memory_is_what_is_launched(
     kernel: str, spec: Sm90BackwardSpec
 ) -> None:
-    module, _, name = KERNELS[kernel].target.partition(":")
-    made = getattr(importlib.import_module(module), name)(spec)
-    (use,) = cache.compile(KERNELS[kernel], spec, arch=ARCH).kernels
-    assert use.dynamic_shared == made.smem.nbytes
+    (use,) = compiled(kernel, spec).kernels
+    assert use.dynamic_shared == made(kernel, spec).smem.nbytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", PARTIAL)
 @pytest.mark.parametrize("head_dim", SM90_BACKWARD_HEAD_DIMS)
 def test_no_problem_in_a_random_sample(kernel: str, head_dim: int) -> None:
     """Others in every run."""
@@ -120,10 +130,18 @@ def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("kernel", "field", "value"),
-    [("dq", "partial", True), ("dq", "tile_m", 64), ("dkdv", "tile_n", 64), ("dkdv", "tile_m", 96)],
+    ("kernel", "head_dim", "field", "value"),
+    [
+        ("dq", 128, "partial", True),
+        ("dq", 128, "tile_m", 64),
+        ("dkdv", 128, "tile_n", 64),
+        ("dkdv", 128, "tile_m", 96),
+        ("dkdv", 256, "tile_n", 64),
+        ("dkdv", 256, "tile_m", 128),
+    ],
 )
-def test_a_kernel_refuses_what_it_cannot_do(kernel: str, field: str, value: Any) -> None:
-    module, _, name = KERNELS[kernel].target.partition(":")
+def test_a_kernel_refuses_what_it_cannot_do(
+    kernel: str, head_dim: int, field: str, value: Any
+) -> None:
     with pytest.raises(ValueError, match=field):
-        getattr(importlib.import_module(module), name)(replace(spec(kernel, 128), **{field: value}))
+        made(kernel, replace(spec(kernel, head_dim), **{field: value}))

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cute_attn
 from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention import table
 from cute_attn.kernels.attention.heuristics import SHORT_SEQLEN_Q, packed_heads
 from cute_attn.ops.attention import plan, plan_attention
 from cute_attn.ops.attention.forward import FORWARD
@@ -744,6 +745,7 @@ def test_the_schema_writes_nothing():
 
 def test_a_gradient_without_a_kernel_is_refused_before_the_forward(monkeypatch: pytest.MonkeyPatch):
     specs = planned(monkeypatch)
+    monkeypatch.delitem(table.KERNELS, ("backward_dq", "sm_90a", 256))
     args = dense(dim=256)
     args["k"].requires_grad_()
     with (

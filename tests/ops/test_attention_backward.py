@@ -509,7 +509,7 @@ def test_a_plan_holds_only_what_is_needed():
     assert names(dq=False, split=False) == [PREPROCESS, DKDV]
     assert names(varlen_q=True, seqused_k=True, split=False) == [PREPROCESS, DQ, DKDV, ZERO, ZERO]
     assert names(varlen_q=True, dq=False, split=False) == [PREPROCESS, DKDV]
-    with pytest.raises(NotImplementedError, match="head_dim 256 on sm_90a"):
-        plan_attention_backward("sm_90a")
+    with pytest.raises(NotImplementedError, match="head_dim 64 on sm_100a"):
+        plan_attention_backward("sm_100a", head_dim=64)
     with pytest.raises(ValueError, match="scheduler is 'fast'"):
         plan_attention_backward(ARCH, scheduler="fast")

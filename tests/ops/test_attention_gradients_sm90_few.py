@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .attention_cases import CAPPED, USED, VARLEN, WINDOW, Case, Machine, Target, on_target
+from .attention_cases import CAPPED, CAUSAL, USED, VARLEN, WINDOW, Case, Machine, Target, on_target
 from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients, same
 
 USED_CASE = Case(
@@ -19,6 +19,13 @@ FEW = [
         marks=pytest.mark.slow,
     ),
     pytest.param(64, USED_CASE, marks=pytest.mark.slow),
+    pytest.param(256, Case(CAUSAL, lengths_q=(150,), lengths_k=(200,))),
+    pytest.param(256, USED_CASE, marks=pytest.mark.slow),
+    pytest.param(
+        256,
+        Case(CAPPED, lengths_q=(200,), lengths_k=(270,), group=3, left=100, softcap=0.5),
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         128,
         Case(CAPPED, lengths_q=(200,), lengths_k=(270,), group=3, left=100, softcap=0.5),

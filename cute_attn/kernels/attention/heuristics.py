@@ -164,7 +164,8 @@ def backward_spec(arch: str, head_dim: int, *, of_keys: bool, **fields: Any) -> 
     tile_m, tile_n = (SM90_DKDV_TILES if of_keys else SM90_DQ_TILES)[head_dim]
     if of_keys and head_dim == 128 and fields["softcap"]:
         tile_m = 32  # registers for P times the slope of the cap
-    fields["scheduler"] = "counter"
+    # A cluster of two has one tile of keys: a counter would have to be read for both CTAs.
+    fields["scheduler"] = "single" if of_keys and head_dim == 256 else "counter"
     return Sm90BackwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, **fields)
 
 

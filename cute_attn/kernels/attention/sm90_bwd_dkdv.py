@@ -37,10 +37,9 @@ from ..common.carried import Named
 from ..common.dtypes import DTYPE
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
-from ..common.ptx.async_copy import copy_bulk
 from ..common.ptx.compiler import opaque
 from ..common.ptx.convert import unpack
-from ..common.ptx.memory import load_shared, shared_address, store_global
+from ..common.ptx.memory import shared_address
 from ..common.scheduler import CounterScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -52,6 +51,14 @@ from .sm90_gradients import (
     exponentiate,
     store_words,
     word,
+)
+from .sm90_key_tiles import (
+    head_and_split,
+    load_stats,
+    mask_queries,
+    of_columns,
+    partial_offset,
+    store_partial_row,
 )
 from .sm90_mma import (
     ROWS,
@@ -375,7 +382,7 @@ class Sm90DkDv:
             if exists:
                 work = tiles.work(block, split_head, sequence)
                 queue.publish_work(taken, work)
-                kv_head, _ = self.head_and_split(x, work)
+                kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
                 keys = self.k_rows.box(x.k, work.block, kv_head, *work.keys[1:])
                 load_use("k", x.k_tma, keys, k_smem, barriers, taken)
                 values = self.k_rows.box(x.v, work.block, kv_head, *work.keys[1:])
@@ -387,38 +394,17 @@ class Sm90DkDv:
                     row = stats_start + tile * spec.tile_m
                     q_box = self.q_rows.box(x.q, tile, head, *work.queries[1:])
                     load_use("q", x.q_tma, q_box, q_smem, barriers, n, self.stats_bytes)
-                    self.load_stats("q", storage.lse, LSE, x, head, row, barriers, n)
+                    load_stats("q", storage.lse, LSE, x.stats, head, row, spec.tile_m, barriers, n)
                     do_box = self.q_rows.box(x.do, tile, head, *work.queries[1:])
                     load_use("do", x.do_tma, do_box, do_smem, barriers, n, self.stats_bytes)
-                    self.load_stats("do", storage.delta, DELTA, x, head, row, barriers, n)
+                    load_stats(
+                        "do", storage.delta, DELTA, x.stats, head, row, spec.tile_m, barriers, n
+                    )
                     n += 1
                     tile, head = following(tile, head, first, end)
                 taken += 1
             number = scheduler.advance_to_next_work(number, taken)
         queue.publish_end(taken)
-
-    def load_stats(
-        self, name: str, buffer: cute.Pointer, kind: int, x: Operands, head: Any, row: Any,
-        barriers: Barriers, n: Any,
-    ) -> None:  # fmt: skip
-        """Copy the statistics of a tile's queries, from padded row `row` on, to use n of a ring."""
-        heads, padded_rows = x.stats.shape[1], x.stats.shape[2]
-        at = Int64(kind * heads + head) * padded_rows + row
-        stage = barriers.stage(f"{name}_full", n)
-        with cute.arch.elect_one():
-            copy_bulk(
-                shared_address(buffer) + stage * self.stats_bytes,
-                x.stats.iterator.toint() + at * 4,
-                self.stats_bytes,
-                shared_address(barriers.pointer(f"{name}_full", n)),
-            )
-
-    def head_and_split(self, x: Operands, work: Work) -> tuple[Any, Any]:
-        """The K/V head of a tile, and the number of its split."""
-        if not self.spec.partial:
-            return work.kv_head, 0
-        head = work.kv_head // x.num_splits
-        return head, work.kv_head - head * x.num_splits
 
     # -- device: products ---------------------------------------------------------------------
 
@@ -582,13 +568,8 @@ class Sm90DkDv:
     def mask(self, own: Consumer, taken: Any, tile: Any, words: cute.Tensor) -> None:
         """Set the columns of queries that do not see a row's key to 0."""
         work = own.queue.read(taken)
-        lows, highs = [], []
-        for lane_row in range(fragments.LANE_ROWS):
-            key = self.key(own, work, lane_row)
-            low, high = own.visible.tokens(key, work.seqlen_q, work.seqlen_k)
-            lows.append(low - tile * self.spec.tile_m)
-            highs.append(high - tile * self.spec.tile_m)
-        fragments.mask_operand(words, highs, lows if self.spec.window_right else None)
+        keys = [self.key(own, work, lane_row) for lane_row in range(fragments.LANE_ROWS)]
+        mask_queries(words, keys, tile, own.visible, work)
 
     # -- device: epilogue ---------------------------------------------------------------------
 
@@ -620,31 +601,11 @@ class Sm90DkDv:
 
     @cute.jit
     def store_partial(self, x: Operands, own: Consumer, work: Work) -> None:
-        """Store the warpgroup's rows of a split's partial sums: a lane has two neighbouring columns
-        of each 8."""
-        spec = self.spec
-        head, split = self.head_and_split(x, work)
+        """Store the warpgroup's rows of a split's partial sums."""
+        head, split = head_and_split(work, x.num_splits, self.spec.partial)
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             key = self.key(own, work, lane_row)
             if key < work.seqlen_k:
-                if cutlass.const_expr(spec.varlen_k):
-                    first = Int64(split) * x.dk.shape[1] + work.k_start
-                else:
-                    first = (Int64(split) * x.batch + work.sequence) * x.dk.shape[2]
-                offset = ((first + key) * x.dk.shape[-2] + head) * spec.head_dim
-                offset += cute.arch.lane_idx() % fragments.LANES * 2
+                offset = partial_offset(x.dk, split, work, key, head, x.batch, self.spec)
                 for acc, out in ((own.dk, x.dk), (own.dv, x.dv)):
-                    at = out.iterator.toint() + offset * 4
-                    values = acc[None, lane_row, None]
-                    for j in cutlass.range_constexpr(0, cute.size(values), 2):
-                        store_global(Float32, at + 16 * j, [values[j], values[j + 1]])
-
-
-def of_columns(stats: Any, columns: range) -> list[dict[int, Any]]:
-    """Statistics of a lane row's columns by column, which both lane rows share, from the shared
-    address of a tile's."""
-    at = stats + opaque(cute.arch.lane_idx()) % fragments.LANES * 8
-    found: dict[int, Any] = {}
-    for j in columns[::2]:
-        found[j], found[j + 1] = load_shared(Float32, at + 16 * j, 2)
-    return [found] * fragments.LANE_ROWS
+                    store_partial_row(acc, lane_row, out, offset)

@@ -1,4 +1,4 @@
-"""The gradient of q for SM90, at head_dim 64 and 128: wgmma, TMA, warp-specialised.
+"""The gradient of q for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
 
 A CTA computes dQ of a tile of query rows, 64 for each of two consumer warpgroups, over the K/V
 tiles that they see.
@@ -10,7 +10,8 @@ tiles that they see.
     dQ += dS K           64 x head_dim               dS and dQ in registers
 
 P' is P, with a softcap P times the slope of the cap. A warpgroup starts S of the next K/V tile
-before this tile's dS K, and computes P while that and dP run.
+before this tile's dS K, and computes P while that and dP run. At head_dim 256, where shared memory
+has no third K tile, dS K comes first, so that its K tile can be replaced a product earlier.
 
     warps    role         work on a tile of queries
     0-7      consumers    all of the above; at the end dQ through shared memory, by TMA
@@ -66,26 +67,30 @@ WARPGROUPS = 2
 CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 
-# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
-LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
-assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
+# Registers of a thread of the load warp and of the consumers by head_dim: all 384 threads start
+# with 168; the load warp's warpgroup gives some up.
+REGISTERS = {64: (40, 232), 128: (40, 232), 256: (24, 240)}
+assert all(load + WARPGROUPS * consumer <= 3 * 168 for load, consumer in REGISTERS.values())
 
-# K of a tile is used until dS K, which runs beside the next tile's products; V is not.
-K_STAGES, V_STAGES = 3, 2
+# Of K and V by head_dim. K of a tile is used until dS K, which runs beside the next tile's
+# products; V is not.
+STAGES = {64: (3, 2), 128: (3, 2), 256: (2, 1)}
 
-# In the order in which a tile meets them. Uses count tiles of queries for q and do, K/V tiles for
-# the rest.
-EDGES = (
-    *TileQueue.edges(LOAD, CONSUMERS),
-    Edge("q_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="Q"),
-    Edge("q_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dQ stored"),
-    Edge("do_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="dO"),
-    Edge("do_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
-    Edge("k_full", LOAD, CONSUMERS, K_STAGES, Kind.BYTES, payload="K"),
-    Edge("k_empty", CONSUMERS, LOAD, K_STAGES, Kind.WARPS, payload="its stage"),
-    Edge("v_full", LOAD, CONSUMERS, V_STAGES, Kind.BYTES, payload="V"),
-    Edge("v_empty", CONSUMERS, LOAD, V_STAGES, Kind.WARPS, payload="its stage"),
-)
+
+def edges(k_stages: int, v_stages: int) -> tuple[Edge, ...]:
+    """In the order in which a tile meets them. Uses count tiles of queries for q and do, K/V tiles
+    for the rest."""
+    return (
+        *TileQueue.edges(LOAD, CONSUMERS),
+        Edge("q_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="Q"),
+        Edge("q_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dQ stored"),
+        Edge("do_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="dO"),
+        Edge("do_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer"),
+        Edge("k_full", LOAD, CONSUMERS, k_stages, Kind.BYTES, payload="K"),
+        Edge("k_empty", CONSUMERS, LOAD, k_stages, Kind.WARPS, payload="its stage"),
+        Edge("v_full", LOAD, CONSUMERS, v_stages, Kind.BYTES, payload="V"),
+        Edge("v_empty", CONSUMERS, LOAD, v_stages, Kind.WARPS, payload="its stage"),
+    )
 
 
 class Operands(Named):
@@ -120,13 +125,16 @@ class Sm90Dq:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.kv_bytes = 2 * spec.tile_n * spec.head_dim
-        self.pipeline = Pipeline(*EDGES)
+        self.k_stages, self.v_stages = STAGES[spec.head_dim]
+        self.load_registers, self.consumer_registers = REGISTERS[spec.head_dim]
+        self.dq_first = self.k_stages < 3
+        self.pipeline = Pipeline(*edges(self.k_stages, self.v_stages))
         q, kv, at = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim, SWIZZLE_ALIGNMENT
         self.smem = SharedMemory(
             Buffer("q", self.dtype, q, 1, at, "Q, then dQ"),
             Buffer("do", self.dtype, q, 1, at, "dO"),
-            Buffer("k", self.dtype, kv, K_STAGES, at, "K"),
-            Buffer("v", self.dtype, kv, V_STAGES, at, "V"),
+            Buffer("k", self.dtype, kv, self.k_stages, at, "K"),
+            Buffer("v", self.dtype, kv, self.v_stages, at, "V"),
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
@@ -266,7 +274,7 @@ class Sm90Dq:
 
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)
         if warp >= LOAD.warps[0]:
-            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == LOAD.warps[0]:
                 tiles = TileMap(
                     spec.tile_m, 1, spec.window_right, queries,
@@ -275,7 +283,7 @@ class Sm90Dq:
                 )  # fmt: skip
                 self.load_warp(x, storage, barriers, tiles, visible)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consumer_warps(
                 x, self.consumer(storage, barriers, warp, visible, scaling), storage
             )
@@ -325,7 +333,7 @@ class Sm90Dq:
         )
         k_smem, v_smem = (
             boxes(buffer, spec.tile_n, kv_across, (stages, self.kv_bytes // 2))
-            for buffer, stages in ((storage.k, K_STAGES), (storage.v, V_STAGES))
+            for buffer, stages in ((storage.k, self.k_stages), (storage.v, self.v_stages))
         )
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)
@@ -427,20 +435,26 @@ class Sm90Dq:
         """dS of use n of K and V, beside the product of the dS and K before; with `starts` there is
         none before."""
         barriers = own.barriers
+        if cutlass.const_expr(self.dq_first and not starts):
+            dq = self.start_dq(own, n - 1)
         barriers.wait("k_full", n)
         scores = self.start_scores(own, n)
-        if cutlass.const_expr(not starts):
+        if cutlass.const_expr(not self.dq_first and not starts):
             dq = self.start_dq(own, n - 1)
         barriers.wait("v_full", n)
         dp = self.start_dp(own, n)
-        fragments.assign(own.s, wgmma.wait(scores, pending=1 if starts else 2))
+        if cutlass.const_expr(self.dq_first and not starts):
+            fragments.assign(own.dq, wgmma.wait(dq, pending=2))
+            barriers.warp_arrives("k_empty", n - 1)
+        after_scores = 1 if starts or self.dq_first else 2
+        fragments.assign(own.s, wgmma.wait(scores, pending=after_scores))
         exponentiate(
             own.s, lambda _: of_rows(own.lse), own.scaling,
             lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap,
         )  # fmt: skip
         fragments.assign(own.dp, wgmma.wait(dp))
         barriers.warp_arrives("v_empty", n)
-        if cutlass.const_expr(not starts):
+        if cutlass.const_expr(not self.dq_first and not starts):
             fragments.assign(own.dq, wgmma.wait(dq))
             barriers.warp_arrives("k_empty", n - 1)
         differentiate(

@@ -26,8 +26,8 @@ SM90_MAX_PACKED_HEADS = 32
 SM90_TILES = {64: (192, 128, 2), 128: (128, 128, 2), 256: (128, 80, 2)}
 SM90_HEAD_DIMS = tuple(SM90_TILES)
 # (tile_m, tile_n) of the SM90 backward by head_dim.
-SM90_DKDV_TILES = {64: (64, 128), 128: (64, 128)}
-SM90_DQ_TILES = {64: (128, 128), 128: (128, 96)}
+SM90_DKDV_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}  # 256: of a cluster of two
+SM90_DQ_TILES = {64: (128, 128), 128: (128, 96), 256: (128, 64)}
 SM90_BACKWARD_HEAD_DIMS = tuple(SM90_DKDV_TILES)
 
 # softmax_scale * log2(e) must be finite in float32.
@@ -278,14 +278,15 @@ class Sm90BackwardSpec(BackwardSpec):
     others.
 
     Attributes:
+        scheduler: "single" for the dK/dV kernel at head_dim 256, else "counter".
         head_dim: of q, k and v.
         tile_m: query rows of a tile.
-        tile_n: keys of a K/V tile.
+        tile_n: keys of a K/V tile; of a cluster's where it has two CTAs.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **BackwardSpec.ALLOWED,
-        "scheduler": ("counter",),
+        "scheduler": ("single", "counter"),
         "head_dim": SM90_BACKWARD_HEAD_DIMS,
     }
 

@@ -74,6 +74,15 @@ SM90_BACKWARD_DKDV = KernelDef(
     name="sm90_backward_dkdv", target="cute_attn.kernels.attention.sm90_bwd_dkdv:Sm90DkDv"
 )
 
+SM90_HD256_BACKWARD_DKDV = AttentionKernel(
+    KernelDef(
+        name="sm90_hd256_backward_dkdv",
+        target="cute_attn.kernels.attention.sm90_bwd_hd256_dkdv:Sm90Hd256DkDv",
+    ),
+    tile=SM90_DKDV_TILES[256],
+    cluster=2,
+)
+
 SM90_PREPROCESS_TILES = {head_dim: BACKWARD_PREPROCESS.tile for head_dim in SM90_DKDV_TILES}
 
 KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
@@ -95,6 +104,7 @@ KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
     )
     for head_dim, tile in tiles.items()
 }
+KERNELS["backward_dkdv", "sm_90a", 256] = SM90_HD256_BACKWARD_DKDV
 
 
 def has(direction: str, arch: str, head_dim: int) -> bool:

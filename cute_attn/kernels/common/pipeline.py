@@ -61,6 +61,7 @@ class Reach(Enum):
     CTA = "its own"
     LEADER = "that of a pair's leader, by the producers of both CTAs"
     PAIR = "those of both CTAs of a pair, by the producer of the leader"
+    EACH = "those of both CTAs of a pair, by the producers of both"
     PARTNER = "that of the CTA with the same place in the other pair of a cluster of four"
     FIRST = "that of CTA 0 of the cluster, by the producers of all CTAs"
     CLUSTER = "those of all CTAs of the cluster, by the producer of CTA 0"
@@ -106,7 +107,7 @@ class Edge:
     @property
     def producer_ctas(self) -> int:
         """How many CTAs' producers complete one mbarrier."""
-        return {Reach.LEADER: CTAS, Reach.FIRST: self.cluster}.get(self.reach, 1)
+        return {Reach.LEADER: CTAS, Reach.EACH: CTAS, Reach.FIRST: self.cluster}.get(self.reach, 1)
 
     @property
     def arrivals(self) -> int:
@@ -125,6 +126,7 @@ class Edge:
             Reach.CTA: ("", ""),
             Reach.LEADER: (" of both CTAs", " of the leader"),
             Reach.PAIR: (" of the leader", " of both CTAs"),
+            Reach.EACH: (" of both CTAs", " of both CTAs"),
             Reach.PARTNER: ("", " of the partner"),
             Reach.FIRST: (" of all CTAs", " of CTA 0"),
             Reach.CLUSTER: (" of CTA 0", " of all CTAs"),
@@ -257,10 +259,12 @@ class Barriers(Carried):
 
     def warp_arrives(self, name: str, n: Any) -> None:
         """Arrive once for the whole warp, after everything that its threads did before."""
-        owner = self.owner(name)
+        each = self.pipeline[name].reach is Reach.EACH
+        owners = range(CTAS) if each else (self.owner(name),)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.pointer(name, n), owner)
+            for owner in owners:
+                cute.arch.mbarrier_arrive(self.pointer(name, n), owner)
 
     def owner(self, name: str) -> Any:
         """The rank of the CTA whose mbarrier this CTA's producers complete; None is its own."""

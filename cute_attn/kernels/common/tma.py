@@ -13,10 +13,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from .pipeline import Barriers
+from .pipeline import BOTH_CTAS, CTAS, Barriers
+from .ptx.cluster import cta_rank
 
 BOX = 64  # columns of 16 bits: 128 bytes, the width of the swizzle
 FLOAT32_BOX = 32
@@ -127,16 +128,28 @@ def load_boxes(
     barriers: Barriers,
     edge: cutlass.Constexpr[str],
     n: Int32,
+    multicast: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages)."""
+    """Load rows to the stage of use n of `edge`, in `smem`: (rows, BOX, boxes, stages). With
+    `multicast` each CTA of a pair loads half of the boxes, for both."""
     tiled = cute.local_tile(rows, (cute.size(smem, mode=[0]), BOX), (0, None))
     source, to = partition(tma, tiled, smem)
     stage = barriers.stage(edge, n)
-    for box in cutlass.range_constexpr(cute.size(smem, mode=[2])):
-        cute.copy(
-            tma, source[None, box], to[None, box, stage],
-            tma_bar_ptr=barriers.pointer(edge, n),
-        )  # fmt: skip
+    count = cute.size(smem, mode=[2])
+    if cutlass.const_expr(multicast):
+        count = count // CTAS
+        first = cta_rank() * count
+        for i in cutlass.range_constexpr(count):
+            cute.copy(
+                tma, source[None, first + i], to[None, first + i, stage],
+                tma_bar_ptr=barriers.pointer(edge, n), mcast_mask=Int16(BOTH_CTAS),
+            )  # fmt: skip
+    else:
+        for box in cutlass.range_constexpr(count):
+            cute.copy(
+                tma, source[None, box], to[None, box, stage],
+                tma_bar_ptr=barriers.pointer(edge, n),
+            )  # fmt: skip
 
 
 @cute.jit
@@ -148,6 +161,7 @@ def load_use(
     barriers: Barriers,
     n: Int32,
     more_bytes: cutlass.Constexpr[int] = 0,
+    multicast: cutlass.Constexpr[bool] = False,
 ) -> None:
     """Use n of a ring of tiles of 16 bits, with edges `{name}_empty` and `{name}_full`: wait until
     its stage is empty, and start to fill it; see `load_boxes`. By one warp, which copies
@@ -155,7 +169,7 @@ def load_use(
     barriers.wait_previous(f"{name}_empty", n)
     with cute.arch.elect_one():
         barriers.expect(f"{name}_full", n, cute.size(rows) * 2 + more_bytes)
-    load_boxes(tma, rows, smem, barriers, f"{name}_full", n)
+    load_boxes(tma, rows, smem, barriers, f"{name}_full", n, multicast)
 
 
 @cute.jit

@@ -44,8 +44,8 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention over a batch of sequences of one length.
 
-    There are kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), forward, and for 256 on
-    Blackwell (sm_100a, sm_103a), forward and backward.
+    There are kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), and for 256 on Blackwell
+    (sm_100a, sm_103a), forward and backward.
 
     Arguments and defaults are those of FlashAttention-4's function of this name, so that a user
     only changes the import. Arguments after v are keyword-only, because the fourth one differs

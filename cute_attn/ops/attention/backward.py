@@ -120,7 +120,8 @@ class _Ready(NamedTuple):
     splits: int
     dq_clusters: int
     dkdv_clusters: int
-    counts: bool  # the dq and dkdv kernels take a counter
+    dq_counts: bool  # the kernel takes a counter
+    dkdv_counts: bool
 
 
 class Backward(Operator[BackwardArguments]):
@@ -185,6 +186,9 @@ class Backward(Operator[BackwardArguments]):
         def load(request: launch.Request | None) -> _Function | None:
             return None if request is None else launch.get_for(device, *request)
 
+        def counts(request: launch.Request | None) -> bool:
+            return getattr(request and request[1], "scheduler", None) == "counter"
+
         def clusters(direction: str) -> int:
             return launch.num_clusters(device, table.find(direction, arch, head_dim).cluster)
 
@@ -203,11 +207,8 @@ class Backward(Operator[BackwardArguments]):
             splits=splits,
             dq_clusters=clusters("backward_dq"),
             dkdv_clusters=clusters("backward_dkdv"),
-            counts=any(
-                getattr(request[1], "scheduler", None) == "counter"
-                for request in (requests.dq, requests.dkdv)
-                if request is not None
-            ),
+            dq_counts=counts(requests.dq),
+            dkdv_counts=counts(requests.dkdv),
         )
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
@@ -262,13 +263,16 @@ class Backward(Operator[BackwardArguments]):
             ready.right,
         )
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-        counter = (counter_for(q),) if ready.counts else ()
+        counter = (counter_for(q),) if ready.dq_counts or ready.dkdv_counts else ()
         dq = dk = dv = None
         if ready.dq is not None:
             dq = torch.empty_like(q, memory_format=_contiguous)
             if ready.zero_dq is not None:
                 ready.zero_dq(_words(dq), a.cu_seqlens_q, a.seqused_q)
-            ready.dq(q, k, v, do, stats, dq, *lengths, *scalars, ready.dq_clusters, *counter)
+            ready.dq(
+                q, k, v, do, stats, dq, *lengths, *scalars, ready.dq_clusters,
+                *(counter if ready.dq_counts else ()),
+            )  # fmt: skip
         if ready.dkdv is not None:
             dk, dv = (torch.empty_like(x, memory_format=_contiguous) for x in (k, v))
             written: tuple[Tensor, ...] = dk, dv
@@ -280,7 +284,7 @@ class Backward(Operator[BackwardArguments]):
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
             ready.dkdv(
                 q, k, v, do, stats, *written, *lengths, *scalars, ready.splits,
-                ready.dkdv_clusters, *counter,
+                ready.dkdv_clusters, *(counter if ready.dkdv_counts else ()),
             )  # fmt: skip
             if ready.sum_dkdv is not None:
                 for x, out in zip(written, (dk, dv), strict=True):

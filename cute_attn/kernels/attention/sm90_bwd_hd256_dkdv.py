@@ -1,0 +1,604 @@
+"""Gradients of k and v for SM90 at head_dim 256: wgmma, TMA with multicast, warp-specialised.
+
+A cluster of two CTAs computes dK and dV of 128 keys of a K/V head, 64 in each CTA. Both CTAs loop
+over the query heads of the head's group, or of a split of it, and over the tiles of queries that
+see some of the 128 keys. Each loads half of Q and dO, for both.
+
+dK and dV of 64 keys are 256 registers of a warpgroup's threads. So one warpgroup has dV, the other
+dK, of the same keys:
+
+    value warpgroup                        key warpgroup
+    S^T = K Q^T       64 x tile_m          dP^T = V dO^T       64 x tile_m
+    P^T = exp(c S^T - lse)                 dS^T = P'^T * (dP^T - delta)
+    dV += P^T dO      64 x head_dim        dK += dS^T Q        64 x head_dim
+
+P' is P, with a softcap P times the slope of the cap; the value warpgroup hands it over, rounded,
+through shared memory. Both do the same with the operands exchanged: T = X Y^T, T' from T in
+registers, and T' Z is added to an accumulator. T' Z of a tile and T of the next one are started
+together. The elementwise part of one warpgroup runs beside the products of the other.
+
+    warps    role         work on a tile of keys
+    0-3      value        as above; at the end dV through the buffer of K, by TMA
+    4-7      key          as above; at the end dK through the buffer of V, by TMA
+    8        load         finds the tile; K and V, then Q, lse, dO and delta of each tile of queries
+
+A cluster has one tile of keys, so that the hardware hands out tiles as SMs become free. Partial
+sums of splits are stored from registers. The load warp's warpgroup gives its registers to the
+others; its three other warps idle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.carried import Named
+from ..common.dtypes import DTYPE
+from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
+from ..common.ptx import wgmma
+from ..common.ptx.cluster import cta_rank
+from ..common.ptx.compiler import opaque
+from ..common.ptx.convert import unpack
+from ..common.ptx.memory import load_shared, shared_address, store_shared
+from ..common.scheduler import SingleTileScheduler, TileQueue
+from ..common.sequences import Sequences
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ..common.spec import WARP_SIZE
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
+from . import fragments
+from .arguments import FakeArguments
+from .sm90_gradients import differentiate, exponentiate, store_words, word
+from .sm90_key_tiles import (
+    head_and_split,
+    load_stats,
+    mask_queries,
+    of_columns,
+    partial_offset,
+    store_partial_row,
+)
+from .sm90_mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_output, start_scores
+from .sm90_store import group_barrier, store_staged
+from .softmax import Scaling
+from .spec import Sm90BackwardSpec
+from .statistics import DELTA, LSE, padded_start
+from .visibility import Visibility
+from .work import TileMap, Work, following, heads_in_l2
+
+VALUE = Role("value", range(0, WARPGROUP_WARPS))
+KEY = Role("key", range(len(VALUE), 2 * WARPGROUP_WARPS))
+CONSUMERS = Role("consumers", range(0, 2 * WARPGROUP_WARPS))
+LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
+
+# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
+assert LOAD_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168
+
+STAGES = 2  # of Q, dO and P'
+OPERANDS = {VALUE.name: ("q", "do"), KEY.name: ("do", "q")}  # Y and Z
+
+# In the order in which a tile meets them. Uses count tiles of queries; of k and v there is one.
+EDGES = (
+    *TileQueue.edges(LOAD, CONSUMERS),
+    Edge("k_full", LOAD, VALUE, 1, Kind.BYTES, payload="K"),
+    Edge("v_full", LOAD, KEY, 1, Kind.BYTES, payload="V"),
+    Edge("q_full", LOAD, CONSUMERS, STAGES, Kind.BYTES, payload="Q and lse"),
+    Edge("q_empty", CONSUMERS, LOAD, STAGES, Kind.WARPS, Reach.EACH, "their stage"),
+    Edge("do_full", LOAD, CONSUMERS, STAGES, Kind.BYTES, payload="dO and delta"),
+    Edge("do_empty", CONSUMERS, LOAD, STAGES, Kind.WARPS, Reach.EACH, "their stage"),
+    Edge("p_full", VALUE, KEY, STAGES, Kind.WARPS, payload="P'^T"),
+    Edge("p_empty", KEY, VALUE, STAGES, Kind.WARPS, payload="its stage"),
+)
+
+
+class Operands(Named):
+    """The kernel's arguments: TMA's atoms and coordinates of tensors, and the others."""
+
+
+class Consumer(Named):
+    """What a warp of the value or the key warpgroup keeps.
+
+    Attributes:
+        warp: its number in its warpgroup.
+        barriers, queue: of the CTA.
+        x: shared address of K or V.
+        y, z: shared addresses of the rings of Q and dO, or of dO and Q.
+        stats: shared address of the ring of lse or delta.
+        exchange: shared address of the lane's words in the ring of P'.
+        t: registers of T.
+        words: registers of T' as an operand.
+        slopes: of P', with a softcap.
+        acc: accumulators.
+        scaling: of the scores.
+        visible: which queries see a key.
+    """
+
+
+class Sm90Hd256DkDv:
+    """The kernel for one Sm90BackwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Sm90BackwardSpec):
+        if spec.tile_n != CTAS * ROWS:
+            raise ValueError(f"tile_n is {spec.tile_n}, must be {CTAS * ROWS}")
+        if spec.tile_m not in (32, 64):
+            raise ValueError(f"tile_m is {spec.tile_m}, must be 32 or 64")
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.out_dtype = Float32 if spec.partial else self.dtype
+        self.q_bytes = 2 * spec.tile_m * spec.head_dim
+        self.stats_bytes = 4 * spec.tile_m
+        self.p_bytes = 2 * spec.tile_m * ROWS
+        self.pipeline = Pipeline(*EDGES)
+        q, keys, at = spec.tile_m * spec.head_dim, ROWS * spec.head_dim, SWIZZLE_ALIGNMENT
+        self.smem = SharedMemory(
+            Buffer("k", self.dtype, keys, 1, at, "K, then dV"),
+            Buffer("v", self.dtype, keys, 1, at, "V, then dK"),
+            Buffer("q", self.dtype, q, STAGES, at, "Q"),
+            Buffer("do", self.dtype, q, STAGES, at, "dO"),
+            Buffer("p", self.dtype, spec.tile_m * ROWS, STAGES, holds="P'^T"),
+            Buffer("lse", Float32, spec.tile_m, STAGES, holds="lse of queries"),
+            Buffer("delta", Float32, spec.tile_m, STAGES, holds="delta of queries"),
+            TileQueue.buffer(Work),
+            Buffer("barriers", Int64, self.pipeline.count),
+        )
+        self.q_rows = BoxedRows(spec.tile_m, spec.head_dim, spec.ragged_q, not spec.varlen_q)
+        self.k_rows = BoxedRows(ROWS, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (VALUE, KEY, LOAD), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, self.spec.head_dim)
+        out = fake.k_partial if self.spec.partial else fake.k
+        return (
+            fake.q(),
+            fake.k(),
+            fake.k(),
+            fake.q(),
+            fake.stats(),
+            out(),
+            out(),
+            *fake.sequences(),
+            Float32(1.0),
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        stats: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_splits: Int32,
+        num_clusters: Int32,
+        stream: Any,
+    ) -> None:
+        """`num_clusters` are resident at once."""
+        spec = self.spec
+        heads, kv_heads = q.shape[-2], k.shape[-2]
+        if cutlass.const_expr(spec.varlen_k):
+            batch = cu_seqlens_k.shape[0] - 1
+        else:
+            batch = k.shape[0]
+        seqlen_q = q.shape[-3]
+
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load_for_both = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        if cutlass.const_expr(spec.partial):
+            outputs = (None, dk, None, dv)
+        else:
+            outputs = (*self.k_rows.atom(store, dk), *self.k_rows.atom(store, dv))
+        split_heads = kv_heads * num_splits  # each split of a group counts as a K/V head
+        group = heads // split_heads
+        head_bytes = Int64(seqlen_q) * (2 * 2 * spec.head_dim) * group  # of Q and dO
+        tiles = self.tile_map(
+            Sequences(seqlen_q, cu_seqlens_q, seqused_q),
+            Sequences(k.shape[-3], cu_seqlens_k, seqused_k), heads, split_heads, batch,
+            heads_in_l2(head_bytes, split_heads * batch),
+        )  # fmt: skip
+        num_tiles = tiles.count()
+        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
+        self.kernel(
+            *self.q_rows.atom(load_for_both, q), *self.k_rows.atom(load, k),
+            *self.k_rows.atom(load, v), *self.q_rows.atom(load_for_both, do), *outputs, stats,
+            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left,
+            window_right, heads, split_heads, num_splits, batch, seqlen_q, k.shape[-3],
+            tiles.heads_at_once,
+        ).launch(
+            grid=[CTAS * SingleTileScheduler.clusters(num_tiles, num_clusters), 1, 1],
+            block=[3 * WARPGROUP, 1, 1],
+            cluster=[CTAS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    def tile_map(
+        self,
+        queries: Sequences,
+        keys: Sequences,
+        heads: Any,
+        split_heads: Any,
+        batch: Any,
+        heads_at_once: Any,
+    ) -> TileMap:
+        return TileMap(
+            self.spec.tile_n, 1, False,
+            queries, keys, heads, split_heads, batch, heads_at_once, of_keys=True,
+        )  # fmt: skip
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_tma: cute.CopyAtom,
+        q: cute.Tensor,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        v_tma: cute.CopyAtom,
+        v: cute.Tensor,
+        do_tma: cute.CopyAtom,
+        do: cute.Tensor,
+        dk_tma: cute.CopyAtom | None,
+        dk: cute.Tensor,
+        dv_tma: cute.CopyAtom | None,
+        dv: cute.Tensor,
+        stats: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        scaling: Scaling,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        heads: Int32,
+        split_heads: Int32,
+        num_splits: Int32,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+        heads_at_once: Int32,
+    ) -> None:
+        spec = self.spec
+        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
+        x = Operands(
+            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
+            dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, queries=queries,
+            group=heads // split_heads, num_splits=num_splits, batch=batch,
+            softmax_scale=softmax_scale,
+        )  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == LOAD.warps[0]:
+            for descriptor in (q_tma, k_tma, v_tma, do_tma):
+                cpasync.prefetch_descriptor(descriptor)
+            with cute.arch.elect_one():
+                barriers.init()
+            cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == LOAD.warps[0]:
+                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
+                tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
+                self.load_warp(x, storage, barriers, tiles, visible)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            queue = TileQueue(Work, storage.work, barriers)
+            if warp < KEY.warps[0]:
+                own = self.consumer(storage, barriers, queue, warp, VALUE, visible, scaling)
+                self.consumer_warps(x, own, storage, VALUE)
+            else:
+                own = self.consumer(storage, barriers, queue, warp, KEY, visible, scaling)
+                self.consumer_warps(x, own, storage, KEY)
+        # Neither CTA may end while the other signals it or copies to it.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    def consumer(
+        self, storage: Pointers, barriers: Barriers, queue: TileQueue, warp: Any, role: Role,
+        visible: Visibility, scaling: Scaling,
+    ) -> Consumer:  # fmt: skip
+        spec = self.spec
+        x, y, z, stats = (
+            (storage.k, storage.q, storage.do, storage.lse)
+            if role is VALUE
+            else (storage.v, storage.do, storage.q, storage.delta)
+        )
+        warp = warp - role.warps[0]
+        lane = warp * WARP_SIZE + cute.arch.lane_idx()
+        return Consumer(
+            warp=warp,
+            barriers=barriers,
+            queue=queue,
+            x=shared_address(x),
+            y=shared_address(y),
+            z=shared_address(z),
+            stats=shared_address(stats),
+            exchange=shared_address(storage.p) + lane * 16,
+            t=fragments.accumulators(spec.tile_m),
+            words=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
+            slopes=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
+            acc=fragments.accumulators(spec.head_dim),
+            scaling=scaling,
+            visible=visible,
+        )
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tiles: TileMap,
+        visible: Visibility,
+    ) -> None:
+        """Publish the cluster's tile and load the CTA's K and V, then its half of the queries that
+        see some of the cluster's keys, head by head."""
+        spec = self.spec
+        across, q_across = ((spec.head_dim // BOX, n * BOX) for n in (ROWS, spec.tile_m))
+        k_smem, v_smem = (boxes(buffer, ROWS, across, (1, 0)) for buffer in (storage.k, storage.v))
+        q_smem, do_smem = (
+            boxes(buffer, spec.tile_m, q_across, (STAGES, self.q_bytes // 2))
+            for buffer in (storage.q, storage.do)
+        )
+        queue = TileQueue(Work, storage.work, barriers)
+        number = cute.arch.cluster_idx()[0]
+        exists, block, split_head, sequence = tiles.locate(number)
+        if exists:
+            work = tiles.work(block, split_head, sequence)
+            queue.publish_work(0, work)
+            kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
+            keys = (work.block * CTAS + cta_rank(), kv_head, *work.keys[1:])
+            for name, tma, rows, smem in (
+                ("k_full", x.k_tma, self.k_rows.box(x.k, *keys), k_smem),
+                ("v_full", x.v_tma, self.k_rows.box(x.v, *keys), v_smem),
+            ):
+                with cute.arch.elect_one():
+                    barriers.expect(name, 0, 2 * ROWS * spec.head_dim)
+                load_boxes(tma, rows, smem, barriers, name, Int32(0))
+            first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            stats_start = padded_start(x.queries, work.sequence)
+            tile, head = first, work.head
+            for n in cutlass.range((end - first) * x.group, unroll=1):
+                row = stats_start + tile * spec.tile_m
+                q_box = self.q_rows.box(x.q, tile, head, *work.queries[1:])
+                load_use("q", x.q_tma, q_box, q_smem, barriers, n, self.stats_bytes, True)
+                load_stats("q", storage.lse, LSE, x.stats, head, row, spec.tile_m, barriers, n)
+                do_box = self.q_rows.box(x.do, tile, head, *work.queries[1:])
+                load_use("do", x.do_tma, do_box, do_smem, barriers, n, self.stats_bytes, True)
+                load_stats("do", storage.delta, DELTA, x.stats, head, row, spec.tile_m, barriers, n)
+                tile, head = following(tile, head, first, end)
+        else:
+            queue.publish_end(0)
+
+    # -- device: products ---------------------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(
+        self, x: Operands, own: Consumer, storage: Pointers, role: cutlass.Constexpr[Role]
+    ) -> None:
+        queue = own.queue
+        queue.wait(0)
+        work = queue.read(0)
+        if work.exists:
+            own.acc.fill(0.0)
+            own.barriers.wait("k_full" if cutlass.const_expr(role is VALUE) else "v_full", 0)
+            first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            if first < end:
+                self.compute_tile(own, work, first, end, (end - first) * x.group, role)
+            # The work is read again where it is needed: registers are scarce in between.
+            work = queue.read(0)
+            if cutlass.const_expr(role is KEY):
+                fragments.scale_rows(own.acc, [x.softmax_scale] * fragments.LANE_ROWS)
+            if cutlass.const_expr(self.spec.partial):
+                self.store_partial(x, own, work, role)
+            else:
+                self.store_tile(x, own, storage, work, role)
+
+    @cute.jit
+    def compute_tile(
+        self,
+        own: Consumer,
+        work: Work,
+        first: Int32,
+        end: Int32,
+        count: Int32,
+        role: cutlass.Constexpr[Role],
+    ) -> None:
+        """Compute dV or dK from `count` tiles of queries."""
+        # Whole tiles of queries need no mask: every query sees every key of the CTA.
+        whole_first, whole_end = own.visible.whole_query_tiles(
+            self.first_key(work), ROWS, work.seqlen_q, work.seqlen_k
+        )
+        tile = first
+        masked = tile < whole_first or tile >= whole_end
+        self.next_query_tile(own, tile, Int32(0), masked, role, True)
+        for n in cutlass.range(1, count, unroll=1):
+            tile = cutlass.select_(tile + 1 == end, first, tile + 1)
+            masked = tile < whole_first or tile >= whole_end
+            self.next_query_tile(own, tile, n, masked, role, False)
+        _, z = OPERANDS[role.name]
+        second = self.start_second(own, z, count - 1)
+        fragments.assign(own.acc, wgmma.wait(second))
+        own.barriers.warp_arrives(f"{z}_empty", count - 1)
+
+    @cute.jit
+    def next_query_tile(
+        self,
+        own: Consumer,
+        tile: Int32,
+        n: Int32,
+        masked: Boolean,
+        role: cutlass.Constexpr[Role],
+        starts: cutlass.Constexpr[bool],
+    ) -> None:
+        """T' of use n, beside the product of the T' before and Z; with `starts` there is none
+        before."""
+        barriers = own.barriers
+        y, z = OPERANDS[role.name]
+        if cutlass.const_expr(not starts):
+            second = self.start_second(own, z, n - 1)
+        barriers.wait(f"{y}_full", n)
+        first = self.start_first(own, y, n)
+        if cutlass.const_expr(not starts):
+            fragments.assign(own.acc, wgmma.wait(second, pending=1))
+            barriers.warp_arrives(f"{z}_empty", n - 1)
+        if cutlass.const_expr(role is KEY):
+            self.receive_probabilities(own, n)
+        fragments.assign(own.t, wgmma.wait(first))
+        stats = own.stats + barriers.stage(f"{y}_full", n) * self.stats_bytes
+        if cutlass.const_expr(role is VALUE):
+            exponentiate(
+                own.t, lambda columns: of_columns(stats, columns), own.scaling,
+                lambda *p: self.round_probabilities(own, *p), softcap=self.spec.softcap,
+            )  # fmt: skip
+            if masked:
+                self.mask(own, tile, own.words)
+                if cutlass.const_expr(self.spec.softcap):
+                    self.mask(own, tile, own.slopes)
+            self.send_probabilities(own, n)
+        else:
+            differentiate(
+                own.t, lambda *at: self.rounded_probabilities(own, *at), own.words,
+                lambda columns: of_columns(stats, columns), self.dtype,
+            )  # fmt: skip
+            if masked:
+                self.mask(own, tile, own.words)
+        barriers.warp_arrives(f"{y}_empty", n)
+
+    def start_first(self, own: Consumer, y: str, n: Any) -> list[Any]:
+        """Start T = X Y^T, with use n of Y."""
+        spec = self.spec
+        stage = own.barriers.stage(f"{y}_full", n) * self.q_bytes
+        return start_scores(
+            self.dtype, opaque(own.x), own.y + stage,
+            tile_m=ROWS, tile_n=spec.tile_m, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def start_second(self, own: Consumer, z: str, n: Any) -> list[Any]:
+        """Start the accumulators + T' Z, with use n of Z."""
+        spec = self.spec
+        own.barriers.wait(f"{z}_full", n)
+        stage = own.barriers.stage(f"{z}_full", n) * self.q_bytes
+        return start_output(
+            self.dtype, fragments.values(own.acc), fragments.values(own.words), own.z + stage,
+            tile_n=spec.tile_m, head_dim=spec.head_dim,
+        )  # fmt: skip
+
+    def round_probabilities(
+        self, own: Consumer, lane_row: int, columns: range, p: list[Any], with_slope: list[Any]
+    ) -> None:
+        store_words(own.words, lane_row, columns, p, self.dtype)
+        if self.spec.softcap:
+            store_words(own.slopes, lane_row, columns, with_slope, self.dtype)
+
+    def rounded_probabilities(self, own: Consumer, lane_row: int, columns: range) -> list[Any]:
+        """P', which dS replaces."""
+        return [unpack(self.dtype, own.words[word(lane_row, j)]) for j in columns[::2]]
+
+    def send_probabilities(self, own: Consumer, n: Any) -> None:
+        """Hand P' of use n over to the thread of the key warpgroup with the same rows."""
+        words = own.slopes if self.spec.softcap else own.words
+        own.barriers.wait_previous("p_empty", n)
+        at = own.exchange + own.barriers.stage("p_full", n) * self.p_bytes
+        for i in range(0, cute.size(words), 4):
+            store_shared(Int32, at + i * (WARPGROUP * 4), [words[i + j] for j in range(4)])
+        own.barriers.warp_arrives("p_full", n)
+
+    def receive_probabilities(self, own: Consumer, n: Any) -> None:
+        own.barriers.wait("p_full", n)
+        at = own.exchange + own.barriers.stage("p_full", n) * self.p_bytes
+        for i in range(0, cute.size(own.words), 4):
+            found = load_shared(Int32, at + i * (WARPGROUP * 4), 4)
+            for j, x in enumerate(found):
+                own.words[i + j] = x
+        own.barriers.warp_arrives("p_empty", n)
+
+    def first_key(self, work: Work) -> Any:
+        """The CTA's first key."""
+        return (work.block * CTAS + cta_rank()) * ROWS
+
+    def key(self, own: Consumer, work: Work, lane_row: int) -> Any:
+        """A lane row's key."""
+        first = self.first_key(work) + fragments.first_row(own.warp)
+        return first + lane_row * fragments.LANE_ROW_STEP
+
+    def mask(self, own: Consumer, tile: Any, words: cute.Tensor) -> None:
+        """Set the columns of queries that do not see a row's key to 0."""
+        work = own.queue.read(0)
+        keys = [self.key(own, work, lane_row) for lane_row in range(fragments.LANE_ROWS)]
+        mask_queries(words, keys, tile, own.visible, work)
+
+    # -- device: epilogue ---------------------------------------------------------------------
+
+    @cute.jit
+    def store_tile(
+        self,
+        x: Operands,
+        own: Consumer,
+        storage: Pointers,
+        work: Work,
+        role: cutlass.Constexpr[Role],
+    ) -> None:
+        """Store the CTA's rows of dV or dK through the buffer of K or V, by TMA."""
+        spec = self.spec
+        if cutlass.const_expr(role is VALUE):
+            group, tma, out, staged = 0, x.dv_tma, x.dv, storage.k
+        else:
+            group, tma, out, staged = 1, x.dk_tma, x.dk, storage.v
+        group_barrier(group)  # all warps of the warpgroup are done with K or V
+        words = fragments.operand(own.acc, self.dtype)
+        fragments.stage_rows(words, own.x, own.warp, ROWS, opaque(cute.arch.lane_idx()))
+        cute.arch.fence_view_async_shared()
+        group_barrier(group)
+        if own.warp == 0:
+            rows = self.k_rows.box(out, work.block * CTAS + cta_rank(), *work.keys)
+            with cute.arch.elect_one():
+                store_staged(tma, rows, staged, 0, 1, ROWS, spec.head_dim)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_partial(
+        self, x: Operands, own: Consumer, work: Work, role: cutlass.Constexpr[Role]
+    ) -> None:
+        """Store the CTA's rows of a split's partial sums."""
+        out = x.dv if cutlass.const_expr(role is VALUE) else x.dk
+        head, split = head_and_split(work, x.num_splits, self.spec.partial)
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            key = self.key(own, work, lane_row)
+            if key < work.seqlen_k:
+                offset = partial_offset(out, split, work, key, head, x.batch, self.spec)
+                store_partial_row(own.acc, lane_row, out, offset)

@@ -1,0 +1,98 @@
+"""What the SM90 kernels of dK and dV share: tiles whose rows are keys and whose columns are
+queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int64
+
+from ..common.pipeline import Barriers
+from ..common.ptx.async_copy import copy_bulk
+from ..common.ptx.compiler import opaque
+from ..common.ptx.memory import load_shared, shared_address, store_global
+from . import fragments
+from .spec import Sm90BackwardSpec
+from .visibility import Visibility
+from .work import Work
+
+
+def load_stats(
+    name: str, buffer: cute.Pointer, kind: int, stats: cute.Tensor, head: Any, row: Any,
+    queries: int, barriers: Barriers, n: Any,
+) -> None:  # fmt: skip
+    """Copy the statistics of so many queries, from padded row `row` on, to use n of the ring
+    `name`, one of whose buffers is `buffer`."""
+    heads, padded_rows = stats.shape[1], stats.shape[2]
+    at = Int64(kind * heads + head) * padded_rows + row
+    nbytes = 4 * queries
+    stage = barriers.stage(f"{name}_full", n)
+    with cute.arch.elect_one():
+        copy_bulk(
+            shared_address(buffer) + stage * nbytes,
+            stats.iterator.toint() + at * 4,
+            nbytes,
+            shared_address(barriers.pointer(f"{name}_full", n)),
+        )
+
+
+def head_and_split(work: Work, num_splits: Any, partial: bool) -> tuple[Any, Any]:
+    """The K/V head of a tile, and the number of its split."""
+    if not partial:
+        return work.kv_head, 0
+    head = work.kv_head // num_splits
+    return head, work.kv_head - head * num_splits
+
+
+def of_columns(stats: Any, columns: range) -> list[dict[int, Any]]:
+    """Statistics of a lane row's columns by column, which both lane rows share, from the shared
+    address of a tile's."""
+    at = stats + opaque(cute.arch.lane_idx()) % fragments.LANES * 8
+    found: dict[int, Any] = {}
+    for j in columns[::2]:
+        found[j], found[j + 1] = load_shared(Float32, at + 16 * j, 2)
+    return [found] * fragments.LANE_ROWS
+
+
+def mask_queries(
+    words: cute.Tensor, keys: list[Any], tile: Any, visible: Visibility, work: Work
+) -> None:
+    """Set the columns of queries that do not see the key of a lane row to 0, in an operand of tile
+    `tile` of the queries."""
+    lows, highs = [], []
+    for key in keys:
+        low, high = visible.tokens(key, work.seqlen_q, work.seqlen_k)
+        lows.append(low - tile * visible.tile_m)
+        highs.append(high - tile * visible.tile_m)
+    fragments.mask_operand(words, highs, None if visible.right is None else lows)
+
+
+def partial_offset(
+    out: cute.Tensor,
+    split: Any,
+    work: Work,
+    key: Any,
+    head: Any,
+    batch: Any,
+    spec: Sm90BackwardSpec,
+) -> Any:
+    """Where a lane's columns of a key begin, in elements of a split's partial sums `out`."""
+    if spec.varlen_k:
+        first = Int64(split) * out.shape[1] + work.k_start
+    else:
+        first = (Int64(split) * batch + work.sequence) * out.shape[2]
+    offset = ((first + key) * out.shape[-2] + head) * spec.head_dim
+    return offset + cute.arch.lane_idx() % fragments.LANES * 2
+
+
+@cute.jit
+def store_partial_row(
+    acc: cute.Tensor, lane_row: cutlass.Constexpr[int], out: cute.Tensor, offset: Int64
+) -> None:
+    """Store a lane row from `offset` on: a lane has two neighbouring columns of each 8."""
+    at = out.iterator.toint() + offset * 4
+    values = acc[None, lane_row, None]
+    for j in cutlass.range_constexpr(0, cute.size(values), 2):
+        store_global(Float32, at + 16 * j, [values[j], values[j + 1]])
