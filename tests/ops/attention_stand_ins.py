@@ -69,8 +69,17 @@ def _forward(
     spec: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None, sink: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, used_q: Tensor | None, used_k: Tensor | None,
     pages: Tensor | None, scale: float, softcap: float, left: int, right: int, clusters: int,
+    *counter: Tensor,
 ) -> None:  # fmt: skip
-    assert pages is None
+    assert bool(spec.page_rows) == (pages is not None)
+    assert len(counter) == (spec.scheduler == "counter")
+    if pages is not None:
+        where = pages.long().clamp(0, len(k) - 1)
+        k, v = (x[where].flatten(1, 2) for x in (k, v))
+    if spec.split:  # the first has all keys, the others none
+        assert lse is not None
+        o[1:], lse[1:] = math.nan, -math.inf
+        o, lse = o[0], lse[0]
     exact_o, exact_lse = attention_reference(
         q, k, v, softmax_scale=scale, learnable_sink=sink, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
         seqused_q=used_q, seqused_k=used_k, **_options(spec, softcap, left, right),
@@ -199,7 +208,24 @@ def _zero_unused(spec: Any, x: Tensor, cu_seqlens: Tensor | None, seqused: Tenso
     x[rows] = 0
 
 
+def _combine(
+    spec: Any, o_splits: Tensor, lse_splits: Tensor, o: Tensor, lse: Tensor | None,
+    sink: Tensor | None,
+) -> None:  # fmt: skip
+    assert spec.lse == (lse is not None) and (spec.sink_dtype != "none") == (sink is not None)
+    total = lse_splits.double()
+    if sink is not None:
+        total = torch.cat([total, sink.double().expand_as(total[:1])])
+    total = total.logsumexp(0)
+    weights = (lse_splits.double() - total).exp().nan_to_num(0.0)
+    o.copy_((weights[..., None] * o_splits.double().nan_to_num(0.0)).sum(0))
+    if lse is not None:
+        lse.copy_(total)
+
+
 KERNELS = {
+    table.SM90_FORWARD.name: _forward,
+    table.COMBINE.name: _combine,
     table.HD256_FORWARD.kernel.name: _forward,
     table.BACKWARD_PREPROCESS.kernel.name: _preprocess,
     table.HD256_BACKWARD_DQ.kernel.name: _dq,

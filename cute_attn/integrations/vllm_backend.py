@@ -1,0 +1,303 @@
+"""The attention backend that `vllm.register` names to vLLM; importing it needs vLLM.
+
+The KV cache of a layer is `[num_blocks, heads_k, block_size, 2 * head_size]`, vLLM's standard
+shape: a token's key beside its value. In memory a block's tokens come before its heads. A block is
+a page of `flash_attn_varlen_func`, which reads keys and values in place.
+
+Everything that changes from step to step is in tensors that only the device reads; numbers that
+the host gives (the longest query, the longest sequence) choose how the work is divided, and no
+result depends on them. So a CUDA graph of any batch may be replayed for another of its size.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from ..ops.attention import flash_attn_varlen_func
+
+try:
+    from vllm._custom_ops import reshape_and_cache_flash
+except (ImportError, AttributeError):  # vLLM without its CUDA extension
+    reshape_and_cache_flash = None
+
+BLOCK_STEP = 16  # what block_size is a multiple of
+# The head sizes with a kernel, by the compute capability's major number.
+HEAD_SIZES = {9: (64, 128, 256), 10: (256,)}
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16")
+
+
+class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM asks before it chooses a backend."""
+
+    accept_output_buffer: bool = True
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[CuteAttnImpl]:
+        return CuteAttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CuteAttnMetadataBuilder]:
+        return CuteAttnMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[Any]:
+        return [MultipleOf(BLOCK_STEP)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return sorted(set().union(*HEAD_SIZES.values()))
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        if block_size % BLOCK_STEP:
+            raise ValueError(f"block_size is {block_size}, must be a multiple of {BLOCK_STEP}")
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        if include_num_layers_dimension:
+            raise NotImplementedError("cute_attn has no KV cache whose blocks hold all layers")
+        return 0, 2, 1, 3
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major in HEAD_SIZES
+
+    @classmethod
+    def supports_combination(cls, head_size: int, *others: Any, **named: Any) -> str | None:
+        """A reason against the combination; vLLM's releases differ in what is between head_size and
+        the device's capability, which is last."""
+        capability = named.get("device_capability") or others[-1]
+        sizes = HEAD_SIZES.get(capability.major, ())
+        if sizes and head_size not in sizes:
+            return f"head_size {head_size} has no kernel on this GPU, there are: {sizes}"
+        return None
+
+
+@dataclass
+class CuteAttnMetadata:
+    """What a step hands to the attention of every layer.
+
+    Attributes:
+        num_actual_tokens: rows of the queries that count; those behind them pad a CUDA graph.
+        max_query_len, max_seq_len: of the batch; upper bounds.
+        query_start_loc: `[requests + 1]`: where a request's queries start.
+        seq_lens: `[requests]`: a request's keys, those of this step included.
+        block_table: `[requests, max_blocks]`.
+        slot_mapping: where in the cache a token's key and value go; negative: nowhere.
+        causal: whether keys behind a query are masked.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool = True
+
+
+class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
+    supports_update_block_table: bool = True
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract in vLLM
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CuteAttnMetadata:
+        """`common_prefix_len` is not used: the prefix is in every request's blocks."""
+        given = common_attn_metadata
+        if not isinstance(given.causal, bool):
+            raise NotImplementedError(
+                "cute_attn has no attention that is causal for some requests of a batch"
+            )
+        return CuteAttnMetadata(
+            num_actual_tokens=given.num_actual_tokens,
+            max_query_len=given.max_query_len,
+            max_seq_len=given.max_seq_len,
+            query_start_loc=given.query_start_loc,
+            seq_lens=given.seq_lens,
+            block_table=given.block_table_tensor,
+            slot_mapping=given.slot_mapping,
+            causal=given.causal,
+        )
+
+    def update_block_table(
+        self, metadata: CuteAttnMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> CuteAttnMetadata:
+        found = copy.copy(metadata)
+        found.block_table, found.slot_mapping = blk_table, slot_mapping
+        return found
+
+
+class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
+    """The attention of a layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if head_size not in CuteAttnBackend.get_supported_head_sizes():
+            raise NotImplementedError(
+                f"cute_attn has no kernel for head_size {head_size}, there are: "
+                f"{CuteAttnBackend.get_supported_head_sizes()}"
+            )
+        if alibi_slopes is not None:
+            raise NotImplementedError("cute_attn has no ALiBi (alibi_slopes)")
+        if kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise NotImplementedError(
+                f"cute_attn has no KV cache of dtype {kv_cache_dtype!r}, there are: "
+                f"{KV_CACHE_DTYPES}"
+            )
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(
+                f"cute_attn has no attention of type {attn_type!r} in vLLM: decoders only"
+            )
+        if getattr(self, "dcp_world_size", 1) > 1:
+            raise NotImplementedError("cute_attn has no decode context parallelism in vLLM")
+        if sinks is not None and sinks.shape[0] != num_heads:
+            raise ValueError(f"sinks has {sinks.shape[0]} heads, must have {num_heads}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        # vLLM's window counts the query's own position.
+        self.left = None if sliding_window is None else sliding_window - 1
+        self.softcap = float(logits_soft_cap or 0.0)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.attn_type = attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CuteAttnMetadata | None,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the attention of `query`, `[tokens, heads, head_size]`, to `output`, of that shape,
+        and return it. `key` and `value` are in the cache already."""
+        if output is None:
+            raise ValueError("output is None, must be a tensor: the backend accepts a buffer")
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("cute_attn has no quantised output (output_scale)")
+        if attn_metadata is None:  # vLLM measures how much memory a step takes
+            return output.fill_(0)
+        rows = attn_metadata.num_actual_tokens
+        k, v = self.pages(kv_cache)
+        flash_attn_varlen_func(
+            query[:rows],
+            k,
+            v,
+            cu_seqlens_q=attn_metadata.query_start_loc,
+            max_seqlen_q=attn_metadata.max_query_len,
+            max_seqlen_k=attn_metadata.max_seq_len,
+            seqused_k=attn_metadata.seq_lens,
+            page_table=attn_metadata.block_table,
+            softmax_scale=self.scale,
+            causal=attn_metadata.causal,
+            window_size=(self.left, self.left),  # causal has no right side
+            learnable_sink=self.sinks,
+            softcap=self.softcap,
+            num_splits=0,
+            out=output[:rows],
+        )
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write keys and values, `[tokens, heads_k, head_size]`, to their slots."""
+        if self.kv_sharing_target_layer_name is not None:
+            return  # another layer has written them
+        k, v = self.pages(kv_cache)
+        if reshape_and_cache_flash is not None and key.is_cuda:
+            reshape_and_cache_flash(
+                key, value, k, v, slot_mapping, "auto", layer._k_scale, layer._v_scale
+            )
+            return
+        block_size = k.shape[1]
+        # A token without a slot writes what there is already to block 0, which vLLM gives to none.
+        slots = slot_mapping.clamp(min=0)
+        where = slots // block_size, slots % block_size
+        valid = (slot_mapping >= 0)[:, None, None]
+        for pages, rows in ((k, key), (v, value)):
+            pages[where] = torch.where(valid, rows[: len(slots)], pages[where])
+
+    def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a cache, `[num_blocks, block_size, heads_k, head_size]` each."""
+        if kv_cache.dim() != 4 or kv_cache.shape[-1] != 2 * self.head_size:
+            raise ValueError(
+                f"kv_cache has shape {list(kv_cache.shape)}, must be [num_blocks, "
+                f"{self.num_kv_heads}, block_size, {2 * self.head_size}]"
+            )
+        k, v = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return k, v

@@ -1,0 +1,388 @@
+"""vLLM's attention backend, with a stand-in of vLLM: `vllm_stand_in` says what it is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_attn
+from cute_attn.emulator import Emulator
+from cute_attn.integrations import vllm as integration
+from cute_attn.ops.attention import plan_attention
+from cute_attn.reference.attention import attention_in_low_precision, attention_reference
+from tests.integrations import vllm_stand_in
+from tests.integrations.vllm_stand_in import (
+    AMPERE,
+    BLACKWELL,
+    HOPPER,
+    AttentionCGSupport,
+    AttentionType,
+    Runner,
+    installed,
+    recorded_signatures,
+)
+from tests.ops.attention_cases import assert_no_worse
+from tests.ops.attention_stand_ins import StandIns, stand_ins
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return installed(monkeypatch)
+
+
+@pytest.fixture
+def backend(registry: Any) -> Any:
+    integration.register()
+    return registry.AttentionBackendEnum.CUSTOM.get_class()
+
+
+@pytest.fixture
+def launched() -> Iterator[StandIns]:
+    """Of kernels that only a float64 reference stands for."""
+    with stand_ins() as found, cute_attn.emulated("sm_90a", Emulator(num_sms=132)):
+        yield found
+
+
+# -- the plugin
+
+
+def test_the_entry_point_registers_the_backend(registry: Any):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (path,) = project["entry-points"]["vllm.general_plugins"].values()
+    module, _, name = path.partition(":")
+    register = getattr(importlib.import_module(module), name)
+    for _ in range(2):  # once in each of vLLM's processes, and some load plugins again
+        register()
+    cls = registry.AttentionBackendEnum.CUSTOM.get_class()
+    assert cls.get_name() == registry.AttentionBackendEnum.CUSTOM.name
+    assert cls.get_impl_cls().__module__ == "cute_attn.integrations.vllm_backend"
+
+
+def test_another_plugins_backend_stays(registry: Any, caplog: pytest.LogCaptureFixture):
+    custom = registry.AttentionBackendEnum.CUSTOM
+    registry.register_backend(custom, "other.Backend")
+    integration.register()
+    assert custom.get_path() == "other.Backend"
+    assert "other.Backend already: cute_attn leaves it" in caplog.text
+
+
+def test_methods_take_what_vllm_gives(backend: Any):
+    """Positionally and by name, as far as vLLM declares them."""
+    classes = {
+        "backend": backend,
+        "builder": backend.get_builder_cls(),
+        "impl": backend.get_impl_cls(),
+    }
+    checked = 0
+    for cls, method, parameters in recorded_signatures():
+        ours = inspect.signature(getattr(classes[cls], method))
+        names = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+        required = [x.name for x in parameters if x.default is x.empty and x.name in names]
+        ours.bind(*names)
+        ours.bind(*required)
+        variable = any(x.kind is x.VAR_POSITIONAL for x in ours.parameters.values())
+        if not variable:
+            ours.bind(**dict.fromkeys(n for n in names if n != "self"), **self_of(names))
+        checked += 1
+    assert checked > 20
+
+
+def self_of(names: list[str]) -> dict[str, None]:
+    return {"self": None} if "self" in names else {}
+
+
+# -- what the backend says of itself
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"head_size": 64},
+        {"head_size": 256, "dtype": torch.float16, "block_size": 544, "has_sink": True},
+        {"head_size": 256, "device_capability": BLACKWELL, "kv_cache_dtype": "bfloat16"},
+        {"block_size": None, "kv_cache_dtype": None},
+    ],
+    ids=str,
+)
+def test_what_vllm_may_choose_it_for(backend: Any, change: dict[str, Any]):
+    assert backend.validate_configuration(**change) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_size": 96}, "head_size not supported"),
+        ({"dtype": torch.float32}, "dtype not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"block_size": 8}, "block_size not supported"),
+        ({"use_mla": True}, "MLA not supported"),
+        ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+        ({"device_capability": AMPERE}, "compute capability not supported"),
+        (
+            {"attn_type": AttentionType.ENCODER_ONLY},
+            f"attention type {AttentionType.ENCODER_ONLY} ",
+        ),
+        ({"device_capability": BLACKWELL}, "head_size 128 has no kernel on this GPU, there are"),
+    ],
+    ids=str,
+)
+def test_what_vllm_is_told_not_to(backend: Any, change: dict[str, Any], reason: str):
+    found = backend.validate_configuration(**change)
+    assert any(x.startswith(reason) for x in found), found
+
+
+def test_the_head_sizes_are_those_with_a_kernel(backend: Any):
+    from cute_attn.kernels.attention import table
+
+    for capability, arch in ((HOPPER, "sm_90a"), (BLACKWELL, "sm_100a")):
+        for head_size in backend.get_supported_head_sizes():
+            fits = not backend.validate_configuration(
+                head_size=head_size, device_capability=capability
+            )
+            assert fits == table.has("forward", arch, head_size)
+
+
+GOOD = {"num_heads": 4, "head_size": 128, "scale": 0.1, "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"head_size": 80}, NotImplementedError, r"head_size 80, there are: \[64, 128, 256\]"),
+        ({"alibi_slopes": [0.5] * 4}, NotImplementedError, "no ALiBi"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, NotImplementedError, "KV cache of dtype 'fp8_e4m3'"),
+        ({"attn_type": AttentionType.ENCODER}, NotImplementedError, "attention of type"),
+        ({"sinks": torch.zeros(3)}, ValueError, "sinks has 3 heads, must have 4"),
+    ],
+    ids=str,
+)
+def test_layers_without_a_kernel_are_refused(
+    backend: Any, change: dict[str, Any], error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        backend.get_impl_cls()(**GOOD | change)
+
+
+def test_calls_that_have_no_kernel_are_refused(backend: Any, launched: StandIns):
+    impl = backend.get_impl_cls()(**GOOD)
+    x, cache = torch.zeros(3, 4, 128), torch.zeros(4, 2, 16, 256)
+    for given, error, message in (
+        ({"output": None}, ValueError, "output is None"),
+        ({"output": x, "output_scale": x}, NotImplementedError, "no quantised output"),
+    ):
+        with pytest.raises(error, match=message):
+            impl.forward(None, x, x, x, cache, None, **given)
+    for wrong in (torch.zeros(2, 4, 16, 2, 128), torch.zeros(4, 2, 16, 128)):
+        with pytest.raises(
+            ValueError, match=r"kv_cache has shape .* must be \[num_blocks, 2, block"
+        ):
+            impl.do_kv_cache_update(None, x, x, wrong, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="block_size is 24, must be a multiple of 16"):
+        backend.get_kv_cache_shape(4, 24, 2, 128)
+    runner = Runner(backend, heads=4, heads_k=2, head_size=128)
+    common = runner.metadata({0: 2}, *[runner.randn(2, 2, 128)] * 2, 0, 0)
+    common.causal = torch.tensor([True])
+    with pytest.raises(NotImplementedError, match="causal for some requests"):
+        runner.builder.build(0, common)
+    assert not launched.names
+
+
+def test_a_profiling_run_has_no_metadata(backend: Any, launched: StandIns):
+    impl = backend.get_impl_cls()(**GOOD)
+    output = torch.full((3, 4, 128), torch.nan)
+    assert impl.forward(None, *[output] * 3, torch.zeros(0), None, output=output) is output
+    assert not output.any() and not launched.names
+
+
+# -- steps
+
+
+def assert_agrees(runner: Runner, queries: list[Tensor], output: Tensor, requests: Any) -> None:
+    """Of each request, with attention over its own tokens alone."""
+    impl, first = runner.impl, 0
+    for q, request in zip(queries, requests, strict=True):
+        given = [x[None].cpu() for x in (q, runner.keys[request], runner.values[request])]
+        options = {
+            "softmax_scale": impl.scale,
+            "causal": True,
+            "window_size": (impl.left, None),
+            "softcap": impl.softcap,
+            "learnable_sink": None if impl.sinks is None else impl.sinks.cpu(),
+        }
+        exact, _ = attention_reference(*given, **options)
+        plain, _ = attention_in_low_precision(*given, **options)
+        ours = output[first : first + len(q)].cpu()
+        assert_no_worse(ours[None], plain, exact, torch.finfo(q.dtype).eps / 2)
+        first += len(q)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "grouped heads": {},
+    "sliding window": {"sliding_window": 20},
+    "softcap": {"logits_soft_cap": 5.0},
+    "sinks": {"sinks": torch.tensor([1.0, -2.0, 0.0, 3.0])},
+}
+
+
+def serve(runner: Runner) -> None:
+    """Prefill, chunked prefill, decode, all of them in one step, and a padded batch."""
+    for step, padding in (
+        ({0: 33, 1: 1}, {}),
+        ({0: 40, 1: 1, 2: 17}, {}),  # a later piece of a prompt, a decode and a first piece
+        ({2: 1, 0: 1, 1: 1}, {}),
+        ({1: 1, 0: 1, 2: 1}, {"pad_rows": 5, "pad_requests": 5}),
+        ({1: 60, 2: 3}, {"pad_rows": 1, "pad_requests": 1}),
+    ):
+        queries, output = runner.step(step, **padding)
+        assert_agrees(runner, queries, output, step)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        "sliding window",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in LAYERS if x != "sliding window"),
+    ],
+)
+def test_steps_agree_with_attention_over_each_requests_tokens(
+    backend: Any, launched: StandIns, layer: str
+):
+    serve(Runner(backend, heads=4, heads_k=2, head_size=128, **LAYERS[layer]))
+    assert launched.names == ["sm90_forward"] * 5
+    plan = plan_attention(
+        "sm_90a",
+        head_dim=128,
+        heads=4,
+        heads_k=2,
+        causal=True,
+        window_left=layer == "sliding window",
+        softcap=layer == "softcap",
+        sink="float32" if layer == "sinks" else None,
+        varlen_q=True,
+        seqused_k=True,
+        page_size=16,
+        num_splits=0,
+    )
+    assert {spec for _, spec, _ in launched.launched} <= {spec for _, spec in plan}
+
+
+def test_keys_and_values_go_to_their_slots_and_padding_nowhere(backend: Any):
+    runner = Runner(backend, heads=2, heads_k=2, head_size=64, block_size=32)
+    before = runner.kv_cache.clone()
+    k, v = runner.randn(5, 2, 64), runner.randn(5, 2, 64)
+    slots = torch.tensor([37, -1, 33, 95])  # fewer than rows, as vLLM's may be
+    runner.impl.do_kv_cache_update(runner.layer, k, v, runner.kv_cache, slots)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            before[slot // 32, :, slot % 32] = torch.cat([k[row], v[row]], dim=-1)
+    torch.testing.assert_close(runner.kv_cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_layer_that_shares_its_cache_does_not_write(backend: Any):
+    impl = backend.get_impl_cls()(**GOOD, kv_sharing_target_layer_name="layers.3")
+    cache = torch.zeros(2, 2, 16, 256)
+    impl.do_kv_cache_update(
+        None, *[torch.ones(1, 2, 128)] * 2, cache, torch.zeros(1, dtype=torch.int64)
+    )
+    assert not cache.any()
+
+
+def test_a_step_is_launched_from_shapes_alone(backend: Any, launched: StandIns):
+    """What a CUDA graph needs: nothing but tensors that it reads differs between two steps of the
+    same batch, in which requests have other lengths and blocks."""
+    runner = Runner(backend, heads=4, heads_k=2, head_size=128, most_blocks=64)
+    builder = runner.builder
+    assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
+    runner.step({0: 100, 1: 3, 2: 50})
+    seen = []
+    for step in ({0: 1, 1: 1, 2: 1}, {2: 1, 1: 1, 0: 1}):
+        launched.launched.clear()
+        k, v = (runner.randn(3, 2, 128) for _ in range(2))
+        common = runner.metadata(step, k, v, 0, 0)
+        common.max_seq_len = runner.most_blocks * runner.block_size  # as vLLM captures
+        metadata = builder.build_for_cudagraph_capture(common)
+        q, output = runner.randn(3, 4, 128), torch.empty(3, 4, 128, dtype=torch.bfloat16)
+        runner.forward(metadata, q, k, v, output)
+        assert_agrees(runner, list(q.split(1)), output, step)
+        seen.append(
+            [
+                (name, spec, [x.shape if isinstance(x, Tensor) else x for x in args])
+                for name, spec, args in launched.launched
+            ]
+        )
+    assert seen[0] == seen[1] and [name for name, *_ in seen[0]] == ["sm90_forward", "combine"]
+
+
+def test_a_block_table_may_be_replaced(backend: Any):
+    runner = Runner(backend, heads=4, heads_k=2, head_size=128)
+    common = runner.metadata({0: 2}, *[runner.randn(2, 2, 128)] * 2, 0, 0)
+    metadata = runner.builder.build(0, common)
+    table, slots = torch.ones(1, 12, dtype=torch.int32), torch.tensor([5, 6])
+    again = runner.builder.update_block_table(metadata, table, slots)
+    assert again.block_table is table and again.slot_mapping is slots
+    assert metadata.block_table is common.block_table_tensor
+    assert again.seq_lens is metadata.seq_lens and runner.builder.supports_update_block_table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "head_size"), [("sm_90a", 64), ("sm_90a", 256), ("sm_100a", 256)])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_kernels_serve_too(backend: Any, arch: str, head_size: int, layer: str):
+    emulator = Emulator(schedule="random", seed=0)
+    with cute_attn.emulated(arch, emulator):
+        serve(Runner(backend, heads=4, heads_k=2, head_size=head_size, **LAYERS[layer]))
+    assert not [x for x in emulator.report.findings if x.severity == "error"], emulator.report
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_on_a_gpu_with_a_graph(backend: Any, head_size: int, layer: str):
+    """A captured decode step serves other lengths."""
+    options = {k: x.cuda() if isinstance(x, Tensor) else x for k, x in LAYERS[layer].items()}
+    capability = vllm_stand_in.DeviceCapability(*torch.cuda.get_device_capability())
+    if backend.validate_configuration(head_size=head_size, device_capability=capability):
+        pytest.skip("there is no kernel for this GPU")
+    runner = Runner(backend, heads=4, heads_k=2, head_size=head_size, device="cuda", **options)
+    serve(runner)
+    k, v, q = (
+        runner.randn(3, 2, head_size),
+        runner.randn(3, 2, head_size),
+        runner.randn(3, 4, head_size),
+    )
+    metadata = runner.builder.build_for_cudagraph_capture(
+        runner.metadata({0: 1, 1: 1, 2: 1}, k, v, 0, 0)
+    )
+    output = torch.empty_like(q)
+    runner.forward(metadata, q, k, v, output)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        runner.forward(metadata, q, k, v, output)
+    for _ in range(3):
+        for x in (q, k, v):
+            x.copy_(runner.randn(*x.shape))
+        common = runner.metadata({0: 1, 1: 1, 2: 1}, k, v, 0, 0)
+        for buffer, x in (
+            (metadata.seq_lens, common.seq_lens),
+            (metadata.block_table, common.block_table_tensor),
+            (metadata.slot_mapping, common.slot_mapping),
+        ):
+            buffer.copy_(x)
+        graph.replay()
+        assert_agrees(runner, list(q.split(1)), output, range(3))

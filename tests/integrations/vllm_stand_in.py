@@ -1,0 +1,441 @@
+"""A stand-in of the part of vLLM that an attention backend meets. It is not vLLM.
+
+vLLM is too large to be installed for tests. This is written from the interface that its
+documentation shows: the classes of `vllm.v1.attention.backend` and `.backends.registry` (releases
+0.15 to 0.26, and main in autumn 2026 for the shape of the KV cache), with the names, the order of
+arguments and the defaults there. `Runner` makes the calls that a worker makes in a step, in the
+same order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+# -- vllm.v1.attention.backend
+
+
+class AttentionType(str, Enum):
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class AttentionCGSupport(Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class DeviceCapability(NamedTuple):
+    major: int
+    minor: int
+
+
+HOPPER, BLACKWELL, AMPERE = (DeviceCapability(major, 0) for major in (9, 10, 8))
+
+
+class MultipleOf:
+    def __init__(self, base: int):
+        self.base = base
+
+
+class AttentionBackend(ABC):
+    accept_output_buffer = False
+    forward_includes_kv_cache_update = True
+    supported_dtypes = (torch.float16, torch.bfloat16)
+    supported_kv_cache_dtypes: Sequence[str] = ("auto",)
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> Any: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> Any: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]: ...
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []
+
+    is_mla = supports_sink = supports_mm_prefix = is_sparse = classmethod(lambda cls: False)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        return None
+
+    @classmethod
+    def validate_configuration(
+        cls,
+        head_size: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_cache_dtype: str | None = "auto",
+        block_size: int | None = 16,
+        use_mla: bool = False,
+        has_sink: bool = False,
+        use_sparse: bool = False,
+        use_mm_prefix: bool = False,
+        device_capability: DeviceCapability = HOPPER,
+        attn_type: str = AttentionType.DECODER,
+    ) -> list[str]:
+        """The reasons against the backend, in vLLM's words."""
+        sizes = [getattr(x, "base", x) for x in cls.get_supported_kernel_block_sizes()]
+        checks = {
+            "head_size not supported": head_size in cls.get_supported_head_sizes(),
+            "dtype not supported": dtype in cls.supported_dtypes,
+            "kv_cache_dtype not supported": kv_cache_dtype
+            in (None, *cls.supported_kv_cache_dtypes),
+            "block_size not supported": block_size is None
+            or any(block_size % size == 0 for size in sizes),
+            "partial multimodal token full attention not supported": not use_mm_prefix
+            or cls.supports_mm_prefix(),
+            "MLA not supported": use_mla == cls.is_mla(),
+            "sink setting not supported": not has_sink or cls.supports_sink(),
+            "sparse not supported": use_sparse == cls.is_sparse(),
+            "compute capability not supported": cls.supports_compute_capability(device_capability),
+            f"attention type {attn_type} not supported": cls.supports_attn_type(attn_type),
+        }
+        reasons = [reason for reason, fine in checks.items() if not fine]
+        combination = cls.supports_combination(
+            head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse,
+            device_capability,
+        )  # fmt: skip
+        return reasons if combination is None else [*reasons, combination]
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    causal: Any = True
+
+
+class AttentionMetadataBuilder(ABC):
+    _cudagraph_support = AttentionCGSupport.NEVER
+    reorder_batch_threshold: int | None = None
+    supports_update_block_table = False
+
+    @abstractmethod
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        self.kv_cache_spec = kv_cache_spec
+        self.layer_names = layer_names
+        self.vllm_config = vllm_config
+        self.device = device
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        return cls._cudagraph_support
+
+    @abstractmethod
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any: ...
+
+    def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
+        raise NotImplementedError
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> Any:
+        return self.build(0, common_attn_metadata, fast_build=True)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+
+class AttentionImpl(ABC):
+    can_return_lse_for_decode = False
+    dcp_world_size = 1
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None: ...
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor: ...
+
+    # Of backends whose forward does not write to the cache; abstract in none.
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        raise NotImplementedError
+
+
+RECORDED = {
+    "backend": AttentionBackend,
+    "builder": AttentionMetadataBuilder,
+    "impl": AttentionImpl,
+}
+
+
+def recorded_signatures() -> list[tuple[str, str, list[inspect.Parameter]]]:
+    """(class, method, parameters) of all that vLLM calls."""
+    return [
+        (name, method, list(inspect.signature(function).parameters.values()))
+        for name, cls in RECORDED.items()
+        for method in vars(cls)
+        if (not method.startswith("_") or method == "__init__")
+        and callable(function := getattr(cls, method))
+    ]
+
+
+# -- vllm.v1.attention.backends.registry
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts the stand-in where vLLM would be; returns the registry."""
+    overrides: dict[Any, str] = {}
+
+    class AttentionBackendEnum(Enum):
+        FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+        CUSTOM = None
+
+        def get_path(self) -> str:
+            path = overrides.get(self, self.value)
+            if not path:
+                raise ValueError(f"Backend {self.name} must be registered before use.")
+            return path
+
+        def get_class(self) -> Any:
+            module, _, name = self.get_path().rpartition(".")
+            return getattr(importlib.import_module(module), name)
+
+        def is_overridden(self) -> bool:
+            return self in overrides
+
+    def register_backend(
+        backend: Any, class_path: str | None = None, is_mamba: bool = False
+    ) -> Any:
+        assert class_path is not None and not is_mamba
+        overrides[backend] = class_path
+        return lambda x: x
+
+    registry = ModuleType("vllm.v1.attention.backends.registry")
+    vars(registry).update(
+        AttentionBackendEnum=AttentionBackendEnum, register_backend=register_backend
+    )
+    backend = ModuleType("vllm.v1.attention.backend")
+    vars(backend).update({x: value for x, value in globals().items() if x[0].isupper()})
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module in (registry, backend):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "cute_attn.integrations.vllm_backend", raising=False)
+    return registry
+
+
+# -- a worker
+
+
+class Runner:
+    """One attention layer and its KV cache, and the requests of a server.
+
+    Attributes:
+        keys, values: of each request so far, `[tokens, heads_k, head_size]`.
+        blocks: of each request, in order.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        heads: int,
+        heads_k: int,
+        head_size: int,
+        block_size: int = 16,
+        num_blocks: int = 64,
+        most_blocks: int = 12,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        **layer: Any,
+    ):
+        self.heads, self.heads_k, self.head_size = heads, heads_k, head_size
+        self.block_size, self.most_blocks = block_size, most_blocks
+        self.device, self.dtype = torch.device(device), dtype
+        self.generator = torch.Generator().manual_seed(seed)
+        self.layer = SimpleNamespace(
+            **{name: torch.ones(1, device=device) for name in ("_q_scale", "_k_scale", "_v_scale")}
+        )
+        self.impl = backend.get_impl_cls()(
+            heads, head_size, head_size**-0.5, heads_k, None, layer.get("sliding_window"), "auto",
+            layer.get("logits_soft_cap"), AttentionType.DECODER, None,
+            **{name: x for name, x in layer.items() if name == "sinks"},
+        )  # fmt: skip
+        self.builder = backend.get_builder_cls()(
+            SimpleNamespace(block_size=block_size, num_kv_heads=heads_k, head_size=head_size),
+            ["layer.0"], SimpleNamespace(), self.device,
+        )  # fmt: skip
+        # As bytes, of which the backend's shape and order make a view.
+        shape = backend.get_kv_cache_shape(num_blocks, block_size, heads_k, head_size, "auto")
+        order = backend.get_kv_cache_stride_order()
+        raw = torch.zeros(2 * torch.Size(shape).numel(), dtype=torch.int8, device=device)
+        physical = raw.view(dtype).view([shape[i] for i in order])
+        self.kv_cache = physical.permute([order.index(i) for i in range(len(order))])
+        assert self.kv_cache.shape == shape
+        self.kv_cache.fill_(torch.nan)
+        self.kv_cache[0] = 0  # the null block
+        self.free = (1 + torch.randperm(num_blocks - 1, generator=self.generator)).tolist()
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.blocks: list[list[int]] = []
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
+
+    def step(
+        self, queries: dict[int, int], *, pad_rows: int = 0, pad_requests: int = 0
+    ) -> tuple[list[Tensor], Tensor]:
+        """Run a step of so many new tokens of each request, with padding as for a CUDA graph.
+
+        Returns:
+            (the queries of each request, the output of all rows).
+        """
+        tokens = sum(queries.values()) + pad_rows
+        q = self.randn(tokens, self.heads, self.head_size)
+        k, v = (self.randn(tokens, self.heads_k, self.head_size) for _ in range(2))
+        common = self.metadata(queries, k, v, pad_rows, pad_requests)
+        metadata = self.builder.build(
+            common_prefix_len=0, common_attn_metadata=common, fast_build=False
+        )
+        output = torch.full_like(q, torch.nan)
+        self.forward(metadata, q, k, v, output)
+        return list(q[: sum(queries.values())].split(list(queries.values()))), output
+
+    def forward(self, metadata: Any, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> None:
+        """As vLLM's attention layer does it."""
+        with torch.inference_mode():
+            self.impl.do_kv_cache_update(self.layer, k, v, self.kv_cache, metadata.slot_mapping)
+            found = self.impl.forward(self.layer, q, k, v, self.kv_cache, metadata, output=output)
+        assert found is output
+
+    def metadata(
+        self, queries: dict[int, int], k: Tensor, v: Tensor, pad_rows: int, pad_requests: int
+    ) -> CommonAttentionMetadata:
+        starts, slots, first = [0], [], 0
+        for request, count in queries.items():
+            while len(self.keys) <= request:
+                empty = k.new_empty(0, self.heads_k, self.head_size)
+                self.keys.append(empty)
+                self.values.append(empty)
+                self.blocks.append([])
+            done = len(self.keys[request])
+            rows = slice(first, first + count)
+            self.keys[request] = torch.cat([self.keys[request], k[rows]])
+            self.values[request] = torch.cat([self.values[request], v[rows]])
+            while len(self.blocks[request]) * self.block_size < done + count:
+                self.blocks[request].append(self.free.pop())
+            slots += [
+                self.blocks[request][i // self.block_size] * self.block_size + i % self.block_size
+                for i in range(done, done + count)
+            ]
+            first += count
+            starts.append(first)
+        lengths = [len(self.keys[request]) for request in queries]
+        table = torch.zeros(len(queries) + pad_requests, self.most_blocks, dtype=torch.int32)
+        for row, request in enumerate(queries):
+            table[row, : len(self.blocks[request])] = torch.tensor(self.blocks[request])
+        starts += [first] * pad_requests
+        return CommonAttentionMetadata(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(
+                lengths + [0] * pad_requests, dtype=torch.int32, device=self.device
+            ),
+            num_reqs=len(queries) + pad_requests,
+            num_actual_tokens=first + pad_rows,
+            max_query_len=max(queries.values()),
+            max_seq_len=max(lengths),
+            block_table_tensor=table.to(self.device),
+            slot_mapping=torch.tensor(slots + [-1] * pad_rows, device=self.device),
+        )
