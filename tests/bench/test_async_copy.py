@@ -139,6 +139,10 @@ def test_the_tables(no_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["l2_time_to_no_copies_ratio"] == 1.0
     assert {r["box_columns"] for r in parts["boxes"]} == {8, 16, 32, 64, 128}
     assert [r["time_us"] for r in parts["kda"]] == list(study.KDA_HEADS)
+    assert (
+        f"copies, products': 'bulk, mma.sync', 'time_us': {study.KDA_HEADS[-1]:.1f}"
+        in (report.log[-1])
+    )
 
 
 def test_a_wrong_tile_fails_the_benchmark(
@@ -149,6 +153,9 @@ def test_a_wrong_tile_fails_the_benchmark(
     assert "wrong sums of CTAs [0]" in report.verdicts[0].detail
     assert all(row["bulk_gbps"] is None for row in report.rows)
     assert any(row["tensor_gbps"] is not None for row in report.rows)
+    failed = [line for line in report.log if "FAILED: wrong sums of CTAs [0]" in line]
+    assert len(failed) == len(report.verdicts[0].detail.split("; "))
+    assert all("bulk" in line for line in failed) and len(failed) < len(report.log)
 
 
 def test_other_bits_of_the_state_pass_fail_the_benchmark(

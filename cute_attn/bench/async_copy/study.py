@@ -16,7 +16,9 @@ tiles, and the tables have registers and instructions of a tile in place of time
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from ...cache.arch import check_arch
@@ -63,19 +65,18 @@ def run(args: argparse.Namespace) -> Report:
     runs = {name: make(machine.arch, args.short) for name, make in PARTS.items()}
     runs = {name: runs[name] for name in PARTS if name in args.only}
     parts: list[Report] = []
-    problems: list[str] = []
+    course = Course()
     ceilings: dict[str, float | None] = {}
     if isinstance(machine, Gpu):
         ceilings = _ceilings(machine, [r for some in runs.values() for r in some])
     for name, some in runs.items():
         if isinstance(machine, Gpu):
-            rows, wrong = _measure(name, machine, some)
+            rows = _measure(name, machine, some, course)
         else:
-            rows, wrong = _emulate(name, machine, some)
-        problems += wrong
+            rows = _emulate(name, machine, some, course)
         parts.append(_part(name, rows))
     if KDA in args.only:
-        parts.append(_part(KDA, _kda(machine, problems)))
+        parts.append(_part(KDA, _kda(machine, course)))
     # The streams are the report's own table, so that its plots are drawn.
     first = next((part for part in parts if part.benchmark.endswith("streams")), None)
     report = Report(
@@ -88,13 +89,14 @@ def run(args: argparse.Namespace) -> Report:
         verdicts=[
             Verdict(
                 "every tile landed where it belongs, in every run",
-                not problems,
-                "; ".join(problems) or f"{machine.checked} tiles",
+                not course.problems,
+                "; ".join(course.problems) or f"{machine.checked} tiles",
             )
         ],
         notes=_notes(machine.arch),
         parts=[part for part in parts if part is not first],
-        succeeded=not problems,
+        log=course.log,
+        succeeded=not course.problems,
     )
     if on_gpu and first:
         report.plots = _plots(report.columns, ceilings)
@@ -147,37 +149,50 @@ def _ceilings(gpu: Gpu, runs: list[Run]) -> dict[str, float | None]:
     return {**ceilings, **{f"{level}_read_gbps": gpu.read(level) for level in LEVELS}}
 
 
-def _attempt(
-    problems: list[str], function: Callable[..., T], run: Run, *arguments: object
-) -> T | None:
-    """The result of a run; None, and a line in `problems`, if it is wrong."""
-    from .problem import WrongTiles
+@dataclass
+class Course:
+    """What a run of the benchmark has found wrong, and its log."""
 
-    try:
-        return function(run, *arguments)
-    except WrongTiles as error:
-        problems.append(f"{dict(run.labels)}: {error}")
-        return None
+    problems: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    def attempt(
+        self, part: str, function: Callable[..., T], run: Run, *arguments: object
+    ) -> T | None:
+        """The result of a run; None, and a line in `problems`, if it is wrong."""
+        from .problem import WrongTiles
+
+        try:
+            result = function(run, *arguments)
+        except WrongTiles as error:
+            self.problems.append(f"{dict(run.labels)}: {error}")
+            self.note(f"{part} {dict(run.labels)} {arguments} FAILED: {error}")
+            return None
+        shown = "checked" if result is None else f"{result:.4g}"
+        self.note(f"{part} {dict(run.labels)} {arguments}: {shown}")
+        return result
+
+    def note(self, line: str) -> None:
+        self.log.append(f"{time.strftime('%H:%M:%S')} {line}")
 
 
-def _measure(part: str, gpu: Gpu, runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
-    """The rows of a part, and what was wrong."""
+def _measure(part: str, gpu: Gpu, runs: Sequence[Run], course: Course) -> list[Row]:
+    """The rows of a part."""
     from .machines import registers
 
     rows: dict[object, Row] = {}
-    problems: list[str] = []
     for run in track(runs, f"async-copy {part}"):
         labels: Row = dict(run.labels)
         if part == "repeated":
-            rate = _attempt(problems, gpu.repeated, run, REPEATS)
+            rate = course.attempt(part, gpu.repeated, run, REPEATS)
             rows[run] = {**labels, "gbps": rate, "published_gbps": _published(run)}
             continue
         for level in LEVELS:
             if part == "latency":
-                value = _attempt(problems, gpu.latency, run, level)
+                value = course.attempt(part, gpu.latency, run, level)
                 _put(rows, run, f"{level}_clocks", value)
                 continue
-            value = _attempt(problems, gpu.stream, run, level)
+            value = course.attempt(part, gpu.stream, run, level)
             if part in ("streams", "producers"):
                 # A column for each copy, a row for the rest.
                 key = (level, *(v for k, v in run.labels if k != "copy"))
@@ -187,7 +202,7 @@ def _measure(part: str, gpu: Gpu, runs: Sequence[Run]) -> tuple[list[Row], list[
                 _put(rows, run, f"{level}_gbps", value)
                 if part == "products" and level == "l2":
                     rows[run]["registers"] = registers(run.spec, gpu.arch)
-    return _finish(part, list(rows.values())), problems
+    return _finish(part, list(rows.values()))
 
 
 def _put(rows: dict[object, Row], run: Run, column: str, value: Scalar) -> None:
@@ -231,14 +246,13 @@ def _ratio(x: Scalar, y: Scalar) -> float | None:
     return x / y if isinstance(x, float) and isinstance(y, float) else None
 
 
-def _emulate(part: str, machine: Emulator, runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
-    """Rows of each kernel's registers and instructions, and what was wrong."""
+def _emulate(part: str, machine: Emulator, runs: Sequence[Run], course: Course) -> list[Row]:
+    """Rows of each kernel's registers and instructions."""
     from .machines import registers
 
     rows: list[Row] = []
-    problems: list[str] = []
     for run in track(runs, f"async-copy {part} in the emulator"):
-        _attempt(problems, machine.check, run)
+        course.attempt(part, machine.check, run)
         use, copy = _issue_slots(run, machine.arch)
         rows.append(
             {
@@ -250,10 +264,10 @@ def _emulate(part: str, machine: Emulator, runs: Sequence[Run]) -> tuple[list[Ro
                 "producer_instructions": copy,
             }
         )
-    return rows, problems
+    return rows
 
 
-def _kda(machine: Gpu | Emulator, problems: list[str]) -> list[Row]:
+def _kda(machine: Gpu | Emulator, course: Course) -> list[Row]:
     """Rows of the state pass with each choice of copies, timed on a GPU."""
     from . import kda
     from .machines import Gpu
@@ -263,10 +277,11 @@ def _kda(machine: Gpu | Emulator, problems: list[str]) -> list[Row]:
     for heads in KDA_HEADS if on_gpu else (1,):
         tokens = KDA_TOKENS if on_gpu else 2 * kda.CHUNK
         times, found = machine.kda(tokens, heads)
-        problems += found
+        course.problems += found
         for choice, time_us in times.items():
             labels: Row = {"heads": heads, "tokens": tokens, "copies, products": choice}
             rows.append({**labels, "time_us": time_us})
+            course.note(f"{KDA} {rows[-1]}")
     return rows
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from .report import Plot, Report
 
 COLUMNS = 4  # of plots in a picture
+COLOURS = 10  # that matplotlib has; lines beyond are dashed
+MOST_INSIDE = 8  # entries of a legend that finds room beside the lines
 
 
 def draw(report: Report, path: Path) -> Path | None:
@@ -51,6 +53,7 @@ def _waterfall(axes: Any, report: Report, plot: Plot) -> None:
         axes.bar(name, value - before, bottom=before, color="C0" if value >= before else "C3")
         axes.annotate(f"{value:.0f}", (name, max(value, before)), ha="center", va="bottom")
         before = value
+    axes.set_ylim(top=1.1 * axes.dataLim.ymax)
     axes.set_title(plot.title)
     axes.set_ylabel(plot.y_label)
     axes.tick_params(axis="x", rotation=60)
@@ -59,10 +62,14 @@ def _waterfall(axes: Any, report: Report, plot: Plot) -> None:
 
 def _draw_one(axes: Any, report: Report, plot: Plot) -> None:
     rows = plot.matching(report.rows)
-    for column in plot.ys:
+    for i, column in enumerate(plot.ys):
         points = [(row[plot.x], row[column]) for row in rows if row[column] is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=column)
+            line = "-" if i < COLOURS else "--"
+            axes.plot(
+                *zip(*points, strict=True),
+                marker="o", markersize=4, color=f"C{i % COLOURS}", linestyle=line, label=column,
+            )  # fmt: skip
     for label, value in plot.lines.items():
         axes.axhline(value, linestyle="--", linewidth=1, color="black", label=label)
     if plot.log_x:
@@ -78,4 +85,7 @@ def _draw_one(axes: Any, report: Report, plot: Plot) -> None:
     axes.set_xlabel(plot.x)
     axes.set_ylabel(plot.y_label)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if len(plot.ys) + len(plot.lines) > MOST_INSIDE:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    else:
+        axes.legend()
