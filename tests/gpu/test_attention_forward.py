@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn import cache
 from cute_attn.kernels.attention import table
+from tests.ops import attention_grid as grid
 from tests.ops.attention_cases import (
     CACHE,
     CAPPED,
@@ -125,6 +126,51 @@ def test_splits(head_dim: int, splits: int):
     assert same(args, first, call(args, num_splits=splits))
     args = on_gpu(Case(CAUSAL, (130,), (9000,), heads_k=2).arguments())
     assert_agrees(args, *call(args, num_splits=splits))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["causal, grouped", "decode", "packed heads"])
+def test_out_gets_the_same_bits(head_dim: int, name: str, splits: int):
+    args = on_gpu(LARGE[name].arguments())
+    expected = call(args, num_splits=splits)
+    whole = torch.full((*args["q"].shape[:-1], head_dim + 8), torch.nan, device="cuda")
+    out = whole.to(args["q"].dtype)[..., :head_dim]
+    for to in (out, torch.full_like(args["q"], torch.nan)):
+        for _ in range(2):  # the first call is cold
+            result = call(args, num_splits=splits, out=to)
+            assert result[0] is to and same(args, expected, result)
+    assert out._base is not None and out._base[..., head_dim:].isnan().all()
+
+
+# -- FlashAttention-4's grids, whole or drawn from: see attention_grid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", grid.DENSE_SHAPES, ids=str)
+def test_the_dense_grid(head_dim: int, shape: tuple[int, int]):
+    for point in grid.drawn(grid.dense_points(shape)):
+        grid.check(point, head_dim, "cuda", call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", grid.VARLEN_SHAPES, ids=str)
+def test_the_grid_of_packed_sequences(head_dim: int, shape: tuple[int, int]):
+    for point in grid.drawn(grid.varlen_points(shape)):
+        grid.check(point, head_dim, "cuda", call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", grid.CACHE_SHAPES, ids=str)
+def test_the_grid_of_caches(head_dim: int, shape: tuple[int, int]):
+    for point in grid.drawn(grid.cache_points(shape)):
+        grid.check(point, head_dim, "cuda", call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", grid.PAGED_POINTS, ids=str)
+def test_the_grid_of_pages(point: grid.Point):
+    with on_target(Target(ARCH, 256)):
+        grid.check(point, 256, "cuda", call)
 
 
 def test_streams_do_not_share_tiles(head_dim: int):

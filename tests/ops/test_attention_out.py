@@ -39,20 +39,16 @@ def launched() -> Iterator[StandIns]:
 # -- kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "case", "paged", "splits"),
     [
         (128, Case(CACHE, (1, 0, 2), (300,) * 3, unused_k=(0, 9, 299), group=2), False, 2),
-        pytest.param(
-            128, Case(CACHE, (2, 1), (90,) * 2, unused_k=(7, 0), group=2), True, 1,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            64, Case(CAUSAL, (70,), (300,), heads_k=2), False, 1, marks=pytest.mark.slow
-        ),
+        (128, Case(CACHE, (2, 1), (90,) * 2, unused_k=(7, 0), group=2), True, 1),
+        (64, Case(CAUSAL, (70,), (300,), heads_k=2), False, 1),
     ],
     ids=["splits", "pages", "dense"],
-)  # fmt: skip
+)
 def test_the_kernels_write_the_same_bits(head_dim: int, case: Case, paged: bool, splits: int):
     with on_target(Target("sm_90a", head_dim)):
         args = case.arguments()
