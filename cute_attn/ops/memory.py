@@ -6,8 +6,6 @@ The kernels' host code checks the same at each launch, in `kernels/common/overla
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 
@@ -45,12 +43,6 @@ def check_memory(
                 f"{name} overlaps {other} in memory, must be distinct: {name} spans "
                 f"[{start:#x}, {end:#x}), {other} [{other_start:#x}, {other_end:#x})"
             )
-
-
-def share_memory(x: Tensor, others: Iterable[Tensor | None]) -> bool:
-    """Whether another tensor is in x's storage, so that the two may overlap."""
-    storage = x.untyped_storage().data_ptr()
-    return any(y is not None and y.untyped_storage().data_ptr() == storage for y in others)
 
 
 def _check_distinct(name: str, x: Tensor) -> None:

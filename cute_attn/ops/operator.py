@@ -46,7 +46,6 @@ from ..settings import on_reload
 from .checks import check_tangents, check_tensors, check_transforms
 
 __all__ = [
-    "NEVER_INTERCEPT",
     "PLAIN",
     "Operator",
     "dispatch_mode_depth",
@@ -69,7 +68,7 @@ increment_version = torch._C._increment_version
 _disabled_torch_function = torch._C._disabled_torch_function_impl
 
 # The usual types of arguments, none of which can intercept a call.
-NEVER_INTERCEPT = PLAIN | {type(None), bool, int, float, str}
+_NEVER_INTERCEPT = PLAIN | {type(None), bool, int, float, str}
 
 # Compiled host code raises these when it refuses arguments, and Python when their types are wrong.
 # Their subclasses are other errors: out of memory, a damaged cache, a finding of the emulator.
@@ -479,7 +478,7 @@ def _intercepted(*arguments: Any) -> bool:
     """Whether torch may intercept a call with these arguments, tensors or not."""
     if is_compiling() or dispatch_mode_depth():
         return True
-    return not NEVER_INTERCEPT.issuperset(map(type, arguments)) and any(
+    return not _NEVER_INTERCEPT.issuperset(map(type, arguments)) and any(
         type(x) not in PLAIN and is_tensor_like(x) for x in arguments
     )
 

@@ -17,9 +17,9 @@ from ..checks import (
     check_flags,
     check_not_expanded,
 )
-from ..memory import check_memory, share_memory
+from ..memory import check_memory
 from ..operator import (
-    NEVER_INTERCEPT,
+    PLAIN,
     dispatch_mode_depth,
     forward_ad,
     increment_version,
@@ -109,27 +109,69 @@ class Into(Attention[IntoArguments]):
             "leave it away, call under torch.no_grad() or torch.inference_mode(), or detach"
         )
 
-    def forward(self, *arguments: Any, ready: Any = None) -> Any:
-        q, k, v, out, lse, *rest = arguments
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        page_table: Tensor | None,
+        softmax_scale: float | None,
+        causal: bool,
+        window_left: int | None,
+        window_right: int | None,
+        learnable_sink: Tensor | None,
+        softcap: float,
+        scheduler: str | None,
+        num_splits: int,
+        ready: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
         tracked = is_grad_enabled()
         if tracked:
-            self.takes_gradient(*[arguments[i] for i in self._positions])
+            self.takes_gradient(q, k, v, out, lse, learnable_sink)
         try:
+            # Compiled host code checks neither overlaps nor, with splits, out.
+            storage = out.untyped_storage().data_ptr()
             usable = (
                 out.shape == q.shape
                 and out.dtype is q.dtype
-                and out.get_device() == q.get_device()
                 and out.is_contiguous()
                 and not out.data_ptr() % ALIGNMENT
-                and not share_memory(out, [arguments[i] for i in self._positions if i != 3])
+                and out.get_device() == q.get_device()
+                and storage != q.untyped_storage().data_ptr()
+                and storage != k.untyped_storage().data_ptr()
+                and storage != v.untyped_storage().data_ptr()
+                and (cu_seqlens_q is None or storage != cu_seqlens_q.untyped_storage().data_ptr())
+                and (cu_seqlens_k is None or storage != cu_seqlens_k.untyped_storage().data_ptr())
+                and (seqused_q is None or storage != seqused_q.untyped_storage().data_ptr())
+                and (seqused_k is None or storage != seqused_k.untyped_storage().data_ptr())
+                and (page_table is None or storage != page_table.untyped_storage().data_ptr())
+                and (
+                    learnable_sink is None or storage != learnable_sink.untyped_storage().data_ptr()
+                )
             )
         except Exception:
             usable = False
         if not usable:
-            # Compiled host code does not check out for splits, nor overlaps.
-            self._validate(self.arguments(*arguments))
-        attend: Any = super().forward
-        results = attend(q, k, v, *rest, lse is not None, ready, (out, lse))
+            self._validate(
+                IntoArguments(
+                    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                    seqused_q, seqused_k, page_table, softmax_scale, causal, window_left,
+                    window_right, learnable_sink, softcap, scheduler, num_splits,
+                )
+            )  # fmt: skip
+        results = _attend(
+            self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+            seqused_k, page_table, softmax_scale, causal, window_left, window_right,
+            learnable_sink, softcap, scheduler, num_splits, lse is not None, ready, (out, lse),
+        )  # fmt: skip
         if tracked:
             increment_version((out,) if lse is None else (out, lse))
         return results
@@ -139,27 +181,57 @@ class Into(Attention[IntoArguments]):
         return super().failed(error, key, ready, q, k, v, out, lse, *rest)
 
 
+_attend = Attention.forward
 INTO = Into()
 _into = INTO.forward
 
 
 def attention_into(
-    q: Any, k: Any, v: Any, out: Any, *arguments: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    seqused_q: Any,
+    seqused_k: Any,
+    page_table: Any,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int | None,
+    window_right: int | None,
+    learnable_sink: Any,
+    softcap: float,
+    scheduler: str | None,
+    num_splits: int,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The public functions with `out`; `arguments` are those of `Arguments` behind v."""
-    *rest, return_lse = arguments
-    check_flags(return_lse=return_lse)
+    """The public functions with `out`."""
     lse = None
-    if return_lse:
-        # What is no q is refused, or handles the call, below.
-        lse = empty_lse(q) if isinstance(q, Tensor) and q.dim() > 2 else torch.empty(0)
+    if return_lse is not False:
+        check_flags(return_lse=return_lse)
+        if return_lse:
+            # What is no q is refused, or handles the call, below.
+            lse = empty_lse(q) if isinstance(q, Tensor) and q.dim() > 2 else torch.empty(0)
     call = (
         _into
         if not is_dynamo_compiling()
-        and NEVER_INTERCEPT.issuperset(map(type, (q, k, v, out, *rest)))
+        and type(q) is type(k) is type(v) is type(out) is Tensor
+        and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
+        and (cu_seqlens_k is None or type(cu_seqlens_k) is Tensor)
+        and (seqused_q is None or type(seqused_q) is Tensor)
+        and (seqused_k is None or type(seqused_k) is Tensor)
+        and (page_table is None or type(page_table) is Tensor)
+        and (learnable_sink is None or type(learnable_sink) in PLAIN)
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
         else INTO.routed
     )
-    call(q, k, v, out, lse, *rest)
+    call(
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+        seqused_k, page_table, softmax_scale, causal, window_left, window_right, learnable_sink,
+        softcap, scheduler, num_splits,
+    )  # fmt: skip
     return out, lse
