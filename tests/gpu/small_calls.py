@@ -41,6 +41,8 @@ ATTENTION = {
     ),
 }
 
+SPLITS = 2
+
 Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
@@ -75,7 +77,11 @@ def calls() -> Iterator[tuple[str, Call]]:
                 }
                 packed = "cu_seqlens_q" in given
                 function = cute_attn.flash_attn_varlen_func if packed else cute_attn.flash_attn_func
-                yield f"attention, {name}, head_dim {target.head_dim}", (function, given)
+                title = f"attention, {name}, head_dim {target.head_dim}"
+                yield title, (function, given)
+                if name == "cache":
+                    parts = {"num_splits": SPLITS, "out": torch.empty_like(given["q"])}
+                    yield f"{title}, in splits to a given tensor", (function, given | parts)
 
 
 def requests() -> list[Any]:
@@ -87,6 +93,7 @@ def requests() -> list[Any]:
     for target in attention_targets():
         with attention_cases.on_target(target):
             wanted += [case.kind.request("static") for case in ATTENTION.values()]
+            wanted += ATTENTION["cache"].kind.requests("static", num_splits=SPLITS)
     return wanted
 
 

@@ -112,7 +112,11 @@ class Kind:
         return self.varlen_q or not self.seqused_q
 
     def request(self, scheduler: str) -> Request:
-        (request,) = plan_attention(
+        (request,) = self.requests(scheduler)
+        return request
+
+    def requests(self, scheduler: str, *, num_splits: int = 1) -> list[Request]:
+        return plan_attention(
             target().arch,
             head_dim=target().head_dim,
             dtype=DTYPE_NAMES[self.dtype],
@@ -129,8 +133,8 @@ class Kind:
             scheduler=scheduler,
             return_lse=self.lse,
             short=self.packed_heads > 1,
+            num_splits=num_splits,
         )
-        return request
 
 
 PLAIN = Kind()
