@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import cute_attn
+from cute_attn.cache.specfile import plan_file
 from cute_attn.emulator import Emulator
 from cute_attn.integrations import vllm as integration
 from cute_attn.ops.attention import plan_attention
@@ -327,6 +328,34 @@ def test_a_step_is_launched_from_shapes_alone(backend: Any, launched: StandIns):
             ]
         )
     assert seen[0] == seen[1] and [name for name, *_ in seen[0]] == ["sm90_forward", "combine"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_k", "window", "block_size"),
+    [
+        (4, 1, 512, 16),
+        pytest.param(16, 8, None, 64, marks=pytest.mark.slow),
+        pytest.param(16, 2, None, 544, marks=pytest.mark.slow),
+    ],
+    ids=["Gemma 3 1B", "Gemma 3 12B", "Qwen3-Next"],
+)
+def test_the_models_kernels_are_in_the_file(
+    backend: Any, launched: StandIns, heads: int, heads_k: int, window: Any, block_size: int
+):
+    planned = plan_file(Path(cute_attn.__file__).parent / "models" / "vllm.toml", "sm_90a")
+    runner = Runner(
+        backend, heads=heads, heads_k=heads_k, head_size=256, block_size=block_size, num_blocks=12,
+        sliding_window=window,
+    )  # fmt: skip
+    runner.most_blocks = 4096 // block_size
+    for step in ({0: 140}, {0: 1}):
+        k, v = (runner.randn(sum(step.values()), heads_k, 256) for _ in range(2))
+        common = runner.metadata(step, k, v, 0, 0)
+        common.max_seq_len = runner.most_blocks * block_size
+        q = runner.randn(sum(step.values()), heads, 256)
+        runner.forward(runner.builder.build(0, common), q, k, v, torch.empty_like(q))
+    specs = {spec for _, spec, _ in launched.launched}
+    assert len(specs) >= 3 and specs <= {spec for _, spec in planned}
 
 
 def test_a_block_table_may_be_replaced(backend: Any):
