@@ -140,6 +140,29 @@ def operand(x: cute.Tensor, dtype: Any) -> list[Any]:
     return [pack(dtype, x[i], x[i + 1]) for i in range(0, cute.size(x), 2)]
 
 
+def whole_units(words: list[Any]) -> list[list[Any]]:
+    """Of each four units of 8 columns of a rounded row, as `operand` gives them, the one with the
+    lane's number: 4 words. Before, its lanes have a word of each."""
+    lane = cute.arch.lane_idx()
+    odd, high = (lane & 1) != 0, (lane & 2) != 0
+    found = []
+    for i in range(0, len(words), LANES):
+        # Two neighbouring lanes exchange words of two units, then pairs of lanes their halves.
+        halves = []
+        for x, y in (words[i : i + 2], words[i + 2 : i + 4]):
+            kept, given = cutlass.select_(odd, y, x), cutlass.select_(odd, x, y)
+            taken = cute.arch.shuffle_sync_bfly(given, 1)
+            halves.append((cutlass.select_(odd, taken, kept), cutlass.select_(odd, kept, taken)))
+        lower, upper = [], []
+        for x, y in zip(*halves, strict=True):
+            kept, given = cutlass.select_(high, y, x), cutlass.select_(high, x, y)
+            taken = cute.arch.shuffle_sync_bfly(given, 2)
+            lower.append(cutlass.select_(high, taken, kept))
+            upper.append(cutlass.select_(high, kept, taken))
+        found.append([*lower, *upper])
+    return found
+
+
 def stage_rows(words: list[Any], base: Any, warp: Any, rows: int, lane: Any = None) -> None:
     """Store rounded rows, as `operand` gives them, to the boxes of `rows` rows at shared address
     `base`, with TMA's swizzle; `warp` counts the boxes' warps. `lane` is that of the thread: an

@@ -17,11 +17,12 @@ the products of another.
     first             consumers   S, softmax, O; at the end O / sum through shared memory, by TMA
     the one after     load        finds the next tile; Q, then each K/V tile, by TMA
 
-The load warp's warpgroup gives its registers to the consumers; its three other warps idle. O is
-staged in a buffer of its own where one fits, otherwise in that of Q.
+The load warp's warpgroup gives its registers to the consumers; its three other warps idle. Q is
+free after its last product, and the next tile's is loaded beside the end of this one. O is staged
+in shared memory where there is room (not at head_dim 256), and otherwise stored from registers.
 
-With splits, a tile's K/V tiles are shared out among CTAs. Each stores its O and log-sum-exp in
-float32, straight from registers, and `combine` adds them up.
+With splits, a tile's K/V tiles are shared out among CTAs. Each stores its O, from registers, and
+log-sum-exp in float32, and `combine` adds them up.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from ..common.carried import Named
 from ..common.dtypes import DTYPE
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
-from ..common.ptx.memory import shared_address
+from ..common.ptx.convert import pack
+from ..common.ptx.memory import shared_address, store_global
 from ..common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -84,7 +86,7 @@ class Consumer(Named):
         turns: of its warpgroup.
         barriers: of the CTA.
         q, o: shared addresses of its warpgroup's rows of Q, and of staged O.
-        k, v: shared addresses of the rings.
+        k, v: shared addresses of the rings, as q.
         s, p, acc: registers of S, of P as an operand, and of O.
         softmax: of its rows.
         visible: which keys a query sees.
@@ -103,13 +105,18 @@ class Sm90Forward:
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
-        self.pipeline = Pipeline(*self.edges())
         self.work = SplitWork if spec.split else Work
-        # With splits O is not staged: Q is free as soon as it has been read.
-        self.o_apart = spec.split or self.buffers(o_apart=True).nbytes <= MAX_SMEM_BYTES
-        self.smem = self.buffers(o_apart=self.o_apart)
-        # Rows of the boxes in which O is staged.
-        self.o_box_rows = ROWS if self.o_apart else spec.tile_m
+        self.stored = Float32 if spec.split else Int32
+        # The first that fits; partial results of splits are not staged.
+        choices = [(2, True), (1, True), (2, False), (1, False)]
+        if spec.split:
+            choices = [(2, False), (1, False)]
+        self.q_stages, self.o_staged = next(
+            (choice for choice in choices if self.buffers(*choice).nbytes <= MAX_SMEM_BYTES),
+            choices[-1],
+        )
+        self.pipeline = Pipeline(*self.edges(self.q_stages))
+        self.smem = self.buffers(self.q_stages, self.o_staged, limit=MAX_SMEM_BYTES)
         self.q_rows, self.o_rows = (
             BoxedRows(
                 rows, spec.head_dim, spec.ragged_q, not spec.varlen_q, packed=spec.packed_heads
@@ -120,30 +127,32 @@ class Sm90Forward:
             spec.page_rows or spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k
         )
 
-    def edges(self) -> tuple[Edge, ...]:
+    def edges(self, q_stages: int) -> tuple[Edge, ...]:
         load, consumers, stages = self.load, self.consumers, self.spec.stages
         return (
             *TileQueue.edges(load, consumers),
-            Edge("q_full", load, consumers, 1, Kind.BYTES, payload="Q"),
-            Edge("q_empty", consumers, load, 1, Kind.WARPS, payload="its buffer"),
+            Edge("q_full", load, consumers, q_stages, Kind.BYTES, payload="Q"),
+            Edge("q_empty", consumers, load, q_stages, Kind.WARPS, payload="its stage"),
             Edge("k_full", load, consumers, stages, Kind.BYTES, payload="K"),
             Edge("k_empty", consumers, load, stages, Kind.WARPS, payload="its stage"),
             Edge("v_full", load, consumers, stages, Kind.BYTES, payload="V"),
             Edge("v_empty", consumers, load, stages, Kind.WARPS, payload="its stage"),
         )
 
-    def buffers(self, *, o_apart: bool) -> SharedMemory:
+    def buffers(
+        self, q_stages: int, o_staged: bool, limit: int = 2 * MAX_SMEM_BYTES
+    ) -> SharedMemory:
         spec, at = self.spec, SWIZZLE_ALIGNMENT
         rows, tile = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
-        o = (Buffer("o", self.dtype, rows, 1, at, "O"),) if o_apart and not spec.split else ()
+        o = (Buffer("o", self.dtype, rows, 1, at, "O"),) if o_staged else ()
         return SharedMemory(
-            Buffer("q", self.dtype, rows, 1, at, "Q" if o_apart else "Q, then O"),
+            Buffer("q", self.dtype, rows, q_stages, at, "Q"),
             Buffer("k", self.dtype, tile, spec.stages, at, "K"),
             Buffer("v", self.dtype, tile, spec.stages, at, "V"),
             *o,
             TileQueue.buffer(self.work),
-            Buffer("barriers", Int64, self.pipeline.count),
-            limit=2 * MAX_SMEM_BYTES if o_apart else MAX_SMEM_BYTES,
+            Buffer("barriers", Int64, Pipeline(*self.edges(q_stages)).count),
+            limit=limit,
         )
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
@@ -218,7 +227,7 @@ class Sm90Forward:
         o_copy = (None, o)
         if cutlass.const_expr(spec.split):
             num_tiles = num_tiles * o.shape[0]
-        else:
+        if cutlass.const_expr(self.o_staged):
             o_copy = self.o_rows.atom(store, o)
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
         self.kernel(
@@ -274,7 +283,7 @@ class Sm90Forward:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == self.load.warps[0]:
-            for descriptor in (q_tma, k_tma, v_tma, *(() if spec.split else (o_tma,))):
+            for descriptor in (q_tma, k_tma, v_tma, *((o_tma,) if self.o_staged else ())):
                 cpasync.prefetch_descriptor(descriptor)
             with cute.arch.elect_one():
                 barriers.init()
@@ -306,17 +315,15 @@ class Sm90Forward:
     ) -> Consumer:  # fmt: skip
         spec = self.spec
         group = warp // WARPGROUP_WARPS
-        rows = group * (ROWS * BOX * 2)
-        q = shared_address(storage.q) + rows
-        o = q
-        if self.o_apart and not spec.split:
+        o = None
+        if self.o_staged:
             o = shared_address(storage.o) + group * (ROWS * self.row_bytes)
         return Consumer(
             warp=warp,
             group=group,
             turns=Turns(group, self.warpgroups),
             barriers=barriers,
-            q=q,
+            q=shared_address(storage.q) + group * (ROWS * BOX * 2),
             k=shared_address(storage.k),
             v=shared_address(storage.v),
             o=o,
@@ -339,8 +346,8 @@ class Sm90Forward:
         visible: Visibility,
         pages: Pages | None,
     ) -> None:
-        """Publish each tile of the CTA and load its Q, then its K/V tiles from the last to the
-        first."""
+        """Publish each tile of the CTA and load its K/V tiles from the last to the first, and its Q
+        after the first K, whose stage is free earlier."""
         spec = self.spec
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         stages = (spec.stages, spec.tile_n * spec.head_dim)
@@ -349,7 +356,10 @@ class Sm90Forward:
         if cutlass.const_expr(pages is not None):
             k_smem = pages.view(storage.k, spec.head_dim, spec.stages)
             v_smem = pages.view(storage.v, spec.head_dim, spec.stages)
-        q_smem = boxes(storage.q, spec.tile_m, (spec.head_dim // BOX, spec.tile_m * BOX), (1, 0))
+        q_across, q_size = spec.tile_m * BOX, spec.tile_m * spec.head_dim
+        q_smem = boxes(
+            storage.q, spec.tile_m, (spec.head_dim // BOX, q_across), (self.q_stages, q_size)
+        )
         counter = None
         if cutlass.const_expr(x.counter is not None):
             counter = x.counter.iterator
@@ -371,43 +381,47 @@ class Sm90Forward:
                     work = SplitWork(*(vars(work).values()), split, x.o.shape[0])
                 queue.publish_work(taken, work)
                 queries = self.q_rows.box(x.q, work.block, *work.queries)
-                load_use("q", x.q_tma, queries, q_smem, barriers, taken)
                 first, end = self.key_tiles(visible, work)
+                if first >= end:
+                    load_use("q", x.q_tma, queries, q_smem, barriers, taken)
                 for i in cutlass.range(end - first, unroll=1):
                     key_tile = end - 1 - i
-                    if cutlass.const_expr(pages is None):
-                        keys = self.kv_rows.box(x.k, key_tile, *work.keys)
-                        load_use("k", x.k_tma, keys, k_smem, barriers, n)
-                        values = self.kv_rows.box(x.v, key_tile, *work.keys)
-                        load_use("v", x.v_tma, values, v_smem, barriers, n)
-                    else:
+                    found = None
+                    if cutlass.const_expr(pages is not None):
                         found = pages.of_tile(key_tile, work.sequence, work.seqlen_k)
-                        to = (found, work.kv_head)
-                        self.load_pages(pages, "k", x.k_tma, x.k, *to, k_smem, barriers, n)
-                        self.load_pages(pages, "v", x.v_tma, x.v, *to, v_smem, barriers, n)
+                    use = (barriers, n, pages, found)
+                    self.load_keys("k", x.k_tma, x.k, key_tile, work, k_smem, *use)
+                    if i == 0:
+                        load_use("q", x.q_tma, queries, q_smem, barriers, taken)
+                    self.load_keys("v", x.v_tma, x.v, key_tile, work, v_smem, *use)
                     n += 1
                 taken += 1
             number = scheduler.advance_to_next_work(number, taken)
         queue.publish_end(taken)
 
     @cute.jit
-    def load_pages(
+    def load_keys(
         self,
-        pages: Pages,
         name: cutlass.Constexpr[str],
         tma: cute.CopyAtom,
         x: cute.Tensor,
-        found: Any,
-        head: Int32,
+        key_tile: Int32,
+        work: Any,
         smem: cute.Tensor,
         barriers: Barriers,
         n: Int32,
+        pages: Pages | None,
+        found: Any,
     ) -> None:
-        """As `load_use`, of a tile in pages."""
-        barriers.wait_previous(f"{name}_empty", n)
-        with cute.arch.elect_one():
-            barriers.expect(f"{name}_full", n, self.spec.tile_n * self.row_bytes)
-        pages.load(tma, x, self.kv_rows, found, head, smem, barriers, f"{name}_full", n)
+        """Load a tile of k or v, `name`, as use n; in pages, those of its boxes are `found`."""
+        if cutlass.const_expr(pages is None):
+            load_use(name, tma, self.kv_rows.box(x, key_tile, *work.keys), smem, barriers, n)
+        else:
+            full = f"{name}_full"
+            barriers.wait_previous(f"{name}_empty", n)
+            with cute.arch.elect_one():
+                barriers.expect(full, n, self.spec.tile_n * self.row_bytes)
+            pages.load(tma, x, self.kv_rows, found, work.kv_head, smem, barriers, full, n)
 
     # -- device: products and softmax ---------------------------------------------------------
 
@@ -424,17 +438,17 @@ class Sm90Forward:
             own.barriers.wait("q_full", taken)
             first, end = self.key_tiles(own.visible, work)
             if first < end:
-                n = self.compute_tile(own, work, first, end, n)
-            if cutlass.const_expr(self.o_apart):
+                n = self.compute_tile(own, work, first, end, taken, n)
+            if first >= end or self.q_stages > 1:
                 own.barriers.warp_arrives("q_empty", taken)
             self.finish_rows(x, own, work)
-            if cutlass.const_expr(self.spec.split):
-                self.store_split(x, own, work)
+            if cutlass.const_expr(self.o_staged):
+                self.store_tile(x, own, storage, work)
             else:
-                self.store_tile(x, own, storage, work, taken)
+                self.store_rows(x, own, work)
             taken += 1
             work = queue.take(taken)
-        if cutlass.const_expr(not self.spec.split):
+        if cutlass.const_expr(self.o_staged):
             self.stores_done(own)
         own.turns.end()
 
@@ -444,17 +458,20 @@ class Sm90Forward:
         return work.part(first, end) if self.spec.split else (first, end)
 
     @cute.jit
-    def compute_tile(self, own: Consumer, work: Work, first: Int32, end: Int32, n: Int32) -> Int32:
-        """Compute P V of a tile over its K/V tiles, of which n came before; return how many there
-        are then."""
+    def compute_tile(
+        self, own: Consumer, work: Work, first: Int32, end: Int32, taken: Int32, n: Int32
+    ) -> Int32:
+        """Compute P V of work `taken` over its K/V tiles, of which n came before; return how many
+        there are then."""
         spec = self.spec
+        q = own.q + own.barriers.stage("q_full", taken) * (spec.tile_m * self.row_bytes)
         whole_first, whole_end = own.visible.whole_key_tiles(
             work.block * spec.tile_m, spec.tile_m, work.seqlen_q, work.seqlen_k
         )
         key_tile = end - 1
         # The last K/V tile: there is no P yet for a second product.
         own.barriers.wait("k_full", n)
-        scores = self.start_scores(own, n)
+        scores = self.start_scores(own, q, n)
         fragments.assign(own.s, wgmma.wait(scores))
         own.barriers.warp_arrives("k_empty", n)
         if cutlass.const_expr(spec.softcap):
@@ -468,17 +485,19 @@ class Sm90Forward:
         if cutlass.const_expr(spec.window_right):
             while key_tile > cutlass.max(whole_end, first):
                 key_tile -= 1
-                self.next_key_tile(own, work, key_tile, n, True)
+                self.next_key_tile(own, q, work, key_tile, n, True)
                 n += 1
         while key_tile > cutlass.max(whole_first, first):
             key_tile -= 1
-            self.next_key_tile(own, work, key_tile, n, False)
+            self.next_key_tile(own, q, work, key_tile, n, False)
             n += 1
         if cutlass.const_expr(spec.window_left):
             while key_tile > first:
                 key_tile -= 1
-                self.next_key_tile(own, work, key_tile, n, True)
+                self.next_key_tile(own, q, work, key_tile, n, True)
                 n += 1
+        if cutlass.const_expr(self.q_stages == 1):
+            own.barriers.warp_arrives("q_empty", taken)
         own.barriers.wait("v_full", n - 1)
         out = self.start_output(own, n - 1)
         fragments.assign(own.acc, wgmma.wait(out))
@@ -489,15 +508,16 @@ class Sm90Forward:
     def next_key_tile(
         self,
         own: Consumer,
+        q: Int32,
         work: Work,
         key_tile: Int32,
         n: Int32,
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """P of use n of K, beside the product of the P and V before."""
+        """P of Q at `q` and use n of K, beside the product of the P and V before."""
         own.barriers.wait("k_full", n)
         own.turns.wait()
-        scores = self.start_scores(own, n)
+        scores = self.start_scores(own, q, n)
         own.barriers.wait("v_full", n - 1)
         out = self.start_output(own, n - 1)
         own.turns.give()
@@ -514,12 +534,12 @@ class Sm90Forward:
         if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
             fragments.scale_rows(own.acc, factors)
 
-    def start_scores(self, own: Consumer, n: Any) -> list[Any]:
-        """Start S = Q K^T, with use n of K."""
+    def start_scores(self, own: Consumer, q: Any, n: Any) -> list[Any]:
+        """Start S = Q K^T, with Q at `q` and use n of K."""
         spec = self.spec
         stage = own.barriers.stage("k_full", n) * (spec.tile_n * self.row_bytes)
         return start_scores(
-            self.dtype, own.q, own.k + stage,
+            self.dtype, q, own.k + stage,
             tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
         )  # fmt: skip
 
@@ -584,50 +604,49 @@ class Sm90Forward:
                         x.lse[(*split, work.sequence, head, token)] = log_sum
 
     @cute.jit
-    def store_tile(
-        self, x: Operands, own: Consumer, storage: Pointers, work: Work, taken: Int32
-    ) -> None:
+    def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
         """Store the warpgroup's rows through shared memory, by TMA."""
-        spec = self.spec
-        if cutlass.const_expr(self.o_apart):
-            self.stores_done(own)  # of the tile before, out of the same buffer
-        # All warps of the warpgroup are done with its rows of Q.
+        self.stores_done(own)  # of the tile before, out of the same buffer
         group_barrier(own.group)
         words = fragments.operand(own.acc, self.dtype)
-        fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, self.o_box_rows)
+        fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, ROWS)
         cute.arch.fence_view_async_shared()
         group_barrier(own.group)
         if own.warp % WARPGROUP_WARPS == 0:
             block = work.block * self.warpgroups + own.group
             rows = self.o_rows.box(x.o, block, *work.queries)
-            staged = storage.o if cutlass.const_expr(self.o_apart) else storage.q
             with cute.arch.elect_one():
                 store_staged(
-                    x.o_tma, rows, staged, own.group, self.warpgroups, self.o_box_rows,
-                    spec.head_dim,
-                )  # fmt: skip
+                    x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, self.spec.head_dim
+                )
                 cute.arch.cp_async_bulk_commit_group()
-        if cutlass.const_expr(not self.o_apart):
-            self.stores_done(own)
-            own.barriers.warp_arrives("q_empty", taken)
 
     @cute.jit
-    def store_split(self, x: Operands, own: Consumer, work: SplitWork) -> None:
-        """Store the warpgroup's rows of a split from registers: two columns of a lane at once."""
+    def store_rows(self, x: Operands, own: Consumer, work: Work) -> None:
+        """Store the warpgroup's rows from registers."""
         spec = self.spec
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             row = self.row(own, work, lane_row)
             token = own.visible.token(row)
             head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
+            split = (work.split,) if spec.split else ()
+            parts = self.parts(own.acc[None, lane_row, None])
             if token < work.seqlen_q:
                 if cutlass.const_expr(spec.varlen_q):
-                    to = x.o[work.split, work.q_start + token, head, None]
+                    to = x.o[(*split, work.q_start + token, head, None)]
                 else:
-                    to = x.o[work.split, work.sequence, token, head, None]
-                to = cute.logical_divide(to, cute.make_layout(2))
-                for n in cutlass.range_constexpr(spec.head_dim // 8):
-                    pair = to[None, 4 * n + cute.arch.lane_idx() % fragments.LANES]
-                    cute.autovec_copy(own.acc[None, lane_row, n], pair)
+                    to = x.o[(*split, work.sequence, token, head, None)]
+                nbytes = 4 * len(parts[0])
+                at = to.iterator.toint() + cute.arch.lane_idx() % fragments.LANES * nbytes
+                for i in cutlass.range_constexpr(len(parts)):
+                    store_global(self.stored, at + i * (fragments.LANES * nbytes), parts[i])
+
+    def parts(self, row: cute.Tensor) -> list[list[Any]]:
+        """What a lane stores of a row: neighbouring values, of every so many of the row."""
+        pairs = [[row[j], row[j + 1]] for j in range(0, cute.size(row), 2)]
+        if self.spec.split:
+            return pairs
+        return fragments.whole_units([pack(self.dtype, *pair) for pair in pairs])
 
     @cute.jit
     def stores_done(self, own: Consumer) -> None:

@@ -23,7 +23,7 @@ MAX_PACKED_HEADS = 64
 # On SM90 a warpgroup stores its 64 rows by itself.
 SM90_MAX_PACKED_HEADS = 32
 # (tile_m, tile_n, stages) of the SM90 forward by head_dim.
-SM90_TILES = {64: (192, 128, 2), 128: (128, 128, 2), 256: (128, 80, 2)}
+SM90_TILES = {64: (192, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
 SM90_HEAD_DIMS = tuple(SM90_TILES)
 # (tile_m, tile_n) of the SM90 backward by head_dim.
 SM90_DKDV_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}  # 256: of a cluster of two
