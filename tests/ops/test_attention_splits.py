@@ -25,6 +25,7 @@ from .attention_cases import (
     VARLEN,
     WINDOW,
     Case,
+    Kind,
     Machine,
     Target,
     assert_agrees,
@@ -34,6 +35,7 @@ from .attention_cases import (
     run,
     same,
 )
+from .test_attention_pages import in_pages, of_kind
 
 ARCH = "sm_90a"
 
@@ -67,6 +69,17 @@ def test_splits_agree_with_the_reference_on_blackwell():
         result = run(args, on=on, num_splits=3, out=out)
         assert result[0] is out
         assert_agrees(args, *result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [Target(ARCH, 64), BLACKWELL], ids=["hopper", "blackwell"])
+def test_pages_change_no_bit_of_splits(target: Target):
+    with on_target(target):
+        kind = Kind(seqused_k=True, window_right=True, packed_heads=2)
+        args = of_kind(kind, (700, 1, 0, 333), 3).arguments()
+        whole = run(args, num_splits=3)
+        assert_agrees(args, *whole)
+        assert same(args, whole, run(in_pages(args, 16, 0), num_splits=3))
 
 
 @pytest.mark.slow
