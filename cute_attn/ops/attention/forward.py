@@ -8,6 +8,7 @@ and devices.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -308,27 +309,38 @@ def _chosen_splits(
     window_left: int | None,
 ) -> int:
     """`num_splits` of 0, from what the host knows."""
-    arch = launch.arch_for(q.device)
-    seqlen_k = k.shape[-3]
+    q_shape, k_shape = q.shape, k.shape
+    rows, heads, head_dim = q_shape[-3:]
+    device = q.get_device()
+    arch, clusters = (_on_gpu if device >= 0 else _on_device)(q.device, head_dim)
+    seqlen_k = k_shape[-3]
     if page_table is not None:
-        seqlen_k = seqlen_k * page_table.shape[1]
+        seqlen_k *= page_table.shape[1]
     if max_seqlen_k is not None:
         seqlen_k = min(seqlen_k, max_seqlen_k)
     if window_left is not None and window_left >= 0:
-        seqlen_k = min(
-            seqlen_k, window_left + 1 + (q.shape[-3] if max_seqlen_q is None else max_seqlen_q)
-        )
+        seqlen_k = min(seqlen_k, window_left + 1 + (rows if max_seqlen_q is None else max_seqlen_q))
+    batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     return num_splits_of_forward(
         arch,
-        head_dim=q.shape[-1],
-        rows=q.shape[-3] * (q.shape[0] if cu_seqlens_q is None else 1),
-        batch=q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
-        heads=q.shape[-2],
-        heads_k=k.shape[-2],
-        short=_is_short(q.shape, cu_seqlens_q, max_seqlen_q),
+        head_dim=head_dim,
+        rows=rows * batch if cu_seqlens_q is None else rows,
+        batch=batch,
+        heads=heads,
+        heads_k=k_shape[-2],
+        short=_is_short(q_shape, cu_seqlens_q, max_seqlen_q),
         seqlen_k=seqlen_k,
-        clusters=launch.num_clusters(q.device, table.find("forward", arch, q.shape[-1]).cluster),
+        clusters=clusters,
     )
+
+
+def _on_device(device: torch.device, head_dim: int) -> tuple[str, int]:
+    """The architecture, and how many clusters of its forward run at once."""
+    arch = launch.arch_for(device)
+    return arch, launch.num_clusters(device, table.find("forward", arch, head_dim).cluster)
+
+
+_on_gpu = functools.cache(_on_device)
 
 
 def empty_lse(q: Tensor) -> Tensor:
