@@ -14,7 +14,8 @@ from torch.nn import Parameter
 import cute_attn
 from tests.ops.operators import OPERATORS, tensors_in
 
-ARCHS = {"flash_attn_func": (9, 10), "flash_attn_varlen_func": (9, 10)}  # else from Ampere on
+ATTENTION = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_out")
+ARCHS = dict.fromkeys(ATTENTION, (9, 10))  # of the others from Ampere on
 
 WRAPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "parameter": lambda x: Parameter(x, requires_grad=False),
