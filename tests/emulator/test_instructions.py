@@ -362,7 +362,23 @@ def encode(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return ctypes.CDLL(str(library))._cuTensorMapEncodeTiled
 
 
-B4X16_P64, B6X16_P32 = 14, 15  # in the driver's order
+UINT8, B4X16_P64, B6X16_P32 = 0, 14, 15  # in the driver's order
+
+
+def matrix_map(
+    encode: Any, address: int, kind: int, shape: tuple[int, int], row_bytes: int
+) -> np.ndarray[Any, Any]:
+    """A tensor map of a matrix, whose box is all of it."""
+    rows, columns = shape
+    room = np.zeros(64, np.uint32)
+    tensor_map = room[(-room.ctypes.data % 128) // 4 :][:32]
+    failed = encode(
+        ctypes.c_void_p(tensor_map.ctypes.data), kind, 2, ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(row_bytes),
+        (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1), 0, 0, 0, 0,
+    )  # fmt: skip
+    assert not failed
+    return tensor_map
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(B4X16_P64, 4), (B6X16_P32, 6)])
@@ -373,14 +389,7 @@ def test_a_copy_that_pads_counts_the_bytes_of_global_memory(
     rows, row_bytes = 8, 128 * bits // 8
     x = np.arange(rows * row_bytes + 128, dtype=np.uint8)
     x = x[-x.ctypes.data % 128 :][: rows * row_bytes]
-    room = np.zeros(64, np.uint32)
-    tensor_map = room[(-room.ctypes.data % 128) // 4 :][:32]
-    failed = encode(
-        ctypes.c_void_p(tensor_map.ctypes.data), kind, 2, ctypes.c_void_p(x.ctypes.data),
-        (ctypes.c_uint64 * 2)(128, rows), (ctypes.c_uint64 * 1)(row_bytes),
-        (ctypes.c_uint32 * 2)(128, rows), (ctypes.c_uint32 * 2)(1, 1), 0, 0, 0, 0,
-    )  # fmt: skip
-    assert not failed
+    tensor_map = matrix_map(encode, x.ctypes.data, kind, (rows, 128), row_bytes)
     body = f"""
     .reg .b64 %map; ld.param.u64 %map, [map];
     mov.u32 %r1, dynamic; add.s32 %r2, %r1, 4096; mov.u32 %r3, 0;
@@ -408,6 +417,39 @@ WAIT:
     assert run.findings == []
     units = x.reshape(64, 2 * bits).view(np.uint32)
     assert (out == units[:, [0, -1]]).all()
+
+
+@pytest.mark.parametrize(
+    ("before", "row", "faults"), [(4, 8, True), (4, -8, True), (4, 4, False), (0, 8, False)]
+)
+def test_a_load_of_no_element_touches_the_start_of_its_tensor(
+    encode: Any, before: int, row: int, faults: bool
+) -> None:
+    """The tensor map starts so many rows before the memory that there is."""
+    rows, row_bytes = 8, 128
+    x = np.arange(rows * row_bytes + 128, dtype=np.uint8)
+    x = x[-x.ctypes.data % 128 :][: rows * row_bytes]
+    start = x.ctypes.data - before * row_bytes
+    tensor_map = matrix_map(encode, start, UINT8, (rows, row_bytes), row_bytes)
+    body = f"""
+    .reg .b64 %map; ld.param.u64 %map, [map];
+    mov.u32 %r1, dynamic; add.s32 %r2, %r1, 4096; mov.u32 %r3, 0; mov.s32 %r4, {row};
+    setp.ne.u32 %p1, %thread, 0;
+    @%p1 bra READY;
+    mbarrier.init.shared::cta.b64 [%r2], 1;
+    fence.mbarrier_init.release.cluster;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], {rows * row_bytes};
+    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+        [%r1], [%map, {{%r3, %r4}}], [%r2];
+READY:
+    bar.sync 0;
+WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0;
+    @!%p2 bra WAIT;
+"""
+    text = module(body).replace(".param .u64 out)", ".param .u64 out, .param .u64 map)")
+    run = run_ptx(text, block=32, args=[x, np.zeros(1, np.uint32), tensor_map], dynamic_shared=8192)
+    assert [finding.check for finding in run.findings] == ["out-of-bounds"] * faults
 
 
 def test_the_stand_in_makes_tensor_maps_as_the_driver_does(encode: Any) -> None:

@@ -785,7 +785,9 @@ class Sm100Hd256DkDv:
             if cutlass.const_expr(self.spec.partial):
                 outer = split if self.spec.varlen_k else split * batch + work.sequence
             index = CTAS * work.block + (cta_rank() & (CTAS - 1))
-            rows = self.out_rows.box(x, index, head, outer, work.k_start, work.seqlen_k)
+            rows = self.out_rows.box(
+                x, index, head, outer, work.k_start, work.seqlen_k, stored=True
+            )
             stored = store_boxes(tma, rows, out_smem, barriers, ("staged", "stored"), stored)
             taken += 1
             work = queue.take(taken)

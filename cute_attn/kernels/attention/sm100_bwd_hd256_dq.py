@@ -689,7 +689,9 @@ class Sm100Hd256Dq:
             first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 n += 3 * (end - first)
-                rows = self.q_rows.box(dq, CTAS * work.block + cta_rank(), *work.queries)
+                rows = self.q_rows.box(
+                    dq, CTAS * work.block + cta_rank(), *work.queries, stored=True
+                )
                 stored = store_boxes(
                     dq_tma, rows, dq_smem, barriers, ("dq_staged", "dq_stored"), stored
                 )

@@ -762,7 +762,9 @@ class Sm100Hd256Forward:
         work = queue.take(taken)
         while work.exists:
             if cutlass.const_expr(not self.spec.split):
-                rows = self.q_rows.box(o, CTAS * work.block + cta_rank(), *work.queries)
+                rows = self.q_rows.box(
+                    o, CTAS * work.block + cta_rank(), *work.queries, stored=True
+                )
                 edges = ("o_staged", "o_stored")
                 stored = store_boxes(o_tma, rows, o_smem, barriers, edges, stored)
             taken += 1

@@ -592,7 +592,7 @@ class Sm90DkDv:
                     (x.dk_tma, x.dk, storage.k),
                     (x.dv_tma, x.dv, storage.v),
                 ):
-                    rows = self.out_rows.box(out, block, *work.keys)
+                    rows = self.out_rows.box(out, block, *work.keys, stored=True)
                     store_staged(
                         tma, rows, staged, own.group, WARPGROUPS, spec.tile_n, spec.head_dim
                     )

@@ -542,7 +542,9 @@ class Sm90Dq:
         cute.arch.fence_view_async_shared()
         group_barrier(own.group)
         if warp == 0:
-            rows = self.dq_rows.box(x.dq, work.block * WARPGROUPS + own.group, *work.queries)
+            rows = self.dq_rows.box(
+                x.dq, work.block * WARPGROUPS + own.group, *work.queries, stored=True
+            )
             with cute.arch.elect_one():
                 store_staged(
                     x.dq_tma, rows, storage.q, own.group, WARPGROUPS, spec.tile_m, spec.head_dim

@@ -584,7 +584,7 @@ class Sm90Hd256DkDv:
         cute.arch.fence_view_async_shared()
         group_barrier(group)
         if own.warp == 0:
-            rows = self.k_rows.box(out, work.block * CTAS + cta_rank(), *work.keys)
+            rows = self.k_rows.box(out, work.block * CTAS + cta_rank(), *work.keys, stored=True)
             with cute.arch.elect_one():
                 store_staged(tma, rows, staged, 0, 1, ROWS, spec.head_dim)
                 cute.arch.cp_async_bulk_commit_group()

@@ -614,7 +614,7 @@ class Sm90Forward:
         group_barrier(own.group)
         if own.warp % WARPGROUP_WARPS == 0:
             block = work.block * self.warpgroups + own.group
-            rows = self.o_rows.box(x.o, block, *work.queries)
+            rows = self.o_rows.box(x.o, block, *work.queries, stored=True)
             with cute.arch.elect_one():
                 store_staged(
                     x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, self.spec.head_dim

@@ -73,15 +73,27 @@ class BoxedRows:
         )
 
     def box(
-        self, x: cute.Tensor, index: Any, head: Any, sequence: Any, start: Any, seqlen: Any
+        self,
+        x: cute.Tensor,
+        index: Any,
+        head: Any,
+        sequence: Any,
+        start: Any,
+        seqlen: Any,
+        *,
+        stored: bool = False,
     ) -> cute.Tensor:
         """Box number `index` of a sequence's rows: (rows, columns). A packed sequence starts at row
-        `start` and has `seqlen` tokens."""
+        `start` and has `seqlen` tokens. Behind the sequence, a box that is `stored` has no row, and
+        one that is loaded has its last row as the first."""
         if not self.ragged:
             return cute.local_tile(
                 x[None, None, head, sequence], (self.rows, self.columns), (index, 0)
             )
         token = index * self.tokens
+        if not stored:
+            # Without any row, a load touches the first byte that TMA sees, in front of the tensor.
+            token = cutlass.min(token, seqlen - 1)
         valid = cutlass.min(cutlass.max(seqlen - token, 0), self.tokens)
         place = (start + token + valid, head)
         if self.batched:
