@@ -209,13 +209,13 @@ def attention_gradients_in_low_precision(
     lse_rows = lse.transpose(-1, -2)
     do = torch.zeros_like(o) if do is None else do
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
-    dsink = None if learnable_sink is None else torch.zeros(len(learnable_sink))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    dsink = None if learnable_sink is None else dq.new_zeros(len(learnable_sink))
     group = q.shape[-2] // k.shape[-2]
     for index_q, rows_q, index_k, rows_k in sequences(q, k, **lengths):
         at_q = rows_q if index_q is None else (index_q, rows_q)
         at_k = rows_k if index_k is None else (index_k, rows_k)
-        mask = visible(q[at_q].shape[0], k[at_k].shape[0], causal, window_size)
+        mask = visible(q[at_q].shape[0], k[at_k].shape[0], causal, window_size).to(q.device)
         for head in range(q.shape[-2]):
             q_h, o_h, do_h = (x[at_q][:, head].float() for x in (q, o, do))
             k_h, v_h = (x[at_k][:, head // group].float() for x in (k, v))
