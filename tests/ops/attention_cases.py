@@ -133,6 +133,7 @@ class Kind:
             scheduler=scheduler,
             return_lse=self.lse,
             short=self.packed_heads > 1,
+            few=False,
             num_splits=num_splits,
         )
 

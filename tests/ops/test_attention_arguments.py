@@ -551,7 +551,7 @@ def test_a_warm_call_is_one_look_up(warm: Any):
 def test_lengths_scales_and_forms_of_the_window_do_not_make_a_call_cold(warm: Any):
     calls: list[Any] = []
     warm(lambda *arguments: calls.append(arguments), **dense())
-    for change in ({"sq": 100, "sk": 9000}, {"window_size": [None, None]}, {"softmax_scale": 3}):
+    for change in ({"sq": 30, "sk": 9000}, {"window_size": [None, None]}, {"softmax_scale": 3}):
         cute_attn.flash_attn_func(**dense(**change))
     assert [call[11] for call in calls] == [0.0625, 0.0625, 3]
     warm(lambda *arguments: calls.append(arguments), **varlen())
@@ -563,6 +563,7 @@ def test_lengths_scales_and_forms_of_the_window_do_not_make_a_call_cold(warm: An
     "change",
     [
         {"sq": 1000},  # no longer packed
+        {"sq": 100},  # no longer few rows
         {"heads": 8},
         {"dim": 128},
         {"batch": 3},

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...kernels.attention.heuristics import has_few_rows
 from ..harness.report import Plot, Row, Verdict
 from ..harness.roofline import Roofline, gbps
 from ..harness.timing import Timing
@@ -107,6 +108,9 @@ class Case:
             "head_dim": self.head_dim, "dtype": self.dtype, "heads": self.heads,
             "heads_k": self.heads_k, "causal": self.causal, "seqused_k": self.cached,
             "page_size": self.page_size or None, "short": self.seqlen_q <= SHORT_QUERIES,
+            "few": has_few_rows(
+                heads=self.heads, heads_k=self.heads_k, most_queries=self.seqlen_q
+            ),
             "num_splits": self.num_splits, "return_lse": self.part == "backward",
         }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Softmax attention forward for SM90, at head_dim 64, 128 and 256: wgmma, TMA, warp-specialised.
 
-A CTA computes a tile of query rows, 64 for each of two or three consumer warpgroups, over its
+A CTA computes a tile of query rows, 64 for each of its one to three consumer warpgroups, over its
 visible K/V tiles, from the last to the first.
 
     S = Q K^T        64 x tile_n a warpgroup    Q and K in shared memory, S in registers
@@ -66,7 +66,7 @@ from .visibility import Visibility
 from .work import SplitWork, TileMap, Work, heads_in_l2
 
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
-REGISTERS = {2: (24, 240), 3: (32, 160)}
+REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 
 SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "single": SingleTileScheduler,

@@ -25,6 +25,9 @@ SM90_MAX_PACKED_HEADS = 32
 # (tile_m, tile_n, stages) of the SM90 forward by head_dim.
 SM90_TILES = {64: (192, 128, 3), 128: (128, 128, 2), 256: (128, 64, 2)}
 SM90_HEAD_DIMS = tuple(SM90_TILES)
+# The same for at most FEW_ROWS rows of a K/V head: one consumer warpgroup, and K and V far ahead.
+SM90_FEW_TILES = {64: (64, 128, 4), 128: (64, 128, 3), 256: (64, 64, 3)}
+FEW_ROWS = 64
 # (tile_m, tile_n) of the SM90 backward by head_dim.
 SM90_DKDV_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}  # 256: of a cluster of two
 SM90_DQ_TILES = {64: (128, 128), 128: (128, 96), 256: (128, 64)}
@@ -137,7 +140,7 @@ class Sm90ForwardSpec(ForwardSpec):
         "scheduler": ("single", "counter"),
         "packed_heads": _powers_of_two(SM90_MAX_PACKED_HEADS),
         "head_dim": SM90_HEAD_DIMS,
-        "tile_m": (128, 192),
+        "tile_m": (64, 128, 192),
         "tile_n": tuple(range(16, 257, 16)),
     }
 

@@ -20,9 +20,10 @@ from ... import launch
 from ...kernels.attention import table
 from ...kernels.attention.heuristics import (
     SHORT_SEQLEN_Q,
+    has_few_rows,
     num_splits_of_forward,
 )
-from ...kernels.attention.spec import LARGEST_SCALE
+from ...kernels.attention.spec import FEW_ROWS, LARGEST_SCALE
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
 from ..operator import Operator, is_grad_enabled
@@ -80,6 +81,7 @@ class Attention(Operator[_Called]):
             num_splits=a.num_splits,
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
+            few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
         )
         return (
             launch.get_for(a.q.device, kernel, spec),
@@ -143,6 +145,7 @@ class Attention(Operator[_Called]):
                     None if seqused_q is None else seqused_q.shape,
                     None if seqused_k is None else seqused_k.shape,
                     _is_short(q_shape, cu_seqlens_q, max_seqlen_q),
+                    _is_few(q_shape, k_shape, cu_seqlens_q, max_seqlen_q),
                     q.dtype,
                     q.get_device(),
                     None if learnable_sink is None else learnable_sink.dtype,
@@ -329,6 +332,7 @@ def _chosen_splits(
         heads=heads,
         heads_k=k_shape[-2],
         short=_is_short(q_shape, cu_seqlens_q, max_seqlen_q),
+        few=_is_few(q_shape, k_shape, cu_seqlens_q, max_seqlen_q),
         seqlen_k=seqlen_k,
         clusters=clusters,
     )
@@ -358,6 +362,25 @@ def _is_short(
     if max_seqlen_q is not None:
         return max_seqlen_q <= SHORT_SEQLEN_Q
     return q_shape[0] <= SHORT_SEQLEN_Q * (cu_seqlens_q.shape[0] - 1)
+
+
+def _is_few(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+) -> bool:
+    """Whether a K/V head has few rows in each sequence, as far as the host knows."""
+    if cu_seqlens_q is None:
+        most = q_shape[1]
+    elif max_seqlen_q is not None:
+        most = max_seqlen_q
+    else:
+        most = q_shape[0]
+    # Decode steps come here often, others cannot have few.
+    return most <= FEW_ROWS and has_few_rows(
+        heads=q_shape[-2], heads_k=k_shape[-2], most_queries=most
+    )
 
 
 FORWARD = Forward()

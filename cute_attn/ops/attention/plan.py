@@ -48,6 +48,7 @@ def plan_attention(
     num_splits: int = 1,
     return_lse: bool = False,
     short: bool | None = None,
+    few: bool | None = None,
 ) -> list[launch.Request]:
     """The kernels that the attention functions use for such tensors, for `cute_attn.warmup` and
     spec files. They do not depend on batch size or lengths.
@@ -73,6 +74,9 @@ def plan_attention(
         return_lse: as the operator's.
         short: True for at most 128 queries a sequence (decode), False for more (prefill), None for
             both, which are two kernels if heads_k < heads.
+        few: of short sequences: True for at most 64 query rows of a K/V head and sequence (queries
+            times the query heads that share it, if a power of two), False for more, None for both,
+            which are two kernels on Hopper.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -88,10 +92,12 @@ def plan_attention(
     chosen = _scheduler(scheduler)
     if chosen == "clc" and not has_clc(arch):
         _say_static(arch)
-    packings = [
-        packed_heads(arch=arch, heads=heads, heads_k=heads_k, short=case)
-        for case in ((False, True) if short is None else (short,))
-    ]
+    tiles: list[tuple[int, bool]] = []  # packed heads, and whether rows are few
+    for case in (False, True) if short is None else (short,):
+        packing = packed_heads(arch=arch, heads=heads, heads_k=heads_k, short=case)
+        can_be_few = case and arch == "sm_90a"
+        of_case = ((False, True) if few is None else (few,)) if can_be_few else (False,)
+        tiles += [(packing, value) for value in of_case]
     requests: list[launch.Request] = [
         (
             kernel,
@@ -111,10 +117,11 @@ def plan_attention(
                 seqused_k=seqused_k,
                 page_size=page_size,
                 split=split,
+                few=few_rows,
                 lse=return_lse,
             ),
         )
-        for packing in dict.fromkeys(packings)
+        for packing, few_rows in dict.fromkeys(tiles)
         for split in ([num_splits > 1] if num_splits else [False, True])
     ]
     if any(getattr(spec, "split", False) for _, spec in requests):
