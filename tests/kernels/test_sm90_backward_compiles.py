@@ -14,7 +14,7 @@ import pytest
 
 from cute_attn import cache
 from cute_attn.kernels.attention import table
-from cute_attn.kernels.attention.heuristics import backward_spec
+from cute_attn.kernels.attention.heuristics import backward_spec, has_fused_dq
 from cute_attn.kernels.attention.spec import (
     DTYPES,
     SM90_BACKWARD_HEAD_DIMS,
@@ -24,7 +24,7 @@ from tests.kernels.machine_code import assert_sound, machine_code
 
 ARCH = "sm_90a"
 BOOLS = (False, True)
-PARTIAL = {"dq": (False,), "dkdv": BOOLS}
+PARTIAL = {"dq": (False,), "dkdv": BOOLS, "fused": BOOLS}
 FLAGS = (
     "window_left", "window_right", "softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k",
 )  # fmt: skip
@@ -32,6 +32,10 @@ FLAGS = (
 
 def definition(kernel: str, head_dim: int) -> cache.KernelDef:
     return table.find(f"backward_{kernel}", ARCH, head_dim).kernel
+
+
+def exists(kernel: str, head_dim: int, *, softcap: bool) -> bool:
+    return kernel != "fused" or has_fused_dq(ARCH, head_dim, softcap=softcap)
 
 
 def made(kernel: str, spec: Sm90BackwardSpec) -> Any:
@@ -45,9 +49,9 @@ def compiled(kernel: str, spec: Sm90BackwardSpec) -> cache.Entry:
 
 def spec(kernel: str, head_dim: int, **fields: Any) -> Sm90BackwardSpec:
     plain = dict.fromkeys((*FLAGS, "partial"), False) | {"dtype": "bfloat16"}
-    of_keys = kernel == "dkdv"
+    chosen: dict[str, Any] = {"of_keys": kernel != "dq", "fused": kernel == "fused"}
     return backward_spec(  # type: ignore[return-value]
-        ARCH, head_dim, of_keys=of_keys, **{**plain, "scheduler": "static", **fields}
+        ARCH, head_dim, **chosen, **{**plain, "scheduler": "static", **fields}
     )
 
 
@@ -58,24 +62,28 @@ def everything(kernel: str, head_dim: int) -> list[Sm90BackwardSpec]:
     return [
         spec(kernel, head_dim, **fields)
         for fields in drawn
-        if fields["varlen_q"] or not fields["seqused_q"]
+        if (fields["varlen_q"] or not fields["seqused_q"])
+        and exists(kernel, head_dim, softcap=fields["softcap"])
     ]
 
 
 FULL = dict.fromkeys(FLAGS, True) | {"dtype": "float16"}
+UNCAPPED = FULL | {"softcap": False}
 # The quick suite compiles what a quick test of gradients launches.
 PACKED = {"window_right": True, "varlen_q": True, "varlen_k": True}
 EXTREMES = [
     pytest.param(
         kernel, spec(kernel, head_dim, **fields), id=f"{kernel}-{head_dim}-{name}",
-        marks=[] if (head_dim, name) == (128, "packed") else pytest.mark.slow,
+        marks=[] if kernel != "fused" and (head_dim, name) == (128, "packed") else pytest.mark.slow,
     )
     for kernel in PARTIAL
     for head_dim in SM90_BACKWARD_HEAD_DIMS
     for name, fields in (
         ("plain", {}), ("packed", PACKED), ("full", FULL),
-        *([("full, partial", {**FULL, "partial": True})] if kernel == "dkdv" else []),
+        *([("full, partial", {**FULL, "partial": True})] if kernel != "dq" else []),
+        *([("uncapped", {**UNCAPPED, "partial": True})] if kernel == "fused" else []),
     )
+    if exists(kernel, head_dim, softcap=fields.get("softcap", False))
 ]  # fmt: skip
 extremes = pytest.mark.parametrize(("kernel", "spec"), EXTREMES)
 
@@ -112,8 +120,15 @@ def test_the_budget_of_shared_memory_is_what_is_launched(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", PARTIAL)
-@pytest.mark.parametrize("head_dim", SM90_BACKWARD_HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"),
+    [
+        (kernel, head_dim)
+        for kernel in PARTIAL
+        for head_dim in SM90_BACKWARD_HEAD_DIMS
+        if exists(kernel, head_dim, softcap=False)
+    ],
+)
 def test_no_problem_in_a_random_sample(kernel: str, head_dim: int) -> None:
     """Others in every run."""
     drawn = random.sample(everything(kernel, head_dim), 8)
@@ -138,6 +153,7 @@ def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None
         ("dkdv", 128, "tile_m", 96),
         ("dkdv", 256, "tile_n", 64),
         ("dkdv", 256, "tile_m", 128),
+        ("fused", 128, "tile_m", 128),
     ],
 )
 def test_a_kernel_refuses_what_it_cannot_do(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import cute_attn
 from cute_attn.emulator import Emulator
+from cute_attn.ops.attention import backward
 from cute_attn.reference.attention import (
     attention_gradients,
     attention_gradients_in_low_precision,
@@ -188,6 +190,14 @@ def gradients(
         assert leaf.grad is not None and leaf.grad.dtype == leaf.dtype
         found[name] = leaf.grad
     return found
+
+
+@contextmanager
+def fused_where_possible() -> Iterator[None]:
+    """Within it, calls get the kernels that are not deterministic, although `poisoned` sets torch
+    to be."""
+    with mock.patch.object(backward, "is_deterministic", lambda a: bool(a.deterministic)):
+        yield
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor], *names: str) -> bool:

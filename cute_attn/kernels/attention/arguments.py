@@ -67,6 +67,11 @@ class FakeArguments:
         """`[2, heads, padded rows]`; see `statistics`."""
         return fake_contiguous(Float32, (2, self.heads, cute.sym_int(divisibility=STATS_ROWS)), 16)
 
+    def query_sums(self) -> Any:
+        """`[heads, padded rows, head_dim]`; see `query_sums`."""
+        rows = cute.sym_int(divisibility=STATS_ROWS)
+        return fake_contiguous(Float32, (self.heads, rows, self.head_dim), 128)
+
     def sink(self) -> Any:
         """`[heads]`, or None."""
         if self.spec.sink_dtype == "none":

@@ -32,6 +32,7 @@ from .spec import (
     SM90_DKDV_TILES,
     SM90_DQ_TILES,
     SM90_FEW_TILES,
+    SM90_FUSED_TILES,
     SM90_MAX_PACKED_HEADS,
     SM90_TILES,
     TILE_M,
@@ -171,12 +172,21 @@ def forward_spec(
     )
 
 
-def backward_spec(arch: str, head_dim: int, *, of_keys: bool, **fields: Any) -> BackwardSpec:
-    """The specialisation of the dQ kernel on `arch`, or with `of_keys` of the dK/dV kernel; the
-    scheduler is the caller's, see `forward_spec`."""
+def has_fused_dq(arch: str, head_dim: int, *, softcap: bool) -> bool:
+    """Whether one kernel on `arch` can compute dK, dV and sums of dQ. With a softcap at head_dim
+    128 it would lack registers."""
+    return arch == "sm_90a" and head_dim in SM90_FUSED_TILES and not (softcap and head_dim == 128)
+
+
+def backward_spec(
+    arch: str, head_dim: int, *, of_keys: bool, fused: bool = False, **fields: Any
+) -> BackwardSpec:
+    """The specialisation of the dQ kernel on `arch`, or with `of_keys` of the dK/dV kernel, with
+    `fused` of the one that computes dQ too; the scheduler is the caller's, see `forward_spec`."""
     if arch != "sm_90a":
         return Hd256BackwardSpec(**fields)
-    tile_m, tile_n = (SM90_DKDV_TILES if of_keys else SM90_DQ_TILES)[head_dim]
+    tiles = SM90_FUSED_TILES if fused else SM90_DKDV_TILES if of_keys else SM90_DQ_TILES
+    tile_m, tile_n = tiles[head_dim]
     if of_keys and head_dim == 128 and fields["softcap"]:
         tile_m = 32  # registers for P times the slope of the cap
     # A cluster of two has one tile of keys: a counter would have to be read for both CTAs.

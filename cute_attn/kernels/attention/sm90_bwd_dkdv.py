@@ -124,6 +124,9 @@ class Consumer(Named):
 class Sm90DkDv:
     """The kernel for one Sm90BackwardSpec; see the module's docstring."""
 
+    edges = EDGES
+    element_bytes = 2 + 2  # of Q and dO, which tiles of keys reread
+
     def __init__(self, spec: Sm90BackwardSpec):
         if spec.tile_n != WARPGROUPS * ROWS:
             raise ValueError(f"tile_n is {spec.tile_n}, must be {WARPGROUPS * ROWS}")
@@ -134,13 +137,14 @@ class Sm90DkDv:
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.q_bytes = 2 * spec.tile_m * spec.head_dim
         self.stats_bytes = 4 * spec.tile_m
-        self.pipeline = Pipeline(*EDGES)
+        self.pipeline = Pipeline(*self.edges)
         q, keys, at = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim, SWIZZLE_ALIGNMENT
         self.smem = SharedMemory(
             Buffer("k", self.dtype, keys, 1, at, "K, then dK"),
             Buffer("v", self.dtype, keys, 1, at, "V, then dV"),
             Buffer("q", self.dtype, q, Q_STAGES, at, "Q"),
             Buffer("do", self.dtype, q, DO_STAGES, at, "dO"),
+            *self.more_buffers(),
             Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
             Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
             TileQueue.buffer(Work),
@@ -151,6 +155,10 @@ class Sm90DkDv:
             BoxedRows(rows, spec.head_dim, spec.ragged_k, not spec.varlen_k)
             for rows in (spec.tile_n, ROWS)
         )
+
+    def more_buffers(self) -> tuple[Buffer, ...]:
+        """Those of a kernel that computes dQ too."""
+        return ()
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD), shared_base)
@@ -204,6 +212,36 @@ class Sm90DkDv:
         stream: Any,
     ) -> None:
         """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
+        self.launch(
+            q, k, v, do, stats, None, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            softmax_scale, softcap, window_left, window_right, num_splits, num_ctas, counter,
+            stream,
+        )  # fmt: skip
+
+    @cute.jit
+    def launch(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        stats: cute.Tensor,
+        dq_sums: cute.Tensor | None,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_splits: Int32,
+        num_ctas: Int32,
+        counter: cute.Tensor,
+        stream: Any,
+    ) -> None:
         spec = self.spec
         heads, kv_heads = q.shape[-2], k.shape[-2]
         if cutlass.const_expr(spec.varlen_k):
@@ -219,7 +257,7 @@ class Sm90DkDv:
             outputs = (*self.out_rows.atom(store, dk), *self.out_rows.atom(store, dv))
         split_heads = kv_heads * num_splits  # each split of a group counts as a K/V head
         group = heads // split_heads
-        head_bytes = Int64(seqlen_q) * (2 * 2 * spec.head_dim) * group  # of Q and dO
+        head_bytes = Int64(seqlen_q) * (self.element_bytes * spec.head_dim) * group
         tiles = self.tile_map(
             Sequences(seqlen_q, cu_seqlens_q, seqused_q),
             Sequences(k.shape[-3], cu_seqlens_k, seqused_k), heads, split_heads, batch,
@@ -229,9 +267,10 @@ class Sm90DkDv:
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
         self.kernel(
             *self.q_rows.atom(load, q), *self.k_rows.atom(load, k), *self.k_rows.atom(load, v),
-            *self.q_rows.atom(load, do), *outputs, stats, cu_seqlens_q, cu_seqlens_k, seqused_q,
-            seqused_k, scaling, softmax_scale, window_left, window_right, heads, split_heads,
-            num_splits, batch, seqlen_q, k.shape[-3], tiles.heads_at_once, num_tiles, counter,
+            *self.q_rows.atom(load, do), *outputs, stats, dq_sums, cu_seqlens_q, cu_seqlens_k,
+            seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right, heads,
+            split_heads, num_splits, batch, seqlen_q, k.shape[-3], tiles.heads_at_once, num_tiles,
+            counter,
         ).launch(
             grid=[CounterScheduler.clusters(num_tiles, num_ctas), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
@@ -271,6 +310,7 @@ class Sm90DkDv:
         dv_tma: cute.CopyAtom | None,
         dv: cute.Tensor,
         stats: cute.Tensor,
+        dq_sums: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
@@ -293,7 +333,8 @@ class Sm90DkDv:
         queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
         x = Operands(
             q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
-            dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, queries=queries,
+            dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, dq_sums=dq_sums,
+            queries=queries,
             group=heads // split_heads, num_splits=num_splits, batch=batch, num_tiles=num_tiles,
             counter=counter, softmax_scale=softmax_scale,
         )  # fmt: skip
@@ -318,11 +359,11 @@ class Sm90DkDv:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consumer_warps(
-                x, self.consumer(storage, barriers, warp, visible, scaling), storage
+                x, self.consumer(x, storage, barriers, warp, visible, scaling), storage
             )
 
     def consumer(
-        self, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
+        self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
         scaling: Scaling,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
@@ -577,8 +618,7 @@ class Sm90DkDv:
     def store_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
         """Store the warpgroup's rows of dK and dV through the buffers of K and V, by TMA."""
         spec = self.spec
-        # All warps of the warpgroup are done with its rows of K and V.
-        group_barrier(own.group)
+        self.wait_for_readers(own)
         warp = own.warp % WARPGROUP_WARPS
         for acc, at in ((own.dk, own.k), (own.dv, own.v)):
             words = fragments.operand(acc, self.dtype)
@@ -598,6 +638,10 @@ class Sm90DkDv:
                     )
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def wait_for_readers(self, own: Consumer) -> None:
+        """Until all warps of the warpgroup are done with its rows of K and V."""
+        group_barrier(own.group)
 
     @cute.jit
     def store_partial(self, x: Operands, own: Consumer, work: Work) -> None:

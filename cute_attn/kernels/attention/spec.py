@@ -32,6 +32,9 @@ FEW_ROWS = 64
 SM90_DKDV_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}  # 256: of a cluster of two
 SM90_DQ_TILES = {64: (128, 128), 128: (128, 96), 256: (128, 64)}
 SM90_BACKWARD_HEAD_DIMS = tuple(SM90_DKDV_TILES)
+# The same of the kernel that computes dQ, dK and dV.
+SM90_FUSED_TILES = {64: (64, 128), 128: (64, 128)}
+SM90_FUSED_HEAD_DIMS = tuple(SM90_FUSED_TILES)
 
 # softmax_scale * log2(e) must be finite in float32.
 LARGEST_SCALE = FLOAT32_MAX / LOG2_E * (1 - 2.0**-23)
@@ -211,6 +214,35 @@ class PreprocessSpec(Spec):
         super().__post_init__()
         if self.seqused_q and not self.varlen_q:
             raise ValueError("seqused_q is True, it needs varlen_q")
+
+
+@dataclass(frozen=True)
+class PostprocessSpec(Spec):
+    """The compile-time parameters of the SM90 backward's last kernel, which rounds dq.
+
+    Attributes:
+        dtype: dtype of dq.
+        varlen_q: dq is packed sequences, with cu_seqlens.
+        seqused_q: an argument gives the number of used tokens of each sequence.
+        head_dim: of dq.
+        tile_m, columns: of the sums' order, see `query_sums`.
+
+    Raises:
+        TypeError: a field has another type than its annotation.
+        ValueError: a field's value is not supported; the message names the field.
+    """
+
+    ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "dtype": DTYPES,
+        "head_dim": SM90_FUSED_HEAD_DIMS,
+    }
+
+    dtype: str
+    varlen_q: bool
+    seqused_q: bool
+    head_dim: int
+    tile_m: int
+    columns: int
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from .spec import (
     DKDV_TILE_N,
     SM90_DKDV_TILES,
     SM90_DQ_TILES,
+    SM90_FUSED_TILES,
     SM90_TILES,
     TILE_M,
     TILE_N,
@@ -83,7 +84,18 @@ SM90_HD256_BACKWARD_DKDV = AttentionKernel(
     cluster=2,
 )
 
+# dK, dV and sums of dQ in one kernel, and dQ from its sums.
+SM90_BACKWARD = KernelDef(
+    name="sm90_backward", target="cute_attn.kernels.attention.sm90_bwd:Sm90Backward"
+)
+
+BACKWARD_POSTPROCESS = KernelDef(
+    name="attention_backward_postprocess",
+    target="cute_attn.kernels.attention.backward_postprocess:BackwardPostprocess",
+)
+
 SM90_PREPROCESS_TILES = {head_dim: BACKWARD_PREPROCESS.tile for head_dim in SM90_DKDV_TILES}
+SM90_POSTPROCESS_TILES = {head_dim: BACKWARD_PREPROCESS.tile for head_dim in SM90_FUSED_TILES}
 
 KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
     (direction, arch, 256): kernel
@@ -101,6 +113,8 @@ KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
         ("backward_preprocess", BACKWARD_PREPROCESS.kernel, SM90_PREPROCESS_TILES),
         ("backward_dq", SM90_BACKWARD_DQ, SM90_DQ_TILES),
         ("backward_dkdv", SM90_BACKWARD_DKDV, SM90_DKDV_TILES),
+        ("backward_fused", SM90_BACKWARD, SM90_FUSED_TILES),
+        ("backward_postprocess", BACKWARD_POSTPROCESS, SM90_POSTPROCESS_TILES),
     )
     for head_dim, tile in tiles.items()
 }

@@ -69,8 +69,10 @@ def flash_attn_func(
             a second kernel combines. More than one pays for a few short queries with
             many keys; 0 chooses by shapes alone, without reading the device. The bits depend on
             the number, and on nothing else.
-        deterministic: accepted for compatibility with FlashAttention: every call is deterministic,
-            forward and backward.
+        deterministic: whether the gradients are the same bit for bit in every run. Without it the
+            gradient of q on Hopper, at head_dim 64 and 128, is a sum in any order, by a faster
+            kernel. All else always is deterministic, and under
+            `torch.use_deterministic_algorithms` everything is.
         scheduler: "static" (each cluster's tiles are fixed) or "clc" (clusters take tiles from the
             hardware's queue, which balances uneven ones); both give the same bits. None follows
             the environment variable `FA_CLC`, see `cute_attn.reload_settings`. Hopper has no such
@@ -116,7 +118,7 @@ def flash_attn_func(
     )
     result: tuple[Tensor, Tensor | None] = call(
         q, k, v, None, None, None, None, None, None, None, softmax_scale, causal, left, right,
-        learnable_sink, softcap, scheduler, num_splits, return_lse,
+        learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic,
     )  # fmt: skip
     return result
 
@@ -225,7 +227,7 @@ def flash_attn_varlen_func(
     result: tuple[Tensor, Tensor | None] = call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         page_table, softmax_scale, causal, left, right, learnable_sink, softcap, scheduler,
-        num_splits, return_lse,
+        num_splits, return_lse, deterministic,
     )  # fmt: skip
     return result
 

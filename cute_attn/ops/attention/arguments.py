@@ -51,6 +51,7 @@ class Arguments(NamedTuple):
     scheduler: str | None = None
     num_splits: int = 1
     return_lse: bool = False
+    deterministic: bool = False
 
 
 def check(a: Arguments, given: dict[str, Tensor]) -> None:

@@ -1,13 +1,19 @@
 """Softmax attention: the operator of the backward, which computes the gradients of a forward.
 
-Up to six kernels, none of which adds in an order that depends on timing, so that every run gives
-the same bits:
+Up to six kernels:
 
     preprocess    stats: lse and delta of the query rows; parts of dsink
     dq            dq
     dkdv          dk and dv, or with splits float32 parts of them
     sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts
     zero_unused   rows of no sequence, which the others do not write
+
+None of them adds in an order that depends on timing, so that every run gives the same bits. A call
+that is not `deterministic`, and needs all of dq, dk and dv, may get (`heuristics.has_fused_dq`) in
+place of dq and dkdv:
+
+    dkdv          dk and dv, as above; and float32 sums of dq, in any order
+    postprocess   dq from its sums
 
 Workspaces, allocated through torch, in bytes, with R the padded rows (`statistics.padded_rows`: at
 most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the number of splits
@@ -16,6 +22,7 @@ most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the numb
     stats            8 heads R
     parts of dk, dv  8 S (elements of k)     only with S > 1
     parts of dsink   4 heads T               only with a sink that requires a gradient
+    sums of dq       4 heads R head_dim      only with postprocess
 """
 
 from __future__ import annotations
@@ -73,6 +80,7 @@ class BackwardArguments(NamedTuple):
     need_dq: bool = True
     need_dkdv: bool = True
     need_dsink: bool = False
+    deterministic: bool = False
 
     @property
     def forward(self) -> Arguments:
@@ -122,6 +130,7 @@ class _Ready(NamedTuple):
     dkdv_clusters: int
     dq_counts: bool  # the kernel takes a counter
     dkdv_counts: bool
+    postprocess: _Function | None  # where dkdv adds up dq too
 
 
 class Backward(Operator[BackwardArguments]):
@@ -181,6 +190,7 @@ class Backward(Operator[BackwardArguments]):
             dq=bool(a.need_dq),
             dkdv=bool(a.need_dkdv),
             split=splits > 1,
+            deterministic=is_deterministic(a),
         )
 
         def load(request: launch.Request | None) -> _Function | None:
@@ -209,6 +219,7 @@ class Backward(Operator[BackwardArguments]):
             dkdv_clusters=clusters("backward_dkdv"),
             dq_counts=counts(requests.dq),
             dkdv_counts=counts(requests.dkdv),
+            postprocess=load(requests.postprocess),
         )
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
@@ -234,6 +245,7 @@ class Backward(Operator[BackwardArguments]):
             a.need_dq,
             a.need_dkdv,
             a.need_dsink,
+            is_deterministic(a),
             a.splits,
             # Keys of empty tensors are never in the table.
             not (a.q.numel() and a.k.numel()),
@@ -265,10 +277,11 @@ class Backward(Operator[BackwardArguments]):
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
         counter = (counter_for(q),) if ready.dq_counts or ready.dkdv_counts else ()
         dq = dk = dv = None
-        if ready.dq is not None:
+        if a.need_dq:
             dq = torch.empty_like(q, memory_format=_contiguous)
             if ready.zero_dq is not None:
                 ready.zero_dq(_words(dq), a.cu_seqlens_q, a.seqused_q)
+        if ready.dq is not None:
             ready.dq(
                 q, k, v, do, stats, dq, *lengths, *scalars, ready.dq_clusters,
                 *(counter if ready.dq_counts else ()),
@@ -282,10 +295,16 @@ class Backward(Operator[BackwardArguments]):
             if ready.zero_dkdv is not None:
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
+            sums = ()
+            if ready.postprocess is not None:
+                padded = (heads, stats.shape[-1], q.shape[-1])
+                sums = (q.new_zeros(padded, dtype=torch.float32),)
             ready.dkdv(
-                q, k, v, do, stats, *written, *lengths, *scalars, ready.splits,
+                q, k, v, do, stats, *sums, *written, *lengths, *scalars, ready.splits,
                 ready.dkdv_clusters, *(counter if ready.dkdv_counts else ()),
             )  # fmt: skip
+            if ready.postprocess is not None:
+                ready.postprocess(*sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0])
             if ready.sum_dkdv is not None:
                 for x, out in zip(written, (dk, dv), strict=True):
                     ready.sum_dkdv(x.flatten(1, -2), out.flatten(0, -2))
@@ -336,6 +355,11 @@ class Backward(Operator[BackwardArguments]):
             "flash_attn_func, as flash_attn_varlen_func, has no second derivative: take the first "
             "one without create_graph=True, or use another implementation"
         )
+
+
+def is_deterministic(a: BackwardArguments) -> bool:
+    """Whether the call asks for the same bits in every run, or torch does."""
+    return bool(a.deterministic) or torch.are_deterministic_algorithms_enabled()
 
 
 def _words(x: Tensor) -> Tensor:

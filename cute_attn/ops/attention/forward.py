@@ -115,6 +115,7 @@ class Attention(Operator[_Called]):
         scheduler: str | None,
         num_splits: int,
         return_lse: bool,
+        deterministic: bool = False,
         ready: Any = None,
         written: tuple[Tensor, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -124,7 +125,7 @@ class Attention(Operator[_Called]):
             return self.recorded(  # type: ignore[no-any-return]
                 q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
                 seqused_k, page_table, softmax_scale, causal, window_left, window_right,
-                learnable_sink, softcap, scheduler, num_splits, return_lse,
+                learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic,
             )  # fmt: skip
         try:
             if num_splits == 0:
@@ -193,7 +194,8 @@ class Attention(Operator[_Called]):
             return self.failed(  # type: ignore[no-any-return]
                 error, key, ready, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                 seqused_q, seqused_k, page_table, softmax_scale, causal, window_left, window_right,
-                learnable_sink, softcap, scheduler, num_splits, return_lse, *(written or ()),
+                learnable_sink, softcap, scheduler, num_splits, return_lse,
+                *((deterministic,) if written is None else written),
             )  # fmt: skip
 
     def readable(self, a: Any) -> Any:
@@ -225,7 +227,7 @@ class Forward(Attention[Arguments]):
     saved = (
         "q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
         "learnable_sink", "softmax_scale", "causal", "window_left", "window_right", "softcap",
-        "scheduler",
+        "scheduler", "deterministic",
     )  # fmt: skip
     kept: ClassVar[Mapping[str, Any]] = {"return_lse": True}
 

@@ -170,7 +170,8 @@ class Into(Attention[IntoArguments]):
         results = _attend(
             self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
             seqused_k, page_table, softmax_scale, causal, window_left, window_right,
-            learnable_sink, softcap, scheduler, num_splits, lse is not None, ready, (out, lse),
+            learnable_sink, softcap, scheduler, num_splits, lse is not None, False, ready,
+            (out, lse),
         )  # fmt: skip
         if tracked:
             increment_version((out,) if lse is None else (out, lse))

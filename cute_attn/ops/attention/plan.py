@@ -14,9 +14,16 @@ from ...kernels.attention.heuristics import (
     backward_spec,
     forward_spec,
     has_clc,
+    has_fused_dq,
     packed_heads,
 )
-from ...kernels.attention.spec import CombineSpec, PreprocessSpec
+from ...kernels.attention.query_sums import QuerySums
+from ...kernels.attention.spec import (
+    SM90_FUSED_TILES,
+    CombineSpec,
+    PostprocessSpec,
+    PreprocessSpec,
+)
 from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
@@ -150,6 +157,7 @@ def plan_attention_backward(
     dq: bool = True,
     dkdv: bool = True,
     split: bool | None = None,
+    deterministic: bool = False,
 ) -> list[launch.Request]:
     """The kernels that the gradient of the attention functions uses; those of the forward, with
     return_lse, are `plan_attention`'s.
@@ -173,6 +181,7 @@ def plan_attention_backward(
         dkdv: whether k or v requires a gradient.
         split: True for calls that split the query heads of a K/V head among clusters (few K/V
             heads, short sequences), False for others, None for both.
+        deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
 
     Returns:
         Pairs of a kernel and its specialisation.
@@ -202,6 +211,7 @@ def plan_attention_backward(
             dq=dq,
             dkdv=dkdv,
             split=case,
+            deterministic=deterministic,
         )
         if request is not None
     ]
@@ -218,6 +228,7 @@ class BackwardRequests(NamedTuple):
     sum_dsink: launch.Request | None
     zero_dq: launch.Request | None
     zero_dkdv: launch.Request | None
+    postprocess: launch.Request | None  # dkdv adds up dq too
 
 
 def backward_requests(
@@ -238,15 +249,19 @@ def backward_requests(
     dq: bool,
     dkdv: bool,
     split: bool,
+    deterministic: bool,
 ) -> BackwardRequests:
     """The same kernels by their part; arguments and errors as for `plan_attention_backward`."""
 
+    fused = dq and dkdv and not deterministic and has_fused_dq(arch, head_dim, softcap=softcap)
+
     def main(direction: str, *, partial: bool = False) -> launch.Request:
-        kernel = table.find(direction, arch, head_dim).kernel
+        kernel = table.find("backward_fused" if fused else direction, arch, head_dim).kernel
         spec = backward_spec(
             arch,
             head_dim,
             of_keys=direction == "backward_dkdv",
+            fused=fused,
             dtype=dtype,
             scheduler=_scheduler(scheduler),
             window_left=window_left,
@@ -274,14 +289,20 @@ def backward_requests(
         head_dim=head_dim,
     )
     partial = dkdv and split
+    postprocess = None
+    if fused:
+        sums = QuerySums.of(SM90_FUSED_TILES[head_dim][0], head_dim)
+        spec = PostprocessSpec(dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns)
+        postprocess = table.find("backward_postprocess", arch, head_dim).kernel, spec
     return BackwardRequests(
         preprocess=(table.find("backward_preprocess", arch, head_dim).kernel, preprocess),
-        dq=main("backward_dq") if dq else None,
+        dq=main("backward_dq") if dq and not fused else None,
         dkdv=main("backward_dkdv", partial=partial) if dkdv else None,
         sum_dkdv=(SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,
         sum_dsink=(SUM_PARTIALS, SumPartialsSpec(sink, **MANY_PARTIALS)) if sink else None,
         zero_dq=zeros(varlen_q, seqused_q) if dq else None,
         zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,
+        postprocess=postprocess,
     )
 
 

@@ -66,10 +66,12 @@ def shared_product(
     n: int,
     *,
     columns: bool,
+    transposed: bool = False,
 ) -> list[Any]:
     """As `product`, with the left operand in shared memory: `a` has a descriptor of its 64 rows for
-    each 16 of k, from `rows_descriptor`."""
-    return _start(dtype, c, [[Int64(x)] for x in a], descriptors, n, f"0, {int(columns)}")
+    each 16 of k, from `rows_descriptor`, or with `transposed` from `columns_descriptor`."""
+    majors = f"{int(transposed)}, {int(columns)}"
+    return _start(dtype, c, [[Int64(x)] for x in a], descriptors, n, majors)
 
 
 def _start(

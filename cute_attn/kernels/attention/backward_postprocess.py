@@ -1,0 +1,150 @@
+"""The last kernel of the fused backward on SM90: dQ from its float32 sums.
+
+    dQ = softmax_scale * sums        rounded; 0 in rows that see no key
+
+The sums are in the order of `query_sums`, of which a thread reads 64 consecutive bytes: 8 columns
+of two rows. The kernel is bound by memory bandwidth.
+
+    CTA (tile of STATS_ROWS rows, head, sequence), 8 warps
+
+Rows that see no key may hold what a hidden key that is not finite has left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.dtypes import DTYPE
+from ..common.numbers import INF
+from ..common.ptx.convert import pack
+from ..common.ptx.memory import load_global, store_global
+from ..common.sequences import Sequences
+from .arguments import FakeArguments
+from .query_sums import GROUP_COLUMNS, PART_ROWS, VECTOR, VECTORS, QuerySums
+from .spec import PostprocessSpec
+from .statistics import LSE, STATS_ROWS, padded_start
+from .work import TileMap
+
+NUM_THREADS = 256
+LANES = 4  # of a row
+LANE_ROWS = PART_ROWS // 2  # from a lane's first row to its second
+
+
+class BackwardPostprocess:
+    """The kernel for one PostprocessSpec; see the module's docstring."""
+
+    def __init__(self, spec: PostprocessSpec):
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        self.sums = QuerySums(spec.tile_m, spec.head_dim, spec.columns)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, self.spec.head_dim)
+        return (
+            fake.query_sums(),
+            fake.stats(),
+            fake.q(),
+            *fake.queries(),
+            Float32(1.0),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        sums: cute.Tensor,
+        stats: cute.Tensor,
+        dq: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        softmax_scale: Float32,
+        stream: Any,
+    ) -> None:
+        """Launch a CTA for each tile of a head.
+
+        Args:
+            sums: `[heads, padded rows, head_dim]`; see `query_sums`.
+            stats: `[2, heads, padded rows]`; see `statistics`.
+            dq: `[batch, seqlen, heads, head_dim]`, or packed `[tokens, heads, head_dim]`.
+        """
+        self.kernel(sums, stats, dq, cu_seqlens_q, seqused_q, softmax_scale).launch(
+            grid=[self.tile_map(dq, cu_seqlens_q, seqused_q).count(), 1, 1],
+            block=[NUM_THREADS, 1, 1],
+            stream=stream,
+        )
+
+    def tile_map(
+        self, dq: cute.Tensor, cu_seqlens_q: cute.Tensor | None, seqused_q: cute.Tensor | None
+    ) -> TileMap:
+        """The tiles; the head is the fast index, since heads of a token are neighbours."""
+        queries, heads = Sequences(dq.shape[-3], cu_seqlens_q, seqused_q), dq.shape[-2]
+        batch = dq.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, heads, batch, heads * batch)
+
+    @cute.kernel
+    def kernel(
+        self,
+        sums: cute.Tensor,
+        stats: cute.Tensor,
+        dq: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        softmax_scale: Float32,
+    ) -> None:
+        layout = self.sums
+        groups = layout.head_dim // GROUP_COLUMNS
+        thread, _, _ = cute.arch.thread_idx()
+        number, _, _ = cute.arch.block_idx()
+        tiles = self.tile_map(dq, cu_seqlens_q, seqused_q)
+        exists, block, head, sequence = tiles.locate(number)
+        if exists:
+            queries = tiles.queries
+            length = queries.length(sequence)
+            padded = padded_start(queries, sequence) + block * STATS_ROWS
+            source = sums.iterator.toint() + Int64(head) * sums.stride[0] * 4
+            # A thread's group of columns is always the same; its rows are a warp's part apart.
+            group, first = thread % groups, thread // groups
+            part, inside = (group // (layout.columns // 8), group % (layout.columns // 8))
+            step = NUM_THREADS // groups
+            for i in cutlass.range_constexpr(STATS_ROWS // 2 // step):
+                number_of_pair = first + i * step
+                row_block = number_of_pair // LANE_ROWS
+                lane_row = number_of_pair % LANE_ROWS
+                row = row_block * PART_ROWS + lane_row
+                at = Int64(padded + row_block * PART_ROWS) // layout.tile_m * layout.tile
+                at += part * layout.row_blocks * layout.part
+                at += row_block % layout.row_blocks * layout.part
+                at += inside * (VECTORS * VECTOR) + lane_row * (LANES * VECTOR)
+                vectors = [
+                    load_global(Float32, source + (at + VECTOR * lane) * 4, VECTOR)
+                    for lane in range(LANES)
+                ]
+                for half in cutlass.range_constexpr(2):
+                    token = block * STATS_ROWS + row + half * LANE_ROWS
+                    if token < length:
+                        lse = stats[LSE, head, Int64(padded + row + half * LANE_ROWS)]
+                        words = []
+                        for v in vectors:
+                            x, y = (
+                                cutlass.select_(lse != INF, z * softmax_scale, Float32(0.0))
+                                for z in (v[2 * half], v[2 * half + 1])
+                            )
+                            words.append(pack(self.dtype, x, y))
+                        to = self.row_of(dq, queries, sequence, token, head)
+                        store_global(Int32, to + group * (2 * GROUP_COLUMNS), words)
+
+    def row_of(
+        self, dq: cute.Tensor, queries: Sequences, sequence: Any, token: Any, head: Any
+    ) -> Any:
+        """The global address of a token's row of dq."""
+        offset = Int64(queries.start(sequence) + token) * dq.stride[-3]
+        offset += Int64(head) * dq.stride[-2]
+        if not self.spec.varlen_q:
+            offset += Int64(sequence) * dq.stride[0]
+        return dq.iterator.toint() + offset * 2

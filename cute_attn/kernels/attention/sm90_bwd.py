@@ -1,0 +1,312 @@
+"""All gradients of q, k and v in one kernel for SM90, at head_dim 64 and 128: five products.
+
+It is the dK/dV kernel (`sm90_bwd_dkdv`), whose warpgroups also write dS to shared memory, for a
+third product with the tile's 128 keys:
+
+    dQ = dS K        a warpgroup has 64 queries and half of head_dim
+
+dQ of a tile is added to float32 sums in global memory by bulk reductions, one for each warp, from
+its own staging. `backward_postprocess` scales and rounds the sums. CTAs add in any order: the bits
+of dQ differ from run to run.
+
+A warpgroup needs dS of the other one too. So it computes dQ of a tile beside dS of the next tile,
+when the other one is long done:
+
+    tensor cores, in order                 beside them
+    S^T of tile n
+    dK += dS^T Q of tile n - 1
+    dP^T of tile n                         P^T of tile n, after S^T
+    dV += P^T dO of tile n
+    dQ = dS K of tile n - 1                dS^T of tile n, after dP^T, to shared memory
+                                           dQ of tile n - 1 to its staging, and from there to L2
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.arguments import fake_contiguous
+from ..common.pipeline import Barriers, Edge, Kind
+from ..common.ptx import wgmma
+from ..common.ptx.async_copy import add_bulk
+from ..common.ptx.compiler import opaque
+from ..common.ptx.memory import shared_address, store_shared
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers
+from ..common.tma import BOX
+from . import fragments
+from .arguments import FakeArguments
+from .query_sums import VECTOR, VECTORS, WARPS, QuerySums
+from .sm90_bwd_dkdv import CONSUMERS, EDGES, WARPGROUPS, Consumer, Operands, Sm90DkDv, of_columns
+from .sm90_gradients import differentiate, exponentiate
+from .sm90_mma import ROWS, WARPGROUP, start_query_gradients
+from .sm90_store import GROUP_BARRIER
+from .softmax import Scaling
+from .spec import Sm90BackwardSpec
+from .statistics import padded_start
+from .visibility import Visibility
+from .work import Work
+
+assert len(CONSUMERS) == WARPS
+
+DS_STAGES = 2
+ALL_BARRIER = GROUP_BARRIER + WARPGROUPS  # the named barrier of both warpgroups
+
+
+class Sm90Backward(Sm90DkDv):
+    """The kernel for one Sm90BackwardSpec; see the module's docstring.
+
+    A Consumer also has:
+        ds_ring, staging: shared addresses of dS, and of the warp's part of dQ.
+        k_columns: that of its columns of K.
+        sums: global address of the sums of the warp's part in the first tile.
+        tiles_of_head: tiles of a head in the sums.
+    """
+
+    edges = (
+        *EDGES,
+        Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
+        Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
+    )
+
+    element_bytes = 2 + 2 + 4  # of Q, dO and the sums of dQ
+
+    def __init__(self, spec: Sm90BackwardSpec):
+        if spec.tile_m != ROWS:
+            raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS}")
+        self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
+        self.ds_bytes = 2 * spec.tile_m * spec.tile_n
+        super().__init__(spec)
+
+    def more_buffers(self) -> tuple[Buffer, ...]:
+        ds = self.ds_bytes // 2
+        return (
+            Buffer("ds", self.dtype, ds, DS_STAGES, SWIZZLE_ALIGNMENT, "dS^T"),
+            Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp"),
+        )
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, self.spec.head_dim)
+        out = fake.k_partial if self.spec.partial else fake.k
+        return (
+            fake.q(),
+            fake.k(),
+            fake.k(),
+            fake.q(),
+            fake.stats(),
+            fake.query_sums(),
+            out(),
+            out(),
+            *fake.sequences(),
+            Float32(1.0),
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            Int32(1),
+            fake_contiguous(Int32, (1,)),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        stats: cute.Tensor,
+        dq_sums: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        softcap: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_splits: Int32,
+        num_ctas: Int32,
+        counter: cute.Tensor,
+        stream: Any,
+    ) -> None:
+        """As of `Sm90DkDv`; `dq_sums` are those of `query_sums`, zeros at first."""
+        self.launch(
+            q, k, v, do, stats, dq_sums, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            softmax_scale, softcap, window_left, window_right, num_splits, num_ctas, counter,
+            stream,
+        )  # fmt: skip
+
+    def consumer(
+        self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
+        scaling: Scaling,
+    ) -> Consumer:  # fmt: skip
+        spec, sums = self.spec, self.sums
+        own = super().consumer(x, storage, barriers, warp, visible, scaling)
+        own.ds_ring = shared_address(storage.ds)
+        own.staging = shared_address(storage.dq) + warp * (4 * sums.part)
+        first = own.group * sums.columns
+        own.k_columns = shared_address(storage.k)
+        own.k_columns += first // BOX * (spec.tile_n * BOX * 2) + first % BOX * 2
+        own.sums = x.dq_sums.iterator.toint() + Int64(warp * (4 * sums.part))
+        own.tiles_of_head = x.dq_sums.shape[1] // spec.tile_m
+        own.queries = x.queries
+        own.heads = x.group
+        return own
+
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        super().consumer_warps(x, own, storage)
+        self.wait_for_staging()
+
+    @cute.jit
+    def wait_for_staging(self) -> None:
+        """Until the warp's reduction has read its staging."""
+        if opaque(cute.arch.lane_idx()) == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def compute_tile(
+        self,
+        own: Consumer,
+        work: Work,
+        first: Int32,
+        end: Int32,
+        count: Int32,
+        taken: Int32,
+        n: Int32,
+    ) -> Int32:
+        # Keys past the end of the sequence would add to dQ: they need a mask in every tile.
+        first_key = self.first_key(own, work)
+        whole_first, whole_end = own.visible.whole_query_tiles(
+            first_key, ROWS, work.seqlen_q, work.seqlen_k
+        )
+        whole_end = cutlass.select_(first_key + ROWS <= work.seqlen_k, whole_end, Int32(0))
+        tile = first
+        # Tile 0 of the head, among the tiles of the sums.
+        at = work.head * own.tiles_of_head + padded_start(own.queries, work.sequence) // ROWS
+        masked = tile < whole_first or tile >= whole_end
+        self.next_query_tile(own, taken, tile, n, masked, True, at)
+        n += 1
+        for _ in cutlass.range(count - 1, unroll=1):
+            before = at + tile
+            last = tile + 1 == end
+            tile = cutlass.select_(last, first, tile + 1)
+            at = cutlass.select_(last, at + own.tiles_of_head, at)
+            masked = tile < whole_first or tile >= whole_end
+            self.next_query_tile(own, taken, tile, n, masked, False, before)
+            n += 1
+        dk = self.start_dk(own, n - 1)
+        own.barriers.wait("ds_full", n - 1)
+        dq = self.start_dq(own, n - 1)
+        fragments.assign(own.dk, wgmma.wait(dk, pending=1))
+        own.barriers.warp_arrives("q_empty", n - 1)
+        self.finish_dq(own, dq, n - 1, at + tile)
+        return n
+
+    @cute.jit
+    def next_query_tile(
+        self,
+        own: Consumer,
+        taken: Int32,
+        tile: Int32,
+        n: Int32,
+        masked: Boolean,
+        starts: cutlass.Constexpr[bool],
+        before: Int32,
+    ) -> None:
+        """P^T, dV and dS^T of use n of Q and dO, beside the products of the dS before, whose tile
+        of the sums is `before`; with `starts` there is none before."""
+        barriers = own.barriers
+        if cutlass.const_expr(not starts):
+            dk = self.start_dk(own, n - 1)
+        barriers.wait("q_full", n)
+        scores = self.start_scores(own, n)
+        barriers.wait("do_full", n)
+        dp = self.start_dp(own, n)
+        if cutlass.const_expr(not starts):
+            fragments.assign(own.dk, wgmma.wait(dk, pending=2))
+            barriers.warp_arrives("q_empty", n - 1)
+        fragments.assign(own.s, wgmma.wait(scores, pending=1))
+        lse = own.lse + barriers.stage("q_full", n) * self.stats_bytes
+        exponentiate(
+            own.s, lambda columns: of_columns(lse, columns), own.scaling,
+            lambda *p: self.round_probabilities(own, *p), softcap=self.spec.softcap,
+        )  # fmt: skip
+        if masked:
+            self.mask(own, taken, tile, own.p)
+        dv = self.start_dv(own, n)
+        if cutlass.const_expr(not starts):
+            barriers.wait("ds_full", n - 1)
+            dq = self.start_dq(own, n - 1)
+        fragments.assign(own.dp, wgmma.wait(dp, pending=1 if starts else 2))
+        fragments.assign(own.dv, wgmma.wait(dv, pending=0 if starts else 1))
+        delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
+        differentiate(
+            own.dp, lambda *at: self.rounded_probabilities(own, *at), own.ds,
+            lambda columns: of_columns(delta, columns), self.dtype,
+        )  # fmt: skip
+        barriers.warp_arrives("do_empty", n)
+        if masked:
+            self.mask(own, taken, tile, own.ds)
+        self.stage_ds(own, n)
+        if cutlass.const_expr(not starts):
+            self.finish_dq(own, dq, n - 1, before)
+
+    def stage_ds(self, own: Consumer, n: Any) -> None:
+        """Publish the warp's rows of dS^T of use n."""
+        barriers, spec = own.barriers, self.spec
+        barriers.wait_previous("ds_empty", n)
+        at = own.ds_ring + barriers.stage("ds_full", n) * self.ds_bytes
+        words = [own.ds[i] for i in range(cute.size(own.ds))]
+        fragments.stage_rows(words, at, own.warp, spec.tile_n, opaque(cute.arch.lane_idx()))
+        cute.arch.fence_view_async_shared()
+        barriers.warp_arrives("ds_full", n)
+
+    def start_dq(self, own: Consumer, n: Any) -> list[Any]:
+        """Start dQ = dS K of the warpgroup's columns, with use n of dS."""
+        stage = own.barriers.stage("ds_full", n) * self.ds_bytes
+        return start_query_gradients(
+            self.dtype, own.ds_ring + stage, opaque(own.k_columns),
+            tile_n=self.spec.tile_n, columns=self.sums.columns,
+        )  # fmt: skip
+
+    @cute.jit
+    def finish_dq(self, own: Consumer, dq: list[Any], n: Int32, tile: Int32) -> None:
+        """Add the warp's part of dQ, of use n of dS, to that tile of the sums."""
+        values = wgmma.wait(dq)
+        own.barriers.warp_arrives("ds_empty", n)
+        self.wait_for_staging()
+        lane = opaque(cute.arch.lane_idx())
+        for i in cutlass.range_constexpr(self.sums.columns // 8):
+            vector = values[VECTOR * i : VECTOR * (i + 1)]
+            store_shared(Float32, own.staging + (i * VECTORS + lane) * (4 * VECTOR), vector)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            at = own.sums + Int64(tile) * (4 * self.sums.tile)
+            add_bulk(at, own.staging, 4 * self.sums.part)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def mask(self, own: Consumer, taken: Any, tile: Any, words: cute.Tensor) -> None:
+        """As of `Sm90DkDv`; no query sees a key past the end of the sequence."""
+        work = own.queue.read(taken)
+        lows, highs = [], []
+        for lane_row in range(fragments.LANE_ROWS):
+            key = self.key(own, work, lane_row)
+            low, high = own.visible.tokens(key, work.seqlen_q, work.seqlen_k)
+            high = cutlass.select_(key < work.seqlen_k, high, Int32(0))
+            lows.append(low - tile * self.spec.tile_m)
+            highs.append(high - tile * self.spec.tile_m)
+        fragments.mask_operand(words, highs, lows if self.spec.window_right else None)
+
+    def wait_for_readers(self, own: Consumer) -> None:
+        """Until all warps of both warpgroups are done with K and V."""
+        cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=WARPGROUPS * WARPGROUP)
