@@ -416,10 +416,11 @@ def all_waits(p: Ptx) -> list[int]:
     return [line + n for line in p.all(WAIT) for n in range(4)]
 
 
-def bugs_of_an_edge(planted: Planter, name: str) -> None:
-    """At the mbarriers of what the load warp hands to the consumers: "q", "k", "v" or "work"."""
+def bugs_of_an_edge(planted: Planter, name: str, *more: str) -> None:
+    """At the mbarriers of what the load warp hands to the consumers: "q", "k", "v" or "work".
+    `more` are patterns of lines that touch it too."""
     full, empty = f"{name}_full", f"{name}_empty"
-    touched = (SHARED,) if name == "work" else (LOAD, WGMMA)
+    touched = ((SHARED,) if name == "work" else (LOAD, WGMMA)) + more
 
     @planted(f"wait for {full} dropped", "race uninitialised deadlock")
     def _(p: Edged) -> Planted:
@@ -436,12 +437,13 @@ def bugs_of_an_edge(planted: Planter, name: str) -> None:
         return changed, [*all_waits(p), *lines_of(p, *touched, ARRIVE)]
 
 
-def bug_of_a_stage(planted: Planter, name: str) -> None:
+def bug_of_a_stage(planted: Planter, name: str, *more: str) -> None:
     """The wait for a stage to be empty."""
 
     @planted(f"wait for {name}_empty dropped", "race barrier")
     def _(p: Edged) -> Planted:
-        return p.drop(*p.of(f"{name}_empty", WAIT)), lines_of(p, LOAD, WGMMA, EXPECT, ARRIVE)
+        lines = lines_of(p, LOAD, WGMMA, EXPECT, ARRIVE, *more)
+        return p.drop(*p.of(f"{name}_empty", WAIT)), lines
 
 
 def bug_of_products(planted: Planter, nth: int, name: str) -> None:

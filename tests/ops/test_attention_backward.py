@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cute_attn
 from cute_attn.cache.specfile import plan_file
+from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention import table
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
@@ -513,3 +515,52 @@ def test_a_plan_holds_only_what_is_needed():
         plan_attention_backward("sm_100a", head_dim=64)
     with pytest.raises(ValueError, match="scheduler is 'fast'"):
         plan_attention_backward(ARCH, scheduler="fast")
+
+
+# -- Hopper's kernel that adds up dq in any order
+
+
+HOPPER = "sm_90a"
+OWN_DQ, OWN_DKDV, FUSED, POST = (
+    table.find(f"backward_{name}", HOPPER, 128).kernel.name
+    for name in ("dq", "dkdv", "fused", "postprocess")
+)
+
+
+def launched_on_hopper(**options: Any) -> list[str]:
+    """The kernels of a backward behind the preprocess; they do nothing."""
+    names: list[str] = []
+
+    def function(_: Any, kernel: Any, spec: Any) -> Any:
+        names.append(kernel.name)
+        return lambda *_: None
+
+    leaves = [torch.randn(1, 20, 2, 128).bfloat16().requires_grad_() for _ in range(3)]
+    with mock.patch.object(Emulation, "function", function), cute_attn.emulated(HOPPER):
+        o, _ = cute_attn.flash_attn_func(*leaves, **options)
+        names.clear()
+        torch.autograd.grad(o.sum(), leaves)
+    return names[1:]
+
+
+def test_a_call_or_torch_asks_for_the_same_bits():
+    """Torch, when the gradient is taken."""
+    assert launched_on_hopper() == [FUSED, POST]
+    assert launched_on_hopper(deterministic=True) == [OWN_DQ, OWN_DKDV]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert launched_on_hopper() == [OWN_DQ, OWN_DKDV]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_the_fused_kernel_cannot_do_is_planned_apart():
+    def names(**options: Any) -> list[str]:
+        return [kernel.name for kernel, _ in plan_attention_backward(HOPPER, **options)][1:]
+
+    assert names(head_dim=128, split=False) == [FUSED, POST]
+    assert names(head_dim=64, split=False, softcap=True) == [FUSED, POST]
+    assert names(head_dim=128, split=False, softcap=True) == [OWN_DQ, OWN_DKDV]
+    assert names(head_dim=128, split=False, deterministic=True) == [OWN_DQ, OWN_DKDV]
+    assert names(head_dim=64, dkdv=False) == [OWN_DQ]
+    assert names(head_dim=64, dq=False, split=False) == [OWN_DKDV]

@@ -70,7 +70,7 @@ class FakeArguments:
     def query_sums(self) -> Any:
         """`[heads, padded rows, head_dim]`; see `query_sums`."""
         rows = cute.sym_int(divisibility=STATS_ROWS)
-        return fake_contiguous(Float32, (self.heads, rows, self.head_dim), 128)
+        return fake_contiguous(Float32, (self.heads, rows, self.head_dim), VECTOR_BYTES)
 
     def sink(self) -> Any:
         """`[heads]`, or None."""

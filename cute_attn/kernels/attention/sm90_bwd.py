@@ -3,7 +3,7 @@
 It is the dK/dV kernel (`sm90_bwd_dkdv`), whose warpgroups also write dS to shared memory, for a
 third product with the tile's 128 keys:
 
-    dQ = dS K        a warpgroup has 64 queries and half of head_dim
+    dQ = dS K        a warpgroup has 64 of 128 queries, or of 64 queries half of head_dim
 
 dQ of a tile is added to float32 sums in global memory by bulk reductions, one for each warp, from
 its own staging. `backward_postprocess` scales and rounds the sums. CTAs add in any order: the bits
@@ -41,7 +41,7 @@ from ..common.tma import BOX
 from . import fragments
 from .arguments import FakeArguments
 from .query_sums import VECTOR, VECTORS, WARPS, QuerySums
-from .sm90_bwd_dkdv import CONSUMERS, EDGES, WARPGROUPS, Consumer, Operands, Sm90DkDv, of_columns
+from .sm90_bwd_dkdv import CONSUMERS, WARPGROUPS, Consumer, Operands, Sm90DkDv, of_columns
 from .sm90_gradients import differentiate, exponentiate
 from .sm90_mma import ROWS, WARPGROUP, start_query_gradients
 from .sm90_store import GROUP_BARRIER
@@ -62,25 +62,29 @@ class Sm90Backward(Sm90DkDv):
 
     A Consumer also has:
         ds_ring, staging: shared addresses of dS, and of the warp's part of dQ.
-        k_columns: that of its columns of K.
+        ds_queries, k_columns: those of its queries of dS, and of its columns of K.
         sums: global address of the sums of the warp's part in the first tile.
         tiles_of_head: tiles of a head in the sums.
     """
 
-    edges = (
-        *EDGES,
-        Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
-        Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
-    )
+    q_stages = 2
 
     element_bytes = 2 + 2 + 4  # of Q, dO and the sums of dQ
 
     def __init__(self, spec: Sm90BackwardSpec):
-        if spec.tile_m != ROWS:
-            raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS}")
+        if spec.tile_m not in (ROWS, WARPGROUPS * ROWS):
+            raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS} or {WARPGROUPS * ROWS}")
+        # dK of a tile beside S of the next one takes registers for dS.
+        self.late_dk = spec.tile_m == ROWS
         self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
         self.ds_bytes = 2 * spec.tile_m * spec.tile_n
         super().__init__(spec)
+
+    def more_edges(self) -> tuple[Edge, ...]:
+        return (
+            Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
+            Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
+        )
 
     def more_buffers(self) -> tuple[Buffer, ...]:
         ds = self.ds_bytes // 2
@@ -150,11 +154,14 @@ class Sm90Backward(Sm90DkDv):
     ) -> Consumer:  # fmt: skip
         spec, sums = self.spec, self.sums
         own = super().consumer(x, storage, barriers, warp, visible, scaling)
-        own.ds_ring = shared_address(storage.ds)
+        own.ds_ring = own.ds_queries = shared_address(storage.ds)
         own.staging = shared_address(storage.dq) + warp * (4 * sums.part)
-        first = own.group * sums.columns
         own.k_columns = shared_address(storage.k)
-        own.k_columns += first // BOX * (spec.tile_n * BOX * 2) + first % BOX * 2
+        if spec.tile_m == ROWS:
+            first = own.group * sums.columns
+            own.k_columns += first // BOX * (spec.tile_n * BOX * 2) + first % BOX * 2
+        else:
+            own.ds_queries += own.group * (spec.tile_n * BOX * 2)
         own.sums = x.dq_sums.iterator.toint() + Int64(warp * (4 * sums.part))
         own.tiles_of_head = x.dq_sums.shape[1] // spec.tile_m
         own.queries = x.queries
@@ -191,7 +198,9 @@ class Sm90Backward(Sm90DkDv):
         whole_end = cutlass.select_(first_key + ROWS <= work.seqlen_k, whole_end, Int32(0))
         tile = first
         # Tile 0 of the head, among the tiles of the sums.
-        at = work.head * own.tiles_of_head + padded_start(own.queries, work.sequence) // ROWS
+        at = work.head * own.tiles_of_head + (
+            padded_start(own.queries, work.sequence) // self.spec.tile_m
+        )
         masked = tile < whole_first or tile >= whole_end
         self.next_query_tile(own, taken, tile, n, masked, True, at)
         n += 1
@@ -203,12 +212,11 @@ class Sm90Backward(Sm90DkDv):
             masked = tile < whole_first or tile >= whole_end
             self.next_query_tile(own, taken, tile, n, masked, False, before)
             n += 1
-        dk = self.start_dk(own, n - 1)
+        if cutlass.const_expr(self.late_dk):
+            fragments.assign(own.dk, wgmma.wait(self.start_dk(own, n - 1)))
+            own.barriers.warp_arrives("q_empty", n - 1)
         own.barriers.wait("ds_full", n - 1)
-        dq = self.start_dq(own, n - 1)
-        fragments.assign(own.dk, wgmma.wait(dk, pending=1))
-        own.barriers.warp_arrives("q_empty", n - 1)
-        self.finish_dq(own, dq, n - 1, at + tile)
+        self.finish_dq(own, wgmma.wait(self.start_dq(own, n - 1)), n - 1, at + tile)
         return n
 
     @cute.jit
@@ -225,13 +233,14 @@ class Sm90Backward(Sm90DkDv):
         """P^T, dV and dS^T of use n of Q and dO, beside the products of the dS before, whose tile
         of the sums is `before`; with `starts` there is none before."""
         barriers = own.barriers
-        if cutlass.const_expr(not starts):
+        late = cutlass.const_expr(self.late_dk)
+        if cutlass.const_expr(late and not starts):
             dk = self.start_dk(own, n - 1)
         barriers.wait("q_full", n)
         scores = self.start_scores(own, n)
         barriers.wait("do_full", n)
         dp = self.start_dp(own, n)
-        if cutlass.const_expr(not starts):
+        if cutlass.const_expr(late and not starts):
             fragments.assign(own.dk, wgmma.wait(dk, pending=2))
             barriers.warp_arrives("q_empty", n - 1)
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
@@ -257,8 +266,13 @@ class Sm90Backward(Sm90DkDv):
         if masked:
             self.mask(own, taken, tile, own.ds)
         self.stage_ds(own, n)
+        if cutlass.const_expr(not late):
+            dk = self.start_dk(own, n)
         if cutlass.const_expr(not starts):
-            self.finish_dq(own, dq, n - 1, before)
+            self.finish_dq(own, wgmma.wait(dq, pending=0 if late else 1), n - 1, before)
+        if cutlass.const_expr(not late):
+            fragments.assign(own.dk, wgmma.wait(dk))
+            barriers.warp_arrives("q_empty", n)
 
     def stage_ds(self, own: Consumer, n: Any) -> None:
         """Publish the warp's rows of dS^T of use n."""
@@ -274,14 +288,13 @@ class Sm90Backward(Sm90DkDv):
         """Start dQ = dS K of the warpgroup's columns, with use n of dS."""
         stage = own.barriers.stage("ds_full", n) * self.ds_bytes
         return start_query_gradients(
-            self.dtype, own.ds_ring + stage, opaque(own.k_columns),
+            self.dtype, own.ds_queries + stage, opaque(own.k_columns),
             tile_n=self.spec.tile_n, columns=self.sums.columns,
         )  # fmt: skip
 
     @cute.jit
-    def finish_dq(self, own: Consumer, dq: list[Any], n: Int32, tile: Int32) -> None:
+    def finish_dq(self, own: Consumer, values: list[Any], n: Int32, tile: Int32) -> None:
         """Add the warp's part of dQ, of use n of dS, to that tile of the sums."""
-        values = wgmma.wait(dq)
         own.barriers.warp_arrives("ds_empty", n)
         self.wait_for_staging()
         lane = opaque(cute.arch.lane_idx())

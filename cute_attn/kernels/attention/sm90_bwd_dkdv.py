@@ -85,19 +85,21 @@ assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 # Q of a tile is used until dS^T Q, which runs beside the next tile's products; dO is not.
 Q_STAGES, DO_STAGES = 3, 2
 
-# In the order in which a tile meets them. Uses count tiles of keys for k and v, tiles of queries
-# for the rest.
-EDGES = (
-    *TileQueue.edges(LOAD, CONSUMERS),
-    Edge("k_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="K"),
-    Edge("k_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dK stored"),
-    Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
-    Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dV stored"),
-    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
-    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, payload="their stage"),
-    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
-    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
-)
+
+def edges(q_stages: int) -> tuple[Edge, ...]:
+    """In the order in which a tile meets them. Uses count tiles of keys for k and v, tiles of
+    queries for the rest."""
+    return (
+        *TileQueue.edges(LOAD, CONSUMERS),
+        Edge("k_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="K"),
+        Edge("k_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dK stored"),
+        Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
+        Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dV stored"),
+        Edge("q_full", LOAD, CONSUMERS, q_stages, Kind.BYTES, payload="Q and lse"),
+        Edge("q_empty", CONSUMERS, LOAD, q_stages, Kind.WARPS, payload="their stage"),
+        Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
+        Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, payload="their stage"),
+    )
 
 
 class Operands(Named):
@@ -124,7 +126,7 @@ class Consumer(Named):
 class Sm90DkDv:
     """The kernel for one Sm90BackwardSpec; see the module's docstring."""
 
-    edges = EDGES
+    q_stages = Q_STAGES
     element_bytes = 2 + 2  # of Q and dO, which tiles of keys reread
 
     def __init__(self, spec: Sm90BackwardSpec):
@@ -137,15 +139,15 @@ class Sm90DkDv:
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.q_bytes = 2 * spec.tile_m * spec.head_dim
         self.stats_bytes = 4 * spec.tile_m
-        self.pipeline = Pipeline(*self.edges)
+        self.pipeline = Pipeline(*edges(self.q_stages), *self.more_edges())
         q, keys, at = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim, SWIZZLE_ALIGNMENT
         self.smem = SharedMemory(
             Buffer("k", self.dtype, keys, 1, at, "K, then dK"),
             Buffer("v", self.dtype, keys, 1, at, "V, then dV"),
-            Buffer("q", self.dtype, q, Q_STAGES, at, "Q"),
+            Buffer("q", self.dtype, q, self.q_stages, at, "Q"),
             Buffer("do", self.dtype, q, DO_STAGES, at, "dO"),
             *self.more_buffers(),
-            Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
+            Buffer("lse", Float32, spec.tile_m, self.q_stages, holds="lse of queries"),
             Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
@@ -156,8 +158,12 @@ class Sm90DkDv:
             for rows in (spec.tile_n, ROWS)
         )
 
-    def more_buffers(self) -> tuple[Buffer, ...]:
+    def more_edges(self) -> tuple[Edge, ...]:
         """Those of a kernel that computes dQ too."""
+        return ()
+
+    def more_buffers(self) -> tuple[Buffer, ...]:
+        """The same of its buffers."""
         return ()
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
@@ -411,7 +417,7 @@ class Sm90DkDv:
         )
         q_smem, do_smem = (
             boxes(buffer, spec.tile_m, q_across, (stages, self.q_bytes // 2))
-            for buffer, stages in ((storage.q, Q_STAGES), (storage.do, DO_STAGES))
+            for buffer, stages in ((storage.q, self.q_stages), (storage.do, DO_STAGES))
         )
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)

@@ -1,0 +1,469 @@
+"""Bugs planted in attention's backward on SM90 at head_dim 64 and 128: every schedule must find
+each of them.
+
+A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
+change the result. The kernels: "dq", "dkdv", and "fused", which adds up dQ too. With at most two
+tiles of keys, sums of dQ have the same bits in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_attn import cache
+from cute_attn.kernels.attention import table
+from cute_attn.kernels.attention.heuristics import backward_spec
+from cute_attn.kernels.attention.spec import Sm90BackwardSpec
+from cute_attn.kernels.attention.statistics import DELTA, LSE, padded_rows
+from cute_attn.reference.attention import attention_in_low_precision
+
+from .mutations import (
+    ARRIVE,
+    EXPECT,
+    LOAD,
+    MORE_SEEDS,
+    SEEDS,
+    SHARED,
+    STORE,
+    WAIT,
+    WGMMA,
+    Bug,
+    Edged,
+    Planted,
+    Planter,
+    Prepared,
+    all_waits,
+    bug_of_a_stage,
+    bugs_of_an_edge,
+    found_on,
+    launch_recorded,
+    lines_of,
+    operand,
+    record,
+)
+
+ARCH = "sm_90a"
+HEAD_DIM = 64
+CTAS = 2
+QUERIES, HEADS, HEADS_K = 200, 4, 2
+KEYS = {"dq": 700, "dkdv": 200, "fused": 200}
+PLAIN = {
+    "dtype": "bfloat16",
+    "scheduler": "static",
+    "window_left": False,
+    "window_right": True,
+    "softcap": False,
+    "varlen_q": False,
+    "varlen_k": False,
+    "seqused_q": False,
+    "seqused_k": False,
+    "partial": False,
+}
+KERNELS = ("dq", "dkdv", "fused")
+BULK_LOAD = r"cp\.async\.bulk\.shared"
+ADD = r"cp\.reduce\.async\.bulk"
+
+
+def early_release(p: Edged, release: int) -> str:
+    """An arrival of one thread of the warp, as `release` has it."""
+    at = re.findall(r"\[(%\w+)(\+\d+)?\]", p[release])[0]
+    assert not at[1] or at
+    return (
+        "{ .reg .pred one; elect.sync _|one, -1; "
+        f"@one mbarrier.arrive.shared.b64 _, [{''.join(at)}]; }}"
+    )
+
+
+def spec_of(name: str) -> Sm90BackwardSpec:
+    spec = backward_spec(ARCH, HEAD_DIM, of_keys=name != "dq", fused=name == "fused", **PLAIN)
+    assert isinstance(spec, Sm90BackwardSpec)
+    return replace(spec, tile_m=64) if name == "fused" else spec
+
+
+@functools.cache
+def kernel(name: str) -> tuple[Edged, Prepared]:
+    """The PTX, and a launch."""
+    spec, definition = spec_of(name), table.find(f"backward_{name}", ARCH, HEAD_DIM).kernel
+    entry = cache.compile(definition, spec, arch=ARCH)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(1, tokens, heads, HEAD_DIM, generator=generator).bfloat16()
+
+    q, do = (normal(QUERIES, HEADS) for _ in range(2))
+    k, v = (normal(KEYS[name], HEADS_K) for _ in range(2))
+    o, lse = attention_in_low_precision(q, k, v, causal=True)
+    rows = padded_rows(QUERIES, 1, varlen=False)
+    stats = torch.zeros(2, HEADS, rows)
+    stats[LSE].fill_(torch.inf)
+    stats[LSE, :, :QUERIES] = lse[0]
+    stats[DELTA, :, :QUERIES] = (o.float() * do.float()).sum(-1)[0].T
+    written = {"dq": {"dq": q}, "dkdv": {"dk": k, "dv": v}, "fused": {"dk": k, "dv": v}}[name]
+    tensors = {"q": q, "k": k, "v": v, "do": do, "stats": stats}
+    if name == "fused":
+        tensors["sums"] = torch.zeros(HEADS, rows, HEAD_DIM)
+    tensors |= {at: torch.full_like(x, torch.nan) for at, x in written.items()}
+    counter = torch.zeros(1, dtype=torch.int32)
+    splits = [] if name == "dq" else [1]
+    arguments = [
+        *tensors.values(), *[None] * 4, HEAD_DIM**-0.5, 1.0, 0, 0, *splits, CTAS, counter,
+    ]  # fmt: skip
+    tensors["counter"] = counter
+    spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items()]
+    (recorded,) = record(
+        entry.read("kernel.o"), entry.read("kernel.ptx").decode(), arguments, spans, num_sms=CTAS
+    )
+    module, _, made = definition.target.partition(":")
+    built = getattr(importlib.import_module(module), made)(spec)
+    shared = built.names(0)["shared"]
+    edges = {edge.name: shared[edge.name][:2] for edge in built.pipeline}
+    return Edged(recorded.text, edges), launch_recorded(recorded)
+
+
+dq, dkdv, fused = (Planter(name) for name in KERNELS)
+of_keys = (dkdv, fused)
+
+# -- edges of the pipeline: statistics of queries come with Q and dO, and are read as data
+
+STATISTICS = (BULK_LOAD, SHARED)
+for edge in ("q", "do", "k", "v", "work"):
+    bugs_of_an_edge(dq, edge, SHARED)
+# The wait for Q's buffer, which has dQ at the end, is longer than that for dO's.
+for edge in ("q", "k", "v"):
+    bug_of_a_stage(dq, edge, SHARED)
+for planted in of_keys:
+    for edge in ("q", "do", "k", "v", "work"):
+        bugs_of_an_edge(planted, edge, *STATISTICS)
+    for edge in ("q", "k"):  # V's buffer is released with K's, which is waited for before
+        bug_of_a_stage(planted, edge, *STATISTICS)
+bug_of_a_stage(dkdv, "do", *STATISTICS)  # "fused" releases Q's stages later, and has as many
+bugs_of_an_edge(fused, "ds", SHARED)
+bug_of_a_stage(fused, "ds", SHARED)
+
+
+def bugs_of_the_load(planted: Planter, first: str, other: str) -> None:
+    @planted(f"expect_tx of {first} 16 too many", "deadlock")
+    def _(p: Edged) -> Planted:
+        line = p.of(f"{first}_full", EXPECT)[0]
+        return p.changed_operand(line, operand(p, line), "add.s32", 16), all_waits(p)
+
+    @planted(f"expect_tx of {first} 16 too few", "barrier race")
+    def _(p: Edged) -> Planted:
+        line = p.of(f"{first}_full", EXPECT)[0]
+        changed = p.changed_operand(line, operand(p, line), "sub.s32", 16)
+        return changed, lines_of(p, LOAD, BULK_LOAD, EXPECT, WGMMA, SHARED)
+
+    @planted("barrier after the initialisation dropped", "barrier race")
+    def _(p: Edged) -> Planted:
+        return p.drop(p.one(r"bar\.sync\s+0")), lines_of(p, r"mbarrier\.", LOAD, BULK_LOAD)
+
+    @planted(f"a release of {other}_empty doubled", "barrier deadlock")
+    def _(p: Edged) -> Planted:
+        line = p.of(f"{other}_empty", ARRIVE)[0]
+        return p.double(line), [line, *all_waits(p)]
+
+
+bugs_of_the_load(dq, "k", "v")
+bugs_of_the_load(dkdv, "do", "q")
+bugs_of_the_load(fused, "do", "q")
+
+# -- products, whose waits are, in the order of the text, those of the first tile, of the loop and
+#    of the end. Of two waits in a row the first alone does not matter.
+
+
+def bug_of_waits(planted: Planter, nth: int, count: int, names: str) -> None:
+    @planted(f"waits for {names} dropped", "wgmma race")
+    def _(p: Edged) -> Planted:
+        lines = p.all(r"wgmma\.wait_group")[nth : nth + count]
+        return p.drop(*lines), range(1, len(p.lines))
+
+
+WAITS = {
+    dq: ("the first S", "the first dP", "S", "dP and dQ", "the last dQ"),
+    dkdv: (
+        "the first S", "the first dP", "the first dV", "S", "dP and dK", "dV", "the last dK",
+    ),
+    # The next tile of keys, for whose Q the last dK holds the buffer, waits for K's before.
+    fused: (
+        "the first S", "the first dP and dV", "dK and S", "dP and dV", "dQ",
+        "the last dK and dQ",
+    ),
+}  # fmt: skip
+for planted, waits in WAITS.items():
+    nth = 0
+    for names in waits:
+        count = 1 + names.count(" and ")
+        bug_of_waits(planted, nth, count, names)
+        nth += count
+
+
+def bugs_of_a_product(planted: Planter, last: str, accumulating: int) -> None:
+    """`accumulating` numbers, from the end, a product that adds to something."""
+
+    @planted(f"a step of {last} left out", "value")
+    def _(p: Edged) -> Planted:
+        line = p.after(WGMMA, p.all(r"wgmma\.commit")[-2])
+        return p.drop(line), [line]
+
+    @planted("fence of a product dropped", "wgmma", "note")
+    def _(p: Edged) -> Planted:
+        return p.drop(p.one(r"wgmma\.fence", nth=accumulating)), lines_of(p, WGMMA)
+
+
+bugs_of_a_product(dq, "the last dQ", -1)
+bugs_of_a_product(dkdv, "the last dK", -1)
+bugs_of_a_product(fused, "the last dQ", -2)
+
+# -- P and dS
+
+
+def bugs_of_scores(planted: Planter) -> None:
+    @planted("the mask is one too wide", "value")
+    def _(p: Edged) -> Planted:
+        # The bounds of P's mask, or of that of dS, in the loop.
+        lines = p.all(r"min\.s32")
+        changed = p
+        for line in lines:
+            result = p[line].split()[1].rstrip(",")
+            changed = changed.insert(line, f"add.s32 {result}, {result}, 1;", behind=True)
+        return changed, lines
+
+    @planted("an exponential left out", "value")
+    def _(p: Edged) -> Planted:
+        line = p.one(r"ex2\.approx", nth=-1)
+        target, source = re.findall(r"%[fr]\d+", p[line])
+        return p.with_line(line, f"mov.b32 {target}, {source};"), [line]
+
+
+for planted in (dq, dkdv, fused):
+    bugs_of_scores(planted)
+
+
+@dq("lse of the next row", "value uninitialised out-of-bounds")
+def _(p: Edged) -> Planted:
+    line = p.one(r"^\s*ld\.global")
+    return p.swap(line, r"\]", "+4]"), [line]
+
+
+def statistics_of_other_queries(planted: Planter) -> None:
+    @planted("statistics of other queries", "value")
+    def _(p: Edged) -> Planted:
+        line = p.one(r"ld\.shared\.v2\.f32", nth=-1)
+        at = re.findall(r"\[(%\w+)", p[line])[0]
+        return p.changed_operand(line, at, "xor.b32", 16), [line]
+
+
+for planted in of_keys:
+    statistics_of_other_queries(planted)
+
+# -- dS in shared memory, and dQ
+
+
+@fused("proxy fence behind dS dropped", "proxy-fence")
+def _(p: Edged) -> Planted:
+    lines = [p.before(r"fence\.proxy\.async", line) for line in p.of("ds_full", ARRIVE)]
+    return p.drop(*lines), lines_of(p, WGMMA, SHARED)
+
+
+@fused("dS arrives before the other lanes have stored", "race")
+def _(p: Edged) -> Planted:
+    lines = [p.before(r"bar\.warp\.sync", line) for line in p.of("ds_full", ARRIVE)]
+    return p.drop(*lines), lines_of(p, WGMMA, SHARED, ARRIVE)
+
+
+@fused("dS of the other stage", "value race uninitialised")
+def _(p: Edged) -> Planted:
+    line = p.of("ds_full", WAIT)[0]
+    store = p.before(r"st\.shared\.b32", p.of("ds_full", ARRIVE)[-1])
+    return p.swap(store, r"\]", "+16]") if "+" not in p[store] else p.drop(store), [store, line]
+
+
+@fused("dS is released before its product is waited for", "race")
+def _(p: Edged) -> Planted:
+    release = p.of("ds_empty", ARRIVE)[0]
+    wait = p.before(r"wgmma\.wait_group\S*\s+1", release)
+    early = early_release(p, release)
+    return p.drop(release).insert(wait, early), lines_of(p, WGMMA, SHARED)
+
+
+def adds(p: Edged) -> list[int]:
+    return p.all(ADD)
+
+
+@fused("proxy fence behind the staging of dQ dropped", "proxy-fence")
+def _(p: Edged) -> Planted:
+    lines = [p.before(r"fence\.proxy\.async", line) for line in adds(p)]
+    return p.drop(*lines), lines_of(p, ADD, SHARED)
+
+
+@fused("dQ is added before the other lanes have staged it", "race")
+def _(p: Edged) -> Planted:
+    lines = [p.before(r"bar\.warp\.sync", line) for line in adds(p)]
+    return p.drop(*lines), lines_of(p, ADD, SHARED)
+
+
+@fused("wait for the last reduction dropped before dQ is staged", "race")
+def _(p: Edged) -> Planted:
+    lines = [p.before(r"bulk\.wait_group\.read", line) for line in adds(p)]
+    return p.drop(*lines), lines_of(p, ADD, SHARED)
+
+
+@fused("other lanes do not wait for the last reduction", "race")
+def _(p: Edged) -> Planted:
+    lines = [p.after(r"bar\.warp\.sync", p.before(r"bulk\.wait_group\.read", x)) for x in adds(p)]
+    return p.drop(*lines), lines_of(p, ADD, SHARED)
+
+
+@fused("commit of a reduction dropped", "race exit")
+def _(p: Edged) -> Planted:
+    lines = [p.after(r"bulk\.commit_group", line) for line in adds(p)]
+    return p.drop(*lines), lines_of(p, ADD, SHARED)
+
+
+@fused("last wait for a reduction dropped", "exit", "note")
+def _(p: Edged) -> Planted:
+    return p.drop(p.one(r"bulk\.wait_group\.read", nth=-1)), range(1, len(p.lines))
+
+
+@fused("a reduction left out", "value")
+def _(p: Edged) -> Planted:
+    return p.drop(adds(p)[-1]), adds(p)
+
+
+@fused("a reduction 16 bytes short", "value")
+def _(p: Edged) -> Planted:
+    line = adds(p)[0]
+    return p.swap(line, r", (\d+);", f", {4 * 16 * HEAD_DIM // 2 - 16};"), [line]
+
+
+@fused("dQ replaces the sum", "value")
+def _(p: Edged) -> Planted:
+    line = adds(p)[0]
+    changed = p.swap(line, r"cp\.reduce\.async\.bulk", "cp.async.bulk")
+    return changed.swap(line, r"\.add\.f32", ""), [line]
+
+
+@fused("dQ is added to the next tile", "value out-of-bounds")
+def _(p: Edged) -> Planted:
+    line = adds(p)[0]
+    return p.swap(line, r"\[(%rd\d+)\]", rf"[\1+{4 * 64 * HEAD_DIM}]"), [line]
+
+
+@fused("keys past the end are not masked", "value")
+def _(p: Edged) -> Planted:
+    lines = p.all(r"selp\.b32\s+%r\d+, %r\d+, 0, %p")
+    changed = p
+    for line in lines:
+        target, source = re.findall(r"%r\d+", p[line])
+        changed = changed.with_line(line, f"mov.b32 {target}, {source};")
+    return changed, lines
+
+
+# -- storing
+
+
+def bugs_of_the_store(planted: Planter, before: str) -> None:
+    def staged(p: Edged) -> int:
+        return p.before(r"fence\.proxy\.async", p.one(STORE))
+
+    @planted("proxy fence before the store dropped", "proxy-fence")
+    def _(p: Edged) -> Planted:
+        return p.drop(staged(p)), lines_of(p, STORE, SHARED)
+
+    @planted("barrier before the staging dropped", before)
+    def _(p: Edged) -> Planted:
+        line = p.before(r"bar\.sync", staged(p))
+        return p.drop(line), lines_of(p, STORE, SHARED, WGMMA)
+
+    @planted("barrier behind the staging dropped", "race proxy-fence")
+    def _(p: Edged) -> Planted:
+        line = p.after(r"bar\.sync", staged(p))
+        return p.drop(line), lines_of(p, STORE, SHARED)
+
+    @planted("buffers are released before the store has read them", "race")
+    def _(p: Edged) -> Planted:
+        wait = p.after(r"bulk\.wait_group", p.all(STORE)[-1])
+        return p.drop(wait), lines_of(p, STORE, LOAD, SHARED)
+
+    @planted("the rows of a warpgroup are stored twice", "value race")
+    def _(p: Edged) -> Planted:
+        line = p.one(STORE)
+        row = re.findall(r"\{(.*?)\}", p[line])[0].split(",")[1].strip()
+        return p.changed_operand(line, row, "and.b32", ~64), [line]
+
+
+bugs_of_the_store(dq, "race")
+bugs_of_the_store(dkdv, "race")
+bugs_of_the_store(fused, "race")
+
+# -- tiles
+
+
+def bugs_of_tiles(planted: Planter) -> None:
+    @planted("a tile left out", "value")
+    def _(p: Edged) -> Planted:
+        line = p.one(r"atom\.\S*inc")
+        taken = p[line].split(",")[0].split()[-1]
+        return p.insert(line, f"add.s32 {taken}, {taken}, 1;", behind=True), [line]
+
+    @planted("the counter does not return to 0", "value")
+    def _(p: Edged) -> Planted:
+        line = p.one(r"atom\.\S*inc")
+        return p.changed_operand(line, p[line].split()[-1].rstrip(";"), "add.s32", 1), [line]
+
+
+for planted in (dq, dkdv, fused):
+    bugs_of_tiles(planted)
+
+
+BUGS = [*dq.bugs, *dkdv.bugs, *fused.bugs]
+QUICK: set[str] = set()
+OWN_ROWS = "each warp stages its own 16 rows, and a product that a warp has waited for is done"
+ONE_LANE = "towards an asynchronous unit, one lane's order is that of its warp"
+MISSED = {
+    "fused: dS arrives before the other lanes have stored": ONE_LANE,
+    "dq: barrier before the staging dropped": OWN_ROWS,
+    "dkdv: barrier before the staging dropped": OWN_ROWS,
+    "fused: dQ is added before the other lanes have staged it": ONE_LANE,
+    "fused: other lanes do not wait for the last reduction": ONE_LANE,
+}
+
+
+def name_of(bug: Bug) -> str:
+    return f"{bug.kernel}: {bug.name}"
+
+
+def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
+    name = name_of(bug)
+    missed = [pytest.mark.xfail(strict=True, reason=MISSED[name])] if name in MISSED else []
+    return [*missed, *([] if name in QUICK else [pytest.mark.slow])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernel_is_clean(name: str) -> None:
+    _, prepare = kernel(name)
+    run = prepare(None)
+    for schedule, seed in SEEDS:
+        done, right = run(schedule, seed)
+        assert done.findings == [] and right, (schedule, seed)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, id=name_of(bug), marks=marks_of(bug)) for bug in BUGS],
+)
+def test_the_bug_is_found(bug: Bug) -> None:
+    assert list(found_on(bug, kernel(bug.kernel), SEEDS)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [b for b in BUGS if name_of(b) not in MISSED], ids=name_of)
+def test_the_bug_is_found_on_more_seeds(bug: Bug) -> None:
+    assert list(found_on(bug, kernel(bug.kernel), MORE_SEEDS[::10])) == []

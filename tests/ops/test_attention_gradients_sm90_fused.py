@@ -1,0 +1,81 @@
+"""Gradients of attention on sm_90a by the kernel that adds up dQ too: what is not `deterministic`.
+
+The properties are those of `test_attention_gradients` that hold without the same bits in every run.
+Keys of at most two tiles have them all the same: a sum of two does not depend on the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+
+from cute_attn.kernels.attention.spec import SM90_FUSED_HEAD_DIMS
+
+from .attention_cases import CAUSAL, PLAIN, VARLEN, Case, Machine, Target, on_target
+from .attention_gradient_cases import (
+    UPSTREAMS,
+    Upstream,
+    assert_gradients_agree,
+    fused_where_possible,
+    gradient_cases,
+    gradients,
+    same,
+)
+from .test_attention_gradients import (
+    programs,  # noqa: F401 (a fixture of this module too)
+    sweep,
+    test_a_nan_stays_in_its_head_and_sequence,  # noqa: F401
+    test_agrees_with_float64,  # noqa: F401
+    test_keys_hidden_from_every_query_have_gradient_0,  # noqa: F401
+    test_large_and_small_scores,  # noqa: F401
+    test_many_more_tiles_than_clusters,  # noqa: F401
+    test_more_sequences_than_a_warp_has_lanes,  # noqa: F401
+    test_rows_of_no_sequence_do_not_matter,  # noqa: F401
+    test_rows_that_see_no_key,  # noqa: F401
+    test_scores_that_saturate_the_softcap,  # noqa: F401
+    test_special_values_that_every_row_sees_propagate_like_the_definition,  # noqa: F401
+    test_tensors_beyond_two_to_the_31_elements,  # noqa: F401
+)
+
+
+@pytest.fixture(
+    scope="module",
+    autouse=True,
+    params=[
+        pytest.param(Target("sm_90a", head_dim), id=str(head_dim), marks=pytest.mark.slow)
+        for head_dim in SM90_FUSED_HEAD_DIMS
+    ],
+)
+def target_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    with on_target(request.param), fused_where_possible():
+        yield
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(PLAIN, lengths_q=(140,), lengths_k=(300,), group=2, seed=1),
+        Case(CAUSAL, lengths_q=(300,), lengths_k=(140,), seed=2),
+        Case(VARLEN, lengths_q=(70, 0, 130), lengths_k=(50, 30, 140), tail=9, seed=3),
+    ],
+    ids=["dense", "causal", "varlen"],
+)
+def test_small_cases_agree_with_float64(case: Case):
+    args = case.arguments()
+    do, dlse = Upstream(of_lse=True).gradients(args)
+    for machine in (Machine(num_sms=2, schedule="adversarial"), Machine(num_sms=5, seed=3)):
+        assert_gradients_agree(args, gradients(args, do, dlse, "static", machine), do, dlse)
+
+
+@sweep(40)
+@given(case=gradient_cases(), upstream=UPSTREAMS)
+def test_no_schedule_changes_a_bit_of_dk_and_dv(case: Case, upstream: Upstream):
+    args = case.arguments()
+    do, dlse = upstream.gradients(args)
+    first = gradients(args, do, dlse, on=Machine(9, "fair"))
+    for schedule in ("adversarial", "random"):
+        again = gradients(args, do, dlse, on=Machine(9, schedule, seed=7))
+        assert same(first, again, "k", "v")
+        assert_gradients_agree(args, again, do, dlse)
