@@ -75,7 +75,7 @@ SPECS = {
 # "dense" has more of them: only where a tile between two others has fewer K/V tiles than the ring
 # less one does not the ring keep the load warp from the Q of the first.
 SIZES = {
-    "dense": (200, 200, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 1),
+    "dense": (200, 200, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 2),
 }  # fmt: skip
 SPLITS = 4
 SCALE = 1.0  # large, so that maxima move by more than the threshold
@@ -441,17 +441,18 @@ def looked_up(p: Edged) -> list[int]:
     return p.all(r"shfl\.sync\.idx", start, p.of("v_full", LOAD)[0])
 
 
-def wrong_lane(nth: int, name: str) -> None:
+def wrong_lane(nth: int, name: str, other: int) -> None:
     @pages(f"{name} of another box", "value bounds")
     def _(p: Edged) -> Planted:
         line = looked_up(p)[nth]
         lane = p[line].split(",")[2].strip()
-        return p.changed_operand(line, lane, "xor.b32", 1), [line, *lines_of(p, LOAD)]
+        return p.changed_operand(line, lane, "xor.b32", other), [line, *lines_of(p, LOAD)]
 
 
-for nth, name in enumerate(("page of K", "rows within a page of K")):
-    wrong_lane(nth, name)
-wrong_lane(3, "page of V")
+# Two neighbouring boxes are a page.
+for nth, name, other in ((0, "page of K", 2), (1, "rows within a page of K", 1)):
+    wrong_lane(nth, name, other)
+wrong_lane(3, "page of V", 2)
 
 
 @pages("rows behind the last key are loaded", "value")
@@ -464,9 +465,10 @@ def _(p: Edged) -> Planted:
 @pages("entries behind the last page are read", "bounds uninitialised memory out-of-bounds")
 def _(p: Edged) -> Planted:
     load = p.one(r"ld\.global\.b32", nth=-1)
-    line = p.before(r"or\.pred", load)
-    target, lanes, _ = re.findall(r"%p\d+", p[line])
-    return p.with_line(line, f"mov.pred {target}, {lanes};"), [load]
+    least = r"min\.s32"  # of a lane's key and the last one, then of used rows
+    line = p.before(least, p.before(least, load))
+    nearest, key, _ = re.findall(r"%r\d+", p[line])
+    return p.with_line(line, f"mov.b32 {nearest}, {key};"), [load]
 
 
 # -- splits
@@ -491,8 +493,8 @@ def _(p: Edged) -> Planted:
 
 @splits("lse of another split", "value race")
 def _(p: Edged) -> Planted:
-    line = p.one(r"st\.global\.b32")
-    return p.swap(line, r"\[(%rd\d+)\]", rf"[\1+{4 * SIZES['splits'][0]}]"), [line]
+    line, (queries, _, heads) = p.one(r"st\.global\.b32"), SIZES["splits"]
+    return p.swap(line, r"\[(%rd\d+)\]", rf"[\1+{4 * queries * heads}]"), [line]
 
 
 BUGS = [*dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs]
