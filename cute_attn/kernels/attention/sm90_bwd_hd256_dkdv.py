@@ -61,7 +61,14 @@ from .sm90_key_tiles import (
     partial_offset,
     store_partial_row,
 )
-from .sm90_mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_output, start_scores
+from .sm90_mma import (
+    ROWS,
+    WARPGROUP,
+    WARPGROUP_WARPS,
+    held_rows,
+    start_output,
+    start_scores_of_held,
+)
 from .sm90_store import group_barrier, store_staged
 from .softmax import Scaling
 from .spec import Sm90BackwardSpec
@@ -78,6 +85,7 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168
 
+HELD = 128  # columns of K or V in registers
 STAGES = 2  # of Q, dO and P'
 OPERANDS = {VALUE.name: ("q", "do"), KEY.name: ("do", "q")}  # Y and Z
 
@@ -90,8 +98,8 @@ EDGES = (
     Edge("q_empty", CONSUMERS, LOAD, STAGES, Kind.WARPS, Reach.EACH, "their stage"),
     Edge("do_full", LOAD, CONSUMERS, STAGES, Kind.BYTES, payload="dO and delta"),
     Edge("do_empty", CONSUMERS, LOAD, STAGES, Kind.WARPS, Reach.EACH, "their stage"),
+    # P' of use n is read before Q of use n is released, and the next of its stage needs Q's stage.
     Edge("p_full", VALUE, KEY, STAGES, Kind.WARPS, payload="P'^T"),
-    Edge("p_empty", KEY, VALUE, STAGES, Kind.WARPS, payload="its stage"),
 )
 
 
@@ -109,6 +117,7 @@ class Consumer(Named):
         y, z: shared addresses of the rings of Q and dO, or of dO and Q.
         stats: shared address of the ring of lse or delta.
         exchange: shared address of the lane's words in the ring of P'.
+        held: registers of the first columns of X as an operand.
         t: registers of T.
         words: registers of T' as an operand.
         slopes: of P', with a softcap.
@@ -132,6 +141,7 @@ class Sm90Hd256DkDv:
         self.q_bytes = 2 * spec.tile_m * spec.head_dim
         self.stats_bytes = 4 * spec.tile_m
         self.p_bytes = 2 * spec.tile_m * ROWS
+        self.held = HELD
         self.pipeline = Pipeline(*EDGES)
         q, keys, at = spec.tile_m * spec.head_dim, ROWS * spec.head_dim, SWIZZLE_ALIGNMENT
         self.smem = SharedMemory(
@@ -345,6 +355,7 @@ class Sm90Hd256DkDv:
             z=shared_address(z),
             stats=shared_address(stats),
             exchange=shared_address(storage.p) + lane * 16,
+            held=cute.make_rmem_tensor((self.held // 4,), Int32),
             t=fragments.accumulators(spec.tile_m),
             words=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
             slopes=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
@@ -415,6 +426,7 @@ class Sm90Hd256DkDv:
         if work.exists:
             own.acc.fill(0.0)
             own.barriers.wait("k_full" if cutlass.const_expr(role is VALUE) else "v_full", 0)
+            fragments.assign(own.held, held_rows(own.x, own.warp, ROWS, self.held))
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 self.compute_tile(own, work, first, end, (end - first) * x.group, role)
@@ -502,8 +514,8 @@ class Sm90Hd256DkDv:
         """Start T = X Y^T, with use n of Y."""
         spec = self.spec
         stage = own.barriers.stage(f"{y}_full", n) * self.q_bytes
-        return start_scores(
-            self.dtype, opaque(own.x), own.y + stage,
+        return start_scores_of_held(
+            self.dtype, fragments.values(own.held), opaque(own.x), own.y + stage,
             tile_m=ROWS, tile_n=spec.tile_m, head_dim=spec.head_dim,
         )  # fmt: skip
 
@@ -531,7 +543,6 @@ class Sm90Hd256DkDv:
     def send_probabilities(self, own: Consumer, n: Any) -> None:
         """Hand P' of use n over to the thread of the key warpgroup with the same rows."""
         words = own.slopes if self.spec.softcap else own.words
-        own.barriers.wait_previous("p_empty", n)
         at = own.exchange + own.barriers.stage("p_full", n) * self.p_bytes
         for i in range(0, cute.size(words), 4):
             store_shared(Int32, at + i * (WARPGROUP * 4), [words[i + j] for j in range(4)])
@@ -544,7 +555,6 @@ class Sm90Hd256DkDv:
             found = load_shared(Int32, at + i * (WARPGROUP * 4), 4)
             for j, x in enumerate(found):
                 own.words[i + j] = x
-        own.barriers.warp_arrives("p_empty", n)
 
     def first_key(self, work: Work) -> Any:
         """The CTA's first key."""

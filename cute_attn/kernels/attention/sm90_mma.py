@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass.cute as cute
+
 from ..common.ptx import wgmma
+from ..common.ptx.matrices import load_matrices
 from ..common.spec import WARP_SIZE
 
 ROWS = 64  # of a warpgroup
@@ -31,6 +34,31 @@ def start_scores(
         dtype, None, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), tile_n,
         columns=False,
     )  # fmt: skip
+
+
+def start_scores_of_held(
+    dtype: Any, held: list[Any], q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
+) -> list[Any]:
+    """As `start_scores`, with the first columns of the warpgroup's rows in registers, as
+    `held_rows` loads them."""
+    steps = range(head_dim // STEP)
+    left = _along_rows(q, tile_m, steps[len(held) // 4 :])
+    right = _along_rows(k, tile_n, steps)
+    return wgmma.mixed_product(dtype, None, held, left, right, tile_n, columns=False)
+
+
+def held_rows(q: Any, warp: Any, tile_m: int, columns: int) -> list[Any]:
+    """Load the first columns of the warpgroup's rows, 4 registers for each 16 of them: rows at
+    shared address `q` in boxes of `tile_m`, and `warp` is that of the warpgroup."""
+    lane = cute.arch.lane_idx()
+    row, half = lane % 16, lane // 16
+    at = q + (warp * 16 + row) * LINE_BYTES
+    words: list[Any] = []
+    for step in range(columns // STEP):
+        box = step // STEPS_OF_LINE * (tile_m * LINE_BYTES)
+        unit = (step % STEPS_OF_LINE * 2 + half) ^ row % 8  # of 16 bytes, with TMA's swizzle
+        words += load_matrices(at + box + unit * 16)
+    return words
 
 
 def start_output(

@@ -4,13 +4,14 @@ Fragments are those of `mma`: warp w of the warpgroup has rows 16 w to 16 w + 15
 and of the result, in the layout of m16n8k16. The right operand is in shared memory, in sub-tiles of
 64 rows of 128 bytes with TMA's 128-byte swizzle, at multiples of 1024.
 
-`product` and `shared_product` start an asynchronous product. Its result may be used only as
-returned by `wait`.
+`product`, `shared_product` and `mixed_product` start an asynchronous product. Its result may be
+used only as returned by `wait`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from cutlass import Float32, Int32, Int64
@@ -55,7 +56,7 @@ def product(
         columns: whether they come from `columns_descriptor` rather than `rows_descriptor`.
     """
     left = [[*map(Int32, a[4 * s : 4 * s + 4])] for s in range(len(descriptors))]
-    return _start(dtype, c, left, descriptors, n, f"{int(columns)}")
+    return _start(dtype, c, left, descriptors, n, columns)
 
 
 def shared_product(
@@ -70,8 +71,23 @@ def shared_product(
 ) -> list[Any]:
     """As `product`, with the left operand in shared memory: `a` has a descriptor of its 64 rows for
     each 16 of k, from `rows_descriptor`, or with `transposed` from `columns_descriptor`."""
-    majors = f"{int(transposed)}, {int(columns)}"
-    return _start(dtype, c, [[Int64(x)] for x in a], descriptors, n, majors)
+    return _start(dtype, c, [[Int64(x)] for x in a], descriptors, n, columns, transposed)
+
+
+def mixed_product(
+    dtype: Any,
+    c: Sequence[Any] | None,
+    held: Sequence[Any],
+    a: Sequence[Any],
+    descriptors: Sequence[Any],
+    n: int,
+    *,
+    columns: bool,
+) -> list[Any]:
+    """As `product` with the registers `held` for the first part of k, and as `shared_product` with
+    the descriptors `a` for the rest."""
+    registers = [[*map(Int32, held[i : i + 4])] for i in range(0, len(held), 4)]
+    return _start(dtype, c, registers + [[Int64(x)] for x in a], descriptors, n, columns)
 
 
 def _start(
@@ -80,7 +96,8 @@ def _start(
     left: Sequence[Sequence[Any]],
     descriptors: Sequence[Any],
     n: int,
-    transposed: str,
+    columns: bool,
+    transposed: bool = False,
 ) -> list[Any]:
     """Start c + a b; `left` has the operands of a for each 16 of k: 4 registers, or a
     descriptor."""
@@ -88,16 +105,18 @@ def _start(
     count = n // 2
     first = count if c is None else 2 * count
     steps = len(descriptors)
-    width = len(left[0])
+    ends = list(accumulate((len(x) for x in left), initial=first))
     lines = ["{", ".reg .pred none, some;", "setp.ne.b32 none, 0, 0;", "setp.eq.b32 some, 0, 0;"]
     lines.append("wgmma.fence.sync.aligned;")
     for s in range(steps):
         keep = "some" if s or c is not None else "none"
-        a = operands(first + width * s, width)
+        a = operands(ends[s], len(left[s]))
+        shared = len(left[s]) == 1
+        majors = f"{int(transposed)}, {int(columns)}" if shared else f"{int(columns)}"
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} "
-            f"{{{operands(0, count)}}}, {a if width == 1 else f'{{{a}}}'}, "
-            f"${first + width * steps + s}, {keep}, 1, 1, {transposed};"
+            f"{{{operands(0, count)}}}, {a if shared else f'{{{a}}}'}, "
+            f"${ends[-1] + s}, {keep}, 1, 1, {majors};"
         )
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
     arguments = [*map(Float32, c or ()), *(x for xs in left for x in xs), *map(Int64, descriptors)]
