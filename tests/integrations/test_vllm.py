@@ -215,8 +215,8 @@ def test_a_profiling_run_has_no_metadata(backend: Any, launched: StandIns):
 
 
 def assert_agrees(runner: Runner, queries: list[Tensor], output: Tensor, requests: Any) -> None:
-    """Of each request, with attention over its own tokens alone."""
-    impl, first = runner.impl, 0
+    """With attention of each request over its own tokens alone."""
+    impl, exact_rows, plain_rows = runner.impl, [], []
     for q, request in zip(queries, requests, strict=True):
         given = [x[None].cpu() for x in (q, runner.keys[request], runner.values[request])]
         options = {
@@ -226,11 +226,12 @@ def assert_agrees(runner: Runner, queries: list[Tensor], output: Tensor, request
             "softcap": impl.softcap,
             "learnable_sink": None if impl.sinks is None else impl.sinks.cpu(),
         }
-        exact, _ = attention_reference(*given, **options)
-        plain, _ = attention_in_low_precision(*given, **options)
-        ours = output[first : first + len(q)].cpu()
-        assert_no_worse(ours[None], plain, exact, torch.finfo(q.dtype).eps / 2)
-        first += len(q)
+        exact_rows.append(attention_reference(*given, **options)[0][0])
+        plain_rows.append(attention_in_low_precision(*given, **options)[0][0])
+    exact, plain = torch.cat(exact_rows), torch.cat(plain_rows)
+    # Of all rows: the largest error of a single one of them is a matter of luck.
+    ours = output[: len(exact)].cpu()
+    assert_no_worse(ours, plain, exact, torch.finfo(ours.dtype).eps / 2)
 
 
 LAYERS: dict[str, dict[str, Any]] = {
