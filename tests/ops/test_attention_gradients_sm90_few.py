@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from .attention_cases import CAPPED, CAUSAL, USED, VARLEN, WINDOW, Case, Machine, Target, on_target
+from .attention_cases import (
+    CAPPED,
+    CAUSAL,
+    PLAIN,
+    USED,
+    VARLEN,
+    WINDOW,
+    Case,
+    Machine,
+    Target,
+    on_target,
+)
 from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients, same
 
 USED_CASE = Case(
@@ -19,7 +30,7 @@ FEW = [
         marks=pytest.mark.slow,
     ),
     pytest.param(64, USED_CASE, marks=pytest.mark.slow),
-    pytest.param(256, Case(CAUSAL, lengths_q=(150,), lengths_k=(200,))),
+    pytest.param(256, Case(CAUSAL, lengths_q=(150,), lengths_k=(200,)), marks=pytest.mark.slow),
     pytest.param(256, USED_CASE, marks=pytest.mark.slow),
     pytest.param(
         256,
@@ -43,3 +54,12 @@ def test_agrees_with_float64(head_dim: int, case: Case):
         first = gradients(args, do, dlse, "static", Machine(num_sms=2, schedule="adversarial"))
         assert_gradients_agree(args, first, do, dlse)
         assert same(first, gradients(args, do, dlse, "clc", Machine(num_sms=5)))
+
+
+def test_of_keys_at_head_dim_256():
+    """The kernel of its own, with more tiles of queries than stages."""
+    with on_target(Target("sm_90a", 256)):
+        args = Case(PLAIN, lengths_q=(260,), lengths_k=(70,)).arguments()
+        do, _ = Upstream().gradients(args)
+        found = gradients(args, do, on=Machine(num_sms=2), wanted=("k", "v"))
+        assert_gradients_agree(args, found, do)
