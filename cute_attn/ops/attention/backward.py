@@ -295,7 +295,7 @@ class Backward(Operator[BackwardArguments]):
             if ready.zero_dkdv is not None:
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
-            sums = ()
+            sums: tuple[Tensor, ...] = ()
             if ready.postprocess is not None:
                 padded = (heads, stats.shape[-1], q.shape[-1])
                 sums = (q.new_zeros(padded, dtype=torch.float32),)
