@@ -153,7 +153,7 @@ def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None
         ("dkdv", 128, "tile_m", 96),
         ("dkdv", 256, "tile_n", 64),
         ("dkdv", 256, "tile_m", 128),
-        ("fused", 128, "tile_m", 128),
+        ("fused", 128, "tile_m", 32),
     ],
 )
 def test_a_kernel_refuses_what_it_cannot_do(

@@ -187,8 +187,8 @@ def backward_spec(
         return Hd256BackwardSpec(**fields)
     tiles = SM90_FUSED_TILES if fused else SM90_DKDV_TILES if of_keys else SM90_DQ_TILES
     tile_m, tile_n = tiles[head_dim]
-    if of_keys and head_dim == 128 and fields["softcap"]:
-        tile_m = 32  # registers for P times the slope of the cap
+    if of_keys and fields["softcap"]:  # registers for P times the slope of the cap
+        tile_m = {64: 64, 128: 32}.get(head_dim, tile_m)
     # A cluster of two has one tile of keys: a counter would have to be read for both CTAs.
     fields["scheduler"] = "single" if of_keys and head_dim == 256 else "counter"
     return Sm90BackwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, **fields)

@@ -43,7 +43,7 @@ from .arguments import FakeArguments
 from .query_sums import VECTOR, VECTORS, WARPS, QuerySums
 from .sm90_bwd_dkdv import CONSUMERS, WARPGROUPS, Consumer, Operands, Sm90DkDv, of_columns
 from .sm90_gradients import differentiate, exponentiate
-from .sm90_mma import ROWS, WARPGROUP, start_query_gradients
+from .sm90_mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_query_gradients
 from .sm90_store import GROUP_BARRIER
 from .softmax import Scaling
 from .spec import Sm90BackwardSpec
@@ -61,9 +61,8 @@ class Sm90Backward(Sm90DkDv):
     """The kernel for one Sm90BackwardSpec; see the module's docstring.
 
     A Consumer also has:
-        ds_ring, staging: shared addresses of dS, and of the warp's part of dQ.
-        ds_queries, k_columns: those of its queries of dS, and of its columns of K.
-        sums: global address of the sums of the warp's part in the first tile.
+        k, v, ds_ring, staging: shared addresses of the whole buffers.
+        sums: global address of the sums of dQ.
         tiles_of_head: tiles of a head in the sums.
     """
 
@@ -152,21 +151,22 @@ class Sm90Backward(Sm90DkDv):
         self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
         scaling: Scaling,
     ) -> Consumer:  # fmt: skip
-        spec, sums = self.spec, self.sums
         own = super().consumer(x, storage, barriers, warp, visible, scaling)
-        own.ds_ring = own.ds_queries = shared_address(storage.ds)
-        own.staging = shared_address(storage.dq) + warp * (4 * sums.part)
-        own.k_columns = shared_address(storage.k)
-        if spec.tile_m == ROWS:
-            first = own.group * sums.columns
-            own.k_columns += first // BOX * (spec.tile_n * BOX * 2) + first % BOX * 2
-        else:
-            own.ds_queries += own.group * (spec.tile_n * BOX * 2)
-        own.sums = x.dq_sums.iterator.toint() + Int64(warp * (4 * sums.part))
-        own.tiles_of_head = x.dq_sums.shape[1] // spec.tile_m
+        own.k, own.v = shared_address(storage.k), shared_address(storage.v)
+        own.ds_ring = shared_address(storage.ds)
+        own.staging = shared_address(storage.dq)
+        own.sums = x.dq_sums.iterator.toint()
+        own.tiles_of_head = x.dq_sums.shape[1] // self.spec.tile_m
         own.queries = x.queries
-        own.heads = x.group
         return own
+
+    def own_rows(self, own: Consumer, rows: Any) -> Any:
+        return rows + self.group(own) * (ROWS * BOX * 2)
+
+    def group(self, own: Consumer) -> Any:
+        """The warpgroup's number, computed anew: addresses that depend on it would be held in
+        registers across the loops."""
+        return opaque(own.warp) // WARPGROUP_WARPS
 
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
         super().consumer_warps(x, own, storage)
@@ -286,11 +286,17 @@ class Sm90Backward(Sm90DkDv):
 
     def start_dq(self, own: Consumer, n: Any) -> list[Any]:
         """Start dQ = dS K of the warpgroup's columns, with use n of dS."""
-        stage = own.barriers.stage("ds_full", n) * self.ds_bytes
+        spec, group = self.spec, self.group(own)
+        ds = own.ds_ring + own.barriers.stage("ds_full", n) * self.ds_bytes
+        k = own.k
+        if spec.tile_m == ROWS:
+            first = group * self.sums.columns
+            k += first // BOX * (spec.tile_n * BOX * 2) + first % BOX * 2
+        else:
+            ds += group * (spec.tile_n * BOX * 2)
         return start_query_gradients(
-            self.dtype, own.ds_queries + stage, opaque(own.k_columns),
-            tile_n=self.spec.tile_n, columns=self.sums.columns,
-        )  # fmt: skip
+            self.dtype, ds, opaque(k), tile_n=spec.tile_n, columns=self.sums.columns
+        )
 
     @cute.jit
     def finish_dq(self, own: Consumer, values: list[Any], n: Int32, tile: Int32) -> None:
@@ -298,14 +304,16 @@ class Sm90Backward(Sm90DkDv):
         own.barriers.warp_arrives("ds_empty", n)
         self.wait_for_staging()
         lane = opaque(cute.arch.lane_idx())
+        part = opaque(own.warp) * (4 * self.sums.part)
         for i in cutlass.range_constexpr(self.sums.columns // 8):
             vector = values[VECTOR * i : VECTOR * (i + 1)]
-            store_shared(Float32, own.staging + (i * VECTORS + lane) * (4 * VECTOR), vector)
+            to = own.staging + part + (i * VECTORS + lane) * (4 * VECTOR)
+            store_shared(Float32, to, vector)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if lane == 0:
-            at = own.sums + Int64(tile) * (4 * self.sums.tile)
-            add_bulk(at, own.staging, 4 * self.sums.part)
+            at = own.sums + Int64(tile) * (4 * self.sums.tile) + part
+            add_bulk(at, own.staging + part, 4 * self.sums.part)
             cute.arch.cp_async_bulk_commit_group()
 
     def mask(self, own: Consumer, taken: Any, tile: Any, words: cute.Tensor) -> None:

@@ -470,7 +470,9 @@ class Sm90DkDv:
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 n = self.compute_tile(own, work, first, end, (end - first) * x.group, taken, n)
-            # The work is read again where it is needed: registers are scarce in between.
+            # The work is read again where it is needed, and its stage computed again: registers are
+            # scarce in between.
+            taken = opaque(taken)
             work = queue.read(taken)
             queue.release(taken)
             fragments.scale_rows(own.dk, [x.softmax_scale] * fragments.LANE_ROWS)
@@ -572,12 +574,14 @@ class Sm90DkDv:
 
     def start_scores(self, own: Consumer, n: Any) -> list[Any]:
         """Start S^T = K Q^T, with use n of Q."""
-        return self.start_transposed(own.k, own.q + own.barriers.stage("q_full", n) * self.q_bytes)
+        return self.start_transposed(
+            self.own_rows(own, own.k), own.q + own.barriers.stage("q_full", n) * self.q_bytes
+        )
 
     def start_dp(self, own: Consumer, n: Any) -> list[Any]:
         """Start dP^T = V dO^T, with use n of dO."""
         stage = own.barriers.stage("do_full", n) * self.q_bytes
-        return self.start_transposed(own.v, own.do + stage)
+        return self.start_transposed(self.own_rows(own, own.v), own.do + stage)
 
     def start_transposed(self, keys: Any, queries: Any) -> list[Any]:
         spec = self.spec
@@ -603,6 +607,10 @@ class Sm90DkDv:
             tile_n=spec.tile_m, head_dim=spec.head_dim,
         )  # fmt: skip
 
+    def own_rows(self, own: Consumer, rows: Any) -> Any:
+        """The shared address of the warpgroup's rows of K or V."""
+        return rows
+
     def first_key(self, own: Consumer, work: Work) -> Any:
         """The first key of the warpgroup."""
         return work.block * self.spec.tile_n + own.group * ROWS
@@ -626,7 +634,8 @@ class Sm90DkDv:
         spec = self.spec
         self.wait_for_readers(own)
         warp = own.warp % WARPGROUP_WARPS
-        for acc, at in ((own.dk, own.k), (own.dv, own.v)):
+        for acc, buffer in ((own.dk, own.k), (own.dv, own.v)):
+            at = self.own_rows(own, buffer)
             words = fragments.operand(acc, self.dtype)
             fragments.stage_rows(words, at, warp, spec.tile_n, opaque(cute.arch.lane_idx()))
         cute.arch.fence_view_async_shared()

@@ -33,7 +33,7 @@ SM90_DKDV_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}  # 256: of a c
 SM90_DQ_TILES = {64: (128, 128), 128: (128, 96), 256: (128, 64)}
 SM90_BACKWARD_HEAD_DIMS = tuple(SM90_DKDV_TILES)
 # The same of the kernel that computes dQ, dK and dV.
-SM90_FUSED_TILES = {64: (64, 128), 128: (64, 128)}
+SM90_FUSED_TILES = {64: (128, 128), 128: (64, 128)}
 SM90_FUSED_HEAD_DIMS = tuple(SM90_FUSED_TILES)
 
 # softmax_scale * log2(e) must be finite in float32.

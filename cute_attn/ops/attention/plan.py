@@ -18,12 +18,7 @@ from ...kernels.attention.heuristics import (
     packed_heads,
 )
 from ...kernels.attention.query_sums import QuerySums
-from ...kernels.attention.spec import (
-    SM90_FUSED_TILES,
-    CombineSpec,
-    PostprocessSpec,
-    PreprocessSpec,
-)
+from ...kernels.attention.spec import CombineSpec, PostprocessSpec, PreprocessSpec
 from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
@@ -289,15 +284,16 @@ def backward_requests(
         head_dim=head_dim,
     )
     partial = dkdv and split
+    keys = main("backward_dkdv", partial=partial) if dkdv else None
     postprocess = None
-    if fused:
-        sums = QuerySums.of(SM90_FUSED_TILES[head_dim][0], head_dim)
+    if fused and keys is not None:
+        sums = QuerySums.of(keys[1].tile_m, head_dim)
         spec = PostprocessSpec(dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns)
         postprocess = table.find("backward_postprocess", arch, head_dim).kernel, spec
     return BackwardRequests(
         preprocess=(table.find("backward_preprocess", arch, head_dim).kernel, preprocess),
         dq=main("backward_dq") if dq and not fused else None,
-        dkdv=main("backward_dkdv", partial=partial) if dkdv else None,
+        dkdv=keys,
         sum_dkdv=(SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,
         sum_dsink=(SUM_PARTIALS, SumPartialsSpec(sink, **MANY_PARTIALS)) if sink else None,
         zero_dq=zeros(varlen_q, seqused_q) if dq else None,
