@@ -16,14 +16,21 @@ from .attention_cases import (
     Target,
     on_target,
 )
-from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients, same
+from .attention_gradient_cases import (
+    Upstream,
+    assert_gradients_agree,
+    fused_where_possible,
+    gradients,
+    same,
+)
 
 USED_CASE = Case(
     USED, lengths_q=(150, 70), lengths_k=(200, 90), unused_q=(30, 0), unused_k=(0, 41), left=60,
     softcap=5.0, tail=20,
 )  # fmt: skip
+PACKED = Case(VARLEN, lengths_q=(70, 0, 130), lengths_k=(50, 30, 140), tail=9)
 FEW = [
-    pytest.param(128, Case(VARLEN, lengths_q=(70, 0, 130), lengths_k=(50, 30, 140), tail=9)),
+    pytest.param(128, PACKED),
     pytest.param(
         64,
         Case(WINDOW, lengths_q=(300,), lengths_k=(430,), left=150, right=10, heads_k=2),
@@ -54,6 +61,15 @@ def test_agrees_with_float64(head_dim: int, case: Case):
         first = gradients(args, do, dlse, "static", Machine(num_sms=2, schedule="adversarial"))
         assert_gradients_agree(args, first, do, dlse)
         assert same(first, gradients(args, do, dlse, "clc", Machine(num_sms=5)))
+
+
+def test_of_one_kernel():
+    """It adds up dq, too: `test_attention_gradients_sm90_fused` has more."""
+    with on_target(Target("sm_90a", 128)), fused_where_possible():
+        args = PACKED.arguments()
+        do, dlse = Upstream(of_lse=True).gradients(args)
+        on = Machine(num_sms=2, schedule="adversarial")
+        assert_gradients_agree(args, gradients(args, do, dlse, on=on), do, dlse)
 
 
 def test_of_keys_at_head_dim_256():
