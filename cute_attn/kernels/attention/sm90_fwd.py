@@ -63,7 +63,7 @@ from .softmax import Scaling, cap_row
 from .spec import Sm90ForwardSpec
 from .turns import Turns
 from .visibility import Visibility
-from .work import SplitWork, TileMap, Work, heads_in_l2
+from .work import SplitTileMap, SplitWork, TileMap, Work, heads_in_l2
 
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
@@ -217,16 +217,13 @@ class Sm90Forward:
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         head_bytes = Int64(seqlen_k) * (2 * self.row_bytes)  # of K and V
-        tiles = TileMap(
-            spec.tile_m, spec.packed_heads, spec.window_right,
+        tiles = self.tile_map(
             Sequences(q.shape[-3], cu_seqlens_q, seqused_q),
             Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
-            heads_in_l2(head_bytes, heads // spec.packed_heads * batch),
+            heads_in_l2(head_bytes, heads // spec.packed_heads * batch), o.shape[0],
         )  # fmt: skip
         num_tiles = tiles.count()
         o_copy = (None, o)
-        if cutlass.const_expr(spec.split):
-            num_tiles = num_tiles * o.shape[0]
         if cutlass.const_expr(self.o_staged):
             o_copy = self.o_rows.atom(store, o)
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None, LARGE_OFFSET)
@@ -241,6 +238,23 @@ class Sm90Forward:
             min_blocks_per_mp=1,
             stream=stream,
         )  # fmt: skip
+
+    def tile_map(
+        self,
+        queries: Sequences,
+        keys: Sequences,
+        heads: Any,
+        kv_heads: Any,
+        batch: Any,
+        heads_at_once: Any,
+        splits: Any,
+    ) -> TileMap:
+        spec = self.spec
+        given = (
+            spec.tile_m, spec.packed_heads, spec.window_right,
+            queries, keys, heads, kv_heads, batch, heads_at_once,
+        )  # fmt: skip
+        return SplitTileMap(*given, splits=splits) if spec.split else TileMap(*given)
 
     # -- device: set-up -----------------------------------------------------------------------
 
@@ -297,11 +311,10 @@ class Sm90Forward:
         if warp >= self.load.warps[0]:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp == self.load.warps[0]:
-                tiles = TileMap(
-                    spec.tile_m, spec.packed_heads, spec.window_right,
+                tiles = self.tile_map(
                     Sequences(seqlen_q, cu_seqlens_q, seqused_q),
                     Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
-                    heads_at_once,
+                    heads_at_once, o.shape[0],
                 )  # fmt: skip
                 self.load_warp(x, storage, barriers, tiles, visible, pages)
         else:
@@ -369,16 +382,9 @@ class Sm90Forward:
         n = Int32(0)  # K/V tiles
         number = scheduler.initial_work_tile()
         while number >= 0:
-            tile, split = number, Int32(0)
-            if cutlass.const_expr(spec.split):
-                splits = x.o.shape[0]
-                tile = number // splits
-                split = number - tile * splits
-            exists, block, head, sequence = tiles.locate(tile)
+            exists, *place = tiles.locate(number)
             if exists:
-                work = tiles.work(block, head, sequence)
-                if cutlass.const_expr(spec.split):
-                    work = SplitWork(*(vars(work).values()), split, x.o.shape[0])
+                work = tiles.work(*place)
                 queue.publish_work(taken, work)
                 queries = self.q_rows.box(x.q, work.block, *work.queries)
                 first, end = self.key_tiles(visible, work)
