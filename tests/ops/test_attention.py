@@ -401,13 +401,13 @@ def test_large_scores_agree_with_the_reference(
 STAIRS_SCALE = 2.0**-6
 
 
-def stairs(kind: Kind, downwards: bool, seed: int, scale: float = STAIRS_SCALE) -> dict[str, Any]:
+def stairs(kind: Kind, downwards: bool, seed: int) -> dict[str, Any]:
     """A call whose scores are exact in float32, from -2^29 to 2^29: multiples of 64, so that
-    scaled they differ by 1 and more, or by 64 times a larger scale. The maximum of a row moves in
-    many steps, unless downwards; rows next to one another have maxima of all sizes."""
+    scaled they differ by 1 and more. The maximum of a row moves in many steps, unless downwards;
+    rows next to one another have maxima of all sizes."""
     case = Case(
         kind, lengths_q=(70,), lengths_k=(400,), group=kind.packed_heads, left=300,
-        scale=scale, softcap=2.0**13, seed=seed,
+        scale=STAIRS_SCALE, softcap=2.0**13, seed=seed,
     )  # fmt: skip
     args = case.arguments()
     generator = torch.Generator().manual_seed(seed)
@@ -423,7 +423,7 @@ def stairs(kind: Kind, downwards: bool, seed: int, scale: float = STAIRS_SCALE) 
         k[..., 0] = (steps.flip(0) if downwards else steps)[:, None]
         k[..., 1] = torch.randint(-6, 1, (len(k), 1), generator=generator).float()
     if "learnable_sink" in args:  # as high as the largest score of the rows whose q is largest
-        args["learnable_sink"].fill_(2.0**13 if kind.softcap else scale * 2.0**29)
+        args["learnable_sink"].fill_(2.0**13 if kind.softcap else 2.0**23)
     return args
 
 
@@ -433,17 +433,7 @@ def stairs(kind: Kind, downwards: bool, seed: int, scale: float = STAIRS_SCALE) 
     "kind", [PLAIN, WINDOW, VARLEN, CACHE], ids=["plain", "window", "varlen", "cache"]
 )
 def test_large_scores_that_differ_by_little_are_told_apart(kind: Kind, downwards: bool):
-    assert_told_apart(stairs(kind, downwards, seed=11))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [2.0**-3, 2.0**-2, 0.75, 1.5, 2.0**20])
-@pytest.mark.parametrize("kind", [PLAIN, CACHE], ids=["plain", "cache"])
-def test_the_largest_scores_are_told_apart(kind: Kind, scale: float):
-    assert_told_apart(stairs(kind, scale > 1, seed=14, scale=scale))
-
-
-def assert_told_apart(args: dict[str, Any]) -> None:
+    args = stairs(kind, downwards, seed=11)
     o, lse = run(args)
     assert_agrees(args, o, lse)
     _, exact_lse = attention_reference(**reference_arguments(args))

@@ -49,7 +49,7 @@ from ..common.spec import MAX_SMEM_BYTES
 from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
-from .fragment_softmax import LARGE_OFFSET, FragmentSoftmax
+from .fragment_softmax import FragmentSoftmax
 from .pages import Pages
 from .sm90_mma import (
     ROWS,
@@ -59,7 +59,7 @@ from .sm90_mma import (
     start_scores,
 )
 from .sm90_store import group_barrier, store_staged
-from .softmax import Scaling, cap_row
+from .softmax import Scaling, cap_row, finish_row
 from .spec import Sm90ForwardSpec
 from .turns import Turns
 from .visibility import Visibility
@@ -226,7 +226,7 @@ class Sm90Forward:
         o_copy = (None, o)
         if cutlass.const_expr(self.o_staged):
             o_copy = self.o_rows.atom(store, o)
-        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None, LARGE_OFFSET)
+        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
         self.kernel(
             *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
             *o_copy, lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
@@ -593,7 +593,9 @@ class Sm90Forward:
                 sink = Float32(0.0)
                 if token < work.seqlen_q:
                     sink = Float32(x.sink[head])
-            inverse, log_sum = own.softmax.finish(lane_row, totals[lane_row], sink, self.dtype)
+            inverse, log_sum = finish_row(
+                totals[lane_row], own.softmax.maximum[lane_row], own.softmax.scaling, sink
+            )
             values = own.acc[None, lane_row, None]
             for j in cutlass.range_constexpr(cute.size(values)):
                 # A row without a visible key is 0, whatever P V holds.

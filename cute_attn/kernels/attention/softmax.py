@@ -36,8 +36,8 @@ class Scaling(Carried):
         log2: factor times log2(e).
         before_tanh: factor of scores inside the tanh; 1 without a softcap.
         growth: RESCALE_THRESHOLD in units of S.
-        large: LARGE_OFFSET in units of S, or what a softmax has in its place; a maximum this large
-            is not multiplied by `log2`.
+        large: LARGE_OFFSET in units of S; a maximum this large is subtracted from S before the
+            multiplication by `log2`.
         lowest: a finite number below any maximum that is not large.
     """
 
@@ -49,15 +49,13 @@ class Scaling(Carried):
     lowest: Float32
 
     @classmethod
-    def of(
-        cls, softmax_scale: Any, softcap: Any | None = None, large_offset: float = LARGE_OFFSET
-    ) -> Scaling:
+    def of(cls, softmax_scale: Any, softcap: Any | None = None) -> Scaling:
         factor, before_tanh = softmax_scale, 1.0
         if softcap is not None:
             factor = softcap
             before_tanh = cutlass.min(softmax_scale / softcap, Float32(FLOAT32_MAX))
         log2 = factor * LOG2_E
-        large = large_offset / log2
+        large = LARGE_OFFSET / log2
         lowest = cutlass.max(-2.0 * large, Float32(-FLOAT32_MAX))
         return cls(factor, log2, Float32(before_tanh), RESCALE_THRESHOLD / log2, large, lowest)
 

@@ -28,11 +28,6 @@ def reciprocal_sqrt(x: Any) -> Any:
     return asm("rsqrt.approx.ftz.f32 $0, $1;", [Float32], [Float32(x)])
 
 
-def multiply(x: Any, y: Any) -> Any:
-    """Return x * y, rounded: never a part of a fused multiply-add."""
-    return asm("mul.rn.f32 $0, $1, $2;", [Float32], [Float32(x), Float32(y)])
-
-
 def add_rounded_down(x: Any, y: Any) -> Any:
     """Return the largest float32 that is at most x + y."""
     return asm("add.rm.f32 $0, $1, $2;", [Float32], [Float32(x), Float32(y)])
