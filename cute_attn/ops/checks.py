@@ -5,7 +5,7 @@ Nothing here reads device memory, and all of it works on fake tensors, except `c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,13 @@ def check_dtypes_are(given: dict[str, Tensor], names: Sequence[str], dtype: torc
     for name in names:
         if name in given and given[name].dtype != dtype:
             raise TypeError(f"{name} has dtype {given[name].dtype}, must be {dtype}")
+
+
+def check_shapes(given: dict[str, Tensor], expected: Mapping[str, Sequence[int]]) -> None:
+    """Check the shapes of those tensors that are given."""
+    for name, shape in expected.items():
+        if name in given and tuple(given[name].shape) != tuple(shape):
+            raise ValueError(f"{name} has shape {list(given[name].shape)}, must be {list(shape)}")
 
 
 def check_rows(given: dict[str, Tensor], names: Sequence[str]) -> None:

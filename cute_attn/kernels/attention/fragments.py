@@ -141,8 +141,8 @@ def operand(x: cute.Tensor, dtype: Any) -> list[Any]:
 
 
 def whole_units(words: list[Any]) -> list[list[Any]]:
-    """Of each four units of 8 columns of a rounded row, as `operand` gives them, the one with the
-    lane's number: 4 words. Before, its lanes have a word of each."""
+    """Exchange the words of a rounded row, in the order of `operand`, among its four lanes: each
+    has one word of every 8 columns, and gets, of each 32, all 4 words of the 8 with its number."""
     lane = cute.arch.lane_idx()
     odd, high = (lane & 1) != 0, (lane & 2) != 0
     found = []

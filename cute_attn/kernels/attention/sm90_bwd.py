@@ -28,9 +28,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
-from ..common.arguments import fake_contiguous
 from ..common.pipeline import Barriers, Edge, Kind
 from ..common.ptx import wgmma
 from ..common.ptx.async_copy import add_bulk
@@ -67,6 +65,7 @@ class Sm90Backward(Sm90DkDv):
     """
 
     q_stages = 2
+    bounded = True  # a key past the end of the sequence would add to dQ
 
     element_bytes = 2 + 2 + 4  # of Q, dO and the sums of dQ
 
@@ -92,29 +91,8 @@ class Sm90Backward(Sm90DkDv):
             Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp"),
         )
 
-    def fake_args(self) -> tuple[Any, ...]:
-        """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, self.spec.head_dim)
-        out = fake.k_partial if self.spec.partial else fake.k
-        return (
-            fake.q(),
-            fake.k(),
-            fake.k(),
-            fake.q(),
-            fake.stats(),
-            fake.query_sums(),
-            out(),
-            out(),
-            *fake.sequences(),
-            Float32(1.0),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            Int32(1),
-            fake_contiguous(Int32, (1,)),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
-        )
+    def more_fake_args(self, fake: FakeArguments) -> tuple[Any, ...]:
+        return (fake.query_sums(),)
 
     @cute.jit
     def __call__(
@@ -315,18 +293,6 @@ class Sm90Backward(Sm90DkDv):
             at = own.sums + Int64(tile) * (4 * self.sums.tile) + part
             add_bulk(at, own.staging + part, 4 * self.sums.part)
             cute.arch.cp_async_bulk_commit_group()
-
-    def mask(self, own: Consumer, taken: Any, tile: Any, words: cute.Tensor) -> None:
-        """As of `Sm90DkDv`; no query sees a key past the end of the sequence."""
-        work = own.queue.read(taken)
-        lows, highs = [], []
-        for lane_row in range(fragments.LANE_ROWS):
-            key = self.key(own, work, lane_row)
-            low, high = own.visible.tokens(key, work.seqlen_q, work.seqlen_k)
-            high = cutlass.select_(key < work.seqlen_k, high, Int32(0))
-            lows.append(low - tile * self.spec.tile_m)
-            highs.append(high - tile * self.spec.tile_m)
-        fragments.mask_operand(words, highs, lows if self.spec.window_right else None)
 
     def wait_for_readers(self, own: Consumer) -> None:
         """Until all warps of both warpgroups are done with K and V."""

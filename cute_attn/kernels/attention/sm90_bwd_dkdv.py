@@ -34,6 +34,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
 from ..common.carried import Named
+from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
@@ -127,6 +128,7 @@ class Sm90DkDv:
     """The kernel for one Sm90BackwardSpec; see the module's docstring."""
 
     q_stages = Q_STAGES
+    bounded = False  # see `mask_queries`
     element_bytes = 2 + 2  # of Q and dO, which tiles of keys reread
 
     def __init__(self, spec: Sm90BackwardSpec):
@@ -162,6 +164,9 @@ class Sm90DkDv:
         """Those of a kernel that computes dQ too."""
         return ()
 
+    def more_fake_args(self, fake: FakeArguments) -> tuple[Any, ...]:
+        return ()
+
     def more_buffers(self) -> tuple[Buffer, ...]:
         """The same of its buffers."""
         return ()
@@ -179,6 +184,7 @@ class Sm90DkDv:
             fake.k(),
             fake.q(),
             fake.stats(),
+            *self.more_fake_args(fake),
             out(),
             out(),
             *fake.sequences(),
@@ -348,11 +354,7 @@ class Sm90DkDv:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == LOAD.warps[0]:
-            for descriptor in (q_tma, k_tma, v_tma, do_tma):
-                cpasync.prefetch_descriptor(descriptor)
-            with cute.arch.elect_one():
-                barriers.init()
-            cute.arch.mbarrier_init_fence()
+            prepare((q_tma, k_tma, v_tma, do_tma), barriers)
         cute.arch.sync_threads()
 
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)
@@ -624,7 +626,7 @@ class Sm90DkDv:
         """Set the columns of queries that do not see a row's key to 0."""
         work = own.queue.read(taken)
         keys = [self.key(own, work, lane_row) for lane_row in range(fragments.LANE_ROWS)]
-        mask_queries(words, keys, tile, own.visible, work)
+        mask_queries(words, keys, tile, own.visible, work, bounded=self.bounded)
 
     # -- device: epilogue ---------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
 from ..common.carried import Named
+from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
 from ..common.numbers import INF
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
@@ -265,11 +266,7 @@ class Sm90Dq:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == LOAD.warps[0]:
-            for descriptor in (q_tma, k_tma, v_tma, do_tma, dq_tma):
-                cpasync.prefetch_descriptor(descriptor)
-            with cute.arch.elect_one():
-                barriers.init()
-            cute.arch.mbarrier_init_fence()
+            prepare((q_tma, k_tma, v_tma, do_tma, dq_tma), barriers)
         cute.arch.sync_threads()
 
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)

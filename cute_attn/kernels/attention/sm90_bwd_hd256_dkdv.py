@@ -38,6 +38,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 
 from ..common.carried import Named
+from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
 from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ..common.ptx import wgmma
@@ -306,11 +307,7 @@ class Sm90Hd256DkDv:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == LOAD.warps[0]:
-            for descriptor in (q_tma, k_tma, v_tma, do_tma):
-                cpasync.prefetch_descriptor(descriptor)
-            with cute.arch.elect_one():
-                barriers.init()
-            cute.arch.mbarrier_init_fence()
+            prepare((q_tma, k_tma, v_tma, do_tma), barriers)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 

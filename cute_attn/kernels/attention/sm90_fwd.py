@@ -37,6 +37,7 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
 from ..common.carried import Named
+from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
@@ -297,11 +298,7 @@ class Sm90Forward:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == self.load.warps[0]:
-            for descriptor in (q_tma, k_tma, v_tma, *((o_tma,) if self.o_staged else ())):
-                cpasync.prefetch_descriptor(descriptor)
-            with cute.arch.elect_one():
-                barriers.init()
-            cute.arch.mbarrier_init_fence()
+            prepare((q_tma, k_tma, v_tma, *((o_tma,) if self.o_staged else ())), barriers)
         cute.arch.sync_threads()
 
         visible = Visibility.of(
@@ -648,7 +645,7 @@ class Sm90Forward:
                     store_global(self.stored, at + i * (fragments.LANES * nbytes), parts[i])
 
     def parts(self, row: cute.Tensor) -> list[list[Any]]:
-        """What a lane stores of a row: neighbouring values, of every so many of the row."""
+        """What a lane stores of a row: for each store, values of neighbouring columns."""
         pairs = [[row[j], row[j + 1]] for j in range(0, cute.size(row), 2)]
         if self.spec.split:
             return pairs

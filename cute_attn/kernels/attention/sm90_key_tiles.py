@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ..common.pipeline import Barriers
 from ..common.ptx.async_copy import copy_bulk
@@ -57,13 +57,21 @@ def of_columns(stats: Any, columns: range) -> list[dict[int, Any]]:
 
 
 def mask_queries(
-    words: cute.Tensor, keys: list[Any], tile: Any, visible: Visibility, work: Work
+    words: cute.Tensor,
+    keys: list[Any],
+    tile: Any,
+    visible: Visibility,
+    work: Work,
+    *,
+    bounded: bool = False,
 ) -> None:
     """Set the columns of queries that do not see the key of a lane row to 0, in an operand of tile
-    `tile` of the queries."""
+    `tile` of the queries; `bounded`: no query sees a key past the end of the sequence."""
     lows, highs = [], []
     for key in keys:
         low, high = visible.tokens(key, work.seqlen_q, work.seqlen_k)
+        if bounded:
+            high = cutlass.select_(key < work.seqlen_k, high, Int32(0))
         lows.append(low - tile * visible.tile_m)
         highs.append(high - tile * visible.tile_m)
     fragments.mask_operand(words, highs, None if visible.right is None else lows)

@@ -1,4 +1,5 @@
-"""The first and the last steps of an SM100 kernel whose CTAs share mbarriers and tensor memory."""
+"""The first and the last steps of a warp-specialised kernel: descriptors, mbarriers and, on SM100,
+tensor memory."""
 
 from __future__ import annotations
 
@@ -12,6 +13,16 @@ from cutlass.cute.nvgpu import cpasync
 from .pipeline import Barriers, Role
 from .ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from .tmem import TensorMemory
+
+
+def prepare(descriptors: tuple[Any, ...], barriers: Barriers) -> None:
+    """Prefetch TMA descriptors and initialise mbarriers, by one warp; a barrier of the CTA, or of
+    its cluster, has to follow."""
+    for descriptor in descriptors:
+        cpasync.prefetch_descriptor(descriptor)
+    with cute.arch.elect_one():
+        barriers.init()
+    cute.arch.mbarrier_init_fence()
 
 
 @cute.jit
@@ -31,11 +42,7 @@ def start_cluster(
         address: in shared memory, for the hardware to write the address of tensor memory to.
     """
     if warp == load.warps[0]:
-        for descriptor in descriptors:
-            cpasync.prefetch_descriptor(descriptor)
-        with cute.arch.elect_one():
-            barriers.init()
-        cute.arch.mbarrier_init_fence()
+        prepare(descriptors, barriers)
     if warp == mma.warps[0]:
         memory.allocate(address)
         tcgen05_fence_before()

@@ -33,6 +33,7 @@ from ..attention.sm90_mma import (
 from ..attention.sm90_store import group_barrier, store_staged
 from ..attention.visibility import Visibility
 from ..common.carried import Named
+from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
 from ..common.numbers import LOG2_E
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
@@ -191,11 +192,7 @@ class FmhaStep7:
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == self.load.warps[0]:
-            for descriptor in (q_tma, k_tma, v_tma, o_tma):
-                cpasync.prefetch_descriptor(descriptor)
-            with cute.arch.elect_one():
-                barriers.init()
-            cute.arch.mbarrier_init_fence()
+            prepare((q_tma, k_tma, v_tma, o_tma), barriers)
         cute.arch.sync_threads()
         self.roles(x, storage, barriers, warp)
 

@@ -37,7 +37,7 @@ from ... import launch
 from ...kernels.attention import table
 from ...kernels.attention.heuristics import num_splits
 from ...kernels.attention.statistics import STATS_ROWS, num_tiles, padded_rows
-from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags
+from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags, check_shapes
 from ..counters import counter_for
 from ..operator import Operator
 from .arguments import (
@@ -155,12 +155,7 @@ class Backward(Operator[BackwardArguments]):
         check_dtypes_are(given, ("lse", "dlse"), torch.float32)
         *batch, seqlen_q, heads, _ = a.q.shape
         of_rows = (*batch, heads, seqlen_q)
-        expected = {"o": tuple(a.q.shape), "do": tuple(a.q.shape), "lse": of_rows, "dlse": of_rows}
-        for name, shape in expected.items():
-            if name in given and tuple(given[name].shape) != shape:
-                raise ValueError(
-                    f"{name} has shape {list(given[name].shape)}, must be {list(shape)}"
-                )
+        check_shapes(given, {"o": a.q.shape, "do": a.q.shape, "lse": of_rows, "dlse": of_rows})
 
     def check_memory(self, a: BackwardArguments) -> None:
         arch, head_dim = launch.arch_for(a.q.device), a.q.shape[-1]

@@ -379,7 +379,7 @@ def _is_few(
         most = max_seqlen_q
     else:
         most = q_shape[0]
-    # Decode steps come here often, others cannot have few.
+    # The cheap test first: each call comes here.
     return most <= FEW_ROWS and has_few_rows(
         heads=q_shape[-2], heads_k=k_shape[-2], most_queries=most
     )

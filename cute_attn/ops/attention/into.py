@@ -16,6 +16,7 @@ from ..checks import (
     check_dtypes_are,
     check_flags,
     check_not_expanded,
+    check_shapes,
 )
 from ..memory import check_memory
 from ..operator import (
@@ -77,12 +78,7 @@ class Into(Attention[IntoArguments]):
         check(Arguments(*shared), given)
         check_dtypes_are(given, ("out",), a.q.dtype)
         *batch, rows, heads, _ = a.q.shape
-        expected = {"out": tuple(a.q.shape), "lse": (*batch, heads, rows)}
-        for name, shape in expected.items():
-            if name in given and tuple(given[name].shape) != shape:
-                raise ValueError(
-                    f"{name} has shape {list(given[name].shape)}, must be {list(shape)}"
-                )
+        check_shapes(given, {"out": a.q.shape, "lse": (*batch, heads, rows)})
         check_not_expanded(given, _WRITTEN)
         check_strides(given, ("out",))
         if "lse" in given:

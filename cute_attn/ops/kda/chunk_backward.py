@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ..checks import check_dtypes_are, check_flags
+from ..checks import check_dtypes_are, check_flags, check_shapes
 from ..operator import Operator
 from .arguments import (
     Sizes,
@@ -172,12 +172,7 @@ class Backward(Operator[BackwardArguments]):
                 f"{', '.join(records)} are given, must be all of "
                 f"{', '.join(name for name in RECORDS if name in expected)}, or none"
             )
-        for name in (*_STATES, *records):
-            if given[name].shape != expected[name].shape:
-                raise ValueError(
-                    f"{name} has shape {list(given[name].shape)}, "
-                    f"must be {list(expected[name].shape)}"
-                )
+        check_shapes(given, {name: expected[name].shape for name in (*_STATES, *records)})
 
     def prepare(self, a: BackwardArguments) -> _Ready:
         device = a.q.device
