@@ -148,6 +148,21 @@ def _(p: Edged) -> Planted:
     return p.drop(*p.of("k_full", WAIT)), lines_of(p, LOAD, WGMMA, MATRICES)
 
 
+@dkdv("Q replaces columns of K and V that are not in registers yet", "race")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.of("held", WAIT)), lines_of(p, LOAD, MATRICES)
+
+
+@dkdv("arrival of the held columns dropped", "deadlock")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.of("held", ARRIVE)), all_waits(p)
+
+
+@dkdv("dV and dK staged before both warpgroups are done with Q", "race")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.all(r"bar\S*\s+(%r\d+|\d+), 256")), lines_of(p, SHARED, WGMMA)
+
+
 @dkdv("the other CTA is not told that a stage of Q is empty", "deadlock")
 def _(p: Edged) -> Planted:
     return p.drop(p.of("q_empty", REMOTE_ARRIVE)[0]), all_waits(p)

@@ -14,12 +14,13 @@ dK, of the same keys:
 
 P' is P, with a softcap P times the slope of the cap; the value warpgroup hands it over, rounded,
 through shared memory. Both do the same with the operands exchanged: T = X Y^T, T' from T in
-registers, and T' Z is added to an accumulator. T' Z of a tile and T of the next one are started
-together. The elementwise part of one warpgroup runs beside the products of the other.
+registers, and T' Z is added to an accumulator. T of the next tile starts before T' Z of this one,
+so that T' is computed beside a product. This takes a third stage of Q: it has the place of the
+columns of K and V that stay in registers.
 
     warps    role         work on a tile of keys
-    0-3      value        as above; at the end dV through the buffer of K, by TMA
-    4-7      key          as above; at the end dK through the buffer of V, by TMA
+    0-3      value        as above; at the end dV through a stage of Q, by TMA
+    4-7      key          as above; at the end dK through another, by TMA
     8        load         finds the tile; K and V, then Q, lse, dO and delta of each tile of queries
 
 A cluster has one tile of keys, so that the hardware hands out tiles as SMs become free. Partial
@@ -44,7 +45,7 @@ from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role,
 from ..common.ptx import wgmma
 from ..common.ptx.cluster import cta_rank
 from ..common.ptx.compiler import opaque
-from ..common.ptx.convert import unpack
+from ..common.ptx.convert import pack, unpack
 from ..common.ptx.memory import load_shared, shared_address, store_shared
 from ..common.scheduler import SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
@@ -53,7 +54,8 @@ from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
-from .sm90_gradients import differentiate, exponentiate, store_words, word
+from .gradient import score_gradients
+from .sm90_gradients import STEP, exponentiate, word
 from .sm90_key_tiles import (
     head_and_split,
     load_stats,
@@ -86,8 +88,11 @@ LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 LOAD_REGISTERS, CONSUMER_REGISTERS = 24, 240
 assert LOAD_REGISTERS + 2 * CONSUMER_REGISTERS <= 3 * 168
 
-HELD = 128  # columns of K or V in registers
-STAGES = 2  # of Q, dO and P'
+HELD = 128  # columns of K and V in registers
+# S^T of a tile may start before dS^T Q of the tile before. The last stage of Q is where the columns
+# of K and V were that are in registers.
+Q_STAGES, DO_STAGES = 3, 2
+BOTH_BARRIER = 3  # the named barrier of both warpgroups; 0 to 2 are taken
 OPERANDS = {VALUE.name: ("q", "do"), KEY.name: ("do", "q")}  # Y and Z
 
 # In the order in which a tile meets them. Uses count tiles of queries; of k and v there is one.
@@ -95,12 +100,13 @@ EDGES = (
     *TileQueue.edges(LOAD, CONSUMERS),
     Edge("k_full", LOAD, VALUE, 1, Kind.BYTES, payload="K"),
     Edge("v_full", LOAD, KEY, 1, Kind.BYTES, payload="V"),
-    Edge("q_full", LOAD, CONSUMERS, STAGES, Kind.BYTES, payload="Q and lse"),
-    Edge("q_empty", CONSUMERS, LOAD, STAGES, Kind.WARPS, Reach.EACH, "their stage"),
-    Edge("do_full", LOAD, CONSUMERS, STAGES, Kind.BYTES, payload="dO and delta"),
-    Edge("do_empty", CONSUMERS, LOAD, STAGES, Kind.WARPS, Reach.EACH, "their stage"),
+    Edge("held", CONSUMERS, LOAD, 1, Kind.WARPS, Reach.EACH, "the last stage of Q"),
+    Edge("q_full", LOAD, CONSUMERS, Q_STAGES, Kind.BYTES, payload="Q and lse"),
+    Edge("q_empty", CONSUMERS, LOAD, Q_STAGES, Kind.WARPS, Reach.EACH, "their stage"),
+    Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
+    Edge("do_empty", CONSUMERS, LOAD, DO_STAGES, Kind.WARPS, Reach.EACH, "their stage"),
     # P' of use n is read before Q of use n is released, and the next of its stage needs Q's stage.
-    Edge("p_full", VALUE, KEY, STAGES, Kind.WARPS, payload="P'^T"),
+    Edge("p_full", VALUE, KEY, Q_STAGES, Kind.WARPS, payload="P'^T"),
 )
 
 
@@ -114,14 +120,14 @@ class Consumer(Named):
     Attributes:
         warp: its number in its warpgroup.
         barriers, queue: of the CTA.
-        x: shared address of K or V.
+        x, x_first: shared addresses of K or V, as if its first columns were in front of the rest,
+            and where they are until they are in registers.
         y, z: shared addresses of the rings of Q and dO, or of dO and Q.
         stats: shared address of the ring of lse or delta.
         exchange: shared address of the lane's words in the ring of P'.
         held: registers of the first columns of X as an operand.
         t: registers of T.
         words: registers of T' as an operand.
-        slopes: of P', with a softcap.
         acc: accumulators.
         scaling: of the scores.
         visible: which queries see a key.
@@ -134,25 +140,26 @@ class Sm90Hd256DkDv:
     def __init__(self, spec: Sm90BackwardSpec):
         if spec.tile_n != CTAS * ROWS:
             raise ValueError(f"tile_n is {spec.tile_n}, must be {CTAS * ROWS}")
-        if spec.tile_m not in (32, 64):
-            raise ValueError(f"tile_m is {spec.tile_m}, must be 32 or 64")
+        if spec.tile_m != ROWS:
+            raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS}")
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.q_bytes = 2 * spec.tile_m * spec.head_dim
         self.stats_bytes = 4 * spec.tile_m
         self.p_bytes = 2 * spec.tile_m * ROWS
-        self.held = HELD
+        self.out_bytes = 2 * ROWS * spec.head_dim
         self.pipeline = Pipeline(*EDGES)
         q, keys, at = spec.tile_m * spec.head_dim, ROWS * spec.head_dim, SWIZZLE_ALIGNMENT
+        rest = keys - HELD * ROWS
         self.smem = SharedMemory(
-            Buffer("k", self.dtype, keys, 1, at, "K, then dV"),
-            Buffer("v", self.dtype, keys, 1, at, "V, then dK"),
-            Buffer("q", self.dtype, q, STAGES, at, "Q"),
-            Buffer("do", self.dtype, q, STAGES, at, "dO"),
-            Buffer("p", self.dtype, spec.tile_m * ROWS, STAGES, holds="P'^T"),
-            Buffer("lse", Float32, spec.tile_m, STAGES, holds="lse of queries"),
-            Buffer("delta", Float32, spec.tile_m, STAGES, holds="delta of queries"),
+            Buffer("q", self.dtype, q, Q_STAGES, at, "Q; at first columns of K and V; dV and dK"),
+            Buffer("k", self.dtype, rest, 1, at, "the other columns of K"),
+            Buffer("v", self.dtype, rest, 1, at, "the other columns of V"),
+            Buffer("do", self.dtype, q, DO_STAGES, at, "dO"),
+            Buffer("p", self.dtype, spec.tile_m * ROWS, Q_STAGES, holds="P'^T"),
+            Buffer("lse", Float32, spec.tile_m, Q_STAGES, holds="lse of queries"),
+            Buffer("delta", Float32, spec.tile_m, DO_STAGES, holds="delta of queries"),
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
@@ -341,21 +348,23 @@ class Sm90Hd256DkDv:
             if role is VALUE
             else (storage.v, storage.do, storage.q, storage.delta)
         )
+        held_bytes = 2 * HELD * ROWS
+        first = shared_address(storage.q) + (Q_STAGES - 1) * self.q_bytes
         warp = warp - role.warps[0]
         lane = warp * WARP_SIZE + cute.arch.lane_idx()
         return Consumer(
             warp=warp,
             barriers=barriers,
             queue=queue,
-            x=shared_address(x),
+            x=shared_address(x) - held_bytes,
+            x_first=first + (0 if role is VALUE else held_bytes),
             y=shared_address(y),
             z=shared_address(z),
             stats=shared_address(stats),
             exchange=shared_address(storage.p) + lane * 16,
-            held=cute.make_rmem_tensor((self.held // 4,), Int32),
+            held=cute.make_rmem_tensor((HELD // 4,), Int32),
             t=fragments.accumulators(spec.tile_m),
             words=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
-            slopes=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
             acc=fragments.accumulators(spec.head_dim),
             scaling=scaling,
             visible=visible,
@@ -375,11 +384,16 @@ class Sm90Hd256DkDv:
         """Publish the cluster's tile and load the CTA's K and V, then its half of the queries that
         see some of the cluster's keys, head by head."""
         spec = self.spec
-        across, q_across = ((spec.head_dim // BOX, n * BOX) for n in (ROWS, spec.tile_m))
-        k_smem, v_smem = (boxes(buffer, ROWS, across, (1, 0)) for buffer in (storage.k, storage.v))
+        half = (HELD // BOX, ROWS * BOX)
+        of_kv = storage.q + (Q_STAGES - 1) * (self.q_bytes // 2)
+        k_smem, v_smem = (
+            [boxes(buffer, ROWS, half, (1, 0)) for buffer in buffers]
+            for buffers in ((of_kv, storage.k), (of_kv + HELD * ROWS, storage.v))
+        )
+        q_across = (spec.head_dim // BOX, spec.tile_m * BOX)
         q_smem, do_smem = (
-            boxes(buffer, spec.tile_m, q_across, (STAGES, self.q_bytes // 2))
-            for buffer in (storage.q, storage.do)
+            boxes(buffer, spec.tile_m, q_across, (stages, self.q_bytes // 2))
+            for buffer, stages in ((storage.q, Q_STAGES), (storage.do, DO_STAGES))
         )
         queue = TileQueue(Work, storage.work, barriers)
         number = cute.arch.cluster_idx()[0]
@@ -395,12 +409,16 @@ class Sm90Hd256DkDv:
             ):
                 with cute.arch.elect_one():
                     barriers.expect(name, 0, 2 * ROWS * spec.head_dim)
-                load_boxes(tma, rows, smem, barriers, name, Int32(0))
+                for part in cutlass.range_constexpr(2):
+                    columns = cute.local_tile(rows, (ROWS, HELD), (0, part))
+                    load_boxes(tma, columns, smem[part], barriers, name, Int32(0))
             first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             stats_start = padded_start(x.queries, work.sequence)
             tile, head = first, work.head
             for n in cutlass.range((end - first) * x.group, unroll=1):
                 row = stats_start + tile * spec.tile_m
+                if n == Q_STAGES - 1:
+                    barriers.wait("held", 0)
                 q_box = self.q_rows.box(x.q, tile, head, *work.queries[1:])
                 load_use("q", x.q_tma, q_box, q_smem, barriers, n, self.stats_bytes, True)
                 load_stats("q", storage.lse, LSE, x.stats, head, row, spec.tile_m, barriers, n)
@@ -423,7 +441,8 @@ class Sm90Hd256DkDv:
         if work.exists:
             own.acc.fill(0.0)
             own.barriers.wait("k_full" if cutlass.const_expr(role is VALUE) else "v_full", 0)
-            fragments.assign(own.held, held_rows(own.x, own.warp, ROWS, self.held))
+            fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, HELD))
+            own.barriers.warp_arrives("held", 0)
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
                 self.compute_tile(own, work, first, end, (end - first) * x.group, role)
@@ -477,34 +496,36 @@ class Sm90Hd256DkDv:
         before."""
         barriers = own.barriers
         y, z = OPERANDS[role.name]
-        if cutlass.const_expr(not starts):
-            second = self.start_second(own, z, n - 1)
         barriers.wait(f"{y}_full", n)
         first = self.start_first(own, y, n)
         if cutlass.const_expr(not starts):
-            fragments.assign(own.acc, wgmma.wait(second, pending=1))
-            barriers.warp_arrives(f"{z}_empty", n - 1)
-        if cutlass.const_expr(role is KEY):
-            self.receive_probabilities(own, n)
-        fragments.assign(own.t, wgmma.wait(first))
+            second = self.start_second(own, z, n - 1)
+        fragments.assign(own.t, wgmma.wait(first, pending=0 if starts else 1))
         stats = own.stats + barriers.stage(f"{y}_full", n) * self.stats_bytes
         if cutlass.const_expr(role is VALUE):
             exponentiate(
                 own.t, lambda columns: of_columns(stats, columns), own.scaling,
-                lambda *p: self.round_probabilities(own, *p), softcap=self.spec.softcap,
+                lambda *p: self.keep_probabilities(own, n, *p), softcap=self.spec.softcap,
             )  # fmt: skip
-            if masked:
-                self.mask(own, tile, own.words)
-                if cutlass.const_expr(self.spec.softcap):
-                    self.mask(own, tile, own.slopes)
-            self.send_probabilities(own, n)
         else:
-            differentiate(
-                own.t, lambda *at: self.rounded_probabilities(own, *at), own.words,
-                lambda columns: of_columns(stats, columns), self.dtype,
-            )  # fmt: skip
-            if masked:
-                self.mask(own, tile, own.words)
+            barriers.wait("p_full", n)
+            self.keep_score_gradients(own, n, stats)
+        if cutlass.const_expr(not starts):
+            # T' goes through the wait, so that the compiler does not round it before, to registers
+            # of the product in flight.
+            done = wgmma.wait([*second, *fragments.values(own.t)])
+            fragments.assign(own.acc, done[: len(second)])
+            fragments.assign(own.t, done[len(second) :])
+            barriers.warp_arrives(f"{z}_empty", n - 1)
+        fragments.assign(own.words, fragments.operand(own.t, self.dtype))
+        if cutlass.const_expr(role is VALUE):
+            if cutlass.const_expr(not self.spec.softcap):
+                for columns, lane_row in self.parts():
+                    words = [own.words[word(lane_row, j)] for j in columns[::2]]
+                    self.hand_over(own, n, lane_row, columns, words)
+            barriers.warp_arrives("p_full", n)
+        if masked:
+            self.mask(own, tile, own.words)
         barriers.warp_arrives(f"{y}_empty", n)
 
     def start_first(self, own: Consumer, y: str, n: Any) -> list[Any]:
@@ -526,32 +547,47 @@ class Sm90Hd256DkDv:
             tile_n=spec.tile_m, head_dim=spec.head_dim,
         )  # fmt: skip
 
-    def round_probabilities(
-        self, own: Consumer, lane_row: int, columns: range, p: list[Any], with_slope: list[Any]
-    ) -> None:
-        store_words(own.words, lane_row, columns, p, self.dtype)
+    def keep_probabilities(
+        self, own: Consumer, n: Any, lane_row: int, columns: range, p: list[Any],
+        with_slope: list[Any],
+    ) -> None:  # fmt: skip
+        """Replace S^T by P^T, which is rounded once the product with the P^T before is done. A P'
+        that differs is handed over at once."""
+        row = own.t[None, lane_row, None]
+        for j, (x, y) in zip(columns[::2], p, strict=True):
+            row[j], row[j + 1] = x, y
         if self.spec.softcap:
-            store_words(own.slopes, lane_row, columns, with_slope, self.dtype)
+            words = [pack(self.dtype, *pair) for pair in with_slope]
+            self.hand_over(own, n, lane_row, columns, words)
 
-    def rounded_probabilities(self, own: Consumer, lane_row: int, columns: range) -> list[Any]:
-        """P', which dS replaces."""
-        return [unpack(self.dtype, own.words[word(lane_row, j)]) for j in columns[::2]]
+    def parts(self) -> list[tuple[range, int]]:
+        """Columns and lane rows in parts of four words, as P' is handed over."""
+        count = self.spec.tile_m // fragments.LANES
+        starts = range(0, count, STEP)
+        return [(range(i, i + STEP), row) for i in starts for row in range(fragments.LANE_ROWS)]
 
-    def send_probabilities(self, own: Consumer, n: Any) -> None:
-        """Hand P' of use n over to the thread of the key warpgroup with the same rows."""
-        words = own.slopes if self.spec.softcap else own.words
-        at = own.exchange + own.barriers.stage("p_full", n) * self.p_bytes
-        for i in range(0, cute.size(words), 4):
-            store_shared(Int32, at + i * (WARPGROUP * 4), [words[i + j] for j in range(4)])
-        own.barriers.warp_arrives("p_full", n)
+    def hand_over(
+        self, own: Consumer, n: Any, lane_row: int, columns: range, words: list[Any]
+    ) -> None:
+        """Store a part of P' of use n, for the thread of the key warpgroup with the same rows."""
+        store_shared(Int32, self.exchange(own, n, lane_row, columns), words)
 
-    def receive_probabilities(self, own: Consumer, n: Any) -> None:
-        own.barriers.wait("p_full", n)
-        at = own.exchange + own.barriers.stage("p_full", n) * self.p_bytes
-        for i in range(0, cute.size(own.words), 4):
-            found = load_shared(Int32, at + i * (WARPGROUP * 4), 4)
-            for j, x in enumerate(found):
-                own.words[i + j] = x
+    def keep_score_gradients(self, own: Consumer, n: Any, stats: Any) -> None:
+        """Replace dP^T by dS^T. Hidden pairs may have any P'."""
+        for columns, lane_row in self.parts():
+            words = load_shared(Int32, self.exchange(own, n, lane_row, columns), 4)
+            p = [unpack(self.dtype, x) for x in words]
+            row = own.t[None, lane_row, None]
+            delta = of_columns(stats, columns)[lane_row]
+            ds = score_gradients(p, row, columns, delta, packed=False)
+            for j, (x, y) in zip(columns[::2], ds, strict=True):
+                row[j], row[j + 1] = x, y
+
+    def exchange(self, own: Consumer, n: Any, lane_row: int, columns: range) -> Any:
+        """The shared address of a lane's part of P' of use n."""
+        part = columns.start // STEP * fragments.LANE_ROWS + lane_row
+        stage = own.barriers.stage("p_full", n) * self.p_bytes
+        return own.exchange + stage + part * (WARPGROUP * 16)
 
     def first_key(self, work: Work) -> Any:
         """The CTA's first key."""
@@ -579,21 +615,23 @@ class Sm90Hd256DkDv:
         work: Work,
         role: cutlass.Constexpr[Role],
     ) -> None:
-        """Store the CTA's rows of dV or dK through the buffer of K or V, by TMA."""
+        """Store the CTA's rows of dV or dK through two stages of Q, by TMA."""
         spec = self.spec
         if cutlass.const_expr(role is VALUE):
-            group, tma, out, staged = 0, x.dv_tma, x.dv, storage.k
+            stage, tma, out = 0, x.dv_tma, x.dv
         else:
-            group, tma, out, staged = 1, x.dk_tma, x.dk, storage.v
-        group_barrier(group)  # all warps of the warpgroup are done with K or V
+            stage, tma, out = 1, x.dk_tma, x.dk
+        # Both warpgroups are done with Q.
+        cute.arch.barrier(barrier_id=BOTH_BARRIER, number_of_threads=2 * WARPGROUP)
         words = fragments.operand(own.acc, self.dtype)
-        fragments.stage_rows(words, own.x, own.warp, ROWS, opaque(cute.arch.lane_idx()))
+        at = shared_address(storage.q) + stage * self.out_bytes
+        fragments.stage_rows(words, at, own.warp, ROWS, opaque(cute.arch.lane_idx()))
         cute.arch.fence_view_async_shared()
-        group_barrier(group)
+        group_barrier(stage)
         if own.warp == 0:
             rows = self.k_rows.box(out, work.block * CTAS + cta_rank(), *work.keys, stored=True)
             with cute.arch.elect_one():
-                store_staged(tma, rows, staged, 0, 1, ROWS, spec.head_dim)
+                store_staged(tma, rows, storage.q, stage, 2, ROWS, spec.head_dim)
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
