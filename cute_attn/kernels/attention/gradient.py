@@ -14,12 +14,16 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float16, Float32
 
 from ..common.exp2 import Pair, exp2_pairs
 from ..common.numbers import LOG2_E
+from ..common.ptx.convert import pack, unpack
 from ..common.ptx.math import exp2, subtract_towards_zero
 from .softmax import Scaling
+
+# What P times the slope of a cap is counted in where it is rounded. P is at most 1.
+SLOPE_UNIT = {Float16: 2.0**-12}
 
 
 def probabilities(
@@ -68,6 +72,18 @@ def probabilities(
         _times(e, _times(a, a, packed), packed) for e, a in zip(exponentials, above, strict=True)
     ]
     return p, [_times(x, slope, packed) for x, slope in zip(p, slopes, strict=True)]
+
+
+def pack_with_slope(dtype: Any, pair: Pair, *, packed: bool = True) -> Any:
+    """A pair of P times the slope, rounded to `dtype`. Where a cap saturates, most of the slopes
+    are too small for float16: see SLOPE_UNIT."""
+    unit = SLOPE_UNIT.get(dtype)
+    return pack(dtype, *(_times(pair, _both(Float32(1.0 / unit)), packed) if unit else pair))
+
+
+def unpack_with_slope(dtype: Any, word: Any, *, packed: bool = True) -> Pair:
+    pair, unit = unpack(dtype, word), SLOPE_UNIT.get(dtype)
+    return _times(pair, _both(Float32(unit)), packed) if unit else pair
 
 
 def score_gradients(

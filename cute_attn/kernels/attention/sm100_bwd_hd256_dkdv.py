@@ -61,7 +61,7 @@ from ..common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, store_b
 from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
 from .arguments import FakeArguments
 from .epilogue import stage_accumulator
-from .gradient import probabilities, score_gradients
+from .gradient import pack_with_slope, probabilities, score_gradients, unpack_with_slope
 from .mask import mask_words
 from .sm100_mma import (
     HEAD_DIM,
@@ -682,7 +682,7 @@ class Sm100Hd256DkDv:
             for j in cutlass.range_constexpr(STEP // 2):
                 words[first // 2 + j] = pack(self.dtype, *p[j])
                 if cutlass.const_expr(sent is not words):
-                    sent[first // 2 + j] = pack(self.dtype, *with_slope[j])
+                    sent[first // 2 + j] = pack_with_slope(self.dtype, with_slope[j])
 
     @cute.jit
     def differentiate(
@@ -695,7 +695,8 @@ class Sm100Hd256DkDv:
         """dS from dP and P'."""
         for first in cutlass.range_constexpr(0, COLUMNS, STEP):
             columns = range(first, first + STEP)
-            p = [unpack(self.dtype, received[first // 2 + j]) for j in range(STEP // 2)]
+            from_word = unpack_with_slope if self.spec.softcap else unpack
+            p = [from_word(self.dtype, received[first // 2 + j]) for j in range(STEP // 2)]
             ds = score_gradients(p, values, columns, of_columns(delta, columns))
             for j in cutlass.range_constexpr(STEP // 2):
                 words[first // 2 + j] = pack(self.dtype, *ds[j])

@@ -225,7 +225,7 @@ class Sm90Backward(Sm90DkDv):
         lse = own.lse + barriers.stage("q_full", n) * self.stats_bytes
         exponentiate(
             own.s, lambda columns: of_columns(lse, columns), own.scaling,
-            lambda *p: self.round_probabilities(own, *p), softcap=self.spec.softcap,
+            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.p)
@@ -237,7 +237,7 @@ class Sm90Backward(Sm90DkDv):
         fragments.assign(own.dv, wgmma.wait(dv, pending=0 if starts else 1))
         delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
         differentiate(
-            own.dp, lambda *at: self.rounded_probabilities(own, *at), own.ds,
+            own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
             lambda columns: of_columns(delta, columns), self.dtype,
         )  # fmt: skip
         barriers.warp_arrives("do_empty", n)

@@ -50,6 +50,8 @@ from .arguments import FakeArguments
 from .sm90_gradients import (
     differentiate,
     exponentiate,
+    keep_pairs,
+    kept_pairs,
     store_words,
     word,
 )
@@ -115,9 +117,8 @@ class Consumer(Named):
         barriers, queue: of the CTA.
         k, v: shared addresses of its warpgroup's rows of K and V.
         q, do, lse, delta: shared addresses of the rings.
-        s, dp: registers of S^T and dP^T.
+        s, dp: registers of S^T, with a softcap later of P'^T, and of dP^T.
         p, ds: registers of P^T and dS^T as operands.
-        slopes: registers of P'^T with a softcap, rounded as an operand.
         dk, dv: accumulators.
         scaling: of the scores.
         visible: which queries see a key.
@@ -392,7 +393,6 @@ class Sm90DkDv:
             dp=fragments.accumulators(spec.tile_m),
             p=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
             ds=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
-            slopes=cute.make_rmem_tensor((spec.tile_m // 4,), Int32),
             dk=fragments.accumulators(spec.head_dim),
             dv=fragments.accumulators(spec.head_dim),
             scaling=scaling,
@@ -543,7 +543,7 @@ class Sm90DkDv:
         lse = own.lse + barriers.stage("q_full", n) * self.stats_bytes
         exponentiate(
             own.s, lambda columns: of_columns(lse, columns), own.scaling,
-            lambda *p: self.round_probabilities(own, *p), softcap=self.spec.softcap,
+            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.p)
@@ -554,7 +554,7 @@ class Sm90DkDv:
             barriers.warp_arrives("q_empty", n - 1)
         delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
         differentiate(
-            own.dp, lambda *at: self.rounded_probabilities(own, *at), own.ds,
+            own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
             lambda columns: of_columns(delta, columns), self.dtype,
         )  # fmt: skip
         if masked:
@@ -562,17 +562,18 @@ class Sm90DkDv:
         fragments.assign(own.dv, wgmma.wait(dv))
         barriers.warp_arrives("do_empty", n)
 
-    def round_probabilities(
+    def keep_probabilities(
         self, own: Consumer, lane_row: int, columns: range, p: list[Any], with_slope: list[Any]
     ) -> None:
         store_words(own.p, lane_row, columns, p, self.dtype)
         if self.spec.softcap:
-            store_words(own.slopes, lane_row, columns, with_slope, self.dtype)
+            keep_pairs(own.s, lane_row, columns, with_slope)
 
-    def rounded_probabilities(self, own: Consumer, lane_row: int, columns: range) -> list[Any]:
-        """P', which rounded takes half the registers."""
-        words = own.slopes if self.spec.softcap else own.p
-        return [unpack(self.dtype, words[word(lane_row, j)]) for j in columns[::2]]
+    def kept_probabilities(self, own: Consumer, lane_row: int, columns: range) -> list[Any]:
+        """P': with a softcap not rounded, which where the cap saturates would underflow."""
+        if self.spec.softcap:
+            return kept_pairs(own.s, lane_row, columns)
+        return [unpack(self.dtype, own.p[word(lane_row, j)]) for j in columns[::2]]
 
     def start_scores(self, own: Consumer, n: Any) -> list[Any]:
         """Start S^T = K Q^T, with use n of Q."""

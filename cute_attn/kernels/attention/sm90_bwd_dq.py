@@ -46,10 +46,7 @@ from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
-from .sm90_gradients import (
-    differentiate,
-    exponentiate,
-)
+from .sm90_gradients import differentiate, exponentiate, keep_pairs, kept_pairs
 from .sm90_mma import (
     ROWS,
     WARPGROUP,
@@ -447,7 +444,8 @@ class Sm90Dq:
         fragments.assign(own.s, wgmma.wait(scores, pending=after_scores))
         exponentiate(
             own.s, lambda _: of_rows(own.lse), own.scaling,
-            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap,
+            lambda row, columns, _, p: keep_pairs(own.s, row, columns, p),
+            softcap=self.spec.softcap,
         )  # fmt: skip
         fragments.assign(own.dp, wgmma.wait(dp))
         barriers.warp_arrives("v_empty", n)
@@ -455,23 +453,11 @@ class Sm90Dq:
             fragments.assign(own.dq, wgmma.wait(dq))
             barriers.warp_arrives("k_empty", n - 1)
         differentiate(
-            own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
+            own.dp, lambda *at: kept_pairs(own.s, *at), own.ds,
             lambda _: of_rows(own.delta), self.dtype,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile)
-
-    def keep_probabilities(
-        self, own: Consumer, lane_row: int, columns: range, _: Any, with_slope: list[Any]
-    ) -> None:
-        """Replace S by P'."""
-        row = own.s[None, lane_row, None]
-        for j, (x, y) in zip(columns[::2], with_slope, strict=True):
-            row[j], row[j + 1] = x, y
-
-    def kept_probabilities(self, own: Consumer, lane_row: int, columns: range) -> list[Any]:
-        row = own.s[None, lane_row, None]
-        return [(row[j], row[j + 1]) for j in columns[::2]]
 
     def start_scores(self, own: Consumer, n: Any) -> list[Any]:
         """Start S = Q K^T, with use n of K."""

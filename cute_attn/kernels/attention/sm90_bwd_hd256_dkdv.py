@@ -45,7 +45,7 @@ from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role,
 from ..common.ptx import wgmma
 from ..common.ptx.cluster import cta_rank
 from ..common.ptx.compiler import opaque
-from ..common.ptx.convert import pack, unpack
+from ..common.ptx.convert import unpack
 from ..common.ptx.memory import load_shared, shared_address, store_shared
 from ..common.scheduler import SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
@@ -54,8 +54,8 @@ from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
-from .gradient import score_gradients
-from .sm90_gradients import STEP, exponentiate, word
+from .gradient import pack_with_slope, score_gradients, unpack_with_slope
+from .sm90_gradients import STEP, exponentiate, keep_pairs, word
 from .sm90_key_tiles import (
     head_and_split,
     load_stats,
@@ -553,11 +553,9 @@ class Sm90Hd256DkDv:
     ) -> None:  # fmt: skip
         """Replace S^T by P^T, which is rounded once the product with the P^T before is done. A P'
         that differs is handed over at once."""
-        row = own.t[None, lane_row, None]
-        for j, (x, y) in zip(columns[::2], p, strict=True):
-            row[j], row[j + 1] = x, y
+        keep_pairs(own.t, lane_row, columns, p)
         if self.spec.softcap:
-            words = [pack(self.dtype, *pair) for pair in with_slope]
+            words = [pack_with_slope(self.dtype, pair, packed=False) for pair in with_slope]
             self.hand_over(own, n, lane_row, columns, words)
 
     def parts(self) -> list[tuple[range, int]]:
@@ -576,12 +574,14 @@ class Sm90Hd256DkDv:
         """Replace dP^T by dS^T. Hidden pairs may have any P'."""
         for columns, lane_row in self.parts():
             words = load_shared(Int32, self.exchange(own, n, lane_row, columns), 4)
-            p = [unpack(self.dtype, x) for x in words]
+            if self.spec.softcap:
+                p = [unpack_with_slope(self.dtype, x, packed=False) for x in words]
+            else:
+                p = [unpack(self.dtype, x) for x in words]
             row = own.t[None, lane_row, None]
             delta = of_columns(stats, columns)[lane_row]
             ds = score_gradients(p, row, columns, delta, packed=False)
-            for j, (x, y) in zip(columns[::2], ds, strict=True):
-                row[j], row[j + 1] = x, y
+            keep_pairs(own.t, lane_row, columns, ds)
 
     def exchange(self, own: Consumer, n: Any, lane_row: int, columns: range) -> Any:
         """The shared address of a lane's part of P' of use n."""

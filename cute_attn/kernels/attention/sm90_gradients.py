@@ -53,6 +53,18 @@ def differentiate(
             store_words(words, lane_row, columns, ds, dtype)
 
 
+def keep_pairs(s: cute.Tensor, lane_row: int, columns: range, pairs: list[Any]) -> None:
+    """Replace values of S, or another tile in registers, by pairs."""
+    row = s[None, lane_row, None]
+    for j, (x, y) in zip(columns[::2], pairs, strict=True):
+        row[j], row[j + 1] = x, y
+
+
+def kept_pairs(s: cute.Tensor, lane_row: int, columns: range) -> list[Any]:
+    row = s[None, lane_row, None]
+    return [(row[j], row[j + 1]) for j in columns[::2]]
+
+
 def store_words(
     words: cute.Tensor, lane_row: int, columns: range, pairs: list[Any], dtype: Any
 ) -> None:
