@@ -300,6 +300,45 @@ def test_races_between_lanes_of_a_warp(after_write: str, after_read: str, kinds:
         assert "bar.warp.sync" in found.message
 
 
+STAGED = """
+    ld.param.u64 %rd1, [out];
+    shl.b32 %r5, %r1, 2; mov.u32 %r6, tile; add.s32 %r7, %r6, %r5;
+    st.shared.u32 [%r7], %r1;
+    fence.proxy.async.shared::cta;
+    {after_write}
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r6], 128;
+    @%p1 cp.async.bulk.commit_group;
+    @%p1 cp.async.bulk.wait_group.read 0;
+    {after_read}
+    st.shared.u32 [%r7], 0;
+    @%p1 cp.async.bulk.wait_group 0;
+"""
+
+
+@pytest.mark.parametrize(
+    ("after_write", "after_read", "kinds"),
+    [
+        ("bar.warp.sync -1;", "bar.warp.sync -1;", []),
+        ("", "bar.warp.sync -1;", ["read after write"]),
+        ("bar.warp.sync -1;", "", ["write after read"]),
+    ],
+)
+def test_a_lane_copies_what_the_others_have_written(
+    after_write: str, after_read: str, kinds: list[str]
+) -> None:
+    """And they overwrite it: a copy that a lane starts and awaits is like a read of that lane."""
+    body = THREAD + STAGED.format(after_write=after_write, after_read=after_read)
+    out = np.zeros(32, np.uint32)
+    before = ".shared .align 128 .b8 tile[128];"
+    run = run_ptx(module(body, before=before), args=[Buffer(out, False)], block=32)
+    assert out.tolist() == list(range(32))  # lanes run in step here
+    assert [found.message.split(" on ")[0] for found in run.findings] == kinds
+    for found in run.findings:
+        assert (found.check, found.severity) == ("race", "note")
+        assert "bar.warp.sync" in found.message
+
+
 def test_a_lane_by_itself_and_parts_of_a_word_do_not_race() -> None:
     body = """
         shl.b32 %r5, %r1, 1; mov.u32 %r6, tile; add.s32 %r6, %r6, %r5;

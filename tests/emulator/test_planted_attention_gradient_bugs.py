@@ -302,7 +302,7 @@ def _(p: Edged) -> Planted:
     return p.drop(*lines), lines_of(p, ADD, SHARED)
 
 
-@fused("dQ is added before the other lanes have staged it", "race")
+@fused("dQ is added before the other lanes have staged it", "race", "note")
 def _(p: Edged) -> Planted:
     lines = [p.before(r"bar\.warp\.sync", line) for line in adds(p)]
     return p.drop(*lines), lines_of(p, ADD, SHARED)
@@ -314,7 +314,7 @@ def _(p: Edged) -> Planted:
     return p.drop(*lines), lines_of(p, ADD, SHARED)
 
 
-@fused("other lanes do not wait for the last reduction", "race")
+@fused("other lanes do not wait for the last reduction", "race", "note")
 def _(p: Edged) -> Planted:
     lines = [p.after(r"bar\.warp\.sync", p.before(r"bulk\.wait_group\.read", x)) for x in adds(p)]
     return p.drop(*lines), lines_of(p, ADD, SHARED)
@@ -430,8 +430,6 @@ MISSED = {
     "fused: dS arrives before the other lanes have stored": ONE_LANE,
     "dq: barrier before the staging dropped": OWN_ROWS,
     "dkdv: barrier before the staging dropped": OWN_ROWS,
-    "fused: dQ is added before the other lanes have staged it": ONE_LANE,
-    "fused: other lanes do not wait for the last reduction": ONE_LANE,
 }
 
 

@@ -198,6 +198,9 @@ void submit_store(Warp *w, const Insn *I, Copy *c, int lane, const char *what, i
   c->link = &state->unfinished;
   if (c->next) c->next->link = &c->next;
   state->unfinished = c;
+  lane_gives(w, I, lane, c->from_offset, footprint(c));
+  state->sources[state->nsources++ % SOURCES] =
+      (Source){I, c->group, c->from_offset, footprint(c), lane};
   AsyncOp *op = new_async(w, I, what, AG_BULK_READ, bulk_clock(w, AG_BULK_READ, c->group));
   op->run = run_store;
   op->release = release_copy;
@@ -317,6 +320,7 @@ static int shared_to_shared(Warp *w, const Insn *I, Mask m, Reduction reduce) {
     c->from_offset = offset;
     c->bytes = bytes[l];
     c->reduce = reduce;
+    lane_gives(w, I, l, offset, bytes[l]);
     if (set_targets(w, I, c, (uint32_t)to[l], (uint32_t)barrier[l], -1, false, false)) {
       submit_load(w, I, c, reduce ? "bulk reduction into a CTA" : "bulk copy between CTAs",
                   CT_DSMEM);
@@ -409,6 +413,17 @@ static int exec_bulk_commit(Warp *w, const Insn *I, Mask m) {
   return DONE;
 }
 
+// The lane knows that the sources of its copies up to a group have been read; others do not yet.
+static void sources_awaited(Warp *w, int lane, uint32_t group) {
+  struct Copies *state = w->copies;
+  for (int i = 0; i < SOURCES; i++) {
+    Source *s = &state->sources[i];
+    if (!s->insn || s->lane != lane || s->group > group) continue;
+    lane_gets_back(w, s->insn, lane, s->offset, s->bytes);
+    s->insn = NULL;
+  }
+}
+
 static int exec_bulk_wait(Warp *w, const Insn *I, Mask m) {
   struct Copies *state = copies_of(w);
   bool sources_only = I->mod[0] == 1;
@@ -420,7 +435,10 @@ static int exec_bulk_wait(Warp *w, const Insn *I, Mask m) {
   for (const Copy *c = state->unfinished; c; c = c->next)
     if (m >> c->lane & 1 && c->group <= number[c->lane] && !(sources_only && c->read))
       return wait_for(w, WAIT_BULK_GROUP, latest, I->op[0].imm);
-  FOR_SET(l, m) if (state->bulk_waited[l] < number[l]) state->bulk_waited[l] = number[l];
+  FOR_SET(l, m) if (state->bulk_waited[l] < number[l]) {
+    state->bulk_waited[l] = number[l];
+    sources_awaited(w, l, number[l]);
+  }
   if (!latest) return DONE;
   view_add(&w->view, agent_of(w, AG_BULK_READ), bulk_clock(w, AG_BULK_READ, latest));
   if (!sources_only)

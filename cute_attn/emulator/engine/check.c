@@ -562,6 +562,20 @@ void lanes_access(Warp *w, const Insn *I, Mask m, const uint64_t *offsets, uint3
     FOR_SET(l, m) lane_access(w, I, as_one ? WHOLE_WARP : l, offsets[l], bytes, writes, marking);
 }
 
+static bool lanes_checked(Cta *cta, uint64_t offset, uint64_t bytes) {
+  return checking(cta->emu, CK_RACE) && cta->lane_cells && offset + bytes <= cta->shared_bytes;
+}
+
+// One lane starts an asynchronous copy of these bytes of its CTA's shared memory: as if it read them.
+void lane_gives(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes) {
+  if (lanes_checked(w->cta, offset, bytes)) lane_access(w, I, lane, offset, bytes, false, false);
+}
+
+// It has awaited that copy, which `I` started: other lanes may overwrite the bytes only behind it.
+void lane_gets_back(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes) {
+  if (lanes_checked(w->cta, offset, bytes)) lane_access(w, I, lane, offset, bytes, false, true);
+}
+
 static void global_access(const Access *a, const void *p, uint64_t bytes, bool writes) {
   Emu *e = emu_of(a->warp);
   if (!bytes) return;

@@ -21,10 +21,16 @@ typedef struct { uint32_t number; Mask lanes; } Commit;
 enum { COMMITS = 64 };  // the latest commits, enough as waits leave only a few groups pending
 typedef struct { Commit ring[COMMITS]; uint32_t count; } Commits;
 
+// The source of a bulk group's copy, in the CTA's own shared memory, until its lane awaits it.
+typedef struct { const Insn *insn; uint32_t group, offset, bytes; int lane; } Source;
+enum { SOURCES = 64 };  // the latest ones
+
 typedef struct Copy Copy;
 struct Copies {
   Commits bulk, cp;
   Copy *unfinished;                           // copies of bulk groups
+  Source sources[SOURCES];
+  uint32_t nsources;
   // By lane: the last number with a copy of the lane, and the last whose sources it awaited.
   uint32_t bulk_issued[32], bulk_waited[32], cp_issued[32], cp_waited[32];
 };

@@ -677,6 +677,9 @@ void accesses_at_exit(Warp *w, const Insn *I);
 // Words kept for initialisation (also used by copies): mark without a race check.
 void lanes_access(Warp *w, const Insn *I, Mask m, const uint64_t *offsets, uint32_t bytes,
                   bool writes, bool as_one);
+// A lane starts an asynchronous copy of its CTA's shared memory, by I, and later awaits it.
+void lane_gives(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes);
+void lane_gets_back(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes);
 void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes);
 
 // ------------------------------------------------------------------------ mbarriers (mbarrier.c)
