@@ -8,21 +8,41 @@ from torch import Tensor
 _capturing = torch.cuda.is_current_stream_capturing
 _raw_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else None
 
+SPARE = 2**16  # counters of a device for launches in graphs
+
 # (device, stream) -> the counter of launches on it, which follow one another
 _counters: dict[tuple[int, int], Tensor] = {}
+# device -> counters that no launch in a graph has yet
+_spare: dict[int, list[Tensor]] = {}
 
 
 def counter_for(x: Tensor) -> Tensor:
     """A counter, `[1]` int32, that is 0 for the next launch with x on the current stream.
 
     The kernel leaves it at 0 (see `kernels.common.scheduler.CounterScheduler`), so launches on one
-    stream share one. A CUDA graph, which may be replayed on any stream, gets its own.
+    stream share one. A launch in a CUDA graph, which may be replayed on any stream, gets its own
+    for good. It is set to 0 before the capture, by the first launch on any stream: a node of the
+    graph would take 2 us of each replay.
     """
     device = x.get_device()
-    if device < 0 or _raw_stream is None or _capturing():
+    if device < 0 or _raw_stream is None:
         return x.new_zeros(1, dtype=torch.int32)
+    if _capturing():
+        return _of_graph(x, device)
     key = device, _raw_stream(device)
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = x.new_zeros(1, dtype=torch.int32)
+        if device not in _spare:
+            _spare[device] = [x.new_zeros(SPARE, dtype=torch.int32)]
+            torch.cuda.synchronize(device)  # graphs may be replayed on other streams
+    return found
+
+
+def _of_graph(x: Tensor, device: int) -> Tensor:
+    """Of a launch that is captured. Once there is none to spare, the graph sets one to 0."""
+    spare = _spare.get(device)
+    if not spare or not len(spare[0]):
+        return x.new_zeros(1, dtype=torch.int32)
+    found, spare[0] = spare[0][:1], spare[0][1:]
     return found
