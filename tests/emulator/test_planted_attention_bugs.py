@@ -1,7 +1,7 @@
 """Bugs planted in attention's forward on SM90: every schedule must find each of them.
 
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
-change the result. Four kernels: "dense" (causal, with lse; two stages of Q, O through shared
+change the result. Five kernels: "dense" (causal, with lse; two stages of Q, O through shared
 memory), "pages" (K and V in pages), "hd256" (one stage of Q, O from registers), and "splits".
 """
 
@@ -70,12 +70,14 @@ SPECS = {
     "pages": Sm90ForwardSpec(**PLAIN | {"seqused_k": True, "page_rows": 16}),
     "hd256": Sm90ForwardSpec(**PLAIN | {"head_dim": 256}),
     "splits": Sm90ForwardSpec(**PLAIN | {"split": True, "lse": True}),
+    "few": Sm90ForwardSpec(**PLAIN | {"tile_m": 64}),
 }
 # Queries, keys and heads; each CTA gets two tiles of queries. Of the last page one row is used.
 # "dense" has more of them: only where a tile between two others has fewer K/V tiles than the ring
 # less one does not the ring keep the load warp from the Q of the first.
 SIZES = {
     "dense": (200, 200, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 2),
+    "few": (20, 130, 2),
 }  # fmt: skip
 SPLITS = 4
 SCALE = 1.0  # large, so that maxima move by more than the threshold
@@ -132,7 +134,7 @@ def early_release(p: Edged, release: int) -> str:
 EDGES = ("q", "k", "v", "work")
 LOADS = rf"{LOAD}|{EXPECT}"
 
-dense, pages, hd256, splits = (Planter(name) for name in SPECS)
+dense, pages, hd256, splits, few = (Planter(name) for name in SPECS)
 
 # -- edges of the pipeline
 
@@ -497,7 +499,26 @@ def _(p: Edged) -> Planted:
     return p.swap(line, r"\[(%rd\d+)\]", rf"[\1+{4 * queries * heads}]"), [line]
 
 
-BUGS = [*dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs]
+# -- few rows: warp 0 has 16, warp 1 has 4, which are first rows of lanes, and the others none
+
+FIRST_ROWS = r"setp\.lt\.s32\s+%p\d+, (%r\d+), 9;"  # whether a warp has first rows of lanes only
+
+
+@few("a warp's second rows of lanes have no softmax", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(FIRST_ROWS, nth=-1)
+    return p.swap(line, r"9;", "65;"), [line]
+
+
+@few("a warp without second rows of lanes has no softmax", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(FIRST_ROWS, nth=-1)
+    used = re.findall(FIRST_ROWS, p[line])[0]
+    none = p.one(rf"setp\.lt\.s32\s+%p\d+, {used}, 1;", line)
+    return p.swap(none, r"1;", "9;"), [none]
+
+
+BUGS = [*dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs]
 QUICK = {
     "dense: wait for k_full dropped",
     "dense: O is not rescaled",
@@ -519,7 +540,7 @@ def marks_of(bug: Bug) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", ["dense", *(pytest.param(n, marks=pytest.mark.slow)
-                                             for n in ("pages", "hd256", "splits"))])  # fmt: skip
+                                             for n in ("pages", "hd256", "splits", "few"))])  # fmt: skip
 def test_the_kernel_is_clean(name: str) -> None:
     _, prepare = kernel(name)
     run = prepare(None)

@@ -16,7 +16,11 @@ from cutlass import Int32
 
 from ..common.carried import Carried
 from ..common.pipeline import Barriers
+from ..common.ptx.memory import LINE_WORDS, prefetch_global
+from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, partition
+
+PREFETCHED = 2048  # entries of a sequence
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,13 @@ class Pages(Carried):
     def boxes(self) -> int:
         """Boxes of a K/V tile."""
         return self.tile_n // self.rows
+
+    def prefetch(self, sequence: Any) -> None:
+        """Bring a sequence's entries to L2: which are used is known only once its length has come
+        from memory."""
+        entries = self.table[sequence, None]
+        for first in range(0, PREFETCHED, WARP_SIZE * LINE_WORDS):
+            prefetch_global(entries, first + cute.arch.lane_idx() * LINE_WORDS)
 
     @cute.jit
     def of_tile(self, key_tile: Int32, sequence: Int32, seqlen_k: Int32) -> Any:

@@ -42,7 +42,8 @@ from ..common.dtypes import DTYPE
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
 from ..common.ptx.convert import pack
-from ..common.ptx.memory import shared_address, store_global
+from ..common.ptx.grids import start_dependents
+from ..common.ptx.memory import LINE_WORDS, prefetch_global, shared_address, store_global
 from ..common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -65,6 +66,8 @@ from .spec import Sm90ForwardSpec
 from .turns import Turns
 from .visibility import Visibility
 from .work import SplitTileMap, SplitWork, TileMap, Work, heads_in_l2
+
+WARP_ROWS = ROWS // WARPGROUP_WARPS
 
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
@@ -102,6 +105,7 @@ class Sm90Forward:
         self.dtype = DTYPE[spec.dtype]
         self.scheduler = SCHEDULERS[spec.scheduler]
         self.warpgroups = spec.tile_m // ROWS
+        self.few_rows = self.warpgroups == 1  # of a K/V head
         self.row_bytes = 2 * spec.head_dim
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
@@ -294,10 +298,14 @@ class Sm90Forward:
             q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, o_tma=o_tma, o=o, lse=lse,
             sink=sink, num_tiles=num_tiles, counter=counter,
         )  # fmt: skip
+        if cutlass.const_expr(spec.split):
+            start_dependents()  # the combination, which waits for the end of this grid
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == self.load.warps[0]:
+            if cutlass.const_expr(spec.seqused_k and self.few_rows):
+                prefetch_global(seqused_k, cute.arch.lane_idx() * LINE_WORDS)
             prepare((q_tma, k_tma, v_tma, *((o_tma,) if self.o_staged else ())), barriers)
         cute.arch.sync_threads()
 
@@ -381,6 +389,8 @@ class Sm90Forward:
         while number >= 0:
             exists, *place = tiles.locate(number)
             if exists:
+                if cutlass.const_expr(pages is not None and self.few_rows):
+                    pages.prefetch(place[2])  # of the sequence
                 work = tiles.work(*place)
                 queue.publish_work(taken, work)
                 queries = self.q_rows.box(x.q, work.block, *work.queries)
@@ -481,7 +491,7 @@ class Sm90Forward:
             self.cap(own)
         if key_tile >= whole_end or key_tile < whole_first:
             self.mask(own, work, key_tile)
-        own.softmax.update(own.s)
+        self.exponentiate(own, work)
         fragments.assign(own.p, fragments.operand(own.s, self.dtype))
         n += 1
         # The K/V tiles on the right bound, those in between, and those on the left bound.
@@ -530,7 +540,7 @@ class Sm90Forward:
             self.cap(own)
         if cutlass.const_expr(masked):
             self.mask(own, work, key_tile)
-        factors = own.softmax.update(own.s)
+        factors = self.exponentiate(own, work)
         fragments.assign(own.acc, wgmma.wait(out))
         own.barriers.warp_arrives("v_empty", n - 1)
         fragments.assign(own.p, fragments.operand(own.s, self.dtype))
@@ -554,6 +564,14 @@ class Sm90Forward:
         return start_output(
             self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim
         )
+
+    def exponentiate(self, own: Consumer, work: Work) -> Any:
+        """Replace S by P, and return the factor of each lane row of O."""
+        spec = self.spec
+        if not self.few_rows:
+            return own.softmax.update(own.s)
+        rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
+        return own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS)
 
     def cap(self, own: Consumer) -> None:
         for lane_row in range(fragments.LANE_ROWS):

@@ -16,7 +16,8 @@ FIRST_BARRIER = 8  # a named barrier for each warpgroup, from this on
 
 
 class Turns(Carried):
-    """The turns of warpgroup `group` of `groups`. Every warpgroup takes as many."""
+    """The turns of warpgroup `group` of `groups`. Every warpgroup takes as many; a single one needs
+    none."""
 
     def __init__(self, group: Any, groups: int):
         self.group = group
@@ -29,11 +30,15 @@ class Turns(Carried):
             self.give()
 
     def wait(self) -> None:
+        if self.groups == 1:
+            return
         barrier = FIRST_BARRIER + self.group
         cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
 
     def give(self) -> None:
         """Pass the turn to the next warpgroup."""
+        if self.groups == 1:
+            return
         last = self.group == self.groups - 1
         following = cutlass.select_(last, Int32(0), self.group + 1)
         barrier = FIRST_BARRIER + following

@@ -7,10 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .asm import asm, operands
+
+LINE_WORDS = 32  # of a line of L2
 
 _BITS = {Int32: "b32", Float32: "f32"}
 
@@ -38,6 +41,13 @@ def load_global(kind: Any, address: Any, count: int = 1) -> Any:
 def store_global(kind: Any, address: Any, values: Sequence[Any]) -> None:
     """Store 1, 2 or 4 Int32 or Float32 to a 64-bit address in global memory."""
     _store("global", kind, Int64(address), values)
+
+
+def prefetch_global(x: cute.Tensor, index: Any) -> None:
+    """Bring the line of an element of a contiguous tensor in global memory to L2; behind the last
+    element, that one's."""
+    at = x.iterator + cutlass.min(index, cute.size(x) - 1)
+    asm("prefetch.global.L2 [$0];", [], [at.toint()], volatile=True)
 
 
 def increment_global(address: Any, last: Any) -> Any:
