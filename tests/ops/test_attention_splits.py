@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cute_attn
+from cute_attn import cache
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention.heuristics import num_splits_of_forward
+from cute_attn.kernels.attention.spec import CombineSpec
+from cute_attn.kernels.attention.table import COMBINE
 from cute_attn.ops.attention import plan_attention
 from cute_attn.ops.attention.arguments import MAX_SPLITS
 
@@ -193,6 +196,15 @@ def test_bad_arguments_of_the_combination(
     good = {"out_partial": torch.zeros(3, 2, 5, 4, 64), "lse_partial": torch.zeros(3, 2, 5, 4)}
     with cute_attn.emulated(ARCH), pytest.raises(error, match=message):
         cute_attn.flash_attn_combine(**good | change)
+
+
+def test_the_combination_reads_nothing_before_the_kernel_in_front_is_done():
+    """The emulator runs one kernel after the other, and does not see it."""
+    spec = CombineSpec("bfloat16", 64, sink_dtype="float32", lse=True, dependent=True)
+    ptx = cache.compile(COMBINE, spec, arch=ARCH).read("kernel.ptx").decode()
+    first, *rest = ptx.split("griddepcontrol.wait")
+    assert len(rest) == 1
+    assert "ld.global" in rest[0] and "ld.global" not in first and "st.global" not in first
 
 
 # -- the number of splits

@@ -1,16 +1,22 @@
 """Combines the results of splits: of parts of the keys, each with an attention output of its own.
 
     lse = log(sum_i exp(lse_i) + exp(sink))
-    o   = sum_i exp(lse_i - lse) o_i         in float32, in the order of the splits, rounded once
+    o   = sum_i exp(lse_i - lse) o_i         in float32, rounded once
 
-A split without visible keys has lse_i = -inf, and its o_i is not read. If no split has any, the row
-is 0, and its lse is the sink, or -inf without one.
+A split without visible keys has lse_i = -inf, and its o_i counts as 0 whatever it holds. If no
+split has any, the row is 0, and its lse is the sink, or -inf without one.
 
-    warp (row of a head)
-      log-sum-exps  a lane for each 32nd split; the maximum and the sum through shuffles
-      outputs       each lane has head_dim / 32 columns of all splits
+    CTA (COLUMNS columns of a row of a head), 4 warps
+      outputs       SLICES threads share the sum of 4 columns: thread s has splits s, s + SLICES ...
+      log-sum-exps  in each warp, a lane for each 32nd split; maximum and sum through shuffles
+      reduce        the slices' sums, in order, through shared memory
 
-The kernel is bound by memory bandwidth, and reads each o_i once. It runs on sm_80 and newer.
+The kernel is bound by latency: a few hundred KB lie in L2. So a thread has UNROLL loads in flight,
+which do not wait for the log-sum-exps. The order of additions depends on the number of splits
+alone. It runs on sm_80 and newer.
+
+With `dependent`, the CTAs start while the kernel before is running, and wait until it is done: this
+takes the launch off the path (sm_90 and newer).
 """
 
 from __future__ import annotations
@@ -19,19 +25,34 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous, fake_rows, fake_strided
+from ..common.carried import Named
 from ..common.dtypes import DTYPE
 from ..common.numbers import INF, LN_2, LOG2_E
+from ..common.ptx.grids import wait_for_previous
 from ..common.ptx.memory import load_global
-from ..common.spec import WARP_SIZE
+from ..common.smem import Buffer, SharedMemory
 from .spec import CombineSpec
 
-NUM_WARPS = 4
+NUM_THREADS = 256
 VECTOR = 4  # float32 of a load
-UNROLL = 4  # loads of a lane in flight
+COLUMNS = 64  # of a CTA
+THREADS_OF_SLICE = COLUMNS // VECTOR
+SLICES = NUM_THREADS // THREADS_OF_SLICE
+UNROLL = 4  # loads of a thread in flight
+
+
+class Splits(Named):
+    """A thread's columns of a row.
+
+    Attributes:
+        o, lse: their address, and that of the log-sum-exp, of split 0.
+        o_step, lse_step: bytes to the next split.
+        count: number of splits.
+    """
 
 
 class Combine:
@@ -40,7 +61,12 @@ class Combine:
     def __init__(self, spec: CombineSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.columns = spec.head_dim // WARP_SIZE  # of a lane
+        self.blocks = spec.head_dim // COLUMNS  # of a row
+        self.smem = SharedMemory(
+            Buffer("sums", Float32, NUM_THREADS * VECTOR, holds="sums of the slices"),
+            Buffer("maxima", Float32, SLICES, holds="the log-sum-exps that they are relative to"),
+            Buffer("totals", Float32, SLICES, holds="sums of the slices' exponentials"),
+        )
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
@@ -77,11 +103,14 @@ class Combine:
             lse: `[batch, seqlen, heads]`, float32, or None.
             sink: `[heads]`, or None.
         """
-        rows = Int64(o.shape[0]) * o.shape[1] * o.shape[2]
-        self.kernel(o_splits, lse_splits, o, lse, sink, rows).launch(
-            grid=[cutlass.Int32((rows + (NUM_WARPS - 1)) // NUM_WARPS), 1, 1],
-            block=[NUM_WARPS * WARP_SIZE, 1, 1],
+        _, seqlen, heads, _ = o.shape
+        rows = Int64(o.shape[0]) * seqlen * heads
+        by_seqlen, by_heads = (cute.fast_divmod_create_divisor_v2(x) for x in (seqlen, heads))
+        self.kernel(o_splits, lse_splits, o, lse, sink, by_seqlen, by_heads).launch(
+            grid=[Int32(rows * self.blocks), 1, 1],
+            block=[NUM_THREADS, 1, 1],
             stream=stream,
+            use_pdl=self.spec.dependent,
         )
 
     @cute.kernel
@@ -92,86 +121,121 @@ class Combine:
         o: cute.Tensor,
         lse: cute.Tensor | None,
         sink: cute.Tensor | None,
-        rows: Int64,
+        by_seqlen: Any,
+        by_heads: Any,
     ) -> None:
-        block, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
-        index = Int64(block) * NUM_WARPS + warp
-        if index < rows:
-            _, seqlen, heads, _ = o.shape
-            row = index // heads
-            head = cutlass.Int32(index - row * heads)
-            sequence = cutlass.Int32(row // seqlen)
-            token = cutlass.Int32(row - Int64(sequence) * seqlen)
-            of_row = lse_splits[None, sequence, token, head]
+        number, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        row, block = number // self.blocks, number % self.blocks
+        row, head = divmod(row, by_heads)
+        sequence, token = divmod(row, by_seqlen)
+        slice_, vector = thread // THREADS_OF_SLICE, thread % THREADS_OF_SLICE
+        storage = self.smem.allocate()
+        shape = VECTOR, THREADS_OF_SLICE, SLICES
+        sums = cute.make_tensor(storage.sums, cute.make_layout(shape))
+        maxima, totals = (
+            cute.make_tensor(x, cute.make_layout(SLICES)) for x in (storage.maxima, storage.totals)
+        )
+        rows = o_splits[None, sequence, token, head, None]
+        at = rows.iterator.toint() + (block * COLUMNS + vector * VECTOR) * 4
+        of_rows = lse_splits[None, sequence, token, head]
+        at_lse = of_rows.iterator.toint()
+        if cutlass.const_expr(self.spec.dependent):
+            wait_for_previous(at | at_lse)
+        splits = Splits(
+            o=at, lse=at_lse, o_step=rows.stride[0] * 4, lse_step=of_rows.stride[0] * 4,
+            count=of_rows.shape[0],
+        )  # fmt: skip
+        own = cute.make_rmem_tensor((VECTOR,), Float32)
+        maximum, total = self.sum_splits(splits, slice_, own)
+        cute.autovec_copy(own, sums[None, vector, slice_])
+        if vector == 0:
+            maxima[slice_] = maximum
+            totals[slice_] = total
+        cute.arch.sync_threads()
+        if slice_ == 0:
             own_sink = None
             if cutlass.const_expr(sink is not None):
                 own_sink = Float32(sink[head])
-            maximum, scale, log_sum = self.log_sum(of_row, own_sink)
+            log_sum = self.reduce(sums[None, vector, None], maxima, totals, own_sink, own)
             if cutlass.const_expr(lse is not None):
-                if lane == 0:
+                if block == 0 and vector == 0:
                     lse[sequence, token, head] = log_sum
-            total = self.sum_outputs(
-                o_splits[None, sequence, token, head, None], of_row, maximum, scale
-            )
-            rounded = cute.make_rmem_tensor((self.columns,), self.dtype)
-            rounded.store(total.load().to(self.dtype))
-            own = cute.local_tile(o[sequence, token, head, None], (self.columns,), (lane,))
-            cute.autovec_copy(rounded, own)
+            rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
+            rounded.store(own.load().to(self.dtype))
+            columns = cute.local_tile(o[sequence, token, head, None], (COLUMNS,), (block,))
+            cute.autovec_copy(rounded, cute.local_tile(columns, (VECTOR,), (vector,)))
 
     @cute.jit
-    def log_sum(self, lse: cute.Tensor, sink: Float32 | None) -> tuple[Float32, Float32, Float32]:
-        """(the splits' largest log-sum-exp, the factor of outputs relative to it, that of all)."""
-        lane = cute.arch.lane_idx()
+    def sum_splits(
+        self, splits: Splits, slice_: Int32, own: cute.Tensor
+    ) -> tuple[Float32, Float32]:
+        """Add up a thread's columns of the splits of its slice, and return (maximum, sum) of their
+        exponentials: sums are relative to the maximum."""
+        maximum, total = Float32(-INF), Float32(0.0)
+        own.fill(0.0)
+        last = splits.count - 1
+        for first in cutlass.range(slice_, splits.count, SLICES * UNROLL, unroll=1):
+            numbers = [first + i * SLICES for i in range(UNROLL)]
+            # Behind the last split that one is loaded again.
+            found = [Int64(cutlass.min(number, last)) for number in numbers]
+            loaded = [load_global(Float32, splits.lse + i * splits.lse_step)[0] for i in found]
+            values = [load_global(Float32, splits.o + i * splits.o_step, VECTOR) for i in found]
+            of_splits = [
+                cutlass.select_(number > last, Float32(-INF), x)
+                for number, x in zip(numbers, loaded, strict=True)
+            ]
+            highest = maximum
+            for x in of_splits:
+                highest = cute.arch.fmax(highest, x, nan=True)
+            factor = weight_of(maximum, highest)
+            total = total * factor
+            for j in cutlass.range_constexpr(VECTOR):
+                own[j] = own[j] * factor
+            for i in cutlass.range_constexpr(UNROLL):
+                weight = weight_of(of_splits[i], highest)
+                total += weight
+                for j in cutlass.range_constexpr(VECTOR):
+                    value = cutlass.select_(weight == 0.0, Float32(0.0), values[i][j])
+                    own[j] = cute.math.fma(value, weight, own[j])
+            maximum = highest
+        return maximum, total
+
+    @cute.jit
+    def reduce(
+        self,
+        sums: cute.Tensor,
+        maxima: cute.Tensor,
+        totals: cute.Tensor,
+        sink: Float32 | None,
+        own: cute.Tensor,
+    ) -> Float32:
+        """Add up the slices to the result, and return the log-sum-exp."""
         maximum = Float32(-INF)
-        for i in cutlass.range(lane, lse.shape[0], WARP_SIZE, unroll=1):
-            maximum = cute.arch.fmax(maximum, lse[i], nan=True)
-        for step in (1, 2, 4, 8, 16):
-            other = cute.arch.shuffle_sync_bfly(maximum, step)
-            maximum = cute.arch.fmax(maximum, other, nan=True)
-        total = Float32(0.0)
-        for i in cutlass.range(lane, lse.shape[0], WARP_SIZE, unroll=1):
-            if lse[i] != -INF:
-                total += relative(lse[i], maximum)
-        for step in (1, 2, 4, 8, 16):
-            total += cute.arch.shuffle_sync_bfly(total, step)
-        scale, log_sum = Float32(0.0), Float32(-INF)
         if cutlass.const_expr(sink is not None):
-            log_sum = sink
-        if maximum != -INF:
-            highest, whole, own = maximum, total, Float32(1.0)
-            if cutlass.const_expr(sink is not None):
-                highest = cute.arch.fmax(maximum, sink, nan=True)
-                own = relative(maximum, highest)
-                whole = total * own + cute.math.exp2((sink - highest) * LOG2_E, fastmath=True)
-            scale = own / whole
-            log_sum = highest + cute.math.log2(whole, fastmath=True) * LN_2
-        return maximum, scale, log_sum
-
-    @cute.jit
-    def sum_outputs(
-        self, o: cute.Tensor, lse: cute.Tensor, maximum: Float32, scale: Float32
-    ) -> cute.Tensor:
-        """The lane's columns of the splits' outputs, added up."""
-        first = cute.arch.lane_idx() * self.columns
-        total = cute.make_rmem_tensor((self.columns,), Float32)
-        total.fill(0.0)
-        for i in cutlass.range(lse.shape[0], unroll=UNROLL):
-            weight = Float32(0.0)
-            if lse[i] != -INF:
-                weight = relative(lse[i], maximum) * scale
-            if weight != 0.0:
-                at = (o.iterator + (Int64(i) * o.stride[0] + first)).toint()
-                for j in cutlass.range_constexpr(0, self.columns, VECTOR):
-                    count = min(VECTOR, self.columns - j)
-                    values = load_global(Float32, at + 4 * j, count)
-                    for c in cutlass.range_constexpr(count):
-                        total[j + c] = cute.math.fma(values[c], weight, total[j + c])
-        return total
+            maximum = sink
+        for i in cutlass.range_constexpr(SLICES):
+            maximum = cute.arch.fmax(maximum, maxima[i], nan=True)
+        total = Float32(0.0)
+        if cutlass.const_expr(sink is not None):
+            total = weight_of(sink, maximum)
+        own.fill(0.0)
+        for i in cutlass.range_constexpr(SLICES):
+            weight = weight_of(maxima[i], maximum)
+            total = cute.math.fma(totals[i], weight, total)
+            for j in cutlass.range_constexpr(VECTOR):
+                own[j] = cute.math.fma(sums[j, i], weight, own[j])
+        log_sum = Float32(-INF)
+        if total != 0.0:
+            inverse = 1.0 / total
+            for j in cutlass.range_constexpr(VECTOR):
+                own[j] = own[j] * inverse
+            log_sum = maximum + cute.math.log2(total, fastmath=True) * LN_2
+        return log_sum
 
 
-def relative(x: Any, maximum: Any) -> Any:
-    """exp(x - maximum), also where both are infinity."""
+def weight_of(x: Any, maximum: Any) -> Any:
+    """exp(x - maximum), also where both are infinite; 0 where x is -inf."""
     ratio = cute.math.exp2((x - maximum) * LOG2_E, fastmath=True)
-    return cutlass.select_(x == maximum, Float32(1.0), ratio)
+    ratio = cutlass.select_(x == maximum, Float32(1.0), ratio)
+    return cutlass.select_(x == -INF, Float32(0.0), ratio)

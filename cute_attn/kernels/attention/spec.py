@@ -162,6 +162,8 @@ class CombineSpec(Spec):
         head_dim: of o.
         sink_dtype: dtype of the learnable sink, or "none".
         lse: the kernel writes the log-sum-exp.
+        dependent: the kernel is launched before the one before it, whose results it combines, is
+            done (programmatic dependent launch), and waits for it; for sm_90 and newer.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -178,6 +180,7 @@ class CombineSpec(Spec):
     head_dim: int
     sink_dtype: str
     lse: bool
+    dependent: bool = False
 
 
 @dataclass(frozen=True)

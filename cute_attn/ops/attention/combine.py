@@ -106,8 +106,9 @@ def flash_attn_combine(
         lse = log(sum_i exp(lse_partial[i]))
         out = sum_i exp(lse_partial[i] - lse) out_partial[i]
 
-    Sums are float32, in the order of the parts, and rounded once. A part with a log-sum-exp of -inf
-    has no key, and its output is not read; a row without any is 0, and its lse -inf.
+    Sums are float32, in an order that depends on the number of parts alone, and rounded once. A
+    part with a log-sum-exp of -inf has no key, and its output counts as 0, whatever it holds; a row
+    without any is 0, and its lse -inf.
 
     Args:
         out_partial: `[num_splits, batch, seqlen, heads, head_dim]`, or `[num_splits, total, heads,

@@ -127,7 +127,9 @@ def plan_attention(
         for split in ([num_splits > 1] if num_splits else [False, True])
     ]
     if any(getattr(spec, "split", False) for _, spec in requests):
-        combine = CombineSpec(dtype, head_dim, sink_dtype=sink or "none", lse=return_lse)
+        combine = CombineSpec(
+            dtype, head_dim, sink_dtype=sink or "none", lse=return_lse, dependent=True
+        )
         requests.append((table.COMBINE, combine))
     return requests
 
