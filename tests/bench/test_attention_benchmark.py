@@ -26,7 +26,10 @@ SMALL = [
     Case("decode", 16, 3, 1, 64, 4, 2, False, 16),
     Case("pages", 16, 2, 32, 32, 4, 2, True, 16),
 ]
-MICROSECONDS = {"ours": 2.0, "contiguous": 1.9, FA4: 3.0, CUDNN: 2.5, FA2: 4.0}
+MICROSECONDS = {
+    "ours": 2.0, "contiguous": 1.9, FA4: 3.0, CUDNN: 2.5, FA2: 4.0, "kernel_copy": 1.8,
+    "memcpy": 1.7,
+}  # fmt: skip
 
 
 def low(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -172,6 +175,7 @@ def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     contiguous, paged = decode["rows"]
     assert contiguous["cudnn_us"] == 2.5 and paged["cudnn_us"] is None
     assert paged["mode"] == "graph" and paged["speedup_vs_fa4"] == 1.5
+    assert paged["copy_us"] == MICROSECONDS["kernel_copy"]
     assert paged["share_of_copy"] == pytest.approx(SMALL[4].min_bytes / 2.0 / 1e3 / 3000)
     assert pages["rows"][0]["loss_pct"] == pytest.approx(100 * (2.0 / 1.9 - 1))
     assert "largest errors" in found["notes"][0]

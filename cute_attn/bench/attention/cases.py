@@ -94,7 +94,7 @@ class Case:
     def memory_bytes(self) -> int:
         """A rough upper bound, of all contenders: K and V in pages are a copy of those in one piece
         if both are timed; a backward has gradients, in float32 too, and what autograd keeps."""
-        return self.min_bytes * {"forward": 3, "backward": 10, "decode": 2, "pages": 3}[self.part]
+        return self.min_bytes * {"forward": 3, "backward": 10, "decode": 3, "pages": 3}[self.part]
 
     @property
     def num_splits(self) -> int:

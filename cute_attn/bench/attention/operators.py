@@ -21,7 +21,7 @@ from ..harness.environment import describe
 from ..harness.progress import track
 from ..harness.registry import Benchmark, GpuCheckStage
 from ..harness.report import Report, Row
-from ..harness.roofline import Roofline, measure_roofline
+from ..harness.roofline import Roofline, copies, copy_columns, measure_roofline
 from ..harness.timing import MODES, REST_S, Mode, time_rested
 from .cases import (
     FILTERS,
@@ -171,6 +171,8 @@ class Timer:
         if mode == "graph" and contenders:
             contenders, notes = problem.capturable(case, contenders)
             self.keep({}, notes)
+        if case.part == "decode" and contenders:
+            contenders = {**contenders, **copies(case.min_bytes, problem.DEVICE)}
         short = self.args.short
         timings = time_rested(
             contenders,
@@ -180,7 +182,7 @@ class Timer:
             rep_ms=SHORT_REP_MS if short else REP_MS,
         )
         if case.part == "decode":
-            row = decode_row(case, timings, self.roofline)
+            row = decode_row(case, timings, self.roofline) | copy_columns(timings, mode)
         elif case.part == "pages":
             row = pages_row(case, timings)
         else:
@@ -221,6 +223,7 @@ def report(
         notes=[
             f"largest errors; ours as a multiple of plain bfloat16's, a peer's relative: {errors}",
             "causal counts half of the products, a backward 2.5 times the forward's",
+            "copy_us is a copy of as many bytes as a decode step must move, timed as the step is",
             *timer.failures,
             *notes,
             *timer.notes,

@@ -213,8 +213,10 @@ def launch_paths(public_name: str, head_dim: int) -> dict[str, Call]:
 
     dense = make_inputs(Case("forward", head_dim, 1, 128, 128, 1, 1, False))
     q, k, v = dense.q, dense.k, dense.v
+    o = torch.empty_like(q)
     paths: dict[str, Call] = {
-        public_name: lambda: flash_attn_func(q, k, v),
+        public_name: lambda: flash_attn_func(q, k, v, out=o),
+        "flash_attn_func(q, k, v)": lambda: flash_attn_func(q, k, v),
         "the same, causal and with lse": lambda: flash_attn_func(
             q, k, v, causal=True, return_lse=True
         ),
@@ -222,10 +224,12 @@ def launch_paths(public_name: str, head_dim: int) -> dict[str, Call]:
     paged = Case("decode", head_dim, 1, 1, 64, 1, 1, False, 64)
     if with_kernel([paged])[0]:
         cache = make_inputs(paged)
-        paths["flash_attn_varlen_func of a paged cache"] = partial(
+        step = partial(
             flash_attn_varlen_func, cache.q, cache.k, cache.v, seqused_k=cache.seqused_k,
-            page_table=cache.page_table,
+            page_table=cache.page_table, out=torch.empty_like(cache.q),
         )  # fmt: skip
+        paths["flash_attn_varlen_func of a paged cache, out=o"] = step
+        paths["the same in two splits"] = partial(step, num_splits=2)
     return paths
 
 
