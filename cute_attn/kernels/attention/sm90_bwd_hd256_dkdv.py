@@ -442,6 +442,9 @@ class Sm90Hd256DkDv:
             own.acc.fill(0.0)
             own.barriers.wait("k_full" if cutlass.const_expr(role is VALUE) else "v_full", 0)
             fragments.assign(own.held, held_rows(own.x_first, own.warp, ROWS, HELD))
+            # No register of ldmatrix has been used yet: without the fence the arrival overtakes
+            # it, and TMA overwrites what it has yet to read.
+            cute.arch.fence_view_async_shared()
             own.barriers.warp_arrives("held", 0)
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
