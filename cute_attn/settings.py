@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 _SCHEDULER_OF_FA_CLC = {"": "static", "0": "static", "1": "clc"}
 
+WORKSPACE_MIB = 1024
+
 _on_reload: list[Callable[[], None]] = []
 
 
@@ -19,6 +21,8 @@ class Settings:
             else "static".
         kda_split: whether `chunk_kda` may split a few long sequences to fill the GPU; False with
             `CUTE_ATTN_KDA_SPLIT=0`.
+        workspace_bytes: the most bytes of a workspace that only makes a call faster;
+            `CUTE_ATTN_WORKSPACE_MIB` in MiB.
         emulate: whether operators run CPU tensors in the emulator; True with `CUTE_ATTN_EMULATE=1`.
 
     Raises:
@@ -35,13 +39,21 @@ class Settings:
         return _switch("CUTE_ATTN_KDA_SPLIT") != "0"
 
     @functools.cached_property
+    def workspace_bytes(self) -> int:
+        name = "CUTE_ATTN_WORKSPACE_MIB"
+        value = os.environ.get(name, "").strip()
+        if value and not (value.isascii() and value.isdecimal()):
+            raise ValueError(f"{name} is {value!r}, must be a number of MiB, at least 0")
+        return int(value or WORKSPACE_MIB) * 2**20
+
+    @functools.cached_property
     def emulate(self) -> bool:
         return _switch("CUTE_ATTN_EMULATE") == "1"
 
     def __repr__(self) -> str:
         return (
             f"Settings(scheduler={self.scheduler!r}, kda_split={self.kda_split}, "
-            f"emulate={self.emulate})"
+            f"workspace_bytes={self.workspace_bytes}, emulate={self.emulate})"
         )
 
 
@@ -61,8 +73,8 @@ def _switch(name: str) -> str:
 def reload_settings() -> Settings:
     """Read the environment again, and return the settings now in force.
 
-    Call it after changing `FA_CLC`, `CUTE_ATTN_KDA_SPLIT` or `CUTE_ATTN_EMULATE` in `os.environ`
-    if an operator was called before.
+    Call it after changing `FA_CLC`, `CUTE_ATTN_KDA_SPLIT`, `CUTE_ATTN_WORKSPACE_MIB` or
+    `CUTE_ATTN_EMULATE` in `os.environ` if an operator was called before.
 
     Raises:
         ValueError: a variable has an invalid value; the message names it.
@@ -71,7 +83,7 @@ def reload_settings() -> Settings:
     for forget in _on_reload:
         forget()
     now = settings()
-    _ = now.scheduler, now.kda_split, now.emulate  # an invalid one raises here
+    _ = now.scheduler, now.kda_split, now.workspace_bytes, now.emulate  # an invalid one raises here
     return now
 
 

@@ -20,6 +20,7 @@ from cute_attn.settings import settings
 from .ops.operators import OPERATORS
 
 SWITCHES = ("FA_CLC", "CUTE_ATTN_KDA_SPLIT", "CUTE_ATTN_EMULATE")
+WORKSPACE = "CUTE_ATTN_WORKSPACE_MIB"
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     """Sets variables of the environment, and makes the package read them again."""
 
     def forget() -> None:
-        for name in (*SWITCHES, "CUTE_ATTN_ARCH"):
+        for name in (*SWITCHES, WORKSPACE, "CUTE_ATTN_ARCH"):
             monkeypatch.delenv(name, raising=False)
         cute_attn.reload_settings()
         arch.forget()
@@ -41,6 +42,17 @@ def read_again() -> None:
     """Read the settings again, as in a new process."""
     settings.cache_clear()
     emulation._emulation_of_environment.cache_clear()
+
+
+def test_the_workspace_is_a_number_of_mib(environment: pytest.MonkeyPatch):
+    assert settings().workspace_bytes == 2**30
+    for value, mib in {"": 1024, "0": 0, " 3 ": 3}.items():
+        environment.setenv(WORKSPACE, value)
+        assert cute_attn.reload_settings().workspace_bytes == mib * 2**20
+    for value in ("-1", "2G", "1.5", "²"):
+        environment.setenv(WORKSPACE, value)
+        with pytest.raises(ValueError, match=f"{WORKSPACE} is '{value}', must be a number of MiB"):
+            cute_attn.reload_settings()
 
 
 @pytest.mark.parametrize("name", SWITCHES)

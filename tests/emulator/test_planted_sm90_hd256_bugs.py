@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from typing import Any
 
 import pytest
 import torch
 
 from cute_attn import cache
-from cute_attn.kernels.attention import table
+from cute_attn.kernels.attention import ds_tiles, table
 from cute_attn.kernels.attention.heuristics import backward_spec
 from cute_attn.kernels.attention.statistics import DELTA, LSE, padded_rows
 from cute_attn.reference.attention import attention_in_low_precision
@@ -51,8 +50,10 @@ from .mutations import (
 ARCH = "sm_90a"
 SMS = 2
 # Queries and keys: more tiles than stages, and the last ones are not full.
-SIZES = {"dq": (150, 230), "dkdv": (330, 100)}
-RIGHT = 190  # keys right of the diagonal, so that a few pairs are hidden
+SIZES = {"dq": (150, 230), "dkdv": (330, 100), "ds_dq": (250, 400)}
+# Keys left and right of the diagonal: a few pairs are hidden, and for "ds_dq" tiles of keys at both
+# ends from warpgroups.
+WINDOWS = {"dq": (None, 190), "dkdv": (None, 190), "ds_dq": (60, 20)}
 REMOTE_ARRIVE = r"mbarrier\.arrive\.shared::cluster"
 MATRICES = r"^\s*ldmatrix"
 
@@ -60,36 +61,42 @@ MATRICES = r"^\s*ldmatrix"
 @functools.cache
 def kernel(name: str) -> tuple[Edged, Prepared]:
     """The PTX, and a launch of one CTA, or one cluster."""
+    (queries, keys), (left, right) = SIZES[name], WINDOWS[name]
     plain = dict.fromkeys(
-        ("window_left", "softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k", "partial"),
-        False,
+        ("softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k", "partial"), False
     )
     spec = backward_spec(
-        ARCH, 256, of_keys=name == "dkdv", dtype="bfloat16", scheduler="static", window_right=True,
-        **plain,
+        ARCH, 256, of_keys=name == "dkdv", ds=name != "dq", dtype="bfloat16", scheduler="static",
+        window_left=left is not None, window_right=True, **plain,
     )  # fmt: skip
     definition = table.find(f"backward_{name}", ARCH, 256).kernel
     entry = cache.compile(definition, spec, arch=ARCH)
-    queries, keys = SIZES[name]
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (
         torch.randn(1, rows, 1, 256, generator=generator).to(torch.bfloat16)
         for rows in (queries, keys, keys, queries)
     )
-    o, lse = attention_in_low_precision(q, k, v, window_size=(None, RIGHT))
+    o, lse = attention_in_low_precision(q, k, v, window_size=(left, right))
     stats = torch.zeros(2, 1, padded_rows(queries, 1, varlen=False))
     stats[LSE].fill_(torch.inf)
     stats[LSE, :, :queries] = lse[0].masked_fill(lse[0] == -torch.inf, torch.inf)
     stats[DELTA, :, :queries] = (o.float() * do.float()).sum(-1)[0].T
     tensors = {"q": q, "k": k, "v": v, "do": do, "stats": stats}
-    results = {"dq": {"dq": q}, "dkdv": {"dk": k, "dv": v}}[name]
+    ds = torch.randn(ds_tiles.shape(1, stats.shape[2], keys), generator=generator).to(q.dtype)
+    if name == "ds_dq":
+        tensors = {"k": k, "ds": ds, "stats": stats}
+    results = {"dq": {"dq": q}, "dkdv": {"ds": ds, "dk": k, "dv": v}, "ds_dq": {"dq": q}}[name]
     tensors |= {result: torch.full_like(x, float("nan")) for result, x in results.items()}
-    last: list[Any] = [1, SMS]  # splits and clusters
     counter = torch.zeros(1, dtype=torch.int32)
+    last = {
+        "dq": [1.0, 0, right, SMS, counter],
+        "dkdv": [1.0, 0, right, 1, 0, 1, SMS],  # of splits, K/V heads and clusters
+        "ds_dq": [left, right, 0, 1],  # of K/V heads
+    }[name]
+    arguments = [*tensors.values(), *[None] * 4, 1 / 16, *last]
     if name == "dq":
-        last = [SMS, counter]
-    arguments = [*tensors.values(), *[None] * 4, 1 / 16, 1.0, 0, RIGHT, *last]
-    spans = [(x.data_ptr(), x.nbytes, at) for at, x in (tensors | {"counter": counter}).items()]
+        tensors["counter"] = counter
+    spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items()]
     (recorded,) = record(
         entry.read("kernel.o"), entry.read("kernel.ptx").decode(), arguments, spans, num_sms=SMS
     )
@@ -100,7 +107,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     return ptx, launch_recorded(recorded)
 
 
-dq, dkdv = Planter("dq"), Planter("dkdv")
+dq, dkdv, ds_dq = Planter("dq"), Planter("dkdv"), Planter("ds_dq")
 
 # -- dQ
 
@@ -141,6 +148,20 @@ def _(p: Edged) -> Planted:
     values = [re.findall(r"\{.*\}", p[line])[0] for line in (first, second)]
     changed = p.with_line(first, p[first].replace(*values))
     return changed.with_line(second, p[second].replace(*reversed(values))), [first]
+
+
+@dkdv("dS of other queries", "value")
+def _(p: Edged) -> Planted:
+    first, second = p.all(r"st\.global\.v4")[2:4]  # the first ones are of hidden pairs
+    values = [re.findall(r"\{.*\}", p[line])[0] for line in (first, second)]
+    changed = p.with_line(first, p[first].replace(*values))
+    return changed.with_line(second, p[second].replace(*reversed(values))), [first]
+
+
+@dkdv("dS stored to the row of another key", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(r"st\.global\.v4")
+    return p.swap(line, r"\[(%rd\d+)(\+\d+)?\]", r"[\1+128]"), [line]
 
 
 @dkdv("wait for K dropped", "race uninitialised")
@@ -219,7 +240,55 @@ def _(p: Edged) -> Planted:
     return p.drop(*lines), range(1, len(p.lines))
 
 
-BUGS = [*dq.bugs, *dkdv.bugs]
+# -- dQ from dS
+
+COPY = r"cp\.async\.bulk\.shared"
+
+bugs_of_an_edge(ds_dq, "k", COPY)
+bug_of_a_stage(ds_dq, "k", COPY)
+
+
+@ds_dq("dS is not waited for", "race barrier uninitialised")
+def _(p: Edged) -> Planted:
+    lines = lines_of(p, LOAD, COPY, WGMMA, EXPECT)
+    line = p.one(EXPECT)
+    return p.changed_operand(line, operand(p, line), "sub.s32", 8192), [*lines, *all_waits(p)]
+
+
+@ds_dq("a load of K reaches one CTA", "deadlock")
+def _(p: Edged) -> Planted:
+    line = p.one(LOAD)
+    mask = re.findall(r"%rs\d+", p[line])[-1]
+    defined = p.before(rf"\s{re.escape(mask)},", line)
+    return p.insert(defined, f"and.b16 {mask}, {mask}, 1;", behind=True), all_waits(p)
+
+
+@ds_dq("a stage is released before the product with it is done", "race")
+def _(p: Edged) -> Planted:
+    (line,) = p.all(r"wgmma\.wait_group\S*\s+1;")
+    return p.drop(line), range(1, len(p.lines))
+
+
+@ds_dq("the other CTA is not told that a stage is empty", "deadlock")
+def _(p: Edged) -> Planted:
+    return p.drop(*p.of("k_empty", REMOTE_ARRIVE)[1::2]), all_waits(p)
+
+
+@ds_dq("dS of a warpgroup's tile goes to the other", "race uninitialised value")
+def _(p: Edged) -> Planted:
+    line = p.one(COPY, nth=1)
+    return p.changed_operand(line, re.findall(r"%r\d+", p[line])[0], "sub.s32", 8192), lines_of(
+        p, COPY, WGMMA
+    )
+
+
+@ds_dq("rows of dQ in the order of dS", "value")
+def _(p: Edged) -> Planted:
+    line = p.one(r"st\.global\.v4")
+    return p.swap(line, r"\[(%rd\d+)(\+\d+)?\]", r"[\1+512]"), [line]
+
+
+BUGS = [*dq.bugs, *dkdv.bugs, *ds_dq.bugs]
 
 
 def name_of(bug: Bug) -> str:

@@ -24,17 +24,21 @@ from tests.kernels.machine_code import assert_sound, machine_code
 
 ARCH = "sm_90a"
 BOOLS = (False, True)
-PARTIAL = {"dq": (False,), "dkdv": BOOLS, "fused": BOOLS}
+PARTIAL = {
+    "dq": (False,), "dkdv": BOOLS, "fused": BOOLS, "ds_dq": (False,), "dkdv with ds": BOOLS,
+}  # fmt: skip
 FLAGS = (
     "window_left", "window_right", "softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k",
 )  # fmt: skip
 
 
 def definition(kernel: str, head_dim: int) -> cache.KernelDef:
-    return table.find(f"backward_{kernel}", ARCH, head_dim).kernel
+    return table.find(f"backward_{kernel.partition(' ')[0]}", ARCH, head_dim).kernel
 
 
 def exists(kernel: str, head_dim: int, *, softcap: bool) -> bool:
+    if kernel in ("ds_dq", "dkdv with ds"):
+        return head_dim == 256
     return kernel != "fused" or has_fused_dq(ARCH, head_dim, softcap=softcap)
 
 
@@ -49,7 +53,11 @@ def compiled(kernel: str, spec: Sm90BackwardSpec) -> cache.Entry:
 
 def spec(kernel: str, head_dim: int, **fields: Any) -> Sm90BackwardSpec:
     plain = dict.fromkeys((*FLAGS, "partial"), False) | {"dtype": "bfloat16"}
-    chosen: dict[str, Any] = {"of_keys": kernel != "dq", "fused": kernel == "fused"}
+    chosen: dict[str, Any] = {
+        "of_keys": not kernel.endswith("dq"),
+        "fused": kernel == "fused",
+        "ds": kernel in ("ds_dq", "dkdv with ds"),
+    }
     return backward_spec(  # type: ignore[return-value]
         ARCH, head_dim, **chosen, **{**plain, "scheduler": "static", **fields}
     )
@@ -80,7 +88,7 @@ EXTREMES = [
     for head_dim in SM90_BACKWARD_HEAD_DIMS
     for name, fields in (
         ("plain", {}), ("packed", PACKED), ("full", FULL),
-        *([("full, partial", {**FULL, "partial": True})] if kernel != "dq" else []),
+        *([("full, partial", {**FULL, "partial": True})] if True in PARTIAL[kernel] else []),
         *([("uncapped", {**UNCAPPED, "partial": True})] if kernel == "fused" else []),
     )
     if exists(kernel, head_dim, softcap=fields.get("softcap", False))
@@ -153,6 +161,8 @@ def test_a_spec_without_a_kernel_names_the_field(field: str, value: Any) -> None
         ("dkdv", 128, "tile_m", 96),
         ("dkdv", 256, "tile_n", 64),
         ("dkdv", 256, "tile_m", 128),
+        ("ds_dq", 256, "tile_m", 128),
+        ("ds_dq", 256, "tile_n", 128),
         ("fused", 128, "tile_m", 32),
     ],
 )

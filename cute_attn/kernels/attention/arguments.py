@@ -10,6 +10,7 @@ from cutlass import Float32, Int32
 from ..common.arguments import fake_contiguous, fake_rows, fake_strided
 from ..common.dtypes import DTYPE
 from ..common.spec import VECTOR_BYTES
+from .ds_tiles import TILE
 from .statistics import STATS_ROWS
 
 
@@ -71,6 +72,11 @@ class FakeArguments:
         """`[heads, padded rows, head_dim]`; see `query_sums`."""
         rows = cute.sym_int(divisibility=STATS_ROWS)
         return fake_contiguous(Float32, (self.heads, rows, self.head_dim), VECTOR_BYTES)
+
+    def ds_tiles(self) -> Any:
+        """See `ds_tiles`."""
+        shape = (cute.sym_int(), cute.sym_int(), cute.sym_int(), TILE * TILE)
+        return fake_contiguous(DTYPE[self.spec.dtype], shape, VECTOR_BYTES)
 
     def sink(self) -> Any:
         """`[heads]`, or None."""

@@ -24,6 +24,7 @@ import functools
 import math
 from typing import Any
 
+from . import ds_tiles
 from .spec import (
     DKDV_TILE_M,
     DKDV_TILE_N,
@@ -31,6 +32,7 @@ from .spec import (
     MAX_PACKED_HEADS,
     SM90_DKDV_TILES,
     SM90_DQ_TILES,
+    SM90_DS_DQ_TILES,
     SM90_FEW_TILES,
     SM90_FUSED_TILES,
     SM90_MAX_PACKED_HEADS,
@@ -185,20 +187,62 @@ def has_fused_dq(arch: str, head_dim: int, *, softcap: bool) -> bool:
     return arch == "sm_90a" and head_dim in SM90_FUSED_TILES and not (softcap and head_dim == 128)
 
 
+@functools.lru_cache(maxsize=4096)
+def parts_with_ds(
+    arch: str,
+    head_dim: int,
+    *,
+    rows: int,
+    keys: int,
+    heads: int,
+    heads_k: int,
+    splits: int,
+    limit: int,
+) -> tuple[int, int]:
+    """How the dK/dV kernel on `arch` keeps dS for the dQ kernel: into how many parts the query
+    heads of a K/V head are split, at least `splits`, and of how many of these parts dS is kept at
+    once, in at most `limit` bytes and about equally often. 0: dQ's kernel computes dS itself.
+
+    Args:
+        rows: padded ones of a head, see `statistics`.
+        keys: the most of a sequence.
+        heads, heads_k: numbers of query heads and of K/V heads.
+    """
+    if arch == "sm_90a" and head_dim in SM90_DS_DQ_TILES and heads_k and rows and keys:
+        group = heads // heads_k
+        for parts in (n for n in range(splits, group + 1) if group % n == 0):
+            count = heads_k * parts
+            fit = min(limit // ds_tiles.nbytes(group // parts, rows, keys), count)
+            if fit:
+                return parts, math.ceil(count / math.ceil(count / fit))
+    return splits, 0
+
+
 def backward_spec(
-    arch: str, head_dim: int, *, of_keys: bool, fused: bool = False, **fields: Any
+    arch: str,
+    head_dim: int,
+    *,
+    of_keys: bool,
+    fused: bool = False,
+    ds: bool = False,
+    **fields: Any,
 ) -> BackwardSpec:
     """The specialisation of the dQ kernel on `arch`, or with `of_keys` of the dK/dV kernel, with
-    `fused` of the one that computes dQ too; the scheduler is the caller's, see `forward_spec`."""
+    `fused` of the one that computes dQ too; the scheduler is the caller's, see `forward_spec`. With
+    `ds` the first takes dS from the second."""
     if arch != "sm_90a":
         return Hd256BackwardSpec(**fields)
+    if ds and not of_keys:
+        tile_m, tile_n = SM90_DS_DQ_TILES[head_dim]
+        fields |= {"scheduler": "single", "softcap": False}
+        return Sm90BackwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, **fields)
     tiles = SM90_FUSED_TILES if fused else SM90_DKDV_TILES if of_keys else SM90_DQ_TILES
     tile_m, tile_n = tiles[head_dim]
     if of_keys and fields["softcap"]:  # registers for P times the slope of the cap
         tile_m = {64: 64, 128: 32}.get(head_dim, tile_m)
     # A cluster of two has one tile of keys: a counter would have to be read for both CTAs.
     fields["scheduler"] = "single" if of_keys and head_dim == 256 else "counter"
-    return Sm90BackwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, **fields)
+    return Sm90BackwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, stores_ds=ds, **fields)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,7 +13,8 @@ dK, of the same keys:
     dV += P^T dO      64 x head_dim        dK += dS^T Q        64 x head_dim
 
 P' is P, with a softcap P times the slope of the cap; the value warpgroup hands it over, rounded,
-through shared memory. Both do the same with the operands exchanged: T = X Y^T, T' from T in
+through shared memory. The key warpgroup may store dS to global memory, see `ds_tiles`, for the
+kernel of dQ. Both do the same with the operands exchanged: T = X Y^T, T' from T in
 registers, and T' Z is added to an accumulator. T of the next tile starts before T' Z of this one,
 so that T' is computed beside a product. This takes a third stage of Q: it has the place of the
 columns of K and V that stay in registers.
@@ -46,13 +47,13 @@ from ..common.ptx import wgmma
 from ..common.ptx.cluster import cta_rank
 from ..common.ptx.compiler import opaque
 from ..common.ptx.convert import unpack
-from ..common.ptx.memory import load_shared, shared_address, store_shared
+from ..common.ptx.memory import load_shared, shared_address, store_global, store_shared
 from ..common.scheduler import SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
-from . import fragments
+from . import ds_tiles, fragments
 from .arguments import FakeArguments
 from .gradient import pack_with_slope, score_gradients, unpack_with_slope
 from .sm90_gradients import STEP, exponentiate, keep_pairs, word
@@ -179,12 +180,15 @@ class Sm90Hd256DkDv:
             fake.k(),
             fake.q(),
             fake.stats(),
+            fake.ds_tiles() if self.spec.stores_ds else None,
             out(),
             out(),
             *fake.sequences(),
             Float32(1.0),
             Float32(1.0),
             Int32(0),
+            Int32(0),
+            Int32(1),
             Int32(0),
             Int32(1),
             Int32(1),
@@ -201,6 +205,7 @@ class Sm90Hd256DkDv:
         v: cute.Tensor,
         do: cute.Tensor,
         stats: cute.Tensor,
+        ds: cute.Tensor | None,
         dk: cute.Tensor,
         dv: cute.Tensor,
         cu_seqlens_q: cute.Tensor | None,
@@ -212,10 +217,14 @@ class Sm90Hd256DkDv:
         window_left: Int32,
         window_right: Int32,
         num_splits: Int32,
+        first_split_head: Int32,
+        num_split_heads: Int32,
         num_clusters: Int32,
         stream: Any,
     ) -> None:
-        """`num_clusters` are resident at once."""
+        """Each split of a group counts as a K/V head. This is for `num_split_heads` of them, from
+        `first_split_head` on; `ds` is that of their query heads. `num_clusters` are resident at
+        once."""
         spec = self.spec
         heads, kv_heads = q.shape[-2], k.shape[-2]
         if cutlass.const_expr(spec.varlen_k):
@@ -230,8 +239,9 @@ class Sm90Hd256DkDv:
             outputs = (None, dk, None, dv)
         else:
             outputs = (*self.k_rows.atom(store, dk), *self.k_rows.atom(store, dv))
-        split_heads = kv_heads * num_splits  # each split of a group counts as a K/V head
-        group = heads // split_heads
+        group = heads // (kv_heads * num_splits)
+        split_heads = num_split_heads
+        heads = group * split_heads
         head_bytes = Int64(seqlen_q) * (2 * 2 * spec.head_dim) * group  # of Q and dO
         tiles = self.tile_map(
             Sequences(seqlen_q, cu_seqlens_q, seqused_q),
@@ -242,10 +252,10 @@ class Sm90Hd256DkDv:
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
         self.kernel(
             *self.q_rows.atom(load_for_both, q), *self.k_rows.atom(load, k),
-            *self.k_rows.atom(load, v), *self.q_rows.atom(load_for_both, do), *outputs, stats,
+            *self.k_rows.atom(load, v), *self.q_rows.atom(load_for_both, do), *outputs, stats, ds,
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left,
-            window_right, heads, split_heads, num_splits, batch, seqlen_q, k.shape[-3],
-            tiles.heads_at_once,
+            window_right, heads, split_heads, num_splits, first_split_head, batch, seqlen_q,
+            k.shape[-3], tiles.heads_at_once,
         ).launch(
             grid=[CTAS * SingleTileScheduler.clusters(num_tiles, num_clusters), 1, 1],
             block=[3 * WARPGROUP, 1, 1],
@@ -286,6 +296,7 @@ class Sm90Hd256DkDv:
         dv_tma: cute.CopyAtom | None,
         dv: cute.Tensor,
         stats: cute.Tensor,
+        ds: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
@@ -297,6 +308,7 @@ class Sm90Hd256DkDv:
         heads: Int32,
         split_heads: Int32,
         num_splits: Int32,
+        first_split_head: Int32,
         batch: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
@@ -306,9 +318,9 @@ class Sm90Hd256DkDv:
         queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
         x = Operands(
             q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
-            dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, queries=queries,
-            group=heads // split_heads, num_splits=num_splits, batch=batch,
-            softmax_scale=softmax_scale,
+            dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, ds=ds, queries=queries,
+            group=heads // split_heads, num_splits=num_splits, first_split_head=first_split_head,
+            batch=batch, softmax_scale=softmax_scale,
         )  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
@@ -399,7 +411,7 @@ class Sm90Hd256DkDv:
         number = cute.arch.cluster_idx()[0]
         exists, block, split_head, sequence = tiles.locate(number)
         if exists:
-            work = tiles.work(block, split_head, sequence)
+            work = tiles.work(block, x.first_split_head + split_head, sequence)
             queue.publish_work(0, work)
             kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
             keys = (work.block * CTAS + cta_rank(), kv_head, *work.keys[1:])
@@ -448,7 +460,7 @@ class Sm90Hd256DkDv:
             own.barriers.warp_arrives("held", 0)
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
-                self.compute_tile(own, work, first, end, (end - first) * x.group, role)
+                self.compute_tile(x, own, work, first, end, (end - first) * x.group, role)
             # The work is read again where it is needed: registers are scarce in between.
             work = queue.read(0)
             if cutlass.const_expr(role is KEY):
@@ -461,6 +473,7 @@ class Sm90Hd256DkDv:
     @cute.jit
     def compute_tile(
         self,
+        x: Operands,
         own: Consumer,
         work: Work,
         first: Int32,
@@ -473,13 +486,28 @@ class Sm90Hd256DkDv:
         whole_first, whole_end = own.visible.whole_query_tiles(
             self.first_key(work), ROWS, work.seqlen_q, work.seqlen_k
         )
+        stores = cutlass.const_expr(self.spec.stores_ds and role is KEY)
+        at = Int32(0)  # of tile 0 of the head, among the tiles of dS
+        if cutlass.const_expr(stores):
+            # A key past the end of the sequence would add to dQ.
+            inside = self.first_key(work) + ROWS <= work.seqlen_k
+            whole_end = cutlass.select_(inside, whole_end, Int32(0))
+            at = (work.head - x.first_split_head * x.group) * x.ds.shape[1]
+            at += padded_start(x.queries, work.sequence) // ds_tiles.TILE
+            at = at * x.ds.shape[2] + work.block * CTAS + cta_rank()
         tile = first
         masked = tile < whole_first or tile >= whole_end
         self.next_query_tile(own, tile, Int32(0), masked, role, True)
+        if cutlass.const_expr(stores):
+            self.store_ds(x, own, at + tile * x.ds.shape[2])
         for n in cutlass.range(1, count, unroll=1):
-            tile = cutlass.select_(tile + 1 == end, first, tile + 1)
+            last = tile + 1 == end
+            tile = cutlass.select_(last, first, tile + 1)
             masked = tile < whole_first or tile >= whole_end
             self.next_query_tile(own, tile, n, masked, role, False)
+            if cutlass.const_expr(stores):
+                at = cutlass.select_(last, at + x.ds.shape[1] * x.ds.shape[2], at)
+                self.store_ds(x, own, at + tile * x.ds.shape[2])
         _, z = OPERANDS[role.name]
         second = self.start_second(own, z, count - 1)
         fragments.assign(own.acc, wgmma.wait(second))
@@ -528,7 +556,7 @@ class Sm90Hd256DkDv:
                     self.hand_over(own, n, lane_row, columns, words)
             barriers.warp_arrives("p_full", n)
         if masked:
-            self.mask(own, tile, own.words)
+            self.mask(own, tile, own.words, bounded=self.spec.stores_ds and role is KEY)
         barriers.warp_arrives(f"{y}_empty", n)
 
     def start_first(self, own: Consumer, y: str, n: Any) -> list[Any]:
@@ -601,11 +629,23 @@ class Sm90Hd256DkDv:
         first = self.first_key(work) + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
-    def mask(self, own: Consumer, tile: Any, words: cute.Tensor) -> None:
-        """Set the columns of queries that do not see a row's key to 0."""
+    def store_ds(self, x: Operands, own: Consumer, tile: Any) -> None:
+        """Store the warp's rows of dS^T to that tile in global memory."""
+        ds = x.ds.iterator.toint() + Int64(tile) * ds_tiles.TILE_BYTES
+        first = ds_tiles.lane_offset(own.warp, opaque(cute.arch.lane_idx()))
+        for half in range(2):  # of the queries
+            at = ds + Int64(first ^ half * (4 * ds_tiles.UNIT_BYTES))
+            for lane_row in range(fragments.LANE_ROWS):
+                to = at + lane_row * (fragments.LANE_ROW_STEP * ds_tiles.ROW_BYTES)
+                words = [own.words[word(lane_row, 8 * half + j)] for j in range(0, 8, 2)]
+                store_global(Int32, to, words)
+
+    def mask(self, own: Consumer, tile: Any, words: cute.Tensor, *, bounded: bool) -> None:
+        """Set the columns of queries that do not see a row's key to 0; for `bounded` see
+        `mask_queries`."""
         work = own.queue.read(0)
         keys = [self.key(own, work, lane_row) for lane_row in range(fragments.LANE_ROWS)]
-        mask_queries(words, keys, tile, own.visible, work)
+        mask_queries(words, keys, tile, own.visible, work, bounded=bounded)
 
     # -- device: epilogue ---------------------------------------------------------------------
 

@@ -71,13 +71,16 @@ def start_output(
     return wgmma.product(dtype, o, p, descriptors, head_dim, columns=True)
 
 
-def start_query_gradients(dtype: Any, ds: Any, k: Any, *, tile_n: int, columns: int) -> list[Any]:
+def start_query_gradients(
+    dtype: Any, ds: Any, k: Any, *, tile_n: int, columns: int, acc: list[Any] | None = None
+) -> list[Any]:
     """Start dS K, 64 by `columns`, from a box of dS^T at shared address `ds` whose rows are the
-    tile_n keys, and columns the queries; `k` is the address of the first column of K."""
+    tile_n keys, and columns the queries; `k` is the address of the first column of K. With `acc`,
+    it is added to these accumulators, of which an unfinished product may be the same."""
     left, right = (wgmma.columns_descriptor(x, tile_n * LINE_BYTES) for x in (ds, k))
     steps = [s * STEP * LINE_BYTES >> 4 for s in range(tile_n // STEP)]
     return wgmma.shared_product(
-        dtype, None, [left + s for s in steps], [right + s for s in steps], columns,
+        dtype, acc, [left + s for s in steps], [right + s for s in steps], columns,
         columns=True, transposed=True,
     )  # fmt: skip
 

@@ -34,6 +34,8 @@ SM90_DQ_TILES = {64: (128, 128), 128: (128, 96), 256: (128, 64)}
 SM90_BACKWARD_HEAD_DIMS = tuple(SM90_DKDV_TILES)
 # The same of the kernel that computes dQ, dK and dV.
 SM90_FUSED_TILES = {64: (128, 128), 128: (64, 128)}
+# The same of the kernel that computes dQ from dS, of a cluster of two.
+SM90_DS_DQ_TILES = {256: (256, 64)}
 SM90_FUSED_HEAD_DIMS = tuple(SM90_FUSED_TILES)
 
 # softmax_scale * log2(e) must be finite in float32.
@@ -320,6 +322,7 @@ class Sm90BackwardSpec(BackwardSpec):
         head_dim: of q, k and v.
         tile_m: query rows of a tile.
         tile_n: keys of a K/V tile; of a cluster's where it has two CTAs.
+        stores_ds: the dK/dV kernel at head_dim 256 also stores dS, see `ds_tiles`.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -331,3 +334,4 @@ class Sm90BackwardSpec(BackwardSpec):
     head_dim: int
     tile_m: int
     tile_n: int
+    stores_ds: bool = False

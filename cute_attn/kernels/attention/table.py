@@ -10,6 +10,7 @@ from .spec import (
     DKDV_TILE_N,
     SM90_DKDV_TILES,
     SM90_DQ_TILES,
+    SM90_DS_DQ_TILES,
     SM90_FUSED_TILES,
     SM90_TILES,
     TILE_M,
@@ -84,6 +85,16 @@ SM90_HD256_BACKWARD_DKDV = AttentionKernel(
     cluster=2,
 )
 
+# dQ from the dS that the dK/dV kernel has stored.
+SM90_BACKWARD_DS_DQ = AttentionKernel(
+    KernelDef(
+        name="sm90_backward_ds_dq",
+        target="cute_attn.kernels.attention.sm90_bwd_ds_dq:Sm90DsDq",
+    ),
+    tile=SM90_DS_DQ_TILES[256],
+    cluster=2,
+)
+
 # dK, dV and sums of dQ in one kernel, and dQ from its sums.
 SM90_BACKWARD = KernelDef(
     name="sm90_backward", target="cute_attn.kernels.attention.sm90_bwd:Sm90Backward"
@@ -119,6 +130,7 @@ KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
     for head_dim, tile in tiles.items()
 }
 KERNELS["backward_dkdv", "sm_90a", 256] = SM90_HD256_BACKWARD_DKDV
+KERNELS["backward_ds_dq", "sm_90a", 256] = SM90_BACKWARD_DS_DQ
 
 
 def has(direction: str, arch: str, head_dim: int) -> bool:

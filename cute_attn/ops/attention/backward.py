@@ -15,6 +15,12 @@ place of dq and dkdv:
     dkdv          dk and dv, as above; and float32 sums of dq, in any order
     postprocess   dq from its sums
 
+On Hopper, at head_dim 256, where dS fits (`heuristics.parts_with_ds`), for one part of the heads
+after the other:
+
+    dkdv          dk and dv, as above; and dS
+    ds_dq         dq from dS
+
 Workspaces, allocated through torch, in bytes, with R the padded rows (`statistics.padded_rows`: at
 most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the number of splits
 (`heuristics.num_splits`) and T <= R / 128:
@@ -23,6 +29,7 @@ most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the numb
     parts of dk, dv  8 S (elements of k)     only with S > 1
     parts of dsink   4 heads T               only with a sink that requires a gradient
     sums of dq       4 heads R head_dim      only with postprocess
+    dS               2 R (keys + 127) for each query head of a part; only with ds_dq
 """
 
 from __future__ import annotations
@@ -34,9 +41,10 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.attention import table
-from ...kernels.attention.heuristics import num_splits
+from ...kernels.attention import ds_tiles, table
+from ...kernels.attention.heuristics import num_splits, parts_with_ds
 from ...kernels.attention.statistics import STATS_ROWS, num_tiles, padded_rows
+from ...settings import settings
 from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags, check_shapes
 from ..counters import counter_for
 from ..operator import Operator
@@ -93,12 +101,13 @@ class BackwardArguments(NamedTuple):
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     @property
-    def splits(self) -> int:
-        """Into how many parts the query heads of each K/V head are split among clusters."""
+    def parts(self) -> tuple[int, int]:
+        """Into how many parts the query heads of each K/V head are split among clusters, and of how
+        many of these parts dS is kept at once; 0: it is not."""
         varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         tile = table.find("backward_dkdv", launch.arch_for(self.q.device), self.q.shape[-1])
         batch, (left, right) = self.batch, bounds(self.forward)
-        return num_splits(
+        splits = num_splits(
             seqlen_q=-(-self.q.shape[-3] // max(batch, 1)) if varlen_q else self.q.shape[-3],
             seqlen_k=-(-self.k.shape[-3] // max(batch, 1)) if varlen_k else self.k.shape[-3],
             batch=batch,
@@ -108,6 +117,18 @@ class BackwardArguments(NamedTuple):
             window_right=right,
             clusters=launch.num_sms(self.q.device) // tile.cluster,
             tile=tile.tile,
+        )
+        if not (self.need_dq and self.need_dkdv):
+            return splits, 0
+        return parts_with_ds(
+            launch.arch_for(self.q.device),
+            self.q.shape[-1],
+            rows=padded_rows(self.q.shape[-3], batch, varlen_q),
+            keys=self.k.shape[-3],
+            heads=self.q.shape[-2],
+            heads_k=self.k.shape[-2],
+            splits=splits,
+            limit=settings().workspace_bytes,
         )
 
 
@@ -131,6 +152,8 @@ class _Ready(NamedTuple):
     dq_counts: bool  # the kernel takes a counter
     dkdv_counts: bool
     postprocess: _Function | None  # where dkdv adds up dq too
+    ds_dq: _Function | None  # where dkdv keeps dS
+    dkdv_of_heads: bool  # the kernel takes a part of the K/V heads
 
 
 class Backward(Operator[BackwardArguments]):
@@ -167,7 +190,7 @@ class Backward(Operator[BackwardArguments]):
         left, right = bounds(a.forward)
         arch, device = launch.arch_for(a.q.device), a.q.device
         head_dim = a.q.shape[-1]
-        splits = a.splits
+        splits, at_once = a.parts
         requests = backward_requests(
             arch,
             head_dim=head_dim,
@@ -185,6 +208,7 @@ class Backward(Operator[BackwardArguments]):
             dq=bool(a.need_dq),
             dkdv=bool(a.need_dkdv),
             split=splits > 1,
+            ds=at_once > 0,
             deterministic=is_deterministic(a),
         )
 
@@ -215,11 +239,14 @@ class Backward(Operator[BackwardArguments]):
             dq_counts=counts(requests.dq),
             dkdv_counts=counts(requests.dkdv),
             postprocess=load(requests.postprocess),
+            ds_dq=load(requests.ds_dq),
+            dkdv_of_heads=table.has("backward_ds_dq", arch, head_dim),
         )
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         a = self.arguments(*arguments)
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
+        splits, at_once = a.parts
         return (
             len(a.q.shape),
             a.q.shape[-2:],
@@ -241,7 +268,8 @@ class Backward(Operator[BackwardArguments]):
             a.need_dkdv,
             a.need_dsink,
             is_deterministic(a),
-            a.splits,
+            splits,
+            at_once > 0,
             # Keys of empty tensors are never in the table.
             not (a.q.numel() and a.k.numel()),
         )
@@ -294,16 +322,49 @@ class Backward(Operator[BackwardArguments]):
             if ready.postprocess is not None:
                 padded = (heads, stats.shape[-1], q.shape[-1])
                 sums = (q.new_zeros(padded, dtype=torch.float32),)
-            ready.dkdv(
-                q, k, v, do, stats, *sums, *written, *lengths, *scalars, ready.splits,
-                ready.dkdv_clusters, *(counter if ready.dkdv_counts else ()),
-            )  # fmt: skip
+            if ready.dkdv_of_heads:
+                self.launch_by_heads(ready, a, stats, scalars, written, dq)
+            else:
+                ready.dkdv(
+                    q, k, v, do, stats, *sums, *written, *lengths, *scalars, ready.splits,
+                    ready.dkdv_clusters, *(counter if ready.dkdv_counts else ()),
+                )  # fmt: skip
             if ready.postprocess is not None:
                 ready.postprocess(*sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0])
             if ready.sum_dkdv is not None:
                 for x, out in zip(written, (dk, dv), strict=True):
                     ready.sum_dkdv(x.flatten(1, -2), out.flatten(0, -2))
         return dq, dk, dv, dsink
+
+    def launch_by_heads(
+        self,
+        ready: _Ready,
+        a: BackwardArguments,
+        stats: Tensor,
+        scalars: tuple[float, float, int, int],
+        written: tuple[Tensor, ...],
+        dq: Tensor | None,
+    ) -> None:
+        """Launch dkdv, and with dS ds_dq, for one part of the heads after the other."""
+        lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
+        split_heads, keys = a.k.shape[-2] * ready.splits, a.k.shape[-3]
+        group = a.q.shape[-2] // split_heads
+        step, ds = split_heads, None
+        if ready.ds_dq is not None:
+            _, step = a.parts
+            ds = a.q.new_empty(ds_tiles.shape(step * group, stats.shape[-1], keys))
+        scale, _, left, right = scalars
+        for first in range(0, split_heads, step):
+            count = min(step, split_heads - first)
+            assert ready.dkdv is not None
+            ready.dkdv(
+                a.q, a.k, a.v, a.do, stats, ds, *written, *lengths, *scalars, ready.splits, first,
+                count, ready.dkdv_clusters,
+            )  # fmt: skip
+            if ready.ds_dq is not None:
+                ready.ds_dq(
+                    a.k, ds, stats, dq, *lengths, scale, left, right, first * group, count * group
+                )
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
         dq = torch.empty_like(a.q, memory_format=_contiguous) if a.need_dq else None

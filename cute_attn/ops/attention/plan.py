@@ -154,6 +154,7 @@ def plan_attention_backward(
     dq: bool = True,
     dkdv: bool = True,
     split: bool | None = None,
+    keeps_ds: bool | None = None,
     deterministic: bool = False,
 ) -> list[launch.Request]:
     """The kernels that the gradient of the attention functions uses; those of the forward, with
@@ -178,6 +179,8 @@ def plan_attention_backward(
         dkdv: whether k or v requires a gradient.
         split: True for calls that split the query heads of a K/V head among clusters (few K/V
             heads, short sequences), False for others, None for both.
+        keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 256, where it
+            fits `CUTE_ATTN_WORKSPACE_MIB`), False for others, None for both.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
 
     Returns:
@@ -191,6 +194,7 @@ def plan_attention_backward(
     requests = [
         request
         for case in ((False, True) if split is None else (split,))
+        for ds in ((False, True) if keeps_ds is None else (keeps_ds,))
         for request in backward_requests(
             arch,
             head_dim=head_dim,
@@ -208,6 +212,7 @@ def plan_attention_backward(
             dq=dq,
             dkdv=dkdv,
             split=case,
+            ds=ds and table.has("backward_ds_dq", arch, head_dim),
             deterministic=deterministic,
         )
         if request is not None
@@ -226,6 +231,7 @@ class BackwardRequests(NamedTuple):
     zero_dq: launch.Request | None
     zero_dkdv: launch.Request | None
     postprocess: launch.Request | None  # dkdv adds up dq too
+    ds_dq: launch.Request | None  # dkdv keeps dS for it
 
 
 def backward_requests(
@@ -246,11 +252,14 @@ def backward_requests(
     dq: bool,
     dkdv: bool,
     split: bool,
+    ds: bool,
     deterministic: bool,
 ) -> BackwardRequests:
-    """The same kernels by their part; arguments and errors as for `plan_attention_backward`."""
+    """The same kernels by their part; arguments and errors as for `plan_attention_backward`. With
+    `ds`, dS is kept where both kernels run."""
 
     fused = dq and dkdv and not deterministic and has_fused_dq(arch, head_dim, softcap=softcap)
+    ds = ds and dq and dkdv
 
     def main(direction: str, *, partial: bool = False) -> launch.Request:
         kernel = table.find("backward_fused" if fused else direction, arch, head_dim).kernel
@@ -259,6 +268,7 @@ def backward_requests(
             head_dim,
             of_keys=direction == "backward_dkdv",
             fused=fused,
+            ds=ds,
             dtype=dtype,
             scheduler=_scheduler(scheduler),
             window_left=window_left,
@@ -294,13 +304,14 @@ def backward_requests(
         postprocess = table.find("backward_postprocess", arch, head_dim).kernel, spec
     return BackwardRequests(
         preprocess=(table.find("backward_preprocess", arch, head_dim).kernel, preprocess),
-        dq=main("backward_dq") if dq and not fused else None,
+        dq=main("backward_dq") if dq and not (fused or ds) else None,
         dkdv=keys,
         sum_dkdv=(SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,
         sum_dsink=(SUM_PARTIALS, SumPartialsSpec(sink, **MANY_PARTIALS)) if sink else None,
         zero_dq=zeros(varlen_q, seqused_q) if dq else None,
         zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,
         postprocess=postprocess,
+        ds_dq=main("backward_ds_dq") if ds else None,
     )
 
 

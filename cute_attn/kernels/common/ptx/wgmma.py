@@ -124,6 +124,11 @@ def _start(
     return list(asm("\n".join(lines), [Float32] * count, arguments, tied=tied, memory=True))
 
 
+def wait_for_all_but(pending: int) -> None:
+    """Wait until at most `pending` groups are unfinished, of whose results none is used yet."""
+    asm(f"wgmma.wait_group.sync.aligned {pending};", [], [], memory=True)
+
+
 def wait(c: Sequence[Any], pending: int = 0) -> list[Any]:
     """Return the result c of a product, once at most `pending` later groups are unfinished."""
     text = f"wgmma.wait_group.sync.aligned {pending};"

@@ -1,0 +1,46 @@
+"""dS while it is in global memory, from the SM90 dK/dV kernel at head_dim 256 to that of dQ.
+
+A tile is dS^T of 64 keys and 64 queries in 16 bits, as `wgmma` takes it from shared memory: rows of
+128 bytes, one for each key, with TMA's swizzle of their 16-byte units. So one bulk copy loads it.
+In a row, queries are permuted so that a lane of the accumulators' fragment has whole units: unit
+4 h + j has queries 2 j and 2 j + 1 of each 8, of the h-th 32 of them. The rows of dQ then have the
+same order, see `query_of`.
+
+The tensor is `[heads, padded rows / 64, tiles of keys, 64 * 64]`, with the padded rows of
+`statistics`. A sequence has an even number of tiles of keys, since a cluster writes two. Tiles
+without a pair of a query and a key that it sees may be without a value. Importing this loads no
+compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TILE = 64  # queries, and keys
+TILE_BYTES = 2 * TILE * TILE
+ROW_BYTES = 2 * TILE
+UNIT_BYTES = 16
+CLUSTER_KEYS = 2 * TILE
+
+
+def shape(heads: int, rows: int, keys: int) -> tuple[int, int, int, int]:
+    """Of the tensor for so many heads and padded rows, and for the most keys of a sequence."""
+    return heads, rows // TILE, -(-keys // CLUSTER_KEYS) * 2, TILE * TILE
+
+
+def nbytes(heads: int, rows: int, keys: int) -> int:
+    heads, of_queries, of_keys, _ = shape(heads, rows, keys)
+    return heads * of_queries * of_keys * TILE_BYTES
+
+
+def lane_offset(warp: Any, lane: Any) -> Any:
+    """Of a lane's first unit in a tile: that of its first lane row, and of the first 32 queries.
+    Those of the other 32 have this offset with the bit 4 * UNIT_BYTES inverted."""
+    row = lane // 4
+    return (warp * 16 + row) * ROW_BYTES + (lane % 4 ^ row) * UNIT_BYTES
+
+
+def query_of(row: Any) -> Any:
+    """The query, of a tile, in a row of dQ."""
+    unit, within = row >> 3, row & 7
+    return (unit >> 2) * 32 + (within >> 1) * 8 + (unit & 3) * 2 + (within & 1)

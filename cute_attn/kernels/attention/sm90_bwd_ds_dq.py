@@ -1,0 +1,377 @@
+"""The gradient of q from dS in global memory, for SM90 at head_dim 256: wgmma, TMA with multicast,
+warp-specialised.
+
+    dQ = dS K            64 x head_dim a warpgroup        dS and K in shared memory
+
+The dK/dV kernel has written dS, see `ds_tiles`. A cluster of two CTAs has 256 queries of a head, 64
+for each consumer warpgroup, and goes through the tiles of 64 keys that some of them see. Each CTA
+loads half of K, for both, and its own tiles of dS. A warpgroup leaves out tiles of keys that none
+of its 64 queries sees, whose dS may be without a value.
+
+    warps    role         work on a tile of queries
+    0-7      consumers    the product; at the end dQ to global memory, from registers
+    8        load         finds the tile; K and dS of each tile of keys
+
+A cluster has one tile of queries, so that the hardware hands out tiles as SMs become free. The load
+warp's warpgroup gives its registers to the others; its three other warps idle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_stream
+
+from ..common.carried import Named
+from ..common.cluster import prepare
+from ..common.dtypes import DTYPE
+from ..common.numbers import INF
+from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
+from ..common.ptx import wgmma
+from ..common.ptx.async_copy import copy_bulk
+from ..common.ptx.cluster import cta_rank
+from ..common.ptx.convert import pack
+from ..common.ptx.memory import shared_address, store_global
+from ..common.scheduler import SingleTileScheduler, TileQueue
+from ..common.sequences import Sequences
+from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
+from ..common.tma import BOX, BoxedRows, boxes, load_boxes
+from . import ds_tiles, fragments
+from .arguments import FakeArguments
+from .ds_tiles import TILE_BYTES
+from .sm90_mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_query_gradients
+from .spec import Sm90BackwardSpec
+from .statistics import LSE, padded_start
+from .visibility import Visibility
+from .work import TileMap, Work
+
+WARPGROUPS = 2
+CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
+LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
+
+# Registers of a thread: all 384 threads start with 168; the load warp's warpgroup gives some up.
+LOAD_REGISTERS, CONSUMER_REGISTERS = 40, 232
+assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
+
+STAGES = 4  # of K and dS
+
+# In the order in which a tile meets them. Uses count tiles of keys.
+EDGES = (
+    *TileQueue.edges(LOAD, CONSUMERS),
+    Edge("k_full", LOAD, CONSUMERS, STAGES, Kind.BYTES, payload="K and dS"),
+    Edge("k_empty", CONSUMERS, LOAD, STAGES, Kind.WARPS, Reach.EACH, "their stage"),
+)
+
+
+class Operands(Named):
+    """The kernel's arguments: TMA's atom and coordinates of K, and the others."""
+
+
+class Consumer(Named):
+    """What a warp of the consumers keeps.
+
+    Attributes:
+        warp, group: its number, and that of its warpgroup.
+        barriers: of the CTA.
+        k: shared address of the ring.
+        ds: the same, of the warpgroup's tiles.
+        acc: accumulators.
+    """
+
+
+class Sm90DsDq:
+    """The kernel for one Sm90BackwardSpec; see the module's docstring."""
+
+    def __init__(self, spec: Sm90BackwardSpec):
+        if spec.tile_m != CTAS * WARPGROUPS * ROWS:
+            raise ValueError(f"tile_m is {spec.tile_m}, must be {CTAS * WARPGROUPS * ROWS}")
+        if spec.tile_n != ds_tiles.TILE:
+            raise ValueError(f"tile_n is {spec.tile_n}, must be {ds_tiles.TILE}")
+        self.spec = spec
+        self.dtype = DTYPE[spec.dtype]
+        k = spec.tile_n * spec.head_dim
+        self.k_bytes = 2 * k
+        self.ds_bytes = WARPGROUPS * TILE_BYTES
+        self.pipeline = Pipeline(*EDGES)
+        self.smem = SharedMemory(
+            Buffer("k", self.dtype, k, STAGES, SWIZZLE_ALIGNMENT, "K"),
+            Buffer("ds", self.dtype, self.ds_bytes // 2, STAGES, SWIZZLE_ALIGNMENT, "dS^T"),
+            TileQueue.buffer(Work),
+            Buffer("barriers", Int64, self.pipeline.count),
+        )
+        self.k_rows = BoxedRows(spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k)
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD), shared_base)
+
+    def fake_args(self) -> tuple[Any, ...]:
+        """Placeholders for the arguments of `__call__`, in order."""
+        fake = FakeArguments(self.spec, self.spec.head_dim)
+        return (
+            fake.k(),
+            fake.ds_tiles(),
+            fake.stats(),
+            fake.q(),
+            *fake.sequences(),
+            Float32(1.0),
+            Int32(0),
+            Int32(0),
+            Int32(0),
+            Int32(1),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+
+    # -- host ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        k: cute.Tensor,
+        ds: cute.Tensor,
+        stats: cute.Tensor,
+        dq: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        first_head: Int32,
+        num_heads: Int32,
+        stream: Any,
+    ) -> None:
+        """`ds` is that of `num_heads` query heads, from `first_head` on."""
+        spec = self.spec
+        if cutlass.const_expr(spec.varlen_q):
+            batch = cu_seqlens_q.shape[0] - 1
+        else:
+            batch = dq.shape[0]
+        seqlen_q, seqlen_k = dq.shape[-3], k.shape[-3]
+        tiles = self.tile_map(
+            Sequences(seqlen_q, cu_seqlens_q, seqused_q),
+            Sequences(seqlen_k, cu_seqlens_k, seqused_k), num_heads, batch,
+        )  # fmt: skip
+        self.kernel(
+            *self.k_rows.atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), k), ds, stats, dq,
+            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left,
+            window_right, dq.shape[-2] // k.shape[-2], first_head, num_heads, batch, seqlen_q,
+            seqlen_k,
+        ).launch(
+            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), 1), 1, 1],
+            block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
+            cluster=[CTAS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    def tile_map(
+        self,
+        queries: Sequences,
+        keys: Sequences,
+        heads: Any,
+        batch: Any,
+    ) -> TileMap:
+        # One head after the other, so that its K stays in L2; dS is read once.
+        return TileMap(
+            self.spec.tile_m, 1, self.spec.window_right,
+            queries, keys, heads, heads, batch, Int32(1),
+        )  # fmt: skip
+
+    # -- device: set-up -----------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        k_tma: cute.CopyAtom,
+        k: cute.Tensor,
+        ds: cute.Tensor,
+        stats: cute.Tensor,
+        dq: cute.Tensor,
+        cu_seqlens_q: cute.Tensor | None,
+        cu_seqlens_k: cute.Tensor | None,
+        seqused_q: cute.Tensor | None,
+        seqused_k: cute.Tensor | None,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        group: Int32,
+        first_head: Int32,
+        num_heads: Int32,
+        batch: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+    ) -> None:
+        spec = self.spec
+        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
+        x = Operands(
+            k_tma=k_tma, k=k, ds=ds, stats=stats, dq=dq, queries=queries, group=group,
+            first_head=first_head, softmax_scale=softmax_scale,
+            of_cluster=Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right),
+            of_group=Visibility.of(spec, ROWS, spec.tile_n, 1, window_left, window_right),
+        )  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = self.smem.allocate()
+        barriers = self.pipeline.at(storage.barriers)
+        if warp == LOAD.warps[0]:
+            prepare((k_tma,), barriers)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+        if warp >= LOAD.warps[0]:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == LOAD.warps[0]:
+                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
+                tiles = self.tile_map(queries, keys, num_heads, batch)
+                self.load_warp(x, storage, barriers, tiles)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            group = warp // WARPGROUP_WARPS
+            own = Consumer(
+                warp=warp, group=group, barriers=barriers, k=shared_address(storage.k),
+                ds=shared_address(storage.ds) + group * TILE_BYTES,
+                acc=fragments.accumulators(spec.head_dim),
+            )  # fmt: skip
+            self.consumer_warps(x, own, TileQueue(Work, storage.work, barriers))
+        # Neither CTA may end while the other signals it or copies to it.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    def tile_of_queries(self, work: Work, group: Any) -> Any:
+        """A warpgroup's tile of 64 queries of its sequence."""
+        return (work.block * CTAS + cta_rank()) * WARPGROUPS + group
+
+    def key_tiles(self, x: Operands, work: Work, tile: Any) -> tuple[Any, Any]:
+        """[first, end) of the tiles of keys that a tile of 64 queries sees."""
+        first, end = x.of_group.key_tiles(tile, work.seqlen_q, work.seqlen_k)
+        return first, cutlass.select_(tile * ROWS < work.seqlen_q, end, first)
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap) -> None:
+        """Publish the cluster's tile, and load half of K of each tile of keys, for both CTAs, and
+        the CTA's dS."""
+        spec = self.spec
+        across = (spec.head_dim // BOX, spec.tile_n * BOX)
+        k_smem = boxes(storage.k, spec.tile_n, across, (STAGES, self.k_bytes // 2))
+        queue = TileQueue(Work, storage.work, barriers)
+        exists, block, head, sequence = tiles.locate(cute.arch.cluster_idx()[0])
+        if exists:
+            work = tiles.work(block, head + x.first_head, sequence)
+            queue.publish_work(0, work)
+            of_queries, of_keys = x.ds.shape[1], x.ds.shape[2]
+            before = head * of_queries + padded_start(x.queries, sequence) // ds_tiles.TILE
+            of_groups = [self.tile_of_queries(work, group) for group in range(WARPGROUPS)]
+            at = [
+                x.ds.iterator.toint() + Int64((before + tile) * of_keys) * TILE_BYTES
+                for tile in of_groups
+            ]
+            seen = [self.key_tiles(x, work, tile) for tile in of_groups]
+            first, end = x.of_cluster.key_tiles(block, work.seqlen_q, work.seqlen_k)
+            for n in cutlass.range(end - first, unroll=1):
+                tile = first + n
+                nbytes = Int32(self.k_bytes)
+                for group in cutlass.range_constexpr(WARPGROUPS):
+                    low, high = seen[group]
+                    sees = tile >= low and tile < high
+                    nbytes += cutlass.select_(sees, Int32(TILE_BYTES), Int32(0))
+                barriers.wait_previous("k_empty", n)
+                with cute.arch.elect_one():
+                    barriers.expect("k_full", n, nbytes)
+                keys = self.k_rows.box(x.k, tile, work.head // x.group, *work.keys[1:])
+                load_boxes(x.k_tma, keys, k_smem, barriers, "k_full", n, True)
+                to = shared_address(storage.ds) + barriers.stage("k_full", n) * self.ds_bytes
+                for group in cutlass.range_constexpr(WARPGROUPS):
+                    low, high = seen[group]
+                    if tile >= low and tile < high:
+                        with cute.arch.elect_one():
+                            copy_bulk(
+                                to + group * TILE_BYTES, at[group] + Int64(tile) * TILE_BYTES,
+                                TILE_BYTES, shared_address(barriers.pointer("k_full", n)),
+                            )  # fmt: skip
+        else:
+            queue.publish_end(0)
+
+    # -- device: the product ------------------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer, queue: TileQueue) -> None:
+        queue.wait(0)
+        work = queue.read(0)
+        if work.exists:
+            own.acc.fill(0.0)
+            first, end = x.of_cluster.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            low, high = self.key_tiles(x, work, self.tile_of_queries(work, own.group))
+            # Uses before and behind those of the warpgroup's keys are released at once.
+            low, high = low - first, high - first
+            if low >= high:
+                low, high = end - first, end - first
+            for n in cutlass.range(low, unroll=1):
+                self.leave_out(own, n)
+            if low < high:
+                self.compute_tile(own, low, high)
+            for n in cutlass.range(high, end - first, unroll=1):
+                self.leave_out(own, n)
+            self.store_rows(x, own, queue.read(0))
+
+    def leave_out(self, own: Consumer, n: Any) -> None:
+        own.barriers.wait("k_full", n)
+        own.barriers.warp_arrives("k_empty", n)
+
+    @cute.jit
+    def compute_tile(self, own: Consumer, low: Int32, high: Int32) -> None:
+        """Compute dQ from the uses low to high - 1 of K and dS. A product is started before the one
+        before is done."""
+        self.start_product(own, low)
+        for n in cutlass.range(low + 1, high, unroll=1):
+            self.start_product(own, n)
+            wgmma.wait_for_all_but(1)
+            own.barriers.warp_arrives("k_empty", n - 1)
+        fragments.assign(own.acc, wgmma.wait(fragments.values(own.acc)))
+        own.barriers.warp_arrives("k_empty", high - 1)
+
+    def start_product(self, own: Consumer, n: Any) -> None:
+        """Start the accumulators + dS K, with use n of both."""
+        own.barriers.wait("k_full", n)
+        stage = own.barriers.stage("k_full", n)
+        started = start_query_gradients(
+            self.dtype, own.ds + stage * self.ds_bytes, own.k + stage * self.k_bytes,
+            acc=fragments.values(own.acc), tile_n=self.spec.tile_n, columns=self.spec.head_dim,
+        )  # fmt: skip
+        fragments.assign(own.acc, started)
+
+    # -- device: epilogue ---------------------------------------------------------------------
+
+    @cute.jit
+    def store_rows(self, x: Operands, own: Consumer, work: Work) -> None:
+        """Scale, round and store the warpgroup's rows. A row that sees no key may hold what a
+        hidden key that is not finite has left."""
+        start = padded_start(x.queries, work.sequence)
+        tile = self.tile_of_queries(work, own.group)
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            row = fragments.first_row(own.warp % WARPGROUP_WARPS)
+            row += lane_row * fragments.LANE_ROW_STEP
+            query = tile * ROWS + ds_tiles.query_of(row)
+            exists = query < work.seqlen_q
+            lse = Float32(INF)
+            if exists:
+                lse = x.stats[LSE, work.head, Int64(start + query)]
+            values = own.acc[None, lane_row, None]
+            pairs = []
+            for j in cutlass.range_constexpr(0, cute.size(values), 2):
+                pair = [values[i] * x.softmax_scale for i in (j, j + 1)]
+                pairs.append([cutlass.select_(lse == INF, Float32(0.0), y) for y in pair])
+            units = fragments.whole_units([pack(self.dtype, *pair) for pair in pairs])
+            if exists:
+                if cutlass.const_expr(self.spec.varlen_q):
+                    to = x.dq[(work.q_start + query, work.head, None)]
+                else:
+                    to = x.dq[(work.sequence, query, work.head, None)]
+                at = to.iterator.toint() + cute.arch.lane_idx() % fragments.LANES * 16
+                for i in cutlass.range_constexpr(len(units)):
+                    store_global(Int32, at + i * (fragments.LANES * 16), units[i])

@@ -1,0 +1,80 @@
+"""The order of dS in global memory, and of how many heads it is kept at once, on Python's
+integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cute_attn.kernels.attention import ds_tiles
+from cute_attn.kernels.attention.heuristics import parts_with_ds
+from cute_attn.kernels.attention.sm90_gradients import word
+
+GIB = 2**30
+
+
+def test_each_element_has_the_place_that_wgmma_and_dq_expect() -> None:
+    """A warp's lanes have two queries of each 8, of keys 16 warp + lane // 4 and 8 more. Row by
+    row, wgmma undoes the swizzle, and its row of dQ is the element's place in the row."""
+    found: dict[tuple[int, int], int] = {}
+    for warp in range(4):
+        for lane in range(32):
+            for half in range(2):
+                for lane_row in range(2):
+                    key = 16 * warp + lane // 4 + 8 * lane_row
+                    at = ds_tiles.lane_offset(warp, lane) ^ half * 4 * ds_tiles.UNIT_BYTES
+                    row, byte = divmod(at + lane_row * 8 * ds_tiles.ROW_BYTES, ds_tiles.ROW_BYTES)
+                    assert row == key
+                    unit = byte // ds_tiles.UNIT_BYTES ^ row % 8
+                    for i in range(4):
+                        group = (word(lane_row, 8 * half + 2 * i) - lane_row) // 2  # of 8 queries
+                        for j in range(2):
+                            query = 8 * group + 2 * (lane % 4) + j
+                            assert ds_tiles.query_of(8 * unit + 2 * i + j) == query
+                            found[key, query] = 8 * unit + 2 * i + j
+    assert len(found) == ds_tiles.TILE**2
+    assert sorted(map(ds_tiles.query_of, range(64))) == list(range(64))
+
+
+def parts(
+    rows: int, keys: int, heads: int = 8, heads_k: int = 8, splits: int = 1, limit: int = 2 * GIB,
+    arch: str = "sm_90a", head_dim: int = 256,
+) -> tuple[int, int]:  # fmt: skip
+    return parts_with_ds(
+        arch, head_dim, rows=rows, keys=keys, heads=heads, heads_k=heads_k, splits=splits,
+        limit=limit,
+    )  # fmt: skip
+
+
+def test_the_parts_of_the_heads_fit_and_are_equal() -> None:
+    assert ds_tiles.nbytes(1, 16384, 16384) == GIB // 2
+    assert parts(16384, 16384) == (1, 4)
+    assert parts(16384, 16384, 7, 7) == (1, 4)
+    assert parts(16384, 16384, 9, 9) == (1, 3)
+    assert parts(4096, 4096) == (1, 8)
+    assert parts(128, 1) == (1, 8)
+
+
+def test_a_group_that_does_not_fit_is_split() -> None:
+    assert parts(16384, 16384, 8, 1) == (2, 1)
+    assert parts(16384, 16384, 8, 2) == (1, 1)
+    assert parts(16384, 16384, 12, 2) == (2, 1)
+    assert parts(16384, 16384, 8, 1, splits=4) == (4, 2)
+    assert parts(16384, 16384, 5, 1) == (5, 3)
+
+
+def test_dq_does_without_where_no_head_fits() -> None:
+    assert parts(16384, 16384, limit=GIB // 2) == (1, 1)
+    assert parts(16384, 16384, limit=GIB // 2 - 1) == (1, 0)
+    assert parts(16384, 16384, 8, 1, 2, limit=0) == (2, 0)
+    assert parts(65536, 65536) == (1, 0)
+
+
+@pytest.mark.parametrize("more", [{"arch": "sm_100a"}, {"head_dim": 128}], ids=str)
+def test_kernels_that_need_none(more: dict[str, Any]) -> None:
+    assert parts(4096, 4096, **more) == (1, 0)
+
+
+def test_nothing_to_do() -> None:
+    assert parts(0, 100) == parts(100, 0) == parts(100, 100, 0, 0) == (1, 0)

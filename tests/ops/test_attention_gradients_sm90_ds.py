@@ -1,0 +1,110 @@
+"""Gradients of attention on sm_90a at head_dim 256 with other limits of the workspace for dS: of
+a part of the heads at once, and without one, where dQ's kernel computes dS itself. The usual limit
+is that of `test_attention_gradients_sm90`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from cute_attn.kernels.attention import ds_tiles
+from cute_attn.kernels.attention.statistics import padded_rows
+from cute_attn.ops.attention import backward
+
+from .attention_cases import (
+    CAUSAL,
+    PLAIN,
+    USED,
+    VARLEN,
+    WINDOW,
+    Case,
+    Kind,
+    Machine,
+    Target,
+    on_target,
+)
+from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients, same
+from .test_attention_gradients import (
+    programs,  # noqa: F401 (a fixture of this module too)
+    test_agrees_with_float64,  # noqa: F401
+    test_packed_sequences_are_sequences_alone,  # noqa: F401
+    test_rows_that_see_no_key,  # noqa: F401
+    test_splits_of_a_group_agree_with_float64,  # noqa: F401
+)
+
+SINK = Kind(window_right=True, sink=torch.float32)
+
+
+@contextmanager
+def workspace(nbytes: int) -> Iterator[None]:
+    limit = SimpleNamespace(workspace_bytes=nbytes)
+    with mock.patch.object(backward, "settings", return_value=limit):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True, params=[pytest.param(256, marks=pytest.mark.slow)])
+def target_of_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    with on_target(Target("sm_90a", request.param)), workspace(0):
+        yield
+
+
+def launches(
+    case: Case, nbytes: int, machine: Machine
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """The backward's kernels that keep and read dS, and the gradients."""
+    args = case.arguments()
+    do, dlse = Upstream(of_lse=True).gradients(args)
+    names = []
+    launch = backward.Backward.launch_by_heads
+
+    def recorded(self, ready, *rest):
+        def named(name, function):
+            def call(*arguments):
+                names.append(name)
+                function(*arguments)
+
+            return function and call  # None stays None
+
+        changed = {name: named(name, getattr(ready, name)) for name in ("dkdv", "ds_dq")}
+        return launch(self, ready._replace(**changed), *rest)
+
+    with workspace(nbytes), mock.patch.object(backward.Backward, "launch_by_heads", recorded):
+        found = gradients(args, do, dlse, "static", machine)
+    assert_gradients_agree(args, found, do, dlse)
+    return names, found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(PLAIN, lengths_q=(140,), lengths_k=(90,), heads_k=3, seed=1),
+        Case(VARLEN, lengths_q=(70, 0, 30), lengths_k=(50, 30, 40), tail=9, heads_k=3, seed=3),
+    ],
+    ids=["dense", "varlen"],
+)
+def test_the_parts_of_the_heads_change_no_bit(case: Case) -> None:
+    """Two heads and one, one after the other, and all at once."""
+    machine = Machine(num_sms=4, schedule="adversarial")
+    varlen = case.kind == VARLEN
+    rows = padded_rows(sum(case.lengths_q) + case.tail * varlen, len(case.lengths_q), varlen)
+    keys = sum(case.lengths_k) + case.tail * varlen
+    two_heads = ds_tiles.nbytes(2 * case.group, rows, keys)
+    one, first = launches(case, two_heads, machine)
+    assert one == ["dkdv", "ds_dq"] * 2
+    all_at_once, second = launches(case, 2**30, machine)
+    assert all_at_once == ["dkdv", "ds_dq"]
+    assert same(first, second)
+    assert launches(case, two_heads // 2 - 1, machine)[0] == ["dkdv"]
+
+
+@pytest.mark.parametrize("kind", [CAUSAL, WINDOW, USED, SINK], ids=str)
+def test_a_group_is_split_where_the_dS_of_a_KV_head_does_not_fit(kind: Kind) -> None:
+    case = Case(kind, lengths_q=(150,), lengths_k=(200,), group=4, left=60)
+    machine = Machine(num_sms=4)
+    names, _ = launches(case, ds_tiles.nbytes(2, 512, 256), machine)
+    assert names.count("dkdv") == names.count("ds_dq") > 0
