@@ -76,7 +76,7 @@ SPECS = {
 # "dense" has more of them: only where a tile between two others has fewer K/V tiles than the ring
 # less one does not the ring keep the load warp from the Q of the first.
 SIZES = {
-    "dense": (200, 200, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 2),
+    "dense": (200, 190, 4), "pages": (130, 193, 2), "hd256": (200, 90, 2), "splits": (20, 300, 2),
     "few": (20, 130, 2),
 }  # fmt: skip
 SPLITS = 4
@@ -259,14 +259,20 @@ def _(p: Edged) -> Planted:
 
 @dense("a column is not masked", "value")
 def _(p: Edged) -> Planted:
-    line = p.one(r"selp\.f32.*0fFF800000", nth=40)
+    line = p.one(r"selp\.f32.*0fFF800000", nth=20)
     target, source = re.findall(r"%r\d+", p[line])
     return p.with_line(line, f"mov.b32 {target}, {source};"), [line]
 
 
 @dense("O is not rescaled", "value")
 def _(p: Edged) -> Planted:
-    votes = [line for line in p.all(r"vote\.sync\.any") if "or.pred" in p[line - 1]]
+    moved = p.all(r"mov\.pred\s+%p\d+, -1")
+    return p.drop(*moved), moved
+
+
+@dense("a reference that is outgrown stays", "value")
+def _(p: Edged) -> Planted:
+    votes = [line for line in p.all(r"vote\.sync\.any") if "setp.gt.s32" in p[line - 1]]
     changed = p
     for line in votes:
         changed = changed.swap(line, r"vote\.sync\.any\.pred", "vote.sync.all.pred")
@@ -429,7 +435,7 @@ def _(p: Edged) -> Planted:
 
 @dense("a release doubled", "barrier deadlock")
 def _(p: Edged) -> Planted:
-    line = p.of("k_empty", ARRIVE)[0]
+    line = p.of("k_empty", ARRIVE)[1]
     return p.double(line), [line, *all_waits(p)]
 
 

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from cute_attn.kernels.common.exp2 import exp2_pairs
+from cute_attn.kernels.common.exp2 import exp2_on_fma, exp2_pairs
 from cute_attn.kernels.common.spec import Spec
 
 PAIRS = 4  # of a thread
@@ -19,11 +19,13 @@ THREADS = 128
 @dataclass(frozen=True)
 class Exp2Spec(Spec):
     bounded: bool
+    single: bool = False  # one at a time, for every architecture
 
 
 class Exp2:
     def __init__(self, spec: Exp2Spec):
         self.bounded = spec.bounded
+        self.single = spec.single
 
     def fake_args(self) -> tuple[Any, ...]:
         n = cute.sym_int(divisibility=2 * PAIRS * THREADS)
@@ -42,6 +44,9 @@ class Exp2:
         thread, _, _ = cute.arch.thread_idx()
         first = (block * THREADS + thread) * 2 * PAIRS
         pairs = [(x[first + 2 * j], x[first + 2 * j + 1]) for j in range(PAIRS)]
-        pairs = exp2_pairs(pairs, bounded=self.bounded)
+        if cutlass.const_expr(self.single):
+            pairs = [(exp2_on_fma(x), exp2_on_fma(y)) for x, y in pairs]
+        else:
+            pairs = exp2_pairs(pairs, bounded=self.bounded)
         for j in cutlass.range_constexpr(PAIRS):
             y[first + 2 * j], y[first + 2 * j + 1] = pairs[j]

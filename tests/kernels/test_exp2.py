@@ -30,9 +30,17 @@ MAX_RELATIVE_ERROR = 8.8e-5  # published for this polynomial degree, and ours
 Exponential = Callable[[torch.Tensor], torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["any", "bounded"])
+SPECS = {
+    "any": (Exp2Spec(False), "sm_100a"),
+    "bounded": (Exp2Spec(True), "sm_100a"),
+    "bounded-single": (Exp2Spec(True, single=True), "sm_90a"),
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
 def exp2(request: pytest.FixtureRequest) -> Exponential:
-    entry = cache.compile(EXP2, Exp2Spec(request.param), arch="sm_100a")
+    spec, arch = SPECS[request.param]
+    entry = cache.compile(EXP2, spec, arch=arch)
     function = Emulator().load(entry)
 
     def run(x: torch.Tensor) -> torch.Tensor:

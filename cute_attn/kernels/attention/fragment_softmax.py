@@ -1,4 +1,9 @@
-"""The online softmax of rows of S in fragments, with all guarantees of `softmax`."""
+"""The online softmax of rows of S in fragments, with all guarantees of `softmax`.
+
+The exponents of a K/V tile are computed from the offset that the row has before it. Only where one
+of them is not negative has the row outgrown it, by HEADROOM or more: so the loop needs no maximum,
+only the signs of the exponents.
+"""
 
 from __future__ import annotations
 
@@ -6,80 +11,162 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from ..common.carried import Carried
+from ..common.exp2 import exp2_on_fma
 from ..common.numbers import INF
 from ..common.ptx.compiler import keep_branch
 from ..common.ptx.math import exp2
-from .fragments import LANE_ROW_STEP, LANE_ROWS, across_lanes, assign
-from .softmax import Scaling, move_maximum, row_maximum
+from .fragments import LANE_ROW_STEP, LANE_ROWS, across_lanes
+from .softmax import Scaling, row_maximum
+
+# log2 of how far a row's reference is above the maximum when it moves. P is at most 1; that of the
+# maximum is at least 2^-HEADROOM, which in float16 leaves 2^-22 of it for the smallest.
+HEADROOM = {"bfloat16": 8.0, "float16": 2.0}
+LARGEST_FACTOR = 2.0**10  # of log2: with a larger one, exponents of finite scores may be infinite
 
 
 class FragmentSoftmax(Carried):
     """The online softmax of a lane's rows.
 
     Attributes:
-        maximum: of each row so far, in units of S.
+        scaling: with HEADROOM as its growth.
+        maximum: the reference of each row, in units of S: P is 1 there. It is -inf until a key of
+            the row has been seen.
+        offset: of the exponents, -maximum * log2 rounded; finite.
         total: the lane's part of the row's sum of P.
+        factor: what to multiply each row of O with after an `update` that says so.
+        exact: not 0 where the warp's next tile needs S itself: scores are large, or a row has no
+            reference.
+        sums: whether `total` is computed; with columns of ones in V it is not.
+        on_fma: the lane's columns of a row whose exponentials run on the FMA units.
     """
 
-    def __init__(self, scaling: Scaling):
+    def __init__(self, scaling: Scaling, sums: bool = True, on_fma: range = range(0)):
+        self.sums = sums
+        self.on_fma = on_fma
         self.scaling = scaling
         self.maximum = cute.make_rmem_tensor((LANE_ROWS,), Float32)
+        self.offset = cute.make_rmem_tensor((LANE_ROWS,), Float32)
         self.total = cute.make_rmem_tensor((LANE_ROWS,), Float32)
+        self.factor = cute.make_rmem_tensor((LANE_ROWS,), Float32)
+        self.exact = cute.make_rmem_tensor((1,), Int32)
 
     def start(self) -> None:
         self.maximum.fill(-INF)
         self.total.fill(0.0)
+        self.factor.fill(1.0)
 
     @cute.jit
-    def update_used(self, s: cute.Tensor, used: Int32) -> Any:
+    def update_used(
+        self, s: cute.Tensor, used: Int32, first: cutlass.Constexpr[bool] = False
+    ) -> Boolean:
         """As `update`, where only the first `used` of the warp's 16 rows exist: the others keep S,
         and take no time where no lane has one."""
-        factors = cute.make_rmem_tensor((LANE_ROWS,), Float32)
-        factors.fill(1.0)
+        moved = Boolean(False)
         if used > LANE_ROW_STEP:
-            assign(factors, self.update(s))
+            moved = self.update(s, first)
         elif used > 0:
-            factors[0] = self.update(s, 1)[0]
-        return [factors[r] for r in range(LANE_ROWS)]
+            moved = self.update(s, first, 1)
+        return moved
 
     @cute.jit
-    def update(self, s: cute.Tensor, lane_rows: cutlass.Constexpr[int] = LANE_ROWS) -> Any:
-        """Replace S by P, of the first `lane_rows`, and return the factor of each lane row of O."""
-        log2 = self.scaling.log2
+    def update(
+        self,
+        s: cute.Tensor,
+        first: cutlass.Constexpr[bool] = False,
+        lane_rows: cutlass.Constexpr[int] = LANE_ROWS,
+    ) -> Boolean:
+        """Replace S by P, of the first `lane_rows`. Return whether rows of O are to be multiplied
+        by `factor`; the `first` tile has none before it."""
         rows = [s[None, r, None] for r in range(lane_rows)]
-        previous = [self.maximum[r] for r in range(lane_rows)]
-        highest = [row_maximum(row, x) for row, x in zip(rows, previous, strict=True)]
-        highest = across_lanes(lambda x, y: cute.arch.fmax(x, y, nan=True), highest)
-        moved = [
-            move_maximum(h, p, self.scaling, False) for h, p in zip(highest, previous, strict=True)
-        ]
-        large = moved[0][3] if lane_rows == 1 else moved[0][3] | moved[1][3]
-        if cute.arch.vote_any_sync(large):
-            keep_branch()  # scores this large are rare
-            for r in cutlass.range_constexpr(lane_rows):
-                shift = cutlass.select_(moved[r][3], -moved[r][0], Float32(0.0))
-                for j in cutlass.range_constexpr(cute.size(rows[r])):
-                    rows[r][j] = rows[r][j] + shift
-        factors = []
-        for r in cutlass.range_constexpr(lane_rows):
-            maximum, used, stays, large = moved[r]
-            used = cutlass.select_(large, maximum, used)
-            factor = exp2((previous[r] - used) * log2)
-            factor = cutlass.select_(stays, Float32(1.0), factor)
-            offset = cutlass.select_(large, Float32(0.0), -used * log2)
+        moved = Boolean(True)
+        if cutlass.const_expr(first):
+            self.move(rows)
+        else:
+            moved = self.exact[0] != 0
+            if moved:
+                keep_branch()
+                self.move(rows)
+            else:
+                signs = Int32(-1)
+                for r in cutlass.range_constexpr(len(rows)):
+                    for j in cutlass.range_constexpr(cute.size(rows[r])):
+                        x = cute.math.fma(rows[r][j], self.scaling.log2, self.offset[r])
+                        signs = signs & x.bitcast(Int32)
+                        rows[r][j] = x
+                moved = cute.arch.vote_any_sync(signs >= 0)
+                if moved:
+                    keep_branch()
+                    self.move_exponents(rows)
+        for r in cutlass.range_constexpr(len(rows)):
             row = rows[r]
-            sums = [Float32(0.0) for _ in range(4)]
+            sums = [self.total[r], *(Float32(0.0) for _ in range(3))]
             for j in cutlass.range_constexpr(cute.size(row)):
-                row[j] = exp2(cute.math.fma(row[j], log2, offset))
-                sums[j % 4] = sums[j % 4] + row[j]
-            self.maximum[r] = maximum
-            total = (sums[0] + sums[1]) + (sums[2] + sums[3])
-            self.total[r] = cute.math.fma(self.total[r], factor, total)
-            factors.append(factor)
-        return factors
+                if cutlass.const_expr(j in self.on_fma):
+                    row[j] = exp2_on_fma(row[j])
+                else:
+                    row[j] = exp2(row[j])
+                if cutlass.const_expr(self.sums):
+                    sums[j % 4] = sums[j % 4] + row[j]
+            self.total[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        return moved
+
+    @cute.jit
+    def move(self, rows: cutlass.Constexpr[Any]) -> None:
+        """Move references that rows of S have outgrown, and replace S by exponents."""
+        scaling = self.scaling
+        previous = [self.maximum[r] for r in range(len(rows))]
+        highest = [row_maximum(row, Float32(-INF)) for row in rows]
+        highest = across_lanes(lambda x, y: cute.arch.fmax(x, y, nan=True), highest)
+        exact = Boolean(scaling.log2 > LARGEST_FACTOR)
+        for r in cutlass.range_constexpr(len(rows)):
+            stays = highest[r] <= previous[r]
+            maximum = cutlass.select_(stays, previous[r], self.above(highest[r]))
+            used = cute.arch.fmax(maximum, scaling.lowest, nan=True)
+            large = (abs(maximum) >= scaling.large) & (maximum != -INF)
+            used = cutlass.select_(large, maximum, used)
+            factor = exp2((previous[r] - used) * scaling.log2)
+            factor = cutlass.select_(stays, Float32(1.0), factor)
+            offset = -used * scaling.log2
+            # A large reference is subtracted before the multiplication.
+            shift = cutlass.select_(large, -used, Float32(0.0))
+            rest = cutlass.select_(large, Float32(0.0), offset)
+            for j in cutlass.range_constexpr(cute.size(rows[r])):
+                rows[r][j] = cute.math.fma(rows[r][j] + shift, scaling.log2, rest)
+            self.use(r, maximum, offset, factor)
+            exact = exact | large | (maximum == -INF)
+        self.exact[0] = Int32(cute.arch.vote_any_sync(exact))
+
+    @cute.jit
+    def move_exponents(self, rows: cutlass.Constexpr[Any]) -> None:
+        """As `move`, of rows that have been replaced by exponents already."""
+        scaling = self.scaling
+        highest = [row_maximum(row, Float32(-INF)) for row in rows]
+        highest = across_lanes(lambda x, y: cute.arch.fmax(x, y, nan=True), highest)
+        large = Boolean(False)
+        for r in cutlass.range_constexpr(len(rows)):
+            stays = highest[r] <= 0.0
+            found = self.above((highest[r] - self.offset[r]) / scaling.log2)
+            maximum = cutlass.select_(stays, self.maximum[r], found)
+            offset = cutlass.select_(stays, self.offset[r], -maximum * scaling.log2)
+            change = offset - self.offset[r]
+            for j in cutlass.range_constexpr(cute.size(rows[r])):
+                rows[r][j] = rows[r][j] + change
+            self.use(r, maximum, offset, exp2(change))
+            large = large | (abs(maximum) >= scaling.large)
+        self.exact[0] = Int32(cute.arch.vote_any_sync(large))
+
+    def above(self, highest: Any) -> Any:
+        """The reference for a maximum: a large one itself, so that its P is 1."""
+        reference = highest + self.scaling.growth
+        return cutlass.select_(abs(reference) < self.scaling.large, reference, highest)
+
+    def use(self, r: int, maximum: Any, offset: Any, factor: Any) -> None:
+        """Set a row's reference."""
+        self.maximum[r], self.offset[r], self.factor[r] = maximum, offset, factor
+        self.total[r] = self.total[r] * factor
 
     def totals(self) -> list[Any]:
         """The sum of each lane row's P."""

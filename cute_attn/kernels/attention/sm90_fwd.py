@@ -4,14 +4,16 @@ A CTA computes a tile of query rows, 64 for each of its one to three consumer wa
 visible K/V tiles, from the last to the first.
 
     S = Q K^T        64 x tile_n a warpgroup    Q and K in shared memory, S in registers
-    P = 2^(c S - m)                             c = softmax_scale * log2(e), m the (late) maximum
+    P = 2^(c S - m)                             c = softmax_scale * log2(e), m the reference
     O = O a + P V    64 x head_dim              P and O in registers, V in shared memory
 
-The maximum m moves only when it has grown by more than RESCALE_THRESHOLD (in log2), so O is rarely
-rescaled (by a); see `softmax`. Two things overlap softmax with products. A warpgroup starts the
-scores of the next K/V tile before this tile's P V, and computes that softmax while P V runs. And
-the warpgroups take turns to start products (named barriers), so that the softmax of one falls into
-the products of another.
+The reference m of a row is its maximum when it last moved, and a headroom; it moves when a score is
+above it, so O is rarely rescaled (by a); see `fragment_softmax`. Where no log-sum-exp is asked for,
+the sums of P are columns of O, by ones beside V.
+
+Two things overlap softmax with products. A warpgroup starts the scores of the next K/V tile before
+this tile's P V, and computes that softmax while P V runs. And the warpgroups take turns to start
+products (named barriers), so that the softmax of one falls into the products of another.
 
     warps             role        work on a tile
     first             consumers   S, softmax, O; at the end O / sum through shared memory, by TMA
@@ -43,7 +45,13 @@ from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
 from ..common.ptx.convert import pack
 from ..common.ptx.grids import start_dependents
-from ..common.ptx.memory import LINE_WORDS, prefetch_global, shared_address, store_global
+from ..common.ptx.memory import (
+    LINE_WORDS,
+    prefetch_global,
+    shared_address,
+    store_global,
+    store_shared,
+)
 from ..common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -51,13 +59,16 @@ from ..common.spec import MAX_SMEM_BYTES
 from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
-from .fragment_softmax import FragmentSoftmax
+from .fragment_softmax import HEADROOM, FragmentSoftmax
 from .pages import Pages
 from .sm90_mma import (
+    ONES_BYTES,
     ROWS,
+    SUMS,
     WARPGROUP,
     WARPGROUP_WARPS,
     start_output,
+    start_output_with_sums,
     start_scores,
 )
 from .sm90_store import group_barrier, store_staged
@@ -69,6 +80,9 @@ from .work import SplitTileMap, SplitWork, TileMap, Work, heads_in_l2
 
 WARP_ROWS = ROWS // WARPGROUP_WARPS
 
+SUMS_BY_PRODUCT = 128  # the largest head_dim at which the sums of P are columns of P V
+# At these head_dims every nth exponential is computed on the FMA units.
+FMA_EXPONENTIALS = {64: 8}
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
 
@@ -107,6 +121,10 @@ class Sm90Forward:
         self.warpgroups = spec.tile_m // ROWS
         self.few_rows = self.warpgroups == 1  # of a K/V head
         self.row_bytes = 2 * spec.head_dim
+        step = FMA_EXPONENTIALS.get(spec.head_dim, spec.tile_n)
+        self.on_fma = range(step - 1, spec.tile_n // 4, step)
+        # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
+        self.sums = SUMS if spec.head_dim <= SUMS_BY_PRODUCT and not spec.lse else 0
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
@@ -150,6 +168,8 @@ class Sm90Forward:
         spec, at = self.spec, SWIZZLE_ALIGNMENT
         rows, tile = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
         o = (Buffer("o", self.dtype, rows, 1, at, "O"),) if o_staged else ()
+        if self.sums:
+            o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
         return SharedMemory(
             Buffer("q", self.dtype, rows, q_stages, at, "Q"),
             Buffer("k", self.dtype, tile, spec.stages, at, "K"),
@@ -231,7 +251,7 @@ class Sm90Forward:
         o_copy = (None, o)
         if cutlass.const_expr(self.o_staged):
             o_copy = self.o_rows.atom(store, o)
-        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
+        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None, HEADROOM[spec.dtype])
         self.kernel(
             *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
             *o_copy, lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
@@ -307,6 +327,14 @@ class Sm90Forward:
             if cutlass.const_expr(spec.seqused_k and self.few_rows):
                 prefetch_global(seqused_k, cute.arch.lane_idx() * LINE_WORDS)
             prepare((q_tma, k_tma, v_tma, *((o_tma,) if self.o_staged else ())), barriers)
+        if cutlass.const_expr(self.sums > 0):
+            one = Float32(1.0)
+            at = shared_address(storage.ones)
+            for i in cutlass.range(
+                cute.arch.thread_idx()[0], ONES_BYTES // 4, (self.warpgroups + 1) * WARPGROUP
+            ):
+                store_shared(Int32, at + 4 * i, [pack(self.dtype, one, one)])
+            cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
         visible = Visibility.of(
@@ -344,11 +372,12 @@ class Sm90Forward:
             q=shared_address(storage.q) + group * (ROWS * BOX * 2),
             k=shared_address(storage.k),
             v=shared_address(storage.v),
+            ones=shared_address(storage.ones) if self.sums else None,
             o=o,
             s=fragments.accumulators(spec.tile_n),
             p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
-            acc=fragments.accumulators(spec.head_dim),
-            softmax=FragmentSoftmax(scaling),
+            acc=fragments.accumulators(spec.head_dim + self.sums),
+            softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma),
             visible=visible,
         )
 
@@ -478,9 +507,17 @@ class Sm90Forward:
         there are then."""
         spec = self.spec
         q = own.q + own.barriers.stage("q_full", taken) * (spec.tile_m * self.row_bytes)
+        row = work.block * spec.tile_m + own.group * ROWS
         whole_first, whole_end = own.visible.whole_key_tiles(
-            work.block * spec.tile_m, spec.tile_m, work.seqlen_q, work.seqlen_k
+            row, ROWS, work.seqlen_q, work.seqlen_k
         )
+        tile_first = first
+        if cutlass.const_expr(spec.window_right or spec.window_left):
+            # Those of the warpgroup's rows, but at least one of them.
+            seen = own.visible.key_tiles_of_rows(row, ROWS, work.seqlen_q, work.seqlen_k)
+            own_end = cutlass.min(cutlass.max(seen[1], first + 1), end)
+            n = cute.arch.make_warp_uniform(self.pass_key_tiles(own, end - own_end, n))
+            first, end = cutlass.min(cutlass.max(seen[0], first), own_end - 1), own_end
         key_tile = end - 1
         # The last K/V tile: there is no P yet for a second product.
         own.barriers.wait("k_full", n)
@@ -491,7 +528,7 @@ class Sm90Forward:
             self.cap(own)
         if key_tile >= whole_end or key_tile < whole_first:
             self.mask(own, work, key_tile)
-        self.exponentiate(own, work)
+        self.exponentiate(own, work, True)
         fragments.assign(own.p, fragments.operand(own.s, self.dtype))
         n += 1
         # The K/V tiles on the right bound, those in between, and those on the left bound.
@@ -515,6 +552,21 @@ class Sm90Forward:
         out = self.start_output(own, n - 1)
         fragments.assign(own.acc, wgmma.wait(out))
         own.barriers.warp_arrives("v_empty", n - 1)
+        if cutlass.const_expr(spec.window_left):
+            n = self.pass_key_tiles(own, first - tile_first, n)
+        return n
+
+    @cute.jit
+    def pass_key_tiles(self, own: Consumer, count: Int32, n: Int32) -> Int32:
+        """Release K/V tiles that no row of the warpgroup sees, from use n on, and take their
+        turns; return the use after them."""
+        for _ in cutlass.range(count, unroll=1):
+            for name in cutlass.range_constexpr(2):
+                own.barriers.wait(("k_full", "v_full")[name], n)
+                own.barriers.warp_arrives(("k_empty", "v_empty")[name], n)
+            own.turns.wait()
+            own.turns.give()
+            n += 1
         return n
 
     @cute.jit
@@ -540,12 +592,14 @@ class Sm90Forward:
             self.cap(own)
         if cutlass.const_expr(masked):
             self.mask(own, work, key_tile)
-        factors = self.exponentiate(own, work)
+        moved = self.exponentiate(own, work, False)
         fragments.assign(own.acc, wgmma.wait(out))
         own.barriers.warp_arrives("v_empty", n - 1)
         fragments.assign(own.p, fragments.operand(own.s, self.dtype))
-        if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
-            fragments.scale_rows(own.acc, factors)
+        if moved:
+            fragments.scale_rows(
+                own.acc, [own.softmax.factor[r] for r in range(fragments.LANE_ROWS)]
+            )
 
     def start_scores(self, own: Consumer, q: Any, n: Any) -> list[Any]:
         """Start S = Q K^T, with Q at `q` and use n of K."""
@@ -561,17 +615,22 @@ class Sm90Forward:
         spec = self.spec
         stage = own.barriers.stage("v_full", n) * (spec.tile_n * self.row_bytes)
         o, p = fragments.values(own.acc), fragments.values(own.p)
+        if self.sums:
+            return start_output_with_sums(
+                self.dtype, o, p, own.v + stage, own.ones,
+                tile_n=spec.tile_n, head_dim=spec.head_dim,
+            )  # fmt: skip
         return start_output(
             self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim
         )
 
-    def exponentiate(self, own: Consumer, work: Work) -> Any:
-        """Replace S by P, and return the factor of each lane row of O."""
+    def exponentiate(self, own: Consumer, work: Work, first: bool) -> Any:
+        """Replace S by P, and return whether rows of O are to be rescaled."""
         spec = self.spec
         if not self.few_rows:
-            return own.softmax.update(own.s)
+            return own.softmax.update(own.s, first)
         rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
-        return own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS)
+        return own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS, first)
 
     def cap(self, own: Consumer) -> None:
         for lane_row in range(fragments.LANE_ROWS):
@@ -598,7 +657,10 @@ class Sm90Forward:
     def finish_rows(self, x: Operands, own: Consumer, work: Work) -> None:
         """Divide the rows of O by their sums, and store the log-sum-exp."""
         spec = self.spec
-        totals = own.softmax.totals()
+        if cutlass.const_expr(self.sums > 0):
+            totals = [own.acc[0, r, spec.head_dim // 8] for r in range(fragments.LANE_ROWS)]
+        else:
+            totals = own.softmax.totals()
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             row = self.row(own, work, lane_row)
             token = own.visible.token(row)
@@ -612,7 +674,7 @@ class Sm90Forward:
                 totals[lane_row], own.softmax.maximum[lane_row], own.softmax.scaling, sink
             )
             values = own.acc[None, lane_row, None]
-            for j in cutlass.range_constexpr(cute.size(values)):
+            for j in cutlass.range_constexpr(spec.head_dim // 4):
                 # A row without a visible key is 0, whatever P V holds.
                 scaled = values[j] * inverse
                 values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
@@ -629,7 +691,7 @@ class Sm90Forward:
         """Store the warpgroup's rows through shared memory, by TMA."""
         self.stores_done(own)  # of the tile before, out of the same buffer
         group_barrier(own.group)
-        words = fragments.operand(own.acc, self.dtype)
+        words = fragments.operand(own.acc, self.dtype)[: self.spec.head_dim // 4]
         fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, ROWS)
         cute.arch.fence_view_async_shared()
         group_barrier(own.group)
@@ -664,7 +726,7 @@ class Sm90Forward:
 
     def parts(self, row: cute.Tensor) -> list[list[Any]]:
         """What a lane stores of a row: for each store, values of neighbouring columns."""
-        pairs = [[row[j], row[j + 1]] for j in range(0, cute.size(row), 2)]
+        pairs = [[row[j], row[j + 1]] for j in range(0, self.spec.head_dim // 4, 2)]
         if self.spec.split:
             return pairs
         return fragments.whole_units([pack(self.dtype, *pair) for pair in pairs])

@@ -14,12 +14,15 @@ import cutlass.cute as cute
 from ..common.ptx import wgmma
 from ..common.ptx.matrices import load_matrices
 from ..common.spec import WARP_SIZE
+from ..common.tma import BOX
 
 ROWS = 64  # of a warpgroup
 WARPGROUP = 128  # threads
 WARPGROUP_WARPS = WARPGROUP // WARP_SIZE
 STEP = 16  # of the contracted dimension, of one instruction
 LINE_BYTES = 128
+SUMS = 8  # columns of sums: the fewest of a product
+ONES_BYTES = STEP * LINE_BYTES  # of a box of ones, as many rows as a step has
 STEP_BYTES = STEP * 2
 STEPS_OF_LINE = LINE_BYTES // STEP_BYTES
 
@@ -69,6 +72,24 @@ def start_output(
     steps = range(tile_n // STEP)
     descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
     return wgmma.product(dtype, o, p, descriptors, head_dim, columns=True)
+
+
+def start_output_with_sums(
+    dtype: Any, o: list[Any], p: list[Any], v: Any, ones: Any, *, tile_n: int, head_dim: int
+) -> list[Any]:
+    """As `start_output`, with the sums of P's rows in 8 more columns of O. `ones` is the shared
+    address of ONES_BYTES of ones, above V."""
+    box = tile_n * LINE_BYTES
+    steps = [s * STEP * LINE_BYTES >> 4 for s in range(tile_n // STEP)]
+    first = wgmma.columns_descriptor(v, box)
+    parts = []
+    if head_dim > BOX:
+        parts.append((head_dim - BOX, [first + s for s in steps]))
+    last = v + (head_dim // BOX - 1) * box
+    # The step to the ones' box shrinks as the address grows.
+    beside_ones = wgmma.columns_descriptor(last, ones - last)
+    parts.append((BOX + SUMS, [beside_ones + (s - (s << 16)) for s in steps]))
+    return wgmma.product_of_parts(dtype, o, p, parts, columns=True)
 
 
 def start_query_gradients(

@@ -19,7 +19,6 @@ from cutlass import Boolean, Float32
 from ..common.carried import Carried
 from ..common.numbers import FLOAT32_MAX, INF, LN_2, LOG2_E, NAN
 from ..common.ptx.compiler import keep_branch
-from ..common.ptx.math import add_rounded_down
 
 RESCALE_THRESHOLD = 8.0  # log2 of the growth that leaves the maximum in place: P is at most 2^8
 # Below this, rounding an offset m * scale costs at most 2^-13, a factor of 1 + 8.5e-5: as much as
@@ -35,7 +34,7 @@ class Scaling(Carried):
         factor: turns S into scaled scores: the softmax scale, or the softcap.
         log2: factor times log2(e).
         before_tanh: factor of scores inside the tanh; 1 without a softcap.
-        growth: RESCALE_THRESHOLD in units of S.
+        growth: RESCALE_THRESHOLD in units of S, or what a kernel has in its place.
         large: LARGE_OFFSET in units of S; a maximum this large is subtracted from S before the
             multiplication by `log2`.
         lowest: a finite number below any maximum that is not large.
@@ -49,7 +48,9 @@ class Scaling(Carried):
     lowest: Float32
 
     @classmethod
-    def of(cls, softmax_scale: Any, softcap: Any | None = None) -> Scaling:
+    def of(
+        cls, softmax_scale: Any, softcap: Any | None = None, growth: float = RESCALE_THRESHOLD
+    ) -> Scaling:
         factor, before_tanh = softmax_scale, 1.0
         if softcap is not None:
             factor = softcap
@@ -57,7 +58,7 @@ class Scaling(Carried):
         log2 = factor * LOG2_E
         large = LARGE_OFFSET / log2
         lowest = cutlass.max(-2.0 * large, Float32(-FLOAT32_MAX))
-        return cls(factor, log2, Float32(before_tanh), RESCALE_THRESHOLD / log2, large, lowest)
+        return cls(factor, log2, Float32(before_tanh), growth / log2, large, lowest)
 
     def multiply_add(self, x: Any, y: Any) -> Any:
         """factor * x + y with one rounding."""
@@ -92,21 +93,15 @@ def row_maximum(values: cute.Tensor, previous: Float32) -> Float32:
 
 @cute.jit
 def move_maximum(
-    highest: Float32,
-    previous: Float32,
-    scaling: Scaling,
-    packed: cutlass.Constexpr[bool] = True,
+    highest: Float32, previous: Float32, scaling: Scaling
 ) -> tuple[Float32, Float32, Boolean, Boolean]:
     """(the new maximum, a finite replacement for it where it is -inf, whether it is the previous
-    one, whether the row's scores are large). `packed`: there are packed instructions (sm_100)."""
+    one, whether the row's scores are large)."""
     large = (abs(highest) >= scaling.large) & (highest != -INF)
     # Rounded down: an ulp of a large maximum may exceed `growth`.
-    if cutlass.const_expr(packed):
-        passed, _ = cute.arch.add_packed_f32x2(
-            (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
-        )
-    else:
-        passed = add_rounded_down(previous, scaling.growth)
+    passed, _ = cute.arch.add_packed_f32x2(
+        (previous, previous), (scaling.growth, scaling.growth), rnd="rm"
+    )
     stays = highest <= passed
     maximum = previous if stays else highest
     used = cute.arch.fmax(maximum, scaling.lowest, nan=True)

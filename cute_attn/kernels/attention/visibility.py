@@ -71,15 +71,19 @@ class Visibility(Carried):
 
     def key_tiles(self, block: Any, seqlen_q: Any, seqlen_k: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles with a key that some row of query tile `block` sees."""
+        return self.key_tiles_of_rows(block * self.tile_m, self.tile_m, seqlen_q, seqlen_k)
+
+    def key_tiles_of_rows(
+        self, first_row: Any, rows: int, seqlen_q: Any, seqlen_k: Any
+    ) -> tuple[Any, Any]:
+        """[first, end) of the K/V tiles with a key that some of the rows sees."""
         shift = seqlen_k - seqlen_q
         low, high = 0, seqlen_k
         if self.right is not None:
-            last_token = cutlass.min(
-                self.token(block * self.tile_m + (self.tile_m - 1)), seqlen_q - 1
-            )
+            last_token = cutlass.min(self.token(first_row + (rows - 1)), seqlen_q - 1)
             high = cutlass.min(high, last_token + shift + self.right + 1)
         if self.left is not None:
-            low = cutlass.max(low, self.token(block * self.tile_m) + shift - self.left)
+            low = cutlass.max(low, self.token(first_row) + shift - self.left)
         return _tiles(low, high, self.tile_n)
 
     def whole_key_tiles(

@@ -1,4 +1,4 @@
-"""2 ** x of pairs of float32 on the FMA units, which takes load off the special function unit.
+"""2 ** x of float32 on the FMA units, which takes load off the special function unit.
 
 With n = floor(x) and f = x - n: 2 ** x = 2 ** n * 2 ** f. Adding 1.5 * 2 ** 23, rounded down,
 leaves n in the low bits of the sum. A cubic approximates 2 ** f, and n is added to its exponent as
@@ -12,6 +12,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+
+from .ptx.math import add_rounded_down
 
 ROUND_DOWN = 1.5 * 2.0**23
 
@@ -55,6 +57,17 @@ def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
         (_add_exponent(p[0], n[0]), _add_exponent(p[1], n[1]))
         for p, n in zip(powers, shifted, strict=True)
     ]
+
+
+def exp2_on_fma(x: Any) -> Any:
+    """2 ** x of one x of at most 128, as `exp2_pairs`, without packed instructions."""
+    x = cute.arch.fmax(x, Float32(SMALLEST))
+    shifted = add_rounded_down(x, Float32(ROUND_DOWN))
+    fraction = x - (shifted - ROUND_DOWN)
+    power = Float32(CUBIC[3])
+    for c in (CUBIC[2], CUBIC[1], CUBIC[0]):
+        power = cute.math.fma(power, fraction, Float32(c))
+    return _add_exponent(power, shifted)
 
 
 def exp2_mixed(pairs: list[Pair], on_fma: range) -> list[Pair]:

@@ -32,10 +32,11 @@ def rows_descriptor(address: Any) -> Any:
     return Int64(_ROWS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
-def columns_descriptor(address: Any, sub_tile_step: int = SUB_TILE_BYTES) -> Any:
+def columns_descriptor(address: Any, sub_tile_step: Any = SUB_TILE_BYTES) -> Any:
     """Describe a right operand whose rows are the rows at `address` (MN-major), 64 columns in each
     sub-tile; sub-tiles are `sub_tile_step` bytes apart. Each further k is 128 bytes on."""
-    return Int64(_COLUMNS | (sub_tile_step >> 4) << 16) | Int64((Int32(address) >> 4) & 0x3FFF)
+    step = (sub_tile_step >> 4) << 16
+    return Int64(_COLUMNS) | Int64(step) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
 def product(
@@ -55,8 +56,20 @@ def product(
         descriptors: descriptors of b, one for each 16 of k.
         columns: whether they come from `columns_descriptor` rather than `rows_descriptor`.
     """
-    left = [[*map(Int32, a[4 * s : 4 * s + 4])] for s in range(len(descriptors))]
-    return _start(dtype, c, left, descriptors, n, columns)
+    return product_of_parts(dtype, c, a, [(n, descriptors)], columns=columns)
+
+
+def product_of_parts(
+    dtype: Any,
+    c: Sequence[Any] | None,
+    a: Sequence[Any],
+    parts: Sequence[tuple[int, Sequence[Any]]],
+    *,
+    columns: bool,
+) -> list[Any]:
+    """As `product`, where b and the accumulators have several parts: (n, descriptors) of each."""
+    left = [[*map(Int32, a[i : i + 4])] for i in range(0, len(a), 4)]
+    return _start(dtype, c, left, parts, columns)
 
 
 def shared_product(
@@ -71,7 +84,7 @@ def shared_product(
 ) -> list[Any]:
     """As `product`, with the left operand in shared memory: `a` has a descriptor of its 64 rows for
     each 16 of k, from `rows_descriptor`, or with `transposed` from `columns_descriptor`."""
-    return _start(dtype, c, [[Int64(x)] for x in a], descriptors, n, columns, transposed)
+    return _start(dtype, c, [[Int64(x)] for x in a], [(n, descriptors)], columns, transposed)
 
 
 def mixed_product(
@@ -87,39 +100,41 @@ def mixed_product(
     """As `product` with the registers `held` for the first part of k, and as `shared_product` with
     the descriptors `a` for the rest."""
     registers = [[*map(Int32, held[i : i + 4])] for i in range(0, len(held), 4)]
-    return _start(dtype, c, registers + [[Int64(x)] for x in a], descriptors, n, columns)
+    return _start(dtype, c, registers + [[Int64(x)] for x in a], [(n, descriptors)], columns)
 
 
 def _start(
     dtype: Any,
     c: Sequence[Any] | None,
     left: Sequence[Sequence[Any]],
-    descriptors: Sequence[Any],
-    n: int,
+    parts: Sequence[tuple[int, Sequence[Any]]],
     columns: bool,
     transposed: bool = False,
 ) -> list[Any]:
-    """Start c + a b; `left` has the operands of a for each 16 of k: 4 registers, or a
-    descriptor."""
+    """Start c + a b; `left` has the operands of a for each 16 of k: 4 registers, or a descriptor;
+    `parts` are (n, descriptors) of neighbouring columns of b."""
     name = TYPE_NAMES[dtype]
-    count = n // 2
+    count = sum(n for n, _ in parts) // 2
     first = count if c is None else 2 * count
-    steps = len(descriptors)
     ends = list(accumulate((len(x) for x in left), initial=first))
     lines = ["{", ".reg .pred none, some;", "setp.ne.b32 none, 0, 0;", "setp.eq.b32 some, 0, 0;"]
     lines.append("wgmma.fence.sync.aligned;")
-    for s in range(steps):
+    for s, operand in enumerate(left):
         keep = "some" if s or c is not None else "none"
-        a = operands(ends[s], len(left[s]))
-        shared = len(left[s]) == 1
+        a = operands(ends[s], len(operand))
+        shared = len(operand) == 1
         majors = f"{int(transposed)}, {int(columns)}" if shared else f"{int(columns)}"
-        lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} "
-            f"{{{operands(0, count)}}}, {a if shared else f'{{{a}}}'}, "
-            f"${ends[-1] + s}, {keep}, 1, 1, {majors};"
-        )
+        at = 0
+        for i, (n, _) in enumerate(parts):
+            lines.append(
+                f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} "
+                f"{{{operands(at, n // 2)}}}, {a if shared else f'{{{a}}}'}, "
+                f"${ends[-1] + i * len(left) + s}, {keep}, 1, 1, {majors};"
+            )
+            at += n // 2
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
-    arguments = [*map(Float32, c or ()), *(x for xs in left for x in xs), *map(Int64, descriptors)]
+    arguments = [*map(Float32, c or ()), *(x for xs in left for x in xs)]
+    arguments += [Int64(x) for _, descriptors in parts for x in descriptors]
     tied = 0 if c is None else count
     return list(asm("\n".join(lines), [Float32] * count, arguments, tied=tied, memory=True))
 
