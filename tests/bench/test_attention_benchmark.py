@@ -174,7 +174,7 @@ def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert backward["rows"][0]["fa2_us"] == 4.0 and backward["rows"][0]["mode"] == "do_bench"
     contiguous, paged = decode["rows"]
     assert contiguous["cudnn_us"] == 2.5 and paged["cudnn_us"] is None
-    assert paged["mode"] == "graph" and paged["speedup_vs_fa4"] == 1.5
+    assert (paged["mode"], paged["flush"]) == ("graph", "read") and paged["speedup_vs_fa4"] == 1.5
     assert paged["copy_us"] == MICROSECONDS["kernel_copy"]
     assert paged["share_of_copy"] == pytest.approx(SMALL[4].min_bytes / 2.0 / 1e3 / 3000)
     assert pages["rows"][0]["loss_pct"] == pytest.approx(100 * (2.0 / 1.9 - 1))

@@ -284,7 +284,7 @@ def verdicts(tables: Mapping[str, Sequence[Row]]) -> list[Verdict]:
 def _label(row: Row) -> str:
     names = (
         "head_dim", "batch", "seqlen", "seqlen_q", "keys", "heads", "heads_k", "causal",
-        "page_size", "mode",
+        "page_size", "mode", "flush",
     )  # fmt: skip
     return " ".join(f"{name}={row[name]}" for name in names if name in row)
 

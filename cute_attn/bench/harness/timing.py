@@ -239,6 +239,7 @@ def time_rested(
     fns: Mapping[str, Call],
     *,
     mode: Mode = "do_bench",
+    flush: Flush = "zero",
     rounds: int = 3,
     rest_s: float = REST_S,
     warmup_ms: float = 8.0,
@@ -252,7 +253,7 @@ def time_rested(
     fifth. Every other round goes through the functions backwards.
 
     Args:
-        mode, warmup_ms, rep_ms, device: as for `time_cuda`.
+        mode, flush, warmup_ms, rep_ms, device: as for `time_cuda`.
         rounds: how often each is timed; the round with the median time counts.
         rest_s: seconds that the GPU idles before each timing.
     """
@@ -263,7 +264,14 @@ def time_rested(
             device.synchronize()
             sleep(rest_s)
             found[name].append(
-                time_cuda(fns[name], mode=mode, warmup_ms=warmup_ms, rep_ms=rep_ms, device=device)
+                time_cuda(
+                    fns[name],
+                    mode=mode,
+                    flush=flush,
+                    warmup_ms=warmup_ms,
+                    rep_ms=rep_ms,
+                    device=device,
+                )
             )
     return {
         name: sorted(times, key=lambda timing: timing.median_us)[len(times) // 2]
