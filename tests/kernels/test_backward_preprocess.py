@@ -41,12 +41,12 @@ def of_sequence(x: Tensor, varlen: bool, sequence: int, rows: slice) -> Tensor:
 @pytest.mark.parametrize(
     ("spec", "lengths"),
     [
-        (PreprocessSpec("bfloat16", False, False, "none", False), (130, 130)),
+        (PreprocessSpec("bfloat16", False, False, "none", False, sums=True), (130, 130)),
         (PreprocessSpec("float16", False, False, "bfloat16", True), (128,)),
         (PreprocessSpec("bfloat16", True, False, "float16", False), (0, 5, 129, 0, 128)),
-        (PreprocessSpec("bfloat16", True, True, "none", True), (3, 200, 70)),
+        (PreprocessSpec("bfloat16", True, True, "none", True, sums=True), (3, 200, 70)),
     ],
-    ids=["dense", "dense, sink, dlse", "packed, sink", "packed, seqused, dlse"],
+    ids=["dense, sums", "dense, sink, dlse", "packed, sink", "packed, seqused, dlse, sums"],
 )
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch: str) -> None:
@@ -80,6 +80,7 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
             x[total:] = math.nan
     rows = padded_rows(shape[-2], len(lengths), spec.varlen_q)
     stats = torch.full((2, HEADS, rows), math.nan)
+    sums = torch.full((HEADS, rows, HEAD_DIM), math.nan) if spec.sums else None
     tiles = sum(-(-n // TILE) for n in lengths)
     if spec.varlen_q:
         tiles = (total + tail) // TILE + len(lengths)
@@ -88,7 +89,7 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
         BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse, sink,
         torch.tensor(starts, dtype=torch.int32) if spec.varlen_q else None,
         torch.tensor(used, dtype=torch.int32) if spec.seqused_q else None,
-        stats, dsink, arch=arch,
+        stats, sums, dsink, arch=arch,
     )  # fmt: skip
 
     expected = torch.full(stats.shape, math.nan, dtype=torch.float64)
@@ -116,6 +117,10 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
         expected[1, :, first : first + length] = torch.where(seen, delta, 0.0)
     # Tiles of no sequence are not written.
     torch.testing.assert_close(stats.double(), expected, rtol=1e-6, atol=1e-4, equal_nan=True)
+    if sums is not None:
+        written = ~expected[0].isnan()
+        assert (sums[written] == 0.0).all()
+        assert sums[~written].isnan().all()
     if dsink is not None:
         assert not dsink.isnan().any()
         torch.testing.assert_close(dsink.double().sum(0), expected_dsink, rtol=1e-5, atol=1e-3)

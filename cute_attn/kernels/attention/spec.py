@@ -196,6 +196,7 @@ class PreprocessSpec(Spec):
         sink_dtype: dtype of the learnable sink whose gradient is computed, or "none".
         dlse: the log-sum-exp has a gradient.
         head_dim: of o and its gradient.
+        sums: the kernel writes zeros to the sums of dq, see `query_sums`.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -214,6 +215,7 @@ class PreprocessSpec(Spec):
     sink_dtype: str
     dlse: bool
     head_dim: int = 256
+    sums: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 Up to six kernels:
 
-    preprocess    stats: lse and delta of the query rows; parts of dsink
+    preprocess    stats: lse and delta of the query rows; parts of dsink; zeros for sums of dq
     dq            dq
     dkdv          dk and dv, or with splits float32 parts of them
     sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts
@@ -284,8 +284,11 @@ class Backward(Operator[BackwardArguments]):
         if ready.sum_dsink is not None:
             sink = a.learnable_sink
             parts = q.new_empty((num_tiles(*sizes), heads), dtype=torch.float32)
+        dq_sums = None
+        if ready.postprocess is not None:
+            dq_sums = q.new_empty((*stats.shape[1:], q.shape[-1]), dtype=torch.float32)
         ready.preprocess(
-            a.o, do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, parts
+            a.o, do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, dq_sums, parts
         )  # fmt: skip
         if sink is not None and parts is not None and ready.sum_dsink is not None:
             dsink = torch.empty_like(sink)
@@ -318,10 +321,7 @@ class Backward(Operator[BackwardArguments]):
             if ready.zero_dkdv is not None:
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
-            sums: tuple[Tensor, ...] = ()
-            if ready.postprocess is not None:
-                padded = (heads, stats.shape[-1], q.shape[-1])
-                sums = (q.new_zeros(padded, dtype=torch.float32),)
+            sums = () if dq_sums is None else (dq_sums,)
             if ready.dkdv_of_heads:
                 self.launch_by_heads(ready, a, stats, scalars, written, dq)
             else:

@@ -294,6 +294,7 @@ def backward_requests(
         sink_dtype=sink or "none",
         dlse=dlse,
         head_dim=head_dim,
+        sums=fused,
     )
     partial = dkdv and split
     keys = main("backward_dkdv", partial=partial) if dkdv else None
