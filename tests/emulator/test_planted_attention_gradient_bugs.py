@@ -67,7 +67,8 @@ PLAIN = {
 }
 KERNELS = ("dq", "dkdv", "fused")
 BULK_LOAD = r"cp\.async\.bulk\.shared"
-ADD = r"cp\.reduce\.async\.bulk"
+ADD = r"red\S*\.add\.v4\.f32"
+TURN = r"(bar|barrier)(\.cta)?\.arrive"
 
 
 def early_release(p: Edged, release: int) -> str:
@@ -189,10 +190,9 @@ WAITS = {
     dkdv: (
         "the first S", "the first dP", "the first dV", "S", "dP and dK", "dV", "the last dK",
     ),
-    # The next tile of keys, for whose Q the last dK holds the buffer, waits for K's before.
     fused: (
-        "the first S", "the first dP and dV", "dK and S", "dP and dV", "dQ",
-        "the last dK and dQ",
+        "the first S", "the first dP", "the second dV", "the second dK and S", "the second dP",
+        "dQ", "dV", "dK and S", "dP", "the last dV and dK", "the last dQ but one", "the last dQ",
     ),
 }  # fmt: skip
 for planted, waits in WAITS.items():
@@ -218,7 +218,7 @@ def bugs_of_a_product(planted: Planter, last: str, accumulating: int) -> None:
 
 bugs_of_a_product(dq, "the last dQ", -1)
 bugs_of_a_product(dkdv, "the last dK", -1)
-bugs_of_a_product(fused, "the last dQ", -2)
+bugs_of_a_product(fused, "the last dQ", -3)
 
 # -- P and dS
 
@@ -286,14 +286,14 @@ def _(p: Edged) -> Planted:
 @fused("dS of the other stage", "value race uninitialised")
 def _(p: Edged) -> Planted:
     line = p.of("ds_full", WAIT)[0]
-    store = p.before(r"st\.shared\.b32", p.of("ds_full", ARRIVE)[-1])
+    store = p.before(r"stmatrix", p.of("ds_full", ARRIVE)[-1])
     return p.swap(store, r"\]", "+16]") if "+" not in p[store] else p.drop(store), [store, line]
 
 
 @fused("dS is released before its product is waited for", "race")
 def _(p: Edged) -> Planted:
     release = p.of("ds_empty", ARRIVE)[0]
-    wait = p.before(r"wgmma\.wait_group\S*\s+1", release)
+    wait = p.before(r"wgmma\.wait_group\S*\s+2", release)
     early = early_release(p, release)
     return p.drop(release).insert(wait, early), lines_of(p, WGMMA, SHARED)
 
@@ -302,57 +302,20 @@ def adds(p: Edged) -> list[int]:
     return p.all(ADD)
 
 
-@fused("proxy fence behind the staging of dQ dropped", "proxy-fence")
-def _(p: Edged) -> Planted:
-    lines = [p.before(r"fence\.proxy\.async", line) for line in adds(p)]
-    return p.drop(*lines), lines_of(p, ADD, SHARED)
-
-
-@fused("dQ is added before the other lanes have staged it", "race", "note")
-def _(p: Edged) -> Planted:
-    lines = [p.before(r"bar\.warp\.sync", line) for line in adds(p)]
-    return p.drop(*lines), lines_of(p, ADD, SHARED)
-
-
-@fused("wait for the last reduction dropped before dQ is staged", "race")
-def _(p: Edged) -> Planted:
-    lines = [p.before(r"bulk\.wait_group\.read", line) for line in adds(p)]
-    return p.drop(*lines), lines_of(p, ADD, SHARED)
-
-
-@fused("other lanes do not wait for the last reduction", "race", "note")
-def _(p: Edged) -> Planted:
-    lines = [p.after(r"bar\.warp\.sync", p.before(r"bulk\.wait_group\.read", x)) for x in adds(p)]
-    return p.drop(*lines), lines_of(p, ADD, SHARED)
-
-
-@fused("commit of a reduction dropped", "race exit")
-def _(p: Edged) -> Planted:
-    lines = [p.after(r"bulk\.commit_group", line) for line in adds(p)]
-    return p.drop(*lines), lines_of(p, ADD, SHARED)
-
-
-@fused("last wait for a reduction dropped", "exit", "note")
-def _(p: Edged) -> Planted:
-    return p.drop(p.one(r"bulk\.wait_group\.read", nth=-1)), range(1, len(p.lines))
-
-
 @fused("a reduction left out", "value")
 def _(p: Edged) -> Planted:
     return p.drop(adds(p)[-1]), adds(p)
 
 
-@fused("a reduction 16 bytes short", "value")
-def _(p: Edged) -> Planted:
-    line = adds(p)[0]
-    return p.swap(line, r", (\d+);", f", {4 * 16 * HEAD_DIM // 2 - 16};"), [line]
-
-
 @fused("dQ replaces the sum", "value")
 def _(p: Edged) -> Planted:
     line = adds(p)[0]
-    changed = p.swap(line, r"cp\.reduce\.async\.bulk", "cp.async.bulk")
-    return changed.swap(line, r"\.add\.f32", ""), [line]
+    return p.swap(line, r"red\S*", "st.global.v4.f32"), [line]
+
+
+@fused("a turn is not given", "deadlock")
+def _(p: Edged) -> Planted:
+    return p.drop(p.all(TURN)[-1]), p.all(TURN)
 
 
 @fused("dQ is added to the next tile", "value out-of-bounds")

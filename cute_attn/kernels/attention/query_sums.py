@@ -7,8 +7,8 @@ of `statistics`. Each tile of queries is contiguous, and in it the part of each 
     part      (blocks of `columns` columns, blocks of 16 rows)
     in it     (columns / 8, lanes, (2 rows, 2 columns))
 
-so that a warp's 16-byte stores to shared memory are consecutive, and each of its parts is one bulk
-reduction. Importing this loads no compiler.
+so that a warp's additions, of 16 bytes by a thread, are consecutive. Importing this loads no
+compiler.
 """
 
 from __future__ import annotations

@@ -5,20 +5,22 @@ third product with the tile's 128 keys:
 
     dQ = dS K        a warpgroup has 64 of 128 queries, or of 64 queries half of head_dim
 
-dQ of a tile is added to float32 sums in global memory by bulk reductions, one for each warp, from
-its own staging. `backward_postprocess` scales and rounds the sums. CTAs add in any order: the bits
-of dQ differ from run to run.
+Each thread adds its part of a tile's dQ to float32 sums in global memory, which
+`backward_postprocess` scales and rounds. CTAs add in any order: the bits of dQ differ from run to
+run.
 
-A warpgroup needs dS of the other one too. So it computes dQ of a tile beside dS of the next tile,
-when the other one is long done:
+A warpgroup starts the products of a tile in one burst, and has only elementwise work until the
+next. The two take turns, so that one's elementwise work falls into the burst of the other. A
+warpgroup needs dS of the other one too, which is half a tile behind: dQ is two tiles late.
 
-    tensor cores, in order                 beside them
+    tensor cores, in order                beside them
+    dQ = dS K of tile n - 2
+    dV += P^T dO of tile n - 1
+    dK += dS^T Q of tile n - 1            dQ of tile n - 2 to its sums, after its product
     S^T of tile n
-    dK += dS^T Q of tile n - 1
-    dP^T of tile n                         P^T of tile n, after S^T
-    dV += P^T dO of tile n
-    dQ = dS K of tile n - 1                dS^T of tile n, after dP^T, to shared memory
-                                           dQ of tile n - 1 to its staging, and from there to L2
+    dP^T of tile n
+    the other warpgroup's turn            P^T of tile n, after S^T; dS^T, after dP^T, to shared
+                                          memory
 """
 
 from __future__ import annotations
@@ -31,9 +33,8 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ..common.pipeline import Barriers, Edge, Kind
 from ..common.ptx import wgmma
-from ..common.ptx.async_copy import add_bulk
 from ..common.ptx.compiler import opaque
-from ..common.ptx.memory import shared_address, store_shared
+from ..common.ptx.memory import add_global, shared_address
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers
 from ..common.tma import BOX
 from . import fragments
@@ -46,6 +47,7 @@ from .sm90_store import GROUP_BARRIER
 from .softmax import Scaling
 from .spec import Sm90BackwardSpec
 from .statistics import padded_start
+from .turns import Turns
 from .visibility import Visibility
 from .work import Work
 
@@ -59,9 +61,10 @@ class Sm90Backward(Sm90DkDv):
     """The kernel for one Sm90BackwardSpec; see the module's docstring.
 
     A Consumer also has:
-        k, v, ds_ring, staging: shared addresses of the whole buffers.
+        k, v, ds_ring: shared addresses of the whole buffers.
         sums: global address of the sums of dQ.
         tiles_of_head: tiles of a head in the sums.
+        turns: of the warpgroups to start products.
     """
 
     q_stages = 2
@@ -72,8 +75,6 @@ class Sm90Backward(Sm90DkDv):
     def __init__(self, spec: Sm90BackwardSpec):
         if spec.tile_m not in (ROWS, WARPGROUPS * ROWS):
             raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS} or {WARPGROUPS * ROWS}")
-        # dK of a tile beside S of the next one takes registers for dS.
-        self.late_dk = spec.tile_m == ROWS
         self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
         self.ds_bytes = 2 * spec.tile_m * spec.tile_n
         super().__init__(spec)
@@ -85,11 +86,7 @@ class Sm90Backward(Sm90DkDv):
         )
 
     def more_buffers(self) -> tuple[Buffer, ...]:
-        ds = self.ds_bytes // 2
-        return (
-            Buffer("ds", self.dtype, ds, DS_STAGES, SWIZZLE_ALIGNMENT, "dS^T"),
-            Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp"),
-        )
+        return (Buffer("ds", self.dtype, self.ds_bytes // 2, DS_STAGES, SWIZZLE_ALIGNMENT, "dS^T"),)
 
     def more_fake_args(self, fake: FakeArguments) -> tuple[Any, ...]:
         return (fake.query_sums(),)
@@ -132,10 +129,10 @@ class Sm90Backward(Sm90DkDv):
         own = super().consumer(x, storage, barriers, warp, visible, scaling)
         own.k, own.v = shared_address(storage.k), shared_address(storage.v)
         own.ds_ring = shared_address(storage.ds)
-        own.staging = shared_address(storage.dq)
         own.sums = x.dq_sums.iterator.toint()
         own.tiles_of_head = x.dq_sums.shape[1] // self.spec.tile_m
         own.queries = x.queries
+        own.turns = Turns(own.group, WARPGROUPS)
         return own
 
     def own_rows(self, own: Consumer, rows: Any) -> Any:
@@ -145,17 +142,6 @@ class Sm90Backward(Sm90DkDv):
         """The warpgroup's number, computed anew: addresses that depend on it would be held in
         registers across the loops."""
         return opaque(own.warp) // WARPGROUP_WARPS
-
-    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
-        super().consumer_warps(x, own, storage)
-        self.wait_for_staging()
-
-    @cute.jit
-    def wait_for_staging(self) -> None:
-        """Until the warp's reduction has read its staging."""
-        if opaque(cute.arch.lane_idx()) == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
 
     @cute.jit
     def compute_tile(
@@ -168,6 +154,7 @@ class Sm90Backward(Sm90DkDv):
         taken: Int32,
         n: Int32,
     ) -> Int32:
+        own.turns.begin()
         # Keys past the end of the sequence would add to dQ: they need a mask in every tile.
         first_key = self.first_key(own, work)
         whole_first, whole_end = own.visible.whole_query_tiles(
@@ -180,21 +167,40 @@ class Sm90Backward(Sm90DkDv):
             padded_start(own.queries, work.sequence) // self.spec.tile_m
         )
         masked = tile < whole_first or tile >= whole_end
-        self.next_query_tile(own, taken, tile, n, masked, True, at)
+        self.next_query_tile(own, taken, tile, n, masked, 0, at)
+        # Tiles of the sums: of the last tile, and of the one before.
+        before = at + tile
+        before2 = before
         n += 1
-        for _ in cutlass.range(count - 1, unroll=1):
-            before = at + tile
+        if count > 1:
             last = tile + 1 == end
             tile = cutlass.select_(last, first, tile + 1)
             at = cutlass.select_(last, at + own.tiles_of_head, at)
             masked = tile < whole_first or tile >= whole_end
-            self.next_query_tile(own, taken, tile, n, masked, False, before)
+            self.next_query_tile(own, taken, tile, n, masked, 1, at)
+            before = at + tile
             n += 1
-        if cutlass.const_expr(self.late_dk):
-            fragments.assign(own.dk, wgmma.wait(self.start_dk(own, n - 1)))
-            own.barriers.warp_arrives("q_empty", n - 1)
+        for _ in cutlass.range(count - 2, unroll=1):
+            last = tile + 1 == end
+            tile = cutlass.select_(last, first, tile + 1)
+            at = cutlass.select_(last, at + own.tiles_of_head, at)
+            masked = tile < whole_first or tile >= whole_end
+            self.next_query_tile(own, taken, tile, n, masked, 2, before2)
+            before2 = before
+            before = at + tile
+            n += 1
+        own.turns.end()
+        dv = self.start_dv(own, n - 1)
+        dk = self.start_dk(own, n - 1)
+        fragments.assign(own.dv, wgmma.wait(dv, pending=1))
+        fragments.assign(own.dk, wgmma.wait(dk))
+        own.barriers.warp_arrives("do_empty", n - 1)
+        own.barriers.warp_arrives("q_empty", n - 1)
+        if count > 1:
+            own.barriers.wait("ds_full", n - 2)
+            self.add_dq(own, wgmma.wait(self.start_dq(own, n - 2)), n - 2, before2)
         own.barriers.wait("ds_full", n - 1)
-        self.finish_dq(own, wgmma.wait(self.start_dq(own, n - 1)), n - 1, at + tile)
+        self.add_dq(own, wgmma.wait(self.start_dq(own, n - 1)), n - 1, before)
         return n
 
     @cute.jit
@@ -205,22 +211,35 @@ class Sm90Backward(Sm90DkDv):
         tile: Int32,
         n: Int32,
         masked: Boolean,
-        starts: cutlass.Constexpr[bool],
-        before: Int32,
+        before: cutlass.Constexpr[int],
+        before2: Int32,
     ) -> None:
-        """P^T, dV and dS^T of use n of Q and dO, beside the products of the dS before, whose tile
-        of the sums is `before`; with `starts` there is none before."""
+        """Products up to S^T and dP^T of use n of Q and dO, then its P^T and dS^T. There are
+        `before` uses before, at least, or 2; `before2` is the tile of the sums of use n - 2."""
         barriers = own.barriers
-        late = cutlass.const_expr(self.late_dk)
-        if cutlass.const_expr(late and not starts):
-            dk = self.start_dk(own, n - 1)
         barriers.wait("q_full", n)
+        if cutlass.const_expr(before == 2):
+            barriers.wait("ds_full", n - 2)
+        own.turns.wait()
+        if cutlass.const_expr(before == 2):
+            dq = self.start_dq(own, n - 2)
+        if cutlass.const_expr(before >= 1):
+            dv = self.start_dv(own, n - 1)
+            dk = self.start_dk(own, n - 1)
+        if cutlass.const_expr(before == 2):
+            self.add_dq(own, wgmma.wait(dq, pending=2), n - 2, before2)
+        # S^T beside dV and dK would take more registers than there are.
+        if cutlass.const_expr(before >= 1):
+            fragments.assign(own.dv, wgmma.wait(dv, pending=1))
+            barriers.warp_arrives("do_empty", n - 1)
         scores = self.start_scores(own, n)
+        if cutlass.const_expr(before >= 1):
+            fragments.assign(own.dk, wgmma.wait(dk, pending=1))
+            barriers.warp_arrives("q_empty", n - 1)
         barriers.wait("do_full", n)
         dp = self.start_dp(own, n)
-        if cutlass.const_expr(late and not starts):
-            fragments.assign(own.dk, wgmma.wait(dk, pending=2))
-            barriers.warp_arrives("q_empty", n - 1)
+        own.turns.give()
+
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
         lse = own.lse + barriers.stage("q_full", n) * self.stats_bytes
         exponentiate(
@@ -229,28 +248,15 @@ class Sm90Backward(Sm90DkDv):
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.p)
-        dv = self.start_dv(own, n)
-        if cutlass.const_expr(not starts):
-            barriers.wait("ds_full", n - 1)
-            dq = self.start_dq(own, n - 1)
-        fragments.assign(own.dp, wgmma.wait(dp, pending=1 if starts else 2))
-        fragments.assign(own.dv, wgmma.wait(dv, pending=0 if starts else 1))
+        fragments.assign(own.dp, wgmma.wait(dp))
         delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
         differentiate(
             own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
             lambda columns: of_columns(delta, columns), self.dtype,
         )  # fmt: skip
-        barriers.warp_arrives("do_empty", n)
         if masked:
             self.mask(own, taken, tile, own.ds)
         self.stage_ds(own, n)
-        if cutlass.const_expr(not late):
-            dk = self.start_dk(own, n)
-        if cutlass.const_expr(not starts):
-            self.finish_dq(own, wgmma.wait(dq, pending=0 if late else 1), n - 1, before)
-        if cutlass.const_expr(not late):
-            fragments.assign(own.dk, wgmma.wait(dk))
-            barriers.warp_arrives("q_empty", n)
 
     def stage_ds(self, own: Consumer, n: Any) -> None:
         """Publish the warp's rows of dS^T of use n."""
@@ -258,12 +264,12 @@ class Sm90Backward(Sm90DkDv):
         barriers.wait_previous("ds_empty", n)
         at = own.ds_ring + barriers.stage("ds_full", n) * self.ds_bytes
         words = [own.ds[i] for i in range(cute.size(own.ds))]
-        fragments.stage_rows(words, at, own.warp, spec.tile_n, opaque(cute.arch.lane_idx()))
+        fragments.stage_matrices(words, at, own.warp, spec.tile_n, opaque(cute.arch.lane_idx()))
         cute.arch.fence_view_async_shared()
         barriers.warp_arrives("ds_full", n)
 
     def start_dq(self, own: Consumer, n: Any) -> list[Any]:
-        """Start dQ = dS K of the warpgroup's columns, with use n of dS."""
+        """Start dQ = dS K of the warpgroup's part, with use n of dS."""
         spec, group = self.spec, self.group(own)
         ds = own.ds_ring + own.barriers.stage("ds_full", n) * self.ds_bytes
         k = own.k
@@ -276,23 +282,15 @@ class Sm90Backward(Sm90DkDv):
             self.dtype, ds, opaque(k), tile_n=spec.tile_n, columns=self.sums.columns
         )
 
-    @cute.jit
-    def finish_dq(self, own: Consumer, values: list[Any], n: Int32, tile: Int32) -> None:
+    def add_dq(self, own: Consumer, values: list[Any], n: Any, tile: Any) -> None:
         """Add the warp's part of dQ, of use n of dS, to that tile of the sums."""
         own.barriers.warp_arrives("ds_empty", n)
-        self.wait_for_staging()
-        lane = opaque(cute.arch.lane_idx())
+        lane = opaque(cute.arch.lane_idx()) * (4 * VECTOR)
         part = opaque(own.warp) * (4 * self.sums.part)
-        for i in cutlass.range_constexpr(self.sums.columns // 8):
+        at = own.sums + Int64(tile) * (4 * self.sums.tile) + Int64(part + lane)
+        for i in range(self.sums.columns // 8):
             vector = values[VECTOR * i : VECTOR * (i + 1)]
-            to = own.staging + part + (i * VECTORS + lane) * (4 * VECTOR)
-            store_shared(Float32, to, vector)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        if lane == 0:
-            at = own.sums + Int64(tile) * (4 * self.sums.tile) + part
-            add_bulk(at, own.staging + part, 4 * self.sums.part)
-            cute.arch.cp_async_bulk_commit_group()
+            add_global(at + i * (VECTORS * 4 * VECTOR), vector)
 
     def wait_for_readers(self, own: Consumer) -> None:
         """Until all warps of both warpgroups are done with K and V."""

@@ -1,7 +1,8 @@
-"""8 by 8 matrices of 16-bit elements as fragments: `ldmatrix` and `movmatrix`."""
+"""8 by 8 matrices of 16-bit elements as fragments: `ldmatrix`, `stmatrix` and `movmatrix`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cutlass import Int32
@@ -22,6 +23,14 @@ def load_matrices(address: Any, count: int = 4, *, transposed: bool = False) -> 
     )
     out = asm(text, [Int32] * count, [Int32(address)], memory=True)
     return out if count > 1 else (out,)
+
+
+def store_matrices(address: Any, words: Sequence[Any]) -> None:
+    """`stmatrix` (sm_90 and newer): store 1, 2 or 4 matrices, of which a lane has a word each.
+    Addresses and words are those of `load_matrices`, not transposed."""
+    count = len(words)
+    text = f"stmatrix.sync.aligned.m8n8.x{count}.shared.b16 [$0], {{{operands(1, count)}}};"
+    asm(text, [], [Int32(address), *map(Int32, words)], memory=True)
 
 
 def transpose_matrix(x: Any) -> Any:

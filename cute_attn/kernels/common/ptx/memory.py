@@ -50,6 +50,14 @@ def prefetch_global(x: cute.Tensor, index: Any) -> None:
     asm("prefetch.global.L2 [$0];", [], [at.toint()], volatile=True)
 
 
+def add_global(address: Any, values: Sequence[Any]) -> None:
+    """Add 4 Float32 to those at a 64-bit address in global memory (sm_90 and newer), aligned to
+    their size; each addition is atomic, of the whole GPU."""
+    _, sources = _vector(1, len(values))
+    text = f"red.relaxed.gpu.global.add.v4.f32 [$0], {sources};"
+    asm(text, [], [Int64(address), *map(Float32, values)], memory=True)
+
+
 def increment_global(address: Any, last: Any) -> Any:
     """Add 1 to the Int32 at a 64-bit address in global memory, or set it to 0 if it was `last`;
     atomic, of the whole GPU. Return what it was."""
