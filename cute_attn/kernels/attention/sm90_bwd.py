@@ -53,7 +53,6 @@ from .work import Work
 
 assert len(CONSUMERS) == WARPS
 
-DS_STAGES = 2
 ALL_BARRIER = GROUP_BARRIER + WARPGROUPS  # the named barrier of both warpgroups
 
 
@@ -67,7 +66,8 @@ class Sm90Backward(Sm90DkDv):
         turns: of the warpgroups to start products.
     """
 
-    q_stages = 2
+    ds_stages = 2
+    keeps_float32 = True
     bounded = True  # a key past the end of the sequence would add to dQ
 
     element_bytes = 2 + 2 + 4  # of Q, dO and the sums of dQ
@@ -81,12 +81,13 @@ class Sm90Backward(Sm90DkDv):
 
     def more_edges(self) -> tuple[Edge, ...]:
         return (
-            Edge("ds_full", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="dS"),
-            Edge("ds_empty", CONSUMERS, CONSUMERS, DS_STAGES, Kind.WARPS, payload="its stage"),
+            Edge("ds_full", CONSUMERS, CONSUMERS, self.ds_stages, Kind.WARPS, payload="dS"),
+            Edge("ds_empty", CONSUMERS, CONSUMERS, self.ds_stages, Kind.WARPS, payload="its stage"),
         )
 
     def more_buffers(self) -> tuple[Buffer, ...]:
-        return (Buffer("ds", self.dtype, self.ds_bytes // 2, DS_STAGES, SWIZZLE_ALIGNMENT, "dS^T"),)
+        elements, at = self.ds_bytes // 2, SWIZZLE_ALIGNMENT
+        return (Buffer("ds", self.dtype, elements, self.ds_stages, at, "dS^T"),)
 
     def more_fake_args(self, fake: FakeArguments) -> tuple[Any, ...]:
         return (fake.query_sums(),)
@@ -217,7 +218,6 @@ class Sm90Backward(Sm90DkDv):
         """Products up to S^T and dP^T of use n of Q and dO, then its P^T and dS^T. There are
         `before` uses before, at least, or 2; `before2` is the tile of the sums of use n - 2."""
         barriers = own.barriers
-        barriers.wait("q_full", n)
         if cutlass.const_expr(before == 2):
             barriers.wait("ds_full", n - 2)
         own.turns.wait()
@@ -232,6 +232,7 @@ class Sm90Backward(Sm90DkDv):
         if cutlass.const_expr(before >= 1):
             fragments.assign(own.dv, wgmma.wait(dv, pending=1))
             barriers.warp_arrives("do_empty", n - 1)
+        barriers.wait("q_full", n)
         scores = self.start_scores(own, n)
         if cutlass.const_expr(before >= 1):
             fragments.assign(own.dk, wgmma.wait(dk, pending=1))

@@ -130,6 +130,7 @@ class Sm90DkDv:
 
     q_stages = Q_STAGES
     bounded = False  # see `mask_queries`
+    keeps_float32 = False  # P' until dS: it saves instructions, and takes registers
     element_bytes = 2 + 2  # of Q and dO, which tiles of keys reread
 
     def __init__(self, spec: Sm90BackwardSpec):
@@ -138,6 +139,7 @@ class Sm90DkDv:
         if STATS_ROWS % spec.tile_m or spec.tile_m % 32:
             raise ValueError(f"tile_m is {spec.tile_m}, must be 32, 64 or {STATS_ROWS}")
         self.spec = spec
+        self.keeps_float32 = self.keeps_float32 or spec.softcap
         self.dtype = DTYPE[spec.dtype]
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.q_bytes = 2 * spec.tile_m * spec.head_dim
@@ -566,12 +568,12 @@ class Sm90DkDv:
         self, own: Consumer, lane_row: int, columns: range, p: list[Any], with_slope: list[Any]
     ) -> None:
         store_words(own.p, lane_row, columns, p, self.dtype)
-        if self.spec.softcap:
+        if self.keeps_float32:
             keep_pairs(own.s, lane_row, columns, with_slope)
 
     def kept_probabilities(self, own: Consumer, lane_row: int, columns: range) -> list[Any]:
         """P': with a softcap not rounded, which where the cap saturates would underflow."""
-        if self.spec.softcap:
+        if self.keeps_float32:
             return kept_pairs(own.s, lane_row, columns)
         return [unpack(self.dtype, own.p[word(lane_row, j)]) for j in columns[::2]]
 
