@@ -19,6 +19,7 @@ from cute_attn.cache.store import Store
 
 Run = Callable[..., Process]
 
+FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 GET = "cache.get(SCALE, ScaleSpec(), 'sm_90a')\ntell(**cache.stats()._asdict())\n"
 
 
@@ -80,9 +81,9 @@ cache.get(SCALE, ScaleSpec(), "sm_90a")
 @pytest.mark.parametrize(
     ("module", "name", "call"),
     [
-        ("compiler", "_options", 1),
+        pytest.param("compiler", "_options", 1, marks=pytest.mark.slow),
         ("compiler", "_export", 1),
-        ("store", "_write_synced", 1),
+        pytest.param("store", "_write_synced", 1, marks=pytest.mark.slow),
         ("store", "_write_synced", 3),
         ("store", "_sync_directory", 1),  # written, not yet renamed
         ("store", "_sync_directory", 2),  # renamed, not yet synced
@@ -209,7 +210,7 @@ def test_processes_killed_at_random_leave_nothing(run: Run, root: Path) -> None:
     program = (
         CHURN + "tell(started=True)\nchurn([publish, publish, read, lambda: store.evict(0)], 60)"
     )
-    for _ in range(4):
+    for _ in range(4 if FULL else 2):
         victims = [run(program) for _ in range(4)]
         for victim in victims:
             victim.hear()

@@ -153,7 +153,9 @@ def test_prefill_and_decode(name: str) -> None:
     assert ours <= 2 * eager
 
 
-@pytest.mark.parametrize("other_window", [WINDOW - 1, WINDOW + 1])
+@pytest.mark.parametrize(
+    "other_window", [WINDOW - 1, pytest.param(WINDOW + 1, marks=pytest.mark.slow)]
+)
 def test_a_window_off_by_one_would_be_seen(other_window: int) -> None:
     """The bound of the test above is smaller than the effect of one key more or less."""
     trio = Trio(gemma3)
@@ -214,6 +216,7 @@ def test_static_cache() -> None:
     assert ours <= 2 * eager
 
 
+@pytest.mark.in_turn("cache")
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "left padding"])
 def test_generate(padded: bool, cache: str) -> None:
@@ -302,7 +305,7 @@ def test_training(name: str, padded: bool) -> None:
 def test_training_with_checkpoints() -> None:
     """The gradients of a model that recomputes its activations are the same."""
     with torch.inference_mode(False), torch.enable_grad():
-        plain, checkpointed = (Trio(gemma3).models[0].train() for _ in range(2))
+        plain, checkpointed = (Trio(full_layers).models[0].train() for _ in range(2))
         checkpointed.activation_checkpointing_enable()
         found = [gradients(model, tokens_of(2, 9), None) for model in (plain, checkpointed)]
     assert torch.equal(*found)

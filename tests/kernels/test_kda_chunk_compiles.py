@@ -86,7 +86,15 @@ def check(requests: list[launch.Request], arch: str, spilled: dict[str, int]) ->
             assert shared <= smem_bytes(arch) + 1024, f"{spec}: {shared} bytes of shared memory"
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("arch", "modular"),
+    [
+        ("sm_90a", False),
+        ("sm_100a", False),
+        ("sm_100a", True),
+        pytest.param("sm_90a", True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -95,10 +103,9 @@ def check(requests: list[launch.Request], arch: str, spilled: dict[str, int]) ->
     ],
     ids=["as tested", "as by default"],
 )
-def test_what_a_server_needs(arch: str, changes: dict[str, Any]) -> None:
-    for modular in (False, True):
-        call = TYPICAL | changes | {"split": False, "return_intermediate_states": modular}
-        check(plan_chunk_kda(arch, **call), arch, spilled={})
+def test_what_a_server_needs(arch: str, modular: bool, changes: dict[str, Any]) -> None:
+    call = TYPICAL | changes | {"split": False, "return_intermediate_states": modular}
+    check(plan_chunk_kda(arch, **call), arch, spilled={})
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,15 @@ def assert_compiles(kernel: cache.KernelDef, spec: Any, arch: str) -> None:
 
 @pytest.mark.in_turn("arch")
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("kernel", USUAL, ids=name_of)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        # Each kind of slots once, and both layouts of the state.
+        pytest.param(kernel, marks=() if n in (0, 4, 2) else pytest.mark.slow)
+        for n, kernel in enumerate(USUAL)
+    ],
+    ids=name_of,
+)
 def test_decode_compiles_without_spills(kernel: Kernel, arch: str):
     for request in kernel.plan(arch):
         assert_compiles(*request, arch)

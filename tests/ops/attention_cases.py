@@ -198,7 +198,7 @@ def covering_pairs(seed: int = 0) -> list[Kind]:
 
 
 KINDS = covering_pairs() if FULL else SOME
-BOTH_SCHEDULERS = KINDS if FULL else [CAUSAL, CACHE]
+BOTH_SCHEDULERS = KINDS if FULL else [CACHE]
 
 
 # -- a problem

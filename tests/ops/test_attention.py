@@ -510,8 +510,8 @@ def test_as_many_heads_in_a_tile_as_there_may_be():
 
 @pytest.mark.parametrize("scheduler", ["static", "clc"])
 def test_many_more_tiles_than_clusters(scheduler: str):
-    case = Case(CAUSAL, lengths_q=(5,) * 5, lengths_k=(7,) * 5, heads_k=7)
-    args = case.arguments()
+    kind = CAUSAL if scheduler == "static" else CACHE
+    args = Case(kind, (5,) * 5, (7,) * 5, heads_k=7, group=kind.packed_heads).arguments()
     for machine in (ADVERSARIAL, Machine(num_sms=5, spurious_cancel=True)):
         assert_agrees(args, *run(args, scheduler, machine))
 
