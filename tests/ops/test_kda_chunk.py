@@ -198,7 +198,7 @@ def split_setting() -> Iterator[Callable[[str], None]]:
 @pytest.mark.everywhere
 def test_a_setting_forbids_splitting(device: str, split_setting: Callable[[str], None]):
     """So that a sequence's bits are the same whatever else is in the call."""
-    length = 200
+    length = 260
     args = Case(PACKED, (length, 0, 70), group=1, gates="weak").arguments(device)
     alone = tokens_of(args, slice(0, length)) | {"cu_seqlens": args["cu_seqlens"][:2]}
     alone["initial_state"] = args["initial_state"][:1]
