@@ -83,7 +83,10 @@ def test_the_kernel_of_the_caches_page(tmp_path: Path, cache_dir: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["Gemma 3, sliding", "Gemma 3, full", "Qwen3-Next"])
+@pytest.mark.parametrize(
+    "kind",
+    ["Gemma 3, sliding", pytest.param("Gemma 3, full", marks=pytest.mark.slow), "Qwen3-Next"],
+)
 def test_gemma_qwen_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     example = load("gemma_qwen_attention")
     monkeypatch.setattr(example, "PROMPTS", (70, 9))

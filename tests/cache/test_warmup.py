@@ -48,7 +48,7 @@ def test_what_is_missing_is_compiled_and_everything_is_loaded(filled_root: Path)
     assert cache.stats() == before  # all from memory
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_failure_loses_no_other_kernel(root: Path, jobs: int) -> None:
     requests = [(BROKEN, ScaleSpec(1.0)), (SCALE, ScaleSpec(2.0)), (BROKEN, ScaleSpec(3.0))]
     with pytest.raises(cache.CompileError) as failure:

@@ -76,9 +76,9 @@ class Case(NamedTuple):
 
 
 QUICK = [
-    Case([130], False, (128, 128), BF16),
+    Case([70], False, (128, 128), BF16),
     Case([70, 0, 64, 1], True, (64, 128), BF16, v_first=True, tile_v=128, final=False),
-    Case([200, 0, 129, 1], True, (64, 64), BF16, v_first=True, chunks_per_segment=1),
+    Case([130, 0, 66, 1], True, (64, 64), BF16, v_first=True, chunks_per_segment=1),
 ]
 SLOW = [
     Case([1, 1], False, (128, 64), FP16, v_first=True, initial=False, num_stages=3),

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn.bench.peers import Captured, Request, capture_all, missing
+from cute_attn.bench.peers import Captured, Request, capture_all
 from cute_attn.bench.peers.flash_attention_4 import forward
 from cute_attn.emulator import Emulator
 
 from ..emulator import peer_results
+from ..emulator.peer_captures import QUICK_REQUESTS, capture
 
 ARCH = "sm_100a"
 DIRECTORY = Path(__file__).parents[2] / "build" / "peers" / ARCH
@@ -97,9 +98,7 @@ def ours(
 )
 def test_errors_are_of_the_same_size(request_: Request) -> None:
     """By the rule for the error of a kernel, which both keep."""
-    if reason := missing(request_.peer):
-        pytest.skip(reason)
-    out = errors(request_.capture(DIRECTORY))["out"]
+    out = errors(capture(request_, QUICK_REQUESTS))["out"]
     assert out.ours <= 2 * out.plain
     assert out.theirs <= 2 * out.plain
 

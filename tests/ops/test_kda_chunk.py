@@ -79,7 +79,7 @@ def compiled_beforehand() -> None:
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("path", MOSTLY_FUSED)
-@examples(4)
+@examples(3)
 @given(data=st.data())
 def test_agrees_with_the_reference(device: str, path: str, data: st.DataObject):
     case = data.draw(cases(device, SOME if path == "fused" else SOME_MODULAR))
@@ -131,7 +131,7 @@ def test_the_norm_takes_rows_of_any_length(device: str, size: float, gates: str,
 
 
 @pytest.mark.everywhere
-@examples(2)
+@examples(1)
 @given(seed=st.integers(0, 2**31))
 def test_gates_above_zero(device: str, seed: int):
     """Sums of gates within a chunk stay in range."""
@@ -240,7 +240,8 @@ def test_no_schedule_changes_a_bit(path: str, arch: str):
     args = Case(PACKED, (70, 0, 130), gates="strong").arguments("cpu")
     results = []
     for num_sms, schedule, seed in (
-        (4, "fair", 0), (2, "adversarial", 1), (7, "random", 2), (3, "random", 3),
+        (4, "fair", 0), (2, "adversarial", 1), (7, "random", 2),
+        *([(3, "random", 3)] if FULL else []),
     ):  # fmt: skip
         emulator = Emulator(num_sms=num_sms, schedule=schedule, seed=seed)
         with cute_attn.emulated(arch, emulator), pytest.MonkeyPatch.context() as patch:

@@ -239,14 +239,13 @@ def assert_chain_is_plain_decoding(device: str, data: st.DataObject, case: Case)
         accepted = accepted_next
 
 
-def either(usual: bool) -> st.SearchStrategy[bool]:
-    """Both in the full sweep, else a value for which one kernel fewer compiles."""
-    return st.booleans() if FULL else st.just(usual)
+# Another layout of the state is another kernel.
+LAYOUTS = st.booleans() if FULL else st.just(POSITIONS.state_v_first)
 
 
 @pytest.mark.everywhere
 @settings(max_examples=40 if FULL else 3)
-@given(data=st.data(), seed=st.integers(0, 2**31), v_first=either(True))
+@given(data=st.data(), seed=st.integers(0, 2**31), v_first=LAYOUTS)
 def test_a_chain_with_a_slot_for_each_position_is_plain_decoding(
     device: str, data: st.DataObject, seed: int, v_first: bool
 ):
@@ -256,9 +255,7 @@ def test_a_chain_with_a_slot_for_each_position_is_plain_decoding(
 
 @pytest.mark.everywhere
 @settings(max_examples=40 if FULL else 3)
-@given(
-    data=st.data(), seed=st.integers(0, 2**31), v_first=st.booleans() if FULL else st.just(False)
-)
+@given(data=st.data(), seed=st.integers(0, 2**31), v_first=LAYOUTS)
 def test_a_chain_with_records_is_plain_decoding(
     device: str, data: st.DataObject, seed: int, v_first: bool
 ):
