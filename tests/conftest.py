@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CACHE_SETTINGS = (
     "CUTE_ATTN_LOG",
     "CUTE_ATTN_PREBUILT",
 )
+
+VARIABLES = re.compile(r"^\s*(\.(visible|weak|extern)\s+)?\.(global|const)\b", re.MULTILINE)
 
 _cache_directory = pytest.StashKey[str]()
 
@@ -76,6 +79,23 @@ def engine_directory() -> None:
     from cute_attn.emulator import build
 
     build.directory = Path(__file__).parents[1] / "build" / "emulator"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs() -> Iterator[None]:
+    """Lower a compiled kernel once for all emulators, unless its module has variables, whose memory
+    they would share. What is only text, as tests of the emulator write it, seldom comes again."""
+    from cute_attn.emulator import machine
+
+    lower = machine.programs
+    kept = lru_cache(maxsize=128)(lower)
+
+    def once(text: str, object_file: bytes = b"") -> Any:
+        return (kept if object_file and not VARIABLES.search(text) else lower)(text, object_file)
+
+    machine.programs = once
+    yield
+    machine.programs = lower
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

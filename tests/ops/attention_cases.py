@@ -6,7 +6,6 @@ whose probabilities and output are rounded to the dtype of q as a kernel has to.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -20,7 +19,7 @@ import torch
 from hypothesis import strategies as st
 
 import cute_attn
-from cute_attn.emulator import Emulator, machine
+from cute_attn.emulator import Emulator
 from cute_attn.emulator.report import Finding
 from cute_attn.kernels.attention.spec import MAX_PACKED_HEADS, SM90_MAX_PACKED_HEADS
 from cute_attn.launch import Request
@@ -422,17 +421,6 @@ MACHINES = st.builds(
     seed=st.integers(0, 2**31),
     spurious_cancel=st.booleans(),
 )
-
-
-@contextmanager
-def kept_programs() -> Iterator[None]:
-    """Lower each kernel once for all machines: none of these has variables of its module's."""
-    original = machine.programs
-    machine.programs = functools.lru_cache(maxsize=256)(original)
-    try:
-        yield
-    finally:
-        machine.programs = original
 
 
 def run(

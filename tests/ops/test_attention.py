@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,6 @@ from .attention_cases import (
     assert_agrees,
     assert_no_worse,
     cases,
-    kept_programs,
     reference_arguments,
     rows_of,
     run,
@@ -53,12 +52,6 @@ from .attention_cases import (
 
 ADVERSARIAL = Machine(num_sms=2, schedule="adversarial")
 KEYS_AND_VALUES = ("k", "v")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs() -> Iterator[None]:
-    with kept_programs():
-        yield
 
 
 def examples(few: int, many: int) -> settings:

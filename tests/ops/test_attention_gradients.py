@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,6 @@ from .attention_cases import (
     Case,
     Kind,
     Machine,
-    kept_programs,
     rows_of,
 )
 from .attention_gradient_cases import (
@@ -53,12 +51,6 @@ from .attention_gradient_cases import (
 SINK = Kind(window_right=True, sink=torch.float32)
 TENSORS = INPUTS[:3]
 ADVERSARIAL = Machine(num_sms=4, schedule="adversarial", spurious_cancel=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs() -> Iterator[None]:
-    with kept_programs():
-        yield
 
 
 def sweep(examples: int) -> Any:

@@ -11,7 +11,6 @@ from cute_attn.kernels.attention.spec import SM90_BACKWARD_HEAD_DIMS
 
 from .attention_cases import Target, on_target
 from .test_attention_gradients import *  # noqa: F403 (its tests)
-from .test_attention_gradients import programs  # noqa: F401 (a fixture of this module too)
 
 
 @pytest.fixture(

@@ -30,7 +30,6 @@ from .attention_cases import (
 )
 from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients, same
 from .test_attention_gradients import (
-    programs,  # noqa: F401 (a fixture of this module too)
     test_agrees_with_float64,  # noqa: F401
     test_packed_sequences_are_sequences_alone,  # noqa: F401
     test_rows_that_see_no_key,  # noqa: F401

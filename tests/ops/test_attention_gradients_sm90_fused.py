@@ -24,7 +24,6 @@ from .attention_gradient_cases import (
     same,
 )
 from .test_attention_gradients import (
-    programs,  # noqa: F401 (a fixture of this module too)
     sweep,
     test_a_nan_stays_in_its_head_and_sequence,  # noqa: F401
     test_agrees_with_float64,  # noqa: F401

@@ -21,7 +21,6 @@ from .attention_cases import (
     Machine,
     Target,
     assert_agrees,
-    kept_programs,
     on_target,
     run,
     same,
@@ -114,7 +113,7 @@ def test_pages_change_no_bit(
     seed: int,
     schedule: str,
 ):
-    with kept_programs(), on_target(on):
+    with on_target(on):
         case = of_kind(kind, lengths, queries, left=left, seed=seed)
         assert_same_in_pages(case, 16 * pages, Machine(num_sms=3, schedule=schedule, seed=seed))
 

@@ -8,7 +8,6 @@ import pytest
 
 from .attention_cases import Target, on_target
 from .test_attention import *  # noqa: F403 (its tests)
-from .test_attention import programs  # noqa: F401 (a fixture of this module too)
 
 ARCH = "sm_90a"
 

@@ -33,7 +33,6 @@ from .attention_cases import (
     Target,
     assert_agrees,
     cases,
-    kept_programs,
     on_target,
     run,
     same,
@@ -114,7 +113,7 @@ def test_nothing_but_the_number_of_splits_changes_a_bit(scheduler: str):
 def test_any_number_of_splits(
     target: Target, case: Case, splits: int, scheduler: str, num_sms: int, schedule: str
 ):
-    with kept_programs(), on_target(target):
+    with on_target(target):
         args = case.arguments()
         on = Machine(num_sms=num_sms, schedule=schedule, seed=case.seed)
         assert_agrees(args, *run(args, scheduler, on, num_splits=splits))

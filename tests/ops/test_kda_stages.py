@@ -138,8 +138,6 @@ def test_intra(device: str, data: st.DataObject):
         assert_no_worse(*(valid(args, x) for x in result), name)
     for ours, _, exact in results[:2]:  # Aqk and Akk, above the diagonal
         assert not valid(args, ours)[valid(args, exact) == 0].any()
-    if not (FULL or case.kind == DECAYS):  # a kernel more for each kind
-        return
     intra = call(kda_chunk_intra, *given_.values(), **scale, **packing(args))
     assert intra.qg is None
     for one, (other, _, _) in zip(intra, results, strict=True):
