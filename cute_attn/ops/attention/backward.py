@@ -118,12 +118,16 @@ class BackwardArguments(NamedTuple):
             clusters=launch.num_sms(self.q.device) // tile.cluster,
             tile=tile.tile,
         )
+        return self.parts_with_ds(splits)
+
+    def parts_with_ds(self, splits: int) -> tuple[int, int]:
+        """The same, with at least `splits` parts."""
         if not (self.need_dq and self.need_dkdv):
             return splits, 0
         return parts_with_ds(
             launch.arch_for(self.q.device),
             self.q.shape[-1],
-            rows=padded_rows(self.q.shape[-3], batch, varlen_q),
+            rows=padded_rows(self.q.shape[-3], self.batch, self.cu_seqlens_q is not None),
             keys=self.k.shape[-3],
             heads=self.q.shape[-2],
             heads_k=self.k.shape[-2],
@@ -351,7 +355,7 @@ class Backward(Operator[BackwardArguments]):
         group = a.q.shape[-2] // split_heads
         step, ds = split_heads, None
         if ready.ds_dq is not None:
-            _, step = a.parts
+            _, step = a.parts_with_ds(ready.splits)
             ds = a.q.new_empty(ds_tiles.shape(step * group, stats.shape[-1], keys))
         scale, _, left, right = scalars
         for first in range(0, split_heads, step):
