@@ -1,0 +1,22 @@
+"""Counters of launches in CUDA graphs; tests/gpu has the graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_attn.ops import counters
+
+
+def test_each_launch_in_a_graph_has_a_counter_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    x = torch.empty(3)
+    spare = torch.zeros(2, dtype=torch.int32)
+    monkeypatch.setattr(counters, "_spare", {0: [spare]})
+    found = [counters._of_graph(x, 0) for _ in range(3)]
+    for count, counter in enumerate(found, 1):
+        assert counter.shape == (1,) and counter.item() == 0
+        counter.fill_(count)
+    assert [int(counter) for counter in found] == [1, 2, 3]
+    # The first two were set to 0 before the capture, and the last one in the graph.
+    assert spare.tolist() == [1, 2]
+    assert counters._of_graph(x, 1).tolist() == [0]  # a device without a launch before
