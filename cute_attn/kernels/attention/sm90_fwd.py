@@ -318,8 +318,6 @@ class Sm90Forward:
             q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, o_tma=o_tma, o=o, lse=lse,
             sink=sink, num_tiles=num_tiles, counter=counter,
         )  # fmt: skip
-        if cutlass.const_expr(spec.split):
-            start_dependents()  # the combination, which waits for the end of this grid
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
@@ -440,6 +438,8 @@ class Sm90Forward:
                 taken += 1
             number = scheduler.advance_to_next_work(number, taken)
         queue.publish_end(taken)
+        if cutlass.const_expr(spec.split):
+            start_dependents()  # the combination, which waits for the end of this grid
 
     @cute.jit
     def load_keys(
