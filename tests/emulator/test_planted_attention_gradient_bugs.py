@@ -68,7 +68,7 @@ PLAIN = {
 KERNELS = ("dq", "dkdv", "fused")
 BULK_LOAD = r"cp\.async\.bulk\.shared"
 ADD = r"red\S*\.add\.v4\.f32"
-TURN = r"(bar|barrier)(\.cta)?\.arrive"
+TURN = r"^\s*bar\.arrive"
 
 
 def early_release(p: Edged, release: int) -> str:
@@ -192,7 +192,8 @@ WAITS = {
     ),
     fused: (
         "the first S", "the first dP", "the second dV", "the second dK and S", "the second dP",
-        "dQ", "dV", "dK and S", "dP", "the last dV and dK", "the last dQ but one", "the last dQ",
+        "dQ", "dV", "dK and S", "dP", "the last dV and dK and dQ but one",
+        "the last dQ",
     ),
 }  # fmt: skip
 for planted, waits in WAITS.items():
@@ -218,7 +219,7 @@ def bugs_of_a_product(planted: Planter, last: str, accumulating: int) -> None:
 
 bugs_of_a_product(dq, "the last dQ", -1)
 bugs_of_a_product(dkdv, "the last dK", -1)
-bugs_of_a_product(fused, "the last dQ", -3)
+bugs_of_a_product(fused, "the last dQ", -4)
 
 # -- P and dS
 
@@ -277,7 +278,7 @@ def _(p: Edged) -> Planted:
 def _(p: Edged) -> Planted:
     changed = p
     for line in p.of("ds_full", ARRIVE):
-        store = p.before(r"st\.shared\.b32", line)
+        store = p.before(r"stmatrix", line)
         behind = p.after(r"^\$L", line)
         changed = changed.drop(store).insert(behind, p[store].strip(), behind=True)
     return changed, lines_of(p, WGMMA, r"^\$L")
@@ -315,7 +316,7 @@ def _(p: Edged) -> Planted:
 
 @fused("a turn is not given", "deadlock")
 def _(p: Edged) -> Planted:
-    return p.drop(p.all(TURN)[-1]), p.all(TURN)
+    return p.drop(p.all(TURN)[-1]), [*p.all(r"bar\.sync"), *all_waits(p)]
 
 
 @fused("dQ is added to the next tile", "value out-of-bounds")
