@@ -100,6 +100,15 @@ SM90_BACKWARD = KernelDef(
     name="sm90_backward", target="cute_attn.kernels.attention.sm90_bwd:Sm90Backward"
 )
 
+SM90_HD128_BACKWARD = AttentionKernel(
+    KernelDef(
+        name="sm90_hd128_backward",
+        target="cute_attn.kernels.attention.sm90_bwd_hd128:Sm90Hd128Backward",
+    ),
+    tile=SM90_FUSED_TILES[128],
+    cluster=1,
+)
+
 BACKWARD_POSTPROCESS = KernelDef(
     name="attention_backward_postprocess",
     target="cute_attn.kernels.attention.backward_postprocess:BackwardPostprocess",
@@ -130,6 +139,7 @@ KERNELS: dict[tuple[str, str, int], AttentionKernel] = {
     for head_dim, tile in tiles.items()
 }
 KERNELS["backward_dkdv", "sm_90a", 256] = SM90_HD256_BACKWARD_DKDV
+KERNELS["backward_fused", "sm_90a", 128] = SM90_HD128_BACKWARD
 KERNELS["backward_ds_dq", "sm_90a", 256] = SM90_BACKWARD_DS_DQ
 
 

@@ -31,6 +31,14 @@ def copy_bulk(shared: Any, source: Any, nbytes: int, barrier: Any) -> None:
     asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
 
 
+def add_bulk(target: Any, shared: Any, nbytes: int) -> None:
+    """Start to add `nbytes` of float32 in shared memory to those at a 64-bit global address, by one
+    thread (sm_90 and newer), as part of its bulk group; addresses and `nbytes` are multiples of
+    16. The order of additions to an element by several threads is any."""
+    text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {nbytes};"
+    asm(text, [], [Int64(target), Int32(shared)], memory=True)
+
+
 def copies_arrive(barrier: Any) -> None:
     """Let the mbarrier at a shared address receive one arrival once all of this thread's earlier
     `copy_async` are done."""

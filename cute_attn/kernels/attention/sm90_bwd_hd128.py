@@ -1,0 +1,219 @@
+"""All gradients of q, k and v in one kernel for SM90, at head_dim 128: that of `sm90_bwd`, in the
+form that was the fastest at this head_dim.
+
+Each warp stages its part of dQ in shared memory of its own, from where a bulk reduction adds it to
+the sums. The loop turns over between P and dS, and dQ is one tile late:
+
+    tensor cores, in order                beside them
+                                          dS^T of tile n, to shared memory
+    dV += P^T dO of tile n
+    dQ = dS K of tile n - 1
+    dK += dS^T Q of tile n                dQ of tile n - 1 to its staging, and from there to L2
+    S^T of tile n + 1
+    dP^T of tile n + 1
+    the other warpgroup's turn            P^T of tile n + 1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from ..common.pipeline import Barriers
+from ..common.ptx import wgmma
+from ..common.ptx.async_copy import add_bulk
+from ..common.ptx.compiler import opaque
+from ..common.ptx.memory import shared_address, store_shared
+from ..common.smem import Buffer, Pointers
+from . import fragments
+from .query_sums import VECTOR, VECTORS
+from .sm90_bwd import Sm90Backward
+from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands, of_columns
+from .sm90_gradients import differentiate, exponentiate
+from .sm90_mma import ROWS
+from .softmax import Scaling
+from .statistics import padded_start
+from .visibility import Visibility
+from .work import Work
+
+
+class Sm90Hd128Backward(Sm90Backward):
+    """The kernel for one Sm90BackwardSpec; see the module's docstring.
+
+    A Consumer also has:
+        staging: shared address of the staging of dQ.
+    """
+
+    q_stages = 2
+    ds_stages = 3
+    keeps_float32 = False
+
+    def more_buffers(self) -> tuple[Buffer, ...]:
+        staging = Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp")
+        return (*super().more_buffers(), staging)
+
+    def consumer(
+        self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
+        scaling: Scaling,
+    ) -> Consumer:  # fmt: skip
+        own = super().consumer(x, storage, barriers, warp, visible, scaling)
+        own.staging = shared_address(storage.dq)
+        return own
+
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        super().consumer_warps(x, own, storage)
+        self.wait_for_staging()
+
+    @cute.jit
+    def compute_tile(
+        self,
+        own: Consumer,
+        work: Work,
+        first: Int32,
+        end: Int32,
+        count: Int32,
+        taken: Int32,
+        n: Int32,
+    ) -> Int32:
+        own.turns.begin()
+        # Keys past the end of the sequence would add to dQ: they need a mask in every tile.
+        first_key = self.first_key(own, work)
+        whole_first, whole_end = own.visible.whole_query_tiles(
+            first_key, ROWS, work.seqlen_q, work.seqlen_k
+        )
+        whole_end = cutlass.select_(first_key + ROWS <= work.seqlen_k, whole_end, Int32(0))
+        tile = first
+        # Tile 0 of the head, among the tiles of the sums.
+        at = work.head * own.tiles_of_head + (
+            padded_start(own.queries, work.sequence) // self.spec.tile_m
+        )
+        masked = tile < whole_first or tile >= whole_end
+        own.barriers.wait("q_full", n)
+        scores = self.start_scores(own, n)
+        own.barriers.wait("do_full", n)
+        dp = self.start_dp(own, n)
+        self.probabilities(own, taken, tile, n, masked, scores)
+        fragments.assign(own.dp, wgmma.wait(dp))
+        before = at  # the tile of the sums before
+        if count > 1:
+            this, tile_of_n, masked_n = at + tile, tile, masked
+            last = tile + 1 == end
+            tile = cutlass.select_(last, first, tile + 1)
+            at = cutlass.select_(last, at + own.tiles_of_head, at)
+            masked = tile < whole_first or tile >= whole_end
+            self.next_query_tile(
+                own, taken, tile_of_n, masked_n, tile, masked, n, before, True, True
+            )
+            before = this
+            n += 1
+            for _ in cutlass.range(count - 2, unroll=1):
+                this, tile_of_n, masked_n = at + tile, tile, masked
+                last = tile + 1 == end
+                tile = cutlass.select_(last, first, tile + 1)
+                at = cutlass.select_(last, at + own.tiles_of_head, at)
+                masked = tile < whole_first or tile >= whole_end
+                self.next_query_tile(
+                    own, taken, tile_of_n, masked_n, tile, masked, n, before, False, True
+                )
+                before = this
+                n += 1
+            self.next_query_tile(own, taken, tile, masked, tile, masked, n, before, False, False)
+        else:
+            self.next_query_tile(own, taken, tile, masked, tile, masked, n, before, True, False)
+        own.barriers.wait("ds_full", n)
+        self.add_dq(own, wgmma.wait(self.start_dq(own, n)), n, at + tile)
+        own.turns.end()
+        return n + 1
+
+    @cute.jit
+    def next_query_tile(
+        self,
+        own: Consumer,
+        taken: Int32,
+        tile: Int32,
+        masked: Boolean,
+        following: Int32,
+        following_masked: Boolean,
+        n: Int32,
+        before: Int32,
+        starts: cutlass.Constexpr[bool],
+        follows: cutlass.Constexpr[bool],
+    ) -> None:
+        """dS^T of use n of Q and dO, `tile`, then a burst of products, and P^T of the `following`
+        tile. `before` is the tile of the sums of use n - 1; with `starts` there is none, and
+        without `follows` no following tile."""
+        barriers = own.barriers
+        delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
+        differentiate(
+            own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
+            lambda columns: of_columns(delta, columns), self.dtype,
+        )  # fmt: skip
+        if masked:
+            self.mask(own, taken, tile, own.ds)
+        self.stage_ds(own, n)
+
+        own.turns.wait()
+        dv = self.start_dv(own, n)
+        if cutlass.const_expr(not starts):
+            barriers.wait("ds_full", n - 1)
+            dq = self.start_dq(own, n - 1)
+        dk = self.start_dk(own, n)
+        fragments.assign(own.dv, wgmma.wait(dv, pending=1 if starts else 2))
+        barriers.warp_arrives("do_empty", n)
+        if cutlass.const_expr(not starts):
+            self.add_dq(own, wgmma.wait(dq, pending=1), n - 1, before)
+        # S^T beside dV or dQ would take more registers than there are.
+        if cutlass.const_expr(follows):
+            barriers.wait("q_full", n + 1)
+            scores = self.start_scores(own, n + 1)
+        fragments.assign(own.dk, wgmma.wait(dk, pending=1 if follows else 0))
+        barriers.warp_arrives("q_empty", n)
+        if cutlass.const_expr(follows):
+            barriers.wait("do_full", n + 1)
+            dp = self.start_dp(own, n + 1)
+        own.turns.give()
+        if cutlass.const_expr(follows):
+            self.probabilities(own, taken, following, n + 1, following_masked, scores)
+            fragments.assign(own.dp, wgmma.wait(dp))
+
+    @cute.jit
+    def probabilities(
+        self, own: Consumer, taken: Int32, tile: Int32, n: Int32, masked: Boolean, scores: list[Any]
+    ) -> None:
+        """P^T of use n of Q, `tile`, whose S^T has been started, and dP^T after it."""
+        fragments.assign(own.s, wgmma.wait(scores, pending=1))
+        lse = own.lse + own.barriers.stage("q_full", n) * self.stats_bytes
+        exponentiate(
+            own.s, lambda columns: of_columns(lse, columns), own.scaling,
+            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap,
+        )  # fmt: skip
+        if masked:
+            self.mask(own, taken, tile, own.p)
+
+    @cute.jit
+    def add_dq(self, own: Consumer, values: list[Any], n: Int32, tile: Int32) -> None:
+        """Add the warp's part of dQ, of use n of dS, to that tile of the sums."""
+        own.barriers.warp_arrives("ds_empty", n)
+        self.wait_for_staging()
+        lane = opaque(cute.arch.lane_idx())
+        part = opaque(own.warp) * (4 * self.sums.part)
+        for i in cutlass.range_constexpr(self.sums.columns // 8):
+            vector = values[VECTOR * i : VECTOR * (i + 1)]
+            to = own.staging + part + (i * VECTORS + lane) * (4 * VECTOR)
+            store_shared(Float32, to, vector)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            at = own.sums + Int64(tile) * (4 * self.sums.tile) + part
+            add_bulk(at, own.staging + part, 4 * self.sums.part)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def wait_for_staging(self) -> None:
+        """Until the warp's reduction has read its staging."""
+        if opaque(cute.arch.lane_idx()) == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
