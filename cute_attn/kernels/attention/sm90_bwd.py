@@ -1,4 +1,4 @@
-"""All gradients of q, k and v in one kernel for SM90, at head_dim 64 and 128: five products.
+"""All gradients of q, k and v in one kernel for SM90, at head_dim 64: five products.
 
 It is the dK/dV kernel (`sm90_bwd_dkdv`), whose warpgroups also write dS to shared memory, for a
 third product with the tile's 128 keys:
@@ -7,7 +7,7 @@ third product with the tile's 128 keys:
 
 Each thread adds its part of a tile's dQ to float32 sums in global memory, which
 `backward_postprocess` scales and rounds. CTAs add in any order: the bits of dQ differ from run to
-run.
+run. `sm90_bwd_hd128` has another form of it, for head_dim 128.
 
 A warpgroup starts the products of a tile in one burst, and has only elementwise work until the
 next. The two take turns, so that one's elementwise work falls into the burst of the other. A
