@@ -569,7 +569,13 @@ REFUSED: dict[str, tuple[int, Callable[[int], torch.Tensor]]] = {
     "v-rows": (2, lambda d: torch.zeros(1, 8, 2, d, dtype=torch.bfloat16)),
     "v-heads": (2, lambda d: torch.zeros(1, 7, 1, d, dtype=torch.bfloat16)),
     "v-strides": (2, lambda d: torch.zeros(1, 7, 2, 2 * d, dtype=torch.bfloat16)[..., ::2]),
-}
+    "out-dtype": (3, lambda d: torch.zeros(1, 5, 2, d, dtype=torch.float16)),
+    "out-rows": (3, lambda d: torch.zeros(1, 6, 2, d, dtype=torch.bfloat16)),
+    "out-rank": (3, lambda d: torch.zeros(5, 2, d, dtype=torch.bfloat16)),
+    "out-address": (
+        3, lambda d: torch.zeros(10 * d + 1, dtype=torch.bfloat16)[1:].view(1, 5, 2, d)
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)

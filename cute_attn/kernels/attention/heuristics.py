@@ -90,6 +90,7 @@ def packed_heads(*, arch: str, heads: int, heads_k: int, short: bool) -> int:
     return min(group & -group, most)  # the largest power of two that divides it
 
 
+@functools.lru_cache(maxsize=4096)  # each call of the operator comes here
 def has_few_rows(*, heads: int, heads_k: int, most_queries: int) -> bool:
     """Whether the rows of a K/V head and sequence of at most `most_queries` queries fit the small
     tile of SM90. With two of three warpgroups without a row, the products of a decode step at

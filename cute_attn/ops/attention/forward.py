@@ -121,7 +121,8 @@ class Attention(Operator[_Called]):
     ) -> tuple[Tensor, Tensor | None]:
         """The forward of `Arguments`; `written` are o and lse, None to allocate them."""
         key = None
-        if is_grad_enabled() and self.takes_gradient(q, k, v, learnable_sink):
+        # With `written`, the caller has made sure that no gradient is needed.
+        if written is None and is_grad_enabled() and self.takes_gradient(q, k, v, learnable_sink):
             return self.recorded(  # type: ignore[no-any-return]
                 q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
                 seqused_k, page_table, softmax_scale, causal, window_left, window_right,
@@ -136,7 +137,8 @@ class Attention(Operator[_Called]):
                 q_shape, k_shape = q.shape, k.shape
                 key = (
                     len(q_shape),
-                    q_shape[-2:],
+                    q_shape[-1],
+                    q_shape[-2],
                     k_shape[-2],
                     q_shape[0] if cu_seqlens_q is None else None,
                     k_shape[0] if cu_seqlens_k is None and page_table is None else None,
@@ -158,7 +160,7 @@ class Attention(Operator[_Called]):
                     num_splits > 1,
                     return_lse,
                     # Keys of empty tensors, or of an invalid scale, are never in the table.
-                    not (q.numel() and k.numel()),
+                    0 in q_shape or 0 in k_shape,
                     softmax_scale is None
                     or (
                         SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE
