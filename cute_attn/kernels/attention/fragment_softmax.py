@@ -1,8 +1,8 @@
 """The online softmax of rows of S in fragments, with all guarantees of `softmax`.
 
-The exponents of a K/V tile are computed from the offset that the row has before it. Only where one
-of them is not negative has the row outgrown it, by HEADROOM or more: so the loop needs no maximum,
-only the signs of the exponents.
+The exponents of a K/V tile are computed from the reference that the row has before it, which is
+HEADROOM above the maximum at which it was set. The row has outgrown it only where an exponent is
+not negative, so the loop needs no maximum, only the signs of the exponents.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ class FragmentSoftmax(Carried):
         """Move references that rows of S have outgrown, and replace S by exponents."""
         scaling = self.scaling
         previous = [self.maximum[r] for r in range(len(rows))]
-        highest = [row_maximum(row, Float32(-INF)) for row in rows]
-        highest = across_lanes(lambda x, y: cute.arch.fmax(x, y, nan=True), highest)
+        highest = highest_of(rows)
         exact = Boolean(scaling.log2 > LARGEST_FACTOR)
         for r in cutlass.range_constexpr(len(rows)):
             stays = highest[r] <= previous[r]
@@ -143,8 +142,7 @@ class FragmentSoftmax(Carried):
     def move_exponents(self, rows: cutlass.Constexpr[Any]) -> None:
         """As `move`, of rows that have been replaced by exponents already."""
         scaling = self.scaling
-        highest = [row_maximum(row, Float32(-INF)) for row in rows]
-        highest = across_lanes(lambda x, y: cute.arch.fmax(x, y, nan=True), highest)
+        highest = highest_of(rows)
         large = Boolean(False)
         for r in cutlass.range_constexpr(len(rows)):
             stays = highest[r] <= 0.0
@@ -171,3 +169,9 @@ class FragmentSoftmax(Carried):
     def totals(self) -> list[Any]:
         """The sum of each lane row's P."""
         return across_lanes(lambda x, y: x + y, [self.total[r] for r in range(LANE_ROWS)])
+
+
+def highest_of(rows: list[cute.Tensor]) -> list[Any]:
+    """The maximum of each lane row; NaN if a value is."""
+    highest = [row_maximum(row, Float32(-INF)) for row in rows]
+    return across_lanes(lambda x, y: cute.arch.fmax(x, y, nan=True), highest)

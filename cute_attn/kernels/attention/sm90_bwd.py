@@ -49,7 +49,7 @@ from .spec import Sm90BackwardSpec
 from .statistics import padded_start
 from .turns import Turns
 from .visibility import Visibility
-from .work import Work
+from .work import Work, following
 
 assert len(CONSUMERS) == WARPS
 
@@ -144,6 +144,18 @@ class Sm90Backward(Sm90DkDv):
         registers across the loops."""
         return opaque(own.warp) // WARPGROUP_WARPS
 
+    def whole_query_tiles(self, own: Consumer, work: Work) -> tuple[Any, Any]:
+        """[first, end) of the tiles of queries that need no mask. Keys past the end of the sequence
+        would add to dQ: with one, every tile needs a mask."""
+        first_key = self.first_key(own, work)
+        first, end = own.visible.whole_query_tiles(first_key, ROWS, work.seqlen_q, work.seqlen_k)
+        return first, cutlass.select_(first_key + ROWS <= work.seqlen_k, end, Int32(0))
+
+    def first_sums(self, own: Consumer, work: Work) -> Any:
+        """Tile 0 of the head, among the tiles of the sums."""
+        start = padded_start(own.queries, work.sequence)
+        return work.head * own.tiles_of_head + start // self.spec.tile_m
+
     @cute.jit
     def compute_tile(
         self,
@@ -156,17 +168,8 @@ class Sm90Backward(Sm90DkDv):
         n: Int32,
     ) -> Int32:
         own.turns.begin()
-        # Keys past the end of the sequence would add to dQ: they need a mask in every tile.
-        first_key = self.first_key(own, work)
-        whole_first, whole_end = own.visible.whole_query_tiles(
-            first_key, ROWS, work.seqlen_q, work.seqlen_k
-        )
-        whole_end = cutlass.select_(first_key + ROWS <= work.seqlen_k, whole_end, Int32(0))
-        tile = first
-        # Tile 0 of the head, among the tiles of the sums.
-        at = work.head * own.tiles_of_head + (
-            padded_start(own.queries, work.sequence) // self.spec.tile_m
-        )
+        whole_first, whole_end = self.whole_query_tiles(own, work)
+        tile, at = first, self.first_sums(own, work)
         masked = tile < whole_first or tile >= whole_end
         self.next_query_tile(own, taken, tile, n, masked, 0, at)
         # Tiles of the sums: of the last tile, and of the one before.
@@ -174,17 +177,13 @@ class Sm90Backward(Sm90DkDv):
         before2 = before
         n += 1
         if count > 1:
-            last = tile + 1 == end
-            tile = cutlass.select_(last, first, tile + 1)
-            at = cutlass.select_(last, at + own.tiles_of_head, at)
+            tile, at = following(tile, at, first, end, own.tiles_of_head)
             masked = tile < whole_first or tile >= whole_end
             self.next_query_tile(own, taken, tile, n, masked, 1, at)
             before = at + tile
             n += 1
         for _ in cutlass.range(count - 2, unroll=1):
-            last = tile + 1 == end
-            tile = cutlass.select_(last, first, tile + 1)
-            at = cutlass.select_(last, at + own.tiles_of_head, at)
+            tile, at = following(tile, at, first, end, own.tiles_of_head)
             masked = tile < whole_first or tile >= whole_end
             self.next_query_tile(own, taken, tile, n, masked, 2, before2)
             before2 = before

@@ -33,11 +33,9 @@ from .query_sums import VECTOR, VECTORS
 from .sm90_bwd import Sm90Backward
 from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands, of_columns
 from .sm90_gradients import differentiate, exponentiate
-from .sm90_mma import ROWS
 from .softmax import Scaling
-from .statistics import padded_start
 from .visibility import Visibility
-from .work import Work
+from .work import Work, following
 
 
 class Sm90Hd128Backward(Sm90Backward):
@@ -79,17 +77,8 @@ class Sm90Hd128Backward(Sm90Backward):
         n: Int32,
     ) -> Int32:
         own.turns.begin()
-        # Keys past the end of the sequence would add to dQ: they need a mask in every tile.
-        first_key = self.first_key(own, work)
-        whole_first, whole_end = own.visible.whole_query_tiles(
-            first_key, ROWS, work.seqlen_q, work.seqlen_k
-        )
-        whole_end = cutlass.select_(first_key + ROWS <= work.seqlen_k, whole_end, Int32(0))
-        tile = first
-        # Tile 0 of the head, among the tiles of the sums.
-        at = work.head * own.tiles_of_head + (
-            padded_start(own.queries, work.sequence) // self.spec.tile_m
-        )
+        whole_first, whole_end = self.whole_query_tiles(own, work)
+        tile, at = first, self.first_sums(own, work)
         masked = tile < whole_first or tile >= whole_end
         own.barriers.wait("q_full", n)
         scores = self.start_scores(own, n)
@@ -100,9 +89,7 @@ class Sm90Hd128Backward(Sm90Backward):
         before = at  # the tile of the sums before
         if count > 1:
             this, tile_of_n, masked_n = at + tile, tile, masked
-            last = tile + 1 == end
-            tile = cutlass.select_(last, first, tile + 1)
-            at = cutlass.select_(last, at + own.tiles_of_head, at)
+            tile, at = following(tile, at, first, end, own.tiles_of_head)
             masked = tile < whole_first or tile >= whole_end
             self.next_query_tile(
                 own, taken, tile_of_n, masked_n, tile, masked, n, before, True, True
@@ -111,9 +98,7 @@ class Sm90Hd128Backward(Sm90Backward):
             n += 1
             for _ in cutlass.range(count - 2, unroll=1):
                 this, tile_of_n, masked_n = at + tile, tile, masked
-                last = tile + 1 == end
-                tile = cutlass.select_(last, first, tile + 1)
-                at = cutlass.select_(last, at + own.tiles_of_head, at)
+                tile, at = following(tile, at, first, end, own.tiles_of_head)
                 masked = tile < whole_first or tile >= whole_end
                 self.next_query_tile(
                     own, taken, tile_of_n, masked_n, tile, masked, n, before, False, True

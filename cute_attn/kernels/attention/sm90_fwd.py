@@ -561,9 +561,10 @@ class Sm90Forward:
         """Release K/V tiles that no row of the warpgroup sees, from use n on, and take their
         turns; return the use after them."""
         for _ in cutlass.range(count, unroll=1):
-            for name in cutlass.range_constexpr(2):
-                own.barriers.wait(("k_full", "v_full")[name], n)
-                own.barriers.warp_arrives(("k_empty", "v_empty")[name], n)
+            own.barriers.wait("k_full", n)
+            own.barriers.warp_arrives("k_empty", n)
+            own.barriers.wait("v_full", n)
+            own.barriers.warp_arrives("v_empty", n)
             own.turns.wait()
             own.turns.give()
             n += 1

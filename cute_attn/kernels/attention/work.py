@@ -75,10 +75,11 @@ def heads_in_l2(head_bytes: Any, heads: Any) -> Any:
     return cutlass.min(at_once, heads)
 
 
-def following(tile: Any, head: Any, first: Any, end: Any) -> tuple[Any, Any]:
-    """The next tile of queries and its head, after all tiles of a head the next head's first."""
+def following(tile: Any, head: Any, first: Any, end: Any, step: Any = 1) -> tuple[Any, Any]:
+    """The next tile of queries and its head, after all tiles of a head the next head's first.
+    `head` may also be what grows by `step` from head to head."""
     last = tile + 1 == end
-    return cutlass.select_(last, first, tile + 1), cutlass.select_(last, head + 1, head)
+    return cutlass.select_(last, first, tile + 1), cutlass.select_(last, head + step, head)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class Into(Attention[IntoArguments]):
         if tracked:
             self.takes_gradient(q, k, v, out, lse, learnable_sink)
         try:
-            # Compiled host code checks no overlaps, and with splits it does not get out.
+            # Host code checks `out`, but for overlaps; with splits it gets partial sums instead.
             storage = out.untyped_storage().data_ptr()
             usable = (
                 out.is_contiguous()
