@@ -31,6 +31,11 @@ BENCHMARKS = {
     "attention-exchange": Listed(
         "attention.exchange", "st.async between CTAs, as the dK/dV kernel at head_dim 256 uses it"
     ),
+    "attention-first-result": Listed(
+        "attention.first_result",
+        "time to the first result of a process, ours and FlashAttention-4's, from cold and warm"
+        " caches",
+    ),
     "cache": Listed("cache", "imports, look-ups and races of the kernel cache, on the CPU"),
     "emulator": Listed(
         "emulator", "speed of the emulator, with and without its checks; needs no GPU"

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import json
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -16,7 +15,6 @@ from cute_attn.bench.harness.timing import Timing
 from cute_attn.bench.kda import cases as kda_cases
 from cute_attn.bench.kda import chunk as kda_chunk
 from cute_attn.bench.kda import decode as kda_decode
-from cute_attn.bench.kda import first_result as kda_first_result
 from cute_attn.bench.kda import fla_tuning, problem
 from cute_attn.bench.kda import intra as kda_intra
 from cute_attn.bench.kda import recompute as kda_recompute
@@ -450,61 +448,6 @@ def test_kda_decode(fake_gpu, monkeypatch, tmp_path):
     }
 
 
-def test_the_first_result_from_cold_and_warm_caches(monkeypatch, tmp_path):
-    environments = []
-
-    def child(code, env, _):
-        compile(code, "child", "exec")
-        environments.append(env)
-        cold = len({e["CUTE_ATTN_CACHE_DIR"] for e in environments}) == len(environments)
-        found = {
-            "first_result_s": 8.5 if cold else 0.6,
-            "import_s": 0.5,
-            "first_call_s": 8.0 if cold else 0.1,
-            "other_size_s": 0.001,
-        }
-        if "who, call = 'ours'" in code:
-            found["compiles"] = 2 if cold else 0
-        return found
-
-    monkeypatch.setattr(kda_first_result, "run_child", child)
-    monkeypatch.setattr(kda_first_result.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(kda_first_result, "measure", each_apart(environments))
-    report = run(tmp_path, "kda-first-result", "--calls", "chunk_kda")
-    assert [(r["library"], r["caches"], r["first_result_s"]) for r in report["rows"]] == [
-        ("ours", "cold", 8.5), ("ours", "warm", 0.6), ("fla", "cold", 8.5), ("fla", "warm", 0.6),
-    ]  # fmt: skip
-    assert all(v["passed"] for v in report["verdicts"])
-    assert "FLA 8.50 s" in report["verdicts"][0]["detail"]
-
-
-def each_apart(environments):
-    """`measure`, forgetting the processes of the one before."""
-    measure = kda_first_result.measure
-
-    def wrapped(*args):
-        environments.clear()
-        return measure(*args)
-
-    return wrapped
-
-
-@pytest.mark.parametrize(("done", "missing"), [(0, "cold"), (1, "warm")])
-def test_a_first_result_that_does_not_come_is_noted(monkeypatch, tmp_path, capsys, done, missing):
-    results = [dict.fromkeys(kda_first_result.TIMES, 7.5) | {"compiles": 1}] * done
-
-    def child(code, env, _):
-        if results:
-            return results.pop()
-        raise subprocess.TimeoutExpired("python", kda_first_result.LIMIT_S)
-
-    monkeypatch.setattr(kda_first_result, "run_child", child)
-    report = run(tmp_path, "kda-first-result", "--calls", "kda_decode", "--no-peer")
-    assert [r["caches"] for r in report["rows"]] == ["cold"] * done
-    assert f"kda_decode, ours, {missing}: no result after 420 s" in report["notes"]
-    assert ("kda_decode, ours, cold: 7.50 s" in capsys.readouterr().err) == bool(done)
-
-
 def test_the_peers_kernels_are_compiled_by_processes(monkeypatch, tmp_path):
     """Every share of every case is compiled, by no more processes at once than requested."""
     program = (
@@ -586,8 +529,7 @@ def test_the_peers_tuning_is_kept_and_found_again(monkeypatch, tmp_path):
     assert cache.load_cached_config("kernel", cache.AutotuneKey((12, "torch.bfloat16"))) is None
 
 
-@pytest.mark.parametrize("program", [fla_tuning._SHARE, kda_first_result._PROGRAM])
-def test_what_other_processes_run_imports_what_exists(program):
-    lines = [line for line in program.splitlines() if line.startswith(("from ", "import "))]
+def test_what_other_processes_run_imports_what_exists():
+    lines = [x for x in fla_tuning._SHARE.splitlines() if x.startswith(("from ", "import "))]
     assert any("cute_attn.bench" in line for line in lines)
     exec("\n".join(lines), {})
