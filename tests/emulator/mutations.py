@@ -320,7 +320,7 @@ class Bug:
         plant: makes the text with the bug, and tells its lines.
         checks: names of checks, one of which must report it; "value" stands for a wrong result, of
             bugs that break no rule.
-        severity: of that finding.
+        severity: of that finding, or "error".
     """
 
     name: str
@@ -340,7 +340,7 @@ def reported(bug: Bug, run: Run, lines: set[int], right: bool) -> bool:
         return True
     return any(
         finding.check in bug.checks
-        and finding.severity == bug.severity
+        and finding.severity in (bug.severity, "error")
         and not lines.isdisjoint(names(finding))
         for finding in run.findings
     )

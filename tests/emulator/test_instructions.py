@@ -559,3 +559,72 @@ def test_one_chosen_and_one_unwritten_operand_make_an_unwritten_value() -> None:
 def test_any_other_use_is_an_error(use: str) -> None:
     found, _ = branching(use)
     assert {severity for severity, _ in found} == {"error"}
+
+
+# ---- what hardware may do later than the program says
+
+
+@pytest.mark.parametrize("schedule", range(3))
+@pytest.mark.parametrize(
+    ("before", "after", "late"),
+    [
+        ("", "", True),
+        ("mov.b32 %r11, %r10;", "", True),  # machine code may not have a copy
+        ("", "add.s32 %r12, %r10, 1;", True),
+        ("add.s32 %r12, %r10, 1;", "", False),
+        ("mov.b32 %r11, %r10; add.s32 %r12, %r11, 1;", "", False),
+        ("fence.proxy.async;", "", False),
+    ],
+)
+def test_an_arrival_that_overtakes_ldmatrix(
+    before: str, after: str, late: bool, schedule: int
+) -> None:
+    """Warp 0 has matrices in registers and says so; warp 1 then has their memory overwritten."""
+    body = f"""
+    mov.u32 %r1, dynamic; add.s32 %r2, %r1, 4096; add.s32 %r3, %r1, 4104;
+    setp.eq.u32 %p1, %lane, 0;
+    setp.ne.u32 %p2, %thread, 0;
+    @%p2 bra READY;
+    mbarrier.init.shared::cta.b64 [%r2], 1;
+    mbarrier.init.shared::cta.b64 [%r3], 1;
+    fence.mbarrier_init.release.cluster;
+READY:
+    shl.b32 %r4, %thread, 2; add.s32 %r4, %r4, %r1; st.shared.u32 [%r4], %thread;
+    fence.proxy.async;
+    bar.sync 0;
+    setp.ne.u32 %p3, %warp, 0;
+    @%p3 bra LOAD;
+    and.b32 %r5, %lane, 7; shl.b32 %r5, %r5, 4; add.s32 %r5, %r5, %r1;
+    ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r10}}, [%r5];
+    {before}
+    bar.warp.sync -1;
+    @%p1 mbarrier.arrive.shared::cta.b64 _, [%r2];
+    {after}
+FULL:
+    mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r3], 0;
+    @!%p4 bra FULL;
+    mul.wide.u32 %rd3, %thread, 4; add.s64 %rd3, %rd2, %rd3; st.global.u32 [%rd3], %r10;
+    bra END;
+LOAD:
+    @!%p1 bra END;
+EMPTY:
+    mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r2], 0;
+    @!%p4 bra EMPTY;
+    mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 128;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+        [%r1], [%rd1], 128, [%r3];
+END:
+"""
+    args = [np.zeros(32, np.uint32), np.zeros(32, np.uint32)]
+    run = run_ptx(module(body), block=64, args=args, dynamic_shared=8192, schedule=schedule)
+    assert {f.check for f in run.findings} == ({"proxy-fence"} if late else set()), run.findings
+    assert all("arrives before it uses a register" in f.message for f in run.findings)
+
+
+def test_an_arrival_that_a_named_barrier_holds_at_the_end() -> None:
+    args = [np.zeros(1, np.uint32), np.zeros(1, np.uint32)]
+    run = run_ptx(module("bar.arrive 3, 64;"), block=32, args=args)
+    assert [(f.check, f.severity, f.message) for f in run.findings] == [
+        ("barrier", "note",
+         "the CTA exits while named barrier 3 has 32 of the 64 threads that it waits for")
+    ]  # fmt: skip

@@ -102,6 +102,7 @@ static void check_arrival(Warp *w, const Insn *I, int id, int expected, bool all
 static void warp_arrives(Warp *w, const Insn *I, int id, int expected, bool all, bool red) {
   Cta *cta = w->cta;
   NamedBarrier *b = &cta->bars[id];
+  finish_loads(w);
   check_arrival(w, I, id, expected, all, red);
   uint64_t gathering = bar_ticket(id, 0), ticket = bar_ticket(id, b->generation);
   for (int g = 0; g < w->ngroups; g++) {
@@ -175,6 +176,17 @@ static int named_barrier(Warp *w, const Insn *I, Mask m, BarrierOperands operand
   return DONE;
 }
 
+// PTX does not say what becomes of them; FlashAttention-4 leaves some, and works.
+void named_barriers_at_exit(Cta *cta) {
+  for (int id = 0; id < MAX_NAMED_BARRIERS; id++) {
+    NamedBarrier *b = &cta->bars[id];
+    if (!b->arrived) continue;
+    finding(&cta->warps[__builtin_ctz(b->warps)], b->first, CK_BARRIER, SEV_NOTE,
+            "the CTA exits while named barrier %d has %d of the %d threads that it waits for", id,
+            b->arrived, b->expected);
+  }
+}
+
 #define BARRIER(name, ...) \
   static int exec_##name(Warp *w, const Insn *I, Mask m) { \
     return named_barrier(w, I, m, (BarrierOperands){__VA_ARGS__}); \
@@ -217,6 +229,7 @@ static void try_complete_cluster(Cluster *k) {
 
 static int exec_cluster_arrive(Warp *w, const Insn *I, Mask m) {
   Cluster *k = w->cta->cluster;
+  finish_loads(w);
   Mask twice = m & w->cluster_unwaited;
   if (twice)
     finding(w, I, CK_CLUSTER, SEV_ERROR, "lanes 0x%08x arrive at the cluster barrier again, "

@@ -10,7 +10,7 @@ typedef struct {
   uint16_t parts;  // bytes of a word, lanes of a group in TMEM: one bit each
   uint32_t insn : 28, flags : 4;
 } Mark;
-enum { MARK_ASYNC = 1, MARK_ATOMIC = 2, MARK_TENSOR = 4 };
+enum { MARK_ASYNC = 1, MARK_ATOMIC = 2, MARK_TENSOR = 4, MARK_LATE = 8 };
 
 typedef struct Cell {
   Mark write, read;
@@ -285,6 +285,7 @@ static Context context(const Access *a, Emu *e, const char *space, const Cta *ct
 }
 
 static inline bool ordered(const Context *c, const Mark *m, bool wrote) {
+  if (c->access->late || (m->flags & MARK_LATE && !c->access->async)) return true;
   const Clock *clocks = wrote && !(m->flags & MARK_ASYNC) ? c->generic_writes : c->others;
   return m->clock <= clocks[m->agent] || (m->agent == c->own_agent && m->clock >= c->birth);
 }
@@ -342,7 +343,9 @@ static void report(const Context *c, uint64_t word, const Mark *m, bool wrote, b
   const char *kind = wrote ? (writes ? "write after write" : "read after write")
                            : "write after read";
   bool seen = m->clock <= a->view->vc[m->agent];
-  if (seen && a->tensor && c->space[0] == 'T') {
+  if (m->flags & MARK_LATE) {
+    report_overtaken(a, other, place(c, word));
+  } else if (seen && a->tensor && c->space[0] == 'T') {
     report_fence(c, word, m, kind);
   } else if (seen) {
     finding_with(a->warp, a->insn, other, CK_PROXY, SEV_ERROR,
@@ -371,7 +374,7 @@ static __attribute__((noinline)) void collide(const Context *c, uint64_t word, c
 static inline Mark mark_of(const Emu *e, const Access *a, uint16_t parts) {
   return (Mark){.clock = a->clock, .agent = (uint16_t)a->agent, .parts = parts,
                 .flags = (unsigned)((a->async ? MARK_ASYNC : 0) | (a->atomic ? MARK_ATOMIC : 0) |
-                                   (a->tensor ? MARK_TENSOR : 0)),
+                                   (a->tensor ? MARK_TENSOR : 0) | (a->late ? MARK_LATE : 0)),
                 .insn = (unsigned)(a->insn - e->program->code)};
 }
 
@@ -379,10 +382,16 @@ static inline bool same_epoch(const Mark *m, const Mark *n) {
   return m->clock == n->clock && m->agent == n->agent && m->flags == n->flags;
 }
 
+// Whether a later read stands for an earlier one: what must be ordered after it must be ordered after
+// the other too.
+static inline bool covers(const Access *a, const Mark *later, const Mark *earlier) {
+  if (later->flags & MARK_LATE && !(earlier->flags & MARK_LATE)) return false;
+  return earlier->agent == later->agent || earlier->clock <= a->view->vc[earlier->agent];
+}
+
 static void add_read(const Context *c, Cell *cell, Mark m) {
   const Access *a = c->access;
-  if (!cell->read.clock || cell->read.agent == m.agent ||
-      cell->read.clock <= a->view->vc[cell->read.agent]) {
+  if (!cell->read.clock || covers(a, &m, &cell->read)) {
     if (same_epoch(&cell->read, &m)) m.parts |= cell->read.parts;
     cell->read = m;
     return;
@@ -391,7 +400,7 @@ static void add_read(const Context *c, Cell *cell, Mark m) {
   ReadNode *nodes = c->e->reads.nodes;
   for (int32_t n = cell->more_reads; n; n = nodes[n].next, length++) {
     Mark *old = &nodes[n].mark;
-    if (old->agent == m.agent || old->clock <= a->view->vc[old->agent]) {
+    if (covers(a, &m, old)) {
       if (same_epoch(old, &m)) m.parts |= old->parts;
       *old = m;
       return;
@@ -481,7 +490,12 @@ void shared_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
   shared_access(a, cta, offset, bytes, false);
 }
 
+void shared_late_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
+  shared_access(a, cta, offset, bytes, false);
+}
+
 void shared_write(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
+  if (a->async && cta->nloads) check_loads(a, cta, offset, bytes);
   shared_mark_initialised(cta, offset, bytes);
   shared_access(a, cta, offset, bytes, true);
 }

@@ -159,6 +159,7 @@ static void warp_exits(Warp *w) {
   c->live_warps--;
   if (c->live_warps == 0) {
     c->exited = true;
+    named_barriers_at_exit(c);
     if (c->emu->astray) c->emu->astray = c->emu->time + 1;  // the launch makes progress
     bool all = true;
     for (int i = 0; i < c->cluster->nctas; i++) all &= c->cluster->ctas[i]->exited;
@@ -363,6 +364,7 @@ static void free_warp(Warp *w) {
   for (int k = 0; k < AGENTS_PER_WARP; k++) clocks[k] = w->agent_clock[k];
   if (w->npending)
     for (int i = 0; i < e->program->nregs; i++) clear_pending(w, &(Operand){.id = i});
+  if (w->loads) drop_loads(w);
   free(w->regs);
   free(w->defined);
   free(w->chosen);

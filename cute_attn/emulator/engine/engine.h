@@ -92,6 +92,7 @@ enum {
   F_UNIFORM = 16,
   // Arithmetic: results of undefined values are undefined, without a finding. Set by program.c.
   F_PURE = 32,
+  F_MOVE = 128,  // a copy of a register, which machine code may not have
   F_BRANCH = 64,  // a guard with a chosen value (Warp.chosen) gives only a note
 };
 
@@ -187,6 +188,7 @@ typedef struct {
   uint8_t async;       // through the asynchronous proxy (TMA, wgmma, tcgen05)
   uint8_t tensor;      // a tcgen05 operation: ordered by view->tvc on TMEM
   uint8_t lazy;        // unwritten bytes are no finding: the destination becomes undefined
+  uint8_t late;        // a read that only the asynchronous proxy may come before (in_flight.c)
   uint8_t atomic;      // a strong or atomic operation: does not race with others of its kind
   const Insn *insn;
   Warp *warp;          // the issuing warp; for messages
@@ -288,6 +290,9 @@ struct Warp {
   Mask *chosen;
   AsyncOp **pending;       // by Operand.id: the operation that will still write it, or NULL
   int npending;            // registers with a pending operation
+  struct InFlight **loads;  // by Operand.id: the ldmatrix in flight that the register is of
+  struct InFlight *in_flight;
+  int nloads;              // registers with a load in flight
   uint8_t *local;          // 32 x local_bytes
   uint8_t *local_init;     // same layout: 1 where written
   Mask carry;              // of add.cc and similar instructions
@@ -320,6 +325,7 @@ struct Cta {
   uint32_t id[3], linear;
   int slot;                // SM
   int nwarps, nthreads, live_warps;
+  int nloads;              // Warp.nloads of all warps
   Warp *warps;
   uint8_t *shared;         // shared_bytes
   uint32_t shared_bytes;   // static and dynamic; offset 0 is address SHARED_BASE
@@ -440,6 +446,8 @@ static inline bool checking(const Emu *e, int check) { return e->checks >> check
 void undefined_read(Warp *w, const Insn *I, const Operand *o, Mask lanes);   // report.c
 void pending_read(Warp *w, const Insn *I, const Operand *o);                 // async.c
 void pending_write(Warp *w, const Insn *I, const Operand *o);                // async.c
+void load_read(Warp *w, const Insn *I, const Operand *o);                    // in_flight.c
+void load_overwritten(Warp *w, const Insn *I, const Operand *o);             // in_flight.c
 uint64_t special_register(Warp *w, int sr, int lane);                        // core.c
 uint64_t operand_constant(Warp *w, const Operand *o);   // core.c: K_IMM and symbols
 
@@ -452,6 +460,7 @@ static inline int count_of(const Operand *o) {
 }
 static inline void check_read(Warp *w, const Insn *I, const Operand *o, Mask m) {
   if (__builtin_expect(w->npending != 0, 0) && w->pending[o->id]) pending_read(w, I, o);
+  if (__builtin_expect(w->nloads != 0, 0)) load_read(w, I, o);
   Mask bad = m & ~w->defined[o->id];
   if (__builtin_expect(bad == 0, 1)) return;
   if (I->flags & F_PROPAGATE) w->taint_origin = w->origin[o->id];
@@ -497,6 +506,7 @@ static inline Mask srcp_of(Warp *w, const Insn *I, const Operand *o, Mask m) {
 
 static inline void note_write(Warp *w, const Insn *I, const Operand *o, Mask m) {
   if (__builtin_expect(w->npending != 0, 0) && w->pending[o->id]) pending_write(w, I, o);
+  if (__builtin_expect(w->nloads != 0, 0)) load_overwritten(w, I, o);
   w->defined[o->id] |= m;
   if (__builtin_expect(w->unfenced != NULL, 0)) w->unfenced[o->id] = 1;
 }
@@ -607,6 +617,16 @@ static inline uint64_t queue_of(const Warp *w, int kind) { return 1 + agent_of(w
 void set_pending(Warp *w, const Operand *o, AsyncOp *op);
 void clear_pending(Warp *w, const Operand *o);
 
+// Loads in flight: rows of shared memory that the registers of I come from.
+void start_load(Warp *w, const Insn *I, const uint32_t offset[32], int rows, uint32_t bytes);
+void finish_loads(Warp *w);  // all have read
+void drop_loads(Warp *w);
+// A write through the asynchronous proxy, which may overwrite what a load has not read yet.
+void check_loads(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
+void report_overtaken(const Access *a, const Insn *load, const char *place);
+// A read that only the asynchronous proxy has to be ordered after.
+void shared_late_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
+
 // Count a matrix instruction of the whole M x N x K shape (a warp's share of wgmma: M = 16).
 void count_mma(Emu *e, const char *kind, int m, int n, int k);
 
@@ -715,6 +735,7 @@ void output_clear(Emu *e);                             // external.c
 void copies_at_exit(Warp *w, Mask lanes);              // bulk_copy.c: reports unfinished copies
 void wgmma_at_exit(Warp *w);                           // wgmma.c
 void mbarriers_at_exit(Cta *cta);                      // mbarrier.c
+void named_barriers_at_exit(Cta *cta);                 // barrier.c
 
 // ---------------------------------------------------------------------- forms of each family file
 extern const Form FORMS_CONTROL[], FORMS_INTEGER[], FORMS_FLOAT[], FORMS_CONVERT[], FORMS_WARP[],

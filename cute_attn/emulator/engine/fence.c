@@ -3,12 +3,14 @@
 
 static int exec_fence(Warp *w, const Insn *I, Mask m) {
   (void)I, (void)m;
+  finish_loads(w);
   memory_fence(w);
   return DONE;
 }
 
 static int exec_proxy_fence(Warp *w, const Insn *I, Mask m) {
   (void)I, (void)m;
+  finish_loads(w);
   if (ordering(emu_of(w))) proxy_fence(w);
   return DONE;
 }

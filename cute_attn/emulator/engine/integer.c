@@ -643,7 +643,7 @@ HANDLER(unpack_b128) {
 const Form FORMS_INTEGER[] = {
   // moves: scalars first, so that a lone register is not taken for a vector
   {"mov(.b16|u16|s16)", "d32 s32", mov_u16, F_PROPAGATE},
-  {"mov(.b32|u32|s32|f32)", "d32 s32", mov_u32, F_PROPAGATE},
+  {"mov(.b32|u32|s32|f32)", "d32 s32", mov_u32, F_PROPAGATE | F_MOVE},
   {"mov(.b64|u64|s64|f64)", "d64 s64", mov_u64, F_PROPAGATE},
   {"mov.b128", "d128 s128", mov_b128, F_PROPAGATE},
   {"mov.b16", "d32 s32l", pack_b16, F_PROPAGATE},

@@ -56,6 +56,8 @@ static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool gen
   addresses_of(w, I, o, lanes, address);
   Access a = access_of(w, I, "ldmatrix");
   uint64_t own[32];  // offsets in the warp's own CTA
+  uint32_t read[32];
+  int rows_read = 0;
   Mask mine = 0;
   a.lazy = known != NULL;
   memset(out, 0, 32 * 16);
@@ -66,11 +68,12 @@ static void load_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool gen
     uint8_t *p = row_pointer(w, I, generic, address[l], &cta, &offset);
     if (!p) continue;
     shared_read(&a, cta, offset, (uint32_t)bytes);
-    if (cta == w->cta) own[l] = offset, mine |= 1u << l;
+    if (cta == w->cta) own[l] = read[rows_read++] = offset, mine |= 1u << l;
     memcpy(out[l], p, (size_t)bytes);
     if (known) memcpy(known[l], cta->shared_init + offset, (size_t)bytes);
   }
   lanes_access(w, I, mine, own, (uint32_t)bytes, false, true);
+  start_load(w, I, read, rows_read, (uint32_t)bytes);
   emu_of(w)->counters[CT_SHARED_LOAD] += (uint64_t)rows * 16;
   count_rows(w, address, rows);
 }
