@@ -35,7 +35,7 @@ from .harness.report import Report, ReportError, Row
 TOTAL_LIMIT_S = 465.0  # eight minutes, less start-up and the report
 TEST_LIMIT_S = TOTAL_LIMIT_S / 2
 SPREAD = 1.3  # a benchmark may take this much longer than in its last report
-TEST_PROCESSES = 10  # one file each; they compile first, and then take turns on the GPU
+TEST_PROCESSES = 16  # they compile first, and then take turns on the GPU
 KILL_GRACE_S = 5.0
 
 
@@ -87,10 +87,10 @@ def stages(
 ) -> list[Stage]:
     """The stages in order; their files go to `directory`."""
     results = directory / "tests.xml"
-    # Test files run in parallel: each compiles first, and then waits for the GPU.
+    # Groups of tests (of tests/conftest.py) run in parallel: each compiles, and awaits the GPU.
     side_by_side: tuple[str, ...] = ()
     if importlib.util.find_spec("xdist") is not None:
-        side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "loadfile")
+        side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "loadscope")
     found = [
         Stage(
             "tests",

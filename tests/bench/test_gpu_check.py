@@ -72,6 +72,7 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
         "async-copy",
         "attention --no-peer",
         "attention-exchange",
+        "attention-first-result --no-peer",
         "cache --repeats 1",
         "fmha-ladder --no-peers --seqlens 1024",
         "kda-backward --no-peer",

@@ -37,26 +37,32 @@ def on_both(kernel: Any, spec: Any, *args: Any, written: tuple[int, ...]) -> lis
     return [(gpu[i].cpu(), args[i]) for i in written]
 
 
+@pytest.mark.parametrize("sums", [False, True], ids=["", "zeros of sums"])
 @pytest.mark.parametrize("sink_dtype", ["none", "float32"])
-def test_statistics_of_rows_are_the_emulators(sink_dtype: str):
+def test_statistics_of_rows_are_the_emulators(sink_dtype: str, sums: bool):
     torch.manual_seed(0)
     lengths, heads = (300, 0, 77), 4
     total = sum(lengths)
-    spec = PreprocessSpec("bfloat16", True, False, sink_dtype, True)
+    spec = PreprocessSpec("bfloat16", True, False, sink_dtype, True, sums=sums)
     o, do = torch.randn(2, total, heads, 256).bfloat16()
     lse, dlse = torch.randn(2, heads, total)
     lse[:, ::5] = -math.inf if sink_dtype == "none" else 1.0
     has_sink = sink_dtype != "none"
     parts = torch.zeros(num_tiles(total, len(lengths), True), heads) if has_sink else None
+    rows = padded_rows(total, len(lengths), True)
+    dq_sums = torch.full((heads, rows, 256), torch.nan) if sums else None
     results = on_both(
         BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse,
         torch.ones(heads) if has_sink else None,
         torch.tensor([0, 300, 300, 377], dtype=torch.int32), None,
-        torch.zeros(2, heads, padded_rows(total, len(lengths), True)), parts,
-        written=(7, 8) if has_sink else (7,),
+        torch.zeros(2, heads, rows), dq_sums, parts,
+        written=(7, *([8] if sums else []), *([9] if has_sink else [])),
     )  # fmt: skip
     for found, emulated in results:
-        torch.testing.assert_close(found, emulated, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(found, emulated, rtol=1e-5, atol=1e-3, equal_nan=True)
+    if sums:
+        zeros = results[1][0][:, :300]  # a sequence begins with its first row
+        assert torch.equal(zeros, torch.zeros_like(zeros))
 
 
 @pytest.mark.parametrize(
