@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_capturing = torch.cuda.is_current_stream_capturing
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 _raw_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else None
 
 SPARE = 2**16  # counters of a device for launches in graphs
@@ -16,15 +16,16 @@ _counters: dict[tuple[int, int], Tensor] = {}
 _spare: dict[int, list[Tensor]] = {}
 
 
-def counter_for(x: Tensor) -> Tensor:
+def counter_for(x: Tensor, device: int | None = None) -> Tensor:
     """A counter, `[1]` int32, that is 0 for the next launch with x on the current stream.
 
     The kernel leaves it at 0 (see `kernels.common.scheduler.CounterScheduler`), so launches on one
     stream share one. A launch in a CUDA graph, which may be replayed on any stream, gets its own
     for good. It is set to 0 before the capture, by the first launch on any stream: a node of the
-    graph would take 2 us of each replay.
+    graph would take 2 us of each replay. `device` is the number of x's, if the caller has it.
     """
-    device = x.get_device()
+    if device is None:
+        device = x.get_device()
     if device < 0 or _raw_stream is None:
         return x.new_zeros(1, dtype=torch.int32)
     if _capturing():

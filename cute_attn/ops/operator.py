@@ -77,7 +77,7 @@ _REFUSALS = frozenset({AttributeError, IndexError, TypeError, ValueError, Runtim
 # A kernel refuses overlapping tensors by a launch without CTAs, which is cudaErrorInvalidValue.
 _INVALID_VALUE = 1
 
-_MOST_READY = 4096  # entries of an operator's table; keys with floats would let it grow forever
+MOST_READY = 4096  # entries of an operator's table; keys with floats would let it grow forever
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 
@@ -293,7 +293,7 @@ class Operator(Generic[_Arguments]):
         mended = self.readable(a)
         ready = self.prepare(mended)
         if key is not None and _same(mended, a) and may_remember(getattr(a, self._first)):
-            if len(self.ready) >= _MOST_READY:
+            if len(self.ready) >= MOST_READY:
                 self.ready.clear()
             self.ready[key] = ready
         results = self.forward(*mended, ready=ready)

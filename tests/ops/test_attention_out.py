@@ -11,7 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_attn
-from cute_attn.ops.attention.forward import FORWARD
+from cute_attn.emulation import Emulation
+from cute_attn.ops import operator
+from cute_attn.ops.attention import call, forward
+from cute_attn.ops.attention.arguments import has_readable_strides
+from cute_attn.ops.attention.forward import FORWARD, PLANS
 from cute_attn.ops.attention.into import INTO
 
 from .attention_cases import CACHE, CAUSAL, VARLEN, Case, Machine, Target, on_target, run, same
@@ -179,8 +183,12 @@ def test_a_warm_call_checks_out_and_looks_up_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(INTO, "_first_call", lambda key, _: keys.append(key))
     cute_attn.flash_attn_func(**args, out=poisoned(args))
     given: list[Any] = []
-    ready = lambda *arguments: given.append(arguments), 0.0625, 1.0, 0, 0, 66, False, None
-    INTO.ready[keys[0]] = ready
+
+    def function(*arguments: Any) -> None:
+        _refuse_as_host_code(arguments)
+        given.append(arguments)
+
+    INTO.ready[keys[0]] = function, 0.0625, 1.0, 0, 0, 66, False, None
     monkeypatch.setattr(INTO, "_first_call", None)
     out = poisoned(args)
     _, lse = cute_attn.flash_attn_func(**args, out=out)
@@ -189,7 +197,115 @@ def test_a_warm_call_checks_out_and_looks_up_once(monkeypatch: pytest.MonkeyPatc
     for bad in (out[:, :, :, ::2], out.expand(2, -1, -1, -1), args["q"], args["v"][:, :5]):
         with cute_attn.emulated("sm_100a"), pytest.raises((TypeError, ValueError), match="out"):
             cute_attn.flash_attn_func(**args, out=bad)
-    assert len(given) == 1 and not FORWARD.ready
+    assert len(given) == 1 and not FORWARD.ready and not PLANS
+
+
+COMBINED = 5  # arguments of the combination
+
+
+def _refuse_as_host_code(arguments: tuple[Any, ...]) -> None:
+    """Bad shapes, strides, and memory that two tensors share."""
+    q, k, v, out, *_ = arguments
+    if len(arguments) == COMBINED or out.dim() > q.dim():  # with splits
+        return
+    if out.shape != q.shape or not has_readable_strides(out):
+        raise RuntimeError("host code refuses out")
+    if any(out.data_ptr() == x.data_ptr() for x in (q, k, v)):
+        raise RuntimeError("host code refuses memory")
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The launches of kernels that do nothing, where calls with CPU tensors are remembered, as
+    those on a GPU."""
+    given: list[Any] = []
+
+    def launch(*arguments: Any) -> None:
+        _refuse_as_host_code(arguments)
+        given.append(arguments)
+
+    monkeypatch.setattr(operator, "may_remember", lambda _: True)
+    monkeypatch.setattr(forward, "may_remember", lambda _: True)
+    monkeypatch.setattr(INTO, "ready", {})
+    monkeypatch.setattr(FORWARD, "ready", {})
+    monkeypatch.setattr(Emulation, "function", lambda *_: launch)
+    with cute_attn.emulated("sm_100a"):
+        yield given
+    PLANS.clear()
+
+
+@pytest.mark.parametrize("into", [True, False], ids=["out", "new"])
+@pytest.mark.parametrize("more", [{}, {"return_lse": True}, {"num_splits": 2}], ids=str)
+def test_a_planned_call_is_one_look_up(
+    planned: list[Any], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], into: bool
+):
+    args = Case(CAUSAL, (5,), (7,)).arguments() | {"return_lse": False} | more
+    for _ in range(2):  # cold, then by key
+        cute_attn.flash_attn_func(**args, out=poisoned(args) if into else None)
+    ((_, scale, *_),) = PLANS.values()
+    assert scale == args["q"].shape[-1] ** -0.5
+    planned.clear()
+    with monkeypatch.context() as only_plans:
+        only_plans.setattr(call, "_into", None)
+        only_plans.setattr(call, "_forward", None)
+        out = poisoned(args) if into else None
+        o, lse = cute_attn.flash_attn_func(**args, out=out)
+    if out is not None:
+        assert o is out and out._version == 1
+    assert o.shape == args["q"].shape and o.is_contiguous()
+    assert (lse is None) != args["return_lse"]
+    (q, k, v, written, of_lse, *rest), *combined = planned
+    assert q is args["q"] and k is args["k"] and v is args["v"]
+    assert rest[:6] == [None] * 6 and rest[6:8] == [scale, 1.0]
+    if "num_splits" in more:
+        ((parts, _, combined_o, combined_lse, _),) = combined
+        assert written is parts and combined_o is o and combined_lse is None
+    else:
+        assert written is o and of_lse is lse and not combined
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"out": bf16(1, 5, 1, 512)[..., ::2]}, ValueError),
+        ({"out": bf16(1, 6, 1, 256)}, ValueError),
+        ({"out": "q"}, ValueError),
+        ({"softmax_scale": True}, TypeError),
+        ({"softmax_scale": math.inf}, ValueError),
+        ({"scheduler": "single"}, ValueError),
+        ({"causal": [1]}, TypeError),
+        ({"k": bf16(2, 7, 1, 256)}, ValueError),
+        ({"learnable_sink": torch.zeros(3)}, ValueError),
+        ({"learnable_sink": torch.zeros(1, requires_grad=True)}, NotImplementedError),
+        ({"q": bf16(1, 5, 1, 256).requires_grad_()}, NotImplementedError),
+        ({"out": bf16(1, 5, 1, 256).requires_grad_()}, NotImplementedError),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_plan_skips_no_check(
+    planned: list[Any], change: dict[str, Any], error: type[Exception], splits: int
+):
+    args = Case(CAUSAL, (5,), (7,)).arguments()
+    args |= {"return_lse": False, "softmax_scale": 1.0, "num_splits": splits}
+    for _ in range(2):
+        cute_attn.flash_attn_func(**args, out=poisoned(args))
+    planned.clear()
+    given = {"out": poisoned(args), **args, **change}
+    if given["out"] == "q":
+        given["out"] = args["q"]
+    with pytest.raises(error):
+        cute_attn.flash_attn_func(**given)
+    assert not planned
+
+
+def test_a_plan_is_of_shapes_and_of_the_settings(planned: list[Any]):
+    for rows in (5, 5, 6, 6):
+        args = Case(CAUSAL, (rows,), (7,)).arguments() | {"return_lse": False}
+        cute_attn.flash_attn_func(**args, out=poisoned(args))
+    assert len(PLANS) == 2 and len(planned) == 4
+    cute_attn.reload_settings()
+    assert not PLANS
 
 
 # -- torch.compile

@@ -81,16 +81,20 @@ class PoolCall:
         """The sequences with a slot."""
         return [n for n, i in enumerate(self.indices.tolist()) if 0 <= i < len(self.pool)]
 
-    def run(self, **changes: Any) -> torch.Tensor:
-        of_pool = {
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of chunk_kda."""
+        return self.args | {
             "initial_state": self.pool,
             "output_final_state": True,
             "state_indices": self.indices,
             "checkpoint_indices": self.checkpoints,
             "checkpoint_interval": self.interval,
         }
+
+    def run(self, **changes: Any) -> torch.Tensor:
         with torch.no_grad(), poisoned_outputs():
-            o, final_state = cute_attn.chunk_kda(**self.args | of_pool | changes)
+            o, final_state = cute_attn.chunk_kda(**self.given | changes)
         assert final_state is self.pool
         return o
 

@@ -43,6 +43,7 @@ from ..common.cluster import finish_cluster, start_cluster
 from ..common.dtypes import DTYPE
 from ..common.exp2 import exp2_mixed
 from ..common.numbers import INF
+from ..common.overlap import overlaps
 from ..common.pipeline import (
     CTAS,
     Barriers,
@@ -253,6 +254,11 @@ class Sm100Hd256Forward:
         tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once, splits)
         num_tiles = tiles.count()
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
+        num_ctas = CTAS * self.scheduler.clusters(num_tiles, num_clusters)
+        if cutlass.const_expr(not spec.split):  # partial results have memory of their own
+            inputs = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+            if overlaps((o, lse), inputs):
+                num_ctas = Int32(0)  # which the driver rejects; the operator raises the reason
 
         self.kernel(
             *q_copy, *k_copy, *v_copy, *o_copy,
@@ -260,7 +266,7 @@ class Sm100Hd256Forward:
             scaling, window_left, window_right,
             heads, kv_heads, batch, q.shape[-3], seqlen_k, heads_at_once, num_tiles, pages,
         ).launch(
-            grid=[CTAS * self.scheduler.clusters(num_tiles, num_clusters), 1, 1],
+            grid=[num_ctas, 1, 1],
             block=[NUM_WARPS * WARP_SIZE, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,

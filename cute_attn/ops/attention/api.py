@@ -12,18 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from ..checks import check_flags
-from ..operator import (
-    PLAIN,
-    dispatch_mode_depth,
-    forward_ad,
-    is_dynamo_compiling,
-)
 from .arguments import check_length
-from .forward import FORWARD
-from .into import attention_into
+from .call import attend
 
 Window = tuple[int | None, int | None]
-_forward = FORWARD.forward  # bound once: this saves time per call
 
 
 def flash_attn_func(
@@ -104,25 +96,10 @@ def flash_attn_func(
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     left, right = window_size
-    if out is not None:
-        return attention_into(
-            q, k, v, out, None, None, None, None, None, None, None, softmax_scale, causal, left,
-            right, learnable_sink, softcap, scheduler, num_splits, return_lse,
-        )  # fmt: skip
-    call = (
-        _forward
-        if not is_dynamo_compiling()
-        and type(q) is type(k) is type(v) is Tensor
-        and (learnable_sink is None or type(learnable_sink) in PLAIN)
-        and forward_ad._current_level < 0
-        and not dispatch_mode_depth()
-        else FORWARD.routed
-    )
-    result: tuple[Tensor, Tensor | None] = call(
-        q, k, v, None, None, None, None, None, None, None, softmax_scale, causal, left, right,
+    return attend(
+        q, k, v, out, None, None, None, None, None, None, None, softmax_scale, causal, left, right,
         learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic,
     )  # fmt: skip
-    return result
 
 
 def flash_attn_varlen_func(
@@ -206,32 +183,11 @@ def flash_attn_varlen_func(
     if deterministic is not False:
         check_flags(deterministic=deterministic)
     left, right = window_size
-    if out is not None:
-        return attention_into(
-            q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-            seqused_k, page_table, softmax_scale, causal, left, right, learnable_sink, softcap,
-            scheduler, num_splits, return_lse,
-        )  # fmt: skip
-    call = (
-        _forward
-        if not is_dynamo_compiling()
-        and type(q) is type(k) is type(v) is Tensor
-        and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
-        and (cu_seqlens_k is None or type(cu_seqlens_k) is Tensor)
-        and (seqused_q is None or type(seqused_q) is Tensor)
-        and (seqused_k is None or type(seqused_k) is Tensor)
-        and (page_table is None or type(page_table) is Tensor)
-        and (learnable_sink is None or type(learnable_sink) in PLAIN)
-        and forward_ad._current_level < 0
-        and not dispatch_mode_depth()
-        else FORWARD.routed
-    )
-    result: tuple[Tensor, Tensor | None] = call(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+    return attend(
+        q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         page_table, softmax_scale, causal, left, right, learnable_sink, softcap, scheduler,
         num_splits, return_lse, deterministic,
     )  # fmt: skip
-    return result
 
 
 def _pair(window_size: Any) -> Window:

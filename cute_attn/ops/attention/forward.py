@@ -24,9 +24,10 @@ from ...kernels.attention.heuristics import (
     num_splits_of_forward,
 )
 from ...kernels.attention.spec import FEW_ROWS, LARGEST_SCALE
+from ...settings import on_reload
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
-from ..operator import Operator, is_grad_enabled
+from ..operator import MOST_READY, Operator, is_grad_enabled, may_remember
 from .arguments import (
     MAX_SPLITS,
     SMALLEST_SCALE,
@@ -41,12 +42,18 @@ from .backward import BACKWARD, BackwardArguments
 from .plan import plan_attention
 
 _empty_like = torch.empty_like
+_empty_strided = torch.empty_strided  # the fastest of torch's allocating functions
 _contiguous = torch.contiguous_format
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
 # whether it takes a counter, the kernel that combines splits)
 _Ready = tuple[Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None]
 
+
+# Plan of a call, see `call` -> what `ready` has for it, with its own scale, and the layouts of what
+# its splits compute.
+PLANS: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+on_reload(PLANS.clear)
 
 _Called = TypeVar("_Called", bound=tuple[Any, ...])
 
@@ -118,8 +125,10 @@ class Attention(Operator[_Called]):
         deterministic: bool = False,
         ready: Any = None,
         written: tuple[Tensor, Tensor | None] | None = None,
+        plan: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The forward of `Arguments`; `written` are o and lse, None to allocate them."""
+        """The forward of `Arguments`; `written` are o and lse, None to allocate them. With `plan`,
+        a warm call is remembered as this plan."""
         key = None
         # With `written`, the caller has made sure that no gradient is needed.
         if written is None and is_grad_enabled() and self.takes_gradient(q, k, v, learnable_sink):
@@ -177,7 +186,7 @@ class Attention(Operator[_Called]):
                 o, lse = written
             if combine is not None:
                 # The sink counts once, in the combination.
-                parts = _Splits.allocate(q, num_splits)
+                parts = Splits.allocate(q, split_layouts(q.shape, num_splits))
                 function(
                     q, k, v, parts.o, parts.lse.mT, None, cu_seqlens_q, cu_seqlens_k, seqused_q,
                     seqused_k, page_table,
@@ -185,12 +194,16 @@ class Attention(Operator[_Called]):
                     clusters, *((counter_for(q),) if counts else ()),
                 )  # fmt: skip
                 parts.combine(combine, o, lse, learnable_sink)
+                if plan is not None:
+                    remember(plan, q, ready, softmax_scale, num_splits)
                 return o, lse
             function(
                 q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                 page_table, default_scale if softmax_scale is None else softmax_scale, cap, left,
                 right, clusters, *((counter_for(q),) if counts else ()),
             )  # fmt: skip
+            if plan is not None:
+                remember(plan, q, ready, softmax_scale, num_splits)
             return o, lse
         except Exception as error:
             return self.failed(  # type: ignore[no-any-return]
@@ -276,7 +289,35 @@ class Forward(Attention[Arguments]):
         return {name: found[name] for name in needed}
 
 
-class _Splits(NamedTuple):
+def remember(
+    plan: tuple[Any, ...], q: Tensor, ready: _Ready, softmax_scale: float | None, splits: int
+) -> None:
+    """Store what a call with this plan needs."""
+    if may_remember(q):
+        if len(PLANS) >= MOST_READY:
+            PLANS.clear()
+        function, default_scale, *rest = ready
+        scale = default_scale if softmax_scale is None else softmax_scale
+        layouts = split_layouts(q.shape, splits) if splits > 1 else None
+        PLANS[plan] = function, scale, *rest, layouts
+
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+_Layouts = tuple[_Layout, _Layout]
+
+
+@functools.lru_cache(maxsize=4096)
+def split_layouts(q_shape: tuple[int, ...], splits: int) -> _Layouts:
+    """Those of `Splits`, contiguous."""
+    found = []
+    for shape in ((splits, *q_shape), (splits, *q_shape[:-1])):
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        found.append((shape, tuple(strides)))
+    o, lse = found
+    return o, lse
+
+
+class Splits(NamedTuple):
     """What splits compute: o `[splits, (batch,) seqlen, heads, head_dim]`, and lse `[splits,
     (batch,) seqlen, heads]`."""
 
@@ -284,9 +325,13 @@ class _Splits(NamedTuple):
     lse: Tensor
 
     @classmethod
-    def allocate(cls, q: Tensor, splits: int) -> _Splits:
-        shape = (splits, *q.shape)
-        return cls(*(q.new_empty(x, dtype=torch.float32) for x in (shape, shape[:-1])))
+    def allocate(cls, q: Tensor, layouts: _Layouts) -> Splits:
+        """With the layouts that `split_layouts` has for q."""
+        o, lse = layouts
+        return cls(
+            _empty_strided(*o, dtype=torch.float32, device=q.device),
+            _empty_strided(*lse, dtype=torch.float32, device=q.device),
+        )
 
     def combine(
         self, kernel: Callable[..., None], o: Tensor, lse: Tensor | None, sink: Tensor | None

@@ -1,32 +1,24 @@
 """Softmax attention into a given tensor: the operator.
 
-It is an operator of its own since it writes one of its arguments. The kernels are the same.
+It is an operator of its own since it writes one of its arguments. The kernels are the same, and
+their host code refuses an `out` that overlaps an argument.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, NoReturn
 
-import torch
 from torch import Tensor
 
 from ..checks import (
     check_contiguous,
     check_dtype,
     check_dtypes_are,
-    check_flags,
     check_not_expanded,
     check_shapes,
 )
 from ..memory import check_memory
-from ..operator import (
-    PLAIN,
-    dispatch_mode_depth,
-    forward_ad,
-    increment_version,
-    is_dynamo_compiling,
-    is_grad_enabled,
-)
+from ..operator import increment_version, is_grad_enabled
 from .arguments import (
     ALIGNMENT,
     Arguments,
@@ -35,7 +27,7 @@ from .arguments import (
     check_strides,
     with_strides_for_tma,
 )
-from .forward import Attention, empty_lse
+from .forward import Attention
 
 _WRITTEN = ("out", "lse")
 
@@ -128,36 +120,17 @@ class Into(Attention[IntoArguments]):
         scheduler: str | None,
         num_splits: int,
         ready: Any = None,
+        plan: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
         tracked = is_grad_enabled()
         if tracked:
             self.takes_gradient(q, k, v, out, lse, learnable_sink)
         try:
-            # Host code checks `out`, but for overlaps; with splits it gets partial sums instead.
-            storage = out.untyped_storage().data_ptr()
-            usable = (
-                out.is_contiguous()
-                and (
-                    num_splits == 1
-                    or (
-                        out.shape == q.shape
-                        and out.dtype is q.dtype
-                        and not out.data_ptr() % ALIGNMENT
-                        and out.get_device() == q.get_device()
-                    )
-                )
-                and storage != q.untyped_storage().data_ptr()
-                and storage != k.untyped_storage().data_ptr()
-                and storage != v.untyped_storage().data_ptr()
-                and (cu_seqlens_q is None or storage != cu_seqlens_q.untyped_storage().data_ptr())
-                and (cu_seqlens_k is None or storage != cu_seqlens_k.untyped_storage().data_ptr())
-                and (seqused_q is None or storage != seqused_q.untyped_storage().data_ptr())
-                and (seqused_k is None or storage != seqused_k.untyped_storage().data_ptr())
-                and (page_table is None or storage != page_table.untyped_storage().data_ptr())
-                and (
-                    learnable_sink is None or storage != learnable_sink.untyped_storage().data_ptr()
-                )
-            )
+            # Host code checks `out`, but with splits it gets partial sums instead.
+            usable = num_splits == 1 or apart(
+                out, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
+                learnable_sink,
+            )  # fmt: skip
         except Exception:
             usable = False
         if not usable:
@@ -172,7 +145,7 @@ class Into(Attention[IntoArguments]):
             self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
             seqused_k, page_table, softmax_scale, causal, window_left, window_right,
             learnable_sink, softcap, scheduler, num_splits, lse is not None, False, ready,
-            (out, lse),
+            (out, lse), plan,
         )  # fmt: skip
         if tracked:
             increment_version((out,) if lse is None else (out, lse))
@@ -185,55 +158,20 @@ class Into(Attention[IntoArguments]):
 
 _attend = Attention.forward
 INTO = Into()
-_into = INTO.forward
 
 
-def attention_into(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    seqused_q: Any,
-    seqused_k: Any,
-    page_table: Any,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    learnable_sink: Any,
-    softcap: float,
-    scheduler: str | None,
-    num_splits: int,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The public functions with `out`."""
-    lse = None
-    if return_lse is not False:
-        check_flags(return_lse=return_lse)
-        if return_lse:
-            # What is no q is refused, or handles the call, below.
-            lse = empty_lse(q) if isinstance(q, Tensor) and q.dim() > 2 else torch.empty(0)
-    call = (
-        _into
-        if not is_dynamo_compiling()
-        and type(q) is type(k) is type(v) is type(out) is Tensor
-        and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
-        and (cu_seqlens_k is None or type(cu_seqlens_k) is Tensor)
-        and (seqused_q is None or type(seqused_q) is Tensor)
-        and (seqused_k is None or type(seqused_k) is Tensor)
-        and (page_table is None or type(page_table) is Tensor)
-        and (learnable_sink is None or type(learnable_sink) in PLAIN)
-        and forward_ad._current_level < 0
-        and not dispatch_mode_depth()
-        else INTO.routed
+def apart(out: Tensor, q: Tensor, *others: Tensor | None) -> bool:
+    """Whether `out` is a usual one, and shares no storage with an argument: for a call with splits,
+    whose combination does not get what `out` must not overlap."""
+    storage = out.untyped_storage().data_ptr()
+    for x in others:
+        if x is not None and storage == x.untyped_storage().data_ptr():
+            return False
+    return (
+        out.is_contiguous()
+        and out.shape == q.shape
+        and out.dtype is q.dtype
+        and not out.data_ptr() % ALIGNMENT
+        and out.get_device() == q.get_device()
+        and storage != q.untyped_storage().data_ptr()
     )
-    call(
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-        seqused_k, page_table, softmax_scale, causal, window_left, window_right, learnable_sink,
-        softcap, scheduler, num_splits,
-    )  # fmt: skip
-    return out, lse
