@@ -2,8 +2,9 @@
 each of them.
 
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
-change the result. The kernels: "dq", "dkdv", and "fused", which adds up dQ too. With at most two
-tiles of keys, sums of dQ have the same bits in any order.
+change the result. The kernels: "dq", "dkdv", and "fused", which adds up dQ too, at head_dim 64, and
+"hd128", that of head_dim 128 that adds up dQ. With at most two tiles of keys, sums of dQ have the
+same bits in any order.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ from .mutations import (
 )
 
 ARCH = "sm_90a"
-HEAD_DIM = 64
+HEAD_DIM = {"dq": 64, "dkdv": 64, "fused": 64, "hd128": 128}  # by kernel
 CTAS = 2
 QUERIES, HEADS, HEADS_K = 200, 4, 2
-KEYS = {"dq": 700, "dkdv": 200, "fused": 200}
+KEYS = {"dq": 700, "dkdv": 200, "fused": 200, "hd128": 200}
 PLAIN = {
     "dtype": "bfloat16",
     "scheduler": "static",
@@ -65,9 +66,10 @@ PLAIN = {
     "seqused_k": False,
     "partial": False,
 }
-KERNELS = ("dq", "dkdv", "fused")
+KERNELS = tuple(HEAD_DIM)
+ADD_UP_DQ = ("fused", "hd128")
 BULK_LOAD = r"cp\.async\.bulk\.shared"
-ADD = r"red\S*\.add\.v4\.f32"
+ADD = r"red\S*\.add\.(v4\.)?f32"
 TURN = r"^\s*bar\.arrive"
 
 
@@ -82,7 +84,9 @@ def early_release(p: Edged, release: int) -> str:
 
 
 def spec_of(name: str) -> Sm90BackwardSpec:
-    spec = backward_spec(ARCH, HEAD_DIM, of_keys=name != "dq", fused=name == "fused", **PLAIN)
+    spec = backward_spec(
+        ARCH, HEAD_DIM[name], of_keys=name != "dq", fused=name in ADD_UP_DQ, **PLAIN
+    )
     assert isinstance(spec, Sm90BackwardSpec)
     return replace(spec, tile_m=64) if name == "fused" else spec
 
@@ -90,12 +94,14 @@ def spec_of(name: str) -> Sm90BackwardSpec:
 @functools.cache
 def kernel(name: str) -> tuple[Edged, Prepared]:
     """The PTX, and a launch."""
-    spec, definition = spec_of(name), table.find(f"backward_{name}", ARCH, HEAD_DIM).kernel
+    direction = f"backward_{'fused' if name in ADD_UP_DQ else name}"
+    spec, head_dim = spec_of(name), HEAD_DIM[name]
+    definition = table.find(direction, ARCH, head_dim).kernel
     entry = cache.compile(definition, spec, arch=ARCH)
     generator = torch.Generator().manual_seed(0)
 
     def normal(tokens: int, heads: int) -> torch.Tensor:
-        return torch.randn(1, tokens, heads, HEAD_DIM, generator=generator).bfloat16()
+        return torch.randn(1, tokens, heads, head_dim, generator=generator).bfloat16()
 
     q, do = (normal(QUERIES, HEADS) for _ in range(2))
     k, v = (normal(KEYS[name], HEADS_K) for _ in range(2))
@@ -105,15 +111,15 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     stats[LSE].fill_(torch.inf)
     stats[LSE, :, :QUERIES] = lse[0]
     stats[DELTA, :, :QUERIES] = (o.float() * do.float()).sum(-1)[0].T
-    written = {"dq": {"dq": q}, "dkdv": {"dk": k, "dv": v}, "fused": {"dk": k, "dv": v}}[name]
+    written = {"dq": q} if name == "dq" else {"dk": k, "dv": v}
     tensors = {"q": q, "k": k, "v": v, "do": do, "stats": stats}
-    if name == "fused":
-        tensors["sums"] = torch.zeros(HEADS, rows, HEAD_DIM)
+    if name in ADD_UP_DQ:
+        tensors["sums"] = torch.zeros(HEADS, rows, head_dim)
     tensors |= {at: torch.full_like(x, torch.nan) for at, x in written.items()}
     counter = torch.zeros(1, dtype=torch.int32)
     splits = [] if name == "dq" else [1]
     arguments = [
-        *tensors.values(), *[None] * 4, HEAD_DIM**-0.5, 1.0, 0, 0, *splits, CTAS, counter,
+        *tensors.values(), *[None] * 4, head_dim**-0.5, 1.0, 0, 0, *splits, CTAS, counter,
     ]  # fmt: skip
     tensors["counter"] = counter
     spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items()]
@@ -127,8 +133,9 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     return Edged(recorded.text, edges), launch_recorded(recorded)
 
 
-dq, dkdv, fused = (Planter(name) for name in KERNELS)
-of_keys = (dkdv, fused)
+dq, dkdv, fused, hd128 = (Planter(name) for name in KERNELS)
+of_keys = (dkdv, fused, hd128)
+add_up_dq = (fused, hd128)
 
 # -- edges of the pipeline: statistics of queries come with Q and dO, and are read as data
 
@@ -143,8 +150,10 @@ for planted in of_keys:
         bugs_of_an_edge(planted, edge, *STATISTICS)
     for edge in ("q", "k"):  # V's buffer is released with K's, which is waited for before
         bug_of_a_stage(planted, edge, *STATISTICS)
-bug_of_a_stage(dkdv, "do", *STATISTICS)  # "fused" releases Q's stages later, and has as many
-bugs_of_an_edge(fused, "ds", SHARED)
+bug_of_a_stage(dkdv, "do", *STATISTICS)  # the others release Q's stages later, and have as many
+for planted in add_up_dq:
+    bugs_of_an_edge(planted, "ds", SHARED)
+# "hd128" has three stages of dS: a turn of the other warpgroup lies between two uses of one.
 bug_of_a_stage(fused, "ds", SHARED)
 
 
@@ -173,6 +182,7 @@ def bugs_of_the_load(planted: Planter, first: str, other: str) -> None:
 bugs_of_the_load(dq, "k", "v")
 bugs_of_the_load(dkdv, "do", "q")
 bugs_of_the_load(fused, "do", "q")
+bugs_of_the_load(hd128, "do", "q")
 
 # -- products, whose waits are, in the order of the text, those of the first tile, of the loop and
 #    of the end. Of two waits in a row the first alone does not matter.
@@ -195,17 +205,27 @@ WAITS = {
         "dQ", "dV", "dK and S", "dP", "the last dV and dK and dQ but one",
         "the last dQ",
     ),
+    hd128: (
+        "the first S", "the first dP", "the second dV and dK and S", "the second dP",
+        "dQ", "dV and dK and S", "dP", "the last dQ but one",
+        None, None,  # dV and dK, for which the last dQ's wait stands too
+        None, None,  # where there is one tile of queries
+        "the last dQ",
+    ),
 }  # fmt: skip
 for planted, waits in WAITS.items():
     nth = 0
     for names in waits:
+        if names is None:
+            nth += 1
+            continue
         count = 1 + names.count(" and ")
         bug_of_waits(planted, nth, count, names)
         nth += count
 
 
 def bugs_of_a_product(planted: Planter, last: str, accumulating: int) -> None:
-    """`accumulating` numbers, from the end, a product that adds to something."""
+    """`accumulating` numbers a product that adds to something, and is the first of a burst."""
 
     @planted(f"a step of {last} left out", "value")
     def _(p: Edged) -> Planted:
@@ -220,6 +240,7 @@ def bugs_of_a_product(planted: Planter, last: str, accumulating: int) -> None:
 bugs_of_a_product(dq, "the last dQ", -1)
 bugs_of_a_product(dkdv, "the last dK", -1)
 bugs_of_a_product(fused, "the last dQ", -4)
+bugs_of_a_product(hd128, "the last dQ", 2)
 
 # -- P and dS
 
@@ -242,7 +263,7 @@ def bugs_of_scores(planted: Planter) -> None:
         return p.with_line(line, f"mov.b32 {target}, {source};"), [line]
 
 
-for planted in (dq, dkdv, fused):
+for planted in (dq, *of_keys):
     bugs_of_scores(planted)
 
 
@@ -255,7 +276,7 @@ def _(p: Edged) -> Planted:
 def statistics_of_other_queries(planted: Planter) -> None:
     @planted("statistics of other queries", "value")
     def _(p: Edged) -> Planted:
-        line = p.one(r"ld\.shared\.v2\.f32", nth=-1)
+        line = p.before(r"ld\.shared\.v2\.f32", p.one(r"ex2\.approx", nth=-1))
         at = re.findall(r"\[(%\w+)", p[line])[0]
         return p.changed_operand(line, at, "xor.b32", 16), [line]
 
@@ -266,35 +287,38 @@ for planted in of_keys:
 # -- dS in shared memory, and dQ
 
 
-@fused("proxy fence behind dS dropped", "proxy-fence")
-def _(p: Edged) -> Planted:
-    lines = [p.before(r"fence\.proxy\.async", line) for line in p.of("ds_full", ARRIVE)]
-    return p.drop(*lines), lines_of(p, WGMMA, SHARED)
+def bugs_of_ds(planted: Planter) -> None:
+    @planted("proxy fence behind dS dropped", "proxy-fence")
+    def _(p: Edged) -> Planted:
+        lines = [p.before(r"fence\.proxy\.async", line) for line in p.of("ds_full", ARRIVE)]
+        return p.drop(*lines), lines_of(p, WGMMA, SHARED)
+
+    # Without the bar.warp.sync before it the arrival says the same: a warp that has not diverged runs in
+    # step, and the emulator orders what one lane releases like all that its warp has done.
+    @planted("dS arrives before its last word is stored", "race")
+    def _(p: Edged) -> Planted:
+        changed = p
+        for line in p.of("ds_full", ARRIVE):
+            store = p.before(r"stmatrix", line)
+            behind = p.after(r"^\$L", line)
+            changed = changed.drop(store).insert(behind, p[store].strip(), behind=True)
+        return changed, lines_of(p, WGMMA, r"^\$L")
+
+    @planted("dS of the other stage", "value race uninitialised")
+    def _(p: Edged) -> Planted:
+        line = p.of("ds_full", WAIT)[0]
+        store = p.before(r"stmatrix", p.of("ds_full", ARRIVE)[1])
+        return p.swap(store, r"\]", "+16]") if "+" not in p[store] else p.drop(store), [store, line]
 
 
-# Without the bar.warp.sync before it the arrival says the same: a warp that has not diverged runs in
-# step, and the emulator orders what one lane releases like all that its warp has done.
-@fused("dS arrives before its last word is stored", "race")
-def _(p: Edged) -> Planted:
-    changed = p
-    for line in p.of("ds_full", ARRIVE):
-        store = p.before(r"stmatrix", line)
-        behind = p.after(r"^\$L", line)
-        changed = changed.drop(store).insert(behind, p[store].strip(), behind=True)
-    return changed, lines_of(p, WGMMA, r"^\$L")
-
-
-@fused("dS of the other stage", "value race uninitialised")
-def _(p: Edged) -> Planted:
-    line = p.of("ds_full", WAIT)[0]
-    store = p.before(r"stmatrix", p.of("ds_full", ARRIVE)[-1])
-    return p.swap(store, r"\]", "+16]") if "+" not in p[store] else p.drop(store), [store, line]
+for planted in add_up_dq:
+    bugs_of_ds(planted)
 
 
 @fused("dS is released before its product is waited for", "race")
 def _(p: Edged) -> Planted:
     release = p.of("ds_empty", ARRIVE)[0]
-    wait = p.before(r"wgmma\.wait_group\S*\s+2", release)
+    wait = p.before(r"wgmma\.wait_group\S*\s+1", release)
     early = early_release(p, release)
     return p.drop(release).insert(wait, early), lines_of(p, WGMMA, SHARED)
 
@@ -303,36 +327,62 @@ def adds(p: Edged) -> list[int]:
     return p.all(ADD)
 
 
-@fused("a reduction left out", "value")
+def bugs_of_additions(planted: Planter) -> None:
+    @planted("a reduction left out", "value")
+    def _(p: Edged) -> Planted:
+        return p.drop(adds(p)[-1]), adds(p)
+
+    @planted("dQ replaces the sum", "value")
+    def _(p: Edged) -> Planted:
+        line = adds(p)[0]
+        if "bulk" in p[line]:
+            copy = "cp.async.bulk.global.shared::cta.bulk_group"
+            return p.swap(line, r"cp\.reduce\S*", copy), [line]
+        return p.swap(line, r"red\S*", "st.global.v4.f32"), [line]
+
+    @planted("a turn is not given", "deadlock")
+    def _(p: Edged) -> Planted:
+        return p.drop(p.all(TURN)[2]), [*p.all(r"bar\.sync"), *all_waits(p)]
+
+    @planted("dQ is added to the next tile", "value out-of-bounds")
+    def _(p: Edged) -> Planted:
+        line, nbytes = adds(p)[0], 4 * 64 * HEAD_DIM[planted.kernel]
+        return p.swap(line, r"\[(%rd\d+)\]", rf"[\1+{nbytes}]"), [line]
+
+    @planted("keys past the end are not masked", "value")
+    def _(p: Edged) -> Planted:
+        lines = p.all(r"selp\.b32\s+%r\d+, %r\d+, 0, %p")
+        changed = p
+        for line in lines:
+            target, source = re.findall(r"%r\d+", p[line])
+            changed = changed.with_line(line, f"mov.b32 {target}, {source};")
+        return changed, lines
+
+
+for planted in add_up_dq:
+    bugs_of_additions(planted)
+
+# -- the staging of dQ, of which the first is that of the loop
+
+STAGE = r"^\s*st\.shared\.v4\.f32"
+
+
+@hd128("proxy fence behind the staged dQ dropped", "proxy-fence")
 def _(p: Edged) -> Planted:
-    return p.drop(adds(p)[-1]), adds(p)
+    line = p.before(r"fence\.proxy\.async", adds(p)[0])
+    return p.drop(line), [*adds(p), *p.all(STAGE)]
 
 
-@fused("dQ replaces the sum", "value")
+@hd128("dQ is staged before the reduction has read the one before", "race")
 def _(p: Edged) -> Planted:
-    line = adds(p)[0]
-    return p.swap(line, r"red\S*", "st.global.v4.f32"), [line]
+    return p.drop(p.all(r"bulk\.wait_group\.read")[0]), [*adds(p), *p.all(STAGE)]
 
 
-@fused("a turn is not given", "deadlock")
+@hd128("a part of dQ is staged twice", "value race uninitialised")
 def _(p: Edged) -> Planted:
-    return p.drop(p.all(TURN)[-1]), [*p.all(r"bar\.sync"), *all_waits(p)]
-
-
-@fused("dQ is added to the next tile", "value out-of-bounds")
-def _(p: Edged) -> Planted:
-    line = adds(p)[0]
-    return p.swap(line, r"\[(%rd\d+)\]", rf"[\1+{4 * 64 * HEAD_DIM}]"), [line]
-
-
-@fused("keys past the end are not masked", "value")
-def _(p: Edged) -> Planted:
-    lines = p.all(r"selp\.b32\s+%r\d+, %r\d+, 0, %p")
-    changed = p
-    for line in lines:
-        target, source = re.findall(r"%r\d+", p[line])
-        changed = changed.with_line(line, f"mov.b32 {target}, {source};")
-    return changed, lines
+    line = p.before(STAGE, adds(p)[0])
+    to = re.findall(r"\[(%\w+)", p[line])[0]
+    return p.changed_operand(line, to, "sub.s32", 512), [line, *adds(p)]
 
 
 # -- storing
@@ -344,10 +394,15 @@ def staged(p: Edged) -> int:
 
 # In the kernels that do not add up dQ it is not needed: each warp stages the 16 rows that only its
 # own products read, and a product that a warp has waited for is done.
-@fused("barrier before the staging dropped", "race")
-def _(p: Edged) -> Planted:
-    line = p.before(r"bar\.sync", staged(p))
-    return p.drop(line), lines_of(p, STORE, SHARED, WGMMA)
+def bug_of_readers(planted: Planter) -> None:
+    @planted("barrier before the staging dropped", "race")
+    def _(p: Edged) -> Planted:
+        line = p.before(r"bar\.sync", staged(p))
+        return p.drop(line), lines_of(p, STORE, SHARED, WGMMA)
+
+
+for planted in add_up_dq:
+    bug_of_readers(planted)
 
 
 def bugs_of_the_store(planted: Planter) -> None:
@@ -377,7 +432,7 @@ def bugs_of_the_store(planted: Planter) -> None:
         return p.changed_operand(line, row, "and.b32", ~64), [line]
 
 
-for planted in (dq, dkdv, fused):
+for planted in (dq, *of_keys):
     bugs_of_the_store(planted)
 
 # -- tiles
@@ -396,11 +451,11 @@ def bugs_of_tiles(planted: Planter) -> None:
         return p.changed_operand(line, p[line].split()[-1].rstrip(";"), "add.s32", 1), [line]
 
 
-for planted in (dq, dkdv, fused):
+for planted in (dq, *of_keys):
     bugs_of_tiles(planted)
 
 
-BUGS = [*dq.bugs, *dkdv.bugs, *fused.bugs]
+BUGS = [bug for planter in (dq, *of_keys) for bug in planter.bugs]
 
 
 def name_of(bug: Bug) -> str:

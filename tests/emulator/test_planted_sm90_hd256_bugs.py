@@ -179,6 +179,15 @@ def _(p: Edged) -> Planted:
     return p.drop(*p.of("held", ARRIVE)), all_waits(p)
 
 
+def fences_before_held(p: Edged) -> set[int]:
+    return {p.before(r"fence\.proxy\.async", line) for line in p.of("held", ARRIVE)}
+
+
+@dkdv("proxy fence before the arrival of the held columns dropped", "proxy-fence")
+def _(p: Edged) -> Planted:
+    return p.drop(*fences_before_held(p)), lines_of(p, LOAD, MATRICES)
+
+
 @dkdv("dV and dK staged before both warpgroups are done with Q", "race")
 def _(p: Edged) -> Planted:
     return p.drop(*p.all(r"bar\S*\s+(%r\d+|\d+), 256")), lines_of(p, SHARED, WGMMA)
@@ -231,7 +240,8 @@ def _(p: Edged) -> Planted:
 
 @dkdv("proxy fence before the store dropped", "proxy-fence")
 def _(p: Edged) -> Planted:
-    return p.drop(*p.all(r"fence\.proxy\.async")), lines_of(p, STORE, SHARED)
+    fences = {*p.all(r"fence\.proxy\.async")} - fences_before_held(p)
+    return p.drop(*fences), lines_of(p, STORE, SHARED)
 
 
 @dkdv("cluster barrier after the initialisation dropped", "barrier race")

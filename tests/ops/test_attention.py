@@ -21,6 +21,7 @@ import cute_attn
 from cute_attn.emulation import current_emulation
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention.spec import LARGEST_SCALE
+from cute_attn.ops.operator import _is_refusal
 from cute_attn.reference.attention import attention_reference
 
 from .attention_cases import (
@@ -598,4 +599,31 @@ def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(what: st
         tensors[position] = bad(head_dim)
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             function(*tensors, *more)
+        assert len(emulator.report.launches) == 1
+
+
+@pytest.mark.parametrize("other", ["q", "v", "lse"])
+def test_the_compiled_host_code_refuses_out_over_other_tensors(other: str):
+    kernel, spec = PLAIN.request("static")
+    memory = torch.zeros(2, 5, 2, target().head_dim, dtype=torch.bfloat16)
+    q, k, v, o = (torch.zeros_like(memory[:1]) for _ in range(4))
+    lse = torch.empty(1, 2, 5)
+    more: tuple[Any, ...] = (*[None] * 6, 0.0625, 1.0, 0, 0, 2)
+    if spec.scheduler == "counter":
+        more = (*more, torch.zeros(1, dtype=torch.int32))
+    with cute_attn.emulated(target().arch, Emulator()) as emulator:
+        emulation = current_emulation()
+        assert emulation is not None
+        function = emulation.function(kernel, spec)
+        if other == "lse":
+            lse = o.view(torch.float32).flatten()[:10].view(1, 2, 5)
+        else:  # by one token
+            o = memory[:1]
+            met = memory.flatten(0, 1)[4:9].unsqueeze(0)
+            q, v = (met, v) if other == "q" else (q, met)
+        with pytest.raises(Exception, match="cudaErrorInvalidValue") as raised:
+            function(q, k, v, o, lse, *more)
+        assert _is_refusal(raised.value)
+        assert not emulator.report.launches
+        function(q, k, v, torch.zeros_like(q), torch.empty(1, 2, 5), *more)
         assert len(emulator.report.launches) == 1

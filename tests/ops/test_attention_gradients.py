@@ -377,6 +377,19 @@ def test_slopes_of_the_softcap_too_small_for_float16():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capped", [False, True], ids=["", "softcap"])
+def test_probabilities_too_small_for_float16(capped: bool):
+    """As those of long rows are: here nearly all of each row is the sink's."""
+    kind = Kind(dtype=torch.float16, sink=torch.float32, softcap=capped)
+    case = Case(kind, lengths_q=(70,), lengths_k=(140,), heads_k=2, softcap=50.0, seed=5)
+    args = case.arguments()
+    args["learnable_sink"].fill_(13.0)
+    do, _ = Upstream().gradients(args)
+    found = gradients(args, do)
+    assert_gradients_agree(args, found, do)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tilt", [1.0, 8.0])
 @pytest.mark.parametrize(
     ("magnitude", "scale"), [(1e4, None), (1e10, None), (1.0, 1e8), (1e-20, None), (1e-3, 100.0)]

@@ -32,6 +32,7 @@ from .attention_gradient_cases import Upstream, assert_gradients_agree, gradient
 from .test_attention_gradients import (
     test_agrees_with_float64,  # noqa: F401
     test_packed_sequences_are_sequences_alone,  # noqa: F401
+    test_probabilities_too_small_for_float16,  # noqa: F401
     test_rows_that_see_no_key,  # noqa: F401
     test_splits_of_a_group_agree_with_float64,  # noqa: F401
 )

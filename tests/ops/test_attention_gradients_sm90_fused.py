@@ -31,6 +31,7 @@ from .test_attention_gradients import (
     test_large_and_small_scores,  # noqa: F401
     test_many_more_tiles_than_clusters,  # noqa: F401
     test_more_sequences_than_a_warp_has_lanes,  # noqa: F401
+    test_probabilities_too_small_for_float16,  # noqa: F401
     test_rows_of_no_sequence_do_not_matter,  # noqa: F401
     test_rows_that_see_no_key,  # noqa: F401
     test_scores_that_saturate_the_softcap,  # noqa: F401

@@ -45,7 +45,7 @@ ARCH = "sm_90a"
 @pytest.mark.parametrize(
     ("head_dim", "case", "splits"),
     [
-        (128, Case(CACHE, (1, 0, 3), (700,) * 3, unused_k=(0, 9, 699), group=2), 5),
+        (64, Case(CACHE, (1, 0, 3), (700,) * 3, unused_k=(0, 9, 699), group=2), 5),
         pytest.param(256, Case(CAUSAL, (70,), (300,), heads_k=2), 3, marks=pytest.mark.slow),
     ],
     ids=["decode", "prefill"],

@@ -11,6 +11,7 @@ Hidden values may have any P and dS: the caller replaces them by 0 (`mask.mask_w
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass.cute as cute
@@ -18,12 +19,12 @@ from cutlass import Float16, Float32
 
 from ..common.exp2 import Pair, exp2_pairs
 from ..common.numbers import LOG2_E
-from ..common.ptx.convert import pack, unpack
 from ..common.ptx.math import exp2, subtract_towards_zero
 from .softmax import Scaling
 
-# What P times the slope of a cap is counted in where it is rounded. P is at most 1.
-SLOPE_UNIT = {Float16: 2.0**-12}
+# What P is counted in where dS is computed from P that has been rounded: of a row with 2^14 keys or
+# of a cap that saturates, it would underflow in float16. P is at most 1.
+PROBABILITY_UNIT = {Float16: 2.0**-14}
 
 
 def probabilities(
@@ -34,9 +35,10 @@ def probabilities(
     *,
     softcap: bool,
     packed: bool = True,
+    unit: float = 1.0,
 ) -> tuple[list[Pair], list[Pair]]:
-    """(P, P times the slope of the softcap) of an even number of columns of S; without a softcap
-    both are the same list. `packed`: there are packed instructions (sm_100).
+    """(P, P times the slope of the softcap), in units, of an even number of columns of S; without a
+    softcap both are the same list. `packed`: there are packed instructions (sm_100).
 
     P uses the forward's tanh, with whose error the log-sum-exp was computed. Its slope is not
     1 - tanh^2, in which that error would remain where the tanh saturates, but e (1 + |tanh|)^2
@@ -56,7 +58,7 @@ def probabilities(
     for pair, j in zip(pairs, columns[::2], strict=True):
         scores = _times(pair, _both(scaling.factor), packed)
         above_lse = _minus(scores, _pair(lse, j), packed, rnd="rz")
-        x, y = _times(above_lse, _both(Float32(LOG2_E)), packed)
+        x, y = _times_plus(above_lse, _both(Float32(LOG2_E)), -math.log2(unit), packed)
         p.append((cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)))
     if not softcap:
         return p, p
@@ -74,32 +76,43 @@ def probabilities(
     return p, [_times(x, slope, packed) for x, slope in zip(p, slopes, strict=True)]
 
 
-def pack_with_slope(dtype: Any, pair: Pair, *, packed: bool = True) -> Any:
-    """A pair of P times the slope, rounded to `dtype`. Where a cap saturates, most of the slopes
-    are too small for float16: see SLOPE_UNIT."""
-    unit = SLOPE_UNIT.get(dtype)
-    return pack(dtype, *(_times(pair, _both(Float32(1.0 / unit)), packed) if unit else pair))
-
-
-def unpack_with_slope(dtype: Any, word: Any, *, packed: bool = True) -> Pair:
-    pair, unit = unpack(dtype, word), SLOPE_UNIT.get(dtype)
-    return _times(pair, _both(Float32(unit)), packed) if unit else pair
-
-
 def score_gradients(
-    p: list[Pair], dp: Any, columns: range, delta: Any, *, packed: bool = True
+    p: list[Pair],
+    dp: Any,
+    columns: range,
+    delta: Any,
+    *,
+    packed: bool = True,
+    unit: float = 1.0,
 ) -> list[Pair]:
-    """dS of the columns whose P, times the slope of a softcap, are the pairs `p`."""
-    return [
-        _times(pair, _minus((dp[j], dp[j + 1]), _pair(delta, j), packed), packed)
-        for pair, j in zip(p, columns[::2], strict=True)
-    ]
+    """dS of the columns whose P, times the slope of a softcap, are the pairs `p`, in units."""
+    factor = _both(Float32(unit))
+    gradients = []
+    for pair, j in zip(p, columns[::2], strict=True):
+        values, subtracted = (dp[j], dp[j + 1]), _pair(delta, j)
+        if unit == 1.0:
+            difference = _minus(values, subtracted, packed)
+        else:
+            subtracted = _times(subtracted, _both(Float32(-unit)), packed)
+            difference = _fma(values, factor, subtracted, packed)
+        gradients.append(_times(pair, difference, packed))
+    return gradients
 
 
 def _times(x: Pair, y: Pair, packed: bool) -> Pair:
     if packed:
         return cute.arch.mul_packed_f32x2(x, y)
     return x[0] * y[0], x[1] * y[1]
+
+
+def _times_plus(x: Pair, y: Pair, z: float, packed: bool) -> Pair:
+    return _times(x, y, packed) if z == 0.0 else _fma(x, y, _both(Float32(z)), packed)
+
+
+def _fma(x: Pair, y: Pair, z: Pair, packed: bool) -> Pair:
+    if packed:
+        return cute.arch.fma_packed_f32x2(x, y, z)
+    return cute.math.fma(x[0], y[0], z[0]), cute.math.fma(x[1], y[1], z[1])
 
 
 def _minus(x: Pair, y: Pair, packed: bool, rnd: str = "rn") -> Pair:

@@ -9,10 +9,10 @@ The CTAs of a pair hold 128 keys each, and the MMAs of cta_group::2 read both CT
     P^T = exp(c S^T - lse), over S^T            dS^T = P'^T * (dP^T - delta), over dP^T
     dV += P^T dO       256 x 256, K = 128       dK += dS^T Q
 
-P' is P, with a softcap P times the slope of the cap. It goes from a thread of CTA c to the thread
-of CTA c + 2 that has the same key and queries, by st.async. Apart from this, both pairs run one
-pipeline: T = X Y^T in tensor memory, from a resident X and tiles Y; the elementwise warps turn T
-into T'; acc += T' Z.
+P' is P, with a softcap P times the slope of the cap, both in units of `PROBABILITY_UNIT`. It goes
+from a thread of CTA c to the thread of CTA c + 2 that has the same key and queries, by st.async.
+Apart from this, both pairs run one pipeline: T = X Y^T in tensor memory, from a resident X and
+tiles Y; the elementwise warps turn T into T'; acc += T' Z.
 
     warps    role         work on a tile
     8        load         X of the keys, then Y_0, Y_1, Z_0, Y_2, Z_1, ... and statistics, by TMA
@@ -61,7 +61,7 @@ from ..common.tma import BOX, FLOAT32_BOX, BoxedRows, boxes, load_boxes, store_b
 from ..common.tmem import Region, TensorMemory, first_columns, row_load, row_store, shifted
 from .arguments import FakeArguments
 from .epilogue import stage_accumulator
-from .gradient import pack_with_slope, probabilities, score_gradients, unpack_with_slope
+from .gradient import PROBABILITY_UNIT, probabilities, score_gradients
 from .mask import mask_words
 from .sm100_mma import (
     HEAD_DIM,
@@ -161,6 +161,7 @@ class Sm100Hd256DkDv:
     def __init__(self, spec: Hd256BackwardSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
+        self.unit = PROBABILITY_UNIT.get(self.dtype, 1.0)
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.box = FLOAT32_BOX if spec.partial else BOX
         self.scheduler = SCHEDULER_CLASSES[spec.scheduler]
@@ -649,6 +650,8 @@ class Sm100Hd256DkDv:
             factor = None
             if cutlass.const_expr(key_pair):
                 factor = softmax_scale
+            elif cutlass.const_expr(self.unit != 1.0):
+                factor = Float32(self.unit)
             if first < end:
                 barriers.wait("acc_full", computed)
                 tcgen05_fence_after()
@@ -677,12 +680,13 @@ class Sm100Hd256DkDv:
         for first in cutlass.range_constexpr(0, COLUMNS, STEP):
             columns = range(first, first + STEP)
             p, with_slope = probabilities(
-                values, columns, of_columns(lse, columns), scaling, softcap=self.spec.softcap
-            )
+                values, columns, of_columns(lse, columns), scaling, softcap=self.spec.softcap,
+                unit=self.unit,
+            )  # fmt: skip
             for j in cutlass.range_constexpr(STEP // 2):
                 words[first // 2 + j] = pack(self.dtype, *p[j])
                 if cutlass.const_expr(sent is not words):
-                    sent[first // 2 + j] = pack_with_slope(self.dtype, with_slope[j])
+                    sent[first // 2 + j] = pack(self.dtype, *with_slope[j])
 
     @cute.jit
     def differentiate(
@@ -695,9 +699,8 @@ class Sm100Hd256DkDv:
         """dS from dP and P'."""
         for first in cutlass.range_constexpr(0, COLUMNS, STEP):
             columns = range(first, first + STEP)
-            from_word = unpack_with_slope if self.spec.softcap else unpack
-            p = [from_word(self.dtype, received[first // 2 + j]) for j in range(STEP // 2)]
-            ds = score_gradients(p, values, columns, of_columns(delta, columns))
+            p = [unpack(self.dtype, received[first // 2 + j]) for j in range(STEP // 2)]
+            ds = score_gradients(p, values, columns, of_columns(delta, columns), unit=self.unit)
             for j in cutlass.range_constexpr(STEP // 2):
                 words[first // 2 + j] = pack(self.dtype, *ds[j])
 

@@ -11,13 +11,14 @@ run. `sm90_bwd_hd128` has another form of it, for head_dim 128.
 
 A warpgroup starts the products of a tile in one burst, and has only elementwise work until the
 next. The two take turns, so that one's elementwise work falls into the burst of the other. A
-warpgroup needs dS of the other one too, which is half a tile behind: dQ is two tiles late.
+warpgroup needs dS of the other one too, which is half a tile behind: dQ is two tiles late. What
+else is done in a burst waits for nothing: a warp that waits there leaves the tensor cores idle.
 
     tensor cores, in order                beside them
     dQ = dS K of tile n - 2
-    dV += P^T dO of tile n - 1
-    dK += dS^T Q of tile n - 1            dQ of tile n - 2 to its sums, after its product
-    S^T of tile n
+    dV += P^T dO of tile n - 1            dS of tile n - 1 published
+    dK += dS^T Q of tile n - 1            dQ of tile n - 2 to its sums, after its product, part by
+    S^T of tile n                         part between the products
     dP^T of tile n
     the other warpgroup's turn            P^T of tile n, after S^T; dS^T, after dP^T, to shared
                                           memory
@@ -36,6 +37,7 @@ from ..common.ptx import wgmma
 from ..common.ptx.compiler import opaque
 from ..common.ptx.memory import add_global, shared_address
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers
+from ..common.spec import WARP_SIZE
 from ..common.tma import BOX
 from . import fragments
 from .arguments import FakeArguments
@@ -144,6 +146,10 @@ class Sm90Backward(Sm90DkDv):
         registers across the loops."""
         return opaque(own.warp) // WARPGROUP_WARPS
 
+    def lane(self) -> Any:
+        """The lane, computed anew for the same reason."""
+        return opaque(cute.arch.lane_idx()) & (WARP_SIZE - 1)
+
     def whole_query_tiles(self, own: Consumer, work: Work) -> tuple[Any, Any]:
         """[first, end) of the tiles of queries that need no mask. Keys past the end of the sequence
         would add to dQ: with one, every tile needs a mask."""
@@ -191,6 +197,7 @@ class Sm90Backward(Sm90DkDv):
             n += 1
         own.turns.end()
         dv = self.start_dv(own, n - 1)
+        self.publish_ds(own, n - 1)
         dk = self.start_dk(own, n - 1)
         fragments.assign(own.dv, wgmma.wait(dv, pending=1))
         fragments.assign(own.dk, wgmma.wait(dk))
@@ -224,15 +231,25 @@ class Sm90Backward(Sm90DkDv):
             dq = self.start_dq(own, n - 2)
         if cutlass.const_expr(before >= 1):
             dv = self.start_dv(own, n - 1)
+            self.publish_ds(own, n - 1)
+        if cutlass.const_expr(before == 2):
+            dq = wgmma.wait(dq, pending=1)
+            barriers.warp_arrives("ds_empty", n - 2)
+            self.add_quarter(own, dq, before2, 0)
+        if cutlass.const_expr(before >= 1):
             dk = self.start_dk(own, n - 1)
         if cutlass.const_expr(before == 2):
-            self.add_dq(own, wgmma.wait(dq, pending=2), n - 2, before2)
+            self.add_quarter(own, dq, before2, 1)
         # S^T beside dV and dK would take more registers than there are.
         if cutlass.const_expr(before >= 1):
             fragments.assign(own.dv, wgmma.wait(dv, pending=1))
             barriers.warp_arrives("do_empty", n - 1)
+        if cutlass.const_expr(before == 2):
+            self.add_quarter(own, dq, before2, 2)
         barriers.wait("q_full", n)
         scores = self.start_scores(own, n)
+        if cutlass.const_expr(before == 2):
+            self.add_quarter(own, dq, before2, 3)
         if cutlass.const_expr(before >= 1):
             fragments.assign(own.dk, wgmma.wait(dk, pending=1))
             barriers.warp_arrives("q_empty", n - 1)
@@ -259,14 +276,17 @@ class Sm90Backward(Sm90DkDv):
         self.stage_ds(own, n)
 
     def stage_ds(self, own: Consumer, n: Any) -> None:
-        """Publish the warp's rows of dS^T of use n."""
+        """Store the warp's rows of dS^T of use n to its stage."""
         barriers, spec = own.barriers, self.spec
         barriers.wait_previous("ds_empty", n)
         at = own.ds_ring + barriers.stage("ds_full", n) * self.ds_bytes
         words = [own.ds[i] for i in range(cute.size(own.ds))]
-        fragments.stage_matrices(words, at, own.warp, spec.tile_n, opaque(cute.arch.lane_idx()))
+        fragments.stage_matrices(words, at, own.warp, spec.tile_n, self.lane())
+
+    def publish_ds(self, own: Consumer, n: Any) -> None:
+        """Publish what `stage_ds` has stored, so much later that the fence does not wait."""
         cute.arch.fence_view_async_shared()
-        barriers.warp_arrives("ds_full", n)
+        own.barriers.warp_arrives("ds_full", n)
 
     def start_dq(self, own: Consumer, n: Any) -> list[Any]:
         """Start dQ = dS K of the warpgroup's part, with use n of dS."""
@@ -285,10 +305,15 @@ class Sm90Backward(Sm90DkDv):
     def add_dq(self, own: Consumer, values: list[Any], n: Any, tile: Any) -> None:
         """Add the warp's part of dQ, of use n of dS, to that tile of the sums."""
         own.barriers.warp_arrives("ds_empty", n)
-        lane = opaque(cute.arch.lane_idx()) * (4 * VECTOR)
+        for quarter in range(4):
+            self.add_quarter(own, values, tile, quarter)
+
+    def add_quarter(self, own: Consumer, values: list[Any], tile: Any, quarter: int) -> None:
+        lane = self.lane() * (4 * VECTOR)
         part = opaque(own.warp) * (4 * self.sums.part)
         at = own.sums + Int64(tile) * (4 * self.sums.tile) + Int64(part + lane)
-        for i in range(self.sums.columns // 8):
+        count = self.sums.columns // 8 // 4
+        for i in range(quarter * count, (quarter + 1) * count):
             vector = values[VECTOR * i : VECTOR * (i + 1)]
             add_global(at + i * (VECTORS * 4 * VECTOR), vector)
 

@@ -47,6 +47,7 @@ from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
+from .gradient import PROBABILITY_UNIT
 from .sm90_gradients import (
     differentiate,
     exponentiate,
@@ -141,6 +142,7 @@ class Sm90DkDv:
         self.spec = spec
         self.keeps_float32 = self.keeps_float32 or spec.softcap
         self.dtype = DTYPE[spec.dtype]
+        self.unit = 1.0 if self.keeps_float32 else PROBABILITY_UNIT.get(self.dtype, 1.0)  # of P
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.q_bytes = 2 * spec.tile_m * spec.head_dim
         self.stats_bytes = 4 * spec.tile_m
@@ -480,6 +482,8 @@ class Sm90DkDv:
             work = queue.read(taken)
             queue.release(taken)
             fragments.scale_rows(own.dk, [x.softmax_scale] * fragments.LANE_ROWS)
+            if cutlass.const_expr(self.unit != 1.0):
+                fragments.scale_rows(own.dv, [Float32(self.unit)] * fragments.LANE_ROWS)
             if cutlass.const_expr(self.spec.partial):
                 self.store_partial(x, own, work)
             else:
@@ -545,7 +549,7 @@ class Sm90DkDv:
         lse = own.lse + barriers.stage("q_full", n) * self.stats_bytes
         exponentiate(
             own.s, lambda columns: of_columns(lse, columns), own.scaling,
-            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap,
+            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap, unit=self.unit,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.p)
@@ -557,7 +561,7 @@ class Sm90DkDv:
         delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
         differentiate(
             own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
-            lambda columns: of_columns(delta, columns), self.dtype,
+            lambda columns: of_columns(delta, columns), self.dtype, self.unit,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.ds)

@@ -6,12 +6,12 @@ the sums. The loop turns over between P and dS, and dQ is one tile late:
 
     tensor cores, in order                beside them
                                           dS^T of tile n, to shared memory
-    dV += P^T dO of tile n
     dQ = dS K of tile n - 1
-    dK += dS^T Q of tile n                dQ of tile n - 1 to its staging, and from there to L2
+    dV += P^T dO of tile n                dS of tile n published; dQ of tile n - 1 to its staging
+    dK += dS^T Q of tile n
     S^T of tile n + 1
     dP^T of tile n + 1
-    the other warpgroup's turn            P^T of tile n + 1
+    the other warpgroup's turn            dQ from its staging to L2; P^T of tile n + 1
 """
 
 from __future__ import annotations
@@ -134,23 +134,24 @@ class Sm90Hd128Backward(Sm90Backward):
         delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
         differentiate(
             own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
-            lambda columns: of_columns(delta, columns), self.dtype,
+            lambda columns: of_columns(delta, columns), self.dtype, self.unit,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.ds)
         self.stage_ds(own, n)
 
         own.turns.wait()
-        dv = self.start_dv(own, n)
         if cutlass.const_expr(not starts):
             barriers.wait("ds_full", n - 1)
             dq = self.start_dq(own, n - 1)
-        dk = self.start_dk(own, n)
-        fragments.assign(own.dv, wgmma.wait(dv, pending=1 if starts else 2))
-        barriers.warp_arrives("do_empty", n)
+        dv = self.start_dv(own, n)
+        self.publish_ds(own, n)
         if cutlass.const_expr(not starts):
-            self.add_dq(own, wgmma.wait(dq, pending=1), n - 1, before)
-        # S^T beside dV or dQ would take more registers than there are.
+            self.stage_dq(own, wgmma.wait(dq, pending=1), n - 1)
+        dk = self.start_dk(own, n)
+        fragments.assign(own.dv, wgmma.wait(dv, pending=1))
+        barriers.warp_arrives("do_empty", n)
+        # S^T beside dV would take more registers than there are.
         if cutlass.const_expr(follows):
             barriers.wait("q_full", n + 1)
             scores = self.start_scores(own, n + 1)
@@ -160,6 +161,8 @@ class Sm90Hd128Backward(Sm90Backward):
             barriers.wait("do_full", n + 1)
             dp = self.start_dp(own, n + 1)
         own.turns.give()
+        if cutlass.const_expr(not starts):
+            self.reduce_dq(own, before)
         if cutlass.const_expr(follows):
             self.probabilities(own, taken, following, n + 1, following_masked, scores)
             fragments.assign(own.dp, wgmma.wait(dp))
@@ -173,25 +176,32 @@ class Sm90Hd128Backward(Sm90Backward):
         lse = own.lse + own.barriers.stage("q_full", n) * self.stats_bytes
         exponentiate(
             own.s, lambda columns: of_columns(lse, columns), own.scaling,
-            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap,
+            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap, unit=self.unit,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.p)
 
-    @cute.jit
-    def add_dq(self, own: Consumer, values: list[Any], n: Int32, tile: Int32) -> None:
-        """Add the warp's part of dQ, of use n of dS, to that tile of the sums."""
+    def add_dq(self, own: Consumer, values: list[Any], n: Any, tile: Any) -> None:
+        self.stage_dq(own, values, n)
+        self.reduce_dq(own, tile)
+
+    def stage_dq(self, own: Consumer, values: list[Any], n: Any) -> None:
+        """Store the warp's part of dQ, of use n of dS, to its staging."""
         own.barriers.warp_arrives("ds_empty", n)
         self.wait_for_staging()
-        lane = opaque(cute.arch.lane_idx())
-        part = opaque(own.warp) * (4 * self.sums.part)
-        for i in cutlass.range_constexpr(self.sums.columns // 8):
+        at = own.staging + opaque(own.warp) * (4 * self.sums.part) + self.lane() * (4 * VECTOR)
+        for i in range(self.sums.columns // 8):
             vector = values[VECTOR * i : VECTOR * (i + 1)]
-            to = own.staging + part + (i * VECTORS + lane) * (4 * VECTOR)
-            store_shared(Float32, to, vector)
+            store_shared(Float32, at + i * (VECTORS * 4 * VECTOR), vector)
+
+    @cute.jit
+    def reduce_dq(self, own: Consumer, tile: Int32) -> None:
+        """Add what is staged to that tile of the sums, so much later that the fence does not
+        wait."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        if lane == 0:
+        if self.lane() == 0:
+            part = opaque(own.warp) * (4 * self.sums.part)
             at = own.sums + Int64(tile) * (4 * self.sums.tile) + part
             add_bulk(at, own.staging + part, 4 * self.sums.part)
             cute.arch.cp_async_bulk_commit_group()
@@ -199,6 +209,6 @@ class Sm90Hd128Backward(Sm90Backward):
     @cute.jit
     def wait_for_staging(self) -> None:
         """Until the warp's reduction has read its staging."""
-        if opaque(cute.arch.lane_idx()) == 0:
+        if self.lane() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

@@ -12,12 +12,12 @@ dK, of the same keys:
     P^T = exp(c S^T - lse)                 dS^T = P'^T * (dP^T - delta)
     dV += P^T dO      64 x head_dim        dK += dS^T Q        64 x head_dim
 
-P' is P, with a softcap P times the slope of the cap; the value warpgroup hands it over, rounded,
-through shared memory. The key warpgroup may store dS to global memory, see `ds_tiles`, for the
-kernel of dQ. Both do the same with the operands exchanged: T = X Y^T, T' from T in
-registers, and T' Z is added to an accumulator. T of the next tile starts before T' Z of this one,
-so that T' is computed beside a product. This takes a third stage of Q: it has the place of the
-columns of K and V that stay in registers.
+P' is P, with a softcap P times the slope of the cap, both in units of `PROBABILITY_UNIT`; the value
+warpgroup hands it over, rounded, through shared memory. The key warpgroup may store dS to global
+memory, see `ds_tiles`, for the kernel of dQ. Both do the same with the operands exchanged:
+T = X Y^T, T' from T in registers, and T' Z is added to an accumulator. T of the next tile starts
+before T' Z of this one, so that T' is computed beside a product. This takes a third stage of Q: it
+has the place of the columns of K and V that stay in registers.
 
     warps    role         work on a tile of keys
     0-3      value        as above; at the end dV through a stage of Q, by TMA
@@ -44,9 +44,10 @@ from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
 from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ..common.ptx import wgmma
+from ..common.ptx.barrier import meet
 from ..common.ptx.cluster import cta_rank
 from ..common.ptx.compiler import opaque
-from ..common.ptx.convert import unpack
+from ..common.ptx.convert import pack, unpack
 from ..common.ptx.memory import load_shared, shared_address, store_global, store_shared
 from ..common.scheduler import SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
@@ -55,7 +56,7 @@ from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
 from . import ds_tiles, fragments
 from .arguments import FakeArguments
-from .gradient import pack_with_slope, score_gradients, unpack_with_slope
+from .gradient import PROBABILITY_UNIT, score_gradients
 from .sm90_gradients import STEP, exponentiate, keep_pairs, word
 from .sm90_key_tiles import (
     head_and_split,
@@ -145,6 +146,7 @@ class Sm90Hd256DkDv:
             raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS}")
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
+        self.unit = PROBABILITY_UNIT.get(self.dtype, 1.0)
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.q_bytes = 2 * spec.tile_m * spec.head_dim
         self.stats_bytes = 4 * spec.tile_m
@@ -463,8 +465,9 @@ class Sm90Hd256DkDv:
                 self.compute_tile(x, own, work, first, end, (end - first) * x.group, role)
             # The work is read again where it is needed: registers are scarce in between.
             work = queue.read(0)
-            if cutlass.const_expr(role is KEY):
-                fragments.scale_rows(own.acc, [x.softmax_scale] * fragments.LANE_ROWS)
+            factor = x.softmax_scale if cutlass.const_expr(role is KEY) else Float32(self.unit)
+            if cutlass.const_expr(role is KEY or self.unit != 1.0):
+                fragments.scale_rows(own.acc, [factor] * fragments.LANE_ROWS)
             if cutlass.const_expr(self.spec.partial):
                 self.store_partial(x, own, work, role)
             else:
@@ -537,6 +540,7 @@ class Sm90Hd256DkDv:
             exponentiate(
                 own.t, lambda columns: of_columns(stats, columns), own.scaling,
                 lambda *p: self.keep_probabilities(own, n, *p), softcap=self.spec.softcap,
+                unit=self.unit,
             )  # fmt: skip
         else:
             barriers.wait("p_full", n)
@@ -586,7 +590,7 @@ class Sm90Hd256DkDv:
         that differs is handed over at once."""
         keep_pairs(own.t, lane_row, columns, p)
         if self.spec.softcap:
-            words = [pack_with_slope(self.dtype, pair, packed=False) for pair in with_slope]
+            words = [pack(self.dtype, *pair) for pair in with_slope]
             self.hand_over(own, n, lane_row, columns, words)
 
     def parts(self) -> list[tuple[range, int]]:
@@ -605,13 +609,10 @@ class Sm90Hd256DkDv:
         """Replace dP^T by dS^T. Hidden pairs may have any P'."""
         for columns, lane_row in self.parts():
             words = load_shared(Int32, self.exchange(own, n, lane_row, columns), 4)
-            if self.spec.softcap:
-                p = [unpack_with_slope(self.dtype, x, packed=False) for x in words]
-            else:
-                p = [unpack(self.dtype, x) for x in words]
+            p = [unpack(self.dtype, x) for x in words]
             row = own.t[None, lane_row, None]
             delta = of_columns(stats, columns)[lane_row]
-            ds = score_gradients(p, row, columns, delta, packed=False)
+            ds = score_gradients(p, row, columns, delta, packed=False, unit=self.unit)
             keep_pairs(own.t, lane_row, columns, ds)
 
     def exchange(self, own: Consumer, n: Any, lane_row: int, columns: range) -> Any:
@@ -665,7 +666,7 @@ class Sm90Hd256DkDv:
         else:
             stage, tma, out = 1, x.dk_tma, x.dk
         # Both warpgroups are done with Q.
-        cute.arch.barrier(barrier_id=BOTH_BARRIER, number_of_threads=2 * WARPGROUP)
+        meet(BOTH_BARRIER, 2 * WARPGROUP)
         words = fragments.operand(own.acc, self.dtype)
         at = shared_address(storage.q) + stage * self.out_bytes
         fragments.stage_rows(words, at, own.warp, ROWS, opaque(cute.arch.lane_idx()))

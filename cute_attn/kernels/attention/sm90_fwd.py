@@ -9,7 +9,7 @@ visible K/V tiles, from the last to the first.
 
 The reference m of a row is its maximum when it last moved, and a headroom; it moves when a score is
 above it, so O is rarely rescaled (by a); see `fragment_softmax`. Where no log-sum-exp is asked for,
-the sums of P are columns of O, by ones beside V.
+the sums of P are columns of O, by ones beside V. At head_dim 256 a part of Q is in registers.
 
 Two things overlap softmax with products. A warpgroup starts the scores of the next K/V tile before
 this tile's P V, and computes that softmax while P V runs. And the warpgroups take turns to start
@@ -22,6 +22,9 @@ products (named barriers), so that the softmax of one falls into the products of
 The load warp's warpgroup gives its registers to the consumers; its three other warps idle. Q is
 free after its last product, and the next tile's is loaded beside the end of this one. O is staged
 in shared memory where there is room (not at head_dim 256), and otherwise stored from registers.
+
+Where a K/V head has few rows, so that the tile has 64, two warpgroups may share out the keys of
+each K/V tile instead (`key_groups`).
 
 With splits, a tile's K/V tiles are shared out among CTAs. Each stores its O, from registers, and
 log-sum-exp in float32, and `combine` adds them up.
@@ -41,6 +44,7 @@ from ..common.arguments import fake_contiguous
 from ..common.carried import Named
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
+from ..common.overlap import overlaps
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
 from ..common.ptx.convert import pack
@@ -60,31 +64,44 @@ from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
 from .fragment_softmax import HEADROOM, FragmentSoftmax
+from .key_groups import KeyGroups
 from .pages import Pages
 from .sm90_mma import (
+    LINE_BYTES,
     ONES_BYTES,
     ROWS,
+    STEP,
     SUMS,
     WARPGROUP,
     WARPGROUP_WARPS,
+    held_rows,
     start_output,
     start_output_with_sums,
     start_scores,
+    start_scores_of_held,
 )
 from .sm90_store import group_barrier, store_staged
 from .softmax import Scaling, cap_row, finish_row
 from .spec import Sm90ForwardSpec
 from .turns import Turns
 from .visibility import Visibility
-from .work import SplitTileMap, SplitWork, TileMap, Work, heads_in_l2
+from .work import SplitTileMap, SplitWork, TileMap, Work
 
 WARP_ROWS = ROWS // WARPGROUP_WARPS
 
+# Of few rows at these head_dims, two warpgroups share out the keys of each K/V tile.
+KEY_GROUPS = {64: 2}
 SUMS_BY_PRODUCT = 128  # the largest head_dim at which the sums of P are columns of P V
 # At these head_dims every nth exponential is computed on the FMA units.
 FMA_EXPONENTIALS = {64: 8}
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
 REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+
+# Columns of Q that a thread holds in registers, for all products of a tile of more than few rows.
+HELD = {256: 64}
+# Heads whose tiles are computed at a time. The fewer they are, the more CTAs read the same K and V
+# together; where tiles differ in length, those of several heads end with short ones.
+HEADS_AT_ONCE, WINDOWED_HEADS_AT_ONCE = 1, 4
 
 SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
     "single": SingleTileScheduler,
@@ -100,11 +117,14 @@ class Consumer(Named):
     """What a warp of the consumers keeps.
 
     Attributes:
-        warp, group: its number, and that of its warpgroup.
+        warp, group: its number, and that of its warpgroup, of those with rows of their own.
+        key_group: which of the warpgroups with the same rows it is in.
+        other: the shared address for what these exchange.
         turns: of its warpgroup.
         barriers: of the CTA.
         q, o: shared addresses of its warpgroup's rows of Q, and of staged O.
         k, v: shared addresses of the rings, as q.
+        held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
         softmax: of its rows.
         visible: which keys a query sees.
@@ -118,13 +138,23 @@ class Sm90Forward:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.scheduler = SCHEDULERS[spec.scheduler]
-        self.warpgroups = spec.tile_m // ROWS
-        self.few_rows = self.warpgroups == 1  # of a K/V head
+        self.few_rows = spec.tile_m == ROWS  # of a K/V head
+        self.key_groups = 1
+        if self.few_rows and spec.tile_n % (2 * STEP) == 0:
+            self.key_groups = KEY_GROUPS.get(spec.head_dim, 1)
+        self.keys = spec.tile_n // self.key_groups  # of a K/V tile, of a warpgroup
+        self.row_groups = spec.tile_m // ROWS
+        self.warpgroups = self.row_groups * self.key_groups
+        # Whether warpgroups pass K/V tiles: those that their rows do not see, and, in tiles of
+        # many rows, all but one where their rows do not exist.
+        self.passes = spec.window_right or spec.window_left or self.row_groups > 2
+        self.held = 0 if self.few_rows else HELD.get(spec.head_dim, 0)
         self.row_bytes = 2 * spec.head_dim
         step = FMA_EXPONENTIALS.get(spec.head_dim, spec.tile_n)
-        self.on_fma = range(step - 1, spec.tile_n // 4, step)
+        self.on_fma = range(step - 1, self.keys // 4, step)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
         self.sums = SUMS if spec.head_dim <= SUMS_BY_PRODUCT and not spec.lse else 0
+        self.merge = KeyGroups(spec.head_dim + self.sums)
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
@@ -170,6 +200,8 @@ class Sm90Forward:
         o = (Buffer("o", self.dtype, rows, 1, at, "O"),) if o_staged else ()
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
+        if self.key_groups > 1:
+            o = (*o, Buffer("other", Float32, self.merge.size, 1, 16, "O of the other keys"))
         return SharedMemory(
             Buffer("q", self.dtype, rows, q_stages, at, "Q"),
             Buffer("k", self.dtype, tile, spec.stages, at, "K"),
@@ -241,24 +273,30 @@ class Sm90Forward:
             seqlen_k = pages.most_keys
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        head_bytes = Int64(seqlen_k) * (2 * self.row_bytes)  # of K and V
+        windowed = spec.window_left or spec.window_right
+        at_once = WINDOWED_HEADS_AT_ONCE if windowed else HEADS_AT_ONCE
         tiles = self.tile_map(
             Sequences(q.shape[-3], cu_seqlens_q, seqused_q),
             Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
-            heads_in_l2(head_bytes, heads // spec.packed_heads * batch), o.shape[0],
+            cutlass.min(heads // spec.packed_heads * batch, at_once), o.shape[0],
         )  # fmt: skip
         num_tiles = tiles.count()
         o_copy = (None, o)
         if cutlass.const_expr(self.o_staged):
             o_copy = self.o_rows.atom(store, o)
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None, HEADROOM[spec.dtype])
+        num_ctas = self.scheduler.clusters(num_tiles, num_ctas)
+        if cutlass.const_expr(not spec.split):  # partial results have memory of their own
+            inputs = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+            if overlaps((o, lse), inputs):
+                num_ctas = Int32(0)  # which the driver rejects; the operator raises the reason
         self.kernel(
             *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
             *o_copy, lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
             seqused_k, scaling, window_left, window_right, heads, kv_heads, batch, q.shape[-3],
             seqlen_k, tiles.heads_at_once, num_tiles, pages, counter,
         ).launch(
-            grid=[self.scheduler.clusters(num_tiles, num_ctas), 1, 1],
+            grid=[num_ctas, 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -358,22 +396,28 @@ class Sm90Forward:
         scaling: Scaling,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
-        group = warp // WARPGROUP_WARPS
+        group, key_group = warp // WARPGROUP_WARPS, Int32(0)
+        if self.key_groups > 1:
+            group, key_group, warp = Int32(0), group, warp % WARPGROUP_WARPS
+        first_key = key_group * (self.keys * LINE_BYTES)
         o = None
         if self.o_staged:
             o = shared_address(storage.o) + group * (ROWS * self.row_bytes)
         return Consumer(
             warp=warp,
             group=group,
-            turns=Turns(group, self.warpgroups),
+            key_group=key_group,
+            turns=Turns(group, self.row_groups),
             barriers=barriers,
             q=shared_address(storage.q) + group * (ROWS * BOX * 2),
-            k=shared_address(storage.k),
-            v=shared_address(storage.v),
+            k=shared_address(storage.k) + first_key,
+            v=shared_address(storage.v) + first_key,
+            other=shared_address(storage.other) if self.key_groups > 1 else None,
             ones=shared_address(storage.ones) if self.sums else None,
             o=o,
-            s=fragments.accumulators(spec.tile_n),
-            p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
+            held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
+            s=fragments.accumulators(self.keys),
+            p=cute.make_rmem_tensor((self.keys // 4,), Int32),
             acc=fragments.accumulators(spec.head_dim + self.sums),
             softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma),
             visible=visible,
@@ -391,8 +435,9 @@ class Sm90Forward:
         visible: Visibility,
         pages: Pages | None,
     ) -> None:
-        """Publish each tile of the CTA and load its K/V tiles from the last to the first, and its Q
-        after the first K, whose stage is free earlier."""
+        """Publish each tile of the CTA, and load its K/V tiles from the last to the first, in the
+        order in which their stages become free: Q after the first K, and each V after the K of the
+        next K/V tile, whose scores come before this P V."""
         spec = self.spec
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         stages = (spec.stages, spec.tile_n * spec.head_dim)
@@ -424,22 +469,33 @@ class Sm90Forward:
                 first, end = self.key_tiles(visible, work)
                 if first >= end:
                     load_use("q", x.q_tma, queries, q_smem, barriers, taken)
-                for i in cutlass.range(end - first, unroll=1):
-                    key_tile = end - 1 - i
-                    found = None
-                    if cutlass.const_expr(pages is not None):
-                        found = pages.of_tile(key_tile, work.sequence, work.seqlen_k)
+                else:
+                    found = self.found(pages, end - 1, work)
                     use = (barriers, n, pages, found)
-                    self.load_keys("k", x.k_tma, x.k, key_tile, work, k_smem, *use)
-                    if i == 0:
-                        load_use("q", x.q_tma, queries, q_smem, barriers, taken)
-                    self.load_keys("v", x.v_tma, x.v, key_tile, work, v_smem, *use)
+                    self.load_keys("k", x.k_tma, x.k, end - 1, work, k_smem, *use)
+                    load_use("q", x.q_tma, queries, q_smem, barriers, taken)
+                    for i in cutlass.range(end - 1 - first, unroll=1):
+                        key_tile = end - 2 - i
+                        before, found = found, self.found(pages, key_tile, work)
+                        use = (barriers, n + 1, pages, found)
+                        self.load_keys("k", x.k_tma, x.k, key_tile, work, k_smem, *use)
+                        use = (barriers, n, pages, before)
+                        self.load_keys("v", x.v_tma, x.v, key_tile + 1, work, v_smem, *use)
+                        n += 1
+                    use = (barriers, n, pages, found)
+                    self.load_keys("v", x.v_tma, x.v, first, work, v_smem, *use)
                     n += 1
                 taken += 1
             number = scheduler.advance_to_next_work(number, taken)
         queue.publish_end(taken)
         if cutlass.const_expr(spec.split):
             start_dependents()  # the combination, which waits for the end of this grid
+
+    def found(self, pages: Pages | None, key_tile: Any, work: Any) -> Any:
+        """The pages of a K/V tile's boxes."""
+        if pages is None:
+            return None
+        return pages.of_tile(key_tile, work.sequence, work.seqlen_k)
 
     @cute.jit
     def load_keys(
@@ -471,6 +527,8 @@ class Sm90Forward:
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
         queue = TileQueue(self.work, storage.work, own.barriers)
         own.turns.begin()
+        if cutlass.const_expr(self.key_groups > 1):
+            self.merge.begin(own)
         taken = Int32(0)  # tiles
         n = Int32(0)  # K/V tiles
         work = queue.take(taken)
@@ -483,16 +541,27 @@ class Sm90Forward:
                 n = self.compute_tile(own, work, first, end, taken, n)
             if first >= end or self.q_stages > 1:
                 own.barriers.warp_arrives("q_empty", taken)
-            self.finish_rows(x, own, work)
-            if cutlass.const_expr(self.o_staged):
-                self.store_tile(x, own, storage, work)
+            if cutlass.const_expr(self.key_groups > 1):
+                self.merge.exchange(own, self.used_rows(own, work))
+                if own.key_group == 0:
+                    self.finish_tile(x, own, storage, work)
             else:
-                self.store_rows(x, own, work)
+                self.finish_tile(x, own, storage, work)
             taken += 1
             work = queue.take(taken)
         if cutlass.const_expr(self.o_staged):
             self.stores_done(own)
         own.turns.end()
+        if cutlass.const_expr(self.key_groups > 1):
+            self.merge.end(own)
+
+    @cute.jit
+    def finish_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
+        self.finish_rows(x, own, work)
+        if cutlass.const_expr(self.o_staged):
+            self.store_tile(x, own, storage, work)
+        else:
+            self.store_rows(x, own, work)
 
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
@@ -512,12 +581,17 @@ class Sm90Forward:
             row, ROWS, work.seqlen_q, work.seqlen_k
         )
         tile_first = first
-        if cutlass.const_expr(spec.window_right or spec.window_left):
+        if cutlass.const_expr(self.passes):
             # Those of the warpgroup's rows, but at least one of them.
             seen = own.visible.key_tiles_of_rows(row, ROWS, work.seqlen_q, work.seqlen_k)
-            own_end = cutlass.min(cutlass.max(seen[1], first + 1), end)
+            exists = row < work.seqlen_q * spec.packed_heads
+            own_end = cutlass.select_(exists, cutlass.max(seen[1], first + 1), first + 1)
+            own_end = cutlass.min(own_end, end)
             n = cute.arch.make_warp_uniform(self.pass_key_tiles(own, end - own_end, n))
             first, end = cutlass.min(cutlass.max(seen[0], first), own_end - 1), own_end
+        if cutlass.const_expr(self.held):
+            held = held_rows(q, own.warp % WARPGROUP_WARPS, spec.tile_m, self.held)
+            fragments.assign(own.held, held)
         key_tile = end - 1
         # The last K/V tile: there is no P yet for a second product.
         own.barriers.wait("k_full", n)
@@ -606,9 +680,14 @@ class Sm90Forward:
         """Start S = Q K^T, with Q at `q` and use n of K."""
         spec = self.spec
         stage = own.barriers.stage("k_full", n) * (spec.tile_n * self.row_bytes)
+        if self.held:
+            return start_scores_of_held(
+                self.dtype, fragments.values(own.held), q, own.k + stage,
+                tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+            )  # fmt: skip
         return start_scores(
             self.dtype, q, own.k + stage,
-            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
+            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim, keys=self.keys,
         )  # fmt: skip
 
     def start_output(self, own: Consumer, n: Any) -> list[Any]:
@@ -619,19 +698,24 @@ class Sm90Forward:
         if self.sums:
             return start_output_with_sums(
                 self.dtype, o, p, own.v + stage, own.ones,
-                tile_n=spec.tile_n, head_dim=spec.head_dim,
+                tile_n=spec.tile_n, head_dim=spec.head_dim, keys=self.keys,
             )  # fmt: skip
         return start_output(
-            self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim
-        )
+            self.dtype, o, p, own.v + stage,
+            tile_n=spec.tile_n, head_dim=spec.head_dim, keys=self.keys,
+        )  # fmt: skip
 
     def exponentiate(self, own: Consumer, work: Work, first: bool) -> Any:
         """Replace S by P, and return whether rows of O are to be rescaled."""
-        spec = self.spec
         if not self.few_rows:
             return own.softmax.update(own.s, first)
+        return own.softmax.update_used(own.s, self.used_rows(own, work), first)
+
+    def used_rows(self, own: Consumer, work: Work) -> Any:
+        """How many of the warp's rows exist; may be negative, or more than it has."""
+        spec = self.spec
         rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
-        return own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS, first)
+        return rows - own.warp * WARP_ROWS
 
     def cap(self, own: Consumer) -> None:
         for lane_row in range(fragments.LANE_ROWS):
@@ -642,14 +726,19 @@ class Sm90Forward:
         first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
+    def first_key(self, own: Consumer, key_tile: Any) -> Any:
+        """The first one of the warpgroup's."""
+        first = key_tile * self.spec.tile_n
+        return first if self.key_groups == 1 else first + own.key_group * self.keys
+
     def mask(self, own: Consumer, work: Work, key_tile: Any) -> None:
         """Set the columns of keys that a row does not see to -inf."""
         lows, highs = [], []
         for lane_row in range(fragments.LANE_ROWS):
             token = own.visible.token(self.row(own, work, lane_row))
             low, high = own.visible.keys(token, work.seqlen_q, work.seqlen_k)
-            lows.append(low - key_tile * self.spec.tile_n)
-            highs.append(high - key_tile * self.spec.tile_n)
+            lows.append(low - self.first_key(own, key_tile))
+            highs.append(high - self.first_key(own, key_tile))
         fragments.mask_rows(own.s, highs, lows if self.spec.window_left else None)
 
     # -- device: epilogue ---------------------------------------------------------------------
@@ -697,11 +786,11 @@ class Sm90Forward:
         cute.arch.fence_view_async_shared()
         group_barrier(own.group)
         if own.warp % WARPGROUP_WARPS == 0:
-            block = work.block * self.warpgroups + own.group
+            block = work.block * self.row_groups + own.group
             rows = self.o_rows.box(x.o, block, *work.queries, stored=True)
             with cute.arch.elect_one():
                 store_staged(
-                    x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, self.spec.head_dim
+                    x.o_tma, rows, storage.o, own.group, self.row_groups, ROWS, self.spec.head_dim
                 )
                 cute.arch.cp_async_bulk_commit_group()
 

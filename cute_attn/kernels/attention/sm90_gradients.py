@@ -25,30 +25,42 @@ Load = Callable[[int, range], list[Any]]
 
 
 def exponentiate(
-    s: cute.Tensor, lse: Statistics, scaling: Scaling, store: Store, *, softcap: bool
+    s: cute.Tensor,
+    lse: Statistics,
+    scaling: Scaling,
+    store: Store,
+    *,
+    softcap: bool,
+    unit: float = 1.0,
 ) -> None:
-    """Call store(lane row, columns, P, P') with pairs of values, where P' is P, with a softcap P
-    times the slope of the cap."""
+    """Call store(lane row, columns, P, P') with pairs of values, in units, where P' is P, with a
+    softcap P times the slope of the cap."""
     for columns in _steps(s):
         statistics = lse(columns)
         for lane_row in range(fragments.LANE_ROWS):
             row = s[None, lane_row, None]
             p, with_slope = probabilities(
-                row, columns, statistics[lane_row], scaling, softcap=softcap, packed=False
-            )
+                row, columns, statistics[lane_row], scaling, softcap=softcap, packed=False,
+                unit=unit,
+            )  # fmt: skip
             store(lane_row, columns, p, with_slope)
 
 
 def differentiate(
-    dp: cute.Tensor, p: Load, words: cute.Tensor, delta: Statistics, dtype: Any
+    dp: cute.Tensor,
+    p: Load,
+    words: cute.Tensor,
+    delta: Statistics,
+    dtype: Any,
+    unit: float = 1.0,
 ) -> None:
-    """Round dS to `words`, an operand; p(lane row, columns) are pairs of P'."""
+    """Round dS to `words`, an operand; p(lane row, columns) are pairs of P', in units."""
     for columns in _steps(dp):
         statistics = delta(columns)
         for lane_row in range(fragments.LANE_ROWS):
             ds = score_gradients(
                 p(lane_row, columns), dp[None, lane_row, None], columns, statistics[lane_row],
-                packed=False,
+                packed=False, unit=unit,
             )  # fmt: skip
             store_words(words, lane_row, columns, ds, dtype)
 
