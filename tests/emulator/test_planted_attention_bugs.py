@@ -508,7 +508,6 @@ def _(p: Edged) -> Planted:
 
 # -- few rows: warp 0 has 16, warp 1 has 4, which are first rows of lanes, and the others none
 
-HANDED = r"bar\.sync\s+6, 256"  # the second warpgroup's results
 FIRST_ROWS = r"setp\.lt\.s32\s+%p\d+, (%r\d+), 9;"  # whether a warp has first rows of lanes only
 
 
@@ -524,29 +523,6 @@ def _(p: Edged) -> Planted:
     used = re.findall(FIRST_ROWS, p[line])[0]
     none = p.one(rf"setp\.lt\.s32\s+%p\d+, {used}, 1;", line)
     return p.swap(none, r"1;", "9;"), [none]
-
-
-@few("the first warpgroup does not wait for the other's keys", "race uninitialised value")
-def _(p: Edged) -> Planted:
-    return p.drop(p.one(HANDED)), lines_of(p, SHARED)
-
-
-@few("the second warpgroup does not say that its keys are there", "deadlock barrier")
-def _(p: Edged) -> Planted:
-    return p.drop(p.one(r"bar\.arrive\s+6, 256")), range(1, len(p.lines))
-
-
-@few("results of the other keys are not waited for to be read", "barrier deadlock", severity="note")
-def _(p: Edged) -> Planted:
-    return p.drop(p.one(r"bar\.sync\s+7, 256")), range(1, len(p.lines))
-
-
-@few("two columns of the other keys are not added", "value")
-def _(p: Edged) -> Planted:
-    line = p.one(r"ld\.shared\.v4\.f32", p.one(HANDED)) + 1
-    line = p.after(r"ld\.shared\.v4\.f32", line)
-    first = re.findall(r"%f\d+|%r\d+", p[line])[0]
-    return p.insert(line, f"mov.b32 {first}, 0;", behind=True), [line]
 
 
 BUGS = [*dense.bugs, *pages.bugs, *hd256.bugs, *splits.bugs, *few.bugs]

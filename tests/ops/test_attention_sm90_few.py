@@ -32,14 +32,3 @@ def test_agrees_with_the_reference(head_dim: int):
         first = run(args, on=Machine(num_sms=2, schedule="adversarial"))
         assert_agrees(args, *first)
         assert same(args, first, run(args, "clc", Machine(num_sms=5)))
-
-
-def test_two_warpgroups_share_out_the_keys_of_few_rows():
-    """Sums are columns of O without a log-sum-exp. Of one key, the second warpgroup has none; a
-    CTA has several tiles."""
-    case = Case(CACHE, (1, 0, 3, 2), (300,) * 4, unused_k=(0, 9, 299, 230), group=2, heads_k=2)
-    with on_target(Target("sm_90a", 64)):
-        args = case.arguments() | {"return_lse": False}
-        first = run(args, on=Machine(num_sms=2, schedule="adversarial"))
-        assert_agrees(args, *first)
-        assert same(args, first, run(args, on=Machine(num_sms=5)))

@@ -23,9 +23,6 @@ The load warp's warpgroup gives its registers to the consumers; its three other 
 free after its last product, and the next tile's is loaded beside the end of this one. O is staged
 in shared memory where there is room (not at head_dim 256), and otherwise stored from registers.
 
-Where a K/V head has few rows, so that the tile has 64, two warpgroups may share out the keys of
-each K/V tile instead (`key_groups`).
-
 With splits, a tile's K/V tiles are shared out among CTAs. Each stores its O, from registers, and
 log-sum-exp in float32, and `combine` adds them up.
 """
@@ -64,13 +61,10 @@ from ..common.tma import BOX, BoxedRows, boxes, load_use
 from . import fragments
 from .arguments import FakeArguments
 from .fragment_softmax import HEADROOM, FragmentSoftmax
-from .key_groups import KeyGroups
 from .pages import Pages
 from .sm90_mma import (
-    LINE_BYTES,
     ONES_BYTES,
     ROWS,
-    STEP,
     SUMS,
     WARPGROUP,
     WARPGROUP_WARPS,
@@ -89,8 +83,6 @@ from .work import SplitTileMap, SplitWork, TileMap, Work
 
 WARP_ROWS = ROWS // WARPGROUP_WARPS
 
-# Of few rows at these head_dims, two warpgroups share out the keys of each K/V tile.
-KEY_GROUPS = {64: 2}
 SUMS_BY_PRODUCT = 128  # the largest head_dim at which the sums of P are columns of P V
 # At these head_dims every nth exponential is computed on the FMA units.
 FMA_EXPONENTIALS = {64: 8}
@@ -117,9 +109,7 @@ class Consumer(Named):
     """What a warp of the consumers keeps.
 
     Attributes:
-        warp, group: its number, and that of its warpgroup, of those with rows of their own.
-        key_group: which of the warpgroups with the same rows it is in.
-        other: the shared address for what these exchange.
+        warp, group: its number, and that of its warpgroup.
         turns: of its warpgroup.
         barriers: of the CTA.
         q, o: shared addresses of its warpgroup's rows of Q, and of staged O.
@@ -138,23 +128,17 @@ class Sm90Forward:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.scheduler = SCHEDULERS[spec.scheduler]
-        self.few_rows = spec.tile_m == ROWS  # of a K/V head
-        self.key_groups = 1
-        if self.few_rows and spec.tile_n % (2 * STEP) == 0:
-            self.key_groups = KEY_GROUPS.get(spec.head_dim, 1)
-        self.keys = spec.tile_n // self.key_groups  # of a K/V tile, of a warpgroup
-        self.row_groups = spec.tile_m // ROWS
-        self.warpgroups = self.row_groups * self.key_groups
+        self.warpgroups = spec.tile_m // ROWS
+        self.few_rows = self.warpgroups == 1  # of a K/V head
         # Whether warpgroups pass K/V tiles: those that their rows do not see, and, in tiles of
         # many rows, all but one where their rows do not exist.
-        self.passes = spec.window_right or spec.window_left or self.row_groups > 2
+        self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
         self.held = 0 if self.few_rows else HELD.get(spec.head_dim, 0)
         self.row_bytes = 2 * spec.head_dim
         step = FMA_EXPONENTIALS.get(spec.head_dim, spec.tile_n)
-        self.on_fma = range(step - 1, self.keys // 4, step)
+        self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
         self.sums = SUMS if spec.head_dim <= SUMS_BY_PRODUCT and not spec.lse else 0
-        self.merge = KeyGroups(spec.head_dim + self.sums)
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
@@ -200,8 +184,6 @@ class Sm90Forward:
         o = (Buffer("o", self.dtype, rows, 1, at, "O"),) if o_staged else ()
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
-        if self.key_groups > 1:
-            o = (*o, Buffer("other", Float32, self.merge.size, 1, 16, "O of the other keys"))
         return SharedMemory(
             Buffer("q", self.dtype, rows, q_stages, at, "Q"),
             Buffer("k", self.dtype, tile, spec.stages, at, "K"),
@@ -396,28 +378,23 @@ class Sm90Forward:
         scaling: Scaling,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
-        group, key_group = warp // WARPGROUP_WARPS, Int32(0)
-        if self.key_groups > 1:
-            group, key_group, warp = Int32(0), group, warp % WARPGROUP_WARPS
-        first_key = key_group * (self.keys * LINE_BYTES)
+        group = warp // WARPGROUP_WARPS
         o = None
         if self.o_staged:
             o = shared_address(storage.o) + group * (ROWS * self.row_bytes)
         return Consumer(
             warp=warp,
             group=group,
-            key_group=key_group,
-            turns=Turns(group, self.row_groups),
+            turns=Turns(group, self.warpgroups),
             barriers=barriers,
             q=shared_address(storage.q) + group * (ROWS * BOX * 2),
-            k=shared_address(storage.k) + first_key,
-            v=shared_address(storage.v) + first_key,
-            other=shared_address(storage.other) if self.key_groups > 1 else None,
+            k=shared_address(storage.k),
+            v=shared_address(storage.v),
             ones=shared_address(storage.ones) if self.sums else None,
             o=o,
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
-            s=fragments.accumulators(self.keys),
-            p=cute.make_rmem_tensor((self.keys // 4,), Int32),
+            s=fragments.accumulators(spec.tile_n),
+            p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
             acc=fragments.accumulators(spec.head_dim + self.sums),
             softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma),
             visible=visible,
@@ -527,8 +504,6 @@ class Sm90Forward:
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
         queue = TileQueue(self.work, storage.work, own.barriers)
         own.turns.begin()
-        if cutlass.const_expr(self.key_groups > 1):
-            self.merge.begin(own)
         taken = Int32(0)  # tiles
         n = Int32(0)  # K/V tiles
         work = queue.take(taken)
@@ -541,27 +516,16 @@ class Sm90Forward:
                 n = self.compute_tile(own, work, first, end, taken, n)
             if first >= end or self.q_stages > 1:
                 own.barriers.warp_arrives("q_empty", taken)
-            if cutlass.const_expr(self.key_groups > 1):
-                self.merge.exchange(own, self.used_rows(own, work))
-                if own.key_group == 0:
-                    self.finish_tile(x, own, storage, work)
+            self.finish_rows(x, own, work)
+            if cutlass.const_expr(self.o_staged):
+                self.store_tile(x, own, storage, work)
             else:
-                self.finish_tile(x, own, storage, work)
+                self.store_rows(x, own, work)
             taken += 1
             work = queue.take(taken)
         if cutlass.const_expr(self.o_staged):
             self.stores_done(own)
         own.turns.end()
-        if cutlass.const_expr(self.key_groups > 1):
-            self.merge.end(own)
-
-    @cute.jit
-    def finish_tile(self, x: Operands, own: Consumer, storage: Pointers, work: Work) -> None:
-        self.finish_rows(x, own, work)
-        if cutlass.const_expr(self.o_staged):
-            self.store_tile(x, own, storage, work)
-        else:
-            self.store_rows(x, own, work)
 
     def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
@@ -687,7 +651,7 @@ class Sm90Forward:
             )  # fmt: skip
         return start_scores(
             self.dtype, q, own.k + stage,
-            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim, keys=self.keys,
+            tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
         )  # fmt: skip
 
     def start_output(self, own: Consumer, n: Any) -> list[Any]:
@@ -698,24 +662,19 @@ class Sm90Forward:
         if self.sums:
             return start_output_with_sums(
                 self.dtype, o, p, own.v + stage, own.ones,
-                tile_n=spec.tile_n, head_dim=spec.head_dim, keys=self.keys,
+                tile_n=spec.tile_n, head_dim=spec.head_dim,
             )  # fmt: skip
         return start_output(
-            self.dtype, o, p, own.v + stage,
-            tile_n=spec.tile_n, head_dim=spec.head_dim, keys=self.keys,
-        )  # fmt: skip
+            self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim
+        )
 
     def exponentiate(self, own: Consumer, work: Work, first: bool) -> Any:
         """Replace S by P, and return whether rows of O are to be rescaled."""
+        spec = self.spec
         if not self.few_rows:
             return own.softmax.update(own.s, first)
-        return own.softmax.update_used(own.s, self.used_rows(own, work), first)
-
-    def used_rows(self, own: Consumer, work: Work) -> Any:
-        """How many of the warp's rows exist; may be negative, or more than it has."""
-        spec = self.spec
         rows = work.seqlen_q * spec.packed_heads - work.block * spec.tile_m
-        return rows - own.warp * WARP_ROWS
+        return own.softmax.update_used(own.s, rows - own.warp * WARP_ROWS, first)
 
     def cap(self, own: Consumer) -> None:
         for lane_row in range(fragments.LANE_ROWS):
@@ -726,19 +685,14 @@ class Sm90Forward:
         first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
-    def first_key(self, own: Consumer, key_tile: Any) -> Any:
-        """The first one of the warpgroup's."""
-        first = key_tile * self.spec.tile_n
-        return first if self.key_groups == 1 else first + own.key_group * self.keys
-
     def mask(self, own: Consumer, work: Work, key_tile: Any) -> None:
         """Set the columns of keys that a row does not see to -inf."""
         lows, highs = [], []
         for lane_row in range(fragments.LANE_ROWS):
             token = own.visible.token(self.row(own, work, lane_row))
             low, high = own.visible.keys(token, work.seqlen_q, work.seqlen_k)
-            lows.append(low - self.first_key(own, key_tile))
-            highs.append(high - self.first_key(own, key_tile))
+            lows.append(low - key_tile * self.spec.tile_n)
+            highs.append(high - key_tile * self.spec.tile_n)
         fragments.mask_rows(own.s, highs, lows if self.spec.window_left else None)
 
     # -- device: epilogue ---------------------------------------------------------------------
@@ -786,11 +740,11 @@ class Sm90Forward:
         cute.arch.fence_view_async_shared()
         group_barrier(own.group)
         if own.warp % WARPGROUP_WARPS == 0:
-            block = work.block * self.row_groups + own.group
+            block = work.block * self.warpgroups + own.group
             rows = self.o_rows.box(x.o, block, *work.queries, stored=True)
             with cute.arch.elect_one():
                 store_staged(
-                    x.o_tma, rows, storage.o, own.group, self.row_groups, ROWS, self.spec.head_dim
+                    x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, self.spec.head_dim
                 )
                 cute.arch.cp_async_bulk_commit_group()
 

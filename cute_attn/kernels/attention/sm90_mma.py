@@ -28,14 +28,13 @@ STEPS_OF_LINE = LINE_BYTES // STEP_BYTES
 
 
 def start_scores(
-    dtype: Any, q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int, keys: int = 0
+    dtype: Any, q: Any, k: Any, *, tile_m: int, tile_n: int, head_dim: int
 ) -> list[Any]:
-    """Start S = Q K^T, 64 by `keys`, by default tile_n. `q` is the shared address of the
-    warpgroup's first row, in boxes of `tile_m` rows, and `k` that of its first key, in boxes of
-    `tile_n` keys."""
+    """Start S = Q K^T, 64 by tile_n. `q` is the shared address of the warpgroup's first row, in
+    boxes of `tile_m` rows, and `k` that of the K tile."""
     steps = range(head_dim // STEP)
     return wgmma.shared_product(
-        dtype, None, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), keys or tile_n,
+        dtype, None, _along_rows(q, tile_m, steps), _along_rows(k, tile_n, steps), tile_n,
         columns=False,
     )  # fmt: skip
 
@@ -66,24 +65,22 @@ def held_rows(q: Any, warp: Any, tile_m: int, columns: int) -> list[Any]:
 
 
 def start_output(
-    dtype: Any, o: list[Any], p: list[Any], v: Any, *, tile_n: int, head_dim: int, keys: int = 0
+    dtype: Any, o: list[Any], p: list[Any], v: Any, *, tile_n: int, head_dim: int
 ) -> list[Any]:
-    """Start O + P V, 64 by head_dim, of `keys` keys, by default tile_n; `v` is the shared address
-    of the first one in the V tile."""
+    """Start O + P V, 64 by head_dim; `v` is the shared address of the V tile."""
     first = wgmma.columns_descriptor(v, tile_n * LINE_BYTES)
-    steps = range((keys or tile_n) // STEP)
+    steps = range(tile_n // STEP)
     descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
     return wgmma.product(dtype, o, p, descriptors, head_dim, columns=True)
 
 
 def start_output_with_sums(
-    dtype: Any, o: list[Any], p: list[Any], v: Any, ones: Any, *, tile_n: int, head_dim: int,
-    keys: int = 0,
-) -> list[Any]:  # fmt: skip
+    dtype: Any, o: list[Any], p: list[Any], v: Any, ones: Any, *, tile_n: int, head_dim: int
+) -> list[Any]:
     """As `start_output`, with the sums of P's rows in 8 more columns of O. `ones` is the shared
     address of ONES_BYTES of ones, above V."""
     box = tile_n * LINE_BYTES
-    steps = [s * STEP * LINE_BYTES >> 4 for s in range((keys or tile_n) // STEP)]
+    steps = [s * STEP * LINE_BYTES >> 4 for s in range(tile_n // STEP)]
     first = wgmma.columns_descriptor(v, box)
     parts = []
     if head_dim > BOX:
