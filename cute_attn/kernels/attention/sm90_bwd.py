@@ -42,8 +42,7 @@ from ..common.tma import BOX
 from . import fragments
 from .arguments import FakeArguments
 from .query_sums import VECTOR, VECTORS, WARPS, QuerySums
-from .sm90_bwd_dkdv import CONSUMERS, WARPGROUPS, Consumer, Operands, Sm90DkDv, of_columns
-from .sm90_gradients import differentiate, exponentiate
+from .sm90_bwd_dkdv import CONSUMERS, WARPGROUPS, Consumer, Operands, Sm90DkDv
 from .sm90_mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_query_gradients
 from .sm90_store import GROUP_BARRIER
 from .softmax import Scaling
@@ -258,21 +257,9 @@ class Sm90Backward(Sm90DkDv):
         own.turns.give()
 
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
-        lse = own.lse + barriers.stage("q_full", n) * self.stats_bytes
-        exponentiate(
-            own.s, lambda columns: of_columns(lse, columns), own.scaling,
-            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap,
-        )  # fmt: skip
-        if masked:
-            self.mask(own, taken, tile, own.p)
+        self.probabilities(own, taken, tile, n, masked)
         fragments.assign(own.dp, wgmma.wait(dp))
-        delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
-        differentiate(
-            own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
-            lambda columns: of_columns(delta, columns), self.dtype,
-        )  # fmt: skip
-        if masked:
-            self.mask(own, taken, tile, own.ds)
+        self.score_gradients(own, taken, tile, n, masked)
         self.stage_ds(own, n)
 
     def stage_ds(self, own: Consumer, n: Any) -> None:

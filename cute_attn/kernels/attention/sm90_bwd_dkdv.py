@@ -546,27 +546,41 @@ class Sm90DkDv:
         barriers.wait("do_full", n)
         dp = self.start_dp(own, n)
         fragments.assign(own.s, wgmma.wait(scores, pending=1 if starts else 2))
-        lse = own.lse + barriers.stage("q_full", n) * self.stats_bytes
+        self.probabilities(own, taken, tile, n, masked)
+        dv = self.start_dv(own, n)
+        fragments.assign(own.dp, wgmma.wait(dp, pending=1))
+        if cutlass.const_expr(not starts):
+            fragments.assign(own.dk, wgmma.wait(dk, pending=1))
+            barriers.warp_arrives("q_empty", n - 1)
+        self.score_gradients(own, taken, tile, n, masked)
+        fragments.assign(own.dv, wgmma.wait(dv))
+        barriers.warp_arrives("do_empty", n)
+
+    @cute.jit
+    def probabilities(
+        self, own: Consumer, taken: Int32, tile: Int32, n: Int32, masked: Boolean
+    ) -> None:
+        """P^T from S^T, of use n of Q, which is `tile`."""
+        lse = own.lse + own.barriers.stage("q_full", n) * self.stats_bytes
         exponentiate(
             own.s, lambda columns: of_columns(lse, columns), own.scaling,
             lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap, unit=self.unit,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.p)
-        dv = self.start_dv(own, n)
-        fragments.assign(own.dp, wgmma.wait(dp, pending=1))
-        if cutlass.const_expr(not starts):
-            fragments.assign(own.dk, wgmma.wait(dk, pending=1))
-            barriers.warp_arrives("q_empty", n - 1)
-        delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
+
+    @cute.jit
+    def score_gradients(
+        self, own: Consumer, taken: Int32, tile: Int32, n: Int32, masked: Boolean
+    ) -> None:
+        """dS^T from P^T and dP^T, of use n of dO, which is `tile`."""
+        delta = own.delta + own.barriers.stage("do_full", n) * self.stats_bytes
         differentiate(
             own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
             lambda columns: of_columns(delta, columns), self.dtype, self.unit,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.ds)
-        fragments.assign(own.dv, wgmma.wait(dv))
-        barriers.warp_arrives("do_empty", n)
 
     def keep_probabilities(
         self, own: Consumer, lane_row: int, columns: range, p: list[Any], with_slope: list[Any]

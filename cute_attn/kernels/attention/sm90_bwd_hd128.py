@@ -31,8 +31,7 @@ from ..common.smem import Buffer, Pointers
 from . import fragments
 from .query_sums import VECTOR, VECTORS
 from .sm90_bwd import Sm90Backward
-from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands, of_columns
-from .sm90_gradients import differentiate, exponentiate
+from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands
 from .softmax import Scaling
 from .visibility import Visibility
 from .work import Work, following
@@ -84,7 +83,8 @@ class Sm90Hd128Backward(Sm90Backward):
         scores = self.start_scores(own, n)
         own.barriers.wait("do_full", n)
         dp = self.start_dp(own, n)
-        self.probabilities(own, taken, tile, n, masked, scores)
+        fragments.assign(own.s, wgmma.wait(scores, pending=1))
+        self.probabilities(own, taken, tile, n, masked)
         fragments.assign(own.dp, wgmma.wait(dp))
         before = at  # the tile of the sums before
         if count > 1:
@@ -131,13 +131,7 @@ class Sm90Hd128Backward(Sm90Backward):
         tile. `before` is the tile of the sums of use n - 1; with `starts` there is none, and
         without `follows` no following tile."""
         barriers = own.barriers
-        delta = own.delta + barriers.stage("do_full", n) * self.stats_bytes
-        differentiate(
-            own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
-            lambda columns: of_columns(delta, columns), self.dtype, self.unit,
-        )  # fmt: skip
-        if masked:
-            self.mask(own, taken, tile, own.ds)
+        self.score_gradients(own, taken, tile, n, masked)
         self.stage_ds(own, n)
 
         own.turns.wait()
@@ -164,22 +158,9 @@ class Sm90Hd128Backward(Sm90Backward):
         if cutlass.const_expr(not starts):
             self.reduce_dq(own, before)
         if cutlass.const_expr(follows):
-            self.probabilities(own, taken, following, n + 1, following_masked, scores)
+            fragments.assign(own.s, wgmma.wait(scores, pending=1))
+            self.probabilities(own, taken, following, n + 1, following_masked)
             fragments.assign(own.dp, wgmma.wait(dp))
-
-    @cute.jit
-    def probabilities(
-        self, own: Consumer, taken: Int32, tile: Int32, n: Int32, masked: Boolean, scores: list[Any]
-    ) -> None:
-        """P^T of use n of Q, `tile`, whose S^T has been started, and dP^T after it."""
-        fragments.assign(own.s, wgmma.wait(scores, pending=1))
-        lse = own.lse + own.barriers.stage("q_full", n) * self.stats_bytes
-        exponentiate(
-            own.s, lambda columns: of_columns(lse, columns), own.scaling,
-            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap, unit=self.unit,
-        )  # fmt: skip
-        if masked:
-            self.mask(own, taken, tile, own.p)
 
     def add_dq(self, own: Consumer, values: list[Any], n: Any, tile: Any) -> None:
         self.stage_dq(own, values, n)
