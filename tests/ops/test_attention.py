@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn.emulation import current_emulation
 from cute_attn.emulator import Emulator
+from cute_attn.emulator.report import Report
 from cute_attn.kernels.attention.spec import LARGEST_SCALE
 from cute_attn.ops.operator import _is_refusal
 from cute_attn.reference.attention import attention_reference
@@ -579,13 +581,10 @@ REFUSED: dict[str, tuple[int, Callable[[int], torch.Tensor]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(what: str):
-    """On a GPU the operator's own checks run only once it has refused."""
+@contextmanager
+def compiled_forward() -> Iterator[tuple[Callable[..., None], Report]]:
+    """The plain forward as the cache gives it, for q, k, v, out and lse, and what it launched."""
     kernel, spec = PLAIN.request("static")
-    head_dim = target().head_dim
-    q, k, v = (torch.zeros(1, n, 2, head_dim, dtype=torch.bfloat16) for n in (5, 7, 7))
-    tensors = [q, k, v, torch.empty_like(q), torch.empty(1, 2, 5)]
     more: tuple[Any, ...] = (*[None] * 6, 0.0625, 1.0, 0, 0, 2)
     if spec.scheduler == "counter":
         more = (*more, torch.zeros(1, dtype=torch.int32))
@@ -593,37 +592,40 @@ def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(what: st
         emulation = current_emulation()
         assert emulation is not None
         function = emulation.function(kernel, spec)
-        function(*tensors, *more)
-        assert len(emulator.report.launches) == 1
+        yield (lambda *tensors: function(*tensors, *more)), emulator.report
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(what: str):
+    """On a GPU the operator's own checks run only once it has refused."""
+    head_dim = target().head_dim
+    q, k, v = (torch.zeros(1, n, 2, head_dim, dtype=torch.bfloat16) for n in (5, 7, 7))
+    tensors = [q, k, v, torch.empty_like(q), torch.empty(1, 2, 5)]
+    with compiled_forward() as (forward, report):
+        forward(*tensors)
+        assert len(report.launches) == 1
         position, bad = REFUSED[what]
         tensors[position] = bad(head_dim)
         with pytest.raises((ValueError, TypeError, RuntimeError)):
-            function(*tensors, *more)
-        assert len(emulator.report.launches) == 1
+            forward(*tensors)
+        assert len(report.launches) == 1
 
 
 @pytest.mark.parametrize("other", ["q", "v", "lse"])
 def test_the_compiled_host_code_refuses_out_over_other_tensors(other: str):
-    kernel, spec = PLAIN.request("static")
     memory = torch.zeros(2, 5, 2, target().head_dim, dtype=torch.bfloat16)
     q, k, v, o = (torch.zeros_like(memory[:1]) for _ in range(4))
     lse = torch.empty(1, 2, 5)
-    more: tuple[Any, ...] = (*[None] * 6, 0.0625, 1.0, 0, 0, 2)
-    if spec.scheduler == "counter":
-        more = (*more, torch.zeros(1, dtype=torch.int32))
-    with cute_attn.emulated(target().arch, Emulator()) as emulator:
-        emulation = current_emulation()
-        assert emulation is not None
-        function = emulation.function(kernel, spec)
-        if other == "lse":
-            lse = o.view(torch.float32).flatten()[:10].view(1, 2, 5)
-        else:  # by one token
-            o = memory[:1]
-            met = memory.flatten(0, 1)[4:9].unsqueeze(0)
-            q, v = (met, v) if other == "q" else (q, met)
+    if other == "lse":
+        lse = o.view(torch.float32).flatten()[:10].view(1, 2, 5)
+    else:  # by one token
+        o = memory[:1]
+        met = memory.flatten(0, 1)[4:9].unsqueeze(0)
+        q, v = (met, v) if other == "q" else (q, met)
+    with compiled_forward() as (forward, report):
         with pytest.raises(Exception, match="cudaErrorInvalidValue") as raised:
-            function(q, k, v, o, lse, *more)
+            forward(q, k, v, o, lse)
         assert _is_refusal(raised.value)
-        assert not emulator.report.launches
-        function(q, k, v, torch.zeros_like(q), torch.empty(1, 2, 5), *more)
-        assert len(emulator.report.launches) == 1
+        assert not report.launches
+        forward(q, k, v, torch.zeros_like(q), torch.empty(1, 2, 5))
+        assert len(report.launches) == 1
