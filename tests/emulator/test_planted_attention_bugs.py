@@ -2,7 +2,8 @@
 
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
 change the result. Five kernels: "dense" (causal, with lse; two stages of Q, O through shared
-memory), "pages" (K and V in pages), "hd256" (one stage of Q, O from registers), and "splits".
+memory), "pages" (K and V in pages), "hd256" (one stage of Q, O from registers), "splits", and "few"
+(the tile of few rows).
 """
 
 from __future__ import annotations
