@@ -1,8 +1,8 @@
 """The attention backend that `vllm.register` names to vLLM; importing it needs vLLM.
 
 The KV cache of a layer is `[num_blocks, heads_k, block_size, 2 * head_size]`, vLLM's standard
-shape: a token's key beside its value. In memory a block's tokens come before its heads. A block is
-a page of `flash_attn_varlen_func`, which reads keys and values in place.
+shape: a token's key beside its value. vLLM chooses the order of the other dimensions in memory. A
+block is a page of `flash_attn_varlen_func`, which reads keys and values in place.
 
 Everything that changes from step to step is in tensors that only the device reads; numbers that
 the host gives (the longest query, the longest sequence) choose how the work is divided, and no
@@ -82,9 +82,13 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Of blocks, heads, tokens and content in memory, in releases whose backends lay out the
+        cache: a KV connector takes it for what vLLM's layout says, NHD or HND."""
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
         if include_num_layers_dimension:
             raise NotImplementedError("cute_attn has no KV cache whose blocks hold all layers")
-        return 0, 2, 1, 3
+        return (0, 1, 2, 3) if get_kv_cache_layout() == "HND" else (0, 2, 1, 3)
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -104,12 +108,18 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_combination(cls, head_size: int, *others: Any, **named: Any) -> str | None:
-        """A reason against the combination; vLLM's releases differ in what is between head_size and
-        the device's capability, which is last."""
+        """A reason against the combination; vLLM's releases differ in what is between the dtype of
+        the KV cache and the device's capability, which is last."""
         capability = named.get("device_capability") or others[-1]
         sizes = HEAD_SIZES.get(capability.major, ())
         if sizes and head_size not in sizes:
             return f"head_size {head_size} has no kernel on this GPU, there are: {sizes}"
+        dtype, of_cache = (
+            named[name] if name in named else others[i]
+            for i, name in enumerate(("dtype", "kv_cache_dtype"))
+        )
+        if of_cache not in (None, "auto", str(dtype).removeprefix("torch.")):
+            return f"a KV cache of {of_cache} beside a model of {dtype} has no kernel"
         return None
 
 
@@ -158,6 +168,10 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             raise NotImplementedError(
                 "cute_attn has no attention that is causal for some requests of a batch"
             )
+        if getattr(given, "rswa_prefix_lens", None) is not None:
+            raise NotImplementedError(
+                "cute_attn has no R-SWA, a window beside a prefix that every token sees"
+            )
         return CuteAttnMetadata(
             num_actual_tokens=given.num_actual_tokens,
             max_query_len=given.max_query_len,
@@ -179,6 +193,8 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 class CuteAttnImpl(AttentionImpl):  # type: ignore[misc]
     """The attention of a layer."""
+
+    supports_dcp: bool = False
 
     def __init__(
         self,

@@ -131,6 +131,12 @@ def test_what_vllm_may_choose_it_for(backend: Any, change: dict[str, Any]):
         ({"head_size": 96}, "head_size not supported"),
         ({"dtype": torch.float32}, "dtype not supported"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "float16"}, "a KV cache of float16 beside a model of torch.bfloat16"),
+        (
+            {"kv_cache_dtype": "bfloat16", "dtype": torch.float16},
+            "a KV cache of bfloat16 beside a model of torch.float16",
+        ),
+        ({"use_dcp": True}, "DCP not supported"),
         ({"block_size": 8}, "block_size not supported"),
         ({"use_mla": True}, "MLA not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
@@ -200,6 +206,9 @@ def test_calls_that_have_no_kernel_are_refused(backend: Any, launched: StandIns)
     common = runner.metadata({0: 2}, *[runner.randn(2, 2, 128)] * 2, 0, 0)
     common.causal = torch.tensor([True])
     with pytest.raises(NotImplementedError, match="causal for some requests"):
+        runner.builder.build(0, common)
+    common.causal, common.rswa_prefix_lens = True, torch.tensor([1])
+    with pytest.raises(NotImplementedError, match="no R-SWA"):
         runner.builder.build(0, common)
     assert not launched.names
 
@@ -284,6 +293,40 @@ def test_steps_agree_with_attention_over_each_requests_tokens(
     assert {spec for _, spec, _ in launched.launched} <= {spec for _, spec in plan}
 
 
+LAYOUTS = {"NHD": (0, 2, 1, 3), "HND": (0, 1, 2, 3)}  # blocks, heads, tokens, content in memory
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cache_has_the_layout_that_vllm_asks_for(
+    backend: Any, launched: StandIns, monkeypatch: pytest.MonkeyPatch, layout: str
+):
+    """`VLLM_KV_CACHE_LAYOUT`, or what a KV connector takes the cache for."""
+    utils = sys.modules["vllm.v1.attention.backends.utils"]
+    monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: layout)
+    assert backend.get_kv_cache_stride_order() == LAYOUTS[layout]
+    serve(Runner(backend, heads=4, heads_k=2, head_size=128))
+
+
+# Of vLLM's main: the order in memory of layers, blocks, heads, tokens and content.
+MEMORY = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", MEMORY)
+def test_the_kernels_read_a_cache_in_any_order(backend: Any, memory: str):
+    emulator = Emulator(schedule="random", seed=0)
+    with cute_attn.emulated("sm_90a", emulator):
+        serve(Runner(backend, heads=4, heads_k=2, head_size=64, memory=MEMORY[memory]))
+    assert not [x for x in emulator.report.findings if x.severity == "error"], emulator.report
+
+
 def test_keys_and_values_go_to_their_slots_and_padding_nowhere(backend: Any):
     runner = Runner(backend, heads=2, heads_k=2, head_size=64, block_size=32)
     before = runner.kv_cache.clone()
@@ -335,7 +378,7 @@ def test_a_step_is_launched_from_shapes_alone(backend: Any, launched: StandIns):
     ("heads", "heads_k", "window", "block_size"),
     [
         (4, 1, 512, 16),
-        pytest.param(16, 8, None, 64, marks=pytest.mark.slow),
+        pytest.param(16, 8, None, 48, marks=pytest.mark.slow),
         pytest.param(16, 2, None, 544, marks=pytest.mark.slow),
     ],
     ids=["Gemma 3 1B", "Gemma 3 12B", "Qwen3-Next"],

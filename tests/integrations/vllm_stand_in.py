@@ -2,7 +2,7 @@
 
 vLLM is too large to be installed for tests. This is written from the interface that its
 documentation shows: the classes of `vllm.v1.attention.backend` and `.backends.registry` (releases
-0.15 to 0.26, and main in autumn 2026 for the shape of the KV cache), with the names, the order of
+0.15 to 0.26, and main in autumn 2026 for the KV cache, DCP and R-SWA), with the names, the order of
 arguments and the defaults there. `Runner` makes the calls that a worker makes in a step, in the
 same order.
 """
@@ -96,6 +96,10 @@ class AttentionBackend(ABC):
     is_mla = supports_sink = supports_mm_prefix = is_sparse = classmethod(lambda cls: False)
 
     @classmethod
+    def supports_dcp(cls) -> bool:
+        return bool(cls.get_impl_cls().supports_dcp)
+
+    @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
 
@@ -130,6 +134,7 @@ class AttentionBackend(ABC):
         use_mm_prefix: bool = False,
         device_capability: DeviceCapability = HOPPER,
         attn_type: str = AttentionType.DECODER,
+        use_dcp: bool = False,
     ) -> list[str]:
         """The reasons against the backend, in vLLM's words."""
         sizes = [getattr(x, "base", x) for x in cls.get_supported_kernel_block_sizes()]
@@ -147,6 +152,7 @@ class AttentionBackend(ABC):
             "sparse not supported": use_sparse == cls.is_sparse(),
             "compute capability not supported": cls.supports_compute_capability(device_capability),
             f"attention type {attn_type} not supported": cls.supports_attn_type(attn_type),
+            "DCP not supported": not use_dcp or cls.supports_dcp(),
         }
         reasons = [reason for reason, fine in checks.items() if not fine]
         combination = cls.supports_combination(
@@ -168,6 +174,7 @@ class CommonAttentionMetadata:
     block_table_tensor: Tensor
     slot_mapping: Tensor
     causal: Any = True
+    rswa_prefix_lens: Tensor | None = None
 
 
 class AttentionMetadataBuilder(ABC):
@@ -213,6 +220,7 @@ class AttentionMetadataBuilder(ABC):
 
 class AttentionImpl(ABC):
     can_return_lse_for_decode = False
+    supports_dcp = True
     dcp_world_size = 1
 
     @abstractmethod
@@ -306,9 +314,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     backend = ModuleType("vllm.v1.attention.backend")
     vars(backend).update({x: value for x, value in globals().items() if x[0].isupper()})
+    utils = ModuleType("vllm.v1.attention.backends.utils")
+    vars(utils).update(get_kv_cache_layout=lambda: "NHD")
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (registry, backend):
+    for module in (registry, backend, utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "cute_attn.integrations.vllm_backend", raising=False)
     return registry
@@ -323,6 +333,8 @@ class Runner:
     Attributes:
         keys, values: of each request so far, `[tokens, heads_k, head_size]`.
         blocks: of each request, in order.
+        kv_cache: of the last of the layers, if `memory` gives the order in memory of layers,
+            blocks, heads, tokens and content, as main does; else of the only one, in the backend's.
     """
 
     def __init__(
@@ -338,6 +350,7 @@ class Runner:
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
+        memory: tuple[int, ...] | None = None,
         **layer: Any,
     ):
         self.heads, self.heads_k, self.head_size = heads, heads_k, head_size
@@ -357,12 +370,13 @@ class Runner:
             ["layer.0"], SimpleNamespace(), self.device,
         )  # fmt: skip
         # As bytes, of which the backend's shape and order make a view.
-        shape = backend.get_kv_cache_shape(num_blocks, block_size, heads_k, head_size, "auto")
-        order = backend.get_kv_cache_stride_order()
+        of_layer = backend.get_kv_cache_shape(num_blocks, block_size, heads_k, head_size, "auto")
+        shape = (1 if memory is None else 3, *of_layer)
+        order = memory or (0, *(1 + i for i in backend.get_kv_cache_stride_order()))
         raw = torch.zeros(2 * torch.Size(shape).numel(), dtype=torch.int8, device=device)
         physical = raw.view(dtype).view([shape[i] for i in order])
-        self.kv_cache = physical.permute([order.index(i) for i in range(len(order))])
-        assert self.kv_cache.shape == shape
+        self.kv_cache = physical.permute([order.index(i) for i in range(len(order))])[-1]
+        assert self.kv_cache.shape == of_layer
         self.kv_cache.fill_(torch.nan)
         self.kv_cache[0] = 0  # the null block
         self.free = (1 + torch.randperm(num_blocks - 1, generator=self.generator)).tolist()
