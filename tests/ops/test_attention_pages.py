@@ -118,6 +118,51 @@ def test_pages_change_no_bit(
         assert_same_in_pages(case, 16 * pages, Machine(num_sms=3, schedule=schedule, seed=seed))
 
 
+# The dimensions of a pool in memory, of which K and V take one index of 2, and one layer of 3.
+POOLS = {
+    "K before V": "2 pages rows heads dim",
+    "K beside V in a page": "pages 2 rows heads dim",
+    "K beside V in a page, heads first": "pages 2 heads rows dim",
+    "K beside V in a token": "pages rows heads 2 dim",
+    "K beside V in a token, heads first": "pages heads rows 2 dim",
+    "heads before pages": "heads pages rows 2 dim",
+    "all layers in a page": "pages 3 2 rows heads dim",
+}
+
+
+def in_a_pool(paged: dict[str, Any], pool: str) -> dict[str, Any]:
+    """The same call with K and V as views of one tensor, whose other elements are NaN."""
+    sizes = dict(zip(("pages", "rows", "heads", "dim"), paged["k"].shape, strict=True))
+    names = pool.split()
+    memory = torch.full([sizes.get(n) or int(n) for n in names], math.nan, dtype=paged["k"].dtype)
+    for name in ("k", "v"):
+        taken = {"2": "kv".index(name), "3": 1}
+        view = memory[tuple(taken.get(n, slice(None)) for n in names)]
+        left = [n for n in names if n in sizes]
+        paged = paged | {name: view.permute([left.index(n) for n in sizes]).copy_(paged[name])}
+    return paged
+
+
+def test_a_pool_may_have_any_strides():
+    with on_target(Target(ARCH, 64)):
+        args = in_pages(of_kind(CAUSAL, (150, 0, 33), 2, heads_k=2).arguments(), 48, 0)
+        first = run(args)
+        for pool in POOLS.values():
+            other = in_a_pool(args, pool)
+            assert torch.equal(other["v"].nan_to_num(), args["v"].nan_to_num())
+            assert same(args, first, run(other)), pool
+
+
+@pytest.mark.parametrize("no_page", [-1, 2**31 - 1, -(2**31)])
+def test_entries_without_a_used_key_may_hold_anything(no_page: int):
+    with on_target(Target(ARCH, 64)):
+        args = in_pages(of_kind(CAUSAL, (150, 0, 33), 2, heads_k=2).arguments(), 48, 0)
+        table = args["page_table"]
+        other = args | {"page_table": torch.where(table < 0, no_page, table)}
+        for splits in (1, 3):
+            assert same(args, run(args, num_splits=splits), run(other, num_splits=splits))
+
+
 def good() -> dict[str, Any]:
     return in_pages(of_kind(PLAIN, (5, 40), 3).arguments(), 16, 0)
 

@@ -119,6 +119,23 @@ def test_any_number_of_splits(
         assert_agrees(args, *run(args, scheduler, on, num_splits=splits))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [Target(ARCH, 64), Target(ARCH, 256), BLACKWELL], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_decoding_request_has_the_same_bits_in_every_batch(target: Target, splits: int):
+    """Alone, where a tile has few rows, and beside a longer request, where heads share none."""
+    kind = Kind(varlen_q=True, seqused_k=True, window_right=True)
+    with on_target(target):
+        alone = Case(kind, (1,), (500,), group=4).arguments()
+        both = Case(kind, (1, 140), (500,) * 2, unused_k=(0, 300), group=4).arguments()
+        for name in ("q", "k", "v"):
+            both[name][0] = alone[name][0]
+        o, lse = run(alone, num_splits=splits, max_seqlen_q=1)
+        o_both, lse_both = run(both, num_splits=splits, max_seqlen_q=140)
+        assert lse is not None and lse_both is not None
+        assert torch.equal(o[0], o_both[0]) and torch.equal(lse[:, 0], lse_both[:, 0])
+
+
 # -- the combination
 
 

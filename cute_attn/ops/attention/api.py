@@ -59,8 +59,9 @@ def flash_attn_func(
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
         num_splits: into how many parts the keys are split, each for a CTA of its own, whose results
             a second kernel combines. More than one pays for a few short queries with
-            many keys; 0 chooses by shapes alone, without reading the device. The bits depend on
-            the number, and on nothing else.
+            many keys; 0 chooses by shapes alone, without reading the device. Equal calls with
+            equal numbers give equal bits. With more than one, bits also depend on how queries
+            share tiles: on whether there are more than 128 (packed ones: by max_seqlen_q).
         deterministic: whether the gradients are the same bit for bit in every run. Without it the
             gradient of q on Hopper, at head_dim 64 and 128, is a sum in any order, by a faster
             kernel. All else always is deterministic, and under
@@ -146,7 +147,7 @@ def flash_attn_varlen_func(
         seqused_q: `[batch]` int32: how many of a sequence's rows of q are used, clamped to
             0..length. Needs cu_seqlens_q.
         seqused_k: `[batch]` int32: likewise for the rows of k and v.
-        page_table: `[batch, max_pages]` int32: sequence b's keys j * page_size to
+        page_table: `[batch, max_pages]` int32, contiguous: sequence b's keys j * page_size to
             (j + 1) * page_size - 1 are in page page_table[b, j]. Needs seqused_k; entries of
             pages without a used key are not read. Not differentiable.
         softmax_scale: as for `flash_attn_func`.
