@@ -26,7 +26,8 @@ def register() -> None:
     in bfloat16 or float16, with a KV cache of the same dtype in blocks of any multiple of 16
     tokens: prefill, chunked prefill and decode in one call, sliding windows, softcap, sinks, GQA,
     and CUDA graphs of any batch. vLLM refuses it, by name of what is missing, for quantised KV
-    caches, ALiBi, MLA, encoders, cross-attention and bidirectional parts of a prompt.
+    caches, ALiBi, MLA, encoders, cross-attention, decode context parallelism and bidirectional
+    parts of a prompt.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
