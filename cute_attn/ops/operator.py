@@ -62,6 +62,7 @@ PLAIN = frozenset({Tensor, Parameter})
 is_compiling = torch.compiler.is_compiling
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
+is_inference_mode_enabled = torch.is_inference_mode_enabled
 dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 # Kernels write to memory unseen by autograd, which detects changes of saved tensors by version.
 increment_version = torch._C._increment_version

@@ -21,6 +21,7 @@ from ..operator import (
     increment_version,
     is_dynamo_compiling,
     is_grad_enabled,
+    is_inference_mode_enabled,
 )
 from .forward import FORWARD, PLANS, Splits, empty_lse
 from .into import INTO, apart
@@ -119,7 +120,7 @@ def attend(
                             *((counter_for(q, device),) if counts else ()),
                         )  # fmt: skip
                         parts.combine(combine, o, lse, learnable_sink)
-                    if tracked and out is not None:
+                    if out is not None and (tracked or not is_inference_mode_enabled()):
                         increment_version((out,))
                     return o, lse
             except Exception:

@@ -18,7 +18,7 @@ from ..checks import (
     check_shapes,
 )
 from ..memory import check_memory
-from ..operator import increment_version, is_grad_enabled
+from ..operator import increment_version, is_grad_enabled, is_inference_mode_enabled
 from .arguments import (
     ALIGNMENT,
     Arguments,
@@ -147,7 +147,8 @@ class Into(Attention[IntoArguments]):
             learnable_sink, softcap, scheduler, num_splits, lse is not None, False, ready,
             (out, lse), plan,
         )  # fmt: skip
-        if tracked:
+        # Under no_grad too: a gradient taken later may need what `out` held.
+        if tracked or not is_inference_mode_enabled():
             increment_version((out,) if lse is None else (out, lse))
         return results
 
