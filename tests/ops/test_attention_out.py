@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -310,6 +311,16 @@ def test_what_is_saved_for_a_gradient_is_not_overwritten_unseen(planned: list[An
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
     assert len(planned) == 3 and PLANS
+
+
+@pytest.mark.parametrize("into", [True, False], ids=["out", "new"])
+def test_the_number_of_splits_is_checked_in_every_call(planned: list[Any], into: bool):
+    args = Case(CAUSAL, (5,), (7,)).arguments() | {"return_lse": False}
+    for splits in (1, -1, -1):
+        with pytest.raises(ValueError, match="num_splits is -1") if splits < 0 else nullcontext():
+            out = poisoned(args) if into else None
+            cute_attn.flash_attn_func(**args, num_splits=splits, out=out)
+    assert len(planned) == 1
 
 
 def test_a_plan_is_of_shapes_and_of_the_settings(planned: list[Any]):

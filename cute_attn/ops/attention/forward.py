@@ -168,14 +168,14 @@ class Attention(Operator[_Called]):
                     scheduler,
                     num_splits > 1,
                     return_lse,
-                    # Keys of empty tensors, or of an invalid scale, are never in the table.
+                    # Keys of empty tensors, or of invalid numbers, are never in the table.
                     0 in q_shape or 0 in k_shape,
                     softmax_scale is None
                     or (
                         SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE
                         and softmax_scale is not True
                     ),
-                    num_splits <= MAX_SPLITS,
+                    1 <= num_splits <= MAX_SPLITS,
                 )
                 ready = self.ready[key]
             function, default_scale, cap, left, right, clusters, counts, combine = ready
