@@ -323,6 +323,20 @@ def test_the_number_of_splits_is_checked_in_every_call(planned: list[Any], into:
     assert len(planned) == 1
 
 
+def test_a_given_lse_is_no_part_of_out(planned: list[Any]):
+    """Of a direct call of the operator: the public functions allocate it."""
+    args = [Case(CAUSAL, (5,), (7,)).arguments()[name] for name in "qkv"]
+    memory = torch.zeros(5 * 256 + 10, dtype=BF16)
+    out = memory[: 5 * 256].view(1, 5, 1, 256)
+    within, beside = (x.view(torch.float32).view(1, 1, 5) for x in (memory[:10], memory[-10:]))
+    for lse in (torch.zeros(1, 1, 5), beside):
+        torch.ops.cute_attn.flash_attn_out(*args, out, lse, num_splits=2)
+    assert len(planned) == 4
+    with pytest.raises(ValueError, match="out overlaps lse"):
+        torch.ops.cute_attn.flash_attn_out(*args, out, within, num_splits=2)
+    assert len(planned) == 4
+
+
 def test_a_plan_is_of_shapes_and_of_the_settings(planned: list[Any]):
     for rows in (5, 5, 6, 6):
         args = Case(CAUSAL, (rows,), (7,)).arguments() | {"return_lse": False}

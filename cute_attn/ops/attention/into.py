@@ -129,7 +129,7 @@ class Into(Attention[IntoArguments]):
             # Host code checks `out`, but with splits it gets partial sums instead.
             usable = num_splits == 1 or apart(
                 out, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
-                learnable_sink,
+                learnable_sink, lse,
             )  # fmt: skip
         except Exception:
             usable = False
