@@ -78,7 +78,7 @@ _REFUSALS = frozenset({AttributeError, IndexError, TypeError, ValueError, Runtim
 # A kernel refuses overlapping tensors by a launch without CTAs, which is cudaErrorInvalidValue.
 _INVALID_VALUE = 1
 
-MOST_READY = 4096  # entries of an operator's table; keys with floats would let it grow forever
+MOST_READY = 4096  # entries of a table; keys with floats would let it grow forever
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 

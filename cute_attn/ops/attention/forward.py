@@ -184,26 +184,24 @@ class Attention(Operator[_Called]):
                 lse = empty_lse(q) if return_lse else None
             else:
                 o, lse = written
-            if combine is not None:
+            scale = default_scale if softmax_scale is None else softmax_scale
+            if combine is None:
+                function(
+                    q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+                    seqused_k, page_table, scale, cap, left, right, clusters,
+                    *((counter_for(q),) if counts else ()),
+                )  # fmt: skip
+            else:
                 # The sink counts once, in the combination.
                 parts = Splits.allocate(q, split_layouts(q.shape, num_splits))
                 function(
                     q, k, v, parts.o, parts.lse.mT, None, cu_seqlens_q, cu_seqlens_k, seqused_q,
-                    seqused_k, page_table,
-                    default_scale if softmax_scale is None else softmax_scale, cap, left, right,
-                    clusters, *((counter_for(q),) if counts else ()),
+                    seqused_k, page_table, scale, cap, left, right, clusters,
+                    *((counter_for(q),) if counts else ()),
                 )  # fmt: skip
                 parts.combine(combine, o, lse, learnable_sink)
-                if plan is not None:
-                    remember(plan, q, ready, softmax_scale, num_splits)
-                return o, lse
-            function(
-                q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                page_table, default_scale if softmax_scale is None else softmax_scale, cap, left,
-                right, clusters, *((counter_for(q),) if counts else ()),
-            )  # fmt: skip
             if plan is not None:
-                remember(plan, q, ready, softmax_scale, num_splits)
+                remember(plan, q, ready, scale, num_splits)
             return o, lse
         except Exception as error:
             return self.failed(  # type: ignore[no-any-return]
@@ -289,15 +287,12 @@ class Forward(Attention[Arguments]):
         return {name: found[name] for name in needed}
 
 
-def remember(
-    plan: tuple[Any, ...], q: Tensor, ready: _Ready, softmax_scale: float | None, splits: int
-) -> None:
+def remember(plan: tuple[Any, ...], q: Tensor, ready: _Ready, scale: float, splits: int) -> None:
     """Store what a call with this plan needs."""
     if may_remember(q):
         if len(PLANS) >= MOST_READY:
             PLANS.clear()
-        function, default_scale, *rest = ready
-        scale = default_scale if softmax_scale is None else softmax_scale
+        function, _, *rest = ready
         layouts = split_layouts(q.shape, splits) if splits > 1 else None
         PLANS[plan] = function, scale, *rest, layouts
 
