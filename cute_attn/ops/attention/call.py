@@ -102,11 +102,7 @@ def attend(
                     o = _empty_like(q, memory_format=_contiguous) if out is None else out
                     lse = empty_lse(q) if return_lse else None
                     if combine is None:
-                        function(
-                            q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-                            seqused_k, page_table, scale, cap, left, right, clusters,
-                            *((counter_for(q, device),) if counts else ()),
-                        )  # fmt: skip
+                        written, of_lse, sink = o, lse, learnable_sink
                     else:
                         if out is not None and not apart(
                             out, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
@@ -114,11 +110,19 @@ def attend(
                         ):  # fmt: skip
                             raise ValueError  # the operator says why
                         parts = Splits.allocate(q, layouts)
+                        written, of_lse, sink = parts.o, parts.lse.mT, None
+                    if counts:  # two calls, since one with *(...) costs more
                         function(
-                            q, k, v, parts.o, parts.lse.mT, None, cu_seqlens_q, cu_seqlens_k,
-                            seqused_q, seqused_k, page_table, scale, cap, left, right, clusters,
-                            *((counter_for(q, device),) if counts else ()),
+                            q, k, v, written, of_lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+                            seqused_k, page_table, scale, cap, left, right, clusters,
+                            counter_for(q, device),
                         )  # fmt: skip
+                    else:
+                        function(
+                            q, k, v, written, of_lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
+                            seqused_k, page_table, scale, cap, left, right, clusters,
+                        )  # fmt: skip
+                    if combine is not None:
                         parts.combine(combine, o, lse, learnable_sink)
                     if out is not None and (tracked or not is_inference_mode_enabled()):
                         increment_version((out,))
