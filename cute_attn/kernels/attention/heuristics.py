@@ -170,6 +170,8 @@ def forward_spec(
         page_rows = 0 if page_size is None else math.gcd(page_size, TILE_N // 2)
         return Hd256ForwardSpec(scheduler=scheduler, page_rows=page_rows, **fields)
     tile_m, tile_n, stages = (SM90_FEW_TILES if few else SM90_TILES)[head_dim]
+    if head_dim == 64 and fields["softcap"] and fields["window_left"]:
+        tile_m = min(tile_m, 128)  # 192 rows leave too few registers: the loop would spill
     page_rows = 0 if page_size is None else math.gcd(page_size, tile_n)
     return Sm90ForwardSpec(
         scheduler="counter",

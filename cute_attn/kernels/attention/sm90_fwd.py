@@ -87,7 +87,7 @@ SUMS_BY_PRODUCT = 128  # the largest head_dim at which the sums of P are columns
 # At these head_dims every nth exponential is computed on the FMA units.
 FMA_EXPONENTIALS = {64: 8}
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
-REGISTERS = {1: (24, 240), 2: (24, 240), 3: (32, 160)}
+REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 
 # Columns of Q that a thread holds in registers, for all products of a tile of more than few rows.
 HELD = {256: 64}

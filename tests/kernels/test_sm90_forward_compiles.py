@@ -1,0 +1,88 @@
+"""The specialisations of the SM90 forward compile, keep their products asynchronous, and spill no
+register in the loop without a mask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from cute_attn import cache
+from cute_attn.bench.ladder.machine_code import key_tile
+from cute_attn.kernels.attention.heuristics import forward_spec
+from cute_attn.kernels.attention.sm90_fwd import Sm90Forward
+from cute_attn.kernels.attention.spec import SM90_HEAD_DIMS, Sm90ForwardSpec
+from cute_attn.kernels.attention.table import SM90_FORWARD
+from tests.kernels.machine_code import assert_sound
+
+ARCH = "sm_90a"
+FLAGS = (
+    "window_left", "window_right", "softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k",
+    "lse", "split", "few",
+)  # fmt: skip
+PLAIN: dict[str, Any] = dict.fromkeys(FLAGS, False) | {
+    "dtype": "bfloat16", "scheduler": "static", "packed_heads": 1, "sink_dtype": "none",
+    "page_size": None,
+}  # fmt: skip
+WINDOW = {"window_left": True, "window_right": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"window_right": True},
+    "window": WINDOW | {"sink_dtype": "bfloat16"},
+    "capped": {"softcap": True, "window_right": True},
+    "training": WINDOW | {"varlen_q": True, "varlen_k": True, "lse": True},
+    "everything": PLAIN | dict.fromkeys(FLAGS[:-2], True) | {
+        "dtype": "float16", "sink_dtype": "float32"
+    },
+    "prefill in pages": {
+        "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 16,
+    },
+    "decode": {
+        "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 16, "few": True,
+        "packed_heads": 8,
+    },
+    "decode, split": {
+        "window_right": True, "varlen_q": True, "seqused_k": True, "page_size": 64, "few": True,
+        "packed_heads": 8, "split": True,
+    },
+}  # fmt: skip
+# The quick suite compiles what another quick test launches.
+SPECS = [
+    pytest.param(
+        forward_spec(ARCH, head_dim, **PLAIN | fields), id=f"{head_dim}-{name}",
+        marks=[] if (head_dim, name) == (128, "causal") else pytest.mark.slow,
+    )
+    for head_dim in SM90_HEAD_DIMS
+    for name, fields in KINDS.items()
+]  # fmt: skip
+specialisations = pytest.mark.parametrize("spec", SPECS)
+
+
+@specialisations
+def test_the_loop_without_a_mask(spec: Sm90ForwardSpec) -> None:
+    found = key_tile(cache.compile(SM90_FORWARD, spec, arch=ARCH))
+    counts = Counter(i.base for i in found)
+    assert counts["STL"] == counts["LDL"] == 0
+    # Short of registers, the assembler waits for every instruction of a product.
+    waits = sum(i.opcode.startswith("WARPGROUP.DEPBAR") for i in found)
+    assert counts["HGMMA"] >= 12 and waits == 2
+
+
+@specialisations
+def test_spills_elsewhere(spec: Sm90ForwardSpec) -> None:
+    (use,) = cache.compile(SM90_FORWARD, spec, arch=ARCH).kernels
+    masked = spec.window_right or spec.window_left
+    allowed = {64: 256, 128: 0, 256: 16}[spec.head_dim] if masked and spec.tile_m > 64 else 0
+    assert use.spills <= allowed
+
+
+@specialisations
+def test_the_machine_code_is_sound(spec: Sm90ForwardSpec) -> None:
+    assert_sound(cache.compile(SM90_FORWARD, spec, arch=ARCH))
+
+
+@specialisations
+def test_the_budget_of_shared_memory_is_what_is_launched(spec: Sm90ForwardSpec) -> None:
+    (use,) = cache.compile(SM90_FORWARD, spec, arch=ARCH).kernels
+    assert use.dynamic_shared == Sm90Forward(spec).smem.nbytes
