@@ -45,6 +45,7 @@ from .operator import (
     increment_version,
     is_dynamo_compiling,
     is_grad_enabled,
+    is_inference_mode_enabled,
 )
 
 __all__ = ["lightning_attn_decode", "plan_decode"]
@@ -373,7 +374,7 @@ class _Decode(Operator[_Arguments]):
                 error, key, ready, q, k, v, state, decay, out, softmax_scale, state_indices,
                 state_layout, num_accepted_tokens, draft_k, draft_v,
             )  # fmt: skip
-        if tracked:
+        if tracked or not is_inference_mode_enabled():
             increment_version((state, o))
         return o
 

@@ -371,6 +371,23 @@ def test_what_is_written_shares_no_memory_with_an_argument(
     assert not launches
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_written_has_a_new_version(
+    launches: list[tuple[Any, ...]], name: str, gradients: bool
+):
+    """So that autograd does not use what it has saved and a kernel has written over: under no_grad
+    too, as torch's functions do."""
+    operator = OPERATORS[name]
+    for _ in range(3):  # cold and warm
+        args = operator.arguments()
+        with cute_attn.emulated(operator.arch), torch.set_grad_enabled(gradients):
+            operator.function(**args)
+        versions = {name: args[name]._version for name in operator.tensors}
+        assert {name for name, version in versions.items() if version} == {*operator.written}
+    assert launches
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_is_written_does_not_overlap_itself(launches: list[tuple[Any, ...]], name: str):
     operator = OPERATORS[name]

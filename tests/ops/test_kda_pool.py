@@ -451,13 +451,6 @@ def test_calls_without_tokens_launch_nothing(loaded: list[Any]):
     assert o.shape == (1, 0, 2, 64) and final_state is None and not loaded
 
 
-def test_what_is_written_has_a_new_version(loaded: list[Any]):
-    args = small()
-    with cute_attn.emulated("sm_90a"):
-        cute_attn.chunk_kda(**args)
-    assert loaded and args["initial_state"]._version == 1 and args["q"]._version == 0
-
-
 @pytest.mark.parametrize("state_v_first", [True, False])
 def test_models_have_the_kernels_of_servers_calls(loaded: list[Any], state_v_first: bool):
     """vLLM and SGLang give activated gates and beta in float32, SGLang its pool too; and what we

@@ -44,6 +44,7 @@ from ..operator import (
     increment_version,
     is_dynamo_compiling,
     is_grad_enabled,
+    is_inference_mode_enabled,
 )
 from .arguments import (
     MAX_GRID_YZ,
@@ -461,7 +462,7 @@ class _Decode(Operator[_Arguments]):
                 use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_indices,
                 num_accepted_tokens, record_k, record_g, record_u,
             )  # fmt: skip
-        if tracked:
+        if tracked or not is_inference_mode_enabled():
             records = () if record_k is None else (record_k, record_g, record_u)
             increment_version((o, state, *records))
         return o
