@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
         seqused_q: `[batch]` int32: how many of a sequence's rows of q are used, clamped to
             0..length. Needs cu_seqlens_q.
         seqused_k: `[batch]` int32: likewise for the rows of k and v.
-        page_table: `[batch, max_pages]` int32, contiguous: sequence b's keys j * page_size to
+        page_table: `[batch, max_pages]` int32, rows contiguous: sequence b's keys j * page_size to
             (j + 1) * page_size - 1 are in page page_table[b, j]. Needs seqused_k; entries of
             pages without a used key are not read. Not differentiable.
         softmax_scale: as for `flash_attn_func`.

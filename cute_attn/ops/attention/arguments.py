@@ -64,7 +64,7 @@ def check(a: Arguments, given: dict[str, Tensor]) -> None:
         raise TypeError(f"learnable_sink has dtype {sink.dtype}, must be one of {SINK_DTYPES[1:]}")
     _check_shapes(a, {name: x for name, x in given.items() if name in _LENGTHS})
     check_strides(given, ("q", "k", "v"))
-    check_contiguous(given, (*_INTEGERS, "learnable_sink"))
+    check_contiguous(given, (*_LENGTHS, "learnable_sink"))
 
 
 def check_strides(given: dict[str, Tensor], names: Sequence[str]) -> None:
@@ -263,6 +263,8 @@ def _check_pages(a: Arguments, page_table: Tensor) -> None:
             f"page_table has {page_table.shape[1]} pages of {page_size} rows, must be fewer than "
             f"{MAX_SEQLEN} rows"
         )
+    if page_table.stride(1) != 1:
+        raise ValueError(f"page_table has strides {page_table.stride()}, must have contiguous rows")
 
 
 def _shape(x: Tensor) -> list[int]:
