@@ -7,7 +7,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..common.arguments import fake_contiguous, fake_rows, fake_strided, fake_table
+from ..common.arguments import fake_contiguous, fake_rows, fake_strided
 from ..common.dtypes import DTYPE
 from ..common.spec import VECTOR_BYTES
 from .ds_tiles import TILE
@@ -98,7 +98,7 @@ class FakeArguments:
         """`[batch, max_pages]`, or None."""
         if not self.spec.page_rows:
             return None
-        return fake_table(Int32, self.batch)
+        return fake_rows(Int32, (self.batch, cute.sym_int()), align=Int32.width // 8)
 
     def _lengths(self, varlen: bool, seqused: bool) -> tuple[Any, Any]:
         return (

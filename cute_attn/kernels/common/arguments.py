@@ -42,14 +42,6 @@ def fake_contiguous(element: Any, shape: tuple[Any, ...], align: int = 0) -> Any
     )
 
 
-def fake_table(element: Any, rows: Any) -> Any:
-    """A matrix of so many contiguous rows, with a free stride between them."""
-    strides = (cute.sym_int64(), 1)
-    return make_fake_tensor(
-        element, (rows, cute.sym_int()), strides, assumed_align=element.width // 8
-    )
-
-
 def fake_matrices(leading: tuple[Any, ...], matrix: tuple[Any, Any], element: Any = Float32) -> Any:
     """Contiguous matrices on 16-byte boundaries, with free strides between them."""
     divisibility = 8 * VECTOR_BYTES // element.width
