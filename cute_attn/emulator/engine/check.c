@@ -490,10 +490,6 @@ void shared_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
   shared_access(a, cta, offset, bytes, false);
 }
 
-void shared_late_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
-  shared_access(a, cta, offset, bytes, false);
-}
-
 void shared_write(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes) {
   if (a->async && cta->nloads) check_loads(a, cta, offset, bytes);
   shared_mark_initialised(cta, offset, bytes);

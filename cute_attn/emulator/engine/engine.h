@@ -92,8 +92,8 @@ enum {
   F_UNIFORM = 16,
   // Arithmetic: results of undefined values are undefined, without a finding. Set by program.c.
   F_PURE = 32,
-  F_MOVE = 128,  // a copy of a register, which machine code may not have
   F_BRANCH = 64,  // a guard with a chosen value (Warp.chosen) gives only a note
+  F_MOVE = 128,   // a copy of a register, which machine code may not have
 };
 
 struct Insn {
@@ -624,8 +624,6 @@ void drop_loads(Warp *w);
 // A write through the asynchronous proxy, which may overwrite what a load has not read yet.
 void check_loads(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
 void report_overtaken(const Access *a, const Insn *load, const char *place);
-// A read that only the asynchronous proxy has to be ordered after.
-void shared_late_read(const Access *a, Cta *cta, uint32_t offset, uint32_t bytes);
 
 // Count a matrix instruction of the whole M x N x K shape (a warp's share of wgmma: M = 16).
 void count_mma(Emu *e, const char *kind, int m, int n, int k);

@@ -59,8 +59,8 @@ void start_load(Warp *w, const Insn *I, const uint32_t offset[32], int rows, uin
 static void done(Warp *w, InFlight *f) {
   if (w->agent_clock[AG_GENERIC] != f->clock) {
     Access a = access_of(w, f->insn, "ldmatrix");
-    a.late = true;
-    for (int i = 0; i < f->rows; i++) shared_late_read(&a, w->cta, f->offset[i], f->bytes);
+    a.late = a.lazy = true;  // what nothing has written was a finding when it was issued
+    for (int i = 0; i < f->rows; i++) shared_read(&a, w->cta, f->offset[i], f->bytes);
   }
   const Operand *d = list_of(w, &f->insn->op[0]);
   f->holders++;
@@ -78,7 +78,8 @@ void load_read(Warp *w, const Insn *I, const Operand *o) {
   else done(w, f);
 }
 
-// A copy of a register whose load is in flight has just been given its load.
+// A register that is written has its load no more, unless this instruction has just given it one:
+// as a destination of the load, or as a copy of one.
 void load_overwritten(Warp *w, const Insn *I, const Operand *o) {
   if (!w->loads[o->id] || I->op == NULL) return;
   bool copied = I->flags & F_MOVE && I->op[1].kind == K_REG && w->loads[I->op[1].id];
