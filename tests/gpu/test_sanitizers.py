@@ -42,8 +42,11 @@ CLEAN = {"racecheck": "0 hazards displayed (0 errors, 0 warnings)"}  # others: "
 ACCESS = re.compile(r"(Read|Write) access at (\S+)\+0x[0-9a-f]+ in (\S+):(\d+)")
 
 
-def lines_of(file: str, *functions: str) -> set[tuple[str, int]]:
-    """(name of the file, line) of all lines of some functions of cute_attn."""
+Lines = set[tuple[str, int]]  # (name of the file, line)
+
+
+def lines_of(file: str, *functions: str) -> Lines:
+    """All lines of some functions of cute_attn."""
     path = ROOT / "cute_attn" / file
     tree = ast.parse(path.read_text())
     found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in functions]
@@ -72,21 +75,20 @@ def is_settled(race: list[tuple[str, str, str, str]]) -> bool:
     """
     memory, pipeline = "kernels/common/ptx/memory.py", "kernels/common/pipeline.py"
     copies = lines_of("kernels/common/ptx/async_copy.py", "copy_async", "copy_bulk")
-    settled = (
+    settled = (  # kernels, lines that write, and lines that read: None for all others
         (RINGS, copies, None),
         ("Sm90Hd256DkDv", lines_of(memory, "_store"), lines_of(memory, "_load")),
         ("KdaGradients", lines_of(pipeline, "init"), lines_of(pipeline, "expect")),
     )
+
+    def is_at(kind: str, place: tuple[str, int], writes: Lines, reads: Lines | None) -> bool:
+        if kind == "Write":
+            return place in writes
+        return place not in writes if reads is None else place in reads
+
     return {kind for kind, *_ in race} == {"Read", "Write"} and any(
         all(
-            re.search(kernels, kernel)
-            and (
-                (file, int(line)) in writes
-                if kind == "Write"
-                else (file, int(line)) in reads
-                if reads
-                else (file, int(line)) not in writes
-            )
+            re.search(kernels, kernel) and is_at(kind, (file, int(line)), writes, reads)
             for kind, kernel, file, line in race
         )
         for kernels, writes, reads in settled
