@@ -82,8 +82,8 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Of blocks, heads, tokens and content in memory, in releases whose backends lay out the
-        cache: a KV connector takes it for what vLLM's layout says, NHD or HND."""
+        """The order of blocks, heads, tokens and content in memory, which is that of vLLM's layout,
+        NHD or HND: KV connectors copy blocks by the layout. Only some releases ask for this."""
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
         if include_num_layers_dimension:

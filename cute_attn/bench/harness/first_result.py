@@ -142,8 +142,8 @@ def measure(study: Study, call: str, who: str, repeats: int) -> tuple[list[Row],
     """A row with cold caches and one with warm ones, the shortest times of `repeats`; and notes.
 
     A process that takes longer than LIMIT_S ends the measurement with a note, as does an error of
-    the peer's. Rows are printed to
-    stderr at once, since a peer with an autotuner takes minutes for each.
+    the peer's. Rows are printed to stderr at once, since a peer with an autotuner takes minutes for
+    each.
     """
     code = study.program(who, call)
     rows: list[Row] = []

@@ -296,6 +296,7 @@ class Sm90Backward(Sm90DkDv):
             self.add_quarter(own, values, tile, quarter)
 
     def add_quarter(self, own: Consumer, values: list[Any], tile: Any, quarter: int) -> None:
+        """Add a quarter of the columns of the warp's part."""
         lane = self.lane() * (4 * VECTOR)
         part = opaque(own.warp) * (4 * self.sums.part)
         at = own.sums + Int64(tile) * (4 * self.sums.tile) + Int64(part + lane)

@@ -147,7 +147,6 @@ class Into(Attention[IntoArguments]):
             learnable_sink, softcap, scheduler, num_splits, lse is not None, False, ready,
             (out, lse), plan,
         )  # fmt: skip
-        # Under no_grad too: a gradient taken later may need what `out` held.
         if tracked or not is_inference_mode_enabled():
             increment_version((out,) if lse is None else (out, lse))
         return results
