@@ -90,15 +90,18 @@ assert LOAD_REGISTERS + WARPGROUPS * CONSUMER_REGISTERS <= 3 * 168
 Q_STAGES, DO_STAGES = 3, 2
 
 
-def edges(q_stages: int) -> tuple[Edge, ...]:
+def edges(k_stages: int, q_stages: int, staged: bool) -> tuple[Edge, ...]:
     """In the order in which a tile meets them. Uses count tiles of keys for k and v, tiles of
-    queries for the rest."""
+    queries for the rest. `staged`: dK and dV are, in the buffers of K and V."""
+    k_empty, v_empty = ("its buffer, with dK stored", "its buffer, with dV stored")
+    if not staged:
+        k_empty, v_empty = ("its stage", "its buffer")
     return (
         *TileQueue.edges(LOAD, CONSUMERS),
-        Edge("k_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="K"),
-        Edge("k_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dK stored"),
+        Edge("k_full", LOAD, CONSUMERS, k_stages, Kind.BYTES, payload="K"),
+        Edge("k_empty", CONSUMERS, LOAD, k_stages, Kind.WARPS, payload=k_empty),
         Edge("v_full", LOAD, CONSUMERS, 1, Kind.BYTES, payload="V"),
-        Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload="its buffer, with dV stored"),
+        Edge("v_empty", CONSUMERS, LOAD, 1, Kind.WARPS, payload=v_empty),
         Edge("q_full", LOAD, CONSUMERS, q_stages, Kind.BYTES, payload="Q and lse"),
         Edge("q_empty", CONSUMERS, LOAD, q_stages, Kind.WARPS, payload="their stage"),
         Edge("do_full", LOAD, CONSUMERS, DO_STAGES, Kind.BYTES, payload="dO and delta"),
@@ -108,6 +111,16 @@ def edges(q_stages: int) -> tuple[Edge, ...]:
 
 class Operands(Named):
     """The kernel's arguments: TMA's atoms and coordinates of tensors, and the others."""
+
+
+class Rings(Named):
+    """What the load warp fills.
+
+    Attributes:
+        barriers: of the CTA.
+        k, v, q, do: the buffers, in boxes.
+        stats: by "q" and "do" the buffer of its statistics, and their kind.
+    """
 
 
 class Consumer(Named):
@@ -129,7 +142,8 @@ class Consumer(Named):
 class Sm90DkDv:
     """The kernel for one Sm90BackwardSpec; see the module's docstring."""
 
-    q_stages = Q_STAGES
+    k_stages, q_stages = 1, Q_STAGES
+    stages_outputs = True  # dK and dV, in the buffers of K and V; partial sums never are
     bounded = False  # see `mask_queries`
     keeps_float32 = False  # P' until dS: it saves instructions, and takes registers
     element_bytes = 2 + 2  # of Q and dO, which tiles of keys reread
@@ -146,11 +160,15 @@ class Sm90DkDv:
         self.out_dtype = Float32 if spec.partial else self.dtype
         self.q_bytes = 2 * spec.tile_m * spec.head_dim
         self.stats_bytes = 4 * spec.tile_m
-        self.pipeline = Pipeline(*edges(self.q_stages), *self.more_edges())
+        self.k_bytes = 2 * spec.tile_n * spec.head_dim
+        self.pipeline = Pipeline(
+            *edges(self.k_stages, self.q_stages, self.stages_outputs), *self.more_edges()
+        )
         q, keys, at = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim, SWIZZLE_ALIGNMENT
+        then = (", then dK", ", then dV") if self.stages_outputs else ("", "")
         self.smem = SharedMemory(
-            Buffer("k", self.dtype, keys, 1, at, "K, then dK"),
-            Buffer("v", self.dtype, keys, 1, at, "V, then dV"),
+            Buffer("k", self.dtype, keys, self.k_stages, at, f"K{then[0]}"),
+            Buffer("v", self.dtype, keys, 1, at, f"V{then[1]}"),
             Buffer("q", self.dtype, q, self.q_stages, at, "Q"),
             Buffer("do", self.dtype, q, DO_STAGES, at, "dO"),
             *self.more_buffers(),
@@ -268,7 +286,7 @@ class Sm90DkDv:
         seqlen_q = q.shape[-3]
 
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        if cutlass.const_expr(spec.partial):
+        if cutlass.const_expr(spec.partial or not self.stages_outputs):
             outputs = (None, dk, None, dv)
         else:
             outputs = (*self.out_rows.atom(store, dk), *self.out_rows.atom(store, dv))
@@ -416,15 +434,7 @@ class Sm90DkDv:
     ) -> None:
         """Publish each tile of the CTA and load its K and V, then the queries that see it, head by
         head."""
-        spec = self.spec
-        across, q_across = ((spec.head_dim // BOX, n * BOX) for n in (spec.tile_n, spec.tile_m))
-        k_smem, v_smem = (
-            boxes(buffer, spec.tile_n, across, (1, 0)) for buffer in (storage.k, storage.v)
-        )
-        q_smem, do_smem = (
-            boxes(buffer, spec.tile_m, q_across, (stages, self.q_bytes // 2))
-            for buffer, stages in ((storage.q, self.q_stages), (storage.do, DO_STAGES))
-        )
+        to = self.rings(storage, barriers)
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)
         taken = Int32(0)  # tiles of keys
@@ -435,29 +445,51 @@ class Sm90DkDv:
             if exists:
                 work = tiles.work(block, split_head, sequence)
                 queue.publish_work(taken, work)
-                kv_head, _ = head_and_split(work, x.num_splits, spec.partial)
-                keys = self.k_rows.box(x.k, work.block, kv_head, *work.keys[1:])
-                load_use("k", x.k_tma, keys, k_smem, barriers, taken)
-                values = self.k_rows.box(x.v, work.block, kv_head, *work.keys[1:])
-                load_use("v", x.v_tma, values, v_smem, barriers, taken)
+                self.load_keys("k", x, to, work, taken)
+                self.load_keys("v", x, to, work, taken)
                 first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
                 stats_start = padded_start(x.queries, work.sequence)
                 tile, head = first, work.head
                 for _ in cutlass.range((end - first) * x.group, unroll=1):
-                    row = stats_start + tile * spec.tile_m
-                    q_box = self.q_rows.box(x.q, tile, head, *work.queries[1:])
-                    load_use("q", x.q_tma, q_box, q_smem, barriers, n, self.stats_bytes)
-                    load_stats("q", storage.lse, LSE, x.stats, head, row, spec.tile_m, barriers, n)
-                    do_box = self.q_rows.box(x.do, tile, head, *work.queries[1:])
-                    load_use("do", x.do_tma, do_box, do_smem, barriers, n, self.stats_bytes)
-                    load_stats(
-                        "do", storage.delta, DELTA, x.stats, head, row, spec.tile_m, barriers, n
-                    )
+                    row = stats_start + tile * self.spec.tile_m
+                    self.load_queries("q", x, to, work, tile, head, row, n)
+                    self.load_queries("do", x, to, work, tile, head, row, n)
                     n += 1
                     tile, head = following(tile, head, first, end)
                 taken += 1
             number = scheduler.advance_to_next_work(number, taken)
         queue.publish_end(taken)
+
+    def rings(self, storage: Pointers, barriers: Barriers) -> Rings:
+        spec = self.spec
+        across, q_across = ((spec.head_dim // BOX, n * BOX) for n in (spec.tile_n, spec.tile_m))
+        keys, queries = self.k_bytes // 2, self.q_bytes // 2
+        return Rings(
+            barriers=barriers,
+            k=boxes(storage.k, spec.tile_n, across, (self.k_stages, keys)),
+            v=boxes(storage.v, spec.tile_n, across, (1, keys)),
+            q=boxes(storage.q, spec.tile_m, q_across, (self.q_stages, queries)),
+            do=boxes(storage.do, spec.tile_m, q_across, (DO_STAGES, queries)),
+            stats={"q": (storage.lse, LSE), "do": (storage.delta, DELTA)},
+        )
+
+    def load_keys(self, name: str, x: Operands, to: Rings, work: Work, taken: Any) -> None:
+        """Load "k" or "v" of work `taken`."""
+        tma, source, ring = getattr(x, f"{name}_tma"), getattr(x, name), getattr(to, name)
+        kv_head, _ = head_and_split(work, x.num_splits, self.spec.partial)
+        rows = self.k_rows.box(source, work.block, kv_head, *work.keys[1:])
+        load_use(name, tma, rows, ring, to.barriers, taken)
+
+    def load_queries(
+        self, name: str, x: Operands, to: Rings, work: Work, tile: Any, head: Any, row: Any, n: Any
+    ) -> None:
+        """Load use n of "q" with its lse, or of "do" with its delta, whose first row of the
+        statistics is `row`."""
+        tma, source, ring = getattr(x, f"{name}_tma"), getattr(x, name), getattr(to, name)
+        rows = self.q_rows.box(source, tile, head, *work.queries[1:])
+        load_use(name, tma, rows, ring, to.barriers, n, self.stats_bytes)
+        buffer, kind = to.stats[name]
+        load_stats(name, buffer, kind, x.stats, head, row, self.spec.tile_m, to.barriers, n)
 
     # -- device: products ---------------------------------------------------------------------
 

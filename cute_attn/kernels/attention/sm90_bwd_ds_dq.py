@@ -34,8 +34,7 @@ from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role,
 from ..common.ptx import wgmma
 from ..common.ptx.async_copy import copy_bulk
 from ..common.ptx.cluster import cta_rank
-from ..common.ptx.convert import pack
-from ..common.ptx.memory import shared_address, store_global
+from ..common.ptx.memory import shared_address
 from ..common.scheduler import SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -44,6 +43,7 @@ from . import ds_tiles, fragments
 from .arguments import FakeArguments
 from .ds_tiles import TILE_BYTES
 from .sm90_mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_query_gradients
+from .sm90_store import row_parts, store_parts
 from .spec import Sm90BackwardSpec
 from .statistics import LSE, padded_start
 from .visibility import Visibility
@@ -366,12 +366,10 @@ class Sm90DsDq:
             for j in cutlass.range_constexpr(0, cute.size(values), 2):
                 pair = [values[i] * x.softmax_scale for i in (j, j + 1)]
                 pairs.append([cutlass.select_(lse == INF, Float32(0.0), y) for y in pair])
-            units = fragments.whole_units([pack(self.dtype, *pair) for pair in pairs])
+            parts = row_parts(pairs, self.dtype)
             if exists:
                 if cutlass.const_expr(self.spec.varlen_q):
                     to = x.dq[(work.q_start + query, work.head, None)]
                 else:
                     to = x.dq[(work.sequence, query, work.head, None)]
-                at = to.iterator.toint() + cute.arch.lane_idx() % fragments.LANES * 16
-                for i in cutlass.range_constexpr(len(units)):
-                    store_global(Int32, at + i * (fragments.LANES * 16), units[i])
+                store_parts(to, parts, self.dtype)

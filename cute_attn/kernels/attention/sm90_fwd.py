@@ -50,7 +50,6 @@ from ..common.ptx.memory import (
     LINE_WORDS,
     prefetch_global,
     shared_address,
-    store_global,
     store_shared,
 )
 from ..common.scheduler import CounterScheduler, SingleTileScheduler, TileQueue
@@ -74,7 +73,7 @@ from .sm90_mma import (
     start_scores,
     start_scores_of_held,
 )
-from .sm90_store import group_barrier, store_staged
+from .sm90_store import group_barrier, row_parts, store_parts, store_staged
 from .softmax import Scaling, cap_row, finish_row
 from .spec import Sm90ForwardSpec
 from .turns import Turns
@@ -143,7 +142,7 @@ class Sm90Forward:
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))
         self.work = SplitWork if spec.split else Work
-        self.stored = Float32 if spec.split else Int32
+        self.stored = Float32 if spec.split else self.dtype
         # The first that fits; partial results of splits are not staged.
         choices = [(2, True), (1, True), (2, False), (1, False)]
         if spec.split:
@@ -757,23 +756,15 @@ class Sm90Forward:
             token = own.visible.token(row)
             head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
             split = (work.split,) if spec.split else ()
-            parts = self.parts(own.acc[None, lane_row, None])
+            o = own.acc[None, lane_row, None]
+            pairs = [[o[j], o[j + 1]] for j in range(0, spec.head_dim // 4, 2)]
+            parts = row_parts(pairs, self.stored)
             if token < work.seqlen_q:
                 if cutlass.const_expr(spec.varlen_q):
                     to = x.o[(*split, work.q_start + token, head, None)]
                 else:
                     to = x.o[(*split, work.sequence, token, head, None)]
-                nbytes = 4 * len(parts[0])
-                at = to.iterator.toint() + cute.arch.lane_idx() % fragments.LANES * nbytes
-                for i in cutlass.range_constexpr(len(parts)):
-                    store_global(self.stored, at + i * (fragments.LANES * nbytes), parts[i])
-
-    def parts(self, row: cute.Tensor) -> list[list[Any]]:
-        """What a lane stores of a row: for each store, values of neighbouring columns."""
-        pairs = [[row[j], row[j + 1]] for j in range(0, self.spec.head_dim // 4, 2)]
-        if self.spec.split:
-            return pairs
-        return fragments.whole_units([pack(self.dtype, *pair) for pair in pairs])
+                store_parts(to, parts, self.stored)
 
     @cute.jit
     def stores_done(self, own: Consumer) -> None:

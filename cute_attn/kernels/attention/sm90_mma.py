@@ -65,13 +65,23 @@ def held_rows(q: Any, warp: Any, tile_m: int, columns: int) -> list[Any]:
 
 
 def start_output(
-    dtype: Any, o: list[Any], p: list[Any], v: Any, *, tile_n: int, head_dim: int
+    dtype: Any,
+    o: list[Any],
+    p: list[Any],
+    v: Any,
+    *,
+    tile_n: int,
+    head_dim: int,
+    steps: range | None = None,
+    adds: Any = None,
 ) -> list[Any]:
-    """Start O + P V, 64 by head_dim; `v` is the shared address of the V tile."""
+    """Start O + P V, 64 by head_dim, or where `adds` is 0, P V; `v` is the shared address of the V
+    tile. `steps` are those of 16 keys that are meant, all of them by default."""
     first = wgmma.columns_descriptor(v, tile_n * LINE_BYTES)
-    steps = range(tile_n // STEP)
+    steps = range(tile_n // STEP) if steps is None else steps
     descriptors = [first + (s * STEP * LINE_BYTES >> 4) for s in steps]
-    return wgmma.product(dtype, o, p, descriptors, head_dim, columns=True)
+    p = p[4 * steps.start : 4 * steps.stop]
+    return wgmma.product(dtype, o, p, descriptors, head_dim, columns=True, adds=adds)
 
 
 def start_output_with_sums(

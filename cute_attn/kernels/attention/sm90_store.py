@@ -1,4 +1,4 @@
-"""The store of a warpgroup's rows on SM90: through shared memory, by TMA."""
+"""The store of a warpgroup's rows on SM90: through shared memory, by TMA, or from registers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32, Int32
 
+from ..common.ptx.convert import pack
+from ..common.ptx.memory import store_global
 from ..common.tma import BOX, boxes, partition
+from . import fragments
 from .sm90_mma import ROWS, WARPGROUP
 
 GROUP_BARRIER = 1  # the first warpgroup's named barrier; 0 is that of all threads
@@ -40,3 +44,21 @@ def store_staged(
     to, source = partition(tma, cute.local_tile(rows, (ROWS, BOX), (0, None)), smem)
     for box in cutlass.range_constexpr(head_dim // BOX):
         cute.copy(tma, source[None, box, group], to[None, box])
+
+
+def row_parts(pairs: list[Any], dtype: Any) -> list[list[Any]]:
+    """What a lane stores of a row, for each store, from pairs of neighbouring columns in the order
+    of `fragments`: float32 as they are, or 8 columns that are rounded to `dtype`. All lanes take
+    part."""
+    if dtype is Float32:
+        return pairs
+    return fragments.whole_units([pack(dtype, *pair) for pair in pairs])
+
+
+def store_parts(to: cute.Tensor, parts: list[list[Any]], dtype: Any) -> None:
+    """Store `row_parts` to the row `to` in global memory."""
+    kind = Float32 if dtype is Float32 else Int32
+    nbytes = 4 * len(parts[0])
+    at = to.iterator.toint() + cute.arch.lane_idx() % fragments.LANES * nbytes
+    for i, part in enumerate(parts):
+        store_global(kind, at + i * (fragments.LANES * nbytes), part)

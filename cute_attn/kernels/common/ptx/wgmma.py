@@ -47,6 +47,7 @@ def product(
     n: int,
     *,
     columns: bool,
+    adds: Any = None,
 ) -> list[Any]:
     """Start c + a b, 64 by n, as one wgmma group.
 
@@ -55,8 +56,9 @@ def product(
         a: 4 registers for each 16 of k.
         descriptors: descriptors of b, one for each 16 of k.
         columns: whether they come from `columns_descriptor` rather than `rows_descriptor`.
+        adds: an Int32, the same in all threads; where it is 0, c counts as 0.
     """
-    return product_of_parts(dtype, c, a, [(n, descriptors)], columns=columns)
+    return _start(dtype, c, _fragments(a), [(n, descriptors)], columns, adds=adds)
 
 
 def product_of_parts(
@@ -68,8 +70,7 @@ def product_of_parts(
     columns: bool,
 ) -> list[Any]:
     """As `product`, where b and the accumulators have several parts: (n, descriptors) of each."""
-    left = [[*map(Int32, a[i : i + 4])] for i in range(0, len(a), 4)]
-    return _start(dtype, c, left, parts, columns)
+    return _start(dtype, c, _fragments(a), parts, columns)
 
 
 def shared_product(
@@ -99,8 +100,13 @@ def mixed_product(
 ) -> list[Any]:
     """As `product` with the registers `held` for the first part of k, and as `shared_product` with
     the descriptors `a` for the rest."""
-    registers = [[*map(Int32, held[i : i + 4])] for i in range(0, len(held), 4)]
-    return _start(dtype, c, registers + [[Int64(x)] for x in a], [(n, descriptors)], columns)
+    left = _fragments(held) + [[Int64(x)] for x in a]
+    return _start(dtype, c, left, [(n, descriptors)], columns)
+
+
+def _fragments(registers: Sequence[Any]) -> list[list[Any]]:
+    """Left operands in registers, 4 for each 16 of k."""
+    return [[*map(Int32, registers[i : i + 4])] for i in range(0, len(registers), 4)]
 
 
 def _start(
@@ -110,6 +116,7 @@ def _start(
     parts: Sequence[tuple[int, Sequence[Any]]],
     columns: bool,
     transposed: bool = False,
+    adds: Any = None,
 ) -> list[Any]:
     """Start c + a b; `left` has the operands of a for each 16 of k: 4 registers, or a descriptor;
     `parts` are (n, descriptors) of neighbouring columns of b."""
@@ -118,9 +125,13 @@ def _start(
     first = count if c is None else 2 * count
     ends = list(accumulate((len(x) for x in left), initial=first))
     lines = ["{", ".reg .pred none, some;", "setp.ne.b32 none, 0, 0;", "setp.eq.b32 some, 0, 0;"]
+    added = "none" if c is None else "some"
+    if adds is not None:
+        lines += [".reg .pred adds;", f"setp.ne.b32 adds, ${ends[-1] + len(parts) * len(left)}, 0;"]
+        added = "adds"
     lines.append("wgmma.fence.sync.aligned;")
     for s, operand in enumerate(left):
-        keep = "some" if s or c is not None else "none"
+        keep = "some" if s else added
         a = operands(ends[s], len(operand))
         shared = len(operand) == 1
         majors = f"{int(transposed)}, {int(columns)}" if shared else f"{int(columns)}"
@@ -135,6 +146,8 @@ def _start(
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
     arguments = [*map(Float32, c or ()), *(x for xs in left for x in xs)]
     arguments += [Int64(x) for _, descriptors in parts for x in descriptors]
+    if adds is not None:
+        arguments.append(Int32(adds))
     tied = 0 if c is None else count
     return list(asm("\n".join(lines), [Float32] * count, arguments, tied=tied, memory=True))
 
