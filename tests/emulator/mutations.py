@@ -416,9 +416,9 @@ def all_waits(p: Ptx) -> list[int]:
     return [line + n for line in p.all(WAIT) for n in range(4)]
 
 
-def bugs_of_an_edge(planted: Planter, name: str, *more: str) -> None:
+def bugs_of_an_edge(planted: Planter, name: str, *more: str, nth: int = 0) -> None:
     """At the mbarriers of what the load warp hands to the consumers: "q", "k", "v" or "work".
-    `more` are patterns of lines that touch it too."""
+    `more` are patterns of lines that touch it too; `nth` numbers a wait for it."""
     full, empty = f"{name}_full", f"{name}_empty"
     touched = ((SHARED,) if name == "work" else (LOAD, WGMMA)) + more
 
@@ -432,7 +432,7 @@ def bugs_of_an_edge(planted: Planter, name: str, *more: str) -> None:
 
     @planted(f"parity of the wait for {full} wrong", "deadlock race uninitialised barrier value")
     def _(p: Edged) -> Planted:
-        line = next(x for x in p.of(full, WAIT) if re.search(r"\], %r", p[x]))
+        line = [x for x in p.of(full, WAIT) if re.search(r"\], %r", p[x])][nth]
         changed = p.changed_operand(line, operand(p, line), "xor.b32", 1)
         return changed, [*all_waits(p), *lines_of(p, *touched, ARRIVE)]
 

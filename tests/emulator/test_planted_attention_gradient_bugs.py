@@ -3,7 +3,7 @@ each of them.
 
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
 change the result. The kernels: "dq", "dkdv", and "fused", which adds up dQ too, at head_dim 64, and
-"hd128", that of head_dim 128 that adds up dQ. With at most two tiles of keys, sums of dQ have the
+"hd128", that of head_dim 128 that adds up dQ, which has one tile of queries in "short". With at most two tiles of keys, sums of dQ have the
 same bits in any order.
 """
 
@@ -50,10 +50,11 @@ from .mutations import (
 )
 
 ARCH = "sm_90a"
-HEAD_DIM = {"dq": 64, "dkdv": 64, "fused": 64, "hd128": 128}  # by kernel
-CTAS = 2
-QUERIES, HEADS, HEADS_K = 200, 4, 2
-KEYS = {"dq": 700, "dkdv": 200, "fused": 200, "hd128": 200}
+HEAD_DIM = {"dq": 64, "dkdv": 64, "fused": 64, "hd128": 128, "short": 128}  # by kernel
+CTAS = {"dq": 2, "dkdv": 2, "fused": 2, "hd128": 1, "short": 1}  # one: the ring of K goes round
+HEADS_K = 2
+QUERIES_AND_HEADS = dict.fromkeys(HEAD_DIM, (200, 4)) | {"short": (60, 2)}
+KEYS = {"dq": 700, "dkdv": 200, "fused": 200, "hd128": 200, "short": 200}
 PLAIN = {
     "dtype": "bfloat16",
     "scheduler": "static",
@@ -67,7 +68,7 @@ PLAIN = {
     "partial": False,
 }
 KERNELS = tuple(HEAD_DIM)
-ADD_UP_DQ = ("fused", "hd128")
+ADD_UP_DQ = ("fused", "hd128", "short")
 BULK_LOAD = r"cp\.async\.bulk\.shared"
 ADD = r"red\S*\.add\.(v4\.)?f32"
 TURN = r"^\s*bar\.arrive"
@@ -99,33 +100,35 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     definition = table.find(direction, ARCH, head_dim).kernel
     entry = cache.compile(definition, spec, arch=ARCH)
     generator = torch.Generator().manual_seed(0)
+    queries, heads = QUERIES_AND_HEADS[name]
 
     def normal(tokens: int, heads: int) -> torch.Tensor:
         return torch.randn(1, tokens, heads, head_dim, generator=generator).bfloat16()
 
-    q, do = (normal(QUERIES, HEADS) for _ in range(2))
+    q, do = (normal(queries, heads) for _ in range(2))
     k, v = (normal(KEYS[name], HEADS_K) for _ in range(2))
     o, lse = attention_in_low_precision(q, k, v, causal=True)
-    rows = padded_rows(QUERIES, 1, varlen=False)
-    stats = torch.zeros(2, HEADS, rows)
+    rows = padded_rows(queries, 1, varlen=False)
+    stats = torch.zeros(2, heads, rows)
     stats[LSE].fill_(torch.inf)
-    stats[LSE, :, :QUERIES] = lse[0]
-    stats[DELTA, :, :QUERIES] = (o.float() * do.float()).sum(-1)[0].T
+    stats[LSE, :, :queries] = lse[0]
+    stats[DELTA, :, :queries] = (o.float() * do.float()).sum(-1)[0].T
     written = {"dq": q} if name == "dq" else {"dk": k, "dv": v}
     tensors = {"q": q, "k": k, "v": v, "do": do, "stats": stats}
     if name in ADD_UP_DQ:
-        tensors["sums"] = torch.zeros(HEADS, rows, head_dim)
+        tensors["sums"] = torch.zeros(heads, rows, head_dim)
     tensors |= {at: torch.full_like(x, torch.nan) for at, x in written.items()}
     counter = torch.zeros(1, dtype=torch.int32)
     splits = [] if name == "dq" else [1]
     arguments = [
-        *tensors.values(), *[None] * 4, head_dim**-0.5, 1.0, 0, 0, *splits, CTAS, counter,
+        *tensors.values(), *[None] * 4, head_dim**-0.5, 1.0, 0, 0, *splits, CTAS[name], counter,
     ]  # fmt: skip
     tensors["counter"] = counter
     spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items()]
     (recorded,) = record(
-        entry.read("kernel.o"), entry.read("kernel.ptx").decode(), arguments, spans, num_sms=CTAS
-    )
+        entry.read("kernel.o"), entry.read("kernel.ptx").decode(), arguments, spans,
+        num_sms=CTAS[name],
+    )  # fmt: skip
     module, _, made = definition.target.partition(":")
     built = getattr(importlib.import_module(module), made)(spec)
     shared = built.names(0)["shared"]
@@ -133,7 +136,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     return Edged(recorded.text, edges), launch_recorded(recorded)
 
 
-dq, dkdv, fused, hd128 = (Planter(name) for name in KERNELS)
+dq, dkdv, fused, hd128, short = (Planter(name) for name in KERNELS)
 of_keys = (dkdv, fused, hd128)
 add_up_dq = (fused, hd128)
 
@@ -147,14 +150,16 @@ for edge in ("q", "k", "v"):
     bug_of_a_stage(dq, edge, SHARED)
 for planted in of_keys:
     for edge in ("q", "do", "k", "v", "work"):
-        bugs_of_an_edge(planted, edge, *STATISTICS)
-    for edge in ("q", "k"):  # V's buffer is released with K's, which is waited for before
-        bug_of_a_stage(planted, edge, *STATISTICS)
+        # In "hd128" the first waits for V and for work are not reached with more uses than one.
+        bugs_of_an_edge(planted, edge, *STATISTICS, nth=-1 if planted is hd128 else 0)
+    # With more uses than two of a K, "hd128" needs no wait for its stage.
+    for who, edge in ((planted, "q"), (short if planted is hd128 else planted, "k")):
+        bug_of_a_stage(who, edge, *STATISTICS)
+bug_of_a_stage(hd128, "v", *STATISTICS)  # the others release V with K, which is waited for before
 bug_of_a_stage(dkdv, "do", *STATISTICS)  # the others release Q's stages later, and have as many
 for planted in add_up_dq:
     bugs_of_an_edge(planted, "ds", SHARED)
-# "hd128" has three stages of dS: a turn of the other warpgroup lies between two uses of one.
-bug_of_a_stage(fused, "ds", SHARED)
+    bug_of_a_stage(planted, "ds", SHARED)
 
 
 def bugs_of_the_load(planted: Planter, first: str, other: str) -> None:
@@ -173,10 +178,10 @@ def bugs_of_the_load(planted: Planter, first: str, other: str) -> None:
     def _(p: Edged) -> Planted:
         return p.drop(p.one(r"bar\.sync\s+0")), lines_of(p, r"mbarrier\.", LOAD, BULK_LOAD)
 
-    @planted(f"a release of {other}_empty doubled", "barrier deadlock")
+    @planted(f"a release of {other}_empty doubled", "barrier deadlock race")
     def _(p: Edged) -> Planted:
         line = p.of(f"{other}_empty", ARRIVE)[0]
-        return p.double(line), [line, *all_waits(p)]
+        return p.double(line), [line, *all_waits(p), *lines_of(p, LOAD, *STATISTICS)]
 
 
 bugs_of_the_load(dq, "k", "v")
@@ -342,7 +347,9 @@ def bugs_of_additions(planted: Planter) -> None:
 
     @planted("a turn is not given", "deadlock")
     def _(p: Edged) -> Planted:
-        return p.drop(p.all(TURN)[2]), [*p.all(r"bar\.sync"), *all_waits(p)]
+        # The one of the loop.
+        line = p.before(TURN, adds(p)[0]) if planted is hd128 else p.all(TURN)[2]
+        return p.drop(line), [*p.all(r"bar\.sync"), *all_waits(p)]
 
     @planted("dQ is added to the next tile", "value out-of-bounds")
     def _(p: Edged) -> Planted:
@@ -375,7 +382,7 @@ def _(p: Edged) -> Planted:
 
 @hd128("dQ is staged before the reduction has read the one before", "race")
 def _(p: Edged) -> Planted:
-    return p.drop(p.all(r"bulk\.wait_group\.read")[0]), [*adds(p), *p.all(STAGE)]
+    return p.drop(*p.all(r"bulk\.wait_group\.read")), [*adds(p), *p.all(STAGE)]
 
 
 @hd128("a part of dQ is staged twice", "value race uninitialised")
@@ -401,8 +408,7 @@ def bug_of_readers(planted: Planter) -> None:
         return p.drop(line), lines_of(p, STORE, SHARED, WGMMA)
 
 
-for planted in add_up_dq:
-    bug_of_readers(planted)
+bug_of_readers(fused)
 
 
 def bugs_of_the_store(planted: Planter) -> None:
@@ -432,8 +438,59 @@ def bugs_of_the_store(planted: Planter) -> None:
         return p.changed_operand(line, row, "and.b32", ~64), [line]
 
 
-for planted in (dq, *of_keys):
+for planted in (dq, dkdv, fused):
     bugs_of_the_store(planted)
+
+# -- works that follow one another, and rows that are stored from registers
+
+ROW_STORE = r"^\s*st\.global\.v4\.b32"
+
+
+@hd128("dK and dV begin with what the work before has left", "value")
+def _(p: Edged) -> Planted:
+    lines = p.all(r"setp\.ne\.b32 adds")
+    changed = p
+    for line in lines:
+        changed = changed.swap(line, r"setp\.ne\.b32 adds, \S+ 0", "setp.eq.b32 adds, 0, 0")
+    return changed, lines
+
+
+def k_of_the_other_stage(name: str, nth: int) -> None:
+    @hd128(f"{name} takes K of the other stage", "value race uninitialised")
+    def _(p: Edged) -> Planted:
+        line = p.all(r"and\.b32\s+%r\d+, %r\d+, 32768")[nth]
+        at = p[line].split()[1].rstrip(",")
+        return p.insert(line, f"xor.b32 {at}, {at}, 32768;", behind=True), lines_of(p, WGMMA, LOAD)
+
+
+# In the loop; the two behind it are of the end.
+k_of_the_other_stage("dQ", -4)
+k_of_the_other_stage("S", -3)
+
+
+@hd128("a part of a row is stored elsewhere", "value out-of-bounds")
+def _(p: Edged) -> Planted:
+    line = rows_stored_in_the_loop(p)[-1]
+    return p.swap(line, r"\]", "+256]"), [line]
+
+
+@hd128("rows past the end are stored", "value out-of-bounds race")
+def _(p: Edged) -> Planted:
+    lines = rows_stored_in_the_loop(p)
+    return p.drop(p.before(r"^\s*@%p\d+ bra", lines[-1])), lines
+
+
+def rows_stored_in_the_loop(p: Edged) -> list[int]:
+    return p.all(ROW_STORE)[:-32]  # the others are of the end
+
+
+# The other warpgroup's dQ needs the K whose stage the next one takes.
+@short("the turn is not shared", "deadlock")
+def _(p: Edged) -> Planted:
+    give = p.before(TURN, p.before(TURN, adds(p)[0]))
+    take = p.after(r"bar\.sync", give)
+    return p.drop(give, take), [*p.all(r"bar\.sync"), *all_waits(p)]
+
 
 # -- tiles
 
@@ -455,7 +512,7 @@ for planted in (dq, *of_keys):
     bugs_of_tiles(planted)
 
 
-BUGS = [bug for planter in (dq, *of_keys) for bug in planter.bugs]
+BUGS = [bug for planter in (dq, *of_keys, short) for bug in planter.bugs]
 
 
 def name_of(bug: Bug) -> str:

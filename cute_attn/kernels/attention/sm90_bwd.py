@@ -275,11 +275,12 @@ class Sm90Backward(Sm90DkDv):
         cute.arch.fence_view_async_shared()
         own.barriers.warp_arrives("ds_full", n)
 
-    def start_dq(self, own: Consumer, n: Any) -> list[Any]:
-        """Start dQ = dS K of the warpgroup's part, with use n of dS."""
+    def start_dq(self, own: Consumer, n: Any, k_offset: Any = 0) -> list[Any]:
+        """Start dQ = dS K of the warpgroup's part, with use n of dS, and K so many bytes behind the
+        start of its buffer."""
         spec, group = self.spec, self.group(own)
         ds = own.ds_ring + own.barriers.stage("ds_full", n) * self.ds_bytes
-        k = own.k
+        k = own.k + k_offset
         if spec.tile_m == ROWS:
             first = group * self.sums.columns
             k += first // BOX * (spec.tile_n * BOX * 2) + first % BOX * 2

@@ -655,11 +655,14 @@ class Sm90DkDv:
         stage = own.barriers.stage("q_full", n) * self.q_bytes
         return self.start_sum(own.dk, own.ds, own.q + stage)
 
-    def start_sum(self, acc: cute.Tensor, left: cute.Tensor, queries: Any) -> list[Any]:
+    def start_sum(
+        self, acc: cute.Tensor, left: cute.Tensor, queries: Any, adds: Any = None
+    ) -> list[Any]:
+        """Start acc + left times the rows at `queries`; where `adds` is 0, the product alone."""
         spec = self.spec
         return start_output(
             self.dtype, fragments.values(acc), fragments.values(left), queries,
-            tile_n=spec.tile_m, head_dim=spec.head_dim,
+            tile_n=spec.tile_m, head_dim=spec.head_dim, adds=adds,
         )  # fmt: skip
 
     def own_rows(self, own: Consumer, rows: Any) -> Any:

@@ -1,5 +1,5 @@
 """All gradients of q, k and v in one kernel for SM90, at head_dim 128: that of `sm90_bwd`, in the
-form that was the fastest at this head_dim.
+form that suits this head_dim.
 
 Each warp stages its part of dQ in shared memory of its own, from where a bulk reduction adds it to
 the sums. The loop turns over between P and dS, and dQ is one tile late:
@@ -7,11 +7,16 @@ the sums. The loop turns over between P and dS, and dQ is one tile late:
     tensor cores, in order                beside them
                                           dS^T of tile n, to shared memory
     dQ = dS K of tile n - 1
-    dV += P^T dO of tile n                dS of tile n published; dQ of tile n - 1 to its staging
-    dK += dS^T Q of tile n
+    dV += P^T dO of tile n                dS of tile n published; after dQ, its parts staged
+    dK += dS^T Q of tile n                one by one between the steps of dK
     S^T of tile n + 1
     dP^T of tile n + 1
     the other warpgroup's turn            dQ from its staging to L2; P^T of tile n + 1
+
+The loop runs over all tiles of queries of all tiles of keys that the CTA takes: tile n + 1 may
+belong to the next tile of keys, which is work `taken` + 1. Its K is loaded beside the products with
+the K before, of which the ring has two stages, and its V when dP of the last tile of queries is
+done. dK and dV are stored from registers, beside S^T and dP^T of tile n + 1.
 """
 
 from __future__ import annotations
@@ -22,19 +27,60 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from ..common.carried import Named
 from ..common.pipeline import Barriers
 from ..common.ptx import wgmma
 from ..common.ptx.async_copy import add_bulk
 from ..common.ptx.compiler import opaque
-from ..common.ptx.memory import shared_address, store_shared
+from ..common.ptx.memory import shared_address, store_global, store_shared
+from ..common.scheduler import CounterScheduler, TileQueue
 from ..common.smem import Buffer, Pointers
 from . import fragments
 from .query_sums import VECTOR, VECTORS
 from .sm90_bwd import Sm90Backward
 from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands
+from .sm90_key_tiles import head_and_split
+from .sm90_mma import STEP, start_output
+from .sm90_store import row_parts, store_parts
 from .softmax import Scaling
+from .statistics import padded_start
 from .visibility import Visibility
-from .work import Work, following
+from .work import TileMap, Work, following
+
+UNIT = 16  # bytes that a lane stores at once
+
+
+class Use(Named):
+    """A use of Q and dO: a tile of queries of a tile of keys.
+
+    Attributes:
+        taken: the tile of keys, by its number in the queue.
+        tile: the tile of queries.
+        head_sums: tile 0 of the head, among the tiles of the sums.
+        first, end: the tiles of queries that see some of the keys.
+        whole_first, whole_end: those that need no mask.
+        left: how many uses of the same work come after it.
+        adds: 0 if it is the first of its work, so that nothing is in dK and dV yet; otherwise 1.
+    """
+
+    def __init__(self, **values: Any):
+        # Constants too become run-time values: a later use may have another value.
+        super().__init__(**{name: Int32(Int32(x).ir_value()) for name, x in values.items()})
+
+    @property
+    def masked(self) -> Any:
+        return (self.tile < self.whole_first) | (self.tile >= self.whole_end)
+
+    @property
+    def sums(self) -> Any:
+        """Its tile of the sums."""
+        return self.head_sums + self.tile
+
+    def following(self, tiles_of_head: Any) -> Use:
+        """The next use of the same work."""
+        tile, head_sums = following(self.tile, self.head_sums, self.first, self.end, tiles_of_head)
+        changed = {"tile": tile, "head_sums": head_sums, "left": self.left - 1, "adds": 1}
+        return Use(**vars(self) | changed)
 
 
 class Sm90Hd128Backward(Sm90Backward):
@@ -42,10 +88,11 @@ class Sm90Hd128Backward(Sm90Backward):
 
     A Consumer also has:
         staging: shared address of the staging of dQ.
+        query_heads: of a work.
     """
 
-    q_stages = 2
-    ds_stages = 3
+    k_stages, q_stages, ds_stages = 2, 2, 2
+    stages_outputs = False
     keeps_float32 = False
 
     def more_buffers(self) -> tuple[Buffer, ...]:
@@ -58,120 +105,268 @@ class Sm90Hd128Backward(Sm90Backward):
     ) -> Consumer:  # fmt: skip
         own = super().consumer(x, storage, barriers, warp, visible, scaling)
         own.staging = shared_address(storage.dq)
+        own.query_heads = x.group
         return own
 
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warp(
+        self,
+        x: Operands,
+        storage: Pointers,
+        barriers: Barriers,
+        tiles: TileMap,
+        visible: Visibility,
+    ) -> None:
+        """Publish each tile of the CTA that some query sees, and load what it needs in the order in
+        which the consumers do; store zeros for the other tiles."""
+        to = self.rings(storage, barriers)
+        scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
+        queue = TileQueue(Work, storage.work, barriers)
+        taken = Int32(0)  # tiles of keys
+        n = Int32(0)  # tiles of queries
+        number = scheduler.initial_work_tile()
+        while number >= 0:
+            exists, block, split_head, sequence = tiles.locate(number)
+            if exists:
+                work = tiles.work(block, split_head, sequence)
+                first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+                if first < end:
+                    queue.publish_work(taken, work)
+                    self.load_keys("k", x, to, work, taken)
+                    stats_start = padded_start(x.queries, work.sequence)
+                    tile, head = first, work.head
+                    for i in cutlass.range((end - first) * x.group, unroll=1):
+                        row = stats_start + tile * self.spec.tile_m
+                        self.load_queries("q", x, to, work, tile, head, row, n)
+                        if i == 0:  # V of the work before is in use for longer than its last Q
+                            self.load_keys("v", x, to, work, taken)
+                        self.load_queries("do", x, to, work, tile, head, row, n)
+                        n += 1
+                        tile, head = following(tile, head, first, end)
+                    taken += 1
+                else:
+                    self.store_zeros(x, work)
+            number = scheduler.advance_to_next_work(number, taken)
+        queue.publish_end(taken)
+
+    @cute.jit
+    def store_zeros(self, x: Operands, work: Work) -> None:
+        """Store dK and dV of keys that no query sees, by one warp."""
+        spec = self.spec
+        at = cute.arch.lane_idx() * UNIT
+        first = work.block * spec.tile_n
+        count = cutlass.min(work.seqlen_k - first, Int32(spec.tile_n))
+        for i in cutlass.range(count, unroll=1):
+            if at < self.out_dtype.width // 8 * spec.head_dim:
+                for out in (x.dk, x.dv):
+                    row = self.row_of(x, out, work, first + i)
+                    store_global(Int32, row.iterator.toint() + at, [Int32(0)] * (UNIT // 4))
+
+    # -- device: products ---------------------------------------------------------------------
+
+    @cute.jit
     def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
-        super().consumer_warps(x, own, storage)
+        count = Int32(0)  # of works
+        own.queue.wait(count)
+        if own.queue.read(count).exists:
+            own.turns.begin()
+            count = self.compute_works(x, own)
+            own.turns.end()
+        own.queue.release(count)
         self.wait_for_staging()
 
     @cute.jit
-    def compute_tile(
-        self,
-        own: Consumer,
-        work: Work,
-        first: Int32,
-        end: Int32,
-        count: Int32,
-        taken: Int32,
-        n: Int32,
-    ) -> Int32:
-        own.turns.begin()
-        whole_first, whole_end = self.whole_query_tiles(own, work)
-        tile, at = first, self.first_sums(own, work)
-        masked = tile < whole_first or tile >= whole_end
+    def compute_works(self, x: Operands, own: Consumer) -> Int32:
+        """Compute all works of the CTA, and return their number."""
+        n = Int32(0)
+        use = self.first_use(own, Int32(0))
+        own.barriers.wait("k_full", use.taken)
         own.barriers.wait("q_full", n)
-        scores = self.start_scores(own, n)
+        scores = self.start_scores(own, n, use.taken)
+        own.barriers.wait("v_full", use.taken)
         own.barriers.wait("do_full", n)
         dp = self.start_dp(own, n)
-        fragments.assign(own.s, wgmma.wait(scores, pending=1))
-        self.probabilities(own, taken, tile, n, masked)
-        fragments.assign(own.dp, wgmma.wait(dp))
-        before = at  # the tile of the sums before
-        if count > 1:
-            this, tile_of_n, masked_n = at + tile, tile, masked
-            tile, at = following(tile, at, first, end, own.tiles_of_head)
-            masked = tile < whole_first or tile >= whole_end
-            self.next_query_tile(
-                own, taken, tile_of_n, masked_n, tile, masked, n, before, True, True
-            )
-            before = this
+        self.compute_probabilities(own, use, n, scores, dp)
+        goes_on, after = self.compute_score_gradients(own, use, n)
+        if goes_on:
+            self.next_use(x, own, use, after, n, Int32(0), True, True)
+            before = use.sums
+            use = after
             n += 1
-            for _ in cutlass.range(count - 2, unroll=1):
-                this, tile_of_n, masked_n = at + tile, tile, masked
-                tile, at = following(tile, at, first, end, own.tiles_of_head)
-                masked = tile < whole_first or tile >= whole_end
-                self.next_query_tile(
-                    own, taken, tile_of_n, masked_n, tile, masked, n, before, False, True
-                )
-                before = this
+            goes_on, after = self.compute_score_gradients(own, use, n)
+            while goes_on:
+                self.next_use(x, own, use, after, n, before, False, True)
+                before = use.sums
+                use = after
                 n += 1
-            self.next_query_tile(own, taken, tile, masked, tile, masked, n, before, False, False)
+                goes_on, after = self.compute_score_gradients(own, use, n)
+            self.next_use(x, own, use, after, n, before, False, False)
         else:
-            self.next_query_tile(own, taken, tile, masked, tile, masked, n, before, True, False)
+            self.next_use(x, own, use, after, n, Int32(0), True, False)
         own.barriers.wait("ds_full", n)
-        self.add_dq(own, wgmma.wait(self.start_dq(own, n)), n, at + tile)
-        own.turns.end()
-        return n + 1
+        dq = wgmma.wait(self.start_dq(own, n, self.k_offset(own, use.taken)))
+        own.barriers.warp_arrives("ds_empty", n)
+        own.barriers.warp_arrives("k_empty", use.taken)
+        self.wait_for_staging()
+        self.stage_dq(own, dq, range(self.vectors))
+        self.reduce_dq(own, use.sums)
+        return use.taken + 1
 
     @cute.jit
-    def next_query_tile(
+    def first_use(self, own: Consumer, taken: Int32) -> Use:
+        """The first use of a work, which has been published."""
+        work = own.queue.read(taken)
+        first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        whole_first, whole_end = self.whole_query_tiles(own, work)
+        return Use(
+            taken=taken, tile=first, head_sums=self.first_sums(own, work), first=first, end=end,
+            whole_first=whole_first, whole_end=whole_end,
+            left=(end - first) * own.query_heads - 1, adds=0,
+        )  # fmt: skip
+
+    @cute.jit
+    def compute_score_gradients(self, own: Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
+        """dS^T of use n, to shared memory, and the use after it, of the next work after the last of
+        a work; False if there is none."""
+        last = use.left == 0
+        if last:
+            own.barriers.warp_arrives("v_empty", use.taken)
+        self.score_gradients(own, use.taken, use.tile, n, use.masked)
+        self.stage_ds(own, n)
+        self.wait_for_staging()
+        goes_on = Boolean(True)
+        after = use
+        if last:
+            own.queue.wait(use.taken + 1)
+            goes_on = own.queue.read(use.taken + 1).exists
+            if goes_on:
+                after = self.first_use(own, use.taken + 1)
+        else:
+            after = use.following(own.tiles_of_head)
+        return goes_on, after
+
+    @cute.jit
+    def next_use(
         self,
+        x: Operands,
         own: Consumer,
-        taken: Int32,
-        tile: Int32,
-        masked: Boolean,
-        following: Int32,
-        following_masked: Boolean,
+        use: Use,
+        after: Use,
         n: Int32,
         before: Int32,
         starts: cutlass.Constexpr[bool],
         follows: cutlass.Constexpr[bool],
     ) -> None:
-        """dS^T of use n of Q and dO, `tile`, then a burst of products, and P^T of the `following`
-        tile. `before` is the tile of the sums of use n - 1; with `starts` there is none, and
-        without `follows` no following tile."""
+        """The burst of products of use n, `use`, and P^T of the one `after`. `before` is the tile
+        of the sums of use n - 1; with `starts` there is none, and without `follows` none after."""
         barriers = own.barriers
-        self.score_gradients(own, taken, tile, n, masked)
-        self.stage_ds(own, n)
-
+        switches = use.taken != after.taken
         own.turns.wait()
         if cutlass.const_expr(not starts):
             barriers.wait("ds_full", n - 1)
-            dq = self.start_dq(own, n - 1)
-        dv = self.start_dv(own, n)
+            dq = self.start_dq(own, n - 1, self.k_offset(own, use.taken - 1 + use.adds))
+        dv = self.start_dv(own, n, use.adds)
         self.publish_ds(own, n)
-        if cutlass.const_expr(not starts):
-            self.stage_dq(own, wgmma.wait(dq, pending=1), n - 1)
-        dk = self.start_dk(own, n)
-        fragments.assign(own.dv, wgmma.wait(dv, pending=1))
+        if cutlass.const_expr(starts):
+            dk, groups = self.start_dk(own, n, use.adds), 1
+        else:
+            dq = wgmma.wait(dq, pending=1)
+            barriers.warp_arrives("ds_empty", n - 1)
+            if use.adds == 0:
+                barriers.warp_arrives("k_empty", use.taken - 1)
+            dk, groups = self.start_dk_and_stage_dq(own, n, use.adds, dq)
+        fragments.assign(own.dv, wgmma.wait(dv, pending=groups))
         barriers.warp_arrives("do_empty", n)
         # S^T beside dV would take more registers than there are.
         if cutlass.const_expr(follows):
+            if switches:
+                if cutlass.const_expr(not starts):
+                    self.share_turn(own, use)
+                barriers.wait("k_full", after.taken)
             barriers.wait("q_full", n + 1)
-            scores = self.start_scores(own, n + 1)
+            scores = self.start_scores(own, n + 1, after.taken)
         fragments.assign(own.dk, wgmma.wait(dk, pending=1 if follows else 0))
         barriers.warp_arrives("q_empty", n)
         if cutlass.const_expr(follows):
+            if switches:
+                barriers.wait("v_full", after.taken)
             barriers.wait("do_full", n + 1)
             dp = self.start_dp(own, n + 1)
         own.turns.give()
         if cutlass.const_expr(not starts):
             self.reduce_dq(own, before)
         if cutlass.const_expr(follows):
-            fragments.assign(own.s, wgmma.wait(scores, pending=1))
-            self.probabilities(own, taken, following, n + 1, following_masked)
-            fragments.assign(own.dp, wgmma.wait(dp))
+            if switches:
+                self.store_rows(x, own, use.taken)
+            self.compute_probabilities(own, after, n + 1, scores, dp)
+        else:
+            self.store_rows(x, own, use.taken)
 
-    def add_dq(self, own: Consumer, values: list[Any], n: Any, tile: Any) -> None:
-        self.stage_dq(own, values, n)
-        self.reduce_dq(own, tile)
+    @cute.jit
+    def share_turn(self, own: Consumer, use: Use) -> None:
+        """After the only use of a work, the next K takes the place of the K that the other
+        warpgroup's dQ still needs: it gets its turn up to here."""
+        if use.adds == 0:
+            own.turns.give()
+            own.turns.wait()
 
-    def stage_dq(self, own: Consumer, values: list[Any], n: Any) -> None:
-        """Store the warp's part of dQ, of use n of dS, to its staging."""
-        own.barriers.warp_arrives("ds_empty", n)
-        self.wait_for_staging()
+    @cute.jit
+    def compute_probabilities(
+        self, own: Consumer, use: Use, n: Int32, scores: list[Any], dp: list[Any]
+    ) -> None:
+        """P^T of use n, and dP^T, once their products are done."""
+        fragments.assign(own.s, wgmma.wait(scores, pending=1))
+        self.probabilities(own, use.taken, use.tile, n, use.masked)
+        fragments.assign(own.dp, wgmma.wait(dp))
+
+    def start_scores(self, own: Consumer, n: Any, taken: Any) -> list[Any]:
+        """Start S^T = K Q^T, with use n of Q and K of work `taken`."""
+        queries = own.q + own.barriers.stage("q_full", n) * self.q_bytes
+        return self.start_transposed(self.own_rows(own, own.k + self.k_offset(own, taken)), queries)
+
+    def k_offset(self, own: Consumer, taken: Any) -> Any:
+        """Where K of work `taken` lies in its ring, in bytes."""
+        return own.barriers.stage("k_full", taken) * self.k_bytes
+
+    def start_dv(self, own: Consumer, n: Any, adds: Any) -> list[Any]:
+        """Start dV + P^T dO, with use n of dO; where `adds` is 0, P^T dO."""
+        queries = own.do + own.barriers.stage("do_full", n) * self.q_bytes
+        return self.start_sum(own.dv, own.p, queries, adds=adds)
+
+    def start_dk(self, own: Consumer, n: Any, adds: Any) -> list[Any]:
+        """Start dK + dS^T Q, with use n of Q; where `adds` is 0, dS^T Q."""
+        queries = own.q + own.barriers.stage("q_full", n) * self.q_bytes
+        return self.start_sum(own.dk, own.ds, queries, adds=adds)
+
+    def start_dk_and_stage_dq(
+        self, own: Consumer, n: Any, adds: Any, dq: list[Any]
+    ) -> tuple[list[Any], int]:
+        """The same step by step, with a part of dQ staged before each; and the number of groups.
+        The queue of products is short: staged at once, dQ would let it run dry."""
+        spec = self.spec
+        queries = own.q + own.barriers.stage("q_full", n) * self.q_bytes
+        dk, steps = fragments.values(own.dk), spec.tile_m // STEP
+        for s in range(steps):
+            self.stage_dq(
+                own, dq, range(s * self.vectors // steps, (s + 1) * self.vectors // steps)
+            )
+            dk = start_output(
+                self.dtype, dk, fragments.values(own.ds), queries, tile_n=spec.tile_m,
+                head_dim=spec.head_dim, steps=range(s, s + 1), adds=adds if s == 0 else None,
+            )  # fmt: skip
+        return dk, steps
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a lane's part of dQ."""
+        return self.sums.columns // 8
+
+    def stage_dq(self, own: Consumer, values: list[Any], vectors: range) -> None:
+        """Store these vectors of the warp's part of dQ to its staging."""
         at = own.staging + opaque(own.warp) * (4 * self.sums.part) + self.lane() * (4 * VECTOR)
-        for i in range(self.sums.columns // 8):
+        for i in vectors:
             vector = values[VECTOR * i : VECTOR * (i + 1)]
             store_shared(Float32, at + i * (VECTORS * 4 * VECTOR), vector)
 
@@ -193,3 +388,37 @@ class Sm90Hd128Backward(Sm90Backward):
         if self.lane() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
+
+    # -- device: epilogue ---------------------------------------------------------------------
+
+    @cute.jit
+    def store_rows(self, x: Operands, own: Consumer, taken: Int32) -> None:
+        """Store the warp's rows of dK and dV of a work from registers, and release its record."""
+        work = own.queue.read(taken)
+        for acc, out, factor in (
+            (own.dk, x.dk, x.softmax_scale),
+            (own.dv, x.dv, Float32(self.unit)),
+        ):
+            self.store_rows_of(x, own, work, acc, out, factor)
+        own.queue.release(taken)
+
+    @cute.jit
+    def store_rows_of(
+        self, x: Operands, own: Consumer, work: Work, acc: cute.Tensor, out: cute.Tensor,
+        factor: Float32,
+    ) -> None:  # fmt: skip
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            key = self.key(own, work, lane_row)
+            row = acc[None, lane_row, None]
+            pairs = [[factor * row[j], factor * row[j + 1]] for j in range(0, cute.size(row), 2)]
+            parts = row_parts(pairs, self.out_dtype)
+            if key < work.seqlen_k:
+                store_parts(self.row_of(x, out, work, key), parts, self.out_dtype)
+
+    def row_of(self, x: Operands, out: cute.Tensor, work: Work, key: Any) -> cute.Tensor:
+        """The row of a key in dK or dV, or in a split's partial sums."""
+        head, split = head_and_split(work, x.num_splits, self.spec.partial)
+        part = (split,) if self.spec.partial else ()
+        if self.spec.varlen_k:
+            return out[(*part, work.k_start + key, head, None)]
+        return out[(*part, work.sequence, key, head, None)]
