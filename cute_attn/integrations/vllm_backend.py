@@ -61,7 +61,7 @@ class CuteAttnBackend(AttentionBackend):  # type: ignore[misc]
         return CuteAttnMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(BLOCK_STEP)]
 
     @classmethod

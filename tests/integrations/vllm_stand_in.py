@@ -2,9 +2,8 @@
 
 vLLM is too large to be installed for tests. This is written from the interface that its
 documentation shows: the classes of `vllm.v1.attention.backend` and `.backends.registry` (releases
-0.15 to 0.26, and main in autumn 2026 for the KV cache, DCP and R-SWA), with the names, the order of
-arguments and the defaults there. `Runner` makes the calls that a worker makes in a step, in the
-same order.
+0.15 to 0.26, and 0.33 for the KV cache, DCP and R-SWA), with the names, the order of arguments and
+the defaults there. `Runner` makes the calls that a worker makes in a step, in the same order.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class AttentionBackend(ABC):
         raise NotImplementedError
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(1)]
 
     @classmethod
