@@ -174,8 +174,8 @@ class CuteAttnMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             )
         return CuteAttnMetadata(
             num_actual_tokens=given.num_actual_tokens,
-            max_query_len=given.max_query_len,
-            max_seq_len=given.max_seq_len,
+            max_query_len=int(given.max_query_len),  # NumPy's in chunked local attention
+            max_seq_len=int(given.max_seq_len),
             query_start_loc=given.query_start_loc,
             seq_lens=given.seq_lens,
             block_table=given.block_table_tensor,

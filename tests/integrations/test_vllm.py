@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -400,6 +401,18 @@ def test_the_models_kernels_are_in_the_file(
         runner.forward(runner.builder.build(0, common), q, k, v, torch.empty_like(q))
     specs = {spec for _, spec, _ in launched.launched}
     assert len(specs) >= 3 and specs <= {spec for _, spec in planned}
+
+
+def test_lengths_may_be_numpys(backend: Any, launched: StandIns):
+    """As those of vLLM's chunked local attention (Llama 4) are."""
+    runner = Runner(backend, heads=4, heads_k=2, head_size=128)
+    k, v, q = runner.randn(20, 2, 128), runner.randn(20, 2, 128), runner.randn(20, 4, 128)
+    common = runner.metadata({0: 20}, k, v, 0, 0)
+    common.max_query_len = np.int32(common.max_query_len)
+    common.max_seq_len = np.int64(common.max_seq_len)
+    output = torch.empty_like(q)
+    runner.forward(runner.builder.build(0, common), q, k, v, output)
+    assert_agrees(runner, [q], output, [0])
 
 
 def test_a_block_table_may_be_replaced(backend: Any):
