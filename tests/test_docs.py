@@ -86,6 +86,21 @@ def test_a_formula_that_cannot_be_read_fails_the_build(latex: str) -> None:
         formulas(f"So ${latex}$.")
 
 
+# ---- commands
+
+COMMANDS = [
+    (page.name, command)
+    for page in [*PAGES, *sorted(ROOT.glob("cute_attn/models/*.toml"))]
+    for command in re.findall(r"python -m cute_attn\.cache (build [^`\n]+)", page.read_text())
+]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_builds_are_given_all_that_they_need(page: str, command: str) -> None:
+    parser = importlib.import_module("cute_attn.cache.__main__")._parser()
+    assert parser.parse_args(shlex.split(command)).out
+
+
 # ---- the reference
 
 DOCUMENTED = [
