@@ -41,20 +41,22 @@ GRAPH_BATCHES = (1, 2, 4, 8, 16, 32)
 
 # The spec file of the image's build, with the kernels that this server needs. Activations are
 # float32 so that tokens can be compared; cute_attn/models/serving.toml has those of real models.
-SPEC_FILE = f"""
+SPEC_FILE = """
 [[operator]]
 plan = "cute_attn.ops.lightning:plan_decode"
 dtype = "float32"
-head_dim_k = {HEAD_DIM}
-head_dim_v = {HEAD_DIM}
+head_dim_k = {head_dim}
+head_dim_v = {head_dim}
 indexed = true
+num_sms = {num_sms}
 """
 
 
-def prebuild(directory: Path, arch: str) -> Path:
-    """Build the kernels, as the build of a server's image does; return their directory."""
+def prebuild(directory: Path, arch: str, num_sms: int) -> Path:
+    """Build the kernels for GPUs with so many SMs, as the build of a server's image does; return
+    their directory."""
     spec_file, prebuilt = directory / "server.toml", directory / "prebuilt"
-    spec_file.write_text(SPEC_FILE)
+    spec_file.write_text(SPEC_FILE.format(head_dim=HEAD_DIM, num_sms=num_sms))
     command = [sys.executable, "-m", "cute_attn.cache", "build", str(spec_file)]
     subprocess.run([*command, "--arch", arch, "--out", str(prebuilt)], check=True)
     return prebuilt
@@ -213,10 +215,11 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if not torch.cuda.is_available():
-            prebuild(Path(directory), "sm_90a,sm_100a")
+            prebuild(Path(directory), "sm_90a,sm_100a", 132)
             print("no GPU here: the image's cache is built, and there is nothing to serve on")
             return 0
-        prebuilt = prebuild(Path(directory), cache.current_arch())
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        prebuilt = prebuild(Path(directory), cache.current_arch(), num_sms)
         os.environ["CUTE_ATTN_PREBUILT"] = str(prebuilt)
         return 0 if serve(options.requests, options.layers) else 1
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import cute_attn
 from cute_attn.cache import plan_file
 from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator, build
+from cute_attn.ops.lightning import plan_decode
 from tests.ops.kda_stand_ins import stand_ins
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -209,6 +210,31 @@ def test_kimi_linear_layer_notices_a_state_that_is_not_carried(
     monkeypatch.setattr(cute_attn, "chunk_kda", forgetful)
     errors = kimi_linear()
     assert all(ours > 2 * plain for ours, plain in errors.values())
+
+
+@pytest.mark.parametrize("num_sms", [132, 78])
+def test_the_decode_server_prebuilds_for_its_gpu(
+    num_sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H20, with 78 SMs, takes another kernel than an H200."""
+    example = load("decode_server")
+    planned: list[Any] = []
+
+    def build_image(command: list[str], **_: object) -> None:
+        arch = command[command.index("--arch") + 1]
+        planned.extend(plan_file(command[command.index("build") + 1], arch))
+
+    gpu = SimpleNamespace(multi_processor_count=num_sms)
+    monkeypatch.setattr(subprocess, "run", build_image)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(example.cache, "current_arch", lambda: "sm_90a")
+    monkeypatch.setattr(example, "serve", lambda *_: True)
+    monkeypatch.setattr(sys, "argv", ["decode_server.py"])
+    monkeypatch.setenv("CUTE_ATTN_PREBUILT", "")
+    assert example.main() == 0
+    heads = {"head_dim_k": example.HEAD_DIM, "head_dim_v": example.HEAD_DIM}
+    assert planned == plan_decode("sm_90a", dtype="float32", indexed=True, num_sms=num_sms, **heads)
 
 
 def test_the_paged_server_prebuilds_what_it_calls(
