@@ -249,6 +249,8 @@ def _report_removal(
 def _build(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     plan = plan_for(read_plans(options.spec), options.arch)
+    if not plan.requests and not plan.refusals:
+        raise CacheError(f"{options.spec}: no kernel for {', '.join(options.arch)}")
     work = unique_jobs(plan.requests)
     store = Store(options.out.absolute(), public=True)
     outcome = compile_all(work, store, jobs=options.jobs)

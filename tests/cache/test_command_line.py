@@ -291,6 +291,15 @@ def test_a_table_may_be_for_some_architectures(
     assert cache.plan_file(path, "sm_90a") == [(SCALE, ScaleSpec(2.0))]
 
 
+def test_a_build_of_nothing_is_an_error(root: Path, tmp_path: Path, capsys: Capture) -> None:
+    """As of a file that was recorded on another GPU: an image without kernels is no success."""
+    path, out = tmp_path / "used.toml", tmp_path / "image"
+    path.write_text('[[operator]]\nplan = "toy_specs:plan_hopper"\narch = "sm_90a"\n')
+    assert main(["build", str(path), "--arch", "sm_100a,sm_80", "--out", str(out)]) == 1
+    assert capsys.readouterr().err == f"error: {path}: no kernel for sm_100a, sm_80\n"
+    assert not out.exists()
+
+
 def test_build_fails_where_no_worker_starts_and_this_process_cannot_compile(
     root: Path, spec_file: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
