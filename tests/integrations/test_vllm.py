@@ -381,8 +381,9 @@ def test_a_step_is_launched_from_shapes_alone(backend: Any, launched: StandIns):
         (4, 1, 512, 16),
         pytest.param(16, 8, None, 48, marks=pytest.mark.slow),
         pytest.param(16, 2, None, 544, marks=pytest.mark.slow),
+        pytest.param(16, 2, None, 576, marks=pytest.mark.slow),
     ],
-    ids=["Gemma 3 1B", "Gemma 3 12B", "Qwen3-Next"],
+    ids=["Gemma 3 1B", "Gemma 3 12B", "Qwen3-Next", "Qwen3-Next in blocks of 64"],
 )
 def test_the_models_kernels_are_in_the_file(
     backend: Any, launched: StandIns, heads: int, heads_k: int, window: Any, block_size: int
