@@ -18,6 +18,7 @@ from cute_attn.kernels.attention.spec import CombineSpec
 from cute_attn.kernels.attention.table import COMBINE
 from cute_attn.ops.attention import plan_attention
 from cute_attn.ops.attention.arguments import MAX_SPLITS
+from cute_attn.reference.attention import attention_reference
 
 from .attention_cases import (
     CACHE,
@@ -34,6 +35,7 @@ from .attention_cases import (
     assert_agrees,
     cases,
     on_target,
+    reference_arguments,
     run,
     same,
 )
@@ -56,6 +58,23 @@ def test_splits_agree_with_the_reference(head_dim: int, case: Case, splits: int)
         first = run(args, on=Machine(num_sms=2, schedule="adversarial"), num_splits=splits)
         assert_agrees(args, *first)
         assert same(args, first, run(args, on=Machine(num_sms=7), num_splits=splits))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_special_values_of_the_sink_propagate_like_the_reference(value: float):
+    """The second sequence has no key: its output is 0 and its log-sum-exp the sink."""
+    with on_target(Target(ARCH, 64)):
+        args = Case(CACHE, (3, 3), (300,) * 2, unused_k=(0, 300), group=2).arguments()
+        args["learnable_sink"][1] = value
+        o, lse = run(args, num_splits=3)
+        exact, exact_lse = attention_reference(**reference_arguments(args))
+        assert lse is not None
+        assert torch.equal(o.isnan(), exact.isnan())
+        assert not o[3:].any()
+        assert torch.equal(lse.isnan(), exact_lse.isnan())
+        assert torch.equal(lse[:, 3:].nan_to_num(), exact_lse[:, 3:].float().nan_to_num())
+        if value == -math.inf:
+            assert_agrees(args, o, lse)
 
 
 BLACKWELL = Target("sm_100a", 256)

@@ -31,7 +31,7 @@ from cutlass.cute.runtime import make_fake_stream
 from ..common.arguments import fake_contiguous, fake_rows, fake_strided
 from ..common.carried import Named
 from ..common.dtypes import DTYPE
-from ..common.numbers import INF, LN_2, LOG2_E
+from ..common.numbers import INF, LN_2, LOG2_E, NAN
 from ..common.ptx.grids import wait_for_previous
 from ..common.ptx.memory import load_global
 from ..common.smem import Buffer, SharedMemory
@@ -211,22 +211,26 @@ class Combine:
         own: cute.Tensor,
     ) -> Float32:
         """Add up the slices to the result, and return the log-sum-exp."""
-        maximum = Float32(-INF)
-        if cutlass.const_expr(sink is not None):
-            maximum = sink
+        highest = Float32(-INF)
         for i in cutlass.range_constexpr(SLICES):
-            maximum = cute.arch.fmax(maximum, maxima[i], nan=True)
-        total = Float32(0.0)
+            highest = cute.arch.fmax(highest, maxima[i], nan=True)
+        maximum, total, log_sum = highest, Float32(0.0), Float32(-INF)
         if cutlass.const_expr(sink is not None):
+            maximum = cute.arch.fmax(highest, sink, nan=True)
             total = weight_of(sink, maximum)
+            if not (sink < INF):
+                total = Float32(NAN)
+            log_sum = sink
         own.fill(0.0)
         for i in cutlass.range_constexpr(SLICES):
             weight = weight_of(maxima[i], maximum)
             total = cute.math.fma(totals[i], weight, total)
             for j in cutlass.range_constexpr(VECTOR):
                 own[j] = cute.math.fma(sums[j, i], weight, own[j])
-        log_sum = Float32(-INF)
-        if total != 0.0:
+        seen = total != 0.0
+        if cutlass.const_expr(sink is not None):
+            seen = highest != -INF  # a row without a visible key is 0, whatever the sink is
+        if seen:
             inverse = 1.0 / total
             for j in cutlass.range_constexpr(VECTOR):
                 own[j] = own[j] * inverse
