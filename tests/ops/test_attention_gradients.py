@@ -344,6 +344,19 @@ def test_rows_that_see_no_key(kind: Kind, lengths: tuple[int, int]):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("used", [(0,), (-3, 140, 0)], ids=str)
+def test_sequences_without_a_used_key(used: tuple[int, ...]):
+    """They have rows, but nothing in front of them is read."""
+    case = Case(
+        Kind(seqused_k=True), lengths_q=(20,) * len(used), lengths_k=(270,) * len(used),
+        unused_k=tuple(270 - n for n in used), seed=7,
+    )  # fmt: skip
+    args = case.arguments()
+    do, _ = Upstream().gradients(args)
+    assert_gradients_agree(args, gradients(args, do), do)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("magnitude", [1.0, 100.0, 1e4])
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
 @pytest.mark.parametrize("kind", [CAPPED, USED], ids=["fp16", "bf16"])

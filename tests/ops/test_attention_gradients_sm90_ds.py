@@ -34,6 +34,7 @@ from .test_attention_gradients import (
     test_packed_sequences_are_sequences_alone,  # noqa: F401
     test_probabilities_too_small_for_float16,  # noqa: F401
     test_rows_that_see_no_key,  # noqa: F401
+    test_sequences_without_a_used_key,  # noqa: F401
     test_splits_of_a_group_agree_with_float64,  # noqa: F401
 )
 

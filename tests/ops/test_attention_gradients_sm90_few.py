@@ -12,6 +12,7 @@ from .attention_cases import (
     VARLEN,
     WINDOW,
     Case,
+    Kind,
     Machine,
     Target,
     on_target,
@@ -61,6 +62,14 @@ def test_agrees_with_float64(head_dim: int, case: Case):
         first = gradients(args, do, dlse, "static", Machine(num_sms=2, schedule="adversarial"))
         assert_gradients_agree(args, first, do, dlse)
         assert same(first, gradients(args, do, dlse, "clc", Machine(num_sms=5)))
+
+
+def test_a_sequence_without_a_used_key():
+    """`test_attention_gradients` has more."""
+    with on_target(Target("sm_90a", 64)):
+        args = Case(Kind(seqused_k=True), (20,), (70,), unused_k=(70,)).arguments()
+        do, _ = Upstream().gradients(args)
+        assert_gradients_agree(args, gradients(args, do), do)
 
 
 def test_of_one_kernel():

@@ -35,6 +35,7 @@ from .test_attention_gradients import (
     test_rows_of_no_sequence_do_not_matter,  # noqa: F401
     test_rows_that_see_no_key,  # noqa: F401
     test_scores_that_saturate_the_softcap,  # noqa: F401
+    test_sequences_without_a_used_key,  # noqa: F401
     test_slopes_of_the_softcap_too_small_for_float16,  # noqa: F401
     test_special_values_that_every_row_sees_propagate_like_the_definition,  # noqa: F401
     test_tensors_beyond_two_to_the_31_elements,  # noqa: F401

@@ -168,7 +168,10 @@ class TileMap(Carried):
         sequence = head // heads
         if self.longest_last:
             block = blocks - 1 - block
-        return Boolean(True), block, head - sequence * heads, sequence
+        exists = Boolean(True)
+        if self.divided.seqused is not None:
+            exists = block * self.tile_size < self._length(sequence)
+        return exists, block, head - sequence * heads, sequence
 
     @cute.jit
     def _locate_packed(self, number: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
