@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+from cute_attn.kernels.common.numbers import LOG2_E
+from cute_attn.reference.attention import attention_reference
 
 from .attention_cases import (
     CACHE,
@@ -12,7 +16,9 @@ from .attention_cases import (
     Machine,
     Target,
     assert_agrees,
+    assert_no_worse,
     on_target,
+    reference_arguments,
     run,
     same,
 )
@@ -32,3 +38,28 @@ def test_agrees_with_the_reference(head_dim: int):
         first = run(args, on=Machine(num_sms=2, schedule="adversarial"))
         assert_agrees(args, *first)
         assert same(args, first, run(args, "clc", Machine(num_sms=5)))
+
+
+def test_scores_that_become_large_are_rounded_once():
+    """In the K/V tile before the last, whose scores are small. Exact scores next to 2^20, that
+    differ by halves, are then known as well as plain code in base 2 knows them."""
+    case = Case(
+        WINDOW, lengths_q=(70,), lengths_k=(300,), left=400, right=400, scale=1.0, seed=3
+    )  # fmt: skip
+    with on_target(Target("sm_90a", 64)):
+        args = case.arguments()
+        q, k, v = (args[name][0, :, 0] for name in ("q", "k", "v"))
+        q.zero_()
+        q[:, 0], q[:, 1] = 2.0**10, 1.0
+        k.zero_()
+        k[:200, 0] = 2.0**10
+        k[:, 1] = -0.5 * (torch.arange(len(k)) % 5)
+        o, lse = run(args)
+        exact, exact_lse = attention_reference(**reference_arguments(args))
+        scores = (q.float() @ k.float().T) * torch.tensor(LOG2_E, dtype=torch.float32)
+        p = torch.exp2(scores - scores.amax(1, keepdim=True))
+        p = (p / p.sum(1, keepdim=True)).to(v.dtype)
+        plain = (p.float() @ v.float()).to(v.dtype)
+        assert_no_worse(o[0, :, 0], plain, exact[0, :, 0], torch.finfo(o.dtype).eps / 2)
+        assert lse is not None
+        assert ((lse.double() - exact_lse).abs() <= 2.0**-23 * exact_lse.abs()).all()

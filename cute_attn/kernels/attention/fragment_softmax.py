@@ -1,4 +1,5 @@
-"""The online softmax of rows of S in fragments, with all guarantees of `softmax`.
+"""The online softmax of rows of S in fragments, with all guarantees of `softmax` but one: in the
+K/V tile with which a row's scores become large, the scaled scores are rounded to float32.
 
 The exponents of a K/V tile are computed from the reference that the row has before it, which is
 HEADROOM above the maximum at which it was set. The row has outgrown it only where an exponent is
