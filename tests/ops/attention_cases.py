@@ -209,12 +209,14 @@ class Case:
 
     Attributes:
         lengths_q, lengths_k: of each sequence; without cu_seqlens all are the same.
-        unused_q, unused_k: how many rows of each do not count, with seqused.
+        unused_q, unused_k: how many rows of each do not count, with seqused, which may be more
+            than there are, and less than none.
         group: query heads to a head of k.
         left, right: of window_size; right None and the kind having a bound there is causal.
         layout: of q, k and v in memory: see `allocate`.
         tilt: factor by which scores grow from the last keys to the first: running maxima move.
-        tail: rows behind the last packed sequence that belong to none.
+        front, tail: rows in front of the first packed sequence, and behind the last, that belong
+            to none.
     """
 
     kind: Kind = PLAIN
@@ -231,6 +233,7 @@ class Case:
     layout: str = "contiguous"
     magnitude: float = 1.0
     tilt: float = 1.0
+    front: int = 0
     tail: int = 0
     seed: int = 0
 
@@ -254,7 +257,7 @@ class Case:
             side = names[0]
             unused = unused or (0,) * self.batch
             if varlen:
-                offsets = list(itertools.accumulate(lengths, initial=0))
+                offsets = list(itertools.accumulate(lengths, initial=self.front))
                 args[f"cu_seqlens_{side}"] = torch.tensor(offsets, dtype=torch.int32)
                 shape: tuple[int, ...] = (offsets[-1] + self.tail,)
             else:
@@ -370,7 +373,8 @@ def cases(draw: st.DrawFn, kinds: Sequence[Kind] = tuple(KINDS)) -> Case:
             break
 
     def unused(lengths: tuple[int, ...], some: bool) -> tuple[int, ...]:
-        return tuple(draw(st.integers(0, n)) if some else 0 for n in lengths)
+        counts = [st.integers(0, n) | st.sampled_from((n, n + 3, -5)) for n in lengths]
+        return tuple(draw(count) if some else 0 for count in counts)
 
     bounds = st.sampled_from((0, 1, 63, 64, 127, 128)) | st.integers(0, 300)
     return Case(
@@ -388,6 +392,7 @@ def cases(draw: st.DrawFn, kinds: Sequence[Kind] = tuple(KINDS)) -> Case:
         layout=draw(st.sampled_from(LAYOUTS)),
         magnitude=draw(st.sampled_from((0.1, 1.0, 4.0))),
         tilt=draw(st.sampled_from((1.0, 1.0, 8.0, 0.1))),
+        front=draw(st.sampled_from((0, 0, 1, 70))),
         tail=draw(st.sampled_from((0, 0, 1, 70))),
         seed=draw(st.integers(0, 2**31)),
     )
