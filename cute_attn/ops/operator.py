@@ -105,7 +105,8 @@ class Operator(Generic[_Arguments]):
     `forward`, which does the work of both in one Python frame and so costs less per call. Such a
     `forward` must hand a call that `takes_gradient` to `recorded`, and exceptions to `failed`.
     `outputs` is required if `written` is empty. `check_memory`, `readable`, `nothing` and `stale`
-    have defaults. An operator with a gradient also defines `saved`, `kept` and `backward`.
+    have defaults. An operator with a gradient also defines `saved`, `kept` and `backward`, and
+    `check_gradient` if some of its calls have none.
     """
 
     name: ClassVar[str]
@@ -209,6 +210,12 @@ class Operator(Generic[_Arguments]):
             needed: names of the arguments whose gradient autograd needs.
         """
         raise NotImplementedError
+
+    def check_gradient(self, a: _Arguments) -> None:
+        """Raise NotImplementedError for a call that has no backward although one is asked for.
+
+        It runs before the forward, on fake tensors too, and before `check`.
+        """
 
     # -- the routes of a call
 
@@ -363,8 +370,10 @@ class Operator(Generic[_Arguments]):
         class Function(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
+                a = operator.arguments(*arguments)
+                operator.check_gradient(a)
                 results = compute(*arguments)
-                operator._save(ctx, arguments, results)
+                operator._save(ctx, a, results)
                 return results
 
             @staticmethod
@@ -427,8 +436,7 @@ class Operator(Generic[_Arguments]):
         self._check(a)
         return _filled(self.outputs(a))
 
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        a = self.arguments(*inputs)
+    def _save(self, ctx: Any, a: Any, output: Any) -> None:
         for name, value in self.kept.items():
             found = getattr(a, name)
             if found != value:  # a direct call of torch.ops.cute_attn.<name>

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_attn
 from cute_attn.ops.attention import plan_attention
@@ -214,12 +216,42 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
         cute_attn.flash_attn_varlen_func(**good() | change)
 
 
-def test_pages_take_no_gradient():
-    args = good()
+class Passing(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under_a_mode(**args: Any) -> Any:
+    with Passing():
+        return cute_attn.flash_attn_varlen_func(**args)
+
+
+ROUTES: dict[str, Callable[..., Any]] = {
+    "called": cute_attn.flash_attn_varlen_func,
+    "under a mode": under_a_mode,
+    "registered": lambda window_size, **args: torch.ops.cute_attn.flash_attn(**args),
+    "compiled": torch.compile(
+        cute_attn.flash_attn_varlen_func, fullgraph=True, backend="aot_eager"
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_pages_take_no_gradient(route: str):
+    """Before anything is launched. As many pages as sequences could be taken for rows of these."""
+    args = good() | {"page_table": torch.tensor([[1], [0]], dtype=torch.int32)}
+    args |= {name: args[name][:2] for name in "kv"} | {"return_lse": True}
     args["q"].requires_grad_()
     for arch in (ARCH, "sm_100a"):
-        with cute_attn.emulated(arch), pytest.raises(NotImplementedError, match="has no backward"):
-            cute_attn.flash_attn_varlen_func(**args)
+        # What dynamo meets while it traces is a RuntimeError that names it.
+        with (
+            cute_attn.emulated(arch) as emulator,
+            pytest.raises((NotImplementedError, RuntimeError), match="page_table has no backward"),
+        ):
+            ROUTES[route](**args)
+        assert not emulator.report.launches
 
 
 def test_the_plan_depends_on_what_divides_pages_and_tiles():

@@ -252,11 +252,13 @@ class Forward(Attention[Arguments]):
         q = arguments[0]
         launch.check_device("q", q.device)
         arch, head_dim = launch.arch_for(q.device), q.shape[-1]
-        if arguments[Arguments._fields.index("page_table")] is not None:
-            raise NotImplementedError("page_table has no backward: k and v are not in one piece")
         if table.has("forward", arch, head_dim):
             table.find("backward_dq", arch, head_dim)
         return super().recorded(*arguments)
+
+    def check_gradient(self, a: Arguments) -> None:
+        if a.page_table is not None:
+            raise NotImplementedError("page_table has no backward: k and v are not in one piece")
 
     def outputs(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
         o = _empty_like(a.q, memory_format=_contiguous)
