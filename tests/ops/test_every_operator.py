@@ -266,6 +266,24 @@ def test_what_kernels_cannot_read_is_refused_by_name(
     assert not launches
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_it_is_refused_by_name_where_another_argument_requires_a_gradient(
+    launches: list[tuple[Any, ...]], name: str, kind: str
+):
+    operator = OPERATORS[name]
+    for argument in operator.tensors:
+        if kind == "another dimension" and argument in ("A_log", "dt_bias"):
+            continue
+        args = operator.arguments()
+        args[argument] = STRANGE[kind](args[argument])
+        args["k" if argument == "q" else "q"].requires_grad_()
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=argument):
+            operator.function(**args)
+    assert not launches
+
+
 # -- derivatives ---------------------------------------------------------------------------------
 
 

@@ -250,10 +250,12 @@ class Forward(Attention[Arguments]):
     def recorded(self, *arguments: Any) -> Any:
         """Refuses before the forward what the backward has no kernel for."""
         q = arguments[0]
-        launch.check_device("q", q.device)
-        arch, head_dim = launch.arch_for(q.device), q.shape[-1]
-        if table.has("forward", arch, head_dim):
-            table.find("backward_dq", arch, head_dim)
+        # The forward refuses any other q.
+        if isinstance(q, Tensor) and not q.is_nested and q.dim():
+            launch.check_device("q", q.device)
+            arch, head_dim = launch.arch_for(q.device), q.shape[-1]
+            if table.has("forward", arch, head_dim):
+                table.find("backward_dq", arch, head_dim)
         return super().recorded(*arguments)
 
     def check_gradient(self, a: Arguments) -> None:
