@@ -23,6 +23,8 @@ DTYPE_NAMES = {
 SMALLEST, LARGEST = 2.0**-126, torch.finfo(torch.float32).max
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_dispatch_keys = torch._C._dispatch_keys
+_BATCHED = torch._C._dispatch_key_parse("Batched")  # by the vmap before that of torch.func
 _unpack_dual = forward_ad.unpack_dual
 
 
@@ -35,7 +37,8 @@ def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[st
     Raises:
         TypeError: one is no tensor, or its layout is not strided.
         ValueError: one is on another device than the first, or is a negated or conjugated view.
-        NotImplementedError: one comes from a transform of torch.func, or has a tangent.
+        NotImplementedError: one comes from a transform of torch.func, is a batch of gradients, or
+            has a tangent.
     """
     given = required | {name: x for name, x in optional.items() if x is not None}
     first, reference = next(iter(required.items()))
@@ -53,6 +56,11 @@ def check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     check_transforms(**{name: x})
+    if _dispatch_keys(x).has(_BATCHED):
+        raise NotImplementedError(
+            f"{name} is a batch of tensors (is_grads_batched, or a vectorized jacobian), and "
+            "operators have no rule for these: take one gradient after the other"
+        )
     check_tangents(**{name: x})
     if x.is_nested or x.layout is not torch.strided:
         layout = "nested" if x.is_nested else str(x.layout)

@@ -361,6 +361,18 @@ def test_transforms_are_refused(launches: list[tuple[Any, ...]], name: str, tran
     assert not launches
 
 
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_batches_of_gradients_are_refused(launches: list[tuple[Any, ...]], name: str):
+    """Of is_grads_batched, which takes another vmap than that of torch.func."""
+    args = OPERATORS[name].arguments()
+    args["q"].requires_grad_()
+    o = tensors_in(OPERATORS[name].function(**args))[0]
+    launches.clear()
+    with pytest.raises(NotImplementedError, match="do is a batch of tensors"):
+        torch.autograd.grad(o, args["q"], torch.ones(3, *o.shape).to(o), is_grads_batched=True)
+    assert not launches
+
+
 # -- memory that is written ----------------------------------------------------------------------
 
 
