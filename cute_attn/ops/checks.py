@@ -158,6 +158,12 @@ def check_state_address(state: Tensor, vector_bytes: int, name: str = "state") -
         )
 
 
+def exceeds(size: Any, most: int) -> bool:
+    """Whether a size is more than `most`. A symbolic one is not: a graph would be guarded by the
+    limit, and the call with numbers is checked like any other."""
+    return isinstance(size, int) and size > most
+
+
 # -- flags and numbers --------------------------------------------------------------------------
 
 

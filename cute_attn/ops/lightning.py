@@ -35,6 +35,7 @@ from .checks import (
     check_rows,
     check_state_address,
     check_state_strides,
+    exceeds,
 )
 from .memory import check_memory
 from .operator import (
@@ -268,7 +269,7 @@ class _Decode(Operator[_Arguments]):
         if q.dim() == 4 and q.shape[1] == 0:
             raise ValueError("q has no tokens: T is 0, must be at least 1")
         for what, size in (("sequences", batch), ("heads", heads)):
-            if size > _MAX_GRID_YZ:
+            if exceeds(size, _MAX_GRID_YZ):
                 raise ValueError(f"q has {size} {what}, at most {_MAX_GRID_YZ} fit one call")
 
         if a.num_accepted_tokens is None:

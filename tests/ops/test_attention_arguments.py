@@ -739,6 +739,21 @@ def test_compiles_as_one_graph(dynamic: bool):
     assert any("cute_attn.flash_attn" in str(target) for target in calls), calls
 
 
+def test_an_exported_program_holds_for_all_sizes():
+    class Layer(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            return cute_attn.flash_attn_func(q, k, v, causal=True)[0]
+
+    batch, seqlen_q, seqlen_k = map(torch.export.Dim, ("batch", "seqlen_q", "seqlen_k"))
+    args = dense()
+    program = torch.export.export(
+        Layer(),
+        tuple(args[name] for name in "qkv"),
+        dynamic_shapes=({0: batch, 1: seqlen_q}, *[{0: batch, 1: seqlen_k}] * 2),
+    )
+    assert len(program.range_constraints) == 3
+
+
 def test_the_schema_writes_nothing():
     schema = torch.ops.cute_attn.flash_attn.default._schema
     assert not any(a.alias_info for a in [*schema.arguments, *schema.returns])

@@ -385,6 +385,27 @@ def test_a_compiled_step(kind: str):
             torch.testing.assert_close(found, args[name].grad, rtol=0.02, atol=0.02)
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_step_that_packs(dynamic: bool):
+    """The number of packed rows is in a tensor, so that no size of theirs is known to the graph."""
+    torch._dynamo.reset()
+    x = dense()["q"].detach().flatten(0, 1).requires_grad_()
+    real = torch.tensor([1, 1, 0, 1, 1, 1, 1, 0, 1, 0], dtype=torch.bool)
+    offsets = torch.tensor([0, 4, 7], dtype=torch.int32)
+
+    def step(x: Tensor, real: Tensor, offsets: Tensor) -> Tensor:
+        q = x[real]
+        k, v = q.split(2, dim=1)
+        args = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "causal": True}
+        return cute_attn.flash_attn_varlen_func(q, k, v, **args)[0].sin()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    do = torch.randn(7, 4, 256).bfloat16()
+    found, exact = (torch.autograd.grad(f(x, real, offsets), x, do) for f in (compiled, step))
+    torch.testing.assert_close(found, exact, rtol=0.02, atol=0.02)
+
+
 def test_activation_checkpointing(kernels: StandIns):
     """The forward runs again in the backward, and the gradients are the same."""
     args = dense()

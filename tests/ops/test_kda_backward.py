@@ -341,6 +341,25 @@ def test_a_compiled_step(case: str, disable_recompute: bool):
         assert_exact(args, dict(zip(names, found, strict=True)), *gradients)
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_compiled_step_that_packs():
+    """The number of tokens is in a tensor, so that no size of theirs is known to the graph."""
+    torch._dynamo.reset()
+    args = arguments(CASES["packed"])
+    real = torch.ones(args["q"].shape[1], dtype=torch.bool)
+    tensors = {name: x for name, x in args.items() if isinstance(x, Tensor)}
+    rest = {name: x for name, x in args.items() if name not in tensors}
+
+    def layer(**tensors: Tensor) -> Any:
+        kept = {name: tensors[name][:, real] for name in TOKENS}
+        return cute_attn.chunk_kda(**tensors | kept, **rest)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    results = compiled(**tensors)
+    gradients = weights(*results)
+    assert_exact(args, taken(args, results, gradients), *gradients)
+
+
 def test_activation_checkpointing(kernels: StandIns):
     """The forward runs again in the backward, and the gradients are the same."""
     args = arguments(CASES["dense"])

@@ -17,6 +17,7 @@ from ..checks import (
     check_dtypes_are,
     check_flags,
     check_is_number,
+    exceeds,
     is_int,
 )
 
@@ -80,13 +81,14 @@ def check_strides(given: dict[str, Tensor], names: Sequence[str]) -> None:
 
 def has_readable_strides(x: Tensor) -> bool:
     """Whether TMA can read x, `[..., rows, heads, head_dim]`, in place."""
-    return not x.numel() or (
+    # Sizes come last: a graph may not know them while it is traced.
+    return (
         x.stride(-1) == 1
         and all(
-            size <= 1 or stride % VECTOR == 0
+            stride % VECTOR == 0 or size <= 1
             for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
         )
-    )
+    ) or not x.numel()
 
 
 def with_strides_for_tma(x: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def check_tiles(a: Arguments, tile_rows: int) -> None:
     else:
         batch = a.q.shape[0]
         tiles = heads * batch * -(-a.q.shape[1] // tile_rows)
-    if tiles >= _MAX_TILES:
+    if exceeds(tiles, _MAX_TILES - 1):
         raise ValueError(
             f"q has {batch} sequences of {heads} heads, {tiles} tiles of {tile_rows} rows: fewer "
             f"than {_MAX_TILES} fit one call"
@@ -209,7 +211,7 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
                 f"{name} has shape {_shape(x)}, must be [{rows}, {heads_of}, head_dim] where "
                 f"cu_seqlens_{name} is {given}"
             )
-        if x.shape[-3] >= MAX_SEQLEN:
+        if exceeds(x.shape[-3], MAX_SEQLEN - 1):
             raise ValueError(f"{name} has {x.shape[-3]} rows, must be fewer than {MAX_SEQLEN}")
     if a.page_table is not None:
         _check_pages(a, a.page_table)
@@ -258,7 +260,7 @@ def _check_pages(a: Arguments, page_table: Tensor) -> None:
         raise ValueError(
             f"k has pages of {page_size} rows, must be a positive multiple of {PAGE_STEP}"
         )
-    if page_table.shape[1] * page_size >= MAX_SEQLEN:
+    if exceeds(page_table.shape[1] * page_size, MAX_SEQLEN - 1):
         raise ValueError(
             f"page_table has {page_table.shape[1]} pages of {page_size} rows, must be fewer than "
             f"{MAX_SEQLEN} rows"

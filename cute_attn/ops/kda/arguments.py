@@ -23,7 +23,7 @@ from ...kernels.kda.chunk.spec import (
 )
 from ...kernels.kda.step.spec import DTYPES as STEP_DTYPES
 from ...kernels.kda.step.spec import HEAD_DIMS as STEP_HEAD_DIMS
-from ..checks import DTYPE_NAMES, check_dtype, check_dtypes_are, check_tensor
+from ..checks import DTYPE_NAMES, check_dtype, check_dtypes_are, check_tensor, exceeds
 from ..operator import is_compiling, plain
 
 STATE_DTYPES = ("float32", "bfloat16")  # of an initial state; converted to float32
@@ -90,7 +90,7 @@ class Sizes(dict[str, Any]):
         self.check_grid()
 
     def check_grid(self) -> None:
-        if self["HV"] > MAX_GRID_YZ:
+        if exceeds(self["HV"], MAX_GRID_YZ):
             raise ValueError(f"there are {self['HV']} value heads, must be at most {MAX_GRID_YZ}")
 
     def check_dims(
@@ -106,7 +106,7 @@ class Sizes(dict[str, Any]):
     def check_sequences(self, cu_seqlens: Tensor | None) -> None:
         """Check cu_seqlens and the number of tokens, and store the number of sequences as N."""
         tokens = self["T"] if cu_seqlens is not None else self["B"] * self["T"]
-        if tokens > MAX_TOKENS:
+        if exceeds(tokens, MAX_TOKENS):
             raise ValueError(f"there are {tokens} tokens, must be at most {MAX_TOKENS} in a call")
         if cu_seqlens is None:
             self["N"] = self["B"]
@@ -120,7 +120,7 @@ class Sizes(dict[str, Any]):
                     "sequences are packed one after another in one"
                 )
             self["N"] = cu_seqlens.shape[0] - 1
-        if self["N"] > MAX_GRID_YZ:
+        if exceeds(self["N"], MAX_GRID_YZ):
             raise ValueError(
                 f"there are {self['N']} sequences, must be at most {MAX_GRID_YZ} in a call"
             )

@@ -34,6 +34,7 @@ from ..checks import (
     check_rows,
     check_state_address,
     check_state_strides,
+    exceeds,
 )
 from ..memory import check_memory
 from ..operator import (
@@ -497,7 +498,7 @@ def _check_shapes(a: _Arguments, given: dict[str, Tensor]) -> None:
     if a.state_indices is None:
         sizes["N"] = sizes["B"]
     sizes.take("state", a.state, "N HV V K" if a.state_v_first else "N HV K V")
-    if sizes["B"] > MAX_GRID_YZ:
+    if exceeds(sizes["B"], MAX_GRID_YZ):
         raise ValueError(f"q has {sizes['B']} sequences, at most {MAX_GRID_YZ} fit one call")
     if a.use_gate_in_kernel:
         _check_gate(given, sizes, a.lower_bound)
