@@ -46,7 +46,6 @@ from .operator import (
     increment_version,
     is_dynamo_compiling,
     is_grad_enabled,
-    is_inference_mode_enabled,
 )
 
 __all__ = ["lightning_attn_decode", "plan_decode"]
@@ -344,7 +343,6 @@ class _Decode(Operator[_Arguments]):
         ready: Any = None,
     ) -> Tensor:
         key = None
-        tracked = is_grad_enabled()
         try:
             if ready is None:
                 key = (
@@ -355,7 +353,7 @@ class _Decode(Operator[_Arguments]):
                 )  # fmt: skip
                 ready = self.ready[key]
             function, scale = ready
-            if tracked and (
+            if is_grad_enabled() and (
                 q.requires_grad
                 or k.requires_grad
                 or v.requires_grad
@@ -375,8 +373,7 @@ class _Decode(Operator[_Arguments]):
                 error, key, ready, q, k, v, state, decay, out, softmax_scale, state_indices,
                 state_layout, num_accepted_tokens, draft_k, draft_v,
             )  # fmt: skip
-        if tracked or not is_inference_mode_enabled():
-            increment_version((state, o))
+        increment_version((state, o))
         return o
 
 

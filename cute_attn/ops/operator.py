@@ -62,10 +62,9 @@ PLAIN = frozenset({Tensor, Parameter})
 is_compiling = torch.compiler.is_compiling
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
-is_inference_mode_enabled = torch.is_inference_mode_enabled
 dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 # Kernels write to memory unseen by autograd, which detects changes of saved tensors by version: in
-# grad mode and under no_grad, as a gradient that saved the tensor may be taken later.
+# every mode, as a gradient that saved the tensor may be taken later.
 increment_version = torch._C._increment_version
 _disabled_torch_function = torch._C._disabled_torch_function_impl
 

@@ -300,13 +300,14 @@ def test_a_plan_skips_no_check(
     assert not planned
 
 
-def test_what_is_saved_for_a_gradient_is_not_overwritten_unseen(planned: list[Any]):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_saved_for_a_gradient_is_not_overwritten_unseen(planned: list[Any], mode: Any):
     """As by torch's functions with `out`, whose writes count without gradients too."""
     args = Case(CAUSAL, (5,), (7,)).arguments() | {"return_lse": False}
     for _ in range(3):  # cold, by key, and by plan
         x, out = torch.ones(1, 5, 1, 256, requires_grad=True), torch.zeros(1, 5, 1, 256).to(BF16)
         y = (x * out).sum()
-        with torch.no_grad():
+        with mode():
             cute_attn.flash_attn_func(**args, out=out)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()

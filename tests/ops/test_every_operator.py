@@ -401,20 +401,32 @@ def test_what_is_written_shares_no_memory_with_an_argument(
     assert not launches
 
 
-@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", WRITERS)
-def test_what_is_written_has_a_new_version(
-    launches: list[tuple[Any, ...]], name: str, gradients: bool
-):
-    """So that autograd does not use what it has saved and a kernel has written over: under no_grad
-    too, as torch's functions do."""
+def test_what_is_written_has_a_new_version(launches: list[tuple[Any, ...]], name: str, mode: Any):
+    """So that autograd does not use what it has saved and a kernel has written over: in all modes,
+    as torch's functions do."""
     operator = OPERATORS[name]
     for _ in range(3):  # cold and warm
         args = operator.arguments()
-        with cute_attn.emulated(operator.arch), torch.set_grad_enabled(gradients):
+        with cute_attn.emulated(operator.arch), mode():
             operator.function(**args)
         versions = {name: args[name]._version for name in operator.tensors}
         assert {name for name, version in versions.items() if version} == {*operator.written}
+    assert launches
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", WRITERS)
+def test_tensors_of_inference_mode_are_written(
+    launches: list[tuple[Any, ...]], name: str, mode: Any
+):
+    """They have no version."""
+    operator = OPERATORS[name]
+    with torch.inference_mode():
+        args = operator.arguments()
+    with mode():
+        operator.function(**args)
     assert launches
 
 

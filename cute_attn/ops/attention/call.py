@@ -21,7 +21,6 @@ from ..operator import (
     increment_version,
     is_dynamo_compiling,
     is_grad_enabled,
-    is_inference_mode_enabled,
 )
 from .forward import FORWARD, PLANS, Splits, empty_lse
 from .into import INTO, apart
@@ -124,7 +123,7 @@ def attend(
                         )  # fmt: skip
                     if combine is not None:
                         parts.combine(combine, o, lse, learnable_sink)
-                    if out is not None and (tracked or not is_inference_mode_enabled()):
+                    if out is not None:
                         increment_version((out,))
                     return o, lse
             except Exception:

@@ -18,7 +18,7 @@ from ..checks import (
     check_shapes,
 )
 from ..memory import check_memory
-from ..operator import increment_version, is_grad_enabled, is_inference_mode_enabled
+from ..operator import increment_version, is_grad_enabled
 from .arguments import (
     ALIGNMENT,
     Arguments,
@@ -122,8 +122,7 @@ class Into(Attention[IntoArguments]):
         ready: Any = None,
         plan: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        tracked = is_grad_enabled()
-        if tracked:
+        if is_grad_enabled():
             self.takes_gradient(q, k, v, out, lse, learnable_sink)
         try:
             # Host code checks `out`, but with splits it gets partial sums instead.
@@ -147,8 +146,7 @@ class Into(Attention[IntoArguments]):
             learnable_sink, softcap, scheduler, num_splits, lse is not None, False, ready,
             (out, lse), plan,
         )  # fmt: skip
-        if tracked or not is_inference_mode_enabled():
-            increment_version((out,) if lse is None else (out, lse))
+        increment_version((out,) if lse is None else (out, lse))
         return results
 
     def failed(self, error: Exception, key: Any, ready: Any, *arguments: Any) -> Any:

@@ -35,7 +35,6 @@ from ..operator import (
     forward_ad,
     increment_version,
     is_dynamo_compiling,
-    is_inference_mode_enabled,
 )
 from .arguments import (
     MAX_TOKENS,
@@ -358,8 +357,7 @@ class _Pool(Operator[_Arguments]):
             run_in_segments(ready.split, length, v, tiles, decay, (o,), states, cu_seqlens)
         else:
             ready.pool_pass(v, tiles, decay, o, *states, cu_seqlens, None, None, 0, 1)
-        if not is_inference_mode_enabled():
-            increment_version((o, initial_state))
+        increment_version((o, initial_state))
         return o
 
     def _with_out(self, a: Any, memory_format: torch.memory_format) -> Any:

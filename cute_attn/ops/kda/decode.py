@@ -45,7 +45,6 @@ from ..operator import (
     increment_version,
     is_dynamo_compiling,
     is_grad_enabled,
-    is_inference_mode_enabled,
 )
 from .arguments import (
     MAX_GRID_YZ,
@@ -420,7 +419,6 @@ class _Decode(Operator[_Arguments]):
         ready: Any = None,
     ) -> Tensor:
         key = None
-        tracked = is_grad_enabled()
         try:
             if ready is None:
                 key = (
@@ -433,7 +431,7 @@ class _Decode(Operator[_Arguments]):
                 )  # fmt: skip
                 ready = self.ready[key]
             function, write_records, q_scale, bound, beta_scale, flat_A_log = ready
-            if tracked and (
+            if is_grad_enabled() and (
                 q.requires_grad
                 or k.requires_grad
                 or v.requires_grad
@@ -463,9 +461,8 @@ class _Decode(Operator[_Arguments]):
                 use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_indices,
                 num_accepted_tokens, record_k, record_g, record_u,
             )  # fmt: skip
-        if tracked or not is_inference_mode_enabled():
-            records = () if record_k is None else (record_k, record_g, record_u)
-            increment_version((o, state, *records))
+        records = () if record_k is None else (record_k, record_g, record_u)
+        increment_version((o, state, *records))
         return o
 
 
