@@ -288,13 +288,19 @@ def test_rows_without_a_key_have_gradient_zero():
 
 @pytest.mark.parametrize(
     "shape",
-    [((2, 0), (2, 7)), ((2, 5), (2, 0)), ((0, 5), (0, 7))],
-    ids=["no queries", "no keys", "no sequences"],
+    [
+        ((2, 0, 4), (2, 7, 2)),
+        ((2, 5, 4), (2, 0, 2)),
+        ((0, 5, 4), (0, 7, 2)),
+        ((2, 5, 0), (2, 7, 0)),
+    ],
+    ids=["no queries", "no keys", "no sequences", "no heads"],
 )
 def test_empty_tensors_have_gradients(kernels: StandIns, shape: Any):
-    q = torch.randn(*shape[0], 4, 256).half().requires_grad_()
-    k, v = (torch.randn(*shape[1], 2, 256).half().requires_grad_() for _ in range(2))
-    args = {"q": q, "k": k, "v": v, "learnable_sink": sink(), "return_lse": True}
+    q = torch.randn(*shape[0], 256).half().requires_grad_()
+    k, v = (torch.randn(*shape[1], 256).half().requires_grad_() for _ in range(2))
+    of_heads = sink().detach()[: q.shape[2]].requires_grad_()
+    args = {"q": q, "k": k, "v": v, "learnable_sink": of_heads, "return_lse": True}
     o, lse = call(args)
     assert lse is not None
     dlse = torch.randn_like(lse)

@@ -402,7 +402,7 @@ class Backward(Operator[BackwardArguments]):
             if a.cu_seqlens_q is not None:
                 of_sequences = _rows_of_sequences(dlse.shape[-1], a.cu_seqlens_q, a.seqused_q)
                 dlse = dlse.masked_fill(~of_sequences, 0.0)
-            dsink.copy_(dlse.sum(dim=-1).reshape(-1, len(dsink)).sum(dim=0))
+            dsink.copy_(dlse.sum(dim=(0, -1) if dlse.dim() == 3 else (-1,)))
         return results
 
     def backward(
