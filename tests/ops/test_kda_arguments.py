@@ -540,6 +540,19 @@ def test_compiles_as_one_graph():
     assert any("cute_attn.chunk_kda" in target for target in calls), calls
 
 
+def test_intermediate_states_compile_as_one_graph():
+    args = call()
+
+    def layer(*tensors):
+        return cute_attn.chunk_kda(*tensors, return_intermediate_states=True)
+
+    with torch.inference_mode():
+        calls = captured(layer, *args.values())
+    assert any("cute_attn.chunk_kda" in target for target in calls), calls
+    with pytest.raises(RuntimeError, match=r"must be False outside of torch\.inference_mode"):
+        torch.compile(layer, fullgraph=True, backend="eager")(*args.values())
+
+
 def test_stages_compile_as_one_graph():
     args = intra()
 

@@ -181,7 +181,10 @@ def chunk_kda(
     num_chunks = None
     if cu_seqlens_cpu is not None:
         num_chunks = count_chunks(cu_seqlens_cpu, cu_seqlens, q)
-    if return_intermediate_states and not torch.is_inference_mode_enabled():
+    if return_intermediate_states and (
+        # Dynamo traces no question for inference mode, in which there is no grad mode.
+        is_grad_enabled() if is_dynamo_compiling() else not torch.is_inference_mode_enabled()
+    ):
         raise ValueError(
             "return_intermediate_states is True, must be False outside of torch.inference_mode(): "
             "no gradient goes through these states"
