@@ -263,9 +263,10 @@ class Sm90Hd128Backward(Sm90Backward):
         of the sums of use n - 1; with `starts` there is none, and without `follows` none after."""
         barriers = own.barriers
         switches = use.taken != after.taken
-        own.turns.wait()
         if cutlass.const_expr(not starts):
             barriers.wait("ds_full", n - 1)
+        own.turns.wait()
+        if cutlass.const_expr(not starts):
             dq = self.start_dq(own, n - 1, self.k_offset(own, use.taken - 1 + use.adds))
         dv = self.start_dv(own, n, use.adds)
         self.publish_ds(own, n)
