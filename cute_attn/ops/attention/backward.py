@@ -23,7 +23,7 @@ after the other:
 
 Workspaces, allocated through torch, in bytes, with R the padded rows (`statistics.padded_rows`: at
 most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the number of splits
-(`heuristics.num_splits`) and T <= R / 128:
+(`heuristics.num_splits`, or more for ds_dq by `heuristics.parts_with_ds`) and T <= R / 128:
 
     stats            8 heads R
     parts of dk, dv  8 S (elements of k)     only with S > 1
