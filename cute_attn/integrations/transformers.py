@@ -38,12 +38,13 @@ NAME = "cute_attn"
 def register(name: str = NAME) -> None:
     """Make `attn_implementation=name` known to Hugging Face transformers.
 
-    It supports inference and training of models whose attention layers have head_dim 256 (Gemma 2
-    and 3, Qwen3-Next, Qwen3.5 ...) in bfloat16 or float16: causal and bidirectional attention,
-    causal sliding windows, softcap, sinks, grouped heads, dynamic and static caches, and padding on
-    either side or in between. A sliding window counts tokens, not padding, as in FlashAttention;
-    eager attention differs if there is padding in between. With padding, k and v are copied in each
-    layer, so a batch without padding should come without a mask, as it does from `generate`.
+    It supports inference and training of models whose attention layers have head_dim 64, 128 or 256
+    on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), in bfloat16 or float16:
+    causal and bidirectional attention, causal sliding windows, softcap, sinks, grouped heads,
+    dynamic and static caches, and padding on either side or in between. A sliding window counts
+    tokens, not padding, as in FlashAttention; eager attention differs if there is padding in
+    between. With padding, k and v are copied in each layer, so a batch without padding should come
+    without a mask, as it does from `generate`.
 
     A model raises NotImplementedError if it needs dropout, attention weights as an output, other
     masks (packed sequences, chunks, blocks of images, bidirectional windows), paged caches, or
