@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="for CUTE_ATTN_PREBUILT"
     )
-    build.add_argument("-j", "--jobs", type=int, metavar="N", help="processes (default: all CPUs)")
+    build.add_argument(
+        "-j", "--jobs", type=int, metavar="N", help="processes (default: one per CPU, at most 16)"
+    )
     return parser
 
 

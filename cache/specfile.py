@@ -42,9 +42,14 @@ else:
 
 
 def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, Any]]:
-    """The kernels that a spec file lists for `arch`, with their specialisations.
+    """The kernels that a spec file lists for an architecture, with their specialisations.
 
-    Raises CacheError if the file cannot be read or a plan fails; the message names it.
+    Args:
+        path: of the TOML file.
+        arch: such as `"sm_90a"`.
+
+    Raises:
+        CacheError: the file cannot be read, or a plan fails; the message names it.
     """
     plan = plan_for(read_plans(Path(path)), [arch])
     if plan.refusals:

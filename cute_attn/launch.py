@@ -142,11 +142,14 @@ def warmup(
         requests: (kernel, Spec) pairs, as the `plan_*` functions of `cute_attn.ops` return them, or
             the path of a TOML spec file such as those in `cute_attn/models`.
         arch: "sm_90a", "sm_100a" ...; None is the current device's.
-        jobs: compilers to run at once; None is one for each core.
+        jobs: compilers to run at once; None is one for each core, at most 16.
         progress: show a progress bar; None shows one on a terminal.
 
     Raises:
         cute_attn.cache.CompileError: kernels failed; it names each, and all others are ready.
+        cute_attn.cache.FrozenCacheMiss: a kernel is missing after `cute_attn.cache.freeze`.
+        cute_attn.cache.CacheError: the file cannot be read, or a plan in it fails; or there is
+            neither a device nor `arch`.
     """
     if isinstance(requests, str | os.PathLike):
         requests = cache.plan_file(requests, arch or cache.current_arch())

@@ -57,8 +57,8 @@ def flash_attn_func(
         learnable_sink: `[heads]`, bfloat16, float16 or float32: each head's score of one extra key,
             whose value is 0. It is not scaled.
         softcap: scores become softcap * tanh(score / softcap); 0 is no cap.
-        num_splits: into how many parts the keys are split, each for a CTA of its own, whose results
-            a second kernel combines. More than one pays for a few short queries with
+        num_splits: into how many parts the keys are split, at most 256, each for a CTA of its own,
+            whose results a second kernel combines. More than one pays for a few short queries with
             many keys; 0 chooses by shapes alone, without reading the device. Equal calls with
             equal numbers give equal bits. With more than one, bits also depend on how queries
             share tiles: on whether there are more than 128 (packed ones: by max_seqlen_q).
