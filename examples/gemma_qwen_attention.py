@@ -12,8 +12,8 @@ What it shows:
 - Gemma 3's sliding windows of w tokens, the query included: window_size=(w - 1, 0).
 
 Every output of the operator is compared with the float64 reference on the same q, k and v, and its
-error with that of plain PyTorch. Without a Blackwell GPU the kernels run in the emulator, with
-every check on.
+error with that of plain PyTorch. Without a Hopper or Blackwell GPU the kernels run in the emulator,
+with every check on.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def prefill_and_decode(kind: Kind, device: str) -> Errors:
 def main() -> bool:
     """Run all kinds, and return whether every output is close enough to the reference."""
     console = Console()
-    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
     where = torch.cuda.get_device_name() if on_gpu else "sm_100a, emulated"
     console.print(f"cute_attn {cute_attn.__version__}, torch {torch.__version__}, on {where}")
     table = Table("layer", "phase", "error", "plain PyTorch", "")
@@ -172,8 +172,8 @@ def main() -> bool:
     console.print(table)
     if not on_gpu:
         console.print(
-            "No Blackwell GPU here: the compiled kernels ran in the emulator, which found no race, "
-            "no missing fence, no access out of bounds and no uninitialised read."
+            "No Hopper or Blackwell GPU here: the compiled kernels ran in the emulator, which "
+            "found no race, no missing fence, no access out of bounds and no uninitialised read."
         )
     return agree
 
@@ -182,5 +182,5 @@ if __name__ == "__main__":
     try:
         passed = main()
     except EmulatorUnavailable as error:
-        raise SystemExit(f"There is no Blackwell GPU here, and {error}") from None
+        raise SystemExit(f"There is no Hopper or Blackwell GPU here, and {error}") from None
     raise SystemExit(0 if passed else 1)

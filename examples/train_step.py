@@ -10,8 +10,8 @@ What it shows:
 - forward, backward and an AdamW step, after which the loss on the same tokens is smaller.
 
 The gradients of the first step are compared with those through the float64 reference of attention,
-and their error with that of plain PyTorch. Without a Blackwell GPU the kernels run in the emulator,
-with every check on.
+and their error with that of plain PyTorch. Without a Hopper or Blackwell GPU the kernels run in the
+emulator, with every check on.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def train(device: str) -> tuple[list[float], float, float]:
 def main() -> bool:
     """Train, and return whether the loss fell and the gradients are close to the reference."""
     console = Console()
-    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
     where = torch.cuda.get_device_name() if on_gpu else "sm_100a, emulated"
     console.print(f"cute_attn {cute_attn.__version__}, torch {torch.__version__}, on {where}")
     with contextlib.nullcontext() if on_gpu else cute_attn.emulated("sm_100a"):
@@ -145,5 +145,5 @@ if __name__ == "__main__":
     try:
         passed = main()
     except EmulatorUnavailable as error:
-        raise SystemExit(f"There is no Blackwell GPU here, and {error}") from None
+        raise SystemExit(f"There is no Hopper or Blackwell GPU here, and {error}") from None
     raise SystemExit(0 if passed else 1)

@@ -139,6 +139,28 @@ def test_train_step_notices_a_wrong_window(monkeypatch: pytest.MonkeyPatch) -> N
     assert ours > 2 * plain
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "first"), [("gemma_qwen_attention", "prefill_and_decode"), ("train_step", "train")]
+)
+def test_a_gpu_with_kernels_is_used(
+    name: str, first: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reached(Exception):
+        """The example has chosen a device, which is the last argument."""
+
+    def reach(*args: Any) -> None:
+        raise Reached(args[-1])
+
+    example = load(name)
+    monkeypatch.setattr(example, first, reach)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    with pytest.raises(Reached, match=r"^cuda$"):
+        example.main()
+
+
 def train_kimi_linear(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], float, float]:
     example = load("train_kimi_linear")
     monkeypatch.setattr(example, "TOKENS", 12)
