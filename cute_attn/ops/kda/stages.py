@@ -164,12 +164,13 @@ def kda_chunk_intra(
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
         scale: factor of Aqk; None is K ** -0.5.
         cu_seqlens: as for `chunk_kda`.
-        output_qg: whether to compute qg; it is None otherwise.
+        output_qg: whether to compute qg.
 
     Returns:
-        `[B, T, HV, 64]` Aqk and Akk, `[B, T, HV, K]` w, qg and kg, `[B, T, HV, V]` u, in the dtype
-        of q, contiguous, undefined for tokens of no sequence. Aqk and Akk are 0 above the diagonal
-        and in the columns past a short chunk's length.
+        Aqk, Akk, w, u, qg and kg: `[B, T, HV, 64]` Aqk and Akk, `[B, T, HV, K]` w, qg and kg,
+        `[B, T, HV, V]` u, in the dtype of q, contiguous, undefined for tokens of no sequence. qg,
+        which a backward needs, is None without output_qg. Aqk and Akk are 0 above the diagonal and
+        in the columns past a short chunk's length.
 
     Raises:
         TypeError: as `chunk_kda`.
@@ -250,8 +251,9 @@ def kda_chunk_delta_h(
         h, the state before every chunk, in the dtype of u: `[B, ceil(T / 64), HV, K, V]`, or with
         cu_seqlens `[1, chunks, HV, K, V]`, the chunks of the sequences one after another. With
         cu_seqlens_cpu `chunks` is their number. Without it, or under torch.compile, `chunks` is
-        T // 64 + N, and h is undefined past the last chunk. v_new is `[B, T, HV, V]`, and
-        final_state has the shape of initial_state, in float32.
+        T // 64 + N, and h is undefined past the last chunk. v_new is `[B, T, HV, V]`, or None
+        without output_v_new. final_state has the shape of initial_state, in float32, or is None
+        without output_final_state.
 
     Raises:
         TypeError: as `chunk_kda`.

@@ -194,8 +194,9 @@ def kda_chunk_delta_h_backward(
 
     Returns:
         dh, the gradient of the state after every chunk, in the dtype of do, with the chunks of h of
-        `kda_chunk_delta_h`; dinitial_state, of dfinal_state's shape, in float32; dv, the gradient
-        of u, of dv's shape and dtype, undefined for tokens of no sequence.
+        `kda_chunk_delta_h`; dinitial_state, of dfinal_state's shape, in float32, or None without
+        output_dinitial_state; dv, the gradient of u, of dv's shape and dtype, undefined for tokens
+        of no sequence.
 
     Raises:
         TypeError: as `chunk_kda`.
