@@ -262,6 +262,16 @@ def test_beta_near_0() -> None:
     assert ours["beta"][:, ::3].all()
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", slow("sm_100a")])
+def test_beta_near_0_in_a_cluster(arch: str) -> None:
+    """Both CTAs of a cluster read dv, of which the first rewrites rows: the emulator finds a race
+    unless that waits for the second."""
+    dtypes = (BF16, BF16, BF16)
+    problem = Problem([65, 0, 1], (1, 2), (128, 128), dtypes, 1.0, **IN_KERNEL)
+    problem.x["beta"][:, ::3] = -40.0
+    problem.check(arch=arch)
+
+
 def test_long_rows() -> None:
     """Rows of q and k of any length, where the kernel normalises them."""
     short = Problem([29, 1], **IN_KERNEL)

@@ -9,7 +9,8 @@ The last kernel of the backward. It needs nothing from another chunk.
         gates      the sums of gates within sub-chunks
         for each 64 columns of V:
           state      do S^T, dr S^T, v' dS'^T; dAqk = do v'^T, dLhat = -dr v'^T; sum_V S dS'
-        beta       dbeta, from the diagonal of dr v'^T; rows of dv whose beta is nearly 0
+        beta       dbeta, from the diagonal of dr v'^T; rows of dv whose beta is nearly 0, once
+                   both CTAs have read them
         products   the products within the chunk (`decayed_products`)
         dG         q dq + k row - k col to shared memory
         gates      dg, and sums of the gradients of A_log and dt_bias; before the last head's, the
@@ -30,7 +31,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import (
@@ -429,6 +430,7 @@ class KdaGradients:
             x.fill(0.0)
         stage = smem + self.memory["stage"]
         head = first_head + n
+        some_beta_is_small = Boolean(False)
         for t in cutlass.range(self.tiles_v, unroll=1):
             cute.arch.cp_async_wait_group(0)
             if cutlass.const_expr(self.bulk):
@@ -436,6 +438,8 @@ class KdaGradients:
             cute.arch.sync_threads()
             if t == 0:  # the barrier before it has ended `store_sums` too
                 self.gates.finish_sums(smem)
+                if cutlass.const_expr(self.spec.cluster > 1):
+                    some_beta_is_small = self.any_beta_is_small(smem, place, beta_scale)
             self.multiply(stage, acc_q, acc_k, acc, daqk, dlower, of_state)
             cute.arch.sync_threads()
             if t + 1 < self.tiles_v:
@@ -445,6 +449,12 @@ class KdaGradients:
         self.store_scores(smem, "daqk", daqk, scale)
         self.store_scores(smem, "dlower", dlower, Float32(-1.0))
         self.store_diagonals(smem, daqk, dlower, dbeta, place, head, cta, scale, beta_scale)
+        if cutlass.const_expr(self.spec.cluster > 1):
+            # Both CTAs decide alike. The first must not write dv before the second has read it.
+            if some_beta_is_small:
+                keep_branch()
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
         if cta == 0:
             self.finish_dv(own_beta, dv, place, head, beta_scale)
         self.store_of_state(smem, of_state)
@@ -593,6 +603,22 @@ class KdaGradients:
         value = sigmoid(x)
         return beta_scale * value, beta_scale * (value * sigmoid(-x))
 
+    def is_small(self, value: Any) -> Any:
+        """Whether `nonzero_beta` replaces this beta."""
+        return cute.arch.fmax(value, -value) < Float32(SMALLEST_BETA[self.dtype])
+
+    @cute.jit
+    def any_beta_is_small(self, smem: Int32, place: Any, beta_scale: Float32) -> Any:
+        """Return whether `finish_dv` has a row to multiply, the same in all warps."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % 32
+        found = Boolean(False)
+        for i in cutlass.range_constexpr(CHUNK // 32):
+            row = lane + 32 * i
+            value, _ = self.beta_and_slope(self.memory.of_token(smem, "beta", row), beta_scale)
+            found = found | ((row < place.length) & self.is_small(value))
+        return cute.arch.vote_any_sync(found)
+
     @cute.jit
     def finish_dv(
         self, beta: Float32, dv: cute.Tensor, place: Any, head: Int32, beta_scale: Float32
@@ -602,8 +628,7 @@ class KdaGradients:
         thread, _, _ = cute.arch.thread_idx()
         if thread < place.length:
             value, _ = self.beta_and_slope(beta, beta_scale)
-            smallest = Float32(SMALLEST_BETA[self.dtype])
-            if cute.arch.fmax(value, -value) < smallest:
+            if self.is_small(value):
                 keep_branch()
                 factor = value * reciprocal(nonzero_beta(self.dtype, value))
                 rows = rows_of(dv, place, head)
