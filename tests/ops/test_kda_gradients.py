@@ -28,6 +28,7 @@ from cute_attn.reference.kda import (
     kda_chunk_gradients,
     kda_chunk_reference,
     kda_gradients,
+    kda_reference,
 )
 
 from .kda_cases import (
@@ -255,6 +256,23 @@ def test_gates_of_any_size(device: str, gate: float | str):
     if gate == -1000.0:  # nothing is left of the past: these gradients are 0 in float32
         assert found["g"].abs().max() < 1e-30
     assert_agrees(args, of, found)
+
+
+@pytest.mark.everywhere
+@pytest.mark.slow
+def test_beta_of_0_counts_as_the_smallest_where_a_gradient_is_needed(device: str):
+    """With float16 that is 2**-14, and the state moves as far as the definition says."""
+    args = Case(SMALL, (66,), group=1, gates="weak", seed=5).arguments(device)
+    args["beta"].fill_(-math.inf)  # before its sigmoid
+    leaf = args["v"].detach().requires_grad_()
+    _, without = cute_attn.chunk_kda(**args)
+    _, state = cute_attn.chunk_kda(**args | {"v": leaf})
+    smallest = torch.full_like(args["beta"], 2.0**-14, dtype=torch.float64).logit()
+    exact = kda_reference(**definition(args)).final_state
+    moved = kda_reference(**definition(args) | {"beta": smallest}).final_state - exact
+    found = (state - without).double()
+    assert (without - exact).norm() < 1e-5 * exact.norm()
+    assert (found - moved).norm() < 2 * torch.finfo(torch.float16).eps * moved.norm()
 
 
 @pytest.mark.everywhere

@@ -108,7 +108,9 @@ def chunk_kda(
             h uses query and key head h // (HV // HQK).
         g: `[B, T, HV, K]`, float32, bfloat16 or float16: natural logarithms of the decay (less
             than -128 counts as -128), or with use_gate_in_kernel the input of the gate.
-        beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides.
+        beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides. If a gradient is
+            needed, one nearer to 0 than 2**-40 (2**-14 with float16 q) counts as that, with its
+            sign.
         scale: factor of q; None is K ** -0.5.
         initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
             number of sequences, is B without cu_seqlens. With state_indices: a pool, see below.
