@@ -19,6 +19,7 @@ from torch import Tensor
 
 import cute_attn
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention import table
 from cute_attn.ops.attention import backward
 from cute_attn.reference.attention import (
     attention_gradients,
@@ -134,6 +135,13 @@ GRADIENT_MACHINES = st.builds(
     seed=st.integers(0, 2**31),
     spurious_cancel=st.booleans(),
 )
+
+
+def one_cluster() -> Machine:
+    """With room for one cluster of the dK/dV kernel, so that it splits no group of heads. How many
+    it splits otherwise depends on the whole batch, and bits of dk and dv on that."""
+    kernel = table.find("backward_dkdv", target().arch, target().head_dim)
+    return Machine(num_sms=kernel.cluster)
 
 
 def wanted_on(machine: Machine, *, of: Sequence[str] = INPUTS) -> tuple[str, ...]:
