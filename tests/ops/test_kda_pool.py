@@ -453,8 +453,9 @@ def test_calls_without_tokens_launch_nothing(loaded: list[Any]):
 
 @pytest.mark.parametrize("state_v_first", [True, False])
 def test_models_have_the_kernels_of_servers_calls(loaded: list[Any], state_v_first: bool):
-    """vLLM and SGLang give activated gates and beta in float32, SGLang its pool too; and what we
-    recommend: the kernels apply them. Packed sequences are split, if there are few."""
+    """For Kimi Linear, vLLM and SGLang give beta in float32 after its sigmoid, and the gate's
+    input, or in older versions the gate in float32; SGLang also gives its pool. For its successors
+    they give no activated input, as we recommend. Packed sequences are split, if there are few."""
 
     def rows(dtype: torch.dtype, *dim: int) -> torch.Tensor:
         return torch.zeros(1, 200, 2, *dim, dtype=dtype)
@@ -482,7 +483,13 @@ def test_models_have_the_kernels_of_servers_calls(loaded: list[Any], state_v_fir
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
         }
-        calls += [activated | common | slots | checkpoints]
+        gated = ours | {"beta": rows(FP32), "use_beta_sigmoid_in_kernel": False}
+        calls += [
+            activated | common | slots | checkpoints,
+            gated | common | {"initial_state": pool[:1], "output_final_state": True},
+            gated | common | slots,
+            gated | common | slots | checkpoints,
+        ]
         for bound in ({}, {"lower_bound": -5.0}):
             calls += [ours | common | slots | bound, ours | common | slots | bound | checkpoints]
     with cute_attn.emulated("sm_90a"), torch.no_grad(), in_segments(1), in_segments_of_chunk_kda():
@@ -496,9 +503,19 @@ def test_models_have_the_kernels_of_servers_calls(loaded: list[Any], state_v_fir
                 use_beta_sigmoid_in_kernel=False,
                 state_indices=torch.tensor([1, 2, -1], dtype=torch.int32),
             )
+            # Speculative decoding as vLLM does it, with a slot for each position.
+            cute_attn.kda_decode(
+                *(ours[name][:, :2] for name in ("q", "k", "v", "g", "beta")),
+                pool,
+                A_log=ours["A_log"],
+                dt_bias=ours["dt_bias"],
+                lower_bound=-5.0,
+                state_indices=torch.tensor([[1, 2, 3]], dtype=torch.int32),
+                num_accepted_tokens=torch.tensor([2], dtype=torch.int32),
+            )
     models = Path(cute_attn.__file__).parent / "models" / "serving.toml"
     built = set(plan_file(models, "sm_90a"))
-    assert len(loaded) == 5 * len(calls) + state_v_first
+    assert len(loaded) == 5 * len(calls) + 2 * state_v_first
     missing = [(kernel.name, spec) for kernel, spec in loaded if (kernel, spec) not in built]
     assert not missing
 
