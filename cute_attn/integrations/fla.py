@@ -28,6 +28,7 @@ from ..ops.kda.limits import (
     HEAD_DIMS,
     STEP_DTYPES,
     STEP_HEAD_DIMS,
+    STEP_PARAMETER_DTYPES,
     STEP_STATE_DTYPES,
     why_no_gradients,
 )
@@ -234,11 +235,17 @@ def _declines_recurrent(given: Arguments) -> Reason:
 
 def _declines_in_place(given: Arguments) -> Reason:
     """Why `kda_decode` cannot take a call with in-place states."""
-    state, indices = given["initial_state"], given.get("ssm_state_indices")
+    state, indices = given.get("initial_state"), given.get("ssm_state_indices")
+    if state is None:
+        return "initial_state is None, and the state is to be updated in place"
     if given.get("cu_seqlens") is not None:
         return f"{NAME} has no packed sequences with a state in place"
     if _name(state.dtype) not in STEP_STATE_DTYPES:
         return f"initial_state has dtype {state.dtype}, {NAME} has {STEP_STATE_DTYPES}"
+    for name in ("A_log", "dt_bias"):
+        x = given.get(name)
+        if x is not None and _name(x.dtype) not in STEP_PARAMETER_DTYPES:
+            return f"{name} has dtype {x.dtype}, {NAME} has {STEP_PARAMETER_DTYPES} in place"
     if indices is None:
         return None
     if indices.dtype != torch.int32 or not indices.is_contiguous():

@@ -469,6 +469,9 @@ RECURRENT_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
 IN_PLACE_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "packed": ({"cu_seqlens": torch.tensor([0, 2])}, "no packed sequences"),
     "state": ({"initial_state": torch.zeros(2, 2, 64, 64).half()}, "initial_state has dtype"),
+    "no state": ({"initial_state": None}, "initial_state is None"),
+    "half A_log": ({"A_log": torch.zeros(2).half()}, "A_log has dtype torch.float16"),
+    "half dt_bias": ({"dt_bias": torch.zeros(128).half()}, "dt_bias has dtype torch.float16"),
     "int64": ({"ssm_state_indices": torch.zeros(2, 70).long()}, "contiguous int32"),
     "one slot": ({"ssm_state_indices": torch.zeros(2, **INT32)}, "70 tokens for each sequence"),
     "few slots": ({"ssm_state_indices": torch.zeros(2, 3, **INT32)}, "a slot for 3"),

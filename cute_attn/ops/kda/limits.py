@@ -18,6 +18,7 @@ GATE_DTYPES, BETA_DTYPES = chunk.GATE_DTYPES, chunk.BETA_DTYPES
 STEP_DTYPES = step.DTYPES
 STEP_HEAD_DIMS = {"K": step.HEAD_DIMS, "V": step.HEAD_DIMS}
 STEP_STATE_DTYPES = step.STATE_DTYPES
+STEP_PARAMETER_DTYPES = step.PARAMETER_DTYPES
 
 
 def why_no_gradients(device: torch.device, *, head_dim_k: int, head_dim_v: int) -> str | None:
