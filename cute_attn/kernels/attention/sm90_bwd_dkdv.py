@@ -432,8 +432,7 @@ class Sm90DkDv:
         tiles: TileMap,
         visible: Visibility,
     ) -> None:
-        """Publish each tile of the CTA and load its K and V, then the queries that see it, head by
-        head."""
+        """Take the CTA's tiles one after the other, and load what they need."""
         to = self.rings(storage, barriers)
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)
@@ -444,21 +443,30 @@ class Sm90DkDv:
             exists, block, split_head, sequence = tiles.locate(number)
             if exists:
                 work = tiles.work(block, split_head, sequence)
-                queue.publish_work(taken, work)
-                self.load_keys("k", x, to, work, taken)
-                self.load_keys("v", x, to, work, taken)
-                first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-                stats_start = padded_start(x.queries, work.sequence)
-                tile, head = first, work.head
-                for _ in cutlass.range((end - first) * x.group, unroll=1):
-                    row = stats_start + tile * self.spec.tile_m
-                    self.load_queries("q", x, to, work, tile, head, row, n)
-                    self.load_queries("do", x, to, work, tile, head, row, n)
-                    n += 1
-                    tile, head = following(tile, head, first, end)
-                taken += 1
+                taken, n = self.load_work(x, to, queue, visible, work, taken, n)
             number = scheduler.advance_to_next_work(number, taken)
         queue.publish_end(taken)
+
+    @cute.jit
+    def load_work(
+        self, x: Operands, to: Rings, queue: TileQueue, visible: Visibility, work: Work,
+        taken: Int32, n: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """Publish a tile of keys as work `taken`, and load what it needs, its queries from use n
+        on; return the counts after it."""
+        queue.publish_work(taken, work)
+        self.load_keys("k", x, to, work, taken)
+        self.load_keys("v", x, to, work, taken)
+        first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        stats_start = padded_start(x.queries, work.sequence)
+        tile, head = first, work.head
+        for _ in cutlass.range((end - first) * x.group, unroll=1):
+            row = stats_start + tile * self.spec.tile_m
+            self.load_queries("q", x, to, work, tile, head, row, n)
+            self.load_queries("do", x, to, work, tile, head, row, n)
+            n += 1
+            tile, head = following(tile, head, first, end)
+        return taken + 1, n
 
     def rings(self, storage: Pointers, barriers: Barriers) -> Rings:
         spec = self.spec
@@ -627,11 +635,11 @@ class Sm90DkDv:
             return kept_pairs(own.s, lane_row, columns)
         return [unpack(self.dtype, own.p[word(lane_row, j)]) for j in columns[::2]]
 
-    def start_scores(self, own: Consumer, n: Any) -> list[Any]:
-        """Start S^T = K Q^T, with use n of Q."""
-        return self.start_transposed(
-            self.own_rows(own, own.k), own.q + own.barriers.stage("q_full", n) * self.q_bytes
-        )
+    def start_scores(self, own: Consumer, n: Any, k_offset: Any = 0) -> list[Any]:
+        """Start S^T = K Q^T, with use n of Q, and K so many bytes behind the start of its
+        buffer."""
+        queries = own.q + own.barriers.stage("q_full", n) * self.q_bytes
+        return self.start_transposed(self.own_rows(own, own.k + k_offset), queries)
 
     def start_dp(self, own: Consumer, n: Any) -> list[Any]:
         """Start dP^T = V dO^T, with use n of dO."""
@@ -645,15 +653,15 @@ class Sm90DkDv:
             tile_m=spec.tile_n, tile_n=spec.tile_m, head_dim=spec.head_dim,
         )  # fmt: skip
 
-    def start_dv(self, own: Consumer, n: Any) -> list[Any]:
-        """Start dV + P^T dO, with use n of dO."""
+    def start_dv(self, own: Consumer, n: Any, adds: Any = None) -> list[Any]:
+        """Start dV + P^T dO, with use n of dO; `adds` as of `start_sum`."""
         stage = own.barriers.stage("do_full", n) * self.q_bytes
-        return self.start_sum(own.dv, own.p, own.do + stage)
+        return self.start_sum(own.dv, own.p, own.do + stage, adds)
 
-    def start_dk(self, own: Consumer, n: Any) -> list[Any]:
-        """Start dK + dS^T Q, with use n of Q."""
+    def start_dk(self, own: Consumer, n: Any, adds: Any = None) -> list[Any]:
+        """Start dK + dS^T Q, with use n of Q; `adds` as of `start_sum`."""
         stage = own.barriers.stage("q_full", n) * self.q_bytes
-        return self.start_sum(own.dk, own.ds, own.q + stage)
+        return self.start_sum(own.dk, own.ds, own.q + stage, adds)
 
     def start_sum(
         self, acc: cute.Tensor, left: cute.Tensor, queries: Any, adds: Any = None

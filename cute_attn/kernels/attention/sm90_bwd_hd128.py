@@ -33,19 +33,19 @@ from ..common.ptx import wgmma
 from ..common.ptx.async_copy import add_bulk
 from ..common.ptx.compiler import opaque
 from ..common.ptx.memory import shared_address, store_global, store_shared
-from ..common.scheduler import CounterScheduler, TileQueue
+from ..common.scheduler import TileQueue
 from ..common.smem import Buffer, Pointers
 from . import fragments
 from .query_sums import VECTOR, VECTORS
 from .sm90_bwd import Sm90Backward
-from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands
+from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands, Rings
 from .sm90_key_tiles import head_and_split
 from .sm90_mma import STEP, start_output
 from .sm90_store import row_parts, store_parts
 from .softmax import Scaling
 from .statistics import padded_start
 from .visibility import Visibility
-from .work import TileMap, Work, following
+from .work import Work, following
 
 UNIT = 16  # bytes that a lane stores at once
 
@@ -111,45 +111,30 @@ class Sm90Hd128Backward(Sm90Backward):
     # -- device: load -------------------------------------------------------------------------
 
     @cute.jit
-    def load_warp(
-        self,
-        x: Operands,
-        storage: Pointers,
-        barriers: Barriers,
-        tiles: TileMap,
-        visible: Visibility,
-    ) -> None:
-        """Publish each tile of the CTA that some query sees, and load what it needs in the order in
-        which the consumers do; store zeros for the other tiles."""
-        to = self.rings(storage, barriers)
-        scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
-        queue = TileQueue(Work, storage.work, barriers)
-        taken = Int32(0)  # tiles of keys
-        n = Int32(0)  # tiles of queries
-        number = scheduler.initial_work_tile()
-        while number >= 0:
-            exists, block, split_head, sequence = tiles.locate(number)
-            if exists:
-                work = tiles.work(block, split_head, sequence)
-                first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-                if first < end:
-                    queue.publish_work(taken, work)
-                    self.load_keys("k", x, to, work, taken)
-                    stats_start = padded_start(x.queries, work.sequence)
-                    tile, head = first, work.head
-                    for i in cutlass.range((end - first) * x.group, unroll=1):
-                        row = stats_start + tile * self.spec.tile_m
-                        self.load_queries("q", x, to, work, tile, head, row, n)
-                        if i == 0:  # V of the work before is in use for longer than its last Q
-                            self.load_keys("v", x, to, work, taken)
-                        self.load_queries("do", x, to, work, tile, head, row, n)
-                        n += 1
-                        tile, head = following(tile, head, first, end)
-                    taken += 1
-                else:
-                    self.store_zeros(x, work)
-            number = scheduler.advance_to_next_work(number, taken)
-        queue.publish_end(taken)
+    def load_work(
+        self, x: Operands, to: Rings, queue: TileQueue, visible: Visibility, work: Work,
+        taken: Int32, n: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """As of `Sm90DkDv`, in the order in which the consumers need it. A tile that no query sees
+        is not published: its zeros are stored here."""
+        first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        if first < end:
+            queue.publish_work(taken, work)
+            self.load_keys("k", x, to, work, taken)
+            stats_start = padded_start(x.queries, work.sequence)
+            tile, head = first, work.head
+            for i in cutlass.range((end - first) * x.group, unroll=1):
+                row = stats_start + tile * self.spec.tile_m
+                self.load_queries("q", x, to, work, tile, head, row, n)
+                if i == 0:  # V of the work before is in use for longer than its last Q
+                    self.load_keys("v", x, to, work, taken)
+                self.load_queries("do", x, to, work, tile, head, row, n)
+                n += 1
+                tile, head = following(tile, head, first, end)
+            taken += 1
+        else:
+            self.store_zeros(x, work)
+        return taken, n
 
     @cute.jit
     def store_zeros(self, x: Operands, work: Work) -> None:
@@ -184,7 +169,7 @@ class Sm90Hd128Backward(Sm90Backward):
         use = self.first_use(own, Int32(0))
         own.barriers.wait("k_full", use.taken)
         own.barriers.wait("q_full", n)
-        scores = self.start_scores(own, n, use.taken)
+        scores = self.start_scores(own, n, self.k_offset(own, use.taken))
         own.barriers.wait("v_full", use.taken)
         own.barriers.wait("do_full", n)
         dp = self.start_dp(own, n)
@@ -287,7 +272,7 @@ class Sm90Hd128Backward(Sm90Backward):
                     self.share_turn(own, use)
                 barriers.wait("k_full", after.taken)
             barriers.wait("q_full", n + 1)
-            scores = self.start_scores(own, n + 1, after.taken)
+            scores = self.start_scores(own, n + 1, self.k_offset(own, after.taken))
         fragments.assign(own.dk, wgmma.wait(dk, pending=1 if follows else 0))
         barriers.warp_arrives("q_empty", n)
         if cutlass.const_expr(follows):
@@ -307,8 +292,8 @@ class Sm90Hd128Backward(Sm90Backward):
 
     @cute.jit
     def share_turn(self, own: Consumer, use: Use) -> None:
-        """After the only use of a work, the next K takes the place of the K that the other
-        warpgroup's dQ still needs: it gets its turn up to here."""
+        """Where `use` is the only one of its work, let the other warpgroup start its dQ first: the
+        next K takes the stage of the K which that dQ reads."""
         if use.adds == 0:
             own.turns.give()
             own.turns.wait()
@@ -322,30 +307,15 @@ class Sm90Hd128Backward(Sm90Backward):
         self.probabilities(own, use.taken, use.tile, n, use.masked)
         fragments.assign(own.dp, wgmma.wait(dp))
 
-    def start_scores(self, own: Consumer, n: Any, taken: Any) -> list[Any]:
-        """Start S^T = K Q^T, with use n of Q and K of work `taken`."""
-        queries = own.q + own.barriers.stage("q_full", n) * self.q_bytes
-        return self.start_transposed(self.own_rows(own, own.k + self.k_offset(own, taken)), queries)
-
     def k_offset(self, own: Consumer, taken: Any) -> Any:
         """Where K of work `taken` lies in its ring, in bytes."""
         return own.barriers.stage("k_full", taken) * self.k_bytes
 
-    def start_dv(self, own: Consumer, n: Any, adds: Any) -> list[Any]:
-        """Start dV + P^T dO, with use n of dO; where `adds` is 0, P^T dO."""
-        queries = own.do + own.barriers.stage("do_full", n) * self.q_bytes
-        return self.start_sum(own.dv, own.p, queries, adds=adds)
-
-    def start_dk(self, own: Consumer, n: Any, adds: Any) -> list[Any]:
-        """Start dK + dS^T Q, with use n of Q; where `adds` is 0, dS^T Q."""
-        queries = own.q + own.barriers.stage("q_full", n) * self.q_bytes
-        return self.start_sum(own.dk, own.ds, queries, adds=adds)
-
     def start_dk_and_stage_dq(
         self, own: Consumer, n: Any, adds: Any, dq: list[Any]
     ) -> tuple[list[Any], int]:
-        """The same step by step, with a part of dQ staged before each; and the number of groups.
-        The queue of products is short: staged at once, dQ would let it run dry."""
+        """`start_dk` step by step, with a part of dQ staged before each step, and the number of
+        groups. The queue of products is short: staged at once, dQ would let it run dry."""
         spec = self.spec
         queries = own.q + own.barriers.stage("q_full", n) * self.q_bytes
         dk, steps = fragments.values(own.dk), spec.tile_m // STEP

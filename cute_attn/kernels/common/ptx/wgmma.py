@@ -119,7 +119,7 @@ def _start(
     adds: Any = None,
 ) -> list[Any]:
     """Start c + a b; `left` has the operands of a for each 16 of k: 4 registers, or a descriptor;
-    `parts` are (n, descriptors) of neighbouring columns of b."""
+    `parts` are (n, descriptors) of neighbouring columns of b; `adds` as of `product`."""
     name = TYPE_NAMES[dtype]
     count = sum(n for n, _ in parts) // 2
     first = count if c is None else 2 * count
