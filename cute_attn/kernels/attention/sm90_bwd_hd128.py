@@ -13,8 +13,10 @@ the sums. The loop turns over between P and dS, and dQ is one tile late:
     dP^T of tile n + 1
     the other warpgroup's turn            dQ from its staging to L2; P^T of tile n + 1
 
-Tile n + 1 may belong to the next tile of keys, which is work `taken` + 1. Its K is loaded beside
-the products with the K before, of which the ring has two stages.
+The loop runs over all tiles of queries of all tiles of keys that the CTA takes: tile n + 1 may
+belong to the next tile of keys, which is work `taken` + 1. Its K is loaded beside the products with
+the K before, of which the ring has two stages, and its V when dP of the last tile of queries is
+done. dK and dV are stored from registers, beside S^T and dP^T of tile n + 1.
 """
 
 from __future__ import annotations
@@ -25,19 +27,60 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
+from ..common.carried import Named
 from ..common.pipeline import Barriers
 from ..common.ptx import wgmma
 from ..common.ptx.async_copy import add_bulk
 from ..common.ptx.compiler import opaque
-from ..common.ptx.memory import shared_address, store_shared
+from ..common.ptx.memory import shared_address, store_global, store_shared
+from ..common.scheduler import TileQueue
 from ..common.smem import Buffer, Pointers
 from . import fragments
 from .query_sums import VECTOR, VECTORS
-from .sm90_bwd import Sm90Backward, Use
-from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands
+from .sm90_bwd import Sm90Backward
+from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands, Rings
+from .sm90_key_tiles import head_and_split
 from .sm90_mma import STEP, start_output
+from .sm90_store import row_parts, store_parts
 from .softmax import Scaling
+from .statistics import padded_start
 from .visibility import Visibility
+from .work import Work, following
+
+UNIT = 16  # bytes that a lane stores at once
+
+
+class Use(Named):
+    """A use of Q and dO: a tile of queries of a tile of keys.
+
+    Attributes:
+        taken: the tile of keys, by its number in the queue.
+        tile: the tile of queries.
+        head_sums: tile 0 of the head, among the tiles of the sums.
+        first, end: the tiles of queries that see some of the keys.
+        whole_first, whole_end: those that need no mask.
+        left: how many uses of the same work come after it.
+        adds: 0 if it is the first of its work, so that nothing is in dK and dV yet; otherwise 1.
+    """
+
+    def __init__(self, **values: Any):
+        # Constants too become run-time values: a later use may have another value.
+        super().__init__(**{name: Int32(Int32(x).ir_value()) for name, x in values.items()})
+
+    @property
+    def masked(self) -> Any:
+        return (self.tile < self.whole_first) | (self.tile >= self.whole_end)
+
+    @property
+    def sums(self) -> Any:
+        """Its tile of the sums."""
+        return self.head_sums + self.tile
+
+    def following(self, tiles_of_head: Any) -> Use:
+        """The next use of the same work."""
+        tile, head_sums = following(self.tile, self.head_sums, self.first, self.end, tiles_of_head)
+        changed = {"tile": tile, "head_sums": head_sums, "left": self.left - 1, "adds": 1}
+        return Use(**vars(self) | changed)
 
 
 class Sm90Hd128Backward(Sm90Backward):
@@ -45,9 +88,11 @@ class Sm90Hd128Backward(Sm90Backward):
 
     A Consumer also has:
         staging: shared address of the staging of dQ.
+        query_heads: of a work.
     """
 
     k_stages, q_stages, ds_stages = 2, 2, 2
+    stages_outputs = False
     keeps_float32 = False
 
     def more_buffers(self) -> tuple[Buffer, ...]:
@@ -60,9 +105,62 @@ class Sm90Hd128Backward(Sm90Backward):
     ) -> Consumer:  # fmt: skip
         own = super().consumer(x, storage, barriers, warp, visible, scaling)
         own.staging = shared_address(storage.dq)
+        own.query_heads = x.group
         return own
 
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_work(
+        self, x: Operands, to: Rings, queue: TileQueue, visible: Visibility, work: Work,
+        taken: Int32, n: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """As of `Sm90DkDv`, in the order in which the consumers need it. A tile that no query sees
+        is not published: its zeros are stored here."""
+        first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        if first < end:
+            queue.publish_work(taken, work)
+            self.load_keys("k", x, to, work, taken)
+            stats_start = padded_start(x.queries, work.sequence)
+            tile, head = first, work.head
+            for i in cutlass.range((end - first) * x.group, unroll=1):
+                row = stats_start + tile * self.spec.tile_m
+                self.load_queries("q", x, to, work, tile, head, row, n)
+                if i == 0:  # V of the work before is in use for longer than its last Q
+                    self.load_keys("v", x, to, work, taken)
+                self.load_queries("do", x, to, work, tile, head, row, n)
+                n += 1
+                tile, head = following(tile, head, first, end)
+            taken += 1
+        else:
+            self.store_zeros(x, work)
+        return taken, n
+
+    @cute.jit
+    def store_zeros(self, x: Operands, work: Work) -> None:
+        """Store dK and dV of keys that no query sees, by one warp."""
+        spec = self.spec
+        at = cute.arch.lane_idx() * UNIT
+        first = work.block * spec.tile_n
+        count = cutlass.min(work.seqlen_k - first, Int32(spec.tile_n))
+        for i in cutlass.range(count, unroll=1):
+            if at < self.out_dtype.width // 8 * spec.head_dim:
+                for out in (x.dk, x.dv):
+                    row = self.row_of(x, out, work, first + i)
+                    store_global(Int32, row.iterator.toint() + at, [Int32(0)] * (UNIT // 4))
+
     # -- device: products ---------------------------------------------------------------------
+
+    @cute.jit
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        count = Int32(0)  # of works
+        own.queue.wait(count)
+        if own.queue.read(count).exists:
+            own.turns.begin()
+            count = self.compute_works(x, own)
+            own.turns.end()
+        own.queue.release(count)
+        self.wait_for_staging()
 
     @cute.jit
     def compute_works(self, x: Operands, own: Consumer) -> Int32:
@@ -99,20 +197,40 @@ class Sm90Hd128Backward(Sm90Backward):
         self.wait_for_staging()
         self.stage_dq(own, dq, range(self.vectors))
         self.reduce_dq(own, use.sums)
-        own.turns.end()
-        self.wait_for_staging()
         return use.taken + 1
+
+    @cute.jit
+    def first_use(self, own: Consumer, taken: Int32) -> Use:
+        """The first use of a work, which has been published."""
+        work = own.queue.read(taken)
+        first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        whole_first, whole_end = self.whole_query_tiles(own, work)
+        return Use(
+            taken=taken, tile=first, head_sums=self.first_sums(own, work), first=first, end=end,
+            whole_first=whole_first, whole_end=whole_end,
+            left=(end - first) * own.query_heads - 1, adds=0,
+        )  # fmt: skip
 
     @cute.jit
     def compute_score_gradients(self, own: Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
         """dS^T of use n, to shared memory, and the use after it, of the next work after the last of
         a work; False if there is none."""
-        if use.left == 0:
+        last = use.left == 0
+        if last:
             own.barriers.warp_arrives("v_empty", use.taken)
         self.score_gradients(own, use.taken, use.tile, n, use.masked)
-        self.stage_ds(own, n, self.lane())
+        self.stage_ds(own, n)
         self.wait_for_staging()
-        return self.use_after(own, use)
+        goes_on = Boolean(True)
+        after = use
+        if last:
+            own.queue.wait(use.taken + 1)
+            goes_on = own.queue.read(use.taken + 1).exists
+            if goes_on:
+                after = self.first_use(own, use.taken + 1)
+        else:
+            after = use.following(own.tiles_of_head)
+        return goes_on, after
 
     @cute.jit
     def next_use(
@@ -189,6 +307,10 @@ class Sm90Hd128Backward(Sm90Backward):
         self.probabilities(own, use.taken, use.tile, n, use.masked)
         fragments.assign(own.dp, wgmma.wait(dp))
 
+    def k_offset(self, own: Consumer, taken: Any) -> Any:
+        """Where K of work `taken` lies in its ring, in bytes."""
+        return own.barriers.stage("k_full", taken) * self.k_bytes
+
     def start_dk_and_stage_dq(
         self, own: Consumer, n: Any, adds: Any, dq: list[Any]
     ) -> tuple[list[Any], int]:
@@ -237,3 +359,37 @@ class Sm90Hd128Backward(Sm90Backward):
         if self.lane() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
+
+    # -- device: epilogue ---------------------------------------------------------------------
+
+    @cute.jit
+    def store_rows(self, x: Operands, own: Consumer, taken: Int32) -> None:
+        """Store the warp's rows of dK and dV of a work from registers, and release its record."""
+        work = own.queue.read(taken)
+        for acc, out, factor in (
+            (own.dk, x.dk, x.softmax_scale),
+            (own.dv, x.dv, Float32(self.unit)),
+        ):
+            self.store_rows_of(x, own, work, acc, out, factor)
+        own.queue.release(taken)
+
+    @cute.jit
+    def store_rows_of(
+        self, x: Operands, own: Consumer, work: Work, acc: cute.Tensor, out: cute.Tensor,
+        factor: Float32,
+    ) -> None:  # fmt: skip
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            key = self.key(own, work, lane_row)
+            row = acc[None, lane_row, None]
+            pairs = [[factor * row[j], factor * row[j + 1]] for j in range(0, cute.size(row), 2)]
+            parts = row_parts(pairs, self.out_dtype)
+            if key < work.seqlen_k:
+                store_parts(self.row_of(x, out, work, key), parts, self.out_dtype)
+
+    def row_of(self, x: Operands, out: cute.Tensor, work: Work, key: Any) -> cute.Tensor:
+        """The row of a key in dK or dV, or in a split's partial sums."""
+        head, split = head_and_split(work, x.num_splits, self.spec.partial)
+        part = (split,) if self.spec.partial else ()
+        if self.spec.varlen_k:
+            return out[(*part, work.k_start + key, head, None)]
+        return out[(*part, work.sequence, key, head, None)]
