@@ -145,6 +145,7 @@ class Sm90DkDv:
     k_stages, q_stages = 1, Q_STAGES
     stages_outputs = True  # dK and dV, in the buffers of K and V; partial sums never are
     bounded = False  # see `mask_queries`
+    loads_v_late = False  # behind the first Q, rather than behind K
     keeps_float32 = False  # P' until dS: it saves instructions, and takes registers
     element_bytes = 2 + 2  # of Q and dO, which tiles of keys reread
 
@@ -458,15 +459,26 @@ class Sm90DkDv:
         self.load_keys("k", x, to, work, taken)
         self.load_keys("v", x, to, work, taken)
         first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        return taken + 1, self.load_uses(x, to, work, taken, first, end, n)
+
+    @cute.jit
+    def load_uses(
+        self, x: Operands, to: Rings, work: Work, taken: Int32, first: Int32, end: Int32, n: Int32
+    ) -> Int32:
+        """Load tiles first to end - 1 of the queries of each head, from use n on; return the number
+        of uses after them."""
         stats_start = padded_start(x.queries, work.sequence)
         tile, head = first, work.head
-        for _ in cutlass.range((end - first) * x.group, unroll=1):
+        for i in cutlass.range((end - first) * x.group, unroll=1):
             row = stats_start + tile * self.spec.tile_m
             self.load_queries("q", x, to, work, tile, head, row, n)
+            if cutlass.const_expr(self.loads_v_late):
+                if i == 0:
+                    self.load_keys("v", x, to, work, taken)
             self.load_queries("do", x, to, work, tile, head, row, n)
             n += 1
             tile, head = following(tile, head, first, end)
-        return taken + 1, n
+        return n
 
     def rings(self, storage: Pointers, barriers: Barriers) -> Rings:
         spec = self.spec

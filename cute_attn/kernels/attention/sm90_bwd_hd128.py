@@ -43,7 +43,6 @@ from .sm90_key_tiles import head_and_split
 from .sm90_mma import STEP, start_output
 from .sm90_store import row_parts, store_parts
 from .softmax import Scaling
-from .statistics import padded_start
 from .visibility import Visibility
 from .work import Work, following
 
@@ -93,6 +92,7 @@ class Sm90Hd128Backward(Sm90Backward):
 
     k_stages, q_stages, ds_stages = 2, 2, 2
     stages_outputs = False
+    loads_v_late = True  # V of the work before is in use for longer than its last Q
     keeps_float32 = False
 
     def more_buffers(self) -> tuple[Buffer, ...]:
@@ -121,16 +121,7 @@ class Sm90Hd128Backward(Sm90Backward):
         if first < end:
             queue.publish_work(taken, work)
             self.load_keys("k", x, to, work, taken)
-            stats_start = padded_start(x.queries, work.sequence)
-            tile, head = first, work.head
-            for i in cutlass.range((end - first) * x.group, unroll=1):
-                row = stats_start + tile * self.spec.tile_m
-                self.load_queries("q", x, to, work, tile, head, row, n)
-                if i == 0:  # V of the work before is in use for longer than its last Q
-                    self.load_keys("v", x, to, work, taken)
-                self.load_queries("do", x, to, work, tile, head, row, n)
-                n += 1
-                tile, head = following(tile, head, first, end)
+            n = self.load_uses(x, to, work, taken, first, end, n)
             taken += 1
         else:
             self.store_zeros(x, work)
