@@ -1,8 +1,9 @@
-"""Static analysis of attention kernels for Blackwell, ours compared with FlashAttention-4's.
+"""Static analysis of attention kernels, ours compared with FlashAttention-4's.
 
-`cute_attn.machine_code.tile_model` counts the instructions of a tile for each warp role, and the
-clocks for which each unit of an SM is busy with it. Nothing is measured, and no GPU is needed: the
-result is an upper bound of a kernel's speed, not its speed.
+For Blackwell `cute_attn.machine_code.tile_model` counts the instructions of a tile for each warp
+role, and the clocks for which each unit of an SM is busy with it: an upper bound of a kernel's
+speed, not its speed. For Hopper ("sm90") there are the instructions alone. Nothing is measured, and
+no GPU is needed.
 
 FlashAttention-4's kernels are left out if that package is missing (extras "test" and "bench").
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from ..machine_code import tile_model as model
 from ..machine_code.disassembly import DisassemblyError, find_nvdisasm, version
-from .attention import hd256_backward
+from .attention import hd256_backward, sm90_tiles
 from .attention import hd256_forward as forward
 from .attention.analysis import (
     NOTES,
@@ -36,7 +37,7 @@ from .harness.progress import track
 from .harness.registry import Benchmark, Unavailable
 from .harness.report import Report, Row, Verdict
 
-KERNELS = ("hd256-fwd", "hd256-bwd")
+KERNELS = ("hd256-fwd", "hd256-bwd", "sm90")
 SOFTMAX = "warp: softmax"
 
 
@@ -44,7 +45,7 @@ SOFTMAX = "warp: softmax"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kernel", choices=KERNELS, help="which kernel")
+    parser.add_argument("kernel", choices=KERNELS, help="which kernels")
     parser.add_argument(
         "--captures",
         type=Path,
@@ -63,7 +64,9 @@ def _captures(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    report = {"hd256-fwd": _report, "hd256-bwd": hd256_backward.report}[options.kernel]
+    report = {
+        "hd256-fwd": _report, "hd256-bwd": hd256_backward.report, "sm90": sm90_tiles.report
+    }[options.kernel]  # fmt: skip
     try:
         with _captures(options) as captures:
             return report(options, find_nvdisasm(), captures)

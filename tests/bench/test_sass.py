@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from cute_attn.bench import sass
+from cute_attn.bench import peers, sass
 from cute_attn.bench.__main__ import main
 from cute_attn.bench.attention import hd256_backward as backward
 from cute_attn.bench.attention import hd256_forward as forward
+from cute_attn.bench.attention import sm90_tiles
 from cute_attn.bench.attention.analysis import Analysed, analyse
 from cute_attn.bench.attention.hd256_forward import SHORT
 from cute_attn.bench.attention.programs import OURS, THEIRS, Program
@@ -222,3 +223,41 @@ def test_our_backward_takes_less_than_theirs(nvdisasm):
 @pytest.mark.timeout(3600)
 def test_every_specialisation_of_our_backward_takes_less_than_theirs(nvdisasm):
     check_backward(backward.BACKWARD, nvdisasm)
+
+
+# -- Hopper ---------------------------------------------------------------------------------------
+
+
+def check_hopper(tmp_path, *arguments):
+    """Both have the same products and exponentials for a score, and every instruction is in one
+    column."""
+    argv = ["sass", "sm90", *arguments, "--captures", str(CAPTURES), "--out", str(tmp_path)]
+    assert main(argv) == 0
+    report = json.loads(next(tmp_path.glob("sass-sm90-*.json")).read_text())
+    for row in report["rows"]:
+        assert sum(row[column] for column in sm90_tiles.COLUMNS) == row["instructions"]
+        assert row["fixed_clocks"] > row["instructions"] > row["fp32"] >= row["scores"]
+        if row["case"].startswith("backward"):
+            assert row["exponentials"] == row["scores"] == row["conversions"]
+    return {(row["case"], row["kernel"]): row for row in report["rows"]}
+
+
+def test_instructions_of_our_backward_for_a_tile(nvdisasm, tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "missing", lambda name: f"{name} is not installed")
+    rows = check_hopper(tmp_path, "--short")
+    (row,) = rows.values()
+    assert (row["case"], row["kernel"]) == ("backward 128 dense", OURS)
+    # 64 x 64 scores of a warpgroup, five products of 16-wide steps: 8 each for S, dP and dQ, 4 for
+    # dV and dK.
+    assert (row["scores"], row["mma"]) == (32, 32)
+
+
+@pytest.mark.slow  # it compiles ten kernels of FlashAttention-4
+@pytest.mark.timeout(900)
+def test_instructions_of_both_for_a_tile(nvdisasm, tmp_path):
+    if reason := peers.missing("flash_attention_4"):
+        pytest.skip(reason)
+    rows = check_hopper(tmp_path)
+    assert set(rows) == {(c.name, kernel) for c in sm90_tiles.CASES for kernel in (OURS, THEIRS)}
+    theirs = rows["backward 128 causal", THEIRS]
+    assert (theirs["scores"], theirs["mma"]) == (32, 32)

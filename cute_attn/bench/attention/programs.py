@@ -42,7 +42,7 @@ class Program:
     shared: int | None
 
 
-def our_program(kernel: KernelDef, spec: Any, specialisation: str) -> Program:
+def our_program(kernel: KernelDef, spec: Any, specialisation: str, *, arch: str = ARCH) -> Program:
     """Compile a kernel of ours, or take it from the cache.
 
     Raises:
@@ -53,7 +53,7 @@ def our_program(kernel: KernelDef, spec: Any, specialisation: str) -> Program:
         raise Unavailable("needs nvidia-cutlass-dsl, which is not installed")
     from ... import cache
 
-    entry = cache.compile(kernel, spec, arch=ARCH)
+    entry = cache.compile(kernel, spec, arch=arch)
     (cubin,) = cubins(entry.read("kernel.o"))
     (use,) = entry.kernels
     dynamic = use.dynamic_shared

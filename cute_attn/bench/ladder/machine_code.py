@@ -7,13 +7,13 @@ from collections import Counter
 from ...cache.entry import Built, Entry
 from ...kernels.ladder.spec import FmhaLadderSpec
 from ...machine_code.cubin import cubins
-from ...machine_code.disassembly import disassemble, find_nvdisasm
-from ...machine_code.listing import Function, Instruction, Loop, functions
+from ...machine_code.listing import Instruction
+from ...machine_code.middle_tile import MMAS, middle_tile
 from ..harness.report import Row
 
 # Opcodes by column; what is in none is "other".
 KINDS = {
-    "mma": ("HMMA", "HGMMA"),
+    "mma": MMAS,
     "ldmatrix": ("LDSM",),
     "exponentials": ("MUFU",),
     "fp32": ("FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSETP"),
@@ -31,22 +31,8 @@ def key_tile(entry: Entry | Built) -> list[Instruction]:
     Raises:
         DisassemblyError: there is no nvdisasm.
     """
-    nvdisasm = find_nvdisasm()
-    (function,) = (
-        function
-        for cubin in cubins(entry.read("kernel.o"))
-        for function in functions(disassemble(cubin, nvdisasm))
-    )
-    with_mma = [loop for loop in function.loops() if _mmas(function, loop)]
-    inner = [a for a in with_mma if not any(b.blocks < a.blocks for b in with_mma)]
-    most = max(_mmas(function, loop) for loop in inner)
-
-    def path(loop: Loop) -> list[Instruction]:
-        # Through all MMAs and copies, else the shortest path: it leaves the mask out.
-        blocks = function.path(loop, lambda i: float(_KIND.get(i.base) in ("mma", "copies")))
-        return [i for block in blocks for i in function.blocks[block]]
-
-    return min((path(loop) for loop in inner if _mmas(function, loop) == most), key=len)
+    (cubin,) = cubins(entry.read("kernel.o"))
+    return middle_tile(cubin, KINDS["copies"])
 
 
 def loop_row(name: str, entry: Entry | Built, spec: FmhaLadderSpec) -> Row:
@@ -63,7 +49,3 @@ def loop_row(name: str, entry: Entry | Built, spec: FmhaLadderSpec) -> Row:
         "instructions": sum(counts.values()),
         **{kind: counts[kind] for kind in (*KINDS, "other")},
     }
-
-
-def _mmas(function: Function, loop: Loop) -> int:
-    return sum(_KIND.get(i.base) == "mma" for i in function.within(loop))

@@ -1,0 +1,34 @@
+"""What a warp executes for a tile in the middle of a loop over tiles: no mask, no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .disassembly import disassemble, find_nvdisasm
+from .listing import Function, Instruction, Loop, functions
+
+MMAS = ("HMMA", "HGMMA")
+
+
+def middle_tile(cubin: bytes, through: Collection[str]) -> list[Instruction]:
+    """The instructions of the shortest way through the loop with the most MMAs that meets all MMAs,
+    and of the opcodes `through` as many as there are.
+
+    Raises:
+        DisassemblyError: there is no nvdisasm.
+        ListingError: the code has several kernels, or no loop with an MMA.
+    """
+    (function,) = functions(disassemble(cubin, find_nvdisasm()))
+    with_mma = [loop for loop in function.loops() if _mmas(function, loop)]
+    inner = [a for a in with_mma if not any(b.blocks < a.blocks for b in with_mma)]
+    most = max(_mmas(function, loop) for loop in inner)
+
+    def path(loop: Loop) -> list[Instruction]:
+        blocks = function.path(loop, lambda i: float(i.base in MMAS or i.base in through))
+        return [i for block in blocks for i in function.blocks[block]]
+
+    return min((path(loop) for loop in inner if _mmas(function, loop) == most), key=len)
+
+
+def _mmas(function: Function, loop: Loop) -> int:
+    return sum(i.base in MMAS for i in function.within(loop))
