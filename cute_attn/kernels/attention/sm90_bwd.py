@@ -30,7 +30,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from ..common.pipeline import Barriers, Edge, Kind
 from ..common.ptx import wgmma
@@ -143,7 +143,7 @@ class Sm90Backward(Sm90DkDv):
     def group(self, own: Consumer) -> Any:
         """The warpgroup's number, computed anew: addresses that depend on it would be held in
         registers across the loops."""
-        return opaque(own.warp) // WARPGROUP_WARPS
+        return Int32(Uint32(opaque(own.warp)) // WARPGROUP_WARPS)  # signed, it takes 8 instructions
 
     def lane(self) -> Any:
         """The lane, computed anew for the same reason."""
@@ -257,9 +257,9 @@ class Sm90Backward(Sm90DkDv):
         own.turns.give()
 
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
-        self.probabilities(own, taken, tile, n, masked)
+        self.probabilities(own, taken, tile, masked, self.lse(own, n))
         fragments.assign(own.dp, wgmma.wait(dp))
-        self.score_gradients(own, taken, tile, n, masked)
+        self.score_gradients(own, taken, tile, masked, self.delta(own, n))
         self.stage_ds(own, n)
 
     def stage_ds(self, own: Consumer, n: Any) -> None:

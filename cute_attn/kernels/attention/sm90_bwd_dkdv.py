@@ -49,6 +49,7 @@ from . import fragments
 from .arguments import FakeArguments
 from .gradient import PROBABILITY_UNIT
 from .sm90_gradients import (
+    Statistics,
     differentiate,
     exponentiate,
     keep_pairs,
@@ -598,41 +599,49 @@ class Sm90DkDv:
         barriers.wait("do_full", n)
         dp = self.start_dp(own, n)
         fragments.assign(own.s, wgmma.wait(scores, pending=1 if starts else 2))
-        self.probabilities(own, taken, tile, n, masked)
+        self.probabilities(own, taken, tile, masked, self.lse(own, n))
         dv = self.start_dv(own, n)
         fragments.assign(own.dp, wgmma.wait(dp, pending=1))
         if cutlass.const_expr(not starts):
             fragments.assign(own.dk, wgmma.wait(dk, pending=1))
             barriers.warp_arrives("q_empty", n - 1)
-        self.score_gradients(own, taken, tile, n, masked)
+        self.score_gradients(own, taken, tile, masked, self.delta(own, n))
         fragments.assign(own.dv, wgmma.wait(dv))
         barriers.warp_arrives("do_empty", n)
 
     @cute.jit
     def probabilities(
-        self, own: Consumer, taken: Int32, tile: Int32, n: Int32, masked: Boolean
+        self, own: Consumer, taken: Int32, tile: Int32, masked: Boolean, lse: Statistics
     ) -> None:
-        """P^T from S^T, of use n of Q, which is `tile`."""
-        lse = own.lse + own.barriers.stage("q_full", n) * self.stats_bytes
+        """P^T from S^T of a use of Q, which is `tile`."""
         exponentiate(
-            own.s, lambda columns: of_columns(lse, columns), own.scaling,
-            lambda *p: self.keep_probabilities(own, *p), softcap=self.spec.softcap, unit=self.unit,
+            own.s, lse, own.scaling, lambda *p: self.keep_probabilities(own, *p),
+            softcap=self.spec.softcap, unit=self.unit,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.p)
 
     @cute.jit
     def score_gradients(
-        self, own: Consumer, taken: Int32, tile: Int32, n: Int32, masked: Boolean
+        self, own: Consumer, taken: Int32, tile: Int32, masked: Boolean, delta: Statistics
     ) -> None:
-        """dS^T from P^T and dP^T, of use n of dO, which is `tile`."""
-        delta = own.delta + own.barriers.stage("do_full", n) * self.stats_bytes
+        """dS^T from P^T and dP^T of a use of dO, which is `tile`."""
         differentiate(
-            own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds,
-            lambda columns: of_columns(delta, columns), self.dtype, self.unit,
+            own.dp, lambda *at: self.kept_probabilities(own, *at), own.ds, delta, self.dtype,
+            self.unit,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.ds)
+
+    def lse(self, own: Consumer, n: Any) -> Statistics:
+        """Loads lse of the queries of use n."""
+        at = own.lse + own.barriers.stage("q_full", n) * self.stats_bytes
+        return lambda columns: of_columns(at, columns)
+
+    def delta(self, own: Consumer, n: Any) -> Statistics:
+        """Loads delta of the queries of use n."""
+        at = own.delta + own.barriers.stage("do_full", n) * self.stats_bytes
+        return lambda columns: of_columns(at, columns)
 
     def keep_probabilities(
         self, own: Consumer, lane_row: int, columns: range, p: list[Any], with_slope: list[Any]

@@ -2,16 +2,16 @@
 form that suits this head_dim.
 
 Each warp stages its part of dQ in shared memory of its own, from where a bulk reduction adds it to
-the sums. The loop turns over between P and dS, and dQ is one tile late:
+the sums. The loop turns over after dS, and dQ is one tile late:
 
     tensor cores, in order                beside them
-                                          dS^T of tile n, to shared memory
+                                          dS^T of tile n to shared memory
     dQ = dS K of tile n - 1
     dV += P^T dO of tile n                dS of tile n published; after dQ, its parts staged
     dK += dS^T Q of tile n                one by one between the steps of dK
     S^T of tile n + 1
     dP^T of tile n + 1
-    the other warpgroup's turn            dQ from its staging to L2; P^T of tile n + 1
+    the other warpgroup's turn            dQ from its staging to L2; P^T and dS^T of tile n + 1
 
 The loop runs over all tiles of queries of all tiles of keys that the CTA takes: tile n + 1 may
 belong to the next tile of keys, which is work `taken` + 1. Its K is loaded beside the products with
@@ -39,6 +39,7 @@ from . import fragments
 from .query_sums import VECTOR, VECTORS
 from .sm90_bwd import Sm90Backward
 from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands, Rings
+from .sm90_gradients import Statistics
 from .sm90_key_tiles import head_and_split
 from .sm90_mma import STEP, start_output
 from .sm90_store import row_parts, store_parts
@@ -93,7 +94,6 @@ class Sm90Hd128Backward(Sm90Backward):
     k_stages, q_stages, ds_stages = 2, 2, 2
     stages_outputs = False
     loads_v_late = True  # V of the work before is in use for longer than its last Q
-    keeps_float32 = False
 
     def more_buffers(self) -> tuple[Buffer, ...]:
         staging = Buffer("dq", Float32, self.sums.part, len(CONSUMERS), 128, "dQ of each warp")
@@ -164,20 +164,20 @@ class Sm90Hd128Backward(Sm90Backward):
         own.barriers.wait("v_full", use.taken)
         own.barriers.wait("do_full", n)
         dp = self.start_dp(own, n)
-        self.compute_probabilities(own, use, n, scores, dp)
-        goes_on, after = self.compute_score_gradients(own, use, n)
+        self.compute_score_gradients(own, use, n, scores, dp)
+        goes_on, after = self.finish_use(own, use, n)
         if goes_on:
             self.next_use(x, own, use, after, n, Int32(0), True, True)
             before = use.sums
             use = after
             n += 1
-            goes_on, after = self.compute_score_gradients(own, use, n)
+            goes_on, after = self.finish_use(own, use, n)
             while goes_on:
                 self.next_use(x, own, use, after, n, before, False, True)
                 before = use.sums
                 use = after
                 n += 1
-                goes_on, after = self.compute_score_gradients(own, use, n)
+                goes_on, after = self.finish_use(own, use, n)
             self.next_use(x, own, use, after, n, before, False, False)
         else:
             self.next_use(x, own, use, after, n, Int32(0), True, False)
@@ -203,13 +203,12 @@ class Sm90Hd128Backward(Sm90Backward):
         )  # fmt: skip
 
     @cute.jit
-    def compute_score_gradients(self, own: Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
-        """dS^T of use n, to shared memory, and the use after it, of the next work after the last of
+    def finish_use(self, own: Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
+        """dS^T of use n to shared memory, and the use after it, of the next work after the last of
         a work; False if there is none."""
         last = use.left == 0
         if last:
             own.barriers.warp_arrives("v_empty", use.taken)
-        self.score_gradients(own, use.taken, use.tile, n, use.masked)
         self.stage_ds(own, n)
         self.wait_for_staging()
         goes_on = Boolean(True)
@@ -235,8 +234,9 @@ class Sm90Hd128Backward(Sm90Backward):
         starts: cutlass.Constexpr[bool],
         follows: cutlass.Constexpr[bool],
     ) -> None:
-        """The burst of products of use n, `use`, and P^T of the one `after`. `before` is the tile
-        of the sums of use n - 1; with `starts` there is none, and without `follows` none after."""
+        """The burst of products of use n, `use`, then P^T and dS^T of the one `after`. `before` is
+        the tile of the sums of use n - 1; with `starts` there is none, and without `follows` none
+        after."""
         barriers = own.barriers
         switches = use.taken != after.taken
         if cutlass.const_expr(not starts):
@@ -277,7 +277,7 @@ class Sm90Hd128Backward(Sm90Backward):
         if cutlass.const_expr(follows):
             if switches:
                 self.store_rows(x, own, use.taken)
-            self.compute_probabilities(own, after, n + 1, scores, dp)
+            self.compute_score_gradients(own, after, n + 1, scores, dp)
         else:
             self.store_rows(x, own, use.taken)
 
@@ -290,13 +290,31 @@ class Sm90Hd128Backward(Sm90Backward):
             own.turns.wait()
 
     @cute.jit
-    def compute_probabilities(
+    def compute_score_gradients(
         self, own: Consumer, use: Use, n: Int32, scores: list[Any], dp: list[Any]
     ) -> None:
-        """P^T of use n, and dP^T, once their products are done."""
+        """P^T and dS^T of use n, once their products are done. With and without a mask they are one
+        block of code each, so that the last exponentials run beside the first dS^T."""
+        if use.masked:
+            self.compute_block(own, use, n, scores, dp, True)
+        else:
+            self.compute_block(own, use, n, scores, dp, False)
+
+    def compute_block(
+        self, own: Consumer, use: Use, n: Any, scores: list[Any], dp: list[Any], masked: bool
+    ) -> None:
+        lse = self.load_all(self.lse(own, n))
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
-        self.probabilities(own, use.taken, use.tile, n, use.masked)
+        self.probabilities(own, use.taken, use.tile, masked, lse)
+        delta = self.load_all(self.delta(own, n))
         fragments.assign(own.dp, wgmma.wait(dp))
+        self.score_gradients(own, use.taken, use.tile, masked, delta)
+
+    def load_all(self, statistics: Statistics) -> Statistics:
+        """Load the statistics of all columns, before a wait which the compiler does not move loads
+        across."""
+        loaded = statistics(range(self.spec.tile_m // 4))
+        return lambda columns: loaded
 
     def k_offset(self, own: Consumer, taken: Any) -> Any:
         """Where K of work `taken` lies in its ring, in bytes."""

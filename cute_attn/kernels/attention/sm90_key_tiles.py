@@ -49,7 +49,7 @@ def head_and_split(work: Work, num_splits: Any, partial: bool) -> tuple[Any, Any
 def of_columns(stats: Any, columns: range) -> list[dict[int, Any]]:
     """Statistics of a lane row's columns by column, which both lane rows share, from the shared
     address of a tile's."""
-    at = stats + opaque(cute.arch.lane_idx()) % fragments.LANES * 8
+    at = stats + (opaque(cute.arch.lane_idx()) & (fragments.LANES - 1)) * 8
     found: dict[int, Any] = {}
     for j in columns[::2]:
         found[j], found[j + 1] = load_shared(Float32, at + 16 * j, 2)
