@@ -3,8 +3,8 @@ each of them.
 
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
 change the result. The kernels: "dq", "dkdv", and "fused", which adds up dQ too, at head_dim 64, and
-"hd128", that of head_dim 128 that adds up dQ, which has one tile of queries in "short". With at most two tiles of keys, sums of dQ have the
-same bits in any order.
+"hd128", that of head_dim 128 that adds up dQ, which has one tile of queries in "short". With at most
+two tiles of keys, sums of dQ have the same bits in any order.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ from .mutations import (
 
 ARCH = "sm_90a"
 HEAD_DIM = {"dq": 64, "dkdv": 64, "fused": 64, "hd128": 128, "short": 128}  # by kernel
-CTAS = {"dq": 2, "dkdv": 2, "fused": 2, "hd128": 1, "short": 1}  # one: the ring of K goes round
+KERNELS = tuple(HEAD_DIM)
+ADD_UP_DQ = ("fused", "hd128", "short")
+CTAS = {"dq": 2, "dkdv": 2} | dict.fromkeys(ADD_UP_DQ, 1)  # one: the ring of K goes round
 HEADS_K = 2
 QUERIES_AND_HEADS = dict.fromkeys(HEAD_DIM, (200, 4)) | {"short": (60, 2)}
-KEYS = {"dq": 700, "dkdv": 200, "fused": 200, "hd128": 200, "short": 200}
+KEYS = dict.fromkeys(HEAD_DIM, 200) | {"dq": 700}
 PLAIN = {
     "dtype": "bfloat16",
     "scheduler": "static",
@@ -68,8 +70,6 @@ PLAIN = {
     "seqused_k": False,
     "partial": False,
 }
-KERNELS = tuple(HEAD_DIM)
-ADD_UP_DQ = ("fused", "hd128", "short")
 BULK_LOAD = r"cp\.async\.bulk\.shared"
 ADD = r"red\S*\.add\.(v4\.)?f32"
 TURN = r"^\s*bar\.arrive"
@@ -151,12 +151,15 @@ for edge in ("q", "k", "v"):
     bug_of_a_stage(dq, edge, SHARED)
 for planted in of_keys:
     for edge in ("q", "do", "k", "v", "work"):
-        # In "hd128" the first waits for V and for work are not reached with more uses than one.
-        bugs_of_an_edge(planted, edge, *STATISTICS, nth=-1 if planted is hd128 else 0)
-    # With more uses than two of a K, "hd128" needs no wait for its stage.
-    for who, edge in ((planted, "q"), (short if planted is hd128 else planted, "k")):
-        bug_of_a_stage(who, edge, *STATISTICS)
-bug_of_a_stage(hd128, "v", *STATISTICS)  # the others release V with K, which is waited for before
+        # With dQ the first waits for V and for work are not reached with more uses than one.
+        bugs_of_an_edge(planted, edge, *STATISTICS, nth=0 if planted is dkdv else -1)
+    bug_of_a_stage(planted, "q", *STATISTICS)
+# With dQ, more uses than two of a K need no wait for its stage; at head_dim 64, where K has more
+# stages than the queue of works, none do.
+for planted in (dkdv, short):
+    bug_of_a_stage(planted, "k", *STATISTICS)
+for planted in add_up_dq:  # dK/dV releases V with K, which is waited for before
+    bug_of_a_stage(planted, "v", *STATISTICS)
 bug_of_a_stage(dkdv, "do", *STATISTICS)  # the others release Q's stages later, and have as many
 for planted in add_up_dq:
     bugs_of_an_edge(planted, "ds", SHARED)
@@ -208,8 +211,7 @@ WAITS = {
     ),
     fused: (
         "the first S", "the first dP", "the second dV", "the second dK and S", "the second dP",
-        "dQ", "dV", "dK and S", "dP", "the last dV and dK and dQ but one",
-        "the last dQ",
+        "dQ", "dV", "dK and S", "dP", "the last dV and dK", "the last dQ but one", "the last dQ",
     ),
 }  # fmt: skip
 for planted, waits in WAITS.items():
@@ -399,18 +401,6 @@ def staged(p: Edged) -> int:
     return p.before(r"fence\.proxy\.async", p.one(STORE))
 
 
-# In the kernels that do not add up dQ it is not needed: each warp stages the 16 rows that only its
-# own products read, and a product that a warp has waited for is done.
-def bug_of_readers(planted: Planter) -> None:
-    @planted("barrier before the staging dropped", "race")
-    def _(p: Edged) -> Planted:
-        line = p.before(r"bar\.sync", staged(p))
-        return p.drop(line), lines_of(p, STORE, SHARED, WGMMA)
-
-
-bug_of_readers(fused)
-
-
 def bugs_of_the_store(planted: Planter) -> None:
     @planted("a warp stages a word 16 rows further", "value race")
     def _(p: Edged) -> Planted:
@@ -438,7 +428,7 @@ def bugs_of_the_store(planted: Planter) -> None:
         return p.changed_operand(line, row, "and.b32", ~64), [line]
 
 
-for planted in (dq, dkdv, fused):
+for planted in (dq, dkdv):
     bugs_of_the_store(planted)
 
 # -- works that follow one another, and rows that are stored from registers
@@ -446,13 +436,33 @@ for planted in (dq, dkdv, fused):
 ROW_STORE = r"^\s*st\.global\.v4\.b32"
 
 
-@hd128("dK and dV begin with what the work before has left", "value")
-def _(p: Edged) -> Planted:
-    lines = p.all(r"setp\.ne\.b32 adds")
-    changed = p
-    for line in lines:
-        changed = changed.swap(line, r"setp\.ne\.b32 adds, \S+ 0", "setp.eq.b32 adds, 0, 0")
-    return changed, lines
+def bugs_of_works(planted: Planter) -> None:
+    @planted("dK and dV begin with what the work before has left", "value")
+    def _(p: Edged) -> Planted:
+        lines = p.all(r"setp\.ne\.b32 adds")
+        changed = p
+        for line in lines:
+            changed = changed.swap(line, r"setp\.ne\.b32 adds, \S+ 0", "setp.eq.b32 adds, 0, 0")
+        return changed, lines
+
+    @planted("a part of a row is stored elsewhere", "value out-of-bounds")
+    def _(p: Edged) -> Planted:
+        line = rows_stored_in_the_loop(p)[-1]
+        return p.swap(line, r"\]", "+256]"), [line]
+
+    @planted("rows past the end are stored", "value out-of-bounds race")
+    def _(p: Edged) -> Planted:
+        lines = rows_stored_in_the_loop(p)
+        return p.drop(p.before(r"^\s*@%p\d+ bra", lines[-1])), lines
+
+
+def rows_stored_in_the_loop(p: Edged) -> list[int]:
+    end = p.before(WGMMA, p.all(ROW_STORE)[-1])  # behind it are the stores of the last work
+    return [line for line in p.all(ROW_STORE) if line < end]
+
+
+for planted in add_up_dq:
+    bugs_of_works(planted)
 
 
 def k_of_the_other_stage(name: str, nth: int) -> None:
@@ -466,22 +476,6 @@ def k_of_the_other_stage(name: str, nth: int) -> None:
 # In the loop; the two behind it are of the end.
 k_of_the_other_stage("dQ", -4)
 k_of_the_other_stage("S", -3)
-
-
-@hd128("a part of a row is stored elsewhere", "value out-of-bounds")
-def _(p: Edged) -> Planted:
-    line = rows_stored_in_the_loop(p)[-1]
-    return p.swap(line, r"\]", "+256]"), [line]
-
-
-@hd128("rows past the end are stored", "value out-of-bounds race")
-def _(p: Edged) -> Planted:
-    lines = rows_stored_in_the_loop(p)
-    return p.drop(p.before(r"^\s*@%p\d+ bra", lines[-1])), lines
-
-
-def rows_stored_in_the_loop(p: Edged) -> list[int]:
-    return p.all(ROW_STORE)[:-32]  # the others are of the end
 
 
 # The other warpgroup's dQ needs the K whose stage the next one takes.

@@ -29,6 +29,7 @@ from .test_attention_gradients import (
     test_agrees_with_float64,  # noqa: F401
     test_keys_hidden_from_every_query_have_gradient_0,  # noqa: F401
     test_large_and_small_scores,  # noqa: F401
+    test_large_scores_without_a_mask,  # noqa: F401
     test_many_more_tiles_than_clusters,  # noqa: F401
     test_more_sequences_than_a_warp_has_lanes,  # noqa: F401
     test_probabilities_too_small_for_float16,  # noqa: F401

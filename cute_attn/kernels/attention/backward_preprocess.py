@@ -39,7 +39,7 @@ from ..common.smem import Buffer, SharedMemory
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .arguments import FakeArguments
 from .spec import PreprocessSpec
-from .statistics import DELTA, LSE, STATS_ROWS, padded_start
+from .statistics import DELTA, FLAG_ROWS, LARGE, LSE, STATS_ROWS, padded_start
 from .work import TileMap
 
 NUM_THREADS = 256
@@ -47,6 +47,8 @@ THREADS_A_ROW = 8
 VECTOR = VECTOR_BYTES // 2  # elements of a load
 ROWS = NUM_THREADS // THREADS_A_ROW  # rows at once
 STATS_WARPS = STATS_ROWS // WARP_SIZE
+
+assert FLAG_ROWS == WARP_SIZE
 
 
 class BackwardPreprocess:
@@ -267,6 +269,9 @@ class BackwardPreprocess:
                 log_sum = Float32(INF)
         if log_sum == INF:
             delta = Float32(0.0)
+        size = cute.math.absf(log_sum)
+        large = cute.arch.vote_any_sync((size >= LARGE) & (size < INF))
+        delta = ((delta.bitcast(Int32) & -2) | Int32(large)).bitcast(Float32)
         row = Int64(padded_start(queries, sequence) + token)
         stats[LSE, head, row] = log_sum
         stats[DELTA, head, row] = delta

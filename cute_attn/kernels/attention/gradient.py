@@ -36,9 +36,11 @@ def probabilities(
     softcap: bool,
     packed: bool = True,
     unit: float = 1.0,
+    small_lse: bool = False,
 ) -> tuple[list[Pair], list[Pair]]:
     """(P, P times the slope of the softcap), in units, of an even number of columns of S; without a
-    softcap both are the same list. `packed`: there are packed instructions (sm_100).
+    softcap both are the same list. `packed`: there are packed instructions (sm_100). `small_lse`:
+    none is large (`statistics.LARGE`), so that an exponent may be one multiply-add.
 
     P uses the forward's tanh, with whose error the log-sum-exp was computed. Its slope is not
     1 - tanh^2, in which that error would remain where the tanh saturates, but e (1 + |tanh|)^2
@@ -56,9 +58,14 @@ def probabilities(
     # since ptxas fuses it if it rounds as the product does.
     p = []
     for pair, j in zip(pairs, columns[::2], strict=True):
-        scores = _times(pair, _both(scaling.factor), packed)
-        above_lse = _minus(scores, _pair(lse, j), packed, rnd="rz")
-        x, y = _times_plus(above_lse, _both(Float32(LOG2_E)), -math.log2(unit), packed)
+        if small_lse:
+            factor = _both(scaling.factor * Float32(LOG2_E))
+            offset = _times_plus(_pair(lse, j), _both(Float32(-LOG2_E)), -math.log2(unit), packed)
+            x, y = _fma(pair, factor, offset, packed)
+        else:
+            scores = _times(pair, _both(scaling.factor), packed)
+            above_lse = _minus(scores, _pair(lse, j), packed, rnd="rz")
+            x, y = _times_plus(above_lse, _both(Float32(LOG2_E)), -math.log2(unit), packed)
         p.append((cute.math.exp2(x, fastmath=True), cute.math.exp2(y, fastmath=True)))
     if not softcap:
         return p, p

@@ -22,6 +22,11 @@ else is done in a burst waits for nothing: a warp that waits there leaves the te
     dP^T of tile n
     the other warpgroup's turn            P^T of tile n, after S^T; dS^T, after dP^T, to shared
                                           memory
+
+The loop runs over all tiles of queries of all tiles of keys that the CTA takes: tile n may belong
+to the next tile of keys, the next work. K of up to three works is in use at once: that of dQ, that
+of dV and dK, and that of S^T. V has one buffer, which is loaded when dP^T of the last tile of
+queries is done. dK and dV are stored from registers, beside S^T and dP^T of the next work.
 """
 
 from __future__ import annotations
@@ -32,29 +37,67 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
+from ..common.carried import Named
 from ..common.pipeline import Barriers, Edge, Kind
 from ..common.ptx import wgmma
 from ..common.ptx.compiler import opaque
-from ..common.ptx.memory import add_global, shared_address
+from ..common.ptx.memory import add_global, load_shared, shared_address, store_global
+from ..common.scheduler import TileQueue
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers
 from ..common.spec import WARP_SIZE
 from ..common.tma import BOX
 from . import fragments
 from .arguments import FakeArguments
 from .query_sums import VECTOR, VECTORS, WARPS, QuerySums
-from .sm90_bwd_dkdv import CONSUMERS, WARPGROUPS, Consumer, Operands, Sm90DkDv
-from .sm90_mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_query_gradients
-from .sm90_store import GROUP_BARRIER
+from .sm90_bwd_dkdv import CONSUMERS, WARPGROUPS, Consumer, Operands, Rings, Sm90DkDv
+from .sm90_gradients import Statistics
+from .sm90_key_tiles import head_and_split
+from .sm90_mma import LINE_BYTES, ROWS, WARPGROUP_WARPS, start_query_gradients
+from .sm90_store import store_parts
 from .softmax import Scaling
 from .spec import Sm90BackwardSpec
-from .statistics import padded_start
+from .statistics import FLAG_ROWS, padded_start
 from .turns import Turns
 from .visibility import Visibility
 from .work import Work, following
 
 assert len(CONSUMERS) == WARPS
 
-ALL_BARRIER = GROUP_BARRIER + WARPGROUPS  # the named barrier of both warpgroups
+UNIT = 16  # bytes that a lane stores at once
+UNITS = LINE_BYTES // UNIT
+
+
+class Use(Named):
+    """A use of Q and dO: a tile of queries of a tile of keys.
+
+    Attributes:
+        taken: the tile of keys, by its number in the queue.
+        tile: the tile of queries.
+        head_sums: tile 0 of the head, among the tiles of the sums.
+        first, end: the tiles of queries that see some of the keys.
+        whole_first, whole_end: those that need no mask.
+        left: how many uses of the same work come after it.
+        adds: 0 if it is the first of its work, so that nothing is in dK and dV yet; otherwise 1.
+    """
+
+    def __init__(self, **values: Any):
+        # Constants too become run-time values: a later use may have another value.
+        super().__init__(**{name: Int32(Int32(x).ir_value()) for name, x in values.items()})
+
+    @property
+    def masked(self) -> Any:
+        return (self.tile < self.whole_first) | (self.tile >= self.whole_end)
+
+    @property
+    def sums(self) -> Any:
+        """Its tile of the sums."""
+        return self.head_sums + self.tile
+
+    def following(self, tiles_of_head: Any) -> Use:
+        """The next use of the same work."""
+        tile, head_sums = following(self.tile, self.head_sums, self.first, self.end, tiles_of_head)
+        changed = {"tile": tile, "head_sums": head_sums, "left": self.left - 1, "adds": 1}
+        return Use(**vars(self) | changed)
 
 
 class Sm90Backward(Sm90DkDv):
@@ -64,14 +107,20 @@ class Sm90Backward(Sm90DkDv):
         k, v, ds_ring: shared addresses of the whole buffers.
         sums: global address of the sums of dQ.
         tiles_of_head: tiles of a head in the sums.
+        queries: the sequences of q.
+        query_heads: of a work.
         turns: of the warpgroups to start products.
     """
 
-    ds_stages = 2
+    k_stages, ds_stages = 3, 2
+    stages_outputs = False
+    loads_v_late = True  # V of the work before is in use for longer than its last Q
     keeps_float32 = True
+    columns_ahead = 0  # whose statistics are loaded before a product is waited for
     bounded = True  # a key past the end of the sequence would add to dQ
 
     element_bytes = 2 + 2 + 4  # of Q, dO and the sums of dQ
+    l2_parts = 2  # all of L2 is up to 8 % slower
 
     def __init__(self, spec: Sm90BackwardSpec):
         if spec.tile_m not in (ROWS, WARPGROUPS * ROWS):
@@ -134,8 +183,43 @@ class Sm90Backward(Sm90DkDv):
         own.sums = x.dq_sums.iterator.toint()
         own.tiles_of_head = x.dq_sums.shape[1] // self.spec.tile_m
         own.queries = x.queries
+        own.query_heads = x.group
         own.turns = Turns(own.group, WARPGROUPS)
         return own
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @cute.jit
+    def load_work(
+        self, x: Operands, to: Rings, queue: TileQueue, visible: Visibility, work: Work,
+        taken: Int32, n: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """As of `Sm90DkDv`, in the order in which the consumers need it. A tile that no query sees
+        is not published: its zeros are stored here."""
+        first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        if first < end:
+            queue.publish_work(taken, work)
+            self.load_keys("k", x, to, work, taken)
+            n = self.load_uses(x, to, work, taken, first, end, n)
+            taken += 1
+        else:
+            self.store_zeros(x, work)
+        return taken, n
+
+    @cute.jit
+    def store_zeros(self, x: Operands, work: Work) -> None:
+        """Store dK and dV of keys that no query sees, by one warp."""
+        spec = self.spec
+        at = cute.arch.lane_idx() * UNIT
+        first = work.block * spec.tile_n
+        count = cutlass.min(work.seqlen_k - first, Int32(spec.tile_n))
+        for i in cutlass.range(count, unroll=1):
+            if at < self.out_dtype.width // 8 * spec.head_dim:
+                for out in (x.dk, x.dv):
+                    row = self.row_of(x, out, work, first + i)
+                    store_global(Int32, row.iterator.toint() + at, [Int32(0)] * (UNIT // 4))
+
+    # -- device: products ---------------------------------------------------------------------
 
     def own_rows(self, own: Consumer, rows: Any) -> Any:
         return rows + self.group(own) * (ROWS * BOX * 2)
@@ -162,113 +246,200 @@ class Sm90Backward(Sm90DkDv):
         return work.head * own.tiles_of_head + start // self.spec.tile_m
 
     @cute.jit
-    def compute_tile(
-        self,
-        own: Consumer,
-        work: Work,
-        first: Int32,
-        end: Int32,
-        count: Int32,
-        taken: Int32,
-        n: Int32,
-    ) -> Int32:
-        own.turns.begin()
-        whole_first, whole_end = self.whole_query_tiles(own, work)
-        tile, at = first, self.first_sums(own, work)
-        masked = tile < whole_first or tile >= whole_end
-        self.next_query_tile(own, taken, tile, n, masked, 0, at)
-        # Tiles of the sums: of the last tile, and of the one before.
-        before = at + tile
-        before2 = before
-        n += 1
-        if count > 1:
-            tile, at = following(tile, at, first, end, own.tiles_of_head)
-            masked = tile < whole_first or tile >= whole_end
-            self.next_query_tile(own, taken, tile, n, masked, 1, at)
-            before = at + tile
-            n += 1
-        for _ in cutlass.range(count - 2, unroll=1):
-            tile, at = following(tile, at, first, end, own.tiles_of_head)
-            masked = tile < whole_first or tile >= whole_end
-            self.next_query_tile(own, taken, tile, n, masked, 2, before2)
-            before2 = before
-            before = at + tile
-            n += 1
-        own.turns.end()
-        dv = self.start_dv(own, n - 1)
-        self.publish_ds(own, n - 1)
-        dk = self.start_dk(own, n - 1)
-        fragments.assign(own.dv, wgmma.wait(dv, pending=1))
-        fragments.assign(own.dk, wgmma.wait(dk))
-        own.barriers.warp_arrives("do_empty", n - 1)
-        own.barriers.warp_arrives("q_empty", n - 1)
-        if count > 1:
-            own.barriers.wait("ds_full", n - 2)
-            self.add_dq(own, wgmma.wait(self.start_dq(own, n - 2)), n - 2, before2)
-        own.barriers.wait("ds_full", n - 1)
-        self.add_dq(own, wgmma.wait(self.start_dq(own, n - 1)), n - 1, before)
-        return n
+    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+        count = Int32(0)  # of works
+        own.queue.wait(count)
+        if own.queue.read(count).exists:
+            own.turns.begin()
+            count = self.compute_works(x, own)
+        own.queue.release(count)
 
     @cute.jit
-    def next_query_tile(
+    def compute_works(self, x: Operands, own: Consumer) -> Int32:
+        """Compute all works of the CTA, and return their number."""
+        n = Int32(0)
+        use = self.first_use(own, Int32(0))
+        self.next_use(x, own, use, n, 0, use.taken, Int32(-1), Int32(0))
+        # The works and tiles of the sums of the last use, and of the one before.
+        before, sums = use.taken, use.sums
+        before2, sums2 = Int32(-1), sums
+        goes_on, after = self.use_after(own, use)
+        if goes_on:
+            use = after
+            n += 1
+            self.next_use(x, own, use, n, 1, before, before2, sums2)
+            before2, sums2 = before, sums
+            before, sums = use.taken, use.sums
+            goes_on, after = self.use_after(own, use)
+        while goes_on:
+            use = after
+            n += 1
+            self.next_use(x, own, use, n, 2, before, before2, sums2)
+            before2, sums2 = before, sums
+            before, sums = use.taken, use.sums
+            goes_on, after = self.use_after(own, use)
+        own.turns.end()
+        adds = Int32(before == before2)
+        dv = self.start_dv(own, n, adds)
+        self.publish_ds(own, n)
+        dk = self.start_dk(own, n, adds)
+        fragments.assign(own.dv, wgmma.wait(dv, pending=1))
+        fragments.assign(own.dk, wgmma.wait(dk))
+        own.barriers.warp_arrives("do_empty", n)
+        own.barriers.warp_arrives("q_empty", n)
+        if n > 0:
+            own.barriers.wait("ds_full", n - 1)
+            dq = wgmma.wait(self.start_dq(own, n - 1, self.k_offset(own, before2)))
+            self.add_dq(own, dq, n - 1, sums2)
+            if before2 != before:
+                own.barriers.warp_arrives("k_empty", before2)
+        own.barriers.wait("ds_full", n)
+        dq = wgmma.wait(self.start_dq(own, n, self.k_offset(own, before)))
+        self.add_dq(own, dq, n, sums)
+        own.barriers.warp_arrives("k_empty", before)
+        self.store_rows(x, own, before, n + 1)
+        return before + 1
+
+    @cute.jit
+    def first_use(self, own: Consumer, taken: Int32) -> Use:
+        """The first use of a work, which has been published."""
+        work = own.queue.read(taken)
+        first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
+        whole_first, whole_end = self.whole_query_tiles(own, work)
+        return Use(
+            taken=taken, tile=first, head_sums=self.first_sums(own, work), first=first, end=end,
+            whole_first=whole_first, whole_end=whole_end,
+            left=(end - first) * own.query_heads - 1, adds=0,
+        )  # fmt: skip
+
+    @cute.jit
+    def use_after(self, own: Consumer, use: Use) -> tuple[Boolean, Use]:
+        """The use after it, of the next work after the last of a work; False if there is none."""
+        goes_on = Boolean(True)
+        after = use
+        if use.left == 0:
+            own.queue.wait(use.taken + 1)
+            goes_on = own.queue.read(use.taken + 1).exists
+            if goes_on:
+                after = self.first_use(own, use.taken + 1)
+        else:
+            after = use.following(own.tiles_of_head)
+        return goes_on, after
+
+    @cute.jit
+    def next_use(
         self,
+        x: Operands,
         own: Consumer,
-        taken: Int32,
-        tile: Int32,
+        use: Use,
         n: Int32,
-        masked: Boolean,
-        before: cutlass.Constexpr[int],
+        uses: cutlass.Constexpr[int],
+        before: Int32,
         before2: Int32,
+        sums2: Int32,
     ) -> None:
-        """Products up to S^T and dP^T of use n of Q and dO, then its P^T and dS^T. There are
-        `before` uses before, at least, or 2; `before2` is the tile of the sums of use n - 2."""
+        """Products up to S^T and dP^T of use n, `use`, then its P^T and dS^T. There are `uses` uses
+        before, at least, or 2; `before` and `before2` are the works of the last two, and `sums2` is
+        the tile of the sums of the earlier one."""
         barriers = own.barriers
-        if cutlass.const_expr(before == 2):
+        switches = True if uses == 0 else use.taken != before
+        if cutlass.const_expr(uses == 2):
             barriers.wait("ds_full", n - 2)
         own.turns.wait()
-        if cutlass.const_expr(before == 2):
-            dq = self.start_dq(own, n - 2)
-        if cutlass.const_expr(before >= 1):
-            dv = self.start_dv(own, n - 1)
+        if cutlass.const_expr(uses == 2):
+            dq = self.start_dq(own, n - 2, self.k_offset(own, before2))
+        if cutlass.const_expr(uses >= 1):
+            adds = Int32(before == before2)
+            dv = self.start_dv(own, n - 1, adds)
             self.publish_ds(own, n - 1)
-        if cutlass.const_expr(before == 2):
+        if cutlass.const_expr(uses == 2):
             dq = wgmma.wait(dq, pending=1)
             barriers.warp_arrives("ds_empty", n - 2)
-            self.add_quarter(own, dq, before2, 0)
-        if cutlass.const_expr(before >= 1):
-            dk = self.start_dk(own, n - 1)
-        if cutlass.const_expr(before == 2):
-            self.add_quarter(own, dq, before2, 1)
+            if before2 != before:
+                barriers.warp_arrives("k_empty", before2)
+            self.add_quarter(own, dq, sums2, 0)
+        if cutlass.const_expr(uses >= 1):
+            dk = self.start_dk(own, n - 1, adds)
+        if cutlass.const_expr(uses == 2):
+            self.add_quarter(own, dq, sums2, 1)
         # S^T beside dV and dK would take more registers than there are.
-        if cutlass.const_expr(before >= 1):
+        if cutlass.const_expr(uses >= 1):
             fragments.assign(own.dv, wgmma.wait(dv, pending=1))
             barriers.warp_arrives("do_empty", n - 1)
-        if cutlass.const_expr(before == 2):
-            self.add_quarter(own, dq, before2, 2)
+        if cutlass.const_expr(uses == 2):
+            self.add_quarter(own, dq, sums2, 2)
+        if switches:
+            barriers.wait("k_full", use.taken)
         barriers.wait("q_full", n)
-        scores = self.start_scores(own, n)
-        if cutlass.const_expr(before == 2):
-            self.add_quarter(own, dq, before2, 3)
-        if cutlass.const_expr(before >= 1):
+        scores = self.start_scores(own, n, self.k_offset(own, use.taken))
+        if cutlass.const_expr(uses == 2):
+            self.add_quarter(own, dq, sums2, 3)
+        if cutlass.const_expr(uses >= 1):
             fragments.assign(own.dk, wgmma.wait(dk, pending=1))
             barriers.warp_arrives("q_empty", n - 1)
+        if switches:
+            barriers.wait("v_full", use.taken)
         barriers.wait("do_full", n)
+        large = self.has_large_scores(own, n)
         dp = self.start_dp(own, n)
         own.turns.give()
 
-        fragments.assign(own.s, wgmma.wait(scores, pending=1))
-        self.probabilities(own, taken, tile, masked, self.lse(own, n))
-        fragments.assign(own.dp, wgmma.wait(dp))
-        self.score_gradients(own, taken, tile, masked, self.delta(own, n))
-        self.stage_ds(own, n)
+        self.compute_score_gradients(own, use, n, scores, dp, large)
+        if use.left == 0:
+            barriers.warp_arrives("v_empty", use.taken)
+        if cutlass.const_expr(uses >= 1):
+            if switches:
+                self.store_rows(x, own, before, n)
+        # The compiler would keep the addresses of use 0 until use 1.
+        lane = opaque(self.lane()) if uses == 1 else self.lane()
+        self.stage_ds(own, n, lane)
 
-    def stage_ds(self, own: Consumer, n: Any) -> None:
+    def has_large_scores(self, own: Consumer, n: Any) -> Boolean:
+        """Whether an lse of the queries of use n is large; see `statistics`."""
+        groups = self.spec.tile_m // FLAG_ROWS
+        delta = own.delta + own.barriers.stage("do_full", n) * self.stats_bytes
+        (word,) = load_shared(Int32, delta + (self.lane() & (groups - 1)) * (4 * FLAG_ROWS), 1)
+        return cute.arch.vote_any_sync((word & 1) != 0)
+
+    @cute.jit
+    def compute_score_gradients(
+        self, own: Consumer, use: Use, n: Int32, scores: list[Any], dp: list[Any], large: Boolean
+    ) -> None:
+        """P^T and dS^T of use n, once their products are done. What most tiles need is one block of
+        code, so that the last exponentials run beside the first dS^T."""
+        if use.masked | large:
+            self.compute_block(own, use, n, scores, dp, plain=False)
+        else:
+            self.compute_block(own, use, n, scores, dp, plain=True)
+
+    def compute_block(
+        self, own: Consumer, use: Use, n: Any, scores: list[Any], dp: list[Any], *, plain: bool
+    ) -> None:
+        """The same where `plain` tells that the tile needs no mask and has no large lse."""
+        lse = self.first_loaded(self.lse(own, n))
+        fragments.assign(own.s, wgmma.wait(scores, pending=1))
+        self.probabilities(own, use.taken, use.tile, not plain, lse, plain)
+        delta = self.first_loaded(self.delta(own, n))
+        fragments.assign(own.dp, wgmma.wait(dp))
+        self.score_gradients(own, use.taken, use.tile, not plain, delta)
+
+    def first_loaded(self, statistics: Statistics) -> Statistics:
+        """Load the statistics of the first columns, before a wait which the compiler does not move
+        loads across."""
+        loaded = statistics(range(self.columns_ahead))
+        return lambda columns: loaded if columns.stop <= self.columns_ahead else statistics(columns)
+
+    def k_offset(self, own: Consumer, taken: Any) -> Any:
+        """Where K of work `taken` lies in its ring, in bytes."""
+        return own.barriers.stage("k_full", taken) * self.k_bytes
+
+    def stage_ds(self, own: Consumer, n: Any, lane: Any) -> None:
         """Store the warp's rows of dS^T of use n to its stage."""
         barriers, spec = own.barriers, self.spec
         barriers.wait_previous("ds_empty", n)
         at = own.ds_ring + barriers.stage("ds_full", n) * self.ds_bytes
         words = [own.ds[i] for i in range(cute.size(own.ds))]
-        fragments.stage_matrices(words, at, own.warp, spec.tile_n, self.lane())
+        fragments.stage_matrices(words, at, own.warp, spec.tile_n, lane)
 
     def publish_ds(self, own: Consumer, n: Any) -> None:
         """Publish what `stage_ds` has stored, so much later that the fence does not wait."""
@@ -306,6 +477,65 @@ class Sm90Backward(Sm90DkDv):
             vector = values[VECTOR * i : VECTOR * (i + 1)]
             add_global(at + i * (VECTORS * 4 * VECTOR), vector)
 
-    def wait_for_readers(self, own: Consumer) -> None:
-        """Until all warps of both warpgroups are done with K and V."""
-        cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=WARPGROUPS * WARPGROUP)
+    # -- device: epilogue ---------------------------------------------------------------------
+
+    @cute.jit
+    def store_rows(self, x: Operands, own: Consumer, taken: Int32, n: Int32) -> None:
+        """Store the warp's rows of dK and dV of a work, and release its record. Rounded, they pass
+        through the stage of dS of use n, which is not stored yet."""
+        work = own.queue.read(taken)
+        own.barriers.wait_previous("ds_empty", n)
+        for acc, out, factor in (
+            (own.dk, x.dk, x.softmax_scale),
+            (own.dv, x.dv, Float32(self.unit)),
+        ):
+            fragments.scale_rows(acc, [factor] * fragments.LANE_ROWS)
+            if cutlass.const_expr(self.spec.partial):
+                self.store_partial_rows(x, own, work, acc, out)
+            else:
+                self.store_rounded_rows(x, own, work, acc, out, n)
+        own.queue.release(taken)
+
+    @cute.jit
+    def store_partial_rows(
+        self, x: Operands, own: Consumer, work: Work, acc: cute.Tensor, out: cute.Tensor
+    ) -> None:
+        for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
+            key = self.key(own, work, lane_row)
+            row = acc[None, lane_row, None]
+            pairs = [[row[j], row[j + 1]] for j in range(0, cute.size(row), 2)]
+            if key < work.seqlen_k:
+                store_parts(self.row_of(x, out, work, key), pairs, Float32)
+
+    @cute.jit
+    def store_rounded_rows(
+        self, x: Operands, own: Consumer, work: Work, acc: cute.Tensor, out: cute.Tensor, n: Int32
+    ) -> None:
+        """A box of columns at a time, so that a lane stores 16 bytes of a row, and eight lanes a
+        line."""
+        lane, boxes = self.lane(), self.spec.head_dim // BOX
+        stage = own.ds_ring + own.barriers.stage("ds_full", n) * self.ds_bytes
+        words = fragments.operand(acc, self.dtype)
+        count = len(words) // boxes
+        unit, first = lane % UNITS, lane // UNITS
+        for box in cutlass.range_constexpr(boxes):
+            of_box = words[box * count : (box + 1) * count]
+            fragments.stage_matrices(of_box, stage, own.warp, self.spec.tile_n, lane)
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(16 * UNITS // WARP_SIZE):
+                row = first + i * (WARP_SIZE // UNITS)
+                at = stage + (own.warp * 16 + row) * LINE_BYTES
+                loaded = load_shared(Int32, at + ((unit ^ (row % UNITS)) * UNIT), UNIT // 4)
+                key = work.block * self.spec.tile_n + own.warp * 16 + row
+                if key < work.seqlen_k:
+                    to = self.row_of(x, out, work, key).iterator.toint()
+                    store_global(Int32, to + box * LINE_BYTES + unit * UNIT, loaded)
+            cute.arch.sync_warp()
+
+    def row_of(self, x: Operands, out: cute.Tensor, work: Work, key: Any) -> cute.Tensor:
+        """The row of a key in dK or dV, or in a split's partial sums."""
+        head, split = head_and_split(work, x.num_splits, self.spec.partial)
+        part = (split,) if self.spec.partial else ()
+        if self.spec.varlen_k:
+            return out[(*part, work.k_start + key, head, None)]
+        return out[(*part, work.sequence, key, head, None)]

@@ -149,6 +149,7 @@ class Sm90DkDv:
     loads_v_late = False  # behind the first Q, rather than behind K
     keeps_float32 = False  # P' until dS: it saves instructions, and takes registers
     element_bytes = 2 + 2  # of Q and dO, which tiles of keys reread
+    l2_parts = 1  # of which the heads at once fill one
 
     def __init__(self, spec: Sm90BackwardSpec):
         if spec.tile_n != WARPGROUPS * ROWS:
@@ -298,7 +299,7 @@ class Sm90DkDv:
         tiles = self.tile_map(
             Sequences(seqlen_q, cu_seqlens_q, seqused_q),
             Sequences(k.shape[-3], cu_seqlens_k, seqused_k), heads, split_heads, batch,
-            heads_in_l2(head_bytes, split_heads * batch),
+            heads_in_l2(head_bytes * self.l2_parts, split_heads * batch),
         )  # fmt: skip
         num_tiles = tiles.count()
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
@@ -611,12 +612,13 @@ class Sm90DkDv:
 
     @cute.jit
     def probabilities(
-        self, own: Consumer, taken: Int32, tile: Int32, masked: Boolean, lse: Statistics
-    ) -> None:
-        """P^T from S^T of a use of Q, which is `tile`."""
+        self, own: Consumer, taken: Int32, tile: Int32, masked: Boolean, lse: Statistics,
+        small_lse: cutlass.Constexpr = False,
+    ) -> None:  # fmt: skip
+        """P^T from S^T of a use of Q, which is `tile`; `small_lse` as of `exponentiate`."""
         exponentiate(
             own.s, lse, own.scaling, lambda *p: self.keep_probabilities(own, *p),
-            softcap=self.spec.softcap, unit=self.unit,
+            softcap=self.spec.softcap, unit=self.unit, small_lse=small_lse,
         )  # fmt: skip
         if masked:
             self.mask(own, taken, tile, own.p)

@@ -32,16 +32,17 @@ def exponentiate(
     *,
     softcap: bool,
     unit: float = 1.0,
+    small_lse: bool = False,
 ) -> None:
     """Call store(lane row, columns, P, P') with pairs of values, in units, where P' is P, with a
-    softcap P times the slope of the cap."""
+    softcap P times the slope of the cap; `small_lse` as of `gradient.probabilities`."""
     for columns in _steps(s):
         statistics = lse(columns)
         for lane_row in range(fragments.LANE_ROWS):
             row = s[None, lane_row, None]
             p, with_slope = probabilities(
                 row, columns, statistics[lane_row], scaling, softcap=softcap, packed=False,
-                unit=unit,
+                unit=unit, small_lse=small_lse,
             )  # fmt: skip
             store(lane_row, columns, p, with_slope)
 

@@ -4,7 +4,8 @@ The preprocess kernel writes both as float32 `[2, heads, padded rows]`, and the 
 read them. P is exp(score - lse), with the natural lse; delta is the sum of o * do over
 head_dim, less the gradient of lse. Sequences start at multiples of STATS_ROWS, so that a tile of
 queries is one aligned copy. Rows that see no key, and padding, have lse = inf, hence P = 0, and
-delta = 0. Importing this loads no compiler.
+delta = 0, but for its lowest bit: in every row it says whether one of the 32 rows around it, which
+begin at a multiple of 32, has a large lse. Importing this loads no compiler.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 STATS_ROWS = 128  # rows of a query tile, to which a sequence's rows are padded
 LSE, DELTA = 0, 1  # of the first mode
+FLAG_ROWS = 32  # whose deltas have the same lowest bit
+# A finite lse whose absolute value is at least this is large. Below, the rounding of an exponent
+# that is computed by one multiply-add changes P by at most 2^-14 of itself.
+LARGE = 256.0
 
 
 def padded_start(queries: Sequences, sequence: Any) -> Any:
