@@ -416,15 +416,20 @@ def all_waits(p: Ptx) -> list[int]:
     return [line + n for line in p.all(WAIT) for n in range(4)]
 
 
-def bugs_of_an_edge(planted: Planter, name: str, *more: str, nth: int = 0) -> None:
+def bugs_of_an_edge(
+    planted: Planter, name: str, *more: str, nth: int = 0, implied: bool = False
+) -> None:
     """At the mbarriers of what the load warp hands to the consumers: "q", "k", "v" or "work".
-    `more` are patterns of lines that touch it too; `nth` numbers a wait for it."""
+    `more` are patterns of lines that touch it too; `nth` numbers a wait for it; `implied`: other
+    edges imply that wait, which may be left out therefore."""
     full, empty = f"{name}_full", f"{name}_empty"
     touched = ((SHARED,) if name == "work" else (LOAD, WGMMA)) + more
 
-    @planted(f"wait for {full} dropped", "race uninitialised deadlock")
-    def _(p: Edged) -> Planted:
-        return p.drop(*p.of(full, WAIT)), [*lines_of(p, *touched), *all_waits(p)]
+    if not implied:
+
+        @planted(f"wait for {full} dropped", "race uninitialised deadlock")
+        def _(p: Edged) -> Planted:
+            return p.drop(*p.of(full, WAIT)), [*lines_of(p, *touched), *all_waits(p)]
 
     @planted(f"release of {empty} dropped", "deadlock")
     def _(p: Edged) -> Planted:

@@ -162,7 +162,9 @@ for planted in add_up_dq:  # dK/dV releases V with K, which is waited for before
     bug_of_a_stage(planted, "v", *STATISTICS)
 bug_of_a_stage(dkdv, "do", *STATISTICS)  # the others release Q's stages later, and have as many
 for planted in add_up_dq:
-    bugs_of_an_edge(planted, "ds", SHARED)
+    # In "hd128" the turns order dS of one warpgroup and dQ of the other, and at the end the wait for
+    # the stage through which dK and dV are stored.
+    bugs_of_an_edge(planted, "ds", SHARED, implied=planted is hd128)
     bug_of_a_stage(planted, "ds", SHARED)
 
 
@@ -209,10 +211,6 @@ WAITS = {
     dkdv: (
         "the first S", "the first dP", "the first dV", "S", "dP and dK", "dV", "the last dK",
     ),
-    fused: (
-        "the first S", "the first dP", "the second dV", "the second dK and S", "the second dP",
-        "dQ", "dV", "dK and S", "dP", "the last dV and dK", "the last dQ but one", "the last dQ",
-    ),
 }  # fmt: skip
 for planted, waits in WAITS.items():
     nth = 0
@@ -221,14 +219,24 @@ for planted, waits in WAITS.items():
         bug_of_waits(planted, range(nth, nth + count), names)
         nth += count
 
-# In "hd128" each S and dP has a wait in the code with a mask, and one in that without. Left out are
-# those for the last dV and dK, for which the last dQ's wait stands too.
-for names, which in {
-    "the first S": (0, 2), "the first dP": (1, 3), "the second dV and dK and S": (4, 5, 6, 8),
-    "the second dP": (7, 9), "dQ": (10,), "dV and dK and S": (11, 12, 13, 15), "dP": (14, 16),
-    "the last dQ but one": (17,), "the last dQ": (-1,),
-}.items():  # fmt: skip
-    bug_of_waits(hd128, which, names)
+# In the kernels that add up dQ each S and dP has a wait in the code with a mask, and one in that
+# without. Left out are those for the last dV and dK, for which the last dQ's stands too.
+WAITS_OF_BOTH = {
+    fused: {
+        "the first S": (0, 2), "the first dP": (1, 3), "the second dV": (4,),
+        "the second dK and S": (5, 6, 8), "the second dP": (7, 9), "dQ": (10,), "dV": (11,),
+        "dK and S": (12, 13, 15), "dP": (14, 16), "the last dQ but one": (19,),
+        "the last dQ": (20,),
+    },
+    hd128: {
+        "the first S": (0, 2), "the first dP": (1, 3), "the second dV and dK and S": (4, 5, 6, 8),
+        "the second dP": (7, 9), "dQ": (10,), "dV and dK and S": (11, 12, 13, 15), "dP": (14, 16),
+        "the last dQ but one": (17,), "the last dQ": (-1,),
+    },
+}  # fmt: skip
+for planted, by_names in WAITS_OF_BOTH.items():
+    for names, which in by_names.items():
+        bug_of_waits(planted, which, names)
 
 
 def bugs_of_a_product(planted: Planter, last: str, accumulating: int) -> None:
