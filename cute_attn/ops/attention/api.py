@@ -60,8 +60,9 @@ def flash_attn_func(
         num_splits: into how many parts the keys are split, at most 256, each for a CTA of its own,
             whose results a second kernel combines. More than one pays for a few short queries with
             many keys; 0 chooses by shapes alone, without reading the device. Equal calls with
-            equal numbers give equal bits. With more than one, bits also depend on how queries
-            share tiles: on whether there are more than 128 (packed ones: by max_seqlen_q).
+            equal numbers give equal bits. With more than one, and on Hopper, bits also depend on
+            how queries share tiles: on whether there are more than 128 (packed ones: by
+            max_seqlen_q).
         deterministic: whether the gradients are the same bit for bit in every run. Without it the
             gradient of q on Hopper, at head_dim 64 and 128, is a sum in any order, by a faster
             kernel. All else always is deterministic, and under
