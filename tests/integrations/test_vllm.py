@@ -376,29 +376,35 @@ def test_a_step_is_launched_from_shapes_alone(backend: Any, launched: StandIns):
 
 
 @pytest.mark.parametrize(
-    ("heads", "heads_k", "window", "block_size"),
+    ("heads", "heads_k", "head_size", "window", "block_size"),
     [
-        (4, 1, 512, 16),
-        pytest.param(16, 8, None, 48, marks=pytest.mark.slow),
-        pytest.param(16, 2, None, 544, marks=pytest.mark.slow),
-        pytest.param(16, 2, None, 576, marks=pytest.mark.slow),
+        (4, 1, 256, 512, 16),
+        pytest.param(16, 8, 256, None, 48, marks=pytest.mark.slow),
+        (32, 16, 128, 1024, 16),
+        pytest.param(32, 16, 128, None, 16, marks=pytest.mark.slow),
+        pytest.param(16, 2, 256, None, 544, marks=pytest.mark.slow),
+        pytest.param(16, 2, 256, None, 576, marks=pytest.mark.slow),
     ],
-    ids=["Gemma 3 1B", "Gemma 3 12B", "Qwen3-Next", "Qwen3-Next in blocks of 64"],
-)
+    ids=[
+        "Gemma 3 1B", "Gemma 3 12B", "Gemma 3 27B, sliding", "Gemma 3 27B, global", "Qwen3-Next",
+        "Qwen3-Next in blocks of 64",
+    ],
+)  # fmt: skip
 def test_the_models_kernels_are_in_the_file(
-    backend: Any, launched: StandIns, heads: int, heads_k: int, window: Any, block_size: int
-):
+    backend: Any, launched: StandIns, heads: int, heads_k: int, head_size: int, window: Any,
+    block_size: int,
+):  # fmt: skip
     planned = plan_file(Path(cute_attn.__file__).parent / "models" / "vllm.toml", "sm_90a")
     runner = Runner(
-        backend, heads=heads, heads_k=heads_k, head_size=256, block_size=block_size, num_blocks=12,
-        sliding_window=window,
+        backend, heads=heads, heads_k=heads_k, head_size=head_size, block_size=block_size,
+        num_blocks=12, sliding_window=window,
     )  # fmt: skip
     runner.most_blocks = 4096 // block_size
     for step in ({0: 140}, {0: 1}):
-        k, v = (runner.randn(sum(step.values()), heads_k, 256) for _ in range(2))
+        k, v = (runner.randn(sum(step.values()), heads_k, head_size) for _ in range(2))
         common = runner.metadata(step, k, v, 0, 0)
         common.max_seq_len = runner.most_blocks * block_size
-        q = runner.randn(sum(step.values()), heads, 256)
+        q = runner.randn(sum(step.values()), heads, head_size)
         runner.forward(runner.builder.build(0, common), q, k, v, torch.empty_like(q))
     specs = {spec for _, spec, _ in launched.launched}
     assert len(specs) >= 3 and specs <= {spec for _, spec in planned}
