@@ -16,7 +16,7 @@ from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention.heuristics import num_splits_of_forward
 from cute_attn.kernels.attention.spec import CombineSpec
 from cute_attn.kernels.attention.table import COMBINE
-from cute_attn.ops.attention import plan_attention
+from cute_attn.ops.attention import plan_attention, plan_attention_combine
 from cute_attn.ops.attention.arguments import MAX_SPLITS
 from cute_attn.reference.attention import attention_reference
 
@@ -39,6 +39,7 @@ from .attention_cases import (
     run,
     same,
 )
+from .attention_stand_ins import stand_ins
 from .test_attention_pages import in_pages, of_kind
 
 ARCH = "sm_90a"
@@ -252,6 +253,21 @@ def test_the_combination_reads_nothing_before_the_kernel_in_front_is_done():
     first, *rest = ptx.split("griddepcontrol.wait")
     assert len(rest) == 1
     assert "ld.global" in rest[0] and "ld.global" not in first and "st.global" not in first
+
+
+def test_a_plan_names_the_kernel_of_a_call_of_its_own():
+    with stand_ins() as found, cute_attn.emulated(ARCH):
+        for dtype, lse in ((torch.float32, True), (torch.float16, False)):
+            o, of_parts = torch.randn(2, 1, 3, 2, 64), torch.randn(2, 1, 3, 2)
+            cute_attn.flash_attn_combine(o, of_parts, out_dtype=dtype, return_lse=lse)
+    planned = [
+        *plan_attention_combine(ARCH, head_dim=64),
+        *plan_attention_combine(ARCH, head_dim=64, out_dtype="float16", return_lse=False),
+    ]
+    assert [spec for _, spec, _ in found.launched] == [spec for _, spec in planned]
+    assert [kernel for kernel, _ in planned] == [COMBINE, COMBINE]
+    with pytest.raises(NotImplementedError, match="head_dim is 96, there are kernels for"):
+        plan_attention_combine(ARCH, head_dim=96)
 
 
 # -- the number of splits

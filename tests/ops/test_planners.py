@@ -46,6 +46,7 @@ def parameters() -> Iterator[Any]:
 def test_all_operators_have_one() -> None:
     assert {planner.__name__ for planner in PLANNERS} >= {
         "plan_attention",
+        "plan_attention_combine",
         "plan_chunk_kda",
         "plan_decode",
         "plan_fused_recurrent_kda",

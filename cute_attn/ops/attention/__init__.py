@@ -2,7 +2,7 @@
 
 from .api import flash_attn_func, flash_attn_varlen_func
 from .combine import flash_attn_combine
-from .plan import plan_attention, plan_attention_backward
+from .plan import plan_attention, plan_attention_backward, plan_attention_combine
 
 __all__ = [
     "flash_attn_combine",
@@ -10,4 +10,5 @@ __all__ = [
     "flash_attn_varlen_func",
     "plan_attention",
     "plan_attention_backward",
+    "plan_attention_combine",
 ]

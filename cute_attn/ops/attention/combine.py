@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.attention.spec import SM90_HEAD_DIMS, CombineSpec
-from ...kernels.attention.table import COMBINE
+from ...kernels.attention.spec import SM90_HEAD_DIMS
 from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags
 from ..operator import PLAIN, Operator, dispatch_mode_depth, forward_ad, is_dynamo_compiling
+from .plan import plan_attention_combine
 
 OUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -50,8 +50,14 @@ class Combine(Operator[CombineArguments]):
             )
 
     def prepare(self, a: CombineArguments) -> Callable[..., None]:
-        spec = CombineSpec(a.out_dtype, a.out_partial.shape[-1], "none", bool(a.return_lse))
-        return launch.get_for(a.out_partial.device, COMBINE, spec)
+        x = a.out_partial
+        (request,) = plan_attention_combine(
+            launch.arch_for(x.device),
+            head_dim=x.shape[-1],
+            out_dtype=a.out_dtype,
+            return_lse=bool(a.return_lse),
+        )
+        return launch.get_for(x.device, *request)
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         a = self.arguments(*arguments)

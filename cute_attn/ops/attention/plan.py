@@ -18,7 +18,12 @@ from ...kernels.attention.heuristics import (
     packed_heads,
 )
 from ...kernels.attention.query_sums import QuerySums
-from ...kernels.attention.spec import CombineSpec, PostprocessSpec, PreprocessSpec
+from ...kernels.attention.spec import (
+    SM90_HEAD_DIMS,
+    CombineSpec,
+    PostprocessSpec,
+    PreprocessSpec,
+)
 from ...kernels.common.sum_partials_spec import SumPartialsSpec
 from ...kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from ...kernels.common.zero_unused_spec import ZeroUnusedSpec
@@ -132,6 +137,32 @@ def plan_attention(
         )
         requests.append((table.COMBINE, combine))
     return requests
+
+
+@launch.planner
+def plan_attention_combine(
+    arch: str, *, head_dim: int = 256, out_dtype: str = "float32", return_lse: bool = True
+) -> list[launch.Request]:
+    """The kernel of `flash_attn_combine`. `plan_attention` names the one that combines the splits
+    of its own calls.
+
+    Args:
+        arch: such as "sm_100a".
+        head_dim: of out_partial.
+        out_dtype: as the operator's, "float32" for None.
+        return_lse: as the operator's.
+
+    Returns:
+        A pair of the kernel and its specialisation.
+
+    Raises:
+        TypeError: a parameter has a wrong type.
+        ValueError: out_dtype is not supported.
+        NotImplementedError: there is no kernel for this head_dim.
+    """
+    if head_dim not in SM90_HEAD_DIMS:
+        raise NotImplementedError(f"head_dim is {head_dim}, there are kernels for {SM90_HEAD_DIMS}")
+    return [(table.COMBINE, CombineSpec(out_dtype, head_dim, "none", return_lse))]
 
 
 @launch.planner
