@@ -179,10 +179,11 @@ def used() -> list[tuple[KernelDef, Any, str]]:
         return [(kernel, spec, arch) for (kernel, _, arch), (spec, _) in _functions.items()]
 
 
-def record_to(path: Path | None) -> None:
-    """Have the kernels that are loaded from now on recorded in a file."""
+def record_to(path: Path | None) -> Path | None:
+    """Have the kernels that are loaded from now on recorded in a file; return the one before."""
     global _recording
-    _recording = path
+    before, _recording = _recording, path
+    return before
 
 
 def _record(kernel: KernelDef, spec: Any, arch: str) -> None:

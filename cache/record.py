@@ -27,7 +27,8 @@ def record(path: str | os.PathLike[str] | None) -> None:
     recorded.
 
     Args:
-        path: of the file, which is created if need be; None stops recording.
+        path: of the file, which is created if need be; None stops recording, but to the file that
+            `CUTE_ATTN_RECORD` names.
 
     Raises:
         CacheError: the file cannot be written, or is not a spec file.
@@ -36,8 +37,12 @@ def record(path: str | os.PathLike[str] | None) -> None:
         jit.record_to(None)
         return
     file = settings.absolute(os.fspath(path))
-    add(file, jit.used())
-    jit.record_to(file)
+    before = jit.record_to(file)  # first: another thread may be loading a kernel
+    try:
+        add(file, jit.used())
+    except CacheError:
+        jit.record_to(before)
+        raise
 
 
 def add(path: Path, used: Iterable[tuple[KernelDef, Any, str]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cache_processes import python_path
@@ -12,6 +13,7 @@ from conftest import ARCH
 from toy_specs import SCALE, SUM, ScaleSpec, SumSpec
 
 from cute_attn import cache
+from cute_attn.cache import jit
 
 
 def test_what_a_process_uses_is_a_spec_file_that_builds_it(
@@ -29,6 +31,33 @@ def test_what_a_process_uses_is_a_spec_file_that_builds_it(
     assert cache.plan_file(path, ARCH) == requests
     assert cache.plan_file(path, "sm_80") == requests[:1]
     assert cache.warmup(cache.plan_file(path, ARCH)[1:], arch=ARCH, progress=False).found == 2
+
+
+def test_a_kernel_that_is_loaded_meanwhile_is_recorded(
+    filled_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another thread may do it: after what is in memory has been listed."""
+    path, listed = tmp_path / "used.toml", jit.used
+
+    def used() -> list[Any]:
+        found = listed()
+        cache.get(SUM, SumSpec(3), ARCH)
+        return found
+
+    monkeypatch.setattr(jit, "used", used)
+    cache.record(path)
+    cache.record(None)
+    assert cache.plan_file(path, ARCH) == [(SUM, SumSpec(3))]
+
+
+def test_a_refused_file_leaves_the_one_before(filled_root: Path, tmp_path: Path) -> None:
+    path = tmp_path / "used.toml"
+    cache.record(path)
+    with pytest.raises(cache.CacheError, match="cannot record kernels in"):
+        cache.record(tmp_path)
+    cache.get(SCALE, ScaleSpec(2.0), ARCH)
+    cache.record(None)
+    assert cache.plan_file(path, ARCH) == [(SCALE, ScaleSpec(2.0))]
 
 
 def test_several_processes_record_in_one_file(
