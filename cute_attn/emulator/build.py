@@ -153,7 +153,11 @@ def _choose_root() -> Path:
     root = directory or (cache / "emulator" if cache is not None else None)
     if root is not None:
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.parent.parent.mkdir(parents=True, exist_ok=True)
+            # The kernel cache, too, refuses a directory that others can write to, and a umask of
+            # 002 would let the group.
+            root.parent.mkdir(mode=0o700, exist_ok=True)
+            root.mkdir(mode=0o700, exist_ok=True)
             if os.access(root, os.W_OK):
                 _check_ownership(root)
                 return root

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_attn.cache.store import Store
 from cute_attn.emulator import build
 
 DAY = 24 * 60 * 60
@@ -57,6 +58,29 @@ def test_what_may_be_in_use_stays(
     engines = [a_build(tmp_path, i, d, "engine.so") for i, d in enumerate(days)]
     build._evict(engines[0] / "engine.so")
     assert all(path.exists() for path in engines)
+
+
+@pytest.fixture
+def chosen_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of builds is that of the environment, as in a new process."""
+    monkeypatch.setattr(build, "directory", None)
+    monkeypatch.setattr(build, "_chosen_root", {})
+
+
+@pytest.mark.usefixtures("chosen_anew")
+def test_the_kernel_cache_takes_the_directory_that_a_build_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the umask of most Linux desktops, under which a new directory is the group's too."""
+    cache = tmp_path / "above" / "cache"
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(cache))
+    umask = os.umask(0o002)
+    try:
+        assert build._root() == cache / "emulator"
+        with Store(cache).staging() as staging:
+            assert staging.is_dir()
+    finally:
+        os.umask(umask)
 
 
 def test_an_engine_that_is_loaded_counts_as_used() -> None:
