@@ -116,6 +116,8 @@ def _cache_directory() -> Path | None:
     """The kernel cache's directory; None if the user has no home directory."""
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
     if chosen:
+        with contextlib.suppress(RuntimeError):  # no home directory: a tilde is a name
+            return Path(chosen).expanduser().absolute()
         return Path(chosen).absolute()
     import platformdirs
 

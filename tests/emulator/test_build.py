@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_attn.cache import settings
 from cute_attn.cache.store import Store
 from cute_attn.emulator import build
 
@@ -81,6 +82,14 @@ def test_the_kernel_cache_takes_the_directory_that_a_build_makes(
             assert staging.is_dir()
     finally:
         os.umask(umask)
+
+
+@pytest.mark.usefixtures("chosen_anew")
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", "~/cache")
+    assert build._root() == tmp_path / "cache" / "emulator"
+    assert settings.cache_directory() == tmp_path / "cache"
 
 
 def test_an_engine_that_is_loaded_counts_as_used() -> None:
