@@ -29,7 +29,7 @@ from .log import configure_from_environment
 
 if TYPE_CHECKING:
     from .plans import planner
-    from .record import record
+    from .recording import record
     from .specfile import plan_file
     from .warm import WarmupReport, warmup
 
@@ -38,7 +38,7 @@ _LAZY = {
     "WarmupReport": "warm",
     "plan_file": "specfile",
     "planner": "plans",
-    "record": "record",
+    "record": "recording",
     "warmup": "warm",
 }
 

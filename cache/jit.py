@@ -190,7 +190,7 @@ def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
     path = _recording or settings.record_path()
     if path is None:
         return
-    from .record import add
+    from .recording import add
 
     try:
         add(path, [(kernel, spec, arch)])

@@ -76,6 +76,20 @@ def test_several_processes_record_in_one_file(
     assert path.read_text().count("[[kernel]]") == 1
 
 
+def test_a_process_that_the_environment_has_record_can_record_elsewhere(
+    filled_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "from cute_attn import cache; from toy_specs import SCALE, ScaleSpec\n"
+        f"cache.get(SCALE, ScaleSpec(2.0), {ARCH!r}); cache.record({str(tmp_path / 'b.toml')!r})"
+    )
+    monkeypatch.setenv("CUTE_ATTN_RECORD", str(tmp_path / "a.toml"))
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for name in ("a.toml", "b.toml"):
+        assert cache.plan_file(tmp_path / name, ARCH) == [(SCALE, ScaleSpec(2.0))]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
