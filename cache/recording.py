@@ -48,10 +48,10 @@ def record(path: str | os.PathLike[str] | None) -> None:
 def add(path: Path, used: Iterable[tuple[KernelDef, Any, str]]) -> None:
     """Add the kernels to the file that are not in it yet. Raises CacheError as `record`."""
     try:
-        with path.open("a+", encoding="utf-8") as file:
+        with path.open("ab+", buffering=0) as file:
             _lock(file.fileno())
             file.seek(0)
-            text = file.read()
+            text = file.read().decode()
             known = parse(text, path)
             new = ""
             for kernel, spec, arch in used:
@@ -65,9 +65,20 @@ def add(path: Path, used: Iterable[tuple[KernelDef, Any, str]]) -> None:
                     known.append(request)
                     new += "\n" + table if text or new else table
             if new:
-                file.write(new)
+                _append(file.fileno(), new.encode())
     except (OSError, UnicodeDecodeError) as error:
         raise CacheError(f"cannot record kernels in {path}: {error}") from error
+
+
+def _append(fd: int, data: bytes) -> None:
+    """Append all of `data`, or nothing if that fails: half a table would spoil the whole file."""
+    size = os.fstat(fd).st_size
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        os.ftruncate(fd, size)
+        raise
 
 
 def _lock(fd: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ from toy_specs import SCALE, SUM, ScaleSpec, SumSpec
 
 from cute_attn import cache
 from cute_attn.cache import jit
+from cute_attn.cache.recording import add
 
 
 def test_what_a_process_uses_is_a_spec_file_that_builds_it(
@@ -123,3 +127,19 @@ def test_a_file_that_cannot_be_written(
     assert path.read_text() == "not toml"
     monkeypatch.setenv("CUTE_ATTN_RECORD", str(tmp_path))  # a server goes on, after a warning
     assert cache.get(SCALE, ScaleSpec(2.0), ARCH) is not None
+
+
+def test_a_full_disk_leaves_no_half_of_a_table(small_disk: Path) -> None:
+    path = small_disk / "used.toml"
+    add(path, [(SCALE, ScaleSpec(1.0), ARCH)])
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+    kernels = [(SCALE, ScaleSpec(float(i)), ARCH) for i in range(2, 100)]
+    with pytest.raises(cache.CacheError, match=os.strerror(errno.ENOSPC)):
+        add(path, kernels)
+    assert cache.plan_file(path, ARCH) == [(SCALE, ScaleSpec(1.0))]
+    filler.unlink()
+    add(path, kernels)
+    assert len(cache.plan_file(path, ARCH)) == 99
