@@ -27,7 +27,7 @@ def record(path: str | os.PathLike[str] | None) -> None:
     recorded.
 
     Args:
-        path: of the file, which is created if need be; None stops recording, but to the file that
+        path: of the file, which is created if need be; None stops recording, except to the file that
             `CUTE_ATTN_RECORD` names.
 
     Raises:
