@@ -178,3 +178,27 @@ def test_zeros_in_unused_rows_of_a_batch() -> None:
     spec = ZeroUnusedSpec(False, True)
     launch(ZERO_UNUSED, spec, x, None, torch.tensor(used, dtype=torch.int32))
     assert torch.equal(x, expected)
+
+
+def test_zeros_of_a_tensor_beyond_two_to_the_31_words() -> None:
+    """Memory not touched costs none, in this test and the next one."""
+    x = torch.empty(1, 2**14, 2**17, dtype=torch.int32)
+    x[0, -2:] = 1
+    starts = torch.tensor([0, x.shape[1] - 1], dtype=torch.int32)
+    launch(ZERO_UNUSED, ZeroUnusedSpec(True, False), x, starts, None)
+    assert (x[0, -2] == 1).all() and (x[0, -1] == 0).all()
+
+
+def test_sums_of_dq_beyond_two_to_the_31_elements() -> None:
+    """As of many short sequences, whose rows are padded."""
+    spec = PreprocessSpec("bfloat16", False, False, "none", False, head_dim=64, sums=True)
+    o, do = torch.randn(2, 1, 5, 1, 64).bfloat16()
+    stats, sums = torch.empty(2, 1, TILE), torch.empty(1, 2**25, 64)
+    sums[0, :TILE] = math.nan
+    launch(
+        BACKWARD_PREPROCESS.kernel, spec, o, do, torch.randn(1, 1, 5), None, None, None, None,
+        stats, sums, None, arch="sm_90a",
+    )  # fmt: skip
+    assert (sums[0, :TILE] == 0.0).all()
+    expected = (o.float() * do.float()).sum(-1)[0].T
+    torch.testing.assert_close(stats[1, :, :5], expected, rtol=1e-6, atol=1e-4)

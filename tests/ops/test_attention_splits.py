@@ -34,6 +34,7 @@ from .attention_cases import (
     Target,
     assert_agrees,
     cases,
+    is_known,
     on_target,
     reference_arguments,
     run,
@@ -169,6 +170,36 @@ def test_more_queries_have_the_same_bits_in_every_batch_on_blackwell():
 
 
 # -- the combination
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_partial_results_beyond_two_to_the_31_elements(arch: str):
+    """The kernel alone: the combination would read all of them. Memory not touched costs none."""
+    splits, rows, count, head_dim = 256, 34000, 70, 256
+    (kernel, spec), _ = plan_attention(
+        arch, head_dim=head_dim, varlen_q=True, varlen_k=True, num_splits=2, short=False
+    )
+    first = rows - count - 1
+    used = slice(first, first + count)
+    q = torch.empty(rows, 1, head_dim, dtype=torch.bfloat16)
+    q[used] = torch.randn(count, 1, head_dim)
+    k, v = torch.randn(2, 300, 1, head_dim).bfloat16()
+    o, lse = torch.empty(splits, *q.shape), torch.empty(splits, rows, 1)
+    starts = (torch.tensor(x, dtype=torch.int32) for x in ((first, used.stop), (0, len(k))))
+    counter = (torch.zeros(1, dtype=torch.int32),) if arch == "sm_90a" else ()
+    emulator = Emulator()
+    emulator.load(cache.compile(kernel, spec, arch=arch))(
+        q, k, v, o, lse.mT, None, *starts, None, None, None, head_dim**-0.5, 1.0, 0, 0, 4, *counter
+    )
+    assert all(map(is_known, emulator.report.findings)), emulator.report
+    weights = (lse[:, used] - lse[:, used].logsumexp(0)).exp()[..., None]
+    found = (weights * o[:, used]).sum(0)
+    scores = q[used, 0].double() @ k[:, 0].double().T * head_dim**-0.5
+    expected = scores.softmax(-1) @ v[:, 0].double()
+    # P is rounded to bfloat16.
+    error = (found[:, 0].double() - expected).norm() / expected.norm()
+    assert error <= 2**-8
 
 
 def combined(o: torch.Tensor, lse: torch.Tensor, **options: Any) -> Any:

@@ -36,10 +36,18 @@ def fake_contiguous(element: Any, shape: tuple[Any, ...], align: int = 0) -> Any
     strides = []
     for size in reversed(shape):
         strides.append(stride)
-        stride = stride * size
+        stride = _product(stride, size)
     return make_fake_tensor(
         element, shape, tuple(reversed(strides)), assumed_align=align or element.width // 8
     )
+
+
+def _product(stride: Any, size: Any) -> Any:
+    """Of 64 bits where it is symbolic: a product of sizes may be beyond 2^31."""
+    product = stride * size
+    if isinstance(product, int):
+        return product
+    return cute.sym_int64(divisibility=product.divisibility)
 
 
 def fake_matrices(leading: tuple[Any, ...], matrix: tuple[Any, Any], element: Any = Float32) -> Any:
