@@ -329,6 +329,7 @@ def rows_of(args: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 EDGES = (1, 2, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257)
 LAYOUTS = ("contiguous", "heads_first", "fused", "gapped", "expanded")
+OTHER_ROUNDINGS = 3  # of the plain implementation, beside the usual ones
 MOST_WORK = 12  # pairs of a tile of queries and a tile of keys: each takes some 30 ms
 
 
@@ -490,9 +491,13 @@ def reference_arguments(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_no_worse(
-    actual: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, floor: float
+    actual: torch.Tensor,
+    plains: Sequence[torch.Tensor],
+    exact: torch.Tensor,
+    floor: float = 0.0,
 ) -> None:
-    """The error rule, on the norm over all elements and on the largest.
+    """The error rule, on the norm over all elements and on the largest, against the plain
+    implementation that errs most in it.
 
     Where plain arithmetic happens to be exact, so that its error says nothing (a row with one key
     has probability 1), `floor` is granted.
@@ -501,23 +506,39 @@ def assert_no_worse(
     if exact.numel() == 0:
         return
     for order in (2.0, math.inf):
-        ours, theirs, least = (
+        least, ours, *theirs = (
             torch.linalg.vector_norm(x.flatten(), order).item()
-            for x in (actual.double() - exact, plain.double() - exact, floor * exact)
+            for x in (floor * exact, *(x.double() - exact for x in (actual, *plains)))
         )
-        assert ours <= max(2 * theirs, least), (
-            f"norm {order}: error {ours:.3e}, plain {theirs:.3e}, floor {least:.3e}"
+        assert ours <= max(2 * max(theirs), least), (
+            f"norm {order}: error {ours:.3e}, plain {max(theirs):.3e}, floor {least:.3e}"
         )
+
+
+def other_roundings(args: dict[str, Any]) -> list[torch.Tensor]:
+    """The plain o with P rounded in other ways of the same size, as `valid` returns it."""
+    found = []
+    for seed in range(OTHER_ROUNDINGS):
+        jitter = torch.Generator().manual_seed(seed)
+        o, _ = attention_in_low_precision(**reference_arguments(args), jitter=jitter)
+        found += valid(args, o)
+    return found
 
 
 def assert_agrees(args: dict[str, Any], o: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """The error rule for o, and for lse. The largest error may be that of one of a million
+    elements, and the plain one small there by chance: then other roundings count too."""
     dtype = args["q"].dtype
     exact, exact_lse = attention_reference(**reference_arguments(args))
     plain, plain_lse = attention_in_low_precision(**reference_arguments(args))
     assert o.shape == args["q"].shape and o.dtype == dtype and o.is_contiguous()
     # One rounding of a probability.
     floor = torch.finfo(dtype).eps / 2
-    assert_no_worse(*valid(args, o, plain, exact), floor)
+    ours, theirs, true = valid(args, o, plain, exact)
+    try:
+        assert_no_worse(ours, [theirs], true, floor)
+    except AssertionError:
+        assert_no_worse(ours, [theirs, *other_roundings(args)], true, floor)
     if lse is None:
         return
     assert lse.shape == exact_lse.shape and lse.dtype == torch.float32

@@ -478,7 +478,7 @@ def test_scaled_scores_beyond_float32_leave_the_output_right():
     args = case.arguments()
     o, lse = run(args)
     exact, exact_lse = attention_reference(**reference_arguments(args))
-    assert_no_worse(o, exact.to(o.dtype), exact, torch.finfo(o.dtype).eps / 2)
+    assert_no_worse(o, [exact.to(o.dtype)], exact, torch.finfo(o.dtype).eps / 2)
     assert lse.isinf().all() and torch.equal(lse, exact_lse.float())
 
 
