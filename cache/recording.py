@@ -27,8 +27,8 @@ def record(path: str | os.PathLike[str] | None) -> None:
     recorded.
 
     Args:
-        path: of the file, which is created if need be; None stops recording, except to the file that
-            `CUTE_ATTN_RECORD` names.
+        path: of the file, which is created if need be; None stops recording, except to the file
+            that `CUTE_ATTN_RECORD` names.
 
     Raises:
         CacheError: the file cannot be written, or is not a spec file.

@@ -324,7 +324,7 @@ def test_a_slot_without_a_chunk_adds_nothing_to_the_sums() -> None:
         slow("sm_80", False, 0),
         slow("sm_90a", False, 40),
         slow("sm_100a", False, 580),
-        slow("sm_120a", False, 640),
+        slow("sm_120a", False, 844),
         ("sm_90a", True, 760),
         slow("sm_100a", True, 1300),
     ],

@@ -30,24 +30,21 @@ def fake_strided(element: Any, shape: tuple[Any, ...]) -> Any:
     return make_fake_tensor(element, shape, strides, assumed_align=element.width // 8)
 
 
-def fake_contiguous(element: Any, shape: tuple[Any, ...], align: int = 0) -> Any:
-    """A contiguous tensor, aligned to `align` bytes; 0 is the size of an element."""
+def fake_contiguous(
+    element: Any, shape: tuple[Any, ...], align: int = 0, *, small: bool = False
+) -> Any:
+    """A contiguous tensor, aligned to `align` bytes; 0 is the size of an element. A `small` one
+    never has 2^31 elements: its strides have 32 bits, and take fewer registers."""
     stride: Any = 1
     strides = []
     for size in reversed(shape):
         strides.append(stride)
-        stride = _product(stride, size)
+        stride = stride * size
+        if not (small or isinstance(stride, int)):
+            stride = cute.sym_int64(divisibility=stride.divisibility)
     return make_fake_tensor(
         element, shape, tuple(reversed(strides)), assumed_align=align or element.width // 8
     )
-
-
-def _product(stride: Any, size: Any) -> Any:
-    """Of 64 bits where it is symbolic: a product of sizes may be beyond 2^31."""
-    product = stride * size
-    if isinstance(product, int):
-        return product
-    return cute.sym_int64(divisibility=product.divisibility)
 
 
 def fake_matrices(leading: tuple[Any, ...], matrix: tuple[Any, Any], element: Any = Float32) -> Any:

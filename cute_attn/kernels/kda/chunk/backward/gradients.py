@@ -119,6 +119,9 @@ class KdaGradients:
             elements = spec.head_dim_k * spec.head_dim_v
             return fake_matrices((slots,), (heads, elements), self.dtype)
 
+        def partial(*shape: Any, align: int = 0) -> Any:
+            return fake_contiguous(Float32, (slots, *shape), align, small=True)
+
         has_dt_bias = spec.has_dt_bias
         return (
             of_qk(),
@@ -137,8 +140,8 @@ class KdaGradients:
             of_qk(),
             rows(self.gate_dtype, heads, spec.head_dim_k),
             fake_strided(self.beta_dtype, (batch, tokens, heads)),
-            fake_contiguous(Float32, (slots, spec.cluster, heads)) if spec.has_A_log else None,
-            fake_contiguous(Float32, (slots, heads, spec.head_dim_k), 16) if has_dt_bias else None,
+            partial(spec.cluster, heads) if spec.has_A_log else None,
+            partial(heads, spec.head_dim_k, align=16) if has_dt_bias else None,
             fake_offsets(spec.index_dtype),
             Float32(1.0),
             Float32(1.0),

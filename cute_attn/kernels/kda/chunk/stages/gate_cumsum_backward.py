@@ -63,10 +63,11 @@ class KdaGateCumsumBackward:
         A_log = dt_bias = dA_log = ddt_bias = None
         if spec.has_A_log:
             A_log = fake_contiguous(Float32, (heads,))
-            dA_log = fake_contiguous(Float32, (slots, 1, heads))
+            dA_log = fake_contiguous(Float32, (slots, 1, heads), small=True)
         if spec.has_dt_bias:
             dt_bias = fake_contiguous(Float32, (heads, spec.head_dim_k), 16)
-            ddt_bias = fake_contiguous(Float32, (slots, heads, spec.head_dim_k), 16)
+            of_bias = (slots, heads, spec.head_dim_k)
+            ddt_bias = fake_contiguous(Float32, of_bias, 16, small=True)
         return (
             fake_rows(Float32, shape),
             fake_rows(self.gate_dtype, shape),
