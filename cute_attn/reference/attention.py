@@ -190,10 +190,10 @@ def attention_gradients_in_low_precision(
     product, and the gradients at the end.
 
     Args:
-        jitter: as for `attention_reference`, also of the roundings of P and dS.
+        jitter: as for `attention_reference`, also of the roundings of o, P and dS.
         lengths: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k.
     """
-    o, lse = attention_in_low_precision(
+    o, lse = attention_reference(
         q,
         k,
         v,
@@ -202,9 +202,12 @@ def attention_gradients_in_low_precision(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
+        dtype=torch.float32,
+        p_dtype=q.dtype,
         jitter=jitter,
         **lengths,
     )
+    o = rounded(o, q.dtype, jitter)
     dlse_rows = (torch.zeros_like(lse) if dlse is None else dlse.float()).transpose(-1, -2)
     lse_rows = lse.transpose(-1, -2)
     do = torch.zeros_like(o) if do is None else do
