@@ -205,7 +205,7 @@ def attention_gradients_in_low_precision(
         dtype=torch.float32,
         p_dtype=q.dtype,
         jitter=jitter,
-        **lengths,
+        **lengths,  # type: ignore[arg-type]
     )
     o = rounded(o, q.dtype, jitter)
     dlse_rows = (torch.zeros_like(lse) if dlse is None else dlse.float()).transpose(-1, -2)
