@@ -73,6 +73,10 @@ class FakeArguments:
         rows = cute.sym_int(divisibility=STATS_ROWS)
         return fake_contiguous(Float32, (self.heads, rows, self.head_dim), VECTOR_BYTES)
 
+    def zeroed(self) -> Any:
+        """See `query_zeros`."""
+        return fake_contiguous(Int32, (cute.sym_int(),))
+
     def ds_tiles(self) -> Any:
         """See `ds_tiles`."""
         shape = (cute.sym_int(), cute.sym_int(), cute.sym_int(), TILE * TILE)

@@ -5,14 +5,13 @@ For row i of a head, with s the sink (`statistics` has the layout, and the lse o
     delta_i = sum_d o_id do_id - dlse_i
     dsink   = sum_i -exp(s - lse_i) delta_i
 
-Where the gradient of q is added up in global memory, its float32 sums begin as zeros.
+Where the gradient of q is added up in global memory, it also clears the numbers of `query_zeros`.
 
 The kernel is bound by memory bandwidth: it reads o and do once. Eight threads share a row, so an
 instruction of a warp reads whole 128-byte lines of four rows. Each CTA writes its part of dsink,
 which `sum_partials` adds up in a fixed order.
 
     CTA (tile of STATS_ROWS rows, head, sequence), 8 warps
-      zeros       of the sums of dq
       rows        32 rows at once: the sums of o * do, to shared memory
       statistics  a thread for each row: lse and delta, to global memory, and its part of dsink
 
@@ -33,7 +32,7 @@ from ..common.dtypes import DTYPE
 from ..common.numbers import INF, LOG2_E
 from ..common.ptx.convert import unpack_all
 from ..common.ptx.math import exp2
-from ..common.ptx.memory import load_global, store_global
+from ..common.ptx.memory import load_global
 from ..common.sequences import Sequences
 from ..common.smem import Buffer, SharedMemory
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
@@ -74,7 +73,7 @@ class BackwardPreprocess:
             sink,
             *fake.queries(),
             fake.stats(),
-            fake.query_sums() if self.spec.sums else None,
+            fake.zeroed() if self.spec.sums else None,
             None if sink is None else fake_contiguous(Float32, (cute.sym_int(), fake.heads)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
@@ -90,7 +89,7 @@ class BackwardPreprocess:
         cu_seqlens_q: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
         stats: cute.Tensor,
-        dq_sums: cute.Tensor | None,
+        zeroed: cute.Tensor | None,
         dsink_partial: cute.Tensor | None,
         stream: Any,
     ) -> None:
@@ -101,11 +100,11 @@ class BackwardPreprocess:
             lse, dlse: `[batch, heads, seqlen]`, or `[heads, tokens]`.
             sink: `[heads]`.
             stats: `[2, heads, padded rows]`; see `statistics`.
-            dq_sums: `[heads, padded rows, head_dim]`; see `query_sums`.
+            zeroed: see `query_zeros`.
             dsink_partial: `[tiles, heads]` with the tiles of a head that `num_tiles` counts.
         """
         self.kernel(
-            o, do, lse, dlse, sink, cu_seqlens_q, seqused_q, stats, dq_sums, dsink_partial
+            o, do, lse, dlse, sink, cu_seqlens_q, seqused_q, stats, zeroed, dsink_partial
         ).launch(
             grid=[self.tile_map(o, cu_seqlens_q, seqused_q).count(), 1, 1],
             block=[NUM_THREADS, 1, 1],
@@ -131,7 +130,7 @@ class BackwardPreprocess:
         cu_seqlens_q: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
         stats: cute.Tensor,
-        dq_sums: cute.Tensor | None,
+        zeroed: cute.Tensor | None,
         dsink_partial: cute.Tensor | None,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
@@ -143,11 +142,16 @@ class BackwardPreprocess:
         exists, block, head, sequence = tiles.locate(number)
 
         dsink = Float32(0.0)
+        if cutlass.const_expr(zeroed is not None):
+            if number == 0 and thread == 0:
+                zeroed[0] = 0
         if exists:
             length = tiles.queries.length(sequence)
             first = block * STATS_ROWS
-            if cutlass.const_expr(dq_sums is not None):
-                self.write_zeros(dq_sums, head, padded_start(tiles.queries, sequence) + first)
+            if cutlass.const_expr(zeroed is not None):
+                if thread == 0:
+                    row = padded_start(tiles.queries, sequence) + first
+                    zeroed[1 + Int64(head) * (stats.shape[2] // STATS_ROWS) + row // STATS_ROWS] = 0
             self.sum_rows(
                 self.sequence_of(o, tiles.queries, sequence, head),
                 self.sequence_of(do, tiles.queries, sequence, head),
@@ -170,15 +174,6 @@ class BackwardPreprocess:
                 for warp in cutlass.range_constexpr(1, STATS_WARPS):
                     total += warp_dsink[warp]
                 (dsink_partial.iterator + number).store(total)
-
-    def write_zeros(self, sums: cute.Tensor, head: Any, row: Any) -> None:
-        """Write the sums of the tile whose first padded row is `row`, which are consecutive."""
-        thread, _, _ = cute.arch.thread_idx()
-        tile = Int64(head) * sums.shape[1] + row
-        at = sums.iterator.toint() + (tile * (4 * self.spec.head_dim) + thread * VECTOR_BYTES)
-        step = NUM_THREADS * VECTOR_BYTES
-        for i in range(0, STATS_ROWS * self.spec.head_dim * 4, step):
-            store_global(Float32, at + i, [Float32(0.0)] * (VECTOR_BYTES // 4))
 
     def sequence_of(self, x: cute.Tensor, queries: Sequences, sequence: Any, head: Any) -> Any:
         """The pointer to a head's row of a sequence's first token."""

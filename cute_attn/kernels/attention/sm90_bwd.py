@@ -38,7 +38,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from ..common.carried import Named
-from ..common.pipeline import Barriers, Edge, Kind
+from ..common.pipeline import Barriers, Edge, Kind, Role, report_names
 from ..common.ptx import wgmma
 from ..common.ptx.compiler import opaque
 from ..common.ptx.memory import add_global, load_shared, shared_address, store_global
@@ -49,7 +49,8 @@ from ..common.tma import BOX
 from . import fragments
 from .arguments import FakeArguments
 from .query_sums import VECTOR, VECTORS, WARPS, QuerySums
-from .sm90_bwd_dkdv import CONSUMERS, WARPGROUPS, Consumer, Operands, Rings, Sm90DkDv
+from .query_zeros import QueryZeros
+from .sm90_bwd_dkdv import CONSUMERS, LOAD, WARPGROUPS, Consumer, Operands, Rings, Sm90DkDv
 from .sm90_gradients import Statistics
 from .sm90_key_tiles import head_and_split
 from .sm90_mma import LINE_BYTES, ROWS, WARPGROUP_WARPS, start_query_gradients
@@ -59,9 +60,11 @@ from .spec import Sm90BackwardSpec
 from .statistics import FLAG_ROWS, padded_start
 from .turns import Turns
 from .visibility import Visibility
-from .work import Work, following
+from .work import TileMap, Work, following
 
 assert len(CONSUMERS) == WARPS
+
+ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
 
 UNIT = 16  # bytes that a lane stores at once
 UNITS = LINE_BYTES // UNIT
@@ -126,13 +129,18 @@ class Sm90Backward(Sm90DkDv):
         if spec.tile_m not in (ROWS, WARPGROUPS * ROWS):
             raise ValueError(f"tile_m is {spec.tile_m}, must be {ROWS} or {WARPGROUPS * ROWS}")
         self.sums = QuerySums.of(spec.tile_m, spec.head_dim)
+        self.zeros = QueryZeros(spec.head_dim)
         self.ds_bytes = 2 * spec.tile_m * spec.tile_n
         super().__init__(spec)
+
+    def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
+        return report_names(self.smem, self.pipeline, (CONSUMERS, LOAD, ZEROS), shared_base)
 
     def more_edges(self) -> tuple[Edge, ...]:
         return (
             Edge("ds_full", CONSUMERS, CONSUMERS, self.ds_stages, Kind.WARPS, payload="dS"),
             Edge("ds_empty", CONSUMERS, CONSUMERS, self.ds_stages, Kind.WARPS, payload="its stage"),
+            Edge("zeros_full", ZEROS, LOAD, 1, Kind.WARPS, payload="sums of dQ, which are zeros"),
         )
 
     def more_buffers(self) -> tuple[Buffer, ...]:
@@ -140,7 +148,7 @@ class Sm90Backward(Sm90DkDv):
         return (Buffer("ds", self.dtype, elements, self.ds_stages, at, "dS^T"),)
 
     def more_fake_args(self, fake: FakeArguments) -> tuple[Any, ...]:
-        return (fake.query_sums(),)
+        return (fake.query_sums(), fake.zeroed())
 
     @cute.jit
     def __call__(
@@ -151,6 +159,7 @@ class Sm90Backward(Sm90DkDv):
         do: cute.Tensor,
         stats: cute.Tensor,
         dq_sums: cute.Tensor,
+        zeroed: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
         cu_seqlens_q: cute.Tensor | None,
@@ -166,11 +175,12 @@ class Sm90Backward(Sm90DkDv):
         counter: cute.Tensor,
         stream: Any,
     ) -> None:
-        """As of `Sm90DkDv`; `dq_sums` are those of `query_sums`, zeros at first."""
+        """As of `Sm90DkDv`; `dq_sums` are those of `query_sums`, and `zeroed` the
+        numbers of `query_zeros`."""
         self.launch(
-            q, k, v, do, stats, dq_sums, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            softmax_scale, softcap, window_left, window_right, num_splits, num_ctas, counter,
-            stream,
+            q, k, v, do, stats, dq_sums, zeroed, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q,
+            seqused_k, softmax_scale, softcap, window_left, window_right, num_splits, num_ctas,
+            counter, stream,
         )  # fmt: skip
 
     def consumer(
@@ -187,6 +197,15 @@ class Sm90Backward(Sm90DkDv):
         own.turns = Turns(own.group, WARPGROUPS)
         return own
 
+    # -- device: zeros ------------------------------------------------------------------------
+
+    @cute.jit
+    def more_warps(
+        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Int32
+    ) -> None:
+        if warp == ZEROS.warps[0]:
+            self.zeros.run(x, tiles, TileQueue(Work, storage.work, barriers), barriers)
+
     # -- device: load -------------------------------------------------------------------------
 
     @cute.jit
@@ -200,6 +219,7 @@ class Sm90Backward(Sm90DkDv):
         if first < end:
             queue.publish_work(taken, work)
             self.load_keys("k", x, to, work, taken)
+            to.barriers.wait("zeros_full", taken)
             n = self.load_uses(x, to, work, taken, first, end, n)
             taken += 1
         else:

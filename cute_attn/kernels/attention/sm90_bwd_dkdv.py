@@ -251,7 +251,7 @@ class Sm90DkDv:
     ) -> None:
         """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
         self.launch(
-            q, k, v, do, stats, None, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            q, k, v, do, stats, None, None, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             softmax_scale, softcap, window_left, window_right, num_splits, num_ctas, counter,
             stream,
         )  # fmt: skip
@@ -265,6 +265,7 @@ class Sm90DkDv:
         do: cute.Tensor,
         stats: cute.Tensor,
         dq_sums: cute.Tensor | None,
+        zeroed: cute.Tensor | None,
         dk: cute.Tensor,
         dv: cute.Tensor,
         cu_seqlens_q: cute.Tensor | None,
@@ -305,8 +306,8 @@ class Sm90DkDv:
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
         self.kernel(
             *self.q_rows.atom(load, q), *self.k_rows.atom(load, k), *self.k_rows.atom(load, v),
-            *self.q_rows.atom(load, do), *outputs, stats, dq_sums, cu_seqlens_q, cu_seqlens_k,
-            seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right, heads,
+            *self.q_rows.atom(load, do), *outputs, stats, dq_sums, zeroed, cu_seqlens_q,
+            cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right, heads,
             split_heads, num_splits, batch, seqlen_q, k.shape[-3], tiles.heads_at_once, num_tiles,
             counter,
         ).launch(
@@ -349,6 +350,7 @@ class Sm90DkDv:
         dv: cute.Tensor,
         stats: cute.Tensor,
         dq_sums: cute.Tensor | None,
+        zeroed: cute.Tensor | None,
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
         seqused_q: cute.Tensor | None,
@@ -372,7 +374,7 @@ class Sm90DkDv:
         x = Operands(
             q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
             dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, dq_sums=dq_sums,
-            queries=queries,
+            zeroed=zeroed, queries=queries,
             group=heads // split_heads, num_splits=num_splits, batch=batch, num_tiles=num_tiles,
             counter=counter, softmax_scale=softmax_scale,
         )  # fmt: skip
@@ -386,15 +388,22 @@ class Sm90DkDv:
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
+            tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
             if warp == LOAD.warps[0]:
-                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-                tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
                 self.load_warp(x, storage, barriers, tiles, visible)
+            else:
+                self.more_warps(x, storage, barriers, tiles, warp)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consumer_warps(
                 x, self.consumer(x, storage, barriers, warp, visible, scaling), storage
             )
+
+    def more_warps(
+        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Any
+    ) -> None:
+        """Those behind the load warp."""
 
     def consumer(
         self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,

@@ -197,7 +197,7 @@ class PreprocessSpec(Spec):
         sink_dtype: dtype of the learnable sink whose gradient is computed, or "none".
         dlse: the log-sum-exp has a gradient.
         head_dim: of o and its gradient.
-        sums: the kernel writes zeros to the sums of dq, see `query_sums`.
+        sums: the kernel clears the numbers of `query_zeros`.
 
     Raises:
         TypeError: a field has another type than its annotation.

@@ -35,6 +35,11 @@ def padded_rows(tokens: int, batch: int, varlen: bool) -> int:
     return round_up(tokens + STATS_ROWS * batch) if varlen else batch * round_up(tokens)
 
 
+def num_query_zeros(heads: int, rows: int) -> int:
+    """The length of `zeroed` of `query_zeros`, for so many padded rows of each head."""
+    return 1 + heads * (rows // STATS_ROWS)
+
+
 def num_tiles(tokens: int, batch: int, varlen: bool) -> int:
     """How many tiles of STATS_ROWS a head has, the number of parts of dsink: of packed sequences,
     an upper bound."""

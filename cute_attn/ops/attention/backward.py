@@ -2,7 +2,7 @@
 
 Up to six kernels:
 
-    preprocess    stats: lse and delta of the query rows; parts of dsink; zeros for sums of dq
+    preprocess    stats: lse and delta of the query rows; parts of dsink
     dq            dq
     dkdv          dk and dv, or with splits float32 parts of them
     sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts
@@ -29,6 +29,7 @@ most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the numb
     parts of dk, dv  8 S (elements of k)     only with S > 1
     parts of dsink   4 heads T               only with a sink that requires a gradient
     sums of dq       4 heads R head_dim      only with postprocess
+    numbers of zeros 4 + 4 heads R / 128     only with postprocess
     dS               2 R (keys + 127) for each query head of a part; only with ds_dq
 """
 
@@ -43,7 +44,12 @@ from torch import Tensor
 from ... import launch
 from ...kernels.attention import ds_tiles, table
 from ...kernels.attention.heuristics import num_splits, parts_with_ds
-from ...kernels.attention.statistics import STATS_ROWS, num_tiles, padded_rows
+from ...kernels.attention.statistics import (
+    STATS_ROWS,
+    num_query_zeros,
+    num_tiles,
+    padded_rows,
+)
 from ...settings import settings
 from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags, check_shapes
 from ..counters import counter_for
@@ -288,11 +294,12 @@ class Backward(Operator[BackwardArguments]):
         if ready.sum_dsink is not None:
             sink = a.learnable_sink
             parts = q.new_empty((num_tiles(*sizes), heads), dtype=torch.float32)
-        dq_sums = None
+        dq_sums = zeroed = None
         if ready.postprocess is not None:
             dq_sums = q.new_empty((*stats.shape[1:], q.shape[-1]), dtype=torch.float32)
+            zeroed = q.new_empty(num_query_zeros(heads, stats.shape[-1]), dtype=torch.int32)
         ready.preprocess(
-            a.o, do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, dq_sums, parts
+            a.o, do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, zeroed, parts
         )  # fmt: skip
         if sink is not None and parts is not None and ready.sum_dsink is not None:
             dsink = torch.empty_like(sink)
@@ -325,7 +332,7 @@ class Backward(Operator[BackwardArguments]):
             if ready.zero_dkdv is not None:
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
-            sums = () if dq_sums is None else (dq_sums,)
+            sums = () if dq_sums is None else (dq_sums, zeroed)
             if ready.dkdv_of_heads:
                 self.launch_by_heads(ready, a, stats, scalars, written, dq)
             else:
@@ -334,7 +341,7 @@ class Backward(Operator[BackwardArguments]):
                     ready.dkdv_clusters, *(counter if ready.dkdv_counts else ()),
                 )  # fmt: skip
             if ready.postprocess is not None:
-                ready.postprocess(*sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0])
+                ready.postprocess(dq_sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0])
             if ready.sum_dkdv is not None:
                 for x, out in zip(written, (dk, dv), strict=True):
                     ready.sum_dkdv(x.flatten(1, -2), out.flatten(0, -2))

@@ -65,6 +65,23 @@ def increment_global(address: Any, last: Any) -> Any:
     return asm(text, [Int32], [Int64(address), Int32(last)], memory=True)
 
 
+def add_release(address: Any, value: Any) -> None:
+    """Add an Int32 to the one at a 64-bit address in global memory. A thread that reads the sum by
+    `load_acquire` sees all that this thread wrote before, or knew to be written."""
+    text = "red.release.gpu.global.add.u32 [$0], $1;"
+    asm(text, [], [Int64(address), Int32(value)], memory=True)
+
+
+def load_acquire(address: Any) -> Any:
+    """Load the Int32 at a 64-bit address in global memory; see `add_release`."""
+    return asm("ld.acquire.gpu.global.u32 $0, [$1];", [Int32], [Int64(address)], memory=True)
+
+
+def sleep(nanoseconds: int) -> None:
+    """Suspend the warp for about so long."""
+    asm(f"nanosleep.u32 {nanoseconds};", [], [], volatile=True)
+
+
 def store_global_where(condition: Any, address: Any, *values: Any) -> None:
     """Store 1, 2 or 4 Int32 to a 64-bit global address if `condition` is not 0, with a predicated
     store rather than a branch."""
