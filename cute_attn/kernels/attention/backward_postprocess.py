@@ -5,7 +5,9 @@
 The sums are in the order of `query_sums`, of which a thread reads 64 consecutive bytes: 8 columns
 of two rows. The kernel is bound by memory bandwidth.
 
-    CTA (tile of STATS_ROWS rows, head, sequence), 8 warps
+    CTA (tile of STATS_ROWS rows, head, sequence), 16 warps
+
+Tiles are taken in reverse: the sums of the last heads may still be in L2.
 
 Rows that see no key may hold what a hidden key that is not finite has left.
 """
@@ -30,7 +32,7 @@ from .spec import PostprocessSpec
 from .statistics import LSE, STATS_ROWS, padded_start
 from .work import TileMap
 
-NUM_THREADS = 256
+NUM_THREADS = 512
 LANES = 4  # of a row
 LANE_ROWS = PART_ROWS // 2  # from a lane's first row to its second
 
@@ -82,10 +84,10 @@ class BackwardPostprocess:
     def tile_map(
         self, dq: cute.Tensor, cu_seqlens_q: cute.Tensor | None, seqused_q: cute.Tensor | None
     ) -> TileMap:
-        """The tiles; the head is the fast index, since heads of a token are neighbours."""
+        """The tiles in the order in which the kernel before takes heads."""
         queries, heads = Sequences(dq.shape[-3], cu_seqlens_q, seqused_q), dq.shape[-2]
         batch = dq.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, heads, batch, heads * batch)
+        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, heads, batch, Int32(1))
 
     @cute.kernel
     def kernel(
@@ -102,7 +104,7 @@ class BackwardPostprocess:
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         tiles = self.tile_map(dq, cu_seqlens_q, seqused_q)
-        exists, block, head, sequence = tiles.locate(number)
+        exists, block, head, sequence = tiles.locate(tiles.count() - 1 - number)
         if exists:
             queries = tiles.queries
             length = queries.length(sequence)

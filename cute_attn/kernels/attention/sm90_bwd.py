@@ -117,6 +117,7 @@ class Sm90Backward(Sm90DkDv):
 
     k_stages, ds_stages = 3, 2
     stages_outputs = False
+    adds_dq = True
     loads_v_late = True  # V of the work before is in use for longer than its last Q
     keeps_float32 = True
     columns_ahead = 0  # whose statistics are loaded before a product is waited for
@@ -219,7 +220,6 @@ class Sm90Backward(Sm90DkDv):
         if first < end:
             queue.publish_work(taken, work)
             self.load_keys("k", x, to, work, taken)
-            to.barriers.wait("zeros_full", taken)
             n = self.load_uses(x, to, work, taken, first, end, n)
             taken += 1
         else:

@@ -146,6 +146,7 @@ class Sm90DkDv:
     k_stages, q_stages = 1, Q_STAGES
     stages_outputs = True  # dK and dV, in the buffers of K and V; partial sums never are
     bounded = False  # see `mask_queries`
+    adds_dq = False  # to sums, which a work's "zeros_full" tells of
     loads_v_late = False  # behind the first Q, rather than behind K
     keeps_float32 = False  # P' until dS: it saves instructions, and takes registers
     element_bytes = 2 + 2  # of Q and dO, which tiles of keys reread
@@ -487,6 +488,10 @@ class Sm90DkDv:
                 if i == 0:
                     self.load_keys("v", x, to, work, taken)
             self.load_queries("do", x, to, work, tile, head, row, n)
+            if cutlass.const_expr(self.adds_dq):
+                # Nothing is added before the consumers have the use, or work, after this one.
+                if i == 0:
+                    to.barriers.wait("zeros_full", taken)
             n += 1
             tile, head = following(tile, head, first, end)
         return n
