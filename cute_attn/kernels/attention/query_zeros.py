@@ -29,14 +29,21 @@ from ..common.ptx.memory import (
     store_global,
 )
 from ..common.scheduler import TileQueue
+from ..common.sequences import Sequences
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
 from .statistics import STATS_ROWS, padded_start, round_up
 from .work import TileMap, Work
 
 PAUSE_NS = 100
 STEP = WARP_SIZE * VECTOR_BYTES  # bytes that a warp stores at once
-UNROLL = 8
+UNROLL = 4
 NEVER = 0x7FFFFFFF
+
+
+def unshared(queries: Sequences) -> Sequences:
+    """The same, so that nothing computed from them is held in a register: across the loop of the
+    zeros warp, or for the consumers, who may compute the same."""
+    return replace(queries, tokens=opaque(queries.tokens))
 
 
 class QueryZeros:
@@ -85,15 +92,13 @@ class QueryZeros:
     def has_zeros(self, x: Any, work: Work, i: Int32) -> Boolean:
         """Whether all rows of head i of a work have zeros."""
         tiles = round_up(work.seqlen_q) // STATS_ROWS
-        at = self.count_of(x, x.queries, work.head + i, work.sequence)
+        at = self.count_of(x, unshared(x.queries), work.head + i, work.sequence)
         return load_acquire(at) >= tiles
 
     @cute.jit
     def write_next(self, x: Any, keys: TileMap) -> Boolean:
         """Write the zeros of the next tile; False if there is none."""
-        # What follows from these would be held in registers across the loop.
-        heads, tokens = opaque(x.stats.shape[1]), opaque(keys.queries.tokens)
-        queries = replace(keys.queries, tokens=tokens)
+        heads, queries = opaque(x.stats.shape[1]), unshared(keys.queries)
         tiles = TileMap(
             STATS_ROWS, 1, False, queries, queries, heads, heads, keys.batch,
             keys.heads_at_once * opaque(x.group),
@@ -107,7 +112,7 @@ class QueryZeros:
             exists, block, head, sequence = tiles.locate(number)
             if exists:
                 row = padded_start(tiles.queries, sequence) + block * STATS_ROWS
-                tile = Int64(head) * (x.dq_sums.shape[1] // STATS_ROWS) + row // STATS_ROWS
+                tile = Int64(head) * (opaque(x.dq_sums.shape[1]) // STATS_ROWS) + row // STATS_ROWS
                 at = x.dq_sums.iterator.toint() + tile * self.tile_bytes
                 at += opaque(cute.arch.lane_idx()) * VECTOR_BYTES
                 for _ in cutlass.range(self.tile_bytes // (STEP * UNROLL), unroll=1):
@@ -123,6 +128,6 @@ class QueryZeros:
 
     def count_of(self, x: Any, queries: Any, head: Any, sequence: Any) -> Any:
         """The address of a head's number of tiles that have zeros."""
-        tile = head * (x.dq_sums.shape[1] // STATS_ROWS)
+        tile = head * (opaque(x.dq_sums.shape[1]) // STATS_ROWS)
         tile += padded_start(queries, sequence) // STATS_ROWS
         return x.zeroed.iterator.toint() + (1 + Int64(tile)) * 4
