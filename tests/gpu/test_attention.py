@@ -14,7 +14,7 @@ from cute_attn import cache, launch
 from cute_attn.emulator import Emulator
 from cute_attn.kernels.attention import table
 from cute_attn.kernels.attention.spec import PreprocessSpec
-from cute_attn.kernels.attention.statistics import num_tiles, padded_rows
+from cute_attn.kernels.attention.statistics import num_query_zeros, num_tiles, padded_rows
 from cute_attn.kernels.attention.table import BACKWARD_PREPROCESS
 from cute_attn.kernels.common.sum_partials_spec import SumPartialsSpec
 from cute_attn.kernels.common.table import SUM_PARTIALS
@@ -37,7 +37,7 @@ def on_both(kernel: Any, spec: Any, *args: Any, written: tuple[int, ...]) -> lis
     return [(gpu[i].cpu(), args[i]) for i in written]
 
 
-@pytest.mark.parametrize("sums", [False, True], ids=["", "zeros of sums"])
+@pytest.mark.parametrize("sums", [False, True], ids=["", "numbers of zeros"])
 @pytest.mark.parametrize("sink_dtype", ["none", "float32"])
 def test_statistics_of_rows_are_the_emulators(sink_dtype: str, sums: bool):
     torch.manual_seed(0)
@@ -50,19 +50,21 @@ def test_statistics_of_rows_are_the_emulators(sink_dtype: str, sums: bool):
     has_sink = sink_dtype != "none"
     parts = torch.zeros(num_tiles(total, len(lengths), True), heads) if has_sink else None
     rows = padded_rows(total, len(lengths), True)
-    dq_sums = torch.full((heads, rows, 256), torch.nan) if sums else None
+    zeroed = torch.full((num_query_zeros(heads, rows),), -1, dtype=torch.int32) if sums else None
     results = on_both(
         BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse,
         torch.ones(heads) if has_sink else None,
         torch.tensor([0, 300, 300, 377], dtype=torch.int32), None,
-        torch.zeros(2, heads, rows), dq_sums, parts,
+        torch.zeros(2, heads, rows), zeroed, parts,
         written=(7, *([8] if sums else []), *([9] if has_sink else [])),
     )  # fmt: skip
     for found, emulated in results:
         torch.testing.assert_close(found, emulated, rtol=1e-5, atol=1e-3, equal_nan=True)
     if sums:
-        zeros = results[1][0][:, :300]  # a sequence begins with its first row
-        assert torch.equal(zeros, torch.zeros_like(zeros))
+        taken, done = results[1][0][0], results[1][0][1:].view(heads, -1)
+        assert taken == 0
+        tiles = [0, 1, 2, 4]  # of the first and the last sequence
+        assert not done[:, tiles].any()
 
 
 @pytest.mark.parametrize(
