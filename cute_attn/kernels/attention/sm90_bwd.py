@@ -64,6 +64,9 @@ from .work import TileMap, Work, following
 
 assert len(CONSUMERS) == WARPS
 
+# Tiles of keys begin with one of so many tiles of queries, so far apart.
+STARTS, START_STEP = 4, 2
+
 ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
 
 UNIT = 16  # bytes that a lane stores at once
@@ -77,7 +80,8 @@ class Use(Named):
         taken: the tile of keys, by its number in the queue.
         tile: the tile of queries.
         head_sums: tile 0 of the head, among the tiles of the sums.
-        first, end: the tiles of queries that see some of the keys.
+        first: the tile that each head begins with; see `start_of`.
+        end: behind the last tile of queries that sees some of the keys.
         whole_first, whole_end: those that need no mask.
         left: how many uses of the same work come after it.
         adds: 0 if it is the first of its work, so that nothing is in dK and dV yet; otherwise 1.
@@ -96,9 +100,11 @@ class Use(Named):
         """Its tile of the sums."""
         return self.head_sums + self.tile
 
-    def following(self, tiles_of_head: Any) -> Use:
-        """The next use of the same work."""
-        tile, head_sums = following(self.tile, self.head_sums, self.first, self.end, tiles_of_head)
+    def following(self, tiles_of_head: Any, lowest: Any) -> Use:
+        """The next use of the same work; `lowest` as of `work.following`."""
+        tile, head_sums = following(
+            self.tile, self.head_sums, self.first, self.end, tiles_of_head, lowest
+        )
         changed = {"tile": tile, "head_sums": head_sums, "left": self.left - 1, "adds": 1}
         return Use(**vars(self) | changed)
 
@@ -226,6 +232,18 @@ class Sm90Backward(Sm90DkDv):
             self.store_zeros(x, work)
         return taken, n
 
+    @property
+    def lowest(self) -> int | None:
+        """The first tile of queries of every tile of keys, if all see the same."""
+        return None if self.spec.window_left or self.spec.window_right else 0
+
+    def start_of(self, work: Work, first: Any, end: Any) -> tuple[Any, Any]:
+        """Where all tiles of keys see the same queries, neighbours begin some tiles apart, so that
+        fewer CTAs add to the same sums at the same time."""
+        if self.lowest is not None:
+            first = cutlass.min((work.block & (STARTS - 1)) * START_STEP, end - 1)
+        return first, self.lowest
+
     @cute.jit
     def store_zeros(self, x: Operands, work: Work) -> None:
         """Store dK and dV of keys that no query sees, by one warp."""
@@ -326,8 +344,9 @@ class Sm90Backward(Sm90DkDv):
         work = own.queue.read(taken)
         first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         whole_first, whole_end = self.whole_query_tiles(own, work)
+        start, _ = self.start_of(work, first, end)
         return Use(
-            taken=taken, tile=first, head_sums=self.first_sums(own, work), first=first, end=end,
+            taken=taken, tile=start, head_sums=self.first_sums(own, work), first=start, end=end,
             whole_first=whole_first, whole_end=whole_end,
             left=(end - first) * own.query_heads - 1, adds=0,
         )  # fmt: skip
@@ -343,7 +362,7 @@ class Sm90Backward(Sm90DkDv):
             if goes_on:
                 after = self.first_use(own, use.taken + 1)
         else:
-            after = use.following(own.tiles_of_head)
+            after = use.following(own.tiles_of_head, self.lowest)
         return goes_on, after
 
     @cute.jit

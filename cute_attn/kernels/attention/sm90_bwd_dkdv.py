@@ -480,7 +480,8 @@ class Sm90DkDv:
         """Load tiles first to end - 1 of the queries of each head, from use n on; return the number
         of uses after them."""
         stats_start = padded_start(x.queries, work.sequence)
-        tile, head = first, work.head
+        start, lowest = self.start_of(work, first, end)
+        tile, head = start, work.head
         for i in cutlass.range((end - first) * x.group, unroll=1):
             row = stats_start + tile * self.spec.tile_m
             self.load_queries("q", x, to, work, tile, head, row, n)
@@ -493,8 +494,12 @@ class Sm90DkDv:
                 if i == 0:
                     to.barriers.wait("zeros_full", taken)
             n += 1
-            tile, head = following(tile, head, first, end)
+            tile, head = following(tile, head, start, end, lowest=lowest)
         return n
+
+    def start_of(self, work: Work, first: Any, end: Any) -> tuple[Any, Any]:
+        """With which of tiles first to end - 1 each head begins, and `lowest` of `following`."""
+        return first, None
 
     def rings(self, storage: Pointers, barriers: Barriers) -> Rings:
         spec = self.spec

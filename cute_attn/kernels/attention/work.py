@@ -75,11 +75,17 @@ def heads_in_l2(head_bytes: Any, heads: Any) -> Any:
     return cutlass.min(at_once, heads)
 
 
-def following(tile: Any, head: Any, first: Any, end: Any, step: Any = 1) -> tuple[Any, Any]:
+def following(
+    tile: Any, head: Any, first: Any, end: Any, step: Any = 1, lowest: Any = None
+) -> tuple[Any, Any]:
     """The next tile of queries and its head, after all tiles of a head the next head's first.
-    `head` may also be what grows by `step` from head to head."""
+    `head` may also be what grows by `step` from head to head. With `lowest` the tiles of a head go
+    round: behind the last comes that one."""
     last = tile + 1 == end
-    return cutlass.select_(last, first, tile + 1), cutlass.select_(last, head + step, head)
+    if lowest is None:
+        return cutlass.select_(last, first, tile + 1), cutlass.select_(last, head + step, head)
+    tile = cutlass.select_(last, lowest, tile + 1)
+    return tile, cutlass.select_(tile == first, head + step, head)
 
 
 @dataclass(frozen=True)
