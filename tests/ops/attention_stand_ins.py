@@ -98,10 +98,10 @@ def _padded(q: Tensor, cu_q: Tensor | None, sequence: int) -> int:
 
 def _preprocess(
     spec: Any, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None,
-    cu_q: Tensor | None, used_q: Tensor | None, stats: Tensor, dq_sums: Tensor | None,
+    cu_q: Tensor | None, used_q: Tensor | None, stats: Tensor, zeroed: Tensor | None,
     parts: Tensor | None,
 ) -> None:  # fmt: skip
-    assert not spec.sums and dq_sums is None  # of SM90
+    assert not spec.sums and zeroed is None  # of SM90
     assert (spec.sink_dtype != "none") == (sink is not None) == (parts is not None)
     stats.fill_(math.nan)
     if parts is not None:

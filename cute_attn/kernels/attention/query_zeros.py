@@ -1,13 +1,15 @@
-"""Zeros for the sums of dQ, in the kernel that adds to them: by a warp that has nothing else to do.
+"""Zeros for the sums of dQ, written by a warp of the kernel that adds to them.
 
-A head of a sequence has zeros once each of its tiles of STATS_ROWS rows has them. The zeros warps of
-all CTAs share out these tiles, by a number in global memory, in the order in which the tiles of keys
-need them. They keep a few tiles ahead of the products, so that most zeros are still in L2 when
-something is added to them. Before a tile of keys is loaded, its zeros warp helps until all heads of
-the tile have zeros. It only ever waits for tiles that a running warp has taken.
+A head of a sequence has zeros once each of its tiles of STATS_ROWS rows has them. The zeros warps
+of all CTAs share these tiles out by a number in global memory, in the order in which the tiles of
+keys need them, and stay a few tiles ahead of the products: most zeros are still in L2 when
+something is added to them. The load warp waits for the heads of each tile of keys, and until they
+have zeros the CTA's zeros warp takes further tiles. It waits only for tiles that a running warp has
+taken, so that CTAs need not all be resident at once.
 
-    zeroed    Int32 [1 + heads * padded rows / STATS_ROWS], zeros at first: how many tiles are taken;
-              then of each head, at the sequence's first padded row / STATS_ROWS, how many are done
+    zeroed    Int32 [1 + heads * padded rows / STATS_ROWS], zeros at first: how many tiles are
+              taken; then of each head, at the sequence's first padded row / STATS_ROWS, how many of
+              its tiles have zeros
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class QueryZeros:
     """The zeros warp of a kernel.
 
     Attributes:
-        head_dim: columns of the sums.
+        tile_bytes: of STATS_ROWS rows of the sums.
         ahead: how many tiles a CTA takes for each head of a tile of keys, beyond what it needs.
     """
 
@@ -70,7 +72,7 @@ class QueryZeros:
             # Its heads, then as many tiles ahead for each of them.
             i = Int32(0)
             while i < opaque(x.group) or (left and i < opaque(x.group) * (1 + self.ahead)):
-                needed = i < opaque(x.group)
+                needed = i < opaque(x.group)  # for the work, not ahead
                 missing = Boolean(True)
                 if needed:
                     missing = not self.has_zeros(x, queue.read(taken), i)

@@ -7,7 +7,8 @@ third product with the tile's 128 keys:
 
 Each thread adds its part of a tile's dQ to float32 sums in global memory, which
 `backward_postprocess` scales and rounds. CTAs add in any order: the bits of dQ differ from run to
-run. `sm90_bwd_hd128` has another form of it, for head_dim 128.
+run. The sums get their zeros from a warp of their own, the one behind the load warp
+(`query_zeros`). `sm90_bwd_hd128` has another form of the kernel, for head_dim 128.
 
 A warpgroup starts the products of a tile in one burst, and has only elementwise work until the
 next. The two take turns, so that one's elementwise work falls into the burst of the other. A
@@ -63,9 +64,6 @@ from .visibility import Visibility
 from .work import TileMap, Work, following
 
 assert len(CONSUMERS) == WARPS
-
-# Tiles of keys begin with one of so many tiles of queries, so far apart.
-STARTS, START_STEP = 4, 2
 
 ZEROS = Role("zeros", range(LOAD.warps[-1] + 1, LOAD.warps[-1] + 2))
 
@@ -232,18 +230,6 @@ class Sm90Backward(Sm90DkDv):
             self.store_zeros(x, work)
         return taken, n
 
-    @property
-    def lowest(self) -> int | None:
-        """The first tile of queries of every tile of keys, if all see the same."""
-        return None if self.spec.window_left or self.spec.window_right else 0
-
-    def start_of(self, work: Work, first: Any, end: Any) -> tuple[Any, Any]:
-        """Where all tiles of keys see the same queries, neighbours begin some tiles apart, so that
-        fewer CTAs add to the same sums at the same time."""
-        if self.lowest is not None:
-            first = cutlass.min((work.block & (STARTS - 1)) * START_STEP, end - 1)
-        return first, self.lowest
-
     @cute.jit
     def store_zeros(self, x: Operands, work: Work) -> None:
         """Store dK and dV of keys that no query sees, by one warp."""
@@ -344,7 +330,7 @@ class Sm90Backward(Sm90DkDv):
         work = own.queue.read(taken)
         first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
         whole_first, whole_end = self.whole_query_tiles(own, work)
-        start, _ = self.start_of(work, first, end)
+        start = self.start_of(work, first, end)
         return Use(
             taken=taken, tile=start, head_sums=self.first_sums(own, work), first=start, end=end,
             whole_first=whole_first, whole_end=whole_end,

@@ -252,9 +252,9 @@ class Sm90DkDv:
     ) -> None:
         """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
         self.launch(
-            q, k, v, do, stats, None, None, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            softmax_scale, softcap, window_left, window_right, num_splits, num_ctas, counter,
-            stream,
+            q, k, v, do, stats, None, None, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q,
+            seqused_k, softmax_scale, softcap, window_left, window_right, num_splits, num_ctas,
+            counter, stream,
         )  # fmt: skip
 
     @cute.jit
@@ -308,9 +308,9 @@ class Sm90DkDv:
         self.kernel(
             *self.q_rows.atom(load, q), *self.k_rows.atom(load, k), *self.k_rows.atom(load, v),
             *self.q_rows.atom(load, do), *outputs, stats, dq_sums, zeroed, cu_seqlens_q,
-            cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right, heads,
-            split_heads, num_splits, batch, seqlen_q, k.shape[-3], tiles.heads_at_once, num_tiles,
-            counter,
+            cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right,
+            heads, split_heads, num_splits, batch, seqlen_q, k.shape[-3], tiles.heads_at_once,
+            num_tiles, counter,
         ).launch(
             grid=[CounterScheduler.clusters(num_tiles, num_ctas), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
@@ -480,7 +480,7 @@ class Sm90DkDv:
         """Load tiles first to end - 1 of the queries of each head, from use n on; return the number
         of uses after them."""
         stats_start = padded_start(x.queries, work.sequence)
-        start, lowest = self.start_of(work, first, end)
+        start = self.start_of(work, first, end)
         tile, head = start, work.head
         for i in cutlass.range((end - first) * x.group, unroll=1):
             row = stats_start + tile * self.spec.tile_m
@@ -494,12 +494,17 @@ class Sm90DkDv:
                 if i == 0:
                     to.barriers.wait("zeros_full", taken)
             n += 1
-            tile, head = following(tile, head, start, end, lowest=lowest)
+            tile, head = following(tile, head, start, end, lowest=self.lowest)
         return n
 
-    def start_of(self, work: Work, first: Any, end: Any) -> tuple[Any, Any]:
-        """With which of tiles first to end - 1 each head begins, and `lowest` of `following`."""
-        return first, None
+    @property
+    def lowest(self) -> int | None:
+        """That of `work.following`."""
+        return None
+
+    def start_of(self, work: Work, first: Any, end: Any) -> Any:
+        """With which of tiles first to end - 1 of the queries each head begins."""
+        return first
 
     def rings(self, storage: Pointers, barriers: Barriers) -> Rings:
         spec = self.spec

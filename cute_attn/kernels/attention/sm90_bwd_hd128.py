@@ -38,6 +38,10 @@ from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands
 from .sm90_mma import STEP, start_output
 from .softmax import Scaling
 from .visibility import Visibility
+from .work import Work
+
+# Tiles of keys begin with one of so many tiles of queries, so far apart.
+STARTS, START_STEP = 4, 2
 
 
 class Sm90Hd128Backward(Sm90Backward):
@@ -61,6 +65,19 @@ class Sm90Hd128Backward(Sm90Backward):
         own = super().consumer(x, storage, barriers, warp, visible, scaling)
         own.staging = shared_address(storage.dq)
         return own
+
+    # -- device: load -------------------------------------------------------------------------
+
+    @property
+    def lowest(self) -> int | None:
+        return None if self.spec.window_left or self.spec.window_right else 0
+
+    def start_of(self, work: Work, first: Any, end: Any) -> Any:
+        """Where all tiles of keys see the same queries, neighbours begin some tiles apart, so that
+        fewer CTAs add to the same sums at the same time."""
+        if self.lowest is None:
+            return first
+        return cutlass.min((work.block & (STARTS - 1)) * START_STEP, end - 1)
 
     # -- device: products ---------------------------------------------------------------------
 
