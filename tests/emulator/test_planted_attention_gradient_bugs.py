@@ -22,7 +22,7 @@ from cute_attn import cache
 from cute_attn.kernels.attention import table
 from cute_attn.kernels.attention.heuristics import backward_spec
 from cute_attn.kernels.attention.spec import Sm90BackwardSpec
-from cute_attn.kernels.attention.statistics import DELTA, LSE, padded_rows
+from cute_attn.kernels.attention.statistics import DELTA, LSE, num_query_zeros, padded_rows
 from cute_attn.reference.attention import attention_in_low_precision
 
 from .mutations import (
@@ -117,7 +117,8 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     written = {"dq": q} if name == "dq" else {"dk": k, "dv": v}
     tensors = {"q": q, "k": k, "v": v, "do": do, "stats": stats}
     if name in ADD_UP_DQ:
-        tensors["sums"] = torch.zeros(heads, rows, head_dim)
+        tensors["sums"] = torch.full((heads, rows, head_dim), torch.nan)
+        tensors["zeroed"] = torch.zeros(num_query_zeros(heads, rows), dtype=torch.int32)
     tensors |= {at: torch.full_like(x, torch.nan) for at, x in written.items()}
     counter = torch.zeros(1, dtype=torch.int32)
     splits = [] if name == "dq" else [1]
@@ -494,19 +495,57 @@ def _(p: Edged) -> Planted:
     return p.drop(give, take), [*p.all(r"bar\.sync"), *all_waits(p)]
 
 
+# -- zeros of the sums, by a warp of their own
+
+ZERO = r"^\s*st\.global\.v4\.f32"
+
+
+def bugs_of_zeros(planted: Planter) -> None:
+    @planted("wait for zeros_full dropped", "value race")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.of("zeros_full", WAIT)), [*adds(p), *p.all(ZERO)]
+
+    @planted("zeros_full is not signalled", "deadlock")
+    def _(p: Edged) -> Planted:
+        return p.drop(*p.of("zeros_full", ARRIVE)), all_waits(p)
+
+    @planted("zeros are signalled before they are there", "value race")
+    def _(p: Edged) -> Planted:
+        line = p.one(r"ld\.acquire")
+        return p.with_line(line, f"mov.b32 {p[line].split()[1]} 1000;"), [*adds(p), *p.all(ZERO)]
+
+    @planted("a row of zeros left out", "value")
+    def _(p: Edged) -> Planted:
+        return p.drop(p.all(ZERO)[0]), [*adds(p), *p.all(ZERO)]
+
+    @planted("zeros of the next tile", "value race out-of-bounds")
+    def _(p: Edged) -> Planted:
+        nbytes = 4 * 128 * HEAD_DIM[planted.kernel]
+        lines = p.all(ZERO)
+        changed = p
+        for line in lines:
+            changed = changed.swap(line, r"\]", f"+{nbytes}]")
+        return changed, [*adds(p), *lines]
+
+
+for planted in add_up_dq:
+    bugs_of_zeros(planted)
+
 # -- tiles
+
+COUNTER = r"atom\.\S*inc"  # the zeros warp has another one, behind that of the tiles of keys
 
 
 def bugs_of_tiles(planted: Planter) -> None:
     @planted("a tile left out", "value")
     def _(p: Edged) -> Planted:
-        line = p.one(r"atom\.\S*inc")
+        line = p.all(COUNTER)[0]
         taken = p[line].split(",")[0].split()[-1]
         return p.insert(line, f"add.s32 {taken}, {taken}, 1;", behind=True), [line]
 
     @planted("the counter does not return to 0", "value")
     def _(p: Edged) -> Planted:
-        line = p.one(r"atom\.\S*inc")
+        line = p.all(COUNTER)[0]
         return p.changed_operand(line, p[line].split()[-1].rstrip(";"), "add.s32", 1), [line]
 
 

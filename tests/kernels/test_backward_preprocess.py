@@ -14,8 +14,10 @@ from torch import Tensor
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention import table
+from cute_attn.kernels.attention.heuristics import backward_spec
 from cute_attn.kernels.attention.spec import PreprocessSpec
-from cute_attn.kernels.attention.statistics import padded_rows
+from cute_attn.kernels.attention.statistics import LSE, num_query_zeros, padded_rows
 from cute_attn.kernels.attention.table import BACKWARD_PREPROCESS
 from cute_attn.kernels.common.sum_partials_spec import SumPartialsSpec
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
@@ -80,7 +82,8 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
             x[total:] = math.nan
     rows = padded_rows(shape[-2], len(lengths), spec.varlen_q)
     stats = torch.full((2, HEADS, rows), math.nan)
-    sums = torch.full((HEADS, rows, HEAD_DIM), math.nan) if spec.sums else None
+    size = num_query_zeros(HEADS, rows)
+    zeroed = torch.full((size,), -1, dtype=torch.int32) if spec.sums else None
     tiles = sum(-(-n // TILE) for n in lengths)
     if spec.varlen_q:
         tiles = (total + tail) // TILE + len(lengths)
@@ -89,7 +92,7 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
         BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse, sink,
         torch.tensor(starts, dtype=torch.int32) if spec.varlen_q else None,
         torch.tensor(used, dtype=torch.int32) if spec.seqused_q else None,
-        stats, sums, dsink, arch=arch,
+        stats, zeroed, dsink, arch=arch,
     )  # fmt: skip
 
     expected = torch.full(stats.shape, math.nan, dtype=torch.float64)
@@ -117,10 +120,10 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
         expected[1, :, first : first + length] = torch.where(seen, delta, 0.0)
     # Tiles of no sequence are not written.
     torch.testing.assert_close(stats.double(), expected, rtol=1e-6, atol=1e-4, equal_nan=True)
-    if sums is not None:
-        written = ~expected[0].isnan()
-        assert (sums[written] == 0.0).all()
-        assert sums[~written].isnan().all()
+    if zeroed is not None:
+        written = ~expected[0, :, ::TILE].isnan()
+        assert zeroed[0] == 0
+        assert torch.equal(zeroed[1:].view(HEADS, -1), written.int() - 1)
     if dsink is not None:
         assert not dsink.isnan().any()
         torch.testing.assert_close(dsink.double().sum(0), expected_dsink, rtol=1e-5, atol=1e-3)
@@ -190,15 +193,36 @@ def test_zeros_of_a_tensor_beyond_two_to_the_31_words() -> None:
 
 
 def test_sums_of_dq_beyond_two_to_the_31_elements() -> None:
-    """As of many short sequences, whose rows are padded."""
-    spec = PreprocessSpec("bfloat16", False, False, "none", False, head_dim=64, sums=True)
-    o, do = torch.randn(2, 1, 5, 1, 64).bfloat16()
-    stats, sums = torch.empty(2, 1, TILE), torch.empty(1, 2**25, 64)
-    sums[0, :TILE] = math.nan
+    """As of many short sequences, whose rows are padded: those of the second head begin there."""
+    flags = (
+        "window_left",
+        "window_right",
+        "softcap",
+        "varlen_q",
+        "varlen_k",
+        "seqused_q",
+        "seqused_k",
+    )
+    plain = dict.fromkeys((*flags, "partial"), False) | {"dtype": "bfloat16"}
+    spec = backward_spec("sm_90a", 64, of_keys=True, fused=True, **plain)
+    q, k, v, do = torch.randn(4, 1, 5, 2, 64).bfloat16()
+    stats = torch.zeros(2, 2, TILE)
+    stats[LSE] = math.inf
+    scores = torch.einsum("qhd,khd->hqk", q[0].float(), k[0].float()) / 8
+    stats[LSE, :, :5] = scores.logsumexp(-1)
+    sums = torch.empty(2, 2**25, 64)
+    sums[:, :TILE] = math.nan
+    zeroed = torch.zeros(num_query_zeros(*sums.shape[:2]), dtype=torch.int32)
+    dk, dv = (torch.full_like(x, math.nan) for x in (k, v))
     launch(
-        BACKWARD_PREPROCESS.kernel, spec, o, do, torch.randn(1, 1, 5), None, None, None, None,
-        stats, sums, None, arch="sm_90a",
+        table.find("backward_fused", "sm_90a", 64).kernel, spec, q, k, v, do, stats, sums, zeroed,
+        dk, dv, None, None, None, None, 0.125, 1.0, 0, 0, 1, 1, torch.zeros(1, dtype=torch.int32),
+        arch="sm_90a",
     )  # fmt: skip
-    assert (sums[0, :TILE] == 0.0).all()
-    expected = (o.float() * do.float()).sum(-1)[0].T
-    torch.testing.assert_close(stats[1, :, :5], expected, rtol=1e-6, atol=1e-4)
+    p = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+    ds = p * torch.einsum("qhd,khd->hqk", do[0].float(), v[0].float())
+    expected = torch.einsum("hqk,khd->hqd", ds, k[0].float())
+    # The order of a tile is that of the registers.
+    found = sums[:, :TILE].flatten(1).sort().values
+    padded = torch.nn.functional.pad(expected.flatten(1), (0, (TILE - 5) * 64)).sort().values
+    torch.testing.assert_close(found, padded, rtol=2e-2, atol=2e-2)
