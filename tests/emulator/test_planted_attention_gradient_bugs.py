@@ -3,8 +3,8 @@ each of them.
 
 A bug is an edit of the PTX text, as in `test_planted_bugs`. What breaks no rule of the machine must
 change the result. The kernels: "dq", "dkdv", and "fused", which adds up dQ too, at head_dim 64, and
-"hd128", that of head_dim 128 that adds up dQ, which has one tile of queries in "short". With at most
-two tiles of keys, sums of dQ have the same bits in any order.
+"hd128", that of head_dim 128 that adds up dQ, which has one tile of queries in "short", and two CTAs
+in "two". With at most two tiles of keys, sums of dQ have the same bits in any order.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ from .mutations import (
 )
 
 ARCH = "sm_90a"
-HEAD_DIM = {"dq": 64, "dkdv": 64, "fused": 64, "hd128": 128, "short": 128}  # by kernel
+HEAD_DIM = {"dq": 64, "dkdv": 64, "fused": 64, "hd128": 128, "short": 128, "two": 128}  # by kernel
 KERNELS = tuple(HEAD_DIM)
-ADD_UP_DQ = ("fused", "hd128", "short")
-CTAS = {"dq": 2, "dkdv": 2} | dict.fromkeys(ADD_UP_DQ, 1)  # one: the ring of K goes round
+ADD_UP_DQ = ("fused", "hd128", "short", "two")
+# With one, the ring of K goes round.
+CTAS = dict.fromkeys(ADD_UP_DQ, 1) | {"dq": 2, "dkdv": 2, "two": 2}
 HEADS_K = 2
 QUERIES_AND_HEADS = dict.fromkeys(HEAD_DIM, (200, 4)) | {"short": (60, 2)}
 KEYS = dict.fromkeys(HEAD_DIM, 200) | {"dq": 700}
@@ -138,7 +139,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     return Edged(recorded.text, edges), launch_recorded(recorded)
 
 
-dq, dkdv, fused, hd128, short = (Planter(name) for name in KERNELS)
+dq, dkdv, fused, hd128, short, two = (Planter(name) for name in KERNELS)
 of_keys = (dkdv, fused, hd128)
 add_up_dq = (fused, hd128)
 
@@ -531,6 +532,18 @@ def bugs_of_zeros(planted: Planter) -> None:
 for planted in add_up_dq:
     bugs_of_zeros(planted)
 
+
+# Zeros that the other CTA has written.
+@two("a tile of zeros counts without a release", "race")
+def _(p: Edged) -> Planted:
+    return p.swap(p.one(r"red\.release"), "release", "relaxed"), [*adds(p), *p.all(ZERO)]
+
+
+@two("the count of zeros is read without an acquire", "race")
+def _(p: Edged) -> Planted:
+    return p.swap(p.one(r"ld\.acquire"), "acquire", "relaxed"), [*adds(p), *p.all(ZERO)]
+
+
 # -- tiles
 
 COUNTER = r"atom\.\S*inc"  # the zeros warp has another one, behind that of the tiles of keys
@@ -553,7 +566,7 @@ for planted in (dq, *of_keys):
     bugs_of_tiles(planted)
 
 
-BUGS = [bug for planter in (dq, *of_keys, short) for bug in planter.bugs]
+BUGS = [bug for planter in (dq, *of_keys, short, two) for bug in planter.bugs]
 
 
 def name_of(bug: Bug) -> str:
