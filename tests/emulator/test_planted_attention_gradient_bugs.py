@@ -95,8 +95,8 @@ def spec_of(name: str) -> Sm90BackwardSpec:
 
 
 @functools.cache
-def kernel(name: str) -> tuple[Edged, Prepared]:
-    """The PTX, and a launch."""
+def kernel(name: str, num_sms: int | None = None) -> tuple[Edged, Prepared]:
+    """The PTX, and a launch; by default each CTA has an SM."""
     direction = f"backward_{'fused' if name in ADD_UP_DQ else name}"
     spec, head_dim = spec_of(name), HEAD_DIM[name]
     definition = table.find(direction, ARCH, head_dim).kernel
@@ -130,7 +130,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items()]
     (recorded,) = record(
         entry.read("kernel.o"), entry.read("kernel.ptx").decode(), arguments, spans,
-        num_sms=CTAS[name],
+        num_sms=num_sms or CTAS[name],
     )  # fmt: skip
     module, _, made = definition.target.partition(":")
     built = getattr(importlib.import_module(module), made)(spec)
@@ -577,6 +577,16 @@ def name_of(bug: Bug) -> str:
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernel_is_clean(name: str) -> None:
     _, prepare = kernel(name)
+    run = prepare(None)
+    for schedule, seed in SEEDS:
+        done, right = run(schedule, seed)
+        assert done.findings == [] and right, (schedule, seed)
+
+
+@pytest.mark.slow
+def test_no_cta_waits_for_one_that_has_not_started() -> None:
+    """On one SM, the second begins when the first has ended."""
+    _, prepare = kernel("two", num_sms=1)
     run = prepare(None)
     for schedule, seed in SEEDS:
         done, right = run(schedule, seed)
