@@ -89,6 +89,8 @@ class QueryZeros:
                         barriers.warp_arrives("zeros_full", taken)
             taken += 1
             queue.wait(taken)
+        while left:  # heads that need none; the postprocess reads all
+            left = self.write_next(x, keys)
 
     @cute.jit
     def has_zeros(self, x: Any, work: Work, i: Int32) -> Boolean:
