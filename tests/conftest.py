@@ -198,26 +198,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-OF_HEAD_DIM = re.compile(r"::(\w+)\[(?:[^]]*?-)?(64|128|256)\b")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadscope`, which `make gpu-check` uses, one process runs the tests of a file.
-    Tests by head_dim spend most of their time compiling: there it is one test at one of them."""
-    if config.getvalue("dist") != "loadscope":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFileOrHeadDim(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            found = OF_HEAD_DIM.search(nodeid)
-            return " ".join((file, *found.groups())) if found else file
-
-    return ByFileOrHeadDim(config, log)
-
-
 @pytest.fixture
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache directory for one test, set in the environment."""

@@ -20,6 +20,7 @@ from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator, build
 from cute_attn.ops.lightning import plan_decode
 from tests.ops.kda_stand_ins import stand_ins
+from tests.untuned import untuned
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -201,8 +202,10 @@ def test_train_kimi_linear_notices_a_gradient_twice_as_large(
 
 
 @pytest.mark.gpu
-def test_train_kimi_linear_with_fla() -> None:
+def test_train_kimi_linear_with_fla(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla.models.kda", exc_type=ImportError)
+    untuned(monkeypatch)
+    monkeypatch.setenv("FLA_CUTE_ATTN", "1")  # which the example changes
     assert load("train_kimi_linear").main()
 
 

@@ -1,14 +1,15 @@
 """Everything that needs a GPU, in one offline command of at most eight minutes.
 
-The GPU tests that are not slow come first, for at most half of the time, then short runs of the
-benchmarks that have `gpu_check` stages, those with the oldest kept reports first. A benchmark that
-would not end in time is left to a later run.
+The GPU tests that are not slow come first, for at most half of the time, then compute-sanitizer,
+which slows whatever runs beside it on the GPU. Short runs of the benchmarks that have `gpu_check`
+stages follow, those with the oldest kept reports first. A benchmark that would not end in time is
+left to a later run.
 
 Each stage is a process of its own with a time limit, so that a hang or a crash of the driver's
 context does not affect the others. The table comes last; the JSON holds the reports of all parts.
 
-The exit code is 0 only if all tests passed and every benchmark ran to its end. A benchmark that
-cannot run on this machine (without ncu, for example) is reported and does not fail the check.
+The exit code is 0 only if all tests passed and every benchmark ran to its end. What cannot run on
+this machine (without ncu or compute-sanitizer) is reported and does not fail the check.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from .harness.registry import BENCHMARKS, EXIT_UNAVAILABLE, Benchmark, Unavailab
 from .harness.report import Report, ReportError, Row
 
 TOTAL_LIMIT_S = 465.0  # eight minutes, less start-up and the report
-TEST_LIMIT_S = TOTAL_LIMIT_S / 2
+TEST_LIMIT_S = 240.0
+SANITIZER_LIMIT_S = 140.0
+SANITIZERS = Path("gpu/test_sanitizers.py")
 SPREAD = 1.3  # a benchmark may take this much longer than in its last report
 TEST_PROCESSES = 16  # they compile first, and then take turns on the GPU
 KILL_GRACE_S = 5.0
@@ -46,6 +49,7 @@ class Stage:
     Attributes:
         result: the file that it writes, JUnit XML or a report's JSON.
         expected_s: seconds that it may take by its last report; None if it has none.
+        may_skip: of tests, whether this machine may lack what all of them need.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Stage:
     limit_s: float
     result: Path
     expected_s: float | None = None
+    may_skip: bool = False
 
     @property
     def is_tests(self) -> bool:
@@ -86,22 +91,24 @@ def stages(
     commit: str | None = None,
 ) -> list[Stage]:
     """The stages in order; their files go to `directory`."""
-    results = directory / "tests.xml"
-    # Groups of tests (of tests/conftest.py) run in parallel: each compiles, and awaits the GPU.
+    # Each process compiles, and awaits the GPU; those that are done take tests of the others.
     side_by_side: tuple[str, ...] = ()
     if importlib.util.find_spec("xdist") is not None:
-        side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "loadscope")
-    found = [
-        Stage(
-            "tests",
-            (
-                sys.executable, "-m", "pytest", str(tests), "-m", "gpu and not slow", "-q",
-                "--tb=short", "-p", "no:cacheprovider", f"--junitxml={results}", *side_by_side,
-            ),
-            test_limit_s,
-            results,
-        )
-    ]  # fmt: skip
+        side_by_side = ("-n", str(TEST_PROCESSES), "--dist", "worksteal")
+    sanitizers = tests / SANITIZERS
+
+    def of_tests(name: str, path: Path, limit_s: float, *options: str, may_skip: bool) -> Stage:
+        results = directory / f"{name}.xml"
+        command = (
+            sys.executable, "-m", "pytest", str(path), "-m", "gpu and not slow", "-q",
+            "--tb=short", "-p", "no:cacheprovider", f"--junitxml={results}", *options,
+        )  # fmt: skip
+        return Stage(name, command, limit_s, results, may_skip=may_skip)
+
+    without = f"--ignore={sanitizers}"
+    found = [of_tests("tests", tests, test_limit_s, without, *side_by_side, may_skip=False)]
+    if sanitizers.exists():
+        found.append(of_tests("sanitizers", sanitizers, SANITIZER_LIMIT_S, may_skip=True))
     for name, benchmark in benchmarks.items():
         for stage in benchmark.gpu_check:
             result = directory / f"{len(found)}.json"
@@ -222,17 +229,17 @@ def judge(stage: Stage, outcome: Outcome, limit_s: float) -> tuple[Row, Report |
     elif outcome.returncode == EXIT_UNAVAILABLE and not stage.is_tests:
         result, detail = "unavailable", "cannot run on this machine, see above"
     elif stage.is_tests:
-        result, detail = _judge_tests(stage.result, outcome.returncode)
+        result, detail = _judge_tests(stage, outcome.returncode)
     else:
         result, detail, part = _judge_benchmark(stage.result, outcome.returncode)
     row: Row = {"stage": stage.name, "result": result, "time_s": outcome.seconds, "detail": detail}
     return row, part
 
 
-def _judge_tests(results: Path, returncode: int) -> tuple[str, str]:
-    """("passed" or "failed", the counts). A run in which no test passed has failed."""
+def _judge_tests(stage: Stage, returncode: int) -> tuple[str, str]:
+    """The result and the counts. A run in which no test passed has failed, unless all may skip."""
     try:
-        suites = ElementTree.parse(results).getroot().iter("testsuite")
+        suites = ElementTree.parse(stage.result).getroot().iter("testsuite")
         counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
         for suite in suites:
             for name in counts:
@@ -242,6 +249,8 @@ def _judge_tests(results: Path, returncode: int) -> tuple[str, str]:
     broken = counts["failures"] + counts["errors"]
     passed = counts["tests"] - broken - counts["skipped"]
     detail = f"{passed} passed, {broken} failed, {counts['skipped']} skipped"
+    if stage.may_skip and returncode == 0 and counts["tests"] == counts["skipped"] > 0:
+        return "unavailable", detail
     return ("passed" if returncode == 0 and passed > 0 else "failed"), detail
 
 

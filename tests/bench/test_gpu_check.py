@@ -43,6 +43,24 @@ def test_judging_tests(tmp_path, xml, returncode, result, detail):
 
 
 @pytest.mark.parametrize(
+    ("xml", "returncode", "result"),
+    [
+        (junit(24, skipped=24), 0, "unavailable"),
+        (junit(24, skipped=24), 1, "failed"),
+        (junit(24, failures=1, skipped=23), 1, "failed"),
+        (junit(24, skipped=1), 0, "passed"),
+        (junit(0), 5, "failed"),
+    ],
+)
+def test_judging_tests_that_may_skip(tmp_path, xml, returncode, result):
+    results = tmp_path / "sanitizers.xml"
+    results.write_text(xml)
+    stage = Stage("sanitizers", (), 10, results, may_skip=True)
+    row, _ = judge(stage, Outcome(returncode, 1.5), 10)
+    assert row["result"] == result
+
+
+@pytest.mark.parametrize(
     ("outcome", "text", "result", "detail"),
     [
         (Outcome(0, 1.0), None, "ran", "1 of 2 targets met; missed: b"),
@@ -66,9 +84,12 @@ def test_judging_benchmarks(tmp_path, outcome, text, result, detail):
 
 def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     everything = {name: load(name) for name in BENCHMARKS}
-    found = stages(everything, Path("tests/gpu"), 200.0, tmp_path)
-    assert found[0].is_tests
-    assert [s.name for s in found[1:]] == [
+    tests = Path(__file__).parents[1]
+    found = stages(everything, tests, 200.0, tmp_path)
+    assert [s.name for s in found if s.is_tests] == ["tests", "sanitizers"]
+    assert f"--ignore={found[1].command[3]}" in found[0].command
+    assert gpu_check.TEST_LIMIT_S + found[1].limit_s < gpu_check.TOTAL_LIMIT_S
+    assert [s.name for s in found[2:]] == [
         "async-copy",
         "attention --no-peer",
         "attention-exchange",
@@ -86,10 +107,10 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
         "lightning-decode --sms 78 --mode graph",
         "lightning-decode-ncu",
     ]
-    assert all("--short" in s.command for s in found[1:])
+    assert all("--short" in s.command for s in found[2:])
     assert not any("--commit" in s.command for s in found)
-    named = stages(everything, Path("tests/gpu"), 200.0, tmp_path, "abc")
-    assert all(s.command[-2:] == ("--commit", "abc") for s in named[1:])
+    named = stages(everything, tests, 200.0, tmp_path, "abc")
+    assert all(s.command[-2:] == ("--commit", "abc") for s in named[2:])
     assert len({s.result for s in found}) == len(found)
 
 

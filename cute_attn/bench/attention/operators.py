@@ -246,5 +246,5 @@ def report(
 BENCHMARK = Benchmark(
     run=run,
     add_arguments=add_arguments,
-    gpu_check=(GpuCheckStage(("--no-peer",), 40),),
+    gpu_check=(GpuCheckStage(("--no-peer",), 80),),
 )
