@@ -161,6 +161,14 @@ EMULATED = [
         accepted=False,
     ),
     Kernel(256, 64, gate="lower_bound", dt_bias_dims=0),
+    Kernel(
+        256,
+        64,
+        state_dtype=torch.bfloat16,
+        state_v_first=False,
+        multi_token=True,
+        slots="records",
+    ),
 ]
 # What a GPU is given: every value of every field, and what some tests ask for together.
 SOME = EMULATED + sample(12, seed=0)

@@ -258,7 +258,7 @@ def plan_kda_decode(
         indexed=indexed if slots == "records" else slots != "batch",
         accepted=accepted if slots == "positions" else slots == "records",
         **tuned,
-        **step_config(**tuned, in_place=slots != "positions"),
+        **step_config(**tuned, in_place=slots != "positions", records=slots == "records"),
     )
     requests: list[launch.Request] = [(table.DECODE, spec)]
     if slots == "records":

@@ -5,7 +5,8 @@ sets how many values of the state a thread holds:
 
     one token a call      16: a warp reduces 4 rows of V at once, and 5 CTAs fit an SM
     several tokens        32: rows share the reads of k, q and decay
-    V contiguous          64 at most: a warp has 64 bytes of each of the K rows
+    V contiguous          64 at most: a warp has 64 bytes of each of the K rows; 128 where it would
+                          have less than a sector of 32, but with records they would be spilled
 
 L2 holds the lines of a state that is updated in place from load to store (docs/kernels/kda.md).
 """
@@ -29,9 +30,10 @@ def step_config(
     state_v_first: bool,
     multi_token: bool,
     in_place: bool,
+    records: bool = False,
 ) -> dict[str, Any]:
     """The tuning fields of a StepSpec for these tensors; `in_place`: the kernel stores the state
-    where it loaded it."""
+    where it loaded it; `records`: it first replays recorded tokens."""
     vector = VECTOR_BYTES // (4 if state_dtype == "float32" else 2)
     if state_v_first:
         tile_v = min(head_dim_v, TILE // head_dim_k)
@@ -39,12 +41,14 @@ def step_config(
         num_warps = tile_v * head_dim_k // (values * WARP_SIZE)
         lanes_per_row = min(WARP_SIZE, head_dim_k // vector)
     else:
-        lanes_per_row = 4
+        lanes_per_row, max_warps = 4, MAX_WARPS_V_CONTIGUOUS
         while head_dim_k * lanes_per_row * vector > MAX_VALUES_V_CONTIGUOUS * WARP_SIZE:
             if lanes_per_row == 2:  # a 32-byte sector is the smallest access
-                break
+                if not records:
+                    break
+                max_warps *= 2  # two warps share a sector
             lanes_per_row //= 2
-        num_warps = min(MAX_WARPS_V_CONTIGUOUS, head_dim_v // (lanes_per_row * vector))
+        num_warps = min(max_warps, head_dim_v // (lanes_per_row * vector))
         tile_v = num_warps * lanes_per_row * vector
     return {
         "tile_v": tile_v,
