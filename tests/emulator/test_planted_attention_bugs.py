@@ -444,8 +444,8 @@ def _(p: Edged) -> Planted:
 
 
 def looked_up(p: Edged) -> list[int]:
-    """The shuffles of (page, index, used rows), of K and then of V, in the loop: V is that of the
-    K/V tile before, at first the one with the last key."""
+    """The shuffles of (page, end of the box's used rows, other rows of the box), of K and then of V,
+    in the loop: V is that of the K/V tile before, at first the one with the last key."""
     first = p.of("k_full", LOAD)[1]
     start = p.all(r"shfl\.sync\.idx", 1, first)[-3]
     return p.all(r"shfl\.sync\.idx", start, p.of("v_full", LOAD)[0])
@@ -467,9 +467,10 @@ wrong_lane(3, "page of V", 2)
 
 @pages("rows behind the last key are loaded", "value")
 def _(p: Edged) -> Planted:
-    line = looked_up(p)[5]
-    used = p[line].split(",")[0].split()[-1]
-    return p.insert(line, f"mov.u32 {used}, {PAGE};", behind=True), [line]
+    _, end, others = looked_up(p)[3:]
+    row, count = (p[line].split(",")[0].split()[-1] for line in (end, others))
+    more = f"add.s32 {row}, {row}, {count}; mov.u32 {count}, 0;"
+    return p.insert(others, more, behind=True), [end, others]
 
 
 @pages("entries behind the last page are read", "bounds uninitialised memory out-of-bounds")

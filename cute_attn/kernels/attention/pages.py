@@ -1,8 +1,9 @@
 """Keys and values in pages, `[pages, page_size, heads_k, head_dim]`, as a page table orders them.
 
 A K/V tile is loaded in boxes of `rows` keys, which divides the tile and the page: a box lies in one
-page. The lanes of the load warp look up the pages of a tile's boxes at once. Entries of the table
-are read only for keys that exist; rows of a box behind the last key are loaded as 0.
+page. The lanes of the load warp look up the pages of a tile's boxes at once, before it waits for a
+stage to load them to. Entries of the table are read only for keys that exist; rows of a box behind
+the last key are loaded as 0.
 """
 
 from __future__ import annotations
@@ -66,15 +67,22 @@ class Pages(Carried):
             prefetch_global(entries, first + cute.arch.lane_idx() * LINE_WORDS)
 
     @cute.jit
-    def of_tile(self, key_tile: Int32, sequence: Int32, seqlen_k: Int32) -> Any:
-        """Of the box of the lane's number: (its page, its number in the page, used tokens of the
-        page)."""
+    def of_tile(
+        self,
+        key_tile: Int32,
+        sequence: Int32,
+        seqlen_k: Int32,
+        boxed: cutlass.Constexpr[BoxedRows],
+    ) -> Any:
+        """(page, *place in it) of the box of the lane's number; of the only box in all lanes."""
         # A box behind the last key is that key's box again, whose P is 0: TMA may fault on a box
         # that is out of bounds as a whole, since its tensor starts before the pages.
-        key = key_tile * self.tile_n + cute.arch.lane_idx() * self.rows
+        key = key_tile * self.tile_n
+        if cutlass.const_expr(self.boxes > 1):
+            key += cute.arch.lane_idx() * self.rows
         number, row = divmod(cutlass.min(key, seqlen_k - 1), self.by_size)
         used = cutlass.min(seqlen_k - number * self.size, self.size)
-        return self.table[sequence, number], row // self.rows, used
+        return self.table[sequence, number], *boxed.place(row // self.rows, 0, used)
 
     def view(self, buffer: cute.Pointer, head_dim: int, stages: int) -> cute.Tensor:
         """A ring of K/V tiles in shared memory: (rows, columns, boxes of rows, boxes of columns,
@@ -102,8 +110,11 @@ class Pages(Carried):
         columns as `smem` has, from `column` on."""
         stage = barriers.stage(edge, n)
         for i in cutlass.range(self.boxes, unroll=1):  # registers are few
-            page, index, used = (cute.arch.shuffle_sync(value, i) for value in found)
-            rows = boxed.box(x, index, head, page, 0, used)
+            if cutlass.const_expr(self.boxes > 1):
+                page, *place = (cute.arch.shuffle_sync(value, i) for value in found)
+            else:
+                page, *place = found
+            rows = boxed.at(x, place, head, page)
             if cutlass.const_expr(column is not None):
                 rows = cute.domain_offset((0, column), rows)
             tiled = cute.local_tile(rows, (self.rows, BOX), (0, None))

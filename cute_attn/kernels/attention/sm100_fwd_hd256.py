@@ -411,20 +411,25 @@ class Sm100Hd256Forward:
                 loaded_q += 1
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
+                        tile = CTAS * (end - 1 - i) + cta
+                        if cutlass.const_expr(pages is not None):
+                            found = k_pages.of_tile(tile, work.sequence, work.seqlen_k, self.k_rows)
                         barriers.wait_previous("kv_empty", n)
                         barriers.leader_expects("kv_full", n, KV_BYTES, cta)
-                        tile = CTAS * (end - 1 - i) + cta
                         if cutlass.const_expr(pages is None):
                             keys = self.k_rows.box(k, tile, *work.keys)
                             load_boxes(k_tma, keys, k_smem, barriers, "kv_full", n)
                         else:
-                            found = k_pages.of_tile(tile, work.sequence, work.seqlen_k)
                             k_pages.load(
                                 k_tma, k, self.k_rows, found, work.kv_head, k_smem, barriers,
                                 "kv_full", n,
                             )  # fmt: skip
                         n += 1
                     if i > 0:
+                        if cutlass.const_expr(pages is not None):
+                            found = pages.of_tile(
+                                end - i, work.sequence, work.seqlen_k, self.v_rows
+                            )
                         barriers.wait_previous("kv_empty", n)
                         barriers.leader_expects("kv_full", n, KV_BYTES, cta)
                         if cutlass.const_expr(pages is None):
@@ -432,7 +437,6 @@ class Sm100Hd256Forward:
                             values = cute.domain_offset((0, cta * DIMS), values)
                             load_boxes(v_tma, values, v_smem, barriers, "kv_full", n)
                         else:
-                            found = pages.of_tile(end - i, work.sequence, work.seqlen_k)
                             pages.load(
                                 v_tma, v, self.v_rows, found, work.kv_head, v_smem, barriers,
                                 "kv_full", n, cta * DIMS,

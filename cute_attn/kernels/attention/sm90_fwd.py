@@ -471,7 +471,7 @@ class Sm90Forward:
         """The pages of a K/V tile's boxes."""
         if pages is None:
             return None
-        return pages.of_tile(key_tile, work.sequence, work.seqlen_k)
+        return pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.kv_rows)
 
     @cute.jit
     def load_keys(

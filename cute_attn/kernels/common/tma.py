@@ -86,19 +86,28 @@ class BoxedRows:
         """Box number `index` of a sequence's rows: (rows, columns). A packed sequence starts at row
         `start` and has `seqlen` tokens. Behind the sequence, a box that is `stored` has no row, and
         one that is loaded has its last row as the first."""
+        return self.at(x, self.place(index, start, seqlen, stored=stored), head, sequence)
+
+    def place(self, index: Any, start: Any, seqlen: Any, *, stored: bool = False) -> Any:
+        """Where a box is, for `at`: what of a box's coordinates has to be computed."""
         if not self.ragged:
-            return cute.local_tile(
-                x[None, None, head, sequence], (self.rows, self.columns), (index, 0)
-            )
+            return (index,)
         token = index * self.tokens
         if not stored:
             # Without any row, a load touches the first byte that TMA sees, in front of the tensor.
             token = cutlass.min(token, seqlen - 1)
         valid = cutlass.min(cutlass.max(seqlen - token, 0), self.tokens)
-        place = (start + token + valid, head)
-        if self.batched:
-            place = (*place, sequence)
-        x = cute.domain_offset(((0, self.tokens - valid), 0), x[(None, None, *place)])
+        return start + token + valid, self.tokens - valid
+
+    def at(self, x: cute.Tensor, place: Any, head: Any, sequence: Any) -> cute.Tensor:
+        """The box at `place`: (rows, columns)."""
+        if not self.ragged:
+            return cute.local_tile(
+                x[None, None, head, sequence], (self.rows, self.columns), (*place, 0)
+            )
+        first, skipped = place
+        outer = (first, head, sequence) if self.batched else (first, head)
+        x = cute.domain_offset(((0, skipped), 0), x[(None, None, *outer)])
         return cute.local_tile(x, (self.rows, self.columns), (0, 0))
 
 
