@@ -91,7 +91,7 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     last = {
         "dq": [1.0, 0, right, SMS, counter],
         "dkdv": [1.0, 0, right, 1, 0, 1, SMS],  # of splits, K/V heads and clusters
-        "ds_dq": [left, right, 0, 1],  # of K/V heads
+        "ds_dq": [left, right, 0, 1, SMS],  # of K/V heads and clusters
     }[name]
     arguments = [*tensors.values(), *[None] * 4, 1 / 16, *last]
     if name == "dq":

@@ -9,17 +9,20 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import cutlass
 import pytest
 import torch
 
 from cute_attn import cache
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention.work import SplitTileMap, TileMap
+from cute_attn.kernels.attention.work import LAST_TILES, SplitTileMap, TileMap
 from cute_attn.kernels.common.sequences import Sequences
+from cute_attn.kernels.common.spec import WARP_SIZE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tile_map_kernel import HEADS, KV_HEADS, TILE, TileMapSpec
@@ -28,21 +31,36 @@ PLACES = KernelDef(name="places", target="tile_map_kernel:Places")
 BATCH = 3
 
 
-def tile_map(of_keys: bool, packed_heads: int, longest_last: bool, at_once: int) -> TileMap:
+def tile_map(
+    of_keys: bool,
+    packed_heads: int,
+    longest_last: bool,
+    at_once: int,
+    last_tiles: int | None = None,
+) -> TileMap:
     queries, keys = Sequences(20), Sequences(33)
     return TileMap(
-        TILE, packed_heads, longest_last, queries, keys, HEADS, KV_HEADS, BATCH, at_once, of_keys
-    )
+        TILE, packed_heads, longest_last, queries, keys, HEADS, KV_HEADS, BATCH, at_once, of_keys,
+        last_tiles,
+    )  # fmt: skip
 
 
+@pytest.fixture
+def integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Python's integers stand for the device's in `select_` too."""
+    monkeypatch.setattr(cutlass, "select_", lambda condition, x, y: x if condition else y)
+
+
+@pytest.mark.usefixtures("integers")
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("packed_heads", [1, 2])
 @pytest.mark.parametrize("longest_last", [False, True])
 @pytest.mark.parametrize("at_once", [1, 2, 5, 12])
+@pytest.mark.parametrize("last_tiles", [None, 0, 7, 1000])
 def test_every_tile_has_one_number(
-    of_keys: bool, packed_heads: int, longest_last: bool, at_once: int
+    of_keys: bool, packed_heads: int, longest_last: bool, at_once: int, last_tiles: int | None
 ) -> None:
-    tiles = tile_map(of_keys, packed_heads, longest_last, at_once)
+    tiles = tile_map(of_keys, packed_heads, longest_last, at_once, last_tiles)
     heads = KV_HEADS if of_keys else HEADS // packed_heads
     blocks = -(-33 // TILE) if of_keys else -(-20 * packed_heads // TILE)
     assert tiles.count() == heads * blocks * BATCH
@@ -60,6 +78,40 @@ def test_the_longest_tiles_come_first(of_keys: bool) -> None:
         for first in range(0, len(blocks), of_two_heads):
             part = blocks[first : first + of_two_heads]
             assert part == sorted(part, reverse=longest_last)
+
+
+@pytest.mark.usefixtures("integers")
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("last_tiles", [1, 4, 13, 1000])
+def test_the_last_heads_are_one_group(of_keys: bool, at_once: int, last_tiles: int) -> None:
+    """Of at least `last_tiles` tiles, and of no more heads than that and whole groups ask for."""
+    tiles = tile_map(of_keys, 1, True, at_once, last_tiles)
+    places = [tiles.locate(tile)[1:] for tile in range(tiles.count())]
+    heads = BATCH * (KV_HEADS if of_keys else HEADS)
+    of_head = len(places) // heads
+    least = min(heads, -(-last_tiles // of_head))
+    last = next(n for n in range(least, heads + 1) if (heads - n) % at_once == 0)
+    for first in [*range(0, heads - last, at_once), heads - last]:
+        width = last if first == heads - last else at_once
+        part = places[first * of_head : (first + width) * of_head]
+        assert len({(head, sequence) for _, head, sequence in part}) == width
+        blocks = [block for block, _, _ in part]
+        assert blocks == sorted(blocks, reverse=True)
+
+
+BALANCED = SimpleNamespace(window_left=False, window_right=True)
+
+
+@pytest.mark.usefixtures("integers")
+def test_only_tiles_of_causal_calls_of_different_lengths_have_a_last_group() -> None:
+    tiles = tile_map(True, 1, False, at_once=1)
+    assert tiles.balanced(BALANCED, 10).last_tiles.value == LAST_TILES * 10
+    for window_left, window_right in ((True, True), (True, False), (False, False)):
+        spec = SimpleNamespace(window_left=window_left, window_right=window_right)
+        assert tiles.balanced(spec, 10) is tiles
+    few_queries = replace(tiles, queries=Sequences(16))
+    assert few_queries.balanced(BALANCED, 10).last_tiles.value == 0
 
 
 def test_work_of_a_tile_of_rows() -> None:
@@ -103,9 +155,16 @@ def test_packed_sequences_have_starts_and_as_many_tokens_as_are_used() -> None:
     [
         TileMapSpec(of_keys=False, packed_heads=2, longest_last=True, seqused=True),
         TileMapSpec(of_keys=True, packed_heads=2, longest_last=False, seqused=False),
+        *(
+            TileMapSpec(of_keys, 2, not of_keys, of_keys, last_tiles)
+            for of_keys, last_tiles in ((False, 0), (False, 30), (True, 20), (True, 1000))
+        ),
     ],
-    ids=["of queries", "of keys"],
-)
+    ids=[
+        "of queries", "of keys", "one sequence last", "queries of a few sequences last",
+        "keys of a few sequences last", "as many sequences as lanes last",
+    ],
+)  # fmt: skip
 def test_every_tile_of_packed_sequences_has_one_number(spec: TileMapSpec) -> None:
     """More of them than a warp has lanes, some empty. Numbers that are left have no place."""
     numbers = random.Random(0)
@@ -122,13 +181,32 @@ def test_every_tile_of_packed_sequences_has_one_number(spec: TileMapSpec) -> Non
         total,
         places,
     )
+    tokens = [
+        length if used is None else max(0, min(length, used[sequence]))
+        for sequence, length in enumerate(lengths)
+    ]
+    blocks = [-(-count * rows_per_token // TILE) for count in tokens]
+    last = first_of_last_group(blocks, heads, spec.last_tiles)
     expected = []
-    for sequence, length in enumerate(lengths):
-        tokens = length if used is None else max(0, min(length, used[sequence]))
-        blocks = list(range(-(-tokens * rows_per_token // TILE)))
+    for sequence, count in enumerate(blocks[:last]):
+        of_sequence = list(range(count))
         expected += itertools.product(
-            blocks[::-1] if spec.longest_last else blocks, range(heads), [sequence]
+            of_sequence[::-1] if spec.longest_last else of_sequence, range(heads), [sequence]
         )
+    for sees in range(max(blocks), 0, -1):
+        for sequence, count in enumerate(blocks[last:], last):
+            if sees <= count:
+                block = sees - 1 if spec.longest_last else count - sees
+                expected += [(block, head, sequence) for head in range(heads)]
     found = [tuple(place) for exists, *place in places.tolist() if exists == 1]
     assert found == expected
     assert (places[len(expected) :, 0] == 0).all()
+
+
+def first_of_last_group(blocks: list[int], heads: int, last_tiles: int) -> int:
+    if last_tiles < 0:
+        return len(blocks)
+    for count in range(1, WARP_SIZE):
+        if sum(blocks[-count:]) * heads >= last_tiles:
+            return len(blocks) - count
+    return len(blocks) - WARP_SIZE

@@ -302,7 +302,7 @@ class Sm90DkDv:
             Sequences(seqlen_q, cu_seqlens_q, seqused_q),
             Sequences(k.shape[-3], cu_seqlens_k, seqused_k), heads, split_heads, batch,
             heads_in_l2(head_bytes * self.l2_parts, split_heads * batch),
-        )  # fmt: skip
+        ).balanced(spec, num_ctas)  # fmt: skip
         num_tiles = tiles.count()
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
         self.kernel(
@@ -310,7 +310,7 @@ class Sm90DkDv:
             *self.q_rows.atom(load, do), *outputs, stats, dq_sums, zeroed, cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right,
             heads, split_heads, num_splits, batch, seqlen_q, k.shape[-3], tiles.heads_at_once,
-            num_tiles, counter,
+            tiles.last_tiles, num_tiles, counter,
         ).launch(
             grid=[CounterScheduler.clusters(num_tiles, num_ctas), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
@@ -326,10 +326,11 @@ class Sm90DkDv:
         split_heads: Any,
         batch: Any,
         heads_at_once: Any,
+        last_tiles: Any = None,
     ) -> TileMap:
         return TileMap(
-            self.spec.tile_n, 1, False,
-            queries, keys, heads, split_heads, batch, heads_at_once, of_keys=True,
+            self.spec.tile_n, 1, False, queries, keys, heads, split_heads, batch, heads_at_once,
+            of_keys=True, last_tiles=last_tiles,
         )  # fmt: skip
 
     # -- device: set-up -----------------------------------------------------------------------
@@ -367,6 +368,7 @@ class Sm90DkDv:
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_at_once: Int32,
+        last_tiles: Int32 | None,
         num_tiles: Int32,
         counter: cute.Tensor,
     ) -> None:
@@ -390,7 +392,9 @@ class Sm90DkDv:
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-            tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
+            tiles = self.tile_map(
+                queries, keys, heads, split_heads, batch, heads_at_once, last_tiles
+            )
             if warp == LOAD.warps[0]:
                 self.load_warp(x, storage, barriers, tiles, visible)
             else:

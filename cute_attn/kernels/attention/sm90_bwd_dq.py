@@ -204,14 +204,15 @@ class Sm90Dq:
             Sequences(q.shape[-3], cu_seqlens_q, seqused_q),
             Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
             heads_in_l2(head_bytes, heads * batch),
-        )  # fmt: skip
+        ).balanced(spec, num_ctas)  # fmt: skip
         num_tiles = tiles.count()
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
         self.kernel(
             *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
             *self.q_rows.atom(load, do), *self.dq_rows.atom(store, dq), stats, cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right,
-            heads, kv_heads, batch, q.shape[-3], seqlen_k, tiles.heads_at_once, num_tiles, counter,
+            heads, kv_heads, batch, q.shape[-3], seqlen_k, tiles.heads_at_once,
+            tiles.last_tiles, num_tiles, counter,
         ).launch(
             grid=[CounterScheduler.clusters(num_tiles, num_ctas), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
@@ -249,6 +250,7 @@ class Sm90Dq:
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_at_once: Int32,
+        last_tiles: Int32 | None,
         num_tiles: Int32,
         counter: cute.Tensor,
     ) -> None:
@@ -273,7 +275,7 @@ class Sm90Dq:
                 tiles = TileMap(
                     spec.tile_m, 1, spec.window_right, queries,
                     Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
-                    heads_at_once,
+                    heads_at_once, last_tiles=last_tiles,
                 )  # fmt: skip
                 self.load_warp(x, storage, barriers, tiles, visible)
         else:

@@ -122,6 +122,7 @@ class Sm90DsDq:
             Int32(0),
             Int32(0),
             Int32(1),
+            Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -143,9 +144,11 @@ class Sm90DsDq:
         window_right: Int32,
         first_head: Int32,
         num_heads: Int32,
+        num_clusters: Int32,
         stream: Any,
     ) -> None:
-        """`ds` is that of `num_heads` query heads, from `first_head` on."""
+        """`ds` is that of `num_heads` query heads, from `first_head` on; `num_clusters` are
+        resident at once."""
         spec = self.spec
         if cutlass.const_expr(spec.varlen_q):
             batch = cu_seqlens_q.shape[0] - 1
@@ -155,12 +158,12 @@ class Sm90DsDq:
         tiles = self.tile_map(
             Sequences(seqlen_q, cu_seqlens_q, seqused_q),
             Sequences(seqlen_k, cu_seqlens_k, seqused_k), num_heads, batch,
-        )  # fmt: skip
+        ).balanced(spec, num_clusters)  # fmt: skip
         self.kernel(
             *self.k_rows.atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), k), ds, stats, dq,
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left,
             window_right, dq.shape[-2] // k.shape[-2], first_head, num_heads, batch, seqlen_q,
-            seqlen_k,
+            seqlen_k, tiles.last_tiles,
         ).launch(
             grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), 1), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
@@ -175,11 +178,12 @@ class Sm90DsDq:
         keys: Sequences,
         heads: Any,
         batch: Any,
+        last_tiles: Any = None,
     ) -> TileMap:
         # One head after the other, so that its K stays in L2; dS is read once.
         return TileMap(
             self.spec.tile_m, 1, self.spec.window_right,
-            queries, keys, heads, heads, batch, Int32(1),
+            queries, keys, heads, heads, batch, Int32(1), last_tiles=last_tiles,
         )  # fmt: skip
 
     # -- device: set-up -----------------------------------------------------------------------
@@ -205,6 +209,7 @@ class Sm90DsDq:
         batch: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
+        last_tiles: Int32 | None,
     ) -> None:
         spec = self.spec
         queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
@@ -226,7 +231,7 @@ class Sm90DsDq:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
                 keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-                tiles = self.tile_map(queries, keys, num_heads, batch)
+                tiles = self.tile_map(queries, keys, num_heads, batch, last_tiles)
                 self.load_warp(x, storage, barriers, tiles)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)

@@ -249,7 +249,7 @@ class Sm90Hd256DkDv:
             Sequences(seqlen_q, cu_seqlens_q, seqused_q),
             Sequences(k.shape[-3], cu_seqlens_k, seqused_k), heads, split_heads, batch,
             heads_in_l2(head_bytes, split_heads * batch),
-        )  # fmt: skip
+        ).balanced(spec, num_clusters)  # fmt: skip
         num_tiles = tiles.count()
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
         self.kernel(
@@ -257,7 +257,7 @@ class Sm90Hd256DkDv:
             *self.k_rows.atom(load, v), *self.q_rows.atom(load_for_both, do), *outputs, stats, ds,
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left,
             window_right, heads, split_heads, num_splits, first_split_head, batch, seqlen_q,
-            k.shape[-3], tiles.heads_at_once,
+            k.shape[-3], tiles.heads_at_once, tiles.last_tiles,
         ).launch(
             grid=[CTAS * SingleTileScheduler.clusters(num_tiles, num_clusters), 1, 1],
             block=[3 * WARPGROUP, 1, 1],
@@ -274,10 +274,11 @@ class Sm90Hd256DkDv:
         split_heads: Any,
         batch: Any,
         heads_at_once: Any,
+        last_tiles: Any = None,
     ) -> TileMap:
         return TileMap(
-            self.spec.tile_n, 1, False,
-            queries, keys, heads, split_heads, batch, heads_at_once, of_keys=True,
+            self.spec.tile_n, 1, False, queries, keys, heads, split_heads, batch, heads_at_once,
+            of_keys=True, last_tiles=last_tiles,
         )  # fmt: skip
 
     # -- device: set-up -----------------------------------------------------------------------
@@ -315,6 +316,7 @@ class Sm90Hd256DkDv:
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_at_once: Int32,
+        last_tiles: Int32 | None,
     ) -> None:
         spec = self.spec
         queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
@@ -337,7 +339,9 @@ class Sm90Hd256DkDv:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
                 keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-                tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
+                tiles = self.tile_map(
+                    queries, keys, heads, split_heads, batch, heads_at_once, last_tiles
+                )
                 self.load_warp(x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)

@@ -261,6 +261,8 @@ class Sm90Forward:
             Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
             cutlass.min(heads // spec.packed_heads * batch, at_once), o.shape[0],
         )  # fmt: skip
+        if cutlass.const_expr(not (spec.split or self.few_rows)):
+            tiles = tiles.balanced(spec, num_ctas)
         num_tiles = tiles.count()
         o_copy = (None, o)
         if cutlass.const_expr(self.o_staged):
@@ -275,7 +277,7 @@ class Sm90Forward:
             *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
             *o_copy, lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
             seqused_k, scaling, window_left, window_right, heads, kv_heads, batch, q.shape[-3],
-            seqlen_k, tiles.heads_at_once, num_tiles, pages, counter,
+            seqlen_k, tiles.heads_at_once, tiles.last_tiles, num_tiles, pages, counter,
         ).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
@@ -292,13 +294,16 @@ class Sm90Forward:
         batch: Any,
         heads_at_once: Any,
         splits: Any,
+        last_tiles: Any = None,
     ) -> TileMap:
         spec = self.spec
         given = (
             spec.tile_m, spec.packed_heads, spec.window_right,
             queries, keys, heads, kv_heads, batch, heads_at_once,
         )  # fmt: skip
-        return SplitTileMap(*given, splits=splits) if spec.split else TileMap(*given)
+        if spec.split:
+            return SplitTileMap(*given, splits=splits)
+        return TileMap(*given, last_tiles=last_tiles)
 
     # -- device: set-up -----------------------------------------------------------------------
 
@@ -328,6 +333,7 @@ class Sm90Forward:
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_at_once: Int32,
+        last_tiles: Int32 | None,
         num_tiles: Int32,
         pages: Pages | None,
         counter: cute.Tensor | None,
@@ -364,7 +370,7 @@ class Sm90Forward:
                 tiles = self.tile_map(
                     Sequences(seqlen_q, cu_seqlens_q, seqused_q),
                     Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
-                    heads_at_once, o.shape[0],
+                    heads_at_once, o.shape[0], last_tiles,
                 )  # fmt: skip
                 self.load_warp(x, storage, barriers, tiles, visible, pages)
         else:

@@ -374,8 +374,9 @@ class Backward(Operator[BackwardArguments]):
             )  # fmt: skip
             if ready.ds_dq is not None:
                 ready.ds_dq(
-                    a.k, ds, stats, dq, *lengths, scale, left, right, first * group, count * group
-                )
+                    a.k, ds, stats, dq, *lengths, scale, left, right, first * group, count * group,
+                    ready.dkdv_clusters,
+                )  # fmt: skip
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
         dq = torch.empty_like(a.q, memory_format=_contiguous) if a.need_dq else None
