@@ -23,7 +23,6 @@ class TileMapSpec(Spec):
     packed_heads: int
     longest_last: bool
     seqused: bool
-    last_tiles: int = -1  # -1: None
 
 
 class Places:
@@ -61,7 +60,6 @@ class Places:
         return TileMap(
             TILE, spec.packed_heads, spec.longest_last, queries, keys, Int32(HEADS),
             Int32(KV_HEADS), cu_seqlens.shape[0] - 1, Int32(1), spec.of_keys,
-            spec.last_tiles if spec.last_tiles >= 0 else None,
         )  # fmt: skip
 
     @cute.kernel

@@ -102,9 +102,8 @@ class TileMap(Carried):
         longest_last: later blocks take longer, and therefore get smaller numbers.
         heads_at_once: heads, counted across sequences, that share L2.
         of_keys: tiles divide the keys of K/V heads, rather than the rows of (packs of) query heads.
-        last_tiles: so many tiles, or more, are one last group: of the last heads, whatever fits L2,
-            or of the last packed sequences, at most one for each lane of a warp. None: no such
-            group.
+        last_tiles: the last heads that have so many tiles together are one group, whatever fits L2;
+            not with packed sequences. None: no such group.
         tiled_heads: heads, or packs of heads, that have tiles of their own.
     """
 
@@ -127,9 +126,10 @@ class TileMap(Carried):
 
     def balanced(self, spec: Any, clusters: Any) -> TileMap:
         """The same with a last group of LAST_TILES tiles for each of the clusters resident at once,
-        if the call is causal: clusters that take the last long tiles then leave enough short ones
-        for the others."""
-        if not spec.window_right or spec.window_left:
+        if the call is causal and its sequences have one length: clusters that take the last long
+        tiles then leave enough short ones for the others."""
+        packed = self.divided.cu_seqlens is not None
+        if packed or not spec.window_right or spec.window_left:
             return self
         # Where most keys come before the queries, tiles are about as long as one another.
         alike = 2 * self.queries.tokens < self.keys.tokens
@@ -204,22 +204,23 @@ class TileMap(Carried):
     def _locate_packed(self, number: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
         heads = self.tiled_heads
         lane = cute.arch.lane_idx()
-        end = self.batch  # of the sequences before the last group
-        if cutlass.const_expr(self.last_tiles is not None):
-            end -= self._sequences_in_last_group()
         first = Int32(0)  # sequence of lane 0
         before = Int32(0)  # tiles of the sequences before it
         sequence = Int32(-1)
         blocks = Int32(0)
-        while first < end and sequence < 0:
+        while first < self.batch and sequence < 0:
             lane_blocks = Int32(0)
-            if first + lane < end:
+            if first + lane < self.batch:
                 lane_blocks = self._blocks(self._length(first + lane))
             lane_tiles = lane_blocks * heads
-            up_to = _sums_up_to_lane(lane_tiles)
+            up_to = lane_tiles  # inclusive prefix sum
+            for step in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(up_to, 1 << step, mask_and_clamp=0)
+                if lane >= (1 << step):
+                    up_to += other
             holds = cute.arch.vote_ballot_sync(number < before + up_to)
             if holds != 0:
-                owner = _first_lane(holds)
+                owner = cute.arch.popc((holds & -holds) - 1)
                 sequence = first + owner
                 blocks = cute.arch.shuffle_sync(lane_blocks, owner)
                 before += cute.arch.shuffle_sync(up_to - lane_tiles, owner)
@@ -231,72 +232,7 @@ class TileMap(Carried):
         head = within - block * heads
         if cutlass.const_expr(self.longest_last):
             block = blocks - 1 - block
-        if cutlass.const_expr(self.last_tiles is not None):
-            if sequence < 0:
-                block, head, sequence = self._locate_in_last_group(within, end)
         return sequence >= 0, block, head, sequence
-
-    @cute.jit
-    def _sequences_in_last_group(self) -> Int32:
-        """How many packed sequences are one group, one for each lane at most."""
-        sequence = self.batch - 1 - cute.arch.lane_idx()
-        tiles = Int32(0)
-        if sequence >= 0:
-            tiles = self._blocks(self._length(sequence)) * self.tiled_heads
-        enough = cute.arch.vote_ballot_sync(_sums_up_to_lane(tiles) >= self.last_tiles)
-        count = Int32(WARP_SIZE)
-        if enough != 0:
-            count = _first_lane(enough) + 1
-        return cutlass.min(count, self.batch)
-
-    @cute.jit
-    def _locate_in_last_group(self, number: Int32, first: Int32) -> tuple[Int32, Int32, Int32]:
-        """(block, head, sequence) of a tile of the sequences from `first` on; the sequence is -1 if
-        there are fewer tiles. A tile that sees n tiles of its own sequence comes before those that
-        see fewer."""
-        lane = cute.arch.lane_idx()
-        blocks = Int32(0)
-        if first + lane < self.batch:
-            blocks = self._blocks(self._length(first + lane))
-        fewest, most = Int32(0), cute.arch.warp_redux_sync(blocks, kind="max")
-        while fewest < most:  # the fewest for which no more tiles see more than that
-            middle = (fewest + most) // 2
-            if self._tiles_that_see_more(blocks, middle) <= number:
-                most = middle
-            else:
-                fewest = middle + 1
-        number -= self._tiles_that_see_more(blocks, most)
-        rank = number // self.tiled_heads  # of the sequence, among those that have such a tile
-        has = cute.arch.vote_ballot_sync(blocks >= most)
-        before = cute.arch.popc(has & ((1 << lane) - 1))
-        owner = _first_lane(cute.arch.vote_ballot_sync(blocks >= most and before == rank))
-        block = most - 1
-        if cutlass.const_expr(not self.longest_last):
-            block = cute.arch.shuffle_sync(blocks, owner) - most
-        sequence = first + owner
-        if most == 0:
-            sequence = Int32(-1)
-        return block, number - rank * self.tiled_heads, sequence
-
-    def _tiles_that_see_more(self, blocks: Any, than: Any) -> Any:
-        more = cutlass.max(0, blocks - than)
-        return cute.arch.warp_redux_sync(more, kind="add") * self.tiled_heads
-
-
-@cute.jit
-def _sums_up_to_lane(value: Int32) -> Int32:
-    """The sum of the lanes' values up to this lane, its own included."""
-    lane = cute.arch.lane_idx()
-    for step in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(value, 1 << step, mask_and_clamp=0)
-        if lane >= (1 << step):
-            value += other
-    return value
-
-
-def _first_lane(lanes: Any) -> Any:
-    """The lowest set bit of a ballot."""
-    return cute.arch.popc((lanes & -lanes) - 1)
 
 
 @dataclass(frozen=True)
