@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cute_attn.kernels.attention.heuristics import num_splits
+from cute_attn.kernels.attention.heuristics import num_splits, split_costs
+from cute_attn.kernels.attention.spec import SM90_FUSED_TILES
 
 CLUSTERS = 37  # of four CTAs, on 148 SMs
 
@@ -55,3 +56,30 @@ def test_windows_that_hide_everything() -> None:
         seqlen_q=5000, seqlen_k=10, batch=1, heads=4, heads_k=1, window_left=0, window_right=0,
         clusters=CLUSTERS,
     ) in (1, 2, 4)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "seqlen", "expected"),
+    [
+        (128, 8, 512, 1), (128, 8, 2048, 4), (128, 8, 4096, 4), (128, 8, 16384, 8),
+        (128, 4, 1024, 1), (128, 4, 16384, 4),
+        (64, 8, 1024, 1), (64, 8, 4096, 2), (64, 8, 16384, 4), (64, 4, 4096, 1),
+    ],
+)  # fmt: skip
+def test_fused_causal_groups_are_split_where_it_was_the_fastest(
+    head_dim: int, group: int, seqlen: int, expected: int
+) -> None:
+    """16k tokens on an H200, see docs/kernels/sm90_backward.md. Dense, splits never were."""
+    for right, found in ((0, expected), (None, 1)):
+        assert found == splits(
+            seqlen, heads=2048 // head_dim, heads_k=2048 // head_dim // group,
+            batch=16384 // seqlen, window_right=right, clusters=132,
+            tile=SM90_FUSED_TILES[head_dim], costs=split_costs(head_dim, fused=True),
+        )  # fmt: skip
+
+
+def test_fused_groups_fill_an_idle_gpu() -> None:
+    """One K/V head with 16 tiles of keys: 132 SMs."""
+    options = {"clusters": 132, "tile": (64, 128), "costs": split_costs(128, fused=True)}
+    assert splits(2048, heads=8, heads_k=1, **options) == 8
+    assert splits(2048, heads=8, heads_k=1, window_left=256, window_right=0, **options) == 8

@@ -13,15 +13,17 @@ serving would compile one more.
 The backward's dK/dV kernel loops over the query heads of a K/V head. Where its blocks of keys are
 too few for the GPU, or leave a part of it idle at the end, the heads of a group are split among
 clusters, each of which writes float32 partial sums. `num_splits` weighs the clocks of the busiest
-cluster against those of writing and adding up the partial sums. Its numbers are estimates from the
-design (`docs/kernels/hd256_backward.md`), not measured. It looks at shapes and the number of SMs
-only, so that the same call always adds in the same order.
+cluster against those of writing and adding up the partial sums. `SplitCosts` has its numbers: of
+the fused kernels for SM90 from measurements (`docs/kernels/sm90_backward.md`), of the others
+estimates from the design (`docs/kernels/hd256_backward.md`). It looks at shapes and the number of
+SMs only, so that the same call always adds in the same order.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from . import ds_tiles
@@ -65,14 +67,40 @@ NEARLY = 1.03
 _START = 3
 _COMBINATION = 3
 
-# Clocks of the dK/dV kernel.
-# Of the products for a query tile of a head: 4 x 128 x 256 x 256 by two SMs of SM100, and as many
-# by an SM of SM90 for any of its tiles.
-_TILE = 2048
-_EPILOGUE = 4096  # beside the loop, of a cluster's block of keys; twice that with partial sums
-_SUM = 170  # of the whole GPU: writing, reading and adding up a block's partial sums of one split
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
-_LEAST_GAIN = 0.95  # of the clocks without splits, for which partial sums are worth their memory
+
+
+@dataclass(frozen=True)
+class SplitCosts:
+    """What a dK/dV kernel takes, for `num_splits`.
+
+    Attributes:
+        tile: clocks of a query tile of a head.
+        epilogue, partial_epilogue: clocks beside the loop, of a cluster's block of keys; with
+            partial sums.
+        sums: clocks of the whole GPU for writing, reading and adding up a block's partial sums of
+            one split.
+        drift: where some blocks are longer than others, by how much the busiest cluster exceeds an
+            even share, as a multiple of by how much the longest block exceeds the mean one.
+        least_gain: of the clocks without splits, for which partial sums are worth their memory.
+    """
+
+    tile: int
+    epilogue: int
+    partial_epilogue: int
+    sums: int
+    drift: float
+    least_gain: float
+
+
+@functools.cache
+def split_costs(head_dim: int, *, fused: bool) -> SplitCosts:
+    """Those of the dK/dV kernel at `head_dim`, with `fused` of the one that computes dQ too."""
+    if fused:
+        # At 1.6 GHz; the partial sums of 128 keys at 4.2 TB/s.
+        return SplitCosts(3400, 5100, 5100, head_dim * 4 // 5, 0.8, 0.98)
+    # 4 x 128 x 256 x 256 by two SMs of SM100, and as many by an SM of SM90 for any of its tiles.
+    return SplitCosts(2048, 4096, 8192, 170, 0.0, 0.95)
 
 
 def packed_heads(*, arch: str, heads: int, heads_k: int, short: bool) -> int:
@@ -184,9 +212,19 @@ def forward_spec(
     )
 
 
-def has_fused_dq(arch: str, head_dim: int, *, softcap: bool) -> bool:
-    """Whether one kernel on `arch` can compute dK, dV and sums of dQ. With a softcap at head_dim
-    128 it would lack registers."""
+def has_fused_dq(
+    arch: str,
+    head_dim: int,
+    *,
+    softcap: bool,
+    dq: bool = True,
+    dkdv: bool = True,
+    deterministic: bool = False,
+) -> bool:
+    """Whether one kernel on `arch` computes dK, dV and sums of dQ: where all are needed, and dQ may
+    have other bits in every run. With a softcap at head_dim 128 it would lack registers."""
+    if deterministic or not (dq and dkdv):
+        return False
     return arch == "sm_90a" and head_dim in SM90_FUSED_TILES and not (softcap and head_dim == 128)
 
 
@@ -260,6 +298,7 @@ def num_splits(
     window_right: int | None,
     clusters: int,
     tile: tuple[int, int] = (DKDV_TILE_M, DKDV_TILE_N),
+    costs: SplitCosts | None = None,
 ) -> int:
     """Into how many parts of equal size the query heads of a K/V head are split.
 
@@ -270,7 +309,9 @@ def num_splits(
         window_left, window_right: bounds of the window, None for none; 0 to the right is causal.
         clusters: how many clusters of the dK/dV kernel run at once.
         tile: queries and keys of a cluster's tile.
+        costs: of the kernel; None: of the one for SM100.
     """
+    costs = split_costs(256, fused=False) if costs is None else costs
     blocks = -(-seqlen_k // tile[1]) * batch * heads_k
     if not (blocks and heads and clusters):
         return 1
@@ -278,14 +319,24 @@ def num_splits(
     most, mean = _query_tiles(seqlen_q, seqlen_k, window_left, window_right, tile)
 
     def clocks(splits: int) -> float:
-        of_block = group // splits * _TILE
-        epilogue = _EPILOGUE if splits == 1 else 2 * _EPILOGUE
-        waves = -(-blocks * splits // clusters)
-        sums = 0 if splits == 1 else splits * blocks * _SUM
+        of_block = group // splits * costs.tile
+        epilogue = costs.epilogue if splits == 1 else costs.partial_epilogue
+        waves = _waves(blocks * splits / clusters, most, mean, costs.drift)
+        sums = 0 if splits == 1 else splits * blocks * costs.sums
         return max(most * of_block + epilogue, waves * (mean * of_block + epilogue)) + sums
 
     best = min((n for n in range(1, group + 1) if group % n == 0), key=clocks)
-    return best if clocks(best) <= _LEAST_GAIN * clocks(1) else 1
+    return best if clocks(best) <= costs.least_gain * clocks(1) else 1
+
+
+def _waves(share: float, most: int, mean: float, drift: float) -> float:
+    """The time of the busiest cluster in mean blocks, for an even share of so many. Blocks as long
+    as one another go in whole waves, with others the short ones fill the gaps, see `SplitCosts`."""
+    if not (drift and mean):
+        return math.ceil(share)
+    spread = most / mean - 1
+    idle = (math.ceil(share) - share) * max(0.0, 1 - spread)
+    return share + max(idle, drift * spread)
 
 
 def _query_tiles(

@@ -43,7 +43,12 @@ from torch import Tensor
 
 from ... import launch
 from ...kernels.attention import ds_tiles, table
-from ...kernels.attention.heuristics import num_splits, parts_with_ds
+from ...kernels.attention.heuristics import (
+    has_fused_dq,
+    num_splits,
+    parts_with_ds,
+    split_costs,
+)
 from ...kernels.attention.statistics import (
     STATS_ROWS,
     num_query_zeros,
@@ -111,7 +116,8 @@ class BackwardArguments(NamedTuple):
         """Into how many parts the query heads of each K/V head are split among clusters, and of how
         many of these parts dS is kept at once; 0: it is not."""
         varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
-        tile = table.find("backward_dkdv", launch.arch_for(self.q.device), self.q.shape[-1])
+        arch, head_dim, fused = launch.arch_for(self.q.device), self.q.shape[-1], self.is_fused
+        tile = table.find("backward_fused" if fused else "backward_dkdv", arch, head_dim)
         batch, (left, right) = self.batch, bounds(self.forward)
         splits = num_splits(
             seqlen_q=-(-self.q.shape[-3] // max(batch, 1)) if varlen_q else self.q.shape[-3],
@@ -123,8 +129,21 @@ class BackwardArguments(NamedTuple):
             window_right=right,
             clusters=launch.num_sms(self.q.device) // tile.cluster,
             tile=tile.tile,
+            costs=split_costs(head_dim, fused=fused),
         )
         return self.parts_with_ds(splits)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel computes dK, dV and sums of dQ."""
+        return has_fused_dq(
+            launch.arch_for(self.q.device),
+            self.q.shape[-1],
+            softcap=bool(self.softcap),
+            dq=self.need_dq,
+            dkdv=self.need_dkdv,
+            deterministic=is_deterministic(self),
+        )
 
     def parts_with_ds(self, splits: int) -> tuple[int, int]:
         """The same, with at least `splits` parts."""

@@ -289,7 +289,9 @@ def backward_requests(
     """The same kernels by their part; arguments and errors as for `plan_attention_backward`. With
     `ds`, dS is kept where both kernels run."""
 
-    fused = dq and dkdv and not deterministic and has_fused_dq(arch, head_dim, softcap=softcap)
+    fused = has_fused_dq(
+        arch, head_dim, softcap=softcap, dq=dq, dkdv=dkdv, deterministic=deterministic
+    )
     ds = ds and dq and dkdv
 
     def main(direction: str, *, partial: bool = False) -> launch.Request:
