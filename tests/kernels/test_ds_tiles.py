@@ -39,12 +39,13 @@ def test_each_element_has_the_place_that_wgmma_and_dq_expect() -> None:
 
 def parts(
     rows: int, keys: int, heads: int = 8, heads_k: int = 8, splits: int = 1, limit: int = 2 * GIB,
-    arch: str = "sm_90a", head_dim: int = 256,
-) -> tuple[int, int]:  # fmt: skip
-    return parts_with_ds(
+    arch: str = "sm_90a", head_dim: int = 256, batch: int = 1, clusters: int = 66,
+) -> tuple[int, ...]:  # fmt: skip
+    found = parts_with_ds(
         arch, head_dim, rows=rows, keys=keys, heads=heads, heads_k=heads_k, splits=splits,
-        limit=limit,
+        limit=limit, batch=batch, clusters=clusters,
     )  # fmt: skip
+    return tuple(found) if found.key_blocks else found[:2]
 
 
 def test_the_parts_of_the_heads_fit_and_are_equal() -> None:
@@ -66,9 +67,32 @@ def test_a_group_that_does_not_fit_is_split() -> None:
 
 def test_dq_does_without_where_no_head_fits() -> None:
     assert parts(16384, 16384, limit=GIB // 2) == (1, 1)
-    assert parts(16384, 16384, limit=GIB // 2 - 1) == (1, 0)
+    assert parts(16384, 16384, limit=GIB // 8) == (1, 0)
     assert parts(16384, 16384, 8, 1, 2, limit=0) == (2, 0)
-    assert parts(65536, 65536) == (1, 0)
+    assert parts(131072, 131072, limit=GIB) == (1, 0)
+
+
+def test_dS_of_a_part_of_the_keys_is_kept_where_no_head_fits() -> None:
+    """Of so many blocks of keys that two CTAs of each SM have work, or nearly."""
+    assert parts(32768, 32768, limit=GIB) == (1, 1, 66)
+    assert parts(32768, 32768, 8, 1, limit=GIB) == (8, 1, 66)
+    assert parts(65536, 65536, limit=GIB) == (1, 1, 57)  # of 512, in 9 parts
+    assert parts(65536, 65536, limit=2 * GIB) == (1, 1, 66)
+    assert parts(16384, 16384, limit=GIB // 2 - 1) == (1, 1, 66)
+    # Packed sequences share the parts.
+    assert parts(131072 + 128, 131072, batch=16, limit=GIB) == (1, 1, 27)
+    assert parts(262144 + 128, 262144, batch=16, limit=GIB) == (1, 0)  # too many parts
+
+
+@pytest.mark.parametrize("keys", [20_000, 32_768, 50_000])
+@pytest.mark.parametrize("limit", [GIB // 2, GIB, 3 * GIB])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_what_is_kept_fits_the_limit(keys: int, limit: int, group: int) -> None:
+    rows = -(-keys // 128) * 128
+    splits, heads, *blocks = parts(rows, keys, 24, 24 // group, limit=limit)
+    at_once = blocks[0] * ds_tiles.CLUSTER_KEYS if blocks else keys
+    sums = 4 * rows * 256 if blocks else 0
+    assert ds_tiles.nbytes(heads * group // splits, rows, at_once) + sums <= limit
 
 
 @pytest.mark.parametrize("more", [{"arch": "sm_100a"}, {"head_dim": 128}], ids=str)

@@ -25,7 +25,7 @@ from tests.kernels.machine_code import assert_sound, machine_code
 ARCH = "sm_90a"
 BOOLS = (False, True)
 PARTIAL = {
-    "dq": (False,), "dkdv": BOOLS, "fused": BOOLS, "ds_dq": (False,), "dkdv with ds": BOOLS,
+    "dq": (False,), "dkdv": BOOLS, "fused": BOOLS, "ds_dq": BOOLS, "dkdv with ds": BOOLS,
 }  # fmt: skip
 FLAGS = (
     "window_left", "window_right", "softcap", "varlen_q", "varlen_k", "seqused_q", "seqused_k",

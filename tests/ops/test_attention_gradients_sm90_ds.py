@@ -109,3 +109,35 @@ def test_a_group_is_split_where_the_dS_of_a_KV_head_does_not_fit(kind: Kind) -> 
     machine = Machine(num_sms=4)
     names, _ = launches(case, ds_tiles.nbytes(2, 512, 256), machine)
     assert names.count("dkdv") == names.count("ds_dq") > 0
+
+
+LONG = {"lengths_q": (150,), "lengths_k": (900,)}
+PACKED = {"lengths_q": (70, 0, 100), "lengths_k": (420, 30, 280), "tail": 9}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(PLAIN, **LONG, heads_k=2, seed=1),
+        Case(CAUSAL, lengths_q=(900,), lengths_k=(860,), seed=2),
+        Case(WINDOW, **LONG, left=300, right=40, seed=3),
+        Case(USED, **PACKED, unused_q=(3, 0, 40), unused_k=(20, 0, 150), left=300, seed=4),
+        Case(VARLEN, **PACKED, heads_k=2, seed=5),
+        Case(CAUSAL, **LONG, group=2, seed=6),
+    ],
+    ids=["dense", "causal", "window", "used", "varlen", "group"],
+)
+def test_dS_of_a_part_of_the_keys_at_once(case: Case) -> None:
+    """The bits are those of dS of all keys, where no group is split."""
+    machine = Machine(num_sms=4, schedule="adversarial")
+    args = case.arguments()
+    keys = args["k"].shape[-3]
+    rows = padded_rows(args["q"].shape[-3], case.batch, case.kind.varlen_q)
+    at_once = 2 // case.batch or 1  # blocks of keys that keep two clusters busy
+    limit = ds_tiles.nbytes(1, rows, at_once * ds_tiles.CLUSTER_KEYS) + 4 * rows * 256
+    parts = -(-keys // (at_once * ds_tiles.CLUSTER_KEYS))
+    names, found = launches(case, limit, machine)
+    assert names == ["dkdv", "ds_dq"] * (parts * case.heads_k * case.group)
+    names, expected = launches(case, 2**30, machine)
+    assert names == ["dkdv", "ds_dq"]
+    assert same(found, expected) or case.group > 1

@@ -68,10 +68,11 @@ class FakeArguments:
         """`[2, heads, padded rows]`; see `statistics`."""
         return fake_contiguous(Float32, (2, self.heads, cute.sym_int(divisibility=STATS_ROWS)), 16)
 
-    def query_sums(self) -> Any:
-        """`[heads, padded rows, head_dim]`; see `query_sums`."""
+    def query_sums(self, *, some_heads: bool = False) -> Any:
+        """`[heads, padded rows, head_dim]`, of all heads or of some; see `query_sums`."""
+        heads = cute.sym_int() if some_heads else self.heads
         rows = cute.sym_int(divisibility=STATS_ROWS)
-        return fake_contiguous(Float32, (self.heads, rows, self.head_dim), VECTOR_BYTES)
+        return fake_contiguous(Float32, (heads, rows, self.head_dim), VECTOR_BYTES)
 
     def zeroed(self) -> Any:
         """See `query_zeros`."""

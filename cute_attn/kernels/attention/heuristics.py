@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import ds_tiles
 from .spec import (
@@ -68,6 +68,11 @@ _START = 3
 _COMBINATION = 3
 
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
+
+# dS of a part of the keys at once: of the clusters that a part keeps busy, and of parts, of which
+# all but the first may be empty if sequences are packed.
+_BUSY = 0.8
+_MOST_KEY_PARTS = 48
 
 
 @dataclass(frozen=True)
@@ -228,6 +233,20 @@ def has_fused_dq(
     return arch == "sm_90a" and head_dim in SM90_FUSED_TILES and not (softcap and head_dim == 128)
 
 
+class Parts(NamedTuple):
+    """How the dK/dV kernel runs.
+
+    Attributes:
+        splits: into how many parts the query heads of each K/V head are split.
+        heads: of how many of these parts dS is kept at once; 0: it is not.
+        key_blocks: of how many blocks of `ds_tiles.CLUSTER_KEYS` keys of each sequence; 0: of all.
+    """
+
+    splits: int
+    heads: int = 0
+    key_blocks: int = 0
+
+
 @functools.lru_cache(maxsize=4096)
 def parts_with_ds(
     arch: str,
@@ -239,15 +258,20 @@ def parts_with_ds(
     heads_k: int,
     splits: int,
     limit: int,
-) -> tuple[int, int]:
-    """How the dK/dV kernel on `arch` keeps dS for the dQ kernel: into how many parts the query
-    heads of a K/V head are split, at least `splits`, and of how many of these parts dS is kept at
-    once, in at most `limit` bytes and about equally often. 0: dQ's kernel computes dS itself.
+    batch: int,
+    clusters: int,
+) -> Parts:
+    """How the dK/dV kernel on `arch` keeps dS for the dQ kernel, in at most `limit` bytes: of
+    several heads at once, and about equally often, or if need be of one query head and a part of
+    the keys. Otherwise dQ's kernel computes dS itself.
 
     Args:
         rows: padded ones of a head, see `statistics`.
         keys: the most of a sequence.
         heads, heads_k: numbers of query heads and of K/V heads.
+        splits: the fewest of a group.
+        batch: number of sequences.
+        clusters: how many clusters of the kernel run at once.
     """
     if arch == "sm_90a" and head_dim in SM90_DS_DQ_TILES and heads_k and rows and keys:
         group = heads // heads_k
@@ -255,8 +279,25 @@ def parts_with_ds(
             count = heads_k * parts
             fit = min(limit // ds_tiles.nbytes(group // parts, rows, keys), count)
             if fit:
-                return parts, math.ceil(count / math.ceil(count / fit))
-    return splits, 0
+                return Parts(parts, math.ceil(count / math.ceil(count / fit)))
+        blocks = _key_blocks_with_ds(head_dim, rows, keys, limit, batch, clusters)
+        if blocks:
+            return Parts(group, 1, blocks)
+    return Parts(splits)
+
+
+def _key_blocks_with_ds(
+    head_dim: int, rows: int, keys: int, limit: int, batch: int, clusters: int
+) -> int:
+    """Of how many blocks of keys dS of one query head is kept at once; 0 if they are too few."""
+    blocks = -(-keys // ds_tiles.CLUSTER_KEYS)
+    sums = 4 * rows * head_dim  # of dQ, between the parts
+    fit = (limit - sums) // ds_tiles.nbytes(1, rows, ds_tiles.CLUSTER_KEYS)
+    if fit * batch < _BUSY * clusters or blocks > _MOST_KEY_PARTS * fit:
+        return 0
+    if fit > clusters:
+        return fit - fit % clusters  # whole waves
+    return math.ceil(blocks / math.ceil(blocks / fit))
 
 
 def backward_spec(

@@ -8,6 +8,9 @@ for each consumer warpgroup, and goes through the tiles of 64 keys that some of 
 loads half of K, for both, and its own tiles of dS. A warpgroup leaves out tiles of keys that none
 of its 64 queries sees, whose dS may be without a value.
 
+Where dS is kept of a part of the keys at once, the kernel runs for one part after the other. In
+between, dQ is in global memory in float32, in the order of the registers (`query_sums`).
+
     warps    role         work on a tile of queries
     0-7      consumers    the product; at the end dQ to global memory, from registers
     8        load         finds the tile; K and dS of each tile of keys
@@ -22,7 +25,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 
@@ -34,7 +37,7 @@ from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role,
 from ..common.ptx import wgmma
 from ..common.ptx.async_copy import copy_bulk
 from ..common.ptx.cluster import cta_rank
-from ..common.ptx.memory import shared_address
+from ..common.ptx.memory import load_global, shared_address, store_global
 from ..common.scheduler import SingleTileScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
@@ -42,6 +45,7 @@ from ..common.tma import BOX, BoxedRows, boxes, load_boxes
 from . import ds_tiles, fragments
 from .arguments import FakeArguments
 from .ds_tiles import TILE_BYTES
+from .query_sums import VECTOR, VECTORS, QuerySums
 from .sm90_mma import ROWS, WARPGROUP, WARPGROUP_WARPS, start_query_gradients
 from .sm90_store import row_parts, store_parts
 from .spec import Sm90BackwardSpec
@@ -103,6 +107,7 @@ class Sm90DsDq:
             TileQueue.buffer(Work),
             Buffer("barriers", Int64, self.pipeline.count),
         )
+        self.sums = QuerySums(ROWS, spec.head_dim, spec.head_dim)
         self.k_rows = BoxedRows(spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k)
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
@@ -115,11 +120,14 @@ class Sm90DsDq:
             fake.k(),
             fake.ds_tiles(),
             fake.stats(),
+            fake.query_sums(some_heads=True) if self.spec.partial else None,
             fake.q(),
             *fake.sequences(),
             Float32(1.0),
             Int32(0),
             Int32(0),
+            Int32(0),
+            Int32(1),
             Int32(0),
             Int32(1),
             Int32(1),
@@ -134,6 +142,7 @@ class Sm90DsDq:
         k: cute.Tensor,
         ds: cute.Tensor,
         stats: cute.Tensor,
+        sums: cute.Tensor | None,
         dq: cute.Tensor,
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
@@ -144,11 +153,14 @@ class Sm90DsDq:
         window_right: Int32,
         first_head: Int32,
         num_heads: Int32,
+        first_tile: Int32,
+        is_last: Int32,
         num_clusters: Int32,
         stream: Any,
     ) -> None:
-        """`ds` is that of `num_heads` query heads, from `first_head` on; `num_clusters` are
-        resident at once."""
+        """`ds` is that of `num_heads` query heads, from `first_head` on. With `sums`, theirs, `ds`
+        is that of a part of the tiles of keys, from `first_tile` on; the parts run in their order,
+        the last one with `is_last` = 1. `num_clusters` are resident at once."""
         spec = self.spec
         if cutlass.const_expr(spec.varlen_q):
             batch = cu_seqlens_q.shape[0] - 1
@@ -160,10 +172,10 @@ class Sm90DsDq:
             Sequences(seqlen_k, cu_seqlens_k, seqused_k), num_heads, batch,
         ).balanced(spec, num_clusters)  # fmt: skip
         self.kernel(
-            *self.k_rows.atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), k), ds, stats, dq,
-            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left,
-            window_right, dq.shape[-2] // k.shape[-2], first_head, num_heads, batch, seqlen_q,
-            seqlen_k, tiles.last_tiles,
+            *self.k_rows.atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), k), ds, stats, sums,
+            dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left,
+            window_right, dq.shape[-2] // k.shape[-2], first_head, num_heads, first_tile, is_last,
+            batch, seqlen_q, seqlen_k, tiles.last_tiles,
         ).launch(
             grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), 1), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
@@ -195,6 +207,7 @@ class Sm90DsDq:
         k: cute.Tensor,
         ds: cute.Tensor,
         stats: cute.Tensor,
+        sums: cute.Tensor | None,
         dq: cute.Tensor,
         cu_seqlens_q: cute.Tensor | None,
         cu_seqlens_k: cute.Tensor | None,
@@ -206,6 +219,8 @@ class Sm90DsDq:
         group: Int32,
         first_head: Int32,
         num_heads: Int32,
+        first_tile: Int32,
+        is_last: Int32,
         batch: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
@@ -214,8 +229,9 @@ class Sm90DsDq:
         spec = self.spec
         queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
         x = Operands(
-            k_tma=k_tma, k=k, ds=ds, stats=stats, dq=dq, queries=queries, group=group,
-            first_head=first_head, softmax_scale=softmax_scale,
+            k_tma=k_tma, k=k, ds=ds, stats=stats, sums=sums, dq=dq, queries=queries, group=group,
+            first_head=first_head, first_tile=first_tile, is_last=is_last,
+            softmax_scale=softmax_scale,
             of_cluster=Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right),
             of_group=Visibility.of(spec, ROWS, spec.tile_n, 1, window_left, window_right),
         )  # fmt: skip
@@ -252,8 +268,23 @@ class Sm90DsDq:
 
     def key_tiles(self, x: Operands, work: Work, tile: Any) -> tuple[Any, Any]:
         """[first, end) of the tiles of keys that a tile of 64 queries sees."""
-        first, end = x.of_group.key_tiles(tile, work.seqlen_q, work.seqlen_k)
+        first, end = self.of_part(x, *x.of_group.key_tiles(tile, work.seqlen_q, work.seqlen_k))
         return first, cutlass.select_(tile * ROWS < work.seqlen_q, end, first)
+
+    def key_tiles_of_cluster(self, x: Operands, work: Work) -> tuple[Any, Any]:
+        """The same of all queries of the cluster."""
+        return self.of_part(x, *x.of_cluster.key_tiles(work.block, work.seqlen_q, work.seqlen_k))
+
+    def of_part(self, x: Operands, first: Any, end: Any) -> tuple[Any, Any]:
+        """Those of [first, end) whose dS is kept."""
+        if not self.spec.partial:
+            return first, end
+        first = cutlass.max(first, x.first_tile)
+        return first, cutlass.max(first, cutlass.min(end, x.first_tile + x.ds.shape[2]))
+
+    def kept(self, x: Operands, tile: Any) -> Any:
+        """The place of a tile of keys among those whose dS is kept."""
+        return tile - x.first_tile if self.spec.partial else tile
 
     # -- device: load -------------------------------------------------------------------------
 
@@ -277,7 +308,7 @@ class Sm90DsDq:
                 for tile in of_groups
             ]
             seen = [self.key_tiles(x, work, tile) for tile in of_groups]
-            first, end = x.of_cluster.key_tiles(block, work.seqlen_q, work.seqlen_k)
+            first, end = self.key_tiles_of_cluster(x, work)
             for n in cutlass.range(end - first, unroll=1):
                 tile = first + n
                 nbytes = Int32(self.k_bytes)
@@ -296,9 +327,11 @@ class Sm90DsDq:
                     if tile >= low and tile < high:
                         with cute.arch.elect_one():
                             copy_bulk(
-                                to + group * TILE_BYTES, at[group] + Int64(tile) * TILE_BYTES,
-                                TILE_BYTES, shared_address(barriers.pointer("k_full", n)),
-                            )  # fmt: skip
+                                to + group * TILE_BYTES,
+                                at[group] + Int64(self.kept(x, tile)) * TILE_BYTES,
+                                TILE_BYTES,
+                                shared_address(barriers.pointer("k_full", n)),
+                            )
         else:
             queue.publish_end(0)
 
@@ -310,7 +343,7 @@ class Sm90DsDq:
         work = queue.read(0)
         if work.exists:
             own.acc.fill(0.0)
-            first, end = x.of_cluster.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
+            first, end = self.key_tiles_of_cluster(x, work)
             low, high = self.key_tiles(x, work, self.tile_of_queries(work, own.group))
             # Uses before and behind those of the warpgroup's keys are released at once.
             low, high = low - first, high - first
@@ -318,11 +351,20 @@ class Sm90DsDq:
                 low, high = end - first, end - first
             for n in cutlass.range(low, unroll=1):
                 self.leave_out(own, n)
-            if low < high:
+            sees = low < high
+            if cutlass.const_expr(self.spec.partial):
+                self.load_sums(x, own, queue.read(0), sees)
+            if sees:
                 self.compute_tile(own, low, high)
             for n in cutlass.range(high, end - first, unroll=1):
                 self.leave_out(own, n)
-            self.store_rows(x, own, queue.read(0))
+            if cutlass.const_expr(self.spec.partial):
+                if x.is_last != 0:
+                    self.store_rows(x, own, queue.read(0))
+                else:
+                    self.store_sums(x, own, queue.read(0), sees)
+            else:
+                self.store_rows(x, own, queue.read(0))
 
     def leave_out(self, own: Consumer, n: Any) -> None:
         own.barriers.wait("k_full", n)
@@ -349,6 +391,40 @@ class Sm90DsDq:
             acc=fragments.values(own.acc), tile_n=self.spec.tile_n, columns=self.spec.head_dim,
         )  # fmt: skip
         fragments.assign(own.acc, started)
+
+    # -- device: sums between parts of the keys -----------------------------------------------
+
+    @cute.jit
+    def load_sums(self, x: Operands, own: Consumer, work: Work, sees: Boolean) -> None:
+        """Begin with the sums of the parts before, if they are needed."""
+        first = x.first_tile == 0
+        exists = self.tile_of_queries(work, own.group) * ROWS < work.seqlen_q
+        if exists and not first and (sees or x.is_last != 0):
+            at = self.sums_of_lane(x, own, work)
+            for i in cutlass.range_constexpr(cute.size(own.acc) // VECTOR):
+                loaded = load_global(Float32, at + i * (VECTORS * 4 * VECTOR), VECTOR)
+                for j in cutlass.range_constexpr(VECTOR):
+                    own.acc[i * VECTOR + j] = loaded[j]
+
+    @cute.jit
+    def store_sums(self, x: Operands, own: Consumer, work: Work, sees: Boolean) -> None:
+        """Leave the sums to the next part, if they have changed or are the first."""
+        exists = self.tile_of_queries(work, own.group) * ROWS < work.seqlen_q
+        if exists and (sees or x.first_tile == 0):
+            at = self.sums_of_lane(x, own, work)
+            values = fragments.values(own.acc)
+            for i in cutlass.range_constexpr(len(values) // VECTOR):
+                vector = values[VECTOR * i : VECTOR * (i + 1)]
+                store_global(Float32, at + i * (VECTORS * 4 * VECTOR), vector)
+
+    def sums_of_lane(self, x: Operands, own: Consumer, work: Work) -> Any:
+        """The global address of the lane's first vector."""
+        start = padded_start(x.queries, work.sequence)
+        start += (work.head - x.first_head) * x.sums.shape[1]
+        tile = start // ROWS + self.tile_of_queries(work, own.group)
+        part = Int64(tile) * self.sums.row_blocks + own.warp % WARPGROUP_WARPS
+        at = x.sums.iterator.toint() + part * (4 * self.sums.part)
+        return at + Int64(cute.arch.lane_idx() * (4 * VECTOR))
 
     # -- device: epilogue ---------------------------------------------------------------------
 

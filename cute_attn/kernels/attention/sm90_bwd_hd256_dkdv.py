@@ -193,6 +193,8 @@ class Sm90Hd256DkDv:
             Int32(1),
             Int32(0),
             Int32(1),
+            Int32(0),
+            Int32(1),
             Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
@@ -221,11 +223,14 @@ class Sm90Hd256DkDv:
         num_splits: Int32,
         first_split_head: Int32,
         num_split_heads: Int32,
+        first_block: Int32,
+        num_blocks: Int32,
         num_clusters: Int32,
         stream: Any,
     ) -> None:
         """Each split of a group counts as a K/V head. This is for `num_split_heads` of them, from
-        `first_split_head` on; `ds` is that of their query heads. `num_clusters` are resident at
+        `first_split_head` on, and for `num_blocks` blocks of tile_n keys of each sequence, from
+        `first_block` on; `ds` is that of their query heads and keys. `num_clusters` are resident at
         once."""
         spec = self.spec
         heads, kv_heads = q.shape[-2], k.shape[-2]
@@ -248,7 +253,7 @@ class Sm90Hd256DkDv:
         tiles = self.tile_map(
             Sequences(seqlen_q, cu_seqlens_q, seqused_q),
             Sequences(k.shape[-3], cu_seqlens_k, seqused_k), heads, split_heads, batch,
-            heads_in_l2(head_bytes, split_heads * batch),
+            heads_in_l2(head_bytes, split_heads * batch), first_block, num_blocks,
         ).balanced(spec, num_clusters)  # fmt: skip
         num_tiles = tiles.count()
         scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
@@ -257,7 +262,7 @@ class Sm90Hd256DkDv:
             *self.k_rows.atom(load, v), *self.q_rows.atom(load_for_both, do), *outputs, stats, ds,
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left,
             window_right, heads, split_heads, num_splits, first_split_head, batch, seqlen_q,
-            k.shape[-3], tiles.heads_at_once, tiles.last_tiles,
+            k.shape[-3], tiles.heads_at_once, first_block, num_blocks, tiles.last_tiles,
         ).launch(
             grid=[CTAS * SingleTileScheduler.clusters(num_tiles, num_clusters), 1, 1],
             block=[3 * WARPGROUP, 1, 1],
@@ -274,11 +279,13 @@ class Sm90Hd256DkDv:
         split_heads: Any,
         batch: Any,
         heads_at_once: Any,
+        first_block: Any,
+        num_blocks: Any,
         last_tiles: Any = None,
     ) -> TileMap:
         return TileMap(
             self.spec.tile_n, 1, False, queries, keys, heads, split_heads, batch, heads_at_once,
-            of_keys=True, last_tiles=last_tiles,
+            of_keys=True, last_tiles=last_tiles, first_block=first_block, num_blocks=num_blocks,
         )  # fmt: skip
 
     # -- device: set-up -----------------------------------------------------------------------
@@ -316,6 +323,8 @@ class Sm90Hd256DkDv:
         seqlen_q: Int32,
         seqlen_k: Int32,
         heads_at_once: Int32,
+        first_block: Int32,
+        num_blocks: Int32,
         last_tiles: Int32 | None,
     ) -> None:
         spec = self.spec
@@ -324,7 +333,7 @@ class Sm90Hd256DkDv:
             q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
             dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, ds=ds, queries=queries,
             group=heads // split_heads, num_splits=num_splits, first_split_head=first_split_head,
-            batch=batch, softmax_scale=softmax_scale,
+            first_block=first_block, batch=batch, softmax_scale=softmax_scale,
         )  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
@@ -340,8 +349,9 @@ class Sm90Hd256DkDv:
             if warp == LOAD.warps[0]:
                 keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
                 tiles = self.tile_map(
-                    queries, keys, heads, split_heads, batch, heads_at_once, last_tiles
-                )
+                    queries, keys, heads, split_heads, batch, heads_at_once, first_block,
+                    num_blocks, last_tiles,
+                )  # fmt: skip
                 self.load_warp(x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -501,7 +511,7 @@ class Sm90Hd256DkDv:
             whole_end = cutlass.select_(inside, whole_end, Int32(0))
             at = (work.head - x.first_split_head * x.group) * x.ds.shape[1]
             at += padded_start(x.queries, work.sequence) // ds_tiles.TILE
-            at = at * x.ds.shape[2] + work.block * CTAS + cta_rank()
+            at = at * x.ds.shape[2] + (work.block - x.first_block) * CTAS + cta_rank()
         tile = first
         masked = tile < whole_first or tile >= whole_end
         self.next_query_tile(own, tile, Int32(0), masked, role, True)

@@ -104,6 +104,8 @@ class TileMap(Carried):
         of_keys: tiles divide the keys of K/V heads, rather than the rows of (packs of) query heads.
         last_tiles: the last heads that have so many tiles together are one group, whatever fits L2;
             not with packed sequences. None: no such group.
+        first_block, num_blocks: of each sequence only so many blocks from the first one on are
+            tiles. None: all.
         tiled_heads: heads, or packs of heads, that have tiles of their own.
     """
 
@@ -118,6 +120,8 @@ class TileMap(Carried):
     heads_at_once: Any
     of_keys: bool = False
     last_tiles: Any = None
+    first_block: Any = None
+    num_blocks: Any = None
     tiled_heads: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,12 +151,22 @@ class TileMap(Carried):
         """The number of tiles; with packed sequences, an upper bound."""
         if self.divided.cu_seqlens is None:
             return self._blocks(self.divided.tokens) * self.tiled_heads * self.batch
-        return (
-            self.divided.tokens * self.rows_per_token // self.tile_size + self.batch
-        ) * self.tiled_heads
+        blocks = self.divided.tokens * self.rows_per_token // self.tile_size + self.batch
+        if self.num_blocks is not None:
+            blocks = cutlass.min(blocks, self.num_blocks * self.batch)
+        return blocks * self.tiled_heads
 
     def _blocks(self, tokens: Any) -> Any:
-        return (tokens * self.rows_per_token + (self.tile_size - 1)) // self.tile_size
+        """How many blocks of a sequence of so many tokens are tiles."""
+        blocks = (tokens * self.rows_per_token + (self.tile_size - 1)) // self.tile_size
+        if self.num_blocks is None:
+            return blocks
+        return cutlass.max(0, cutlass.min(blocks - self.first_block, self.num_blocks))
+
+    def _block(self, within: Any, blocks: Any) -> Any:
+        """The block of a sequence with so many tiles, by its place in their order."""
+        block = blocks - 1 - within if self.longest_last else within
+        return block if self.num_blocks is None else block + self.first_block
 
     def _length(self, sequence: Any) -> Any:
         length = self.divided.length(sequence)
@@ -193,8 +207,7 @@ class TileMap(Carried):
         block = within // width
         head = first + within - block * width
         sequence = head // heads
-        if self.longest_last:
-            block = blocks - 1 - block
+        block = self._block(block, blocks)
         exists = Boolean(True)
         if self.divided.seqused is not None:
             exists = block * self.tile_size < self._length(sequence)
@@ -230,8 +243,7 @@ class TileMap(Carried):
         within = number - before
         block = within // heads
         head = within - block * heads
-        if cutlass.const_expr(self.longest_last):
-            block = blocks - 1 - block
+        block = self._block(block, blocks)
         return sequence >= 0, block, head, sequence
 
 

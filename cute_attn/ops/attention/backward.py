@@ -16,7 +16,7 @@ place of dq and dkdv:
     postprocess   dq from its sums
 
 On Hopper, at head_dim 256, where dS fits (`heuristics.parts_with_ds`), for one part of the heads
-after the other:
+after the other, and where dS of one query head does not fit, of the keys:
 
     dkdv          dk and dv, as above; and dS
     ds_dq         dq from dS
@@ -31,10 +31,12 @@ most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the numb
     sums of dq       4 heads R head_dim      only with postprocess
     numbers of zeros 4 + 4 heads R / 128     only with postprocess
     dS               2 R (keys + 127) for each query head of a part; only with ds_dq
+    sums of dq       4 R head_dim            only with ds_dq and parts of the keys
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -44,6 +46,7 @@ from torch import Tensor
 from ... import launch
 from ...kernels.attention import ds_tiles, table
 from ...kernels.attention.heuristics import (
+    Parts,
     has_fused_dq,
     num_splits,
     parts_with_ds,
@@ -112,9 +115,9 @@ class BackwardArguments(NamedTuple):
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Into how many parts the query heads of each K/V head are split among clusters, and of how
-        many of these parts dS is kept at once; 0: it is not."""
+    def parts(self) -> Parts:
+        """How the query heads of each K/V head are split among clusters, and of which parts dS is
+        kept at once."""
         varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         arch, head_dim, fused = launch.arch_for(self.q.device), self.q.shape[-1], self.is_fused
         tile = table.find("backward_fused" if fused else "backward_dkdv", arch, head_dim)
@@ -145,19 +148,23 @@ class BackwardArguments(NamedTuple):
             deterministic=is_deterministic(self),
         )
 
-    def parts_with_ds(self, splits: int) -> tuple[int, int]:
+    def parts_with_ds(self, splits: int) -> Parts:
         """The same, with at least `splits` parts."""
-        if not (self.need_dq and self.need_dkdv):
-            return splits, 0
+        arch, head_dim = launch.arch_for(self.q.device), self.q.shape[-1]
+        if not (self.need_dq and self.need_dkdv and table.has("backward_ds_dq", arch, head_dim)):
+            return Parts(splits)
+        cluster = table.find("backward_ds_dq", arch, head_dim).cluster
         return parts_with_ds(
-            launch.arch_for(self.q.device),
-            self.q.shape[-1],
+            arch,
+            head_dim,
             rows=padded_rows(self.q.shape[-3], self.batch, self.cu_seqlens_q is not None),
             keys=self.k.shape[-3],
             heads=self.q.shape[-2],
             heads_k=self.k.shape[-2],
             splits=splits,
             limit=settings().workspace_bytes,
+            batch=self.batch,
+            clusters=launch.num_sms(self.q.device) // cluster,
         )
 
 
@@ -219,7 +226,7 @@ class Backward(Operator[BackwardArguments]):
         left, right = bounds(a.forward)
         arch, device = launch.arch_for(a.q.device), a.q.device
         head_dim = a.q.shape[-1]
-        splits, at_once = a.parts
+        parts = a.parts
         requests = backward_requests(
             arch,
             head_dim=head_dim,
@@ -236,8 +243,9 @@ class Backward(Operator[BackwardArguments]):
             dlse=a.dlse is not None,
             dq=bool(a.need_dq),
             dkdv=bool(a.need_dkdv),
-            split=splits > 1,
-            ds=at_once > 0,
+            split=parts.splits > 1,
+            ds=parts.heads > 0,
+            ds_of_keys=parts.key_blocks > 0,
             deterministic=is_deterministic(a),
         )
 
@@ -262,7 +270,7 @@ class Backward(Operator[BackwardArguments]):
             softcap=float(a.softcap or 1.0),
             left=left or 0,
             right=right or 0,
-            splits=splits,
+            splits=parts.splits,
             dq_clusters=clusters("backward_dq"),
             dkdv_clusters=clusters("backward_dkdv"),
             dq_counts=counts(requests.dq),
@@ -275,7 +283,7 @@ class Backward(Operator[BackwardArguments]):
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         a = self.arguments(*arguments)
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-        splits, at_once = a.parts
+        parts = a.parts
         return (
             len(a.q.shape),
             a.q.shape[-2:],
@@ -297,8 +305,9 @@ class Backward(Operator[BackwardArguments]):
             a.need_dkdv,
             a.need_dsink,
             is_deterministic(a),
-            splits,
-            at_once > 0,
+            parts.splits,
+            parts.heads > 0,
+            parts.key_blocks > 0,
             # Keys of empty tensors are never in the table.
             not (a.q.numel() and a.k.numel()),
         )
@@ -375,26 +384,36 @@ class Backward(Operator[BackwardArguments]):
         written: tuple[Tensor, ...],
         dq: Tensor | None,
     ) -> None:
-        """Launch dkdv, and with dS ds_dq, for one part of the heads after the other."""
+        """Launch dkdv, and with dS ds_dq, for one part of the heads, and of the keys, after the
+        other."""
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
-        split_heads, keys = a.k.shape[-2] * ready.splits, a.k.shape[-3]
+        split_heads, rows = a.k.shape[-2] * ready.splits, stats.shape[-1]
+        blocks = -(-a.k.shape[-3] // ds_tiles.CLUSTER_KEYS)
         group = a.q.shape[-2] // split_heads
-        step, ds = split_heads, None
+        step, step_blocks, ds, sums = split_heads, blocks, None, None
         if ready.ds_dq is not None:
-            _, step = a.parts_with_ds(ready.splits)
-            ds = a.q.new_empty(ds_tiles.shape(step * group, stats.shape[-1], keys))
+            _, step, of_keys = a.parts_with_ds(ready.splits)
+            step_blocks = of_keys or blocks
+            keys = step_blocks * ds_tiles.CLUSTER_KEYS
+            ds = a.q.new_empty(ds_tiles.shape(step * group, rows, keys))
+            if of_keys:
+                sums = a.q.new_empty((step * group, rows, a.q.shape[-1]), dtype=torch.float32)
         scale, _, left, right = scalars
-        for first in range(0, split_heads, step):
+        for first, block in itertools.product(
+            range(0, split_heads, step), range(0, blocks, step_blocks)
+        ):
             count = min(step, split_heads - first)
             assert ready.dkdv is not None
             ready.dkdv(
                 a.q, a.k, a.v, a.do, stats, ds, *written, *lengths, *scalars, ready.splits, first,
-                count, ready.dkdv_clusters,
+                count, block, step_blocks, ready.dkdv_clusters,
             )  # fmt: skip
             if ready.ds_dq is not None:
+                first_tile = block * (ds_tiles.CLUSTER_KEYS // ds_tiles.TILE)
+                is_last = int(block + step_blocks >= blocks)
                 ready.ds_dq(
-                    a.k, ds, stats, dq, *lengths, scale, left, right, first * group, count * group,
-                    ready.dkdv_clusters,
+                    a.k, ds, stats, sums, dq, *lengths, scale, left, right, first * group,
+                    count * group, first_tile, is_last, ready.dkdv_clusters,
                 )  # fmt: skip
 
     def outputs(self, a: BackwardArguments) -> _Gradients:

@@ -226,6 +226,7 @@ def plan_attention_backward(
         request
         for case in ((False, True) if split is None else (split,))
         for ds in ((False, True) if keeps_ds is None else (keeps_ds,))
+        for of_keys in ((False, True) if ds else (False,))
         for request in backward_requests(
             arch,
             head_dim=head_dim,
@@ -244,6 +245,7 @@ def plan_attention_backward(
             dkdv=dkdv,
             split=case,
             ds=ds and table.has("backward_ds_dq", arch, head_dim),
+            ds_of_keys=of_keys,
             deterministic=deterministic,
         )
         if request is not None
@@ -284,10 +286,11 @@ def backward_requests(
     dkdv: bool,
     split: bool,
     ds: bool,
+    ds_of_keys: bool,
     deterministic: bool,
 ) -> BackwardRequests:
     """The same kernels by their part; arguments and errors as for `plan_attention_backward`. With
-    `ds`, dS is kept where both kernels run."""
+    `ds`, dS is kept where both kernels run, with `ds_of_keys` of a part of the keys at once."""
 
     fused = has_fused_dq(
         arch, head_dim, softcap=softcap, dq=dq, dkdv=dkdv, deterministic=deterministic
@@ -345,7 +348,7 @@ def backward_requests(
         zero_dq=zeros(varlen_q, seqused_q) if dq else None,
         zero_dkdv=zeros(varlen_k, seqused_k) if dkdv else None,
         postprocess=postprocess,
-        ds_dq=main("backward_ds_dq") if ds else None,
+        ds_dq=main("backward_ds_dq", partial=ds_of_keys) if ds else None,
     )
 
 
