@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 _SCHEDULER_OF_FA_CLC = {"": "static", "0": "static", "1": "clc"}
 
-WORKSPACE_MIB = 1024
+WORKSPACE_MIB = 2048
 
 _on_reload: list[Callable[[], None]] = []
 

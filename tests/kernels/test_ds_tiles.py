@@ -40,10 +40,11 @@ def test_each_element_has_the_place_that_wgmma_and_dq_expect() -> None:
 def parts(
     rows: int, keys: int, heads: int = 8, heads_k: int = 8, splits: int = 1, limit: int = 2 * GIB,
     arch: str = "sm_90a", head_dim: int = 256, batch: int = 1, clusters: int = 66,
+    packed: bool = False,
 ) -> tuple[int, ...]:  # fmt: skip
     found = parts_with_ds(
         arch, head_dim, rows=rows, keys=keys, heads=heads, heads_k=heads_k, splits=splits,
-        limit=limit, batch=batch, clusters=clusters,
+        limit=limit, batch=batch, clusters=clusters, packed=packed,
     )  # fmt: skip
     return tuple(found) if found.key_blocks else found[:2]
 
@@ -79,9 +80,8 @@ def test_dS_of_a_part_of_the_keys_is_kept_where_no_head_fits() -> None:
     assert parts(65536, 65536, limit=GIB) == (1, 1, 57)  # of 512, in 9 parts
     assert parts(65536, 65536, limit=2 * GIB) == (1, 1, 66)
     assert parts(16384, 16384, limit=GIB // 2 - 1) == (1, 1, 66)
-    # Packed sequences share the parts.
-    assert parts(131072 + 128, 131072, batch=16, limit=GIB) == (1, 1, 27)
-    assert parts(262144 + 128, 262144, batch=16, limit=GIB) == (1, 0)  # too many parts
+    assert parts(4 * 32768, 32768, batch=4, limit=2 * GIB) == (1, 1, 52)  # of 256, in 5 parts
+    assert parts(32768, 32768, limit=GIB, packed=True) == (1, 0)
 
 
 @pytest.mark.parametrize("keys", [20_000, 32_768, 50_000])

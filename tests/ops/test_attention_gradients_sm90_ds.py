@@ -112,7 +112,7 @@ def test_a_group_is_split_where_the_dS_of_a_KV_head_does_not_fit(kind: Kind) -> 
 
 
 LONG = {"lengths_q": (150,), "lengths_k": (900,)}
-PACKED = {"lengths_q": (70, 0, 100), "lengths_k": (420, 30, 280), "tail": 9}
+CACHE = Kind(window_right=True, varlen_q=True, seqused_k=True)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,10 @@ PACKED = {"lengths_q": (70, 0, 100), "lengths_k": (420, 30, 280), "tail": 9}
         Case(PLAIN, **LONG, heads_k=2, seed=1),
         Case(CAUSAL, lengths_q=(900,), lengths_k=(860,), seed=2),
         Case(WINDOW, **LONG, left=300, right=40, seed=3),
-        Case(USED, **PACKED, unused_q=(3, 0, 40), unused_k=(20, 0, 150), left=300, seed=4),
-        Case(VARLEN, **PACKED, heads_k=2, seed=5),
+        Case(CACHE, (70, 0, 100), (800,) * 3, unused_k=(0, 600, 310), heads_k=2, seed=4),
         Case(CAUSAL, **LONG, group=2, seed=6),
     ],
-    ids=["dense", "causal", "window", "used", "varlen", "group"],
+    ids=["dense", "causal", "window", "cache", "group"],
 )
 def test_dS_of_a_part_of_the_keys_at_once(case: Case) -> None:
     """The bits are those of dS of all keys, where no group is split."""

@@ -69,10 +69,7 @@ _COMBINATION = 3
 
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 
-# dS of a part of the keys at once: of the clusters that a part keeps busy, and of parts, of which
-# all but the first may be empty if sequences are packed.
-_BUSY = 0.8
-_MOST_KEY_PARTS = 48
+_BUSY = 0.8  # of the clusters, by dS of a part of the keys at once: with fewer it does not pay
 
 
 @dataclass(frozen=True)
@@ -258,6 +255,7 @@ def parts_with_ds(
     heads_k: int,
     splits: int,
     limit: int,
+    packed: bool,
     batch: int,
     clusters: int,
 ) -> Parts:
@@ -270,6 +268,8 @@ def parts_with_ds(
         keys: the most of a sequence.
         heads, heads_k: numbers of query heads and of K/V heads.
         splits: the fewest of a group.
+        packed: whether sequences of keys are packed. How many have keys in a part is not known
+            then, and parts without any cost more than is gained.
         batch: number of sequences.
         clusters: how many clusters of the kernel run at once.
     """
@@ -281,7 +281,7 @@ def parts_with_ds(
             if fit:
                 return Parts(parts, math.ceil(count / math.ceil(count / fit)))
         blocks = _key_blocks_with_ds(head_dim, rows, keys, limit, batch, clusters)
-        if blocks:
+        if blocks and not packed:
             return Parts(group, 1, blocks)
     return Parts(splits)
 
@@ -293,7 +293,7 @@ def _key_blocks_with_ds(
     blocks = -(-keys // ds_tiles.CLUSTER_KEYS)
     sums = 4 * rows * head_dim  # of dQ, between the parts
     fit = (limit - sums) // ds_tiles.nbytes(1, rows, ds_tiles.CLUSTER_KEYS)
-    if fit * batch < _BUSY * clusters or blocks > _MOST_KEY_PARTS * fit:
+    if fit <= 0 or fit * batch < _BUSY * clusters:
         return 0
     if fit > clusters:
         return fit - fit % clusters  # whole waves

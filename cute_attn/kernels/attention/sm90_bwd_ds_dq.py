@@ -130,7 +130,6 @@ class Sm90DsDq:
             Int32(1),
             Int32(0),
             Int32(1),
-            Int32(1),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -154,13 +153,12 @@ class Sm90DsDq:
         first_head: Int32,
         num_heads: Int32,
         first_tile: Int32,
-        is_last: Int32,
         num_clusters: Int32,
         stream: Any,
     ) -> None:
         """`ds` is that of `num_heads` query heads, from `first_head` on. With `sums`, theirs, `ds`
-        is that of a part of the tiles of keys, from `first_tile` on; the parts run in their order,
-        the last one with `is_last` = 1. `num_clusters` are resident at once."""
+        is that of a part of the tiles of keys, from `first_tile` on; the parts run in their order.
+        `num_clusters` are resident at once."""
         spec = self.spec
         if cutlass.const_expr(spec.varlen_q):
             batch = cu_seqlens_q.shape[0] - 1
@@ -174,8 +172,8 @@ class Sm90DsDq:
         self.kernel(
             *self.k_rows.atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), k), ds, stats, sums,
             dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left,
-            window_right, dq.shape[-2] // k.shape[-2], first_head, num_heads, first_tile, is_last,
-            batch, seqlen_q, seqlen_k, tiles.last_tiles,
+            window_right, dq.shape[-2] // k.shape[-2], first_head, num_heads, first_tile, batch,
+            seqlen_q, seqlen_k, tiles.last_tiles,
         ).launch(
             grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), 1), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
@@ -220,7 +218,6 @@ class Sm90DsDq:
         first_head: Int32,
         num_heads: Int32,
         first_tile: Int32,
-        is_last: Int32,
         batch: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
@@ -230,8 +227,7 @@ class Sm90DsDq:
         queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
         x = Operands(
             k_tma=k_tma, k=k, ds=ds, stats=stats, sums=sums, dq=dq, queries=queries, group=group,
-            first_head=first_head, first_tile=first_tile, is_last=is_last,
-            softmax_scale=softmax_scale,
+            first_head=first_head, first_tile=first_tile, softmax_scale=softmax_scale,
             of_cluster=Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right),
             of_group=Visibility.of(spec, ROWS, spec.tile_n, 1, window_left, window_right),
         )  # fmt: skip
@@ -266,10 +262,14 @@ class Sm90DsDq:
         """A warpgroup's tile of 64 queries of its sequence."""
         return (work.block * CTAS + cta_rank()) * WARPGROUPS + group
 
-    def key_tiles(self, x: Operands, work: Work, tile: Any) -> tuple[Any, Any]:
+    def seen_key_tiles(self, x: Operands, work: Work, tile: Any) -> tuple[Any, Any]:
         """[first, end) of the tiles of keys that a tile of 64 queries sees."""
-        first, end = self.of_part(x, *x.of_group.key_tiles(tile, work.seqlen_q, work.seqlen_k))
+        first, end = x.of_group.key_tiles(tile, work.seqlen_q, work.seqlen_k)
         return first, cutlass.select_(tile * ROWS < work.seqlen_q, end, first)
+
+    def key_tiles(self, x: Operands, work: Work, tile: Any) -> tuple[Any, Any]:
+        """The same of those whose dS is kept."""
+        return self.of_part(x, *self.seen_key_tiles(x, work, tile))
 
     def key_tiles_of_cluster(self, x: Operands, work: Work) -> tuple[Any, Any]:
         """The same of all queries of the cluster."""
@@ -351,18 +351,14 @@ class Sm90DsDq:
                 low, high = end - first, end - first
             for n in cutlass.range(low, unroll=1):
                 self.leave_out(own, n)
-            sees = low < high
-            if cutlass.const_expr(self.spec.partial):
-                self.load_sums(x, own, queue.read(0), sees)
-            if sees:
+            if low < high:
+                if cutlass.const_expr(self.spec.partial):
+                    self.load_sums(x, own, queue.read(0))
                 self.compute_tile(own, low, high)
             for n in cutlass.range(high, end - first, unroll=1):
                 self.leave_out(own, n)
             if cutlass.const_expr(self.spec.partial):
-                if x.is_last != 0:
-                    self.store_rows(x, own, queue.read(0))
-                else:
-                    self.store_sums(x, own, queue.read(0), sees)
+                self.store_part(x, own, queue.read(0), low < high)
             else:
                 self.store_rows(x, own, queue.read(0))
 
@@ -392,30 +388,33 @@ class Sm90DsDq:
         )  # fmt: skip
         fragments.assign(own.acc, started)
 
-    # -- device: sums between parts of the keys -----------------------------------------------
+    # -- device: parts of the keys ------------------------------------------------------------
 
     @cute.jit
-    def load_sums(self, x: Operands, own: Consumer, work: Work, sees: Boolean) -> None:
-        """Begin with the sums of the parts before, if they are needed."""
-        first = x.first_tile == 0
-        exists = self.tile_of_queries(work, own.group) * ROWS < work.seqlen_q
-        if exists and not first and (sees or x.is_last != 0):
+    def load_sums(self, x: Operands, own: Consumer, work: Work) -> None:
+        """Begin with the sums of the parts before, if there are any."""
+        first, _ = self.seen_key_tiles(x, work, self.tile_of_queries(work, own.group))
+        if first < x.first_tile:
             at = self.sums_of_lane(x, own, work)
+            loaded = []
             for i in cutlass.range_constexpr(cute.size(own.acc) // VECTOR):
-                loaded = load_global(Float32, at + i * (VECTORS * 4 * VECTOR), VECTOR)
-                for j in cutlass.range_constexpr(VECTOR):
-                    own.acc[i * VECTOR + j] = loaded[j]
+                loaded += load_global(Float32, at + i * (VECTORS * 4 * VECTOR), VECTOR)
+            fragments.assign(own.acc, loaded)
 
     @cute.jit
-    def store_sums(self, x: Operands, own: Consumer, work: Work, sees: Boolean) -> None:
-        """Leave the sums to the next part, if they have changed or are the first."""
-        exists = self.tile_of_queries(work, own.group) * ROWS < work.seqlen_q
-        if exists and (sees or x.first_tile == 0):
+    def store_part(self, x: Operands, own: Consumer, work: Work, sees: Boolean) -> None:
+        """Leave the sums to the part after this one, which has a tile of keys that the queries see,
+        or store what is complete. Queries that see no key are complete at once."""
+        first, end = self.seen_key_tiles(x, work, self.tile_of_queries(work, own.group))
+        goes_on = end > x.first_tile + x.ds.shape[2]
+        if sees and goes_on:
             at = self.sums_of_lane(x, own, work)
             values = fragments.values(own.acc)
             for i in cutlass.range_constexpr(len(values) // VECTOR):
                 vector = values[VECTOR * i : VECTOR * (i + 1)]
                 store_global(Float32, at + i * (VECTORS * 4 * VECTOR), vector)
+        if (sees and not goes_on) or (first >= end and x.first_tile == 0):
+            self.store_rows(x, own, work)
 
     def sums_of_lane(self, x: Operands, own: Consumer, work: Work) -> Any:
         """The global address of the lane's first vector."""

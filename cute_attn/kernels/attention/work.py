@@ -151,10 +151,9 @@ class TileMap(Carried):
         """The number of tiles; with packed sequences, an upper bound."""
         if self.divided.cu_seqlens is None:
             return self._blocks(self.divided.tokens) * self.tiled_heads * self.batch
-        blocks = self.divided.tokens * self.rows_per_token // self.tile_size + self.batch
-        if self.num_blocks is not None:
-            blocks = cutlass.min(blocks, self.num_blocks * self.batch)
-        return blocks * self.tiled_heads
+        return (
+            self.divided.tokens * self.rows_per_token // self.tile_size + self.batch
+        ) * self.tiled_heads
 
     def _blocks(self, tokens: Any) -> Any:
         """How many blocks of a sequence of so many tokens are tiles."""

@@ -163,6 +163,7 @@ class BackwardArguments(NamedTuple):
             heads_k=self.k.shape[-2],
             splits=splits,
             limit=settings().workspace_bytes,
+            packed=self.cu_seqlens_k is not None,
             batch=self.batch,
             clusters=launch.num_sms(self.q.device) // cluster,
         )
@@ -410,10 +411,9 @@ class Backward(Operator[BackwardArguments]):
             )  # fmt: skip
             if ready.ds_dq is not None:
                 first_tile = block * (ds_tiles.CLUSTER_KEYS // ds_tiles.TILE)
-                is_last = int(block + step_blocks >= blocks)
                 ready.ds_dq(
                     a.k, ds, stats, sums, dq, *lengths, scale, left, right, first * group,
-                    count * group, first_tile, is_last, ready.dkdv_clusters,
+                    count * group, first_tile, ready.dkdv_clusters,
                 )  # fmt: skip
 
     def outputs(self, a: BackwardArguments) -> _Gradients:
