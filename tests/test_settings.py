@@ -46,7 +46,7 @@ def read_again() -> None:
 
 def test_the_workspace_is_a_number_of_mib(environment: pytest.MonkeyPatch):
     assert settings().workspace_bytes == 2**31
-    for value, mib in {"": 1024, "0": 0, " 3 ": 3}.items():
+    for value, mib in {"": 2048, "0": 0, " 3 ": 3}.items():
         environment.setenv(WORKSPACE, value)
         assert cute_attn.reload_settings().workspace_bytes == mib * 2**20
     for value in ("-1", "2G", "1.5", "²"):

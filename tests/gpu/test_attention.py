@@ -123,6 +123,31 @@ def test_gradients_agree_and_repeat(head_dim: int, scheduler: str):
             assert (x.double() - true).norm() <= 0.01 * true.norm()
 
 
+@pytest.mark.skipif(
+    not table.has("backward_ds_dq", ARCH, 256), reason=f"no kernel keeps dS on {ARCH}"
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_dS_of_a_part_of_the_keys_changes_no_bit(causal: bool, monkeypatch: pytest.MonkeyPatch):
+    """16 MiB hold about half of the dS of a query head."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, rows, 2, 256, device=DEVICE).bfloat16().requires_grad_()
+        for rows in (700, 20_000, 20_000)
+    )
+    do = torch.randn_like(q)
+    results = []
+    for mib in ("16", "512"):
+        monkeypatch.setenv("CUTE_ATTN_WORKSPACE_MIB", mib)
+        cute_attn.reload_settings()
+        o, _ = cute_attn.flash_attn_func(q, k, v, causal=causal)
+        results.append(torch.autograd.grad(o, (q, k, v), do))
+    monkeypatch.undo()
+    cute_attn.reload_settings()
+    assert all(map(torch.equal, *results))
+    for x, true in zip(results[0], attention_gradients(q, k, v, do, causal=causal), strict=False):
+        assert (x.double() - true).norm() <= 0.01 * true.norm()
+
+
 @of_every_head_dim
 def test_a_compiled_step(head_dim: int):
     q, k, v = inputs(head_dim)
