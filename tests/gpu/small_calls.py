@@ -18,6 +18,8 @@ from torch import Tensor
 import cute_attn
 from cute_attn import launch
 from cute_attn.kernels.attention import table
+from cute_attn.kernels.attention.ds_tiles import CLUSTER_KEYS, nbytes
+from cute_attn.kernels.attention.statistics import STATS_ROWS
 from cute_attn.kernels.kda.chunk.spec import CHUNK
 from cute_attn.launch import Request
 from cute_attn.ops import kda
@@ -78,6 +80,9 @@ GRADIENTS = {  # splits of a group are parts of a sum
     ),
     "softcap": attention_cases.Case(CAPPED, (140,), (130,), heads_k=2, softcap=5.0),
 }
+# Blocks of keys for two CTAs of each SM, twice; and what dS of them takes once.
+LONG_KEYS = attention_cases.Case(attention_cases.CAUSAL, (64,), (2 * 66 * CLUSTER_KEYS,))
+PART_OF_KEYS = nbytes(1, STATS_ROWS, 66 * CLUSTER_KEYS) + 4 * STATS_ROWS * 256
 DETERMINISTIC = "causal"  # also as deterministic calls, which may get other kernels
 ATTENTION_INPUTS = ("q", "k", "v", "learnable_sink")
 
@@ -208,6 +213,10 @@ def attention_gradients(device: str) -> Iterator[Named]:
         if table.has("backward_ds_dq", target.arch, target.head_dim):
             with workspace(0):
                 yield f"{title}, without a workspace for dS", always
+            long = on_device(LONG_KEYS.arguments(), device)
+            call = outputs_start_as_zeros()(differentiate(function, long, ATTENTION_INPUTS))
+            with workspace(PART_OF_KEYS):
+                yield f"{title}, dS of a part of the keys", call
 
 
 def attention_at(head_dim: int) -> Callable[[str], Iterator[Named]]:
