@@ -90,10 +90,12 @@ def kernel(name: str) -> tuple[Edged, Prepared]:
     counter = torch.zeros(1, dtype=torch.int32)
     last = {
         "dq": [1.0, 0, right, SMS, counter],
-        "dkdv": [1.0, 0, right, 1, 0, 1, SMS],  # of splits, K/V heads and clusters
-        "ds_dq": [left, right, 0, 1, SMS],  # of K/V heads and clusters
+        "dkdv": [1.0, 0, right, 1, 0, 1, 0, 1, SMS],  # of splits, K/V heads, blocks and clusters
+        "ds_dq": [left, right, 0, 1, 0, SMS],  # of K/V heads, tiles of keys and clusters
     }[name]
     arguments = [*tensors.values(), *[None] * 4, 1 / 16, *last]
+    if name == "ds_dq":
+        arguments.insert(list(tensors).index("dq"), None)  # no sums
     if name == "dq":
         tensors["counter"] = counter
     spans = [(x.data_ptr(), x.nbytes, at) for at, x in tensors.items()]

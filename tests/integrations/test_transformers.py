@@ -7,6 +7,7 @@ eager attention then makes is -inf to its softmax, and rows of padding are NaN.)
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ def gemma3(**changes: Any) -> Any:
 
 def qwen3_next() -> Any:
     """A linear layer, which is plain PyTorch on a CPU, and a full one."""
+    if importlib.util.find_spec("fla") is not None and not torch.cuda.is_available():
+        pytest.skip("transformers calls flash-linear-attention's kernels, which need a GPU")
     config = transformers.Qwen3NextConfig(
         **COMMON,
         layer_types=["linear_attention", "full_attention"],

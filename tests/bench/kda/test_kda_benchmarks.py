@@ -517,7 +517,7 @@ def test_the_peers_tuning_is_kept_and_found_again(monkeypatch, tmp_path):
     fla_tuning.use_tuning(tmp_path)
 
     @triton.jit
-    def kernel(x):
+    def kernel(x, H):
         pass
 
     tuner = cache.fla_cache_autotune(configs=[triton.Config({"BK": 32})], key=["H"])(kernel)

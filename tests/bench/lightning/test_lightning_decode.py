@@ -116,7 +116,8 @@ def test_a_wrong_result_is_never_timed(contenders, monkeypatch, spoil):
 
 
 def test_without_fla_the_benchmark_is_unavailable(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fla", None)
+    for name in {"fla", *(name for name in sys.modules if name.startswith("fla."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     case = problem.Case(batch=1, **SMALL)
     with pytest.raises(Unavailable, match="flash-linear-attention"):
         problem.fla(case, problem.make_inputs(case, 1))
