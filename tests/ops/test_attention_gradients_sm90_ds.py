@@ -121,7 +121,7 @@ CACHE = Kind(window_right=True, varlen_q=True, seqused_k=True)
         Case(PLAIN, **LONG, heads_k=2, seed=1),
         Case(CAUSAL, lengths_q=(900,), lengths_k=(860,), seed=2),
         Case(WINDOW, **LONG, left=300, right=40, seed=3),
-        Case(CACHE, (70, 0, 100), (800,) * 3, unused_k=(0, 600, 310), heads_k=2, seed=4),
+        Case(CACHE, (70, 0, 100, 30), (800,) * 4, unused_k=(0, 600, 310, 800), heads_k=2, seed=4),
         Case(CAUSAL, **LONG, group=2, seed=6),
     ],
     ids=["dense", "causal", "window", "cache", "group"],
