@@ -69,7 +69,8 @@ _COMBINATION = 3
 
 _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 
-_BUSY = 0.8  # of the clusters, by dS of a part of the keys at once: with fewer it does not pay
+# dS of a part of the keys at once pays if the part has blocks for this share of the clusters.
+_BUSY = 0.8
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ class SplitCosts:
 
     Attributes:
         tile: clocks of a query tile of a head.
-        epilogue, partial_epilogue: clocks beside the loop, of a cluster's block of keys; with
-            partial sums.
+        epilogue: clocks of a block of keys beside the loop over query tiles.
+        partial_epilogue: the same where the block's partial sums are stored.
         sums: clocks of the whole GPU for writing, reading and adding up a block's partial sums of
             one split.
-        drift: where some blocks are longer than others, by how much the busiest cluster exceeds an
-            even share, as a multiple of by how much the longest block exceeds the mean one.
+        drift: the busiest cluster takes an even share of the work, and this many times the
+            difference between the longest block and the mean block.
         least_gain: of the clocks without splits, for which partial sums are worth their memory.
     """
 
@@ -223,8 +224,8 @@ def has_fused_dq(
     dkdv: bool = True,
     deterministic: bool = False,
 ) -> bool:
-    """Whether one kernel on `arch` computes dK, dV and sums of dQ: where all are needed, and dQ may
-    have other bits in every run. With a softcap at head_dim 128 it would lack registers."""
+    """Whether one kernel on `arch` computes dK, dV and sums of dQ. All of them must be needed, and
+    the bits of dQ vary. With a softcap at head_dim 128 the kernel would lack registers."""
     if deterministic or not (dq and dkdv):
         return False
     return arch == "sm_90a" and head_dim in SM90_FUSED_TILES and not (softcap and head_dim == 128)
@@ -235,8 +236,9 @@ class Parts(NamedTuple):
 
     Attributes:
         splits: into how many parts the query heads of each K/V head are split.
-        heads: of how many of these parts dS is kept at once; 0: it is not.
-        key_blocks: of how many blocks of `ds_tiles.CLUSTER_KEYS` keys of each sequence; 0: of all.
+        heads: dS is kept of so many of these parts at once; 0: it is not kept.
+        key_blocks: dS is kept of so many blocks of keys of each sequence at once, of
+            `ds_tiles.CLUSTER_KEYS` each; 0: of all keys.
     """
 
     splits: int
@@ -268,8 +270,8 @@ def parts_with_ds(
         keys: the most of a sequence.
         heads, heads_k: numbers of query heads and of K/V heads.
         splits: the fewest of a group.
-        packed: whether sequences of keys are packed. How many have keys in a part is not known
-            then, and parts without any cost more than is gained.
+        packed: whether sequences of keys are packed. The host does not know which parts would
+            have keys then, and empty parts cost more than is gained.
         batch: number of sequences.
         clusters: how many clusters of the kernel run at once.
     """
@@ -280,9 +282,10 @@ def parts_with_ds(
             fit = min(limit // ds_tiles.nbytes(group // parts, rows, keys), count)
             if fit:
                 return Parts(parts, math.ceil(count / math.ceil(count / fit)))
-        blocks = _key_blocks_with_ds(head_dim, rows, keys, limit, batch, clusters)
-        if blocks and not packed:
-            return Parts(group, 1, blocks)
+        if not packed:
+            blocks = _key_blocks_with_ds(head_dim, rows, keys, limit, batch, clusters)
+            if blocks:
+                return Parts(group, 1, blocks)
     return Parts(splits)
 
 
@@ -371,8 +374,8 @@ def num_splits(
 
 
 def _waves(share: float, most: int, mean: float, drift: float) -> float:
-    """The time of the busiest cluster in mean blocks, for an even share of so many. Blocks as long
-    as one another go in whole waves, with others the short ones fill the gaps, see `SplitCosts`."""
+    """The time of the busiest cluster, in mean blocks; `share` is an even share. Blocks of one
+    length take whole waves. Blocks of different lengths fill the last wave, but drift apart."""
     if not (drift and mean):
         return math.ceil(share)
     spread = most / mean - 1

@@ -266,8 +266,8 @@ class BackwardSpec(Spec):
         varlen_q, varlen_k: q (and o, dq), or k, v, dk and dv, are packed, with cu_seqlens.
         seqused_q, seqused_k: an argument gives the number of used tokens of each sequence.
         partial: dk and dv are float32 partial sums, one for each split of a group of query heads.
-            Of the kernel that takes dS for dQ: it runs for one part of the keys after the other.
-            Other dQ kernels do not take True.
+            Of the dQ kernel that reads dS: it adds up dq in float32 over parts of the keys, with a
+            launch for each part. The other dQ kernels take only False.
 
     Raises:
         TypeError: a field has another type than its annotation.

@@ -151,9 +151,9 @@ class BackwardArguments(NamedTuple):
     def parts_with_ds(self, splits: int) -> Parts:
         """The same, with at least `splits` parts."""
         arch, head_dim = launch.arch_for(self.q.device), self.q.shape[-1]
-        if not (self.need_dq and self.need_dkdv and table.has("backward_ds_dq", arch, head_dim)):
+        if not (self.need_dq and self.need_dkdv):
             return Parts(splits)
-        cluster = table.find("backward_ds_dq", arch, head_dim).cluster
+        cluster = table.find("backward_dkdv", arch, head_dim).cluster
         return parts_with_ds(
             arch,
             head_dim,
