@@ -131,16 +131,28 @@ def test_the_benchmark_that_ran_longest_ago_comes_first(tmp_path):
     assert gpu_check.in_turn(found, None) == found
 
 
-def test_a_benchmark_that_would_not_end_in_time_is_left_out(tmp_path, monkeypatch, on_a_gpu):
+@pytest.mark.parametrize(
+    ("result_file", "expected_s", "limit", "code", "result", "detail"),
+    [
+        ("toy.json", 30.0, "20", 0, "left out", "may take 30 s, and "),
+        ("toy.json", None, "0", 0, "left out", "no time left"),
+        ("toy.json", 30.0, "0", 0, "left out", "no time left"),
+        ("toy.xml", None, "0", 1, "cut", "no time left"),
+    ],
+    ids=["too long", "never reported", "nothing left", "tests"],
+)
+def test_benchmarks_without_time_are_left_out_and_tests_are_not(
+    tmp_path, monkeypatch, on_a_gpu, result_file, expected_s, limit, code, result, detail
+):
     def one_stage(found, results):
-        return [Stage("toy", ("no-such-command",), 60, tmp_path / "toy.json", expected_s=30.0)]
+        return [Stage("toy", ("no-such-command",), 60, tmp_path / result_file, expected_s)]
 
     monkeypatch.setattr(gpu_check, "in_turn", one_stage)
     out = tmp_path / "out.json"
-    argv = ["gpu-check", "--limit", "20", "--tests", str(tmp_path), "--print-only"]
-    assert main([*argv, "--json", str(out)]) == 0
+    argv = ["gpu-check", "--limit", limit, "--tests", str(tmp_path), "--print-only"]
+    assert main([*argv, "--json", str(out)]) == code
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["result"] == "left out" and row["detail"].startswith("may take 30 s, and ")
+    assert row["result"] == result and row["detail"].startswith(detail)
 
 
 def test_a_command_that_ends_in_time():
