@@ -23,8 +23,8 @@ def record(path: str | os.PathLike[str] | None) -> None:
     The file gets a `[[kernel]]` table for each kernel that is not in it yet, when the kernel is
     first loaded. What is in the file stays, so that several runs, or the ranks of one, may share a
     file: `python -m cute_attn.cache build` and `cute_attn.warmup` take it like one written by hand.
-    `CUTE_ATTN_RECORD` in the environment does the same. Kernels that run in the emulator are not
-    recorded.
+    `CUTE_ATTN_RECORD` in the environment does the same. A process records in one file at a time,
+    the one that it was last told. Kernels that run in the emulator are not recorded.
 
     Args:
         path: of the file, which is created if need be; None stops recording, except to the file
@@ -32,10 +32,13 @@ def record(path: str | os.PathLike[str] | None) -> None:
 
     Raises:
         CacheError: the file cannot be written, or is not a spec file.
+        TypeError: `path` is no path.
     """
     if path is None:
         jit.record_to(None)
         return
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is {path!r}, must be a str, a path or None")
     file = settings.absolute(os.fspath(path))
     before = jit.record_to(file)  # first: another thread may be loading a kernel
     try:
@@ -65,6 +68,7 @@ def add(path: Path, used: Iterable[tuple[KernelDef, Any, str]]) -> None:
                     known.append(request)
                     new += "\n" + table if text or new else table
             if new:
+                parse(text + new, path)  # TOML adds nothing to an array that is written inline
                 _append(file.fileno(), new.encode())
     except (OSError, UnicodeDecodeError) as error:
         raise CacheError(f"cannot record kernels in {path}: {error}") from error

@@ -76,6 +76,9 @@ def parse(text: str, path: Path) -> list[dict[str, Any]]:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CacheError(f"{path}: {error}") from error
+    if unknown := document.keys() - _NEEDED:
+        names = ", ".join(sorted(unknown))
+        raise CacheError(f"{path}: {names}: there are only [[operator]] and [[kernel]] tables")
     found: list[dict[str, Any]] = []
     for kind, needed in _NEEDED.items():
         tables = document.get(kind, [])

@@ -37,13 +37,15 @@ def encode_request(kernel: KernelDef, spec: Any) -> dict[str, Any]:
 def decode_request(request: dict[str, Any]) -> tuple[KernelDef, Any]:
     """The inverse of `encode_request`; imports the module of the specialisation.
 
-    Raises TypeError if the class is no dataclass.
+    Raises TypeError if the class is no dataclass, or has no such field.
     """
     cls = _find_class(request["class"])
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise TypeError(f"{request['class']} is no dataclass")
-    given = {f.name for f in dataclasses.fields(cls) if f.init}
-    fields = {name: _decode(v) for name, v in request["fields"].items() if name in given}
+    given = {f.name: f.init for f in dataclasses.fields(cls)}
+    if unknown := request["fields"].keys() - given:
+        raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+    fields = {name: _decode(v) for name, v in request["fields"].items() if given[name]}
     return KernelDef(**request["kernel"]), cls(**fields)
 
 

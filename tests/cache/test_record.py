@@ -101,6 +101,12 @@ def test_a_process_that_the_environment_has_record_can_record_elsewhere(
         ("[[kernel]]\nname = 'x'\ntarget = 'a:b'\nspec = 'os:system'\narch = 'sm_90a'", "no datac"),
         ("[[kernel]]\nname = 'x'\ntarget = 'a:b'\nspec = 'c:d'\narch = 'h100'", "arch of kernel 1"),
         ("kernel = 1", "kernel is 1"),
+        ("[[kernels]]\nname = 'x'", r"kernels: there are only \[\[operator\]\]"),
+        (
+            "[[kernel]]\nname = 'scale'\ntarget = 'toy_kernels:Scale'\n"
+            f"spec = 'toy_specs:ScaleSpec'\narch = '{ARCH}'\n[kernel.fields]\nno_such = 1",
+            "ScaleSpec has no field no_such",
+        ),
     ],
 )
 def test_tables_of_kernels_that_make_no_sense(tmp_path: Path, text: str, problem: str) -> None:
@@ -125,6 +131,13 @@ def test_a_file_that_cannot_be_written(
     with pytest.raises(cache.CacheError, match=r"other\.toml"):
         cache.record(path)
     assert path.read_text() == "not toml"
+    path.write_text("kernel = []")  # to which TOML cannot add a table
+    cache.get(SCALE, ScaleSpec(2.0), ARCH)
+    with pytest.raises(cache.CacheError, match=r"other\.toml"):
+        cache.record(path)
+    assert path.read_text() == "kernel = []"
+    with pytest.raises(TypeError, match="path is 3, must be a str, a path or None"):
+        cache.record(3)  # type: ignore[arg-type]
     monkeypatch.setenv("CUTE_ATTN_RECORD", str(tmp_path))  # a server goes on, after a warning
     assert cache.get(SCALE, ScaleSpec(2.0), ARCH) is not None
 

@@ -69,13 +69,21 @@ def test_windows_that_hide_everything() -> None:
 def test_fused_causal_groups_are_split_where_it_was_the_fastest(
     head_dim: int, group: int, seqlen: int, expected: int
 ) -> None:
-    """16k tokens on an H200, see docs/kernels/sm90_backward.md. Dense, splits never were."""
+    """16k tokens on an H200, see docs/kernels/sm90_backward.md. Dense, splits never were there."""
     for right, found in ((0, expected), (None, 1)):
         assert found == splits(
             seqlen, heads=2048 // head_dim, heads_k=2048 // head_dim // group,
             batch=16384 // seqlen, window_right=right, clusters=132,
             tile=SM90_FUSED_TILES[head_dim], costs=split_costs(head_dim, fused=True),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, 8), (8, 8), (7, 4), (4, 4), (1, 1), (0, 1)])
+def test_splits_have_memory_for_their_partial_sums(most: int | None, expected: int) -> None:
+    assert expected == splits(
+        2048, heads=8, heads_k=1, clusters=132, tile=(64, 128),
+        costs=split_costs(128, fused=True), most_splits=most,
+    )  # fmt: skip
 
 
 def test_fused_groups_fill_an_idle_gpu() -> None:

@@ -100,5 +100,10 @@ def test_kernels_that_need_none(more: dict[str, Any]) -> None:
     assert parts(4096, 4096, **more) == (1, 0)
 
 
+def test_a_gpu_without_room_for_a_cluster() -> None:
+    """The emulator's machine may have one SM, and runs clusters on it all the same."""
+    assert parts(4096, 32768, 1, 1, limit=GIB // 8, clusters=0) == (1, 1, 86)
+
+
 def test_nothing_to_do() -> None:
     assert parts(0, 100) == parts(100, 0) == parts(100, 100, 0, 0) == (1, 0)

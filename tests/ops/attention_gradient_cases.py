@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -208,6 +209,14 @@ def fused_where_possible() -> Iterator[None]:
     """Within it, calls get the kernels that are not deterministic, although `poisoned` sets torch
     to be."""
     with mock.patch.object(backward, "is_deterministic", lambda a: bool(a.deterministic)):
+        yield
+
+
+@contextmanager
+def workspace(nbytes: int) -> Iterator[None]:
+    """Within it, `CUTE_ATTN_WORKSPACE_MIB` is so many bytes."""
+    limit = SimpleNamespace(workspace_bytes=nbytes)
+    with mock.patch.object(backward, "settings", return_value=limit):
         yield
 
 

@@ -592,3 +592,10 @@ def test_what_the_fused_kernel_cannot_do_is_planned_apart():
     assert names(head_dim=128, split=False, deterministic=True) == [OWN_DQ, OWN_DKDV]
     assert names(head_dim=64, dkdv=False) == [OWN_DQ]
     assert names(head_dim=64, dq=False, split=False) == [OWN_DKDV]
+
+
+@pytest.mark.parametrize("varlen_k", [False, True])
+def test_parts_of_packed_keys_are_not_planned(varlen_k: bool):
+    plans = plan_attention_backward(HOPPER, head_dim=256, varlen_q=varlen_k, varlen_k=varlen_k)
+    partial = {spec.partial for kernel, spec in plans if kernel.name == "sm90_backward_ds_dq"}
+    assert partial == ({False} if varlen_k else {False, True})

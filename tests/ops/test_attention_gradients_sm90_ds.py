@@ -5,8 +5,6 @@ is that of `test_attention_gradients_sm90`."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -28,7 +26,7 @@ from .attention_cases import (
     Target,
     on_target,
 )
-from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients, same
+from .attention_gradient_cases import Upstream, assert_gradients_agree, gradients, same, workspace
 from .test_attention_gradients import (
     test_agrees_with_float64,  # noqa: F401
     test_packed_sequences_are_sequences_alone,  # noqa: F401
@@ -39,13 +37,6 @@ from .test_attention_gradients import (
 )
 
 SINK = Kind(window_right=True, sink=torch.float32)
-
-
-@contextmanager
-def workspace(nbytes: int) -> Iterator[None]:
-    limit = SimpleNamespace(workspace_bytes=nbytes)
-    with mock.patch.object(backward, "settings", return_value=limit):
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True, params=[pytest.param(256, marks=pytest.mark.slow)])

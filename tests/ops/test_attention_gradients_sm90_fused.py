@@ -7,11 +7,13 @@ Keys of at most two tiles have them all the same: a sum of two does not depend o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import given
 
 from cute_attn.kernels.attention.spec import SM90_FUSED_HEAD_DIMS
+from cute_attn.ops.attention import backward
 
 from .attention_cases import CAUSAL, PLAIN, VARLEN, Case, Machine, Target, on_target
 from .attention_gradient_cases import (
@@ -22,6 +24,7 @@ from .attention_gradient_cases import (
     gradient_cases,
     gradients,
     same,
+    workspace,
 )
 from .test_attention_gradients import (
     sweep,
@@ -70,6 +73,26 @@ def test_small_cases_agree_with_float64(case: Case):
     do, dlse = Upstream(of_lse=True).gradients(args)
     for machine in (Machine(num_sms=2, schedule="adversarial"), Machine(num_sms=5, seed=3)):
         assert_gradients_agree(args, gradients(args, do, dlse, "static", machine), do, dlse)
+
+
+def test_partial_sums_of_splits_fit_the_workspace():
+    """A group of 4, which is split as far as there is memory if the GPU is large enough."""
+    case = Case(CAUSAL, lengths_q=(300,), lengths_k=(140,), group=4, seed=2)
+    args = case.arguments()
+    do, _ = Upstream().gradients(args)
+    of_one = 2 * 4 * args["k"].numel()
+    choose = backward.num_splits
+    for limit, expected in ((2**30, 4), (4 * of_one, 4), (3 * of_one, 2), (of_one, 1), (0, 1)):
+        splits = []
+
+        def chosen(*, splits=splits, **known):
+            splits.append(choose(**known | {"clusters": 1000, "costs": None}))
+            return splits[-1]
+
+        with workspace(limit), mock.patch.object(backward, "num_splits", chosen):
+            found = gradients(args, do, None, "static", Machine(num_sms=4))
+        assert set(splits) == {expected}
+        assert_gradients_agree(args, found, do, None)
 
 
 @sweep(40)

@@ -298,7 +298,7 @@ def _key_blocks_with_ds(
     fit = (limit - sums) // ds_tiles.nbytes(1, rows, ds_tiles.CLUSTER_KEYS)
     if fit <= 0 or fit * batch < _BUSY * clusters:
         return 0
-    if fit > clusters:
+    if fit > clusters > 0:
         return fit - fit % clusters  # whole waves
     return math.ceil(blocks / math.ceil(blocks / fit))
 
@@ -343,6 +343,7 @@ def num_splits(
     clusters: int,
     tile: tuple[int, int] = (DKDV_TILE_M, DKDV_TILE_N),
     costs: SplitCosts | None = None,
+    most_splits: int | None = None,
 ) -> int:
     """Into how many parts of equal size the query heads of a K/V head are split.
 
@@ -354,6 +355,7 @@ def num_splits(
         clusters: how many clusters of the dK/dV kernel run at once.
         tile: queries and keys of a cluster's tile.
         costs: of the kernel; None: of the one for SM100.
+        most_splits: how many have memory for their partial sums; None: all.
     """
     costs = split_costs(256, fused=False) if costs is None else costs
     blocks = -(-seqlen_k // tile[1]) * batch * heads_k
@@ -369,7 +371,8 @@ def num_splits(
         sums = 0 if splits == 1 else splits * blocks * costs.sums
         return max(most * of_block + epilogue, waves * (mean * of_block + epilogue)) + sums
 
-    best = min((n for n in range(1, group + 1) if group % n == 0), key=clocks)
+    most_splits = group if most_splits is None else min(max(most_splits, 1), group)
+    best = min((n for n in range(1, most_splits + 1) if group % n == 0), key=clocks)
     return best if clocks(best) <= costs.least_gain * clocks(1) else 1
 
 

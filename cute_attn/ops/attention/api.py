@@ -85,7 +85,8 @@ def flash_attn_func(
     that are needed are computed, each in its tensor's dtype; the sums over queries, keys and heads
     are float32. A query that sees no key, and a key that no query sees, have gradient 0. On Hopper,
     at head_dim 256, gradients of q and k together take a workspace of up to 2 GiB while they are
-    computed; `CUTE_ATTN_WORKSPACE_MIB` sets the limit, and 0 does without, more slowly.
+    computed, and at 64 and 128 so may partial sums of groups of query heads;
+    `CUTE_ATTN_WORKSPACE_MIB` sets the limit, and 0 does without, more slowly.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.

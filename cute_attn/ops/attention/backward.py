@@ -122,6 +122,7 @@ class BackwardArguments(NamedTuple):
         arch, head_dim, fused = launch.arch_for(self.q.device), self.q.shape[-1], self.is_fused
         tile = table.find("backward_fused" if fused else "backward_dkdv", arch, head_dim)
         batch, (left, right) = self.batch, bounds(self.forward)
+        partial_bytes = 2 * 4 * self.k.numel()  # of dk and dv, for each split
         splits = num_splits(
             seqlen_q=-(-self.q.shape[-3] // max(batch, 1)) if varlen_q else self.q.shape[-3],
             seqlen_k=-(-self.k.shape[-3] // max(batch, 1)) if varlen_k else self.k.shape[-3],
@@ -133,6 +134,7 @@ class BackwardArguments(NamedTuple):
             clusters=launch.num_sms(self.q.device) // tile.cluster,
             tile=tile.tile,
             costs=split_costs(head_dim, fused=fused),
+            most_splits=settings().workspace_bytes // max(partial_bytes, 1) if fused else None,
         )
         return self.parts_with_ds(splits)
 

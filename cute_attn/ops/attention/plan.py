@@ -226,7 +226,7 @@ def plan_attention_backward(
         request
         for case in ((False, True) if split is None else (split,))
         for ds in ((False, True) if keeps_ds is None else (keeps_ds,))
-        for of_keys in ((False, True) if ds else (False,))
+        for of_keys in ((False, True) if ds and not varlen_k else (False,))
         for request in backward_requests(
             arch,
             head_dim=head_dim,
