@@ -24,7 +24,7 @@ def record(path: str | os.PathLike[str] | None) -> None:
     first loaded. What is in the file stays, so that several runs, or the ranks of one, may share a
     file: `python -m cute_attn.cache build` and `cute_attn.warmup` take it like one written by hand.
     `CUTE_ATTN_RECORD` in the environment does the same. A process records in one file at a time,
-    the one that it was last told. Kernels that run in the emulator are not recorded.
+    the one given last. Kernels that run in the emulator are not recorded.
 
     Args:
         path: of the file, which is created if need be; None stops recording, except to the file
@@ -68,7 +68,7 @@ def add(path: Path, used: Iterable[tuple[KernelDef, Any, str]]) -> None:
                     known.append(request)
                     new += "\n" + table if text or new else table
             if new:
-                parse(text + new, path)  # TOML adds nothing to an array that is written inline
+                parse(text + new, path)  # TOML cannot add a table to an inline array
                 _append(file.fileno(), new.encode())
     except (OSError, UnicodeDecodeError) as error:
         raise CacheError(f"cannot record kernels in {path}: {error}") from error

@@ -31,8 +31,8 @@ from tests.ops import (
     lightning_cases,
     test_kda_stages_backward,
 )
+from tests.ops.attention_gradient_cases import workspace
 from tests.ops.operators import OPERATORS
-from tests.ops.test_attention_gradients_sm90_ds import workspace
 from tests.ops.test_attention_pages import in_pages
 from tests.ops.test_kda_gradients import INPUTS as KDA_INPUTS
 from tests.ops.test_kda_gradients import weights

@@ -85,7 +85,8 @@ class SplitCosts:
             one split.
         drift: the busiest cluster takes an even share of the work, and this many times the
             difference between the longest block and the mean block.
-        least_gain: of the clocks without splits, for which partial sums are worth their memory.
+        least_gain: splits are worth the memory of their partial sums if they take at most this
+            share of the clocks without splits.
     """
 
     tile: int
@@ -355,7 +356,7 @@ def num_splits(
         clusters: how many clusters of the dK/dV kernel run at once.
         tile: queries and keys of a cluster's tile.
         costs: of the kernel; None: of the one for SM100.
-        most_splits: how many have memory for their partial sums; None: all.
+        most_splits: the most splits whose partial sums have memory; None: there is no limit.
     """
     costs = split_costs(256, fused=False) if costs is None else costs
     blocks = -(-seqlen_k // tile[1]) * batch * heads_k
