@@ -269,9 +269,11 @@ static void clear_columns(Tiles *t, const Mma *m) {
   }
 }
 
+static int shift_of_b(const Mma *m) { return (int)(m->zero_columns >> 56 & 63); }
+
 static void load_b(const AsyncOp *op, const Mma *m, Cta **ctas, int n) {
   Tiles *t = tiles_of(op->emu);
-  int rows = m->N / n, shift = (int)(m->zero_columns >> 56 & 63);
+  int rows = m->N / n, shift = shift_of_b(m);
   for (int c = 0; c < n; c++)
     gather(&op->access, ctas[c], &m->b_matrix, "B of tcgen05.mma", m->transpose_b, rows + shift,
            KINDS[m->kind].element, t->b_raw + c * rows);
@@ -322,15 +324,23 @@ static bool bad_shape(const Mma *m) {
   if (m->weight_stationary)
     return (m->M != 32 && m->M != 64 && m->M != 128) || (m->N != 64 && m->N != 128 && m->N != 256);
   bool rows = m->M == 128 || (m->group == 1 ? m->M == 64 && !m->vectors : m->M == 256);
-  int step = m->group == 2 || (m->kind == KIND_I8 && m->N > 32) ? 16 : 8;
+  int step = 8 * m->group;
+  if (m->kind == KIND_I8 && (m->group == 2 || m->N > 32)) step *= 2;
   return !rows || m->N < step || m->N > 256 || m->N % step;
+}
+
+static void check_reserved(Warp *w, const Insn *I, uint32_t d, uint32_t reserved) {
+  if (d & reserved)
+    finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
+            "instruction descriptor 0x%08x: reserved bits 0x%08x are not 0", d, d & reserved);
 }
 
 // Read the instruction descriptor; false after a finding if nothing can be computed.
 static bool read_descriptor(Warp *w, const Insn *I, uint32_t d, Mma *m) {
   const char *kind = KINDS[m->kind].name;
-  int d_type = d >> 4 & 3, a_type = d >> 7 & 7, b_type = d >> 10 & 7;
   bool scaled = m->kind >= KIND_MXF8F6F4, fp4 = m->kind >= KIND_MXF4;
+  // Bit 12 of fp4 is the version of sparse A, which a dense A does not have.
+  int d_type = d >> 4 & 3, a_type = d >> 7 & 7, b_type = d >> 10 & (fp4 ? 3 : 7);
   m->M = (int)(d >> 24 & 31) * 16;
   m->N = (int)(d >> 17 & 63) * 8;
   m->K = KINDS[m->kind].k;
@@ -349,6 +359,9 @@ static bool read_descriptor(Warp *w, const Insn *I, uint32_t d, Mma *m) {
             a_type, b_type, kind);
     return false;
   }
+  check_reserved(w, I, d, scaled ? 1u << 0 | 1u << 1 | 1u << 3 | 1u << 6 | (fp4 ? 0 : 1u << 31)
+                                 : 1u << 6 | 1u << 23 | 1u << 29 |
+                                       (m->weight_stationary ? 0 : 3u << 30));
   if (scaled) {
     m->scale_type = d >> 23 & 1 ? FT_UE8M0 : FT_UE4M3;
     m->scale_b_id = d >> 4 & 3, m->scale_a_id = d >> 29 & 3;
@@ -356,10 +369,11 @@ static bool read_descriptor(Warp *w, const Insn *I, uint32_t d, Mma *m) {
       fatal(w, I, CK_DESCRIPTOR, "instruction descriptor 0x%08x: K = 96 is for sm_103a only", d);
       return false;
     }
-    if (m->scale_a_id + m->vectors > 4 || m->scale_b_id + m->vectors > 4) {
+    if (m->scale_a_id % m->vectors || m->scale_b_id % m->vectors) {
       finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
-              "instruction descriptor 0x%08x: scale factors %d and %d with %d of them a row", d,
-              m->scale_a_id, m->scale_b_id, m->vectors);
+              "instruction descriptor 0x%08x: ids %d and %d of scale factors of A and B, which must "
+              "be multiples of their number in a row, %d", d, m->scale_a_id, m->scale_b_id,
+              m->vectors);
       return false;
     }
     if (m->scale_type == FT_UE4M3 && !(m->kind == KIND_MXF4NVF4 && m->vectors == 4))
@@ -377,9 +391,6 @@ static bool read_descriptor(Warp *w, const Insn *I, uint32_t d, Mma *m) {
               kind, d_type);
       m->f16_result = false;
     }
-    if (d >> 23 & 1 || d >> 29 & 1 || (d >> 30 && !m->weight_stationary) || d >> 6 & 1)
-      finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
-              "instruction descriptor 0x%08x: reserved bits (6, 23, 29 to 31) are not 0", d);
     if (m->kind != KIND_I8 && m->saturate)
       finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
               "instruction descriptor 0x%08x: saturation (bit 3) is for kind::i8 only", d);
@@ -463,6 +474,14 @@ static void check_collector(Warp *w, const Insn *I, const Mma *m, int modifier) 
   if (usage == FILL) c->a = source, c->in_tmem = in_tmem;
 }
 
+static void check_shift_of_b(Warp *w, const Insn *I, const Mma *m) {
+  int most = m->M == 32 ? 16 : 32;
+  if (shift_of_b(m) > most)
+    finding(w, I, CK_DESCRIPTOR, SEV_ERROR,
+            "mask of columns 0x%016llx: columns of B are shifted by %d, with M = %d by at most %d",
+            (unsigned long long)m->zero_columns, shift_of_b(m), m->M, most);
+}
+
 // Operands that all forms of mma have, in one lane.
 typedef struct { const uint64_t *d, *a, *b; const uint32_t *descriptor; Mask enable; } MmaOperands;
 
@@ -501,6 +520,9 @@ static void issue_mma(Warp *w, const Insn *I, int lane, const MmaOperands *o, Mm
   if (!read_descriptor(w, I, o->descriptor[lane], &m) || !read_matrices(w, I, &m)) return;
   check_lanes(w, I, &m);
   check_collector(w, I, &m, collector);
+  check_shift_of_b(w, I, &m);
+  if (m.shift_a && !m.a_in_tmem)
+    finding(w, I, CK_DESCRIPTOR, SEV_ERROR, ".ashift with A in shared memory: it is for TMEM only");
   if (m.shift_a && m.M < 128)
     finding(w, I, CK_DESCRIPTOR, SEV_ERROR, ".ashift with M = %d: it needs 128 or 256", m.M);
   Mma *data = malloc(sizeof m);
