@@ -100,12 +100,12 @@ static int exec_red_async64(Warp *w, const Insn *I, Mask m) {
 
 const Form FORMS_ASYNC_STORE[] = {
     {"st.async{.weak}{.shared::cluster}{" BYTES "}{.v2|v4}(.b32|u32|s32|f32)", "a s32l a",
-     exec_st_async32, 0},
+     exec_st_async32, F_EFFECT},
     {"st.async{.weak}{.shared::cluster}{" BYTES "}{.v2|v4}(.b64|u64|s64|f64)", "a s64l a",
-     exec_st_async64, 0},
+     exec_st_async64, F_EFFECT},
     {"red.async.relaxed.cluster{.shared::cluster}" BYTES REDUCTIONS "(.u32|s32|b32)", "a s32 a",
-     exec_red_async32, 0},
+     exec_red_async32, F_EFFECT},
     {"red.async.relaxed.cluster{.shared::cluster}" BYTES REDUCTIONS "(.u64|s64|b64)", "a s64 a",
-     exec_red_async64, 0},
+     exec_red_async64, F_EFFECT},
     {0},
 };

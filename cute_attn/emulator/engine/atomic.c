@@ -174,17 +174,18 @@ static int exec_atom_cas(Warp *w, const Insn *I, Mask m) {
 // --------------------------------------------------------------------------------------- forms
 
 #define BOTH(spaces, rest, operands, handler)                        \
-  {ATOM spaces rest, "dx " operands " s64?", handler, 0},            \
-  {RED spaces rest, operands " s64?", handler, 0}
+  {ATOM spaces rest, "dx " operands " s64?", handler, F_EFFECT},            \
+  {RED spaces rest, operands " s64?", handler, F_EFFECT}
 #define BOTH_VECTOR(rest, handler)                                   \
-  {ATOM "{.global}" rest, "dxl a sxl s64?", handler, 0},             \
-  {RED "{.global}" rest, "a sxl s64?", handler, 0}
+  {ATOM "{.global}" rest, "dxl a sxl s64?", handler, F_EFFECT},             \
+  {RED "{.global}" rest, "a sxl s64?", handler, F_EFFECT}
 
 const Form FORMS_ATOMIC[] = {
-    {"red.async" ASYNC_RELEASE "(.and|or|xor)(.b32|b64)", "a sx", exec_red_async_logic, 0},
-    {"red.async" ASYNC_RELEASE "(.add)(.u32|s32|u64|s64)", "a sx", exec_red_async_add, 0},
-    {"red.async" ASYNC_RELEASE "(.inc|dec)(.u32)", "a sx", exec_red_async_step, 0},
-    {"red.async" ASYNC_RELEASE "(.min|max)(.u32|s32|u64|s64)", "a sx", exec_red_async_extreme, 0},
+    {"red.async" ASYNC_RELEASE "(.and|or|xor)(.b32|b64)", "a sx", exec_red_async_logic, F_EFFECT},
+    {"red.async" ASYNC_RELEASE "(.add)(.u32|s32|u64|s64)", "a sx", exec_red_async_add, F_EFFECT},
+    {"red.async" ASYNC_RELEASE "(.inc|dec)(.u32)", "a sx", exec_red_async_step, F_EFFECT},
+    {"red.async" ASYNC_RELEASE "(.min|max)(.u32|s32|u64|s64)", "a sx",
+     exec_red_async_extreme, F_EFFECT},
 
     BOTH(ANY_SPACE, "(.and|or|xor)" HINT "(.b32|b64)", "a sx", exec_atom_logic),
     BOTH(ANY_SPACE, "(.add)" HINT "(.u32|s32|u64|f32|f64)", "a sx", exec_atom_add),
@@ -192,8 +193,9 @@ const Form FORMS_ATOMIC[] = {
     BOTH(ANY_SPACE, "(.min|max)" HINT "(.u32|s32|u64|s64)", "a sx", exec_atom_extreme),
     BOTH(ANY_SPACE, "(.add).noftz" HINT "(.f16|bf16)", "a sx", exec_atom_half),
     BOTH(ANY_SPACE, "(.add).noftz" HINT "(.f16x2|bf16x2)", "a sx", exec_atom_packed),
-    {ATOM ANY_SPACE "(.exch)" HINT "(.b32|b64|b128)", "dx a sx s64?", exec_atom_exch, 0},
-    {ATOM ANY_SPACE "(.cas)" HINT "(.b16|b32|b64|b128)", "dx a sx sx s64?", exec_atom_cas, 0},
+    {ATOM ANY_SPACE "(.exch)" HINT "(.b32|b64|b128)", "dx a sx s64?", exec_atom_exch, F_EFFECT},
+    {ATOM ANY_SPACE "(.cas)" HINT "(.b16|b32|b64|b128)", "dx a sx sx s64?",
+     exec_atom_cas, F_EFFECT},
     BOTH_VECTOR("(.add)" HINT "(.v2|v4)(.f32)", exec_atom_vector),
     BOTH_VECTOR("(.add|min|max).noftz" HINT "(.v2|v4|v8)(.f16|bf16)", exec_atom_vector_half),
     BOTH_VECTOR("(.add|min|max).noftz" HINT "(.v2|v4)(.f16x2|bf16x2)", exec_atom_vector_packed),

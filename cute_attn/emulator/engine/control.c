@@ -1,5 +1,5 @@
 // Control flow, setmaxnreg, and dependent launches.
-#include "engine.h"
+#include "core.h"
 
 static int exec_bra(Warp *w, const Insn *I, Mask m) {
   Group *g = group_of(w);
@@ -62,6 +62,24 @@ static int exec_call(Warp *w, const Insn *I, Mask m) {
   }
   return call_external(w, I, m, e->strings[name->imm], list_of(w, &I->op[2]), count_of(&I->op[2]),
                        list_of(w, &I->op[0]));
+}
+
+bool jumps(const Insn *I) {
+  return I->exec == exec_bra || I->exec == exec_brx || I->exec == exec_exit ||
+         I->exec == exec_trap;
+}
+
+int32_t next_of(const Program *p, int32_t at, int k) {
+  const Insn *I = &p->code[at];
+  if (I->exec == exec_bra || I->exec == exec_brx) {
+    const Operand *o = &I->op[I->exec == exec_brx];
+    const Operand *targets = o->kind == K_LIST ? &p->operands[o->reg] : o;
+    if (k < count_of(o)) return (int32_t)targets[k].imm;
+    k -= count_of(o);
+  } else if (I->exec == exec_exit && k-- == 0) {
+    return p->ncode;
+  }
+  return k == 0 && (I->guard >= 0 || !jumps(I)) ? at + 1 : -1;
 }
 
 int exec_nothing(Warp *w, const Insn *I, Mask m) {
@@ -147,7 +165,7 @@ const Form FORMS_CONTROL[] = {
     {"call{.uni}", "sxl? F sxl?", exec_call, F_YIELD},
     {"brkpt", "", exec_nothing, 0},
     {"pmevent{.mask}", "i", exec_nothing, 0},
-    {"setmaxnreg(.inc|.dec).sync.aligned.u32", "i", exec_setmaxnreg, F_ALIGNED},
+    {"setmaxnreg(.inc|.dec).sync.aligned.u32", "i", exec_setmaxnreg, F_ALIGNED | F_EFFECT},
     {"griddepcontrol(.launch_dependents|.wait)", "", exec_nothing, 0},
     {0},
 };

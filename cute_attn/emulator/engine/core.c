@@ -170,6 +170,7 @@ static void warp_exits(Warp *w) {
 void exit_lanes(Warp *w, Mask m) {
   Cta *c = w->cta;
   copies_at_exit(w, m);
+  if (w->undecided & m) branches_leave(w, w->undecided & m);
   if (w->live == m && c->live_warps == 1)
     accesses_at_exit(w, &c->emu->program->code[group_of(w)->pc]);
   w->live &= ~m;
@@ -271,6 +272,7 @@ static int run_slice(Emu *e, Warp *w, int budget) {
     }
     const Insn *I = &e->program->code[g->pc];
     Mask m = g->mask;
+    if (__builtin_expect(w->undecided != 0, 0)) branches_meet(w);
     if (I->guard >= 0) {
       Mask p = w->regs[I->guard], bad = m & ~w->defined[I->guard_id];
       if (__builtin_expect(bad != 0, 0)) {
@@ -279,6 +281,7 @@ static int run_slice(Emu *e, Warp *w, int budget) {
       }
       m &= I->guard_neg ? ~p : p;
     }
+    if (__builtin_expect(w->branches != NULL, 0)) branches_pass(w, I, m);
     int result = DONE;
     if (m || I->flags & F_ALWAYS) {
       if (I->flags & F_ALIGNED && !aligned_ready(w, I, m))
@@ -368,6 +371,7 @@ static void free_warp(Warp *w) {
   free(w->regs);
   free(w->defined);
   free(w->chosen);
+  branches_free(w);
   free(w->origin);
   free(w->pending);
   free(w->local);
@@ -613,6 +617,8 @@ static void clear_machine(Emu *e) {
   free(e->slot_clocks);
   free(e->free_agents);
   e->free_agents = NULL, e->nfree_agents = 0;
+  free(e->meetings);
+  e->meetings = NULL;
   e->clusters = NULL, e->cluster_order = NULL, e->params = NULL, e->slot_clocks = NULL;
   sync_table_free(e);
   for (int i = 0; i < e->nregions; i++) {

@@ -30,6 +30,22 @@ void run_some_async(Emu *e);
 void retire(AsyncOp *op);       // drop it, whether it is finished or not
 void free_async(AsyncOp *op);
 
+// --------------------------------------------------------------------------------- control.c
+
+// The k-th instruction that may follow one, or -1. Those that it jumps to come first. The end of
+// the program stands for the end of the thread; nothing follows a trap.
+int32_t next_of(const Program *p, int32_t at, int k);
+bool jumps(const Insn *I);
+
+// -------------------------------------------------------------------------------- branches.c
+
+// Lanes have branched on a chosen value, which depends on what instruction `origin` reads.
+void branches_undecided(Warp *w, const Insn *I, Mask lanes, int32_t origin);
+void branches_meet(Warp *w);  // the current group is about to execute its instruction
+void branches_leave(Warp *w, Mask lanes);  // undecided lanes are where ways meet, or exit
+void branches_pass(Warp *w, const Insn *I, Mask m);  // and executes it in lanes m
+void branches_free(Warp *w);
+
 // ------------------------------------------------------------------------------------ check.c
 
 void marks_reset(Emu *e);

@@ -209,6 +209,7 @@ const Form FORMS_CP_ASYNC[] = {
     {"cp.async.commit_group", "", exec_cp_async_commit, 0},
     {"cp.async.wait_group", "i", exec_cp_async_wait_group, 0},
     {"cp.async.wait_all", "", exec_cp_async_wait_all, 0},
-    {"cp.async.mbarrier.arrive{.noinc}{.shared|shared::cta}.b64", "a", exec_cp_async_arrive, 0},
+    {"cp.async.mbarrier.arrive{.noinc}{.shared|shared::cta}.b64", "a",
+     exec_cp_async_arrive, F_EFFECT},
     {0},
 };

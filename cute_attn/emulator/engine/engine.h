@@ -94,6 +94,7 @@ enum {
   F_PURE = 32,
   F_BRANCH = 64,  // a guard with a chosen value (Warp.chosen) gives only a note
   F_MOVE = 128,   // a copy of a register, which machine code may not have
+  F_EFFECT = 256,  // other threads see it: what nobody has written must not decide whether it runs
 };
 
 struct Insn {
@@ -288,6 +289,8 @@ struct Warp {
   // Undefined lanes whose value selp has chosen among defined ones by an undefined condition. A
   // branch on such a value is only a note.
   Mask *chosen;
+  struct Branches *branches;  // branches.c; NULL: the warp has had no chosen value
+  Mask undecided;             // lanes behind a branch on a chosen value
   AsyncOp **pending;       // by Operand.id: the operation that will still write it, or NULL
   int npending;            // registers with a pending operation
   struct InFlight **loads;  // by Operand.id: the ldmatrix in flight that the register is of
@@ -380,7 +383,7 @@ typedef struct { uint64_t start, end; int32_t kind, cta, warp, insn; uint64_t ob
 // Machines run in threads of their own, so instructions write only memory of their machine. These
 // are pieces of working memory that are kept from one instruction to the next:
 enum { SCRATCH_NUMERICS, SCRATCH_LATEST = SCRATCH_NUMERICS + 6, SCRATCH_WGMMA, SCRATCH_TCGEN05,
-       SCRATCH_TOUCHED, SCRATCH_COUNT };
+       SCRATCH_TOUCHED, SCRATCH_BRANCHES, SCRATCH_COUNT };
 
 struct Emu {
   Program *program;
@@ -424,6 +427,7 @@ struct Emu {
   Clock *slot_clocks;                     // clocks of each slot's agents
   struct { ReadNode *nodes; int32_t count, room, free; } reads;  // check.c
   int latest_region;                      // found by region_at
+  int32_t *meetings;                      // by instruction: its postdominator; NULL: not found yet
   struct { void *memory; size_t size; } scratch[SCRATCH_COUNT];
 };
 enum {  // Emu.counters; names are COUNTER_NAMES in program.c, same order
@@ -547,6 +551,7 @@ static inline Mask defined_in(Warp *w, const Operand *o) {
 static inline Mask chosen_in(Warp *w, const Operand *o) {
   return o->kind == K_REG || o->kind == K_PRED ? w->chosen[o->id] : 0;
 }
+void branches_start(Warp *w);  // branches.c: the warp has a chosen value
 // `chosen` counts only in lanes that are not defined.
 static inline void set_chosen(Warp *w, const Operand *o, Mask m, Mask defined, Mask chosen) {
   if (o->kind != K_REG && o->kind != K_PRED) return;
@@ -554,6 +559,7 @@ static inline void set_chosen(Warp *w, const Operand *o, Mask m, Mask defined, M
   if (__builtin_expect((m & ~defined) == 0, 1)) return;
   w->origin[o->id] = w->taint_origin;
   w->chosen[o->id] = (w->chosen[o->id] & ~m) | (chosen & m);
+  if (__builtin_expect((chosen & m & ~defined) && !w->branches, 0)) branches_start(w);
 }
 static inline void set_defined(Warp *w, const Operand *o, Mask m, Mask defined) {
   set_chosen(w, o, m, defined, 0);
@@ -699,6 +705,17 @@ void lanes_access(Warp *w, const Insn *I, Mask m, const uint64_t *offsets, uint3
 void lane_gives(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes);
 void lane_gets_back(Warp *w, const Insn *I, int lane, uint32_t offset, uint32_t bytes);
 void shared_mark_initialised(Cta *cta, uint32_t offset, uint32_t bytes);
+
+void make_undefined(Cta *cta, uint32_t offset, uint32_t bytes, bool chosen);  // memory.c
+
+// ------------------------------------------------------ branches on chosen values (branches.c)
+
+// An undecided lane has written memory, of a CTA or (NULL) local memory of the warp.
+void branches_wrote(Warp *w, int lane, Cta *cta, uint32_t at, uint32_t bytes);
+// Report an effect by undecided lanes.
+void report_undecided(Warp *w, const Insn *I, Mask lanes);
+// The instruction that the branch of an undecided lane depends on.
+int32_t undecided_origin(const Warp *w, int lane);
 
 // ------------------------------------------------------------------------ mbarriers (mbarrier.c)
 

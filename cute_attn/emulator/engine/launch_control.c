@@ -131,7 +131,7 @@ static int exec_first_ctaid_v4(Warp *w, const Insn *I, Mask m) {
 
 const Form FORMS_LAUNCH_CONTROL[] = {
     {CLC "try_cancel.async{.shared::cta}.mbarrier::complete_tx::bytes"
-         "{.multicast::cluster::all}.b128", "a a", exec_try_cancel, F_YIELD},
+         "{.multicast::cluster::all}.b128", "a a", exec_try_cancel, F_YIELD | F_EFFECT},
     {CLC "query_cancel.is_canceled.pred.b128", "dp s128", exec_is_canceled, 0},
     {CLC "query_cancel(.get_first_ctaid::x|.get_first_ctaid::y|.get_first_ctaid::z).b32.b128",
      "d32 s128", exec_first_ctaid, 0},

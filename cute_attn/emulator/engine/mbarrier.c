@@ -580,12 +580,12 @@ MBARRIER_WAIT(try_wait_parity, true, true)
 #define TX_MODIFIERS SEM_SCOPE(".relaxed") SHARED_ANY ".b64"
 
 const Form FORMS_MBARRIER[] = {
-    {"mbarrier.init" SHARED_CTA ".b64", "a s32", exec_mbarrier_init, 0},
-    {"mbarrier.inval" SHARED_CTA ".b64", "a", exec_mbarrier_inval, 0},
-    {"mbarrier.arrive" ARRIVE_MODIFIERS, "d64 a s32?", exec_mbarrier_arrive, 0},
-    {"mbarrier.arrive_drop" ARRIVE_MODIFIERS, "d64 a s32?", exec_mbarrier_drop, 0},
-    {"mbarrier.expect_tx" TX_MODIFIERS, "a s32", exec_mbarrier_expect_tx, 0},
-    {"mbarrier.complete_tx" TX_MODIFIERS, "a s32", exec_mbarrier_complete_tx, 0},
+    {"mbarrier.init" SHARED_CTA ".b64", "a s32", exec_mbarrier_init, F_EFFECT},
+    {"mbarrier.inval" SHARED_CTA ".b64", "a", exec_mbarrier_inval, F_EFFECT},
+    {"mbarrier.arrive" ARRIVE_MODIFIERS, "d64 a s32?", exec_mbarrier_arrive, F_EFFECT},
+    {"mbarrier.arrive_drop" ARRIVE_MODIFIERS, "d64 a s32?", exec_mbarrier_drop, F_EFFECT},
+    {"mbarrier.expect_tx" TX_MODIFIERS, "a s32", exec_mbarrier_expect_tx, F_EFFECT},
+    {"mbarrier.complete_tx" TX_MODIFIERS, "a s32", exec_mbarrier_complete_tx, F_EFFECT},
     {"mbarrier.pending_count.b64", "d32 s64", exec_mbarrier_pending_count, 0},
     {"mbarrier.test_wait" WAIT_MODIFIERS, "dp a s64", exec_test_wait, F_YIELD},
     {"mbarrier.test_wait.parity" WAIT_MODIFIERS, "dp a s32", exec_test_wait_parity, F_YIELD},

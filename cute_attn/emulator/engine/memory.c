@@ -675,6 +675,23 @@ static bool already_there(const void *data, const uint8_t *word) {
   return true;
 }
 
+void make_undefined(Cta *cta, uint32_t offset, uint32_t bytes, bool chosen) {
+  if (!cta->shared_chosen) cta->shared_chosen = calloc(cta->shared_bytes, 1);
+  memset(cta->shared_init + offset, 0, bytes);
+  memset(cta->shared_chosen + offset, chosen, bytes);
+}
+
+// What undecided lanes (Warp.undecided) store becomes undefined later; elsewhere it is an error.
+static void note_undecided(Warp *w, const Insn *I, const Batch *b, uint32_t bytes) {
+  Mask lanes = w->undecided & b->m;
+  if (b->space == SP_LOCAL || b->space == SP_SHARED) {
+    Cta *cta = b->space == SP_SHARED ? b->cta : NULL;
+    FOR_SET(l, lanes) branches_wrote(w, l, cta, (uint32_t)b->at[l], bytes);
+  } else if (lanes) {
+    report_undecided(w, I, lanes);
+  }
+}
+
 // Undefined values make local and shared memory undefined; elsewhere storing them is an error.
 static void note_definedness(Warp *w, const Insn *I, const Batch *b, const Operand *value,
                              uint32_t at, uint32_t bytes) {
@@ -686,13 +703,9 @@ static void note_definedness(Warp *w, const Insn *I, const Batch *b, const Opera
       undefined_read(w, I, value, b->m & ~defined);
       return;
     }
-    Cta *cta = b->cta;
     Mask chosen = chosen_in(w, value);
-    if (!cta->shared_chosen) cta->shared_chosen = calloc(cta->shared_bytes, 1);
-    FOR_SET(l, b->m & ~defined) {
-      memset(cta->shared_init + b->at[l] + at, 0, bytes);
-      memset(cta->shared_chosen + b->at[l] + at, chosen >> l & 1, bytes);
-    }
+    FOR_SET(l, b->m & ~defined)
+      make_undefined(b->cta, (uint32_t)b->at[l] + at, bytes, chosen >> l & 1);
   }
 }
 
@@ -723,6 +736,7 @@ static int store_as(Warp *w, const Insn *I, Mask m, Space space, int semantics, 
     }
     count_bytes(w, &b, bytes, CT_GLOBAL_STORE, CT_SHARED_STORE);
     if (is_strong(semantics)) synchronise(w, &b, is_ordered(semantics) ? 2 : 0, sync_write);
+    if (__builtin_expect(w->undecided != 0, 0)) note_undecided(w, I, &b, bytes);
     for (int k = 0; k < n; k++) {
       uint32_t at = (uint32_t)k * t.bytes;
       store_element(&b, at, v[k], t.bytes);
@@ -865,18 +879,18 @@ const Form FORMS_MEMORY[] = {
     {"ldu{.global}" VECTOR TYPES, "dxl a s64?", exec_ldu, 0},  // load() needs the policy operand
 
     ST(ST_SEMANTICS, "", exec_st_generic, F_PROPAGATE),
-    ST(ST_SEMANTICS, "(.global)", exec_st_global, 0),
+    ST(ST_SEMANTICS, "(.global)", exec_st_global, F_EFFECT),
     ST(ST_SEMANTICS, "(.shared|shared::cta|shared::cluster)", exec_st_shared, F_PROPAGATE),
     ST("{.weak}", "(.local)", exec_st_local, F_PROPAGATE),
     ST("{.weak}", "(.param|param::func)", exec_st_param, F_PROPAGATE),
-    {"st.bulk{.weak}{.shared::cta}", "a s64 i", exec_st_bulk, 0},
+    {"st.bulk{.weak}{.shared::cta}", "a s64 i", exec_st_bulk, F_EFFECT},
     {"st.async" ASYNC_RELEASE "(.b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64)", "a sx",
-     exec_st_async_release, 0},
+     exec_st_async_release, F_EFFECT},
     {"prefetch{.global|local}(.L1|L2)", "a", exec_hint, 0},
     {"prefetch{.global}(.L2::evict_last|L2::evict_normal)", "a", exec_hint, 0},
     {"prefetchu.L1", "a", exec_hint, 0},
     {"applypriority{.global}.L2::evict_normal", "a i", exec_applypriority, 0},
-    {"discard{.global}.L2", "a i", exec_discard, 0},
+    {"discard{.global}.L2", "a i", exec_discard, F_EFFECT},
     {"createpolicy.fractional" PRIMARY SECONDARY ".b64", "d64 s32?", exec_policy_fractional, 0},
     {"createpolicy.range{.global}" PRIMARY SECONDARY ".b64", "d64 a s32 s32", exec_policy_range, 0},
     {"createpolicy.cvt.L2.b64", "d64 s64", exec_policy_cvt, 0},

@@ -183,7 +183,10 @@ static void store_rows(Warp *w, const Insn *I, Mask m, const Operand *o, bool ge
     shared_write(&a, cta, offset, 16);
     if (cta == w->cta) own[l] = offset, mine |= 1u << l;
     memcpy(p, in[l], 16);
-    if (known) memcpy(cta->shared_init + offset, known[l], 16);
+    for (uint32_t i = 0; known && i < 16; i++)
+      if (!known[l][i]) make_undefined(cta, offset + i, 1, false);
+    if (__builtin_expect(w->undecided & m, 0))
+      branches_wrote(w, __builtin_ctz(w->undecided & m), cta, offset, 16);
   }
   lanes_access(w, I, mine, own, 16, true, true);
   emu_of(w)->counters[CT_SHARED_STORE] += (uint64_t)rows * 16;

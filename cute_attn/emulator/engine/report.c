@@ -133,12 +133,15 @@ void machine_finding(Emu *e, int check, const char *format, ...) {
 
 void report_undefined(Warp *w, const Insn *I, const Operand *o, Mask lanes) {
   int32_t origin = w->origin[o->id];
-  if (origin >= 0 && I->flags & F_BRANCH && !(lanes & ~w->chosen[o->id]))
+  if (origin >= 0 && I->flags & F_BRANCH && !(lanes & ~w->chosen[o->id])) {
+    branches_undecided(w, I, lanes, origin);
     finding_with(w, I, &emu_of(w)->program->code[origin], CK_UNINITIALISED, SEV_NOTE,
                  "branches on register %d, lanes 0x%08x: its value is one of those that the program "
                  "chooses between, by what the other instruction reads, which nothing has written",
                  o->id, lanes);
-  else if (origin >= 0)
+    return;
+  }
+  if (origin >= 0)
     finding_with(w, I, &emu_of(w)->program->code[origin], CK_UNINITIALISED, SEV_ERROR,
                  "depends on register %d, lanes 0x%08x, and so on what the other instruction reads, "
                  "which nothing has written", o->id, lanes);

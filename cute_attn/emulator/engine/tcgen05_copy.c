@@ -312,10 +312,10 @@ int tcgen05_fences(const Program *p, int after) {
 const Form FORMS_TCGEN05_COPY[] = {
     {"tcgen05.cp" GROUP "(.128x256b|.4x256b|.128x128b|.64x128b.warpx2::02_13|"
      ".64x128b.warpx2::01_23|.32x128b.warpx4){.b8x16.b6x16_p32|.b8x16.b4x16_p64}",
-     "a s64", exec_cp, F_UNIFORM},
-    {"tcgen05.shift" GROUP ".down", "a", exec_shift, F_UNIFORM},
+     "a s64", exec_cp, F_UNIFORM | F_EFFECT},
+    {"tcgen05.shift" GROUP ".down", "a", exec_shift, F_UNIFORM | F_EFFECT},
     {"tcgen05.commit" GROUP ".mbarrier::arrive::one{.shared::cluster}{.multicast::cluster}.b64",
-     "a s32?", exec_commit, F_UNIFORM},
+     "a s32?", exec_commit, F_UNIFORM | F_EFFECT},
     {"tcgen05(.fence::before_thread_sync|.fence::after_thread_sync)", "", exec_fence, 0},
     {0},
 };

@@ -623,13 +623,13 @@ static int exec_mma_ws(Warp *w, const Insn *I, Mask m) {
   "tcgen05.mma.ws.cta_group::1(.kind::f16|.kind::tf32|.kind::f8f6f4|.kind::i8)" COLLECTOR_B
 
 const Form FORMS_TCGEN05_MMA[] = {
-    {MMA, "a s64 s64 s32 sp i?", exec_mma, 0},
-    {MMA, "a a s64 s32 sp i?", exec_mma, 0},
-    {MMA, "a s64 s64 s32 s32l sp i?", exec_mma, 0},
-    {MMA, "a a s64 s32 s32l sp i?", exec_mma, 0},
-    {MMA_SCALED, "a s64 s64 s32 a a sp", exec_mma_scaled, 0},
-    {MMA_SCALED, "a a s64 s32 a a sp", exec_mma_scaled, 0},
-    {MMA_WS, "a s64 s64 s32 sp s64?", exec_mma_ws, 0},
-    {MMA_WS, "a a s64 s32 sp s64?", exec_mma_ws, 0},
+    {MMA, "a s64 s64 s32 sp i?", exec_mma, F_EFFECT},
+    {MMA, "a a s64 s32 sp i?", exec_mma, F_EFFECT},
+    {MMA, "a s64 s64 s32 s32l sp i?", exec_mma, F_EFFECT},
+    {MMA, "a a s64 s32 s32l sp i?", exec_mma, F_EFFECT},
+    {MMA_SCALED, "a s64 s64 s32 a a sp", exec_mma_scaled, F_EFFECT},
+    {MMA_SCALED, "a a s64 s32 a a sp", exec_mma_scaled, F_EFFECT},
+    {MMA_WS, "a s64 s64 s32 sp s64?", exec_mma_ws, F_EFFECT},
+    {MMA_WS, "a a s64 s32 sp s64?", exec_mma_ws, F_EFFECT},
     {0},
 };

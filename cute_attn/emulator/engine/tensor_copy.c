@@ -357,20 +357,20 @@ static int exec_im2col_prefetch(Warp *w, const Insn *I, Mask m) {
 
 const Form FORMS_TENSOR_COPY[] = {
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global{.tile|tile::gather4}" BYTES CTA_GROUP
-     HINT CTA_GROUP, "a T a s64?", exec_tensor_load, F_UNIFORM},
+     HINT CTA_GROUP, "a T a s64?", exec_tensor_load, F_UNIFORM | F_EFFECT},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global{.tile|tile::gather4}" BYTES CTA_GROUP
      ".multicast::cluster" CTA_GROUP HINT CTA_GROUP, "a T a s32 s64?", exec_tensor_multicast,
-     F_UNIFORM},
+     F_UNIFORM | F_EFFECT},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global(.im2col)" BYTES CTA_GROUP HINT
-     CTA_GROUP, "a T a s32l s64?", exec_im2col_load, F_UNIFORM},
+     CTA_GROUP, "a T a s32l s64?", exec_im2col_load, F_UNIFORM | F_EFFECT},
     {"cp.async.bulk.tensor.#d" CTA_GROUP TO_SHARED ".global(.im2col)" BYTES CTA_GROUP
      ".multicast::cluster" CTA_GROUP HINT CTA_GROUP, "a T a s32l s32 s64?", exec_im2col_multicast,
-     F_UNIFORM},
+     F_UNIFORM | F_EFFECT},
     {"cp.async.bulk.tensor.#d.global.shared::cta{.tile|tile::scatter4|im2col_no_offs}.bulk_group"
-     HINT, "T a s64?", exec_tensor_store, F_UNIFORM},
+     HINT, "T a s64?", exec_tensor_store, F_UNIFORM | F_EFFECT},
     {"cp.reduce.async.bulk.tensor.#d.global.shared::cta" REDUCTIONS
      "{.tile|tile::scatter4|im2col_no_offs}.bulk_group" HINT, "T a s64?", exec_tensor_reduce,
-     F_UNIFORM},
+     F_UNIFORM | F_EFFECT},
     {"cp.async.bulk.prefetch.tensor.#d.L2.global{.tile|tile::gather4}" HINT, "T s64?",
      exec_tensor_prefetch, F_UNIFORM},
     {"cp.async.bulk.prefetch.tensor.#d.L2.global.im2col" HINT, "T s32l s64?", exec_im2col_prefetch,

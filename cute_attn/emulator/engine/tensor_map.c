@@ -329,13 +329,15 @@ static int exec_tensormap_copy(Warp *w, const Insn *I, Mask m) {
 const Form FORMS_TENSOR_MAP[] = {
     {"prefetch{.param|const}.tensormap", "a", exec_prefetch_tensormap, 0},
 
-    {"tensormap.replace.tile.global_address" SPACE ".b1024.b64", "a s64", exec_replace_address, 0},
-    {"tensormap.replace.tile.global_stride" SPACE ".b1024.b64", "a i s64", exec_replace_stride, 0},
+    {"tensormap.replace.tile.global_address" SPACE ".b1024.b64", "a s64",
+     exec_replace_address, F_EFFECT},
+    {"tensormap.replace.tile.global_stride" SPACE ".b1024.b64", "a i s64",
+     exec_replace_stride, F_EFFECT},
     {"tensormap.replace.tile(.box_dim|global_dim|element_stride)" SPACE ".b1024.b32", "a i s32",
-     exec_replace_size, 0},
+     exec_replace_size, F_EFFECT},
     {"tensormap.replace.tile(.rank|elemtype|interleave_layout|swizzle_mode|swizzle_atomicity|"
-     "fill_mode)" SPACE ".b1024.b32", "a s32", exec_replace_mode, 0},
+     "fill_mode)" SPACE ".b1024.b32", "a s32", exec_replace_mode, F_EFFECT},
     {"tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release" SCOPE
-     ".sync.aligned", "a a i", exec_tensormap_copy, F_ALIGNED | F_YIELD},
+     ".sync.aligned", "a a i", exec_tensormap_copy, F_ALIGNED | F_YIELD | F_EFFECT},
     {0},
 };

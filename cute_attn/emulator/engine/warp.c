@@ -84,6 +84,11 @@ static int exec_shfl(Warp *w, const Insn *I, Mask m) {
         bad = l, from = j;
       }
       result[l] = a[j];
+      if (w->undecided >> j & 1 && !(w->undecided >> l & 1)) {
+        w->taint_origin = undecided_origin(w, j);
+        chosen |= (known >> j & 1) << l;
+        continue;
+      }
       defined |= (known >> j & 1) << l;
       chosen |= (chosen_in(w, &I->op[2]) >> j & 1) << l;
     }
