@@ -1025,6 +1025,16 @@ def _(p: Ptx) -> Planted:
     ), [line, p.one(r"tcgen05\.alloc")]
 
 
+# FlashAttention-4's combination of splits on sm_100
+
+
+@whole("combine sm_100", "last split with a value taken from another row", "uninitialised")
+def _(p: Ptx) -> Planted:
+    """A row beyond the last one, which nothing has written, then bounds the loop of one that is."""
+    line = p.before(r"shfl\.sync\.bfly", p.one(r"max\.s32", nth=-1))
+    return p.swap(line, ", 1, 31, -1;", ", 16, 31, -1;"), [p.one(r"^\s*st\.global\.v2\.b32")]
+
+
 # Lightning decode, bulk copies both ways: each warp has a ring of its own
 
 

@@ -17,7 +17,7 @@ from .test_instructions import module
 M, N = 128, 16
 K_BYTES = 32
 SCALES_A, SCALES_B = 32, 36  # their columns of tensor memory, four each
-A_BYTES, B_BYTES = M * K_BYTES, N * K_BYTES
+MATRIX_BYTES = 128 * K_BYTES  # of A and of B, which may have fewer rows
 
 
 # ---- formats
@@ -116,6 +116,7 @@ class Operation:
     scale_a_id: int = 0
     scale_b_id: int = 0
     more: int = 0  # further bits
+    mask: int | None = None  # of columns of B: with .ws, M = 32 and N = 64
 
     @property
     def scaled(self) -> bool:
@@ -137,7 +138,9 @@ class Operation:
 
 def kernel(operation: Operation) -> str:
     """A and B from x to shared memory, scale factors to tensor memory, and D to out."""
-    scales = ", [%r41], [%r42], %p4;" if operation.scaled else ", %p4;"
+    scales = ", [%r41], [%r42], %p4" if operation.scaled else ", %p4"
+    mask = "" if operation.mask is None else f", {operation.mask:#x}"
+    ws = "" if operation.mask is None else ".ws"
     block = f".block_scale{operation.suffix}" if operation.scaled else ""
     strides = [
         16 * operation.k if t else 256 for t in (operation.transpose_a, operation.transpose_b)
@@ -146,7 +149,7 @@ def kernel(operation: Operation) -> str:
     copies = "".join(
         f"    ld.global.v4.b32 {{%r50, %r51, %r52, %r53}}, [%rd3+{offset}];\n"
         f"    st.shared.v4.b32 [%r3+{offset}], {{%r50, %r51, %r52, %r53}};\n"
-        for offset in range(0, A_BYTES, 16 * 128)
+        for offset in range(0, 2 * MATRIX_BYTES, 16 * 128)
     )
     load = ", ".join(f"%r{10 + i}" for i in range(N))
     stores = "".join(f"    st.global.b32 [%rd3+{4 * i}], %r{10 + i};\n" for i in range(N))
@@ -161,18 +164,13 @@ def kernel(operation: Operation) -> str:
 ALLOCATED:
     shl.b32 %r4, %thread, 4; cvt.u64.u32 %rd4, %r4; add.s64 %rd3, %rd1, %rd4; add.s32 %r3, %r2, %r4;
 {copies}
-    setp.ge.u32 %p2, %thread, {B_BYTES // 16};
-    @%p2 bra COPIED;
-    ld.global.v4.b32 {{%r50, %r51, %r52, %r53}}, [%rd3+{A_BYTES}];
-    st.shared.v4.b32 [%r3+{A_BYTES}], {{%r50, %r51, %r52, %r53}};
-COPIED:
     bar.sync 0;
     ld.shared.u32 %r5, [%r1+16];
     shl.b32 %r6, %warp, 21; add.s32 %r6, %r6, %r5;
     // Scale factors of row r are in lane r % 32 and column r / 32, again in every 32 lanes.
     mul.wide.u32 %rd3, %lane, 32; add.s64 %rd3, %rd3, %rd1;
-    ld.global.v4.b32 {{%r50, %r51, %r52, %r53}}, [%rd3+{A_BYTES + B_BYTES}];
-    ld.global.v4.b32 {{%r54, %r55, %r56, %r57}}, [%rd3+{A_BYTES + B_BYTES + 16}];
+    ld.global.v4.b32 {{%r50, %r51, %r52, %r53}}, [%rd3+{2 * MATRIX_BYTES}];
+    ld.global.v4.b32 {{%r54, %r55, %r56, %r57}}, [%rd3+{2 * MATRIX_BYTES + 16}];
     tcgen05.st.sync.aligned.32x32b.x8.b32 [%r6+{SCALES_A}],
         {{%r50, %r51, %r52, %r53, %r54, %r55, %r56, %r57}};
     tcgen05.wait::st.sync.aligned;
@@ -181,12 +179,13 @@ COPIED:
     bar.sync 0;
     tcgen05.fence::after_thread_sync;
     shr.u32 %r4, %r2, 4; cvt.u64.u32 %rd12, %r4; or.b64 %rd10, %rd12, {matrix_a:#x};
-    add.s64 %rd12, %rd12, {A_BYTES >> 4}; or.b64 %rd11, %rd12, {matrix_b:#x};
+    add.s64 %rd12, %rd12, {MATRIX_BYTES >> 4}; or.b64 %rd11, %rd12, {matrix_b:#x};
     add.s32 %r41, %r5, {SCALES_A}; add.s32 %r42, %r5, {SCALES_B};
     mov.u32 %r40, {operation.descriptor:#x};
     @%p3 bra ISSUED;
     setp.ne.u32 %p4, %r5, %r5;
-    tcgen05.mma.cta_group::1.kind::{operation.kind}{block} [%r5], %rd10, %rd11, %r40{scales}
+    tcgen05.mma{ws}.cta_group::1.kind::{operation.kind}{block}
+        [%r5], %rd10, %rd11, %r40{scales}{mask};
     tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];
 ISSUED:
     mbarrier.try_wait.parity.shared::cta.b64 %p5, [%r1], 0;
@@ -219,13 +218,18 @@ def scale_values(words: np.ndarray, ue8m0: bool, first: int, k: int, vectors: in
 
 
 def run(operation: Operation) -> tuple[Run, np.ndarray, np.ndarray]:
-    """The run, D, and D by the definition in float64."""
+    """The run, D, and D by the definition in float64: of all rows of B where columns are masked."""
     rng = np.random.default_rng(operation.descriptor)
     integers = operation.kind == "i8"
-    codes, values, images = [], [], []
+    values, images = [], []
     for element, rows, negate, transpose in (
-        (operation.a, M, operation.negate_a, operation.transpose_a),
-        (operation.b, N, operation.negate_b, operation.transpose_b),
+        (operation.a, operation.m, operation.negate_a, operation.transpose_a),
+        (
+            operation.b,
+            N if operation.mask is None else 128,
+            operation.negate_b,
+            operation.transpose_b,
+        ),
     ):
         shape = (rows, operation.k)
         if integers:
@@ -234,10 +238,10 @@ def run(operation: Operation) -> tuple[Run, np.ndarray, np.ndarray]:
         else:
             bits = element.near_one(rng, shape)
             value = element.values(bits)
-        codes.append(bits)
         values.append(-value if negate else value)
         bytes_ = rows_of(bits, element)
-        images.append(mn_major(bytes_, element.storage // 8) if transpose else k_major(bytes_))
+        image = mn_major(bytes_, element.storage // 8) if transpose else k_major(bytes_)
+        images.append(np.pad(image, (0, MATRIX_BYTES - len(image))))
     words = [scale_words(rng, rows, operation.ue8m0) for rows in (M, 128)]
     if operation.scaled:
         vectors = VECTORS[operation.suffix or operation.kind]
@@ -253,7 +257,7 @@ def run(operation: Operation) -> tuple[Run, np.ndarray, np.ndarray]:
         kernel(operation),
         block=128,
         args=[x, Buffer(out, initialised=False)],
-        dynamic_shared=1 << 13,
+        dynamic_shared=1 << 14,
     )
     return result, out, values[0] @ values[1].T
 
@@ -314,6 +318,40 @@ def test_an_operand_is_negated(operation: Operation, operand: str) -> None:
 @pytest.mark.parametrize("operand", ["a", "b"])
 def test_an_operand_is_transposed(operation: Operation, operand: str) -> None:
     check(replace(operation, **{f"transpose_{operand}": True}))
+
+
+# ---- columns of B that count as 0, with .ws
+
+WS = [
+    replace(o, m=32, n=64, mask=0, more=1 << 30) for o in (HALF, TENSOR_FLOAT, UNSIGNED_SIGNED, F8)
+]
+# The fourth example of the PTX ISA, "Zero-column mask descriptor": a string for each 16 columns.
+STARTS, FIRST_SKIPPED, SKIP, USE, SHIFT = (0, 1, 2, 1), (1, 1, 0, 0), 2, 3, 2
+MASK = (
+    sum(
+        start << 8 * i | skipped << 32 + i
+        for i, (start, skipped) in enumerate(zip(STARTS, FIRST_SKIPPED, strict=True))
+    )
+    | 1 << 39
+    | SKIP << 40
+    | USE << 48
+    | SHIFT << 56
+)
+ZEROS = "1110000111000011110000111000011100111000011100000001110000111000"
+
+
+@pytest.mark.parametrize("operation", WS, ids=name)
+@pytest.mark.parametrize("masked", [False, True])
+def test_columns_that_count_as_0(operation: Operation, masked: bool) -> None:
+    """Each 32 lanes have all rows and a quarter of the columns."""
+    result, out, every = run(replace(operation, mask=MASK if masked else 0))
+    assert result.findings == []
+    expected = every[:, SHIFT : SHIFT + 64] if masked else every[:, :64]
+    if masked:
+        expected = np.where(np.array(list(ZEROS)) == "1", 0, expected)
+    d = out.reshape(4, 32, 16).swapaxes(0, 1).reshape(32, 64)
+    assert np.array_equal(d.astype(np.float64), expected)
+    assert len(np.unique(expected)) > 100
 
 
 # ---- the sparsity version: bit 12 of kind::mxf4 and kind::mxf4nvf4, whose type of B has two bits
