@@ -9,8 +9,8 @@ Comments above a block say what is done with it:
 
 Any other Python block runs by itself, on a GPU and emulated: with device="cpu" in place of
 device="cuda", and CUTE_ATTN_EMULATE=1, as README tells the reader. A block whose first line is
-`# path.py` is a module, which later blocks of the page may import. TOML blocks are spec files, whose
-plans are made. Of shell blocks the commands are checked, not run: targets, options, extras, names.
+`# path.py` is a module, which later blocks of the page may import. TOML blocks are spec files, and
+are planned. Commands in shell blocks are checked, not run: targets, options, extras, names.
 """
 
 from __future__ import annotations
@@ -330,9 +330,9 @@ def check_python(words: list[str]) -> None:
     options = options[: options.index(">")] if ">" in options else options
     parsers: dict[str, Callable[[], argparse.ArgumentParser]] = {
         "cute_attn.cache": lambda: importlib.import_module("cute_attn.cache.__main__")._parser(),
-        "cute_attn.bench": lambda: importlib.import_module(
-            "cute_attn.bench.__main__"
-        ).build_parser(options[0]),
+        "cute_attn.bench": lambda: importlib.import_module("cute_attn.bench.__main__").build_parser(
+            options[0]
+        ),
     }
     if module in parsers:
         parsers[module]().parse_args(options)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 import cute_attn
 from cute_attn.cache import plan_file
 from cute_attn.emulation import Emulation
-from cute_attn.emulator import Emulator, build
+from cute_attn.emulator import Emulator
 from cute_attn.ops.lightning import plan_decode
 from tests.ops.kda_stand_ins import stand_ins
 from tests.untuned import untuned
@@ -59,30 +57,6 @@ def test_the_quickstart_runs_every_operator(monkeypatch: pytest.MonkeyPatch) -> 
             check.run("cpu", 1)
     assert {"flash_attn_func", "chunk_kda"} <= operators
     assert called == operators - {"flash_attn_varlen_func"}  # the same kernel as flash_attn_func
-
-
-def test_the_kernel_of_the_caches_page(tmp_path: Path, cache_dir: Path) -> None:
-    """Its modules as they stand there, then its calls: in the emulator, and on a GPU."""
-    page = (EXAMPLES.parent / "docs/cache.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    package = tmp_path / "mypackage"
-    package.mkdir()
-    for block in blocks:
-        if name := re.match(r"# mypackage/(\w+\.py)\n", block):
-            (package / name[1]).write_text(block)
-    assert {file.name for file in package.iterdir()} == {"scale_spec.py", "scale.py"}
-    on_gpu, emulated = (block for block in blocks if "scale(x, y)" in block)
-    assert "cuda" in on_gpu and "Emulator" in emulated
-    engine = (  # that of all tests, rather than another one in this cache
-        "import pathlib; from cute_attn.emulator import build; "
-        f"build.directory = pathlib.Path({str(build.directory)!r})\n"
-    )
-    for call in (on_gpu, emulated) if torch.cuda.is_available() else (emulated,):
-        subprocess.run(
-            [sys.executable, "-c", f"{engine}{call}assert torch.equal(y, 2 * x)"],
-            env={**os.environ, "PYTHONPATH": str(tmp_path), "CUTE_ATTN_CACHE_DIR": str(cache_dir)},
-            check=True,
-        )
 
 
 @pytest.mark.parametrize(
