@@ -1,0 +1,143 @@
+"""The names of lines and axes, the places of plots, and the committed pictures."""
+
+import json
+import struct
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cute_attn.bench.harness.plot import OURS, chosen, columns_of, draw, fingerprint, series
+from cute_attn.bench.harness.report import Plot, Report
+from docs import page_plots
+
+from .test_report import make_report, needs_matplotlib
+
+ROOT = Path(__file__).parents[3]
+REPORTS = sorted(ROOT.glob("docs/benchmarks/*.json"))
+PICTURES = sorted(ROOT.glob("docs/benchmarks/*.png"))
+
+
+@cache
+def read(path: Path) -> Report:
+    return Report.from_json(path.read_text())
+
+
+def description(picture: Path) -> str:
+    """The PNG's own text of that name."""
+    data = picture.read_bytes()
+    at = 8
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        kind, content = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        if kind == b"tEXt" and content.startswith(b"Description\0"):
+            return content.partition(b"\0")[2].decode("latin-1")
+        at += length + 12
+    raise AssertionError(f"{picture.name} has no description")
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    [
+        ("tflops", OURS),
+        ("time_us", OURS),
+        ("gbps", OURS),
+        ("production_tflops", OURS),
+        ("backward_us", "cute_attn, backward"),
+        ("fa4_tflops", "FlashAttention-4"),
+        ("flash_attention_2_tflops", "FlashAttention-2"),
+        ("cudnn_us", "cuDNN"),
+        ("fla_gbps", "flash-linear-attention"),
+        ("10_persistent_tflops", "10 persistent"),
+        ("cp_async_same_warps_gbps", "cp async same warps"),
+    ],
+)
+def test_lines_have_the_names_of_packages(column, name):
+    assert series(column) == name
+
+
+def test_our_own_line_is_named_for_the_package_in_every_report():
+    ours = 0
+    for path in REPORTS:
+        for _, plot in chosen(read(path)):
+            names = [series(column) for column in plot.ys]
+            assert len(set(names)) == len(names), (path.name, plot.title)
+            assert not {"tflops", "us", "time us", "gbps"} & set(names), (path.name, plot.title)
+            ours += any(name.startswith(OURS) for name in names)
+    assert ours > 100
+
+
+@pytest.mark.parametrize(
+    ("plots", "columns"), [(1, 1), (2, 2), (4, 4), (5, 3), (6, 3), (7, 4), (8, 4), (9, 3), (12, 4)]
+)
+def test_few_places_stay_empty(plots, columns):
+    assert columns_of(plots) == columns
+
+
+def test_only_the_plots_asked_for_are_chosen():
+    report = make_report(plots=[Plot("batch", ("time_us",), title, "us") for title in "abc"])
+    assert [plot.title for _, plot in chosen(report, ["c", "a"])] == ["a", "c"]
+    assert len(chosen(report)) == 3
+
+
+def test_a_fingerprint_is_of_what_is_shown(monkeypatch):
+    report = make_report()
+    before = fingerprint(report)
+    assert fingerprint(make_report(notes=["another"])) == before
+    rows = [{**report.rows[0], "time_us": 5.5}, report.rows[1]]
+    assert fingerprint(make_report(rows=rows)) != before
+    monkeypatch.setattr("cute_attn.bench.harness.plot.SERIES", {})
+    assert fingerprint(report) != before
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert draw(make_report(), tmp_path / "no.png") is None
+    assert "no plot" in capsys.readouterr().err
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_pictures_have_their_fingerprint(tmp_path, count):
+    plot = make_report().plots[0]
+    report = make_report(plots=[plot] * count)
+    picture = draw(report, tmp_path / "picture.png")
+    assert description(picture) == fingerprint(report)
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
+def test_pictures_beside_reports_are_up_to_date(picture):
+    report = picture.with_suffix(".json")
+    command = f"python -m cute_attn.bench render {report.relative_to(ROOT)}"
+    assert description(picture) == fingerprint(read(report)), command
+
+
+@pytest.mark.parametrize("name", page_plots.SHOWN)
+def test_pictures_on_pages_are_up_to_date(name):
+    shown = page_plots.SHOWN[name]
+    report = shown.read()
+    assert len(chosen(report, shown.titles)) == len(shown.titles or report.plots)
+    expected = fingerprint(report, shown.titles)
+    assert description(page_plots.PLOTS / f"{name}.png") == expected, "python -m docs.page_plots"
+
+
+@pytest.mark.parametrize("page", page_plots.PAGES)
+def test_pages_show_them_with_their_machine(page):
+    text = (ROOT / page).read_text()
+    assert page_plots.text(page) == text, "python -m docs.page_plots"
+    for name in page_plots.PAGES[page]:
+        facts = page_plots.SHOWN[name].read().environment
+        caption = " ".join(page_plots.on_page(page, name).split())
+        for fact in ("gpu", "driver", "cuda", "torch", "command"):
+            assert str(facts[fact]) in caption
+        assert str(facts["date"])[:10] in caption
+
+
+def test_every_page_of_a_measured_kernel_has_a_plot():
+    shown = {name for page in page_plots.PAGES for name in page_plots.PAGES[page]}
+    assert shown == set(page_plots.SHOWN)
+    pages = {page.name for page in ROOT.glob("docs/kernels/*.md")}
+    without = pages - {Path(page).name for page in page_plots.PAGES}
+    assert without == {"hd256_forward.md", "hd256_backward.md"}  # no such GPU was at hand
+    assert len({json.dumps(page_plots.PAGES[page]) for page in ("README.md", "docs/index.md")}) == 1
