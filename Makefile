@@ -5,12 +5,14 @@
 #   TORCH=...     pip requirement for torch, and BASE_PYTHON=... the interpreter to make .venv from,
 #                 in place of what .ci/setup chooses
 #   BENCH=...     which benchmark `make bench` runs, and BENCH_ARGS its options
+#   REPOSITORY=   https:// address that the pages of `make docs` link to
 
 SHELL := bash
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
 export DISABLE_MKDOCS_2_WARNING := true
+export REPOSITORY
 
 VENV ?= .venv
 BENCH ?= lightning-decode

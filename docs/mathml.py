@@ -38,6 +38,11 @@ def mathml(latex: str, *, block: bool = False) -> str:
 
 def on_page_content(content: str, **_: Any) -> str:
     """mkdocs calls this with the HTML of each page."""
-    return _FORMULA.sub(
-        lambda found: mathml(html.unescape(found["latex"]), block=found["open"] == "["), content
-    )
+    return _FORMULA.sub(_converted, content)
+
+
+def _converted(found: re.Match[str]) -> str:
+    block = found["open"] == "["
+    element = mathml(html.unescape(found["latex"]), block=block)
+    # On a narrow screen a formula by itself scrolls, and not the page: see stylesheets/pages.css.
+    return f'<div class="formula">{element}</div>' if block else element

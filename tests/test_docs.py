@@ -73,6 +73,10 @@ def test_formulas_become_mathml() -> None:
     html = formulas("A row of $P V$, and\n\n$$\na < b^2\n$$\n")
     assert re.findall(r'<math [^>]*display="(\w+)"', html) == ["inline", "block"]
     assert "&#x0003C;" in html or "&lt;" in html
+    # The block scrolls on a narrow screen, and not the page.
+    assert html.count('<div class="formula"><math') == html.count("<math") - 1 == 1
+    style = (ROOT / "docs/stylesheets/pages.css").read_text()
+    assert re.search(r"\.formula \{\s*overflow-x: auto;", style)
     assert "arithmatex" not in html and "\\(" not in html
 
 
@@ -84,6 +88,59 @@ def test_a_formula_that_cannot_be_read_fails_the_build(latex: str) -> None:
 
     with pytest.raises(PluginError, match=re.escape(latex.partition("{")[0].replace("\\", ""))):
         formulas(f"So ${latex}$.")
+
+
+# ---- where the pages are from
+
+GITHUB = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "someone/fork"}
+
+
+def configured(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Any:
+    """The settings of a build after our hooks, and the address at which to edit a page of it."""
+    from mkdocs.config import load_config
+    from mkdocs.structure.files import File
+    from mkdocs.structure.pages import Page
+
+    for name in ("REPOSITORY", *GITHUB):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    facts = importlib.import_module("docs.site_facts")
+    config = facts.on_config(load_config(str(ROOT / "mkdocs.yml")))
+    page = File("kernels/kda.md", config.docs_dir, config.site_dir, use_directory_urls=True)
+    return config, Page(None, page, config).edit_url
+
+
+def test_pages_show_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, edit = configured(monkeypatch, {})
+    assert config.site_name == f"cute_attn {importlib.import_module('cute_attn').__version__}"
+    assert config.repo_url is None and edit is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "url"),
+    [
+        (GITHUB, "https://github.com/someone/fork"),
+        ({"REPOSITORY": "https://example.com/x/y"}, "https://example.com/x/y"),
+        (GITHUB | {"REPOSITORY": "https://example.com/x/y"}, "https://example.com/x/y"),
+    ],
+)
+def test_pages_link_to_the_repository_that_builds_them(
+    environment: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, edit = configured(monkeypatch, environment)
+    assert config.repo_url == url
+    assert edit == f"{url}/edit/main/docs/kernels/kda.md"
+
+
+@pytest.mark.parametrize("url", ["github.com/x/y", "http://x/y", "https://user:word@x/y", "x"])
+def test_an_address_that_pages_must_not_link_to_is_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mkdocs.exceptions import PluginError
+
+    with pytest.raises(PluginError, match="must be the https:// address of a repository"):
+        configured(monkeypatch, {"REPOSITORY": url})
 
 
 # ---- commands
