@@ -56,7 +56,17 @@ def test_the_quickstart_runs_every_operator(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(CalledError):
             check.run("cpu", 1)
     assert {"flash_attn_func", "chunk_kda"} <= operators
-    assert called == operators - {"flash_attn_varlen_func"}  # the same kernel as flash_attn_func
+    assert called == operators
+
+
+@pytest.mark.slow
+def test_the_quickstart_agrees() -> None:
+    """Forward and backward: what `make demo` shows."""
+    path = str(EXAMPLES / "quickstart.py")
+    shown = subprocess.run([sys.executable, path], check=True, capture_output=True, text=True)
+    for results in ("o / dq / dk / dv", "dq / dk / dv / dg / dbeta"):
+        assert results in shown.stdout
+    assert "WRONG" not in shown.stdout
 
 
 @pytest.mark.parametrize(

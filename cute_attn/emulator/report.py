@@ -69,6 +69,9 @@ class FindingsError(RuntimeError):
         errors = [str(f) for f in findings if f.severity == "error"]
         super().__init__(f"{len(errors)} findings:\n" + "\n".join(errors))
 
+    def __reduce__(self) -> tuple[type[FindingsError], tuple[list[Finding]]]:
+        return type(self), (self.findings,)  # from another process, too
+
 
 @dataclass(frozen=True)
 class LaunchRecord:

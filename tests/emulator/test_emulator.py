@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cute_attn.emulation import current_emulation
 from cute_attn.emulator import (
     Emulator,
     EmulatorUnavailable,
+    Finding,
     FindingsError,
     Names,
     UnsupportedInstruction,
@@ -177,6 +179,13 @@ def test_findings_raise_and_the_outputs_are_there(entry: cache.Entry, tmp_path: 
 
     Emulator(checks="none").load(directory)(*arguments(tensors()))
     Emulator(checks=["deadlock", "barrier"]).load(directory)(*arguments(tensors()))
+
+
+def test_findings_come_out_of_another_process():
+    raised = FindingsError([Finding("race", "error", "a write after a read", "kernel", line=7)])
+    again = pickle.loads(pickle.dumps(raised))
+    assert isinstance(again, FindingsError)
+    assert again.findings == raised.findings and str(again) == str(raised)
 
 
 def test_an_unknown_instruction_is_named(entry: cache.Entry, tmp_path: Path):
