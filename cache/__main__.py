@@ -21,9 +21,9 @@ from . import jit, settings, toolchain
 from .arch import check_arch
 from .entry import Entry, KernelUse
 from .errors import CacheError
-from .specfile import plan_for, read_plans
+from .specfile import read_plan
 from .store import Evicted, Store, noting
-from .warm import compile_all, unique_jobs
+from .warm import check_jobs, compile_all, unique_jobs
 
 _CLOSED_PIPE = 141  # as a shell reports the end of a program by SIGPIPE
 
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out", required=True, type=Path, metavar="DIR", help="for CUTE_ATTN_PREBUILT"
     )
     build.add_argument(
-        "-j", "--jobs", type=int, metavar="N", help="processes (default: one per CPU, at most 16)"
+        "-j", "--jobs", type=_jobs, metavar="N", help="processes (default: one per CPU, at most 16)"
     )
     return parser
 
@@ -108,6 +108,14 @@ def _architectures(text: str) -> list[str]:
         return [check_arch(item.strip()) for item in text.split(",")]
     except (ValueError, NotImplementedError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _jobs(text: str) -> int:
+    try:
+        check_jobs(jobs := int(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1") from None
+    return jobs
 
 
 # -- commands
@@ -249,12 +257,15 @@ def _report_removal(
 
 
 def _build(options: argparse.Namespace) -> int:
+    import rich.table  # noqa: F401 - if it is missing, that is an error before hours of work
+
     started = time.perf_counter()
-    plan = plan_for(read_plans(options.spec), options.arch)
-    if not plan.requests and not plan.refusals:
-        raise CacheError(f"{options.spec}: no kernel for {', '.join(options.arch)}")
+    plan = read_plan(options.spec, options.arch)
+    if not plan.requests:
+        raise CacheError("\nerror: ".join(plan.refusals))
     work = unique_jobs(plan.requests)
     store = Store(options.out.absolute(), public=True)
+    store.check_writable()
     outcome = compile_all(work, store, jobs=options.jobs)
     store.tidy()
     rows = []

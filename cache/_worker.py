@@ -1,14 +1,17 @@
 """A process that compiles kernels for `cute_attn.cache.warmup`.
 
 It reads one JSON request per line from stdin, writes one JSON answer per line to the original
-stdout, and ends when stdin does. It does not use multiprocessing, which would import a server's
-main module again.
+stdout, and ends when stdin or its parent does. It does not use multiprocessing, which would import
+a server's main module again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,30 @@ from .key import describe
 from .store import Store
 from .wire import decode_request
 
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
-def main() -> None:
-    """Serve requests until stdin ends."""
+
+def main(parent: int) -> None:
+    """Serve requests of the process `parent` until stdin or that process ends."""
+    _end_with(parent)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what kernels and compilers print goes to stderr
     for line in sys.stdin:
         answers.write(json.dumps(_answer(json.loads(line))) + "\n")
+
+
+def _end_with(parent: int) -> None:
+    """Have the system kill this process as soon as its parent has ended.
+
+    The end of stdin is noticed only between two compilations, which may take minutes. The signal
+    comes when the thread that started this process ends, so each thread ends its own worker first.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # no such call here
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        os.kill(parent, 0)
+    except ProcessLookupError:  # it had ended before that call
+        sys.exit(1)
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

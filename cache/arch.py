@@ -13,33 +13,35 @@ from .errors import CacheError
 
 def arch_of_capability(major: int, minor: int) -> str:
     """`(9, 0)` -> `"sm_90a"`. Raises NotImplementedError below compute capability 8.0."""
-    _check_capability(major, minor)
+    if major < 8:
+        raise NotImplementedError(
+            f"compute capability {major}.{minor} is not supported: 8.0 (Ampere) is the oldest"
+        )
     # From Hopper on, the instructions that the kernels use are in the arch-specific feature set.
     suffix = "a" if major >= 9 else ""
     return f"sm_{major}{minor}{suffix}"
 
 
-def _check_capability(major: int, minor: int) -> None:
-    if major < 8:
-        raise NotImplementedError(
-            f"compute capability {major}.{minor} is not supported: 8.0 (Ampere) is the oldest"
-        )
-
-
 def check_arch(arch: str) -> str:
-    """Return `arch` if it is a supported architecture.
+    """Return `arch` if it is a supported architecture, by the name that `current_arch` gives it.
+
+    Others, such as `sm_90` and `sm_100f`, would make kernels that no call looks for.
 
     Raises:
         TypeError: `arch` is not a string.
-        ValueError: `arch` is not of the form `sm_90a`.
+        ValueError: `arch` is not such a name; the message has the name that may be meant.
         NotImplementedError: `arch` is older than compute capability 8.0.
     """
     if not isinstance(arch, str):
         raise TypeError(f"arch must be a str such as 'sm_90a', got {type(arch).__name__}")
-    match = re.fullmatch(r"sm_(\d{1,2})(\d)[af]?", arch)
+    match = re.fullmatch(r"(?:sm)?[ _-]?([0-9]{1,2})\.?([0-9])[af]?", arch, re.IGNORECASE)
     if match is None:
         raise ValueError(f"{arch!r} is not an architecture: write for example sm_90a or sm_100a")
-    _check_capability(int(match[1]), int(match[2]))
+    known = arch_of_capability(int(match[1]), int(match[2]))
+    if arch != known:
+        raise ValueError(
+            f"{arch!r} is not an architecture that a call looks for: did you mean {known!r}?"
+        )
     return arch
 
 

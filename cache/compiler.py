@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cubin, linker
+from .arch import check_arch
 from .entry import FUNCTION, LIBRARY, OBJECT, PTX, Built, KernelUse
 from .errors import CompileError
 from .key import KernelDef, KeyDescription
@@ -81,6 +82,7 @@ def compile_kernel(
         with _failures_as_compile_errors(kernel, key):
             # Without the lock, because a kernel's constructor may ask the cache for another kernel.
             compile_function, target = _import(kernel)
+            _check_compiler_knows(key.arch)
             started = time.perf_counter()
             instance = target(spec)
             arguments = instance.fake_args()
@@ -98,7 +100,7 @@ def compile_kernel(
                     files = {OBJECT: _export_to_memory(compiled)}
                 else:
                     files = _export(compiled, scratch)
-                    code, log = compiled.artifacts.CUBIN, _ptxas_log(scratch)
+                    code, log = _dumped(scratch, "cubin"), _ptxas_log(scratch)
                     uses = cubin.kernel_uses(code, log, str(compiled.ir_module))
             return Built(key, files, uses, seconds + time.perf_counter() - started)
 
@@ -149,21 +151,30 @@ def _is_lack_of_room(error: BaseException | None, scratch: Path) -> bool:
     return not _has_room(scratch)  # the compiler raises other exceptions for a full disk
 
 
+class CompilerMissing(ImportError):
+    """The compiler, or a package that is needed to compile, cannot be imported."""
+
+
 def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
-    """`cutlass.cute.compile` and the kernel's class."""
-    try:
-        cute: Any = importlib.import_module("cutlass.cute")
-    except ImportError as error:
-        raise ImportError(
-            f"nvidia-cutlass-dsl cannot be imported ({error}): install it, or prebuild this kernel "
-            "into a directory that CUTE_ATTN_PREBUILT names (python -m cute_attn.cache build)"
-        ) from error
+    """`cutlass.cute.compile` and the kernel's class. Raises CompilerMissing."""
+    _needed(cubin.READER, "pyelftools")
+    cute = _needed("cutlass.cute", "nvidia-cutlass-dsl")
     _, _, attribute = kernel.target.partition(":")
     module: Any = importlib.import_module(kernel.module)
     target = functools.reduce(getattr, attribute.split("."), module)
     if not hasattr(target, "fake_args"):  # a spec file may call nothing else
         raise TypeError(f"{kernel.target} is no kernel: it has no fake_args")
     return cute.compile, target
+
+
+def _needed(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise CompilerMissing(
+            f"{package} cannot be imported ({error}): install it, or prebuild this kernel into a "
+            "directory that CUTE_ATTN_PREBUILT names (python -m cute_attn.cache build)"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -220,7 +231,7 @@ def _export_to_memory(compiled: Any) -> bytes:
 def _export(compiled: Any, scratch: Path) -> dict[str, bytes]:
     object_file, library = scratch / OBJECT, scratch / LIBRARY
     compiled.export_to_c(str(object_file), function_name=FUNCTION)
-    files = {OBJECT: object_file.read_bytes(), PTX: compiled.artifacts.PTX.encode()}
+    files = {OBJECT: object_file.read_bytes(), PTX: _dumped(scratch, "ptx")}
     problem = linker.link(object_file, library)
     if problem is None:
         files[LIBRARY] = library.read_bytes()
@@ -252,6 +263,37 @@ def _use_baseline_cpu(module: Any) -> None:
             if function.name == "llvm.func" and len(function.regions[0].blocks) > 0:
                 function.attributes["target_cpu"] = ir.StringAttr.get(cpu)
                 function.attributes["target_features"] = target_features
+
+
+def _dumped(scratch: Path, suffix: str) -> bytes:
+    """The one file with this suffix that the compiler dumped.
+
+    `artifacts` of the compiled function looks for it by the architecture's name, of which Thor has
+    two (sm_110a and sm_101a), and holds the path in place of the content if it is not found.
+    """
+    found = list(scratch.glob(f"*.{suffix}"))
+    if len(found) != 1:
+        raise RuntimeError(f"the compiler wrote {len(found)} .{suffix} files instead of one")
+    return found[0].read_bytes()
+
+
+def _check_compiler_knows(arch: str) -> None:
+    """Raise ValueError for an architecture that the installed compiler has no name for."""
+    from cutlass import base_dsl
+
+    known = getattr(getattr(base_dsl, "Arch", None), "__members__", {arch: arch})
+    if arch not in known:
+        usable = [name for name in known if _is_arch(name)]
+        raise ValueError(
+            f"this version of nvidia-cutlass-dsl does not know {arch}, only {', '.join(usable)}"
+        )
+
+
+def _is_arch(name: str) -> bool:
+    try:
+        return check_arch(name) == name
+    except (ValueError, NotImplementedError):
+        return False
 
 
 def _ptxas_log(scratch: Path) -> str:

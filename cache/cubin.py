@@ -14,6 +14,9 @@ from typing import Any
 
 from .entry import KernelUse
 
+READER = "elftools.elf.elffile"
+"""The module that reads a cubin. It takes 60 ms to import, and only a compilation needs it."""
+
 # Attributes in a cubin's .nv.info section: (format, attribute) and then the size of the value.
 _HAS_SIZED_VALUE = 0x04  # EIFMT_SVAL; the other formats hold a value of two bytes in place
 _REGISTER_COUNT = 0x2F  # EIATTR_REGCOUNT: symbol index, registers
@@ -46,7 +49,7 @@ def kernel_uses(cubin: bytes, ptxas_log: str, host_code: str) -> tuple[KernelUse
         ptxas_log: the output of `ptxas -v`.
         host_code: the text of the MLIR module, in the LLVM dialect, that launches them.
     """
-    from elftools.elf.elffile import ELFFile  # 60 ms, and only a compilation needs it
+    from elftools.elf.elffile import ELFFile
 
     elf = ELFFile(io.BytesIO(cubin))
     symbols = elf.get_section_by_name(".symtab")

@@ -20,4 +20,16 @@ class DamagedEntry(CacheError):
 
 
 class RefusedEntry(CacheError):
-    """A directory or file may have been written by another user."""
+    """A directory or file may have been written by another user.
+
+    Attributes:
+        fact: which one it is, and its owner and mode, without advice.
+    """
+
+    def __init__(self, fact: str, advice: str = "") -> None:
+        self.fact = fact
+        super().__init__(f"{fact}: {advice}" if advice else fact)
+
+
+class RefusedLibrary(CacheError):
+    """The compiler's runtime library may have been written by another user."""

@@ -408,7 +408,7 @@ def _modules_below(package: str, modules: _Modules) -> list[str]:
     return names
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """The names and versions of a package's distributions; None if it is not installed."""
     from importlib import metadata
 
@@ -458,7 +458,7 @@ def read_fingerprint(
             (name, hashlib.sha256(source.text).hexdigest())
             for name, source in sorted(reached.items())
         ),
-        tuple((name, _version(name)) for name in sorted(external)),
+        tuple((name, installed_version(name)) for name in sorted(external)),
     )
 
 

@@ -19,7 +19,7 @@ from .arch import check_arch, current_arch
 from .entry import PTX, Built, Entry
 from .errors import CacheError, CompileError, DamagedEntry, FrozenCacheMiss, RefusedEntry
 from .key import KernelDef, KeyDescription, admits, describe, have_one_text, spec_items
-from .loader import IncompatibleEntry, load
+from .loader import IncompatibleEntry, load, load_libraries
 from .log import logger, warn_once
 from .store import Store
 
@@ -162,6 +162,7 @@ def _get_other(
 
 def _get_missing(kernel: KernelDef, spec: Any, arch: str) -> _Function:
     key = describe(kernel, spec, check_arch(arch))
+    load_libraries()
     with _getting(key), _digest_lock(key.digest):
         known = _functions_by_digest.get(key.digest)
         function = known[1] if known else obtain(kernel, spec, key, _load_for_good)
@@ -190,12 +191,9 @@ def _record(kernel: KernelDef, spec: Any, arch: str) -> None:
     path = _recording or settings.record_path()
     if path is None:
         return
-    from .recording import add
+    from .recording import record_use
 
-    try:
-        add(path, [(kernel, spec, arch)])
-    except CacheError as error:
-        warn_once(f"record {path}", "%s", error)
+    record_use(path, kernel, spec, arch)
 
 
 @contextlib.contextmanager
@@ -251,18 +249,14 @@ def compile(  # noqa: A001 (cache.compile is what it does)
         return obtain(kernel, spec, key, verified)
 
 
-def is_cached(key: KeyDescription, places: Places) -> bool:
-    """Whether the kernel is in memory or on disk (where it may yet turn out to be damaged)."""
+def is_cached(key: KeyDescription, places: Places, problems: list[CacheError]) -> bool:
+    """Whether the kernel is in memory or on disk (where it may yet turn out to be damaged).
+
+    The reasons why entries cannot be used are added to `problems`.
+    """
     if key.digest in _functions_by_digest:
         return True
-    for store in places.all():
-        for digest in _candidates(store, key):
-            with contextlib.suppress(CacheError, OSError):
-                entry = store.open(digest)
-                if entry is not None:
-                    entry.close()
-                    return True
-    return False
+    return any(_find(store, key, lambda _: True, problems, counted=False) for store in places.all())
 
 
 def verified(entry: Entry | Built) -> Entry | Built:
@@ -375,30 +369,18 @@ def obtain(
     places = places or Places.from_environment()
     problems: list[CacheError] = []  # with entries of this key
     for prebuilt in places.prebuilt:
-        try:
-            result = _find(prebuilt, key, use, problems)
-        except (DamagedEntry, RefusedEntry) as problem:
-            problems.append(problem)
-            warn_once(f"prebuilt {problem}", "passed over: %s", problem)
-            continue
+        result = _find(prebuilt, key, use, problems)
         if result is not None:
             count(prebuilt_hits=1)
             return result
     store = places.store
     if store is None:
         refuse_if_frozen(key, places, problems)
-        built = _compile(kernel, spec, key, None)
+        built = _compile(kernel, spec, key, places, problems)
         count(memory_only=1)
         return use(built)
 
-    def find_intact() -> _Result | None:
-        try:
-            return _find(store, key, use, problems)
-        except (DamagedEntry, RefusedEntry) as problem:
-            problems.append(problem)
-            return None  # it is put aside under the lock
-
-    result = find_intact()
+    result = _find(store, key, use, problems)
     if result is not None:
         count(disk_hits=1)
         return result
@@ -406,51 +388,69 @@ def obtain(
 
     def published() -> bool:
         nonlocal result
-        result = find_intact()
+        result = _find(store, key, use, problems)
         return result is not None
 
     started = time.perf_counter()
     with store.compiling(key.digest, published):
         if result is None:
-            try:
-                result = _find(store, key, use, problems)
-            except (DamagedEntry, RefusedEntry) as problem:
-                _put_aside(store, key.digest, problem)
+            result = _find(store, key, use, problems, locked=True)
         if result is not None:
             count(waits=1, disk_hits=1)
             seconds = time.perf_counter() - started
             logger.info("another process compiled %s; waited %.2f s", key.kernel, seconds)
             return result
-        built = _compile(kernel, spec, key, store)
+        built = _compile(kernel, spec, key, places, problems)
         return _store(store, kernel, spec, built, use)
 
 
 def _find(
-    store: Store, key: KeyDescription, use: _Use[_Result], problems: list[CacheError]
+    store: Store,
+    key: KeyDescription,
+    use: _Use[_Result],
+    problems: list[CacheError],
+    *,
+    locked: bool = False,
+    counted: bool = True,
 ) -> _Result | None:
     """The result of `use` for the entry of a key, or None if the store has no usable one.
 
-    The reasons why entries were skipped are added to `problems`.
+    The reasons why entries were passed over are added to `problems`. Damaged entries are moved to
+    the quarantine if this process holds the lock of their key (`locked`) or the key is open.
+    Without `counted`, a result is not counted as a use of its entry.
     """
-    for digest in _candidates(store, key):
+    put_aside = _put_aside if locked else None
+    if key.is_open:  # nobody compiles under the lock of such an entry's own key
+        put_aside = _lock_and_put_aside
+    for digest in _candidates(store, key, problems):
         started = time.perf_counter()
         try:
             entry = store.open(digest)
         except OSError as error:
-            _warn_unreadable(store, error)
+            _warn_unreadable(store, error, problems)
             return None
+        except (DamagedEntry, RefusedEntry) as problem:
+            _pass_over(store, digest, problem, problems, put_aside)
+            continue
         if entry is None:
             continue
         try:
             result = use(entry)
         except IncompatibleEntry as problem:
             entry.close()
-            problems.append(problem)
+            _add(problem, problems)
             warn_once(f"incompatible {entry.directory}", "%s", problem)
+            continue
+        except (DamagedEntry, RefusedEntry) as problem:
+            entry.close()
+            _pass_over(store, digest, problem, problems, put_aside)
             continue
         except BaseException:
             entry.close()
             raise
+        if not counted:
+            entry.close()
+            return result
         if not store.read_only:
             entry.record_use()
         milliseconds = 1e3 * (time.perf_counter() - started)
@@ -465,12 +465,57 @@ def _find(
     return None
 
 
-def _candidates(store: Store, key: KeyDescription) -> Iterator[str]:
+def _pass_over(
+    store: Store,
+    digest: str,
+    problem: CacheError,
+    problems: list[CacheError],
+    put_aside: Callable[[Store, str, CacheError], None] | None,
+) -> None:
+    """Note a damaged or refused entry; `put_aside` moves it to the quarantine."""
+    _add(problem, problems)
+    if store.read_only:
+        warn_once(f"prebuilt {problem}", "passed over: %s", problem)
+    elif put_aside is not None:
+        put_aside(store, digest, problem)
+
+
+def _lock_and_put_aside(store: Store, digest: str, problem: CacheError) -> None:
+    """`_put_aside` under the lock of the entry's key, where it is taken only if still damaged."""
+    with store.locked(digest) as held:
+        if not held:
+            warn_once(f"damaged {problem}", "%s", problem)
+        elif _is_bad(store, digest):
+            _put_aside(store, digest, problem)
+
+
+def _is_bad(store: Store, digest: str) -> bool:
+    """Whether an entry is damaged or refused."""
+    try:
+        entry = store.open(digest)
+        if entry is not None:
+            with contextlib.closing(entry):
+                entry.verify()
+    except (DamagedEntry, RefusedEntry):
+        return True
+    except (OSError, CacheError):
+        return False
+    return False
+
+
+def _add(problem: CacheError, problems: list[CacheError]) -> None:
+    """Add a problem unless an equal one is there: entries are looked for several times."""
+    if str(problem) not in map(str, problems):
+        problems.append(problem)
+
+
+def _candidates(store: Store, key: KeyDescription, problems: list[CacheError]) -> Iterator[str]:
     """The digests under which a store may hold the kernel, best first.
 
     With a compiler installed there is one. Without it, the compiler's version, and perhaps its CUDA
     flavour, is unknown, and every entry that agrees in all other fields is a candidate: first those
-    built with the version of the runtime library, then the newest.
+    built with the version of the runtime library, then the newest. Entries whose key cannot be
+    read are passed over, and added to `problems`: one of them may be the kernel's.
     """
     if not key.is_open:
         yield key.digest
@@ -481,7 +526,7 @@ def _candidates(store: Store, key: KeyDescription) -> Iterator[str]:
     tried: set[str] = set()
     for refresh in (False, True):  # list the store only if the known entries do not suffice
         if refresh:
-            index.read(store)
+            index.read(store, problems)
         matching = [found for found in index.matching(key) if found.digest not in tried]
         matching.sort(key=lambda k: (k.dsl == preferred, _version_tuple(k.dsl)), reverse=True)
         for found in matching:
@@ -511,13 +556,16 @@ class _Index:
         self._known: set[str] = set()
         self._by_open_digest: dict[str, list[_Known]] = {}
 
-    def read(self, store: Store) -> None:
-        """Add the entries that are new in the store."""
+    def read(self, store: Store, problems: list[CacheError]) -> None:
+        """Add the entries that are new in the store; pass over those that cannot be read."""
+        bad: list[tuple[str, CacheError]] = []
         with self._lock:
-            for key in _readable_keys(store, self._known):
+            for key in _readable_keys(store, self._known, bad, problems):
                 self._known.add(key.digest)
                 entry = _Known(key.toolchain, key.digest)
                 self._by_open_digest.setdefault(key.opened().digest, []).append(entry)
+        for digest, problem in bad:
+            _pass_over(store, digest, problem, problems, _lock_and_put_aside)
 
     def matching(self, key: KeyDescription) -> list[_Known]:
         with self._lock:
@@ -529,22 +577,40 @@ class _Index:
 _indexes: dict[Path, _Index] = {}
 
 
-def _readable_keys(store: Store, leave_out: Collection[str] = ()) -> Iterator[KeyDescription]:
-    """The keys of all entries that can be opened. Warns if the store itself cannot be read."""
+def _readable_keys(
+    store: Store,
+    leave_out: Collection[str] = (),
+    bad: list[tuple[str, CacheError]] | None = None,
+    problems: list[CacheError] | None = None,
+) -> Iterator[KeyDescription]:
+    """The keys of all entries that can be opened. Warns if the store itself cannot be read.
+
+    The digests of damaged and refused entries are added to `bad`, and to `problems` why the store
+    cannot be read.
+    """
     contents = store.contents()
-    for problem in contents.problems:
-        _warn_unreadable(store, problem)
+    for text in contents.problems:
+        _warn_unreadable(store, text, problems)
     for digest in contents.digests:
-        if digest not in leave_out:
-            with contextlib.suppress(CacheError, OSError):
-                entry = store.open(digest)
-                if entry is not None:
-                    entry.close()
-                    yield entry.key
+        if digest in leave_out:
+            continue
+        try:
+            entry = store.open(digest)
+        except OSError as error:
+            logger.debug("passed over: %s", error)
+        except CacheError as problem:
+            if bad is not None:
+                bad.append((digest, problem))
+        else:
+            if entry is not None:
+                entry.close()
+                yield entry.key
 
 
-def _warn_unreadable(store: Store, error: object) -> None:
+def _warn_unreadable(store: Store, error: object, problems: list[CacheError] | None = None) -> None:
     warn_once(f"unreadable {store.root}", "%s cannot be read: %s", store.root, error)
+    if problems is not None:
+        _add(CacheError(f"{store.root} cannot be read: {error}"), problems)
 
 
 def _version_tuple(version: str) -> tuple[int, ...]:
@@ -565,9 +631,17 @@ def _put_aside(store: Store, digest: str, problem: CacheError) -> None:
         logger.warning("%s; %s", problem, done)
 
 
-def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | None) -> Built:
+def _compile(
+    kernel: KernelDef,
+    spec: Any,
+    key: KeyDescription,
+    places: Places,
+    problems: Collection[CacheError],
+) -> Built:
+    """Compile a kernel for want of an entry. A CompileError says why no entry could be used."""
     from . import compiler  # not for a hit
 
+    store = places.store
     logger.info("compiling %s %s for %s", key.kernel, key.specialisation, key.arch)
     with contextlib.ExitStack() as stack:
         scratch = None
@@ -581,9 +655,11 @@ def _compile(kernel: KernelDef, spec: Any, key: KeyDescription, store: Store | N
                 built = compile_elsewhere(kernel, spec, key)
             else:
                 built = compiler.compile_kernel(kernel, spec, key, scratch)
-        except CacheError:
+        except CompileError as error:
             count(failures=1)
-            raise
+            missing = isinstance(error.__cause__, compiler.CompilerMissing)
+            reasons = _reasons(key, places, problems) if missing else _not_usable(problems)
+            raise CompileError("\n".join([str(error), *reasons])) from error.__cause__
     count(compiles=1, compile_seconds=built.compile_seconds)
     uses = (f"{use.registers} registers, {use.spills} bytes spilled" for use in built.kernels)
     logger.info(
@@ -641,9 +717,20 @@ def refuse_if_frozen(
         raise FrozenCacheMiss(_describe_miss(key, places, problems))
 
 
-def _describe_miss(
+def _describe_miss(key: KeyDescription, places: Places, problems: Collection[CacheError]) -> str:
+    lines = [
+        f"{key.kernel} {key.specialisation} for {key.arch} is in no cache, and compiling it is "
+        "forbidden since cache.freeze()",
+        _describe_key(key),
+        *_reasons(key, places, problems),
+    ]
+    return "\n".join(lines)
+
+
+def _reasons(
     key: KeyDescription, places: Places, problems: Collection[CacheError], shown: int = 3
-) -> str:
+) -> list[str]:
+    """Lines that say why no entry serves a key: those not usable, and the keys nearest to it."""
     known = {digest: found for digest, (found, _) in _functions_by_digest.items()}
     for store in places.all():
         known.update((found.digest, found) for found in _readable_keys(store))
@@ -651,20 +738,26 @@ def _describe_miss(
         (found for found in known.values() if found.kernel == key.kernel),
         key=lambda found: len(key.differences(found)),
     )
-    lines = [
-        f"{key.kernel} {key.specialisation} for {key.arch} is in no cache, and compiling it is "
-        "forbidden since cache.freeze()",
-        _describe_key(key),
-    ]
-    lines += [f"not usable: {problem}" for problem in problems]
+    lines = _not_usable(problems)
     lines += [
         f"nearest key {found.digest[:12]} differs in {'; '.join(key.differences(found))}"
         for found in nearest[:shown]
         if key.differences(found)
     ]
-    if not nearest:
+    if not nearest and not problems:
         lines.append(f"no entry of {key.kernel} exists")
-    return "\n".join(lines)
+    return lines
+
+
+def with_reasons(message: str, problems: Collection[CacheError]) -> str:
+    """A message about a kernel with the reasons that it lacks why no entry could be used."""
+    return "\n".join([message, *(line for line in _not_usable(problems) if line not in message)])
+
+
+def _not_usable(problems: Collection[CacheError], shown: int = 10) -> list[str]:
+    lines = [f"not usable: {problem}" for problem in problems][:shown]
+    more = len(problems) - len(lines)
+    return [*lines, f"not usable: {more} more, which the log names"] if more else lines
 
 
 def _describe_key(key: KeyDescription) -> str:

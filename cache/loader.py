@@ -12,8 +12,10 @@ import fcntl
 import functools
 import itertools
 import os
+import struct
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from . import toolchain
@@ -39,10 +41,25 @@ def load(entry: Entry | Built) -> Callable[..., Any]:
     return _load_object(entry, entry.read(OBJECT))
 
 
-def _load_library(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
+def load_libraries() -> None:
+    """Load what every kernel needs, so that a fault of it is not taken for one of an entry.
+
+    Raises CacheError: the runtime library is missing, truncated or cannot be loaded, or
+    RefusedLibrary.
+    """
+    _tvm_ffi()
+    _open_runtime_library()
+
+
+def _tvm_ffi() -> Any:
     with no_fork:  # a child forked during an import could never import the module
         import tvm_ffi  # brings libtvm_ffi.so with it
 
+    return tvm_ffi
+
+
+def _load_library(entry: Entry | Built, image: bytes) -> Callable[..., Any]:
+    tvm_ffi = _tvm_ffi()
     runtime = _open_runtime_library()
     fd = _file_in_memory(image, entry.key.kernel)
     try:
@@ -97,10 +114,42 @@ def _open_runtime_library() -> str:
     """Make the DSL's runtime visible to kernels that are loaded later; return its path."""
     path = str(toolchain.runtime_library().path)
     try:
+        _check_extent(path)
         ctypes.CDLL(path, mode=os.RTLD_GLOBAL)
     except OSError as error:
         raise CacheError(f"the runtime library {path} cannot be loaded: {error}") from None
     return path
+
+
+_ELF64 = b"\x7fELF\x02\x01"  # 64 bits, little endian
+_ELF_HEADER = struct.Struct("<32xQQ6xHHHH")  # offset of each table; entry size and count of each
+_ELF_SEGMENT = struct.Struct("<8xQ16xQ")  # offset and size in the file
+
+
+def _check_extent(path: str) -> None:
+    """Raise CacheError if a library is shorter than its ELF headers say.
+
+    The dynamic loader maps a truncated library, and the process dies by SIGBUS. Anything that is no
+    ELF file is left to it.
+    """
+    with Path(path).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(64)
+        if not head.startswith(_ELF64) or len(head) < 64:
+            return
+        segments, sections, segment_size, segment_count, section_size, section_count = (
+            _ELF_HEADER.unpack_from(head)
+        )
+        end = max(segments + segment_size * segment_count, sections + section_size * section_count)
+        file.seek(segments)
+        table = file.read(segment_size * segment_count)
+        for at in range(0, len(table) - _ELF_SEGMENT.size + 1, max(segment_size, 1)):
+            end = max(end, sum(_ELF_SEGMENT.unpack_from(table, at)))
+    if size < end:
+        raise CacheError(
+            f"the runtime library {path} is truncated: it has {size} bytes of {end}. Copy or "
+            "install it again"
+        )
 
 
 def _file_in_memory(content: bytes, name: str) -> int:

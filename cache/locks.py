@@ -35,20 +35,20 @@ _NOT_SUPPORTED = {
 no_fork = threading.RLock()
 
 
-class _LockFile:
+class _OwnFile:
     """An open file whose exclusive lock this process may hold."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
 
-_lock_files: set[_LockFile] = set()
+_own_files: set[_OwnFile] = set()
 
 
 def _after_fork_in_child() -> None:
-    for file in _lock_files:
+    for file in _own_files:
         os.close(file.fd)
-    _lock_files.clear()
+    _own_files.clear()
     no_fork.release()
 
 
@@ -89,20 +89,28 @@ def try_lock_file(path: os.PathLike[str] | str, dir_fd: int | None = None) -> It
     Only the holder of the lock may delete the file. So a lock taken on a file that is no longer at
     `path` is worth nothing: the state is HELD_ELSEWHERE, and the caller should try again.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    with no_fork:
-        fd = os.open(path, flags, 0o600, dir_fd=dir_fd)
-        file = _LockFile(fd)
-        _lock_files.add(file)
-    try:
+    with own_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd) as fd:
         state = try_lock(fd)
         if state is LockState.TAKEN and not is_at(fd, path, dir_fd):
             state = LockState.HELD_ELSEWHERE
         yield state
+
+
+@contextlib.contextmanager
+def own_file(
+    path: os.PathLike[str] | str, flags: int, mode: int, dir_fd: int | None = None
+) -> Iterator[int]:
+    """A descriptor of a file to lock, which no child shares: a forked one closes it at once."""
+    with no_fork:
+        fd = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+        file = _OwnFile(fd)
+        _own_files.add(file)
+    try:
+        yield fd
     finally:
         with no_fork:
-            if file in _lock_files:  # a forked child has closed it already
-                _lock_files.remove(file)
+            if file in _own_files:  # a forked child has closed it already
+                _own_files.remove(file)
                 os.close(fd)
 
 

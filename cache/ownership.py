@@ -271,7 +271,8 @@ def refuse_strangers(path: Path, status: os.stat_result, owners: frozenset[int])
     else:
         return
     raise RefusedEntry(
-        f"{path} {problem} (owner uid {status.st_uid}, mode {mode:04o}): it is native "
-        "code, or holds some, which is loaded only from where nobody else can have put it. Make it "
-        "yours with chown and chmod go-w, or name another one (CUTE_ATTN_CACHE_DIR for the cache)"
+        f"{path} {problem} (owner uid {status.st_uid}, mode {mode:04o})",
+        "it is native code, or holds some, which is loaded only from where nobody else can have "
+        "put it. Make it yours with chown and chmod go-w, or name another one (CUTE_ATTN_CACHE_DIR "
+        "for the cache)",
     )

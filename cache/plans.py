@@ -46,7 +46,9 @@ def planner(function: Callable[_P, Requests]) -> Callable[_P, Requests]:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             if not _is_a(value, expected()[name]):
                 raise TypeError(f"{name} is {value!r}, must be {_described(expected()[name])}")
-        return _checked(function.__qualname__, function(*args, **kwargs))
+        planned: Any = function(*args, **kwargs)
+        items = list(planned) if isinstance(planned, Iterable) else [planned]
+        return checked_requests(items, f"{function.__qualname__} returned {{}}, must return")
 
     plan.is_planner = True  # type: ignore[attr-defined]
     return plan
@@ -85,8 +87,11 @@ def _described(expected: Any) -> str:
     )
 
 
-def _checked(name: str, planned: object) -> Requests:
-    pairs: list[Any] = list(planned) if isinstance(planned, Iterable) else [planned]
+def checked_requests(pairs: list[Any], complaint: str) -> Requests:
+    """Return `pairs` if each is a tuple of a KernelDef and a specialisation.
+
+    Raises TypeError for anything else, which `complaint` formats.
+    """
     for pair in pairs:
         if not (
             isinstance(pair, tuple)
@@ -94,7 +99,6 @@ def _checked(name: str, planned: object) -> Requests:
             and isinstance(pair[0], KernelDef)
             and dataclasses.is_dataclass(pair[1])
         ):
-            raise TypeError(
-                f"{name} returned {pair!r}, must return pairs of KernelDef and specialisation"
-            )
+            shown = complaint.format(repr(pair))
+            raise TypeError(f"{shown} pairs of KernelDef and specialisation")
     return pairs

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import fcntl
 import os
+import stat
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,30 @@ from typing import Any
 from . import jit, settings
 from .errors import CacheError
 from .key import KernelDef
-from .log import warn_once
-from .specfile import kernel_table, parse
+from .locks import LockState, own_file, try_lock
+from .log import logger, warn_once
+from .specfile import decoded, kernel_table, parse, request_of
 from .wire import NotPortable
+
+_Used = tuple[KernelDef, Any, str]
+
+_POLL_SECONDS = 0.02
+_PATIENCE_SECONDS = 10.0  # for which `record`, and the end of the process, wait for the file's lock
+_PATIENCE_OF_A_LOOK_UP_SECONDS = 2.0  # then the kernel is recorded with a later one
+
+# The kernels that are not recorded yet, by file, and the files of which the last attempt failed.
+_pending: dict[Path, list[_Used]] = {}
+_failing: set[Path] = set()
+_pending_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    global _pending_lock
+    _pending_lock = threading.Lock()
+    _pending.clear()  # the parent records them
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def record(path: str | os.PathLike[str] | None) -> None:
@@ -26,12 +50,16 @@ def record(path: str | os.PathLike[str] | None) -> None:
     `CUTE_ATTN_RECORD` in the environment does the same. A process records in one file at a time,
     the one given last. Kernels that run in the emulator are not recorded.
 
+    If the file cannot be written later on, there is one warning, and the kernels are recorded when
+    that is possible again.
+
     Args:
         path: of the file, which is created if need be; None stops recording, except to the file
             that `CUTE_ATTN_RECORD` names.
 
     Raises:
-        CacheError: the file cannot be written, or is not a spec file.
+        CacheError: the file cannot be written, is not a spec file, or another process has held its
+            lock for 10 seconds.
         TypeError: `path` is no path.
     """
     if path is None:
@@ -48,14 +76,69 @@ def record(path: str | os.PathLike[str] | None) -> None:
         raise
 
 
-def add(path: Path, used: Iterable[tuple[KernelDef, Any, str]]) -> None:
-    """Add the kernels to the file that are not in it yet. Raises CacheError as `record`."""
+def record_use(path: Path, kernel: KernelDef, spec: Any, arch: str) -> None:
+    """Record a kernel that a look-up has loaded, and those that could not be recorded before.
+
+    Raises nothing: if it fails, a warning says so, and the next kernel or the end of the process
+    tries again.
+    """
+    with _pending_lock:
+        _pending.setdefault(path, []).append((kernel, spec, arch))
+    _record_pending(path, 0.0 if path in _failing else _PATIENCE_OF_A_LOOK_UP_SECONDS)
+
+
+def _record_pending(path: Path, patience: float) -> CacheError | None:
+    with _pending_lock:
+        waiting = list(_pending[path])
     try:
-        with path.open("ab+", buffering=0) as file:
-            _lock(file.fileno())
-            file.seek(0)
-            text = file.read().decode()
-            known = parse(text, path)
+        add(path, waiting, patience)
+    except CacheError as error:
+        _failing.add(path)
+        warn_once(
+            f"record {path}",
+            "%s. Until that is mended nothing is recorded there; this process keeps its kernels, "
+            "and tries again with each new one and at its end",
+            error,
+        )
+        return error
+    _failing.discard(path)
+    recorded = set(map(id, waiting))
+    with _pending_lock:  # other threads may have added some, or have recorded the same
+        _pending[path] = [used for used in _pending[path] if id(used) not in recorded]
+    return None
+
+
+def _at_exit() -> None:
+    for path, waiting in list(_pending.items()):
+        if waiting:
+            error = _record_pending(path, _PATIENCE_SECONDS)
+            if error is not None:
+                logger.warning("%d kernels are not recorded: %s", len(waiting), error)
+
+
+atexit.register(_at_exit)
+
+
+def add(path: Path, used: Iterable[_Used], patience: float = _PATIENCE_SECONDS) -> None:
+    """Add the kernels to the file that are not in it yet.
+
+    Args:
+        path: of the file.
+        used: the kernels: (kernel, specialisation, arch).
+        patience: seconds to wait for the file's lock.
+
+    Raises:
+        CacheError: as `record`.
+    """
+    try:
+        _check_regular(path)
+        # Non-blocking, since a pipe may have taken the file's place meanwhile.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
+        with own_file(path, flags, 0o666) as fd:
+            _lock(fd, path, patience)
+            with open(fd, "rb", closefd=False) as file:
+                text = decoded(file, path)
+            known = [request_of(table) for table in parse(text, path)]
             new = ""
             for kernel, spec, arch in used:
                 try:
@@ -63,15 +146,25 @@ def add(path: Path, used: Iterable[tuple[KernelDef, Any, str]]) -> None:
                 except NotPortable as error:
                     warn_once(f"record {error}", "not recorded, nobody can import it: %s", error)
                     continue
-                (request,) = parse(table, path)
+                request = request_of(*parse(table, path))
                 if request not in known:
                     known.append(request)
                     new += "\n" + table if text or new else table
             if new:
                 parse(text + new, path)  # TOML cannot add a table to an inline array
-                _append(file.fileno(), new.encode())
-    except (OSError, UnicodeDecodeError) as error:
+                _append(fd, new.encode())
+    except OSError as error:
         raise CacheError(f"cannot record kernels in {path}: {error}") from error
+
+
+def _check_regular(path: Path) -> None:
+    """Raise CacheError for a device, a pipe or a directory: some can be read without end."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise CacheError(
+                f"cannot record kernels in {path}: it is no regular file ({stat.filemode(mode)})"
+            )
 
 
 def _append(fd: int, data: bytes) -> None:
@@ -85,7 +178,16 @@ def _append(fd: int, data: bytes) -> None:
         raise
 
 
-def _lock(fd: int) -> None:
-    """Wait until no other process writes to the file."""
-    with contextlib.suppress(OSError):  # without locks, a kernel is listed twice at worst
-        fcntl.flock(fd, fcntl.LOCK_EX)
+def _lock(fd: int, path: Path, patience: float) -> None:
+    """Lock the file, unless locks do not work: then a kernel is listed twice at worst.
+
+    Raises CacheError if another process holds the lock for `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    while try_lock(fd) is LockState.HELD_ELSEWHERE:
+        if time.monotonic() >= end:
+            raise CacheError(
+                f"cannot record kernels in {path}: another process has locked the file, and this "
+                f"one has waited {patience:.0f} s"
+            )
+        time.sleep(_POLL_SECONDS)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -16,14 +17,24 @@ LAYOUT = "v1"
 """Name of the directory in a cache directory that holds everything; it is the format's version."""
 
 DEFAULT_MAX_BYTES = 5 * 2**30
+
+
+def _working_directory() -> Path | None:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
+
+
+_START = _working_directory()  # what relative paths in the environment refer to, also after a chdir
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def cache_directory() -> Path | None:
     """`CUTE_ATTN_CACHE_DIR`, else the platform's; None if the user has no home directory."""
-    chosen = os.environ.get("CUTE_ATTN_CACHE_DIR", "")
-    if chosen:
-        return absolute(chosen)
+    chosen = _named("CUTE_ATTN_CACHE_DIR")
+    if chosen is not None:
+        return chosen
     import platformdirs  # takes 6 ms, so only if the variable is not set
 
     try:
@@ -38,8 +49,7 @@ def prebuilt_directories() -> list[Path]:
 
     One that holds no kernels stays in the list, after one warning: it may be mounted later.
     """
-    listed = os.environ.get("CUTE_ATTN_PREBUILT", "").split(os.pathsep)
-    paths = [absolute(item) for item in listed if item]
+    paths = _prebuilt()
     for path in paths:
         if not _is_directory(path / LAYOUT):
             problem = f"has no {LAYOUT} in it" if _is_directory(path) else "is no directory"
@@ -49,16 +59,39 @@ def prebuilt_directories() -> list[Path]:
 
 def record_path() -> Path | None:
     """`CUTE_ATTN_RECORD`: the spec file in which kernels are recorded as they are used."""
-    path = os.environ.get("CUTE_ATTN_RECORD", "")
-    return absolute(path) if path else None
+    return _named("CUTE_ATTN_RECORD")
 
 
-def absolute(text: str) -> Path:
-    """A path as a shell would read it: `~` is the home directory, if the user has one."""
-    try:
-        return Path(text).expanduser().absolute()
-    except RuntimeError:
-        return Path(text).absolute()
+def named_runtime_library() -> Path | None:
+    """`CUTE_ATTN_RUNTIME_LIBRARY`: the runtime library to load in place of the installed one."""
+    return _named("CUTE_ATTN_RUNTIME_LIBRARY")
+
+
+def for_children() -> dict[str, str]:
+    """The environment of a child process, in which the paths above are the same as here."""
+    names = ("CUTE_ATTN_CACHE_DIR", "CUTE_ATTN_RECORD", "CUTE_ATTN_RUNTIME_LIBRARY")
+    paths = {name: str(path) for name in names if (path := _named(name))}
+    return {**os.environ, **paths, "CUTE_ATTN_PREBUILT": os.pathsep.join(map(str, _prebuilt()))}
+
+
+def _named(variable: str) -> Path | None:
+    """The path that a variable names; None if it is empty or not set."""
+    text = os.environ.get(variable, "")
+    return absolute(text, _START) if text else None
+
+
+def _prebuilt() -> list[Path]:
+    listed = os.environ.get("CUTE_ATTN_PREBUILT", "").split(os.pathsep)
+    return [absolute(item, _START) for item in listed if item]
+
+
+def absolute(text: str, start: Path | None = None) -> Path:
+    """A path as a shell in the directory `start` would read it: `~` is the home directory, if the
+    user has one. The default of `start` is the working directory."""
+    path = Path(text)
+    with contextlib.suppress(RuntimeError):
+        path = path.expanduser()
+    return (start / path if start else path).absolute()
 
 
 def is_file(path: Path) -> bool:

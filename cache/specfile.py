@@ -17,7 +17,7 @@ is for all architectures. The other keys are the plan's parameters.
     fields = { dtype = "bfloat16" }
 
 Such tables, which `record` writes, name one kernel each: the values of its KernelDef, and the class
-and the fields of its specialisation.
+and the fields of its specialisation. `recorded_by` is the version of the kernel's package then.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from .arch import check_arch
 from .errors import CacheError
+from .fingerprint import installed_version
 from .key import KernelDef
 from .plans import Requests, is_planner
 from .wire import decode_request, encode_request
@@ -49,9 +50,13 @@ def plan_file(path: str | os.PathLike[str], arch: str) -> list[tuple[KernelDef, 
         arch: such as `"sm_90a"`.
 
     Raises:
-        CacheError: the file cannot be read, or a plan fails; the message names it.
+        CacheError: the file cannot be read or lists nothing for `arch`, a plan fails, or a recorded
+            kernel is one of another version; the message names it.
+        TypeError: `arch` is not a string.
+        ValueError: `arch` is not of the form `sm_90a`.
+        NotImplementedError: `arch` is older than compute capability 8.0.
     """
-    plan = plan_for(read_plans(Path(path)), [arch])
+    plan = read_plan(path, [check_arch(arch)])
     if plan.refusals:
         raise CacheError("\n".join(plan.refusals))
     return [(kernel, spec) for kernel, spec, _ in plan.requests]
@@ -61,13 +66,33 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
     """The `[[operator]]` and `[[kernel]]` tables of a file. Raises CacheError if it is not a spec
     file."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            text = decoded(file, path)
+    except OSError as error:
         raise CacheError(f"{path}: {error}") from error
     tables = parse(text, path)
     if not tables:
         raise CacheError(f"{path}: no [[operator]] or [[kernel]] table")
     return tables
+
+
+_LARGEST_FILE = 64 * 2**20
+
+
+def decoded(file: BinaryIO, path: Path) -> str:
+    """The text of a spec file. Raises CacheError if it is too long, as of a device, or no UTF-8."""
+    data = file.read(_LARGEST_FILE + 1)
+    if len(data) > _LARGEST_FILE:
+        raise CacheError(f"{path} is longer than {_LARGEST_FILE} bytes: it is no spec file")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CacheError(f"{path}: {error}") from error
+
+
+def request_of(table: dict[str, Any]) -> dict[str, Any]:
+    """What a table asks for: all in it but the version that recorded it."""
+    return {key: value for key, value in table.items() if key != _RECORDED_BY}
 
 
 def parse(text: str, path: Path) -> list[dict[str, Any]]:
@@ -117,26 +142,38 @@ def _architectures(table: dict[str, Any]) -> list[str]:
 
 
 class Plan(NamedTuple):
-    """Requests as (kernel, specialisation, arch), and a message for each table without a kernel."""
+    """Requests as (kernel, specialisation, arch), and a message for each table without a kernel and
+    for each architecture without a table."""
 
     requests: list[tuple[KernelDef, Any, str]]
     refusals: list[str]
 
 
-def plan_for(tables: list[dict[str, Any]], architectures: list[str]) -> Plan:
-    """Call the plans of the tables for each architecture.
+def read_plan(path: str | os.PathLike[str], architectures: list[str]) -> Plan:
+    """`plan_for` the tables of a file. Raises CacheError also if it is not a spec file."""
+    return plan_for(read_plans(Path(path)), architectures, str(path))
+
+
+def plan_for(
+    tables: list[dict[str, Any]], architectures: list[str], where: str = "the file"
+) -> Plan:
+    """Call the plans of the tables for each architecture. `where` is the file's name for messages.
 
     Raises CacheError if a plan cannot be imported, is not declared with `planner`, or does not take
-    the parameters, or if there is no such specialisation of a kernel; the message names it.
+    the parameters; the message names it.
     """
     requests: list[tuple[KernelDef, Any, str]] = []
     refusals = []
     for arch in architectures:
+        before = len(requests) + len(refusals)
         for table in tables:
             if arch not in (_architectures(table) or [arch]):
                 continue
             if "plan" not in table:
-                requests.append((*_kernel(table), arch))
+                try:
+                    requests.append((*_kernel(table), arch))
+                except CacheError as error:
+                    refusals.append(f"{where}: {error}")
                 continue
             parameters = {k: v for k, v in table.items() if k not in ("plan", "arch")}
             shown = "".join(f", {name}={value!r}" for name, value in parameters.items())
@@ -150,7 +187,15 @@ def plan_for(tables: list[dict[str, Any]], architectures: list[str]) -> Plan:
                 raise CacheError(f"{table['plan']}({arch!r}{shown}): {message}") from error
             else:
                 requests += [(kernel, spec, arch) for kernel, spec in planned]
+        if len(requests) + len(refusals) == before:
+            refusals.append(f"{where} has no kernel for {arch}{_others(tables)}")
     return Plan(requests, refusals)
+
+
+def _others(tables: list[dict[str, Any]]) -> str:
+    """What else a file is for, as a clause."""
+    named = sorted({arch for table in tables for arch in _architectures(table)})
+    return f", only for {', '.join(named)}: record or list what it needs" if named else ""
 
 
 def _call(plan: str, arch: str, parameters: dict[str, Any]) -> Requests:
@@ -167,6 +212,8 @@ def _call(plan: str, arch: str, parameters: dict[str, Any]) -> Requests:
 
 # -- [[kernel]] tables
 
+_RECORDED_BY = "recorded_by"
+
 
 def kernel_table(kernel: KernelDef, spec: Any, arch: str) -> str:
     """The text of the `[[kernel]]` table of a kernel.
@@ -176,6 +223,8 @@ def kernel_table(kernel: KernelDef, spec: Any, arch: str) -> str:
     request = encode_request(kernel, spec)
     values = {name: x for name, x in request["kernel"].items() if x}
     values |= {"spec": request["class"], "arch": arch}
+    version = installed_version(kernel.source_package)
+    values |= {_RECORDED_BY: version} if version else {}
     lines = ["[[kernel]]", *(f"{name} = {_to_toml(x)}" for name, x in values.items())]
     lines += ["[kernel.fields]"]
     lines += [f"{name} = {_to_toml(x)}" for name, x in request["fields"].items()]
@@ -201,10 +250,16 @@ def _from_toml(value: Any) -> Any:
 
 def _kernel(table: dict[str, Any]) -> tuple[KernelDef, Any]:
     """The kernel and the specialisation of a `[[kernel]]` table."""
-    values = {name: table[name] for name in table if name not in ("spec", "arch", "fields")}
-    fields = {name: _from_toml(x) for name, x in table.get("fields", {}).items()}
+    others = ("spec", "arch", "fields", _RECORDED_BY)
+    values = {name: table[name] for name in table if name not in others}
     try:
+        fields = {name: _from_toml(x) for name, x in table.get("fields", {}).items()}
         return decode_request({"kernel": values, "class": table["spec"], "fields": fields})
     except Exception as error:
-        message = f"{table['name']} {table['spec']}: {type(error).__name__}: {error}"
-        raise CacheError(message) from error
+        package = table.get("package") or table["target"].partition(":")[0].partition(".")[0]
+        here = installed_version(package) or "this version"
+        raise CacheError(
+            f"the kernel {table['name']} for {table['arch']} is not one of {here} "
+            f"({type(error).__name__}: {error}): it was recorded by "
+            f"{table.get(_RECORDED_BY, 'another version')}. Delete its table and record it again"
+        ) from error

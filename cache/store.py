@@ -39,6 +39,7 @@ _SHARD_NAME = re.compile("[0-9a-f]{2}")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _LONGEST_SIGNATURE = 300  # bytes of a lock file: the holder's process id and host name
 _EVICTION_LOCK = "evict.lock"
+_SIZE_OF_A_PROBE = 2**20  # bytes
 _REMOVED = "removed"  # name of an entry in a staging directory that is being deleted
 
 _POLL_SECONDS = 0.02
@@ -234,6 +235,14 @@ class Store:
                 with contextlib.suppress(OSError):
                     parent.remove(f"{name}.lock")
 
+    def check_writable(self) -> None:
+        """Write a file of the size of an entry, and remove it.
+
+        Raises OSError if the store cannot be written to, RefusedEntry if others can write to it.
+        """
+        with self._staging() as staging, staging.named("probe"):
+            _write_synced(staging.at("probe"), bytes(_SIZE_OF_A_PROBE), self._file_mode)
+
     def publish(self, built: Built) -> Path:
         """Write an entry, unless another process has published it meanwhile. Return its path.
 
@@ -307,6 +316,15 @@ class Store:
                 time.sleep(pause)
                 pause = min(2 * pause, _SLOWEST_POLL_SECONDS)
             yield
+
+    @contextlib.contextmanager
+    def locked(self, digest: str) -> Iterator[bool]:
+        """Hold a key's lock without waiting for it; False if another process holds it.
+
+        As `compiling`, True if the store cannot be written to or locks do not work.
+        """
+        with contextlib.ExitStack() as held:
+            yield self._take_compile_lock(digest, held)
 
     def _take_compile_lock(self, digest: str, held: contextlib.ExitStack) -> bool:
         """Whether to go on: with the lock in `held`, or without one if locks do not work."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import driver, settings
-from .errors import CacheError, RefusedEntry
+from .errors import CacheError, RefusedEntry, RefusedLibrary
 from .log import warn_once
 from .ownership import open_directory
 
@@ -140,14 +140,20 @@ def _driver_cuda_major() -> int | None:
 def runtime_library() -> RuntimeLibrary:
     """The runtime library: `CUTE_ATTN_RUNTIME_LIBRARY`, else the installed wheel's.
 
-    Raises CacheError if there is none, RefusedEntry if others may write to the one that is named.
+    Raises CacheError if there is none, RefusedLibrary if others may write to the one that is named.
     """
-    chosen = os.environ.get("CUTE_ATTN_RUNTIME_LIBRARY", "")
-    if chosen:
-        path = settings.absolute(chosen)
+    path = settings.named_runtime_library()
+    if path is not None:
         if not settings.is_file(path):
-            raise CacheError(f"CUTE_ATTN_RUNTIME_LIBRARY={chosen}: there is no such file")
-        _refuse_strangers(path)
+            raise CacheError(f"CUTE_ATTN_RUNTIME_LIBRARY={path}: there is no such file")
+        try:
+            _refuse_strangers(path)
+        except RefusedEntry as refusal:
+            raise RefusedLibrary(
+                f"CUTE_ATTN_RUNTIME_LIBRARY={path} is refused, so that no kernel can be loaded: "
+                f"{refusal.fact}. Kernels run its code, so nobody else may be able to write it: "
+                "make it yours with chown and chmod go-w, or name another copy"
+            ) from None
         named = [part for part in path.parts if re.fullmatch(r"cu\d+", part)]
         return RuntimeLibrary(path, named[-1] if named else None)
     flavours = _installed_flavours()

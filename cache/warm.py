@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,11 @@ from .arch import check_arch, current_arch
 from .entry import Built, Entry
 from .errors import CacheError, CompileError
 from .key import KernelDef, KeyDescription, describe
+from .loader import load_libraries
 from .log import logger, warn_once
+from .plans import checked_requests
+from .settings import for_children
+from .specfile import read_plan
 from .store import Store
 from .wire import NotPortable, encode_request
 
@@ -43,6 +48,7 @@ class WarmupReport(NamedTuple):
         found: number of kernels that were in memory or on disk already.
         failures: the kernels that failed, each with its message.
         seconds: duration of the call.
+        refusals: a message for each table of a spec file that gave no kernel.
     """
 
     kernels: int
@@ -50,6 +56,7 @@ class WarmupReport(NamedTuple):
     found: int
     failures: tuple[Failure, ...]
     seconds: float
+    refusals: tuple[str, ...] = ()
 
 
 class WarmupError(CompileError):
@@ -57,9 +64,9 @@ class WarmupError(CompileError):
 
     def __init__(self, report: WarmupReport) -> None:
         self.report = report
-        messages = (f"- {failure.message.strip()}" for failure in report.failures)
-        title = f"{len(report.failures)} of {report.kernels} kernels failed:"
-        super().__init__("\n".join([title, *messages]))
+        messages = [*(failure.message for failure in report.failures), *report.refusals]
+        title = f"{len(messages)} of {report.kernels + len(report.refusals)} kernels failed:"
+        super().__init__("\n".join([title, *(f"- {message.strip()}" for message in messages)]))
 
 
 class Job(NamedTuple):
@@ -71,7 +78,7 @@ class Job(NamedTuple):
 
 
 def warmup(
-    requests: Iterable[tuple[KernelDef, Any]],
+    requests: Iterable[tuple[KernelDef, Any]] | str | os.PathLike[str],
     *,
     arch: str | None = None,
     jobs: int | None = None,
@@ -82,29 +89,39 @@ def warmup(
     Afterwards every kernel is in memory, and `cute_attn.cache.freeze` can be called.
 
     Args:
-        requests: pairs of kernel and specialisation; duplicates are dropped.
+        requests: pairs of kernel and specialisation, of which duplicates are dropped, or the path
+            of a spec file. If there is none, a warning says so.
         arch: by default `cute_attn.cache.current_arch`.
         jobs: how many processes compile at once; by default one per CPU, at most 16. With 1, or if
             there is one kernel to compile, this process compiles.
         progress: whether to show a progress bar on stderr; by default if that is a terminal.
 
     Raises:
-        CompileError: at the end, if kernels failed; it names each, and has the attribute `report`.
-        TypeError: as `cute_attn.cache.get`.
-        CacheError: as `cute_attn.cache.get`.
+        CompileError: at the end, if kernels failed, or if a table of the file has none for `arch`
+            or is one of another version; it names each, and has the attribute `report`.
+        TypeError: as `cute_attn.cache.get`, or an argument has a wrong type.
+        ValueError: `arch` is not of the form `sm_90a`, or `jobs` is less than 1.
+        CacheError: as `cute_attn.cache.get`; or the file cannot be read, or has no kernel for
+            `arch`.
     """
-    arch = check_arch(arch or current_arch())
-    work = unique_jobs((kernel, spec, arch) for kernel, spec in requests)
+    arch = check_arch(current_arch() if arch is None else arch)
+    check_jobs(jobs)
+    pairs, refusals = _requested(requests, arch)
+    work = unique_jobs((kernel, spec, arch) for kernel, spec in pairs)
     places = jit.Places.from_environment()
+    load_libraries()
     started = time.perf_counter()
-    missing = [job for job in work if not jit.is_cached(job.key, places)]
+    problems: dict[KeyDescription, list[CacheError]] = {job.key: [] for job in work}
+    missing = [job for job in work if not jit.is_cached(job.key, places, problems[job.key])]
     if missing:
-        jit.refuse_if_frozen(missing[0].key, places)
+        jit.refuse_if_frozen(missing[0].key, places, problems[missing[0].key])
     outcome = Outcome()
     if missing and places.store is not None:
         outcome = compile_all(missing, places.store, jobs=jobs, progress=progress)
     # Load what the workers stored, and compile here what they could not store.
-    failures = list(outcome.failures)
+    failures = [
+        Failure(key, jit.with_reasons(message, problems[key])) for key, message in outcome.failures
+    ]
     failed = {failure.key for failure in failures}
     for job in work:
         if job.key not in failed:
@@ -118,6 +135,7 @@ def warmup(
         found=len(work) - len(missing),
         failures=tuple(failures),
         seconds=time.perf_counter() - started,
+        refusals=tuple(refusals),
     )
     logger.info(
         "warmed up %d kernels in %.2f s: %d found, %d compiled, %d failed",
@@ -125,11 +143,40 @@ def warmup(
         report.seconds,
         report.found,
         len(report.compiled),
-        len(failures),
+        len(failures) + len(refusals),
     )
-    if failures:
+    if not work and not refusals:
+        logger.warning("a warm-up was asked for no kernel: nothing is loaded")
+    if failures or refusals:
         raise WarmupError(report)
     return report
+
+
+def _requested(
+    requests: Iterable[tuple[KernelDef, Any]] | str | os.PathLike[str], arch: str
+) -> tuple[list[tuple[KernelDef, Any]], list[str]]:
+    """The pairs that are requested, and a message for each table of a file without a kernel."""
+    if isinstance(requests, str | os.PathLike):
+        plan = read_plan(requests, [arch])
+        if not plan.requests:
+            raise CacheError("\n".join(plan.refusals))
+        return [(kernel, spec) for kernel, spec, _ in plan.requests], plan.refusals
+    if not isinstance(requests, Iterable):
+        raise TypeError(
+            f"requests is {requests!r}, must be pairs of KernelDef and specialisation, or the path "
+            "of a spec file"
+        )
+    return checked_requests(list(requests), "requests holds {}, must hold"), []
+
+
+def check_jobs(jobs: int | None) -> None:
+    """Raise TypeError or ValueError unless `jobs` is a number of processes, or None."""
+    if jobs is None:
+        return
+    if type(jobs) is not int:
+        raise TypeError(f"jobs is {jobs!r}, must be an int or None")
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}, must be at least 1")
 
 
 def unique_jobs(requests: Iterable[tuple[KernelDef, Any, str]]) -> list[Job]:
@@ -214,9 +261,9 @@ def compile_elsewhere(kernel: KernelDef, spec: Any, key: KeyDescription) -> Buil
             try:
                 answer = worker.ask({**request, **_where(store), **_what(key)})
             finally:
-                status = worker.close()
+                ending = worker.close()
             if answer is None:
-                raise CacheError(f"its process ended with status {status}")
+                raise CacheError(ending)
             if "error" in answer:
                 raise CacheError(answer["error"])
             entry = store.open(key.digest)
@@ -274,9 +321,9 @@ def _run_workers(
                 except Exception as error:
                     answer = {"error": f"{_name(job.key)}: {type(error).__name__}: {error}"}
                 if answer is None:  # killed, or crashed in the compiler: the next job gets another
-                    code = worker.close()
+                    ending = worker.close()
                     worker = None
-                    finished.put((job, f"{_name(job.key)}: its process ended with status {code}"))
+                    finished.put((job, f"{_name(job.key)}: {ending}"))
                 elif "error" in answer:
                     finished.put((job, answer["error"]))
                 else:
@@ -325,14 +372,14 @@ class _Worker:
         # With this process's sys.path, so that the worker finds the same modules.
         program = (
             "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            f"from {__package__}._worker import main; main()"
+            f"from {__package__}._worker import main; main(int(sys.argv[2]))"
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", program, json.dumps(sys.path)],
+            [sys.executable, "-c", program, json.dumps(sys.path), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "CUTE_ATTN_LOG": ""},  # its compilations are logged here
+            env={**for_children(), "CUTE_ATTN_LOG": ""},  # its compilations are logged here
         )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
@@ -348,11 +395,25 @@ class _Worker:
         answer: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
         return answer
 
-    def close(self) -> int:
-        """Wait for the process to end; return its exit status."""
+    def close(self) -> str:
+        """Wait for the process to end; return how it did, in words."""
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
-        return self._process.returncode
+        return _ending(self._process.returncode)
+
+
+def _ending(status: int) -> str:
+    text = f"its process ended with status {status}"
+    if status >= 0:
+        return text
+    with contextlib.suppress(ValueError):  # a real-time signal has no name
+        text += f" ({signal.Signals(-status).name})"
+    if status == -signal.SIGKILL:
+        text += (
+            ": the system may have run out of memory, of which a compiler takes about 1 GB. Try "
+            "fewer processes at once (-j of build, jobs of warmup)"
+        )
+    return text
 
 
 @contextlib.contextmanager

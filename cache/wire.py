@@ -37,7 +37,7 @@ def encode_request(kernel: KernelDef, spec: Any) -> dict[str, Any]:
 def decode_request(request: dict[str, Any]) -> tuple[KernelDef, Any]:
     """The inverse of `encode_request`; imports the module of the specialisation.
 
-    Raises TypeError if the class is no dataclass, or has no such field.
+    Raises TypeError if the class is no dataclass, has no such field, or has others without default.
     """
     cls = _find_class(request["class"])
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
@@ -46,6 +46,14 @@ def decode_request(request: dict[str, Any]) -> tuple[KernelDef, Any]:
     if unknown := request["fields"].keys() - given:
         raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
     fields = {name: _decode(v) for name, v in request["fields"].items() if given[name]}
+    unset = dataclasses.MISSING
+    needed = {
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.init and f.default is unset and f.default_factory is unset
+    }
+    if missing := needed - fields.keys():
+        raise TypeError(f"{cls.__name__} also has the field {', '.join(sorted(missing))}")
     return KernelDef(**request["kernel"]), cls(**fields)
 
 

@@ -146,11 +146,11 @@ def warmup(
         progress: show a progress bar; None shows one on a terminal.
 
     Raises:
-        cute_attn.cache.CompileError: kernels failed; it names each, and all others are ready.
+        cute_attn.cache.CompileError: kernels failed, or tables of the file have none for `arch` or
+            are those of another version; it names each, and all others are ready.
         cute_attn.cache.FrozenCacheMiss: a kernel is missing after `cute_attn.cache.freeze`.
-        cute_attn.cache.CacheError: the file cannot be read, or a plan in it fails; or there is
-            neither a device nor `arch`.
+        cute_attn.cache.CacheError: the file cannot be read, a plan in it fails, or it lists nothing
+            for `arch`; or there is neither a device nor `arch`.
+        ValueError: `arch` is not of the form "sm_90a", or `jobs` is less than 1.
     """
-    if isinstance(requests, str | os.PathLike):
-        requests = cache.plan_file(requests, arch or cache.current_arch())
     return cache.warmup(requests, arch=arch, jobs=jobs, progress=progress)

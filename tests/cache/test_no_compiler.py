@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -16,9 +17,9 @@ from conftest import ARCH, publish_copies
 from toy_specs import SCALE, ScaleSpec
 
 from cute_attn import cache
-from cute_attn.cache import toolchain
+from cute_attn.cache import loader, toolchain
 from cute_attn.cache.entry import META
-from cute_attn.cache.errors import RefusedEntry
+from cute_attn.cache.errors import RefusedLibrary
 from cute_attn.cache.store import Store
 
 Run = Callable[..., Process]
@@ -281,6 +282,151 @@ except cache.CompileError as error:
         CUTE_ATTN_PREBUILT=str(prebuilt),
     ).result()
     assert "nvidia-cutlass-dsl cannot be imported" in result["error"]
+    assert "nearest key" in result["error"]
+    (field,) = change
+    named = {"sources": "source toy_", "packages": "package numpy", "spec": "spec.factor"}
+    assert f"differs in {named.get(field, field)}" in result["error"]
+
+
+# -- the reasons why an entry cannot be used
+
+
+def flip_middle(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+GET_OR_TELL = """
+try:
+    cache.{function}
+except cache.CacheError as error:
+    tell(error=str(error), **cache.stats()._asdict())
+else:
+    tell(error="", **cache.stats()._asdict())
+"""
+WAYS = {
+    "get": "get(SCALE, ScaleSpec(), 'sm_90a')",
+    "compile": "compile(SCALE, ScaleSpec(), 'sm_90a')",
+    "warmup": "warmup([(SCALE, ScaleSpec()), (SCALE, ScaleSpec(7.0))], arch='sm_90a', jobs=1)",
+}
+
+
+def let_others_write(path: Path) -> None:
+    path.chmod(0o666)
+
+
+@pytest.mark.parametrize(
+    ("where", "spoil", "name", "way"),
+    [
+        ("user", flip_middle, "kernel.so", "get"),
+        ("user", flip_middle, META, "get"),
+        ("user", let_others_write, "kernel.so", "get"),
+        ("user", flip_middle, META, "compile"),
+        ("user", flip_middle, "kernel.so", "warmup"),
+        ("prebuilt", flip_middle, "kernel.so", "get"),
+        ("prebuilt", let_others_write, "kernel.so", "compile"),
+        ("prebuilt", flip_middle, META, "warmup"),
+    ],
+)
+def test_without_a_compiler_damage_is_in_the_error_and_in_the_log(
+    run: Run,
+    compiled_root: Path,
+    root: Path,
+    prebuilt: Path,
+    runtime_library: str,
+    where: str,
+    spoil: Callable[[Path], None],
+    name: str,
+    way: str,
+) -> None:
+    if where == "user":
+        shutil.copytree(compiled_root, root)
+    directory = root if where == "user" else prebuilt
+    (path,) = directory.glob(f"v1/??/*/{name}")
+    spoil(path)
+    result = run(
+        UNINSTALL + GET_OR_TELL.format(function=WAYS[way]),
+        CUTE_ATTN_RUNTIME_LIBRARY=runtime_library,
+        CUTE_ATTN_PREBUILT=str(prebuilt) if where == "prebuilt" else None,
+    ).result()
+    assert "nvidia-cutlass-dsl cannot be imported" in result["error"]
+    assert f"not usable: {path} " in result["error"]
+    assert str(path) in result["stderr"]
+    quarantined = [item.name[:64] for item in root.glob("v1/quarantine/*")]
+    if where == "user":
+        assert quarantined == [path.parent.name]
+        assert not path.exists()
+        assert result["quarantined"] == 1
+        assert "moved to" in result["stderr"]
+    else:
+        assert quarantined == []
+        assert path.exists()
+
+
+def test_without_a_compiler_another_entry_serves_in_place_of_a_damaged_one(
+    run: Run, filled_root: Path, runtime_library: str
+) -> None:
+    """The best of two is damaged: that of the library's own version."""
+    (damaged,) = filled_root.glob("v1/??/*/kernel.so")
+    copy = filled_root.with_name("copy")
+    shutil.copytree(filled_root, copy)
+    rebuild_with(copy, dsl="0.0.1")
+    shutil.copytree(copy, filled_root, dirs_exist_ok=True)
+    flip_middle(damaged)
+    versions = UNINSTALL.replace(
+        'if name.startswith("nvidia-cutlass-dsl"):', 'if name == "nvidia-cutlass-dsl":'
+    )
+    environment = {"CUTE_ATTN_RUNTIME_LIBRARY": runtime_library}
+    result = run(versions + GET, **environment).result()
+    assert (result["disk_hits"], result["quarantined"]) == (1, 1)
+    assert str(damaged) in result["stderr"]
+    assert not damaged.exists()
+    result = run(versions + GET, **environment).result()
+    assert (result["disk_hits"], result["quarantined"], result["stderr"]) == (1, 0, "")
+
+
+def test_an_entry_under_a_lock_of_another_process_is_not_put_aside(
+    run: Run, filled_root: Path, runtime_library: str
+) -> None:
+    """That process has the compiler, and may be about to replace it."""
+    (library,) = filled_root.glob("v1/??/*/kernel.so")
+    flip_middle(library)
+    with Store(filled_root).locked(library.parent.name) as held:
+        assert held
+        result = run(
+            UNINSTALL + GET_OR_TELL.format(function=WAYS["get"]),
+            CUTE_ATTN_RUNTIME_LIBRARY=runtime_library,
+        ).result()
+    assert f"not usable: {library} " in result["error"]
+    assert str(library) in result["stderr"]
+    assert library.exists()
+
+
+def test_without_a_compiler_an_unsafe_root_is_in_the_error_and_in_the_log(
+    run: Run, filled_root: Path, runtime_library: str
+) -> None:
+    filled_root.chmod(0o777)
+    result = run(
+        UNINSTALL + GET_OR_TELL.format(function=WAYS["get"]),
+        CUTE_ATTN_RUNTIME_LIBRARY=runtime_library,
+    ).result()
+    for text in (result["error"], result["stderr"]):
+        assert f"{filled_root} can be written by others (owner uid" in text
+
+
+def test_without_pyelftools_nothing_is_compiled(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fake_args(_: object) -> None:
+        pytest.fail("it begins to compile")
+
+    monkeypatch.setattr(importlib.import_module("toy_kernels").Scale, "fake_args", fake_args)
+    for name in [name for name in sys.modules if name.split(".")[0] == "elftools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "elftools", None)
+    with pytest.raises(cache.CompileError, match=r"pyelftools cannot be imported.*install it"):
+        cache.compile(SCALE, ScaleSpec(), ARCH)
 
 
 def test_an_entry_that_the_runtime_library_cannot_serve_is_not_used(
@@ -303,8 +449,9 @@ except cache.CompileError as error:
         CUTE_ATTN_RUNTIME_LIBRARY=str(library),
         CUTE_ATTN_PREBUILT=str(prebuilt),
     ).result()
-    assert f"cannot be loaded with {library}: " in result["stderr"]
-    assert "undefined symbol" in result["stderr"]
+    for text in (result["stderr"], result["error"]):
+        assert f"cannot be loaded with {library}: " in text
+        assert "undefined symbol" in text
 
 
 def test_a_missing_runtime_library_says_what_to_install(run: Run, filled_root: Path) -> None:
@@ -408,9 +555,81 @@ def test_a_runtime_library_that_others_may_write_is_refused_if_named(
     library.unlink()
     shutil.copy(runtime_library, library)
     library.chmod(0o755)
-    spoil(library.parent if what else library)
-    with pytest.raises(RefusedEntry, match=str(library.parent if what else library)):
+    refused = library.parent if what else library
+    spoil(refused)
+    status = refused.stat()
+    fact = f"{refused} .*owner uid {status.st_uid}, mode {status.st_mode & 0o7777:04o}"
+    with pytest.raises(RefusedLibrary, match=f"{fact}.*chmod go-w, or name another copy"):
         toolchain.runtime_library()
+
+
+@pytest.mark.parametrize("way", ["get", "warmup"])
+@pytest.mark.parametrize("uninstall", ["", UNINSTALL])
+def test_a_refused_runtime_library_is_one_error_and_touches_no_entry(
+    run: Run,
+    filled_root: Path,
+    entry_path: Path,
+    tmp_path: Path,
+    runtime_library: str,
+    uninstall: str,
+    way: str,
+) -> None:
+    library = tmp_path / "cu12" / "libcute_dsl_runtime.so"
+    library.parent.mkdir(mode=0o700)
+    shutil.copy(runtime_library, library)
+    library.chmod(0o666)
+    result = run(
+        uninstall + GET_OR_TELL.format(function=WAYS[way]), CUTE_ATTN_RUNTIME_LIBRARY=str(library)
+    ).result()
+    assert result["error"].count(str(library)) == 2  # the variable, and what is wrong with it
+    assert (
+        f"{library} can be written by others (owner uid {os.geteuid()}, mode 0666)"
+        in (result["error"])
+    )
+    assert "chmod go-w" in result["error"]
+    assert "\n" not in result["error"]
+    assert result["stderr"] == ""
+    assert (result["compiles"], result["quarantined"]) == (0, 0)
+    assert entry_path.exists()
+    assert not (filled_root / "v1" / "quarantine").exists()
+
+
+@pytest.mark.parametrize("share", [0.5, 1 - 1e-7])
+def test_a_truncated_runtime_library_is_an_error_and_no_bus_error(
+    run: Run,
+    filled_root: Path,
+    entry_path: Path,
+    tmp_path: Path,
+    runtime_library: str,
+    share: float,
+) -> None:
+    library = tmp_path / "cu12" / "libcute_dsl_runtime.so"
+    library.parent.mkdir(mode=0o700)
+    shutil.copy(runtime_library, library)
+    whole = library.stat().st_size
+    os.truncate(library, int(share * whole))
+    result = run(
+        GET_OR_TELL.format(function=WAYS["get"]), CUTE_ATTN_RUNTIME_LIBRARY=str(library)
+    ).result()
+    kept = int(share * whole)
+    assert f"{library} is truncated: it has {kept} bytes of {whole}" in result["error"]
+    assert result["compiles"] == 0
+    assert entry_path.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x7fELF\x02\x01", b"\x7fELF\x02\x01" + bytes(100), b"text" * 99]
+)
+def test_what_is_no_library_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    library = tmp_path / "libcute_dsl_runtime.so"
+    library.write_bytes(content)
+    monkeypatch.setenv("CUTE_ATTN_RUNTIME_LIBRARY", str(library))
+    toolchain.forget()
+    loader._open_runtime_library.cache_clear()
+    with pytest.raises(cache.CacheError, match=f"runtime library {library} cannot be loaded: "):
+        loader.load_libraries()
 
 
 def test_an_installed_runtime_library_that_others_may_write_is_loaded_with_one_warning(
