@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,9 +17,11 @@ from cache_processes import Process
 from conftest import ARCH, fill
 from toy_specs import SCALE, SUM, ScaleSpec
 
+import cute_attn
 from cute_attn import cache
 from cute_attn.cache import __main__ as command_line
 from cute_attn.cache.__main__ import main
+from cute_attn.cache.recording import add
 from cute_attn.cache.store import Store
 
 
@@ -283,21 +286,124 @@ def test_a_table_may_be_for_some_architectures(
     root: Path, tmp_path: Path, capsys: Capture, named: str
 ) -> None:
     path, out = tmp_path / "spec.toml", tmp_path / "image"
-    path.write_text(f'[[operator]]\nplan = "toy_specs:plan_hopper"\narch = {named}\n')
+    path.write_text(
+        f'[[operator]]\nplan = "toy_specs:plan_hopper"\narch = {named}\n'
+        '[[operator]]\nplan = "toy_specs:plan_scale"\nfactors = [3.0]\narch = "sm_100a"\n'
+    )
     build = ["build", str(path), "--arch", "sm_100a,sm_90a", "--out", str(out), "-j", "1"]
     assert main(build) == 0
-    assert "1 of 1 kernels" in capsys.readouterr().out
-    assert cache.plan_file(path, "sm_100a") == []
+    assert "2 of 2 kernels" in capsys.readouterr().out
+    assert cache.plan_file(path, "sm_100a") == [(SCALE, ScaleSpec(3.0))]
     assert cache.plan_file(path, "sm_90a") == [(SCALE, ScaleSpec(2.0))]
 
 
-def test_a_build_of_nothing_is_an_error(root: Path, tmp_path: Path, capsys: Capture) -> None:
-    """As of a file that was recorded on another GPU: an image without kernels is no success."""
-    path, out = tmp_path / "used.toml", tmp_path / "image"
+@pytest.fixture
+def recorded_on_hopper(tmp_path: Path) -> Path:
+    path = tmp_path / "used.toml"
     path.write_text('[[operator]]\nplan = "toy_specs:plan_hopper"\narch = "sm_90a"\n')
+    add(path, [(SCALE, ScaleSpec(3.0), "sm_90a")])
+    return path
+
+
+ONLY_HOPPER = "has no kernel for {}, only for sm_90a: record or list what it needs"
+
+
+def test_a_build_of_nothing_is_an_error(
+    root: Path, recorded_on_hopper: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """As of a file that was recorded on another GPU: an image without kernels is no success."""
+    path, out = recorded_on_hopper, tmp_path / "image"
     assert main(["build", str(path), "--arch", "sm_100a,sm_80", "--out", str(out)]) == 1
-    assert capsys.readouterr().err == f"error: {path}: no kernel for sm_100a, sm_80\n"
+    assert capsys.readouterr().err == "".join(
+        f"error: {path} {ONLY_HOPPER.format(arch)}\n" for arch in ("sm_100a", "sm_80")
+    )
     assert not out.exists()
+
+
+def test_a_build_for_an_architecture_that_the_file_does_not_list_is_an_error_after_the_rest(
+    root: Path, recorded_on_hopper: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path, out = recorded_on_hopper, tmp_path / "image"
+    build = ["build", str(path), "--arch", "sm_90a,sm_100a", "--out", str(out), "-j", "1"]
+    assert main(build) == 1
+    captured = capsys.readouterr()
+    assert "2 of 2 kernels" in captured.out
+    assert captured.err == f"error: {path} {ONLY_HOPPER.format('sm_100a')}\n"
+    assert len(Store(out).digests()) == 2
+
+
+def test_a_warm_up_for_an_architecture_that_the_file_does_not_list_is_an_error(
+    root: Path, recorded_on_hopper: Path
+) -> None:
+    for warmup in (cache.warmup, cute_attn.warmup):
+        with pytest.raises(cache.CacheError, match=ONLY_HOPPER.format("sm_100a")):
+            warmup(recorded_on_hopper, arch="sm_100a")
+    with pytest.raises(cache.CacheError, match=ONLY_HOPPER.format("sm_100a")):
+        cache.plan_file(recorded_on_hopper, "sm_100a")
+    report = cache.warmup(str(recorded_on_hopper), arch="sm_90a", jobs=1, progress=False)
+    assert (report.kernels, len(report.compiled)) == (2, 2)
+
+
+def test_plans_without_a_kernel_are_no_success(root: Path, tmp_path: Path, capsys: Capture) -> None:
+    path, out = tmp_path / "used.toml", tmp_path / "image"
+    path.write_text('[[operator]]\nplan = "toy_specs:plan_scale"\nfactors = []\n')
+    assert main(["build", str(path), "--arch", "sm_90a", "--out", str(out)]) == 1
+    assert capsys.readouterr().err == f"error: {path} has no kernel for sm_90a\n"
+    with pytest.raises(cache.CacheError, match=f"{path} has no kernel for sm_90a"):
+        cache.warmup(path, arch="sm_90a")
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "two", "1.5"])
+def test_build_takes_no_such_number_of_processes(
+    spec_file: Path, tmp_path: Path, capsys: Capture, wrong: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["build", str(spec_file), "--arch", ARCH, "--out", str(tmp_path), f"-j{wrong}"])
+    assert end.value.code == 2
+    assert f"'{wrong}' is not a number of at least 1" in capsys.readouterr().err
+
+
+def a_file(path: Path) -> str:
+    path.write_text("")
+    return "Not a directory"
+
+
+def for_all(path: Path) -> str:
+    path.mkdir()
+    path.chmod(0o777)
+    return "can be written by others"
+
+
+def nowhere(path: Path) -> str:
+    path.symlink_to("/proc/self/nowhere")
+    return "No such file or directory"
+
+
+@pytest.mark.parametrize("spoil", [a_file, for_all, nowhere])
+def test_build_looks_first_whether_it_can_write(
+    spec_file: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path], str],
+) -> None:
+    monkeypatch.setattr(command_line, "compile_all", lambda *_, **__: pytest.fail("it compiles"))
+    out = tmp_path / "image"
+    problem = spoil(out)
+    assert main(["build", str(spec_file), "--arch", ARCH, "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert problem in error
+    assert str(out) in error or "/proc/" in error
+
+
+def test_build_looks_first_whether_there_is_room(
+    spec_file: Path, small_disk: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_line, "compile_all", lambda *_, **__: pytest.fail("it compiles"))
+    out = small_disk / "image"
+    assert main(["build", str(spec_file), "--arch", ARCH, "--out", str(out)]) == 1
+    assert os.strerror(errno.ENOSPC) in capsys.readouterr().err
+    assert list(out.glob("v1/staging/*")) == []
 
 
 def test_build_fails_where_no_worker_starts_and_this_process_cannot_compile(
@@ -330,6 +436,7 @@ def test_build_fails_where_no_worker_starts_and_this_process_cannot_compile(
         ("[[operator]]\nplan = 'os:system'\ncommand = 'true'", "is not declared as a plan"),
         ("[[operator]]\nplan = 'toy_specs:plan_hopper'\narch = 90", "arch of operator 1"),
         ("[[operator]]\nplan = 'toy_specs:plan_hopper'\narch = 'h100'", "'h100' is not an arch"),
+        ("[[operator]]\nplan = 'toy_specs:plan_hopper'\narch = 'sm_90'", "did you mean 'sm_90a'?"),
         ("operator = [1]", "operator 1 has no plan"),
     ],
 )
@@ -350,10 +457,21 @@ def test_a_file_can_be_planned_without_the_command_line(spec_file: Path) -> None
     assert planned == [(SCALE, ScaleSpec(2.0)), (SCALE, ScaleSpec(3.0)), (SCALE, ScaleSpec(2.0))]
 
 
-def test_build_for_an_arch_that_makes_no_sense(spec_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arch", "problem"),
+    [
+        ("hopper", "'hopper' is not an architecture"),
+        ("sm_90", "did you mean 'sm_90a'?"),
+        ("sm_90a,sm_100f", "did you mean 'sm_100a'?"),
+    ],
+)
+def test_build_for_an_arch_that_makes_no_sense(
+    spec_file: Path, tmp_path: Path, capsys: Capture, arch: str, problem: str
+) -> None:
     with pytest.raises(SystemExit) as wrong:
-        main(["build", str(spec_file), "--arch", "hopper", "--out", str(tmp_path)])
+        main(["build", str(spec_file), "--arch", arch, "--out", str(tmp_path)])
     assert wrong.value.code == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_the_module_runs(filled_root: Path) -> None:
