@@ -92,7 +92,8 @@ def emulated(arch: str | None = None, emulator: Emulator | None = None) -> Itera
         TypeError: arch is not a string, or emulator not an Emulator.
         ValueError: arch is not of the form "sm_90a".
         NotImplementedError: arch is older than "sm_80".
-        cute_attn.emulator.EmulatorUnavailable: there is no C compiler to build the emulator with.
+        cute_attn.emulator.EmulatorUnavailable: there is no C compiler to build the emulator with,
+            or no pyelftools.
     """
     from .emulator import Emulator
 

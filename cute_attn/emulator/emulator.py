@@ -59,7 +59,7 @@ class Emulator:
 
     Raises:
         ValueError: an argument has none of the values above.
-        EmulatorUnavailable: there is no C compiler to build the engine with.
+        EmulatorUnavailable: there is no C compiler to build the engine with, or no pyelftools.
     """
 
     CHECKS: tuple[str, ...] = library.CHECKS

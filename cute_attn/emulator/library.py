@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import struct
 import weakref
 from collections.abc import Callable
@@ -172,6 +173,17 @@ def engine() -> Engine:
     """The engine, built if it is not in the cache.
 
     Raises:
-        EmulatorUnavailable: there is no C compiler to build it with.
+        EmulatorUnavailable: there is no C compiler to build it with, or no pyelftools.
     """
+    _check_elf_reader()  # not after a build that takes a minute
     return Engine(str(build.engine_library()))
+
+
+def _check_elf_reader() -> None:
+    try:
+        importlib.import_module("elftools.elf.elffile")
+    except ImportError as error:
+        raise build.EmulatorUnavailable(
+            f"the emulator reads machine code with pyelftools, which cannot be imported ({error}): "
+            "pip install 'pyelftools>=0.31'"
+        ) from None

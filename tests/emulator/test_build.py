@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from cute_attn.cache import settings
 from cute_attn.cache.store import Store
-from cute_attn.emulator import build
+from cute_attn.emulator import Emulator, EmulatorUnavailable, build, library, machine
 
 DAY = 24 * 60 * 60
 
@@ -114,6 +115,16 @@ def test_a_long_build_says_so_once(
     caplog.clear()
     build.engine_library()
     assert not caplog.records
+
+
+def test_without_pyelftools_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "elftools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "elftools", None)
+    monkeypatch.setattr(build, "engine_library", lambda: pytest.fail("it builds"))
+    monkeypatch.setattr(machine, "engine", library.engine.__wrapped__)
+    with pytest.raises(EmulatorUnavailable, match=r"pip install 'pyelftools>="):
+        Emulator()
 
 
 def test_the_engine_compiles_without_warnings() -> None:
