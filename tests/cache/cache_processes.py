@@ -96,7 +96,13 @@ def python_path() -> str:
     return os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def start(program: str, environment: dict[str, str | None], *, torch: bool = False) -> Process:
+def start(
+    program: str,
+    environment: dict[str, str | None],
+    *,
+    torch: bool = False,
+    cwd: Path | None = None,
+) -> Process:
     """Run ``program`` after a prelude that imports the cache and the toy kernels' names.
 
     A variable that is None in ``environment`` is unset.
@@ -106,6 +112,7 @@ def start(program: str, environment: dict[str, str | None], *, torch: bool = Fal
     return Process(
         subprocess.Popen(
             [sys.executable, "-c", source],
+            cwd=cwd,
             env={name: value for name, value in variables.items() if value is not None},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -136,8 +136,10 @@ def run(root: Path) -> Iterator[Callable[..., Process]]:
     """Start a Python process that uses ``root``; killed at the end of the test if it still runs."""
     started: list[Process] = []
 
-    def start_and_keep(program: str, **environment: str | None) -> Process:
-        process = start(program, {"CUTE_ATTN_CACHE_DIR": str(root), **environment})
+    def start_and_keep(
+        program: str, *, cwd: Path | None = None, **environment: str | None
+    ) -> Process:
+        process = start(program, {"CUTE_ATTN_CACHE_DIR": str(root), **environment}, cwd=cwd)
         started.append(process)
         return process
 

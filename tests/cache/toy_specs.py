@@ -17,6 +17,13 @@ class SumSpec:
     terms: int = 4
 
 
+@dataclass(frozen=True)
+class NeedsMoreSpec:
+    terms: int
+    width: int
+    others: int
+
+
 SCALE = KernelDef("scale", "toy_kernels:Scale")
 SUM = KernelDef("sum", "toy_kernels:Sum")
 REVERSE = KernelDef("reverse", "toy_kernels:Reverse")
