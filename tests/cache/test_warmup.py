@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import json
@@ -23,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_specs import BROKEN, SCALE, ScaleSpec
 
+import cute_attn
 from cute_attn import cache
 from cute_attn.cache import specfile, warm
 from cute_attn.cache.key import spec_items
@@ -85,7 +87,10 @@ def test_a_process_that_dies_loses_only_its_kernel(
         return original(worker, request)
 
     monkeypatch.setattr(warm._Worker, "ask", die_at_the_first)
-    with pytest.raises(cache.CompileError, match=f"ended with status -{int(signal.SIGKILL)}") as e:
+    hint = (
+        r"ended with status -9 \(SIGKILL\): the system may have run out of memory.*jobs of warmup"
+    )
+    with pytest.raises(cache.CompileError, match=hint) as e:
         cache.warmup(MANY, arch=ARCH, jobs=2, progress=False)
     assert len(e.value.report.compiled) == 2  # type: ignore[attr-defined]
     assert len(Store(root).digests()) == 2
@@ -213,15 +218,109 @@ time.sleep(1000)
 """)
     pid = parent.hear()["pid"]
     parent.kill()
+    assert ends(pid)
+
+
+def ends(pid: int) -> bool:
+    """Whether a process ends within 10 seconds."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except FileNotFoundError:
-            return
+            return True
         if state == "Z":  # dead, and nobody has asked for its status yet
-            return
+            return True
         time.sleep(0.1)
-    pytest.fail(f"worker {pid} still runs")
+    return False
+
+
+def test_a_worker_ends_in_the_middle_of_a_compilation(
+    run: Callable[..., Process], root: Path, tmp_path: Path
+) -> None:
+    """When the process that started it has ended: it would keep a CPU and a gigabyte."""
+    parent = run(
+        """
+cache.warmup([(SLOW, ScaleSpec(float(n))) for n in range(2)], arch="sm_90a", jobs=2)
+""",
+        TOY_SLOW=str(tmp_path),
+    )
+    began = time.monotonic()
+    while len(list(tmp_path.glob("pid-*"))) < 2:
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    os.kill(parent.pid, signal.SIGKILL)
+    pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    try:
+        assert all(ends(pid) for pid in pids)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_worker_whose_parent_has_ended_before_it_begins_does_not_begin() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    done = subprocess.run(
+        [sys.executable, "-c", f"from cute_attn.cache._worker import main; main({gone.pid})"],
+        input="not json\n",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (1, "its process ended with status 1"),
+        (-int(signal.SIGSEGV), f"its process ended with status -{int(signal.SIGSEGV)} (SIGSEGV)"),
+        (-40, "its process ended with status -40"),
+    ],
+)
+def test_how_a_process_ended_in_words(status: int, text: str) -> None:
+    assert warm._ending(status) == text
+
+
+# -- arguments that make no sense
+
+
+@pytest.mark.parametrize(
+    ("requests", "problem"),
+    [
+        (3, "requests is 3, must be pairs of KernelDef and specialisation, or the path"),
+        ((SCALE, ScaleSpec()), "requests holds KernelDef.*must hold pairs of KernelDef and spec"),
+        ([(SCALE,)], "requests holds .*must hold pairs"),
+        ([SCALE], "requests holds .*must hold pairs"),
+        ({"scale": 1}, "requests holds 'scale', must hold pairs"),
+        ([(SCALE, 2.0)], "requests holds .*must hold pairs"),
+    ],
+)
+def test_requests_that_are_none(root: Path, requests: Any, problem: str) -> None:
+    for warmup in (cache.warmup, cute_attn.warmup):
+        with pytest.raises(TypeError, match=problem):
+            warmup(requests, arch=ARCH)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "error", "problem"),
+    [
+        (0, ValueError, "jobs is 0, must be at least 1"),
+        (-1, ValueError, "jobs is -1, must be at least 1"),
+        (True, TypeError, "jobs is True, must be an int or None"),
+        (2.0, TypeError, r"jobs is 2\.0, must be an int or None"),
+    ],
+)
+def test_no_such_number_of_processes(
+    root: Path, jobs: Any, error: type[Exception], problem: str
+) -> None:
+    with pytest.raises(error, match=problem):
+        cache.warmup(MANY, arch=ARCH, jobs=jobs)
+
+
+def test_a_warm_up_of_nothing_says_so(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert cache.warmup([], arch=ARCH).kernels == 0
+    assert caplog.messages == ["a warm-up was asked for no kernel: nothing is loaded"]
 
 
 def test_without_worker_processes_this_process_compiles(

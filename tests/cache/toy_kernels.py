@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
@@ -96,6 +100,14 @@ class Broken(Scale):
     @cute.kernel
     def kernel(self, x: cute.Tensor, y: cute.Tensor):
         y[0] = x[0] * self.spec.no_such_field
+
+
+class Slow(Scale):
+    """Takes minutes to compile, and leaves a file named by its process in the folder TOY_SLOW."""
+
+    def fake_args(self):
+        (Path(os.environ["TOY_SLOW"]) / f"pid-{os.getpid()}").touch()
+        time.sleep(1000)
 
 
 class AsksForAnother(Scale):

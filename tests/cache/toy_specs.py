@@ -27,6 +27,7 @@ class NeedsMoreSpec:
 SCALE = KernelDef("scale", "toy_kernels:Scale")
 SUM = KernelDef("sum", "toy_kernels:Sum")
 REVERSE = KernelDef("reverse", "toy_kernels:Reverse")
+SLOW = KernelDef("slow", "toy_kernels:Slow")
 BROKEN = KernelDef("broken", "toy_kernels:Broken")
 
 
