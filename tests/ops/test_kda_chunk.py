@@ -118,6 +118,20 @@ def test_small_gates_behind_large_ones_count(device: str, kind: Kind, path: str)
 
 
 @pytest.mark.everywhere
+@pytest.mark.parametrize("path", MOSTLY_FUSED)
+def test_a_long_memory_does_not_drift(device: str, path: str):
+    """Decays of a chunk that float32 holds nearly exactly. Roundings of the state's elements
+    average out over its columns, but errors of a decay add up."""
+    args = Case(DECAYS, (12 * 64,), group=1).arguments(device)
+    args["g"] = -(torch.arange(1.0, 129.0, device=device) * 2.0**-30).expand(args["g"].shape)
+    args["beta"].zero_()
+    args["initial_state"].abs_().add_(1.0)
+    _, state = run(args, **PATHS[path])
+    states = state, plain(args).states.final_state, reference(args).final_state
+    assert_no_worse(*(x.double().mean(-1) for x in states), "mean of columns")
+
+
+@pytest.mark.everywhere
 @pytest.mark.in_turn("gates")
 @pytest.mark.parametrize("path", MOSTLY_FUSED)
 @pytest.mark.parametrize("size", [1e10, 1e18, 1e-18])

@@ -259,6 +259,16 @@ def test_gates_of_any_size(device: str, gate: float | str):
 
 
 @pytest.mark.everywhere
+@pytest.mark.parametrize("bias", [pytest.param(-13.0, marks=pytest.mark.slow), -16.0, -60.0])
+def test_gates_of_nearly_0(device: str, bias: float):
+    """exp of such a bias is lost beside 1, but it is the gradient of A_log that is left."""
+    args = Case(PACKED, (70,), group=2, tail=3).arguments(device)
+    args["dt_bias"].fill_(bias)
+    of = weights(args)
+    assert_agrees(args, of, differentiated(args, of))
+
+
+@pytest.mark.everywhere
 @pytest.mark.slow
 def test_beta_of_0_counts_as_the_smallest_where_a_gradient_is_needed(device: str):
     """With float16 that is 2**-14, and the state moves as far as the definition says."""

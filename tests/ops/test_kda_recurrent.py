@@ -205,6 +205,21 @@ def test_agrees_with_the_reference(device: str, data: st.DataObject):
 
 
 @pytest.mark.everywhere
+def test_a_long_memory_does_not_drift(device: str):
+    """Decays that float32 holds nearly exactly, the same at every token. Roundings of the state's
+    elements average out over its columns, but errors of a decay add up."""
+    kernel = Kernel(128, 64, index_dtype=torch.int64, gate="none", beta_sigmoid=False)
+    args = Case(kernel, lengths=(48,), heads=1, group=1).inputs(device)
+    args["g"] = -(torch.arange(1.0, 129.0, device=device) * 2.0**-24).expand(args["g"].shape)
+    args["beta"].zero_()
+    args["initial_state"].abs_().add_(1.0)
+    _, state = run(args)
+    exact, plain = kda_reference(**args), kda_reference(**args, dtype=torch.float32)
+    states = state, plain.final_state, exact.final_state
+    assert_no_worse(*(x.double().mean(-1) for x in states))
+
+
+@pytest.mark.everywhere
 @few
 @given(data=st.data())
 def test_packed_sequences_are_each_alone_bitwise(device: str, data: st.DataObject):

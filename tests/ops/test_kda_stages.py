@@ -122,6 +122,21 @@ def assert_cumsum(args: dict[str, Any]) -> None:
 
 
 @pytest.mark.everywhere
+def test_a_long_memory_does_not_drift(device: str):
+    """The state without tokens that add to it, as in `test_kda_chunk`."""
+    args = Case(DECAYS, (12 * 64,), group=1).arguments(device)
+    kg, w, u = (torch.zeros_like(args[name]) for name in ("k", "k", "v"))
+    g = -(torch.arange(1.0, 129.0, device=device) * 2.0**-30).expand(args["g"].shape)
+    total = kda.kda_gate_cumsum_reference(g, cu_seqlens=args["cu_seqlens"]).float()
+    state = args["initial_state"].abs() + 1.0
+    _, _, states = check(
+        kda_chunk_delta_h, kda.kda_chunk_delta_h_reference, args, kg, w, u, total, state,
+        output_final_state=True,
+    )  # fmt: skip
+    assert_no_worse(*(x.double().mean(-1) for x in states), "mean of columns")
+
+
+@pytest.mark.everywhere
 @examples(3)
 @given(data=st.data())
 def test_intra(device: str, data: st.DataObject):

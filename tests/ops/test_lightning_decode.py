@@ -214,6 +214,19 @@ def test_a_large_decay_forgets(device: str):
 
 
 @pytest.mark.everywhere
+def test_a_long_memory_does_not_drift(device: str):
+    """Decays that float32 holds nearly exactly. Roundings of the state's elements average out, but
+    errors of a head's decay add up over the tokens."""
+    args = Case(batch=1, tokens=24, heads=16, head_dim_k=64).inputs(device)
+    args["decay"] = torch.arange(1.0, 17.0, device=device) * 2.0**-24
+    args["k"].zero_()
+    args["state"].abs_().add_(1.0)
+    _, state = run(args)
+    states = state, reference(args, torch.float32)[1], reference(args, torch.float64)[1]
+    assert_no_worse(*(x.double().mean((-2, -1)) for x in states))
+
+
+@pytest.mark.everywhere
 def test_an_empty_batch_is_no_work(device: str):
     args = Case(batch=1, slots=4).inputs(device)
     for name in ("q", "k", "v", "out", "state_indices"):

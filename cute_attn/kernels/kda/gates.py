@@ -26,6 +26,23 @@ SMALLEST_LOG2_DECAY = -128.0 * LOG2_E
 LARGEST_EXPONENT = 80.0  # of the exponential in a sigmoid, which then is 1e-35, as good as 0
 
 
+# log2(1 + x) / x on [0, 1]: the polynomial of degree 7 with the smallest maximum relative error,
+# 1.9e-7; found by Remez's algorithm. Of log2 itself, 1 + x would lose the small x of a weak gate.
+LOG2_OF_1_PLUS = (
+    1.4426947605, -0.72131008821, 0.48006369642, -0.35339482707,
+    0.25600971776, -0.15535187281, 0.063607892814, -0.012319473757,
+)  # fmt: skip
+
+
+def log2_of_1_plus_exp2(y: Any, small: Any) -> Any:
+    """log2(1 + 2^y), which is a softplus in base 2, from y and small = 2^-|y|; it does not
+    overflow. The relative error is 2e-7, and that of `small`."""
+    quotient = Float32(LOG2_OF_1_PLUS[-1])
+    for c in reversed(LOG2_OF_1_PLUS[:-1]):
+        quotient = cute.math.fma(quotient, small, Float32(c))
+    return cute.math.fma(quotient, small, cute.arch.fmax(y, Float32(0.0)))
+
+
 def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
     """The logarithm of a decay in base 2, at least SMALLEST_LOG2_DECAY; one float32 element.
 
@@ -36,10 +53,8 @@ def log2_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any
     if gate == "none":
         result = g * Float32(LOG2_E)
     elif gate == "softplus":
-        # log2(1 + 2^y) = max(y, 0) + log2(1 + 2^-|y|) does not overflow
         y = cute.math.fma(g, Float32(LOG2_E), bias * LOG2_E)  # g = -inf gives a gate of 0
-        magnitude = cute.arch.fmax(y, -y)
-        result = -rate * (cute.arch.fmax(y, Float32(0.0)) + log2(1.0 + exp2(-magnitude)))
+        result = -rate * log2_of_1_plus_exp2(y, exp2(-cute.arch.fmax(y, -y)))
     else:
         # Rows past the end have g = -inf, and 0 * -inf would be NaN: the slope must not be 0.
         slope = cute.arch.fmin(-rate * LOG2_E, Float32(-1e-30))
@@ -62,7 +77,7 @@ def log_decay_gradients(
     small = exp2(-cute.arch.fmax(z, -z))
     inverse = reciprocal(1.0 + small)
     if gate == "softplus":
-        log2_gate = -rate * (cute.arch.fmax(z, Float32(0.0)) + log2(1.0 + small))
+        log2_gate = -rate * log2_of_1_plus_exp2(z, small)
         kept = log2_gate > Float32(SMALLEST_LOG2_DECAY)
         kept_dg = Float32(cutlass.select_(kept, dg, Float32(0.0)))
         slope = cutlass.select_(z < Float32(0.0), small * inverse, inverse)

@@ -26,6 +26,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
+from ..common.decay import decay_exp
 from ..common.overlap import overlaps
 from ..common.ptx.cache_policy import cache_policy
 from ..common.spec import VECTOR_BYTES
@@ -107,7 +108,7 @@ class LightningDecode:
             part = self.tile.thread_part(state[slot, head, None, None], tile_index)
             stored = cute.make_rmem_tensor(part.shape, self.state_dtype)
             self.load(part, stored)
-            factor = cute.math.exp(-decay[head])
+            factor = decay_exp(-decay[head])
             s = cute.make_rmem_tensor(part.shape, cutlass.Float32)
 
             if cutlass.const_expr(self.spec.replay):

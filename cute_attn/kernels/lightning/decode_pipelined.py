@@ -24,6 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
+from ..common.decay import decay_exp
 from ..common.pipeline import Edge, Kind, Pipeline, Role
 from ..common.smem import Buffer, SharedMemory
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
@@ -152,7 +153,7 @@ class LightningDecodePipelined:
                 target = self.tile.thread_part(state[slot, head, None, None], tile_index)
                 stored = cute.make_rmem_tensor(part.shape, self.state_dtype)
                 s = cute.make_rmem_tensor(part.shape, cutlass.Float32)
-                factor = cute.math.exp(-decay[head])
+                factor = decay_exp(-decay[head])
                 # Issue the loads of q, k and v before waiting for the tile.
                 q_frag = self.tile.along_k(q[sequence, head, None])
                 k_frag = self.tile.along_k(k[sequence, head, None])

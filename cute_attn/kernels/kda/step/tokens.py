@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...common.carried import Carried
+from ...common.decay import decay_exp
 from ...common.dtypes import DTYPE
 from ...common.ptx.math import reciprocal_sqrt
 from ...common.spec import VECTOR_BYTES, WARP_SIZE
@@ -258,7 +259,7 @@ class TokenReader:
                 self.spec.gate, Float32(fetched.g[i]), gate.rate, gate.bias[i], gate.lower_bound
             )
             stage.k[self.channel(i)] = k[i]
-            stage.decay[self.channel(i)] = cute.math.exp(g)
+            stage.decay[self.channel(i)] = decay_exp(g)
 
     @cute.jit
     def put_sums(self, stage: TokenStage, products: cutlass.Constexpr) -> None:

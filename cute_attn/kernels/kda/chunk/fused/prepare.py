@@ -34,9 +34,9 @@ from ....common.arguments import (
     fake_strided,
 )
 from ....common.carried import Carried
+from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
 from ....common.ptx.convert import pack_all
-from ....common.ptx.math import exp2
 from ....common.ptx.memory import (
     load_shared,
     shared_address,
@@ -280,7 +280,7 @@ class KdaPrepare:
                 first_of_group = divmod(head, by_group)[1] == 0
             self.operands.norms(smem, scale, norms, first_of_group)
             if thread < self.spec.head_dim_k:
-                decay[slot, head, thread] = exp2(self.sums.finish_tables(smem, thread))
+                decay[slot, head, thread] = decay_exp2(self.sums.finish_tables(smem, thread))
             cute.arch.sync_threads()
 
             first = Int64(slot) * tiles.stride[0] + Int64(head) * tiles.stride[1]

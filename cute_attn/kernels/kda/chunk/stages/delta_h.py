@@ -29,8 +29,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
 from ....common.arguments import fake_matrices, fake_offsets, fake_rows
+from ....common.decay import decay_exp2
 from ....common.dtypes import DTYPE
-from ....common.ptx.math import exp2
 from ....common.ptx.matrices import transpose_matrix
 from ....common.ptx.memory import (
     load_global,
@@ -150,7 +150,7 @@ class ChunkStates:
         if thread < self.spec.head_dim_k:
             at = base + self.memory["decay"] + (c & 1) * self.decay_bytes + thread * 4
             for i in cutlass.range_constexpr(self.decays):
-                store_shared(Float32, at + i * self.num_threads * 4, [exp2(logs[i])])
+                store_shared(Float32, at + i * self.num_threads * 4, [decay_exp2(logs[i])])
 
     # -- h and v_new --------------------------------------------------------------------------
 

@@ -1,0 +1,38 @@
+"""exp(x) and 2 ** x for factors that multiply a state at every step.
+
+Such a factor is close to 1 where the state has a long memory, and often the same at every step, so
+that its error adds up over all steps. The special function unit errs by up to 1.4 * 2 ** -24 there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from .numbers import LN_2
+from .ptx.math import exp2
+
+NEAR_0 = 2.0**-4
+TAYLOR = tuple(1.0 / math.factorial(n) for n in range(6))  # to 1e-10 where |x| < NEAR_0
+
+
+def decay_exp(x: Any) -> Any:
+    """exp(x) of a float32, to 0.6 * 2 ** -24 where |x| < NEAR_0, and to 1 ulp elsewhere."""
+    return _near_0_or(x, cute.math.exp(x))
+
+
+def decay_exp2(x: Any) -> Any:
+    """2 ** x of a float32, to 0.7 * 2 ** -24 where |x| < NEAR_0 / ln 2, and as `exp2` elsewhere."""
+    return _near_0_or(x * Float32(LN_2), exp2(x))
+
+
+def _near_0_or(x: Any, elsewhere: Any) -> Any:
+    power = Float32(TAYLOR[-1])
+    for c in reversed(TAYLOR[:-1]):
+        power = cute.math.fma(power, x, Float32(c))
+    is_near = cute.arch.fmax(x, -x) < Float32(NEAR_0)
+    return Float32(cutlass.select_(is_near, power, elsewhere))
