@@ -132,6 +132,20 @@ def test_a_long_memory_does_not_drift(device: str, path: str):
 
 
 @pytest.mark.everywhere
+@pytest.mark.parametrize("path", MOSTLY_FUSED)
+@pytest.mark.parametrize(
+    ("kind", "scale", "size"),
+    [(PACKED, 2.0**-60, 1e18), (PACKED, -(2.0**60), 1e-3), (SMALL, 2.0**-10, 1.0)],
+    ids=["small", "large", "small, float16"],
+)
+def test_scales_up_to_the_limits(device: str, kind: Kind, scale: float, size: float, path: str):
+    """Beside rows of q of any length, which the norm makes a factor of."""
+    args = Case(kind, (100,), scale=scale, seed=9).arguments(device)
+    args["q"] *= size
+    assert_agrees(args, *run(args, **PATHS[path]))
+
+
+@pytest.mark.everywhere
 @pytest.mark.in_turn("gates")
 @pytest.mark.parametrize("path", MOSTLY_FUSED)
 @pytest.mark.parametrize("size", [1e10, 1e18, 1e-18])

@@ -270,6 +270,50 @@ def test_gates_of_nearly_0(device: str, bias: float):
 
 @pytest.mark.everywhere
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "scale", "size"),
+    [(PACKED, 2.0**-60, 1e8), (PACKED, -(2.0**60), 1e-3), (SMALL, 2.0**-10, 1.0)],
+    ids=["small", "large", "small, float16"],
+)
+def test_scales_up_to_the_limits(device: str, kind: Kind, scale: float, size: float):
+    args = Case(kind, (100,), scale=scale, seed=9).arguments(device)
+    args["q"] *= size
+    of = weights(args)
+    assert_agrees(args, of, differentiated(args, of))
+
+
+@pytest.mark.everywhere
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_errors_over_many_draws(device: str, dtype: torch.dtype):
+    """The error rule for all draws together. Few elements have most of the error of a gradient of
+    beta, so that in one draw it may be several times that of a plain implementation, or a part."""
+    kind = replace(PLAIN, dtype=dtype, dim_k=64, dim_v=64)
+    ours: dict[str, float] = {}
+    theirs: dict[str, float] = {}
+    for seed in range(24):
+        gates = ("usual", "weak", "strong", "mixed")[seed % 4]
+        case = Case(kind, (200,), gates=gates, negative=seed % 8 > 3, seed=seed)
+        args = case.arguments(device)
+        of = weights(args, seed)
+        found = differentiated(args, of)
+        exact = kda_gradients(**definition(args), **of)
+        plain = kda_chunk_gradients(
+            **definition(bounded(args)), **of, dtype=torch.float32, stage_dtype=dtype
+        )
+        for i, (name, true) in enumerate(zip(INPUTS, exact, strict=True)):
+            if name in found and name != "A_log":  # a few numbers, see `_terms`
+                size = true.norm().item() ** 2
+                x, y = found[name].view(true.shape), plain[i].to(found[name].dtype)
+                for sums, z in ((ours, x), (theirs, y)):
+                    error = (z.double().view(true.shape) - true).norm().item() ** 2
+                    sums[name] = sums.get(name, 0.0) + error / size
+    for name in ours:
+        assert ours[name] <= 4 * theirs[name], f"{name}: {(ours[name] / theirs[name]) ** 0.5:.2f}"
+
+
+@pytest.mark.everywhere
+@pytest.mark.slow
 def test_beta_of_0_counts_as_the_smallest_where_a_gradient_is_needed(device: str):
     """With float16 that is 2**-14, and the state moves as far as the definition says."""
     args = Case(SMALL, (66,), group=1, gates="weak", seed=5).arguments(device)

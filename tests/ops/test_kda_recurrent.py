@@ -208,8 +208,7 @@ def test_agrees_with_the_reference(device: str, data: st.DataObject):
 def test_a_long_memory_does_not_drift(device: str):
     """Decays that float32 holds nearly exactly, the same at every token. Roundings of the state's
     elements average out over its columns, but errors of a decay add up."""
-    kernel = Kernel(128, 64, index_dtype=torch.int64, gate="none", beta_sigmoid=False)
-    args = Case(kernel, lengths=(48,), heads=1, group=1).inputs(device)
+    args = Case(EMULATED[1], lengths=(48,), heads=1, group=1).inputs(device)
     args["g"] = -(torch.arange(1.0, 129.0, device=device) * 2.0**-24).expand(args["g"].shape)
     args["beta"].zero_()
     args["initial_state"].abs_().add_(1.0)
@@ -217,6 +216,14 @@ def test_a_long_memory_does_not_drift(device: str):
     exact, plain = kda_reference(**args), kda_reference(**args, dtype=torch.float32)
     states = state, plain.final_state, exact.final_state
     assert_no_worse(*(x.double().mean(-1) for x in states))
+
+
+@pytest.mark.everywhere
+def test_a_small_scale_of_long_rows(device: str):
+    """The product of the scale and a row's inverse norm is below the numbers of float32."""
+    args = Case(EMULATED[1], lengths=(5,), scale=1e-30).inputs(device)
+    args["q"] *= 1e18
+    assert_agrees(args, run(args))
 
 
 @pytest.mark.everywhere

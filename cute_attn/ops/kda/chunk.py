@@ -111,7 +111,8 @@ def chunk_kda(
         beta: `[B, T, HV]`, float32, bfloat16 or float16; any strides. If a gradient is
             needed, one nearer to 0 than 2**-40 (2**-14 with float16 q) counts as that, with its
             sign.
-        scale: factor of q; None is K ** -0.5.
+        scale: factor of q; None is K ** -0.5. 0, or 2**-60 to 2**60 in size (with float16 q and
+            use_qk_l2norm_in_kernel, 2**-10 to 2**15).
         initial_state: `[N, HV, K, V]`, float32, or bfloat16, which is converted; None is 0. N, the
             number of sequences, is B without cu_seqlens. With state_indices: a pool, see below.
         output_final_state: whether to return the states after each sequence's last token.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..checks import check_flags, check_number
@@ -15,6 +16,11 @@ from .arguments import (
     check_gate_and_beta_dtypes,
     check_state,
 )
+
+# The smallest and the largest size of a scale: its exponents. Chunks have products times 2**-60 in
+# bfloat16. In float16 an element of scale * q is subnormal, or infinite, past the second pair.
+SCALES = (-60, 60)
+SCALES_OF_NORMALISED_FLOAT16 = (-10, 15)
 
 
 class ChunkArguments(NamedTuple):
@@ -66,6 +72,7 @@ def check(a: ChunkArguments, given: dict[str, Tensor]) -> Sizes:
     if a.keep_states and a.return_intermediate_states:
         raise ValueError("keep_states is True, must be False with return_intermediate_states")
     check_dtypes(given, ("q", "k", "v"))
+    check_scale(a)
     check_gate_and_beta_dtypes(given)
     sizes = Sizes()
     sizes.take("q", a.q, "B T HQK K")
@@ -79,6 +86,21 @@ def check(a: ChunkArguments, given: dict[str, Tensor]) -> Sizes:
     check_state(sizes, a.initial_state, a.state_v_first)
     check_gate(given, sizes, a.use_gate_in_kernel, a.safe_gate, a.lower_bound)
     return sizes
+
+
+def check_scale(a: ChunkArguments) -> None:
+    """Raise ValueError for a scale that takes intermediate results out of range."""
+    if a.scale is None or a.scale == 0:
+        return
+    low, high = SCALES
+    of = ""
+    if a.use_qk_l2norm_in_kernel and a.q.dtype == torch.float16:
+        low, high = SCALES_OF_NORMALISED_FLOAT16
+        of = " with use_qk_l2norm_in_kernel and float16 q"
+    if not 2.0**low <= abs(a.scale) <= 2.0**high:
+        raise ValueError(
+            f"scale is {a.scale}, must be 0, or from 2**{low} to 2**{high} in size{of}"
+        )
 
 
 def check_disable_recompute(disable_recompute: Any, return_intermediate_states: Any) -> None:

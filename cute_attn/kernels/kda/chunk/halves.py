@@ -64,7 +64,7 @@ class ScoresByHalves:
                             smem, "inverse_norm_k", b * SUB_CHUNK + earlier
                         )
                     transposed = block + block_element(earlier, later)
-                    store_shared(Float32, transposed, [product[i] * (of_q * column)])
+                    store_shared(Float32, transposed, [(product[i] * column) * of_q])
                     at = block + block_element(later, earlier)
                     store_shared(Float32, at, [product[2 + i] * (of_k * column)])
 

@@ -87,12 +87,12 @@ class Operands:
                 )
         if c == r >> 1:
             odd = (r & 1) == 1
-            dot = cutlass.select_(odd, by_k[1], by_k[0]) * scale
+            dot = Float32(cutlass.select_(odd, by_k[1], by_k[0]))
             place = smem + row * 4
             if cutlass.const_expr(self.memory.l2norm):
                 of_q = self._inverse_norm(cutlass.select_(odd, by_q[1], by_q[0]))
                 of_k = self._inverse_norm(cutlass.select_(odd, by_k[3], by_k[2]))
-                dot = dot * (of_q * of_k)
+                dot = (dot * of_q) * of_k
                 if cutlass.const_expr(results is not None):
                     if is_stored:
                         results[row], results[CHUNK + row] = of_q, of_k
@@ -100,7 +100,7 @@ class Operands:
                     of_q, of_k = of_q * longer_q, of_k * longer_k
                 store_shared(Float32, place + self.memory["inverse_norm_q"], [of_q * scale])
                 store_shared(Float32, place + self.memory["inverse_norm_k"], [of_k])
-            store_shared(Float32, place + self.memory["own_score"], [dot])
+            store_shared(Float32, place + self.memory["own_score"], [dot * scale])
 
     def _shorten(self, at: Any, swap: Any, square: Any) -> Any:
         """Multiply the thread's row in shared memory by SHORTENED if it is long, and return the

@@ -61,15 +61,17 @@ class ScoreTiles:
         at = (REGION["tile_qk"], REGION["tile_kk"])[which]
         return smem + at + b * REGION.nbytes + cute.arch.lane_idx() * 16
 
-    def unshifted(self, back: int, factor: Any) -> Any:
-        """Divide 2^shift out of the factor of sums with earlier sub-chunks, whose rows have it."""
-        return factor * 2.0**-self.memory.shift if back and self.memory.shift else factor
-
-    def scaled(self, sums: Any, n: int, row: Any, columns: Any) -> list[Any]:
-        """Return two sums times the factors of their row and of their columns."""
-        if columns is None:
-            return [sums[n + e] * row for e in range(2)]
-        return [sums[n + e] * (row * columns[e]) for e in range(2)]
+    def scaled(self, sums: Any, n: int, back: int, row: Any, columns: Any) -> list[Any]:
+        """Return two sums times the factors of their row and of their columns, without the 2^shift
+        that rows have for earlier sub-chunks. The row's, which may be small, is the last factor."""
+        values = [sums[n + e] for e in range(2)]
+        factors = columns
+        if back and self.memory.shift:
+            unshift = 2.0**-self.memory.shift
+            factors = [unshift * x for x in columns] if columns is not None else [unshift] * 2
+        if factors is not None:
+            values = [x * y for x, y in zip(values, factors, strict=True)]
+        return [x * row for x in values]
 
     @cute.jit
     def finish_scores(self, smem: Int32, b: Int32, scale: Float32, acc: cute.Tensor) -> None:
@@ -101,9 +103,7 @@ class ScoreTiles:
                     for rows in cutlass.range_constexpr(2):
                         i, j = r + 8 * rows, 8 * half + 2 * c
                         n = back * 8 + half * 4 + rows * 2
-                        pair = self.scaled(
-                            sums, n, self.unshifted(back, factors[rows]), columns[half]
-                        )
+                        pair = self.scaled(sums, n, back, factors[rows], columns[half])
                         if cutlass.const_expr(back > 0):
                             store_shared(Float32, block + block_element(i, j), pair)
                         else:
@@ -127,7 +127,7 @@ class ScoreTiles:
         own = cute.make_rmem_tensor((8,), Float32)
         columns = self.memory.column_factors(smem, b)
         for n in cutlass.range_constexpr(0, 8, 2):
-            pair = self.scaled(sums, n, factors[n // 2 % 2], columns[n // 4])
+            pair = self.scaled(sums, n, 0, factors[n // 2 % 2], columns[n // 4])
             own[n], own[n + 1] = pair[0], pair[1]
         if in_range < SUB_CHUNK:
             block = smem + self.memory["blocks"] + block_offset(b, b)
@@ -153,8 +153,7 @@ class ScoreTiles:
                     for rows in cutlass.range_constexpr(2):
                         n = back * 8 + half * 4 + rows * 2
                         at = tile + tile_unit(r + 8 * rows, 2 * (b - back) + half) + 4 * c
-                        factor = self.unshifted(back, factors[rows])
-                        values = self.scaled(sums, n, factor, of_columns[half])
+                        values = self.scaled(sums, n, back, factors[rows], of_columns[half])
                         store_shared(Int32, at, pack_all(self.dtype, values))
         lane = cute.arch.lane_idx()
         for j in cutlass.range_constexpr(1, SUB_CHUNKS):

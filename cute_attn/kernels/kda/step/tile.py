@@ -147,10 +147,10 @@ class StateTile:
         # Of the lanes that share columns, the lower half gets the sums with k, the upper half those
         # with q, for the same columns: this thread's v-th from `first` on.
         first, sums = self.sum_over_k(sums, lane)
-        k_factor, q_factor = Float32(1.0), scale
+        k_factor = Float32(1.0)
         if cutlass.const_expr(self.spec.l2norm):
             k_factor = reciprocal_norm(self.reader.total(token, KK))
-            q_factor = scale * reciprocal_norm(self.reader.total(token, QQ))
+            q_factor = reciprocal_norm(self.reader.total(token, QQ))
         kq, beta = self.reader.total(token, KQ), token.beta[0]
         corrections = []
         for i in cutlass.range_constexpr(len(sums)):
@@ -159,7 +159,10 @@ class StateTile:
         outputs = []
         for i in cutlass.range_constexpr(len(sums)):
             correction = cute.arch.shuffle_sync_bfly(corrections[i], offset=self.distances[0])
-            outputs.append(q_factor * cute.math.fma(kq, k_factor * correction, sums[i]))
+            output = cute.math.fma(kq, k_factor * correction, sums[i])
+            if cutlass.const_expr(self.spec.l2norm):
+                output = q_factor * output
+            outputs.append(scale * output)
         half = lane & (self.distances[0] | self.idle_lanes)
         for i in cutlass.range_constexpr(len(sums)):
             place = self.v_in_tile(first + i)

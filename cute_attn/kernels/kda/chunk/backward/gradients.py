@@ -703,7 +703,7 @@ class KdaGradients:
                 decay = [exp2(first[e] - self.products.shift) for e in range(2)]
                 for n in cutlass.range_constexpr(4):
                     at = 8 * pair + 4 * i + n
-                    acc_q[at] = acc_q[at] * (decay[n % 2] * scale)
+                    acc_q[at] = (acc_q[at] * decay[n % 2]) * scale
                     acc_k[at] = acc_k[at] * -decay[n % 2]
 
     # -- results ------------------------------------------------------------------------------

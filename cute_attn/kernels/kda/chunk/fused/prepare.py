@@ -99,7 +99,8 @@ class Record(Carried):
         if self.memory.l2norm:
             row = b * SUB_CHUNK + 8 * half + row_and_part()[0]
             norm = self.memory.of_token(smem, "inverse_norm_q", row)
-        q = [x * (y * norm) for x, y in zip(q, start, strict=True)]
+        # `start` has 2^-shift, times which a small scale would underflow.
+        q = [(x * y) * norm for x, y in zip(q, start, strict=True)]
         self.put(self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
 
     def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:

@@ -519,7 +519,7 @@ class KdaRecomputeWUBackward:
                 for n in cutlass.range_constexpr(2):
                     at = 4 * j + 2 * i + n
                     from_start = exp2(total[n])
-                    dq_ = scale * from_start * sums[0][at]
+                    dq_ = scale * (from_start * sums[0][at])
                     dke = exp2(end[n] - total[n]) * sums[1][at]
                     dks = -from_start * sums[2][at]
                     of_beta[i] = of_beta[i] + dks * k_[n]
