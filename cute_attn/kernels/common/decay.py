@@ -34,5 +34,5 @@ def _near_0_or(x: Any, elsewhere: Any) -> Any:
     power = Float32(TAYLOR[-1])
     for c in reversed(TAYLOR[:-1]):
         power = cute.math.fma(power, x, Float32(c))
-    is_near = cute.arch.fmax(x, -x) < Float32(NEAR_0)
+    is_near = cute.math.absf(x) < Float32(NEAR_0)
     return Float32(cutlass.select_(is_near, power, elsewhere))
