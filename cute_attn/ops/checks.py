@@ -65,6 +65,8 @@ def check_tensor(name: str, x: Any) -> None:
     if x.is_nested or x.layout is not torch.strided:
         layout = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{name} has layout {layout}, must be torch.strided and not nested")
+    if x._is_zerotensor():
+        raise ValueError(f"{name} is zero without memory (_is_zerotensor): give {name}.clone()")
     if x.is_neg() or x.is_conj():
         bit = "neg" if x.is_neg() else "conj"
         raise ValueError(
@@ -106,6 +108,14 @@ def check_dtypes_are(given: dict[str, Tensor], names: Sequence[str], dtype: torc
     for name in names:
         if name in given and given[name].dtype != dtype:
             raise TypeError(f"{name} has dtype {given[name].dtype}, must be {dtype}")
+
+
+def check_int32(given: dict[str, Tensor], names: Sequence[str]) -> None:
+    """Check the dtype of lengths and indices. uint32 is taken for int32, in place: compiled host
+    code does not tell them apart, so a warm call could not refuse it."""
+    for name in names:
+        if name in given and given[name].dtype not in (torch.int32, torch.uint32):
+            raise TypeError(f"{name} has dtype {given[name].dtype}, must be {torch.int32}")
 
 
 def check_shapes(given: dict[str, Tensor], expected: Mapping[str, Sequence[int]]) -> None:
@@ -167,10 +177,20 @@ def exceeds(size: Any, most: int) -> bool:
 # -- flags and numbers --------------------------------------------------------------------------
 
 
+_FLAGS = (bool, int)
+
+
 def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
-        if not isinstance(value, bool | int):
+        if not isinstance(value, _FLAGS):
             raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def require_flags(*flags: Any) -> None:
+    """Raise TypeError unless each is a flag. `check_flags` names the one that is not."""
+    for value in flags:
+        if not isinstance(value, _FLAGS):
+            raise TypeError(f"a flag is {value!r}, must be a bool")
 
 
 def is_int(value: Any) -> bool:

@@ -30,6 +30,7 @@ from .checks import (
     check_contiguous,
     check_dtype,
     check_dtypes_are,
+    check_int32,
     check_not_expanded,
     check_number,
     check_rows,
@@ -234,7 +235,7 @@ class _Decode(Operator[_Arguments]):
         check_dtype("state", state, STATE_DTYPES)
         check_dtypes_are(given, ("k", "v", "out", "draft_k", "draft_v"), q.dtype)
         check_dtypes_are(given, ("decay",), torch.float32)
-        check_dtypes_are(given, ("state_indices", "num_accepted_tokens"), torch.int32)
+        check_int32(given, ("state_indices", "num_accepted_tokens"))
 
         if q.dim() not in (3, 4):
             raise ValueError(f"q has shape {_shape(q)}, must be [B, H, K] or [B, T, H, K]")

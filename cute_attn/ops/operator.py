@@ -169,7 +169,8 @@ class Operator(Generic[_Arguments]):
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         """Everything that the choice of kernels depends on, and everything that must be checked
-        but that neither the kernels nor their compiled host code check."""
+        but that neither the kernels nor their compiled host code check. Keys are compared with ==,
+        and True == 1 == 1.0, so the types of numbers and flags belong to it."""
         raise NotImplementedError
 
     def launch(self, ready: Any, *arguments: Any, **_: Any) -> Any:
@@ -459,7 +460,8 @@ class Operator(Generic[_Arguments]):
             name for name, need in zip(fields, ctx.needs_input_grad[1:], strict=False) if need
         )
         names = [name for name, _ in self.results]
-        found = self.backward(saved, dict(zip(names, gradients, strict=True)), needed)
+        given = (None if x is None else _in_memory(x) for x in gradients)
+        found = self.backward(saved, dict(zip(names, given, strict=True)), needed)
         return tuple(found.get(name) for name in fields)
 
 
@@ -474,6 +476,16 @@ def plain(x: _T) -> _T:
     if isinstance(x, Tensor) and type(x) not in PLAIN:
         return x.as_subclass(Tensor)  # type: ignore[return-value]
     return x
+
+
+def _in_memory(gradient: Tensor) -> Tensor:
+    """A gradient as kernels take it: strided, and with its values in memory. It comes from the
+    backward of another function, so that the caller could not mend it."""
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient._is_zerotensor():
+        gradient = gradient.clone()
+    return gradient.resolve_neg() if gradient.is_neg() else gradient
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -221,6 +221,9 @@ def test_query_heads_are_split_where_clusters_are_few(kernels: StandIns):
         "last dimension strided": lambda x: torch.randn(2, 5, 256, 4).to(x.dtype).transpose(2, 3),
         "rows at odd strides": lambda x: torch.randn(2, 5, 4, 257).to(x.dtype)[..., 1:],
         "misaligned": lambda x: torch.randn(x.numel() + 1).to(x.dtype)[1:].view(x.shape),
+        "negated": lambda x: torch._neg_view(torch.randn(x.shape).to(x.dtype)),
+        "sparse": lambda x: torch.randn(x.shape).relu().to(x.dtype).to_sparse(),
+        "zero without memory": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
     }.items(),
     ids=lambda x: x[0],
 )
@@ -244,10 +247,29 @@ def test_the_gradient_of_o_may_have_any_layout(
             args[name].grad = None
         do = layout[1](o)
         o.backward(do)
-        assert_gradients(args, expected(args, do))
-        copied = kernels.launched[-1][2][3].data_ptr() != do.data_ptr()
-        assert copied == (layout[0] != "heads first")
+        assert_gradients(args, expected(args, do.to_dense()))
+        in_place = kernels.launched[-1][2][3] is do
+        assert in_place == (layout[0] == "heads first")
     assert len(BACKWARD.ready) == 1
+
+
+@pytest.mark.parametrize("as_sparse", [False, True])
+def test_gradients_that_other_functions_leave_without_values_in_memory(
+    kernels: StandIns, as_sparse: bool
+):
+    """The caller does not hold them."""
+    args = dense()
+    o, lse = call(args | {"return_lse": True})
+    if as_sparse:
+        rows = torch.zeros(o.shape[0], 1, *o.shape[2:], dtype=torch.int64)
+        torch.gather(o, 1, rows, sparse_grad=True).sum().backward()
+        do, dlse = torch.zeros_like(o), None
+        do[:, 0] = 1.0
+    else:
+        z = torch.complex(torch.zeros_like(lse), lse).conj()
+        (z * z).real.sum().backward()  # the gradient of lse is the imaginary part of a conjugate
+        do, dlse = torch.zeros_like(o), -2 * lse.detach()
+    assert_gradients(args, expected(args, do, dlse))
 
 
 def test_a_kernel_of_one_head_dim_is_not_used_for_another():

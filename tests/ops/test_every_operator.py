@@ -6,10 +6,15 @@ Kernels are stood in for, except in the last tests, which run them.
 from __future__ import annotations
 
 import contextlib
+import enum
+import inspect
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from fractions import Fraction
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +24,8 @@ from torch.nn import Parameter
 
 import cute_attn
 from cute_attn.emulation import Emulation
+from cute_attn.ops import operator as base
+from cute_attn.ops.attention import forward
 
 from .operators import DIFFERENTIABLE, OPERATORS, Operator, tensors_in
 
@@ -240,6 +247,7 @@ STRANGE: dict[str, Callable[[Tensor], Any]] = {
     "quantised": lambda x: torch.quantize_per_tensor(x.float(), 1.0, 0, torch.qint32),
     "complex": lambda x: x.to(torch.complex64).conj(),
     "negated": lambda x: torch._neg_view(x),
+    "zero without memory": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
     "of 8 bits": lambda x: x.to(torch.int8),
     "list": lambda x: [1.0],
     "array": lambda x: x.float().numpy(),
@@ -531,6 +539,114 @@ def test_a_lower_bound_that_is_none_is_refused(launches: list[tuple[Any, ...]], 
     assert len(launches) > count > 0
 
 
+# -- warm calls ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remembered(
+    launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[tuple[Any, ...]]]:
+    """The launches, where calls with CPU tensors are remembered, as those on a GPU."""
+    for module in (base, forward):
+        monkeypatch.setattr(module, "may_remember", lambda _: True)
+    yield launches
+    cute_attn.reload_settings()  # forgets them
+
+
+class One(enum.IntEnum):
+    ONE = 1
+
+
+def forms(x: Any) -> list[Any]:
+    """What is equal to x, of other types; of a pair, with each of its elements in another form."""
+    if isinstance(x, tuple):
+        return [(form, x[1]) for form in forms(x[0])] + [(x[0], form) for form in forms(x[1])]
+    found = [float(x), np.float32(x), np.float64(x), Fraction(x), complex(x), torch.tensor(x)]
+    if x == int(x):
+        found += [int(x), np.int64(x)]
+    if x in (0, 1):
+        found += [bool(x), np.bool_(x)]
+    return [*found, One.ONE] if x == 1 else found
+
+
+VALUES: dict[str, list[Any]] = {
+    "bool": [True, False],
+    "int": [1, 2, 64],
+    "float": [1.0, 2.0],
+    "float | None": [1.0, 2.0, -1.0],
+    "int | Tensor | None": [1, 0],
+    "Window": [(1, 0), (0, 1)],
+}
+
+
+@each_operator
+def test_a_warm_call_refuses_what_a_cold_one_refuses(remembered: list[tuple[Any, ...]], name: str):
+    """Keys are compared with ==, and True == 1 == 1.0."""
+    operator = OPERATORS[name]
+    args = operator.arguments()
+
+    def refusal(**changed: Any) -> type[Exception] | None:
+        try:
+            operator.function(**args | changed)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            return type(error)
+        return None
+
+    warmed = 0
+    parameters = inspect.signature(operator.function).parameters.values()
+    with torch.inference_mode():
+        for parameter in parameters:
+            for value in VALUES.get(parameter.annotation, []):
+                for form in forms(value):
+                    cute_attn.reload_settings()
+                    cold = refusal(**{parameter.name: form})
+                    cute_attn.reload_settings()
+                    if any(refusal(**{parameter.name: value}) for _ in range(3)):
+                        break  # no good value of this operator
+                    warmed += 1
+                    warm = refusal(**{parameter.name: form})
+                    assert warm is cold, (parameter.name, form)
+    assert warmed or VALUES.keys().isdisjoint(x.annotation for x in parameters)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_varlen_func", "flash_attn_out"])
+@pytest.mark.parametrize("length", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("splits", [0, 1])
+def test_lengths_are_checked_in_every_call(
+    remembered: list[tuple[Any, ...]], name: str, length: str, splits: int
+):
+    for value in (4, 4, 4, -1, -1):
+        with pytest.raises(ValueError, match=f"{length} is -1") if value < 0 else nullcontext():
+            OPERATORS[name].call(**{length: value}, num_splits=splits)
+    assert remembered
+
+
+@each_operator
+def test_unsigned_lengths_and_indices_are_read_as_signed_in_every_call(
+    remembered: list[tuple[Any, ...]], name: str
+):
+    """As compiled host code does not tell them apart. One kind of indices may be int64."""
+    operator = OPERATORS[name]
+    unsigned = {torch.int32: torch.uint32, torch.int64: torch.uint64}
+    indices = [x for x in operator.tensors if operator.arguments()[x].dtype in unsigned]
+    for argument in indices:
+        for good_calls in (0, 3):
+            cute_attn.reload_settings()
+            args = operator.arguments()
+            with torch.inference_mode():
+                for _ in range(good_calls):
+                    operator.function(**args)
+                dtype = args[argument].dtype
+                args[argument] = args[argument].view(unsigned[dtype])
+                if dtype == torch.int64:
+                    with pytest.raises(TypeError, match=argument):
+                        operator.function(**args)
+                    continue
+                remembered.clear()
+                operator.function(**args)
+                assert any(args[argument] is x for given in remembered for x in given)
+
+
 # -- with the kernel -----------------------------------------------------------------------------
 
 
@@ -547,3 +663,16 @@ def test_the_kernel_gives_what_it_gives_for_plain_tensors(wrap: str):
             o = operator.function(**args)
             assert torch.equal(o.as_subclass(Tensor), expected)
             assert torch.equal(args["state"].as_subclass(Tensor), plain["state"])
+
+
+def test_the_kernel_reads_unsigned_indices_as_signed():
+    """-1, and so 2**32 - 1, marks padding."""
+    operator = OPERATORS["lightning_attn_decode"]
+    args, unsigned = operator.arguments(), operator.arguments()
+    args["state_indices"] = torch.tensor([-1, 0], dtype=torch.int32)
+    unsigned["state_indices"] = args["state_indices"].view(torch.uint32)
+    unsigned["num_accepted_tokens"] = args["num_accepted_tokens"].view(torch.uint32)
+    with cute_attn.emulated("sm_90a"), torch.no_grad():
+        assert torch.equal(operator.function(**args), operator.function(**unsigned))
+    assert torch.equal(args["state"], unsigned["state"])
+    assert torch.equal(args["state"][1:], operator.arguments()["state"][1:])

@@ -94,11 +94,12 @@ def flash_attn_func(
         NotImplementedError: a head dimension or an architecture without a kernel (the message
             lists the supported ones), or `out` where a gradient is needed.
     """
-    if type(window_size) is not tuple or len(window_size) != 2:
-        window_size = _pair(window_size)
+    try:
+        left, right = window_size if type(window_size) is tuple else _pair(window_size)
+    except ValueError:  # of another length
+        left, right = _pair(window_size)
     if deterministic is not False:
         check_flags(deterministic=deterministic)
-    left, right = window_size
     return attend(
         q, k, v, out, None, None, None, None, None, None, None, softmax_scale, causal, left, right,
         learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic,
@@ -181,11 +182,12 @@ def flash_attn_varlen_func(
         max_seqlen_q = _length_on_the_host("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None and type(max_seqlen_k) is not int:
         max_seqlen_k = _length_on_the_host("max_seqlen_k", max_seqlen_k)
-    if type(window_size) is not tuple or len(window_size) != 2:
-        window_size = _pair(window_size)
+    try:
+        left, right = window_size if type(window_size) is tuple else _pair(window_size)
+    except ValueError:  # of another length
+        left, right = _pair(window_size)
     if deterministic is not False:
         check_flags(deterministic=deterministic)
-    left, right = window_size
     return attend(
         q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
         page_table, softmax_scale, causal, left, right, learnable_sink, softcap, scheduler,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...kernels.attention import table
@@ -16,6 +15,7 @@ from ..checks import (
     check_dtype,
     check_dtypes_are,
     check_flags,
+    check_int32,
     check_is_number,
     exceeds,
     is_int,
@@ -56,10 +56,10 @@ class Arguments(NamedTuple):
 
 
 def check(a: Arguments, given: dict[str, Tensor]) -> None:
-    _check_scalars(a)
+    check_scalars(a)
     check_dtype("q", a.q, DTYPES)
     check_dtypes_are(given, ("k", "v"), a.q.dtype)
-    check_dtypes_are(given, _INTEGERS, torch.int32)
+    check_int32(given, _INTEGERS)
     sink = given.get("learnable_sink")
     if sink is not None and DTYPE_NAMES.get(sink.dtype) not in SINK_DTYPES:
         raise TypeError(f"learnable_sink has dtype {sink.dtype}, must be one of {SINK_DTYPES[1:]}")
@@ -152,7 +152,8 @@ _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 _INTEGERS = (*_LENGTHS, "page_table")
 
 
-def _check_scalars(a: Arguments) -> None:
+def check_scalars(a: Arguments) -> None:
+    """Raise the documented exception for a number, a flag or a name that no kernel takes."""
     for name, value in (("softmax_scale", a.softmax_scale), ("softcap", a.softcap)):
         if value is not None:
             check_is_number(name, value)

@@ -477,12 +477,13 @@ def _words(x: Tensor) -> Tensor:
 
 def _rows_of_sequences(rows: int, offsets: Tensor, used: Tensor | None) -> Tensor:
     """Which of so many packed rows belong to a sequence, and are used: booleans `[rows]`."""
-    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    offsets = offsets.view(torch.int32)
+    row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:], row, right=True)
     inside = (row >= offsets[0]) & (sequence < len(offsets) - 1)
     if used is not None:
         sequence = sequence.clamp(max=len(used) - 1)
-        inside &= row - offsets[sequence] < used[sequence]
+        inside &= row - offsets[sequence] < used.view(torch.int32)[sequence]
     return inside
 
 

@@ -22,6 +22,7 @@ from ..operator import (
     is_dynamo_compiling,
     is_grad_enabled,
 )
+from .arguments import Arguments, check_scalars
 from .forward import FORWARD, PLANS, Splits, empty_lse
 from .into import INTO, apart
 
@@ -55,19 +56,47 @@ def attend(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The public functions, with the arguments of both operators."""
+    # One test costs a dense call less than one for each argument.
+    dense = (
+        cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is max_seqlen_q
+        is max_seqlen_k is None
+    )  # fmt: skip
     plain = (
         not is_dynamo_compiling()
         and type(q) is type(k) is type(v) is Tensor
         and (out is None or type(out) is Tensor)
-        and (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
-        and (cu_seqlens_k is None or type(cu_seqlens_k) is Tensor)
-        and (seqused_q is None or type(seqused_q) is Tensor)
-        and (seqused_k is None or type(seqused_k) is Tensor)
-        and (page_table is None or type(page_table) is Tensor)
+        and (
+            dense
+            or (
+                (cu_seqlens_q is None or type(cu_seqlens_q) is Tensor)
+                and (cu_seqlens_k is None or type(cu_seqlens_k) is Tensor)
+                and (seqused_q is None or type(seqused_q) is Tensor)
+                and (seqused_k is None or type(seqused_k) is Tensor)
+                and (page_table is None or type(page_table) is Tensor)
+            )
+        )
         and (learnable_sink is None or type(learnable_sink) in PLAIN)
         and forward_ad._current_level < 0
         and not dispatch_mode_depth()
     )
+    # Keys are compared with ==, and True == 1 == 1.0: what is not of the usual type is checked in
+    # each call.
+    if not (
+        (causal is False or causal is True or causal.__class__ is int)
+        and (return_lse is False or return_lse is True or return_lse.__class__ is int)
+        and (window_left is None or window_left.__class__ is int)
+        and (window_right is None or window_right.__class__ is int)
+        and (softcap.__class__ is float or softcap.__class__ is int)
+        and num_splits.__class__ is int
+    ) and (plain or not is_dynamo_compiling()):
+        check_scalars(
+            Arguments(
+                q, k, v, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+                softmax_scale=softmax_scale, causal=causal, window_left=window_left,
+                window_right=window_right, softcap=softcap, scheduler=scheduler,
+                num_splits=num_splits, return_lse=return_lse,
+            )
+        )  # fmt: skip
     plan = None
     if plain:
         tracked = is_grad_enabled()
@@ -83,17 +112,22 @@ def attend(
         ):
             try:
                 device = q.get_device()
+                sink_dtype = None if learnable_sink is None else learnable_sink.dtype
+                # Two tuples, since one from two costs more.
                 plan = (
-                    q.shape, k.shape, q.dtype, device,
-                    None if cu_seqlens_q is None else cu_seqlens_q.shape,
-                    None if cu_seqlens_k is None else cu_seqlens_k.shape,
-                    max_seqlen_q, max_seqlen_k,
-                    None if seqused_q is None else seqused_q.shape,
-                    None if seqused_k is None else seqused_k.shape,
+                    q.shape, k.shape, q.dtype, device, softmax_scale, type(softmax_scale), causal,
+                    window_left, window_right, sink_dtype, softcap, scheduler, num_splits,
+                    return_lse,
+                ) if dense else (
+                    q.shape, k.shape, q.dtype, device, softmax_scale, type(softmax_scale), causal,
+                    window_left, window_right, sink_dtype, softcap, scheduler, num_splits,
+                    return_lse, max_seqlen_q, max_seqlen_k,
+                    # Host code refuses all but one dimension of these four.
+                    None if cu_seqlens_q is None else cu_seqlens_q.numel(),
+                    None if cu_seqlens_k is None else cu_seqlens_k.numel(),
+                    None if seqused_q is None else seqused_q.numel(),
+                    None if seqused_k is None else seqused_k.numel(),
                     None if page_table is None else page_table.shape,
-                    softmax_scale, type(softmax_scale), causal, window_left, window_right,
-                    None if learnable_sink is None else learnable_sink.dtype,
-                    softcap, scheduler, num_splits, return_lse,
                 )  # fmt: skip
                 found = _plan_of(plan)
                 if found is not None:

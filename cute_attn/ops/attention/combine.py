@@ -68,6 +68,7 @@ class Combine(Operator[CombineArguments]):
             a.out_partial.get_device(),
             a.out_dtype,
             a.return_lse,
+            type(a.return_lse),
             a.out_partial.numel() > 0,
         )
 

@@ -44,6 +44,7 @@ from .plan import plan_attention
 _empty_like = torch.empty_like
 _empty_strided = torch.empty_strided  # the fastest of torch's allocating functions
 _contiguous = torch.contiguous_format
+_NUMBERS = (float, int)
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
 # whether it takes a counter, the kernel that combines splits)
@@ -85,7 +86,7 @@ class Attention(Operator[_Called]):
             seqused_k=a.seqused_k is not None,
             page_size=None if a.page_table is None else a.k.shape[1],
             scheduler=a.scheduler,
-            num_splits=a.num_splits,
+            num_splits=int(a.num_splits),
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
             few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
@@ -172,10 +173,13 @@ class Attention(Operator[_Called]):
                     0 in q_shape or 0 in k_shape,
                     softmax_scale is None
                     or (
-                        SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE
+                        isinstance(softmax_scale, _NUMBERS)
+                        and SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE
                         and softmax_scale is not True
                     ),
                     1 <= num_splits <= MAX_SPLITS,
+                    max_seqlen_q is None or max_seqlen_q >= 0,
+                    max_seqlen_k is None or max_seqlen_k >= 0,
                 )
                 ready = self.ready[key]
             function, default_scale, cap, left, right, clusters, counts, combine = ready

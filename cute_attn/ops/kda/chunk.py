@@ -32,6 +32,7 @@ from torch import Tensor
 from ... import launch
 from ...kernels.kda.chunk.heuristics import chunks_per_segment
 from ...kernels.kda.chunk.spec import CHUNK, record_elements
+from ..checks import require_flags
 from ..operator import (
     PLAIN,
     Operator,
@@ -328,6 +329,22 @@ class _Chunk(Operator[ChunkArguments]):
             )  # fmt: skip
         try:
             if ready is None:
+                # The table would find 1.0, or another number that is 1, for True.
+                if not (
+                    (output_final_state is True or output_final_state is False)
+                    and (use_qk_l2norm_in_kernel is True or use_qk_l2norm_in_kernel is False)
+                    and (use_gate_in_kernel is True or use_gate_in_kernel is False)
+                    and (use_beta_sigmoid_in_kernel is True or use_beta_sigmoid_in_kernel is False)
+                    and (allow_neg_eigval is True or allow_neg_eigval is False)
+                    and (safe_gate is True or safe_gate is False)
+                    and (return_intermediate_states is True or return_intermediate_states is False)
+                    and (state_v_first is True or state_v_first is False)
+                ):
+                    require_flags(
+                        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+                        use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
+                        return_intermediate_states, state_v_first,
+                    )  # fmt: skip
                 batch, tokens, heads_qk, dim_k = q.shape
                 batch_v, tokens_v, heads, dim_v = v.shape
                 sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -22,10 +22,12 @@ from ..checks import (
     check_dtype,
     check_dtypes_are,
     check_flags,
+    check_int32,
     check_not_expanded,
     check_state_address,
     check_state_strides,
     is_int,
+    require_flags,
 )
 from ..memory import check_memory
 from ..operator import (
@@ -182,7 +184,7 @@ class _Pool(Operator[_Arguments]):
         sizes.take("initial_state", a.initial_state, f"slots HV {matrix}")
         for name, shape in (("state_indices", "N"), ("checkpoint_indices", "N C")):
             if name in given:
-                check_dtype(name, given[name], ("int32",))
+                check_int32(given, (name,))
                 sizes.take(name, given[name], shape)
         interval = a.checkpoint_interval
         if not is_int(interval):
@@ -276,6 +278,19 @@ class _Pool(Operator[_Arguments]):
         checkpoint_indices: Tensor | None,
         checkpoint_interval: int,
     ) -> tuple[Any, ...]:
+        # The table would find 1.0, or another number that is 1, for True.
+        if not (
+            (use_qk_l2norm_in_kernel is True or use_qk_l2norm_in_kernel is False)
+            and (use_gate_in_kernel is True or use_gate_in_kernel is False)
+            and (use_beta_sigmoid_in_kernel is True or use_beta_sigmoid_in_kernel is False)
+            and (allow_neg_eigval is True or allow_neg_eigval is False)
+            and (safe_gate is True or safe_gate is False)
+            and (state_v_first is True or state_v_first is False)
+        ):
+            require_flags(
+                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                allow_neg_eigval, safe_gate, state_v_first,
+            )  # fmt: skip
         batch, tokens, heads_qk, dim_k = q.shape
         batch_v, tokens_v, heads, dim_v = v.shape
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -29,12 +29,14 @@ from ..checks import (
     check_contiguous,
     check_dtype,
     check_flags,
+    check_int32,
     check_not_expanded,
     check_number,
     check_rows,
     check_state_address,
     check_state_strides,
     exceeds,
+    require_flags,
 )
 from ..memory import check_memory
 from ..operator import (
@@ -323,9 +325,7 @@ class _Decode(Operator[_Arguments]):
         check_beta_options(a.use_beta_sigmoid_in_kernel, a.allow_neg_eigval)
         check_step_dtypes(given)
         check_dtype("state", a.state, STATE_DTYPES)
-        for name in ("state_indices", "num_accepted_tokens"):
-            if name in given:
-                check_dtype(name, given[name], ("int32",))
+        check_int32(given, ("state_indices", "num_accepted_tokens"))
         _check_shapes(a, given)
         check_rows(given, ("q", "k", "v", "g", "out", *_RECORDS))
         check_contiguous(given, ("state_indices", "num_accepted_tokens"))
@@ -421,6 +421,18 @@ class _Decode(Operator[_Arguments]):
         key = None
         try:
             if ready is None:
+                # The table would find 1.0, or another number that is 1, for True.
+                if not (
+                    (use_qk_l2norm_in_kernel is True or use_qk_l2norm_in_kernel is False)
+                    and (use_gate_in_kernel is True or use_gate_in_kernel is False)
+                    and (use_beta_sigmoid_in_kernel is True or use_beta_sigmoid_in_kernel is False)
+                    and (allow_neg_eigval is True or allow_neg_eigval is False)
+                    and (state_v_first is True or state_v_first is False)
+                ):
+                    require_flags(
+                        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                        allow_neg_eigval, state_v_first,
+                    )  # fmt: skip
                 key = (
                     # Whole shapes: to get the head dimensions from them would cost more.
                     q.shape, v.shape, q.dtype, g.dtype, beta.dtype, state.dtype, q.get_device(),
@@ -461,8 +473,10 @@ class _Decode(Operator[_Arguments]):
                 use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, state_indices,
                 num_accepted_tokens, record_k, record_g, record_u,
             )  # fmt: skip
-        records = () if record_k is None else (record_k, record_g, record_u)
-        increment_version((o, state, *records))
+        if record_k is None:
+            increment_version((o, state))
+        else:
+            increment_version((o, state, record_k, record_g, record_u))
         return o
 
 

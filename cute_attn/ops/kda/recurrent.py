@@ -17,7 +17,7 @@ from ... import launch
 from ...kernels.kda import table
 from ...kernels.kda.step.heuristics import step_config
 from ...kernels.kda.step.spec import RecurrentSpec
-from ..checks import check_flags, check_number
+from ..checks import check_flags, check_number, require_flags
 from ..operator import (
     PLAIN,
     Operator,
@@ -283,9 +283,23 @@ class _Recurrent(Operator[_Arguments]):
         if is_grad_enabled():
             self.takes_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
         try:
+            dim_k, shape = q.shape[-1], v.shape
             if ready is None:
+                # The table would find 1.0, or another number that is 1, for True.
+                if not (
+                    (output_final_state is True or output_final_state is False)
+                    and (use_qk_l2norm_in_kernel is True or use_qk_l2norm_in_kernel is False)
+                    and (use_gate_in_kernel is True or use_gate_in_kernel is False)
+                    and (use_beta_sigmoid_in_kernel is True or use_beta_sigmoid_in_kernel is False)
+                    and (allow_neg_eigval is True or allow_neg_eigval is False)
+                    and (state_v_first is True or state_v_first is False)
+                ):
+                    require_flags(
+                        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+                        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+                    )  # fmt: skip
                 key = (
-                    q.shape[-1], v.shape[-1], q.dtype, g.dtype, beta.dtype, q.get_device(),
+                    dim_k, shape[-1], q.dtype, g.dtype, beta.dtype, q.get_device(),
                     A_log is None, dt_bias is None, scale, type(scale), initial_state is None,
                     output_final_state, use_qk_l2norm_in_kernel,
                     use_gate_in_kernel, use_beta_sigmoid_in_kernel,
@@ -299,8 +313,10 @@ class _Recurrent(Operator[_Arguments]):
             if A is not None and A.dim() != 1:
                 A = A.view(-1)
             if bias is not None and bias.dim() != 2:
-                bias = bias.view(-1, q.shape[-1])
-            o, final_state = _outputs(q, v, output_final_state, state_v_first, cu_seqlens)
+                bias = bias.view(-1, dim_k)
+            o, final_state = _outputs(
+                v, shape, dim_k, output_final_state, state_v_first, cu_seqlens
+            )
             function(
                 q, k, v, g, beta, A, bias, o, initial_state, final_state, cu_seqlens, q_scale,
                 bound, beta_scale,
@@ -315,7 +331,8 @@ class _Recurrent(Operator[_Arguments]):
             )  # fmt: skip
 
     def outputs(self, a: _Arguments) -> tuple[Tensor, Tensor | None]:
-        return _outputs(a.q, a.v, a.output_final_state, a.state_v_first, a.cu_seqlens)
+        shape, dim_k = a.v.shape, a.q.shape[-1]
+        return _outputs(a.v, shape, dim_k, a.output_final_state, a.state_v_first, a.cu_seqlens)
 
     def readable(self, a: _Arguments) -> _Arguments:
         changed: dict[str, Any] = {name: _with_rows(getattr(a, name)) for name in "qkvg"}
@@ -339,13 +356,17 @@ _forward = _recurrent.forward  # bound once: this saves time per call
 
 
 def _outputs(
-    q: Tensor, v: Tensor, output_final_state: bool, state_v_first: bool, cu_seqlens: Tensor | None
+    v: Tensor,
+    shape: torch.Size,  # of v
+    dim_k: int,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    shape = v.shape
     o = _empty(shape, dtype=v.dtype, device=v.device)
     if not output_final_state:
         return o, None
-    matrix = (shape[3], q.shape[3]) if state_v_first else (q.shape[3], shape[3])
+    matrix = (shape[3], dim_k) if state_v_first else (dim_k, shape[3])
     sequences = shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return o, _empty((sequences, shape[2], *matrix), dtype=torch.float32, device=v.device)
 

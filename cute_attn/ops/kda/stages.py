@@ -364,8 +364,8 @@ class _GateCumsum(Stage):
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = arguments
         return (
-            g.shape[2:], g.dtype, g.get_device(), use_gate_in_kernel, lower_bound,
-            type(lower_bound), A_log is None, dt_bias is None, packing(g, cu_seqlens),
+            g.shape[2:], g.dtype, g.get_device(), use_gate_in_kernel, type(use_gate_in_kernel),
+            lower_bound, type(lower_bound), A_log is None, dt_bias is None, packing(g, cu_seqlens),
         )  # fmt: skip
 
     def prepare(self, a: _GateArguments) -> Any:
@@ -454,7 +454,7 @@ class _ChunkIntra(Stage):
         q, _k, v, _g, beta, scale, cu_seqlens, output_qg, l2norm = arguments
         return (
             q.shape[2:], v.shape[2:], q.dtype, beta.dtype, q.get_device(), scale, type(scale),
-            packing(v, cu_seqlens), output_qg, l2norm,
+            packing(v, cu_seqlens), output_qg, type(output_qg), l2norm,
         )  # fmt: skip
 
     def prepare(self, a: _IntraArguments) -> Any:
@@ -520,7 +520,7 @@ class _RecomputeWU(Stage):
         q, k, v, _g, beta, _Akk, cu_seqlens, output_kg = arguments
         return (
             k.shape[2:], v.shape[2:], k.dtype, beta.dtype, k.get_device(), q is None,
-            packing(v, cu_seqlens), output_kg,
+            packing(v, cu_seqlens), output_kg, type(output_kg),
         )  # fmt: skip
 
     def prepare(self, a: _RecomputeArguments) -> Any:
@@ -603,8 +603,8 @@ class _DeltaH(Stage):
         sequences = w.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         states = None if initial_state is None else initial_state.shape[0] == sequences
         return (
-            w.shape[2:], u.shape[-1], u.dtype, u.get_device(), states, final, v_new,
-            state_v_first, packing(u, cu_seqlens),
+            w.shape[2:], u.shape[-1], u.dtype, u.get_device(), states, final, type(final),
+            v_new, type(v_new), state_v_first, type(state_v_first), packing(u, cu_seqlens),
         )  # fmt: skip
 
     def prepare(self, a: _DeltaHArguments) -> Any:
@@ -700,7 +700,7 @@ class _Output(Stage):
         q, v_new, _g, _Aqk, h, scale, state_v_first, cu_seqlens, l2norm = arguments
         return (
             q.shape[2:], v_new.shape[2:], q.dtype, q.get_device(), scale, type(scale),
-            state_v_first, packing(v_new, cu_seqlens), l2norm,
+            state_v_first, type(state_v_first), packing(v_new, cu_seqlens), l2norm,
             # The kernel's host code does not check that h has as many chunks as T needs.
             cu_seqlens is not None or h.shape[1] == (q.shape[1] + CHUNK - 1) // CHUNK,
         )  # fmt: skip

@@ -490,7 +490,7 @@ class _DeltaHBackward(Stage):
         states = None if state is None else state.shape[0] == sequences
         return (
             qg.shape[2:], do.shape[-1], do.dtype, do.get_device(), states, scale, type(scale),
-            initial, state_v_first, packing(do, cu_seqlens),
+            initial, type(initial), state_v_first, type(state_v_first), packing(do, cu_seqlens),
         )  # fmt: skip
 
     def prepare(self, a: _DeltaHArguments) -> Any:
@@ -571,7 +571,7 @@ class _RecomputeWUBackward(Stage):
         a = _RecomputeArguments(*arguments)
         return (
             a.q.shape[2:], a.v.shape[2:], a.q.dtype, a.beta.dtype, a.q.get_device(), a.scale,
-            type(a.scale), a.state_v_first, packing(a.v, a.cu_seqlens),
+            type(a.scale), a.state_v_first, type(a.state_v_first), packing(a.v, a.cu_seqlens),
             # The kernel's host code does not check that h has as many chunks as T needs.
             a.cu_seqlens is not None or a.h.shape[1] == (a.v.shape[1] + CHUNK - 1) // CHUNK,
         )  # fmt: skip
@@ -721,8 +721,8 @@ class _GateCumsumBackward(Stage):
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
         _dg, g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = arguments
         return (
-            g.shape[2:], g.dtype, g.get_device(), use_gate_in_kernel, lower_bound,
-            type(lower_bound), A_log is None, dt_bias is None, packing(g, cu_seqlens),
+            g.shape[2:], g.dtype, g.get_device(), use_gate_in_kernel, type(use_gate_in_kernel),
+            lower_bound, type(lower_bound), A_log is None, dt_bias is None, packing(g, cu_seqlens),
         )  # fmt: skip
 
     def prepare(self, a: _GateArguments) -> Any:
