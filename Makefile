@@ -16,6 +16,7 @@ export REPOSITORY
 
 VENV ?= .venv
 BENCH ?= lightning-decode
+OLDEST := build/oldest
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 
 IMPORTABLE := import sys, importlib.util as u; \
@@ -38,7 +39,7 @@ else
   installed = $(VENV)/.installed-$(1)
 endif
 
-.PHONY: help demo test test-full lint typecheck format docs bench gpu-check clean register
+.PHONY: help demo test test-full test-oldest test-beside lint typecheck format docs bench gpu-check clean register
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -51,6 +52,13 @@ test: $(call installed,test) ## set up, then run the tests, without a GPU if nee
 
 test-full: $(call installed,test) ## also the full sweeps, with more random examples: HOURS
 	HYPOTHESIS_PROFILE=full $(PYTHON) -m pytest $(PYTEST_ARGS)
+
+# The old platformdirs lacks the plugin for pytest that the new one has registered.
+test-oldest: $(call installed,test) $(OLDEST)/.installed ## the tests at the oldest versions that pyproject.toml allows
+	$(OLDEST)/bin/python -m pytest -p no:platformdirs $(PYTEST_ARGS) -m "not slow"
+
+test-beside: $(call installed,test) ## does pip find versions for us beside vLLM and SGLang? (needs a network)
+	$(PYTHON) -m pytest -n 2 tests/test_installed.py -k beside
 
 lint: $(call installed,lint) ## ruff, mypy, and the docs with their links
 	$(PYTHON) -m ruff check .
@@ -93,4 +101,8 @@ $(VENV)/.installed-lint: extras = test lint docs
 $(VENV)/.installed-bench: extras = bench
 $(VENV)/.installed-%: pyproject.toml .ci/setup
 	.ci/setup $(VENV) $(extras)
+	@touch $@
+
+$(OLDEST)/.installed: pyproject.toml .ci/oldest.py
+	$(PYTHON) .ci/oldest.py $(OLDEST)
 	@touch $@

@@ -111,14 +111,18 @@ def host_platform() -> str:
 
 
 def _installed_flavours() -> dict[int, Path]:
-    """CUDA major version -> runtime library, for each installed wheel."""
+    """CUDA major version -> runtime library, for each installed wheel.
+
+    Of two of one version, as in an environment on top of another, it is the one that is first on
+    Python's path: the compiler is that one too.
+    """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     found: dict[int, Path] = {}
     for root in spec.submodule_search_locations or () if spec else ():
         for path in Path(root).glob(f"cu*/lib/{RUNTIME_LIBRARY_NAME}"):
             match = re.fullmatch(r"cu(\d+)", path.parts[-3])
             if match:
-                found[int(match[1])] = path
+                found.setdefault(int(match[1]), path)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -24,10 +25,12 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import cute_attn
 
+from . import beside
 from .test_repository import PYPROJECT, ROOT, package_files
 
 # What only compiling takes.
@@ -190,6 +193,47 @@ def test_a_benchmark_runs(default: Environment) -> None:
     assert {row["kernel"] for row in report["rows"]} == {"lightning_decode sm_90a, H=4, B="}
     assert "commit" not in report["environment"]
     assert not (default.home / "docs").exists()
+
+
+# ---- beside servers
+
+
+@pytest.mark.parametrize("server", beside.recorded())
+def test_what_we_and_a_server_require_can_be_met(server: str) -> None:
+    theirs = beside.recorded()[server]["requires"]
+    assert {"apache-tvm-ffi", "nvidia-cutlass-dsl", "torch", "transformers"} <= {
+        Requirement(text).name for text in theirs
+    }
+    assert beside.conflicts(theirs, beside.ours()) == []
+
+
+def test_a_conflict_with_a_server_is_seen() -> None:
+    mine = [Requirement("apache_tvm_ffi>=0.1.15,<0.2"), Requirement("torch>=2.6")]
+    assert beside.conflicts(["apache-tvm-ffi==0.1.11", "torch==2.14.0"], mine) == [
+        "apache_tvm_ffi<0.2,>=0.1.15 here, apache-tvm-ffi==0.1.11 there"
+    ]
+
+
+@pytest.mark.slow  # it asks the package index about 200 packages
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("server", beside.recorded())
+def test_pip_finds_versions_for_us_beside_a_server(server: str, wheel: Path) -> None:
+    known = beside.recorded()[server]
+    wanted = f"{server}=={known['version']}"
+    if platform.python_version() not in SpecifierSet(known["requires_python"]):
+        pytest.skip(f"{wanted} needs Python {known['requires_python']}")
+    try:
+        published = beside.release(wanted)
+    except beside.PipError as error:
+        pytest.skip(f"pip finds no {wanted} here: {error}")
+    assert published == known, "python -m tests.beside records it"
+    extras = ",".join(beside.EXTRAS)
+    found = beside.resolve(wanted, f"cute-attn[{extras}] @ {wheel.as_uri()}")
+    assert found[server]["version"] == known["version"]
+    assert found["cute-attn"]["version"] == cute_attn.__version__
+    for requirement in beside.ours():
+        if not requirement.marker or requirement.marker.evaluate():
+            assert found[requirement.name]["version"] in requirement.specifier
 
 
 # ---- serving: no compiler

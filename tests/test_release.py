@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -12,13 +11,9 @@ import pytest
 
 import cute_attn
 
-from .test_repository import PYPROJECT, ROOT, tomllib
+from .test_repository import PYPROJECT, ROOT, load, tomllib
 
-_spec = importlib.util.spec_from_file_location("release", ROOT / ".github/release.py")
-assert _spec is not None and _spec.loader is not None
-release = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(release)
-
+release = load(".github/release.py")
 VERSION = cute_attn.__version__
 CHANGELOG = f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-11-22\n\n- It works.\n"
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,6 +22,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TEMPLATES = sorted(ROOT.glob(".github/ISSUE_TEMPLATE/*.yml"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -31,6 +34,15 @@ def package_files() -> dict[str, Path]:
             if path.is_file() and path.suffix != ".pyc":
                 files[f"{package}/{path.relative_to(ROOT / source).as_posix()}"] = path
     return files
+
+
+def load(script: str) -> ModuleType:
+    """A script of the checkout as a module."""
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # ---- layout
@@ -63,6 +75,34 @@ def test_python_folders_are_packages() -> None:
     """A folder of modules without `__init__.py` works from a checkout and is missing in a wheel."""
     folders = {path.parent for path in package_files().values() if path.suffix == ".py"}
     assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()
+
+
+def test_the_oldest_versions_are_the_lower_bounds() -> None:
+    """What `make test-oldest` installs, which can be no other than what users are promised."""
+    oldest = load(".ci/oldest.py").oldest
+    requirements = PYPROJECT["project"]["dependencies"]
+    pins = dict(pin.split("==") for pin in oldest(requirements, {"cu13"}))
+    assert {"nvidia-cutlass-dsl[cu13]", "apache-tvm-ffi", "rich"} <= set(pins)
+    assert "torch" not in pins
+    for requirement in map(Requirement, requirements):
+        extra = "[cu13]" if requirement.name == "nvidia-cutlass-dsl" else ""
+        if f"{requirement.name}{extra}" in pins:
+            version = pins[f"{requirement.name}{extra}"]
+            assert f">={version}" in str(requirement.specifier).split(",")
+    for bad in ("rich", "rich<14", "rich>13"):
+        with pytest.raises(ValueError, match=r"rich.* has no lower bound to test"):
+            oldest([bad])
+    assert oldest(["tomli>=2; python_version < '3'"]) == []
+
+
+def test_the_compiler_of_cuda_13_has_the_same_bounds() -> None:
+    (plain,) = (
+        Requirement(text)
+        for text in PYPROJECT["project"]["dependencies"]
+        if Requirement(text).name == "nvidia-cutlass-dsl"
+    )
+    (cu13,) = map(Requirement, PYPROJECT["project"]["optional-dependencies"]["cu13"])
+    assert (cu13.name, cu13.specifier) == (plain.name, plain.specifier)
 
 
 # ---- documents
@@ -152,6 +192,24 @@ def test_no_package_registry_is_named() -> None:
         if host in (ROOT / name).read_bytes().decode(errors="replace")
     ]
     assert named == []
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_issue_templates_are_forms(path: Path) -> None:
+    """By GitHub's rules; a form that breaks one is not shown. All ask for `env`'s output."""
+    yaml = pytest.importorskip("yaml", reason="needs the extra docs")
+    form = yaml.safe_load(path.read_text())
+    if path.name == "config.yml":
+        assert set(form) <= {"blank_issues_enabled", "contact_links"}
+        return
+    assert {"name", "description", "body"} <= set(form) <= {"name", "description", "body", "labels"}
+    fields = [part for part in form["body"] if part["type"] != "markdown"]
+    assert {part["type"] for part in fields} <= {"textarea", "dropdown", "input", "checkboxes"}
+    ids = [part["id"] for part in fields]
+    labels = [part["attributes"]["label"] for part in fields]
+    assert len({*ids}) == len(ids) > 0 and len({*labels}) == len(labels)
+    assert any("`python -m cute_attn env`" in label for label in labels)
+    assert any(part.get("validations", {}).get("required") for part in fields)
 
 
 # ---- rooms: which may import which (docs/design.md)

@@ -50,7 +50,7 @@ def register(name: str = NAME) -> None:
     masks (packed sequences, chunks, blocks of images, bidirectional windows), paged caches, or
     anything that `cute_attn.flash_attn_func` has no kernel for.
 
-    It needs transformers 5.23 or later, and so Python 3.11.
+    It needs transformers 5.16.1 or later.
 
     Args:
         name: the value for `attn_implementation`.

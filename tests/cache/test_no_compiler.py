@@ -502,6 +502,22 @@ def test_of_two_cuda_flavours_the_one_that_the_compiler_takes(
     assert toolchain.runtime_library().path == flavours[int(expected[2:])]
 
 
+def test_of_two_installed_libraries_the_one_that_python_finds_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a virtual environment on top of another, with a compiler of its own."""
+    libraries = [
+        tmp_path / where / "nvidia_cutlass_dsl/cu12/lib/libcute_dsl_runtime.so"
+        for where in ("above", "below")
+    ]
+    for library in libraries:
+        library.parent.mkdir(parents=True)
+        library.touch()
+    monkeypatch.delitem(sys.modules, "nvidia_cutlass_dsl", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "above"), str(tmp_path / "below")])
+    assert toolchain._installed_flavours() == {12: libraries[0]}
+
+
 def test_a_prebuilt_entry_says_what_it_was_built_with(prebuilt: Path) -> None:
     (meta_path,) = prebuilt.glob(f"v1/??/*/{META}")
     meta = json.loads(meta_path.read_text())
