@@ -62,12 +62,12 @@ def describe(argv: Sequence[str], *, commit: str | None = None) -> Facts:
     """
     facts: Facts = {
         **_gpu(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
         **{name: version_of(name) for name in (*PACKAGES, *PEERS)},
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit or _commit(),
+        "commit": commit or source_commit(),
         "command": command_line(argv),
     }
     return {name: value for name, value in facts.items() if value is not None}
@@ -99,21 +99,23 @@ def _gpu() -> Facts:
         "gpu_sms": properties.multi_processor_count,
         "gpu_l2_mib": properties.L2_cache_size // 2**20,
         "compute_capability": f"{properties.major}.{properties.minor}",
-        "driver": _driver_version(),
+        "driver": next(iter(nvidia_smi("driver_version")), None),
         "cuda": torch.version.cuda,
     }
 
 
-def _driver_version() -> str | None:
-    nvidia_smi = shutil.which("nvidia-smi")
-    if nvidia_smi is None:
-        return None
-    query = [nvidia_smi, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else None
+def nvidia_smi(query: str) -> list[str]:
+    """What nvidia-smi says of each GPU, such as "name, driver_version"; nothing if it cannot."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's model, else the kind of machine."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -122,7 +124,8 @@ def _cpu_name() -> str:
     return found[1] if found else platform.machine()
 
 
-def _commit() -> str | None:
+def source_commit() -> str | None:
+    """The commit of the checkout that this package is imported from; None without one."""
     git = shutil.which("git")
     if git is None:
         return None
