@@ -2,11 +2,12 @@
 """What workflows/release.yml asks of a checkout before it builds.
 
     .github/release.py check [--tag v0.1.0]   do version, CHANGELOG.md and the tag agree?
-    .github/release.py urls URL               add [project.urls] for a repository to pyproject.toml
+    .github/release.py urls URL               name a repository in pyproject.toml and README.md
     .github/release.py notes                  print the newest version's section of CHANGELOG.md
 
 The checkout does not say where its repository is, as it would be wrong in every copy: what is built
-for a release names the repository that builds it.
+for a release names the repository that builds it. It has [project.urls], and the links in README.md,
+which is shown where the package is offered, are those of the repository at the release's tag.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# The target of a Markdown link or image, or of an HTML attribute.
+TARGET = re.compile(
+    r"""(?<=\]\()[^)\s]+|(?<=src=")[^"\s]+|(?<=srcset=")[^"\s]+|(?<=href=")[^"\s]+"""
+)
+ELSEWHERE = re.compile(r"#|[a-z]+:")
 
 
 class ReleaseError(Exception):
@@ -61,6 +67,21 @@ def check(root: Path, tag: str | None) -> None:
         raise ReleaseError("CHANGELOG.md has changes under Unreleased: move them to the version")
 
 
+def absolute_links(text: str, url: str, tag: str) -> str:
+    """Markdown whose links and images within the repository `url` are those of `tag`."""
+
+    def absolute(found: re.Match[str]) -> str:
+        target = found[0]
+        if ELSEWHERE.match(target):
+            return target
+        image = target.endswith((".svg", ".png", ".gif", ".jpg", ".webp"))
+        return f"{url}/{'raw' if image else 'blob'}/{tag}/{target}"
+
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)  # code is every other
+    parts[::2] = [TARGET.sub(absolute, part) for part in parts[::2]]
+    return "".join(parts)
+
+
 def add_urls(root: Path, url: str) -> None:
     """Raises ReleaseError if the URL is none, or the table is there."""
     if not re.fullmatch(r"https://[^\s\"\\]+[^/\s\"\\]", url):
@@ -78,6 +99,8 @@ def add_urls(root: Path, url: str) -> None:
     }
     lines = "".join(f'{name} = "{address}"\n' for name, address in table.items())
     path.write_text(f"{text}\n[project.urls]\n{lines}")
+    readme = root / "README.md"
+    readme.write_text(absolute_links(readme.read_text(), url, f"v{version(root)}"))
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:

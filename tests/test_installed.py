@@ -45,28 +45,32 @@ head_dim_v = 128
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from an sdist built from a copy of the checkout, so that both are complete.
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist built from a copy of the checkout."""
+    work = tmp_path_factory.mktemp("release")
+    checkout = work / "checkout"
+    (checkout / "tests").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "tests/test_import.py"):
+        shutil.copy(ROOT / name, checkout / name)
+    for name in ("cute_attn", "cache"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(work)!r})"
+    subprocess.run([sys.executable, "-c", build_sdist], cwd=checkout, check=True)
+    (built,) = work.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """A wheel built from the sdist, so that both are complete.
 
     Or the one that is about to be released, which the environment's WHEEL names.
     """
     if "WHEEL" in os.environ:
         return Path(os.environ["WHEEL"])
-    work = tmp_path_factory.mktemp("release")
-    checkout = work / "checkout"
-    checkout.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
-    for name in ("cute_attn", "cache"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(work)!r})"
-    subprocess.run([sys.executable, "-c", build_sdist], cwd=checkout, check=True)
-    (sdist,) = work.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        assert any(name.endswith("/LICENSE") for name in archive.getnames())
     build_wheel = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([sys.executable, "-m", *build_wheel, str(sdist)], cwd=work, check=True)
-    (built,) = work.glob("*.whl")
+    subprocess.run([sys.executable, "-m", *build_wheel, str(sdist)], cwd=sdist.parent, check=True)
+    (built,) = sdist.parent.glob("*.whl")
     return built
 
 
@@ -151,6 +155,15 @@ def default(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environmen
 # ---- contents
 
 
+def test_sdist_holds_what_the_wheel_is_built_from_and_nothing_else(sdist: Path) -> None:
+    """No tests: they need most of the checkout."""
+    with tarfile.open(sdist) as archive:
+        names = {file.name.partition("/")[2] for file in archive.getmembers() if file.isfile()}
+    sources = {path.relative_to(ROOT).as_posix() for path in package_files().values()}
+    made = {name for name in names if re.match("PKG-INFO$|setup.cfg$|cute_attn.egg-info/", name)}
+    assert names - made == sources | {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"}
+
+
 def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == set(package_files())
@@ -176,7 +189,7 @@ def test_the_default_install_works(default: Environment) -> None:
         "engine": str(build.engine_library()),  # by its digest, of the same sources as here
         "peer": "needs flash-attn-4, which is not installed",
     }
-    for module in ("cute_attn.bench", "cute_attn.cache"):
+    for module in ("cute_attn", "cute_attn.bench", "cute_attn.cache"):
         done = default.run("-m", module, "--help")
         assert done.returncode == 0, done.stderr
         assert f"usage: python -m {module}" in done.stdout

@@ -23,7 +23,8 @@ def checkout(tmp_path: Path) -> Path:
     """The files of a checkout that a release reads, with a version to release."""
     (tmp_path / "cute_attn").mkdir()
     shutil.copy(ROOT / "cute_attn/_version.py", tmp_path / "cute_attn")
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
     return tmp_path
 
@@ -84,6 +85,41 @@ def test_urls_are_those_of_the_repository_that_builds(checkout: Path) -> None:
         assert (ROOT / urls[name].partition(f"/blob/v{VERSION}/")[2]).is_file()
     assert release.main(["urls", "https://code.example/someone/cute_attn"], checkout) == 1
     assert release.main(["urls", "someone/cute_attn"], checkout) == 1
+
+
+def test_the_readme_of_a_release_has_no_relative_links(checkout: Path) -> None:
+    """It is shown where the package is offered, without the files around it."""
+    before = (checkout / "README.md").read_text()
+    assert release.main(["urls", "https://code.example/someone/cute_attn"], checkout) == 0
+    after = (checkout / "README.md").read_text()
+    old, new = (re.findall(r"\]\(([^)\s]+)", text) for text in (before, after))
+    assert len(old) == len(new)
+    assert [link for link in new if not link.startswith(("https://", "#"))] == []
+    files = [link.partition(f"/v{VERSION}/")[2].partition("#")[0] for link in new]
+    assert "docs/operators.md" in files
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_links_are_made_absolute_outside_of_code() -> None:
+    text = """[a](docs/a.md#x), [b](#b), [![c](docs/c.svg)](https://else.example/), [d
+e](LICENSE "title"), <img src="docs/d.png" alt="">
+```python
+f[0](docs)
+```
+[g](docs/g.md)
+"""
+    at = "https://code.example/x"
+    assert (
+        release.absolute_links(text, at, "v1.2.3")
+        == f"""[a]({at}/blob/v1.2.3/docs/a.md#x), \
+[b](#b), [![c]({at}/raw/v1.2.3/docs/c.svg)](https://else.example/), [d
+e]({at}/blob/v1.2.3/LICENSE "title"), <img src="{at}/raw/v1.2.3/docs/d.png" alt="">
+```python
+f[0](docs)
+```
+[g]({at}/blob/v1.2.3/docs/g.md)
+"""
+    )
 
 
 def test_the_workflow_names_files_and_targets_that_exist() -> None:
