@@ -6,8 +6,8 @@
     .github/release.py notes                  print the newest version's section of CHANGELOG.md
 
 The checkout does not say where its repository is, as it would be wrong in every copy: what is built
-for a release names the repository that builds it. It has [project.urls], and the links in README.md,
-which is shown where the package is offered, are those of the repository at the release's tag.
+for a release names the repository that builds it. It has [project.urls], and README.md, which is
+shown where the package is offered, links to the files of that repository at the release's tag.
 """
 
 from __future__ import annotations

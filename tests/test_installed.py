@@ -75,9 +75,14 @@ def wheel(sdist: Path) -> Path:
 
 
 class Environment:
-    """A virtual environment with a wheel and some distributions that are installed here."""
+    """A virtual environment with a wheel and some distributions that are installed here.
 
-    def __init__(self, directory: Path, wheel: Path, distributions: Iterable[str]) -> None:
+    Or with a source tree in place of the wheel, and `options` of pip that say how to install it.
+    """
+
+    def __init__(
+        self, directory: Path, wheel: Path, distributions: Iterable[str], *options: str
+    ) -> None:
         self.home = directory
         venv.create(directory / "venv", symlinks=True)
         self.python = directory / "venv/bin/python"
@@ -85,7 +90,7 @@ class Environment:
         self.packages = directory / "venv/lib" / version / "site-packages"
         for name in distributions:
             self.link(name)
-        install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+        install = ["install", "--quiet", "--no-deps", "--no-index", *options, str(wheel)]
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), *install]
         subprocess.run(pip, check=True, cwd=directory)
 
@@ -206,6 +211,51 @@ def test_a_benchmark_runs(default: Environment) -> None:
     assert {row["kernel"] for row in report["rows"]} == {"lightning_decode sm_90a, H=4, B="}
     assert "commit" not in report["environment"]
     assert not (default.home / "docs").exists()
+
+
+# ---- types
+
+TYPED = """
+import cute_attn
+from cute_attn import cache
+
+compiles: int = cute_attn.cache.stats().compiles
+version: str = cute_attn.__version__
+cache.freeze(3)
+"""
+# The cache is what an ordinary editable install hides. All of torch would take a minute.
+UNTYPED = """
+[mypy]
+[mypy-torch.*,cute_attn.ops.*,cute_attn.launch,cute_attn.emulation]
+follow_imports = skip
+"""
+
+
+@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
+def test_a_users_code_is_checked_against_our_types(
+    editable: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip("mypy", reason="needs the extra lint")
+    if editable:
+        page = (ROOT / "docs/installation.md").read_text()
+        (command,) = re.findall(r"^pip install (.*) --editable \.$", page, re.M)
+        with tarfile.open(request.getfixturevalue("sdist")) as archive:
+            archive.extractall(tmp_path, filter="data")
+        (source,) = tmp_path.glob("cute_attn-*")
+        options = (*shlex.split(command), "--no-build-isolation", "--editable")
+        environment = Environment(tmp_path, source, ["setuptools"], *options)
+        assert not (environment.packages / "cute_attn").exists()
+    else:
+        environment = request.getfixturevalue("default")
+    (tmp_path / "user.py").write_text(TYPED)
+    (tmp_path / "mypy.ini").write_text(UNTYPED)
+    options = ("--config-file=mypy.ini", "--cache-dir=/dev/null", "user.py")
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", environment.python, *options]
+    done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        'user.py:7: error: Too many arguments for "freeze"  [call-arg]',
+        "Found 1 error in 1 file (checked 1 source file)",
+    ]
 
 
 # ---- beside servers
