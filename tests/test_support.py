@@ -1,0 +1,55 @@
+"""The tables of what runs where agree with the operators, and with what tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import cute_attn
+from docs import support_page
+from tests.conftest import EMULATED_ARCHS
+from tests.ops.test_other_gpus import CALLS, CASES
+
+
+@pytest.mark.parametrize("page", support_page.pages(), ids=lambda page: page.name)
+def test_the_tables_are_current(page: Path) -> None:
+    assert support_page.pages()[page] == page.read_text(), "python -m docs.support_page"
+
+
+def test_every_operator_is_in_the_table() -> None:
+    operators = {
+        name for name, module in cute_attn._EXPORTS.items() if module.startswith("cute_attn.ops.")
+    }
+    rows = " ".join(row.operator for row in support_page.ROWS)
+    assert all(f"`{name}`" in rows for name in operators)
+
+
+def test_what_is_emulated_is_emulated_by_a_test() -> None:
+    """Every cell of the table: by the tests of each operator, or by those of other GPUs."""
+    others = {(case.values[0], case.values[1]) for case in CASES}
+    for row in support_page.ROWS:
+        for arch in support_page.ARCHS:
+            if not support_page.cell(row, (arch,)) or arch in EMULATED_ARCHS:
+                continue
+            called = row.operator.split("`")[1]
+            name = (
+                "gradients, K = 64"
+                if (called, row.direction) == ("chunk_kda", "backward")
+                else called
+            )
+            assert (name, arch) in others, (row, arch)
+    assert {name for name, _ in others} == set(CALLS)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim"), [("sm_80", 64), ("sm_100a", 128), ("sm_90a", 96), ("sm_120a", 256)]
+)
+def test_an_empty_cell_is_an_error_of_the_call(arch: str, head_dim: int) -> None:
+    (row, *_) = support_page.ROWS
+    assert head_dim not in row.sizes([arch])["head_dim"]
+    q = torch.zeros(1, 8, 1, head_dim, dtype=torch.bfloat16)
+    listed = "there is: head_dim|there are kernels for: "
+    with cute_attn.emulated(arch), pytest.raises(NotImplementedError, match=listed):
+        cute_attn.flash_attn_func(q, q, q)
