@@ -220,9 +220,9 @@ def test_ls_of_thousands_takes_a_moment(
     """A table that measures each cell takes milliseconds for each entry."""
     row = {"kernel": "k", "specialisation": "s" * 400, "arch": ARCH, "bytes": 1, "hits": 1}
     rows = [{**row, "key": f"{i:064}", "last_use": 0.0} for i in range(5000)]
-    started = time.perf_counter()
+    started = time.process_time()
     command_line._print_entries(rows, 100)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert len(capsys.readouterr().out.splitlines()) == 5002
 
 
