@@ -94,7 +94,9 @@ def _facts() -> Iterator[tuple[str, str]]:
     for name in (*environment.PACKAGES, *environment.PEERS, *OTHERS):
         yield name, environment.version_of(name) or "not installed"
     yield "torch says", _said(_torch)
-    yield "CUDA driver", _said(_driver)
+    releases = environment.nvidia_smi("driver_version")
+    yield "driver", releases[0] if releases else "unknown (nvidia-smi does not tell)"
+    yield "driver's CUDA", _said(_cuda_of_driver)
     for number, line in enumerate(environment.nvidia_smi("name,compute_cap,memory.total")):
         yield f"GPU {number}", line
     yield "architecture", _said(lambda: _part("cache.arch").current_arch())
@@ -129,10 +131,9 @@ def _torch() -> str:
     return f"{torch.__version__}, built for CUDA {torch.version.cuda}, GPUs it sees: {devices}"
 
 
-def _driver() -> str:
-    release = next(iter(environment.nvidia_smi("driver_version")), "a release that nothing tells")
+def _cuda_of_driver() -> str:
     version = int(_part("cache.driver").ask("cuDriverGetVersion"))
-    return f"{release}, for CUDA {version // 1000}.{version % 1000 // 10}"
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 if __name__ == "__main__":

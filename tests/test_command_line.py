@@ -147,3 +147,4 @@ def test_gpus_are_those_that_nvidia_smi_lists(works: bool, tmp_path: Path) -> No
     gpus = {name: value for name, value in found.items() if name.startswith("GPU ")}
     listed = {"GPU 0": "A, 9.0, 81559 MiB", "GPU 1": "B, 10.0, 9 MiB"}
     assert gpus == (listed if works else {})
+    assert found["driver"] == ("580.159.04" if works else "unknown (nvidia-smi does not tell)")

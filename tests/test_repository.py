@@ -250,6 +250,7 @@ FORBIDDEN = {
         "cute_attn.reference",
         *TABLES,
     },
+    "cute_attn/__main__.py": {"cutlass", "cute_attn.kernels", "cute_attn.ops"},
     "cute_attn/launch.py": {
         "cutlass",
         "cute_attn.bench",
