@@ -72,7 +72,8 @@ def main() -> None:
     python = directory / "bin/python"
     packages = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     # Read after the .pth files of the packages in it, which so come first on Python's path.
-    below = "".join(f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages())
+    paths = [*site.getsitepackages(), *([site.getusersitepackages()] * bool(site.ENABLE_USER_SITE))]
+    below = "".join(f"import site; site.addsitedir({path!r})\n" for path in paths)
     (directory / packages / "zz_below.pth").write_text(below)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     subprocess.run([*pip, "--no-warn-conflicts", *pins], check=True)
