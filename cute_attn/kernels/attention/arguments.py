@@ -99,6 +99,16 @@ class FakeArguments:
         cu_seqlens_k, seqused_k = self._lengths(self.spec.varlen_k, self.spec.seqused_k)
         return cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
 
+    def lengths(self) -> dict[str, Any]:
+        """The lengths of the sequences, by the names of their arguments."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+        return dict(zip(names, self.sequences(), strict=True))
+
+    def scalars(self) -> dict[str, Any]:
+        """The scalars of a softmax and its mask, by the names of their arguments."""
+        floats = dict.fromkeys(("softmax_scale", "softcap"), Float32(1.0))
+        return floats | dict.fromkeys(("window_left", "window_right"), Int32(0))
+
     def page_table(self) -> Any:
         """`[batch, max_pages]`, or None."""
         if not self.spec.page_rows:

@@ -21,16 +21,16 @@ takes the launch off the path (sm_90 and newer).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous, fake_rows, fake_strided
 from ..common.carried import Named
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import INF, LN_2, LOG2_E, NAN
 from ..common.ptx.grids import wait_for_previous
 from ..common.ptx.memory import load_global
@@ -43,6 +43,24 @@ COLUMNS = 64  # of a CTA
 THREADS_OF_SLICE = COLUMNS // VECTOR
 SLICES = NUM_THREADS // THREADS_OF_SLICE
 UNROLL = 4  # loads of a thread in flight
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with.
+
+    Attributes:
+        o_splits: `[splits, batch, seqlen, heads, head_dim]`, float32.
+        lse_splits: `[splits, batch, seqlen, heads]`, float32.
+        o: `[batch, seqlen, heads, head_dim]`.
+        lse: `[batch, seqlen, heads]`, float32, or None.
+        sink: `[heads]`, or None.
+    """
+
+    o_splits: cute.Tensor
+    lse_splits: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    sink: cute.Tensor | None
 
 
 class Splits(Named):
@@ -73,40 +91,28 @@ class Combine:
         spec = self.spec
         rows = (cute.sym_int(), cute.sym_int(), cute.sym_int())
         splits = cute.sym_int()
-        return (
-            fake_rows(Float32, (splits, *rows, spec.head_dim)),
-            fake_strided(Float32, (splits, *rows)),
-            fake_rows(self.dtype, (*rows, spec.head_dim)),
-            fake_strided(Float32, rows) if spec.lse else None,
-            None
-            if spec.sink_dtype == "none"
-            else fake_contiguous(DTYPE[spec.sink_dtype], (rows[-1],)),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        sink = None
+        if spec.sink_dtype != "none":
+            sink = fake_contiguous(DTYPE[spec.sink_dtype], (rows[-1],))
+        return placeholders(
+            Arguments(
+                o_splits=fake_rows(Float32, (splits, *rows, spec.head_dim)),
+                lse_splits=fake_strided(Float32, (splits, *rows)),
+                o=fake_rows(self.dtype, (*rows, spec.head_dim)),
+                lse=fake_strided(Float32, rows) if spec.lse else None,
+                sink=sink,
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        o_splits: cute.Tensor,
-        lse_splits: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        stream: Any,
-    ) -> None:
-        """Launch the kernel.
-
-        Args:
-            o_splits: `[splits, batch, seqlen, heads, head_dim]`, float32.
-            lse_splits: `[splits, batch, seqlen, heads]`, float32.
-            o: `[batch, seqlen, heads, head_dim]`.
-            lse: `[batch, seqlen, heads]`, float32, or None.
-            sink: `[heads]`, or None.
-        """
-        _, seqlen, heads, _ = o.shape
-        rows = Int64(o.shape[0]) * seqlen * heads
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        _, seqlen, heads, _ = a.o.shape
+        rows = Int64(a.o.shape[0]) * seqlen * heads
         by_seqlen, by_heads = (cute.fast_divmod_create_divisor_v2(x) for x in (seqlen, heads))
-        self.kernel(o_splits, lse_splits, o, lse, sink, by_seqlen, by_heads).launch(
+        self.kernel(a, by_seqlen, by_heads).launch(
             grid=[Int32(rows * self.blocks), 1, 1],
             block=[NUM_THREADS, 1, 1],
             stream=stream,
@@ -115,14 +121,7 @@ class Combine:
 
     @cute.kernel
     def kernel(
-        self,
-        o_splits: cute.Tensor,
-        lse_splits: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        by_seqlen: Any,
-        by_heads: Any,
+        self, x: Arguments, by_seqlen: cute.FastDivmodDivisor, by_heads: cute.FastDivmodDivisor
     ) -> None:
         number, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -136,9 +135,9 @@ class Combine:
         maxima, totals = (
             cute.make_tensor(x, cute.make_layout(SLICES)) for x in (storage.maxima, storage.totals)
         )
-        rows = o_splits[None, sequence, token, head, None]
+        rows = x.o_splits[None, sequence, token, head, None]
         at = rows.iterator.toint() + (block * COLUMNS + vector * VECTOR) * 4
-        of_rows = lse_splits[None, sequence, token, head]
+        of_rows = x.lse_splits[None, sequence, token, head]
         at_lse = of_rows.iterator.toint()
         if cutlass.const_expr(self.spec.dependent):
             wait_for_previous(at | at_lse)
@@ -155,15 +154,15 @@ class Combine:
         cute.arch.sync_threads()
         if slice_ == 0:
             own_sink = None
-            if cutlass.const_expr(sink is not None):
-                own_sink = Float32(sink[head])
+            if cutlass.const_expr(x.sink is not None):
+                own_sink = Float32(x.sink[head])
             log_sum = self.reduce(sums[None, vector, None], maxima, totals, own_sink, own)
-            if cutlass.const_expr(lse is not None):
+            if cutlass.const_expr(x.lse is not None):
                 if block == 0 and vector == 0:
-                    lse[sequence, token, head] = log_sum
+                    x.lse[sequence, token, head] = log_sum
             rounded = cute.make_rmem_tensor((VECTOR,), self.dtype)
             rounded.store(own.load().to(self.dtype))
-            columns = cute.local_tile(o[sequence, token, head, None], (COLUMNS,), (block,))
+            columns = cute.local_tile(x.o[sequence, token, head, None], (COLUMNS,), (block,))
             cute.autovec_copy(rounded, cute.local_tile(columns, (VECTOR,), (vector,)))
 
     @cute.jit

@@ -29,18 +29,19 @@ log-sum-exp in float32, and `combine` adds them up.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
-from ..common.carried import Named
+from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.overlap import overlaps
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
@@ -100,24 +101,89 @@ SCHEDULERS: dict[str, type[SingleTileScheduler]] = {
 }
 
 
-class Operands(Named):
-    """The kernel's arguments: TMA's atoms and coordinates of q, k, v and o, and the others."""
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        num_ctas: how many CTAs are resident at once.
+        counter: the next tile of a CounterScheduler, `[1]`.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    sink: cute.Tensor | None
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    page_table: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    num_ctas: Int32
+    counter: cute.Tensor | None
 
 
-class Consumer(Named):
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        q_tma, k_tma, v_tma, o_tma: TMA's copies; of o only where it is staged.
+        q, k, v: coordinates for TMA.
+        o: coordinates for TMA where o is staged, otherwise the tensor.
+        num_tiles, counter: for the scheduler.
+    """
+
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    o_tma: cute.CopyAtom | None
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    sink: cute.Tensor | None
+    pages: Pages | None
+    num_tiles: Int32
+    counter: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Consumer(Carried):
     """What a warp of the consumers keeps.
 
     Attributes:
-        warp, group: its number, and that of its warpgroup.
-        turns: of its warpgroup.
-        barriers: of the CTA.
-        q, o: shared addresses of its warpgroup's rows of Q, and of staged O.
-        k, v: shared addresses of the rings, as q.
+        warp: the warp's number in the CTA.
+        group: the number of the warp's warpgroup.
+        turns: the warpgroup's turns to start products.
+        q, o: shared addresses of the warpgroup's rows of Q, and of staged O.
+        k, v: shared addresses of the rings.
+        ones: the shared address of the ones beside V.
         held: registers of the first columns of Q.
         s, p, acc: registers of S, of P as an operand, and of O.
-        softmax: of its rows.
-        visible: which keys a query sees.
     """
+
+    warp: Int32
+    group: Int32
+    turns: Turns
+    barriers: Barriers
+    q: Int32
+    k: Int32
+    v: Int32
+    ones: Int32 | None
+    o: Int32 | None
+    held: cute.Tensor | None
+    s: cute.Tensor
+    p: cute.Tensor
+    acc: cute.Tensor
+    softmax: FragmentSoftmax
+    visible: Visibility
 
 
 class Sm90Forward:
@@ -198,158 +264,95 @@ class Sm90Forward:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, self.spec.head_dim)
-        return (
-            fake.q(),
-            fake.k(),
-            fake.k(),
-            fake.o_splits() if self.spec.split else fake.q(),
-            fake.lse_splits() if self.spec.split else fake.lse() if self.spec.lse else None,
-            fake.sink(),
-            *fake.sequences(),
-            fake.page_table(),
-            Float32(1.0),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            fake_contiguous(Int32, (1,)) if self.spec.scheduler == "counter" else None,
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim)
+        lse = None
+        if spec.split or spec.lse:
+            lse = fake.lse_splits() if spec.split else fake.lse()
+        return placeholders(
+            Arguments(
+                q=fake.q(),
+                k=fake.k(),
+                v=fake.k(),
+                o=fake.o_splits() if spec.split else fake.q(),
+                lse=lse,
+                sink=fake.sink(),
+                **fake.lengths(),
+                page_table=fake.page_table(),
+                **fake.scalars(),
+                num_ctas=Int32(1),
+                counter=fake_contiguous(Int32, (1,)) if spec.scheduler == "counter" else None,
+            )
         )
 
     # -- host ---------------------------------------------------------------------------------
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        page_table: cute.Tensor | None,
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_ctas: Int32,
-        counter: cute.Tensor | None,
-        stream: Any,
-    ) -> None:
-        """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
         spec = self.spec
-        heads, kv_heads = q.shape[-2], k.shape[-2]
-        if cutlass.const_expr(spec.varlen_q):
-            batch = cu_seqlens_q.shape[0] - 1
-        else:
-            batch = q.shape[0]
-        seqlen_k, pages = k.shape[-3], None
-        if cutlass.const_expr(page_table is not None):
-            pages = Pages.of(page_table, k, spec, spec.tile_n)
-            seqlen_k = pages.most_keys
-
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        windowed = spec.window_left or spec.window_right
-        at_once = WINDOWED_HEADS_AT_ONCE if windowed else HEADS_AT_ONCE
-        tiles = self.tile_map(
-            Sequences(q.shape[-3], cu_seqlens_q, seqused_q),
-            Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
-            cutlass.min(heads // spec.packed_heads * batch, at_once), o.shape[0],
-        )  # fmt: skip
+        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
+        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+        batch, pages = queries.batch(a.q), None
+        if cutlass.const_expr(a.page_table is not None):
+            pages = Pages.of(a.page_table, a.k, spec, spec.tile_n)
+            keys = Sequences(pages.most_keys, a.cu_seqlens_k, a.seqused_k)
+        tiles = self.tile_map(a, queries, keys, batch)
         if cutlass.const_expr(not (spec.split or self.few_rows)):
-            tiles = tiles.balanced(spec, num_ctas)
+            tiles = tiles.balanced(spec, a.num_ctas)
         num_tiles = tiles.count()
-        o_copy = (None, o)
-        if cutlass.const_expr(self.o_staged):
-            o_copy = self.o_rows.atom(store, o)
-        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None, HEADROOM[spec.dtype])
-        num_ctas = self.scheduler.clusters(num_tiles, num_ctas)
+        scaling = Scaling.of(
+            a.softmax_scale, a.softcap if spec.softcap else None, HEADROOM[spec.dtype]
+        )
+        visible = Visibility.of(
+            spec, spec.tile_m, spec.tile_n, spec.packed_heads, a.window_left, a.window_right
+        )
+        num_ctas = self.scheduler.clusters(num_tiles, a.num_ctas)
         if cutlass.const_expr(not spec.split):  # partial results have memory of their own
-            inputs = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-            if overlaps((o, lse), inputs):
+            lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
+            if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
                 num_ctas = Int32(0)  # which the driver rejects; the operator raises the reason
-        self.kernel(
-            *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
-            *o_copy, lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-            seqused_k, scaling, window_left, window_right, heads, kv_heads, batch, q.shape[-3],
-            seqlen_k, tiles.heads_at_once, tiles.last_tiles, num_tiles, pages, counter,
-        ).launch(
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        q_tma, q = self.q_rows.atom(load, a.q)
+        k_tma, k = self.kv_rows.atom(load, a.k)
+        v_tma, v = self.kv_rows.atom(load, a.v)
+        o_tma, o = None, a.o
+        if cutlass.const_expr(self.o_staged):
+            o_tma, o = self.o_rows.atom(store, a.o)
+        x = Operands(
+            q_tma, q, k_tma, k, v_tma, v, o_tma, o, a.lse, a.sink, pages, num_tiles, a.counter
+        )
+        self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
             block=[(self.warpgroups + 1) * WARPGROUP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
+        )
 
-    def tile_map(
-        self,
-        queries: Sequences,
-        keys: Sequences,
-        heads: Any,
-        kv_heads: Any,
-        batch: Any,
-        heads_at_once: Any,
-        splits: Any,
-        last_tiles: Any = None,
-    ) -> TileMap:
-        spec = self.spec
+    def tile_map(self, a: Arguments, queries: Sequences, keys: Sequences, batch: Any) -> TileMap:
+        """The tiles, in an order in which CTAs that run at once read the same K and V."""
+        spec, heads = self.spec, a.q.shape[-2]
+        windowed = spec.window_left or spec.window_right
+        at_once = WINDOWED_HEADS_AT_ONCE if windowed else HEADS_AT_ONCE
         given = (
-            spec.tile_m, spec.packed_heads, spec.window_right,
-            queries, keys, heads, kv_heads, batch, heads_at_once,
+            spec.tile_m, spec.packed_heads, spec.window_right, queries, keys, heads,
+            a.k.shape[-2], batch, cutlass.min(heads // spec.packed_heads * batch, at_once),
         )  # fmt: skip
-        if spec.split:
-            return SplitTileMap(*given, splits=splits)
-        return TileMap(*given, last_tiles=last_tiles)
+        return SplitTileMap(*given, splits=a.o.shape[0]) if spec.split else TileMap(*given)
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        o_tma: cute.CopyAtom | None,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        scaling: Scaling,
-        window_left: Int32,
-        window_right: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        batch: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        heads_at_once: Int32,
-        last_tiles: Int32 | None,
-        num_tiles: Int32,
-        pages: Pages | None,
-        counter: cute.Tensor | None,
-    ) -> None:
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
         spec = self.spec
-        x = Operands(
-            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, o_tma=o_tma, o=o, lse=lse,
-            sink=sink, num_tiles=num_tiles, counter=counter,
-        )  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == self.load.warps[0]:
             if cutlass.const_expr(spec.seqused_k and self.few_rows):
-                prefetch_global(seqused_k, cute.arch.lane_idx() * LINE_WORDS)
-            prepare((q_tma, k_tma, v_tma, *((o_tma,) if self.o_staged else ())), barriers)
+                prefetch_global(tiles.keys.seqused, cute.arch.lane_idx() * LINE_WORDS)
+            prepare((x.q_tma, x.k_tma, x.v_tma, *((x.o_tma,) if self.o_staged else ())), barriers)
         if cutlass.const_expr(self.sums > 0):
             one = Float32(1.0)
             at = shared_address(storage.ones)
@@ -360,19 +363,11 @@ class Sm90Forward:
             cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
-        visible = Visibility.of(
-            spec, spec.tile_m, spec.tile_n, spec.packed_heads, window_left, window_right
-        )
         load_registers, consumer_registers = REGISTERS[self.warpgroups]
         if warp >= self.load.warps[0]:
             cute.arch.setmaxregister_decrease(load_registers)
             if warp == self.load.warps[0]:
-                tiles = self.tile_map(
-                    Sequences(seqlen_q, cu_seqlens_q, seqused_q),
-                    Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
-                    heads_at_once, o.shape[0], last_tiles,
-                )  # fmt: skip
-                self.load_warp(x, storage, barriers, tiles, visible, pages)
+                self.load_warp(x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             own = self.consumer(storage, barriers, warp, visible, scaling)
@@ -415,12 +410,11 @@ class Sm90Forward:
         barriers: Barriers,
         tiles: TileMap,
         visible: Visibility,
-        pages: Pages | None,
     ) -> None:
         """Publish each tile of the CTA, and load its K/V tiles from the last to the first, in the
         order in which their stages become free: Q after the first K, and each V after the K of the
         next K/V tile, whose scores come before this P V."""
-        spec = self.spec
+        spec, pages = self.spec, x.pages
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         stages = (spec.stages, spec.tile_n * spec.head_dim)
         k_smem = boxes(storage.k, spec.tile_n, across, stages)

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import cutlass
+from cutlass.cutlass_dsl import extract_mlir_attributes
 
 
 def _values(x: Any) -> list[Any]:
@@ -24,6 +25,14 @@ class Carried:
 
     def __extract_mlir_values__(self) -> list[Any]:
         return [value for x in vars(self).values() for value in _values(x)]
+
+    def __extract_mlir_attributes__(self) -> list[Any]:
+        return [
+            attribute
+            for x in vars(self).values()
+            if _is_dynamic(x)
+            for attribute in extract_mlir_attributes(x)
+        ]
 
     def __new_from_mlir_values__(self, values: list[Any]) -> Any:
         rebuilt = copy.copy(self)

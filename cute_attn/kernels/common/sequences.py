@@ -24,6 +24,10 @@ class Sequences(Carried):
     cu_seqlens: Any = None
     seqused: Any = None
 
+    def batch(self, x: Any) -> Any:
+        """The number of sequences of `x`, a tensor with these rows."""
+        return x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
     def start(self, sequence: Any) -> Any:
         """Row of a sequence's first token among the rows of its tensor."""
         return 0 if self.cu_seqlens is None else self.cu_seqlens[sequence]
