@@ -31,17 +31,18 @@ others; its three other warps idle.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 
-from ..common.carried import Named
+from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ..common.ptx import wgmma
 from ..common.ptx.barrier import meet
@@ -112,18 +113,87 @@ EDGES = (
 )
 
 
-class Operands(Named):
-    """The kernel's arguments: TMA's atoms and coordinates of tensors, and the others."""
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Each split of a group counts as a K/V head. A call has `num_split_heads` of them.
+
+    Attributes:
+        stats: lse and delta of the query rows; see `statistics`.
+        ds: dS of the call's query heads and keys; see `ds_tiles`.
+        dk, dv: gradients, or float32 sums of the splits.
+        first_split_head: the first split head of the call.
+        first_block, num_blocks: the call's blocks of tile_n keys of each sequence.
+        num_clusters: how many clusters are resident at once.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    stats: cute.Tensor
+    ds: cute.Tensor | None
+    dk: cute.Tensor
+    dv: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    num_splits: Int32
+    first_split_head: Int32
+    num_split_heads: Int32
+    first_block: Int32
+    num_blocks: Int32
+    num_clusters: Int32
 
 
-class Consumer(Named):
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        q_tma, k_tma, v_tma, do_tma: TMA's loads.
+        q, k, v, do: coordinates for TMA.
+        dk_tma, dv_tma: TMA's stores; None where the sums of splits are stored.
+        dk, dv: coordinates for TMA, or the sums.
+        group: query heads of a split head.
+    """
+
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    do_tma: cute.CopyAtom
+    do: cute.Tensor
+    dk_tma: cute.CopyAtom | None
+    dk: cute.Tensor
+    dv_tma: cute.CopyAtom | None
+    dv: cute.Tensor
+    stats: cute.Tensor
+    ds: cute.Tensor | None
+    queries: Sequences
+    batch: Int32
+    group: Int32
+    num_splits: Int32
+    first_split_head: Int32
+    first_block: Int32
+    softmax_scale: Float32
+
+
+@dataclass(frozen=True)
+class Consumer(Carried):
     """What a warp of the value or the key warpgroup keeps.
 
     Attributes:
-        warp: its number in its warpgroup.
-        barriers, queue: of the CTA.
+        warp: the warp's number in its warpgroup.
         x, x_first: shared addresses of K or V, as if its first columns were in front of the rest,
-            and where they are until they are in registers.
+            and where the first columns are until they are in registers.
         y, z: shared addresses of the rings of Q and dO, or of dO and Q.
         stats: shared address of the ring of lse or delta.
         exchange: shared address of the lane's words in the ring of P'.
@@ -131,9 +201,23 @@ class Consumer(Named):
         t: registers of T.
         words: registers of T' as an operand.
         acc: accumulators.
-        scaling: of the scores.
-        visible: which queries see a key.
     """
+
+    warp: Int32
+    barriers: Barriers
+    queue: TileQueue
+    x: Int32
+    x_first: Int32
+    y: Int32
+    z: Int32
+    stats: Int32
+    exchange: Int32
+    held: cute.Tensor
+    t: cute.Tensor
+    words: cute.Tensor
+    acc: cute.Tensor
+    scaling: Scaling
+    visible: Visibility
 
 
 class Sm90Hd256DkDv:
@@ -176,182 +260,85 @@ class Sm90Hd256DkDv:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
         out = fake.k_partial if self.spec.partial else fake.k
-        return (
-            fake.q(),
-            fake.k(),
-            fake.k(),
-            fake.q(),
-            fake.stats(),
-            fake.ds_tiles() if self.spec.stores_ds else None,
-            out(),
-            out(),
-            *fake.sequences(),
-            Float32(1.0),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            Int32(0),
-            Int32(1),
-            Int32(0),
-            Int32(1),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=fake.q(),
+                k=fake.k(),
+                v=fake.k(),
+                do=fake.q(),
+                stats=fake.stats(),
+                ds=fake.ds_tiles() if self.spec.stores_ds else None,
+                dk=out(),
+                dv=out(),
+                **fake.lengths(),
+                **fake.scalars(),
+                num_splits=Int32(1),
+                first_split_head=Int32(0),
+                num_split_heads=Int32(1),
+                first_block=Int32(0),
+                num_blocks=Int32(1),
+                num_clusters=Int32(1),
+            )
         )
 
     # -- host ---------------------------------------------------------------------------------
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        stats: cute.Tensor,
-        ds: cute.Tensor | None,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_splits: Int32,
-        first_split_head: Int32,
-        num_split_heads: Int32,
-        first_block: Int32,
-        num_blocks: Int32,
-        num_clusters: Int32,
-        stream: Any,
-    ) -> None:
-        """Each split of a group counts as a K/V head. This is for `num_split_heads` of them, from
-        `first_split_head` on, and for `num_blocks` blocks of tile_n keys of each sequence, from
-        `first_block` on; `ds` is that of their query heads and keys. `num_clusters` are resident at
-        once."""
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
         spec = self.spec
-        heads, kv_heads = q.shape[-2], k.shape[-2]
-        if cutlass.const_expr(spec.varlen_k):
-            batch = cu_seqlens_k.shape[0] - 1
-        else:
-            batch = k.shape[0]
-        seqlen_q = q.shape[-3]
-
+        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
+        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+        batch = keys.batch(a.k)
+        group = a.q.shape[-2] // (a.k.shape[-2] * a.num_splits)
+        head_bytes = Int64(queries.tokens) * (2 * 2 * spec.head_dim) * group  # of Q and dO
+        tiles = TileMap(
+            spec.tile_n, 1, False, queries, keys, group * a.num_split_heads, a.num_split_heads,
+            batch, heads_in_l2(head_bytes, a.num_split_heads * batch), of_keys=True,
+            first_block=a.first_block, num_blocks=a.num_blocks,
+        ).balanced(spec, a.num_clusters)  # fmt: skip
+        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
+        scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_for_both = cpasync.CopyBulkTensorTileG2SMulticastOp()
-        if cutlass.const_expr(spec.partial):
-            outputs = (None, dk, None, dv)
-        else:
-            outputs = (*self.k_rows.atom(store, dk), *self.k_rows.atom(store, dv))
-        group = heads // (kv_heads * num_splits)
-        split_heads = num_split_heads
-        heads = group * split_heads
-        head_bytes = Int64(seqlen_q) * (2 * 2 * spec.head_dim) * group  # of Q and dO
-        tiles = self.tile_map(
-            Sequences(seqlen_q, cu_seqlens_q, seqused_q),
-            Sequences(k.shape[-3], cu_seqlens_k, seqused_k), heads, split_heads, batch,
-            heads_in_l2(head_bytes, split_heads * batch), first_block, num_blocks,
-        ).balanced(spec, num_clusters)  # fmt: skip
-        num_tiles = tiles.count()
-        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
-        self.kernel(
-            *self.q_rows.atom(load_for_both, q), *self.k_rows.atom(load, k),
-            *self.k_rows.atom(load, v), *self.q_rows.atom(load_for_both, do), *outputs, stats, ds,
-            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left,
-            window_right, heads, split_heads, num_splits, first_split_head, batch, seqlen_q,
-            k.shape[-3], tiles.heads_at_once, first_block, num_blocks, tiles.last_tiles,
-        ).launch(
-            grid=[CTAS * SingleTileScheduler.clusters(num_tiles, num_clusters), 1, 1],
+        q_tma, q = self.q_rows.atom(load_for_both, a.q)
+        k_tma, k = self.k_rows.atom(load, a.k)
+        v_tma, v = self.k_rows.atom(load, a.v)
+        do_tma, do = self.q_rows.atom(load_for_both, a.do)
+        dk_tma, dk, dv_tma, dv = None, a.dk, None, a.dv
+        if cutlass.const_expr(not spec.partial):
+            dk_tma, dk = self.k_rows.atom(store, a.dk)
+            dv_tma, dv = self.k_rows.atom(store, a.dv)
+        x = Operands(
+            q_tma, q, k_tma, k, v_tma, v, do_tma, do, dk_tma, dk, dv_tma, dv, a.stats, a.ds,
+            queries, batch, group, a.num_splits, a.first_split_head, a.first_block,
+            a.softmax_scale,
+        )  # fmt: skip
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
             block=[3 * WARPGROUP, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
-
-    def tile_map(
-        self,
-        queries: Sequences,
-        keys: Sequences,
-        heads: Any,
-        split_heads: Any,
-        batch: Any,
-        heads_at_once: Any,
-        first_block: Any,
-        num_blocks: Any,
-        last_tiles: Any = None,
-    ) -> TileMap:
-        return TileMap(
-            self.spec.tile_n, 1, False, queries, keys, heads, split_heads, batch, heads_at_once,
-            of_keys=True, last_tiles=last_tiles, first_block=first_block, num_blocks=num_blocks,
-        )  # fmt: skip
+        )
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        do_tma: cute.CopyAtom,
-        do: cute.Tensor,
-        dk_tma: cute.CopyAtom | None,
-        dk: cute.Tensor,
-        dv_tma: cute.CopyAtom | None,
-        dv: cute.Tensor,
-        stats: cute.Tensor,
-        ds: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        scaling: Scaling,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads: Int32,
-        split_heads: Int32,
-        num_splits: Int32,
-        first_split_head: Int32,
-        batch: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        heads_at_once: Int32,
-        first_block: Int32,
-        num_blocks: Int32,
-        last_tiles: Int32 | None,
-    ) -> None:
-        spec = self.spec
-        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-        x = Operands(
-            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
-            dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, ds=ds, queries=queries,
-            group=heads // split_heads, num_splits=num_splits, first_split_head=first_split_head,
-            first_block=first_block, batch=batch, softmax_scale=softmax_scale,
-        )  # fmt: skip
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == LOAD.warps[0]:
-            prepare((q_tma, k_tma, v_tma, do_tma), barriers)
+            prepare((x.q_tma, x.k_tma, x.v_tma, x.do_tma), barriers)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
-        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
-                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-                tiles = self.tile_map(
-                    queries, keys, heads, split_heads, batch, heads_at_once, first_block,
-                    num_blocks, last_tiles,
-                )  # fmt: skip
                 self.load_warp(x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
