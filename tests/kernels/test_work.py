@@ -24,7 +24,7 @@ from cute_attn.kernels.attention.work import LAST_TILES, SplitTileMap, TileMap
 from cute_attn.kernels.common.sequences import Sequences
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tile_map_kernel import HEADS, KV_HEADS, TILE, TileMapSpec
+from tile_map_kernel import HEADS, KV_HEADS, TILE, TileMapSpec, tiled_heads
 
 PLACES = KernelDef(name="places", target="tile_map_kernel:Places")
 BATCH = 3
@@ -39,8 +39,8 @@ def tile_map(
 ) -> TileMap:
     queries, keys = Sequences(20), Sequences(33)
     return TileMap(
-        TILE, packed_heads, longest_last, queries, keys, HEADS, KV_HEADS, BATCH, at_once, of_keys,
-        last_tiles,
+        TILE, packed_heads, longest_last, queries, keys, tiled_heads(of_keys, packed_heads),
+        HEADS // KV_HEADS, BATCH, at_once, of_keys, last_tiles,
     )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_every_tile_has_one_number(
     of_keys: bool, packed_heads: int, longest_last: bool, at_once: int, last_tiles: int | None
 ) -> None:
     tiles = tile_map(of_keys, packed_heads, longest_last, at_once, last_tiles)
-    heads = KV_HEADS if of_keys else HEADS // packed_heads
+    heads = tiled_heads(of_keys, packed_heads)
     blocks = -(-33 // TILE) if of_keys else -(-20 * packed_heads // TILE)
     assert tiles.count() == heads * blocks * BATCH
     places = [tiles.locate(tile)[1:] for tile in range(tiles.count())]
@@ -87,7 +87,7 @@ def test_the_last_heads_are_one_group(of_keys: bool, at_once: int, last_tiles: i
     """Of at least `last_tiles` tiles, and of no more heads than that and whole groups ask for."""
     tiles = tile_map(of_keys, 1, True, at_once, last_tiles)
     places = [tiles.locate(tile)[1:] for tile in range(tiles.count())]
-    heads = BATCH * (KV_HEADS if of_keys else HEADS)
+    heads = BATCH * tiled_heads(of_keys, 1)
     of_head = len(places) // heads
     least = min(heads, -(-last_tiles // of_head))
     last = next(n for n in range(least, heads + 1) if (heads - n) % at_once == 0)
@@ -130,7 +130,7 @@ def test_work_of_a_tile_of_keys(packed_heads: int) -> None:
 @pytest.mark.parametrize("splits", [1, 3, 8])
 def test_splits_of_a_tile_follow_one_another_and_share_its_key_tiles(splits: int) -> None:
     whole = tile_map(False, 2, True, at_once=2)
-    given = {f.name: getattr(whole, f.name) for f in fields(whole) if f.init}
+    given = {f.name: getattr(whole, f.name) for f in fields(whole)}
     tiles = SplitTileMap(**given, splits=splits)
     assert tiles.count() == splits * whole.count()
     for number in range(tiles.count()):
@@ -165,7 +165,7 @@ def test_every_tile_of_packed_sequences_has_one_number(spec: TileMapSpec) -> Non
     lengths = [numbers.choice([0, 1, TILE, numbers.randrange(3 * TILE)]) for _ in range(40)]
     used = [numbers.randrange(-1, length + 2) for length in lengths] if spec.seqused else None
     rows_per_token = 1 if spec.of_keys else spec.packed_heads
-    heads = KV_HEADS if spec.of_keys else HEADS // spec.packed_heads
+    heads = tiled_heads(spec.of_keys, spec.packed_heads)
     total = sum(lengths)
     places = torch.full((heads * (total * rows_per_token // TILE + len(lengths)), 4), -7).int()
     run = Emulator().load(cache.compile(PLACES, spec, arch="sm_90a"))

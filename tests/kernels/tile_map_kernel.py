@@ -17,6 +17,11 @@ TILE = 8
 HEADS, KV_HEADS = 4, 2
 
 
+def tiled_heads(of_keys: bool, packed_heads: int) -> int:
+    """Heads, or packs of heads, that have tiles of their own."""
+    return KV_HEADS if of_keys else HEADS // packed_heads
+
+
 @dataclass(frozen=True)
 class TileMapSpec(Spec):
     of_keys: bool
@@ -58,8 +63,9 @@ class Places:
         packed, other = Sequences(tokens, cu_seqlens, seqused), Sequences(Int32(1))
         queries, keys = (other, packed) if spec.of_keys else (packed, other)
         return TileMap(
-            TILE, spec.packed_heads, spec.longest_last, queries, keys, Int32(HEADS),
-            Int32(KV_HEADS), cu_seqlens.shape[0] - 1, Int32(1), spec.of_keys,
+            TILE, spec.packed_heads, spec.longest_last, queries, keys,
+            Int32(tiled_heads(spec.of_keys, spec.packed_heads)), HEADS // KV_HEADS,
+            cu_seqlens.shape[0] - 1, 1, spec.of_keys,
         )  # fmt: skip
 
     @cute.kernel

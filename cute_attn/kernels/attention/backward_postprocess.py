@@ -87,7 +87,7 @@ class BackwardPostprocess:
         """The tiles in the order in which the kernel before takes heads."""
         queries, heads = Sequences(dq.shape[-3], cu_seqlens_q, seqused_q), dq.shape[-2]
         batch = dq.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, heads, batch, Int32(1))
+        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, 1, batch, Int32(1))
 
     @cute.kernel
     def kernel(

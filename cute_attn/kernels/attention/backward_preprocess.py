@@ -117,7 +117,7 @@ class BackwardPreprocess:
         """The tiles; the head is the fast index, since heads of a token are neighbours."""
         queries, heads = Sequences(o.shape[-3], cu_seqlens_q, seqused_q), o.shape[-2]
         batch = o.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, heads, batch, heads * batch)
+        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, 1, batch, heads * batch)
 
     @cute.kernel
     def kernel(

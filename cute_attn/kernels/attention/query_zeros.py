@@ -104,7 +104,7 @@ class QueryZeros:
         """Write the zeros of the next tile; False if there is none."""
         heads, queries = opaque(x.stats.shape[1]), unshared(keys.queries)
         tiles = TileMap(
-            STATS_ROWS, 1, False, queries, queries, heads, heads, keys.batch,
+            STATS_ROWS, 1, False, queries, queries, heads, 1, keys.batch,
             keys.heads_at_once * opaque(x.group),
         )  # fmt: skip
         number = Int32(0)

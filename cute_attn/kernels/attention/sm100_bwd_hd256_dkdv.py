@@ -301,7 +301,7 @@ class Sm100Hd256DkDv:
     ) -> TileMap:
         return TileMap(
             DKDV_TILE_N, 1, False,
-            queries, keys, heads, split_heads, batch, heads_at_once, of_keys=True,
+            queries, keys, split_heads, heads // split_heads, batch, heads_at_once, of_keys=True,
         )  # fmt: skip
 
     # -- device: set-up -----------------------------------------------------------------------

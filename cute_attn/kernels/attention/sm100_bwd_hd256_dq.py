@@ -258,8 +258,9 @@ class Sm100Hd256Dq:
         heads_at_once: Any,
     ) -> TileMap:
         return TileMap(
-            TILE_M, 1, self.spec.window_right, queries, keys, heads, kv_heads, batch, heads_at_once
-        )
+            TILE_M, 1, self.spec.window_right, queries, keys, heads, heads // kv_heads, batch,
+            heads_at_once,
+        )  # fmt: skip
 
     # -- device: set-up -----------------------------------------------------------------------
 

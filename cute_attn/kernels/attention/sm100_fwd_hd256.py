@@ -285,7 +285,7 @@ class Sm100Hd256Forward:
     ) -> TileMap:
         given = (
             TILE_M, self.packed, self.spec.window_right,
-            queries, keys, heads, kv_heads, batch, heads_at_once,
+            queries, keys, heads // self.packed, heads // kv_heads, batch, heads_at_once,
         )  # fmt: skip
         return SplitTileMap(*given, splits=splits) if self.spec.split else TileMap(*given)
 

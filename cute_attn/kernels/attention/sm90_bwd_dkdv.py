@@ -329,8 +329,8 @@ class Sm90DkDv:
         last_tiles: Any = None,
     ) -> TileMap:
         return TileMap(
-            self.spec.tile_n, 1, False, queries, keys, heads, split_heads, batch, heads_at_once,
-            of_keys=True, last_tiles=last_tiles,
+            self.spec.tile_n, 1, False, queries, keys, split_heads, heads // split_heads, batch,
+            heads_at_once, of_keys=True, last_tiles=last_tiles,
         )  # fmt: skip
 
     # -- device: set-up -----------------------------------------------------------------------

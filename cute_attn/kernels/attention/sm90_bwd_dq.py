@@ -202,7 +202,7 @@ class Sm90Dq:
         tiles = TileMap(
             spec.tile_m, 1, spec.window_right,
             Sequences(q.shape[-3], cu_seqlens_q, seqused_q),
-            Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
+            Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, heads // kv_heads, batch,
             heads_in_l2(head_bytes, heads * batch),
         ).balanced(spec, num_ctas)  # fmt: skip
         num_tiles = tiles.count()
@@ -274,7 +274,7 @@ class Sm90Dq:
             if warp == LOAD.warps[0]:
                 tiles = TileMap(
                     spec.tile_m, 1, spec.window_right, queries,
-                    Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, kv_heads, batch,
+                    Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, heads // kv_heads, batch,
                     heads_at_once, last_tiles=last_tiles,
                 )  # fmt: skip
                 self.load_warp(x, storage, barriers, tiles, visible)

@@ -160,7 +160,6 @@ class Operands(Carried):
         q, k, v, do: coordinates for TMA.
         dk_tma, dv_tma: TMA's stores; None where the sums of splits are stored.
         dk, dv: coordinates for TMA, or the sums.
-        group: query heads of a split head.
     """
 
     q_tma: cute.CopyAtom
@@ -177,9 +176,6 @@ class Operands(Carried):
     dv: cute.Tensor
     stats: cute.Tensor
     ds: cute.Tensor | None
-    queries: Sequences
-    batch: Int32
-    group: Int32
     num_splits: Int32
     first_split_head: Int32
     first_block: Int32
@@ -206,6 +202,7 @@ class Consumer(Carried):
     warp: Int32
     barriers: Barriers
     queue: TileQueue
+    tiles: TileMap
     x: Int32
     x_first: Int32
     y: Int32
@@ -295,8 +292,8 @@ class Sm90Hd256DkDv:
         group = a.q.shape[-2] // (a.k.shape[-2] * a.num_splits)
         head_bytes = Int64(queries.tokens) * (2 * 2 * spec.head_dim) * group  # of Q and dO
         tiles = TileMap(
-            spec.tile_n, 1, False, queries, keys, group * a.num_split_heads, a.num_split_heads,
-            batch, heads_in_l2(head_bytes, a.num_split_heads * batch), of_keys=True,
+            spec.tile_n, 1, False, queries, keys, a.num_split_heads, group, batch,
+            heads_in_l2(head_bytes, a.num_split_heads * batch), of_keys=True,
             first_block=a.first_block, num_blocks=a.num_blocks,
         ).balanced(spec, a.num_clusters)  # fmt: skip
         visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
@@ -313,8 +310,7 @@ class Sm90Hd256DkDv:
             dv_tma, dv = self.k_rows.atom(store, a.dv)
         x = Operands(
             q_tma, q, k_tma, k, v_tma, v, do_tma, do, dk_tma, dk, dv_tma, dv, a.stats, a.ds,
-            queries, batch, group, a.num_splits, a.first_split_head, a.first_block,
-            a.softmax_scale,
+            a.num_splits, a.first_split_head, a.first_block, a.softmax_scale,
         )  # fmt: skip
         self.kernel(x, tiles, visible, scaling).launch(
             grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), a.num_clusters), 1, 1],
@@ -344,17 +340,17 @@ class Sm90Hd256DkDv:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             queue = TileQueue(Work, storage.work, barriers)
             if warp < KEY.warps[0]:
-                own = self.consumer(storage, barriers, queue, warp, VALUE, visible, scaling)
+                own = self.consumer(storage, queue, tiles, warp, VALUE, visible, scaling)
                 self.consumer_warps(x, own, storage, VALUE)
             else:
-                own = self.consumer(storage, barriers, queue, warp, KEY, visible, scaling)
+                own = self.consumer(storage, queue, tiles, warp, KEY, visible, scaling)
                 self.consumer_warps(x, own, storage, KEY)
         # Neither CTA may end while the other signals it or copies to it.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
     def consumer(
-        self, storage: Pointers, barriers: Barriers, queue: TileQueue, warp: Any, role: Role,
+        self, storage: Pointers, queue: TileQueue, tiles: TileMap, warp: Int32, role: Role,
         visible: Visibility, scaling: Scaling,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
@@ -369,8 +365,9 @@ class Sm90Hd256DkDv:
         lane = warp * WARP_SIZE + cute.arch.lane_idx()
         return Consumer(
             warp=warp,
-            barriers=barriers,
+            barriers=queue.barriers,
             queue=queue,
+            tiles=tiles,
             x=shared_address(x) - held_bytes,
             x_first=first + (0 if role is VALUE else held_bytes),
             y=shared_address(y),
@@ -428,9 +425,9 @@ class Sm90Hd256DkDv:
                     columns = cute.local_tile(rows, (ROWS, HELD), (0, part))
                     load_boxes(tma, columns, smem[part], barriers, name, Int32(0))
             first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            stats_start = padded_start(x.queries, work.sequence)
+            stats_start = padded_start(tiles.queries, work.sequence)
             tile, head = first, work.head
-            for n in cutlass.range((end - first) * x.group, unroll=1):
+            for n in cutlass.range((end - first) * tiles.group, unroll=1):
                 row = stats_start + tile * spec.tile_m
                 if n == Q_STAGES - 1:
                     barriers.wait("held", 0)
@@ -463,7 +460,7 @@ class Sm90Hd256DkDv:
             own.barriers.warp_arrives("held", 0)
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
-                self.compute_tile(x, own, work, first, end, (end - first) * x.group, role)
+                self.compute_tile(x, own, work, first, end, (end - first) * own.tiles.group, role)
             # The work is read again where it is needed: registers are scarce in between.
             work = queue.read(0)
             factor = x.softmax_scale if cutlass.const_expr(role is KEY) else Float32(self.unit)
@@ -496,8 +493,8 @@ class Sm90Hd256DkDv:
             # A key past the end of the sequence would add to dQ.
             inside = self.first_key(work) + ROWS <= work.seqlen_k
             whole_end = cutlass.select_(inside, whole_end, Int32(0))
-            at = (work.head - x.first_split_head * x.group) * x.ds.shape[1]
-            at += padded_start(x.queries, work.sequence) // ds_tiles.TILE
+            at = (work.head - x.first_split_head * own.tiles.group) * x.ds.shape[1]
+            at += padded_start(own.tiles.queries, work.sequence) // ds_tiles.TILE
             at = at * x.ds.shape[2] + (work.block - x.first_block) * CTAS + cta_rank()
         tile = first
         masked = tile < whole_first or tile >= whole_end
@@ -564,7 +561,7 @@ class Sm90Hd256DkDv:
             self.mask(own, tile, own.words, bounded=self.spec.stores_ds and role is KEY)
         barriers.warp_arrives(f"{y}_empty", n)
 
-    def start_first(self, own: Consumer, y: str, n: Any) -> list[Any]:
+    def start_first(self, own: Consumer, y: str, n: Int32) -> list[Any]:
         """Start T = X Y^T, with use n of Y."""
         spec = self.spec
         stage = own.barriers.stage(f"{y}_full", n) * self.q_bytes
@@ -573,7 +570,7 @@ class Sm90Hd256DkDv:
             tile_m=ROWS, tile_n=spec.tile_m, head_dim=spec.head_dim,
         )  # fmt: skip
 
-    def start_second(self, own: Consumer, z: str, n: Any) -> list[Any]:
+    def start_second(self, own: Consumer, z: str, n: Int32) -> list[Any]:
         """Start the accumulators + T' Z, with use n of Z."""
         spec = self.spec
         own.barriers.wait(f"{z}_full", n)
@@ -584,7 +581,7 @@ class Sm90Hd256DkDv:
         )  # fmt: skip
 
     def keep_probabilities(
-        self, own: Consumer, n: Any, lane_row: int, columns: range, p: list[Any],
+        self, own: Consumer, n: Int32, lane_row: int, columns: range, p: list[Any],
         with_slope: list[Any],
     ) -> None:  # fmt: skip
         """Replace S^T by P^T, which is rounded once the product with the P^T before is done. A P'
@@ -601,12 +598,12 @@ class Sm90Hd256DkDv:
         return [(range(i, i + STEP), row) for i in starts for row in range(fragments.LANE_ROWS)]
 
     def hand_over(
-        self, own: Consumer, n: Any, lane_row: int, columns: range, words: list[Any]
+        self, own: Consumer, n: Int32, lane_row: int, columns: range, words: list[Any]
     ) -> None:
         """Store a part of P' of use n, for the thread of the key warpgroup with the same rows."""
         store_shared(Int32, self.exchange(own, n, lane_row, columns), words)
 
-    def keep_score_gradients(self, own: Consumer, n: Any, stats: Any) -> None:
+    def keep_score_gradients(self, own: Consumer, n: Int32, stats: Int32) -> None:
         """Replace dP^T by dS^T. Hidden pairs may have any P'."""
         for columns, lane_row in self.parts():
             words = load_shared(Int32, self.exchange(own, n, lane_row, columns), 4)
@@ -616,22 +613,22 @@ class Sm90Hd256DkDv:
             ds = score_gradients(p, row, columns, delta, packed=False, unit=self.unit)
             keep_pairs(own.t, lane_row, columns, ds)
 
-    def exchange(self, own: Consumer, n: Any, lane_row: int, columns: range) -> Any:
+    def exchange(self, own: Consumer, n: Int32, lane_row: int, columns: range) -> Int32:
         """The shared address of a lane's part of P' of use n."""
         part = columns.start // STEP * fragments.LANE_ROWS + lane_row
         stage = own.barriers.stage("p_full", n) * self.p_bytes
         return own.exchange + stage + part * (WARPGROUP * 16)
 
-    def first_key(self, work: Work) -> Any:
+    def first_key(self, work: Work) -> Int32:
         """The CTA's first key."""
         return (work.block * CTAS + cta_rank()) * ROWS
 
-    def key(self, own: Consumer, work: Work, lane_row: int) -> Any:
+    def key(self, own: Consumer, work: Work, lane_row: int) -> Int32:
         """A lane row's key."""
         first = self.first_key(work) + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
-    def store_ds(self, x: Operands, own: Consumer, tile: Any) -> None:
+    def store_ds(self, x: Operands, own: Consumer, tile: Int32) -> None:
         """Store the warp's rows of dS^T to that tile in global memory."""
         ds = x.ds.iterator.toint() + Int64(tile) * ds_tiles.TILE_BYTES
         first = ds_tiles.lane_offset(own.warp, opaque(cute.arch.lane_idx()))
@@ -642,7 +639,7 @@ class Sm90Hd256DkDv:
                 words = [own.words[word(lane_row, 8 * half + j)] for j in range(0, 8, 2)]
                 store_global(Int32, to, words)
 
-    def mask(self, own: Consumer, tile: Any, words: cute.Tensor, *, bounded: bool) -> None:
+    def mask(self, own: Consumer, tile: Int32, words: cute.Tensor, *, bounded: bool) -> None:
         """Set the columns of queries that do not see a row's key to 0; for `bounded` see
         `mask_queries`."""
         work = own.queue.read(0)
@@ -690,5 +687,5 @@ class Sm90Hd256DkDv:
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             key = self.key(own, work, lane_row)
             if key < work.seqlen_k:
-                offset = partial_offset(out, split, work, key, head, x.batch, self.spec)
+                offset = partial_offset(out, split, work, key, head, own.tiles.batch, self.spec)
                 store_partial_row(own.acc, lane_row, out, offset)

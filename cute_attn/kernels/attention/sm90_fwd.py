@@ -332,12 +332,13 @@ class Sm90Forward:
 
     def tile_map(self, a: Arguments, queries: Sequences, keys: Sequences, batch: Any) -> TileMap:
         """The tiles, in an order in which CTAs that run at once read the same K and V."""
-        spec, heads = self.spec, a.q.shape[-2]
+        spec = self.spec
+        heads, group = a.q.shape[-2] // spec.packed_heads, a.q.shape[-2] // a.k.shape[-2]
         windowed = spec.window_left or spec.window_right
         at_once = WINDOWED_HEADS_AT_ONCE if windowed else HEADS_AT_ONCE
         given = (
-            spec.tile_m, spec.packed_heads, spec.window_right, queries, keys, heads,
-            a.k.shape[-2], batch, cutlass.min(heads // spec.packed_heads * batch, at_once),
+            spec.tile_m, spec.packed_heads, spec.window_right, queries, keys, heads, group, batch,
+            cutlass.min(heads * batch, at_once),
         )  # fmt: skip
         return SplitTileMap(*given, splits=a.o.shape[0]) if spec.split else TileMap(*given)
 

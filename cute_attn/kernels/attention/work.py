@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Int64
 
 from ..common.carried import Carried
 from ..common.sequences import Sequences
 from ..common.spec import WARP_SIZE
+
+if TYPE_CHECKING:
+    from .spec import BackwardSpec, ForwardSpec
 
 L2_BYTES = 32 * 1024 * 1024  # budget for the data that tiles reread; the rest of L2 is for streams
 LAST_TILES = 2  # tiles of a cluster in the last group, at least
@@ -27,28 +30,28 @@ class Work(Carried):
         q_start, k_start: first row of a packed sequence, otherwise 0.
     """
 
-    block: Any
-    head: Any
-    kv_head: Any
-    sequence: Any
-    q_start: Any
-    seqlen_q: Any
-    k_start: Any
-    seqlen_k: Any
+    block: Int32
+    head: Int32
+    kv_head: Int32
+    sequence: Int32
+    q_start: Int32
+    seqlen_q: Int32
+    k_start: Int32
+    seqlen_k: Int32
 
     @property
-    def exists(self) -> Any:
+    def exists(self) -> Boolean:
         """False after the last tile."""
         return self.block >= 0
 
     @property
-    def queries(self) -> tuple[Any, Any, Any, Any]:
+    def queries(self) -> tuple[Int32, Int32, Int32, Int32]:
         """(head, sequence, start, length) of q, as `BoxedRows.box` takes them."""
         return self.head, self.sequence, self.q_start, self.seqlen_q
 
     @property
-    def keys(self) -> tuple[Any, Any, Any, Any]:
-        """The same for k and v."""
+    def keys(self) -> tuple[Int32, Int32, Int32, Int32]:
+        """(head, sequence, start, length) of k and v."""
         return self.kv_head, self.sequence, self.k_start, self.seqlen_k
 
 
@@ -60,25 +63,30 @@ class SplitWork(Work):
         split, splits: the part, of how many.
     """
 
-    split: Any
-    splits: Any
+    split: Int32
+    splits: Int32
 
-    def part(self, first: Any, end: Any) -> tuple[Any, Any]:
+    def part(self, first: Int32, end: Int32) -> tuple[Int32, Int32]:
         """The part's K/V tiles, of first to end - 1. All parts but the last ones are as long."""
         length = (end - first + (self.splits - 1)) // self.splits
         first = cutlass.min(first + self.split * length, end)
         return first, cutlass.min(first + length, end)
 
 
-def heads_in_l2(head_bytes: Any, heads: Any) -> Any:
-    """How many heads fit L2 together, if tiles reread `head_bytes` (an Int64) of each."""
+def heads_in_l2(head_bytes: Int64, heads: Int32) -> Int32:
+    """How many heads fit L2 together, if tiles reread `head_bytes` of each."""
     at_once = cutlass.max(Int32(1), Int32(L2_BYTES // (head_bytes + 1)))
     return cutlass.min(at_once, heads)
 
 
 def following(
-    tile: Any, head: Any, first: Any, end: Any, step: Any = 1, lowest: Any = None
-) -> tuple[Any, Any]:
+    tile: Int32,
+    head: Int32,
+    first: Int32,
+    end: Int32,
+    step: Int32 = 1,
+    lowest: Int32 | None = None,
+) -> tuple[Int32, Int32]:
     """The next tile of queries and its head, after all tiles of a head the next head's first.
     `head` may also be what grows by `step` from head to head. With `lowest` the tiles of a head go
     round: behind the last comes that one."""
@@ -100,13 +108,14 @@ class TileMap(Carried):
         tile_size: rows of a tile, or keys with `of_keys`.
         packed_heads: query heads that share the rows of a tile.
         longest_last: later blocks take longer, and therefore get smaller numbers.
+        heads: heads, or packs of heads, that have tiles of their own.
+        group: query heads of a K/V head.
         heads_at_once: heads, counted across sequences, that share L2.
         of_keys: tiles divide the keys of K/V heads, rather than the rows of (packs of) query heads.
         last_tiles: the last heads that have so many tiles together are one group, whatever fits L2;
             not with packed sequences. None: no such group.
         first_block, num_blocks: of each sequence only so many blocks from the first one on are
             tiles. None: all.
-        tiled_heads: heads, or packs of heads, that have tiles of their own.
     """
 
     tile_size: int
@@ -114,24 +123,19 @@ class TileMap(Carried):
     longest_last: bool
     queries: Sequences
     keys: Sequences
-    heads: Any
-    kv_heads: Any
-    batch: Any
-    heads_at_once: Any
+    heads: Int32
+    group: Int32
+    batch: Int32
+    heads_at_once: Int32
     of_keys: bool = False
-    last_tiles: Any = None
-    first_block: Any = None
-    num_blocks: Any = None
-    tiled_heads: Any = field(init=False)
+    last_tiles: Int32 | None = None
+    first_block: Int32 | None = None
+    num_blocks: Int32 | None = None
 
-    def __post_init__(self) -> None:
-        heads = self.kv_heads if self.of_keys else self.heads // self.packed_heads
-        object.__setattr__(self, "tiled_heads", heads)
-
-    def balanced(self, spec: Any, clusters: Any) -> TileMap:
-        """The same with a last group of LAST_TILES tiles for each of the clusters resident at once,
-        if the call is causal and its sequences have one length: clusters that take the last long
-        tiles then leave enough short ones for the others."""
+    def balanced(self, spec: ForwardSpec | BackwardSpec, clusters: Int32) -> TileMap:
+        """These tiles with a last group of LAST_TILES tiles for each of the clusters resident at
+        once, if the call is causal and its sequences have one length: clusters that take the last
+        long tiles then leave enough short ones for the others."""
         packed = self.divided.cu_seqlens is not None
         if packed or not spec.window_right or spec.window_left:
             return self
@@ -147,52 +151,52 @@ class TileMap(Carried):
     def rows_per_token(self) -> int:
         return 1 if self.of_keys else self.packed_heads
 
-    def count(self) -> Any:
+    def count(self) -> Int32:
         """The number of tiles; with packed sequences, an upper bound."""
         if self.divided.cu_seqlens is None:
-            return self._blocks(self.divided.tokens) * self.tiled_heads * self.batch
+            return self._blocks(self.divided.tokens) * self.heads * self.batch
         return (
             self.divided.tokens * self.rows_per_token // self.tile_size + self.batch
-        ) * self.tiled_heads
+        ) * self.heads
 
-    def _blocks(self, tokens: Any) -> Any:
+    def _blocks(self, tokens: Int32) -> Int32:
         """How many blocks of a sequence of so many tokens are tiles."""
         blocks = (tokens * self.rows_per_token + (self.tile_size - 1)) // self.tile_size
         if self.num_blocks is None:
             return blocks
         return cutlass.max(0, cutlass.min(blocks - self.first_block, self.num_blocks))
 
-    def _block(self, within: Any, blocks: Any) -> Any:
+    def _block(self, within: Int32, blocks: Int32) -> Int32:
         """The block of a sequence with so many tiles, by its place in their order."""
         block = blocks - 1 - within if self.longest_last else within
         return block if self.num_blocks is None else block + self.first_block
 
-    def _length(self, sequence: Any) -> Any:
+    def _length(self, sequence: Int32) -> Int32:
         length = self.divided.length(sequence)
         return length if self.divided.seqused is None else cutlass.max(0, length)
 
-    def locate(self, number: Any) -> tuple[Any, Any, Any, Any]:
+    def locate(self, number: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
         """(whether the tile exists, its block, head and sequence); a whole warp calls this. The
-        head counts `tiled_heads`."""
+        head counts `heads`."""
         if self.divided.cu_seqlens is None:
             return self._locate_dense(number)
         return self._locate_packed(number)
 
-    def work(self, block: Any, head: Any, sequence: Any) -> Work:
+    def work(self, block: Int32, head: Int32, sequence: Int32) -> Work:
         """The Work of an existing tile."""
         q_start, k_start = self.queries.start(sequence), self.keys.start(sequence)
         if self.of_keys:
             seqlen_q, seqlen_k = self.queries.length(sequence), self._length(sequence)
             kv_head = head
-            head = head * (self.heads // self.kv_heads) // self.packed_heads
+            head = head * self.group // self.packed_heads
         else:
             seqlen_k = self.keys.length(sequence)
-            kv_head = head * self.packed_heads // (self.heads // self.kv_heads)
+            kv_head = head * self.packed_heads // self.group
             seqlen_q = self._length(sequence)
         return Work(block, head, kv_head, sequence, q_start, seqlen_q, k_start, seqlen_k)
 
-    def _locate_dense(self, number: Any) -> tuple[Any, Any, Any, Any]:
-        heads, blocks = self.tiled_heads, self._blocks(self.divided.tokens)
+    def _locate_dense(self, number: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
+        heads, blocks = self.heads, self._blocks(self.divided.tokens)
         group = number // (blocks * self.heads_at_once)
         first = group * self.heads_at_once
         width = cutlass.min(heads * self.batch - first, self.heads_at_once)
@@ -214,7 +218,7 @@ class TileMap(Carried):
 
     @cute.jit
     def _locate_packed(self, number: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
-        heads = self.tiled_heads
+        heads = self.heads
         lane = cute.arch.lane_idx()
         first = Int32(0)  # sequence of lane 0
         before = Int32(0)  # tiles of the sequences before it
@@ -248,19 +252,18 @@ class TileMap(Carried):
 
 @dataclass(frozen=True)
 class SplitTileMap(TileMap):
-    """The same where `splits` CTAs or clusters share out the K/V tiles of a tile; the split is the
-    fast index."""
+    """Tiles whose K/V tiles `splits` CTAs or clusters share out; the split is the fast index."""
 
-    splits: Any = 1
+    splits: Int32 = 1
 
-    def count(self) -> Any:
+    def count(self) -> Int32:
         return super().count() * self.splits
 
-    def locate(self, number: Any) -> tuple[Any, Any, Any, Any, Any]:
+    def locate(self, number: Int32) -> tuple[Boolean, Int32, Int32, Int32, Int32]:
         """(whether the tile exists, its block, head and sequence, the split)."""
         tile = number // self.splits
         return *super().locate(tile), number - tile * self.splits
 
-    def work(self, block: Any, head: Any, sequence: Any, split: Any) -> SplitWork:
+    def work(self, block: Int32, head: Int32, sequence: Int32, split: Int32) -> SplitWork:
         own = super().work(block, head, sequence)
         return SplitWork(*(vars(own).values()), split, self.splits)

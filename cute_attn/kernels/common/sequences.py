@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
 
 from ..common.carried import Carried
 
@@ -20,19 +21,19 @@ class Sequences(Carried):
         seqused: how many leading tokens of each sequence are used.
     """
 
-    tokens: Any
-    cu_seqlens: Any = None
-    seqused: Any = None
+    tokens: Int32
+    cu_seqlens: cute.Tensor | None = None
+    seqused: cute.Tensor | None = None
 
-    def batch(self, x: Any) -> Any:
+    def batch(self, x: cute.Tensor) -> Int32:
         """The number of sequences of `x`, a tensor with these rows."""
         return x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
-    def start(self, sequence: Any) -> Any:
+    def start(self, sequence: Int32) -> Int32:
         """Row of a sequence's first token among the rows of its tensor."""
         return 0 if self.cu_seqlens is None else self.cu_seqlens[sequence]
 
-    def length(self, sequence: Any) -> Any:
+    def length(self, sequence: Int32) -> Int32:
         """Tokens of a sequence that are used, at most its rows. A value <= 0 means none."""
         length = self.tokens
         if self.cu_seqlens is not None:

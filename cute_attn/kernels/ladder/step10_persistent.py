@@ -58,7 +58,7 @@ class FmhaStep10(FmhaStep9):
         tokens = Sequences(seqlen)
         head_bytes = Int64(seqlen) * (2 * self.spec.row_bytes)  # of K and V
         return TileMap(
-            self.spec.tile_m, 1, self.spec.causal, tokens, tokens, heads, heads, batch,
+            self.spec.tile_m, 1, self.spec.causal, tokens, tokens, heads, 1, batch,
             heads_in_l2(head_bytes, heads * batch),
         )  # fmt: skip
 
