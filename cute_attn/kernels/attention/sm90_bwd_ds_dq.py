@@ -21,17 +21,18 @@ warp's warpgroup gives its registers to the others; its three other warps idle.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 
-from ..common.carried import Named
+from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import INF
 from ..common.pipeline import CTAS, Barriers, Edge, Kind, Pipeline, Reach, Role, report_names
 from ..common.ptx import wgmma
@@ -71,20 +72,84 @@ EDGES = (
 )
 
 
-class Operands(Named):
-    """The kernel's arguments: TMA's atom and coordinates of K, and the others."""
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        ds: dS of the call's query heads, and with `sums` of a part of the tiles of keys; see
+            `ds_tiles`. The parts run in their order.
+        stats: lse and delta of the query rows; see `statistics`.
+        sums: dQ of the call's query heads between the parts; see `query_sums`.
+        first_head, num_heads: the call's query heads.
+        first_tile: the part's first tile of keys.
+        num_clusters: how many clusters are resident at once.
+    """
+
+    k: cute.Tensor
+    ds: cute.Tensor
+    stats: cute.Tensor
+    sums: cute.Tensor | None
+    dq: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    softmax_scale: Float32
+    window_left: Int32
+    window_right: Int32
+    first_head: Int32
+    num_heads: Int32
+    first_tile: Int32
+    num_clusters: Int32
 
 
-class Consumer(Named):
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        k: coordinates for TMA.
+        group: query heads of a K/V head.
+        visible: which keys the cluster's queries see.
+    """
+
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    ds: cute.Tensor
+    stats: cute.Tensor
+    sums: cute.Tensor | None
+    dq: cute.Tensor
+    group: Int32
+    first_head: Int32
+    first_tile: Int32
+    softmax_scale: Float32
+    visible: Visibility
+
+    @property
+    def visible_of_group(self) -> Visibility:
+        """Which keys a warpgroup's queries see."""
+        return replace(self.visible, tile_m=ROWS)
+
+
+@dataclass(frozen=True)
+class Consumer(Carried):
     """What a warp of the consumers keeps.
 
     Attributes:
-        warp, group: its number, and that of its warpgroup.
-        barriers: of the CTA.
+        warp: the warp's number in the CTA.
+        group: the number of the warp's warpgroup.
         k: shared address of the ring.
-        ds: the same, of the warpgroup's tiles.
+        ds: shared address of the warpgroup's tiles in their ring.
         acc: accumulators.
     """
+
+    warp: Int32
+    group: Int32
+    barriers: Barriers
+    tiles: TileMap
+    k: Int32
+    ds: Int32
+    acc: cute.Tensor
 
 
 class Sm90DsDq:
@@ -116,174 +181,112 @@ class Sm90DsDq:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
-        return (
-            fake.k(),
-            fake.ds_tiles(),
-            fake.stats(),
-            fake.query_sums(some_heads=True) if self.spec.partial else None,
-            fake.q(),
-            *fake.sequences(),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            Int32(0),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        scalars = fake.scalars()
+        del scalars["softcap"]
+        return placeholders(
+            Arguments(
+                k=fake.k(),
+                ds=fake.ds_tiles(),
+                stats=fake.stats(),
+                sums=fake.query_sums(some_heads=True) if self.spec.partial else None,
+                dq=fake.q(),
+                **fake.lengths(),
+                **scalars,
+                first_head=Int32(0),
+                num_heads=Int32(1),
+                first_tile=Int32(0),
+                num_clusters=Int32(1),
+            )
         )
 
     # -- host ---------------------------------------------------------------------------------
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        k: cute.Tensor,
-        ds: cute.Tensor,
-        stats: cute.Tensor,
-        sums: cute.Tensor | None,
-        dq: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        first_head: Int32,
-        num_heads: Int32,
-        first_tile: Int32,
-        num_clusters: Int32,
-        stream: Any,
-    ) -> None:
-        """`ds` is that of `num_heads` query heads, from `first_head` on. With `sums`, theirs, `ds`
-        is that of a part of the tiles of keys, from `first_tile` on; the parts run in their order.
-        `num_clusters` are resident at once."""
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
         spec = self.spec
-        if cutlass.const_expr(spec.varlen_q):
-            batch = cu_seqlens_q.shape[0] - 1
-        else:
-            batch = dq.shape[0]
-        seqlen_q, seqlen_k = dq.shape[-3], k.shape[-3]
-        tiles = self.tile_map(
-            Sequences(seqlen_q, cu_seqlens_q, seqused_q),
-            Sequences(seqlen_k, cu_seqlens_k, seqused_k), num_heads, batch,
-        ).balanced(spec, num_clusters)  # fmt: skip
-        self.kernel(
-            *self.k_rows.atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), k), ds, stats, sums,
-            dq, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, window_left,
-            window_right, dq.shape[-2] // k.shape[-2], first_head, num_heads, first_tile, batch,
-            seqlen_q, seqlen_k, tiles.last_tiles,
-        ).launch(
+        queries = Sequences(a.dq.shape[-3], a.cu_seqlens_q, a.seqused_q)
+        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+        # One head after the other, so that its K stays in L2; dS is read once.
+        tiles = TileMap(
+            spec.tile_m, 1, spec.window_right, queries, keys, a.num_heads, 1,
+            queries.batch(a.dq), 1,
+        ).balanced(spec, a.num_clusters)  # fmt: skip
+        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
+        k_tma, k = self.k_rows.atom(cpasync.CopyBulkTensorTileG2SMulticastOp(), a.k)
+        x = Operands(
+            k_tma, k, a.ds, a.stats, a.sums, a.dq, a.dq.shape[-2] // a.k.shape[-2], a.first_head,
+            a.first_tile, a.softmax_scale, visible,
+        )  # fmt: skip
+        self.kernel(x, tiles).launch(
             grid=[CTAS * SingleTileScheduler.clusters(tiles.count(), 1), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
-
-    def tile_map(
-        self,
-        queries: Sequences,
-        keys: Sequences,
-        heads: Any,
-        batch: Any,
-        last_tiles: Any = None,
-    ) -> TileMap:
-        # One head after the other, so that its K stays in L2; dS is read once.
-        return TileMap(
-            self.spec.tile_m, 1, self.spec.window_right,
-            queries, keys, heads, heads, batch, Int32(1), last_tiles=last_tiles,
-        )  # fmt: skip
+        )
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        ds: cute.Tensor,
-        stats: cute.Tensor,
-        sums: cute.Tensor | None,
-        dq: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        group: Int32,
-        first_head: Int32,
-        num_heads: Int32,
-        first_tile: Int32,
-        batch: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        last_tiles: Int32 | None,
-    ) -> None:
-        spec = self.spec
-        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-        x = Operands(
-            k_tma=k_tma, k=k, ds=ds, stats=stats, sums=sums, dq=dq, queries=queries, group=group,
-            first_head=first_head, first_tile=first_tile, softmax_scale=softmax_scale,
-            of_cluster=Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right),
-            of_group=Visibility.of(spec, ROWS, spec.tile_n, 1, window_left, window_right),
-        )  # fmt: skip
+    def kernel(self, x: Operands, tiles: TileMap) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == LOAD.warps[0]:
-            prepare((k_tma,), barriers)
+            prepare((x.k_tma,), barriers)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD.warps[0]:
-                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-                tiles = self.tile_map(queries, keys, num_heads, batch, last_tiles)
                 self.load_warp(x, storage, barriers, tiles)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = warp // WARPGROUP_WARPS
             own = Consumer(
-                warp=warp, group=group, barriers=barriers, k=shared_address(storage.k),
+                warp=warp,
+                group=group,
+                barriers=barriers,
+                tiles=tiles,
+                k=shared_address(storage.k),
                 ds=shared_address(storage.ds) + group * TILE_BYTES,
-                acc=fragments.accumulators(spec.head_dim),
-            )  # fmt: skip
+                acc=fragments.accumulators(self.spec.head_dim),
+            )
             self.consumer_warps(x, own, TileQueue(Work, storage.work, barriers))
         # Neither CTA may end while the other signals it or copies to it.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
-    def tile_of_queries(self, work: Work, group: Any) -> Any:
+    def tile_of_queries(self, work: Work, group: Int32) -> Int32:
         """A warpgroup's tile of 64 queries of its sequence."""
         return (work.block * CTAS + cta_rank()) * WARPGROUPS + group
 
-    def seen_key_tiles(self, x: Operands, work: Work, tile: Any) -> tuple[Any, Any]:
+    def seen_key_tiles(self, x: Operands, work: Work, tile: Int32) -> tuple[Int32, Int32]:
         """[first, end) of the tiles of keys that a tile of 64 queries sees."""
-        first, end = x.of_group.key_tiles(tile, work.seqlen_q, work.seqlen_k)
+        first, end = x.visible_of_group.key_tiles(tile, work.seqlen_q, work.seqlen_k)
         return first, cutlass.select_(tile * ROWS < work.seqlen_q, end, first)
 
-    def key_tiles(self, x: Operands, work: Work, tile: Any) -> tuple[Any, Any]:
-        """The same of those whose dS is kept."""
+    def key_tiles(self, x: Operands, work: Work, tile: Int32) -> tuple[Int32, Int32]:
+        """[first, end) of the tiles of keys that a tile of 64 queries sees and whose dS is kept."""
         return self.of_part(x, *self.seen_key_tiles(x, work, tile))
 
-    def key_tiles_of_cluster(self, x: Operands, work: Work) -> tuple[Any, Any]:
-        """The same of all queries of the cluster."""
-        return self.of_part(x, *x.of_cluster.key_tiles(work.block, work.seqlen_q, work.seqlen_k))
+    def key_tiles_of_cluster(self, x: Operands, work: Work) -> tuple[Int32, Int32]:
+        """[first, end) of the tiles of keys that the cluster's queries see and whose dS is kept."""
+        return self.of_part(x, *x.visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k))
 
-    def of_part(self, x: Operands, first: Any, end: Any) -> tuple[Any, Any]:
-        """Those of [first, end) whose dS is kept."""
+    def of_part(self, x: Operands, first: Int32, end: Int32) -> tuple[Int32, Int32]:
+        """[first, end) of the tiles of keys of a range whose dS is kept."""
         if not self.spec.partial:
             return first, end
         first = cutlass.max(first, x.first_tile)
         return first, cutlass.max(first, cutlass.min(end, x.first_tile + x.ds.shape[2]))
 
-    def kept(self, x: Operands, tile: Any) -> Any:
-        """The place of a tile of keys among those whose dS is kept."""
+    def kept(self, x: Operands, tile: Int32) -> Int32:
+        """The place of a tile of keys among the tiles whose dS is kept."""
         return tile - x.first_tile if self.spec.partial else tile
 
     # -- device: load -------------------------------------------------------------------------
@@ -301,7 +304,7 @@ class Sm90DsDq:
             work = tiles.work(block, head + x.first_head, sequence)
             queue.publish_work(0, work)
             of_queries, of_keys = x.ds.shape[1], x.ds.shape[2]
-            before = head * of_queries + padded_start(x.queries, sequence) // ds_tiles.TILE
+            before = head * of_queries + padded_start(tiles.queries, sequence) // ds_tiles.TILE
             of_groups = [self.tile_of_queries(work, group) for group in range(WARPGROUPS)]
             at = [
                 x.ds.iterator.toint() + Int64((before + tile) * of_keys) * TILE_BYTES
@@ -362,7 +365,7 @@ class Sm90DsDq:
             else:
                 self.store_rows(x, own, queue.read(0))
 
-    def leave_out(self, own: Consumer, n: Any) -> None:
+    def leave_out(self, own: Consumer, n: Int32) -> None:
         own.barriers.wait("k_full", n)
         own.barriers.warp_arrives("k_empty", n)
 
@@ -378,7 +381,7 @@ class Sm90DsDq:
         fragments.assign(own.acc, wgmma.wait(fragments.values(own.acc)))
         own.barriers.warp_arrives("k_empty", high - 1)
 
-    def start_product(self, own: Consumer, n: Any) -> None:
+    def start_product(self, own: Consumer, n: Int32) -> None:
         """Start the accumulators + dS K, with use n of both."""
         own.barriers.wait("k_full", n)
         stage = own.barriers.stage("k_full", n)
@@ -416,9 +419,9 @@ class Sm90DsDq:
         if (sees and not goes_on) or (first >= end and x.first_tile == 0):
             self.store_rows(x, own, work)
 
-    def sums_of_lane(self, x: Operands, own: Consumer, work: Work) -> Any:
+    def sums_of_lane(self, x: Operands, own: Consumer, work: Work) -> Int64:
         """The global address of the lane's first vector."""
-        start = padded_start(x.queries, work.sequence)
+        start = padded_start(own.tiles.queries, work.sequence)
         start += (work.head - x.first_head) * x.sums.shape[1]
         tile = start // ROWS + self.tile_of_queries(work, own.group)
         part = Int64(tile) * self.sums.row_blocks + own.warp % WARPGROUP_WARPS
@@ -431,7 +434,7 @@ class Sm90DsDq:
     def store_rows(self, x: Operands, own: Consumer, work: Work) -> None:
         """Scale, round and store the warpgroup's rows. A row that sees no key may hold what a
         hidden key that is not finite has left."""
-        start = padded_start(x.queries, work.sequence)
+        start = padded_start(own.tiles.queries, work.sequence)
         tile = self.tile_of_queries(work, own.group)
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             row = fragments.first_row(own.warp % WARPGROUP_WARPS)
