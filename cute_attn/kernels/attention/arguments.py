@@ -89,20 +89,24 @@ class FakeArguments:
             return None
         return fake_contiguous(DTYPE[self.spec.sink_dtype], (self.heads,))
 
-    def queries(self) -> tuple[Any, Any]:
-        """cu_seqlens_q and seqused_q; None for an absent one."""
-        return self._lengths(self.spec.varlen_q, self.spec.seqused_q)
-
-    def sequences(self) -> tuple[Any, Any, Any, Any]:
-        """cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k; None for an absent one."""
-        cu_seqlens_q, seqused_q = self.queries()
-        cu_seqlens_k, seqused_k = self._lengths(self.spec.varlen_k, self.spec.seqused_k)
-        return cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    def query_lengths(self) -> dict[str, Any]:
+        """The lengths of the sequences of queries, by the names of their arguments."""
+        return {
+            "cu_seqlens_q": self._bounds(self.spec.varlen_q),
+            "seqused_q": self._used(self.spec.seqused_q),
+        }
 
     def lengths(self) -> dict[str, Any]:
         """The lengths of the sequences, by the names of their arguments."""
-        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-        return dict(zip(names, self.sequences(), strict=True))
+        return {
+            **self.query_lengths(),
+            "cu_seqlens_k": self._bounds(self.spec.varlen_k),
+            "seqused_k": self._used(self.spec.seqused_k),
+        }
+
+    def sequences(self) -> tuple[Any, Any, Any, Any]:
+        x = self.lengths()
+        return x["cu_seqlens_q"], x["cu_seqlens_k"], x["seqused_q"], x["seqused_k"]
 
     def scalars(self) -> dict[str, Any]:
         """The scalars of a softmax and its mask, by the names of their arguments."""
@@ -115,11 +119,11 @@ class FakeArguments:
             return None
         return fake_rows(Int32, (self.batch, cute.sym_int()), align=Int32.width // 8)
 
-    def _lengths(self, varlen: bool, seqused: bool) -> tuple[Any, Any]:
-        return (
-            fake_contiguous(Int32, (self.bounds,)) if varlen else None,
-            fake_contiguous(Int32, (self.batch,)) if seqused else None,
-        )
+    def _bounds(self, varlen: bool) -> Any:
+        return fake_contiguous(Int32, (self.bounds,)) if varlen else None
+
+    def _used(self, seqused: bool) -> Any:
+        return fake_contiguous(Int32, (self.batch,)) if seqused else None
 
     def _rows(self, packed: bool, seqlen: Any, heads: Any) -> Any:
         shape = (seqlen, heads, self.head_dim)

@@ -14,14 +14,14 @@ Rows that see no key may hold what a hidden key that is not finite has left.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import INF
 from ..common.ptx.convert import pack
 from ..common.ptx.memory import load_global, store_global
@@ -37,6 +37,22 @@ LANES = 4  # of a row
 LANE_ROWS = PART_ROWS // 2  # from a lane's first row to its second
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        sums: `[heads, padded rows, head_dim]`; see `query_sums`.
+        stats: `[2, heads, padded rows]`; see `statistics`.
+    """
+
+    sums: cute.Tensor
+    stats: cute.Tensor
+    dq: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    softmax_scale: Float32
+
+
 class BackwardPostprocess:
     """The kernel for one PostprocessSpec; see the module's docstring."""
 
@@ -48,68 +64,43 @@ class BackwardPostprocess:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
-        return (
-            fake.query_sums(),
-            fake.stats(),
-            fake.q(),
-            *fake.queries(),
-            Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                sums=fake.query_sums(),
+                stats=fake.stats(),
+                dq=fake.q(),
+                **fake.query_lengths(),
+                softmax_scale=Float32(1.0),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        sums: cute.Tensor,
-        stats: cute.Tensor,
-        dq: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        softmax_scale: Float32,
-        stream: Any,
-    ) -> None:
-        """Launch a CTA for each tile of a head.
-
-        Args:
-            sums: `[heads, padded rows, head_dim]`; see `query_sums`.
-            stats: `[2, heads, padded rows]`; see `statistics`.
-            dq: `[batch, seqlen, heads, head_dim]`, or packed `[tokens, heads, head_dim]`.
-        """
-        self.kernel(sums, stats, dq, cu_seqlens_q, seqused_q, softmax_scale).launch(
-            grid=[self.tile_map(dq, cu_seqlens_q, seqused_q).count(), 1, 1],
-            block=[NUM_THREADS, 1, 1],
-            stream=stream,
+    def __call__(self, *args: Any) -> None:
+        """Launch a CTA for each tile of a head."""
+        a, stream = gathered(Arguments, args)
+        self.kernel(a).launch(
+            grid=[self.tile_map(a).count(), 1, 1], block=[NUM_THREADS, 1, 1], stream=stream
         )
 
-    def tile_map(
-        self, dq: cute.Tensor, cu_seqlens_q: cute.Tensor | None, seqused_q: cute.Tensor | None
-    ) -> TileMap:
+    def tile_map(self, x: Arguments) -> TileMap:
         """The tiles in the order in which the kernel before takes heads."""
-        queries, heads = Sequences(dq.shape[-3], cu_seqlens_q, seqused_q), dq.shape[-2]
-        batch = dq.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, 1, batch, Int32(1))
+        queries, heads = Sequences(x.dq.shape[-3], x.cu_seqlens_q, x.seqused_q), x.dq.shape[-2]
+        return TileMap(STATS_ROWS, 1, False, queries, queries, heads, 1, queries.batch(x.dq), 1)
 
     @cute.kernel
-    def kernel(
-        self,
-        sums: cute.Tensor,
-        stats: cute.Tensor,
-        dq: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        softmax_scale: Float32,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         layout = self.sums
         groups = layout.head_dim // GROUP_COLUMNS
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
-        tiles = self.tile_map(dq, cu_seqlens_q, seqused_q)
+        tiles = self.tile_map(x)
         exists, block, head, sequence = tiles.locate(tiles.count() - 1 - number)
         if exists:
             queries = tiles.queries
             length = queries.length(sequence)
             padded = padded_start(queries, sequence) + block * STATS_ROWS
-            source = sums.iterator.toint() + Int64(head) * sums.stride[0] * 4
+            source = x.sums.iterator.toint() + Int64(head) * x.sums.stride[0] * 4
             # A thread's group of columns is always the same; its rows are a warp's part apart.
             group, first = thread % groups, thread // groups
             part, inside = (group // (layout.columns // 8), group % (layout.columns // 8))
@@ -130,20 +121,20 @@ class BackwardPostprocess:
                 for half in cutlass.range_constexpr(2):
                     token = block * STATS_ROWS + row + half * LANE_ROWS
                     if token < length:
-                        lse = stats[LSE, head, Int64(padded + row + half * LANE_ROWS)]
+                        lse = x.stats[LSE, head, Int64(padded + row + half * LANE_ROWS)]
                         words = []
                         for v in vectors:
-                            x, y = (
-                                cutlass.select_(lse != INF, z * softmax_scale, Float32(0.0))
-                                for z in (v[2 * half], v[2 * half + 1])
+                            pair = (
+                                cutlass.select_(lse != INF, y * x.softmax_scale, Float32(0.0))
+                                for y in (v[2 * half], v[2 * half + 1])
                             )
-                            words.append(pack(self.dtype, x, y))
-                        to = self.row_of(dq, queries, sequence, token, head)
+                            words.append(pack(self.dtype, *pair))
+                        to = self.row_of(x.dq, queries, sequence, token, head)
                         store_global(Int32, to + group * (2 * GROUP_COLUMNS), words)
 
     def row_of(
-        self, dq: cute.Tensor, queries: Sequences, sequence: Any, token: Any, head: Any
-    ) -> Any:
+        self, dq: cute.Tensor, queries: Sequences, sequence: Int32, token: Int32, head: Int32
+    ) -> Int64:
         """The global address of a token's row of dq."""
         offset = Int64(queries.start(sequence) + token) * dq.stride[-3]
         offset += Int64(head) * dq.stride[-2]

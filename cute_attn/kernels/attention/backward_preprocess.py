@@ -20,15 +20,15 @@ Runs on sm_80 and newer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import INF, LOG2_E
 from ..common.ptx.convert import unpack_all
 from ..common.ptx.math import exp2
@@ -50,6 +50,27 @@ STATS_WARPS = STATS_ROWS // WARP_SIZE
 assert FLAG_ROWS == WARP_SIZE
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        stats: `[2, heads, padded rows]`; see `statistics`.
+        zeroed: see `query_zeros`.
+        dsink_partial: `[tiles, heads]` with the tiles of a head that `num_tiles` counts.
+    """
+
+    o: cute.Tensor
+    do: cute.Tensor
+    lse: cute.Tensor
+    dlse: cute.Tensor | None
+    sink: cute.Tensor | None
+    cu_seqlens_q: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    stats: cute.Tensor
+    zeroed: cute.Tensor | None
+    dsink_partial: cute.Tensor | None
+
+
 class BackwardPreprocess:
     """The kernel for one PreprocessSpec; see the module's docstring."""
 
@@ -64,106 +85,71 @@ class BackwardPreprocess:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
-        sink = fake.sink()
-        return (
-            fake.q(),
-            fake.q(),
-            fake.lse(),
-            fake.lse() if self.spec.dlse else None,
-            sink,
-            *fake.queries(),
-            fake.stats(),
-            fake.zeroed() if self.spec.sums else None,
-            None if sink is None else fake_contiguous(Float32, (cute.sym_int(), fake.heads)),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        sink, dsink_partial = fake.sink(), None
+        if sink is not None:
+            dsink_partial = fake_contiguous(Float32, (cute.sym_int(), fake.heads))
+        return placeholders(
+            Arguments(
+                o=fake.q(),
+                do=fake.q(),
+                lse=fake.lse(),
+                dlse=fake.lse() if self.spec.dlse else None,
+                sink=sink,
+                **fake.query_lengths(),
+                stats=fake.stats(),
+                zeroed=fake.zeroed() if self.spec.sums else None,
+                dsink_partial=dsink_partial,
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        o: cute.Tensor,
-        do: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        stats: cute.Tensor,
-        zeroed: cute.Tensor | None,
-        dsink_partial: cute.Tensor | None,
-        stream: Any,
-    ) -> None:
-        """Launch a CTA for each tile of a head.
-
-        Args:
-            o, do: `[batch, seqlen, heads, head_dim]`, or packed `[tokens, heads, head_dim]`.
-            lse, dlse: `[batch, heads, seqlen]`, or `[heads, tokens]`.
-            sink: `[heads]`.
-            stats: `[2, heads, padded rows]`; see `statistics`.
-            zeroed: see `query_zeros`.
-            dsink_partial: `[tiles, heads]` with the tiles of a head that `num_tiles` counts.
-        """
-        self.kernel(
-            o, do, lse, dlse, sink, cu_seqlens_q, seqused_q, stats, zeroed, dsink_partial
-        ).launch(
-            grid=[self.tile_map(o, cu_seqlens_q, seqused_q).count(), 1, 1],
-            block=[NUM_THREADS, 1, 1],
-            stream=stream,
+    def __call__(self, *args: Any) -> None:
+        """Launch a CTA for each tile of a head."""
+        a, stream = gathered(Arguments, args)
+        self.kernel(a).launch(
+            grid=[self.tile_map(a).count(), 1, 1], block=[NUM_THREADS, 1, 1], stream=stream
         )
 
-    def tile_map(
-        self, o: cute.Tensor, cu_seqlens_q: cute.Tensor | None, seqused_q: cute.Tensor | None
-    ) -> TileMap:
+    def tile_map(self, x: Arguments) -> TileMap:
         """The tiles; the head is the fast index, since heads of a token are neighbours."""
-        queries, heads = Sequences(o.shape[-3], cu_seqlens_q, seqused_q), o.shape[-2]
-        batch = o.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        queries, heads = Sequences(x.o.shape[-3], x.cu_seqlens_q, x.seqused_q), x.o.shape[-2]
+        batch = queries.batch(x.o)
         return TileMap(STATS_ROWS, 1, False, queries, queries, heads, 1, batch, heads * batch)
 
     @cute.kernel
-    def kernel(
-        self,
-        o: cute.Tensor,
-        do: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        stats: cute.Tensor,
-        zeroed: cute.Tensor | None,
-        dsink_partial: cute.Tensor | None,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         thread, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         storage = self.smem.allocate()
         sums = cute.make_tensor(storage.sums, cute.make_layout(STATS_ROWS))
         warp_dsink = cute.make_tensor(storage.dsink, cute.make_layout(STATS_WARPS))
-        tiles = self.tile_map(o, cu_seqlens_q, seqused_q)
+        tiles = self.tile_map(x)
         exists, block, head, sequence = tiles.locate(number)
 
         dsink = Float32(0.0)
-        if cutlass.const_expr(zeroed is not None):
+        if cutlass.const_expr(x.zeroed is not None):
             if number == 0 and thread == 0:
-                zeroed[0] = 0
+                x.zeroed[0] = 0
         if exists:
             length = tiles.queries.length(sequence)
             first = block * STATS_ROWS
-            if cutlass.const_expr(zeroed is not None):
+            if cutlass.const_expr(x.zeroed is not None):
                 if thread == 0:
                     row = padded_start(tiles.queries, sequence) + first
-                    zeroed[1 + Int64(head) * (stats.shape[2] // STATS_ROWS) + row // STATS_ROWS] = 0
+                    tile = Int64(head) * (x.stats.shape[2] // STATS_ROWS) + row // STATS_ROWS
+                    x.zeroed[1 + tile] = 0
             self.sum_rows(
-                self.sequence_of(o, tiles.queries, sequence, head),
-                self.sequence_of(do, tiles.queries, sequence, head),
-                o.stride[-3], do.stride[-3], first, length, sums,
+                self.sequence_of(x.o, tiles.queries, sequence, head),
+                self.sequence_of(x.do, tiles.queries, sequence, head),
+                x.o.stride[-3], x.do.stride[-3], first, length, sums,
             )  # fmt: skip
             cute.arch.sync_threads()
             if thread < STATS_ROWS:
                 dsink = self.write_statistics(
-                    lse, dlse, sink, stats, tiles.queries, sums[thread],
-                    head, sequence, first + thread, length,
-                )  # fmt: skip
-        if cutlass.const_expr(sink is not None):
+                    x, tiles.queries, sums[thread], head, sequence, first + thread, length
+                )
+        if cutlass.const_expr(x.sink is not None):
             for bit in cutlass.range_constexpr(5):
                 dsink += cute.arch.shuffle_sync_bfly(dsink, offset=1 << bit)
             if thread < STATS_ROWS and cute.arch.lane_idx() == 0:
@@ -173,9 +159,11 @@ class BackwardPreprocess:
                 total = warp_dsink[0]
                 for warp in cutlass.range_constexpr(1, STATS_WARPS):
                     total += warp_dsink[warp]
-                (dsink_partial.iterator + number).store(total)
+                (x.dsink_partial.iterator + number).store(total)
 
-    def sequence_of(self, x: cute.Tensor, queries: Sequences, sequence: Any, head: Any) -> Any:
+    def sequence_of(
+        self, x: cute.Tensor, queries: Sequences, sequence: Int32, head: Int32
+    ) -> cute.Pointer:
         """The pointer to a head's row of a sequence's first token."""
         offset = Int64(queries.start(sequence)) * x.stride[-3] + Int64(head) * x.stride[-2]
         if not self.spec.varlen_q:
@@ -232,10 +220,7 @@ class BackwardPreprocess:
     @cute.jit
     def write_statistics(
         self,
-        lse: cute.Tensor,
-        dlse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        stats: cute.Tensor,
+        x: Arguments,
         queries: Sequences,
         delta: Float32,
         head: Int32,
@@ -250,11 +235,11 @@ class BackwardPreprocess:
                 place = (head, queries.start(sequence) + token)
             else:
                 place = (sequence, head, token)
-            log_sum = lse[place]
-            if cutlass.const_expr(dlse is not None):
-                delta -= dlse[place]
-            if cutlass.const_expr(sink is not None):
-                score = Float32(sink[head])
+            log_sum = x.lse[place]
+            if cutlass.const_expr(x.dlse is not None):
+                delta -= x.dlse[place]
+            if cutlass.const_expr(x.sink is not None):
+                score = Float32(x.sink[head])
                 # Equal, they may both be infinite: a row that sees no key has the sink as its lse.
                 probability = Float32(1.0)
                 if score != log_sum:
@@ -268,12 +253,12 @@ class BackwardPreprocess:
         large = cute.arch.vote_any_sync((size >= LARGE) & (size < INF))
         delta = ((delta.bitcast(Int32) & -2) | Int32(large)).bitcast(Float32)
         row = Int64(padded_start(queries, sequence) + token)
-        stats[LSE, head, row] = log_sum
-        stats[DELTA, head, row] = delta
+        x.stats[LSE, head, row] = log_sum
+        x.stats[DELTA, head, row] = delta
         return dsink
 
 
-def pairwise_sum(parts: list[Any]) -> Any:
+def pairwise_sum(parts: list[Float32]) -> Float32:
     """The sum of a power of two of parts."""
     while len(parts) > 1:
         parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=True)]
