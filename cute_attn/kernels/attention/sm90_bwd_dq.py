@@ -23,18 +23,19 @@ its three other warps idle.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
-from ..common.carried import Named
+from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import INF
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
@@ -91,25 +92,91 @@ def edges(k_stages: int, v_stages: int) -> tuple[Edge, ...]:
     )
 
 
-class Operands(Named):
-    """The kernel's arguments: TMA's atoms and coordinates of tensors, and the others."""
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        stats: lse and delta of the query rows; see `statistics`.
+        num_ctas: how many CTAs are resident at once.
+        counter: the next tile of a CounterScheduler, `[1]`.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    stats: cute.Tensor
+    dq: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    num_ctas: Int32
+    counter: cute.Tensor
 
 
-class Consumer(Named):
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        q_tma, k_tma, v_tma, do_tma, dq_tma: TMA's copies.
+        q, k, v, do, dq: coordinates for TMA.
+        num_tiles, counter: for the scheduler.
+    """
+
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    do_tma: cute.CopyAtom
+    do: cute.Tensor
+    dq_tma: cute.CopyAtom
+    dq: cute.Tensor
+    stats: cute.Tensor
+    softmax_scale: Float32
+    num_tiles: Int32
+    counter: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Consumer(Carried):
     """What a warp of the consumers keeps.
 
     Attributes:
-        warp, group: its number, and that of its warpgroup.
-        barriers, queue: of the CTA.
-        q, do: shared addresses of its warpgroup's rows of Q and dO.
+        warp: the warp's number in the CTA.
+        group: the number of the warp's warpgroup.
+        q, do: shared addresses of the warpgroup's rows of Q and dO.
         k, v: shared addresses of the rings.
         s, dp: registers of S, then P', and of dP.
         ds: registers of dS as an operand.
         dq: accumulators.
-        lse, delta: of the lane's rows.
-        scaling: of the scores.
-        visible: which keys a query sees.
+        lse, delta: statistics of the lane's rows.
     """
+
+    warp: Int32
+    group: Int32
+    barriers: Barriers
+    queue: TileQueue
+    tiles: TileMap
+    q: Int32
+    do: Int32
+    k: Int32
+    v: Int32
+    s: cute.Tensor
+    dp: cute.Tensor
+    ds: cute.Tensor
+    dq: cute.Tensor
+    lse: cute.Tensor
+    delta: cute.Tensor
+    scaling: Scaling
+    visible: Visibility
 
 
 class Sm90Dq:
@@ -148,145 +215,76 @@ class Sm90Dq:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
-        return (
-            fake.q(),
-            fake.k(),
-            fake.k(),
-            fake.q(),
-            fake.stats(),
-            fake.q(),
-            *fake.sequences(),
-            Float32(1.0),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            fake_contiguous(Int32, (1,)),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=fake.q(),
+                k=fake.k(),
+                v=fake.k(),
+                do=fake.q(),
+                stats=fake.stats(),
+                dq=fake.q(),
+                **fake.lengths(),
+                **fake.scalars(),
+                num_ctas=Int32(1),
+                counter=fake_contiguous(Int32, (1,)),
+            )
         )
 
     # -- host ---------------------------------------------------------------------------------
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        stats: cute.Tensor,
-        dq: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_ctas: Int32,
-        counter: cute.Tensor,
-        stream: Any,
-    ) -> None:
-        """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
         spec = self.spec
-        heads, kv_heads = q.shape[-2], k.shape[-2]
-        if cutlass.const_expr(spec.varlen_q):
-            batch = cu_seqlens_q.shape[0] - 1
-        else:
-            batch = q.shape[0]
-        seqlen_k = k.shape[-3]
-
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        head_bytes = Int64(seqlen_k) * (2 * 2 * spec.head_dim)  # of K and V
+        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
+        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+        heads, batch = a.q.shape[-2], queries.batch(a.q)
+        head_bytes = Int64(keys.tokens) * (2 * 2 * spec.head_dim)  # of K and V
         tiles = TileMap(
-            spec.tile_m, 1, spec.window_right,
-            Sequences(q.shape[-3], cu_seqlens_q, seqused_q),
-            Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, heads // kv_heads, batch,
-            heads_in_l2(head_bytes, heads * batch),
-        ).balanced(spec, num_ctas)  # fmt: skip
+            spec.tile_m, 1, spec.window_right, queries, keys, heads, heads // a.k.shape[-2],
+            batch, heads_in_l2(head_bytes, heads * batch),
+        ).balanced(spec, a.num_ctas)  # fmt: skip
         num_tiles = tiles.count()
-        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
-        self.kernel(
-            *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
-            *self.q_rows.atom(load, do), *self.dq_rows.atom(store, dq), stats, cu_seqlens_q,
-            cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right,
-            heads, kv_heads, batch, q.shape[-3], seqlen_k, tiles.heads_at_once,
-            tiles.last_tiles, num_tiles, counter,
-        ).launch(
-            grid=[CounterScheduler.clusters(num_tiles, num_ctas), 1, 1],
+        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
+        scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        x = Operands(
+            *self.q_rows.atom(load, a.q), *self.kv_rows.atom(load, a.k),
+            *self.kv_rows.atom(load, a.v), *self.q_rows.atom(load, a.do),
+            *self.dq_rows.atom(store, a.dq), a.stats, a.softmax_scale, num_tiles, a.counter,
+        )  # fmt: skip
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CounterScheduler.clusters(num_tiles, a.num_ctas), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
+        )
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        do_tma: cute.CopyAtom,
-        do: cute.Tensor,
-        dq_tma: cute.CopyAtom,
-        dq: cute.Tensor,
-        stats: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        scaling: Scaling,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        batch: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        heads_at_once: Int32,
-        last_tiles: Int32 | None,
-        num_tiles: Int32,
-        counter: cute.Tensor,
-    ) -> None:
-        spec = self.spec
-        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-        x = Operands(
-            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
-            dq_tma=dq_tma, dq=dq, stats=stats, queries=queries, num_tiles=num_tiles,
-            counter=counter, softmax_scale=softmax_scale,
-        )  # fmt: skip
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == LOAD.warps[0]:
-            prepare((q_tma, k_tma, v_tma, do_tma, dq_tma), barriers)
+            prepare((x.q_tma, x.k_tma, x.v_tma, x.do_tma, x.dq_tma), barriers)
         cute.arch.sync_threads()
 
-        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == LOAD.warps[0]:
-                tiles = TileMap(
-                    spec.tile_m, 1, spec.window_right, queries,
-                    Sequences(seqlen_k, cu_seqlens_k, seqused_k), heads, heads // kv_heads, batch,
-                    heads_at_once, last_tiles=last_tiles,
-                )  # fmt: skip
                 self.load_warp(x, storage, barriers, tiles, visible)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consumer_warps(
-                x, self.consumer(storage, barriers, warp, visible, scaling), storage
-            )
+            own = self.consumer(storage, barriers, tiles, warp, visible, scaling)
+            self.consumer_warps(x, own, storage)
 
     def consumer(
-        self, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
-        scaling: Scaling,
+        self, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Int32,
+        visible: Visibility, scaling: Scaling,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
         group = warp // WARPGROUP_WARPS
@@ -296,6 +294,7 @@ class Sm90Dq:
             group=group,
             barriers=barriers,
             queue=TileQueue(Work, storage.work, barriers),
+            tiles=tiles,
             q=shared_address(storage.q) + rows,
             do=shared_address(storage.do) + rows,
             k=shared_address(storage.k),
@@ -387,7 +386,7 @@ class Sm90Dq:
 
     def read_statistics(self, x: Operands, own: Consumer, work: Work) -> None:
         """Of the lane's rows; those past the end of the sequence are padding, which exists."""
-        start = padded_start(x.queries, work.sequence)
+        start = padded_start(own.tiles.queries, work.sequence)
         for lane_row in range(fragments.LANE_ROWS):
             row = Int64(start + self.row(own, work, lane_row))
             own.lse[lane_row] = x.stats[LSE, work.head, row]
@@ -461,24 +460,24 @@ class Sm90Dq:
         if masked:
             self.mask(own, taken, tile)
 
-    def start_scores(self, own: Consumer, n: Any) -> list[Any]:
+    def start_scores(self, own: Consumer, n: Int32) -> list[Float32]:
         """Start S = Q K^T, with use n of K."""
         stage = own.barriers.stage("k_full", n) * self.kv_bytes
         return self.start_over_head_dim(own.q, own.k + stage)
 
-    def start_dp(self, own: Consumer, n: Any) -> list[Any]:
+    def start_dp(self, own: Consumer, n: Int32) -> list[Float32]:
         """Start dP = dO V^T, with use n of V."""
         stage = own.barriers.stage("v_full", n) * self.kv_bytes
         return self.start_over_head_dim(own.do, own.v + stage)
 
-    def start_over_head_dim(self, queries: Any, keys: Any) -> list[Any]:
+    def start_over_head_dim(self, queries: Int32, keys: Int32) -> list[Float32]:
         spec = self.spec
         return start_scores(
             self.dtype, opaque(queries), keys,
             tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
         )  # fmt: skip
 
-    def start_dq(self, own: Consumer, n: Any) -> list[Any]:
+    def start_dq(self, own: Consumer, n: Int32) -> list[Float32]:
         """Start dQ + dS K, with use n of K."""
         spec = self.spec
         stage = own.barriers.stage("k_full", n) * self.kv_bytes
@@ -487,12 +486,12 @@ class Sm90Dq:
             tile_n=spec.tile_n, head_dim=spec.head_dim,
         )  # fmt: skip
 
-    def row(self, own: Consumer, work: Work, lane_row: int) -> Any:
+    def row(self, own: Consumer, work: Work, lane_row: int) -> Int32:
         """A lane row's row of its sequence."""
         first = work.block * self.spec.tile_m + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
-    def mask(self, own: Consumer, taken: Any, tile: Any) -> None:
+    def mask(self, own: Consumer, taken: Int32, tile: Int32) -> None:
         """Set dS of keys that a row does not see to 0."""
         work = own.queue.read(taken)
         lows, highs = [], []
@@ -506,8 +505,8 @@ class Sm90Dq:
     # -- device: epilogue ---------------------------------------------------------------------
 
     def finish_rows(self, x: Operands, own: Consumer) -> None:
-        """Scale dQ. That of a row which sees no key may hold what a hidden key that is not finite
-        has left."""
+        """Scale dQ. A row that sees no key may hold what a hidden key that is not finite has
+        left."""
         for lane_row in range(fragments.LANE_ROWS):
             values = own.dq[None, lane_row, None]
             sees = own.lse[lane_row] != INF
@@ -538,6 +537,6 @@ class Sm90Dq:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-def of_rows(statistics: cute.Tensor) -> list[Any]:
+def of_rows(statistics: cute.Tensor) -> list[Float32]:
     """Statistics of each lane row."""
     return [statistics[lane_row] for lane_row in range(fragments.LANE_ROWS)]
