@@ -215,8 +215,9 @@ def test_sums_of_dq_beyond_two_to_the_31_elements() -> None:
     zeroed = torch.zeros(num_query_zeros(*sums.shape[:2]), dtype=torch.int32)
     dk, dv = (torch.full_like(x, math.nan) for x in (k, v))
     launch(
-        table.find("backward_fused", "sm_90a", 64).kernel, spec, q, k, v, do, stats, sums, zeroed,
+        table.find("backward_fused", "sm_90a", 64).kernel, spec, q, k, v, do, stats,
         dk, dv, None, None, None, None, 0.125, 1.0, 0, 0, 1, 1, torch.zeros(1, dtype=torch.int32),
+        sums, zeroed,
         arch="sm_90a",
     )  # fmt: skip
     p = (scores - scores.logsumexp(-1, keepdim=True)).exp()

@@ -15,7 +15,6 @@ taken, so that CTAs need not all be resident at once.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -43,7 +42,7 @@ NEVER = 0x7FFFFFFF
 
 
 def unshared(queries: Sequences) -> Sequences:
-    """The same, so that nothing computed from them is held in a register: across the loop of the
+    """The sequences, but nothing computed from them is held in a register: across the loop of the
     zeros warp, or for the consumers, who may compute the same."""
     return replace(queries, tokens=opaque(queries.tokens))
 
@@ -62,62 +61,71 @@ class QueryZeros:
         self.tile_bytes = STATS_ROWS * head_dim * 4
 
     @cute.jit
-    def run(self, x: Any, keys: TileMap, queue: TileQueue, barriers: Barriers) -> None:
-        """Let "zeros_full" tell of each work of the queue that its heads have zeros. `x` are the
-        kernel's operands, `keys` its tiles of keys."""
+    def run(
+        self,
+        sums: cute.Tensor,
+        zeroed: cute.Tensor,
+        keys: TileMap,
+        queue: TileQueue,
+        barriers: Barriers,
+    ) -> None:
+        """Let "zeros_full" tell of each work of the queue that its heads have zeros. `keys` are the
+        kernel's tiles of keys."""
         left = Boolean(True)
         taken = Int32(0)
         queue.wait(taken)
         while queue.read(taken).exists:
             # Its heads, then as many tiles ahead for each of them.
             i = Int32(0)
-            while i < opaque(x.group) or (left and i < opaque(x.group) * (1 + self.ahead)):
-                needed = i < opaque(x.group)  # for the work, not ahead
+            while i < opaque(keys.group) or (left and i < opaque(keys.group) * (1 + self.ahead)):
+                needed = i < opaque(keys.group)  # for the work, not ahead
                 missing = Boolean(True)
                 if needed:
-                    missing = not self.has_zeros(x, queue.read(taken), i)
+                    missing = not self.has_zeros(sums, zeroed, keys, queue.read(taken), i)
                 if missing:
                     if left:
-                        left = self.write_next(x, keys)
+                        left = self.write_next(sums, zeroed, keys)
                     else:
                         sleep(PAUSE_NS)
                 if not (needed and missing):
                     i += 1
-                    if i == opaque(x.group):
+                    if i == opaque(keys.group):
                         # The acquired zeros come before what the async proxy adds to them.
                         cute.arch.fence_proxy("async.global")
                         barriers.warp_arrives("zeros_full", taken)
             taken += 1
             queue.wait(taken)
         while left:  # heads that need none; the postprocess reads all
-            left = self.write_next(x, keys)
+            left = self.write_next(sums, zeroed, keys)
 
     @cute.jit
-    def has_zeros(self, x: Any, work: Work, i: Int32) -> Boolean:
+    def has_zeros(
+        self, sums: cute.Tensor, zeroed: cute.Tensor, keys: TileMap, work: Work, i: Int32
+    ) -> Boolean:
         """Whether all rows of head i of a work have zeros."""
         tiles = round_up(work.seqlen_q) // STATS_ROWS
-        at = self.count_of(x, unshared(x.queries), work.head + i, work.sequence)
+        at = self.count_of(sums, zeroed, unshared(keys.queries), work.head + i, work.sequence)
         return load_acquire(at) >= tiles
 
     @cute.jit
-    def write_next(self, x: Any, keys: TileMap) -> Boolean:
+    def write_next(self, sums: cute.Tensor, zeroed: cute.Tensor, keys: TileMap) -> Boolean:
         """Write the zeros of the next tile; False if there is none."""
-        heads, queries = opaque(x.stats.shape[1]), unshared(keys.queries)
+        heads, queries = opaque(sums.shape[0]), unshared(keys.queries)
         tiles = TileMap(
             STATS_ROWS, 1, False, queries, queries, heads, 1, keys.batch,
-            keys.heads_at_once * opaque(x.group),
+            keys.heads_at_once * opaque(keys.group),
         )  # fmt: skip
         number = Int32(0)
         if cute.arch.lane_idx() == 0:
-            number = increment_global(x.zeroed.iterator.toint(), NEVER)
+            number = increment_global(zeroed.iterator.toint(), NEVER)
         number = cute.arch.shuffle_sync(number, 0)
         left = number < tiles.count()
         if left:
             exists, block, head, sequence = tiles.locate(number)
             if exists:
                 row = padded_start(tiles.queries, sequence) + block * STATS_ROWS
-                tile = Int64(head) * (opaque(x.dq_sums.shape[1]) // STATS_ROWS) + row // STATS_ROWS
-                at = x.dq_sums.iterator.toint() + tile * self.tile_bytes
+                tile = Int64(head) * (opaque(sums.shape[1]) // STATS_ROWS) + row // STATS_ROWS
+                at = sums.iterator.toint() + tile * self.tile_bytes
                 at += opaque(cute.arch.lane_idx()) * VECTOR_BYTES
                 for _ in cutlass.range(self.tile_bytes // (STEP * UNROLL), unroll=1):
                     for i in cutlass.range_constexpr(UNROLL):
@@ -127,11 +135,18 @@ class QueryZeros:
                 cute.arch.fence_proxy("async.global")
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
-                    add_release(self.count_of(x, tiles.queries, head, sequence), 1)
+                    add_release(self.count_of(sums, zeroed, tiles.queries, head, sequence), 1)
         return left
 
-    def count_of(self, x: Any, queries: Any, head: Any, sequence: Any) -> Any:
+    def count_of(
+        self,
+        sums: cute.Tensor,
+        zeroed: cute.Tensor,
+        queries: Sequences,
+        head: Int32,
+        sequence: Int32,
+    ) -> Int64:
         """The address of a head's number of tiles that have zeros."""
-        tile = head * (opaque(x.dq_sums.shape[1]) // STATS_ROWS)
+        tile = head * (opaque(sums.shape[1]) // STATS_ROWS)
         tile += padded_start(queries, sequence) // STATS_ROWS
-        return x.zeroed.iterator.toint() + (1 + Int64(tile)) * 4
+        return zeroed.iterator.toint() + (1 + Int64(tile)) * 4

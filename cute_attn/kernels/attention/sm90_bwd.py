@@ -32,13 +32,14 @@ queries is done. dK and dV are stored from registers, beside S^T and dP^T of the
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from ..common.carried import Named
+from ..common.carried import Carried
 from ..common.pipeline import Barriers, Edge, Kind, Role, report_names
 from ..common.ptx import wgmma
 from ..common.ptx.compiler import opaque
@@ -48,12 +49,10 @@ from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers
 from ..common.spec import WARP_SIZE
 from ..common.tma import BOX
 from . import fragments
-from .arguments import FakeArguments
 from .query_sums import VECTOR, VECTORS, WARPS, QuerySums
 from .query_zeros import QueryZeros
 from .sm90_bwd_dkdv import CONSUMERS, LOAD, WARPGROUPS, Consumer, Operands, Rings, Sm90DkDv
 from .sm90_gradients import Statistics
-from .sm90_key_tiles import head_and_split
 from .sm90_mma import LINE_BYTES, ROWS, WARPGROUP_WARPS, start_query_gradients
 from .sm90_store import store_parts
 from .softmax import Scaling
@@ -61,7 +60,7 @@ from .spec import Sm90BackwardSpec
 from .statistics import FLAG_ROWS, padded_start
 from .turns import Turns
 from .visibility import Visibility
-from .work import TileMap, Work, following
+from .work import TileMap, Work, following, head_and_split
 
 assert len(CONSUMERS) == WARPS
 
@@ -71,7 +70,8 @@ UNIT = 16  # bytes that a lane stores at once
 UNITS = LINE_BYTES // UNIT
 
 
-class Use(Named):
+@dataclass(frozen=True)
+class Use(Carried):
     """A use of Q and dO: a tile of queries of a tile of keys.
 
     Attributes:
@@ -80,44 +80,63 @@ class Use(Named):
         head_sums: tile 0 of the head, among the tiles of the sums.
         first: the tile that each head begins with; see `start_of`.
         end: behind the last tile of queries that sees some of the keys.
-        whole_first, whole_end: those that need no mask.
+        whole_first, whole_end: the tiles of queries that need no mask.
         left: how many uses of the same work come after it.
         adds: 0 if it is the first of its work, so that nothing is in dK and dV yet; otherwise 1.
     """
 
-    def __init__(self, **values: Any):
+    taken: Int32
+    tile: Int32
+    head_sums: Int32
+    first: Int32
+    end: Int32
+    whole_first: Int32
+    whole_end: Int32
+    left: Int32
+    adds: Int32
+
+    def __post_init__(self) -> None:
         # Constants too become run-time values: a later use may have another value.
-        super().__init__(**{name: Int32(Int32(x).ir_value()) for name, x in values.items()})
+        for field in fields(self):
+            value = Int32(Int32(getattr(self, field.name)).ir_value())
+            object.__setattr__(self, field.name, value)
 
     @property
-    def masked(self) -> Any:
+    def masked(self) -> Boolean:
         return (self.tile < self.whole_first) | (self.tile >= self.whole_end)
 
     @property
-    def sums(self) -> Any:
-        """Its tile of the sums."""
+    def sums(self) -> Int32:
+        """The use's tile of the sums."""
         return self.head_sums + self.tile
 
-    def following(self, tiles_of_head: Any, lowest: Any) -> Use:
+    def following(self, tiles_of_head: Int32, lowest: int | None) -> Use:
         """The next use of the same work; `lowest` as of `work.following`."""
         tile, head_sums = following(
             self.tile, self.head_sums, self.first, self.end, tiles_of_head, lowest
         )
-        changed = {"tile": tile, "head_sums": head_sums, "left": self.left - 1, "adds": 1}
-        return Use(**vars(self) | changed)
+        return replace(self, tile=tile, head_sums=head_sums, left=self.left - 1, adds=1)
 
 
-class Sm90Backward(Sm90DkDv):
-    """The kernel for one Sm90BackwardSpec; see the module's docstring.
+@dataclass(frozen=True)
+class FusedConsumer(Consumer):
+    """What a warp of the consumers keeps; see `Consumer` for the others.
 
-    A Consumer also has:
+    Attributes:
         k, v, ds_ring: shared addresses of the whole buffers.
         sums: global address of the sums of dQ.
         tiles_of_head: tiles of a head in the sums.
-        queries: the sequences of q.
-        query_heads: of a work.
-        turns: of the warpgroups to start products.
+        turns: the warpgroup's turns to start products.
     """
+
+    ds_ring: Int32
+    sums: Int64
+    tiles_of_head: Int32
+    turns: Turns
+
+
+class Sm90Backward(Sm90DkDv):
+    """The kernel for one Sm90BackwardSpec; see the module's docstring."""
 
     k_stages, ds_stages = 3, 2
     stages_outputs = False
@@ -152,55 +171,20 @@ class Sm90Backward(Sm90DkDv):
         elements, at = self.ds_bytes // 2, SWIZZLE_ALIGNMENT
         return (Buffer("ds", self.dtype, elements, self.ds_stages, at, "dS^T"),)
 
-    def more_fake_args(self, fake: FakeArguments) -> tuple[Any, ...]:
-        return (fake.query_sums(), fake.zeroed())
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        stats: cute.Tensor,
-        dq_sums: cute.Tensor,
-        zeroed: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_splits: Int32,
-        num_ctas: Int32,
-        counter: cute.Tensor,
-        stream: Any,
-    ) -> None:
-        """As of `Sm90DkDv`; `dq_sums` are those of `query_sums`, and `zeroed` the
-        numbers of `query_zeros`."""
-        self.launch(
-            q, k, v, do, stats, dq_sums, zeroed, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q,
-            seqused_k, softmax_scale, softcap, window_left, window_right, num_splits, num_ctas,
-            counter, stream,
-        )  # fmt: skip
-
     def consumer(
-        self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
-        scaling: Scaling,
-    ) -> Consumer:  # fmt: skip
-        own = super().consumer(x, storage, barriers, warp, visible, scaling)
-        own.k, own.v = shared_address(storage.k), shared_address(storage.v)
-        own.ds_ring = shared_address(storage.ds)
-        own.sums = x.dq_sums.iterator.toint()
-        own.tiles_of_head = x.dq_sums.shape[1] // self.spec.tile_m
-        own.queries = x.queries
-        own.query_heads = x.group
-        own.turns = Turns(own.group, WARPGROUPS)
-        return own
+        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Int32,
+        visible: Visibility, scaling: Scaling,
+    ) -> FusedConsumer:  # fmt: skip
+        own = super().consumer(x, storage, barriers, tiles, warp, visible, scaling)
+        assert x.dq_sums is not None
+        buffers = {"k": shared_address(storage.k), "v": shared_address(storage.v)}
+        return FusedConsumer(
+            **vars(own) | buffers,
+            ds_ring=shared_address(storage.ds),
+            sums=x.dq_sums.iterator.toint(),
+            tiles_of_head=x.dq_sums.shape[1] // self.spec.tile_m,
+            turns=Turns(own.group, WARPGROUPS),
+        )
 
     # -- device: zeros ------------------------------------------------------------------------
 
@@ -209,7 +193,8 @@ class Sm90Backward(Sm90DkDv):
         self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Int32
     ) -> None:
         if warp == ZEROS.warps[0]:
-            self.zeros.run(x, tiles, TileQueue(Work, storage.work, barriers), barriers)
+            queue = TileQueue(Work, storage.work, barriers)
+            self.zeros.run(x.dq_sums, x.zeroed, tiles, queue, barriers)
 
     # -- device: load -------------------------------------------------------------------------
 
@@ -245,32 +230,32 @@ class Sm90Backward(Sm90DkDv):
 
     # -- device: products ---------------------------------------------------------------------
 
-    def own_rows(self, own: Consumer, rows: Any) -> Any:
+    def own_rows(self, own: Consumer, rows: Int32) -> Int32:
         return rows + self.group(own) * (ROWS * BOX * 2)
 
-    def group(self, own: Consumer) -> Any:
+    def group(self, own: Consumer) -> Int32:
         """The warpgroup's number, computed anew: addresses that depend on it would be held in
         registers across the loops."""
         return Int32(Uint32(opaque(own.warp)) // WARPGROUP_WARPS)  # signed, it takes 8 instructions
 
-    def lane(self) -> Any:
-        """The lane, computed anew for the same reason."""
+    def lane(self) -> Int32:
+        """The lane, computed anew so that no register holds it across the loops."""
         return opaque(cute.arch.lane_idx()) & (WARP_SIZE - 1)
 
-    def whole_query_tiles(self, own: Consumer, work: Work) -> tuple[Any, Any]:
+    def whole_query_tiles(self, own: FusedConsumer, work: Work) -> tuple[Int32, Int32]:
         """[first, end) of the tiles of queries that need no mask. Keys past the end of the sequence
         would add to dQ: with one, every tile needs a mask."""
         first_key = self.first_key(own, work)
         first, end = own.visible.whole_query_tiles(first_key, ROWS, work.seqlen_q, work.seqlen_k)
         return first, cutlass.select_(first_key + ROWS <= work.seqlen_k, end, Int32(0))
 
-    def first_sums(self, own: Consumer, work: Work) -> Any:
+    def first_sums(self, own: FusedConsumer, work: Work) -> Int32:
         """Tile 0 of the head, among the tiles of the sums."""
-        start = padded_start(own.queries, work.sequence)
+        start = padded_start(own.tiles.queries, work.sequence)
         return work.head * own.tiles_of_head + start // self.spec.tile_m
 
     @cute.jit
-    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+    def consumer_warps(self, x: Operands, own: FusedConsumer, storage: Pointers) -> None:
         count = Int32(0)  # of works
         own.queue.wait(count)
         if own.queue.read(count).exists:
@@ -279,7 +264,7 @@ class Sm90Backward(Sm90DkDv):
         own.queue.release(count)
 
     @cute.jit
-    def compute_works(self, x: Operands, own: Consumer) -> Int32:
+    def compute_works(self, x: Operands, own: FusedConsumer) -> Int32:
         """Compute all works of the CTA, and return their number."""
         n = Int32(0)
         use = self.first_use(own, Int32(0))
@@ -325,7 +310,7 @@ class Sm90Backward(Sm90DkDv):
         return before + 1
 
     @cute.jit
-    def first_use(self, own: Consumer, taken: Int32) -> Use:
+    def first_use(self, own: FusedConsumer, taken: Int32) -> Use:
         """The first use of a work, which has been published."""
         work = own.queue.read(taken)
         first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
@@ -334,11 +319,11 @@ class Sm90Backward(Sm90DkDv):
         return Use(
             taken=taken, tile=start, head_sums=self.first_sums(own, work), first=start, end=end,
             whole_first=whole_first, whole_end=whole_end,
-            left=(end - first) * own.query_heads - 1, adds=0,
+            left=(end - first) * own.tiles.group - 1, adds=0,
         )  # fmt: skip
 
     @cute.jit
-    def use_after(self, own: Consumer, use: Use) -> tuple[Boolean, Use]:
+    def use_after(self, own: FusedConsumer, use: Use) -> tuple[Boolean, Use]:
         """The use after it, of the next work after the last of a work; False if there is none."""
         goes_on = Boolean(True)
         after = use
@@ -355,7 +340,7 @@ class Sm90Backward(Sm90DkDv):
     def next_use(
         self,
         x: Operands,
-        own: Consumer,
+        own: FusedConsumer,
         use: Use,
         n: Int32,
         uses: cutlass.Constexpr[int],
@@ -419,7 +404,7 @@ class Sm90Backward(Sm90DkDv):
         lane = opaque(self.lane()) if uses == 1 else self.lane()
         self.stage_ds(own, n, lane)
 
-    def has_large_scores(self, own: Consumer, n: Any) -> Boolean:
+    def has_large_scores(self, own: FusedConsumer, n: Int32) -> Boolean:
         """Whether an lse of the queries of use n is large; see `statistics`."""
         groups = self.spec.tile_m // FLAG_ROWS
         delta = own.delta + own.barriers.stage("do_full", n) * self.stats_bytes
@@ -428,7 +413,13 @@ class Sm90Backward(Sm90DkDv):
 
     @cute.jit
     def compute_score_gradients(
-        self, own: Consumer, use: Use, n: Int32, scores: list[Any], dp: list[Any], large: Boolean
+        self,
+        own: FusedConsumer,
+        use: Use,
+        n: Int32,
+        scores: list[Float32],
+        dp: list[Float32],
+        large: Boolean,
     ) -> None:
         """P^T and dS^T of use n, once their products are done. What most tiles need is one block of
         code, so that the last exponentials run beside the first dS^T."""
@@ -438,9 +429,17 @@ class Sm90Backward(Sm90DkDv):
             self.compute_block(own, use, n, scores, dp, plain=True)
 
     def compute_block(
-        self, own: Consumer, use: Use, n: Any, scores: list[Any], dp: list[Any], *, plain: bool
+        self,
+        own: FusedConsumer,
+        use: Use,
+        n: Int32,
+        scores: list[Float32],
+        dp: list[Float32],
+        *,
+        plain: bool,
     ) -> None:
-        """The same where `plain` tells that the tile needs no mask and has no large lse."""
+        """P^T and dS^T of use n, where `plain` tells that the tile needs no mask and has no large
+        lse."""
         lse = self.first_loaded(self.lse(own, n))
         fragments.assign(own.s, wgmma.wait(scores, pending=1))
         self.probabilities(own, use.taken, use.tile, not plain, lse, plain)
@@ -454,11 +453,11 @@ class Sm90Backward(Sm90DkDv):
         loaded = statistics(range(self.columns_ahead))
         return lambda columns: loaded if columns.stop <= self.columns_ahead else statistics(columns)
 
-    def k_offset(self, own: Consumer, taken: Any) -> Any:
+    def k_offset(self, own: FusedConsumer, taken: Int32) -> Any:
         """Where K of work `taken` lies in its ring, in bytes."""
         return own.barriers.stage("k_full", taken) * self.k_bytes
 
-    def stage_ds(self, own: Consumer, n: Any, lane: Any) -> None:
+    def stage_ds(self, own: FusedConsumer, n: Int32, lane: Int32) -> None:
         """Store the warp's rows of dS^T of use n to its stage."""
         barriers, spec = own.barriers, self.spec
         barriers.wait_previous("ds_empty", n)
@@ -466,12 +465,12 @@ class Sm90Backward(Sm90DkDv):
         words = [own.ds[i] for i in range(cute.size(own.ds))]
         fragments.stage_matrices(words, at, own.warp, spec.tile_n, lane)
 
-    def publish_ds(self, own: Consumer, n: Any) -> None:
+    def publish_ds(self, own: FusedConsumer, n: Int32) -> None:
         """Publish what `stage_ds` has stored, so much later that the fence does not wait."""
         cute.arch.fence_view_async_shared()
         own.barriers.warp_arrives("ds_full", n)
 
-    def start_dq(self, own: Consumer, n: Any, k_offset: Any = 0) -> list[Any]:
+    def start_dq(self, own: FusedConsumer, n: Int32, k_offset: Int32 = 0) -> list[Float32]:
         """Start dQ = dS K of the warpgroup's part, with use n of dS, and K so many bytes behind the
         start of its buffer."""
         spec, group = self.spec, self.group(own)
@@ -486,13 +485,15 @@ class Sm90Backward(Sm90DkDv):
             self.dtype, ds, opaque(k), tile_n=spec.tile_n, columns=self.sums.columns
         )
 
-    def add_dq(self, own: Consumer, values: list[Any], n: Any, tile: Any) -> None:
+    def add_dq(self, own: FusedConsumer, values: list[Float32], n: Int32, tile: Int32) -> None:
         """Add the warp's part of dQ, of use n of dS, to that tile of the sums."""
         own.barriers.warp_arrives("ds_empty", n)
         for quarter in range(4):
             self.add_quarter(own, values, tile, quarter)
 
-    def add_quarter(self, own: Consumer, values: list[Any], tile: Any, quarter: int) -> None:
+    def add_quarter(
+        self, own: FusedConsumer, values: list[Float32], tile: Int32, quarter: int
+    ) -> None:
         """Add a quarter of the columns of the warp's part."""
         lane = self.lane() * (4 * VECTOR)
         part = opaque(own.warp) * (4 * self.sums.part)
@@ -505,7 +506,7 @@ class Sm90Backward(Sm90DkDv):
     # -- device: epilogue ---------------------------------------------------------------------
 
     @cute.jit
-    def store_rows(self, x: Operands, own: Consumer, taken: Int32, n: Int32) -> None:
+    def store_rows(self, x: Operands, own: FusedConsumer, taken: Int32, n: Int32) -> None:
         """Store the warp's rows of dK and dV of a work, and release its record. Rounded, they pass
         through the stage of dS of use n, which is not stored yet."""
         work = own.queue.read(taken)
@@ -523,7 +524,7 @@ class Sm90Backward(Sm90DkDv):
 
     @cute.jit
     def store_partial_rows(
-        self, x: Operands, own: Consumer, work: Work, acc: cute.Tensor, out: cute.Tensor
+        self, x: Operands, own: FusedConsumer, work: Work, acc: cute.Tensor, out: cute.Tensor
     ) -> None:
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             key = self.key(own, work, lane_row)
@@ -534,7 +535,13 @@ class Sm90Backward(Sm90DkDv):
 
     @cute.jit
     def store_rounded_rows(
-        self, x: Operands, own: Consumer, work: Work, acc: cute.Tensor, out: cute.Tensor, n: Int32
+        self,
+        x: Operands,
+        own: FusedConsumer,
+        work: Work,
+        acc: cute.Tensor,
+        out: cute.Tensor,
+        n: Int32,
     ) -> None:
         """A box of columns at a time, so that a lane stores 16 bytes of a row, and eight lanes a
         line."""
@@ -557,7 +564,7 @@ class Sm90Backward(Sm90DkDv):
                     store_global(Int32, to + box * LINE_BYTES + unit * UNIT, loaded)
             cute.arch.sync_warp()
 
-    def row_of(self, x: Operands, out: cute.Tensor, work: Work, key: Any) -> cute.Tensor:
+    def row_of(self, x: Operands, out: cute.Tensor, work: Work, key: Int32) -> cute.Tensor:
         """The row of a key in dK or dV, or in a split's partial sums."""
         head, split = head_and_split(work, x.num_splits, self.spec.partial)
         part = (split,) if self.spec.partial else ()

@@ -24,18 +24,19 @@ The load warp's warpgroup gives its registers to the consumers; its three other 
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
-from ..common.carried import Named
+from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
 from ..common.ptx.compiler import opaque
@@ -58,7 +59,6 @@ from .sm90_gradients import (
     word,
 )
 from .sm90_key_tiles import (
-    head_and_split,
     load_stats,
     mask_queries,
     of_columns,
@@ -77,7 +77,7 @@ from .softmax import Scaling
 from .spec import Sm90BackwardSpec
 from .statistics import DELTA, LSE, STATS_ROWS, padded_start
 from .visibility import Visibility
-from .work import TileMap, Work, following, heads_in_l2
+from .work import TileMap, Work, following, head_and_split, heads_in_l2
 
 WARPGROUPS = 2
 CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
@@ -110,34 +110,126 @@ def edges(k_stages: int, q_stages: int, staged: bool) -> tuple[Edge, ...]:
     )
 
 
-class Operands(Named):
-    """The kernel's arguments: TMA's atoms and coordinates of tensors, and the others."""
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        stats: lse and delta of the query rows; see `statistics`.
+        dk, dv: gradients, or float32 sums of the splits.
+        num_ctas: how many CTAs are resident at once.
+        counter: the next tile of a CounterScheduler, `[1]`.
+        dq_sums, zeroed: of a kernel that computes dQ too, see `query_sums` and `query_zeros`;
+            otherwise None.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    stats: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    num_splits: Int32
+    num_ctas: Int32
+    counter: cute.Tensor
+    dq_sums: cute.Tensor | None
+    zeroed: cute.Tensor | None
 
 
-class Rings(Named):
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        q_tma, k_tma, v_tma, do_tma: TMA's loads.
+        q, k, v, do: coordinates for TMA.
+        dk_tma, dv_tma: TMA's stores; None where dK and dV are stored from registers.
+        dk, dv: coordinates for TMA's stores, or the tensors.
+        num_tiles, counter: for the scheduler.
+    """
+
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    do_tma: cute.CopyAtom
+    do: cute.Tensor
+    dk_tma: cute.CopyAtom | None
+    dk: cute.Tensor
+    dv_tma: cute.CopyAtom | None
+    dv: cute.Tensor
+    stats: cute.Tensor
+    dq_sums: cute.Tensor | None
+    zeroed: cute.Tensor | None
+    softmax_scale: Float32
+    num_splits: Int32
+    num_tiles: Int32
+    counter: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Rings(Carried):
     """What the load warp fills.
 
     Attributes:
-        barriers: of the CTA.
+        tiles: the tiles of keys.
         k, v, q, do: the buffers, in boxes.
-        stats: by "q" and "do" the buffer of its statistics, and their kind.
+        lse, delta: the buffers of the statistics that come with q and do.
     """
 
+    barriers: Barriers
+    tiles: TileMap
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    lse: cute.Pointer
+    delta: cute.Pointer
 
-class Consumer(Named):
+
+@dataclass(frozen=True)
+class Consumer(Carried):
     """What a warp of the consumers keeps.
 
     Attributes:
-        warp, group: its number, and that of its warpgroup.
-        barriers, queue: of the CTA.
-        k, v: shared addresses of its warpgroup's rows of K and V.
+        warp: the warp's number in the CTA.
+        group: the number of the warp's warpgroup.
+        k, v: shared addresses of the warpgroup's rows of K and V.
         q, do, lse, delta: shared addresses of the rings.
         s, dp: registers of S^T, with a softcap later of P'^T, and of dP^T.
         p, ds: registers of P^T and dS^T as operands.
         dk, dv: accumulators.
-        scaling: of the scores.
-        visible: which queries see a key.
     """
+
+    warp: Int32
+    group: Int32
+    barriers: Barriers
+    queue: TileQueue
+    tiles: TileMap
+    k: Int32
+    v: Int32
+    q: Int32
+    do: Int32
+    lse: Int32
+    delta: Int32
+    s: cute.Tensor
+    dp: cute.Tensor
+    p: cute.Tensor
+    ds: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    scaling: Scaling
+    visible: Visibility
 
 
 class Sm90DkDv:
@@ -188,14 +280,11 @@ class Sm90DkDv:
         )
 
     def more_edges(self) -> tuple[Edge, ...]:
-        """Those of a kernel that computes dQ too."""
-        return ()
-
-    def more_fake_args(self, fake: FakeArguments) -> tuple[Any, ...]:
+        """Further edges of a kernel that computes dQ too."""
         return ()
 
     def more_buffers(self) -> tuple[Buffer, ...]:
-        """The same of its buffers."""
+        """Further buffers of a kernel that computes dQ too."""
         return ()
 
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
@@ -203,216 +292,93 @@ class Sm90DkDv:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, self.spec.head_dim)
-        out = fake.k_partial if self.spec.partial else fake.k
-        return (
-            fake.q(),
-            fake.k(),
-            fake.k(),
-            fake.q(),
-            fake.stats(),
-            *self.more_fake_args(fake),
-            out(),
-            out(),
-            *fake.sequences(),
-            Float32(1.0),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            Int32(1),
-            fake_contiguous(Int32, (1,)),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim)
+        out = fake.k_partial if spec.partial else fake.k
+        return placeholders(
+            Arguments(
+                q=fake.q(),
+                k=fake.k(),
+                v=fake.k(),
+                do=fake.q(),
+                stats=fake.stats(),
+                dk=out(),
+                dv=out(),
+                **fake.lengths(),
+                **fake.scalars(),
+                num_splits=Int32(1),
+                num_ctas=Int32(1),
+                counter=fake_contiguous(Int32, (1,)),
+                dq_sums=fake.query_sums() if self.adds_dq else None,
+                zeroed=fake.zeroed() if self.adds_dq else None,
+            )
         )
 
     # -- host ---------------------------------------------------------------------------------
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        stats: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_splits: Int32,
-        num_ctas: Int32,
-        counter: cute.Tensor,
-        stream: Any,
-    ) -> None:
-        """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
-        self.launch(
-            q, k, v, do, stats, None, None, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q,
-            seqused_k, softmax_scale, softcap, window_left, window_right, num_splits, num_ctas,
-            counter, stream,
-        )  # fmt: skip
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        stats: cute.Tensor,
-        dq_sums: cute.Tensor | None,
-        zeroed: cute.Tensor | None,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_splits: Int32,
-        num_ctas: Int32,
-        counter: cute.Tensor,
-        stream: Any,
-    ) -> None:
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel. Each split of a group counts as a K/V head."""
+        a, stream = gathered(Arguments, args)
         spec = self.spec
-        heads, kv_heads = q.shape[-2], k.shape[-2]
-        if cutlass.const_expr(spec.varlen_k):
-            batch = cu_seqlens_k.shape[0] - 1
-        else:
-            batch = k.shape[0]
-        seqlen_q = q.shape[-3]
-
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        if cutlass.const_expr(spec.partial or not self.stages_outputs):
-            outputs = (None, dk, None, dv)
-        else:
-            outputs = (*self.out_rows.atom(store, dk), *self.out_rows.atom(store, dv))
-        split_heads = kv_heads * num_splits  # each split of a group counts as a K/V head
-        group = heads // split_heads
-        head_bytes = Int64(seqlen_q) * (self.element_bytes * spec.head_dim) * group
-        tiles = self.tile_map(
-            Sequences(seqlen_q, cu_seqlens_q, seqused_q),
-            Sequences(k.shape[-3], cu_seqlens_k, seqused_k), heads, split_heads, batch,
-            heads_in_l2(head_bytes * self.l2_parts, split_heads * batch),
-        ).balanced(spec, num_ctas)  # fmt: skip
+        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
+        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+        batch, split_heads = keys.batch(a.k), a.k.shape[-2] * a.num_splits
+        group = a.q.shape[-2] // split_heads
+        head_bytes = Int64(queries.tokens) * (self.element_bytes * spec.head_dim) * group
+        tiles = TileMap(
+            spec.tile_n, 1, False, queries, keys, split_heads, group, batch,
+            heads_in_l2(head_bytes * self.l2_parts, split_heads * batch), of_keys=True,
+        ).balanced(spec, a.num_ctas)  # fmt: skip
         num_tiles = tiles.count()
-        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
-        self.kernel(
-            *self.q_rows.atom(load, q), *self.k_rows.atom(load, k), *self.k_rows.atom(load, v),
-            *self.q_rows.atom(load, do), *outputs, stats, dq_sums, zeroed, cu_seqlens_q,
-            cu_seqlens_k, seqused_q, seqused_k, scaling, softmax_scale, window_left, window_right,
-            heads, split_heads, num_splits, batch, seqlen_q, k.shape[-3], tiles.heads_at_once,
-            tiles.last_tiles, num_tiles, counter,
-        ).launch(
-            grid=[CounterScheduler.clusters(num_tiles, num_ctas), 1, 1],
+        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, a.window_left, a.window_right)
+        scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        outputs = (None, a.dk, None, a.dv)
+        if cutlass.const_expr(self.stages_outputs and not spec.partial):
+            outputs = (*self.out_rows.atom(store, a.dk), *self.out_rows.atom(store, a.dv))
+        x = Operands(
+            *self.q_rows.atom(load, a.q), *self.k_rows.atom(load, a.k),
+            *self.k_rows.atom(load, a.v), *self.q_rows.atom(load, a.do), *outputs, a.stats,
+            a.dq_sums, a.zeroed, a.softmax_scale, a.num_splits, num_tiles, a.counter,
+        )  # fmt: skip
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CounterScheduler.clusters(num_tiles, a.num_ctas), 1, 1],
             block=[(WARPGROUPS + 1) * WARPGROUP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
-
-    def tile_map(
-        self,
-        queries: Sequences,
-        keys: Sequences,
-        heads: Any,
-        split_heads: Any,
-        batch: Any,
-        heads_at_once: Any,
-        last_tiles: Any = None,
-    ) -> TileMap:
-        return TileMap(
-            self.spec.tile_n, 1, False, queries, keys, split_heads, heads // split_heads, batch,
-            heads_at_once, of_keys=True, last_tiles=last_tiles,
-        )  # fmt: skip
+        )
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        do_tma: cute.CopyAtom,
-        do: cute.Tensor,
-        dk_tma: cute.CopyAtom | None,
-        dk: cute.Tensor,
-        dv_tma: cute.CopyAtom | None,
-        dv: cute.Tensor,
-        stats: cute.Tensor,
-        dq_sums: cute.Tensor | None,
-        zeroed: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        scaling: Scaling,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads: Int32,
-        split_heads: Int32,
-        num_splits: Int32,
-        batch: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        heads_at_once: Int32,
-        last_tiles: Int32 | None,
-        num_tiles: Int32,
-        counter: cute.Tensor,
-    ) -> None:
-        spec = self.spec
-        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-        x = Operands(
-            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, do_tma=do_tma, do=do,
-            dk_tma=dk_tma, dk=dk, dv_tma=dv_tma, dv=dv, stats=stats, dq_sums=dq_sums,
-            zeroed=zeroed, queries=queries,
-            group=heads // split_heads, num_splits=num_splits, batch=batch, num_tiles=num_tiles,
-            counter=counter, softmax_scale=softmax_scale,
-        )  # fmt: skip
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == LOAD.warps[0]:
-            prepare((q_tma, k_tma, v_tma, do_tma), barriers)
+            prepare((x.q_tma, x.k_tma, x.v_tma, x.do_tma), barriers)
         cute.arch.sync_threads()
 
-        visible = Visibility.of(spec, spec.tile_m, spec.tile_n, 1, window_left, window_right)
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
-            keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-            tiles = self.tile_map(
-                queries, keys, heads, split_heads, batch, heads_at_once, last_tiles
-            )
             if warp == LOAD.warps[0]:
                 self.load_warp(x, storage, barriers, tiles, visible)
             else:
                 self.more_warps(x, storage, barriers, tiles, warp)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consumer_warps(
-                x, self.consumer(x, storage, barriers, warp, visible, scaling), storage
-            )
+            own = self.consumer(x, storage, barriers, tiles, warp, visible, scaling)
+            self.consumer_warps(x, own, storage)
 
     def more_warps(
-        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Any
+        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Int32
     ) -> None:
-        """Those behind the load warp."""
+        """The warps behind the load warp."""
 
     def consumer(
-        self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
-        scaling: Scaling,
+        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Int32,
+        visible: Visibility, scaling: Scaling,
     ) -> Consumer:  # fmt: skip
         spec = self.spec
         group = warp // WARPGROUP_WARPS
@@ -422,6 +388,7 @@ class Sm90DkDv:
             group=group,
             barriers=barriers,
             queue=TileQueue(Work, storage.work, barriers),
+            tiles=tiles,
             k=shared_address(storage.k) + rows,
             v=shared_address(storage.v) + rows,
             q=shared_address(storage.q),
@@ -450,7 +417,7 @@ class Sm90DkDv:
         visible: Visibility,
     ) -> None:
         """Take the CTA's tiles one after the other, and load what they need."""
-        to = self.rings(storage, barriers)
+        to = self.rings(storage, barriers, tiles)
         scheduler = CounterScheduler(x.num_tiles, barriers, x.counter.iterator)
         queue = TileQueue(Work, storage.work, barriers)
         taken = Int32(0)  # tiles of keys
@@ -483,10 +450,10 @@ class Sm90DkDv:
     ) -> Int32:
         """Load tiles first to end - 1 of the queries of each head, from use n on; return the number
         of uses after them."""
-        stats_start = padded_start(x.queries, work.sequence)
+        stats_start = padded_start(to.tiles.queries, work.sequence)
         start = self.start_of(work, first, end)
         tile, head = start, work.head
-        for i in cutlass.range((end - first) * x.group, unroll=1):
+        for i in cutlass.range((end - first) * to.tiles.group, unroll=1):
             row = stats_start + tile * self.spec.tile_m
             self.load_queries("q", x, to, work, tile, head, row, n)
             if cutlass.const_expr(self.loads_v_late):
@@ -503,42 +470,47 @@ class Sm90DkDv:
 
     @property
     def lowest(self) -> int | None:
-        """That of `work.following`."""
+        """The `lowest` of `work.following`."""
         return None
 
-    def start_of(self, work: Work, first: Any, end: Any) -> Any:
+    def start_of(self, work: Work, first: Int32, end: Int32) -> Int32:
         """With which of tiles first to end - 1 of the queries each head begins."""
         return first
 
-    def rings(self, storage: Pointers, barriers: Barriers) -> Rings:
+    def rings(self, storage: Pointers, barriers: Barriers, tiles: TileMap) -> Rings:
         spec = self.spec
         across, q_across = ((spec.head_dim // BOX, n * BOX) for n in (spec.tile_n, spec.tile_m))
         keys, queries = self.k_bytes // 2, self.q_bytes // 2
         return Rings(
             barriers=barriers,
+            tiles=tiles,
             k=boxes(storage.k, spec.tile_n, across, (self.k_stages, keys)),
             v=boxes(storage.v, spec.tile_n, across, (1, keys)),
             q=boxes(storage.q, spec.tile_m, q_across, (self.q_stages, queries)),
             do=boxes(storage.do, spec.tile_m, q_across, (DO_STAGES, queries)),
-            stats={"q": (storage.lse, LSE), "do": (storage.delta, DELTA)},
+            lse=storage.lse,
+            delta=storage.delta,
         )
 
-    def load_keys(self, name: str, x: Operands, to: Rings, work: Work, taken: Any) -> None:
+    def load_keys(self, name: str, x: Operands, to: Rings, work: Work, taken: Int32) -> None:
         """Load "k" or "v" of work `taken`."""
-        tma, source, ring = getattr(x, f"{name}_tma"), getattr(x, name), getattr(to, name)
+        of_k = name == "k"
+        tma, source, ring = (x.k_tma, x.k, to.k) if of_k else (x.v_tma, x.v, to.v)
         kv_head, _ = head_and_split(work, x.num_splits, self.spec.partial)
         rows = self.k_rows.box(source, work.block, kv_head, *work.keys[1:])
         load_use(name, tma, rows, ring, to.barriers, taken)
 
     def load_queries(
-        self, name: str, x: Operands, to: Rings, work: Work, tile: Any, head: Any, row: Any, n: Any
-    ) -> None:
+        self, name: str, x: Operands, to: Rings, work: Work, tile: Int32, head: Int32, row: Int32,
+        n: Int32,
+    ) -> None:  # fmt: skip
         """Load use n of "q" with its lse, or of "do" with its delta, whose first row of the
         statistics is `row`."""
-        tma, source, ring = getattr(x, f"{name}_tma"), getattr(x, name), getattr(to, name)
+        of_q = name == "q"
+        tma, source, ring = (x.q_tma, x.q, to.q) if of_q else (x.do_tma, x.do, to.do)
+        buffer, kind = (to.lse, LSE) if of_q else (to.delta, DELTA)
         rows = self.q_rows.box(source, tile, head, *work.queries[1:])
         load_use(name, tma, rows, ring, to.barriers, n, self.stats_bytes)
-        buffer, kind = to.stats[name]
         load_stats(name, buffer, kind, x.stats, head, row, self.spec.tile_m, to.barriers, n)
 
     # -- device: products ---------------------------------------------------------------------
@@ -557,7 +529,9 @@ class Sm90DkDv:
             own.barriers.wait("v_full", taken)
             first, end = own.visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
             if first < end:
-                n = self.compute_tile(own, work, first, end, (end - first) * x.group, taken, n)
+                n = self.compute_tile(
+                    own, work, first, end, (end - first) * own.tiles.group, taken, n
+                )
             # The work is read again where it is needed, and its stage computed again: registers are
             # scarce in between.
             taken = opaque(taken)
@@ -663,12 +637,12 @@ class Sm90DkDv:
         if masked:
             self.mask(own, taken, tile, own.ds)
 
-    def lse(self, own: Consumer, n: Any) -> Statistics:
+    def lse(self, own: Consumer, n: Int32) -> Statistics:
         """Loads lse of the queries of use n."""
         at = own.lse + own.barriers.stage("q_full", n) * self.stats_bytes
         return lambda columns: of_columns(at, columns)
 
-    def delta(self, own: Consumer, n: Any) -> Statistics:
+    def delta(self, own: Consumer, n: Int32) -> Statistics:
         """Loads delta of the queries of use n."""
         at = own.delta + own.barriers.stage("do_full", n) * self.stats_bytes
         return lambda columns: of_columns(at, columns)
@@ -686,37 +660,37 @@ class Sm90DkDv:
             return kept_pairs(own.s, lane_row, columns)
         return [unpack(self.dtype, own.p[word(lane_row, j)]) for j in columns[::2]]
 
-    def start_scores(self, own: Consumer, n: Any, k_offset: Any = 0) -> list[Any]:
+    def start_scores(self, own: Consumer, n: Int32, k_offset: Int32 = 0) -> list[Float32]:
         """Start S^T = K Q^T, with use n of Q, and K so many bytes behind the start of its
         buffer."""
         queries = own.q + own.barriers.stage("q_full", n) * self.q_bytes
         return self.start_transposed(self.own_rows(own, own.k + k_offset), queries)
 
-    def start_dp(self, own: Consumer, n: Any) -> list[Any]:
+    def start_dp(self, own: Consumer, n: Int32) -> list[Float32]:
         """Start dP^T = V dO^T, with use n of dO."""
         stage = own.barriers.stage("do_full", n) * self.q_bytes
         return self.start_transposed(self.own_rows(own, own.v), own.do + stage)
 
-    def start_transposed(self, keys: Any, queries: Any) -> list[Any]:
+    def start_transposed(self, keys: Int32, queries: Int32) -> list[Float32]:
         spec = self.spec
         return start_scores(
             self.dtype, opaque(keys), queries,
             tile_m=spec.tile_n, tile_n=spec.tile_m, head_dim=spec.head_dim,
         )  # fmt: skip
 
-    def start_dv(self, own: Consumer, n: Any, adds: Any = None) -> list[Any]:
+    def start_dv(self, own: Consumer, n: Int32, adds: Int32 | None = None) -> list[Float32]:
         """Start dV + P^T dO, with use n of dO; `adds` as of `start_sum`."""
         stage = own.barriers.stage("do_full", n) * self.q_bytes
         return self.start_sum(own.dv, own.p, own.do + stage, adds)
 
-    def start_dk(self, own: Consumer, n: Any, adds: Any = None) -> list[Any]:
+    def start_dk(self, own: Consumer, n: Int32, adds: Int32 | None = None) -> list[Float32]:
         """Start dK + dS^T Q, with use n of Q; `adds` as of `start_sum`."""
         stage = own.barriers.stage("q_full", n) * self.q_bytes
         return self.start_sum(own.dk, own.ds, own.q + stage, adds)
 
     def start_sum(
-        self, acc: cute.Tensor, left: cute.Tensor, queries: Any, adds: Any = None
-    ) -> list[Any]:
+        self, acc: cute.Tensor, left: cute.Tensor, queries: Int32, adds: Int32 | None = None
+    ) -> list[Float32]:
         """Start acc + left times the rows at `queries`; where `adds` is 0, the product alone."""
         spec = self.spec
         return start_output(
@@ -724,20 +698,20 @@ class Sm90DkDv:
             tile_n=spec.tile_m, head_dim=spec.head_dim, adds=adds,
         )  # fmt: skip
 
-    def own_rows(self, own: Consumer, rows: Any) -> Any:
+    def own_rows(self, own: Consumer, rows: Int32) -> Int32:
         """The shared address of the warpgroup's rows of K or V."""
         return rows
 
-    def first_key(self, own: Consumer, work: Work) -> Any:
+    def first_key(self, own: Consumer, work: Work) -> Int32:
         """The first key of the warpgroup."""
         return work.block * self.spec.tile_n + own.group * ROWS
 
-    def key(self, own: Consumer, work: Work, lane_row: int) -> Any:
+    def key(self, own: Consumer, work: Work, lane_row: int) -> Int32:
         """A lane row's key."""
         first = work.block * self.spec.tile_n + fragments.first_row(own.warp)
         return first + lane_row * fragments.LANE_ROW_STEP
 
-    def mask(self, own: Consumer, taken: Any, tile: Any, words: cute.Tensor) -> None:
+    def mask(self, own: Consumer, taken: Int32, tile: Int32, words: cute.Tensor) -> None:
         """Set the columns of queries that do not see a row's key to 0."""
         work = own.queue.read(taken)
         keys = [self.key(own, work, lane_row) for lane_row in range(fragments.LANE_ROWS)]
@@ -782,6 +756,6 @@ class Sm90DkDv:
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
             key = self.key(own, work, lane_row)
             if key < work.seqlen_k:
-                offset = partial_offset(x.dk, split, work, key, head, x.batch, self.spec)
+                offset = partial_offset(x.dk, split, work, key, head, own.tiles.batch, self.spec)
                 for acc, out in ((own.dk, x.dk), (own.dv, x.dv)):
                     store_partial_row(acc, lane_row, out, offset)

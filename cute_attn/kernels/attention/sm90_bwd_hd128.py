@@ -19,7 +19,7 @@ the products with the K before, of which the ring has two stages.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -33,23 +33,30 @@ from ..common.ptx.memory import shared_address, store_shared
 from ..common.smem import Buffer, Pointers
 from . import fragments
 from .query_sums import VECTOR, VECTORS
-from .sm90_bwd import Sm90Backward, Use
-from .sm90_bwd_dkdv import CONSUMERS, Consumer, Operands
+from .sm90_bwd import FusedConsumer, Sm90Backward, Use
+from .sm90_bwd_dkdv import CONSUMERS, Operands
 from .sm90_mma import STEP, start_output
 from .softmax import Scaling
 from .visibility import Visibility
-from .work import Work
+from .work import TileMap, Work
 
 # Tiles of keys begin with one of so many tiles of queries, so far apart.
 STARTS, START_STEP = 4, 2
 
 
-class Sm90Hd128Backward(Sm90Backward):
-    """The kernel for one Sm90BackwardSpec; see the module's docstring.
+@dataclass(frozen=True)
+class Hd128Consumer(FusedConsumer):
+    """What a warp of the consumers keeps; see `FusedConsumer` for the others.
 
-    A Consumer also has:
+    Attributes:
         staging: shared address of the staging of dQ.
     """
+
+    staging: Int32
+
+
+class Sm90Hd128Backward(Sm90Backward):
+    """The kernel for one Sm90BackwardSpec; see the module's docstring."""
 
     k_stages, q_stages, ds_stages = 2, 2, 2
     columns_ahead = 16  # all of them
@@ -59,12 +66,11 @@ class Sm90Hd128Backward(Sm90Backward):
         return (*super().more_buffers(), staging)
 
     def consumer(
-        self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any, visible: Visibility,
-        scaling: Scaling,
-    ) -> Consumer:  # fmt: skip
-        own = super().consumer(x, storage, barriers, warp, visible, scaling)
-        own.staging = shared_address(storage.dq)
-        return own
+        self, x: Operands, storage: Pointers, barriers: Barriers, tiles: TileMap, warp: Int32,
+        visible: Visibility, scaling: Scaling,
+    ) -> Hd128Consumer:  # fmt: skip
+        own = super().consumer(x, storage, barriers, tiles, warp, visible, scaling)
+        return Hd128Consumer(**vars(own), staging=shared_address(storage.dq))
 
     # -- device: load -------------------------------------------------------------------------
 
@@ -72,7 +78,7 @@ class Sm90Hd128Backward(Sm90Backward):
     def lowest(self) -> int | None:
         return None if self.spec.window_left or self.spec.window_right else 0
 
-    def start_of(self, work: Work, first: Any, end: Any) -> Any:
+    def start_of(self, work: Work, first: Int32, end: Int32) -> Int32:
         """Where all tiles of keys see the same queries, neighbours begin some tiles apart, so that
         fewer CTAs add to the same sums at the same time."""
         if self.lowest is None:
@@ -82,7 +88,7 @@ class Sm90Hd128Backward(Sm90Backward):
     # -- device: products ---------------------------------------------------------------------
 
     @cute.jit
-    def compute_works(self, x: Operands, own: Consumer) -> Int32:
+    def compute_works(self, x: Operands, own: Hd128Consumer) -> Int32:
         """Compute all works of the CTA, and return their number."""
         n = Int32(0)
         use = self.first_use(own, Int32(0))
@@ -122,7 +128,7 @@ class Sm90Hd128Backward(Sm90Backward):
         return use.taken + 1
 
     @cute.jit
-    def finish_use(self, own: Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
+    def finish_use(self, own: Hd128Consumer, use: Use, n: Int32) -> tuple[Boolean, Use]:
         """dS^T of use n to shared memory, and the use after it, of the next work after the last of
         a work; False if there is none."""
         if use.left == 0:
@@ -135,7 +141,7 @@ class Sm90Hd128Backward(Sm90Backward):
     def next_use(
         self,
         x: Operands,
-        own: Consumer,
+        own: Hd128Consumer,
         use: Use,
         after: Use,
         n: Int32,
@@ -192,7 +198,7 @@ class Sm90Hd128Backward(Sm90Backward):
             self.store_rows(x, own, use.taken, n + 1)
 
     @cute.jit
-    def share_turn(self, own: Consumer, use: Use) -> None:
+    def share_turn(self, own: Hd128Consumer, use: Use) -> None:
         """Where `use` is the only one of its work, let the other warpgroup start its dQ first: the
         next K takes the stage of the K which that dQ reads."""
         if use.adds == 0:
@@ -200,8 +206,8 @@ class Sm90Hd128Backward(Sm90Backward):
             own.turns.wait()
 
     def start_dk_and_stage_dq(
-        self, own: Consumer, n: Any, adds: Any, dq: list[Any]
-    ) -> tuple[list[Any], int]:
+        self, own: Hd128Consumer, n: Int32, adds: Int32, dq: list[Float32]
+    ) -> tuple[list[Float32], int]:
         """`start_dk` step by step, with a part of dQ staged before each step, and the number of
         groups. The queue of products is short: staged at once, dQ would let it run dry."""
         spec = self.spec
@@ -222,7 +228,7 @@ class Sm90Hd128Backward(Sm90Backward):
         """Vectors of a lane's part of dQ."""
         return self.sums.columns // 8
 
-    def stage_dq(self, own: Consumer, values: list[Any], vectors: range) -> None:
+    def stage_dq(self, own: Hd128Consumer, values: list[Float32], vectors: range) -> None:
         """Store these vectors of the warp's part of dQ to its staging."""
         at = own.staging + opaque(own.warp) * (4 * self.sums.part) + self.lane() * (4 * VECTOR)
         for i in vectors:
@@ -230,7 +236,7 @@ class Sm90Hd128Backward(Sm90Backward):
             store_shared(Float32, at + i * (VECTORS * 4 * VECTOR), vector)
 
     @cute.jit
-    def reduce_dq(self, own: Consumer, tile: Int32) -> None:
+    def reduce_dq(self, own: Hd128Consumer, tile: Int32) -> None:
         """Add what is staged to that tile of the sums, so much later that the fence does not
         wait."""
         cute.arch.fence_view_async_shared()

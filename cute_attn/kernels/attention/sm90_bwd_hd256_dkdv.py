@@ -60,7 +60,6 @@ from .arguments import FakeArguments
 from .gradient import PROBABILITY_UNIT, score_gradients
 from .sm90_gradients import STEP, exponentiate, keep_pairs, word
 from .sm90_key_tiles import (
-    head_and_split,
     load_stats,
     mask_queries,
     of_columns,
@@ -80,7 +79,7 @@ from .softmax import Scaling
 from .spec import Sm90BackwardSpec
 from .statistics import DELTA, LSE, padded_start
 from .visibility import Visibility
-from .work import TileMap, Work, following, heads_in_l2
+from .work import TileMap, Work, following, head_and_split, heads_in_l2
 
 VALUE = Role("value", range(0, WARPGROUP_WARPS))
 KEY = Role("key", range(len(VALUE), 2 * WARPGROUP_WARPS))

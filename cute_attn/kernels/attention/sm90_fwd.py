@@ -346,7 +346,7 @@ class Sm90Forward:
 
     @cute.kernel
     def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
-        spec = self.spec
+        spec, tiles = self.spec, tiles.on_device(x.o)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)

@@ -3,8 +3,6 @@ queries."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -20,8 +18,8 @@ from .work import Work
 
 
 def load_stats(
-    name: str, buffer: cute.Pointer, kind: int, stats: cute.Tensor, head: Any, row: Any,
-    queries: int, barriers: Barriers, n: Any,
+    name: str, buffer: cute.Pointer, kind: int, stats: cute.Tensor, head: Int32, row: Int32,
+    queries: int, barriers: Barriers, n: Int32,
 ) -> None:  # fmt: skip
     """Copy the statistics of so many queries, from padded row `row` on, to use n of the ring
     `name`, one of whose buffers is `buffer`."""
@@ -38,19 +36,11 @@ def load_stats(
         )
 
 
-def head_and_split(work: Work, num_splits: Any, partial: bool) -> tuple[Any, Any]:
-    """The K/V head of a tile, and the number of its split."""
-    if not partial:
-        return work.kv_head, 0
-    head = work.kv_head // num_splits
-    return head, work.kv_head - head * num_splits
-
-
-def of_columns(stats: Any, columns: range) -> list[dict[int, Any]]:
+def of_columns(stats: Int32, columns: range) -> list[dict[int, Float32]]:
     """Statistics of a lane row's columns by column, which both lane rows share, from the shared
     address of a tile's."""
     at = stats + (opaque(cute.arch.lane_idx()) & (fragments.LANES - 1)) * 8
-    found: dict[int, Any] = {}
+    found: dict[int, Float32] = {}
     for j in columns[::2]:
         found[j], found[j + 1] = load_shared(Float32, at + 16 * j, 2)
     return [found] * fragments.LANE_ROWS
@@ -58,8 +48,8 @@ def of_columns(stats: Any, columns: range) -> list[dict[int, Any]]:
 
 def mask_queries(
     words: cute.Tensor,
-    keys: list[Any],
-    tile: Any,
+    keys: list[Int32],
+    tile: Int32,
     visible: Visibility,
     work: Work,
     *,
@@ -79,13 +69,13 @@ def mask_queries(
 
 def partial_offset(
     out: cute.Tensor,
-    split: Any,
+    split: Int32,
     work: Work,
-    key: Any,
-    head: Any,
-    batch: Any,
+    key: Int32,
+    head: Int32,
+    batch: Int32,
     spec: Sm90BackwardSpec,
-) -> Any:
+) -> Int64:
     """Where a lane's columns of a key begin, in elements of a split's partial sums `out`."""
     if spec.varlen_k:
         first = Int64(split) * out.shape[1] + work.k_start

@@ -73,6 +73,14 @@ class SplitWork(Work):
         return first, cutlass.min(first + length, end)
 
 
+def head_and_split(work: Work, num_splits: Int32, partial: bool) -> tuple[Int32, Int32]:
+    """The K/V head of a tile of keys, and the number of its split."""
+    if not partial:
+        return work.kv_head, 0
+    head = work.kv_head // num_splits
+    return head, work.kv_head - head * num_splits
+
+
 def heads_in_l2(head_bytes: Int64, heads: Int32) -> Int32:
     """How many heads fit L2 together, if tiles reread `head_bytes` of each."""
     at_once = cutlass.max(Int32(1), Int32(L2_BYTES // (head_bytes + 1)))
@@ -142,6 +150,10 @@ class TileMap(Carried):
         # Where most keys come before the queries, tiles are about as long as one another.
         alike = 2 * self.queries.tokens < self.keys.tokens
         return replace(self, last_tiles=Int32(cutlass.select_(alike, 0, LAST_TILES * clusters)))
+
+    def on_device(self, o: cute.Tensor) -> TileMap:
+        """For device code: the tiles of `o`."""
+        return self
 
     @property
     def divided(self) -> Sequences:
@@ -255,6 +267,10 @@ class SplitTileMap(TileMap):
     """Tiles whose K/V tiles `splits` CTAs or clusters share out; the split is the fast index."""
 
     splits: Int32 = 1
+
+    def on_device(self, o: cute.Tensor) -> SplitTileMap:
+        # The compiler knows that a tensor's sizes are not negative: divisions are shorter.
+        return replace(self, splits=o.shape[0])
 
     def count(self) -> Int32:
         return super().count() * self.splits

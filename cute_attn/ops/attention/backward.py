@@ -363,13 +363,13 @@ class Backward(Operator[BackwardArguments]):
             if ready.zero_dkdv is not None:
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
-            sums = () if dq_sums is None else (dq_sums, zeroed)
             if ready.dkdv_of_heads:
                 self.launch_by_heads(ready, a, stats, scalars, written, dq)
             else:
                 ready.dkdv(
-                    q, k, v, do, stats, *sums, *written, *lengths, *scalars, ready.splits,
-                    ready.dkdv_clusters, *(counter if ready.dkdv_counts else ()),
+                    q, k, v, do, stats, *written, *lengths, *scalars, ready.splits,
+                    ready.dkdv_clusters,
+                    *((*counter, dq_sums, zeroed) if ready.dkdv_counts else ()),
                 )  # fmt: skip
             if ready.postprocess is not None:
                 ready.postprocess(dq_sums, stats, dq, a.cu_seqlens_q, a.seqused_q, scalars[0])
