@@ -30,17 +30,18 @@ declare the budgets.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.cute.runtime import make_fake_stream
 
+from ..common.carried import Carried
 from ..common.cluster import finish_cluster, start_cluster
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.exp2 import exp2_mixed
 from ..common.numbers import INF
 from ..common.overlap import overlaps
@@ -149,6 +150,77 @@ O_BYTES = ROWS * BOX * 2
 assert KV_BYTES == TILE_N * DIMS * 2, "K and V share a ring"
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        num_clusters: how many clusters are resident at once.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    sink: cute.Tensor | None
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    page_table: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    num_clusters: Int32
+
+
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        q_tma, k_tma, v_tma, o_tma: TMA's copies; of o only where the tiles have no splits.
+        q, k, v: coordinates for TMA.
+        o: coordinates for TMA, or the tensor where the tiles have splits.
+        num_tiles: for the scheduler.
+    """
+
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    o_tma: cute.CopyAtom | None
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    sink: cute.Tensor | None
+    pages: Pages | None
+    num_tiles: Int32
+
+
+@dataclass(frozen=True)
+class Shared(Carried):
+    """What all warps of a CTA share.
+
+    Attributes:
+        s: stage 0 of S in tensor memory.
+        o: O in tensor memory.
+        scale: factors of the rows of O, `[rows, stages]`.
+        inverse_sum: what to multiply the rows of O with at the end, `[rows, 2]`.
+    """
+
+    storage: Pointers
+    barriers: Barriers
+    queue: TileQueue
+    visible: Visibility
+    s: cute.Tensor
+    o: cute.Tensor
+    scale: cute.Tensor
+    inverse_sum: cute.Tensor
+
+
 class Sm100Hd256Forward:
     """The kernel for one Hd256ForwardSpec; see the module's docstring."""
 
@@ -186,208 +258,131 @@ class Sm100Hd256Forward:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, HEAD_DIM)
-        return (
-            fake.q(),
-            fake.k(),
-            fake.k(),
-            fake.o_splits() if self.spec.split else fake.q(),
-            fake.lse_splits() if self.spec.split else fake.lse() if self.spec.lse else None,
-            fake.sink(),
-            *fake.sequences(),
-            fake.page_table(),
-            Float32(1.0),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        spec, fake = self.spec, FakeArguments(self.spec, HEAD_DIM)
+        lse = None
+        if spec.split or spec.lse:
+            lse = fake.lse_splits() if spec.split else fake.lse()
+        return placeholders(
+            Arguments(
+                q=fake.q(),
+                k=fake.k(),
+                v=fake.k(),
+                o=fake.o_splits() if spec.split else fake.q(),
+                lse=lse,
+                sink=fake.sink(),
+                **fake.lengths(),
+                page_table=fake.page_table(),
+                **fake.scalars(),
+                num_clusters=Int32(1),
+            )
         )
 
     # -- host ---------------------------------------------------------------------------------
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        page_table: cute.Tensor | None,
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_clusters: Int32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
         spec = self.spec
-        heads, kv_heads = q.shape[-2], k.shape[-2]
-        if cutlass.const_expr(spec.varlen_q):
-            batch = cu_seqlens_q.shape[0] - 1
-        else:
-            batch = q.shape[0]
-        seqlen_k, pages = k.shape[-3], None
-        if cutlass.const_expr(page_table is not None):
-            pages = Pages.of(page_table, k, spec, TILE_N)
-            seqlen_k = pages.most_keys
-
-        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        q_copy, o_copy, splits = self.q_rows.atom(load, q), (None, o), 1
-        if cutlass.const_expr(spec.split):
-            splits = o.shape[0]
-        else:
-            o_copy = self.q_rows.atom(store, o)
-        k_copy, v_copy = self.k_rows.atom(load, k), self.v_rows.atom(load, v)
-
-        head_bytes = Int64(seqlen_k) * (2 * 2 * HEAD_DIM)  # of K and V
-        heads_at_once = heads_in_l2(head_bytes, heads // self.packed * batch)
-        queries = Sequences(q.shape[-3], cu_seqlens_q, seqused_q)
-        keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-        tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once, splits)
+        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
+        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+        pages = None
+        if cutlass.const_expr(a.page_table is not None):
+            pages = Pages.of(a.page_table, a.k, spec, TILE_N)
+            keys = Sequences(pages.most_keys, a.cu_seqlens_k, a.seqused_k)
+        tiles = self.tile_map(a, queries, keys)
         num_tiles = tiles.count()
-        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
-        num_ctas = CTAS * self.scheduler.clusters(num_tiles, num_clusters)
+        visible = Visibility.of(spec, TILE_M, TILE_N, self.packed, a.window_left, a.window_right)
+        scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
+        num_ctas = CTAS * self.scheduler.clusters(num_tiles, a.num_clusters)
         if cutlass.const_expr(not spec.split):  # partial results have memory of their own
-            inputs = (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
-            if overlaps((o, lse), inputs):
+            lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
+            if overlaps((a.o, a.lse), (a.q, a.k, a.v, a.sink, *lengths, a.page_table)):
                 num_ctas = Int32(0)  # which the driver rejects; the operator raises the reason
-
-        self.kernel(
-            *q_copy, *k_copy, *v_copy, *o_copy,
-            lse, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            scaling, window_left, window_right,
-            heads, kv_heads, batch, q.shape[-3], seqlen_k, heads_at_once, num_tiles, pages,
-        ).launch(
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+        o_copy = (None, a.o)
+        if cutlass.const_expr(not spec.split):
+            o_copy = self.q_rows.atom(cpasync.CopyBulkTensorTileS2GOp(), a.o)
+        x = Operands(
+            *self.q_rows.atom(load, a.q), *self.k_rows.atom(load, a.k),
+            *self.v_rows.atom(load, a.v), *o_copy, a.lse, a.sink, pages, num_tiles,
+        )  # fmt: skip
+        self.kernel(x, tiles, visible, scaling).launch(
             grid=[num_ctas, 1, 1],
             block=[NUM_WARPS * WARP_SIZE, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
+        )
 
-    def tile_map(
-        self,
-        queries: Sequences,
-        keys: Sequences,
-        heads: Any,
-        kv_heads: Any,
-        batch: Any,
-        heads_at_once: Any,
-        splits: Any,
-    ) -> TileMap:
+    def tile_map(self, a: Arguments, queries: Sequences, keys: Sequences) -> TileMap:
+        heads, batch = a.q.shape[-2] // self.packed, queries.batch(a.q)
+        head_bytes = Int64(keys.tokens) * (2 * 2 * HEAD_DIM)  # of K and V
         given = (
-            TILE_M, self.packed, self.spec.window_right,
-            queries, keys, heads // self.packed, heads // kv_heads, batch, heads_at_once,
+            TILE_M, self.packed, self.spec.window_right, queries, keys, heads,
+            a.q.shape[-2] // a.k.shape[-2], batch, heads_in_l2(head_bytes, heads * batch),
         )  # fmt: skip
-        return SplitTileMap(*given, splits=splits) if self.spec.split else TileMap(*given)
+        return SplitTileMap(*given, splits=a.o.shape[0]) if self.spec.split else TileMap(*given)
 
-    def key_tiles(self, visible: Visibility, work: Any) -> tuple[Any, Any]:
+    def key_tiles(self, visible: Visibility, work: Work | SplitWork) -> tuple[Int32, Int32]:
         """[first, end) of the K/V tiles of a tile, or of a part of it."""
         first, end = visible.key_tiles(work.block, work.seqlen_q, work.seqlen_k)
-        return work.part(first, end) if self.spec.split else (first, end)
+        return work.part(first, end) if isinstance(work, SplitWork) else (first, end)
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        o_tma: cute.CopyAtom | None,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        scaling: Scaling,
-        window_left: Int32,
-        window_right: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        batch: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        heads_at_once: Int32,
-        num_tiles: Int32,
-        pages: Pages | None,
-    ) -> None:
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
+        tiles = tiles.on_device(x.o)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
 
-        copies = (q_tma, k_tma, v_tma, *(() if self.spec.split else (o_tma,)))
+        copies = (x.q_tma, x.k_tma, x.v_tma, *(() if self.spec.split else (x.o_tma,)))
         start_cluster(warp, LOAD, MMA, copies, barriers, TMEM, storage.tmem_address)
 
         qk_mma, pv_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
-        s = accumulator(qk_mma, TILE_N, TMEM.pointer("s"))  # stage 0
-        o_acc = accumulator(pv_mma, HEAD_DIM, TMEM.pointer("o"))
-
-        queue = TileQueue(self.work, storage.work, barriers)
-        scale = cute.make_tensor(storage.scale, cute.make_layout((ROWS, S_STAGES)))
-        inverse_sum = cute.make_tensor(storage.inverse_sum, cute.make_layout((ROWS, 2)))
-        visible = Visibility.of(self.spec, TILE_M, TILE_N, self.packed, window_left, window_right)
+        own = Shared(
+            storage=storage,
+            barriers=barriers,
+            queue=TileQueue(self.work, storage.work, barriers),
+            visible=visible,
+            s=accumulator(qk_mma, TILE_N, TMEM.pointer("s")),
+            o=accumulator(pv_mma, HEAD_DIM, TMEM.pointer("o")),
+            scale=cute.make_tensor(storage.scale, cute.make_layout((ROWS, S_STAGES))),
+            inverse_sum=cute.make_tensor(storage.inverse_sum, cute.make_layout((ROWS, 2))),
+        )
 
         # setmaxregister applies to whole warpgroups. Correction keeps its 168 registers, but ptxas
         # has to be told the limit of each branch.
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == SCHEDULER.warps[0]:
-                queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-                splits = o.shape[0] if self.spec.split else 1
-                tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once, splits)
-                scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
-                queue.fill(scheduler, tiles)
+                scheduler = self.scheduler(x.num_tiles, barriers, storage.clc_response)
+                own.queue.fill(scheduler, tiles)
             elif warp == LOAD.warps[0]:
-                self.load_warp(
-                    q_tma, q, k_tma, k, v_tma, v, storage, barriers, queue, visible, pages
-                )  # fmt: skip
+                self.load_warp(x, own)
             elif warp == MMA.warps[0]:
-                self.mma_warp(qk_mma, pv_mma, storage, s, o_acc, barriers, queue, visible)
+                self.mma_warp(own, qk_mma, pv_mma)
             else:
-                self.store_warp(o_tma, o, storage, barriers, queue)
+                self.store_warp(x, own)
         elif warp < SOFTMAX.warps.stop:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            self.softmax_warps(s, scale, inverse_sum, lse, sink, barriers, queue, visible, scaling)
+            self.softmax_warps(x, own, scaling)
         else:
             cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
-            self.correction_warps(o_acc, scale, inverse_sum, storage, o, barriers, queue, visible)
+            self.correction_warps(x, own)
 
         finish_cluster(warp, MMA, TMEM)
 
     # -- device: load -------------------------------------------------------------------------
 
     @cute.jit
-    def load_warp(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        storage: Pointers,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-        pages: Pages | None,
-    ) -> None:
+    def load_warp(self, x: Operands, own: Shared) -> None:
         """Load Q of each tile, then its K/V tiles from the last to the first; each CTA loads its
         half."""
+        storage, barriers, queue, pages = own.storage, own.barriers, own.queue, x.pages
         across = HEAD_DIM // BOX
         q_smem = boxes(storage.q, ROWS, (across, ROWS * BOX), (1, Q_BYTES // 2))
         k_smem = boxes(storage.kv, KEYS, (across, KEYS * BOX), (KV_STAGES, KV_BYTES // 2))
@@ -402,12 +397,12 @@ class Sm100Hd256Forward:
         work = queue.take(taken)
         while work.exists:
             cta = cta_rank()
-            first, end = self.key_tiles(visible, work)
+            first, end = self.key_tiles(own.visible, work)
             if first < end:
                 barriers.wait_previous("q_empty", loaded_q)
                 barriers.leader_expects("q_full", loaded_q, Q_BYTES, cta)
-                rows = self.q_rows.box(q, CTAS * work.block + cta, *work.queries)
-                load_boxes(q_tma, rows, q_smem, barriers, "q_full", loaded_q)
+                rows = self.q_rows.box(x.q, CTAS * work.block + cta, *work.queries)
+                load_boxes(x.q_tma, rows, q_smem, barriers, "q_full", loaded_q)
                 loaded_q += 1
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
@@ -417,11 +412,11 @@ class Sm100Hd256Forward:
                         barriers.wait_previous("kv_empty", n)
                         barriers.leader_expects("kv_full", n, KV_BYTES, cta)
                         if cutlass.const_expr(pages is None):
-                            keys = self.k_rows.box(k, tile, *work.keys)
-                            load_boxes(k_tma, keys, k_smem, barriers, "kv_full", n)
+                            keys = self.k_rows.box(x.k, tile, *work.keys)
+                            load_boxes(x.k_tma, keys, k_smem, barriers, "kv_full", n)
                         else:
                             k_pages.load(
-                                k_tma, k, self.k_rows, found, work.kv_head, k_smem, barriers,
+                                x.k_tma, x.k, self.k_rows, found, work.kv_head, k_smem, barriers,
                                 "kv_full", n,
                             )  # fmt: skip
                         n += 1
@@ -433,12 +428,12 @@ class Sm100Hd256Forward:
                         barriers.wait_previous("kv_empty", n)
                         barriers.leader_expects("kv_full", n, KV_BYTES, cta)
                         if cutlass.const_expr(pages is None):
-                            values = self.v_rows.box(v, end - i, *work.keys)
+                            values = self.v_rows.box(x.v, end - i, *work.keys)
                             values = cute.domain_offset((0, cta * DIMS), values)
-                            load_boxes(v_tma, values, v_smem, barriers, "kv_full", n)
+                            load_boxes(x.v_tma, values, v_smem, barriers, "kv_full", n)
                         else:
                             pages.load(
-                                v_tma, v, self.v_rows, found, work.kv_head, v_smem, barriers,
+                                x.v_tma, x.v, self.v_rows, found, work.kv_head, v_smem, barriers,
                                 "kv_full", n, cta * DIMS,
                             )  # fmt: skip
                         n += 1
@@ -448,18 +443,9 @@ class Sm100Hd256Forward:
     # -- device: MMA --------------------------------------------------------------------------
 
     @cute.jit
-    def mma_warp(
-        self,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        storage: Pointers,
-        s: cute.Tensor,
-        o_acc: cute.Tensor,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-    ) -> None:
+    def mma_warp(self, own: Shared, qk_mma: cute.TiledMma, pv_mma: cute.TiledMma) -> None:
         """Issue S of the next K/V tile before P V of this one, so that softmax overlaps an MMA."""
+        storage, barriers, queue = own.storage, own.barriers, own.queue
         q_frag = shared_a(qk_mma, OVER_HEAD_DIM, self.dtype, storage.q)
         k_frag = shared_b(qk_mma, OVER_HEAD_DIM, self.dtype, storage.kv, KV_STAGES)
         v_frag = shared_b(pv_mma, OVER_TILE, self.dtype, storage.kv, KV_STAGES)
@@ -472,7 +458,7 @@ class Sm100Hd256Forward:
         added = Int32(0)  # K/V tiles whose P V has been issued
         work = queue.take(taken)
         while work.exists:
-            first, end = self.key_tiles(visible, work)
+            first, end = self.key_tiles(own.visible, work)
             if first < end and cta_rank() == 0:
                 barriers.wait("q_full", loaded_q)
                 for i in cutlass.range(end - first + 1, unroll=1):
@@ -481,7 +467,7 @@ class Sm100Hd256Forward:
                         # This overwrites the P of two K/V tiles ago. The P V that reads it has been
                         # issued, and MMAs run in order.
                         tcgen05_fence_after()
-                        to = shifted(s, TILE_N * (issued & (S_STAGES - 1)))
+                        to = shifted(own.s, TILE_N * (issued & (S_STAGES - 1)))
                         stage = barriers.stage("kv_full", n)
                         issue_mma(qk_mma, to, q_frag, k_frag, stage, Boolean(False))
                         barriers.commit("kv_empty", n)
@@ -498,7 +484,7 @@ class Sm100Hd256Forward:
                         # A 32-bit column of tensor memory holds two values of P.
                         p = shifted(p_frag, 2 * TILE_N * (added & (S_STAGES - 1)))
                         stage = barriers.stage("kv_full", n)
-                        issue_mma(pv_mma, o_acc, p, v_frag, stage, i > 1)
+                        issue_mma(pv_mma, own.o, p, v_frag, stage, i > 1)
                         barriers.commit("kv_empty", n)
                         barriers.commit("pv_done", added)
                         n += 1
@@ -510,22 +496,12 @@ class Sm100Hd256Forward:
     # -- device: softmax ----------------------------------------------------------------------
 
     @cute.jit
-    def softmax_warps(
-        self,
-        s: cute.Tensor,
-        scale: cute.Tensor,
-        inverse_sum: cute.Tensor,
-        lse: cute.Tensor | None,
-        sink: cute.Tensor | None,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-        scaling: Scaling,
-    ) -> None:
+    def softmax_warps(self, x: Operands, own: Shared, scaling: Scaling) -> None:
         """Each thread has a row of S, and writes P over it."""
+        barriers, queue, visible = own.barriers, own.queue, own.visible
         row = cute.arch.thread_idx()[0] % ROWS
-        load, s_from, values_shape = row_load(first_columns(s, TILE_N), row, FRAGMENT)
-        store, p_to, words_shape = row_store(first_columns(s, TILE_N // 2), row, FRAGMENT // 2)
+        load, s_from, values_shape = row_load(first_columns(own.s, TILE_N), row, FRAGMENT)
+        store, p_to, words_shape = row_store(first_columns(own.s, TILE_N // 2), row, FRAGMENT // 2)
 
         taken = Int32(0)  # tiles, from the queue
         n = Int32(0)  # K/V tiles
@@ -533,7 +509,7 @@ class Sm100Hd256Forward:
         queue.wait(taken)
         work = queue.read(taken)
         while work.exists:
-            first, end = self.key_tiles(visible, work)
+            first, end = self.key_tiles(own.visible, work)
             # Whole K/V tiles need no mask: every row of this CTA sees every key.
             whole_first, whole_end = visible.whole_key_tiles(
                 (CTAS * work.block + cta_rank()) * ROWS, ROWS, work.seqlen_q, work.seqlen_k
@@ -551,7 +527,7 @@ class Sm100Hd256Forward:
                 if cutlass.const_expr(self.spec.softcap):
                     cap_row(values, scaling)
                 if key_tile < whole_first or key_tile >= whole_end:
-                    self.mask(values, key_tile, row, queue, taken, visible)
+                    self.mask(own, values, key_tile, row, taken)
 
                 previous = maximum
                 highest = row_maximum(values, previous)
@@ -562,16 +538,11 @@ class Sm100Hd256Forward:
                 factor = cute.math.exp2((previous - used) * scaling.log2, fastmath=True)
                 if stays:
                     factor = Float32(1.0)
-                scale[row, n & (S_STAGES - 1)] = factor
+                own.scale[row, n & (S_STAGES - 1)] = factor
                 barriers.warp_arrives("scale_full", n)
 
                 tile_sum = self.exponentiate(
-                    values,
-                    store,
-                    shifted(p_to, column),
-                    words_shape,
-                    scaling.log2,
-                    offset,
+                    values, store, shifted(p_to, column), words_shape, scaling.log2, offset
                 )
                 cute.arch.fence_view_async_tmem_store()
                 tcgen05_fence_before()
@@ -585,21 +556,21 @@ class Sm100Hd256Forward:
             token = visible.token(packed_row)
             head = ended.head * self.packed + (packed_row & (self.packed - 1))
             sink_value = None
-            if cutlass.const_expr(sink is not None):
+            if cutlass.const_expr(x.sink is not None):
                 sink_value = Float32(0.0)
                 if token < ended.seqlen_q:
-                    sink_value = Float32(sink[head])
+                    sink_value = Float32(x.sink[head])
             inverse, log_sum = finish_row(total, maximum, scaling, sink_value)
             barriers.wait_previous("sum_read", taken)
-            inverse_sum[row, taken & 1] = inverse
+            own.inverse_sum[row, taken & 1] = inverse
             barriers.warp_arrives("sum_full", taken)
-            if cutlass.const_expr(lse is not None):
+            if cutlass.const_expr(x.lse is not None):
                 if token < ended.seqlen_q:
                     split = (ended.split,) if self.spec.split else ()
                     if cutlass.const_expr(self.spec.varlen_q):
-                        lse[(*split, head, ended.q_start + token)] = log_sum
+                        x.lse[(*split, head, ended.q_start + token)] = log_sum
                     else:
-                        lse[(*split, ended.sequence, head, token)] = log_sum
+                        x.lse[(*split, ended.sequence, head, token)] = log_sum
             taken += 1
             queue.wait(taken)
             work = queue.read(taken)
@@ -607,17 +578,11 @@ class Sm100Hd256Forward:
 
     @cute.jit
     def mask(
-        self,
-        values: cute.Tensor,
-        key_tile: Int32,
-        row: Int32,
-        queue: TileQueue,
-        taken: Int32,
-        visible: Visibility,
+        self, own: Shared, values: cute.Tensor, key_tile: Int32, row: Int32, taken: Int32
     ) -> None:
         """Set the columns of keys that the row does not see to -inf."""
         keep_branch()
-        work = queue.read(taken)
+        visible, work = own.visible, own.queue.read(taken)
         token = visible.token((CTAS * work.block + cta_rank()) * ROWS + row)
         low, high = visible.keys(token, work.seqlen_q, work.seqlen_k)
         low, high = low - key_tile * TILE_N, high - key_tile * TILE_N
@@ -660,33 +625,24 @@ class Sm100Hd256Forward:
     # -- device: correction -------------------------------------------------------------------
 
     @cute.jit
-    def correction_warps(
-        self,
-        o_acc: cute.Tensor,
-        scale: cute.Tensor,
-        inverse_sum: cute.Tensor,
-        storage: Pointers,
-        o: cute.Tensor,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-    ) -> None:
+    def correction_warps(self, x: Operands, own: Shared) -> None:
         """Each thread has a row of O. It rescales the row where its maximum moved, and divides it
         by the sum at the end."""
+        barriers, queue = own.barriers, own.queue
         row = cute.arch.thread_idx()[0] % ROWS
-        load, o_from, shape = row_load(first_columns(o_acc, BOX), row, FRAGMENT)
-        store, o_to, _ = row_store(first_columns(o_acc, BOX), row, FRAGMENT)
-        o_smem = boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
+        load, o_from, shape = row_load(first_columns(own.o, BOX), row, FRAGMENT)
+        store, o_to, _ = row_store(first_columns(own.o, BOX), row, FRAGMENT)
+        o_smem = boxes(own.storage.o, ROWS, (O_STAGES, O_BYTES // 2))
 
         taken = Int32(0)  # tiles, from the queue
         n = Int32(0)  # K/V tiles
         staged = Int32(0)  # boxes of O
         work = queue.take(taken)
         while work.exists:
-            first, end = self.key_tiles(visible, work)
+            first, end = self.key_tiles(own.visible, work)
             for i in cutlass.range(end - first, unroll=1):
                 barriers.wait("scale_full", n)
-                factor = scale[row, n & (S_STAGES - 1)]
+                factor = own.scale[row, n & (S_STAGES - 1)]
                 if i > 0:
                     if cute.arch.vote_any_sync(factor != 1.0):
                         barriers.wait("pv_done", n - 1)
@@ -705,7 +661,7 @@ class Sm100Hd256Forward:
                 n += 1
 
             barriers.wait("sum_full", taken)
-            inverse = inverse_sum[row, taken & 1]
+            inverse = own.inverse_sum[row, taken & 1]
             barriers.warp_arrives("sum_read", taken)
             if first < end:
                 barriers.wait("pv_done", n - 1)
@@ -720,7 +676,7 @@ class Sm100Hd256Forward:
                     values.fill(0.0)
                 scale_row(values, inverse)
                 if cutlass.const_expr(self.spec.split):
-                    self.store_split(values, o, work, box * BOX, row, visible)
+                    self.store_split(x, own, values, work, box * BOX, row)
                 else:
                     rounded = round_row(values, self.dtype)
                     barriers.wait_previous("o_stored", staged)
@@ -735,22 +691,22 @@ class Sm100Hd256Forward:
     @cute.jit
     def store_split(
         self,
+        x: Operands,
+        own: Shared,
         values: cute.Tensor,
-        o: cute.Tensor,
         work: SplitWork,
         column: Int32,
         row: Int32,
-        visible: Visibility,
     ) -> None:
         """Store columns of a split's row from registers."""
         packed_row = (CTAS * work.block + cta_rank()) * ROWS + row
-        token = visible.token(packed_row)
+        token = own.visible.token(packed_row)
         head = work.head * self.packed + (packed_row & (self.packed - 1))
         if token < work.seqlen_q:
             if cutlass.const_expr(self.spec.varlen_q):
-                to = o[work.split, work.q_start + token, head, None]
+                to = x.o[work.split, work.q_start + token, head, None]
             else:
-                to = o[work.split, work.sequence, token, head, None]
+                to = x.o[work.split, work.sequence, token, head, None]
             address = (to.iterator + column).toint()
             for j in cutlass.range_constexpr(0, cute.size(values), VECTOR):
                 store_global(Float32, address + 4 * j, [values[j + c] for c in range(VECTOR)])
@@ -758,26 +714,19 @@ class Sm100Hd256Forward:
     # -- device: store ------------------------------------------------------------------------
 
     @cute.jit
-    def store_warp(
-        self,
-        o_tma: cute.CopyAtom | None,
-        o: cute.Tensor,
-        storage: Pointers,
-        barriers: Barriers,
-        queue: TileQueue,
-    ) -> None:
-        o_smem = boxes(storage.o, ROWS, (O_STAGES, O_BYTES // 2))
+    def store_warp(self, x: Operands, own: Shared) -> None:
+        o_smem = boxes(own.storage.o, ROWS, (O_STAGES, O_BYTES // 2))
         taken = Int32(0)  # tiles, from the queue
         stored = Int32(0)
-        work = queue.take(taken)
+        work = own.queue.take(taken)
         while work.exists:
             if cutlass.const_expr(not self.spec.split):
                 rows = self.q_rows.box(
-                    o, CTAS * work.block + cta_rank(), *work.queries, stored=True
+                    x.o, CTAS * work.block + cta_rank(), *work.queries, stored=True
                 )
                 edges = ("o_staged", "o_stored")
-                stored = store_boxes(o_tma, rows, o_smem, barriers, edges, stored)
+                stored = store_boxes(x.o_tma, rows, o_smem, own.barriers, edges, stored)
             taken += 1
-            work = queue.take(taken)
+            work = own.queue.take(taken)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
