@@ -27,16 +27,18 @@ declare the budgets.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.cute.runtime import make_fake_stream
 
+from ..common.carried import Carried
 from ..common.cluster import finish_cluster, start_cluster
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import INF
 from ..common.pipeline import (
     CTAS,
@@ -141,6 +143,77 @@ assert KV_BYTES == TILE_N * DIMS * 2, "K by rows and K by columns share a ring"
 assert KV_BYTES == DQ_STAGES * ROWS * BOX * 2, "dQ is staged in a stage of the ring"
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        stats: lse and delta of the query rows; see `statistics`.
+        num_clusters: how many clusters are resident at once.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    stats: cute.Tensor
+    dq: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    num_clusters: Int32
+
+
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        q_tma, do_tma, k_tma, v_tma, k_columns_tma, dq_tma: TMA's copies.
+        q, do, k, v, k_columns, dq_boxes: coordinates for TMA.
+        num_tiles: for the scheduler.
+    """
+
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    do_tma: cute.CopyAtom
+    do: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    k_columns_tma: cute.CopyAtom
+    k_columns: cute.Tensor
+    dq_tma: cute.CopyAtom
+    dq_boxes: cute.Tensor
+    dq: cute.Tensor
+    stats: cute.Tensor
+    softmax_scale: Float32
+    num_tiles: Int32
+
+
+@dataclass(frozen=True)
+class Shared(Carried):
+    """What all warps of a CTA share.
+
+    Attributes:
+        s, dp, dq: accumulators in tensor memory.
+    """
+
+    storage: Pointers
+    barriers: Barriers
+    queue: TileQueue
+    tiles: TileMap
+    visible: Visibility
+    s: cute.Tensor
+    dp: cute.Tensor
+    dq: cute.Tensor
+
+
 class Sm100Hd256Dq:
     """The kernel for one Hd256BackwardSpec; see the module's docstring."""
 
@@ -175,193 +248,102 @@ class Sm100Hd256Dq:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, HEAD_DIM)
-        return (
-            fake.q(),
-            fake.k(),
-            fake.k(),
-            fake.q(),
-            fake.stats(),
-            fake.q(),
-            *fake.sequences(),
-            Float32(1.0),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                q=fake.q(),
+                k=fake.k(),
+                v=fake.k(),
+                do=fake.q(),
+                stats=fake.stats(),
+                dq=fake.q(),
+                **fake.lengths(),
+                **fake.scalars(),
+                num_clusters=Int32(1),
+            )
         )
 
     # -- host ---------------------------------------------------------------------------------
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        stats: cute.Tensor,
-        dq: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_clusters: Int32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
         spec = self.spec
-        heads, kv_heads = q.shape[-2], k.shape[-2]
-        if cutlass.const_expr(spec.varlen_q):
-            batch = cu_seqlens_q.shape[0] - 1
-        else:
-            batch = q.shape[0]
-        seqlen_k = k.shape[-3]
-
+        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
+        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+        heads, batch = a.q.shape[-2], queries.batch(a.q)
+        head_bytes = Int64(keys.tokens) * (2 * 2 * HEAD_DIM)  # of K and V
+        tiles = TileMap(
+            TILE_M, 1, spec.window_right, queries, keys, heads, heads // a.k.shape[-2], batch,
+            heads_in_l2(head_bytes, heads * batch),
+        )  # fmt: skip
+        num_tiles = tiles.count()
+        visible = Visibility.of(spec, TILE_M, TILE_N, 1, a.window_left, a.window_right)
+        scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
-        q_copy, do_copy = self.q_rows.atom(load, q), self.q_rows.atom(load, do)
-        k_copy, v_copy = self.k_rows.atom(load, k), self.k_rows.atom(load, v)
-        k_columns_copy = self.k_columns.atom(load, k)
-        dq_copy = self.q_rows.atom(store, dq)
-
-        head_bytes = Int64(seqlen_k) * (2 * 2 * HEAD_DIM)  # of K and V
-        heads_at_once = heads_in_l2(head_bytes, heads * batch)
-        queries = Sequences(q.shape[-3], cu_seqlens_q, seqused_q)
-        keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-        num_tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once).count()
-        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
-
-        self.kernel(
-            *q_copy, *do_copy, *k_copy, *v_copy, *k_columns_copy, *dq_copy, dq, stats,
-            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            softmax_scale, scaling, window_left, window_right,
-            heads, kv_heads, batch, q.shape[-3], seqlen_k, heads_at_once, num_tiles,
-        ).launch(
-            grid=[CTAS * self.scheduler.clusters(num_tiles, num_clusters), 1, 1],
+        x = Operands(
+            *self.q_rows.atom(load, a.q), *self.q_rows.atom(load, a.do),
+            *self.k_rows.atom(load, a.k), *self.k_rows.atom(load, a.v),
+            *self.k_columns.atom(load, a.k), *self.q_rows.atom(store, a.dq), a.dq, a.stats,
+            a.softmax_scale, num_tiles,
+        )  # fmt: skip
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CTAS * self.scheduler.clusters(num_tiles, a.num_clusters), 1, 1],
             block=[NUM_WARPS * WARP_SIZE, 1, 1],
             cluster=[CTAS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
-
-    def tile_map(
-        self,
-        queries: Sequences,
-        keys: Sequences,
-        heads: Any,
-        kv_heads: Any,
-        batch: Any,
-        heads_at_once: Any,
-    ) -> TileMap:
-        return TileMap(
-            TILE_M, 1, self.spec.window_right, queries, keys, heads, heads // kv_heads, batch,
-            heads_at_once,
-        )  # fmt: skip
+        )
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        do_tma: cute.CopyAtom,
-        do: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        k_columns_tma: cute.CopyAtom,
-        k_columns: cute.Tensor,
-        dq_tma: cute.CopyAtom,
-        dq_boxes: cute.Tensor,
-        dq: cute.Tensor,
-        stats: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        scaling: Scaling,
-        window_left: Int32,
-        window_right: Int32,
-        heads: Int32,
-        kv_heads: Int32,
-        batch: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        heads_at_once: Int32,
-        num_tiles: Int32,
-    ) -> None:
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
 
-        start_cluster(
-            warp, LOAD, MMA, (q_tma, do_tma, k_tma, v_tma, k_columns_tma, dq_tma),
-            barriers, TMEM, storage.tmem_address,
-        )  # fmt: skip
+        copies = (x.q_tma, x.do_tma, x.k_tma, x.v_tma, x.k_columns_tma, x.dq_tma)
+        start_cluster(warp, LOAD, MMA, copies, barriers, TMEM, storage.tmem_address)
 
         s_mma, dq_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
-        s = accumulator(s_mma, TILE_N, TMEM.pointer("s"))
-        dp = accumulator(s_mma, TILE_N, TMEM.pointer("dp"))
-        dq_acc = accumulator(dq_mma, HEAD_DIM, TMEM.pointer("dq"))
-
-        queue = TileQueue(Work, storage.work, barriers)
-        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-        visible = Visibility.of(self.spec, TILE_M, TILE_N, 1, window_left, window_right)
+        own = Shared(
+            storage=storage,
+            barriers=barriers,
+            queue=TileQueue(Work, storage.work, barriers),
+            tiles=tiles,
+            visible=visible,
+            s=accumulator(s_mma, TILE_N, TMEM.pointer("s")),
+            dp=accumulator(s_mma, TILE_N, TMEM.pointer("dp")),
+            dq=accumulator(dq_mma, HEAD_DIM, TMEM.pointer("dq")),
+        )
 
         # setmaxregister applies to whole warpgroups.
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == SCHEDULER.warps[0]:
-                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-                tiles = self.tile_map(queries, keys, heads, kv_heads, batch, heads_at_once)
-                scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
-                queue.fill(scheduler, tiles)
+                scheduler = self.scheduler(x.num_tiles, barriers, storage.clc_response)
+                own.queue.fill(scheduler, tiles)
             elif warp == LOAD.warps[0]:
-                self.load_warp(
-                    q_tma, q, do_tma, do, k_tma, k, v_tma, v, k_columns_tma, k_columns,
-                    storage, barriers, queue, visible,
-                )  # fmt: skip
+                self.load_warp(x, own)
             elif warp == MMA.warps[0]:
-                self.mma_warp(s_mma, dq_mma, storage, s, dp, dq_acc, barriers, queue, visible)
+                self.mma_warp(own, s_mma, dq_mma)
             else:
-                self.store_warp(dq_tma, dq_boxes, storage, barriers, queue, visible)
+                self.store_warp(x, own)
         else:
             cute.arch.setmaxregister_increase(ELEMENTWISE_REGISTERS)
-            self.elementwise_warps(
-                s, dp, dq_acc, dq, stats, storage, barriers, queue, visible, queries,
-                softmax_scale, scaling,
-            )  # fmt: skip
+            self.elementwise_warps(x, own, scaling)
 
         finish_cluster(warp, MMA, TMEM)
 
     # -- device: load -------------------------------------------------------------------------
 
     @cute.jit
-    def load_warp(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        do_tma: cute.CopyAtom,
-        do: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        k_columns_tma: cute.CopyAtom,
-        k_columns: cute.Tensor,
-        storage: Pointers,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-    ) -> None:
+    def load_warp(self, x: Operands, own: Shared) -> None:
         """Load the operands of each tile in the order of the MMAs; each CTA loads its half."""
+        storage, barriers, queue, visible = own.storage, own.barriers, own.queue, own.visible
         across = HEAD_DIM // BOX
         q_smem = boxes(storage.q, ROWS, (across, ROWS * BOX), (1, Q_BYTES // 2))
         do_smem = boxes(storage.do, ROWS, (across, ROWS * BOX), (1, Q_BYTES // 2))
@@ -379,27 +361,27 @@ class Sm100Hd256Dq:
             if first < end:
                 barriers.wait_previous("q_empty", loaded)
                 barriers.leader_expects("q_full", loaded, Q_BYTES, cta)
-                rows = self.q_rows.box(q, CTAS * work.block + cta, *work.queries)
-                load_boxes(q_tma, rows, q_smem, barriers, "q_full", loaded)
+                rows = self.q_rows.box(x.q, CTAS * work.block + cta, *work.queries)
+                load_boxes(x.q_tma, rows, q_smem, barriers, "q_full", loaded)
                 for i in cutlass.range(end - first + 1, unroll=1):
                     key_tile = end - 1 - i
                     if key_tile >= first:
-                        self.load_rows(k_tma, k, key_tile, work, rows_smem, barriers, n)
+                        self.load_rows(x.k_tma, x.k, key_tile, work, rows_smem, barriers, n)
                         n += 1
                     if i == 0:
                         barriers.wait_previous("do_empty", loaded)
                         barriers.leader_expects("do_full", loaded, Q_BYTES, cta)
-                        rows = self.q_rows.box(do, CTAS * work.block + cta, *work.queries)
-                        load_boxes(do_tma, rows, do_smem, barriers, "do_full", loaded)
+                        rows = self.q_rows.box(x.do, CTAS * work.block + cta, *work.queries)
+                        load_boxes(x.do_tma, rows, do_smem, barriers, "do_full", loaded)
                     else:
                         barriers.wait_previous("kv_empty", n)
                         barriers.leader_expects("kv_full", n, KV_BYTES, cta)
-                        keys = self.k_columns.box(k_columns, key_tile + 1, *work.keys)
+                        keys = self.k_columns.box(x.k_columns, key_tile + 1, *work.keys)
                         keys = cute.domain_offset((0, cta * DIMS), keys)
-                        load_boxes(k_columns_tma, keys, columns_smem, barriers, "kv_full", n)
+                        load_boxes(x.k_columns_tma, keys, columns_smem, barriers, "kv_full", n)
                         n += 1
                     if key_tile >= first:
-                        self.load_rows(v_tma, v, key_tile, work, rows_smem, barriers, n)
+                        self.load_rows(x.v_tma, x.v, key_tile, work, rows_smem, barriers, n)
                         n += 1
                 loaded += 1
             taken += 1
@@ -426,23 +408,13 @@ class Sm100Hd256Dq:
     # -- device: MMA --------------------------------------------------------------------------
 
     @cute.jit
-    def mma_warp(
-        self,
-        s_mma: cute.TiledMma,
-        dq_mma: cute.TiledMma,
-        storage: Pointers,
-        s: cute.Tensor,
-        dp: cute.Tensor,
-        dq_acc: cute.Tensor,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-    ) -> None:
+    def mma_warp(self, own: Shared, s_mma: cute.TiledMma, dq_mma: cute.TiledMma) -> None:
         """Issue S of the next K/V tile before dQ of this one, so that dS is made during an MMA.
 
         dP overwrites dS of the K/V tile before. The MMA that reads it has been issued, and MMAs run
         in order.
         """
+        storage, barriers, queue, visible = own.storage, own.barriers, own.queue, own.visible
         q_frag = shared_a(s_mma, OVER_HEAD_DIM, self.dtype, storage.q)
         do_frag = shared_a(s_mma, OVER_HEAD_DIM, self.dtype, storage.do)
         rows_frag = shared_b(s_mma, OVER_HEAD_DIM, self.dtype, storage.kv, KV_STAGES)
@@ -466,7 +438,7 @@ class Sm100Hd256Dq:
                         barriers.wait_previous("s_read", issued)
                         tcgen05_fence_after()
                         stage = barriers.stage("kv_full", n)
-                        issue_mma(s_mma, s, q_frag, rows_frag, stage, False)
+                        issue_mma(s_mma, own.s, q_frag, rows_frag, stage, False)
                         barriers.commit("kv_empty", n)
                         barriers.commit("s_full", issued)
                         if i == end - first - 1:
@@ -479,7 +451,7 @@ class Sm100Hd256Dq:
                         barriers.wait("ds_full", added)
                         tcgen05_fence_after()
                         stage = barriers.stage("kv_full", n)
-                        issue_mma(dq_mma, dq_acc, ds_frag, columns_frag, stage, i > 1)
+                        issue_mma(dq_mma, own.dq, ds_frag, columns_frag, stage, i > 1)
                         if i < end - first:
                             barriers.commit("kv_empty", n)
                         n += 1
@@ -490,7 +462,7 @@ class Sm100Hd256Dq:
                         barriers.wait("kv_full", n)
                         tcgen05_fence_after()
                         stage = barriers.stage("kv_full", n)
-                        issue_mma(s_mma, dp, do_frag, rows_frag, stage, False)
+                        issue_mma(s_mma, own.dp, do_frag, rows_frag, stage, False)
                         barriers.commit("kv_empty", n)
                         barriers.commit("dp_full", issued)
                         if i == end - first - 1:
@@ -505,28 +477,16 @@ class Sm100Hd256Dq:
     # -- device: elementwise ------------------------------------------------------------------
 
     @cute.jit
-    def elementwise_warps(
-        self,
-        s: cute.Tensor,
-        dp: cute.Tensor,
-        dq_acc: cute.Tensor,
-        dq: cute.Tensor,
-        stats: cute.Tensor,
-        storage: Pointers,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-        queries: Sequences,
-        softmax_scale: Float32,
-        scaling: Scaling,
-    ) -> None:
+    def elementwise_warps(self, x: Operands, own: Shared, scaling: Scaling) -> None:
         """Each thread has half a row of S and dP, and writes dS over dP; at the end it stages half
         of each box of its row of dQ."""
+        barriers, queue, visible = own.barriers, own.queue, own.visible
         row = cute.arch.thread_idx()[0] % ROWS
         half = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // ROWS)
-        s_load, s_from, _ = row_load(first_columns(s, COLUMNS), row, COLUMNS)
-        dp_load, dp_from, shape = row_load(first_columns(dp, COLUMNS), row, COLUMNS)
-        ds_store, ds_to, words_shape = row_store(first_columns(dp, COLUMNS // 2), row, COLUMNS // 2)
+        s_load, s_from, _ = row_load(first_columns(own.s, COLUMNS), row, COLUMNS)
+        dp_load, dp_from, shape = row_load(first_columns(own.dp, COLUMNS), row, COLUMNS)
+        ds_columns = first_columns(own.dp, COLUMNS // 2)
+        ds_store, ds_to, words_shape = row_store(ds_columns, row, COLUMNS // 2)
         s_from, dp_from = shifted(s_from, half * COLUMNS), shifted(dp_from, half * COLUMNS)
         ds_to = shifted(ds_to, half * COLUMNS)
 
@@ -545,8 +505,8 @@ class Sm100Hd256Dq:
             )
             lse, delta = Float32(INF), Float32(0.0)
             if first_row + row < work.seqlen_q:
-                at = padded_start(queries, work.sequence) + first_row + row
-                lse, delta = stats[LSE, work.head, at], stats[DELTA, work.head, at]
+                at = padded_start(own.tiles.queries, work.sequence) + first_row + row
+                lse, delta = x.stats[LSE, work.head, at], x.stats[DELTA, work.head, at]
             for i in cutlass.range(end - first, unroll=1):
                 key_tile = end - 1 - i
                 barriers.wait("s_full", n)
@@ -565,7 +525,7 @@ class Sm100Hd256Dq:
                 cute.arch.fence_view_async_tmem_load()
                 words = self.score_gradients(values, gradients, delta, words_shape)
                 if key_tile < whole_first or key_tile >= whole_end:
-                    self.mask(words, key_tile, row, half, queue, taken, visible)
+                    self.mask(own, words, key_tile, row, half, taken)
                 cute.copy(ds_store, cute.recast_tensor(words, Float32), ds_to)
                 cute.arch.fence_view_async_tmem_store()
                 tcgen05_fence_before()
@@ -574,11 +534,11 @@ class Sm100Hd256Dq:
 
             if first < end:
                 queue.release(taken)
-                self.stage_dq(dq_acc, storage, barriers, row, half, done, lse != INF, softmax_scale)
+                self.stage_dq(x, own, row, half, done, lse != INF)
                 done += 1
             else:
                 if first_row + row < work.seqlen_q:
-                    self.fill_zero(dq, work, first_row + row, half)
+                    self.fill_zero(x.dq, work, first_row + row, half)
                 queue.release(taken)
             taken += 1
             queue.wait(taken)
@@ -609,42 +569,34 @@ class Sm100Hd256Dq:
     @cute.jit
     def mask(
         self,
+        own: Shared,
         words: cute.Tensor,
         key_tile: Int32,
         row: Int32,
         half: Int32,
-        queue: TileQueue,
         taken: Int32,
-        visible: Visibility,
     ) -> None:
         """Set dS of keys that the row does not see to 0."""
         keep_branch()
-        work = queue.read(taken)
+        work = own.queue.read(taken)
         token = (CTAS * work.block + cta_rank()) * ROWS + row
-        low, high = visible.keys(token, work.seqlen_q, work.seqlen_k)
+        low, high = own.visible.keys(token, work.seqlen_q, work.seqlen_k)
         left = key_tile * TILE_N + half * COLUMNS
         low, high = low - left, high - left
         mask_words(words, low if self.spec.window_left else None, high)
 
     @cute.jit
     def stage_dq(
-        self,
-        dq_acc: cute.Tensor,
-        storage: Pointers,
-        barriers: Barriers,
-        row: Int32,
-        half: Int32,
-        done: Int32,
-        sees: Boolean,
-        softmax_scale: Float32,
+        self, x: Operands, own: Shared, row: Int32, half: Int32, done: Int32, sees: Boolean
     ) -> None:
         """Stage dQ for TMA, in the stage of the tile's last K by columns."""
+        barriers = own.barriers
         barriers.wait("dq_full", done)
         tcgen05_fence_after()
         # dQ of a row that sees no key may hold what a hidden key that is not finite has left.
         stage_accumulator(
-            dq_acc, HEAD_DIM, softmax_scale, Boolean(True), sees, row, half,
-            self.staged_boxes(storage), barriers, ("dq_staged", "dq_stored"),
+            own.dq, HEAD_DIM, x.softmax_scale, Boolean(True), sees, row, half,
+            self.staged_boxes(own.storage), barriers, ("dq_staged", "dq_stored"),
             HEAD_DIM // BOX * done,
         )  # fmt: skip
         tcgen05_fence_before()
@@ -672,16 +624,9 @@ class Sm100Hd256Dq:
     # -- device: store ------------------------------------------------------------------------
 
     @cute.jit
-    def store_warp(
-        self,
-        dq_tma: cute.CopyAtom,
-        dq: cute.Tensor,
-        storage: Pointers,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-    ) -> None:
-        dq_smem = self.staged_boxes(storage)
+    def store_warp(self, x: Operands, own: Shared) -> None:
+        barriers, queue, visible = own.barriers, own.queue, own.visible
+        dq_smem = self.staged_boxes(own.storage)
         taken = Int32(0)  # tiles, from the queue
         stored = Int32(0)  # boxes
         n = Int32(0)  # uses of the ring
@@ -691,10 +636,10 @@ class Sm100Hd256Dq:
             if first < end:
                 n += 3 * (end - first)
                 rows = self.q_rows.box(
-                    dq, CTAS * work.block + cta_rank(), *work.queries, stored=True
+                    x.dq_boxes, CTAS * work.block + cta_rank(), *work.queries, stored=True
                 )
                 stored = store_boxes(
-                    dq_tma, rows, dq_smem, barriers, ("dq_staged", "dq_stored"), stored
+                    x.dq_tma, rows, dq_smem, barriers, ("dq_staged", "dq_stored"), stored
                 )
                 with cute.arch.elect_one():
                     barriers.arrive("kv_empty", n - 1)
