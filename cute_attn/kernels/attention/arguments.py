@@ -104,10 +104,6 @@ class FakeArguments:
             "seqused_k": self._used(self.spec.seqused_k),
         }
 
-    def sequences(self) -> tuple[Any, Any, Any, Any]:
-        x = self.lengths()
-        return x["cu_seqlens_q"], x["cu_seqlens_k"], x["seqused_q"], x["seqused_k"]
-
     def scalars(self) -> dict[str, Any]:
         """The scalars of a softmax and its mask, by the names of their arguments."""
         floats = dict.fromkeys(("softmax_scale", "softcap"), Float32(1.0))

@@ -27,16 +27,18 @@ the budgets.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.cute.runtime import make_fake_stream
 
+from ..common.carried import Carried
 from ..common.cluster import finish_cluster, start_cluster
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.pipeline import (
     CTAS,
     Barriers,
@@ -80,7 +82,7 @@ from .softmax import Scaling
 from .spec import DKDV_TILE_M, DKDV_TILE_N, Hd256BackwardSpec
 from .statistics import DELTA, LSE, padded_start
 from .visibility import Visibility
-from .work import TileMap, Work, following, heads_in_l2
+from .work import TileMap, Work, following, head_and_split, heads_in_l2
 
 CLUSTER = 2 * CTAS  # a value pair and a key pair
 ROWS = DKDV_TILE_N // CTAS  # keys of a CTA
@@ -155,6 +157,90 @@ assert OUT_STAGES * BOX_BYTES == EXCHANGE_BYTES, "dV and dK are staged in P's bu
 assert OUT_STAGES == QUERIES // COLUMNS, "a box for each half of P'"
 
 
+class Arguments(NamedTuple):
+    """What the kernel is called with; FakeArguments has the shapes.
+
+    Attributes:
+        stats: lse and delta of the query rows; see `statistics`.
+        dk, dv: gradients, or float32 sums of the splits.
+        num_clusters: how many clusters are resident at once.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    stats: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    softmax_scale: Float32
+    softcap: Float32
+    window_left: Int32
+    window_right: Int32
+    num_splits: Int32
+    num_clusters: Int32
+
+
+@dataclass(frozen=True)
+class OfPair(Carried):
+    """TMA's copies of a pair of CTAs, and their coordinates; see the module's docstring.
+
+    Attributes:
+        out: dV or dK.
+    """
+
+    x_tma: cute.CopyAtom
+    x: cute.Tensor
+    y_tma: cute.CopyAtom
+    y: cute.Tensor
+    z_tma: cute.CopyAtom
+    z: cute.Tensor
+    out_tma: cute.CopyAtom
+    out: cute.Tensor
+
+    @property
+    def copies(self) -> tuple[cute.CopyAtom, ...]:
+        return self.x_tma, self.y_tma, self.z_tma, self.out_tma
+
+
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        num_tiles: for the scheduler.
+    """
+
+    of_values: OfPair
+    of_keys: OfPair
+    stats: cute.Tensor
+    softmax_scale: Float32
+    num_splits: Int32
+    num_tiles: Int32
+
+
+@dataclass(frozen=True)
+class Shared(Carried):
+    """What all warps of a CTA share.
+
+    Attributes:
+        t: stage 0 of T in tensor memory.
+        acc: the accumulators in tensor memory.
+    """
+
+    storage: Pointers
+    barriers: Barriers
+    queue: TileQueue
+    tiles: TileMap
+    visible: Visibility
+    t: cute.Tensor
+    acc: cute.Tensor
+
+
 class Sm100Hd256DkDv:
     """The kernel for one Hd256BackwardSpec; see the module's docstring."""
 
@@ -197,88 +283,61 @@ class Sm100Hd256DkDv:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, HEAD_DIM)
-        out = fake.k_partial if self.spec.partial else fake.k
-        return (
-            fake.q(),
-            fake.k(),
-            fake.k(),
-            fake.q(),
-            fake.stats(),
-            out(),
-            out(),
-            *fake.sequences(),
-            Float32(1.0),
-            Float32(1.0),
-            Int32(0),
-            Int32(0),
-            Int32(1),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        spec, fake = self.spec, FakeArguments(self.spec, HEAD_DIM)
+        out = fake.k_partial if spec.partial else fake.k
+        return placeholders(
+            Arguments(
+                q=fake.q(),
+                k=fake.k(),
+                v=fake.k(),
+                do=fake.q(),
+                stats=fake.stats(),
+                dk=out(),
+                dv=out(),
+                **fake.lengths(),
+                **fake.scalars(),
+                num_splits=Int32(1),
+                num_clusters=Int32(1),
+            )
         )
 
     # -- host ---------------------------------------------------------------------------------
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        stats: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        softmax_scale: Float32,
-        softcap: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_splits: Int32,
-        num_clusters: Int32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel. Each split of a group counts as a K/V head."""
+        a, stream = gathered(Arguments, args)
         spec = self.spec
-        heads, kv_heads = q.shape[-2], k.shape[-2]
-        if cutlass.const_expr(spec.varlen_k):
-            batch = cu_seqlens_k.shape[0] - 1
-        else:
-            batch = k.shape[0]
-        seqlen_q = q.shape[-3]
-
+        queries = Sequences(a.q.shape[-3], a.cu_seqlens_q, a.seqused_q)
+        keys = Sequences(a.k.shape[-3], a.cu_seqlens_k, a.seqused_k)
+        batch, split_heads = keys.batch(a.k), a.k.shape[-2] * a.num_splits
+        group = a.q.shape[-2] // split_heads
+        head_bytes = Int64(queries.tokens) * (2 * 2 * HEAD_DIM) * group  # of Q and dO
+        tiles = TileMap(
+            DKDV_TILE_N, 1, False, queries, keys, split_heads, group, batch,
+            heads_in_l2(head_bytes, split_heads * batch), of_keys=True,
+        )  # fmt: skip
+        num_tiles = tiles.count()
+        visible = Visibility.of(spec, QUERIES, DKDV_TILE_N, 1, a.window_left, a.window_right)
+        scaling = Scaling.of(a.softmax_scale, a.softcap if spec.softcap else None)
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
         store = cpasync.CopyBulkTensorTileS2GOp()
-        k_copy, v_copy = self.x_rows.atom(load, k), self.x_rows.atom(load, v)
-        q_as_y, do_as_y = self.y_rows.atom(load, q), self.y_rows.atom(load, do)
-        q_as_z, do_as_z = self.z_rows.atom(load, q), self.z_rows.atom(load, do)
-        dk_copy = self.out_rows.atom(store, self.outputs(dk))
-        dv_copy = self.out_rows.atom(store, self.outputs(dv))
-
-        split_heads = kv_heads * num_splits  # each split of a group counts as a K/V head
-        group = heads // split_heads
-        head_bytes = Int64(seqlen_q) * (2 * 2 * HEAD_DIM) * group  # of Q and dO
-        heads_at_once = heads_in_l2(head_bytes, split_heads * batch)
-        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-        keys = Sequences(k.shape[-3], cu_seqlens_k, seqused_k)
-        tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
-        num_tiles = tiles.count()
-        scaling = Scaling.of(softmax_scale, softcap if spec.softcap else None)
-
-        self.kernel(
-            *k_copy, *v_copy, *q_as_y, *do_as_y, *q_as_z, *do_as_z, *dk_copy, *dv_copy,
-            stats, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            scaling, softmax_scale, window_left, window_right,
-            heads, split_heads, num_splits, batch, seqlen_q, k.shape[-3], heads_at_once, num_tiles,
-        ).launch(
-            grid=[CLUSTER * self.scheduler.clusters(num_tiles, num_clusters), 1, 1],
+        of_values, of_keys = (
+            OfPair(
+                *self.x_rows.atom(load, x), *self.y_rows.atom(load, y),
+                *self.z_rows.atom(load, z), *self.out_rows.atom(store, self.outputs(out)),
+            )
+            for x, y, z, out in ((a.k, a.q, a.do, a.dv), (a.v, a.do, a.q, a.dk))
+        )  # fmt: skip
+        x = Operands(of_values, of_keys, a.stats, a.softmax_scale, a.num_splits, num_tiles)
+        self.kernel(x, tiles, visible, scaling).launch(
+            grid=[CLUSTER * self.scheduler.clusters(num_tiles, a.num_clusters), 1, 1],
             block=[NUM_WARPS * WARP_SIZE, 1, 1],
             cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
-        )  # fmt: skip
+        )
 
     def outputs(self, x: cute.Tensor) -> cute.Tensor:
         """dk or dv, with the splits of partial sums in the mode of sequences."""
@@ -290,138 +349,62 @@ class Sm100Hd256DkDv:
             x.iterator, cute.make_layout((splits * batch, *rest), stride=tuple(strides))
         )
 
-    def tile_map(
-        self,
-        queries: Sequences,
-        keys: Sequences,
-        heads: Any,
-        split_heads: Any,
-        batch: Any,
-        heads_at_once: Any,
-    ) -> TileMap:
-        return TileMap(
-            DKDV_TILE_N, 1, False,
-            queries, keys, split_heads, heads // split_heads, batch, heads_at_once, of_keys=True,
-        )  # fmt: skip
-
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        qy_tma: cute.CopyAtom,
-        qy: cute.Tensor,
-        doy_tma: cute.CopyAtom,
-        doy: cute.Tensor,
-        qz_tma: cute.CopyAtom,
-        qz: cute.Tensor,
-        doz_tma: cute.CopyAtom,
-        doz: cute.Tensor,
-        dk_tma: cute.CopyAtom,
-        dk: cute.Tensor,
-        dv_tma: cute.CopyAtom,
-        dv: cute.Tensor,
-        stats: cute.Tensor,
-        cu_seqlens_q: cute.Tensor | None,
-        cu_seqlens_k: cute.Tensor | None,
-        seqused_q: cute.Tensor | None,
-        seqused_k: cute.Tensor | None,
-        scaling: Scaling,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads: Int32,
-        split_heads: Int32,
-        num_splits: Int32,
-        batch: Int32,
-        seqlen_q: Int32,
-        seqlen_k: Int32,
-        heads_at_once: Int32,
-        num_tiles: Int32,
-    ) -> None:
+    def kernel(self, x: Operands, tiles: TileMap, visible: Visibility, scaling: Scaling) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
 
-        start_cluster(
-            warp, LOAD, MMA, (k_tma, v_tma, qy_tma, doy_tma, qz_tma, doz_tma, dk_tma, dv_tma),
-            barriers, TMEM, storage.tmem_address,
-        )  # fmt: skip
+        copies = (*x.of_values.copies, *x.of_keys.copies)
+        start_cluster(warp, LOAD, MMA, copies, barriers, TMEM, storage.tmem_address)
 
         t_mma, acc_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
-        t = accumulator(t_mma, QUERIES, TMEM.pointer("t"))  # of stage 0
-        acc = accumulator(acc_mma, HEAD_DIM, TMEM.pointer("acc"))
-
-        queue = TileQueue(Work, storage.work, barriers)
-        queries = Sequences(seqlen_q, cu_seqlens_q, seqused_q)
-        visible = Visibility.of(self.spec, QUERIES, DKDV_TILE_N, 1, window_left, window_right)
-        group = heads // split_heads  # query heads of a work item
+        own = Shared(
+            storage=storage,
+            barriers=barriers,
+            queue=TileQueue(Work, storage.work, barriers),
+            tiles=tiles,
+            visible=visible,
+            t=accumulator(t_mma, QUERIES, TMEM.pointer("t")),
+            acc=accumulator(acc_mma, HEAD_DIM, TMEM.pointer("acc")),
+        )
 
         # setmaxregister applies to whole warpgroups.
         if warp >= LOAD.warps[0]:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == SCHEDULER.warps[0]:
-                keys = Sequences(seqlen_k, cu_seqlens_k, seqused_k)
-                tiles = self.tile_map(queries, keys, heads, split_heads, batch, heads_at_once)
-                scheduler = self.scheduler(num_tiles, barriers, storage.clc_response)
-                queue.fill(scheduler, tiles)
+                scheduler = self.scheduler(x.num_tiles, barriers, storage.clc_response)
+                own.queue.fill(scheduler, tiles)
             elif warp == LOAD.warps[0]:
                 if cta_rank() < CTAS:
-                    self.load_warp(
-                        k_tma, k, qy_tma, qy, doz_tma, doz, stats, LSE,
-                        storage, barriers, queue, visible, queries, group, num_splits,
-                    )  # fmt: skip
+                    self.load_warp(x, x.of_values, LSE, own)
                 else:
-                    self.load_warp(
-                        v_tma, v, doy_tma, doy, qz_tma, qz, stats, DELTA,
-                        storage, barriers, queue, visible, queries, group, num_splits,
-                    )  # fmt: skip
+                    self.load_warp(x, x.of_keys, DELTA, own)
             elif warp == MMA.warps[0]:
-                self.mma_warp(t_mma, acc_mma, storage, t, acc, barriers, queue, visible, group)
+                self.mma_warp(own, t_mma, acc_mma)
             elif cta_rank() < CTAS:
-                self.store_warp(dv_tma, dv, storage, barriers, queue, num_splits, batch)
+                self.store_warp(x, x.of_values, own)
             else:
-                self.store_warp(dk_tma, dk, storage, barriers, queue, num_splits, batch)
+                self.store_warp(x, x.of_keys, own)
         else:
             cute.arch.setmaxregister_increase(ELEMENTWISE_REGISTERS)
             if cta_rank() < CTAS:
-                self.elementwise_warps(
-                    False, t, acc, storage, barriers, queue, visible, group, scaling, softmax_scale
-                )
+                self.elementwise_warps(False, x, own, scaling)
             else:
-                self.elementwise_warps(
-                    True, t, acc, storage, barriers, queue, visible, group, scaling, softmax_scale
-                )
+                self.elementwise_warps(True, x, own, scaling)
 
         finish_cluster(warp, MMA, TMEM)
 
     # -- device: load -------------------------------------------------------------------------
 
     @cute.jit
-    def load_warp(
-        self,
-        x_tma: cute.CopyAtom,
-        x: cute.Tensor,
-        y_tma: cute.CopyAtom,
-        y: cute.Tensor,
-        z_tma: cute.CopyAtom,
-        z: cute.Tensor,
-        stats: cute.Tensor,
-        kind: cutlass.Constexpr[int],
-        storage: Pointers,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-        queries: Sequences,
-        group: Int32,
-        num_splits: Int32,
-    ) -> None:
+    def load_warp(self, x: Operands, of: OfPair, kind: cutlass.Constexpr[int], own: Shared) -> None:
         """Load X of each work item, then its Y, Z and statistics, head by head; each CTA loads
         its half of X, Y and Z."""
+        storage, barriers, queue, visible = own.storage, own.barriers, own.queue, own.visible
+        group, stats = own.tiles.group, x.stats
         across = HEAD_DIM // BOX
         x_smem = boxes(storage.x, ROWS, (across, ROWS * BOX), (1, X_BYTES // 2))
         y_smem = boxes(storage.yz, Y_ROWS, (across, Y_ROWS * BOX), (YZ_STAGES, YZ_BYTES // 2))
@@ -440,19 +423,20 @@ class Sm100Hd256DkDv:
             if first < end:
                 barriers.wait_previous("x_empty", loaded_x)
                 barriers.leader_expects("x_full", loaded_x, X_BYTES, cta)
-                kv_head, _ = self.head_and_split(work, num_splits)
-                x_box = self.x_rows.box(x, CTAS * work.block + cta, kv_head, *work.keys[1:])
-                load_boxes(x_tma, x_box, x_smem, barriers, "x_full", loaded_x)
+                kv_head, _ = head_and_split(work, x.num_splits, self.spec.partial)
+                x_box = self.x_rows.box(of.x, CTAS * work.block + cta, kv_head, *work.keys[1:])
+                load_boxes(of.x_tma, x_box, x_smem, barriers, "x_full", loaded_x)
                 loaded_x += 1
-                stats_start = padded_start(queries, work.sequence)
+                stats_start = padded_start(own.tiles.queries, work.sequence)
                 y_tile, y_head = first, work.head
                 z_tile, z_head = first, work.head
                 for i in cutlass.range((end - first) * group + 1, unroll=1):
                     if i < (end - first) * group:
                         barriers.wait_previous("yz_empty", n)
                         barriers.leader_expects("yz_full", n, YZ_BYTES, cta)
-                        y_box = self.y_rows.box(y, CTAS * y_tile + cta, y_head, *work.queries[1:])
-                        load_boxes(y_tma, y_box, y_smem, barriers, "yz_full", n)
+                        y_index = CTAS * y_tile + cta
+                        y_box = self.y_rows.box(of.y, y_index, y_head, *work.queries[1:])
+                        load_boxes(of.y_tma, y_box, y_smem, barriers, "yz_full", n)
                         n += 1
                         barriers.wait_previous("stats_empty", loaded_stats)
                         row = Int64(kind * heads + y_head) * padded_rows
@@ -471,38 +455,21 @@ class Sm100Hd256DkDv:
                     if i > 0:
                         barriers.wait_previous("yz_empty", n)
                         barriers.leader_expects("yz_full", n, YZ_BYTES, cta)
-                        z_box = self.z_rows.box(z, z_tile, z_head, *work.queries[1:])
+                        z_box = self.z_rows.box(of.z, z_tile, z_head, *work.queries[1:])
                         z_box = cute.domain_offset((0, cta * DIMS), z_box)
-                        load_boxes(z_tma, z_box, z_smem, barriers, "yz_full", n)
+                        load_boxes(of.z_tma, z_box, z_smem, barriers, "yz_full", n)
                         n += 1
                         z_tile, z_head = following(z_tile, z_head, first, end)
             taken += 1
             work = queue.take(taken)
 
-    def head_and_split(self, work: Work, num_splits: Int32) -> tuple[Any, Any]:
-        """The K/V head of a work item, and the number of its split."""
-        if not self.spec.partial:
-            return work.kv_head, 0
-        head = work.kv_head // num_splits
-        return head, work.kv_head - head * num_splits
-
     # -- device: MMA --------------------------------------------------------------------------
 
     @cute.jit
-    def mma_warp(
-        self,
-        t_mma: cute.TiledMma,
-        acc_mma: cute.TiledMma,
-        storage: Pointers,
-        t: cute.Tensor,
-        acc: cute.Tensor,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-        group: Int32,
-    ) -> None:
+    def mma_warp(self, own: Shared, t_mma: cute.TiledMma, acc_mma: cute.TiledMma) -> None:
         """Issue T of the next tile before T' Z of this one, so that the elementwise warps overlap
         an MMA."""
+        storage, barriers, queue, visible = own.storage, own.barriers, own.queue, own.visible
         x_frag = shared_a(t_mma, OVER_HEAD_DIM, self.dtype, storage.x)
         y_frag = shared_b(t_mma, OVER_HEAD_DIM, self.dtype, storage.yz, YZ_STAGES)
         z_frag = shared_b(acc_mma, OVER_TILE, self.dtype, storage.yz, YZ_STAGES)
@@ -517,7 +484,7 @@ class Sm100Hd256DkDv:
         work = queue.take(taken)
         while work.exists:
             first, end = visible.query_tiles(work.block, work.seqlen_q, work.seqlen_k)
-            count = (end - first) * group
+            count = (end - first) * own.tiles.group
             if first < end and cta_rank() & (CTAS - 1) == 0:
                 barriers.wait("x_full", computed)
                 for i in cutlass.range(count + 1, unroll=1):
@@ -526,7 +493,7 @@ class Sm100Hd256DkDv:
                         # This overwrites the T' of two tiles ago. The T' Z that reads it has been
                         # issued, and MMAs run in order.
                         tcgen05_fence_after()
-                        to = shifted(t, QUERIES * (issued & (T_STAGES - 1)))
+                        to = shifted(own.t, QUERIES * (issued & (T_STAGES - 1)))
                         stage = barriers.stage("yz_full", n)
                         issue_mma(t_mma, to, x_frag, y_frag, stage, Boolean(False))
                         barriers.commit("yz_empty", n)
@@ -544,7 +511,7 @@ class Sm100Hd256DkDv:
                         # A 32-bit column of tensor memory holds two values of T'.
                         done = shifted(done_frag, 2 * QUERIES * (added & (T_STAGES - 1)))
                         stage = barriers.stage("yz_full", n)
-                        issue_mma(acc_mma, acc, done, z_frag, stage, i > 1)
+                        issue_mma(acc_mma, own.acc, done, z_frag, stage, i > 1)
                         barriers.commit("yz_empty", n)
                         n += 1
                         added += 1
@@ -559,23 +526,19 @@ class Sm100Hd256DkDv:
     def elementwise_warps(
         self,
         key_pair: cutlass.Constexpr[bool],
-        t: cute.Tensor,
-        acc: cute.Tensor,
-        storage: Pointers,
-        barriers: Barriers,
-        queue: TileQueue,
-        visible: Visibility,
-        group: Int32,
+        x: Operands,
+        own: Shared,
         scaling: Scaling,
-        softmax_scale: Float32,
     ) -> None:
         """Each thread has half a row of T: a key and 64 queries. The value pair makes P and sends
         P'; the key pair (`key_pair`) makes dS."""
+        storage, barriers, queue, visible = own.storage, own.barriers, own.queue, own.visible
         row = cute.arch.thread_idx()[0] % ROWS
         half = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // (ROWS // WARP_SIZE)
-        load, t_from, values_shape = row_load(first_columns(t, COLUMNS), row, COLUMNS)
+        load, t_from, values_shape = row_load(first_columns(own.t, COLUMNS), row, COLUMNS)
         t_from = shifted(t_from, half * COLUMNS)
-        store, words_to, words_shape = row_store(first_columns(t, COLUMNS // 2), row, COLUMNS // 2)
+        done_columns = first_columns(own.t, COLUMNS // 2)
+        store, words_to, words_shape = row_store(done_columns, row, COLUMNS // 2)
         words_to = shifted(words_to, half * COLUMNS)
 
         stats = cute.make_tensor(
@@ -597,7 +560,7 @@ class Sm100Hd256DkDv:
             whole_first, whole_end = visible.whole_query_tiles(
                 first_key(work.block), ROWS, work.seqlen_q, work.seqlen_k
             )
-            count = (end - first) * group
+            count = (end - first) * own.tiles.group
             tile = first
             if cutlass.const_expr(key_pair):
                 if first < end:
@@ -634,7 +597,7 @@ class Sm100Hd256DkDv:
                     self.exponentiate(values, statistic, scaling, words, sent)
                 barriers.warp_arrives("stats_empty", n)
                 if masked:
-                    self.mask(words, sent, tile, row, half, queue, taken, visible)
+                    self.mask(own, words, sent, tile, row, half, taken)
                 cute.copy(store, cute.recast_tensor(words, Float32), shifted(words_to, column))
                 cute.arch.fence_view_async_tmem_store()
                 tcgen05_fence_before()
@@ -649,15 +612,16 @@ class Sm100Hd256DkDv:
             queue.release(taken)
             factor = None
             if cutlass.const_expr(key_pair):
-                factor = softmax_scale
+                factor = x.softmax_scale
             elif cutlass.const_expr(self.unit != 1.0):
                 factor = Float32(self.unit)
             if first < end:
                 barriers.wait("acc_full", computed)
                 tcgen05_fence_after()
-            staged = self.stage_output(
-                acc, factor, first < end, row, half, storage, barriers, staged
-            )
+            staged = stage_accumulator(
+                own.acc, HEAD_DIM, factor, first < end, None, row, half,
+                self.staged_boxes(storage), barriers, ("staged", "stored"), staged,
+            )  # fmt: skip
             if first < end:
                 tcgen05_fence_before()
                 barriers.warp_arrives("acc_empty", computed)
@@ -707,19 +671,18 @@ class Sm100Hd256DkDv:
     @cute.jit
     def mask(
         self,
+        own: Shared,
         words: cute.Tensor,
         sent: cute.Tensor,
         tile: Int32,
         row: Int32,
         half: Int32,
-        queue: TileQueue,
         taken: Int32,
-        visible: Visibility,
     ) -> None:
         """Set the columns of queries that do not see the row's key to 0."""
         keep_branch()
-        work = queue.read(taken)
-        low, high = visible.tokens(first_key(work.block) + row, work.seqlen_q, work.seqlen_k)
+        work = own.queue.read(taken)
+        low, high = own.visible.tokens(first_key(work.block) + row, work.seqlen_q, work.seqlen_k)
         start = tile * QUERIES + half * COLUMNS
         if cutlass.const_expr(self.spec.window_right):
             low = low - start
@@ -741,25 +704,6 @@ class Sm100Hd256DkDv:
         for chunk in cutlass.range_constexpr(COLUMNS // CHUNK):
             store_async(to + chunk * ROWS * 16, [words[4 * chunk + j] for j in range(4)], full)
 
-    @cute.jit
-    def stage_output(
-        self,
-        acc: cute.Tensor,
-        factor: Float32 | None,
-        has_tiles: Boolean,
-        row: Int32,
-        half: Int32,
-        storage: Pointers,
-        barriers: Barriers,
-        staged: Int32,
-    ) -> Int32:
-        """Stage acc, times the factor, box by box for TMA, and return the number of boxes so far.
-        A thread has half a row of each box."""
-        return stage_accumulator(
-            acc, HEAD_DIM, factor, has_tiles, None, row, half, self.staged_boxes(storage), barriers,
-            ("staged", "stored"), staged,
-        )  # fmt: skip
-
     def staged_boxes(self, storage: Pointers) -> cute.Tensor:
         """Where dV or dK is staged: (rows, columns, stages)."""
         buffer = cute.recast_ptr(storage.exchange, dtype=self.out_dtype)
@@ -769,42 +713,34 @@ class Sm100Hd256DkDv:
     # -- device: store ------------------------------------------------------------------------
 
     @cute.jit
-    def store_warp(
-        self,
-        tma: cute.CopyAtom,
-        x: cute.Tensor,
-        storage: Pointers,
-        barriers: Barriers,
-        queue: TileQueue,
-        num_splits: Int32,
-        batch: Int32,
-    ) -> None:
-        out_smem = self.staged_boxes(storage)
+    def store_warp(self, x: Operands, of: OfPair, own: Shared) -> None:
+        barriers, queue = own.barriers, own.queue
+        out_smem = self.staged_boxes(own.storage)
         taken = Int32(0)  # work items, from the queue
         stored = Int32(0)
         work = queue.take(taken)
         while work.exists:
-            head, split = self.head_and_split(work, num_splits)
+            head, split = head_and_split(work, x.num_splits, self.spec.partial)
             outer = work.sequence
             if cutlass.const_expr(self.spec.partial):
-                outer = split if self.spec.varlen_k else split * batch + work.sequence
+                outer = split if self.spec.varlen_k else split * own.tiles.batch + work.sequence
             index = CTAS * work.block + (cta_rank() & (CTAS - 1))
             rows = self.out_rows.box(
-                x, index, head, outer, work.k_start, work.seqlen_k, stored=True
+                of.out, index, head, outer, work.k_start, work.seqlen_k, stored=True
             )
-            stored = store_boxes(tma, rows, out_smem, barriers, ("staged", "stored"), stored)
+            stored = store_boxes(of.out_tma, rows, out_smem, barriers, ("staged", "stored"), stored)
             taken += 1
             work = queue.take(taken)
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
 
 
-def first_key(block: Any) -> Any:
+def first_key(block: Int32) -> Int32:
     """The first key of this CTA in tile `block` of keys."""
     return (CTAS * block + (cta_rank() & (CTAS - 1))) * ROWS
 
 
-def of_columns(stats: cute.Tensor, columns: range) -> dict[int, Any]:
+def of_columns(stats: cute.Tensor, columns: range) -> dict[int, Float32]:
     """The columns' statistics, loaded from shared memory, by column."""
     values = cute.make_rmem_tensor((len(columns),), Float32)
     part = cute.logical_divide(stats, cute.make_layout(len(columns)))
