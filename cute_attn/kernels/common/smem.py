@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import cutlass
+import cutlass.cute as cute
 
-from .carried import Named
+from .carried import Carried
 from .spec import MAX_SMEM_BYTES
 
 SWIZZLE_ALIGNMENT = 1024  # of a buffer with a 128-byte swizzle
@@ -26,7 +27,7 @@ class Buffer:
     """
 
     name: str
-    element: Any
+    element: type[cutlass.Numeric]
     count: int
     stages: int = 1
     alignment: int = 16
@@ -106,5 +107,12 @@ class SharedMemory:
         )
 
 
-class Pointers(Named):
+class Pointers(Carried):
     """The buffers of a SharedMemory as attributes."""
+
+    def __init__(self, **pointers: cute.Pointer):
+        vars(self).update(pointers)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> cute.Pointer: ...

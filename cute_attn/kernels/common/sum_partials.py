@@ -16,21 +16,33 @@ Runs on sm_80 and newer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from .arguments import fake_contiguous
 from .dtypes import DTYPE
+from .entry import entry, gathered, placeholders
 from .ptx.memory import load_global
 from .smem import Buffer, SharedMemory
 from .sum_partials_spec import SumPartialsSpec
 
 NUM_THREADS = 256
 UNROLL = 4  # loads of a thread in flight
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with.
+
+    Attributes:
+        partials: `[n, rows, columns]`, float32.
+        out: `[rows, columns]`.
+    """
+
+    partials: cute.Tensor
+    out: cute.Tensor
 
 
 class SumPartials:
@@ -48,30 +60,29 @@ class SumPartials:
         """Placeholders for the arguments of `__call__`, in order."""
         rows, vector = cute.sym_int(), self.spec.vector
         columns = cute.sym_int(divisibility=vector)
-        return (
-            fake_contiguous(Float32, (cute.sym_int(), rows, columns), 4 * vector),
-            fake_contiguous(self.dtype, (rows, columns), vector * self.dtype.width // 8),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        size = vector * self.dtype.width // 8
+        return placeholders(
+            Arguments(
+                partials=fake_contiguous(Float32, (cute.sym_int(), rows, columns), 4 * vector),
+                out=fake_contiguous(self.dtype, (rows, columns), size),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(self, partials: cute.Tensor, out: cute.Tensor, stream: Any) -> None:
-        """Launch the kernel.
-
-        Args:
-            partials: `[n, rows, columns]`, float32.
-            out: `[rows, columns]`.
-        """
-        elements = Int64(out.shape[0]) * out.shape[1]
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        elements = Int64(a.out.shape[0]) * a.out.shape[1]
         of_cta = self.vectors * self.spec.vector
-        self.kernel(partials, out, elements).launch(
+        self.kernel(a, elements).launch(
             grid=[Int32((elements + (of_cta - 1)) // of_cta), 1, 1],
             block=[NUM_THREADS, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, partials: cute.Tensor, out: cute.Tensor, elements: Int64) -> None:
+    def kernel(self, x: Arguments, elements: Int64) -> None:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         vector = self.spec.vector
@@ -80,8 +91,8 @@ class SumPartials:
         total = cute.make_rmem_tensor((vector,), Float32)
         total.fill(0.0)
         if first < elements:
-            for i in cutlass.range(slice_, partials.shape[0], self.spec.slices, unroll=UNROLL):
-                at = (partials.iterator + (Int64(i) * elements + first)).toint()
+            for i in cutlass.range(slice_, x.partials.shape[0], self.spec.slices, unroll=UNROLL):
+                at = (x.partials.iterator + (Int64(i) * elements + first)).toint()
                 values = load_global(Float32, at, vector)
                 for j in cutlass.range_constexpr(vector):
                     total[j] += values[j]
@@ -98,5 +109,5 @@ class SumPartials:
         if slice_ == 0 and first < elements:
             rounded = cute.make_rmem_tensor((vector,), self.dtype)
             rounded.store(total.load().to(self.dtype))
-            target = cute.make_tensor(out.iterator + first, cute.make_layout(vector))
+            target = cute.make_tensor(x.out.iterator + first, cute.make_layout(vector))
             cute.autovec_copy(rounded, target)

@@ -9,14 +9,14 @@ Runs on sm_80 and newer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from .arguments import fake_contiguous
+from .entry import entry, gathered, placeholders
 from .ptx.memory import store_global
 from .sequences import Sequences
 from .spec import VECTOR_BYTES
@@ -25,6 +25,21 @@ from .zero_unused_spec import ZeroUnusedSpec
 NUM_THREADS = 256
 ROWS = 64  # of a CTA
 WORDS = VECTOR_BYTES // 4  # of a store
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with.
+
+    Attributes:
+        x: `[n, tokens, words]`, 32-bit words of any type. Packed sequences lie in each of the n
+            alike; without cu_seqlens, the sequence of each is its index modulo the batch size.
+        cu_seqlens: `[batch + 1]`.
+        seqused: `[batch]`.
+    """
+
+    x: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+    seqused: cute.Tensor | None
 
 
 class ZeroUnused:
@@ -37,37 +52,28 @@ class ZeroUnused:
         """Placeholders for the arguments of `__call__`, in order."""
         spec = self.spec
         shape = (cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=WORDS))
-        return (
-            fake_contiguous(Int32, shape, VECTOR_BYTES),
-            fake_contiguous(Int32, (cute.sym_int(),)) if spec.varlen else None,
-            fake_contiguous(Int32, (cute.sym_int(),)) if spec.seqused else None,
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                x=fake_contiguous(Int32, shape, VECTOR_BYTES),
+                cu_seqlens=fake_contiguous(Int32, (cute.sym_int(),)) if spec.varlen else None,
+                seqused=fake_contiguous(Int32, (cute.sym_int(),)) if spec.seqused else None,
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        cu_seqlens: cute.Tensor | None,
-        seqused: cute.Tensor | None,
-        stream: Any,
-    ) -> None:
-        """Launch a CTA for each tile of rows.
-
-        Args:
-            x: `[n, tokens, words]`, 32-bit words of any type. Packed sequences lie in each of the n
-                alike; without cu_seqlens, the sequence of each is its index modulo the batch size.
-        """
-        self.kernel(x, cu_seqlens, seqused).launch(
-            grid=[_tiles(x) * x.shape[0], 1, 1],
+    def __call__(self, *args: Any) -> None:
+        """Launch a CTA for each tile of rows."""
+        a, stream = gathered(Arguments, args)
+        self.kernel(a).launch(
+            grid=[_tiles(a.x) * a.x.shape[0], 1, 1],
             block=[NUM_THREADS, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self, x: cute.Tensor, cu_seqlens: cute.Tensor | None, seqused: cute.Tensor | None
-    ) -> None:
+    def kernel(self, a: Arguments) -> None:
+        x, cu_seqlens, seqused = a
         cta, _, _ = cute.arch.block_idx()
         n = cta // _tiles(x)
         start = (cta - n * _tiles(x)) * ROWS
@@ -108,5 +114,5 @@ class ZeroUnused:
             store_global(Int32, (first + Int64(i) * WORDS).toint(), [Int32(0)] * WORDS)
 
 
-def _tiles(x: cute.Tensor) -> Any:
+def _tiles(x: cute.Tensor) -> Int32:
     return (x.shape[1] + (ROWS - 1)) // ROWS
