@@ -172,7 +172,7 @@ def fla(case: Case, inputs: Inputs) -> Callable[[], tuple[torch.Tensor, torch.Te
 
 
 def bare(function: Callable[..., None], inputs: Inputs) -> Callable[..., None]:
-    """A call of the compiled function; the order is that of `kernels.lightning.arguments`."""
+    """A call of the compiled function, which takes `kernels.lightning.arguments.Arguments`."""
     return partial(
         function,
         *inputs.qkv,

@@ -26,13 +26,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Listed = TypeVar("Listed", bound=tuple[Any, ...])
 
 
-def entry(arguments: type[tuple[Any, ...]]) -> Callable[[Function], Function]:
+def entry(arguments: type[tuple[Any, ...]], **more: type) -> Callable[[Function], Function]:
     """Declare what a jitted `__call__(self, *args)` takes, for the compiler and its messages: the
-    fields of `arguments`, and then a stream."""
+    fields of `arguments`, then `more` by their types, and then a stream."""
 
     def declare(function: Function) -> Function:
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        types = typing.get_type_hints(arguments)
+        types = typing.get_type_hints(arguments) | more
         parameters = [
             inspect.Parameter("self", kind),
             *(inspect.Parameter(name, kind, annotation=types[name]) for name in types),
@@ -49,6 +49,6 @@ def gathered(arguments: type[Listed], args: tuple[Any, ...]) -> tuple[Listed, An
     return arguments(*args[:-1]), args[-1]
 
 
-def placeholders(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def placeholders(arguments: tuple[Any, ...], *more: Any) -> tuple[Any, ...]:
     """What a kernel is compiled against: placeholders of its arguments, and one of a stream."""
-    return (*arguments, make_fake_stream(use_tvm_ffi_env_stream=True))
+    return (*arguments, *more, make_fake_stream(use_tvm_ffi_env_stream=True))

@@ -1,28 +1,15 @@
 """The arguments of every Lightning decode kernel, and placeholders to compile against.
 
-    q, k          [B, H, K] or [B, T, H, K]          any strides, last dimension contiguous
-    v, o          [B, H, V] or [B, T, H, V]
-    state         [N, H, V, K] or [N, H, K, V]       a head's matrix contiguous
-    decay         [H]              float32
-    state_indices [B]              int32             None unless the Spec is indexed
-    draft_k       [N, S, H, K]                       None unless the Spec replays, like the next two
-    draft_v       [N, S, H, V]
-    num_accepted  [B]              int32
-    softmax_scale float32
-    num_blocks    int32                              CTAs to launch, for a persistent kernel only
-    stream                                           the stream of the TVM FFI environment
-
 Sizes and strides are symbolic, so no new size recompiles a kernel; the compiled host code checks
 that they agree with each other.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_stream
+from cutlass import Float32, Int32
 
 from ..common.arguments import fake_contiguous, fake_matrices, fake_rows
 from ..common.dtypes import DTYPE
@@ -30,8 +17,37 @@ from ..common.spec import VECTOR_BYTES
 from .spec import DecodeSpec
 
 
-def fake_args(spec: DecodeSpec) -> tuple[Any, ...]:
-    """Placeholders for the arguments of a kernel's `__call__`, in order."""
+class Arguments(NamedTuple):
+    """What the kernels are called with.
+
+    The last dimensions of q, k, v and of the drafts are contiguous, their other strides are free.
+    The matrix of each head of the state is contiguous.
+
+    Attributes:
+        q, k: `[B, H, K]`, or `[B, T, H, K]` of several tokens.
+        v, o: `[B, H, V]`, or `[B, T, H, V]`.
+        state: `[N, H, V, K]` or `[N, H, K, V]`.
+        decay: `[H]`, float32.
+        state_indices: `[B]`, int32, or None: sequences are slots.
+        draft_k, draft_v: `[N, S, H, K]` and `[N, S, H, V]`, or None without a replay.
+        num_accepted: `[B]`, int32, or None without a replay.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    state: cute.Tensor
+    decay: cute.Tensor
+    state_indices: cute.Tensor | None
+    draft_k: cute.Tensor | None
+    draft_v: cute.Tensor | None
+    num_accepted: cute.Tensor | None
+    softmax_scale: Float32
+
+
+def fake_arguments(spec: DecodeSpec) -> Arguments:
+    """Placeholders for the arguments of a kernel."""
     dtype, state_dtype = DTYPE[spec.dtype], DTYPE[spec.state_dtype]
     batch, heads, tokens, records = (cute.sym_int() for _ in range(4))
     slots = cute.sym_int() if spec.indexed else batch
@@ -46,18 +62,21 @@ def fake_args(spec: DecodeSpec) -> tuple[Any, ...]:
     matrix = (spec.head_dim_v, spec.head_dim_k)
     if spec.state_layout == "kv":
         matrix = matrix[::-1]
-    return (
-        token_rows(spec.head_dim_k, spec.aligned),
-        token_rows(spec.head_dim_k, spec.aligned),
-        token_rows(spec.head_dim_v, spec.aligned),
-        token_rows(spec.head_dim_v, False),
-        fake_matrices((slots, heads), matrix, state_dtype),
-        fake_contiguous(cutlass.Float32, (heads,)),
-        fake_contiguous(cutlass.Int32, (batch,)) if spec.indexed else None,
-        rows((slots, records, heads, spec.head_dim_k), spec.aligned) if spec.replay else None,
-        rows((slots, records, heads, spec.head_dim_v), spec.aligned) if spec.replay else None,
-        fake_contiguous(cutlass.Int32, (batch,)) if spec.replay else None,
-        cutlass.Float32(1.0),
-        *((cutlass.Int32(1),) if spec.persistent else ()),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+    draft_k = draft_v = num_accepted = None
+    if spec.replay:
+        draft_k = rows((slots, records, heads, spec.head_dim_k), spec.aligned)
+        draft_v = rows((slots, records, heads, spec.head_dim_v), spec.aligned)
+        num_accepted = fake_contiguous(Int32, (batch,))
+    return Arguments(
+        q=token_rows(spec.head_dim_k, spec.aligned),
+        k=token_rows(spec.head_dim_k, spec.aligned),
+        v=token_rows(spec.head_dim_v, spec.aligned),
+        o=token_rows(spec.head_dim_v, False),
+        state=fake_matrices((slots, heads), matrix, state_dtype),
+        decay=fake_contiguous(Float32, (heads,)),
+        state_indices=fake_contiguous(Int32, (batch,)) if spec.indexed else None,
+        draft_k=draft_k,
+        draft_v=draft_v,
+        num_accepted=num_accepted,
+        softmax_scale=Float32(1.0),
     )

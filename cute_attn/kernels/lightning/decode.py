@@ -27,10 +27,11 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
 from ..common.decay import decay_exp
+from ..common.entry import entry, gathered, placeholders
 from ..common.overlap import overlaps
 from ..common.ptx.cache_policy import cache_policy
 from ..common.spec import VECTOR_BYTES
-from .arguments import fake_args
+from .arguments import Arguments, fake_arguments
 from .spec import DecodeSpec
 from .tile import StateTile
 
@@ -44,35 +45,23 @@ class LightningDecode:
         self.state_dtype = self.tile.state_dtype
 
     def fake_args(self) -> tuple[Any, ...]:
-        return fake_args(self.spec)
+        return placeholders(fake_arguments(self.spec))
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        state: cute.Tensor,
-        decay: cute.Tensor,
-        state_indices: cute.Tensor | None,
-        draft_k: cute.Tensor | None,
-        draft_v: cute.Tensor | None,
-        num_accepted: cute.Tensor | None,
-        softmax_scale: cutlass.Float32,
-        stream: Any,
-    ) -> None:
-        batch, heads = q.shape[0], state.shape[1]
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        batch, heads = a.q.shape[0], a.state.shape[1]
         # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the reason.
-        inputs = (q, k, v, decay, state_indices, draft_k, draft_v, num_accepted)
-        if overlaps((o, state), inputs, (state, draft_k, draft_v)):
+        drafts = (a.draft_k, a.draft_v)
+        inputs = (a.q, a.k, a.v, a.decay, a.state_indices, *drafts, a.num_accepted)
+        if overlaps((a.o, a.state), inputs, (a.state, *drafts)):
             heads = 0
         if cutlass.const_expr(self.spec.multi_token):
-            if q.shape[1] == 0:
+            if a.q.shape[1] == 0:
                 heads = 0
-        self.kernel(
-            q, k, v, o, state, decay, state_indices, draft_k, draft_v, num_accepted, softmax_scale
-        ).launch(
+        self.kernel(a).launch(
             grid=[self.spec.head_dim_v // self.spec.tile_v, heads, batch],
             block=[self.spec.num_threads, 1, 1],
             # Without a bound, ptxas for sm_80 spills in the loop over tokens to gain occupancy.
@@ -81,62 +70,48 @@ class LightningDecode:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        state: cute.Tensor,
-        decay: cute.Tensor,
-        state_indices: cute.Tensor | None,
-        draft_k: cute.Tensor | None,
-        draft_v: cute.Tensor | None,
-        num_accepted: cute.Tensor | None,
-        softmax_scale: cutlass.Float32,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         tile_index, head, sequence = cute.arch.block_idx()
         slot = sequence
         valid = cutlass.Boolean(True)
         if cutlass.const_expr(self.spec.indexed):
             # A negative index is padding. An index past the pool is a caller's bug; it is treated
             # as padding, so that no access is out of bounds.
-            slot = state_indices[sequence]
-            valid = slot >= 0 and slot < state.shape[0]
+            slot = x.state_indices[sequence]
+            valid = slot >= 0 and slot < x.state.shape[0]
 
         if valid:
-            part = self.tile.thread_part(state[slot, head, None, None], tile_index)
+            part = self.tile.thread_part(x.state[slot, head, None, None], tile_index)
             stored = cute.make_rmem_tensor(part.shape, self.state_dtype)
             self.load(part, stored)
-            factor = decay_exp(-decay[head])
+            factor = decay_exp(-x.decay[head])
             s = cute.make_rmem_tensor(part.shape, cutlass.Float32)
 
             if cutlass.const_expr(self.spec.replay):
                 s.store(stored.load().to(cutlass.Float32))
-                self.tile.replay(
-                    s, factor, draft_k, draft_v, num_accepted, sequence, slot, head, tile_index
-                )
+                self.tile.replay(s, factor, x, sequence, slot, head, tile_index)
                 # The stored state has the accepted tokens only; this call's tokens are drafts.
                 stored.store(s.load().to(self.state_dtype))
                 self.store(stored, part)
-                self.tile.tokens(s, factor, q, k, v, o, softmax_scale, sequence, head, tile_index)
+                self.tile.tokens(s, factor, x, sequence, head, tile_index)
             elif cutlass.const_expr(self.spec.multi_token):
                 s.store(stored.load().to(cutlass.Float32))
-                self.tile.tokens(s, factor, q, k, v, o, softmax_scale, sequence, head, tile_index)
+                self.tile.tokens(s, factor, x, sequence, head, tile_index)
                 stored.store(s.load().to(self.state_dtype))
                 self.store(stored, part)
             else:
                 # Issue the loads of q, k and v before the first use of the state.
-                q_frag = self.tile.along_k(q[sequence, head, None])
-                k_frag = self.tile.along_k(k[sequence, head, None])
-                v_frag = self.tile.along_v(v[sequence, head, None], tile_index)
+                q_frag = self.tile.along_k(x.q[sequence, head, None])
+                k_frag = self.tile.along_k(x.k[sequence, head, None])
+                v_frag = self.tile.along_v(x.v[sequence, head, None], tile_index)
                 s.store(stored.load().to(cutlass.Float32))
                 self.tile.update(s, factor, k_frag, v_frag)
                 stored.store(s.load().to(self.state_dtype))
                 self.store(stored, part)
-                self.tile.output(s, q_frag, o[sequence, head, None], softmax_scale, tile_index)
+                row = x.o[sequence, head, None]
+                self.tile.output(s, q_frag, row, x.softmax_scale, tile_index)
         else:
-            self.tile.zeros(o, sequence, head, tile_index)
+            self.tile.zeros(x.o, sequence, head, tile_index)
 
     # -- copies -----------------------------------------------------------------------------
 

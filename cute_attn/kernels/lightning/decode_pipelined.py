@@ -25,10 +25,11 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.decay import decay_exp
+from ..common.entry import entry, placeholders
 from ..common.pipeline import Edge, Kind, Pipeline, Role
 from ..common.smem import Buffer, SharedMemory
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
-from .arguments import fake_args
+from .arguments import Arguments, fake_arguments
 from .spec import PipelinedDecodeSpec
 from .tile import StateTile
 
@@ -68,50 +69,24 @@ class LightningDecodePipelined:
         return {"shared": shared, "warps": {}}
 
     def fake_args(self) -> tuple[Any, ...]:
-        return fake_args(self.spec)
+        return placeholders(fake_arguments(self.spec), cutlass.Int32(1))
 
+    @entry(Arguments, num_blocks=cutlass.Int32)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        state: cute.Tensor,
-        decay: cute.Tensor,
-        state_indices: cute.Tensor | None,
-        draft_k: cute.Tensor | None,
-        draft_v: cute.Tensor | None,
-        num_accepted: cute.Tensor | None,
-        softmax_scale: cutlass.Float32,
-        num_blocks: cutlass.Int32,
-        stream: Any,
-    ) -> None:
-        num_tiles = self.tiles_per_head * state.shape[1] * q.shape[0]
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel, with `num_blocks` CTAs at most."""
+        *given, num_blocks, stream = args
+        a = Arguments(*given)
+        num_tiles = self.tiles_per_head * a.state.shape[1] * a.q.shape[0]
         blocks = cutlass.min(num_blocks, cute.ceil_div(num_tiles, self.spec.num_warps))
-        self.kernel(
-            q, k, v, o, state, decay, state_indices, draft_k, draft_v, num_accepted, softmax_scale
-        ).launch(
+        self.kernel(a).launch(
             grid=[blocks, 1, 1],
             block=[self.spec.num_threads, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        state: cute.Tensor,
-        decay: cute.Tensor,
-        state_indices: cute.Tensor | None,
-        draft_k: cute.Tensor | None,
-        draft_v: cute.Tensor | None,
-        num_accepted: cute.Tensor | None,
-        softmax_scale: cutlass.Float32,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -131,42 +106,41 @@ class LightningDecodePipelined:
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
 
-        num_tiles = self.tiles_per_head * state.shape[1] * q.shape[0]
+        num_tiles = self.tiles_per_head * x.state.shape[1] * x.q.shape[0]
         first = block * num_warps + warp
         step = blocks * num_warps
         mine = (num_tiles - first + step - 1) // step  # the warp's tiles; none if <= 0
 
         for i in cutlass.range_constexpr(stages - 1):
             self.start_load(
-                i, mine, first + i * step, state, state_indices, ring[None, i, warp],
+                i, mine, first + i * step, x, ring[None, i, warp],
                 barriers.stage_pointer("tile_full", i), lane,
             )  # fmt: skip
 
         for i in cutlass.range(mine, unroll=1):
             stage = i % stages
-            tile_index, head, sequence, slot, valid = self.locate(
-                first + i * step, state, state_indices
-            )
+            tile_index, head, sequence, slot, valid = self.locate(first + i * step, x)
             buffer = ring[None, stage, warp]
             if valid:
                 part = self.tile.thread_part(buffer, cutlass.Int32(0))
-                target = self.tile.thread_part(state[slot, head, None, None], tile_index)
+                target = self.tile.thread_part(x.state[slot, head, None, None], tile_index)
                 stored = cute.make_rmem_tensor(part.shape, self.state_dtype)
                 s = cute.make_rmem_tensor(part.shape, cutlass.Float32)
-                factor = decay_exp(-decay[head])
+                factor = decay_exp(-x.decay[head])
                 # Issue the loads of q, k and v before waiting for the tile.
-                q_frag = self.tile.along_k(q[sequence, head, None])
-                k_frag = self.tile.along_k(k[sequence, head, None])
-                v_frag = self.tile.along_v(v[sequence, head, None], tile_index)
+                q_frag = self.tile.along_k(x.q[sequence, head, None])
+                k_frag = self.tile.along_k(x.k[sequence, head, None])
+                v_frag = self.tile.along_v(x.v[sequence, head, None], tile_index)
                 self.wait_load(barriers.stage_pointer("tile_full", stage), i)
                 cute.autovec_copy(part, stored)
                 s.store(stored.load().to(cutlass.Float32))
                 self.tile.update(s, factor, k_frag, v_frag)
                 self.write_back(s, stored, part, target, buffer, lane)
-                self.tile.output(s, q_frag, o[sequence, head, None], softmax_scale, tile_index)
+                row = x.o[sequence, head, None]
+                self.tile.output(s, q_frag, row, x.softmax_scale, tile_index)
             else:
                 self.wait_load(barriers.stage_pointer("tile_full", stage), i)
-                self.tile.zeros(o, sequence, head, tile_index)
+                self.tile.zeros(x.o, sequence, head, tile_index)
                 if cutlass.const_expr(self.bulk_write_back):
                     cute.arch.cp_async_bulk_commit_group()  # empty: every tile has a group
 
@@ -178,7 +152,7 @@ class LightningDecodePipelined:
                 cute.arch.sync_warp()  # every lane has read tile i - 1
             refill = following % stages
             self.start_load(
-                following, mine, first + following * step, state, state_indices,
+                following, mine, first + following * step, x,
                 ring[None, refill, warp], barriers.stage_pointer("tile_full", refill), lane,
             )  # fmt: skip
 
@@ -187,11 +161,11 @@ class LightningDecodePipelined:
 
     @cute.jit
     def locate(
-        self, index: cutlass.Int32, state: cute.Tensor, state_indices: cute.Tensor | None
-    ) -> Any:
+        self, index: cutlass.Int32, x: Arguments
+    ) -> tuple[cutlass.Int32, cutlass.Int32, cutlass.Int32, cutlass.Int32, cutlass.Boolean]:
         """(tile of V, head, sequence, slot, whether the slot exists) of a tile's index. Tiles with
         consecutive indices are adjacent in memory."""
-        heads = state.shape[1]
+        heads = x.state.shape[1]
         tile_index = index % self.tiles_per_head
         head = (index // self.tiles_per_head) % heads
         sequence = index // (self.tiles_per_head * heads)
@@ -199,8 +173,8 @@ class LightningDecodePipelined:
         valid = cutlass.Boolean(True)
         if cutlass.const_expr(self.spec.indexed):
             # Negative indices, and those past the pool, are padding: see `decode`.
-            slot = state_indices[sequence]
-            valid = slot >= 0 and slot < state.shape[0]
+            slot = x.state_indices[sequence]
+            valid = slot >= 0 and slot < x.state.shape[0]
         return tile_index, head, sequence, slot, valid
 
     @cute.jit
@@ -209,20 +183,19 @@ class LightningDecodePipelined:
         i: cutlass.Int32,
         mine: cutlass.Int32,
         index: cutlass.Int32,
-        state: cute.Tensor,
-        state_indices: cute.Tensor | None,
+        x: Arguments,
         buffer: cute.Tensor,
         loaded: cute.Pointer,
         lane: cutlass.Int32,
     ) -> None:
         """Start the copy of this warp's i-th tile, if there is one, into its stage."""
         if i < mine:
-            tile_index, head, _, slot, valid = self.locate(index, state, state_indices)
+            tile_index, head, _, slot, valid = self.locate(index, x)
             if cutlass.const_expr(self.bulk_load):
                 if lane == 0:
                     if valid:
                         cute.arch.mbarrier_arrive_and_expect_tx(loaded, self.spec.tile_bytes)
-                        matrix = state[slot, head, None, None]
+                        matrix = x.state[slot, head, None, None]
                         start = (matrix.iterator + tile_index * self.tile_elements).align(16)
                         source = cute.make_tensor(start, cute.make_layout((self.tile_elements,)))
                         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), self.state_dtype)
@@ -236,7 +209,7 @@ class LightningDecodePipelined:
                         self.state_dtype,
                         num_bits_per_copy=8 * VECTOR_BYTES,
                     )
-                    source = self.tile.thread_part(state[slot, head, None, None], tile_index)
+                    source = self.tile.thread_part(x.state[slot, head, None, None], tile_index)
                     cute.copy(atom, source, self.tile.thread_part(buffer, cutlass.Int32(0)))
         if cutlass.const_expr(not self.bulk_load):
             cute.arch.cp_async_commit_group()  # an empty one too: every tile has a group

@@ -15,6 +15,7 @@ import cutlass.cute as cute
 
 from ..common.dtypes import DTYPE
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
+from .arguments import Arguments
 from .spec import DecodeSpec
 
 MAX_REGISTERS = 200  # of a thread's 255; the rest is for addresses and temporaries
@@ -47,12 +48,12 @@ class StateTile:
 
     # -- distribution -----------------------------------------------------------------------
 
-    def warp_and_lane(self) -> tuple[Any, Any]:
+    def warp_and_lane(self) -> tuple[cutlass.Int32, cutlass.Int32]:
         """This thread's warp, counted among those that share its tile, and its lane."""
         thread, _, _ = cute.arch.thread_idx()
         return (thread // WARP_SIZE) % self.num_warps, thread % WARP_SIZE
 
-    def first_row_and_column(self) -> tuple[Any, Any]:
+    def first_row_and_column(self) -> tuple[cutlass.Int32, cutlass.Int32]:
         """This thread's first row and first column in the tile."""
         warp, lane = self.warp_and_lane()
         row = warp * self.rows_per_warp + lane // self.lanes_per_row
@@ -254,9 +255,7 @@ class StateTile:
         self,
         s: cute.Tensor,
         factor: cutlass.Float32,
-        draft_k: cute.Tensor,
-        draft_v: cute.Tensor,
-        num_accepted: cute.Tensor,
+        x: Arguments,
         sequence: cutlass.Int32,
         slot: cutlass.Int32,
         head: cutlass.Int32,
@@ -264,10 +263,10 @@ class StateTile:
     ) -> None:
         """Advance s by the accepted tokens of the slot's draft records."""
         # The count is untrusted data: never read past the records.
-        accepted = cutlass.min(num_accepted[sequence], draft_k.shape[1])
+        accepted = cutlass.min(x.num_accepted[sequence], x.draft_k.shape[1])
         for i in cutlass.range(accepted, unroll=1):
-            k_frag = self.along_k(draft_k[slot, i, head, None])
-            v_frag = self.along_v(draft_v[slot, i, head, None], tile_index)
+            k_frag = self.along_k(x.draft_k[slot, i, head, None])
+            v_frag = self.along_v(x.draft_v[slot, i, head, None], tile_index)
             self.update(s, factor, k_frag, v_frag)
 
     @cute.jit
@@ -275,28 +274,25 @@ class StateTile:
         self,
         s: cute.Tensor,
         factor: cutlass.Float32,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        softmax_scale: cutlass.Float32,
+        x: Arguments,
         sequence: cutlass.Int32,
         head: cutlass.Int32,
         tile_index: cutlass.Int32,
     ) -> None:
         """Advance s by the call's T tokens, and write the output of each."""
-        last = q.shape[1] - 1
-        q_frag = self.along_k(q[sequence, 0, head, None])
-        k_frag = self.along_k(k[sequence, 0, head, None])
-        v_frag = self.along_v(v[sequence, 0, head, None], tile_index)
+        last = x.q.shape[1] - 1
+        q_frag = self.along_k(x.q[sequence, 0, head, None])
+        k_frag = self.along_k(x.k[sequence, 0, head, None])
+        v_frag = self.along_v(x.v[sequence, 0, head, None], tile_index)
         for t in cutlass.range(last + 1, unroll=1):
             # Load the next token while this one is computed.
             following = cutlass.min(t + 1, last)
-            q_next = self.along_k(q[sequence, following, head, None])
-            k_next = self.along_k(k[sequence, following, head, None])
-            v_next = self.along_v(v[sequence, following, head, None], tile_index)
+            q_next = self.along_k(x.q[sequence, following, head, None])
+            k_next = self.along_k(x.k[sequence, following, head, None])
+            v_next = self.along_v(x.v[sequence, following, head, None], tile_index)
             self.update(s, factor, k_frag, v_frag)
-            self.output(s, q_frag, o[sequence, t, head, None], softmax_scale, tile_index)
+            row = x.o[sequence, t, head, None]
+            self.output(s, q_frag, row, x.softmax_scale, tile_index)
             q_frag.store(q_next.load())
             k_frag.store(k_next.load())
             v_frag.store(v_next.load())
