@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from ...common.arguments import fake_contiguous, fake_matrices, fake_rows, fake_strided
 from ...common.dtypes import DTYPE
@@ -25,22 +25,26 @@ def rows(dtype: str, *shape: Any) -> Any:
     return fake_rows(element, shape, align=element.width // 8)
 
 
-def inputs(spec: StepSpec, sizes: Sizes, step: tuple[Any, ...]) -> tuple[Any, ...]:
-    """q, k, v, g, beta, A_log, dt_bias; `step` is (B,) or (B, T)."""
-    of_gate: list[Any] = [None, None]
+def inputs(spec: StepSpec, sizes: Sizes, step: tuple[Any, ...]) -> dict[str, Any]:
+    """The tensors of tokens and the scalars, by the names of their arguments; `step` is (B,) or
+    (B, T)."""
+    A_log = dt_bias = None
     if spec.A_log_dtype != "none":
-        of_gate[0] = fake_contiguous(DTYPE[spec.A_log_dtype], (sizes.heads_v,))
+        A_log = fake_contiguous(DTYPE[spec.A_log_dtype], (sizes.heads_v,))
     if spec.dt_bias_dims:
         shape = (cute.sym_int(),) if spec.dt_bias_dims == 1 else (sizes.heads_v, spec.head_dim_k)
-        of_gate[1] = fake_contiguous(DTYPE[spec.dt_bias_dtype], shape)
-    return (
-        rows(spec.dtype, *step, sizes.heads, spec.head_dim_k),
-        rows(spec.dtype, *step, sizes.heads, spec.head_dim_k),
-        rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
-        rows(spec.gate_dtype, *step, sizes.heads_v, spec.head_dim_k),
-        fake_strided(DTYPE[spec.beta_dtype], (*step, sizes.heads_v)),
-        *of_gate,
-    )
+        dt_bias = fake_contiguous(DTYPE[spec.dt_bias_dtype], shape)
+    return {
+        "q": rows(spec.dtype, *step, sizes.heads, spec.head_dim_k),
+        "k": rows(spec.dtype, *step, sizes.heads, spec.head_dim_k),
+        "v": rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
+        "g": rows(spec.gate_dtype, *step, sizes.heads_v, spec.head_dim_k),
+        "beta": fake_strided(DTYPE[spec.beta_dtype], (*step, sizes.heads_v)),
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "o": rows(spec.dtype, *step, sizes.heads_v, spec.head_dim_v),
+        **dict.fromkeys(("scale", "lower_bound", "beta_scale"), Float32(1.0)),
+    }
 
 
 def states(spec: StepSpec, sizes: Sizes, slots: Any) -> Any:

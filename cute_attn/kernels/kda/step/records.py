@@ -8,26 +8,37 @@ value heads of a group) read the records that this one overwrites.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean
-from cutlass.cute.runtime import make_fake_stream
 
+from ...common.entry import entry, gathered, placeholders
 from . import arguments
 from .spec import RecordsSpec
 
 
-class KdaDecodeRecords:
-    """The kernel for one RecordsSpec.
+class Arguments(NamedTuple):
+    """What the kernel is called with.
 
-    k              [B, T, HQK, K]       last dimension contiguous
-    g              [B, T, HV, K]
-    state_indices  [B]     int32
-    record_k       [N, S, HQK, K]       last dimension contiguous
-    record_g       [N, S, HV, K]
+    Attributes:
+        k: `[B, T, HQK, K]`, with a contiguous last dimension.
+        g: `[B, T, HV, K]`.
+        state_indices: `[B]`, int32.
+        record_k: `[N, S, HQK, K]`, with a contiguous last dimension.
+        record_g: `[N, S, HV, K]`.
     """
+
+    k: cute.Tensor
+    g: cute.Tensor
+    state_indices: cute.Tensor | None
+    record_k: cute.Tensor
+    record_g: cute.Tensor
+
+
+class KdaDecodeRecords:
+    """The kernel for one RecordsSpec; see the module's docstring."""
 
     def __init__(self, spec: RecordsSpec):
         self.spec = spec
@@ -37,52 +48,41 @@ class KdaDecodeRecords:
         sizes = arguments.Sizes()
         slots = cute.sym_int() if spec.indexed else sizes.batch
         step, records, dim = (sizes.batch, sizes.tokens), cute.sym_int(), spec.head_dim_k
-        return (
-            arguments.rows(spec.dtype, *step, sizes.heads, dim),
-            arguments.rows(spec.gate_dtype, *step, sizes.heads_v, dim),
-            arguments.indices(sizes.batch) if spec.indexed else None,
-            arguments.rows(spec.dtype, slots, records, sizes.heads, dim),
-            arguments.rows(spec.gate_dtype, slots, records, sizes.heads_v, dim),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                k=arguments.rows(spec.dtype, *step, sizes.heads, dim),
+                g=arguments.rows(spec.gate_dtype, *step, sizes.heads_v, dim),
+                state_indices=arguments.indices(sizes.batch) if spec.indexed else None,
+                record_k=arguments.rows(spec.dtype, slots, records, sizes.heads, dim),
+                record_g=arguments.rows(spec.gate_dtype, slots, records, sizes.heads_v, dim),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        state_indices: cute.Tensor | None,
-        record_k: cute.Tensor,
-        record_g: cute.Tensor,
-        stream: Any,
-    ) -> None:
-        tokens = cutlass.min(k.shape[1], record_k.shape[1])
-        self.kernel(k, g, state_indices, record_k, record_g).launch(
-            grid=[k.shape[2] + g.shape[2], tokens, k.shape[0]],
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        tokens = cutlass.min(a.k.shape[1], a.record_k.shape[1])
+        self.kernel(a).launch(
+            grid=[a.k.shape[2] + a.g.shape[2], tokens, a.k.shape[0]],
             block=[self.spec.head_dim_k, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        k: cute.Tensor,
-        g: cute.Tensor,
-        state_indices: cute.Tensor | None,
-        record_k: cute.Tensor,
-        record_g: cute.Tensor,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         row, token, sequence = cute.arch.block_idx()
         channel, _, _ = cute.arch.thread_idx()
         slot = sequence
         valid = Boolean(True)
         if cutlass.const_expr(self.spec.indexed):
-            slot = state_indices[sequence]
-            valid = slot >= 0 and slot < record_k.shape[0]
-        heads = k.shape[2]
+            slot = x.state_indices[sequence]
+            valid = slot >= 0 and slot < x.record_k.shape[0]
+        heads = x.k.shape[2]
         if valid:
             if row < heads:
-                record_k[slot, token, row, channel] = k[sequence, token, row, channel]
+                x.record_k[slot, token, row, channel] = x.k[sequence, token, row, channel]
             else:
                 head = row - heads
-                record_g[slot, token, head, channel] = g[sequence, token, head, channel]
+                x.record_g[slot, token, head, channel] = x.g[sequence, token, head, channel]

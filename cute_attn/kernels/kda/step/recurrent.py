@@ -13,14 +13,14 @@ Runs on sm_80 and newer. Shared memory: two stages of a token, 7 KiB at most.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream
 
 from ...common.arguments import fake_offsets
+from ...common.entry import entry, gathered, placeholders
 from ..chunk.chunks import num_sequences, sequence_place
 from . import arguments
 from .spec import RecurrentSpec
@@ -28,19 +28,39 @@ from .tile import StateTile
 from .tokens import STAGES, Fetched, TokenReader, Tokens, TokenStage, stage_of
 
 
-class KdaRecurrent:
-    """The kernel for one RecurrentSpec; see the module's docstring.
+class Arguments(NamedTuple):
+    """What the kernel is called with.
 
-    q, k           [B, T, HQK, K]       last dimension contiguous
-    v, o           [B, T, HV, V]
-    g              [B, T, HV, K]
-    beta           [B, T, HV]           any strides
-    A_log          [HV]
-    dt_bias        [HV * K] or [HV, K]
-    initial_state  [N, HV, V, K] or [N, HV, K, V]     a head's matrix contiguous
-    final_state    as initial_state
-    cu_seqlens     [N + 1]
+    Attributes:
+        q, k: `[B, T, HQK, K]`, with a contiguous last dimension.
+        v, o: `[B, T, HV, V]`.
+        g: `[B, T, HV, K]`.
+        beta: `[B, T, HV]`, with any strides.
+        A_log: `[HV]`.
+        dt_bias: `[HV * K]` or `[HV, K]`.
+        initial_state, final_state: `[N, HV, V, K]` or `[N, HV, K, V]`, with a contiguous matrix of
+            each head.
+        cu_seqlens: `[N + 1]`.
     """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    g: cute.Tensor
+    beta: cute.Tensor
+    A_log: cute.Tensor | None
+    dt_bias: cute.Tensor | None
+    o: cute.Tensor
+    initial_state: cute.Tensor | None
+    final_state: cute.Tensor | None
+    cu_seqlens: cute.Tensor | None
+    scale: Float32
+    lower_bound: Float32
+    beta_scale: Float32
+
+
+class KdaRecurrent:
+    """The kernel for one RecurrentSpec; see the module's docstring."""
 
     def __init__(self, spec: RecurrentSpec):
         self.spec = spec
@@ -51,84 +71,52 @@ class KdaRecurrent:
         spec = self.spec
         sizes = arguments.Sizes()
         sequences = sizes.batch if spec.index_dtype == "none" else cute.sym_int()
-        return (
-            *arguments.inputs(spec, sizes, (sizes.batch, sizes.tokens)),
-            arguments.rows(spec.dtype, sizes.batch, sizes.tokens, sizes.heads_v, spec.head_dim_v),
-            arguments.states(spec, sizes, sequences) if spec.has_initial_state else None,
-            arguments.states(spec, sizes, sequences) if spec.has_final_state else None,
-            fake_offsets(spec.index_dtype),
-            Float32(1.0),
-            Float32(1.0),
-            Float32(1.0),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        initial_state = final_state = None
+        if spec.has_initial_state:
+            initial_state = arguments.states(spec, sizes, sequences)
+        if spec.has_final_state:
+            final_state = arguments.states(spec, sizes, sequences)
+        return placeholders(
+            Arguments(
+                **arguments.inputs(spec, sizes, (sizes.batch, sizes.tokens)),
+                initial_state=initial_state,
+                final_state=final_state,
+                cu_seqlens=fake_offsets(spec.index_dtype),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        o: cute.Tensor,
-        initial_state: cute.Tensor | None,
-        final_state: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        scale: Float32,
-        lower_bound: Float32,
-        beta_scale: Float32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
         spec = self.spec
-        heads, heads_v = q.shape[2], v.shape[2]
-        sequences = num_sequences(q.shape[0], cu_seqlens)
+        heads, heads_v = a.q.shape[2], a.v.shape[2]
+        sequences = num_sequences(a.q.shape[0], a.cu_seqlens)
         # Bad arguments launch no CTAs; the driver rejects that, and the operator raises the reason.
         ctas = heads_v
         if heads_v % cutlass.max(heads, 1) != 0:
             ctas = 0
         if cutlass.const_expr(spec.dt_bias_dims == 1):
-            if dt_bias.shape[0] != heads_v * spec.head_dim_k:
+            if a.dt_bias.shape[0] != heads_v * spec.head_dim_k:
                 ctas = 0
-        for state in (initial_state, final_state):
+        for state in (a.initial_state, a.final_state):
             if cutlass.const_expr(state is not None):
                 if state.shape[0] != sequences:
                     ctas = 0
-        if cutlass.const_expr(cu_seqlens is not None):
-            if q.shape[0] != 1:
+        if cutlass.const_expr(a.cu_seqlens is not None):
+            if a.q.shape[0] != 1:
                 ctas = 0
         group = heads_v // cutlass.max(heads, 1)
-        self.kernel(
-            q, k, v, g, beta, A_log, dt_bias, o, initial_state, final_state, cu_seqlens,
-            scale, lower_bound, beta_scale, group,
-        ).launch(
+        self.kernel(a, group).launch(
             grid=[spec.head_dim_v // spec.tile_v, ctas, sequences],
             block=[spec.num_threads, 1, 1],
             min_blocks_per_mp=spec.blocks_per_sm,
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        g: cute.Tensor,
-        beta: cute.Tensor,
-        A_log: cute.Tensor | None,
-        dt_bias: cute.Tensor | None,
-        o: cute.Tensor,
-        initial_state: cute.Tensor | None,
-        final_state: cute.Tensor | None,
-        cu_seqlens: cute.Tensor | None,
-        scale: Float32,
-        lower_bound: Float32,
-        beta_scale: Float32,
-        group: Int32,
-    ) -> None:
+    def kernel(self, x: Arguments, group: Int32) -> None:
         spec = self.spec
         tile_index, head, sequence = cute.arch.block_idx()
         head_qk = Int32(cutlass.Uint32(head) // cutlass.Uint32(group))
@@ -136,19 +124,19 @@ class KdaRecurrent:
             Float32, cute.make_layout((STAGES * TokenStage.elements(spec),)), 16
         )
         s = cute.make_rmem_tensor(self.tile.shape, Float32)
-        if cutlass.const_expr(initial_state is not None):
-            s.store(self.tile.load(initial_state[sequence, head, None, None], tile_index).load())
+        if cutlass.const_expr(x.initial_state is not None):
+            s.store(self.tile.load(x.initial_state[sequence, head, None, None], tile_index).load())
         else:
             s.fill(0.0)
-        place = sequence_place(sequence, q.shape[1], cu_seqlens)
+        place = sequence_place(sequence, x.q.shape[1], x.cu_seqlens)
         total = place.length
-        tokens = Tokens(q, k, v, g, beta, place.batch, place.start, head, head_qk)
-        gate = self.reader.gate(A_log, dt_bias, lower_bound, head)
+        tokens = Tokens(x.q, x.k, x.v, x.g, x.beta, place.batch, place.start, head, head_qk)
+        gate = self.reader.gate(x.A_log, x.dt_bias, x.lower_bound, head)
         fetched = Fetched(spec)
         if total > 0:
             self.reader.fetch(fetched, tokens.at(0), tile_index)
             stage = stage_of(spec, memory, Int32(0), record=False)
-            self.reader.prepare(stage, fetched, gate, beta_scale)
+            self.reader.prepare(stage, fetched, gate, x.beta_scale)
         if total > 1:
             self.reader.fetch(fetched, tokens.at(1), tile_index)
         cute.arch.sync_threads()
@@ -156,13 +144,13 @@ class KdaRecurrent:
             # Prepare the next token, and fetch the one after it.
             if i + 1 < total:
                 stage = stage_of(spec, memory, i + 1, record=False)
-                self.reader.prepare(stage, fetched, gate, beta_scale)
+                self.reader.prepare(stage, fetched, gate, x.beta_scale)
             if i + 2 < total:
                 self.reader.fetch(fetched, tokens.at(i + 2), tile_index)
             stage = stage_of(spec, memory, i, record=False)
-            self.tile.advance(s, stage, scale)
+            self.tile.advance(s, stage, x.scale)
             cute.arch.sync_threads()
-            row = o[place.batch, place.start + i, head, None]
+            row = x.o[place.batch, place.start + i, head, None]
             self.reader.write(stage.o, row, tile_index)
-        if cutlass.const_expr(final_state is not None):
-            self.tile.store(s, final_state[sequence, head, None, None], tile_index)
+        if cutlass.const_expr(x.final_state is not None):
+            self.tile.store(s, x.final_state[sequence, head, None, None], tile_index)
