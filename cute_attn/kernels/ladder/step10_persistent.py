@@ -13,16 +13,18 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from ..attention.work import TileMap, Work, heads_in_l2
 from ..common.arguments import fake_contiguous
+from ..common.entry import entry, placeholders
 from ..common.pipeline import Barriers, Edge
 from ..common.scheduler import CounterScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import Buffer, Pointers
-from .step7_wgmma import Consumer, Operands
-from .step9_overlap import FmhaStep9
+from .arguments import Arguments, fake_arguments
+from .step7_wgmma import Operands
+from .step9_overlap import ConsumerInTurns, FmhaStep9
 
 
 class FmhaStep10(FmhaStep9):
@@ -33,28 +35,21 @@ class FmhaStep10(FmhaStep9):
         return (*super().buffers(), TileQueue.buffer(Work))
 
     def fake_args(self) -> tuple[Any, ...]:
-        *arguments, stream = super().fake_args()
-        return (*arguments, Int32(1), fake_contiguous(Int32, (1,)), stream)
+        return placeholders(fake_arguments(self.spec), Int32(1), fake_contiguous(Int32, (1,)))
 
+    @entry(Arguments, num_ctas=Int32, counter=cute.Tensor)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        softmax_scale: Float32,
-        num_ctas: Int32,
-        counter: cute.Tensor,
-        stream: Any,
-    ) -> None:
-        """`num_ctas` are resident at once; `counter` is for the scheduler, see there."""
-        batch, seqlen, heads, _ = q.shape
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel. `num_ctas` are resident at once; `counter` is for the scheduler, see
+        there."""
+        *given, num_ctas, counter, stream = args
+        a = Arguments(*given)
+        batch, seqlen, heads, _ = a.q.shape
         num_tiles = self.tile_map(seqlen, heads, batch).count()
         ctas = CounterScheduler.clusters(num_tiles, num_ctas)
-        self.launch([ctas, 1, 1], q, k, v, o, softmax_scale, counter, stream)
+        self.launch([ctas, 1, 1], a, counter, stream)
 
-    def tile_map(self, seqlen: Any, heads: Any, batch: Any) -> TileMap:
+    def tile_map(self, seqlen: Int32, heads: Int32, batch: Int32) -> TileMap:
         tokens = Sequences(seqlen)
         head_bytes = Int64(seqlen) * (2 * self.spec.row_bytes)  # of K and V
         return TileMap(
@@ -80,7 +75,7 @@ class FmhaStep10(FmhaStep9):
         queue.publish_end(index)
 
     @cute.jit
-    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+    def consumer_warps(self, x: Operands, own: ConsumerInTurns, storage: Pointers) -> None:
         queue = TileQueue(Work, storage.work, own.barriers)
         own.turns.begin()
         index = Int32(0)

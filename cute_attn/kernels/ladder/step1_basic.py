@@ -18,6 +18,7 @@ Runs on sm_80 and newer. The next steps replace methods of this class; a step's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -26,22 +27,51 @@ from cutlass import Float32, Int32
 
 from ..attention.mask import mask_row
 from ..attention.visibility import Visibility
-from ..common.carried import Named
+from ..common.carried import Carried
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import INF
 from ..common.ptx.compiler import keep_branch
 from ..common.ptx.convert import pack
 from ..common.ptx.matrices import load_matrices
 from ..common.ptx.memory import shared_address, store_shared
 from ..common.ptx.mma import mma
-from ..common.smem import Buffer, SharedMemory
-from .arguments import fake_args
+from ..common.smem import Buffer, Pointers, SharedMemory
+from .arguments import Arguments, fake_arguments
 from .spec import ELEMENT_BYTES, FRAGMENT_ROWS, FmhaLadderSpec
 from .tiles import Rows, TileLayout
 
 
-class Work(Named):
-    """The work of a warp: its CTA's tiles, and where its own rows of Q are."""
+@dataclass(frozen=True)
+class Work(Carried):
+    """The work of a warp.
+
+    Attributes:
+        first_row: the warp's first query.
+        end: the K/V tiles of the CTA are 0 to end - 1.
+        whole: the tiles that need no mask are 0 to whole - 1.
+        scale: factor of the scores; see `scale`.
+        smem_q: shared address of the warp's rows of Q.
+        smem_k, smem_v: shared addresses of the tiles of K and V.
+    """
+
+    first_row: Int32
+    seqlen: Int32
+    end: Int32
+    whole: Int32
+    scale: Float32
+    smem_q: Int32
+    smem_k: Int32
+    smem_v: Int32
+
+
+@dataclass(frozen=True)
+class CopyingWork(Work):
+    """The work of a warp that also copies K and V; see `Work` for the others."""
+
+    k: Rows
+    v: Rows
+    smem_k_transposed: Int32 | None
 
 
 class FmhaStep1:
@@ -73,21 +103,16 @@ class FmhaStep1:
         ]
 
     def fake_args(self) -> tuple[Any, ...]:
-        return fake_args(self.spec)
+        return placeholders(fake_arguments(self.spec))
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        softmax_scale: Float32,
-        stream: Any,
-    ) -> None:
-        batch, seqlen, heads, _ = q.shape
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        batch, seqlen, heads, _ = a.q.shape
         tiles = (seqlen + (self.spec.tile_m - 1)) // self.spec.tile_m
-        self.kernel(q, k, v, o, softmax_scale).launch(
+        self.kernel(a).launch(
             grid=[tiles, heads, batch],
             block=[self.spec.num_threads, 1, 1],
             smem=self.memory.nbytes,
@@ -97,36 +122,29 @@ class FmhaStep1:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        softmax_scale: Float32,
-    ) -> None:
+    def kernel(self, x: Arguments) -> None:
         block, head, batch = cute.arch.block_idx()
         block = self.query_tile(block)
-        seqlen = q.shape[1]
+        seqlen = x.q.shape[1]
         _, end = self.visibility.key_tiles(block, seqlen, seqlen)
         first_row = block * self.spec.tile_m
         _, whole = self.visibility.whole_key_tiles(first_row, self.spec.tile_m, seqlen, seqlen)
         smem = self.memory.allocate()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        work = Work(
-            k=Rows.of(k, batch, head),
-            v=Rows.of(v, batch, head),
+        work = CopyingWork(
+            k=Rows.of(x.k, batch, head),
+            v=Rows.of(x.v, batch, head),
             first_row=first_row + warp * self.warp_rows,
             seqlen=seqlen,
             end=end,
             whole=whole,
-            scale=self.scale(softmax_scale),
+            scale=self.scale(x.softmax_scale),
             smem_q=shared_address(smem.q) + warp * (self.warp_rows * self.spec.row_bytes),
             smem_k=shared_address(smem.k),
             smem_v=shared_address(smem.v),
             smem_k_transposed=self.transposed(smem),
         )
-        self.copy(shared_address(smem.q), Rows.of(q, batch, head), first_row, self.spec.tile_m)
+        self.copy(shared_address(smem.q), Rows.of(x.q, batch, head), first_row, self.spec.tile_m)
 
         acc = cute.make_rmem_tensor((self.m_blocks * self.spec.head_dim // 2,), Float32)
         maximum = cute.make_rmem_tensor((self.rows,), Float32)
@@ -135,23 +153,23 @@ class FmhaStep1:
         maximum.fill(-INF)
         total.fill(0.0)
         self.key_tiles(work, acc, maximum, total)
-        self.finish(work, acc, total, Rows.of(o, batch, head))
+        self.finish(work, acc, total, Rows.of(x.o, batch, head))
 
-    def query_tile(self, block: Any) -> Any:
+    def query_tile(self, block: Int32) -> Int32:
         """The query tile of a CTA."""
         return block
 
-    def scale(self, softmax_scale: Any) -> Any:
+    def scale(self, softmax_scale: Float32) -> Float32:
         return softmax_scale
 
-    def transposed(self, smem: Any) -> Any:
+    def transposed(self, smem: Pointers) -> Int32 | None:
         return shared_address(smem.k_transposed)
 
     # -- the loop over K/V tiles --------------------------------------------------------------
 
     @cute.jit
     def key_tiles(
-        self, work: Work, acc: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor
+        self, work: CopyingWork, acc: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor
     ) -> None:
         for tile in cutlass.range(work.end, unroll=1):
             self.copy(work.smem_k, work.k, tile * self.spec.tile_n, self.spec.tile_n)
@@ -164,7 +182,7 @@ class FmhaStep1:
             self.add_values(work.smem_v, p, acc)
             cute.arch.sync_threads()  # all warps are done with K^T and V
 
-    def copy(self, shared: Any, source: Rows, first: Any, rows: int) -> None:
+    def copy(self, shared: Int32, source: Rows, first: Int32, rows: int) -> None:
         self.layout.copy(shared, source, first, rows, self.spec.num_threads)
         cute.arch.cp_async_commit_group()
 
@@ -174,7 +192,7 @@ class FmhaStep1:
         cute.arch.cp_async_wait_group(pending)
         cute.arch.sync_threads()
 
-    def transpose(self, work: Work) -> None:
+    def transpose(self, work: CopyingWork) -> None:
         """Write the transpose of the K tile, 8 by 8 elements for each matrix of an ldmatrix."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -191,7 +209,7 @@ class FmhaStep1:
 
     # -- S = Q K^T ----------------------------------------------------------------------------
 
-    def scores(self, work: Work, smem_k: Any) -> cute.Tensor:
+    def scores(self, work: Work, smem_k: Int32) -> cute.Tensor:
         """Scores of the warp's rows: (row of the thread, column of the thread)."""
         columns = self.spec.tile_n // 8
         s = [[[Float32(0.0)] * 4 for _ in range(columns)] for _ in range(self.m_blocks)]
@@ -214,7 +232,7 @@ class FmhaStep1:
                     values[2 * m + i // 2, 2 * n + i % 2] = s[m][n][i]
         return values
 
-    def keys(self, smem_k: Any, n: int, step: int) -> Any:
+    def keys(self, smem_k: Int32, n: int, step: int) -> list[Int32]:
         """Right operands of K^T, of keys from 8 n on and columns from 16 step on."""
         return self.transposed_layout.right(smem_k, n, step, self.operands_per_load)
 
@@ -229,7 +247,7 @@ class FmhaStep1:
         acc: cute.Tensor,
         maximum: cute.Tensor,
         total: cute.Tensor,
-    ) -> Any:
+    ) -> list[Int32]:
         """P as left operands; scales `acc` and `total` to the new maximum."""
         if tile >= work.whole:
             keep_branch()  # most tiles need no mask
@@ -238,7 +256,7 @@ class FmhaStep1:
             self.softmax_row(work, s[row, None], row, acc, maximum, total)
         return self.packed(s)
 
-    def mask(self, work: Work, s: cute.Tensor, tile: Any) -> None:
+    def mask(self, work: Work, s: cute.Tensor, tile: Int32) -> None:
         """Set the scores of keys that a row does not see to -inf."""
         lane = cute.arch.lane_idx()
         columns = [8 * (c // 2) + c % 2 for c in range(self.spec.tile_n // 4)]
@@ -261,7 +279,7 @@ class FmhaStep1:
         for c, x in enumerate(values):
             s[c] = x
 
-    def row_maximum(self, values: list[Any], previous: Any) -> Any:
+    def row_maximum(self, values: list[Float32], previous: Float32) -> Float32:
         """The maximum of a row's values and of `previous`; 4 threads share a row."""
         chains = [*values[:4]]
         for c, x in enumerate(values[4:]):
@@ -275,7 +293,12 @@ class FmhaStep1:
         return highest
 
     def rescale(
-        self, values: list[Any], row: int, factor: Any, acc: cute.Tensor, total: cute.Tensor
+        self,
+        values: list[Float32],
+        row: int,
+        factor: Float32,
+        acc: cute.Tensor,
+        total: cute.Tensor,
     ) -> None:
         """Multiply the row of `acc` and its total by `factor`, and add the values to the total."""
         sums = [*values[:2]]
@@ -291,7 +314,7 @@ class FmhaStep1:
         columns = self.spec.head_dim // 8
         return [4 * (m * columns + n) + 2 * half + i for n in range(columns) for i in range(2)]
 
-    def packed(self, p: cute.Tensor) -> Any:
+    def packed(self, p: cute.Tensor) -> list[Int32]:
         """P rounded to left operands, 4 registers for each 16 rows by 16 keys."""
         return [
             pack(
@@ -305,7 +328,7 @@ class FmhaStep1:
 
     # -- O += P V, and the epilogue -----------------------------------------------------------
 
-    def add_values(self, smem_v: Any, p: list[Any], acc: cute.Tensor) -> None:
+    def add_values(self, smem_v: Int32, p: list[Int32], acc: cute.Tensor) -> None:
         steps, columns = self.spec.tile_n // 16, self.spec.head_dim // 8
         o = [acc[i] for i in range(cute.size(acc))]
         for step in range(steps):
@@ -337,6 +360,6 @@ class FmhaStep1:
             shared = work.smem_q + m * FRAGMENT_ROWS * self.layout.pitch
             self.layout.store(self.dtype, values, shared, o, work.first_row + 16 * m)
 
-    def divide(self, acc: cute.Tensor, row: int, total: Any) -> None:
+    def divide(self, acc: cute.Tensor, row: int, total: Float32) -> None:
         for i in self.row_of_acc(row):
             acc[i] = acc[i] / total

@@ -8,9 +8,8 @@ negative.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass.cute as cute
+from cutlass import Float32
 
 from ..common.numbers import LOG2_E
 from ..common.ptx.math import exp2
@@ -18,7 +17,7 @@ from .step1_basic import FmhaStep1, Work
 
 
 class FmhaStep2(FmhaStep1):
-    def scale(self, softmax_scale: Any) -> Any:
+    def scale(self, softmax_scale: Float32) -> Float32:
         return softmax_scale * LOG2_E
 
     def softmax_row(

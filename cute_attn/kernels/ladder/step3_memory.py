@@ -15,14 +15,12 @@ of groups is younger than the one that is waited for.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..common.smem import Buffer
-from .step1_basic import Work
+from ..common.smem import Buffer, Pointers
+from .step1_basic import CopyingWork
 from .step2_math import FmhaStep2
 from .tiles import Rows
 
@@ -31,12 +29,12 @@ class FmhaStep3(FmhaStep2):
     def buffers(self) -> list[Buffer]:
         return super().buffers()[:3]  # without the transpose
 
-    def transposed(self, smem: Any) -> Any:
+    def transposed(self, smem: Pointers) -> Int32 | None:
         return None
 
     @cute.jit
     def key_tiles(
-        self, work: Work, acc: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor
+        self, work: CopyingWork, acc: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor
     ) -> None:
         k_stages, v_stages = self.spec.k_stages, self.spec.v_stages
         for i in cutlass.range_constexpr(-max(k_stages, v_stages - 1), 0):
@@ -51,7 +49,7 @@ class FmhaStep3(FmhaStep2):
             p = self.softmax(work, scores, tile, acc, maximum, total)
             self.add_values(self.stage(work.smem_v, tile, v_stages), p, acc)
 
-    def stage(self, ring: Any, tile: Any, stages: int) -> Any:
+    def stage(self, ring: Int32, tile: Int32, stages: int) -> Int32:
         """The address of a tile in its ring."""
         return ring + tile % stages * (self.spec.tile_n * self.spec.row_bytes)
 
@@ -65,5 +63,5 @@ class FmhaStep3(FmhaStep2):
             self.layout.copy(shared, source, first, self.spec.tile_n, self.spec.num_threads)
         cute.arch.cp_async_commit_group()
 
-    def keys(self, smem_k: Any, n: int, step: int) -> Any:
+    def keys(self, smem_k: Int32, n: int, step: int) -> list[Int32]:
         return self.layout.right_of_rows(smem_k, n, step, self.operands_per_load)

@@ -9,21 +9,20 @@ to run are short.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass.cute as cute
+from cutlass import Float32, Int32
 
 from ..common.ptx.math import reciprocal
 from .step3_memory import FmhaStep3
 
 
 class FmhaStep4(FmhaStep3):
-    def query_tile(self, block: Any) -> Any:
+    def query_tile(self, block: Int32) -> Int32:
         if self.spec.causal:
             return cute.arch.grid_dim()[0] - 1 - block
         return block
 
-    def divide(self, acc: cute.Tensor, row: int, total: Any) -> None:
+    def divide(self, acc: cute.Tensor, row: int, total: Float32) -> None:
         inverse = reciprocal(total)
         for i in self.row_of_acc(row):
             acc[i] = acc[i] * inverse

@@ -23,12 +23,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from ..common.carried import Carried
+from ..common.entry import entry, gathered
 from ..common.numbers import INF
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx.memory import shared_address
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers
 from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_boxes, load_use
+from .arguments import Arguments
 from .spec import FmhaLadderSpec
 from .step1_basic import Work
 from .step5_swizzle import FmhaStep5
@@ -48,14 +51,40 @@ class BoxedTiles(TileLayout):
     def pitch(self) -> int:
         return LINE_BYTES
 
-    def offset(self, row: Any, unit: Any) -> Any:
+    def offset(self, row: Int32, unit: Int32) -> Int32:
         within = (unit % LINE_UNITS) ^ (row % LINE_UNITS)
         first = row + unit // LINE_UNITS * self.rows
         return first * LINE_BYTES + within * UNIT_BYTES
 
-    def moved(self, offset: Any, rows: int, units: int) -> Any:
+    def moved(self, offset: Int32, rows: int, units: int) -> Int32:
         box, within = divmod(units, LINE_UNITS)
         return (offset ^ (within * UNIT_BYTES)) + (rows + box * self.rows) * LINE_BYTES
+
+
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
+
+    Attributes:
+        q_tma, k_tma, v_tma: TMA's loads.
+        q, k, v: coordinates for TMA.
+    """
+
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    o: cute.Tensor
+    softmax_scale: Float32
+
+
+@dataclass(frozen=True)
+class ConsumingWork(Work):
+    """The work of a warp of the consumers; see `Work` for the others."""
+
+    barriers: Barriers
 
 
 class FmhaStep6(FmhaStep5):
@@ -93,21 +122,19 @@ class FmhaStep6(FmhaStep5):
     def names(self, shared_base: int) -> dict[str, dict[str, Any]]:
         return report_names(self.memory, self.pipeline, self.roles, shared_base)
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        softmax_scale: Float32,
-        stream: Any,
-    ) -> None:
-        batch, seqlen, heads, _ = q.shape
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        batch, seqlen, heads, _ = a.q.shape
         tiles = (seqlen + (self.spec.tile_m - 1)) // self.spec.tile_m
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        atoms = (*self.tile_rows.atom(load, q), *self.tile_rows.atom(load, k))
-        self.kernel(*atoms, *self.tile_rows.atom(load, v), o, softmax_scale).launch(
+        load, rows = cpasync.CopyBulkTensorTileG2SOp(), self.tile_rows
+        x = Operands(
+            *rows.atom(load, a.q), *rows.atom(load, a.k), *rows.atom(load, a.v), a.o,
+            a.softmax_scale,
+        )  # fmt: skip
+        self.kernel(x).launch(
             grid=[tiles, heads, batch],
             block=[self.spec.num_threads + WARP_SIZE, 1, 1],
             min_blocks_per_mp=self.spec.occupancy,
@@ -116,21 +143,11 @@ class FmhaStep6(FmhaStep5):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        softmax_scale: Float32,
-    ) -> None:
+    def kernel(self, x: Operands) -> None:
         spec = self.spec
         block, head, batch = cute.arch.block_idx()
         block = self.query_tile(block)
-        seqlen = o.shape[1]
+        seqlen = x.o.shape[1]
         _, end = self.visibility.key_tiles(block, seqlen, seqlen)
         first_row = block * spec.tile_m
         _, whole = self.visibility.whole_key_tiles(first_row, spec.tile_m, seqlen, seqlen)
@@ -144,19 +161,17 @@ class FmhaStep6(FmhaStep5):
         cute.arch.sync_threads()
 
         if warp == spec.num_warps:
-            self.load_warp(
-                q_tma, q, k_tma, k, v_tma, v, smem, barriers, block, head, batch, seqlen, end
-            )
+            self.load_warp(x, smem, barriers, block, head, batch, end)
         else:
             row = warp * self.warp_rows
             within = row // spec.tile_n * (spec.tile_n * spec.row_bytes)
-            work = Work(
+            work = ConsumingWork(
                 barriers=barriers,
                 first_row=first_row + row,
                 seqlen=seqlen,
                 end=end,
                 whole=whole,
-                scale=self.scale(softmax_scale),
+                scale=self.scale(x.softmax_scale),
                 smem_q=shared_address(smem.q) + within + row % spec.tile_n * LINE_BYTES,
                 smem_k=shared_address(smem.k),
                 smem_v=shared_address(smem.v),
@@ -169,23 +184,17 @@ class FmhaStep6(FmhaStep5):
             total.fill(0.0)
             barriers.wait("q_full", 0)
             self.key_tiles(work, acc, maximum, total)
-            self.finish(work, acc, total, Rows.of(o, batch, head))
+            self.finish(work, acc, total, Rows.of(x.o, batch, head))
 
     @cute.jit
     def load_warp(
         self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
+        x: Operands,
         smem: Pointers,
         barriers: Barriers,
         block: Int32,
         head: Int32,
         batch: Int32,
-        seqlen: Int32,
         end: Int32,
     ) -> None:
         spec = self.spec
@@ -193,24 +202,24 @@ class FmhaStep6(FmhaStep5):
         across = (spec.head_dim // BOX, spec.tile_n * BOX)
         k_smem = boxes(smem.k, spec.tile_n, across, (spec.k_stages, tile))
         v_smem = boxes(smem.v, spec.tile_n, across, (spec.v_stages, tile))
-        place = (head, batch, 0, seqlen)
+        place = (head, batch, 0, x.o.shape[1])
 
         with cute.arch.elect_one():
             barriers.expect("q_full", 0, spec.tile_m * spec.row_bytes)
         parts = spec.tile_m // spec.tile_n
         for i in cutlass.range_constexpr(parts):
-            queries = self.tile_rows.box(q, block * parts + i, *place)
+            queries = self.tile_rows.box(x.q, block * parts + i, *place)
             q_smem = boxes(smem.q + i * tile, spec.tile_n, across, (1, tile))
-            load_boxes(q_tma, queries, q_smem, barriers, "q_full", 0)
+            load_boxes(x.q_tma, queries, q_smem, barriers, "q_full", 0)
         for n in cutlass.range(end, unroll=1):
-            keys = self.tile_rows.box(k, n, *place)
-            load_use("k", k_tma, keys, k_smem, barriers, n)
-            values = self.tile_rows.box(v, n, *place)
-            load_use("v", v_tma, values, v_smem, barriers, n)
+            keys = self.tile_rows.box(x.k, n, *place)
+            load_use("k", x.k_tma, keys, k_smem, barriers, n)
+            values = self.tile_rows.box(x.v, n, *place)
+            load_use("v", x.v_tma, values, v_smem, barriers, n)
 
     @cute.jit
     def key_tiles(
-        self, work: Work, acc: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor
+        self, work: ConsumingWork, acc: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor
     ) -> None:
         for n in cutlass.range(work.end, unroll=1):
             work.barriers.wait("k_full", n)

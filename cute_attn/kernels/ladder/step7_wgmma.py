@@ -16,6 +16,7 @@ rows in registers, and `sm90_mma` the products.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -32,9 +33,10 @@ from ..attention.sm90_mma import (
 )
 from ..attention.sm90_store import group_barrier, store_staged
 from ..attention.visibility import Visibility
-from ..common.carried import Named
+from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
+from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import LOG2_E
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import wgmma
@@ -42,36 +44,74 @@ from ..common.ptx.memory import shared_address
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import WARP_SIZE
 from ..common.tma import BOX, BoxedRows, boxes, load_use
-from .arguments import fake_args
+from .arguments import Arguments, fake_arguments
 from .spec import FmhaLadderSpec
 
 
-class Operands(Named):
-    """The kernel's arguments: TMA's atoms and coordinates of q, k, v and o, and `log2`, which turns
-    scores into exponents of 2. Step 10 adds a counter."""
-
-
-class Tile(Named):
-    """A tile of queries.
+@dataclass(frozen=True)
+class Operands(Carried):
+    """The tensors that the device code reads and writes.
 
     Attributes:
-        block, head, sequence: of the tile.
-        seqlen: of its sequence.
-        end: its K/V tiles are 0 to end - 1.
-        whole: those that need no mask are 0 to whole - 1.
+        q_tma, k_tma, v_tma, o_tma: TMA's copies.
+        q, k, v, o: coordinates for TMA.
+        log2: turns scores into exponents of 2.
+        counter: for the scheduler of step 10.
     """
 
+    q_tma: cute.CopyAtom
+    q: cute.Tensor
+    k_tma: cute.CopyAtom
+    k: cute.Tensor
+    v_tma: cute.CopyAtom
+    v: cute.Tensor
+    o_tma: cute.CopyAtom
+    o: cute.Tensor
+    log2: Float32
+    counter: cute.Tensor | None
 
-class Consumer(Named):
+
+@dataclass(frozen=True)
+class Tile(Carried):
+    """A tile of queries, `block` of a head.
+
+    Attributes:
+        seqlen: queries and keys of the sequence.
+        end: the K/V tiles are 0 to end - 1.
+        whole: the K/V tiles that need no mask are 0 to whole - 1.
+    """
+
+    block: Int32
+    head: Int32
+    sequence: Int32
+    seqlen: Int32
+    end: Int32
+    whole: Int32
+
+
+@dataclass(frozen=True)
+class Consumer(Carried):
     """What a warp of the consumers keeps.
 
     Attributes:
-        warp, group: its number, and that of its warpgroup.
-        barriers: of the CTA.
-        q, k, v, o: shared addresses: of its warpgroup's rows of Q and O, and of the rings.
+        warp: the warp's number in the CTA.
+        group: the number of the warp's warpgroup.
+        q, o: shared addresses of the warpgroup's rows of Q and O.
+        k, v: shared addresses of the rings.
         s, p, acc: registers of S, of P as an operand, and of O.
-        softmax: of its rows.
     """
+
+    warp: Int32
+    group: Int32
+    barriers: Barriers
+    q: Int32
+    k: Int32
+    v: Int32
+    o: Int32
+    s: cute.Tensor
+    p: cute.Tensor
+    acc: cute.Tensor
+    softmax: fragments.OnlineSoftmax
 
 
 class FmhaStep7:
@@ -126,73 +166,45 @@ class FmhaStep7:
         return report_names(self.smem, self.pipeline, (self.consumers, self.load), shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
-        return fake_args(self.spec)
+        return placeholders(fake_arguments(self.spec))
 
     # -- host ---------------------------------------------------------------------------------
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        softmax_scale: Float32,
-        stream: Any,
-    ) -> None:
-        batch, seqlen, heads, _ = q.shape
+    def __call__(self, *args: Any) -> None:
+        """Launch the kernel."""
+        a, stream = gathered(Arguments, args)
+        batch, seqlen, heads, _ = a.q.shape
         tiles = (seqlen + (self.spec.tile_m - 1)) // self.spec.tile_m
-        self.launch([tiles, heads, batch], q, k, v, o, softmax_scale, None, stream)
+        self.launch([tiles, heads, batch], a, None, stream)
 
-    @cute.jit
     def launch(
-        self,
-        grid: list[Any],
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        softmax_scale: Float32,
-        counter: cute.Tensor | None,
-        stream: Any,
+        self, grid: list[Int32], a: Arguments, counter: cute.Tensor | None, stream: Any
     ) -> None:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        self.kernel(
-            *self.q_rows.atom(load, q), *self.kv_rows.atom(load, k), *self.kv_rows.atom(load, v),
-            *self.o_rows.atom(store, o), softmax_scale * LOG2_E, counter,
-        ).launch(
+        x = Operands(
+            *self.q_rows.atom(load, a.q), *self.kv_rows.atom(load, a.k),
+            *self.kv_rows.atom(load, a.v), *self.o_rows.atom(store, a.o),
+            a.softmax_scale * LOG2_E, counter,
+        )  # fmt: skip
+        self.kernel(x).launch(
             grid=grid,
             block=[self.num_threads, 1, 1],
             min_blocks_per_mp=self.spec.occupancy,
             preferred_smem_carveout=100,
             stream=stream,
-        )  # fmt: skip
+        )
 
     # -- device: set-up -----------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
-        self,
-        q_tma: cute.CopyAtom,
-        q: cute.Tensor,
-        k_tma: cute.CopyAtom,
-        k: cute.Tensor,
-        v_tma: cute.CopyAtom,
-        v: cute.Tensor,
-        o_tma: cute.CopyAtom,
-        o: cute.Tensor,
-        log2: Float32,
-        counter: cute.Tensor | None,
-    ) -> None:
-        x = Operands(
-            q_tma=q_tma, q=q, k_tma=k_tma, k=k, v_tma=v_tma, v=v, o_tma=o_tma, o=o, log2=log2,
-            counter=counter,
-        )  # fmt: skip
+    def kernel(self, x: Operands) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = self.smem.allocate()
         barriers = self.pipeline.at(storage.barriers)
         if warp == self.load.warps[0]:
-            prepare((q_tma, k_tma, v_tma, o_tma), barriers)
+            prepare((x.q_tma, x.k_tma, x.v_tma, x.o_tma), barriers)
         cute.arch.sync_threads()
         self.roles(x, storage, barriers, warp)
 
@@ -203,7 +215,7 @@ class FmhaStep7:
         else:
             self.consumer_warps(x, self.consumer(x, storage, barriers, warp), storage)
 
-    def consumer(self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any) -> Consumer:
+    def consumer(self, x: Operands, storage: Pointers, barriers: Barriers, warp: Int32) -> Consumer:
         spec = self.spec
         group = warp // WARPGROUP_WARPS
         return Consumer(
@@ -220,13 +232,13 @@ class FmhaStep7:
             softmax=fragments.OnlineSoftmax(x.log2),
         )
 
-    def tile(self, x: Operands, block: Any, head: Any, sequence: Any) -> Tile:
+    def tile(self, x: Operands, block: Int32, head: Int32, sequence: Int32) -> Tile:
         seqlen = x.q.shape[0][1]
         _, end = self.visible.key_tiles(block, seqlen, seqlen)
         _, whole = self.visible.whole_key_tiles(
             block * self.spec.tile_m, self.spec.tile_m, seqlen, seqlen
         )
-        return Tile(block=block, head=head, sequence=sequence, seqlen=seqlen, end=end, whole=whole)
+        return Tile(block, head, sequence, seqlen, end, whole)
 
     def tile_of_cta(self, x: Operands) -> Tile:
         """The tile of a CTA; the last one of a head has the most keys, and starts first."""
@@ -310,12 +322,12 @@ class FmhaStep7:
         own.barriers.warp_arrives("v_empty", n)
 
     @cute.jit
-    def rescale(self, own: Consumer, factors: list[Any]) -> None:
+    def rescale(self, own: Consumer, factors: list[Float32]) -> None:
         """Multiply the rows of O by their factors, which are mostly 1: see `OnlineSoftmax`."""
         if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
             fragments.scale_rows(own.acc, factors)
 
-    def start_scores(self, own: Consumer, n: Any) -> list[Any]:
+    def start_scores(self, own: Consumer, n: Int32) -> list[Float32]:
         """Start S = Q K^T, with use n of K."""
         spec = self.spec
         stage = own.barriers.stage("k_full", n) * (spec.tile_n * spec.row_bytes)
@@ -324,7 +336,7 @@ class FmhaStep7:
             tile_m=spec.tile_m, tile_n=spec.tile_n, head_dim=spec.head_dim,
         )  # fmt: skip
 
-    def start_output(self, own: Consumer, n: Any) -> list[Any]:
+    def start_output(self, own: Consumer, n: Int32) -> list[Float32]:
         """Start O + P V, with use n of V."""
         spec = self.spec
         stage = own.barriers.stage("v_full", n) * (spec.tile_n * spec.row_bytes)
@@ -333,7 +345,7 @@ class FmhaStep7:
             self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim
         )
 
-    def mask(self, own: Consumer, tile: Tile, key_tile: Any) -> None:
+    def mask(self, own: Consumer, tile: Tile, key_tile: Int32) -> None:
         """Set the columns of keys that a row does not see to -inf."""
         row = tile.block * self.spec.tile_m + fragments.first_row(own.warp)
         highs = []

@@ -15,7 +15,7 @@ the other one's products, and not into its softmax.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -30,14 +30,22 @@ from .step7_wgmma import Consumer, Operands, Tile
 from .step8_warpgroups import FmhaStep8
 
 
+@dataclass(frozen=True)
+class ConsumerInTurns(Consumer):
+    """What a warp of the consumers keeps; see `Consumer` for the others."""
+
+    turns: Turns
+
+
 class FmhaStep9(FmhaStep8):
-    def consumer(self, x: Operands, storage: Pointers, barriers: Barriers, warp: Any) -> Consumer:
+    def consumer(
+        self, x: Operands, storage: Pointers, barriers: Barriers, warp: Int32
+    ) -> ConsumerInTurns:
         own = super().consumer(x, storage, barriers, warp)
-        own.turns = Turns(own.group, self.warpgroups)
-        return own
+        return ConsumerInTurns(**vars(own), turns=Turns(own.group, self.warpgroups))
 
     @cute.jit
-    def consumer_warps(self, x: Operands, own: Consumer, storage: Pointers) -> None:
+    def consumer_warps(self, x: Operands, own: ConsumerInTurns, storage: Pointers) -> None:
         own.turns.begin()
         tile = self.tile_of_cta(x)
         self.compute_tile(own, tile, Int32(0), Int32(0))
@@ -46,7 +54,7 @@ class FmhaStep9(FmhaStep8):
         own.turns.end()
 
     @cute.jit
-    def compute_tile(self, own: Consumer, tile: Tile, index: Int32, n: Int32) -> Int32:
+    def compute_tile(self, own: ConsumerInTurns, tile: Tile, index: Int32, n: Int32) -> Int32:
         own.softmax.start()
         own.acc.fill(0.0)
         # The last K/V tile: there is no P yet for a second product.
@@ -82,7 +90,7 @@ class FmhaStep9(FmhaStep8):
     @cute.jit
     def next_key_tile(
         self,
-        own: Consumer,
+        own: ConsumerInTurns,
         tile: Tile,
         key_tile: Int32,
         n: Int32,

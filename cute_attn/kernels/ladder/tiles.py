@@ -6,10 +6,9 @@ A row in shared memory is `row_bytes` bytes of 16-byte units. Offsets are in byt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64, Numeric
 
 from ..common.carried import Carried
 from ..common.ptx.async_copy import copy_async
@@ -25,13 +24,13 @@ UNIT_BYTES = 16
 class Rows(Carried):
     """The rows of a head in global memory: address of the first, bytes from row to row, rows."""
 
-    address: Any
-    pitch: Any
-    length: Any
+    address: Int64
+    pitch: Int64
+    length: Int32
 
     @classmethod
-    def of(cls, x: cute.Tensor, batch: Any, head: Any) -> Rows:
-        """Those of x, `[B, S, H, D]`."""
+    def of(cls, x: cute.Tensor, batch: Int32, head: Int32) -> Rows:
+        """The rows of a head of x, `[B, S, H, D]`."""
         offset = Int64(batch) * x.stride[0] + Int64(head) * x.stride[2]
         return cls((x.iterator + offset).toint(), Int64(x.stride[1]) * 2, x.shape[1])
 
@@ -41,7 +40,7 @@ class TileLayout:
     """The layout of tiles of rows in shared memory.
 
     Attributes:
-        row_bytes: of a row, a multiple of 128.
+        row_bytes: bytes of a row, a multiple of 128.
         swizzled: unit u of row r lies at unit u ^ (r & 7), so that the same unit of 8 rows lies
             in different banks; otherwise at unit u.
     """
@@ -54,13 +53,13 @@ class TileLayout:
         """Bytes from a row to the next."""
         return self.row_bytes
 
-    def offset(self, row: Any, unit: Any) -> Any:
+    def offset(self, row: Int32, unit: Int32) -> Int32:
         """Offset of a unit."""
         if self.swizzled:
             unit = unit ^ (row & 7)
         return row * self.row_bytes + unit * UNIT_BYTES
 
-    def moved(self, offset: Any, rows: int, units: int) -> Any:
+    def moved(self, offset: Int32, rows: int, units: int) -> Int32:
         """Offset of the unit that lies `rows` rows, a multiple of 8, and `units` units further. If
         swizzled, `units` must not carry: it has no bit in common with the offset's unit."""
         within, beyond = units * UNIT_BYTES % 128, units * UNIT_BYTES // 128 * 128
@@ -71,7 +70,7 @@ class TileLayout:
 
     # -- global memory ------------------------------------------------------------------------
 
-    def copy(self, shared: Any, source: Rows, first: Any, rows: int, num_threads: int) -> None:
+    def copy(self, shared: Int32, source: Rows, first: Int32, rows: int, num_threads: int) -> None:
         """Start the cp.async of rows first to first + rows - 1, by all threads of the CTA. Rows
         that do not exist become 0."""
         thread, _, _ = cute.arch.thread_idx()
@@ -87,7 +86,14 @@ class TileLayout:
             target = (offset ^ flip) + i * self.row_bytes
             copy_async(shared + target, at + i * source.pitch, present)
 
-    def store(self, dtype: Any, values: list[Any], shared: Any, target: Rows, first: Any) -> None:
+    def store(
+        self,
+        dtype: type[Numeric],
+        values: list[Float32],
+        shared: Int32,
+        target: Rows,
+        first: Int32,
+    ) -> None:
         """Store a warp's accumulators of 16 rows to global memory, 16 bytes of a row at a time,
         through 16 rows of `shared` that are this warp's own."""
         lane = cute.arch.lane_idx()
@@ -108,20 +114,20 @@ class TileLayout:
 
     # -- fragments ----------------------------------------------------------------------------
 
-    def left(self, shared: Any, step: int) -> Any:
+    def left(self, shared: Int32, step: int) -> list[Int32]:
         """The left operand of 16 rows from `shared` on and columns 16 step to 16 step + 15."""
         lane = cute.arch.lane_idx()
         offset = self.offset(lane & 15, lane >> 4)
         return load_matrices(shared + self.moved(offset, 0, 2 * step))
 
-    def right_of_rows(self, shared: Any, n: int, step: int, count: int) -> Any:
+    def right_of_rows(self, shared: Int32, n: int, step: int, count: int) -> list[Int32]:
         """`count` (1 or 2) right operands: columns 16 step to 16 step + 15 (k) of rows 8 n to
         8 n + 7 (n), and of the next 8 rows."""
         lane = cute.arch.lane_idx()
         offset = self.offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
         return load_matrices(shared + self.moved(offset, 8 * n, 2 * step), 2 * count)
 
-    def right(self, shared: Any, n: int, step: int, count: int) -> Any:
+    def right(self, shared: Int32, n: int, step: int, count: int) -> list[Int32]:
         """`count` (1 or 2) right operands: rows 16 step to 16 step + 15 (k) of columns 8 n to
         8 n + 7 (n), and of the next 8 columns."""
         lane = cute.arch.lane_idx()
