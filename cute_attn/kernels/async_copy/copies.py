@@ -13,6 +13,7 @@ swizzle permutes the 16-byte units of a box.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -26,16 +27,31 @@ from ..common.ptx.cluster import cta_rank
 from ..common.ptx.memory import load_global, shared_address, store_shared
 from ..common.spec import VECTOR_BYTES
 from ..common.tma import box_layout, partition, swizzled
+from .arguments import Arguments
 from .spec import BY_ONE_WARP, CLUSTER, ELEMENT_BYTES, VECTOR_WORDS, AsyncCopySpec
 
 BOTH_CTAS = 0b11
 
 
+@dataclass(frozen=True)
 class Source(Carried):
     """Tiles in global memory: the tensor `[rows, heads * tile_columns]`, and how TMA sees it."""
 
-    def __init__(self, tensor: cute.Tensor, atom: Any, coordinates: Any):
-        self.tensor, self.atom, self.coordinates = tensor, atom, coordinates
+    tensor: cute.Tensor
+    atom: cute.CopyAtom | None
+    coordinates: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Operands(Carried):
+    """What the device code reads and writes; see `Arguments`."""
+
+    source: Source
+    sums: cute.Tensor
+    clocks: cute.Tensor
+    tiles: Int32
+    count: Int32
+    sharing: Int32
 
 
 class TileCopy:
@@ -47,12 +63,17 @@ class TileCopy:
     def __init__(self, spec: AsyncCopySpec):
         self.spec = spec
 
-    def prepare(self, source: cute.Tensor) -> tuple[Any, Any]:
-        """On the host: the TMA atom and coordinates of the source, or None."""
+    def operands(self, a: Arguments) -> Operands:
+        """On the host: what the device code takes."""
+        source = Source(a.source, *self.prepare(a.source))
+        return Operands(source, a.sums, a.clocks, a.tiles, a.count, a.sharing)
+
+    def prepare(self, source: cute.Tensor) -> tuple[cute.CopyAtom | None, cute.Tensor | None]:
+        """The TMA atom and coordinates of the source, or None."""
         del source
         return None, None
 
-    def address(self, source: Source, place: Any) -> Any:
+    def address(self, source: Source, place: Int32) -> Int64:
         """The 64-bit address of a tile's first element."""
         spec = self.spec
         row = Int64(place // spec.heads) * (spec.tile_rows * spec.heads)
@@ -68,7 +89,7 @@ class TileCopy:
 class ByThreads(TileCopy):
     """Base of copies in which each thread has 16-byte units of the tile."""
 
-    def units(self, thread: Any) -> list[tuple[Any, Any]]:
+    def units(self, thread: Int32) -> list[tuple[Int32, Int64]]:
         """Byte offsets of a thread's units in shared and in global memory. All threads together
         copy whole rows at once."""
         spec = self.spec
@@ -86,11 +107,11 @@ class ByThreads(TileCopy):
 class VectorLoads(ByThreads):
     """Plain loads to registers, all of a tile's before the first store."""
 
-    def load(self, source: Source, place: Any, thread: Any) -> list[Any]:
+    def load(self, source: Source, place: Int32, thread: Int32) -> list[list[Int32]]:
         tile = self.address(source, place)
         return [load_global(Int32, tile + at, VECTOR_WORDS) for _, at in self.units(thread)]
 
-    def store(self, stage: cute.Pointer, thread: Any, values: list[Any]) -> None:
+    def store(self, stage: cute.Pointer, thread: Int32, values: list[list[Int32]]) -> None:
         for (at, _), words in zip(self.units(thread), values, strict=True):
             store_shared(Int32, shared_address(stage) + at, words)
 
@@ -98,7 +119,7 @@ class VectorLoads(ByThreads):
 class CpAsync(ByThreads):
     """cp.async of 16 bytes a thread."""
 
-    def start(self, source: Source, place: Any, stage: cute.Pointer, thread: Any) -> None:
+    def start(self, source: Source, place: Int32, stage: cute.Pointer, thread: Int32) -> None:
         level = "ca" if self.spec.copy == "cp_async_l1" else "cg"
         to, tile = shared_address(stage), self.address(source, place)
         for shared, at in self.units(thread):
@@ -111,7 +132,7 @@ class Bulk(TileCopy):
     one_warp = True
 
     def start(
-        self, source: Source, place: Any, tiles: cute.Pointer, stage: Any, full: cute.Pointer
+        self, source: Source, place: Int32, tiles: cute.Pointer, stage: Int32, full: cute.Pointer
     ) -> None:
         spec = self.spec
         to = shared_address(tiles) + stage * spec.tile_bytes
@@ -130,13 +151,13 @@ class Tensor(TileCopy):
     op: Any = staticmethod(cpasync.CopyBulkTensorTileG2SOp)
     ctas = 1  # that copy a tile together
 
-    def prepare(self, source: cute.Tensor) -> tuple[Any, Any]:
+    def prepare(self, source: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         spec = self.spec
         return cpasync.make_tiled_tma_atom(
             self.op(), source, self.layout(), (spec.box_rows, spec.box_columns)
         )
 
-    def layout(self, *more: tuple[int, int]) -> Any:
+    def layout(self, *more: tuple[int, int]) -> cute.Layout | cute.ComposedLayout:
         """A box in shared memory, and further modes of (size, stride)."""
         spec = self.spec
         if spec.copy != "tensor":
@@ -147,7 +168,7 @@ class Tensor(TileCopy):
         )
 
     def start(
-        self, source: Source, place: Any, tiles: cute.Pointer, stage: Any, full: cute.Pointer
+        self, source: Source, place: Int32, tiles: cute.Pointer, stage: Int32, full: cute.Pointer
     ) -> None:
         spec = self.spec
         row_boxes = spec.tile_rows // spec.box_rows
@@ -176,7 +197,7 @@ class Tensor(TileCopy):
                     tma_bar_ptr=full, **self.options(),
                 )  # fmt: skip
 
-    def first_row_box(self, row_boxes: int) -> Any:
+    def first_row_box(self, row_boxes: int) -> Int32:
         del row_boxes
         return 0
 
@@ -190,7 +211,7 @@ class MulticastTensor(Tensor):
     op = staticmethod(cpasync.CopyBulkTensorTileG2SMulticastOp)
     ctas = CLUSTER
 
-    def first_row_box(self, row_boxes: int) -> Any:
+    def first_row_box(self, row_boxes: int) -> Int32:
         return cta_rank() * (row_boxes // CLUSTER)
 
     def options(self) -> dict[str, Any]:

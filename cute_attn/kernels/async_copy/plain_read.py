@@ -7,19 +7,33 @@ Runs on sm_80 and newer.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.cute.runtime import make_fake_stream
 
 from ..common.arguments import fake_contiguous
+from ..common.entry import entry, gathered, placeholders
 from ..common.ptx.memory import load_global
 from ..common.spec import VECTOR_BYTES
 from .arguments import next_place
 from .spec import READ_THREADS, VECTOR_WORDS, PlainReadSpec
 from .work import FACTOR
+
+
+class Arguments(NamedTuple):
+    """What the kernel is called with.
+
+    Attributes:
+        source: `[vectors, 4]`, int32, at least `unroll` vectors a thread.
+        sums: `[CTAs, READ_THREADS, 4]`, int32, the checksums of each thread.
+        count: times that each thread reads `unroll` vectors.
+    """
+
+    source: cute.Tensor
+    sums: cute.Tensor
+    count: Int32
 
 
 class PlainRead:
@@ -29,36 +43,35 @@ class PlainRead:
         self.spec = spec
 
     def fake_args(self) -> tuple[Any, ...]:
-        return (
-            fake_contiguous(Int32, (cute.sym_int(), VECTOR_WORDS), VECTOR_BYTES),
-            fake_contiguous(Int32, (cute.sym_int(), READ_THREADS, VECTOR_WORDS), VECTOR_BYTES),
-            Int32(1),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+        return placeholders(
+            Arguments(
+                source=fake_contiguous(Int32, (cute.sym_int(), VECTOR_WORDS), VECTOR_BYTES),
+                sums=fake_contiguous(
+                    Int32, (cute.sym_int(), READ_THREADS, VECTOR_WORDS), VECTOR_BYTES
+                ),
+                count=Int32(1),
+            )
         )
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(self, source: cute.Tensor, sums: cute.Tensor, count: Int32, stream: Any) -> None:
-        """Launch a CTA for each row of `sums`.
-
-        Args:
-            source: int32 [vectors, 4], at least `unroll` vectors a thread.
-            sums: int32 [CTAs, READ_THREADS, 4], the checksums of each thread.
-            count: times that each thread reads `unroll` vectors.
-        """
-        self.kernel(source, sums, count).launch(
-            grid=[sums.shape[0], 1, 1], block=[READ_THREADS, 1, 1], stream=stream
+    def __call__(self, *args: Any) -> None:
+        """Launch a CTA for each row of `sums`."""
+        a, stream = gathered(Arguments, args)
+        self.kernel(a).launch(
+            grid=[a.sums.shape[0], 1, 1], block=[READ_THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, source: cute.Tensor, sums: cute.Tensor, count: Int32) -> None:
+    def kernel(self, x: Arguments) -> None:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        vectors, step = Int32(source.shape[0]), Int32(sums.shape[0]) * READ_THREADS
+        vectors, step = Int32(x.source.shape[0]), Int32(x.sums.shape[0]) * READ_THREADS
         place = cta * READ_THREADS + thread
         checksum = cute.make_rmem_tensor((VECTOR_WORDS,), Int32)
         checksum.fill(0)
-        start = source.iterator.toint()
-        for _ in cutlass.range(count, unroll=1):
+        start = x.source.iterator.toint()
+        for _ in cutlass.range(x.count, unroll=1):
             loaded = []
             for _ in cutlass.range_constexpr(self.spec.unroll):
                 at = start + Int64(place) * VECTOR_BYTES
@@ -68,4 +81,4 @@ class PlainRead:
                 for i in cutlass.range_constexpr(VECTOR_WORDS):
                     checksum[i] = checksum[i] * FACTOR + words[i]
         for i in cutlass.range_constexpr(VECTOR_WORDS):
-            sums[cta, thread, i] = checksum[i]
+            x.sums[cta, thread, i] = checksum[i]

@@ -20,14 +20,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ..common.entry import entry, gathered, placeholders
 from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role, report_names
 from ..common.ptx import mbarrier
 from ..common.ptx.async_copy import copies_arrive
 from ..common.ptx.memory import shared_address
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ..common.spec import WARP_SIZE
-from .arguments import fake_args, first_and_step, next_place, store_result
-from .copies import CLASSES, Source
+from .arguments import Arguments, fake_arguments, first_and_step, next_place, store_result
+from .copies import CLASSES, Operands
 from .spec import ELEMENT_BYTES, AsyncCopySpec
 from .work import work
 
@@ -66,23 +67,15 @@ class ProducerWarps:
         return report_names(self.smem, self.pipeline, self.roles, shared_base)
 
     def fake_args(self) -> tuple[Any, ...]:
-        return fake_args(self.spec)
+        return placeholders(fake_arguments(self.spec))
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        source: cute.Tensor,
-        sums: cute.Tensor,
-        clocks: cute.Tensor,
-        tiles: Int32,
-        count: Int32,
-        sharing: Int32,
-        stream: Any,
-    ) -> None:
-        """Launch a CTA for each row of `sums`; see `arguments`."""
-        atom, coordinates = self.copy.prepare(source)
-        self.kernel(source, atom, coordinates, sums, tiles, count, sharing).launch(
-            grid=[sums.shape[0], 1, 1],
+    def __call__(self, *args: Any) -> None:
+        """Launch a CTA for each row of `sums`."""
+        a, stream = gathered(Arguments, args)
+        self.kernel(self.copy.operands(a)).launch(
+            grid=[a.sums.shape[0], 1, 1],
             block=[self.spec.num_threads, 1, 1],
             cluster=[self.spec.cluster, 1, 1] if self.spec.cluster > 1 else None,
             min_blocks_per_mp=1,
@@ -90,36 +83,25 @@ class ProducerWarps:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        tensor: cute.Tensor,
-        atom: cute.CopyAtom | None,
-        coordinates: cute.Tensor | None,
-        sums: cute.Tensor,
-        tiles: Int32,
-        count: Int32,
-        sharing: Int32,
-    ) -> None:
+    def kernel(self, x: Operands) -> None:
         spec = self.spec
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP_SIZE)
         smem = self.smem.allocate()
         barriers = self.pipeline.at(smem.barriers)
-        source = Source(tensor, atom, coordinates)
         if thread == 0:
             barriers.init()
         if cutlass.const_expr(spec.try_wait):
             cute.arch.mbarrier_init_fence()
         self.join()
 
-        place, step = first_and_step(sums, sharing)
+        place, step = first_and_step(x.sums, x.sharing)
         if warp >= spec.consumer_warps:
-            self.load(
-                source, place, step, tiles, count, smem.tiles, barriers,
-                thread - spec.consumer_threads, warp - spec.consumer_warps,
-            )  # fmt: skip
+            first_thread, first_warp = spec.consumer_threads, spec.consumer_warps
+            of_load = (thread - first_thread, warp - first_warp)
+            self.load(x, place, step, smem.tiles, barriers, *of_load)
         else:
-            self.use(sums, count, smem.tiles, barriers, thread)
+            self.use(x, smem.tiles, barriers, thread)
         if cutlass.const_expr(spec.cluster > 1):
             self.join()  # neither CTA may end while the other signals it or copies to it
 
@@ -134,18 +116,16 @@ class ProducerWarps:
     @cute.jit
     def load(
         self,
-        source: Source,
+        x: Operands,
         place: Int32,
         step: Int32,
-        tiles: Int32,
-        count: Int32,
         buffer: cute.Pointer,
         barriers: Barriers,
         thread: Int32,
         warp: Int32,
     ) -> None:
         """The work of a producer warp; `thread` and `warp` count from the first of these."""
-        spec = self.spec
+        spec, source, count = self.spec, x.source, x.count
         if cutlass.const_expr(self.copy.one_warp):
             place += warp * step
             for n in cutlass.range(warp, count, spec.producer_warps, unroll=1):
@@ -154,7 +134,7 @@ class ProducerWarps:
                 with cute.arch.elect_one():
                     barriers.expect("full", n, spec.tile_bytes)
                 self.copy.start(source, place, buffer, stage, barriers.pointer("full", n))
-                place = next_place(place, spec.producer_warps * step, tiles)
+                place = next_place(place, spec.producer_warps * step, x.tiles)
         else:
             for n in cutlass.range(count, unroll=1):
                 to = buffer + barriers.stage("full", n) * (spec.tile_bytes // ELEMENT_BYTES)
@@ -175,15 +155,15 @@ class ProducerWarps:
                     self.wait_free(barriers, n)
                     self.copy.start(source, place, to, thread)
                     copies_arrive(full)
-                place = next_place(place, step, tiles)
+                place = next_place(place, step, x.tiles)
 
-    def wait_free(self, barriers: Barriers, n: Any) -> None:
+    def wait_free(self, barriers: Barriers, n: Int32) -> None:
         """Wait until the stage of tile n is free in all CTAs that its copy writes to."""
         self.wait(barriers, "empty", n, 1)
         if self.spec.cluster > 1:
             self.wait(barriers, "peer_empty", n, 1)
 
-    def wait(self, barriers: Barriers, edge: str, n: Any, previous: int) -> None:
+    def wait(self, barriers: Barriers, edge: str, n: Int32, previous: int) -> None:
         phase = barriers.phase(edge, n) ^ previous
         if self.spec.try_wait:
             cute.arch.mbarrier_wait(barriers.pointer(edge, n), phase)
@@ -191,17 +171,10 @@ class ProducerWarps:
             mbarrier.wait(barriers.address(edge, barriers.stage(edge, n)), phase)
 
     @cute.jit
-    def use(
-        self,
-        sums: cute.Tensor,
-        count: Int32,
-        buffer: cute.Pointer,
-        barriers: Barriers,
-        thread: Int32,
-    ) -> None:
+    def use(self, x: Operands, buffer: cute.Pointer, barriers: Barriers, thread: Int32) -> None:
         """The work of a consumer warp."""
-        result = self.work.start(count)
-        for n in cutlass.range(count, unroll=1):
+        result = self.work.start(x.count)
+        for n in cutlass.range(x.count, unroll=1):
             stage = barriers.stage("full", n)
             self.wait(barriers, "full", n, 0)
             self.work.use(result, shared_address(buffer) + stage * self.spec.tile_bytes, thread, n)
@@ -211,4 +184,4 @@ class ProducerWarps:
                 if cutlass.const_expr(self.spec.cluster > 1):
                     peer = cute.arch.block_idx_in_cluster() ^ 1
                     cute.arch.mbarrier_arrive(barriers.pointer("peer_empty", n), peer)
-        store_result(sums, self.work.result(result), thread)
+        store_result(x.sums, self.work.result(result), thread)

@@ -16,15 +16,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
-from ..common.pipeline import Edge, Kind, Pipeline, Role
+from ..common.entry import entry, gathered, placeholders
+from ..common.pipeline import Barriers, Edge, Kind, Pipeline, Role
 from ..common.ptx.asm import asm
 from ..common.ptx.memory import shared_address
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, SharedMemory
 from ..common.spec import WARP_SIZE
-from .arguments import fake_args, first_and_step, next_place, store_result
-from .copies import CLASSES, Source
+from .arguments import Arguments, fake_arguments, first_and_step, next_place, store_result
+from .copies import CLASSES, Operands, Source
 from .spec import ELEMENT_BYTES, AsyncCopySpec
 from .work import work
 
@@ -49,59 +50,40 @@ class SameWarps:
         )  # fmt: skip
 
     def fake_args(self) -> tuple[Any, ...]:
-        return fake_args(self.spec)
+        return placeholders(fake_arguments(self.spec))
 
+    @entry(Arguments)
     @cute.jit
-    def __call__(
-        self,
-        source: cute.Tensor,
-        sums: cute.Tensor,
-        clocks: cute.Tensor,
-        tiles: Int32,
-        count: Int32,
-        sharing: Int32,
-        stream: Any,
-    ) -> None:
-        """Launch a CTA for each row of `sums`; see `arguments`."""
-        atom, coordinates = self.copy.prepare(source)
-        self.kernel(source, atom, coordinates, sums, clocks, tiles, count, sharing).launch(
-            grid=[sums.shape[0], 1, 1],
+    def __call__(self, *args: Any) -> None:
+        """Launch a CTA for each row of `sums`."""
+        a, stream = gathered(Arguments, args)
+        self.kernel(self.copy.operands(a)).launch(
+            grid=[a.sums.shape[0], 1, 1],
             block=[self.spec.num_threads, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        tensor: cute.Tensor,
-        atom: cute.CopyAtom | None,
-        coordinates: cute.Tensor | None,
-        sums: cute.Tensor,
-        clocks: cute.Tensor,
-        tiles: Int32,
-        count: Int32,
-        sharing: Int32,
-    ) -> None:
+    def kernel(self, x: Operands) -> None:
         spec = self.spec
         thread, _, _ = cute.arch.thread_idx()
         smem = self.smem.allocate()
         barriers = self.pipeline.at(smem.barriers)
-        source = Source(tensor, atom, coordinates)
         if cutlass.const_expr(self.copy.one_warp):
             if thread == 0:
                 barriers.init()
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_threads()
 
-        place, step = first_and_step(sums, sharing)
+        place, step = first_and_step(x.sums, x.sharing)
         for n in cutlass.range_constexpr(spec.num_stages - (spec.copy != "none")):
-            self.start(source, place, smem.tiles, Int32(n), n < count, barriers, thread)
-            place = next_place(place, step, tiles)
+            self.start(x.source, place, smem.tiles, Int32(n), n < x.count, barriers, thread)
+            place = next_place(place, step, x.tiles)
 
-        result = self.work.start(count)
+        result = self.work.start(x.count)
         waited = Int64(0)
-        for n in cutlass.range(count, unroll=1):
+        for n in cutlass.range(x.count, unroll=1):
             tile = shared_address(smem.tiles) + barriers.stage("full", n) * spec.tile_bytes
             if cutlass.const_expr(spec.copy == "none"):
                 cute.arch.sync_threads()
@@ -110,8 +92,8 @@ class SameWarps:
                 if cutlass.const_expr(spec.num_stages == 1):
                     cute.arch.sync_threads()  # the tile before has been used
                     before = clock() if cutlass.const_expr(spec.latency) else None
-                    self.start(source, place, smem.tiles, n, True, barriers, thread)
-                    place = next_place(place, step, tiles)
+                    self.start(x.source, place, smem.tiles, n, True, barriers, thread)
+                    place = next_place(place, step, x.tiles)
                     self.wait(barriers, n)
                     if cutlass.const_expr(not self.copy.one_warp):
                         cute.arch.sync_threads()
@@ -120,14 +102,15 @@ class SameWarps:
                 else:
                     self.wait(barriers, n)
                     cute.arch.sync_threads()
-                    self.start(source, place, smem.tiles, ahead, ahead < count, barriers, thread)
-                    place = next_place(place, step, tiles)
+                    some = ahead < x.count
+                    self.start(x.source, place, smem.tiles, ahead, some, barriers, thread)
+                    place = next_place(place, step, x.tiles)
             self.work.use(result, tile, thread, n)
-        store_result(sums, self.work.result(result), thread)
+        store_result(x.sums, self.work.result(result), thread)
         if cutlass.const_expr(spec.latency):
             if thread == 0:
                 cta, _, _ = cute.arch.block_idx()
-                clocks[cta] = waited
+                x.clocks[cta] = waited
 
     @cute.jit
     def start(
@@ -136,8 +119,8 @@ class SameWarps:
         place: Int32,
         tiles: cute.Pointer,
         n: Int32,
-        some: Any,
-        barriers: Any,
+        some: Boolean,
+        barriers: Barriers,
         thread: Int32,
     ) -> None:
         """Start the copy of the CTA's n-th tile, if there is one."""
@@ -158,7 +141,7 @@ class SameWarps:
             cute.arch.cp_async_commit_group()  # an empty one too: every tile has a group
 
     @cute.jit
-    def wait(self, barriers: Any, n: Int32) -> None:
+    def wait(self, barriers: Barriers, n: Int32) -> None:
         if cutlass.const_expr(self.copy.one_warp):
             barriers.wait("full", n)
         elif cutlass.const_expr(self.spec.copy != "vector"):

@@ -7,7 +7,6 @@ wrong place shows. A thread reads 16-byte vectors, `consumer_threads` vectors ap
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -28,7 +27,7 @@ class Checksum:
     def __init__(self, spec: AsyncCopySpec):
         self.spec = spec
 
-    def start(self, count: Any) -> cute.Tensor:
+    def start(self, count: Int32) -> cute.Tensor:
         del count
         sums = cute.make_rmem_tensor((VECTOR_WORDS,), Int32)
         sums.fill(0)
@@ -45,12 +44,12 @@ class Checksum:
         else:
             self.add(sums, tile + n % self.spec.vectors * step)
 
-    def add(self, sums: cute.Tensor, address: Any) -> None:
+    def add(self, sums: cute.Tensor, address: Int32) -> None:
         words = load_shared(Int32, address, VECTOR_WORDS)
         for i in range(VECTOR_WORDS):
             sums[i] = sums[i] * FACTOR + words[i]
 
-    def result(self, sums: cute.Tensor) -> list[Any]:
+    def result(self, sums: cute.Tensor) -> list[Int32]:
         return [sums[i] for i in range(VECTOR_WORDS)]
 
 
@@ -63,7 +62,7 @@ class Products:
     def __init__(self, spec: AsyncCopySpec):
         self.spec = spec
 
-    def start(self, count: Any) -> tuple[cute.Tensor, cute.Tensor]:
+    def start(self, count: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """The accumulators, and the elements of the left operands in pairs. These are not constants
         to the compiler: it would copy them again for each tile."""
         accumulators = cute.make_rmem_tensor((4, 2, self.spec.products), Float32)
@@ -75,7 +74,13 @@ class Products:
         return accumulators, left
 
     @cute.jit
-    def use(self, operands: tuple[Any, Any], tile: Int32, thread: Int32, n: Int32) -> None:
+    def use(
+        self,
+        operands: tuple[cute.Tensor, cute.Tensor],
+        tile: Int32,
+        thread: Int32,
+        n: Int32,
+    ) -> None:
         """Multiply by the tile at shared address `tile`."""
         tile += thread * VECTOR_BYTES
         for vector in cutlass.range_constexpr(self.spec.vectors):
@@ -85,13 +90,15 @@ class Products:
                 for j in cutlass.range_constexpr(self.spec.products):
                     self.multiply(operands, half, j, words[2 * half : 2 * half + 2])
 
-    def multiply(self, operands: tuple[Any, Any], half: int, j: int, right: Any) -> None:
+    def multiply(
+        self, operands: tuple[cute.Tensor, cute.Tensor], half: int, j: int, right: list[Int32]
+    ) -> None:
         accumulators, left = operands
         c = [accumulators[i, half, j] for i in range(4)]
         for i, x in enumerate(mma(cutlass.Float16, c, [left[j]] * 4, right)):
             accumulators[i, half, j] = x
 
-    def result(self, operands: tuple[Any, Any]) -> list[Any]:
+    def result(self, operands: tuple[cute.Tensor, cute.Tensor]) -> list[Int32]:
         """For each of the four elements of a fragment, the sum over all accumulators."""
         accumulators, _ = operands
         results = []

@@ -21,6 +21,7 @@ takes the launch off the path (sm_90 and newer).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -28,7 +29,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..common.arguments import fake_contiguous, fake_rows, fake_strided
-from ..common.carried import Named
+from ..common.carried import Carried
 from ..common.dtypes import DTYPE
 from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import INF, LN_2, LOG2_E, NAN
@@ -63,14 +64,21 @@ class Arguments(NamedTuple):
     sink: cute.Tensor | None
 
 
-class Splits(Named):
+@dataclass(frozen=True)
+class Splits(Carried):
     """A thread's columns of a row.
 
     Attributes:
-        o, lse: their address, and that of the log-sum-exp, of split 0.
+        o, lse: addresses of the columns and of the log-sum-exp of split 0.
         o_step, lse_step: bytes to the next split.
         count: number of splits.
     """
+
+    o: Int64
+    lse: Int64
+    o_step: Int64
+    lse_step: Int64
+    count: Int32
 
 
 class Combine:
@@ -237,7 +245,7 @@ class Combine:
         return log_sum
 
 
-def weight_of(x: Any, maximum: Any) -> Any:
+def weight_of(x: Float32, maximum: Float32) -> Float32:
     """exp(x - maximum), also where both are infinite; 0 where x is -inf."""
     ratio = cute.math.exp2((x - maximum) * LOG2_E, fastmath=True)
     ratio = cutlass.select_(x == maximum, Float32(1.0), ratio)

@@ -42,10 +42,3 @@ class Carried:
                 taken, values = values[:count], values[count:]
                 object.__setattr__(rebuilt, name, cutlass.new_from_mlir_values(x, taken))
         return rebuilt
-
-
-class Named(Carried):
-    """A Carried whose attributes are its keyword arguments."""
-
-    def __init__(self, **values: Any):
-        vars(self).update(values)
