@@ -23,9 +23,7 @@ from cute_attn.reference.attention import attention_gradients
 DEVICE = torch.device("cuda", 0)
 ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
 SCHEDULERS = ["static", "clc"] if ARCH.startswith("sm_10") else ["static"]
-of_every_head_dim = pytest.mark.parametrize(
-    "head_dim", [dim for way, arch, dim in table.KERNELS if (way, arch) == ("backward_dq", ARCH)]
-)
+of_every_head_dim = pytest.mark.parametrize("head_dim", table.head_dims("backward_dq", (ARCH,)))
 
 
 def on_both(kernel: Any, spec: Any, *args: Any, written: tuple[int, ...]) -> list[Any]:

@@ -34,7 +34,7 @@ from tests.ops.attention_cases import (
 from tests.ops.test_attention_pages import in_pages, of_kind
 
 ARCH = cache.current_arch() if torch.cuda.is_available() else "sm_90a"
-HEAD_DIMS = [dim for way, arch, dim in table.KERNELS if (way, arch) == ("forward", ARCH)]
+HEAD_DIMS = table.head_dims("forward", (ARCH,))
 
 pytestmark = [
     pytest.mark.skipif(not HEAD_DIMS, reason="there is no kernel for this GPU"),

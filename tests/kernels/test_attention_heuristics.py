@@ -6,14 +6,23 @@ from typing import Any
 
 import pytest
 
-from cute_attn.kernels.attention.heuristics import num_splits, split_costs
-from cute_attn.kernels.attention.spec import SM90_FUSED_TILES
+from cute_attn.kernels.attention import configs
+from cute_attn.kernels.attention.heuristics import num_splits
 
 CLUSTERS = 37  # of four CTAs, on 148 SMs
 
 
+def of_row(way: str, arch: str, head_dim: int) -> dict[str, Any]:
+    row = configs.backward(way, arch, head_dim)
+    return {"tile": row.tile[:2], "costs": row.costs}
+
+
+SM100 = of_row("backward_dkdv", "sm_100a", 256)
+FUSED = {head_dim: of_row("backward_fused", "sm_90a", head_dim) for head_dim in (64, 128)}
+
+
 def splits(seqlen: int, heads: int = 32, heads_k: int = 2, batch: int = 1, **more: Any) -> int:
-    options = {"window_left": None, "window_right": None, "clusters": CLUSTERS} | more
+    options = {"window_left": None, "window_right": None, "clusters": CLUSTERS, **SM100} | more
     return num_splits(
         seqlen_q=seqlen, seqlen_k=seqlen, batch=batch, heads=heads, heads_k=heads_k, **options
     )
@@ -54,7 +63,7 @@ def test_windows_that_hide_everything() -> None:
     """Rows before the first key: no block is seen."""
     assert num_splits(
         seqlen_q=5000, seqlen_k=10, batch=1, heads=4, heads_k=1, window_left=0, window_right=0,
-        clusters=CLUSTERS,
+        clusters=CLUSTERS, **SM100,
     ) in (1, 2, 4)  # fmt: skip
 
 
@@ -75,20 +84,19 @@ def test_fused_causal_groups_are_split_where_it_was_the_fastest(
         assert found == splits(
             seqlen, heads=2048 // head_dim, heads_k=2048 // head_dim // group,
             batch=16384 // seqlen, window_right=right, clusters=132,
-            tile=SM90_FUSED_TILES[head_dim], costs=split_costs(head_dim, fused=True),
+            **FUSED[head_dim],
         )  # fmt: skip
 
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 8), (8, 8), (7, 4), (4, 4), (1, 1), (0, 1)])
 def test_splits_have_memory_for_their_partial_sums(most: int | None, expected: int) -> None:
     assert expected == splits(
-        2048, heads=8, heads_k=1, clusters=132, tile=(64, 128),
-        costs=split_costs(128, fused=True), most_splits=most,
+        2048, heads=8, heads_k=1, clusters=132, **FUSED[128], most_splits=most,
     )  # fmt: skip
 
 
 def test_fused_groups_fill_an_idle_gpu() -> None:
     """One K/V head with 16 tiles of keys: 132 SMs."""
-    options = {"clusters": 132, "tile": (64, 128), "costs": split_costs(128, fused=True)}
+    options = {"clusters": 132, **FUSED[128]}
     assert splits(2048, heads=8, heads_k=1, **options) == 8
     assert splits(2048, heads=8, heads_k=1, window_left=256, window_right=0, **options) == 8

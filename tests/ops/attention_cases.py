@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import cute_attn
 from cute_attn.emulator import Emulator
 from cute_attn.emulator.report import Finding
-from cute_attn.kernels.attention.spec import MAX_PACKED_HEADS, SM90_MAX_PACKED_HEADS
+from cute_attn.kernels.attention import configs
 from cute_attn.launch import Request
 from cute_attn.ops.attention import plan_attention
 from cute_attn.reference.attention import (
@@ -63,7 +63,7 @@ class Target:
 
     @property
     def most_packed_heads(self) -> int:
-        return MAX_PACKED_HEADS if self.arch == ARCH else SM90_MAX_PACKED_HEADS
+        return configs.forward(self.arch, self.head_dim).most_packed_heads
 
 
 _target = Target()

@@ -228,10 +228,10 @@ def _combine(
 KERNELS = {
     table.SM90_FORWARD.name: _forward,
     table.COMBINE.name: _combine,
-    table.HD256_FORWARD.kernel.name: _forward,
-    table.BACKWARD_PREPROCESS.kernel.name: _preprocess,
-    table.HD256_BACKWARD_DQ.kernel.name: _dq,
-    table.HD256_BACKWARD_DKDV.kernel.name: _dkdv,
+    table.HD256_FORWARD.name: _forward,
+    table.BACKWARD_PREPROCESS.name: _preprocess,
+    table.HD256_BACKWARD_DQ.name: _dq,
+    table.HD256_BACKWARD_DKDV.name: _dkdv,
     SUM_PARTIALS.name: _sum_partials,
     ZERO_UNUSED.name: _zero_unused,
 }

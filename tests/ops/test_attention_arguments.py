@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cute_attn
 from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention import table
+from cute_attn.kernels.attention import configs
 from cute_attn.kernels.attention.heuristics import SHORT_SEQLEN_Q, packed_heads
 from cute_attn.ops.attention import plan, plan_attention
 from cute_attn.ops.attention.forward import FORWARD
@@ -382,9 +382,9 @@ def test_no_more_rows_count_than_a_sequence_has():
 def test_short_sequences_pack_the_power_of_two_in_the_group(
     arch: str, most: int, heads: int, heads_k: int, packed: int
 ):
-    group = {"arch": arch, "heads": heads, "heads_k": heads_k}
-    assert packed_heads(**group, short=True) == min(packed, most)
-    assert packed_heads(**group, short=False) == 1
+    group = {"heads": heads, "heads_k": heads_k}
+    assert packed_heads(arch, 256, **group, short=True) == min(packed, most)
+    assert packed_heads(arch, 256, **group, short=False) == 1
 
 
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -761,7 +761,7 @@ def test_the_schema_writes_nothing():
 
 def test_a_gradient_without_a_kernel_is_refused_before_the_forward(monkeypatch: pytest.MonkeyPatch):
     specs = planned(monkeypatch)
-    monkeypatch.delitem(table.KERNELS, ("backward_dq", "sm_90a", 256))
+    monkeypatch.delitem(configs.ROWS, ("backward_dq", "sm_90a", 256, 256))
     args = dense(dim=256)
     args["k"].requires_grad_()
     with (

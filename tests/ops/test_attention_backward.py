@@ -20,7 +20,7 @@ import cute_attn
 from cute_attn.cache.specfile import plan_file
 from cute_attn.emulation import Emulation
 from cute_attn.emulator import Emulator
-from cute_attn.kernels.attention import table
+from cute_attn.kernels.attention import configs, table
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.ops import operator
 from cute_attn.ops.attention import plan_attention_backward
@@ -33,7 +33,7 @@ from .attention_stand_ins import StandIns, stand_ins
 ARCH = "sm_100a"
 INPUTS = ("q", "k", "v", "learnable_sink")
 PREPROCESS, DQ, DKDV = (
-    kernel.kernel.name
+    kernel.name
     for kernel in (
         table.BACKWARD_PREPROCESS,
         table.HD256_BACKWARD_DQ,
@@ -512,7 +512,7 @@ def test_deterministic_is_a_flag():
 def test_an_architecture_without_a_kernel_is_named(monkeypatch: pytest.MonkeyPatch):
     args = dense()
     o, _ = call(args)
-    monkeypatch.delitem(table.KERNELS, ("backward_dq", ARCH, 256))
+    monkeypatch.delitem(configs.ROWS, ("backward_dq", ARCH, 256, 256))
     with pytest.raises(
         NotImplementedError, match="no attention backward for head_dim 256 on sm_100"
     ):

@@ -13,34 +13,22 @@ serving would compile one more.
 The backward's dK/dV kernel loops over the query heads of a K/V head. Where its blocks of keys are
 too few for the GPU, or leave a part of it idle at the end, the heads of a group are split among
 clusters, each of which writes float32 partial sums. `num_splits` weighs the clocks of the busiest
-cluster against those of writing and adding up the partial sums. `SplitCosts` has its numbers: of
-the fused kernels for SM90 from measurements (`docs/kernels/sm90_backward.md`), of the others
-estimates from the design (`docs/kernels/hd256_backward.md`). It looks at shapes and the number of
-SMs only, so that the same call always adds in the same order.
+cluster against the clocks of writing and adding up the partial sums. A row's `SplitCosts` has the
+numbers. They are measured for the fused kernels of SM90 (`docs/kernels/sm90_backward.md`), and
+estimated from the design for the others (`docs/kernels/hd256_backward.md`). `num_splits` looks at
+shapes and the number of SMs only, so that a call always adds in the same order.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from . import ds_tiles
+from . import configs, ds_tiles
+from .configs import SplitCosts
 from .spec import (
-    DKDV_TILE_M,
-    DKDV_TILE_N,
-    FEW_ROWS,
-    MAX_PACKED_HEADS,
-    SM90_DKDV_TILES,
-    SM90_DQ_TILES,
-    SM90_DS_DQ_TILES,
-    SM90_FEW_TILES,
-    SM90_FUSED_TILES,
-    SM90_MAX_PACKED_HEADS,
-    SM90_TILES,
     TILE_M,
-    TILE_N,
     BackwardSpec,
     ForwardSpec,
     Hd256BackwardSpec,
@@ -50,6 +38,9 @@ from .spec import (
 )
 
 SHORT_SEQLEN_Q = TILE_M // 2
+# Of the rows that have a tile for few rows of a K/V head.
+FEW_ROWS = max(row.few.m for row in configs.FORWARD.values() if row.few)
+MOST_PACKED_OF_FEW = max(row.most_packed_heads for row in configs.FORWARD.values() if row.few)
 
 # How `sum_partials` adds up the few partial sums of dk and dv, and the many, of few elements, of
 # dsink.
@@ -73,67 +64,35 @@ _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 _BUSY = 0.8
 
 
-@dataclass(frozen=True)
-class SplitCosts:
-    """What a dK/dV kernel takes, for `num_splits`.
-
-    Attributes:
-        tile: clocks of a query tile of a head.
-        epilogue: clocks of a block of keys beside the loop over query tiles.
-        partial_epilogue: the same where the block's partial sums are stored.
-        sums: clocks of the whole GPU for writing, reading and adding up a block's partial sums of
-            one split.
-        drift: the busiest cluster takes an even share of the work, and this many times the
-            difference between the longest block and the mean block.
-        least_gain: splits are worth the memory of their partial sums if they take at most this
-            share of the clocks without splits.
-    """
-
-    tile: int
-    epilogue: int
-    partial_epilogue: int
-    sums: int
-    drift: float
-    least_gain: float
-
-
-@functools.cache
-def split_costs(head_dim: int, *, fused: bool) -> SplitCosts:
-    """Those of the dK/dV kernel at `head_dim`, with `fused` of the one that computes dQ too."""
-    if fused:
-        # At 1.6 GHz; the partial sums of 128 keys at 4.2 TB/s.
-        return SplitCosts(3400, 5100, 5100, head_dim * 4 // 5, 0.8, 0.98)
-    # 4 x 128 x 256 x 256 by two SMs of SM100, and as many by an SM of SM90 for any of its tiles.
-    return SplitCosts(2048, 4096, 8192, 170, 0.0, 0.95)
-
-
-def packed_heads(*, arch: str, heads: int, heads_k: int, short: bool) -> int:
+def packed_heads(arch: str, head_dim: int, *, heads: int, heads_k: int, short: bool) -> int:
     """How many query heads of a K/V head share a tile.
 
     Args:
         arch: such as "sm_100a".
+        head_dim: of q and k.
         heads, heads_k: numbers of query heads and of K/V heads.
         short: whether no sequence has more than SHORT_SEQLEN_Q queries.
     """
     if not short:
         return 1
-    group = heads // heads_k
-    most = SM90_MAX_PACKED_HEADS if arch == "sm_90a" else MAX_PACKED_HEADS
-    return min(group & -group, most)  # the largest power of two that divides it
+    return _packed(heads // heads_k, configs.forward(arch, head_dim).most_packed_heads)
+
+
+def _packed(group: int, most: int) -> int:
+    return min(group & -group, most)  # the largest power of two that divides the group
 
 
 @functools.lru_cache(maxsize=4096)  # each call of the operator comes here
 def has_few_rows(*, heads: int, heads_k: int, most_queries: int) -> bool:
-    """Whether the rows of a K/V head and sequence of at most `most_queries` queries fit the small
-    tile of SM90. With two of three warpgroups without a row, the products of a decode step at
+    """Whether the rows of a K/V head and sequence of at most `most_queries` queries fit a row's
+    tile for few rows. With two of three warpgroups without a row, the products of a decode step at
     head_dim 64 held it to 58 % of the copy bandwidth of an H200."""
-    packed = packed_heads(arch="sm_90a", heads=heads, heads_k=heads_k, short=True)
-    return most_queries * packed <= FEW_ROWS
+    return most_queries * _packed(heads // heads_k, MOST_PACKED_OF_FEW) <= FEW_ROWS
 
 
 def has_clc(arch: str) -> bool:
     """Whether the kernels on `arch` can take tiles from the hardware's queue."""
-    return arch != "sm_90a"
+    return any(row.scheduler is None for key, row in configs.FORWARD.items() if key[1] == arch)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,10 +123,8 @@ def num_splits_of_forward(
     """
     if not (rows and heads and batch):
         return 1
-    tile_m, tile_n = TILE_M, TILE_N
-    if arch == "sm_90a":
-        tile_m, tile_n, _ = (SM90_FEW_TILES if few else SM90_TILES)[head_dim]
-    packed = packed_heads(arch=arch, heads=heads, heads_k=heads_k, short=short)
+    tile_m, tile_n, _ = configs.forward(arch, head_dim).tile_for(few)
+    packed = packed_heads(arch, head_dim, heads=heads, heads_k=heads_k, short=short)
     tiles = heads // packed * max(batch, -(-rows * packed // tile_m))
     key_tiles = -(-seqlen_k // tile_n)
     most = min(key_tiles // FEWEST_KEY_TILES, MOST_SPLITS)
@@ -197,23 +154,15 @@ def forward_spec(
     forward; the scheduler is the caller's, "static" or "clc". On SM90 both are "counter", which
     gives the same bits. With `few`, see `has_few_rows`, it has a small tile."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
-    if arch != "sm_90a":
-        # A box of keys lies in a page, and in the half of a K tile that a CTA loads.
-        page_rows = 0 if page_size is None else math.gcd(page_size, TILE_N // 2)
-        return Hd256ForwardSpec(scheduler=scheduler, page_rows=page_rows, **fields)
-    tile_m, tile_n, stages = (SM90_FEW_TILES if few else SM90_TILES)[head_dim]
-    if head_dim == 64 and fields["softcap"] and fields["window_left"]:
-        tile_m = min(tile_m, 128)  # 192 rows leave too few registers: the loop would spill
-    page_rows = 0 if page_size is None else math.gcd(page_size, tile_n)
-    return Sm90ForwardSpec(
-        scheduler="counter",
-        head_dim=head_dim,
-        tile_m=tile_m,
-        tile_n=tile_n,
-        stages=stages,
-        page_rows=page_rows,
-        **fields,
-    )
+    row = configs.forward(arch, head_dim)
+    page_rows = 0 if page_size is None else math.gcd(page_size, row.page_keys)
+    fields |= {"scheduler": row.scheduler or scheduler, "page_rows": page_rows}
+    if arch in configs.SM100:
+        return Hd256ForwardSpec(**fields)
+    tile_m, tile_n, stages = row.tile_for(few)
+    if row.capped_m and fields["softcap"] and fields["window_left"]:
+        tile_m = min(tile_m, row.capped_m)
+    return Sm90ForwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, stages=stages, **fields)
 
 
 def has_fused_dq(
@@ -226,10 +175,12 @@ def has_fused_dq(
     deterministic: bool = False,
 ) -> bool:
     """Whether one kernel on `arch` computes dK, dV and sums of dQ. All of them must be needed, and
-    the bits of dQ vary. With a softcap at head_dim 128 the kernel would lack registers."""
+    the bits of dQ vary."""
     if deterministic or not (dq and dkdv):
         return False
-    return arch == "sm_90a" and head_dim in SM90_FUSED_TILES and not (softcap and head_dim == 128)
+    if not configs.has("backward_fused", arch, head_dim):
+        return False
+    return not softcap or configs.backward("backward_fused", arch, head_dim).capped_m != 0
 
 
 class Parts(NamedTuple):
@@ -276,7 +227,7 @@ def parts_with_ds(
         batch: number of sequences.
         clusters: how many clusters of the kernel run at once.
     """
-    if arch == "sm_90a" and head_dim in SM90_DS_DQ_TILES and heads_k and rows and keys:
+    if configs.has("backward_ds_dq", arch, head_dim) and heads_k and rows and keys:
         group = heads // heads_k
         for parts in (n for n in range(splits, group + 1) if group % n == 0):
             count = heads_k * parts
@@ -316,19 +267,21 @@ def backward_spec(
     """The specialisation of the dQ kernel on `arch`, or with `of_keys` of the dK/dV kernel, with
     `fused` of the one that computes dQ too; the scheduler is the caller's, see `forward_spec`. With
     `ds` the first takes dS from the second."""
-    if arch != "sm_90a":
-        return Hd256BackwardSpec(**fields)
+    way = "backward_fused" if fused else "backward_dkdv" if of_keys else "backward_dq"
     if ds and not of_keys:
-        tile_m, tile_n = SM90_DS_DQ_TILES[head_dim]
-        fields |= {"scheduler": "single", "softcap": False}
-        return Sm90BackwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, **fields)
-    tiles = SM90_FUSED_TILES if fused else SM90_DKDV_TILES if of_keys else SM90_DQ_TILES
-    tile_m, tile_n = tiles[head_dim]
-    if of_keys and fields["softcap"]:  # registers for P times the slope of the cap
-        tile_m = {64: 64, 128: 32}.get(head_dim, tile_m)
-    # A cluster of two has one tile of keys: a counter would have to be read for both CTAs.
-    fields["scheduler"] = "single" if of_keys and head_dim == 256 else "counter"
-    return Sm90BackwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, stores_ds=ds, **fields)
+        way = "backward_ds_dq"
+        fields["softcap"] = False  # dS has the cap's slope
+    row = configs.backward(way, arch, head_dim)
+    fields["scheduler"] = row.scheduler or fields["scheduler"]
+    if arch in configs.SM100:
+        return Hd256BackwardSpec(**fields)
+    return Sm90BackwardSpec(
+        head_dim=head_dim,
+        tile_m=row.tile_m(fields["softcap"]),
+        tile_n=row.tile.n,
+        stores_ds=ds and of_keys,
+        **fields,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -342,8 +295,8 @@ def num_splits(
     window_left: int | None,
     window_right: int | None,
     clusters: int,
-    tile: tuple[int, int] = (DKDV_TILE_M, DKDV_TILE_N),
-    costs: SplitCosts | None = None,
+    tile: tuple[int, int],
+    costs: SplitCosts,
     most_splits: int | None = None,
 ) -> int:
     """Into how many parts of equal size the query heads of a K/V head are split.
@@ -355,10 +308,9 @@ def num_splits(
         window_left, window_right: bounds of the window, None for none; 0 to the right is causal.
         clusters: how many clusters of the dK/dV kernel run at once.
         tile: queries and keys of a cluster's tile.
-        costs: of the kernel; None: of the one for SM100.
+        costs: of the kernel; see `configs`.
         most_splits: the most splits whose partial sums have memory; None: there is no limit.
     """
-    costs = split_costs(256, fused=False) if costs is None else costs
     blocks = -(-seqlen_k // tile[1]) * batch * heads_k
     if not (blocks and heads and clusters):
         return 1

@@ -45,7 +45,7 @@ from ..common.scheduler import CounterScheduler, TileQueue
 from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.tma import BOX, BoxedRows, boxes, load_use
-from . import fragments
+from . import configs, fragments
 from .arguments import FakeArguments
 from .sm90_gradients import differentiate, exponentiate, keep_pairs, kept_pairs
 from .sm90_mma import (
@@ -66,14 +66,7 @@ WARPGROUPS = 2
 CONSUMERS = Role("consumers", range(0, WARPGROUPS * WARPGROUP_WARPS))
 LOAD = Role("load", range(len(CONSUMERS), len(CONSUMERS) + 1))
 
-# Registers of a thread of the load warp and of the consumers by head_dim: all 384 threads start
-# with 168; the load warp's warpgroup gives some up.
-REGISTERS = {64: (40, 232), 128: (40, 232), 256: (24, 240)}
-assert all(load + WARPGROUPS * consumer <= 3 * 168 for load, consumer in REGISTERS.values())
-
-# Of K and V by head_dim. K of a tile is used until dS K, which runs beside the next tile's
-# products; V is not.
-STAGES = {64: (3, 2), 128: (3, 2), 256: (2, 1)}
+REGISTERS = 3 * 168  # all 384 threads start with 168; the load warp's warpgroup gives some up
 
 
 def edges(k_stages: int, v_stages: int) -> tuple[Edge, ...]:
@@ -190,8 +183,12 @@ class Sm90Dq:
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
         self.kv_bytes = 2 * spec.tile_n * spec.head_dim
-        self.k_stages, self.v_stages = STAGES[spec.head_dim]
-        self.load_registers, self.consumer_registers = REGISTERS[spec.head_dim]
+        row = configs.backward("backward_dq", "sm_90a", spec.head_dim)
+        assert row.registers is not None
+        self.k_stages, self.v_stages = row.tile.stages, row.v_stages
+        self.load_registers, self.consumer_registers = row.registers
+        if self.load_registers + WARPGROUPS * self.consumer_registers > REGISTERS:
+            raise ValueError(f"registers are {row.registers}, must be at most {REGISTERS} together")
         self.dq_first = self.k_stages < 3
         self.pipeline = Pipeline(*edges(self.k_stages, self.v_stages))
         q, kv, at = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim, SWIZZLE_ALIGNMENT

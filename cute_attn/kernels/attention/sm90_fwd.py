@@ -58,7 +58,7 @@ from ..common.sequences import Sequences
 from ..common.smem import SWIZZLE_ALIGNMENT, Buffer, Pointers, SharedMemory
 from ..common.spec import MAX_SMEM_BYTES
 from ..common.tma import BOX, BoxedRows, boxes, load_use
-from . import fragments
+from . import configs, fragments
 from .arguments import FakeArguments
 from .fragment_softmax import HEADROOM, FragmentSoftmax
 from .pages import Pages
@@ -83,14 +83,9 @@ from .work import SplitTileMap, SplitWork, TileMap, Work
 
 WARP_ROWS = ROWS // WARPGROUP_WARPS
 
-SUMS_BY_PRODUCT = 128  # the largest head_dim at which the sums of P are columns of P V
-# At these head_dims every nth exponential is computed on the FMA units.
-FMA_EXPONENTIALS = {64: 8}
 # Registers of a thread of the (load warp's, consumers') warpgroups, by the number of the latter.
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 
-# Columns of Q that a thread holds in registers, for all products of a tile of more than few rows.
-HELD = {256: 64}
 # Heads whose tiles are computed at a time. The fewer they are, the more CTAs read the same K and V
 # together; where tiles differ in length, those of several heads end with short ones.
 HEADS_AT_ONCE, WINDOWED_HEADS_AT_ONCE = 1, 4
@@ -198,12 +193,13 @@ class Sm90Forward:
         # Whether warpgroups pass K/V tiles: those that their rows do not see, and, in tiles of
         # many rows, all but one where their rows do not exist.
         self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
-        self.held = 0 if self.few_rows else HELD.get(spec.head_dim, 0)
+        row = configs.forward("sm_90a", spec.head_dim)
+        self.held = 0 if self.few_rows else row.held
         self.row_bytes = 2 * spec.head_dim
-        step = FMA_EXPONENTIALS.get(spec.head_dim, spec.tile_n)
+        step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
-        self.sums = SUMS if spec.head_dim <= SUMS_BY_PRODUCT and not spec.lse else 0
+        self.sums = SUMS if row.sums_by_product and not spec.lse else 0
         consumer_warps = self.warpgroups * WARPGROUP_WARPS
         self.consumers = Role("consumers", range(consumer_warps))
         self.load = Role("load", range(consumer_warps, consumer_warps + 1))

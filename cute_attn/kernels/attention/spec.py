@@ -8,36 +8,19 @@ from typing import ClassVar
 
 from ..common.numbers import FLOAT32_MAX, LOG2_E
 from ..common.spec import Spec
+from .configs import SM90, SM100, backward, forward, head_dims, most_packed_heads
 
 DTYPES = ("bfloat16", "float16")
 KERNEL_SCHEDULERS = ("single", "static", "clc")  # operators offer the last two
 SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 
-TILE_M = 256  # rows of a cluster's tile: two CTAs of 128
-TILE_N = 128  # keys of a K/V tile
-# The dK/dV kernel swaps the sides: a cluster has 256 keys, and loops over tiles of 128 queries.
-DKDV_TILE_M, DKDV_TILE_N = 128, 256
-# A CTA's 128 rows must cover at least two tokens, or TMA could not clip the rows past the end of a
-# packed sequence (see `common/tma.py`).
-MAX_PACKED_HEADS = 64
-# On SM90 a warpgroup stores its 64 rows by itself.
-SM90_MAX_PACKED_HEADS = 32
-# (tile_m, tile_n, stages) of the SM90 forward by head_dim.
-# 128 x 128 at head_dim 128 is 6 and 8 % slower dense at S=16384 and 4096 on an H200, 3 % causal.
-SM90_TILES = {64: (192, 128, 3), 128: (192, 64, 3), 256: (128, 64, 2)}
-SM90_HEAD_DIMS = tuple(SM90_TILES)
-# The same for at most FEW_ROWS rows of a K/V head, with K and V far ahead; tiles of as many keys.
-SM90_FEW_TILES = {64: (64, 128, 4), 128: (64, 64, 4), 256: (64, 64, 3)}
-FEW_ROWS = 64
-# (tile_m, tile_n) of the SM90 backward by head_dim.
-SM90_DKDV_TILES = {64: (64, 128), 128: (64, 128), 256: (64, 128)}  # 256: of a cluster of two
-SM90_DQ_TILES = {64: (128, 128), 128: (128, 96), 256: (128, 64)}
-SM90_BACKWARD_HEAD_DIMS = tuple(SM90_DKDV_TILES)
-# The same of the kernel that computes dQ, dK and dV.
-SM90_FUSED_TILES = {64: (128, 128), 128: (64, 128)}
-# The same of the kernel that computes dQ from dS, of a cluster of two.
-SM90_DS_DQ_TILES = {256: (256, 64)}
-SM90_FUSED_HEAD_DIMS = tuple(SM90_FUSED_TILES)
+HEAD_DIMS = head_dims("forward")
+SM90_HEAD_DIMS = head_dims("forward", SM90)
+SM90_BACKWARD_HEAD_DIMS = head_dims("backward_dkdv", SM90)
+SM90_FUSED_HEAD_DIMS = head_dims("backward_fused", SM90)
+# The dK/dV kernel of SM100 swaps the sides: a cluster has 256 keys, and loops over 128 queries.
+TILE_M, TILE_N, _ = forward("sm_100a", 256).tile
+DKDV_TILE_M, DKDV_TILE_N, _ = backward("backward_dkdv", "sm_100a", 256).tile
 
 # softmax_scale * log2(e) must be finite in float32.
 LARGEST_SCALE = FLOAT32_MAX / LOG2_E * (1 - 2.0**-23)
@@ -125,7 +108,7 @@ class Hd256ForwardSpec(ForwardSpec):
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **ForwardSpec.ALLOWED,
         "scheduler": KERNEL_SCHEDULERS,
-        "packed_heads": _powers_of_two(MAX_PACKED_HEADS),
+        "packed_heads": _powers_of_two(most_packed_heads(SM100)),
         "page_rows": (0, 16, 32, 64),
     }
 
@@ -144,7 +127,7 @@ class Sm90ForwardSpec(ForwardSpec):
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **ForwardSpec.ALLOWED,
         "scheduler": ("single", "counter"),
-        "packed_heads": _powers_of_two(SM90_MAX_PACKED_HEADS),
+        "packed_heads": _powers_of_two(most_packed_heads(SM90)),
         "head_dim": SM90_HEAD_DIMS,
         "tile_m": (64, 128, 192),
         "tile_n": tuple(range(16, 257, 16)),
@@ -175,7 +158,7 @@ class CombineSpec(Spec):
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": (*DTYPES, "float32"),
-        "head_dim": SM90_HEAD_DIMS,
+        "head_dim": HEAD_DIMS,
         "sink_dtype": SINK_DTYPES,
     }
 
@@ -207,7 +190,7 @@ class PreprocessSpec(Spec):
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": DTYPES,
         "sink_dtype": SINK_DTYPES,
-        "head_dim": SM90_HEAD_DIMS,
+        "head_dim": HEAD_DIMS,
     }
 
     dtype: str

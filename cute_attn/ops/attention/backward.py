@@ -44,13 +44,12 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.attention import ds_tiles, table
+from ...kernels.attention import configs, ds_tiles, table
 from ...kernels.attention.heuristics import (
     Parts,
     has_fused_dq,
     num_splits,
     parts_with_ds,
-    split_costs,
 )
 from ...kernels.attention.statistics import (
     STATS_ROWS,
@@ -120,7 +119,8 @@ class BackwardArguments(NamedTuple):
         kept at once."""
         varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
         arch, head_dim, fused = launch.arch_for(self.q.device), self.q.shape[-1], self.is_fused
-        tile = table.find("backward_fused" if fused else "backward_dkdv", arch, head_dim)
+        row = configs.backward("backward_fused" if fused else "backward_dkdv", arch, head_dim)
+        assert row.costs is not None
         batch, (left, right) = self.batch, bounds(self.forward)
         partial_bytes = 2 * 4 * self.k.numel()  # of dk and dv, for each split
         splits = num_splits(
@@ -131,9 +131,9 @@ class BackwardArguments(NamedTuple):
             heads_k=self.k.shape[-2],
             window_left=left,
             window_right=right,
-            clusters=launch.num_sms(self.q.device) // tile.cluster,
-            tile=tile.tile,
-            costs=split_costs(head_dim, fused=fused),
+            clusters=launch.num_sms(self.q.device) // row.cluster,
+            tile=row.tile[:2],
+            costs=row.costs,
             most_splits=settings().workspace_bytes // max(partial_bytes, 1) if fused else None,
         )
         return self.parts_with_ds(splits)

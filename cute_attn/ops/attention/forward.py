@@ -19,11 +19,12 @@ from torch import Tensor
 from ... import launch
 from ...kernels.attention import table
 from ...kernels.attention.heuristics import (
+    FEW_ROWS,
     SHORT_SEQLEN_Q,
     has_few_rows,
     num_splits_of_forward,
 )
-from ...kernels.attention.spec import FEW_ROWS, LARGEST_SCALE
+from ...kernels.attention.spec import LARGEST_SCALE
 from ...settings import on_reload
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for

@@ -7,7 +7,7 @@ import logging
 from typing import NamedTuple
 
 from ... import launch
-from ...kernels.attention import table
+from ...kernels.attention import configs, table
 from ...kernels.attention.heuristics import (
     FEW_PARTIALS,
     MANY_PARTIALS,
@@ -19,7 +19,7 @@ from ...kernels.attention.heuristics import (
 )
 from ...kernels.attention.query_sums import QuerySums
 from ...kernels.attention.spec import (
-    SM90_HEAD_DIMS,
+    HEAD_DIMS,
     CombineSpec,
     PostprocessSpec,
     PreprocessSpec,
@@ -101,8 +101,8 @@ def plan_attention(
         _say_static(arch)
     tiles: list[tuple[int, bool]] = []  # packed heads, and whether rows are few
     for case in (False, True) if short is None else (short,):
-        packing = packed_heads(arch=arch, heads=heads, heads_k=heads_k, short=case)
-        can_be_few = case and arch == "sm_90a"
+        packing = packed_heads(arch, head_dim, heads=heads, heads_k=heads_k, short=case)
+        can_be_few = case and configs.forward(arch, head_dim).few is not None
         of_case = ((False, True) if few is None else (few,)) if can_be_few else (False,)
         tiles += [(packing, value) for value in of_case]
     requests: list[launch.Request] = [
@@ -160,8 +160,8 @@ def plan_attention_combine(
         ValueError: out_dtype is not supported.
         NotImplementedError: there is no kernel for this head_dim.
     """
-    if head_dim not in SM90_HEAD_DIMS:
-        raise NotImplementedError(f"head_dim is {head_dim}, there are kernels for {SM90_HEAD_DIMS}")
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"head_dim is {head_dim}, there are kernels for {HEAD_DIMS}")
     return [(table.COMBINE, CombineSpec(out_dtype, head_dim, "none", return_lse))]
 
 

@@ -1,0 +1,296 @@
+"""The rows of the attention kernels: what a pass, an architecture and head dimensions fix.
+
+Heuristics choose among the rows. Specs, the table of kernels, messages and the kernels read them.
+An architecture without a row has no kernel. Importing this loads no compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, TypeVar
+
+from .statistics import STATS_ROWS
+
+SM90 = ("sm_90a",)
+SM100 = ("sm_100a", "sm_103a")
+
+
+class Tile(NamedTuple):
+    """A cluster's tile.
+
+    Attributes:
+        m: query rows.
+        n: keys; 0 where the kernel reads none.
+        stages: tiles of K in shared memory at once, and tiles of V; 0 where the kernel decides.
+    """
+
+    m: int
+    n: int
+    stages: int = 0
+
+
+@dataclass(frozen=True)
+class SplitCosts:
+    """What a dK/dV kernel takes, for `heuristics.num_splits`.
+
+    Attributes:
+        tile: clocks of a query tile of a head.
+        epilogue: clocks of a block of keys beside the loop over query tiles.
+        partial_epilogue: clocks of the epilogue where the block's partial sums are stored.
+        sums: clocks of the whole GPU for writing, reading and adding up a block's partial sums of
+            one split.
+        drift: extra work of the busiest cluster, in units of (longest block - mean block).
+        least_gain: splits are worth the memory of their partial sums if they take at most this
+            share of the clocks without splits.
+    """
+
+    tile: int
+    epilogue: int
+    partial_epilogue: int
+    sums: int
+    drift: float
+    least_gain: float
+
+
+# 4 x 128 x 256 x 256 by two SMs of SM100, and as many by an SM of SM90 for any of its tiles.
+ESTIMATED = SplitCosts(2048, 4096, 8192, 170, 0.0, 0.95)
+# Fused kernels, at 1.6 GHz; the partial sums of 128 keys at 4.2 TB/s.
+MEASURED = {dim: SplitCosts(3400, 5100, 5100, dim * 4 // 5, 0.8, 0.98) for dim in (64, 128)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What every pass has.
+
+    Attributes:
+        way: the pass: "forward", or "backward_" and what it computes.
+        archs: the architectures.
+        head_dim: head dimension of q and k.
+        head_dim_v: head dimension of v and o.
+        kernel: the kernel's name in `table`.
+        tile: the cluster's tile.
+        cluster: CTAs of a cluster.
+        scheduler: the scheduler of the kernel; None: the caller's, "static" or "clc".
+    """
+
+    way: str
+    archs: tuple[str, ...]
+    head_dim: int
+    head_dim_v: int
+    _: KW_ONLY
+    kernel: str
+    tile: Tile
+    cluster: int = 1
+    scheduler: str | None = None
+
+
+@dataclass(frozen=True)
+class ForwardRow(Row):
+    """The forward.
+
+    Attributes:
+        few: the tile for at most `few.m` query rows of a K/V head; None: `tile`.
+        capped_m: query rows of a tile with a softcap and a left window, for which `tile.m` rows
+            leave too few registers; None: `tile.m`.
+        most_packed_heads: the most query heads of a K/V head that share the rows of a tile.
+        page_keys: the most keys that TMA loads from a page at once.
+        held: columns of Q that a thread holds in registers.
+        fma_step: every so many exponentials one is computed on the FMA units; 0: none.
+        sums_by_product: the sums of P may be columns of P V.
+    """
+
+    _: KW_ONLY
+    few: Tile | None = None
+    capped_m: int | None = None
+    most_packed_heads: int
+    page_keys: int
+    held: int = 0
+    fma_step: int = 0
+    sums_by_product: bool = False
+
+    def tile_for(self, few: bool) -> Tile:
+        """The tile for few query rows of a K/V head, or for any number."""
+        return self.few if few and self.few else self.tile
+
+
+@dataclass(frozen=True)
+class BackwardRow(Row):
+    """A pass of the backward.
+
+    Attributes:
+        capped_m: query rows of a tile with a softcap, which needs registers for P times the slope
+            of the cap; None: `tile.m`; 0: the kernel takes no softcap.
+        registers: of a thread of the load warp's warpgroup and of a consumer, where they depend on
+            head_dim.
+        v_stages: tiles of V in shared memory at once, where they are not as many as of K.
+        costs: of splitting the query heads of a group.
+    """
+
+    _: KW_ONLY
+    capped_m: int | None = None
+    registers: tuple[int, int] | None = None
+    v_stages: int = 0
+    costs: SplitCosts | None = None
+
+    def tile_m(self, softcap: bool) -> int:
+        """Query rows of a tile, with or without a softcap."""
+        return self.capped_m if softcap and self.capped_m else self.tile.m
+
+
+Of = TypeVar("Of", bound=Row)
+
+
+def _by_key(*rows: Of) -> dict[tuple[str, str, int, int], Of]:
+    return {
+        (row.way, arch, row.head_dim, row.head_dim_v): row for row in rows for arch in row.archs
+    }
+
+
+FORWARD = _by_key(
+    ForwardRow(
+        "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",
+        tile=Tile(192, 128, 3), few=Tile(64, 128, 4), capped_m=128, most_packed_heads=32,
+        page_keys=128, fma_step=8, sums_by_product=True,
+    ),
+    # 128 x 128 is 6 and 8 % slower dense at S=16384 and 4096 on an H200, 3 % causal.
+    ForwardRow(
+        "forward", SM90, 128, 128, kernel="sm90_forward", scheduler="counter",
+        tile=Tile(192, 64, 3), few=Tile(64, 64, 4), most_packed_heads=32, page_keys=64,
+        sums_by_product=True,
+    ),
+    ForwardRow(
+        "forward", SM90, 256, 256, kernel="sm90_forward", scheduler="counter",
+        tile=Tile(128, 64, 2), few=Tile(64, 64, 3), most_packed_heads=32, page_keys=64, held=64,
+    ),
+    ForwardRow(
+        "forward", SM100, 256, 256, kernel="hd256_forward", cluster=2, tile=Tile(256, 128),
+        most_packed_heads=64, page_keys=64,
+    ),
+)  # fmt: skip
+
+BACKWARD = _by_key(
+    *(
+        BackwardRow(
+            "backward_preprocess", archs, dim, dim, kernel="attention_backward_preprocess",
+            tile=Tile(STATS_ROWS, 0),
+        )
+        for archs, dims in ((SM90, (64, 128, 256)), (SM100, (256,)))
+        for dim in dims
+    ),
+    *(
+        BackwardRow(
+            "backward_postprocess", SM90, dim, dim, kernel="attention_backward_postprocess",
+            tile=Tile(STATS_ROWS, 0),
+        )
+        for dim in (64, 128)
+    ),
+    # dK, dV and sums of dQ.
+    BackwardRow(
+        "backward_fused", SM90, 64, 64, kernel="sm90_backward", scheduler="counter",
+        tile=Tile(128, 128), capped_m=64, costs=MEASURED[64],
+    ),
+    BackwardRow(
+        "backward_fused", SM90, 128, 128, kernel="sm90_hd128_backward", scheduler="counter",
+        tile=Tile(64, 128), capped_m=0, costs=MEASURED[128],
+    ),
+    # dK and dV.
+    BackwardRow(
+        "backward_dkdv", SM90, 64, 64, kernel="sm90_backward_dkdv", scheduler="counter",
+        tile=Tile(64, 128), capped_m=64, costs=ESTIMATED,
+    ),
+    BackwardRow(
+        "backward_dkdv", SM90, 128, 128, kernel="sm90_backward_dkdv", scheduler="counter",
+        tile=Tile(64, 128), capped_m=32, costs=ESTIMATED,
+    ),
+    # A cluster of two has one tile of keys: a counter would have to be read for both CTAs.
+    BackwardRow(
+        "backward_dkdv", SM90, 256, 256, kernel="sm90_hd256_backward_dkdv", scheduler="single",
+        tile=Tile(64, 128), cluster=2, costs=ESTIMATED,
+    ),
+    BackwardRow(
+        "backward_dkdv", SM100, 256, 256, kernel="hd256_backward_dkdv", tile=Tile(128, 256),
+        cluster=4, costs=ESTIMATED,
+    ),
+    # dQ. K of a tile is used until dS K, which runs beside the next tile's products; V is not.
+    BackwardRow(
+        "backward_dq", SM90, 64, 64, kernel="sm90_backward_dq", scheduler="counter",
+        tile=Tile(128, 128, 3), v_stages=2, registers=(40, 232),
+    ),
+    BackwardRow(
+        "backward_dq", SM90, 128, 128, kernel="sm90_backward_dq", scheduler="counter",
+        tile=Tile(128, 96, 3), v_stages=2, registers=(40, 232),
+    ),
+    BackwardRow(
+        "backward_dq", SM90, 256, 256, kernel="sm90_backward_dq", scheduler="counter",
+        tile=Tile(128, 64, 2), v_stages=1, registers=(24, 240),
+    ),
+    BackwardRow(
+        "backward_dq", SM100, 256, 256, kernel="hd256_backward_dq", tile=Tile(256, 128), cluster=2
+    ),
+    # dQ from the dS that the dK/dV kernel has stored.
+    BackwardRow(
+        "backward_ds_dq", SM90, 256, 256, kernel="sm90_backward_ds_dq", scheduler="single",
+        tile=Tile(256, 64), cluster=2,
+    ),
+)  # fmt: skip
+
+
+ROWS: dict[tuple[str, str, int, int], Row] = {**FORWARD, **BACKWARD}
+
+
+def head_dims(way: str, archs: Collection[str] | None = None) -> tuple[int, ...]:
+    """The head dimensions that one of the architectures has a row for; None: any architecture."""
+    return tuple(
+        sorted({dim for at, arch, dim, _ in ROWS if at == way and (not archs or arch in archs)})
+    )
+
+
+def most_packed_heads(archs: Collection[str]) -> int:
+    """The most query heads that share the rows of a tile in any row of the architectures."""
+    return max(row.most_packed_heads for key, row in FORWARD.items() if key[1] in archs)
+
+
+def forward(arch: str, head_dim: int, head_dim_v: int | None = None) -> ForwardRow:
+    """The forward's row; head_dim_v is head_dim if None. Raises as `find`."""
+    row = find("forward", arch, head_dim, head_dim_v)
+    assert isinstance(row, ForwardRow)
+    return row
+
+
+def backward(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> BackwardRow:
+    """The row of a pass of the backward; head_dim_v is head_dim if None. Raises as `find`."""
+    row = find(way, arch, head_dim, head_dim_v)
+    assert isinstance(row, BackwardRow)
+    return row
+
+
+def has(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> bool:
+    """Whether there is a row; head_dim_v is head_dim if None."""
+    return (way, arch, head_dim, head_dim if head_dim_v is None else head_dim_v) in ROWS
+
+
+def find(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> Row:
+    """The row of a pass, such as ("forward", "sm_100a", 256); head_dim_v is head_dim if None.
+
+    Raises:
+        NotImplementedError: there is no such row; the message lists the rows of the pass.
+    """
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    found = ROWS.get((way, arch, head_dim, head_dim_v))
+    if found is None:
+        archs = {
+            _shown(*dims): [a for w, a, *of in ROWS if (w, tuple(of)) == (way, dims)]
+            for dims in sorted({key[2:] for key in ROWS if key[0] == way})
+        }
+        there_is = "; ".join(f"{dims} on {', '.join(of)}" for dims, of in archs.items())
+        raise NotImplementedError(
+            f"there is no attention {way.partition('_')[0]} for {_shown(head_dim, head_dim_v)} on "
+            f"{arch}; there is: {there_is}"
+        )
+    return found
+
+
+def _shown(head_dim: int, head_dim_v: int) -> str:
+    of_v = "" if head_dim == head_dim_v else f" and head_dim_v {head_dim_v}"
+    return f"head_dim {head_dim}{of_v}"
