@@ -44,7 +44,7 @@ from .mutations import (
 )
 
 ARCH = "sm_100a"
-KERNELS = {"dq": HD256_BACKWARD_DQ.kernel, "dkdv": HD256_BACKWARD_DKDV.kernel}
+KERNELS = {"dq": HD256_BACKWARD_DQ, "dkdv": HD256_BACKWARD_DKDV}
 SPEC = Hd256BackwardSpec(
     dtype="bfloat16",
     scheduler="static",

@@ -60,7 +60,7 @@ SPEC = Hd256ForwardSpec(
 @functools.cache
 def kernel() -> tuple[Edged, Prepared]:
     """The PTX, and a launch of one cluster, which works on all parts of both heads."""
-    entry = cache.compile(HD256_FORWARD.kernel, SPEC, arch="sm_100a")
+    entry = cache.compile(HD256_FORWARD, SPEC, arch="sm_100a")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, rows, HEADS, HEAD_DIM, generator=generator).half()

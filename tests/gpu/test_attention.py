@@ -50,7 +50,7 @@ def test_statistics_of_rows_are_the_emulators(sink_dtype: str, sums: bool):
     rows = padded_rows(total, len(lengths), True)
     zeroed = torch.full((num_query_zeros(heads, rows),), -1, dtype=torch.int32) if sums else None
     results = on_both(
-        BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse,
+        BACKWARD_PREPROCESS, spec, o, do, lse, dlse,
         torch.ones(heads) if has_sink else None,
         torch.tensor([0, 300, 300, 377], dtype=torch.int32), None,
         torch.zeros(2, heads, rows), zeroed, parts,

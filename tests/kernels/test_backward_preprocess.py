@@ -89,7 +89,7 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
         tiles = (total + tail) // TILE + len(lengths)
     dsink = None if sink is None else torch.full((tiles, HEADS), math.nan)
     launch(
-        BACKWARD_PREPROCESS.kernel, spec, o, do, lse, dlse, sink,
+        BACKWARD_PREPROCESS, spec, o, do, lse, dlse, sink,
         torch.tensor(starts, dtype=torch.int32) if spec.varlen_q else None,
         torch.tensor(used, dtype=torch.int32) if spec.seqused_q else None,
         stats, zeroed, dsink, arch=arch,

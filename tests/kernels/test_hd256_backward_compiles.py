@@ -17,7 +17,7 @@ from tests.kernels.machine_code import assert_sound, machine_code
 
 ARCH = "sm_100a"
 BOOLS = (False, True)
-KERNELS = {"dq": HD256_BACKWARD_DQ.kernel, "dkdv": HD256_BACKWARD_DKDV.kernel}
+KERNELS = {"dq": HD256_BACKWARD_DQ, "dkdv": HD256_BACKWARD_DKDV}
 PARTIAL = {"dq": (False,), "dkdv": BOOLS}
 
 FIELDS = (

@@ -48,7 +48,7 @@ EVERYTHING = [
 
 
 def spills(fields: dict[str, Any]) -> int:
-    entry = cache.compile(HD256_FORWARD.kernel, Hd256ForwardSpec(**fields), arch=ARCH)
+    entry = cache.compile(HD256_FORWARD, Hd256ForwardSpec(**fields), arch=ARCH)
     return sum(use.spills for use in entry.kernels)
 
 
@@ -80,7 +80,7 @@ def test_no_spills(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
 def test_the_machine_code_is_sound(fields: dict[str, Any]) -> None:
-    assert_sound(cache.compile(HD256_FORWARD.kernel, Hd256ForwardSpec(**fields), arch=ARCH))
+    assert_sound(cache.compile(HD256_FORWARD, Hd256ForwardSpec(**fields), arch=ARCH))
 
 
 @pytest.mark.parametrize("fields", [PLAIN, FULL], ids=["plain", "full"])
@@ -88,7 +88,7 @@ def test_the_budget_of_shared_memory_is_what_is_launched(fields: dict[str, Any])
     from cute_attn.kernels.attention.sm100_fwd_hd256 import Sm100Hd256Forward
 
     spec = Hd256ForwardSpec(**fields)
-    (use,) = cache.compile(HD256_FORWARD.kernel, spec, arch=ARCH).kernels
+    (use,) = cache.compile(HD256_FORWARD, spec, arch=ARCH).kernels
     assert use.dynamic_shared == Sm100Hd256Forward(spec).smem.nbytes
 
 
@@ -97,7 +97,7 @@ def test_the_budget_of_shared_memory_is_what_is_launched(fields: dict[str, Any])
 def test_splits_do_not_spill(fields: dict[str, Any]) -> None:
     fields = fields | SPLIT
     assert spills(fields) == 0
-    assert_sound(cache.compile(HD256_FORWARD.kernel, Hd256ForwardSpec(**fields), arch=ARCH))
+    assert_sound(cache.compile(HD256_FORWARD, Hd256ForwardSpec(**fields), arch=ARCH))
     with pytest.raises(ValueError, match="split is True, it needs lse, and the sink is the comb"):
         Hd256ForwardSpec(**fields | {"lse": False})
 

@@ -83,7 +83,7 @@ PLAIN = {
 def our_program(specialisation: Specialisation) -> Program:
     """Compile our kernel, or take it from the cache: see `programs.our_program`."""
     spec = Hd256ForwardSpec(**{**PLAIN, **specialisation.ours})
-    return programs.our_program(HD256_FORWARD.kernel, spec, specialisation.name)
+    return programs.our_program(HD256_FORWARD, spec, specialisation.name)
 
 
 def their_programs(
