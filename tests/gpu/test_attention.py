@@ -53,7 +53,7 @@ def test_statistics_of_rows_are_the_emulators(sink_dtype: str, sums: bool):
         BACKWARD_PREPROCESS, spec, o, do, lse, dlse,
         torch.ones(heads) if has_sink else None,
         torch.tensor([0, 300, 300, 377], dtype=torch.int32), None,
-        torch.zeros(2, heads, rows), zeroed, parts,
+        torch.zeros(2, heads, rows), zeroed, parts, None, None, None, 0, 0,
         written=(7, *([8] if sums else []), *([9] if has_sink else [])),
     )  # fmt: skip
     for found, emulated in results:
@@ -119,6 +119,53 @@ def test_gradients_agree_and_repeat(head_dim: int, scheduler: str):
     for found in (results[0], results[3]):
         for x, true in zip(found, exact, strict=False):
             assert (x.double() - true).norm() <= 0.01 * true.norm()
+
+
+@of_every_head_dim
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_that_see_no_key_do_not_count(head_dim: int, packed: bool, deterministic: bool):
+    """The gradient of o may hold NaN there: 50 rows, which share a tile with others."""
+    q, k, v = inputs(head_dim)
+    k, v = (x[:, :950].detach().requires_grad_() for x in (k, v))
+    lengths: dict[str, Any] = {}
+    if packed:
+        q, k, v = (x.detach().flatten(0, 1).requires_grad_() for x in (q, k, v))
+        for name, rows in (("q", 1000), ("k", 950)):
+            offsets = torch.tensor([0, rows, 2 * rows], dtype=torch.int32, device=DEVICE)
+            lengths[f"cu_seqlens_{name}"] = offsets
+    do = torch.randn_like(q)
+    hidden = do.clone()
+    hidden.view(2, 1000, *do.shape[-2:])[:, :50] = math.nan
+    o, _ = cute_attn.flash_attn_varlen_func(
+        q, k, v, causal=True, deterministic=deterministic, **lengths
+    )
+    results = [torch.autograd.grad(o, (q, k, v), x, retain_graph=True) for x in (do, hidden)]
+    names = slice(0, 3) if deterministic else slice(1, 3)  # whose bits are always the same
+    assert all(map(torch.equal, *(found[names] for found in results)))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0.02, atol=0.02)
+
+
+LAYOUTS_OF_DO: dict[str, Any] = {
+    "one for all rows": lambda x: torch.randn_like(x[:, :1]).expand(x.shape),
+    "one for all heads": lambda x: torch.randn_like(x[:, :, :1]).expand(x.shape),
+    "one number": lambda x: torch.randn_like(x.flatten()[:1]).expand(x.shape),
+    "heads first": lambda x: torch.randn_like(x.transpose(1, 2)).transpose(1, 2),
+    "negated": lambda x: torch._neg_view(torch.randn_like(x)),
+}
+
+
+@of_every_head_dim
+@pytest.mark.parametrize("layout", LAYOUTS_OF_DO)
+def test_the_gradient_of_o_may_have_any_layout(head_dim: int, layout: str):
+    q, k, v = inputs(head_dim, 300)
+    o, _ = cute_attn.flash_attn_func(q, k, v, causal=True, deterministic=True)
+    do = LAYOUTS_OF_DO[layout](o)
+    found, expected = (
+        torch.autograd.grad(o, (q, k, v), x, retain_graph=True)
+        for x in (do, do.clone(memory_format=torch.contiguous_format))
+    )
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.skipif(

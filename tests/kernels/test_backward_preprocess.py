@@ -33,6 +33,10 @@ def launch(kernel: KernelDef, spec: Any, *args: Any, arch: str = "sm_100a") -> N
     assert emulator.report.findings == []
 
 
+# seen_do, cu_seqlens_k, seqused_k, seqlen_k and window_right
+NO_COPY = None, None, None, 0, 0
+
+
 def of_sequence(x: Tensor, varlen: bool, sequence: int, rows: slice) -> Tensor:
     """Rows of o (rows, heads, columns) or lse (heads, rows) of a sequence."""
     if x.shape[-1] == HEAD_DIM:
@@ -92,7 +96,7 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
         BACKWARD_PREPROCESS, spec, o, do, lse, dlse, sink,
         torch.tensor(starts, dtype=torch.int32) if spec.varlen_q else None,
         torch.tensor(used, dtype=torch.int32) if spec.seqused_q else None,
-        stats, zeroed, dsink, arch=arch,
+        stats, zeroed, dsink, *NO_COPY, arch=arch,
     )  # fmt: skip
 
     expected = torch.full(stats.shape, math.nan, dtype=torch.float64)
@@ -127,6 +131,48 @@ def test_statistics_of_rows(spec: PreprocessSpec, lengths: tuple[int, ...], arch
     if dsink is not None:
         assert not dsink.isnan().any()
         torch.testing.assert_close(dsink.double().sum(0), expected_dsink, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("right", [0, 40])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_90a", 64), ("sm_100a", 256)])
+def test_rows_that_see_no_key_are_0_in_the_copy_of_do(
+    arch: str, head_dim: int, packed: bool, right: int
+) -> None:
+    """Of sequences with fewer keys, as many, none, and fewer than none that are used. Rows of no
+    sequence are not written."""
+    spec = PreprocessSpec(
+        "bfloat16", packed, packed, "none", False, head_dim, rows_without_keys=True,
+        varlen_k=packed, seqused_k=True,
+    )  # fmt: skip
+    lengths, used_q = (200, 200, 200, 200), (200, 130, 200, 150)
+    lengths_k, used_k = (90, 90, 90, 90), (90, 130, 0, -5)
+    starts, starts_k = ([0, *itertools.accumulate(x)] for x in (lengths, lengths_k))
+    rows = padded_rows(starts[-1] if packed else lengths[0], len(lengths), packed)
+    shape = (starts[-1] + 3, HEADS) if packed else (len(lengths), lengths[0], HEADS)
+    lse_shape = shape[::-1] if packed else (shape[0], HEADS, shape[1])
+    torch.manual_seed(0)
+    o, do = torch.randn(2, *shape, head_dim).bfloat16()
+    written = torch.full_like(do, 7.0)
+
+    def offsets(x: Any) -> Tensor | None:
+        return torch.tensor(x, dtype=torch.int32) if packed else None
+
+    expected = written.clone()
+    for n in range(len(lengths)):
+        start, count = (starts[n], used_q[n]) if packed else (0, lengths[n])
+        keys = max(0, min(used_k[n], lengths_k[n]))
+        unseen = min(count, max(0, count - keys - right))
+        of, copy = (do, expected) if packed else (do[n], expected[n])
+        copy[start : start + count] = of[start : start + count]
+        copy[start : start + unseen] = 0.0
+        of[start : start + unseen] = math.nan
+    launch(
+        BACKWARD_PREPROCESS.kernel, spec, o, do, torch.randn(lse_shape), None, None,
+        offsets(starts), offsets(used_q), torch.empty(2, HEADS, rows), None, None, written,
+        offsets(starts_k), torch.tensor(used_k, dtype=torch.int32), lengths_k[0], right, arch=arch,
+    )  # fmt: skip
+    assert torch.equal(written, expected)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from cute_attn.reference.attention import (
     attention_gradients_in_low_precision,
     attention_in_low_precision,
     attention_reference,
+    visible,
 )
 
 from .attention_cases import (
@@ -85,17 +86,26 @@ class Upstream:
     seed: int = 0
 
     def gradients(self, args: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """do and dlse, NaN in rows of no sequence; dlse is 0 in rows whose lse is -inf."""
+        """do and dlse, NaN in rows of no sequence; do also in rows that see no key. dlse is 0 in
+        rows whose lse is -inf."""
         q = args["q"]
         generator = torch.Generator().manual_seed(self.seed)
         do = allocate(tuple(q.shape), q.dtype, self.layout, "q")
         for at, _ in rows_of(args):
             do[at] = torch.randn(do[at].shape, generator=generator).to(q.dtype)
+        set_rows_without_keys(do, args, math.nan)
         if not self.of_lse:
             return do, None
         _, lse = attention_reference(**reference_arguments(args))
         dlse = torch.randn(lse.shape, generator=generator)
         return do, dlse.masked_fill(lse == -math.inf, 0.0).masked_fill(lse.isnan(), math.nan)
+
+
+def set_rows_without_keys(do: Tensor, args: dict[str, Any], value: float) -> None:
+    options = {name: args[name] for name in ("causal", "window_size") if name in args}
+    for at_q, at_k in rows_of(args):
+        counts = len(args["q"][at_q]), len(args["k"][at_k])
+        do[at_q][~visible(*counts, **options).any(dim=1)] = value
 
 
 UPSTREAMS = st.builds(
@@ -232,11 +242,20 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor], *names: str) -> bool:
 # -- comparing
 
 
+def _seen(do: Tensor | None, args: dict[str, Any]) -> Tensor | None:
+    """do with zeros in rows that see no key. What it holds there does not count, but the definition
+    is slow where a value is not finite, and plain code is for finite ones."""
+    if do is not None:
+        do = do.clone()
+        set_rows_without_keys(do, args, 0.0)
+    return do
+
+
 def exact_gradients(
     args: dict[str, Any], do: Tensor | None, dlse: Tensor | None = None
 ) -> dict[str, Tensor | None]:
     """In float64."""
-    found = attention_gradients(do=do, dlse=dlse, **reference_arguments(args))
+    found = attention_gradients(do=_seen(do, args), dlse=dlse, **reference_arguments(args))
     return dict(zip(INPUTS, found, strict=True))
 
 
@@ -246,7 +265,7 @@ def plain_gradients(
     """In plain low-precision code; with a seed, other roundings of P and dS."""
     jitter = None if seed is None else torch.Generator().manual_seed(seed)
     found = attention_gradients_in_low_precision(
-        do=do, dlse=dlse, jitter=jitter, **reference_arguments(args)
+        do=_seen(do, args), dlse=dlse, jitter=jitter, **reference_arguments(args)
     )
     return dict(zip(INPUTS, found, strict=True))
 
@@ -286,7 +305,7 @@ def _of(gradients: Iterable[dict[str, Tensor | None]], name: str) -> list[Tensor
 def _with_float32_sums(args: dict[str, Any], do: Tensor, dlse: Tensor | None) -> Tensor:
     """dlse, changed by what a tensor core's sums of do * o may differ from another order's."""
     o, lse = attention_in_low_precision(**reference_arguments(args))
-    slack = SCORE_ERROR * (do.float() * o.float()).abs().sum(-1).transpose(-1, -2)
+    slack = SCORE_ERROR * (_seen(do, args).float() * o.float()).abs().sum(-1).transpose(-1, -2)
     return slack + (torch.zeros_like(lse) if dlse is None else dlse)
 
 

@@ -99,10 +99,14 @@ def _padded(q: Tensor, cu_q: Tensor | None, sequence: int) -> int:
 def _preprocess(
     spec: Any, o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor | None,
     cu_q: Tensor | None, used_q: Tensor | None, stats: Tensor, zeroed: Tensor | None,
-    parts: Tensor | None,
+    parts: Tensor | None, seen_do: Tensor | None, cu_k: Tensor | None, used_k: Tensor | None,
+    seqlen_k: int, right: int,
 ) -> None:  # fmt: skip
     assert not spec.sums and zeroed is None  # of SM90
     assert (spec.sink_dtype != "none") == (sink is not None) == (parts is not None)
+    assert spec.rows_without_keys == (seen_do is not None)
+    if seen_do is not None:
+        _hide(do, seen_do, (cu_q, cu_k, used_q, used_k), seqlen_k, right)
     stats.fill_(math.nan)
     if parts is not None:
         parts.zero_()
@@ -124,6 +128,17 @@ def _preprocess(
         seen = y != -math.inf
         stats[0, :, first : first + count] = torch.where(seen, y, math.inf)
         stats[1, :, first : first + count] = torch.where(seen, delta, 0.0)
+
+
+def _hide(do: Tensor, seen_do: Tensor, lengths: Any, seqlen_k: int, right: int) -> None:
+    """Copy the used rows of do, with zeros in rows that see no key."""
+    seen_do.fill_(math.nan)
+    keys = do.new_empty(1, seqlen_k)
+    for index_q, rows_q, _, rows_k in sequences(do, keys, *lengths):
+        at = rows_q if index_q is None else (index_q, rows_q)
+        queries, count = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
+        seen_do[at] = do[at]
+        seen_do[at][: max(0, min(queries, queries - count - right))] = 0
 
 
 def _of_heads(

@@ -253,6 +253,59 @@ def test_the_gradient_of_o_may_have_any_layout(
     assert len(BACKWARD.ready) == 1
 
 
+SHORT = torch.tensor([0, 2, 4], dtype=torch.int32)
+LONG = torch.tensor([0, 3, 5], dtype=torch.int32)
+COPIES: dict[str, tuple[bool, dict[str, Any]]] = {  # whether do is copied
+    "more queries than keys": (True, {"q": 5, "k": 3, "causal": True}),
+    "as many": (False, {"q": 5, "k": 5, "causal": True}),
+    "fewer": (False, {"q": 3, "k": 5, "causal": True}),
+    "no mask": (False, {"q": 5, "k": 3}),
+    "a bound to the left": (False, {"q": 5, "k": 3, "window_size": (1, None)}),
+    "a bound to the right": (True, {"q": 5, "k": 3, "window_size": (None, 1)}),
+    "a bound farther away": (False, {"q": 5, "k": 3, "window_size": (None, 2)}),
+    "used keys": (True, {"q": 5, "k": 5, "causal": True, "seqused_k": SHORT[1:]}),
+    "packed": (True, {"q": 5, "k": 4, "causal": True, "cu_seqlens_q": LONG, "cu_seqlens_k": SHORT}),
+    "packed alike": (
+        False, {"q": 5, "k": 5, "causal": True, "cu_seqlens_q": LONG, "cu_seqlens_k": LONG},
+    ),
+    "packed alike, used keys": (
+        True, {"q": 5, "k": 5, "causal": True, "cu_seqlens_q": LONG, "cu_seqlens_k": LONG,
+        "seqused_k": SHORT[1:]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_rows_that_see_no_key_do_not_count(kernels: StandIns, name: str):
+    """do may hold NaN there. It is copied only where the host does not know that there is no such
+    row next to others."""
+    copied, args = COPIES[name][0], dict(COPIES[name][1])
+    torch.manual_seed(0)
+    shape = () if "cu_seqlens_q" in args else (2,)
+    counts = args.pop("q"), args.pop("k")
+    q, k, v = (
+        torch.randn(*shape, n, 2, 256).bfloat16().requires_grad_()
+        for n in (counts[0], *[counts[1]] * 2)
+    )
+    args = {"q": q, "k": k, "v": v} | args
+    o, _ = call(args)
+    do = torch.randn_like(o)
+    do[o.eq(0).all(-1)] = math.nan  # no key, no output
+    assert do.isnan().any() == copied
+    o.backward(do)
+    assert_gradients(args, expected(args, do))
+    (of_dkdv,) = (given[3] for name, _, given in kernels.launched if name == DKDV)
+    assert (of_dkdv.data_ptr() != do.data_ptr()) == copied
+    for x in (q, k, v):
+        x.grad = None
+    o, _ = call(args | {"k": k.detach(), "v": v.detach()})
+    kernels.launched.clear()
+    o.backward(do)  # dq needs no copy
+    assert not any(
+        spec.rows_without_keys for name, spec, _ in kernels.launched if name == PREPROCESS
+    )
+
+
 @pytest.mark.parametrize("as_sparse", [False, True])
 def test_gradients_that_other_functions_leave_without_values_in_memory(
     kernels: StandIns, as_sparse: bool
@@ -542,7 +595,10 @@ def test_models_name_the_kernels_of_a_step():
     steps: list[dict[str, Any]] = [
         {"q": q, "k": k, "v": v},
         {"q": q, "k": k, "v": v, "window_size": (50, None)},
-        {"q": q[0], "k": k[0], "v": v[0], "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
+        *(
+            {"q": q[0], "k": k[0], "v": v[0], "cu_seqlens_q": offsets, "cu_seqlens_k": of_keys}
+            for of_keys in (offsets, offsets.clone())
+        ),
     ]
     used = set().union(*(requests_of_a_step(args | {"causal": True}) for args in steps))
     assert SUM in {name for name, _ in used}

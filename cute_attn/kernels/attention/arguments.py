@@ -96,13 +96,16 @@ class FakeArguments:
             "seqused_q": self._used(self.spec.seqused_q),
         }
 
-    def lengths(self) -> dict[str, Any]:
-        """The lengths of the sequences, by the names of their arguments."""
+    def key_lengths(self) -> dict[str, Any]:
+        """The lengths of the sequences of keys, by the names of their arguments."""
         return {
-            **self.query_lengths(),
             "cu_seqlens_k": self._bounds(self.spec.varlen_k),
             "seqused_k": self._used(self.spec.seqused_k),
         }
+
+    def lengths(self) -> dict[str, Any]:
+        """The lengths of the sequences, by the names of their arguments."""
+        return {**self.query_lengths(), **self.key_lengths()}
 
     def scalars(self) -> dict[str, Any]:
         """The scalars of a softmax and its mask, by the names of their arguments."""

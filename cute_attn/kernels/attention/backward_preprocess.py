@@ -6,6 +6,8 @@ For row i of a head, with s the sink (`statistics` has the layout, and the lse o
     dsink   = sum_i -exp(s - lse_i) delta_i
 
 Where the gradient of q is added up in global memory, it also clears the numbers of `query_zeros`.
+Where rows may see no key, it copies do, with zeros in these rows: P is 0 there, but 0 times a NaN
+of do would be NaN in the gradient of v.
 
 The kernel is bound by memory bandwidth: it reads o and do once. Eight threads share a row, so an
 instruction of a warp reads whole 128-byte lines of four rows. Each CTA writes its part of dsink,
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ..common.arguments import fake_contiguous
 from ..common.dtypes import DTYPE
@@ -32,7 +34,7 @@ from ..common.entry import entry, gathered, placeholders
 from ..common.numbers import INF, LOG2_E
 from ..common.ptx.convert import unpack_all
 from ..common.ptx.math import exp2
-from ..common.ptx.memory import load_global
+from ..common.ptx.memory import load_global, store_global
 from ..common.sequences import Sequences
 from ..common.smem import Buffer, SharedMemory
 from ..common.spec import VECTOR_BYTES, WARP_SIZE
@@ -57,6 +59,9 @@ class Arguments(NamedTuple):
         stats: `[2, heads, padded rows]`; see `statistics`.
         zeroed: see `query_zeros`.
         dsink_partial: `[tiles, heads]` with the tiles of a head that `num_tiles` counts.
+        seen_do: the copy of do. The kernel uses it and the next fields with `rows_without_keys`.
+        seqlen_k: rows of k.
+        window_right: how many keys right of the diagonal a query sees.
     """
 
     o: cute.Tensor
@@ -69,6 +74,11 @@ class Arguments(NamedTuple):
     stats: cute.Tensor
     zeroed: cute.Tensor | None
     dsink_partial: cute.Tensor | None
+    seen_do: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    seqlen_k: Int32
+    window_right: Int32
 
 
 class BackwardPreprocess:
@@ -99,6 +109,10 @@ class BackwardPreprocess:
                 stats=fake.stats(),
                 zeroed=fake.zeroed() if self.spec.sums else None,
                 dsink_partial=dsink_partial,
+                seen_do=fake.q() if self.spec.rows_without_keys else None,
+                **fake.key_lengths(),
+                seqlen_k=Int32(0),
+                window_right=Int32(0),
             )
         )
 
@@ -139,10 +153,17 @@ class BackwardPreprocess:
                     row = padded_start(tiles.queries, sequence) + first
                     tile = Int64(head) * (x.stats.shape[2] // STATS_ROWS) + row // STATS_ROWS
                     x.zeroed[1 + tile] = 0
+            copy, copy_stride, first_seen = None, Int64(0), Int32(0)
+            if cutlass.const_expr(self.spec.rows_without_keys):
+                keys = Sequences(x.seqlen_k, x.cu_seqlens_k, x.seqused_k).length(sequence)
+                # Query i sees keys up to i + keys - length + window_right.
+                first_seen = length - cutlass.max(keys, 0) - x.window_right
+                copy = self.sequence_of(x.seen_do, tiles.queries, sequence, head)
+                copy_stride = x.seen_do.stride[-3]
             self.sum_rows(
                 self.sequence_of(x.o, tiles.queries, sequence, head),
                 self.sequence_of(x.do, tiles.queries, sequence, head),
-                x.o.stride[-3], x.do.stride[-3], first, length, sums,
+                x.o.stride[-3], x.do.stride[-3], first, length, sums, copy, copy_stride, first_seen,
             )  # fmt: skip
             cute.arch.sync_threads()
             if thread < STATS_ROWS:
@@ -180,9 +201,12 @@ class BackwardPreprocess:
         first: Int32,
         length: Int32,
         sums: cute.Tensor,
+        copy: cute.Pointer | None,
+        copy_stride: Int64,
+        first_seen: Int32,
     ) -> None:
-        """Store the tile's sums of o * do over head_dim. Past the end of the sequence, the last row
-        is read again."""
+        """Store the tile's sums of o * do over head_dim, and a `copy` of do. Past the end of the
+        sequence, the last row is read again."""
         thread, _, _ = cute.arch.thread_idx()
         column = thread % THREADS_A_ROW * VECTOR
         for step in cutlass.range_constexpr(STATS_ROWS // ROWS):
@@ -197,6 +221,10 @@ class BackwardPreprocess:
                         for i in range(0, self.spec.head_dim, THREADS_A_ROW * VECTOR)
                     ]
                 )
+            if cutlass.const_expr(copy is not None):
+                if first + row < length:
+                    to = copy + (token * copy_stride + column)
+                    self.copy_row(loaded[1], to, first + row >= first_seen)
             # A sum of its own for each vector: several chains of additions rather than one.
             parts = []
             for x, y in zip(*loaded, strict=True):
@@ -216,6 +244,12 @@ class BackwardPreprocess:
                 total += cute.arch.shuffle_sync_bfly(total, offset=distance)
             if thread % THREADS_A_ROW == 0:
                 sums[row] = total
+
+    def copy_row(self, row: list[list[Int32]], to: cute.Pointer, seen: Boolean) -> None:
+        """Store the vectors of a row of do, or zeros for a row that sees no key."""
+        for i, words in enumerate(row):
+            kept = [Int32(cutlass.select_(seen, word, Int32(0))) for word in words]
+            store_global(Int32, (to + i * THREADS_A_ROW * VECTOR).toint(), kept)
 
     @cute.jit
     def write_statistics(

@@ -181,6 +181,9 @@ class PreprocessSpec(Spec):
         dlse: the log-sum-exp has a gradient.
         head_dim: of o and its gradient.
         sums: the kernel clears the numbers of `query_zeros`.
+        rows_without_keys: the kernel also copies the gradient of o, with zeros in rows that see no
+            key: queries see keys up to a bound to the right.
+        varlen_k, seqused_k: with `rows_without_keys`, how the lengths of keys are given.
 
     Raises:
         TypeError: a field has another type than its annotation.
@@ -200,11 +203,16 @@ class PreprocessSpec(Spec):
     dlse: bool
     head_dim: int = 256
     sums: bool = False
+    rows_without_keys: bool = False
+    varlen_k: bool = False
+    seqused_k: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seqused_q and not self.varlen_q:
             raise ValueError("seqused_q is True, it needs varlen_q")
+        if (self.varlen_k or self.seqused_k) and not self.rows_without_keys:
+            raise ValueError("varlen_k or seqused_k is True, they need rows_without_keys")
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,9 @@ def check_length(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value}, must be at least 0")
 
 
-def bounds(a: Arguments) -> tuple[int | None, int | None]:
-    """The left and the right bound of the window, None for a bound that masks nothing."""
+def bounds(a: Any) -> tuple[int | None, int | None]:
+    """The left and the right bound of the window of a call's arguments, None for a bound that masks
+    nothing."""
     left, right = (
         None if bound is None or bound == -1 or bound >= MAX_SEQLEN else bound
         for bound in (a.window_left, a.window_right)

@@ -2,7 +2,7 @@
 
 Up to six kernels:
 
-    preprocess    stats: lse and delta of the query rows; parts of dsink
+    preprocess    stats: lse and delta of the query rows; parts of dsink; a copy of do
     dq            dq
     dkdv          dk and dv, or with splits float32 parts of them
     sum_partials  dk and dv from the splits' parts; dsink from the tiles' parts
@@ -26,6 +26,7 @@ most seqlen_q + 127 for each sequence, or total_q + 128 batch + 127), S the numb
 (`heuristics.num_splits`, or more for ds_dq by `heuristics.parts_with_ds`) and T <= R / 128:
 
     stats            8 heads R
+    copy of do       2 (elements of q)       only with `may_have_rows_without_keys`
     parts of dk, dv  8 S (elements of k)     only with S > 1
     parts of dsink   4 heads T               only with a sink that requires a gradient
     sums of dq       4 heads R head_dim      only with postprocess
@@ -121,7 +122,7 @@ class BackwardArguments(NamedTuple):
         arch, head_dim, fused = launch.arch_for(self.q.device), self.q.shape[-1], self.is_fused
         row = configs.backward("backward_fused" if fused else "backward_dkdv", arch, head_dim)
         assert row.costs is not None
-        batch, (left, right) = self.batch, bounds(self.forward)
+        batch, (left, right) = self.batch, bounds(self)
         partial_bytes = 2 * 4 * self.k.numel()  # of dk and dv, for each split
         splits = num_splits(
             seqlen_q=-(-self.q.shape[-3] // max(batch, 1)) if varlen_q else self.q.shape[-3],
@@ -137,6 +138,21 @@ class BackwardArguments(NamedTuple):
             most_splits=settings().workspace_bytes // max(partial_bytes, 1) if fused else None,
         )
         return self.parts_with_ds(splits)
+
+    @property
+    def may_have_rows_without_keys(self) -> bool:
+        """Whether queries may see no key, as far as the host knows, and share a tile with others.
+        These are the first ones of sequences of more queries than keys."""
+        _, right = bounds(self)
+        if right is None or not self.need_dkdv:
+            return False
+        packed = self.cu_seqlens_q is not None or self.cu_seqlens_k is not None
+        if not packed and self.seqused_k is None:
+            return self.q.shape[1] > self.k.shape[1] + right
+        return not (
+            _same_memory(self.cu_seqlens_q, self.cu_seqlens_k)
+            and _same_memory(self.seqused_q, self.seqused_k)
+        )
 
     @property
     def is_fused(self) -> bool:
@@ -193,6 +209,7 @@ class _Ready(NamedTuple):
     postprocess: _Function | None  # where dkdv adds up dq too
     ds_dq: _Function | None  # where dkdv keeps dS
     dkdv_of_heads: bool  # the kernel takes a part of the K/V heads
+    rows_without_keys: bool  # preprocess copies do
 
 
 class Backward(Operator[BackwardArguments]):
@@ -226,7 +243,7 @@ class Backward(Operator[BackwardArguments]):
         check_alignment(q=a.q, k=a.k, v=a.v)
 
     def prepare(self, a: BackwardArguments) -> _Ready:
-        left, right = bounds(a.forward)
+        left, right = bounds(a)
         arch, device = launch.arch_for(a.q.device), a.q.device
         head_dim = a.q.shape[-1]
         parts = a.parts
@@ -249,6 +266,7 @@ class Backward(Operator[BackwardArguments]):
             split=parts.splits > 1,
             ds=parts.heads > 0,
             ds_of_keys=parts.key_blocks > 0,
+            rows_without_keys=a.may_have_rows_without_keys,
             deterministic=is_deterministic(a),
         )
 
@@ -281,6 +299,7 @@ class Backward(Operator[BackwardArguments]):
             postprocess=load(requests.postprocess),
             ds_dq=load(requests.ds_dq),
             dkdv_of_heads=table.has("backward_ds_dq", arch, head_dim),
+            rows_without_keys=requests.preprocess[1].rows_without_keys,
         )
 
     def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
@@ -311,13 +330,14 @@ class Backward(Operator[BackwardArguments]):
             parts.splits,
             parts.heads > 0,
             parts.key_blocks > 0,
+            a.may_have_rows_without_keys,
             # Keys of empty tensors are never in the table.
             not (a.q.numel() and a.k.numel()),
         )
 
     def launch(self, ready: _Ready, *arguments: Any, **_: Any) -> _Gradients:
         a = self.arguments(*arguments)
-        q, k, v, do = a.q, a.k, a.v, a.do
+        q, k, v = a.q, a.k, a.v
         heads, varlen_q = q.shape[-2], a.cu_seqlens_q is not None
         sizes = q.shape[-3], a.batch, varlen_q
         stats = q.new_empty((2, heads, padded_rows(*sizes)), dtype=torch.float32)
@@ -329,9 +349,15 @@ class Backward(Operator[BackwardArguments]):
         if ready.postprocess is not None:
             dq_sums = q.new_empty((*stats.shape[1:], q.shape[-1]), dtype=torch.float32)
             zeroed = q.new_empty(num_query_zeros(heads, stats.shape[-1]), dtype=torch.int32)
+        seen_do, keys = None, (None, None)
+        if ready.rows_without_keys:
+            seen_do = torch.empty_like(q, memory_format=_contiguous)
+            keys = a.cu_seqlens_k, a.seqused_k
         ready.preprocess(
-            a.o, do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, zeroed, parts
+            a.o, a.do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, zeroed, parts,
+            seen_do, *keys, k.shape[-3], ready.right,
         )  # fmt: skip
+        do = a.do if seen_do is None else seen_do
         if sink is not None and parts is not None and ready.sum_dsink is not None:
             dsink = torch.empty_like(sink)
             ready.sum_dsink(parts[:, None], dsink[None])
@@ -364,7 +390,7 @@ class Backward(Operator[BackwardArguments]):
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)
             if ready.dkdv_of_heads:
-                self.launch_by_heads(ready, a, stats, scalars, written, dq)
+                self.launch_by_heads(ready, a._replace(do=do), stats, scalars, written, dq)
             else:
                 ready.dkdv(
                     q, k, v, do, stats, *written, *lengths, *scalars, ready.splits,
@@ -468,6 +494,13 @@ class Backward(Operator[BackwardArguments]):
 def is_deterministic(a: BackwardArguments) -> bool:
     """Whether the call asks for the same bits in every run, or torch does."""
     return bool(a.deterministic) or torch.are_deterministic_algorithms_enabled()
+
+
+def _same_memory(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether x and y hold the same lengths because they are the same memory, or both are None."""
+    if x is None or y is None:
+        return x is y
+    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape)
 
 
 def _words(x: Tensor) -> Tensor:

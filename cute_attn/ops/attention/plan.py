@@ -186,6 +186,7 @@ def plan_attention_backward(
     dkdv: bool = True,
     split: bool | None = None,
     keeps_ds: bool | None = None,
+    rows_without_keys: bool | None = None,
     deterministic: bool = False,
 ) -> list[launch.Request]:
     """The kernels that the gradient of the attention functions uses; those of the forward, with
@@ -212,6 +213,9 @@ def plan_attention_backward(
             heads, short sequences), False for others, None for both.
         keeps_ds: True for calls that keep dS between kernels (on Hopper, at head_dim 256, where it
             fits `CUTE_ATTN_WORKSPACE_MIB`), False for others, None for both.
+        rows_without_keys: True for calls in which queries may see no key because of `causal` or a
+            bound to the right: with more queries than keys, or with lengths of q and k that are not
+            the same tensors; False for others, None for both.
         deterministic: as the operator's, or `torch.use_deterministic_algorithms` is on.
 
     Returns:
@@ -227,6 +231,7 @@ def plan_attention_backward(
         for case in ((False, True) if split is None else (split,))
         for ds in ((False, True) if keeps_ds is None else (keeps_ds,))
         for of_keys in ((False, True) if ds and not varlen_k else (False,))
+        for unseen in ((False, True) if rows_without_keys is None else (rows_without_keys,))
         for request in backward_requests(
             arch,
             head_dim=head_dim,
@@ -246,6 +251,7 @@ def plan_attention_backward(
             split=case,
             ds=ds and table.has("backward_ds_dq", arch, head_dim),
             ds_of_keys=of_keys,
+            rows_without_keys=unseen,
             deterministic=deterministic,
         )
         if request is not None
@@ -287,10 +293,12 @@ def backward_requests(
     split: bool,
     ds: bool,
     ds_of_keys: bool,
+    rows_without_keys: bool,
     deterministic: bool,
 ) -> BackwardRequests:
     """The same kernels by their part; arguments and errors as for `plan_attention_backward`. With
-    `ds`, dS is kept where both kernels run, with `ds_of_keys` of a part of the keys at once."""
+    `ds`, dS is kept where both kernels run, with `ds_of_keys` of a part of the keys at once. Rows
+    without keys matter to dkdv alone."""
 
     fused = has_fused_dq(
         arch, head_dim, softcap=softcap, dq=dq, dkdv=dkdv, deterministic=deterministic
@@ -323,6 +331,7 @@ def backward_requests(
             return None
         return ZERO_UNUSED, ZeroUnusedSpec(varlen=varlen, seqused=seqused)
 
+    rows_without_keys = rows_without_keys and dkdv and window_right
     preprocess = PreprocessSpec(
         dtype=dtype,
         varlen_q=varlen_q,
@@ -331,6 +340,9 @@ def backward_requests(
         dlse=dlse,
         head_dim=head_dim,
         sums=fused,
+        rows_without_keys=rows_without_keys,
+        varlen_k=rows_without_keys and varlen_k,
+        seqused_k=rows_without_keys and seqused_k,
     )
     partial = dkdv and split
     keys = main("backward_dkdv", partial=partial) if dkdv else None
