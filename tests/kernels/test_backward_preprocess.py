@@ -168,7 +168,7 @@ def test_rows_that_see_no_key_are_0_in_the_copy_of_do(
         copy[start : start + unseen] = 0.0
         of[start : start + unseen] = math.nan
     launch(
-        BACKWARD_PREPROCESS.kernel, spec, o, do, torch.randn(lse_shape), None, None,
+        BACKWARD_PREPROCESS, spec, o, do, torch.randn(lse_shape), None, None,
         offsets(starts), offsets(used_q), torch.empty(2, HEADS, rows), None, None, written,
         offsets(starts_k), torch.tensor(used_k, dtype=torch.int32), lengths_k[0], right, arch=arch,
     )  # fmt: skip
