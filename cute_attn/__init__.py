@@ -14,6 +14,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .emulation import emulated
     from .launch import warmup
+    from .ops import register_operators
     from .ops.attention import flash_attn_combine, flash_attn_func, flash_attn_varlen_func
     from .ops.kda import chunk_kda, fused_recurrent_kda, kda_decode
     from .ops.lightning import lightning_attn_decode
@@ -29,6 +30,7 @@ _EXPORTS = {
     "fused_recurrent_kda": "cute_attn.ops.kda",
     "kda_decode": "cute_attn.ops.kda",
     "lightning_attn_decode": "cute_attn.ops.lightning",
+    "register_operators": "cute_attn.ops",
     "reload_settings": "cute_attn.settings",
     "warmup": "cute_attn.launch",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "fused_recurrent_kda",
     "kda_decode",
     "lightning_attn_decode",
+    "register_operators",
     "reload_settings",
     "warmup",
 ]

@@ -9,9 +9,13 @@ import contextlib
 import enum
 import inspect
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -676,3 +680,43 @@ def test_the_kernel_reads_unsigned_indices_as_signed():
         assert torch.equal(operator.function(**args), operator.function(**unsigned))
     assert torch.equal(args["state"], unsigned["state"])
     assert torch.equal(args["state"][1:], operator.arguments()["state"][1:])
+
+
+LOAD = """
+import sys
+import torch
+import cute_attn
+
+cute_attn.register_operators()
+program = torch.export.load(sys.argv[1])
+args = torch.load(sys.argv[2])
+torch.save(program.module()(*args.values()), sys.argv[3])
+print(*(x.name for x in torch._C._jit_get_all_schemas() if x.name.startswith("cute_attn::")))
+"""
+
+
+def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path):
+    """Which knows the operators of all families, though it names none of our functions."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+            return cute_attn.flash_attn_func(q, k, v, causal=True, learnable_sink=sink)[0]
+
+    args = OPERATORS["flash_attn_func"].arguments()
+    del args["return_lse"]
+    files = [str(tmp_path / name) for name in ("program.pt2", "args.pt", "result.pt")]
+    torch.export.save(torch.export.export(Layer(), tuple(args.values())), files[0])
+    torch.save(args, files[1])
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *files],
+        env={**os.environ, "CUTE_ATTN_EMULATE": "1", "CUTE_ATTN_ARCH": "sm_100a"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with cute_attn.emulated("sm_100a"), torch.no_grad():
+        expected = Layer()(*args.values())
+    assert torch.equal(torch.load(files[2]), expected)
+    ours = {x.name for x in torch._C._jit_get_all_schemas() if x.name.startswith("cute_attn::")}
+    assert "cute_attn::flash_attn" in ours and set(done.stdout.split()) >= ours
