@@ -110,8 +110,8 @@ def sigmoid(x: Any) -> Any:
 
 
 def log_decay(gate: str, g: Any, rate: Any, bias: Any, lower_bound: Any) -> Any:
-    """The natural logarithm of a decay, for results stored in float32: the absolute error of the
-    approximate instructions is too large for gates near 0."""
+    """The natural logarithm of a decay to the accuracy of float32, for results stored in it:
+    `log2_decay` rounds the exponent of a gate's exponential."""
     if gate == "none":
         return g
     x = g + bias
