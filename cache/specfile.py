@@ -163,7 +163,7 @@ def plan_for(
     the parameters; the message names it.
     """
     requests: list[tuple[KernelDef, Any, str]] = []
-    refusals = []
+    refusals: list[str] = []
     for arch in architectures:
         before = len(requests) + len(refusals)
         for table in tables:

@@ -349,7 +349,8 @@ class Backward(Operator[BackwardArguments]):
         if ready.postprocess is not None:
             dq_sums = q.new_empty((*stats.shape[1:], q.shape[-1]), dtype=torch.float32)
             zeroed = q.new_empty(num_query_zeros(heads, stats.shape[-1]), dtype=torch.int32)
-        seen_do, keys = None, (None, None)
+        seen_do = None
+        keys: tuple[Tensor | None, Tensor | None] = (None, None)
         if ready.rows_without_keys:
             seen_do = torch.empty_like(q, memory_format=_contiguous)
             keys = a.cu_seqlens_k, a.seqused_k

@@ -45,14 +45,14 @@ def attend(
     seqused_k: Any,
     page_table: Any,
     softmax_scale: float | None,
-    causal: bool,
+    causal: Any,
     window_left: int | None,
     window_right: int | None,
     learnable_sink: Any,
-    softcap: float,
+    softcap: Any,
     scheduler: str | None,
     num_splits: int,
-    return_lse: bool,
+    return_lse: Any,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The public functions, with the arguments of both operators."""

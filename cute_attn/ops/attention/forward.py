@@ -115,7 +115,7 @@ class Attention(Operator[_Called]):
         seqused_q: Tensor | None,
         seqused_k: Tensor | None,
         page_table: Tensor | None,
-        softmax_scale: float | None,
+        softmax_scale: Any,
         causal: bool,
         window_left: int | None,
         window_right: int | None,

@@ -406,11 +406,11 @@ class _Decode(Operator[_Arguments]):
         A_log: Tensor | None,
         dt_bias: Tensor | None,
         lower_bound: float | None,
-        use_qk_l2norm_in_kernel: bool,
-        use_gate_in_kernel: bool,
-        use_beta_sigmoid_in_kernel: bool,
-        allow_neg_eigval: bool,
-        state_v_first: bool,
+        use_qk_l2norm_in_kernel: Any,
+        use_gate_in_kernel: Any,
+        use_beta_sigmoid_in_kernel: Any,
+        allow_neg_eigval: Any,
+        state_v_first: Any,
         state_indices: Tensor | None,
         num_accepted_tokens: Tensor | None,
         record_k: Tensor | None,
@@ -476,7 +476,7 @@ class _Decode(Operator[_Arguments]):
         if record_k is None:
             increment_version((o, state))
         else:
-            increment_version((o, state, record_k, record_g, record_u))
+            increment_version((o, state, record_k, record_g, record_u))  # type: ignore[arg-type]
         return o
 
 
