@@ -123,7 +123,9 @@ def _resident_clusters(device_index: int, size: int) -> int:
 def check_device(name: str, device: torch.device) -> None:
     """Raise ValueError unless `device` is a CUDA device, or the CPU within an emulation."""
     if device.type != "cuda" and not (device.type == "cpu" and current_emulation()):
-        hint = ", or on the CPU in a thread within cute_attn.emulated()"
+        hint = (
+            ", or on the CPU with CUTE_ATTN_EMULATE=1, or in a thread within cute_attn.emulated()"
+        )
         raise ValueError(
             f"{name} is on {device}, must be on a CUDA device{hint if device.type == 'cpu' else ''}"
         )
