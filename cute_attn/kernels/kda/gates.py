@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from ..common.numbers import LN_2, LOG2_E
 from ..common.ptx.math import exp2, log2, reciprocal
@@ -102,6 +102,19 @@ def nonzero_beta(dtype: Any, beta: Any) -> Any:
     signed = cutlass.select_(beta < Float32(0.0), -smallest, smallest)
     is_small = cute.arch.fmax(beta, -beta) < smallest
     return Float32(cutlass.select_(is_small, signed, beta))
+
+
+def split_beta(dtype: Any, beta: Any) -> tuple[Any, Any]:
+    """Return (m, p), where beta = m p and p is a power of two; so x and p x round alike.
+
+    With bfloat16 p is 1. The exponents of float16 are few, so m and p share beta's exponent evenly.
+    """
+    if dtype is cutlass.BFloat16:
+        return beta, Float32(1.0)
+    exponent = (Float32(beta).bitcast(Int32) & Int32(0xFF << 23)) - Int32(127 << 23)
+    half = (exponent >> 24) << 23
+    p, inverse = ((Int32(127 << 23) + x).bitcast(Float32) for x in (half, -half))
+    return beta * inverse, p
 
 
 def sigmoid(x: Any) -> Any:

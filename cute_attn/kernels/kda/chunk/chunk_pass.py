@@ -115,7 +115,7 @@ class ChunkPass:
             # The record of `prepare`; sub-tiles of kd and qg alternate.
             Buffer("kd_qg", self.dtype, 2 * tile, alignment=SWIZZLE_ALIGNMENT),
             Buffer("kg", self.dtype, tile),
-            Buffer("akk", self.dtype, CHUNK * CHUNK, holds="Akk Diag(beta)"),
+            Buffer("akk", self.dtype, CHUNK * CHUNK, holds="Akk, with factors of beta"),
             Buffer("aqk", self.dtype, CHUNK * CHUNK),
             Buffer("rows", self.dtype, CHUNK * spec.tile_v, holds="v, or the gradient of o"),
             Buffer("decay", Float32, spec.head_dim_k),

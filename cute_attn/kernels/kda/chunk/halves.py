@@ -59,9 +59,9 @@ class ScoresByHalves:
                 if (n >> shift) == pair:
                     earlier = (pair << (shift + 1)) + (n & (h - 1))
                     column = Float32(1.0)
-                    if cutlass.const_expr(self.memory.l2norm):
+                    if cutlass.const_expr(self.memory.of_columns is not None):
                         column = self.memory.of_token(
-                            smem, "inverse_norm_k", b * SUB_CHUNK + earlier
+                            smem, self.memory.of_columns, b * SUB_CHUNK + earlier
                         )
                     transposed = block + block_element(earlier, later)
                     store_shared(Float32, transposed, [(product[i] * column) * of_q])

@@ -58,9 +58,9 @@ def split(x: Any) -> tuple[Any, Any]:
 class Inverse:
     """Inverts L, block by block. All methods run on the device."""
 
-    def __init__(self, memory: ChunkMemory, *, times_beta: bool):
-        """times_beta: whether the result is Akk Diag(beta) rather than Akk."""
-        self.memory, self.dtype, self.times_beta = memory, memory.dtype, times_beta
+    def __init__(self, memory: ChunkMemory, *, columns: str | None = None):
+        """columns: the buffer of `memory` with a factor of each column of the result, if any."""
+        self.memory, self.dtype, self.columns = memory, memory.dtype, columns
 
     @cute.jit
     def invert_diagonal(self, smem: Int32, b: Int32) -> None:
@@ -248,9 +248,11 @@ class Inverse:
         """Store block (i, j) of the inverse to `tile_kk` from the accumulators of its transpose."""
         r, c = row_and_part()
         factors = None
-        if self.times_beta:
-            column = j * SUB_CHUNK + r
-            factors = [self.memory.of_token(smem, "beta", column + 8 * half) for half in range(2)]
+        if self.columns is not None:
+            first = j * SUB_CHUNK + r
+            factors = [
+                self.memory.of_token(smem, self.columns, first + 8 * half) for half in range(2)
+            ]
         tile = smem + REGION["tile_kk"]
         for t in range(2):
             for half in range(2):

@@ -58,7 +58,8 @@ class Operands:
         results: cute.Tensor | None = None,
         is_stored: cutlass.Boolean | bool = True,
     ) -> None:
-        """Store scale q . k for 8 rows of each warp, and with l2norm the inverse norms of both.
+        """Store scale q . k for 8 rows of each warp, and with l2norm the inverse norms of both. The
+        factors `of_columns` of these rows, which must be there, multiply q . k and get the norms.
 
         The left operand has q in rows 0 to 7 and k in rows 8 to 15; the right one is k, then q.
         Only the diagonals of the results are used.
@@ -89,6 +90,10 @@ class Operands:
             odd = (r & 1) == 1
             dot = Float32(cutlass.select_(odd, by_k[1], by_k[0]))
             place = smem + row * 4
+            m = Float32(1.0)
+            if cutlass.const_expr(self.memory.scales_keys):
+                m = self.memory.of_token(smem, "of_columns", row)
+                dot = dot * m
             if cutlass.const_expr(self.memory.l2norm):
                 of_q = self._inverse_norm(cutlass.select_(odd, by_q[1], by_q[0]))
                 of_k = self._inverse_norm(cutlass.select_(odd, by_k[3], by_k[2]))
@@ -100,6 +105,8 @@ class Operands:
                     of_q, of_k = of_q * longer_q, of_k * longer_k
                 store_shared(Float32, place + self.memory["inverse_norm_q"], [of_q * scale])
                 store_shared(Float32, place + self.memory["inverse_norm_k"], [of_k])
+                if cutlass.const_expr(self.memory.scales_keys):
+                    store_shared(Float32, place + self.memory["of_columns"], [m * of_k])
             store_shared(Float32, place + self.memory["own_score"], [dot * scale])
 
     def _shorten(self, at: Any, swap: Any, square: Any) -> Any:

@@ -106,7 +106,7 @@ class PrepareSpec(InputsSpec):
 
 
 def record_elements(head_dim_k: int) -> int:
-    """Elements that `prepare` writes for a chunk and head: kd, qg, kg, Akk Diag(beta), Aqk."""
+    """Elements that `prepare` writes for a chunk and head: kd, qg, kg, Akk, Aqk."""
     return (3 * (head_dim_k // 64) + 2) * SUB_TILE
 
 

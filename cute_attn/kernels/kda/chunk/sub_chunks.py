@@ -103,13 +103,22 @@ class ChunkMemory(SharedMemory):
         dtype: dtype of q and k.
         groups: number of groups of 32 channels.
         qk_row, p_row: bytes of a row of q or k, and of P.
+        scales_keys: whether kg, and k as a column of scores, have the factor m of beta = m p, and
+            rows of L have p (see `prepare`); otherwise rows of L have beta.
+        of_columns, of_rows: the buffers with the factors of kg and of columns, and of rows of L but
+            for their norms; None where there are none.
         in_one_product: whether one product scores the rows in range (see `scores`).
         shift: log2 of the factor of rows in that product, otherwise 0.
     """
 
-    def __init__(self, dtype: str, head_dim_k: int, *more: Buffer, l2norm: bool):
+    def __init__(
+        self, dtype: str, head_dim_k: int, *more: Buffer, l2norm: bool, scales_keys: bool = False
+    ):
         self.dtype = DTYPE[dtype]
         self.l2norm = l2norm
+        self.scales_keys = scales_keys
+        self.of_columns = "of_columns" if scales_keys else "inverse_norm_k" if l2norm else None
+        self.of_rows = None if scales_keys and dtype == "bfloat16" else "of_rows"
         self.head_dim_k = head_dim_k
         self.groups = head_dim_k // GROUP
         self.qk_row, self.p_row = 2 * head_dim_k, 4 * head_dim_k
@@ -132,11 +141,12 @@ class ChunkMemory(SharedMemory):
             sums("start", "exp2(G - shift) at the first token of a sub-chunk"),
             sums("to_next", "G from there to the first token of the next sub-chunk"),
             sums("to_end", "G from there to the end of the chunk"),
-            tokens("beta", ""),
+            *([tokens("of_rows", "beta, with scales_keys p")] if self.of_rows else []),
             tokens("own_score", "scale q . k"),
             tokens("inverse_norm_q", "times scale"),
             tokens("inverse_norm_k", ""),
             Buffer("out_of_range", Int32, NUM_WARPS, holds="a warp's first such row, 16 for none"),
+            *([tokens("of_columns", "m, with l2norm times the inverse norm of k")] * scales_keys),
             *more,
             limit=SMALLEST_SMEM_BYTES,
         )
@@ -157,24 +167,25 @@ class ChunkMemory(SharedMemory):
         return load_shared(Float32, smem + self[name] + row * 4)[0]
 
     def row_factor(self, smem: Any, row: Any) -> Any:
-        """Return the factor of a row of L: beta, with l2norm times the inverse norm of k."""
-        factor = self.of_token(smem, "beta", row)
+        """Return the factor of a row of L: that of `of_rows`, times the inverse norm of k."""
+        factor = Float32(1.0)
+        if self.of_rows is not None:
+            factor = self.of_token(smem, self.of_rows, row)
         if self.l2norm:
             factor = factor * self.of_token(smem, "inverse_norm_k", row)
         return factor
 
-    def normalised(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
-        """Return channels of a row of k, or of a multiple of it, times the inverse norm of k."""
-        if not self.l2norm:
+    def as_column(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
+        """Return channels of a row of k, or of a multiple of it, times that of `of_columns`."""
+        if self.of_columns is None:
             return k
-        norm = self.of_token(smem, "inverse_norm_k", row)
-        return [x * norm for x in k]
+        factor = self.of_token(smem, self.of_columns, row)
+        return [x * factor for x in k]
 
     def column_factors(self, smem: Any, j: Any) -> Any:
-        """Load the inverse norms of k for the thread's columns of sub-chunk j: [half of its
-        tokens][2]."""
-        if not self.l2norm:
+        """Load the factors of the thread's columns of sub-chunk j: [half of its tokens][2]."""
+        if self.of_columns is None:
             return (None, None)
         _, c = row_and_part()
-        at = smem + self["inverse_norm_k"] + (j * SUB_CHUNK + 2 * c) * 4
+        at = smem + self[self.of_columns] + (j * SUB_CHUNK + 2 * c) * 4
         return tuple(load_shared(Float32, at + 32 * half, 2) for half in range(2))

@@ -1,10 +1,11 @@
 """KDA's pass of the state's gradient backwards through the chunks.
 
-`prepare` has computed kd, qg, kg, Akk, Aqk and the decay of every chunk, and do is the gradient of
-o. With dS the gradient of the state after a chunk, a K by V matrix, the chunk computes
+`prepare` has computed kd, qg, kg, Akk, Aqk and the decay of every chunk, with the factors of beta
+that `state_pass` takes, and do is the gradient of o. With dS the gradient of the state after a
+chunk, a K by V matrix, the chunk computes
 
     dv_new = Aqk^T do + kg dS
-    dr     = (Akk Diag(beta))^T dv_new
+    dr     = Akk^T dv_new
     dS    <- Diag(decay) dS + qg^T do - kd^T dr
 
 which is the adjoint of `state_pass`, step by step, and like it three products that depend on one

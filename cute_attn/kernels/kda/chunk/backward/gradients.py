@@ -21,7 +21,8 @@ Both CTAs compute dAqk and dLhat: exchanging them would take longer. At K = 64 a
 so it has, with 16 warps, at K = 128 where the architecture has no clusters.
 
 With S the state at the chunk's start, dS' the gradient of the state after it, v' = Akk Diag(beta) r
-the corrections and dr the gradient of r, which is also that of v (docs/kernels/kda.md).
+the corrections and dr the gradient of r, which is also that of v (docs/kernels/kda.md). v_new is v'
+without its factors m (see `prepare`), which multiply the results of the products over V.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from ....common.ptx.memory import (
     store_shared,
 )
 from ....common.ptx.mma import mma
-from ...gates import SMALLEST_BETA, nonzero_beta, sigmoid
+from ...gates import SMALLEST_BETA, nonzero_beta, sigmoid, split_beta
 from ..chunks import Rows, num_slots, place_of_slot, row_offset, rows_of
 from ..spec import CHUNK, GradientsSpec
 from ..sub_chunks import SUB_CHUNK, SUB_CHUNKS, row_and_part
@@ -186,7 +187,7 @@ class KdaGradients:
             do: [B, T, HV, V], the gradient of o.
             states, adjoints: [slots, HV, V K], the state at the start of each chunk and the
                 gradient of the state after it, transposed: for each 64 rows of V, K / 64 sub-tiles.
-            v_new: [slots, HV, 64 V], v' in sub-tiles of 64 columns; rows past the end are 0.
+            v_new: [slots, HV, 64 V], v' / m in sub-tiles of 64 columns; rows past the end are 0.
             dv: [B, T, HV, V], dr with `nonzero_beta`; becomes the gradient of v.
             dq, dk: [B, T, HQK, K], written, and so are the following.
             dg: [B, T, HV, K].
@@ -359,6 +360,9 @@ class KdaGradients:
             own_beta = Float32(beta[place.batch, place.start + thread, head])
         if thread < CHUNK:
             self.store_of_token(smem, "beta", thread, own_beta)
+            value, _ = self.beta_and_slope(own_beta, beta_scale)
+            m, _ = split_beta(self.dtype, nonzero_beta(self.dtype, value))
+            self.store_of_token(smem, "m", thread, m)
         self.gates.store_sums(
             smem, self.rows(g, place, head, cta), place.length, A_log, dt_bias, head, lower_bound
         )
@@ -553,13 +557,15 @@ class KdaGradients:
 
     @cute.jit
     def store_scores(self, smem: Int32, name: str, scores: cute.Tensor, factor: Float32) -> None:
-        """Store dAqk or dLhat below its diagonal."""
+        """Store dAqk or dLhat below its diagonal, with the factors m of its columns."""
         b, part = self.memory.warp_place()
         r, c = row_and_part()
         row = b * SUB_CHUNK + r
         for n in cutlass.range_constexpr(self.columns // 16):
             first = part * self.columns + 16 * n
-            values = [scores[8 * n + i] * factor for i in range(8)]
+            at = smem + self.memory["m"] + (first + 2 * c) * 4
+            m = [load_shared(Float32, at + half * 32, 2) for half in range(2)]
+            values = [scores[8 * n + i] * (m[i // 4][i % 2] * factor) for i in range(8)]
             if first == b * SUB_CHUNK:
                 keep_branch()
                 for i in cutlass.range_constexpr(8):
@@ -586,14 +592,15 @@ class KdaGradients:
                 for half in cutlass.range_constexpr(2):
                     row = b * SUB_CHUNK + r + 8 * half
                     at = 8 * n + 6 * half
-                    own = cutlass.select_(odd, daqk[at + 1], daqk[at]) * scale
+                    m = self.memory.of_token(smem, "m", row)
+                    own = cutlass.select_(odd, daqk[at + 1], daqk[at]) * (m * scale)
                     x = self.memory.of_token(smem, "beta", row)
                     self.store_of_token(smem, "own_score", row, own)
                     if row < place.length and cta == 0:
                         value, slope = self.beta_and_slope(x, beta_scale)
                         inverse = reciprocal(nonzero_beta(self.dtype, value))
                         dot = Float32(cutlass.select_(odd, dlower[at + 1], dlower[at]))
-                        result = ((dot * inverse) * inverse) * slope
+                        result = ((dot * inverse) * (m * inverse)) * slope
                         dbeta[place.batch, place.start + row, head] = result.to(self.beta_dtype)
 
     def store_of_token(self, smem: Any, name: str, row: Any, x: Any) -> None:
@@ -643,9 +650,16 @@ class KdaGradients:
 
     @cute.jit
     def sum_into_state(self, smem: Int32, acc: cute.Tensor) -> None:
-        """Store the sum over the warp's rows of kg dkg, with k as rounded in operands."""
+        """Give v' dS'^T its factors m, and store the sum over the warp's rows of kg dkg, with k as
+        rounded in operands."""
         b, _ = self.memory.warp_place()
         r, c = row_and_part()
+        for half in cutlass.range_constexpr(2):
+            m = self.memory.of_token(smem, "m", self.memory.rows()[half])
+            for n in cutlass.range_constexpr(2 * PAIRS):
+                for e in cutlass.range_constexpr(2):
+                    at = 4 * n + 2 * half + e
+                    acc[at] = acc[at] * m
         values = []
         for pair in cutlass.range_constexpr(PAIRS):
             for i in cutlass.range_constexpr(2):

@@ -92,7 +92,7 @@ class GradientMemory(SharedMemory):
             sums("to_end", "G from there to the end of the chunk"),
             sums("into_state", "sum over a sub-chunk of kg dkg"),
             sums("of_state", "the state times its gradient, summed over a part of V"),
-            sums("later", "dG, summed over a sub-chunk"),
+            sums("later", "dG, summed over a sub-chunk; before that, m of each beta"),
             sums("of_A_log", "the gradient of A_log, summed over a sub-chunk"),
             sums("of_dt_bias", ""),
             tokens("own_score", "scale dAqk on its diagonal; before that, beta as given"),
@@ -111,6 +111,7 @@ class GradientMemory(SharedMemory):
         for n, name in enumerate(("q_rows", "k_rows", "k_columns")):
             self.offsets[name] = self["stage"] + n * (2 * CHUNK * self.channels)
         self.offsets["beta"] = self["own_score"]
+        self.offsets["m"] = self["later"]
         operands = 3 * (2 * CHUNK * self.channels)
         assert operands <= self.stage.nbytes
         # Behind the operands, and later in their place: registers that threads put aside.

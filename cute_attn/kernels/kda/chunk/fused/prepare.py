@@ -15,6 +15,15 @@ state, as tiles in the layout of `state_pass`'s shared memory (see `__call__`).
 
 Gates are summed within sub-chunks only, and decays between sub-chunks are multiplied, so a large
 gate costs later tokens no accuracy.
+
+The correction of a token is beta (v - S^T k). Where similar keys follow one another, corrections
+cancel in the state, and an error that they all have does not. So beta is not part of the inverse,
+whose diagonal would have the same error for all tokens with the same beta. Instead beta = m p (see
+`gates.split_beta`), and the state takes
+
+    S <- Diag(exp(g)) S + (m k) (p (v - S^T k))^T
+
+as if keys were written times m, whose rounding differs from channel to channel.
 """
 
 from __future__ import annotations
@@ -44,7 +53,7 @@ from ....common.ptx.memory import (
     store_shared,
 )
 from ....common.spec import WARP_SIZE
-from ...gates import nonzero_beta, sigmoid
+from ...gates import nonzero_beta, sigmoid, split_beta
 from ..chunks import divisors, num_slots, place_of, rows_of
 from ..gate_inputs import GateInputs
 from ..gate_sums import GateSums
@@ -104,7 +113,7 @@ class Record(Carried):
         self.put(self.qg, b, half, group, q, 2 * SUB_TILE_BYTES)
 
     def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
-        k = self.memory.normalised(smem, b * SUB_CHUNK + 8 * half + row_and_part()[0], k)
+        k = self.memory.as_column(smem, b * SUB_CHUNK + 8 * half + row_and_part()[0], k)
         self.put(self.kg, b, half, group, k, SUB_TILE_BYTES)
 
     def put(self, matrix: int, b: Any, half: int, group: Any, values: list[Any], step: int) -> None:
@@ -129,14 +138,14 @@ class KdaPrepare:
 
     def __init__(self, spec: PrepareSpec):
         self.spec = spec
-        self.memory = ChunkMemory(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm)
+        self.memory = ChunkMemory(spec.dtype, spec.head_dim_k, l2norm=spec.l2norm, scales_keys=True)
         self.smem_bytes = self.memory.nbytes
         self.inputs = GateInputs(spec)
         self.operands = Operands(self.memory)
         self.sums = GateSums(self.memory)
         self.scores = Scores(self.memory, self.sums)
         self.score_tiles = ScoreTiles(self.memory, self.sums)
-        self.inverse = Inverse(self.memory, times_beta=True)
+        self.inverse = Inverse(self.memory, columns=self.memory.of_rows)
         self.dtype = self.memory.dtype
         self.gate_dtype, self.beta_dtype = DTYPE[spec.gate_dtype], DTYPE[spec.beta_dtype]
 
@@ -186,13 +195,14 @@ class KdaPrepare:
 
             kd = exp2(G) * k         K / 64 sub-tiles
             qg = scale exp2(G) * q   K / 64
-            kg = exp2(G_e - G) * k   K / 64
-            Akk Diag(beta)           1
-            Aqk                      1
+            kg = m exp2(G_e - G) * k K / 64
+            (I + L)^-1 Diag(p)       1
+            Aqk Diag(m)              1
 
         except that sub-tiles of kd and qg alternate. G is the sum of gates (base 2) in the chunk,
-        and e its last token. A sub-tile is 64 rows of 64 columns; unit u of 8 elements of row r
-        lies at unit u ^ (r & 7). Rows past the chunk's end are 0.
+        and e its last token. Row i of L has the factor p_i, column j m_j. A sub-tile is 64 rows of
+        64 columns; unit u of 8 elements of row r lies at unit u ^ (r & 7). Rows past the chunk's
+        end are 0.
 
         Args:
             q, k: [B, T, HQK, K]; strides are multiples of 16 bytes, the last one is 1.
@@ -322,7 +332,10 @@ class KdaPrepare:
                 x = cutlass.select_(thread < length, beta_scale * sigmoid(x), Float32(0.0))
             if cutlass.const_expr(self.spec.for_backward):
                 x = cutlass.select_(thread < length, nonzero_beta(self.dtype, x), Float32(0.0))
-            store_shared(Float32, smem + self.memory["beta"] + thread * 4, [Float32(x)])
+            m, p = split_beta(self.dtype, Float32(x))
+            store_shared(Float32, smem + self.memory["of_columns"] + thread * 4, [m])
+            if cutlass.const_expr(self.memory.of_rows is not None):
+                store_shared(Float32, smem + self.memory["of_rows"] + thread * 4, [p])
 
     @cute.jit
     def sum_gates(

@@ -1,10 +1,10 @@
 """KDA's pass of the state through the chunks, with the output: second kernel of the fused path.
 
-`prepare` has computed kd, qg, kg, Akk, Aqk and the decay of every chunk. With S the state at the
-chunk's start, a K by V matrix, a chunk computes
+`prepare` has computed kd, qg, kg, Akk, Aqk and the decay of every chunk; kg, Akk and Aqk have the
+factors of beta = m p. With S the state at the chunk's start, a K by V matrix, a chunk computes
 
     r     = v - kd S                   residuals of the delta rule
-    v_new = Akk Diag(beta) r           corrections of the chunk's tokens
+    v_new = Akk r                      corrections of the chunk's tokens, divided by m
     o     = qg S + Aqk v_new
     S    <- Diag(decay) S + kg^T v_new
 

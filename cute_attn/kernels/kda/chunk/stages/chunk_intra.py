@@ -100,7 +100,7 @@ class Outputs(Carried):
     def k_to_end(self, smem: Any, b: Any, half: int, group: Any, k: list[Any]) -> None:
         r, c = row_and_part()
         row = b * SUB_CHUNK + 8 * half + r
-        k = pack_all(self.memory.dtype, self.memory.normalised(smem, row, k))
+        k = pack_all(self.memory.dtype, self.memory.as_column(smem, row, k))
         put(self.kg, self.length, row, group * 4 + c, k)
 
 
@@ -148,7 +148,7 @@ class KdaChunkIntra:
         self.sums = GateSums(self.memory)
         self.scores = Scores(self.memory, self.sums, few_registers=spec.store_qg)
         self.score_tiles = ScoreTiles(self.memory, self.sums)
-        self.inverse = Inverse(self.memory, times_beta=False)
+        self.inverse = Inverse(self.memory)
 
     def fake_args(self) -> tuple[Any, ...]:
         spec = self.spec
@@ -315,7 +315,7 @@ class KdaChunkIntra:
             x = Float32(0.0)
             if thread < place.length:
                 x = Float32(beta[place.batch, place.start + thread, head])
-            store_shared(Float32, smem + self.memory["beta"] + thread * 4, [x])
+            store_shared(Float32, smem + self.memory["of_rows"] + thread * 4, [x])
 
     @cute.jit
     def load_sums(self, rows: Any, length: Int32) -> Any:
@@ -392,7 +392,7 @@ class KdaChunkIntra:
         for i in range(self.loads):
             x = unpack_all(self.dtype, [values[4 * i + n] for n in range(4)])
             at = self.row_of_load(thread, part, i)
-            beta = self.memory.of_token(smem, "beta", at)
+            beta = self.memory.of_token(smem, "of_rows", at)
             x = pack_all(self.dtype, [y * beta for y in x])
             store_columns(smem + self.v, at, unit >> 2, unit & 3, x)
 
