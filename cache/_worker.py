@@ -1,8 +1,8 @@
 """A process that compiles kernels for `cute_attn.cache.warmup`.
 
 It reads one JSON request per line from stdin, writes one JSON answer per line to the original
-stdout, and ends when stdin or its parent does. It does not use multiprocessing, which would import
-a server's main module again.
+stdout, and ends at an empty line, or when stdin or its parent ends. It does not use
+multiprocessing, which would import a server's main module again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from .key import describe
 from .store import Store
 from .wire import decode_request
 
+END = "\n"
+"""The line that ends a worker. A forked child of its parent may hold stdin open."""
+
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -30,7 +33,9 @@ def main(parent: int) -> None:
     _end_with(parent)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what kernels and compilers print goes to stderr
-    for line in sys.stdin:
+    for line in iter(sys.stdin.readline, ""):
+        if line == END:
+            return
         answers.write(json.dumps(_answer(json.loads(line))) + "\n")
 
 

@@ -305,7 +305,7 @@ class Store:
                     logger.warning(
                         "waited %.0f s so far for %s, which compiles %s",
                         waited,
-                        self._holder(digest),
+                        self._holder(f"{digest}.lock"),
                         digest[:12],
                     )
                 if waited > _LONGEST_WAIT_SECONDS:
@@ -344,11 +344,11 @@ class Store:
         held.push(attempt)
         return True
 
-    def _holder(self, digest: str) -> str:
-        """Who holds a key's lock, in words."""
+    def _holder(self, name: str) -> str:
+        """Who holds the lock of a file in `locks`, in words."""
         with contextlib.suppress(OSError, CacheError, ValueError):
             with self._make_directory(_LOCKS) as directory:
-                fd = directory.file(f"{digest}.lock")
+                fd = directory.file(name)
             with os.fdopen(fd) as file:
                 pid, host = file.read(_LONGEST_SIGNATURE).split()
             if host != os.uname().nodename:
@@ -456,13 +456,24 @@ class Store:
     def _evicting(self) -> Iterator[None]:
         """Hold the eviction lock, or nothing if locks do not work or the wait is too long."""
         with contextlib.ExitStack() as held:
-            end = time.monotonic() + _LONGEST_WAIT_TO_EVICT_SECONDS
+            started = time.monotonic()
             pause = _POLL_SECONDS / 4
-            while time.monotonic() < end:
+            told = False
+            while (waited := time.monotonic() - started) < _LONGEST_WAIT_TO_EVICT_SECONDS:
+                if waited > _SILENT_WAIT_SECONDS and not told:
+                    told = True
+                    logger.warning(
+                        "waited %.0f s so far for %s, which evicts entries of %s",
+                        waited,
+                        self._holder(_EVICTION_LOCK),
+                        self.root,
+                    )
                 attempt = contextlib.ExitStack()
                 try:
                     with self._make_directory(_LOCKS) as directory:
                         state = attempt.enter_context(self._lock_file(directory, _EVICTION_LOCK))
+                        if state is LockState.TAKEN:
+                            _sign(directory, _EVICTION_LOCK)
                 except OSError as error:
                     logger.debug("no lock in %s: %s", self.root, error)
                     break

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import jit
+from . import _worker, jit
 from .arch import check_arch, current_arch
 from .entry import Built, Entry
 from .errors import CacheError, CompileError
@@ -330,9 +330,11 @@ def _run_workers(
                     _account(job.key, answer)
                     finished.put((job, None))
         finally:
-            if worker is not None:
-                worker.close()
-            finished.put(None)
+            try:
+                if worker is not None:
+                    worker.close()
+            finally:
+                finished.put(None)
 
     threads = [threading.Thread(target=feed_one_worker, daemon=True) for _ in range(number)]
     running = 0
@@ -397,9 +399,13 @@ class _Worker:
 
     def close(self) -> str:
         """Wait for the process to end; return how it did, in words."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(_worker.END)
+            self._process.stdin.flush()
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
-        return _ending(self._process.returncode)
+        return _ending(self._process.wait())
 
 
 def _ending(status: int) -> str:

@@ -362,3 +362,16 @@ def test_who_waits_says_whom_for(run: Run, root: Path) -> None:
     )
     holder.kill()
     assert waiter.result()["compiles"] == 1
+
+
+def test_who_waits_to_evict_says_whom_for(run: Run, filled_root: Path) -> None:
+    with Store(filled_root)._evicting():
+        waiter = run(f"""
+from cute_attn.cache import store
+store._SILENT_WAIT_SECONDS = 0.2
+tell(removed=store.Store(pathlib.Path({str(filled_root)!r})).evict(0).entries)
+""")
+        assert waiter.error_line() == (
+            f"waited 0 s so far for process {os.getpid()}, which evicts entries of {filled_root}\n"
+        )
+    assert waiter.result()["removed"] == 1

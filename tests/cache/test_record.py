@@ -394,7 +394,7 @@ tell()
         CUTE_ATTN_CACHE_DIR="cache",
     )
     told = process.hear()
-    process.result()
+    process.hear()
     assert told["prebuilt_hits"] == 1
     assert told["directory"] == told["children"]["CUTE_ATTN_CACHE_DIR"] == str(start / "cache")
     assert told["library"] == str(start / "library.so")

@@ -234,6 +234,23 @@ def ends(pid: int) -> bool:
     return False
 
 
+def test_a_worker_ends_though_a_forked_child_holds_its_stdin(
+    run: Callable[..., Process], root: Path
+) -> None:
+    parent = run("""
+from cute_attn.cache import warm
+worker = warm._Worker()
+answer, question = os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(question)
+    os.read(answer, 1)  # until the parent has ended
+    os._exit(0)
+tell(ending=worker.close())
+""")
+    assert parent.hear() == {"ending": "its process ended with status 0"}
+
+
 def test_a_worker_ends_in_the_middle_of_a_compilation(
     run: Callable[..., Process], root: Path, tmp_path: Path
 ) -> None:
