@@ -13,6 +13,7 @@ swizzle permutes the 16-byte units of a box.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +108,11 @@ class ByThreads(TileCopy):
 class VectorLoads(ByThreads):
     """Plain loads to registers, all of a tile's before the first store."""
 
-    def load(self, source: Source, place: Int32, thread: Int32) -> list[list[Int32]]:
+    def load(self, source: Source, place: Int32, thread: Int32) -> list[Sequence[Int32]]:
         tile = self.address(source, place)
         return [load_global(Int32, tile + at, VECTOR_WORDS) for _, at in self.units(thread)]
 
-    def store(self, stage: cute.Pointer, thread: Int32, values: list[list[Int32]]) -> None:
+    def store(self, stage: cute.Pointer, thread: Int32, values: list[Sequence[Int32]]) -> None:
         for (at, _), words in zip(self.units(thread), values, strict=True):
             store_shared(Int32, shared_address(stage) + at, words)
 

@@ -7,6 +7,7 @@ wrong place shows. A thread reads 16-byte vectors, `consumer_threads` vectors ap
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import cutlass
 import cutlass.cute as cute
@@ -91,7 +92,7 @@ class Products:
                     self.multiply(operands, half, j, words[2 * half : 2 * half + 2])
 
     def multiply(
-        self, operands: tuple[cute.Tensor, cute.Tensor], half: int, j: int, right: list[Int32]
+        self, operands: tuple[cute.Tensor, cute.Tensor], half: int, j: int, right: Sequence[Int32]
     ) -> None:
         accumulators, left = operands
         c = [accumulators[i, half, j] for i in range(4)]

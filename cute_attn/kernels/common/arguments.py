@@ -6,36 +6,36 @@ recompiles it. `align` is the alignment, in bytes, of the first element and of e
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Numeric
 from cutlass.cute.runtime import make_fake_tensor
 
 from .spec import VECTOR_BYTES
 
 _INDEX = {"int32": Int32, "int64": Int64}
 
+Sizes = tuple[cute.SymInt | int, ...]
 
-def fake_rows(element: Any, shape: tuple[Any, ...], align: int = VECTOR_BYTES) -> Any:
+
+def fake_rows(element: type[Numeric], shape: Sizes, align: int = VECTOR_BYTES) -> cute.Tensor:
     """A tensor whose last dimension is contiguous; its other strides are free."""
     divisibility = 8 * align // element.width
     strides = (cute.sym_int64(divisibility=divisibility) for _ in shape[:-1])
     return make_fake_tensor(element, shape, (*strides, 1), assumed_align=align)
 
 
-def fake_strided(element: Any, shape: tuple[Any, ...]) -> Any:
+def fake_strided(element: type[Numeric], shape: Sizes) -> cute.Tensor:
     """A tensor with free strides in all dimensions."""
     strides = tuple(cute.sym_int64() for _ in shape)
     return make_fake_tensor(element, shape, strides, assumed_align=element.width // 8)
 
 
 def fake_contiguous(
-    element: Any, shape: tuple[Any, ...], align: int = 0, *, small: bool = False
-) -> Any:
+    element: type[Numeric], shape: Sizes, align: int = 0, *, small: bool = False
+) -> cute.Tensor:
     """A contiguous tensor, aligned to `align` bytes; 0 is the size of an element. A `small` one
     never has 2^31 elements: its strides have 32 bits, and take fewer registers."""
-    stride: Any = 1
+    stride: cute.SymInt | int = 1
     strides = []
     for size in reversed(shape):
         strides.append(stride)
@@ -47,7 +47,9 @@ def fake_contiguous(
     )
 
 
-def fake_matrices(leading: tuple[Any, ...], matrix: tuple[Any, Any], element: Any = Float32) -> Any:
+def fake_matrices(
+    leading: Sizes, matrix: tuple[int, int], element: type[Numeric] = Float32
+) -> cute.Tensor:
     """Contiguous matrices on 16-byte boundaries, with free strides between them."""
     divisibility = 8 * VECTOR_BYTES // element.width
     strides = (cute.sym_int64(divisibility=divisibility) for _ in leading)
@@ -56,7 +58,7 @@ def fake_matrices(leading: tuple[Any, ...], matrix: tuple[Any, Any], element: An
     )
 
 
-def fake_offsets(index_dtype: str) -> Any:
+def fake_offsets(index_dtype: str) -> cute.Tensor | None:
     """cu_seqlens of `index_dtype`, or None for "none"."""
     if index_dtype == "none":
         return None

@@ -3,8 +3,6 @@ tensor memory."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -15,7 +13,7 @@ from .ptx.tcgen05 import tcgen05_fence_after, tcgen05_fence_before
 from .tmem import TensorMemory
 
 
-def prepare(descriptors: tuple[Any, ...], barriers: Barriers) -> None:
+def prepare(descriptors: tuple[cute.CopyAtom, ...], barriers: Barriers) -> None:
     """Prefetch TMA descriptors and initialise mbarriers, by one warp; a barrier of the CTA, or of
     its cluster, has to follow."""
     for descriptor in descriptors:
@@ -30,7 +28,7 @@ def start_cluster(
     warp: Int32,
     load: cutlass.Constexpr[Role],
     mma: cutlass.Constexpr[Role],
-    descriptors: tuple[Any, ...],
+    descriptors: tuple[cute.CopyAtom, ...],
     barriers: Barriers,
     memory: cutlass.Constexpr[TensorMemory],
     address: cute.Pointer,

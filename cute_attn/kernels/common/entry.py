@@ -38,7 +38,7 @@ def entry(arguments: type[tuple[Any, ...]], **more: type) -> Callable[[Function]
             *(inspect.Parameter(name, kind, annotation=types[name]) for name in types),
             inspect.Parameter("stream", kind),
         ]
-        inspect.unwrap(function).__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        inspect.unwrap(function).__signature__ = inspect.Signature(parameters)
         return function
 
     return declare

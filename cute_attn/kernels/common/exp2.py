@@ -7,8 +7,6 @@ an integer. FlashAttention-4 introduced this method to attention.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -25,7 +23,7 @@ MAX_RELATIVE_ERROR = 8.8e-5  # with the rounding of float32
 SMALLEST, LARGEST = -127.0, 128.0  # the result is 0 up to SMALLEST, and inf from LARGEST on
 
 
-Pair = tuple[Any, Any]
+Pair = tuple[Float32, Float32]
 
 
 def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
@@ -59,7 +57,7 @@ def exp2_pairs(pairs: list[Pair], *, bounded: bool = False) -> list[Pair]:
     ]
 
 
-def exp2_on_fma(x: Any) -> Any:
+def exp2_on_fma(x: Float32) -> Float32:
     """2 ** x of one x of at most 128, as `exp2_pairs`, without packed instructions."""
     x = cute.arch.fmax(x, Float32(SMALLEST))
     shifted = add_rounded_down(x, Float32(ROUND_DOWN))
@@ -82,7 +80,7 @@ def exp2_mixed(pairs: list[Pair], on_fma: range) -> list[Pair]:
     return [results[j] for j in range(len(pairs))]
 
 
-def _add_exponent(power: Any, shifted: Any) -> Any:
+def _add_exponent(power: Float32, shifted: Float32) -> Float32:
     """power * 2 ** n, where the low bits of `shifted` hold n."""
     bits = cutlass.Int32(power.bitcast(Int32)) + (cutlass.Int32(shifted.bitcast(Int32)) << 23)
     return bits.bitcast(Float32)

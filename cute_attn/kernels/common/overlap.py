@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
+from cutlass import Boolean, Int64
 
 
 def overlaps(
     written: tuple[cute.Tensor | None, ...],
     read: tuple[cute.Tensor | None, ...],
     pools: tuple[cute.Tensor | None, ...] = (),
-) -> Any:
+) -> Boolean:
     """Whether a written tensor overlaps itself or another tensor; a None is skipped.
 
     The rules are those of `cute_attn.ops.memory.check_memory`, which raises the error with its
     reason. The first mode of `pools` counts slots, and the slots of two pools may be interleaved.
     """
-    found = cutlass.Boolean(False)
+    found = Boolean(False)
     results = [x for x in written if x is not None]
     for i, x in enumerate(results):
         found = found | _meets_itself(x)
@@ -32,13 +31,13 @@ def overlaps(
     return found
 
 
-def _spans_meet(x: cute.Tensor, y: cute.Tensor) -> Any:
+def _spans_meet(x: cute.Tensor, y: cute.Tensor) -> Boolean:
     start, end = _span(x)
     other_start, other_end = _span(y)
     return (start < other_end) & (other_start < end)
 
 
-def _slots_are_apart(x: cute.Tensor, y: cute.Tensor) -> Any:
+def _slots_are_apart(x: cute.Tensor, y: cute.Tensor) -> Boolean:
     """Whether two pools with equally many slots have the same slot stride in bytes, and their slots
     do not overlap within it."""
     pitch = x.stride[0] * (x.element_type.width // 8)
@@ -54,29 +53,29 @@ def _slots_are_apart(x: cute.Tensor, y: cute.Tensor) -> Any:
     )
 
 
-def _meets_itself(x: cute.Tensor) -> Any:
+def _meets_itself(x: cute.Tensor) -> Boolean:
     """Whether a mode's stride is less than the span of all modes with smaller strides."""
-    found = cutlass.Boolean(False)
+    found = Boolean(False)
     modes = range(cute.rank(x))
     for mode in modes:
-        spanned = cutlass.Int64(1)
+        spanned = Int64(1)
         for other in modes:
             if other == mode:
                 continue
             smaller = x.stride[other] < x.stride[mode]
             if other < mode:  # of modes with equal strides, the first counts as the smaller
                 smaller = smaller | (x.stride[other] == x.stride[mode])
-            part = cutlass.Int64(x.shape[other] - 1) * x.stride[other]
-            spanned += cutlass.Int64(smaller) * part
+            part = Int64(x.shape[other] - 1) * x.stride[other]
+            spanned += Int64(smaller) * part
         found = found | ((x.shape[mode] > 1) & (x.stride[mode] < spanned))
     return found
 
 
-def _span(x: cute.Tensor, first: int = 0) -> tuple[Any, Any]:
+def _span(x: cute.Tensor, first: int = 0) -> tuple[Int64, Int64]:
     """Addresses of the first byte of x and of the first byte past its end. With `first` = 1, those
     of slot 0 of a pool."""
     start = x.iterator.toint()
-    last = cutlass.Int64(0)
+    last = Int64(0)
     for mode in range(first, cute.rank(x)):
-        last += cutlass.Int64(x.shape[mode] - 1) * x.stride[mode]
+        last += Int64(x.shape[mode] - 1) * x.stride[mode]
     return start, start + (last + 1) * (x.element_type.width // 8)

@@ -214,14 +214,14 @@ class Barriers(Carried):
             for i in range(edge.mbarriers):
                 cute.arch.mbarrier_init(self.stage_pointer(edge.name, i), edge.arrivals)
 
-    def stage_pointer(self, name: str, stage: Any) -> cute.Pointer:
+    def stage_pointer(self, name: str, stage: Int32) -> cute.Pointer:
         return self.base + self.pipeline.offsets[name] + stage
 
-    def address(self, name: str, stage: Any) -> Any:
+    def address(self, name: str, stage: Int32) -> Int32:
         """The 32-bit address of a stage's mbarrier in shared memory."""
         return Int32(self.stage_pointer(name, stage).toint())
 
-    def pointer(self, name: str, n: Any) -> cute.Pointer:
+    def pointer(self, name: str, n: Int32) -> cute.Pointer:
         """The mbarrier of use n; of the calling warp's ring, if each has its own."""
         pointer = self.stage_pointer(name, self.stage(name, n))
         edge = self.pipeline[name]
@@ -231,33 +231,33 @@ class Barriers(Carried):
             pointer += edge.stages * (warp - edge.producer.warps[0])
         return pointer
 
-    def stage(self, name: str, n: Any) -> Any:
+    def stage(self, name: str, n: Int32) -> Int32:
         """The stage of use n."""
         stages = self.pipeline[name].stages
         if stages & (stages - 1):
             return Int32(Uint32(n) % stages)
         return n & (stages - 1)
 
-    def phase(self, name: str, n: Any) -> Any:
+    def phase(self, name: str, n: Int32) -> Int32:
         stages = self.pipeline[name].stages
         if stages & (stages - 1):
             return Int32(Uint32(n) // stages) & 1
         return (Int32(n) >> (stages.bit_length() - 1)) & 1
 
-    def wait(self, name: str, n: Any) -> None:
+    def wait(self, name: str, n: Int32) -> None:
         """Wait, as a consumer, until use n is full."""
         cute.arch.mbarrier_wait(self.pointer(name, n), self.phase(name, n))
 
-    def wait_previous(self, name: str, n: Any) -> None:
+    def wait_previous(self, name: str, n: Int32) -> None:
         """Wait, as a producer, until the stage of use n is free: until use n - stages, if there was
         one, has been released."""
         cute.arch.mbarrier_wait(self.pointer(name, n), self.phase(name, n) ^ 1)
 
-    def arrive(self, name: str, n: Any) -> None:
+    def arrive(self, name: str, n: Int32) -> None:
         """Arrive at the own CTA's mbarrier, once for every thread that calls this."""
         cute.arch.mbarrier_arrive(self.pointer(name, n))
 
-    def warp_arrives(self, name: str, n: Any) -> None:
+    def warp_arrives(self, name: str, n: Int32) -> None:
         """Arrive once for the whole warp, after everything that its threads did before."""
         each = self.pipeline[name].reach is Reach.EACH
         owners = range(CTAS) if each else (self.owner(name),)
@@ -266,7 +266,7 @@ class Barriers(Carried):
             for owner in owners:
                 cute.arch.mbarrier_arrive(self.pointer(name, n), owner)
 
-    def owner(self, name: str) -> Any:
+    def owner(self, name: str) -> Int32 | None:
         """The rank of the CTA whose mbarrier this CTA's producers complete; None is its own."""
         reach = self.pipeline[name].reach
         if reach is Reach.PARTNER:
@@ -275,7 +275,7 @@ class Barriers(Carried):
             return 0 if self.pipeline.cluster == CTAS else cute.arch.block_idx_in_cluster() & -CTAS
         return 0 if reach is Reach.FIRST else None
 
-    def expect(self, name: str, n: Any, nbytes: int) -> None:
+    def expect(self, name: str, n: Int32, nbytes: int) -> None:
         """Arrive with expect_tx of `nbytes` from each producer CTA, by one thread: of the CTA that
         owns the mbarrier, or for a partner's mbarrier of the producer."""
         edge = self.pipeline[name]
@@ -294,7 +294,7 @@ class Barriers(Carried):
             with cute.arch.elect_one():
                 self.expect(name, n, nbytes)
 
-    def commit(self, name: str, n: Any) -> None:
+    def commit(self, name: str, n: Int32) -> None:
         """Let the mbarrier complete once the MMAs that this warp has issued so far are done."""
         pair = self.pipeline[name].reach is Reach.PAIR
         both = BOTH_CTAS

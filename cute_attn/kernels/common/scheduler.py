@@ -15,7 +15,7 @@ numbers have no tile.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import cutlass
 import cutlass.cute as cute
@@ -25,6 +25,9 @@ from .carried import Carried
 from .pipeline import HARDWARE, Barriers, Edge, Kind, Reach, Role
 from .ptx.memory import increment_global
 from .smem import Buffer
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 NO_TILE = -1
 CLC_RESPONSE_BYTES = 16
@@ -38,24 +41,24 @@ class SingleTileScheduler(Carried):
         """The edges that the scheduler adds to the kernel's; `scheduler` is the warp's role."""
         return ()
 
-    def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
+    def __init__(self, num_tiles: Int32, barriers: Barriers, response: cute.Pointer | None):
         pass
 
     @staticmethod
-    def clusters(num_tiles: Any, num_clusters: Any) -> Any:
+    def clusters(num_tiles: Int32, num_clusters: Int32) -> Int32:
         """How many clusters to launch."""
         return num_tiles
 
-    def initial_work_tile(self) -> Any:
+    def initial_work_tile(self) -> Int32:
         return cute.arch.cluster_idx()[0]
 
-    def prefetch_next_work(self, n: Any) -> None:
+    def prefetch_next_work(self, n: Int32) -> None:
         pass
 
-    def advance_to_next_work(self, tile: Any, n: Any) -> Any:
+    def advance_to_next_work(self, tile: Int32, n: Int32) -> Int32:
         return Int32(NO_TILE)
 
-    def producer_tail(self, n: Any) -> None:
+    def producer_tail(self, n: Int32) -> None:
         pass
 
 
@@ -63,11 +66,11 @@ class StaticPersistentScheduler(SingleTileScheduler):
     """Persistent clusters, as many as are resident at once; each takes every `num_clusters`-th
     tile."""
 
-    def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
+    def __init__(self, num_tiles: Int32, barriers: Barriers, response: cute.Pointer | None):
         self.num_tiles = num_tiles
 
     @staticmethod
-    def clusters(num_tiles: Any, num_clusters: Any) -> Any:
+    def clusters(num_tiles: Int32, num_clusters: Int32) -> Int32:
         return cutlass.min(num_tiles, num_clusters)
 
     @cute.jit
@@ -86,7 +89,7 @@ class CounterScheduler(StaticPersistentScheduler):
     that may overlap need counters of their own.
     """
 
-    def __init__(self, num_tiles: Any, barriers: Barriers, counter: cute.Pointer):
+    def __init__(self, num_tiles: Int32, barriers: Barriers, counter: cute.Pointer):
         self.num_tiles = num_tiles
         self.counter = counter
 
@@ -116,7 +119,7 @@ class ClcScheduler(SingleTileScheduler):
             Edge("clc_read", scheduler, scheduler, 1, Kind.WARPS, Reach.FIRST, "ask again"),
         )
 
-    def __init__(self, num_tiles: Any, barriers: Barriers, response: Any):
+    def __init__(self, num_tiles: Int32, barriers: Barriers, response: cute.Pointer | None):
         self.barriers = barriers
         self.response = response
 
@@ -149,7 +152,10 @@ SCHEDULER_CLASSES = {
 }
 
 
-class TileQueue(Carried):
+Work = TypeVar("Work", bound="DataclassInstance")
+
+
+class TileQueue(Carried, Generic[Work]):
     """The ring in shared memory through which a CTA's scheduler warp publishes tiles.
 
     `work` is a dataclass of Int32 fields; a negative first field ends the queue.
@@ -171,7 +177,7 @@ class TileQueue(Carried):
         words = 1 << (count - 1).bit_length()  # a stage is read by loads of 16 bytes
         return Buffer("work", Int32, words, TileQueue.STAGES, holds="the tiles to work on")
 
-    def __init__(self, work: type, words: cute.Pointer, barriers: Barriers):
+    def __init__(self, work: type[Work], words: cute.Pointer, barriers: Barriers):
         self.work = work
         self.ring = cute.make_tensor(
             words, cute.make_layout((self.buffer(work).count, self.STAGES))
@@ -181,7 +187,7 @@ class TileQueue(Carried):
     # -- the scheduler warp
 
     @cute.jit
-    def fill(self, scheduler: Any, tiles: Any) -> None:
+    def fill(self, scheduler: SingleTileScheduler, tiles: Any) -> None:
         """Publish the cluster's tiles, then the end of the queue.
 
         `tiles` is the kernel's tile map: `locate` finds a tile by its number, and `work` makes the
@@ -201,16 +207,16 @@ class TileQueue(Carried):
         self.publish_end(published)
         scheduler.producer_tail(requests)
 
-    def publish_work(self, n: Any, work: Any) -> None:
+    def publish_work(self, n: Int32, work: Work) -> None:
         """Publish a tile as work n."""
         self.publish(n, _words(work))
 
-    def publish_end(self, n: Any) -> None:
+    def publish_end(self, n: Int32) -> None:
         """End the queue, after n tiles."""
         self.publish(n, (Int32(NO_TILE),))
 
     @cute.jit
-    def publish(self, n: Int32, words: Any) -> None:
+    def publish(self, n: Int32, words: tuple[Int32, ...]) -> None:
         self.barriers.wait_previous("work_empty", n)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(len(words)):
@@ -219,27 +225,27 @@ class TileQueue(Carried):
 
     # -- all other warps
 
-    def take(self, n: Any) -> Any:
+    def take(self, n: Int32) -> Work:
         """Wait for work n, read it, and release its stage."""
         self.wait(n)
         work = self.read(n)
         self.release(n)
         return work
 
-    def wait(self, n: Any) -> None:
+    def wait(self, n: Int32) -> None:
         self.barriers.wait("work_full", n)
 
-    def read(self, n: Any) -> Any:
+    def read(self, n: Int32) -> Work:
         """Read work n after `wait`; the values are warp-uniform."""
         words = cute.make_rmem_tensor((self.buffer(self.work).count,), Int32)
         cute.autovec_copy(self.ring[None, n & (self.STAGES - 1)], words)
         count = len(fields(self.work))
         return self.work(*(cute.arch.make_warp_uniform(words[i]) for i in range(count)))
 
-    def release(self, n: Any) -> None:
+    def release(self, n: Int32) -> None:
         """Release the stage of work n, which this warp does not read again."""
         self.barriers.warp_arrives("work_empty", n)
 
 
-def _words(work: Any) -> tuple[Any, ...]:
+def _words(work: Any) -> tuple[Int32, ...]:
     return tuple(getattr(work, field.name) for field in fields(work))

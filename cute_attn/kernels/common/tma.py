@@ -9,7 +9,6 @@ give 0 and stores do nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -63,7 +62,7 @@ class BoxedRows:
             start = x.iterator
         return cute.make_tensor(start, cute.make_layout(shape, stride=stride))
 
-    def atom(self, op: Any, x: cute.Tensor) -> Any:
+    def atom(self, op: cpasync.TmaCopyOp, x: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """(TMA atom, tensor of coordinates) of copies of x, box by box."""
         return cpasync.make_tiled_tma_atom(
             op,
@@ -75,11 +74,11 @@ class BoxedRows:
     def box(
         self,
         x: cute.Tensor,
-        index: Any,
-        head: Any,
-        sequence: Any,
-        start: Any,
-        seqlen: Any,
+        index: Int32,
+        head: Int32,
+        sequence: Int32,
+        start: Int32,
+        seqlen: Int32,
         *,
         stored: bool = False,
     ) -> cute.Tensor:
@@ -88,7 +87,9 @@ class BoxedRows:
         one that is loaded has its last row as the first."""
         return self.at(x, self.place(index, start, seqlen, stored=stored), head, sequence)
 
-    def place(self, index: Any, start: Any, seqlen: Any, *, stored: bool = False) -> Any:
+    def place(
+        self, index: Int32, start: Int32, seqlen: Int32, *, stored: bool = False
+    ) -> tuple[Int32, ...]:
         """Where a box is, for `at`: what of a box's coordinates has to be computed."""
         if not self.ragged:
             return (index,)
@@ -99,7 +100,9 @@ class BoxedRows:
         valid = cutlass.min(cutlass.max(seqlen - token, 0), self.tokens)
         return start + token + valid, self.tokens - valid
 
-    def at(self, x: cute.Tensor, place: Any, head: Any, sequence: Any) -> cute.Tensor:
+    def at(
+        self, x: cute.Tensor, place: tuple[Int32, ...], head: Int32, sequence: Int32
+    ) -> cute.Tensor:
         """The box at `place`: (rows, columns)."""
         if not self.ragged:
             return cute.local_tile(
@@ -107,7 +110,8 @@ class BoxedRows:
             )
         first, skipped = place
         outer = (first, head, sequence) if self.batched else (first, head)
-        x = cute.domain_offset(((0, skipped), 0), x[(None, None, *outer)])
+        everything = (None, None, *outer)
+        x = cute.domain_offset(((0, skipped), 0), x[everything])
         return cute.local_tile(x, (self.rows, self.columns), (0, 0))
 
 
@@ -133,7 +137,9 @@ def boxes(
     return swizzled(buffer, box_layout(rows, *more, columns=columns))
 
 
-def partition(tma: cute.CopyAtom, rows: cute.Tensor, smem: cute.Tensor) -> tuple[Any, Any]:
+def partition(
+    tma: cute.CopyAtom, rows: cute.Tensor, smem: cute.Tensor
+) -> tuple[cute.Tensor, cute.Tensor]:
     """The operands (global, shared) of cute.copy, (box, ...), from tensors of (rows, BOX, ...)."""
     shared, source = cpasync.tma_partition(
         tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(rows, 0, 2)

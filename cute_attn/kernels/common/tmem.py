@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import tcgen05
 
 from .carried import Carried
@@ -69,7 +68,7 @@ class TensorMemory(Carried):
         return cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
 
 
-def shifted(x: cute.Tensor, columns: Any) -> cute.Tensor:
+def shifted(x: cute.Tensor, columns: Int32) -> cute.Tensor:
     """x moved by `columns`, in units of its elements; for example to another stage."""
     return cute.make_tensor(x.iterator + columns, x.layout)
 
@@ -80,19 +79,25 @@ def first_columns(accumulator: cute.Tensor, columns: int) -> cute.Tensor:
     return cute.composition(rows, cute.make_layout((cute.size(rows, mode=[0]), columns)))
 
 
-def row_load(rows: cute.Tensor, row: Any, columns: int) -> tuple[cute.TiledCopy, cute.Tensor, Any]:
+def row_load(
+    rows: cute.Tensor, row: Int32, columns: int
+) -> tuple[cute.TiledCopy, cute.Tensor, cute.Shape]:
     """(copy, its source, shape of its values) for a thread to load its row, `columns` at once."""
     copy = _row_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(columns)), rows, row)
     return copy, copy.partition_S(rows), copy.partition_D(_identity(rows)).shape
 
 
-def row_store(rows: cute.Tensor, row: Any, columns: int) -> tuple[cute.TiledCopy, cute.Tensor, Any]:
+def row_store(
+    rows: cute.Tensor, row: Int32, columns: int
+) -> tuple[cute.TiledCopy, cute.Tensor, cute.Shape]:
     """(copy, its target, shape of its values) for a thread to store its row, as `row_load`."""
     copy = _row_copy(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), rows, row)
     return copy, copy.partition_D(rows), copy.partition_S(_identity(rows)).shape
 
 
-def _row_copy(op: Any, rows: cute.Tensor, row: Any) -> Any:
+def _row_copy(
+    op: tcgen05.Ld32x32bOp | tcgen05.St32x32bOp, rows: cute.Tensor, row: Int32
+) -> cute.TiledCopy:
     return tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), rows).get_slice(row)
 
 

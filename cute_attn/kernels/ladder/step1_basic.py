@@ -18,6 +18,7 @@ Runs on sm_80 and newer. The next steps replace methods of this class; a step's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,7 +213,8 @@ class FmhaStep1:
     def scores(self, work: Work, smem_k: Int32) -> cute.Tensor:
         """Scores of the warp's rows: (row of the thread, column of the thread)."""
         columns = self.spec.tile_n // 8
-        s = [[[Float32(0.0)] * 4 for _ in range(columns)] for _ in range(self.m_blocks)]
+        zeros: Sequence[Float32] = [Float32(0.0)] * 4
+        s = [[zeros] * columns for _ in range(self.m_blocks)]
         for step in range(self.spec.head_dim // 16):
             q = [
                 self.layout.left(work.smem_q + m * FRAGMENT_ROWS * self.layout.pitch, step)
@@ -232,7 +234,7 @@ class FmhaStep1:
                     values[2 * m + i // 2, 2 * n + i % 2] = s[m][n][i]
         return values
 
-    def keys(self, smem_k: Int32, n: int, step: int) -> list[Int32]:
+    def keys(self, smem_k: Int32, n: int, step: int) -> Sequence[Int32]:
         """Right operands of K^T, of keys from 8 n on and columns from 16 step on."""
         return self.transposed_layout.right(smem_k, n, step, self.operands_per_load)
 

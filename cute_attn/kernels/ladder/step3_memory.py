@@ -15,6 +15,8 @@ of groups is younger than the one that is waited for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -63,5 +65,5 @@ class FmhaStep3(FmhaStep2):
             self.layout.copy(shared, source, first, self.spec.tile_n, self.spec.num_threads)
         cute.arch.cp_async_commit_group()
 
-    def keys(self, smem_k: Int32, n: int, step: int) -> list[Int32]:
+    def keys(self, smem_k: Int32, n: int, step: int) -> Sequence[Int32]:
         return self.layout.right_of_rows(smem_k, n, step, self.operands_per_load)

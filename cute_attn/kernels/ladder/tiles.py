@@ -5,6 +5,7 @@ A row in shared memory is `row_bytes` bytes of 16-byte units. Offsets are in byt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cutlass.cute as cute
@@ -114,20 +115,20 @@ class TileLayout:
 
     # -- fragments ----------------------------------------------------------------------------
 
-    def left(self, shared: Int32, step: int) -> list[Int32]:
+    def left(self, shared: Int32, step: int) -> Sequence[Int32]:
         """The left operand of 16 rows from `shared` on and columns 16 step to 16 step + 15."""
         lane = cute.arch.lane_idx()
         offset = self.offset(lane & 15, lane >> 4)
         return load_matrices(shared + self.moved(offset, 0, 2 * step))
 
-    def right_of_rows(self, shared: Int32, n: int, step: int, count: int) -> list[Int32]:
+    def right_of_rows(self, shared: Int32, n: int, step: int, count: int) -> Sequence[Int32]:
         """`count` (1 or 2) right operands: columns 16 step to 16 step + 15 (k) of rows 8 n to
         8 n + 7 (n), and of the next 8 rows."""
         lane = cute.arch.lane_idx()
         offset = self.offset((lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1)
         return load_matrices(shared + self.moved(offset, 8 * n, 2 * step), 2 * count)
 
-    def right(self, shared: Int32, n: int, step: int, count: int) -> list[Int32]:
+    def right(self, shared: Int32, n: int, step: int, count: int) -> Sequence[Int32]:
         """`count` (1 or 2) right operands: rows 16 step to 16 step + 15 (k) of columns 8 n to
         8 n + 7 (n), and of the next 8 columns."""
         lane = cute.arch.lane_idx()

@@ -6,12 +6,12 @@ that they agree with each other.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..common.arguments import fake_contiguous, fake_matrices, fake_rows
+from ..common.arguments import Sizes, fake_contiguous, fake_matrices, fake_rows
 from ..common.dtypes import DTYPE
 from ..common.spec import VECTOR_BYTES
 from .spec import DecodeSpec
@@ -53,10 +53,10 @@ def fake_arguments(spec: DecodeSpec) -> Arguments:
     slots = cute.sym_int() if spec.indexed else batch
     token_modes = (tokens,) if spec.multi_token else ()
 
-    def rows(shape: tuple[Any, ...], aligned: bool) -> Any:
+    def rows(shape: Sizes, aligned: bool) -> cute.Tensor:
         return fake_rows(dtype, shape, VECTOR_BYTES if aligned else dtype.width // 8)
 
-    def token_rows(dim: int, aligned: bool) -> Any:
+    def token_rows(dim: int, aligned: bool) -> cute.Tensor:
         return rows((batch, *token_modes, heads, dim), aligned)
 
     matrix = (spec.head_dim_v, spec.head_dim_k)

@@ -8,8 +8,6 @@ shuffles), and along a column in "kv" (by shuffles, then between warps through s
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 
@@ -244,7 +242,7 @@ class StateTile:
         if cutlass.const_expr(self.multi_token):
             cute.arch.sync_threads()  # the next token reuses `partial`
 
-    def allocate(self, shape: Any) -> cute.Tensor:
+    def allocate(self, shape: cute.Shape) -> cute.Tensor:
         """Shared memory for sums that cross warps."""
         return cutlass.memory.SmemAllocator().allocate_tensor(
             cutlass.Float32, cute.make_layout(shape), 16

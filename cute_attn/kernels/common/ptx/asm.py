@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Numeric
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
@@ -18,14 +18,14 @@ _CONSTRAINT = {Float32: "f", Int32: "r", Int64: "l"}
 @dsl_user_op
 def asm(
     text: str,
-    results: Sequence[Any],
-    arguments: Sequence[Any],
+    results: Sequence[type[Numeric]],
+    arguments: Sequence[Numeric],
     *,
     tied: int = 0,
     memory: bool = False,
     volatile: bool = False,
-    loc: Any = None,
-    ip: Any = None,
+    loc: ir.Location | None = None,
+    ip: ir.InsertionPoint | None = None,
 ) -> Any:
     """Emit PTX with operands $0, $1 ...: the results, then the arguments.
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from .asm import asm
 
 
-def copy_async(shared: Any, source: Any, present: Any, *, level: str = "cg") -> None:
+def copy_async(shared: Int32, source: Int64, present: Boolean, *, level: str = "cg") -> None:
     """Start a `cp.async` of 16 bytes from a 64-bit global address to a 32-bit shared address,
     through L2 only ("cg") or L1 too ("ca"). Where `present` is false it reads nothing and writes
     zeros. Commit and wait with `cute.arch.cp_async_commit_group` and `cp_async_wait_group`."""
@@ -19,7 +17,7 @@ def copy_async(shared: Any, source: Any, present: Any, *, level: str = "cg") -> 
     asm(text, [], [Int32(shared), Int64(source), Int32(nbytes)], memory=True)
 
 
-def copy_bulk(shared: Any, source: Any, nbytes: int, barrier: Any) -> None:
+def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32) -> None:
     """Start a `cp.async.bulk` (sm_90 and newer) of `nbytes` contiguous bytes, by one thread.
 
     The mbarrier at the shared address `barrier` counts the bytes. Both addresses and `nbytes` are
@@ -31,7 +29,7 @@ def copy_bulk(shared: Any, source: Any, nbytes: int, barrier: Any) -> None:
     asm(text, [], [Int32(shared), Int64(source), Int32(barrier)], memory=True)
 
 
-def add_bulk(target: Any, shared: Any, nbytes: int) -> None:
+def add_bulk(target: Int64, shared: Int32, nbytes: int) -> None:
     """Start to add `nbytes` of float32 in shared memory to those at a 64-bit global address, by one
     thread (sm_90 and newer), as part of its bulk group; addresses and `nbytes` are multiples of
     16. The order of additions to an element by several threads is any."""
@@ -39,7 +37,7 @@ def add_bulk(target: Any, shared: Any, nbytes: int) -> None:
     asm(text, [], [Int64(target), Int32(shared)], memory=True)
 
 
-def copies_arrive(barrier: Any) -> None:
+def copies_arrive(barrier: Int32) -> None:
     """Let the mbarrier at a shared address receive one arrival once all of this thread's earlier
     `copy_async` are done."""
     asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [Int32(barrier)], memory=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cutlass import Int32
 
 from .asm import asm
 
 
-def meet(barrier: Any, threads: int) -> None:
+def meet(barrier: Int32, threads: int) -> None:
     """Wait at a named barrier for `threads` threads, whose warps may come from several places in
     the code. `cute.arch.barrier` is `.aligned`: there synccheck takes them for divergent."""
     asm(f"barrier.sync $0, {threads};", [], [Int32(barrier)], memory=True)

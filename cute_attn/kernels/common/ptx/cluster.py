@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -11,20 +10,20 @@ from cutlass import Int32
 from .asm import asm, operands
 
 
-def cta_rank() -> Any:
+def cta_rank() -> Int32:
     """Read the CTA's rank in its cluster, anew at each use: kept in a register it would spill."""
     return cute.arch.make_warp_uniform(
         asm("mov.u32 $0, %cluster_ctarank;", [Int32], [], volatile=True)
     )
 
 
-def remote_address(address: Any, rank: Any) -> Any:
+def remote_address(address: Int32, rank: Int32) -> Int32:
     """Map a shared address of this CTA to the same place in the CTA of `rank`."""
     text = "mapa.shared::cluster.u32 $0, $1, $2;"
     return asm(text, [Int32], [Int32(address), Int32(rank)])
 
 
-def store_async(address: Any, values: Sequence[Any], barrier: Any) -> None:
+def store_async(address: Int32, values: Sequence[Int32], barrier: Int32) -> None:
     """Store four Int32 to a remote address, 16-byte aligned; the mbarrier at a remote address of
     the same CTA counts the bytes (`st.async`)."""
     text = (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
+
+from cutlass import Numeric
 
 from .asm import asm
+
+Value = TypeVar("Value", bound=Numeric)
 
 
 def keep_branch() -> None:
@@ -14,6 +18,6 @@ def keep_branch() -> None:
     asm("pmevent 7;", [], [], volatile=True)
 
 
-def opaque(x: Any) -> Any:
+def opaque(x: Value) -> Value:
     """Return x as a value that the compiler cannot fold or reason about."""
     return asm("mov.b32 $0, $1;", [type(x)], [x], memory=True)

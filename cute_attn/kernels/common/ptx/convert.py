@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Numeric
 
 from .asm import TYPE_NAMES, asm
 
 
-def pack(dtype: Any, low: Any, high: Any) -> Any:
+def pack(dtype: type[Numeric], low: Float32, high: Float32) -> Int32:
     """Round two float32 to `dtype` and pack them into one register."""
     text = f"cvt.rn.{TYPE_NAMES[dtype]}x2.f32 $0, $1, $2;"
     return asm(text, [Int32], [Float32(high), Float32(low)])
 
 
-def unpack(dtype: Any, x: Any) -> tuple[Any, Any]:
+def unpack(dtype: type[Numeric], x: Int32) -> tuple[Float32, Float32]:
     """Return the two elements of a register, as float32."""
     if dtype is cutlass.BFloat16:
         bits = (asm("shl.b32 $0, $1, 16;", [Int32], [x]), x & Int32(-65536))
@@ -31,22 +30,22 @@ def unpack(dtype: Any, x: Any) -> tuple[Any, Any]:
     return low, high
 
 
-def pack_all(dtype: Any, values: Sequence[Any]) -> list[Any]:
+def pack_all(dtype: type[Numeric], values: Sequence[Float32]) -> list[Int32]:
     """Pack pairs of neighbouring float32."""
     return [pack(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
-def unpack_all(dtype: Any, registers: Sequence[Any]) -> list[Any]:
+def unpack_all(dtype: type[Numeric], registers: Sequence[Int32]) -> list[Float32]:
     """Return all elements of packed registers, as float32."""
     return [element for x in registers for element in unpack(dtype, x)]
 
 
-def to_tf32(x: Any) -> Any:
+def to_tf32(x: Float32) -> Int32:
     """Round a float32 to a tf32 operand."""
     return asm("cvt.rna.tf32.f32 $0, $1;", [Int32], [Float32(x)])
 
 
-def split_tf32(x: Any) -> tuple[Any, Any]:
+def split_tf32(x: Float32) -> tuple[Int32, Int32]:
     """Return two tf32 operands, high and low, whose sum is x to 22 bits. The three products of two
     such pairs without low times low are nearly as accurate as float32."""
     high = to_tf32(x)

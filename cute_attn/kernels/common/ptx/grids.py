@@ -3,8 +3,6 @@ before the one in front of it in the stream is done."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from cutlass import Int64
 
 from .asm import asm
@@ -15,7 +13,7 @@ def start_dependents() -> None:
     asm("griddepcontrol.launch_dependents;", [], [], volatile=True)
 
 
-def wait_for_previous(address: Any) -> None:
+def wait_for_previous(address: Int64) -> None:
     """Wait until the grid in front is done and its results are visible. The assembler would put
     this before all arithmetic; `address`, which is not 0, is computed first."""
     text = "{\n.reg .pred some;\nsetp.ne.b64 some, $0, 0;\n@some griddepcontrol.wait;\n}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from cutlass import Int32
 
 from .asm import asm, operands
 
 
-def load_matrices(address: Any, count: int = 4, *, transposed: bool = False) -> Any:
+def load_matrices(address: Int32, count: int = 4, *, transposed: bool = False) -> Sequence[Int32]:
     """`ldmatrix`: load `count` (1, 2 or 4) matrices of 8 by 8 elements of 16 bits.
 
     Lane 8 m + r passes the 16-byte aligned address of row r of matrix m. With row = lane // 4 and
@@ -25,7 +24,7 @@ def load_matrices(address: Any, count: int = 4, *, transposed: bool = False) -> 
     return out if count > 1 else (out,)
 
 
-def store_matrices(address: Any, words: Sequence[Any]) -> None:
+def store_matrices(address: Int32, words: Sequence[Int32]) -> None:
     """`stmatrix` (sm_90 and newer): store 1, 2 or 4 matrices, of which a lane has a word each.
     Addresses and words are those of `load_matrices`, not transposed."""
     count = len(words)
@@ -33,6 +32,6 @@ def store_matrices(address: Any, words: Sequence[Any]) -> None:
     asm(text, [], [Int32(address), *map(Int32, words)], memory=True)
 
 
-def transpose_matrix(x: Any) -> Any:
+def transpose_matrix(x: Int32) -> Int32:
     """`movmatrix`: transpose an 8 by 8 matrix of 16-bit elements, one register in each lane."""
     return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x], memory=True)

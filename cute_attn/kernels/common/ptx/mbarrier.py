@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cutlass import Int32
 
 from .asm import asm
 
 
-def arrive(barrier: Any) -> None:
+def arrive(barrier: Int32) -> None:
     """Arrive once at the mbarrier at a shared address."""
     text = "{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [$0];\n}"
     asm(text, [], [Int32(barrier)], memory=True)
 
 
-def wait(barrier: Any, phase: Any) -> None:
+def wait(barrier: Int32, phase: Int32) -> None:
     """Wait until the phase of parity `phase` of the mbarrier at a shared address is complete. sm_80
     has no `try_wait`, so this polls with `test_wait`."""
     text = (

@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Numeric
 
 from .asm import asm, operands
 
@@ -18,39 +17,39 @@ LINE_WORDS = 32  # of a line of L2
 _BITS = {Int32: "b32", Float32: "f32"}
 
 
-def shared_address(pointer: cute.Pointer) -> Any:
+def shared_address(pointer: cute.Pointer) -> Int32:
     """Return the 32-bit address of a pointer to shared memory."""
     return Int32(pointer.toint())
 
 
-def load_shared(kind: Any, address: Any, count: int = 1) -> Any:
+def load_shared(kind: type[Numeric], address: Int32, count: int = 1) -> Sequence[Numeric]:
     """Load `count` (1, 2 or 4) Int32 or Float32 from shared memory, aligned to their size."""
     return _load("shared", kind, Int32(address), count)
 
 
-def store_shared(kind: Any, address: Any, values: Sequence[Any]) -> None:
+def store_shared(kind: type[Numeric], address: Int32, values: Sequence[Numeric]) -> None:
     """Store 1, 2 or 4 Int32 or Float32 to shared memory, aligned to their size."""
     _store("shared", kind, Int32(address), values)
 
 
-def load_global(kind: Any, address: Any, count: int = 1) -> Any:
+def load_global(kind: type[Numeric], address: Int64, count: int = 1) -> Sequence[Numeric]:
     """Load `count` (1, 2 or 4) Int32 or Float32 from a 64-bit address in global memory."""
     return _load("global", kind, Int64(address), count)
 
 
-def store_global(kind: Any, address: Any, values: Sequence[Any]) -> None:
+def store_global(kind: type[Numeric], address: Int64, values: Sequence[Numeric]) -> None:
     """Store 1, 2 or 4 Int32 or Float32 to a 64-bit address in global memory."""
     _store("global", kind, Int64(address), values)
 
 
-def prefetch_global(x: cute.Tensor, index: Any) -> None:
+def prefetch_global(x: cute.Tensor, index: Int32) -> None:
     """Bring the line of an element of a contiguous tensor in global memory to L2; behind the last
     element, that one's."""
     at = x.iterator + cutlass.min(index, cute.size(x) - 1)
     asm("prefetch.global.L2 [$0];", [], [at.toint()], volatile=True)
 
 
-def add_global(address: Any, values: Sequence[Any]) -> None:
+def add_global(address: Int64, values: Sequence[Float32]) -> None:
     """Add 4 Float32 to those at a 64-bit address in global memory (sm_90 and newer), aligned to
     their size; each addition is atomic, of the whole GPU."""
     _, sources = _vector(1, len(values))
@@ -58,21 +57,21 @@ def add_global(address: Any, values: Sequence[Any]) -> None:
     asm(text, [], [Int64(address), *map(Float32, values)], memory=True)
 
 
-def increment_global(address: Any, last: Any) -> Any:
+def increment_global(address: Int64, last: Int32) -> Int32:
     """Add 1 to the Int32 at a 64-bit address in global memory, or set it to 0 if it was `last`;
     atomic, of the whole GPU. Return what it was."""
     text = "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;"
     return asm(text, [Int32], [Int64(address), Int32(last)], memory=True)
 
 
-def add_release(address: Any, value: Any) -> None:
+def add_release(address: Int64, value: Int32) -> None:
     """Add an Int32 to the one at a 64-bit address in global memory. A thread that reads the sum by
     `load_acquire` sees all that this thread wrote before, or knew to be written."""
     text = "red.release.gpu.global.add.u32 [$0], $1;"
     asm(text, [], [Int64(address), Int32(value)], memory=True)
 
 
-def load_acquire(address: Any) -> Any:
+def load_acquire(address: Int64) -> Int32:
     """Load the Int32 at a 64-bit address in global memory; see `add_release`."""
     return asm("ld.acquire.gpu.global.u32 $0, [$1];", [Int32], [Int64(address)], memory=True)
 
@@ -82,7 +81,7 @@ def sleep(nanoseconds: int) -> None:
     asm(f"nanosleep.u32 {nanoseconds};", [], [], volatile=True)
 
 
-def store_global_where(condition: Any, address: Any, *values: Any) -> None:
+def store_global_where(condition: Boolean, address: Int64, *values: Int32) -> None:
     """Store 1, 2 or 4 Int32 to a 64-bit global address if `condition` is not 0, with a predicated
     store rather than a branch."""
     width, sources = _vector(2, len(values))
@@ -98,14 +97,16 @@ def _vector(first: int, count: int) -> tuple[str, str]:
     return ("", f"${first}") if count == 1 else (f".v{count}", f"{{{operands(first, count)}}}")
 
 
-def _load(space: str, kind: Any, address: Any, count: int) -> Any:
+def _load(space: str, kind: type[Numeric], address: Int32 | Int64, count: int) -> Sequence[Numeric]:
     width, results = _vector(0, count)
     text = f"ld.{space}{width}.{_BITS[kind]} {results}, [${count}];"
     out = asm(text, [kind] * count, [address], memory=True)
     return out if count > 1 else (out,)
 
 
-def _store(space: str, kind: Any, address: Any, values: Sequence[Any]) -> None:
+def _store(
+    space: str, kind: type[Numeric], address: Int32 | Int64, values: Sequence[Numeric]
+) -> None:
     width, sources = _vector(1, len(values))
     text = f"st.{space}{width}.{_BITS[kind]} [$0], {sources};"
     asm(text, [], [address, *map(kind, values)], memory=True)

@@ -16,28 +16,29 @@ with (row, lane % 4), (row + 8, lane % 4), (row, lane % 4 + 4), (row + 8, lane %
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Numeric
 
 from .asm import TYPE_NAMES, asm, operands
 
 
-def mma(dtype: Any, c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
+def mma(
+    dtype: type[Numeric], c: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32]
+) -> tuple[Float32, ...]:
     """Return c + a b of 16 by 8 by 16; a and b are of `dtype`, bfloat16 or float16, c is
     float32."""
     return _mma("m16n8k16", TYPE_NAMES[dtype], c, a, b)
 
 
-def mma_tf32(c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
+def mma_tf32(c: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32]) -> tuple[Float32, ...]:
     """Return c + a b of 16 by 8 by 8, with a and b as `convert.to_tf32` or `split_tf32` give
     them."""
     return _mma("m16n8k8", "tf32", c, a, b)
 
 
 def _mma(
-    shape: str, name: str, c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]
-) -> tuple[Any, ...]:
+    shape: str, name: str, c: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32]
+) -> tuple[Float32, ...]:
     text = (
         f"mma.sync.aligned.{shape}.row.col.f32.{name}.{name}.f32 "
         f"{{{operands(0, 4)}}}, {{{operands(4, 4)}}}, {{{operands(8, 2)}}}, "

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Numeric
 
 from .asm import TYPE_NAMES, asm, operands
 
@@ -26,13 +25,13 @@ _ROWS = _SWIZZLE_128 | _STRIDE << 32 | 1 << 16
 _COLUMNS = _SWIZZLE_128 | _STRIDE << 32
 
 
-def rows_descriptor(address: Any) -> Any:
+def rows_descriptor(address: Int32) -> Int64:
     """Describe a right operand whose columns are the rows at `address` (K-major). Each further 8 of
     k are 16 bytes on, and each further 64 one sub-tile."""
     return Int64(_ROWS) | Int64((Int32(address) >> 4) & 0x3FFF)
 
 
-def columns_descriptor(address: Any, sub_tile_step: Any = SUB_TILE_BYTES) -> Any:
+def columns_descriptor(address: Int32, sub_tile_step: Int32 = SUB_TILE_BYTES) -> Int64:
     """Describe a right operand whose rows are the rows at `address` (MN-major), 64 columns in each
     sub-tile; sub-tiles are `sub_tile_step` bytes apart. Each further k is 128 bytes on."""
     step = (sub_tile_step >> 4) << 16
@@ -40,15 +39,15 @@ def columns_descriptor(address: Any, sub_tile_step: Any = SUB_TILE_BYTES) -> Any
 
 
 def product(
-    dtype: Any,
-    c: Sequence[Any] | None,
-    a: Sequence[Any],
-    descriptors: Sequence[Any],
+    dtype: type[Numeric],
+    c: Sequence[Float32] | None,
+    a: Sequence[Int32],
+    descriptors: Sequence[Int64],
     n: int,
     *,
     columns: bool,
-    adds: Any = None,
-) -> list[Any]:
+    adds: Int32 | None = None,
+) -> list[Float32]:
     """Start c + a b, 64 by n, as one wgmma group.
 
     Args:
@@ -62,62 +61,62 @@ def product(
 
 
 def product_of_parts(
-    dtype: Any,
-    c: Sequence[Any] | None,
-    a: Sequence[Any],
-    parts: Sequence[tuple[int, Sequence[Any]]],
+    dtype: type[Numeric],
+    c: Sequence[Float32] | None,
+    a: Sequence[Int32],
+    parts: Sequence[tuple[int, Sequence[Int64]]],
     *,
     columns: bool,
-) -> list[Any]:
+) -> list[Float32]:
     """As `product`, where b and the accumulators have several parts: (n, descriptors) of each."""
     return _start(dtype, c, _fragments(a), parts, columns)
 
 
 def shared_product(
-    dtype: Any,
-    c: Sequence[Any] | None,
-    a: Sequence[Any],
-    descriptors: Sequence[Any],
+    dtype: type[Numeric],
+    c: Sequence[Float32] | None,
+    a: Sequence[Int64],
+    descriptors: Sequence[Int64],
     n: int,
     *,
     columns: bool,
     transposed: bool = False,
-) -> list[Any]:
+) -> list[Float32]:
     """As `product`, with the left operand in shared memory: `a` has a descriptor of its 64 rows for
     each 16 of k, from `rows_descriptor`, or with `transposed` from `columns_descriptor`."""
     return _start(dtype, c, [[Int64(x)] for x in a], [(n, descriptors)], columns, transposed)
 
 
 def mixed_product(
-    dtype: Any,
-    c: Sequence[Any] | None,
-    held: Sequence[Any],
-    a: Sequence[Any],
-    descriptors: Sequence[Any],
+    dtype: type[Numeric],
+    c: Sequence[Float32] | None,
+    held: Sequence[Int32],
+    a: Sequence[Int64],
+    descriptors: Sequence[Int64],
     n: int,
     *,
     columns: bool,
-) -> list[Any]:
+) -> list[Float32]:
     """As `product` with the registers `held` for the first part of k, and as `shared_product` with
     the descriptors `a` for the rest."""
     left = _fragments(held) + [[Int64(x)] for x in a]
     return _start(dtype, c, left, [(n, descriptors)], columns)
 
 
-def _fragments(registers: Sequence[Any]) -> list[list[Any]]:
+def _fragments(registers: Sequence[Int32]) -> list[list[Int32]]:
     """Left operands in registers, 4 for each 16 of k."""
     return [[*map(Int32, registers[i : i + 4])] for i in range(0, len(registers), 4)]
 
 
 def _start(
-    dtype: Any,
-    c: Sequence[Any] | None,
-    left: Sequence[Sequence[Any]],
-    parts: Sequence[tuple[int, Sequence[Any]]],
+    dtype: type[Numeric],
+    c: Sequence[Float32] | None,
+    left: Sequence[Sequence[Int32 | Int64]],
+    parts: Sequence[tuple[int, Sequence[Int64]]],
     columns: bool,
     transposed: bool = False,
-    adds: Any = None,
-) -> list[Any]:
+    adds: Int32 | None = None,
+) -> list[Float32]:
     """Start c + a b; `left` has the operands of a for each 16 of k: 4 registers, or a descriptor;
     `parts` are (n, descriptors) of neighbouring columns of b; `adds` as of `product`."""
     name = TYPE_NAMES[dtype]
@@ -157,7 +156,7 @@ def wait_for_all_but(pending: int) -> None:
     asm(f"wgmma.wait_group.sync.aligned {pending};", [], [], memory=True)
 
 
-def wait(c: Sequence[Any], pending: int = 0) -> list[Any]:
+def wait(c: Sequence[Float32], pending: int = 0) -> list[Float32]:
     """Return the result c of a product, once at most `pending` later groups are unfinished."""
     text = f"wgmma.wait_group.sync.aligned {pending};"
     tied = len(c)

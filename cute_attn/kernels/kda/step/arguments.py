@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -19,13 +17,15 @@ class Sizes:
         self.batch, self.tokens, self.heads, self.heads_v = (cute.sym_int() for _ in range(4))
 
 
-def rows(dtype: str, *shape: Any) -> Any:
+def rows(dtype: str, *shape: cute.SymInt | int) -> cute.Tensor:
     """A tensor whose last dimension is contiguous; its other strides are free."""
     element = DTYPE[dtype]
     return fake_rows(element, shape, align=element.width // 8)
 
 
-def inputs(spec: StepSpec, sizes: Sizes, step: tuple[Any, ...]) -> dict[str, Any]:
+def inputs(
+    spec: StepSpec, sizes: Sizes, step: tuple[cute.SymInt, ...]
+) -> dict[str, cute.Tensor | Float32 | None]:
     """The tensors of tokens and the scalars, by the names of their arguments; `step` is (B,) or
     (B, T)."""
     A_log = dt_bias = None
@@ -47,7 +47,7 @@ def inputs(spec: StepSpec, sizes: Sizes, step: tuple[Any, ...]) -> dict[str, Any
     }
 
 
-def states(spec: StepSpec, sizes: Sizes, slots: Any) -> Any:
+def states(spec: StepSpec, sizes: Sizes, slots: cute.SymInt) -> cute.Tensor:
     """States of `slots` slots: each head's matrix is contiguous, on a 16-byte boundary."""
     matrix = (spec.head_dim_k, spec.head_dim_v)
     if spec.state_v_first:
@@ -55,5 +55,5 @@ def states(spec: StepSpec, sizes: Sizes, slots: Any) -> Any:
     return fake_matrices((slots, sizes.heads_v), matrix, DTYPE[spec.state_dtype])
 
 
-def indices(*shape: Any) -> Any:
+def indices(*shape: cute.SymInt) -> cute.Tensor:
     return fake_contiguous(Int32, shape)
