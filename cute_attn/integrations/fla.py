@@ -13,12 +13,13 @@ first that is taken, at level info.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops.checks import check_state_address, check_state_strides
 from ..ops.devices import runs_on
 from ..ops.kda.limits import (
     BETA_DTYPES,
@@ -26,10 +27,12 @@ from ..ops.kda.limits import (
     DTYPES,
     GATE_DTYPES,
     HEAD_DIMS,
+    STATE_DTYPES,
     STEP_DTYPES,
     STEP_HEAD_DIMS,
     STEP_PARAMETER_DTYPES,
     STEP_STATE_DTYPES,
+    VECTOR_BYTES,
     why_no_gradients,
 )
 
@@ -55,11 +58,13 @@ def register() -> None:
     It declines, with a reason in the log of `fla.backends`: context parallelism (`cp_context`),
     head dimensions and dtypes without a kernel, gradients at a K without a kernel on the GPU's
     architecture, chunks of 32, intermediate states of packed sequences without `cu_seqlens_cpu`, a
-    beta for each channel, in-place states of packed sequences, and gradients of the recurrent
-    functions.
+    beta for each channel, a `scale` or `lower_bound` that is a tensor, a `lower_bound` that is not
+    negative, initial states of other dtypes than float32 and bfloat16 or of another number than
+    the sequences, in-place states of packed sequences, or that are not contiguous and aligned, and
+    gradients of the recurrent functions. Keywords that the library ignores are ignored.
 
-    One result differs: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
-    not 0.
+    Two results differ: with cu_seqlens, outputs of tokens that belong to no sequence are undefined,
+    not 0; and `chunk_kda` converts an initial state in bfloat16, which the library refuses.
 
     The environment variable FLA_CUTE_ATTN=0 disables the backend at any time; the gradient of a
     call is computed by whoever computed the call.
@@ -129,12 +134,31 @@ _OF_BOTH_STEPS = (
     "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "state_v_first",
 )  # fmt: skip
 
+_FLAGS = frozenset({
+    "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "disable_recompute",
+    "return_intermediate_states", "state_v_first",
+})  # fmt: skip
+_NUMBERS = ("scale", "lower_bound")
+
 Arguments = dict[str, Any]
 Reason = str | None  # why a call is declined
 
 
 def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
     return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _taken(given: Arguments, names: Iterable[str]) -> Arguments:
+    """Those of the arguments that are given, as our operators take them. The library takes whatever
+    is true or false for a flag, None included, and NumPy's numbers."""
+    found = {name: given[name] for name in names if name in given}
+    for name, x in found.items():
+        if name in _FLAGS:
+            found[name] = bool(x)
+        elif name in _NUMBERS and x is not None:
+            found[name] = float(x)
+    return found
 
 
 def _verifier(
@@ -174,6 +198,30 @@ def _declines_dtypes_and_sizes(
             return f"{letter} is {dim}, and {NAME} has kernels for {head_dims[letter]}"
     if beta.dim() != 3:
         return f"{NAME} has one beta a head, and this one has {beta.dim()} dimensions"
+    return _declines_numbers(given)
+
+
+def _declines_numbers(given: Arguments) -> Reason:
+    for name in _NUMBERS:
+        if isinstance(given.get(name), Tensor):
+            return f"{name} is a tensor, and {NAME} takes numbers"
+    bound = given.get("lower_bound")
+    gated = given.get("use_gate_in_kernel") or "k" not in given  # the gate alone
+    if bound is not None and gated and not bound < 0:
+        return f"lower_bound is {bound}, and {NAME} takes negative ones"
+    return None
+
+
+def _declines_state(given: Arguments, dtypes: tuple[str, ...]) -> Reason:
+    """Why an initial state has no kernel: of one of these dtypes, for each sequence."""
+    state, cu_seqlens = given.get("initial_state"), given.get("cu_seqlens")
+    if state is None:
+        return None
+    if _name(state.dtype) not in dtypes:
+        return f"initial_state has dtype {state.dtype}, {NAME} has {dtypes}"
+    sequences = given["k"].shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if given.get("ssm_state_indices") is None and state.shape[0] != sequences:
+        return f"initial_state has {state.shape[0]} states for {sequences} sequences"
     return None
 
 
@@ -214,7 +262,11 @@ def _declines_chunk_kda(given: Arguments) -> Reason:
             return "the number of chunks is not known without cu_seqlens_cpu"
         if given.get("use_graph"):
             return "the number of chunks may change from replay to replay (use_graph)"
-    return _declines_dtypes_and_sizes(given) or _declines_gradients_of_chunk_kda(given)
+    return (
+        _declines_dtypes_and_sizes(given)
+        or _declines_state(given, STATE_DTYPES)
+        or _declines_gradients_of_chunk_kda(given)
+    )
 
 
 def _declines_recurrent(given: Arguments) -> Reason:
@@ -225,7 +277,7 @@ def _declines_recurrent(given: Arguments) -> Reason:
     elif given.get("out") is not None:
         reason = f"{NAME} takes an out with a state in place only"
     else:
-        reason = None
+        reason = _declines_state(given, STATE_DTYPES)
     return (
         reason
         or _declines_gradients(given)
@@ -240,12 +292,22 @@ def _declines_in_place(given: Arguments) -> Reason:
         return "initial_state is None, and the state is to be updated in place"
     if given.get("cu_seqlens") is not None:
         return f"{NAME} has no packed sequences with a state in place"
-    if _name(state.dtype) not in STEP_STATE_DTYPES:
-        return f"initial_state has dtype {state.dtype}, {NAME} has {STEP_STATE_DTYPES}"
+    reason = _declines_state(given, STEP_STATE_DTYPES)
+    if reason is not None:
+        return reason
+    try:
+        check_state_strides(state, VECTOR_BYTES, "initial_state")
+        check_state_address(state, VECTOR_BYTES, "initial_state")
+    except ValueError as error:
+        return f"{NAME} takes no such state in place: {error}"
     for name in ("A_log", "dt_bias"):
         x = given.get(name)
-        if x is not None and _name(x.dtype) not in STEP_PARAMETER_DTYPES:
+        if x is None or not given.get("use_gate_in_kernel"):
+            continue
+        if _name(x.dtype) not in STEP_PARAMETER_DTYPES:
             return f"{name} has dtype {x.dtype}, {NAME} has {STEP_PARAMETER_DTYPES} in place"
+        if not x.is_contiguous():
+            return f"{name} has strides {x.stride()}, and {NAME} takes contiguous ones in place"
     if indices is None:
         return None
     if indices.dtype != torch.int32 or not indices.is_contiguous():
@@ -271,9 +333,10 @@ def _declines_gate(given: Arguments) -> Reason:
         return f"chunk_size is {given['chunk_size']}, and {NAME} has chunks of {CHUNK}"
     if given.get("output_dtype", torch.float32) != torch.float32:
         return f"{NAME} sums in float32"
-    if abs((given.get("scale") or 0.0) - LN2_RECIPROCAL) > 1e-6:
-        return f"scale is {given.get('scale')}, and {NAME} sums in base 2"
-    return None
+    reason = _declines_numbers(given)
+    if reason is None and abs((given.get("scale") or 0.0) - LN2_RECIPROCAL) > 1e-6:
+        reason = f"scale is {given.get('scale')}, and {NAME} sums in base 2"
+    return reason
 
 
 def _declines_intra(given: Arguments) -> Reason:
@@ -304,7 +367,7 @@ def _chunk_kda(*args: Any, **kwargs: Any) -> Any:
     from ..ops.kda import chunk_kda
 
     given = _named(_CHUNK_KDA, args, kwargs)
-    rest = {name: given[name] for name in _HANDED_ON if name in given}
+    rest = _taken(given, _HANDED_ON)
     # Only the shape of the intermediate states depends on cu_seqlens_cpu.
     if given.get("return_intermediate_states"):
         rest["cu_seqlens_cpu"] = given.get("cu_seqlens_cpu")
@@ -316,17 +379,23 @@ def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
 
     given = _named(_RECURRENT, args, kwargs)
     q, k, v, g, beta = (given[name] for name in ("q", "k", "v", "g", "beta"))
-    rest = {name: given[name] for name in _OF_BOTH_STEPS if name in given}
+    rest = _taken(given, _OF_BOTH_STEPS)
+    # What the library ignores: a wish for eigenvalues below 0 without the sigmoid, and parameters
+    # without the gate.
+    if not rest.get("use_beta_sigmoid_in_kernel"):
+        rest["allow_neg_eigval"] = False
+    if not rest.get("use_gate_in_kernel"):
+        rest["A_log"] = rest["dt_bias"] = None
     if not given.get("inplace_final_state", True):
-        for name in ("initial_state", "output_final_state", "cu_seqlens"):
-            rest[name] = given.get(name)
-        rest["output_final_state"] = bool(rest["output_final_state"])
+        rest |= _taken(given, ("initial_state", "output_final_state", "cu_seqlens"))
         return fused_recurrent_kda(q, k, v, g, beta, **rest)
     # The defaults of these two functions differ.
     activations = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
     for name in (*activations, "state_v_first"):
-        rest[name] = bool(given.get(name, False))
-    state = given["initial_state"]
+        rest.setdefault(name, False)
+    if rest.get("dt_bias") is not None:
+        rest["dt_bias"] = rest["dt_bias"].view(-1)
+    state, indices = given["initial_state"], given.get("ssm_state_indices")
     o = kda_decode(
         q,
         k,
@@ -335,8 +404,9 @@ def _fused_recurrent_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
         beta,
         state,
         **rest,
-        state_indices=given.get("ssm_state_indices"),
-        num_accepted_tokens=given.get("num_accepted_tokens"),
+        state_indices=indices,
+        # Without slots to choose from, the library ignores how many were accepted.
+        num_accepted_tokens=None if indices is None else given.get("num_accepted_tokens"),
         out=given.get("out"),
     )
     return o, state
@@ -350,7 +420,7 @@ def _gate_cumsum(*args: Any, **kwargs: Any) -> Tensor:
         given["g"],
         A_log=given.get("A_log"),
         dt_bias=given.get("dt_bias"),
-        lower_bound=given.get("lower_bound"),
+        **_taken(given, ("lower_bound",)),
         use_gate_in_kernel=True,
         cu_seqlens=given.get("cu_seqlens"),
     )
@@ -369,7 +439,7 @@ def _intra(
         given["v"],
         given["gk"],
         given["beta"],
-        given.get("scale"),
+        **_taken(given, ("scale",)),
         cu_seqlens=given.get("cu_seqlens"),
         output_qg=bool(given.get("disable_recompute")),
     )

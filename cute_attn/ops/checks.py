@@ -36,7 +36,8 @@ def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[st
 
     Raises:
         TypeError: one is no tensor, or its layout is not strided.
-        ValueError: one is on another device than the first, or is a negated or conjugated view.
+        ValueError: one is on another device than the first, is a negated or conjugated view, or has
+            no memory.
         NotImplementedError: one comes from a transform of torch.func, is a batch of gradients, or
             has a tangent.
     """
@@ -44,6 +45,8 @@ def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[st
     first, reference = next(iter(required.items()))
     for name, x in given.items():
         check_tensor(name, x)
+        if x._is_zerotensor():
+            raise ValueError(f"{name} is zero without memory (_is_zerotensor): give {name}.clone()")
         if x.device != reference.device:
             raise ValueError(
                 f"{name} is on {x.device}, must be on the device of {first}, {reference.device}"
@@ -52,7 +55,7 @@ def check_tensors(required: dict[str, Any], optional: dict[str, Any]) -> dict[st
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise the exceptions of `check_tensors` for x, except that for its device."""
+    """Raise the exceptions of `check_tensors` for x, except those for its device and memory."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     check_transforms(**{name: x})
@@ -65,8 +68,6 @@ def check_tensor(name: str, x: Any) -> None:
     if x.is_nested or x.layout is not torch.strided:
         layout = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{name} has layout {layout}, must be torch.strided and not nested")
-    if x._is_zerotensor():
-        raise ValueError(f"{name} is zero without memory (_is_zerotensor): give {name}.clone()")
     if x.is_neg() or x.is_conj():
         bit = "neg" if x.is_neg() else "conj"
         raise ValueError(

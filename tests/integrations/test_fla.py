@@ -15,9 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import cute_attn.ops.kda as operators
 from cute_attn.integrations import fla as integration
 from cute_attn.reference import kda as reference
 from tests.naive import naive_inputs
@@ -410,6 +412,10 @@ CHUNK_KDA_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "V": ({"v": torch.randn(2, 70, 2, 512).bfloat16()}, "V is 512"),
     "beta of V": ({"beta": torch.randn(2, 70, 2, 64)}, "one beta a head"),
     "double gates": ({"g": torch.randn(2, 70, 2, 64).double()}, "gates of torch.float64"),
+    "half states": ({"initial_state": torch.zeros(2, 2, 64, 64).half()}, "initial_state has dtype"),
+    "more states": ({"initial_state": torch.zeros(3, 2, 64, 64)}, "3 states for 2 sequences"),
+    "a bound of 0": ({"lower_bound": 0.0}, "lower_bound is 0.0"),
+    "a tensor": ({"scale": torch.tensor(0.5)}, "scale is a tensor"),
     "chunks unknown": (
         {"cu_seqlens": torch.tensor([0, 70]), "return_intermediate_states": True},
         "without cu_seqlens_cpu",
@@ -465,11 +471,25 @@ RECURRENT_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "out": ({"out": torch.zeros(1)}, "in place only"),
     "K": ({"k": torch.randn(2, 70, 1, 32).bfloat16()}, "K is 32"),
     "double": ({"k": torch.randn(2, 70, 1, 64).double()}, "k has dtype torch.float64"),
-}
+    "half states": ({"initial_state": torch.zeros(2, 2, 64, 64).half()}, "initial_state has dtype"),
+    "double states": (
+        {"initial_state": torch.zeros(2, 2, 64, 64).double()}, "initial_state has dtype",
+    ),
+    "packed states": (
+        {"cu_seqlens": torch.tensor([0, 30, 70, 70])}, "2 states for 3 sequences",
+    ),
+}  # fmt: skip
 IN_PLACE_DECLINED: dict[str, tuple[dict[str, Any], str]] = {
     "packed": ({"cu_seqlens": torch.tensor([0, 2])}, "no packed sequences"),
     "state": ({"initial_state": torch.zeros(2, 2, 64, 64).half()}, "initial_state has dtype"),
     "no state": ({"initial_state": None}, "initial_state is None"),
+    "more states": ({"initial_state": torch.zeros(3, 2, 64, 64)}, "3 states for 2 sequences"),
+    "strided": ({"initial_state": torch.zeros(2, 2, 64, 64).mT}, "initial_state has strides"),
+    "misaligned": (
+        {"initial_state": torch.zeros(2 * 2 * 64 * 64 + 1)[1:].view(2, 2, 64, 64)},
+        "initial_state starts at address",
+    ),
+    "strided A_log": ({"A_log": torch.zeros(2, 2)[:, 0]}, "A_log has strides"),
     "half A_log": ({"A_log": torch.zeros(2).half()}, "A_log has dtype torch.float16"),
     "half dt_bias": ({"dt_bias": torch.zeros(128).half()}, "dt_bias has dtype torch.float16"),
     "int64": ({"ssm_state_indices": torch.zeros(2, 70).long()}, "contiguous int32"),
@@ -497,6 +517,95 @@ def test_the_recurrent_form_declined(emulated: None, what: str) -> None:
     else:
         change, reason = IN_PLACE_DECLINED[what]
     assert reason in str(integration._declines_recurrent(arguments | change))
+
+
+class Recorded(Exception):
+    """Our operator was called, with these arguments."""
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Calls a function of the backend's, and returns what it hands to our operator."""
+    for name in ("chunk_kda", "fused_recurrent_kda", "kda_decode", "kda_gate_cumsum"):
+
+        def record(*args: Any, name: str = name, **kwargs: Any) -> Any:
+            raise Recorded(name, kwargs)
+
+        monkeypatch.setattr(operators, name, record)
+
+    def call(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+        with pytest.raises(Recorded) as caught:
+            function(**arguments)
+        name, kwargs = caught.value.args
+        return {"operator": name, **kwargs}
+
+    return call
+
+
+FLAGS = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@torch.no_grad()
+def test_what_the_library_takes_for_flags_and_numbers(
+    emulated: None, called: Callable[..., dict[str, Any]], in_place: bool
+) -> None:
+    arguments = Case("cpu").arguments
+    odd: dict[str, Any] = dict.fromkeys((*FLAGS, "allow_neg_eigval", "state_v_first"))
+    odd |= {"scale": np.float32(0.5), "lower_bound": np.float64(-5.0), "anything": object()}
+    steps = arguments | odd | {"inplace_final_state": in_place or None}
+    whole = arguments | odd | {"output_final_state": None, "safe_gate": np.bool_(False)}
+    assert integration._declines_recurrent(steps) is None
+    assert integration._declines_chunk_kda(whole) is None
+    for found in (
+        called(integration._fused_recurrent_kda, **steps),
+        called(integration._chunk_kda, **whole),
+    ):
+        for name, x in found.items():
+            if name in integration._FLAGS:
+                assert x is False, name
+        assert type(found["scale"]) is type(found["lower_bound"]) is float
+        assert (found["scale"], found["lower_bound"]) == (0.5, -5.0)
+        assert "anything" not in found
+    gate = {"g": arguments["g"], "chunk_size": 64, "scale": np.float32(integration.LN2_RECIPROCAL)}
+    assert integration._declines_gate(gate | {"lower_bound": np.float32(-5.0)}) is None
+    found = called(integration._gate_cumsum, **gate, lower_bound=np.float32(-5.0))
+    assert type(found["lower_bound"]) is float
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@torch.no_grad()
+def test_what_the_library_ignores(
+    emulated: None, called: Callable[..., dict[str, Any]], in_place: bool
+) -> None:
+    arguments = Case("cpu").arguments | {
+        "use_beta_sigmoid_in_kernel": False,
+        "allow_neg_eigval": True,
+        "use_gate_in_kernel": False,
+        "lower_bound": 0.0,
+        "A_log": torch.zeros(2, 2).double()[:, 0],
+        "num_accepted_tokens": torch.ones(2, **INT32),
+        "inplace_final_state": in_place,
+    }
+    assert integration._declines_recurrent(arguments) is None
+    found = called(integration._fused_recurrent_kda, **arguments)
+    assert found["allow_neg_eigval"] is False and found["A_log"] is found["dt_bias"] is None
+    assert found.get("num_accepted_tokens") is None
+
+
+@torch.no_grad()
+def test_it_runs_without_them(emulated: None) -> None:
+    """What the backend hands on, our operators take."""
+    arguments = Case("cpu").arguments
+    for name in ("q", "k", "v", "g", "beta"):
+        arguments[name] = arguments[name][:, :1].contiguous()
+    results = []
+    for change in ({}, {"allow_neg_eigval": True, "scale": np.float32(0.125), "anything": 1}):
+        options = dict.fromkeys(FLAGS, None if change else False) | change
+        state = arguments["initial_state"].clone()
+        taken = arguments | options | {"initial_state": state, "inplace_final_state": True}
+        results.append(integration._fused_recurrent_kda(**taken))
+    assert all(map(torch.equal, *results))
 
 
 GATE_DECLINED: dict[str, tuple[dict[str, Any], str]] = {

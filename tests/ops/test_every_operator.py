@@ -269,6 +269,8 @@ def test_what_kernels_cannot_read_is_refused_by_name(
     for argument in operator.tensors:
         if kind == "another dimension" and argument in ("A_log", "dt_bias"):
             continue  # which may have any shape
+        if kind == "zero without memory" and argument == "cu_seqlens_cpu":
+            continue  # which torch reads
         strange = STRANGE[kind](args[argument])
         with (
             torch.no_grad(),
@@ -287,6 +289,8 @@ def test_it_is_refused_by_name_where_another_argument_requires_a_gradient(
     operator = OPERATORS[name]
     for argument in operator.tensors:
         if kind == "another dimension" and argument in ("A_log", "dt_bias"):
+            continue
+        if kind == "zero without memory" and argument == "cu_seqlens_cpu":
             continue
         args = operator.arguments()
         args[argument] = STRANGE[kind](args[argument])

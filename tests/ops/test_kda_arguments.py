@@ -90,6 +90,7 @@ GOOD: list[dict[str, Any]] = [
     {**PACKED, "cu_seqlens": offsets(0, 5, dtype=torch.int32)},
     {**PACKED, "cu_seqlens_cpu": offsets(0, 2, 2, 5), "initial_state": f32(3, 4, 64, 128)},
     {"q": bf16(2, 5, 2, 128)[..., ::2]},
+    {"chunk_size": 64, "cp_context": None, "use_graph": True, "max_num_seqs": 7},
     {"tokens": 0},
     {"batch": 0},
     {"heads": 0, "heads_v": 0},
@@ -215,6 +216,10 @@ def test_good_arguments_on_the_cpu_are_refused_for_the_device_alone(change: dict
             ValueError,
             r"cu_seqlens_cpu\[3\] is 6, must be at most T, 5",
         ),
+        ({"chunk_size": 32}, NotImplementedError, "chunk_size is 32, there are kernels for .* 64"),
+        ({"chunk_size": None}, NotImplementedError, "chunk_size is None"),
+        ({"cp_context": object()}, NotImplementedError, "cp_context is given, must be None"),
+        ({"no_such_name": None}, TypeError, "unexpected keyword argument 'no_such_name'"),
     ],
 )  # fmt: skip
 def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str):
@@ -895,7 +900,9 @@ def test_signature_is_flash_linear_attentions():
     shared = [argument.arg for argument in theirs.args if argument.arg in ours]
     assert positional == shared
     of_pools = {"state_indices", "checkpoint_indices", "checkpoint_interval"}
-    assert set(ours) - set(positional) == {"A_log", "dt_bias"} | of_pools  # of their **kwargs
+    of_their_kwargs = {"A_log", "dt_bias", "chunk_size"}
+    assert set(ours) - set(positional) == of_their_kwargs | of_pools
+    assert shared == [argument.arg for argument in theirs.args]
     required = len(theirs.args) - len(theirs.defaults)
     for argument, default in zip(theirs.args[required:], theirs.defaults, strict=True):
         if argument.arg in ours:

@@ -71,7 +71,9 @@ def flash_attn_func(
             hardware's queue, which balances uneven ones); both give the same bits. None follows
             the environment variable `FA_CLC`, see `cute_attn.reload_settings`. Hopper has no such
             queue: CTAs count the tiles that are taken, whatever is asked for.
-        return_lse: whether to compute the log-sum-exp.
+        return_lse: whether to compute the log-sum-exp. On Hopper, at head_dim 64 and 128, the last
+            bits of o depend on it, and so on whether a gradient is taken: without lse, a row is
+            divided by the sum of its rounded probabilities, with it by a sum in float32.
         out: a tensor to write o to, of q's shape and dtype, with the last dimension contiguous and
             the other strides multiples of 8 elements. It must not overlap an argument. There is no
             gradient then.

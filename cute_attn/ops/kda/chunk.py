@@ -24,7 +24,7 @@ corrections v_new. With disable_recompute it also keeps the records of `prepare`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -81,9 +81,13 @@ def chunk_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    chunk_size: int = CHUNK,
     state_indices: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoint_interval: int = CHUNK,
@@ -135,9 +139,13 @@ def chunk_kda(
             not checked, since that would synchronise.
         cu_seqlens_cpu: a copy of cu_seqlens on the CPU, which is checked. With it h has no unused
             chunks at its end.
+        cp_context: None.
+        use_graph: ignored, as max_num_seqs is: every call can be captured in a CUDA graph.
+        max_num_seqs: ignored.
         A_log: HV numbers of any shape and floating-point dtype; optional with a lower_bound.
         dt_bias: HV * K numbers, likewise; None is 0. Ignored, as A_log is, without
             use_gate_in_kernel.
+        chunk_size: 64.
         state_indices: `[N]` int32, contiguous: the slot of the pool that each sequence uses, see
             below.
         checkpoint_indices: `[N, C]` int32, contiguous: the slots of each sequence's checkpoints;
@@ -172,8 +180,11 @@ def chunk_kda(
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, head counts, devices or values.
         NotImplementedError: a head dimension without a kernel (the message lists the supported
-            ones), a second derivative, or a tensor that requires a gradient with state_indices.
+            ones), another chunk_size, a cp_context, a second derivative, or a tensor that requires
+            a gradient with state_indices.
     """
+    if chunk_size != CHUNK or cp_context is not None:
+        _refuse_chunks_and_contexts(chunk_size)
     if state_indices is not None or checkpoint_indices is not None:
         return chunk_kda_in_pool(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
@@ -328,6 +339,8 @@ class _Chunk(Operator[ChunkArguments]):
                 dt_bias, keep_states,
             )  # fmt: skip
         try:
+            batch, tokens, heads_qk, dim_k = q.shape
+            batch_v, tokens_v, heads, dim_v = v.shape
             if ready is None:
                 # The table would find 1.0, or another number that is 1, for True.
                 if not (
@@ -345,8 +358,6 @@ class _Chunk(Operator[ChunkArguments]):
                         use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate,
                         return_intermediate_states, state_v_first,
                     )  # fmt: skip
-                batch, tokens, heads_qk, dim_k = q.shape
-                batch_v, tokens_v, heads, dim_v = v.shape
                 sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
                 key = (
                     heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, q.get_device(),
@@ -367,7 +378,7 @@ class _Chunk(Operator[ChunkArguments]):
                 ready = self.ready[key]
             A, bias = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
             if bias is not None and bias.dim() != 2:
-                bias = bias.view(-1, q.shape[3])
+                bias = bias.view(-1, dim_k)
             if A is not None and A.dim() != 1:
                 A = A.view(-1)
             if ready is BY_STAGES:
@@ -382,8 +393,6 @@ class _Chunk(Operator[ChunkArguments]):
                     return_intermediate_states, state_v_first, cu_seqlens, num_chunks, A, bias,
                 )  # fmt: skip
             prepare, state_pass, elements, q_scale, bound, beta_scale, num_sms, split = ready
-            batch, tokens, heads, dim_v = v.shape
-            dim_k = q.shape[3]
             device = q.device
             if cu_seqlens is None:
                 sequences = batch
@@ -398,7 +407,7 @@ class _Chunk(Operator[ChunkArguments]):
             if keep_states:
                 if use_qk_l2norm_in_kernel:
                     inverse_norms = _empty(
-                        (slots, q.shape[2], 2 * CHUNK), dtype=torch.float32, device=device
+                        (slots, heads_qk, 2 * CHUNK), dtype=torch.float32, device=device
                     )
                 states = _new_empty(q, (slots, heads, dim_v * dim_k))
                 v_new = _new_empty(q, (slots, heads, CHUNK * dim_v))
@@ -495,6 +504,14 @@ class _Chunk(Operator[ChunkArguments]):
 
 _chunk = _Chunk()
 _forward = _chunk.forward  # bound once: this saves time per call
+
+
+def _refuse_chunks_and_contexts(chunk_size: Any) -> NoReturn:
+    if chunk_size != CHUNK:
+        raise NotImplementedError(
+            f"chunk_size is {chunk_size}, there are kernels for chunks of {CHUNK}"
+        )
+    raise NotImplementedError("cp_context is given, must be None: there is no context parallelism")
 
 
 def _by_stages(
