@@ -39,12 +39,12 @@ def register(name: str = NAME) -> None:
     """Make `attn_implementation=name` known to Hugging Face transformers.
 
     It supports inference and training of models whose attention layers have head_dim 64, 128 or 256
-    on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), in bfloat16 or float16:
-    causal and bidirectional attention, causal sliding windows, softcap, sinks, grouped heads,
-    dynamic and static caches, and padding on either side or in between. A sliding window counts
-    tokens, not padding, as in FlashAttention; eager attention differs if there is padding in
-    between. With padding, k and v are copied in each layer, so a batch without padding should come
-    without a mask, as it does from `generate`.
+    on Hopper, or 256 on Blackwell (Gemma 2 and 3, Qwen3-Next, Qwen3.5 ...), in bfloat16, float16,
+    or float32 under autocast to one of them: causal and bidirectional attention, causal sliding
+    windows, softcap, sinks, grouped heads, dynamic and static caches, and padding on either side or
+    in between. A sliding window counts tokens, not padding, as in FlashAttention; eager attention
+    differs if there is padding in between. With padding, k and v are copied in each layer, so a
+    batch without padding should come without a mask, as it does from `generate`.
 
     A model raises NotImplementedError if it needs dropout, attention weights as an output, other
     masks (packed sequences, chunks, blocks of images, bidirectional windows), paged caches, or
@@ -180,7 +180,7 @@ def _attention(
             f"attn_implementation={NAME!r} has no bidirectional sliding window: transformers does "
             'not say whether its end is seen; use "sdpa" or "eager"'
         )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in _in_autocast(query, key, value))
     options: dict[str, Any] = {
         "softmax_scale": scaling,
         "causal": is_causal,
@@ -201,6 +201,17 @@ def _attention(
         return flash_attn_varlen_func(q, k, v, seqused_k=used, **options)[0], None
     o = flash_attn_varlen_func(_take(q, rows), k, v, seqused_k=used, **options)[0]
     return _take(o, rows.argsort(dim=1)), None
+
+
+def _in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where autocast is on, in its dtype if any is float32: as of torch's own attention. Norms and
+    rotary embeddings leave float32 there."""
+    given = query, key, value
+    device = query.device.type
+    if torch.float32 in {x.dtype for x in given} and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    return given
 
 
 def _take(x: Tensor, rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from cute_attn.reference.attention import attention_in_low_precision, attention_
 
 transformers = pytest.importorskip("transformers")
 
+from cute_attn.integrations import transformers as integration  # noqa: E402
 from cute_attn.integrations.transformers import register  # noqa: E402
 
 WINDOW = 6
@@ -325,6 +327,31 @@ def ours(**changes: Any) -> Any:
     model = gemma3(**changes).to(torch.bfloat16).eval()
     model.set_attn_implementation("cute_attn")
     return model
+
+
+def test_autocast() -> None:
+    """Of a model in float32, whose norms and rotary embeddings leave q and k so."""
+    models = []
+    for implementation in ("cute_attn", "eager", "eager"):
+        torch.manual_seed(0)
+        models.append(full_layers().eval())
+        models[-1].set_attn_implementation(implementation)
+    seen: list[torch.dtype] = []
+    original = integration.flash_attn_func
+
+    def call(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(q.dtype)
+        return original(q, *args, **kwargs)
+
+    tokens = tokens_of(2, 9)
+    with mock.patch.object(integration, "flash_attn_func", call):
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, eager = (model(tokens).logits for model in models[:2])
+        assert seen == [torch.bfloat16] * 2
+        with pytest.raises(TypeError, match=r"q has dtype torch.float32"):
+            models[0](tokens)
+    exact = models[2](tokens).logits
+    assert relative_error(ours, exact) <= 2 * relative_error(eager, exact)
 
 
 def test_dropout_is_refused() -> None:
