@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from kda_tiles import slot_of, slots, swizzled
+from kda_tiles import slot_of, slots, split_beta, swizzled
 
 from cute_attn.kernels.kda.chunk.spec import CHUNK
 from cute_attn.kernels.kda.spec import L2NORM_EPSILON
@@ -27,6 +27,7 @@ class Passes(NamedTuple):
     states: Tensors  # by (slot, head): K by V, at the start of the chunk
     adjoints: Tensors  # the gradients of the states after the chunk
     v_new: Tensors  # 64 by V
+    m: Tensors  # of the 64 tokens: the factor of v_new that the kernels leave out
     dr: torch.Tensor  # [B, T, HV, V]
 
 
@@ -95,7 +96,7 @@ def passes(
     group = heads // y["q"].shape[2]
     scale = options.get("scale") or y["q"].shape[-1] ** -0.5
     state = x["initial_state"].double().clone()
-    found = Passes({}, {}, {}, torch.full_like(v, torch.nan))
+    found = Passes({}, {}, {}, {}, torch.full_like(v, torch.nan))
     todo = []
     for chunk in kda.chunks(v, cu_seqlens):
         at, slot = (chunk.batch, chunk.rows), slot_of(chunk, tokens, cu_seqlens)
@@ -110,6 +111,8 @@ def passes(
             state[chunk.sequence, head] = g[-1].exp()[:, None] * s + kg.T @ new
             found.states[slot, head] = s
             found.v_new[slot, head] = torch.nn.functional.pad(new, (0, 0, 0, CHUNK - len(new)))
+            m, _ = split_beta(beta, dtype)
+            found.m[slot, head] = torch.nn.functional.pad(m, (0, 0, 0, CHUNK - len(m)), value=1.0)
             todo.append((chunk, slot, head, inverse, scores, kd, qg, kg, g))
     adjoint = dfinal.double().clone()
     for chunk, slot, head, inverse, scores, kd, qg, kg, g in reversed(todo):

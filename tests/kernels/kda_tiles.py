@@ -51,6 +51,14 @@ def unpack(record: torch.Tensor, head_dim_k: int) -> dict[str, torch.Tensor]:
     }
 
 
+def split_beta(beta: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(m, p), beta's factors that multiply columns and rows; see `kda.gates.split_beta`."""
+    if dtype is torch.bfloat16:
+        return beta, torch.ones_like(beta)
+    p = torch.exp2(torch.floor((torch.frexp(beta)[1].to(beta.dtype) - 1) / 2))
+    return beta / p, p
+
+
 def prepared(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -60,8 +68,8 @@ def prepared(
     dtype: torch.dtype,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tiles, decay) in `dtype` and float32, of float64 inputs; g in natural logarithms. Slots that
-    are nobody's hold NaN."""
+    """(tiles, decay) in `dtype` and float32, of float64 inputs; g in natural logarithms, no beta is
+    0. Slots that are nobody's hold NaN."""
     batch, tokens, heads, dim = g.shape
     scale = dim**-0.5 if scale is None else scale
     sums = kda.kda_gate_cumsum_reference(g, cu_seqlens=cu_seqlens)
@@ -76,12 +84,16 @@ def prepared(
         slot = slot_of(chunk, tokens, cu_seqlens)
         size = chunk.rows.stop - chunk.rows.start
         for head in range(heads):
+            m, _ = split_beta(beta[at][:, head], dtype)
+            columns, betas = (
+                torch.nn.functional.pad(x, (0, 64 - size)) for x in (m, beta[at][:, head])
+            )
             matrices = [
                 torch.exp2(sums[at][:, head]) * k_of_value_heads[at][:, head],
                 scale * intra.qg[at][:, head],
-                intra.kg[at][:, head],
-                intra.Akk[at][:, head] * torch.nn.functional.pad(beta[at][:, head], (0, 64 - size)),
-                intra.Aqk[at][:, head],
+                m.unsqueeze(1) * intra.kg[at][:, head],
+                intra.Akk[at][:, head] * betas / m.unsqueeze(1),
+                intra.Aqk[at][:, head] * columns,
             ]
             matrices = [torch.nn.functional.pad(m, (0, 0, 0, 64 - size)) for m in matrices]
             tiles[slot, head] = pack(*matrices)

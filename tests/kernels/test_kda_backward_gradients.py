@@ -161,7 +161,7 @@ class Problem:
             self.do,
             pack_states(found.states, count, heads, dtype),
             pack_states(found.adjoints, count, heads, dtype),
-            pack_rows(found.v_new, count, heads, dtype),
+            pack_rows({at: y / found.m[at] for at, y in found.v_new.items()}, count, heads, dtype),
             *(out.get(name) for name in ("v", "q", "k", "g", "beta", "A_log", "dt_bias")),
             x["cu_seqlens"],
             self.options.get("scale") or dim_k**-0.5,
