@@ -79,7 +79,11 @@ def test_the_environment_names_versions_and_settings(tmp_path: Path) -> None:
     for text in PYPROJECT["project"]["dependencies"]:
         requirement = Requirement(text)
         if not requirement.marker:
-            assert found[requirement.name] == metadata.version(requirement.name)
+            try:
+                expected = metadata.version(requirement.name)
+            except metadata.PackageNotFoundError:  # machines without a network may lack one
+                expected = "not installed"
+            assert found[requirement.name] == expected
     assert found["torch says"].startswith(metadata.version("torch"))
     assert found["architecture"] == "sm_100a"
     assert found["runtime library"].endswith("/libcute_dsl_runtime.so")

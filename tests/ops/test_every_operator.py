@@ -723,4 +723,5 @@ def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path):
         expected = Layer()(*args.values())
     assert torch.equal(torch.load(files[2]), expected)
     ours = {x.name for x in torch._C._jit_get_all_schemas() if x.name.startswith("cute_attn::")}
+    ours = {name for name in ours if not name.startswith("cute_attn::toy_")}  # of other tests
     assert "cute_attn::flash_attn" in ours and set(done.stdout.split()) >= ours

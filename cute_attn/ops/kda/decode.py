@@ -368,8 +368,8 @@ class _Decode(Operator[_Arguments]):
             beta_dtype=DTYPE_NAMES[a.beta.dtype],
             state_dtype=DTYPE_NAMES[a.state.dtype],
             # Without the gate, these may have any dtype.
-            A_log_dtype=DTYPE_NAMES.get(getattr(a.A_log, "dtype", None), "none"),
-            dt_bias_dtype=DTYPE_NAMES.get(getattr(a.dt_bias, "dtype", None), "none"),
+            A_log_dtype="none" if a.A_log is None else DTYPE_NAMES.get(a.A_log.dtype, "none"),
+            dt_bias_dtype="none" if a.dt_bias is None else DTYPE_NAMES.get(a.dt_bias.dtype, "none"),
             dt_bias_dims=0 if a.dt_bias is None else a.dt_bias.dim(),
             head_dim_k=a.q.shape[-1],
             head_dim_v=a.v.shape[-1],
