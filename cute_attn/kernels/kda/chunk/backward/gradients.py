@@ -563,9 +563,7 @@ class KdaGradients:
         row = b * SUB_CHUNK + r
         for n in cutlass.range_constexpr(self.columns // 16):
             first = part * self.columns + 16 * n
-            at = smem + self.memory["m"] + (first + 2 * c) * 4
-            m = [load_shared(Float32, at + half * 32, 2) for half in range(2)]
-            values = [scores[8 * n + i] * (m[i // 4][i % 2] * factor) for i in range(8)]
+            values = [scores[8 * n + i] for i in range(8)]
             if first == b * SUB_CHUNK:
                 keep_branch()
                 for i in cutlass.range_constexpr(8):
@@ -573,9 +571,13 @@ class KdaGradients:
                     values[i] = Float32(cutlass.select_(column < of_row, values[i], Float32(0.0)))
             if first <= b * SUB_CHUNK:
                 for i in cutlass.range_constexpr(2):
-                    at = smem + self.memory[name] + tile_offset(row, first + 8 * i + 2 * c)
+                    column = first + 8 * i + 2 * c
+                    m = load_shared(Float32, smem + self.memory["m"] + (column << 2), 2)
+                    m = [x * factor for x in m]
+                    at = smem + self.memory[name] + tile_offset(row, column)
                     for half in cutlass.range_constexpr(2):
-                        x = pack(self.dtype, *values[4 * i + 2 * half : 4 * i + 2 * half + 2])
+                        e = 4 * i + 2 * half
+                        x = pack(self.dtype, values[e] * m[0], values[e + 1] * m[1])
                         store_shared(Int32, at + half * 8 * LINE_BYTES, [x])
 
     @cute.jit
@@ -654,12 +656,6 @@ class KdaGradients:
         rounded in operands."""
         b, _ = self.memory.warp_place()
         r, c = row_and_part()
-        for half in cutlass.range_constexpr(2):
-            m = self.memory.of_token(smem, "m", self.memory.rows()[half])
-            for n in cutlass.range_constexpr(2 * PAIRS):
-                for e in cutlass.range_constexpr(2):
-                    at = 4 * n + 2 * half + e
-                    acc[at] = acc[at] * m
         values = []
         for pair in cutlass.range_constexpr(PAIRS):
             for i in cutlass.range_constexpr(2):
@@ -668,9 +664,11 @@ class KdaGradients:
                 for half in cutlass.range_constexpr(2):
                     row = self.memory.rows()[half]
                     k = self.products.load_operand(smem, "k_columns", row, channel)
+                    m = self.memory.of_token(smem, "m", row)
                     for e in cutlass.range_constexpr(2):
-                        x = acc[8 * pair + 4 * i + 2 * half + e]
-                        total[e] = cute.math.fma(k[e], x, total[e])
+                        n = 8 * pair + 4 * i + 2 * half + e
+                        acc[n] = acc[n] * m
+                        total[e] = cute.math.fma(k[e], acc[n], total[e])
                 values += total
         # Lanes 4 apart have other rows: in each step one of them keeps half of the channels.
         for bit in (4, 3, 2):
