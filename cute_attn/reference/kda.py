@@ -779,7 +779,7 @@ class _Tiles:
         lower = self.beta * torch.einsum("hid,hjd,hijd->hij", self.k, self.k, self.pairs).tril(-1)
         one = torch.eye(g.shape[1], dtype=g.dtype, device=g.device).expand_as(lower)
         inverse = torch.linalg.solve_triangular(one + lower, one, upper=False)
-        self.Aqk, self.Akk = self.stored(Aqk), self.stored(inverse * self.beta.mT)
+        self.Aqk, self.Akk = self.stored(Aqk), self.stored(inverse)
         self.kd = self.stored(self.from_start * self.k)
         self.qg = self.stored(scale * self.from_start * self.q)
         self.kg = self.stored(self.to_end * self.k)
@@ -790,14 +790,15 @@ class _Tiles:
 
     def forwards(self, state: torch.Tensor) -> torch.Tensor:
         """The state after the chunk."""
-        self.v_new = self.stored(self.Akk @ self.stored(self.v - self.kd @ self.stored(state)))
+        residual = self.beta * (self.v - self.kd @ self.stored(state))
+        self.v_new = self.stored(self.Akk @ self.stored(residual))
         return self.decay * state + self.kg.mT @ self.v_new
 
     def backwards(self, after: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
         """The gradient of the state before the chunk, from that of the state after it."""
         self.do = do.transpose(0, 1)
         dv_new = self.Aqk.mT @ self.do + self.kg @ self.stored(after)
-        self.dr = self.stored(self.Akk.mT @ self.stored(dv_new))
+        self.dr = self.stored(self.beta * (self.Akk.mT @ self.stored(dv_new)))
         return self.decay * after + self.qg.mT @ self.do - self.kd.mT @ self.dr
 
     def gradients(self, state: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -290,6 +290,16 @@ def test_prepare_may_keep_beta_away_from_zero(dtype: torch.dtype, smallest: floa
 
 
 @pytest.mark.parametrize("dtype", [BF16, slow(FP16)])
+def test_the_inverse_has_no_error_of_beta(dtype: torch.dtype) -> None:
+    """One beta for all tokens would have the same error in all of the diagonal."""
+    x = draw(1, 19, 1, 1, 64, dtype, BF16, FP32)
+    tiles, _ = run_prepare(x, beta_sigmoid=False, cu_seqlens=offsets([19]))
+    diagonal = unpack(tiles[0, 0], 64)["Akk"].diagonal()[:19]
+    _, p = split_beta(x["beta"].flatten(), dtype)
+    assert torch.equal(diagonal.float(), p)
+
+
+@pytest.mark.parametrize("dtype", [BF16, slow(FP16)])
 def test_prepare_may_store_the_inverse_norms(dtype: torch.dtype) -> None:
     """Once for a group of value heads, and those of rows of any length. Everything else is as
     without them."""

@@ -328,6 +328,33 @@ def cases(draw: st.DrawFn, device: str, of: Sequence[Kind] | None = None) -> Cas
     )
 
 
+def give_one_beta(args: dict[str, Any], beta: float) -> None:
+    """Give all tokens this beta, gates near 0 and keys with a mean cosine of 0.9, from a state of
+    0: corrections cancel in the state. `args` has no gate, norm or sigmoid in the kernel."""
+    generator = torch.Generator().manual_seed(0)
+    k = args["k"]
+    shared, own = (
+        torch.nn.functional.normalize(torch.randn(shape, generator=generator), dim=-1)
+        for shape in (k.shape[2:], k.shape)
+    )
+    k.copy_(torch.nn.functional.normalize(0.9**0.5 * shared + 0.1**0.5 * own, dim=-1))
+    args["g"].fill_(-1e-3)
+    args["beta"].fill_(beta)
+    args["initial_state"].zero_()
+
+
+# 16 bits do not hold these. The last one is small, which matters for the exponents of float16.
+ONE_BETA = [
+    (torch.bfloat16, 0.998),
+    *(
+        pytest.param(*values, marks=pytest.mark.slow)
+        for values in (
+            (torch.bfloat16, 1.8), (torch.float16, 0.50024), (torch.float16, 1e-4)
+        )
+    ),
+]  # fmt: skip
+
+
 def examples(few: int) -> settings:
     """How many cases a test draws in the usual sweep, and in the full one twenty times as many."""
     return settings(max_examples=20 * few if FULL else few)

@@ -28,6 +28,7 @@ from .kda_cases import (
     DECAYS,
     FULL,
     GATES,
+    ONE_BETA,
     PACKED,
     PLAIN,
     SMALL,
@@ -42,6 +43,7 @@ from .kda_cases import (
     cases,
     definition,
     examples,
+    give_one_beta,
     plain,
     reference,
     run,
@@ -143,6 +145,26 @@ def test_scales_up_to_the_limits(device: str, kind: Kind, scale: float, size: fl
     args = Case(kind, (100,), scale=scale, seed=9).arguments(device)
     args["q"] *= size
     assert_agrees(args, *run(args, **PATHS[path]))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("path", MOSTLY_FUSED)
+@pytest.mark.parametrize(("dtype", "beta"), ONE_BETA)
+def test_one_beta_for_tokens_with_similar_keys(
+    device: str, dtype: torch.dtype, beta: float, path: str
+):
+    """An error that is the same for all tokens does not cancel where their corrections do."""
+    args = Case(replace(DECAYS, dtype=dtype), (256,), group=1).arguments(device)
+    give_one_beta(args, beta)
+    assert_agrees(args, *run(args, **PATHS[path]))
+
+
+@pytest.mark.slow
+@pytest.mark.everywhere
+def test_one_beta_in_segments(device: str):
+    args = Case(DECAYS, (256,), group=1).arguments(device)
+    give_one_beta(args, 0.998)
+    in_segments(args, 1)
 
 
 @pytest.mark.everywhere

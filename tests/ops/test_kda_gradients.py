@@ -35,6 +35,7 @@ from .kda_cases import (
     DECAYS,
     FULL,
     GATES,
+    ONE_BETA,
     PACKED,
     PLAIN,
     SMALL,
@@ -48,6 +49,7 @@ from .kda_cases import (
     cases,
     definition,
     examples,
+    give_one_beta,
     poisoned_outputs,
     spans,
     tokens_of,
@@ -310,6 +312,16 @@ def test_errors_over_many_draws(device: str, dtype: torch.dtype):
                     sums[name] = sums.get(name, 0.0) + error / size
     for name in ours:
         assert ours[name] <= 4 * theirs[name], f"{name}: {(ours[name] / theirs[name]) ** 0.5:.2f}"
+
+
+@pytest.mark.everywhere
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "beta"), ONE_BETA)
+def test_one_beta_for_tokens_with_similar_keys(device: str, dtype: torch.dtype, beta: float):
+    args = Case(replace(DECAYS, dtype=dtype), (256,), group=1).arguments(device)
+    give_one_beta(args, beta)
+    of = weights(args)
+    assert_agrees(args, of, differentiated(args, of))
 
 
 @pytest.mark.everywhere

@@ -39,6 +39,7 @@ from .kda_cases import (
     assert_no_worse,
     cases,
     examples,
+    give_one_beta,
     plain,
     poisoned_outputs,
     reference,
@@ -207,6 +208,16 @@ def test_packed_sequences(arch: str, length: int):
         call.check()
     assert len(emulator.report.launches) == (4 if length else 2)
     assert not emulator.report.findings, emulator.report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [0, 1])
+def test_one_beta_for_tokens_with_similar_keys(length: int):
+    """SERVER's q and k are normalised in the kernel, which changes no unit vector."""
+    args = Case(SERVER, (256,), group=1).arguments("cpu")
+    give_one_beta(args, 0.998)
+    with cute_attn.emulated("sm_90a", Emulator()), in_segments(length):
+        pool_call(args).check()
 
 
 @pytest.mark.slow
