@@ -157,8 +157,8 @@ class CompilerMissing(ImportError):
 
 def _import(kernel: KernelDef) -> tuple[Callable[..., Any], Any]:
     """`cutlass.cute.compile` and the kernel's class. Raises CompilerMissing."""
-    _needed(cubin.READER, "pyelftools")
     cute = _needed("cutlass.cute", "nvidia-cutlass-dsl")
+    _needed(cubin.READER, "pyelftools")
     _, _, attribute = kernel.target.partition(":")
     module: Any = importlib.import_module(kernel.module)
     target = functools.reduce(getattr, attribute.split("."), module)

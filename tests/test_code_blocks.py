@@ -295,9 +295,12 @@ def test_spec_files(block: Block, tmp_path: Path) -> None:
     file.write_text(block.code)
     tables = tomllib.loads(block.code)
     for arch in ("sm_90a", "sm_100a"):
-        kernels = cache.plan_file(file, arch)
         only = [t.get("arch", arch) for kind in tables.values() for t in kind]
-        assert bool(kernels) == any(arch in archs for archs in only)
+        if any(arch in archs for archs in only):
+            assert cache.plan_file(file, arch)
+        else:
+            with pytest.raises(cache.CacheError, match=f"no kernel for {arch}"):
+                cache.plan_file(file, arch)
 
 
 # ---- shell
