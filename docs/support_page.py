@@ -84,7 +84,7 @@ class Row:
         return each
 
     def dtypes(self) -> tuple[str, ...]:
-        """The same wherever there are kernels."""
+        """The dtypes, on which all architectures that have kernels agree."""
         dims = {name: max(self.sizes()[label]) for label, name in self.dims.items()}
         found = {
             tuple(dtype for dtype in DTYPES if self.has(arch, **dims | {self.dtype: dtype}))

@@ -26,7 +26,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parent / "data/beside.json"
-# Those for users; the others are for working on this package.
+# Extras for users; the other extras are for working on this package.
 EXTRAS = ("cu13", "fla", "transformers")
 
 

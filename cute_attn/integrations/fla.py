@@ -150,8 +150,8 @@ def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _taken(given: Arguments, names: Iterable[str]) -> Arguments:
-    """Those of the arguments that are given, as our operators take them. The library takes whatever
-    is true or false for a flag, None included, and NumPy's numbers."""
+    """The given arguments, as our operators take them. The library takes whatever is true or false
+    for a flag, None included, and NumPy's numbers."""
     found = {name: given[name] for name in names if name in given}
     for name, x in found.items():
         if name in _FLAGS:

@@ -311,7 +311,7 @@ ONLY_HOPPER = "has no kernel for {}, only for sm_90a: record or list what it nee
 def test_a_build_of_nothing_is_an_error(
     root: Path, recorded_on_hopper: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """As of a file that was recorded on another GPU: an image without kernels is no success."""
+    """A file recorded on another GPU has no kernel to build, and an empty image is no success."""
     path, out = recorded_on_hopper, tmp_path / "image"
     assert main(["build", str(path), "--arch", "sm_100a,sm_80", "--out", str(out)]) == 1
     assert capsys.readouterr().err == "".join(

@@ -85,7 +85,7 @@ def k_major(rows: np.ndarray) -> np.ndarray:
 
 
 def mn_major(rows: np.ndarray, size: int) -> np.ndarray:
-    """The same matrix, transposed: 16 bytes run along M or N, units of 8 such along K."""
+    """A matrix whose 16-byte runs go along M or N, in units of 8 runs along K."""
     columns = rows.reshape(len(rows), K_BYTES // size, size).swapaxes(0, 1)
     return columns.reshape(K_BYTES // size // 8, 8, -1, 16).transpose(2, 0, 1, 3).ravel()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, get_type_hints
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -12,6 +13,8 @@ from ..common.dtypes import DTYPE
 from ..common.spec import VECTOR_BYTES
 from .ds_tiles import TILE
 from .statistics import STATS_ROWS
+
+Listed = TypeVar("Listed", bound=tuple[Any, ...])
 
 
 class FakeArguments:
@@ -23,6 +26,29 @@ class FakeArguments:
         self.batch, self.heads, self.kv_heads = (cute.sym_int() for _ in range(3))
         self.seqlen_q, self.seqlen_k, self.bounds = (cute.sym_int() for _ in range(3))
         self.num_pages, self.splits = cute.sym_int(), cute.sym_int()
+
+    def arguments(self, listed: type[Listed], **given: Any) -> Listed:
+        """Placeholders for the fields of `listed`: `given`, and the others by their names, or as
+        scalars by their types."""
+        by_name: dict[str, Callable[[], Any]] = {
+            **dict.fromkeys(("q", "do", "o", "dq"), self.q),
+            **dict.fromkeys(("k", "v"), self.k),
+            "lse": self.lse,
+            "stats": self.stats,
+            "sink": self.sink,
+            "page_table": self.page_table,
+            "counter": self.counter,
+            "cu_seqlens_q": lambda: self._bounds(self.spec.varlen_q),
+            "cu_seqlens_k": lambda: self._bounds(self.spec.varlen_k),
+            "seqused_q": lambda: self._used(self.spec.seqused_q),
+            "seqused_k": lambda: self._used(self.spec.seqused_k),
+        }
+        by_type = {Float32: Float32(1.0), Int32: Int32(1)}
+        found: dict[str, Any] = dict(given)
+        for name, kind in get_type_hints(listed).items():
+            if name not in given:
+                found[name] = by_type[kind] if kind in by_type else by_name[name]()
+        return listed(**found)
 
     def q(self) -> Any:
         """q, o or a gradient of either: `[batch, seqlen, heads, head_dim]`, or packed
@@ -89,28 +115,9 @@ class FakeArguments:
             return None
         return fake_contiguous(DTYPE[self.spec.sink_dtype], (self.heads,))
 
-    def query_lengths(self) -> dict[str, Any]:
-        """The lengths of the sequences of queries, by the names of their arguments."""
-        return {
-            "cu_seqlens_q": self._bounds(self.spec.varlen_q),
-            "seqused_q": self._used(self.spec.seqused_q),
-        }
-
-    def key_lengths(self) -> dict[str, Any]:
-        """The lengths of the sequences of keys, by the names of their arguments."""
-        return {
-            "cu_seqlens_k": self._bounds(self.spec.varlen_k),
-            "seqused_k": self._used(self.spec.seqused_k),
-        }
-
-    def lengths(self) -> dict[str, Any]:
-        """The lengths of the sequences, by the names of their arguments."""
-        return {**self.query_lengths(), **self.key_lengths()}
-
-    def scalars(self) -> dict[str, Any]:
-        """The scalars of a softmax and its mask, by the names of their arguments."""
-        floats = dict.fromkeys(("softmax_scale", "softcap"), Float32(1.0))
-        return floats | dict.fromkeys(("window_left", "window_right"), Int32(0))
+    def counter(self) -> Any:
+        """The next tile of a CounterScheduler, `[1]`."""
+        return fake_contiguous(Int32, (1,))
 
     def page_table(self) -> Any:
         """`[batch, max_pages]`, or None."""

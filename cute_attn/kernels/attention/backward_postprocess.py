@@ -64,15 +64,7 @@ class BackwardPostprocess:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
-        return placeholders(
-            Arguments(
-                sums=fake.query_sums(),
-                stats=fake.stats(),
-                dq=fake.q(),
-                **fake.query_lengths(),
-                softmax_scale=Float32(1.0),
-            )
-        )
+        return placeholders(fake.arguments(Arguments, sums=fake.query_sums()))
 
     @entry(Arguments)
     @cute.jit

@@ -94,25 +94,17 @@ class BackwardPreprocess:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, self.spec.head_dim)
-        sink, dsink_partial = fake.sink(), None
-        if sink is not None:
+        spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim)
+        dsink_partial = None
+        if spec.sink_dtype != "none":
             dsink_partial = fake_contiguous(Float32, (cute.sym_int(), fake.heads))
         return placeholders(
-            Arguments(
-                o=fake.q(),
-                do=fake.q(),
-                lse=fake.lse(),
-                dlse=fake.lse() if self.spec.dlse else None,
-                sink=sink,
-                **fake.query_lengths(),
-                stats=fake.stats(),
-                zeroed=fake.zeroed() if self.spec.sums else None,
+            fake.arguments(
+                Arguments,
+                dlse=fake.lse() if spec.dlse else None,
+                zeroed=fake.zeroed() if spec.sums else None,
                 dsink_partial=dsink_partial,
-                seen_do=fake.q() if self.spec.rows_without_keys else None,
-                **fake.key_lengths(),
-                seqlen_k=Int32(0),
-                window_right=Int32(0),
+                seen_do=fake.q() if spec.rows_without_keys else None,
             )
         )
 

@@ -90,7 +90,8 @@ class ForwardRow(Row):
     """The forward.
 
     Attributes:
-        few: the tile for at most `few.m` query rows of a K/V head; None: `tile`.
+        few: the tile for at most `few.m` query rows of a K/V head, with more stages, so that K and
+            V are loaded far ahead; None: `tile`.
         capped_m: query rows of a tile with a softcap and a left window, for which `tile.m` rows
             leave too few registers; None: `tile.m`.
         most_packed_heads: the most query heads of a K/V head that share the rows of a tile.
@@ -147,6 +148,9 @@ def _by_key(*rows: Of) -> dict[tuple[str, str, int, int], Of]:
     }
 
 
+# Packed heads: an SM90 warpgroup stores its 64 rows by itself; 128 rows of an SM100 CTA cover at
+# least two tokens, or TMA could not clip rows past the end of a packed sequence (`tma.py`).
+# Page keys: a box lies in a K tile, on SM100 in the half of the tile that a CTA loads.
 FORWARD = _by_key(
     ForwardRow(
         "forward", SM90, 64, 64, kernel="sm90_forward", scheduler="counter",

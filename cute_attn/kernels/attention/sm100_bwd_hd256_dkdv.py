@@ -283,23 +283,9 @@ class Sm100Hd256DkDv:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        spec, fake = self.spec, FakeArguments(self.spec, HEAD_DIM)
-        out = fake.k_partial if spec.partial else fake.k
-        return placeholders(
-            Arguments(
-                q=fake.q(),
-                k=fake.k(),
-                v=fake.k(),
-                do=fake.q(),
-                stats=fake.stats(),
-                dk=out(),
-                dv=out(),
-                **fake.lengths(),
-                **fake.scalars(),
-                num_splits=Int32(1),
-                num_clusters=Int32(1),
-            )
-        )
+        fake = FakeArguments(self.spec, HEAD_DIM)
+        out = fake.k_partial if self.spec.partial else fake.k
+        return placeholders(fake.arguments(Arguments, dk=out(), dv=out()))
 
     # -- host ---------------------------------------------------------------------------------
 

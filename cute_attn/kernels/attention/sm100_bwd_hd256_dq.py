@@ -247,20 +247,7 @@ class Sm100Hd256Dq:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, HEAD_DIM)
-        return placeholders(
-            Arguments(
-                q=fake.q(),
-                k=fake.k(),
-                v=fake.k(),
-                do=fake.q(),
-                stats=fake.stats(),
-                dq=fake.q(),
-                **fake.lengths(),
-                **fake.scalars(),
-                num_clusters=Int32(1),
-            )
-        )
+        return placeholders(FakeArguments(self.spec, HEAD_DIM).arguments(Arguments))
 
     # -- host ---------------------------------------------------------------------------------
 

@@ -259,23 +259,10 @@ class Sm100Hd256Forward:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         spec, fake = self.spec, FakeArguments(self.spec, HEAD_DIM)
-        lse = None
-        if spec.split or spec.lse:
-            lse = fake.lse_splits() if spec.split else fake.lse()
-        return placeholders(
-            Arguments(
-                q=fake.q(),
-                k=fake.k(),
-                v=fake.k(),
-                o=fake.o_splits() if spec.split else fake.q(),
-                lse=lse,
-                sink=fake.sink(),
-                **fake.lengths(),
-                page_table=fake.page_table(),
-                **fake.scalars(),
-                num_clusters=Int32(1),
-            )
-        )
+        given = {"lse": fake.lse() if spec.lse else None}
+        if spec.split:
+            given = {"o": fake.o_splits(), "lse": fake.lse_splits()}
+        return placeholders(fake.arguments(Arguments, **given))
 
     # -- host ---------------------------------------------------------------------------------
 

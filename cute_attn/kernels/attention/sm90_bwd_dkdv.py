@@ -32,7 +32,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ..common.arguments import fake_contiguous
 from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
@@ -292,26 +291,12 @@ class Sm90DkDv:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim)
-        out = fake.k_partial if spec.partial else fake.k
-        return placeholders(
-            Arguments(
-                q=fake.q(),
-                k=fake.k(),
-                v=fake.k(),
-                do=fake.q(),
-                stats=fake.stats(),
-                dk=out(),
-                dv=out(),
-                **fake.lengths(),
-                **fake.scalars(),
-                num_splits=Int32(1),
-                num_ctas=Int32(1),
-                counter=fake_contiguous(Int32, (1,)),
-                dq_sums=fake.query_sums() if self.adds_dq else None,
-                zeroed=fake.zeroed() if self.adds_dq else None,
-            )
-        )
+        fake = FakeArguments(self.spec, self.spec.head_dim)
+        out = fake.k_partial if self.spec.partial else fake.k
+        of_dq = dict.fromkeys(("dq_sums", "zeroed"))
+        if self.adds_dq:
+            of_dq = {"dq_sums": fake.query_sums(), "zeroed": fake.zeroed()}
+        return placeholders(fake.arguments(Arguments, dk=out(), dv=out(), **of_dq))
 
     # -- host ---------------------------------------------------------------------------------
 

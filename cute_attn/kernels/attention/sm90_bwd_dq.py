@@ -31,7 +31,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ..common.arguments import fake_contiguous
 from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
@@ -211,21 +210,7 @@ class Sm90Dq:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        fake = FakeArguments(self.spec, self.spec.head_dim)
-        return placeholders(
-            Arguments(
-                q=fake.q(),
-                k=fake.k(),
-                v=fake.k(),
-                do=fake.q(),
-                stats=fake.stats(),
-                dq=fake.q(),
-                **fake.lengths(),
-                **fake.scalars(),
-                num_ctas=Int32(1),
-                counter=fake_contiguous(Int32, (1,)),
-            )
-        )
+        return placeholders(FakeArguments(self.spec, self.spec.head_dim).arguments(Arguments))
 
     # -- host ---------------------------------------------------------------------------------
 

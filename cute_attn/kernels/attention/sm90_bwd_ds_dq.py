@@ -181,23 +181,8 @@ class Sm90DsDq:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
-        scalars = fake.scalars()
-        del scalars["softcap"]
-        return placeholders(
-            Arguments(
-                k=fake.k(),
-                ds=fake.ds_tiles(),
-                stats=fake.stats(),
-                sums=fake.query_sums(some_heads=True) if self.spec.partial else None,
-                dq=fake.q(),
-                **fake.lengths(),
-                **scalars,
-                first_head=Int32(0),
-                num_heads=Int32(1),
-                first_tile=Int32(0),
-                num_clusters=Int32(1),
-            )
-        )
+        sums = fake.query_sums(some_heads=True) if self.spec.partial else None
+        return placeholders(fake.arguments(Arguments, ds=fake.ds_tiles(), sums=sums))
 
     # -- host ---------------------------------------------------------------------------------
 

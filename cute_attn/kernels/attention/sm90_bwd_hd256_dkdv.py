@@ -256,26 +256,8 @@ class Sm90Hd256DkDv:
         """Placeholders for the arguments of `__call__`, in order."""
         fake = FakeArguments(self.spec, self.spec.head_dim)
         out = fake.k_partial if self.spec.partial else fake.k
-        return placeholders(
-            Arguments(
-                q=fake.q(),
-                k=fake.k(),
-                v=fake.k(),
-                do=fake.q(),
-                stats=fake.stats(),
-                ds=fake.ds_tiles() if self.spec.stores_ds else None,
-                dk=out(),
-                dv=out(),
-                **fake.lengths(),
-                **fake.scalars(),
-                num_splits=Int32(1),
-                first_split_head=Int32(0),
-                num_split_heads=Int32(1),
-                first_block=Int32(0),
-                num_blocks=Int32(1),
-                num_clusters=Int32(1),
-            )
-        )
+        ds = fake.ds_tiles() if self.spec.stores_ds else None
+        return placeholders(fake.arguments(Arguments, ds=ds, dk=out(), dv=out()))
 
     # -- host ---------------------------------------------------------------------------------
 

@@ -37,7 +37,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ..common.arguments import fake_contiguous
 from ..common.carried import Carried
 from ..common.cluster import prepare
 from ..common.dtypes import DTYPE
@@ -261,24 +260,11 @@ class Sm90Forward:
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
         spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim)
-        lse = None
-        if spec.split or spec.lse:
-            lse = fake.lse_splits() if spec.split else fake.lse()
-        return placeholders(
-            Arguments(
-                q=fake.q(),
-                k=fake.k(),
-                v=fake.k(),
-                o=fake.o_splits() if spec.split else fake.q(),
-                lse=lse,
-                sink=fake.sink(),
-                **fake.lengths(),
-                page_table=fake.page_table(),
-                **fake.scalars(),
-                num_ctas=Int32(1),
-                counter=fake_contiguous(Int32, (1,)) if spec.scheduler == "counter" else None,
-            )
-        )
+        lse = fake.lse() if spec.lse else None
+        given = {"counter": fake.counter() if spec.scheduler == "counter" else None, "lse": lse}
+        if spec.split:
+            given |= {"o": fake.o_splits(), "lse": fake.lse_splits()}
+        return placeholders(fake.arguments(Arguments, **given))
 
     # -- host ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from .numbers import LN_2
+from .polynomial import polynomial
 from .ptx.math import exp2
 
 NEAR_0 = 2.0**-4
@@ -31,8 +32,6 @@ def decay_exp2(x: Any) -> Any:
 
 
 def _near_0_or(x: Any, elsewhere: Any) -> Any:
-    power = Float32(TAYLOR[-1])
-    for c in reversed(TAYLOR[:-1]):
-        power = cute.math.fma(power, x, Float32(c))
+    power = polynomial(x, TAYLOR)
     is_near = cute.math.absf(x) < Float32(NEAR_0)
     return Float32(cutlass.select_(is_near, power, elsewhere))

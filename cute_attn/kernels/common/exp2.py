@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from .polynomial import polynomial
 from .ptx.math import add_rounded_down
 
 ROUND_DOWN = 1.5 * 2.0**23
@@ -62,10 +63,7 @@ def exp2_on_fma(x: Float32) -> Float32:
     x = cute.arch.fmax(x, Float32(SMALLEST))
     shifted = add_rounded_down(x, Float32(ROUND_DOWN))
     fraction = x - (shifted - ROUND_DOWN)
-    power = Float32(CUBIC[3])
-    for c in (CUBIC[2], CUBIC[1], CUBIC[0]):
-        power = cute.math.fma(power, fraction, Float32(c))
-    return _add_exponent(power, shifted)
+    return _add_exponent(polynomial(fraction, CUBIC), shifted)
 
 
 def exp2_mixed(pairs: list[Pair], on_fma: range) -> list[Pair]:

@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..common.numbers import LN_2, LOG2_E
+from ..common.polynomial import polynomial
 from ..common.ptx.math import exp2, log2, reciprocal
 
 # This decay erases a state, and sums of such logarithms stay finite.
@@ -37,9 +38,7 @@ LOG2_OF_1_PLUS = (
 def log2_of_1_plus_exp2(y: Any, small: Any) -> Any:
     """log2(1 + 2^y), which is a softplus in base 2, from y and small = 2^-|y|; it does not
     overflow. The relative error is 2e-7, and that of `small`."""
-    quotient = Float32(LOG2_OF_1_PLUS[-1])
-    for c in reversed(LOG2_OF_1_PLUS[:-1]):
-        quotient = cute.math.fma(quotient, small, Float32(c))
+    quotient = polynomial(small, LOG2_OF_1_PLUS)
     return cute.math.fma(quotient, small, cute.arch.fmax(y, Float32(0.0)))
 
 

@@ -142,7 +142,7 @@ class BackwardArguments(NamedTuple):
     @property
     def may_have_rows_without_keys(self) -> bool:
         """Whether queries may see no key, as far as the host knows, and share a tile with others.
-        These are the first ones of sequences of more queries than keys."""
+        A causal sequence of more queries than keys begins with such queries."""
         _, right = bounds(self)
         if right is None or not self.need_dkdv:
             return False

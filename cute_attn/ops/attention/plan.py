@@ -296,9 +296,9 @@ def backward_requests(
     rows_without_keys: bool,
     deterministic: bool,
 ) -> BackwardRequests:
-    """The same kernels by their part; arguments and errors as for `plan_attention_backward`. With
-    `ds`, dS is kept where both kernels run, with `ds_of_keys` of a part of the keys at once. Rows
-    without keys matter to dkdv alone."""
+    """The kernels of a backward by their part; arguments and errors as for
+    `plan_attention_backward`. With `ds`, dS is kept where both kernels run, with `ds_of_keys` of a
+    part of the keys at once. Rows without keys matter to dkdv alone."""
 
     fused = has_fused_dq(
         arch, head_dim, softcap=softcap, dq=dq, dkdv=dkdv, deterministic=deterministic

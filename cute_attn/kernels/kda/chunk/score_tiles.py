@@ -63,7 +63,7 @@ class ScoreTiles:
 
     def scaled(self, sums: Any, n: int, back: int, row: Any, columns: Any) -> list[Any]:
         """Return two sums times the factors of their row and of their columns, without the 2^shift
-        that rows have for earlier sub-chunks. The row's, which may be small, is the last factor."""
+        that rows have for earlier sub-chunks. The row's factor comes last: it may be small."""
         values = [sums[n + e] for e in range(2)]
         factors = columns
         if back and self.memory.shift:

@@ -167,7 +167,7 @@ class ChunkMemory(SharedMemory):
         return load_shared(Float32, smem + self[name] + row * 4)[0]
 
     def row_factor(self, smem: Any, row: Any) -> Any:
-        """Return the factor of a row of L: that of `of_rows`, times the inverse norm of k."""
+        """Return the factor of a row of L: its value in `of_rows`, times the inverse norm of k."""
         factor = Float32(1.0)
         if self.of_rows is not None:
             factor = self.of_token(smem, self.of_rows, row)
@@ -176,7 +176,7 @@ class ChunkMemory(SharedMemory):
         return factor
 
     def as_column(self, smem: Any, row: Any, k: list[Any]) -> list[Any]:
-        """Return channels of a row of k, or of a multiple of it, times that of `of_columns`."""
+        """Return channels of a row of k, or of a multiple of it, times the factor of its row."""
         if self.of_columns is None:
             return k
         factor = self.of_token(smem, self.of_columns, row)
