@@ -7,6 +7,7 @@ import pytest
 import cute_attn
 from cute_attn.cache import KernelDef
 from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention import configs
 from cute_attn.kernels.attention import table as attention
 from cute_attn.kernels.common import table as common
 from cute_attn.kernels.kda import table as kda
@@ -17,14 +18,16 @@ NOT_CALLED = {lightning.DECODE_PIPELINED}  # only measured
 
 
 def kernels(arch: str) -> set[KernelDef]:
-    """Those of all operators on this architecture."""
+    """The kernels of all operators on this architecture."""
     found = {
         x
         for module in (common, kda, lightning)
         for x in vars(module).values()
         if isinstance(x, KernelDef)
     }
-    found |= {it.kernel for (_, of, _), it in attention.KERNELS.items() if of == arch}
+    found |= {
+        attention.KERNELS[row.kernel] for (_, of, *_), row in configs.ROWS.items() if of == arch
+    }
     return (found | {attention.COMBINE}) - NOT_CALLED
 
 
