@@ -79,7 +79,7 @@ def fake_times(calls: Any, **_: Any) -> dict[str, Timing]:
 
 def run(tmp_path: Path, *argv: str, code: int = 0) -> Any:
     assert main(["attention", *argv, "--out", str(tmp_path), "--commit", "abc"]) == code
-    return json.loads(next(tmp_path.glob("*.json")).read_text())
+    return json.loads(next(tmp_path.rglob("*.json")).read_text())
 
 
 # ---- cases
@@ -162,6 +162,7 @@ def test_gradients_are_held_to_the_rule(monkeypatch: pytest.MonkeyPatch):
 
 def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     found = run(tmp_path)
+    assert found["benchmark"] == "attention"
     assert [row["seqlen"] for row in found["rows"]] == [40, 24]
     row = found["rows"][0]
     assert row["tflops"] == pytest.approx(SMALL[0].flops / 2.0 / 1e6)
@@ -190,6 +191,7 @@ def test_a_missing_backward_is_reported_as_absent(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setitem(sys.modules["cute_attn"].__dict__, "flash_attn_func", forward_only)
     found = run(tmp_path, "--part", "backward")
+    assert found["benchmark"] == "attention-backward"
     (row,) = found["rows"]
     assert row["time_us"] is None and row["fa4_us"] is None
     assert "backward: there is no attention backward" in found["notes"]

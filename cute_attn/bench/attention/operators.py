@@ -218,8 +218,9 @@ def report(
     ]
     first = parts.pop(0) if parts else Report("", "", {})
     errors = ", ".join(f"{who} {error:.3g}" for who, error in timer.worst.items())
+    asked = [part for part in PARTS if part in args.part]
     return Report(
-        benchmark="attention",
+        benchmark="-".join(["attention", *(asked if len(asked) < len(PARTS) else ())]),
         title="Softmax attention, bfloat16" + (f": {first.title}" if first.rows else ""),
         environment=describe(args.argv, commit=args.commit),
         parameters={
