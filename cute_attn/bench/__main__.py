@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Unavailable as reason:
         print(f"{args.name}: {reason}", file=sys.stderr)
         return EXIT_UNAVAILABLE
-    report.tag = "-".join(word for word in ("short" * args.short, args.tag) if word)
+    for each in (report, *report.runs):
+        each.tag = "-".join(word for word in ("short" * args.short, args.tag) if word)
     output.deliver(report, out, args.json)
     return 0 if report.succeeded else 1
 

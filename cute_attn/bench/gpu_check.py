@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> Report:
             print(f"=== {stage.name}: {row['result']}, {row['detail']}", flush=True)
             rows.append(row)
             if part is not None:
-                parts.append(part)
+                parts += part.runs
     import torch  # noqa: F401  (so that the environment names the GPU)
 
     report = Report(
@@ -283,10 +283,14 @@ def _judge_benchmark(result: Path, returncode: int) -> tuple[str, str, Report | 
         report = Report.from_json(result.read_text())
     except (OSError, ValueError, ReportError) as error:
         return "failed", f"left no readable report: {error}", None
-    asked = [verdict for verdict in report.verdicts if verdict.passed is not None]
+    asked = [v for run in report.runs for v in run.verdicts if v.passed is not None]
     met = sum(1 for verdict in asked if verdict.passed)
     missed = [verdict.name for verdict in asked if not verdict.passed]
-    detail = f"{met} of {len(asked)} targets met" if asked else f"{len(report.rows)} rows"
+    detail = (
+        f"{met} of {len(asked)} targets met"
+        if asked
+        else f"{sum(len(run.rows) for run in report.runs)} rows"
+    )
     if missed:
         detail += f"; missed: {'; '.join(missed)}"
     return "ran", detail, report

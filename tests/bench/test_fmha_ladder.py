@@ -71,7 +71,7 @@ def test_a_report_has_all_tables_and_files(tmp_path: Path):
     assert titles[0] == "Sequence length 1024"
     assert titles[1].startswith("Optimization impact")
     assert titles[2] == "Published by others, not measured here"
-    path = write_report(report, tmp_path)
+    (path,) = write_report(report, tmp_path)
     assert Report.from_json(path.read_text()).to_json() == report.to_json()
 
 

@@ -129,7 +129,7 @@ def test_the_benchmark_that_ran_longest_ago_comes_first(tmp_path):
     for report in (first, second):
         kept = gpu_check.with_earlier(report, kept)
         path = write_report(kept, tmp_path)
-    assert path == tmp_path / "g/gpu-check.json"  # one file, that of the last run
+    assert path == [tmp_path / "g/gpu-check.json"]  # one file, that of the last run
     found = [Stage("tests", (), 200, Path("tests.xml"))]
     found += [Stage(name, (), 60, Path("x.json")) for name in ("new", "old", "never")]
     turns = gpu_check.in_turn(found, tmp_path)
@@ -156,7 +156,7 @@ def test_the_reports_kept_know_when_each_benchmark_ran(directory):
     path = Path(__file__).parents[2] / "docs/benchmarks" / directory / "gpu-check.json"
     report = Report.from_json(path.read_text())
     benchmarks = [row for row in report.rows if row["stage"] not in ("tests", "sanitizers")]
-    assert len(benchmarks) == len(report.parts) > 10
+    assert len(report.parts) >= len(benchmarks) > 10
     assert all(row["last_ran"] and row["last_s"] > 1 for row in benchmarks)
     dates = {part.environment["date"][:10] for part in report.parts}
     assert dates == {row["last_ran"][:10] for row in benchmarks}

@@ -55,7 +55,7 @@ def deliver(report: Report, out: Path | None, json: Path | None) -> None:
         json.write_text(report.to_json())
         written.append(json)
     if out is not None:
-        written.append(write_report(report, out))
+        written += write_report(report, out)
     report.print()
     for path in written:
         print(f"wrote {path}")
@@ -66,14 +66,17 @@ def path_of(report: Report, directory: Path) -> Path:
     return directory / report.machine / f"{report.stem}.json"
 
 
-def write_report(report: Report, directory: Path) -> Path:
-    """Write the JSON over that of the last run, and return its path.
+def write_report(report: Report, directory: Path) -> list[Path]:
+    """Write the JSON of its runs over those of the last ones, and return their paths.
 
     Raises:
         ReportError: see `Report.validate`; nothing is written.
     """
-    text = report.to_json()
-    path = path_of(report, directory)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
+    report.validate()
+    paths = []
+    for run in report.runs:
+        path = path_of(run, directory)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(run.to_json())
+        paths.append(path)
+    return paths

@@ -119,6 +119,12 @@ class Report:
         gpu = slug(str(self.environment.get("gpu", "")))
         return re.sub(r"^nvidia-|-(\d+gb|hbm\d\w?)(?=-|$)", "", gpu) or NO_GPU
 
+    @property
+    def runs(self) -> list[Report]:
+        """What is kept: the report, or its parts if it has nothing else and they have machines."""
+        parts = [part for part in self.parts if part.environment]
+        return parts if parts and not self.rows else [self]
+
     def validate(self) -> None:
         """Check the table.
 

@@ -131,15 +131,23 @@ def test_rich_tables_are_not_wrapped_in_a_pipe(capsys):
 
 
 def test_a_run_writes_over_the_last_one_of_its_machine(tmp_path):
-    last = write_report(make_report(), tmp_path)
+    (last,) = write_report(make_report(), tmp_path)
     assert last == tmp_path / "h100/toy.json"
     rows = [{**make_report().rows[0], "time_us": 4.5}]
     environment = make_report().environment | {"date": "2026-11-21 10:00 UTC", "driver": "1"}
-    assert write_report(make_report(rows=rows, environment=environment), tmp_path) == last
+    assert write_report(make_report(rows=rows, environment=environment), tmp_path) == [last]
     assert json.loads(last.read_text())["rows"][0]["time_us"] == 4.5
     tagged = make_report(tag="Short KV", environment={"gpu": "NVIDIA H200"})
-    assert write_report(tagged, tmp_path) == tmp_path / "h200/toy-short-kv.json"
+    assert write_report(tagged, tmp_path) == [tmp_path / "h200/toy-short-kv.json"]
     assert len(list(tmp_path.rglob("*.*"))) == 2
+
+
+def test_a_report_of_nothing_but_runs_is_kept_as_these(tmp_path):
+    runs = [make_report(benchmark=name) for name in ("one", "two")]
+    whole = make_report(rows=[], plots=[], parts=runs)
+    assert write_report(whole, tmp_path) == [tmp_path / "h100/one.json", tmp_path / "h100/two.json"]
+    table = make_report(benchmark="table", environment={})
+    assert write_report(make_report(parts=[table]), tmp_path) == [tmp_path / "h100/toy.json"]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +169,7 @@ def test_machines_have_short_names(gpu, machine):
 
 def test_a_waterfall_is_of_one_row(tmp_path):
     waterfall = Plot("batch", ("time_us", "fla_us"), "w", "us", {"batch": 8}, kind="waterfall")
-    path = write_report(make_report(plots=[waterfall]), tmp_path)
+    (path,) = write_report(make_report(plots=[waterfall]), tmp_path)
     assert Report.from_json(path.read_text()).plots == [waterfall]
     for wrong, message in (({"where": {}}, "shows one row"), ({"kind": "pie"}, "kind 'pie'")):
         with pytest.raises(ReportError, match=message):
