@@ -232,7 +232,8 @@ class Report:
 
     def print(self) -> None:
         """The report on the terminal: a rich table, or plain text where rich is not installed."""
-        print("\n" + ", ".join(filter(None, (self.title, self.environment.get("date")))))
+        date = self.environment.get("date")
+        print(f"\n{self.title}" + (f", {date}" if date else ""))
         for part in self.parts:
             part.print()
         print_table(self.benchmark, self.columns, self.rows)
