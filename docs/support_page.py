@@ -1,4 +1,4 @@
-"""Writes the tables of what runs on which GPU, in support.md and README.
+"""Writes the tables of what runs on which GPU, in support.md, README and index.md.
 
     python -m docs.support_page
 
@@ -30,7 +30,8 @@ from cute_attn.ops.lightning import plan_decode
 from .kernels.page_tables import filled
 
 ROOT = Path(__file__).parents[1]
-PAGE, README = ROOT / "docs/support.md", ROOT / "README.md"
+PAGE = ROOT / "docs/support.md"
+FIRST_SCREENS = (ROOT / "README.md", ROOT / "docs/index.md")
 
 GPUS = {  # a column -> its architectures, for which every cell is the same
     "sm_80 (A100)": ("sm_80",),
@@ -131,39 +132,41 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join("|".join(["", *(f" {x} " if x else " " for x in line), ""]) for line in lines)
 
 
+def sizes(row: Row) -> str:
+    return "; ".join(f"{name} {listed(values)}" for name, values in row.sizes().items())
+
+
 def whole() -> str:
     rows = [["operator", "direction", "dtypes", "sizes", *GPUS]]
     for row in ROWS:
-        sizes = "; ".join(f"{name} {listed(values)}" for name, values in row.sizes().items())
         dtypes = "; ".join(filter(None, [listed(row.dtypes()), row.also]))
         cells = [cell(row, archs) for archs in GPUS.values()]
-        rows.append([row.operator, row.direction, dtypes, sizes, *cells])
+        rows.append([row.operator, row.direction, dtypes, sizes(row), *cells])
     return table(rows)
 
 
 def short() -> str:
-    """For README: a row for each operator and direction, without dtypes."""
-    rows = [["", *GPUS]]
+    """For README: a row for each operator and direction, without dtypes of states."""
+    rows = [["", "dtypes", "sizes", *GPUS]]
     for label, members in (
-        ("Softmax attention (FlashAttention's functions), forward and backward", ROWS[:2]),
-        ("KDA (Kimi Delta Attention), prefill and decode", [ROWS[4], ROWS[6], ROWS[7]]),
+        ("Softmax attention, forward and backward", ROWS[:2]),
+        ("KDA, prefill", ROWS[4:5]),
         ("KDA, backward", ROWS[5:6]),
+        ("KDA, decode", ROWS[6:8]),
         ("Lightning Attention, decode", ROWS[3:4]),
     ):
-        cells = []
-        for archs in GPUS.values():
-            (of_members,) = {cell(row, archs) for row in members}  # they agree
-            cells.append(of_members)
+        (cells,) = {  # the members agree
+            (listed(row.dtypes()), sizes(row), *(cell(row, archs) for archs in GPUS.values()))
+            for row in members
+        }
         rows.append([label, *cells])
     return table(rows)
 
 
 def pages() -> dict[Path, str]:
     """The pages with their tables as they should be."""
-    return {
-        PAGE: filled(PAGE.read_text(), {"support": whole()}),
-        README: filled(README.read_text(), {"support": short()}),
-    }
+    found = {PAGE: filled(PAGE.read_text(), {"support": whole()})}
+    return found | {page: filled(page.read_text(), {"support": short()}) for page in FIRST_SCREENS}
 
 
 def main() -> None:

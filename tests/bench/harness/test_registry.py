@@ -33,7 +33,7 @@ def test_help_lists_the_benchmarks_and_imports_none():
         "emulator", "fmha-ladder", "gpu-check",
         "kda-backward", "kda-chunk", "kda-decode", "kda-first-result", "kda-intra",
         "kda-recompute", "launch-overhead", "lightning-decode", "lightning-decode-ncu", "sass",
-        "render",
+        "pages",
     ]  # fmt: skip
     assert {name for name in modules if not name.startswith("harness")} == {"__main__"}
 
