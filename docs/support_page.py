@@ -54,6 +54,7 @@ class Row:
         plan: its plan function.
         dims: the parameters of `plan` that are sizes, by the names that a reader knows.
         dtype: the parameter that is the dtype; also: what else has a dtype.
+        measured: whether the sizes were timed on the architectures `MEASURED`.
     """
 
     operator: str
@@ -62,6 +63,7 @@ class Row:
     dims: dict[str, str] = field(default_factory=lambda: {"head_dim": "head_dim"})
     dtype: str = "dtype"
     also: str = ""
+    measured: bool = True
 
     def has(self, arch: str, **options: Any) -> bool:
         try:
@@ -95,12 +97,26 @@ class Row:
         return dtypes
 
 
+def plan_unequal(arch: str, *, head_dim: int, head_dim_v: int, **options: Any) -> Any:
+    """`plan_attention` of v that is wider or narrower than q and k."""
+    if head_dim == head_dim_v:
+        raise ValueError(f"head_dim_v is {head_dim_v}, must not be head_dim")
+    return plan_attention(arch, head_dim=head_dim, head_dim_v=head_dim_v, **options)
+
+
 K_V = {"K": "head_dim_k", "V": "head_dim_v"}
 STATES = f"state: {', '.join(STATE_DTYPES)}"
 ATTENTION = "`flash_attn_func`, `flash_attn_varlen_func`"
 ROWS = [
     Row(ATTENTION, "forward", plan_attention),
     Row(ATTENTION, "backward", plan_attention_backward),
+    Row(
+        ATTENTION,
+        "forward",
+        plan_unequal,
+        {"head_dim": "head_dim", "head_dim_v": "head_dim_v"},
+        measured=False,
+    ),
     Row("`flash_attn_combine`", "forward", plan_attention_combine, dtype="out_dtype"),
     Row("`lightning_attn_decode`", "forward", plan_decode, K_V, also=STATES),
     Row("`chunk_kda`", "forward", plan_chunk_kda, K_V, also="state: float32"),
@@ -113,7 +129,7 @@ ROWS = [
 def cell(row: Row, archs: tuple[str, ...]) -> str:
     """The level of verification there, after the sizes if these are not all of the row's."""
     (sizes,) = {tuple(row.sizes([arch]).items()) for arch in archs}  # they agree
-    level = "measured" if set(archs) <= set(MEASURED) else "emulated"
+    level = "measured" if row.measured and set(archs) <= set(MEASURED) else "emulated"
     if not any(values for _, values in sizes):
         return ""
     fewer = [(name, values) for name, values in sizes if values != row.sizes()[name]]
@@ -150,10 +166,11 @@ def short() -> str:
     rows = [["", "dtypes", "sizes", *GPUS]]
     for label, members in (
         ("Softmax attention, forward and backward", ROWS[:2]),
-        ("KDA, prefill", ROWS[4:5]),
-        ("KDA, backward", ROWS[5:6]),
-        ("KDA, decode", ROWS[6:8]),
-        ("Lightning Attention, decode", ROWS[3:4]),
+        ("Softmax attention with narrower v, forward", ROWS[2:3]),
+        ("KDA, prefill", ROWS[5:6]),
+        ("KDA, backward", ROWS[6:7]),
+        ("KDA, decode", ROWS[7:9]),
+        ("Lightning Attention, decode", ROWS[4:5]),
     ):
         (cells,) = {  # the members agree
             (listed(row.dtypes()), sizes(row), *(cell(row, archs) for archs in GPUS.values()))
