@@ -171,8 +171,9 @@ def flash_attn_varlen_func(
 
     Returns:
         The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
-        and dtype. lse is float32 `[heads, total_q]`, or `[batch, heads, seqlen_q]` without cu_seqlens_q, or None
-        without return_lse. Both are undefined for rows of q that belong to no sequence.
+        and dtype. lse is float32 `[heads, total_q]`, or `[batch, heads, seqlen_q]` without
+        cu_seqlens_q, or None without return_lse. Both are undefined for rows of q that belong to no
+        sequence.
 
     Differentiable as `flash_attn_func`; rows of q, k and v that belong to no sequence, or that are
     not used, have gradient 0, whatever the gradient of o holds there.
