@@ -234,8 +234,9 @@ def test_the_environment_of_an_installed_package_can_be_told(default: Environmen
 
 TYPED = """
 import cute_attn
-from cute_attn import cache
+from cute_attn import cache, chunk_kda
 
+kernel = cute_attn.flash_attn_func or chunk_kda
 compiles: int = cute_attn.cache.stats().compiles
 version: str = cute_attn.__version__
 cache.freeze(3)
@@ -243,6 +244,7 @@ cache.freeze(3)
 # The cache is what an ordinary editable install hides. All of torch would take a minute.
 UNTYPED = """
 [mypy]
+strict = True
 [mypy-torch.*,cute_attn.ops.*,cute_attn.launch,cute_attn.emulation]
 follow_imports = skip
 """
@@ -270,7 +272,7 @@ def test_a_users_code_is_checked_against_our_types(
     mypy = [sys.executable, "-m", "mypy", "--python-executable", environment.python, *options]
     done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [
-        'user.py:7: error: Too many arguments for "freeze"  [call-arg]',
+        'user.py:8: error: Too many arguments for "freeze"  [call-arg]',
         "Found 1 error in 1 file (checked 1 source file)",
     ]
 

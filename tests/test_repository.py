@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from cute_attn.families import FAMILIES
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -220,9 +222,8 @@ def test_issue_templates_are_forms(path: Path) -> None:
 # ---- rooms: which may import which (docs/design.md)
 
 # Where a family of kernels names them to the cache, which device code must know nothing of.
-TABLES = {
-    f"cute_attn.kernels.{family}.table"
-    for family in ("async_copy", "attention", "common", "kda", "ladder", "lightning")
+TABLES = {family.table for family in FAMILIES} | {
+    f"cute_attn.kernels.{folder}.table" for folder in ("async_copy", "common", "ladder")
 }
 
 FORBIDDEN = {
@@ -283,6 +284,7 @@ FORBIDDEN = {
         "cute_attn.ops",
         "cute_attn.reference",
     },
+    "cute_attn/families.py": {"cutlass", "torch", "cute_attn", "dataclasses"},
     "cute_attn/settings.py": {"cutlass", "torch", "cute_attn"},
     "cute_attn/ops": {
         "cutlass",
