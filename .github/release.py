@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What workflows/release.yml asks of a checkout before it builds.
 
-    .github/release.py check [--tag v0.1.0]   do version, CHANGELOG.md and the tag agree?
+    .github/release.py check [--tag v0.1.0]   do version, change log and the tag agree?
     .github/release.py urls URL               name a repository in pyproject.toml and README.md
     .github/release.py notes                  print the newest version's section of CHANGELOG.md
 
@@ -24,6 +24,8 @@ TARGET = re.compile(
     r"""(?<=\]\()[^)\s]+|(?<=src=")[^"\s]+|(?<=srcset=")[^"\s]+|(?<=href=")[^"\s]+"""
 )
 ELSEWHERE = re.compile(r"#|[a-z]+:")
+CHANGES = Path("docs/changelog")  # a file for each change of the next version, for towncrier
+CHANGE = re.compile(r"\+[a-z0-9-]+\.(added|changed|fixed)\.md")
 
 
 class ReleaseError(Exception):
@@ -44,27 +46,40 @@ def sections(root: Path) -> list[tuple[str, str]]:
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
+def changes(root: Path) -> list[Path]:
+    """The changes of the next version.
+
+    Raises:
+        ReleaseError: one has a name that towncrier would not take, or is not one line.
+    """
+    found = [path for path in sorted((root / CHANGES).glob("*")) if path.name != "README.md"]
+    for path in found:
+        if not CHANGE.fullmatch(path.name):
+            raise ReleaseError(f"{CHANGES}/{path.name}: name it +WHAT.KIND.md, {CHANGE.pattern}")
+        if not re.fullmatch(r"\S.*\n", path.read_text()):
+            raise ReleaseError(f"{CHANGES}/{path.name} must be one line")
+    return found
+
+
 def check(root: Path, tag: str | None) -> None:
     """Raises ReleaseError, naming what disagrees."""
     current = version(root)
     headings = [heading for heading, _ in sections(root)]
-    if headings[:1] != ["[Unreleased]"]:
-        raise ReleaseError(f"CHANGELOG.md must begin with ## [Unreleased], not {headings[:1]}")
-    if len(headings) < 2:
+    if not headings:
         raise ReleaseError(f"CHANGELOG.md has no section for {current}")
-    found = re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\S+)", headings[1])
+    found = re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\S+)", headings[0])
     if found is None:
-        raise ReleaseError(f"## {headings[1]} in CHANGELOG.md: write ## [X.Y.Z] - YYYY-MM-DD")
+        raise ReleaseError(f"## {headings[0]} in CHANGELOG.md: write ## [X.Y.Z] - YYYY-MM-DD")
     if found[1] != current:
         raise ReleaseError(f"the newest version in CHANGELOG.md is {found[1]}, not {current}")
     try:
         date.fromisoformat(found[2])
     except ValueError:
-        raise ReleaseError(f"## {headings[1]} in CHANGELOG.md: {found[2]} is no date") from None
+        raise ReleaseError(f"## {headings[0]} in CHANGELOG.md: {found[2]} is no date") from None
     if tag is not None and tag != f"v{current}":
         raise ReleaseError(f"the tag is {tag}, and of version {current} it has to be v{current}")
-    if tag is not None and sections(root)[0][1].strip():
-        raise ReleaseError("CHANGELOG.md has changes under Unreleased: move them to the version")
+    if changes(root) and tag is not None:
+        raise ReleaseError(f"{CHANGES} has changes: towncrier build --version {current}")
 
 
 def absolute_links(text: str, url: str, tag: str) -> str:
@@ -117,7 +132,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
             add_urls(root, options.url)
         else:
             check(root, None)
-            print(sections(root)[1][1].strip())
+            print(sections(root)[0][1].strip())
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1

@@ -23,6 +23,7 @@ class Support(NamedTuple):
         plan: the plan function, which knows the kernels that there are.
         sizes: a size that a reader knows, to its parameter of `plan`.
         dtype: the parameter of `plan` that is the dtype.
+        unequal: whether the row leaves out equal sizes, which have another row.
         states: the dtypes of recurrent states, where the functions have states.
         measured: the architectures that a GPU has tested and timed; the others are emulated.
         summary: the row of README's table that stands for this one, if any.
@@ -33,6 +34,7 @@ class Support(NamedTuple):
     plan: str
     sizes: Mapping[str, str] = HEAD_DIM
     dtype: str = "dtype"
+    unequal: bool = False
     states: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
     summary: str = ""
@@ -93,12 +95,20 @@ FAMILIES = (
                     direction=direction,
                     plan=f"cute_attn.ops.attention:{plan}",
                     measured=("sm_90a",),
-                    summary="Softmax attention (FlashAttention's functions), forward and backward",
+                    summary="Softmax attention, forward and backward",
                 )
                 for direction, plan in (
                     ("forward", "plan_attention"),
                     ("backward", "plan_attention_backward"),
                 )
+            ),
+            Support(
+                functions=("flash_attn_func", "flash_attn_varlen_func"),
+                direction="forward",
+                plan="cute_attn.ops.attention:plan_attention",
+                sizes={"head_dim": "head_dim", "head_dim_v": "head_dim_v"},
+                unequal=True,
+                summary="Softmax attention with narrower v, forward",
             ),
             Support(
                 functions=("flash_attn_combine",),
@@ -149,7 +159,7 @@ FAMILIES = (
                 sizes=K_V,
                 states=("float32",),
                 measured=("sm_90a",),
-                summary="KDA (Kimi Delta Attention), prefill and decode",
+                summary="KDA, prefill",
             ),
             Support(
                 functions=("chunk_kda",),
@@ -166,7 +176,7 @@ FAMILIES = (
                 sizes=K_V,
                 states=("float32",),
                 measured=("sm_90a",),
-                summary="KDA (Kimi Delta Attention), prefill and decode",
+                summary="KDA, decode",
             ),
             Support(
                 functions=("kda_decode",),
@@ -175,7 +185,7 @@ FAMILIES = (
                 sizes=K_V,
                 states=("float32", "bfloat16"),
                 measured=("sm_90a",),
-                summary="KDA (Kimi Delta Attention), prefill and decode",
+                summary="KDA, decode",
             ),
         ),
         spec_files=("kimi_training.toml", "serving.toml"),

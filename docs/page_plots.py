@@ -40,7 +40,7 @@ class Shown:
     """Some plots of a report, or all of them.
 
     Attributes:
-        report: its file in docs/benchmarks, without the suffix.
+        report: its file below docs/benchmarks, without the suffix.
         about: what a reader sees, for the caption.
         peers: the entries of VERSIONS that are peers in the plots.
         titles: of the plots in the report; None is all.
@@ -65,68 +65,68 @@ HOST_BOUND = "Where the line of flash-linear-attention is flat, its time is that
 
 SHOWN = {
     "attention-forward": Shown(
-        "attention-forward-nvidia-h200-2026-11-24",
+        "h200/attention-forward",
         f"Softmax attention, forward: {CAUSAL}",
         ("flash-attn-4",),
         tuple(f"{head_dim}, causal (do_bench)" for head_dim in ATTENTION),
     ),
     "attention-backward": Shown(
-        "attention-backward-nvidia-h200-2026-11-24",
+        "h200/attention-backward",
         f"Softmax attention, backward: {CAUSAL}",
         ("flash-attn-4",),
         tuple(f"{head_dim}, causal (do_bench)" for head_dim in ATTENTION),
     ),
     "attention-decode": Shown(
-        "attention-decode-nvidia-h200-2026-11-23",
+        "h200/attention-decode",
         "Softmax attention, decode: one query for each sequence, bfloat16, pages of 64 tokens, in a"
         " CUDA graph. Lower is better.",
         ("flash-attn-4",),
         tuple(f"decode, head_dim 128, {keys} keys (graph)" for keys in (1024, 8192, 131072)),
     ),
     "kda-chunk": Shown(
-        "kda-chunk-nvidia-h100-80gb-hbm3-2026-11-21",
+        "h100/kda-chunk",
         "Kimi Delta Attention, `chunk_kda` forward: K = V = 128, bfloat16, one sequence, H heads of"
         f" q and k and HV of v. Lower is better. {HOST_BOUND}",
         ("flash-linear-attention",),
         ("H=12 HV=12", "H=64 HV=64", "H=32 HV=64"),
     ),
     "kda-backward": Shown(
-        "kda-backward-nvidia-h200-2026-11-22",
+        "h200/kda-backward",
         "Kimi Delta Attention, gradients of `chunk_kda`: K = V = 128, bfloat16, one sequence, H"
         f" heads of q and k and HV of v. Lower is better. {HOST_BOUND}",
         ("flash-linear-attention",),
         ("H=12 HV=12", "H=64 HV=64", "H=32 HV=64"),
     ),
     "kda-decode": Shown(
-        "kda-decode-nvidia-h100-80gb-hbm3-2026-11-21",
+        "h100/kda-decode",
         "Kimi Delta Attention, `kda_decode`: K = V = 128, one bfloat16 token, float32 state, H"
         " heads of q and k and HV of v, in a CUDA graph. Lower is better.",
         ("flash-linear-attention",),
         ("H=64 HV=64 (graph)", "H=64 HV=128 (graph)"),
     ),
     "lightning-decode": Shown(
-        "lightning-decode-nvidia-h100-80gb-hbm3-2026-11-21",
+        "h100/lightning-decode",
         "Lightning Attention decode: 64 heads, K = V = 128, one bfloat16 token, float32 state, in a"
         " CUDA graph with a cold L2 cache. Left, lower is better; right, higher is.",
         ("flash-linear-attention",),
     ),
     "async-copy": Shown(
-        "async-copy-nvidia-h200-2026-11-22",
+        "h200/async-copy",
         "Tiles copied to shared memory: by instruction, and by the bytes in flight on an SM. Higher"
         " is better. Pairs and multicast hand several SMs what is read once.",
     ),
     "fmha-ladder": Shown(
-        "fmha-ladder-nvidia-h200-2026-11-22",
+        "h200/fmha-ladder",
         "The steps of the ladder: causal attention forward, head_dim 128, float16, batch 4, 32"
         " heads. Higher is better.",
         ("flash-attn-4",),
     ),
 }  # fmt: skip
 
-BEST = ("attention-forward", "attention-backward", "kda-chunk")
+FIRST = ("attention-forward",)
 PAGES: Mapping[str, tuple[str, ...]] = {
-    "README.md": BEST,
-    "docs/index.md": BEST,
+    "README.md": FIRST,
+    "docs/index.md": FIRST,
     "docs/ladder.md": ("fmha-ladder",),
     "docs/kernels/async_copy.md": ("async-copy",),
     "docs/kernels/kda.md": ("kda-chunk", "kda-backward", "kda-decode"),
@@ -150,9 +150,11 @@ def on_page(page: str, name: str) -> str:
         if entry in ("driver", "cuda", "torch", *shown.peers)
     ]
     where = ", ".join([str(facts["gpu"]), *versions, str(facts["date"])[:10]])
-    picture, report = PLOTS / f"{name}.png", REPORTS / f"{shown.report}.md"
+    picture = PLOTS / f"{name}.png"
+    machine, benchmark = shown.report.split("/")
+    results = f"{link(REPORTS / machine)}.md#{benchmark}"
     alt = shown.about.partition(":")[0]
-    caption = f"*{shown.about} {where}, `{facts['command']}`: [all results]({link(report)}).*"
+    caption = f"*{shown.about} {where}, `{facts['command']}`: [all results]({results}).*"
     return f"[![{alt}]({link(picture)})]({link(picture)})\n\n{textwrap.fill(caption, **WRAP)}"
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of what runs on which GPU, in support.md and README.
+"""Writes the tables of what runs on which GPU, in support.md, README and index.md.
 
     python -m docs.support_page
 
@@ -19,7 +19,8 @@ from cute_attn.families import FAMILIES, Support
 from .kernels.page_tables import filled
 
 ROOT = Path(__file__).parents[1]
-PAGE, README = ROOT / "docs/support.md", ROOT / "README.md"
+PAGE = ROOT / "docs/support.md"
+FIRST_SCREENS = (ROOT / "README.md", ROOT / "docs/index.md")
 
 GPUS = {  # a column -> its architectures, for which every cell is the same
     "sm_80 (A100)": ("sm_80",),
@@ -49,6 +50,9 @@ class Row:
         return self.support.direction
 
     def has(self, arch: str, **options: Any) -> bool:
+        sizes = [options[name] for name in self.support.sizes.values() if name in options]
+        if self.support.unequal and len({*sizes}) < len(sizes):
+            return False
         try:
             return bool(self.plan(arch, **options))
         except (NotImplementedError, ValueError):
@@ -109,38 +113,39 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join("|".join(["", *(f" {x} " if x else " " for x in line), ""]) for line in lines)
 
 
+def sizes(row: Row) -> str:
+    return "; ".join(f"{name} {listed(values)}" for name, values in row.sizes().items())
+
+
 def whole() -> str:
     rows = [["operator", "direction", "dtypes", "sizes", *GPUS]]
     for row in ROWS:
-        sizes = "; ".join(f"{name} {listed(values)}" for name, values in row.sizes().items())
         dtypes = listed(row.dtypes())
         if row.support.states:
             dtypes += f"; state: {listed(row.support.states)}"
         cells = [cell(row, archs) for archs in GPUS.values()]
         names = listed(f"`{name}`" for name in row.functions)
-        rows.append([names, row.direction, dtypes, sizes, *cells])
+        rows.append([names, row.direction, dtypes, sizes(row), *cells])
     return table(rows)
 
 
 def short() -> str:
-    """For README: a row for each operator and direction, without dtypes."""
-    rows = [["", *GPUS]]
+    """For README: a row for each operator and direction, without dtypes of states."""
+    rows = [["", "dtypes", "sizes", *GPUS]]
     for label in dict.fromkeys(row.support.summary for row in ROWS if row.support.summary):
         members = [row for row in ROWS if row.support.summary == label]
-        cells = []
-        for archs in GPUS.values():
-            (of_members,) = {cell(row, archs) for row in members}  # they agree
-            cells.append(of_members)
+        (cells,) = {  # the members agree
+            (listed(row.dtypes()), sizes(row), *(cell(row, archs) for archs in GPUS.values()))
+            for row in members
+        }
         rows.append([label, *cells])
     return table(rows)
 
 
 def pages() -> dict[Path, str]:
     """The pages with their tables as they should be."""
-    return {
-        PAGE: filled(PAGE.read_text(), {"support": whole()}),
-        README: filled(README.read_text(), {"support": short()}),
-    }
+    found = {PAGE: filled(PAGE.read_text(), {"support": whole()})}
+    return found | {page: filled(page.read_text(), {"support": short()}) for page in FIRST_SCREENS}
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from .test_repository import PYPROJECT, ROOT, load, tomllib
 
 release = load(".github/release.py")
 VERSION = cute_attn.__version__
-CHANGELOG = f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-11-22\n\n- It works.\n"
+START = "<!-- towncrier release notes start -->\n"
+CHANGELOG = f"# Changelog\n\n{START}\n## [{VERSION}] - 2026-11-22\n\n- It works.\n"
 
 
 @pytest.fixture
@@ -55,9 +57,8 @@ def test_what_agrees_passes(checkout: Path, capsys: pytest.CaptureFixture[str]) 
         (f"[{VERSION}]", "[9.9.9]", rf"newest version in CHANGELOG.md is 9\.9\.9, not {VERSION}"),
         ("2026-11-22", "2026-13-22", "2026-13-22 is no date"),
         (" - 2026-11-22", "", "write ## "),
-        ("## [Unreleased]\n", "", "must begin with"),
+        (START, "## [Unreleased]\n", r"\[Unreleased\] in CHANGELOG.md: write ## "),
         (CHANGELOG[CHANGELOG.index(f"## [{VERSION}") :], "", f"no section for {VERSION}"),
-        ("## [Unreleased]\n", "## [Unreleased]\n\n- More.\n", "under Unreleased"),
     ],
 )
 def test_a_change_log_that_disagrees(checkout: Path, old: str, new: str, message: str) -> None:
@@ -65,6 +66,53 @@ def test_a_change_log_that_disagrees(checkout: Path, old: str, new: str, message
     (checkout / "CHANGELOG.md").write_text(CHANGELOG.replace(old, new))
     with pytest.raises(release.ReleaseError, match=message):
         release.check(checkout, f"v{VERSION}")
+
+
+def add_change(checkout: Path, name: str, text: str) -> None:
+    folder = checkout / release.CHANGES
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("+more.md", "More.\n", "name it"),
+        ("+more.removed.md", "More.\n", "name it"),
+        ("more.added.md", "More.\n", "name it"),
+        ("+more.added.md", "More,\nand more.\n", "must be one line"),
+        ("+more.added.md", "", "must be one line"),
+    ],
+)
+def test_a_change_that_no_section_would_show(
+    checkout: Path, name: str, text: str, message: str
+) -> None:
+    add_change(checkout, name, text)
+    with pytest.raises(release.ReleaseError, match=message):
+        release.check(checkout, None)
+
+
+def test_the_changes_become_the_section_of_a_release(checkout: Path) -> None:
+    pytest.importorskip("towncrier", reason="needs the extra lint")
+    shutil.copytree(ROOT / release.CHANGES, checkout / release.CHANGES)
+    add_change(checkout, "+toy.fixed.md", "A toy works.\n")
+    add_change(checkout, "+other-toy.added.md", "Another toy.\n")
+    changes = [path.read_text() for path in release.changes(checkout)]
+    assert release.main(["check"], checkout) == 0
+    with pytest.raises(release.ReleaseError, match="has changes: towncrier build"):
+        release.check(checkout, f"v{VERSION}")
+    (checkout / "CHANGELOG.md").write_text((ROOT / "CHANGELOG.md").read_text())
+    (checkout / "cute_attn/_version.py").write_text('__version__ = "9.9.9"\n')
+    command = [sys.executable, "-m", "towncrier", "build", "--version", "9.9.9", "--yes"]
+    subprocess.run([*command, "--date", "2026-12-01"], cwd=checkout, check=True)
+    assert release.main(["check", "--tag", "v9.9.9"], checkout) == 0
+    assert release.changes(checkout) == []
+    (heading, section), (before, _), *_ = release.sections(checkout)
+    assert heading == "[9.9.9] - 2026-12-01" and before.startswith(f"[{VERSION}]")
+    assert sorted(re.findall(r"^- (.+\n)", section, re.MULTILINE)) == sorted(changes)
+    assert (
+        section.index("Another toy.") < section.index("### Fixed") < section.index("A toy works.")
+    )
 
 
 @pytest.mark.parametrize("tag", [VERSION, "v9.9.9", "release"])

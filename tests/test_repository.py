@@ -219,6 +219,21 @@ def test_issue_templates_are_forms(path: Path) -> None:
     assert any(part.get("validations", {}).get("required") for part in fields)
 
 
+@pytest.mark.parametrize(("length", "refused"), [(72, False), (73, True)])
+def test_commits_with_a_long_subject_are_refused(length: int, refused: bool) -> None:
+    """As pre-commit's pygrep with --multiline does it; CONTRIBUTING.md has the rule."""
+    yaml = pytest.importorskip("yaml", reason="needs the extra docs")
+    settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    (hook,) = (h for repo in settings["repos"] for h in repo["hooks"] if h["id"] == "subject")
+    assert (hook["language"], hook["args"]) == ("pygrep", ["--multiline"])
+    assert hook["stages"] == ["commit-msg"]
+    assert set(settings["default_install_hook_types"]) == {"pre-commit", "commit-msg"}
+    message = f"{'x' * length}\n\n{'y' * 100}\n".encode()
+    found = re.search(hook["entry"].encode(), message, re.MULTILINE | re.DOTALL)
+    assert (found is not None) == refused
+    assert "at most 72 characters" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
 # ---- rooms: which may import which (docs/design.md)
 
 # Where a family of kernels names them to the cache, which device code must know nothing of.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .harness import output
+from .harness import output, pages
 from .harness.registry import BENCHMARKS, EXIT_UNAVAILABLE, Unavailable, load, require_gpu
 from .harness.report import Report
 
@@ -25,11 +25,13 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary, parents=[common])
         if name == chosen:
             load(name).add_arguments(command)
-    render = commands.add_parser(
-        "render", help="Markdown and plots again, from the JSON of a report and its parts"
+    of_pages = commands.add_parser(
+        "pages", help="write the pages of results, with plots, of the reports kept"
     )
-    render.add_argument("file", type=Path)
-    output.add_options(render)
+    of_pages.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="reports of other machines, kept first"
+    )
+    output.add_out(of_pages)
     return parser
 
 
@@ -40,26 +42,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.name is None:
         parser.print_help()
         return 0
-    out = output.directory(args)
-    if args.name == "render":
-        report = Report.from_json(args.file.read_text())
-        if out is not None:
-            for part in report.parts:
-                if part.environment:  # a run of its own, not a table of this one
-                    output.write_report(part, out)
-    else:
-        benchmark = load(args.name)
-        args.argv = list(argv)
-        try:
-            if benchmark.needs_gpu:
-                require_gpu()
-            report = benchmark.run(args)
-        except Unavailable as reason:
-            print(f"{args.name}: {reason}", file=sys.stderr)
-            return EXIT_UNAVAILABLE
-        report.tag = "-".join(word for word in ("short" * args.short, args.tag) if word)
+    if args.name == "pages":
+        return write_pages(args)
+    out = output.kept_in(args)
+    benchmark = load(args.name)
+    args.argv = list(argv)
+    try:
+        if benchmark.needs_gpu:
+            require_gpu()
+        report = benchmark.run(args)
+    except Unavailable as reason:
+        print(f"{args.name}: {reason}", file=sys.stderr)
+        return EXIT_UNAVAILABLE
+    for each in (report, *report.runs):
+        each.tag = "-".join(word for word in ("short" * args.short, args.tag) if word)
     output.deliver(report, out, args.json)
     return 0 if report.succeeded else 1
+
+
+def write_pages(args: argparse.Namespace) -> int:
+    """`pages`: keep the reports given, then write the pages of all."""
+    directory = output.directory(args.out)
+    if directory is None:
+        print(f"pages: {Path.cwd()} is not in a checkout of cute_attn: give --out", file=sys.stderr)
+        return 1
+    for file in args.files:
+        output.write_report(Report.from_json(file.read_text()), directory)
+    for page in pages.write_pages(directory):
+        print(f"wrote {page}")
+    return 0
 
 
 if __name__ == "__main__":

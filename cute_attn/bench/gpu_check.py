@@ -29,7 +29,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from .harness.environment import checkout, describe
-from .harness.output import DEFAULT_OUT
+from .harness.output import DEFAULT_OUT, path_of
 from .harness.registry import BENCHMARKS, EXIT_UNAVAILABLE, Benchmark, Unavailable, load
 from .harness.report import Report, ReportError, Row
 
@@ -125,17 +125,33 @@ def stages(
 def in_turn(found: Sequence[Stage], results: Path | None) -> list[Stage]:
     """The tests, and then the benchmarks, those with the oldest reports first."""
     last: dict[str, tuple[str, float]] = {}
-    for path in results.glob("gpu-check-*.json") if results is not None else ():
-        report = Report.from_json(path.read_text())
-        date = str(report.environment["date"])
-        for row in report.rows:
-            if row["result"] == "ran":
-                ran = (date, float(row["time_s"]))  # type: ignore[arg-type]
+    for path in results.glob("*/gpu-check*.json") if results is not None else ():
+        for row in Report.from_json(path.read_text()).rows:
+            if row["last_ran"] is not None:
+                ran = (str(row["last_ran"]), float(row["last_s"]))  # type: ignore[arg-type]
                 last[str(row["stage"])] = max(ran, last.get(str(row["stage"]), ("", 0.0)))
     return [
         replace(stage, expected_s=SPREAD * last[stage.name][1]) if stage.name in last else stage
         for stage in sorted(found, key=lambda s: (not s.is_tests, last.get(s.name, ("", 0.0))[0]))
     ]
+
+
+def with_earlier(report: Report, earlier: Report | None) -> Report:
+    """The report, whose file takes the place of the earlier one's, with what only that one knows:
+    when a benchmark last ran to its end, for how long, and the numbers of those not run now."""
+    before = {row["stage"]: row for row in earlier.rows} if earlier else {}
+    date = str(report.environment["date"])
+    rows: list[Row] = []
+    for row in report.rows:
+        if row["result"] == "ran":
+            last: Row = {"last_ran": date, "last_s": row["time_s"]}
+        else:
+            known = before.get(row["stage"], {})
+            last = {name: known.get(name) for name in ("last_ran", "last_s")}
+        rows.append(row | last)
+    stems = {part.stem for part in report.parts}
+    parts = [part for part in earlier.parts if part.stem not in stems] if earlier else []
+    return replace(report, rows=rows, parts=[*report.parts, *parts])
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -157,14 +173,18 @@ def run(args: argparse.Namespace) -> Report:
             stages(everything, tests, args.test_limit, Path(directory), args.commit),
             root / DEFAULT_OUT if root is not None else None,
         )
-        if args.only:
-            todo = [s for s in todo if any(part in s.name for part in args.only)]
-            if not todo:
-                raise Unavailable(f"no stage named {' or '.join(args.only)}")
+        asked = [s for s in todo if not args.only or any(part in s.name for part in args.only)]
+        if not asked:
+            raise Unavailable(f"no stage named {' or '.join(args.only)}")
         for stage in todo:
+            if stage not in asked:
+                rows.append(left_out(stage, "not asked for"))
+                continue
             left_s = args.limit - (time.monotonic() - start)
             if not stage.is_tests and left_s <= (stage.expected_s or 0.0):
-                rows.append(left_out(stage, left_s))
+                wanted = f"may take {stage.expected_s:.0f} s" if stage.expected_s else ""
+                why = f"{wanted}, and {left_s:.0f} s are left" if left_s > 0 else "no time left"
+                rows.append(left_out(stage, why))
                 continue
             limit_s = min(stage.limit_s, left_s)
             print(f"\n=== {stage.name} (at most {max(limit_s, 0):.0f} s)", flush=True)
@@ -173,10 +193,10 @@ def run(args: argparse.Namespace) -> Report:
             print(f"=== {stage.name}: {row['result']}, {row['detail']}", flush=True)
             rows.append(row)
             if part is not None:
-                parts.append(part)
+                parts += part.runs
     import torch  # noqa: F401  (so that the environment names the GPU)
 
-    return Report(
+    report = Report(
         benchmark="gpu-check",
         title="GPU check",
         environment=describe(args.argv, commit=args.commit),
@@ -186,6 +206,9 @@ def run(args: argparse.Namespace) -> Report:
             row["result"] in ("passed", "ran", "unavailable", "left out") for row in rows
         ),
     )
+    kept = path_of(report, root / DEFAULT_OUT) if root is not None else None
+    earlier = Report.from_json(kept.read_text()) if kept and kept.exists() else None
+    return with_earlier(report, earlier)
 
 
 def run_limited(command: Sequence[str], limit_s: float) -> Outcome:
@@ -215,13 +238,9 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def left_out(stage: Stage, left_s: float) -> Row:
-    """The summary line of a benchmark that is left to a later run."""
-    if left_s <= 0:
-        detail = "no time left"
-    else:
-        detail = f"may take {stage.expected_s:.0f} s, and {left_s:.0f} s are left"
-    return {"stage": stage.name, "result": "left out", "time_s": 0.0, "detail": detail}
+def left_out(stage: Stage, why: str) -> Row:
+    """The summary line of what is left to a later run."""
+    return {"stage": stage.name, "result": "left out", "time_s": 0.0, "detail": why}
 
 
 def judge(stage: Stage, outcome: Outcome, limit_s: float) -> tuple[Row, Report | None]:
@@ -264,10 +283,14 @@ def _judge_benchmark(result: Path, returncode: int) -> tuple[str, str, Report | 
         report = Report.from_json(result.read_text())
     except (OSError, ValueError, ReportError) as error:
         return "failed", f"left no readable report: {error}", None
-    asked = [verdict for verdict in report.verdicts if verdict.passed is not None]
+    asked = [v for run in report.runs for v in run.verdicts if v.passed is not None]
     met = sum(1 for verdict in asked if verdict.passed)
     missed = [verdict.name for verdict in asked if not verdict.passed]
-    detail = f"{met} of {len(asked)} targets met" if asked else f"{len(report.rows)} rows"
+    detail = (
+        f"{met} of {len(asked)} targets met"
+        if asked
+        else f"{sum(len(run.rows) for run in report.runs)} rows"
+    )
     if missed:
         detail += f"; missed: {'; '.join(missed)}"
     return "ran", detail, report

@@ -64,8 +64,10 @@ def attention_reference(
     the row sees a key.
 
     Args:
-        q: `[B, SQ, HQ, D]`, or `[total, HQ, D]` with cu_seqlens_q; k and v likewise, with HK heads
-            that divide HQ: query head h uses head h // (HQ // HK).
+        q: `[B, SQ, HQ, D]`, or `[total, HQ, D]` with cu_seqlens_q.
+        k: `[B, SK, HK, D]`, or `[total, HK, D]` with cu_seqlens_k. HK divides HQ: query head h uses
+            head h // (HQ // HK).
+        v: of k's shape but for the head dimension DV, which may differ from D.
         window_size: keys to the left and right that a query sees; None or -1 is all.
         cu_seqlens_q, cu_seqlens_k: `[B + 1]`, where each sequence's rows begin and end.
         seqused_q, seqused_k: `[B]`, how many of each sequence's rows are used.
@@ -77,13 +79,13 @@ def attention_reference(
             gradients even if q, k, v or do is NaN there. P V is formed so wherever v is not finite.
 
     Returns:
-        (o, lse) in `dtype`: o is shaped as q, lse `[B, HQ, SQ]` or `[HQ, total]`. Rows that belong
-        to no sequence are undefined, and NaN here.
+        (o, lse) in `dtype`: o is `[B, SQ, HQ, DV]` or `[total, HQ, DV]`, lse `[B, HQ, SQ]` or
+        `[HQ, total]`. Rows that belong to no sequence are undefined, and NaN here.
     """
     heads, heads_k = q.shape[-2], k.shape[-2]
     group = heads // heads_k if heads_k else 1
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    o = torch.full(q.shape, math.nan, dtype=dtype, device=q.device)
+    o = torch.full((*q.shape[:-1], v.shape[-1]), math.nan, dtype=dtype, device=q.device)
     lse_rows = torch.full(q.shape[:-1], math.nan, dtype=dtype, device=q.device)
     for sequence in sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
         index_q, rows_q, index_k, rows_k = sequence

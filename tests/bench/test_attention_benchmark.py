@@ -79,7 +79,7 @@ def fake_times(calls: Any, **_: Any) -> dict[str, Timing]:
 
 def run(tmp_path: Path, *argv: str, code: int = 0) -> Any:
     assert main(["attention", *argv, "--out", str(tmp_path), "--commit", "abc"]) == code
-    return json.loads(next(tmp_path.glob("*.json")).read_text())
+    return {path.stem: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
 
 
 # ---- cases
@@ -161,16 +161,18 @@ def test_gradients_are_held_to_the_rule(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    found = run(tmp_path)
+    kept = run(tmp_path)
+    assert set(kept) == {f"attention-{part}" for part in operators.PARTS}
+    assert {report["benchmark"] for report in kept.values()} == set(kept)
+    found = kept["attention-forward"]
     assert [row["seqlen"] for row in found["rows"]] == [40, 24]
     row = found["rows"][0]
     assert row["tflops"] == pytest.approx(SMALL[0].flops / 2.0 / 1e6)
     assert row["share_of_matmul"] == pytest.approx(row["tflops"] / 700)
     assert row["speedup_vs_fa4"] == 1.5 and row["speedup_vs_best"] == 1.25
-    backward, decode, pages = found["parts"]
-    assert [part["benchmark"] for part in found["parts"]] == [
-        "attention-backward", "attention-decode", "attention-pages",
-    ]  # fmt: skip
+    backward, decode, pages = (kept[f"attention-{x}"] for x in ("backward", "decode", "pages"))
+    assert backward["parts"] == [] and backward["title"] == "Softmax attention, bfloat16: Backward"
+    assert all("decode, " in verdict["name"] for verdict in decode["verdicts"])
     assert backward["rows"][0]["fa2_us"] == 4.0 and backward["rows"][0]["mode"] == "do_bench"
     contiguous, paged = decode["rows"]
     assert contiguous["cudnn_us"] == 2.5 and paged["cudnn_us"] is None
@@ -189,7 +191,7 @@ def test_a_missing_backward_is_reported_as_absent(tmp_path: Path, monkeypatch: p
         return dense(q, k, v, causal=causal)
 
     monkeypatch.setitem(sys.modules["cute_attn"].__dict__, "flash_attn_func", forward_only)
-    found = run(tmp_path, "--part", "backward")
+    found = run(tmp_path, "--part", "backward")["attention-backward"]
     (row,) = found["rows"]
     assert row["time_us"] is None and row["fa4_us"] is None
     assert "backward: there is no attention backward" in found["notes"]
@@ -199,7 +201,7 @@ def test_a_missing_backward_is_reported_as_absent(tmp_path: Path, monkeypatch: p
 def test_a_wrong_result_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wrong = lambda q, k, v, *, causal: (low(q, k, v, causal=False), None)  # noqa: E731
     monkeypatch.setitem(sys.modules["cute_attn"].__dict__, "flash_attn_func", wrong)
-    found = run(tmp_path, "--part", "forward", "--no-peer", code=1)
+    found = run(tmp_path, "--part", "forward", "--no-peer", code=1)["attention-forward"]
     assert [row["causal"] for row in found["rows"]] == [False]
     assert any(note.startswith("FAILED: forward: head_dim=16, batch=2") for note in found["notes"])
 
@@ -213,7 +215,7 @@ def test_an_interrupted_run_reports_what_it_has(tmp_path: Path, monkeypatch: pyt
         return made(case, *seed)
 
     monkeypatch.setattr(problem, "make_inputs", interrupted)
-    found = run(tmp_path, "--no-peer")
+    found = run(tmp_path, "--no-peer")["attention-forward"]
     assert len(found["rows"]) == 1 and found["rows"][0]["fa4_us"] is None
     assert "interrupted: 1 of 6 cases are done" in found["notes"]
 

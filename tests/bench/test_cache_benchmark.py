@@ -112,7 +112,7 @@ def test_the_whole_benchmark_with_canned_processes(measured, monkeypatch, tmp_pa
     monkeypatch.setattr(cache, "version_of", lambda name: None)
     argv = ["cache", "--arch", "sm_90a", "--repeats", "2", "--racers", "5", "--out", str(tmp_path)]
     assert main(argv) == 0
-    report = json.loads(next(tmp_path.glob("cache-*.json")).read_text())
+    report = json.loads(next(tmp_path.rglob("cache*.json")).read_text())
     assert report["parameters"]["racers"] == 5
     assert [verdict["passed"] for verdict in report["verdicts"]] == [True] * 5
 
@@ -122,7 +122,7 @@ def test_the_whole_benchmark(tmp_path):
     pytest.importorskip("cutlass")
     argv = ["cache", "--arch", "sm_90a", "--repeats", "1", "--racers", "2", "--out", str(tmp_path)]
     assert main(argv) == 0
-    report = json.loads(next(tmp_path.glob("cache-*.json")).read_text())
+    report = json.loads(next(tmp_path.rglob("cache*.json")).read_text())
     named = {verdict["name"]: verdict["passed"] for verdict in report["verdicts"]}
     # times depend on the machine; these do not
     assert named["a warm start neither compiles nor imports the compiler"] is True

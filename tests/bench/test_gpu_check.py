@@ -11,6 +11,7 @@ import pytest
 from cute_attn.bench import gpu_check
 from cute_attn.bench.__main__ import main
 from cute_attn.bench.gpu_check import Outcome, Stage, judge, run_limited, stages
+from cute_attn.bench.harness.output import write_report
 from cute_attn.bench.harness.registry import BENCHMARKS, EXIT_UNAVAILABLE, load
 from cute_attn.bench.harness.report import Report, Verdict
 
@@ -107,21 +108,51 @@ def test_the_stages_fit_the_time_and_are_all_short(tmp_path):
     assert len({s.result for s in found}) == len(found)
 
 
+def report_of(date, ran, others=(), parts=()):
+    rows = [{"stage": name, "result": "ran", "time_s": s} for name, s in ran.items()]
+    rows += [{"stage": name, "result": "left out", "time_s": 0.0} for name in others]
+    environment = {"gpu": "G", "date": date}
+    return Report("gpu-check", "GPU check", environment, rows=rows, parts=list(parts))
+
+
 def test_the_benchmark_that_ran_longest_ago_comes_first(tmp_path):
-    for date, ran in (
-        ("2026-11-20 10:00 UTC", {"old": 10.0, "new": 20.0}),
-        ("2026-11-21 10:00 UTC", {"new": 30.0}),
-    ):
-        rows = [{"stage": name, "result": "ran", "time_s": s} for name, s in ran.items()]
-        rows.append({"stage": "cut before", "result": "cut", "time_s": 1.0})
-        report = Report("gpu-check", "GPU check", {"gpu": "G", "date": date}, rows=rows)
-        (tmp_path / f"gpu-check-g-{date[:10]}.json").write_text(report.to_json())
+    first = report_of("2026-11-20 10:00 UTC", {"old": 10.0, "new": 20.0})
+    second = report_of("2026-11-21 10:00 UTC", {"new": 30.0}, ["old", "never"])
+    kept = None
+    for report in (first, second):
+        kept = gpu_check.with_earlier(report, kept)
+        path = write_report(kept, tmp_path)
+    assert path == [tmp_path / "g/gpu-check.json"]  # one file, that of the last run
     found = [Stage("tests", (), 200, Path("tests.xml"))]
-    found += [Stage(name, (), 60, Path("x.json")) for name in ("new", "old", "cut before")]
+    found += [Stage(name, (), 60, Path("x.json")) for name in ("new", "old", "never")]
     turns = gpu_check.in_turn(found, tmp_path)
-    assert [s.name for s in turns] == ["tests", "cut before", "old", "new"]
+    assert [s.name for s in turns] == ["tests", "never", "old", "new"]
     assert [s.expected_s for s in turns] == [None, None, 13.0, 39.0]
     assert gpu_check.in_turn(found, None) == found
+
+
+def test_a_report_keeps_what_only_the_one_before_knows():
+    def part(name, date):
+        return Report(name, name, {"gpu": "G", "date": date}, tag="short")
+
+    first = report_of("1", {"a": 10.0, "b": 20.0}, ["c"], [part("a", "1"), part("b", "1")])
+    second = report_of("2", {"b": 30.0}, ["a", "c"], [part("b", "2")])
+    kept = gpu_check.with_earlier(second, gpu_check.with_earlier(first, None))
+    assert [(r["stage"], r["result"], r["last_ran"], r["last_s"]) for r in kept.rows] == [
+        ("b", "ran", "2", 30.0), ("a", "left out", "1", 10.0), ("c", "left out", None, None),
+    ]  # fmt: skip
+    assert [(p.benchmark, p.environment["date"]) for p in kept.parts] == [("b", "2"), ("a", "1")]
+
+
+@pytest.mark.parametrize("directory", ["h100", "h200"])
+def test_the_reports_kept_know_when_each_benchmark_ran(directory):
+    path = Path(__file__).parents[2] / "docs/benchmarks" / directory / "gpu-check.json"
+    report = Report.from_json(path.read_text())
+    benchmarks = [row for row in report.rows if row["stage"] not in ("tests", "sanitizers")]
+    assert len(report.parts) >= len(benchmarks) > 10
+    assert all(row["last_ran"] and row["last_s"] > 1 for row in benchmarks)
+    dates = {part.environment["date"][:10] for part in report.parts}
+    assert dates == {row["last_ran"][:10] for row in benchmarks}
 
 
 @pytest.mark.parametrize(
@@ -242,3 +273,19 @@ def test_a_check_that_fails(tmp_path, monkeypatch, on_a_gpu, test_code, benchmar
     code, report = run_check(tmp_path, monkeypatch, test_code, benchmark_code)
     assert code == 1
     assert [row["result"] for row in report["rows"]] == results
+
+
+def test_what_was_not_asked_for_stays_in_the_table(tmp_path, monkeypatch, on_a_gpu):
+    def toy_stages(benchmarks, tests, limit_s, directory, commit):
+        results = [directory / f"{name}.json" for name in ("one", "other")]
+        command = (sys.executable, "-c", REPORTING)
+        return [Stage(path.stem, (*command, str(path)), 60, path) for path in results]
+
+    monkeypatch.setattr(gpu_check, "stages", toy_stages)
+    out = tmp_path / "out.json"
+    argv = ["gpu-check", "--tests", str(tmp_path), "--print-only", "--json", str(out)]
+    assert main([*argv, "--only", "other"]) == 0
+    one, other = json.loads(out.read_text())["rows"]
+    assert (one["result"], one["detail"]) == ("left out", "not asked for")
+    assert other["result"] == "ran" and other["last_s"] == other["time_s"]
+    assert main([*argv, "--only", "third"]) == EXIT_UNAVAILABLE

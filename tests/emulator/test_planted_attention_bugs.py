@@ -62,6 +62,7 @@ PLAIN = {
     "seqused_k": False,
     "lse": False,
     "head_dim": 64,
+    "head_dim_v": 64,
     "tile_m": 128,
     "tile_n": 64,
     "stages": 2,
@@ -69,7 +70,7 @@ PLAIN = {
 SPECS = {
     "dense": Sm90ForwardSpec(**PLAIN | {"window_right": True, "lse": True, "stages": 4}),
     "pages": Sm90ForwardSpec(**PLAIN | {"seqused_k": True, "page_rows": 16}),
-    "hd256": Sm90ForwardSpec(**PLAIN | {"head_dim": 256}),
+    "hd256": Sm90ForwardSpec(**PLAIN | {"head_dim": 256, "head_dim_v": 256}),
     "splits": Sm90ForwardSpec(**PLAIN | {"split": True, "lse": True}),
     "few": Sm90ForwardSpec(**PLAIN | {"tile_m": 64}),
 }

@@ -50,7 +50,7 @@ ATTENTION_INPUTS = ("q", "k", "v", "learnable_sink")
 
 
 def attention(device: str) -> Iterator[Named]:
-    head_dim = attention_cases.target().head_dim
+    head_dim, head_dim_v = attention_cases.target().head_dim, attention_cases.target().head_dim_v
     cases = {name: on_device(case.arguments(), device) for name, case in ATTENTION.items()}
     paged, sizes = PAGED
     for size in sizes:
@@ -65,10 +65,14 @@ def attention(device: str) -> Iterator[Named]:
         call = torch.inference_mode()(lambda f=function, given=given: f(**given))
         yield title, call
         if name == paged:
-            with_parts = given | {"num_splits": SPLITS, "out": torch.empty_like(given["q"])}
+            of_out = given["q"].new_empty((*given["q"].shape[:-1], head_dim_v))
+            with_parts = given | {"num_splits": SPLITS, "out": of_out}
             call = torch.inference_mode()(lambda f=function, given=with_parts: f(**given))
             yield f"{title}, in splits to a given tensor", call
-    parts = torch.randn(3, 2, 5, 4, head_dim, device=device), torch.randn(3, 2, 5, 4, device=device)
+    parts = (
+        torch.randn(3, 2, 5, 4, head_dim_v, device=device),
+        torch.randn(3, 2, 5, 4, device=device),
+    )
     title = f"flash_attn_combine, head_dim {head_dim}"
     yield title, lambda: cute_attn.flash_attn_combine(*parts, out_dtype=torch.bfloat16)
 
@@ -114,9 +118,9 @@ def attention_at(head_dim: int) -> Group:
     def calls(device: str) -> Iterator[Named]:
         arch = launch.arch_for(torch.device(device, 0 if device == "cuda" else None))
         with attention_cases.on_target(attention_cases.Target(arch, head_dim)):
-            if table.has("forward", arch, head_dim):
+            if table.has("forward", arch, head_dim, attention_cases.head_dim_v_of(head_dim)):
                 yield from attention(device)
-            if table.has("backward_dq", arch, head_dim):
+            if table.has("backward_dq", arch, head_dim, attention_cases.head_dim_v_of(head_dim)):
                 yield from attention_gradients(device)
 
     return calls

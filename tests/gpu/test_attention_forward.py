@@ -28,6 +28,7 @@ from tests.ops.attention_cases import (
     Kind,
     Target,
     assert_agrees,
+    head_dim_v_of,
     on_target,
     same,
 )
@@ -133,13 +134,14 @@ def test_splits(head_dim: int, splits: int):
 def test_out_gets_the_same_bits(head_dim: int, name: str, splits: int):
     args = on_gpu(LARGE[name].arguments())
     expected = call(args, num_splits=splits)
-    whole = torch.full((*args["q"].shape[:-1], head_dim + 8), torch.nan, device="cuda")
-    out = whole.to(args["q"].dtype)[..., :head_dim]
+    head_dim_v = head_dim_v_of(head_dim)
+    whole = torch.full((*args["q"].shape[:-1], head_dim_v + 8), torch.nan, device="cuda")
+    out = whole.to(args["q"].dtype)[..., :head_dim_v]
     for to in (out, torch.full_like(args["q"], torch.nan)):
         for _ in range(2):  # the first call is cold
             result = call(args, num_splits=splits, out=to)
             assert result[0] is to and same(args, expected, result)
-    assert out._base is not None and out._base[..., head_dim:].isnan().all()
+    assert out._base is not None and out._base[..., head_dim_v:].isnan().all()
 
 
 # -- FlashAttention-4's grids, whole or drawn from: see attention_grid

@@ -105,9 +105,7 @@ def check(requests: list[launch.Request], arch: str, spilled: dict[str, int]) ->
 )
 def test_what_a_server_needs(arch: str, modular: bool, changes: dict[str, Any]) -> None:
     call = TYPICAL | changes | {"split": False, "return_intermediate_states": modular}
-    # Two registers of an address, once for each sub-chunk: docs/kernels/kda.md, "Open".
-    spilled = {"kda_prepare": 16} if arch == "sm_90a" else {}
-    check(plan_chunk_kda(arch, **call), arch, spilled=spilled)
+    check(plan_chunk_kda(arch, **call), arch, spilled={})
 
 
 @pytest.mark.parametrize(

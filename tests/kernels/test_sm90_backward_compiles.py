@@ -14,12 +14,9 @@ import pytest
 
 from cute_attn import cache
 from cute_attn.kernels.attention import table
+from cute_attn.kernels.attention.configs import SM90, head_dims
 from cute_attn.kernels.attention.heuristics import backward_spec, has_fused_dq
-from cute_attn.kernels.attention.spec import (
-    DTYPES,
-    SM90_BACKWARD_HEAD_DIMS,
-    Sm90BackwardSpec,
-)
+from cute_attn.kernels.attention.spec import DTYPES, Sm90BackwardSpec
 from tests.kernels.machine_code import assert_sound, machine_code
 
 ARCH = "sm_90a"
@@ -85,7 +82,7 @@ EXTREMES = [
         marks=[] if kernel != "fused" and (head_dim, name) == (128, "packed") else pytest.mark.slow,
     )
     for kernel in PARTIAL
-    for head_dim in SM90_BACKWARD_HEAD_DIMS
+    for head_dim in head_dims("backward_dkdv", SM90)
     for name, fields in (
         ("plain", {}), ("packed", PACKED), ("full", FULL),
         *([("full, partial", {**FULL, "partial": True})] if True in PARTIAL[kernel] else []),
@@ -133,7 +130,7 @@ def test_the_budget_of_shared_memory_is_what_is_launched(
     [
         (kernel, head_dim)
         for kernel in PARTIAL
-        for head_dim in SM90_BACKWARD_HEAD_DIMS
+        for head_dim in head_dims("backward_dkdv", SM90)
         if exists(kernel, head_dim, softcap=False)
     ],
 )

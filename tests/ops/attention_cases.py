@@ -54,6 +54,11 @@ SCORE_ERROR = 16 * 2.0**-23
 # -- where it runs
 
 
+def head_dim_v_of(head_dim: int) -> int:
+    """head_dim_v of the only kernels for this head_dim."""
+    return dict(configs.shapes("forward"))[head_dim]
+
+
 @dataclass(frozen=True)
 class Target:
     """The kernel that is tested."""
@@ -63,7 +68,12 @@ class Target:
 
     @property
     def most_packed_heads(self) -> int:
-        return configs.forward(self.arch, self.head_dim).most_packed_heads
+        return configs.forward(self.arch, self.head_dim, self.head_dim_v).most_packed_heads
+
+    @property
+    def head_dim_v(self) -> int:
+        """head_dim_v of the only kernel for this head_dim."""
+        return head_dim_v_of(self.head_dim)
 
 
 _target = Target()
@@ -118,6 +128,7 @@ class Kind:
         return plan_attention(
             target().arch,
             head_dim=target().head_dim,
+            head_dim_v=target().head_dim_v,
             dtype=DTYPE_NAMES[self.dtype],
             heads=self.packed_heads,
             heads_k=1,
@@ -266,7 +277,8 @@ class Case:
                 counts = [n - m for n, m in zip(lengths, unused, strict=True)]
                 args[f"seqused_{side}"] = torch.tensor(counts, dtype=torch.int32)
             for name in names:
-                args[name] = allocate((*shape, heads, target().head_dim), dtype, self.layout, side)
+                columns = target().head_dim_v if name == "v" else target().head_dim
+                args[name] = allocate((*shape, heads, columns), dtype, self.layout, side)
         for at_q, at_k in rows_of(args):
             for name, at in (("q", at_q), ("k", at_k), ("v", at_k)):
                 view = args[name][at]
@@ -464,7 +476,7 @@ def valid(args: dict[str, Any], *results: torch.Tensor | None) -> list[torch.Ten
     return [
         torch.cat(
             [
-                (x if x.shape == args["q"].shape else x.transpose(-1, -2))[at]
+                (x if x.dim() == args["q"].dim() else x.transpose(-1, -2))[at]
                 for at, _ in rows_of(args)
             ]
         )
@@ -531,7 +543,7 @@ def assert_agrees(args: dict[str, Any], o: torch.Tensor, lse: torch.Tensor | Non
     dtype = args["q"].dtype
     exact, exact_lse = attention_reference(**reference_arguments(args))
     plain, plain_lse = attention_in_low_precision(**reference_arguments(args))
-    assert o.shape == args["q"].shape and o.dtype == dtype and o.is_contiguous()
+    assert o.shape == exact.shape and o.dtype == dtype and o.is_contiguous()
     # One rounding of a probability.
     floor = torch.finfo(dtype).eps / 2
     ours, theirs, true = valid(args, o, plain, exact)

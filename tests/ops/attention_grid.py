@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from .attention_cases import FULL, assert_agrees, assert_no_worse, attention_in_low_precision
+from .attention_cases import (
+    FULL,
+    assert_agrees,
+    assert_no_worse,
+    attention_in_low_precision,
+    head_dim_v_of,
+)
 from .test_attention_pages import in_pages
 
 HEADS = 6
@@ -149,8 +155,8 @@ def arguments(point: Point, head_dim: int, device: str) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(numbers.randrange(2**31))
     args: dict[str, Any] = {}
 
-    def rows(side: str, seqlen: int, heads: int, count: int) -> list[Tensor]:
-        """Tensors of one side, packed if it is."""
+    def rows(side: str, seqlen: int, heads: int, dims: list[int]) -> list[Tensor]:
+        """Tensors of one side, of these head dimensions, packed if the side is."""
         batch, packed = point.batch, point.lengths is not None and (side == "q" or point.packed_k)
         lengths = [seqlen] * batch
         if point.lengths is not None:
@@ -160,8 +166,8 @@ def arguments(point: Point, head_dim: int, device: str) -> dict[str, Any]:
             lengths = [numbers.randint(1, seqlen) for _ in range(batch)]
         shape = (sum(lengths),) if packed else (batch, seqlen)
         found = [
-            torch.randn((*shape, heads, head_dim), generator=generator, device=device).bfloat16()
-            for _ in range(count)
+            torch.randn((*shape, heads, dim), generator=generator, device=device).bfloat16()
+            for dim in dims
         ]
         if packed:
             bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
@@ -173,8 +179,9 @@ def arguments(point: Point, head_dim: int, device: str) -> dict[str, Any]:
                     own[length:] = torch.nan
         return found
 
-    (args["q"],) = rows("q", point.seqlen_q, point.heads, 1)
-    args["k"], args["v"] = rows("k", point.seqlen_k, point.heads_k, 2)
+    (args["q"],) = rows("q", point.seqlen_q, point.heads, [head_dim])
+    of_keys = [head_dim, head_dim_v_of(head_dim)]
+    args["k"], args["v"] = rows("k", point.seqlen_k, point.heads_k, of_keys)
     if point.softcap:  # scores as large as the cap
         args["softcap"] = point.softcap
         args["q"] = args["q"] * (point.softcap / 4)

@@ -264,7 +264,7 @@ def test_rows_of_no_sequence_do_not_matter(case: Case):
 def test_linear_in_v(case: Case, random: Any):
     args = case.arguments()
     o, lse = run(args)
-    dims = target().head_dim
+    dims = target().head_dim_v
     order = random.sample(range(dims), dims)
     doubled, lse_doubled = run(args, v=2 * args["v"])
     permuted, _ = run(args, v=args["v"][..., order])
@@ -532,7 +532,7 @@ def test_tensors_beyond_two_to_the_31_elements(side: str):
 def test_a_dimension_of_one_element_may_have_any_stride():
     args = Case(PLAIN, lengths_q=(5,), lengths_k=(7,)).arguments()
     odd = {
-        name: args[name].as_strided(args[name].shape, (3, target().head_dim, 1, 1))
+        name: args[name].as_strided(args[name].shape, (3, args[name].shape[-1], 1, 1))
         for name in ("q", "k", "v")
     }
     assert same(args, run(args), run(args, **odd))
@@ -598,14 +598,17 @@ def compiled_forward() -> Iterator[tuple[Callable[..., None], Report]]:
 @pytest.mark.parametrize("what", REFUSED)
 def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(what: str):
     """On a GPU the operator's own checks run only once it has refused."""
-    head_dim = target().head_dim
-    q, k, v = (torch.zeros(1, n, 2, head_dim, dtype=torch.bfloat16) for n in (5, 7, 7))
-    tensors = [q, k, v, torch.empty_like(q), torch.empty(1, 2, 5)]
+    columns = [target().head_dim] * 2 + [target().head_dim_v] * 2
+    q, k, v, o = (
+        torch.zeros(1, n, 2, dims, dtype=torch.bfloat16)
+        for n, dims in zip((5, 7, 7, 5), columns, strict=True)
+    )
+    tensors = [q, k, v, o, torch.empty(1, 2, 5)]
     with compiled_forward() as (forward, report):
         forward(*tensors)
         assert len(report.launches) == 1
         position, bad = REFUSED[what]
-        tensors[position] = bad(head_dim)
+        tensors[position] = bad(columns[position])
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             forward(*tensors)
         assert len(report.launches) == 1
@@ -613,19 +616,23 @@ def test_the_compiled_host_code_refuses_what_the_warm_path_leaves_to_it(what: st
 
 @pytest.mark.parametrize("other", ["q", "v", "lse"])
 def test_the_compiled_host_code_refuses_out_over_other_tensors(other: str):
-    memory = torch.zeros(2, 5, 2, target().head_dim, dtype=torch.bfloat16)
-    q, k, v, o = (torch.zeros_like(memory[:1]) for _ in range(4))
+    of_q, of_v = target().head_dim, target().head_dim_v
+    memory = torch.zeros(20 * of_q, dtype=torch.bfloat16)
+    q, k, v, o = (torch.zeros(1, 5, 2, n, dtype=torch.bfloat16) for n in (of_q, of_q, of_v, of_v))
     lse = torch.empty(1, 2, 5)
     if other == "lse":
         lse = o.view(torch.float32).flatten()[:10].view(1, 2, 5)
     else:  # by one token
-        o = memory[:1]
-        met = memory.flatten(0, 1)[4:9].unsqueeze(0)
-        q, v = (met, v) if other == "q" else (q, met)
+        o = memory[: o.numel()].view(o.shape)
+        last = memory[8 * of_v :]
+        q, v = (
+            last[: x.numel()].view(x.shape) if name == other else x
+            for name, x in (("q", q), ("v", v))
+        )
     with compiled_forward() as (forward, report):
         with pytest.raises(Exception, match="cudaErrorInvalidValue") as raised:
             forward(q, k, v, o, lse)
         assert _is_refusal(raised.value)
         assert not report.launches
-        forward(q, k, v, torch.zeros_like(q), torch.empty(1, 2, 5))
+        forward(q, k, v, torch.zeros_like(o), torch.empty(1, 2, 5))
         assert len(report.launches) == 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cute_attn.kernels.attention.spec import SM90_BACKWARD_HEAD_DIMS
+from cute_attn.kernels.attention.configs import SM90, head_dims
 
 from .attention_cases import Target, on_target
 from .test_attention_gradients import *  # noqa: F403 (its tests)
@@ -18,7 +18,7 @@ from .test_attention_gradients import *  # noqa: F403 (its tests)
     autouse=True,
     params=[
         pytest.param(Target("sm_90a", head_dim), id=str(head_dim), marks=pytest.mark.slow)
-        for head_dim in SM90_BACKWARD_HEAD_DIMS
+        for head_dim in head_dims("backward_dkdv", SM90)
     ],
 )
 def target_of_module(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 
-from cute_attn.kernels.attention.spec import SM90_FUSED_HEAD_DIMS
+from cute_attn.kernels.attention.configs import SM90, head_dims
 from cute_attn.ops.attention import backward
 
 from .attention_cases import CAUSAL, PLAIN, VARLEN, Case, Machine, Target, on_target
@@ -51,7 +51,7 @@ from .test_attention_gradients import (
     autouse=True,
     params=[
         pytest.param(Target("sm_90a", head_dim), id=str(head_dim), marks=pytest.mark.slow)
-        for head_dim in SM90_FUSED_HEAD_DIMS
+        for head_dim in head_dims("backward_fused", SM90)
     ],
 )
 def target_of_module(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -93,7 +93,9 @@ def test_a_few_calls(on: Target, page_size: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "on", [*(Target(ARCH, head_dim) for head_dim in (64, 128, 256)), Target("sm_100a")], ids=str
+    "on",
+    [*(Target(ARCH, head_dim) for head_dim in (64, 128, 192, 256)), Target("sm_100a")],
+    ids=str,
 )
 @settings(max_examples=150 if FULL else 25)
 @given(

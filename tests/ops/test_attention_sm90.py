@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from cute_attn.kernels.attention.configs import shapes
+
 from .attention_cases import Target, on_target
 from .test_attention import *  # noqa: F403 (its tests)
 
@@ -17,7 +19,7 @@ ARCH = "sm_90a"
     autouse=True,
     params=[
         pytest.param(Target(ARCH, head_dim), id=str(head_dim), marks=pytest.mark.slow)
-        for head_dim in (64, 128, 256)
+        for head_dim, _ in shapes("forward", (ARCH,))
     ],
 )
 def target_of_module(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -323,11 +323,14 @@ def test_gradients_are_the_slopes_in_random_directions(options: dict[str, Any]):
         assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-6, abs=1e-7)
 
 
-def test_gradients_agree_with_torch():
+@pytest.mark.parametrize("head_dim_v", [8, 3, 11])
+def test_gradients_agree_with_torch(head_dim_v: int):
     q, k, v = problem(12)
+    v = torch.cat([v, v.roll(1, -1)], dim=-1)[..., :head_dim_v]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     mask = mask_by_hand(5, 7, True, (None, None))
     o = by_torch(*leaves, mask, 8**-0.5)
+    torch.testing.assert_close(attention_reference(q, k, v, causal=True)[0], o)
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(13), dtype=F64)
     expected = torch.autograd.grad(o, leaves, do)
     found = attention_gradients(q, k, v, do, causal=True)

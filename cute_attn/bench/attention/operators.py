@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..harness.choosing import add_only, chosen
@@ -205,30 +206,22 @@ class Timer:
 def report(
     args: argparse.Namespace, timer: Timer, roofline: Roofline, notes: Sequence[str]
 ) -> Report:
-    """The report of what was timed: the first table, and the others as parts."""
+    """The report of the part that was timed, or one whose parts are these reports."""
     plots = {
         "forward": whole_plots(timer.tables["forward"], roofline),
         "backward": whole_plots(timer.tables["backward"], roofline),
         "decode": decode_plots(timer.tables["decode"]),
     }
-    parts = [
-        Report(f"attention-{part}", title, {}, rows=rows, plots=plots.get(part, []))
-        for part, title in PARTS.items()
-        if (rows := timer.tables[part])
-    ]
-    first = parts.pop(0) if parts else Report("", "", {})
     errors = ", ".join(f"{who} {error:.3g}" for who, error in timer.worst.items())
-    return Report(
+    whole = Report(
         benchmark="attention",
-        title="Softmax attention, bfloat16" + (f": {first.title}" if first.rows else ""),
+        title="Softmax attention, bfloat16",
         environment=describe(args.argv, commit=args.commit),
         parameters={
             "rounds": args.rounds or (SHORT_ROUNDS if args.short else ROUNDS),
             "rest_s": args.rest,
         },
         roofline=roofline.to_dict(),
-        rows=first.rows,
-        verdicts=verdicts(timer.tables),
         notes=[
             f"largest errors; ours as a multiple of plain bfloat16's, a peer's relative: {errors}",
             "causal counts half of the products, a backward 2.5 times the forward's",
@@ -237,10 +230,21 @@ def report(
             *notes,
             *timer.notes,
         ],
-        plots=first.plots,
-        parts=parts,
         succeeded=not timer.failures,
     )
+    parts = [
+        replace(
+            whole,
+            benchmark=f"attention-{part}",
+            title=f"{whole.title}: {title}",
+            rows=rows,
+            verdicts=verdicts({part: rows}),
+            plots=plots.get(part, []),
+        )
+        for part, title in PARTS.items()
+        if (rows := timer.tables[part])
+    ]
+    return parts[0] if len(parts) == 1 else replace(whole, notes=[], parts=parts)
 
 
 BENCHMARK = Benchmark(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...emulator.cubin import cubins
+from ...kernels.attention.configs import SM90, head_dims
 from ...kernels.attention.heuristics import backward_spec, forward_spec
-from ...kernels.attention.spec import SM90_HEAD_DIMS
 from ...kernels.attention.table import find
 from ...machine_code.disassembly import version
 from ...machine_code.listing import Instruction
@@ -73,7 +73,7 @@ class Case:
 CASES = tuple(
     Case(direction, head_dim, causal)
     for direction in ("forward", "backward")
-    for head_dim in SM90_HEAD_DIMS
+    for head_dim in head_dims("forward", SM90)
     for causal in (False, True)
     if (direction, head_dim) != ("backward", 256)  # theirs has other products than our kernels
 )

@@ -7,40 +7,44 @@ import sys
 from pathlib import Path
 
 from .environment import checkout
-from .plot import draw
 from .report import Report
 
 DEFAULT_OUT = Path("docs/benchmarks")  # in a checkout
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    add_out(parser)
+    parser.add_argument("--json", type=Path, help="write the report's JSON to this file as well")
+    parser.add_argument("--print-only", action="store_true", help="write no file in --out")
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help=f"where JSON, Markdown and plot go (default: {DEFAULT_OUT} of the checkout that this "
-        "runs in; outside a checkout of cute_attn nothing is written)",
+        help=f"where reports go, into a folder for each GPU (default: {DEFAULT_OUT} of the "
+        "checkout that this runs in; outside a checkout of cute_attn nothing is written)",
     )
-    parser.add_argument("--json", type=Path, help="write the JSON to this file as well")
-    parser.add_argument("--print-only", action="store_true", help="do not write these files")
 
 
-def directory(args: argparse.Namespace) -> Path | None:
-    """The directory of the files, or None. Warns, before a long run, if the report is not kept."""
+def directory(out: Path | None) -> Path | None:
+    """The directory of the folders of reports, or None."""
+    root = checkout()
+    return out or (root and root / DEFAULT_OUT)
+
+
+def kept_in(args: argparse.Namespace) -> Path | None:
+    """`directory` of a run, or None. Warns, before a long run, if the report is not kept."""
     if args.print_only:
         return None
-    if args.out is not None:
-        out: Path = args.out
-        return out
-    root = checkout()
-    if root is not None:
-        return root / DEFAULT_OUT
-    if args.json is None:
+    out = directory(args.out)
+    if out is None and args.json is None:
         print(
             f"{args.name}: {Path.cwd()} is not in a checkout of cute_attn: the report is printed, "
             "and kept only with --out DIR",
             file=sys.stderr,
         )
-    return None
+    return out
 
 
 def deliver(report: Report, out: Path | None, json: Path | None) -> None:
@@ -57,26 +61,22 @@ def deliver(report: Report, out: Path | None, json: Path | None) -> None:
         print(f"wrote {path}")
 
 
+def path_of(report: Report, directory: Path) -> Path:
+    """The report's file below `directory`, which a later run of the same writes again."""
+    return directory / report.machine / f"{report.stem}.json"
+
+
 def write_report(report: Report, directory: Path) -> list[Path]:
-    """Write JSON, Markdown, the log if there is one and, for plots and with matplotlib, a PNG.
-    Returns their paths.
+    """Write the JSON of its runs over those of the last ones, and return their paths.
 
     Raises:
         ReportError: see `Report.validate`; nothing is written.
     """
-    text = report.to_json()
-    directory.mkdir(parents=True, exist_ok=True)
-    json_path = directory / f"{report.stem}.json"
-    json_path.write_text(text)
-    picture = draw(report, directory / f"{report.stem}.png")
-    markdown_path = directory / f"{report.stem}.md"
-    markdown_path.write_text(report.to_markdown(picture.name if picture else None))
-    log_path = directory / f"{report.stem}.log"
-    if report.log:
-        log_path.write_text("\n".join(report.log) + "\n")
-    return [
-        json_path,
-        markdown_path,
-        *([picture] if picture else []),
-        *([log_path] if report.log else []),
-    ]
+    report.validate()
+    paths = []
+    for run in report.runs:
+        path = path_of(run, directory)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(run.to_json())
+        paths.append(path)
+    return paths

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
@@ -18,6 +19,7 @@ FONT_SIZE = 11  # read at about half its size, in a column of text
 STYLE = {"font.size": FONT_SIZE, "axes.titlesize": FONT_SIZE, "figure.titlesize": FONT_SIZE + 1}
 CHARACTERS_IN_AN_INCH = 11  # of that size
 COLOURS = 10  # that matplotlib has; lines beyond are dashed
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MOST_INSIDE = 8  # entries of a legend that finds room beside the lines
 
 OURS = "cute_attn"
@@ -87,12 +89,25 @@ def fingerprint(report: Report, titles: Collection[str] | None = None) -> str:
     return hashlib.sha256(json.dumps([_heading(report, 0), shown]).encode()).hexdigest()
 
 
+def fingerprint_in(picture: Path) -> str:
+    """The fingerprint that a PNG of `draw` has; "" of another."""
+    data = picture.read_bytes()
+    at = len(PNG_SIGNATURE)
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        kind, content = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        if kind == b"tEXt" and content.startswith(b"Description\0"):
+            return content.partition(b"\0")[2].decode("latin-1")
+        at += length + 12
+    return ""
+
+
 def draw(report: Report, path: Path, titles: Collection[str] | None = None) -> Path | None:
     """Draw what is `chosen` of `report` into the PNG at `path`.
 
     Returns:
         `path`, or None if there is nothing to draw or matplotlib is not installed. The latter is
-        reported on stderr: the JSON holds all that a later `render` needs.
+        reported on stderr: the JSON holds all that a later `pages` needs.
     """
     plots = chosen(report, titles)
     if not plots:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Union
@@ -17,6 +18,8 @@ Scalar = Union[str, int, float, bool, None]  # noqa: UP007  (evaluated at run ti
 Row = dict[str, Scalar]
 
 SCHEMA = 1
+
+NO_GPU = "no-gpu"
 
 # A fractional number without its unit in its column's name is refused. `share`, `speedup` and
 # `error` are pure numbers; a table whose rows differ in unit has a `unit` column instead.
@@ -82,9 +85,9 @@ class Report:
         rows: the table; all rows have the same keys, units in the names.
         verdicts: the targets; notes: lines of text; plots: to draw from the rows.
         parts: reports that this one summarises.
-        log: lines, in the order of time, for a file of their own.
+        log: lines, in the order of time.
         succeeded: False if the run itself failed, whatever its numbers.
-        tag: part of the file names, to distinguish runs.
+        tag: part of the file name, to distinguish runs.
     """
 
     benchmark: str
@@ -107,11 +110,20 @@ class Report:
 
     @property
     def stem(self) -> str:
-        """File name without suffix: benchmark, tag, GPU (or CPU) and date."""
-        machine = self.environment.get("gpu") or self.environment.get("cpu") or "unknown"
-        date = str(self.environment.get("date", ""))[:10]
-        parts = (self.benchmark, slug(self.tag), slug(str(machine)), date)
-        return "-".join(part for part in parts if part)
+        """File name without suffix, in every run the same: benchmark and tag."""
+        return "-".join(filter(None, (self.benchmark, slug(self.tag))))
+
+    @property
+    def machine(self) -> str:
+        """The GPU in short, which names the folder of the report; `NO_GPU` without one."""
+        gpu = slug(str(self.environment.get("gpu", "")))
+        return re.sub(r"^nvidia-|-(\d+gb|hbm\d\w?)(?=-|$)", "", gpu) or NO_GPU
+
+    @property
+    def runs(self) -> list[Report]:
+        """What is kept: the report, or its parts if it has nothing else and they have machines."""
+        parts = [part for part in self.parts if part.environment]
+        return parts if parts and not self.rows else [self]
 
     def validate(self) -> None:
         """Check the table.
@@ -176,42 +188,52 @@ class Report:
     def from_json(cls, text: str) -> Report:
         return cls.from_dict(json.loads(text))
 
-    def to_markdown(self, plot: str | None = None) -> str:
-        """The report as a Markdown page; `plot` is the address of its picture."""
-        lines = [f"# {self.title}", "", *self._body("##"), ""]
-        if plot is not None:
-            lines += [f"![{self.title}]({plot})", ""]
+    def to_markdown(self, name: str, picture: str | None = None) -> str:
+        """A section `name` of a Markdown page, with those parts that are tables of this run;
+        `picture` is the address of the plots."""
+        lines = [f"## {name}", "", f"**{self.title}**", "", *self._origin()]
+        if picture is not None:
+            lines += [f"![{self.title}]({picture})", ""]
+        lines += self._body()
         for part in self.parts:
-            lines += [f"## {part.title}", "", *part._body("###"), ""]
+            if not part.environment:
+                lines += [f"### {part.title}", "", *part._body()]
         return "\n".join(lines).rstrip() + "\n"
 
-    def _body(self, heading: str) -> list[str]:
+    def _origin(self) -> list[str]:
+        """The command, and all that is known of the machine and the run."""
+        facts = {k: v for k, v in self.environment.items() if v is not None and k != "command"}
+        lines = [f"`{self.environment['command']}`", ""] if "command" in self.environment else []
+        if facts:
+            lines += [", ".join(f"{k} {format_value(v)}" for k, v in facts.items()), ""]
+        return lines
+
+    def _body(self) -> list[str]:
         lines: list[str] = []
-        if command := self.environment.get("command"):
-            lines += [f"`{command}`", ""]
         if self.rows:
             lines += [*markdown_table(self.columns, self.rows), ""]
         if self.verdicts:
-            lines += [f"{heading} Targets", ""]
-            lines += [f"- {v.mark}: {v.name} ({v.detail})" for v in self.verdicts]
-            lines += [""]
+            met = sum(1 for v in self.verdicts if v.passed)
+            lines += [f"Targets: {met} of {len(self.verdicts)} are met.", ""]
+            if others := [v for v in self.verdicts if not v.passed]:
+                lines += [*(f"- {v.mark}: {v.name} ({v.detail})" for v in others), ""]
         if self.notes:
-            lines += [*(f"- {note}" for note in self.notes), ""]
+            lines += ["Notes:", "", *(f"- {note}" for note in self.notes), ""]
         for title, values in (
             ("Ceilings in this run", self.roofline),
             ("Parameters", self.parameters),
-            ("Environment", self.environment),
         ):
-            shown = {k: v for k, v in values.items() if v is not None and k != "command"}
+            shown = {k: v for k, v in values.items() if v is not None}
             if shown:
-                lines += [f"{heading} {title}", ""]
+                lines += [f"{title}:", ""]
                 lines += [f"- {key}: {format_value(value)}" for key, value in shown.items()]
                 lines += [""]
-        return lines[:-1]
+        return lines
 
     def print(self) -> None:
         """The report on the terminal: a rich table, or plain text where rich is not installed."""
-        print(f"\n{self.title}")
+        date = self.environment.get("date")
+        print(f"\n{self.title}" + (f", {date}" if date else ""))
         for part in self.parts:
             part.print()
         print_table(self.benchmark, self.columns, self.rows)

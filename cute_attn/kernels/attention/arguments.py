@@ -18,11 +18,13 @@ Listed = TypeVar("Listed", bound=tuple[Any, ...])
 
 
 class FakeArguments:
-    """Placeholder tensors for a kernel's Spec; those of one object share their symbolic sizes."""
+    """Placeholder tensors for a kernel's Spec; the tensors of one object share symbolic sizes."""
 
-    def __init__(self, spec: Any, head_dim: int):
+    def __init__(self, spec: Any, head_dim: int, head_dim_v: int | None = None):
+        """head_dim_v: head dimension of v and o; head_dim if None."""
         self.spec = spec
         self.head_dim = head_dim
+        self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
         self.batch, self.heads, self.kv_heads = (cute.sym_int() for _ in range(3))
         self.seqlen_q, self.seqlen_k, self.bounds = (cute.sym_int() for _ in range(3))
         self.num_pages, self.splits = cute.sym_int(), cute.sym_int()
@@ -31,8 +33,10 @@ class FakeArguments:
         """Placeholders for the fields of `listed`: `given`, and the others by their names, or as
         scalars by their types."""
         by_name: dict[str, Callable[[], Any]] = {
-            **dict.fromkeys(("q", "do", "o", "dq"), self.q),
-            **dict.fromkeys(("k", "v"), self.k),
+            **dict.fromkeys(("q", "dq"), self.q),
+            **dict.fromkeys(("o", "do"), self.o),
+            "k": self.k,
+            "v": self.v,
             "lse": self.lse,
             "stats": self.stats,
             "sink": self.sink,
@@ -51,23 +55,29 @@ class FakeArguments:
         return listed(**found)
 
     def q(self) -> Any:
-        """q, o or a gradient of either: `[batch, seqlen, heads, head_dim]`, or packed
+        """q or its gradient: `[batch, seqlen, heads, head_dim]`, or packed
         `[tokens, heads, head_dim]`."""
-        return self._rows(self.spec.varlen_q, self.seqlen_q, self.heads)
+        return self._rows(self.spec.varlen_q, self.seqlen_q, self.heads, self.head_dim)
+
+    def o(self) -> Any:
+        """o or its gradient, of q's shape but for head_dim_v."""
+        return self._rows(self.spec.varlen_q, self.seqlen_q, self.heads, self.head_dim_v)
 
     def k(self) -> Any:
-        """k, v or a gradient of either, with the K/V heads; or pages of k or v."""
-        if getattr(self.spec, "page_rows", 0):
-            shape = (self.num_pages, self.seqlen_k, self.kv_heads, self.head_dim)
-            return fake_rows(DTYPE[self.spec.dtype], shape)
-        return self._rows(self.spec.varlen_k, self.seqlen_k, self.kv_heads)
+        """k or its gradient, with the K/V heads; or pages of k."""
+        return self._keys(self.head_dim)
+
+    def v(self) -> Any:
+        """v or its gradient, of k's shape but for head_dim_v."""
+        return self._keys(self.head_dim_v)
 
     def k_partial(self) -> Any:
-        """Partial sums of a gradient of k or v: float32 `[splits, ...]`, contiguous."""
-        shape = (self.seqlen_k, self.kv_heads, self.head_dim)
-        if not self.spec.varlen_k:
-            shape = (self.batch, *shape)
-        return fake_contiguous(Float32, (cute.sym_int(), *shape), VECTOR_BYTES)
+        """Partial sums of k's gradient: float32 `[splits, ...]`, contiguous."""
+        return self._partial(self.head_dim)
+
+    def v_partial(self) -> Any:
+        """Partial sums of v's gradient, of `k_partial`'s shape but for head_dim_v."""
+        return self._partial(self.head_dim_v)
 
     def lse(self) -> Any:
         """`[batch, heads, seqlen]`, or `[heads, tokens]` of packed sequences."""
@@ -78,7 +88,7 @@ class FakeArguments:
 
     def o_splits(self) -> Any:
         """o of splits: float32 `[splits, ...]`, contiguous."""
-        shape = (self.seqlen_q, self.heads, self.head_dim)
+        shape = (self.seqlen_q, self.heads, self.head_dim_v)
         if not self.spec.varlen_q:
             shape = (self.batch, *shape)
         return fake_contiguous(Float32, (self.splits, *shape), VECTOR_BYTES)
@@ -131,8 +141,20 @@ class FakeArguments:
     def _used(self, seqused: bool) -> Any:
         return fake_contiguous(Int32, (self.batch,)) if seqused else None
 
-    def _rows(self, packed: bool, seqlen: Any, heads: Any) -> Any:
-        shape = (seqlen, heads, self.head_dim)
+    def _keys(self, columns: int) -> Any:
+        if getattr(self.spec, "page_rows", 0):
+            shape = (self.num_pages, self.seqlen_k, self.kv_heads, columns)
+            return fake_rows(DTYPE[self.spec.dtype], shape)
+        return self._rows(self.spec.varlen_k, self.seqlen_k, self.kv_heads, columns)
+
+    def _partial(self, columns: int) -> Any:
+        shape = (self.seqlen_k, self.kv_heads, columns)
+        if not self.spec.varlen_k:
+            shape = (self.batch, *shape)
+        return fake_contiguous(Float32, (cute.sym_int(), *shape), VECTOR_BYTES)
+
+    def _rows(self, packed: bool, seqlen: Any, heads: Any, columns: int) -> Any:
+        shape = (seqlen, heads, columns)
         if not packed:
             shape = (self.batch, *shape)
         return fake_rows(DTYPE[self.spec.dtype], shape)

@@ -94,7 +94,7 @@ class BackwardPreprocess:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim)
+        spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim_v)
         dsink_partial = None
         if spec.sink_dtype != "none":
             dsink_partial = fake_contiguous(Float32, (cute.sym_int(), fake.heads))
@@ -104,7 +104,7 @@ class BackwardPreprocess:
                 dlse=fake.lse() if spec.dlse else None,
                 zeroed=fake.zeroed() if spec.sums else None,
                 dsink_partial=dsink_partial,
-                seen_do=fake.q() if spec.rows_without_keys else None,
+                seen_do=fake.o() if spec.rows_without_keys else None,
             )
         )
 
@@ -197,7 +197,7 @@ class BackwardPreprocess:
         copy_stride: Int64,
         first_seen: Int32,
     ) -> None:
-        """Store the tile's sums of o * do over head_dim, and a `copy` of do. Past the end of the
+        """Store the tile's sums of o * do over head_dim_v, and a `copy` of do. Past the end of the
         sequence, the last row is read again."""
         thread, _, _ = cute.arch.thread_idx()
         column = thread % THREADS_A_ROW * VECTOR
@@ -210,7 +210,7 @@ class BackwardPreprocess:
                 loaded.append(
                     [
                         load_global(Int32, at + 2 * i, VECTOR // 2)
-                        for i in range(0, self.spec.head_dim, THREADS_A_ROW * VECTOR)
+                        for i in range(0, self.spec.head_dim_v, THREADS_A_ROW * VECTOR)
                     ]
                 )
             if cutlass.const_expr(copy is not None):

@@ -50,9 +50,9 @@ class Arguments(NamedTuple):
     """What the kernel is called with.
 
     Attributes:
-        o_splits: `[splits, batch, seqlen, heads, head_dim]`, float32.
+        o_splits: `[splits, batch, seqlen, heads, head_dim_v]`, float32.
         lse_splits: `[splits, batch, seqlen, heads]`, float32.
-        o: `[batch, seqlen, heads, head_dim]`.
+        o: `[batch, seqlen, heads, head_dim_v]`.
         lse: `[batch, seqlen, heads]`, float32, or None.
         sink: `[heads]`, or None.
     """
@@ -87,7 +87,7 @@ class Combine:
     def __init__(self, spec: CombineSpec):
         self.spec = spec
         self.dtype = DTYPE[spec.dtype]
-        self.blocks = spec.head_dim // COLUMNS  # of a row
+        self.blocks = spec.head_dim_v // COLUMNS  # of a row
         self.smem = SharedMemory(
             Buffer("sums", Float32, NUM_THREADS * VECTOR, holds="sums of the slices"),
             Buffer("maxima", Float32, SLICES, holds="the log-sum-exps that they are relative to"),
@@ -104,9 +104,9 @@ class Combine:
             sink = fake_contiguous(DTYPE[spec.sink_dtype], (rows[-1],))
         return placeholders(
             Arguments(
-                o_splits=fake_rows(Float32, (splits, *rows, spec.head_dim)),
+                o_splits=fake_rows(Float32, (splits, *rows, spec.head_dim_v)),
                 lse_splits=fake_strided(Float32, (splits, *rows)),
-                o=fake_rows(self.dtype, (*rows, spec.head_dim)),
+                o=fake_rows(self.dtype, (*rows, spec.head_dim_v)),
                 lse=fake_strided(Float32, rows) if spec.lse else None,
                 sink=sink,
             )

@@ -164,6 +164,11 @@ FORWARD = _by_key(
         sums_by_product=True,
     ),
     ForwardRow(
+        "forward", SM90, 192, 128, kernel="sm90_forward", scheduler="counter",
+        tile=Tile(128, 128, 2), few=Tile(64, 64, 4), most_packed_heads=32, page_keys=64,
+        sums_by_product=True,
+    ),
+    ForwardRow(
         "forward", SM90, 256, 256, kernel="sm90_forward", scheduler="counter",
         tile=Tile(128, 64, 2), few=Tile(64, 64, 3), most_packed_heads=32, page_keys=64, held=64,
     ),
@@ -245,9 +250,18 @@ ROWS: dict[tuple[str, str, int, int], Row] = {**FORWARD, **BACKWARD}
 
 def head_dims(way: str, archs: Collection[str] | None = None) -> tuple[int, ...]:
     """The head dimensions that one of the architectures has a row for; None: any architecture."""
-    return tuple(
-        sorted({dim for at, arch, dim, _ in ROWS if at == way and (not archs or arch in archs)})
-    )
+    return tuple(sorted({head_dim for head_dim, _ in shapes(way, archs)}))
+
+
+def head_dims_v(way: str, archs: Collection[str] | None = None) -> tuple[int, ...]:
+    """The values of head_dim_v that one of the architectures has a row for."""
+    return tuple(sorted({head_dim_v for _, head_dim_v in shapes(way, archs)}))
+
+
+def shapes(way: str, archs: Collection[str] | None = None) -> tuple[tuple[int, int], ...]:
+    """The pairs (head_dim, head_dim_v) that one of the architectures has a row for."""
+    of_way = {key[2:] for key in ROWS if key[0] == way and (not archs or key[1] in archs)}
+    return tuple(sorted(of_way))
 
 
 def most_packed_heads(archs: Collection[str]) -> int:

@@ -64,18 +64,27 @@ _SAMPLES = 32  # blocks of keys whose visible query tiles are counted
 _BUSY = 0.8
 
 
-def packed_heads(arch: str, head_dim: int, *, heads: int, heads_k: int, short: bool) -> int:
+def packed_heads(
+    arch: str,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    heads: int,
+    heads_k: int,
+    short: bool,
+) -> int:
     """How many query heads of a K/V head share a tile.
 
     Args:
         arch: such as "sm_100a".
-        head_dim: of q and k.
+        head_dim: head dimension of q and k.
+        head_dim_v: head dimension of v; head_dim if None.
         heads, heads_k: numbers of query heads and of K/V heads.
         short: whether no sequence has more than SHORT_SEQLEN_Q queries.
     """
     if not short:
         return 1
-    return _packed(heads // heads_k, configs.forward(arch, head_dim).most_packed_heads)
+    return _packed(heads // heads_k, configs.forward(arch, head_dim, head_dim_v).most_packed_heads)
 
 
 def _packed(group: int, most: int) -> int:
@@ -100,6 +109,7 @@ def num_splits_of_forward(
     arch: str,
     *,
     head_dim: int,
+    head_dim_v: int | None = None,
     rows: int,
     batch: int,
     heads: int,
@@ -113,6 +123,8 @@ def num_splits_of_forward(
     cluster takes nearly the shortest time, if all sequences are as long as the longest.
 
     Args:
+        head_dim: head dimension of q and k.
+        head_dim_v: head dimension of v; head_dim if None.
         rows: of q, of all sequences together.
         batch: number of sequences.
         heads, heads_k: numbers of query heads and of K/V heads.
@@ -123,8 +135,8 @@ def num_splits_of_forward(
     """
     if not (rows and heads and batch):
         return 1
-    tile_m, tile_n, _ = configs.forward(arch, head_dim).tile_for(few)
-    packed = packed_heads(arch, head_dim, heads=heads, heads_k=heads_k, short=short)
+    tile_m, tile_n, _ = configs.forward(arch, head_dim, head_dim_v).tile_for(few)
+    packed = packed_heads(arch, head_dim, head_dim_v, heads=heads, heads_k=heads_k, short=short)
     tiles = heads // packed * max(batch, -(-rows * packed // tile_m))
     key_tiles = -(-seqlen_k // tile_n)
     most = min(key_tiles // FEWEST_KEY_TILES, MOST_SPLITS)
@@ -143,6 +155,7 @@ def num_splits_of_forward(
 def forward_spec(
     arch: str,
     head_dim: int,
+    head_dim_v: int | None = None,
     *,
     scheduler: str,
     page_size: int | None,
@@ -154,7 +167,7 @@ def forward_spec(
     forward; the scheduler is the caller's, "static" or "clc". On SM90 both are "counter", which
     gives the same bits. With `few`, see `has_few_rows`, it has a small tile."""
     fields |= {"split": True, "lse": True, "sink_dtype": "none"} if split else {}
-    row = configs.forward(arch, head_dim)
+    row = configs.forward(arch, head_dim, head_dim_v)
     page_rows = 0 if page_size is None else math.gcd(page_size, row.page_keys)
     fields |= {"scheduler": row.scheduler or scheduler, "page_rows": page_rows}
     if arch in configs.SM100:
@@ -162,12 +175,20 @@ def forward_spec(
     tile_m, tile_n, stages = row.tile_for(few)
     if row.capped_m and fields["softcap"] and fields["window_left"]:
         tile_m = min(tile_m, row.capped_m)
-    return Sm90ForwardSpec(head_dim=head_dim, tile_m=tile_m, tile_n=tile_n, stages=stages, **fields)
+    return Sm90ForwardSpec(
+        head_dim=row.head_dim,
+        head_dim_v=row.head_dim_v,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        stages=stages,
+        **fields,
+    )
 
 
 def has_fused_dq(
     arch: str,
     head_dim: int,
+    head_dim_v: int | None = None,
     *,
     softcap: bool,
     dq: bool = True,
@@ -178,9 +199,10 @@ def has_fused_dq(
     the bits of dQ vary."""
     if deterministic or not (dq and dkdv):
         return False
-    if not configs.has("backward_fused", arch, head_dim):
+    dims = head_dim, head_dim_v
+    if not configs.has("backward_fused", arch, *dims):
         return False
-    return not softcap or configs.backward("backward_fused", arch, head_dim).capped_m != 0
+    return not softcap or configs.backward("backward_fused", arch, *dims).capped_m != 0
 
 
 class Parts(NamedTuple):
@@ -202,6 +224,7 @@ class Parts(NamedTuple):
 def parts_with_ds(
     arch: str,
     head_dim: int,
+    head_dim_v: int | None = None,
     *,
     rows: int,
     keys: int,
@@ -227,7 +250,7 @@ def parts_with_ds(
         batch: number of sequences.
         clusters: how many clusters of the kernel run at once.
     """
-    if configs.has("backward_ds_dq", arch, head_dim) and heads_k and rows and keys:
+    if configs.has("backward_ds_dq", arch, head_dim, head_dim_v) and heads_k and rows and keys:
         group = heads // heads_k
         for parts in (n for n in range(splits, group + 1) if group % n == 0):
             count = heads_k * parts
@@ -258,6 +281,7 @@ def _key_blocks_with_ds(
 def backward_spec(
     arch: str,
     head_dim: int,
+    head_dim_v: int | None = None,
     *,
     of_keys: bool,
     fused: bool = False,
@@ -271,12 +295,13 @@ def backward_spec(
     if ds and not of_keys:
         way = "backward_ds_dq"
         fields["softcap"] = False  # dS has the cap's slope
-    row = configs.backward(way, arch, head_dim)
+    row = configs.backward(way, arch, head_dim, head_dim_v)
     fields["scheduler"] = row.scheduler or fields["scheduler"]
     if arch in configs.SM100:
         return Hd256BackwardSpec(**fields)
     return Sm90BackwardSpec(
-        head_dim=head_dim,
+        head_dim=row.head_dim,
+        head_dim_v=row.head_dim_v,
         tile_m=row.tile_m(fields["softcap"]),
         tile_n=row.tile.n,
         stores_ds=ds and of_keys,

@@ -5,7 +5,7 @@ visible K/V tiles, from the last to the first.
 
     S = Q K^T        64 x tile_n a warpgroup    Q and K in shared memory, S in registers
     P = 2^(c S - m)                             c = softmax_scale * log2(e), m the reference
-    O = O a + P V    64 x head_dim              P and O in registers, V in shared memory
+    O = O a + P V    64 x head_dim_v            P and O in registers, V in shared memory
 
 The reference m of a row is its maximum when it last moved, and a headroom; it moves when a score is
 above it, so O is rarely rescaled (by a); see `fragment_softmax`. Where no log-sum-exp is asked for,
@@ -192,9 +192,9 @@ class Sm90Forward:
         # Whether warpgroups pass K/V tiles: those that their rows do not see, and, in tiles of
         # many rows, all but one where their rows do not exist.
         self.passes = spec.window_right or spec.window_left or self.warpgroups > 2
-        row = configs.forward("sm_90a", spec.head_dim)
+        row = configs.forward("sm_90a", spec.head_dim, spec.head_dim_v)
         self.held = 0 if self.few_rows else row.held
-        self.row_bytes = 2 * spec.head_dim
+        self.row_bytes, self.v_row_bytes = 2 * spec.head_dim, 2 * spec.head_dim_v
         step = row.fma_step or spec.tile_n
         self.on_fma = range(step - 1, spec.tile_n // 4, step)
         # The tensor cores add up rounded P, which is not good enough for the log-sum-exp.
@@ -215,13 +215,12 @@ class Sm90Forward:
         self.pipeline = Pipeline(*self.edges(self.q_stages))
         self.smem = self.buffers(self.q_stages, self.o_staged, limit=MAX_SMEM_BYTES)
         self.q_rows, self.o_rows = (
-            BoxedRows(
-                rows, spec.head_dim, spec.ragged_q, not spec.varlen_q, packed=spec.packed_heads
-            )
-            for rows in (spec.tile_m, ROWS)
+            BoxedRows(rows, columns, spec.ragged_q, not spec.varlen_q, packed=spec.packed_heads)
+            for rows, columns in ((spec.tile_m, spec.head_dim), (ROWS, spec.head_dim_v))
         )
-        self.kv_rows = BoxedRows(
-            spec.page_rows or spec.tile_n, spec.head_dim, spec.ragged_k, not spec.varlen_k
+        self.k_rows, self.v_rows = (
+            BoxedRows(spec.page_rows or spec.tile_n, columns, spec.ragged_k, not spec.varlen_k)
+            for columns in (spec.head_dim, spec.head_dim_v)
         )
 
     def edges(self, q_stages: int) -> tuple[Edge, ...]:
@@ -240,14 +239,14 @@ class Sm90Forward:
         self, q_stages: int, o_staged: bool, limit: int = 2 * MAX_SMEM_BYTES
     ) -> SharedMemory:
         spec, at = self.spec, SWIZZLE_ALIGNMENT
-        rows, tile = spec.tile_m * spec.head_dim, spec.tile_n * spec.head_dim
-        o = (Buffer("o", self.dtype, rows, 1, at, "O"),) if o_staged else ()
+        o_elements, v_elements = (n * spec.head_dim_v for n in (spec.tile_m, spec.tile_n))
+        o = (Buffer("o", self.dtype, o_elements, 1, at, "O"),) if o_staged else ()
         if self.sums:
             o = (Buffer("ones", Int32, ONES_BYTES // 4, 1, at, "ones"), *o)
         return SharedMemory(
-            Buffer("q", self.dtype, rows, q_stages, at, "Q"),
-            Buffer("k", self.dtype, tile, spec.stages, at, "K"),
-            Buffer("v", self.dtype, tile, spec.stages, at, "V"),
+            Buffer("q", self.dtype, spec.tile_m * spec.head_dim, q_stages, at, "Q"),
+            Buffer("k", self.dtype, spec.tile_n * spec.head_dim, spec.stages, at, "K"),
+            Buffer("v", self.dtype, v_elements, spec.stages, at, "V"),
             *o,
             TileQueue.buffer(self.work),
             Buffer("barriers", Int64, Pipeline(*self.edges(q_stages)).count),
@@ -259,7 +258,7 @@ class Sm90Forward:
 
     def fake_args(self) -> tuple[Any, ...]:
         """Placeholders for the arguments of `__call__`, in order."""
-        spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim)
+        spec, fake = self.spec, FakeArguments(self.spec, self.spec.head_dim, self.spec.head_dim_v)
         lse = fake.lse() if spec.lse else None
         given = {"counter": fake.counter() if spec.scheduler == "counter" else None, "lse": lse}
         if spec.split:
@@ -297,8 +296,8 @@ class Sm90Forward:
                 num_ctas = Int32(0)  # which the driver rejects; the operator raises the reason
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma, q = self.q_rows.atom(load, a.q)
-        k_tma, k = self.kv_rows.atom(load, a.k)
-        v_tma, v = self.kv_rows.atom(load, a.v)
+        k_tma, k = self.k_rows.atom(load, a.k)
+        v_tma, v = self.v_rows.atom(load, a.v)
         o_tma, o = None, a.o
         if cutlass.const_expr(self.o_staged):
             o_tma, o = self.o_rows.atom(store, a.o)
@@ -364,7 +363,7 @@ class Sm90Forward:
         group = warp // WARPGROUP_WARPS
         o = None
         if self.o_staged:
-            o = shared_address(storage.o) + group * (ROWS * self.row_bytes)
+            o = shared_address(storage.o) + group * (ROWS * self.v_row_bytes)
         return Consumer(
             warp=warp,
             group=group,
@@ -378,7 +377,7 @@ class Sm90Forward:
             held=cute.make_rmem_tensor((self.held // 4,), Int32) if self.held else None,
             s=fragments.accumulators(spec.tile_n),
             p=cute.make_rmem_tensor((spec.tile_n // 4,), Int32),
-            acc=fragments.accumulators(spec.head_dim + self.sums),
+            acc=fragments.accumulators(spec.head_dim_v + self.sums),
             softmax=FragmentSoftmax(scaling, not self.sums, self.on_fma),
             visible=visible,
         )
@@ -398,13 +397,8 @@ class Sm90Forward:
         order in which their stages become free: Q after the first K, and each V after the K of the
         next K/V tile, whose scores come before this P V."""
         spec, pages = self.spec, x.pages
-        across = (spec.head_dim // BOX, spec.tile_n * BOX)
-        stages = (spec.stages, spec.tile_n * spec.head_dim)
-        k_smem = boxes(storage.k, spec.tile_n, across, stages)
-        v_smem = boxes(storage.v, spec.tile_n, across, stages)
-        if cutlass.const_expr(pages is not None):
-            k_smem = pages.view(storage.k, spec.head_dim, spec.stages)
-            v_smem = pages.view(storage.v, spec.head_dim, spec.stages)
+        k_smem = self.ring(storage.k, spec.head_dim, pages)
+        v_smem = self.ring(storage.v, spec.head_dim_v, pages)
         q_across, q_size = spec.tile_m * BOX, spec.tile_m * spec.head_dim
         q_smem = boxes(
             storage.q, spec.tile_m, (spec.head_dim // BOX, q_across), (self.q_stages, q_size)
@@ -450,11 +444,19 @@ class Sm90Forward:
         if cutlass.const_expr(spec.split):
             start_dependents()  # the combination, which waits for the end of this grid
 
+    def ring(self, buffer: Any, columns: int, pages: Pages | None) -> cute.Tensor:
+        """The stages of K or V tiles of `columns` columns in shared memory, as TMA fills them."""
+        spec = self.spec
+        if pages is not None:
+            return pages.view(buffer, columns, spec.stages)
+        across = (columns // BOX, spec.tile_n * BOX)
+        return boxes(buffer, spec.tile_n, across, (spec.stages, spec.tile_n * columns))
+
     def found(self, pages: Pages | None, key_tile: Any, work: Any) -> Any:
         """The pages of a K/V tile's boxes."""
         if pages is None:
             return None
-        return pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.kv_rows)
+        return pages.of_tile(key_tile, work.sequence, work.seqlen_k, self.k_rows)
 
     @cute.jit
     def load_keys(
@@ -470,15 +472,16 @@ class Sm90Forward:
         pages: Pages | None,
         found: Any,
     ) -> None:
-        """Load a tile of k or v, `name`, as use n; in pages, those of its boxes are `found`."""
+        """Load a tile of k or v, `name`, as use n; `found` are the pages of the tile's boxes."""
+        rows = self.k_rows if name == "k" else self.v_rows
         if cutlass.const_expr(pages is None):
-            load_use(name, tma, self.kv_rows.box(x, key_tile, *work.keys), smem, barriers, n)
+            load_use(name, tma, rows.box(x, key_tile, *work.keys), smem, barriers, n)
         else:
             full = f"{name}_full"
             barriers.wait_previous(f"{name}_empty", n)
             with cute.arch.elect_one():
-                barriers.expect(full, n, self.spec.tile_n * self.row_bytes)
-            pages.load(tma, x, self.kv_rows, found, work.kv_head, smem, barriers, full, n)
+                barriers.expect(full, n, 2 * self.spec.tile_n * rows.columns)
+            pages.load(tma, x, rows, found, work.kv_head, smem, barriers, full, n)
 
     # -- device: products and softmax ---------------------------------------------------------
 
@@ -639,15 +642,15 @@ class Sm90Forward:
     def start_output(self, own: Consumer, n: Any) -> list[Any]:
         """Start O + P V, with use n of V."""
         spec = self.spec
-        stage = own.barriers.stage("v_full", n) * (spec.tile_n * self.row_bytes)
+        stage = own.barriers.stage("v_full", n) * (spec.tile_n * self.v_row_bytes)
         o, p = fragments.values(own.acc), fragments.values(own.p)
         if self.sums:
             return start_output_with_sums(
                 self.dtype, o, p, own.v + stage, own.ones,
-                tile_n=spec.tile_n, head_dim=spec.head_dim,
+                tile_n=spec.tile_n, head_dim=spec.head_dim_v,
             )  # fmt: skip
         return start_output(
-            self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim
+            self.dtype, o, p, own.v + stage, tile_n=spec.tile_n, head_dim=spec.head_dim_v
         )
 
     def exponentiate(self, own: Consumer, work: Work, first: bool) -> Any:
@@ -684,7 +687,7 @@ class Sm90Forward:
         """Divide the rows of O by their sums, and store the log-sum-exp."""
         spec = self.spec
         if cutlass.const_expr(self.sums > 0):
-            totals = [own.acc[0, r, spec.head_dim // 8] for r in range(fragments.LANE_ROWS)]
+            totals = [own.acc[0, r, spec.head_dim_v // 8] for r in range(fragments.LANE_ROWS)]
         else:
             totals = own.softmax.totals()
         for lane_row in cutlass.range_constexpr(fragments.LANE_ROWS):
@@ -700,7 +703,7 @@ class Sm90Forward:
                 totals[lane_row], own.softmax.maximum[lane_row], own.softmax.scaling, sink
             )
             values = own.acc[None, lane_row, None]
-            for j in cutlass.range_constexpr(spec.head_dim // 4):
+            for j in cutlass.range_constexpr(spec.head_dim_v // 4):
                 # A row without a visible key is 0, whatever P V holds.
                 scaled = values[j] * inverse
                 values[j] = cutlass.select_(inverse == 0.0, Float32(0.0), scaled)
@@ -717,7 +720,7 @@ class Sm90Forward:
         """Store the warpgroup's rows through shared memory, by TMA."""
         self.stores_done(own)  # of the tile before, out of the same buffer
         group_barrier(own.group)
-        words = fragments.operand(own.acc, self.dtype)[: self.spec.head_dim // 4]
+        words = fragments.operand(own.acc, self.dtype)[: self.spec.head_dim_v // 4]
         fragments.stage_rows(words, own.o, own.warp % WARPGROUP_WARPS, ROWS)
         cute.arch.fence_view_async_shared()
         group_barrier(own.group)
@@ -726,7 +729,7 @@ class Sm90Forward:
             rows = self.o_rows.box(x.o, block, *work.queries, stored=True)
             with cute.arch.elect_one():
                 store_staged(
-                    x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, self.spec.head_dim
+                    x.o_tma, rows, storage.o, own.group, self.warpgroups, ROWS, self.spec.head_dim_v
                 )
                 cute.arch.cp_async_bulk_commit_group()
 
@@ -740,7 +743,7 @@ class Sm90Forward:
             head = work.head * spec.packed_heads + (row & (spec.packed_heads - 1))
             split = (work.split,) if spec.split else ()
             o = own.acc[None, lane_row, None]
-            pairs = [[o[j], o[j + 1]] for j in range(0, spec.head_dim // 4, 2)]
+            pairs = [[o[j], o[j + 1]] for j in range(0, spec.head_dim_v // 4, 2)]
             parts = row_parts(pairs, self.stored)
             if token < work.seqlen_q:
                 if cutlass.const_expr(spec.varlen_q):

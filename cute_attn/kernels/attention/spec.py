@@ -8,16 +8,22 @@ from typing import ClassVar
 
 from ..common.numbers import FLOAT32_MAX, LOG2_E
 from ..common.spec import Spec
-from .configs import SM90, SM100, backward, forward, head_dims, most_packed_heads
+from .configs import (
+    SM90,
+    SM100,
+    backward,
+    find,
+    forward,
+    head_dims,
+    head_dims_v,
+    most_packed_heads,
+)
 
 DTYPES = ("bfloat16", "float16")
 KERNEL_SCHEDULERS = ("single", "static", "clc")  # operators offer the last two
 SINK_DTYPES = ("none", "bfloat16", "float16", "float32")
 
-HEAD_DIMS = head_dims("forward")
-SM90_HEAD_DIMS = head_dims("forward", SM90)
-SM90_BACKWARD_HEAD_DIMS = head_dims("backward_dkdv", SM90)
-SM90_FUSED_HEAD_DIMS = head_dims("backward_fused", SM90)
+HEAD_DIMS_V = head_dims_v("forward")
 # The dK/dV kernel of SM100 swaps the sides: a cluster has 256 keys, and loops over 128 queries.
 TILE_M, TILE_N, _ = forward("sm_100a", 256).tile
 DKDV_TILE_M, DKDV_TILE_N, _ = backward("backward_dkdv", "sm_100a", 256).tile
@@ -118,25 +124,35 @@ class Sm90ForwardSpec(ForwardSpec):
     """The compile-time parameters of the SM90 forward; see `ForwardSpec` for the others.
 
     Attributes:
-        head_dim: of q, k, v and o.
+        head_dim: head dimension of q and k.
+        head_dim_v: head dimension of v and o.
         tile_m: query rows of a tile: 64 for each consumer warpgroup.
         tile_n: keys of a K/V tile, a multiple of 16.
         stages: tiles of K in shared memory at once, and as many of V.
+
+    Raises:
+        NotImplementedError: there is no kernel for the head dimensions.
     """
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **ForwardSpec.ALLOWED,
         "scheduler": ("single", "counter"),
         "packed_heads": _powers_of_two(most_packed_heads(SM90)),
-        "head_dim": SM90_HEAD_DIMS,
+        "head_dim": head_dims("forward", SM90),
+        "head_dim_v": head_dims_v("forward", SM90),
         "tile_m": (64, 128, 192),
         "tile_n": tuple(range(16, 257, 16)),
     }
 
     head_dim: int
+    head_dim_v: int
     tile_m: int
     tile_n: int
     stages: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        find("forward", "sm_90a", self.head_dim, self.head_dim_v)
 
 
 @dataclass(frozen=True)
@@ -145,7 +161,7 @@ class CombineSpec(Spec):
 
     Attributes:
         dtype: dtype of o; those of the splits are float32.
-        head_dim: of o.
+        head_dim_v: head dimension of o.
         sink_dtype: dtype of the learnable sink, or "none".
         lse: the kernel writes the log-sum-exp.
         dependent: the kernel is launched before the one before it, whose results it combines, is
@@ -158,12 +174,12 @@ class CombineSpec(Spec):
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": (*DTYPES, "float32"),
-        "head_dim": HEAD_DIMS,
+        "head_dim_v": HEAD_DIMS_V,
         "sink_dtype": SINK_DTYPES,
     }
 
     dtype: str
-    head_dim: int
+    head_dim_v: int
     sink_dtype: str
     lse: bool
     dependent: bool = False
@@ -179,7 +195,7 @@ class PreprocessSpec(Spec):
         seqused_q: an argument gives the number of used tokens of each sequence.
         sink_dtype: dtype of the learnable sink whose gradient is computed, or "none".
         dlse: the log-sum-exp has a gradient.
-        head_dim: of o and its gradient.
+        head_dim_v: head dimension of o and its gradient.
         sums: the kernel clears the numbers of `query_zeros`.
         rows_without_keys: the kernel also copies the gradient of o, with zeros in rows that see no
             key: queries see keys up to a bound to the right.
@@ -193,7 +209,7 @@ class PreprocessSpec(Spec):
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": DTYPES,
         "sink_dtype": SINK_DTYPES,
-        "head_dim": HEAD_DIMS,
+        "head_dim_v": HEAD_DIMS_V,
     }
 
     dtype: str
@@ -201,7 +217,7 @@ class PreprocessSpec(Spec):
     seqused_q: bool
     sink_dtype: str
     dlse: bool
-    head_dim: int = 256
+    head_dim_v: int = 256
     sums: bool = False
     rows_without_keys: bool = False
     varlen_k: bool = False
@@ -223,7 +239,7 @@ class PostprocessSpec(Spec):
         dtype: dtype of dq.
         varlen_q: dq is packed sequences, with cu_seqlens.
         seqused_q: an argument gives the number of used tokens of each sequence.
-        head_dim: of dq.
+        head_dim: head dimension of dq.
         tile_m, columns: of the sums' order, see `query_sums`.
 
     Raises:
@@ -233,7 +249,7 @@ class PostprocessSpec(Spec):
 
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "dtype": DTYPES,
-        "head_dim": SM90_FUSED_HEAD_DIMS,
+        "head_dim": head_dims("backward_fused", SM90),
     }
 
     dtype: str
@@ -314,7 +330,8 @@ class Sm90BackwardSpec(BackwardSpec):
 
     Attributes:
         scheduler: "single" for the dK/dV kernel at head_dim 256, else "counter".
-        head_dim: of q, k and v.
+        head_dim: head dimension of q and k.
+        head_dim_v: head dimension of v and o.
         tile_m: query rows of a tile.
         tile_n: keys of a K/V tile; of a cluster's where it has two CTAs.
         stores_ds: the dK/dV kernel at head_dim 256 also stores dS, see `ds_tiles`.
@@ -323,10 +340,12 @@ class Sm90BackwardSpec(BackwardSpec):
     ALLOWED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **BackwardSpec.ALLOWED,
         "scheduler": ("single", "counter"),
-        "head_dim": SM90_BACKWARD_HEAD_DIMS,
+        "head_dim": head_dims("backward_dkdv", SM90),
+        "head_dim_v": head_dims_v("backward_dkdv", SM90),
     }
 
     head_dim: int
+    head_dim_v: int
     tile_m: int
     tile_n: int
     stores_ds: bool = False

@@ -6,9 +6,18 @@ from typing import NamedTuple
 
 from ...cache import KernelDef
 from . import configs
-from .configs import Row, has, head_dims
+from .configs import Row, has, head_dims, shapes
 
-__all__ = ["AttentionKernel", "KERNELS", "called", "find", "has", "head_dims", "smallest_tile"]
+__all__ = [
+    "AttentionKernel",
+    "KERNELS",
+    "called",
+    "find",
+    "has",
+    "head_dims",
+    "shapes",
+    "smallest_tile",
+]
 
 
 class AttentionKernel(NamedTuple):
@@ -86,8 +95,11 @@ def find(way: str, arch: str, head_dim: int, head_dim_v: int | None = None) -> A
     return AttentionKernel(KERNELS[row.kernel], row)
 
 
-def smallest_tile(way: str, head_dim: int) -> int:
+def smallest_tile(way: str, head_dim: int, head_dim_v: int) -> int:
     """Query rows of the smallest tile among all architectures' kernels."""
-    return min(
-        row.tile.m for row in configs.ROWS.values() if (row.way, row.head_dim) == (way, head_dim)
-    )
+    found = [
+        row
+        for (at, _, *dims), row in configs.ROWS.items()
+        if (at, *dims) == (way, head_dim, head_dim_v)
+    ]
+    return min(row.tile.m for row in found)

@@ -37,7 +37,8 @@ def flash_attn_func(
     """Softmax attention over a batch of sequences of one length.
 
     There are kernels for head_dim 64, 128 and 256 on Hopper (sm_90a), and for 256 on Blackwell
-    (sm_100a, sm_103a), forward and backward.
+    (sm_100a, sm_103a), forward and backward. On Hopper, v may also have head_dim_v 128 where q and
+    k have head_dim 192, forward only.
 
     Arguments and defaults are those of FlashAttention-4's function of this name, so that a user
     only changes the import. Arguments after v are keyword-only, because the fourth one differs
@@ -49,7 +50,7 @@ def flash_attn_func(
             the last dimension must be contiguous, and the other strides multiples of 8 elements.
         k: `[batch, seqlen_k, heads_k, head_dim]`, dtype of q. heads_k divides heads (MHA, GQA,
             MQA): query head h uses head h // (heads // heads_k).
-        v: of k's shape and dtype.
+        v: `[batch, seqlen_k, heads_k, head_dim_v]`, dtype of q.
         softmax_scale: factor of the scores; None is head_dim ** -0.5.
         causal: mask the keys after a query's position.
         window_size: how many keys to the left and to the right of its position a query sees; None
@@ -74,12 +75,13 @@ def flash_attn_func(
         return_lse: whether to compute the log-sum-exp. On Hopper, at head_dim 64 and 128, the last
             bits of o depend on it, and so on whether a gradient is taken: without lse, a row is
             divided by the sum of its rounded probabilities, with it by a sum in float32.
-        out: a tensor to write o to, of q's shape and dtype, with the last dimension contiguous and
+        out: a tensor to write o to, of o's shape and dtype, with the last dimension contiguous and
             the other strides multiples of 8 elements. It must not overlap an argument. There is no
             gradient then.
 
     Returns:
-        The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape and dtype. lse is
+        The pair (o, lse). o is `out`, or a new contiguous tensor
+        `[batch, seqlen_q, heads, head_dim_v]` of q's dtype. lse is
         float32 `[batch, heads, seqlen_q]`, natural logarithm, or None without return_lse. For a
         query that sees no key, o is 0, and lse is the sink, or -inf without one.
 
@@ -93,7 +95,7 @@ def flash_attn_func(
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: wrong shapes, strides, alignment, devices or values.
-        NotImplementedError: a head dimension or an architecture without a kernel (the message
+        NotImplementedError: head dimensions or an architecture without a kernel (the message
             lists the supported ones), or `out` where a gradient is needed.
     """
     try:
@@ -140,7 +142,7 @@ def flash_attn_varlen_func(
             `[batch, seqlen_k, heads_k, head_dim]`: a KV cache, whose filled lengths are in
             seqused_k. With page_table, `[num_pages, page_size, heads_k, head_dim]`, page_size a
             multiple of 16.
-        v: of k's shape and dtype.
+        v: of k's shape but for head_dim_v, dtype of q.
         cu_seqlens_q: `[batch + 1]` int32: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 of q are
             sequence b. Not decreasing, at most total_q; not checked, since that would synchronise.
         cu_seqlens_k: likewise for the rows of k and v.
@@ -168,9 +170,10 @@ def flash_attn_varlen_func(
             overwritten.
 
     Returns:
-        The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape and dtype. lse is
-        float32 `[heads, total_q]`, or `[batch, heads, seqlen_q]` without cu_seqlens_q, or None
-        without return_lse. Both are undefined for rows of q that belong to no sequence.
+        The pair (o, lse). o is `out`, or a new contiguous tensor of q's shape, but for head_dim_v,
+        and dtype. lse is float32 `[heads, total_q]`, or `[batch, heads, seqlen_q]` without
+        cu_seqlens_q, or None without return_lse. Both are undefined for rows of q that belong to no
+        sequence.
 
     Differentiable as `flash_attn_func`; rows of q, k and v that belong to no sequence, or that are
     not used, have gradient 0, whatever the gradient of o holds there.

@@ -32,6 +32,11 @@ MAX_SPLITS = 256
 PAGE_STEP = 16  # what page_size is a multiple of
 
 
+def dims_of(a: Any) -> tuple[int, int]:
+    """head_dim and head_dim_v of a call's arguments."""
+    return a.q.shape[-1], a.v.shape[-1]
+
+
 class Arguments(NamedTuple):
     q: Tensor
     k: Tensor
@@ -222,6 +227,11 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
         raise NotImplementedError(
             f"head_dim of q is {head_dim}, there are kernels for: {table.head_dims('forward')}"
         )
+    if a.v.dim() and (head_dim, int(a.v.shape[-1])) not in table.shapes("forward"):
+        raise NotImplementedError(
+            f"head_dim of v is {a.v.shape[-1]} and of q {head_dim}, there are kernels for (of q, "
+            f"of v): {table.shapes('forward')}"
+        )
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if name in lengths and (lengths[name].dim() != 1 or lengths[name].shape[0] == 0):
             raise ValueError(f"{name} has shape {_shape(lengths[name])}, must be [batch + 1]")
@@ -232,7 +242,10 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
         if "cu_seqlens_k" in lengths
         else (batch if a.page_table is None else k.shape[0], k.shape[1], heads_k, head_dim)
     )
-    expected: dict[str, tuple[Any, ...]] = {"k": expected_k, "v": expected_k}
+    expected: dict[str, tuple[Any, ...]] = {
+        "k": expected_k,
+        "v": (*expected_k[:-1], *a.v.shape[-1:]),
+    }
     tensors = {"k": k, "v": a.v} | lengths
     for name in lengths:
         expected[name] = (batch + 1,) if name.startswith("cu_") else (batch,)
@@ -251,7 +264,7 @@ def _check_shapes(a: Arguments, lengths: dict[str, Tensor]) -> None:
         raise NotImplementedError(
             "seqused_q without cu_seqlens_q has no kernel: pack q and give cu_seqlens_q"
         )
-    check_tiles(a, table.smallest_tile("forward", head_dim))
+    check_tiles(a, table.smallest_tile("forward", *dims_of(a)))
 
 
 def _check_pages(a: Arguments, page_table: Tensor) -> None:

@@ -69,6 +69,7 @@ from .arguments import (
     check,
     check_alignment,
     check_tiles,
+    dims_of,
     has_readable_strides,
     no_sequences,
     with_strides_for_tma,
@@ -119,11 +120,11 @@ class BackwardArguments(NamedTuple):
         """How the query heads of each K/V head are split among clusters, and of which parts dS is
         kept at once."""
         varlen_q, varlen_k = self.cu_seqlens_q is not None, self.cu_seqlens_k is not None
-        arch, head_dim, fused = launch.arch_for(self.q.device), self.q.shape[-1], self.is_fused
-        row = configs.backward("backward_fused" if fused else "backward_dkdv", arch, head_dim)
+        arch, fused = launch.arch_for(self.q.device), self.is_fused
+        row = configs.backward("backward_fused" if fused else "backward_dkdv", arch, *dims_of(self))
         assert row.costs is not None
         batch, (left, right) = self.batch, bounds(self)
-        partial_bytes = 2 * 4 * self.k.numel()  # of dk and dv, for each split
+        partial_bytes = 4 * (self.k.numel() + self.v.numel())  # of dk and dv, for each split
         splits = num_splits(
             seqlen_q=-(-self.q.shape[-3] // max(batch, 1)) if varlen_q else self.q.shape[-3],
             seqlen_k=-(-self.k.shape[-3] // max(batch, 1)) if varlen_k else self.k.shape[-3],
@@ -159,7 +160,7 @@ class BackwardArguments(NamedTuple):
         """Whether one kernel computes dK, dV and sums of dQ."""
         return has_fused_dq(
             launch.arch_for(self.q.device),
-            self.q.shape[-1],
+            *dims_of(self),
             softcap=bool(self.softcap),
             dq=self.need_dq,
             dkdv=self.need_dkdv,
@@ -168,13 +169,13 @@ class BackwardArguments(NamedTuple):
 
     def parts_with_ds(self, splits: int) -> Parts:
         """The same, with at least `splits` parts."""
-        arch, head_dim = launch.arch_for(self.q.device), self.q.shape[-1]
+        arch, dims = launch.arch_for(self.q.device), dims_of(self)
         if not (self.need_dq and self.need_dkdv):
             return Parts(splits)
-        cluster = table.find("backward_dkdv", arch, head_dim).cluster
+        cluster = table.find("backward_dkdv", arch, *dims).cluster
         return parts_with_ds(
             arch,
-            head_dim,
+            *dims,
             rows=padded_rows(self.q.shape[-3], self.batch, self.cu_seqlens_q is not None),
             keys=self.k.shape[-3],
             heads=self.q.shape[-2],
@@ -234,22 +235,23 @@ class Backward(Operator[BackwardArguments]):
         check_dtypes_are(given, ("lse", "dlse"), torch.float32)
         *batch, seqlen_q, heads, _ = a.q.shape
         of_rows = (*batch, heads, seqlen_q)
-        check_shapes(given, {"o": a.q.shape, "do": a.q.shape, "lse": of_rows, "dlse": of_rows})
+        of_o = (*a.q.shape[:-1], a.v.shape[-1])
+        check_shapes(given, {"o": of_o, "do": of_o, "lse": of_rows, "dlse": of_rows})
 
     def check_memory(self, a: BackwardArguments) -> None:
-        arch, head_dim = launch.arch_for(a.q.device), a.q.shape[-1]
         for direction in ("backward_preprocess", "backward_dq", "backward_dkdv"):
-            table.find(direction, arch, head_dim)
+            table.find(direction, launch.arch_for(a.q.device), *dims_of(a))
         check_alignment(q=a.q, k=a.k, v=a.v)
 
     def prepare(self, a: BackwardArguments) -> _Ready:
         left, right = bounds(a)
         arch, device = launch.arch_for(a.q.device), a.q.device
-        head_dim = a.q.shape[-1]
+        head_dim, head_dim_v = dims_of(a)
         parts = a.parts
         requests = backward_requests(
             arch,
             head_dim=head_dim,
+            head_dim_v=head_dim_v,
             dtype=DTYPE_NAMES[a.q.dtype],
             window_left=left is not None,
             window_right=right is not None,
@@ -277,7 +279,9 @@ class Backward(Operator[BackwardArguments]):
             return getattr(request and request[1], "scheduler", None) == "counter"
 
         def clusters(direction: str) -> int:
-            return launch.num_clusters(device, table.find(direction, arch, head_dim).cluster)
+            return launch.num_clusters(
+                device, table.find(direction, arch, head_dim, head_dim_v).cluster
+            )
 
         return _Ready(
             preprocess=launch.get_for(device, *requests.preprocess),
@@ -298,7 +302,7 @@ class Backward(Operator[BackwardArguments]):
             dkdv_counts=counts(requests.dkdv),
             postprocess=load(requests.postprocess),
             ds_dq=load(requests.ds_dq),
-            dkdv_of_heads=table.has("backward_ds_dq", arch, head_dim),
+            dkdv_of_heads=table.has("backward_ds_dq", arch, head_dim, head_dim_v),
             rows_without_keys=requests.preprocess[1].rows_without_keys,
         )
 
@@ -308,7 +312,7 @@ class Backward(Operator[BackwardArguments]):
         parts = a.parts
         return (
             len(a.q.shape),
-            a.q.shape[-2:],
+            (*a.q.shape[-2:], a.v.shape[-1]),
             a.k.shape[-2],
             a.q.shape[0] if a.cu_seqlens_q is None else None,
             a.k.shape[0] if a.cu_seqlens_k is None else None,
@@ -352,7 +356,7 @@ class Backward(Operator[BackwardArguments]):
         seen_do = None
         keys: tuple[Tensor | None, Tensor | None] = (None, None)
         if ready.rows_without_keys:
-            seen_do = torch.empty_like(q, memory_format=_contiguous)
+            seen_do = torch.empty_like(a.o, memory_format=_contiguous)
             keys = a.cu_seqlens_k, a.seqused_k
         ready.preprocess(
             a.o, a.do, a.lse, a.dlse, sink, a.cu_seqlens_q, a.seqused_q, stats, zeroed, parts,
@@ -385,8 +389,9 @@ class Backward(Operator[BackwardArguments]):
             dk, dv = (torch.empty_like(x, memory_format=_contiguous) for x in (k, v))
             written: tuple[Tensor, ...] = dk, dv
             if ready.sum_dkdv is not None:
-                partial = (ready.splits, *k.shape)
-                written = tuple(k.new_empty(partial, dtype=torch.float32) for _ in range(2))
+                written = tuple(
+                    x.new_empty((ready.splits, *x.shape), dtype=torch.float32) for x in (k, v)
+                )
             if ready.zero_dkdv is not None:
                 for x in written:
                     ready.zero_dkdv(_words(x), a.cu_seqlens_k, a.seqused_k)

@@ -23,7 +23,7 @@ from ..operator import (
     is_grad_enabled,
 )
 from .arguments import Arguments, check_scalars
-from .forward import FORWARD, PLANS, Splits, empty_lse
+from .forward import FORWARD, PLANS, Splits, empty_lse, empty_o
 from .into import INTO, apart
 
 _empty_like = torch.empty_like
@@ -131,8 +131,15 @@ def attend(
                 )  # fmt: skip
                 found = _plan_of(plan)
                 if found is not None:
-                    function, scale, cap, left, right, clusters, counts, combine, layouts = found
-                    o = _empty_like(q, memory_format=_contiguous) if out is None else out
+                    (
+                        function, scale, cap, left, right, clusters, counts, combine, columns,
+                        layouts,
+                    ) = found  # fmt: skip
+                    o = (
+                        out if out is not None
+                        else empty_o(q, columns) if columns
+                        else _empty_like(q, memory_format=_contiguous)
+                    )  # fmt: skip
                     lse = empty_lse(q) if return_lse else None
                     if combine is None:
                         written, of_lse, sink = o, lse, learnable_sink

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import launch
-from ...kernels.attention.spec import HEAD_DIMS
+from ...kernels.attention.spec import HEAD_DIMS_V
 from ..checks import DTYPE_NAMES, check_dtypes_are, check_flags
 from ..operator import PLAIN, Operator, dispatch_mode_depth, forward_ad, is_dynamo_compiling
 from .plan import plan_attention_combine
@@ -40,9 +40,9 @@ class Combine(Operator[CombineArguments]):
             )
         if shape[0] < 1:
             raise ValueError("out_partial has 0 splits, must have at least 1")
-        if shape[-1] not in HEAD_DIMS:
+        if shape[-1] not in HEAD_DIMS_V:
             raise NotImplementedError(
-                f"head_dim of out_partial is {shape[-1]}, there are kernels for: {HEAD_DIMS}"
+                f"head_dim of out_partial is {shape[-1]}, there are kernels for: {HEAD_DIMS_V}"
             )
         if tuple(a.lse_partial.shape) != shape[:-1]:
             raise ValueError(

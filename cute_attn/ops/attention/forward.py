@@ -36,6 +36,7 @@ from .arguments import (
     bounds,
     check,
     check_alignment,
+    dims_of,
     no_sequences,
     with_strides_for_tma,
 )
@@ -48,8 +49,10 @@ _contiguous = torch.contiguous_format
 _NUMBERS = (float, int)
 
 # (function, default softmax_scale, softcap, left and right window, clusters that fit the GPU,
-# whether it takes a counter, the kernel that combines splits)
-_Ready = tuple[Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None]
+# whether it takes a counter, the kernel that combines splits, head_dim_v or 0 for head_dim)
+_Ready = tuple[
+    Callable[..., None], float, float, int, int, int, bool, Callable[..., None] | None, int
+]
 
 
 # Plan of a call, see `call` -> what `ready` has for it, with its own scale, and the layouts of what
@@ -64,16 +67,17 @@ class Attention(Operator[_Called]):
     """What the operator that allocates o and the one that writes to a given `out` share."""
 
     def check_memory(self, a: Any) -> None:
-        table.find("forward", launch.arch_for(a.q.device), a.q.shape[-1])
+        table.find("forward", launch.arch_for(a.q.device), *dims_of(a))
         check_alignment(q=a.q, k=a.k, v=a.v)
 
     def prepare(self, a: Any) -> _Ready:
         left, right = bounds(a)
         arch = launch.arch_for(a.q.device)
-        head_dim = a.q.shape[-1]
+        head_dim, head_dim_v = dims_of(a)
         (kernel, spec), *combine = plan_attention(
             arch,
             head_dim=head_dim,
+            head_dim_v=head_dim_v,
             dtype=DTYPE_NAMES[a.q.dtype],
             heads=a.q.shape[-2],
             heads_k=a.k.shape[-2],
@@ -98,9 +102,10 @@ class Attention(Operator[_Called]):
             float(a.softcap or 1.0),
             left or 0,
             right or 0,
-            launch.num_clusters(a.q.device, table.find("forward", arch, head_dim).cluster),
+            launch.num_clusters(a.q.device, table.find("forward", arch, *dims_of(a)).cluster),
             spec.scheduler == "counter",
             launch.get_for(a.q.device, *combine[0]) if combine else None,
+            0 if head_dim_v == head_dim else head_dim_v,
         )
 
     def forward(  # type: ignore[override]
@@ -142,13 +147,14 @@ class Attention(Operator[_Called]):
         try:
             if num_splits == 0:
                 num_splits = _chosen_splits(
-                    q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, page_table, window_left,
+                    q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, page_table, window_left,
                 )  # fmt: skip
             if ready is None:
                 q_shape, k_shape = q.shape, k.shape
                 key = (
                     len(q_shape),
                     q_shape[-1],
+                    v.shape[-1],
                     q_shape[-2],
                     k_shape[-2],
                     q_shape[0] if cu_seqlens_q is None else None,
@@ -183,9 +189,9 @@ class Attention(Operator[_Called]):
                     max_seqlen_k is None or max_seqlen_k >= 0,
                 )
                 ready = self.ready[key]
-            function, default_scale, cap, left, right, clusters, counts, combine = ready
+            function, default_scale, cap, left, right, clusters, counts, combine, columns = ready
             if written is None:
-                o = _empty_like(q, memory_format=_contiguous)
+                o = empty_o(q, columns)
                 lse = empty_lse(q) if return_lse else None
             else:
                 o, lse = written
@@ -198,7 +204,7 @@ class Attention(Operator[_Called]):
                 )  # fmt: skip
             else:
                 # The sink counts once, in the combination.
-                parts = Splits.allocate(q, split_layouts(q.shape, num_splits))
+                parts = Splits.allocate(q, split_layouts(o.shape, num_splits))
                 function(
                     q, k, v, parts.o, parts.lse.mT, None, cu_seqlens_q, cu_seqlens_k, seqused_q,
                     seqused_k, page_table, scale, cap, left, right, clusters,
@@ -206,7 +212,7 @@ class Attention(Operator[_Called]):
                 )  # fmt: skip
                 parts.combine(combine, o, lse, learnable_sink)
             if plan is not None:
-                remember(plan, q, ready, scale, num_splits)
+                remember(plan, o, ready, scale, num_splits)
             return o, lse
         except Exception as error:
             return self.failed(  # type: ignore[no-any-return]
@@ -258,9 +264,11 @@ class Forward(Attention[Arguments]):
         # The forward refuses any other q.
         if isinstance(q, Tensor) and not q.is_nested and q.dim():
             launch.check_device("q", q.device)
-            arch, head_dim = launch.arch_for(q.device), q.shape[-1]
-            if table.has("forward", arch, head_dim):
-                table.find("backward_dq", arch, head_dim)
+            arch, v = launch.arch_for(q.device), arguments[2]
+            if isinstance(v, Tensor) and not v.is_nested and v.dim():
+                dims = q.shape[-1], v.shape[-1]
+                if table.has("forward", arch, *dims):
+                    table.find("backward_dq", arch, *dims)
         return super().recorded(*arguments)
 
     def check_gradient(self, a: Arguments) -> None:
@@ -268,7 +276,8 @@ class Forward(Attention[Arguments]):
             raise NotImplementedError("page_table has no backward: k and v are not in one piece")
 
     def outputs(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
-        o = _empty_like(a.q, memory_format=_contiguous)
+        head_dim, head_dim_v = dims_of(a)
+        o = empty_o(a.q, 0 if head_dim_v == head_dim else head_dim_v)
         return o, empty_lse(a.q) if a.return_lse else None
 
     def results_of(self, a: Arguments) -> tuple[Tensor, Tensor | None]:
@@ -296,13 +305,13 @@ class Forward(Attention[Arguments]):
         return {name: found[name] for name in needed}
 
 
-def remember(plan: tuple[Any, ...], q: Tensor, ready: _Ready, scale: float, splits: int) -> None:
+def remember(plan: tuple[Any, ...], o: Tensor, ready: _Ready, scale: float, splits: int) -> None:
     """Store what a call with this plan needs."""
-    if may_remember(q):
+    if may_remember(o):
         if len(PLANS) >= MOST_READY:
             PLANS.clear()
         function, _, *rest = ready
-        layouts = split_layouts(q.shape, splits) if splits > 1 else None
+        layouts = split_layouts(o.shape, splits) if splits > 1 else None
         PLANS[plan] = function, scale, *rest, layouts
 
 
@@ -311,10 +320,10 @@ _Layouts = tuple[_Layout, _Layout]
 
 
 @functools.lru_cache(maxsize=4096)
-def split_layouts(q_shape: tuple[int, ...], splits: int) -> _Layouts:
-    """Those of `Splits`, contiguous."""
+def split_layouts(o_shape: tuple[int, ...], splits: int) -> _Layouts:
+    """The contiguous layouts of `Splits`."""
     found = []
-    for shape in ((splits, *q_shape), (splits, *q_shape[:-1])):
+    for shape in ((splits, *o_shape), (splits, *o_shape[:-1])):
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         found.append((shape, tuple(strides)))
     o, lse = found
@@ -322,7 +331,7 @@ def split_layouts(q_shape: tuple[int, ...], splits: int) -> _Layouts:
 
 
 class Splits(NamedTuple):
-    """What splits compute: o `[splits, (batch,) seqlen, heads, head_dim]`, and lse `[splits,
+    """What splits compute: o `[splits, (batch,) seqlen, heads, head_dim_v]`, and lse `[splits,
     (batch,) seqlen, heads]`."""
 
     o: Tensor
@@ -330,7 +339,7 @@ class Splits(NamedTuple):
 
     @classmethod
     def allocate(cls, q: Tensor, layouts: _Layouts) -> Splits:
-        """With the layouts that `split_layouts` has for q."""
+        """Memory beside q, with the layouts that `split_layouts` has for o."""
         o, lse = layouts
         return cls(
             _empty_strided(*o, dtype=torch.float32, device=q.device),
@@ -358,6 +367,7 @@ class Splits(NamedTuple):
 def _chosen_splits(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
@@ -368,7 +378,8 @@ def _chosen_splits(
     q_shape, k_shape = q.shape, k.shape
     rows, heads, head_dim = q_shape[-3:]
     device = q.get_device()
-    arch, clusters = (_on_gpu if device >= 0 else _on_device)(q.device, head_dim)
+    head_dim_v = v.shape[-1]
+    arch, clusters = (_on_gpu if device >= 0 else _on_device)(q.device, head_dim, head_dim_v)
     seqlen_k = k_shape[-3]
     if page_table is not None:
         seqlen_k *= page_table.shape[1]
@@ -380,6 +391,7 @@ def _chosen_splits(
     return num_splits_of_forward(
         arch,
         head_dim=head_dim,
+        head_dim_v=head_dim_v,
         rows=rows * batch if cu_seqlens_q is None else rows,
         batch=batch,
         heads=heads,
@@ -391,13 +403,21 @@ def _chosen_splits(
     )
 
 
-def _on_device(device: torch.device, head_dim: int) -> tuple[str, int]:
+def _on_device(device: torch.device, head_dim: int, head_dim_v: int) -> tuple[str, int]:
     """The architecture, and how many clusters of its forward run at once."""
     arch = launch.arch_for(device)
-    return arch, launch.num_clusters(device, table.find("forward", arch, head_dim).cluster)
+    cluster = table.find("forward", arch, head_dim, head_dim_v).cluster
+    return arch, launch.num_clusters(device, cluster)
 
 
 _on_gpu = functools.cache(_on_device)
+
+
+def empty_o(q: Tensor, columns: int) -> Tensor:
+    """The output of a call, without values; `columns` is head_dim_v, or 0 for q's head_dim."""
+    if columns:
+        return q.new_empty((*q.shape[:-1], columns))
+    return _empty_like(q, memory_format=_contiguous)
 
 
 def empty_lse(q: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class Into(Attention[IntoArguments]):
         check(Arguments(*shared), given)
         check_dtypes_are(given, ("out",), a.q.dtype)
         *batch, rows, heads, _ = a.q.shape
-        check_shapes(given, {"out": a.q.shape, "lse": (*batch, heads, rows)})
+        check_shapes(given, {"out": (*a.q.shape[:-1], a.v.shape[-1]), "lse": (*batch, heads, rows)})
         check_not_expanded(given, _WRITTEN)
         check_strides(given, ("out",))
         if "lse" in given:
@@ -158,16 +158,17 @@ _attend = Attention.forward
 INTO = Into()
 
 
-def apart(out: Tensor, q: Tensor, *others: Tensor | None) -> bool:
+def apart(out: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> bool:
     """Whether `out` is a usual one, and shares no storage with an argument: for a call with splits,
     whose combination does not get what `out` must not overlap."""
     storage = out.untyped_storage().data_ptr()
-    for x in others:
+    for x in (k, v, *others):
         if x is not None and storage == x.untyped_storage().data_ptr():
             return False
     return (
         out.is_contiguous()
-        and out.shape == q.shape
+        and out.shape[:-1] == q.shape[:-1]
+        and out.shape[-1] == v.shape[-1]
         and out.dtype is q.dtype
         and not out.data_ptr() % ALIGNMENT
         and out.get_device() == q.get_device()

@@ -19,7 +19,7 @@ from ...kernels.attention.heuristics import (
 )
 from ...kernels.attention.query_sums import QuerySums
 from ...kernels.attention.spec import (
-    HEAD_DIMS,
+    HEAD_DIMS_V,
     CombineSpec,
     PostprocessSpec,
     PreprocessSpec,
@@ -38,6 +38,7 @@ def plan_attention(
     arch: str,
     *,
     head_dim: int = 256,
+    head_dim_v: int | None = None,
     dtype: str = "bfloat16",
     heads: int = 1,
     heads_k: int = 1,
@@ -62,7 +63,8 @@ def plan_attention(
 
     Args:
         arch: such as "sm_100a".
-        head_dim: of q, k and v.
+        head_dim: head dimension of q and k.
+        head_dim_v: head dimension of v; head_dim if None.
         dtype: of q, k and v.
         heads: of q; only its ratio to heads_k counts.
         heads_k: of k and v.
@@ -91,9 +93,10 @@ def plan_attention(
     Raises:
         TypeError: a parameter has a wrong type.
         ValueError: a parameter has a value that kernels do not support; the message names it.
-        NotImplementedError: there is no kernel for this head_dim on this architecture.
+        NotImplementedError: there is no kernel for these head dimensions on this architecture.
     """
-    kernel = table.find("forward", arch, head_dim).kernel
+    dims = head_dim, head_dim_v
+    kernel, row = table.find("forward", arch, *dims)
     if heads_k < 1 or heads < 1 or heads % heads_k:
         raise ValueError(f"heads is {heads}, must be a positive multiple of heads_k, {heads_k}")
     chosen = _scheduler(scheduler)
@@ -101,8 +104,8 @@ def plan_attention(
         _say_static(arch)
     tiles: list[tuple[int, bool]] = []  # packed heads, and whether rows are few
     for case in (False, True) if short is None else (short,):
-        packing = packed_heads(arch, head_dim, heads=heads, heads_k=heads_k, short=case)
-        can_be_few = case and configs.forward(arch, head_dim).few is not None
+        packing = packed_heads(arch, *dims, heads=heads, heads_k=heads_k, short=case)
+        can_be_few = case and configs.forward(arch, *dims).few is not None
         of_case = ((False, True) if few is None else (few,)) if can_be_few else (False,)
         tiles += [(packing, value) for value in of_case]
     requests: list[launch.Request] = [
@@ -110,7 +113,7 @@ def plan_attention(
             kernel,
             forward_spec(
                 arch,
-                head_dim,
+                *dims,
                 dtype=dtype,
                 scheduler=chosen,
                 packed_heads=packing,
@@ -133,7 +136,7 @@ def plan_attention(
     ]
     if any(getattr(spec, "split", False) for _, spec in requests):
         combine = CombineSpec(
-            dtype, head_dim, sink_dtype=sink or "none", lse=return_lse, dependent=True
+            dtype, row.head_dim_v, sink_dtype=sink or "none", lse=return_lse, dependent=True
         )
         requests.append((table.COMBINE, combine))
     return requests
@@ -148,7 +151,7 @@ def plan_attention_combine(
 
     Args:
         arch: such as "sm_100a".
-        head_dim: of out_partial.
+        head_dim: head dimension of out_partial.
         out_dtype: as the operator's, "float32" for None.
         return_lse: as the operator's.
 
@@ -160,8 +163,8 @@ def plan_attention_combine(
         ValueError: out_dtype is not supported.
         NotImplementedError: there is no kernel for this head_dim.
     """
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"head_dim is {head_dim}, there are kernels for {HEAD_DIMS}")
+    if head_dim not in HEAD_DIMS_V:
+        raise NotImplementedError(f"head_dim is {head_dim}, there are kernels for {HEAD_DIMS_V}")
     return [(table.COMBINE, CombineSpec(out_dtype, head_dim, "none", return_lse))]
 
 
@@ -170,6 +173,7 @@ def plan_attention_backward(
     arch: str,
     *,
     head_dim: int = 256,
+    head_dim_v: int | None = None,
     dtype: str = "bfloat16",
     causal: bool = False,
     window_left: bool = False,
@@ -194,7 +198,8 @@ def plan_attention_backward(
 
     Args:
         arch: such as "sm_100a".
-        head_dim: of q, k and v.
+        head_dim: head dimension of q and k.
+        head_dim_v: head dimension of v; head_dim if None.
         dtype: of q, k and v.
         causal: as the operator's.
         window_left: whether window_size has a bound to the left.
@@ -224,7 +229,7 @@ def plan_attention_backward(
     Raises:
         TypeError: a parameter has a wrong type.
         ValueError: a parameter has a value that kernels do not support; the message names it.
-        NotImplementedError: there is no kernel for this head_dim on this architecture.
+        NotImplementedError: there is no kernel for these head dimensions on this architecture.
     """
     requests = [
         request
@@ -235,6 +240,7 @@ def plan_attention_backward(
         for request in backward_requests(
             arch,
             head_dim=head_dim,
+            head_dim_v=head_dim_v,
             dtype=dtype,
             window_left=window_left,
             window_right=window_right or causal,
@@ -249,7 +255,7 @@ def plan_attention_backward(
             dq=dq,
             dkdv=dkdv,
             split=case,
-            ds=ds and table.has("backward_ds_dq", arch, head_dim),
+            ds=ds and table.has("backward_ds_dq", arch, head_dim, head_dim_v),
             ds_of_keys=of_keys,
             rows_without_keys=unseen,
             deterministic=deterministic,
@@ -277,6 +283,7 @@ def backward_requests(
     arch: str,
     *,
     head_dim: int,
+    head_dim_v: int | None,
     dtype: str,
     window_left: bool,
     window_right: bool,
@@ -300,16 +307,17 @@ def backward_requests(
     `plan_attention_backward`. With `ds`, dS is kept where both kernels run, with `ds_of_keys` of a
     part of the keys at once. Rows without keys matter to dkdv alone."""
 
+    dims = head_dim, head_dim_v
     fused = has_fused_dq(
-        arch, head_dim, softcap=softcap, dq=dq, dkdv=dkdv, deterministic=deterministic
+        arch, *dims, softcap=softcap, dq=dq, dkdv=dkdv, deterministic=deterministic
     )
     ds = ds and dq and dkdv
 
     def main(direction: str, *, partial: bool = False) -> launch.Request:
-        kernel = table.find("backward_fused" if fused else direction, arch, head_dim).kernel
+        kernel = table.find("backward_fused" if fused else direction, arch, *dims).kernel
         spec = backward_spec(
             arch,
-            head_dim,
+            *dims,
             of_keys=direction == "backward_dkdv",
             fused=fused,
             ds=ds,
@@ -332,13 +340,14 @@ def backward_requests(
         return ZERO_UNUSED, ZeroUnusedSpec(varlen=varlen, seqused=seqused)
 
     rows_without_keys = rows_without_keys and dkdv and window_right
+    preprocess_kernel, row = table.find("backward_preprocess", arch, *dims)
     preprocess = PreprocessSpec(
         dtype=dtype,
         varlen_q=varlen_q,
         seqused_q=seqused_q,
         sink_dtype=sink or "none",
         dlse=dlse,
-        head_dim=head_dim,
+        head_dim_v=row.head_dim_v,
         sums=fused,
         rows_without_keys=rows_without_keys,
         varlen_k=rows_without_keys and varlen_k,
@@ -350,9 +359,9 @@ def backward_requests(
     if fused and keys is not None:
         sums = QuerySums.of(keys[1].tile_m, head_dim)
         spec = PostprocessSpec(dtype, varlen_q, seqused_q, head_dim, sums.tile_m, sums.columns)
-        postprocess = table.find("backward_postprocess", arch, head_dim).kernel, spec
+        postprocess = table.find("backward_postprocess", arch, *dims).kernel, spec
     return BackwardRequests(
-        preprocess=(table.find("backward_preprocess", arch, head_dim).kernel, preprocess),
+        preprocess=(preprocess_kernel, preprocess),
         dq=main("backward_dq") if dq and not (fused or ds) else None,
         dkdv=keys,
         sum_dkdv=(SUM_PARTIALS, SumPartialsSpec(dtype, **FEW_PARTIALS)) if partial else None,

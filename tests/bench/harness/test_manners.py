@@ -36,8 +36,7 @@ def files(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*.*")}
 
 
-WRITTEN = {"pyproject.toml", "docs/benchmarks/toy-c-2026-11-22.json"}
-WRITTEN |= {"docs/benchmarks/toy-c-2026-11-22.md"}
+WRITTEN = {"pyproject.toml", "docs/benchmarks/no-gpu/toy.json"}
 
 
 @pytest.mark.parametrize("below", ["", "docs/deep"])
@@ -75,7 +74,7 @@ def test_elsewhere_nothing_is_written_unless_asked(
     assert said in heard.err and "--out" in heard.err
 
     assert command.main(["toy", "--out", "here"]) == 0
-    assert files(root) - before == {"here/toy-c-2026-11-22.json", "here/toy-c-2026-11-22.md"}
+    assert files(root) - before == {"here/no-gpu/toy.json"}
     assert said not in capsys.readouterr().err
     assert command.main(["toy", "--print-only"]) == 0
     assert said not in capsys.readouterr().err
@@ -91,12 +90,19 @@ def test_it_is_said_before_the_run(
     assert heard.index("not in a checkout") < heard.index("runs")
 
 
-def test_render_has_the_same_manners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_have_the_same_manners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tmp_path / "toy.json"
     source.write_text(Report("toy", "A toy", {"cpu": "C"}, rows=[{"n": 1}]).to_json())
     monkeypatch.chdir(tmp_path)
-    assert command.main(["render", "toy.json"]) == 0
+    assert command.main(["pages", "toy.json"]) == 1
+    assert "give --out" in capsys.readouterr().err
     assert files(tmp_path) == {"toy.json"}
+    root = make_checkout(tmp_path / "checkout")
+    monkeypatch.chdir(root)
+    assert command.main(["pages", str(source)]) == 0
+    assert files(root) == {*WRITTEN, "docs/benchmarks/no-gpu.md"}
 
 
 def test_the_commit_is_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,40 +1,33 @@
 """The names of lines and axes, the places of plots, and the committed pictures."""
 
 import json
-import struct
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from cute_attn.bench.harness.plot import OURS, chosen, columns_of, draw, fingerprint, series
+from cute_attn.bench.harness.plot import (
+    OURS,
+    chosen,
+    columns_of,
+    draw,
+    fingerprint,
+    fingerprint_in,
+    series,
+)
 from cute_attn.bench.harness.report import Plot, Report
 from docs import page_plots
 
 from .test_report import make_report, needs_matplotlib
 
 ROOT = Path(__file__).parents[3]
-REPORTS = sorted(ROOT.glob("docs/benchmarks/*.json"))
-PICTURES = sorted(ROOT.glob("docs/benchmarks/*.png"))
+REPORTS = sorted(ROOT.glob("docs/benchmarks/*/*.json"))
 
 
 @cache
 def read(path: Path) -> Report:
     return Report.from_json(path.read_text())
-
-
-def description(picture: Path) -> str:
-    """The PNG's own text of that name."""
-    data = picture.read_bytes()
-    at = 8
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        kind, content = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
-        if kind == b"tEXt" and content.startswith(b"Description\0"):
-            return content.partition(b"\0")[2].decode("latin-1")
-        at += length + 12
-    raise AssertionError(f"{picture.name} has no description")
 
 
 @pytest.mark.parametrize(
@@ -58,14 +51,15 @@ def test_lines_have_the_names_of_packages(column, name):
 
 
 def test_our_own_line_is_named_for_the_package_in_every_report():
-    ours = 0
+    without = set()
     for path in REPORTS:
         for _, plot in chosen(read(path)):
             names = [series(column) for column in plot.ys]
             assert len(set(names)) == len(names), (path.name, plot.title)
             assert not {"tflops", "us", "time us", "gbps"} & set(names), (path.name, plot.title)
-            ours += any(name.startswith(OURS) for name in names)
-    assert ours > 100
+            if not any(name.startswith(OURS) for name in names):
+                without.add(path.stem)
+    assert without == {"async-copy", "fmha-ladder-swizzled"}  # studies: each line is a way to do it
 
 
 @pytest.mark.parametrize(
@@ -103,14 +97,7 @@ def test_pictures_have_their_fingerprint(tmp_path, count):
     plot = make_report().plots[0]
     report = make_report(plots=[plot] * count)
     picture = draw(report, tmp_path / "picture.png")
-    assert description(picture) == fingerprint(report)
-
-
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
-def test_pictures_beside_reports_are_up_to_date(picture):
-    report = picture.with_suffix(".json")
-    command = f"python -m cute_attn.bench render {report.relative_to(ROOT)}"
-    assert description(picture) == fingerprint(read(report)), command
+    assert fingerprint_in(picture) == fingerprint(report)
 
 
 @pytest.mark.parametrize("name", page_plots.SHOWN)
@@ -119,7 +106,7 @@ def test_pictures_on_pages_are_up_to_date(name):
     report = shown.read()
     assert len(chosen(report, shown.titles)) == len(shown.titles or report.plots)
     expected = fingerprint(report, shown.titles)
-    assert description(page_plots.PLOTS / f"{name}.png") == expected, "python -m docs.page_plots"
+    assert fingerprint_in(page_plots.PLOTS / f"{name}.png") == expected, "python -m docs.page_plots"
 
 
 @pytest.mark.parametrize("page", page_plots.PAGES)

@@ -100,7 +100,7 @@ def fake_gpu(monkeypatch, peer):
 
 def run(tmp_path, *argv):
     assert main(["kda-backward", *argv, "--out", str(tmp_path), "--commit", "abc"]) == 0
-    return json.loads(next(tmp_path.glob("*.json")).read_text())
+    return json.loads(next(tmp_path.rglob("*.json")).read_text())
 
 
 # ---- cases
@@ -247,8 +247,8 @@ def test_kda_backward(fake_gpu, monkeypatch, tmp_path, capsys):
     assert {"gradients", "others"} <= {row["kernel"] for row in report["parts"][0]["rows"]}
     assert any("fla q" in note for note in report["notes"])
     assert "gradients 15" in capsys.readouterr().err
-    text = Report.from_dict(report).to_markdown()
-    assert "## Kernels of our backward" in text and "peak_mib" in text
+    text = Report.from_dict(report).to_markdown("kda-backward")
+    assert "### Kernels of our backward" in text and "peak_mib" in text
 
 
 def test_memory_alone(fake_gpu, monkeypatch, tmp_path):

@@ -349,7 +349,7 @@ def test_a_peer_that_cannot_be_captured_is_left_out(monkeypatch):
 
 def run(tmp_path, *argv):
     assert main([*argv, "--out", str(tmp_path), "--commit", "abc"]) == 0
-    return json.loads(next(tmp_path.glob("*.json")).read_text())
+    return json.loads(next(tmp_path.rglob("*.json")).read_text())
 
 
 def test_kda_chunk(fake_gpu, monkeypatch, tmp_path, capsys):

@@ -1,0 +1,71 @@
+"""Attention whose v is narrower than q and k; the sweep is `test_attention_sm90`'s."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn.emulator import Emulator
+from cute_attn.kernels.attention import configs
+
+from .attention_cases import CACHE, CAUSAL, Case, Machine, Target, assert_agrees, on_target, run
+
+ARCH = "sm_90a"
+WIDTHS = (192, 128)
+
+
+@pytest.mark.parametrize(
+    ("case", "splits"),
+    [
+        (Case(CAUSAL, (200,), (300,), heads_k=1, group=2), 1),
+        (Case(CACHE, (1, 0, 3), (300,) * 3, unused_k=(0, 9, 299), group=2), 2),
+    ],
+    ids=["prefill", "decode in splits"],
+)
+def test_agrees_with_the_reference(case: Case, splits: int):
+    with on_target(Target(ARCH, WIDTHS[0])):
+        args = case.arguments()
+        assert (args["q"].shape[-1], args["v"].shape[-1]) == WIDTHS
+        o, lse = run(args, on=Machine(num_sms=2, schedule="adversarial"), num_splits=splits)
+        assert o.shape == (*args["q"].shape[:-1], WIDTHS[1])
+        assert_agrees(args, o, lse)
+
+
+def of_widths(head_dim: int, head_dim_v: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, 5, 2, dim).bfloat16() for dim in (head_dim, head_dim, head_dim_v))
+
+
+@pytest.mark.parametrize("widths", [(128, 64), (192, 192), (64, 128)], ids=str)
+def test_other_widths_are_refused_with_a_list(widths: tuple[int, int]):
+    message = rf"head_dim of v is {widths[1]} and of q {widths[0]}, .*\(192, 128\)"
+    with (
+        cute_attn.emulated(ARCH, Emulator()),
+        pytest.raises(NotImplementedError, match=message),
+    ):
+        cute_attn.flash_attn_func(*of_widths(*widths))
+
+
+def test_widths_without_a_backward_are_refused_before_the_forward():
+    q, k, v = of_widths(*WIDTHS)
+    message = "no attention backward for head_dim 192 and head_dim_v 128"
+    with cute_attn.emulated(ARCH, Emulator()) as emulator:
+        with pytest.raises(NotImplementedError, match=message):
+            cute_attn.flash_attn_func(q.requires_grad_(), k, v)
+        assert not emulator.report.launches
+
+
+def test_out_has_the_width_of_v():
+    q, k, v = of_widths(*WIDTHS)
+    with (
+        cute_attn.emulated(ARCH, Emulator()),
+        pytest.raises(ValueError, match=r"out has shape .* must be \[1, 5, 2, 128\]"),
+    ):
+        cute_attn.flash_attn_func(q, k, v, out=torch.empty_like(q))
+
+
+@pytest.mark.parametrize("way", sorted({way for way, *_ in configs.ROWS}))
+def test_a_head_dim_has_one_width_of_v(way: str):
+    """The keys of warm calls hold no width of v; the compiled host code refuses any other."""
+    shapes = configs.shapes(way)
+    assert len(dict(shapes)) == len(shapes)
