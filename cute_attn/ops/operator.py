@@ -101,7 +101,8 @@ class Operator(Generic[_Arguments]):
         saved, kept: only with a gradient, see below.
 
     Methods that every subclass defines: `check`, `prepare`, and either `key` and `launch`, or
-    `forward`, which does the work of both in one Python frame and so costs less per call. Such a
+    `forward`. Decode and prefill of linear attention define `forward`: it does the work of both
+    methods in one Python frame, without the NamedTuple, and so costs less per call. Such a
     `forward` must hand a call that `takes_gradient` to `recorded`, and exceptions to `failed`.
     `outputs` is required if `written` is empty. `check_memory`, `readable`, `nothing` and `stale`
     have defaults. An operator with a gradient also defines `saved`, `kept` and `backward`, and
@@ -167,13 +168,13 @@ class Operator(Generic[_Arguments]):
         """
         return False
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
+    def key(self, a: _Arguments) -> tuple[Any, ...]:
         """Everything that the choice of kernels depends on, and everything that must be checked
         but that neither the kernels nor their compiled host code check. Keys are compared with ==,
         and True == 1 == 1.0, so the types of numbers and flags belong to it."""
         raise NotImplementedError
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> Any:
+    def launch(self, ready: Any, a: _Arguments) -> Any:
         """Allocate the results, launch the kernels of `ready`, and return the results."""
         raise NotImplementedError
 
@@ -229,10 +230,11 @@ class Operator(Generic[_Arguments]):
         if is_grad_enabled() and self.takes_gradient(*[arguments[i] for i in self._positions]):
             return self.recorded(*arguments)
         try:
+            a = self.arguments(*arguments)
             if ready is None:
-                key = self.key(*arguments)
+                key = self.key(a)
                 ready = self.ready[key]
-            return self.launch(ready, *arguments)
+            return self.launch(ready, a)
         except Exception as error:
             return self.failed(error, key, ready, *arguments)
 

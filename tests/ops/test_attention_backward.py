@@ -24,7 +24,7 @@ from cute_attn.kernels.attention import configs, table
 from cute_attn.kernels.common.table import SUM_PARTIALS, ZERO_UNUSED
 from cute_attn.ops import operator
 from cute_attn.ops.attention import plan_attention_backward
-from cute_attn.ops.attention.backward import BACKWARD
+from cute_attn.ops.attention.backward import BACKWARD, BackwardArguments
 from cute_attn.ops.attention.forward import FORWARD
 from cute_attn.reference.attention import attention_gradients
 
@@ -328,7 +328,7 @@ def test_gradients_that_other_functions_leave_without_values_in_memory(
 def test_a_kernel_of_one_head_dim_is_not_used_for_another():
     def key(head_dim: int) -> tuple[Any, ...]:
         q, o, do = torch.zeros(3, 1, 2, 1, head_dim)
-        return BACKWARD.key(q, q, q, o, do, torch.zeros(1, 1, 2))
+        return BACKWARD.key(BackwardArguments(q, q, q, o, do, torch.zeros(1, 1, 2)))
 
     with cute_attn.emulated("sm_90a"):
         assert key(64) != key(128)

@@ -247,7 +247,7 @@ def test_a_planned_call_is_one_look_up(
     assert scale == args["q"].shape[-1] ** -0.5
     planned.clear()
     with monkeypatch.context() as only_plans:
-        only_plans.setattr(call, "_into", None)
+        only_plans.setattr(call, "_attend_into", None)
         only_plans.setattr(call, "_forward", None)
         out = poisoned(args) if into else None
         o, lse = cute_attn.flash_attn_func(**args, out=out)

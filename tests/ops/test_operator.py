@@ -40,14 +40,14 @@ class ToyBackward(Operator[GradientArguments]):
     def check(self, a: GradientArguments, given: dict[str, Tensor]) -> None:
         assert given["total"].shape == a.a.shape[:1]
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        return (arguments[0].shape,)
+    def key(self, a: GradientArguments) -> tuple[Any, ...]:
+        return (a.do.shape,)
 
     def prepare(self, a: GradientArguments) -> Any:
         return ()
 
-    def launch(self, ready: Any, do: Tensor, *rest: Any, **_: Any) -> Any:
-        a, b, total, scale, need_da, need_db = rest
+    def launch(self, ready: Any, arguments: GradientArguments) -> Any:
+        do, a, b, total, scale, need_da, need_db = arguments
         assert torch.equal(total, (scale * a * b).sum(-1))
         return scale * do * b if need_da else None, scale * do * a if need_db else None
 
@@ -75,8 +75,8 @@ class Toy(Operator[Arguments]):
         if a.b.shape != a.a.shape:
             raise ValueError(f"b has shape {list(a.b.shape)}, must be {list(a.a.shape)}")
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        return arguments[0].shape, arguments[4]
+    def key(self, a: Arguments) -> tuple[Any, ...]:
+        return a.a.shape, a.return_sum
 
     def prepare(self, a: Arguments) -> Any:
         self.log.append("prepare")
@@ -88,8 +88,8 @@ class Toy(Operator[Arguments]):
     def nothing(self, a: Arguments) -> Any:
         return None if a.a.numel() else (a.a, None)
 
-    def launch(self, ready: Any, a: Tensor, b: Tensor, *rest: Any, **_: Any) -> Any:
-        bias, scale, return_sum = rest
+    def launch(self, ready: Any, arguments: Arguments) -> Any:
+        a, b, bias, scale, return_sum = arguments
         self.log.append(f"launch sum={return_sum}")
         if self.error is not None:
             raise self.error

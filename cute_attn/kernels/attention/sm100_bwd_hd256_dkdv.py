@@ -66,14 +66,13 @@ from .epilogue import stage_accumulator
 from .gradient import PROBABILITY_UNIT, probabilities, score_gradients
 from .mask import mask_words
 from .sm100_mma import (
-    HEAD_DIM,
-    OVER_HEAD_DIM,
-    OVER_TILE,
     accumulator,
     halves_apart,
     issue_mma,
     mma_over_head_dim,
     mma_over_tile,
+    over_head_dim,
+    over_tile,
     shared_a,
     shared_b,
     tensor_a,
@@ -88,6 +87,8 @@ CLUSTER = 2 * CTAS  # a value pair and a key pair
 ROWS = DKDV_TILE_N // CTAS  # keys of a CTA
 QUERIES = DKDV_TILE_M
 Y_ROWS = QUERIES // CTAS  # queries of Y that a CTA loads
+HEAD_DIM = 256
+OVER_HEAD_DIM, OVER_TILE = over_head_dim(HEAD_DIM), over_tile(HEAD_DIM)
 DIMS = HEAD_DIM // CTAS  # columns of Z that a CTA loads
 
 YZ_STAGES = 4
@@ -346,7 +347,7 @@ class Sm100Hd256DkDv:
         copies = (*x.of_values.copies, *x.of_keys.copies)
         start_cluster(warp, LOAD, MMA, copies, barriers, TMEM, storage.tmem_address)
 
-        t_mma, acc_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
+        t_mma, acc_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype, HEAD_DIM)
         own = Shared(
             storage=storage,
             barriers=barriers,

@@ -65,14 +65,13 @@ from .epilogue import stage_accumulator
 from .gradient import probabilities, score_gradients
 from .mask import mask_words
 from .sm100_mma import (
-    HEAD_DIM,
-    OVER_HEAD_DIM,
-    OVER_TILE,
     accumulator,
     halves_apart,
     issue_mma,
     mma_over_head_dim,
     mma_over_tile,
+    over_head_dim,
+    over_tile,
     shared_a,
     shared_b,
     tensor_a,
@@ -85,6 +84,8 @@ from .work import TileMap, Work, heads_in_l2
 
 ROWS = TILE_M // CTAS  # query rows of a CTA
 KEYS = TILE_N // CTAS  # rows of K and V that a CTA loads
+HEAD_DIM = 256
+OVER_HEAD_DIM, OVER_TILE = over_head_dim(HEAD_DIM), over_tile(HEAD_DIM)
 DIMS = HEAD_DIM // CTAS  # columns of K that a CTA loads
 COLUMNS = TILE_N // 2  # of S and dP, of each thread of the two elementwise warpgroups
 
@@ -295,7 +296,7 @@ class Sm100Hd256Dq:
         copies = (x.q_tma, x.do_tma, x.k_tma, x.v_tma, x.k_columns_tma, x.dq_tma)
         start_cluster(warp, LOAD, MMA, copies, barriers, TMEM, storage.tmem_address)
 
-        s_mma, dq_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
+        s_mma, dq_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype, HEAD_DIM)
         own = Shared(
             storage=storage,
             barriers=barriers,

@@ -70,13 +70,12 @@ from .epilogue import round_row, scale_row, stage_row
 from .mask import mask_row
 from .pages import Pages
 from .sm100_mma import (
-    HEAD_DIM,
-    OVER_HEAD_DIM,
-    OVER_TILE,
     accumulator,
     issue_mma,
     mma_over_head_dim,
     mma_over_tile,
+    over_head_dim,
+    over_tile,
     shared_a,
     shared_b,
     tensor_a,
@@ -96,6 +95,8 @@ from .work import SplitTileMap, SplitWork, TileMap, Work, heads_in_l2
 
 ROWS = TILE_M // CTAS  # query rows of a CTA
 KEYS = TILE_N // CTAS  # rows of K that a CTA loads
+HEAD_DIM = 256
+OVER_HEAD_DIM, OVER_TILE = over_head_dim(HEAD_DIM), over_tile(HEAD_DIM)
 DIMS = HEAD_DIM // CTAS  # columns of V that a CTA loads
 
 KV_STAGES = 4
@@ -329,7 +330,7 @@ class Sm100Hd256Forward:
         copies = (x.q_tma, x.k_tma, x.v_tma, *(() if self.spec.split else (x.o_tma,)))
         start_cluster(warp, LOAD, MMA, copies, barriers, TMEM, storage.tmem_address)
 
-        qk_mma, pv_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype)
+        qk_mma, pv_mma = mma_over_head_dim(self.dtype), mma_over_tile(self.dtype, HEAD_DIM)
         own = Shared(
             storage=storage,
             barriers=barriers,

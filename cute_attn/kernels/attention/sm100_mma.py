@@ -1,4 +1,4 @@
-"""The MMAs of attention at head_dim 256 on SM100, over a pair of CTAs (cta_group::2).
+"""The MMAs of attention on SM100, over a pair of CTAs (cta_group::2).
 
 They are made in the kernel: passed as arguments, their flags would be run-time values, which take
 registers and instructions.
@@ -18,9 +18,15 @@ from ..common.tma import swizzled
 from ..common.tmem import shifted
 from .spec import TILE_M, TILE_N
 
-HEAD_DIM = 256
-OVER_HEAD_DIM = (TILE_M, TILE_N, HEAD_DIM)  # rows, columns and contraction of S and dP
-OVER_TILE = (TILE_M, HEAD_DIM, TILE_N)  # the same of O and the gradients
+
+def over_head_dim(head_dim: int) -> tuple[int, int, int]:
+    """Rows, columns and contraction of S and dP."""
+    return TILE_M, TILE_N, head_dim
+
+
+def over_tile(head_dim: int) -> tuple[int, int, int]:
+    """Rows, columns and contraction of O and the gradients."""
+    return TILE_M, head_dim, TILE_N
 
 
 def mma_over_head_dim(dtype: Any) -> cute.TiledMma:
@@ -28,16 +34,16 @@ def mma_over_head_dim(dtype: Any) -> cute.TiledMma:
     memory."""
     return sm100.make_trivial_tiled_mma(
         dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32,
-        tcgen05.CtaGroup.TWO, OVER_HEAD_DIM[:2],
+        tcgen05.CtaGroup.TWO, (TILE_M, TILE_N),
     )  # fmt: skip
 
 
-def mma_over_tile(dtype: Any) -> cute.TiledMma:
+def mma_over_tile(dtype: Any, head_dim: int) -> cute.TiledMma:
     """256 rows by head_dim, contracted over the 128 rows of a tile: the first operand is in tensor
     memory, the second row-major in shared memory."""
     return sm100.make_trivial_tiled_mma(
         dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32,
-        tcgen05.CtaGroup.TWO, OVER_TILE[:2], tcgen05.OperandSource.TMEM,
+        tcgen05.CtaGroup.TWO, (TILE_M, head_dim), tcgen05.OperandSource.TMEM,
     )  # fmt: skip
 
 

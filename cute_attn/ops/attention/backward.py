@@ -306,8 +306,7 @@ class Backward(Operator[BackwardArguments]):
             rows_without_keys=requests.preprocess[1].rows_without_keys,
         )
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        a = self.arguments(*arguments)
+    def key(self, a: BackwardArguments) -> tuple[Any, ...]:
         lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k)
         parts = a.parts
         return (
@@ -339,8 +338,7 @@ class Backward(Operator[BackwardArguments]):
             not (a.q.numel() and a.k.numel()),
         )
 
-    def launch(self, ready: _Ready, *arguments: Any, **_: Any) -> _Gradients:
-        a = self.arguments(*arguments)
+    def launch(self, ready: _Ready, a: BackwardArguments) -> _Gradients:
         q, k, v = a.q, a.k, a.v
         heads, varlen_q = q.shape[-2], a.cu_seqlens_q is not None
         sizes = q.shape[-3], a.batch, varlen_q

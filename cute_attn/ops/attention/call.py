@@ -24,12 +24,12 @@ from ..operator import (
 )
 from .arguments import Arguments, check_scalars
 from .forward import FORWARD, PLANS, Splits, empty_lse, empty_o
-from .into import INTO, apart
+from .into import INTO, IntoArguments, apart
 
 _empty_like = torch.empty_like
 _contiguous = torch.contiguous_format
 # Bound once: this saves time per call.
-_forward, _into, _plan_of = FORWARD.forward, INTO.forward, PLANS.get
+_forward, _plan_of = FORWARD.forward, PLANS.get
 
 
 def attend(
@@ -81,24 +81,16 @@ def attend(
     )
     # Keys are compared with ==, and True == 1 == 1.0: what is not of the usual type is checked in
     # each call.
-    if not (
+    usual = (
         (causal is False or causal is True or causal.__class__ is int)
         and (return_lse is False or return_lse is True or return_lse.__class__ is int)
         and (window_left is None or window_left.__class__ is int)
         and (window_right is None or window_right.__class__ is int)
         and (softcap.__class__ is float or softcap.__class__ is int)
         and num_splits.__class__ is int
-    ) and (plain or not is_dynamo_compiling()):
-        check_scalars(
-            Arguments(
-                q, k, v, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-                softmax_scale=softmax_scale, causal=causal, window_left=window_left,
-                window_right=window_right, softcap=softcap, scheduler=scheduler,
-                num_splits=num_splits, return_lse=return_lse,
-            )
-        )  # fmt: skip
+    )
     plan = None
-    if plain:
+    if plain and usual:
         tracked = is_grad_enabled()
         if not (
             tracked
@@ -169,30 +161,40 @@ def attend(
                     return o, lse
             except Exception:
                 plan = None
-    arguments: tuple[Any, ...]
-    if out is None:
-        arguments = (
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            page_table, softmax_scale, causal, window_left, window_right, learnable_sink, softcap,
-            scheduler, num_splits, return_lse, deterministic,
-        )  # fmt: skip
-        if plain:
-            return _forward(*arguments, plan=plan)
-        result: tuple[Tensor, Tensor | None] = FORWARD.routed(*arguments)
-        return result
-    lse = None
-    if return_lse is not False:
-        check_flags(return_lse=return_lse)
-        if return_lse:
-            # What is no q is refused, or handles the call, below.
-            lse = empty_lse(q) if isinstance(q, Tensor) and q.dim() > 2 else torch.empty(0)
-    arguments = (
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-        seqused_k, page_table, softmax_scale, causal, window_left, window_right, learnable_sink,
-        softcap, scheduler, num_splits,
+    a = Arguments(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+        page_table, softmax_scale, causal, window_left, window_right, learnable_sink, softcap,
+        scheduler, num_splits, return_lse, deterministic,
     )  # fmt: skip
-    if plain:
-        _into(*arguments, plan=plan)
+    if not usual and (plain or not is_dynamo_compiling()):
+        check_scalars(a)
+    if out is not None:
+        return _attend_into(a, out, plain, plan)
+    if not plain:
+        result: tuple[Tensor, Tensor | None] = FORWARD.routed(*a)
+        return result
+    result = _forward(*a)
+    if plan is not None:
+        FORWARD.remember(plan, a)
+    return result
+
+
+def _attend_into(
+    a: Arguments, out: Tensor, plain: bool, plan: tuple[Any, ...] | None
+) -> tuple[Tensor, Tensor | None]:
+    lse = None
+    if a.return_lse is not False:
+        check_flags(return_lse=a.return_lse)
+        if a.return_lse:
+            # What is no q is refused, or handles the call, below.
+            q: Any = a.q
+            has_rows = isinstance(q, Tensor) and q.dim() > 2
+            lse = empty_lse(a.q) if has_rows else torch.empty(0)
+    given = IntoArguments._make((*a[:3], out, lse, *a[3:-2]))
+    if not plain:
+        INTO.routed(*given)
     else:
-        INTO.routed(*arguments)
+        INTO.forward(*given)
+        if plan is not None:
+            INTO.remember(plan, given)
     return out, lse

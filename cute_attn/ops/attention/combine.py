@@ -59,8 +59,7 @@ class Combine(Operator[CombineArguments]):
         )
         return launch.get_for(x.device, *request)
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        a = self.arguments(*arguments)
+    def key(self, a: CombineArguments) -> tuple[Any, ...]:
         return (
             a.out_partial.dim(),
             a.out_partial.shape[0] > 0,
@@ -72,8 +71,7 @@ class Combine(Operator[CombineArguments]):
             a.out_partial.numel() > 0,
         )
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> Any:
-        a = self.arguments(*arguments)
+    def launch(self, ready: Any, a: CombineArguments) -> Any:
         out, lse = self.outputs(a)
         given = a.out_partial, a.lse_partial, out, lse
         if out.dim() == 3:

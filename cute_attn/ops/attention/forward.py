@@ -28,7 +28,7 @@ from ...kernels.attention.spec import LARGEST_SCALE
 from ...settings import on_reload
 from ..checks import DTYPE_NAMES
 from ..counters import counter_for
-from ..operator import MOST_READY, Operator, is_grad_enabled, may_remember
+from ..operator import MOST_READY, Operator, may_remember
 from .arguments import (
     MAX_SPLITS,
     SMALLEST_SCALE,
@@ -91,7 +91,7 @@ class Attention(Operator[_Called]):
             seqused_k=a.seqused_k is not None,
             page_size=None if a.page_table is None else a.k.shape[1],
             scheduler=a.scheduler,
-            num_splits=int(a.num_splits),
+            num_splits=splits_of(a),
             return_lse=bool(a.return_lse),
             short=_is_short(a.q.shape, a.cu_seqlens_q, a.max_seqlen_q),
             few=_is_few(a.q.shape, a.k.shape, a.cu_seqlens_q, a.max_seqlen_q),
@@ -108,126 +108,83 @@ class Attention(Operator[_Called]):
             0 if head_dim_v == head_dim else head_dim_v,
         )
 
-    def forward(  # type: ignore[override]
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        max_seqlen_q: int | None,
-        max_seqlen_k: int | None,
-        seqused_q: Tensor | None,
-        seqused_k: Tensor | None,
-        page_table: Tensor | None,
-        softmax_scale: Any,
-        causal: bool,
-        window_left: int | None,
-        window_right: int | None,
-        learnable_sink: Tensor | None,
-        softcap: float,
-        scheduler: str | None,
-        num_splits: int,
-        return_lse: bool,
-        deterministic: bool = False,
-        ready: Any = None,
-        written: tuple[Tensor, Tensor | None] | None = None,
-        plan: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The forward of `Arguments`; `written` are o and lse, None to allocate them. With `plan`,
-        a warm call is remembered as this plan."""
-        key = None
-        # With `written`, the caller has made sure that no gradient is needed.
-        if written is None and is_grad_enabled() and self.takes_gradient(q, k, v, learnable_sink):
-            return self.recorded(  # type: ignore[no-any-return]
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-                seqused_k, page_table, softmax_scale, causal, window_left, window_right,
-                learnable_sink, softcap, scheduler, num_splits, return_lse, deterministic,
-            )  # fmt: skip
-        try:
-            if num_splits == 0:
-                num_splits = _chosen_splits(
-                    q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k, page_table, window_left,
-                )  # fmt: skip
-            if ready is None:
-                q_shape, k_shape = q.shape, k.shape
-                key = (
-                    len(q_shape),
-                    q_shape[-1],
-                    v.shape[-1],
-                    q_shape[-2],
-                    k_shape[-2],
-                    q_shape[0] if cu_seqlens_q is None else None,
-                    k_shape[0] if cu_seqlens_k is None and page_table is None else None,
-                    None if page_table is None else (k_shape[1], page_table.shape),
-                    None if cu_seqlens_q is None else cu_seqlens_q.shape,
-                    None if cu_seqlens_k is None else cu_seqlens_k.shape,
-                    None if seqused_q is None else seqused_q.shape,
-                    None if seqused_k is None else seqused_k.shape,
-                    _is_short(q_shape, cu_seqlens_q, max_seqlen_q),
-                    _is_few(q_shape, k_shape, cu_seqlens_q, max_seqlen_q),
-                    q.dtype,
-                    q.get_device(),
-                    None if learnable_sink is None else learnable_sink.dtype,
-                    causal,
-                    window_left,
-                    window_right,
-                    softcap,
-                    scheduler,
-                    num_splits > 1,
-                    return_lse,
-                    # Keys of empty tensors, or of invalid numbers, are never in the table.
-                    0 in q_shape or 0 in k_shape,
-                    softmax_scale is None
-                    or (
-                        isinstance(softmax_scale, _NUMBERS)
-                        and SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE
-                        and softmax_scale is not True
-                    ),
-                    1 <= num_splits <= MAX_SPLITS,
-                    max_seqlen_q is None or max_seqlen_q >= 0,
-                    max_seqlen_k is None or max_seqlen_k >= 0,
-                )
-                ready = self.ready[key]
-            function, default_scale, cap, left, right, clusters, counts, combine, columns = ready
-            if written is None:
-                o = empty_o(q, columns)
-                lse = empty_lse(q) if return_lse else None
-            else:
-                o, lse = written
-            scale = default_scale if softmax_scale is None else softmax_scale
-            if combine is None:
-                function(
-                    q, k, v, o, lse, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_q,
-                    seqused_k, page_table, scale, cap, left, right, clusters,
-                    *((counter_for(q),) if counts else ()),
-                )  # fmt: skip
-            else:
-                # The sink counts once, in the combination.
-                parts = Splits.allocate(q, split_layouts(o.shape, num_splits))
-                function(
-                    q, k, v, parts.o, parts.lse.mT, None, cu_seqlens_q, cu_seqlens_k, seqused_q,
-                    seqused_k, page_table, scale, cap, left, right, clusters,
-                    *((counter_for(q),) if counts else ()),
-                )  # fmt: skip
-                parts.combine(combine, o, lse, learnable_sink)
-            if plan is not None:
-                remember(plan, o, ready, scale, num_splits)
-            return o, lse
-        except Exception as error:
-            return self.failed(  # type: ignore[no-any-return]
-                error, key, ready, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                seqused_q, seqused_k, page_table, softmax_scale, causal, window_left, window_right,
-                learnable_sink, softcap, scheduler, num_splits, return_lse,
-                *((deterministic,) if written is None else written),
-            )  # fmt: skip
+    def key(self, a: Any) -> tuple[Any, ...]:
+        q_shape, k_shape = a.q.shape, a.k.shape
+        return (
+            len(q_shape),
+            q_shape[-1],
+            a.v.shape[-1],
+            q_shape[-2],
+            k_shape[-2],
+            q_shape[0] if a.cu_seqlens_q is None else None,
+            k_shape[0] if a.cu_seqlens_k is None and a.page_table is None else None,
+            None if a.page_table is None else (k_shape[1], a.page_table.shape),
+            None if a.cu_seqlens_q is None else a.cu_seqlens_q.shape,
+            None if a.cu_seqlens_k is None else a.cu_seqlens_k.shape,
+            None if a.seqused_q is None else a.seqused_q.shape,
+            None if a.seqused_k is None else a.seqused_k.shape,
+            _is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            _is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
+            a.q.dtype,
+            a.q.get_device(),
+            None if a.learnable_sink is None else a.learnable_sink.dtype,
+            a.causal,
+            a.window_left,
+            a.window_right,
+            a.softcap,
+            a.scheduler,
+            splits_of(a) > 1,
+            a.return_lse,
+            # Keys of empty tensors, or of invalid numbers, are never in the table.
+            0 in q_shape or 0 in k_shape,
+            a.softmax_scale is None
+            or (
+                isinstance(a.softmax_scale, _NUMBERS)
+                and SMALLEST_SCALE <= a.softmax_scale <= LARGEST_SCALE
+                and a.softmax_scale is not True
+            ),
+            0 <= a.num_splits <= MAX_SPLITS,
+            a.max_seqlen_q is None or a.max_seqlen_q >= 0,
+            a.max_seqlen_k is None or a.max_seqlen_k >= 0,
+        )
+
+    def launch(self, ready: _Ready, a: Any) -> tuple[Tensor, Tensor | None]:
+        function, default_scale, cap, left, right, clusters, counts, combine, _ = ready
+        o, lse = self.results_of(a)
+        scale = default_scale if a.softmax_scale is None else a.softmax_scale
+        counter = (counter_for(a.q),) if counts else ()
+        lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_q, a.seqused_k, a.page_table)
+        scalars = (scale, cap, left, right, clusters, *counter)
+        if combine is None:
+            function(a.q, a.k, a.v, o, lse, a.learnable_sink, *lengths, *scalars)
+        else:
+            # The sink counts once, in the combination.
+            parts = Splits.allocate(a.q, split_layouts(o.shape, splits_of(a)))
+            function(a.q, a.k, a.v, parts.o, parts.lse.mT, None, *lengths, *scalars)
+            parts.combine(combine, o, lse, a.learnable_sink)
+        return o, lse
+
+    def remember(self, plan: tuple[Any, ...], a: Any) -> None:
+        """Store what warm calls with this plan need, if the kernels of `a` are loaded."""
+        ready = self.ready.get(self.key(a)) if may_remember(a.q) else None
+        if ready is None:
+            return
+        if len(PLANS) >= MOST_READY:
+            PLANS.clear()
+        function, default_scale, *rest = ready
+        scale = default_scale if a.softmax_scale is None else a.softmax_scale
+        splits = splits_of(a)
+        layouts = None
+        if splits > 1:
+            layouts = split_layouts((*a.q.shape[:-1], a.v.shape[-1]), splits)
+        PLANS[plan] = function, scale, *rest, layouts
 
     def readable(self, a: Any) -> Any:
         q, k, v = map(with_strides_for_tma, a[:3])
         return a._replace(q=q, k=k, v=v)
 
     def results_of(self, a: Any) -> tuple[Tensor, Tensor | None]:
-        """o and lse, which a call without keys fills by itself."""
+        """o and lse, given or new."""
         raise NotImplementedError
 
     def nothing(self, a: Any) -> Any:
@@ -305,16 +262,6 @@ class Forward(Attention[Arguments]):
         return {name: found[name] for name in needed}
 
 
-def remember(plan: tuple[Any, ...], o: Tensor, ready: _Ready, scale: float, splits: int) -> None:
-    """Store what a call with this plan needs."""
-    if may_remember(o):
-        if len(PLANS) >= MOST_READY:
-            PLANS.clear()
-        function, _, *rest = ready
-        layouts = split_layouts(o.shape, splits) if splits > 1 else None
-        PLANS[plan] = function, scale, *rest, layouts
-
-
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 _Layouts = tuple[_Layout, _Layout]
 
@@ -364,40 +311,34 @@ class Splits(NamedTuple):
             )
 
 
-def _chosen_splits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    page_table: Tensor | None,
-    window_left: int | None,
-) -> int:
-    """`num_splits` of 0, from what the host knows."""
-    q_shape, k_shape = q.shape, k.shape
+def splits_of(a: Any) -> int:
+    """num_splits of a call's arguments, and for 0 what the shapes suggest."""
+    if a.num_splits:
+        return int(a.num_splits)
+    q_shape, k_shape = a.q.shape, a.k.shape
     rows, heads, head_dim = q_shape[-3:]
-    device = q.get_device()
-    head_dim_v = v.shape[-1]
-    arch, clusters = (_on_gpu if device >= 0 else _on_device)(q.device, head_dim, head_dim_v)
+    head_dim_v, device = a.v.shape[-1], a.q.device
+    on = _on_gpu if device.type == "cuda" else _on_device
+    arch, clusters = on(device, head_dim, head_dim_v)
     seqlen_k = k_shape[-3]
-    if page_table is not None:
-        seqlen_k *= page_table.shape[1]
-    if max_seqlen_k is not None:
-        seqlen_k = min(seqlen_k, max_seqlen_k)
-    if window_left is not None and window_left >= 0:
-        seqlen_k = min(seqlen_k, window_left + 1 + (rows if max_seqlen_q is None else max_seqlen_q))
-    batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if a.page_table is not None:
+        seqlen_k *= a.page_table.shape[1]
+    if a.max_seqlen_k is not None:
+        seqlen_k = min(seqlen_k, a.max_seqlen_k)
+    if a.window_left is not None and a.window_left >= 0:
+        most_queries = rows if a.max_seqlen_q is None else a.max_seqlen_q
+        seqlen_k = min(seqlen_k, a.window_left + 1 + most_queries)
+    batch = q_shape[0] if a.cu_seqlens_q is None else a.cu_seqlens_q.shape[0] - 1
     return num_splits_of_forward(
         arch,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        rows=rows * batch if cu_seqlens_q is None else rows,
+        rows=rows * batch if a.cu_seqlens_q is None else rows,
         batch=batch,
         heads=heads,
         heads_k=k_shape[-2],
-        short=_is_short(q_shape, cu_seqlens_q, max_seqlen_q),
-        few=_is_few(q_shape, k_shape, cu_seqlens_q, max_seqlen_q),
+        short=_is_short(q_shape, a.cu_seqlens_q, a.max_seqlen_q),
+        few=_is_few(q_shape, k_shape, a.cu_seqlens_q, a.max_seqlen_q),
         seqlen_k=seqlen_k,
         clusters=clusters,
     )

@@ -18,7 +18,7 @@ from ..checks import (
     check_shapes,
 )
 from ..memory import check_memory
-from ..operator import increment_version, is_grad_enabled
+from ..operator import increment_version
 from .arguments import (
     ALIGNMENT,
     Arguments,
@@ -97,64 +97,16 @@ class Into(Attention[IntoArguments]):
             "leave it away, call under torch.no_grad() or torch.inference_mode(), or detach"
         )
 
-    def forward(  # type: ignore[override]
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        max_seqlen_q: int | None,
-        max_seqlen_k: int | None,
-        seqused_q: Tensor | None,
-        seqused_k: Tensor | None,
-        page_table: Tensor | None,
-        softmax_scale: float | None,
-        causal: bool,
-        window_left: int | None,
-        window_right: int | None,
-        learnable_sink: Tensor | None,
-        softcap: float,
-        scheduler: str | None,
-        num_splits: int,
-        ready: Any = None,
-        plan: Any = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if is_grad_enabled():
-            self.takes_gradient(q, k, v, out, lse, learnable_sink)
-        try:
-            # Host code checks `out`, but with splits it gets partial sums instead.
-            usable = num_splits == 1 or apart(
-                out, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
-                learnable_sink, lse,
-            )  # fmt: skip
-        except Exception:
-            usable = False
-        if not usable:
-            self._validate(
-                IntoArguments(
-                    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                    seqused_q, seqused_k, page_table, softmax_scale, causal, window_left,
-                    window_right, learnable_sink, softcap, scheduler, num_splits,
-                )
-            )  # fmt: skip
-        results = _attend(
-            self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-            seqused_k, page_table, softmax_scale, causal, window_left, window_right,
-            learnable_sink, softcap, scheduler, num_splits, lse is not None, False, ready,
-            (out, lse), plan,
-        )  # fmt: skip
-        increment_version((out,) if lse is None else (out, lse))
+    def launch(self, ready: Any, a: IntoArguments) -> tuple[Tensor, Tensor | None]:
+        # Host code checks `out`, but with splits it gets partial sums instead.
+        others = [x for name, x in self.tensors(a).items() if name not in ("out", "q", "k", "v")]
+        if a.num_splits != 1 and not apart(a.out, a.q, a.k, a.v, *others):
+            self._validate(a)
+        results = super().launch(ready, a)
+        increment_version((a.out,) if a.lse is None else (a.out, a.lse))
         return results
 
-    def failed(self, error: Exception, key: Any, ready: Any, *arguments: Any) -> Any:
-        q, k, v, *rest, _, out, lse = arguments
-        return super().failed(error, key, ready, q, k, v, out, lse, *rest)
 
-
-_attend = Attention.forward
 INTO = Into()
 
 

@@ -203,8 +203,7 @@ class Backward(Operator[BackwardArguments]):
             cluster=requests.gradients[1].cluster if requests.gradients else 1,
         )
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        a = self.arguments(*arguments)
+    def key(self, a: BackwardArguments) -> tuple[Any, ...]:
         return (
             *a.q.shape[2:],
             *a.v.shape[2:],
@@ -225,8 +224,7 @@ class Backward(Operator[BackwardArguments]):
             a.cu_seqlens is None or (a.q.shape[0] == 1 and a.cu_seqlens.dim() == 1),
         )
 
-    def launch(self, ready: _Ready, *arguments: Any, **_: Any) -> _Gradients:
-        a = self.arguments(*arguments)
+    def launch(self, ready: _Ready, a: BackwardArguments) -> _Gradients:
         q, v, cu_seqlens = a.q, a.v, a.cu_seqlens
         given = q, v, cu_seqlens
         A, bias = a.of_gate

@@ -7,7 +7,7 @@ only, whole or in segments.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -122,6 +122,9 @@ def chunk_kda_in_pool(
         state_v_first, cu_seqlens, A_log, dt_bias, checkpoint_indices, checkpoint_interval,
     )  # fmt: skip
     return o, initial_state if output_final_state else None
+
+
+_BOOL = frozenset({bool})
 
 
 class _Arguments(NamedTuple):
@@ -254,106 +257,55 @@ class _Pool(Operator[_Arguments]):
             tuple(split),
         )
 
-    def key(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor,
-        state_indices: Tensor,
-        out: Tensor | None,
-        scale: float | None,
-        use_qk_l2norm_in_kernel: Any,
-        use_gate_in_kernel: Any,
-        use_beta_sigmoid_in_kernel: Any,
-        allow_neg_eigval: Any,
-        safe_gate: Any,
-        lower_bound: float | None,
-        state_v_first: Any,
-        cu_seqlens: Tensor | None,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        checkpoint_indices: Tensor | None,
-        checkpoint_interval: int,
-    ) -> tuple[Any, ...]:
+    def key(self, a: _Arguments) -> tuple[Any, ...]:
+        flags = (
+            a.use_qk_l2norm_in_kernel, a.use_gate_in_kernel, a.use_beta_sigmoid_in_kernel,
+            a.allow_neg_eigval, a.safe_gate, a.state_v_first,
+        )  # fmt: skip
         # The table would find 1.0, or another number that is 1, for True.
-        if not (
-            (use_qk_l2norm_in_kernel is True or use_qk_l2norm_in_kernel is False)
-            and (use_gate_in_kernel is True or use_gate_in_kernel is False)
-            and (use_beta_sigmoid_in_kernel is True or use_beta_sigmoid_in_kernel is False)
-            and (allow_neg_eigval is True or allow_neg_eigval is False)
-            and (safe_gate is True or safe_gate is False)
-            and (state_v_first is True or state_v_first is False)
-        ):
-            require_flags(
-                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                allow_neg_eigval, safe_gate, state_v_first,
-            )  # fmt: skip
-        batch, tokens, heads_qk, dim_k = q.shape
-        batch_v, tokens_v, heads, dim_v = v.shape
-        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if not _BOOL.issuperset(map(type, flags)):
+            require_flags(*flags)
+        batch, tokens, heads_qk, dim_k = a.q.shape
+        batch_v, tokens_v, heads, dim_v = a.v.shape
+        sequences = batch if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
         return (
-            heads_qk, dim_k, heads, dim_v, q.dtype, g.dtype, beta.dtype, initial_state.dtype,
-            q.get_device(), scale, type(scale), use_qk_l2norm_in_kernel, use_gate_in_kernel,
-            use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
-            type(lower_bound), state_v_first, None if cu_seqlens is None else cu_seqlens.dtype,
-            A_log is None, dt_bias is None, checkpoint_indices is None, checkpoint_interval,
-            type(checkpoint_interval),
+            heads_qk, dim_k, heads, dim_v, a.q.dtype, a.g.dtype, a.beta.dtype,
+            a.initial_state.dtype, a.q.get_device(), a.scale, type(a.scale),
+            a.use_qk_l2norm_in_kernel, a.use_gate_in_kernel, a.use_beta_sigmoid_in_kernel,
+            a.allow_neg_eigval, a.safe_gate, a.lower_bound, type(a.lower_bound), a.state_v_first,
+            None if a.cu_seqlens is None else a.cu_seqlens.dtype, a.A_log is None,
+            a.dt_bias is None, a.checkpoint_indices is None, a.checkpoint_interval,
+            type(a.checkpoint_interval),
             # No kernel's host code compares v with q, or the indices with cu_seqlens.
             batch == batch_v
             and tokens == tokens_v
             and batch > 0 < tokens
             and sequences > 0
-            and (cu_seqlens is None or (batch == 1 and cu_seqlens.dim() == 1))
-            and state_indices.shape[0] == sequences,
+            and (a.cu_seqlens is None or (batch == 1 and a.cu_seqlens.dim() == 1))
+            and a.state_indices.shape[0] == sequences,
         )  # fmt: skip
 
-    def launch(
-        self,
-        ready: _Ready,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor,
-        state_indices: Tensor,
-        out: Tensor | None,
-        scale: float | None,
-        use_qk_l2norm_in_kernel: bool,
-        use_gate_in_kernel: bool,
-        use_beta_sigmoid_in_kernel: bool,
-        allow_neg_eigval: bool,
-        safe_gate: bool,
-        lower_bound: float | None,
-        state_v_first: bool,
-        cu_seqlens: Tensor | None,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        checkpoint_indices: Tensor | None,
-        checkpoint_interval: int,
-    ) -> Tensor:
-        batch, tokens, heads, dim_v = v.shape
-        dim_k, device = q.shape[3], q.device
-        if cu_seqlens is None:
+    def launch(self, ready: _Ready, a: _Arguments) -> Tensor:
+        batch, tokens, heads, dim_v = a.v.shape
+        dim_k, device = a.q.shape[3], a.q.device
+        if a.cu_seqlens is None:
             sequences = batch
             slots = batch * ((tokens + CHUNK - 1) // CHUNK)
         else:
-            sequences = cu_seqlens.shape[0] - 1
+            sequences = a.cu_seqlens.shape[0] - 1
             slots = tokens // CHUNK + sequences
-        A, bias = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+        A, bias = (a.A_log, a.dt_bias) if a.use_gate_in_kernel else (None, None)
         if bias is not None and bias.dim() != 2:
             bias = bias.view(-1, dim_k)
         if A is not None and A.dim() != 1:
             A = A.view(-1)
-        self._check_inputs(initial_state, q=q, k=k, g=g, beta=beta, A_log=A, dt_bias=bias)
-        tiles = _new_empty(q, (slots, heads, record_elements(dim_k)))
+        self._check_inputs(a.initial_state, q=a.q, k=a.k, g=a.g, beta=a.beta, A_log=A, dt_bias=bias)
+        tiles = _new_empty(a.q, (slots, heads, record_elements(dim_k)))
         decay = _empty((slots, heads, dim_k), dtype=torch.float32, device=device)
-        o = _empty_like(v, memory_format=_contiguous) if out is None else out
+        given = cast("Tensor | None", a.out)
+        o = _empty_like(a.v, memory_format=_contiguous) if given is None else given
         ready.prepare(
-            q, k, g, beta, A, bias, cu_seqlens, tiles, decay, None, ready.scale,
+            a.q, a.k, a.g, a.beta, A, bias, a.cu_seqlens, tiles, decay, None, ready.scale,
             ready.lower_bound, ready.beta_scale,
         )  # fmt: skip
         length = 0
@@ -363,16 +315,16 @@ class _Pool(Operator[_Arguments]):
                 tokens=tokens,
                 heads=heads,
                 head_dim_v=dim_v,
-                packed=cu_seqlens is not None,
+                packed=a.cu_seqlens is not None,
                 num_sms=ready.num_sms,
             )
-        chunks = 0 if checkpoint_indices is None else checkpoint_interval // CHUNK
-        states = initial_state, state_indices, checkpoint_indices, chunks
+        chunks = 0 if a.checkpoint_indices is None else a.checkpoint_interval // CHUNK
+        states = a.initial_state, a.state_indices, a.checkpoint_indices, chunks
         if length:
-            run_in_segments(ready.split, length, v, tiles, decay, (o,), states, cu_seqlens)
+            run_in_segments(ready.split, length, a.v, tiles, decay, (o,), states, a.cu_seqlens)
         else:
-            ready.pool_pass(v, tiles, decay, o, *states, cu_seqlens, None, None, 0, 1)
-        increment_version((o, initial_state))
+            ready.pool_pass(a.v, tiles, decay, o, *states, a.cu_seqlens, None, None, 0, 1)
+        increment_version((o, a.initial_state))
         return o
 
     def _with_out(self, a: Any, memory_format: torch.memory_format) -> Any:

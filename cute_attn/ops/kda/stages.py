@@ -361,8 +361,8 @@ class _GateCumsum(Stage):
         sizes.check_sequences(a.cu_seqlens)
         check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound)
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = arguments
+    def key(self, a: _GateArguments) -> tuple[Any, ...]:
+        g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = a
         return (
             g.shape[2:], g.dtype, g.get_device(), use_gate_in_kernel, type(use_gate_in_kernel),
             lower_bound, type(lower_bound), A_log is None, dt_bias is None, packing(g, cu_seqlens),
@@ -380,8 +380,8 @@ class _GateCumsum(Stage):
         )
         return launch.get_for(a.g.device, table.GATE_CUMSUM, spec)
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> Tensor:
-        g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = arguments
+    def launch(self, ready: Any, a: _GateArguments) -> Tensor:
+        g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = a
         if not use_gate_in_kernel:
             A_log = dt_bias = None
         heads, dim = g.shape[2:]
@@ -450,8 +450,8 @@ class _ChunkIntra(Stage):
         check_flags(output_qg=a.output_qg)
         check_heads_of_a_chunk(given, ("q", "k", "v"), a.cu_seqlens)
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        q, _k, v, _g, beta, scale, cu_seqlens, output_qg, l2norm = arguments
+    def key(self, a: _IntraArguments) -> tuple[Any, ...]:
+        q, _k, v, _g, beta, scale, cu_seqlens, output_qg, l2norm = a
         return (
             q.shape[2:], v.shape[2:], q.dtype, beta.dtype, q.get_device(), scale, type(scale),
             packing(v, cu_seqlens), output_qg, type(output_qg), l2norm,
@@ -469,8 +469,8 @@ class _ChunkIntra(Stage):
         )
         return launch.get_for(a.q.device, table.CHUNK_INTRA, spec)
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, scale, cu_seqlens, output_qg, _l2norm = arguments
+    def launch(self, ready: Any, a: _IntraArguments) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, scale, cu_seqlens, output_qg, _l2norm = a
         results = _intra_outputs(q, v, output_qg)
         ready(
             readable(q), readable(k), readable(v), readable(g), beta, indices(cu_seqlens),
@@ -516,8 +516,8 @@ class _RecomputeWU(Stage):
         check_flags(output_kg=a.output_kg)
         check_heads_of_a_chunk(given, ("k", "q", "v", "Akk"), a.cu_seqlens)
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        q, k, v, _g, beta, _Akk, cu_seqlens, output_kg = arguments
+    def key(self, a: _RecomputeArguments) -> tuple[Any, ...]:
+        q, k, v, _g, beta, _Akk, cu_seqlens, output_kg = a
         return (
             k.shape[2:], v.shape[2:], k.dtype, beta.dtype, k.get_device(), q is None,
             packing(v, cu_seqlens), output_kg, type(output_kg),
@@ -535,8 +535,8 @@ class _RecomputeWU(Stage):
         )
         return launch.get_for(a.k.device, table.RECOMPUTE_W_U, spec)
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, Akk, cu_seqlens, output_kg = arguments
+    def launch(self, ready: Any, a: _RecomputeArguments) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, Akk, cu_seqlens, output_kg = a
         results = _recomputed_outputs(k, v, q is not None, output_kg)
         ready(
             None if q is None else readable(q), readable(k), readable(v), readable(g), beta,
@@ -597,8 +597,8 @@ class _DeltaH(Stage):
         sizes.check_sequences(a.cu_seqlens)
         check_state(sizes, a.initial_state, a.state_v_first)
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        _kg, w, u, _g, initial_state, final, v_new, state_v_first, cu_seqlens, _ = arguments
+    def key(self, a: _DeltaHArguments) -> tuple[Any, ...]:
+        _kg, w, u, _g, initial_state, final, v_new, state_v_first, cu_seqlens, _ = a
         # The kernel's host code does not check that there is a state for each sequence.
         sequences = w.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         states = None if initial_state is None else initial_state.shape[0] == sequences
@@ -621,13 +621,11 @@ class _DeltaH(Stage):
         )
         return launch.get_for(a.u.device, table.DELTA_H, spec)
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor | None, ...]:
-        kg, w, u, g, initial_state, *rest = arguments
-        cu_seqlens = rest[3]
-        h, v_new, final_state = results = delta_h_outputs(w, u, *rest)
+    def launch(self, ready: Any, a: _DeltaHArguments) -> tuple[Tensor | None, ...]:
+        h, v_new, final_state = results = self.outputs(a)
         ready(
-            readable(kg), readable(w), readable(u), readable(g), readable_state(initial_state),
-            indices(cu_seqlens), h, v_new, final_state,
+            readable(a.kg), readable(a.w), readable(a.u), readable(a.g),
+            readable_state(a.initial_state), indices(a.cu_seqlens), h, v_new, final_state,
         )  # fmt: skip
         return results
 
@@ -696,8 +694,8 @@ class _Output(Stage):
             sizes["chunks"] = sizes.num_chunks(None)
         sizes.take("h", a.h, "B chunks HV V K" if a.state_v_first else "B chunks HV K V")
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        q, v_new, _g, _Aqk, h, scale, state_v_first, cu_seqlens, l2norm = arguments
+    def key(self, a: _OutputArguments) -> tuple[Any, ...]:
+        q, v_new, _g, _Aqk, h, scale, state_v_first, cu_seqlens, l2norm = a
         return (
             q.shape[2:], v_new.shape[2:], q.dtype, q.get_device(), scale, type(scale),
             state_v_first, type(state_v_first), packing(v_new, cu_seqlens), l2norm,
@@ -717,8 +715,8 @@ class _Output(Stage):
         )
         return launch.get_for(a.q.device, table.OUTPUT, spec)
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> Tensor:
-        q, v_new, g, Aqk, h, scale, _state_v_first, cu_seqlens, _l2norm = arguments
+    def launch(self, ready: Any, a: _OutputArguments) -> Tensor:
+        q, v_new, g, Aqk, h, scale, _state_v_first, cu_seqlens, _l2norm = a
         o = _empty(v_new.shape, dtype=q.dtype, device=q.device)
         ready(
             readable(q), readable(v_new), readable(g), readable(Aqk), contiguous(h),

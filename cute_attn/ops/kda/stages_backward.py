@@ -416,8 +416,8 @@ class _OutputBackward(Stage):
         sizes.check_dims()
         sizes.check_sequences(a.cu_seqlens)
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        v_new, _Aqk, _do, scale, cu_seqlens = arguments
+    def key(self, a: _OutputArguments) -> tuple[Any, ...]:
+        v_new, _Aqk, _do, scale, cu_seqlens = a
         return (
             v_new.shape[2:], v_new.dtype, v_new.get_device(), scale, type(scale),
             packing(v_new, cu_seqlens),
@@ -431,8 +431,8 @@ class _OutputBackward(Stage):
         )
         return launch.get_for(a.v_new.device, table.OUTPUT_BACKWARD, spec)
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor, ...]:
-        v_new, Aqk, do, scale, cu_seqlens = arguments
+    def launch(self, ready: Any, a: _OutputArguments) -> tuple[Tensor, ...]:
+        v_new, Aqk, do, scale, cu_seqlens = a
         results = _scores_like(v_new), _like(v_new)
         ready(
             readable(v_new), readable(Aqk), readable(do), indices(cu_seqlens), *results,
@@ -483,8 +483,8 @@ class _DeltaHBackward(Stage):
         sizes.check_sequences(a.cu_seqlens)
         check_state(sizes, a.dfinal_state, a.state_v_first, "dfinal_state")
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        qg, _kg, _w, _g, do, _dv, state, scale, initial, state_v_first, cu_seqlens, _ = arguments
+    def key(self, a: _DeltaHArguments) -> tuple[Any, ...]:
+        qg, _kg, _w, _g, do, _dv, state, scale, initial, state_v_first, cu_seqlens, _ = a
         # The kernel's host code does not check that there is a state for each sequence.
         sequences = do.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         states = None if state is None else state.shape[0] == sequences
@@ -506,8 +506,7 @@ class _DeltaHBackward(Stage):
         )
         return launch.get_for(a.do.device, table.DELTA_H_BACKWARD, spec)
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor | None, ...]:
-        a = _DeltaHArguments(*arguments)
+    def launch(self, ready: Any, a: _DeltaHArguments) -> tuple[Tensor | None, ...]:
         dh, dinitial_state, dv = results = self.outputs(a)
         ready(
             *map(readable, a[:6]), readable_state(a.dfinal_state), indices(a.cu_seqlens), dh,
@@ -567,8 +566,7 @@ class _RecomputeWUBackward(Stage):
             shape = "B chunks HV V K" if a.state_v_first else "B chunks HV K V"
             sizes.take(name, given[name], shape)
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        a = _RecomputeArguments(*arguments)
+    def key(self, a: _RecomputeArguments) -> tuple[Any, ...]:
         return (
             a.q.shape[2:], a.v.shape[2:], a.q.dtype, a.beta.dtype, a.q.get_device(), a.scale,
             type(a.scale), a.state_v_first, type(a.state_v_first), packing(a.v, a.cu_seqlens),
@@ -587,8 +585,7 @@ class _RecomputeWUBackward(Stage):
         )
         return launch.get_for(a.q.device, table.RECOMPUTE_W_U_BACKWARD, spec)
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor, ...]:
-        a = _RecomputeArguments(*arguments)
+    def launch(self, ready: Any, a: _RecomputeArguments) -> tuple[Tensor, ...]:
         results = self.outputs(a)
         ready(
             *map(readable, a[:5]), a.beta, readable(a.Akk), contiguous(a.h), readable(a.do),
@@ -652,8 +649,8 @@ class _ChunkIntraBackward(Stage):
                 sizes.take(name, given[name], shape)
         sizes.check_sequences(a.cu_seqlens)
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        q, _k, g, beta, *_rest, cu_seqlens = arguments
+    def key(self, a: _IntraArguments) -> tuple[Any, ...]:
+        q, _k, g, beta, *_rest, cu_seqlens = a
         return (
             q.shape[2:], g.shape[2], q.dtype, beta.dtype, q.get_device(), packing(g, cu_seqlens),
         )  # fmt: skip
@@ -668,8 +665,7 @@ class _ChunkIntraBackward(Stage):
         )
         return launch.get_for(a.q.device, table.INTRA_BACKWARD, spec)
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor, ...]:
-        a = _IntraArguments(*arguments)
+    def launch(self, ready: Any, a: _IntraArguments) -> tuple[Tensor, ...]:
         results = self.outputs(a)
         q, k, g, dq, dk, dg = map(_near_rows, (a.q, a.k, a.g, a.dq, a.dk, a.dg))
         ready(
@@ -718,8 +714,8 @@ class _GateCumsumBackward(Stage):
                     raise ValueError(f"{name} is given, it needs use_gate_in_kernel")
         check_gate(given, sizes, a.use_gate_in_kernel, False, a.lower_bound)
 
-    def key(self, *arguments: Any, **_: Any) -> tuple[Any, ...]:
-        _dg, g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = arguments
+    def key(self, a: _GateArguments) -> tuple[Any, ...]:
+        _dg, g, A_log, dt_bias, lower_bound, use_gate_in_kernel, cu_seqlens = a
         return (
             g.shape[2:], g.dtype, g.get_device(), use_gate_in_kernel, type(use_gate_in_kernel),
             lower_bound, type(lower_bound), A_log is None, dt_bias is None, packing(g, cu_seqlens),
@@ -744,8 +740,8 @@ class _GateCumsumBackward(Stage):
             None if a.dt_bias is None else load(*SUM_DT_BIAS),
         )
 
-    def launch(self, ready: Any, *arguments: Any, **_: Any) -> tuple[Tensor | None, ...]:
-        dG, g, A_log, dt_bias, lower_bound, _use_gate_in_kernel, cu_seqlens = arguments
+    def launch(self, ready: Any, a: _GateArguments) -> tuple[Tensor | None, ...]:
+        dG, g, A_log, dt_bias, lower_bound, _use_gate_in_kernel, cu_seqlens = a
         kernel, sum_A_log, sum_dt_bias = ready
         heads, dim = g.shape[2:]
         slots, device = num_slots(g, cu_seqlens), g.device
@@ -760,11 +756,11 @@ class _GateCumsumBackward(Stage):
             readable_parameter(dt_bias, heads, dim), indices(cu_seqlens), dg, A_parts, bias_parts,
             0.0 if lower_bound is None else float(lower_bound),
         )  # fmt: skip
-        if A_parts is not None:
+        if A_log is not None:
             dA_log = _empty((1, heads), dtype=_float32, device=device)
             sum_A_log(A_parts, dA_log)
             dA_log = dA_log.to(A_log.dtype).view(A_log.shape)
-        if bias_parts is not None:
+        if dt_bias is not None:
             ddt_bias = _empty((heads, dim), dtype=_float32, device=device)
             sum_dt_bias(bias_parts, ddt_bias)
             ddt_bias = ddt_bias.to(dt_bias.dtype).view(dt_bias.shape)
