@@ -49,7 +49,7 @@ def package_files() -> dict[str, Path]:
 
 
 def wheel_files() -> dict[str, Path]:
-    """The same of a wheel's files."""
+    """Path below a folder of packages -> file here, for every file of a wheel."""
     folders = tuple(f"{name.replace('.', '/')}/" for name in CHECKOUT_ONLY)
     return {name: path for name, path in package_files().items() if not name.startswith(folders)}
 
