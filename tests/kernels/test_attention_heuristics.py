@@ -100,3 +100,9 @@ def test_fused_groups_fill_an_idle_gpu() -> None:
     options = {"clusters": 132, **FUSED[128]}
     assert splits(2048, heads=8, heads_k=1, **options) == 8
     assert splits(2048, heads=8, heads_k=1, window_left=256, window_right=0, **options) == 8
+
+
+@pytest.mark.parametrize("row", configs.FORWARD.values(), ids=lambda row: f"{row.head_dim}")
+def test_tiles_of_few_rows_have_as_many_keys(row: configs.ForwardRow):
+    """A row's bits would depend on the tile otherwise."""
+    assert row.few is None or row.few.n == row.tile.n

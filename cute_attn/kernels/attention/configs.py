@@ -91,7 +91,8 @@ class ForwardRow(Row):
 
     Attributes:
         few: the tile for at most `few.m` query rows of a K/V head, with more stages, so that K and
-            V are loaded far ahead; None: `tile`.
+            V are loaded far ahead; None: `tile`. Its keys are `tile`'s, so a row's bits do not
+            depend on the tile.
         capped_m: query rows of a tile with a softcap and a left window, for which `tile.m` rows
             leave too few registers; None: `tile.m`.
         most_packed_heads: the most query heads of a K/V head that share the rows of a tile.
@@ -165,7 +166,7 @@ FORWARD = _by_key(
     ),
     ForwardRow(
         "forward", SM90, 192, 128, kernel="sm90_forward", scheduler="counter",
-        tile=Tile(128, 128, 2), few=Tile(64, 64, 4), most_packed_heads=32, page_keys=64,
+        tile=Tile(128, 128, 2), few=Tile(64, 128, 2), most_packed_heads=32, page_keys=64,
         sums_by_product=True,
     ),
     ForwardRow(
