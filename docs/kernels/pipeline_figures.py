@@ -147,11 +147,11 @@ def draw(shown: Pipeline) -> str:
         "<defs>",
     ]
     shades = sorted({shade for shade, _ in COLOURS.values()})
-    for shade in shades:
-        out.append(
-            f'<marker id="to{shade[1:]}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" '
-            f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{shade}"/></marker>'
-        )
+    out += [
+        f'<marker id="to{shade[1:]}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" '
+        f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{shade}"/></marker>'
+        for shade in shades
+    ]
     out += ["</defs>", '<rect width="100%" height="100%" fill="white"/>']
     bottom = TOP + ROW * len(edges)
     for role in columns:
@@ -201,8 +201,10 @@ def arrow(edge: Edge, y: int, starts: list[int], ends: list[int], notes: int) ->
         start = max(starts, key=lambda s: max(abs(s - e) for e in ends))
         end = max(ends, key=lambda e: abs(e - start))
         out.append(f'<path d="M{start} {y}H{end}" {line} {head}/>')
-        for x in sorted({start, *starts, *ends} - {end}):
-            out.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{shade}"/>')
+        out += [
+            f'<circle cx="{x}" cy="{y}" r="3.5" fill="{shade}"/>'
+            for x in sorted({start, *starts, *ends} - {end})
+        ]
         # The name stands beside the role that has a single column.
         near, far = (start, end) if len(starts) == 1 else (end, start)
         middle = near + (COLUMN // 2 if far > near else -COLUMN // 2)
