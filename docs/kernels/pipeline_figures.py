@@ -95,7 +95,8 @@ SHOWN: dict[str, Callable[[], Pipeline]] = {
 
 # -- the drawing
 
-COLUMN, ROW, TOP, LEFT, NOTES = 190, 44, 62, 110, 500
+COLUMN, ROW, TOP, LEFT = 124, 42, 62, 66
+NOTES = 270  # width of the text on the right
 COLOURS = {  # what completes a phase, in the order in which an edge of several kinds is coloured
     Kind.COMMIT: ("#8a5a00", "a commit: the MMAs issued so far are done"),
     Kind.BYTES: ("#0b5cad", "the bytes of copies"),
@@ -131,9 +132,10 @@ def colour(edge: Edge) -> str:
 def draw(shown: Pipeline) -> str:
     edges = list(shown)
     columns = lanes(edges)
+    loops = any(edge.producer == edge.consumer == columns[-1] for edge in edges)
     places = {role.name: LEFT + COLUMN * n for n, role in enumerate(columns)}
-    notes = LEFT + COLUMN * (len(columns) - 1) + 120
-    width, height = notes + NOTES, TOP + ROW * len(edges) + 64
+    notes = LEFT + COLUMN * (len(columns) - 1) + (170 if loops else 66)
+    width, height = max(notes + NOTES, 620), TOP + ROW * len(edges) + 64
 
     def at(role: Role) -> list[int]:
         """The columns of a role."""
@@ -143,7 +145,7 @@ def draw(shown: Pipeline) -> str:
 
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" font-family="sans-serif" font-size="13">',
+        f'width="{width}" height="{height}" font-family="sans-serif" font-size="13">',
         "<defs>",
     ]
     shades = sorted({shade for shade, _ in COLOURS.values()})
@@ -160,7 +162,7 @@ def draw(shown: Pipeline) -> str:
         if not len(role):
             warps = ""
         out.append(
-            f'<rect x="{x - 75}" y="8" width="150" height="40" rx="4" fill="#f2f2f2" '
+            f'<rect x="{x - 56}" y="8" width="112" height="40" rx="4" fill="#f2f2f2" '
             'stroke="#555"/>'
             f'<text x="{x}" y="25" text-anchor="middle" font-weight="bold">{escape(role.name)}'
             f'</text><text x="{x}" y="41" text-anchor="middle" font-size="11">{warps}</text>'
@@ -209,8 +211,8 @@ def arrow(edge: Edge, y: int, starts: list[int], ends: list[int], notes: int) ->
         near, far = (start, end) if len(starts) == 1 else (end, start)
         middle = near + (COLUMN // 2 if far > near else -COLUMN // 2)
         out.append(f'<text x="{middle}" y="{y - 6}" text-anchor="middle" {text}>{label}</text>')
-    gives = f": {edge.payload}" if edge.payload else ""
-    out.append(f'<text x="{notes}" y="{y}" font-size="12">{escape(f"{edge}{gives}")}</text>')
+    out.append(f'<text x="{notes}" y="{y - 6}" font-size="11">{escape(str(edge))}</text>')
+    out.append(f'<text x="{notes}" y="{y + 9}" font-size="11">{escape(edge.payload)}</text>')
     return out
 
 
