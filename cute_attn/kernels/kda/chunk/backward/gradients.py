@@ -21,8 +21,9 @@ Both CTAs compute dAqk and dLhat: exchanging them would take longer. At K = 64 a
 so it has, with 16 warps, at K = 128 where the architecture has no clusters.
 
 With S the state at the chunk's start, dS' the gradient of the state after it, v' = Akk Diag(beta) r
-the corrections and dr the gradient of r, which is also that of v (docs/kernels/kda.md). v_new is v'
-without its factors m (see `prepare`), which multiply the results of the products over V.
+the corrections and dr the gradient of r, which is also the gradient of v
+(docs/kernels/kda_backward.md). v_new is v' without its factors m (see `prepare`), which multiply
+the results of the products over V.
 """
 
 from __future__ import annotations
